@@ -53,7 +53,7 @@ def _tables(
     """One table for each kind of text."""
     for kind in dict.fromkeys(cell["text"] for cell in cells):
         if kind is not None:
-            print(f"{kind}:")
+            _print(f"{kind}:")
         _table(columns, [line(cell) for cell in cells if cell["text"] == kind])
 
 

@@ -241,9 +241,7 @@ def _caches(cuda: bool) -> dict[str, str]:
         "temporary": temporary_folder(),
     }
     if cuda:
-        give_kernels_a_cache()
-        home = Path(os.environ.get("TRITON_HOME") or Path("~").expanduser()) / ".triton" / "cache"
-        places["kernels_cache"] = Path(os.environ.get("TRITON_CACHE_DIR") or home)
+        places["kernels_cache"] = give_kernels_a_cache()
     return {name: f"{place}, {_room(place)}" for name, place in places.items()}
 
 

@@ -140,8 +140,10 @@ def _report(error: Any) -> None:
         error.show()
         return
     context = getattr(error, "ctx", None)
-    page = "" if context is None else f"; see {context.command_path} --help"
-    terminal.error(f"{_sentence(error, context)}{page}")
+    sentence = _sentence(error, context)
+    if context is not None and not sentence.endswith("?"):  # that is a suggestion
+        sentence += f"; see {context.command_path} --help"
+    terminal.error(sentence)
 
 
 def _sentence(error: Any, context: Any) -> str:

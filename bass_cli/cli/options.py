@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, TypeVar, get_type_hints
 
@@ -296,19 +295,7 @@ OWN: dict[type, dict[str, Flag]] = {
     },
 }  # fmt: skip
 
-# fields that name files, where ~ stands for the home folder whether or not the shell replaces it
-_PATHS = {"prompts", "file", "names", "pair", "job", "data", "out", "report", "parts", "plot"}
-
 Args = TypeVar("Args")
-
-
-def _at_home(field: str, value: Any) -> Any:
-    """The value of a field, with ~ in paths replaced."""
-    if field not in _PATHS:
-        return value
-    if isinstance(value, list):
-        return [os.path.expanduser(one) for one in value]
-    return os.path.expanduser(value) if isinstance(value, str) else value
 
 
 def takes(
@@ -320,7 +307,7 @@ def takes(
     def command_of(body: Callable[[Args], None]) -> Callable[..., None]:
         @functools.wraps(body)
         def command(**values: Any) -> None:
-            body(kind(**{name: _at_home(name, value) for name, value in values.items()}))
+            body(kind(**values))
 
         types, flags = get_type_hints(kind), {**OPTIONS, **OWN.get(kind, {}), **own}
         hints = {

@@ -17,7 +17,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
 from bass_cli.errors import UserError, spelled
@@ -177,7 +177,8 @@ def _plain(stream: TextIO) -> TextIO:
 class _Spelling(io.TextIOWrapper):
     """A standard stream that spells out all control and format characters but newline and tab. On
     a terminal, what progress bars need passes. `above`: takes whole lines while a display is
-    live."""
+    live. Messages on standard error are dropped if they cannot be written, as on a full disk: they
+    must not end a job."""
 
     above: Callable[[str], None] | None = None
 
@@ -188,13 +189,14 @@ class _Spelling(io.TextIOWrapper):
             errors="backslashreplace",
             line_buffering=plain.isatty() or plain is sys.stderr,
         )
-        self.plain = plain
+        self.plain, self._may_drop = plain, plain is sys.stderr
         self._begun = ""  # a line that is not complete, while a display is live
 
     def write(self, text: str) -> int:
         terminal = self.isatty()
         if terminal and _BAR_MOVE.fullmatch(text):
-            return super().write(text)
+            self._put(text)
+            return len(text)
         start = _BAR_TEXT.match(text) if terminal else None
         rest = text[1:] if start else text
         safe = "".join(
@@ -206,5 +208,23 @@ class _Spelling(io.TextIOWrapper):
             for one in lines:
                 above(one)
         else:
-            super().write(f"\r{safe}" if start else safe)
+            self._put(f"\r{safe}" if start else safe)
         return len(text)
+
+    def flush(self) -> None:
+        with self._dropping():
+            super().flush()
+
+    def _put(self, text: str) -> None:
+        with self._dropping():
+            super().write(text)
+
+    @contextlib.contextmanager
+    def _dropping(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:  # the reader has gone: the command ends
+            raise
+        except OSError:
+            if not self._may_drop:
+                raise

@@ -100,9 +100,12 @@ def temporary_folder() -> Path:
         return Path(os.environ.get("TMPDIR") or "/tmp")
 
 
-def give_kernels_a_cache() -> None:
-    """Set TRITON_CACHE_DIR if Triton's own folder for compiled kernels cannot be written to, or
-    other users may write there: it loads libraries from it."""
+def give_kernels_a_cache() -> Path:
+    """Return the folder for Triton's compiled kernels.
+
+    Triton loads libraries from it. So if its own folder is not writable, or other users can write
+    there, set TRITON_CACHE_DIR to another one.
+    """
     given = os.environ.get("TRITON_CACHE_DIR")
     home = Path(os.environ.get("TRITON_HOME") or os.path.expanduser("~"))
     folder = Path(given) if given else home / ".triton" / "cache"
@@ -113,8 +116,9 @@ def give_kernels_a_cache() -> None:
     if found != folder:
         found = found / "triton"
         os.environ["TRITON_CACHE_DIR"] = str(found)
-    with contextlib.suppress(OSError):  # Triton would make it with the umask
+    with contextlib.suppress(OSError):  # Triton itself would make it with the umask's permissions
         make_private(found)
+    return found
 
 
 def is_writable(folder: Path) -> bool:

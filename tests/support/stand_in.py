@@ -11,7 +11,7 @@ from collections import namedtuple
 from collections.abc import Iterator
 from typing import Any
 
-import bass_cli
+import bass_cli.run
 from bass_cli.errors import MachineError, UserError
 from bass_cli.io.completion import Completion
 
