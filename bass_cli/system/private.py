@@ -41,10 +41,11 @@ def fault_of(path: Path) -> str | None:
             return f"{here} belongs to user {status.st_uid}"
         if not waiting:
             break
-        if status.st_mode & _OTHERS_WRITE and not status.st_mode & stat.S_ISVTX:
+        mode = status.st_mode
+        if stat.S_ISDIR(mode) and mode & _OTHERS_WRITE and not mode & stat.S_ISVTX:
             return _writable_by_others(here)
         part = waiting.pop()
-        if part == "..":  # `here` has no symbolic links, so this is the folder that the system takes
+        if part == "..":  # `here` contains no symbolic link, so this is what the system opens
             here = here.parent
             status = os.lstat(here)
             continue
@@ -52,7 +53,7 @@ def fault_of(path: Path) -> str | None:
         try:
             status = os.lstat(here)
             target = os.readlink(here) if stat.S_ISLNK(status.st_mode) else None
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
             return f"{here}: {error.strerror}"
