@@ -14,10 +14,10 @@ import typer
 MODELS, SAMPLING, DRAFTING = (
     "Models",
     "Sampling",
-    "Drafting (changes the speed, not what samples are worth)",
+    "Drafting (changes the speed, not the distribution)",
 )
 SHORT = {"n": "-n", "out": "-o"}  # by field
-# Fields that name files. In their values ~ is the home folder, also where the shell leaves it.
+# Fields with file names, in which ~ is expanded: shells do not expand it after "=".
 _PATHS = {"prompts", "file", "names", "pair", "job", "data", "out", "report", "parts", "plot"}
 MACHINE, PROMPTS, OUTPUT = "Time and machine", "Prompts and data", "Output"
 JOB, MEASURED, RANDOM, SCORING = (

@@ -69,7 +69,8 @@ def test_words_of_our_own_are_explained_where_they_are_used(command: str) -> Non
     explained = re.findall(
         r"^  (\w[\w@ ]*?)  +\S", text.partition("\nWords:\n")[2].partition("\n\n")[0], re.MULTILINE
     )
-    used = {word for word in ("pair", "target", "draft", "row", "round", "coupling", "acceptance", "controller")
+    used = {word for word in ("pair", "target", "draft", "sequence", "round", "coupling", "acceptance rate",
+                              "controller")
             if re.search(rf"(?<!-){word}(s|ed)?\b", text)}  # fmt: skip
     assert used <= set(explained) <= set(WORDS)
 
