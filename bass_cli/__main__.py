@@ -1,5 +1,7 @@
-"""The console script, and `python -m bass_cli`: settles what signals and closed streams mean
-before all that is slow."""
+"""The console script, and `python -m bass_cli`.
+
+Signal handlers and closed streams are set up before the slow imports.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +16,20 @@ from typing import NoReturn
 from bass_cli.system import signals, threads
 from bass_cli.system.host import is_refused_memory
 
-# What a standard stream that was closed (`>&-`) is opened as: one that refuses to be read or
-# written when that is tried, so that no other file takes its number; messages have nowhere to
-# go.
+# A standard stream that was closed (`>&-`) is opened in the wrong direction. So no other file gets
+# its number, and reading or writing fails.
 _CLOSED = (("stdin", "r", os.O_WRONLY), ("stdout", "w", os.O_RDONLY), ("stderr", "w", os.O_WRONLY))
 
-
-# What a command imports stays, and the collector would look through it again and again: 0.1 s of
-# importing torch, and 0.1 s each time later on. So it begins when so many more objects are there.
+# Thresholds of the garbage collector. With Python's own, collections take 0.1 s while torch is
+# imported, and 0.1 s each later on, for objects that stay.
 _COLLECTED = (100_000, 50, 100)
 
 
 def main() -> None:
-    """Run the command line; never returns."""
+    """Run the command line and end the process."""
     signals.at_start()
     gc.set_threshold(*_COLLECTED)
-    threads.look_first()
+    threads.sample_cpus()
     _open_closed_streams()
     try:
         from bass_cli.cli import commands
@@ -45,14 +45,16 @@ def main() -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    """End the process as Python does, but leave its memory and the device's to the system: to take
-    apart every module and library of torch takes 0.6 to 0.9 s, which whoever called waits for."""
+    """End the process as Python does, but without unloading modules.
+
+    Unloading torch's modules and libraries takes 0.6 to 0.9 s. The system frees the memory anyway.
+    """
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # closed, or its reader has gone
+        with contextlib.suppress(OSError, ValueError):  # closed, full, or its reader has gone
             stream.flush()
     os._exit(code)
 
@@ -64,7 +66,7 @@ def _open_closed_streams() -> None:
             if opened != number:
                 os.dup2(opened, number)
                 os.close(opened)
-            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115 - for good
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115 - stays open
 
 
 if __name__ == "__main__":

@@ -333,7 +333,7 @@ def test_ctrl_c_ends_the_command_within_5_s_while_a_follower_is_stopped(tmp_path
     ended, seconds = stop_in_two_parts(*OPTIONS, numbers=[signal.SIGINT], out=out)
     assert seconds < 5
     assert ended.returncode == 130, ended.stderr
-    assert "bass: error: interrupted; the same command goes on from here" in ended.stderr
+    assert "bass: error: interrupted; run the same command again to continue" in ended.stderr
     assert "Traceback" not in ended.stderr
     wait_for_end(follower_of(ended))
     before = tokens_in(out)

@@ -1,8 +1,7 @@
-"""The command line: flags to a Job, user errors to exit codes. Every heavy import happens inside a
-command.
+"""The command line: `bass` and its commands. Heavy imports happen inside a command.
 
-0 done, also where a budget cut samples; 1 some prompts failed, 2 wrong input or configuration,
-3 the machine lacks something, 130 interrupted. Standard output carries results only.
+Exit codes: 0 done (also if a budget truncated samples), 1 some prompts failed, 2 wrong input or
+configuration, 3 the machine lacks something, 130 interrupted. Standard output carries results only.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from bass_cli.cli.score import score
 from bass_cli.config.args import BenchArgs, DoctorArgs, GenerateArgs, PairsArgs
 from bass_cli.io import terminal
 from bass_cli.io.console import Screen
-from bass_cli.system.host import expect
+from bass_cli.system.host import expect, is_refused_memory
 from bass_cli.system.threads import begin
 
 app = typer.Typer(
@@ -39,13 +38,12 @@ app = typer.Typer(
 )
 
 
-# What writing to a stream fails with; errors of files have their name, and those of results
-# become a MachineError.
+# Why writing to a standard stream can fail. Errors of other files carry a file name.
 _FULL_OR_CLOSED = (errno.EBADF, errno.ENOSPC, errno.EIO)
 
 
 def main() -> None:
-    """Run the command line, with guarded standard streams."""
+    """Run the command line, and exit with its code."""
     terminal.guard()
     code: object = 0
     try:
@@ -55,13 +53,15 @@ def main() -> None:
             code = end.code
         sys.stdout.flush()
     except Exception as error:
+        if is_refused_memory(error):  # before a command could explain it; see __main__.py
+            raise
         full = isinstance(error, OSError) and error.errno in _FULL_OR_CLOSED
         if not full or getattr(error, "filename", None) is not None:
             terminal.crash(error)
             sys.exit(1)
-        # what is still held goes nowhere, and is not written again
+        # Send the buffered rest to /dev/null: a second attempt to write it would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        if not code:  # else something was said already
+        if not code:  # otherwise an error has been shown
             terminal.error(f"standard output: cannot write: {getattr(error, 'strerror', '')}")
             code = 3
     sys.exit(code)  # type: ignore[arg-type]
@@ -79,7 +79,7 @@ def _bass(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    """Draw many samples per prompt from a language model, fast, and exactly from the model's own
+    """Draw many samples per prompt from a language model, fast and from the model's exact
     distribution.
 
     \b
@@ -92,21 +92,21 @@ def _bass(
 @app.command(cls=Command, epilog=EPILOG)
 @takes(GenerateArgs)
 def generate(args: GenerateArgs) -> None:
-    """Draw n samples for every prompt and write them as JSON lines.
+    """Draw n samples per prompt and write them as JSON lines.
 
     \b
     Examples:
       bass generate prompts.jsonl --n 8 --out samples.jsonl
       bass generate prompts.txt --model Qwen/Qwen2.5-0.5B-Instruct --budget 2s
 
-    Given again after an interruption, the same command goes on with its file.
+    After an interruption, run the same command again: it continues its output file.
     """
     screen = Screen(args.quiet)
     if args.ray is None:
         begin(args.threads)
         expect(args.device)
-    goes_on = "" if args.out in (None, "-") else "; the same command goes on from here"
-    with exit_codes(screen, f"interrupted{goes_on}"):
+    remedy = "" if args.out in (None, "-") else "; run the same command again to continue"
+    with exit_codes(screen, f"interrupted{remedy}"):
         from bass_cli.generation import generate_samples
 
         if not generate_samples(args, screen):
@@ -120,8 +120,8 @@ app.command(cls=Command, epilog=EPILOG)(distill)
 @app.command(cls=Command, epilog=EPILOG)
 @takes(BenchArgs)
 def bench(args: BenchArgs) -> None:
-    """Measure speed against plain decoding: batch sizes x methods, on a pair or on random weights
-    of a real model's shape.
+    """Measure speed against plain decoding, by batch size and method, with a pair or with random
+    weights.
 
     \b
     Examples:
@@ -145,7 +145,7 @@ app.command(cls=Command, epilog=EPILOG)(score)
 @app.command(cls=Command)
 @takes(PairsArgs)
 def pairs(args: PairsArgs) -> None:
-    """Show which pairs come with bass, or those that are named, and which can run here.
+    """List the packaged pairs, or the given ones, and whether they can run here.
 
     \b
     Examples:
@@ -167,8 +167,8 @@ def pairs(args: PairsArgs) -> None:
 @app.command(cls=Command)
 @takes(DoctorArgs)
 def doctor(args: DoctorArgs) -> None:
-    """Show what this machine offers: device, versions, memory, disk, sandbox, the hub, and which
-    pairs fit.
+    """Show what this machine offers: device, versions, memory, disk, sandbox, hub access, and
+    the pairs that fit.
 
     \b
     Examples:

@@ -1,7 +1,7 @@
-"""What this machine offers and which pairs can run on it, by file look-ups and rough byte counts.
+"""What `bass doctor` and `bass pairs` show: the machine, and which pairs can run on it.
 
-Nothing is downloaded and no weights are read; whether a checkpoint is sound is found out by
-plan.py, for one pair only.
+Nothing is downloaded and no weights are read. Sizes are estimates from the models' names, unless
+all files of a pair are here: then run/plan.py checks their headers.
 """
 
 from __future__ import annotations
@@ -42,19 +42,21 @@ if TYPE_CHECKING:
 
 PACKAGES = ("torch", "triton", "transformers", "safetensors", "gguf", "datasets")
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-_PATIENCE = 3.0  # seconds that the hub has for an answer
-OVERHEAD = 1.2  # keys, values and work space beside the weights
+_PATIENCE = 3.0  # seconds to wait for the hub
+OVERHEAD = 1.2  # memory of a job over that of its weights: KV cache and workspace
 
 
 def describe_pairs(names: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """These pairs (names or files), or every packaged one: its models, the bytes of its weights
-    (None: unknown), whether it runs here, and why not."""
+    """Describe these pairs (names or files), or all packaged ones, ready for JSON.
+
+    `weight_bytes` is None if unknown. `here` is "ready", or the reasons why the pair cannot run.
+    """
     memory = available_memory()
     return [_describe_pair(load_pair(name), memory)[0] for name in names or packaged_pairs()]
 
 
 def pair_lines(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """The pairs as text of at most 80 columns: name, weights and state, below them the models."""
+    """Format pairs as lines of at most 80 columns: name, weights, state; below them the models."""
     heads = [("pair", "weights", "here")]
     heads += [(spelled(row["name"]), row["weights"], row["here"]) for row in rows]
     widths = [max(len(head[column]) for head in heads) for column in range(2)]
@@ -66,7 +68,7 @@ def pair_lines(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def _wrapped(text: str, indent: str) -> list[str]:
-    """Lines of at most 80 columns; a longer word keeps a line of its own."""
+    """Wrap text at 80 columns; a longer word gets a line of its own."""
     return textwrap.wrap(
         spelled(text),
         80,
@@ -79,8 +81,7 @@ def _wrapped(text: str, indent: str) -> list[str]:
 def _describe_pair(
     pair: Pair, memory: dict[str, Any], ranks: int = 1
 ) -> tuple[dict[str, Any], Plan | None]:
-    """Also the plan of a job with it, by its checkpoints' headers, where all of it is here and
-    sound."""
+    """Describe a pair; also return the plan of a job with it, None if the pair cannot run here."""
     draft = parse_draft(pair.draft).files
     models = {"target": pair.target} | ({"draft": draft} if draft else {})
     missing: dict[str, str] = {}
@@ -116,8 +117,12 @@ def _describe_pair(
 
 
 def place_of(model: str, folder: Path | None = None) -> str:
-    """Whether the files of a model are "here", or in a few words what is to be done about them.
-    `folder`: where the pair's file lies."""
+    """Return "here" if a model's files are on this machine, else a few words on what is missing.
+
+    Args:
+        model: A hub id, folder, .gguf file or package:MODULE/FILE.
+        folder: The folder of the pair file, for relative paths.
+    """
     if model.startswith("package:"):
         module, _, file = model.removeprefix("package:").partition("/")
         found = importlib.util.find_spec(module) if module.isidentifier() else None
@@ -134,7 +139,7 @@ def place_of(model: str, folder: Path | None = None) -> str:
         return "no such file or folder"
     try:
         return "here" if _is_cached(model) else "to be downloaded"
-    except ValueError:  # no name that the hub could have
+    except ValueError:  # not a valid hub id
         return "no such file or folder"
 
 
@@ -148,8 +153,7 @@ def _is_cached(model: str) -> bool:
 
 
 def weight_bytes(pair: Pair, device: str) -> int | None:
-    """Roughly what the weights of a pair take in memory, from the number of parameters in the
-    names of its models."""
+    """Estimate the memory of a pair's weights from the parameter counts in its models' names."""
     width = BYTES.get(pair.dtype, 2 if device == "cuda" else 4)
     counts = [
         parameters_in(name)
@@ -161,13 +165,13 @@ def weight_bytes(pair: Pair, device: str) -> int | None:
 
 
 def parameters_in(name: str) -> int | None:
-    """The number of parameters that a model's name tells: 7B, 0.5b, 350M; None if it tells none."""
+    """Return the parameter count in a model's name, such as 7B, 0.5b or 350M; None without one."""
     found = re.findall(r"(?<![\w.])(\d{1,9}(?:\.\d{1,9})?)([bBmM])(?![a-zA-Z0-9])", name)
     return int(float(found[-1][0]) * (1e9 if found[-1][1] in "bB" else 1e6)) if found else None
 
 
 def available_memory() -> dict[str, Any]:
-    """The device that --device auto takes and the bytes of memory it has in all."""
+    """Return the device that --device auto chooses, and its total memory in bytes."""
     import torch
 
     if torch.cuda.is_available():
@@ -176,9 +180,9 @@ def available_memory() -> dict[str, Any]:
 
 
 def describe_machine(args: DoctorArgs) -> dict[str, Any]:
-    """What `bass doctor` shows, ready for JSON."""
+    """Return what `bass doctor` shows, ready for JSON."""
     chosen = _chosen(args)
-    settled = configure_threads(args.threads, lambda note: None)
+    threads = configure_threads(args.threads, lambda note: None)
     import torch
 
     memory, pairs = available_memory(), describe_pairs()
@@ -197,8 +201,8 @@ def describe_machine(args: DoctorArgs) -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")
         else os.cpu_count(),
-        "threads": settled.number,
-        "threads_why": settled.why,
+        "threads": threads.number,
+        "threads_why": threads.why,
         "kernels": "triton" if cuda and importlib.util.find_spec("triton") else "plain torch",
         **_caches(cuda),
         "sandbox": _sandbox(),
@@ -210,7 +214,6 @@ def describe_machine(args: DoctorArgs) -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """The processor's name, as far as the system tells it."""
     with contextlib.suppress(OSError):
         named = re.search(
             r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE
@@ -221,7 +224,7 @@ def _processor() -> str:
 
 
 def _free(device: torch.device) -> dict[str, Any]:
-    """Memory that can still be taken on the device, and where that is a GPU, of the machine too."""
+    """Return the free memory of the device, and for a GPU that of the host too."""
     count = free_memory(device)
     found: dict[str, Any] = {"free_memory": gigabytes(count), "free_memory_bytes": count}
     if device.type == "cuda":
@@ -231,8 +234,7 @@ def _free(device: torch.device) -> dict[str, Any]:
 
 
 def _caches(cuda: bool) -> dict[str, str]:
-    """The folders in which things are kept, whether that is possible there, and how much room
-    they have."""
+    """Return the cache folders with their free space."""
     from huggingface_hub import constants
 
     places = {
@@ -241,14 +243,12 @@ def _caches(cuda: bool) -> dict[str, str]:
         "temporary": temporary_folder(),
     }
     if cuda:
-        give_kernels_a_cache()
-        home = Path(os.environ.get("TRITON_HOME") or Path("~").expanduser()) / ".triton" / "cache"
-        places["kernels_cache"] = Path(os.environ.get("TRITON_CACHE_DIR") or home)
+        places["kernels_cache"] = give_kernels_a_cache()
     return {name: f"{place}, {_room(place)}" for name, place in places.items()}
 
 
 def _room(folder: Path) -> str:
-    """Whether files can be kept in a folder, and how many bytes of them."""
+    """Return the free space of a folder, or that it is not writable."""
     if not is_writable(folder):
         return "not writable"
     there = next(place for place in (folder, *folder.parents) if place.exists())
@@ -256,7 +256,7 @@ def _room(folder: Path) -> str:
 
 
 def _sandbox() -> str:
-    """The layers in which programs that a model wrote would run, and what they do not keep out."""
+    """Return the layers of the sandbox for generated programs, and what is missing."""
     from bass_cli.sandbox.isolation import ACCEPT
     from bass_cli.sandbox.programs import Sandbox
 
@@ -274,44 +274,43 @@ def _sandbox() -> str:
 
 
 def _hub() -> str:
-    """Whether models can be fetched."""
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 
     if constants.HF_HUB_OFFLINE:
-        return f"{constants.ENDPOINT} is not asked: HF_HUB_OFFLINE is set"
+        return f"{constants.ENDPOINT} is not used: HF_HUB_OFFLINE is set"
     found = [f"cannot be reached (no answer within {_PATIENCE:g} s)"]
 
-    def ask() -> None:
+    def connect() -> None:
         try:
             get_session().head(constants.ENDPOINT, timeout=_PATIENCE)
             found.append("can be reached")
-        except Exception as error:  # depends on the client that the hub's package uses
+        except Exception as error:  # the type depends on the hub package's HTTP client
             found.append(
                 "cannot be reached "
                 f"({(str(error).strip().splitlines() or [type(error).__name__])[0]})"
             )
 
-    # looking up its name may take much longer than the client waits
-    asking = threading.Thread(target=ask, daemon=True)
-    asking.start()
-    asking.join(_PATIENCE)
+    # In a thread, because the name lookup has no time limit.
+    connecting = threading.Thread(target=connect, daemon=True)
+    connecting.start()
+    connecting.join(_PATIENCE)
     return f"{constants.ENDPOINT} {found[-1]}"
 
 
 def _chosen(args: DoctorArgs) -> Job | None:
     if args.pair is None and args.model is None:
         if args.draft is not None:
-            raise UserError("--draft: say with --pair or --model what it drafts for")
+            raise UserError("--draft needs --pair or --model, the target that it drafts for")
         if args.tensor_parallel is not None:
-            raise UserError("--tensor-parallel: say with --pair or --model what is split")
+            raise UserError("--tensor-parallel needs --pair or --model, the target that is split")
         return None
-    asked = JobArgs(draft=args.draft, tensor_parallel=args.tensor_parallel)
-    return make_job(chosen_pair(args), asked)
+    options = JobArgs(draft=args.draft, tensor_parallel=args.tensor_parallel)
+    return make_job(chosen_pair(args), options)
 
 
 def _one_pair(job: Job, memory: dict[str, Any]) -> dict[str, Any]:
-    """A pair, and the memory plan of a job with it, if there is one."""
+    """Return the facts of one pair, with the memory plan of a job if it can run here."""
     pair, ranks = job.pair, job.tensor_parallel
     found, plan = _describe_pair(pair, memory, ranks)
     planned: dict[str, Any] = {}
@@ -331,19 +330,19 @@ def _one_pair(job: Job, memory: dict[str, Any]) -> dict[str, Any]:
 
 
 def _memory_plan(plan: Plan) -> dict[str, Any]:
-    """The rows of a job of many samples, why so many, and the memory that they take."""
+    """Return the batch size of a large job, the reason for it, and the memory that it takes."""
     parts, tokens = plan.parts, plan.job.sampling.max_new_tokens
     needed = sum(parts.values())
     listed = ", ".join(f"{part} {gigabytes(count)}" for part, count in parts.items())
     return {
         "pair_rows": "; ".join(
             filter(
-                None, (f"{plan.rows} at once, of {tokens} new tokens each: {plan.why}", plan.share)
+                None,
+                (f"{plan.rows} sequences of up to {tokens} new tokens: {plan.why}", plan.share),
             )
         ),
         "pair_most_rows": f"{plan.most_rows}, by memory alone",
-        "pair_memory": f"{listed}; {gigabytes(needed)} of the {gigabytes(plan.free)} that a plan "
-        "may count on",
+        "pair_memory": f"{listed}; {gigabytes(needed)} of {gigabytes(plan.free)} usable",
         "pair_memory_bytes": {**parts, "needed": needed, "free": plan.free},
     }
 

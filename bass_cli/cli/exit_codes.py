@@ -1,5 +1,4 @@
-"""How a command ends: exceptions to messages and exit codes. Nothing heavy is imported unless
-something went wrong."""
+"""Turn exceptions into messages and exit codes. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -21,9 +20,14 @@ _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 @contextlib.contextmanager
 def exit_codes(screen: Screen, interrupted: str) -> Iterator[None]:
-    """Turn the ways a command can end into messages and exit codes; SIGTERM ends it like Ctrl-C,
-    and a reader of its output that has gone (`| head -1`) without a word. On a system that bass
-    does not run on, it ends at once."""
+    """Run a command's block; show its error and raise typer.Exit with the exit code.
+
+    SIGTERM ends the command like Ctrl-C. If the reader of the output has gone (`| head -1`), the
+    command ends without a message. On an unsupported system the block does not run.
+
+    Args:
+        interrupted: The message after SIGINT or SIGTERM.
+    """
     if (reason := unsupported()) is not None:
         screen.error(reason)
         raise typer.Exit(3)
@@ -31,16 +35,16 @@ def exit_codes(screen: Screen, interrupted: str) -> Iterator[None]:
         try:
             with _explained(screen, interrupted):
                 yield
-        except BrokenPipeError:  # nobody reads what would be said
+        except BrokenPipeError:  # nobody would read a message
             raise typer.Exit(signals.READER_GONE) from None
 
 
 @contextlib.contextmanager
 def _explained(screen: Screen, interrupted: str) -> Iterator[None]:
-    """Say what an end is due to, and raise its exit code."""
+    """Show the error that ends the block, and raise its exit code."""
     try:
         yield
-        if sys.stdout is not None:  # what is only buffered may not fit
+        if sys.stdout is not None:  # buffered output may not fit on the disk
             sys.stdout.flush()
     except KeyboardInterrupt:
         screen.error(interrupted)
@@ -60,7 +64,10 @@ def _explained(screen: Screen, interrupted: str) -> Iterator[None]:
 
 
 def _drop_what_cannot_be_written() -> None:
-    """Python would try once more at its end, and turn the exit code into 120."""
+    """Discard buffered output if it cannot be written.
+
+    Otherwise Python tries again when it exits, and changes the exit code to 120.
+    """
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -71,8 +78,10 @@ def _drop_what_cannot_be_written() -> None:
 
 
 def _end_of(error: Exception) -> tuple[int | None, str | UserError]:
-    """2 or 3 for the user's mistakes and the machine's lacks, None for everything else; and the
-    message."""
+    """Return the exit code and the message of an error.
+
+    The code is 2 for a UserError, 3 if the machine lacks something, None for a fault of bass.
+    """
     if isinstance(error, UserError):
         return 3 if isinstance(error, MachineError) else 2, error
     if isinstance(error, OSError) and error.errno in _NO_ROOM:
@@ -81,7 +90,7 @@ def _end_of(error: Exception) -> tuple[int | None, str | UserError]:
         first = (str(error).splitlines() or [""])[0]
         return (
             3,
-            "there was not enough memory: use smaller batches, fewer new tokens or a smaller "
+            "not enough memory: use a smaller --batch-size, fewer --max-new-tokens or a smaller "
             f"model ({first})",
         )
     return None, ""

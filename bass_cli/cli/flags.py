@@ -1,8 +1,11 @@
-"""What an option of the command line is, and the headings of a help page. Not here: which options
-there are (options.py)."""
+"""The form of a command-line option, and the headings of a help page.
+
+Which options there are: options.py.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,9 +14,11 @@ import typer
 MODELS, SAMPLING, DRAFTING = (
     "Models",
     "Sampling",
-    "Drafting (changes the speed, not what samples are worth)",
+    "Drafting (changes the speed, not the distribution)",
 )
 SHORT = {"n": "-n", "out": "-o"}  # by field
+# Fields with file names, in which ~ is expanded: shells do not expand it after "=".
+_PATHS = {"prompts", "file", "names", "pair", "job", "data", "out", "report", "parts", "plot"}
 MACHINE, PROMPTS, OUTPUT = "Time and machine", "Prompts and data", "Output"
 JOB, MEASURED, RANDOM, SCORING = (
     "A whole job",
@@ -24,10 +29,17 @@ JOB, MEASURED, RANDOM, SCORING = (
 
 
 class Flag(NamedTuple):
-    """An option, by the words of its help. `group`: its heading there; "" for an argument.
-    `takes`: what its value is called, None for a switch. `default`: shown, not set. `choices`:
-    what shell completion offers beside the words in `takes`. `flag`: if it is not the field's
-    name. `variable`: whether BASS_ and the flag may say it too."""
+    """An option, or an argument, and the words of its help.
+
+    Attributes:
+        text: The sentence on the help page.
+        group: The heading above the option; "" for an argument.
+        takes: The name of its value (a metavar); None for a switch.
+        default: Shown on the help page. It sets nothing.
+        choices: Words for shell completion, beside those in `takes`.
+        flag: The option's name, if it differs from the field's.
+        variable: Whether an environment variable BASS_NAME sets the option too.
+    """
 
     text: str
     group: str
@@ -38,9 +50,11 @@ class Flag(NamedTuple):
     variable: bool = True
 
     def info(self, field: str) -> Any:
-        """As typer has it."""
+        """Return typer's declaration of the option for a field."""
+        callback = _check_path if field in _PATHS else None
         if not self.group:
             return typer.Argument(
+                callback=callback,
                 metavar=self.takes,
                 show_default=False,
                 help=self.text,
@@ -51,6 +65,7 @@ class Flag(NamedTuple):
         return typer.Option(
             *([SHORT[field]] if field in SHORT else []),
             flag,
+            callback=callback,
             help=self.text if self.default is None else f"{self.text} [default: {self.default}]",
             metavar=self.takes,
             rich_help_panel=self.group,
@@ -70,3 +85,12 @@ class Flag(NamedTuple):
             if offered
             else None
         )
+
+
+def _check_path(value: Any) -> Any:
+    """Replace ~ in a path or a list of paths; refuse an empty one."""
+    if isinstance(value, list):
+        return [_check_path(one) for one in value]
+    if value == "":
+        raise typer.BadParameter("it is empty")
+    return os.path.expanduser(value) if isinstance(value, str) else value

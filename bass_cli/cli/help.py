@@ -1,8 +1,7 @@
-"""How `--help` looks, and how a mistake in the command line is reported: options in named groups,
-nothing cut, the words that a page uses explained on that page.
+"""The layout of help pages, and the error line for a mistake on the command line.
 
-Plain text, so that it is there at once and can be searched. Not here: what the options are
-(cli/options.py).
+A page lists options under headings and explains the terms that it uses. It is plain text, which
+is fast and can be searched. The options themselves: cli/options.py.
 """
 
 from __future__ import annotations
@@ -19,41 +18,42 @@ from bass_cli.errors import near_word
 from bass_cli.io import terminal
 
 EPILOG = (
-    "Every option has a variable too: BASS_N=4 stands for --n 4, BASS_TOP_P=0.9 for --top-p "
-    "0.9. A flag overrides it."
+    "Each option can also be set by an environment variable: BASS_N=4 is --n 4, BASS_TOP_P=0.9 is "
+    "--top-p 0.9. A flag overrides the variable."
 )
 
 WORDS = {
-    "pair": "a target and its draft, with settings, in a YAML file; those that come with bass "
-            "have names (bass pairs)",
-    "target": "the model whose samples are wanted",
-    "draft": "what guesses tokens ahead of the target, and the guesses: a small model, some of the "
-             "target's own layers, or a look-up in text that is there already. A draft changes the "
-             "speed, never what the samples are worth",
-    "row": "a sample while it is being drawn; the rows of a batch are decoded at once",
-    "round": "one step of all rows: tokens are drafted, the target checks them in one pass, rows "
-             "keep those that stand",
-    "coupling": "how the target checks drafts. With both kinds samples follow the target's own "
-                "distribution, exactly: shared gives the very tokens of plain decoding with that "
-                "seed, maximal keeps a few more drafts",
-    "plain decoding": "without drafts, one token a round",
-    "acceptance": "the share of the drafted tokens that the target keeps",
-    "controller": "what chooses the draft length before every round",
-    "Pass@First": "the share of problems whose likeliest sample that was finished in time passes",
-    "Pass@All": "the share of problems that any sample passes",
-    "pass@k": "the chance that one of k samples passes",
+    "pair": "a target and a draft with their settings, in a YAML file; bass pairs lists the "
+            "packaged ones",
+    "target": "the model that samples are drawn from",
+    "draft": "tokens proposed for the target to verify, or what proposes them: a small model, some "
+             "layers of the target, or a lookup in earlier text. Drafts change the speed, never "
+             "the distribution of the samples",
+    "sequence": "one sample of a batch; all sequences of a batch are decoded together",
+    "round": "one step of a batch: draft tokens, verify them in one pass of the target, keep the "
+             "accepted ones",
+    "coupling": "how the target verifies drafts. Both kinds sample from the target's exact "
+                "distribution: shared gives the same tokens as plain decoding with that seed, "
+                "maximal accepts slightly more drafts",
+    "plain decoding": "decoding without drafts, one token per round",
+    "acceptance rate": "the share of drafted tokens that the target accepts",
+    "controller": "the rule that chooses the draft length before each round",
+    "Pass@First": "the share of problems whose most likely sample, of those finished in time, "
+                  "passes",
+    "Pass@All": "the share of problems for which at least one sample passes",
+    "pass@k": "the probability that at least one of k samples passes",
 }  # fmt: skip
 
 
 class Command(TyperCommand):
-    """A command whose help has the words it uses and its options by group."""
+    """A command whose help page explains its terms and lists its options under headings."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         _write(self, ctx, formatter, _paragraph(self))
 
 
 class Group(TyperGroup):
-    """The program itself: the same, and what each command is for in whole sentences."""
+    """The program, whose help page also lists the commands, each with a full sentence."""
 
     def main(
         self,
@@ -64,14 +64,14 @@ class Group(TyperGroup):
         windows_expand_args: bool = True,
         **extra: Any,
     ) -> Any:
-        """Run a command. A mistake in the command line gets one error line and exit code 2."""
+        """Run a command. A mistake on the command line ends with one error line and exit code 2."""
         try:
             code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
             if not standalone_mode:
                 return code
         except Exception as error:
             if not standalone_mode or not hasattr(error, "format_message"):
-                raise  # it is not one of the parser's
+                raise  # not an error of the parser
             _report(error)
             sys.exit(error.exit_code)  # type: ignore[attr-defined]
         sys.exit(code if isinstance(code, int) else 0)
@@ -84,7 +84,7 @@ class Group(TyperGroup):
 
 
 def words_in(text: str) -> list[str]:
-    """The words of WORDS in a text, and those that explaining them needs."""
+    """Return the terms of WORDS that a text uses, and the terms that their explanations use."""
     found: list[str] = []
     waiting = [text]
     while waiting:
@@ -122,7 +122,7 @@ def _write(command: TyperCommand | TyperGroup, ctx: Any, formatter: Any, text: s
 
 
 def _names(param: Any) -> str:
-    """The option's forms and what it takes: -h, --help or --n N."""
+    """Return the forms of an option with its metavar: "-h, --help" or "--n N"."""
     names = ", ".join(sorted(param.opts, key=len)) + "".join(
         f" / {name}" for name in param.secondary_opts
     )
@@ -130,18 +130,20 @@ def _names(param: Any) -> str:
 
 
 def _paragraph(command: Any) -> str:
-    """What a command is for: its help up to the first blank line."""
+    """Return the first paragraph of a command's docstring in one line."""
     return " ".join(inspect.cleandoc(command.help or "").split("\n\n")[0].split())
 
 
 def _report(error: Any) -> None:
-    """Write the parser's error in the form of all others; the help page where nothing was given."""
+    """Write a parser error like all other errors. `bass` alone shows the help page instead."""
     if type(error).__name__ == "NoArgsIsHelpError":
         error.show()
         return
     context = getattr(error, "ctx", None)
-    page = "" if context is None else f"; see {context.command_path} --help"
-    terminal.error(f"{_sentence(error, context)}{page}")
+    sentence = _sentence(error, context)
+    if context is not None and not sentence.endswith("?"):  # that is a suggestion
+        sentence += f"; see {context.command_path} --help"
+    terminal.error(sentence)
 
 
 def _sentence(error: Any, context: Any) -> str:
@@ -167,7 +169,7 @@ def _sentence(error: Any, context: Any) -> str:
     variable = f" (or {param.envvar})" if param.envvar else ""
     if kind == "MissingParameter":
         return f"{name}{variable}: it is missing"
-    if hasattr(error.__cause__, "errors"):  # newer versions of typer check values by pydantic
+    if hasattr(error.__cause__, "errors"):  # newer versions of typer check values with pydantic
         from bass_cli.config.fields import reason_of
 
         return f"{name}{variable}: {reason_of(error.__cause__.errors(include_url=False)[0])}"
@@ -175,5 +177,5 @@ def _sentence(error: Any, context: Any) -> str:
 
 
 def _lowered(sentence: str) -> str:
-    """A sentence of the parser's, to go on after a colon."""
+    """Return a sentence of the parser without capital and full stop, for use after a colon."""
     return (sentence[:1].lower() + sentence[1:]).removesuffix(".")

@@ -1,8 +1,7 @@
-"""Who draws what: the samples of a job, pulled in small parts by workers as they have room, and
-given out again where a worker is lost.
+"""Assign the samples of a job to workers, in small parts, and again after a worker is lost.
 
-Pure bookkeeping on one thread: it knows no process, no clock and no file. Not here: what a worker
-is (worker.py), who asks it (worker_pool.py).
+Pure bookkeeping on one thread, without processes, clock or files. The worker: worker.py. The
+driver: worker_pool.py.
 """
 
 from __future__ import annotations
@@ -15,21 +14,26 @@ from typing import NamedTuple
 from bass_cli.io.completion import Completion
 from bass_cli.io.prompts import Prompt
 
-_RESERVE = 8  # a worker holds an eighth more than its rows, so that none is empty while it asks
-_PIECES = 8  # a prompt is cut into so many parts at most: each part reads the prompt anew
+_RESERVE = 8  # a worker holds 1/8 more samples than it has slots, so that no slot becomes empty
+_PIECES = 8  # parts of a prompt at most, because each part runs the prefill again
 
 
 class Part(NamedTuple):
-    """Some samples of a prompt, by number."""
+    """Some samples of a prompt, by their numbers."""
 
     prompt: Prompt
     samples: tuple[int, ...]
 
 
 @dataclass(slots=True)
-class _Hand:
-    """What a worker has: samples by prompt, how many rows they take, and how many ended since it
-    was last given some."""
+class _Assigned:
+    """The samples that a worker holds, by prompt id.
+
+    Attributes:
+        parts: The prompts with the samples that are not finished.
+        held: The number of slots that the samples need.
+        ended: The number of samples that ended since the last `chunk`.
+    """
 
     parts: dict[str, tuple[Prompt, set[int]]] = field(default_factory=dict)
     held: int = 0
@@ -37,12 +41,17 @@ class _Hand:
 
 
 class Pool:
-    """Samples 0 to n - 1 of every prompt but those in `done`, which is asked when a prompt is
-    taken. `count`: how many prompts there are, None where nobody knows. `alike`: the samples of a
-    prompt are copies of one, which takes one row, so they stay together.
+    """The samples 0 to n - 1 of every prompt, except those in `done`.
 
-    A sample is in one hand at a time: what comes from another hand is not taken, so nothing is
-    there twice, and what a lost worker had goes back, so nothing is lost.
+    Each sample is assigned to one worker at a time. A sample from any other worker is ignored, so
+    there are no duplicates. The samples of a lost worker become available again.
+
+    Args:
+        prompts: The prompts, read as workers need them.
+        done: (id, sample) pairs that exist already.
+        n: Samples per prompt.
+        count: The number of prompts, None if unknown.
+        alike: Whether the samples of a prompt are copies of one, which needs one slot.
     """
 
     def __init__(
@@ -56,48 +65,51 @@ class Pool:
     ):
         self._prompts, self._done, self._n, self._alike = prompts, done, n, alike
         self._unread = math.inf if count is None else count
-        self._waiting: dict[str, tuple[Prompt, list[int]]] = {}  # by id: samples in no hand
-        self._hands: dict[Hashable, _Hand] = {}
+        self._waiting: dict[str, tuple[Prompt, list[int]]] = {}  # by id: unassigned samples
+        self._workers: dict[Hashable, _Assigned] = {}
         self._failed: set[str] = set()  # prompts that cannot be run
 
     def __len__(self) -> int:
-        """Workers that may take part."""
-        return len(self._hands)
+        """Return the number of workers."""
+        return len(self._workers)
 
     def hire(self, worker: Hashable) -> None:
-        """It may be given parts from now on."""
-        self._hands[worker] = _Hand()
+        """Add a worker."""
+        self._workers[worker] = _Assigned()
 
     def lose(self, worker: Hashable) -> int:
-        """It is gone, if it was there; how many samples go back."""
-        hand = self._hands.pop(worker, _Hand())
-        for id_, (prompt, samples) in hand.parts.items():
+        """Remove a worker, and return how many samples it had not finished."""
+        mine = self._workers.pop(worker, _Assigned())
+        for id_, (prompt, samples) in mine.parts.items():
             if id_ not in self._failed:
                 waiting = self._waiting.setdefault(id_, (prompt, []))[1]
                 waiting += samples
                 waiting.sort()
-        return sum(len(samples) for _, samples in hand.parts.values())
+        return sum(len(samples) for _, samples in mine.parts.values())
 
     def held(self, worker: Hashable) -> int:
-        """Rows that the worker's samples take or wait for."""
-        return self._hands[worker].held
+        """Return the number of slots that the worker's samples need."""
+        return self._workers[worker].held
 
     def chunk(self, worker: Hashable, rows: int) -> list[Part]:
-        """What it is to have now, so that its `rows` stay busy until it asks again: as many
-        samples more as twice those that ended since it last asked, and a reserve."""
-        hand, parts = self._hands[worker], list[Part]()
-        wanted = rows + max(rows // _RESERVE, 2 * hand.ended, 1)
-        hand.ended = 0
-        while hand.held < wanted and (part := self._part(hand)) is not None:
-            hand.parts[part.prompt.id] = part.prompt, set(part.samples)
-            hand.held += 1 if self._alike else len(part.samples)
+        """Assign samples to a worker and return them.
+
+        They keep its `rows` slots busy until the next call: twice as many samples as ended since
+        the last call, or an eighth of the slots if that is more.
+        """
+        mine, parts = self._workers[worker], list[Part]()
+        wanted = rows + max(rows // _RESERVE, 2 * mine.ended, 1)
+        mine.ended = 0
+        while mine.held < wanted and (part := self._part(mine)) is not None:
+            mine.parts[part.prompt.id] = part.prompt, set(part.samples)
+            mine.held += 1 if self._alike else len(part.samples)
             parts.append(part)
         return parts
 
     def deliver(self, worker: Hashable, completion: Completion) -> bool:
-        """It has drawn this: whether it is wanted, which it is once."""
-        hand = self._hands.get(worker, _Hand())
-        _, missing = hand.parts.get(completion.id, (None, set[int]()))
+        """Take a finished sample from a worker; return whether it is wanted and new."""
+        mine = self._workers.get(worker, _Assigned())
+        _, missing = mine.parts.get(completion.id, (None, set[int]()))
         before = len(missing)
         if completion.is_of_prompt and missing:
             new = completion.id not in self._failed
@@ -109,22 +121,25 @@ class Pool:
             missing.discard(completion.sample)
         gone = before - len(missing)
         if before and not missing:
-            del hand.parts[completion.id]
+            del mine.parts[completion.id]
         ended = int(before > 0 and not missing) if self._alike else gone
-        hand.held -= ended
-        hand.ended += ended
+        mine.held -= ended
+        mine.ended += ended
         return new
 
     def over(self) -> bool:
-        """Whether nothing is left to draw and nothing is in any hand."""
-        return not any(hand.parts for hand in self._hands.values()) and not (
+        """Return whether all samples are finished."""
+        return not any(mine.parts for mine in self._workers.values()) and not (
             self._waiting or self._read()
         )
 
-    def _part(self, hand: _Hand) -> Part | None:
-        """Of the first prompt of which it has none: whole, but towards the end, where a
-        worker's share of all that is left is less than that."""
-        found = next((one for id_, one in self._waiting.items() if id_ not in hand.parts), None)
+    def _part(self, mine: _Assigned) -> Part | None:
+        """Return samples of the first prompt of which the worker has none; None if there is none.
+
+        Near the end of a job, a worker's share of the remaining samples may be less than a whole
+        prompt. Then return only that many.
+        """
+        found = next((one for id_, one in self._waiting.items() if id_ not in mine.parts), None)
         found = found or self._read()
         if found is None:
             return None
@@ -138,11 +153,11 @@ class Pool:
 
     def _size(self, most: int) -> int:
         left = self._unread * self._n + sum(len(samples) for _, samples in self._waiting.values())
-        share = max(left / len(self._hands), self._n / _PIECES)
+        share = max(left / len(self._workers), self._n / _PIECES)
         return most if share >= most else math.ceil(share)
 
     def _read(self) -> tuple[Prompt, list[int]] | None:
-        """The next prompt that lacks samples, which waits from now on; None after the last."""
+        """Read the next prompt that lacks samples; None after the last."""
         for prompt in self._prompts:
             self._unread = max(self._unread - 1, 0)
             missing = [i for i in range(self._n) if (prompt.id, i) not in self._done]

@@ -1,8 +1,7 @@
-"""What ends a job when a process of Ray's dies that the driver cannot do without: its control store
-(GCS) or the driver's own node (raylet).
+"""End a job soon after Ray's control store (GCS) or the driver's raylet has died.
 
-Ray itself tries for a minute to reach the control store, inside calls that nothing interrupts, and
-then ends the process with a dump. Not here: actors that die (worker_pool.py).
+Ray itself tries for a minute to reach the control store, in calls that cannot be interrupted, and
+then ends the process with a dump. Actors that die: worker_pool.py.
 """
 
 from __future__ import annotations
@@ -15,23 +14,26 @@ from collections.abc import Callable, Mapping
 
 from bass_cli.errors import MachineError
 
-_INTERVAL = 0.5  # seconds between two looks
-_REFUSED = 2  # looks in a row at which nothing listens: the process has died
+_INTERVAL = 0.5  # seconds between two connection attempts
+_REFUSED = 2  # attempts refused in a row: the process has died
 _PATIENCE = 20.0  # seconds without any answer: the host or the network is gone
-_GRACE = 2.0  # seconds for the main thread to end the command in order
+_GRACE = 2.0  # seconds for the main thread to end the command
 
 
 class RayWatch:
-    """Connects to processes of Ray's again and again from `begin` to the end of the block. `asked`:
-    the value of --ray.
+    """Connect to Ray's processes every 0.5 s, from `begin` to the end of the block.
 
-    `check` raises MachineError when one is gone. If the block does not end within 2 s of that,
-    `say` gets the sentence, and the process ends with exit code 3. Result lines that are written
-    are whole.
+    When one is gone, `check` raises MachineError. If the block does not end within 2 s, a thread
+    calls `say` with the error and ends the process with exit code 3. Written result lines are
+    complete.
+
+    Args:
+        address: The value of --ray.
+        say: Writes an error.
     """
 
-    def __init__(self, asked: str, say: Callable[[str], None]):
-        self._asked, self._say = asked, say
+    def __init__(self, address: str, say: Callable[[str], None]):
+        self._address, self._say = address, say
         self._over, self.fault = threading.Event(), ""
         self._addresses: Mapping[str, str] = {}
 
@@ -39,19 +41,19 @@ class RayWatch:
         return self
 
     def begin(self, addresses: Mapping[str, str]) -> None:
-        """Watch these, by name: host:port."""
+        """Start to watch these addresses (host:port), by the name of the process."""
         self._addresses = addresses
-        threading.Thread(target=self._look, daemon=True, name="watching Ray").start()
+        threading.Thread(target=self._watch, daemon=True, name="watching Ray").start()
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
 
     def check(self) -> None:
-        """Raise MachineError if one of them is gone."""
+        """Raise MachineError if one of the processes is gone."""
         if self.fault:
             raise MachineError(self.fault)
 
-    def _look(self) -> None:
+    def _watch(self) -> None:
         refused = dict.fromkeys(self._addresses, 0)
         answered = dict.fromkeys(self._addresses, time.monotonic())
         while not self._over.wait(_INTERVAL):
@@ -65,7 +67,7 @@ class RayWatch:
                 else:
                     refused[name], answered[name] = 0, time.monotonic()
                 if refused[name] >= _REFUSED or time.monotonic() - answered[name] > _PATIENCE:
-                    self._end(f"--ray {self._asked}: Ray's {name} at {address} has died, or "
+                    self._end(f"--ray {self._address}: Ray's {name} at {address} has died, or "
                               "cannot be reached")  # fmt: skip
                     return
 

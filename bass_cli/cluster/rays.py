@@ -1,9 +1,7 @@
-"""A crew on Ray: actors on this machine or on a cluster, one a GPU, or on CPUs where there is none;
-and whatever else is to run in actors so.
+"""Run workers as Ray actors on this machine or on a cluster: one per GPU, or on CPUs.
 
-Only this file and bass_cli/ray.py use Ray, and they import it when it is needed. Not here: what
-actors are given and what becomes of their samples (worker_pool.py, pool.py), what runs in them
-(worker.py).
+Only this file and bass_cli/ray.py use Ray, and they import it when it is needed. What actors draw:
+worker_pool.py and pool.py. What runs in an actor: worker.py.
 """
 
 from __future__ import annotations
@@ -33,24 +31,31 @@ from bass_cli.io.places import is_stream
 from bass_cli.io.shards import Shard
 from bass_cli.system.threads import usable_cores
 
-_PATIENCE = 5.0  # seconds for a port of a cluster to answer
-_STORE = 100 * 2**20  # bytes of a local object store: messages that are larger than 100 kB pass it
+_PATIENCE = 5.0  # seconds to wait for a cluster's port
+_STORE = 100 * 2**20  # bytes of a local object store, for messages over 100 kB
 
 
 class Request(NamedTuple):
-    """--ray and --actors: "local" or an address, and how many (None: as many as there is room
-    for, whatever joins or leaves)."""
+    """The values of --ray and --actors.
+
+    Attributes:
+        address: "local", "auto" or HOST:PORT.
+        actors: The number of actors; None for all.
+    """
 
     address: str
     actors: int | None
 
 
 def read_request(args: SampleArgs | DistillArgs, job: Job, out: str) -> Request | None:
-    """What the flags ask for; None where samples are drawn by this process. UserError for what
-    makes no sense, before anything is started."""
+    """Check --ray and --actors; return None without --ray.
+
+    Raises:
+        UserError: The options contradict each other, or Ray is not installed.
+    """
     if args.ray is None:
         if args.actors is not None:
-            raise UserError("--actors (or BASS_ACTORS) has no meaning without --ray")
+            raise UserError("--actors (or BASS_ACTORS) needs --ray")
         return None
     text = (args.actors or "all").strip()
     if text != "all" and not (
@@ -61,28 +66,28 @@ def read_request(args: SampleArgs | DistillArgs, job: Job, out: str) -> Request 
         )
     if job.budget is not None:
         raise UserError(
-            "--ray and --budget exclude each other: what a clock cuts is not the same when it is "
-            "drawn again after an actor died"
+            "--ray and --budget exclude each other: if an actor dies and its samples are drawn "
+            "again, a time limit truncates them elsewhere"
         )
     if job.tensor_parallel > 1:
         raise UserError(
-            "--ray and --tensor-parallel exclude each other for now: an actor has one GPU; without "
-            "--ray a job is drawn on GPUs of one machine"
+            "--ray and --tensor-parallel exclude each other, because an actor has one GPU; leave "
+            "--ray out to use several GPUs of one machine"
         )
     if job.speculation.coupling == "maximal":
         raise UserError(
-            "--ray needs --coupling shared: under maximal coupling what is drawn again after an "
-            "actor died is not the same"
+            "--ray needs --coupling shared: with maximal coupling, samples that are drawn again "
+            "after an actor died would differ"
         )
     if is_stream(out):
-        raise UserError("--ray needs --out FILE, which a job that was killed goes on from")
+        raise UserError("--ray needs --out FILE, so that a killed job can continue")
     if importlib.util.find_spec("ray") is None:
         raise UserError("--ray needs the package ray: pip install 'bass-cli[ray]'")
     return Request(args.ray, None if text == "all" else int(text))
 
 
 class Cluster(NamedTuple):
-    """The module ray, connected, and where there is room for a job's actors."""
+    """A connection to Ray, with the rooms for a job's actors."""
 
     ray: Any
     rooms: Rooms
@@ -90,7 +95,12 @@ class Cluster(NamedTuple):
 
     @contextlib.contextmanager
     def fleet(self, kind: type, order: Any) -> Iterator[RayFleet]:
-        """Actors that are made of an order, none yet. At its end all are gone."""
+        """Yield a fleet without actors; end its actors afterwards.
+
+        Args:
+            kind: The class of the actors.
+            order: The argument of its constructor.
+        """
         fleet = RayFleet(self.ray, self.rooms, kind, order, self.watch.check)
         try:
             yield fleet
@@ -100,13 +110,16 @@ class Cluster(NamedTuple):
 
 @contextlib.contextmanager
 def cluster_of(request: Request, job: Job, screen: Screen) -> Iterator[Cluster]:
-    """The cluster that was asked for; one that is begun here ends with this. UserError where there
-    is none at that address."""
+    """Connect to the requested cluster; a local one is started, and ends with the block.
+
+    Raises:
+        UserError: There is no cluster at the address.
+    """
     screen.phase("starting Ray" if request.address == "local" else "joining the cluster")
     with (
         RayWatch(request.address, screen.error) as watch,
         open(os.devnull, "w") as nowhere,
-        # Ray prints reports about processes that died to standard output, where results go
+        # Ray prints reports about dead processes to standard output, which is for results.
         contextlib.redirect_stdout(nowhere),
         _connected(request, job.threads or 1) as ray,
     ):
@@ -124,8 +137,12 @@ def crew_on_ray(
     longest: str = "",
     shard: Shard | None = None,
 ) -> Iterator[WorkerPool]:
-    """A crew for the cluster's job while it lasts; `source` to `shard`: see JobSpec. At its end all
-    actors are gone."""
+    """Yield the workers of the cluster's job; end all actors afterwards.
+
+    Args:
+        source, longest, shard: See JobSpec.
+        prompts: The number of prompts, None if unknown.
+    """
     rooms, share = cluster.rooms, None
     if prompts is not None:
         share = math.ceil(prompts / max(len(rooms.places()), 1))
@@ -137,8 +154,11 @@ def crew_on_ray(
 
 @contextlib.contextmanager
 def _connected(request: Request, threads: int) -> Iterator[Any]:
-    """The module ray, connected; the signals mean what they did before. `threads`: of an actor on
-    CPUs."""
+    """Yield the module ray, connected. Signal handlers stay as they were.
+
+    Args:
+        threads: CPU threads of an actor.
+    """
     local = request.address == "local"
     if not local:
         _check_address(request.address)
@@ -148,10 +168,12 @@ def _connected(request: Request, threads: int) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _alone() -> Iterator[dict[str, Any]]:
-    """What makes a cluster that only this command can use: it listens on the loopback interface,
-    asks for a token that lies in a private folder, and has its sockets and logs there too. Yields
-    arguments of ray.init."""
-    short = "/tmp" if os.access("/tmp", os.W_OK) else None  # a socket's path has 107 bytes at most
+    """Set up a cluster that only this command can use; yield arguments for ray.init.
+
+    It listens on the loopback interface and requires a token. Token, sockets and logs are in a
+    private folder.
+    """
+    short = "/tmp" if os.access("/tmp", os.W_OK) else None  # a socket path has at most 107 bytes
     with tempfile.TemporaryDirectory("", "bass-ray-", short, ignore_cleanup_errors=True) as folder:
         token = Path(folder, "token")
         token.touch(0o600)
@@ -159,16 +181,16 @@ def _alone() -> Iterator[dict[str, Any]]:
         given: dict[str, str | None] = {
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(token),
-            "RAY_AUTH_TOKEN": None,  # it would come first
+            "RAY_AUTH_TOKEN": None,  # it would take precedence
             # With 1, which is Linux's default, Ray listens on all interfaces.
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         }
-        if "ray" in sys.modules:  # it has read them already; only tests get here
+        if "ray" in sys.modules:  # Ray has read the variables already (only in tests)
             given = {}
         before = {name: os.environ.get(name) for name in given}
         _set(given)
         try:
-            yield {"_temp_dir": str(Path(folder, "ray"))}  # which Ray opens to all users
+            yield {"_temp_dir": str(Path(folder, "ray"))}  # Ray lets all users read this folder
         finally:
             _set(before)
 
@@ -182,9 +204,9 @@ def _set(variables: Mapping[str, str | None]) -> None:
 
 
 def _init(request: Request, threads: int, more: Mapping[str, Any]) -> Iterator[Any]:
-    """See _connected."""
+    """Yield the module ray, connected; see _connected."""
     local = request.address == "local"
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # of a cluster that begins here
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # for a cluster that is started here
     import ray
 
     handler = signal.getsignal(signal.SIGTERM)
@@ -205,7 +227,7 @@ def _init(request: Request, threads: int, more: Mapping[str, Any]) -> Iterator[A
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"--ray {request.address}: {first}") from None
     try:
-        with contextlib.suppress(ValueError):  # only the main thread has signals
+        with contextlib.suppress(ValueError):  # not in the main thread
             signal.signal(signal.SIGTERM, handler)
         yield ray
     finally:
@@ -213,7 +235,7 @@ def _init(request: Request, threads: int, more: Mapping[str, Any]) -> Iterator[A
 
 
 def _processes(ray: Any) -> dict[str, str]:
-    """The addresses of the processes that the driver needs, by name."""
+    """Return the addresses of the processes that the driver needs, by name."""
     context = ray.get_runtime_context()
     found, here = {"control store (GCS)": str(context.gcs_address)}, context.get_node_id()
     for node in ray.nodes():
@@ -224,8 +246,10 @@ def _processes(ray: Any) -> dict[str, str]:
 
 
 def _check_address(address: str) -> None:
-    """UserError where nobody answers there: Ray itself would try for a minute, and then end the
-    process."""
+    """Raise UserError if nothing answers at the address.
+
+    Ray itself would try for a minute and then end the process.
+    """
     if address == "auto":
         return
     host, _, port = address.rpartition(":")
@@ -243,8 +267,13 @@ def _check_address(address: str) -> None:
 
 
 class Rooms:
-    """Where on the cluster there is room for actors, and what one takes: a GPU, if the job may
-    use one and the cluster has any, else CPUs. `nodes`: ray.nodes."""
+    """The places for actors on a cluster, and the resources of one actor.
+
+    An actor takes a GPU if the job allows it and the cluster has one, else CPUs.
+
+    Args:
+        nodes: ray.nodes.
+    """
 
     def __init__(self, nodes: Callable[[], list[dict[str, Any]]], request: Request, job: Job):
         self._nodes, self._request, self._threads = nodes, request, job.threads
@@ -254,17 +283,21 @@ class Rooms:
         local, most = request.address == "local", request.actors or 1
         if local and self._gpu and gpus < most:
             raise MachineError(
-                f"--actors {most}: this machine has {gpus} GPUs that Ray sees, and each actor "
-                "takes one"
+                f"--actors {most}: Ray sees {gpus} GPUs on this machine, and each actor takes one; "
+                "use fewer actors or --device cpu"
             )
-        # on a machine of its own the actors share its cores; elsewhere nobody knows where they are
+        # Actors of a local Ray share its cores. On a cluster their places are unknown.
         self._cpus = job.threads or (max(usable_cores().most // most, 1) if local else 1)
         self.job = job.model_copy(update={"device": "cuda" if self._gpu else "cpu"})
 
     def places(self) -> set[Place]:
-        """As many as were asked for, anywhere; or one for each GPU that there is now. On CPUs one
-        a node, or as many as --threads lets fit. MachineError where Ray's node on this machine has
-        died, which nothing brings back."""
+        """Return the places for actors: the requested number, or one per GPU.
+
+        On CPUs there is one per node, or as many as fit with --threads.
+
+        Raises:
+            MachineError: The local Ray's only node has died.
+        """
         if self._request.address == "local" and not self._alive():
             raise MachineError("--ray local: Ray's process on this machine (raylet) has died")
         if self._request.actors is not None:
@@ -276,7 +309,7 @@ class Rooms:
         }
 
     def taken(self, place: Place) -> dict[str, Any]:
-        """What an actor there takes, as Ray's options."""
+        """Return the resources of an actor, as Ray's options."""
         if place.node is None:
             return {"num_cpus": 1 if self._gpu else self._cpus, "num_gpus": int(self._gpu)}
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -300,47 +333,54 @@ class Rooms:
 
 
 class RayFleet:
-    """A Fleet of Ray actors, each a `kind` made of an `order`: what its `prepare`, and then each
-    `exchange`, answers is an event. One that dies is not begun again by Ray, but by the crew."""
+    """A Fleet of Ray actors. The results of `prepare` and `exchange` are its events.
+
+    Ray does not restart an actor that dies; the worker pool does.
+
+    Args:
+        kind: The class of the actors.
+        order: The argument of its constructor.
+        check: Raises MachineError if Ray itself is gone.
+    """
 
     def __init__(self, ray: Any, rooms: Rooms, kind: type, order: Any, check: Callable[[], None]):
         self._ray, self._rooms, self._kind, self._order = ray, rooms, kind, order
-        self._check = check  # raises MachineError if Ray itself is gone
+        self._check = check
         self._actors: dict[Place, Any] = {}
-        self._asked: dict[Any, Place] = {}  # by the reference to the answer
+        self._pending: dict[Any, Place] = {}  # by the reference to the result
         self.places = rooms.places
 
     def start(self, place: Place) -> None:
         remote = self._ray.remote(max_restarts=0, max_task_retries=0, **self._rooms.taken(place))
         actor = self._actors[place] = remote(self._kind).remote(self._order)
-        self._asked[actor.prepare.remote()] = place
+        self._pending[actor.prepare.remote()] = place
 
     def ask(self, place: Place, given: Any, beat: float) -> None:
-        self._asked[self._actors[place].exchange.remote(given, beat)] = place
+        self._pending[self._actors[place].exchange.remote(given, beat)] = place
 
     def wait(self, timeout: float) -> list[tuple[Place, Any]]:
         self._check()
-        asked = list(self._asked)
-        if not asked:
+        pending = list(self._pending)
+        if not pending:
             time.sleep(timeout)
             return []
-        ready, _ = self._ray.wait(asked, num_returns=1, timeout=timeout)
-        if ready:  # and whoever else has answered
-            ready, _ = self._ray.wait(asked, num_returns=len(asked), timeout=0)
-        return [(self._asked.pop(one), self._answer(one)) for one in ready]
+        ready, _ = self._ray.wait(pending, num_returns=1, timeout=timeout)
+        if ready:  # and all other results that are there
+            ready, _ = self._ray.wait(pending, num_returns=len(pending), timeout=0)
+        return [(self._pending.pop(one), self._result(one)) for one in ready]
 
     def stop(self, place: Place) -> None:
         actor = self._actors.pop(place, None)
-        self._asked = {one: where for one, where in self._asked.items() if where != place}
+        self._pending = {one: where for one, where in self._pending.items() if where != place}
         if actor is not None:
             self._ray.kill(actor)
 
     def close(self) -> None:
-        """End all of them."""
+        """End all actors."""
         for place in list(self._actors):
             self.stop(place)
 
-    def _answer(self, reference: Any) -> Any:
+    def _result(self, reference: Any) -> Any:
         errors = self._ray.exceptions
         try:
             return self._ray.get(reference)
@@ -358,7 +398,7 @@ class RayFleet:
 
 
 def address_here() -> str:
-    """By which the cluster's nodes reach the one that this actor is on."""
+    """Return the address at which other nodes reach this actor's node."""
     import ray
 
     return str(ray.util.get_node_ip_address())

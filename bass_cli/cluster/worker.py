@@ -1,8 +1,7 @@
-"""One process that draws: the whole engine with a batch of its own, fed with parts of a job, its
-samples fetched in bundles.
+"""A worker process: the whole engine with its own batch, which draws parts of a job.
 
-A thin shell around the library's iterator of completions. Heavy imports come with the first
-message. Not here: how messages travel (rays.py), the other workers (pool.py, worker_pool.py).
+It wraps the library's iterator of completions. Heavy modules are imported at the first message.
+Messages: rays.py. The driver: pool.py and worker_pool.py.
 """
 
 from __future__ import annotations
@@ -33,9 +32,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:
-    """What every worker is told: the job, what identifies its prompts, how many of them it will
-    have if all take the same share (None: nobody knows), the text of the longest, and which part
-    of a larger job this one is."""
+    """The job, as every worker gets it.
+
+    Attributes:
+        job: The job.
+        source: What identifies the prompts, for the manifest.
+        prompts: Prompts per worker, if all get the same number; None if unknown.
+        longest: The text of the longest prompt.
+        shard: The part of a larger job, None for a whole job.
+    """
 
     job: Job
     source: Mapping[str, Any]
@@ -45,8 +50,13 @@ class JobSpec:
 
 
 class Fault(NamedTuple):
-    """Why a worker cannot go on: a UserError's sentence ("user"), a MachineError's ("machine"), or
-    a traceback ("bug"); and its node."""
+    """The error that ends a worker.
+
+    Attributes:
+        kind: "user" for a UserError, "machine" for a MachineError, "bug" for anything else.
+        text: The message, or the traceback of a bug.
+        node: The name of the node.
+    """
 
     kind: str
     text: str
@@ -54,7 +64,7 @@ class Fault(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """A worker has looked at its models, and may be given parts."""
+    """A worker has checked its models and is ready to draw."""
 
     node: str
     process: int
@@ -62,9 +72,20 @@ class Ready(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What there is since the last one: samples and notes; and how the worker is: what it is at
-    (None while it draws), its rows and those that are live, and since it began: tokens, rows and
-    accepted drafts of all rounds. `usage`: Usage.summary."""
+    """New samples and notes of a worker, and its state.
+
+    Attributes:
+        completions: Samples since the last report.
+        notes: Notes since the last report.
+        phase: What the worker does; None while it draws.
+        rows: The slots of its batch.
+        busy: The slots in use.
+        tokens: All tokens so far.
+        row_rounds: The sequences of all rounds so far.
+        accepted: The accepted drafts of all rounds so far.
+        usage: Usage.summary().
+        fault: The error that ended the worker, None if there is none.
+    """
 
     completions: tuple[Completion, ...]
     notes: tuple[str, ...]
@@ -79,58 +100,59 @@ class Report(NamedTuple):
 
 
 class Feed:
-    """The prompts that the engine is to draw, as they come: an iterator that gives None while
-    there is none and samples are under way, and waits when nothing is. Of (id, sample), `in`
-    says whether it is not asked for."""
+    """The prompts for the engine, as they arrive.
+
+    The iterator yields None while no prompt waits and samples are being drawn. It blocks if there
+    is nothing to do. `(id, sample) in feed` is true for samples that this worker need not draw.
+    """
 
     def __init__(self) -> None:
         self._parts: deque[Prompt] = deque()
-        self._asked: dict[str, set[int]] = {}
+        self._wanted: dict[str, set[int]] = {}
         self._more = threading.Condition()
 
     def add(self, parts: list[Part]) -> None:
-        """These are asked for; of a prompt that is under way, none."""
+        """Add parts. None may be of a prompt whose samples are still being drawn."""
         with self._more:
             for prompt, samples in parts:
-                assert prompt.id not in self._asked
-                self._asked[prompt.id] = set(samples)
+                assert prompt.id not in self._wanted
+                self._wanted[prompt.id] = set(samples)
                 self._parts.append(prompt)
             self._more.notify_all()
 
     def end(self, completion: Completion) -> None:
-        """This one is there."""
+        """Remove a finished sample."""
         with self._more:
-            samples = self._asked[completion.id]
+            samples = self._wanted[completion.id]
             samples.discard(completion.sample)
             if completion.is_of_prompt or not samples:
-                del self._asked[completion.id]
+                del self._wanted[completion.id]
 
     def __iter__(self) -> Iterator[Prompt | None]:
         return self
 
     def __next__(self) -> Prompt | None:
         with self._more:
-            self._more.wait_for(lambda: self._parts or self._asked)
+            self._more.wait_for(lambda: self._parts or self._wanted)
             return self._parts.popleft() if self._parts else None
 
     def __contains__(self, key: Any) -> bool:
         id_, sample = key
         with self._more:
-            return sample not in self._asked.get(id_, ())
+            return sample not in self._wanted.get(id_, ())
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is asked for that is not there."""
-        return not self._asked
+        """Return whether all samples are finished."""
+        return not self._wanted
 
 
 class Worker:
-    """Draws parts of the job that the order is about, in a thread of its own. Its methods are
-    called one after the other, and what they give back is data."""
+    """Draw parts of a job in a thread. Its methods are called one after the other."""
 
-    def __init__(self, order: JobSpec):
-        self._order, self._feed = order, Feed()
-        self._due: list[Completion] = []
+    def __init__(self, spec: JobSpec):
+        self._spec, self._feed = spec, Feed()
+        self._finished: list[Completion] = []
         self._notes: list[str] = []
         self._news = threading.Condition()
         self._phase: str | None = None
@@ -141,36 +163,35 @@ class Worker:
         self._usage = Usage(0, None, now=time.monotonic)
 
     def prepare(self) -> Ready | Fault:
-        """Check all that can be checked without weights."""
+        """Check everything that can be checked without loading weights."""
         try:
             import os
 
-            configure_threads(self._order.job.threads, self._notes.append)
+            configure_threads(self._spec.job.threads, self._notes.append)
             from bass_cli.run.manifest import facts_of
             from bass_cli.run.plan import make_plan
 
             self._plan = make_plan(
-                self._order.job, longest_prompt=self._order.longest, prompts=self._order.prompts
+                self._spec.job, longest_prompt=self._spec.longest, prompts=self._spec.prompts
             )
             self._rows = self._plan.rows
-            facts = facts_of(self._plan, self._order.source, shard=self._order.shard)
+            facts = facts_of(self._plan, self._spec.source, shard=self._spec.shard)
             return Ready(platform.node(), os.getpid(), facts)
         except Exception as error:
             return fault_of(error)
 
     def exchange(self, parts: list[Part], beat: float) -> Report:
-        """Take these parts, too; what there is after `beat` seconds, or as soon as nothing is
-        left to draw."""
+        """Add parts and return a report after `beat` seconds, or once all samples are finished."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._draw, daemon=True, name="engine")
             self._thread.start()
         self._feed.add(parts)
         with self._news:
             self._news.wait_for(self._must_report, beat)
-            due, self._due = tuple(self._due), []
+            finished, self._finished = tuple(self._finished), []
             notes, self._notes = tuple(self._notes), []
             return Report(
-                due,
+                finished,
                 notes,
                 self._phase,
                 self._rows,
@@ -183,7 +204,7 @@ class Worker:
             )
 
     def _must_report(self) -> bool:
-        return self._fault is not None or (self._feed.idle and bool(self._due))
+        return self._fault is not None or (self._feed.idle and bool(self._finished))
 
     def _draw(self) -> None:
         assert self._plan is not None
@@ -195,29 +216,29 @@ class Worker:
                 self._plan,
                 self._feed,
                 done=self._feed,
-                on_round=self._on_round(CoreMonitor(self._order.job.threads)),
+                on_round=self._on_round(CoreMonitor(self._spec.job.threads)),
                 on_phase=self._on_phase,
                 on_note=self._notes.append,
             ):
                 with self._news:
                     self._usage.sample()
                     self._feed.end(completion)
-                    self._due.append(completion)
+                    self._finished.append(completion)
                     self._news.notify_all()
         except Exception as error:
             with self._news:
                 self._fault = fault_of(error)
                 self._news.notify_all()
 
-    def _on_round(self, company: CoreMonitor) -> Callable[[RoundResult], None]:
+    def _on_round(self, cores: CoreMonitor) -> Callable[[RoundResult], None]:
         def on_round(done: RoundResult) -> None:
-            company.look()
+            cores.look()
             with self._news:
-                kept, self._busy = sum(done.accepted), len(done.accepted)
+                accepted, self._busy = sum(done.accepted), len(done.accepted)
                 self._rows, self._phase = done.capacity or self._rows, None
-                self._tokens += kept + self._busy
+                self._tokens += accepted + self._busy
                 self._row_rounds += self._busy
-                self._accepted += kept
+                self._accepted += accepted
                 self._usage.round(self._busy, done.seconds, done.capturing, self._rows)
 
         return on_round
@@ -229,7 +250,7 @@ class Worker:
 
 
 def fault_of(error: Exception) -> Fault:
-    """What an error is to whoever asked for the work."""
+    """Return an error as a Fault."""
     if isinstance(error, UserError):
         kind = "machine" if isinstance(error, MachineError) else "user"
         return Fault(kind, str(error), platform.node())

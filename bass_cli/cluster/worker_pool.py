@@ -1,8 +1,7 @@
-"""The driver's side of a job that many processes draw: who is at work, what each is asked next,
-what becomes of one that dies or of a node that joins; samples out as one process would give them.
+"""The driver of a job that many workers draw: starts workers, hands out samples, yields results.
 
-Single-threaded, on the clock it is given. It reaches the workers through a Fleet, which is Ray
-(rays.py) or a test's. Not here: which samples go where (pool.py), what a worker does (worker.py).
+It runs on one thread and reaches the workers through a Fleet: Ray (rays.py), or a test's. If a
+worker dies, its samples are drawn again. Which samples go where: pool.py. The worker: worker.py.
 """
 
 from __future__ import annotations
@@ -21,25 +20,25 @@ from bass_cli.io.prompts import Prompt
 from bass_cli.io.usage import together
 from bass_cli.run.manifest import Facts
 
-LOOK = 2.0  # seconds between two looks at which nodes there are
-_WAIT = 0.1  # seconds after which a driver without news looks whether there is anything else to do
-# A worker is asked so often, and all of them together no more than keeps a quarter of the driver's
-# core busy with their answers, of which each takes it a millisecond (docs/SCALE.md).
+LOOK = 2.0  # seconds between two checks for nodes that joined or left
+_WAIT = 0.1  # seconds to wait for events
+# Seconds between two reports of a worker, and the least time between two reports of any workers. A
+# report takes the driver 1 ms, so reports use at most a quarter of its core (docs/SCALE.md).
 _BEAT, _BEAT_OF_ALL = 0.1, 0.004
-_RATED = 5.0  # seconds over which an actor's tokens a second are counted
-_SHOWN = 8  # actors with figures of their own in the progress line
-_HOPELESS = 5  # deaths without a sample between them, and two for every worker, end a job
+_RATED = 5.0  # seconds over which an actor's tokens per second are measured
+_SHOWN = 8  # actors that the progress line shows
+_HOPELESS = 5  # a job ends after this many deaths, plus two per worker, without a sample
 
 
 class Place(NamedTuple):
-    """Where a worker runs: a number on a node, or on any node (None)."""
+    """Where a worker runs: its number on a node; `node` is None for any node."""
 
     node: str | None
     number: int
 
 
 class Lost(NamedTuple):
-    """A worker has died, or cannot be reached."""
+    """A worker has died or cannot be reached."""
 
     why: str
 
@@ -48,30 +47,37 @@ Event = Ready | Report | Fault | Lost
 
 
 class Fleet(Protocol):
-    """Processes with a Worker in each, by place; all of them are asked from one thread."""
+    """Processes with one Worker each, by place. All calls come from one thread."""
 
     def places(self) -> set[Place]:
-        """Where there should be a worker now."""
+        """Return the places where workers should run now."""
 
     def start(self, place: Place) -> None:
-        """Begin one there, as soon as there is room, and have it prepare."""
+        """Start a worker and call its `prepare`, as soon as there is room."""
 
     def ask(self, place: Place, parts: list[Part], beat: float) -> None:
-        """Have it exchange; what it answers is an event to come."""
+        """Call a worker's `exchange`. `wait` returns the report."""
 
     def wait(self, timeout: float) -> list[tuple[Place, Event]]:
-        """What has happened, waiting so many seconds for anything at all."""
+        """Return events, after at most `timeout` seconds."""
 
     def stop(self, place: Place) -> None:
-        """End the one there; nothing is heard of it any more."""
+        """End a worker. No more events come from it."""
 
 
 @dataclass(slots=True)
 class _Member:
-    """A worker as the driver knows it. `ready`: what it said of itself; `report`: its last; `rate`:
-    tokens a second of its last seconds, counted from `mark` (when, how many)."""
+    """The driver's record of a worker.
 
-    expected: bool  # whether its place was there when the job began
+    Attributes:
+        expected: Whether its place existed when the job began.
+        ready: What its `prepare` returned.
+        report: Its last report.
+        mark: Time and tokens at which the measurement of `rate` began.
+        rate: Tokens per second.
+    """
+
+    expected: bool
     ready: Ready | None = None
     report: Report | None = None
     mark: tuple[float, int] | None = None
@@ -80,14 +86,14 @@ class _Member:
 
 @dataclass(slots=True)
 class _Past:
-    """What is left of workers that are gone."""
+    """The record of workers that are gone."""
 
-    in_a_row: int = 0  # died without a sample between them
+    in_a_row: int = 0  # deaths since the last sample
     usages: list[Mapping[str, Any]] = field(default_factory=list)
 
 
 class WorkerPool:
-    """Workers of one job, wherever the fleet has them. `n`, `alike`: see Pool."""
+    """The workers of one job. For `n` and `alike` see Pool."""
 
     def __init__(
         self,
@@ -100,19 +106,22 @@ class WorkerPool:
     ):
         self._fleet, self._screen, self._n, self._alike, self._now = fleet, screen, n, alike, now
         self._members: dict[Place, _Member] = {}
-        self._expected: set[Place] = set()  # those that were there when the job began
+        self._expected: set[Place] = set()  # places when the job began
         self._left_out: set[Place] = set()
-        self._told: set[str] = set()  # notes, which are said once
+        self._noted: set[str] = set()  # notes that were shown
         self._past = _Past()
         self._pool: Pool | None = None
         self._facts: Facts | None = None
-        self._looked = -LOOK
+        self._checked = -LOOK
 
     def gather(self) -> Facts:
-        """Begin workers wherever there is room; what the first that is ready knows of the models.
-        UserError or MachineError where one finds them wanting."""
+        """Start the workers and return what the first ready one knows of the models.
+
+        Raises:
+            UserError, MachineError: A worker cannot use the models.
+        """
         while self._facts is None:
-            self._look(expected=True)
+            self._check_nodes(expected=True)
             for place, event in self._fleet.wait(_WAIT):
                 for _ in self._take(place, event):
                     raise AssertionError("a sample of a job that has not begun")
@@ -121,9 +130,15 @@ class WorkerPool:
     def draw(
         self, prompts: Iterator[Prompt], done: Container[tuple[str, int]], count: int | None
     ) -> Iterator[Completion]:
-        """Samples 0 to n - 1 of every prompt (`count` of them, if that is known), but those in
-        `done`, as they end anywhere. Whoever joins takes part; what a lost one had is drawn
-        again."""
+        """Yield the samples 0 to n - 1 of every prompt, except those in `done`, as they finish.
+
+        Workers may join meanwhile. The samples of a lost worker are drawn again.
+
+        Args:
+            prompts: The prompts.
+            done: (id, sample) pairs that exist already.
+            count: The number of prompts, None if unknown.
+        """
         self._pool = Pool(prompts, done, n=self._n, count=count, alike=self._alike)
         for place, member in self._members.items():
             if member.ready is not None:
@@ -132,13 +147,12 @@ class WorkerPool:
             if member.ready is not None:
                 self._ask(place, member)
         while not self._pool.over():
-            self._look()
+            self._check_nodes()
             for place, event in self._fleet.wait(_WAIT):
                 yield from self._take(place, event)
 
     def line(self) -> str:
-        """What each worker is at, its rows and tokens a second; the first of them, and how many
-        there are."""
+        """Return the progress line: each worker's phase, or its busy slots and tokens per second."""
         ready = [one.report for one in self._members.values() if one.report is not None]
         rates = [one.rate for one in self._members.values() if one.report is not None]
         each = [
@@ -148,19 +162,19 @@ class WorkerPool:
             for report, rate in zip(ready, rates, strict=True)
         ]
         more = [f"and {len(each) - _SHOWN} more"] if len(each) > _SHOWN else []
-        known = f"{len(ready)} of {len(self._members)} actors at work"
+        known = f"{len(ready)} of {len(self._members)} actors running"
         return "; ".join([known, *each[:_SHOWN], *more])
 
     def usage(self) -> dict[str, Any]:
-        """Where the seconds of all of them went, those that are gone included."""
+        """Return where the seconds of all workers went, including those that are gone."""
         mine = [one.report.usage for one in self._members.values() if one.report is not None]
         return together([*self._past.usages, *mine]) | {"rows": sum(one["rows"] for one in mine)}
 
-    def _look(self, *, expected: bool = False) -> None:
-        """Every other second: begin workers where there should be some and are none."""
-        if self._now() - self._looked < LOOK:
+    def _check_nodes(self, *, expected: bool = False) -> None:
+        """Every 2 s, start missing workers and drop those whose node has left."""
+        if self._now() - self._checked < LOOK:
             return
-        self._looked, wanted = self._now(), self._fleet.places()
+        self._checked, wanted = self._now(), self._fleet.places()
         for place in [one for one in self._members if one not in wanted]:
             self._lose(place, "its node has left")
         for place in sorted(wanted - self._members.keys() - self._left_out, key=str):
@@ -169,9 +183,9 @@ class WorkerPool:
             self._fleet.start(place)
 
     def _take(self, place: Place, event: Event) -> Iterator[Completion]:
-        """What follows of an event: samples, and what the worker is asked next."""
+        """Handle an event; yield its samples."""
         member = self._members.get(place)
-        if member is None:  # of one that was given up
+        if member is None:  # the worker was given up
             return
         if isinstance(event, Lost):
             self._lose(place, event.why)
@@ -182,23 +196,23 @@ class WorkerPool:
             self._accept(place, member, event)
         else:
             yield from self._deliver(place, event)
-            self._hear(member, event)
+            self._update(member, event)
             if event.fault is not None:
                 self._refuse(place, member, event.fault)
             else:
                 self._ask(place, member)
 
     def _accept(self, place: Place, member: _Member, ready: Ready) -> None:
-        """One more is ready. Its samples must be those that all others would draw."""
+        """Let a ready worker take part, if it would draw the same samples as the others."""
         if self._facts is None:
             self._facts = ready.facts
-            self._told |= set(ready.facts.notes)  # whoever asked for the facts says them
-        self._tell(ready.facts.notes, ready.node)
+            self._noted |= set(ready.facts.notes)  # the caller of `gather` shows these
+        self._note(ready.facts.notes, ready.node)
         mine, theirs = self._facts.manifest["results"], ready.facts.manifest["results"]
         other = [key for key in mine if mine[key] != theirs.get(key)]
         if other:
             shown = f"{other[0]}: {theirs.get(other[0])!r} there, {mine[other[0]]!r} elsewhere"
-            text = f"its samples would be others ({shown}); models and versions have to be the same"
+            text = f"it would draw other samples ({shown}); use the same models and versions"
             self._refuse(place, member, Fault("user", text, ready.node))
         elif self._pool is not None:
             self._pool.hire(place)
@@ -211,8 +225,8 @@ class WorkerPool:
             if self._pool.deliver(place, completion):
                 yield completion
 
-    def _hear(self, member: _Member, report: Report) -> None:
-        """Keep what a worker says of itself, and show it."""
+    def _update(self, member: _Member, report: Report) -> None:
+        """Record a worker's report and show its progress."""
         assert member.ready is not None
         before, member.report, now = member.report, report, self._now()
         if before is None or report.tokens == 0:
@@ -227,7 +241,7 @@ class WorkerPool:
         if now - since >= _RATED:
             member.rate = (report.tokens - tokens) / (now - since)
             member.mark = now, report.tokens
-        self._tell(report.notes, member.ready.node)
+        self._note(report.notes, member.ready.node)
 
     def _ask(self, place: Place, member: _Member) -> None:
         assert self._pool is not None
@@ -237,7 +251,11 @@ class WorkerPool:
         self._fleet.ask(place, self._pool.chunk(place, rows), beat)
 
     def _lose(self, place: Place, why: str) -> None:
-        """The worker is gone; what it had is drawn again. MachineError where that does not help."""
+        """Remove a worker that is gone; its samples are drawn again.
+
+        Raises:
+            MachineError: Too many workers died without a sample in between.
+        """
         member = self._members.pop(place)
         self._fleet.stop(place)
         if member.report is not None:
@@ -247,28 +265,27 @@ class WorkerPool:
         self._past.in_a_row += 1
         if self._past.in_a_row > _HOPELESS + 2 * len(self._expected | self._members.keys()):
             raise MachineError(
-                f"{self._past.in_a_row} actors died one after the other without a sample between "
-                f"them; the last: {where}: {why}"
+                f"{self._past.in_a_row} actors died in a row without drawing a sample; the last "
+                f"was {where}: {why}"
             )
-        self._screen.note(f"{where} is gone, its {held} samples are drawn again: {why}")
+        self._screen.note(f"lost {where}: {why}; its {held} samples are drawn again")
 
     def _refuse(self, place: Place, member: _Member, fault: Fault) -> None:
-        """End the job, for a worker cannot take part that was there from the beginning; leave one
-        out that joined."""
+        """Handle a worker's fault: leave out a worker that joined later, else end the job."""
         text = f"on {fault.node}: {fault.text}"
         if fault.kind == "bug":
             raise RuntimeError(text)
         if member.expected:
             raise (MachineError if fault.kind == "machine" else UserError)(text)
-        self._screen.note(f"an actor that joined is left out: {text}")
+        self._screen.note(f"an actor that joined cannot take part: {text}")
         self._left_out.add(place)
         self._members.pop(place)
         self._fleet.stop(place)
         if self._pool is not None:
             self._pool.lose(place)
 
-    def _tell(self, notes: Iterable[str], node: str) -> None:
+    def _note(self, notes: Iterable[str], node: str) -> None:
         for note in notes:
-            if note not in self._told:
-                self._told.add(note)
+            if note not in self._noted:
+                self._noted.add(note)
                 self._screen.note(f"{node}: {note}")

@@ -16,7 +16,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
 from bass_cli.errors import UserError, spelled
@@ -183,7 +183,8 @@ class _Spelling(io.TextIOWrapper):
     """A standard stream that escapes all control and format characters but newline and tab.
 
     On a terminal the control characters of progress bars pass. While a display is live, whole lines
-    go to `above`.
+    go to `above`. Messages on standard error that cannot be written, as on a full disk, are
+    dropped: they must not end a job.
     """
 
     above: Callable[[str], None] | None = None
@@ -195,13 +196,14 @@ class _Spelling(io.TextIOWrapper):
             errors="backslashreplace",
             line_buffering=plain.isatty() or plain is sys.stderr,
         )
-        self.plain = plain
+        self.plain, self._may_drop = plain, plain is sys.stderr
         self._begun = ""  # an incomplete line, while a display is live
 
     def write(self, text: str) -> int:
         terminal = self.isatty()
         if terminal and _BAR_MOVE.fullmatch(text):
-            return super().write(text)
+            self._put(text)
+            return len(text)
         start = _BAR_TEXT.match(text) if terminal else None
         rest = text[1:] if start else text
         safe = "".join(
@@ -213,5 +215,23 @@ class _Spelling(io.TextIOWrapper):
             for one in lines:
                 above(one)
         else:
-            super().write(f"\r{safe}" if start else safe)
+            self._put(f"\r{safe}" if start else safe)
         return len(text)
+
+    def flush(self) -> None:
+        with self._dropping():
+            super().flush()
+
+    def _put(self, text: str) -> None:
+        with self._dropping():
+            super().write(text)
+
+    @contextlib.contextmanager
+    def _dropping(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:  # the reader has gone: the command ends
+            raise
+        except OSError:
+            if not self._may_drop:
+                raise

@@ -1,8 +1,7 @@
-"""What the operating system gives a process: whether it is one that bass runs on, memory, a place
-for caches.
+"""The machine: supported systems, free memory, cache folders.
 
-Nothing heavy is imported before a function needs it. Not here: what a job takes (memory.py),
-what `bass doctor` shows (cli/doctor.py).
+Heavy modules are imported inside the functions that need them. The memory that a job takes:
+run/memory.py. What `bass doctor` shows: cli/doctor.py.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ if TYPE_CHECKING:
 
 SUPPORTED = ("linux", "darwin")
 _NEEDED = ("fcntl", "pwd", "resource")  # locks on output files, users and limits of the sandbox
-# What torch, CUDA's libraries, Python and the C library say when memory is refused. Not all of
-# them have a type for it.
+# Texts of errors of torch, CUDA's libraries, Python and the C library when they get no memory. Not
+# all of them have an exception type for it.
 _REFUSALS = (
     "out of memory",
     "out_of_memory",
@@ -36,33 +35,32 @@ _REFUSALS = (
     "allocation_failed",
     "bad_alloc",
     "not enough memory",
-    # of the loader, and of threads, whose stacks are memory
+    # from the library loader, and from threads, which get no memory for their stacks
     "failed to map segment",
     "cannot create shared object descriptor",
     "can't start new thread",
     "thread creation failed",
     "resource temporarily unavailable",
 )
-_NVIDIA = ("nvidiactl", "dxg")  # of Linux, and of Linux on Windows
-# bytes from which on a limit is none: version 1 of control groups writes 2^63 less a page
+_NVIDIA = ("nvidiactl", "dxg")  # in /dev of Linux, and of Linux on Windows
+# Bytes from which on a limit means no limit: version 1 of control groups writes 2^63 minus a page.
 _UNLIMITED = 1 << 60
-_LEAST_ADDRESS_SPACE = 900_000_000  # bytes; 960 MB is the least with which a tiny job runs
+_LEAST_ADDRESS_SPACE = 900_000_000  # bytes; a tiny job needs 960 MB
 
 
 class HostMemory(NamedTuple):
-    """Bytes of the machine, or less where a control group allows less: in all, and that can
-    still be taken."""
+    """Total and free memory in bytes, of the machine or of a control group that allows less."""
 
     total: int
     free: int
 
 
 def unsupported() -> str | None:
-    """Why bass cannot run on this system, in one sentence; None where it can."""
+    """Return why bass cannot run on this system, in one sentence; None if it can."""
     missing = [name for name in _NEEDED if not _is_there(name)]
     if sys.platform in SUPPORTED and not missing:
         return None
-    lacks = f"; {', '.join(missing)} of Python's library cannot be imported" if missing else ""
+    lacks = f"; Python has no module {', '.join(missing)}" if missing else ""
     return (
         f"bass runs on Linux and macOS, and this system is {sys.platform}{lacks} (on Windows, "
         "use WSL)"
@@ -78,10 +76,11 @@ def _is_there(name: str) -> bool:
 
 
 def cache_folder() -> Path:
-    """Return the folder for what bass can make again: $XDG_CACHE_HOME/bass or ~/.cache/bass; for
-    a user without a home, one among the temporary files. It need not exist or be writable.
+    """Return the folder for caches: $XDG_CACHE_HOME/bass, or ~/.cache/bass.
 
-    If other users may write there, it is a fresh folder, after a line on standard error.
+    A user without a home gets one among the temporary files. The folder may be missing or not
+    writable. If other users can write there, return a fresh folder and write a line to standard
+    error.
     """
     given = os.environ.get("XDG_CACHE_HOME")
     try:
@@ -92,17 +91,19 @@ def cache_folder() -> Path:
 
 
 def temporary_folder() -> Path:
-    """The folder for temporary files: TMPDIR or the system's; a path that is not there if none
-    of them can be written."""
+    """Return the folder for temporary files; if none is writable, TMPDIR or /tmp."""
     try:
         return Path(tempfile.gettempdir())
     except FileNotFoundError:
         return Path(os.environ.get("TMPDIR") or "/tmp")
 
 
-def give_kernels_a_cache() -> None:
-    """Set TRITON_CACHE_DIR if Triton's own folder for compiled kernels cannot be written to, or
-    other users may write there: it loads libraries from it."""
+def give_kernels_a_cache() -> Path:
+    """Return the folder for Triton's compiled kernels.
+
+    Triton loads libraries from it. So if its own folder is not writable, or other users can write
+    there, set TRITON_CACHE_DIR to another one.
+    """
     given = os.environ.get("TRITON_CACHE_DIR")
     home = Path(os.environ.get("TRITON_HOME") or os.path.expanduser("~"))
     folder = Path(given) if given else home / ".triton" / "cache"
@@ -113,20 +114,24 @@ def give_kernels_a_cache() -> None:
     if found != folder:
         found = found / "triton"
         os.environ["TRITON_CACHE_DIR"] = str(found)
-    with contextlib.suppress(OSError):  # Triton would make it with the umask
+    with contextlib.suppress(OSError):  # Triton itself would make it with the umask's permissions
         make_private(found)
+    return found
 
 
 def is_writable(folder: Path) -> bool:
-    """Whether files can be put there, or the folder can be made."""
+    """Return whether files can be written to the folder, or the folder can be made."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
 
 
 def host_memory(root: Path = Path("/")) -> HostMemory:
-    """The memory of this machine. What files were read into counts as free. `root`: where /proc
-    and /sys lie, for tests."""
+    """Return the memory of this machine. The page cache counts as free.
+
+    Args:
+        root: The folder with proc and sys, for tests.
+    """
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     figures = _figures(root / "proc/meminfo")
     total = figures.get("MemTotal", total >> 10) << 10
@@ -137,19 +142,28 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
 
 
 def wake(device: torch.device) -> None:
-    """Begin to make a CUDA device's context, and Triton's digest of itself, without which it loads
-    no kernel: some tenths of a second each, in which Python is free for other work. What goes
-    wrong does so again, and is said, where the device is needed. The first is no daemon: one
-    that a process's end meets in CUDA's libraries would abort it."""
+    """Start to create the CUDA context and Triton's digest of itself, in threads.
+
+    Each takes some tenths of a second, during which Python can do other work. Triton loads no
+    kernel without its digest. Errors are ignored here, because they occur again when the device
+    is used. The context's thread is not a daemon: if the process ended inside CUDA's libraries,
+    they would abort it.
+    """
     if device.type == "cuda":
         threading.Thread(target=_make_context, args=(device,), name="waking").start()
         threading.Thread(target=_digest_triton, name="digesting", daemon=True).start()
 
 
 def expect(device: str | None, root: Path = Path("/")) -> None:
-    """For a command that has only begun, and a device as it was named to it (None: not at all):
-    where there may be one of NVIDIA's, import Triton beside all that comes before the weights, and
-    make its digest; while these are read both would be waited for."""
+    """At the start of a command, import Triton and make its digest in a thread.
+
+    Does so only if there may be an NVIDIA GPU and `device` is not "cpu". Later, while the weights
+    are read, the job would have to wait for both.
+
+    Args:
+        device: The value of --device, None if not given.
+        root: The folder with dev, for tests.
+    """
     if device != "cpu" and any((root / "dev" / name).exists() for name in _NVIDIA):
         threading.Thread(target=_digest_triton, name="digesting", daemon=True).start()
 
@@ -162,13 +176,13 @@ def _make_context(device: torch.device) -> None:
 
 
 def _digest_triton() -> None:
-    """It reads some hundred megabytes of its own library once a process, and keeps the digest."""
+    """Have Triton read its library, some hundred megabytes, and keep the digest."""
     with contextlib.suppress(Exception):
         importlib.import_module("triton.runtime.cache").triton_key()
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can still be taken on a device."""
+    """Return the free memory of a device in bytes."""
     if device.type != "cuda":
         return host_memory().free
     import torch
@@ -178,7 +192,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def held_memory(device: torch.device) -> int:
-    """Bytes that this process holds on a device."""
+    """Return the bytes that this process has allocated on a device."""
     if device.type == "cuda":
         import torch
 
@@ -190,8 +204,7 @@ def held_memory(device: torch.device) -> int:
 
 
 def give_back_memory(device: torch.device) -> None:
-    """Let go of what nobody needs any more on a device: what points at itself in a circle, and
-    what torch keeps for later."""
+    """Free memory of a device: objects in reference cycles, and torch's cache."""
     gc.collect()
     if device.type == "cuda":
         import torch
@@ -201,8 +214,11 @@ def give_back_memory(device: torch.device) -> None:
 
 
 def is_refused_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory was asked for and not given, on whatever device, or
-    is what became of that: the capture of a graph that it broke off fails in its own words."""
+    """Return whether an exception means that memory ran out, on any device.
+
+    A RuntimeError raised while such an exception is handled counts too: the capture of a graph
+    fails with another message.
+    """
     if isinstance(error, MemoryError):
         return True
     before = None if error.__suppress_context__ else error.__context__
@@ -214,8 +230,10 @@ def is_refused_memory(error: BaseException) -> bool:
 
 
 def _figures(path: Path) -> dict[str, int]:
-    """The numbers in lines like "MemTotal:  123 kB" or "inactive_file 123"; none if the file
-    cannot be read."""
+    """Return the numbers in lines like "MemTotal:  123 kB" or "inactive_file 123", by name.
+
+    The result is empty if the file cannot be read.
+    """
     try:
         lines = [line.replace(":", " ").split() for line in path.read_text().splitlines()]
     except OSError:
@@ -224,9 +242,10 @@ def _figures(path: Path) -> dict[str, int]:
 
 
 def _groups(root: Path) -> Iterator[tuple[int, int]]:
-    """Limit and what is left of it, for each control group of this process that limits memory
-    (both versions). What files were read into and not touched lately is given back when memory
-    is short, so it is left."""
+    """Yield limit and free bytes of each control group (version 1 or 2) that limits memory.
+
+    Inactive file pages count as free, because the system reclaims them when memory is short.
+    """
     for folder, version in control_groups(root, "memory"):
         names = (
             ("memory.limit_in_bytes", "memory.usage_in_bytes")
@@ -243,9 +262,15 @@ def _groups(root: Path) -> Iterator[tuple[int, int]]:
 
 
 def control_groups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
-    """The folders of this process's control groups that may limit "cpu" or "memory", with the
-    version (1 or 2). A group's limit holds for those within it, so those around it come too; in
-    a container its own folder may be out of sight."""
+    """Yield the folders of this process's control groups, with their version (1 or 2).
+
+    The limits of parent groups apply too, so their folders are included. In a container the
+    group's own folder may be invisible.
+
+    Args:
+        root: The folder with proc and sys.
+        controller: "cpu" or "memory".
+    """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -263,7 +288,7 @@ def control_groups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
 
 
 def _number(path: Path) -> int | None:
-    """The number in a file; None if there is none ("max") or it cannot be read."""
+    """Return the number in a file; None if it holds another text ("max") or cannot be read."""
     try:
         text = path.read_text().strip()
     except OSError:
@@ -272,21 +297,23 @@ def _number(path: Path) -> int | None:
 
 
 def lacking_address_space() -> str | None:
-    """Why torch cannot be loaded here, in one sentence; None if `ulimit -v` allows enough. Some
-    of the libraries end the process where they get no memory."""
+    """Return why torch cannot be loaded, in one sentence; None if `ulimit -v` allows enough.
+
+    This is checked first because some libraries end the process if they get no memory.
+    """
     import resource
 
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit == resource.RLIM_INFINITY or limit >= _LEAST_ADDRESS_SPACE:
         return None
     return (
-        f"ulimit -v allows this process {limit / 1e6:.0f} MB of address space, and loading torch "
-        f"takes {_LEAST_ADDRESS_SPACE / 1e6:.0f} MB: raise the limit (ulimit -v unlimited)"
+        f"ulimit -v allows {limit / 1e6:.0f} MB of address space, but loading torch takes "
+        f"{_LEAST_ADDRESS_SPACE / 1e6:.0f} MB; raise the limit (ulimit -v unlimited)"
     )
 
 
 def _address_space(root: Path) -> int:
-    """What `ulimit -v` leaves this process."""
+    """Return the bytes of address space that `ulimit -v` leaves this process."""
     import resource
 
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
@@ -300,5 +327,5 @@ def _address_space(root: Path) -> int:
 
 
 def gigabytes(count: int) -> str:
-    """Bytes for a person."""
+    """Format bytes as gigabytes."""
     return f"{count / 1e9:.1f} GB"

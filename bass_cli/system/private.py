@@ -1,8 +1,7 @@
-"""Folders that only this user may write to: what lies there may be believed, and libraries there
-may be loaded.
+"""Check and make folders that only this user can write to.
 
-Standard library only. Not here: which folder is the cache (host.py), what is read from it
-(io/cached.py).
+Caches are read, and compiled libraries loaded, from such folders only. Standard library only.
+Which folder is the cache: host.py. What is read from it: io/cached.py.
 """
 
 from __future__ import annotations
@@ -17,61 +16,69 @@ import sys
 import tempfile
 from pathlib import Path
 
+from bass_cli.errors import spelled
+
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
-_MOST_LINKS = 40  # as Linux
-# The processes that this one starts use the same folder.
+_MOST_LINKS = 40  # as in Linux
+# Names the temporary folder, for the processes that this one starts.
 _SHARED = "_BASS_PRIVATE_FOLDER"
 _TEMPORARY = ("/tmp", "/var/tmp", "/dev/shm")
-_NOWHERE = Path(os.devnull, "bass")  # nothing can be kept or read there
+_NOWHERE = Path(os.devnull, "bass")  # nothing can be read or written there
 
 
 def fault_of(path: Path) -> str | None:
-    """Return why other users might have written what lies at `path`; None if only this user and
-    root can.
+    """Return why other users could have written the file or folder at `path`, or None.
 
-    Every folder and symbolic link on the way has to belong to one of the two, and a folder that
-    others may write to must be sticky, as /tmp is. `path` itself must belong to this user, and
-    others must not be able to write to it. What does not exist yet is no fault.
+    Every folder and symbolic link on the way must belong to this user or to root. A folder on the
+    way that others can write to must be sticky, as /tmp is. `path` itself must belong to this
+    user, and others must not have write permission. A path that does not exist yet is no fault.
     """
     user = os.geteuid()
     here, links, status = Path("/"), 0, os.lstat("/")
-    waiting = list(reversed(Path(os.path.abspath(path)).parts[1:]))
+    waiting = list(reversed((Path.cwd() / path).parts[1:]))
     while True:
         if status.st_uid not in (0, user):
             return f"{here} belongs to user {status.st_uid}"
         if not waiting:
             break
-        if status.st_mode & _OTHERS_WRITE and not status.st_mode & stat.S_ISVTX:
-            return f"other users may write to {here}"
-        here /= waiting.pop()
+        mode = status.st_mode
+        if stat.S_ISDIR(mode) and mode & _OTHERS_WRITE and not mode & stat.S_ISVTX:
+            return _writable_by_others(here)
+        part = waiting.pop()
+        if part == "..":  # `here` contains no symbolic link, so this is what the system opens
+            here = here.parent
+            status = os.lstat(here)
+            continue
+        here /= part
         try:
             status = os.lstat(here)
             target = os.readlink(here) if stat.S_ISLNK(status.st_mode) else None
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
             return f"{here}: {error.strerror}"
         if target is not None:
             links += 1
             if status.st_uid not in (0, user):
-                return f"{here} is a link of user {status.st_uid}"
+                return f"{here} is a symbolic link of user {status.st_uid}"
             if links > _MOST_LINKS:
-                return f"{here}: too many links"
-            parts = Path(os.path.normpath(here.parent / target)).parts
-            waiting += reversed(parts[1:])
-            here, status = Path("/"), os.lstat("/")  # a link's own mode says nothing
+                return f"{here}: too many symbolic links"
+            waiting += reversed((here.parent / target).parts[1:])
+            here, status = Path("/"), os.lstat("/")  # a link's own mode has no meaning
     if status.st_uid != user:
         return f"{here} belongs to user {status.st_uid}"
-    if status.st_mode & _OTHERS_WRITE:
-        return f"other users may write to {here}; chmod go-w mends that"
-    return None
+    return _writable_by_others(here) if status.st_mode & _OTHERS_WRITE else None
+
+
+def _writable_by_others(folder: Path) -> str:
+    return f"other users can write to {folder} (to fix it: chmod go-w {folder})"
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder, and those around it that are missing, for this user alone.
+    """Make a folder and its missing parents, readable by this user only.
 
     Raises:
-        OSError: it cannot be made, or other users may write there.
+        OSError: The folder cannot be made, or other users can write to it.
     """
     missing = [one for one in (folder, *folder.parents) if not os.path.lexists(one)]
     for one in reversed(missing):
@@ -86,30 +93,42 @@ def make_private(folder: Path) -> None:
 
 
 def own_or_fresh(folder: Path, what: str) -> Path:
-    """Return `folder` if only this user can write there, else a fresh folder that is removed at
-    the end. One line on standard error says so; `what`: its purpose, for that line."""
+    """Return `folder` if only this user can write there, else a temporary folder.
+
+    In the second case one line on standard error gives the reason.
+
+    Args:
+        what: The folder's purpose, for that line.
+    """
     fault = fault_of(folder)
     return folder if fault is None else fresh_folder(f"{what} {folder} is not used: {fault}")
 
 
 def fresh_folder(note: str) -> Path:
-    """Return a temporary folder for this process and those that it starts. The first call makes
-    it and writes `note` to standard error; the process that made it removes it at its end."""
+    """Return a temporary folder that this process and its children share.
+
+    The first call makes the folder and writes `note` to standard error. The process that made the
+    folder removes it when it ends.
+    """
     given = os.environ.get(_SHARED)
     if given and os.path.isdir(given) and fault_of(Path(given)) is None:
         return Path(given)
     made = _make_temporary()
     if made is None:
-        print(f"bass: {note}; nothing is kept", file=sys.stderr)
+        _say(f"{note}; nothing is cached")
         return _NOWHERE
     os.environ[_SHARED] = str(made)
     atexit.register(_remove, made, os.getpid())
-    print(f"bass: {note}; {made} is used, and removed at the end", file=sys.stderr)
+    _say(f"{note}; {made} is used until this process ends")
     return made
 
 
+def _say(note: str) -> None:
+    print(spelled(f"bass: {note}"), file=sys.stderr, flush=True)
+
+
 def _make_temporary() -> Path | None:
-    """A new folder where nobody else can replace it; None if there is no place for one."""
+    """Make a folder that no other user can replace; None if there is no place for one."""
     places = list(_TEMPORARY)
     with contextlib.suppress(FileNotFoundError):
         places.insert(0, tempfile.gettempdir())

@@ -1,8 +1,7 @@
-"""What signals mean to the command: Ctrl-C and SIGTERM interrupt it within a time limit, and a
-closed pipe on its output ends it.
+"""Signal handling of the command: Ctrl-C, SIGTERM and a closed output pipe.
 
-The first module of the console script, so it imports nothing slow. Not here: the message at a
-command's end (cli/exit_codes.py).
+The console script imports this module first, so it imports nothing slow. The final message of a
+command: cli/exit_codes.py.
 """
 
 from __future__ import annotations
@@ -19,21 +18,19 @@ from types import FrameType
 from typing import NoReturn
 
 INTERRUPTED = 130
-READER_GONE = 141  # what a shell says of a tool that SIGPIPE has ended
-_IMPORT = "<frozen importlib._bootstrap>"  # the file that frames name while something is imported
+READER_GONE = 141  # the exit code that a shell shows after SIGPIPE
+_IMPORT = "<frozen importlib._bootstrap>"  # the file of a frame that runs an import
 _PIPE = getattr(signal, "SIGPIPE", None)  # not on every system
 _LIMIT = 4.0  # seconds from the first signal to the end of the process
-_MESSAGE = 0.3  # seconds for the last message, which may block on a terminal or on a lock
-_OVER = 0  # no signal has this number
+_MESSAGE = 0.3  # seconds for the last message, which a terminal or a lock may block
+_OVER = 0  # tells the thread to stop; no signal has this number
 _PR_SET_PDEATHSIG = 1
 
 
 def at_start() -> None:
-    """While there is nothing to put in order, Ctrl-C and a reader that has gone end the process
-    at once and quietly."""
-    if (
-        signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    ):  # not where the parent has it ignored
+    """Let Ctrl-C and a closed output pipe end the process at once, until `in_command`."""
+    # The parent process may have set SIGINT to be ignored.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, lambda *_: _leave())
     if _PIPE is not None:
         signal.signal(_PIPE, signal.SIG_DFL)
@@ -41,16 +38,18 @@ def at_start() -> None:
 
 @contextlib.contextmanager
 def in_command(say: Callable[[], None]) -> Iterator[None]:
-    """While it lasts, SIGINT and SIGTERM raise KeyboardInterrupt, and a closed pipe
-    BrokenPipeError.
+    """Turn SIGINT and SIGTERM into KeyboardInterrupt, and SIGPIPE into BrokenPipeError.
 
-    Python runs a signal's handler between two of its own instructions. A call into a library that
-    waits for another process may return late or never. So a thread ends the process, after `say`,
-    if it is still there 4 s after the first signal, and at once after a second one.
+    Python runs a signal handler between two of its own instructions. A library call that waits
+    for another process may return late or never. So a thread calls `say` and ends the process if
+    it still runs 4 s after the first signal, or at a second signal.
 
-    An exception in the middle of an import may be swallowed or replaced. There the handler calls
-    `say` and ends the process. Afterwards all handlers are as before. Outside the main thread
-    nothing changes.
+    During an import an exception could be swallowed or replaced. So there the handler itself calls
+    `say` and ends the process. At the end of the block the old handlers are restored. Outside the
+    main thread nothing changes.
+
+    Args:
+        say: Writes the last message.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -60,7 +59,7 @@ def in_command(say: Callable[[], None]) -> Iterator[None]:
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         nonlocal interrupted
-        if interrupted:  # the thread ends the process
+        if interrupted:  # at a second signal the thread ends the process
             return
         interrupted = True
         if _is_importing(frame):
@@ -85,8 +84,10 @@ def in_command(say: Callable[[], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _watched(ending: set[int], say: Callable[[], None]) -> Iterator[None]:
-    """Run `_watch` beside the block. The system's handler writes each signal's number to a pipe,
-    whatever the main thread is doing."""
+    """Run `_watch` in a thread during the block.
+
+    Python's C handler writes each signal's number to a pipe, even if the main thread is blocked.
+    """
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
@@ -96,14 +97,14 @@ def _watched(ending: set[int], say: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         signal.set_wakeup_fd(before)
-        os.write(writing, bytes([_OVER]))  # closing it is not enough: forked children have it too
+        os.write(writing, bytes([_OVER]))  # forked children may hold the pipe open
         watcher.join()
         os.close(writing)
         os.close(reading)
 
 
 def _watch(reading: int, ending: set[int], say: Callable[[], None]) -> None:
-    """Return when `_OVER` arrives. Otherwise end the process."""
+    """End the process after a second signal, or 4 s after the first. Return at `_OVER`."""
     until: float | None = None
     while True:
         left = None if until is None else max(until - time.monotonic(), 0.0)
@@ -121,7 +122,7 @@ def _watch(reading: int, ending: set[int], say: Callable[[], None]) -> None:
 
 
 def _forget_watch() -> None:
-    """In a forked child: do not report its signals to the parent's thread."""
+    """In a forked child, do not report signals to the parent's thread."""
     with contextlib.suppress(ValueError):
         signal.set_wakeup_fd(-1)
 
@@ -131,8 +132,10 @@ if hasattr(os, "register_at_fork"):
 
 
 def end_with_parent() -> None:
-    """Have the system kill this process when the thread that started it ends, also while this
-    process is stopped. Linux only."""
+    """Have Linux kill this process when the thread that started it ends, even if it is stopped.
+
+    Does nothing on other systems.
+    """
     if sys.platform == "linux":
         import ctypes
 
@@ -140,12 +143,12 @@ def end_with_parent() -> None:
 
 
 def _end(say: Callable[[], None]) -> NoReturn:
-    """End the process with the exit code of an interruption. The message is best effort."""
+    """End the process with exit code 130. `say` gets 0.3 s for the message."""
 
     def last_words() -> None:
         with contextlib.suppress(Exception):
             say()
-        with contextlib.suppress(Exception):  # what was printed before is kept, if possible
+        with contextlib.suppress(Exception):  # write buffered output, if possible
             sys.stdout.flush()
 
     speaking = threading.Thread(target=last_words, daemon=True)
@@ -161,6 +164,6 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 
 def _leave() -> NoReturn:
-    with contextlib.suppress(Exception):  # what was printed before is kept, if that is possible
+    with contextlib.suppress(Exception):  # write buffered output, if possible
         sys.stdout.flush()
     os._exit(INTERRUPTED)

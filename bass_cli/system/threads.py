@@ -1,11 +1,9 @@
-"""How many threads a CPU computes with, and how they wait for each other, so that a job shares a
-machine with others.
+"""Choose the number of CPU threads, and how threads wait, for a machine that others use too.
 
-A thread that waits by spinning keeps its core from the one it waits for as soon as cores are
-shared: a job then takes ten times its time, not twice. OpenMP reads how to wait when torch is
-loaded, so torch is not imported here before that is set. A command that will compute says so as
-soon as it is named (`begin`): looking at the cores and loading torch's libraries then take no time
-of their own.
+If cores are shared, a thread that spins while it waits blocks the thread that it waits for: a job
+then takes ten times as long, not twice. OpenMP reads its wait policy when torch is loaded, so torch
+is imported only after that is set. A command that will compute calls `begin` first: a thread then
+measures the cores and loads torch's libraries while other modules are imported.
 """
 
 from __future__ import annotations
@@ -28,23 +26,26 @@ if TYPE_CHECKING:
 Note = Callable[[str], None]
 _ROOT = Path("/")
 _MOST = 1024
-_SAMPLE = (
-    0.2  # seconds of looking at idle cores before a job; they are counted in hundredths of a second
-)
-_STALE = 5.0  # seconds after which a first look says too little of now
-_INTERVAL = 2.0  # seconds between two looks while a job runs
-# On free cores a short spin saves waking a thread hundreds of times a round (on 2 virtual cores
-# rounds take 1.6 times as long without any); at the usual 300,000 turns, some milliseconds,
-# company costs a factor of ten.
+_SAMPLE = 0.2  # seconds to measure idle cores before a job; the system counts in 0.01 s
+_STALE = 5.0  # seconds after which the first sample is too old to use
+_INTERVAL = 2.0  # seconds between two measurements while a job runs
+# On free cores a short spin saves waking a thread hundreds of times a round: without it, rounds
+# take 1.6 times as long on 2 virtual cores. OpenMP's default of 300,000 spins, some milliseconds,
+# makes a job ten times slower if others use the cores.
 _FREE = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "1"}
 _SHARED = {"OMP_WAIT_POLICY": "PASSIVE"}
-# torch looks through all packages for other kinds of devices, 30 ms, and bass computes on none.
-_NO_OTHERS = ("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+# torch searches all packages for other kinds of devices, which takes 30 ms. bass uses none of them.
+_NO_OTHER_DEVICES = ("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
 
 class Cores(NamedTuple):
-    """Physical cores that this process may use, each as its CPUs; `most` threads of them at
-    once; `limits`: what holds them down, in words."""
+    """The physical cores that this process may use.
+
+    Attributes:
+        cores: The logical CPUs of each core.
+        most: The largest useful number of threads.
+        limits: What reduces the number, in words; "" if nothing does.
+    """
 
     cores: tuple[tuple[int, ...], ...]
     most: int
@@ -52,8 +53,14 @@ class Cores(NamedTuple):
 
 
 class Threads(NamedTuple):
-    """How many threads, `why` in words, whether they were asked for (`fixed`), and whether
-    others use the cores too (`shared`), so that threads should wait asleep."""
+    """The chosen number of threads.
+
+    Attributes:
+        number: The number of threads.
+        why: The reason, in words.
+        fixed: Whether the user set the number.
+        shared: Whether other processes use the cores too, so that waiting threads should sleep.
+    """
 
     number: int
     why: str
@@ -62,7 +69,7 @@ class Threads(NamedTuple):
 
 
 def usable_cores(root: Path = _ROOT) -> Cores:
-    """By affinity, by what shares a physical core, and by the control groups' limit of CPU time."""
+    """Return the usable cores: by CPU affinity, shared physical cores and control group limits."""
     there = os.cpu_count() or 1
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(there))
     groups: dict[str, list[int]] = {}
@@ -81,8 +88,7 @@ def usable_cores(root: Path = _ROOT) -> Cores:
 
 
 def _quota(root: Path) -> float | None:
-    """CPUs' worth of time that the control group and those around it allow, None for no limit.
-    Versions 1 and 2."""
+    """Return the CPUs that the control groups (version 1 or 2) allow, None without a limit."""
     found = []
     for folder, version in control_groups(root, "cpu"):
         texts = (
@@ -102,34 +108,40 @@ def _read(file: Path) -> str:
         return ""
 
 
-class Look(NamedTuple):
-    """What the system had counted of its CPUs at a time, and what this process had used of them;
-    in seconds."""
+class CpuSample(NamedTuple):
+    """CPU counters at one time.
+
+    Attributes:
+        counters: The text of /proc/stat.
+        now: The time, in seconds of the monotonic clock.
+        used: CPU seconds of this process.
+    """
 
     counters: str
     now: float
     used: float
 
 
-_looks: list[Look] = []  # the first of this process, until it is used
+_first: list[CpuSample] = []  # taken when the process began, until it is used
 
 
-def look_first() -> None:
-    """Look at the cores when the process begins, so that nobody has to wait for a second look."""
-    _looks.append(Look(_read(_ROOT / "proc/stat"), time.monotonic(), time.process_time()))
+def sample_cpus() -> None:
+    """Take the first CPU sample when the process begins, so that `choose` need not wait for one."""
+    _first.append(CpuSample(_read(_ROOT / "proc/stat"), time.monotonic(), time.process_time()))
 
 
 class Idle:
-    """How many of these cores are free, from one look at the system's counters to the next; None
-    where it has none."""
+    """Measure how many of these cores are idle between two calls, from /proc/stat."""
 
     def __init__(self, cores: Cores, root: Path = _ROOT, first: str | None = None):
         self._cores, self._file = cores.cores, root / "proc/stat"
         self._before = self._counters(_read(self._file) if first is None else first)
 
     def free(self) -> float | None:
-        """Cores without work since the look before this; a core is as free as the busier of the
-        CPUs that share it."""
+        """Return the number of idle cores since the last call; None if the system has no counters.
+
+        A core is as idle as the busiest of its logical CPUs.
+        """
         before, self._before = self._before, self._counters(_read(self._file))
         found = 0.0
         for core in self._cores:
@@ -147,7 +159,7 @@ class Idle:
 
     @staticmethod
     def _counters(text: str) -> dict[int, tuple[int, int]]:
-        """By CPU: time without work, and all time."""
+        """Return idle and total time, by CPU."""
         found = {}
         for match in re.finditer(r"^cpu(\d+) (.*)$", text, re.MULTILINE):
             times = [int(word) for word in match[2].split()[:8]]
@@ -156,9 +168,8 @@ class Idle:
 
 
 def _idle_cores(cores: Cores, root: Path, sleep: Callable[[float], None]) -> float:
-    """How many of them others leave free. What the process itself has computed since it began is
-    no company."""
-    first = _looks.pop() if _looks else None
+    """Return how many cores other processes leave free."""
+    first = _first.pop() if _first else None
     if first is None or time.monotonic() - first.now > _STALE:
         idle = Idle(cores, root)
         sleep(_SAMPLE)
@@ -175,16 +186,18 @@ def _idle_cores(cores: Cores, root: Path, sleep: Callable[[float], None]) -> flo
 
 
 def fitting(free: float, most: int) -> int:
-    """As many threads as cores are free, or all there could be where that is less than half of
-    them: on a machine that is busy all over every thread has its share."""
+    """Return the number of threads for so many free cores.
+
+    If fewer than half of the cores are free, use all threads: on a busy machine the system gives
+    every thread its share.
+    """
     return most if free < most / 2 else max(1, min(most, int(free + 0.5)))
 
 
-def asked_for(
+def requested(
     wanted: int | None, environment: Mapping[str, str] = os.environ
 ) -> tuple[int, str] | None:
-    """The number that was asked for, by --threads or else by OMP_NUM_THREADS, and by which of
-    them; None if by none."""
+    """Return the number that --threads or OMP_NUM_THREADS sets, and which of them, or None."""
     if wanted is not None:
         return wanted, "--threads (or BASS_THREADS)"
     given = re.match(r"\s*(\d{1,5})", environment.get("OMP_NUM_THREADS", ""))
@@ -192,9 +205,9 @@ def asked_for(
 
 
 def most_threads(wanted: int | None = None) -> int:
-    """What a job would use on a machine of its own: it does not depend on who else computes."""
-    asked = asked_for(wanted)
-    return usable_cores().most if asked is None else asked[0]
+    """Return the number of threads on an idle machine."""
+    given = requested(wanted)
+    return usable_cores().most if given is None else given[0]
 
 
 def choose(
@@ -204,34 +217,37 @@ def choose(
     root: Path = _ROOT,
     sleep: Callable[[float], None] = time.sleep,
 ) -> tuple[Threads, dict[str, str]]:
-    """The threads for a job that begins now, and the variables that say how they wait; none if
-    some are set already."""
-    cores, asked = usable_cores(root), asked_for(wanted, environment)
-    if asked is not None and asked[0] == 1:
-        return Threads(1, asked[1], True, False), {}
+    """Return the threads for a job that begins now, and environment variables for OpenMP.
+
+    The variables set how threads wait. There are none if the environment sets that already.
+    """
+    cores, given = usable_cores(root), requested(wanted, environment)
+    if given is not None and given[0] == 1:
+        return Threads(1, given[1], True, False), {}
     free = _idle_cores(cores, root, sleep)
-    count = fitting(free, cores.most) if asked is None else asked[0]
-    shared = (cores.most if asked is None else count) > int(free + 0.5)
+    count = fitting(free, cores.most) if given is None else given[0]
+    shared = (cores.most if given is None else count) > int(free + 0.5)
     reasons = [f"{free:.1f} of {len(cores.cores)} physical cores are free"]
     reasons += [cores.limits] if cores.limits else []
     reasons += [
-        "waiting threads sleep at once" if shared else "waiting threads spin briefly, then sleep"
+        "threads sleep while they wait" if shared else "threads spin briefly while they wait"
     ]
-    why = "; ".join(reasons if asked is None else [asked[1], *reasons])
-    kept = any(name in environment for name in (*_FREE, *_SHARED))
-    return Threads(
-        count, why, asked is not None, shared
-    ), {} if kept else _SHARED if shared else _FREE
+    why = "; ".join(reasons if given is None else [given[1], *reasons])
+    is_set = any(name in environment for name in (*_FREE, *_SHARED))
+    waiting = {} if is_set else _SHARED if shared else _FREE
+    return Threads(count, why, given is not None, shared), waiting
 
 
 _Choice = tuple[Threads, dict[str, str]]  # see choose
-_begun: list[tuple[int | None, Future[_Choice]]] = []  # what a thread is choosing
+_begun: list[tuple[int | None, Future[_Choice]]] = []  # choices that a thread makes
 
 
 def begin(wanted: int | None) -> None:
-    """Begin what `settle` will do, as soon as it is known that it will be asked to: a thread
-    chooses, and loads torch's libraries, in which Python is free to import what a command needs
-    besides."""
+    """Start `configure_threads` early, in a thread.
+
+    The thread chooses the number of threads, and loads torch's libraries while the main thread
+    imports other modules.
+    """
     if "torch" in sys.modules or lacking_address_space() is not None:
         return
     from concurrent.futures import Future
@@ -241,7 +257,7 @@ def begin(wanted: int | None) -> None:
     def run() -> None:
         try:
             found = choose(wanted)
-        except BaseException as error:  # for whoever waits for the choice
+        except BaseException as error:  # raised by configure_threads
             choice.set_exception(error)
             return
         os.environ.update(found[1])
@@ -253,8 +269,10 @@ def begin(wanted: int | None) -> None:
 
 
 def _load_libraries() -> None:
-    """As importing torch begins, in the same order. Where that does more to find them it goes
-    wrong, and is left to torch."""
+    """Load torch's libraries in the order in which `import torch` loads them.
+
+    If that fails, `import torch` does it.
+    """
     import ctypes
     import importlib.util
 
@@ -267,8 +285,16 @@ def _load_libraries() -> None:
 
 
 def configure_threads(wanted: int | None, note: Note) -> Threads:
-    """Choose, before torch is loaded, and load it so. UserError for a bad number; a line to
-    `note` if others leave fewer cores than there are."""
+    """Choose the number of CPU threads, then import torch with it.
+
+    Args:
+        wanted: The value of --threads, None if not given.
+        note: Called with one line if other processes use the cores too.
+
+    Raises:
+        UserError: `wanted` is out of range.
+        MachineError: `ulimit -v` is too small for torch.
+    """
     if wanted is not None and not 1 <= wanted <= _MOST:
         from bass_cli.errors import UserError
 
@@ -286,20 +312,22 @@ def configure_threads(wanted: int | None, note: Note) -> Threads:
     else:
         chosen, waiting = choose(wanted)
     os.environ.update(waiting)
-    os.environ.setdefault(*_NO_OTHERS)
+    os.environ.setdefault(*_NO_OTHER_DEVICES)
 
     import torch
 
     torch.set_num_threads(chosen.number)
     if chosen.shared:
-        note(f"computing with {chosen.number} of {most_threads(wanted)} threads: {chosen.why}")
+        note(f"using {chosen.number} of {most_threads(wanted)} CPU threads: {chosen.why}")
     return chosen
 
 
 class CoreMonitor:
-    """Follows, while a job runs, how many cores others leave to it, unless the number of threads
-    was asked for: more of them when others go, and fewer when they come to threads that wait
-    awake."""
+    """Adapt the number of threads while a job runs, unless the user set it.
+
+    The number grows when other processes end. It shrinks when others start, if waiting threads
+    spin.
+    """
 
     def __init__(
         self,
@@ -309,14 +337,13 @@ class CoreMonitor:
         used: Callable[[], float] = time.process_time,
         root: Path = _ROOT,
     ):
-        self._fixed, self._now, self._used = asked_for(wanted) is not None, now, used
+        self._fixed, self._now, self._used = requested(wanted) is not None, now, used
         self._asleep = os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE"
         self._cores = usable_cores(root)
         self._idle, self._then, self._used_then = Idle(self._cores, root), now(), used()
 
     def look(self) -> None:
-        """After a round: every other second, as many threads as cores were idle or ours since
-        the last look."""
+        """Call this after each round: every 2 s, set as many threads as cores were idle or ours."""
         elapsed = self._now() - self._then
         if self._fixed or elapsed < _INTERVAL:
             return

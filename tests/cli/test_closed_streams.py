@@ -48,6 +48,25 @@ def test_a_full_disk_behind_standard_output(tmp_path: Path) -> None:
         assert (done.returncode, done.stderr) == (3, said)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        ("generate p.txt --n 1 --out o.jsonl", 0),
+        ("generate missing.txt", 2),
+        ("generate p.txt --temprature 1", 2),
+        ("pairs missing", 2),
+    ],
+)
+def test_a_full_disk_behind_standard_error_changes_no_result(
+    tmp_path: Path, arguments: str, code: int
+) -> None:
+    with open("/dev/full", "w") as full:
+        done = run(tmp_path, arguments.split(), stderr=full)
+    assert done.returncode == code
+    if code == 0:
+        assert (tmp_path / "o.jsonl").read_bytes().count(b"\n") == 2
+
+
 def test_streams_that_are_not_needed_may_be_closed(tmp_path: Path) -> None:
     """And no file of the job takes the number of one."""
     arguments = ["generate", "p.txt", "--n", "1"]

@@ -48,7 +48,7 @@ def test_a_pair_of_ones_own_is_looked_at(place: Path) -> None:
     assert [line.split()[0] for line in lines if line[0] != " "] == ["pair", "mine", "smollm2"]
     facts = json.loads(cli("doctor", "--pair", file, "--json").stdout)
     assert (facts["pair"], facts["pair_ready"], facts["pair_here"]) == ("mine", True, "ready")
-    assert "of 256 new tokens each" in facts["pair_rows"]
+    assert "sequences of up to 256 new tokens" in facts["pair_rows"]
     counts = facts["pair_memory_bytes"]
     assert (
         sum(count for part, count in counts.items() if part not in ("needed", "free"))
@@ -59,7 +59,7 @@ def test_a_pair_of_ones_own_is_looked_at(place: Path) -> None:
     assert "pair memory" in cli("doctor", "--pair", file).stdout
     same = json.loads(cli("doctor", "--model", str(place / "model"), "--json").stdout)
     assert [same[key] for key in ("pair", "pair_draft", "pair_ready")] == ["model", "lookup", True]
-    assert "of 256 new tokens each" in same["pair_rows"]
+    assert "sequences of up to 256 new tokens" in same["pair_rows"]
     plain = json.loads(
         cli("doctor", "--model", str(place / "model"), "--draft", "none", "--json").stdout
     )
@@ -86,7 +86,7 @@ def test_a_pair_of_ones_own_is_looked_at(place: Path) -> None:
         assert {
             "--pair": "none.yaml: cannot read the pair file",
             "--model": "give it with --pair none.yaml",
-            "--draft": "say with --pair or --model what it drafts for",
+            "--draft": "needs --pair or --model, the target that it drafts for",
         }.get(command[1], "cannot read") in missing.stderr
 
 

@@ -69,7 +69,8 @@ def test_words_of_our_own_are_explained_where_they_are_used(command: str) -> Non
     explained = re.findall(
         r"^  (\w[\w@ ]*?)  +\S", text.partition("\nWords:\n")[2].partition("\n\n")[0], re.MULTILINE
     )
-    used = {word for word in ("pair", "target", "draft", "row", "round", "coupling", "acceptance", "controller")
+    used = {word for word in ("pair", "target", "draft", "sequence", "round", "coupling", "acceptance rate",
+                              "controller")
             if re.search(rf"(?<!-){word}(s|ed)?\b", text)}  # fmt: skip
     assert used <= set(explained) <= set(WORDS)
 
@@ -142,13 +143,16 @@ def test_the_shell_completes_names_of_tasks() -> None:
         ("generate p.txt --top-p x", "--top-p (or BASS_TOP_P): a number is needed (got 'x')"),
         ("generate p.txt --n", "--n: it requires an argument"),
         ("generate p.txt q.txt", "got unexpected extra argument"),
+        ("generate p.txt --pair=", "--pair (or BASS_PAIR): it is empty"),
+        ("merge a.jsonl ''", "PART...: it is empty; see bass merge --help"),
+        ("score ''", "FILE: it is empty; see bass score --help"),
         ("merge a.jsonl", "PART...: it is missing; see bass merge --help"),
     ],
 )
 def test_a_mistake_in_the_command_line_is_one_line_like_all_errors(
     arguments: str, expected: str
 ) -> None:
-    result = CliRunner().invoke(app, arguments.split(), prog_name="bass")
+    result = CliRunner().invoke(app, shlex.split(arguments), prog_name="bass")
     assert (result.exit_code, result.stdout) == (2, "")
     (line,) = result.stderr.splitlines()
     assert line.startswith("bass: error: ")

@@ -175,6 +175,6 @@ def test_actors_that_only_die_end_the_job() -> None:
     fleet._report = lambda place: Report(
         (), (), None, 4, 4, 0, 0, 0, {"phases": {}, "rounds": 0, "rows": 4, "rows_busy": None}
     )  # type: ignore[method-assign]
-    with pytest.raises(MachineError, match="actors died one after the other without a sample"):
+    with pytest.raises(MachineError, match="actors died in a row without drawing a sample"):
         list(crew.draw(prompts(10), set(), 10))
     assert 10 < fleet.kills < 20

@@ -132,7 +132,7 @@ def test_a_local_ray_ends_with_ctrl_c_and_one_process_goes_on(pair_folder: Any) 
     child.send_signal(signal.SIGINT)
     log = place / "log"
     assert child.wait(_PATIENCE) == 130, log.read_text()
-    assert "interrupted; the same command goes on from here" in log.read_text()
+    assert "interrupted; run the same command again to continue" in log.read_text()
     assert "Traceback" not in log.read_text()
     until(lambda: not actors(child.pid))
     kept = lines(out)
@@ -218,14 +218,14 @@ def test_an_evaluation_and_a_dataset(cluster: Any, pair_folder: Any) -> None:
 @pytest.mark.parametrize(("flags", "fault"), [
     (("--ray", "local", "--actors", "0"), '"0" is neither all nor a whole number above 0'),
     (("--ray", "local", "--actors", "many"), '"many" is neither all'),
-    (("--actors", "2"), "has no meaning without --ray"),
+    (("--actors", "2"), "needs --ray"),
     (("--ray", "local", "--budget", "2s"), "--ray and --budget exclude each other"),
     (("--ray", "local", "--coupling", "maximal"), "--ray needs --coupling shared"),
     (("--ray", "local", "--out", "-"), "--ray needs --out FILE"),
     (("--ray", "127.0.0.1:1"), "--ray 127.0.0.1:1: no cluster answers there"),
     (("--ray", "somewhere"), '"somewhere" is neither local, auto nor an address'),
     (("--ray", "ray://host:10001"), "run the command on a node of the cluster"),
-    (("--ray", "local", "--device", "cuda"), "this machine has 0 GPUs that Ray sees"),
+    (("--ray", "local", "--device", "cuda"), "Ray sees 0 GPUs on this machine"),
 ])  # fmt: skip
 def test_what_makes_no_sense_is_said_before_models_are_looked_at(
     pair_folder: Any, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], fault: str

@@ -183,7 +183,7 @@ def test_a_local_ray_ends_with_ctrl_c(here):
 
 
 @pytest.mark.parametrize(("flags", "fault"), [
-    (("--actors", "2"), "has no meaning without --ray"),
+    (("--actors", "2"), "needs --ray"),
     (("--ray", "local", "--actors", "0"), '"0" is neither all nor a whole number above 0'),
     (("--ray", "somewhere"), '"somewhere" is neither local, auto nor an address'),
     (("--ray", "127.0.0.1:1"), "--ray 127.0.0.1:1: no cluster answers there"),

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import write_tokenizer
+from hostile_text import FILE, check_harmless
 
 from bass_cli.formats import tokenizer_files
 from bass_cli.formats.tokenizer import Tokenizer
@@ -157,6 +158,41 @@ def test_a_folder_of_ones_own_is_used_and_entries_are_private_whatever_the_umask
         read_cached(entry, 100)
 
 
+@pytest.mark.parametrize("linked", ["XDG_CACHE_HOME", "a link's target"])
+def test_a_path_up_from_a_link_is_checked_where_the_system_finds_it(
+    linked: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "open" / "inner"
+    place.mkdir(parents=True)
+    link = tmp_path / "xdg" / "link"
+    link.symlink_to(place)
+    if linked == "XDG_CACHE_HOME":
+        monkeypatch.setenv("XDG_CACHE_HOME", str(link / ".." / "cache"))
+    else:
+        folder.symlink_to(Path("link", "..", "cache", "bass"))
+    real = tmp_path / "open" / "cache" / "bass"
+    real.mkdir(parents=True)
+    assert Path(os.path.realpath(host.cache_folder())) == real
+    (tmp_path / "open").chmod(0o777)
+    found = host.cache_folder()
+    assert Path(os.path.realpath(found)) not in (real, *real.parents)
+    private._remove(found, os.getpid())
+
+
+def test_a_note_about_a_hostile_path_is_one_harmless_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = folder.parent / FILE
+    place.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(place))
+    writable_by_all(place / "bass")
+    private._remove(host.cache_folder(), os.getpid())
+    said = capsys.readouterr().err
+    check_harmless(said)
+    assert said.count("\n") == 1
+    assert "(to fix it: chmod go-w " in said
+
+
 def test_the_fresh_folder_is_removed_at_the_end(folder: Path) -> None:
     writable_by_all(folder)
     code = "from bass_cli.system.host import cache_folder; print(cache_folder())"
@@ -172,7 +208,7 @@ def test_where_no_private_folder_can_be_made_nothing_is_kept(
     writable_by_all(folder)
     monkeypatch.setattr(private, "_make_temporary", lambda: None)
     place = host.cache_folder() / "kind" / "entry"
-    assert "nothing is kept" in capsys.readouterr().err
+    assert "nothing is cached" in capsys.readouterr().err
     for act in (lambda: write_cached(place, b""), lambda: read_cached(place, 9)):
         with pytest.raises((NotADirectoryError, PermissionError)):
             act()

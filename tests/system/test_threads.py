@@ -142,8 +142,8 @@ def test_counters_that_stand_still_say_nothing(root: Path, monkeypatch: pytest.M
 
 def looked_at(root: Path, monkeypatch: pytest.MonkeyPatch, *, ago: float, used: float) -> None:
     """The process looked at the machine so many seconds ago, and has computed for `used` since."""
-    first = threads.Look((root / "proc/stat").read_text(), time.monotonic() - ago, -used)
-    monkeypatch.setattr(threads, "_looks", [first])
+    first = threads.CpuSample((root / "proc/stat").read_text(), time.monotonic() - ago, -used)
+    monkeypatch.setattr(threads, "_first", [first])
     monkeypatch.setattr(threads.time, "process_time", lambda: 0.0)
 
 
@@ -266,7 +266,7 @@ def test_threads_are_settled_before_torch_is_loaded(command: str, tmp_path: Path
 def test_torch_computes_with_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     code = (
         "import os\nfrom bass_cli.system import threads\nthreads.choose = lambda wanted: ("
-        "threads.Threads(3, 'why', False, True), {'GOMP_SPINCOUNT': '7'})\nthreads.settle(None, "
+        "threads.Threads(3, 'why', False, True), {'GOMP_SPINCOUNT': '7'})\nthreads.configure_threads(None, "
         "print)\nimport torch\n"
         "print(torch.get_num_threads(), os.environ['GOMP_SPINCOUNT'])"
     )
@@ -275,7 +275,7 @@ def test_torch_computes_with_what_was_chosen(monkeypatch: pytest.MonkeyPatch) ->
     found = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.splitlines()
-    assert found[0].startswith("computing with 3 of ")
+    assert found[0].startswith("using 3 of ")
     assert found[1] == "3 7"
 
 
@@ -293,7 +293,7 @@ def test_torchs_libraries_are_loaded_beside_python(monkeypatch: pytest.MonkeyPat
         "[one.join() for one in threading.enumerate() if one.name == 'loading torch']\n"
         "print(there(), 'torch' in sys.modules)\n"
         "threads.choose = None\n"
-        "threads.settle(3, print)\nprint(sys.modules['torch'].get_num_threads())"
+        "threads.configure_threads(3, print)\nprint(sys.modules['torch'].get_num_threads())"
     )
     for name in WAITING:
         monkeypatch.delenv(name, raising=False)
