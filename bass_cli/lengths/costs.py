@@ -81,9 +81,16 @@ class Surface:
         return self._grown(self._value(self.verify, rows, width), rows, context, self.growth[0])
 
     def draft_seconds(self, rows: int, width: int, context: float | None = None) -> float:
-        """All draft steps of a round."""
-        growth = self.growth[1] * width
-        return self._grown(self._value(self.draft, rows, width), rows, context, growth)
+        """Return the seconds of all draft steps of a round.
+
+        A shorter context saves less in a shorter draft, so the result is the largest value of all
+        widths up to this one. The value is linear between grid points, so these are enough.
+        """
+        shorter = (w for w in self.widths if w < width) if context is not None else ()
+        return max(
+            self._grown(self._value(self.draft, rows, w), rows, context, self.growth[1] * w)
+            for w in (*shorter, width)
+        )
 
     def digest(self) -> str:
         """Tells this surface from every other."""
@@ -139,8 +146,11 @@ def make_surface(
     """Make a Surface of what was measured.
 
     More rows or a longer draft never take less time, whatever was measured, and all values are
-    within the bounds that `read_surface` accepts.
+    within the bounds that `read_surface` accepts. `widths` begin at 0, where drafting takes no
+    time.
     """
+    assert widths[0] == 0
+    draft = [[0.0, *line[1:]] for line in draft]
     return Surface(
         tuple(rows),
         tuple(widths),
@@ -186,11 +196,13 @@ def _typed(found: Mapping[str, Any]) -> Surface:
 
 def _check(surface: Surface) -> None:
     """Raise ValueError unless this could be a device: `make_surface` never makes another one."""
-    for name, axis, first in (("rows", surface.rows, 1), ("widths", surface.widths, 0)):
-        if not axis or axis[0] < first or any(b <= a for a, b in itertools.pairwise(axis)):
-            raise ValueError(f"{name} are not rising numbers from {first} on")
+    for name, axis in (("rows", surface.rows), ("widths", surface.widths)):
+        if not axis or any(b <= a for a, b in itertools.pairwise(axis)):
+            raise ValueError(f"{name} are not rising numbers")
         if axis[-1] > _MOST_ROWS:
             raise ValueError(f"{name} above {_MOST_ROWS}")
+    if surface.rows[0] < 1 or surface.widths[0] != 0:
+        raise ValueError("rows do not begin at 1 or more, or widths not at 0")
     for name, grid, least in (("verify", surface.verify, _LEAST), ("draft", surface.draft, 0.0)):
         if len(grid) != len(surface.rows) or any(len(line) != len(surface.widths) for line in grid):
             raise ValueError("a grid that does not fit its rows and widths")
@@ -198,6 +210,8 @@ def _check(surface: Surface) -> None:
             raise ValueError(f"seconds in {name} that are not between {least:g} and {_MOST:g}")
         if grid != _rising(grid):
             raise ValueError(f"seconds in {name} that fall with more rows or drafts")
+    if any(line[0] for line in surface.draft):
+        raise ValueError("drafting that takes time in rounds without drafts")
     if not 0 <= surface.context <= _MOST_CONTEXT:
         raise ValueError(f"a context that is not between 0 and {_MOST_CONTEXT:g} tokens")
     if not all(0 <= growth <= _MOST_GROWTH for growth in surface.growth):
@@ -373,6 +387,8 @@ class RoundCost:
         here, slope = self._parts[rows]
         if context is not None:
             here = numpy.maximum(here + slope * self._surface.further(context), here / 2)
+            # A shorter context saves more in a longer draft, which still never costs less.
+            here = numpy.maximum.accumulate(here, axis=1)
         return here * (self._factors * (1.0, 1.0, 0.0 if free else 1.0))[:, None]
 
     def _at(self, rows: int, context: float) -> Array:

@@ -74,6 +74,7 @@ def test_more_work_never_costs_less_and_every_cost_is_above_its_floor(surface, c
         assert line[0] >= floor
         assert rises(line)
         assert all(surface.seconds(rows, k, context) >= line[k] / 2 > 0 for k in (0, 4, 64))
+        assert rises([surface.seconds(rows, k, context) for k in range(70)])
         assert rises([surface.seconds(rows, 4, at) for at in (0.0, context, 2 * context, 1e7)])
     for width in (0, 3, 64):
         assert rises([surface.seconds(rows, width) for rows in sorted(counts)])
@@ -119,6 +120,17 @@ def test_auto_chooses_a_length_whatever_profile_and_clock_say(surface, rounds, f
         assert auto.least(2) >= 0
     learnt = auto.learned()
     assert learnt is None or read_surface(learnt.to_json()) == learnt
+
+
+def test_a_longer_draft_never_costs_less_at_a_shorter_context():
+    """At a shorter context a draft of 16 tokens saves more than one of 1: it must not become
+    cheaper than that."""
+    flat = [[0.0, 0.1, 0.1]] * 2
+    surface = make_surface(
+        (1, 8), (0, 1, 16), verify=[[1.0] * 3] * 2, draft=flat, context=1000.0, growth=(0.0, 1e-5)
+    )
+    assert rises([surface.seconds(8, k, 0.0) for k in range(70)])
+    assert rises(RoundCost(CHOICES, surface).line(8, 0.0).tolist())
 
 
 def test_a_clock_that_was_set_does_not_move_what_is_known():
@@ -194,6 +206,9 @@ def test_a_file_that_is_no_profile_is_ignored_with_a_note_and_any_other_can_be_u
         {"growth": [1e6, 0.0]},
         {"context": -1.0},
         {"rows": [4, 2**40]},
+        {"rows": [0, 8]},
+        {"widths": [1, 2, 3, 16]},
+        {"draft": [[0.01, 0.0104, 0.0207, 0.1659], [0.01, 0.0104, 0.0207, 0.1659]]},
     ],
 )
 def test_what_no_device_can_be_is_refused(changes):
