@@ -619,6 +619,6 @@ def test_drafts_of_the_host_reach_the_device_wherever_they_were_made(place):
             return Proposal(tokens, None, (3, 2))
 
     batch = Batch(rows=2, context=64, device=torch.device("cuda"))
-    found = HostDrafts(batch, Found(), learns_before=False).ask(5, Fixed(5))
+    found = HostDrafts(batch, Found(), learns_before=False).propose(5, Fixed(5))
     assert found.tokens.is_cuda
     assert found.tokens.tolist() == [[0, 1, 2], [5, 6, 7]]
