@@ -90,7 +90,7 @@ class Batch:
             self._alive.copy_(alive)
 
     def ends(self, further: int) -> list[int] | None:
-        """Return each live row's length plus `further`, from the host's record; None while padded."""
+        """Return each live row's length plus `further`, by the host's record. None while padded."""
         if self._padded is not None:
             return None
         ends: list[int] = (self._live(LENGTH) + further).tolist()
