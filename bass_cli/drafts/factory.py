@@ -12,9 +12,9 @@ from bass_cli.engine.contracts import Drafter, Proposal
 from bass_cli.models.chain_head import ChainHead, Head
 from bass_cli.tensor_parallel.leader import AnyRunner
 
-# Factor on the rows' temperatures for a draft model. The draft's distribution is at best the mean of
-# the target's possible ones; their median, which agrees most often, is sharper. Measured in
-# docs/LOG.md, "The draft is a little colder".
+# Factor on the rows' temperatures for a draft model. The draft's distribution is at best the mean
+# of the target's possible ones; their median, which agrees most often, is sharper. Measured in
+# docs/decisions/09-draft-temperature.md.
 SHARPER = 0.9
 
 

@@ -9,7 +9,7 @@ import torch
 from toys import Markov, Reactive, drive, loop_for, plain, rows_for
 
 from bass_cli.config.draft_spec import SOURCES
-from bass_cli.drafts.ngram import SIZES, Index, LookupDrafter, Trust, follow
+from bass_cli.drafts.ngram import SIZES, Index, LookupDrafter, EstimatedAcceptance, follow
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.lengths.controllers import Bass, Fixed
 from bass_cli.lengths.goodput import Goodput
@@ -34,16 +34,16 @@ def searched(log, tail):
 
 @pytest.mark.parametrize(("alphabet", "met"), [(1, {8}), (2, {4, 6}), (3, {3, 4}), (20, {1, 2})])
 def test_the_index_finds_what_a_search_finds(alphabet, met):
-    chance = random.Random(alphabet)
+    rate = random.Random(alphabet)
     index, log, sizes = Index(), [], set()
-    sequences = [[chance.randrange(alphabet) for _ in range(5)] for _ in range(3)]
+    sequences = [[rate.randrange(alphabet) for _ in range(5)] for _ in range(3)]
     known = [0, 3, 5]
     numbers = [
         index.begin(tokens, known=count) for tokens, count in zip(sequences, known, strict=True)
     ]
     for _ in range(60):
-        which = chance.randrange(3)
-        sequences[which] += [chance.randrange(alphabet) for _ in range(chance.randrange(4))]
+        which = rate.randrange(3)
+        sequences[which] += [rate.randrange(alphabet) for _ in range(rate.randrange(4))]
         index.extend(numbers[which])
         log += [
             (sequences[which], place)
@@ -173,28 +173,28 @@ def test_the_index_takes_in_each_token_once():
 
 
 def test_what_counts_ends_where_it_is_not_likely_to_stand():
-    trust = Trust()
-    assert trust.worth([8] * 64) > 2 * trust.worth([3] * 64) > 0
-    assert trust.worth([1, 1, 1]) == 1
+    trust = EstimatedAcceptance()
+    assert trust.num_drafts([8] * 64) > 2 * trust.num_drafts([3] * 64) > 0
+    assert trust.num_drafts([1, 1, 1]) == 1
     for _ in range(200):
         trust.learn([8] * 10, 10)
         trust.learn([1, 2], 0)
-    assert trust.worth([8] * 64) == 64
-    assert trust.worth([1, 2, 3]) == 0
-    assert trust.chance(2) == Trust().chance(2), "a token after a wrong one tells nothing"
+    assert trust.num_drafts([8] * 64) == 64
+    assert trust.num_drafts([1, 2, 3]) == 0
+    assert trust.rate(2) == EstimatedAcceptance().rate(2), "a token after a wrong one tells nothing"
     for _ in range(1500):
         trust.learn([8], 0)
-    assert trust.worth([8] * 64) == 0, "what was learnt long ago is forgotten"
+    assert trust.num_drafts([8] * 64) == 0, "what was learnt long ago is forgotten"
 
 
 def test_learning_looks_at_what_rows_became_whether_it_was_drafted_or_not():
     desk = Desk(prompt=(1, 2, 3, 4, 1), rows=1)
-    before = desk.drafter._trust.chance(2)
+    before = desk.drafter._acceptance.rate(2)
     assert desk.found() == [[2, 3, 4]]
     desk.live[0].tokens.extend([2, 3, 9])
     desk.found()
-    assert desk.drafter._trust.chance(2) > before
-    assert desk.drafter._trust.chance(3) < Trust().chance(3)
+    assert desk.drafter._acceptance.rate(2) > before
+    assert desk.drafter._acceptance.rate(3) < EstimatedAcceptance().rate(3)
 
 
 def test_what_was_forgone_is_told_of_once_it_is_known_what_rows_became():

@@ -11,7 +11,7 @@ from bass_cli.drafts.factory import NoDrafter
 from bass_cli.engine.contracts import ControllerInput, RoundResult
 from bass_cli.engine.forecast import Forecast
 from bass_cli.lengths.controllers import Bass, Fixed
-from bass_cli.lengths.goodput import Goodput, Looks
+from bass_cli.lengths.goodput import Goodput, Lookups
 
 
 def auto_seconds(rate, **job):
@@ -80,7 +80,7 @@ def test_a_cheap_look_is_never_given_up():
 
 def test_looks_that_never_found_anything_leave_numbers_that_can_be_reckoned_with():
     """What looks are likely to win sinks to what they cost, and rises again with what they find."""
-    looks = Looks()
+    looks = Lookups()
     for _ in range(50_000):
         looks.observe(cost=0.005, gain=-0.005)
     assert looks.due

@@ -99,7 +99,7 @@ def test_whatever_rounds_took_the_costs_stay_positive_finite_and_rising(surface,
             assert numpy.isfinite(line).all()
             assert line[0] > 0
             assert rises(line.tolist())
-        assert math.isfinite(costs.tells(rows, 2, context))
+        assert math.isfinite(costs.uncertainty(rows, 2, context))
     learnt = costs.surface(acceptance=0.5)
     assert learnt is None or read_surface(learnt.to_json()) == learnt
 

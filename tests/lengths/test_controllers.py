@@ -53,7 +53,7 @@ def test_auto_with_a_profile_is_within_five_percent_of_the_best_length_and_two_o
 
 @pytest.mark.parametrize("rate", [0.0, 0.6, 0.9])
 def test_one_row_of_a_longer_job(rate):
-    """A single row tells little in a round, so the first rounds weigh more: 512 tokens."""
+    """A single row gives little information in a round, so the first rounds weigh more: 512 tokens."""
     cost = device(HALF)
     lost, slower = against(
         lambda: Goodput(limit=32, surface=surface_of(cost)), cost, [rate], tokens=512, seeds=6

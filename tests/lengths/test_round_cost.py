@@ -150,7 +150,7 @@ def test_a_plain_round_that_takes_half_is_believed_in_the_end():
     for _ in range(20):
         costs.learn(8, 4, surface.seconds(8, 4), None)
         costs.learn(8, 0, surface.seconds(8, 0), None)
-    assert costs.tells(8, 2) < 0.05
+    assert costs.uncertainty(8, 2) < 0.05
     for _ in range(30):
         costs.learn(8, 0, surface.seconds(8, 0) / 2, None)
     assert costs.line(8)[0] == pytest.approx(surface.seconds(8, 0) / 2, rel=0.05)
