@@ -1,4 +1,5 @@
-"""Which shapes are captured, and when: reuse before capture, by counting, never by the clock."""
+"""Which shapes are captured, and when: reuse before capture, decided by counting, never by the
+clock."""
 
 import pytest
 from fakes import FakeGraphs
@@ -7,7 +8,7 @@ from bass_cli.engine.graphs import GraphPolicy, Shape, Step
 
 
 class Bench:
-    """A ladder on fake graphs; `ask` runs one round at a shape as the ladder says."""
+    """A GraphPolicy on fake graphs; `ask` runs one round of a shape as the policy says."""
 
     def __init__(self, *, longest=32, drafts="round"):
         self.graphs = FakeGraphs()
@@ -34,7 +35,7 @@ class Bench:
         return most
 
 
-def test_a_shape_runs_once_uncaptured_and_is_then_captured_if_nothing_else_serves():
+def test_shape_runs_uncaptured_once_and_is_then_captured_if_nothing_serves():
     bench = Bench()
     assert [bench.ask(8, 4).how for _ in range(4)] == ["run", "capture", "replay", "replay"]
 
@@ -49,7 +50,7 @@ def test_nothing_is_captured_for_the_last_rounds():
     ]
 
 
-def test_more_rows_serve_until_the_dummies_have_cost_a_capture():
+def test_wider_graph_serves_until_padding_has_cost_a_capture():
     bench = Bench()
     bench.hold(("round", 8, 0), ("round", 64, 4), ("round", 32, 4))
     assert bench.ask(4, 0) == Step(Shape("round", 8, 0), "replay")
@@ -60,7 +61,7 @@ def test_more_rows_serve_until_the_dummies_have_cost_a_capture():
     assert bench.ask(65, 4).how == "run", "fewer rows never serve"
 
 
-def test_near_draft_lengths_serve_until_the_wish_has_persisted():
+def test_near_draft_length_serves_until_the_wanted_one_persists():
     bench = Bench()
     bench.hold(("round", 8, 4), ("round", 8, 8))
     assert bench.ask(8, 5).shape.width == 4
@@ -74,7 +75,7 @@ def test_near_draft_lengths_serve_until_the_wish_has_persisted():
     )
 
 
-def test_a_wish_that_cannot_last_is_not_captured_though_it_has_lost_much():
+def test_shape_with_few_rounds_left_is_not_captured():
     bench = Bench()
     bench.hold(("round", 8, 4))
     assert bench.rounds_until_captured(8, 6, most=500, left=20) == 500
@@ -82,7 +83,7 @@ def test_a_wish_that_cannot_last_is_not_captured_though_it_has_lost_much():
     assert bench.ask(8, 6, left=1000).how == "capture"
 
 
-def test_looked_up_drafts_rather_fill_up_a_wide_round_than_lose_their_ends():
+def test_lookup_drafts_prefer_a_wider_round_to_dropping_tokens():
     bench = Bench(drafts="given")
     bench.hold(("given", 1, 2), ("given", 1, 12))
     assert bench.ask(1, 6, kind="given").shape.width == 12
@@ -98,9 +99,9 @@ def test_looked_up_drafts_rather_fill_up_a_wide_round_than_lose_their_ends():
     )
 
 
-def test_a_capture_costs_what_it_launches():
-    """A batch that narrows loses as much in either; that of plain rounds is captured long before
-    that of rounds with drafts is."""
+def test_cost_of_a_capture_grows_with_its_launches():
+    """A shrinking batch loses equally in both kinds; plain rounds are captured long before
+    rounds with drafts."""
     plain, drafting = Bench(), Bench()
     plain.hold(("round", 768, 0))
     drafting.hold(("round", 96, 7))  # as many places
@@ -109,13 +110,13 @@ def test_a_capture_costs_what_it_launches():
     assert 4 * patience[0] < patience[1] < 8 * patience[0]
 
 
-def test_plain_rounds_never_serve_where_drafts_are_wanted():
+def test_plain_round_never_serves_a_round_with_drafts():
     bench = Bench()
     bench.hold(("round", 8, 0))
     assert bench.ask(8, 1) == Step(Shape("round", 8, 1), "run")
 
 
-def test_where_the_very_length_counts_longer_ones_serve_and_no_shorter_ones():
+def test_exact_length_is_served_by_longer_graphs_only():
     bench = Bench()
     bench.hold(("round", 8, 4), ("round", 8, 6))
     assert [bench.ask(4, width, fit="wider").shape.width for width in (0, 1, 3, 5, 6)] == [
@@ -133,7 +134,7 @@ def test_where_the_very_length_counts_longer_ones_serve_and_no_shorter_ones():
     )
 
 
-def test_where_the_very_length_counts_it_has_a_graph_once_longer_ones_have_wasted_as_much():
+def test_exact_length_is_captured_when_longer_graphs_have_wasted_as_much():
     bench = Bench()
     bench.hold(("round", 8, 10))
     rounds = bench.rounds_until_captured(8, 9, fit="wider")
@@ -141,7 +142,7 @@ def test_where_the_very_length_counts_it_has_a_graph_once_longer_ones_have_waste
     assert bench.ask(8, 9, fit="wider") == Step(Shape("round", 8, 9), "replay")
 
 
-def test_only_this_once_the_very_width():
+def test_fit_same_is_served_by_the_same_width_only():
     bench = Bench()
     bench.hold(("round", 8, 4))
     wish = Shape("round", 8, 0)
@@ -149,14 +150,14 @@ def test_only_this_once_the_very_width():
     assert bench.ladder.choose(wish, left=100, fit="same") == Step(wish, "run")
 
 
-def test_catching_up_takes_longer_graphs_but_not_shorter_ones_nor_rounds():
+def test_catching_up_is_served_by_longer_catch_up_graphs_only():
     bench = Bench()
     bench.hold(("catch up", 8, 8), ("round", 8, 32))
     assert bench.ask(4, 2, kind="catch up") == Step(Shape("catch up", 8, 8), "replay")
     assert bench.ask(8, 32, kind="catch up") == Step(Shape("catch up", 8, 32), "run")
 
 
-def test_what_a_length_costs_at_first():
+def test_one_time_costs_of_lengths():
     bench = Bench(longest=16)
     unknown = bench.ladder.one_time_costs(8)
     assert 0 < unknown[0] < unknown[4] < unknown[16] == unknown[32]
@@ -176,9 +177,9 @@ def test_what_a_length_costs_at_first():
     assert bench.ladder.one_time_costs(8)[0] > 0
 
 
-def test_drafts_of_the_host_cost_no_launches():
-    """A model's steps are launched one by one; where the host drafts, any length is the same few
-    launches, and a plain round that ran tells what they take."""
+def test_host_drafts_cost_no_launches():
+    """The steps of a draft model are launched one by one. If the host drafts, any length takes
+    the same few launches, and the time of a plain round predicts it."""
     ladders = [GraphPolicy(FakeGraphs(), longest=8, drafts=drafts) for drafts in ("round", "given")]
     for ladder in ladders:
         ladder.took(Step(Shape("round", 8, 0), "run"), 0.02)
@@ -194,9 +195,9 @@ def test_drafts_of_the_host_cost_no_launches():
     assert ladders[1].shape(8, 0) == Shape("round", 8, 0)
 
 
-def test_drafts_of_one_pass_cost_one_step_whatever_their_number():
-    """So a longer one costs few launches more than a short one; and a shorter one that serves
-    instead loses drafts that were to be had for nothing."""
+def test_one_pass_drafts_cost_one_step_for_any_length():
+    """A longer draft costs few more launches. A shorter one that serves instead loses drafts
+    that would have cost nothing."""
     ladders = [
         GraphPolicy(FakeGraphs(), longest=16, drafts=drafts) for drafts in ("round", "block")
     ]
@@ -218,7 +219,7 @@ def test_drafts_of_one_pass_cost_one_step_whatever_their_number():
     assert waited["block", "shorter"] > 3 * waited["round", "shorter"]
 
 
-def test_compiling_is_not_taken_for_what_capturing_costs():
+def test_compile_time_does_not_count_as_capture_time():
     bench = Bench()
     bench.ladder.took(Step(Shape("round", 8, 0), "run"), 9.0)
     slow = bench.ladder.delay(Step(Shape("round", 8, 0), "run"))
