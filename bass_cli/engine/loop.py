@@ -134,13 +134,11 @@ class Loop:
         *,
         deadline: float | None = None,
     ) -> bool:
-        """Read a prompt once for all its rows.
+        """Read a prompt once for all its rows, and return False if it was given up.
 
         Args:
             reference: see Drafter.open.
             deadline: give the prompt up if reading it is likely to take longer.
-
-        Returns: False if the prompt was given up.
         """
         return self._members.open(key, tokens, reference, deadline)
 
@@ -150,11 +148,9 @@ class Loop:
 
     @torch.inference_mode()
     def swap_rows(self, ended: Sequence[int], rows: Sequence[Row]) -> None:
-        """End the rows at the places `ended` and make `rows` live; their prompts must be open.
-
-        It is cheapest to make all changes between two rounds in one call, with the rows of a prompt
-        side by side.
-        """
+        """End the rows at the places `ended` and make `rows`, of open prompts, live. It is
+        cheapest to make all changes between two rounds in one call, with the rows of a prompt
+        side by side."""
         if not len(self.batch):
             self._ahead_policy.idle()
         self._members.swap_rows(ended, rows)
@@ -166,7 +162,7 @@ class Loop:
         """Give every row enough cache blocks for the next round. Call it before `launch` and
         `round` if rows may outgrow their blocks.
 
-        Returns: rows for which there were not enough blocks. They are no longer live and must be
+        Returns: rows for which there were not enough blocks; they are not live any more and must be
             drawn again.
         """
         back = self._members.grow()
@@ -191,11 +187,9 @@ class Loop:
     def launch(
         self, deadline: float | None = None, *, pending_work: PendingWork = NO_PENDING_WORK
     ) -> None:
-        """Launch the next round unless one is in flight, so that the host can work until it calls
-        `round`.
-
-        Without graphs this does nothing: such rounds keep the host busy, and begin in `round`.
-        """
+        """Launch the next round unless one is in flight, so that the host can work until
+        `round`. Without graphs this does nothing: such rounds keep the host busy, and begin in
+        `round`."""
         self._next.pending_work = pending_work
         if self._captured is not None and not self.under_way:
             self._in_flight = self._begin(deadline)
@@ -271,11 +265,8 @@ class Loop:
     def _launch(
         self, request: RoundRequest, deadline: float | None, *, behind: bool = False
     ) -> InFlightRound:
-        """Launch a round. Without graphs it has ended when this returns.
-
-        Args:
-            behind: whether another round is still in flight.
-        """
+        """Launch a round, `behind` another one that is still in flight or not. Without graphs it
+        has ended when this returns."""
         captured, drafts, batch = self._captured, request.drafts, self.batch
         if captured is None:
             running, shape, began = self._run(request.width, drafts)
@@ -312,23 +303,16 @@ class Loop:
         )
 
     def _complete(self, in_flight: InFlightRound, *, late: bool) -> RoundResult:
-        """Wait for a round and record its tokens for the rows that are still live.
-
-        Args:
-            late: see InFlightRound.completed.
-        """
+        """Wait for a round and record its tokens for rows that are still live. `late`: see
+        InFlightRound.completed."""
         packed = in_flight.running.wait()
         assert packed is not None
         now, rows = self.clock.now(), len(in_flight.rows)
         in_flight, places, table = in_flight.live(packed.numpy(), self.batch.changes)
-        num_drafts = (
-            in_flight.width if in_flight.num_drafts is None else numpy.array(in_flight.num_drafts)
-        )
-        accepted = tuple(
-            self.batch.host_state.take(
-                table, places, width=in_flight.places, num_drafts=num_drafts
-            ).tolist()
-        )
+        counts, width = in_flight.num_drafts, in_flight.places
+        num_drafts = in_flight.width if counts is None else numpy.array(counts)
+        record = self.batch.host_state.take
+        accepted = tuple(record(table, places, width=width, num_drafts=num_drafts).tolist())
         seconds = (
             in_flight.lookup_seconds
             + now
@@ -406,17 +390,14 @@ class InFlightRound(NamedTuple):
     """A round that was launched.
 
     rows: its rows, of the batch after `changes` changes.
-    width: drafts of each row, or if `cut` the mean number.
+    width: drafts of each row; their mean number if `cut` (cutting.py).
     places: places for drafts in each row of the result, at least `width`.
-    cut: whether the drafts were cut by the draft's confidence (cutting.py).
     num_drafts: the host's drafts of each row; None if the device drafted.
-    running: the work on the device.
-    began: when the round began.
+    running: the work on the device, which began at `began`.
     lookup_seconds: time in which the device waited for the host to look up drafts.
     looked_up: whether the host looked up drafts.
-    capturing: seconds of graph capture, as in RoundResult.
     steady: whether everything was replayed, or nothing is captured in this loop.
-    waiting: as in RoundResult.
+    capturing, waiting: as in RoundResult.
     """
 
     rows: tuple[Row, ...]
@@ -449,15 +430,12 @@ class InFlightRound(NamedTuple):
         return any(row.place >= 0 for row in self.rows)
 
     def live(self, table: Integers, changes: int) -> tuple[InFlightRound, Integers, Integers]:
-        """Select the rows that are still live.
+        """Select the rows that are still live after `changes` changes of the batch.
 
-        Args:
-            table: the result of the round. If the round was cut, the last column is the number of
-                drafts of each row that were verified.
-            changes: `Batch.changes` now.
-
-        Returns: this round with only those rows, their present places in the batch, and their lines
-            of the table.
+        table: the result of the round. If it was cut, the last column is the number of verified
+            drafts.
+        Returns: this round with those rows only, their present places, and their lines of the
+            table.
         """
         num_drafts = self.num_drafts
         if self.cut:
@@ -474,13 +452,8 @@ class InFlightRound(NamedTuple):
         return self._replace(rows=rows, num_drafts=num_drafts), places[lines], table[lines]
 
     def completed(self, accepted: tuple[int, ...], seconds: float, *, late: bool) -> RoundResult:
-        """Return the result of this round.
-
-        Args:
-            accepted: accepted drafts of each row.
-            seconds: how long it took.
-            late: whether it had ended before the host looked, so that its time is not known.
-        """
+        """Return the result. `late`: whether the round had ended before the host looked, so that
+        its time is unknown."""
         return RoundResult(
             self.width,
             accepted,
@@ -502,11 +475,9 @@ _WEIGHT = 0.05
 
 
 class AheadPolicy:
-    """Decide whether launching a round before the last result arrives pays.
-
-    It hides the host's work between two rounds. A row that ends meanwhile takes part in one more
-    round in vain. All times are those of the loop's clock.
-    """
+    """Decide whether launching a round before the last result arrives pays: it hides the host's
+    work between two rounds, but a row that ends meanwhile takes part in one more round in vain.
+    All times are those of the loop's clock."""
 
     def __init__(self) -> None:
         self._gaps: deque[float] = deque(maxlen=_RECENT)
@@ -519,8 +490,8 @@ class AheadPolicy:
         self._completed = None
 
     def begins(self, now: float) -> None:
-        """Note that a round begins after an idle gap that launching ahead would have hidden. Time
-        for looking up drafts is not part of the gap."""
+        """Note that a round begins after a gap that launching ahead would have hidden (lookups
+        excluded)."""
         if self._completed is not None:
             self._gaps.append(now - self._completed)
 
@@ -529,8 +500,8 @@ class AheadPolicy:
         return in_flight.began if self._completed is None else max(in_flight.began, self._completed)
 
     def until(self, deadline: float | None, in_flight: InFlightRound, clock: Clock) -> float | None:
-        """Return the deadline that a round launched now behind `in_flight` must be given. It is
-        earlier by the time until that round ends."""
+        """Return the deadline for a round launched now behind `in_flight`: earlier by the time
+        until that one ends."""
         if deadline is None:
             return None
         over = self.start(in_flight) + clock.predict(in_flight.length)
@@ -545,12 +516,8 @@ class AheadPolicy:
         self._ended, self._seconds, self._completed = 0, seconds, now
 
     def pays(self, *, waiting: bool) -> bool:
-        """Return whether launching ahead pays.
-
-        Args:
-            waiting: whether samples wait for rows. If not, an ended row's place in a round is worth
-                nothing.
-        """
+        """Return whether launching ahead pays. `waiting`: whether samples wait for rows; if not,
+        an ended row's place in a round is worth nothing."""
         return self.saves(waiting=waiting) > 0
 
     def saves(self, *, waiting: bool) -> float:
@@ -560,8 +527,7 @@ class AheadPolicy:
 
 
 class Members:
-    """The prompts and rows of one loop: apply every change to the batch, the target and the
-    drafter."""
+    """The prompts and rows of one loop: every change is applied to batch, target and drafter."""
 
     def __init__(
         self,
@@ -578,20 +544,13 @@ class Members:
 
     @property
     def version(self) -> tuple[int, ...]:
-        """A value that changes when memory that captured graphs read has moved."""
+        """Changes when memory that captured graphs read has moved."""
         return self._batch.version, *(follower.version for follower in self._followers)
 
     def open(
         self, key: str, tokens: Sequence[int], reference: Sequence[int], deadline: float | None
     ) -> bool:
-        """Read a prompt once for all its rows.
-
-        Args:
-            reference: see Drafter.open.
-            deadline: give the prompt up if reading it is likely to take longer.
-
-        Returns: False if the prompt was given up.
-        """
+        """See Loop.open."""
         if deadline is None:
             return self._target.open(key, tokens) and self._drafter.open(key, tokens, reference)
         target, draft = (
@@ -613,16 +572,13 @@ class Members:
         return True
 
     def close(self, key: str) -> None:
-        """Forget a prompt; no further row will use it."""
+        """See Loop.close."""
         self._target.close(key)
         self._drafter.close(key)
 
     def grow(self) -> list[Row]:
-        """Give every row as many cache blocks as two rounds may need: the host may not have seen
-        the result of the first one yet.
-
-        Returns: the rows that were removed to make room.
-        """
+        """See Loop.grow. A row gets blocks for two rounds, because the host may not have seen
+        the result of the first one yet."""
         back: list[Row] = []
         while True:
             change, fails = self._batch.grow()
@@ -635,7 +591,7 @@ class Members:
             self.swap_rows(surplus, ())
 
     def swap_rows(self, ended: Sequence[int], rows: Sequence[Row]) -> None:
-        """See Batch.swap_rows; the rows' prompts must be open."""
+        """See Loop.swap_rows."""
         self._follow(self._batch.swap_rows(ended, rows))
 
     def _follow(self, change: Change) -> None:
