@@ -52,7 +52,7 @@ def watched(inner, rows):
     def noted(done):
         if done.steady and len(done.accepted) == rows:
             tokens = 1 + sum(done.accepted) / rows
-            taken.append((1000 * done.seconds, tokens, sum(done.meant) / rows))
+            taken.append((1000 * done.seconds, tokens, sum(done.num_drafts) / rows))
         observe(done)
 
     inner.observe = noted

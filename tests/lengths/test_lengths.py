@@ -225,5 +225,5 @@ def test_longest_draft_is_used_if_the_controller_does_not_trim(controller):
             return Proposal(torch.zeros(4, length, dtype=torch.int64), None, (0, 3, 5, 1))
 
     batch = Batch(rows=4, context=64, device=torch.device("cpu"))
-    found = HostDrafts(batch, Found(), learns_before=True).ask(7, controller)
+    found = HostDrafts(batch, Found(), learns_before=True).propose(7, controller)
     assert (found.tokens.shape, found.num_drafts) == ((4, 5), (0, 3, 5, 1))
