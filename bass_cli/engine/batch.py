@@ -244,7 +244,7 @@ class Batch:
         rows: Sequence[Row],
         sources: list[int],
         holes: list[int],
-        dummies: slice,
+        padding: slice,
     ) -> None:
         """Swap rows on the device."""
         texts: list[list[int]] = []  # one for all rows of a prompt
@@ -270,7 +270,7 @@ class Batch:
             old, new = numbers[: 2 * len(sources)].view(2, -1)
             self.lengths[new] = self.lengths[old]
             self.tokens[new] = self.tokens[old]
-        self.lengths[dummies] = 1
+        self.lengths[padding] = 1
         if rows:
             new, text, lengths = numbers[2 * len(sources) :].view(3, -1)
             self.lengths[new] = lengths

@@ -121,16 +121,16 @@ class Acceptance:
             self._pool = self._quick
             self._rows, self._places = _AFTER * self._rows, _AFTER * self._places
         at = numpy.arange(min(int(drafts.max()), self._places.shape[1]))
-        tried, stood = trials[:, None] > at, successes[:, None] > at
-        due = tried * self.rates(len(successes))[:, None]
+        tried, hit = trials[:, None] > at, successes[:, None] > at
+        expected = tried * self.rates(len(successes))[:, None]
         self._places *= _MEMORY
-        self._places[:, : len(at)] += (stood - due).sum(0), tried.sum(0)
+        self._places[:, : len(at)] += (hit - expected).sum(0), tried.sum(0)
 
     def choose(self, accepted: Sequence[int], width: int) -> None:
         """Learn, before `observe`, how much choosing the likeliest drafts gains. `width`:
         verified drafts of a row on average."""
-        due = float(self.tokens((width,) * len(accepted))[width])
-        self._gain += _CHOSEN * ((1 + sum(accepted) / len(accepted)) / due - self._gain)
+        expected = float(self.tokens((width,) * len(accepted))[width])
+        self._gain += _CHOSEN * ((1 + sum(accepted) / len(accepted)) / expected - self._gain)
 
     def idle(self) -> None:
         """Age the estimates by a round without drafts."""

@@ -170,8 +170,8 @@ class Goodput(DraftLength):
         if self._line is not None and not inputs.free:
             self._next = self._choice(self._line, inputs)
         else:  # the cost of plain rounds is unknown, or drafts must be looked up first
-            looks = self._lookups.due and self._lookups.cost * self._plain <= self._affordable
-            self._next = self._choices[-1] if self._line is not None and looks else 0, False
+            due = self._lookups.due and self._lookups.cost * self._plain <= self._affordable
+            self._next = self._choices[-1] if self._line is not None and due else 0, False
 
     def _choice(self, line: Array, inputs: ControllerInput) -> tuple[int, bool]:
         """Return the length with the fewest seconds a token over the rest, and whether it is a
@@ -266,8 +266,8 @@ def first_use(
         numpy.array([of(k) for k in lengths]) for of in (inputs.one_time_cost, inputs.warmup_cost)
     )
     once: Array = one_time_costs * (_CAUTION / inputs.left)
-    dear = (line - line[0] + inputs.catch_up > most) & (numpy.array(lengths) > 0)
-    once[dear | (unsure & (warmup_costs > trial(float(line[0]), inputs.left)))] = numpy.inf
+    unaffordable = (line - line[0] + inputs.catch_up > most) & (numpy.array(lengths) > 0)
+    once[unaffordable | (unsure & (warmup_costs > trial(float(line[0]), inputs.left)))] = numpy.inf
     return once
 
 

@@ -242,7 +242,9 @@ def test_target_without_a_reader_records_no_hidden_states(models, monkeypatch):
     _, _, target, head = models("qwen3", "dflash")
     due, tapped = plain(target, rows()), []
     aux_layers = decoder.AuxHiddenLayers
-    monkeypatch.setattr(decoder, "AuxHiddenLayers", lambda *given: tapped.append(1) or aux_layers(*given))
+    monkeypatch.setattr(
+        decoder, "AuxHiddenLayers", lambda *given: tapped.append(1) or aux_layers(*given)
+    )
     for lengths in (Fixed(0), Tour()):
         loop = loop_for(target, target, rows=3, lengths=lengths)
         assert drive(loop, rows()) == due

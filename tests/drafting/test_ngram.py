@@ -173,18 +173,20 @@ def test_each_token_is_indexed_once():
 
 
 def test_num_drafts_ends_where_acceptance_is_unlikely():
-    trust = EstimatedAcceptance()
-    assert trust.num_drafts([8] * 64) > 2 * trust.num_drafts([3] * 64) > 0
-    assert trust.num_drafts([1, 1, 1]) == 1
+    estimate = EstimatedAcceptance()
+    assert estimate.num_drafts([8] * 64) > 2 * estimate.num_drafts([3] * 64) > 0
+    assert estimate.num_drafts([1, 1, 1]) == 1
     for _ in range(200):
-        trust.learn([8] * 10, 10)
-        trust.learn([1, 2], 0)
-    assert trust.num_drafts([8] * 64) == 64
-    assert trust.num_drafts([1, 2, 3]) == 0
-    assert trust.rate(2) == EstimatedAcceptance().rate(2), "a token after a wrong one tells nothing"
+        estimate.learn([8] * 10, 10)
+        estimate.learn([1, 2], 0)
+    assert estimate.num_drafts([8] * 64) == 64
+    assert estimate.num_drafts([1, 2, 3]) == 0
+    assert estimate.rate(2) == EstimatedAcceptance().rate(2), (
+        "a token after a wrong one teaches nothing"
+    )
     for _ in range(1500):
-        trust.learn([8], 0)
-    assert trust.num_drafts([8] * 64) == 0, "what was learnt long ago is forgotten"
+        estimate.learn([8], 0)
+    assert estimate.num_drafts([8] * 64) == 0, "old observations are forgotten"
 
 
 def test_learning_uses_the_rows_own_tokens_even_if_nothing_was_verified():
@@ -203,7 +205,7 @@ def test_skipped_drafts_are_reported_once_when_known():
     desk.drafter.learn(desk.batch)
     assert desk.drafter.propose(desk.batch, 4).num_drafts == (3, 3, 3)
     desk.drafter.skip_last()
-    told = []
+    reported = []
     for token in range(3, 11):
         for row in desk.live[: 2 if token > 3 else 3]:
             row.tokens.append(99 if row is desk.live[0] and token > 4 else token)
@@ -212,9 +214,11 @@ def test_skipped_drafts_are_reported_once_when_known():
         desk.drafter.learn(desk.batch)
         desk.drafter.propose(desk.batch, 4)
         desk.drafter.skip_last()  # while the first is waited for
-        told.append(desk.drafter.recall())
-    assert told[7] == ((2, 3, 1), (3, 3, 1))
-    assert told[:7] == [None] * 7, "those that fail would be told of before those that stand"
+        reported.append(desk.drafter.recall())
+    assert reported[7] == ((2, 3, 1), (3, 3, 1))
+    assert reported[:7] == [None] * 7, (
+        "drafts that fail would be reported before those that are accepted"
+    )
     desk.drafter.propose(desk.batch, 4)
     desk.drafter.skip_last()
     desk.drafter.forget()

@@ -118,7 +118,7 @@ def test_drafts_equal_a_full_forward(models, family):
     """Also of rows that have generated less than a pass feeds, samples of one prompt and moved
     rows; after full, partial and no acceptance, after plain rounds and longer drafts."""
     theirs, draft, mask = models(family)
-    _, other, _ = models(family, seed=1)  # keeps few of its drafts
+    _, other, _ = models(family, seed=1)  # few of its drafts are accepted
     for batch, lengths, target, acceptance in (
         (3, Falling(), draft, (0.8, 1.0)),
         (5, Tour(), draft, None),
@@ -133,7 +133,7 @@ def test_drafts_equal_a_full_forward(models, family):
         assert any(length > generated > 0 for length, generated in compared.seen)
 
 
-# A draft's logits are its family's, what stands the coupling's: each family has one of the two.
+# Logits depend on the family, acceptance on the coupling: each family has one of the two.
 @pytest.mark.parametrize(
     ("family", "coupling"), zip(FAMILIES, itertools.cycle(["shared", "maximal"]), strict=False)
 )

@@ -82,7 +82,7 @@ def test_result_names_the_rows_of_its_own_round(pair):
             loop.open(row.key, row.tokens)
         loop.admit(row)
     assert loop.round(ahead=True).rows == tuple(live[:3])
-    loop.swap_rows([0], [live[3]])  # takes the place of the one that the flight still has there
+    loop.swap_rows([0], [live[3]])  # takes a place where the round in flight still has the old row
     assert loop.batch.hosts == [live[3], live[1], live[2]]
     counts = [row.generated for row in live]
     done = loop.round(ahead=True)
@@ -140,32 +140,32 @@ def test_device_does_not_wait_for_the_host(ahead):
         done = loop.round(ahead=ahead)
     assert (ticks.seconds - began) / 200 == pytest.approx(0.0021 if ahead else 0.0031)
     assert done.seconds == pytest.approx(0.0021), (
-        "what the host does between rounds is not a round's time"
+        "the host's work between rounds is not part of a round's time"
     )
 
 
 def test_launching_ahead_pays_unless_rows_end_often():
-    worth = AheadPolicy()
-    assert not worth.pays(waiting=False), "nobody knows what the host takes"
-    worth.begins(3.0)
+    policy = AheadPolicy()
+    assert not policy.pays(waiting=False), "the host's time is not known yet"
+    policy.begins(3.0)
     for seconds in (0.0005, 0.03, 0.0005):  # an admission between two rounds is no usual gap
-        worth.completed(5.0, 0.005, rows=8)
-        worth.begins(5.0 + seconds)
+        policy.completed(5.0, 0.005, rows=8)
+        policy.begins(5.0 + seconds)
     for _ in range(200):
-        worth.completed(6.0, 0.005, rows=8)
-    assert worth.pays(waiting=True)
+        policy.completed(6.0, 0.005, rows=8)
+    assert policy.pays(waiting=True)
     for _ in range(200):
-        worth.rows_ended(1)
-        worth.completed(7.0, 0.005, rows=4)
-    assert not worth.pays(waiting=True), (
+        policy.rows_ended(1)
+        policy.completed(7.0, 0.005, rows=4)
+    assert not policy.pays(waiting=True), (
         "a quarter of the rows run a round of 5 ms for nothing, to win half a millisecond"
     )
-    assert worth.pays(waiting=False)
+    assert policy.pays(waiting=False)
 
 
 def test_controllers_need_every_result_by_default():
     assert not Bass().foresees
-    assert Goodput(limit=4).needs_result(0), "the opening rounds tell what rounds cost"
+    assert Goodput(limit=4).needs_result(0), "the first rounds show what rounds cost"
     assert not Fixed(3).needs_result(3)
 
 
@@ -255,7 +255,7 @@ def test_only_the_round_of_a_lookup_waits_for_it():
     flights = Flights(loop)
     loop.admit(*(Row("0", s, 0, [1], 500) for s in range(8)))
     for number in range(490):
-        if number == 50:  # by then it is known what looks bring
+        if number == 50:  # the gain of lookups is known by then
             looks, began, flown = finder.looks, ticks.seconds, flights.behind
         told.append(loop.round(ahead=True))
         ticks.seconds += 0.0005
@@ -279,7 +279,7 @@ def test_host_drafts_only_from_known_tokens(pair, plainly, lengths):
 
     loop.drafter.propose = counted
     assert drive(loop, rows(), ahead=True) == plainly
-    assert not any(looked), "no round is under way when drafts are looked for"
+    assert not any(looked), "no round is in flight during a lookup"
     if isinstance(loop.lengths, Fixed):
         assert (flights.behind > 5) == (not loop.lengths.drafts)
 

@@ -50,7 +50,7 @@ def test_prompt_gets_all_rounds_that_the_device_can_do():
     rounds = [one.rounds for one in found if one.sample == 0]
     assert rounds[-8:] == [47] * 8
     assert flights.behind > 8 * 45
-    assert replays == sum(rounds), "what was launched was taken in"
+    assert replays == sum(rounds), "the result of every launched round was used"
     assert max(one.seconds for one in found) <= 0.1 + 0.001, "the host's millisecond at most"
     assert {one.finish_reason for one in found} == {"budget"}
 

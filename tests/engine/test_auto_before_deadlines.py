@@ -23,7 +23,7 @@ def test_auto_generates_as_much_as_the_best_fixed_length(off, spread, limit):
         assert {how for how, _ in found.graphs.done} == {"replay"}
     assert auto >= 0.97 * fixed
     if spread > 0.1:
-        assert auto >= 0.99 * fixed, "what pays differs from prompt to prompt, and is found out"
+        assert auto >= 0.99 * fixed, "the best length differs between prompts, and is learnt"
 
 
 def test_shortened_round_is_no_later_than_others():

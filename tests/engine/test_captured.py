@@ -232,7 +232,7 @@ def test_uncaptured_catching_up_is_predicted_by_tokens(pair):
 
 def test_padding_rows_and_capturing_do_not_change_live_rows(pair):
     loop = captured(*pair, batch=6, lengths=Fixed(3))
-    live = [*rows()[:2], Row("long", 0, 1, [1, 2] * 25, 13)]  # almost as long as there is place
+    live = [*rows()[:2], Row("long", 0, 1, [1, 2] * 25, 13)]  # almost as long as the context
     for row in live:
         if row.sample == 0:
             loop.open(row.key, row.tokens)

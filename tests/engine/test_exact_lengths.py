@@ -23,7 +23,7 @@ from bass_cli.models.runner import Runner
 from bass_cli.run.build import warm_up
 
 VOCAB = 16
-# while some row keeps everything
+# while some row accepts everything
 PAPERS = [7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31, 32, 32]
 LINES = make_surface(
     (1, 4), (0, 32), verify=[[1.0, 1.0], [1.0, 1.0]], draft=[[0.0, 0.001], [0.0, 0.001]]
@@ -99,7 +99,7 @@ CONTROLLERS = {
 }
 
 
-# Where hardly a draft stands, the lengths of Algorithm 1 and of `auto` are those that react to it.
+# If almost no draft is accepted, the lengths of Algorithm 1 and of `auto` react to it.
 @pytest.mark.parametrize(
     ("distance", "coupling", "name"),
     [(0.3, "shared", name) for name in ("bass", "bass to 20", "bass+table")]

@@ -112,9 +112,9 @@ def rows():
     ]
 
 
-# Those with a model, which sees what the target sees, and the words of a pair's `draft` that
+# Those with a model, which reads what the target reads, and the values of a pair's `draft` that
 # need none.
-WITH_MODELS = ("model", "skip", "parallel")  # whose drafts stand now and then
+WITH_MODELS = ("model", "skip", "parallel")  # some of their drafts are accepted
 DRAFTERS = (*WITH_MODELS, "lookup")
 
 
@@ -187,7 +187,7 @@ def test_maximal_coupling_equals_plain_decoding_if_greedy(decoders, plainly, fam
         assert {key: found[key] for key in due} == due
 
 
-# Each family has both couplings and both controllers; which of these meet goes by turns.
+# Each family has both couplings and both controllers; which of these meet alternates.
 @pytest.mark.parametrize(
     ("family", "coupling", "lengths"),
     [
@@ -303,7 +303,7 @@ def test_drafts_after_plain_rounds_do_not_read_rejected_drafts(decoders):
     assert wrong > 10, "hardly a wrong draft: this run showed nothing"
     loop.drafter.propose(loop.batch, 1)
     fresh = loop_for(target, draft, rows=3, lengths=Fixed(1))
-    for row in live:  # the same sequences, as prompts
+    for row in live:  # the same sequences as prompts
         fresh.open(str(row.sample), row.tokens)
         fresh.admit(Row(str(row.sample), row.sample, 1, list(row.tokens), 9))
     for row, line in enumerate(live):

@@ -12,15 +12,15 @@ class Bench:
 
     def __init__(self, *, longest=32, drafts="round"):
         self.graphs = FakeGraphs()
-        self.ladder = GraphPolicy(self.graphs, longest=longest, drafts=drafts)
+        self.policy = GraphPolicy(self.graphs, longest=longest, drafts=drafts)
 
     def ask(self, rows, width, *, left=10_000, kind="round", fit="near"):
         wish = Shape(kind, rows, width)
-        step = self.ladder.choose(wish, left=left, fit=fit)
-        self.ladder.served(wish, step)
+        step = self.policy.choose(wish, left=left, fit=fit)
+        self.policy.served(wish, step)
         if step.how != "replay":
             getattr(self.graphs, step.how)(step.shape, lambda: None)
-            self.ladder.took(step, 0.06)
+            self.policy.took(step, 0.06)
         return step
 
     def hold(self, *shapes):
@@ -54,8 +54,8 @@ def test_wider_graph_serves_until_padding_has_cost_a_capture():
     bench = Bench()
     bench.hold(("round", 8, 0), ("round", 64, 4), ("round", 32, 4))
     assert bench.ask(4, 0) == Step(Shape("round", 8, 0), "replay")
-    assert bench.rounds_until_captured(1, 0) > 500, "seven dummies cost next to nothing"
-    assert bench.ask(16, 4).shape.rows == 32, "the nearest"
+    assert bench.rounds_until_captured(1, 0) > 500, "seven padding rows cost almost nothing"
+    assert bench.ask(16, 4).shape.rows == 32, "the nearest one serves"
     assert 100 < bench.rounds_until_captured(16, 4) < 300
     assert bench.ask(16, 4) == Step(Shape("round", 16, 4), "replay")
     assert bench.ask(65, 4).how == "run", "fewer rows never serve"
@@ -71,7 +71,7 @@ def test_near_draft_length_serves_until_the_wanted_one_persists():
     )
     assert 100 < bench.rounds_until_captured(8, 5) < 300
     assert bench.rounds_until_captured(8, 0) < bench.rounds_until_captured(8, 3), (
-        "what costs more is captured sooner"
+        "a larger loss is captured sooner"
     )
 
 
@@ -146,8 +146,8 @@ def test_fit_same_is_served_by_the_same_width_only():
     bench = Bench()
     bench.hold(("round", 8, 4))
     wish = Shape("round", 8, 0)
-    assert bench.ladder.choose(wish, left=100).shape.width == 4
-    assert bench.ladder.choose(wish, left=100, fit="same") == Step(wish, "run")
+    assert bench.policy.choose(wish, left=100).shape.width == 4
+    assert bench.policy.choose(wish, left=100, fit="same") == Step(wish, "run")
 
 
 def test_catching_up_is_served_by_longer_catch_up_graphs_only():
@@ -159,36 +159,36 @@ def test_catching_up_is_served_by_longer_catch_up_graphs_only():
 
 def test_one_time_costs_of_lengths():
     bench = Bench(longest=16)
-    unknown = bench.ladder.one_time_costs(8)
+    unknown = bench.policy.one_time_costs(8)
     assert 0 < unknown[0] < unknown[4] < unknown[16] == unknown[32]
     bench.ask(8, 0)
-    warm = bench.ladder.one_time_costs(8)
+    warm = bench.policy.one_time_costs(8)
     assert 0 < warm[0] < unknown[0]
     bench.ask(8, 0)
-    known = bench.ladder.one_time_costs(8)
+    known = bench.policy.one_time_costs(8)
     assert known[0] == 0
     assert 0 < known[4] < unknown[4]
     bench.ask(8, 4)
     bench.ask(8, 4)
-    assert bench.ladder.one_time_costs(8) == (0,) * 33, "a near length is captured"
-    assert bench.ladder.one_time_costs(16)[4] > 0
+    assert bench.policy.one_time_costs(8) == (0,) * 33, "a near length is captured"
+    assert bench.policy.one_time_costs(16)[4] > 0
     bench.graphs.renew("moved")
-    bench.ladder.forget()
-    assert bench.ladder.one_time_costs(8)[0] > 0
+    bench.policy.forget()
+    assert bench.policy.one_time_costs(8)[0] > 0
 
 
 def test_host_drafts_cost_no_launches():
     """The steps of a draft model are launched one by one. If the host drafts, any length takes
     the same few launches, and the time of a plain round predicts it."""
     ladders = [GraphPolicy(FakeGraphs(), longest=8, drafts=drafts) for drafts in ("round", "given")]
-    for ladder in ladders:
-        ladder.took(Step(Shape("round", 8, 0), "run"), 0.02)
-        ladder.took(Step(Shape("round", 8, 0), "capture"), 0.03)
-    model, host = (ladder.one_time_costs(8) for ladder in ladders)
+    for policy in ladders:
+        policy.took(Step(Shape("round", 8, 0), "run"), 0.02)
+        policy.took(Step(Shape("round", 8, 0), "capture"), 0.03)
+    model, host = (policy.one_time_costs(8) for policy in ladders)
     assert host == pytest.approx((0.05,) * len(host))
     assert model[0] == pytest.approx(0.05)
     assert model[4] > 3 * host[4]
-    assert [ladder.shape(8, 3) for ladder in ladders] == [
+    assert [policy.shape(8, 3) for policy in ladders] == [
         Shape("round", 8, 3),
         Shape("given", 8, 3),
     ]
@@ -201,10 +201,10 @@ def test_one_pass_drafts_cost_one_step_for_any_length():
     ladders = [
         GraphPolicy(FakeGraphs(), longest=16, drafts=drafts) for drafts in ("round", "block")
     ]
-    for ladder in ladders:
-        ladder.took(Step(Shape("round", 8, 0), "run"), 0.02)
-        ladder.took(Step(Shape("round", 8, 0), "capture"), 0.03)
-    chain, block = (ladder.one_time_costs(8) for ladder in ladders)
+    for policy in ladders:
+        policy.took(Step(Shape("round", 8, 0), "run"), 0.02)
+        policy.took(Step(Shape("round", 8, 0), "capture"), 0.03)
+    chain, block = (policy.one_time_costs(8) for policy in ladders)
     assert block[1] == block[16] == pytest.approx(chain[1])
     assert chain[16] > 6 * block[16]
     waited = {}
@@ -221,10 +221,10 @@ def test_one_pass_drafts_cost_one_step_for_any_length():
 
 def test_compile_time_does_not_count_as_capture_time():
     bench = Bench()
-    bench.ladder.took(Step(Shape("round", 8, 0), "run"), 9.0)
-    slow = bench.ladder.delay(Step(Shape("round", 8, 0), "run"))
+    bench.policy.took(Step(Shape("round", 8, 0), "run"), 9.0)
+    slow = bench.policy.delay(Step(Shape("round", 8, 0), "run"))
     assert slow <= 0.1
-    bench.ladder.took(Step(Shape("round", 8, 0), "run"), 0.02)
-    bench.ladder.took(Step(Shape("round", 8, 0), "run"), 0.05)
-    assert bench.ladder.delay(Step(Shape("round", 8, 0), "run")) == 0.02
-    assert bench.ladder.delay(Step(Shape("round", 8, 0), "replay")) == 0
+    bench.policy.took(Step(Shape("round", 8, 0), "run"), 0.02)
+    bench.policy.took(Step(Shape("round", 8, 0), "run"), 0.05)
+    assert bench.policy.delay(Step(Shape("round", 8, 0), "run")) == 0.02
+    assert bench.policy.delay(Step(Shape("round", 8, 0), "replay")) == 0

@@ -35,8 +35,8 @@ ROWS = (
 )
 
 
-# Drafting that costs little with any number of rows, so that `auto` drafts, as far as what was
-# kept says.
+# Drafting that costs little for any number of rows, so that `auto` drafts as far as acceptance
+# allows.
 CHEAP = make_surface((1,), (0, 4), verify=[[1.0, 1.1]], draft=[[0.0, 0.4]])
 
 
@@ -75,7 +75,7 @@ def exact(table, prompt, *sampling):
 def distance(law, draws):
     """Return the total variation between distribution and draws, and its bound."""
     n, seen = len(draws), Counter(map(tuple, draws))
-    assert all(law.get(t, 0) > 0 for t in seen), "a token sequence of probability 0 came out"
+    assert all(law.get(t, 0) > 0 for t in seen), "a token sequence of probability 0 was sampled"
     bound = sum(math.sqrt(p * (1 - p) / n) for p in law.values()) / 2 + math.sqrt(
         math.log(1e6) / (2 * n)
     )
@@ -139,7 +139,7 @@ def frequencies(draft, coupling, lengths):
     # of all rows at once, since a hundred thousand take their time one by one
     numbers = loop.batch.host_state.numbers
     generated = numbers[:, host_state.LENGTH] - numbers[:, host_state.PROMPT]
-    while (generated < LENGTH).any():  # a finished row goes on, unread
+    while (generated < LENGTH).any():  # a finished row goes on and is not read
         numbers[:, host_state.LIMIT] = generated.clip(LENGTH) + 2
         loop.round()
         generated = numbers[:, host_state.LENGTH] - numbers[:, host_state.PROMPT]
@@ -180,8 +180,8 @@ CONTROLLERS = {
     "reactive": Reactive,
     "auto": lambda: make_lengths("auto", limit=4, coupling="maximal", surface=CHEAP),
 }
-# Under maximal coupling, where drafts and lengths reach the samples, each with each; under shared
-# coupling, where samples are plain decoding's (test_exactness.py), each controller and the
+# Under maximal coupling, where drafts and lengths affect the samples, every pair; under shared
+# coupling, where samples equal plain decoding (test_exactness.py), each controller and the
 # drafters that are not held there; the others in `make test-slow`.
 HELD = ("model", "lookup")
 COMBINED = (

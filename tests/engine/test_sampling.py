@@ -145,7 +145,8 @@ def test_shared_acceptance_counts_the_equal_prefix():
 def test_maximal_acceptance_with_an_empty_residual_draws_from_p():
     """p == q: rounding may still reject; the draw then comes from p."""
     law = torch.tensor([0.0, 0.25, 0.75])
-    # a token that neither law can give: always rejected, and what a draw from nothing gives
+    # a token with probability 0 under both distributions: always rejected, and what a draw from an
+    # empty residual would give
     drafts = torch.tensor([[0]])
     accepted, following = ops.accept_maximal(
         drafts, law[None, None], law.expand(1, 2, 3), keys_for(1), torch.tensor([4])

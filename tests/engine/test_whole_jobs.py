@@ -116,7 +116,7 @@ def test_length_must_save_more_than_its_one_time_cost():
     assert controller.next(8, ControllerInput(left=50, one_time_costs=(0.0,) * 9)) >= 4
     held = (0.0, 0.3, 0.3, 0.0, 0.3, 0.3, 0.3, 0.3, 0.3)
     assert controller.next(8, ControllerInput(left=200, one_time_costs=held)) == 3, (
-        "what is captured already is better than plain"
+        "a captured length is better than plain decoding"
     )
     assert controller.next(8, ControllerInput(left=50, catch_up=0.3)) == 0
 

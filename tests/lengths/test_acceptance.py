@@ -89,7 +89,7 @@ def test_filler_tokens_teach_nothing():
             keeping.observe([number % 5, 2 + luck, luck], [4, 2, 0])
     assert filled.rate == honest.rate
     assert filled.tokens([4, 4, 4]).tolist() == honest.tokens([4, 4, 4]).tolist()
-    assert 0.6 < honest.rate < 0.9, "row 1 kept all it had, row 0 two of three"
+    assert 0.6 < honest.rate < 0.9, "row 1 accepted all of its drafts, row 0 two of three"
 
 
 def test_rows_gain_no_more_than_their_drafts():
@@ -97,11 +97,11 @@ def test_rows_gain_no_more_than_their_drafts():
     for _ in range(60):
         keeping.observe([4, 1, 1, 1], [4, 1, 1, 1])
     assert keeping.tokens([4, 4, 4, 4])[-1] == pytest.approx(5, abs=0.1), (
-        "a place where a row had no draft is no failure"
+        "a place without a draft is no failure"
     )
     assert keeping.tokens([4, 2, 0, 0]).tolist() == pytest.approx([1, 1.5, 2, 2.25, 2.5], abs=0.05)
     assert keeping.tokens([3] * 7).tolist() == pytest.approx([1, 2, 3, 4], abs=0.1), (
-        "rows that nobody followed"
+        "rows that were not set by `follow`"
     )
 
 

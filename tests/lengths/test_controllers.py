@@ -192,7 +192,7 @@ def test_most_gains_of_drafting_may_be_lost_again():
     for _ in range(1000):
         budget.spend(1.0, won=0.25)
     may_be_lost = budget.left(plain=1.0, rounds=0.0)
-    assert 200 < may_be_lost < 220, "80 %, and what any job of 1000 rounds may lose"
+    assert 200 < may_be_lost < 220, "80 %, and the budget of any job of 1000 rounds"
     budget.spend(0.0, won=-may_be_lost)
     assert budget.left(plain=1.0, rounds=0.0) == pytest.approx(0.0)
 
@@ -399,7 +399,7 @@ def test_lookup_requested_twice_counts_once():
     for number in range(200):
         inputs = ControllerInput(300.0, samples=tuple(range(8)), rooms=(300,) * 8, free=True)
         first, asked = goodput.next(8, inputs), goodput.next(7 + number % 2, inputs)
-        assert asked >= first, "a look is not lost"
+        assert asked >= first, "a lookup is not lost"
         goodput.reflect()
         lookup_seconds = 0.1 * cost(8, 0) if asked else 0.0
         goodput.observe(
@@ -487,7 +487,7 @@ def test_auto_under_maximal_coupling_uses_acceptance_and_no_time():
             controller.observe(RoundResult(width, (kept,) * 4, slow * 0.01, steady=number % 7 > 0))
         widths.append(found)
     assert widths[0] == widths[1] == widths[2]
-    assert len(set(widths[0])) > 1, "it reacts to what is kept"
+    assert len(set(widths[0])) > 1, "it reacts to acceptance"
     learnt = type(surface)(
         surface.rows, surface.widths, surface.verify, surface.draft, measured=False
     )

@@ -199,7 +199,7 @@ def test_uncaptured_rounds_count_with_their_usual_time():
     controller = Goodput(limit=4, surface=surface)
     for _ in range(50):
         width = controller.next(2, ControllerInput(1e6))
-        assert width > 0, "what an uncaptured round takes is not drafting's fault"
+        assert width > 0, "the time of an uncaptured round does not count against drafting"
         controller.observe(RoundResult(width, (width, width - 1), 50.0, steady=False))
 
 
