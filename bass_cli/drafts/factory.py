@@ -21,6 +21,8 @@ SHARPER = 0.9
 class NoDrafter(Drafter):
     """Propose nothing: plain decoding."""
 
+    longest = 0
+
     def propose(self, batch: Batch, length: int) -> Proposal:
         return Proposal(batch.tokens.new_zeros(batch.rows, 0), None)
 

@@ -9,7 +9,6 @@ one pass (parallel.py).
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 
 import numpy
@@ -30,7 +29,7 @@ class ModelRows(Drafter):
         temperature: replaces the rows' own temperatures, unless theirs is 0.
     """
 
-    longest, catches_up = sys.maxsize, True
+    catches_up = True
 
     def __init__(self, runner: AnyRunner, *, coupling: str, temperature: float | None = None):
         assert runner.lag == 2

@@ -7,7 +7,6 @@ so the same job gets the same drafts twice.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -34,7 +33,7 @@ class LookupDrafter(Drafter):
     has ended.
     """
 
-    on_device, longest = False, sys.maxsize
+    on_device = False
 
     def __init__(self, sources: Sequence[str] = SOURCES) -> None:
         self._sources = frozenset(sources)

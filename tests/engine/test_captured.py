@@ -315,3 +315,33 @@ def test_point_mass_drafter_needs_no_catching_up(pair, plainly):
     loop = captured(target, Guess(target.vocab), batch=4, lengths=Tour())
     assert drive(loop, rows()) == plainly
     assert loop.graphs.count("replay", "catch up") == 0
+
+
+class Always(DraftLength):
+    """A controller with the two required methods only."""
+
+    def next(self, rows, inputs=None):
+        return 3
+
+    def observe(self, done):
+        assert len(done.accepted) == len(done.rows)
+
+
+@pytest.mark.parametrize("coupling", ["shared", "maximal"])
+def test_drafter_and_controller_need_only_their_abstract_methods(pair, coupling):
+    """Every other method of Drafter and DraftLength has a default: captured and uncaptured rounds
+    give the tokens of plain decoding (under maximal coupling if greedy), and drafts are made."""
+    own = {name for name in vars(Guess) if not name.startswith("_")}
+    assert own == {"propose"}
+
+    def some():
+        return [row for row in rows() if coupling == "shared" or row.temperature == 0]
+
+    target, due = pair[0], plain(pair[0], some())
+    for loop in (
+        captured(target, Guess(target.vocab), batch=4, lengths=Always(), coupling=coupling),
+        loop_for(target, Guess(target.vocab), rows=4, lengths=Always(), coupling=coupling),
+    ):
+        live = some()
+        assert drive(loop, live) == due
+        assert sum(row.drafted for row in live) > 0

@@ -64,8 +64,6 @@ class Guess(Drafter):
     """A point-mass drafter without memory: always proposes (last token + 1) modulo `vocab`, and
     so on from there."""
 
-    longest = 1000
-
     def __init__(self, vocab):
         self._vocab = vocab
 
