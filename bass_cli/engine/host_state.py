@@ -11,11 +11,13 @@ from typing import NamedTuple
 import numpy
 from numpy.typing import NDArray
 
+from bass_cli.engine.sizes import LONGEST
+
 Integers = NDArray[numpy.int64]
 # Columns of `numbers`: all tokens, tokens of the prompt, the most that may be generated, rounds,
 # drafted, accepted, and how many were generated when the logits were first non-finite (-1: never).
 LENGTH, PROMPT, LIMIT, ROUNDS, DRAFTED, ACCEPTED, BROKEN = range(7)
-_SLACK = 130  # places beyond a limit, for two rounds of the longest draft length
+_SLACK = 2 * (LONGEST + 1)  # places beyond a limit, for two rounds of the longest draft length
 
 
 class News(NamedTuple):

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 
 from bass_cli.engine.contracts import DEFAULT_INPUT, ControllerInput, DraftLength, RoundResult
+from bass_cli.engine.sizes import LONGEST
 from bass_cli.lengths.costs import Surface
 from bass_cli.lengths.goodput import Goodput
 
@@ -97,7 +98,7 @@ class Bass(DraftLength):
 
 
 _ACCEPTANCE = 0.8  # if the profile has no rate
-_CHOICES = tuple(range(65))
+_CHOICES = tuple(range(LONGEST + 1))
 
 
 class Table(DraftLength):

@@ -14,27 +14,11 @@ from collections.abc import Sequence
 import numpy
 
 from bass_cli.engine.contracts import DEFAULT_INPUT, ControllerInput, DraftLength, RoundResult
+from bass_cli.engine.sizes import LONGEST, WIDTHS
 from bass_cli.lengths.acceptance import Acceptance
 from bass_cli.lengths.costs import Array, RoundCost, Surface
 
-_CHOICES = (
-    0,
-    1,
-    2,
-    3,
-    4,
-    5,
-    6,
-    7,
-    8,
-    10,
-    12,
-    16,
-    24,
-    32,
-    48,
-    64,
-)  # the captured lengths and two more
+_CHOICES = (*WIDTHS, 48, LONGEST)  # the captured lengths and two more
 _FOUND = 2  # the longest probe of drafts that the host found
 _PROBE = 4  # the longest probe of other drafts, if a captured length beats a shorter one
 _STAY = 0.01  # gain needed to leave the last length; below it noise would choose

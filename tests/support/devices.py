@@ -108,7 +108,7 @@ def _kept(width, rate, chance):
     """Return how many of `width` drafts are accepted before the first rejection."""
     if not 0 < rate < 1:
         return width if rate >= 1 else 0
-    # of a geometric law, by its inverse: 1 - random() is above 0
+    # sample a geometric distribution by its inverse: 1 - random() is above 0
     return min(width, int(math.log(1 - chance.random()) / math.log(rate)))
 
 
@@ -117,7 +117,7 @@ class _Graphs:
 
     def __init__(self, one_time_cost):
         self._entry, self._uses = one_time_cost, {}
-        self._said = None  # costs and colds until a length is used that is not captured yet
+        self._said = None  # one-time and warm-up costs, until a length without a graph is used
 
     def _left(self, width):
         """Return (seconds of the next use, seconds until it is captured)."""

@@ -27,7 +27,7 @@ class FakeGraphs(Graphs):
     def __init__(self, ticks=None):
         super().__init__(torch.device("cpu"))
         self.enabled, self.ticks, self.done = True, ticks or Ticks(), []
-        self._free = 0.0  # when the device will have done all that it was given
+        self._free = 0.0  # when the device will have finished its work
 
     def compile(self, functions):
         pass
@@ -39,7 +39,7 @@ class FakeGraphs(Graphs):
         return self._warm[key]
 
     def capture(self, key, function):
-        assert self.is_warm(key), "nothing is captured that has not run"
+        assert self.is_warm(key), "a function must run before it is captured"
         self.ticks.seconds += 0.13
         self.done.append(("capture", key))
         self._held[key] = function

@@ -16,7 +16,7 @@ from bass_cli.lengths.controllers import Fixed
 from bass_cli.models.runner import Runner
 
 FLAGS = ("--pair", "pair.yaml", "--n", "3", "--max-new-tokens", "20")
-_IDS = 12  # of the vocabulary whose law is enumerated
+_IDS = 12  # the vocabulary whose distribution is enumerated
 
 
 def write_pair(folder):

@@ -86,7 +86,7 @@ class Simulated(Loop):
             if isinstance(self.drafter, Finder)
             else (width,) * self.batch.rows
         )
-        most = (*most, *(0,) * self.batch.rows)[: self.batch.rows]  # dummy rows have none
+        most = (*most, *(0,) * self.batch.rows)[: self.batch.rows]  # padding rows have none
         kept = [
             next(
                 (i for i in range(min(width, m)) if self._chance.random() > self._rate),

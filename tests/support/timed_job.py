@@ -18,7 +18,7 @@ from bass_cli.lengths.goodput import Goodput
 from bass_cli.run.build import warm_up
 from bass_cli.run.scheduler import Conductor
 
-BLOCK = (0.85, 0.79, 0.81, 0.815, 0.83, 0.82, 0.85, 0.80)  # by place: drafts of one pass on code
+BLOCK = (0.85, 0.79, 0.81, 0.815, 0.83, 0.82, 0.85, 0.80)  # by position: drafts of one pass on code
 CHAIN = (0.93,) * 64  # token by token
 END = 9  # the token that ends a sample
 

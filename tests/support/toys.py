@@ -47,7 +47,7 @@ class Markov:
         return self._bases[row]
 
     def bases(self, rows):
-        return torch.tensor([self._bases.get(row, 0) for row in range(rows)])  # 0: dummies
+        return torch.tensor([self._bases.get(row, 0) for row in range(rows)])  # 0 for padding rows
 
     def forward(self, tokens, positions, ends, *, last=None):
         logits = self.table[positions % len(self.table), tokens.clamp(max=self.table.shape[1] - 1)]
