@@ -10,7 +10,7 @@ from fakes import FakeGraphs, Ticks
 from simulated import Simulated
 from toys import SPAN, AtOnce, Guess, drafter_for, drive, loop_for, plain
 
-from bass_cli.engine import round as draft_sync
+from bass_cli.engine import round as round_module
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.contracts import DraftLength
@@ -146,7 +146,7 @@ def test_a_seed_gives_the_same_run_twice(pair):
 def test_catching_up_by_graphs_fills_the_draft_cache(pair, monkeypatch, missing, flat, due):
     """In passes of a few sizes, with one row that lacks nothing: the target then accepts all of
     its own drafts."""
-    monkeypatch.setattr(draft_sync, "_FLAT", flat)
+    monkeypatch.setattr(round_module, "_FLAT", flat)
     target, _ = pair
     plan = iter([3] + [0] * missing + [3] + [0] * missing + [3, 3])
     lengths = Fixed(0)
@@ -167,7 +167,7 @@ def test_catching_up_by_graphs_fills_the_draft_cache(pair, monkeypatch, missing,
 
 
 def test_only_small_batches_catch_up_many_tokens_at_once():
-    assert [draft_sync.sizes(rows)[-1] for rows in (1, 8, 16, 256)] == [128, 128, 32, 32]
+    assert [round_module.sizes(rows)[-1] for rows in (1, 8, 16, 256)] == [128, 128, 32, 32]
 
 
 @pytest.mark.parametrize("missing", [5, 40, 140])

@@ -180,31 +180,31 @@ def test_one_time_costs_of_lengths():
 def test_host_drafts_cost_no_launches():
     """The steps of a draft model are launched one by one. If the host drafts, any length takes
     the same few launches, and the time of a plain round predicts it."""
-    ladders = [GraphPolicy(FakeGraphs(), longest=8, drafts=drafts) for drafts in ("round", "given")]
-    for policy in ladders:
+    policies = [GraphPolicy(FakeGraphs(), longest=8, drafts=drafts) for drafts in ("round", "given")]
+    for policy in policies:
         policy.took(Step(Shape("round", 8, 0), "run"), 0.02)
         policy.took(Step(Shape("round", 8, 0), "capture"), 0.03)
-    model, host = (policy.one_time_costs(8) for policy in ladders)
+    model, host = (policy.one_time_costs(8) for policy in policies)
     assert host == pytest.approx((0.05,) * len(host))
     assert model[0] == pytest.approx(0.05)
     assert model[4] > 3 * host[4]
-    assert [policy.shape(8, 3) for policy in ladders] == [
+    assert [policy.shape(8, 3) for policy in policies] == [
         Shape("round", 8, 3),
         Shape("given", 8, 3),
     ]
-    assert ladders[1].shape(8, 0) == Shape("round", 8, 0)
+    assert policies[1].shape(8, 0) == Shape("round", 8, 0)
 
 
 def test_one_pass_drafts_cost_one_step_for_any_length():
     """A longer draft costs few more launches. A shorter one that serves instead loses drafts
     that would have cost nothing."""
-    ladders = [
+    policies = [
         GraphPolicy(FakeGraphs(), longest=16, drafts=drafts) for drafts in ("round", "block")
     ]
-    for policy in ladders:
+    for policy in policies:
         policy.took(Step(Shape("round", 8, 0), "run"), 0.02)
         policy.took(Step(Shape("round", 8, 0), "capture"), 0.03)
-    chain, block = (policy.one_time_costs(8) for policy in ladders)
+    chain, block = (policy.one_time_costs(8) for policy in policies)
     assert block[1] == block[16] == pytest.approx(chain[1])
     assert chain[16] > 6 * block[16]
     waited = {}
