@@ -20,11 +20,11 @@ _LEAST, _MOST, _STRENGTH = 0.5, 0.85, 5.0  # bounds for a profile's rate as prio
 _FEW = 12.0  # below this many trials the rate is hardly known
 _MEMORY, _QUICK = 0.97, 0.6  # decay a round of the slow average, and of the fast one
 _CHANGED = 3.5  # standard deviations between the two averages that mean a change
-_TELLING = 6  # trials in the fast average needed to detect a change
+_NEEDED = 6  # trials in the fast average needed to detect a change
 _AFTER = 0.15  # weight of what is known about rows and positions after a change
-_KIN = 0.2  # share of the past that a whole new batch of rows replaces
+_RENEWED = 0.2  # share of the past that a whole new batch of rows replaces
 _STALE = 8.0  # plain rounds age knowledge down to this many trials, so that a probe outweighs it
-_FIRM = 6.0  # trials at a position after which half of its deviation is used
+_HALF = 6.0  # trials at a position after which half of its deviation is used
 _CHOSEN = 0.05  # moving average of the gain by choosing drafts: about twenty rounds count
 
 
@@ -43,7 +43,7 @@ class Acceptance:
             self._guess, self._strength = min(max(known, _LEAST), _MOST), _STRENGTH
         self._pool = self._quick = (0.0, 0.0)  # accepted, trials
         # Accepted and trials of rows that have ended, and of the live ones.
-        self._past, self._told = numpy.zeros(2), numpy.zeros(2)
+        self._past, self._current = numpy.zeros(2), numpy.zeros(2)
         self._recalled = False  # whether skipped drafts are reported
         self._samples: Sequence[Hashable] = ()
         self._rows = numpy.zeros((2, 0))  # by row: accepted, trials
@@ -66,8 +66,8 @@ class Acceptance:
     @property
     def rate(self) -> float:
         """The pooled rate: the probability that a draft is accepted if all before it are."""
-        kept, trials = self._pool
-        return (kept + self._strength * self._guess) / (trials + self._strength)
+        successes, trials = self._pool
+        return (successes + self._strength * self._guess) / (trials + self._strength)
 
     def follow(self, samples: Sequence[Hashable]) -> None:
         """Set the rows of the next rounds, in order. A new row starts from the average of
@@ -84,9 +84,9 @@ class Acceptance:
     def _succeed(self, new: float) -> None:
         """Note that the share `new` of the rows is new. To that extent the pool is reset to the
         average of all earlier rows, because the latest ones may have had other text."""
-        self._past *= 1 - _KIN * new
-        self._past += new * self._told
-        self._told *= 1 - new
+        self._past *= 1 - _RENEWED * new
+        self._past += new * self._current
+        self._current *= 1 - new
         successes, trials = self._past
         if trials:
             became = self.trials * float(successes / trials)
@@ -114,7 +114,7 @@ class Acceptance:
         now = float(successes.sum()), float(trials.sum())
         self._pool = _faded(self._pool, _MEMORY, now)
         self._quick = _faded(self._quick, _QUICK, now)
-        self._told += now
+        self._current += now
         if live and len(successes) == self._rows.shape[1]:
             self._rows = _MEMORY * self._rows + numpy.stack((successes, trials))
         if self._has_changed():
@@ -167,7 +167,7 @@ class Acceptance:
 
     def _has_changed(self) -> bool:
         successes, trials = self._quick
-        if trials < _TELLING or self.trials < 2 * trials:
+        if trials < _NEEDED or self.trials < 2 * trials:
             return False
         rate = min(max(self.rate, 0.1), 0.9)  # with few trials, rare events are no change
         off = successes / trials - self.rate
@@ -176,7 +176,7 @@ class Acceptance:
     def _chances(self, rows: int) -> Array:
         """Return the probability that a row accepts at least k drafts, [rows, limit + 1]."""
         beyond, trials = self._places
-        each = self.rates(rows)[:, None] + beyond / (trials + _FIRM)
+        each = self.rates(rows)[:, None] + beyond / (trials + _HALF)
         found = numpy.ones((rows, len(trials) + 1))
         found[:, 1:] = each.clip(0.0, 1.0).cumprod(1)
         return found
