@@ -39,7 +39,7 @@ GPU := $(addprefix tests/kernels/test_,triton.py round.py ragged.py packed_atten
 	selection.py distances.py trained.py gated.py shared_memory.py fetching.py) tests/model/test_fused_decode.py tests/model/test_prefill.py \
 	tests/model/test_weights.py tests/engine/test_unsound.py tests/engine/test_gpu.py tests/engine/test_cutting.py tests/distill/test_training.py \
 	tests/distill/test_exchange.py tests/drafting/test_feature_heads.py tests/drafting/test_chain_heads.py
-ALONE := tests/engine/test_gpu.py::test_a_job_whose_memory_is_stolen_twice_ends_with_the_same_lines
+ALONE := tests/engine/test_gpu.py::test_job_that_runs_out_of_memory_twice_gives_the_same_lines
 
 test-gpu: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -n auto --maxprocesses 8 --deselect $(ALONE) $(GPU)

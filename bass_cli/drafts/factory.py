@@ -1,5 +1,4 @@
-"""Who proposes tokens: the drafter for a pair's `draft` setting, and none. What a drafter is:
-engine/contracts.py."""
+"""Make the drafter for a pair's `draft` setting. What a drafter is: engine/contracts.py."""
 
 from __future__ import annotations
 
@@ -13,14 +12,16 @@ from bass_cli.engine.contracts import Drafter, Proposal
 from bass_cli.models.chain_head import ChainHead, Head
 from bass_cli.tensor_parallel.leader import AnyRunner
 
-# Of the rows' temperatures, for a draft model. Its law is at best the mean of what the target's
-# may be, given what it knows; the median, which agrees most often, is sharper. Measured:
-# docs/LOG.md, "The draft is a little colder".
+# Factor on the rows' temperatures for a draft model. The draft's distribution is at best the mean
+# of the target's possible ones; their median, which agrees most often, is sharper. Measured in
+# docs/decisions/09-draft-temperature.md.
 SHARPER = 0.9
 
 
 class NoDrafter(Drafter):
     """Propose nothing: plain decoding."""
+
+    longest = 0
 
     def propose(self, batch: Batch, length: int) -> Proposal:
         return Proposal(batch.tokens.new_zeros(batch.rows, 0), None)
@@ -36,11 +37,17 @@ def make_drafter(
     mask: int | None = None,
     head: Head | None = None,
 ) -> Drafter:
-    """The drafter for a pair's `draft` (bass_cli/config/draft_spec.py). `runner` (lag 2) holds
-    its model, if it has one: a draft model, or the target with layers skipped; with `mask`, the
-    id of its mask token, it drafts in one pass. With `head` it is the target's own (lag 1).
-    `factor`: of the rows' temperatures, for a model of its own that drafts token by token: some
-    were trained to draft, and the target's layers may say what it says."""
+    """Make the drafter for a pair's `draft` (config/draft_spec.py).
+
+    Args:
+        runner: holds the drafter's model, if it has one: a draft model or the target with layers
+            skipped, with 2 pending tokens; or with `head` the target itself, with 1.
+        temperature: replaces the rows' own temperatures, unless theirs is 0.
+        factor: of the rows' temperatures, for a separate model that drafts token by token. Other
+            models were trained to draft, or are parts of the target.
+        mask: id of the model's mask token, for a model that drafts in one pass.
+        head: layers that read the target's hidden states.
+    """
     words = parse_draft(draft)
     if words.model is None:
         return LookupDrafter(words.sources) if words.sources else NoDrafter()

@@ -1,10 +1,11 @@
-"""Drafts by layers that read the target's hidden states: a whole block in one pass (DFlash), each
-place then with a bias by the token before it (DSpark); or token by token (EAGLE-3).
+"""Drafters that read the target's hidden states: a whole block in one pass (DFlash), optionally
+with a bias at each place from the token before it (DSpark); or token by token (EAGLE-3).
 
-What they read is written in every pass of the target (models/feature_head.py, chain_head.py):
-nothing is missing after plain rounds or before a row's first, and nothing here follows prompts and
-rows. A block always has all its places, however few drafts are asked for: its places see each
-other, so a draft would depend on how many others there are, and on what happens to be captured.
+Every pass of the target writes what they read (models/feature_head.py, chain_head.py). So nothing
+is missing after plain rounds or before a row's first round, and these drafters need not follow
+prompts and rows. A block always has all its places, however few drafts are wanted: its places
+attend to each other, so a draft would otherwise depend on how many others there are, and on which
+graphs exist.
 """
 
 from __future__ import annotations
@@ -34,8 +35,12 @@ _Head = TypeVar("_Head", FeatureHead, ChainHead)
 
 
 class ReadingDrafter(Drafter, Generic[_Head]):
-    """What drafters with a `head` have in common, which reads the target of `runner`. `coupling`
-    is "shared" or "maximal"; `temperature` replaces the rows' own, unless theirs is 0."""
+    """The common part of drafters with a `head` that reads the target of `runner`.
+
+    Args:
+        coupling: "shared" or "maximal".
+        temperature: replaces the rows' own temperatures, unless theirs is 0.
+    """
 
     def __init__(
         self, runner: AnyRunner, head: _Head, *, coupling: str, temperature: float | None = None
@@ -48,7 +53,7 @@ class ReadingDrafter(Drafter, Generic[_Head]):
 
 
 class HeadDrafter(ReadingDrafter[FeatureHead]):
-    """Drafts a block in one pass."""
+    """Draft a block in one pass."""
 
     at_once = True
 
@@ -68,7 +73,7 @@ class HeadDrafter(ReadingDrafter[FeatureHead]):
         if length == 0:
             return Proposal(batch.tokens.new_zeros(batch.rows, 0), None)
         spec, further = self._head.spec, self._head.spec.block - 1
-        # the rows' last tokens and the masks behind them, [B, block]
+        # The rows' last tokens, each with masks after it: [B, block].
         block, positions = batch.pending(self._masks.expand(batch.rows, further))
         step = self._runner.cache.decode(positions, batch.ends(further))
         logits = self._head.draft(block, step, length)
@@ -81,12 +86,16 @@ class HeadDrafter(ReadingDrafter[FeatureHead]):
     def _one_by_one(
         self, logits: Tensor, anchors: Tensor, params: SamplingParams, batch: Batch
     ) -> Proposal:
-        """Drafts of logits [B, k, V] of which every place also goes by the token before it; by
-        `anchors` [B] the first."""
+        """Sample drafts from logits [B, k, V] where every place has a bias from the token before
+        it.
+
+        Args:
+            anchors: [B], the token before the first draft.
+        """
         lengths = batch.lengths[: batch.rows]
         places = lengths + batch.steps(0, logits.shape[1])[:, None]
         chosen: list[Tensor] = [anchors]
-        drawn_from: list[ops.Distribution] = []
+        distributions: list[ops.Distribution] = []
         scores: list[Tensor] = []
         for place, at in enumerate(places):
             line = self._head.whole(self._head.after(chosen[-1], logits[:, place]))
@@ -94,17 +103,17 @@ class HeadDrafter(ReadingDrafter[FeatureHead]):
                 token, score = propose_scored(line, params, at)
                 scores.append(score)
             else:
-                token, law = propose_maximal(line, params, at, lengths)
-                drawn_from.append(law)
+                token, probs = propose_maximal(line, params, at, lengths)
+                distributions.append(probs)
             chosen.append(token)
         tokens = torch.stack(chosen[1:], 1)
         if scores:
             return Proposal(tokens, None, scores=torch.stack(scores, 1))
-        return Proposal(tokens, stacked(drawn_from))
+        return Proposal(tokens, stacked(distributions))
 
 
 class ChainDrafter(ReadingDrafter[ChainHead]):
-    """Drafts token by token: a round of k drafts takes k passes of one layer."""
+    """Draft token by token: k drafts take k passes of one layer."""
 
     stops_short = True
 
@@ -124,16 +133,16 @@ class ChainDrafter(ReadingDrafter[ChainHead]):
         if length == 0:
             return Proposal(batch.tokens.new_zeros(batch.rows, 0), None)
         params, lengths = batch.params.at(self._temperature), batch.lengths[: batch.rows]
-        # by step, so that each is contiguous
+        # Step by step, so that each line is contiguous.
         places = lengths + batch.steps(0, length)[:, None]
-        # A row's last token stands with the feature of the one before it: at its position.
+        # A row's last token is paired with the feature of the token before it, at that position.
         positions, ends = places[:, :, None] - 2, batch.ends(length - 1)
         features: Tensor | None = None
 
         def logits_of(step: int, last: Tensor | None) -> Tensor:
             nonlocal features
             tokens = batch.last(1)[0] if last is None else last[:, None]
-            # A row of one token has none before it: its first draft knows zeros, and no key stays.
+            # A row of one token has none before it: its first draft reads zeros and stores no key.
             seen = self._runner.cache.decode(positions[step].clamp(min=0), ends)
             if features is None:
                 features = self._head.found(seen, positions[step])

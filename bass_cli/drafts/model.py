@@ -1,15 +1,14 @@
-"""A decoder as drafter, a token at a time: a small model, or the target with layers skipped. Its
-cache repairs itself.
+"""A decoder that drafts token by token: a small model, or the target with layers skipped. Its cache
+repairs itself.
 
 The first step of a round feeds each row's last two tokens: after full acceptance the cache lacks
-the last draft, and feeding it again otherwise only writes the same key. Rounds without drafts
-leave the cache behind; `catch_up` feeds what more it missed. Not here: a model that drafts all in
+the last draft, and otherwise feeding it again only writes the same key. Rounds without drafts leave
+the cache behind; `catch_up` feeds what else it lacks. Not here: a model that makes all drafts in
 one pass (parallel.py).
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 
 import numpy
@@ -22,16 +21,20 @@ from bass_cli.tensor_parallel.leader import AnyRunner
 
 
 class ModelRows(Drafter):
-    """The prompts and rows of a drafter with a model, `runner` (lag 2), and how far its cache
-    reaches. `coupling` is "shared" or "maximal"; `temperature` replaces the rows' own, unless
-    theirs is 0."""
+    """The prompts and rows of a drafter with a model, and how far its cache reaches.
 
-    longest, catches_up = sys.maxsize, True
+    Args:
+        runner: the model, with 2 pending tokens.
+        coupling: "shared" or "maximal".
+        temperature: replaces the rows' own temperatures, unless theirs is 0.
+    """
+
+    catches_up = True
 
     def __init__(self, runner: AnyRunner, *, coupling: str, temperature: float | None = None):
         assert runner.lag == 2
         self._runner, self._coupling, self._temperature = runner, coupling, temperature
-        # by row: how many positions the cache holds, those of wrong drafts included
+        # By row: positions in the cache, those of rejected drafts included.
         self._fed = numpy.zeros(runner.rows, dtype=numpy.int64)
 
     def prepare_prompts(self) -> None:
@@ -66,8 +69,11 @@ class ModelRows(Drafter):
 
 
 class ModelDrafter(ModelRows):
-    """Drafts with its runner token by token: a round of k drafts takes k passes. `factor`: of the
-    rows' temperatures, where `temperature` does not replace them."""
+    """Draft token by token: k drafts take k passes.
+
+    Args:
+        factor: of the rows' temperatures, unless `temperature` replaces them.
+    """
 
     stops_short = True
 
@@ -85,8 +91,8 @@ class ModelDrafter(ModelRows):
     def expect(self, batch: Batch, length: int) -> int:
         ends = batch.known()
         fed = self._fed[: len(ends)]
-        # Beyond a row's end were wrong drafts: from now on tokens stand there that the cache
-        # lacks, drafting or not.
+        # Positions beyond a row's end held rejected drafts. From now on they hold tokens that the
+        # cache lacks, whether this round drafts or not.
         fed[:] = numpy.minimum(fed, ends - 1)
         if length == 0:
             return 0
@@ -114,7 +120,7 @@ class ModelDrafter(ModelRows):
             return Proposal(batch.tokens.new_zeros(batch.rows, 0), None)
         params = batch.params.at(self._temperature, self._factor)
         lengths = batch.lengths[: batch.rows]
-        # by step, so that each is contiguous
+        # Step by step, so that each line is contiguous.
         places = lengths + batch.steps(0, length)[:, None]
         first = batch.last(2, self._runner.cache.bases(batch.rows))
 
@@ -125,5 +131,5 @@ class ModelDrafter(ModelRows):
         found = propose_chain(
             logits_of, places, params, lengths, coupling=self._coupling, goes_on=goes_on
         )
-        self._fed -= length - found.tokens.shape[1]  # `expect` took all of them for fed
+        self._fed -= length - found.tokens.shape[1]  # `expect` has counted all of them
         return found

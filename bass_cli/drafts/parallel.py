@@ -1,10 +1,10 @@
-"""A small model that drafts all tokens of a round in one pass (PARD, arXiv 2504.18583): what it has
-not taken in yet, then a mask token for every further draft.
+"""A small model that makes all drafts of a round in one pass (PARD, arXiv 2504.18583): it reads the
+tokens that it lacks, then a mask token for every further draft.
 
-A round of k drafts may bring k + 1 tokens, so a pass feeds each row's last k + 1, and k - 1 masks
-behind them: 2k tokens, a constant shape. Known tokens only write the same keys again. Masks' keys
-lie beyond the row's end, and the next pass writes over them: the cache holds tokens only. Not
-here: drafting token by token, the rows' life (model.py).
+A round of k drafts may add k + 1 tokens, so a pass feeds each row's last k + 1 tokens and k - 1
+masks after them: 2k tokens, a constant shape. Known tokens only write the same keys again. Keys of
+masks lie beyond the row's end, where the next pass overwrites them, so the cache holds tokens only.
+Not here: drafting token by token, and following rows (model.py).
 """
 
 from __future__ import annotations
@@ -20,8 +20,12 @@ from bass_cli.tensor_parallel.leader import AnyRunner
 
 
 class ParallelDrafter(ModelRows):
-    """Drafts with `runner` in one pass. `mask`: the id that stands for a token to be drafted; the
-    model has an embedding for it, whether it is a token of the vocabulary or not."""
+    """Draft with `runner` in one pass.
+
+    Args:
+        mask: the id that stands for a token to be drafted. The model has an embedding for it,
+            whether or not it is in the vocabulary.
+    """
 
     at_once = True
 
@@ -51,8 +55,8 @@ class ParallelDrafter(ModelRows):
         return propose_at_once(logits, params, batch, coupling=self._coupling)
 
     def _input(self, batch: Batch, length: int) -> tuple[Tensor, Tensor, list[int] | None]:
-        """The tokens of a pass and their positions, [B, 2 length] each, and the rows' ends
-        behind them."""
+        """Return the tokens of a pass and their positions, [B, 2 length] each, and the rows'
+        ends after them."""
         known, positions = batch.last(length + 1, self._runner.cache.bases(batch.rows))
         masks = known.new_full((batch.rows, length - 1), self._mask)
         return (

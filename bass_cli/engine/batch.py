@@ -1,8 +1,8 @@
-"""The live rows: their tokens, lengths, sampling parameters and noise keys on the device, and what
-the host knows.
+"""The live rows: their tokens, lengths, sampling parameters and noise keys on the device, and the
+host's record of them.
 
-Rows are dense: 0 to len(batch) - 1 are live; those that end are replaced by new ones or by the
-last ones. Not here: keys and values (models/kv_cache.py), when a row ends (scheduler.py).
+Rows are dense: rows 0 to len(batch) - 1 are live. A row that ends is replaced by a new one or by
+the last one. Not here: keys and values (models/kv_cache.py), when a row ends (run/scheduler.py).
 """
 
 from __future__ import annotations
@@ -27,21 +27,24 @@ __all__ = ["Batch", "Change", "Row", "beyond"]
 
 
 def beyond(longest: int) -> int:
-    """Places that a row may take behind its limit with drafts of up to `longest`: its last round
-    may go beyond that, and a round that was launched meanwhile further."""
+    """Return how many places beyond its limit a row may use with drafts of up to `longest` tokens.
+    Its last round may go past the limit, and a round launched meanwhile further still."""
     return 2 * (cover(longest) + 1)
 
 
 class Batch:
-    """Up to `rows` live rows. `tokens` [rows, context] and `lengths` [rows] are int64 on the
-    device; beyond a row's length lies nothing that may be read. `hosts` lists the live Rows in
-    order.
+    """Up to `rows` live rows.
 
-    The rows after the live ones are dummies: one token long, never advanced. `pad` lets the
-    device's operations run over some of them too, so that a captured graph serves several
-    numbers of live rows. `version` changes whenever `tokens` moves to another address.
+    tokens: [rows, context] int64 on the device. Places from a row's length on hold no valid data.
+    lengths: [rows] int64 on the device.
+    hosts: the live Rows, in order.
+    version: changes when `tokens` moves to another address.
+    changes: how often the live rows have changed.
 
-    Rounds count with what lies on the device already: an operation that makes numbers is a launch.
+    Rows after the live ones are padding rows: one token long, never advanced. `pad` includes some
+    of them in device operations, so that a captured graph serves several numbers of live rows.
+    Rounds use tensors that are on the device already, because creating a number there is a kernel
+    launch.
     """
 
     def __init__(
@@ -53,14 +56,14 @@ class Batch:
         self.tokens = torch.zeros(rows, context, dtype=torch.int64, device=device)
         self.lengths = torch.ones(rows, dtype=torch.int64, device=device)
         self._steps = torch.arange(-context, context, device=device)
-        # What only the host changes is set by one copy of all of it, whatever has changed.
+        # Everything that only the host changes is sent as one copy, whatever has changed.
         self._host = Columns(rows)
         self._fixed = torch.from_numpy(self._host.whole.copy()).to(device)
         self._alive, self._params = params_of(self._fixed, rows)
         self.host_state = HostState(rows)
         self.hosts: list[Row] = []
         self.version = 0
-        self.changes = 0  # how often other rows became live
+        self.changes = 0
         self._padded: int | None = None
 
     def __len__(self) -> int:
@@ -68,17 +71,17 @@ class Batch:
 
     @property
     def rows(self) -> int:
-        """How many rows the device's operations take: the live ones, or as many as `pad` said."""
+        """Rows that device operations take: the live ones, or the number set by `pad`."""
         return len(self.hosts) if self._padded is None else self._padded
 
     def pad(self, rows: int | None) -> None:
-        """From now on, device operations take the first `rows` rows; None: the live ones."""
+        """Let device operations take the first `rows` rows; None: the live ones."""
         assert rows is None or len(self.hosts) <= rows <= self.capacity
         self._padded = rows
 
     @contextlib.contextmanager
     def still(self) -> Iterator[None]:
-        """While it lasts, no row advances, whatever is committed."""
+        """Let no row advance inside this context, whatever is committed."""
         alive = self._alive.clone()
         self._alive.zero_()
         try:
@@ -87,27 +90,27 @@ class Batch:
             self._alive.copy_(alive)
 
     def ends(self, further: int) -> list[int] | None:
-        """Each live row's length plus `further`, from the host; None while padded."""
+        """Return each live row's length plus `further`, by the host's record. None while padded."""
         if self._padded is not None:
             return None
         ends: list[int] = (self._live(LENGTH) + further).tolist()
         return ends
 
     def rooms(self) -> list[int]:
-        """How many more tokens each live row may generate."""
+        """Return how many more tokens each live row may generate."""
         rooms: list[int] = (self._live(LIMIT) + self._live(PROMPT) - self._live(LENGTH)).tolist()
         return rooms
 
     def most_room(self) -> int:
-        """The most of these."""
+        """Return the largest of `rooms`."""
         return int((self._live(LIMIT) + self._live(PROMPT) - self._live(LENGTH)).max())
 
     def generated(self) -> NDArray[numpy.int64]:
-        """How many tokens each live row has generated, as far as the host knows."""
+        """Return how many tokens each live row has generated, by the host's record."""
         return self._live(LENGTH) - self._live(PROMPT)
 
     def known(self) -> NDArray[numpy.int64]:
-        """Each live row's length, as far as the host knows."""
+        """Return each live row's length, by the host's record."""
         return self._live(LENGTH)
 
     def _live(self, column: int) -> NDArray[numpy.int64]:
@@ -115,7 +118,7 @@ class Batch:
 
     @property
     def alive(self) -> Tensor:
-        """1 for each row that advances, 0 for the others, [B] int64."""
+        """[B] int64: 1 for each row that advances, 0 for the others."""
         return self._alive[: self.rows]
 
     @property
@@ -123,9 +126,11 @@ class Batch:
         return self._params.first(self.rows)
 
     def swap_rows(self, ended: Sequence[int], rows: Sequence[Row]) -> Change:
-        """End the rows at `ended` and make `rows` live: they take the places of those, and only
-        where they are fewer, the last rows do. One copy to the device, which the host does not
-        wait for."""
+        """End the rows at the places `ended` and make `rows` live.
+
+        New rows take the places of ended ones; if there are fewer, the last rows move to the free
+        places. It takes one copy to the device, and the host does not wait for it.
+        """
         leaving, old = sorted(ended), len(self.hosts)
         count = old - len(leaving) + len(rows)
         assert count <= self.capacity
@@ -149,8 +154,12 @@ class Batch:
         return Change(tuple(leaving), moved, tuple(begun), self.slabs.runs.copy())
 
     def room(self, tokens: float, *, ended: Sequence[int] = ()) -> int:
-        """How many rows more there is place for, those at `ended` being over, if all that are
-        live become so many tokens long or are longer already; one at least where none is."""
+        """Return how many more rows fit if all live rows grow to `tokens` tokens (or are longer
+        already). At least 1 if no row is live.
+
+        Args:
+            ended: places of rows that have ended and are not counted.
+        """
         live = numpy.ones(len(self.hosts), dtype=bool)
         live[list(ended)] = False
         pieces, sizes = self.slabs.pieces, self.slabs.runs[1, : len(self.hosts)][live]
@@ -162,8 +171,11 @@ class Batch:
         return min(free, max(left, int(not len(sizes))))
 
     def grow(self) -> tuple[Change | None, int | None]:
-        """Give the rows, longest first, as many pieces as two rounds more may take; and the row
-        for which there are not so many together, where it ends."""
+        """Give the rows, longest first, as many cache blocks as two more rounds may need.
+
+        Returns: the change, None if there is none; and the place of the first row that did not get
+            enough contiguous blocks, None if all did.
+        """
         slabs = self.slabs
         if slabs.pieces.most == 1:
             return None, None
@@ -181,9 +193,12 @@ class Batch:
         return Change((), (), (), slabs.runs.copy(), tuple(copied)), fails
 
     def surplus(self, place: int) -> list[int]:
-        """The rows to be put back so that the one at `place` can grow, or itself: those that have
-        the fewest tokens among rows whose pieces lie well; never the longest row, so that one
-        always comes to its end."""
+        """Return the rows to put back so that the row at `place` can grow; possibly that row
+        itself.
+
+        They are the rows with the fewest tokens among those whose blocks lie in the right place,
+        and never the longest row, so that one row always finishes.
+        """
         generated = self.generated()
         worth = generated.astype(numpy.float64)
         worth[longest := int(generated.argmax())] = numpy.inf
@@ -199,7 +214,7 @@ class Batch:
         holes: list[int],
         count: int,
     ) -> None:
-        """An exchange, in what the host knows."""
+        """Swap rows in the host's record."""
         hosts, host_state = self.hosts, self.host_state
         host_state.move(sources, holes)
         self._host.move(sources, holes)
@@ -229,10 +244,10 @@ class Batch:
         rows: Sequence[Row],
         sources: list[int],
         holes: list[int],
-        dummies: slice,
+        padding: slice,
     ) -> None:
-        """The same on the device."""
-        texts: list[list[int]] = []  # the rows of a prompt share one
+        """Swap rows on the device."""
+        texts: list[list[int]] = []  # one for all rows of a prompt
         which = []
         for row in rows:
             if not texts or (row.prompt is not texts[-1] and row.prompt != texts[-1]):
@@ -255,14 +270,14 @@ class Batch:
             old, new = numbers[: 2 * len(sources)].view(2, -1)
             self.lengths[new] = self.lengths[old]
             self.tokens[new] = self.tokens[old]
-        self.lengths[dummies] = 1
+        self.lengths[padding] = 1
         if rows:
             new, text, lengths = numbers[2 * len(sources) :].view(3, -1)
             self.lengths[new] = lengths
             self.tokens[new, : lines.shape[1]] = flat.view(lines.shape)[text]
 
     def _widen(self, context: int) -> None:
-        """See to it that rows of up to `context` tokens have place."""
+        """Make place for rows of up to `context` tokens."""
         if context > self.tokens.shape[1]:
             grown = self.tokens.new_zeros(self.capacity, max(context, 2 * self.tokens.shape[1]))
             grown[:, : self.tokens.shape[1]] = self.tokens
@@ -271,48 +286,52 @@ class Batch:
             self.version += 1
 
     def steps(self, first: int, count: int) -> Tensor:
-        """first, first + 1, ..., [count] int64."""
+        """Return first, first + 1, ..., as [count] int64."""
         start = self.tokens.shape[1] + first
         assert 0 <= start <= start + count <= len(self._steps)
         return self._steps[start : start + count]
 
     def places(self, first: int, count: int) -> Tensor:
-        """Of each row `count` positions from `first` behind its end on (before it where that is
+        """Return `count` positions of each row, beginning `first` after its end (before it if
         negative), [B, count]."""
         return self.lengths[: self.rows, None] + self.steps(first, count)
 
     def commit(self, block: Tensor, accepted: Tensor) -> None:
-        """Append block [B, W] (drafts, then the target's token) up to accepted [B] + 1 tokens a
-        row, on the device."""
+        """Append the first accepted [B] + 1 tokens of block [B, W] (drafts, then the target's
+        token) to each row, on the device."""
         ops.commit(*self._texts, self.alive, accepted, block)
 
     def report(self, block: Tensor, accepted: Tensor, scores: Tensor) -> Tensor:
-        """The same, and what the host is to know of it: ops.report."""
+        """Commit, and return the table for the host: see ops.report."""
         return ops.report(*self._texts, self.alive, accepted, block, scores)
 
     def pending(self, drafts: Tensor) -> tuple[Tensor, Tensor]:
-        """What the target has not seen: each row's last token and drafts [B, k], and their
-        positions, [B, k + 1] each."""
+        """Return the tokens that the target must read: each row's last token and its drafts [B, k],
+        and their positions, [B, k + 1] each."""
         return ops.pending(*self._texts, drafts)
 
     @property
     def _texts(self) -> tuple[Tensor, Tensor]:
-        """The rows' tokens, and their lengths."""
+        """The rows' tokens and lengths."""
         return self.tokens[: self.rows], self.lengths[: self.rows]
 
     def last(
         self, count: int, floor: Tensor | None = None, *, behind: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The last `count` tokens of each row and their positions, [B, count] each; with
-        `behind` (a number on the device, int64) the `count` tokens that begin so far before the
-        row's end. Positions below floor [B] (0) are raised to it: the same token is then fed
-        more than once, which writes the same key again."""
+        """Return the last `count` tokens of each row and their positions, [B, count] each.
+
+        Args:
+            floor: [B], the lowest position (default 0). Lower positions are raised to it, so that a
+                token is fed more than once and its key is written again.
+            behind: [] int64 on the device. If given, the tokens begin this far before the row's
+                end.
+        """
         if behind is None:
             positions = self.places(-count, count)
         else:
             positions = self.lengths[: self.rows, None] - behind + self.steps(0, count)
         if floor is not None:
             positions = torch.maximum(positions, floor[:, None])
-        elif behind is not None or count > 1:  # no row is shorter than one token
+        elif behind is not None or count > 1:  # a row has at least one token
             positions = positions.clamp(min=0)
         return self.tokens[: self.rows].gather(1, positions), positions

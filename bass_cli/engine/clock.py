@@ -1,5 +1,5 @@
-"""The time budget: how long the next round or a prompt's prefill is likely to take. Not here:
-what a deadline ends."""
+"""The clock of the time budget: predict how long the next round or the prefill of a prompt
+takes. Not here: what a deadline ends (run/scheduler.py)."""
 
 from __future__ import annotations
 
@@ -9,45 +9,46 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 
-# rounds of a draft length that a prediction looks at: one that stumbled, or two, do not count
-_NEWEST = 5
-# rounds in a row that may be cut short by a prediction; then it has to be seen again whether it is
-# true
+_NEWEST = 5  # rounds of a draft length in the median: one or two slow ones do not count
+# After this many rounds in a row that a prediction has shortened, the prediction is tested again.
 _PATIENCE = 64
-_RECENT = 16  # prefills that a prediction looks at
-_DOUBT = 0.8  # what a prediction that kept a prompt from being tried is worth at the next one
+_RECENT = 16  # passes that a prediction uses
+_DOUBT = 0.8  # factor on predictions after each prompt that they caused to be given up
 
 
 class Clock:
-    """Seconds since some start, from `now` (injected in tests), and the median of recent round
-    times by draft length."""
+    """Seconds from `now` (injected in tests), and the median of recent round times by draft
+    length."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter):
         self.now = now
         self._rounds: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_NEWEST))
-        self._seconds: dict[int, float] = {}  # by draft length: the median of those rounds
-        self._cut = 0  # rounds in a row that were cut short
-        # over prompts, by the model that reads them
+        self._seconds: dict[int, float] = {}  # by draft length: the median
+        self._cut = 0  # rounds in a row that were shortened
+        # Passes over prompts, by the model that reads them.
         self.passes = {"target": Passes(), "draft": Passes()}
 
     def forget(self) -> None:
-        """Nothing was observed: what comes will be faster than what was."""
+        """Forget all times, because later ones will be shorter."""
         self._rounds.clear()
         self._seconds.clear()
         for passes in self.passes.values():
             passes.forget()
 
     def observe(self, width: int, seconds: float) -> None:
-        """Count a round with draft length `width`. A time that is below 0 or not finite teaches
-        nothing: the clock was set."""
+        """Record a round with draft length `width`. Ignore times below 0 or not finite: the
+        system clock was set."""
         if not 0 <= seconds < math.inf:
             return
         self._rounds[width].append(seconds)
         self._seconds[width] = statistics.median_low(self._rounds[width])
 
     def predict(self, width: int) -> float:
-        """Seconds that a round with draft length `width` is likely to take: in between two that
-        were seen in proportion, else what the nearest one took; 0 before any round."""
+        """Return the predicted seconds of a round with draft length `width`.
+
+        Interpolate between the nearest measured lengths, or use the nearest one. 0 before any
+        round.
+        """
         if not self._seconds:
             return 0.0
         below = max((w for w in self._seconds if w <= width), default=None)
@@ -60,10 +61,15 @@ class Clock:
     def longest_in_time(
         self, width: int, deadline: float | None, predict: Callable[[int], float] | None = None
     ) -> int:
-        """The largest draft length up to `width` whose round should end by `deadline`; 0 if none
-        should: a plain round is the shortest there is, and whether to start even that is the
-        caller's question (`predict(0)`). `predict` stands in for the method of that name: a
-        round that has to be captured first takes longer."""
+        """Return the largest draft length up to `width` whose round should end by `deadline`.
+
+        Returns 0 if none should. A plain round is the shortest one; whether to start even that is
+        the caller's decision (`predict(0)`).
+
+        Args:
+            predict: used instead of the method of that name, for rounds that must be captured
+                first.
+        """
         if deadline is None:
             return width
         left = deadline - self.now()
@@ -74,61 +80,64 @@ class Clock:
         return found
 
     def _doubt(self, width: int) -> None:
-        """No round was longer than `width` for a while, because of what such rounds once took:
-        that is forgotten."""
+        """Forget the times of rounds longer than `width`: predictions from them have kept such
+        rounds from running for a while."""
         self._cut = 0
         for longer in [w for w in self._seconds if w > width]:
             del self._rounds[longer], self._seconds[longer]
 
 
 class Passes:
-    """How long one model's passes over parts of prompts take."""
+    """Predict how long one model's passes over parts of prompts take."""
 
     def __init__(self) -> None:
         self._recent: deque[tuple[int, float]] = deque(maxlen=_RECENT)
-        self._trust = 1.0
+        self._discount = 1.0
 
     def forget(self) -> None:
-        """As Clock.forget."""
+        """See Clock.forget."""
         self._recent.clear()
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """Count a pass over so many tokens, unless it had none or its time is no time."""
+        """Record a pass over `tokens` tokens. Ignore an empty pass and times below 0 or not
+        finite."""
         if tokens and 0 <= seconds < math.inf:
             self._recent.append((tokens, seconds))
-            self._trust = 1.0
+            self._discount = 1.0
 
     def predict(self, tokens: int) -> float:
-        """Seconds that a pass over so many tokens is likely to take: the least that recent ones
-        tell, of which shorter ones count in proportion. 0 before any."""
+        """Return the predicted seconds of a pass over `tokens` tokens: the least of the recent
+        ones, scaled up in proportion from shorter ones. 0 before any."""
         return (
             min(
                 (seconds * max(tokens / known, 1.0) for known, seconds in self._recent), default=0.0
             )
-            * self._trust
+            * self._discount
         )
 
     def doubt(self) -> None:
-        """A prompt was given up because of a prediction. If it was wrong, nobody might ever
-        learn: trust it less."""
-        self._trust *= _DOUBT
+        """Lower later predictions, because a prompt was given up due to one. Otherwise a wrong
+        prediction could never be corrected."""
+        self._discount *= _DOUBT
 
 
 class Prefill:
-    """Says before every pass of a model over a prompt whether it should end by `deadline`, and
-    tells `passes` how long they take. `wait`: returns when the device has done all that it was
-    given, for a pass that was only launched says nothing."""
+    """Decide before every pass of a model over a prompt whether it should end by `deadline`, and
+    record the times in `passes`.
+
+    Args:
+        wait: returns when the device is idle; the launch of a pass says nothing about its time.
+    """
 
     def __init__(
         self, passes: Passes, deadline: float, *, now: Callable[[], float], wait: Callable[[], None]
     ):
         self._passes, self._deadline, self._now, self._wait = passes, deadline, now, wait
-        self._running: tuple[int, float] | None = (
-            None  # the tokens of the pass under way, and when it began
-        )
+        # The tokens of the pass in flight, and when it began.
+        self._running: tuple[int, float] | None = None
 
     def __call__(self, tokens: int) -> bool:
-        """Whether a pass over so many tokens may begin now."""
+        """Return whether a pass over `tokens` tokens may begin now."""
         self.end()
         began = self._now()
         if began + self._passes.predict(tokens) > self._deadline:
@@ -138,7 +147,7 @@ class Prefill:
         return True
 
     def end(self) -> None:
-        """The pass under way, if there is one, has ended once the device is idle."""
+        """Wait for the pass in flight, if there is one, and record its time."""
         self._wait()
         if self._running is not None:
             tokens, began = self._running

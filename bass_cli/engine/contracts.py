@@ -8,6 +8,7 @@ do; every other method has a default that does nothing. Not here: a round (round
 from __future__ import annotations
 
 import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -126,8 +127,8 @@ class ControllerInput(NamedTuple):
     rooms: tokens that each row may still generate.
     warmup_costs: the part of the one-time costs before the first measurement of a length.
     stops: whether drafting may end early inside the round, so that a length is only an upper bound.
-    free: whether the round drafts nothing itself because the host looks drafts up; `trim` then has
-        the last word on the length.
+    free: whether the round drafts nothing itself because the host looks drafts up; `trim` then makes
+        the final choice of the length.
     skipped: what became of drafts that verification skipped, since the last ControllerInput.
     padded: rows of the graph that serves the round, padding included; 0 without a graph.
     """
@@ -222,7 +223,7 @@ class Drafter(ABC):
 
     on_device: whether `propose` works on device tensors only, at addresses that change only with
         `version`, so that it can be captured. Otherwise it runs on the host before the round.
-    longest: the largest number of tokens that it proposes.
+    longest: the largest number of tokens that it proposes. Default: no limit.
     version: changes when memory that a captured graph reads moves.
     at_once: whether one pass of its model proposes all tokens of a round, so that a longer draft
         takes no more passes. Under shared coupling such proposals have scores.
@@ -231,7 +232,7 @@ class Drafter(ABC):
     """
 
     on_device: bool = True
-    longest: int = 0
+    longest: int = sys.maxsize
     at_once: bool = False
     catches_up: bool = False
     stops_short: bool = False

@@ -1,9 +1,9 @@
-"""Cuts each row's drafts where the draft's own confidence says so: of all that one pass has drafted
-for a batch, the likeliest are verified, as many as a captured pass has places for.
+"""Cut each row's drafts where the draft's own confidence is low: of all tokens that one pass drafts
+for the batch, verify the likeliest, as many as a captured pass has places for.
 
-For shared coupling, where nothing that this looks at reaches the output, and drafts of one pass:
-those made one after the other have cost their time before they are cut. Not here: the pass over
-what is left (verify.py), the choice and what is learnt of it (kernels).
+It needs shared coupling, where nothing that it uses affects the output, and a drafter that makes
+all drafts in one pass: drafts made one after the other have cost their time already. Not here: the
+pass over the chosen drafts (verify.py), the choice and the learning (kernels).
 """
 
 from __future__ import annotations
@@ -16,34 +16,20 @@ from torch import Tensor
 import bass_kernels as ops
 from bass_cli.engine.contracts import Proposal
 
-# Tokens of a pass up to which another one hardly takes time, so that verifying all is as good: on
-# an H200 a 7B's pass of 8 / 64 / 128 / 256 tokens takes 4.2 / 5.0 / 6.0 / 8.9 ms; a CPU's takes
-# longer from a few on.
+# Up to this many tokens in a pass one more costs almost nothing, so all drafts are verified. On an
+# H200 a pass of a 7B over 8 / 64 / 128 / 256 tokens takes 4.2 / 5.0 / 6.0 / 8.9 ms. On a CPU every
+# token costs time after the first few.
 CHEAP = {"cpu": 16, "cuda": 64}
-_STRENGTH = 6.0  # drafts that what a bin is taken for counts as, before any
-
-
-class Cut(NamedTuple):
-    """Where rows may be cut: `more` tokens are drafted of each row than are verified on average,
-    `most` at the most, and nothing is cut of a pass that takes all with up to `above` tokens."""
-
-    most: int
-    above: int
-    more: int
-
-    def drafted(self, width: int) -> int:
-        """How many tokens are drafted of each row where `width` are verified of one on average;
-        these alone where no more may be."""
-        return max(min(width + self.more, self.most), width)
+_STRENGTH = 6.0  # prior strength: pseudo-observations per confidence bin
 
 
 class Cutting:
-    """For one loop, on its device: what is known of its draft's confidence, at addresses that
-    stay, for captured rounds learn too."""
+    """The choice for one loop, on its device. What is learnt about the draft's confidence stays
+    at fixed addresses, because captured rounds learn too."""
 
     def __init__(self, cut: Cut, device: torch.device):
         self._cut = cut
-        # at first: half of a draft's doubt comes true, for noise is shared
+        # Prior: P(reject) = (1 - confidence) / 2, because draft and target share their noise.
         middles = (torch.arange(ops.BINS, device=device) + 0.5) / ops.BINS
         kept = _STRENGTH * (1 - middles * middles / 2)
         first = torch.stack((kept, torch.full_like(kept, _STRENGTH)))
@@ -51,19 +37,25 @@ class Cutting:
         self.known = ops.Known(kept, trials, first)
 
     def pays(self, rows: int, width: int) -> bool:
-        """Whether rounds of so many rows are cut that verify `width` drafts of each on average."""
+        """Return whether rounds of `rows` rows that verify `width` drafts of each on average are
+        cut."""
         tokens = rows * (width + 1)
         return width > 0 and tokens > self._cut.above and self.drafted(width) > width
 
     def drafted(self, width: int) -> int:
-        """How many tokens are drafted of each row then."""
+        """See Cut.drafted."""
         return self._cut.drafted(width)
 
     def choose(
         self, proposal: Proposal, total: int, pending: Tensor, lengths: Tensor, alive: Tensor
     ) -> ops.Chosen:
-        """The `total` likeliest of a proposal with scores, behind the rows' last tokens pending
-        [B, 1], at their lengths [B]; rows that do not live (alive [B] is 0) have what is left."""
+        """Choose the `total` likeliest drafts of a proposal with scores.
+
+        Args:
+            pending: [B, 1], the rows' last tokens.
+            lengths: [B], the rows' lengths.
+            alive: [B], 0 for rows that are not live; they get what is left over.
+        """
         assert proposal.scores is not None
         chances = ops.standing(proposal.scores, self.known, alive)
         tokens = torch.cat((pending, proposal.tokens), 1)
@@ -73,8 +65,29 @@ class Cutting:
     def settle(
         self, proposal: Proposal, chosen: ops.Chosen, found: tuple[Tensor, Tensor], alive: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """How many drafts each row keeps, [B], and what the host is told (selection.settle), where
-        the target has `found` these tokens and their log-probabilities, [M] each."""
+        """Return the accepted drafts of each row, [B], and the table for the host (ops.settle).
+
+        Args:
+            found: the target's tokens at the chosen places and their log-probabilities, [M] each.
+        """
         drafts, scores = proposal.tokens, proposal.scores
         kept, table = ops.settle(drafts, scores, chosen, *found, self.known, alive)
         return kept, table
+
+
+class Cut(NamedTuple):
+    """When and how much to cut.
+
+    most: the largest number of tokens drafted for a row.
+    above: a pass is cut only if verifying all drafts would take more tokens than this.
+    more: how many more tokens are drafted for each row than are verified on average.
+    """
+
+    most: int
+    above: int
+    more: int
+
+    def drafted(self, width: int) -> int:
+        """Return how many tokens are drafted for each row if `width` of each are verified on
+        average; at least `width`."""
+        return max(min(width + self.more, self.most), width)

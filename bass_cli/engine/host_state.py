@@ -1,7 +1,7 @@
-"""What the host knows of rows: columns by place, so that a round is taken in by a few operations
-on all of them, and nothing is done for a single row until somebody asks for it.
+"""The host's record of rows, stored as columns by place, so that a round is recorded by a few array
+operations. Python lists for one row are built only when they are read.
 
-Not here: which rows are live, and the device (batch.py); what ends one (scheduler.py).
+Not here: which rows are live, and the device (batch.py); what ends a row (run/scheduler.py).
 """
 
 from __future__ import annotations
@@ -11,16 +11,22 @@ from typing import NamedTuple
 import numpy
 from numpy.typing import NDArray
 
+from bass_cli.engine.sizes import LONGEST
+
 Integers = NDArray[numpy.int64]
-# Columns of `numbers`: tokens in all, the prompt's, the most that may be generated, rounds,
-# drafted, accepted, and how many were generated when the logits were not sound (-1: they are).
+# Columns of `numbers`: all tokens, tokens of the prompt, the most that may be generated, rounds,
+# drafted, accepted, and how many were generated when the logits were first non-finite (-1: never).
 LENGTH, PROMPT, LIMIT, ROUNDS, DRAFTED, ACCEPTED, BROKEN = range(7)
-_SLACK = 130  # places beyond a limit: two rounds of the longest draft length may go there
+_SLACK = 2 * (LONGEST + 1)  # places beyond a limit, for two rounds of the longest draft length
 
 
 class News(NamedTuple):
-    """What the last round brought: `places` [B] of the rows that it was of and that are live,
-    block [B, W] their tokens, of which the first `counts` [B] are new."""
+    """The tokens of the last round.
+
+    places: [B], the places of its rows that are still live.
+    block: [B, W], their tokens.
+    counts: [B], how many tokens of each line of the block are new.
+    """
 
     places: Integers
     block: Integers
@@ -28,8 +34,13 @@ class News(NamedTuple):
 
 
 class HostState:
-    """For up to `rows` rows. `numbers` [rows, 7] int64; `tokens` [rows, span] int32 and `scores`
-    [rows, span] float32: what was generated, and the log-probabilities. `news`: see News."""
+    """The record of up to `rows` rows.
+
+    numbers: [rows, 7] int64, columns as named above.
+    tokens: [rows, span] int32, the generated tokens.
+    scores: [rows, span] float32, their log-probabilities.
+    news: the tokens of the last round.
+    """
 
     def __init__(self, rows: int):
         self.numbers: Integers = numpy.zeros((rows, 7), dtype=numpy.int64)
@@ -38,7 +49,7 @@ class HostState:
         self.news = News(*(numpy.zeros(shape, dtype=numpy.int64) for shape in (0, (0, 1), 0)))
 
     def widen(self, limit: int) -> None:
-        """See to it that rows may generate so many tokens."""
+        """Make place for `limit` generated tokens in each row."""
         span = self.tokens.shape[1]
         if limit + _SLACK <= span:
             return
@@ -46,7 +57,7 @@ class HostState:
         self.tokens, self.scores = numpy.pad(self.tokens, more), numpy.pad(self.scores, more)
 
     def move(self, sources: list[int], targets: list[int]) -> None:
-        """Rows take the places of others."""
+        """Move rows to other places."""
         used = int(self._generated(sources).max(initial=0))
         self.numbers[targets] = self.numbers[sources]
         self.tokens[targets, :used] = self.tokens[sources, :used]
@@ -55,15 +66,24 @@ class HostState:
     def take(
         self, table: Integers, places: Integers, *, width: int, num_drafts: Integers | int
     ) -> Integers:
-        """A round with places for `width` drafts has brought `table` (packed.pack) to the rows
-        at `places` [B]; returns accepted [B]. meant [B]: how many drafts each row had; what only
-        filled its place up counts as drafted if it stood."""
+        """Record the result of a round.
+
+        Args:
+            table: the result (ops.report) of the rows at `places` [B].
+            width: places for drafts in the table.
+            num_drafts: [B], drafts of each row. A token that only filled a place counts as drafted
+                if it was accepted.
+
+        Returns: accepted [B].
+        """
         accepted, block = table[:, 0], table[:, 1 : width + 2]
         scores = table[:, width + 2 :].astype(numpy.int32).view(numpy.float32)
         counts = accepted + 1
         generated = self._generated(places)
         columns = generated[:, None] + numpy.arange(width + 1)
-        columns = columns.clip(max=self.tokens.shape[1] - 1)  # only beyond a limit, and unread
+        columns = columns.clip(
+            max=self.tokens.shape[1] - 1
+        )  # clips only what lies beyond a limit; it is never read
         self.tokens[places[:, None], columns] = block
         self.scores[places[:, None], columns] = scores
         self._note_broken(places, scores, generated, counts)
@@ -81,8 +101,8 @@ class HostState:
     def _note_broken(
         self, places: Integers, scores: NDArray[numpy.float32], before: Integers, counts: Integers
     ) -> None:
-        """A committed token's log-probability is finite exactly where its logits were sound;
-        scores [B, W]."""
+        """Record where logits became non-finite: a committed token's log-probability is finite if
+        and only if its logits were. scores: [B, W]."""
         finite = numpy.isfinite(scores)
         if finite.all():
             return
@@ -92,15 +112,21 @@ class HostState:
 
 
 class Row:
-    """One sample as it grows: what the host knows of it. `tokens` holds the prompt and what was
-    generated; its last token is pending (the target has not seen it). `limit`: how many tokens
-    it may generate. `top_k` 0 and `top_p` 1 truncate nothing; `temperature` 0 is greedy.
-    `broken`: how many tokens it had generated when the target's logits were not sound
-    (bass_kernels/sampling.py); its tokens after them mean nothing, and it must be retired.
+    """One sample as it grows, as the host sees it.
 
-    While it is live, all that a ledger knows of it stands at its `place` there, and its lists
-    are brought up to date when they are asked for; they stay the same lists. `prompt`: the
-    prompt's tokens, which its rows may share and nobody changes.
+    tokens: the prompt and the generated tokens. The last token is pending: the target has not read
+        it.
+    prompt: the prompt's tokens, shared by its rows and never changed.
+    limit: how many tokens it may generate.
+    temperature: 0 is greedy.
+    top_k: 0 truncates nothing.
+    top_p: 1 truncates nothing.
+    broken: the number of generated tokens when the target's logits were first non-finite
+        (bass_kernels/sampling.py); None if they are finite. Later tokens are meaningless and the
+        row must be retired.
+
+    While the row is live, its data lies in a HostState at `place`. Its lists are extended when they
+    are read, and stay the same objects.
     """
 
     __slots__ = (
@@ -133,29 +159,29 @@ class Row:
         self.key, self.sample, self.seed = key, sample, seed
         self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
         self.prompt = tokens
-        self._tokens: list[int] | None = None  # nobody has asked for them
+        self._tokens: list[int] | None = None  # built when first read
         self._generated, self._scores = list[int](), list[float]()
-        self._numbers = [len(tokens), len(tokens), limit, 0, 0, 0, -1]  # where it is not live
+        self._numbers = [len(tokens), len(tokens), limit, 0, 0, 0, -1]  # used while it is not live
         self._host_state: HostState | None = None
         self.place = -1
 
     def write_to(self, host_state: HostState, place: int) -> None:
-        """From now on it lives at this place of a ledger, which has its line already if it was
-        moved there."""
+        """Attach to this place of a HostState. A row that was moved there has its numbers there
+        already."""
         if self.place < 0:
             host_state.numbers[place] = self._numbers
         self.place, self._host_state = place, host_state
 
     def leave(self) -> None:
-        """It lives no more, and is as complete as it ever will be."""
+        """Detach from the batch and copy the final state."""
         assert self._host_state is not None
         self._update()
         self._numbers = self.numbers()
         self._host_state, self.place = None, -1
 
     def cut(self, generated: int) -> None:
-        """Drop the tokens beyond the first `generated` that it generated, all from its last
-        round: the last one was the target's own, the others accepted drafts."""
+        """Drop the tokens after the first `generated` generated ones. All of them are from the last
+        round: its last token was the target's own, the others accepted drafts."""
         surplus = self.generated - generated
         if surplus > 0:
             self._update()
@@ -167,14 +193,14 @@ class Row:
             self._set(ACCEPTED, self.accepted - surplus + 1)
 
     def since(self, seen: int) -> list[int]:
-        """What it generated after its first `seen` tokens."""
+        """Return the tokens that it generated after the first `seen`."""
         if self._host_state is None:
             return self._generated[seen:]
         new: list[int] = self._host_state.tokens[self.place, seen : self.generated].tolist()
         return new
 
     def numbers(self) -> list[int]:
-        """The columns of a ledger, all at once."""
+        """Return its line of HostState.numbers."""
         if self._host_state is None:
             return self._numbers
         found: list[int] = self._host_state.numbers[self.place].tolist()
@@ -200,7 +226,7 @@ class Row:
 
     @property
     def length(self) -> int:
-        """Of its tokens."""
+        """Number of its tokens, the prompt included."""
         return self._number(LENGTH)
 
     @property

@@ -1,7 +1,7 @@
-"""Acceptance that is set, for benchmarks of random weights: the output then means nothing.
+"""Simulated acceptance for benchmarks with random weights. The output is then meaningless.
 
-Whether the draft of a position stands is drawn once for a row's life, so every draft length
-meets the same luck and runs of one seed can be compared row by row.
+Whether the draft at a position is accepted is drawn once for a row's life. All draft lengths then
+have the same luck, and runs with one seed can be compared row by row.
 """
 
 from __future__ import annotations
@@ -15,26 +15,30 @@ from bass_cli.engine.batch import Batch, Change
 from bass_cli.engine.sampling_params import noise_key
 from bass_cli.engine.sizes import LONGEST
 
-# the chance of each draft of a row, or by its place in the draft, the last one for all behind it
+# The probability that a draft of a row is accepted: one number, or one for each position in the
+# draft, of which the last applies to all positions after it.
 Rate = float | tuple[float, ...]
 
 
 class SimulatedAcceptance:
-    """A draft stands with its row's chance, those before it having stood. Rows take the `rates`
-    in turn, beginning with the first row of an empty batch; other `rates` hold for rows that
-    come from then on. `version` changes whenever the table moves to another address."""
+    """Accept each draft with its row's probability if all drafts before it were accepted.
+
+    Rows take the `rates` in turn, beginning with the first row of an empty batch. If `rates` is
+    replaced, the new values apply to rows that begin later. `version` changes when the table moves
+    to another address.
+    """
 
     def __init__(self, rates: Sequence[Rate], batch: Batch):
         self.rates, self._batch, self._turn = tuple(rates), batch, 0
-        # by row and position: a draft stands there if this is below its chance
+        # By row and position: a draft there is accepted if this is below its probability.
         self._luck = torch.ones(batch.capacity, 0, device=batch.device)
-        # by row and place in the draft
+        # By row and position in the draft: the probability.
         self._chances = torch.zeros(batch.capacity, LONGEST, device=batch.device)
         self.version = 0
         self._widen()
 
     def follow(self, change: Change) -> None:
-        """Rows that begin have the luck of their noise keys."""
+        """Draw the luck of rows that begin, from their noise keys."""
         self._widen()
         for source, target in change.moved:
             self._luck[target] = self._luck[source]
@@ -53,12 +57,13 @@ class SimulatedAcceptance:
             self._turn += 1
 
     def accepted(self, places: Tensor) -> Tensor:
-        """How many drafts stand, [B] int64. places [B, k]: their positions."""
+        """Return the number of accepted drafts, [B] int64. places: [B, k], the positions of the
+        drafts."""
         rows, width = places.shape
-        # only what is beyond a row's end goes there
+        # Clamps only positions beyond a row's end.
         places = places.clamp(max=self._luck.shape[1] - 1)
-        stands = self._luck[:rows].gather(1, places) < self._chances[:rows, :width]
-        return stands.long().cumprod(-1).sum(-1)
+        accepted = self._luck[:rows].gather(1, places) < self._chances[:rows, :width]
+        return accepted.long().cumprod(-1).sum(-1)
 
     def _widen(self) -> None:
         more = self._batch.tokens.shape[1] - self._luck.shape[1]
@@ -68,6 +73,6 @@ class SimulatedAcceptance:
 
 
 def _chances(rate: Rate) -> Tensor:
-    """By place in the draft, [LONGEST] float32."""
+    """Return the probability by position in the draft, [LONGEST] float32."""
     by_place = rate if isinstance(rate, tuple) else (rate,)
     return torch.tensor([*by_place, *by_place[-1:] * (LONGEST - len(by_place))][:LONGEST])

@@ -1,4 +1,4 @@
-"""What the target says of the drafts: its pass over them, and a Verdict by one function for each
+"""Verification: the target's pass over the drafts, and a Verdict by one function for each
 coupling. The arithmetic is in the kernels."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from bass_cli.engine.cutting import Cutting
 from bass_cli.engine.sampling_params import SamplingParams
 from bass_cli.engine.simulated_acceptance import SimulatedAcceptance
 
-ALL = 2**31 - 1  # more drafts than any round has
+ALL = 2**31 - 1  # no bound: more drafts than any round has
 
 
 class Verifier:
@@ -29,21 +29,27 @@ class Verifier:
     ):
         self._batch, self._target = batch, target
         self._coupling, self._simulated_acceptance = coupling, simulated_acceptance
-        # How many of a row's drafts a captured round looks at: on the host, and where graphs
-        # read it.
+        # The most drafts of a row that a bounded pass verifies: on the host, and on the device
+        # where graphs read it.
         self.most, self._bound = ALL, batch.tokens.new_full((), ALL)
 
     def look_at(self, most: int) -> None:
-        """From now on bounded passes take so many drafts of a row for all there are."""
+        """Verify at most `most` drafts of each row in bounded passes from now on."""
         if most != self.most:
             self.most = most
             self._bound.fill_(most)
 
     def check(self, proposal: Proposal, *, bounded: bool = False) -> Tensor:
-        """The target's pass over the rows' pending tokens and the drafts, judged and committed;
-        what the host needs to know of it, as one table that is copied at once: [B, 2k + 3]
-        int64, how many drafts were accepted; the block of k + 1 tokens, valid up to and
-        including that place; and the bits of their log-probabilities."""
+        """Run the target over the pending tokens and the drafts, choose what is accepted, and
+        commit it.
+
+        Args:
+            bounded: verify at most as many drafts as `look_at` has set.
+
+        Returns: the table for the host, [B, 2k + 3] int64: the number of accepted drafts; the block
+            of k + 1 tokens, valid up to and including that index; the bits of their
+            log-probabilities.
+        """
         batch, width = self._batch, proposal.tokens.shape[1]
         tokens, positions = batch.pending(proposal.tokens)
         verdict = judge(
@@ -57,9 +63,11 @@ class Verifier:
         return batch.report(verdict.block, verdict.accepted, verdict.scores)
 
     def check_part(self, proposal: Proposal, each: int, cutting: Cutting) -> Tensor:
-        """The same of only the likeliest drafts, `each` of a row on average: shared coupling, a
-        target that takes them packed, a proposal with scores. The table has one more column at
-        its end, how many drafts of a row were verified."""
+        """As `check`, but verify only the likeliest drafts, `each` of a row on average.
+
+        It needs shared coupling, a target that takes packed rows and a proposal with scores. The
+        table has one more column at the end: the number of drafts of each row that were verified.
+        """
         batch, (rows, width) = self._batch, proposal.tokens.shape
         assert isinstance(self._target, TakesPacked)
         lengths, alive = batch.lengths[:rows], batch.alive
@@ -83,24 +91,63 @@ def judge(
     simulated_acceptance: SimulatedAcceptance | None,
     most: Tensor | None = None,
 ) -> Verdict:
-    """By "shared" or "maximal" coupling, or as an acceptance that is set has it (see `imposed`).
-    `most` ([] int64): the drafts of a row that are there for the round, as if the others had not
-    been proposed; None: all."""
-    drafts, law = proposal.tokens, proposal.probs
+    """Return the verdict by "shared" or "maximal" coupling, or by simulated acceptance if it is
+    set.
+
+    Args:
+        most: [] int64, the number of drafts of each row that count, as if the others had not been
+            proposed. None: all.
+    """
+    drafts, probs = proposal.tokens, proposal.probs
     if simulated_acceptance is not None:
         return simulated(drafts, logits, batch, simulated_acceptance, most)
     if coupling == "shared":
         return shared(drafts, logits, batch.params, batch.places(0, logits.shape[1]), most)
-    return maximal(drafts, law, logits, batch.params, batch.lengths[: batch.rows], most)
+    return maximal(drafts, probs, logits, batch.params, batch.lengths[: batch.rows], most)
 
 
 def shared(
     drafts: Tensor, logits: Tensor, params: SamplingParams, places: Tensor, most: Tensor | None
 ) -> Verdict:
-    """Shared coupling: drafts [B, k] against the target's own choices from logits [B, k + 1, V]
-    with the noise of their positions, places [B, k + 1]."""
+    """Shared coupling: accept drafts [B, k] while they equal the target's own samples.
+
+    Args:
+        logits: [B, k + 1, V] of the target.
+        places: [B, k + 1], positions, which select the noise.
+    """
     targets, scores = _choices(logits, params, places)
     return Verdict(ops.accept_shared(drafts, targets, most), targets, scores)
+
+
+def maximal(
+    drafts: Tensor,
+    probs: ops.Distribution | None,
+    logits: Tensor,
+    params: SamplingParams,
+    lengths: Tensor,
+    most: Tensor | None,
+) -> Verdict:
+    """Maximal coupling (rejection sampling).
+
+    Args:
+        drafts: [B, k], sampled from `probs`.
+        probs: [B, k, U] with U at most V; None for point masses.
+        logits: [B, k + 1, V] of the target; `params` turns them into its distributions.
+        lengths: [B], the position of the first draft.
+        most: see `judge`.
+    """
+    accepted, _following, block, scores = ops.rejection_sample(
+        drafts,
+        probs,
+        logits,
+        params.temperature,
+        params.top_k,
+        params.top_p,
+        params.keys,
+        lengths,
+        most,
+    )
+    return Verdict(accepted, block, scores)
 
 
 def simulated(
@@ -110,8 +157,8 @@ def simulated(
     simulated_acceptance: SimulatedAcceptance,
     most: Tensor | None,
 ) -> Verdict:
-    """For benchmarks of random weights only: does shared coupling's work, then accepts what
-    `imposing` says, whatever the target says."""
+    """For benchmarks with random weights: do the work of shared coupling, then accept what
+    `simulated_acceptance` says, whatever the target's logits are."""
     width = logits.shape[1]
     places = batch.places(0, width)
     targets, scores = _choices(logits, batch.params, places)
@@ -124,40 +171,16 @@ def simulated(
 
 
 def _choices(logits: Tensor, params: SamplingParams, places: Tensor) -> tuple[Tensor, Tensor]:
-    """The target's tokens at places [B, W] under shared coupling, and their log-probabilities,
-    [B, W] each."""
+    """Return the target's tokens at places [B, W] under shared coupling, and their
+    log-probabilities, [B, W] each."""
     tokens, scores = _chosen(logits.flatten(0, 1), params, places.flatten())
     return tokens.view(places.shape), scores.view(places.shape)
 
 
 def _chosen(logits: Tensor, params: SamplingParams, places: Tensor) -> tuple[Tensor, Tensor]:
-    """The same of logits [N, V] by laws of N / B places each, at places [N]: [N] each."""
+    """Return the same for logits [N, V] at places [N], where each row of `params` serves N / B
+    of them: [N] each."""
     tokens, scores = ops.sample_scored(
         logits, params.temperature, params.top_k, params.top_p, params.keys, places
     )
     return tokens, scores
-
-
-def maximal(
-    drafts: Tensor,
-    law: ops.Distribution | None,
-    logits: Tensor,
-    params: SamplingParams,
-    lengths: Tensor,
-    most: Tensor | None,
-) -> Verdict:
-    """Maximal coupling: drafts [B, k] drawn from law [B, k, U] (None: point masses), U at most
-    V, against the processed laws of logits [B, k + 1, V]; lengths [B] is the position of the
-    first draft."""
-    accepted, _following, block, scores = ops.rejection_sample(
-        drafts,
-        law,
-        logits,
-        params.temperature,
-        params.top_k,
-        params.top_p,
-        params.keys,
-        lengths,
-        most,
-    )
-    return Verdict(accepted, block, scores)

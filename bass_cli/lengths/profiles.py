@@ -1,9 +1,9 @@
-"""Where cost surfaces are kept: one JSON file for each device, pair, dtype and version, in the
+"""Where cost surfaces are stored: one JSON file for each device, pair, dtype and version, in the
 user's cache folder.
 
-Not here: what is in them (costs.py), how they are measured (run/profile.py). A file
-that cannot be read or written is never an error: without a profile everything works, only a
-little slower at first.
+Not here: what they contain (costs.py), how they are measured (run/profile.py). A file that cannot
+be read or written is never an error: without a profile everything works, only a little slower at
+first.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from bass_cli.system.host import cache_folder
 from bass_cli.system.threads import most_threads
 
 Note = Callable[[str], None]
-_MOST_BYTES = 1 << 20  # of a profile, which has some thousand
+_MOST_BYTES = 1 << 20  # a profile has a few thousand
 
 
 @runtime_checkable
 class Remembers(Protocol):
-    """A controller that learns what rounds cost."""
+    """A controller that learns the cost of rounds."""
 
     def learned(self) -> Surface | None:
-        """What later jobs may begin from; None where that is not worth keeping."""
+        """Return what later jobs may begin from; None if that is not worth storing."""
 
 
 def folder() -> Path:
-    """`profiles` in the cache folder."""
+    """Return the folder `profiles` in the cache folder."""
     return cache_folder() / "profiles"
 
 
@@ -50,9 +50,15 @@ def path_of(
     threads: int | None = None,
     ranks: int = 1,
 ) -> Path:
-    """The file for two models (their fingerprints), a device, or `ranks` of them, a dtype and the
-    versions of now; `threads` as asked for. Coupling and sampling are not in it: they cost nearly
-    the same. Nor is who else computes here just now."""
+    """Return the file for two models (their fingerprints), a device or `ranks` of them, a dtype and
+    the present versions.
+
+    Coupling and sampling are not part of it: their cost is nearly the same. Nor is other load on
+    the machine.
+
+    Args:
+        threads: CPU threads as requested; None: the default.
+    """
     identity = [
         _device_name(device, threads),
         target,
@@ -67,7 +73,8 @@ def path_of(
 
 
 def load_surface(path: Path, note: Note) -> Surface | None:
-    """The surface kept there; None if there is none, or, after a note, if the file is not one."""
+    """Return the stored surface. None if there is none, or, after a note, if the file is not a
+    valid one."""
     try:
         return read_surface(read_cached(path, _MOST_BYTES))
     except FileNotFoundError:
@@ -78,18 +85,18 @@ def load_surface(path: Path, note: Note) -> Surface | None:
 
 
 def save_surface(path: Path, surface: Surface, note: Note) -> bool:
-    """Keep it there, whole or not at all; False, after a note, where that cannot be."""
+    """Store a surface, whole or not at all. Return False, after a note, if that fails."""
     try:
         write_cached(path, f"{surface.to_json()}\n".encode())
     except OSError as error:
-        note(f"{path}: the profile could not be kept: {error.strerror}")
+        note(f"{path}: the profile could not be saved: {error.strerror}")
         return False
     return True
 
 
 def keep_learnt(path: Path | None, lengths: DraftLength) -> None:
-    """At the end of a job: what its controller has learnt is kept for the next one, which begins
-    from it. A measured profile stays as it is."""
+    """Store what a controller has learnt in a job, for the next job to begin from. A measured
+    profile stays unchanged."""
     learnt = lengths.learned() if isinstance(lengths, Remembers) else None
     if learnt is not None and path is not None:
         save_surface(path, learnt, lambda note: None)

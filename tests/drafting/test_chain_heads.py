@@ -1,5 +1,5 @@
-"""EAGLE-3 drafters: the very drafts of a full forward by the paper, whatever came before; the
-target's law; what is refused."""
+"""EAGLE-3 drafters: the drafts equal those of a full forward by the paper, whatever came before;
+the target's distribution; what is refused."""
 
 import functools
 import re
@@ -35,7 +35,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # of Trit
 
 
 def opened(folder, place, form=None):
-    """The target and the drafter of a folder, float32."""
+    """Return the target and the drafter of a folder, float32."""
     ops.use(form)  # kernels read no packed weights
     try:
         checkpoint = open_checkpoint(folder / "target")
@@ -50,7 +50,7 @@ def opened(folder, place, form=None):
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """A function from a target's family and a layout to both models: as transformers and the
-    paper have them, and as we read them."""
+    paper define them, and as we read them."""
 
     @functools.cache
     def made(family, kind, form=None, **keys):
@@ -65,8 +65,8 @@ def models(tmp_path_factory):
 
 
 class Compared:
-    """Holds every proposal of a loop's drafter under shared coupling against the paper's words:
-    logits and tokens."""
+    """Compare every proposal of a loop's drafter under shared coupling with the paper's
+    definition: logits and tokens."""
 
     def __init__(self, loop, theirs, reading):
         self._theirs, self._reading, self.seen = theirs, reading, []
@@ -106,9 +106,10 @@ class Compared:
     ("family", "kind"),
     [("llama3", "authors"), ("qwen3", "speculators"), ("codegen", "deepspec"), ("opt", "authors")],
 )
-def test_drafts_are_those_of_a_full_forward(models, family, kind):
-    """Also of rows that have just begun, of a single token, siblings, rows that were moved, after
-    full, partial and no acceptance, after plain rounds; with plain decoding's tokens."""
+def test_drafts_equal_a_full_forward(models, family, kind):
+    """Also of rows that have just begun, rows of a single token, samples of one prompt and moved
+    rows; after full, partial and no acceptance and after plain rounds. The tokens equal those of
+    plain decoding."""
     theirs, reading, target, head = models(family, kind)
     due, seen = plain(target, rows()), set()
     for batch, lengths, acceptance in (
@@ -127,7 +128,7 @@ def test_drafts_are_those_of_a_full_forward(models, family, kind):
 
 
 @pytest.mark.parametrize("keys", [{"model_type": "qwen3"}, {"norm_before_residual": False}])
-def test_what_speculators_may_say(models, keys):
+def test_speculators_config_variants(models, keys):
     theirs, reading, target, head = models("qwen3", "speculators", **keys)
     loop = loop_of(target, head, rows=5, lengths=Tour())
     compared = Compared(loop, theirs, reading)
@@ -135,8 +136,9 @@ def test_what_speculators_may_say(models, keys):
     assert compared.seen
 
 
-def test_the_layers_that_the_paper_reads(tmp_path):
-    """Where a config is silent: the states in front of the third, the middle, the third last."""
+def test_default_layers_are_those_of_the_paper(tmp_path):
+    """If the config names none: the states before the third, the middle and the third last
+    layer."""
     theirs = write_checkpoint("qwen3", tmp_path / "target", num_hidden_layers=8)
     reading = write_chain(tmp_path / "head", "authors", eagle_config={})
     target, head = opened(tmp_path, CPU)
@@ -147,9 +149,9 @@ def test_the_layers_that_the_paper_reads(tmp_path):
     assert compared.seen
 
 
-def test_prompts_are_read_for_both(models):
-    """Also what one prompt has in common with another and copies (the token behind it is another
-    one), one that is all of another's, prompts of several passes, one with a deadline."""
+def test_prompts_are_read_by_target_and_drafter(models):
+    """Also shared prefixes that are copied (the token after them differs), a prompt that is a
+    prefix of another, prompts of several passes, and one with a deadline."""
     theirs, reading, target, head = models("qwen3", "speculators")
     text = torch.randint(3, 290, (140,), generator=torch.Generator().manual_seed(3)).tolist()
     texts = (text, [*text[:131], 5, 6, 7], text[:40], [9], [*text[:139], 4], [*text, 8, 9])
@@ -171,8 +173,8 @@ def test_prompts_are_read_for_both(models):
 
 @pytest.mark.parametrize("batch", [2, 5])
 def test_captured_rounds_and_those_launched_ahead(models, batch):
-    """Whatever length graphs have and whenever they begin, the tokens are plain decoding's, and
-    the drafts those of the paper; nothing is ever caught up."""
+    """For any captured length and any launch time the tokens equal those of plain decoding, and
+    the drafts those of the paper; catching up is never needed."""
     theirs, reading, target, head = models("qwen3", "authors")
     due = plain(target, rows())
     for lengths in (Settled(), Goodput(limit=8)):
@@ -193,8 +195,8 @@ def test_captures_change_no_sample_under_maximal_coupling(models):
     assert loop.graphs.count("replay", "round") > 3
 
 
-def test_it_drafts_step_by_step(models):
-    """For `auto`, graphs and profiles: a longer draft costs more; and it can be stopped short."""
+def test_chain_drafter_declares_one_pass_a_token(models):
+    """For `auto`, graphs and profiles: a longer draft costs more, and it can be stopped early."""
     _, _, target, head = models("qwen3", "authors")
     loop = loop_of(target, head, rows=6, lengths=Fixed(4))
     assert not loop.drafter.at_once
@@ -215,7 +217,7 @@ def test_it_drafts_step_by_step(models):
     )
 
 
-def test_maximal_coupling_has_the_targets_law(tmp_path):
+def test_maximal_coupling_has_the_targets_distribution(tmp_path):
     """Over a vocabulary of twelve."""
     theirs = write_checkpoint("qwen3", tmp_path / "target", vocab_size=12, num_hidden_layers=2)
     write_chain(tmp_path / "head", "deepspec", vocab=12, target_layer_ids=[0, 1])
@@ -224,7 +226,7 @@ def test_maximal_coupling_has_the_targets_law(tmp_path):
 
 
 @pytest.mark.parametrize("coupling", ["shared", "maximal"])
-def test_tokens_that_it_does_not_know_are_never_drafted(models, coupling):
+def test_tokens_outside_the_drafters_vocabulary_are_never_drafted(models, coupling):
     _, _, target, head = models("qwen3", "authors")
     loop = loop_of(target, head, rows=5, lengths=Tour(), coupling=coupling)
     proposed, propose = [], loop.drafter.propose
@@ -235,9 +237,9 @@ def test_tokens_that_it_does_not_know_are_never_drafted(models, coupling):
     assert len(drafts.unique()) > 20
 
 
-def test_the_kernels_of_a_gpu_draft_the_same(models):
-    """Rows that share a prompt and have none of their own yet, and later ones; the target's few
-    tokens take the fused layers."""
+def test_gpu_kernels_give_the_same_drafts(models):
+    """Rows that share a prompt and have no tokens of their own yet, and later ones; the target's
+    few tokens take the fused layers."""
     pytest.importorskip("triton")
     _, _, target, head = models("qwen2", "speculators", "triton")
     found = []
@@ -270,8 +272,8 @@ def test_the_kernels_of_a_gpu_draft_the_same(models):
         torch.testing.assert_close(one, other, atol=1e-3, rtol=1e-3)
 
 
-def test_a_row_that_has_just_begun_writes_to_no_other_row(models):
-    """Its first pair stands in its prompt already: before its own slots are another row's."""
+def test_new_row_writes_to_no_other_row(models):
+    """Its first pair lies in the prompt: the places before its own belong to another row."""
     _, _, target, head = models("qwen3", "authors")
     runner = Runner(target.read_by(head), rows=3, span=30, lag=1)
     runner.open("0", [5, 6, 7, 8, 9])
@@ -301,7 +303,7 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_run_goes_on_where_it_stopped_and_is_plain_decodings(here):
+def test_resumed_run_equals_plain_decoding(here):
     goes_on_and_is_plain(here, ("--draft", "heads:other", "--draft-length", "auto"))
 
 
@@ -325,7 +327,7 @@ def test_a_run_goes_on_where_it_stopped_and_is_plain_decodings(here):
         ("speculators", {"model_type": "gemma3_text"}, 'layers like those of "gemma3_text" are not supported'),
     ],
 )  # fmt: skip
-def test_what_is_not_known_or_does_not_fit_is_refused(models, kind, keys, reason):
+def test_unknown_or_mismatched_configs_are_refused(models, kind, keys, reason):
     _, _, target, _ = models("qwen3", "authors")
     with pytest.raises(UserError) as refused:
         head_of_config(chain_config(kind, **keys), target.spec, place="head/config.json")
@@ -333,7 +335,7 @@ def test_what_is_not_known_or_does_not_fit_is_refused(models, kind, keys, reason
     assert str(refused.value).startswith("head/config.json: ")
 
 
-def test_tensors_are_held_against_the_config(here):
+def test_tensors_are_checked_against_the_config(here):
     target = open_checkpoint(here / "target").spec
     for change, reason in (
         (lambda tensors: tensors.pop("midlayer.hidden_norm.weight"), 'tensor "midlayer.hidden_norm.weight" is missing'),
@@ -351,7 +353,7 @@ def test_tensors_are_held_against_the_config(here):
             open_head(here / "head", target)
 
 
-def test_a_file_of_torchs_is_read_too(here):
+def test_torch_checkpoint_is_read(here):
     """As some are published, the ids of the shorter vocabulary included."""
     target, place = open_checkpoint(here / "target").spec, here / "head" / "model.safetensors"
     words = {"dtype": torch.float32, "device": CPU}
@@ -366,8 +368,8 @@ def test_a_file_of_torchs_is_read_too(here):
         assert torch.equal(weight, weights[name])
 
 
-def test_its_memory_is_counted(here):
-    """Weights as they are loaded, its keys and values in the target's store, and the features."""
+def test_memory_of_the_drafter_is_counted(here):
+    """Weights as they are loaded, its keys and values in the target's cache, and the features."""
     target = open_checkpoint(here / "target")
     for name, size in (("head", 12), ("other", 8)):
         head = open_head(here / name, target.spec)
@@ -386,9 +388,9 @@ def test_its_memory_is_counted(here):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 @pytest.mark.parametrize("kind", ["authors", "speculators"])
-def test_on_a_cuda_device_too(tmp_path, kind):
-    """Drafts as by the paper; captured, ahead and alone the tokens are plain decoding's; under
-    maximal coupling captures change none. Float32."""
+def test_on_a_cuda_device(tmp_path, kind):
+    """The drafts equal the paper's. Captured, launched ahead and uncaptured the tokens equal
+    those of plain decoding; under maximal coupling captures change none. Float32."""
     theirs = write_checkpoint("qwen3", tmp_path / "target", num_hidden_layers=4)
     reading = write_chain(tmp_path / "head", kind)
     target, head = opened(tmp_path, torch.device("cuda"))

@@ -1,5 +1,6 @@
-"""Drafters that read the target's hidden states: the very drafts of a full forward by the papers,
-whatever came before; that nothing is tapped unless somebody reads; what is refused."""
+"""Drafters that read the target's hidden states: the drafts equal those of a full forward by the
+papers, whatever came before; hidden states are recorded only if a drafter reads them; what is
+refused."""
 
 import functools
 import json
@@ -50,7 +51,7 @@ KINDS = ("dflash", "dspark", "dflash-speculators", "dspark-speculators")
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """A function from a target's family and a drafter's kind to both: as transformers and the
-    papers have them, and as we read them."""
+    papers define them, and as we read them."""
 
     @functools.cache
     def made(family, kind, form=None):
@@ -76,7 +77,7 @@ def models(tmp_path_factory):
 def loop_of(
     target, head, *, rows, lengths, coupling="shared", acceptance=None, graphs=None, cut=None
 ):
-    """A loop whose drafter reads its target, on their device."""
+    """Return a loop whose drafter reads its target, on their device."""
     runner = Runner(target.read_by(head), rows=rows, span=SPAN, lag=1)
     drafter = make_drafter("heads:x", runner=runner, head=head, coupling=coupling, temperature=None)
     return Loop(
@@ -93,8 +94,8 @@ def loop_of(
 
 
 class Compared:
-    """Holds every proposal of a loop's drafter under shared coupling against the papers' words:
-    logits and tokens."""
+    """Compare every proposal of a loop's drafter under shared coupling with the papers'
+    definitions: logits and tokens."""
 
     def __init__(self, loop, theirs, reading):
         self._loop, self._theirs, self._reading, self.seen = loop, theirs, reading, []
@@ -133,9 +134,10 @@ class Compared:
     ("family", "kind"),
     [("qwen3", "dflash"), ("llama3", "dspark"), ("codegen", "dflash-speculators"), ("opt", "dspark-speculators")],
 )  # fmt: skip
-def test_drafts_are_those_of_a_full_forward(models, family, kind):
-    """Also of rows that have just begun, siblings, rows that were moved, after full, partial and
-    no acceptance, after plain rounds and longer drafts; with plain decoding's tokens."""
+def test_drafts_equal_a_full_forward(models, family, kind):
+    """Also of rows that have just begun, samples of one prompt and moved rows; after full,
+    partial and no acceptance, after plain rounds and longer drafts. The tokens equal those of
+    plain decoding."""
     theirs, reading, target, head = models(family, kind)
     due, seen = plain(target, rows()), set()
     for batch, lengths, acceptance in (
@@ -154,9 +156,8 @@ def test_drafts_are_those_of_a_full_forward(models, family, kind):
     assert any(generated == 0 for _, generated in seen)
 
 
-def test_prompts_are_read_for_both(models):
-    """Also what one prompt has in common with another and copies, prompts of several passes, and
-    one that is read with a deadline."""
+def test_prompts_are_read_by_target_and_drafter(models):
+    """Also shared prefixes that are copied, prompts of several passes, and one with a deadline."""
     theirs, reading, target, head = models("qwen3", "dspark")
     text = torch.randint(3, 290, (140,), generator=torch.Generator().manual_seed(3)).tolist()
     live = [
@@ -178,7 +179,7 @@ def test_prompts_are_read_for_both(models):
 
 @pytest.mark.parametrize("batch", [2, 5])
 def test_captured_rounds_and_those_launched_ahead(models, batch):
-    """Whatever length graphs have and whenever they begin, the tokens are plain decoding's, and
+    """For any captured length and any launch time the tokens equal those of plain decoding, and
     the drafts those of the papers."""
     theirs, reading, target, head = models("qwen3", "dflash")
     due = plain(target, rows())
@@ -194,9 +195,10 @@ def test_captured_rounds_and_those_launched_ahead(models, batch):
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
-def test_cut_drafts_are_those_of_the_papers_too(models, kind):
-    """What reads the target finds the outputs of a pass with unequal numbers of tokens: later
-    drafts are the same, and the tokens plain decoding's, captured, ahead and alone."""
+def test_cut_drafts_equal_the_papers(models, kind):
+    """The drafter finds the target's outputs after a pass with unequal numbers of tokens: later
+    drafts are the same, and the tokens equal those of plain decoding, captured, launched ahead
+    and uncaptured."""
     theirs, reading, target, head = models("qwen3", kind)
     due, cut = plain(target, rows(20)), Cut(head.spec.drafts, 0, 2)
     for batch, graphs in ((1, None), (3, None), (5, FakeGraphs())):
@@ -211,7 +213,7 @@ def test_cut_drafts_are_those_of_the_papers_too(models, kind):
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
 def test_captures_change_no_sample_under_maximal_coupling(models, kind):
-    """A longer graph that serves drafts the same tokens: a block is never cut."""
+    """A longer graph that serves drafts the same tokens: a block always has all its places."""
     _, _, target, head = models("qwen3", kind)
     due = drive(loop_of(target, head, rows=3, lengths=Tour(), coupling="maximal"), rows())
     loop = loop_of(target, head, rows=3, lengths=Tour(), coupling="maximal", graphs=FakeGraphs())
@@ -223,7 +225,7 @@ def test_captures_change_no_sample_under_maximal_coupling(models, kind):
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
-def test_maximal_coupling_has_the_targets_law(tmp_path, kind):
+def test_maximal_coupling_has_the_targets_distribution(tmp_path, kind):
     """Over a vocabulary of twelve."""
     theirs = write_checkpoint("qwen3", tmp_path / "target", vocab_size=12, num_hidden_layers=2)
     mask = {"mask_token_id": 11, "dflash_config": {"mask_token_id": 11, "target_layer_ids": [0]}}
@@ -235,12 +237,14 @@ def test_maximal_coupling_has_the_targets_law(tmp_path, kind):
     has_the_targets_law(theirs, target, head)
 
 
-def test_a_target_that_nobody_reads_has_no_taps(models, monkeypatch):
-    """No tensor, no layer in its store, no operation: with a drafter beside it, too."""
+def test_target_without_a_reader_records_no_hidden_states(models, monkeypatch):
+    """No tensor, no layer in its cache, no operation; also beside another drafter."""
     _, _, target, head = models("qwen3", "dflash")
     due, tapped = plain(target, rows()), []
     aux_layers = decoder.AuxHiddenLayers
-    monkeypatch.setattr(decoder, "Taps", lambda *given: tapped.append(1) or aux_layers(*given))
+    monkeypatch.setattr(
+        decoder, "AuxHiddenLayers", lambda *given: tapped.append(1) or aux_layers(*given)
+    )
     for lengths in (Fixed(0), Tour()):
         loop = loop_for(target, target, rows=3, lengths=lengths)
         assert drive(loop, rows()) == due
@@ -262,9 +266,9 @@ def test_a_target_that_nobody_reads_has_no_taps(models, monkeypatch):
 
 
 @pytest.mark.parametrize("width", [3, 17])
-def test_the_kernels_of_a_gpu_draft_the_same(models, monkeypatch, width):
-    """Up to 16 tokens of the target take the fused layers, whose residual stream is tapped too;
-    blocks always take the ordinary ones."""
+def test_gpu_kernels_give_the_same_drafts(models, monkeypatch, width):
+    """Up to 16 tokens of the target take the fused layers, whose residual stream is recorded
+    too; blocks always take the ordinary ones."""
     pytest.importorskip("triton")
     _, _, target, head = models("qwen2", "dspark", "triton")
     found, fused, run = [], [], fused_decode.run
@@ -297,13 +301,13 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_run_goes_on_where_it_stopped_and_is_plain_decodings(here):
+def test_resumed_run_equals_plain_decoding(here):
     goes_on_and_is_plain(here, ("--draft", "heads:flash", "--draft-length", "30"))
 
 
-def test_where_a_job_cuts_rows(here):
-    """Where the drafter makes a block, more of which is drafted than verified on average, in places
-    that rows have; not under maximal coupling, nor of a target that is split, nor without one."""
+def test_job_cuts_drafts_only_with_a_block_drafter(here):
+    """If the drafter makes a block, it drafts more than are verified on average, within the
+    places of rows; not under maximal coupling, for a split target, or without such a drafter."""
 
     def plan(**flags):
         return make_plan(make_job(load_pair("pair.yaml"), JobArgs(device="cpu", **flags)))
@@ -320,7 +324,7 @@ def test_where_a_job_cuts_rows(here):
     assert cut_of(job, fixed.files, CPU) is None
 
 
-def test_another_drafter_is_another_run_under_maximal_coupling(here):
+def test_another_drafter_is_a_different_run_under_maximal_coupling(here):
     flags = (*FLAGS, "--limit", "1", "--coupling", "maximal", "--out", "o.jsonl")
     assert bass(*flags).exit_code == 0
     config = json.loads((here / "head" / "config.json").read_text())
@@ -355,7 +359,7 @@ def test_another_drafter_is_another_run_under_maximal_coupling(here):
         ("dspark", {"model_type": "gemma3_text"}, 'layers like those of "gemma3_text" are not supported'),
     ],
 )  # fmt: skip
-def test_what_is_not_known_or_does_not_fit_is_refused(models, kind, keys, reason):
+def test_unknown_or_mismatched_configs_are_refused(models, kind, keys, reason):
     _, _, target, _ = models("qwen3", "dflash")
     config = config_of(kind, width=48, vocab=301, aux_layers=(0, 1), **keys)
     with pytest.raises(UserError) as refused:
@@ -364,7 +368,7 @@ def test_what_is_not_known_or_does_not_fit_is_refused(models, kind, keys, reason
     assert str(refused.value).startswith("head/config.json: ")
 
 
-def test_that_is_before_weights_are_read(here, monkeypatch):
+def test_refusal_comes_before_weights_are_read(here, monkeypatch):
     monkeypatch.setattr("bass_cli.run.build.load", lambda *a, **k: pytest.fail("weights were read"))
     config = config_of("dspark", width=48, vocab=301, aux_layers=(0, 3))
     (here / "head" / "config.json").write_text(json.dumps(config))
@@ -374,7 +378,7 @@ def test_that_is_before_weights_are_read(here, monkeypatch):
     assert f'{here / "head" / "config.json"}: key "target_layer_ids": rising' in said
 
 
-def test_tensors_are_held_against_the_config(here):
+def test_tensors_are_checked_against_the_config(here):
     for keys, reason in (
         ({"markov_rank": 5}, 'tensor "markov_head.markov_w1.weight" has shape [301, 6], not [301, 5]'),
         ({"markov_rank": 0}, 'tensors "markov_head.markov_w1.weight", "markov_head.markov_w2.weight" are unknown'),
@@ -391,8 +395,8 @@ def test_tensors_are_held_against_the_config(here):
         assert "write it like heads:PATH" in re.sub(r"\s+", " ", refused.stderr)
 
 
-def test_its_memory_is_counted(here):
-    """Weights as they are loaded, and its layers in the target's store."""
+def test_memory_of_the_drafter_is_counted(here):
+    """Weights as they are loaded, and its layers in the target's cache."""
     target = open_checkpoint(here / "target")
     for name in ("head", "flash"):
         head = open_head(here / name, target.spec)
@@ -406,7 +410,7 @@ def test_its_memory_is_counted(here):
         assert with_it.buffers > without.buffers
 
 
-def test_a_drafter_of_deepspecs_dflash_has_no_bias(models, tmp_path):
+def test_deepspec_dflash_drafter_has_no_bias(models, tmp_path):
     """A DSpark of rank 0 drafts at every place, the anchor's too."""
     theirs, _, target, _ = models("qwen3", "dspark")
     reading = write_head(tmp_path, "dspark", markov_rank=0)
@@ -423,7 +427,7 @@ def test_a_drafter_of_deepspecs_dflash_has_no_bias(models, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "coupling"), [("dflash-speculators", "maximal"), ("dspark-speculators", "shared")]
 )
-def test_a_shorter_vocabulary_is_the_targets_ids(models, tmp_path, kind, coupling):
+def test_shorter_vocabulary_uses_the_targets_ids(models, tmp_path, kind, coupling):
     """Tokens that the drafter does not know are never drafted, under either coupling."""
     theirs, _, target, _ = models("qwen3", "dspark")
     reading = write_head(tmp_path, kind, draft_vocab_size=150)
@@ -442,7 +446,7 @@ def test_a_shorter_vocabulary_is_the_targets_ids(models, tmp_path, kind, couplin
         assert found == plain(target, rows(18))
 
 
-def test_a_profile_has_no_longer_drafts_than_a_block(models):
+def test_profile_has_no_drafts_longer_than_a_block(models):
     _, _, target, head = models("qwen3", "dspark")
     loop = loop_of(target, head, rows=2, lengths=Fixed(0))
     surface = measure(loop, [[3, 1, 4]], rows=[1, 2], coupling="shared", limit=2.0, tokens=20)
@@ -468,9 +472,10 @@ def test_ids_of_a_shorter_vocabulary_are_checked(here):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
-def test_on_a_cuda_device_too(tmp_path, kind):
-    """Drafts as by the papers; captured, ahead and alone, in the fused layers and in the others,
-    the tokens are plain decoding's; under maximal coupling captures change none. Float32."""
+def test_on_a_cuda_device(tmp_path, kind):
+    """The drafts equal the papers'. Captured, launched ahead and uncaptured, in fused and
+    ordinary layers, the tokens equal those of plain decoding; under maximal coupling captures
+    change none. Float32."""
     theirs = write_checkpoint("qwen3", tmp_path / "target")
     reading = write_head(tmp_path / "head", kind)
     checkpoint = open_checkpoint(tmp_path / "target")

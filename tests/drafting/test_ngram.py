@@ -1,5 +1,5 @@
-"""Lookup: what is found against a search by brute force; whose tokens are seen, until when; how
-much of it counts."""
+"""N-gram lookup: results against a brute-force search; which tokens are indexed, and until when;
+how many drafts are worth verifying."""
 
 import gc
 import random
@@ -9,7 +9,7 @@ import torch
 from toys import Markov, Reactive, drive, loop_for, plain, rows_for
 
 from bass_cli.config.draft_spec import SOURCES
-from bass_cli.drafts.ngram import SIZES, Index, LookupDrafter, Trust, follow
+from bass_cli.drafts.ngram import SIZES, EstimatedAcceptance, Index, LookupDrafter, follow
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.lengths.controllers import Bass, Fixed
 from bass_cli.lengths.goodput import Goodput
@@ -23,8 +23,8 @@ def table(seed=0, sharpness=4.0):
 
 
 def searched(log, tail):
-    """The newest place after the longest n-gram that ends `tail`, by looking at all of them.
-    log: (tokens, place), in the order in which they were taken in."""
+    """Return the newest place after the longest n-gram that ends `tail`, by brute force. log:
+    (tokens, place), in the order of indexing."""
     for size in SIZES:
         for tokens, place in reversed(log) if size <= len(tail) else ():
             if place >= size and tokens[place - size : place] == tail[-size:]:
@@ -33,17 +33,17 @@ def searched(log, tail):
 
 
 @pytest.mark.parametrize(("alphabet", "met"), [(1, {8}), (2, {4, 6}), (3, {3, 4}), (20, {1, 2})])
-def test_the_index_finds_what_a_search_finds(alphabet, met):
-    chance = random.Random(alphabet)
+def test_index_equals_brute_force_search(alphabet, met):
+    rate = random.Random(alphabet)
     index, log, sizes = Index(), [], set()
-    sequences = [[chance.randrange(alphabet) for _ in range(5)] for _ in range(3)]
+    sequences = [[rate.randrange(alphabet) for _ in range(5)] for _ in range(3)]
     known = [0, 3, 5]
     numbers = [
         index.begin(tokens, known=count) for tokens, count in zip(sequences, known, strict=True)
     ]
     for _ in range(60):
-        which = chance.randrange(3)
-        sequences[which] += [chance.randrange(alphabet) for _ in range(chance.randrange(4))]
+        which = rate.randrange(3)
+        sequences[which] += [rate.randrange(alphabet) for _ in range(rate.randrange(4))]
         index.extend(numbers[which])
         log += [
             (sequences[which], place)
@@ -60,7 +60,7 @@ def test_the_index_finds_what_a_search_finds(alphabet, met):
     assert sizes >= met, "the search was hardly put to work"
 
 
-def test_a_draft_goes_on_in_what_it_copied_and_knows_how_much_was_matched():
+def test_draft_continues_from_copied_tokens_and_counts_matches():
     index = Index()
     index.extend(index.begin([1, 2, 3, 4, 5, 6]))
     assert follow((index,), [9, 2, 3], 3) == ([4, 5, 6], [2, 3, 4])
@@ -73,7 +73,7 @@ def test_a_draft_goes_on_in_what_it_copied_and_knows_how_much_was_matched():
     assert follow((other, index), [0, 3, 4], 1) == ([11], [2]), "of equal ones the first index does"
 
 
-def test_the_newest_of_equal_matches_wins():
+def test_newest_of_equal_matches_wins():
     index = Index()
     for ending in (5, 6, 7):
         index.extend(index.begin([1, 2, ending]))
@@ -99,7 +99,7 @@ class Desk:
         self.drafter.follow(self.batch.swap_rows([index], []))
 
     def found(self, length=3):
-        """By live row, the tokens that were found, without what only fills a row up."""
+        """Return the tokens found for each live row, without filler."""
         self.drafter.learn(self.batch)
         return [guess.tokens for guess in self.drafter.look_up(self.batch, length)]
 
@@ -113,7 +113,7 @@ class Desk:
         ("reference", [[30, 31], [30, 31]]),
     ],
 )
-def test_each_source_is_seen_and_no_other(sources, due):
+def test_only_the_configured_sources_are_searched(sources, due):
     desk = Desk([sources], prompt=(2, 9, 3, 4), reference=(9, 30, 31), rows=2)
     desk.live[0].tokens.extend([9, 20])
     desk.found()
@@ -122,13 +122,13 @@ def test_each_source_is_seen_and_no_other(sources, due):
     assert [found[:2] for found in desk.found(length=len(due[1]) or 1)] == due
 
 
-def test_a_prompts_end_goes_before_every_samples_own_tokens():
+def test_prompt_is_context_of_each_samples_own_tokens():
     desk = Desk(["siblings"], prompt=(1, 2), rows=2)
     desk.live[0].tokens.extend([7])
     assert desk.found() == [[], [7]]
 
 
-def test_a_sample_that_has_ended_is_still_seen_and_so_are_rows_that_moved():
+def test_ended_samples_and_moved_rows_are_still_searched():
     desk = Desk(rows=3)
     desk.live[0].tokens.extend([5, 6])
     desk.found()
@@ -142,7 +142,7 @@ def test_a_sample_that_has_ended_is_still_seen_and_so_are_rows_that_moved():
     assert desk.found()[2] == [6, 7, 8], "the newest that came after the prompt"
 
 
-def test_an_index_goes_with_its_prompt_and_its_last_row():
+def test_index_is_freed_with_its_prompt_and_last_row():
     def alive():
         gc.collect()
         return sum(type(it) is Index for it in gc.get_objects())
@@ -157,7 +157,7 @@ def test_an_index_goes_with_its_prompt_and_its_last_row():
     assert alive() == before
 
 
-def test_the_index_takes_in_each_token_once():
+def test_each_token_is_indexed_once():
     desk = Desk(prompt=tuple(range(50)), rows=4)
     for _ in range(5):
         for row in desk.live:
@@ -172,38 +172,40 @@ def test_the_index_takes_in_each_token_once():
         desk.drafter._samples[0].catch_up(desk.live[0])
 
 
-def test_what_counts_ends_where_it_is_not_likely_to_stand():
-    trust = Trust()
-    assert trust.worth([8] * 64) > 2 * trust.worth([3] * 64) > 0
-    assert trust.worth([1, 1, 1]) == 1
+def test_num_drafts_ends_where_acceptance_is_unlikely():
+    estimate = EstimatedAcceptance()
+    assert estimate.num_drafts([8] * 64) > 2 * estimate.num_drafts([3] * 64) > 0
+    assert estimate.num_drafts([1, 1, 1]) == 1
     for _ in range(200):
-        trust.learn([8] * 10, 10)
-        trust.learn([1, 2], 0)
-    assert trust.worth([8] * 64) == 64
-    assert trust.worth([1, 2, 3]) == 0
-    assert trust.chance(2) == Trust().chance(2), "a token after a wrong one tells nothing"
+        estimate.learn([8] * 10, 10)
+        estimate.learn([1, 2], 0)
+    assert estimate.num_drafts([8] * 64) == 64
+    assert estimate.num_drafts([1, 2, 3]) == 0
+    assert estimate.rate(2) == EstimatedAcceptance().rate(2), (
+        "a token after a wrong one teaches nothing"
+    )
     for _ in range(1500):
-        trust.learn([8], 0)
-    assert trust.worth([8] * 64) == 0, "what was learnt long ago is forgotten"
+        estimate.learn([8], 0)
+    assert estimate.num_drafts([8] * 64) == 0, "old observations are forgotten"
 
 
-def test_learning_looks_at_what_rows_became_whether_it_was_drafted_or_not():
+def test_learning_uses_the_rows_own_tokens_even_if_nothing_was_verified():
     desk = Desk(prompt=(1, 2, 3, 4, 1), rows=1)
-    before = desk.drafter._trust.chance(2)
+    before = desk.drafter._acceptance.rate(2)
     assert desk.found() == [[2, 3, 4]]
     desk.live[0].tokens.extend([2, 3, 9])
     desk.found()
-    assert desk.drafter._trust.chance(2) > before
-    assert desk.drafter._trust.chance(3) < Trust().chance(3)
+    assert desk.drafter._acceptance.rate(2) > before
+    assert desk.drafter._acceptance.rate(3) < EstimatedAcceptance().rate(3)
 
 
-def test_what_was_forgone_is_told_of_once_it_is_known_what_rows_became():
-    """Three rows copy the prompt: one for two tokens, one for all, one ends after its first."""
+def test_skipped_drafts_are_reported_once_when_known():
+    """Three rows copy the prompt: one for two tokens, one for all, and one ends after its first."""
     desk = Desk(prompt=(1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2), rows=3)
     desk.drafter.learn(desk.batch)
     assert desk.drafter.propose(desk.batch, 4).num_drafts == (3, 3, 3)
     desk.drafter.skip_last()
-    told = []
+    reported = []
     for token in range(3, 11):
         for row in desk.live[: 2 if token > 3 else 3]:
             row.tokens.append(99 if row is desk.live[0] and token > 4 else token)
@@ -212,16 +214,18 @@ def test_what_was_forgone_is_told_of_once_it_is_known_what_rows_became():
         desk.drafter.learn(desk.batch)
         desk.drafter.propose(desk.batch, 4)
         desk.drafter.skip_last()  # while the first is waited for
-        told.append(desk.drafter.recall())
-    assert told[7] == ((2, 3, 1), (3, 3, 1))
-    assert told[:7] == [None] * 7, "those that fail would be told of before those that stand"
+        reported.append(desk.drafter.recall())
+    assert reported[7] == ((2, 3, 1), (3, 3, 1))
+    assert reported[:7] == [None] * 7, (
+        "drafts that fail would be reported before those that are accepted"
+    )
     desk.drafter.propose(desk.batch, 4)
     desk.drafter.skip_last()
     desk.drafter.forget()
     assert [desk.drafter.recall() for _ in range(10)] == [None] * 10
 
 
-def test_rows_stop_drafting_at_different_places_of_one_round():
+def test_rows_have_different_numbers_of_drafts_in_a_round():
     """Row 0 has a long match, row 1 a short one, row 2 none; a row with no room drafts nothing."""
     desk = Desk(["own"], prompt=(1, 2), rows=4)
     desk.live[0].tokens.extend([3, 4, 5, 6, 7, 8, 9, 3, 4, 5, 6, 7, 8, 9])
@@ -240,13 +244,13 @@ def test_rows_stop_drafting_at_different_places_of_one_round():
     )
 
 
-def test_nothing_is_proposed_where_nothing_counts():
+def test_nothing_is_proposed_if_no_draft_is_worth_verifying():
     desk = Desk(prompt=(1, 2, 3), rows=2)
     offered = desk.drafter.propose(desk.batch, 4)
     assert (offered.tokens.shape, offered.num_drafts) == ((2, 0), (0, 0))
 
 
-def test_what_only_fills_a_row_up_is_not_counted_as_drafted():
+def test_filler_tokens_do_not_count_as_drafted():
     target = Markov(table(), 1)
     live, seen = rows_for(PROMPTS, 3, limit=30, temperature=0.8), []
     loop = loop_for(target, "lookup", rows=9, lengths=Fixed(5))
@@ -278,9 +282,8 @@ def test_what_only_fills_a_row_up_is_not_counted_as_drafted():
         "lookup:own,prompt",
     ],
 )
-def test_tokens_are_plain_decodings_whatever_is_looked_up(draft):
-    """With references that are right, and ones that are wrong at every place where these are
-    looked at; with the others, jobs would be equal."""
+def test_lookup_gives_the_tokens_of_plain_decoding(draft):
+    """With references that are right, and ones that are wrong at every place compared here."""
     target = Markov(table(), 1)
     due = plain(target, rows_for(PROMPTS, 4, limit=30, temperature=0.8, seed=3))
     right = {key: tokens for (key, sample), tokens in due.items() if sample == 1}
@@ -305,7 +308,7 @@ def test_tokens_are_plain_decodings_whatever_is_looked_up(draft):
         assert accepted["wrong"] < accepted["right"] / 3
 
 
-def test_siblings_help_a_row_that_comes_after_them():
+def test_earlier_samples_help_a_later_row():
     target = Markov(table(sharpness=8.0), 1)
     kept = {}
     for draft in ("lookup", "lookup:own,prompt"):
@@ -316,9 +319,9 @@ def test_siblings_help_a_row_that_comes_after_them():
 
 
 @pytest.mark.parametrize("coupling", ["shared", "maximal"])
-def test_the_same_job_runs_the_same_twice(coupling):
-    """Under maximal coupling the samples depend on what the siblings had by then, but on nothing
-    that is measured."""
+def test_same_job_runs_the_same_twice(coupling):
+    """Under maximal coupling the samples depend on the tokens of the prompt's other samples at
+    that time, but on no measured time."""
     runs = []
     for _ in range(2):
         live, seen = rows_for(PROMPTS, 4, limit=20, temperature=0.9), []

@@ -1,5 +1,5 @@
-"""Drafting in one pass: the very drafts of a full forward over tokens and masks, whatever came
-before; where a model says its mask token, and what is said if it does not."""
+"""Drafting in one pass: the drafts equal those of a full forward over tokens and masks, whatever
+came before; where a model names its mask token, and the message if it does not."""
 
 import dataclasses
 import functools
@@ -51,15 +51,15 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pair(models):
-    """A target, and the same model as a draft."""
+    """Return a target, and the same model as a draft."""
     _, target, mask = models("qwen2")
     return target, AtOnce(target, mask)
 
 
 @torch.inference_mode()
 def in_full(model, mask, rows, length):
-    """Logits [B, length, V] of rows' drafts, by one pass over all there is and no cache; what
-    stands behind a shorter row's end reaches nothing before it."""
+    """Return logits [B, length, V] of the rows' drafts, by one pass over everything without a
+    cache. Padding after a shorter row affects nothing before it."""
     ends, widest = [len(tokens) + length - 1 for tokens in rows], max(map(len, rows)) + length - 1
     ids = torch.tensor([tokens + [mask] * (widest - len(tokens)) for tokens in rows])
     logits = model(input_ids=ids, use_cache=False).logits
@@ -67,7 +67,7 @@ def in_full(model, mask, rows, length):
 
 
 class Falling(Settled):
-    """Shorter drafts behind longer ones, and longer behind shorter, with plain rounds between."""
+    """Shorter drafts after longer ones, and longer after shorter, with plain rounds between."""
 
     def __init__(self):
         super().__init__()
@@ -75,7 +75,7 @@ class Falling(Settled):
 
 
 class Compared:
-    """Holds every proposal of a loop's drafter against `in_full`, logits and tokens."""
+    """Compare every proposal of a loop's drafter with `in_full`, logits and tokens."""
 
     def __init__(self, loop, model, mask):
         self._loop, self._model, self._mask, self.seen = loop, model, mask, []
@@ -114,11 +114,11 @@ class Compared:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_drafts_are_those_of_a_full_forward(models, family):
-    """Also of rows that have generated less than a pass feeds, siblings, rows that were moved,
-    after full, partial and no acceptance, after plain rounds and longer drafts."""
+def test_drafts_equal_a_full_forward(models, family):
+    """Also of rows that have generated less than a pass feeds, samples of one prompt and moved
+    rows; after full, partial and no acceptance, after plain rounds and longer drafts."""
     theirs, draft, mask = models(family)
-    _, other, _ = models(family, seed=1)  # keeps few of its drafts
+    _, other, _ = models(family, seed=1)  # few of its drafts are accepted
     for batch, lengths, target, acceptance in (
         (3, Falling(), draft, (0.8, 1.0)),
         (5, Tour(), draft, None),
@@ -133,11 +133,11 @@ def test_drafts_are_those_of_a_full_forward(models, family):
         assert any(length > generated > 0 for length, generated in compared.seen)
 
 
-# A draft's logits are its family's, what stands the coupling's: each family has one of the two.
+# Logits depend on the family, acceptance on the coupling: each family has one of the two.
 @pytest.mark.parametrize(
     ("family", "coupling"), zip(FAMILIES, itertools.cycle(["shared", "maximal"]), strict=False)
 )
-def test_the_first_draft_of_the_target_itself_always_stands(models, family, coupling):
+def test_first_draft_of_the_target_itself_is_always_accepted(models, family, coupling):
     _, target, mask = models(family)
     seen = []
     for batch, lengths in ((1, Fixed(8)), (4, Tour()), (5, Reactive())):
@@ -151,7 +151,7 @@ def test_the_first_draft_of_the_target_itself_always_stands(models, family, coup
 
 
 @pytest.mark.parametrize("coupling", ["shared", "maximal"])
-def test_captured_rounds_keep_the_first_draft_too(pair, coupling):
+def test_captured_rounds_accept_the_first_draft_too(pair, coupling):
     target, draft = pair
     due, seen = plain(target, rows()), []
     for batch in (2, 5):
@@ -167,8 +167,9 @@ def test_captured_rounds_keep_the_first_draft_too(pair, coupling):
 
 
 def test_rounds_launched_ahead_miss_no_token(models, pair):
-    """A draft that is shorter than the last round's does not see all that this may bring: it
-    waits for that. Most drafts stand here, whatever the target says."""
+    """A draft that is shorter than the last round's does not read all tokens that this may
+    bring, so it waits for the result. Most drafts are accepted here, whatever the target's
+    logits are."""
     target, draft = pair
     theirs, _, mask = models("qwen2")
     due = plain(target, rows())
@@ -181,9 +182,9 @@ def test_rounds_launched_ahead_miss_no_token(models, pair):
         assert len({length for length, _ in compared.seen}) > 5
 
 
-def test_a_pass_is_as_wide_as_its_drafts_ask_for(pair):
-    """Twice as many tokens as drafts, whatever the rows have; and 16 tokens are few enough for the
-    fused layers."""
+def test_pass_is_as_wide_as_its_drafts_need(pair):
+    """Twice as many tokens as drafts for any rows; and 16 tokens are few enough for the fused
+    layers."""
     target, draft = pair
     fed = []
     loop = loop_for(target, draft, rows=3, lengths=Tour())
@@ -198,9 +199,9 @@ def test_a_pass_is_as_wide_as_its_drafts_ask_for(pair):
 
 
 @pytest.mark.parametrize(("batch", "length"), [(1, 8), (2, 4), (3, 3)])
-def test_the_kernels_of_a_gpu_draft_the_same(models, monkeypatch, batch, length):
-    """Rows that begin, whose first tokens are fed again and again, and rows that have more than a
-    pass feeds. 16 tokens in all take the fused layers, more of them the ordinary ones."""
+def test_gpu_kernels_give_the_same_drafts(models, monkeypatch, batch, length):
+    """Rows that begin, whose first tokens are fed again and again, and rows longer than a pass.
+    16 tokens in all take the fused layers, more of them the ordinary ones."""
     pytest.importorskip("triton")
     _, model, mask = models("qwen2", kind="triton")
     found, fused, run = [], [], fused_decode.run
@@ -233,8 +234,8 @@ def test_the_kernels_of_a_gpu_draft_the_same(models, monkeypatch, batch, length)
         torch.testing.assert_close(kernels[1], plain_torch[1], atol=1e-3, rtol=1e-3)
 
 
-def test_its_cache_holds_tokens_only(pair):
-    """After drafts that fell, plain rounds and longer drafts it is what a fresh prefill makes."""
+def test_draft_cache_holds_tokens_only(pair):
+    """After shrinking drafts, plain rounds and longer drafts the cache equals a fresh prefill."""
     target, draft = pair
     loop = loop_for(target, draft, rows=3, lengths=Tour())
     live = [Row("0", s, 1, [5, 6, 7, 8], 60, temperature=1.5) for s in range(3)]
@@ -263,7 +264,7 @@ CONFIG = "config.json"
 
 
 def place_with(folder, **keys):
-    """A pair of a target and a parallel draft whose config has these keys."""
+    """Return a pair of a target and a parallel draft whose config has these keys."""
     for name, seed in (("target", 0), ("draft", 1)):
         extra = keys if name == "draft" else {}
         write_checkpoint(
@@ -302,7 +303,7 @@ NAMES = ("mask_token_id", "pard_token", "ptd_token_id")
 
 
 @pytest.mark.parametrize("key", NAMES)
-def test_the_mask_is_read_by_any_published_name(here, key):
+def test_mask_is_read_by_any_published_name(here, key):
     place_with(here, **{key: MASK})
     assert open_checkpoint(here / "draft").mask() == MASK
 
@@ -311,7 +312,7 @@ def test_the_mask_is_read_by_any_published_name(here, key):
 @pytest.mark.parametrize(
     "key", [NAMES[0], *(pytest.param(key, marks=pytest.mark.slow) for key in NAMES[1:])]
 )
-def test_a_job_with_it_draws_plain_decodings_samples(here, key):
+def test_job_with_a_parallel_draft_equals_plain_decoding(here, key):
     place_with(here, **{key: MASK})
     found = bass(*FLAGS, "--out", "o.jsonl")
     assert found.exit_code == 0, found.stderr
@@ -322,7 +323,7 @@ def test_a_job_with_it_draws_plain_decodings_samples(here, key):
     assert lines(here / "o.jsonl") == lines(here / "plain.jsonl")
 
 
-def test_a_run_goes_on_where_it_stopped(here):
+def test_run_resumes_where_it_stopped(here):
     place_with(here, pard_token=MASK, mask_token_id=7)
     assert open_checkpoint(here / "draft").mask() == MASK, "the first name counts"
     for out, *runs in (
@@ -336,7 +337,7 @@ def test_a_run_goes_on_where_it_stopped(here):
     assert lines(here / "parts.jsonl") == lines(here / "whole.jsonl")
 
 
-def test_another_mask_is_another_run_under_maximal_coupling(here):
+def test_another_mask_is_a_different_run_under_maximal_coupling(here):
     place_with(here, pard_token=MASK)
     flags = (*FLAGS, "--limit", "1", "--coupling", "maximal", "--out", "o.jsonl")
     assert bass(*flags).exit_code == 0
@@ -357,7 +358,7 @@ def test_another_mask_is_another_run_under_maximal_coupling(here):
         ({"pard_token": True}, "is needed, not True"),
     ],
 )  # fmt: skip
-def test_a_model_without_a_mask_is_refused_before_weights_are_read(here, monkeypatch, keys, reason):
+def test_model_without_a_mask_is_refused_before_weights_are_read(here, monkeypatch, keys, reason):
     monkeypatch.setattr("bass_cli.run.build.load", lambda *a, **k: pytest.fail("weights were read"))
     place_with(here)
     config = json.loads((here / "draft" / CONFIG).read_text())
@@ -369,7 +370,7 @@ def test_a_model_without_a_mask_is_refused_before_weights_are_read(here, monkeyp
     assert f"{here / 'draft' / CONFIG}: " in said
 
 
-def test_a_gguf_file_has_its_mask_in_its_metadata(tmp_path):
+def test_gguf_file_has_its_mask_in_its_metadata(tmp_path):
     key = "tokenizer.ggml.mask_token_id"
     write_gguf("qwen2", tmp_path / "with.gguf", metadata={key: 17})
     write_gguf("qwen2", tmp_path / "without.gguf")
@@ -378,9 +379,9 @@ def test_a_gguf_file_has_its_mask_in_its_metadata(tmp_path):
         open_checkpoint(tmp_path / "without.gguf").mask()
 
 
-def test_a_draft_whose_tokens_are_dear_is_not_cut(here):
-    """Two more that are drafted take four tokens of its pass: worth it only where it is much smaller
-    than its target. What rows may be drafted has place in the cache."""
+def test_draft_with_expensive_tokens_is_not_cut(here):
+    """Two more drafts take four tokens of its pass, which pays only if it is much smaller than
+    its target. The cache has room for all drafts of rows."""
     place_with(here, pard_token=MASK)
     flags = JobArgs(device="cpu", draft_length=3)
     plan = make_plan(make_job(load_pair("pair.yaml"), flags))
@@ -392,8 +393,8 @@ def test_a_draft_whose_tokens_are_dear_is_not_cut(here):
     assert plan.span - plan.new_tokens == beyond(5)
 
 
-def test_a_plan_without_masks_is_the_draft_models(here):
-    """The same model drafts token by token where it is not asked to draft at once."""
+def test_plan_without_masks_uses_the_draft_model(here):
+    """The same model drafts token by token if drafting in one pass is not requested."""
     place_with(here, pard_token=MASK)
     for draft in ("draft", "parallel:draft"):
         found = bass(*FLAGS, "--draft", draft, "--out", f"{draft[:5]}.jsonl")
@@ -406,8 +407,8 @@ def test_a_plan_without_masks_is_the_draft_models(here):
     assert drafted != at_once
 
 
-def test_drafts_of_dummy_rows_harm_nobody(pair):
-    """Rows behind the live ones are one token long."""
+def test_drafts_of_padding_rows_do_no_harm(pair):
+    """Padding rows are one token long."""
     target, draft = pair
     loop = loop_for(target, draft, rows=4, lengths=Fixed(3))
     row = Row("0", 0, 0, [1, 2, 3], 20)

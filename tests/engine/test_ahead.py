@@ -1,5 +1,5 @@
-"""Rounds that are launched before the last one's tokens are known: the tokens stay plain
-decoding's, rows may come and go meanwhile, and a device does not wait for its host."""
+"""Rounds launched before the last result is known: the tokens equal those of plain decoding,
+rows may come and go meanwhile, and the device does not wait for the host."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from bass_cli.lengths.goodput import Goodput
 
 
 class Settled(Tour):
-    """Its lengths depend on nothing, so they may be asked for at any time."""
+    """Lengths that depend on nothing, so they can be chosen at any time."""
 
     foresees = True
 
@@ -27,7 +27,7 @@ class Settled(Tour):
 
 
 class Flights:
-    """Counts a loop's launches, and those behind a round that is not over."""
+    """Count a loop's launches, and those made while another round is in flight."""
 
     def __init__(self, loop):
         self.all = self.behind = 0
@@ -39,7 +39,7 @@ class Flights:
 
 
 def ready(loop):
-    """Nothing is captured any more, and launching ahead is taken to pay."""
+    """Allow no further capture, and let launching ahead always pay."""
     loop.prepare(range(1, loop.batch.capacity + 1), range(8))
     loop._ahead_policy.pays = lambda waiting: True
     return Flights(loop)
@@ -49,9 +49,9 @@ def ready(loop):
     ("turn", "lengths"),
     [(0, lambda: Fixed(0)), (1, lambda: Fixed(3)), (2, Settled), (3, lambda: Goodput(limit=6))],
 )
-def test_tokens_are_plain_decodings(pair, plainly, turn, lengths):
-    """Rows end one by one, and others take their places, while a round that knows nothing of it
-    is under way. Of lengths, drafters and batches each two meet."""
+def test_rounds_launched_ahead_give_the_tokens_of_plain_decoding(pair, plainly, turn, lengths):
+    """Rows end one by one and others take their places while a round is in flight. Every two of
+    lengths, drafters and batches meet once."""
     (target, draft), behind = pair, 0
     for at, drafter in enumerate((draft, "none", Guess(target.vocab))):
         loop = captured(target, drafter, batch=(2, 5)[(turn + at) % 2], lengths=lengths())
@@ -61,9 +61,8 @@ def test_tokens_are_plain_decodings(pair, plainly, turn, lengths):
     assert behind > 20
 
 
-def test_a_draft_model_is_in_step(pair):
-    """The target drafting for itself must have every draft accepted, also in rows that took
-    another's place."""
+def test_draft_model_stays_in_step_when_rounds_are_launched_ahead(pair):
+    """The target drafts for itself, so every draft must be accepted, also in rows that moved."""
     target, _ = pair
     loop = captured(target, target, batch=4, lengths=Settled())
     flights, done = ready(loop), []
@@ -72,8 +71,8 @@ def test_a_draft_model_is_in_step(pair):
     assert {one.width - kept for one in done for kept in one.accepted} == {0}
 
 
-def test_a_round_says_which_rows_it_was_of(pair):
-    """Rows that came after it was launched are not among them, nor those that have ended."""
+def test_result_names_the_rows_of_its_own_round(pair):
+    """Rows that came after the launch are not among them, nor those that have ended."""
     target, _ = pair
     loop = captured(target, "none", batch=3, lengths=Fixed(0))
     ready(loop)
@@ -83,7 +82,7 @@ def test_a_round_says_which_rows_it_was_of(pair):
             loop.open(row.key, row.tokens)
         loop.admit(row)
     assert loop.round(ahead=True).rows == tuple(live[:3])
-    loop.swap_rows([0], [live[3]])  # takes the place of the one that the flight still has there
+    loop.swap_rows([0], [live[3]])  # takes a place where the round in flight still has the old row
     assert loop.batch.hosts == [live[3], live[1], live[2]]
     counts = [row.generated for row in live]
     done = loop.round(ahead=True)
@@ -102,9 +101,11 @@ def test_a_round_says_which_rows_it_was_of(pair):
         ("shared", lambda: Fixed(2), None, {"ahead": False}),
     ],
 )
-def test_only_where_nothing_is_waited_for(pair, coupling, lengths, drafter, given):
-    """Not where a length decided earlier would be another sample, or a worse one; nor where the
-    next round would not be over before a deadline."""
+def test_no_launch_ahead_if_the_next_length_depends_on_the_result(
+    pair, coupling, lengths, drafter, given
+):
+    """Nor if a length chosen earlier would give another sample, or the next round would end
+    after the deadline."""
     target, draft = pair
     loop = captured(target, drafter or draft, batch=6, lengths=lengths(), coupling=coupling)
     flights = ready(loop)
@@ -117,7 +118,7 @@ def test_only_where_nothing_is_waited_for(pair, coupling, lengths, drafter, give
 
 
 class Host(Fixed):
-    """A host that takes 1 ms for every round that it has looked at."""
+    """A host that works 1 ms for every round that it has received."""
 
     def __init__(self, ticks):
         super().__init__(0)
@@ -128,7 +129,7 @@ class Host(Fixed):
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_the_device_does_not_wait_for_the_host(ahead):
+def test_device_does_not_wait_for_the_host(ahead):
     ticks = Ticks()
     loop = Simulated(Host(ticks), 0.0, rows=4, drafter=NoDrafter(), graphs=FakeGraphs(ticks))
     loop.admit(*(Row("0", s, 0, [1], 400) for s in range(4)))
@@ -139,37 +140,37 @@ def test_the_device_does_not_wait_for_the_host(ahead):
         done = loop.round(ahead=ahead)
     assert (ticks.seconds - began) / 200 == pytest.approx(0.0021 if ahead else 0.0031)
     assert done.seconds == pytest.approx(0.0021), (
-        "what the host does between rounds is not a round's time"
+        "the host's work between rounds is not part of a round's time"
     )
 
 
-def test_it_pays_unless_rows_end_all_the_time():
-    worth = AheadPolicy()
-    assert not worth.pays(waiting=False), "nobody knows what the host takes"
-    worth.begins(3.0)
+def test_launching_ahead_pays_unless_rows_end_often():
+    policy = AheadPolicy()
+    assert not policy.pays(waiting=False), "the host's time is not known yet"
+    policy.begins(3.0)
     for seconds in (0.0005, 0.03, 0.0005):  # an admission between two rounds is no usual gap
-        worth.completed(5.0, 0.005, rows=8)
-        worth.begins(5.0 + seconds)
+        policy.completed(5.0, 0.005, rows=8)
+        policy.begins(5.0 + seconds)
     for _ in range(200):
-        worth.completed(6.0, 0.005, rows=8)
-    assert worth.pays(waiting=True)
+        policy.completed(6.0, 0.005, rows=8)
+    assert policy.pays(waiting=True)
     for _ in range(200):
-        worth.rows_ended(1)
-        worth.completed(7.0, 0.005, rows=4)
-    assert not worth.pays(waiting=True), (
+        policy.rows_ended(1)
+        policy.completed(7.0, 0.005, rows=4)
+    assert not policy.pays(waiting=True), (
         "a quarter of the rows run a round of 5 ms for nothing, to win half a millisecond"
     )
-    assert worth.pays(waiting=False)
+    assert policy.pays(waiting=False)
 
 
-def test_controllers_need_every_round_unless_they_say_so():
+def test_controllers_need_every_result_by_default():
     assert not Bass().foresees
-    assert Goodput(limit=4).needs_result(0), "the opening rounds tell what rounds cost"
+    assert Goodput(limit=4).needs_result(0), "the first rounds show what rounds cost"
     assert not Fixed(3).needs_result(3)
 
 
-def test_goodput_waits_for_what_tells_much():
-    """Few trials, or a probe: until the round is over the next length is not asked for."""
+def test_goodput_waits_for_a_result_that_carries_information():
+    """With few trials, or after a probe, the next length is chosen only after the round."""
     cheap = make_surface((4,), (0, 4), verify=[[1.0, 1.1]], draft=[[0.0, 0.1]])
     controller = Goodput(limit=4, surface=cheap)
     width = controller.next(4)
@@ -191,9 +192,9 @@ def test_goodput_waits_for_what_tells_much():
 
 
 @pytest.mark.parametrize("host", [0.0, 0.0001, 0.0005])
-def test_a_job_is_no_slower_for_it(host):
-    """Eight rows, 128 samples of 128 tokens: where the host takes next to nothing, nothing is
-    lost by rows that end."""
+def test_launching_ahead_does_not_slow_a_job_down(host):
+    """Eight rows, 128 samples of 128 tokens. The host takes almost no time, and rows that end
+    cost nothing."""
 
     def seconds(ahead):
         loop = Simulated(Goodput(limit=8), 0.8, rows=8)
@@ -211,9 +212,9 @@ def test_a_job_is_no_slower_for_it(host):
     assert seconds(True) <= (1.005 if host < 0.0005 else 0.97) * seconds(False)
 
 
-def test_plain_decoding_by_auto_waits_for_nothing():
-    """With no drafter there is nothing to learn: after its opening `auto` is asked ahead,
-    whatever it would draft."""
+def test_auto_without_a_drafter_always_launches_ahead():
+    """Without a drafter there is nothing to learn: after its first rounds `auto` never waits for
+    a result."""
     loop = Simulated(Goodput(limit=8), 0.0, rows=4, drafter=NoDrafter())
     flights = ready(loop)
     loop.admit(*(Row("0", s, 0, [1], 200) for s in range(4)))
@@ -223,10 +224,10 @@ def test_plain_decoding_by_auto_waits_for_nothing():
 
 
 @pytest.mark.parametrize("found", [0.0, 0.3])
-def test_looking_for_drafts_in_vain_costs_next_to_nothing(found):
-    """A host that finds none, or none that stand: between two looks rounds are launched ahead, as
-    plain decoding's are. The host takes half a millisecond a round, and as much for a look. Drafts
-    may lose 1.2 % and three rounds of these 490; the rest is what waits for the host around them."""
+def test_lookups_without_result_cost_almost_nothing(found):
+    """Lookups find nothing, or nothing that is accepted. Between two of them rounds are launched
+    ahead, as in plain decoding. The host takes 0.5 ms a round, and 0.5 ms for a lookup. Drafts
+    may lose 1.2 % and three of these 490 rounds; the rest is waiting for the host."""
 
     def seconds(lengths, ticks, drafter):
         loop = Simulated(lengths, 0.0, rows=8, drafter=drafter, graphs=FakeGraphs(ticks))
@@ -245,16 +246,16 @@ def test_looking_for_drafts_in_vain_costs_next_to_nothing(found):
     assert looking <= 1.03 * seconds(Fixed(0), Ticks(), NoDrafter())
 
 
-def test_a_look_takes_what_the_device_waits_for_it():
-    """The host takes half a millisecond between two rounds, which launching ahead hides, and a
-    look 0.1 ms. Only the round that is looked for waits; the one after it is launched ahead."""
+def test_only_the_round_of_a_lookup_waits_for_it():
+    """The host takes 0.5 ms between two rounds, which launching ahead hides, and 0.1 ms for a
+    lookup. The round after it is launched ahead."""
     ticks, told = Ticks(), []
     finder = Finder(0.0, lookup_seconds=0.0001, ticks=ticks)
     loop = Simulated(Goodput(limit=8), 0.0, rows=8, drafter=finder, graphs=FakeGraphs(ticks))
     flights = Flights(loop)
     loop.admit(*(Row("0", s, 0, [1], 500) for s in range(8)))
     for number in range(490):
-        if number == 50:  # by then it is known what looks bring
+        if number == 50:  # the gain of lookups is known by then
             looks, began, flown = finder.looks, ticks.seconds, flights.behind
         told.append(loop.round(ahead=True))
         ticks.seconds += 0.0005
@@ -267,7 +268,7 @@ def test_a_look_takes_what_the_device_waits_for_it():
 
 
 @pytest.mark.parametrize("lengths", [lambda: Fixed(0), lambda: Fixed(3), lambda: Goodput(limit=6)])
-def test_a_host_drafts_only_from_what_is_known(pair, plainly, lengths):
+def test_host_drafts_only_from_known_tokens(pair, plainly, lengths):
     loop = captured(pair[0], "lookup", batch=5, lengths=lengths())
     flights, looked = ready(loop), []
     propose = loop.drafter.propose
@@ -278,12 +279,12 @@ def test_a_host_drafts_only_from_what_is_known(pair, plainly, lengths):
 
     loop.drafter.propose = counted
     assert drive(loop, rows(), ahead=True) == plainly
-    assert not any(looked), "no round is under way when drafts are looked for"
+    assert not any(looked), "no round is in flight during a lookup"
     if isinstance(loop.lengths, Fixed):
         assert (flights.behind > 5) == (not loop.lengths.drafts)
 
 
-def test_a_cpu_launches_nothing_ahead(pair, plainly):
+def test_no_launch_ahead_on_a_cpu(pair, plainly):
     from toys import loop_for
 
     target, draft = pair
@@ -295,9 +296,9 @@ def test_a_cpu_launches_nothing_ahead(pair, plainly):
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_rows_that_end_move_and_begin_at_once_under_a_round(pair, ahead):
-    """All of a batch's rows but the last ones end in one round, some are refilled, and a row that
-    has just moved ends in the next: the tokens of all stay plain decoding's."""
+def test_rows_end_move_and_begin_while_a_round_is_in_flight(pair, ahead):
+    """All rows but the last ones end in one round, some are replaced, and a row that has just
+    moved ends in the next. All tokens equal those of plain decoding."""
     target, draft = pair
     limits = (3, 9, 3, 4, 30, 12, 5, 5, 14, 6, 20, 4)
 
@@ -315,10 +316,10 @@ def test_rows_that_end_move_and_begin_at_once_under_a_round(pair, ahead):
         assert not ahead or flights.behind > 3
 
 
-def test_what_a_controller_waits_for_is_told():
-    """The host takes half a millisecond between two rounds. Where the controller must know the
-    last round's tokens the device waits for it, which is told beside the round's own seconds; a
-    round behind another one waited for nothing."""
+def test_waiting_for_a_result_is_reported_to_the_controller():
+    """The host takes 0.5 ms between two rounds. If the controller needs the last result, the
+    device waits for it. That time is reported beside the round's own seconds. A round launched
+    behind another waits for nothing."""
 
     class Curious(Settled):
         def needs_result(self, width):
@@ -340,9 +341,9 @@ def test_what_a_controller_waits_for_is_told():
     assert told[1].seconds == pytest.approx(0.0021)
 
 
-def test_what_is_waited_for_is_part_of_what_may_be_lost():
-    """Drafts hardly stand, and the host takes a millisecond between two rounds, half of one. Each
-    probe is waited for: with that left out of the account such jobs lost 3.4 %."""
+def test_waiting_counts_in_the_budget_of_drafting():
+    """Few drafts are accepted, and the host takes 1 ms between two rounds, half of a round. Each
+    probe causes waiting. When that was not counted, such jobs lost 3.4 %."""
 
     def seconds(lengths, drafter=None, seed=0):
         ticks = Ticks()

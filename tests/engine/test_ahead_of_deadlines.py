@@ -1,5 +1,5 @@
-"""Rounds that are launched ahead of a deadline: prompts get as many as the device can do, none of
-them is lost or late, and a stall costs what it costs elsewhere."""
+"""Rounds launched ahead before a deadline: prompts get as many rounds as the device can do, no
+round is lost or late, and a stall costs no more than elsewhere."""
 
 import pytest
 from fakes import FakeGraphs, Ticks
@@ -18,8 +18,7 @@ ROUND = 0.0021  # of plain decoding, on these graphs
 
 
 class Host(Fixed):
-    """A host that takes a millisecond for every round that it has looked at, or what `stalls`
-    say, by their number."""
+    """A host that works 1 ms for every round, or by round number what `stalls` says."""
 
     def __init__(self, ticks, stalls=None):
         super().__init__(0)
@@ -31,7 +30,7 @@ class Host(Fixed):
 
 
 def drawn(count, *, budget, stalls=None, rows=2, batch_size="auto", n=2):
-    """Completions of so many prompts, and how many rounds the device did."""
+    """Return the completions of some prompts, and the rounds of the device."""
     ticks = Ticks()
     graphs = FakeGraphs(ticks)
     loop = Simulated(Host(ticks, stalls), 0.0, rows=rows, drafter=NoDrafter(), graphs=graphs)
@@ -45,20 +44,20 @@ def drawn(count, *, budget, stalls=None, rows=2, batch_size="auto", n=2):
     return found, graphs.count("replay"), flights
 
 
-def test_a_prompt_gets_as_many_rounds_as_the_device_can_do():
-    """100 ms: 47 rounds of 2.1 ms, where 32 had place when the device waited for the host."""
+def test_prompt_gets_all_rounds_that_the_device_can_do():
+    """47 rounds of 2.1 ms in 100 ms. When the device waited for the host there were 32."""
     found, replays, flights = drawn(12, budget=0.1)
     rounds = [one.rounds for one in found if one.sample == 0]
     assert rounds[-8:] == [47] * 8
     assert flights.behind > 8 * 45
-    assert replays == sum(rounds), "what was launched was taken in"
+    assert replays == sum(rounds), "the result of every launched round was used"
     assert max(one.seconds for one in found) <= 0.1 + 0.001, "the host's millisecond at most"
     assert {one.finish_reason for one in found} == {"budget"}
 
 
 @pytest.mark.parametrize("stalled", [0.03, 0.3])
-def test_a_stall_of_the_host_makes_no_prompt_late_by_more_than_a_round(stalled):
-    """What was under way when the host stumbled is taken in, and no other round begins."""
+def test_stall_of_the_host_delays_a_prompt_by_at_most_a_round(stalled):
+    """The round in flight during the stall is used, and no other one begins."""
     found, replays, _ = drawn(12, budget=0.1, stalls={100: stalled, 290: stalled})
     rounds = [one.rounds for one in found if one.sample == 0]
     assert replays == sum(rounds)
@@ -68,17 +67,17 @@ def test_a_stall_of_the_host_makes_no_prompt_late_by_more_than_a_round(stalled):
     assert late[-1] <= max(stalled - 0.03, 0.0) + 2 * ROUND
 
 
-def test_every_prompt_of_a_batch_has_its_first_round():
-    """Prompts begin while rounds of others are under way, which they have no part in."""
+def test_every_prompt_of_a_batch_gets_its_first_round():
+    """Prompts begin while rounds of other prompts are in flight."""
     found, _, _ = drawn(9, budget=0.05, rows=4, batch_size=4)
     assert min(one.rounds for one in found) > 0
     assert max(one.seconds for one in found) <= 0.05 + 2 * ROUND
 
 
 @pytest.mark.parametrize("budget", [0.02, 0.06, 0.11, 0.4])
-def test_samples_are_the_beginning_of_plain_decodings(pair, budget):
-    """A draft model, lengths that change, rows that end in the middle: none of it reaches the
-    tokens, and none that was launched is left behind."""
+def test_samples_are_prefixes_of_plain_decoding(pair, budget):
+    """A draft model, changing lengths and rows that end in the middle do not affect the tokens,
+    and no launched round is dropped."""
     target, draft = pair
     texts = ["h", "dbebfj", "chbicibicieaf"]
     whole = plain(

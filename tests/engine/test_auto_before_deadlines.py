@@ -1,5 +1,4 @@
-"""`auto` where each prompt has a tenth of a second: a job of many small ones, on text that differs
-from prompt to prompt."""
+"""`auto` with a budget of 0.1 s a prompt: a job of many small prompts whose text differs."""
 
 import pytest
 from timed_job import BLOCK, timed_job
@@ -10,9 +9,9 @@ ROUND = 0.005  # of eight drafts for 16 rows
 @pytest.mark.parametrize(
     ("off", "spread", "limit"), [(0.0, 0.05, 8), (0.06, 0.1, 8), (0.12, 0.2, 8), (0.12, 0.2, 32)]
 )
-def test_auto_keeps_what_the_best_fixed_length_does(off, spread, limit):
-    """Of all prompts alike, and where it pays in some to draft and in others not; with limits at
-    and beyond what the draft was trained for."""
+def test_auto_generates_as_much_as_the_best_fixed_length(off, spread, limit):
+    """With equal prompts, and with prompts of which some profit from drafting and others do not;
+    with limits at and beyond the drafter's training."""
     chances = [chance - off for chance in BLOCK]
     fixed, auto = 0, 0
     for seed in (0, 1):
@@ -24,17 +23,17 @@ def test_auto_keeps_what_the_best_fixed_length_does(off, spread, limit):
         assert {how for how, _ in found.graphs.done} == {"replay"}
     assert auto >= 0.97 * fixed
     if spread > 0.1:
-        assert auto >= 0.99 * fixed, "what pays differs from prompt to prompt, and is found out"
+        assert auto >= 0.99 * fixed, "the best length differs between prompts, and is learnt"
 
 
-def test_a_round_cut_short_by_its_deadline_is_as_late_as_any_other():
-    """It begins when the last one's tokens are known, and is asked for then."""
+def test_shortened_round_is_no_later_than_others():
+    """It is chosen and launched when the last result is known."""
     found = timed_job("auto", chances=[chance - 0.06 for chance in BLOCK], spread=0.1, limit=32)
     late = sorted(found.late)
     assert late[int(0.9 * len(late))] <= 0.0008, "the host's millisecond at most"
 
 
-def test_a_draft_token_by_token_is_not_late_either():
+def test_token_by_token_drafts_are_not_late():
     found = timed_job("auto", chances=[0.75] * 64, spread=0.2, limit=32, at_once=False)
     assert max(found.late) <= ROUND
     assert {how for how, _ in found.graphs.done} == {"replay"}

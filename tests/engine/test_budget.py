@@ -1,5 +1,5 @@
-"""The wall-clock budget of a prompt, with a clock that only the work itself turns: prefill
-included, late rounds shortened or not started, what is finished kept."""
+"""The wall-clock budget of a prompt, with a clock that only the work itself advances. The budget
+includes prefill; late rounds are shortened or not started; finished samples are kept."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from bass_cli.run.scheduler import Conductor
 
 
 class Work:
-    """Time that passes only by `pass_`; notes how long each piece of work took. `stalls`: what
-    pieces of these numbers take instead."""
+    """A clock that only `pass_` advances. It records the time of each piece of work. `stalls`:
+    by number, pieces that take another time."""
 
     def __init__(self, seed=0, stalls=None):
         self.now, self.pieces, self._random, self._stalls = (
@@ -42,8 +42,8 @@ class Work:
 
 
 class Timed(Markov):
-    """A toy model whose passes take time: `each` seconds a pass and `token` a token of a row;
-    prompts by the chunk. `keys`: of prompts that are open."""
+    """A toy model whose passes take `each` seconds and `token` seconds for each token of a row.
+    It reads prompts in chunks. `keys`: the open prompts."""
 
     def __init__(self, work, *, each=0.02, token=0.004, prefill=0.001, jitter=0.0, chunk=4, lag=1):
         super().__init__(table(), lag)
@@ -74,7 +74,7 @@ class Timed(Markov):
 
 
 class Launching(Timed):
-    """The same on a device (see Launched) that is waited for after each round."""
+    """The same on a device (see Launched), waiting after each round."""
 
     def forward(self, tokens, positions, ends, *, last=None):
         found = super().forward(tokens, positions, ends, last=last)
@@ -119,8 +119,8 @@ def run(
 @pytest.mark.parametrize("jitter", [0.0, 0.3])
 @pytest.mark.parametrize("budget", [0.003, 0.05, 0.11, 0.4, 2.0])
 def test_no_prompt_is_late_by_more_than_a_round(budget, jitter):
-    """Exactly in time where rounds take what they took before; otherwise by no more than the one
-    that took longer."""
+    """Exactly in time if rounds take as long as before; otherwise late by at most the slow
+    round."""
     for seed in range(5 if jitter else 1):
         work = Work(seed)
         found = run(work, ["abc", "a", "bcd" * 9, "fgh"] * 3, budget=budget, jitter=jitter)
@@ -133,7 +133,7 @@ def test_no_prompt_is_late_by_more_than_a_round(budget, jitter):
         assert len(found) == 12 * 3
 
 
-def test_what_is_finished_in_time_is_kept_and_the_rest_says_so():
+def test_samples_finished_in_time_are_kept_and_the_rest_is_marked():
     work = Work()
     unlimited = {(c.id, c.sample): c for c in run(Work(), ["abc", "fgh"], budget=1e6)}
     found = run(work, ["abc", "fgh"], budget=0.25)
@@ -154,9 +154,9 @@ def test_what_is_finished_in_time_is_kept_and_the_rest_says_so():
             assert c.seconds <= 0.25
 
 
-def test_a_round_that_would_be_late_is_shortened():
-    """Rounds take 0.01 s and 0.01 more for each token of a row: after two of 4 drafts 0.034 s
-    are left, room for 1."""
+def test_late_round_is_shortened():
+    """A round takes 0.01 s and 0.01 s for each token of a row. After two rounds of 4 drafts
+    0.034 s are left, enough for 1 draft."""
     work, seen = Work(), []
     loop = loop_for(Timed(work, each=0.01, token=0.01), Guess(EOS), rows=1, lengths=Fixed(4))
     loop.clock.now = work
@@ -178,9 +178,8 @@ def test_a_round_that_would_be_late_is_shortened():
     )  # 0.001 for the prompt
 
 
-def test_prefill_counts_and_is_given_up_in_the_middle():
-    """40 tokens at 0.01 s: after 0.1 s it is clear that it will not do, and the next prompt
-    begins."""
+def test_prefill_counts_and_is_given_up_midway():
+    """40 tokens at 0.01 s: after 0.1 s the rest does not fit, and the next prompt begins."""
     work = Work()
     found = run(work, ["a" * 40, "b"], budget=0.1, prefill=0.01)
     late = [c for c in found if c.id == "p0"]
@@ -189,9 +188,9 @@ def test_prefill_counts_and_is_given_up_in_the_middle():
     assert {c.tokens > 0 for c in found if c.id == "p1"} == {True}
 
 
-def test_a_wrong_prediction_does_not_keep_prompts_out_for_ever():
-    """One pass over a prompt was slow. The next ones are given up because of it, but not all of
-    them."""
+def test_wrong_prediction_does_not_exclude_prompts_for_ever():
+    """One pass over a prompt was slow. Some of the next prompts are given up because of it, but
+    not all."""
     work = Work()
     passes = Passes()
     passes.observe(64, 5.0)
@@ -200,7 +199,7 @@ def test_a_wrong_prediction_does_not_keep_prompts_out_for_ever():
     assert answers[-1] is True
 
 
-def test_a_prefill_is_predicted_from_passes_that_were_as_long():
+def test_prefill_is_predicted_from_passes_of_equal_length():
     passes = Passes()
     assert passes.predict(100) == 0.0
     for tokens, seconds in ((10, 0.5), (64, 1.0), (64, 3.0)):
@@ -221,9 +220,9 @@ def test_each_prompt_has_a_budget_of_its_own():
     ("draft_length", "stalls"),
     [(0, [20]), (1, [20, 21, 22]), (4, list(range(20, 30))), (0, list(range(20, 30))), (4, [20])],
 )
-def test_a_stall_costs_the_prompts_that_it_met_and_no_others(stalls, draft_length):
-    """50 ms a prompt, rounds of 5 ms, and some that take 0.17 s: whoever comes later has as many
-    rounds as before, and as long ones."""
+def test_stall_costs_only_the_prompts_in_progress(stalls, draft_length):
+    """50 ms a prompt, rounds of 5 ms, and some of 0.17 s: later prompts have as many rounds as
+    before, and as long ones."""
     seen = []
     work = Work(stalls=dict.fromkeys(stalls, 0.17))
     found = run(
@@ -243,17 +242,17 @@ def test_a_stall_costs_the_prompts_that_it_met_and_no_others(stalls, draft_lengt
     assert {done.width for done in seen[-100:]} == {draft_length}
 
 
-def test_a_prompt_whose_deadline_is_ahead_has_its_first_round():
-    """Also where it is clear that it will be late; but not after the deadline, nor a second one."""
+def test_prompt_before_its_deadline_gets_a_first_round():
+    """Even if that round will be late; but not after the deadline, and no second one."""
     found = run(Work(), ["a"] * 3, budget=0.01, n=1, draft_length=0, each=0.02, token=0.0)
     assert [(c.rounds, c.finish_reason) for c in found] == [(1, "budget")] * 3
     found = run(Work(), ["a"] * 3, budget=0.001, n=1, draft_length=0, each=0.02, token=0.0)
     assert [c.rounds for c in found] == [0] * 3, "the prompt's own pass took all of the time"
 
 
-def test_the_drafts_prefill_is_given_up_too():
-    """The draft takes 0.01 s a token, so that 30 tokens are too many, and the next prompt
-    begins. Nothing of the first one is left: it may come again."""
+def test_prefill_of_the_draft_model_is_given_up_too():
+    """The draft takes 0.01 s a token, so 30 tokens are too many, and the next prompt begins.
+    Nothing of the first prompt is left: it may come again."""
     work = Work()
     runner = Timed(work, prefill=0.01, lag=2)
     draft = make_drafter("model", runner=runner, coupling="shared", temperature=None)
@@ -265,8 +264,8 @@ def test_the_drafts_prefill_is_given_up_too():
 
 
 class Launched(Work):
-    """A device beside the host: what it is given is only launched, which takes the host 10 us,
-    and done one after the other; `wait` is over when all is."""
+    """A device beside the host. Launching takes the host 10 us; work is done in order; `wait`
+    returns when all is done."""
 
     def __init__(self):
         super().__init__()
@@ -282,9 +281,9 @@ class Launched(Work):
 
 
 @pytest.mark.parametrize("slow", ["target", "draft"])
-def test_a_deadline_stops_the_prefill_of_a_device_that_is_not_waited_for(slow, monkeypatch):
-    """200 tokens in passes of 4, each 40 ms, and 0.5 s: two prompts with too many, and one that
-    has time enough."""
+def test_deadline_stops_an_asynchronous_prefill(slow, monkeypatch):
+    """200 tokens in passes of 4, 40 ms each, in 0.5 s: two prompts that are too long, and one
+    that fits."""
     work = Launched()
     monkeypatch.setattr(members, "synchronise", work.wait)
     target, runner = (
@@ -303,7 +302,7 @@ def test_a_deadline_stops_the_prefill_of_a_device_that_is_not_waited_for(slow, m
     assert {c.tokens > 0 for c in found if c.id == "p2"} == {True}
 
 
-def test_without_a_deadline_nobody_waits_for_a_prefill(monkeypatch):
+def test_prefill_without_a_deadline_is_not_waited_for(monkeypatch):
     work = Launched()
     monkeypatch.setattr(members, "synchronise", lambda device: pytest.fail("the host waited"))
     loop = loop_for(Launching(work), "none", rows=3)
@@ -346,11 +345,11 @@ SURFACE = make_surface(
         ("lookup, auto", 2),
     ],
 )
-def test_under_maximal_coupling_a_budget_ends_samples_and_changes_none(name, rows):
-    """Whatever the machine does, what is written is the beginning of what no clock has ended:
-    draft lengths are part of the samples there, so neither does the clock cut them, nor does one
-    prompt's time reach the next one's. Rows in a batch are who is beside whom: each controller
-    and each drafter has all three of them, not each pair of both."""
+def test_budget_under_maximal_coupling_only_truncates_samples(name, rows):
+    """Whatever the machine's speed, the output is a prefix of what a run without a clock gives.
+    Draft lengths are part of the samples there, so the clock does not shorten them, and the time
+    of one prompt does not affect the next. Batch sizes decide which rows run together: each
+    controller and each drafter meets all three of them."""
 
     def drawn(budget, seed, **costs):
         draft, lengths = (make() for make in MAXIMAL[name])
@@ -382,9 +381,9 @@ def test_under_maximal_coupling_a_budget_ends_samples_and_changes_none(name, row
     assert {("budget", True), ("eos", True)} <= ended, "this showed little"
 
 
-def test_under_maximal_coupling_a_round_that_would_be_late_is_not_started():
-    """It cannot be shortened: 0.01 s and 0.01 more for each token of a row, so with 4 drafts two
-    fit into 0.155 s."""
+def test_late_round_under_maximal_coupling_is_not_started():
+    """It cannot be shortened. It takes 0.01 s and 0.01 s for each token of a row, so two rounds
+    of 4 drafts fit into 0.155 s."""
     seen = []
     found = run(
         Work(),

@@ -1,5 +1,5 @@
-"""The loop's captured path without a GPU: whatever is captured, reused or run beside it, tokens
-are plain decoding's."""
+"""The captured path of the loop without a GPU: whatever is captured, reused or run uncaptured,
+the tokens equal those of plain decoding."""
 
 import itertools
 
@@ -10,7 +10,7 @@ from fakes import FakeGraphs, Ticks
 from simulated import Simulated
 from toys import SPAN, AtOnce, Guess, drafter_for, drive, loop_for, plain
 
-from bass_cli.engine import round as draft_sync
+from bass_cli.engine import round as round_module
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.contracts import DraftLength
@@ -26,7 +26,7 @@ PROMPTS = ([7], [3, 1, 4, 1, 5, 9], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4, 5, 9, 0, 4
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """(target, draft) of one family; the draft is the target with noise on its weights."""
+    """Return (target, draft) of one family; the draft is the target with noise on its weights."""
     folder = tmp_path_factory.mktemp(FAMILIES[0])
     write_checkpoint(FAMILIES[0], folder)
     both = []
@@ -49,8 +49,8 @@ def pair(tmp_path_factory):
 
 
 def rows(limit=30):
-    """Two samples of each prompt, greedy and sampled, of very unequal limits: they retire at
-    different times."""
+    """Return two samples of each prompt, greedy and sampled, with very unequal limits, so that
+    they end at different times."""
     return [
         Row(
             str(p),
@@ -68,14 +68,14 @@ def rows(limit=30):
 
 @pytest.fixture(scope="module")
 def plainly(pair):
-    """What plain decoding gives for rows()."""
+    """The tokens of plain decoding for rows()."""
     return plain(pair[0], rows())
 
 
 def captured(
     target, draft, *, batch, lengths, coupling="shared", span=SPAN, acceptance=None, cut=None
 ):
-    """A loop with fake graphs, and its ticks as clock."""
+    """Return a loop with fake graphs, with their ticks as clock."""
     ticks = Ticks()
     return Loop(
         batch=Batch(rows=batch, context=128, device=torch.device("cpu")),
@@ -91,7 +91,7 @@ def captured(
 
 
 class Tour(DraftLength):
-    """Goes through many lengths, with plain stretches between."""
+    """Many different lengths, with plain rounds between."""
 
     def __init__(self):
         self._lengths = itertools.cycle([0, 0, 0, 4, 4, 0, 0, 5, 3, 2, 0, 7, 7, 1, 0, 0, 0])
@@ -103,7 +103,7 @@ class Tour(DraftLength):
         pass
 
 
-def test_tokens_are_plain_decodings_whatever_is_captured(pair, plainly):
+def test_captures_do_not_change_tokens(pair, plainly):
     target, draft = pair
     counts = {"run": 0, "capture": 0, "replay": 0, "catch up": 0, "other": 0}
     for drafter in (draft, AtOnce(draft, 300), "lookup", "none"):
@@ -119,7 +119,7 @@ def test_tokens_are_plain_decodings_whatever_is_captured(pair, plainly):
 
 
 def test_a_seed_gives_the_same_run_twice(pair):
-    """Also what is captured when depends on nothing that is measured."""
+    """What is captured, and when, does not depend on measured times either."""
     done = []
     for slow in (1, 1000):
         loop = captured(*pair, batch=5, lengths=Tour())
@@ -143,10 +143,10 @@ def test_a_seed_gives_the_same_run_twice(pair):
         (70, 0, [32, 32]),
     ],
 )
-def test_catching_up_by_graphs_fills_the_drafts_cache(pair, monkeypatch, missing, flat, due):
-    """In passes of a few sizes, with one row that has nothing to catch up: the target then keeps
-    all it drafts itself."""
-    monkeypatch.setattr(draft_sync, "_FLAT", flat)
+def test_catching_up_by_graphs_fills_the_draft_cache(pair, monkeypatch, missing, flat, due):
+    """In passes of a few sizes, with one row that lacks nothing: the target then accepts all of
+    its own drafts."""
+    monkeypatch.setattr(round_module, "_FLAT", flat)
     target, _ = pair
     plan = iter([3] + [0] * missing + [3] + [0] * missing + [3, 3])
     lengths = Fixed(0)
@@ -166,13 +166,13 @@ def test_catching_up_by_graphs_fills_the_drafts_cache(pair, monkeypatch, missing
     assert loop.graphs.captures <= 5
 
 
-def test_only_few_rows_take_in_many_tokens_at_once():
-    assert [draft_sync.sizes(rows)[-1] for rows in (1, 8, 16, 256)] == [128, 128, 32, 32]
+def test_only_small_batches_catch_up_many_tokens_at_once():
+    assert [round_module.sizes(rows)[-1] for rows in (1, 8, 16, 256)] == [128, 128, 32, 32]
 
 
 @pytest.mark.parametrize("missing", [5, 40, 140])
-def test_what_catching_up_will_take_is_foreseen(pair, missing):
-    """By what a pass took last: nothing is known before the first one, nor of one that was
+def test_time_of_catching_up_is_predicted(pair, missing):
+    """From the last pass. Nothing is predicted before the first one, nor from one that was
     captured or ran uncaptured."""
     target, _ = pair
     plan = iter([3] + ([0] * 20 + [3]) * 3 + [0] * missing + [3])
@@ -190,8 +190,8 @@ def test_what_catching_up_will_take_is_foreseen(pair, missing):
     assert seen[-1] == pytest.approx(seen[65] * -(-missing // 128))
 
 
-def test_a_new_row_has_missed_nothing(pair):
-    """However many plain rounds there were before it came."""
+def test_new_row_lacks_nothing(pair):
+    """However many plain rounds ran before it came."""
     target, _ = pair
     plan = iter([3] + ([0] * 20 + [3]) * 2 + [0] * 200)
     lengths, seen = Fixed(0), []
@@ -211,7 +211,7 @@ def test_a_new_row_has_missed_nothing(pair):
     assert max(seen[184:]) <= one * 1.01, "the second one only has a few of its own"
 
 
-def test_what_an_uncaptured_pass_takes_is_foreseen_by_its_tokens(pair):
+def test_uncaptured_catching_up_is_predicted_by_tokens(pair):
     target, draft = pair
     loop = loop_for(target, draft, rows=2, lengths=Fixed(0))
     seen = loop._catching
@@ -230,9 +230,9 @@ def test_what_an_uncaptured_pass_takes_is_foreseen_by_its_tokens(pair):
     assert 0 < seen.seconds() == seen._unit
 
 
-def test_dummy_rows_and_capturing_leave_the_live_rows_alone(pair):
+def test_padding_rows_and_capturing_do_not_change_live_rows(pair):
     loop = captured(*pair, batch=6, lengths=Fixed(3))
-    live = [*rows()[:2], Row("long", 0, 1, [1, 2] * 25, 13)]  # almost as long as there is place
+    live = [*rows()[:2], Row("long", 0, 1, [1, 2] * 25, 13)]  # almost as long as the context
     for row in live:
         if row.sample == 0:
             loop.open(row.key, row.tokens)
@@ -250,7 +250,7 @@ def test_dummy_rows_and_capturing_leave_the_live_rows_alone(pair):
     assert loop.batch.lengths.tolist()[3:] == [1, 1, 1]
 
 
-def test_prepared_graphs_are_all_that_a_run_needs(pair):
+def test_run_needs_only_the_prepared_graphs(pair):
     loop = captured(*pair, batch=5, lengths=Tour())
     loop.prepare(range(1, 6), range(8))
     before = loop.graphs.captures
@@ -259,7 +259,7 @@ def test_prepared_graphs_are_all_that_a_run_needs(pair):
     assert loop.graphs.count("run") == before
 
 
-def test_the_clock_and_the_controller_are_told_of_steady_rounds_only(pair):
+def test_clock_and_controller_learn_from_steady_rounds_only(pair):
     seen = []
     loop = captured(*pair, batch=5, lengths=Tour())
     drive(loop, rows(), on_round=lambda done, hosts: seen.append(done))
@@ -270,9 +270,9 @@ def test_the_clock_and_the_controller_are_told_of_steady_rounds_only(pair):
         assert loop.clock.predict(width) == pytest.approx(0.0021 + 0.00045 * width)
 
 
-def test_a_budget_pays_for_no_capture():
-    """Plain rounds were wanted, and served by 4 drafts, long enough to be captured; but that
-    pays later."""
+def test_no_capture_before_a_deadline():
+    """Plain rounds were wanted and rounds of 4 drafts served them for so long that a capture
+    would pay, but only later."""
     loop = Simulated(Fixed(4), 0.0)
     loop.admit(Row("0", 0, 0, [1], 900))
     for _ in range(3):
@@ -286,7 +286,7 @@ def test_a_budget_pays_for_no_capture():
     assert loop.graphs.captures == 2
 
 
-def test_a_store_that_moves_is_captured_again(pair, plainly):
+def test_moved_memory_is_captured_again(pair, plainly):
     target, draft = pair
     loop = captured(target, draft, batch=3, lengths=Fixed(3))
     drive(loop, rows())
@@ -297,7 +297,7 @@ def test_a_store_that_moves_is_captured_again(pair, plainly):
     assert loop.graphs.captures > before
 
 
-def test_uncaptured_loops_feed_what_is_missing_in_one_pass(pair, plainly):
+def test_uncaptured_loop_catches_up_in_one_pass(pair, plainly):
     target, draft = pair
     fed = []
     loop = loop_for(target, draft, rows=3, lengths=Tour())
@@ -310,8 +310,38 @@ def test_uncaptured_loops_feed_what_is_missing_in_one_pass(pair, plainly):
     assert 3 in fed or 4 in fed
 
 
-def test_a_point_mass_drafter_needs_no_catching_up(pair, plainly):
+def test_point_mass_drafter_needs_no_catching_up(pair, plainly):
     target, _ = pair
     loop = captured(target, Guess(target.vocab), batch=4, lengths=Tour())
     assert drive(loop, rows()) == plainly
     assert loop.graphs.count("replay", "catch up") == 0
+
+
+class Always(DraftLength):
+    """A controller with the two required methods only."""
+
+    def next(self, rows, inputs=None):
+        return 3
+
+    def observe(self, done):
+        assert len(done.accepted) == len(done.rows)
+
+
+@pytest.mark.parametrize("coupling", ["shared", "maximal"])
+def test_drafter_and_controller_need_only_their_abstract_methods(pair, coupling):
+    """Every other method of Drafter and DraftLength has a default: captured and uncaptured rounds
+    give the tokens of plain decoding (under maximal coupling if greedy), and drafts are made."""
+    own = {name for name in vars(Guess) if not name.startswith("_")}
+    assert own == {"propose"}
+
+    def some():
+        return [row for row in rows() if coupling == "shared" or row.temperature == 0]
+
+    target, due = pair[0], plain(pair[0], some())
+    for loop in (
+        captured(target, Guess(target.vocab), batch=4, lengths=Always(), coupling=coupling),
+        loop_for(target, Guess(target.vocab), rows=4, lengths=Always(), coupling=coupling),
+    ):
+        live = some()
+        assert drive(loop, live) == due
+        assert sum(row.drafted for row in live) > 0

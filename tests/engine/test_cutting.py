@@ -1,5 +1,6 @@
-"""Rows' drafts cut by the draft's own confidence: where, what controllers make of it, and that the
-tokens stay plain decoding's, whatever is chosen. The choice itself: kernels/test_selection.py."""
+"""Drafts of rows cut by the draft's own confidence: when rounds are cut, what controllers learn
+from it, and that the tokens equal those of plain decoding whatever is chosen. The choice itself:
+kernels/test_selection.py."""
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ def cutting(most=LONGEST, above=0, more=4):
     return Cutting(Cut(most, above, more), CPU)
 
 
-def test_where_rounds_are_cut():
+def test_rounds_are_cut_only_above_the_threshold():
     assert not cutting(above=64).pays(8, 7), "a pass of few tokens takes all"
     assert cutting(above=64).pays(8, 8)
     assert not cutting().pays(8, 0)
@@ -34,9 +35,9 @@ def test_where_rounds_are_cut():
     assert CHEAP["cpu"] < CHEAP["cuda"]
 
 
-def test_rates_go_by_what_was_verified():
-    """A row that kept all of its few says nothing of the next one: the same rate as where each row
-    has as many, if what is cut has nothing to do with what stands."""
+def test_rates_count_only_verified_drafts():
+    """A row that accepted all of its few drafts says nothing about the next one. The rate is the
+    same as with equal numbers of drafts, if cutting is independent of acceptance."""
     made, rates = torch.Generator().manual_seed(5), []
     for uneven in (False, True):
         known = Acceptance(8)
@@ -51,9 +52,9 @@ def test_rates_go_by_what_was_verified():
     assert rates == pytest.approx([0.7, 0.7], abs=0.03)
 
 
-def test_auto_knows_what_choosing_is_worth():
-    """Of four rows, each another one every round, one keeps 4 drafts of 4, one 1 of 2, two none of
-    1: 2.25 tokens for the time of 2, where rates by place say 1.75 for two drafts of each."""
+def test_auto_learns_the_gain_of_choosing_drafts():
+    """Of four rows, in changing order, one accepts 4 drafts of 4, one 1 of 2, two none of 1:
+    2.25 tokens for the cost of 2, where rates by position predict 1.75 for two drafts of each."""
     verify = [[1.0, 1.85, 1.9, 3.9]]
     surface = make_surface((4,), (0, 1, 2, 4), verify=verify, draft=[[0.0, 0.1, 0.1, 0.1]])
     controller, lengths = Goodput(limit=4, surface=surface, at_once=True), []
@@ -67,8 +68,8 @@ def test_auto_knows_what_choosing_is_worth():
 
 
 def watched(loop):
-    """What the loop's rounds chose: of each row how many of how many drafts. The confidence is
-    anything, and so is what is chosen."""
+    """Record what the loop's rounds chose: accepted drafts of each row and their number.
+    Confidence and choice are arbitrary."""
     seen, check, made = [], loop._verifier.check_part, torch.Generator().manual_seed(1)
 
     def noted(proposal, each, cut):
@@ -91,8 +92,8 @@ def watched(loop):
         (5, lambda: Goodput(limit=8)),
     ],
 )
-def test_tokens_are_plain_decodings(pair, plainly, batch, lengths):
-    """With rows of unequal length that end one by one, drafts that stand and that do not."""
+def test_cut_rounds_give_the_tokens_of_plain_decoding(pair, plainly, batch, lengths):
+    """With rows of unequal length that end one by one, and drafts that are accepted or rejected."""
     target, draft = pair
     for drafter in (target, draft):
         given = AtOnce(drafter, MASK)
@@ -121,10 +122,10 @@ def test_tokens_are_plain_decodings(pair, plainly, batch, lengths):
         (2, False, False, Tour, 0),
     ],
 )
-def test_captured_rounds_and_those_launched_ahead(
+def test_cut_rounds_captured_and_launched_ahead(
     pair, plainly, batch, ahead, of_target, lengths, above
 ):
-    """With dummy rows, other lengths than were asked for, rounds that are not cut between."""
+    """With padding rows, other lengths than wanted, and rounds between that are not cut."""
     given = AtOnce(pair[0] if of_target else pair[1], MASK)
     loop = captured(pair[0], given, batch=batch, lengths=lengths(), cut=Cut(12, above, 3))
     flights, seen = ready(loop), watched(loop)
@@ -134,8 +135,8 @@ def test_captured_rounds_and_those_launched_ahead(
     assert all(sum(counts) == each * len(counts) for _, each, counts, _ in seen)
 
 
-def test_a_cut_round_may_serve_one_that_is_not(pair):
-    """Where any length will do: fewer captures as rows end."""
+def test_cut_round_may_serve_an_uncut_one(pair):
+    """If any length may serve: fewer captures as rows end."""
     target, draft = pair
     loop = captured(target, AtOnce(draft, MASK), batch=4, lengths=Fixed(3), cut=Cut(12, 8, 3))
     loop.prepare([4], [3])
@@ -154,9 +155,8 @@ def test_a_cut_round_may_serve_one_that_is_not(pair):
     ("coupling", "lengths", "acceptance"),
     [("maximal", Fixed(3), None), ("shared", Bass(), None), ("shared", Fixed(3), (0.8,))],
 )
-def test_never_where_drafts_may_not_depend_on_it(pair, coupling, lengths, acceptance):
-    """Maximal coupling, an algorithm of another's whose lengths would not be its own, and drafts
-    whose confidence means nothing."""
+def test_no_cutting_if_drafts_must_not_depend_on_confidence(pair, coupling, lengths, acceptance):
+    """Under maximal coupling, with Algorithm 1, and with drafts without meaningful confidence."""
     target, draft = pair
     for made in (loop_for, captured):
         loop = made(
@@ -173,8 +173,9 @@ def test_never_where_drafts_may_not_depend_on_it(pair, coupling, lengths, accept
         assert seen == []
 
 
-def test_never_where_drafter_or_target_cannot(pair):
-    """Drafts made one after the other, or on the host; a target that takes as many of each row."""
+def test_no_cutting_without_support_by_drafter_and_target(pair):
+    """Drafts made one after the other or on the host; a target that needs equal numbers of
+    tokens."""
     target, draft = pair
     toy = Markov(torch.randn(3, 12, 12, generator=torch.Generator().manual_seed(0)), lag=1)
     slow = Markov(toy.table, lag=2)

@@ -1,5 +1,5 @@
-"""Where a round's length counts (Algorithm 1, maximal coupling), captured rounds are those of an
-uncaptured loop, one by one, however few graphs serve them."""
+"""If the length of a round matters (Algorithm 1, maximal coupling), captured rounds equal those
+of an uncaptured loop one by one, however few graphs serve them."""
 
 from types import SimpleNamespace
 
@@ -23,7 +23,7 @@ from bass_cli.models.runner import Runner
 from bass_cli.run.build import warm_up
 
 VOCAB = 16
-# while some row keeps everything
+# while some row accepts everything
 PAPERS = [7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31, 32, 32]
 LINES = make_surface(
     (1, 4), (0, 32), verify=[[1.0, 1.0], [1.0, 1.0]], draft=[[0.0, 0.001], [0.0, 0.001]]
@@ -31,13 +31,13 @@ LINES = make_surface(
 
 
 def tables(distance):
-    """The logits of a target and of a draft that is so far from it."""
+    """Return the logits of a target and of a draft at this distance."""
     both = torch.randn(2, 3, VOCAB, VOCAB, generator=torch.Generator().manual_seed(3))
     return 2 * both[0], 2 * both[0] + distance * both[1]
 
 
 def rows(limit=45, n=3, temperature=1.0):
-    """Samples of two prompts, of unequal limits."""
+    """Return samples of two prompts with unequal limits."""
     return [
         Row(
             str(p),
@@ -53,7 +53,7 @@ def rows(limit=45, n=3, temperature=1.0):
 
 
 def loop_of(distance, lengths, *, coupling, draft="model", batch=4, graphs=True):
-    """A loop over toy models: captured on fake graphs, or uncaptured."""
+    """Return a loop over toy models, captured on fake graphs or uncaptured."""
     target, drafting = tables(distance)
     ticks = Ticks()
     drafter = make_drafter(
@@ -74,7 +74,7 @@ def loop_of(distance, lengths, *, coupling, draft="model", batch=4, graphs=True)
 
 
 def rounds_of(loop, given):
-    """(what was generated, each round's draft length and what rows kept of it)."""
+    """Return (generated tokens, each round's draft length and accepted drafts)."""
     seen = []
     found = drive(
         loop,
@@ -99,14 +99,14 @@ CONTROLLERS = {
 }
 
 
-# Where hardly a draft stands, the lengths of Algorithm 1 and of `auto` are those that react to it.
+# If almost no draft is accepted, the lengths of Algorithm 1 and of `auto` react to it.
 @pytest.mark.parametrize(
     ("distance", "coupling", "name"),
     [(0.3, "shared", name) for name in ("bass", "bass to 20", "bass+table")]
     + [(0.3, "maximal", name) for name in CONTROLLERS]
     + [(3.0, "shared", "bass"), (3.0, "maximal", "bass"), (3.0, "maximal", "auto with a profile")],
 )
-def test_captured_rounds_are_those_of_an_uncaptured_loop(coupling, name, distance):
+def test_captured_rounds_equal_uncaptured_rounds(coupling, name, distance):
     (found, seen), (due, rounds) = (
         rounds_of(
             loop_of(distance, CONTROLLERS[name](coupling), coupling=coupling, graphs=graphs), rows()
@@ -118,9 +118,9 @@ def test_captured_rounds_are_those_of_an_uncaptured_loop(coupling, name, distanc
 
 
 @pytest.mark.parametrize("name", ["bass", "auto with a profile", "33"])
-def test_under_maximal_coupling_lookup_verifies_nothing_but_what_it_found(name):
-    """Not what earlier rounds left behind in a wider graph. The samples repeat themselves, so
-    that drafts are long."""
+def test_lookup_under_maximal_coupling_verifies_only_what_it_found(name):
+    """A wider graph must not verify what earlier rounds left in it. The samples repeat
+    themselves, so drafts are long."""
     (found, seen), (due, rounds) = (
         rounds_of(
             loop_of(
@@ -139,17 +139,16 @@ def test_under_maximal_coupling_lookup_verifies_nothing_but_what_it_found(name):
     ("coupling", "name"),
     [("shared", "bass"), ("maximal", "bass"), ("maximal", "auto"), ("shared", "bass+table")],
 )
-def test_algorithm_1_grows_beyond_what_is_captured(coupling, name):
-    """The draft is the target, so that all is kept; few graphs serve all lengths."""
+def test_algorithm_1_grows_beyond_captured_lengths(coupling, name):
+    """The draft is the target, so all drafts are accepted; few graphs serve all lengths."""
     loop = loop_of(0.0, CONTROLLERS[name](coupling), coupling=coupling, batch=1)
     _, seen = rounds_of(loop, [Row("0", 0, 5, [1, 2], 330, temperature=1.0)])
     assert [width for width, _, _ in seen][: len(PAPERS)] == PAPERS
     assert loop.graphs.captures <= len(WIDTHS)
 
 
-def test_no_round_is_wider_than_a_rows_place(tmp_path):
-    """Real caches, whose rows have place for the longest draft: a wider graph still fits where
-    it is at its end."""
+def test_rounds_fit_into_the_cache_of_a_row(tmp_path):
+    """Real caches with room for the longest draft: a wider graph still fits at the end of a row."""
     write_checkpoint(FAMILIES[0], tmp_path, **shallow(FAMILIES[0]))
     checkpoint = open_checkpoint(tmp_path)
     model = Decoder(
@@ -200,7 +199,7 @@ def given_again(given):
     ("coupling", "length", "widest"),
     [("shared", "bass", 32), ("maximal", "bass", 32), ("maximal", 23, 23), ("shared", 23, 16)],
 )
-def test_warming_up_captures_all_that_rounds_with_a_deadline_need(coupling, length, widest):
+def test_warm_up_captures_all_graphs_for_rounds_with_a_deadline(coupling, length, widest):
     """Nothing else may be captured then, and an uncaptured round takes too long."""
     lengths = make_lengths(length, limit=32, coupling=coupling)
     loop = loop_of(0.0, lengths, coupling=coupling)

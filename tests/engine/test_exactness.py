@@ -1,8 +1,8 @@
-"""Token for token: speculation gives what plain decoding gives, for every family, drafter, width,
+"""Speculation gives token for token what plain decoding gives, for every family, drafter, width,
 batch and controller.
 
-Rows of unequal prompts and limits, greedy and sampled in one batch, so rows also join and leave
-at different rounds.
+Rows of unequal prompts and limits, greedy and sampled in one batch, so rows also join and leave at
+different rounds.
 """
 
 import functools
@@ -23,7 +23,7 @@ SURFACE = surface_of(device("wide-310m"), acceptance=0.7)
 
 
 def auto(coupling):
-    """Goodput with a profile; under maximal coupling it sees nothing but what was kept."""
+    """Return a Goodput with a profile. Under maximal coupling it only sees accepted drafts."""
     return make_lengths("auto", limit=9, coupling=coupling, surface=SURFACE)
 
 
@@ -46,8 +46,8 @@ ALONE = (1, lambda: Fixed(7)), (1, Reactive)
 
 
 def met_by(family, drafter):
-    """Batches and controllers: a third of the controllers and by turns a row alone with one of
-    two, or one of FEW."""
+    """Return batches and controllers: a third of the controllers, and in turn a row alone with
+    one of two, or one of FEW."""
     at = DRAFTERS.index(drafter)
     if family not in WIDELY:
         return (FEW[(FAMILIES.index(family) + at) % 4],)
@@ -59,7 +59,7 @@ def met_by(family, drafter):
 
 
 def all_met_by(family, drafter):
-    """Those that family and drafter do not meet in `met_by`."""
+    """Return the pairs that family and drafter do not meet in `met_by`."""
     every = (*itertools.product((2, 5), LENGTHS), *ALONE) if family in WIDELY else FEW
     return [one for one in every if one not in met_by(family, drafter)]
 
@@ -69,7 +69,7 @@ PROMPTS = ([7], [3, 1, 4, 1, 5, 9], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4, 5, 9, 0, 4
 
 @pytest.fixture(scope="module")
 def decoders(tmp_path_factory):
-    """A function from a family's name to (target, draft): the draft is the target with noise on
+    """A function from a family's name to (target, draft). The draft is the target with noise on
     its weights, so that some drafts are accepted and some are not."""
 
     @functools.cache
@@ -99,12 +99,12 @@ def decoders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plainly(decoders):
-    """A function from a family's name to what plain decoding gives for rows()."""
+    """A function from a family's name to the tokens of plain decoding for rows()."""
     return functools.cache(lambda family: plain(decoders(family)[0], rows()))
 
 
 def rows():
-    """Two samples of each prompt: sample 0 greedy, sample 1 at temperature 0.8."""
+    """Return two samples of each prompt: sample 0 greedy, sample 1 at temperature 0.8."""
     return [
         Row(str(p), s, 11, list(tokens), 12 - (s + p) % 3, temperature=0.8 * s, top_p=1 - 0.05 * s)
         for p, tokens in enumerate(PROMPTS)
@@ -112,9 +112,9 @@ def rows():
     ]
 
 
-# Those with a model, which sees what the target sees, and the words of a pair's `draft` that
+# Those with a model, which reads what the target reads, and the values of a pair's `draft` that
 # need none.
-WITH_MODELS = ("model", "skip", "parallel")  # whose drafts stand now and then
+WITH_MODELS = ("model", "skip", "parallel")  # some of their drafts are accepted
 DRAFTERS = (*WITH_MODELS, "lookup")
 
 
@@ -123,7 +123,7 @@ def drafter_of(name, target, draft):
     return {"model": draft, "skip": skipping, "parallel": AtOnce(draft, 300)}.get(name, name)
 
 
-def test_each_two_of_family_drafter_and_controller_meet():
+def test_every_pair_of_family_drafter_and_controller_is_tested():
     cells = {both: met_by(*both) for both in itertools.product(FAMILIES, DRAFTERS)}
     for family in WIDELY:
         met = {lengths for drafter in DRAFTERS for _, lengths in cells[family, drafter]}
@@ -143,7 +143,7 @@ def test_each_two_of_family_drafter_and_controller_meet():
 @pytest.mark.parametrize("met", [met_by, pytest.param(all_met_by, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_shared_coupling_gives_plain_decodings_tokens(decoders, plainly, family, drafter, met):
+def test_shared_coupling_equals_plain_decoding(decoders, plainly, family, drafter, met):
     target, draft = decoders(family)
     accepted = drafted = 0
     for batch, lengths in met(family, drafter):
@@ -169,7 +169,7 @@ def test_shared_coupling_gives_plain_decodings_tokens(decoders, plainly, family,
         if family in WIDELY or at % 2 == turn % 2
     ],
 )
-def test_maximal_coupling_gives_plain_decodings_greedy_tokens(decoders, plainly, family, drafter):
+def test_maximal_coupling_equals_plain_decoding_if_greedy(decoders, plainly, family, drafter):
     target, draft = decoders(family)
     due = {key: tokens for key, tokens in plainly(family).items() if key[1] == 0}
     turn = FAMILIES.index(family) + DRAFTERS.index(drafter)
@@ -187,7 +187,7 @@ def test_maximal_coupling_gives_plain_decodings_greedy_tokens(decoders, plainly,
         assert {key: found[key] for key in due} == due
 
 
-# Each family has both couplings and both controllers; which of these meet goes by turns.
+# Each family has both couplings and both controllers; which of these meet alternates.
 @pytest.mark.parametrize(
     ("family", "coupling", "lengths"),
     [
@@ -199,9 +199,9 @@ def test_maximal_coupling_gives_plain_decodings_greedy_tokens(decoders, plainly,
         for other, lengths in enumerate((lambda: Fixed(4), Reactive))
     ],
 )
-def test_the_target_accepts_all_of_its_own_drafts(decoders, family, coupling, lengths):
+def test_target_accepts_all_of_its_own_drafts(decoders, family, coupling, lengths):
     """Also right after a fully accepted round, after rounds without drafts, and in rows that
-    were moved."""
+    moved."""
     target, _ = decoders(family)
     seen = []
     loop = loop_for(target, target, rows=4, lengths=lengths(), coupling=coupling)
@@ -210,7 +210,7 @@ def test_the_target_accepts_all_of_its_own_drafts(decoders, family, coupling, le
     assert all(kept == done.width for done in seen for kept in done.accepted)
 
 
-def test_full_acceptance_commits_one_token_more_than_was_drafted(decoders):
+def test_full_acceptance_commits_one_more_token_than_drafts(decoders):
     target, _ = decoders(FAMILIES[0])
     loop = loop_for(target, target, rows=1, lengths=Fixed(4))
     row = Row("0", 0, 0, [1, 2, 3], 20)
@@ -220,7 +220,7 @@ def test_full_acceptance_commits_one_token_more_than_was_drafted(decoders):
     assert row.generated == 5
 
 
-def test_a_drafter_that_lags_behind_catches_up_without_harm(decoders):
+def test_drafter_catches_up_after_plain_rounds(decoders):
     """Plain rounds leave the draft's cache behind by one token each; afterwards it accepts as
     before."""
     target, _ = decoders(FAMILIES[0])
@@ -244,7 +244,7 @@ def test_a_drafter_that_lags_behind_catches_up_without_harm(decoders):
     assert all(kept == done.width for done in seen for kept in done.accepted)
 
 
-def test_one_nearly_full_row_does_not_throttle_the_others(decoders):
+def test_row_near_its_limit_does_not_shorten_drafts_of_others(decoders):
     target, _ = decoders(FAMILIES[0])
     loop = loop_for(target, target, rows=2, lengths=Fixed(6))
     short, long = Row("0", 0, 0, [1, 2, 3], 1), Row("0", 1, 0, [1, 2, 3], 30)
@@ -255,9 +255,9 @@ def test_one_nearly_full_row_does_not_throttle_the_others(decoders):
     assert long.generated == 7
 
 
-def test_float_noise_between_batch_shapes_is_far_below_what_decides(decoders):
-    """The equalities above rest on it: the same position computed in another batch shape differs
-    by rounding only."""
+def test_rounding_between_batch_shapes_is_far_below_decision_margins(decoders):
+    """The equalities above depend on it: the same position computed in another batch shape
+    differs by rounding only."""
     target, _ = decoders("llama")
     found = []
     for batch in (1, 5):
@@ -271,8 +271,8 @@ def test_float_noise_between_batch_shapes_is_far_below_what_decides(decoders):
     assert abs(found[0] - found[1]) < 1e-5
 
 
-def test_a_drafter_that_proposes_nothing_is_never_asked_for_more(decoders):
-    """Whatever the controller wants, a round without a drafter is a plain one, counts none and
+def test_no_drafter_gives_plain_rounds_only(decoders):
+    """Whatever the controller wants, a round without a drafter is plain, counts no drafts and
     scores every token."""
     target, _ = decoders("llama")
     live, asked = rows(), []
@@ -285,8 +285,8 @@ def test_a_drafter_that_proposes_nothing_is_never_asked_for_more(decoders):
     assert all(len(row.log_probabilities) == row.generated for row in live)
 
 
-def test_drafts_after_plain_rounds_do_not_see_the_wrong_ones_of_before(decoders):
-    """Wrong drafts' keys lie where plain rounds then put other tokens: the draft's cache must
+def test_drafts_after_plain_rounds_do_not_read_rejected_drafts(decoders):
+    """Plain rounds put other tokens where keys of rejected drafts lie: the draft's cache must
     hold these in the end."""
     target, draft = decoders(FAMILIES[0])
     plan = iter([6, 0, 0, 0, 6, 0, 5])
@@ -303,7 +303,7 @@ def test_drafts_after_plain_rounds_do_not_see_the_wrong_ones_of_before(decoders)
     assert wrong > 10, "hardly a wrong draft: this run showed nothing"
     loop.drafter.propose(loop.batch, 1)
     fresh = loop_for(target, draft, rows=3, lengths=Fixed(1))
-    for row in live:  # the same sequences, as prompts
+    for row in live:  # the same sequences as prompts
         fresh.open(str(row.sample), row.tokens)
         fresh.admit(Row(str(row.sample), row.sample, 1, list(row.tokens), 9))
     for row, line in enumerate(live):

@@ -1,5 +1,5 @@
-"""The engine on a CUDA device: Triton kernels and captured rounds give what plain, uncaptured
-decoding gives. Float32."""
+"""The engine on a CUDA device: Triton kernels and captured rounds give the tokens of plain,
+uncaptured decoding. Float32."""
 
 import collections
 import copy
@@ -52,8 +52,8 @@ CUDA = torch.device("cuda")
 
 @pytest.fixture(scope="module")
 def decoders(tmp_path_factory):
-    """From a family's name to (target, draft) on the device; the draft is the target with some
-    noise."""
+    """A function from a family's name to (target, draft) on the device; the draft is the target
+    with some noise."""
 
     @functools.cache
     def pair(family):
@@ -94,7 +94,7 @@ def loop_for(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_captured_rounds_give_plain_decodings_tokens(decoders, family):
+def test_captured_rounds_equal_plain_decoding(decoders, family):
     target, draft = decoders(family)
     due = drive(loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False), rows())
     kept = 0
@@ -114,9 +114,8 @@ def test_captured_rounds_give_plain_decodings_tokens(decoders, family):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gptj"])
-def test_rounds_that_are_launched_ahead_give_plain_decodings_tokens(decoders, family):
-    """With rows that end, and others in their places, while a round is under way that knows
-    nothing of it."""
+def test_rounds_launched_ahead_equal_plain_decoding(decoders, family):
+    """Rows end and others take their places while a round is in flight."""
     target, draft = decoders(family)
     due = drive(loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False), rows())
     at_once = AtOnce(target, 300)
@@ -142,9 +141,9 @@ def test_rounds_that_are_launched_ahead_give_plain_decodings_tokens(decoders, fa
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rows_that_are_cut_give_plain_decodings_tokens(decoders, family):
-    """Captured, launched ahead, with dummy rows, and as it is; whatever is chosen: the draft is
-    sometimes surer of one row, sometimes of another."""
+def test_cut_rounds_equal_plain_decoding(decoders, family):
+    """Captured, launched ahead and with padding rows. The draft is sometimes surer of one row,
+    sometimes of another."""
     target, draft = decoders(family)
     due = drive(loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False), rows())
     kept = 0
@@ -170,8 +169,8 @@ def test_rows_that_are_cut_give_plain_decodings_tokens(decoders, family):
     assert kept > 0
 
 
-def test_two_results_may_be_under_way():
-    """The second replay of a graph does not write over what the first one brought."""
+def test_two_results_may_be_in_flight():
+    """The second replay of a graph does not overwrite the result of the first."""
     graphs, number = Graphs(CUDA), torch.zeros(1, dtype=torch.int64, device=CUDA)
 
     def function():
@@ -192,9 +191,9 @@ def test_two_results_may_be_under_way():
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gptj"])
-def test_captured_maximal_rounds_give_the_definitions_tokens(decoders, family):
-    """With draft lengths that do not depend on time, also such as no graph is made for at first:
-    the same rows uncaptured, and all in plain torch."""
+def test_captured_maximal_rounds_equal_the_definition(decoders, family):
+    """With draft lengths that do not depend on time, some of them without a graph at first:
+    compared with the same rows uncaptured, and with plain torch."""
     target, draft = decoders(family)
     kept = drafted = 0
     for drafter in (draft, target, AtOnce(draft, 300), "lookup", "none"):
@@ -229,12 +228,14 @@ def test_captured_maximal_rounds_give_the_definitions_tokens(decoders, family):
                     kept + sum(row.accepted for row in live),
                     drafted + sum(row.drafted for row in live),
                 )
-    assert 0 < kept < drafted, "all or nothing accepted: this showed little"
+    assert 0 < kept < drafted, "some but not all drafts must be accepted for this test"
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_captured_rounds_of_teams_give_plain_decodings_tokens(decoders, family, monkeypatch):
-    """A prompt's rows read it together, while they come, end and move; then the paper's
+def test_captured_rounds_of_shared_prefix_groups_equal_plain_decoding(
+    decoders, family, monkeypatch
+):
+    """Rows of a prompt read it together while they begin, end and move; then the paper's
     schedules, on the same rows."""
     target, draft = decoders(family)
     due = drive(loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False), rows())
@@ -252,7 +253,7 @@ def test_captured_rounds_of_teams_give_plain_decodings_tokens(decoders, family, 
             ops.attention_schedule("ragged")
 
 
-def test_the_target_drafting_for_itself_accepts_everything(decoders):
+def test_target_accepts_all_of_its_own_drafts(decoders):
     target, _ = decoders("llama")
     live = rows()
     drive(loop_for(target, target, batch=5, lengths=Fixed(4), graphs=True), live)
@@ -261,7 +262,7 @@ def test_the_target_drafting_for_itself_accepts_everything(decoders):
     assert sum(row.accepted for row in live) == sum(row.drafted for row in live) > 0
 
 
-def test_prepared_graphs_are_all_that_a_run_needs(decoders):
+def test_run_needs_only_the_prepared_graphs(decoders):
     target, draft = decoders("qwen2")
     loop = loop_for(target, draft, batch=4, lengths=Fixed(3), graphs=True)
     loop.prepare(range(1, 5), range(8))
@@ -280,9 +281,8 @@ def test_prepared_graphs_are_all_that_a_run_needs(decoders):
         ("lookup", "shared"),
     ],
 )
-def test_what_is_compiled_ahead_is_all_that_rounds_launch(decoders, monkeypatch, draft, coupling):
-    """Nothing runs meanwhile: the rows get the tokens that they would have got, and no kernel is
-    compiled any more."""
+def test_rounds_compile_nothing_after_compiling_ahead(decoders, monkeypatch, draft, coupling):
+    """Compiling ahead runs nothing: the rows get the tokens that they would have got."""
     target, model = decoders("qwen2")
     due = drive(
         loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False, coupling=coupling), rows()
@@ -339,8 +339,8 @@ def refuse(kernel, *arguments, **options):
     raise AssertionError(f"{kernel.__name__} was not compiled ahead")
 
 
-def test_catching_up_by_graphs_leaves_nothing_out(decoders):
-    """Plain rounds between: the target, drafting for itself, keeps all of its drafts only if it
+def test_catching_up_by_graphs_is_complete(decoders):
+    """With plain rounds between: the target, drafting for itself, accepts all drafts only if it
     has caught up."""
     target, _ = decoders("llama")
     loop, live = loop_for(target, target, batch=5, lengths=Reactive(), graphs=True), rows()
@@ -352,9 +352,9 @@ def test_catching_up_by_graphs_leaves_nothing_out(decoders):
     assert loop.graphs.captures == before > 0
 
 
-def test_sampling_parameters_are_not_baked_in(decoders):
-    """One graph serves rows of any temperature: greedy rows first, sampled ones after them in
-    the same places."""
+def test_sampling_parameters_are_not_baked_into_graphs(decoders):
+    """One graph serves rows of any temperature: greedy rows first, then sampled ones in the same
+    places."""
     target, draft = decoders("llama")
     due = drive(loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False), rows())
     loop = loop_for(target, draft, batch=3, lengths=Fixed(3), graphs=True)
@@ -367,7 +367,7 @@ def test_sampling_parameters_are_not_baked_in(decoders):
     assert loop.graphs.captures == captures
 
 
-def test_a_store_that_moves_is_captured_again(decoders):
+def test_moved_memory_is_captured_again(decoders):
     target, draft = decoders("llama")
     due = drive(loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False), rows())
     loop = loop_for(target, draft, batch=3, lengths=Fixed(3), graphs=True)
@@ -378,7 +378,7 @@ def test_a_store_that_moves_is_captured_again(decoders):
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.6, 1.0])
-def test_imposed_acceptance(decoders, rate):
+def test_simulated_acceptance(decoders, rate):
     target, draft = decoders("llama")
     loop, live = (
         loop_for(target, draft, batch=5, lengths=Fixed(4), graphs=True, acceptance=(rate,)),
@@ -395,7 +395,7 @@ def test_imposed_acceptance(decoders, rate):
 
 
 def test_nothing_is_freed_while_a_graph_is_captured():
-    """Freeing a dead loop's graph in the middle of a capture would end the process."""
+    """Freeing a dead loop's graph during a capture would end the process."""
     graphs, seen = Graphs(CUDA), []
 
     def function():
@@ -424,8 +424,8 @@ def job_of(lengths, seed):
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "mistral", "gptj"])
 def test_prompts_read_by_graphs_give_the_same_tokens(decoders, family, monkeypatch):
-    """Each size captured once, then replayed with other tokens at other places; and once more in a
-    moved store."""
+    """Each size is captured once, then replayed with other tokens at other places, and once more
+    after the memory has moved."""
     target, draft = decoders(family)
     jobs = [functools.partial(job_of, (1, 2, 15, 16, 17, 18, 33, 60), seed) for seed in range(3)]
     monkeypatch.setattr(prompts, "PATIENCE", 10**9)
@@ -460,7 +460,7 @@ def test_prepared_prompts_are_not_captured_again(decoders):
     assert loop.target._passes.graphs.captures == len(prompts.SIZES)
 
 
-def test_admitting_rows_makes_the_host_wait_for_nothing(decoders):
+def test_admitting_rows_does_not_block_the_host(decoders):
     loop = loop_for(decoders("llama")[0], "none", batch=4, lengths=Fixed(0), graphs=False)
     loop.open("p", [1, 2, 3])
     torch.cuda.set_sync_debug_mode("error")
@@ -473,9 +473,9 @@ def test_admitting_rows_makes_the_host_wait_for_nothing(decoders):
 
 
 @pytest.mark.parametrize("coupling", ["shared", "maximal"])
-def test_captured_rounds_end_rows_that_are_not_sound_and_no_others(decoders, coupling):
-    """NaN for one token: a row that gets it has no log-probability after it; drafts that have it
-    and fail do no harm."""
+def test_captured_rounds_end_only_rows_with_non_finite_logits(decoders, coupling):
+    """NaN for one token: a row that gets it has no log-probability after it; rejected drafts
+    that contain it do no harm."""
     target, draft = decoders("llama")
     due = drive(loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False), rows())
     token = collections.Counter(
@@ -506,7 +506,7 @@ def test_captured_rounds_end_rows_that_are_not_sound_and_no_others(decoders, cou
         )
 
 
-def test_launches_that_overlap_give_plain_decodings_tokens(decoders, monkeypatch):
+def test_overlapping_launches_equal_plain_decoding(decoders, monkeypatch):
     """As in large models: each round's positions are written right before the chain of launches
     that reads them early."""
     target, draft = decoders("qwen2")
@@ -524,7 +524,7 @@ def test_launches_that_overlap_give_plain_decodings_tokens(decoders, monkeypatch
                 assert drive(loop, rows()) == due, f"batch {batch}, {drafter}"
 
 
-def test_a_graph_keeps_the_counters_that_it_was_captured_with(decoders):
+def test_graph_keeps_the_counters_it_was_captured_with(decoders):
     target, draft = decoders("llama")
     due = drive(loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False), rows())
     loop = loop_for(target, draft, batch=3, lengths=Fixed(3), graphs=True)
@@ -540,7 +540,7 @@ def test_a_graph_keeps_the_counters_that_it_was_captured_with(decoders):
     assert drive(loop, rows()) == due
 
 
-def test_a_kernel_that_does_not_fit_leaves_captured_rounds_to_plain_torch(decoders, monkeypatch):
+def test_kernel_that_does_not_fit_falls_back_to_plain_torch(decoders, monkeypatch):
     target, draft = decoders("llama")
     due = drive(loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False), rows())
     small = launch.card(CUDA)._replace(shared=1024)
@@ -552,9 +552,9 @@ def test_a_kernel_that_does_not_fit_leaves_captured_rounds_to_plain_torch(decode
 
 
 class Thief:
-    """Takes the device's memory while passes number `calls` of any model over its rows begin, and
-    gives it back when something was refused. While a graph is captured nothing can be taken: there
-    more is asked for than there is."""
+    """Take the device's memory when the passes number `calls` of any model begin, and give it
+    back when an allocation was refused. During a capture nothing can be taken, so there more is
+    requested than exists."""
 
     def __init__(self, monkeypatch, calls):
         self.refused, forward, count = 0, Runner.forward, itertools.count(1)
@@ -578,11 +578,9 @@ class Thief:
 
 
 @pytest.mark.parametrize("calls", [(3, 10), (1, 2), (7, 8)], ids=str)
-def test_a_job_whose_memory_is_stolen_twice_ends_with_the_same_lines(
-    pair_folder, monkeypatch, calls
-):
-    """In uncaptured rounds and in captures alike: rows are halved, and the samples that were
-    under way are drawn again."""
+def test_job_that_runs_out_of_memory_twice_gives_the_same_lines(pair_folder, monkeypatch, calls):
+    """In uncaptured rounds and in captures: rows are halved, and unfinished samples are drawn
+    again."""
     pair_folder(prompts=5)
     job = Job(
         pair=load_pair("pair.yaml"),
@@ -608,8 +606,8 @@ def test_a_job_whose_memory_is_stolen_twice_ends_with_the_same_lines(
 
 
 @pytest.mark.parametrize("place", ["cpu", "cuda"])
-def test_drafts_of_the_host_reach_the_device_wherever_they_were_made(place):
-    """Of a host's drafter in the host's memory (lookup), or on the device (bass profile's)."""
+def test_host_drafts_reach_the_device(place):
+    """From a drafter in the host's memory (lookup), or on the device (bass profile's)."""
 
     class Found(NoDrafter):
         on_device = False
@@ -619,6 +617,6 @@ def test_drafts_of_the_host_reach_the_device_wherever_they_were_made(place):
             return Proposal(tokens, None, (3, 2))
 
     batch = Batch(rows=2, context=64, device=torch.device("cuda"))
-    found = HostDrafts(batch, Found(), learns_before=False).ask(5, Fixed(5))
+    found = HostDrafts(batch, Found(), learns_before=False).propose(5, Fixed(5))
     assert found.tokens.is_cuda
     assert found.tokens.tolist() == [[0, 1, 2], [5, 6, 7]]

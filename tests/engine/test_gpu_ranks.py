@@ -1,5 +1,5 @@
-"""A target split over two GPUs: captured and op by op, the tokens of one GPU; and its end when a
-process dies. Float32."""
+"""A target split over two GPUs, captured and uncaptured: the tokens of one GPU, and a clean end
+when a process dies. Float32."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def halves() -> Iterator[Models]:
         ("lookup", 4),
     ],
 )
-def test_two_gpus_draw_the_tokens_of_one(
+def test_two_gpus_give_the_tokens_of_one(
     draft: str, length: Any, captured: bool, halves: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan, followers = plan_of(draft, length, 2), halves.followers
@@ -96,7 +96,7 @@ def test_two_gpus_draw_the_tokens_of_one(
         assert "replay" not in told
 
 
-def test_a_process_that_is_killed_between_replays_ends_the_command(tmp_path: Path) -> None:
+def test_killed_process_ends_the_command(tmp_path: Path) -> None:
     out, began = tmp_path / "o.jsonl", time.monotonic()
     ended = kill_in_two_parts(
         "follower",

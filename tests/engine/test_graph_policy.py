@@ -1,4 +1,5 @@
-"""Which shapes are captured, and when: reuse before capture, by counting, never by the clock."""
+"""Which shapes are captured, and when: reuse before capture, decided by counting, never by the
+clock."""
 
 import pytest
 from fakes import FakeGraphs
@@ -7,19 +8,19 @@ from bass_cli.engine.graphs import GraphPolicy, Shape, Step
 
 
 class Bench:
-    """A ladder on fake graphs; `ask` runs one round at a shape as the ladder says."""
+    """A GraphPolicy on fake graphs; `ask` runs one round of a shape as the policy says."""
 
     def __init__(self, *, longest=32, drafts="round"):
         self.graphs = FakeGraphs()
-        self.ladder = GraphPolicy(self.graphs, longest=longest, drafts=drafts)
+        self.policy = GraphPolicy(self.graphs, longest=longest, drafts=drafts)
 
     def ask(self, rows, width, *, left=10_000, kind="round", fit="near"):
         wish = Shape(kind, rows, width)
-        step = self.ladder.choose(wish, left=left, fit=fit)
-        self.ladder.served(wish, step)
+        step = self.policy.choose(wish, left=left, fit=fit)
+        self.policy.served(wish, step)
         if step.how != "replay":
             getattr(self.graphs, step.how)(step.shape, lambda: None)
-            self.ladder.took(step, 0.06)
+            self.policy.took(step, 0.06)
         return step
 
     def hold(self, *shapes):
@@ -34,7 +35,7 @@ class Bench:
         return most
 
 
-def test_a_shape_runs_once_uncaptured_and_is_then_captured_if_nothing_else_serves():
+def test_shape_runs_uncaptured_once_and_is_then_captured_if_nothing_serves():
     bench = Bench()
     assert [bench.ask(8, 4).how for _ in range(4)] == ["run", "capture", "replay", "replay"]
 
@@ -49,18 +50,18 @@ def test_nothing_is_captured_for_the_last_rounds():
     ]
 
 
-def test_more_rows_serve_until_the_dummies_have_cost_a_capture():
+def test_wider_graph_serves_until_padding_has_cost_a_capture():
     bench = Bench()
     bench.hold(("round", 8, 0), ("round", 64, 4), ("round", 32, 4))
     assert bench.ask(4, 0) == Step(Shape("round", 8, 0), "replay")
-    assert bench.rounds_until_captured(1, 0) > 500, "seven dummies cost next to nothing"
-    assert bench.ask(16, 4).shape.rows == 32, "the nearest"
+    assert bench.rounds_until_captured(1, 0) > 500, "seven padding rows cost almost nothing"
+    assert bench.ask(16, 4).shape.rows == 32, "the nearest one serves"
     assert 100 < bench.rounds_until_captured(16, 4) < 300
     assert bench.ask(16, 4) == Step(Shape("round", 16, 4), "replay")
     assert bench.ask(65, 4).how == "run", "fewer rows never serve"
 
 
-def test_near_draft_lengths_serve_until_the_wish_has_persisted():
+def test_near_draft_length_serves_until_the_wanted_one_persists():
     bench = Bench()
     bench.hold(("round", 8, 4), ("round", 8, 8))
     assert bench.ask(8, 5).shape.width == 4
@@ -70,11 +71,11 @@ def test_near_draft_lengths_serve_until_the_wish_has_persisted():
     )
     assert 100 < bench.rounds_until_captured(8, 5) < 300
     assert bench.rounds_until_captured(8, 0) < bench.rounds_until_captured(8, 3), (
-        "what costs more is captured sooner"
+        "a larger loss is captured sooner"
     )
 
 
-def test_a_wish_that_cannot_last_is_not_captured_though_it_has_lost_much():
+def test_shape_with_few_rounds_left_is_not_captured():
     bench = Bench()
     bench.hold(("round", 8, 4))
     assert bench.rounds_until_captured(8, 6, most=500, left=20) == 500
@@ -82,7 +83,7 @@ def test_a_wish_that_cannot_last_is_not_captured_though_it_has_lost_much():
     assert bench.ask(8, 6, left=1000).how == "capture"
 
 
-def test_looked_up_drafts_rather_fill_up_a_wide_round_than_lose_their_ends():
+def test_lookup_drafts_prefer_a_wider_round_to_dropping_tokens():
     bench = Bench(drafts="given")
     bench.hold(("given", 1, 2), ("given", 1, 12))
     assert bench.ask(1, 6, kind="given").shape.width == 12
@@ -98,9 +99,9 @@ def test_looked_up_drafts_rather_fill_up_a_wide_round_than_lose_their_ends():
     )
 
 
-def test_a_capture_costs_what_it_launches():
-    """A batch that narrows loses as much in either; that of plain rounds is captured long before
-    that of rounds with drafts is."""
+def test_cost_of_a_capture_grows_with_its_launches():
+    """A shrinking batch loses equally in both kinds; plain rounds are captured long before
+    rounds with drafts."""
     plain, drafting = Bench(), Bench()
     plain.hold(("round", 768, 0))
     drafting.hold(("round", 96, 7))  # as many places
@@ -109,13 +110,13 @@ def test_a_capture_costs_what_it_launches():
     assert 4 * patience[0] < patience[1] < 8 * patience[0]
 
 
-def test_plain_rounds_never_serve_where_drafts_are_wanted():
+def test_plain_round_never_serves_a_round_with_drafts():
     bench = Bench()
     bench.hold(("round", 8, 0))
     assert bench.ask(8, 1) == Step(Shape("round", 8, 1), "run")
 
 
-def test_where_the_very_length_counts_longer_ones_serve_and_no_shorter_ones():
+def test_exact_length_is_served_by_longer_graphs_only():
     bench = Bench()
     bench.hold(("round", 8, 4), ("round", 8, 6))
     assert [bench.ask(4, width, fit="wider").shape.width for width in (0, 1, 3, 5, 6)] == [
@@ -133,7 +134,7 @@ def test_where_the_very_length_counts_longer_ones_serve_and_no_shorter_ones():
     )
 
 
-def test_where_the_very_length_counts_it_has_a_graph_once_longer_ones_have_wasted_as_much():
+def test_exact_length_is_captured_when_longer_graphs_have_wasted_as_much():
     bench = Bench()
     bench.hold(("round", 8, 10))
     rounds = bench.rounds_until_captured(8, 9, fit="wider")
@@ -141,69 +142,69 @@ def test_where_the_very_length_counts_it_has_a_graph_once_longer_ones_have_waste
     assert bench.ask(8, 9, fit="wider") == Step(Shape("round", 8, 9), "replay")
 
 
-def test_only_this_once_the_very_width():
+def test_fit_same_is_served_by_the_same_width_only():
     bench = Bench()
     bench.hold(("round", 8, 4))
     wish = Shape("round", 8, 0)
-    assert bench.ladder.choose(wish, left=100).shape.width == 4
-    assert bench.ladder.choose(wish, left=100, fit="same") == Step(wish, "run")
+    assert bench.policy.choose(wish, left=100).shape.width == 4
+    assert bench.policy.choose(wish, left=100, fit="same") == Step(wish, "run")
 
 
-def test_catching_up_takes_longer_graphs_but_not_shorter_ones_nor_rounds():
+def test_catching_up_is_served_by_longer_catch_up_graphs_only():
     bench = Bench()
     bench.hold(("catch up", 8, 8), ("round", 8, 32))
     assert bench.ask(4, 2, kind="catch up") == Step(Shape("catch up", 8, 8), "replay")
     assert bench.ask(8, 32, kind="catch up") == Step(Shape("catch up", 8, 32), "run")
 
 
-def test_what_a_length_costs_at_first():
+def test_one_time_costs_of_lengths():
     bench = Bench(longest=16)
-    unknown = bench.ladder.one_time_costs(8)
+    unknown = bench.policy.one_time_costs(8)
     assert 0 < unknown[0] < unknown[4] < unknown[16] == unknown[32]
     bench.ask(8, 0)
-    warm = bench.ladder.one_time_costs(8)
+    warm = bench.policy.one_time_costs(8)
     assert 0 < warm[0] < unknown[0]
     bench.ask(8, 0)
-    known = bench.ladder.one_time_costs(8)
+    known = bench.policy.one_time_costs(8)
     assert known[0] == 0
     assert 0 < known[4] < unknown[4]
     bench.ask(8, 4)
     bench.ask(8, 4)
-    assert bench.ladder.one_time_costs(8) == (0,) * 33, "a near length is captured"
-    assert bench.ladder.one_time_costs(16)[4] > 0
+    assert bench.policy.one_time_costs(8) == (0,) * 33, "a near length is captured"
+    assert bench.policy.one_time_costs(16)[4] > 0
     bench.graphs.renew("moved")
-    bench.ladder.forget()
-    assert bench.ladder.one_time_costs(8)[0] > 0
+    bench.policy.forget()
+    assert bench.policy.one_time_costs(8)[0] > 0
 
 
-def test_drafts_of_the_host_cost_no_launches():
-    """A model's steps are launched one by one; where the host drafts, any length is the same few
-    launches, and a plain round that ran tells what they take."""
-    ladders = [GraphPolicy(FakeGraphs(), longest=8, drafts=drafts) for drafts in ("round", "given")]
-    for ladder in ladders:
-        ladder.took(Step(Shape("round", 8, 0), "run"), 0.02)
-        ladder.took(Step(Shape("round", 8, 0), "capture"), 0.03)
-    model, host = (ladder.one_time_costs(8) for ladder in ladders)
+def test_host_drafts_cost_no_launches():
+    """The steps of a draft model are launched one by one. If the host drafts, any length takes
+    the same few launches, and the time of a plain round predicts it."""
+    policies = [GraphPolicy(FakeGraphs(), longest=8, drafts=drafts) for drafts in ("round", "given")]
+    for policy in policies:
+        policy.took(Step(Shape("round", 8, 0), "run"), 0.02)
+        policy.took(Step(Shape("round", 8, 0), "capture"), 0.03)
+    model, host = (policy.one_time_costs(8) for policy in policies)
     assert host == pytest.approx((0.05,) * len(host))
     assert model[0] == pytest.approx(0.05)
     assert model[4] > 3 * host[4]
-    assert [ladder.shape(8, 3) for ladder in ladders] == [
+    assert [policy.shape(8, 3) for policy in policies] == [
         Shape("round", 8, 3),
         Shape("given", 8, 3),
     ]
-    assert ladders[1].shape(8, 0) == Shape("round", 8, 0)
+    assert policies[1].shape(8, 0) == Shape("round", 8, 0)
 
 
-def test_drafts_of_one_pass_cost_one_step_whatever_their_number():
-    """So a longer one costs few launches more than a short one; and a shorter one that serves
-    instead loses drafts that were to be had for nothing."""
-    ladders = [
+def test_one_pass_drafts_cost_one_step_for_any_length():
+    """A longer draft costs few more launches. A shorter one that serves instead loses drafts
+    that would have cost nothing."""
+    policies = [
         GraphPolicy(FakeGraphs(), longest=16, drafts=drafts) for drafts in ("round", "block")
     ]
-    for ladder in ladders:
-        ladder.took(Step(Shape("round", 8, 0), "run"), 0.02)
-        ladder.took(Step(Shape("round", 8, 0), "capture"), 0.03)
-    chain, block = (ladder.one_time_costs(8) for ladder in ladders)
+    for policy in policies:
+        policy.took(Step(Shape("round", 8, 0), "run"), 0.02)
+        policy.took(Step(Shape("round", 8, 0), "capture"), 0.03)
+    chain, block = (policy.one_time_costs(8) for policy in policies)
     assert block[1] == block[16] == pytest.approx(chain[1])
     assert chain[16] > 6 * block[16]
     waited = {}
@@ -218,12 +219,12 @@ def test_drafts_of_one_pass_cost_one_step_whatever_their_number():
     assert waited["block", "shorter"] > 3 * waited["round", "shorter"]
 
 
-def test_compiling_is_not_taken_for_what_capturing_costs():
+def test_compile_time_does_not_count_as_capture_time():
     bench = Bench()
-    bench.ladder.took(Step(Shape("round", 8, 0), "run"), 9.0)
-    slow = bench.ladder.delay(Step(Shape("round", 8, 0), "run"))
+    bench.policy.took(Step(Shape("round", 8, 0), "run"), 9.0)
+    slow = bench.policy.delay(Step(Shape("round", 8, 0), "run"))
     assert slow <= 0.1
-    bench.ladder.took(Step(Shape("round", 8, 0), "run"), 0.02)
-    bench.ladder.took(Step(Shape("round", 8, 0), "run"), 0.05)
-    assert bench.ladder.delay(Step(Shape("round", 8, 0), "run")) == 0.02
-    assert bench.ladder.delay(Step(Shape("round", 8, 0), "replay")) == 0
+    bench.policy.took(Step(Shape("round", 8, 0), "run"), 0.02)
+    bench.policy.took(Step(Shape("round", 8, 0), "run"), 0.05)
+    assert bench.policy.delay(Step(Shape("round", 8, 0), "run")) == 0.02
+    assert bench.policy.delay(Step(Shape("round", 8, 0), "replay")) == 0

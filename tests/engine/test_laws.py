@@ -1,9 +1,9 @@
-"""The law of what comes out, against exact enumeration on a tiny vocabulary: both couplings, every
-kind of proposal.
+"""The distribution of the output, against exact enumeration on a tiny vocabulary: both couplings,
+every kind of proposal.
 
-Bound: the total variation between the exact law and the frequencies of N draws from it has mean
-at most sum sqrt(p (1 - p) / N) / 2 and exceeds its mean by t with probability at most exp(-2 N
-t^2) (McDiarmid); the tests allow one in a million.
+Bound: the total variation between the exact distribution and the frequencies of N draws from it has
+    mean at most sum sqrt(p (1 - p) / N) / 2 and exceeds its mean by t with probability at most
+    exp(-2 N t^2) (McDiarmid); the tests allow one in a million.
 """
 
 import functools
@@ -35,8 +35,8 @@ ROWS = (
 )
 
 
-# Drafting that costs little with any number of rows, so that `auto` drafts, as far as what was
-# kept says.
+# Drafting that costs little for any number of rows, so that `auto` drafts as far as acceptance
+# allows.
 CHEAP = make_surface((1,), (0, 4), verify=[[1.0, 1.1]], draft=[[0.0, 0.4]])
 
 
@@ -45,7 +45,7 @@ def tables(seed, vocab=VOCAB):
 
 
 def truncated(logits, temperature, top_k, top_p):
-    """The processed law of a list of logits, written out naively."""
+    """Return the processed distribution of a list of logits, computed naively."""
     weights = [math.exp(x / temperature) for x in logits]
     order = sorted(range(len(weights)), key=lambda i: -weights[i])
     order = order[:top_k] if top_k else order
@@ -73,9 +73,9 @@ def exact(table, prompt, *sampling):
 
 
 def distance(law, draws):
-    """Total variation between law and draws, and what it may be."""
+    """Return the total variation between distribution and draws, and its bound."""
     n, seen = len(draws), Counter(map(tuple, draws))
-    assert all(law.get(t, 0) > 0 for t in seen), "a token sequence of probability 0 came out"
+    assert all(law.get(t, 0) > 0 for t in seen), "a token sequence of probability 0 was sampled"
     bound = sum(math.sqrt(p * (1 - p) / n) for p in law.values()) / 2 + math.sqrt(
         math.log(1e6) / (2 * n)
     )
@@ -93,15 +93,15 @@ DRAFTERS = (*TOYS, "lookup")
 
 
 def colder(model, factor, coupling):
-    """A drafter of that toy, at so much of its rows' temperatures."""
+    """Return a drafter with the toy model at this factor of its rows' temperatures."""
     return make_drafter("model", runner=model, coupling=coupling, temperature=None, factor=factor)
 
 
 @functools.cache
 def rows_of(draws):
-    """So many samples of each row of ROWS. A hundred thousand take as long to make as their
-    rounds, so one test after the other admits the same; not where a drafter reads on the host
-    what they generated, which they would keep."""
+    """Return samples of each row of ROWS. Making a hundred thousand takes as long as their
+    rounds, so tests admit the same ones; not if a drafter reads the generated tokens on the
+    host, which the rows would keep."""
     return [
         Row(str(kind), sample, 7, prompt, LENGTH, temperature=temperature, top_k=top_k, top_p=top_p)
         for sample in range(draws)
@@ -110,7 +110,7 @@ def rows_of(draws):
 
 
 def keys_for(rows):
-    """Their noise keys, [N, 2]."""
+    """Return their noise keys, [N, 2]."""
     return torch.tensor([noise_key(row.seed, row.key, row.sample) for row in rows])
 
 
@@ -125,8 +125,8 @@ def no_rows_are_left():
 
 
 def frequencies(draft, coupling, lengths):
-    """DRAWS samples of each row of ROWS, in one ragged batch of all of them; for lookup all of a
-    kind are siblings."""
+    """Return the frequencies of DRAWS samples of each row of ROWS in one ragged batch; for
+    lookup all of a kind are samples of one prompt."""
     drafter = TOYS[draft]() if draft in TOYS else draft
     if draft == "smaller":
         drafter = colder(drafter, SHARPER, coupling)
@@ -139,7 +139,7 @@ def frequencies(draft, coupling, lengths):
     # of all rows at once, since a hundred thousand take their time one by one
     numbers = loop.batch.host_state.numbers
     generated = numbers[:, host_state.LENGTH] - numbers[:, host_state.PROMPT]
-    while (generated < LENGTH).any():  # a finished row goes on, unread
+    while (generated < LENGTH).any():  # a finished row goes on and is not read
         numbers[:, host_state.LIMIT] = generated.clip(LENGTH) + 2
         loop.round()
         generated = numbers[:, host_state.LENGTH] - numbers[:, host_state.PROMPT]
@@ -148,8 +148,8 @@ def frequencies(draft, coupling, lengths):
 
 
 def admit_all(loop, rows, keys):
-    """What Loop.admit does for each row, for very many rows at once, of the kinds of the first
-    four by turns, with these noise keys."""
+    """Do what Loop.admit does for very many rows at once, of the kinds of the first four in
+    turn, with these noise keys."""
     batch, widest = loop.batch, max(len(row.prompt) for row in rows)
     batch.hosts.extend(rows)
     batch.host_state.widen(LENGTH)
@@ -180,8 +180,8 @@ CONTROLLERS = {
     "reactive": Reactive,
     "auto": lambda: make_lengths("auto", limit=4, coupling="maximal", surface=CHEAP),
 }
-# Under maximal coupling, where drafts and lengths reach the samples, each with each; under shared
-# coupling, where samples are plain decoding's (test_exactness.py), each controller and the
+# Under maximal coupling, where drafts and lengths affect the samples, every pair; under shared
+# coupling, where samples equal plain decoding (test_exactness.py), each controller and the
 # drafters that are not held there; the others in `make test-slow`.
 HELD = ("model", "lookup")
 COMBINED = (
@@ -199,15 +199,15 @@ COMBINED = (
 
 
 @pytest.mark.parametrize(("coupling", "draft", "lengths"), COMBINED)
-def test_sampled_law_is_the_targets(coupling, draft, lengths):
+def test_samples_have_the_targets_distribution(coupling, draft, lengths):
     drawn = frequencies(draft, coupling, CONTROLLERS[lengths]())
     for kind, (prompt, *sampling) in enumerate(ROWS):
         found, bound = distance(exact(tables(0), prompt, *sampling), drawn[kind])
         assert found < bound, f"row {kind}: total variation {found:.4f}, bound {bound:.4f}"
 
 
-def test_the_bound_sees_a_law_that_is_off_by_three_percent():
-    """63 % where 60 % is due, a known fault of one engine, must not pass."""
+def test_bound_detects_a_distribution_off_by_three_percent():
+    """63 % in place of 60 %, a known fault of one engine, must not pass."""
     law = {(0,): 0.60, (1,): 0.40}
     generator = torch.Generator().manual_seed(0)
     draws = [(0,) if u < 0.63 else (1,) for u in torch.rand(100_000, generator=generator).tolist()]
@@ -233,7 +233,7 @@ def test_temperature_zero_gives_the_first_maximum_only(coupling):
 @pytest.mark.parametrize(
     "lengths", [lambda: Fixed(1), lambda: Fixed(4), Bass], ids=["1", "4", "bass"]
 )
-def test_the_target_drafting_for_itself_is_always_accepted(coupling, lengths):
+def test_drafts_of_the_target_itself_are_always_accepted(coupling, lengths):
     rows = [
         Row(str(k), s, 3, list(p), 12, temperature=t, top_k=k_, top_p=tp)
         for s in range(20)
@@ -255,9 +255,9 @@ def test_the_target_drafting_for_itself_is_always_accepted(coupling, lengths):
     assert all(kept == done.width for done in rounds for kept in done.accepted)
 
 
-def test_acceptance_is_what_the_theory_says():
+def test_acceptance_rate_equals_theory():
     """Maximal: sum min(p, q). Shared: sum over i of 1 / sum over j of max(p_j / p_i, q_j / q_i)
-    (arXiv 2408.07978). The draft's law is at half its rows' temperature."""
+    (arXiv 2408.07978). The draft uses half its rows' temperature."""
     table, other = tables(0)[:1], tables(1)[:1]
     rows = [Row("0", s, 5, [2], 2) for s in range(20_000)]
     p, q = table[0, 2].softmax(-1), (other[0, 2] / 0.5).softmax(-1)
@@ -278,15 +278,15 @@ def test_acceptance_is_what_the_theory_says():
         assert abs(rate - expected) < 5 * math.sqrt(expected * (1 - expected) / len(rows))
 
 
-def test_a_temperature_that_is_set_replaces_the_factor_of_the_rows_own():
+def test_set_temperature_replaces_the_factor():
     whole = SamplingParams(torch.tensor([0.0, 0.8]), *(torch.ones(2, dtype=torch.int64),) * 3)
     due = {(None, 1.0): [0.0, 0.8], (None, 0.5): [0.0, 0.4], (0.6, 0.5): [0.0, 0.6]}
     for given, temperatures in due.items():
         torch.testing.assert_close(whole.at(*given).temperature, torch.tensor(temperatures))
 
 
-def test_a_temperature_beyond_float32_is_the_hottest():
-    """Without a word on standard error."""
+def test_temperature_beyond_float32_is_clamped():
+    """Without output on standard error."""
     whole = SamplingParams(torch.tensor([0.0, 0.8]), *(torch.ones(2, dtype=torch.int64),) * 3)
     assert whole.at(1e39).temperature.tolist() == [0.0, torch.tensor(ops.HOTTEST).item()]
     columns = Columns(1)

@@ -1,5 +1,5 @@
-"""Lookup by `auto` in short jobs, on a simulated GPU: what is found in plain rounds and would have
-stood is reason enough for a first use, what would not have costs next to nothing."""
+"""Lookup with `auto` in short jobs, on a simulated GPU. Drafts found in plain rounds that would
+have been accepted lead to a first use; others cost almost nothing."""
 
 import pytest
 from retold import Texts, speeds
@@ -15,9 +15,9 @@ from bass_cli.lengths.goodput import Goodput
         (1, {"prompts": 8, "n": 1, "off": 0.05, "copied": 0.9, "mean": 120}, (1.1, 2.0)),
     ],
 )
-def test_drafts_that_would_have_stood_are_tried(rows, text, due):
-    """800 rounds, of which a first use takes up to 50: all that is known of a pass that was never
-    run is what the very first one took. Two jobs, one after the other."""
+def test_drafts_that_would_have_been_accepted_are_tried(rows, text, due):
+    """800 rounds, of which a first use takes up to 50: before a pass ran, only the time of the
+    very first pass is known. Two jobs, one after the other."""
     found = speeds(Goodput(limit=32), Texts(**text), rows=rows)
     assert [speed > least for speed, least in zip(found, due, strict=True)] == [True, True], found
 
@@ -32,8 +32,8 @@ def test_drafts_that_would_have_stood_are_tried(rows, text, due):
         (1, {"prompts": 8, "n": 1, "off": 0.05, "copied": 0.9, "until": 3, "mean": 120}),
     ],
 )
-def test_looks_in_vain_count_with_all_that_they_cost(rows, text):
-    """A look is given its own time, and that in which the device waits for it, since the round
-    before is over first. Also where drafts stand for three prompts and then no more."""
+def test_lookups_without_result_count_with_their_full_cost(rows, text):
+    """A lookup costs its own time, and the time in which the device waits because the round
+    before must end first. Also if drafts are accepted for three prompts and then no more."""
     found = speeds(Goodput(limit=32), Texts(**text), rows=rows)
     assert min(found) > 0.983, found

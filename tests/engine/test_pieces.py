@@ -1,5 +1,5 @@
-"""Rounds of rows that grow: captured, launched ahead, with drafts of models that lag behind, in the
-kernels of a GPU; what is put back, and that a row always comes to its end."""
+"""Rounds of rows whose caches grow: captured, launched ahead, with draft models that lag behind,
+in the kernels of a GPU; which rows are put back, and that a row always comes to its end."""
 
 import collections
 import itertools
@@ -34,7 +34,7 @@ MOST = 4
 
 
 def rows(n=3):
-    """Of very unequal limits."""
+    """Return rows of very unequal limits."""
     limits = itertools.cycle([LIMIT, 7, 25, 3, 44, 12, LIMIT - 1])
     return [
         Row(str(p), s, 3, list(tokens), next(limits), temperature=0.7 * s, top_p=0.95)
@@ -44,7 +44,8 @@ def rows(n=3):
 
 
 def loop_of(target, draft, *, lengths, total, batch=5, graphs=True, limit=LIMIT, beside=BESIDE):
-    """A loop whose rows share so many pieces; None: each has its place from the beginning."""
+    """Return a loop whose rows share this many blocks; None: each row has all its blocks from
+    the beginning."""
     pieces, ticks = total and Pieces(total, MOST, -(-(limit + beside) // MOST), beside), Ticks()
     words = {"rows": batch, "span": limit + beside - 3, "pieces": pieces}
     runner = Runner(target.read_by(draft) if isinstance(draft, Head) else target, lag=1, **words)
@@ -84,8 +85,8 @@ def again(row):
 
 
 def finish(loop, rows):
-    """Draw all rows, as many at once as there are places; {(key, sample): tokens}, rows put back,
-    rows that grew in a round, and rows that ended in one in which they had grown."""
+    """Draw all rows, as many at once as there are places. Return {(key, sample): tokens}, rows
+    put back, rows that grew in a round, and rows that ended in a round in which they had grown."""
     for row in {row.key: row for row in rows}.values():
         loop.open(row.key, row.tokens)
     waiting, out, ended, back, grown, last = collections.deque(rows), {}, [], 0, [], 0
@@ -113,8 +114,8 @@ def finish(loop, rows):
 
 
 @pytest.mark.parametrize(("graphs", "total"), [(True, 2 * MOST + 1), (False, MOST)])
-def test_rows_that_grow_are_plain_decodings(pair, graphs, total):
-    """Whatever drafts, and whether rounds are launched before the last one's tokens are known."""
+def test_growing_rows_give_the_tokens_of_plain_decoding(pair, graphs, total):
+    """With every drafter, and whether or not rounds are launched ahead."""
     target, draft = pair
     due, counts = plain(target, rows()), [0, 0, 0]
     for drafter in (draft, AtOnce(draft, 300), "lookup", "none"):
@@ -126,8 +127,8 @@ def test_rows_that_grow_are_plain_decodings(pair, graphs, total):
     assert all(counts), counts
 
 
-def test_a_row_always_comes_to_its_end(pair):
-    """With place for one, however many are admitted: of those that grow the longest goes on."""
+def test_some_row_always_finishes(pair):
+    """With blocks for one row, however many are admitted: the longest one continues."""
     target, _ = pair
     many = [Row("0", s, 1, PROMPTS[0], LIMIT) for s in range(5)]
     loop = loop_of(target, "none", lengths=Fixed(0), total=MOST)
@@ -152,8 +153,8 @@ class Proposed:
 
 
 @pytest.mark.parametrize("kind", ["model", "dflash", "dspark", "authors"])
-def test_drafts_are_those_of_rows_that_had_their_place_from_the_beginning(pair, kind, tmp_path):
-    """Under shared coupling a draft that reads another row's keys harms no token, so the drafts
+def test_drafts_of_growing_rows_equal_those_of_fixed_rows(pair, kind, tmp_path):
+    """Under shared coupling a draft that reads another row's keys changes no token, so drafts
     are compared, in the same rounds."""
     target, draft = pair
     if kind != "model":
@@ -176,10 +177,11 @@ def test_drafts_are_those_of_rows_that_had_their_place_from_the_beginning(pair, 
 
 
 @pytest.mark.parametrize("width", [0, 3])
-def test_rows_grow_in_the_round_in_which_others_end_begin_and_move(pair, width):
-    """Of four rows two end at once. One place is a new row's, the other the last row's, and both
-    that go on grow, one into pieces that were left a moment ago; a round with the old rows is under
-    way. The target drafts for itself: where the draft's cache did not follow, drafts are lost."""
+def test_rows_grow_while_others_end_begin_and_move(pair, width):
+    """Of four rows two end at once. A new row takes one place, the last row the other, and both
+    that continue grow, one into blocks that have just been freed, with a round of the old rows
+    in flight. The target drafts for itself: if the draft's cache did not follow, drafts would be
+    rejected."""
     target, _ = pair
     loop = loop_of(target, target if width else "none", lengths=Fixed(width), total=12, batch=4)
     loop.prepare(range(1, 5), [width])
@@ -216,9 +218,9 @@ def test_rows_grow_in_the_round_in_which_others_end_begin_and_move(pair, width):
 
 
 @pytest.mark.parametrize("schedule", [pytest.param("ragged", marks=pytest.mark.slow), "pad"])
-def test_the_kernels_touch_nothing_but_the_store(schedule, tmp_path, monkeypatch):
-    """In the interpreter, with addresses held against tensors, rows that grow and dummies among
-    them."""
+def test_kernels_access_only_the_cache(schedule, tmp_path, monkeypatch):
+    """In Triton's interpreter, with addresses checked against tensors, with growing rows and
+    padding rows."""
     few = [Row(str(p), 0, 3, PROMPTS[p], 9 - 5 * p) for p in (0, 1)]
     write_checkpoint(FAMILIES[0], tmp_path, **shallow(FAMILIES[0]))
     checkpoint = open_checkpoint(tmp_path)
@@ -240,9 +242,9 @@ def test_the_kernels_touch_nothing_but_the_store(schedule, tmp_path, monkeypatch
     assert found == due
 
 
-def test_rows_that_read_their_prompt_together_grow(pair, monkeypatch):
-    """By the kernel's teams at width 1, in the interpreter; one row ends, and the last one takes
-    its place. A short row and a dummy are in no team."""
+def test_rows_in_a_shared_prefix_group_grow(pair, monkeypatch):
+    """With the kernel's groups at width 1, in the interpreter; one row ends, and the last one
+    takes its place. A short row and a padding row are in no group."""
     target, _ = pair
     few = [
         Row("02"[s < 3], s, 3, PROMPTS[2 * (s < 3)], 2 if s == 1 else 5, temperature=0.9)

@@ -1,5 +1,5 @@
-"""Processed laws, the noisy argmax and the acceptance arithmetic, against definitions written
-out naively."""
+"""Processed distributions, the noisy argmax and the acceptance arithmetic, against naive
+definitions."""
 
 import pytest
 import torch
@@ -21,7 +21,8 @@ def keys_for(rows):
 
 
 def naive(logits, temperature, top_k, top_p):
-    """The processed law of one row in float64; ties with the last kept token are kept."""
+    """Return the processed distribution of one row in float64; ties with the last kept token are
+    kept."""
     x = logits.double()
     if temperature == 0:
         return torch.nn.functional.one_hot(x.argmax(), len(x)).double()
@@ -50,7 +51,7 @@ MIXED = [
 
 
 @pytest.mark.parametrize("vocab", [5, 127, 1000])
-def test_process_is_the_naive_law_row_by_row(vocab):
+def test_processed_distribution_equals_naive_definition(vocab):
     generator = torch.Generator().manual_seed(vocab)
     logits = torch.randn(len(MIXED), vocab, generator=generator) * 3
     columns = [torch.tensor(column) for column in zip(*MIXED, strict=True)]
@@ -63,7 +64,7 @@ def test_process_is_the_naive_law_row_by_row(vocab):
         torch.testing.assert_close(law[row], alone[0], atol=1e-7, rtol=1e-5)
 
 
-def test_ties_at_the_cut_are_kept_whatever_their_order():
+def test_ties_at_the_cutoff_are_kept():
     logits = torch.tensor([[2.0, 1.0, 1.0, 0.0], [1.0, 0.0, 2.0, 1.0]])
     law = ops.process(logits, *parameters(2, top_k=2))
     assert (law[0] > 0).tolist() == [True, True, True, False]
@@ -73,7 +74,7 @@ def test_ties_at_the_cut_are_kept_whatever_their_order():
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.7, 0, 0.9), (1.2, 7, 1.0), (0.9, 20, 0.5)]
 )
-def test_sample_is_the_argmax_of_log_law_plus_noise(temperature, top_k, top_p):
+def test_sample_is_the_argmax_of_log_probability_plus_noise(temperature, top_k, top_p):
     logits = torch.randn(200, 301, generator=torch.Generator().manual_seed(1)) * 2
     keys, positions = keys_for(200), torch.arange(200) * 3
     columns = parameters(200, temperature=temperature, top_k=top_k, top_p=top_p)
@@ -82,7 +83,7 @@ def test_sample_is_the_argmax_of_log_law_plus_noise(temperature, top_k, top_p):
     assert torch.equal(ops.sample(logits, *columns, keys, positions), due)
 
 
-def test_a_mixed_batch_samples_each_row_as_if_it_were_alone():
+def test_row_in_a_mixed_batch_samples_as_if_alone():
     logits = torch.randn(len(MIXED), 90, generator=torch.Generator().manual_seed(4)) * 2
     columns = [torch.tensor(column) for column in zip(*MIXED, strict=True)]
     keys, positions = keys_for(len(MIXED)), torch.arange(len(MIXED)) + 9
@@ -141,10 +142,11 @@ def test_shared_acceptance_counts_the_equal_prefix():
     assert ops.accept_shared(drafts, targets, most).tolist() == [2, 1, 0, 1]
 
 
-def test_maximal_acceptance_survives_a_residual_without_mass():
-    """p == q: rounding may still reject; the draw then comes from p, never from nothing."""
+def test_maximal_acceptance_with_an_empty_residual_draws_from_p():
+    """p == q: rounding may still reject; the draw then comes from p."""
     law = torch.tensor([0.0, 0.25, 0.75])
-    # a token that neither law can give: always rejected, and what a draw from nothing gives
+    # a token with probability 0 under both distributions: always rejected, and what a draw from an
+    # empty residual would give
     drafts = torch.tensor([[0]])
     accepted, following = ops.accept_maximal(
         drafts, law[None, None], law.expand(1, 2, 3), keys_for(1), torch.tensor([4])
@@ -168,7 +170,7 @@ def test_maximal_point_mass_is_accepted_with_its_probability_and_never_drawn_aga
     assert abs((bonus == 0).float().mean() - 0.3) < 0.022
 
 
-def test_a_test_number_of_exactly_zero_does_not_accept_an_impossible_token(monkeypatch):
+def test_uniform_draw_of_zero_does_not_accept_an_impossible_token(monkeypatch):
     monkeypatch.setattr(
         "bass_kernels.acceptance.uniform",
         lambda random: torch.zeros_like(random, dtype=torch.float32),

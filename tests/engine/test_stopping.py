@@ -1,5 +1,5 @@
-"""Drafting that ends where the draft is unsure of itself: when it stops, that it pays, and that
-it harms nothing."""
+"""Drafting that ends when the draft's confidence is low: when it stops, that it pays, and that
+it changes no token."""
 
 import pytest
 import torch
@@ -19,8 +19,8 @@ SURFACE = make_surface((1, 8), (0, 8), verify=[[0.01, 0.012]] * 2, draft=[[0.0, 
 
 
 def tables():
-    """Target and draft agree after the ids below 13, and are sure of it; after the others the
-    draft is unsure, wrong."""
+    """Target and draft agree after ids below 13 with high confidence; after the others the draft
+    is unsure and wrong."""
     generator = torch.Generator().manual_seed(3)
     target = torch.randn(1, VOCAB, VOCAB, generator=generator)
     target[0, torch.arange(VOCAB), (torch.arange(VOCAB) * 5 + 3) % VOCAB] += 9.0
@@ -30,8 +30,8 @@ def tables():
 
 
 def run(stops, *, lengths=None, rows=1, ticks=None):
-    """Seconds and rounds of a job on a device like SURFACE's; `stops`: whether drafting may end
-    inside a round."""
+    """Return seconds and rounds of a job on a device like SURFACE's. `stops`: whether drafting
+    may end inside a round."""
     target, draft = tables()
     ticks = ticks or Ticks()
     loop = loop_for(
@@ -49,7 +49,7 @@ def run(stops, *, lengths=None, rows=1, ticks=None):
     return ticks.seconds, seen
 
 
-def test_stopping_pays_where_confidence_tells():
+def test_stopping_pays_if_confidence_predicts_acceptance():
     with_it, seen = run(True)
     without, _ = run(False)
     assert with_it < 0.93 * without
@@ -58,16 +58,16 @@ def test_stopping_pays_where_confidence_tells():
     assert kept > 0.7 * drafted
 
 
-def test_fixed_lengths_are_never_cut():
+def test_fixed_lengths_never_stop_early():
     _, seen = run(True, lengths=Fixed(5))
     assert {done.width for done in seen[:-3]} == {5}
     assert not Fixed(5).stops
     assert Goodput(limit=4).stops
 
 
-def test_the_tokens_are_plain_decodings_and_the_drafts_cache_has_no_holes():
-    """A rejected or stopped draft may leave nothing behind: the target drafting for itself keeps
-    all, always."""
+def test_stopping_keeps_tokens_and_the_draft_cache_intact():
+    """A rejected or stopped draft must leave nothing behind: the target drafting for itself
+    accepts everything."""
     target, draft = tables()
     jobs = [
         Row(str(p), s, 3, [p, 5, 2 * s], 24 - 5 * s, temperature=0.9 * s)
@@ -97,7 +97,7 @@ def test_the_tokens_are_plain_decodings_and_the_drafts_cache_has_no_holes():
     assert all(kept == done.width for done in seen for kept in done.accepted)
 
 
-def test_a_stopped_draft_counts_only_what_it_has_fed():
+def test_stopped_draft_counts_only_tokens_it_has_read():
     target, _ = tables()
     drafter = make_drafter("model", runner=Markov(target, 2), coupling="shared", temperature=None)
     assert drafter.stops_short
@@ -116,7 +116,7 @@ def test_a_stopped_draft_counts_only_what_it_has_fed():
 
 
 class Half(Fixed):
-    """Half the rows must be expected to get there."""
+    """Half of the rows must be expected to accept all drafts."""
 
     stops = True
 
@@ -124,8 +124,8 @@ class Half(Fixed):
         return 0.5
 
 
-def test_confidence_is_worth_what_it_was_worth():
-    """Drafts of much confidence that never stand, and of little that always do."""
+def test_confidence_is_calibrated_by_earlier_rounds():
+    """Drafts of high confidence that are never accepted, and of low confidence that always are."""
     target, _ = tables()
     stopping, taken = Stopping(), {}
     loop = loop_for(Markov(target, 1), "none", rows=1)

@@ -1,6 +1,6 @@
-"""Logits that are not finite: nothing is read or written outside the vocabulary, the sample that
-meets them ends with an error, every other one is as if they had not been there, and where only
-the draft's are so, nothing is. Triton by its interpreter too."""
+"""Logits that are not finite: nothing is read or written outside the vocabulary, and the sample
+with such logits ends with an error. All other samples are unchanged. If only the draft's logits
+are not finite, nothing changes. Triton by its interpreter too."""
 
 import math
 from collections import Counter
@@ -40,7 +40,7 @@ def randn(*shape, seed=0):
 
 
 def spoiled(vocab, last):
-    """Rows of logits that are not sound; `last`: a place in the last chunk of a kernel."""
+    """Rows of non-finite logits; `last`: a place in the last chunk of a kernel."""
     rows = randn(7, vocab, seed=5)
     rows[0, 3], rows[1, last], rows[2, :], rows[3, 2], rows[4, :] = NAN, NAN, NAN, INF, -INF
     rows[5, 1], rows[5, last], rows[6, :], rows[6, 4] = INF, NAN, -INF, NAN
@@ -48,9 +48,8 @@ def spoiled(vocab, last):
 
 
 def cases(kind, vocab):
-    """(rows [N, V] that are not sound, parameters [N] each, keys, positions): every such row by
-    every law; through the interpreter, which takes 0.1 s a row, each law and each kind of row
-    once or twice."""
+    """Return (non-finite rows [N, V], parameters [N] each, keys, positions): every such row with
+    all parameters; through the interpreter, which takes 0.1 s a row, each one or two times."""
     pairs = [(row, law) for row in range(7) for law in LAWS]
     if kind == "triton" and DEVICE.type == "cpu":
         pairs = [(i % 7, LAWS[i % 5]) for i in range(7)]
@@ -67,7 +66,7 @@ def cases(kind, vocab):
     )
 
 
-def test_tokens_stay_in_the_vocabulary_and_only_unsound_rows_have_no_log_probability(kind):
+def test_non_finite_rows_give_valid_tokens_without_log_probability(kind):
     vocab = 4200  # two chunks of a kernel
     bad, *params = cases(kind, vocab)
     good = 2 * randn(len(bad), vocab, seed=6)
@@ -88,8 +87,8 @@ def test_tokens_stay_in_the_vocabulary_and_only_unsound_rows_have_no_log_probabi
     assert not ((tokens[::2] >= 5) & (tokens[::2] < 40)).any()
 
 
-def test_tokens_that_cannot_come_may_fill_all_that_a_program_looks_at(kind):
-    """Its peak is then that of nothing, which times a temperature above 1 is beyond float32."""
+def test_chunk_of_impossible_tokens_only(kind):
+    """Its maximum is -inf, which times a temperature above 1 exceeds float32."""
     vocab = 4200
     temperature = torch.tensor([0.7, 1.5, 30.0], device=DEVICE)
     rows, logits = len(temperature), 2 * randn(3, vocab, seed=8)
@@ -108,9 +107,7 @@ def test_tokens_that_cannot_come_may_fill_all_that_a_program_looks_at(kind):
 
 
 @pytest.mark.parametrize("points", [True, False])
-def test_verdicts_stay_in_the_vocabulary_and_only_unsound_places_have_no_log_probability(
-    kind, points
-):
+def test_verdicts_with_non_finite_logits_give_valid_tokens(kind, points):
     vocab, width = 70, 2
     bad, columns, keys, lengths = cases(kind, vocab)
     rows = len(bad)
@@ -138,7 +135,7 @@ def test_verdicts_stay_in_the_vocabulary_and_only_unsound_places_have_no_log_pro
     assert (accepted >= place).any(), "no row came as far as to the place that is not sound"
 
 
-def test_a_draft_law_that_is_not_sound_is_rejected_and_takes_nothing_off_the_targets(kind):
+def test_non_finite_draft_distribution_is_rejected(kind):
     """The recovered token is then drawn from p itself."""
     vocab = 70
     bad, columns, keys, lengths = cases(kind, vocab)
@@ -169,7 +166,7 @@ def sound():
 
 
 def broken_after(token):
-    """A toy law that is not sound once `token` was fed."""
+    """A toy distribution that is not finite after `token`."""
     spoilt = sound()
     spoilt[:, token] = NAN
     spoilt[1, token], spoilt[2, token] = INF, -INF
@@ -194,7 +191,7 @@ UNSOUND = {"n": 6, "max_new_tokens": 14, "top_p": 0.95}, ("abc", "dd", "f")
 
 @pytest.fixture(scope="module")
 def whole():
-    """What sound logits give UNSOUND's job, by plain decoding of one row at a time."""
+    """The tokens of plain decoding with finite logits for UNSOUND's job, one row at a time."""
     settings, given = UNSOUND
     clean = conduct(
         sound(),
@@ -210,9 +207,7 @@ def whole():
 
 @pytest.mark.parametrize("coupling", ["shared", "maximal"])
 @pytest.mark.parametrize("draft", ["model", "lookup", "none"])
-def test_a_sample_ends_with_an_error_where_its_logits_are_not_finite_and_no_other_does(
-    coupling, draft, whole
-):
+def test_only_samples_with_non_finite_logits_end_with_an_error(coupling, draft, whole):
     settings, given, token = job(**UNSOUND[0]), prompts(*UNSOUND[1]), SPOILER
     drafts = table(1) if draft == "model" else draft
     for rows, lengths in ((1, Fixed(3)), (4, Bass()), (30, Fixed(0))):
@@ -250,7 +245,7 @@ def test_a_sample_ends_with_an_error_where_its_logits_are_not_finite_and_no_othe
 
 @pytest.mark.parametrize("lengths", [lambda: Fixed(2), lambda: Goodput(limit=8)])
 def test_a_prompt_whose_first_logits_are_not_finite_gives_empty_samples(lengths):
-    """Nothing but empty samples has ended then: no divisor may be how long samples become."""
+    """Then only empty samples have ended, and the mean length must not divide by zero."""
     found = conduct(
         broken_after(SPOILER),
         table(1),
@@ -267,7 +262,7 @@ def test_a_prompt_whose_first_logits_are_not_finite_gives_empty_samples(lengths)
     assert all(c.finish_reason == "length" for c in found if c.id == "p1" and 9 not in c.token_ids)
 
 
-def test_a_draft_that_is_not_finite_changes_nothing_under_shared_coupling(kind):
+def test_non_finite_draft_changes_nothing_under_shared_coupling(kind):
     if kind == "triton" and DEVICE.type == "cuda":
         pytest.skip("the toys live on the CPU: only the interpreter can run kernels there")
     n, tokens = (3, 8) if kind == "reference" else (1, 4)  # the interpreter takes its time
@@ -288,8 +283,8 @@ def test_a_draft_that_is_not_finite_changes_nothing_under_shared_coupling(kind):
         )
 
 
-def test_a_draft_that_is_not_finite_leaves_maximal_couplings_law():
-    """Pairs of first tokens of many samples: as often as the target's law has them."""
+def test_non_finite_draft_keeps_the_distribution_under_maximal_coupling():
+    """Pairs of first tokens of many samples occur as often as the target's distribution says."""
     n, draft = 12_000, table(1)
     draft[:, ::2] = NAN
     settings = job(n=n, max_new_tokens=2, temperature=1.0, top_p=1.0)
@@ -329,7 +324,7 @@ def samples(count):
 
 
 def finish(loop, rows):
-    """Runs Rows to their limits or to what is not sound; their tokens up to there."""
+    """Run rows to their limits or to non-finite logits; return their tokens up to there."""
     waiting, out = list(rows), {}
     while waiting or len(loop.batch):
         while waiting and len(loop.batch) < loop.batch.capacity:
@@ -349,9 +344,9 @@ def finish(loop, rows):
     return out
 
 
-def test_what_a_row_left_in_the_cache_harms_neither_it_nor_those_after_it(tmp_path):
+def test_nan_left_in_the_cache_harms_no_row(tmp_path):
     """NaN for one token: in rejected drafts, and in places that later rows of the same span do
-    not see."""
+    not read."""
     write_checkpoint("llama", tmp_path, **shallow("llama"))
     whole = finish(loop_for(decoder(tmp_path), "none", rows=1, lengths=Fixed(0)), samples(16))
     often = Counter(token for tokens, _ in whole.values() for token in set(tokens[:-1]))
@@ -379,8 +374,8 @@ def test_what_a_row_left_in_the_cache_harms_neither_it_nor_those_after_it(tmp_pa
         assert width == 0 or drafted > failed, "none was rejected: this showed little"
 
 
-def test_a_later_place_that_is_not_finite_does_not_reach_an_earlier_one(kind):
-    """Keys and values as they are written, seen by queries before and after the place that is
+def test_non_finite_place_does_not_affect_earlier_queries(kind):
+    """Keys and values as they are written, read by queries before and after the place that is
     NaN or infinite."""
     rows, width, heads, size = 2, 4, 2, 16
     positions = torch.arange(width, device=DEVICE).expand(rows, -1)

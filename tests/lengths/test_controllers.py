@@ -1,6 +1,6 @@
-"""Controllers on simulated devices: `auto` against every fixed length chosen afterwards and
-against plain decoding, with sudden changes, unlike rows, wrong profiles and one-off costs;
-tables; and what may not depend on time."""
+"""Controllers on simulated devices: `auto` against the best fixed length in hindsight and
+against plain decoding, with sudden changes, unlike rows, wrong profiles and one-time costs;
+tables; and what must not depend on time."""
 
 import dataclasses
 import itertools
@@ -21,14 +21,14 @@ HALF, WIDE = "qwen2.5-0.5b", "wide-310m"
 
 
 def seconds(make, cost, rates, *, seeds=2, **options):
-    """Mean over rows of the time until a row had its tokens, of some runs."""
+    """Return the mean over rows of the time until a row had its tokens, over several runs."""
     return statistics.fmean(
         run_batch(make(), cost, rates, seed=seed, **options).mean for seed in range(seeds)
     )
 
 
 def against(make, cost, rates, **options):
-    """(loss against the best fixed length chosen afterwards, loss against plain decoding), as
+    """Return (loss against the best fixed length in hindsight, loss against plain decoding), as
     shares."""
     fixed = {k: seconds(lambda k=k: Fixed(k), cost, rates, **options) for k in FIXED}
     found = seconds(make, cost, rates, **options)
@@ -52,8 +52,8 @@ def test_auto_with_a_profile_is_within_five_percent_of_the_best_length_and_two_o
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.6, 0.9])
-def test_one_row_of_a_longer_job(rate):
-    """A single row tells little in a round, so the first rounds weigh more: 512 tokens."""
+def test_auto_with_a_single_row(rate):
+    """A single row gives little information in a round, so the first rounds weigh more: 512 tokens."""
     cost = device(HALF)
     lost, slower = against(
         lambda: Goodput(limit=32, surface=surface_of(cost)), cost, [rate], tokens=512, seeds=6
@@ -63,7 +63,7 @@ def test_one_row_of_a_longer_job(rate):
 
 
 @pytest.mark.parametrize("rates", [(0.0,), (0.7,), (0.95, 0.3)])
-def test_auto_that_has_to_learn_its_costs_is_not_far_off(rates):
+def test_auto_without_a_profile_is_close_to_the_best_length(rates):
     cost = device(HALF)
     lost, slower = against(
         lambda: Goodput(limit=32), cost, [rates[i % len(rates)] for i in range(8)], tokens=256
@@ -75,7 +75,7 @@ def test_auto_that_has_to_learn_its_costs_is_not_far_off(rates):
 @pytest.mark.parametrize("rows", [8, 32])
 @pytest.mark.parametrize("rate", [0.0, 0.5, 0.7, 0.85])
 def test_auto_knows_that_a_longer_draft_of_one_pass_costs_little(rate, rows):
-    """With a profile, and where it learns what rounds take: not that each draft is a step."""
+    """With a profile, and when it learns the costs: not every draft is a step."""
     for surface, bound in ((surface_of(devices.at_once), 0.05), (None, 0.08)):
         lost, slower = against(
             lambda surface=surface: Goodput(limit=32, surface=surface, at_once=True),
@@ -89,7 +89,7 @@ def test_auto_knows_that_a_longer_draft_of_one_pass_costs_little(rate, rows):
 
 @pytest.mark.parametrize(("before", "after"), [(0.9, 0.0), (0.0, 0.9)])
 def test_a_sudden_change_is_noticed(before, after):
-    """After 300 of 600 tokens drafts fail that stood, or stand that failed."""
+    """After 300 of 600 tokens drafts fail that were accepted, or are accepted that failed."""
     cost = device(HALF)
 
     def rate(tokens):
@@ -105,7 +105,7 @@ def test_a_sudden_change_is_noticed(before, after):
 
 
 @pytest.mark.parametrize("draft", [HALF, WIDE])
-def test_a_profile_that_is_wrong_does_no_lasting_harm(draft):
+def test_wrong_profile_does_no_lasting_harm(draft):
     """The device is throttled to two thirds, or drafting takes twice as long as the profile
     says."""
     known = surface_of(device(draft))
@@ -126,7 +126,7 @@ def test_a_profile_that_is_wrong_does_no_lasting_harm(draft):
 
 @pytest.mark.parametrize("rate", [0.0, 0.3, 0.8])
 @pytest.mark.parametrize("waiting", [0, 64])
-def test_one_off_costs_are_not_paid_in_vain(rate, waiting):
+def test_one_time_costs_are_not_wasted(rate, waiting):
     """The first round of a length takes 0.3 s more. Plain decoding pays once too."""
     cost, options = device(HALF), {"waiting": waiting, "one_time_cost": 0.3, "tokens": 256}
     auto = run_batch(Goodput(limit=32, surface=surface_of(cost)), cost, [rate] * 8, **options)
@@ -135,8 +135,8 @@ def test_one_off_costs_are_not_paid_in_vain(rate, waiting):
     assert waiting == 0 or rate < 0.5 or auto.last < 0.75 * plain.last
 
 
-def test_what_is_learnt_while_the_device_works_is_all_that_there_was():
-    """One round later than otherwise; also of rows that have ended or moved since."""
+def test_learning_while_the_device_works_loses_nothing():
+    """It comes one round later than otherwise, also for rows that have ended or moved since."""
     cost = device(HALF)
 
     def trained(ahead):
@@ -160,7 +160,7 @@ def test_what_is_learnt_while_the_device_works_is_all_that_there_was():
 
 
 def test_the_next_length_is_chosen_while_the_device_works(monkeypatch):
-    """Between two rounds the device waits. Once enough is known nothing is computed there, until
+    """Between two rounds the device waits. Once enough is known nothing is computed there until
     rows change."""
     goodput, cost, idle, found = (
         Goodput(limit=8, surface=surface_of(device(HALF))),
@@ -186,19 +186,19 @@ def test_the_next_length_is_chosen_while_the_device_works(monkeypatch):
     assert {number for number, idle in found if idle} == {0, 1, 30}
 
 
-def test_most_of_what_drafting_has_won_may_be_lost_again():
-    """A bad stretch after a good one must not end all drafting, nor eat up all that was won."""
+def test_most_gains_of_drafting_may_be_lost_again():
+    """A bad stretch after a good one must not end all drafting, nor use up all gains."""
     budget = Budget()
     for _ in range(1000):
         budget.spend(1.0, won=0.25)
     may_be_lost = budget.left(plain=1.0, rounds=0.0)
-    assert 200 < may_be_lost < 220, "80 %, and what any job of 1000 rounds may lose"
+    assert 200 < may_be_lost < 220, "80 %, and the budget of any job of 1000 rounds"
     budget.spend(0.0, won=-may_be_lost)
     assert budget.left(plain=1.0, rounds=0.0) == pytest.approx(0.0)
 
 
 def distilled(rows, width):
-    """Seconds of a round of the same with its 0.5B made to draft in one pass."""
+    """Return seconds of a round of the same with its 0.5B made to draft in one pass."""
     drafting = 1.15 + 0.02 * rows * width if width else 0.0
     return (1.46 + 0.02 * rows + 0.03 * rows * width + drafting) / 1e3
 
@@ -206,9 +206,9 @@ def distilled(rows, width):
 @pytest.mark.parametrize(
     ("rate", "known", "due"), [(0.0, 0.95, 0.98), (0.3, 0.95, 0.98), (0.77, 0.85, 1.6)]
 )
-def test_the_rate_of_an_earlier_job_helps_a_row_and_a_wrong_one_costs_little(rate, known, due):
-    """One row of 256 tokens, too few to find out much, and drafts that take as long as the pass
-    that verifies them, and as long again to catch up: the mean of 24 jobs."""
+def test_rate_of_an_earlier_job_helps_and_a_wrong_one_costs_little(rate, known, due):
+    """One row of 256 tokens, too few to learn much. Drafts take as long as the pass that
+    verifies them, and catching up as long again. The mean of 24 jobs."""
     options = {"tokens": 256, "feeding": 1e-3, "seeds": 24}
     surface = surface_of(distilled, acceptance=known)
 
@@ -220,12 +220,13 @@ def test_the_rate_of_an_earlier_job_helps_a_row_and_a_wrong_one_costs_little(rat
 
 
 def twice(rows, width):
-    """The same pair's rounds where a round with drafts takes twice a plain one, as was measured."""
+    """Return seconds of the same pair's rounds if a round with drafts takes twice a plain one,
+    as measured."""
     return (1.7 + 0.016 * rows + (1.75 + 0.008 * rows * width if width else 0.0)) / 1e3
 
 
 def speeds(make, cost, rates, *, seeds=24, **options):
-    """Over plain decoding, job by job."""
+    """Return the speed of each job relative to plain decoding."""
     plain = run_batch(Fixed(0), cost, rates, noise=0.0, **options).mean
     return [plain / run_batch(make(), cost, rates, seed=s, **options).mean for s in range(seeds)]
 
@@ -233,9 +234,9 @@ def speeds(make, cost, rates, *, seeds=24, **options):
 @pytest.mark.parametrize(("rate", "least"), [(0.0, 0.98), (0.3, 0.98), (0.5, 0.98), (0.7, 1.25)])
 @pytest.mark.parametrize("rows", [1, 8])
 def test_no_job_of_256_rounds_loses_more_than_two_percent(rate, least, rows):
-    """Nothing is known beforehand, a draft takes five times what is guessed, and catching up half
-    a plain round. While a round of both was taken for a slow device, and lost rounds were counted
-    by what plain ones were taken for then, it was 0.926 at worst."""
+    """Nothing is known beforehand, a draft takes five times the first estimate, and catching up
+    half a plain round. When a round of both counted as a slow device, and lost rounds were
+    valued by the plain cost estimated then, the worst was 0.926."""
     found = speeds(
         lambda: Goodput(limit=16, at_once=True), twice, [rate] * rows, tokens=256, feeding=1e-3
     )
@@ -244,10 +245,10 @@ def test_no_job_of_256_rounds_loses_more_than_two_percent(rate, least, rows):
 
 
 @pytest.mark.parametrize(("rate", "least"), [(0.3, 0.98), (0.5, 0.98), (0.6, 0.98), (0.7, 1.24)])
-def test_nor_where_longer_drafts_take_longer(rate, least):
-    """The same pair as it was first measured. One lost draft of many may end drafting for a while:
-    where no round may lose more than is left, the worst of 24 jobs at 0.7 wins 1 % less than when
-    one more always could, and at 0.3 and 0.5 loses 2 % for 4."""
+def test_no_job_loses_more_than_two_percent_if_longer_drafts_cost_more(rate, least):
+    """The same pair as first measured. One lost draft of many may end drafting for a while. With
+    the limit on the loss of a round, the worst of 24 jobs gains 1 % less at rate 0.7 than with
+    one more always allowed, and at 0.3 and 0.5 it loses 2 % where that loses 4."""
 
     def cost(rows, width):
         return (1.83 if not width else 3.6 + 0.078 * width) / 1e3
@@ -259,9 +260,9 @@ def test_nor_where_longer_drafts_take_longer(rate, least):
     assert min(one / other for one, other in zip(plain, auto, strict=True)) > least
 
 
-def test_a_bad_beginning_leaves_something_to_try_again_with():
-    """40 tokens of which a third can be foreseen, then 216 of which most can: what may be lost is
-    not spent on tries right behind each other."""
+def test_bad_beginning_leaves_budget_for_later_tries():
+    """40 tokens of which a third can be predicted, then 216 of which most can: the budget is not
+    spent on tries right after each other."""
     rates = [lambda tokens: 0.3 if tokens < 40 else 0.87] * 8
     found = speeds(
         lambda: Goodput(limit=16, at_once=True), twice, rates, tokens=256, feeding=1.1e-3
@@ -270,9 +271,9 @@ def test_a_bad_beginning_leaves_something_to_try_again_with():
 
 
 @pytest.mark.parametrize("rows", [1, 8])
-def test_costs_that_were_learnt_beside_other_work_do_little_harm(rows):
-    """An earlier job of the pair had half of the device: all takes two thirds of what it learnt.
-    That plain rounds are faster has to be seen, or rounds with drafts seem to win."""
+def test_costs_learnt_on_a_busy_device_do_little_harm(rows):
+    """An earlier job of the pair had half of the device, so everything takes two thirds of what
+    it learnt. That plain rounds are faster must be observed, or rounds with drafts seem to win."""
     learnt = surface_of(lambda *round_: 1.5 * twice(*round_), acceptance=0.7)
     learnt = dataclasses.replace(learnt, measured=False)
     found = speeds(
@@ -286,8 +287,8 @@ def test_costs_that_were_learnt_beside_other_work_do_little_harm(rows):
 
 
 def dear(rows, width):
-    """Seconds of a round of Qwen2.5-Coder 1.5B with the 0.5B as draft on an H200: a step of it
-    takes half a plain round."""
+    """Return seconds of a round of Qwen2.5-Coder 1.5B with the 0.5B as draft on an H200: a draft
+    step takes half a plain round."""
     return (1.5 + 0.02 * rows + 0.09 * width + 0.77 * width) / 1e3
 
 
@@ -302,10 +303,10 @@ TURNS = ((0.1, 0.95), (0.3, 0.95), (0.6, 0.95), (0.85, 0.85), (0.9, 0.3), (0.5, 
         for rows in (1, 2)
     ],
 )
-def test_plain_rounds_are_no_trap_where_a_drafter_must_catch_up(first, then, rows):
-    """1.2 ms for every 128 tokens that it missed, as much as a plain round: too dear for a
-    single draft now and then, and a few unlucky drafts must not end all drafting. The rate
-    changes after 60 of 512 tokens."""
+def test_drafting_returns_although_catching_up_is_expensive(first, then, rows):
+    """1.2 ms for every 128 tokens that it lacks, as much as a plain round: too much for a single
+    draft now and then, and a few unlucky drafts must not end all drafting. The rate changes
+    after 60 of 512 tokens."""
     options = {"tokens": 512, "feeding": 1.2e-3}
     rates, surface = (
         [lambda tokens: first if tokens < 60 else then] * rows,
@@ -324,9 +325,9 @@ def test_plain_rounds_are_no_trap_where_a_drafter_must_catch_up(first, then, row
 
 
 @pytest.mark.parametrize(("begin", "end"), [(24, 35), (100, 115)])
-def test_a_stretch_in_which_no_draft_stands_ends_drafting_for_a_while_only(begin, end):
-    """As in a real text of Qwen2.5-Coder: tokens of which none can be foreseen, while most can
-    before and after them."""
+def test_unpredictable_stretch_ends_drafting_only_for_a_while(begin, end):
+    """As in a real text of Qwen2.5-Coder: a stretch of tokens that cannot be predicted, while
+    most can before and after it."""
     rates, options = (
         [lambda tokens: 0.0 if begin <= tokens < end else 0.93],
         {"tokens": 512, "feeding": 1.0e-3},
@@ -349,7 +350,7 @@ def test_a_stretch_in_which_no_draft_stands_ends_drafting_for_a_while_only(begin
 
 @pytest.mark.parametrize("unlucky", [0, 1])
 def test_one_unlucky_long_draft_does_not_end_all_drafting(unlucky):
-    """What drafting had won before is not forgotten when a long draft is lost."""
+    """Earlier gains still count when a long draft is lost."""
     cost = device(HALF)
     goodput = Goodput(limit=32, surface=surface_of(cost, acceptance=0.85))
     lengths = []
@@ -362,8 +363,8 @@ def test_one_unlucky_long_draft_does_not_end_all_drafting(unlucky):
     assert min(lengths) > 3, lengths
 
 
-def test_looking_for_drafts_that_are_not_there_costs_little():
-    """Each look takes a fifth of a round; after 1000 rounds there is something to find, and it
+def test_lookups_without_result_cost_little():
+    """Each lookup takes a fifth of a round; after 1000 rounds there is something to find, and it
     is found."""
     goodput, cost, seconds, plain, widths = Goodput(limit=8), device(HALF), 0.0, 0.0, []
     for number in range(3000):
@@ -391,14 +392,14 @@ def test_looking_for_drafts_that_are_not_there_costs_little():
     assert seconds < 0.5 * plain
 
 
-def test_a_look_that_is_asked_for_twice_is_one_look():
-    """As where rows change between asking and launching. Nor is there another one right behind it,
-    which would be decided before it is known what the first has brought."""
+def test_lookup_requested_twice_counts_once():
+    """As when rows change between request and launch. No other lookup follows at once, before
+    the result of the first is known."""
     goodput, cost, looks = Goodput(limit=8, surface=surface_of(device(HALF))), device(HALF), []
     for number in range(200):
         inputs = ControllerInput(300.0, samples=tuple(range(8)), rooms=(300,) * 8, free=True)
         first, asked = goodput.next(8, inputs), goodput.next(7 + number % 2, inputs)
-        assert asked >= first, "a look is not lost"
+        assert asked >= first, "a lookup is not lost"
         goodput.reflect()
         lookup_seconds = 0.1 * cost(8, 0) if asked else 0.0
         goodput.observe(
@@ -409,8 +410,8 @@ def test_a_look_that_is_asked_for_twice_is_one_look():
     assert 1 not in {after - before for before, after in itertools.pairwise(looks[5:])}
 
 
-def test_drafting_that_does_not_pay_is_stopped_though_the_profile_promised_it():
-    """A surface on which drafts cost nothing, on a device where they take as long as a pass."""
+def test_drafting_that_does_not_pay_stops_despite_the_profile():
+    """By the surface drafts cost nothing, on the device they take as long as a pass."""
     cost = device(HALF)
     surface = surface_of(lambda rows, width: cost(rows, 0))
     found = run_batch(
@@ -441,7 +442,7 @@ def test_what_a_job_learns_is_a_surface_for_the_next():
     assert Goodput(limit=16).learned() is None, "nothing was seen"
 
 
-def test_a_table_gives_the_best_length_of_the_profile_for_each_number_of_rows():
+def test_table_gives_the_best_length_for_each_number_of_rows():
     surface = surface_of(device(HALF), acceptance=0.7)
     table = Table(surface, limit=32)
     lengths = [table.next(rows) for rows in (1, 8, 16, 64, 256)]
@@ -453,7 +454,7 @@ def test_a_table_gives_the_best_length_of_the_profile_for_each_number_of_rows():
     assert Table(surface, limit=1).next(1) == 1
 
 
-def test_a_table_caps_algorithm_1():
+def test_table_caps_algorithm_1():
     controller = make_lengths(
         "bass+table", limit=32, coupling="maximal", surface=surface_of(device(HALF), acceptance=0.6)
     )
@@ -465,7 +466,7 @@ def test_a_table_caps_algorithm_1():
     assert controller.next(8) == 1, "Algorithm 1 still shrinks"
 
 
-def test_under_maximal_coupling_auto_sees_what_was_kept_and_no_time():
+def test_auto_under_maximal_coupling_uses_acceptance_and_no_time():
     surface = surface_of(device(HALF))
     widths = []
     for slow, captured in ((1.0, False), (5.0, False), (1.0, True)):
@@ -486,7 +487,7 @@ def test_under_maximal_coupling_auto_sees_what_was_kept_and_no_time():
             controller.observe(RoundResult(width, (kept,) * 4, slow * 0.01, steady=number % 7 > 0))
         widths.append(found)
     assert widths[0] == widths[1] == widths[2]
-    assert len(set(widths[0])) > 1, "it reacts to what is kept"
+    assert len(set(widths[0])) > 1, "it reacts to acceptance"
     learnt = type(surface)(
         surface.rows, surface.widths, surface.verify, surface.draft, measured=False
     )

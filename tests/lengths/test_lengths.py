@@ -1,5 +1,5 @@
-"""Draft-length controllers and the clock: golden traces, and what one row may and may not do to
-the others."""
+"""Draft-length controllers and the clock: golden traces, and how far one row may affect the
+others."""
 
 import random
 
@@ -30,7 +30,7 @@ def test_algorithm_1_when_nothing_is_accepted():
     assert trace(Bass(start=32), 12, lambda k: [0]) == [32, 28, 24, 20, 17, 14, 11, 8, 6, 4, 2, 1]
 
 
-def test_algorithm_1_grows_by_two_while_one_row_keeps_everything():
+def test_algorithm_1_grows_by_two_while_one_row_accepts_everything():
     assert trace(Bass(), 15, lambda k: [0, k, 1]) == [
         7,
         9,
@@ -50,40 +50,40 @@ def test_algorithm_1_grows_by_two_while_one_row_keeps_everything():
     ]
 
 
-def test_algorithm_1_never_goes_below_what_a_row_kept_and_forgets_the_shrinking_after_success():
+def test_algorithm_1_stays_above_accepted_drafts_and_resets_after_success():
     controller = Bass(start=10)
     kept = iter([[9, 2], [9], [3], [6], [0], [0]])
     assert trace(controller, 6, lambda k: next(kept)) == [10, 9, 11, 9, 7, 5]
 
 
-def test_a_clipped_draft_that_is_kept_whole_is_not_all_accepted():
+def test_shortened_draft_that_is_fully_accepted_does_not_count_as_full():
     controller = Bass()
     assert controller.next(1) == 7
     controller.observe(RoundResult(3, (3,), 0.1))
     assert controller.next(1) == 6
 
 
-def test_a_round_without_drafts_teaches_nothing():
+def test_round_without_drafts_teaches_nothing():
     controller = Bass()
     controller.observe(RoundResult(0, (0, 0), 0.1))
     assert controller.next(2) == 7
 
 
 @pytest.mark.parametrize(("length", "due"), [(0, 0), (5, 5), (64, 12)])
-def test_fixed_lengths_keep_to_the_limit(length, due):
+def test_fixed_lengths_respect_the_limit(length, due):
     controller = make_lengths(length, limit=12, coupling="shared")
     assert isinstance(controller, Fixed)
     assert controller.next(3) == due
 
 
-def test_every_word_has_a_controller_of_its_own():
+def test_every_name_has_its_own_controller():
     kinds = {
         type(make_lengths(word, limit=8, coupling="shared", surface=TABLES)) for word in CONTROLLERS
     }
     assert len(kinds) == len(CONTROLLERS)
 
 
-def test_the_clock_shortens_a_round_that_would_end_late():
+def test_clock_shortens_a_round_that_would_end_late():
     now = [100.0]
     clock = Clock(lambda: now[0])
     assert clock.longest_in_time(8, 100.5) == 8  # nothing is known yet
@@ -99,7 +99,7 @@ def test_the_clock_shortens_a_round_that_would_end_late():
     assert clock.predict(0) == 0.1
 
 
-def test_the_clock_follows_what_rounds_really_take():
+def test_clock_follows_measured_times():
     clock = Clock(lambda: 0.0)
     clock.observe(2, 1.0)
     for _ in range(30):
@@ -108,8 +108,8 @@ def test_the_clock_follows_what_rounds_really_take():
 
 
 def simulate(controller, rounds, *, rows, rate, cost):
-    """Rows whose drafts each stand with chance `rate`, on a machine whose rounds take
-    `cost(rows, width)`; returns tokens a second and the draft lengths used."""
+    """Simulate rows whose drafts are accepted with probability `rate` on a machine whose rounds
+    take `cost(rows, width)`. Return tokens a second and the draft lengths used."""
     chance, tokens, seconds, widths = random.Random(0), 0, 0.0, []
     for number in range(rounds):
         width = controller.next(rows)
@@ -136,7 +136,7 @@ def test_goodput_comes_within_eight_percent_of_the_best_fixed_length(rows, rate)
     assert found > 0.92 * best, widths[-20:]
 
 
-def test_goodput_goes_plain_when_drafts_fail_and_comes_back_when_they_stand_again():
+def test_goodput_goes_plain_when_drafts_fail_and_returns_when_they_are_accepted():
     _, widths = simulate(
         Goodput(limit=16), 900, rows=16, rate=lambda n: 0.02 if n < 300 else 0.9, cost=machine
     )
@@ -150,8 +150,8 @@ def test_auto_under_maximal_coupling_does_not_depend_on_time():
 
 
 def learnt(rows, rate, *, rounds=60):
-    """A Goodput that was made to draft 4 in every row and kept as many as `rate` says, on the
-    machine above. What that lost is not held against it."""
+    """Return a Goodput that has drafted 4 in every row with acceptance `rate`, on the machine
+    above. The loss from that does not count."""
     controller, chance = Goodput(limit=8), random.Random(0)
     for number in range(rounds):
         width = controller.next(rows) if number < 4 else 4
@@ -171,7 +171,7 @@ def test_goodput_trims_drafts_that_few_rows_have():
     assert learnt(1, 0.8).trim([8]) > 4
 
 
-def test_goodput_asks_for_all_there_is_where_asking_is_free_and_probes_after_many_plain_rounds():
+def test_goodput_requests_all_drafts_if_lookups_are_free_and_probes_after_plain_rounds():
     controller = learnt(32, 0.05)
     assert controller.next(32, ControllerInput(free=True)) == 8
     assert [controller.trim([6] * 32), controller.next(32)] == [0, 0]
@@ -181,9 +181,9 @@ def test_goodput_asks_for_all_there_is_where_asking_is_free_and_probes_after_man
     assert controller.trim([1] * 32) == 1
 
 
-def test_goodput_learns_from_rows_that_had_drafts_only():
-    """Two of 32 rows draft, and keep all; the others' places are filled up, and what stands
-    there is luck."""
+def test_goodput_learns_only_from_rows_with_drafts():
+    """Two of 32 rows draft, and accept everything; the places of the others hold filler, and
+    what is accepted there is luck."""
     controller = learnt(32, 0.3)
     for _ in range(200):
         controller.observe(
@@ -194,12 +194,12 @@ def test_goodput_learns_from_rows_that_had_drafts_only():
     assert controller.trim([4] * 32) == 4
 
 
-def test_rounds_that_ran_uncaptured_count_as_what_they_usually_take():
+def test_uncaptured_rounds_count_with_their_usual_time():
     surface = make_surface((2,), (0, 4), verify=[[1.0, 1.2]], draft=[[0.0, 0.2]])
     controller = Goodput(limit=4, surface=surface)
     for _ in range(50):
         width = controller.next(2, ControllerInput(1e6))
-        assert width > 0, "what an uncaptured round takes is not drafting's fault"
+        assert width > 0, "the time of an uncaptured round does not count against drafting"
         controller.observe(RoundResult(width, (width, width - 1), 50.0, steady=False))
 
 
@@ -217,7 +217,7 @@ TABLES = make_surface((4,), (0, 8), verify=[[1.0, 1.1]], draft=[[0.0, 0.1]])
         ),
     ],
 )
-def test_of_a_controller_that_does_not_trim_the_longest_draft_there_is_is_taken(controller):
+def test_longest_draft_is_used_if_the_controller_does_not_trim(controller):
     class Found(NoDrafter):
         on_device = False
 
@@ -225,5 +225,5 @@ def test_of_a_controller_that_does_not_trim_the_longest_draft_there_is_is_taken(
             return Proposal(torch.zeros(4, length, dtype=torch.int64), None, (0, 3, 5, 1))
 
     batch = Batch(rows=4, context=64, device=torch.device("cpu"))
-    found = HostDrafts(batch, Found(), learns_before=True).ask(7, controller)
+    found = HostDrafts(batch, Found(), learns_before=True).propose(7, controller)
     assert (found.tokens.shape, found.num_drafts) == ((4, 5), (0, 3, 5, 1))

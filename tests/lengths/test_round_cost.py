@@ -1,4 +1,4 @@
-"""The cost surface: what it says between and beyond its points, what it refuses to read, and how
+"""The cost surface: its values between and beyond its points, what it refuses to read, and how
 it follows a device."""
 
 import json
@@ -20,7 +20,7 @@ def surface(**changes):
     return make_surface((8, 64), (0, 1, 4), **(options | changes))
 
 
-def test_points_are_given_back_and_what_lies_between_is_linear():
+def test_values_between_points_are_linear():
     found = surface()
     assert found.seconds(8, 4) == pytest.approx(4.6 + 3.2)
     assert found.seconds(64, 0) == 5.0
@@ -29,7 +29,7 @@ def test_points_are_given_back_and_what_lies_between_is_linear():
     assert found.seconds(36, 2) == pytest.approx((4.2 + 0.4 / 3 + 1.6 + 7.0 + 8 / 3 + 2.0) / 2)
 
 
-def test_beyond_the_points_it_goes_on_as_between_the_last_two_and_before_them_it_stays():
+def test_values_beyond_the_points_are_extrapolated_and_before_them_constant():
     found = surface()
     assert found.verify_seconds(64, 7) == pytest.approx(15.0 + 8.0)
     assert found.verify_seconds(120, 0) == pytest.approx(6.0)
@@ -49,7 +49,7 @@ def test_noise_cannot_make_more_work_take_less_time():
     assert found.verify[1] == pytest.approx((3.475, 4.7, 4.7))
 
 
-def test_it_is_read_as_it_was_written():
+def test_surface_survives_a_round_trip():
     found = surface()
     assert read_surface(found.to_json()) == found
     assert (
@@ -88,7 +88,7 @@ def test_it_is_read_as_it_was_written():
         {"acceptance": float("nan")},
     ],
 )
-def test_what_is_not_a_surface_is_refused(changes):
+def test_invalid_surfaces_are_refused(changes):
     with pytest.raises(ValueError):  # noqa: PT011 - the reasons are json's too
         read_surface(json.dumps(json.loads(surface().to_json()) | changes))
 
@@ -101,7 +101,7 @@ def test_broken_files_are_refused(text):
         read_surface(text)
 
 
-def test_one_line_serves_all_numbers_of_rows():
+def test_grid_with_one_row_count_serves_all_row_counts():
     found = make_surface((8,), (0,), verify=[[2.0]], draft=[[0.0]])
     assert isinstance(found, Surface)
     assert found.seconds(1, 5) == found.seconds(64, 0) == 2.0
@@ -110,7 +110,7 @@ def test_one_line_serves_all_numbers_of_rows():
 HALF = "qwen2.5-0.5b"
 
 
-def test_a_device_that_is_slower_than_its_profile_is_followed():
+def test_slower_device_than_its_profile_is_followed():
     surface = surface_of(device(HALF))
     costs = RoundCost((0, 2, 4), surface)
     before = costs.line(8)
@@ -124,7 +124,7 @@ def test_a_device_that_is_slower_than_its_profile_is_followed():
     assert frozen.line(8).tolist() == before.tolist()
 
 
-def test_longer_contexts_reach_the_line():
+def test_longer_contexts_raise_the_costs():
     surface = surface_of(device(HALF))
     surface = type(surface)(
         surface.rows, surface.widths, surface.verify, surface.draft, 100.0, (1e-6, 5e-7)
@@ -135,7 +135,7 @@ def test_longer_contexts_reach_the_line():
     )
 
 
-def test_what_was_learnt_before_is_corrected_by_what_is_seen():
+def test_earlier_estimates_are_corrected_by_measurements():
     cost = device(HALF)
     costs = RoundCost((0, 2, 4), surface_of(lambda rows, width: 3 * cost(rows, width)))
     for _ in range(60):
@@ -144,22 +144,22 @@ def test_what_was_learnt_before_is_corrected_by_what_is_seen():
     assert costs.line(8)[0] == pytest.approx(cost(8, 0), rel=0.1)
 
 
-def test_a_plain_round_that_takes_half_is_believed_in_the_end():
+def test_plain_rounds_of_half_the_time_are_accepted_eventually():
     surface = surface_of(device(HALF))
     costs = RoundCost((0, 2, 4), surface)
     for _ in range(20):
         costs.learn(8, 4, surface.seconds(8, 4), None)
         costs.learn(8, 0, surface.seconds(8, 0), None)
-    assert costs.tells(8, 2) < 0.05
+    assert costs.uncertainty(8, 2) < 0.05
     for _ in range(30):
         costs.learn(8, 0, surface.seconds(8, 0) / 2, None)
     assert costs.line(8)[0] == pytest.approx(surface.seconds(8, 0) / 2, rel=0.05)
 
 
 @pytest.mark.parametrize("width", [2, 4, 12])
-def test_a_draft_that_takes_five_times_what_was_guessed_is_no_slow_device(width):
-    """Nothing was measured; plain rounds were seen before. A round with drafts that takes twice
-    as long is the draft's doing, at once: plain rounds take what they took."""
+def test_expensive_draft_does_not_count_as_a_slow_device(width):
+    """Nothing was measured, and plain rounds were seen before. A round with drafts that takes
+    twice as long is due to the draft at once: the cost of plain rounds stays."""
     costs = RoundCost((0, 2, 4, 12), None, at_once=True)
     for _ in range(2):
         costs.learn(8, 0, 1.0, None)

@@ -235,7 +235,7 @@ def test_unwritable_profile_folder_is_no_error(tmp_path):
     assert not store.save_surface(
         tmp_path / "file" / "profile.json", surface_of(device("wide-310m")), notes.append
     )
-    assert "could not be kept" in notes[0]
+    assert "could not be saved" in notes[0]
 
 
 def test_every_device_pair_and_dtype_has_a_file_of_its_own():

@@ -1,5 +1,5 @@
-"""Kernels in Triton's interpreter that may touch nothing but their arguments. A read beyond them
-ends the process on a GPU, or not, as memory happens to lie; on a CPU it gives some number that a
+"""Run kernels in Triton's interpreter and check that they access nothing but their arguments. On
+a GPU an access beyond them may or may not end the process; on a CPU it reads some number that a
 mask hides."""
 
 import contextlib
@@ -10,13 +10,13 @@ from triton.runtime import interpreter
 
 
 class OutOfBoundsError(AssertionError):
-    """An address that is in no argument's storage."""
+    """An address outside the storage of every argument."""
 
 
 @contextlib.contextmanager
 def bounded(monkeypatch):
-    """While it lasts, every load, store and atomic operation is held against the storages that
-    its launch was given."""
+    """Check every load, store and atomic operation inside this context against the storages of
+    its launch's arguments."""
     builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
     given = []
 

@@ -1,5 +1,5 @@
-"""Tiny random EAGLE-3 drafters, written in the published layouts; and what they are in plain torch,
-from the paper's words, without a cache. No tests here."""
+"""Tiny random EAGLE-3 drafters in the published layouts, and their definition by the paper in
+plain torch without a cache. No tests here."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _LAYER = {
 
 
 def chain_config(kind: str, *, width: int = 48, vocab: int = 301, **keys: Any) -> dict:
-    """A config.json: "authors", "speculators", or "deepspec" (with norms of queries and keys, and
-    the whole vocabulary). `keys` are put over it."""
+    """Return a config.json: "authors", "speculators", or "deepspec" (with norms of queries and
+    keys, and the whole vocabulary). `keys` override it."""
     layer = _LAYER | {"hidden_size": width, "vocab_size": vocab}
     if kind == "speculators":
         layer |= {"head_dim": 8, "model_type": keys.pop("model_type", "llama")}
@@ -56,7 +56,8 @@ def chain_config(kind: str, *, width: int = 48, vocab: int = 301, **keys: Any) -
 def write_chain(
     folder: Path, kind: str, *, width: int = 48, vocab: int = 301, seed: int = 0, **keys: Any
 ) -> ChainReading:
-    """Save a drafter; returns it as `ChainReading` has it. Only the authors' has no embedding."""
+    """Save a drafter and return it in the form that `ChainReading` reads. Only the authors'
+    layout has no embedding."""
     config = chain_config(kind, width=width, vocab=vocab, **keys)
     layer = config.get("transformer_layer_config", config)
     at, inner = "midlayer." if kind == "authors" else "layers.0.", layer["intermediate_size"]
@@ -92,7 +93,8 @@ def write_chain(
 
 
 def taps_of(config: dict, layers: int) -> list[int]:
-    """The hidden states that it reads, as transformers counts them: 0 is the embedding."""
+    """Return the indexes of the hidden states that it reads, as transformers counts them: 0 is
+    the embedding."""
     key = "eagle_aux_hidden_state_layer_ids"
     ids = config.get("target_layer_ids") or config.get("eagle_config", {}).get(key)
     if ids is not None:
@@ -101,8 +103,8 @@ def taps_of(config: dict, layers: int) -> list[int]:
 
 
 class ChainReading:
-    """The drafter of a folder, read anew: sequences in full, no cache, nothing shared with the
-    code under test."""
+    """The drafter of a folder, read independently: sequences in full, no cache, nothing shared
+    with the code under test."""
 
     def __init__(self, folder: Path):
         self.config = json.loads((folder / "config.json").read_text())
@@ -111,8 +113,8 @@ class ChainReading:
         self._at = "midlayer." if "midlayer.hidden_norm.weight" in self.tensors else "layers.0."
 
     def drafts(self, target: PreTrainedModel, tokens: list[int], chosen: list[int]) -> Tensor:
-        """Logits [k, U] of the places of `chosen` [k] behind `tokens`, each given those before
-        it."""
+        """Return logits [k, U] at the places of `chosen` [k] after `tokens`, each given those
+        before it."""
         width, ids = self.layer["hidden_size"], tokens[1:]
         features = torch.zeros(0, width)
         if len(tokens) > 1:
@@ -132,7 +134,7 @@ class ChainReading:
         return torch.stack(found)
 
     def whole(self, line: Tensor) -> Tensor:
-        """Logits over the target's tokens, of those over the drafter's own."""
+        """Return logits over the target's tokens from those over the drafter's own."""
         if "d2t" not in self.tensors:
             return line
         found = torch.full((self.layer["vocab_size"],), -torch.inf)
@@ -144,7 +146,7 @@ class ChainReading:
         return x * scale * self.tensors[f"{name}.weight"]
 
     def _layer(self, target: PreTrainedModel, ids: Tensor, features: Tensor) -> Tensor:
-        """The output [H] at the last of the pairs of ids [N] and features [N, H]."""
+        """Return the output [H] at the last of the pairs of ids [N] and features [N, H]."""
         own, at = self.tensors.get("embed_tokens.weight"), self._at
         embedded = target.get_input_embeddings()(ids) if own is None else embedding(ids, own)
         normed = self._norm(features, at + "hidden_norm")
@@ -170,7 +172,7 @@ class ChainReading:
         return x + linear(silu(gate) * up, self.tensors[at + "mlp.down_proj.weight"])
 
     def _turn(self, x: Tensor) -> Tensor:
-        """Rotary embedding of x [N, heads, D], the halves of a head against each other."""
+        """Apply rotary embedding to x [N, heads, D], pairing the halves of a head."""
         size = x.shape[-1]
         speeds = self.layer["rope_theta"] ** (-torch.arange(0, size, 2).float() / size)
         turns = torch.arange(len(x))[:, None, None] * speeds

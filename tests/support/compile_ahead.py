@@ -1,10 +1,10 @@
-"""Compiling ahead without a GPU: a whole loop's rounds are gone through for a Hopper GPU that is
-not there, on CPU tensors, with whatever memory kernels would have filled as harmful as it can be.
-Then nothing may be left to compile.
+"""Compile ahead without a GPU: go through all rounds of a loop for a Hopper GPU that is not
+present, on CPU tensors, with the worst possible content in memory that kernels would have filled.
+Afterwards nothing may be left to compile.
 
 Run as a script, without the interpreter: quick|whole FOLDER DRAFT COUPLING ..., of a target with
-its drafter; prints for each how many kernels there were. `quick` leaves out what only turns a
-kernel into a GPU's code: that it can be is held by compile_kernels.py and compile_launches.py.
+its drafter. It prints the number of kernels of each. `quick` skips turning kernels into machine
+code, which compile_kernels.py and compile_launches.py test.
 """
 
 import gc
@@ -31,7 +31,7 @@ from bass_cli.models.runner import Runner
 
 
 class Absent:
-    """What Triton asks of a driver before it launches."""
+    """The answers that Triton needs from a driver before a launch."""
 
     def get_current_target(self):
         return GPUTarget("cuda", 90, 32)
@@ -44,7 +44,7 @@ class Absent:
 
 
 def skip_machine_code():
-    """A kernel's parts and its shared memory are known before there is any."""
+    """Skip machine code: a kernel's parts and its shared memory are known before."""
 
     def named(self, source, metadata, *rest):
         metadata["name"] = "none"
@@ -55,7 +55,7 @@ def skip_machine_code():
 
 
 def skip_code():
-    """Which kernels there are is known before there is any code."""
+    """Skip all code: which kernels there are is known before."""
 
     def shared(source, metadata, *rest):
         metadata["shared"] = 0
@@ -67,7 +67,7 @@ def skip_code():
 
 
 class Uncapturable(Graphs):
-    """On a CPU, as if there were graphs."""
+    """Graphs that seem to exist on a CPU."""
 
     def __init__(self):
         super().__init__(torch.device("cpu"))
@@ -102,7 +102,7 @@ def loop_for(folder, draft, coupling):
 
 
 def noting(name):
-    """From now on, the kernels for which this method of theirs was called."""
+    """Record the kernels on which this method is called from now on."""
     called, method = [], getattr(triton.JITFunction, name)
 
     def noted(kernel, *arguments, **options):
@@ -114,14 +114,14 @@ def noting(name):
 
 
 def forget_all():
-    """As in a process that has compiled nothing: only the files of what was are still there."""
+    """Be like a process that has compiled nothing; only files of earlier compilations remain."""
     kernels = [one for one in gc.get_objects() if isinstance(one, triton.JITFunction)]
     for kernel in kernels:
         kernel.device_caches.clear()
 
 
 def hold(folder, draft, coupling, compiled, asked):
-    """Compile that drafter's rounds twice; `compiled` and `asked` note kernels meanwhile."""
+    """Compile that drafter's rounds twice; `compiled` and `asked` record kernels meanwhile."""
     forget_all()
     compiled.clear()
     asked.clear()

@@ -1,7 +1,7 @@
-"""Compile every Triton kernel for a Hopper GPU, which needs none: what the interpreter runs may
-still not compile.
+"""Compile every Triton kernel for a Hopper GPU, without one: what the interpreter runs may still
+not compile.
 
-Run as a script, without the interpreter: prints a line a kernel.
+Run as a script, without the interpreter: prints one line for each kernel.
 """
 
 import multiprocessing
@@ -57,8 +57,9 @@ def kind(name, kernel):
 
 
 def check_chain(code, *, begins):
-    """Hold what launch.overlap promises: before a kernel waits it writes nothing, and reads past
-    its processor's own cache; the one that begins a chain waits before it lets the next begin."""
+    """Check the rules of launch.overlap: before a kernel waits it writes nothing and reads past
+    its processor's own cache; the kernel that begins a chain waits before it lets the next one
+    begin."""
     wait, lets = code.index("griddepcontrol.wait"), code.index("griddepcontrol.launch_dependents")
     assert (wait < lets) == begins
     early = re.findall(
@@ -75,7 +76,7 @@ def compile_one(kernel, **constants):
 
 
 def compiled(place):
-    """Compiles the form at that place in FORMS; returns what it was."""
+    """Compile the form at this index in FORMS and return it."""
     kernel, constants = FORMS[place]
     names = [parameter.name for parameter in kernel.params]
     signature = {name: "constexpr" if name in constants else kind(name, kernel) for name in names}

@@ -1,10 +1,9 @@
-"""Shared memory of the kernels as they are launched, by GPU, which none of this needs: the very
-launches are made, on tensors without memory, of shapes as models have them, and compiled for a GPU
-that is not there.
+"""Shared memory of kernels as they are launched, by GPU, without one: real launches on tensors
+without memory, in the shapes of models, compiled for a GPU that is not present.
 
-Run as a script, without the interpreter: quick|whole CAPABILITY,DTYPE[,LAUNCH] ...; a line a
-kernel: GPU, dtype, launch, name, bytes that it takes, bytes that there are. `quick` leaves out
-what only turns the result into machine code.
+Run as a script, without the interpreter: quick|whole CAPABILITY,DTYPE[,LAUNCH] ...; one line for
+each kernel: GPU, dtype, launch, name, bytes used, bytes available. `quick` skips turning the result
+into machine code.
 """
 
 import functools
@@ -48,7 +47,7 @@ def empty(*shape, dtype):
 
 
 def segments(rows, width, *, team=0):
-    """Rows on prompts; `team`: rows in a tile of those that share one."""
+    """Rows on prompts. `team`: rows in a tile of those that share a prompt."""
     base, start, own = empty(3, rows, dtype=torch.int64)
     tiles = {team: empty(rows // team, team, dtype=torch.int32)} if team else {}
     teams = Teams(empty(rows, dtype=torch.int32), tiles) if team else None
@@ -62,7 +61,7 @@ def caches(rows, kv_heads, size, dtype):
 
 
 def few_tokens(dtype, *, width=3584, inner=18944, heads=28, kv_heads=4, size=128, early=True):
-    """The products of a layer of a 7B model, for 4 tokens."""
+    """The matrix products of a layer of a 7B model for 4 tokens."""
     norm, frequencies = empty(width, dtype=torch.float32), empty(size // 2, dtype=torch.float32)
     ids = empty(4, dtype=torch.int64)
     stream, _ = residual.begin(
@@ -102,7 +101,7 @@ def mix(dtype, *, heads, kv_heads, size, width):
 
 
 def stream(dtype):
-    """As after attention in a family that is not made for the products of a few tokens."""
+    """As after attention in a family without products for few tokens."""
     skinny.stream(
         empty(8, 1, 4096, dtype=dtype),
         empty(2560, 4096, dtype=dtype),
@@ -112,7 +111,7 @@ def stream(dtype):
 
 
 def gate_up(dtype):
-    """As between the products of few tokens and the library's."""
+    """As between the products for few tokens and the library's."""
     for inner, width in ((18944, 3584), (12288, 4096)):  # three and two programs a processor
         weight = empty(2 * inner, width, dtype=dtype)
         if gated.serves(64, weight):
@@ -120,7 +119,7 @@ def gate_up(dtype):
 
 
 def attend_long(dtype):
-    """As in a pass over much of one prompt."""
+    """As in a pass over a long part of one prompt."""
     for size in (64, 128):
         q = empty(8192, 12, size, dtype=dtype)
         if causal.suits(dtype, size, q.device):
@@ -140,7 +139,7 @@ def attend(dtype, *, size, rows, width, team=0):
 
 
 def attend_packed(dtype, *, rows, tokens, widest):
-    """As in a pass of unequal numbers of tokens a row."""
+    """As in a pass with unequal numbers of tokens."""
     own, prompt = caches(rows, 4, 128, dtype)
     begin, row, place = (empty(count, dtype=torch.int64) for count in (rows + 1, tokens, tokens))
     base, start, slots = empty(3, rows, dtype=torch.int64)
@@ -155,7 +154,7 @@ def attend_packed(dtype, *, rows, tokens, widest):
 
 
 def choose(dtype):
-    """Of 32 rows' drafts those that are verified; the choice of the highest is the library's."""
+    """Choose the verified drafts of 32 rows; the library selects the largest."""
     scores, first = empty(32, 7, dtype=torch.float32), empty(2, BINS, dtype=torch.float32)
     known = Known(*first, first)
     alive, tokens = empty(32, dtype=torch.int64), empty(32, 8, dtype=torch.int64)
@@ -183,7 +182,7 @@ def elementwise(dtype):
 
 
 def params(dtype):
-    """The choice of tokens under both couplings, of 152 thousand."""
+    """Choose tokens of 152 thousand under both couplings."""
     logits, floats = empty(8, 152064, dtype=dtype), empty(8, dtype=torch.float32)
     whole, keys = empty(8, dtype=torch.int64), empty(8, 2, dtype=torch.int64)
     choice.sample_scored(logits, floats, whole, floats, keys, whole)
@@ -225,7 +224,7 @@ def card_of(capability):
 
 
 def pretend(capability):
-    """Be a machine with such a GPU."""
+    """Pretend that the machine has this GPU."""
     absent = Absent()
     absent.get_current_target = lambda: GPUTarget("cuda", capability, 32)
     triton.runtime.driver.set_active(absent)
@@ -237,7 +236,7 @@ def pretend(capability):
 
 
 def compiled(task):
-    """Lines on what one entry of LAUNCHES launches."""
+    """Return lines about what one entry of LAUNCHES launches."""
     quick, capability, dtype, name = task
     found, run = {}, triton.JITFunction.run
     pretend(capability)

@@ -1,5 +1,5 @@
-"""Devices as cost functions, and a batch that runs on one by chance alone: no models, no
-tensors. No tests."""
+"""Devices as cost functions, and a batch on one with random acceptance: no models, no tensors.
+No tests."""
 
 import math
 import random
@@ -13,33 +13,33 @@ ROWS, WIDTHS = (1, 2, 4, 8, 16, 32, 64), (0, 1, 2, 4, 8, 16, 32)
 
 
 def verify(rows, width):
-    """Seconds of a 7B model's pass on an H200, as measured: 4.1 ms for 8 rows, 4.5 of 6 tokens
-    each, 5.1 for 64 rows, and beyond some 200 tokens bound by arithmetic."""
+    """Return the seconds of a 7B model's pass on an H200, as measured: 4.1 ms for 8 rows, 4.5
+    with 6 tokens each, 5.1 for 64 rows, and bound by arithmetic above about 200 tokens."""
     tokens = rows * (width + 1)
     return (4.02 + 0.0065 * rows + 0.0085 * tokens + 0.013 * max(0, tokens - 200)) / 1e3
 
 
 def device(draft):
-    """Seconds of a round by (rows, width)."""
+    """Return the seconds of a round by (rows, width)."""
     return lambda rows, width: verify(rows, width) + width * (STEPS[draft] + 2e-6 * rows)
 
 
 def at_once(rows, width):
-    """The same where 0.5B draft all in one pass: about 1 ms, and a little for its 2 k tokens a
-    row."""
+    """Return the same if a 0.5B model drafts all in one pass: about 1 ms, and a little for its 2
+    k tokens a row."""
     return verify(rows, width) + (1e-3 + 1.2e-6 * rows * 2 * width if width else 0.0)
 
 
 def surface_of(cost, *, rows=ROWS, acceptance=None):
-    """What a profile of this device would hold."""
+    """Return a profile of this device."""
     plain = [[cost(r, 0) for _ in WIDTHS] for r in rows]
     draft = [[cost(r, w) - line[0] for w in WIDTHS] for r, line in zip(rows, plain, strict=True)]
     return make_surface(rows, WIDTHS, verify=plain, draft=draft, acceptance=acceptance)
 
 
 class Outcome:
-    """`mean`: seconds until a row had its tokens, `last`: until all had, `widths`: of the
-    rounds."""
+    """`mean`: mean seconds until a row had its tokens. `last`: seconds until all had. `widths`:
+    of the rounds."""
 
     def __init__(self, ends, widths, seconds):
         self.mean, self.last, self.widths, self.seconds = (
@@ -62,11 +62,11 @@ def run_batch(
     one_time_cost=0.0,
     feeding=0.0,
 ):
-    """Rows whose drafts each stand with their own rate (a function of the row's tokens so far,
-    or a number), each to get `tokens`; `waiting` samples follow where one ends. `one_time_cost`: seconds
-    that a length's second round takes besides, and a sixth of it its first one, unless a length
-    near it has a graph. `feeding`: seconds of each pass in which the draft model takes in up to
-    128 tokens that it missed in plain rounds."""
+    """Run rows whose drafts are accepted at their own rate (a number, or a function of the row's
+    tokens so far) until each has `tokens` tokens. `waiting` samples follow when others end.
+    `one_time_cost`: seconds that the second round of a length takes in addition, and a sixth of
+    it the first one, unless a near length has a graph. `feeding`: seconds of each pass in which
+    the draft model reads up to 128 tokens that it lacks."""
     chance, now, ends, widths = random.Random(seed), 0.0, [], []
     live = [[i, tokens, rate] for i, rate in enumerate(rates)]
     following = [[len(rates) + i, tokens, rates[i % len(rates)]] for i in range(waiting)]
@@ -105,22 +105,22 @@ def run_batch(
 
 
 def _kept(width, rate, chance):
-    """How many of `width` drafts stand before the first that does not, each with that rate."""
+    """Return how many of `width` drafts are accepted before the first rejection."""
     if not 0 < rate < 1:
         return width if rate >= 1 else 0
-    # of a geometric law, by its inverse: 1 - random() is above 0
+    # sample a geometric distribution by its inverse: 1 - random() is above 0
     return min(width, int(math.log(1 - chance.random()) / math.log(rate)))
 
 
 class _Graphs:
-    """What captures cost: the first use of a length runs uncaptured, the second one captures."""
+    """The cost of captures: the first use of a length runs uncaptured, the second one captures."""
 
     def __init__(self, one_time_cost):
         self._entry, self._uses = one_time_cost, {}
-        self._said = None  # costs and colds until a length is used that is not captured yet
+        self._said = None  # one-time and warm-up costs, until a length without a graph is used
 
     def _left(self, width):
-        """(seconds of the next use, seconds until it is captured)"""
+        """Return (seconds of the next use, seconds until it is captured)."""
         uses = self._uses.get(width, 0)
         if (
             not self._entry
@@ -131,7 +131,7 @@ class _Graphs:
         return (self._entry, self._entry) if uses else (self._entry / 6, self._entry * 7 / 6)
 
     def costs(self):
-        """entries, as an ControllerInput has them."""
+        """Return the one-time costs of a ControllerInput."""
         return self._both()[0]
 
     def warmup_costs(self):

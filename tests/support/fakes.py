@@ -1,5 +1,5 @@
-"""Graphs without a GPU: for rounds, replaying calls the function, and a clock is charged what a
-real device would take; for prompts, the operations of a run are noted and done again on the same
+"""Graphs without a GPU. For rounds, a replay calls the function and advances a clock by a real
+device's time. For prompts, the operations of a run are recorded and repeated on the same
 tensors. No tests."""
 
 import torch
@@ -10,7 +10,7 @@ from bass_cli.engine.graphs import Graphs, Running
 
 
 class Ticks:
-    """A clock that moves only when told."""
+    """A clock that only moves explicitly."""
 
     def __init__(self):
         self.seconds = 0.0
@@ -20,14 +20,14 @@ class Ticks:
 
 
 class FakeGraphs(Graphs):
-    """Charges `ticks` for capturing (0.13 s), running uncaptured (0.05 s) and replaying (2.1 ms
-    a pass of the target, 9 us for each draft that comes from the host, and 0.45 ms a pass of the
-    draft), and keeps a list of what was done."""
+    """Advance `ticks` for capturing (0.13 s), running uncaptured (0.05 s) and replaying (2.1 ms
+    a pass of the target, 9 us for each draft from the host, 0.45 ms a pass of the draft), and
+    record what was done."""
 
     def __init__(self, ticks=None):
         super().__init__(torch.device("cpu"))
         self.enabled, self.ticks, self.done = True, ticks or Ticks(), []
-        self._free = 0.0  # when the device will have done all that it was given
+        self._free = 0.0  # when the device will have finished its work
 
     def compile(self, functions):
         pass
@@ -39,15 +39,15 @@ class FakeGraphs(Graphs):
         return self._warm[key]
 
     def capture(self, key, function):
-        assert self.is_warm(key), "nothing is captured that has not run"
+        assert self.is_warm(key), "a function must run before it is captured"
         self.ticks.seconds += 0.13
         self.done.append(("capture", key))
         self._held[key] = function
         self.captures += 1
 
     def launch(self, key):
-        """The device does it at once, behind what it was given before; the host hears of it when
-        the time has come."""
+        """The device runs it after its earlier work; the host sees the result when the clock has
+        advanced."""
         over = self._free = max(self._free, self.ticks.seconds) + self.pass_seconds(key)
         self.done.append(("replay", key))
         found = self._held[key]()
@@ -72,9 +72,8 @@ class FakeGraphs(Graphs):
 
 
 class Tape(TorchDispatchMode):
-    """Notes every operation that runs, so that `replay` does them again, as a graph would: on
-    the tensors of that time, at the addresses of that time, with the numbers that the host gave
-    then."""
+    """Record every operation that runs, so that `replay` repeats them as a graph would: on the
+    same tensors and addresses, with the numbers that the host passed then."""
 
     def __init__(self):
         super().__init__()
@@ -107,15 +106,15 @@ def _address(tensor):
 
 
 def record(function):
-    """What capture.recorder gives on a CUDA device."""
+    """What capture.recorder returns on a CUDA device."""
     with Tape() as tape:
         function()
     return tape.replay
 
 
 def count_operations(function):
-    """How many operations on devices a call takes (on a GPU each is a launch or a copy), views
-    left out."""
+    """Return how many device operations a call takes (on a GPU each is a launch or a copy),
+    without views."""
     with Tape() as tape:
         function()
     names = [done[0].overloadpacket.__name__ for done in tape._done]

@@ -1,5 +1,5 @@
-"""Tiny random drafters that read hidden states, written in the published layouts; and what DFlash
-and DSpark are in plain torch, from their papers' words, without a cache. No tests here."""
+"""Tiny random drafters that read hidden states, in the published layouts, and the definitions of
+DFlash and DSpark by their papers in plain torch without a cache. No tests here."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ _LAYERS = {
 def config_of(
     kind: str, *, width: int, vocab: int, aux_layers: tuple[int, ...], **keys: Any
 ) -> dict:
-    """A config.json: "dflash" and "dspark" as their authors have it, "dflash-speculators" and
-    "dspark-speculators" as speculators does. `keys` are put over it."""
+    """Return a config.json: "dflash" and "dspark" as their authors have it, "dflash-speculators"
+    and "dspark-speculators" as speculators does. `keys` override it."""
     layers = _LAYERS | {"hidden_size": width, "vocab_size": vocab}
     name, _, other = kind.partition("-")
     block = {"dflash": 6, "dspark": 5}[name]
@@ -75,8 +75,8 @@ def write_head(
     seed: int = 0,
     **keys: Any,
 ) -> Reading:
-    """Save a drafter; returns it as `Reading` has it. `stored`: with an embedding and a head of
-    its own (a DSpark has them)."""
+    """Save a drafter and return it in the form that `Reading` reads. `stored`: with its own
+    embedding and head (a DSpark has them)."""
     config = config_of(kind, width=width, vocab=vocab, aux_layers=aux_layers, **keys)
     layers = config.get("transformer_layer_config", config)
     inner, size = layers["intermediate_size"], layers["head_dim"]
@@ -123,8 +123,8 @@ def write_head(
 
 
 class Reading:
-    """The drafter of a folder, read anew: sequences in full, no cache, nothing shared with the
-    code under test."""
+    """The drafter of a folder, read independently: sequences in full, no cache, nothing shared
+    with the code under test."""
 
     def __init__(self, folder: Path):
         self.config = json.loads((folder / "config.json").read_text())
@@ -138,8 +138,8 @@ class Reading:
         self.block = self.config["block_size"]
 
     def base(self, target: PreTrainedModel, tokens: list[int]) -> Tensor:
-        """Logits [drafts, V] of the block behind `tokens`, whose last is the anchor, before any
-        bias by the tokens that are chosen."""
+        """Return logits [drafts, V] of the block after `tokens`, whose last one is the anchor,
+        before any bias from chosen tokens."""
         seen, anchor = tokens[:-1], tokens[-1]
         context = torch.zeros(0, self.layers["hidden_size"])
         if seen:
@@ -157,7 +157,7 @@ class Reading:
         return logits if self.dspark else logits[1:]
 
     def bias(self, token: int) -> Tensor | float:
-        """What a token adds to the logits [V] of the place behind it."""
+        """Return what a token adds to the logits [V] of the next place."""
         if not self.dspark:
             return 0.0
         return (
@@ -166,7 +166,7 @@ class Reading:
         )
 
     def whole(self, line: Tensor) -> Tensor:
-        """Logits over the target's tokens, of those over the drafter's own."""
+        """Return logits over the target's tokens from those over the drafter's own."""
         if "d2t" not in self.tensors:
             return line
         found = torch.full((self.layers["vocab_size"],), -torch.inf)
@@ -178,8 +178,8 @@ class Reading:
         return x * scale * self.tensors[f"{name}.weight"]
 
     def _layer(self, at: str, x: Tensor, context: Tensor) -> Tensor:
-        """A layer over the block x [N, H], with the context [C, H] in front of it: everything sees
-        everything."""
+        """Apply a layer to the block x [N, H] with the context [C, H] before it, without a
+        causal mask."""
         count, size = len(context) + len(x), self.layers["head_dim"]
         normed = self._norm(x, at + "input_layernorm")
         q, k, v = (
@@ -206,7 +206,7 @@ class Reading:
         return x + linear(silu(gate) * up, self.tensors[at + "mlp.down_proj.weight"])
 
     def _turn(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rotary embedding of x [N, heads, D], the halves of a head against each other."""
+        """Apply rotary embedding to x [N, heads, D], pairing the halves of a head."""
         size = x.shape[-1]
         speeds = self.layers["rope_theta"] ** (-torch.arange(0, size, 2).float() / size)
         turns = positions[:, None, None] * speeds

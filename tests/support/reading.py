@@ -1,5 +1,5 @@
-"""What every drafter that reads the target's hidden states is held to, whatever its layers are: the
-target's law, runs that go on. No tests."""
+"""Common tests of drafters that read the target's hidden states: the target's distribution, and
+resumed runs. No tests here."""
 
 import json
 
@@ -16,11 +16,11 @@ from bass_cli.lengths.controllers import Fixed
 from bass_cli.models.runner import Runner
 
 FLAGS = ("--pair", "pair.yaml", "--n", "3", "--max-new-tokens", "20")
-_IDS = 12  # of the vocabulary whose law is enumerated
+_IDS = 12  # the vocabulary whose distribution is enumerated
 
 
 def write_pair(folder):
-    """A target, a pair of it and the drafter in `folder`/head, and prompts."""
+    """Write a target, a pair of it and the drafter in `folder`/head, and prompts."""
     write_checkpoint("qwen3", folder / "target", shards=False, use_sliding_window=False)
     write_tokenizer(folder / "target")
     (folder / "pair.yaml").write_text("target: target\ndraft: 'heads:head'\n")
@@ -28,8 +28,8 @@ def write_pair(folder):
 
 
 def goes_on_and_is_plain(here, other):
-    """Samples with the pair's drafter, with another one by these flags, and those of a run that
-    was killed within a line are plain decoding's."""
+    """Check that samples with the pair's drafter, with another one by these flags, and of a
+    resumed run killed within a line equal those of plain decoding."""
     for out, *runs in (
         ("plain.jsonl", ("--draft", "none")),
         ("whole.jsonl", ("--draft-length", "4")),
@@ -50,8 +50,8 @@ def goes_on_and_is_plain(here, other):
 
 
 def has_the_targets_law(theirs, target, head):
-    """The first two tokens of many samples under maximal coupling against the law of
-    transformers' model, by chi-square; some drafts are kept, and some are not."""
+    """Compare the first two tokens of many samples under maximal coupling with the distribution
+    of transformers' model, by a chi-square test. Some drafts are accepted, and some are not."""
     count, prompt, warm = 3000, [3, 1, 4], 2.0
     device = target.device
     runner = Runner(target.read_by(head), rows=count, span=14, lag=1)

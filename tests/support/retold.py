@@ -1,5 +1,5 @@
-"""Texts that are known beforehand, in a job on a simulated GPU, with the real loop, lookup and
-`auto`: what is drafted stands where it is what the text goes on with. No tests."""
+"""Known texts in a job on a simulated GPU, with the real loop, lookup and `auto`: a draft is
+accepted if the text continues with it. No tests."""
 
 import random
 
@@ -19,9 +19,10 @@ COLLECTING, WRITING = 0.0004, 0.0002  # seconds of the host before a round is la
 
 
 class Texts:
-    """What `n` samples of each prompt become. Each follows one of its prompt's three stories, of
-    which the part `copied` repeats what stood before, and leaves it with chance `off` at every
-    token; those of prompts from `until` on are chance alone. Samples have `mean` tokens."""
+    """The texts of `n` samples of each prompt. Each follows one of its prompt's three stories,
+    of which the share `copied` repeats earlier text, and leaves it with probability `off` at
+    every token. Texts of prompts from number `until` on are random. Samples have `mean` tokens
+    on average."""
 
     def __init__(self, *, prompts, n, off, copied, until=1000, mean=49, seed=1):
         self._chance = chance = random.Random(seed)
@@ -60,8 +61,8 @@ class Texts:
 
 
 class OneGpu(FakeGraphs):
-    """1.5B on an H200: 18 ms for a pass that runs uncaptured or is captured, but the first of a
-    process, which compiles; 2.35 ms for one that is replayed, and 4 us for each token in it."""
+    """The 1.5B on an H200: 18 ms for a pass that runs uncaptured or is captured, except the
+    first of a process, which compiles; 2.35 ms for a replay, and 4 us for each token in it."""
 
     def run(self, key, function):
         compiling, self.ticks.seconds = not self._warm, self.ticks.seconds - 0.05 + 0.018
@@ -77,7 +78,7 @@ class OneGpu(FakeGraphs):
 
 
 class Reader(LookupDrafter):
-    """Takes 50 us to look, and 12 us a row; 6 us a row to learn."""
+    """A lookup takes 50 us and 12 us a row; learning takes 6 us a row."""
 
     def __init__(self, ticks):
         super().__init__()
@@ -119,7 +120,7 @@ class Retold(Simulated):
 
 
 def seconds_of_texts(loop, texts):
-    """Run the job as a conductor does; its seconds."""
+    """Run the job as a conductor does and return its seconds."""
     began, over, waiting = loop.clock.now(), [], list(texts.texts)
     forecast = Forecast(len(waiting))
     forecast.begin(len(waiting))
@@ -154,7 +155,7 @@ def seconds_of_texts(loop, texts):
 
 
 def speeds(lengths, texts, *, rows, jobs=2):
-    """Of job after job in one process, in the speed of plain decoding."""
+    """Return the speed of consecutive jobs in one process relative to plain decoding."""
     found, drafter = [], Reader(Ticks())
     plain = Retold(texts, Fixed(0), rows=rows)
     loop = Retold(texts, lengths, rows=rows, drafter=drafter)

@@ -1,5 +1,5 @@
-"""A whole job without models or a GPU: the real loop, ladder and controllers on a fake clock,
-chance in place of tensors. No tests."""
+"""A whole job without models or a GPU: the real loop, graph policy and controllers on a fake
+clock, random acceptance in place of tensors. No tests."""
 
 import functools
 import random
@@ -16,7 +16,7 @@ from bass_cli.lengths.controllers import Fixed
 
 
 class Forgetful(NoDrafter):
-    """A draft model as the loop sees it: after plain rounds it lacks a token for each."""
+    """A draft model as the loop sees it: it lacks a token for each plain round."""
 
     longest, catches_up = 1000, True
 
@@ -36,8 +36,8 @@ class Forgetful(NoDrafter):
 
 
 class Finder(NoDrafter):
-    """Looks for drafts on the host, which takes `asking` seconds: a row has some with chance
-    `found`, up to six."""
+    """A host drafter whose lookup takes `asking` seconds: a row has up to six drafts with
+    probability `found`."""
 
     on_device, longest = False, 1000
 
@@ -60,8 +60,7 @@ class Finder(NoDrafter):
 
 
 class Simulated(Loop):
-    """Each draft stands with chance `rate`, where there is one; see FakeGraphs for what things
-    take."""
+    """Each draft is accepted with probability `rate`; see FakeGraphs for the times."""
 
     def __init__(self, lengths, rate, *, rows=8, drafter=None, graphs=None):
         graphs = graphs or FakeGraphs(Ticks())
@@ -87,7 +86,7 @@ class Simulated(Loop):
             if isinstance(self.drafter, Finder)
             else (width,) * self.batch.rows
         )
-        most = (*most, *(0,) * self.batch.rows)[: self.batch.rows]  # dummy rows have none
+        most = (*most, *(0,) * self.batch.rows)[: self.batch.rows]  # padding rows have none
         kept = [
             next(
                 (i for i in range(min(width, m)) if self._chance.random() > self._rate),
@@ -105,7 +104,7 @@ class Simulated(Loop):
 
 
 def seconds_of(loop, *, prompts=16, n=8, limit=128):
-    """Run a job of prompts x n samples of `limit` tokens; returns its seconds, prefill left out."""
+    """Run a job of prompts x n samples of `limit` tokens and return its seconds without prefill."""
     waiting = [Row(str(p), s, 0, [1] * 20, limit) for p in range(prompts) for s in range(n)]
     while waiting or len(loop.batch):
         while waiting and len(loop.batch) < loop.batch.capacity:
@@ -119,5 +118,5 @@ def seconds_of(loop, *, prompts=16, n=8, limit=128):
 
 @functools.cache
 def plain_seconds(**job):
-    """The same by plain decoding, which nothing but the job makes longer."""
+    """Return the same for plain decoding, which depends only on the job."""
     return seconds_of(Simulated(Fixed(0), 0.0, drafter=NoDrafter()), **job)

@@ -1,5 +1,6 @@
-"""A job of prompts with a wall-clock budget on a device of the 1.5B's costs: the real conductor,
-loop, ladder, warm-up and controllers on a fake clock, chance in place of tensors. No tests."""
+"""A job of prompts with a wall-clock budget on a device with the costs of a 1.5B model: the real
+conductor, loop, graph policy, warm-up and controllers on a fake clock, random acceptance in
+place of tensors. No tests."""
 
 import random
 from types import SimpleNamespace
@@ -17,14 +18,14 @@ from bass_cli.lengths.goodput import Goodput
 from bass_cli.run.build import warm_up
 from bass_cli.run.scheduler import Conductor
 
-BLOCK = (0.85, 0.79, 0.81, 0.815, 0.83, 0.82, 0.85, 0.80)  # by place: drafts of one pass on code
+BLOCK = (0.85, 0.79, 0.81, 0.815, 0.83, 0.82, 0.85, 0.80)  # by position: drafts of one pass on code
 CHAIN = (0.93,) * 64  # token by token
 END = 9  # the token that ends a sample
 
 
 class Drafter(NoDrafter):
-    """Takes 4.5 ms for a prompt, the target's pass included. Knows each row's tokens
-    up to where it has drafted, as drafts/model.py does."""
+    """Takes 4.5 ms for a prompt, the target's pass included. It has read each row's tokens up to
+    where it has drafted, like drafts/model.py."""
 
     catches_up = True
 
@@ -50,7 +51,7 @@ class Drafter(NoDrafter):
 
 
 class AtOnce(Drafter):
-    """The same in one pass, as drafts/parallel.py."""
+    """The same in one pass, like drafts/parallel.py."""
 
     at_once = True
 
@@ -69,8 +70,8 @@ def _read(ticks, seconds, tokens, in_time):
 
 
 class Costs(FakeGraphs):
-    """An H200's for the 1.5B: 1.9 ms a plain round of 16 rows, 0.13 for each draft of theirs; the
-    draft's pass takes 1.5 ms, or 0.96 token by token. All a little more or less."""
+    """A 1.5B on an H200: 1.9 ms for a plain round of 16 rows, 0.13 for each draft of theirs; the
+    draft's pass takes 1.5 ms, or 0.96 token by token. All with some noise."""
 
     def __init__(self, ticks, seed):
         super().__init__(ticks)
@@ -87,7 +88,7 @@ class Costs(FakeGraphs):
 
 
 class Hosted:
-    """A controller whose host takes a millisecond for each round that it has looked at."""
+    """A controller whose host takes a millisecond for each round that it has received."""
 
     ticks = Ticks()
 
@@ -105,8 +106,8 @@ class HostedGoodput(Hosted, Goodput):
 
 
 class Timed(Simulated):
-    """Drafts stand by their place with `chances`, by about `spread` more or less in each prompt;
-    samples end after so many tokens as their number says, whatever the rounds."""
+    """Drafts are accepted with `chances` by position, which vary by about `spread` between
+    prompts. Samples end after a number of tokens that depends only on their index."""
 
     def __init__(self, lengths, chances, *, rows, drafter, graphs, spread, seed):
         super().__init__(lengths, 0.0, rows=rows, drafter=drafter, graphs=graphs)
@@ -138,7 +139,8 @@ class Text:
         self.left, self._own, self._chances = int(own.lognormvariate(3.85, 0.9)), own, chances
 
     def keeps(self, width):
-        """How many of so many drafts stand; hardly any beyond those that chances are known of."""
+        """Return how many of these drafts are accepted; almost none beyond the positions in
+        `chances`."""
         for place in range(width):
             known = place < len(self._chances)
             if self._own.random() >= (self._chances[place] if known else 0.02):
@@ -147,8 +149,8 @@ class Text:
 
 
 class Result(NamedTuple):
-    """`tokens`: of all samples; `finished`: how many of them ended in time; `late`: seconds that
-    each came after its deadline."""
+    """`tokens`: of all samples. `finished`: how many of them ended in time. `late`: seconds of
+    each after its deadline."""
 
     tokens: int
     finished: int
@@ -157,7 +159,7 @@ class Result(NamedTuple):
 
 
 def timed_job(length, *, chances=BLOCK, at_once=True, limit=8, seed=0, spread=0.05):
-    """40 prompts of 16 samples, a tenth of a second each, one after the other."""
+    """Run 40 prompts of 16 samples one after the other, 0.1 s each."""
     graphs = Costs(Ticks(), seed)
     auto = length == "auto"
     lengths = HostedGoodput(limit=limit, at_once=at_once) if auto else HostedFixed(length)

@@ -1,5 +1,5 @@
-"""Toy models whose law can be enumerated, and a driver that runs a Loop without files or
-tokenizers. No tests."""
+"""Toy models whose distribution can be enumerated, and a driver that runs a Loop without files
+or tokenizers. No tests."""
 
 import itertools
 from typing import NamedTuple
@@ -20,7 +20,7 @@ SPAN = 80
 
 class Markov:
     """A model whose logits depend on the token fed and its position: table [P, V, V], position
-    modulo P. It has the interface of a Runner, for target (lag 1) and draft (lag 2)."""
+    modulo P. It has the interface of a Runner, as target (1 pending token) and draft (2)."""
 
     version, rows, device = 0, 1 << 18, torch.device("cpu")
 
@@ -47,7 +47,7 @@ class Markov:
         return self._bases[row]
 
     def bases(self, rows):
-        return torch.tensor([self._bases.get(row, 0) for row in range(rows)])  # 0: dummies
+        return torch.tensor([self._bases.get(row, 0) for row in range(rows)])  # 0 for padding rows
 
     def forward(self, tokens, positions, ends, *, last=None):
         logits = self.table[positions % len(self.table), tokens.clamp(max=self.table.shape[1] - 1)]
@@ -63,8 +63,6 @@ class Markov:
 class Guess(Drafter):
     """A point-mass drafter without memory: always proposes (last token + 1) modulo `vocab`, and
     so on from there."""
-
-    longest = 1000
 
     def __init__(self, vocab):
         self._vocab = vocab
@@ -82,8 +80,8 @@ class AtOnce(NamedTuple):
 
 
 class Reactive(DraftLength):
-    """A controller that reacts strongly to acceptance, plain rounds included: what a law must
-    survive."""
+    """A controller that reacts strongly to acceptance and returns plain rounds too: the
+    distribution must not depend on it."""
 
     def __init__(self):
         self._length, self._rounds = 2, 0
@@ -122,7 +120,7 @@ def drive(loop, rows, *, on_round=None, ahead=False):
 
 
 def rows_for(prompts, n, *, limit=12, **sampling):
-    """n Rows for each prompt, of unequal limits, so that they end one by one."""
+    """Return n Rows for each prompt with unequal limits, so that they end one by one."""
     grid = itertools.product(enumerate(prompts), range(n))
     return [
         Row(
@@ -138,8 +136,8 @@ def rows_for(prompts, n, *, limit=12, **sampling):
 
 
 def loop_for(target, draft, *, rows, lengths=None, coupling="shared", acceptance=None, cut=None):
-    """A Loop on the CPU. target: a Decoder or a toy; draft: a Decoder, a toy runner, either
-    AtOnce, a drafter, or the name of one: "none", "lookup", "lookup:SOURCES"."""
+    """Return a Loop on the CPU. target: a Decoder or a toy; draft: a Decoder, a toy runner,
+    either AtOnce, a drafter, or the name of one: "none", "lookup", "lookup:SOURCES"."""
     if isinstance(target, Decoder):
         target = Runner(target, rows=rows, span=SPAN, lag=1)
     draft = drafter_for(draft, rows=rows, coupling=coupling)
@@ -156,7 +154,7 @@ def loop_for(target, draft, *, rows, lengths=None, coupling="shared", acceptance
 
 
 def drafter_for(draft, *, rows, span=SPAN, coupling="shared"):
-    """The drafter that `loop_for` makes of its draft."""
+    """Return the drafter that `loop_for` makes of its draft."""
     words = {"runner": None}
     if isinstance(draft, (AtOnce, Decoder, Markov, Runner)):
         at_once = isinstance(draft, AtOnce)
@@ -171,5 +169,5 @@ def drafter_for(draft, *, rows, span=SPAN, coupling="shared"):
 
 
 def plain(target, rows):
-    """What plain decoding gives for the same Rows, one row at a time."""
+    """Return the tokens of plain decoding for the same Rows, one row at a time."""
     return drive(loop_for(target, "none", rows=1, lengths=Fixed(0)), rows)
