@@ -1,9 +1,9 @@
-"""The ops by name. Each is defined in plain torch (noise, reference, sampling, acceptance); some
-also have a Triton form, which CUDA tensors take and which must give the same results.
+"""The public ops. Each op is defined in plain torch (noise, reference, sampling, acceptance and
+others). Some also have a Triton form, which runs on CUDA tensors and must give the same results.
 
-Tensors only: no op knows of jobs, tokenizers or controllers. Shapes: B rows, W positions a row,
-V vocabulary, H query heads, K key/value heads, D head size, S slots of the store of rows' own
-keys, T positions of the prompt store.
+Ops work on tensors only, never on jobs, tokenizers or controllers. Shapes: B rows, W positions a
+row, V vocabulary, H query heads, K key/value heads, D head size, S slots of the store of private
+keys (each row's own), T positions of the prompt store.
 """
 
 from . import acceptance, law_distances, reference, rounds, sampling, selection, trained

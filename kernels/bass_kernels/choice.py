@@ -1,11 +1,11 @@
-"""Triton: a token from logits by temperature, top-k, top-p and shared noise, without a sort.
-Definition: sampling.py.
+"""Triton: sample a token from logits with temperature, top-k, top-p and Gumbel noise (Gumbel-max),
+without a sort. Definition: sampling.py.
 
-A first pass over the vocabulary finds the mass and the best score (logit / T + noise). The best
-token is the answer if it is kept: if what lies above its logit has less than top_p of the mass,
-and fewer than top_k tokens. Otherwise nothing as small as it is kept, and the best score among
-the larger logits is next. That is the argmax over the kept tokens, ties with the last one
-included, and with top_p 0.95 it takes 1.05 looks on average.
+A first pass over the vocabulary finds the mass and the best score, logit / T + noise. That token is
+the answer if truncation keeps it: less than top_p of the mass and fewer than top_k tokens lie above
+its logit. If not, nothing at or below its logit is kept, and the best score above it is next. The
+result is the argmax over the kept tokens, including ties with the last one. With top_p 0.95 it
+takes 1.05 passes on average.
 """
 
 import torch
@@ -27,16 +27,18 @@ from .vocabulary import (
     top_mass,
 )
 
-# Tokens of a program's look, and its warps. 1 / 8 / 64 / 512 rows of 151,936 tokens, us on an H200:
-# 14 / 23 / 76 / 521; 1024 at a time of 4096 17 / 29 / 85 / 531, of 1024 13 / 24 / 89 / 633.
+# Tokens a program and pass, and warps. 1 / 8 / 64 / 512 rows of 151,936 tokens, us on an H200: 14 /
+# 23 / 76 / 521. With 1024 tokens a step and 4096 a program 17 / 29 / 85 / 531, with 1024 a program
+# 13 / 24 / 89 / 633.
 _BLOCK, _WARPS = 2048, 4
-# Tokens at a time where one program goes through a whole row, which everything waits for.
+# Tokens a step where one program does a whole row (_decide), which is on the critical path.
 _ALONE, _ALONE_WARPS = 8192, 32
-# everything; the mass above the candidate; the best above it; its mass. The rest is _decide's
+# 0: best score and mass. 1: mass above the candidate. 2: best score above it. 1: its mass again.
+# Rows that are still open after these passes are left to _decide.
 _LOOKS = (0, 1, 2, 1)
-# of a chunk: best score, its token, its scaled logit, mass (above), peak, raw mass, count above
+# For each chunk: best score, its token, its scaled logit, mass (above), peak, raw mass, count
+# above. For each row: candidate, its scaled logit, state, mass, peak, raw mass.
 _FIELDS = 8
-# and of a row: candidate, its scaled logit, the row's state, mass, peak, raw mass
 
 
 def sample(
@@ -47,7 +49,7 @@ def sample(
     keys: Tensor,
     positions: Tensor,
 ) -> Tensor:
-    """As sampling.sample, without asking the host anything."""
+    """Do sampling.sample without synchronising with the host."""
     return sample_scored(logits, temperature, top_k, top_p, keys, positions)[0]
 
 
@@ -59,7 +61,7 @@ def sample_scored(
     keys: Tensor,
     positions: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """As sampling.sample_scored, without asking the host anything."""
+    """Do sampling.sample_scored without synchronising with the host."""
     logits = logits.contiguous()
     rows, vocab = logits.shape
     chunks = triton.cdiv(vocab, _BLOCK)
@@ -98,13 +100,13 @@ def sample_scored(
 
 @triton.jit
 def _past(pointer):
-    """What the look before has left: read past the processor's own cache (launch.overlap)."""
+    """Load what the pass before has written, past this processor's L1 cache (launch.overlap)."""
     return tl.load(pointer, cache_modifier=".cg")
 
 
 @triton.jit
 def _within(above, count, top_k, top_p, mass):
-    """Whether a token with mass `above` and `count` tokens above it is kept."""
+    """Return whether truncation keeps a token with `count` tokens of mass `above` above it."""
     return ((top_p >= 1.0) | (above < top_p * mass)) & ((top_k == 0) | (count < top_k))
 
 
@@ -130,7 +132,7 @@ def _look(
     EARLY: tl.constexpr,
     LEADS: tl.constexpr,
 ):
-    """One look at a chunk of a row. The last chunk to be done draws the conclusion for the row."""
+    """Do one pass over a chunk of a row. The last chunk to finish concludes for the row."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     law = row // each
     at = found_ptr + (row * (chunks + 1) + chunk) * FIELDS
@@ -164,7 +166,7 @@ def _look(
             tl.store(at + 5, raw_mass)
         else:
             x = _past(state + 1)
-            if _past(at + 4) <= x:  # nothing here is above
+            if _past(at + 4) <= x:  # no logit of this chunk is above the candidate's
                 end = start
         if LOOK == 1:
             mass, count = mass_above(
@@ -221,11 +223,11 @@ def _conclude(
     CHUNKS: tl.constexpr,
     FIELDS: tl.constexpr,
 ):
-    """After all looks at a row: its candidate, or whether the candidate is kept, and then its token
-    and score.
+    """Combine the chunks of a row after a pass: find its candidate, or whether the candidate is
+    kept, and in that case store its token and score.
 
-    A row's state is 0 while its candidate must be checked, 1 when it is kept, 2 when it is not,
-    and 3 where top_p is of the mass of the top_k, which is left to _decide.
+    State of a row: 0 if its candidate has to be checked, 1 if it is kept, 2 if it is not, 3 if
+    top_p applies to the mass of the top_k, which _decide computes.
     """
     chunk = tl.arange(0, CHUNKS)
     here, inside = at + chunk * FIELDS, chunk < chunks
@@ -261,7 +263,8 @@ def _conclude(
 
 @triton.jit
 def _write(logits_ptr, row, vocab, token, peak, divisor, raw_mass, token_ptr, score_ptr):
-    token = tl.minimum(token, vocab - 1)  # nobody's token, in a row of NaN; its score is NaN
+    # a row of NaN has no best token: any token, with score NaN
+    token = tl.minimum(token, vocab - 1)
     raw = tl.load(logits_ptr + row.to(tl.int64) * vocab + token).to(tl.float32)
     tl.store(token_ptr + row, token.to(tl.int64))
     tl.store(score_ptr + row, raw - peak * divisor - tl.log(raw_mass))
@@ -285,7 +288,7 @@ def _decide(
     FIELDS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """What no look has settled: one program a row goes on until it is."""
+    """Finish the rows that no pass has decided, one program a row."""
     row = tl.program_id(0)
     state = found_ptr + (row * (chunks + 1) + chunks) * FIELDS
     after(EARLY)

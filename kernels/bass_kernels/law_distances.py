@@ -1,7 +1,7 @@
-"""How far laws are from others, straight from logits, and the gradient of that: a student's guesses
-beside what a target says, for training a draft.
+"""Divergence and overlap of a student's distributions and a target's, straight from logits, and
+their gradient, for training a draft.
 
-Here in plain torch, which defines them; distance_kernels.py has their Triton forms.
+This file is the definition in plain torch; distance_kernels.py has the Triton kernels.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from torch import Tensor
 
 
 class Distances(NamedTuple):
-    """Of N guesses, float32: KL(p, q) in nats; the overlap, sum of min(p, q); the mass of q where
-    it is below p; log q(x) - log p(x) of a token; and both laws' log-normalisers. q is the
-    guess, p what it should be."""
+    """Comparison of N student distributions q with target distributions p, [N] float32 each.
+
+    divergence: KL(p, q) in nats. overlap: sum of min(p, q). below: the mass of q where q < p.
+    ratio: log q(x) - log p(x) of the given token. own_norm, due_norm: log-normalisers of q and p.
+    """
 
     divergence: Tensor
     overlap: Tensor
@@ -26,8 +28,15 @@ class Distances(NamedTuple):
 
 
 def distances(own: Tensor, due: Tensor, of: Tensor, tokens: Tensor, vocab: int) -> Distances:
-    """Guesses' logits `own` [N, S], those of the laws `due` [M, S] of which guess i has number
-    of[i], its token tokens[i]; ids from `vocab` on do not count."""
+    """Compare N student distributions with their targets.
+
+    Args:
+        own: the student's logits [N, S].
+        due: the target's logits [M, S].
+        of: [N] int64, the row of `due` for each student row.
+        tokens: [N] int64, the token for `ratio`.
+        vocab: ids from here on are ignored.
+    """
     q, own_norm = _log_law(own, vocab)
     p, due_norm = _log_law(due, vocab)
     p, due_norm = p[of], due_norm[of]
@@ -45,8 +54,8 @@ def distances(own: Tensor, due: Tensor, of: Tensor, tokens: Tensor, vocab: int) 
 def distance_gradient(
     own: Tensor, due: Tensor, of: Tensor, found: Distances, slopes: Tensor, vocab: int
 ) -> None:
-    """Write over `own` the gradient of sum of slopes[0] * divergence - slopes[1] * overlap; slopes
-    [2, N] float32. It is 0 for ids that do not count."""
+    """Overwrite `own` with the gradient of the sum of slopes[0] * divergence - slopes[1] * overlap.
+    slopes: [2, N] float32. The gradient is 0 for ignored ids."""
     q, p = _log_law(own, vocab)[0], _log_law(due, vocab)[0][of]
     mass = q.exp()
     apart = slopes[0, :, None] * (mass - p.exp())

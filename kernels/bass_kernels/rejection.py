@@ -1,9 +1,9 @@
-"""Triton: the target's side of maximal coupling (block verification) straight from logits.
+"""Triton: the target's side of maximal coupling (block verification), straight from logits.
 Definition: acceptance.py.
 
-The masses of the residuals after each kept draft but the last are one launch, spread over the
-vocabulary; the test of a row's drafts and the draw after them another: every program of a row
-repeats the test, and looks for the best noisy token of its chunk (generation.py).
+One launch computes the masses of the residuals after each accepted draft but the last, spread over
+the vocabulary. A second one tests a row's drafts and samples the token after them: every program of
+a row repeats the test and finds the best noisy token of its chunk (drawing.py).
 """
 
 import torch
@@ -32,7 +32,7 @@ def rejection_sample(
     lengths: Tensor,
     most: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As acceptance.rejection_sample, without asking the host anything."""
+    """Do acceptance.rejection_sample without synchronising with the host."""
     logits = logits.contiguous()
     found = edges(logits.flatten(0, 1), temperature, top_k, top_p)
     return judge(
@@ -53,7 +53,7 @@ def judge(
     lengths: Tensor,
     most: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`rejection_sample` where the edges of the target's laws are known: logits [B, k + 1, V],
+    """Do `rejection_sample` with known edges of the target's distributions: logits [B, k + 1, V],
     edges [B, k + 1, FIELDS]."""
     rows, places, vocab = law.values.shape
     device, chunks = law.values.device, triton.cdiv(vocab, CHUNK)
@@ -107,7 +107,7 @@ def _drafted(
     PLACES: tl.constexpr,
     FIELDS: tl.constexpr,
 ):
-    """The probabilities of a row's drafts by the target's laws and by those they were drawn from,
+    """Return the probabilities of a row's drafts by the target's distributions and by the draft's,
     [PLACES] each."""
     place = tl.arange(0, PLACES)
     drafted = place < width
@@ -122,19 +122,19 @@ def _drafted(
         divisor, threshold, peak, mass, only = lawful(q_edges_ptr, at, drafted, FIELDS)
         raw = tl.load(q_logits_ptr + at.to(tl.int64) * q_vocab + tokens, mask=drafted, other=0.0)
         q = probability(raw.to(tl.float32), tokens, divisor, threshold, peak, mass, only)
-        q = tl.where(mass > 0, q, 0.0)  # a law of NaN has none: what was drawn from it is rejected
+        q = tl.where(mass > 0, q, 0.0)  # a draft from a distribution with NaN is rejected
     return p, q
 
 
 @triton.jit
 def _at(values, here):
-    """The one of values [PLACES] that is `here`."""
+    """Return the element of values [PLACES] at which `here` is true."""
     return tl.sum(tl.where(here, values, 0.0), 0)
 
 
 @triton.jit
 def _lowered(weight, p, q):
-    """The weight after another draft."""
+    """Return the weight w after one more draft."""
     due = weight * p
     return tl.where((due >= q) & (q > 0), 1.0, tl.where(due < q, due / q, 0.0))
 
@@ -158,8 +158,8 @@ def _weigh(
     BLOCK: tl.constexpr,
     PLACES: tl.constexpr,
 ):
-    """The mass of max(w p - q, 0) in a chunk, after 1 to width - 1 drafts of a row. Where the
-    weight w alone decides, at 0 and 1, nothing is read."""
+    """Compute the mass of max(w p - q, 0) in a chunk, after 1 to width - 1 drafts of a row. At w =
+    0 and w = 1 the mass is not needed, and nothing is read."""
     row, before, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     ps, qs = _drafted(
         row,
@@ -184,7 +184,7 @@ def _weigh(
         at, q_at = row * (width + 1) + before + 1, row * width + before + 1
         divisor, threshold, peak, mass, only = lawful(edges_ptr, at, True, FIELDS)
         q_divisor, q_threshold, q_peak, q_mass, q_only = lawful(q_edges_ptr, q_at, True, FIELDS)
-        q_given = tl.where(q_mass > 0, q_vocab, 0)  # of NaN nothing is taken off
+        q_given = tl.where(q_mass > 0, q_vocab, 0)  # if q has NaN, subtract nothing
         start = chunk * CHUNK
         for first in range(start, tl.minimum(start + CHUNK, vocab), BLOCK):
             tokens, _scaled, raw = read(logits_ptr, at, first, vocab, divisor, BLOCK)
@@ -192,7 +192,7 @@ def _weigh(
             _tokens, _scaled, raw = read(q_logits_ptr, q_at, first, q_given, q_divisor, BLOCK)
             q = probability(raw, tokens, q_divisor, q_threshold, q_peak, q_mass, q_only)
             rest = weight * p - q
-            total += tl.where(rest <= 0, 0.0, rest)  # and NaN stays NaN
+            total += tl.where(rest <= 0, 0.0, rest)  # NaN stays NaN
     tl.store(mass_ptr + (row * (width - 1) + before) * chunks + chunk, tl.sum(total, 0))
 
 
@@ -212,7 +212,7 @@ def _tested(
     PLACES: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """How many of a row's drafts stand, of `bound` that count, and the weight there."""
+    """Return the number of accepted drafts of a row, of the first `bound`, and the weight there."""
     place = tl.arange(0, PLACES)
     zero = (place * 0).to(tl.uint32)
     word, _c1, _c2, _c3 = philox(
@@ -299,7 +299,7 @@ def _judge(
     proposed = tl.load(draft_ptr + row * width + accepted, mask=accepted < bound, other=-1).to(
         tl.int32
     )
-    if POINT == 0:  # nothing is taken off p after the last draft, nor where the draft's law is NaN
+    if POINT == 0:  # subtract nothing from p after the last draft, nor where q has NaN
         q_mass = tl.load(
             q_edges_ptr + (row * width + accepted) * FIELDS + 3, mask=accepted < bound, other=0.0
         )
