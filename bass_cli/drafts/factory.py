@@ -15,7 +15,7 @@ from bass_cli.tensor_parallel.leader import AnyRunner
 
 # Of the rows' temperatures, for a draft model. Its law is at best the mean of what the target's
 # may be, given what it knows; the median, which agrees most often, is sharper. Measured:
-# docs/LOG.md, "The draft is a little colder".
+# docs/decisions/09-draft-temperature.md.
 SHARPER = 0.9
 
 

@@ -25,8 +25,8 @@ from bass_cli.lengths import profiles as store
 from bass_cli.lengths.costs import Surface
 from bass_cli.models.spec import Spec, parameters
 
-# How many tokens more are drafted than verified where rows are cut: two have three quarters of what
-# four bring (docs/LOG.md), and a pass takes two places for each, but for a block that is whole.
+# Tokens drafted beyond those verified where rows are cut (docs/decisions/10-cutting.md): two gain
+# three quarters of what four gain. A pass takes two places for each, except for a whole block.
 _MORE, _WHOLE = 2, 4
 # The part of a target's size from which a draft's tokens are too dear for that: the two that are
 # not verified take four of them, for a twentieth of a round. On a GPU a part of it is reading

@@ -45,7 +45,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Slots of a row's first piece, at least: with more, most of a short sample's would be empty; with
 # fewer, rows would be copied more often.
 _PIECE = 256
-# The most rows that --batch-size auto takes: docs/LOG.md has what more of them gain, and cost.
+# Maximum rows that --batch-size auto takes (docs/decisions/13-batch-size.md). On one CPU thread
+# SmolLM2 decodes 135 tokens a second with 64 rows and 138 with 128.
 _MOST = {"cpu": 64, "cuda": 1024}
 
 

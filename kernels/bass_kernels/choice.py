@@ -22,7 +22,7 @@ from .vocabulary import (
     everything,
     mass_above,
     masses_found,
-    nobody,
+    no_candidate,
     settled,
     top_mass,
 )
@@ -35,7 +35,7 @@ _BLOCK, _WARPS = 2048, 4
 _ALONE, _ALONE_WARPS = 8192, 32
 # 0: best score and mass. 1: mass above the candidate. 2: best score above it. 1: its mass again.
 # Rows that are still open after these passes are left to _decide.
-_LOOKS = (0, 1, 2, 1)
+_PASSES = (0, 1, 2, 1)
 # For each chunk: best score, its token, its scaled logit, mass (above), peak, raw mass, count
 # above. For each row: candidate, its scaled logit, state, mass, peak, raw mass.
 _FIELDS = 8
@@ -81,16 +81,16 @@ def sample_scored(
     )
     spread = {"CHUNKS": triton.next_power_of_2(chunks), "FIELDS": _FIELDS}
     arrived, sizes = counters(logits.device, rows), (rows // len(temperature), vocab, chunks)
-    for look in _LOOKS:
+    for step in _PASSES:
         _look[(rows, chunks)](
             *given,
             arrived,
             *sizes,
-            LOOK=look,
+            LOOK=step,
             BLOCK=_BLOCK,
             num_warps=_WARPS,
             **spread,
-            **overlap(look > 0, logits.device),
+            **overlap(step > 0, logits.device),
             **leading(logits.device),
         )
     early = overlap(True, logits.device)
@@ -134,19 +134,19 @@ def _look(
 ):
     """Do one pass over a chunk of a row. The last chunk to finish concludes for the row."""
     row, chunk = tl.program_id(0), tl.program_id(1)
-    law = row // each
+    entry = row // each
     at = found_ptr + (row * (chunks + 1) + chunk) * FIELDS
     state = found_ptr + (row * (chunks + 1) + chunks) * FIELDS
     let_next(LEADS)
     after(EARLY)
-    due = True
+    needed = True
     if LOOK == 1:
-        due = _past(state + 2) == 0
+        needed = _past(state + 2) == 0
     if LOOK == 2:
-        due = _past(state + 2) == 2
-    if due:
-        temperature, divisor = settled(temperature_ptr, law)
-        key_0, key_1, position = address(law, row, key_ptr, position_ptr)
+        needed = _past(state + 2) == 2
+    if needed:
+        temperature, divisor = settled(temperature_ptr, entry)
+        key_0, key_1, position = address(entry, row, key_ptr, position_ptr)
         start, end = chunk * BLOCK, tl.minimum(chunk * BLOCK + BLOCK, vocab)
         if LOOK == 0:
             score, token, best_x, peak, mass, raw_mass = everything(
@@ -197,8 +197,8 @@ def _look(
                 chunks,
                 temperature,
                 divisor,
-                tl.load(top_k_ptr + law),
-                tl.load(top_p_ptr + law),
+                tl.load(top_k_ptr + entry),
+                tl.load(top_p_ptr + entry),
                 LOOK,
                 CHUNKS,
                 FIELDS,
@@ -236,7 +236,7 @@ def _conclude(
         scores = tl.load(here, mask=inside, other=-float("inf"), cache_modifier=".cg")
         tokens = tl.load(here + 1, mask=inside, other=16777216.0, cache_modifier=".cg").to(tl.int32)
         xs = tl.load(here + 2, mask=inside, other=-float("inf"), cache_modifier=".cg")
-        score, token, x = nobody()
+        score, token, x = no_candidate()
         score, token, x = better(score, token, x, scores, tokens, xs)
         tl.store(state, token.to(tl.float32))
         tl.store(state + 1, x)
@@ -296,10 +296,10 @@ def _decide(
     if now != 1:
         token, x = _past(state).to(tl.int32), _past(state + 1)
         mass, peak, raw_mass = _past(state + 3), _past(state + 4), _past(state + 5)
-        law = row // each
-        _temperature, divisor = settled(temperature_ptr, law)
-        key_0, key_1, position = address(law, row, key_ptr, position_ptr)
-        top_k, top_p = tl.load(top_k_ptr + law), tl.load(top_p_ptr + law)
+        entry = row // each
+        _temperature, divisor = settled(temperature_ptr, entry)
+        key_0, key_1, position = address(entry, row, key_ptr, position_ptr)
+        top_k, top_p = tl.load(top_k_ptr + entry), tl.load(top_p_ptr + entry)
         kept = now == 1
         if now == 3:
             mass = top_mass(logits_ptr, row, vocab, top_k, peak, divisor, BLOCK)

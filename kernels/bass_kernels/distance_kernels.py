@@ -1,5 +1,5 @@
 """Triton: divergence and overlap of a student's distributions and a target's, and their gradient;
-definition: law_distances.py. Logits stay in their dtype. A program reads a student's row and its
+definition: divergence.py. Logits stay in their dtype. A program reads a student's row and its
 target's row twice, and the gradient overwrites the student's logits. Loads cover whole rows, so
 they are vectorised if the row's width is a multiple of 16, whatever `vocab` is."""
 
@@ -8,14 +8,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .law_distances import Distances
+from .divergence import Distances
 
 _BLOCK = 4096
 _FAR = tl.constexpr(-30000.0)  # below every logit, and finite in float16
 
 
 def distances(own: Tensor, due: Tensor, of: Tensor, tokens: Tensor, vocab: int) -> Distances:
-    """Do law_distances.distances."""
+    """Do divergence.distances."""
     found = torch.empty(6, len(own), dtype=torch.float32, device=own.device)
     assert own.stride(1) == due.stride(1) == 1
     assert own.shape[1] == due.shape[1]
@@ -30,7 +30,7 @@ def distances(own: Tensor, due: Tensor, of: Tensor, tokens: Tensor, vocab: int) 
 def distance_gradient(
     own: Tensor, due: Tensor, of: Tensor, found: Distances, slopes: Tensor, vocab: int
 ) -> None:
-    """Do law_distances.distance_gradient."""
+    """Do divergence.distance_gradient."""
     slopes = slopes.contiguous()
     if len(own):
         _differ[(len(own), triton.cdiv(own.shape[1], _block(vocab)))](

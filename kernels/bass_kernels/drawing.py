@@ -15,7 +15,16 @@ from .launch import counters
 from .noise import DRAFT
 from .sampling import Distribution
 from .truncation import BLOCK, CHUNK, FIELDS, edges
-from .vocabulary import address, best_found, better, gumbel, lawful, nobody, probability, read
+from .vocabulary import (
+    address,
+    best_found,
+    better,
+    gumbel,
+    load_edges,
+    no_candidate,
+    probability,
+    read,
+)
 
 _DRAFT = tl.constexpr(DRAFT)
 FOUND_FIELDS = 4  # for each chunk: best score and token by max(w p - q, 0), then by the target's p
@@ -33,26 +42,26 @@ def draft_sample(
     """Do acceptance.draft_sample without synchronising with the host. The returned distribution is
     the logits with their edges."""
     logits = logits.contiguous()
-    law = Distribution(logits, edges(logits, temperature, top_k, top_p))
-    return draw(law, keys, positions, origins), law
+    dist = Distribution(logits, edges(logits, temperature, top_k, top_p))
+    return draw(dist, keys, positions, origins), dist
 
 
-def draw(law: Distribution, keys: Tensor, positions: Tensor, origins: Tensor) -> Tensor:
+def draw(dist: Distribution, keys: Tensor, positions: Tensor, origins: Tensor) -> Tensor:
     """Sample one token [N] int64 from each distribution (logits [N, V] with edges), with noise of
     the DRAFT stream."""
-    rows, vocab = law.values.shape
+    rows, vocab = dist.values.shape
     chunks = triton.cdiv(vocab, CHUNK)
-    tokens = torch.empty(rows, dtype=torch.int64, device=law.values.device)
-    found = torch.empty(rows, chunks, FOUND_FIELDS, dtype=torch.float32, device=law.values.device)
+    tokens = torch.empty(rows, dtype=torch.int64, device=dist.values.device)
+    found = torch.empty(rows, chunks, FOUND_FIELDS, dtype=torch.float32, device=dist.values.device)
     _draw[(rows, chunks)](
-        law.values,
-        law.edges,
+        dist.values,
+        dist.edges,
         keys.contiguous(),
         positions.contiguous(),
         origins.contiguous(),
         found,
         tokens,
-        counters(law.values.device, rows),
+        counters(dist.values.device, rows),
         vocab,
         chunks,
         **shape_of(chunks),
@@ -100,13 +109,13 @@ def best(
     p is the distribution of row `at`. q is that of row `q_at` with q_vocab tokens, or with POINT a
     point mass on `proposed` (-1: none). w is `weight`, at most 1.
     """
-    divisor, threshold, peak, mass, only = lawful(edges_ptr, at, True, FIELDS)
+    divisor, threshold, peak, mass, only = load_edges(edges_ptr, at, True, FIELDS)
     if POINT == 0:
-        q_divisor, q_threshold, q_peak, q_mass, q_only = lawful(
+        q_divisor, q_threshold, q_peak, q_mass, q_only = load_edges(
             q_edges_ptr, q_at, q_vocab > 0, FIELDS
         )
-    score, token, _value = nobody()
-    own_score, own_token, _own = nobody()
+    score, token, _value = no_candidate()
+    own_score, own_token, _own = no_candidate()
     for first in range(start, end, BLOCK):
         tokens, _scaled, raw = read(logits_ptr, at, first, vocab, divisor, BLOCK)
         p = probability(raw, tokens, divisor, threshold, peak, mass, only)

@@ -100,7 +100,7 @@ class Card(NamedTuple):
 
 HOPPER = Card((9, 0), 227 * 1024)
 SPARE = 2048
-"""Upper bound of the bytes of shared memory that a program uses beyond its buffers, for reductions.
+"""Upper bound of the shared memory in bytes that a program uses beside its buffers, for reductions.
 """
 
 

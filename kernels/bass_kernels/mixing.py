@@ -36,14 +36,11 @@ def mix(
     keys: int | None = None,
     early: bool = False,
 ) -> Tensor:
-    """Compute attention [B W, H D] from a product's output.
+    """Compute attention [B W, H D] from qkv [B W, (H + 2K) D] and rope's angles [2, B W, half].
 
-    Args:
-        qkv: [B W, (H + 2K) D].
-        angles: cosines and sines of rope, [2, B W, half].
-        segments: positions [B, W] must be contiguous and not lie before the row's private slot 0.
-            Along a row they rise by one, or repeat where the same token is fed again.
-        splits, keys: splits of a row's keys, and keys a step. For tests.
+    segments.positions [B, W] must be contiguous and not before the row's private slot 0. Along a
+    row they rise by one, or repeat where the same token is fed again. For tests: `splits` of a
+    row's keys, and `keys` a step.
     """
     rows, wide = segments.positions.shape
     kv_heads, _, size = own[0].shape
@@ -55,8 +52,7 @@ def mix(
     tiling = {"BLOCK_Q": block_q, "BLOCK_D": block_d, "KEYS": keys, "SPLITS": splits}
     out = qkv.new_empty(rows * wide, heads * size)
     assert wide <= _NEW
-    # a copy would be written by the launch right before, which the kernel does not wait for here
-    assert segments.positions.is_contiguous()
+    assert segments.positions.is_contiguous()  # a copy's launch would not be waited for
     _mix[(units, splits)](
         qkv,
         angles,
@@ -131,7 +127,7 @@ def loads(like: Tensor, lines: int, size: int) -> tuple[int, int]:
 
 
 @triton.jit
-def _turned(
+def _rotated(
     qkv_ptr,
     token,
     head,
@@ -150,18 +146,18 @@ def _turned(
     model's dtype."""
     d = tl.arange(0, BLOCK_D)
     source = qkv_ptr + token[:, None] * LINES + head[:, None] * D
-    turned = d < 2 * HALF
+    rotated = d < 2 * HALF
     partner, place = tl.where(d < HALF, d + HALF, d - HALF), tl.where(d < HALF, d, d - HALF)
     raw = tl.load(source + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0)
-    other = tl.load(source + partner[None, :], mask=inside[:, None] & turned[None, :], other=0.0)
+    other = tl.load(source + partner[None, :], mask=inside[:, None] & rotated[None, :], other=0.0)
     value, far = raw.to(tl.float32), other.to(tl.float32)
     if NORMS:
         scale = tl.rsqrt(tl.sum(value * value, 1) / D + eps)[:, None]
         value *= scale * tl.load(norm_ptr + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
-        far *= scale * tl.load(norm_ptr + partner, mask=turned, other=0.0).to(tl.float32)[None, :]
+        far *= scale * tl.load(norm_ptr + partner, mask=rotated, other=0.0).to(tl.float32)[None, :]
         value, far = value.to(raw.dtype).to(tl.float32), far.to(raw.dtype).to(tl.float32)
     angle = angle_ptr + token[:, None] * HALF + place[None, :]
-    mask = inside[:, None] & turned[None, :]
+    mask = inside[:, None] & rotated[None, :]
     cos = tl.load(angle, mask=mask, other=1.0)
     sin = tl.load(angle + tokens * HALF, mask=mask, other=0.0)
     return (value * cos + tl.where(d < HALF, -far, far) * sin).to(raw.dtype)
@@ -234,7 +230,7 @@ def _mix(
     prompt_key_ptr += kv_head * prompt_head + start * prompt_step
     prompt_value_ptr += kv_head * prompt_head + start * prompt_step
     after(EARLY)
-    q = _turned(
+    q = _rotated(
         qkv_ptr,
         token,
         head,
@@ -271,7 +267,7 @@ def _mix(
         following = tl.load(here + 1, mask=step + 1 < wide, other=-1).to(tl.int32)
         mask = (step < wide)[:, None] & (d < D)[None, :]
         place = (new - base)[:, None] * key_step + d[None, :]
-        keys = _turned(
+        keys = _rotated(
             qkv_ptr,
             row * wide + step,
             step * 0 + H + kv,

@@ -26,9 +26,9 @@ def philox(
     """Philox4x32-10: return four words of 32 random bits for each counter. All tensors are int64
     with unsigned 32-bit values; their shapes broadcast together."""
     c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
-    turns = torch.arange(10, device=key[0].device)
+    rounds = torch.arange(10, device=key[0].device)
     keys = (
-        (word[..., None] + weyl * turns).unbind(-1) for word, weyl in zip(key, _WEYL, strict=True)
+        (word[..., None] + weyl * rounds).unbind(-1) for word, weyl in zip(key, _WEYL, strict=True)
     )
     for k0, k1 in zip(*keys, strict=True):
         # The int64 product of two 32-bit words wraps modulo 2^64; both halves are right after

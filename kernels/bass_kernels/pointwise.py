@@ -171,9 +171,9 @@ def _angles(position_ptr, inverse_ptr, cos_ptr, sin_ptr, HALF: tl.constexpr, BLO
     one, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = at < HALF
     position = tl.load(position_ptr + one).to(tl.float32)
-    turns = position * tl.load(inverse_ptr + at, mask=inside, other=0.0)
-    tl.store(cos_ptr + one * HALF + at, tl.cos(turns), mask=inside)
-    tl.store(sin_ptr + one * HALF + at, tl.sin(turns), mask=inside)
+    radians = position * tl.load(inverse_ptr + at, mask=inside, other=0.0)
+    tl.store(cos_ptr + one * HALF + at, tl.cos(radians), mask=inside)
+    tl.store(sin_ptr + one * HALF + at, tl.sin(radians), mask=inside)
 
 
 def rope_write(
@@ -271,17 +271,17 @@ def _rope_write(
             value *= scale * tl.load(weights + at, mask=inside, other=0.0).to(tl.float32)
             value = value.to(raw.dtype).to(tl.float32)
         if HALF > 0:
-            turned = at < 2 * HALF
+            rotated = at < 2 * HALF
             partner = tl.where(at < HALF, at + HALF, at - HALF)
-            other = tl.load(source + partner, mask=turned, other=0.0)
+            other = tl.load(source + partner, mask=rotated, other=0.0)
             far = other.to(tl.float32)
             if NORM:
-                far *= scale * tl.load(weights + partner, mask=turned, other=0.0).to(tl.float32)
+                far *= scale * tl.load(weights + partner, mask=rotated, other=0.0).to(tl.float32)
                 far = far.to(raw.dtype).to(tl.float32)
             angle = token * HALF + tl.where(at < HALF, at, at - HALF)
-            cos = tl.load(cos_ptr + angle, mask=turned, other=1.0)
-            sin = tl.load(sin_ptr + angle, mask=turned, other=0.0)
-            value = tl.where(turned, value * cos + tl.where(at < HALF, -far, far) * sin, value)
+            cos = tl.load(cos_ptr + angle, mask=rotated, other=1.0)
+            sin = tl.load(sin_ptr + angle, mask=rotated, other=0.0)
+            value = tl.where(rotated, value * cos + tl.where(at < HALF, -far, far) * sin, value)
         stored = tl.load(source + K * D + at, mask=at < tl.where(head < H, 0, D), other=0.0).to(
             tl.float32
         )

@@ -107,12 +107,12 @@ def attention(
         tiling = Tiling(tiling.members, tiling.lines, *tile)
     if tiling.members > 1:
         team = _team_cut(triton.cdiv(rows, tiling.members) * kv_heads, q.device)
-        cut, team = Cut(1, 2), _asked_for(team_splits, team)
+        cut, team = Cut(1, 2), _or_default(team_splits, team)
     else:
         units = rows * kv_heads * triton.cdiv(lines, tiling.lines)
         cut = _cut(units, tiling.lines, q.device)
         team = Cut(0, 0)
-    cut = _asked_for(splits, cut)
+    cut = _or_default(splits, cut)
     return _launch(q, own, prompt, segments, tiling, cut, team, scale, window, then)
 
 
@@ -307,10 +307,10 @@ def _team_cut(units: int, device: torch.device) -> Cut:
     return Cut(few, few)
 
 
-def _asked_for(splits: int | Cut | None, otherwise: Cut) -> Cut:
+def _or_default(splits: int | Cut | None, default: Cut) -> Cut:
     if isinstance(splits, int):
         return Cut(splits, splits)
-    return otherwise if splits is None else splits
+    return default if splits is None else splits
 
 
 def _fitted(lines: int, members: int, size: int, like: Tensor) -> Tiling:

@@ -172,9 +172,9 @@ def attend(
         most_splits = tl.where(in_team, team_splits, splits)
         unit, split = program % units, program // units
         tile, kv, entry = 0, unit % K, unit // K
-        taken = tl.where(in_team, SIZE, 0)  # members of the group in the table
-        seat = line // lines
-        row = tl.load(table_ptr + entry * SIZE + seat, mask=seat < taken, other=-1)
+        listed = tl.where(in_team, SIZE, 0)  # members of the group in the table
+        member = line // lines
+        row = tl.load(table_ptr + entry * SIZE + member, mask=member < listed, other=-1)
         row = tl.where(in_team, row, tl.where(line < lines, entry, -1))
         first_row = tl.max(tl.where(line == 0, row, -1), 0)
         local = line % lines
@@ -195,11 +195,11 @@ def attend(
         step, head = local // group, kv * group + local % group
         wide_row = row.to(tl.int64)
         query = wide_row * width + step
-        asking = position_ptr + wide_row * position_row + step * position_place
+        position_at = position_ptr + wide_row * position_row + step * position_place
         if PACKED:
             query = begin + step
-            asking = position_ptr + query * position_place
-        position = tl.load(asking, mask=inside, other=-1).to(tl.int32)
+            position_at = position_ptr + query * position_place
+        position = tl.load(position_at, mask=inside, other=-1).to(tl.int32)
         base = tl.load(base_ptr + first_row).to(tl.int32)
         start, own = tl.load(start_ptr + first_row), tl.load(own_ptr + first_row)
         d = tl.arange(0, BLOCK_D)
@@ -223,8 +223,10 @@ def attend(
         in_own = tl.maximum(tl.cdiv(end - base, BLOCK_N) - own_first, 0)
         if PAD > 0:
             every = tl.arange(0, PAD)
-            asked = (every // width).to(tl.int64) * position_row + (every % width) * position_place
-            ends = tl.load(position_ptr + asked, mask=every < rows * width, other=0)
+            offsets = (every // width).to(tl.int64) * position_row + (
+                every % width
+            ) * position_place
+            ends = tl.load(position_ptr + offsets, mask=every < rows * width, other=0)
             longest = tl.max(ends, 0).to(tl.int32) + 1
             # one more, because both segments may end within a block
             in_own = tl.cdiv(longest, BLOCK_N) + 1 - prompts
@@ -321,10 +323,10 @@ def attend(
                                 tl.store(count_ptr + counter + 1, 0)
                 else:
                     tl.debug_barrier()
-                    came = 1
+                    arrivals = 1
                     if split == 0:
-                        came = splits - tl.maximum(used, 1) + 1 + used * _FIELD
-                    state = tl.atomic_add(count_ptr + unit, came) + came
+                        arrivals = splits - tl.maximum(used, 1) + 1 + used * _FIELD
+                    state = tl.atomic_add(count_ptr + unit, arrivals) + arrivals
                     if state % _FIELD == splits:
                         tl.store(count_ptr + unit, 0)
                         mine = tl.where(inside, state // _FIELD, 0)

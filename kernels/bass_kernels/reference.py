@@ -69,8 +69,8 @@ def activation(x: Tensor, kind: str, *, gated: bool) -> Tensor:
 def angles(positions: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
     """Return cos and sin, [..., half] float32 each, of positions [...] int64 times frequencies
     inverse [half] float32."""
-    turns = positions[..., None] * inverse  # in float32
-    return turns.cos(), turns.sin()
+    radians = positions[..., None] * inverse  # in float32
+    return radians.cos(), radians.sin()
 
 
 def rope_write(

@@ -16,14 +16,14 @@ from .drawing import FOUND_FIELDS, best, best_noted, note, shape_of
 from .launch import counters
 from .sampling import Distribution
 from .truncation import CHUNK, FIELDS, edges
-from .vocabulary import address, lawful, philox, probability, read
+from .vocabulary import address, load_edges, philox, probability, read
 
 _TEST, _RESIDUAL, _BONUS = (tl.constexpr(s) for s in (noise.TEST, noise.RESIDUAL, noise.BONUS))
 
 
 def rejection_sample(
     drafts: Tensor,
-    draft_law: Distribution | None,
+    draft_dist: Distribution | None,
     logits: Tensor,
     temperature: Tensor,
     top_k: Tensor,
@@ -37,7 +37,7 @@ def rejection_sample(
     found = edges(logits.flatten(0, 1), temperature, top_k, top_p)
     return judge(
         drafts,
-        draft_law,
+        draft_dist,
         Distribution(logits, found.view(*logits.shape[:2], FIELDS)),
         keys,
         lengths,
@@ -47,27 +47,33 @@ def rejection_sample(
 
 def judge(
     drafts: Tensor,
-    draft_law: Distribution | None,
-    law: Distribution,
+    draft_dist: Distribution | None,
+    dist: Distribution,
     keys: Tensor,
     lengths: Tensor,
     most: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Do `rejection_sample` with known edges of the target's distributions: logits [B, k + 1, V],
     edges [B, k + 1, FIELDS]."""
-    rows, places, vocab = law.values.shape
-    device, chunks = law.values.device, triton.cdiv(vocab, CHUNK)
+    rows, places, vocab = dist.values.shape
+    device, chunks = dist.values.device, triton.cdiv(vocab, CHUNK)
     accepted, following = torch.empty(2, rows, dtype=torch.int64, device=device)
     block = torch.empty(rows, places, dtype=torch.int64, device=device)
     scores = torch.empty(rows, places, dtype=torch.float32, device=device)
     found = torch.empty(rows, chunks, FOUND_FIELDS, dtype=torch.float32, device=device)
-    q = law if draft_law is None else draft_law
-    assert law.edges is not None
+    q = dist if draft_dist is None else draft_dist
+    assert dist.edges is not None
     assert q.edges is not None
-    given = drafts.contiguous(), q.values.contiguous(), q.edges.contiguous(), law.values, law.edges
+    given = (
+        drafts.contiguous(),
+        q.values.contiguous(),
+        q.edges.contiguous(),
+        dist.values,
+        dist.edges,
+    )
     sizes = places - 1, vocab, q.values.shape[-1], chunks
     shape = shape_of(chunks) | {"PLACES": triton.next_power_of_2(places)}
-    point = draft_law is None
+    point = draft_dist is None
     masses = found
     if places > 2 and not point:
         masses = torch.empty(rows, places - 2, chunks, dtype=torch.float32, device=device)
@@ -113,13 +119,13 @@ def _drafted(
     drafted = place < width
     tokens = tl.load(draft_ptr + row * width + place, mask=drafted, other=0).to(tl.int32)
     at = row * (width + 1) + place
-    divisor, threshold, peak, mass, only = lawful(edges_ptr, at, drafted, FIELDS)
+    divisor, threshold, peak, mass, only = load_edges(edges_ptr, at, drafted, FIELDS)
     raw = tl.load(logits_ptr + at.to(tl.int64) * vocab + tokens, mask=drafted, other=0.0)
     p = probability(raw.to(tl.float32), tokens, divisor, threshold, peak, mass, only)
     q = tl.full([PLACES], 1.0, tl.float32)
     if POINT == 0:
         at = row * width + place
-        divisor, threshold, peak, mass, only = lawful(q_edges_ptr, at, drafted, FIELDS)
+        divisor, threshold, peak, mass, only = load_edges(q_edges_ptr, at, drafted, FIELDS)
         raw = tl.load(q_logits_ptr + at.to(tl.int64) * q_vocab + tokens, mask=drafted, other=0.0)
         q = probability(raw.to(tl.float32), tokens, divisor, threshold, peak, mass, only)
         q = tl.where(mass > 0, q, 0.0)  # a draft from a distribution with NaN is rejected
@@ -135,8 +141,8 @@ def _at(values, here):
 @triton.jit
 def _lowered(weight, p, q):
     """Return the weight w after one more draft."""
-    due = weight * p
-    return tl.where((due >= q) & (q > 0), 1.0, tl.where(due < q, due / q, 0.0))
+    weighted = weight * p
+    return tl.where((weighted >= q) & (q > 0), 1.0, tl.where(weighted < q, weighted / q, 0.0))
 
 
 @triton.jit(do_not_specialize=["width"])
@@ -182,8 +188,8 @@ def _weigh(
     total = tl.zeros([BLOCK], tl.float32)
     if (weight > 0) & (weight < 1):
         at, q_at = row * (width + 1) + before + 1, row * width + before + 1
-        divisor, threshold, peak, mass, only = lawful(edges_ptr, at, True, FIELDS)
-        q_divisor, q_threshold, q_peak, q_mass, q_only = lawful(q_edges_ptr, q_at, True, FIELDS)
+        divisor, threshold, peak, mass, only = load_edges(edges_ptr, at, True, FIELDS)
+        q_divisor, q_threshold, q_peak, q_mass, q_only = load_edges(q_edges_ptr, q_at, True, FIELDS)
         q_given = tl.where(q_mass > 0, q_vocab, 0)  # if q has NaN, subtract nothing
         start = chunk * CHUNK
         for first in range(start, tl.minimum(start + CHUNK, vocab), BLOCK):
@@ -237,9 +243,9 @@ def _tested(
             mass = _at(masses, here)
         chance = tl.where(weight < 1, mass / (mass + (1.0 - weight)), 1.0)
         chance = tl.where((step + 1 == bound) | (mass != mass), weight, chance)
-        stands = _at(us, here) < chance
-        kept = tl.where(stands, weight, kept)
-        accepted = tl.where(stands, step + 1, accepted)
+        passes = _at(us, here) < chance
+        kept = tl.where(passes, weight, kept)
+        accepted = tl.where(passes, step + 1, accepted)
     return accepted, kept
 
 
@@ -338,7 +344,7 @@ def _judge(
         tokens = tl.load(draft_ptr + row * width + place, mask=place < width, other=0)
         tokens = tl.where(place == accepted, following, tokens)
         tl.store(block_ptr + at, tokens, mask=inside)
-        divisor, _threshold, peak, _mass, _only = lawful(edges_ptr, at, inside, FIELDS)
+        divisor, _threshold, peak, _mass, _only = load_edges(edges_ptr, at, inside, FIELDS)
         raw_mass = tl.load(edges_ptr + at * FIELDS + 5, mask=inside, other=1.0)
         raw = tl.load(logits_ptr + at.to(tl.int64) * vocab + tokens, mask=inside, other=0.0).to(
             tl.float32

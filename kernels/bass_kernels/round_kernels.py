@@ -70,9 +70,9 @@ def _append(
     alive: Tensor,
     accepted: Tensor,
     block: Tensor,
-    told: tuple[Tensor, Tensor] | None,
+    scored: tuple[Tensor, Tensor] | None,
 ) -> None:
-    """Append the block. `told`: scores and the report's table, or None for no report."""
+    """Append the block. `scored`: scores and the report's table, or None for no report."""
     rows, width = block.shape
     _commit[(rows,)](
         texts,
@@ -80,13 +80,13 @@ def _append(
         alive,
         accepted,
         block,
-        *((block, block) if told is None else told),
+        *((block, block) if scored is None else scored),
         width,
         texts.shape[1],
         texts.stride(0),
         accepted.stride(0),
         *block.stride(),
-        TABLE=told is not None,
+        TABLE=scored is not None,
         WIDE=_wide(width),
         num_warps=1,
     )
@@ -166,6 +166,6 @@ def _commit(
         line = table_ptr + row * (2 * width + 1)
         tl.store(line, accepted)
         tl.store(line + 1 + place, tokens, mask=inside)
-        told = tl.load(score_ptr + row * width + place, mask=inside, other=0.0)
-        bits = told.to(tl.int32, bitcast=True).to(tl.int64)
+        score = tl.load(score_ptr + row * width + place, mask=inside, other=0.0)
+        bits = score.to(tl.int32, bitcast=True).to(tl.int64)
         tl.store(line + 1 + width + place, bits, mask=inside)

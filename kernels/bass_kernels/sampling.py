@@ -29,7 +29,7 @@ COLDEST, HOTTEST = 1e-30, 1e30
 """Temperatures below COLDEST count as 0: logits of some hundreds divided by 1e-36 are infinite in
 float32, and noise changes nothing below 1e-9. Temperatures above HOTTEST count as HOTTEST: a GPU's
 division by more than 8e37 gives 0, and at either all kept tokens are equally likely."""
-_FIRST_LOOK = 128  # number of largest logits sorted first
+_FIRST_SORTED = 128  # number of largest logits sorted first
 
 
 def sample(
@@ -95,24 +95,29 @@ def process(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -
     temperature = _settled(temperature)
     scaled = _scale(logits, temperature)
     kept = scaled >= _threshold(scaled, temperature, top_k, top_p)[:, None]
-    law = torch.softmax(scaled.masked_fill(~kept, -torch.inf), dim=-1)
-    greedy = torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).to(law.dtype)
-    return torch.where(temperature[:, None] > 0, law, greedy)
+    probs = torch.softmax(scaled.masked_fill(~kept, -torch.inf), dim=-1)
+    greedy = torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).to(probs.dtype)
+    return torch.where(temperature[:, None] > 0, probs, greedy)
 
 
 def draw(
-    law: Tensor, keys: Tensor, positions: Tensor, *, stream: Tensor | int, origin: Tensor | int = 0
+    probs: Tensor,
+    keys: Tensor,
+    positions: Tensor,
+    *,
+    stream: Tensor | int,
+    origin: Tensor | int = 0,
 ) -> Tensor:
     """Sample one token [N] int64 from each distribution [N, V], which need not be normalised, by
     Gumbel noise of `stream`."""
     start = origin if isinstance(origin, Tensor) else torch.full_like(positions, origin)
     which = stream if isinstance(stream, Tensor) else torch.full_like(positions, stream)
-    rows, tokens = (law > 0).nonzero(as_tuple=True)
+    rows, tokens = (probs > 0).nonzero(as_tuple=True)
     noise = gumbel(
         bits(keys[rows], positions[rows], tokens, stream=which[rows], origin=start[rows])
     )
-    scores = torch.full_like(law, -torch.inf).index_put(
-        (rows, tokens), law[rows, tokens].log() + noise
+    scores = torch.full_like(probs, -torch.inf).index_put(
+        (rows, tokens), probs[rows, tokens].log() + noise
     )
     return scores.argmax(-1)
 
@@ -137,12 +142,12 @@ def _scale(logits: Tensor, temperature: Tensor) -> Tensor:
 def _threshold(scaled: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """Return the smallest kept value [N] of each row of scaled logits [N, V]; -inf keeps all."""
     vocab = scaled.shape[1]
-    look = min(vocab, max(_FIRST_LOOK, int(top_k.max())))
+    count = min(vocab, max(_FIRST_SORTED, int(top_k.max())))
     rest = scaled.logsumexp(-1)
     while True:
-        top = scaled.topk(look, dim=-1).values
+        top = scaled.topk(count, dim=-1).values
         least = torch.where(
-            top_k > 0, top.gather(1, (top_k.clamp(1, look) - 1)[:, None])[:, 0], -torch.inf
+            top_k > 0, top.gather(1, (top_k.clamp(1, count) - 1)[:, None])[:, 0], -torch.inf
         )
         least = torch.where(temperature > 0, least, top[:, 0])
         limited = least > -torch.inf
@@ -154,7 +159,7 @@ def _threshold(scaled: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor
         reached = cumulative >= top_p[:, None]
         nucleus = top.gather(1, reached.int().argmax(-1, keepdim=True))[:, 0]
         open_ended = (top_p < 1.0) & ~reached[:, -1]
-        if look == vocab or not bool(open_ended.any()):
+        if count == vocab or not bool(open_ended.any()):
             wanted = (top_p < 1.0) & reached[:, -1]
             return torch.maximum(least, torch.where(wanted, nucleus, -torch.inf))
-        look = min(vocab, look * 8)
+        count = min(vocab, count * 8)

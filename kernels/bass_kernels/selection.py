@@ -88,7 +88,7 @@ def settle(
     scores: Tensor,
     chosen: Chosen,
     targets: Tensor,
-    told: Tensor,
+    target_scores: Tensor,
     known: Known,
     alive: Tensor,
 ) -> tuple[Tensor, Tensor]:
@@ -97,7 +97,7 @@ def settle(
     Args:
         drafts, scores: [B, k].
         targets: [M], the target's own tokens for the verified ones.
-        told: [M] float32, their log-probabilities.
+        target_scores: [M] float32, their log-probabilities.
         alive: [B]; rows where it is 0 do not change `known`.
 
     Returns: accepted [B], and a table [B, 2k + 4] int64: accepted; the row's target tokens, valid
@@ -106,7 +106,7 @@ def settle(
     change `known`.
     """
     index, counts = chosen.packed.by_row, chosen.counts
-    targets, bits = targets[index], told[index].view(torch.int32).long()
+    targets, bits = targets[index], target_scores[index].view(torch.int32).long()
     accepted = accept_shared(drafts, targets, counts)
     bins = (_doubt(scores) * BINS).long().clamp(max=BINS - 1)
     places = torch.arange(drafts.shape[1], device=drafts.device)

@@ -62,7 +62,7 @@ def settle(
     scores: Tensor,
     chosen: Chosen,
     targets: Tensor,
-    told: Tensor,
+    target_scores: Tensor,
     known: Known,
     alive: Tensor,
 ) -> tuple[Tensor, Tensor]:
@@ -75,7 +75,7 @@ def settle(
         scores.contiguous(),
         chosen.packed.begin,
         targets,
-        told,
+        target_scores,
         known.kept,
         known.trials,
         alive,
@@ -184,7 +184,7 @@ def _settle(
     drafted, inside = place < width, place <= width
     at = begin + tl.minimum(place, count)
     target = tl.load(target_ptr + at, mask=inside, other=0)
-    told = tl.load(told_ptr + at, mask=inside, other=0.0)
+    score = tl.load(told_ptr + at, mask=inside, other=0.0)
     draft = tl.load(draft_ptr + row * width + place, mask=drafted, other=-1)
     falls = (place >= count) | (draft != target)
     accepted = tl.min(tl.where(falls, place, count), 0)
@@ -192,7 +192,7 @@ def _settle(
     tl.store(accepted_ptr + row, accepted)
     tl.store(line, accepted)
     tl.store(line + 1 + place, target, mask=inside)
-    bits = told.to(tl.int32, bitcast=True)
+    bits = score.to(tl.int32, bitcast=True)
     tl.store(line + width + 2 + place, bits.to(tl.int64), mask=inside)
     tl.store(line + 2 * width + 3, count)
     # the sums are of ones, so the order of additions makes no difference

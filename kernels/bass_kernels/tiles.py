@@ -61,7 +61,7 @@ def part(
     SPLITS: tl.constexpr,
     DEEP: tl.constexpr,
 ):
-    """Return this program's part of a product: its tile, rows first to end, and depth low to high."""
+    """Return this program's part of a product: tile, rows first to end, and depth low to high."""
     tile = tl.program_id(0)
     low, high = 0, DEPTH
     if SPLITS > 1:

@@ -16,7 +16,7 @@ from .launch import counters
 from .vocabulary import (
     best_found,
     everything,
-    lawful,
+    load_edges,
     masses_found,
     order,
     probability,
@@ -34,7 +34,7 @@ CHUNK = 4 * BLOCK
 _PIVOTS = 16
 _SMALL = 512  # tokens a step with 16 pivots
 # passes spread over chunks; rows that need more continue in the last one, one program a row
-_LOOKS = 4
+_PASSES = 4
 # for each chunk: weights above the pivots; peak, its first token, mass, raw mass
 _FOUND = _PIVOTS + 4
 # number of low float32 bits that are 0 in each dtype
@@ -79,8 +79,8 @@ def edges(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> 
         "num_warps": 4,
     }
     _survey[(rows, chunks)](*given, **shape, BLOCK=BLOCK)
-    for look in range(_LOOKS):
-        _narrow[(rows, chunks)](*given, **shape, BLOCK=_SMALL, LAST=look == _LOOKS - 1)
+    for step in range(_PASSES):
+        _narrow[(rows, chunks)](*given, **shape, BLOCK=_SMALL, LAST=step == _PASSES - 1)
     return out
 
 
@@ -98,7 +98,7 @@ def process(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -
 @triton.jit
 def _dense(logits_ptr, edges_ptr, out_ptr, vocab, FIELDS: tl.constexpr, BLOCK: tl.constexpr):
     row, first = tl.program_id(0), tl.program_id(1) * BLOCK
-    divisor, threshold, peak, mass, only = lawful(edges_ptr, row, True, FIELDS)
+    divisor, threshold, peak, mass, only = load_edges(edges_ptr, row, True, FIELDS)
     tokens, _x, raw = read(logits_ptr, row, first, vocab, divisor, BLOCK)
     p = probability(raw, tokens, divisor, threshold, peak, mass, only)
     tl.store(out_ptr + row.to(tl.int64) * vocab + tokens, p, mask=tokens < vocab)

@@ -46,15 +46,15 @@ def settled(temperature_ptr, row):
 
 
 @triton.jit
-def address(law, row, key_ptr, position_ptr):
-    """Return the words that address a row's noise: the key of its distribution, and its position."""
-    key_0 = tl.load(key_ptr + 2 * law).to(tl.uint32)
-    key_1 = tl.load(key_ptr + 2 * law + 1).to(tl.uint32)
+def address(entry, row, key_ptr, position_ptr):
+    """Return the words that address a row's noise: the key of its entry, and its position."""
+    key_0 = tl.load(key_ptr + 2 * entry).to(tl.uint32)
+    key_1 = tl.load(key_ptr + 2 * entry + 1).to(tl.uint32)
     return key_0, key_1, tl.load(position_ptr + row).to(tl.uint32)
 
 
 @triton.jit
-def nobody():
+def no_candidate():
     """Return an empty candidate: score, token and scaled logit."""
     nothing = tl.full([], -float("inf"), tl.float32)
     return nothing, tl.full([], 16777216, tl.int32), nothing
@@ -76,8 +76,8 @@ def best_found(at, inside):
     is stored after it."""
     scores = tl.load(at, mask=inside, other=-float("inf"), cache_modifier=".cg")
     tokens = tl.load(at + 1, mask=inside, other=16777216.0, cache_modifier=".cg").to(tl.int32)
-    nothing, nobodys, _x = nobody()
-    score, token, _x = better(nothing, nobodys, nothing, scores, tokens, scores)
+    nothing, no_token, _x = no_candidate()
+    score, token, _x = better(nothing, no_token, nothing, scores, tokens, scores)
     return score, token
 
 
@@ -118,7 +118,7 @@ def everything(
 ):
     """Return the best candidate of tokens start to end, their peak, and their mass relative to it,
     processed and raw."""
-    score, token, best_x = nobody()
+    score, token, best_x = no_candidate()
     peak = tl.full([], LOWEST, tl.float32)
     mass, raw_mass = tl.full([], 0.0, tl.float32), tl.full([], 0.0, tl.float32)
     for first in range(start, end, BLOCK):
@@ -153,8 +153,8 @@ def mass_above(logits_ptr, row, start, end, vocab, divisor, x, peak, BLOCK: tl.c
 def best_above(
     logits_ptr, row, start, end, vocab, divisor, key_0, key_1, position, x, BLOCK: tl.constexpr
 ):
-    """Return the best candidate among the tokens start to end whose scaled logit is larger than x."""
-    score, token, best_x = nobody()
+    """Return the best candidate of the tokens start to end whose scaled logit is larger than x."""
+    score, token, best_x = no_candidate()
     for first in range(start, end, BLOCK):
         tokens, values, _raw = read(logits_ptr, row, first, vocab, divisor, BLOCK)
         if tl.max(values, 0) > x:
@@ -197,7 +197,7 @@ def top_mass(logits_ptr, row, vocab, top_k, peak, divisor, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def lawful(edges_ptr, row, inside, FIELDS: tl.constexpr):
+def load_edges(edges_ptr, row, inside, FIELDS: tl.constexpr):
     """Load the edges of a distribution, by row(s): divisor, threshold, peak, mass, the only token
     or -1."""
     at = edges_ptr + row * FIELDS

@@ -53,7 +53,7 @@ def outcomes(drafts, own, due, most):
     after = []
     for kept in range(WIDTH + 1):
         accepted = torch.full((len(drafts),), kept)
-        law = acceptance.recovered_law(drafts, own, due, weights, accepted, accepted == end)
+        law = acceptance.recovered_probs(drafts, own, due, weights, accepted, accepted == end)
         after.append(law / law.sum(-1, keepdim=True))
     return weights, stand, torch.stack(after, 1)
 
@@ -175,7 +175,7 @@ def test_rows_in_which_another_rule_of_the_block_would_show(end):
     weights, _ = acceptance.block_chances(drafts, q, p, most)
     due = torch.stack(acceptance.accept_maximal(drafts, q, p, keys, lengths, most), 1)
     if end == "weight":
-        every = acceptance.recovered_law(
+        every = acceptance.recovered_probs(
             drafts, q, p, torch.ones_like(weights), due[:, 0], due[:, 0] == width
         )
         stream = torch.where(due[:, 0] == width, noise.BONUS, noise.RESIDUAL)

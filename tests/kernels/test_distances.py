@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import bass_kernels as ops
-from bass_kernels import law_distances
+from bass_kernels import divergence
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE.type == "cuda" else [])
@@ -50,14 +50,14 @@ def test_the_definition_is_what_autograd_says():
     slopes = torch.rand(2, 7, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     logits = own.double()[:, :vocab].requires_grad_()
     q, p = logits.log_softmax(-1), due.double()[:, :vocab].log_softmax(-1)[of]
-    divergence = (p.exp() * (p - q)).sum(-1)
+    kl = (p.exp() * (p - q)).sum(-1)
     overlap = torch.minimum(q.exp(), p.exp()).sum(-1)
     rows = torch.arange(7, device=DEVICE) != 2  # where laws are equal, the overlap has no gradient
-    (slopes[0] * divergence - slopes[1] * overlap)[rows].sum().backward()
-    found = law_distances.distances(own, due, of, tokens, vocab)
-    torch.testing.assert_close(found.divergence.double(), divergence.detach(), atol=1e-5, rtol=1e-5)
+    (slopes[0] * kl - slopes[1] * overlap)[rows].sum().backward()
+    found = divergence.distances(own, due, of, tokens, vocab)
+    torch.testing.assert_close(found.divergence.double(), kl.detach(), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(found.overlap.double(), overlap.detach(), atol=1e-5, rtol=1e-5)
     ratio = (q - p).detach().gather(1, tokens[:, None])[:, 0]
     torch.testing.assert_close(found.ratio.double(), ratio, atol=1e-5, rtol=1e-5)
-    law_distances.distance_gradient(own, due, of, found, slopes, vocab)
+    divergence.distance_gradient(own, due, of, found, slopes, vocab)
     torch.testing.assert_close(own[rows, :vocab].double(), logits.grad[rows], atol=1e-5, rtol=1e-4)

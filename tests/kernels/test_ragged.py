@@ -349,7 +349,7 @@ def test_tables_of_teams():
 
 
 def test_pieces_are_two_programs_a_processor_and_one_for_short_rows_of_large_ones(monkeypatch):
-    """An H200's 132 processors; what was measured (docs/LOG.md)."""
+    """On an H200 (132 processors) these splits were the fastest."""
     from bass_kernels import ragged
 
     monkeypatch.setattr(ragged, "processors", lambda device: 132)

@@ -37,8 +37,8 @@ def distances(own: Tensor, due: Tensor, of: Tensor, tokens: Tensor, vocab: int) 
         tokens: [N] int64, the token for `ratio`.
         vocab: ids from here on are ignored.
     """
-    q, own_norm = _log_law(own, vocab)
-    p, due_norm = _log_law(due, vocab)
+    q, own_norm = _log_probs(own, vocab)
+    p, due_norm = _log_probs(due, vocab)
     p, due_norm = p[of], due_norm[of]
     p_mass, q_mass = p.exp(), q.exp()
     return Distances(
@@ -56,7 +56,7 @@ def distance_gradient(
 ) -> None:
     """Overwrite `own` with the gradient of the sum of slopes[0] * divergence - slopes[1] * overlap.
     slopes: [2, N] float32. The gradient is 0 for ignored ids."""
-    q, p = _log_law(own, vocab)[0], _log_law(due, vocab)[0][of]
+    q, p = _log_probs(own, vocab)[0], _log_probs(due, vocab)[0][of]
     mass = q.exp()
     apart = slopes[0, :, None] * (mass - p.exp())
     apart += slopes[1, :, None] * mass * (found.below[:, None] - (q < p).float())
@@ -64,7 +64,7 @@ def distance_gradient(
     own[:, vocab:] = 0.0
 
 
-def _log_law(logits: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
+def _log_probs(logits: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
     kept = logits[:, :vocab].float()
     norm = kept.logsumexp(-1)
     return kept - norm[:, None], norm
