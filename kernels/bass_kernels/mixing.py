@@ -39,9 +39,8 @@ def mix(
     """Compute attention [B W, H D] from qkv [B W, (H + 2K) D] and rope's angles [2, B W, half].
 
     segments.positions [B, W] must be contiguous and not before the row's private slot 0. Along a
-    row they rise by one, or repeat where the same token is fed again. For tests: `splits` of a
-    row's keys, and `keys` a step.
-    """
+    row they rise by one, or repeat if a token is fed again. `splits` of a row's keys and `keys` a
+    step: for tests."""
     rows, wide = segments.positions.shape
     kv_heads, _, size = own[0].shape
     units = rows * kv_heads
