@@ -1,7 +1,7 @@
 """Triton: divergence and overlap of a student's distributions and a target's, and their gradient;
 definition: divergence.py. Logits stay in their dtype. A program reads a student's row and its
 target's row twice, and the gradient overwrites the student's logits. Loads cover whole rows, so
-they are vectorised if the row's width is a multiple of 16, whatever `vocab` is."""
+they are vectorised if the row's width is a multiple of 16, for any `vocab`."""
 
 import torch
 import triton
