@@ -47,34 +47,36 @@ def outcomes(drafts, own, due, most):
     distribution of the token after them, [N, k + 1, V]: accept_maximal for uniform numbers u."""
     weights, chances = acceptance.block_chances(drafts, own, due, most)
     missed = torch.cat((1 - chances[:, 1:], torch.ones(len(drafts), 1)), 1)
-    stand = chances * missed.flip(1).cumprod(1).flip(1)
+    by_number = chances * missed.flip(1).cumprod(1).flip(1)
     end = WIDTH if most is None else most.clamp(max=WIDTH)
     after = []
     for kept in range(WIDTH + 1):
         accepted = torch.full((len(drafts),), kept)
-        law = acceptance.recovered_probs(drafts, own, due, weights, accepted, accepted == end)
-        after.append(law / law.sum(-1, keepdim=True))
-    return weights, stand, torch.stack(after, 1)
+        dist = acceptance.recovered_probs(drafts, own, due, weights, accepted, accepted == end)
+        after.append(dist / dist.sum(-1, keepdim=True))
+    return weights, by_number, torch.stack(after, 1)
 
 
-def emitted(p, drafts, chances, stand, after):
+def emitted(p, drafts, chances, by_number, after):
     """The joint distribution of k + 1 tokens: the result of a block, continued by the target."""
-    law = torch.zeros((VOCAB,) * (WIDTH + 1))
-    for block, chance, by_kept, laws in zip(drafts.tolist(), chances, stand, after, strict=True):
+    joint = torch.zeros((VOCAB,) * (WIDTH + 1))
+    for block, chance, by_kept, distributions in zip(
+        drafts.tolist(), chances, by_number, after, strict=True
+    ):
         for kept, share in enumerate(by_kept):
-            rest = chance * share * laws[kept]
+            rest = chance * share * distributions[kept]
             # `rest` [.., V] by the tokens after the drafts
             for place in range(kept + 1, WIDTH + 1):
                 rest = rest[..., None] * p[place]
-            law[tuple(block[:kept])] += rest
-    return law
+            joint[tuple(block[:kept])] += rest
+    return joint
 
 
 def joint(p):
-    law = p[0, 0]
+    joint = p[0, 0]
     for place in range(1, WIDTH + 1):
-        law = law[..., None] * p[place]
-    return law
+        joint = joint[..., None] * p[place]
+    return joint
 
 
 CASES = [(0, 0.3, None), (1, 1.0, None), (2, 3.0, None), (1, 1.0, 0), (1, 1.0, 2), (2, 3.0, 9)]
@@ -86,11 +88,11 @@ def test_emitted_tokens_have_the_targets_joint_distribution(seed, spread, most, 
     p, q = tables(seed, spread)
     drafts, chances, own, due = all_blocks(p, q, point=point)
     bound = None if most is None else torch.tensor(most)
-    _, stand, after = outcomes(drafts, own, due, bound)
+    _, by_number, after = outcomes(drafts, own, due, bound)
     counted = WIDTH if most is None else min(most, WIDTH)
-    assert not stand[:, counted + 1 :].any()
-    torch.testing.assert_close(stand.sum(1), torch.ones(len(drafts)), atol=TINY, rtol=0)
-    found = emitted(p, drafts, chances, stand, after)
+    assert not by_number[:, counted + 1 :].any()
+    torch.testing.assert_close(by_number.sum(1), torch.ones(len(drafts)), atol=TINY, rtol=0)
+    found = emitted(p, drafts, chances, by_number, after)
     torch.testing.assert_close(found, joint(p), atol=TINY, rtol=0)
 
 
@@ -101,8 +103,8 @@ def test_accepted_drafts_equal_the_papers_number_and_exceed_token_verification(s
     2). Token by token it is the sum of the products of min(1, p / q)."""
     p, q = tables(seed, spread)
     drafts, chances, own, due = all_blocks(p, q, point=point)
-    weights, stand, _ = outcomes(drafts, own, due, None)
-    number = chances @ (stand * torch.arange(WIDTH + 1)).sum(1)
+    weights, by_number, _ = outcomes(drafts, own, due, None)
+    number = chances @ (by_number * torch.arange(WIDTH + 1)).sum(1)
     torch.testing.assert_close(number, chances @ weights[:, 1:].sum(1), atol=TINY, rtol=0)
     given = due[:, :-1].gather(-1, drafts[..., None])[..., 0]
     drawn = 1.0 if own is None else own.gather(-1, drafts[..., None])[..., 0]
@@ -149,10 +151,12 @@ def test_a_long_block():
         torch.arange(rows, device=DEVICE) + 3,
     )
     target = torch.cat((guess + 0.7 * randn(width, vocab, seed=9), guess[:1]))
-    laws = [for_all(rows, logits, (1.0, 0, 1.0)) for logits in (guess, target)]
+    distributions = [for_all(rows, logits, (1.0, 0, 1.0)) for logits in (guess, target)]
     q, p = (x.softmax(-1).expand(rows, -1, -1) for x in (guess, target))
     drafts = drawn(q[0], keys, lengths)
-    accepted, following, _, _ = rejection.judge(drafts, laws[0], laws[1], keys, lengths)
+    accepted, following, _, _ = rejection.judge(
+        drafts, distributions[0], distributions[1], keys, lengths
+    )
     due = acceptance.accept_maximal(drafts, q, p, keys, lengths)
     assert accepted.tolist() == due[0].tolist()
     assert following.tolist() == due[1].tolist()
@@ -185,9 +189,9 @@ def test_rows_that_distinguish_wrong_rules_of_block_verification(end):
         differ = due[:, 0] != other.clamp(max=2)
     some = differ.nonzero()[:shown, 0]
     assert len(some) == shown
-    laws = [for_all(shown, logits, (1.0, 0, 1.0)) for logits in (guess, target)]
-    laws[1].edges[:, 2, 3] *= torch.nan if end == "nan" else 1.0
-    found = rejection.judge(drafts[some], *laws, keys[some], lengths[some], most)
+    distributions = [for_all(shown, logits, (1.0, 0, 1.0)) for logits in (guess, target)]
+    distributions[1].edges[:, 2, 3] *= torch.nan if end == "nan" else 1.0
+    found = rejection.judge(drafts[some], *distributions, keys[some], lengths[some], most)
     assert found[0].tolist() == due[some, 0].tolist()
     # any token is legal where the distribution is NaN
     lawful = due[some, 0] < (2 if end == "nan" else width + 1)

@@ -308,9 +308,9 @@ def test_captured_segments_after_rows_joined_left_and_moved(monkeypatch):
     for rows in (6, 5):
         positions = places[:rows] + cache.bases(rows)[:, None]
         ends = (positions[:, 0] + 1).tolist()
-        captured, told = cache.decode(positions, None), cache.decode(positions, ends)
+        captured, on_host = cache.decode(positions, None), cache.decode(positions, ends)
         wanted = reference.attention(
-            q[:rows], told.own(0), told.prompt(0), told.segments, scale=0.25
+            q[:rows], on_host.own(0), on_host.prompt(0), on_host.segments, scale=0.25
         )
         close(
             ops.attention(
@@ -328,10 +328,10 @@ def test_tables_of_shared_prefix_groups():
     own prompt only."""
     table = TeamTable(12, torch.device("cpu"))
     threes = [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
-    for teams in ([[0, 5, 7], [1, 2], [3]], [[1, 2, 3, 4, 6, 8, 9, 10, 11]], threes, []):
-        table.update(teams)
+    for groups in ([[0, 5, 7], [1, 2], [3]], [[1, 2, 3, 4, 6, 8, 9, 10, 11]], threes, []):
+        table.update(groups)
         found = table.of(12)
-        together = [rows for rows in teams if len(rows) > 1]
+        together = [rows for rows in groups if len(rows) > 1]
         assert found.member.tolist() == [
             int(any(row in rows for rows in together)) for row in range(12)
         ]

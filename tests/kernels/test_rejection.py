@@ -58,21 +58,21 @@ def keys_for(rows, seed=4):
     )
 
 
-def laws_of(logits, mixed):
+def distributions_of(logits, mixed):
     """Return the processed distributions [B, W, V] of logits [B, W, V] by the definition."""
     each = [column.repeat_interleave(logits.shape[1]) for column in columns(mixed)]
     return sampling.process(logits.flatten(0, 1), *each).view(logits.shape)
 
 
-def apart(law, keys, positions, stream, origins):
+def apart(dist, keys, positions, stream, origins):
     """Check that no other token comes within 1e-4 of the best noisy one, for distributions [N, V]."""
-    bits = noise.bits_all(keys, positions, law.shape[1], stream=0) * 0
-    for row in range(len(law)):
+    bits = noise.bits_all(keys, positions, dist.shape[1], stream=0) * 0
+    for row in range(len(dist)):
         one = slice(row, row + 1)
         bits[row] = noise.bits_all(
-            keys[one], positions[one], law.shape[1], stream=int(stream[row]), origin=origins[one]
+            keys[one], positions[one], dist.shape[1], stream=int(stream[row]), origin=origins[one]
         )[0]
-    first, second = (law.log() + noise.gumbel(bits)).topk(2).values.T
+    first, second = (dist.log() + noise.gumbel(bits)).topk(2).values.T
     assert ((first - second) > 1e-4).all(), "two tokens as good: another seed"
 
 
@@ -85,11 +85,11 @@ def drafted(logits, mixed, keys, lengths):
             form(logits[:, i], *columns(mixed), keys, lengths + i, lengths)
             for i in range(logits.shape[1])
         ]
-        values, edges = zip(*(law for _, law in steps), strict=True)
-        law = ops.Distribution(
+        values, edges = zip(*(dist for _, dist in steps), strict=True)
+        dist = ops.Distribution(
             torch.stack(values, 1), None if edges[0] is None else torch.stack(edges, 1)
         )
-        found.append((torch.stack([tokens for tokens, _ in steps], 1), law))
+        found.append((torch.stack([tokens for tokens, _ in steps], 1), dist))
     return found
 
 
@@ -118,18 +118,18 @@ def test_drafts_and_verdicts_equal_the_definition(small_chunks, dtype, vocab, sm
         logits[:, :width, : vocab - smaller] + 0.7 * randn(rows, width, vocab - smaller, seed=2)
     ).to(dtype)
     keys, lengths = keys_for(rows), torch.arange(rows, device=DEVICE) * 37 + 5
-    (tokens, law), (due_tokens, due_law) = drafted(guess, mixed, keys, lengths)
+    (tokens, dist), (due_tokens, due_dist) = drafted(guess, mixed, keys, lengths)
     for step in range(width):
         apart(
-            due_law.values[:, step],
+            due_dist.values[:, step],
             keys,
             lengths + step,
             torch.full_like(lengths, noise.DRAFT),
             lengths,
         )
     assert tokens.tolist() == due_tokens.tolist()
-    p, q = laws_of(logits, mixed), torch.nn.functional.pad(due_law.values, (0, smaller))
-    accepted = compare(tokens, (law, due_law), logits, mixed, keys, lengths)[0]
+    p, q = distributions_of(logits, mixed), torch.nn.functional.pad(due_dist.values, (0, smaller))
+    accepted = compare(tokens, (dist, due_dist), logits, mixed, keys, lengths)[0]
     complete = accepted == width
     assert 0 < int(complete.sum()) < rows, "no residual draw or no bonus draw: this showed little"
     index = torch.arange(rows, device=DEVICE)
@@ -159,11 +159,11 @@ def test_drafts_beyond_the_limit_have_no_effect(point, most):
     guess = 2 * randn(3, width, 70, seed=5)
     logits = torch.cat((guess + 0.3 * randn(3, width, 70, seed=6), randn(3, 1, 70, seed=7)), 1)
     keys, lengths = keys_for(3, 8), torch.arange(3, device=DEVICE) * 5 + 2
-    (drafts, law), (_, due_law) = drafted(guess, mixed, keys, lengths)
-    given = (None, None) if point else (law, due_law)
+    (drafts, dist), (_, due_dist) = drafted(guess, mixed, keys, lengths)
+    given = (None, None) if point else (dist, due_dist)
     found = compare(drafts, given, logits, mixed, keys, lengths, torch.tensor(most, device=DEVICE))
     few = min(most, width)
-    cut = None if point else sampling.Distribution(due_law.values[:, :few])
+    cut = None if point else sampling.Distribution(due_dist.values[:, :few])
     due = acceptance.rejection_sample(
         drafts[:, :few], cut, logits[:, : few + 1], *columns(mixed), keys, lengths
     )
@@ -181,8 +181,8 @@ def for_all(rows, logits, mixed):
 
 def drawn(q, keys, lengths):
     """Sample drafts [B, k] from distributions q [k, V] by the definition."""
-    steps = [sampling.draw(law.expand(len(keys), -1), keys, lengths + i, stream=noise.DRAFT, origin=lengths)
-             for i, law in enumerate(q)]  # fmt: skip
+    steps = [sampling.draw(dist.expand(len(keys), -1), keys, lengths + i, stream=noise.DRAFT, origin=lengths)
+             for i, dist in enumerate(q)]  # fmt: skip
     return torch.stack(steps, 1)
 
 
@@ -221,11 +221,11 @@ def test_equal_distributions_always_accept_and_an_empty_residual_uses_the_target
         [MIXED[row] for row in (1, 2, 3, 4)],
     )
     keys, lengths = keys_for(4, 9), torch.full((4,), 6, device=DEVICE)
-    (tokens, law), (_, due_law) = drafted(logits[:, :1], mixed, keys, lengths)
+    (tokens, dist), (_, due_dist) = drafted(logits[:, :1], mixed, keys, lengths)
     tokens[[0, 3]] = logits[0, 0].argmin()
-    accepted, following, _, _ = compare(tokens, (law, due_law), logits, mixed, keys, lengths)
+    accepted, following, _, _ = compare(tokens, (dist, due_dist), logits, mixed, keys, lengths)
     assert accepted.tolist() == [0, 1, 1, 0]
-    assert (laws_of(logits, mixed)[:, 0].gather(1, following[:, None]) > 0).all()
+    assert (distributions_of(logits, mixed)[:, 0].gather(1, following[:, None]) > 0).all()
 
 
 def test_a_test_number_of_zero_accepts_only_possible_tokens():
@@ -270,20 +270,24 @@ ON_CUDA = pytest.mark.skipif(DEVICE.type == "cpu", reason="takes minutes without
 
 
 @pytest.mark.parametrize(
-    ("laws", "rows"),
+    ("distributions", "rows"),
     [
         (SHARP, 30),
         pytest.param(SHARP, 50_000, marks=ON_CUDA),
         pytest.param(SMOOTH, 50_000, marks=ON_CUDA),
     ],
 )
-def test_blocks_follow_the_targets_distribution(laws, rows):
+def test_blocks_follow_the_targets_distribution(distributions, rows):
     """Over many noise keys: an accepted first draft x has probability min(p, q)(x), a recovered
     token in its place max(p - q, 0)(x). The token after one accepted draft has the second p, and
     the bonus token the last p, for any accepted drafts."""
-    target, given, guess, chosen = laws
+    target, given, guess, chosen = distributions
     target, guess = torch.tensor([target], device=DEVICE), torch.tensor([guess], device=DEVICE)
-    p, q, width = laws_of(target, [given])[0], laws_of(guess, [chosen])[0], guess.shape[1]
+    p, q, width = (
+        distributions_of(target, [given])[0],
+        distributions_of(guess, [chosen])[0],
+        guess.shape[1],
+    )
     keys = torch.stack((torch.arange(rows), torch.arange(rows) * 7919 % 2**32), 1).to(DEVICE)
     lengths = torch.full((rows,), 12, device=DEVICE)
     drafts = drawn(q, keys, lengths)

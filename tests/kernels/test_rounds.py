@@ -48,8 +48,8 @@ def test_drafts_equal_to_the_targets_tokens_are_accepted(most):
     assert ops.accept_shared(drafts[:, :0], targets[:, :1], bound).tolist() == [0] * 4
 
 
-@pytest.mark.parametrize("told", [False, True])
-def test_commit_appends_accepted_tokens_to_live_rows(told):
+@pytest.mark.parametrize("reported", [False, True])
+def test_commit_appends_accepted_tokens_to_live_rows(reported):
     """Only live rows advance, and nothing is written beyond a row's memory, which is followed by
     the next row's."""
     alive, accepted = (
@@ -63,12 +63,12 @@ def test_commit_appends_accepted_tokens_to_live_rows(told):
         store = integers(4, 30, most=1000)
         texts, lengths = store[:, :20], torch.tensor([3, 1, 12, 18], device=DEVICE)
         given = texts, lengths, alive, accepted, block
-        table = report(*given, scores) if told else commit(*given)
+        table = report(*given, scores) if reported else commit(*given)
         assert lengths.tolist() == [6, 1, 13, 22]
         assert torch.equal(store[:, 20:], integers(4, 30, most=1000)[:, 20:])
         held.append((store[:, :19], table))  # the last place of an ended row may hold any token
     assert torch.equal(held[0][0], held[1][0])
-    if told:
+    if reported:
         assert torch.equal(held[0][1], held[1][1])
 
 
@@ -81,7 +81,7 @@ def test_angles_of_far_positions():
         torch.testing.assert_close(one, other, atol=2e-6, rtol=0)
 
 
-def laws_of(rows, seed=3):
+def params_of(rows, seed=3):
     """One row of each kind: T = 0, nothing truncated, top-p, top-k, both; then the same again."""
     columns = [(0.0, 0, 1.0), (0.8, 0, 1.0), (1.0, 0, 0.9), (0.7, 5, 1.0), (1.3, 20, 0.6)]
     kinds = [columns[row % len(columns)] for row in range(rows)]
@@ -91,9 +91,9 @@ def laws_of(rows, seed=3):
 
 def test_sampling_parameters_shared_by_several_rows():
     logits, positions = 3 * randn(12, 1100), torch.arange(12, device=DEVICE) * 7
-    laws = laws_of(4)
-    tokens, scores = ops.sample_scored(logits, *laws, positions)
-    each = [one.repeat_interleave(3, 0) for one in laws]
+    params = params_of(4)
+    tokens, scores = ops.sample_scored(logits, *params, positions)
+    each = [one.repeat_interleave(3, 0) for one in params]
     due, due_scores = sampling.sample_scored(logits, *each, positions)
-    assert tokens.tolist() == due.tolist() == sampling.sample(logits, *laws, positions).tolist()
+    assert tokens.tolist() == due.tolist() == sampling.sample(logits, *params, positions).tolist()
     torch.testing.assert_close(scores, due_scores, atol=1e-5, rtol=1e-5)

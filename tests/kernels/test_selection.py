@@ -67,7 +67,7 @@ def test_ties_choose_the_first_drafts_of_a_row(form):
         assert int(counts.max()) <= 8
     sure = torch.tensor([[1.0, 1.0, 1.0], [0.5, 0.25, 0.1], [0.0, 0.0, 0.0]], device=DEVICE)
     assert choose(sure, 4).counts.tolist() == [3, 1, 0]
-    assert choose(sure, 8).counts.tolist() == [3, 3, 2], "those that cannot stand come last"
+    assert choose(sure, 8).counts.tolist() == [3, 3, 2], "drafts without a chance come last"
 
 
 def test_chances_are_running_products(form):
@@ -89,20 +89,20 @@ def rising(confidence):
     return 0.3 + 0.6 * confidence**2
 
 
-def simulate(standing_of, *, stands_with=rising, rounds=400, rows=16, width=6, total=48):
-    """Run rounds of drafts with random confidence, chosen by `standing_of(scores, known)`. Returns
+def simulate(chances_of, *, accepted_with=rising, rounds=400, rows=16, width=6, total=48):
+    """Run rounds of drafts with random confidence, chosen by `chances_of(scores, known)`. Returns
     the final statistics, and accepted and verified drafts of each round."""
     made, known, seen = torch.Generator().manual_seed(3), unlearnt(), []
     for _ in range(rounds):
         confidence = torch.rand(rows, width, generator=made)
-        stands = torch.rand(rows, width, generator=made) < stands_with(confidence)
+        equal = torch.rand(rows, width, generator=made) < accepted_with(confidence)
         scores = confidence.log().to(DEVICE)
-        chosen = choose(standing_of(scores, known), total)
-        targets = torch.nn.functional.pad(~stands, (0, 1), value=True).long().to(DEVICE)
+        chosen = choose(chances_of(scores, known), total)
+        targets = torch.nn.functional.pad(~equal, (0, 1), value=True).long().to(DEVICE)
         targets = targets[chosen.packed.row, chosen.packed.place]
         drafts, told = torch.zeros_like(scores).long(), torch.rand(len(targets)).to(DEVICE)
         accepted, table = ops.settle(drafts, scores, chosen, targets, told, known, ones(rows))
-        due = torch.minimum(stands.long().cumprod(1).sum(1), chosen.counts.cpu())
+        due = torch.minimum(equal.long().cumprod(1).sum(1), chosen.counts.cpu())
         assert accepted.tolist() == table[:, 0].tolist() == due.tolist()
         assert table[:, -1].tolist() == chosen.counts.tolist()
         seen.append((accepted.tolist(), chosen.counts.tolist()))
@@ -115,8 +115,8 @@ def test_acceptance_by_confidence_is_learnt(total):
     rejected."""
     known, _ = simulate(lambda scores, known: ops.standing(scores, known, ones(16)), total=total)
     confidence = torch.tensor([[0.2], [0.4], [0.6], [0.8], [0.95]])
-    worth = ops.standing(confidence.log().to(DEVICE), known, ones(5)).cpu()
-    torch.testing.assert_close(worth, rising(confidence), atol=0.06, rtol=0)
+    rates = ops.standing(confidence.log().to(DEVICE), known, ones(5)).cpu()
+    torch.testing.assert_close(rates, rising(confidence), atol=0.06, rtol=0)
 
 
 def test_bins_without_observations_keep_their_prior():
@@ -133,11 +133,11 @@ def test_the_likeliest_drafts_give_more_tokens():
     """With equally many verified drafts."""
     even = torch.ones(16, 6, device=DEVICE) * torch.tensor([1, 1, 1, 0, 0, 0], device=DEVICE)
     kept = []
-    for standing_of in (
+    for chances_of in (
         lambda scores, known: ops.standing(scores, known, ones(16)),
         lambda *_: even,
     ):
-        _, seen = simulate(standing_of, stands_with=lambda confidence: confidence, rounds=100)
+        _, seen = simulate(chances_of, accepted_with=lambda confidence: confidence, rounds=100)
         assert all(sum(counts) == 48 for _, counts in seen)
         kept.append(sum(sum(accepted) for accepted, _ in seen))
     assert kept[0] > 1.04 * kept[1]

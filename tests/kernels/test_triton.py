@@ -234,9 +234,9 @@ def test_samples_equal_the_definition(vocab, spread):
     logits[:, 7] = logits[:, 3]  # a tie
     keys = torch.randint(0, 2**32, (rows, 2), generator=torch.Generator().manual_seed(4)).to(DEVICE)
     positions = torch.arange(rows, device=DEVICE) * 1000
-    laws = (temperature, top_k, top_p, keys, positions)
-    tokens, scores = ops.sample_scored(logits, *laws)
-    due, due_scores = sampling.sample_scored(logits, *laws)
+    params = (temperature, top_k, top_p, keys, positions)
+    tokens, scores = ops.sample_scored(logits, *params)
+    due, due_scores = sampling.sample_scored(logits, *params)
     assert tokens.tolist() == due.tolist()
     torch.testing.assert_close(scores, due_scores, atol=1e-5, rtol=1e-5)
 
@@ -256,9 +256,9 @@ def test_extreme_temperatures_equal_the_definition():
     due, due_scores = sampling.sample_scored(logits, temperature, top_k, top_p, keys, positions)
     assert tokens.tolist() == due.tolist()
     torch.testing.assert_close(scores, due_scores, atol=1e-4, rtol=1e-5)
-    laws = ops.process(logits, temperature, top_k, top_p)
+    distributions = ops.process(logits, temperature, top_k, top_p)
     torch.testing.assert_close(
-        laws, sampling.process(logits, temperature, top_k, top_p), atol=1e-6, rtol=1e-5
+        distributions, sampling.process(logits, temperature, top_k, top_p), atol=1e-6, rtol=1e-5
     )
 
 
