@@ -1,8 +1,12 @@
-# make setup   a virtual environment in .venv with bass and its embedded default model
-# make demo    a small model edits code, by plain decoding and with drafts looked up, side by side
-# make test    all tests but those of minutes (make test-slow);  make test-gpu: those of kernels and engine on a CUDA device
-# make test-fast   what a minute of two cores can tell: files, options, controllers, figures, the conductor
-# make lint    ruff and mypy;  make bench: speed on this CPU against transformers
+# make setup      create .venv with bass, its development tools and the small default model
+# make demo       edit code with a small model, by plain decoding and with lookup drafts, side by side
+# make test-fast  about a minute on 2 cores: files, options, controllers, figures, scheduler
+# make test       what README.md and CI run: at most 6 minutes on 2 idle cores
+# make test-slow  tests marked slow: the full Triton interpreter, Ray under kills, compiling for other GPUs
+# make test-gpu   kernels, captured rounds and training on a CUDA device
+# make lint       ruff and mypy
+# make bench      measure speed on this CPU against transformers
+# make clean      remove .venv and build output
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -34,8 +38,8 @@ test-fast: setup
 test-slow: setup
 	$(BIN)/python -m pytest -m slow
 
-# what needs a GPU's memory or several GPUs for itself comes after the rest
-GPU := $(addprefix tests/kernels/test_,triton.py round.py ragged.py packed_attention.py causal.py rejection.py truncation.py block_verification.py \
+# Tests that need all of a GPU's memory, or several GPUs, run after the others, one at a time.
+GPU := $(addprefix tests/kernels/test_,triton.py rounds.py ragged.py packed_attention.py causal.py rejection.py truncation.py block_verification.py \
 	selection.py distances.py trained.py gated.py shared_memory.py fetching.py) tests/model/test_fused_decode.py tests/model/test_prefill.py \
 	tests/model/test_weights.py tests/engine/test_unsound.py tests/engine/test_gpu.py tests/engine/test_cutting.py tests/distill/test_training.py \
 	tests/distill/test_exchange.py tests/drafting/test_feature_heads.py tests/drafting/test_chain_heads.py

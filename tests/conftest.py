@@ -1,5 +1,5 @@
-"""Without a CUDA device, Triton kernels run through its interpreter: chosen before anything
-imports triton."""
+"""Shared fixtures. Without a CUDA device, Triton kernels run in its interpreter, which must be
+set before triton is imported."""
 
 import gc
 import inspect
@@ -16,9 +16,9 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-# Files whose few tests take longest, 9 to 37 s each: begun first, or one process is left with them
-# when all others have nothing to do.
-DEAR = (
+# Files whose tests take longest, 9 to 37 s each. They start first; otherwise one process still runs
+# them when all others are done.
+LONGEST = (
     "test_rays", "test_tensor_parallel", "test_triton", "test_sandbox_parts", "test_laws",
     "test_sandbox", "test_bench", "test_pieces", "test_weights", "test_memory", "test_crashes",
     "test_growth", "test_feature_heads", "test_systems", "test_chain_heads", "test_actors",
@@ -27,27 +27,26 @@ DEAR = (
 
 
 def pytest_collection_modifyitems(items):
-    place = {name: number for number, name in enumerate(DEAR)}
-    items.sort(key=lambda item: place.get(item.path.stem, len(DEAR)))
+    place = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(LONGEST)))
 
 
 def pytest_collection_finish():
-    """What was imported stays: a million objects that the collector would look through again and
-    again, a twentieth of all tests' time."""
+    """Exclude imported objects from garbage collection. The collector would scan a million of them
+    again and again, a twentieth of the time of all tests."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000)
 
 
 def pytest_unconfigure():
-    gc.unfreeze()  # some libraries look what was not given back
+    gc.unfreeze()  # some libraries check for objects that were not freed
 
 
 @pytest.fixture(scope="session", autouse=True)
 def no_idle_checks():
-    """Sums and products of kernels' integers are computed twice to see that they fit, a quarter
-    of the interpreter's time, and what is found is thrown away unless its builder debugs, which
-    it never does."""
+    """Turn off the interpreter's overflow checks. They compute integer sums and products twice, a
+    quarter of its time, and the result is only used in debug mode, which is off."""
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     builder = interpreter.interpreter_builder
     assert not builder.options.debug
@@ -58,9 +57,9 @@ def no_idle_checks():
 
 @pytest.fixture(scope="session", autouse=True)
 def builtins_found_once():
-    """The interpreter looks through all of Triton's language for builtins at every call of a
-    device function; which they are does not change, only whether they are patched by now."""
-    if torch.cuda.is_available():  # nothing is interpreted
+    """Search Triton's builtins once. The interpreter searches its whole language for them at every
+    call of a device function; only whether they are patched already can change."""
+    if torch.cuda.is_available():  # the interpreter is not used
         yield
         return
     interpreter = pytest.importorskip("triton.runtime.interpreter")
@@ -87,21 +86,21 @@ def builtins_found_once():
 
 @pytest.fixture(scope="session")
 def profiles(tmp_path_factory):
-    """Folders that are not there yet, one after the other."""
+    """An iterator of paths of folders that do not exist yet."""
     place = tmp_path_factory.mktemp("profiles")
     return (place / str(number) for number in itertools.count())
 
 
 @pytest.fixture(autouse=True)
 def no_profiles(profiles, monkeypatch):
-    """Profiles of this machine reach no test, and those that tests leave reach nothing else."""
+    """Keep profiles of this machine out of tests, and profiles of tests out of other tests."""
     place = next(profiles)
     monkeypatch.setattr("bass_cli.lengths.profiles.folder", lambda: place)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory):
-    """Tokenizers are converted for this session only, in its processes too."""
+    """Use a cache of converted tokenizers for this session only, also in its child processes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -109,9 +108,9 @@ def own_cache(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sandbox_folders(tmp_path_factory):
-    """Where a module's sandboxes make their folders: every user may, and nobody else does at the
-    same time."""
-    # lies where temporary files do when it is first asked for, and shall outlive this
+    """A temporary folder for a module's sandboxes, writable by every user and used by no other
+    test."""
+    # created first, because its place depends on TMPDIR at its first use and it must outlive this
     tmp_path_factory.getbasetemp()
     with tempfile.TemporaryDirectory() as place, pytest.MonkeyPatch.context() as patch:
         Path(place).chmod(0o1777)
@@ -122,8 +121,8 @@ def sandbox_folders(tmp_path_factory):
 
 @pytest.fixture
 def pair_folder(tmp_path, monkeypatch):
-    """Makes a folder with a target, a draft and a pair file (see checkpoints.write_pair), in
-    which the test then runs, without any BASS_ variable."""
+    """A function that makes a folder with a target, a draft and a pair file (see
+    checkpoints.write_pair). It changes to that folder and unsets all BASS_ variables."""
 
     def make(**given):
         from checkpoints import write_pair

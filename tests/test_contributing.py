@@ -15,7 +15,7 @@ from bass_cli.models import families
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 SHOWN = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-NEW = {"bass_cli/drafting/repeat.py"}
+NEW = {"bass_cli/drafts/repeat.py"}
 
 
 def shown(name, folder):

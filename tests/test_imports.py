@@ -1,5 +1,5 @@
-"""The order of layers, held against every import there is, also inside functions and for types
-only."""
+"""Check the order of layers and the absence of cycles over every import, also inside functions
+and for types only."""
 
 import ast
 import graphlib
@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-# Lowest first. A module imports from its own group and from layers below; groups of one layer,
-# apart by |, are strangers. The longest name that fits says where a module stands.
+# Lowest first. A module imports from its own group and from lower layers. Groups of one layer,
+# separated by |, do not import each other. A module belongs to the longest name that is a prefix
+# of its own.
 LAYERS = """
 errors | sandbox.jail | bass_kernels
 sandbox | system
@@ -34,7 +35,7 @@ FILES = {".".join(path.relative_to(base).with_suffix("").parts).removeprefix("ba
 
 
 def imported(module, path):
-    """What a module imports, ours by the names in FILES."""
+    """Yield what a module imports; modules of this project by their names in FILES."""
     package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         names = (
@@ -48,7 +49,7 @@ def imported(module, path):
         for name in names:
             ours = name.removeprefix("bass_cli.")
             if ours == name and "." not in package and name.split(".")[0] == "ray":
-                continue  # the package of that name, not our module
+                continue  # the package `ray`, not our module
             yield ours if ours in FILES else ours.rpartition(".")[0] or ours
 
 
@@ -74,7 +75,7 @@ def place(module):
 
 
 def test_imports_go_down():
-    """A new module needs a place in LAYERS, or a package that has one."""
+    """A new module needs an entry in LAYERS, or a package that has one."""
     assert [
         edge
         for edge in INNER
@@ -82,7 +83,7 @@ def test_imports_go_down():
     ] == []
 
 
-def test_packages_make_no_circle():
+def test_packages_have_no_import_cycle():
     def package(module):
         return (
             module if FILES[module].name == "__init__.py" else module.rpartition(".")[0] or module
@@ -91,10 +92,10 @@ def test_packages_make_no_circle():
     graph = graphlib.TopologicalSorter()
     for one, other in INNER:
         graph.add(package(one), *{package(other)} - {package(one)})
-    assert len(list(graph.static_order())) > 20  # or CycleError, which names the circle
+    assert len(list(graph.static_order())) > 20  # otherwise CycleError names the cycle
 
 
-def test_what_runs_beside_programs_needs_only_the_standard_library():
+def test_jail_modules_need_only_the_standard_library():
     others = {other.split(".")[0] for one, other in EDGES if one.startswith("sandbox.jail.")} - {
         "sandbox"
     }

@@ -433,9 +433,7 @@ def test_failing_prompt_source_does_not_restart_the_job(
     assert noted == []
 
 
-def test_unknown_free_memory_halves_the_plan(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unknown_free_memory_halves_the_plan(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise RuntimeError("CUDA error: out of memory")
 
@@ -455,9 +453,7 @@ def _samples(path: Path) -> list[tuple[str, int, str]]:
     ]
 
 
-def test_prompt_cache_that_cannot_grow_is_refused_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_prompt_cache_that_cannot_grow_is_refused_first(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = store()
     cache.reserve(900)
     # bytes of a position, keys and values of two layers

@@ -121,9 +121,7 @@ def test_a_resumed_file_ends_at_the_same_special_tokens(model: Path, tmp_path: P
     assert lines() == first
 
 
-def test_end_of_sequence_given_as_stop_is_still_eos(
-    model: Path, tmp_path: Path
-) -> None:
+def test_end_of_sequence_given_as_stop_is_still_eos(model: Path, tmp_path: Path) -> None:
     for file in model.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     for name in ("config.json", "generation_config.json"):

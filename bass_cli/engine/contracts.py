@@ -127,8 +127,8 @@ class ControllerInput(NamedTuple):
     rooms: tokens that each row may still generate.
     warmup_costs: the part of the one-time costs before the first measurement of a length.
     stops: whether drafting may end early inside the round, so that a length is only an upper bound.
-    free: whether the round drafts nothing itself because the host looks drafts up; `trim` then makes
-        the final choice of the length.
+    free: whether the round drafts nothing itself because the host looks drafts up. Then `trim`
+        makes the final choice of the length.
     skipped: what became of drafts that verification skipped, since the last ControllerInput.
     padded: rows of the graph that serves the round, padding included; 0 without a graph.
     """

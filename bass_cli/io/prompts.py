@@ -252,7 +252,7 @@ class PromptDigest:
             if before == self.of_file():
                 return Change(None, None, self.count)
             if before in self._source.digests():
-                return Change(None, _UNKNOWN, self.count)
+                return Change(None, "an unknown number", self.count)
             return Change("the prompt file has changed, and not only at its end", None, self.count)
         try:
             count, last = whole(before["count"], least=1), text_of(before["digest"])

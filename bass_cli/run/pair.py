@@ -25,9 +25,8 @@ from bass_cli.lengths import profiles as store
 from bass_cli.lengths.costs import Surface
 from bass_cli.models.spec import Spec, parameters
 
-# How many more tokens are drafted than verified if drafts are truncated by confidence. Two give
-# three quarters of the gain of four (docs/LOG.md). Each takes two positions of a pass, except in a
-# block, which is drafted whole.
+# Tokens drafted beyond those verified where rows are cut (docs/decisions/10-cutting.md): two gain
+# three quarters of what four gain. A pass takes two places for each, except for a whole block.
 _MORE, _WHOLE = 2, 4
 # The largest draft, as a share of the target's size, for which that pays: the two extra tokens take
 # four positions of the draft's pass, for a gain of a twentieth of a round. On a GPU a part of the

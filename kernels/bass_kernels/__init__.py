@@ -1,12 +1,12 @@
-"""The ops by name. Each is defined in plain torch (noise, reference, sampling, acceptance); some
-also have a Triton form, which CUDA tensors take and which must give the same results.
+"""The public ops. Each op is defined in plain torch (noise, reference, sampling, acceptance and
+others). Some also have a Triton form, which runs on CUDA tensors and must give the same results.
 
-Tensors only: no op knows of jobs, tokenizers or controllers. Shapes: B rows, W positions a row,
-V vocabulary, H query heads, K key/value heads, D head size, S slots of the store of rows' own
-keys, T positions of the prompt store.
+Ops work on tensors only, never on jobs, tokenizers or controllers. Shapes: B rows, W positions a
+row, V vocabulary, H query heads, K key/value heads, D head size, S slots of the store of private
+keys (each row's own), T positions of the prompt store.
 """
 
-from . import acceptance, law_distances, reference, rounds, sampling, selection, trained
+from . import acceptance, divergence, reference, rounds, sampling, selection, trained
 from .acceptance import accept_maximal
 from .dispatch import (
     SCHEDULES,
@@ -17,8 +17,8 @@ from .dispatch import (
     kind_for,
     use,
 )
+from .divergence import Distances
 from .fused import linear_add, norm_up, project
-from .law_distances import Distances
 from .linear import linear, pack
 from .noise import BONUS, DRAFT, RESIDUAL, SHARED, TEST, bits, gumbel, uniform
 from .sampling import COLDEST, HOTTEST, Distribution, draw, log_probability
@@ -35,8 +35,8 @@ sample = by_device(sampling.sample, "bass_kernels.choice")
 sample_scored = by_device(sampling.sample_scored, "bass_kernels.choice")
 process = by_device(sampling.process, "bass_kernels.truncation")
 draft_sample = by_device(acceptance.draft_sample, "bass_kernels.drawing")
-distances = by_device(law_distances.distances, "bass_kernels.distance_kernels")
-distance_gradient = by_device(law_distances.distance_gradient, "bass_kernels.distance_kernels")
+distances = by_device(divergence.distances, "bass_kernels.distance_kernels")
+distance_gradient = by_device(divergence.distance_gradient, "bass_kernels.distance_kernels")
 rotate = by_device(trained.rotate, "bass_kernels.trained_kernels")
 gate_gradient = by_device(trained.gate_gradient, "bass_kernels.trained_kernels")
 standing = by_device(selection.standing, "bass_kernels.selection_kernels")

@@ -1,4 +1,4 @@
-"""Compiling Triton kernels ahead of their first launch, many at a time: one by one they take
+"""Compile many Triton kernels at once, ahead of their first launch. One after the other they take
 seconds each."""
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Any
 import triton
 from torch import Tensor
 
-_MOST = 16  # at a time
+_MOST = 16  # compiler threads
 _LAUNCH = triton.JITFunction.run
 
 
 def compile_ahead(works: Iterable[Callable[[], object]]) -> None:
-    """Compile what these would launch, and launch none of it; everything else that they do is
-    done, with whatever stands where kernels would have written."""
+    """Run `works` with kernel launches replaced by compilation. Everything else in them runs, on
+    outputs that no kernel has written."""
     if not hasattr(triton, "AsyncCompileMode"):  # before Triton 3.5
         return
     with contextlib.ExitStack() as stack:
-        if triton.JITFunction.run is _LAUNCH:  # else a work asks for the same
+        if triton.JITFunction.run is _LAUNCH:  # else this call is nested in another
             pool = stack.enter_context(ThreadPoolExecutor(min(_MOST, len(os.sched_getaffinity(0)))))
             stack.enter_context(triton.AsyncCompileMode(pool))
             stack.enter_context(_parsed_alone())
@@ -34,8 +34,8 @@ def compile_ahead(works: Iterable[Callable[[], object]]) -> None:
 
 @contextlib.contextmanager
 def _parsed_alone() -> Iterator[None]:
-    """Threads parse kernels one after the other: in CPython 3.11 a parser that another one
-    interrupts may fail ("AST constructor recursion depth mismatch")."""
+    """Parse kernels one at a time. In CPython 3.11 a parser may fail if another thread interrupts
+    it ("AST constructor recursion depth mismatch")."""
     parse, lock = triton.JITFunction.parse, threading.RLock()
 
     def alone(kernel: Any) -> Any:
@@ -50,7 +50,7 @@ def _parsed_alone() -> Iterator[None]:
 
 
 def _trait(parameter: Any, argument: Any) -> object:
-    """What of an argument can matter to the compiler."""
+    """Return the properties of an argument that the compiler may specialise on."""
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0
     if hasattr(argument, "block_shape"):  # a tensor descriptor
@@ -60,9 +60,7 @@ def _trait(parameter: Any, argument: Any) -> object:
 
 @contextlib.contextmanager
 def _nothing_launched() -> Iterator[None]:
-    seen = (
-        set()
-    )  # Triton may take a millisecond to find out that a kernel is being compiled already
+    seen = set()  # Triton may take a millisecond to notice that a kernel is being compiled already
 
     def compile_only(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
         launch = kernel, tuple(map(_trait, kernel.params, arguments)), tuple(options.items())

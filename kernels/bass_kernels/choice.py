@@ -1,11 +1,11 @@
-"""Triton: a token from logits by temperature, top-k, top-p and shared noise, without a sort.
-Definition: sampling.py.
+"""Triton: sample a token from logits with temperature, top-k, top-p and Gumbel noise (Gumbel-max),
+without a sort. Definition: sampling.py.
 
-A first pass over the vocabulary finds the mass and the best score (logit / T + noise). The best
-token is the answer if it is kept: if what lies above its logit has less than top_p of the mass,
-and fewer than top_k tokens. Otherwise nothing as small as it is kept, and the best score among
-the larger logits is next. That is the argmax over the kept tokens, ties with the last one
-included, and with top_p 0.95 it takes 1.05 looks on average.
+A first pass over the vocabulary finds the mass and the best score, logit / T + noise. That token is
+the answer if truncation keeps it: less than top_p of the mass and fewer than top_k tokens lie above
+its logit. If not, nothing at or below its logit is kept, and the best score above it is next. The
+result is the argmax over the kept tokens, including ties with the last one. With top_p 0.95 it
+takes 1.05 passes on average.
 """
 
 import torch
@@ -22,21 +22,23 @@ from .vocabulary import (
     everything,
     mass_above,
     masses_found,
-    nobody,
+    no_candidate,
     settled,
     top_mass,
 )
 
-# Tokens of a program's look, and its warps. 1 / 8 / 64 / 512 rows of 151,936 tokens, us on an H200:
-# 14 / 23 / 76 / 521; 1024 at a time of 4096 17 / 29 / 85 / 531, of 1024 13 / 24 / 89 / 633.
+# Tokens a program and pass, and warps. 1 / 8 / 64 / 512 rows of 151,936 tokens, us on an H200: 14 /
+# 23 / 76 / 521. With 1024 tokens a step and 4096 a program 17 / 29 / 85 / 531, with 1024 a program
+# 13 / 24 / 89 / 633.
 _BLOCK, _WARPS = 2048, 4
-# Tokens at a time where one program goes through a whole row, which everything waits for.
+# Tokens a step where one program does a whole row (_decide), which is on the critical path.
 _ALONE, _ALONE_WARPS = 8192, 32
-# everything; the mass above the candidate; the best above it; its mass. The rest is _decide's
-_LOOKS = (0, 1, 2, 1)
-# of a chunk: best score, its token, its scaled logit, mass (above), peak, raw mass, count above
+# 0: best score and mass. 1: mass above the candidate. 2: best score above it. 1: its mass again.
+# Rows that are still open after these passes are left to _decide.
+_PASSES = (0, 1, 2, 1)
+# For each chunk: best score, its token, its scaled logit, mass (above), peak, raw mass, count
+# above. For each row: candidate, its scaled logit, state, mass, peak, raw mass.
 _FIELDS = 8
-# and of a row: candidate, its scaled logit, the row's state, mass, peak, raw mass
 
 
 def sample(
@@ -47,7 +49,7 @@ def sample(
     keys: Tensor,
     positions: Tensor,
 ) -> Tensor:
-    """As sampling.sample, without asking the host anything."""
+    """Do sampling.sample without synchronising with the host."""
     return sample_scored(logits, temperature, top_k, top_p, keys, positions)[0]
 
 
@@ -59,7 +61,7 @@ def sample_scored(
     keys: Tensor,
     positions: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """As sampling.sample_scored, without asking the host anything."""
+    """Do sampling.sample_scored without synchronising with the host."""
     logits = logits.contiguous()
     rows, vocab = logits.shape
     chunks = triton.cdiv(vocab, _BLOCK)
@@ -79,16 +81,16 @@ def sample_scored(
     )
     spread = {"CHUNKS": triton.next_power_of_2(chunks), "FIELDS": _FIELDS}
     arrived, sizes = counters(logits.device, rows), (rows // len(temperature), vocab, chunks)
-    for look in _LOOKS:
+    for step in _PASSES:
         _look[(rows, chunks)](
             *given,
             arrived,
             *sizes,
-            LOOK=look,
+            LOOK=step,
             BLOCK=_BLOCK,
             num_warps=_WARPS,
             **spread,
-            **overlap(look > 0, logits.device),
+            **overlap(step > 0, logits.device),
             **leading(logits.device),
         )
     early = overlap(True, logits.device)
@@ -98,13 +100,13 @@ def sample_scored(
 
 @triton.jit
 def _past(pointer):
-    """What the look before has left: read past the processor's own cache (launch.overlap)."""
+    """Load what the pass before has written, past this processor's L1 cache (launch.overlap)."""
     return tl.load(pointer, cache_modifier=".cg")
 
 
 @triton.jit
 def _within(above, count, top_k, top_p, mass):
-    """Whether a token with mass `above` and `count` tokens above it is kept."""
+    """Return whether truncation keeps a token with `count` tokens of mass `above` above it."""
     return ((top_p >= 1.0) | (above < top_p * mass)) & ((top_k == 0) | (count < top_k))
 
 
@@ -130,21 +132,21 @@ def _look(
     EARLY: tl.constexpr,
     LEADS: tl.constexpr,
 ):
-    """One look at a chunk of a row. The last chunk to be done draws the conclusion for the row."""
+    """Do one pass over a chunk of a row. The last chunk to finish concludes for the row."""
     row, chunk = tl.program_id(0), tl.program_id(1)
-    law = row // each
+    entry = row // each
     at = found_ptr + (row * (chunks + 1) + chunk) * FIELDS
     state = found_ptr + (row * (chunks + 1) + chunks) * FIELDS
     let_next(LEADS)
     after(EARLY)
-    due = True
+    needed = True
     if LOOK == 1:
-        due = _past(state + 2) == 0
+        needed = _past(state + 2) == 0
     if LOOK == 2:
-        due = _past(state + 2) == 2
-    if due:
-        temperature, divisor = settled(temperature_ptr, law)
-        key_0, key_1, position = address(law, row, key_ptr, position_ptr)
+        needed = _past(state + 2) == 2
+    if needed:
+        temperature, divisor = settled(temperature_ptr, entry)
+        key_0, key_1, position = address(entry, row, key_ptr, position_ptr)
         start, end = chunk * BLOCK, tl.minimum(chunk * BLOCK + BLOCK, vocab)
         if LOOK == 0:
             score, token, best_x, peak, mass, raw_mass = everything(
@@ -164,7 +166,7 @@ def _look(
             tl.store(at + 5, raw_mass)
         else:
             x = _past(state + 1)
-            if _past(at + 4) <= x:  # nothing here is above
+            if _past(at + 4) <= x:  # no logit of this chunk is above the candidate's
                 end = start
         if LOOK == 1:
             mass, count = mass_above(
@@ -195,8 +197,8 @@ def _look(
                 chunks,
                 temperature,
                 divisor,
-                tl.load(top_k_ptr + law),
-                tl.load(top_p_ptr + law),
+                tl.load(top_k_ptr + entry),
+                tl.load(top_p_ptr + entry),
                 LOOK,
                 CHUNKS,
                 FIELDS,
@@ -221,11 +223,11 @@ def _conclude(
     CHUNKS: tl.constexpr,
     FIELDS: tl.constexpr,
 ):
-    """After all looks at a row: its candidate, or whether the candidate is kept, and then its token
-    and score.
+    """Combine the chunks of a row after a pass: find its candidate, or whether the candidate is
+    kept, and in that case store its token and score.
 
-    A row's state is 0 while its candidate must be checked, 1 when it is kept, 2 when it is not,
-    and 3 where top_p is of the mass of the top_k, which is left to _decide.
+    State of a row: 0 if its candidate has to be checked, 1 if it is kept, 2 if it is not, 3 if
+    top_p applies to the mass of the top_k, which _decide computes.
     """
     chunk = tl.arange(0, CHUNKS)
     here, inside = at + chunk * FIELDS, chunk < chunks
@@ -234,7 +236,7 @@ def _conclude(
         scores = tl.load(here, mask=inside, other=-float("inf"), cache_modifier=".cg")
         tokens = tl.load(here + 1, mask=inside, other=16777216.0, cache_modifier=".cg").to(tl.int32)
         xs = tl.load(here + 2, mask=inside, other=-float("inf"), cache_modifier=".cg")
-        score, token, x = nobody()
+        score, token, x = no_candidate()
         score, token, x = better(score, token, x, scores, tokens, xs)
         tl.store(state, token.to(tl.float32))
         tl.store(state + 1, x)
@@ -261,7 +263,8 @@ def _conclude(
 
 @triton.jit
 def _write(logits_ptr, row, vocab, token, peak, divisor, raw_mass, token_ptr, score_ptr):
-    token = tl.minimum(token, vocab - 1)  # nobody's token, in a row of NaN; its score is NaN
+    # a row of NaN has no best token: any token, with score NaN
+    token = tl.minimum(token, vocab - 1)
     raw = tl.load(logits_ptr + row.to(tl.int64) * vocab + token).to(tl.float32)
     tl.store(token_ptr + row, token.to(tl.int64))
     tl.store(score_ptr + row, raw - peak * divisor - tl.log(raw_mass))
@@ -285,7 +288,7 @@ def _decide(
     FIELDS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """What no look has settled: one program a row goes on until it is."""
+    """Finish the rows that no pass has decided, one program a row."""
     row = tl.program_id(0)
     state = found_ptr + (row * (chunks + 1) + chunks) * FIELDS
     after(EARLY)
@@ -293,10 +296,10 @@ def _decide(
     if now != 1:
         token, x = _past(state).to(tl.int32), _past(state + 1)
         mass, peak, raw_mass = _past(state + 3), _past(state + 4), _past(state + 5)
-        law = row // each
-        _temperature, divisor = settled(temperature_ptr, law)
-        key_0, key_1, position = address(law, row, key_ptr, position_ptr)
-        top_k, top_p = tl.load(top_k_ptr + law), tl.load(top_p_ptr + law)
+        entry = row // each
+        _temperature, divisor = settled(temperature_ptr, entry)
+        key_0, key_1, position = address(entry, row, key_ptr, position_ptr)
+        top_k, top_p = tl.load(top_k_ptr + entry), tl.load(top_p_ptr + entry)
         kept = now == 1
         if now == 3:
             mass = top_mass(logits_ptr, row, vocab, top_k, peak, divisor, BLOCK)

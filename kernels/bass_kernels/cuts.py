@@ -1,4 +1,4 @@
-"""How the products of a few tokens are dealt out to the programs of a launch."""
+"""How the products of a few tokens are split over the programs of a launch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ MOST_TOKENS = 16
 
 
 class Cut(NamedTuple):
-    """`columns` a tile in a block of `block`; the depth in `splits`, `deep` of it at a time, by
-    `warps` in `stages`."""
+    """A tiling: `columns` a tile within a block of `block`; the depth in `splits` (split-K), `deep`
+    of it a step, with `warps` and `stages`."""
 
     columns: int
     block: int
@@ -31,7 +31,7 @@ class Cut(NamedTuple):
         return self.tiles(lines), self.splits
 
     def smaller(self) -> Iterator[Cut]:
-        """This cut, then others that take ever less shared memory."""
+        """Yield this cut, then cuts that take less and less shared memory."""
         cut = self
         while True:
             yield cut
@@ -46,9 +46,9 @@ class Cut(NamedTuple):
 def cut_for(
     lines: int, depth: int, weight: Tensor, *, pair: bool = False, split: bool = False
 ) -> Cut:
-    """The cut for a weight's dtype and device: the one that measured best on an H200, or as much
-    of it as fits."""
-    lots = MOST_TOKENS + (2 if pair else 1) * 32  # lines of both matrices that a program holds
+    """Return the cut for a weight's dtype and device: the one that was fastest on an H200, or the
+    nearest that fits."""
+    lots = MOST_TOKENS + (2 if pair else 1) * 32  # rows of both matrices that a program holds
     lot = lots * weight.element_size()
     return fitting(
         _measured(lines, depth, weight, pair=pair, split=split).smaller(),
@@ -58,9 +58,9 @@ def cut_for(
 
 
 def _measured(lines: int, depth: int, weight: Tensor, *, pair: bool, split: bool) -> Cut:
-    """At most 32 columns a program, dealt out evenly. Where sums may be completed later
-    (`split`), the depth is split too: every program has to read all of the tokens' input to its
-    part of the depth."""
+    """Return the fastest cut on an H200: at most 32 columns a program, spread evenly. With `split`
+    the depth is split too, because every program reads the whole input of its part of the depth.
+    Then the sums are completed by the last program of a tile."""
     if split:
         return Cut(32, 32, max(1, min(4, depth // 128)), 128, 4, 5)
     programs = processors(weight.device) * (2 if pair else 1)

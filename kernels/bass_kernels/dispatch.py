@@ -1,5 +1,5 @@
-"""Which form of an op runs: Triton on CUDA tensors, plain torch elsewhere; `use` overrides it,
-for tests and benchmarks."""
+"""Choose the form of an op: Triton for CUDA tensors, plain torch for others. `use` overrides the
+choice, for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -15,32 +15,37 @@ import torch
 from torch import Tensor
 
 SCHEDULES = ("ragged", "pad", "split")
-_USUAL = ("pointwise", "mixing", "ragged", "choice", "round_kernels")  # modules of Triton forms
+# modules of Triton kernels that every round uses
+_USUAL = ("pointwise", "mixing", "ragged", "choice", "round_kernels")
 _override: str | None = None
 _schedule = "ragged"
-_too_large: set[str] = set()  # ops of which it was said that they do not fit the device
+_too_large: set[str] = set()  # ops for which the warning was logged
 
 
 def use(kind: str | None) -> None:
-    """Run every op as "triton" or "reference" from now on; None: by the device. Triton on CPU
-    tensors needs its interpreter (TRITON_INTERPRET=1 before the first such op)."""
+    """Run every op as "triton" or "reference" from now on; None chooses by device. Triton on CPU
+    tensors needs its interpreter (set TRITON_INTERPRET=1 before the first such op)."""
     global _override
     assert kind in ("triton", "reference", None)
     _override = kind
 
 
 def attention_schedule(name: str) -> None:
-    """How the Triton attention runs rows of unequal length from now on: "ragged", one launch,
-    every row its own length, a shared prompt read once; or one of the two schedules of BASS
-    (arXiv 2404.15778, section 3.1), "pad", one launch, every row as long as the longest of the
-    batch; "split", one launch a row, each its own length. The results are the same."""
+    """Set how the Triton attention runs rows of unequal length. The results are the same.
+
+    Args:
+        name: "ragged": one launch, each row at its own length, a shared prompt read once. The other
+            two are the schedules of BASS (arXiv 2404.15778, section 3.1). "pad": one launch, every
+            row as long as the longest of the batch. "split": one launch a row, each at its own
+            length.
+    """
     global _schedule
     assert name in SCHEDULES
     _schedule = name
 
 
 def schedule() -> str:
-    """What `attention_schedule` set."""
+    """Return the schedule that `attention_schedule` set."""
     return _schedule
 
 
@@ -50,15 +55,16 @@ def has_triton() -> bool:
 
 
 def kind_for(tensor: Tensor) -> str:
-    """The form that ops on this tensor take: "triton" or "reference"."""
+    """Return the form that ops on this tensor take: "triton" or "reference"."""
     if _override is not None:
         return _override
     return "triton" if tensor.is_cuda and has_triton() else "reference"
 
 
 def import_kernels(device: torch.device) -> None:
-    """Import, ahead of the first op on a CUDA device, what it would wait some tenths of a second
-    for: Triton, and the forms of what every round does. What fails there fails in the op."""
+    """Import Triton and the kernels of a round ahead of the first op on a CUDA device, which would
+    wait some tenths of a second for them. An import error is raised by the op that needs the
+    module."""
     if device.type == "cuda" and _override is None and has_triton():
         with contextlib.suppress(Exception):
             for name in _USUAL:
@@ -66,8 +72,9 @@ def import_kernels(device: torch.device) -> None:
 
 
 def by_device(reference: Callable[..., Any], module: str) -> Callable[..., Any]:
-    """An op that is `reference`, or the function of that name in the Triton `module`, by its
-    first tensor; `reference` too, with one warning, where a launch does not fit the device."""
+    """Return an op that calls `reference`, or the function of the same name in the Triton `module`,
+    by the device of its first tensor. If a launch does not fit the device, the op logs one warning
+    and calls `reference`."""
 
     @functools.wraps(reference)
     def op(*arguments: Any, **options: Any) -> Any:

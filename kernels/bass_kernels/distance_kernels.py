@@ -1,22 +1,21 @@
-"""Triton: a student's laws beside a target's, and the gradient of what is between them; defined in
-law_distances.py. Logits stay in their dtype: a program reads a guess's row and its target's twice,
-and the gradient is written over the guess's. Loads ask for whole rows: of a width that is a
-multiple of 16 they are wide ones, whatever the number of ids that count.
-"""
+"""Triton: divergence and overlap of a student's distributions and a target's, and their gradient;
+definition: divergence.py. Logits stay in their dtype. A program reads a student's row and its
+target's row twice, and the gradient overwrites the student's logits. Loads cover whole rows, so
+they are vectorised if the row's width is a multiple of 16, for any `vocab`."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .law_distances import Distances
+from .divergence import Distances
 
 _BLOCK = 4096
-_FAR = tl.constexpr(-30000.0)  # below every logit, and a float16
+_FAR = tl.constexpr(-30000.0)  # below every logit, and finite in float16
 
 
 def distances(own: Tensor, due: Tensor, of: Tensor, tokens: Tensor, vocab: int) -> Distances:
-    """As law_distances.distances."""
+    """Do divergence.distances."""
     found = torch.empty(6, len(own), dtype=torch.float32, device=own.device)
     assert own.stride(1) == due.stride(1) == 1
     assert own.shape[1] == due.shape[1]
@@ -31,7 +30,7 @@ def distances(own: Tensor, due: Tensor, of: Tensor, tokens: Tensor, vocab: int) 
 def distance_gradient(
     own: Tensor, due: Tensor, of: Tensor, found: Distances, slopes: Tensor, vocab: int
 ) -> None:
-    """As law_distances.distance_gradient."""
+    """Do divergence.distance_gradient."""
     slopes = slopes.contiguous()
     if len(own):
         _differ[(len(own), triton.cdiv(own.shape[1], _block(vocab)))](
@@ -53,8 +52,9 @@ def _compare(
     own_ptr += guess.to(tl.int64) * own_stride
     due_ptr += tl.load(of_ptr + guess).to(tl.int64) * due_stride
     lane = tl.arange(0, BLOCK)
-    # of every lane: the highest logit so far, the mass beside it, and what p says of p's and q's
-    # logits; the highest is finite from the first block on, whose lanes are ids that count or none
+    # For each lane: the highest logit so far, the mass relative to it, and the sum of p (log p -
+    # log q). The highest logit is finite from the first block on, because each lane of it holds a
+    # valid id or _FAR.
     own_top, due_top = tl.full([BLOCK], -1e30, tl.float32), tl.full([BLOCK], -1e30, tl.float32)
     own_mass, due_mass = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     apart = tl.zeros([BLOCK], tl.float32)

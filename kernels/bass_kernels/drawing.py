@@ -1,9 +1,9 @@
-"""Triton: tokens from processed laws straight from logits: the draft's side of maximal coupling,
-and the search for the best noisy token that the target's side (rejection.py) shares. Definition:
-acceptance.py.
+"""Triton: sample tokens from processed distributions, straight from logits. This is the draft's
+side of maximal coupling, and the search for the best noisy token that the target's side
+(rejection.py) shares. Definition: acceptance.py.
 
-No law is written down: truncation.py finds each row's edges, and p(x), q(x) and max(w p - q, 0) are
-computed from logits and edges where they are needed.
+No distribution is written to memory. truncation.py finds each row's edges; p(x), q(x) and max(w p -
+q, 0) are computed from logits and edges where they are needed.
 """
 
 import torch
@@ -15,10 +15,19 @@ from .launch import counters
 from .noise import DRAFT
 from .sampling import Distribution
 from .truncation import BLOCK, CHUNK, FIELDS, edges
-from .vocabulary import address, best_found, better, gumbel, lawful, nobody, probability, read
+from .vocabulary import (
+    address,
+    best_found,
+    better,
+    gumbel,
+    load_edges,
+    no_candidate,
+    probability,
+    read,
+)
 
 _DRAFT = tl.constexpr(DRAFT)
-FOUND_FIELDS = 4  # of a chunk: best score and its token, by the law in question and by the target's
+FOUND_FIELDS = 4  # for each chunk: best score and token by max(w p - q, 0), then by the target's p
 
 
 def draft_sample(
@@ -30,29 +39,29 @@ def draft_sample(
     positions: Tensor,
     origins: Tensor,
 ) -> tuple[Tensor, Distribution]:
-    """As acceptance.draft_sample, without asking the host anything; the law is logits with their
-    edges."""
+    """Do acceptance.draft_sample without synchronising with the host. The returned distribution is
+    the logits with their edges."""
     logits = logits.contiguous()
-    law = Distribution(logits, edges(logits, temperature, top_k, top_p))
-    return draw(law, keys, positions, origins), law
+    dist = Distribution(logits, edges(logits, temperature, top_k, top_p))
+    return draw(dist, keys, positions, origins), dist
 
 
-def draw(law: Distribution, keys: Tensor, positions: Tensor, origins: Tensor) -> Tensor:
-    """One token [N] int64 from each law (logits [N, V] with edges), by noise of the DRAFT
-    stream."""
-    rows, vocab = law.values.shape
+def draw(dist: Distribution, keys: Tensor, positions: Tensor, origins: Tensor) -> Tensor:
+    """Sample one token [N] int64 from each distribution (logits [N, V] with edges), with noise of
+    the DRAFT stream."""
+    rows, vocab = dist.values.shape
     chunks = triton.cdiv(vocab, CHUNK)
-    tokens = torch.empty(rows, dtype=torch.int64, device=law.values.device)
-    found = torch.empty(rows, chunks, FOUND_FIELDS, dtype=torch.float32, device=law.values.device)
+    tokens = torch.empty(rows, dtype=torch.int64, device=dist.values.device)
+    found = torch.empty(rows, chunks, FOUND_FIELDS, dtype=torch.float32, device=dist.values.device)
     _draw[(rows, chunks)](
-        law.values,
-        law.edges,
+        dist.values,
+        dist.edges,
         keys.contiguous(),
         positions.contiguous(),
         origins.contiguous(),
         found,
         tokens,
-        counters(law.values.device, rows),
+        counters(dist.values.device, rows),
         vocab,
         chunks,
         **shape_of(chunks),
@@ -61,7 +70,7 @@ def draw(law: Distribution, keys: Tensor, positions: Tensor, origins: Tensor) ->
 
 
 def shape_of(chunks: int) -> dict[str, int]:
-    """What all draws from laws with edges are launched with."""
+    """Return the launch options shared by all kernels that sample from distributions with edges."""
     return {
         "CHUNK": CHUNK,
         "CHUNKS": triton.next_power_of_2(chunks),
@@ -95,22 +104,24 @@ def best(
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The best noisy token of start to end by max(w p - q, 0) and by p. p: the law of row `at`;
-    q: that of row `q_at` with q_vocab tokens, or with POINT all of `proposed` (-1: none); w: the
-    weight, at most 1."""
-    divisor, threshold, peak, mass, only = lawful(edges_ptr, at, True, FIELDS)
+    """Find the best noisy token of start to end by max(w p - q, 0), and by p.
+
+    p is the distribution of row `at`. q is that of row `q_at` with q_vocab tokens, or with POINT a
+    point mass on `proposed` (-1: none). w is `weight`, at most 1.
+    """
+    divisor, threshold, peak, mass, only = load_edges(edges_ptr, at, True, FIELDS)
     if POINT == 0:
-        q_divisor, q_threshold, q_peak, q_mass, q_only = lawful(
+        q_divisor, q_threshold, q_peak, q_mass, q_only = load_edges(
             q_edges_ptr, q_at, q_vocab > 0, FIELDS
         )
-    score, token, _value = nobody()
-    own_score, own_token, _own = nobody()
+    score, token, _value = no_candidate()
+    own_score, own_token, _own = no_candidate()
     for first in range(start, end, BLOCK):
         tokens, _scaled, raw = read(logits_ptr, at, first, vocab, divisor, BLOCK)
         p = probability(raw, tokens, divisor, threshold, peak, mass, only)
         most = tl.max(p, 0)
         if most > 0:
-            if tl.log(most) + 23.0 > score:  # no noise is larger
+            if tl.log(most) + 23.0 > score:  # 23 bounds the noise
                 if POINT:
                     rest = tl.where(tokens == proposed, 0.0, p)
                 else:
@@ -131,7 +142,7 @@ def best(
 
 @triton.jit
 def note(at, score, token, own_score, own_token):
-    """Leave what `best` has found in a chunk for `best_noted`."""
+    """Store a chunk's result of `best` for `best_noted`."""
     tl.store(at, score)
     tl.store(at + 1, token.to(tl.float32))
     tl.store(at + 2, own_score)
@@ -141,8 +152,9 @@ def note(at, score, token, own_score, own_token):
 
 @triton.jit
 def best_noted(at, chunks, vocab, CHUNKS: tl.constexpr, FOUND: tl.constexpr):
-    """The token of a row: the best of the chunks' own, or by the target's law where the other
-    has no mass; one of the vocabulary even where that is NaN."""
+    """Return the token of a row: the best of its chunks, or the best by the target's distribution
+    if max(w p - q, 0) has no mass. The token is within the vocabulary even if the scores are NaN.
+    """
     index = tl.arange(0, CHUNKS)
     here, inside = at + index * FOUND, index < chunks
     score, token = best_found(here, inside)

@@ -1,5 +1,5 @@
-"""Triton: weights fetched into a GPU's second-level cache by the kernel before their product, whose
-programs leave the memory idle as they end."""
+"""Triton: prefetch weights into the GPU's L2 cache. The kernel before a product issues the
+prefetch, because its programs leave the memory idle as they end."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from torch import Tensor
 
 from .launch import card
 
-MOST_TOKENS = 64  # of a pass: beyond, products are bound by operations
-# Of a weight, most bytes. One H200, 8B, 64 tokens, us of a pass: none 5,229, 16 MiB 5,222, 32 MiB
-# 5,207; with contexts of some 4,000 6,404, 6,371, 6,345.
+MOST_TOKENS = 64  # in a pass; with more tokens products are compute-bound
+# Maximum bytes of a weight to prefetch. One H200, 8B model, 64 tokens, us a pass: none 5,229, 16
+# MiB 5,222, 32 MiB 5,207. With contexts of some 4,000 tokens: 6,404, 6,371, 6,345.
 _MOST = 32 << 20
-_PIECE = tl.constexpr(2048)  # bytes that a thread asks for at once
+_PIECE = tl.constexpr(2048)  # bytes a thread prefetches with one instruction
 _LANES = tl.constexpr(128)
 
 
 def fetches(device: torch.device) -> bool:
-    """Whether a device has the instruction for it."""
+    """Return whether a device has the bulk prefetch instruction."""
     return device.type == "cuda" and card(device).capability >= (9, 0)
 
 
 def pieces_of(weight: Tensor | None, tokens: int) -> int:
-    """How many pieces of a weight a kernel over so many tokens fetches for what comes behind it: 0
-    where that is not done, or not possible."""
+    """Return how many blocks of _PIECE bytes of a weight to prefetch in a pass over so many tokens;
+    0 if prefetching does not pay or is not possible."""
     if weight is None or tokens > MOST_TOKENS or not fetches(weight.device):
         return 0
     if weight.data_ptr() % 16:
@@ -35,7 +35,7 @@ def pieces_of(weight: Tensor | None, tokens: int) -> int:
 
 @triton.jit
 def fetch(weight_ptr, pieces, program, programs):
-    """Ask for this program's share of the first pieces of a weight, and do not wait."""
+    """Prefetch this program's share of the first `pieces` blocks of a weight, without waiting."""
     share = tl.cdiv(pieces, programs)
     for first in range(0, share, _LANES):
         lane = first + tl.arange(0, _LANES)

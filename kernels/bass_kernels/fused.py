@@ -1,5 +1,5 @@
-"""Linear maps with what stands around them in a transformer block: the library's products and
-the other ops, or one launch of skinny.py or gated.py where that is faster."""
+"""Linear maps of a transformer block together with the ops around them: the library's products and
+separate ops, or one launch of skinny.py or gated.py where that is faster."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def project(
     eps: float,
     kind: str,
 ) -> Tensor:
-    """Norm of the residual stream [B, W, K], the product to queries, keys and values, and
-    `rope_write`: q [B, W, H, D]."""
+    """Normalise the residual stream [B, W, N], multiply it by the query, key and value weights, and
+    do `rope_write`. Returns q [B, W, H, D]."""
     return _rope_write(
         linear(_norm(None, residual, *norm, eps=eps, kind=kind)[0], *qkv),
         angles,
@@ -51,7 +51,7 @@ def norm_up(
     activation: str,
     gated: bool,
 ) -> Tensor:
-    """Norm of the residual stream [..., K], the product with `up` and its activation: [...,
+    """Normalise the residual stream [..., N], multiply it by `up` and apply the activation: [...,
     inner]."""
     normed, (weight, bias) = _norm(None, residual, *norm, eps=eps, kind=kind)[0], up
     if gated and bias is None and dispatch.kind_for(residual) == "triton":
@@ -63,7 +63,7 @@ def norm_up(
 
 
 def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-    """residual + x W^T + bias: [..., N]; may be written in place of the residual."""
+    """Return residual + x W^T + bias, [..., N]. The residual may be overwritten."""
     if dispatch.kind_for(x) == "reference":
         return residual + linear(x, weight, bias)
     from . import skinny

@@ -1,4 +1,5 @@
-"""What the Triton kernels' launches need beside their arguments."""
+"""Launch support for the Triton kernels: counters, programmatic dependent launch, and device
+limits."""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ _COUNTERS: dict[torch.device, list[Tensor]] = {}
 
 
 def counters(device: torch.device, count: int) -> Tensor:
-    """At least `count` zeros that every launch leaves zero. Those given before are not freed
-    when more are needed: captured graphs remember where they are. There are twice as many each
-    time, so all together take less than twice the last."""
+    """Return at least `count` int32 zeros that every launch resets to zero. Earlier tensors are not
+    freed when more are needed, because captured graphs hold their addresses. Each is at least twice
+    as large as the one before, so all together take less than twice the last."""
     held = _COUNTERS.setdefault(device, [])
     if not held or len(held[-1]) < count:
         size = max(65536, count, 2 * len(held[-1]) if held else 0)
@@ -28,25 +29,27 @@ def counters(device: torch.device, count: int) -> Tensor:
 
 
 def overlap(early: bool, device: torch.device) -> dict[str, Any]:
-    """Launch options; with `early` a kernel may begin before the one ahead of it is done, where the
-    device can do that (programmatic dependent launch): it must call `after` before it reads what
-    others wrote, or writes anything.
+    """Return the launch options of programmatic dependent launch.
 
-    A chain of such launches begins with one that calls `begin_chain` instead. Then what was
-    written before the chain may be read by any later kernel of it even before `after`: a kernel
-    may begin once every program of the one ahead has let it, so none does before every program
-    of the first had waited until all that was launched before was done and its writes could be
-    seen. But a processor's own cache may still hold what stood there earlier: it must be read
-    past that cache (cache_modifier=".cg"). Nothing but such kernels may be launched within a
-    chain."""
+    With `early`, and on a device that supports it, a kernel may begin before the kernel ahead of it
+    has finished. It must call `after` before it reads what other kernels wrote, and before it
+    writes anything.
+
+    A chain of such launches begins with a kernel that calls `begin_chain` instead. Then any later
+    kernel of the chain may read what was written before the chain even before `after`. The reason:
+    a kernel begins only when every program of the one ahead has let it, so it begins after every
+    program of the first kernel has waited for all earlier launches and their writes. A processor's
+    L1 cache may still hold stale values, so such reads must bypass it (cache_modifier=".cg"). Only
+    such kernels may be launched within a chain.
+    """
     return (
         {"EARLY": True, "launch_pdl": True} if early and _can_overlap(device) else {"EARLY": False}
     )
 
 
 def leading(device: torch.device) -> dict[str, bool]:
-    """Launch options of a kernel that itself begins when all before it is done, but lets the next
-    one begin early (`let_next`)."""
+    """Return the launch options of a kernel that waits for all earlier work as usual, but lets the
+    next kernel begin early (`let_next`)."""
     return {"LEADS": _can_overlap(device)}
 
 
@@ -58,7 +61,7 @@ def _can_overlap(device: torch.device) -> bool:
 
 @triton.jit
 def after(EARLY: tl.constexpr):
-    """Let the next kernel begin, and wait for the one before."""
+    """Let the next kernel begin, then wait for the one before."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -66,45 +69,45 @@ def after(EARLY: tl.constexpr):
 
 @triton.jit
 def let_next(LEADS: tl.constexpr):
-    """Let the next kernel begin, if it was launched to begin early; it waits by itself until this
-    one is done."""
+    """Let the next kernel begin, if it was launched with `overlap`. That kernel waits for this one
+    itself."""
     if LEADS:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
 def begin_chain(EARLY: tl.constexpr):
-    """The same for the kernel that begins a chain, the other way round: wait, and only then let
-    the next one begin."""
+    """Begin a chain (see `overlap`): wait for the kernel before, and only then let the next one
+    begin."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
 
 class Card(NamedTuple):
-    """What a launch must fit: compute capability, and bytes of shared memory that one program
-    may take."""
+    """Limits of a launch: compute capability, and bytes of shared memory that a program may use."""
 
     capability: tuple[int, int]
     shared: int
 
     @property
     def reads_shared(self) -> bool:
-        """Whether products of matrices read both of them from shared memory, of Hopper and
-        data-centre Blackwell: what they read cannot be overwritten meanwhile, so pipelines take
-        one buffer more."""
+        """Whether matrix products read both operands from shared memory, as on Hopper and
+        data-centre Blackwell. These buffers cannot be overwritten meanwhile, so pipelines need one
+        buffer more."""
         return self.capability[0] in (9, 10)
 
 
 HOPPER = Card((9, 0), 227 * 1024)
 SPARE = 2048
-"""Bytes that a program takes beyond its buffers, at most: what its reductions exchange."""
+"""Upper bound of the shared memory in bytes that a program uses beside its buffers, for reductions.
+"""
 
 
 @functools.cache
 def card(device: torch.device) -> Card:
-    """What this device offers; for the interpreter a Hopper GPU, on which everything was
-    measured."""
+    """Return the limits of this device. For the interpreter they are those of a Hopper GPU, on
+    which everything was measured."""
     if device.type != "cuda":
         return HOPPER
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -113,7 +116,7 @@ def card(device: torch.device) -> Card:
 
 
 def fitting(options: Iterable[Option], needs: Callable[[Option], int], shared: int) -> Option:
-    """The first option that needs no more than so many bytes of shared memory; Triton's
+    """Return the first option that needs at most `shared` bytes of shared memory. Raises Triton's
     OutOfResources if there is none."""
     least = None
     for option in options:
@@ -126,8 +129,8 @@ def fitting(options: Iterable[Option], needs: Callable[[Option], int], shared: i
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """Streaming multiprocessors of a CUDA device; 1 for the interpreter, where every program
-    costs."""
+    """Return the number of streaming multiprocessors of a CUDA device; 1 for the interpreter, where
+    every program costs time."""
     return (
         torch.cuda.get_device_properties(device).multi_processor_count
         if device.type == "cuda"

@@ -1,8 +1,7 @@
-"""Linear maps: x W^T + b, with weights laid out once for the device where that pays.
+"""Linear maps x W^T + b, with weights packed once for the device where that pays.
 
-On a CPU in float32, oneDNN's packed layout reads a weight matrix two to three times as fast as
-the plain layout when x has few rows, which is what decoding is made of. Elsewhere weights stay
-as they are.
+On a CPU in float32, oneDNN's packed layout reads a weight matrix two to three times as fast as the
+plain layout if x has few rows, as in decoding. Elsewhere weights stay as they are.
 """
 
 import functools
@@ -12,14 +11,14 @@ from torch import Tensor
 
 from .dispatch import kind_for
 
-# Numbers of a weight from which its packed product is the faster one: it takes some 45 us before
-# it begins, in which a plain one reads a weight of this size from a processor's own cache.
+# Elements of a weight from which its packed product is faster. The packed product takes some 45 us
+# to start, in which a plain one reads a weight of this size from a processor's own cache.
 _PACKED = 1 << 16
 
 
 def pack(weight: Tensor) -> Tensor:
-    """The weight [N, K] in the layout that `linear` reads fastest on its device: opaque, or the
-    same tensor."""
+    """Return the weight [N, K] in the layout that `linear` reads fastest on its device: an opaque
+    packed tensor, or the same tensor."""
     here = (
         weight.numel() >= _PACKED
         and weight.device.type == "cpu"
@@ -32,7 +31,8 @@ def pack(weight: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [..., K] times a weight [N, K] that may be packed, plus bias [N]: [..., N] in x's dtype."""
+    """Multiply x [..., K] by a weight [N, K], which may be packed, and add bias [N]: [..., N] in
+    x's dtype."""
     if weight.layout is torch.strided:
         return torch.nn.functional.linear(x, weight, bias)
     flat = x.reshape(-1, x.shape[-1])
@@ -42,7 +42,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @functools.cache
 def _packing_works() -> bool:
-    """Whether this build of torch has the packed product, and it gives what the plain one gives."""
+    """Return whether this build of torch has the packed product and it gives the plain product's
+    result."""
     weight, x = torch.arange(12.0).view(4, 3), torch.arange(6.0).view(2, 3)
     try:
         packed = torch.ops.mkldnn._reorder_linear_weight(weight)

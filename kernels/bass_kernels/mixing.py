@@ -1,9 +1,9 @@
-"""Triton: attention for a few new tokens a row, with what precedes it: norms of queries and keys,
-rope, the cache write.
+"""Triton: attention for a few new tokens a row, fused with what precedes it: norms of queries and
+keys, rope, and the cache write.
 
-The keys a row had before are cut into splits. The last split also takes the new ones, from where
-the product left them, and writes them into the cache. The last to finish merges all. Definition:
-reference.rope_write, then reference.attention.
+The keys in the cache are cut into splits (split-K flash decoding). The last split also takes the
+new keys from the product's output and writes them to the cache. The last program to finish merges
+all splits. Definition: reference.rope_write, then reference.attention.
 """
 
 import torch
@@ -17,7 +17,7 @@ from .pointwise import finite
 from .segments import Segments
 from .softmax import fold, merge_splits
 
-_NEW = 16  # the most new tokens of a row
+_NEW = 16  # maximum number of new tokens a row
 
 
 def mix(
@@ -36,11 +36,11 @@ def mix(
     keys: int | None = None,
     early: bool = False,
 ) -> Tensor:
-    """Attention's output [B W, H D] for qkv [B W, (H + 2K) D] as a product leaves it and angles [2,
-    B W, half] of rope. segments.positions [B, W], contiguous, must rise by one from place to place,
-    or repeat where the same token is fed again, and not lie before the row's own slot 0. splits of
-    a row's keys, and keys at a time: for tests.
-    """
+    """Compute attention [B W, H D] from qkv [B W, (H + 2K) D] and rope's angles [2, B W, half].
+
+    segments.positions [B, W] must be contiguous and not before the row's private slot 0. Along a
+    row they rise by one, or repeat if a token is fed again. `splits` of a row's keys and `keys` a
+    step: for tests."""
     rows, wide = segments.positions.shape
     kv_heads, _, size = own[0].shape
     units = rows * kv_heads
@@ -51,7 +51,7 @@ def mix(
     tiling = {"BLOCK_Q": block_q, "BLOCK_D": block_d, "KEYS": keys, "SPLITS": splits}
     out = qkv.new_empty(rows * wide, heads * size)
     assert wide <= _NEW
-    assert segments.positions.is_contiguous()  # a copy would be written by the launch right ahead
+    assert segments.positions.is_contiguous()  # a copy's launch would not be waited for
     _mix[(units, splits)](
         qkv,
         angles,
@@ -85,8 +85,8 @@ def mix(
 def _scratch(
     out: Tensor, units: int, splits: int, block_q: int, block_d: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Where the splits of a row and head leave their sums, then peaks and masses, and how many
-    have come."""
+    """Return buffers for the splits of a row and head: sums, then peaks and masses, then arrival
+    counters."""
     if splits == 1:
         return out, out, out
     lines = units * splits * block_q
@@ -96,7 +96,7 @@ def _scratch(
 
 
 def fits(like: Tensor, lines: int, size: int) -> bool:
-    """Whether a device can do this at all (see `loads`)."""
+    """Return whether the device can run this kernel (see `loads`)."""
     try:
         return bool(loads(like, lines, size))
     except OutOfResources:
@@ -108,8 +108,8 @@ def _block(count: int) -> int:
 
 
 def loads(like: Tensor, lines: int, size: int) -> tuple[int, int]:
-    """How many keys at a time, in how many stages, for so many lines of queries of heads of this
-    size: 64 in 3, or what fits; Triton's OutOfResources if nothing does."""
+    """Return (keys a step, pipeline stages) for `lines` queries of heads of this size: 64 in 3
+    stages, or the largest that fits. Raises Triton's OutOfResources if nothing fits."""
     lines, size = _block(lines), _block(size)
 
     def needs(option: tuple[int, int]) -> int:
@@ -126,7 +126,7 @@ def loads(like: Tensor, lines: int, size: int) -> tuple[int, int]:
 
 
 @triton.jit
-def _turned(
+def _rotated(
     qkv_ptr,
     token,
     head,
@@ -141,22 +141,22 @@ def _turned(
     NORMS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """[lines, BLOCK_D]: the heads [lines] of tokens [lines] after norm (optional) and rope, in
-    the model's dtype."""
+    """Load heads [lines] of tokens [lines], apply norm (optional) and rope: [lines, BLOCK_D] in the
+    model's dtype."""
     d = tl.arange(0, BLOCK_D)
     source = qkv_ptr + token[:, None] * LINES + head[:, None] * D
-    turned = d < 2 * HALF
+    rotated = d < 2 * HALF
     partner, place = tl.where(d < HALF, d + HALF, d - HALF), tl.where(d < HALF, d, d - HALF)
     raw = tl.load(source + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0)
-    other = tl.load(source + partner[None, :], mask=inside[:, None] & turned[None, :], other=0.0)
+    other = tl.load(source + partner[None, :], mask=inside[:, None] & rotated[None, :], other=0.0)
     value, far = raw.to(tl.float32), other.to(tl.float32)
     if NORMS:
         scale = tl.rsqrt(tl.sum(value * value, 1) / D + eps)[:, None]
         value *= scale * tl.load(norm_ptr + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
-        far *= scale * tl.load(norm_ptr + partner, mask=turned, other=0.0).to(tl.float32)[None, :]
+        far *= scale * tl.load(norm_ptr + partner, mask=rotated, other=0.0).to(tl.float32)[None, :]
         value, far = value.to(raw.dtype).to(tl.float32), far.to(raw.dtype).to(tl.float32)
     angle = angle_ptr + token[:, None] * HALF + place[None, :]
-    mask = inside[:, None] & turned[None, :]
+    mask = inside[:, None] & rotated[None, :]
     cos = tl.load(angle, mask=mask, other=1.0)
     sin = tl.load(angle + tokens * HALF, mask=mask, other=0.0)
     return (value * cos + tl.where(d < HALF, -far, far) * sin).to(raw.dtype)
@@ -209,13 +209,13 @@ def _mix(
     line, d = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_D)
     inside = line // group < wide
     token, head = row * wide + line // group, kv * group + line % group
-    # Written before the chain of launches that this is in, so that they may be read before the
-    # one ahead is done.
+    # These were written before this chain of launches began, so they may be read before the kernel
+    # ahead is done (launch.overlap).
     base = tl.load(base_ptr + row, cache_modifier=".cg").to(tl.int32)
     start = tl.load(start_ptr + row, cache_modifier=".cg")
     own = tl.load(own_ptr + row, cache_modifier=".cg")
     old = tl.load(position_ptr + row * wide, cache_modifier=".cg")
-    old = old.to(tl.int32)  # keys before it are in the cache
+    old = old.to(tl.int32)  # keys at earlier positions are in the cache
     position = tl.load(position_ptr + token, mask=inside, other=-1, cache_modifier=".cg")
     position = position.to(tl.int32)
     least = 0
@@ -229,7 +229,7 @@ def _mix(
     prompt_key_ptr += kv_head * prompt_head + start * prompt_step
     prompt_value_ptr += kv_head * prompt_head + start * prompt_step
     after(EARLY)
-    q = _turned(
+    q = _rotated(
         qkv_ptr,
         token,
         head,
@@ -266,7 +266,7 @@ def _mix(
         following = tl.load(here + 1, mask=step + 1 < wide, other=-1).to(tl.int32)
         mask = (step < wide)[:, None] & (d < D)[None, :]
         place = (new - base)[:, None] * key_step + d[None, :]
-        keys = _turned(
+        keys = _rotated(
             qkv_ptr,
             row * wide + step,
             step * 0 + H + kv,
@@ -283,11 +283,11 @@ def _mix(
         )
         source = qkv_ptr + (row * wide + step)[:, None] * lines + (H + K + kv) * D
         values = tl.load(source + d[None, :], mask=mask, other=0.0)
-        keys = (keys + (keys * 0 + values * 0)).to(values.dtype)  # reference.rope_write says why
+        keys = (keys + (keys * 0 + values * 0)).to(values.dtype)  # see reference.rope_write
         values = finite(values)
         tl.store(key_ptr + place, keys, mask=mask)
         tl.store(value_ptr + place, values, mask=mask)
-        # A token that is fed twice, for want of others, counts once.
+        # A repeated token, which fills a place, counts once.
         seen = (
             (new != following)[None, :]
             & (new[None, :] <= position[:, None])

@@ -1,18 +1,19 @@
-"""Counter-based noise: the same numbers for the same counters on every device, whatever the batch
-looks like.
+"""Counter-based random numbers: the same numbers for the same counters on every device and in every
+batch.
 
-Philox4x32-10 (Salmon et al., SC 2011). A row has a 64-bit key; a number is addressed by (token,
-position, origin, stream): word `token % 4` of the block with counter (token // 4, position,
-origin, stream). Different streams and origins are independent. Integers are exact; the two
-logarithms of `gumbel` may differ in the last place by device.
+The generator is Philox4x32-10 (Salmon et al., SC 2011). A row has a 64-bit key. A number is
+addressed by (token, position, origin, stream): word `token % 4` of the block with counter (token //
+4, position, origin, stream). Different streams and origins are independent. Integers are exact; the
+two logarithms of `gumbel` may differ in the last bit by device.
 """
 
 import torch
 from torch import Tensor
 
 SHARED, DRAFT, TEST, RESIDUAL, BONUS = range(5)
-"""The streams: shared coupling; under maximal coupling the draft's draws, the acceptance test, the
-residual draw and the bonus draw. No two purposes may ever share one."""
+"""The streams. SHARED: shared coupling. Under maximal coupling, DRAFT: the draft's tokens; TEST:
+the acceptance test; RESIDUAL: recovered tokens; BONUS: bonus tokens. No stream may have two
+purposes."""
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -22,16 +23,16 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 def philox(
     counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, ...]:
-    """Philox4x32-10: four words of 32 random bits for each counter; all tensors int64 holding
-    unsigned 32-bit values, of shapes that broadcast together."""
+    """Philox4x32-10: return four words of 32 random bits for each counter. All tensors are int64
+    with unsigned 32-bit values; their shapes broadcast together."""
     c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
-    turns = torch.arange(10, device=key[0].device)
+    rounds = torch.arange(10, device=key[0].device)
     keys = (
-        (word[..., None] + weyl * turns).unbind(-1) for word, weyl in zip(key, _WEYL, strict=True)
+        (word[..., None] + weyl * rounds).unbind(-1) for word, weyl in zip(key, _WEYL, strict=True)
     )
     for k0, k1 in zip(*keys, strict=True):
-        # The product of two 32-bit words wraps modulo 2^64 in int64; both halves come out right
-        # after masking. c1, c3 and the keys are only added bit by bit to what is masked.
+        # The int64 product of two 32-bit words wraps modulo 2^64; both halves are right after
+        # masking. c1, c3 and the keys are only XORed into values that are masked.
         p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0 = (p1 >> 32).bitwise_xor_(c1).bitwise_xor_(k0).bitwise_and_(_MASK)
         c2 = (p0 >> 32).bitwise_xor_(c3).bitwise_xor_(k1).bitwise_and_(_MASK)
@@ -47,8 +48,13 @@ def bits(
     stream: Tensor | int,
     origin: Tensor | int = 0,
 ) -> Tensor:
-    """32 random bits in int64 for each entry. keys [N, 2], positions, stream and origin [N]
-    belong to the N entries of tokens [N]; all int64."""
+    """Return 32 random bits in an int64 for each of N entries.
+
+    Args:
+        keys: [N, 2] int64.
+        positions, tokens: [N] int64.
+        stream, origin: [N] int64, or one number for all.
+    """
     zero = torch.zeros_like(tokens)
     words = philox(
         (tokens >> 2, positions & _MASK, zero + origin, zero + stream), (keys[:, 0], keys[:, 1])
@@ -64,8 +70,8 @@ def bits(
 def bits_all(
     keys: Tensor, positions: Tensor, vocab: int, *, stream: int, origin: Tensor | int = 0
 ) -> Tensor:
-    """32 random bits for every token of every row, [N, vocab] int64: `bits` at a quarter of its
-    work."""
+    """Return 32 random bits for every token of every row, [N, vocab] int64: as `bits`, at a quarter
+    of the work."""
     blocks = torch.arange((vocab + 3) // 4, device=keys.device)
     zero = torch.zeros_like(positions)[:, None]
     start = origin[:, None] if isinstance(origin, Tensor) else zero + origin
@@ -77,15 +83,15 @@ def bits_all(
 
 
 def uniform(random: Tensor) -> Tensor:
-    """32 random bits (int64) to float32 in [0, 1), on a grid of 2^-24."""
+    """Map 32 random bits (int64) to float32 in [0, 1), on a grid of 2^-24."""
     return (random >> 8).float() * 2.0**-24
 
 
 def gumbel(random: Tensor) -> Tensor:
-    """32 random bits (int64) to standard Gumbel noise, float32, always finite.
+    """Map 32 random bits (int64) to standard Gumbel noise, float32, always finite.
 
-    -log(-log1p(-v)) with v = (bits + 1/2) / 2^32 keeps full precision where it matters: large
-    values come from small v.
+    -log(-log1p(-v)) with v = (bits + 1/2) / 2^32 keeps full precision for large values, which come
+    from small v.
     """
     v = ((random.float() + 0.5) * 2.0**-32).clamp(max=1.0 - 2.0**-24)
     return -torch.log(-torch.log1p(-v))

@@ -1,4 +1,4 @@
-"""Triton: residual + norm, rope with the write into the cache, gated activation. Definitions:
+"""Triton: embedding, residual + norm, gated activation, and rope with the cache write. Definitions:
 reference.py."""
 
 import torch
@@ -12,7 +12,7 @@ KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 
 
 def embed(tokens: Tensor, weight: Tensor, *, scale: float = 1.0) -> Tensor:
-    """As reference.embed."""
+    """Do reference.embed."""
     size = weight.shape[1]
     out = weight.new_empty(*tokens.shape, size)
     rounded = torch.tensor(scale, dtype=weight.dtype).item()
@@ -52,7 +52,7 @@ def norm(
     eps: float,
     kind: str,
 ) -> tuple[Tensor, Tensor]:
-    """As reference.norm; one program a row."""
+    """Do reference.norm, one program a row."""
     residual = residual.contiguous()
     size = residual.shape[-1]
     normed = torch.empty_like(residual)
@@ -110,7 +110,7 @@ def _norm(
 
 
 def activation(x: Tensor, kind: str, *, gated: bool) -> Tensor:
-    """As reference.activation."""
+    """Do reference.activation."""
     x = x.contiguous()
     size = x.shape[-1] // 2 if gated else x.shape[-1]
     out = x.new_empty(*x.shape[:-1], size)
@@ -123,7 +123,7 @@ def activation(x: Tensor, kind: str, *, gated: bool) -> Tensor:
 
 @triton.jit
 def activate(value, KIND: tl.constexpr):
-    """The activation of KINDS of float32 values."""
+    """Apply the activation KIND (a value of KINDS) to float32 values."""
     if KIND == 0:
         value = value * tl.sigmoid(value)
     elif KIND == 1:
@@ -151,7 +151,7 @@ def _activation(x_ptr, out_ptr, size, KIND: tl.constexpr, GATED: tl.constexpr, B
 
 
 def angles(positions: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
-    """As reference.angles; one program a position."""
+    """Do reference.angles, one program a position."""
     half = len(inverse)
     cos, sin = (inverse.new_empty(*positions.shape, half) for _ in range(2))
     _angles[(positions.numel(),)](
@@ -171,9 +171,9 @@ def _angles(position_ptr, inverse_ptr, cos_ptr, sin_ptr, HALF: tl.constexpr, BLO
     one, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = at < HALF
     position = tl.load(position_ptr + one).to(tl.float32)
-    turns = position * tl.load(inverse_ptr + at, mask=inside, other=0.0)
-    tl.store(cos_ptr + one * HALF + at, tl.cos(turns), mask=inside)
-    tl.store(sin_ptr + one * HALF + at, tl.sin(turns), mask=inside)
+    radians = position * tl.load(inverse_ptr + at, mask=inside, other=0.0)
+    tl.store(cos_ptr + one * HALF + at, tl.cos(radians), mask=inside)
+    tl.store(sin_ptr + one * HALF + at, tl.sin(radians), mask=inside)
 
 
 def rope_write(
@@ -186,7 +186,7 @@ def rope_write(
     norms: tuple[Tensor, Tensor] | None,
     eps: float,
 ) -> Tensor:
-    """As reference.rope_write; one program a token and head."""
+    """Do reference.rope_write, one program a token and head."""
     keys, values = own
     kv_heads, _, size = keys.shape
     rows, width = slots.shape
@@ -225,7 +225,7 @@ def rope_write(
 
 @triton.jit
 def finite(values):
-    """The values with 0 for what is not finite."""
+    """Replace values that are not finite by 0."""
     return tl.where(tl.abs(values.to(tl.float32)) < float("inf"), values, 0.0).to(values.dtype)
 
 
@@ -271,23 +271,23 @@ def _rope_write(
             value *= scale * tl.load(weights + at, mask=inside, other=0.0).to(tl.float32)
             value = value.to(raw.dtype).to(tl.float32)
         if HALF > 0:
-            turned = at < 2 * HALF
+            rotated = at < 2 * HALF
             partner = tl.where(at < HALF, at + HALF, at - HALF)
-            other = tl.load(source + partner, mask=turned, other=0.0)
+            other = tl.load(source + partner, mask=rotated, other=0.0)
             far = other.to(tl.float32)
             if NORM:
-                far *= scale * tl.load(weights + partner, mask=turned, other=0.0).to(tl.float32)
+                far *= scale * tl.load(weights + partner, mask=rotated, other=0.0).to(tl.float32)
                 far = far.to(raw.dtype).to(tl.float32)
             angle = token * HALF + tl.where(at < HALF, at, at - HALF)
-            cos = tl.load(cos_ptr + angle, mask=turned, other=1.0)
-            sin = tl.load(sin_ptr + angle, mask=turned, other=0.0)
-            value = tl.where(turned, value * cos + tl.where(at < HALF, -far, far) * sin, value)
+            cos = tl.load(cos_ptr + angle, mask=rotated, other=1.0)
+            sin = tl.load(sin_ptr + angle, mask=rotated, other=0.0)
+            value = tl.where(rotated, value * cos + tl.where(at < HALF, -far, far) * sin, value)
         stored = tl.load(source + K * D + at, mask=at < tl.where(head < H, 0, D), other=0.0).to(
             tl.float32
         )
         result = (value + (value * 0 + stored * 0)).to(
             raw.dtype
-        )  # a key is NaN where its value is stored as 0
+        )  # a key is NaN where its value is not finite and stored as 0
     else:
         result = finite(raw)
     slot = tl.load(slots_ptr + row * slot_row + place * slot_place)

@@ -1,8 +1,8 @@
-"""Triton: the products of a transformer block for a few tokens, each one launch with the norm
-before it, and the bias, activation or residual stream after it. Definition: reference.py.
+"""Triton: the products of a transformer block for a few tokens. Each is one launch, with the norm
+before it and the bias, activation or residual addition after it. Definition: reference.py.
 
-Not here: how the stream carries norms from one product to the next (residual.py), what a program
-does of a product (tiles.py), how products are dealt out (cuts.py).
+Elsewhere: how the residual stream carries norms from one product to the next (residual.py), a
+program's part of a product (tiles.py), how products are split over programs (cuts.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def project(
     cut: Cut | None = None,
     early: bool = False,
 ) -> Tensor:
-    """norm(stream) W^T + bias: [N, lines] for weight [lines, width]."""
+    """Return norm(stream) W^T + bias, [N, lines], for weight [lines, width]."""
     count, depth = stream.x.shape
     lines = len(weight)
     cut = cut or cut_for(lines, depth, weight)
@@ -58,8 +58,8 @@ def add(
     cut: Cut | None = None,
     early: bool = False,
 ) -> Stream:
-    """The stream plus x W^T, before the norm with weight `norm`: x [N, depth], weight [width,
-    depth]."""
+    """Add x W^T to the stream and prepare it for the norm with weight `norm`. x: [N, depth],
+    weight: [width, depth]."""
     count, depth = x.shape
     lines = len(weight)
     cut = cut or cut_for(lines, depth, weight, split=True)
@@ -86,8 +86,8 @@ def gate_up(
     cut: Cut | None = None,
     early: bool = False,
 ) -> Tensor:
-    """activation(norm(stream) G^T) * (norm(stream) U^T): [N, lines] for weight [2 lines, width],
-    G over U."""
+    """Return activation(norm(stream) G^T) * (norm(stream) U^T), [N, lines], for weight [2 lines,
+    width], G above U."""
     count, depth = stream.x.shape
     lines = len(weight) // 2
     cut = cut or cut_for(lines, depth, weight, pair=True)
@@ -109,7 +109,7 @@ def gate_up(
 
 
 def _pieces(cut: Cut, lines: int, out: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the splits of a tile leave their sums, and how many have come."""
+    """Return buffers for the splits of a tile: their sums and an arrival counter."""
     if cut.splits == 1:
         return out, out
     tiles = cut.tiles(lines)

@@ -1,10 +1,10 @@
-"""Ragged attention over a shared prompt and a row's own span, in Triton (reference.attention).
+"""Triton: ragged attention over a shared prompt and private keys (reference.attention), as split-K
+flash decoding. This file has shapes, launches and schedules; the kernel is in ragged_kernel.py.
 
-A row's queries that share a key/value head are stacked into one matrix, its keys cut into pieces of
-one unit of work each, so that a short row costs little. Rows that share a prompt form teams, which
-read its keys once. Everything that varies by row is read on the device, so a captured launch serves
-any lengths. A pass over much of one prompt is no ragged one: causal.py. Here: shapes, launches,
-schedules; the kernel: ragged_kernel.py.
+A row's queries of one key/value head form one matrix. Its keys are cut into splits, one program
+each, so that a short row costs little. Rows with the same prompt form shared-prefix groups ("teams"
+in code), which read its keys once. Everything that varies by row is read on the device, so a
+captured launch serves any lengths. A pass over a long part of one prompt uses causal.py.
 """
 
 from collections.abc import Iterator
@@ -22,23 +22,23 @@ from .ragged_kernel import attend
 from .segments import Group, Segments, by_row, one_after_other
 from .softmax import merge_rows
 
-_KEYS = 256  # keys that make a further piece worth its merge
-# Queries of one prompt from which they are no ragged pass: blocks of 128 of each of some 28 heads
-# then keep all processors of an H200 busy.
+_KEYS = 256  # keys from which one more split is worth its merge
+# Queries of one prompt from which causal.py is used: blocks of 128 queries of some 28 heads then
+# keep all processors of an H200 busy.
 _MANY = 640
 
 
 class Cut(NamedTuple):
-    """How many pieces the keys of a row (or of a team's prompt) are cut into: `few` at least,
-    `most` if it is long."""
+    """Number of splits of the keys of a row (or of a group's prompt): at least `few`, and `most` if
+    it is long."""
 
     few: int
     most: int
 
 
 class Tiling(NamedTuple):
-    """`members` rows in a team, 1 for no teams; `lines` a program, each one query of one head;
-    `keys` at a time, by `warps` in `stages`."""
+    """`members`: rows of a shared-prefix group, 1 for no groups. `lines`: queries of one head a
+    program. `keys`: keys a step. `warps` and `stages` of the launch."""
 
     members: int
     lines: int
@@ -48,7 +48,7 @@ class Tiling(NamedTuple):
 
     @property
     def options(self) -> dict[str, int]:
-        """Of a launch."""
+        """The launch options of this tiling."""
         return {
             "SIZE": self.members,
             "BLOCK_M": self.lines,
@@ -72,13 +72,18 @@ def attention(
     members: int | None = None,
     team_splits: int | Cut | None = None,
 ) -> Tensor:
-    """As reference.attention, by the schedule that `attention_schedule` set. Chosen by the shape
-    where None: `splits` and `team_splits`, into how many pieces the keys of a row and of a team
-    are cut; `tile`, keys at a time, warps and stages; `members`, rows in a team: a power of two
-    in `segments.teams`, 1 for no teams."""
+    """Do reference.attention with the schedule that `attention_schedule` set.
+
+    Args:
+        splits, team_splits: splits of the keys of a row and of a shared-prefix group.
+        tile: keys a step, warps and stages.
+        members: rows of a group, a power of two in `segments.teams`; 1 for no groups.
+        Each of these is chosen by shape if None.
+    """
     packed = segments.packed
     if packed is not None and _schedule(segments) != "ragged":
-        q, segments = by_row(q, segments)  # the paper's schedules have as many queries in each row
+        # the paper's schedules need equally many queries in each row
+        q, segments = by_row(q, segments)
         padded = attention(q, own, prompt, segments, scale=scale, window=window)
         return one_after_other(padded, packed)
     if _schedule(segments) == "split" and len(q) > 1:
@@ -102,28 +107,30 @@ def attention(
         tiling = Tiling(tiling.members, tiling.lines, *tile)
     if tiling.members > 1:
         team = _team_cut(triton.cdiv(rows, tiling.members) * kv_heads, q.device)
-        cut, team = Cut(1, 2), _asked_for(team_splits, team)
+        cut, team = Cut(1, 2), _or_default(team_splits, team)
     else:
         units = rows * kv_heads * triton.cdiv(lines, tiling.lines)
         cut = _cut(units, tiling.lines, q.device)
         team = Cut(0, 0)
-    cut = _asked_for(splits, cut)
+    cut = _or_default(splits, cut)
     return _launch(q, own, prompt, segments, tiling, cut, team, scale, window, then)
 
 
 def _grid(q: Tensor, segments: Segments) -> tuple[int, int]:
-    """Rows, and the most queries of one."""
+    """Return the number of rows and the maximum number of queries of a row."""
     packed = segments.packed
     return (len(q), q.shape[1]) if packed is None else (len(segments.base), packed.widest)
 
 
 def _schedule(segments: Segments) -> str:
-    """How rows run. Tiles of prompts, which have no spans of their own to be padded, are ragged."""
+    """Return the schedule. A prefill, whose rows are tiles of prompts without private keys, always
+    runs "ragged"."""
     return dispatch.schedule() if segments.extent else "ragged"
 
 
 def _one_prompt(q: Tensor, segments: Segments) -> Group | None:
-    """The prompt of which this pass computes much, and nothing else; None for other passes."""
+    """Return the prompt if this pass is a prefill of at least _MANY tokens of one prompt, else
+    None."""
     groups = segments.groups or ()
     if segments.extent or len(groups) != 1 or not causal.suits(q.dtype, q.shape[3], q.device):
         return None
@@ -131,8 +138,8 @@ def _one_prompt(q: Tensor, segments: Segments) -> Group | None:
 
 
 def _within(q: Tensor, prompt: tuple[Tensor, Tensor], group: Group, scale: float) -> Tensor:
-    """Attention [B, W, H D] of q [B, W, H, D], tiles one after the other, whose first
-    `group.queries` tokens are the last of that prompt; what fills the tiles up gives zeros."""
+    """Compute attention [B, W, H D] of q [B, W, H, D], consecutive tiles whose first
+    `group.queries` tokens are the last tokens of that prompt. Padding gives zeros."""
     rows, width, heads, size = q.shape
     span = slice(group.start, group.start + group.length)
     keys, values = (store[:, span] for store in prompt)
@@ -203,8 +210,8 @@ def _launch(
 
 
 def _table(segments: Segments, members: int, kv_heads: int) -> tuple[Tensor, Tensor, int]:
-    """Which rows are in teams, the teams of `members` rows, and how many units they are; any
-    tensors where there are no teams."""
+    """Return which rows are in groups, the groups of `members` rows, and the number of groups times
+    key/value heads. Without groups the tensors are placeholders."""
     if members == 1:
         return segments.base, segments.base, 0
     assert segments.teams is not None
@@ -222,7 +229,7 @@ def _merge(
     kv_heads: int,
     size: int,
 ) -> None:
-    """What the pieces of rows and teams found becomes out [B, width, heads * size]."""
+    """Merge the splits of rows and groups into out [B, width, heads * size]."""
     lines = 16
     merge_rows[(len(out) * kv_heads, triton.cdiv(width * (heads // kv_heads), lines))](
         *scratch,
@@ -236,21 +243,21 @@ def _merge(
 
 
 def _constants(heads: int, kv_heads: int, size: int, pieces: int) -> dict[str, int]:
-    """Of heads of this size, whose keys come in so many pieces."""
+    """Return the compile-time constants for these heads and this number of splits."""
     names = {"H": heads, "K": kv_heads, "D": size}
     return {**names, "BLOCK_D": _power(size), "PIECES": _power(pieces)}
 
 
 def _power(count: int) -> int:
-    """The power of two that holds so many things, of which a kernel takes 16 or, alone, 1."""
+    """Return the smallest power of two that is at least `count`: 1, or at least 16."""
     return 1 if count == 1 else max(16, triton.next_power_of_2(count))
 
 
 def _scratch(
     out: Tensor, pieces: int, units: int, lines: int, size: int, *, teams: bool
 ) -> tuple[Tensor, ...]:
-    """Where pieces leave their sums, peaks and masses, and how many of a unit's have come; with
-    teams: how many there are, of the row's own and of its team's."""
+    """Return buffers for splits: sums, peaks, masses and an arrival counter of each unit. With
+    groups the counters hold the number of splits of the row and of its group."""
     if pieces == 1:
         return out, out, out, out
     cells = units * pieces * lines
@@ -261,7 +268,7 @@ def _scratch(
 
 
 def _rows(segments: Segments, rows: slice) -> Segments:
-    """What these rows of a pass may attend to, without teams."""
+    """Return the segments of these rows of a pass, without groups."""
     return replace(
         segments,
         positions=segments.positions[rows],
@@ -274,39 +281,44 @@ def _rows(segments: Segments, rows: slice) -> Segments:
 
 
 def _members(lines: int, rows: int) -> int:
-    """Rows in a team. On an H200 teams gain at width 1 (16 rows on 3800 tokens: 1.2 times as fast,
-    32 rows on 8192: 2.9) and lose with 8 rows and at width 8, where the second-level cache shares
-    a prompt's keys well enough."""
+    """Return the rows of a shared-prefix group. On an H200 groups gain at width 1 (16 rows on 3800
+    tokens: 1.2 times as fast, 32 rows on 8192: 2.9). They lose with 8 rows and at width 8, where
+    the L2 cache already shares the prompt's keys."""
     return 64 // max(8, triton.next_power_of_2(lines)) if lines <= 16 and rows >= 16 else 1
 
 
 def _cut(units: int, lines: int, device: torch.device) -> Cut:
-    """For the keys of rows without teams, of which `units` programs of so many lines and one piece
-    each would be launched: two programs for a processor, up to eight or four pieces; but one where
-    rows are short and programs larger than the least."""
+    """Return the splits for the keys of rows without groups.
+
+    With one split a row there would be `units` programs. Aim at two programs a processor, with at
+    most eight splits a row, or four with more than 16 units. Short rows whose tiles have more than
+    16 lines aim at one program a processor.
+    """
     limit, each = 8 if units <= 16 else 4, processors(device) / units
     one, two = (max(1, min(limit, int(count * each))) for count in (1, 2))
     return Cut(two if lines <= 16 else one, two)
 
 
 def _team_cut(units: int, device: torch.device) -> Cut:
-    """For the keys that teams share; `units`: teams of all rows, by key/value heads. Three programs
-    for two processors, of which each holds two: the rows' own keys come behind."""
+    """Return the splits for the keys of groups; `units`: groups of all rows times key/value heads.
+    Aim at three programs for two processors. A processor holds two, and the programs for private
+    keys follow."""
     few = max(4, min(12, 3 * processors(device) // (2 * units)))
     return Cut(few, few)
 
 
-def _asked_for(splits: int | Cut | None, otherwise: Cut) -> Cut:
+def _or_default(splits: int | Cut | None, default: Cut) -> Cut:
     if isinstance(splits, int):
         return Cut(splits, splits)
-    return otherwise if splits is None else splits
+    return default if splits is None else splits
 
 
 def _fitted(lines: int, members: int, size: int, like: Tensor) -> Tiling:
-    """The tiling for `lines` of a row and teams of `members` rows that was measured to be best on
-    an H200, or as much of it as fits; Triton's OutOfResources if nothing does."""
+    """Return the tiling for `lines` queries of a row and groups of `members` rows: the one that was
+    fastest on an H200, or the nearest that fits. Raises Triton's OutOfResources if nothing fits."""
     here, width = card(like.device), max(16, triton.next_power_of_2(size))
-    spare = 0 if here.reads_shared and like.element_size() == 2 else 1  # stages that take no buffer
+    # pipeline stages without a buffer
+    spare = 0 if here.reads_shared and like.element_size() == 2 else 1
 
     def needs(option: Tiling) -> int:
         buffers = 2 * (option.stages - spare) * option.keys * width
@@ -316,7 +328,8 @@ def _fitted(lines: int, members: int, size: int, like: Tensor) -> Tiling:
 
 
 def _tilings(lines: int, members: int, size: int) -> Iterator[Tiling]:
-    """The best first, then those that take less shared memory, at last without teams."""
+    """Yield the fastest tiling first, then those that use less shared memory, and at last those
+    without groups."""
     for rows in dict.fromkeys((members, 1)):
         most = max(16, triton.next_power_of_2(lines * rows))
         for block in (most,) if rows > 1 else (m for m in (64, 32, 16) if m <= most):

@@ -1,8 +1,6 @@
-"""Triton: the kernels of ragged attention. One program folds some blocks of keys into a running
-softmax. What a row's programs found is merged by the last of them to finish, or, where rows have
-pieces of a team's too, by a launch of its own (softmax.py). How they are launched, and on what:
-ragged.py.
-"""
+"""Triton: the kernels of ragged attention. A program folds blocks of keys into a running softmax.
+The last program of a row to finish merges the splits by log-sum-exp. Rows with shared-prefix groups
+are merged by a separate launch (softmax.py). Shapes and launches: ragged.py."""
 
 import triton
 import triton.language as tl
@@ -11,7 +9,7 @@ from .fetching import fetch
 from .launch import after
 from .softmax import fold, merge_pieces
 
-# a row's counter: arrivals, then pieces
+# a row's counter: arrivals modulo _FIELD, then the number of splits in use
 _FIELD: tl.constexpr = tl.constexpr(1 << 10)
 
 
@@ -41,10 +39,12 @@ def _blocks(
     BLOCK_D: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Fold blocks first to last of one segment, whose place 0 is at position `offset` and that
-    ends before position `end`, into the running softmax (peak, mass, total). WHOLE: all queries
-    see all keys of the blocks before `whole`, which then take no masks. PAD: blocks beyond the end
-    are read too, from some of the `limit` places that there are, and weigh nothing."""
+    """Fold blocks first to last of one segment into the running softmax (peak, mass, total).
+
+    The segment's place 0 is at position `offset`, and it ends before position `end`. WHOLE: all
+    queries see all keys of the blocks before `whole`, which need no mask. PAD: blocks beyond the
+    end are read too, from places modulo `limit`, and get weight 0.
+    """
     d = tl.arange(0, BLOCK_D)
     if WHOLE:
         for block in range(first, tl.minimum(whole, last)):
@@ -147,14 +147,15 @@ def attend(
     AHEAD: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Programs: `team_splits` for every kv head of every team (up to SIZE rows whose prompt's keys
-    are read once), then `splits` for every unit, a tile of BLOCK_M lines of a row and kv head. A
-    line is one query of one head.
+    """Programs: first `team_splits` for each key/value head of each shared-prefix group (up to SIZE
+    rows, whose prompt's keys are read once). Then `splits` for each unit, a tile of BLOCK_M lines
+    of a row and key/value head. A line is one query of one head.
 
-    A unit takes at least `few` of its splits, and one more for every `many` blocks of keys; the
-    others leave at once, and split 0 arrives for them. PAD (0: off): the power of two that holds
-    all positions of the pass, for the longest row. PACKED (no teams, no PAD): queries stand one
-    after the other, those of a row from its begin to the next one's, `width` at most.
+    A unit uses at least `few` of its splits, and one more for every `many` blocks of keys. The
+    other programs return at once, and split 0 counts as their arrival. PAD (0: off): the power of
+    two that holds all positions of the pass, to find the longest row. PACKED (no groups, no PAD):
+    queries of all rows are contiguous. A row's queries go from its begin to the next row's, at most
+    `width`.
     """
     after(EARLY)
     group: tl.constexpr = H // K
@@ -171,9 +172,9 @@ def attend(
         most_splits = tl.where(in_team, team_splits, splits)
         unit, split = program % units, program // units
         tile, kv, entry = 0, unit % K, unit // K
-        taken = tl.where(in_team, SIZE, 0)  # members that the table tells
-        seat = line // lines
-        row = tl.load(table_ptr + entry * SIZE + seat, mask=seat < taken, other=-1)
+        listed = tl.where(in_team, SIZE, 0)  # members of the group in the table
+        member = line // lines
+        row = tl.load(table_ptr + entry * SIZE + member, mask=member < listed, other=-1)
         row = tl.where(in_team, row, tl.where(line < lines, entry, -1))
         first_row = tl.max(tl.where(line == 0, row, -1), 0)
         local = line % lines
@@ -194,11 +195,11 @@ def attend(
         step, head = local // group, kv * group + local % group
         wide_row = row.to(tl.int64)
         query = wide_row * width + step
-        asking = position_ptr + wide_row * position_row + step * position_place
+        position_at = position_ptr + wide_row * position_row + step * position_place
         if PACKED:
             query = begin + step
-            asking = position_ptr + query * position_place
-        position = tl.load(asking, mask=inside, other=-1).to(tl.int32)
+            position_at = position_ptr + query * position_place
+        position = tl.load(position_at, mask=inside, other=-1).to(tl.int32)
         base = tl.load(base_ptr + first_row).to(tl.int32)
         start, own = tl.load(start_ptr + first_row), tl.load(own_ptr + first_row)
         d = tl.arange(0, BLOCK_D)
@@ -207,14 +208,14 @@ def attend(
         real = inside[:, None] & (d < D)[None, :]
         q = tl.load(q_ptr + grid, mask=real, other=0.0)
 
-        end = tl.max(position, 0) + 1  # the first position that no query here sees
-        common = 0  # every query here sees all keys at positions before this one
+        end = tl.max(position, 0) + 1  # the first position that no query of this tile sees
+        common = 0  # every query of this tile sees all keys at earlier positions
         if (SIZE > 1) & (window == 0):
             common = tl.min(tl.where(inside, position, 2147483646), 0) + 1
         least = 0
         if (window > 0) & (PAD == 0):
             least = tl.maximum(tl.min(tl.where(inside, position, 2147483647), 0) - window + 1, 0)
-        apart = (teamed == 0) | in_team  # the prompt's keys are read here
+        apart = (teamed == 0) | in_team  # this program reads the prompt's keys
         prompt_end = tl.where(apart, tl.minimum(base, end), 0)
         first = tl.minimum(least, prompt_end) // BLOCK_N
         prompts = tl.cdiv(prompt_end, BLOCK_N) - first
@@ -222,10 +223,12 @@ def attend(
         in_own = tl.maximum(tl.cdiv(end - base, BLOCK_N) - own_first, 0)
         if PAD > 0:
             every = tl.arange(0, PAD)
-            asked = (every // width).to(tl.int64) * position_row + (every % width) * position_place
-            ends = tl.load(position_ptr + asked, mask=every < rows * width, other=0)
+            offsets = (every // width).to(tl.int64) * position_row + (
+                every % width
+            ) * position_place
+            ends = tl.load(position_ptr + offsets, mask=every < rows * width, other=0)
             longest = tl.max(ends, 0).to(tl.int32) + 1
-            # one more: two segments may end in a block each
+            # one more, because both segments may end within a block
             in_own = tl.cdiv(longest, BLOCK_N) + 1 - prompts
         blocks = prompts + tl.where(in_team, 0, in_own)
         share = tl.maximum(
@@ -293,7 +296,7 @@ def attend(
 
             if AHEAD:
                 fetch(then_ptr, fetched, tl.program_id(0), tl.num_programs(0))
-            counter = (first_row * K + kv) * 2  # of a row's pieces, its own and its team's
+            counter = (first_row * K + kv) * 2  # numbers of splits: the row's own, its group's
             if apart & (used <= 1) & (in_team == 0):
                 done = (total / mass[:, None]).to(out_ptr.dtype.element_ty)
                 tl.store(out_ptr + grid, done, mask=real)
@@ -320,10 +323,10 @@ def attend(
                                 tl.store(count_ptr + counter + 1, 0)
                 else:
                     tl.debug_barrier()
-                    came = 1
+                    arrivals = 1
                     if split == 0:
-                        came = splits - tl.maximum(used, 1) + 1 + used * _FIELD
-                    state = tl.atomic_add(count_ptr + unit, came) + came
+                        arrivals = splits - tl.maximum(used, 1) + 1 + used * _FIELD
+                    state = tl.atomic_add(count_ptr + unit, arrivals) + arrivals
                     if state % _FIELD == splits:
                         tl.store(count_ptr + unit, 0)
                         mine = tl.where(inside, state // _FIELD, 0)

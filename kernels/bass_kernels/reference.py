@@ -1,8 +1,7 @@
-"""The decoder's ops in plain torch: their definition, the CPU path, and the oracle of the kernel
+"""The decoder's ops in plain torch: their definition, the CPU path, and the reference of the kernel
 tests.
 
-Reductions and softmax run in float32 whatever the tensors' dtype. Not here: sampling and
-acceptance.
+Reductions and softmax run in float32 for every dtype. Sampling and acceptance are in other files.
 """
 
 from collections.abc import Callable
@@ -19,13 +18,14 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
     "relu": functional.relu,
 }
-_GATHERED = 4096  # positions, padding included, up to which prompt spans are copied side by side
-_MASKED = -1e30  # finite: a segment with nothing to see must give weight 0, not NaN
+# positions with padding, up to which prompt spans are copied into one padded block
+_GATHERED = 4096
+_MASKED = -1e30  # finite, so that a segment without visible keys gets weight 0 instead of NaN
 
 
 def embed(tokens: Tensor, weight: Tensor, *, scale: float = 1.0) -> Tensor:
-    """Rows of weight [V, N] for tokens [...] int64 (those beyond V take the last), times scale:
-    [..., N]."""
+    """Return rows of weight [V, N] for tokens [...] int64, times scale: [..., N]. Ids beyond V use
+    the last row."""
     found = functional.embedding(tokens.clamp(max=len(weight) - 1), weight)
     return found if scale == 1.0 else found * torch.tensor(scale, dtype=weight.dtype)
 
@@ -39,8 +39,9 @@ def norm(
     eps: float,
     kind: str,
 ) -> tuple[Tensor, Tensor]:
-    """Add x [..., N] (if any) to the residual stream and normalise the sum: (normed, sum), in
-    the residual's dtype. weight and bias [N]: in any dtype."""
+    """Add x [..., N] (optional) to the residual stream and normalise the sum. Returns (normed, sum)
+    in the residual's dtype. kind: "layer", else RMS norm. weight and bias [N] may have any dtype.
+    """
     if x is not None:
         residual = residual + x
     if kind == "layer":
@@ -57,8 +58,8 @@ def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def activation(x: Tensor, kind: str, *, gated: bool) -> Tensor:
-    """silu, gelu, gelu_tanh or relu of x [..., N]; gated: of its first half, times its second
-    half [..., N / 2]."""
+    """Apply silu, gelu, gelu_tanh or relu to x [..., N]. If gated, apply it to the first half of x
+    and multiply by the second half: [..., N / 2]."""
     if gated:
         gate, up = x.chunk(2, dim=-1)
         return _ACTIVATIONS[kind](gate) * up
@@ -66,10 +67,10 @@ def activation(x: Tensor, kind: str, *, gated: bool) -> Tensor:
 
 
 def angles(positions: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin, each [..., half] float32, of positions [...] int64 times frequencies inverse
-    [half] float32."""
-    turns = positions[..., None] * inverse  # in float32
-    return turns.cos(), turns.sin()
+    """Return cos and sin, [..., half] float32 each, of positions [...] int64 times frequencies
+    inverse [half] float32."""
+    radians = positions[..., None] * inverse  # in float32
+    return radians.cos(), radians.sin()
 
 
 def rope_write(
@@ -82,14 +83,20 @@ def rope_write(
     norms: tuple[Tensor, Tensor] | None,
     eps: float,
 ) -> Tensor:
-    """Split qkv [B, W, (H + 2K) D], norm each head of q and k (if norms), rotate them, write k and
-    v into `own` ([K, S, D] each) at slots [B, W]; returns q [B, W, H, D].
+    """Split qkv, normalise the heads of q and k (if norms), rotate them, and write k and v to the
+    private KV store.
 
-    What is not finite in a value is stored as 0, with NaN in the key's place: a query that sees the
-    key is NaN, and one that does not is not (to weigh a value of NaN with 0 would give NaN).
+    Args:
+        qkv: [B, W, (H + 2K) D].
+        angles: cos and sin [B, W, R / 2] float32, for the first R of D dimensions, whose halves are
+            rotated against each other.
+        slots: [B, W], where in `own` to write.
+        own: keys and values, [K, S, D] each.
 
-    angles: cos and sin [B, W, R / 2] float32, for the first R of D dimensions, halves rotated
-    against each other.
+    Returns: q [B, W, H, D].
+
+    A value that is not finite is stored as 0, with NaN in its key. Then a query that sees the key
+    gives NaN, and other queries are not affected. (A NaN value with weight 0 would give NaN.)
     """
     keys, values = own
     kv_heads, _, size = keys.shape
@@ -125,13 +132,17 @@ def attention(
     window: int = 0,
     then: Tensor | None = None,
 ) -> Tensor:
-    """Causal softmax attention of q [B, W, H, D] over two segments merged by log-sum-exp; returns
-    [B, W, H D]. Packed queries [1, M, H, D] give [1, M, H D]. then: a matrix that is read behind
-    it, which a GPU may fetch meanwhile.
+    """Causal softmax attention over two segments, merged by log-sum-exp.
 
-    own: keys and values [K, S, D]; prompt: [K, T, D], each span read once for all of its group's
-    rows. window: how many of the latest positions a query sees, itself included; 0 for
-    all.
+    Args:
+        q: [B, W, H, D], or packed [1, M, H, D].
+        own: private keys and values, [K, S, D] each.
+        prompt: keys and values of the prompt store, [K, T, D] each. Each span is read once for all
+            rows of its group.
+        window: number of latest positions that a query sees, itself included; 0 for all.
+        then: a weight that is read next. A GPU may prefetch it.
+
+    Returns: [B, W, H D], or packed [1, M, H D].
     """
     if segments.packed is not None:
         rows_of_q, alone = by_row(q, segments)
@@ -140,7 +151,7 @@ def attention(
     keys, _ = own
     (rows, width, _heads, size), kv_heads = q.shape, keys.shape[0]
     q = q.float() * scale
-    # [B, K, W, H / K, D]: one matrix of queries per key/value head.
+    # [B, K, W H / K, D]: one matrix of queries for each key/value head.
     q = q.unflatten(2, (kv_heads, -1)).transpose(1, 2).reshape(rows, kv_heads, -1, size)
     everywhere = prompt[0].shape[1]
     if not segments.extent:
@@ -167,12 +178,13 @@ def attention(
 def _owned(
     q: Tensor, own: tuple[Tensor, Tensor], segments: Segments, window: int, width: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`_partial` over every row's own slots, copied side by side, as many as some row uses."""
+    """Do `_partial` over the private keys of every row, copied side by side, `segments.extent` of
+    each."""
     kv_heads, slots, size = own[0].shape
 
     def index() -> Tensor:
         steps = torch.arange(segments.extent, device=q.device)
-        # what lies behind a row's slots is another's, or behind the store: no query sees it
+        # slots behind a row's own belong to other rows or lie beyond the store; no query sees them
         each = (segments.own[:, None] + steps).clamp(max=slots - 1)
         heads = slots * torch.arange(kv_heads, device=q.device)
         return heads[:, None] + each[:, None]
@@ -189,7 +201,7 @@ def _owned(
 def _inside(
     q: Tensor, prompt: tuple[Tensor, Tensor], segments: Segments, window: int, width: int
 ) -> Tensor:
-    """Attention of queries that stand in their prompts' spans, [B, K, M, D]."""
+    """Attention of queries that lie within their prompts' spans, [B, K, M, D]."""
     if segments.groups is None:
         total, _, mass = _gathered(q, prompt, segments, window, width, prompt[0].shape[1])
         return total / mass
@@ -208,15 +220,15 @@ def _inside(
 
 
 def _finish(mixed: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """[B, K, W * group size, D] to [B, W, H D]."""
+    """Reshape [B, K, W * group size, D] to [B, W, H D]."""
     rows, kv_heads, _, size = mixed.shape
     out = mixed.reshape(rows, kv_heads, width, -1, size).transpose(1, 2)
     return out.reshape(rows, width, -1).to(dtype)
 
 
 def _many_short(groups: tuple[Group, ...], rows: int) -> bool:
-    """Whether to copy the prompts' spans into one padded block: many short ones cost more in
-    launches than in bytes."""
+    """Return whether to copy the prompts' spans into one padded block. For many short spans
+    launches cost more than bytes."""
     if len(groups) <= 2:
         return False
     return rows * max(group.length for group in groups) <= _GATHERED
@@ -230,7 +242,7 @@ def _gathered(
     width: int,
     longest: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`_partial` over every row's prompt span, all padded to the longest."""
+    """Do `_partial` over every row's prompt span, all padded to the longest."""
     base = segments.base[:, None]
 
     def places() -> Tensor:
@@ -248,7 +260,7 @@ def _gathered(
 
 
 def _seen(segments: Segments, number: int, window: int) -> Tensor:
-    """`_visible` of the prompt of the group with that number, for its rows."""
+    """Return `_visible` of the prompt of group `number`, for its rows."""
     assert segments.groups is not None
     group = segments.groups[number]
 
@@ -262,7 +274,7 @@ def _seen(segments: Segments, number: int, window: int) -> Tensor:
 
 
 def _visible(positions: Tensor, places: Tensor, window: int) -> Tensor:
-    """[B, W, N] bool: which keys, at places [B, N], the queries at positions [B, W] see."""
+    """Return which keys, at places [B, N], the queries at positions [B, W] see: [B, W, N] bool."""
     ahead = positions[:, :, None] - places[:, None, :]
     return (ahead >= 0) & (ahead < window) if window else ahead >= 0
 
@@ -270,9 +282,14 @@ def _visible(positions: Tensor, places: Tensor, window: int) -> Tensor:
 def _partial(
     q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, width: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Unnormalised attention over one segment: weighted sum [B, K, M, D], maximum score and mass
-    [B, K, M, 1]. q [B, K, M, D] with M = W * group size; keys, values [B, K, N, D], or [K, N, D]
-    for one span read by all rows.
+    """Compute unnormalised attention over one segment.
+
+    Args:
+        q: [B, K, M, D] with M = W * group size.
+        keys, values: [B, K, N, D], or [K, N, D] for one span read by all rows.
+        mask: [B, W, N] bool, or None if all keys are visible.
+
+    Returns: weighted sum [B, K, M, D], maximum score and mass [B, K, M, 1].
     """
     rows, kv_heads, queries, size = q.shape
     if shared := keys.dim() == 3:
@@ -296,7 +313,7 @@ def _partial(
 def _merge(
     whole: tuple[Tensor, Tensor, Tensor], part: tuple[Tensor, Tensor, Tensor], rows: slice | Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Fold a segment's partial result into those of the given rows."""
+    """Merge a segment's partial result into those of the given rows (log-sum-exp merge)."""
     total, peak, mass = (t[rows] for t in whole)
     high = torch.maximum(peak, part[1])
     ours, theirs = torch.exp(peak - high), torch.exp(part[1] - high)

@@ -1,9 +1,9 @@
-"""Triton: the target's side of maximal coupling (block verification) straight from logits.
+"""Triton: the target's side of maximal coupling (block verification), straight from logits.
 Definition: acceptance.py.
 
-The masses of the residuals after each kept draft but the last are one launch, spread over the
-vocabulary; the test of a row's drafts and the draw after them another: every program of a row
-repeats the test, and looks for the best noisy token of its chunk (generation.py).
+One launch computes the masses of the residuals after each accepted draft but the last, spread over
+the vocabulary. A second one tests a row's drafts and samples the token after them: every program of
+a row repeats the test and finds the best noisy token of its chunk (drawing.py).
 """
 
 import torch
@@ -16,14 +16,14 @@ from .drawing import FOUND_FIELDS, best, best_noted, note, shape_of
 from .launch import counters
 from .sampling import Distribution
 from .truncation import CHUNK, FIELDS, edges
-from .vocabulary import address, lawful, philox, probability, read
+from .vocabulary import address, load_edges, philox, probability, read
 
 _TEST, _RESIDUAL, _BONUS = (tl.constexpr(s) for s in (noise.TEST, noise.RESIDUAL, noise.BONUS))
 
 
 def rejection_sample(
     drafts: Tensor,
-    draft_law: Distribution | None,
+    draft_dist: Distribution | None,
     logits: Tensor,
     temperature: Tensor,
     top_k: Tensor,
@@ -32,12 +32,12 @@ def rejection_sample(
     lengths: Tensor,
     most: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As acceptance.rejection_sample, without asking the host anything."""
+    """Do acceptance.rejection_sample without synchronising with the host."""
     logits = logits.contiguous()
     found = edges(logits.flatten(0, 1), temperature, top_k, top_p)
     return judge(
         drafts,
-        draft_law,
+        draft_dist,
         Distribution(logits, found.view(*logits.shape[:2], FIELDS)),
         keys,
         lengths,
@@ -47,27 +47,33 @@ def rejection_sample(
 
 def judge(
     drafts: Tensor,
-    draft_law: Distribution | None,
-    law: Distribution,
+    draft_dist: Distribution | None,
+    dist: Distribution,
     keys: Tensor,
     lengths: Tensor,
     most: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`rejection_sample` where the edges of the target's laws are known: logits [B, k + 1, V],
+    """Do `rejection_sample` with known edges of the target's distributions: logits [B, k + 1, V],
     edges [B, k + 1, FIELDS]."""
-    rows, places, vocab = law.values.shape
-    device, chunks = law.values.device, triton.cdiv(vocab, CHUNK)
+    rows, places, vocab = dist.values.shape
+    device, chunks = dist.values.device, triton.cdiv(vocab, CHUNK)
     accepted, following = torch.empty(2, rows, dtype=torch.int64, device=device)
     block = torch.empty(rows, places, dtype=torch.int64, device=device)
     scores = torch.empty(rows, places, dtype=torch.float32, device=device)
     found = torch.empty(rows, chunks, FOUND_FIELDS, dtype=torch.float32, device=device)
-    q = law if draft_law is None else draft_law
-    assert law.edges is not None
+    q = dist if draft_dist is None else draft_dist
+    assert dist.edges is not None
     assert q.edges is not None
-    given = drafts.contiguous(), q.values.contiguous(), q.edges.contiguous(), law.values, law.edges
+    given = (
+        drafts.contiguous(),
+        q.values.contiguous(),
+        q.edges.contiguous(),
+        dist.values,
+        dist.edges,
+    )
     sizes = places - 1, vocab, q.values.shape[-1], chunks
     shape = shape_of(chunks) | {"PLACES": triton.next_power_of_2(places)}
-    point = draft_law is None
+    point = draft_dist is None
     masses = found
     if places > 2 and not point:
         masses = torch.empty(rows, places - 2, chunks, dtype=torch.float32, device=device)
@@ -107,36 +113,36 @@ def _drafted(
     PLACES: tl.constexpr,
     FIELDS: tl.constexpr,
 ):
-    """The probabilities of a row's drafts by the target's laws and by those they were drawn from,
+    """Return the probabilities of a row's drafts by the target's distributions and by the draft's,
     [PLACES] each."""
     place = tl.arange(0, PLACES)
     drafted = place < width
     tokens = tl.load(draft_ptr + row * width + place, mask=drafted, other=0).to(tl.int32)
     at = row * (width + 1) + place
-    divisor, threshold, peak, mass, only = lawful(edges_ptr, at, drafted, FIELDS)
+    divisor, threshold, peak, mass, only = load_edges(edges_ptr, at, drafted, FIELDS)
     raw = tl.load(logits_ptr + at.to(tl.int64) * vocab + tokens, mask=drafted, other=0.0)
     p = probability(raw.to(tl.float32), tokens, divisor, threshold, peak, mass, only)
     q = tl.full([PLACES], 1.0, tl.float32)
     if POINT == 0:
         at = row * width + place
-        divisor, threshold, peak, mass, only = lawful(q_edges_ptr, at, drafted, FIELDS)
+        divisor, threshold, peak, mass, only = load_edges(q_edges_ptr, at, drafted, FIELDS)
         raw = tl.load(q_logits_ptr + at.to(tl.int64) * q_vocab + tokens, mask=drafted, other=0.0)
         q = probability(raw.to(tl.float32), tokens, divisor, threshold, peak, mass, only)
-        q = tl.where(mass > 0, q, 0.0)  # a law of NaN has none: what was drawn from it is rejected
+        q = tl.where(mass > 0, q, 0.0)  # a draft from a distribution with NaN is rejected
     return p, q
 
 
 @triton.jit
 def _at(values, here):
-    """The one of values [PLACES] that is `here`."""
+    """Return the element of values [PLACES] at which `here` is true."""
     return tl.sum(tl.where(here, values, 0.0), 0)
 
 
 @triton.jit
 def _lowered(weight, p, q):
-    """The weight after another draft."""
-    due = weight * p
-    return tl.where((due >= q) & (q > 0), 1.0, tl.where(due < q, due / q, 0.0))
+    """Return the weight w after one more draft."""
+    weighted = weight * p
+    return tl.where((weighted >= q) & (q > 0), 1.0, tl.where(weighted < q, weighted / q, 0.0))
 
 
 @triton.jit(do_not_specialize=["width"])
@@ -158,8 +164,8 @@ def _weigh(
     BLOCK: tl.constexpr,
     PLACES: tl.constexpr,
 ):
-    """The mass of max(w p - q, 0) in a chunk, after 1 to width - 1 drafts of a row. Where the
-    weight w alone decides, at 0 and 1, nothing is read."""
+    """Compute the mass of max(w p - q, 0) in a chunk, after 1 to width - 1 drafts of a row. At w =
+    0 and w = 1 the mass is not needed, and nothing is read."""
     row, before, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     ps, qs = _drafted(
         row,
@@ -182,9 +188,9 @@ def _weigh(
     total = tl.zeros([BLOCK], tl.float32)
     if (weight > 0) & (weight < 1):
         at, q_at = row * (width + 1) + before + 1, row * width + before + 1
-        divisor, threshold, peak, mass, only = lawful(edges_ptr, at, True, FIELDS)
-        q_divisor, q_threshold, q_peak, q_mass, q_only = lawful(q_edges_ptr, q_at, True, FIELDS)
-        q_given = tl.where(q_mass > 0, q_vocab, 0)  # of NaN nothing is taken off
+        divisor, threshold, peak, mass, only = load_edges(edges_ptr, at, True, FIELDS)
+        q_divisor, q_threshold, q_peak, q_mass, q_only = load_edges(q_edges_ptr, q_at, True, FIELDS)
+        q_given = tl.where(q_mass > 0, q_vocab, 0)  # if q has NaN, subtract nothing
         start = chunk * CHUNK
         for first in range(start, tl.minimum(start + CHUNK, vocab), BLOCK):
             tokens, _scaled, raw = read(logits_ptr, at, first, vocab, divisor, BLOCK)
@@ -192,7 +198,7 @@ def _weigh(
             _tokens, _scaled, raw = read(q_logits_ptr, q_at, first, q_given, q_divisor, BLOCK)
             q = probability(raw, tokens, q_divisor, q_threshold, q_peak, q_mass, q_only)
             rest = weight * p - q
-            total += tl.where(rest <= 0, 0.0, rest)  # and NaN stays NaN
+            total += tl.where(rest <= 0, 0.0, rest)  # NaN stays NaN
     tl.store(mass_ptr + (row * (width - 1) + before) * chunks + chunk, tl.sum(total, 0))
 
 
@@ -212,7 +218,7 @@ def _tested(
     PLACES: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """How many of a row's drafts stand, of `bound` that count, and the weight there."""
+    """Return the number of accepted drafts of a row, of the first `bound`, and the weight there."""
     place = tl.arange(0, PLACES)
     zero = (place * 0).to(tl.uint32)
     word, _c1, _c2, _c3 = philox(
@@ -237,9 +243,9 @@ def _tested(
             mass = _at(masses, here)
         chance = tl.where(weight < 1, mass / (mass + (1.0 - weight)), 1.0)
         chance = tl.where((step + 1 == bound) | (mass != mass), weight, chance)
-        stands = _at(us, here) < chance
-        kept = tl.where(stands, weight, kept)
-        accepted = tl.where(stands, step + 1, accepted)
+        passes = _at(us, here) < chance
+        kept = tl.where(passes, weight, kept)
+        accepted = tl.where(passes, step + 1, accepted)
     return accepted, kept
 
 
@@ -299,7 +305,7 @@ def _judge(
     proposed = tl.load(draft_ptr + row * width + accepted, mask=accepted < bound, other=-1).to(
         tl.int32
     )
-    if POINT == 0:  # nothing is taken off p after the last draft, nor where the draft's law is NaN
+    if POINT == 0:  # subtract nothing from p after the last draft, nor where q has NaN
         q_mass = tl.load(
             q_edges_ptr + (row * width + accepted) * FIELDS + 3, mask=accepted < bound, other=0.0
         )
@@ -338,7 +344,7 @@ def _judge(
         tokens = tl.load(draft_ptr + row * width + place, mask=place < width, other=0)
         tokens = tl.where(place == accepted, following, tokens)
         tl.store(block_ptr + at, tokens, mask=inside)
-        divisor, _threshold, peak, _mass, _only = lawful(edges_ptr, at, inside, FIELDS)
+        divisor, _threshold, peak, _mass, _only = load_edges(edges_ptr, at, inside, FIELDS)
         raw_mass = tl.load(edges_ptr + at * FIELDS + 5, mask=inside, other=1.0)
         raw = tl.load(logits_ptr + at.to(tl.int64) * vocab + tokens, mask=inside, other=0.0).to(
             tl.float32

@@ -1,9 +1,9 @@
 """Triton: the residual stream of a few tokens between the products of transformer blocks, from the
-embedding to the final norm.
+embedding to the final norm. Definition: reference.py.
 
-Norms need no launch: who produces the stream (`begin`, products.add) stores it times the next
-norm's weight, with its sums of squares by tile (`give`); who consumes that (products.project,
-products.gate_up) scales its own sums by the root. Definition: reference.py.
+Norms need no launch of their own. The producer of the stream (`begin`, products.add) stores it
+times the next norm's weight, with sums of squares by tile (`give`). The consumer (products.project,
+products.gate_up) scales its sums by the root of the mean square.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from .launch import after, begin_chain, overlap
 
 
 class Stream(NamedTuple):
-    """The residual stream of N tokens before a norm: `residual` [N, width] float32; `x` [N,
-    width]: that times the norm's weight; `squares` [tiles, MOST_TOKENS] float32: sums of the
+    """The residual stream of N tokens before a norm. `residual`: [N, width] float32. `x`: [N,
+    width], the residual times the norm's weight. `squares`: [tiles, MOST_TOKENS] float32, sums of
     squares of the residual's tiles."""
 
     residual: Tensor
@@ -45,7 +45,7 @@ def begin(
     scale: float = 1.0,
     early: bool = False,
 ) -> tuple[Stream, Tensor]:
-    """The embedding of tokens [N], and the cosines and sines [2, N, half] of positions [N] times
+    """Embed tokens [N], and compute cosines and sines [2, N, half] of positions [N] times
     frequencies [half]."""
     count, width = tokens.numel(), embed.shape[1]
     cut = Cut(256, 256, 1, 0, 4)
@@ -74,7 +74,7 @@ def begin(
 
 
 def finish(stream: Stream, norm: Tensor, *, eps: float, early: bool = False) -> Tensor:
-    """norm(stream): [N, width]."""
+    """Return norm(stream), [N, width]."""
     count, width = stream.x.shape
     out = torch.empty_like(stream.x)
     _finish[(count, triton.cdiv(width, 512))](
@@ -174,8 +174,8 @@ def give(
     M: tl.constexpr,
     N: tl.constexpr,
 ):
-    """Store a tile of the residual stream: as it is, times the next norm's weight, and its sum
-    of squares."""
+    """Store a tile of the residual stream, the same times the next norm's weight, and its sum of
+    squares."""
     row, line = tl.arange(0, M), first + tl.arange(0, N)
     inside = (row < count)[:, None] & (line < end)[None, :]
     value = tl.where(inside, value, 0.0)
@@ -187,7 +187,8 @@ def give(
 
 @triton.jit
 def squares(square_ptr, TILES: tl.constexpr, M: tl.constexpr):
-    """The tiles' sums of squares [tiles, M], to be summed later, when they have come."""
+    """Load the tiles' sums of squares [tiles, M]. The caller sums them later, when the loads have
+    arrived."""
     tile = tl.arange(0, triton.next_power_of_2(TILES))
     return tl.load(
         square_ptr + tile[:, None] * M + tl.arange(0, M)[None, :],

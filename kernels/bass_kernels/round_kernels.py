@@ -1,6 +1,6 @@
-"""Triton: what a round does to its rows' tokens and counts, in one launch each of a program a row
-(round.py, acceptance.py): some operations of torch take a launch each, and every round waits for
-all of them."""
+"""Triton: a round's bookkeeping of tokens and counts, in one launch each with one program a row. In
+torch each would take several launches, and every round waits for all of them. Definitions:
+rounds.py, acceptance.py."""
 
 import triton
 import triton.language as tl
@@ -8,12 +8,12 @@ from torch import Tensor
 
 
 def _wide(count: int) -> int:
-    """Places of a program: one form for all but long drafts."""
+    """Return the places of a program. All but long drafts share one compiled form."""
     return max(16, triton.next_power_of_2(count))
 
 
 def pending(texts: Tensor, lengths: Tensor, drafts: Tensor) -> tuple[Tensor, Tensor]:
-    """As rounds.pending."""
+    """Do rounds.pending."""
     rows, width = drafts.shape
     tokens, positions = (drafts.new_empty(rows, width + 1) for _ in range(2))
     _pending[(rows,)](
@@ -32,7 +32,7 @@ def pending(texts: Tensor, lengths: Tensor, drafts: Tensor) -> tuple[Tensor, Ten
 
 
 def accept_shared(drafts: Tensor, targets: Tensor, most: Tensor | None = None) -> Tensor:
-    """As acceptance.accept_shared."""
+    """Do acceptance.accept_shared."""
     rows, width = drafts.shape
     accepted = drafts.new_empty(rows)
     _accept[(rows,)](
@@ -50,14 +50,14 @@ def accept_shared(drafts: Tensor, targets: Tensor, most: Tensor | None = None) -
 
 
 def commit(texts: Tensor, lengths: Tensor, alive: Tensor, accepted: Tensor, block: Tensor) -> None:
-    """As rounds.commit."""
+    """Do rounds.commit."""
     _append(texts, lengths, alive, accepted, block, None)
 
 
 def report(
     texts: Tensor, lengths: Tensor, alive: Tensor, accepted: Tensor, block: Tensor, scores: Tensor
 ) -> Tensor:
-    """As rounds.report."""
+    """Do rounds.report."""
     rows, width = block.shape
     table = block.new_empty(rows, 2 * width + 1)
     _append(texts, lengths, alive, accepted, block, (scores.contiguous(), table))
@@ -70,9 +70,9 @@ def _append(
     alive: Tensor,
     accepted: Tensor,
     block: Tensor,
-    told: tuple[Tensor, Tensor] | None,
+    scored: tuple[Tensor, Tensor] | None,
 ) -> None:
-    """With what is told: scores and the table."""
+    """Append the block. `scored`: scores and the report's table, or None for no report."""
     rows, width = block.shape
     _commit[(rows,)](
         texts,
@@ -80,13 +80,13 @@ def _append(
         alive,
         accepted,
         block,
-        *((block, block) if told is None else told),
+        *((block, block) if scored is None else scored),
         width,
         texts.shape[1],
         texts.stride(0),
         accepted.stride(0),
         *block.stride(),
-        TABLE=told is not None,
+        TABLE=scored is not None,
         WIDE=_wide(width),
         num_warps=1,
     )
@@ -166,6 +166,6 @@ def _commit(
         line = table_ptr + row * (2 * width + 1)
         tl.store(line, accepted)
         tl.store(line + 1 + place, tokens, mask=inside)
-        told = tl.load(score_ptr + row * width + place, mask=inside, other=0.0)
-        bits = told.to(tl.int32, bitcast=True).to(tl.int64)
+        score = tl.load(score_ptr + row * width + place, mask=inside, other=0.0)
+        bits = score.to(tl.int32, bitcast=True).to(tl.int64)
         tl.store(line + 1 + width + place, bits, mask=inside)

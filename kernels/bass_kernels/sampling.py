@@ -1,11 +1,11 @@
-"""From logits to laws and draws, in plain torch: temperature, top-k, top-p, and the noisy argmax.
+"""Sampling in plain torch: temperature, top-k, top-p, and Gumbel-max (the argmax of noisy
+log-probabilities).
 
-The processed law of a row: softmax(logits / T) over the tokens kept by top-k, then top-p; one-hot
-at the first maximum for T = 0. Tokens that tie with the last kept one are kept too, so the law does
-not depend on a sort's order.
-
-A logit of -inf is a token that cannot come. A row that is not sound (NaN, +inf, or all -inf) has
-no law: its token is any, with a log-probability of NaN or -inf, as in no other case.
+The processed distribution of a row is softmax(logits / T) over the tokens kept by top-k, then
+top-p; one-hot at the first maximum for T = 0. Tokens that tie with the last kept one are kept too,
+so the result does not depend on a sort's order. A logit of -inf is a token of probability 0. A row
+with NaN, +inf, or only -inf has no distribution: its token is arbitrary, and only then the
+log-probability is NaN or -inf.
 """
 
 from typing import NamedTuple
@@ -17,19 +17,19 @@ from .noise import SHARED, bits, bits_all, gumbel
 
 
 class Distribution(NamedTuple):
-    """Processed laws over V tokens as an op leaves them for another one. values [..., V]: the
-    probabilities, float32; or with edges [..., FIELDS] (truncation.py) the logits from which any
-    of them can be computed."""
+    """Processed distributions over V tokens, passed from one op to another. values [..., V]: the
+    probabilities in float32 if `edges` is None. Otherwise the logits; with edges [..., FIELDS]
+    (truncation.py) any probability can be computed from them."""
 
     values: Tensor
     edges: Tensor | None = None
 
 
 COLDEST, HOTTEST = 1e-30, 1e30
-"""Temperatures below COLDEST are 0: logits of some hundreds divided by 1e-36 are infinite in
-float32, and noise changes nothing below 1e-9. Those above HOTTEST are HOTTEST: a GPU's division by
-more than 8e37 gives 0, and at either all kept tokens are equally likely."""
-_FIRST_LOOK = 128  # how many of the largest logits are sorted before more are
+"""Temperatures below COLDEST count as 0: logits of some hundreds divided by 1e-36 are infinite in
+float32, and noise changes nothing below 1e-9. Temperatures above HOTTEST count as HOTTEST: a GPU's
+division by more than 8e37 gives 0, and at either all kept tokens are equally likely."""
+_FIRST_SORTED = 128  # number of largest logits sorted first
 
 
 def sample(
@@ -40,9 +40,18 @@ def sample(
     keys: Tensor,
     positions: Tensor,
 ) -> Tensor:
-    """One token [N] int64 for each row of logits [N, V]: argmax of log p + Gumbel noise of the
-    SHARED stream, where p is the processed law. positions [N] int64; temperature, top_p [M]
-    float32 and top_k [M], keys [M, 2] int64 belong to N / M rows each, in a row."""
+    """Sample one token for each row of logits: argmax of log p + Gumbel noise of the SHARED stream,
+    with p the processed distribution.
+
+    Args:
+        logits: [N, V].
+        temperature, top_p: [M] float32.
+        top_k: [M] int64; 0 for no limit.
+        keys: [M, 2] int64. Each entry of these M belongs to N / M consecutive rows.
+        positions: [N] int64.
+
+    Returns: tokens [N] int64.
+    """
     each = len(logits) // len(temperature)
     if each > 1:
         temperature, top_k, top_p, keys = (
@@ -64,9 +73,7 @@ def sample(
     best = scores.new_full(temperature.shape, -torch.inf).scatter_reduce(0, rows, scores, "amax")
     first = torch.where(scores == best[rows], tokens, scaled.shape[1])
     found = torch.full_like(positions, scaled.shape[1]).scatter_reduce(0, rows, first, "amin")
-    return found.clamp(
-        max=scaled.shape[1] - 1
-    )  # none is as good as the best in rows that are not sound
+    return found.clamp(max=scaled.shape[1] - 1)  # rows without a distribution have no best token
 
 
 def sample_scored(
@@ -77,64 +84,70 @@ def sample_scored(
     keys: Tensor,
     positions: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """`sample`'s tokens [N] with their `log_probability` [N]."""
+    """Return `sample`'s tokens [N] with their `log_probability` [N]."""
     tokens = sample(logits, temperature, top_k, top_p, keys, positions)
     return tokens, log_probability(logits, tokens)
 
 
 def process(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """The processed laws [N, V] float32 of logits [N, V]; parameters as in `sample`."""
+    """Return the processed distributions [N, V] float32 of logits [N, V]. Parameters as in
+    `sample`."""
     temperature = _settled(temperature)
     scaled = _scale(logits, temperature)
     kept = scaled >= _threshold(scaled, temperature, top_k, top_p)[:, None]
-    law = torch.softmax(scaled.masked_fill(~kept, -torch.inf), dim=-1)
-    greedy = torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).to(law.dtype)
-    return torch.where(temperature[:, None] > 0, law, greedy)
+    probs = torch.softmax(scaled.masked_fill(~kept, -torch.inf), dim=-1)
+    greedy = torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).to(probs.dtype)
+    return torch.where(temperature[:, None] > 0, probs, greedy)
 
 
 def draw(
-    law: Tensor, keys: Tensor, positions: Tensor, *, stream: Tensor | int, origin: Tensor | int = 0
+    probs: Tensor,
+    keys: Tensor,
+    positions: Tensor,
+    *,
+    stream: Tensor | int,
+    origin: Tensor | int = 0,
 ) -> Tensor:
-    """One token [N] int64 from each law [N, V] (it need not be normalised), by Gumbel noise of
-    `stream`."""
+    """Sample one token [N] int64 from each distribution [N, V], which need not be normalised, by
+    Gumbel noise of `stream`."""
     start = origin if isinstance(origin, Tensor) else torch.full_like(positions, origin)
     which = stream if isinstance(stream, Tensor) else torch.full_like(positions, stream)
-    rows, tokens = (law > 0).nonzero(as_tuple=True)
+    rows, tokens = (probs > 0).nonzero(as_tuple=True)
     noise = gumbel(
         bits(keys[rows], positions[rows], tokens, stream=which[rows], origin=start[rows])
     )
-    scores = torch.full_like(law, -torch.inf).index_put(
-        (rows, tokens), law[rows, tokens].log() + noise
+    scores = torch.full_like(probs, -torch.inf).index_put(
+        (rows, tokens), probs[rows, tokens].log() + noise
     )
     return scores.argmax(-1)
 
 
 def log_probability(logits: Tensor, tokens: Tensor) -> Tensor:
-    """log softmax(logits)[tokens] [...] float32 for logits [..., V] and tokens [...]: at T = 1,
-    without truncation."""
+    """Return log softmax(logits)[tokens], [...] float32, for logits [..., V] and tokens [...]: at T
+    = 1, without truncation."""
     wide = logits.float()
     return wide.gather(-1, tokens[..., None]).squeeze(-1) - wide.logsumexp(-1)
 
 
 def _settled(temperature: Tensor) -> Tensor:
-    """Temperatures within what float32 can divide by, or 0."""
+    """Clamp temperatures to what float32 can divide by, or 0."""
     return torch.where(temperature < COLDEST, 0.0, temperature.clamp(max=HOTTEST))
 
 
 def _scale(logits: Tensor, temperature: Tensor) -> Tensor:
-    """logits / T in float32; T = 0 leaves them (only their maximum counts then)."""
+    """Return logits / T in float32; unchanged at T = 0, where only their maximum matters."""
     return logits.float() / torch.where(temperature > 0, temperature, 1.0)[:, None]
 
 
 def _threshold(scaled: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """The smallest kept value [N] of each row of scaled logits [N, V]; -inf keeps all."""
+    """Return the smallest kept value [N] of each row of scaled logits [N, V]; -inf keeps all."""
     vocab = scaled.shape[1]
-    look = min(vocab, max(_FIRST_LOOK, int(top_k.max())))
+    count = min(vocab, max(_FIRST_SORTED, int(top_k.max())))
     rest = scaled.logsumexp(-1)
     while True:
-        top = scaled.topk(look, dim=-1).values
+        top = scaled.topk(count, dim=-1).values
         least = torch.where(
-            top_k > 0, top.gather(1, (top_k.clamp(1, look) - 1)[:, None])[:, 0], -torch.inf
+            top_k > 0, top.gather(1, (top_k.clamp(1, count) - 1)[:, None])[:, 0], -torch.inf
         )
         least = torch.where(temperature > 0, least, top[:, 0])
         limited = least > -torch.inf
@@ -146,7 +159,7 @@ def _threshold(scaled: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor
         reached = cumulative >= top_p[:, None]
         nucleus = top.gather(1, reached.int().argmax(-1, keepdim=True))[:, 0]
         open_ended = (top_p < 1.0) & ~reached[:, -1]
-        if look == vocab or not bool(open_ended.any()):
+        if count == vocab or not bool(open_ended.any()):
             wanted = (top_p < 1.0) & reached[:, -1]
             return torch.maximum(least, torch.where(wanted, nucleus, -torch.inf))
-        look = min(vocab, look * 8)
+        count = min(vocab, count * 8)

@@ -1,5 +1,5 @@
-"""What the rows of a pass may attend to, and how many queries each has: all as many, or packed,
-each its own number of them. Not here: attention (reference.py, ragged.py)."""
+"""What the rows of a pass may attend to, and how many queries each row has: equally many, or packed
+with different numbers. Attention itself: reference.py, ragged.py."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor
 
 class Group(NamedTuple):
     """Rows that share one prompt span: positions [start, start + length) of the prompt store.
-    `queries`: how many of the last of these positions the pass computes, in a prefill, whose rows
-    are tiles of them."""
+    `queries`: in a prefill, whose rows are tiles of a prompt, the number of last positions that the
+    pass computes."""
 
     start: int
     length: int
@@ -23,12 +23,12 @@ class Group(NamedTuple):
 
 
 class Teams(NamedTuple):
-    """On the device, which rows read one prompt span: the Triton kernels read its keys once for
-    each tile of such rows.
+    """Shared-prefix groups on the device: rows that read the same prompt span. The Triton kernels
+    read its keys once for each tile of such rows.
 
-    member [B]: 1 for a row that is in a tile, else 0. tiles: by the most rows of a tile m, a
-    table [N, m] of row numbers; a row is in one tile of each table, and -1 stands where there is
-    no row. All int32.
+    member: [B] int32, 1 for a row that is in a tile, else 0. tiles: by the maximum rows m of a
+    tile, a table [N, m] int32 of row numbers, padded with -1. A grouped row is in one tile of each
+    table.
     """
 
     member: Tensor
@@ -36,11 +36,11 @@ class Teams(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """The queries of B rows one after the other, M in all, one at least of each row.
+    """Contiguous queries of B rows, M in all, at least one for each row.
 
-    begin [B + 1]: where each row's begin, and where the last one's end. row [M], place [M]: of
-    each query its row, and how many of that row's are before it. All int64, on the device alone:
-    a captured pass serves any numbers whose sum is M. widest: the most that a row may have.
+    begin: [B + 1], where each row's queries begin, and where the last ones end. row: [M], the row
+    of each query. place: [M], its index within the row. All int64 and on the device only, so a
+    captured pass serves any counts whose sum is M. widest: maximum queries of a row.
     """
 
     begin: Tensor
@@ -54,36 +54,36 @@ class Packed(NamedTuple):
 
     @property
     def by_row(self) -> Tensor:
-        """Of each row and place [B, widest] the query; the row's last one beyond those it has."""
+        """The query index of each row and place, [B, widest]. Beyond a row's queries it is its last
+        one."""
         places = torch.arange(self.widest, device=self.begin.device)
         return torch.minimum(self.begin[:-1, None] + places, self.begin[1:, None] - 1)
 
 
 def pack_queries(counts: Tensor, total: int, widest: int) -> Packed:
-    """Rows of counts [B] int64 queries each, at least 1 and at most `widest`, `total` in all,
-    which the host knows without them."""
+    """Pack rows with counts [B] int64 queries each, from 1 to `widest`. `total` is their sum, which
+    the host knows without a synchronisation."""
     ends = counts.cumsum(0)
     begin = torch.nn.functional.pad(ends, (1, 0))
     every = torch.arange(total, device=counts.device)
-    # where a device computes with memory that nobody filled, no place may be beyond the last
+    # with uninitialised counts (rounds run only to compile kernels) an index could be out of range
     row = torch.searchsorted(ends, every, right=True).clamp(max=len(counts) - 1)
     return Packed(begin, row, every - begin[row], widest)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segments:
-    """What each row of a pass may attend to: its prompt's span, then its own.
+    """What each row of a pass may attend to: its prompt's span, then its private KV.
 
-    positions [B, W]: of the queries. base [B]: position of a row's own slot 0, which is also the
-    length of its prompt span. start [B]: where that span begins in the prompt store; own [B]:
-    where slot 0 lies in the store of own keys. All int64.
-    groups and extent say the same on the host: rows by prompt span (None: the host does not
-    know), and an upper bound of own slots in use. Slots at positions beyond a query's are not
-    seen: what lies there, rejected drafts included, needs no erasing. extent 0: nothing is seen
-    of own spans, since the queries stand in their prompt's span themselves (a prefill, whose rows
-    are tiles of prompts). teams: the rows by prompt span as the Triton kernels take them, or None.
-    packed: the queries' rows, where these have unequal numbers of them; then positions are
-    [1, M], as are a pass's tokens.
+    positions: [B, W], of the queries. base: [B], position of a row's private slot 0; this is also
+    the length of its prompt span. start: [B], where that span begins in the prompt store. own: [B],
+    where slot 0 is in the private store. All int64.
+
+    groups and extent repeat this on the host. groups: rows by prompt span, None if unknown. extent:
+    upper bound of private slots in use; 0 in a prefill, whose queries lie within the prompt's span
+    (rows are tiles of prompts). Slots at positions beyond a query's are masked, so rejected drafts
+    need no erasing. teams: the groups for the Triton kernels, or None. packed: the queries' rows if
+    rows have different numbers of queries; then positions and the pass's tokens are [1, M].
     """
 
     positions: Tensor
@@ -97,21 +97,21 @@ class Segments:
     _known: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     def once(self, what: Hashable, make: Callable[[], Any]) -> Any:
-        """What `make` gives, made for the first layer of the pass that asks for `what`."""
+        """Return `make()`, computed once a pass and reused by later layers under the key `what`."""
         if what not in self._known:
             self._known[what] = make()
         return self._known[what]
 
     def slots(self, positions: Tensor) -> Tensor:
-        """Where in the store of own keys those of the queries go that stand at these positions,
-        [B, W] or packed [1, M] int64."""
+        """Return the slots in the private store for queries at these positions, [B, W] or packed
+        [1, M] int64."""
         ahead = self.own - self.base
         return positions + (ahead[:, None] if self.packed is None else ahead[self.packed.row])
 
 
 def by_row(q: Tensor, segments: Segments) -> tuple[Tensor, Segments]:
-    """Packed queries q [1, M, H, D] as [B, widest, H, D], the last of a row again and again beyond
-    those it has; and what they may attend to."""
+    """Unpack queries q [1, M, H, D] to [B, widest, H, D], repeating a row's last query as padding;
+    also return their segments."""
     packed = segments.packed
     assert packed is not None
     index = packed.by_row
@@ -123,5 +123,5 @@ def by_row(q: Tensor, segments: Segments) -> tuple[Tensor, Segments]:
 
 
 def one_after_other(found: Tensor, packed: Packed) -> Tensor:
-    """What attention gives for `by_row`'s queries, [B, widest, N], as packed: [1, M, N]."""
+    """Pack the attention of `by_row`'s queries, [B, widest, N], to [1, M, N]."""
     return found[packed.row, packed.place][None]

@@ -1,8 +1,8 @@
-"""Which of all rows' drafts are verified, by the draft's confidence in them, and what is learnt of
-that, in plain torch: the definition, and the CPU path.
+"""Which drafts of all rows to verify, chosen by the draft's confidence, and the calibration of that
+confidence. In plain torch: the definition, and the CPU path.
 
-The chance that a draft stands whose turn comes is followed by the confidence that the draft had in
-it; that of a row's first i drafts is their product. Not here: how many drafts there are.
+The acceptance rate of drafts is tracked by bin of the draft's confidence. The chance of a row's
+first i drafts is the product of their rates. The number of drafts to verify is chosen elsewhere.
 """
 
 from typing import NamedTuple
@@ -13,27 +13,28 @@ from torch import Tensor
 from .acceptance import accept_shared
 from .segments import Packed, pack_queries
 
-BINS = 16  # of the square root of 1 - confidence: most confidences are near 1
-MEMORY = 0.995  # what a round's drafts weigh one round later
+BINS = 16  # bins of sqrt(1 - confidence), because most confidences are near 1
+MEMORY = 0.995  # weight of a round's drafts one round later (exponential forgetting)
 
 
 class Known(NamedTuple):
-    """By bin of doubt, [BINS] float32 each: drafts that stood, of those whose turn came; and what
-    both are taken for before any, `first` [2, BINS], which never weighs less."""
+    """Acceptance statistics by bin of doubt, [BINS] float32 each. kept: accepted drafts. trials:
+    drafts that were tested, that is, all drafts before them were accepted. first: prior
+    pseudo-counts of both, [2, BINS], which never fade."""
 
     kept: Tensor
     trials: Tensor
     first: Tensor
 
     def fade(self) -> None:
-        """One more round has gone by: what was learnt weighs less."""
+        """Move both counts towards the prior by one round's forgetting."""
         for count, first in zip((self.kept, self.trials), self.first, strict=True):
             count.lerp_(first, 1 - MEMORY)
 
 
 class Chosen(NamedTuple):
-    """Rows' tokens and drafts that are verified, M in all, one row after the other: counts [B] of
-    its drafts, tokens [M], places [M] of the tokens behind them, int64."""
+    """The pending tokens and chosen drafts of all rows, M in all, packed row by row. counts: [B],
+    chosen drafts of each row. tokens: [M]. places: [M] int64, the positions behind the tokens."""
 
     counts: Tensor
     packed: Packed
@@ -42,9 +43,13 @@ class Chosen(NamedTuple):
 
 
 def standing(scores: Tensor, known: Known, alive: Tensor) -> Tensor:
-    """The chance of each draft that it stands and all before it, [B, k] float32, by the
-    log-probabilities [B, k] that the draft gave them: between bins in proportion, NaN as no
-    confidence; 0 in rows where alive [B] is 0."""
+    """Return the chance that each draft and all before it are accepted, [B, k] float32.
+
+    Args:
+        scores: [B, k], log-probabilities that the draft gave its tokens. Rates are interpolated
+            between bins; NaN counts as confidence 0.
+        alive: [B]; chances are 0 in rows where it is 0.
+    """
     at = (_doubt(scores) * BINS - 0.5).clamp(0, BINS - 1)
     low = at.floor().clamp(max=BINS - 2)
     share, place, rates = at - low, low.long(), known.kept / known.trials
@@ -53,9 +58,16 @@ def standing(scores: Tensor, known: Known, alive: Tensor) -> Tensor:
 
 
 def likeliest(chances: Tensor, total: int, tokens: Tensor, lengths: Tensor) -> Chosen:
-    """The `total` likeliest drafts of all rows, by the chances [B, k] that `standing` gives; tokens
-    [B, k + 1]: each row's last, then its drafts; lengths [B]. A prefix is never likelier than a
-    shorter one, so those chosen of a row are its first ones, ties apart: of these as many."""
+    """Choose the `total` likeliest drafts of all rows.
+
+    Args:
+        chances: [B, k], from `standing`.
+        tokens: [B, k + 1], each row's pending token, then its drafts.
+        lengths: [B].
+
+    A prefix is never less likely than a longer one, so the chosen drafts of a row are its first
+    ones. With ties only their number is used.
+    """
     rows, width = chances.shape
     best = most_likely(chances, total)
     chosen = best.new_zeros(chances.numel()).index_fill_(0, best, 1)
@@ -66,7 +78,7 @@ def likeliest(chances: Tensor, total: int, tokens: Tensor, lengths: Tensor) -> C
 
 
 def most_likely(chances: Tensor, total: int) -> Tensor:
-    """Where in chances [B, k], read row by row, the `total` highest are: [total] int64, in any
+    """Return the flat indices of the `total` highest of chances [B, k], [total] int64, in any
     order."""
     return chances.flatten().topk(total, sorted=False).indices
 
@@ -76,20 +88,25 @@ def settle(
     scores: Tensor,
     chosen: Chosen,
     targets: Tensor,
-    told: Tensor,
+    target_scores: Tensor,
     known: Known,
     alive: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """What becomes of drafts [B, k] with these scores [B, k], where the target's own tokens of
-    those that are verified are targets [M], of log-probability told [M] float32: accepted [B], and
-    [B, 2k + 4] int64: accepted; the target's tokens of the row, valid up to the first that no
-    draft equals; the bits of their log-probabilities; how many drafts were verified.
+    """Accept drafts and update the statistics `known`.
 
-    `known` learns of it, but for rows where alive [B] is 0. Drafts behind the first that fell,
-    or that were not verified, tell nothing.
+    Args:
+        drafts, scores: [B, k].
+        targets: [M], the target's own tokens for the verified ones.
+        target_scores: [M] float32, their log-probabilities.
+        alive: [B]; rows where it is 0 do not change `known`.
+
+    Returns: accepted [B], and a table [B, 2k + 4] int64: accepted; the row's target tokens, valid
+    up to the first that differs from its draft; the bits of their log-probabilities; the number of
+    verified drafts. Drafts after the first rejected one, and drafts that were not verified, do not
+    change `known`.
     """
     index, counts = chosen.packed.by_row, chosen.counts
-    targets, bits = targets[index], told[index].view(torch.int32).long()
+    targets, bits = targets[index], target_scores[index].view(torch.int32).long()
     accepted = accept_shared(drafts, targets, counts)
     bins = (_doubt(scores) * BINS).long().clamp(max=BINS - 1)
     places = torch.arange(drafts.shape[1], device=drafts.device)
@@ -103,5 +120,5 @@ def settle(
 
 
 def _doubt(scores: Tensor) -> Tensor:
-    """The square root of 1 - confidence, by its logarithm; 1 for NaN."""
+    """Return sqrt(1 - confidence) from log-confidence; 1 for NaN."""
     return (1 - scores.exp()).clamp(0, 1).sqrt().nan_to_num(1.0)

@@ -1,5 +1,5 @@
-"""Triton: which of all rows' drafts are verified, and what is learnt of that, in three launches of
-a program a row beside the library's choice of the highest (selection.py)."""
+"""Triton: choose which drafts of all rows to verify, and calibrate the draft's confidence
+(selection.py). Three launches of one program a row, beside the library's top-k."""
 
 import torch
 import triton
@@ -9,11 +9,11 @@ from torch import Tensor
 from .segments import Packed
 from .selection import BINS, Chosen, Known, most_likely
 
-_BLOCK = 1024  # chosen drafts at a time
+_BLOCK = 1024  # chosen drafts a step
 
 
 def standing(scores: Tensor, known: Known, alive: Tensor) -> Tensor:
-    """As selection.standing."""
+    """Do selection.standing."""
     rows, width = scores.shape
     found = torch.empty(rows, width, dtype=torch.float32, device=scores.device)
     _stand[(rows,)](
@@ -31,11 +31,11 @@ def standing(scores: Tensor, known: Known, alive: Tensor) -> Tensor:
 
 
 def likeliest(chances: Tensor, total: int, tokens: Tensor, lengths: Tensor) -> Chosen:
-    """As selection.likeliest."""
+    """Do selection.likeliest."""
     rows, width = chances.shape
     best = most_likely(chances, total)
     begin, counts = lengths.new_empty(rows + 1), lengths.new_empty(rows)
-    # where nothing is launched, as kernels are compiled ahead, these are places all the same
+    # zeros, so that indices stay valid while kernels are only compiled (ahead.py)
     row, place, chosen, places = lengths.new_zeros(4, rows + total)
     _gather[(rows,)](
         best,
@@ -62,11 +62,11 @@ def settle(
     scores: Tensor,
     chosen: Chosen,
     targets: Tensor,
-    told: Tensor,
+    target_scores: Tensor,
     known: Known,
     alive: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """As selection.settle."""
+    """Do selection.settle."""
     rows, width = drafts.shape
     accepted, table = drafts.new_empty(rows), drafts.new_empty(rows, 2 * width + 4)
     known.fade()
@@ -75,7 +75,7 @@ def settle(
         scores.contiguous(),
         chosen.packed.begin,
         targets,
-        told,
+        target_scores,
         known.kept,
         known.trials,
         alive,
@@ -91,7 +91,7 @@ def settle(
 
 @triton.jit
 def _doubt(score):
-    """The square root of 1 - confidence; 1 for NaN."""
+    """Return sqrt(1 - confidence) from log-confidence; 1 for NaN."""
     doubt = tl.sqrt(tl.minimum(tl.maximum(1.0 - tl.exp(score), 0.0), 1.0))
     return tl.where(score == score, doubt, 1.0)
 
@@ -138,8 +138,8 @@ def _gather(
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """A row has as many as chosen ones lie in its part of the chances, and begins behind those
-    that lie before."""
+    """Count the chosen drafts that lie in this row's part of the chances, and those in earlier
+    rows; write the row's part of the packed arrays."""
     row = tl.program_id(0)
     low = row * width
     before, mine = 0, 0
@@ -184,7 +184,7 @@ def _settle(
     drafted, inside = place < width, place <= width
     at = begin + tl.minimum(place, count)
     target = tl.load(target_ptr + at, mask=inside, other=0)
-    told = tl.load(told_ptr + at, mask=inside, other=0.0)
+    score = tl.load(told_ptr + at, mask=inside, other=0.0)
     draft = tl.load(draft_ptr + row * width + place, mask=drafted, other=-1)
     falls = (place >= count) | (draft != target)
     accepted = tl.min(tl.where(falls, place, count), 0)
@@ -192,10 +192,10 @@ def _settle(
     tl.store(accepted_ptr + row, accepted)
     tl.store(line, accepted)
     tl.store(line + 1 + place, target, mask=inside)
-    bits = told.to(tl.int32, bitcast=True)
+    bits = score.to(tl.int32, bitcast=True)
     tl.store(line + width + 2 + place, bits.to(tl.int64), mask=inside)
     tl.store(line + 2 * width + 3, count)
-    # ones only, so that their order makes no difference
+    # the sums are of ones, so the order of additions makes no difference
     alive = tl.load(alive_ptr + row).to(tl.int32)
     score = tl.load(score_ptr + row * width + place, mask=drafted, other=0.0)
     spot = tl.minimum((_doubt(score) * BINS).to(tl.int32), BINS - 1)

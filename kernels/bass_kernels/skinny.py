@@ -1,6 +1,5 @@
-"""Triton: the product of a few rows with a weight matrix, added to the residual stream, bound by
-the reading of the weights. Definition: fused.py.
-"""
+"""Triton: the product of a few rows with a weight matrix, added to the residual stream; bound by
+the bandwidth of the weights. Definition: fused.py."""
 
 import torch
 import triton
@@ -11,21 +10,21 @@ from .launch import SPARE, card, counters, fitting
 from .tiles import complete
 
 MOST_ROWS = 16
-_COLUMNS, _DEPTH = 16, 256  # a tile of weights
-_TILES = 264  # work for two programs on each processor of a large card
-# Beyond so many columns programs come in waves, and a vocabulary's are too shallow to fetch ahead:
-# 8 rows of 256 to 151,936 columns take 60 us, the library 24 (one H200).
+_COLUMNS, _DEPTH = 16, 256  # tile of weights
+_TILES = 264  # two programs on each processor of a large GPU
+# With more columns programs run in several waves, and the tiles of a vocabulary are too shallow to
+# prefetch: 8 rows of 256 by 151,936 columns take 60 us, the library 24 (one H200).
 _COLUMNS_AT_ONCE = 8 * _TILES * _COLUMNS
 
 
 def serves(rows: int, weight: Tensor) -> bool:
-    """Whether `stream` is the faster one for so many rows."""
+    """Return whether `stream` is faster than the library for so many rows."""
     return rows <= MOST_ROWS and weight.shape[0] <= _COLUMNS_AT_ONCE
 
 
 def stream(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-    """residual + x W^T + bias: [..., N] for x [..., K] of at most MOST_ROWS rows and weight [N,
-    K]."""
+    """Return residual + x W^T + bias, [..., N], for x [..., K] of at most MOST_ROWS rows and weight
+    [N, K]."""
     columns, depth = weight.shape
     rows = x.numel() // depth
     out = torch.empty_like(residual)
@@ -62,7 +61,7 @@ def stream(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> 
 
 
 def _stages(weight: Tensor) -> int:
-    """Five, or as many as fit."""
+    """Return five pipeline stages, or as many as fit."""
     tile = (MOST_ROWS + _COLUMNS) * _DEPTH * weight.element_size()
     return fitting(
         range(5, 1, -1), lambda stages: tile * (stages - 1) + SPARE, card(weight.device).shared

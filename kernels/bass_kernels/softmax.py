@@ -1,6 +1,6 @@
-"""Triton: the softmax of attention in pieces: keys and values folded into a running one, and what
-several programs found merged by the last of them. For mixing.py and ragged_kernel.py.
-"""
+"""Triton: online softmax for attention. Keys and values are folded into a running softmax, and the
+last program merges the results of several (log-sum-exp merge). Used by mixing.py and
+ragged_kernel.py."""
 
 import triton
 import triton.language as tl
@@ -8,9 +8,9 @@ import triton.language as tl
 
 @triton.jit
 def fold(q, keys, values, seen, peak, mass, total, scale, WIDE: tl.constexpr):
-    """The running softmax (peak, mass, total) with some keys and values more (arXiv 1805.02867).
-    `seen` [queries, keys], None where every query sees all of them; scale: of scores for base
-    2."""
+    """Fold more keys and values into the running softmax (peak, mass, total) (online softmax, arXiv
+    1805.02867). `seen` [queries, keys]: mask, None if every query sees all keys. scale: of scores,
+    for base 2."""
     scores = tl.dot(q, tl.trans(keys), input_precision=WIDE) * scale
     if seen is not None:
         scores = tl.where(seen, scores, -1e30)
@@ -40,8 +40,8 @@ def merge_splits(
     BLOCK_Q: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Store what attention gives to `target`, once the last of SPLITS programs of a cell has come.
-    Masses lie `masses` after the peaks."""
+    """Store attention to `target` once the last of SPLITS programs of a cell has arrived. Masses
+    are stored `masses` after the peaks."""
     line, d = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_D)
     last = True
     if SPLITS > 1:
@@ -55,7 +55,7 @@ def merge_splits(
             first = cell * SPLITS * BLOCK_Q + line
             peak, mass = tl.full([BLOCK_Q], -1e30, tl.float32), tl.zeros([BLOCK_Q], tl.float32)
             total = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-            # first the peaks, so that the loads of the parts wait for nothing
+            # load the peaks first, so that the loads of the parts do not wait
             for other in tl.static_range(SPLITS):
                 peak = tl.maximum(
                     peak, tl.load(peak_ptr + first + other * BLOCK_Q, cache_modifier=".cg")
@@ -91,9 +91,12 @@ def merge_pieces(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Write to `places` the attention of those lines that are `due`. A line's first piece is at
-    `cell`, the others `height` apart; `mine` of `count` are the row's own, and a team's lie behind
-    `splits` places for these. Always in this order, whoever merges."""
+    """Merge the splits of the lines that are `due` and write their attention to `places`.
+
+    A line's first split is at `cell`, the others `height` apart. `mine` of `count` splits are the
+    row's own; its group's begin after `splits` places. The order of additions is fixed, so the
+    result does not depend on which program merges.
+    """
     piece = tl.arange(0, PIECES)
     place = tl.where(
         piece[:, None] < mine[None, :], piece[:, None], piece[:, None] - mine[None, :] + splits
@@ -110,7 +113,7 @@ def merge_pieces(
         d = column + tl.arange(0, columns)
         total = tl.zeros([BLOCK_M, columns], tl.float32)
         for first in range(0, pieces, 4):
-            # four at once, so that their loads do not wait for each other
+            # four at once, to overlap their loads
             for other in tl.static_range(4):
                 i = first + other
                 spot = cell + tl.where(i < mine, i, i - mine + splits) * height
@@ -147,9 +150,9 @@ def merge_rows(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """What ragged_kernel.attend left with teams; programs: rows times kv heads, by tiles of BLOCK_M
-    lines. count_ptr [rows, kv heads, 2] int32: a row's own pieces and its team's; 0: there is
-    nothing to do."""
+    """Merge the splits that ragged_kernel.attend stored with groups. Programs: rows times key/value
+    heads, by tiles of BLOCK_M lines. count_ptr [rows, kv heads, 2] int32: splits of the row and of
+    its group; with 0 there is nothing to do."""
     unit = tl.program_id(0)
     row, kv = unit // K, unit % K
     group: tl.constexpr = H // K

@@ -1,4 +1,4 @@
-"""Triton: what one program does of a product of a few tokens with a weight matrix, for products.py
+"""Triton: one program's part of the product of a few tokens with a weight matrix, for products.py
 and skinny.py."""
 
 import triton
@@ -22,10 +22,10 @@ def sums(
     STAGES: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """[M, N] float32: tokens' x [., DEPTH] times lines first to end of a weight matrix [.,
-    DEPTH], from low to high; and the same for the lines SECOND further on, if SECOND is not 0."""
+    """Multiply tokens' x [., DEPTH] by rows first to end of a weight matrix [., DEPTH], over the
+    depth low to high: [M, N] float32. If SECOND is not 0, also by the rows SECOND further on."""
     row, line, place = tl.arange(0, M), tl.arange(0, N), tl.arange(0, DEEP)
-    weight_ptr += first.to(tl.int64) * DEPTH  # offsets from here fit 32 bits
+    weight_ptr += first.to(tl.int64) * DEPTH  # offsets from here fit into 32 bits
     one, two = tl.zeros([M, N], tl.float32), tl.zeros([M, N], tl.float32)
     for start in tl.range(low, high, DEEP, num_stages=STAGES):
         real, there = (row < count)[:, None], (line < end - first)[:, None]
@@ -61,7 +61,7 @@ def part(
     SPLITS: tl.constexpr,
     DEEP: tl.constexpr,
 ):
-    """This program's part of a product: its tile, lines first to end, and the depth low to high."""
+    """Return this program's part of a product: tile, rows first to end, and depth low to high."""
     tile = tl.program_id(0)
     low, high = 0, DEPTH
     if SPLITS > 1:
@@ -75,8 +75,8 @@ def part(
 def complete(
     total, part_ptr, arrived_ptr, tile, M: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr
 ):
-    """For the last split of a tile to come: the sum of all, in this order whoever came last.
-    Else the same, and False."""
+    """For the last split of a tile to arrive, return the sum of all splits, added in fixed order,
+    and True. For the others return the input and False."""
     last = True
     if SPLITS > 1:
         cell = tile * SPLITS * M * N + tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :]

@@ -1,7 +1,6 @@
-"""Ops that only training needs: rotary embedding of whole tensors, and what a gated activation
-passes back.
+"""Ops for training only: rotary embedding of whole tensors, and the gradient of a gated activation.
 
-Here in plain torch, which defines them; trained_kernels.py has their Triton forms.
+This file is the definition in plain torch; trained_kernels.py has the Triton kernels.
 """
 
 from __future__ import annotations
@@ -11,8 +10,9 @@ from torch import Tensor
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor:
-    """x [B, T, H, D], its first dimensions turned in pairs half of `size` apart; cos and sin
-    [B, T, 1, size / 2] float32. `back`: by the opposite angle, as gradients are."""
+    """Rotate the first `size` dimensions of x [B, T, H, D] in pairs that are half of `size` apart.
+    cos and sin: [B, T, 1, size / 2] float32. `back`: rotate by the opposite angle, for gradients.
+    """
     half = cos.shape[-1]
     if back:
         sin = -sin
@@ -22,7 +22,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor
 
 
 def gate_gradient(x: Tensor, outer: Tensor) -> Tensor:
-    """Of silu(gate) * up, x [..., 2 I] being gate, then up: what reaches x of `outer` [..., I]."""
+    """Return the gradient of silu(gate) * up with respect to x [..., 2 I] (gate, then up), given
+    the gradient `outer` [..., I] of the result."""
     gate, up = x.float().chunk(2, -1)
     due, chance = outer.float(), gate.sigmoid()
     slope = chance * (1.0 + gate * (1.0 - chance))

@@ -1,6 +1,5 @@
-"""Triton: rotary embedding of whole tensors, and what a gated activation passes back, each read and
-written once. Definitions: trained.py.
-"""
+"""Triton: rotary embedding of whole tensors, and the gradient of a gated activation, each reading
+and writing once. Definitions: trained.py."""
 
 import torch
 import triton
@@ -9,7 +8,7 @@ from torch import Tensor
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor:
-    """As trained.rotate; one program a token."""
+    """Do trained.rotate, one program a token."""
     rows, width, heads, size = x.shape
     if x.stride(3) != 1 or x.stride(0) != width * x.stride(1):
         x = x.contiguous()
@@ -48,7 +47,7 @@ def _rotate(
 
 
 def gate_gradient(x: Tensor, outer: Tensor) -> Tensor:
-    """As trained.gate_gradient."""
+    """Do trained.gate_gradient."""
     x, outer = x.contiguous(), outer.contiguous()
     found, size = torch.empty_like(x), outer.shape[-1]
     block = min(1024, triton.next_power_of_2(size))

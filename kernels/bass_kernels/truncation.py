@@ -1,10 +1,10 @@
-"""Triton: the edges of processed laws (temperature, top-k, top-p; definition: sampling.process),
-without a sort.
+"""Triton: the edges of processed distributions (temperature, top-k, top-p; definition:
+sampling.process), without a sort.
 
-A row's edges say what its law is without writing it down: exp(x - peak) / mass for x = logit / T
-from the threshold on. The threshold is the largest value such that the tokens from it on have
-top_p of the mass (or are top_k): its place among all values of the logits' type is searched with
-16 pivots a look, each look spread over chunks of the vocabulary.
+A row's edges describe its distribution without writing it to memory: exp(x - peak) / mass for x =
+logit / T at or above a threshold. The threshold is the largest value such that the tokens from it
+on have top_p of the mass (or number top_k). It is searched among all values of the logits' dtype,
+with 16 pivots a pass; each pass is spread over chunks of the vocabulary.
 """
 
 import torch
@@ -16,7 +16,7 @@ from .launch import counters
 from .vocabulary import (
     best_found,
     everything,
-    lawful,
+    load_edges,
     masses_found,
     order,
     probability,
@@ -25,28 +25,30 @@ from .vocabulary import (
 )
 
 FIELDS = 8
-"""Of a row's edges, float32: divisor, threshold, peak, mass, the only token (-1: many), raw mass
-(of the logits as they are, relative to peak * divisor); then the search's goal and phase."""
+"""Number of float32 fields of a row's edges: divisor, threshold, peak, mass, the only token (-1 if
+there are several), raw mass (of unprocessed logits, relative to peak * divisor); then goal and
+phase of the search."""
 
 BLOCK = 1024
 CHUNK = 4 * BLOCK
 _PIVOTS = 16
-_SMALL = 512  # tokens at a time beside 16 pivots
-# spread over chunks; the last one goes on by itself, one program a row, where more are needed
-_LOOKS = 4
-_FOUND = _PIVOTS + 4  # of a chunk: weights above the pivots; peak, its first token, mass, raw mass
-# bits of a float32 that the type leaves 0
+_SMALL = 512  # tokens a step with 16 pivots
+# passes spread over chunks; rows that need more continue in the last one, one program a row
+_PASSES = 4
+# for each chunk: weights above the pivots; peak, its first token, mass, raw mass
+_FOUND = _PIVOTS + 4
+# number of low float32 bits that are 0 in each dtype
 _SHIFTS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
-# 0: the edges are found
+# phases of the search; 0: the edges are found
 _COUNT, _COUNT_ON, _WEIGH, _MASS, _MASS_ON = (tl.constexpr(phase) for phase in range(1, 6))
 _LOWEST = tl.constexpr(-2139095041)  # order(-inf)
 
 
 def edges(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """The edges [N, FIELDS] float32 of the processed laws of logits [N, V], without asking the host
-    anything.
+    """Compute the edges [N, FIELDS] float32 of the processed distributions of logits [N, V],
+    without synchronising with the host.
 
-    temperature, top_p [M] float32 and top_k [M] int64 belong to N / M rows each, in a row.
+    temperature, top_p [M] float32 and top_k [M] int64 belong to N / M consecutive rows each.
     """
     logits = logits.contiguous()
     rows, vocab = logits.shape
@@ -77,13 +79,13 @@ def edges(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> 
         "num_warps": 4,
     }
     _survey[(rows, chunks)](*given, **shape, BLOCK=BLOCK)
-    for look in range(_LOOKS):
-        _narrow[(rows, chunks)](*given, **shape, BLOCK=_SMALL, LAST=look == _LOOKS - 1)
+    for step in range(_PASSES):
+        _narrow[(rows, chunks)](*given, **shape, BLOCK=_SMALL, LAST=step == _PASSES - 1)
     return out
 
 
 def process(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """As sampling.process, without asking the host anything."""
+    """Do sampling.process without synchronising with the host."""
     logits = logits.contiguous()
     rows, vocab = logits.shape
     out = torch.empty(rows, vocab, dtype=torch.float32, device=logits.device)
@@ -96,7 +98,7 @@ def process(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -
 @triton.jit
 def _dense(logits_ptr, edges_ptr, out_ptr, vocab, FIELDS: tl.constexpr, BLOCK: tl.constexpr):
     row, first = tl.program_id(0), tl.program_id(1) * BLOCK
-    divisor, threshold, peak, mass, only = lawful(edges_ptr, row, True, FIELDS)
+    divisor, threshold, peak, mass, only = load_edges(edges_ptr, row, True, FIELDS)
     tokens, _x, raw = read(logits_ptr, row, first, vocab, divisor, BLOCK)
     p = probability(raw, tokens, divisor, threshold, peak, mass, only)
     tl.store(out_ptr + row.to(tl.int64) * vocab + tokens, p, mask=tokens < vocab)
@@ -104,13 +106,13 @@ def _dense(logits_ptr, edges_ptr, out_ptr, vocab, FIELDS: tl.constexpr, BLOCK: t
 
 @triton.jit
 def _code(value, SHIFT: tl.constexpr):
-    """A value's place in the order of all values of the logits' type, int64."""
+    """Return a value's rank among all values of the logits' dtype, int64."""
     return (order(value) >> SHIFT).to(tl.int64)
 
 
 @triton.jit
 def _value(code, SHIFT: tl.constexpr):
-    """The value at a place: `_code` backwards."""
+    """Return the value of a rank, the inverse of `_code`."""
     whole = code << SHIFT
     whole = tl.where(code < 0, whole | ((1 << SHIFT) - 1), whole).to(tl.int32)
     return (whole ^ ((whole >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
@@ -120,13 +122,13 @@ def _value(code, SHIFT: tl.constexpr):
 def _pivots(
     phase, low, high, top, mass, top_p, divisor, vocab, SHIFT: tl.constexpr, PIVOTS: tl.constexpr
 ):
-    """The places to look at next: between low and high. A search begins with values at equal
+    """Return the ranks to test next, between low and high. A search begins with values at equal
     distances."""
     step = tl.arange(0, PIVOTS)
     codes = low + 1 + (high - low - 1) * step // PIVOTS
     if (phase == _COUNT) | (phase == _MASS):
-        # What lies `reach` below the peak has less than 1 - top_p of the mass, if it were the
-        # whole vocabulary.
+        # All tokens `reach` or more below the peak have less than 1 - top_p of the mass together,
+        # even if they were the whole vocabulary.
         reach = (
             tl.log(vocab / ((1.0 - tl.minimum(top_p, 0.9999)) * tl.maximum(mass, 1.0))) + 1.0
         ) * divisor
@@ -151,8 +153,8 @@ def _above(
     PIVOTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The number or the mass of those of the tokens start to end whose scaled logit reaches each
-    of the pivots."""
+    """Return the number, or the mass, of the tokens start to end whose scaled logit reaches each
+    pivot."""
     total = tl.zeros([PIVOTS, BLOCK], tl.float32)
     for first in range(start, end, BLOCK):
         tokens, x, _raw = read(logits_ptr, row, first, vocab, divisor, BLOCK)
@@ -163,8 +165,8 @@ def _above(
 
 @triton.jit
 def _advance(phase, low, high, top, mass, goal, top_p, codes, weights):
-    """The search after a look. low is the last place known to reach the goal, high the first
-    known not to; `mass`: from low on, once mass is what is searched."""
+    """Advance the search after a pass. low: the last rank known to reach the goal. high: the first
+    known not to. mass: from low on, once the search is over mass."""
     if phase == _WEIGH:
         mass = tl.max(weights, 0)
         goal = top_p * mass
@@ -205,8 +207,8 @@ def _survey(
     FOUND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The peak and the mass of a chunk of a row; after the last chunk, of the row, and what is
-    to be searched."""
+    """Compute the peak and mass of a chunk of a row. The last chunk combines them and sets up the
+    row's search."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     temperature, divisor = settled(temperature_ptr, row // each)
     start = chunk * CHUNK
@@ -224,7 +226,7 @@ def _survey(
         index = tl.arange(0, CHUNKS)
         here, inside = found_ptr + (row * chunks + index) * FOUND + PIVOTS, index < chunks
         peak, token = best_found(here, inside)
-        token = tl.minimum(token, vocab - 1)  # nobody's, in a row of NaN
+        token = tl.minimum(token, vocab - 1)  # a row of NaN has no best token
         peaks = tl.load(here, mask=inside, other=-float("inf"), cache_modifier=".cg")
         mass, raw_mass = masses_found(here + 2, here + 3, inside, peaks, peak, divisor)
         top_k, top_p = tl.load(top_k_ptr + row // each), tl.load(top_p_ptr + row // each)
@@ -267,8 +269,8 @@ def _narrow(
     BLOCK: tl.constexpr,
     LAST: tl.constexpr,
 ):
-    """One look at a chunk of a row whose edges are not found yet; the row's last chunk to be
-    done concludes."""
+    """Do one pass over a chunk of a row whose edges are not found yet. The last chunk to finish
+    advances the search."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     edge, place = edges_ptr + row * FIELDS, search_ptr + 3 * row
     phase = tl.load(edge + 7).to(tl.int32)
@@ -285,7 +287,7 @@ def _narrow(
         pivots = _value(codes, SHIFT) / divisor
         start, end = chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, vocab)
         at = found_ptr + (row * chunks + chunk) * FOUND
-        if tl.load(at + PIVOTS) < tl.min(pivots, 0):  # nothing here reaches any
+        if tl.load(at + PIVOTS) < tl.min(pivots, 0):  # no logit of this chunk reaches a pivot
             end = start
         weights = _above(
             logits_ptr, row, start, end, vocab, divisor, peak, phase < _WEIGH, pivots, PIVOTS, BLOCK

@@ -1,5 +1,5 @@
 """Triton: passes of one program over a part of a row's vocabulary, for choice.py, truncation.py,
-generation.py and rejection.py."""
+drawing.py and rejection.py."""
 
 import triton
 import triton.language as tl
@@ -7,13 +7,13 @@ import triton.language as tl
 from .sampling import COLDEST, HOTTEST
 
 _COLDEST, _HOTTEST = tl.constexpr(COLDEST), tl.constexpr(HOTTEST)
-# the least float32 that is finite: a peak before any logit was seen
+# the smallest finite float32: the peak before any logit was read
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
 def philox(c0, c1, c2, c3, key_0, key_1):
-    """Philox4x32-10 (noise.py): four words for each counter, all uint32."""
+    """Philox4x32-10 (noise.py): return four words for each counter, all uint32."""
     factor_0, factor_1 = c0 * 0 + 0xD2511F53, c2 * 0 + 0xCD9E8D57
     for _ in tl.static_range(10):
         low_0, high_0 = c0 * factor_0, tl.umulhi(c0, factor_0)
@@ -26,7 +26,7 @@ def philox(c0, c1, c2, c3, key_0, key_1):
 
 @triton.jit
 def gumbel(first, key_0, key_1, position, origin, stream, BLOCK: tl.constexpr):
-    """Gumbel noise of a stream for tokens first to first + BLOCK; first is a multiple of 4
+    """Return Gumbel noise of a stream for tokens first to first + BLOCK; first is a multiple of 4
     (noise.py)."""
     block = (first // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
     zero = block * 0
@@ -39,30 +39,30 @@ def gumbel(first, key_0, key_1, position, origin, stream, BLOCK: tl.constexpr):
 
 @triton.jit
 def settled(temperature_ptr, row):
-    """A row's temperature as sampling.py takes it, and its divisor."""
+    """Return a row's temperature, clamped as in sampling.py, and its divisor."""
     temperature = tl.load(temperature_ptr + row)
     temperature = tl.where(temperature < _COLDEST, 0.0, tl.minimum(temperature, _HOTTEST))
     return temperature, tl.where(temperature > 0, temperature, 1.0)
 
 
 @triton.jit
-def address(law, row, key_ptr, position_ptr):
-    """The words that address a row's noise: of the key of its law, and its position."""
-    key_0 = tl.load(key_ptr + 2 * law).to(tl.uint32)
-    key_1 = tl.load(key_ptr + 2 * law + 1).to(tl.uint32)
+def address(entry, row, key_ptr, position_ptr):
+    """Return the words that address a row's noise: the key of its entry, and its position."""
+    key_0 = tl.load(key_ptr + 2 * entry).to(tl.uint32)
+    key_1 = tl.load(key_ptr + 2 * entry + 1).to(tl.uint32)
     return key_0, key_1, tl.load(position_ptr + row).to(tl.uint32)
 
 
 @triton.jit
-def nobody():
-    """No candidate: its score, token and scaled logit."""
+def no_candidate():
+    """Return an empty candidate: score, token and scaled logit."""
     nothing = tl.full([], -float("inf"), tl.float32)
     return nothing, tl.full([], 16777216, tl.int32), nothing
 
 
 @triton.jit
 def better(score, token, x, scores, tokens, xs):
-    """The better of a candidate and a block of others; the first token on ties."""
+    """Return the better of a candidate and a block of others; the first token on ties."""
     top = tl.max(scores, 0)
     first = tl.min(tl.where(scores == top, tokens, 16777216), 0)
     value = tl.max(tl.where(tokens == first, xs, -float("inf")), 0)
@@ -72,19 +72,19 @@ def better(score, token, x, scores, tokens, xs):
 
 @triton.jit
 def best_found(at, inside):
-    """The best score of the candidates that chunks of a row have left at these places, and its
-    token, which lies behind it."""
+    """Return the best score among the candidates that a row's chunks stored, and its token, which
+    is stored after it."""
     scores = tl.load(at, mask=inside, other=-float("inf"), cache_modifier=".cg")
     tokens = tl.load(at + 1, mask=inside, other=16777216.0, cache_modifier=".cg").to(tl.int32)
-    nothing, nobodys, _x = nobody()
-    score, token, _x = better(nothing, nobodys, nothing, scores, tokens, scores)
+    nothing, no_token, _x = no_candidate()
+    score, token, _x = better(nothing, no_token, nothing, scores, tokens, scores)
     return score, token
 
 
 @triton.jit
 def masses_found(mass_at, raw_at, inside, peaks, peak, divisor):
-    """A row's mass relative to its peak, processed and raw, from those that its chunks have left at
-    these places, relative to peaks of their own."""
+    """Return a row's mass relative to its peak, processed and raw, from its chunks' masses relative
+    to their own peaks."""
     masses = tl.load(mass_at, mask=inside, other=0.0, cache_modifier=".cg")
     raws = tl.load(raw_at, mask=inside, other=0.0, cache_modifier=".cg")
     mass = tl.sum(masses * tl.exp(peaks - peak), 0)
@@ -93,7 +93,7 @@ def masses_found(mass_at, raw_at, inside, peaks, peak, divisor):
 
 @triton.jit
 def read(logits_ptr, row, first, vocab, divisor, BLOCK: tl.constexpr):
-    """A block of a row's tokens, and their logits scaled and as they are; -inf beyond the
+    """Load a block of a row's tokens. Returns token ids, scaled and raw logits; -inf beyond the
     vocabulary."""
     tokens = first + tl.arange(0, BLOCK)
     raw = tl.load(
@@ -116,9 +116,9 @@ def everything(
     position,
     BLOCK: tl.constexpr,
 ):
-    """The best candidate of tokens start to end, their peak, and their mass relative to that,
+    """Return the best candidate of tokens start to end, their peak, and their mass relative to it,
     processed and raw."""
-    score, token, best_x = nobody()
+    score, token, best_x = no_candidate()
     peak = tl.full([], LOWEST, tl.float32)
     mass, raw_mass = tl.full([], 0.0, tl.float32), tl.full([], 0.0, tl.float32)
     for first in range(start, end, BLOCK):
@@ -126,13 +126,13 @@ def everything(
         most = tl.max(x, 0)
         top = tl.maximum(peak, most)
         mass = mass * tl.exp(peak - top) + tl.sum(tl.exp(x - top), 0)
-        # where nothing can come so far, the product may be beyond float32, and -inf - -inf is NaN
+        # while all logits are -inf the product may exceed float32, and -inf - -inf is NaN
         raw_top = tl.where(top > LOWEST, top * divisor, 0.0)
         raw_mass = raw_mass * tl.exp((peak - top) * divisor) + tl.sum(tl.exp(raw - raw_top), 0)
         peak = top
         scores = x
         if temperature > 0:
-            if most + 23.0 > score:  # no noise is larger
+            if most + 23.0 > score:  # 23 bounds the noise
                 scores = x + gumbel(first, key_0, key_1, position, 0, 0, BLOCK)
         score, token, best_x = better(score, token, best_x, scores, tokens, x)
     return score, token, best_x, peak, mass, raw_mass
@@ -140,7 +140,7 @@ def everything(
 
 @triton.jit
 def mass_above(logits_ptr, row, start, end, vocab, divisor, x, peak, BLOCK: tl.constexpr):
-    """Mass and count of those of the tokens start to end whose scaled logit is larger than x."""
+    """Return mass and count of the tokens start to end whose scaled logit is larger than x."""
     mass, count = tl.full([], 0.0, tl.float32), tl.full([], 0.0, tl.float32)
     for first in range(start, end, BLOCK):
         _tokens, values, _raw = read(logits_ptr, row, first, vocab, divisor, BLOCK)
@@ -153,9 +153,8 @@ def mass_above(logits_ptr, row, start, end, vocab, divisor, x, peak, BLOCK: tl.c
 def best_above(
     logits_ptr, row, start, end, vocab, divisor, key_0, key_1, position, x, BLOCK: tl.constexpr
 ):
-    """The best candidate among those of the tokens start to end whose scaled logit is larger
-    than x."""
-    score, token, best_x = nobody()
+    """Return the best candidate of the tokens start to end whose scaled logit is larger than x."""
+    score, token, best_x = no_candidate()
     for first in range(start, end, BLOCK):
         tokens, values, _raw = read(logits_ptr, row, first, vocab, divisor, BLOCK)
         if tl.max(values, 0) > x:
@@ -170,17 +169,17 @@ def best_above(
 
 @triton.jit
 def order(x):
-    """Float32 to int32 such that the order is kept."""
+    """Map float32 to int32, keeping the order."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def top_mass(logits_ptr, row, vocab, top_k, peak, divisor, BLOCK: tl.constexpr):
-    """The mass of the top_k largest and of what ties with the last of them, by bisection on the
+    """Return the mass of the top_k largest and of ties with the last of them, by bisection on the
     bits."""
     low, high = tl.full([], -2147483648, tl.int64), tl.full([], 2147483647, tl.int64)
-    for _step in range(32):  # the largest value that at least top_k reach
+    for _step in range(32):  # find the largest value that at least top_k tokens reach
         middle = (low + high + 1) >> 1
         count = tl.full([], 0, tl.int32)
         for first in range(0, vocab, BLOCK):
@@ -198,9 +197,9 @@ def top_mass(logits_ptr, row, vocab, top_k, peak, divisor, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def lawful(edges_ptr, row, inside, FIELDS: tl.constexpr):
-    """What `probability` needs to know of a law, by row(s): divisor, threshold, peak, mass, the
-    only token or -1."""
+def load_edges(edges_ptr, row, inside, FIELDS: tl.constexpr):
+    """Load the edges of a distribution, by row(s): divisor, threshold, peak, mass, the only token
+    or -1."""
     at = edges_ptr + row * FIELDS
     divisor = tl.load(at, mask=inside, other=1.0)
     threshold = tl.load(at + 1, mask=inside, other=0.0)
@@ -210,8 +209,8 @@ def lawful(edges_ptr, row, inside, FIELDS: tl.constexpr):
 
 @triton.jit
 def probability(raw, tokens, divisor, threshold, peak, mass, only):
-    """The processed law of tokens with these logits: the one arithmetic for draws, tests and
-    residuals."""
+    """Return the processed probability of tokens with these logits. Sampling, tests and residuals
+    all use this arithmetic."""
     x = raw / divisor
     kept = tl.where(x >= threshold, tl.exp(x - peak) / mass, 0.0)
     return tl.where(only < 0, kept, (tokens == only).to(tl.float32))

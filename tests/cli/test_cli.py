@@ -134,10 +134,7 @@ def test_what_form_plain_prompts_are_given_is_said_once(cli: Any, tmp_path: Path
     (tmp_path / "both.jsonl").write_text(
         (tmp_path / "chats.jsonl").read_text() + (tmp_path / "p.jsonl").read_text()
     )
-    raw = (
-        "plain prompts are continued as raw text; with --chat they use the model's chat "
-        "template"
-    )
+    raw = "plain prompts are continued as raw text; with --chat they use the model's chat template"
     chat = (
         "plain prompts use the model's chat template; with --no-chat they are continued as raw text"
     )

@@ -90,20 +90,11 @@ def test_added_prompts_are_drawn_and_other_samples_stay(place: Path, name: str) 
             [*LINES[:2], {**LINES[2], "level": 9}, *LINES[3:]],
             'number 3 (id "2", p.jsonl:3) has changed',
         ),
-        (
-            [*LINES[:3], LINES[4], LINES[3], LINES[0]],
-            'number 4 (id "3", p.jsonl:4) has changed',
-        ),
+        ([*LINES[:3], LINES[4], LINES[3], LINES[0]], 'number 4 (id "3", p.jsonl:4) has changed'),
         (LINES[:3], "5 before, 3 now; those after number 3 are missing"),
         (LINES[1:], '5 before, 4 now; number 1 (id "0", p.jsonl:1) has changed'),
-        (
-            [{**LINES[0], "id": "a"}, *LINES[1:]],
-            'number 1 (id "a", p.jsonl:1) has changed',
-        ),
-        (
-            [*LINES[:4], {**LINES[4], "reference": "r"}],
-            'number 5 (id "4", p.jsonl:5) has changed',
-        ),
+        ([{**LINES[0], "id": "a"}, *LINES[1:]], 'number 1 (id "a", p.jsonl:1) has changed'),
+        ([*LINES[:4], {**LINES[4], "reference": "r"}], 'number 5 (id "4", p.jsonl:5) has changed'),
     ],
 )
 def test_any_other_change_is_refused_where_it_begins(place: Path, now: Any, said: str) -> None:

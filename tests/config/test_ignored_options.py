@@ -71,9 +71,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (["bench", "--prompts", "p.txt", "--prompt-tokens", "9"], "--prompt-tokens (or "
                                                               "BASS_PROMPT_TOKENS): prompts of"),
 ])  # fmt: skip
-def test_option_without_effect_is_refused(
-    place: Path, arguments: list[str], fault: str
-) -> None:
+def test_option_without_effect_is_refused(place: Path, arguments: list[str], fault: str) -> None:
     before = sorted(place.iterdir())
     pair = [] if arguments[0] == "score" else ["--pair", "pair.yaml"]
     result = CliRunner().invoke(app, [*arguments, *pair])

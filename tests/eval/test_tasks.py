@@ -183,7 +183,9 @@ def test_code_is_found_in_linear_time(name: str) -> None:
         start = time.process_time()
         code_in(text, "add")
         seconds.append(time.process_time() - start)
-    assert seconds[1] < 6 * max(seconds[0], 0.05)  # three times the text; quadratic time would be nine times as long
+    assert seconds[1] < 6 * max(
+        seconds[0], 0.05
+    )  # three times the text; quadratic time would be nine times as long
     start = time.process_time()
     code_in(HOSTILE[name] * 1_000_000, "add")  # only the beginning is read
     assert time.process_time() - start < 5
@@ -280,7 +282,8 @@ def test_data_errors_name_file_line_and_field(
     }[name]
     data = write(tmp_path / "m.jsonl", *first, *([3] if name == "humaneval" else []), record)
     with pytest.raises(
-        UserError, match=fault if name != "humaneval" else "m.jsonl:1: a problem must be a JSON object"
+        UserError,
+        match=fault if name != "humaneval" else "m.jsonl:1: a problem must be a JSON object",
     ):
         load_task(name, data)
 

@@ -73,7 +73,9 @@ def test_pairs_and_doctor_show_available_models() -> None:
     assert "transformers" in cli("doctor").stdout
 
 
-def test_parameters_are_read_from_model_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameters_are_read_from_model_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names = {
         "Qwen/Qwen2.5-Coder-7B-Instruct": 7e9,
         "Qwen/Qwen3-0.6B": 6e8,
@@ -89,9 +91,7 @@ def test_parameters_are_read_from_model_names(tmp_path: Path, monkeypatch: pytes
     assert place_of("package:no_such_module/x.gguf") == "package no_such_module is not installed"
 
 
-def test_progress_without_a_terminal_prints_lines(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_progress_without_a_terminal_prints_lines(capsys: pytest.CaptureFixture[str]) -> None:
     now = [0.0]
     screen = Screen(now=lambda: now[0])
     screen.start(4)

@@ -65,9 +65,7 @@ def test_hub_refusal_is_a_user_error(
     assert expected in str(found)
 
 
-def test_hub_errors_are_left_to_the_dataset_reader(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_hub_errors_are_left_to_the_dataset_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
     def refuse(name: str, timeout: float) -> Any:

@@ -115,9 +115,7 @@ def test_report_cannot_take_the_place_of_a_manifest(place: Path) -> None:
     assert contents(place) == before
 
 
-def test_chart_never_replaces_an_input(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chart_never_replaces_an_input(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: name
     )  # as if matplotlib were installed
@@ -158,9 +156,7 @@ def test_manifests_and_verdicts_count_as_outputs(
 @pytest.mark.parametrize(
     "redirection", [">> p.jsonl", "1<> other/../p.jsonl", "--out p.jsonl --overwrite"]
 )
-def test_redirected_streams_are_recognised_as_files(
-    place: Path, redirection: str
-) -> None:
+def test_redirected_streams_are_recognised_as_files(place: Path, redirection: str) -> None:
     before = contents(place)
     prompts = "- < p.jsonl" if "--out" in redirection else "p.jsonl"
     command = (

@@ -93,19 +93,18 @@ def test_closed_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["p.jsonl", "p.txt"])
-def test_endless_line_is_refused(
-    tmp_path: Path, short_lines: None, name: str
-) -> None:
+def test_endless_line_is_refused(tmp_path: Path, short_lines: None, name: str) -> None:
     path = tmp_path / name
     path.write_bytes(b'{"prompt": "a"}\n{"prompt": "')
     os.truncate(path, 1 << 40)  # a hole, which takes no room on the disk
-    assert refusal(str(path)) == f"{path}:2: the line has more than 1 MB, the most that a prompt may have"
+    assert (
+        refusal(str(path))
+        == f"{path}:2: the line has more than 1 MB, the most that a prompt may have"
+    )
     assert next(read_prompts(str(path))).place == f"{path}:1"
 
 
-def test_too_long_list_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_long_list_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "_LONGEST_LIST", MEGABYTE)
     path = tmp_path / "p.json"
     path.write_text(json.dumps([{"prompt": "a" * (MEGABYTE - 99)}]))

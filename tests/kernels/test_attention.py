@@ -1,5 +1,5 @@
-"""Ragged attention over prompt and own spans, against one softmax per query written out;
-poisoned slots; dtypes."""
+"""Ragged attention over prompt and private keys, compared with one softmax a query written out;
+invisible slots hold NaN; dtypes."""
 
 from dataclasses import replace
 
@@ -9,11 +9,11 @@ import torch
 import bass_kernels as ops
 
 H, K, D, S, T = 6, 2, 8, 24, 64
-OWN = torch.tensor([3, 0, 1, 4, 2]) * S  # where each row's own slots begin
+OWN = torch.tensor([3, 0, 1, 4, 2]) * S  # where each row's private slots begin
 
 
 def case(width, window, *, dtype=torch.float32, seed=0):
-    """Five rows on two prompts and no prompt, all of unequal length; what no query may see is
+    """Five rows on two prompts and no prompt, all of unequal length. Keys that no query sees are
     NaN."""
     g = torch.Generator().manual_seed(seed)
     spans = [(3, 11), (3, 11), (20, 40), None, (3, 11)]  # (start, length) in the prompt store
@@ -70,7 +70,7 @@ def test_attention_is_one_softmax_over_both_segments(width, window):
 
 
 @pytest.mark.parametrize("window", [0, 6, 30])
-def test_many_short_prompts_side_by_side_give_the_same(window, monkeypatch):
+def test_many_short_prompts_copied_together_give_the_same(window, monkeypatch):
     q, own, prompt, segments, _ = case(4, 0)
     groups = (
         ops.Group(3, 11, slice(0, 2)),
@@ -94,8 +94,8 @@ def test_attention_in_half_precision(dtype):
     assert (found.double() - due).norm() / due.norm() < (4e-3 if dtype == torch.bfloat16 else 1e-3)
 
 
-def test_what_is_worked_out_once_a_pass_serves_layers_of_every_window_and_store():
-    """A drafter's layers, in the same pass, have other heads and another store."""
+def test_masks_cached_for_a_pass_serve_layers_with_any_window_and_store():
+    """A drafter's layers run in the same pass with other heads and another store."""
     q, own, prompt, segments, _ = case(4, 0)
     halved = [tuple(t[:1, : 4 * S + 20].clone() for t in own), tuple(t[:1] for t in prompt)]
     for stores in ((own, prompt), halved):
@@ -120,8 +120,8 @@ def test_large_weights_are_packed_and_give_the_same_product():
         torch.testing.assert_close(ops.linear(x, held, bias).double(), due, atol=1e-4, rtol=1e-5)
 
 
-def test_what_lies_beyond_a_query_is_not_seen():
-    """Rejected keys left in the cache, zeroed or not, must weigh nothing: not e^0 either."""
+def test_keys_beyond_a_query_have_no_effect():
+    """Rejected keys in the cache, zeroed or not, must have weight 0, not e^0."""
     q, own, prompt, segments, _ = case(4, 0)
     before = ops.attention(q, own, prompt, segments, scale=D**-0.5)
     for b in range(5):
@@ -152,13 +152,13 @@ def test_a_row_does_not_depend_on_its_neighbours():
         torch.testing.assert_close(found[0], together[b], atol=2e-6, rtol=1e-5)
 
 
-def test_rope_write_puts_each_row_at_its_own_places_and_rotates_by_explicit_positions():
+def test_rope_write_uses_each_rows_slots_and_explicit_positions():
     g = torch.Generator().manual_seed(1)
     width, rows = 3, 4
     qkv = torch.randn(rows, width, (H + 2 * K) * D, generator=g)
     positions = torch.tensor([[5, 6, 7], [0, 1, 2], [9, 10, 11], [4, 4, 5]])
     slots = positions + (OWN[:rows] - torch.tensor([3, 0, 9, 4]))[:, None]
-    qkv[3, 1] = qkv[3, 0]  # the same token fed twice at one place
+    qkv[3, 1] = qkv[3, 0]  # one token fed twice at one position
     own = tuple(torch.full((K, 5 * S, D), torch.nan) for _ in range(2))
     inverse = torch.tensor([1.0, 0.1, 0.01])  # 6 of 8 dimensions are rotated
     angles = positions[..., None] * inverse

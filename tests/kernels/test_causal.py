@@ -1,5 +1,5 @@
-"""Causal attention of many tokens of one prompt against torch, by relative RMS error: blocks that are
-not full, heads that fill none, keys that several heads share, and what it is there for."""
+"""Causal attention of many tokens of one prompt compared with torch, by relative RMS error: partial
+blocks, heads smaller than a block, shared keys, and supported devices."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ SMALL = causal.Tile(16, 32, 4, 2)
 
 
 def due(q, keys, values, scale):
-    """In float64, written down as it is defined."""
+    """Compute causal attention in float64, written out from its definition."""
     count, length, share = len(q), keys.shape[1], q.shape[1] // len(keys)
     k, v = (it.double().repeat_interleave(share, 0) for it in (keys, values))
     scores = torch.einsum("mhd,hnd->hmn", q.double(), k) * scale
@@ -35,7 +35,7 @@ def due(q, keys, values, scale):
     ],
 )
 def test_causal_attention(dtype, count, length, size, tile):
-    """Beside what stands before and behind the prompt, which is not seen, in q and out neither."""
+    """Values before and behind the prompt must have no effect, in q and out as well."""
     q = randn(count + 3, 6, size, dtype=dtype, seed=0)
     out = torch.full_like(q, 7.0)
     q[count:] = torch.nan
@@ -50,8 +50,8 @@ def test_causal_attention(dtype, count, length, size, tile):
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="thousands of programs")
 @pytest.mark.parametrize("size", [64, 96, 128, 256])
-def test_at_lengths_that_it_is_made_for(size):
-    """And by torch's own attention, where a head is too large."""
+def test_causal_attention_of_long_prompts(size):
+    """Large heads use torch's own attention."""
     q, dtype = randn(1500, 12, size, dtype=torch.bfloat16, seed=0), torch.bfloat16
     keys, values = (randn(2, 6000, size, dtype=dtype, seed=seed) for seed in (1, 2))
     out = torch.empty_like(q)
@@ -59,7 +59,7 @@ def test_at_lengths_that_it_is_made_for(size):
     close(out, due(q, keys, values, size**-0.5), dtype)
 
 
-def test_what_it_is_there_for(monkeypatch):
+def test_supported_dtypes_sizes_and_devices(monkeypatch):
     def suits(dtype, size):
         causal.suits.cache_clear()
         return causal.suits(dtype, size, torch.device("cpu"))

@@ -1,11 +1,12 @@
-"""Distances of laws and their gradients: Triton against the definition, and that against autograd;
-rows that are wider than what counts, blocks that are not whole, laws that many guesses share."""
+"""Divergence and overlap of distributions and their gradients: Triton against the definition, and
+the definition against autograd. Rows wider than the vocabulary, partial blocks, and target rows
+shared by several student rows."""
 
 import pytest
 import torch
 
 import bass_kernels as ops
-from bass_kernels import law_distances
+from bass_kernels import divergence
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE.type == "cuda" else [])
@@ -15,8 +16,8 @@ def case(dtype, vocab, width, scale=3.0):
     generator = torch.Generator().manual_seed(0)
     own = (torch.randn(7, width, generator=generator) * scale).to(dtype).to(DEVICE)
     due = (torch.randn(3, width, generator=generator) * scale).to(dtype).to(DEVICE)
-    own[2, :vocab] = due[1, :vocab]  # the same law
-    own[:, vocab:], due[:, vocab:] = 90.0, 80.0  # not of the law
+    own[2, :vocab] = due[1, :vocab]  # the same distribution
+    own[:, vocab:], due[:, vocab:] = 90.0, 80.0  # beyond the vocabulary
     of = torch.tensor([0, 0, 1, 1, 1, 2, 2], device=DEVICE)
     tokens = torch.randint(vocab, (7,), generator=generator).to(DEVICE)
     return own, due, of, tokens
@@ -44,20 +45,21 @@ def test_triton_gives_the_definition(dtype, vocab, width):
     assert (grads["triton"][:, vocab:] == 0.0).all()
 
 
-def test_the_definition_is_what_autograd_says():
+def test_the_definition_agrees_with_autograd():
     vocab = 37
     own, due, of, tokens = case(torch.float32, vocab, 40)
     slopes = torch.rand(2, 7, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     logits = own.double()[:, :vocab].requires_grad_()
     q, p = logits.log_softmax(-1), due.double()[:, :vocab].log_softmax(-1)[of]
-    divergence = (p.exp() * (p - q)).sum(-1)
+    kl = (p.exp() * (p - q)).sum(-1)
     overlap = torch.minimum(q.exp(), p.exp()).sum(-1)
-    rows = torch.arange(7, device=DEVICE) != 2  # where laws are equal, the overlap has no gradient
-    (slopes[0] * divergence - slopes[1] * overlap)[rows].sum().backward()
-    found = law_distances.distances(own, due, of, tokens, vocab)
-    torch.testing.assert_close(found.divergence.double(), divergence.detach(), atol=1e-5, rtol=1e-5)
+    # the overlap has no gradient where distributions are equal
+    rows = torch.arange(7, device=DEVICE) != 2
+    (slopes[0] * kl - slopes[1] * overlap)[rows].sum().backward()
+    found = divergence.distances(own, due, of, tokens, vocab)
+    torch.testing.assert_close(found.divergence.double(), kl.detach(), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(found.overlap.double(), overlap.detach(), atol=1e-5, rtol=1e-5)
     ratio = (q - p).detach().gather(1, tokens[:, None])[:, 0]
     torch.testing.assert_close(found.ratio.double(), ratio, atol=1e-5, rtol=1e-5)
-    law_distances.distance_gradient(own, due, of, found, slopes, vocab)
+    divergence.distance_gradient(own, due, of, found, slopes, vocab)
     torch.testing.assert_close(own[rows, :vocab].double(), logits.grad[rows], atol=1e-5, rtol=1e-4)

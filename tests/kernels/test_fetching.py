@@ -1,5 +1,5 @@
-"""What attention fetches for the product behind it: how much of which weights, and that nothing
-else changes."""
+"""The prefetch of weights by attention: how many bytes of which weights, and that results do not
+change."""
 
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 class Weight(NamedTuple):
-    """As much of a tensor as is asked for."""
+    """A stand-in for a tensor with the attributes that fetching reads."""
 
     bytes: int
     at: int = 4096
@@ -34,7 +34,7 @@ class Weight(NamedTuple):
 
 @pytest.fixture
 def on(monkeypatch):
-    """Says that the weights' device is of this capability."""
+    """A function that sets the compute capability of the weights' device."""
 
     def card(*capability):
         monkeypatch.setattr(fetching, "card", lambda device: launch.Card(capability, 227 * 1024))
@@ -43,18 +43,19 @@ def on(monkeypatch):
 
 
 @pytest.mark.parametrize("size", [2, 2046, 2048, 5000, 33 << 20, 100 << 20])
-def test_nothing_beyond_a_weight_is_fetched(on, size):
+def test_prefetch_stays_within_the_weight_and_the_limit(on, size):
     on(9, 0)
     found = fetching.pieces_of(Weight(size), 64) * 2048
     assert found <= min(size, 32 << 20)
     assert found > min(size, 32 << 20) - 2048
 
 
-def test_where_nothing_is_fetched(on):
+def test_no_prefetch_where_it_does_not_pay_or_is_not_possible(on):
     on(9, 0)
     assert fetching.pieces_of(Weight(1 << 20), 64) > 0
-    assert fetching.pieces_of(Weight(1 << 20), 65) == 0  # bound by operations
-    assert fetching.pieces_of(Weight(1 << 20, at=4104), 64) == 0  # the instruction wants 16 bytes
+    assert fetching.pieces_of(Weight(1 << 20), 65) == 0  # compute-bound
+    # the instruction needs 16-byte alignment
+    assert fetching.pieces_of(Weight(1 << 20, at=4104), 64) == 0
     assert fetching.pieces_of(Weight(1 << 20, device=torch.device("cpu")), 64) == 0
     assert fetching.pieces_of(None, 64) == 0
     on(8, 0)
@@ -63,7 +64,7 @@ def test_where_nothing_is_fetched(on):
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="only a GPU fetches")
 @pytest.mark.parametrize("width", [1, 8])
-def test_attention_is_the_same_whatever_is_fetched(width):
+def test_attention_does_not_depend_on_the_prefetch(width):
     def noise(*shape):
         return torch.randn(*shape, generator=generator).half().to(DEVICE)
 

@@ -1,5 +1,5 @@
-"""The gate and up product of 17 to 64 tokens against torch, by relative RMS error: lines and depths
-that no tile divides, and which tokens and weights take it in a decoder's layer."""
+"""The gate and up product of 17 to 64 tokens compared with torch, by relative RMS error: sizes that
+no tile divides, and which tokens and weights use it in a decoder's layer."""
 
 import pytest
 import torch
@@ -33,8 +33,8 @@ def test_gate_up(dtype, tokens, activation):
 
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("tokens", [16, 17, 64, 65])
-def test_a_layer_takes_it_from_17_to_64_tokens(monkeypatch, dtype, tokens):
-    """And it gives what the library's product and the activation give."""
+def test_a_layer_uses_gate_up_from_17_to_64_tokens(monkeypatch, dtype, tokens):
+    """The result equals the library's product with the activation."""
     taken, own = [], gated.gate_up
     monkeypatch.setattr(gated, "gate_up", lambda *a, **o: taken.append(a) or own(*a, **o))
     residual, weight = (
@@ -51,13 +51,14 @@ def test_a_layer_takes_it_from_17_to_64_tokens(monkeypatch, dtype, tokens):
 
 @pytest.mark.parametrize(("programs", "stages"), [(76, 4), (192, 4), (264, 4), (265, 3), (296, 3)])
 def test_all_programs_that_share_a_processor_fit_into_it(monkeypatch, programs, stages):
-    """Of 132 with 227 KB each; a stage is a tile of both weights and one of 64 tokens, 24 KB."""
+    """An H200 has 132 processors with 227 KB each. A stage is a tile of both weights and one of 64
+    tokens, 24 KB."""
     monkeypatch.setattr(gated, "processors", lambda device: 132)
     assert gated._stages(programs, DEVICE) == stages
     assert -(-programs // 132) * (stages * 24 + 2) <= 227
 
 
-def test_what_it_is_not_made_for(monkeypatch):
+def test_unsupported_weights_and_devices(monkeypatch):
     weight = torch.empty(48, 64, dtype=torch.float16, device=DEVICE)
     assert gated.serves(40, weight)
     assert not gated.serves(40, weight.float())

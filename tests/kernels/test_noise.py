@@ -1,5 +1,4 @@
-"""The counter-based noise: known answers, independence of the batch, the distributions it must
-have."""
+"""The counter-based noise: published answers, independence of the batch, and distributions."""
 
 import math
 
@@ -9,7 +8,7 @@ import torch
 import bass_kernels as ops
 from bass_kernels.noise import bits, bits_all, philox
 
-# Known answers published with the Random123 library (counter, key, words).
+# Published answers of the Random123 library (counter, key, words).
 KNOWN = [
     ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
     ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
@@ -27,7 +26,7 @@ def test_philox_gives_the_published_answers(counter, key, words):
     assert tuple(int(w) for w in out) == words
 
 
-def test_one_number_does_not_depend_on_what_else_is_asked_for():
+def test_a_number_does_not_depend_on_the_others_in_the_call():
     keys = torch.tensor([[1, 2], [0xFFFFFFFF, 7], [3, 0x80000000]])
     positions, origin = torch.tensor([5, 0, 100_000]), torch.tensor([4, 0, 99_998])
     for vocab in (1, 7, 131):
@@ -76,7 +75,7 @@ def test_uniform_is_in_zero_to_one_without_one():
     assert ends[1] < 1
 
 
-def test_gumbel_is_finite_at_both_ends_and_has_the_right_law():
+def test_gumbel_is_finite_at_both_ends_and_has_its_distribution():
     ends = ops.gumbel(torch.tensor([0, 1, 0xFFFFFFFE, 0xFFFFFFFF]))
     assert torch.isfinite(ends).all()
     assert ends[0] > 22

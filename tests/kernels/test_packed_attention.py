@@ -1,8 +1,7 @@
-"""Attention of rows with unequal numbers of queries, one after the other: Triton's against the
-definition, and the definition against rows on their own. What no query may see is NaN, and so is
-what nobody has written.
+"""Attention of packed rows with unequal numbers of queries: Triton against the definition, and the
+definition against single rows. Keys that no query sees, and unwritten memory, are NaN.
 
-On a CUDA device where there is one, else through Triton's interpreter.
+They run on a CUDA device if there is one, otherwise in Triton's interpreter.
 """
 
 from dataclasses import replace
@@ -15,11 +14,11 @@ from test_triton import DEVICE, DTYPES, close
 import bass_kernels as ops
 from bass_kernels import reference
 
-QUERIES = [1, 5, 3, 9, 1, 2, 9, 1]  # of each row of SPANS, the last of which is a dummy
+QUERIES = [1, 5, 3, 9, 1, 2, 9, 1]  # queries of each row of SPANS; the last row is padding
 
 
 def packed(given, queries, widest):
-    """The first `queries` of each row of a case, one after the other."""
+    """Pack the first `queries` of each row of a case."""
     q, own, prompt, segments = given
     counts = torch.tensor(queries, device=DEVICE)
     found = ops.pack_queries(counts, sum(queries), widest)
@@ -28,13 +27,13 @@ def packed(given, queries, widest):
 
 
 def row_by_row(given, queries, window):
-    """What is due, by the definition of a pass of one row."""
+    """Compute the expected result, one row a pass."""
     whole = due(given, window)
     return torch.cat([line[:count] for line, count in zip(whole, queries, strict=True)])[None]
 
 
 def seen_only(given, queries):
-    """The same case with NaN behind each row's last query."""
+    """The same case with NaN after each row's last query."""
     q, own, prompt, segments = given
     last = torch.tensor(queries, device=DEVICE)[:, None] - 1
     ends = segments.positions.gather(1, last)
@@ -42,7 +41,7 @@ def seen_only(given, queries):
     return q, own, prompt, segments
 
 
-def test_rows_are_told_apart():
+def test_packed_rows_do_not_mix():
     found = ops.pack_queries(torch.tensor([2, 1, 4]), 7, 5)
     assert found.begin.tolist() == [0, 2, 3, 7]
     assert found.row.tolist() == [0, 0, 1, 2, 2, 2, 2]
@@ -51,8 +50,8 @@ def test_rows_are_told_apart():
 
 
 @pytest.mark.parametrize("window", [0, 20])
-def test_the_definition_is_that_of_rows(window):
-    """Of which each has as many queries as it has, and none of another's."""
+def test_the_packed_definition_equals_single_rows(window):
+    """Each row has exactly its own queries."""
     given = case(9)
     own = tuple(t.cpu() for t in packed(seen_only(given, QUERIES), QUERIES, 9)[1])
     q, _, prompt, segments = packed(given, QUERIES, 9)
@@ -88,7 +87,8 @@ def kernels(monkeypatch):
     ],
 )
 def test_kernels(kernels, dtype, splits, window, widest):
-    """Also with room for more queries than any row has, pieces that are merged, a window."""
+    """Also with space for more queries than any row has, with splits that are merged, and with a
+    window."""
     from bass_kernels.ragged import attention
 
     given = case(9, dtype)
@@ -102,7 +102,7 @@ def test_kernels(kernels, dtype, splits, window, widest):
 
 
 def test_rows_of_more_lines_than_a_tile(kernels):
-    """40 queries of 3 heads each: tiles that a short row leaves empty."""
+    """40 queries of 3 heads each, so that a short row leaves tiles empty."""
     queries = [40, 1, 23, 22, 2]
     given = case(40, spans=SPANS[:5], used=USED[:5])
     found = ops.attention(*packed(seen_only(given, queries), queries, 40), scale=0.25)
@@ -110,7 +110,7 @@ def test_rows_of_more_lines_than_a_tile(kernels):
 
 
 @pytest.mark.parametrize("schedule", ["pad", "split"])
-def test_the_papers_schedules_take_them_too(kernels, schedule):
+def test_the_papers_schedules_support_packed_queries(kernels, schedule):
     queries = [3, 1, 2, 4, 1]
     given = case(4, spans=SPANS[:5], used=USED[:5])
     ops.attention_schedule(schedule)

@@ -1,8 +1,7 @@
-"""Triton's ragged attention against its definition: rows alone and in teams, windows, schedules,
-any order of programs.
+"""Triton's ragged attention against its definition: rows with and without shared-prefix groups,
+windows, schedules, and any order of programs. Keys that no query sees are NaN.
 
-On a CUDA device where there is one, else through Triton's interpreter. What no query may see is
-NaN.
+They run on a CUDA device if there is one, otherwise in Triton's interpreter.
 """
 
 import contextlib
@@ -19,9 +18,9 @@ from bass_cli.models.prefix_groups import SIZES, TeamTable, most_tiles
 from bass_kernels import reference
 
 pytest.importorskip("triton")
-# a row's prompt: start, length
+# prompt of each row: start, length
 SPANS = [(3, 70), (3, 70), (80, 111), None, (3, 70), (80, 111), (200, 40), None]
-# keys before the pass in a row's own span; the last row is a dummy
+# private keys of each row before the pass; the last row is padding
 USED = [4, 90, 1, 77, 6, 30, 12, 0]
 SPAN, STORE = 150, 250
 
@@ -37,8 +36,8 @@ def triton():
 def case(
     width, dtype=torch.float32, *, heads=6, kv_heads=2, size=16, spans=SPANS, used=USED, shift=None
 ):
-    """Queries, own and prompt keys and values, segments; and what is due. shift: a row's
-    positions go back by this."""
+    """Queries, private and prompt keys and values, segments, and the expected result. shift:
+    subtracted from a row's positions."""
     rows = len(spans)
     base = torch.tensor([s[1] if s else 0 for s in spans], device=DEVICE)
     start = torch.tensor([s[0] if s else 0 for s in spans], device=DEVICE)
@@ -66,8 +65,8 @@ def case(
 
 
 def due(given, window, scale=0.25):
-    """By the definition; a window that excludes nothing makes it mask the prompt by position
-    too."""
+    """Compute the expected result. A window that excludes nothing makes the definition mask the
+    prompt by position too."""
     q, own, prompt, segments = given
     return reference.attention(
         q.float(),
@@ -80,8 +79,8 @@ def due(given, window, scale=0.25):
 
 
 def poisoned(given):
-    """The same, with NaN where no query looks: own slots beyond a row's last position, the store
-    outside all spans."""
+    """The same with NaN where no query sees: private slots beyond a row's last position, and the
+    store outside all spans."""
     q, own, prompt, segments = given
     last = (segments.positions.amax(1) - segments.base)[:, None]
     hidden = torch.arange(SPAN, device=DEVICE) > last
@@ -99,12 +98,13 @@ def run(given, **options):
     return attention(*poisoned(given), scale=options.pop("scale", 0.25), **options)
 
 
-@pytest.mark.parametrize("dtype", DTYPES[1:])  # float32: the cases below, and whole decoders
+# float32 is covered by the cases below and by whole decoders
+@pytest.mark.parametrize("dtype", DTYPES[1:])
 @pytest.mark.parametrize(
     ("splits", "width", "window"),
     [(3, 1, 0), (1, 9, 0), (3, 9, 75), (1, 33, 0), (3, 1, 20), (1, 4, 1)],
 )
-def test_rows_alone(dtype, splits, width, window):
+def test_rows_without_groups(dtype, splits, width, window):
     given = case(width, dtype, spans=SPANS[:5], used=USED[:5])
     close(run(given, window=window, splits=splits, members=1), due(given, window), dtype)
 
@@ -123,7 +123,7 @@ def test_shapes(heads, kv_heads, size):
     ("members", "splits", "team_splits", "width", "window"),
     [(2, 1, 1, 1, 0), (4, 2, 3, 3, 75), (8, 1, 2, 3, 0), (4, 1, 2, 1, 20), (4, 1, 1, 3, 2)],
 )
-def test_teams(members, splits, team_splits, width, window):
+def test_shared_prefix_groups(members, splits, team_splits, width, window):
     given = case(width)
     close(
         run(given, window=window, splits=splits, team_splits=team_splits, members=members),
@@ -132,15 +132,16 @@ def test_teams(members, splits, team_splits, width, window):
     )
 
 
-def test_a_second_launch_finds_the_counters_as_the_first_left_them():
+def test_a_launch_resets_its_counters():
     given = case(1, kv_heads=1)
     for members in (4, 1, 4):
         close(run(given, splits=2, team_splits=2, members=members), due(given, 0), torch.float32)
 
 
 @pytest.mark.parametrize(("members", "window"), [(1, 0), (4, 0), (4, 30)])
-def test_queries_inside_the_prompt_see_what_is_before_them(members, window):
-    """Row 1 begins two before its own span, row 5 ends before it, row 6 is alone in its prompt."""
+def test_queries_inside_the_prompt_see_earlier_keys(members, window):
+    """Row 1 begins two positions before its private keys, row 5 ends before them, row 6 is alone on
+    its prompt."""
     given = case(3, kv_heads=1, used=[4, 0, 1, 77, 6, 0, 0, 0], shift={1: 2, 5: 40, 6: 4})
     close(
         run(given, window=window, splits=2, team_splits=2, members=members),
@@ -151,9 +152,9 @@ def test_queries_inside_the_prompt_see_what_is_before_them(members, window):
 
 @pytest.mark.parametrize("window", [0, 30])
 @pytest.mark.parametrize("schedule", ["ragged", "pad", "split"])
-def test_tiles_of_prompts_are_no_rows_of_the_store(schedule, window, monkeypatch):
-    """Three tiles of one prompt and two of another: whatever runs rows, no tile has a span of its
-    own to be read, nor to be padded to."""
+def test_prefill_tiles_have_no_private_keys(schedule, window, monkeypatch):
+    """Three tiles of one prompt and two of another. Under every schedule a tile has no private keys
+    to read or to be padded to."""
     spans, tiles = [(3, 37), (60, 90)], [(0, 5), (0, 21), (0, 36), (1, 60), (1, 89)]
     end, start = (torch.tensor([spans[s][i] for s, _ in tiles], device=DEVICE) for i in (1, 0))
     last = torch.tensor([position for _, position in tiles], device=DEVICE)
@@ -181,9 +182,9 @@ def test_tiles_of_prompts_are_no_rows_of_the_store(schedule, window, monkeypatch
 
 
 @pytest.mark.parametrize("window", [0, 30])
-def test_a_pass_over_much_of_one_prompt_is_no_ragged_one(window, monkeypatch):
-    """37 tokens, the last of 61, in tiles of 16, one of them not full; with a window it is a
-    ragged one all the same. What stands behind and before the prompt is not seen."""
+def test_a_long_prefill_of_one_prompt_uses_causal_attention(window, monkeypatch):
+    """37 tokens, the last of 61, in tiles of 16, one of them partial. With a window the ragged
+    kernel runs. Values before and behind the prompt have no effect."""
     from bass_kernels import ragged
 
     monkeypatch.setattr(ragged, "_MANY", 37)
@@ -214,23 +215,22 @@ def test_a_pass_over_much_of_one_prompt_is_no_ragged_one(window, monkeypatch):
     assert found.isfinite().all()
 
 
-def test_teams_in_every_place():
-    """Many rows of one prompt, apart from each other, in tiles that are not full; sizes chosen
-    by the shape."""
+def test_groups_of_rows_that_are_not_adjacent():
+    """Many rows of one prompt, not adjacent, in partial tiles; sizes chosen by shape."""
     spans = [(3, 70) if row % 3 else (80, 40) for row in range(11)]
     given = case(4, kv_heads=1, spans=spans, used=[(7 * row) % 40 for row in range(11)])
     close(run(given), due(given, 0), torch.float32)
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="a device has an order of its own")
-def test_whoever_comes_last_gives_the_same_bits(monkeypatch):
+def test_results_do_not_depend_on_the_order_of_programs(monkeypatch):
     from triton.runtime.interpreter import interpreter_builder as builder
 
     given = case(1, kv_heads=1)
     options = {"splits": 2, "team_splits": 3, "members": 4, "tile": (16, 4, 2)}
     found = [run(given, **options)]
     place = builder.set_grid_idx
-    for step in (-1, 37):  # last to first; in strides
+    for step in (-1, 37):  # last to first, and with a stride
 
         def other(x, y, z, step=step):
             assert builder.grid_dim[0] % 37
@@ -252,9 +252,9 @@ def test_schedules_give_the_same(schedule, width, window):
     close(run(given, window=window), due(given, window), torch.float32)
 
 
-def test_schedules_do_the_work_that_they_are_named_for(monkeypatch):
-    """Padded rows take as many blocks of keys as the longest; split, every row has a launch of
-    its own."""
+def test_pad_and_split_do_the_work_of_the_paper(monkeypatch):
+    """PAD: every row reads as many blocks of keys as the longest. SPLIT: every row has its own
+    launch."""
     from bass_kernels import ragged
 
     launches = []
@@ -283,16 +283,15 @@ def test_schedules_do_the_work_that_they_are_named_for(monkeypatch):
     assert ragged._members(7, 15) == 1
 
 
-def test_a_long_row_may_be_cut_into_more_pieces_than_a_short_one():
+def test_a_long_row_may_have_more_splits_than_a_short_one():
     from bass_kernels.ragged import Cut
 
     given = case(1, kv_heads=1, spans=SPANS[:5], used=USED[:5])
     close(run(given, splits=Cut(1, 8), tile=(16, 4, 2), members=1), due(given, 0), torch.float32)
 
 
-def test_a_pass_of_a_store_whose_rows_came_went_and_moved(monkeypatch):
-    """What the store says to a captured pass, against what it says to one that the host takes
-    part in."""
+def test_captured_segments_after_rows_joined_left_and_moved(monkeypatch):
+    """Compare the store's segments for a captured pass with those for a pass with host data."""
     monkeypatch.setattr("bass_cli.models.kv_cache._TEAMED", 30)
     cache = KVCache([Layers(1, 1, 16)], rows=6, span=20, dtype=torch.float32, device=DEVICE)
     for i, store in enumerate(
@@ -309,9 +308,9 @@ def test_a_pass_of_a_store_whose_rows_came_went_and_moved(monkeypatch):
     for rows in (6, 5):
         positions = places[:rows] + cache.bases(rows)[:, None]
         ends = (positions[:, 0] + 1).tolist()
-        captured, told = cache.decode(positions, None), cache.decode(positions, ends)
+        captured, on_host = cache.decode(positions, None), cache.decode(positions, ends)
         wanted = reference.attention(
-            q[:rows], told.own(0), told.prompt(0), told.segments, scale=0.25
+            q[:rows], on_host.own(0), on_host.prompt(0), on_host.segments, scale=0.25
         )
         close(
             ops.attention(
@@ -324,15 +323,15 @@ def test_a_pass_of_a_store_whose_rows_came_went_and_moved(monkeypatch):
         cache.swap_rows(moved=[(rows - 1, 0)])
 
 
-def test_tables_of_teams():
-    """Rows alone are in none; every other row is in one tile of each table, with rows of its own
-    prompt only."""
+def test_tables_of_shared_prefix_groups():
+    """Single rows are in no tile. Every other row is in one tile of each table, with rows of its
+    own prompt only."""
     table = TeamTable(12, torch.device("cpu"))
     threes = [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
-    for teams in ([[0, 5, 7], [1, 2], [3]], [[1, 2, 3, 4, 6, 8, 9, 10, 11]], threes, []):
-        table.update(teams)
+    for groups in ([[0, 5, 7], [1, 2], [3]], [[1, 2, 3, 4, 6, 8, 9, 10, 11]], threes, []):
+        table.update(groups)
         found = table.of(12)
-        together = [rows for rows in teams if len(rows) > 1]
+        together = [rows for rows in groups if len(rows) > 1]
         assert found.member.tolist() == [
             int(any(row in rows for rows in together)) for row in range(12)
         ]
@@ -348,8 +347,8 @@ def test_tables_of_teams():
             assert all(row < 0 for tile in tiles[len(used) :] for row in tile)
 
 
-def test_pieces_are_two_programs_a_processor_and_one_for_short_rows_of_large_ones(monkeypatch):
-    """An H200's 132 processors; what was measured (docs/LOG.md)."""
+def test_splits_give_two_programs_a_processor_and_one_for_short_rows_of_large_tiles(monkeypatch):
+    """On an H200 (132 processors) these splits were the fastest."""
     from bass_kernels import ragged
 
     monkeypatch.setattr(ragged, "processors", lambda device: 132)

@@ -1,8 +1,8 @@
-"""Maximal coupling in Triton against its definition, and the law of what it gives: on a CUDA device
-where there is one, else through Triton's interpreter.
+"""Maximal coupling in Triton against its definition, and the distribution of its results.
 
-Tokens must be equal. Where two of them could change places by rounding, equality would be luck:
-a test against the definition also holds that no decision is that close (`apart`).
+They run on a CUDA device if there is one, otherwise in Triton's interpreter. Tokens must be equal.
+Rounding can swap two nearly equal candidates, so tests against the definition also check that no
+decision is that close (`apart`).
 """
 
 import math
@@ -17,7 +17,7 @@ from bass_kernels import acceptance, noise, sampling
 pytest.importorskip("triton")
 from bass_kernels import rejection, truncation
 
-# the interpreter's, masked there
+# a warning filter for the interpreter
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*encountered in (log|divide|cast):RuntimeWarning", "ignore:All-NaN:RuntimeWarning"
 )
@@ -25,7 +25,8 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # The interpreter computes bfloat16 wrongly.
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE.type == "cuda" else [])
 # temperature, top_k, top_p
-ZERO, LARGEST = (1067759, 6), (323239, 0)  # keys with such a first test number at position 0
+# keys whose first test number at position 0 is 0, and the largest below 1
+ZERO, LARGEST = (1067759, 6), (323239, 0)
 MIXED = [(0.0, 0, 1.0), (0.5, 0, 0.95), (1.0, 0, 1.0), (1.0, 5, 1.0), (0.8, 3, 0.9), (1.5, 40, 0.8)]
 
 
@@ -38,7 +39,7 @@ def triton():
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    """Several chunks a row with few tokens."""
+    """Use several chunks a row with few tokens."""
     for module in (truncation, rejection):
         monkeypatch.setattr(module, "CHUNK", 1024)
 
@@ -57,43 +58,44 @@ def keys_for(rows, seed=4):
     )
 
 
-def laws_of(logits, mixed):
-    """The processed laws [B, W, V] of logits [B, W, V] by the definition."""
+def distributions_of(logits, mixed):
+    """Return the processed distributions [B, W, V] of logits [B, W, V] by the definition."""
     each = [column.repeat_interleave(logits.shape[1]) for column in columns(mixed)]
     return sampling.process(logits.flatten(0, 1), *each).view(logits.shape)
 
 
-def apart(law, keys, positions, stream, origins):
-    """Hold that no other token comes within 1e-4 of the best noisy one, by laws [N, V]."""
-    bits = noise.bits_all(keys, positions, law.shape[1], stream=0) * 0
-    for row in range(len(law)):
+def apart(dist, keys, positions, stream, origins):
+    """Check that no other token comes within 1e-4 of the best noisy one, for distributions [N, V]."""
+    bits = noise.bits_all(keys, positions, dist.shape[1], stream=0) * 0
+    for row in range(len(dist)):
         one = slice(row, row + 1)
         bits[row] = noise.bits_all(
-            keys[one], positions[one], law.shape[1], stream=int(stream[row]), origin=origins[one]
+            keys[one], positions[one], dist.shape[1], stream=int(stream[row]), origin=origins[one]
         )[0]
-    first, second = (law.log() + noise.gumbel(bits)).topk(2).values.T
+    first, second = (dist.log() + noise.gumbel(bits)).topk(2).values.T
     assert ((first - second) > 1e-4).all(), "two tokens as good: another seed"
 
 
 def drafted(logits, mixed, keys, lengths):
-    """(tokens, law) of k draft steps over logits [B, k, U], each form's own, and the
-    definition's."""
+    """Return (tokens, distributions) of k draft steps over logits [B, k, U], by Triton and by the
+    definition."""
     found = []
     for form in (ops.draft_sample, acceptance.draft_sample):
         steps = [
             form(logits[:, i], *columns(mixed), keys, lengths + i, lengths)
             for i in range(logits.shape[1])
         ]
-        values, edges = zip(*(law for _, law in steps), strict=True)
-        law = ops.Distribution(
+        values, edges = zip(*(dist for _, dist in steps), strict=True)
+        dist = ops.Distribution(
             torch.stack(values, 1), None if edges[0] is None else torch.stack(edges, 1)
         )
-        found.append((torch.stack([tokens for tokens, _ in steps], 1), law))
+        found.append((torch.stack([tokens for tokens, _ in steps], 1), dist))
     return found
 
 
 def compare(drafts, given, logits, mixed, keys, lengths, most=None):
-    """Both forms' verdicts on the same drafts, of laws `given` (Triton's, the definition's)."""
+    """Compare both forms' verdicts on the same drafts, with distributions `given` (Triton's, the
+    definition's)."""
     found = ops.rejection_sample(drafts, given[0], logits, *columns(mixed), keys, lengths, most)
     due = acceptance.rejection_sample(
         drafts, given[1], logits, *columns(mixed), keys, lengths, most
@@ -108,9 +110,7 @@ def compare(drafts, given, logits, mixed, keys, lengths, most=None):
     ("dtype", "vocab", "smaller", "width", "seed"),
     [(DTYPES[0], 70, 9, 2, 1), (DTYPES[-1], 1100, 300, 1, 3)],
 )
-def test_drafts_and_verdicts_are_those_of_the_definition(
-    small_chunks, dtype, vocab, smaller, width, seed
-):
+def test_drafts_and_verdicts_equal_the_definition(small_chunks, dtype, vocab, smaller, width, seed):
     mixed = MIXED[width - 1 : width + 3]
     rows = len(mixed)
     logits = (2 * randn(rows, width + 1, vocab, seed=seed)).to(dtype)
@@ -118,18 +118,18 @@ def test_drafts_and_verdicts_are_those_of_the_definition(
         logits[:, :width, : vocab - smaller] + 0.7 * randn(rows, width, vocab - smaller, seed=2)
     ).to(dtype)
     keys, lengths = keys_for(rows), torch.arange(rows, device=DEVICE) * 37 + 5
-    (tokens, law), (due_tokens, due_law) = drafted(guess, mixed, keys, lengths)
+    (tokens, dist), (due_tokens, due_dist) = drafted(guess, mixed, keys, lengths)
     for step in range(width):
         apart(
-            due_law.values[:, step],
+            due_dist.values[:, step],
             keys,
             lengths + step,
             torch.full_like(lengths, noise.DRAFT),
             lengths,
         )
     assert tokens.tolist() == due_tokens.tolist()
-    p, q = laws_of(logits, mixed), torch.nn.functional.pad(due_law.values, (0, smaller))
-    accepted = compare(tokens, (law, due_law), logits, mixed, keys, lengths)[0]
+    p, q = distributions_of(logits, mixed), torch.nn.functional.pad(due_dist.values, (0, smaller))
+    accepted = compare(tokens, (dist, due_dist), logits, mixed, keys, lengths)[0]
     complete = accepted == width
     assert 0 < int(complete.sum()) < rows, "no residual draw or no bonus draw: this showed little"
     index = torch.arange(rows, device=DEVICE)
@@ -152,18 +152,18 @@ def test_point_masses_and_plain_rounds(width):
 
 
 @pytest.mark.parametrize(("point", "most"), [(True, 0), (False, 1)])
-def test_drafts_beyond_those_that_count_are_as_if_nobody_had_proposed_them(point, most):
-    """Number for number the round of fewer drafts: a row that keeps them all draws its next
-    token from the target's law."""
+def test_drafts_beyond_the_limit_have_no_effect(point, most):
+    """The result equals the round with fewer drafts: a row that accepts them all samples its next
+    token from the target's distribution."""
     mixed, width = MIXED[1:4], 2
     guess = 2 * randn(3, width, 70, seed=5)
     logits = torch.cat((guess + 0.3 * randn(3, width, 70, seed=6), randn(3, 1, 70, seed=7)), 1)
     keys, lengths = keys_for(3, 8), torch.arange(3, device=DEVICE) * 5 + 2
-    (drafts, law), (_, due_law) = drafted(guess, mixed, keys, lengths)
-    given = (None, None) if point else (law, due_law)
+    (drafts, dist), (_, due_dist) = drafted(guess, mixed, keys, lengths)
+    given = (None, None) if point else (dist, due_dist)
     found = compare(drafts, given, logits, mixed, keys, lengths, torch.tensor(most, device=DEVICE))
     few = min(most, width)
-    cut = None if point else sampling.Distribution(due_law.values[:, :few])
+    cut = None if point else sampling.Distribution(due_dist.values[:, :few])
     due = acceptance.rejection_sample(
         drafts[:, :few], cut, logits[:, : few + 1], *columns(mixed), keys, lengths
     )
@@ -174,15 +174,15 @@ def test_drafts_beyond_those_that_count_are_as_if_nobody_had_proposed_them(point
 
 
 def for_all(rows, logits, mixed):
-    """One block of laws for many rows: logits [W, V] and their edges, looked for once."""
+    """One block of distributions for many rows: logits [W, V] and their edges, computed once."""
     edges = truncation.edges(logits, *columns([mixed]))
     return ops.Distribution(*(t.expand(rows, -1, -1).contiguous() for t in (logits, edges)))
 
 
 def drawn(q, keys, lengths):
-    """Drafts [B, k] from laws q [k, V], by the definition."""
-    steps = [sampling.draw(law.expand(len(keys), -1), keys, lengths + i, stream=noise.DRAFT, origin=lengths)
-             for i, law in enumerate(q)]  # fmt: skip
+    """Sample drafts [B, k] from distributions q [k, V] by the definition."""
+    steps = [sampling.draw(dist.expand(len(keys), -1), keys, lengths + i, stream=noise.DRAFT, origin=lengths)
+             for i, dist in enumerate(q)]  # fmt: skip
     return torch.stack(steps, 1)
 
 
@@ -190,8 +190,8 @@ def drawn(q, keys, lengths):
     DEVICE.type == "cuda", reason="toy models live on the CPU; test_gpu.py has whole loops"
 )
 def test_a_whole_loop():
-    """Rows of unequal lengths and laws through drafter, coupling and commit: the same tokens as
-    in plain torch."""
+    """Rows of unequal lengths and distributions through drafter, coupling and commit give the
+    tokens of plain torch."""
     from toys import Markov, drive, loop_for
 
     from bass_cli.engine.batch import Row
@@ -213,23 +213,23 @@ def test_a_whole_loop():
     assert 0 < sum(accepted for _, accepted in kept[0]) < sum(drafted for drafted, _ in kept[0])
 
 
-def test_equal_laws_are_always_accepted_and_a_residual_without_mass_is_the_targets():
-    """p is q: any u below 1 accepts. A draft that q cannot give is rejected, max(p - q, 0) is
-    empty, and p decides."""
+def test_equal_distributions_always_accept_and_an_empty_residual_uses_the_target():
+    """If p is q, any u below 1 accepts. A draft with q(x) = 0 is rejected; if max(p - q, 0) is
+    empty, the token is sampled from p."""
     logits, mixed = (
         randn(1, 1, 70).expand(4, 2, 70).contiguous(),
         [MIXED[row] for row in (1, 2, 3, 4)],
     )
     keys, lengths = keys_for(4, 9), torch.full((4,), 6, device=DEVICE)
-    (tokens, law), (_, due_law) = drafted(logits[:, :1], mixed, keys, lengths)
+    (tokens, dist), (_, due_dist) = drafted(logits[:, :1], mixed, keys, lengths)
     tokens[[0, 3]] = logits[0, 0].argmin()
-    accepted, following, _, _ = compare(tokens, (law, due_law), logits, mixed, keys, lengths)
+    accepted, following, _, _ = compare(tokens, (dist, due_dist), logits, mixed, keys, lengths)
     assert accepted.tolist() == [0, 1, 1, 0]
-    assert (laws_of(logits, mixed)[:, 0].gather(1, following[:, None]) > 0).all()
+    assert (distributions_of(logits, mixed)[:, 0].gather(1, following[:, None]) > 0).all()
 
 
-def test_a_test_number_of_zero_accepts_what_is_possible_and_nothing_else():
-    """u is 0 for two rows, and the largest number below 1 for two, where p is 1 and 0.993."""
+def test_a_test_number_of_zero_accepts_only_possible_tokens():
+    """u is 0 for two rows, and the largest number below 1 for two rows, where p is 1 and 0.993."""
     keys = torch.tensor([ZERO, ZERO, LARGEST, LARGEST], device=DEVICE)
     lengths = torch.zeros(4, dtype=torch.int64, device=DEVICE)
     u = noise.uniform(noise.bits(keys, lengths, lengths, stream=noise.TEST, origin=lengths))
@@ -242,9 +242,9 @@ def test_a_test_number_of_zero_accepts_what_is_possible_and_nothing_else():
 
 
 def surprise(counts, due):
-    """The G statistic of counts against the law `due` (both by outcome), and what it may be: a
-    value that one in a million draws of that law exceeds (Wilson and Hilferty's approximation of
-    the chi-square quantile)."""
+    """Return the G statistic of counts against the distribution `due` (both by outcome), and its
+    limit, which one in a million samples of that distribution exceeds (Wilson-Hilferty
+    approximation of the chi-square quantile)."""
     total = sum(counts.values())
     assert all(due[outcome] > 0 for outcome in counts), "an outcome of probability 0 came out"
     statistic = 2 * sum(n * math.log(n / (total * due[outcome])) for outcome, n in counts.items())
@@ -252,8 +252,8 @@ def surprise(counts, due):
     return statistic, freedom * (1 - 2 / (9 * freedom) + 4.753 * math.sqrt(2 / (9 * freedom))) ** 3
 
 
-# Logits and law of target and draft, and how many rows show a fault: the interpreter takes 0.1 s
-# for each.
+# Logits and distribution of target and draft, and the number of rows that shows a fault. The
+# interpreter takes 0.1 s a row.
 SHARP = (
     [[0.0, 0.7, 0.0, -9.0, -9.0], [-9.0, -9.0, -9.0, 0.5, 0.0]],
     (1.0, 3, 1.0),
@@ -270,20 +270,24 @@ ON_CUDA = pytest.mark.skipif(DEVICE.type == "cpu", reason="takes minutes without
 
 
 @pytest.mark.parametrize(
-    ("laws", "rows"),
+    ("distributions", "rows"),
     [
         (SHARP, 30),
         pytest.param(SHARP, 50_000, marks=ON_CUDA),
         pytest.param(SMOOTH, 50_000, marks=ON_CUDA),
     ],
 )
-def test_blocks_follow_the_law_of_the_target(laws, rows):
-    """Over many noise keys: a kept first draft x has probability min(p, q)(x), a recovered token
-    x in its place max(p - q, 0)(x); what follows one kept draft has the second p, the bonus
-    token the last, whatever was kept."""
-    target, given, guess, chosen = laws
+def test_blocks_follow_the_targets_distribution(distributions, rows):
+    """Over many noise keys: an accepted first draft x has probability min(p, q)(x), a recovered
+    token in its place max(p - q, 0)(x). The token after one accepted draft has the second p, and
+    the bonus token the last p, for any accepted drafts."""
+    target, given, guess, chosen = distributions
     target, guess = torch.tensor([target], device=DEVICE), torch.tensor([guess], device=DEVICE)
-    p, q, width = laws_of(target, [given])[0], laws_of(guess, [chosen])[0], guess.shape[1]
+    p, q, width = (
+        distributions_of(target, [given])[0],
+        distributions_of(guess, [chosen])[0],
+        guess.shape[1],
+    )
     keys = torch.stack((torch.arange(rows), torch.arange(rows) * 7919 % 2**32), 1).to(DEVICE)
     lengths = torch.full((rows,), 12, device=DEVICE)
     drafts = drawn(q, keys, lengths)
@@ -307,7 +311,7 @@ def test_blocks_follow_the_law_of_the_target(laws, rows):
     assert all(statistic < bound for statistic, bound in found), found
 
 
-def test_the_statistic_sees_a_law_that_is_off():
+def test_the_statistic_detects_a_wrong_distribution():
     due = {0: 0.5, 1: 0.3, 2: 0.2}
     statistic, bound = surprise(Counter({0: 580, 1: 300, 2: 120}), due)
     assert statistic > bound

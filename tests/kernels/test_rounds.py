@@ -1,5 +1,5 @@
-"""What a round does to its rows' tokens and counts: Triton's form against the definition, on a CUDA
-device where there is one, else through Triton's interpreter."""
+"""A round's bookkeeping of tokens and counts: Triton against the definition. The tests run on a
+CUDA device if there is one, otherwise in Triton's interpreter."""
 
 import pytest
 import torch
@@ -29,16 +29,16 @@ def randn(*shape, dtype=torch.float32, seed=0):
 @pytest.mark.parametrize("width", [0, 1, 7])
 def test_pending_tokens_and_their_positions(width):
     texts, lengths = integers(3, 40, most=1000), torch.tensor([1, 9, 33], device=DEVICE)
-    drafts = integers(3, width + 2, most=1000, seed=1)[:, 1 : width + 1]  # rows lie apart
+    drafts = integers(3, width + 2, most=1000, seed=1)[:, 1 : width + 1]  # rows are not contiguous
     found, due = ops.pending(texts, lengths, drafts), rounds.pending(texts, lengths, drafts)
     for one, other in zip(found, due, strict=True):
         assert torch.equal(one, other)
-    same = torch.tensor([5], device=DEVICE).expand(3, width)  # one mask for all
+    same = torch.tensor([5], device=DEVICE).expand(3, width)  # one limit for all
     assert torch.equal(ops.pending(texts, lengths, same)[0][:, 1:], same)
 
 
 @pytest.mark.parametrize("most", [None, 2, [3, 0, 1, 7]])
-def test_drafts_that_equal_the_targets_tokens_stand(most):
+def test_drafts_equal_to_the_targets_tokens_are_accepted(most):
     drafts, targets = integers(4, 5, most=2), integers(4, 6, most=2, seed=1)
     targets[0, :5] = drafts[0]
     bound = None if most is None else torch.tensor(most, device=DEVICE)
@@ -48,10 +48,10 @@ def test_drafts_that_equal_the_targets_tokens_stand(most):
     assert ops.accept_shared(drafts[:, :0], targets[:, :1], bound).tolist() == [0] * 4
 
 
-@pytest.mark.parametrize("told", [False, True])
-def test_what_rows_keep_is_written_behind_their_ends(told):
-    """Only live rows advance, and nothing is written beyond a row's places, which are the next
-    row's."""
+@pytest.mark.parametrize("reported", [False, True])
+def test_commit_appends_accepted_tokens_to_live_rows(reported):
+    """Only live rows advance, and nothing is written beyond a row's memory, which is followed by
+    the next row's."""
     alive, accepted = (
         torch.tensor([1, 0, 1, 1], device=DEVICE),
         torch.tensor([[2, 9], [1, 9], [0, 9], [3, 9]], device=DEVICE)[:, 0],
@@ -63,12 +63,12 @@ def test_what_rows_keep_is_written_behind_their_ends(told):
         store = integers(4, 30, most=1000)
         texts, lengths = store[:, :20], torch.tensor([3, 1, 12, 18], device=DEVICE)
         given = texts, lengths, alive, accepted, block
-        table = report(*given, scores) if told else commit(*given)
+        table = report(*given, scores) if reported else commit(*given)
         assert lengths.tolist() == [6, 1, 13, 22]
         assert torch.equal(store[:, 20:], integers(4, 30, most=1000)[:, 20:])
-        held.append((store[:, :19], table))  # of a row that is over, its last place is any
+        held.append((store[:, :19], table))  # the last place of an ended row may hold any token
     assert torch.equal(held[0][0], held[1][0])
-    if told:
+    if reported:
         assert torch.equal(held[0][1], held[1][1])
 
 
@@ -81,19 +81,19 @@ def test_angles_of_far_positions():
         torch.testing.assert_close(one, other, atol=2e-6, rtol=0)
 
 
-def laws_of(rows, seed=3):
-    """Of each kind one: T = 0, all kept, top-p, top-k, both; then the same again."""
+def params_of(rows, seed=3):
+    """One row of each kind: T = 0, nothing truncated, top-p, top-k, both; then the same again."""
     columns = [(0.0, 0, 1.0), (0.8, 0, 1.0), (1.0, 0, 0.9), (0.7, 5, 1.0), (1.3, 20, 0.6)]
     kinds = [columns[row % len(columns)] for row in range(rows)]
     temperature, top_k, top_p = (torch.tensor(c, device=DEVICE) for c in zip(*kinds, strict=True))
     return temperature, top_k, top_p, integers(rows, 2, most=2**32, seed=seed)
 
 
-def test_laws_of_several_rows_each():
+def test_sampling_parameters_shared_by_several_rows():
     logits, positions = 3 * randn(12, 1100), torch.arange(12, device=DEVICE) * 7
-    laws = laws_of(4)
-    tokens, scores = ops.sample_scored(logits, *laws, positions)
-    each = [one.repeat_interleave(3, 0) for one in laws]
+    params = params_of(4)
+    tokens, scores = ops.sample_scored(logits, *params, positions)
+    each = [one.repeat_interleave(3, 0) for one in params]
     due, due_scores = sampling.sample_scored(logits, *each, positions)
-    assert tokens.tolist() == due.tolist() == sampling.sample(logits, *laws, positions).tolist()
+    assert tokens.tolist() == due.tolist() == sampling.sample(logits, *params, positions).tolist()
     torch.testing.assert_close(scores, due_scores, atol=1e-5, rtol=1e-5)

@@ -1,7 +1,7 @@
-"""Which drafts are verified, and what is learnt of them: the likeliest prefixes, what a confidence is
-worth; Triton's against the definition.
+"""Selection of the drafts to verify, and calibration of the draft's confidence: Triton against the
+definition.
 
-On a CUDA device where there is one, else through Triton's interpreter.
+They run on a CUDA device if there is one, otherwise in Triton's interpreter.
 """
 
 import math
@@ -32,7 +32,7 @@ def ones(count):
 
 
 def choose(standing, total):
-    """Of rows whose tokens and positions tell whose they are and which."""
+    """Choose drafts for rows whose tokens and positions encode their row and place."""
     rows, width = standing.shape
     tokens = torch.arange(rows * (width + 1), device=DEVICE).view(rows, -1)
     return ops.likeliest(standing, total, tokens, 100 * torch.arange(rows, device=DEVICE))
@@ -43,7 +43,7 @@ def choose(standing, total):
     [(1, 4, 2), (5, 8, 20), (33, 7, 100), (3, 4, 12), (7, 3, 1), (260, 6, 1100)],
 )
 def test_the_likeliest_prefixes_are_chosen(form, rows, width, total):
-    """As many as asked for, and none but whose prefix is as likely as any that is not chosen."""
+    """Exactly `total` drafts, each with a prefix at least as likely as any that is not chosen."""
     made = torch.Generator().manual_seed(total)
     standing = torch.rand(rows, width, generator=made).cumprod(1).to(DEVICE)
     counts, packed, tokens, places = choose(standing, total)
@@ -58,7 +58,7 @@ def test_the_likeliest_prefixes_are_chosen(form, rows, width, total):
     assert torch.equal(places, 100 * due.row + due.place)
 
 
-def test_of_chances_alike_the_first_drafts_are_chosen(form):
+def test_ties_choose_the_first_drafts_of_a_row(form):
     alike = torch.ones(64, 8, device=DEVICE)
     assert choose(alike, 512).counts.tolist() == [8] * 64
     for standing in (alike, 0 * alike, math.nan * alike):
@@ -67,11 +67,11 @@ def test_of_chances_alike_the_first_drafts_are_chosen(form):
         assert int(counts.max()) <= 8
     sure = torch.tensor([[1.0, 1.0, 1.0], [0.5, 0.25, 0.1], [0.0, 0.0, 0.0]], device=DEVICE)
     assert choose(sure, 4).counts.tolist() == [3, 1, 0]
-    assert choose(sure, 8).counts.tolist() == [3, 3, 2], "those that cannot stand come last"
+    assert choose(sure, 8).counts.tolist() == [3, 3, 2], "drafts without a chance come last"
 
 
-def test_what_stands(form):
-    """Products along a row, none beside it; of NaN no confidence; nothing of dummies."""
+def test_chances_are_running_products(form):
+    """Chances are products along a row. NaN counts as no confidence. Padding rows have chance 0."""
     scores = torch.tensor([[0.0, -0.1, -3.0], [math.nan, 0.0, 0.0], [-math.inf, -0.1, 0.0]])
     found = ops.standing(scores.to(DEVICE), unlearnt(), ones(3))
     assert bool((found.diff(dim=1) <= 0).all())
@@ -85,24 +85,24 @@ def test_what_stands(form):
 
 
 def rising(confidence):
-    """A chance to stand that is not the confidence."""
+    """A chance of acceptance that differs from the confidence."""
     return 0.3 + 0.6 * confidence**2
 
 
-def simulate(standing_of, *, stands_with=rising, rounds=400, rows=16, width=6, total=48):
-    """Rounds of drafts of random confidence; `standing_of(scores, known)` says what is chosen.
-    Returns what is known then, and what each round kept of how many."""
+def simulate(chances_of, *, accepted_with=rising, rounds=400, rows=16, width=6, total=48):
+    """Run rounds of drafts with random confidence, chosen by `chances_of(scores, known)`. Returns
+    the final statistics, and accepted and verified drafts of each round."""
     made, known, seen = torch.Generator().manual_seed(3), unlearnt(), []
     for _ in range(rounds):
         confidence = torch.rand(rows, width, generator=made)
-        stands = torch.rand(rows, width, generator=made) < stands_with(confidence)
+        equal = torch.rand(rows, width, generator=made) < accepted_with(confidence)
         scores = confidence.log().to(DEVICE)
-        chosen = choose(standing_of(scores, known), total)
-        targets = torch.nn.functional.pad(~stands, (0, 1), value=True).long().to(DEVICE)
+        chosen = choose(chances_of(scores, known), total)
+        targets = torch.nn.functional.pad(~equal, (0, 1), value=True).long().to(DEVICE)
         targets = targets[chosen.packed.row, chosen.packed.place]
         drafts, told = torch.zeros_like(scores).long(), torch.rand(len(targets)).to(DEVICE)
         accepted, table = ops.settle(drafts, scores, chosen, targets, told, known, ones(rows))
-        due = torch.minimum(stands.long().cumprod(1).sum(1), chosen.counts.cpu())
+        due = torch.minimum(equal.long().cumprod(1).sum(1), chosen.counts.cpu())
         assert accepted.tolist() == table[:, 0].tolist() == due.tolist()
         assert table[:, -1].tolist() == chosen.counts.tolist()
         seen.append((accepted.tolist(), chosen.counts.tolist()))
@@ -110,17 +110,17 @@ def simulate(standing_of, *, stands_with=rising, rounds=400, rows=16, width=6, t
 
 
 @pytest.mark.parametrize("total", [96, 48])
-def test_what_a_confidence_is_worth_is_learnt(total):
-    """The same from all drafts and from chosen ones: whether a draft that was cut would have stood
-    is not taken for known."""
+def test_acceptance_by_confidence_is_learnt(total):
+    """All drafts and chosen drafts give the same estimate: a cut draft is not assumed to be
+    rejected."""
     known, _ = simulate(lambda scores, known: ops.standing(scores, known, ones(16)), total=total)
     confidence = torch.tensor([[0.2], [0.4], [0.6], [0.8], [0.95]])
-    worth = ops.standing(confidence.log().to(DEVICE), known, ones(5)).cpu()
-    torch.testing.assert_close(worth, rising(confidence), atol=0.06, rtol=0)
+    rates = ops.standing(confidence.log().to(DEVICE), known, ones(5)).cpu()
+    torch.testing.assert_close(rates, rising(confidence), atol=0.06, rtol=0)
 
 
-def test_what_nobody_tells_of_a_confidence_stays_what_it_was_taken_for():
-    """However many rounds: what fades is what was learnt."""
+def test_bins_without_observations_keep_their_prior():
+    """After any number of rounds: forgetting moves estimates towards the prior."""
     known = unlearnt()
     known.kept[2], known.trials[5] = 0.0, 90.0
     for _ in range(20_000):
@@ -129,23 +129,23 @@ def test_what_nobody_tells_of_a_confidence_stays_what_it_was_taken_for():
         torch.testing.assert_close(count, first, atol=1e-3, rtol=1e-3)
 
 
-def test_the_likeliest_bring_more_tokens():
-    """Of as many that are verified."""
+def test_the_likeliest_drafts_give_more_tokens():
+    """With equally many verified drafts."""
     even = torch.ones(16, 6, device=DEVICE) * torch.tensor([1, 1, 1, 0, 0, 0], device=DEVICE)
     kept = []
-    for standing_of in (
+    for chances_of in (
         lambda scores, known: ops.standing(scores, known, ones(16)),
         lambda *_: even,
     ):
-        _, seen = simulate(standing_of, stands_with=lambda confidence: confidence, rounds=100)
+        _, seen = simulate(chances_of, accepted_with=lambda confidence: confidence, rounds=100)
         assert all(sum(counts) == 48 for _, counts in seen)
         kept.append(sum(sum(accepted) for accepted, _ in seen))
     assert kept[0] > 1.04 * kept[1]
 
 
-def test_kernels_settle_as_the_definition_does():
-    """Accepted, the table bit by bit, what is learnt; dummies teach nothing; what nobody verified
-    never counts as kept, though it may equal what stands there."""
+def test_kernels_settle_like_the_definition():
+    """Accepted drafts, the table bit by bit, and the statistics. Padding rows change nothing. A
+    draft that was not verified never counts as accepted, even if it equals the target's token."""
     pytest.importorskip("triton")
     made, rows, width, total = torch.Generator().manual_seed(1), 9, 5, 22
     scores = torch.rand(rows, width, generator=made).log().to(DEVICE)

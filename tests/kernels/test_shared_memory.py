@@ -1,5 +1,4 @@
-"""What kernels take of a processor's shared memory, on cards that have less of it than those
-they were measured on."""
+"""Shared memory of the kernels, on GPUs that have less of it than those that they were measured on."""
 
 import logging
 from dataclasses import replace
@@ -20,8 +19,8 @@ SOME = ("86,float32,mix-256", "90,bfloat16,gate-up,attend-long", "120,float32,fe
 
 
 def hold(lines):
-    """Every kernel fits; returns how many there were."""
-    lines = [line for line in lines if line]  # an empty one: nothing is made for that card
+    """Check that every kernel fits, and return their number."""
+    lines = [line for line in lines if line]  # an empty line: no kernel is compiled for that GPU
     for capability, dtype, name, kernel, taken, there in (line.split() for line in lines):
         assert int(taken) <= int(there), (
             f"{name} in {dtype} for sm_{capability}: {kernel} takes {taken} bytes of {there}"
@@ -29,19 +28,19 @@ def hold(lines):
     return len(lines)
 
 
-def test_launches_that_need_much_fit_every_card(tmp_path):
-    """Where most would be taken, or was: those of smaller cards, and what pipelines of Hopper
-    and Blackwell add."""
+def test_the_largest_launches_fit_every_gpu(tmp_path):
+    """The launches that need most on small GPUs, and those with the longer pipelines of Hopper and
+    Blackwell."""
     assert hold(run_compiling("compile_launches.py", "quick", *SOME, cache=tmp_path)) == 8
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
-def test_all_launches_fit_every_card(capability, dtype, tmp_path):
+def test_all_launches_fit_every_gpu(capability, dtype, tmp_path):
     lines = run_compiling("compile_launches.py", "whole", f"{capability},{dtype}", cache=tmp_path)
-    # gated.py and causal.py serve 16 bits on Hopper alone; where little is shared, float32 has
-    # one launch fewer
+    # gated.py and causal.py support 16 bits on Hopper only. With little shared memory float32 has
+    # one launch fewer.
     hopper = (capability, dtype) == (90, "bfloat16")
     small = dtype == "float32" and capability in (86, 89, 120)
     assert hold(lines) == 31 + 2 * hopper - small
@@ -53,7 +52,7 @@ def card(monkeypatch, shared, capability=(8, 6)):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_what_was_measured_on_hopper_is_launched_there(monkeypatch, dtype):
+def test_hopper_gets_the_measured_launches(monkeypatch, dtype):
     card(monkeypatch, 227 * 1024, (9, 0))
     like = torch.empty(1, dtype=dtype)
     for module in (cuts, mixing, ragged, skinny):
@@ -123,8 +122,8 @@ def test_smaller_tiles_give_the_same_attention(monkeypatch, shared):
     close(attended(3, given[3], given), due, torch.float32)
 
 
-def test_a_launch_that_cannot_fit_takes_the_reference_with_one_warning(monkeypatch, caplog):
-    """Also where the host does not know which rows are on which prompt, as in a captured round."""
+def test_a_launch_that_does_not_fit_uses_the_reference_with_one_warning(monkeypatch, caplog):
+    """Also if the host does not know the rows of each prompt, as in a captured round."""
     monkeypatch.setattr(dispatch, "_too_large", set())
     given = case(3, torch.float32)
     due = reference.attention(*given, scale=0.25)

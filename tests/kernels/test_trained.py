@@ -1,4 +1,4 @@
-"""Ops of training: Triton against the definition, and that against autograd."""
+"""Ops for training: Triton against the definition, and the definition against autograd."""
 
 import pytest
 import torch
@@ -34,14 +34,14 @@ def both(function):
 @pytest.mark.parametrize("back", [False, True])
 @pytest.mark.parametrize(("size", "half"), [(64, 32), (24, 12), (20, 6)])
 def test_rotate(dtype, back, size, half):
-    """A part of a longer tensor, three heads, and dimensions that are left as they are."""
+    """A part of a longer tensor, three heads, and dimensions that are not rotated."""
     pytest.importorskip("triton")
     x, (cos, sin) = randn(2, 5, 7, size, dtype=dtype)[:, :, 2:5], angles(half)
     one, other = both(lambda: ops.rotate(x, cos, sin, back=back))
     torch.testing.assert_close(
         one, other, **({} if dtype != torch.float32 else {"atol": 1e-5, "rtol": 1e-5})
     )
-    turned = x.transpose(1, 2).contiguous().transpose(1, 2)  # laid out in another order
+    turned = x.transpose(1, 2).contiguous().transpose(1, 2)  # with another memory layout
     one, other = both(lambda: ops.rotate(turned, cos, sin, back=back))
     torch.testing.assert_close(
         one, other, **({} if dtype != torch.float32 else {"atol": 1e-5, "rtol": 1e-5})
@@ -65,7 +65,7 @@ def test_gate_gradient(dtype, size):
     torch.testing.assert_close(one, other, **wide)
 
 
-def test_the_gate_passes_back_what_autograd_says():
+def test_the_gate_gradient_agrees_with_autograd():
     x, outer = randn(4, 30).requires_grad_(), randn(4, 15, seed=1)
     gate, up = x.chunk(2, -1)
     (torch.nn.functional.silu(gate) * up * outer).sum().backward()

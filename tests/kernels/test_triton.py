@@ -1,8 +1,8 @@
-"""The Triton kernels against their definitions: on a CUDA device where there is one, else through
+"""The Triton kernels against their definitions, on a CUDA device if there is one, otherwise in
 Triton's interpreter.
 
-Unequal rows, odd sizes, grouped heads; what no query may see, and what a kernel must write, is
-NaN beforehand. Integers and choices must be equal, floats close by relative RMS error.
+The cases have unequal rows, odd sizes and grouped heads. Keys that no query sees, and outputs
+before the launch, are NaN. Integers and choices must be equal, floats close by relative RMS error.
 """
 
 import gc
@@ -142,7 +142,7 @@ def test_product_added_to_the_residual_stream(dtype, rows, depth, columns, bias)
         + x.double() @ weight.double().T
         + (0 if shift is None else shift.double())
     )
-    for _ in range(2):  # the second launch finds the counters as the first left them
+    for _ in range(2):  # the second launch needs the counters that the first has reset
         close(ops.linear_add(x, weight, shift, residual.clone()), due, dtype)
 
 
@@ -224,8 +224,8 @@ LAWS = [(0.0, 0, 1.0), (0.5, 0, 0.95), (0.8, 0, 0.95), (1.0, 0, 1.0), (1.0, 5, 1
 
 
 @pytest.mark.parametrize(("vocab", "spread"), [(70, 0.1), (70, 3.0), (8300, 2.0)])
-def test_choices_are_those_of_the_definition(vocab, spread):
-    """Number for number: the same token as the definition's, for every kind of law in one batch."""
+def test_samples_equal_the_definition(vocab, spread):
+    """The token equals the definition's, for every kind of distribution in one batch."""
     temperature, top_k, top_p = (
         torch.tensor(column, device=DEVICE) for column in zip(*LAWS, strict=True)
     )
@@ -234,14 +234,14 @@ def test_choices_are_those_of_the_definition(vocab, spread):
     logits[:, 7] = logits[:, 3]  # a tie
     keys = torch.randint(0, 2**32, (rows, 2), generator=torch.Generator().manual_seed(4)).to(DEVICE)
     positions = torch.arange(rows, device=DEVICE) * 1000
-    laws = (temperature, top_k, top_p, keys, positions)
-    tokens, scores = ops.sample_scored(logits, *laws)
-    due, due_scores = sampling.sample_scored(logits, *laws)
+    params = (temperature, top_k, top_p, keys, positions)
+    tokens, scores = ops.sample_scored(logits, *params)
+    due, due_scores = sampling.sample_scored(logits, *params)
     assert tokens.tolist() == due.tolist()
     torch.testing.assert_close(scores, due_scores, atol=1e-5, rtol=1e-5)
 
 
-def test_extreme_temperatures_are_those_of_the_definition():
+def test_extreme_temperatures_equal_the_definition():
     temperature = torch.tensor([1e-45, 3e-39, 1e-37, 9e-31, 1e-29, 1e-29, 3e38], device=DEVICE)
     rows = len(temperature)
     top_k = torch.tensor([0, 0, 3, 0, 0, 4, 0], device=DEVICE)
@@ -256,13 +256,13 @@ def test_extreme_temperatures_are_those_of_the_definition():
     due, due_scores = sampling.sample_scored(logits, temperature, top_k, top_p, keys, positions)
     assert tokens.tolist() == due.tolist()
     torch.testing.assert_close(scores, due_scores, atol=1e-4, rtol=1e-5)
-    laws = ops.process(logits, temperature, top_k, top_p)
+    distributions = ops.process(logits, temperature, top_k, top_p)
     torch.testing.assert_close(
-        laws, sampling.process(logits, temperature, top_k, top_p), atol=1e-6, rtol=1e-5
+        distributions, sampling.process(logits, temperature, top_k, top_p), atol=1e-6, rtol=1e-5
     )
 
 
-def test_many_draws_agree_and_are_in_the_nucleus():
+def test_many_samples_agree_and_are_in_the_nucleus():
     rows, vocab = 24 if DEVICE.type == "cpu" else 4096, 300
     logits = randn(1, vocab).expand(rows, vocab).contiguous()
     column = torch.ones(rows, device=DEVICE)
@@ -287,9 +287,9 @@ def test_greedy_takes_the_first_of_equal_logits():
     assert ops.sample(logits, *laws).tolist() == [4097, 5]
 
 
-# A program of the interpreter takes 15 ms.
+# The interpreter takes 15 ms a program.
 TILE = 16 if DEVICE.type == "cuda" else 4
-LENGTHS = (1, 3, TILE + 2)  # the last is read but for its last token: one more than a tile
+LENGTHS = (1, 3, TILE + 2)  # all but its last token are read: one more than a tile
 
 
 @pytest.mark.parametrize(
@@ -306,9 +306,8 @@ LENGTHS = (1, 3, TILE + 2)  # the last is read but for its last token: one more 
     ],
 )
 def test_a_whole_decoder(family, padded, tmp_path, monkeypatch):
-    """Prefill, then rows of unequal length and widths 1 and 3, with these kernels and without
-    them. `padded`: these kernels read prompts as a graph would, at places that only the device
-    knows."""
+    """Prefill, then rows of unequal length and widths 1 and 3, with these kernels and without.
+    `padded`: the kernels read prompts as in a graph, at places that only the device knows."""
     from bass_cli.formats.weights import load, open_checkpoint
     from bass_cli.models.block_allocator import Change
     from bass_cli.models.decoder import Decoder
@@ -344,8 +343,8 @@ def test_a_whole_decoder(family, padded, tmp_path, monkeypatch):
     torch.testing.assert_close(logits["triton"], logits["reference"], atol=1e-4, rtol=1e-4)
 
 
-def test_counters_outlive_what_needs_more_of_them():
-    """A captured graph goes on with those that it was given."""
+def test_counters_survive_a_request_for_more():
+    """A captured graph keeps using the counters that it was given."""
     from bass_kernels.launch import counters
 
     some = torch.device("meta")
@@ -359,7 +358,7 @@ def test_counters_outlive_what_needs_more_of_them():
 
 
 def run_compiling(script, *arguments, cache):
-    """Lines that a script prints which compiles for a GPU, without the interpreter."""
+    """Return the output lines of a script that compiles for a GPU, without the interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(cache)
     command = [
@@ -386,8 +385,8 @@ def test_all_kernels_compile_for_hopper(tmp_path):
         pytest.param("whole", [("model", "shared"), ("lookup", "maximal")], marks=pytest.mark.slow),
     ],
 )
-def test_rounds_can_be_compiled_ahead_without_running(tmp_path, how, kinds):
-    """Each drafter's compile for themselves what they need, though code is made once."""
+def test_rounds_compile_ahead_without_running(tmp_path, how, kinds):
+    """Each drafter's rounds compile the kernels that they need; generated code is shared."""
     write_checkpoint("qwen2", tmp_path / "target")
     write_head(tmp_path / "target" / "head", "dspark-speculators", draft_vocab_size=150)
     write_chain(tmp_path / "target" / "chain", "authors")

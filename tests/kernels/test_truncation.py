@@ -1,5 +1,5 @@
-"""Processed laws in Triton, found without a sort, against their definition: on a CUDA device
-where there is one, else through Triton's interpreter."""
+"""Processed distributions in Triton, found without a sort, against their definition. The tests run
+on a CUDA device if there is one, otherwise in Triton's interpreter."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ MORE = [*MIXED, (0.2, 0, 0.5), (0.0, 4, 0.3), (1.0, 1, 1.0), (1.0, 0, 0.01), (2.
 
 @pytest.fixture(autouse=True)
 def triton(monkeypatch):
-    """Triton's forms, with several chunks a row for few tokens."""
+    """Use the Triton kernels, with several chunks a row for few tokens."""
     monkeypatch.setattr(truncation, "CHUNK", 1024)
     ops.use("triton")
     yield
@@ -28,10 +28,10 @@ def triton(monkeypatch):
     ("dtype", "vocab", "spread"),
     [(DTYPES[0], 70, 0.1), (DTYPES[-1], 70, 3.0), (DTYPES[1], 1100, 2.0)],
 )
-def test_laws_are_those_of_the_definition(dtype, vocab, spread):
-    """Near and far logits, ties at the thresholds of some rows, one and two chunks; the same
-    tokens are kept."""
-    mixed = MORE[3:8] if dtype == torch.float32 else MORE  # that one takes the most looks
+def test_distributions_equal_the_definition(dtype, vocab, spread):
+    """Near and far logits, ties at the thresholds of some rows, one and two chunks. The same tokens
+    are kept."""
+    mixed = MORE[3:8] if dtype == torch.float32 else MORE  # float32 needs the most passes
     logits = (spread * randn(len(mixed), vocab, seed=vocab)).to(dtype)
     logits[:, 7] = logits[:, 3]
     logits[:3, 20:40] = logits[:3].amax(-1, keepdim=True) - spread / 2
@@ -40,9 +40,9 @@ def test_laws_are_those_of_the_definition(dtype, vocab, spread):
     torch.testing.assert_close(law, due, atol=1e-6, rtol=1e-5)
 
 
-def test_a_search_that_takes_many_looks_ends_where_it_should():
-    """Values across 30 orders of magnitude and both signs, many of them equal, hidden tokens of
-    -inf, a flat law."""
+def test_a_search_with_many_passes_finds_the_threshold():
+    """Values over 30 orders of magnitude and both signs, many of them equal, tokens of -inf, and a
+    flat distribution."""
     logits = torch.zeros(4, 600, device=DEVICE)
     logits[0] = randn(600).sign() * 10.0 ** (-30 * torch.arange(600, device=DEVICE) / 600)
     logits[1] = 100 * randn(600, seed=1).round()
