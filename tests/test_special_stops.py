@@ -62,7 +62,7 @@ def drawn(model: Path, stop: tuple[str, ...], **changes: Any) -> dict[Any, Any]:
 
 @pytest.mark.parametrize("length", [0, 5])
 def test_a_stop_that_is_a_special_token_cuts_there(model: Path, length: int) -> None:
-    """With drafts of the target itself, all of which are accepted: in the middle of blocks."""
+    """The target drafts for itself, so all drafts are accepted and stops are inside blocks."""
     inner = reference(model)
     end = inner.token_to_id(END)
     settings = {"speculation": Speculation(length=length)} if length else {}
@@ -122,9 +122,7 @@ def test_a_resumed_file_ends_at_the_same_special_tokens(model: Path, tmp_path: P
     assert lines() == first
 
 
-def test_the_models_own_end_stays_its_own_where_it_is_a_stop_too(
-    model: Path, tmp_path: Path
-) -> None:
+def test_an_end_of_the_model_that_is_also_a_stop_text(model: Path, tmp_path: Path) -> None:
     for file in model.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     for name in ("config.json", "generation_config.json"):
@@ -146,7 +144,7 @@ def test_a_special_token_with_other_text_is_refused(model: Path, stop: str) -> N
 
 
 @pytest.mark.parametrize("place", ["flag", "environment", "pair"])
-def test_wherever_a_stop_is_given_it_is_refused_before_the_weights_are_read(
+def test_an_impossible_stop_is_refused_before_the_weights_are_read(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     bad = END + "\n"
@@ -165,7 +163,7 @@ def test_wherever_a_stop_is_given_it_is_refused_before_the_weights_are_read(
 
 
 def test_ordinary_tokens_that_spell_a_special_one_stop_too(model: Path) -> None:
-    """Such text is a sample's own: models that were not trained on a template write it."""
+    """Models that were not trained on a template may generate such text."""
     from bass_cli.formats.continuation import Continuation
     from bass_cli.run.scheduler import Watch
 
@@ -216,8 +214,8 @@ def test_a_special_token_beyond_the_models_vocabulary_is_refused(
         drawn(tmp_path, (END,))
 
 
-def test_rivals_are_given_the_same_ends(model: Path) -> None:
-    """They get token ids, so a stop that is a special token is one of their ends too."""
+def test_rivals_get_the_same_end_ids(model: Path) -> None:
+    """They end at token ids, so a stop that is a special token is one of these."""
     from bass_cli.bench.jobs import _order
     from bass_cli.run.plan import make_plan
 
@@ -231,6 +229,6 @@ def test_rivals_are_given_the_same_ends(model: Path) -> None:
 @pytest.mark.parametrize(
     "stop", [["\ud800"], ["x", "a\udcff"], "\udfff", [""], [3], {"a": 1}, b"a"]
 )
-def test_what_is_no_text_is_no_stop(stop: Any) -> None:
+def test_a_stop_that_is_not_a_text_is_refused(stop: Any) -> None:
     with pytest.raises(ValueError, match="stop"):
         Sampling(stop=stop)
