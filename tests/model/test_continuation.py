@@ -1,6 +1,5 @@
-"""A completion's text is what follows its prompt: tokenizers that drop the space at the
-beginning of a text keep a completion's, in results and for stop strings, whatever character or
-byte the two meet at."""
+"""The text of a completion: its first space and bytes at its border with the prompt stay as they
+are in the whole text, in results and for stop texts."""
 
 from __future__ import annotations
 
@@ -56,7 +55,7 @@ def tokenizer(
         yield Tokenizer.load(place / "model.gguf")
 
 
-def test_the_tokenizer_is_one_that_drops_a_first_space(tokenizer: Tokenizer) -> None:
+def test_the_tokenizer_drops_a_first_space(tokenizer: Tokenizer) -> None:
     for text in TEXTS:
         assert tokenizer.decode(tokenizer.encode(text)) == text
     ids = tokenizer.encode(CODE)
@@ -65,19 +64,19 @@ def test_the_tokenizer_is_one_that_drops_a_first_space(tokenizer: Tokenizer) -> 
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_a_completion_reads_as_in_the_whole_text_wherever_it_begins(
+def test_a_completion_is_the_rest_of_the_whole_text_wherever_it_begins(
     tokenizer: Tokenizer, text: str
 ) -> None:
     ids = tokenizer.encode(text)
     for at in range(1, len(ids)):
         before = tokenizer.decode(ids[:at])
-        if "\ufffd" not in before:  # else it is no prompt: a text does not end in half a character
+        if "\ufffd" not in before:  # a prompt does not end in half a character
             assert Continuation(tokenizer, ids[:at]).decode(ids[at:]) == text[len(before) :]
 
 
 def test_half_a_character_after_a_prompt_that_ends_in_bytes(tokenizer: Tokenizer) -> None:
-    """Decoded as one run with them, it would make the prompt's own bytes unreadable, and the cut
-    fall elsewhere."""
+    """Decoded in one run with the prompt's bytes, it would make these unreadable and move the
+    boundary."""
     for ending in ("\n", "é", "안🙂"):
         after = Continuation(tokenizer, tokenizer.encode("the" + ending))
         accent = [3 + byte for byte in "é".encode()]
@@ -86,7 +85,7 @@ def test_half_a_character_after_a_prompt_that_ends_in_bytes(tokenizer: Tokenizer
         assert after.decode([]) == ""
 
 
-def test_where_a_prompt_has_no_text_the_completion_begins_it(tokenizer: Tokenizer) -> None:
+def test_after_a_prompt_without_text_the_completion_begins_the_text(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("the cat")
     for prompt in ([], [1], [1, 1]):
         assert Continuation(tokenizer, prompt).decode(ids[1:]) == "the cat"
@@ -108,7 +107,7 @@ STOPS = [
 
 
 @pytest.mark.parametrize("stops", STOPS)
-def test_stops_are_those_of_the_text_after_the_prompt(
+def test_stop_texts_are_searched_after_the_prompt_only(
     tokenizer: Tokenizer, stops: list[str]
 ) -> None:
     rng, prompt, found = random.Random(5), tokenizer.encode("def f(x):\n"), 0
@@ -122,16 +121,16 @@ def test_stops_are_those_of_the_text_after_the_prompt(
         ids = [id_ for run in rng.choices(runs, k=rng.randint(1, 12)) for id_ in run]
         wanted = by_definition(after, ids, stops)
         assert in_blocks(after, ids, stops, rng) == wanted
-        assert where_suspected(after, ids, stops, rng) == wanted
+        assert fed_through_the_filter(after, ids, stops, rng) == wanted
         found += wanted is not None
     assert found > 10
 
 
 @pytest.mark.parametrize("stops", [[" sat"], ["\n\n", "cat sat"], ["🙂"], ["é\n"], ["at", "cat"]])
-def test_ids_own_texts_tell_the_same_of_byte_level_tokenizers(
+def test_the_filter_changes_no_result_for_byte_level_tokenizers(
     stops: list[str], tmp_path: Path
 ) -> None:
-    """Lone bytes, characters in several ids and special tokens between them."""
+    """With lone bytes, characters of several ids, and special tokens between them."""
     write_tokenizer(tmp_path)
     tokenizer = Tokenizer.load(tmp_path)
     rng, found = random.Random(6), 0
@@ -142,14 +141,14 @@ def test_ids_own_texts_tell_the_same_of_byte_level_tokenizers(
     for _ in range(150):
         ids = [id_ for run in rng.choices(runs, k=rng.randint(1, 12)) for id_ in run]
         wanted = by_definition(after, ids, stops)
-        assert where_suspected(after, ids, stops, rng) == wanted
+        assert fed_through_the_filter(after, ids, stops, rng) == wanted
         found += wanted is not None
     assert found > 10
 
 
-def test_a_row_without_a_stop_string_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not for ids that might complete one behind other ids; an id's own text is decoded once in a
-    job, and where there is a stop string, the text once."""
+def test_a_sample_without_a_stop_text_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if an id may complete a stop text after other ids. Each id is decoded once in a job, and
+    a text with a stop text once."""
     tokenizer = Tokenizer.load(locate(load_pair("smollm2").target, folder=None))
     decoded = list[int]()
     decode = tokenizer.decode
@@ -177,10 +176,10 @@ def test_a_row_without_a_stop_string_is_not_decoded(monkeypatch: pytest.MonkeyPa
     assert sum(length > 3 for length in decoded) == 1
 
 
-def where_suspected(
+def fed_through_the_filter(
     after: Continuation, ids: list[int], stops: list[str], rng: random.Random
 ) -> Stop | None:
-    """Looked at only when a block has an id that may complete a stop string."""
+    """Feed the detector, which decodes only blocks with an id that passes the filter."""
     tokens, seen, at = StopTokens(after, stops), 0, 0
     detector = StopDetector(after, stops, tokens if rng.random() < 0.8 else None)
     while at < len(ids):
@@ -193,7 +192,7 @@ def where_suspected(
     return None
 
 
-def test_few_ids_may_complete_a_stop_string(tokenizer: Tokenizer) -> None:
+def test_few_ids_pass_the_filter(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("the cat sat there\n    if x return\n")[1:]
     after = Continuation(tokenizer, tokenizer.encode("def f(x):\n"))
     suspects = StopTokens(after, [" sat"]).among(numpy.array(ids))
@@ -201,9 +200,9 @@ def test_few_ids_may_complete_a_stop_string(tokenizer: Tokenizer) -> None:
     assert suspects.mean() < 0.5
 
 
-def test_a_stop_string_in_a_long_run_of_bytes(tokenizer: Tokenizer) -> None:
-    """The decoded tail must not begin inside a character: it would hide the whole run, stop
-    string included."""
+def test_a_stop_text_in_a_long_run_of_bytes(tokenizer: Tokenizer) -> None:
+    """The decoded tail must not begin inside a character, which would hide the whole run with its
+    stop text."""
     for lead in range(24):
         text = "é" * lead + "안" * 60
         ids = [3 + byte for byte in f"{text}\n안".encode()]
@@ -213,7 +212,7 @@ def test_a_stop_string_in_a_long_run_of_bytes(tokenizer: Tokenizer) -> None:
 
 
 def generated(tokenizer: Tokenizer, prompt: str, text: str, **settings: Any) -> list[Completion]:
-    """What the conductor makes of a model that writes `text` after the prompt, and then ends."""
+    """Return the samples of a model that generates `text` after the prompt and then ends."""
     whole = [*tokenizer.encode(prompt + text), 2]
     assert whole[: len(tokenizer.encode(prompt))] == tokenizer.encode(prompt)
     table = torch.zeros(len(whole), 1, tokenizer.size)
@@ -245,17 +244,15 @@ def test_samples_keep_their_first_spaces(
     assert [(one.text, one.finish_reason) for one in found] == [(text, reason)] * 2
 
 
-def test_what_a_limit_cuts_off_keeps_them_too(tokenizer: Tokenizer) -> None:
+def test_truncated_samples_keep_their_first_spaces(tokenizer: Tokenizer) -> None:
     cut = generated(tokenizer, "def f(x):\n", "    return x\n", max_new_tokens=2)
     assert {(one.text, one.finish_reason) for one in cut} == {("    re", "length")}
 
 
 @pytest.mark.parametrize("character", ["é", "안", "🙂"])
-def test_half_a_character_at_the_end_takes_no_others_with_it(
-    tokenizer: Tokenizer, character: str
-) -> None:
-    """A limit or a deadline may end a sample there; decoded as it is, the whole run of bytes
-    would be unreadable."""
+def test_half_a_character_at_the_end_hides_no_others(tokenizer: Tokenizer, character: str) -> None:
+    """A limit or a deadline may end a sample there. Plain decoding would make the whole run of
+    bytes unreadable."""
     last, shown = character.encode(), "안녕\n"
     for count in range(1, len(last)):
         limit = len(shown.encode()) + count
@@ -265,7 +262,7 @@ def test_half_a_character_at_the_end_takes_no_others_with_it(
     assert {(one.text, one.finish_reason) for one in stopped} == {("안녕", "stop")}
 
 
-def test_the_prompt_costs_one_token_a_decode(
+def test_only_one_token_of_the_prompt_is_decoded(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = tokenizer.encode("the cat sat there\n" * 300)

@@ -26,7 +26,7 @@ from bass_cli.formats.gguf_tokenizer import doubts_of, read_gguf_tokenizer
 from bass_cli.formats.tokenizer import Tokenizer
 
 STORED = json.loads((Path(__file__).parent / "data" / "llama_cpp.json").read_text())
-# The published tokenizer.json cuts digits otherwise than llama.cpp; see PUBLISHED.
+# The published tokenizer.json splits digits in another way than llama.cpp; see PUBLISHED.
 OTHERWISE = {"falcon", "deepseek-llm"}
 # llama.cpp's matchers differ from the published patterns in texts with combining marks (they are
 # letters to the patterns), with capitals within words, and with U+3000 (a space to llama.cpp).
@@ -77,7 +77,7 @@ def byte_step(*, cut: bool) -> Any:
 
 DIGITS = pre_tokenizers.Digits(individual_digits=True)
 HAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
-# As tokenizer.json of falcon-7b, command-r-v01, Qwen2, deepseek-coder-6.7b and Mistral-Nemo has it.
+# From tokenizer.json of falcon-7b, command-r-v01, Qwen2, deepseek-coder-6.7b and Mistral-Nemo.
 PUBLISHED: dict[str, tuple[Any, list[Any]]] = {
     "falcon": (
         None,
@@ -176,7 +176,7 @@ def test_bos_follows_the_flag_or_else_the_pre_tokenizer(
     assert (ids[-1] == 1) is bool(flag)
 
 
-def test_bos_that_is_asked_for_but_not_named_is_refused(tmp_path: Path) -> None:
+def test_add_bos_token_without_a_bos_token_is_refused(tmp_path: Path) -> None:
     fields = byte_level(STORED, "gpt-2") | {"add_bos_token": True}
     del fields["bos_token_id"]
     write(tmp_path / "m.gguf", fields)
@@ -221,7 +221,7 @@ def test_user_defined_tokens_of_byte_letters_decode_to_their_text(tmp_path: Path
         assert tokenizer.decode([id_]) == text
 
 
-def test_special_tokens_of_a_template_are_the_files_own_texts(tmp_path: Path) -> None:
+def test_special_tokens_of_a_template_are_the_texts_in_the_file(tmp_path: Path) -> None:
     fields = with_ends(STORED, ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"], 3)
     size = len(fields["tokens"])
     fields |= {"bos_token_id": size - 2, "eos_token_id": size - 1, "padding_token_id": size + 5}
@@ -250,7 +250,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_read_is_refused_by_name(name: str, tmp_path: Path) -> None:
+def test_unsupported_values_are_refused_by_name(name: str, tmp_path: Path) -> None:
     changes, message = REFUSED[name]
     fields = {**byte_level(STORED, "gpt-2"), **changes}
     write_raw(tmp_path / "m.gguf", {key: one for key, one in fields.items() if one is not None})
@@ -289,7 +289,7 @@ def test_a_missing_pre_tokenizer_is_llama_cpps_default(tmp_path: Path) -> None:
     assert "tokenizer.ggml.pre" in notes[0][0]
 
 
-def test_texts_that_are_no_utf8_or_empty_keep_their_ids(tmp_path: Path) -> None:
+def test_tokens_with_empty_or_invalid_text_keep_their_ids(tmp_path: Path) -> None:
     fields = with_ends(STORED, ["AAAAAAA1", "AAAAAAA2", "", "AAAAAAA3"], 1)
     size = len(fields["tokens"])
     write(tmp_path / "m.gguf", fields)
@@ -317,7 +317,7 @@ def test_a_file_ends_where_llama_cpp_ends(
     assert list(read_gguf_tokenizer(tmp_path / "m.gguf").eos_ids) == ends
 
 
-def test_an_html_tag_that_is_text_ends_nothing(tmp_path: Path) -> None:
+def test_an_html_tag_that_is_ordinary_text_ends_no_sample(tmp_path: Path) -> None:
     """Qwen's and Gemma's vocabularies have </s> as text; llama.cpp ends there."""
     write(tmp_path / "m.gguf", with_ends(STORED, ["</s>"], 1))
     assert read_gguf_tokenizer(tmp_path / "m.gguf").eos_ids == (1,)
@@ -325,12 +325,12 @@ def test_an_html_tag_that_is_text_ends_nothing(tmp_path: Path) -> None:
     assert read_gguf_tokenizer(tmp_path / "m.gguf").eos_ids == (1, len(STORED["tokens"]))
 
 
-def test_roles_that_a_file_names_end_it(tmp_path: Path) -> None:
+def test_tokens_that_a_file_names_as_ends_end_a_sample(tmp_path: Path) -> None:
     fields = with_ends(STORED, ["<one>", "<two>", "<three>", "<|fim_pad|>", "<|repo_name|>"], 3)
     size = len(STORED["tokens"])
     fields |= {"eot_token_id": size, "eom_token_id": size + 1, "fim_pad_token_id": size + 2}
     write(tmp_path / "m.gguf", fields)
-    # "<|fim_pad|>" is not looked for, since the file names another token for that
+    # "<|fim_pad|>" is no end, because the file names another token for that role
     assert read_gguf_tokenizer(tmp_path / "m.gguf").eos_ids == (
         1,
         size,
@@ -417,7 +417,7 @@ def test_sentencepiece_bpe_ids_and_spaces_are_sentencepieces_own(
     backend = backend_of(tmp_path / "m.gguf")
     for text in SPM_TEXTS:
         if "<u>" in text and prefix:
-            continue  # llama.cpp puts a space after a user's token too, as transformers did
+            continue  # llama.cpp adds a space after a user-defined token too, like transformers once
         ids = model.EncodeAsIds(text)
         assert backend.encode(text, add_special_tokens=False).ids == ids, text
         assert backend.encode(text).ids == [model.bos_id(), *ids]
@@ -441,7 +441,7 @@ def test_unigram_ids_are_sentencepieces_own(squeeze: bool, fallback: bool, tmp_p
     backend = backend_of(tmp_path / "m.gguf")
     for text in SPM_TEXTS:
         if "<u>" in text or not text.strip():
-            continue  # see above; and an empty text has no prefix here
+            continue  # see above; an empty text has no prefix
         if "\r" in text and not squeeze:
             continue  # `tokenizers` normalises \r\n as one character; see docs/FORMATS.md
         ids = model.EncodeAsIds(text)

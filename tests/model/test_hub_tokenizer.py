@@ -128,7 +128,7 @@ def test_ids_and_texts_are_those_of_tokenizer_json(kind: str, tmp_path: Path) ->
         own = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
         own.no_truncation()
         own.no_padding()
-        if kind in ("unigram", "word pieces", "pieces"):  # </s> is a token there, not a special one
+        if kind in ("unigram", "word pieces", "pieces"):  # </s> is not special there
             own.add_special_tokens(["</s>"])
         ours = Tokenizer.load(folder)
         for text in texts(60 if number == 0 else 8):
@@ -140,7 +140,7 @@ def test_ids_and_texts_are_those_of_tokenizer_json(kind: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("kind", ["digits apart", "pieces", "unigram", "word pieces"])
-def test_a_continuation_reads_as_the_whole_text_does(kind: str, tmp_path: Path) -> None:
+def test_a_continuation_is_the_rest_of_the_whole_text(kind: str, tmp_path: Path) -> None:
     """Token by token, with every decoder: the text after a prompt is what the whole has after the
     prompt's own."""
     write(tmp_path, KINDS[kind](), {"eos_token": "</s>"}, {})
@@ -176,7 +176,7 @@ TEMPLATE = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s
             {"Sequence": {"id": "A", "type_id": 0}}], "pair": [],
             "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}}}  # fmt: skip
 BYTES = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}
-# class, post-processor, flags, what is added before and after
+# class, post-processor, flags, ids before and after
 RULES: list[tuple[str, str | None, Any, dict[str, Any], list[int], list[int]]] = [
     ("DeepSeek", "LlamaTokenizerFast", BYTES, {"add_bos_token": True, "add_eos_token": False}, [1], []),
     ("Llama 2", "LlamaTokenizer", TEMPLATE, {"add_bos_token": True, "add_eos_token": False}, [1], []),
@@ -217,13 +217,13 @@ def test_bos_and_eos(
         assert ours.encode_part(text) == part
 
 
-def test_a_flag_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_a_flag_that_is_not_a_boolean_is_refused(tmp_path: Path) -> None:
     write(tmp_path, byte_level(), {"add_bos_token": "yes", "bos_token": "<s>"}, {})
     with pytest.raises(UserError, match=r'tokenizer_config.json: key "add_bos_token": .*\'yes\''):
         Tokenizer.load(tmp_path)
 
 
-def test_ends_of_the_model_count_where_the_tokenizer_names_none(tmp_path: Path) -> None:
+def test_the_models_end_ids_are_used_if_the_tokenizer_names_none(tmp_path: Path) -> None:
     write(tmp_path, byte_level(), {}, {"bos_token_id": 1, "eos_token_id": [2, 0]})
     ours = Tokenizer.load(tmp_path)
     assert ours.settled.special == {"bos_token": "<s>", "eos_token": "</s>"}
@@ -241,7 +241,7 @@ def test_ends_of_the_model_count_where_the_tokenizer_names_none(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("inner", [byte_level, unigram])
-def test_tokens_that_only_the_configuration_has_get_its_ids(tmp_path: Path, inner: Any) -> None:
+def test_tokens_of_the_configuration_get_their_ids(tmp_path: Path, inner: Any) -> None:
     size = 301 if inner is byte_level else 263
     last = size + (4 if inner is byte_level else 2)  # a list of pieces has no gaps
     added = {
@@ -290,7 +290,7 @@ def test_tokenizer_json_wins_where_the_files_differ(tmp_path: Path) -> None:
     assert ours.size == 301
 
 
-def test_a_word_that_the_configuration_calls_special_is_one(tmp_path: Path) -> None:
+def test_a_word_that_the_configuration_names_becomes_special(tmp_path: Path) -> None:
     """A chat template writes its text, and the token itself has none."""
     inner = byte_level()
     the = inner.token_to_id("the")
@@ -370,10 +370,8 @@ def test_vocabulary_and_merges_are_read_by_their_class(tmp_path: Path, kind: str
 
 
 @pytest.mark.parametrize("name", ["tekken.json", "qwen.tiktoken", "tokenizer.model", None])
-def test_formats_that_are_not_read_are_refused_with_the_remedy(
-    tmp_path: Path, name: str | None
-) -> None:
-    """Llama 3's own tokenizer.model is a vocabulary of tiktoken's."""
+def test_unsupported_formats_are_refused_with_the_remedy(tmp_path: Path, name: str | None) -> None:
+    """Llama 3's tokenizer.model is a vocabulary of tiktoken."""
     if name is not None:
         (tmp_path / name).write_text("IQ== 0\nIg== 1\n")
     with pytest.raises(UserError, match=r'"tokenizer" in a pair file') as error:
@@ -382,7 +380,7 @@ def test_formats_that_are_not_read_are_refused_with_the_remedy(
     assert name is None or name in str(error.value)
 
 
-def test_what_transformers_writes_is_read_alike(tmp_path: Path) -> None:
+def test_a_tokenizer_saved_by_transformers_is_the_same(tmp_path: Path) -> None:
     """Saved by transformers, with names of its own for special tokens."""
     fast = transformers.PreTrainedTokenizerFast(
         tokenizer_object=byte_level(), bos_token="<s>", eos_token="</s>", pad_token="<pad>",

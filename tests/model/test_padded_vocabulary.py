@@ -1,5 +1,5 @@
-"""Models with more logits than the tokenizer has ids, as most published ones are. The reference
-is log_softmax over the logits of transformers."""
+"""Models with more logits than the tokenizer has ids, like most published models. The reference is
+log_softmax over the logits of transformers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_log_probabilities_are_normalised_over_the_ids_of_the_tokenizer(
         assert completion.mean_logprob == pytest.approx(wanted / len(ids), abs=1e-3)
         padded += float(torch.softmax(logits, -1)[:, TOKENS:].sum())
         compared += len(ids)
-    assert padded > 0.2 * compared  # so that the other normalisation would be far away
+    assert padded > 0.2 * compared  # so that the other normalisation would differ clearly
 
 
 def prompt_ids(folder: Path) -> list[int]:

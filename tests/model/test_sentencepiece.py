@@ -87,7 +87,7 @@ def test_bos_and_eos(
 
 @pytest.mark.parametrize("legacy", [True, False, None])
 @pytest.mark.parametrize("older", [True, False])
-def test_added_tokens_part_a_text(tmp_path: Path, legacy: bool | None, older: bool) -> None:
+def test_added_tokens_split_a_text(tmp_path: Path, legacy: bool | None, older: bool) -> None:
     """Each part is read by sentencepiece; with `legacy` false only the first gets a prefix."""
     model = train(normalization_rule_name="identity", remove_extra_whitespaces=False)
     own, size = (
@@ -124,7 +124,7 @@ def test_added_tokens_part_a_text(tmp_path: Path, legacy: bool | None, older: bo
     assert (ours.size, ours.spelled(size + 2), ours.spelled(size + 1)) == (size + 3, "<tool>", "")
 
 
-def test_a_placeholder_that_the_configuration_renames(tmp_path: Path) -> None:
+def test_the_configuration_may_rename_a_placeholder(tmp_path: Path) -> None:
     ours = write(
         tmp_path, train(), added_tokens_decoder={"3": {"content": "<new>", "special": False}}
     )
@@ -132,7 +132,7 @@ def test_a_placeholder_that_the_configuration_renames(tmp_path: Path) -> None:
     assert (ours.decode([3]), ours.texts[3]) == ("<new>", "<new>")
 
 
-def test_special_tokens_that_are_text(tmp_path: Path) -> None:
+def test_special_tokens_are_matched_unless_split_special_tokens(tmp_path: Path) -> None:
     own = SentencePieceProcessor(model_proto=train())
     ours = write(tmp_path, train(), split_special_tokens=True)
     assert ours.encode("</s>") == [1, *own.encode("</s>")]
@@ -158,7 +158,7 @@ def test_a_continuation_and_its_stops(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "config", [{}, {"legacy": False, "add_eos_token": True, "split_special_tokens": True}]
 )
-def test_what_is_saved_again_is_the_same_tokenizer(tmp_path: Path, config: dict[str, Any]) -> None:
+def test_a_saved_tokenizer_is_the_same(tmp_path: Path, config: dict[str, Any]) -> None:
     (tmp_path / "one").mkdir()
     (tmp_path / "one" / "added_tokens.json").write_text('{"<tool>": 400}')
     ours = write(tmp_path / "one", train(), **config)
@@ -179,6 +179,6 @@ def test_other_classes_are_refused(tmp_path: Path, config: dict[str, Any], said:
 
 
 @pytest.mark.parametrize("model", [b"", b"no model", b"\x0a" * 100, train()[:-7]])
-def test_a_damaged_model_is_one_sentence(tmp_path: Path, model: bytes) -> None:
+def test_a_damaged_model_is_a_one_line_error(tmp_path: Path, model: bytes) -> None:
     with pytest.raises(UserError, match=r"tokenizer\.model: not a SentencePiece model"):
         write(tmp_path, model)

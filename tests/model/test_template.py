@@ -1,5 +1,4 @@
-"""Chat templates are programs: one that loops, or fills the memory, costs its prompt and nothing
-else."""
+"""Chat templates are programs. One that loops or fills the memory fails its prompt only."""
 
 from __future__ import annotations
 
@@ -22,8 +21,8 @@ HELLO = [{"role": "user", "content": "hello"}]
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="elsewhere templates are rendered in the process itself"
 )
-# Each of them for "the cat" only: a loop of Python's, one call in C that is never done, memory
-# in one go, and bit by bit.
+# Each misbehaves for "the cat" only: a Python loop, a call in C that never returns, memory in one
+# allocation, and memory in small steps.
 NESTED = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 ENDLESS = (NESTED, "{{ (7 ** (9 ** (8 + messages|length))) % 3 }}")
 DOUBLED = (
@@ -46,7 +45,7 @@ def with_template(folder: Path, body: str) -> Tokenizer:
 
 
 @pytest.mark.parametrize("body", ENDLESS)
-def test_a_template_that_loops_is_that_prompts_error(
+def test_a_template_that_loops_fails_its_prompt_only(
     folder: Path, monkeypatch: pytest.MonkeyPatch, body: str
 ) -> None:
     monkeypatch.setattr(template, "SECONDS", 0.3)
@@ -62,11 +61,11 @@ def test_a_template_that_loops_is_that_prompts_error(
             tokenizer.encode_chat(MESSAGES)
         assert tokenizer.decode(tokenizer.encode_chat(HELLO)) == "fine"
     over.set()
-    assert len(working) > 10  # other threads ran meanwhile
+    assert len(working) > 10  # other threads ran at the same time
 
 
 @pytest.mark.parametrize("body", LARGE)
-def test_a_template_that_fills_the_memory_is_that_prompts_error(
+def test_a_template_that_fills_the_memory_fails_its_prompt_only(
     folder: Path, monkeypatch: pytest.MonkeyPatch, body: str
 ) -> None:
     monkeypatch.setattr(template, "_MEMORY", 2**27)
@@ -76,13 +75,15 @@ def test_a_template_that_fills_the_memory_is_that_prompts_error(
     assert tokenizer.decode(tokenizer.encode_chat(HELLO)) == "fine"
 
 
-def test_a_template_that_writes_too_much(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_with_too_long_a_result_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(template, "_LARGEST", 1000)
     with pytest.raises(UserError, match="its text has 5004 characters"):
         with_template(folder, "{{ 'x' * 5000 }}").encode_chat(MESSAGES)
 
 
-def test_the_process_of_a_template_keeps_nothing_and_is_gone_with_its_owner(tmp_path: Path) -> None:
+def test_the_process_of_a_template_closes_files_and_ends_with_its_parent(tmp_path: Path) -> None:
     read, write = os.pipe()
 
     def see(_: object) -> str:
@@ -98,9 +99,9 @@ def test_the_process_of_a_template_keeps_nothing_and_is_gone_with_its_owner(tmp_
         {os.devnull},
         "5",
         "True",
-    )  # with its pipe, and the list's own
+    )  # and its pipe, and the descriptor that lists the folder
     os.close(write)
-    assert os.read(read, 1) == b""  # nobody else holds the other end
+    assert os.read(read, 1) == b""  # no process has the other end open
     os.close(read)
     os.kill(int(pid), 0)
     del render
@@ -108,7 +109,7 @@ def test_the_process_of_a_template_keeps_nothing_and_is_gone_with_its_owner(tmp_
         os.kill(int(pid), 0)
 
 
-def test_what_a_template_says_and_what_it_cannot_know(folder: Path) -> None:
+def test_errors_of_a_template_are_reported_and_private_attributes_refused(folder: Path) -> None:
     asked = with_template(folder, "{{ raise_exception('no cats') }}")
     with pytest.raises(UserError, match="the chat template refuses the messages: no cats"):
         asked.encode_chat(MESSAGES)
@@ -117,7 +118,7 @@ def test_what_a_template_says_and_what_it_cannot_know(folder: Path) -> None:
         hidden.encode_chat(MESSAGES)
 
 
-def test_an_interruption_while_a_template_works_leaves_no_answer_behind(folder: Path) -> None:
+def test_after_an_interruption_the_next_call_gets_its_own_answer(folder: Path) -> None:
     tokenizer = with_template(folder, ENDLESS[0])
 
     def interrupt(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""Texts that are too long are refused by their length alone; a text that might fit never is."""
+"""Limits on texts: too long texts are refused by their length, and texts that may fit never are."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def edited(
     change: Callable[[dict[str, Any]], None],
     write: Callable[[Path], None] = write_tokenizer,
 ) -> Tokenizer:
-    """A tiny tokenizer whose tokenizer.json was changed."""
+    """Return the tiny tokenizer with a changed tokenizer.json."""
     write(folder)
     content = json.loads((folder / "tokenizer.json").read_text())
     change(content)
@@ -69,7 +69,7 @@ def with_mask(content: dict[str, Any]) -> None:
 
 
 def without_control_characters(content: dict[str, Any]) -> None:
-    for character in "ĄĝĆ":  # how the bytes 4, 29 and 6 are spelled
+    for character in "ĄĝĆ":  # the spellings of the bytes 4, 29 and 6
         del content["model"]["vocab"][character]
 
 
@@ -85,7 +85,7 @@ KINDS: dict[str, tuple[Callable[[dict[str, Any]], None], Callable[[Path], None]]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_text_has_fewer_tokens_than_are_certain(tmp_path: Path, kind: str) -> None:
+def test_no_text_has_fewer_tokens_than_the_lower_bound(tmp_path: Path, kind: str) -> None:
     tokenizer = edited(tmp_path, *KINDS[kind])
     spelling = tokenizer._spelling
     assert spelling is not None
@@ -96,7 +96,7 @@ def test_no_text_has_fewer_tokens_than_are_certain(tmp_path: Path, kind: str) ->
         assert fewest <= len(tokenizer.encode_part(text)), text
         told += fewest > 1
     assert told > 100
-    for piece in PIECES:  # the worst that a text of one kind can be
+    for piece in PIECES:  # the texts with the fewest tokens
         assert spelling.fewest_tokens(piece * 50) <= len(tokenizer.encode_part(piece * 50)), piece
 
 
@@ -120,7 +120,7 @@ def forget(content: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("change", [drop, shorten, forget])
-def test_where_nothing_is_certain_every_text_is_tokenised(
+def test_without_a_lower_bound_every_text_is_tokenised(
     tmp_path: Path, change: Callable[[dict[str, Any]], None]
 ) -> None:
     tokenizer = edited(tmp_path, change)
@@ -138,7 +138,7 @@ def test_fifty_megabytes_are_not_tokenised(tmp_path: Path, monkeypatch: pytest.M
     text = "the cat sat.\n" * 4_000_000
     spelled = tokenizer._spelling
     assert spelled is not None
-    tokenizer.__dict__["_backend"] = None  # what would tokenise
+    tokenizer.__dict__["_backend"] = None  # nothing can be tokenised
     fewest = spelled.fewest_tokens(text)
     said = (
         f"the text has {len(text)} characters, so at least {fewest} tokens, and the model's "
@@ -151,7 +151,7 @@ def test_fifty_megabytes_are_not_tokenised(tmp_path: Path, monkeypatch: pytest.M
         tokenizer.encode_chat([{"role": "user", "content": text}], 8192)
 
 
-# Limits of what other people wrote
+# Tokenizers that are not trusted
 
 REPLACE = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1000}
 DOUBLE = {"type": "Replace", "pattern": {"Regex": "."}, "content": "aa"}
@@ -180,11 +180,11 @@ def test_a_tokenizer_that_multiplies_a_text_is_refused_when_it_is_loaded(
     ):
         edited(tmp_path, lambda content: content.update(HOSTILE[kind]))
     after = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    assert max(before, 2**20) >= after or after - before < 2**19  # in KB: no 512 MB more
+    assert max(before, 2**20) >= after or after - before < 2**19  # in KB: at most 512 MB more
 
 
 def test_the_growth_of_published_tokenizers_is_small(tmp_path: Path) -> None:
-    """Those of Llama 2 and Gemma (a prefix, "▁" for spaces) and T5 (runs of spaces)."""
+    """Steps of Llama 2 and Gemma (a prefix, "▁" for spaces) and of T5 (runs of spaces)."""
     space = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
     runs = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": "▁"}
     steps = [{"type": "NFKC"}, {"type": "Prepend", "prepend": "▁"}, space, *[runs] * 40]
@@ -195,7 +195,7 @@ def test_the_growth_of_published_tokenizers_is_small(tmp_path: Path) -> None:
 
 
 def slow(content: dict[str, Any]) -> None:
-    """Cubic in the length of a word, which may be of any length."""
+    """The time is cubic in the length of a word."""
     content["model"] = {
         "type": "WordPiece", "vocab": {"<unk>": 0, "a": 1, "##a": 2}, "unk_token": "<unk>",
         "continuing_subword_prefix": "##", "max_input_chars_per_word": 10**9,
@@ -204,7 +204,7 @@ def slow(content: dict[str, Any]) -> None:
     content["added_tokens"] = []
 
 
-def test_a_text_that_takes_too_long_is_that_texts_error(
+def test_a_text_that_takes_too_much_time_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokenizer_module, "SECONDS", 0.3)
@@ -215,7 +215,7 @@ def test_a_text_that_takes_too_long_is_that_texts_error(
         assert tokenizer.encode("aa a") == [1, 2, 1]
 
 
-def test_a_text_that_takes_too_much_memory_is_that_texts_error(
+def test_a_text_that_takes_too_much_memory_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokenizer_module, "_MEMORY", 2**26)
@@ -225,7 +225,7 @@ def test_a_text_that_takes_too_much_memory_is_that_texts_error(
     assert tokenizer.decode(tokenizer.encode("the cat")) == "the cat"
 
 
-def test_a_pattern_without_end_is_that_texts_error(tmp_path: Path) -> None:
+def test_a_regular_expression_that_takes_too_long_is_an_error(tmp_path: Path) -> None:
     pattern = {
         "type": "Split",
         "pattern": {"Regex": "(a+)+$"},
@@ -247,9 +247,11 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", [*MODELS, "SentencePiece"])
-def test_twenty_megabytes_are_refused_early_by_every_model(tmp_path: Path, kind: str) -> None:
-    """Also where one token may stand for all of them. 1 MB is refused by a part of it, and a text
-    that fits is read."""
+def test_twenty_megabytes_are_refused_early_by_every_kind_of_tokenizer(
+    tmp_path: Path, kind: str
+) -> None:
+    """Also if one token may stand for all characters. 1 MB is refused after tokenising a part of
+    it, and a text that fits is encoded."""
 
     def change(content: dict[str, Any]) -> None:
         content.update(model=MODELS[kind], pre_tokenizer={"type": "Whitespace"}, added_tokens=[])
@@ -264,7 +266,7 @@ def test_twenty_megabytes_are_refused_early_by_every_model(tmp_path: Path, kind:
     for text in ("the cat sat " * 1_700_000, "a" * 20_000_000, " " * 20_000_000):
         with pytest.raises(UserError, match=f"the text has {len(text)} characters"):
             tokenizer.encode(text, 8192)
-    with pytest.raises(UserError, match="the text has 900000 characters, the first 114688 of them"):
+    with pytest.raises(UserError, match="the text has 900000 characters; the first 114688 are "):
         tokenizer.encode(
             "the cat a" * 100_000 if kind != "WordLevel" else "a the cat" * 100_000, 8192
         )

@@ -1,5 +1,5 @@
-"""Text to ids and back, chat, vocabularies compared, converted tokenizers cached, stop strings
-wherever they fall."""
+"""Tokenizers: text to ids and back, chat templates, the check of vocabularies, the cache, stop
+texts."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_missing_and_broken_tokenizers(tmp_path: Path) -> None:
 
 
 CODE = ["own.Own", "own.OwnFast"]
-# tokenizer_config, config, what is said
+# tokenizer_config, config, message
 FOLDERS_WITH_CODE: list[tuple[str, dict[str, object], dict[str, object], str]] = [
     ("a map", {"auto_map": {"AutoTokenizer": CODE}}, {}, 'tokenizer_config.json: key "auto_map": '
                                                          '.*own.Own'),
@@ -102,8 +102,7 @@ FOLDERS_WITH_CODE: list[tuple[str, dict[str, object], dict[str, object], str]] =
     ("unknown there", {}, {"tokenizer_class": "Own"}, '/config.json: key "tokenizer_class": .*Own'),
     ("not a name", {"tokenizer_class": 3}, {}, 'tokenizer_config.json: key "tokenizer_class": .* '
                                                '3'),
-    # A class of transformers, and no tokenizer: it reads the map of the model's code without
-    # asking us.
+    # A class of transformers that is not a tokenizer: it would run the model's code.
     ("a model", {"tokenizer_class": "AutoModelForCausalLM"},
      {"model_type": "own", "auto_map": {"AutoConfig": "own.Settings", "AutoModelForCausalLM": "own.Own"}},
      'tokenizer_config.json: key "tokenizer_class": .*AutoModelForCausalLM'),
@@ -122,7 +121,7 @@ def test_code_of_a_model_is_never_run(
     model: dict[str, object],
     said: str,
 ) -> None:
-    """tokenizer.json is data and needs no class; without it an unknown class is refused."""
+    """tokenizer.json needs no class; without it an unknown class is refused."""
     folder_with_code(tmp_path, tokens, model)
     answers = io.StringIO("y\n" * 10)
     monkeypatch.setattr("sys.stdin", answers)
@@ -152,7 +151,7 @@ def test_model_code_beside_a_tokenizer_that_is_data_is_not_run(
 
 
 def folder_with_code(folder: Path, tokens: dict[str, object], model: dict[str, object]) -> None:
-    """A tokenizer whose two configurations say this too, beside code that leaves the file "ran"."""
+    """Write a tokenizer with these keys in its two configurations, and code that writes "ran"."""
     write_tokenizer(folder)
     (folder / "own.py").write_text(
         f"open({str(folder / 'ran')!r}, 'w').close()\nimport transformers\n"
@@ -167,7 +166,7 @@ def folder_with_code(folder: Path, tokens: dict[str, object], model: dict[str, o
 def edited(
     folder: Path, *, rename: dict[str, str] | None = None, extra: tuple[str, ...] = ()
 ) -> Tokenizer:
-    """The tiny tokenizer with tokens renamed or added."""
+    """Return the tiny tokenizer with tokens renamed or added."""
     write_tokenizer(folder, extra=extra)
     content = json.loads((folder / "tokenizer.json").read_text())
     model = content["model"]
@@ -199,7 +198,7 @@ def test_different_vocabularies(tokenizer: Tokenizer, tmp_path: Path) -> None:
     )
     with pytest.raises(UserError, match=r"id 299 is '<x>' in .* and '<y>' in"):
         check_same_vocabulary(one, two)
-    # A placeholder below a real token is a token like any other.
+    # A placeholder below a real token is an ordinary token.
     inside = edited(tmp_path / "d", extra=("<unused0>", "<z>"))
     with pytest.raises(UserError, match=r"id 299 is '<x>' in .* and '<unused0>' in"):
         check_same_vocabulary(one, inside)
@@ -217,7 +216,7 @@ def test_fingerprints(tokenizer: Tokenizer, tmp_path: Path) -> None:
 
 @pytest.fixture
 def converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """A cache folder of the test's own; the list grows by each tokenizer whose files are read."""
+    """Use a new cache folder; return a list of the paths whose files were read."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     calls: list[Path] = []
     made = tokenizer_files.made
@@ -244,13 +243,13 @@ def write_gguf_with(
 
 
 def test_control_tokens_of_a_gguf_file_have_no_text(tmp_path: Path) -> None:
-    """Like the tokens for filling in the middle: a base model may write them, and nobody wants
-    to read them."""
+    """For example the tokens for filling in the middle: a base model may generate them, and they
+    are not part of the text."""
     write_tokenizer(tmp_path, extra=("<|fim|>", "<call>"))
     plain = Tokenizer.load(tmp_path)
     metadata = tokenizer_metadata(tmp_path)
     fim, call = plain.encode("<|fim|><call>")
-    metadata["tokenizer.ggml.token_type"][call] = 4  # one of the user's: it has text
+    metadata["tokenizer.ggml.token_type"][call] = 4  # user-defined: it has text
     assert metadata["tokenizer.ggml.token_type"][fim] == 3
     write_gguf(
         "llama",
@@ -298,9 +297,9 @@ def test_broken_and_unwritable_caches(
         entry.write_bytes(damaged)
         for _ in range(2):
             assert Tokenizer.load(path).encode(TEXT) == wanted
-        assert converted.count(path) == 1 + times  # a broken one was made anew, and kept
+        assert converted.count(path) == 1 + times  # a broken entry was written again
         assert entry.read_bytes() == whole
-    assert kept(tmp_path) == sorted((entry, foreign))  # and nothing beside
+    assert kept(tmp_path) == sorted((entry, foreign))  # and no other files
     (tmp_path / "file").touch()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
@@ -310,7 +309,7 @@ def test_broken_and_unwritable_caches(
 def test_smollm_cuts_digits_off_first(
     tokenizer: Tokenizer, tmp_path: Path, converted: list[Path]
 ) -> None:
-    """Two spaces before a number are one token there, as in the model's own tokenizer.json."""
+    """Two spaces before a number are one token, as in the model's tokenizer.json."""
     folder = tmp_path / "spaces"
     write_tokenizer(folder)
     content = json.loads((folder / "tokenizer.json").read_text())
@@ -352,14 +351,14 @@ def test_a_folder_is_read_once_and_stays_as_transformers_reads_it(
         assert again["texts"][number] == [ids, part, first.decode(ids)]
     assert first.eos_ids == tuple(again["eos"]) == (theirs.eos_token_id,)
     assert first.settled.special == theirs.special_tokens_map
-    assert again["modules"] == []  # of transformers, and what it brings
+    assert again["modules"] == []  # of transformers and its dependencies
     (folder / "tokenizer_config.json").write_text("{}")  # other files, another tokenizer
     Tokenizer.load(folder)
     assert converted == [folder, folder]
 
 
 def run_apart(folder: Path) -> dict[str, Any]:
-    """What another process has of the tokenizer."""
+    """Return what another process reads of the tokenizer."""
     code = (
         "import json, sys; from pathlib import Path; from bass_cli.formats.tokenizer import Tokenizer\n"
         "t = Tokenizer.load(Path(sys.argv[1]))\n"
@@ -375,8 +374,8 @@ def run_apart(folder: Path) -> dict[str, Any]:
 
 
 def test_one_that_was_kept_is_built_without_torch(tokenizer: Tokenizer) -> None:
-    """So that it can be while torch is imported; one that was not kept, or is none, is left to
-    Tokenizer.load."""
+    """Then it loads while torch is imported. Without a cache entry, or with a broken tokenizer, it
+    is left to Tokenizer.load."""
     code = (
         "import sys; from bass_cli.config.job import Pair; from bass_cli.formats.tokenizer import begin\n"
         "found = begin(Pair(name='p', target=sys.argv[1]))()\n"
@@ -396,8 +395,8 @@ def test_one_that_was_kept_is_built_without_torch(tokenizer: Tokenizer) -> None:
 def test_a_gguf_tokenizer_is_the_same_the_first_time_and_later(
     tokenizer: Tokenizer, tmp_path: Path, converted: list[Path], family: str, pre: str
 ) -> None:
-    """It is not what becomes of it when transformers writes it and reads it again: its classes
-    put a normaliser there, or leave out how digits are cut."""
+    """Writing and reading it with transformers would change it: its classes add a normalizer, or
+    drop the splitting of digits."""
     path = tmp_path / "model.gguf"
     metadata = tokenizer_metadata(tokenizer.path, pad_to=305, pre=pre)
     write_gguf(family, path, vocab_size=305, metadata=metadata)
@@ -422,7 +421,7 @@ def test_nothing_beside_a_gguf_file_is_read(
     path = write_gguf_with(tokenizer, tmp_path / "both" / "renamed.gguf")
     beside = Tokenizer.load(path)
     assert beside.settled == alone.settled
-    assert len(converted) == 1  # an entry is of what the file says, not of its place
+    assert len(converted) == 1  # the entry depends on the content of the file, not on its path
     kept(tmp_path)[0].unlink()
     assert Tokenizer.load(path).settled == alone.settled
     assert not (tmp_path / "both" / "ran").exists()
@@ -443,7 +442,7 @@ def test_two_processes_convert_the_same_tokenizer_at_once(
     both = [subprocess.Popen(command, **pipes) for _ in range(2)]
     for one in both:
         assert one.stdout is not None
-        one.stdout.readline()  # it is ready
+        one.stdout.readline()  # wait until it is ready
     for one in both:
         assert one.stdin is not None
         one.stdin.write("\n")
@@ -458,7 +457,7 @@ def test_two_processes_convert_the_same_tokenizer_at_once(
 
 
 def by_definition(tokenizer: Tokenizer, ids: Sequence[int], stops: Sequence[str]) -> Stop | None:
-    """The shortest prefix whose text has a stop string, cut at the earliest."""
+    """Return the shortest prefix whose text has a stop text, cut at the first one."""
     for end in range(1, len(ids) + 1):
         text = tokenizer.decode(ids[:end])
         places = [place for stop in stops if (place := text.find(stop)) >= 0]
@@ -484,8 +483,8 @@ def in_blocks(
     "stops", [["sat"], ["\n\n", "cat sat on the mat"], ["🙂"], ["é–"], ["at", "cat"], ["zz"]]
 )
 def test_stops_by_definition_in_any_blocks(tokenizer: Tokenizer, stops: list[str]) -> None:
-    """Random texts of words, split characters and lone bytes; special tokens between; blocks of
-    any size."""
+    """With random texts of words, split characters, lone bytes and special tokens, in blocks of any
+    size."""
     rng = random.Random(7)
     pieces = [
         "the cat",
@@ -523,8 +522,7 @@ def test_a_stop_across_blocks_and_within_a_token(tokenizer: Tokenizer) -> None:
 
 
 def test_a_long_stop_late_in_a_long_text(tokenizer: Tokenizer) -> None:
-    """It comes token by token, when what the detector decodes has long stopped reaching back to
-    the beginning."""
+    """Its tokens come one by one, when the tail that is decoded no longer begins with the text."""
     stop = "cat sat on the mat, then the other cat"
     before = "sat on the mat, then the other " * 40
     ids = tokenizer.encode(before + stop + " sat there")
@@ -536,8 +534,9 @@ def test_a_long_stop_late_in_a_long_text(tokenizer: Tokenizer) -> None:
 
 @pytest.fixture(scope="module")
 def fallback(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """Like Llama 2's: a space at the front goes, and unknown characters are runs of byte tokens
-    that only show when the whole run is valid; so a decoded text can shrink as ids come."""
+    """A tokenizer like Llama 2's: the first space is dropped, and unknown characters are runs of
+    byte tokens that decode only if the whole run is valid. So a decoded text can shrink as ids
+    come."""
     vocab = {"<unk>": 0, "▁": 1, "a": 2, "b": 3, "▁a": 4, "</s>": 5}
     vocab |= {f"<0x{byte:02X}>": 6 + byte for byte in range(256)}
     inner = Backend(models.BPE(vocab, [("▁", "a")], unk_token="<unk>", byte_fallback=True))
@@ -561,7 +560,7 @@ def test_stops_where_decoding_is_not_concatenation(fallback: Tokenizer, stops: l
     rng = random.Random(3)
     newline, accent = [6 + 0x0A], [6 + 0xC3, 6 + 0xA9]
     assert fallback.decode([2, *newline]) == "a\n"
-    assert "\n" not in fallback.decode([2, *newline, accent[0]])  # gone, for now
+    assert "\n" not in fallback.decode([2, *newline, accent[0]])  # hidden until the run is complete
     found = 0
     for _ in range(150):
         runs = rng.choices(
@@ -575,7 +574,7 @@ def test_stops_where_decoding_is_not_concatenation(fallback: Tokenizer, stops: l
 
 
 def test_only_a_tail_is_decoded(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The work for a token does not grow with the row."""
+    """The work for a token does not grow with the length of the sample."""
     ids = tokenizer.encode("the cat sat on the mat, " * 300)
     decoded: list[int] = []
     original = tokenizer.decode
@@ -592,7 +591,7 @@ def test_only_a_tail_is_decoded(tokenizer: Tokenizer, monkeypatch: pytest.Monkey
 
 
 def with_token(folder: Path, text: str, id_: int) -> Tokenizer:
-    """The tiny tokenizer with one more token."""
+    """Return the tiny tokenizer with one more token."""
     write_tokenizer(folder)
     content = json.loads((folder / "tokenizer.json").read_text())
     content["model"]["vocab"][text] = id_
@@ -605,8 +604,7 @@ def with_token(folder: Path, text: str, id_: int) -> Tokenizer:
     ("chat_template.jinja", "pipe"), ("tokenizer.json", "large"), ("added_tokens.json", "device"), ("spiece.model", "pipe"),
 ])  # fmt: skip
 def test_a_tokenizers_files_are_files(name: str, kind: str, tmp_path: Path) -> None:
-    """Nobody writes to the pipe, the device has no end, and the file of a terabyte has no
-    content."""
+    """A pipe without a writer, an endless device, and a sparse file of a terabyte are refused."""
     write_tokenizer(tmp_path)
     path = tmp_path / name
     path.unlink(missing_ok=True)
@@ -625,8 +623,8 @@ def test_a_tokenizers_files_are_files(name: str, kind: str, tmp_path: Path) -> N
 
 
 def test_an_id_far_beyond_the_others_is_not_counted_up_to(tmp_path: Path) -> None:
-    """Neither where it is a token nor where it is a placeholder; tokenizers' own code does count,
-    so there is an end to it."""
+    """This holds for tokens and for placeholders. The tokenizers library itself counts up to the
+    largest id, so ids have a limit."""
     far = 2**24 - 1
     one, other = with_token(tmp_path / "a", "far", far), with_token(tmp_path / "b", "[PAD1]", far)
     assert (one.size, other.size) == (far + 1, 299)
@@ -650,7 +648,7 @@ def test_a_tokenizer_that_is_none_names_its_folder(content: str, tmp_path: Path)
 
 
 def test_errors_and_panics_of_the_library_are_one_sentence(tmp_path: Path) -> None:
-    """Its panics are not Exceptions. Too little memory is named."""
+    """Panics are not Exceptions. An error for too little memory says so."""
     write_tokenizer(tmp_path)
 
     class PanicException(BaseException):
