@@ -1,4 +1,4 @@
-"""Get verdicts on programs, and keep them in a file so that an interrupted scoring can be continued.
+"""Get verdicts on programs, and keep them in a file so that scoring can be continued.
 
 Each distinct program runs once, in the sandbox. report.py computes figures from the verdicts.
 """
