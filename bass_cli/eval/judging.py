@@ -1,4 +1,4 @@
-"""Get verdicts on programs, and keep them in a file so that an interrupted scoring can go on.
+"""Get verdicts on programs, and keep them in a file so that scoring can be continued.
 
 Each distinct program runs once, in the sandbox. report.py computes figures from the verdicts.
 """
@@ -142,7 +142,7 @@ class VerdictStore:
         except OSError as error:
             raise MachineError(
                 f"{self.path}: cannot write the verdicts: {error.strerror}; the earlier ones are "
-                "kept, and the same command goes on from there"
+                "kept; run the same command again to continue"
             ) from None
 
     def add(self, ruling: Ruling) -> None:

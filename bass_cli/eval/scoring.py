@@ -117,7 +117,7 @@ def score_file(
 ) -> dict[str, Any]:
     """Score the samples in a file and show the figures.
 
-    Verdicts are kept in a file, so the same call goes on after an interruption.
+    Verdicts are kept in a file, so the same call continues after an interruption.
 
     Args:
         path: the generation file.

@@ -204,7 +204,7 @@ class Sandbox:
         if report.status == "refused" and not pool.dismissed:
             raise MachineError(
                 "a program could not be run, and the program is not the cause: "
-                f"{report.detail}; run the same command again to go on"
+                f"{report.detail}; run the same command again to continue"
             )
         if report.status == "lost":
             return Ending("failed", f"{report.detail}, also when it ran alone", report.seconds)

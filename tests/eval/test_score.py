@@ -273,10 +273,10 @@ def test_all_canonical_solutions_pass_and_no_empty_completion_does(
     ]
     parts = [{"task_id": name, "completion": text} for name, text in canonical.items()]
     empty = [{"task_id": name, "completion": ""} for name in canonical]
-    for rows, worth in ((whole[:82] + parts[82:], 1.0), (empty, 0.0)):
+    for rows, share in ((whole[:82] + parts[82:], 1.0), (empty, 0.0)):
         report = scored(write("f.jsonl", rows), "--k", "1")
-        assert (report["problems"], report["pass_at_k"]) == (164, {"1": worth})
-        assert (report["pass_first"], report["pass_all"]) == (worth, worth)
+        assert (report["problems"], report["pass_at_k"]) == (164, {"1": share})
+        assert (report["pass_first"], report["pass_all"]) == (share, share)
 
 
 def test_score_needs_no_flag_in_a_whole_sandbox() -> None:
@@ -533,10 +533,10 @@ def test_changed_programs_tests_and_limits_are_judged_again() -> None:
 
 def test_verdict_file_is_locked_and_records_the_isolation() -> None:
     path = write("f.jsonl", [line(0, 0, "+ 1")])
-    with VerdictStore(f"{path}.verdicts.jsonl") as ledger:
+    with VerdictStore(f"{path}.verdicts.jsonl") as store:
         assert "another process is scoring this file" in cli(path, ALLOW).stderr
-        ledger.add(Ruling("a", 0, "1", "passed", "", 0.0, {"network": "namespace"}))
-        assert len(verdicts()) == 1, "what is judged is in the file at once"
+        store.add(Ruling("a", 0, "1", "passed", "", 0.0, {"network": "namespace"}))
+        assert len(verdicts()) == 1, "a verdict is written at once"
     two = [
         Ruling("a", 0, "1", "passed", "", 0.0, {"network": word})
         for word in ("none", "namespace", "none")
@@ -548,13 +548,13 @@ def test_running_programs_are_killed_when_the_disk_is_full() -> None:
     def refuse(ruling: Ruling) -> None:
         raise MachineError("the disk is full")
 
-    with VerdictStore("v.jsonl") as ledger:
-        ledger.add = refuse  # type: ignore[method-assign]
+    with VerdictStore("v.jsonl") as store:
+        store.add = refuse  # type: ignore[method-assign]
         programs = [(("a", 0), "x = 1"), (("a", 1), "x = 2")]
         with pytest.raises(MachineError) as caught:
             judge(
                 programs,
-                ledger,
+                store,
                 {},
                 open_executor=lambda: Executor(Sandbox().run, {}),
                 progress=lambda *_: None,

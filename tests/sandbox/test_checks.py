@@ -109,6 +109,9 @@ TOGETHER: dict[str, tuple[str, str]] = {
                                "assert not isinstance(3, f)"),
     "the key of an error": ("def f(d): return d['k']", "try: f({})\nexcept KeyError as e: assert e.args == ('k',)\n"
                             "else: assert 0"),
+    "an error with a large key": ("def f(): raise KeyError('x' * (1 << 20))\ndef g():\n    key = ()\n"
+                                  "    for _ in range(9999): key = (key,)\n    raise KeyError(key)",
+                                  "for one in (f, g):\n    try: one()\n    except KeyError: pass\n    else: assert 0"),
     "numbers": ("def f(k): return [float('nan'), -0.0, complex(-0.0, 1), True, 7**9999][k]",
                 "import math\nassert math.isnan(f(0)) and f(3) is True and f(4) == 7**9999\n"
                 "assert math.copysign(1, f(1)) == math.copysign(1, f(2).real) == -1"),

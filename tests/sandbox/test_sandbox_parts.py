@@ -92,7 +92,7 @@ def sandbox(sandbox_folders: Path) -> Iterator[Sandbox]:
 
 def need_namespaces(sandbox: Sandbox) -> None:
     if not {"mount", "pid"} <= set(sandbox.layers):
-        pytest.skip("this system refuses namespaces, and with them some of what is looked at here")
+        pytest.skip("this system refuses namespaces, which these tests need")
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
 MOST_BYTES = 64 << 20  # of one message
+MOST_TEXT = 2000  # characters of an exception
 # If a call raised one of these, a loop in the tests could end early without a failure.
 ENDS_LOOPS = ("StopIteration", "StopAsyncIteration", "GeneratorExit")
 OPERATIONS: dict[str, Callable[..., Any]] = {
@@ -174,14 +175,16 @@ def _is_handed_over(operation: str, parts: list[bytes]) -> bool:
 
 def _text(error: BaseException) -> str:
     try:
-        return str(str(error)[:2000])
+        return str(str(error)[:MOST_TEXT])
     except BaseException:
         return "an exception that cannot be shown"
 
 
 def _plain_arguments(error: BaseException) -> tuple[Any, ...]:
+    """Return an exception's plain arguments. Empty if they are large or too deep to be shown."""
     try:
-        return tuple(one for one in error.args if type(one) in (str, int, float, bytes, tuple))
+        found = tuple(one for one in error.args if type(one) in (str, int, float, bytes, tuple))
+        return found if len(repr(found)) <= MOST_TEXT else ()
     except BaseException:
         return ()
 

@@ -229,7 +229,7 @@ def _watch(watch: Watch, heard: tuple[int, ...], output: int, deadline: float) -
         deadline: time of `time.monotonic()` at which the program times out.
     """
     poll = select.poll()
-    ends = [end for one in (watch.process, watch.tests) if one for end in _sign_of_end(one)]
+    ends = [end for one in (watch.process, watch.tests) if one for end in _end_descriptors(one)]
     for descriptor in (*heard, output, *ends):
         poll.register(descriptor, select.POLLIN)
     poll.register(INLET, 0)
@@ -287,7 +287,7 @@ def _send(watch: Watch, message: bytes) -> None:
         return
 
 
-def _sign_of_end(process: int) -> list[int]:
+def _end_descriptors(process: int) -> list[int]:
     """Return a descriptor that becomes readable when the process ends.
 
     Empty if the system has none; then the process is polled every TICK seconds.
