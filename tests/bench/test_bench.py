@@ -248,7 +248,7 @@ def test_prompts_are_unequal_and_always_the_same() -> None:
 
 
 def test_prompts_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(UserError, match=r"need \d+ positions and the model has 512"):
+    with pytest.raises(UserError, match=r"need \d+ positions, but the model's context has 512"):
         prompts_for(settings(**SET, prompt_tokens=300), None)
 
 
