@@ -219,16 +219,16 @@ def main():
         folder = Path(name)
         write_inputs(folder)
         write_prompts(folder)
-        asked = [(dtype, job) for dtype in dtypes for job in given.jobs]
+        runs = [(dtype, job) for dtype in dtypes for job in given.jobs]
         started = [
             [pool.submit(run, tree, folder, job, given, given.device, dtype) for tree in trees]
-            for dtype, job in asked
+            for dtype, job in runs
         ]
         print(
-            "| dtype | job | lines | equal | tokens | drafts kept | s old | s new |\n"
+            "| dtype | job | lines | equal | tokens | drafts accepted | s old | s new |\n"
             "|---|---|---|---|---|---|---|---|"
         )
-        for (dtype, job), both in zip(asked, started, strict=True):
+        for (dtype, job), both in zip(runs, started, strict=True):
             row = compare(*(one.result() for one in both))
             rows.append({"dtype": dtype, "job": job, **row})
             kept = f"{row['accepted'][1]} of {row['drafted'][1]}"

@@ -78,14 +78,14 @@ def contest(decoder, tokens, pair, sample, key, args):
         if args.temperature:
             scores = scores / args.temperature
             spacing /= args.temperature
-            law = scores.softmax(-1)
+            probs = scores.softmax(-1)
             keys = torch.tensor([noise_key(0, key, sample)], device=decoder.device)
             position = torch.tensor([len(tokens)], device=decoder.device)
             scores = (
                 scores + ops.gumbel(bits_all(keys, position, len(scores), stream=ops.SHARED))[0]
             )
             better = max(pair, key=lambda token: scores[token].item())
-            edge = abs(law[law > law[better]].sum().item() - args.top_p)
+            edge = abs(probs[probs > probs[better]].sum().item() - args.top_p)
     found = {
         "spacings": round(abs(scores[pair[0]] - scores[pair[1]]).item() / spacing, 2),
         "spacing": round(spacing, 4),

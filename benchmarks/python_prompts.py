@@ -100,8 +100,8 @@ def main() -> None:
     lines: dict[str, dict[str, object]] = {}
     for number, (id_, (head, said)) in enumerate(sorted(found.items())):
         if number % 2:
-            asked = f"Write a Python function that does this:\n\n{said}"
-            lines[id_] = {"messages": [{"role": "user", "content": asked}]}
+            task = f"Write a Python function that does this:\n\n{said}"
+            lines[id_] = {"messages": [{"role": "user", "content": task}]}
         else:
             lines[id_] = {"prompt": head}
     if args.exercises:

@@ -51,7 +51,7 @@ class Actor:
     ready: float
     speed: float
     dies: float
-    told: bool = False  # seconds of the message that an actor is ready
+    announced: bool = False  # whether its ready message was sent
     running: list = field(default_factory=list)
     waiting: deque = field(default_factory=deque)
 
@@ -62,7 +62,7 @@ class Fleet:
     def __init__(self, options, gpus, *, slow=0.0, lifetime=math.inf, costs=COSTS):
         self.now, self.driver, self.vain, self.work, self.last = 0.0, 0.0, 0.0, 0.0, 0.0
         self._options, self._lifetime, self._costs = options, lifetime, costs
-        self._chance, self._actors, self._asked = random.Random(0), {}, []
+        self._chance, self._actors, self._events = random.Random(0), {}, []
         self._places = {Place(None, number) for number in range(gpus)}
         self.speeds = {p: 0.5 if p.number < slow * gpus else 1.0 for p in self._places}
         self._facts = Facts({"results": {}}, options.rows, (), False)
@@ -89,12 +89,12 @@ class Fleet:
         self._actors.pop(place, None)
 
     def wait(self, timeout):
-        if not self._asked or self._asked[0][0] > self.now + timeout:
+        if not self._events or self._events[0][0] > self.now + timeout:
             self.now += timeout
             return []
-        self.now, found = max(self.now, self._asked[0][0]), []
-        while self._asked and self._asked[0][0] <= self.now:
-            _, _, place, actor = heapq.heappop(self._asked)
+        self.now, found = max(self.now, self._events[0][0]), []
+        while self._events and self._events[0][0] <= self.now:
+            _, _, place, actor = heapq.heappop(self._events)
             if self._actors.get(place) is actor:
                 found.append((place, self._answer(place, actor)))
         return found
@@ -103,8 +103,8 @@ class Fleet:
         if self.now >= actor.dies:
             self.vain += sum(self.now - began for _, _, began, _ in actor.running) * actor.speed
             return Lost("killed")
-        if not actor.told:
-            actor.told = True
+        if not actor.announced:
+            actor.announced = True
             return Ready(f"node{place.number // 8}", 1, self._facts)
         done = []
         while actor.running and actor.running[0][0] <= self.now:
@@ -128,7 +128,7 @@ class Fleet:
 
     def _push(self, when, place):
         self._number += 1
-        heapq.heappush(self._asked, (when, self._number, place, self._actors[place]))
+        heapq.heappush(self._events, (when, self._number, place, self._actors[place]))
 
 
 def completion(id_, sample=0):

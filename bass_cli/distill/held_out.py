@@ -23,7 +23,7 @@ _ELEMENTS = 1 << 26  # logits at once; sorting them takes about ten times their 
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class HeldOutAcceptance:
     """Acceptance rates on held-out texts.
 
     shared: by position, the rate of drafts whose predecessors were all accepted, under shared
@@ -43,7 +43,7 @@ class Standing:
         return asdict(self)
 
 
-def standing(
+def measure_acceptance(
     target: Model,
     student: Model,
     windows: Sequence[Windows],
@@ -52,7 +52,7 @@ def standing(
     dtype: torch.dtype,
     temperature: float,
     both: bool = True,
-) -> Standing:
+) -> HeldOutAcceptance:
     """Measure over windows whose anchors have all their masks (layout.whole).
 
     The tokens of a text are samples of the target. Accepted drafts equal these tokens, so a
@@ -85,7 +85,7 @@ def standing(
             for kind, one in zip(sums, found, strict=True):
                 alive = torch.cumprod(one.given, 1).roll(1, 1)
                 alive[:, 0] = 1.0
-                kind += [alive.sum(0), (alive * one.stands).sum(0)]
+                kind += [alive.sum(0), (alive * one.accepted).sum(0)]
     shares = [
         (torch.stack(kind[1::2]).sum(0) / torch.stack(kind[::2]).sum(0)).nan_to_num(0.0).tolist()
         if kind
@@ -93,7 +93,7 @@ def standing(
         for kind in sums
     ]
     kept = float(torch.stack(sums[0][1::2]).sum()) / drafts if drafts else None
-    return Standing(tuple(shares[0]), tuple(shares[1]) if both else (), kept, drafts)
+    return HeldOutAcceptance(tuple(shares[0]), tuple(shares[1]) if both else (), kept, drafts)
 
 
 def _places(windows: Windows, *, masks: bool) -> tuple[Tensor, Tensor]:

@@ -26,7 +26,7 @@ _ALIGNED = 64  # ids; a product with rows of no multiple of 16 bytes takes sever
 # had 1.12, 1.26 and 1.35 tokens accepted at T = 1 (one seed, a CPU).
 APART = 0.9
 LEAST = 0.3  # least weight of a guess behind unlikely drafts, so that it learns at all
-STANDS = 0.8  # acceptance rate behind an accepted draft, as measured on held-out texts
+FOLLOWING = 0.8  # acceptance rate behind an accepted draft, as measured on held-out texts
 
 
 class Head(NamedTuple):
@@ -80,12 +80,12 @@ class Guesses(NamedTuple):
 
         The guesses of one distribution are never divided.
         """
-        found, law, laws = [], 0, len(self.begins) - 1
-        while law < laws:
-            last = int(numpy.searchsorted(self.begins, self.begins[law] + most, "right")) - 1
-            last = max(last, law + 1)
-            found.append((slice(*self.begins[[law, last]].tolist()), slice(law, last)))
-            law = last
+        found, first, groups = [], 0, len(self.begins) - 1
+        while first < groups:
+            last = int(numpy.searchsorted(self.begins, self.begins[first] + most, "right")) - 1
+            last = max(last, first + 1)
+            found.append((slice(*self.begins[[first, last]].tolist()), slice(first, last)))
+            first = last
         return found
 
 
@@ -95,7 +95,7 @@ def worths(places: int) -> list[float]:
     Early positions weigh more because all later ones depend on them. Without these weights the
     first position, which is good before the training, gets worse.
     """
-    return [sum(STANDS**later for later in range(places - place)) for place in range(places)]
+    return [sum(FOLLOWING**later for later in range(places - place)) for place in range(places)]
 
 
 def divergence(
@@ -184,10 +184,10 @@ def _weights(guesses: Guesses, part: slice, accepted: Tensor, ratio: Tensor) -> 
 class Agreement(NamedTuple):
     """Acceptance probabilities of guesses under a coupling, [N] each.
 
-    stands: over all tokens of the target. given: if the target's token is the given one.
+    accepted: over all tokens of the target. given: if the target's token is the given one.
     """
 
-    stands: Tensor
+    accepted: Tensor
     given: Tensor
 
 
@@ -210,6 +210,6 @@ def shared_agreement(target: Tensor, student: Tensor, tokens: Tensor) -> Agreeme
 
 def maximal_agreement(target: Tensor, student: Tensor, tokens: Tensor) -> Agreement:
     """Compute acceptance under maximal coupling: the overlap, and min(1, q / p) at the token."""
-    stands = torch.minimum(target, student).exp().sum(-1)
+    accepted = torch.minimum(target, student).exp().sum(-1)
     apart = (student - target).gather(-1, tokens[:, None])[:, 0]
-    return Agreement(stands, apart.clamp(max=0.0).exp())
+    return Agreement(accepted, apart.clamp(max=0.0).exp())

@@ -47,18 +47,18 @@ def table(document: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     The acceptance of a position counts drafts whose predecessors were all accepted.
     """
     found = {
-        f"{moment} {name}": standing
+        f"{moment} {name}": rates
         for moment in ("before", "after")
-        for name, standing in document[moment].items()
+        for name, rates in document[moment].items()
     }
-    longest = max(len(standing["shared"]) for standing in found.values())
+    longest = max(len(rates["shared"]) for rates in found.values())
     columns = ["accepted drafts", "in all", *(str(place) for place in range(1, longest + 1))]
     lines = [
         [
             name,
-            "-" if standing["kept"] is None else f"{standing['kept']:.2f}",
-            *(f"{share:.3f}" for share in standing["shared"]),
+            "-" if rates["kept"] is None else f"{rates['kept']:.2f}",
+            *(f"{share:.3f}" for share in rates["shared"]),
         ]
-        for name, standing in found.items()
+        for name, rates in found.items()
     ]
     return columns, lines

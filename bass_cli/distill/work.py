@@ -17,7 +17,7 @@ import torch
 from bass_cli.distill.corpus import Batches, Corpus, split
 from bass_cli.distill.exchange import Alone, PeerLostError, Peers
 from bass_cli.distill.folder import config_of, write_folder
-from bass_cli.distill.held_out import Standing, standing
+from bass_cli.distill.held_out import HeldOutAcceptance, measure_acceptance
 from bass_cli.distill.layout import Windows, whole
 from bass_cli.distill.report import report_of
 from bass_cli.distill.sampling import seconds_of, texts_of
@@ -211,8 +211,8 @@ class Work:
             path = None if self._peers.rank else self._places.checkpoint
             trainer.run(on_step, checkpoint=path, every=self._every)
 
-    def _measure_quickly(self) -> Standing:
-        return standing(
+    def _measure_quickly(self) -> HeldOutAcceptance:
+        return measure_acceptance(
             self._target, self._student, self._held[:_FEW], mask=self._source.mask,
             dtype=self._plan.dtype, temperature=1.0, both=False,
         )  # fmt: skip
@@ -221,7 +221,7 @@ class Work:
         """Measure acceptance for each kind of draft and temperature."""
         kinds = {"parallel": self._source.mask, **({"chain": None} if chain else {})}
         return {
-            f"{kind} T={temperature:g}": standing(
+            f"{kind} T={temperature:g}": measure_acceptance(
                 self._target, self._student, self._held, mask=mask, dtype=self._plan.dtype,
                 temperature=temperature,
             ).document()
@@ -233,7 +233,7 @@ class Work:
 class _View:
     """The progress line of the training. `measure`: measures on held-out texts; None for none."""
 
-    def __init__(self, trainer: Trainer, measure: Callable[[], Standing] | None):
+    def __init__(self, trainer: Trainer, measure: Callable[[], HeldOutAcceptance] | None):
         self._trainer, self._measure = trainer, measure
         self._first, self._began = trainer.progress.tokens, time.monotonic()
         self._measured, self._rates = trainer.progress.seconds, ""

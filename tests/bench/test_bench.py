@@ -248,7 +248,7 @@ def test_prompts_are_unequal_and_always_the_same() -> None:
 
 
 def test_prompts_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(UserError, match=r"need \d+ positions and the model has 512"):
+    with pytest.raises(UserError, match=r"need \d+ positions, but the model's context has 512"):
         prompts_for(settings(**SET, prompt_tokens=300), None)
 
 
@@ -609,7 +609,7 @@ BAD: list[tuple[list[str], str]] = [
     (["--shape", "tiny", "--draft-shape", "tiny"], "--draft-shape and --acceptance must be "
                                                    "given together"),
     (["--shape", "tiny", "--depth", "2"], "--depth and --scale must be given together"),
-    (["--shape", "tiny", "--depth", "4", "--scale", "1"], "from 1 to 3, since tiny has 4 layers "
+    (["--shape", "tiny", "--depth", "4", "--scale", "1"], "from 1 to 3, because tiny has 4 layers "
                                                           "(got 4)"),
     (["--shape", "tiny", "--depth", "2", "--scale", "-1"], "--scale (or BASS_SCALE): give a number of at least 0"),
     (["--shape", "tiny", "--draft-shape", "tiny", "--acceptance", "1.5"], "0.93/0.9/0.87 by position in a draft (got 1.5)"),

@@ -81,7 +81,7 @@ def test_a_profile_is_reported_as_it_was_given() -> None:
     assert "acceptance set to 0.9/0.8" in one["pair"]["label"]
     assert "acceptance set to 0.9/0.8, 0.3" in result.stderr
     for wrong in ("0.9/", "0.9/1.1", "/", "0.9//0.8", "0.9/x"):
-        with pytest.raises(UserError, match=r"0.93/0.9/0.87 by place in a draft \(got "):
+        with pytest.raises(UserError, match=r"0.93/0.9/0.87 by position in a draft \(got "):
             settings(**SET | {"acceptance": [wrong]})
 
 
@@ -156,7 +156,7 @@ def test_a_shape_that_reads_the_targets_states() -> None:
         cost_of(models.head.body, models.head.spec).body - cost_of(models.head.body).body
         == 2 * 48**2
     )
-    with pytest.raises(UserError, match="dspark-8b reads the hidden states of qwen3-8b"):
+    with pytest.raises(UserError, match="dspark-8b works with qwen3-8b only"):
         settings(**given | {"draft_shape": "dspark-8b"})
     need = need_of(chosen, None, torch.device("cpu"))
     without = need_of(settings(shape="tiny", methods="plain"), None, torch.device("cpu"))

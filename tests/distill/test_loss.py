@@ -75,9 +75,9 @@ def test_loss_equals_the_naive_loss_over_whole_distributions(monkeypatch, elemen
 
 def test_worths_are_derivatives_of_the_accepted_drafts():
     """`worths` is the derivative of the mean accepted drafts by the acceptance at each position."""
-    chances = torch.full((8,), loss.STANDS, dtype=torch.float64, requires_grad=True)
+    chances = torch.full((8,), loss.FOLLOWING, dtype=torch.float64, requires_grad=True)
     chances.cumprod(0).sum().backward()
-    reached = loss.STANDS ** torch.arange(8, dtype=torch.float64)
+    reached = loss.FOLLOWING ** torch.arange(8, dtype=torch.float64)
     due = torch.tensor(loss.worths(8), dtype=torch.float64) * reached
     torch.testing.assert_close(chances.grad, due)
 
@@ -107,13 +107,13 @@ def test_shared_acceptance_equals_the_formula(scale):
         ratio = torch.maximum(p / p[:, i : i + 1], q / q[:, i : i + 1]).sum(-1)
         both[:, i] = (1 / ratio).nan_to_num(0.0)
     found = shared_agreement(target, student, tokens)
-    torch.testing.assert_close(found.stands, both.sum(-1).float(), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(found.accepted, both.sum(-1).float(), atol=1e-6, rtol=1e-5)
     at = tokens[:, None]
     given = (both.gather(1, at) / p.gather(1, at))[:, 0].float()
     torch.testing.assert_close(found.given, given, atol=1e-6, rtol=1e-4)
-    assert float(found.stands[0]) == pytest.approx(1.0)
+    assert float(found.accepted[0]) == pytest.approx(1.0)
     overlap = maximal_agreement(target, student, tokens)
-    assert (found.stands <= overlap.stands + 1e-6).all()
+    assert (found.accepted <= overlap.accepted + 1e-6).all()
 
 
 def test_shared_acceptance_equals_the_rate_of_random_draws():
@@ -124,7 +124,7 @@ def test_shared_acceptance_equals_the_rate_of_random_draws():
     token = torch.tensor([1, 2, 0, 4])
     found = shared_agreement(target, student, token)
     same = (p_tokens == q_tokens).float()
-    torch.testing.assert_close(found.stands, same.mean(0), atol=0.012, rtol=0)
+    torch.testing.assert_close(found.accepted, same.mean(0), atol=0.012, rtol=0)
     here = (p_tokens == token).float()
     torch.testing.assert_close(found.given, (same * here).sum(0) / here.sum(0), atol=0.04, rtol=0)
 
@@ -134,6 +134,6 @@ def test_maximal_acceptance_equals_the_formula():
     token = torch.tensor([1, 2, 0, 4, 5, 6])
     found = maximal_agreement(target, student, token)
     p, q = target.exp(), student.exp()
-    torch.testing.assert_close(found.stands, torch.minimum(p, q).sum(-1))
+    torch.testing.assert_close(found.accepted, torch.minimum(p, q).sum(-1))
     at = (torch.arange(6), token)
     torch.testing.assert_close(found.given, (q[at] / p[at]).clamp(max=1.0))

@@ -10,7 +10,7 @@ from checkpoints import write_checkpoint
 from test_layout import windows_of
 
 from bass_cli.distill.corpus import Batches, Corpus, Text
-from bass_cli.distill.held_out import standing
+from bass_cli.distill.held_out import measure_acceptance
 from bass_cli.distill.layout import Layout, thinned, whole
 from bass_cli.distill.loss import shared_agreement
 from bass_cli.distill.network import run
@@ -101,7 +101,7 @@ def test_bfloat16_training_on_a_gpu_equals_a_cpu_up_to_rounding(tmp_path, family
         trainer, losses = Trainer(model, student, batches, Goal(8, None, 0.003), **words), []
         trainer.run(lambda done, to=losses: to.append(done.loss), checkpoint=tmp_path / kind)
         windows = [corpus.windows([0], whole(WINDOW, 4, 6), [(0,)])]
-        kept = standing(model, student, windows, temperature=1.0, **words).kept
+        kept = measure_acceptance(model, student, windows, temperature=1.0, **words).kept
         found[kind] = torch.tensor([*losses, kept])
         Trainer(model, student, batches, Goal(8, None, 0.003), **words).restore(tmp_path / kind)
     torch.testing.assert_close(found["cuda"], found["cpu"], atol=0.02, rtol=0.03)
@@ -193,10 +193,10 @@ def test_acceptance_is_measured_by_position(target, checkpoints, masks):
     texts = [noise.integers(3, VOCAB, size).tolist() for size in (13, 9)]
     windows = windows_of(texts, whole(24, 4, 12), length=24, begins=2)
     mask, temperature = source.mask if masks else None, 0.7
-    found = standing(
+    found = measure_acceptance(
         target, student, [windows], mask=mask, dtype=torch.float32, temperature=temperature
     )
-    weights, stands = torch.zeros(4), torch.zeros(4)
+    weights, accepted = torch.zeros(4), torch.zeros(4)
     drafts = 0
     for tokens in texts:
         for anchor in range(2, len(tokens) - 4):
@@ -205,12 +205,12 @@ def test_acceptance_is_measured_by_position(target, checkpoints, masks):
             alive = 1.0
             for place in range(4):
                 weights[place] += alive
-                stands[place] += alive * agreement.stands[place]
+                accepted[place] += alive * agreement.accepted[place]
                 alive *= float(agreement.given[place])
             drafts += 1
     assert found.drafts == drafts > 8
-    torch.testing.assert_close(torch.tensor(found.shared), stands / weights, atol=1e-4, rtol=1e-4)
-    assert found.kept == pytest.approx(float(stands.sum()) / drafts, rel=1e-4)
+    torch.testing.assert_close(torch.tensor(found.shared), accepted / weights, atol=1e-4, rtol=1e-4)
+    assert found.kept == pytest.approx(float(accepted.sum()) / drafts, rel=1e-4)
     assert all(
         one >= other - 1e-6 for one, other in zip(found.maximal[:1], found.shared[:1], strict=True)
     )
@@ -219,7 +219,7 @@ def test_acceptance_is_measured_by_position(target, checkpoints, masks):
 def test_drafts_of_the_target_itself_are_always_accepted(target):
     windows = windows_of([list(range(20, 44))], whole(24, 4, 8), length=24)
     for both in (True, False):
-        found = standing(
+        found = measure_acceptance(
             target, target, [windows], mask=None, dtype=torch.float32, temperature=1.0, both=both
         )
         assert found.shared == pytest.approx((1.0,) * 4, abs=1e-4)
