@@ -180,7 +180,9 @@ def test_one_time_costs_of_lengths():
 def test_host_drafts_cost_no_launches():
     """The steps of a draft model are launched one by one. If the host drafts, any length takes
     the same few launches, and the time of a plain round predicts it."""
-    policies = [GraphPolicy(FakeGraphs(), longest=8, drafts=drafts) for drafts in ("round", "given")]
+    policies = [
+        GraphPolicy(FakeGraphs(), longest=8, drafts=drafts) for drafts in ("round", "given")
+    ]
     for policy in policies:
         policy.took(Step(Shape("round", 8, 0), "run"), 0.02)
         policy.took(Step(Shape("round", 8, 0), "capture"), 0.03)
