@@ -252,7 +252,7 @@ class PromptDigest:
             if before == self.of_file():
                 return Change(None, None, self.count)
             if before in self._source.digests():
-                return Change(None, _UNKNOWN, self.count)
+                return Change(None, _SOME, self.count)
             return Change("the prompt file has changed, and not only at its end", None, self.count)
         try:
             count, last = whole(before["count"], least=1), text_of(before["digest"])
@@ -285,6 +285,9 @@ class PromptDigest:
     def at(self, count: int) -> str:
         """Return the digest after `count` prompts (at least 1), in hexadecimal."""
         return self._after[(count - 1) * self._size : count * self._size].hex()
+
+
+_SOME = "an unknown number"  # of prompts, in a manifest of an older version
 
 
 class Change(NamedTuple):

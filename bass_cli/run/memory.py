@@ -111,10 +111,10 @@ class Footprint:
     def most_kept(self, rows: int, new_tokens: int, free: int, *, samples: float = math.inf) -> int:
         """Return how many new tokens of each row the cache can hold on average in `free` bytes."""
         prompts = max(rows / samples, 1)
-        beside = self.bytes(rows, new_tokens, prompts=prompts) - rows * self.token.cache * min(
+        fixed = self.bytes(rows, new_tokens, prompts=prompts) - rows * self.token.cache * min(
             new_tokens, self.context - 1
         )
-        return max((free - beside) // (rows * self.token.cache), 0)
+        return max((free - fixed) // (rows * self.token.cache), 0)
 
     def most_tokens(self, rows: int, free: int) -> int:
         """Return the most new tokens that fit into `free` bytes, up to the context."""
@@ -170,7 +170,7 @@ def footprint(
     logits = places * vocab * (dtype.itemsize + _CHOOSING[kind])
     packed = kind == "cpu" and dtype == torch.float32
     token = Each(position, 2 * _INTEGER + scored)
-    beside = beyond(longest) + SLACK  # positions of a row in addition to its new tokens
+    extra = beyond(longest) + SLACK  # positions of a row in addition to its new tokens
     work = logits + max(map(operator.mul, fed, wide)) + scored * prompt_tokens
     work += _INTEGER * ARENA[kind]
     return Footprint(
@@ -183,7 +183,7 @@ def footprint(
         * (max(wide) + max(scores) * prompt_tokens),
         prompts=position * max(ARENA[kind], prompt_tokens),
         prompt=position * prompt_tokens,
-        row=Each(beside * token.cache, work + beside * token.buffers),
+        row=Each(extra * token.cache, work + extra * token.buffers),
         token=token,
         context=target.context,
     )

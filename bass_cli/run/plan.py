@@ -132,14 +132,14 @@ class Plan:
         A row has one block if the cache holds all new tokens of every row. Otherwise blocks are
         smaller, and rows get more of them as they grow.
         """
-        beside, most = self.span - self.new_tokens + SLACK, 1
-        whole = self.new_tokens + beside
+        extra, most = self.span - self.new_tokens + SLACK, 1
+        whole = self.new_tokens + extra
         if self.kept >= self.new_tokens:
-            return Pieces(self.rows, 1, whole, beside)
-        while whole // (2 * most) >= max(_PIECE, beside):
+            return Pieces(self.rows, 1, whole, extra)
+        while whole // (2 * most) >= max(_PIECE, extra):
             most *= 2
         size = math.ceil(whole / most)
-        return Pieces(max(self.rows * (self.kept + beside) // size, most), most, size, beside)
+        return Pieces(max(self.rows * (self.kept + extra) // size, most), most, size, extra)
 
     @property
     def new_tokens(self) -> int:
