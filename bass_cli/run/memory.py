@@ -136,14 +136,11 @@ def footprint(
     prompt_tokens: int = 0,
     ranks: int = 1,
 ) -> Footprint:
-    """Compute the footprint of a pair.
-
-    With tensor parallelism it is that of the first device, which also has the draft and the logits.
+    """Compute the footprint of a pair, on the first device, which also has draft and logits.
 
     Args:
-        longest: The longest draft, in tokens.
         at_once: Whether the draft model proposes all tokens in one pass.
-        head: The draft head, if the draft reads the target's hidden states.
+        head: The draft head; None for other drafts.
         kept_layers: The number of the target's own layers that draft (layer skipping), else 0.
         prompt_tokens: The tokens of the longest prompt; 0 if unknown.
         ranks: The number of devices that the target is split over.
@@ -152,8 +149,7 @@ def footprint(
     vocab = target.vocab * (1 if ranks == 1 else 2)  # parts and joined logits
     target = part_of(target, ranks)
     models = [spec for spec in (target, draft) if spec is not None]
-    # tokens of a row in one pass of each model; a parallel draft takes up to `longest` missed
-    # tokens and as many masks
+    # tokens of a row in one pass; a parallel draft takes missed tokens and as many masks
     fed = (places, 2 * longest if at_once and head is None else places)
     position = sum(_position(spec, spec.layers, dtype) for spec in models) + _position(
         target, kept_layers, dtype

@@ -240,13 +240,8 @@ def make_plan(
         longest_prompt: The text of the longest prompt, if known.
         prompts: The number of prompts; None if unknown.
         options: See Plan.
-        grows: Whether the rows' cache may grow (Loop.grow is called), so that the batch can have
-            more rows than fit at their longest.
+        grows: Whether the rows' cache may grow (Loop.grow is called), for more rows.
         tokenizer: Returns a tokenizer that was begun early (tokenizer.begin).
-
-    Raises:
-        UserError: The job has a mistake.
-        MachineError: The machine lacks memory, a device or a package.
     """
     device = device_of(job.device)
     wake(device)  # while files are read

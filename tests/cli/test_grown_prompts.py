@@ -154,6 +154,7 @@ def test_a_manifest_of_an_older_version_is_read(place: Path, ending: str) -> Non
     Path("p.jsonl").write_bytes(first + b'\n{"prompt": "d"}\n')
     done = run("p.jsonl")
     assert done.exit_code == 0
+    assert "prompts grow from an unknown number to 4" in done.stderr
     assert len(keys()) == 8
     path.write_text(json.dumps(manifest))
     Path("p.jsonl").write_bytes(first.replace(b'"b"', b'"x"'))
