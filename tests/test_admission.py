@@ -36,7 +36,7 @@ def test_lines_are_written_while_the_device_runs_the_next_round(ahead):
     """A caller that takes 2 ms a line adds no time to rounds of 2.1 ms, whether or not the next round
     is launched before the last one ends."""
     settings, given = job(n=3, max_new_tokens=15, seed=4), prompts(*TEXTS)
-    due, seconds = by_key(run(settings, given, rows=1, draft="none", lengths=Fixed(0))), []
+    expected, seconds = by_key(run(settings, given, rows=1, draft="none", lengths=Fixed(0))), []
     for takes in (0.0, 0.002):
         loop, graphs = captured(rows=4)
         loop.prepare(range(5), [0])
@@ -50,7 +50,7 @@ def test_lines_are_written_while_the_device_runs_the_next_round(ahead):
             if len(found) == 8:  # all rows are live, and samples wait
                 assert len(loop.batch) == 4
         seconds.append(graphs.ticks.seconds - began)
-        assert by_key(found) == due
+        assert by_key(found) == expected
     assert sum(busy) > 9  # the others are of rows that end together, and the last ones
     assert seconds[1] - seconds[0] < 0.5 * 0.002 * len(found)
 
@@ -59,7 +59,7 @@ def test_lines_are_written_while_the_device_runs_the_next_round(ahead):
 def test_interruption_is_raised_after_finished_samples(kind):
     """No finished sample is lost if the next round cannot begin."""
     settings, given = job(n=3, max_new_tokens=15, seed=4), prompts(*TEXTS)
-    due = run(settings, given, rows=4, draft="none", lengths=Fixed(0))
+    expected = run(settings, given, rows=4, draft="none", lengths=Fixed(0))
     for after in range(1, 6):
         loop = loop_for(Markov(table(), 1), "none", rows=4, lengths=Fixed(0))
         one = Conductor(settings, Letters(), loop, context=1000, eos_ids={EOS})
@@ -76,7 +76,7 @@ def test_interruption_is_raised_after_finished_samples(kind):
             found.extend(one.run(iter(given), ()))
         assert len(found) == len(ended) >= after
         assert [(c.id, c.sample, c.text) for c in found] == [
-            (c.id, c.sample, c.text) for c in due[: len(found)]
+            (c.id, c.sample, c.text) for c in expected[: len(found)]
         ]
 
 
@@ -84,7 +84,7 @@ def test_next_prompts_share_the_prefill_pass():
     """Prompts are opened early, up to a prefill pass and one batch of rows; with a budget they are
     not."""
     each = [2, 4, 6, 8, 10, 12]
-    for budget, length, due in ((None, 3, [4, 8, 12]), (None, 200, each), (1e9, 3, each)):
+    for budget, length, expected in ((None, 3, [4, 8, 12]), (None, 200, each), (1e9, 3, each)):
         opened, seen = [], []
         loop = loop_for(Markov(table(eos=-50.0), 1), "none", rows=4, lengths=Fixed(0))
         open_ = loop.open
@@ -93,7 +93,7 @@ def test_next_prompts_share_the_prefill_pass():
         one = Conductor(settings, Letters(), loop, context=1000, eos_ids={EOS})
         one._on_round = lambda done, to=opened, at=seen: at.append(len(to))
         assert len(list(one.run(iter(prompts(*["a" * length] * 12)), ()))) == 24
-        assert sorted(set(seen)) == due
+        assert sorted(set(seen)) == expected
 
 
 def test_changes_between_rounds_are_sent_in_one_copy(monkeypatch):

@@ -162,16 +162,16 @@ def test_ray_data_checks_its_arguments(model: Path) -> None:
     import bass_cli.ray
 
     given: Any = None
-    for bad, said in (
+    for bad, message in (
         ((given, "x"), "a Job is needed"),
         ((given, job(model, tensor_parallel=2)), "leave tensor_parallel out"),
     ):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             bass_cli.ray.generate(*bad)
     with pytest.raises(UserError, match="actors must be at least 1, not 0"):
         bass_cli.ray.generate(given, job(model), actors=0)
     drawer = bass_cli.ray.Drawer(job(model, n=1))
-    with pytest.raises(UserError, match='a row has no "id"'):  # numbers would begin anew in each
+    with pytest.raises(UserError, match='a row has no "id"'):  # each batch would number its rows from 0
         drawer(pyarrow.Table.from_pylist([{"id": "a", "prompt": "x"}, {"prompt": "y"}]))
     found = drawer(pyarrow.Table.from_pylist([{"id": "a", "prompt": "x"}]))
     assert found.column("id").to_pylist() == ["a"]
@@ -282,22 +282,22 @@ def test_a_pair_may_be_named_in_the_job(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("pair", "said"),
+    ("pair", "message"),
     [
         ("smolm2", 'there is no pair "smolm2"; did you mean "smollm2"?'),
         ("nowhere.yaml", "nowhere.yaml: cannot read the pair file"),
         ("Qwen/Qwen2.5-0.5B", '"Qwen/Qwen2.5-0.5B" is a model, not a pair; name it as the target'),
     ],
 )
-def test_missing_pair_is_reported_without_flags(pair: str, said: str) -> None:
+def test_missing_pair_is_reported_without_flags(pair: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
         Job(pair=pair)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "--" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"tensor_parallel": 7}, r"^tensor_parallel 7: "),
         ({"threads": 99999}, r"^threads: "),
@@ -310,7 +310,7 @@ def test_missing_pair_is_reported_without_flags(pair: str, said: str) -> None:
     ],
 )
 def test_errors_name_fields(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: Any, said: str
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: Any, message: str
 ) -> None:
     """Messages name fields where the command line names flags."""
     import torch
@@ -324,7 +324,7 @@ def test_errors_name_fields(
     if memory is not None:
         for place in ("plan", "memory"):
             monkeypatch.setattr(f"bass_cli.run.{place}.free_memory", lambda device: memory)
-    with pytest.raises(UserError, match=said) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         list(generate(prompts, job(plain, **changes)))
     assert not re.search(r"(?<!\w)--?[a-z]|BASS_", str(caught.value))
 
@@ -408,7 +408,7 @@ pair: Pair = job.pair
     bad = 'Job(pair=3)\nSampling(stop=3)\nJob(pair="smollm2", m=2)\n'
     (tmp_path / "program.py").write_text(good + bad)
     flags = ["--strict", "--config-file=", "--follow-imports=silent", "--cache-dir"]
-    said, errors, _ = api.run([*flags, str(tmp_path / "cache"), str(tmp_path / "program.py")])
+    message, errors, _ = api.run([*flags, str(tmp_path / "cache"), str(tmp_path / "program.py")])
     assert not errors
-    lines = [int(line.split(":")[1]) for line in said.splitlines() if ": error:" in line]
-    assert lines == [7, 8, 9], said
+    lines = [int(line.split(":")[1]) for line in message.splitlines() if ": error:" in line]
+    assert lines == [7, 8, 9], message

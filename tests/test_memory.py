@@ -309,7 +309,7 @@ def test_under_maximal_coupling_the_manifest_has_the_rows(place: Path) -> None:
         assert manifest["results"].get("batch_size") == due
 
 
-# All that mean refused memory are told above; here the one of torch and that of Python.
+# The kinds of errors are tested above; this uses torch's and Python's.
 @pytest.mark.parametrize("error", [
     lambda: torch.empty(1 << 60, dtype=torch.uint8), lambda: bytearray(1 << 60),
     pytest.param(lambda: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")),

@@ -94,18 +94,18 @@ TEXTS = ("abc", "a", "dddddd", "fgh", "bb")
 def test_tokens_do_not_change_with_batch_size_order_neighbours_draft_or_resume():
     settings = job(n=3, max_new_tokens=15, seed=4, top_p=0.9)
     given = prompts(*TEXTS)
-    due = by_key(run(settings, given, rows=1, draft="none", lengths=Fixed(0)))
-    assert set(due) == set(itertools.product([p.id for p in given], range(3)))
-    assert len({value[0] for value in due.values()}) > 10
+    expected = by_key(run(settings, given, rows=1, draft="none", lengths=Fixed(0)))
+    assert set(expected) == set(itertools.product([p.id for p in given], range(3)))
+    assert len({value[0] for value in expected.values()}) > 10
     for rows in (1, 2, 5, 30):
-        assert by_key(run(settings, given, rows=rows)) == due
-    assert by_key(run(settings, given[::-1], rows=4)) == due
+        assert by_key(run(settings, given, rows=rows)) == expected
+    assert by_key(run(settings, given[::-1], rows=4)) == expected
     assert by_key(run(settings, given[2:3], rows=4)) == {
-        k: v for k, v in due.items() if k[0] == "p2"
+        k: v for k, v in expected.items() if k[0] == "p2"
     }
     done = {("p0", 1), ("p3", 0), ("p3", 1), ("p3", 2)}
     assert by_key(run(settings, given, rows=4, done=done)) == {
-        k: v for k, v in due.items() if k not in done
+        k: v for k, v in expected.items() if k not in done
     }
 
 
@@ -113,7 +113,7 @@ def test_prompts_may_come_while_rows_are_busy():
     """A source yields None if no prompt is ready, and is read again after the next round. A prompt
     may come a second time, for other samples."""
     settings, given = job(n=3, max_new_tokens=15, seed=4), prompts(*TEXTS)
-    due = by_key(run(settings, given, rows=1, draft="none", lengths=Fixed(0)))
+    expected = by_key(run(settings, given, rows=1, draft="none", lengths=Fixed(0)))
     wanted = {}
 
     class Done:
@@ -134,7 +134,7 @@ def test_prompts_may_come_while_rows_are_busy():
     for completion in conductor.run(work.prompts(), work):
         work.end(completion)
         found.append(completion)
-    assert by_key(found) == due
+    assert by_key(found) == expected
 
 
 def test_the_seed_changes_the_samples_and_so_does_the_sample_number():
@@ -291,10 +291,10 @@ def test_controller_gets_the_pending_work():
 def test_a_prompts_reference_is_drafted_from():
     """A reference with the sample's text is nearly all accepted; a wrong one changes no tokens."""
     settings, given = job(n=1, max_new_tokens=14), prompts("abc")
-    due = run(settings, given, draft="none", lengths=Fixed(0), target=table(eos=-50.0))[0]
+    expected = run(settings, given, draft="none", lengths=Fixed(0), target=table(eos=-50.0))[0]
     references, found = (
         {
-            "right": "c" + due.text,
+            "right": "c" + expected.text,
             "wrong": "".join(f"c{letter}" for letter in "abdefghijk"),
             "no": None,
         },
@@ -305,6 +305,6 @@ def test_a_prompts_reference_is_drafted_from():
         found[name] = run(
             settings, texts, draft="lookup:reference", lengths=Fixed(13), target=table(eos=-50.0)
         )[0]
-        assert found[name].token_ids == due.token_ids
+        assert found[name].token_ids == expected.token_ids
     assert found["right"].rounds < found["wrong"].rounds <= found["no"].rounds == 14
     assert found["wrong"].drafted > found["no"].drafted == 0

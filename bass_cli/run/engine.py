@@ -42,21 +42,14 @@ def generate(
     is drawn, and the others are copies. A prompt that cannot run, or a sample with logits that are
     not finite, yields a Completion with finish_reason "error".
 
-    If memory runs out, the job continues with half the rows; samples in progress are drawn again
-    and are the same, because their seeds are. This is not possible with one row, under maximal
-    coupling, with a given `loop`, or with a split model.
+    If memory runs out, half the rows draw the samples in progress again, unless there is one row, maximal coupling, a given `loop` or a split model.
 
     Args:
         prompts: Taken as rows become free. A None means that no prompt is ready; the next one is
             read after the next round.
         done: Pairs (prompt id, sample), looked up when a prompt is taken. Under maximal coupling
             they are drawn again but not yielded (see _spared).
-        count: The number of prompts; None if unknown.
-        on_round: Called after every round.
-        on_phase: Called with the name of each phase before the rounds.
-        on_bytes: Called with the bytes of weights that are read, and the bytes in all.
-        on_note: Called with notes to the user.
-        loop: An empty loop to use.
+        count, on_round, on_phase, on_bytes, on_note, loop: See run/generate.py.
 
     Raises:
         MachineError: Memory ran out, and the job cannot continue with fewer rows.

@@ -54,9 +54,8 @@ def generate(
 ) -> Iterator[Completion]:
     """Generate samples 0 to n - 1 of every prompt, and yield each as soon as it ends.
 
-    The call checks the job and returns; the models are loaded at the first step of the iterator.
-    A prompt that cannot run yields one Completion with finish_reason "error". torch uses as many
-    threads as the job says, or as cores are free.
+    The call checks the job; the models are loaded at the first step of the iterator. A prompt that
+    cannot run yields one Completion with finish_reason "error". torch uses the job's threads.
 
     Seeds: the job's seed, the prompt's id, the sample's number and the prompt's tokens fix a
     sample, at every call and whatever else is drawn (under shared coupling). A prompt without an

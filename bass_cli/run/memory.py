@@ -111,10 +111,10 @@ class Footprint:
     def most_kept(self, rows: int, new_tokens: int, free: int, *, samples: float = math.inf) -> int:
         """Return how many new tokens of each row the cache can hold on average in `free` bytes."""
         prompts = max(rows / samples, 1)
-        beside = self.bytes(rows, new_tokens, prompts=prompts) - rows * self.token.cache * min(
+        fixed = self.bytes(rows, new_tokens, prompts=prompts) - rows * self.token.cache * min(
             new_tokens, self.context - 1
         )
-        return max((free - beside) // (rows * self.token.cache), 0)
+        return max((free - fixed) // (rows * self.token.cache), 0)
 
     def most_tokens(self, rows: int, free: int) -> int:
         """Return the most new tokens that fit into `free` bytes, up to the context."""
@@ -136,14 +136,11 @@ def footprint(
     prompt_tokens: int = 0,
     ranks: int = 1,
 ) -> Footprint:
-    """Compute the footprint of a pair.
-
-    With tensor parallelism it is that of the first device, which also has the draft and the logits.
+    """Compute the footprint of a pair, on the first device, which also has draft and logits.
 
     Args:
-        longest: The longest draft, in tokens.
         at_once: Whether the draft model proposes all tokens in one pass.
-        head: The draft head, if the draft reads the target's hidden states.
+        head: The draft head; None for other drafts.
         kept_layers: The number of the target's own layers that draft (layer skipping), else 0.
         prompt_tokens: The tokens of the longest prompt; 0 if unknown.
         ranks: The number of devices that the target is split over.
@@ -152,8 +149,7 @@ def footprint(
     vocab = target.vocab * (1 if ranks == 1 else 2)  # parts and joined logits
     target = part_of(target, ranks)
     models = [spec for spec in (target, draft) if spec is not None]
-    # tokens of a row in one pass of each model; a parallel draft takes up to `longest` missed
-    # tokens and as many masks
+    # tokens of a row in one pass; a parallel draft takes missed tokens and as many masks
     fed = (places, 2 * longest if at_once and head is None else places)
     position = sum(_position(spec, spec.layers, dtype) for spec in models) + _position(
         target, kept_layers, dtype
@@ -170,7 +166,7 @@ def footprint(
     logits = places * vocab * (dtype.itemsize + _CHOOSING[kind])
     packed = kind == "cpu" and dtype == torch.float32
     token = Each(position, 2 * _INTEGER + scored)
-    beside = beyond(longest) + SLACK  # positions of a row in addition to its new tokens
+    extra = beyond(longest) + SLACK  # positions of a row in addition to its new tokens
     work = logits + max(map(operator.mul, fed, wide)) + scored * prompt_tokens
     work += _INTEGER * ARENA[kind]
     return Footprint(
@@ -183,7 +179,7 @@ def footprint(
         * (max(wide) + max(scores) * prompt_tokens),
         prompts=position * max(ARENA[kind], prompt_tokens),
         prompt=position * prompt_tokens,
-        row=Each(beside * token.cache, work + beside * token.buffers),
+        row=Each(extra * token.cache, work + extra * token.buffers),
         token=token,
         context=target.context,
     )

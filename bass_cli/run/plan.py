@@ -133,14 +133,14 @@ class Plan:
         A row has one block if the cache holds all new tokens of every row. Otherwise blocks are
         smaller, and rows get more of them as they grow.
         """
-        beside, most = self.span - self.new_tokens + SLACK, 1
-        whole = self.new_tokens + beside
+        extra, most = self.span - self.new_tokens + SLACK, 1
+        whole = self.new_tokens + extra
         if self.kept >= self.new_tokens:
-            return Pieces(self.rows, 1, whole, beside)
-        while whole // (2 * most) >= max(_PIECE, beside):
+            return Pieces(self.rows, 1, whole, extra)
+        while whole // (2 * most) >= max(_PIECE, extra):
             most *= 2
         size = math.ceil(whole / most)
-        return Pieces(max(self.rows * (self.kept + beside) // size, most), most, size, beside)
+        return Pieces(max(self.rows * (self.kept + extra) // size, most), most, size, extra)
 
     @property
     def new_tokens(self) -> int:
@@ -241,13 +241,8 @@ def make_plan(
         longest_prompt: The text of the longest prompt, if known.
         prompts: The number of prompts; None if unknown.
         options: See Plan.
-        grows: Whether the rows' cache may grow (Loop.grow is called), so that the batch can have
-            more rows than fit at their longest.
+        grows: Whether the rows' cache may grow (Loop.grow is called), for more rows.
         tokenizer: Returns a tokenizer that was begun early (tokenizer.begin).
-
-    Raises:
-        UserError: The job has a mistake.
-        MachineError: The machine lacks memory, a device or a package.
     """
     device = device_of(job.device)
     wake(device)  # while files are read

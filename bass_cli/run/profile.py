@@ -354,22 +354,16 @@ def measure(
     Args:
         prompts: Token ids of prompts of about the same length.
         rows: The numbers of rows to measure, at most the batch's capacity.
-        coupling: "shared" or "maximal".
         limit: Seconds for measuring; the most informative points come first.
-        longest: The longest draft to measure.
-        context: The model's context, for a second measurement with longer prompts; None for no
-            such measurement.
-        tokens: New tokens that rows have room for.
-        samples: Rows of a prompt.
-        now: The clock, in seconds.
-        note: Called with a line if not all points could be measured.
+        context: The model's context, to measure longer prompts too; None not to.
+        tokens, samples: New tokens that rows have room for, and rows of a prompt.
+        now, note: The clock, in seconds; called with a line if points were left out.
     """
     made_up = _with_made_up_drafts(loop, coupling, now)
     bench = _Bench(loop, made_up, prompts, now, now() + limit, tokens=tokens, samples=samples)
     rows, longest = sorted(set(rows)), min(longest, loop.drafter.longest)
     widths = [width for width in WIDTHS if width <= longest]
-    # the cost of a parallel draft grows with its tokens only if they are many
-    at_once = loop.drafter.at_once
+    at_once = loop.drafter.at_once  # its cost grows with its tokens only if they are many
     steps = [width for width in (4, 1, *((widths[-1],) if at_once else ())) if width <= longest]
     steps = list(dict.fromkeys(steps))
     verify: dict[Point, float] = {}

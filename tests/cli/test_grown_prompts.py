@@ -80,7 +80,7 @@ def test_added_prompts_are_drawn_and_other_samples_stay(place: Path, name: str) 
 
 
 @pytest.mark.parametrize(
-    ("now", "said"),
+    ("now", "message"),
     [
         (
             [LINES[0], {"prompt": "other", "level": 1}, *LINES[2:]],
@@ -97,7 +97,7 @@ def test_added_prompts_are_drawn_and_other_samples_stay(place: Path, name: str) 
         ([*LINES[:4], {**LINES[4], "reference": "r"}], 'number 5 (id "4", p.jsonl:5) has changed'),
     ],
 )
-def test_any_other_change_is_refused_where_it_begins(place: Path, now: Any, said: str) -> None:
+def test_any_other_change_is_refused_where_it_begins(place: Path, now: Any, message: str) -> None:
     write("p.jsonl", LINES)
     run("p.jsonl")
     before = [Path(name).read_bytes() for name in ("o.jsonl", "o.jsonl.manifest.json")]
@@ -105,7 +105,7 @@ def test_any_other_change_is_refused_where_it_begins(place: Path, now: Any, said
     done = run("p.jsonl")
     assert done.exit_code == 2
     assert "begun with other settings" in done.stderr
-    assert said in done.stderr
+    assert message in done.stderr
     assert [Path(name).read_bytes() for name in ("o.jsonl", "o.jsonl.manifest.json")] == before
 
 
@@ -145,6 +145,7 @@ def test_a_manifest_of_an_older_version_is_read(place: Path, ending: str) -> Non
     Path("p.jsonl").write_bytes(first + b'\n{"prompt": "d"}\n')
     done = run("p.jsonl")
     assert done.exit_code == 0
+    assert "prompts grow from an unknown number to 4" in done.stderr
     assert len(keys()) == 8
     path.write_text(json.dumps(manifest))
     Path("p.jsonl").write_bytes(first.replace(b'"b"', b'"x"'))
@@ -175,7 +176,7 @@ def test_shards_grow_and_are_merged_with_the_prompts_that_they_had(place: Path) 
     merged = CliRunner().invoke(app, ["merge", "m.jsonl", "s1.jsonl", "s2.jsonl"])
     assert merged.exit_code == 0, merged.stderr
     assert keys("m.jsonl") == [(str(number), sample) for number in range(4) for sample in (0, 1)]
-    assert run("p.jsonl", out="m.jsonl").exit_code == 0  # and it goes on as a single run's
+    assert run("p.jsonl", out="m.jsonl").exit_code == 0  # continued like a single run's file
     assert len(keys("m.jsonl")) == 10
     assert run("p.jsonl", "--shard", "1/2", out="s1.jsonl").exit_code == 0
     mixed = CliRunner().invoke(app, ["merge", "x.jsonl", "s1.jsonl", "s2.jsonl"])

@@ -89,12 +89,12 @@ def test_draft_length_flag_overrides_the_pair(place: Path) -> None:
     assert make_job(pair, JobArgs(draft="none", draft_length="0")).speculation.length == 0
 
 
-@pytest.mark.parametrize(("given", "meant"), [
+@pytest.mark.parametrize(("given", "expected"), [
     (r"\n", "\n"), (r"\n\ndef ", "\n\ndef "), (r"\t\r", "\t\r"), (r"\\n", r"\n"), (r"\\\n", "\\\n"), (r"\d\e", r"\d\e"),
     ("\\", "\\"), ("a\nb", "a\nb"), ("é\\n", "é\n"),
 ])  # fmt: skip
-def test_a_stop_string_is_unescaped_as_a_shell_user_expects(given: str, meant: str) -> None:
-    assert unescape(given) == meant
+def test_a_stop_string_is_unescaped_as_a_shell_user_expects(given: str, expected: str) -> None:
+    assert unescape(given) == expected
 
 
 def test_the_manifest_has_the_real_stop_strings(

@@ -121,7 +121,7 @@ def test_progress_of_counted_work(capsys: pytest.CaptureFixture[str]) -> None:
             progress(second, 9)
     assert capsys.readouterr().err == "6/9 verdicts, 0:06 elapsed, about 0:03 left\n"
     with screen.counting("tokens", 9, beside=lambda: "2 of 2 actors at work") as progress:
-        screen.rounds(5, 2, 3)  # of whoever draws them: what is shown stays
+        screen.rounds(5, 2, 3)  # rounds of remote workers keep the display
         now[0] += 9.0
         progress(6, 9)
     assert capsys.readouterr().err == "6/9 tokens, 0:09 elapsed\n2 of 2 actors at work\n"

@@ -49,12 +49,12 @@ def write(
 ) -> list[Completion]:
     """Write a part as a run leaves it, with samples in the order they ended; return its lines."""
     ids = [id_ for id_ in IDS if shard is None or parse_shard(shard).holds(id_)]
-    due = [sample(id_, number) for number in range(N) for id_ in reversed(ids)]
+    expected = [sample(id_, number) for number in range(N) for id_ in reversed(ids)]
     with open_output(name, manifest(shard, **given), overwrite=True) as writer:
-        for one in due if lines is None else lines:
+        for one in expected if lines is None else lines:
             writer.write(one)
         writer.add_run(1.5, {})
-    return due if lines is None else lines
+    return expected if lines is None else lines
 
 
 def three() -> list[str]:
@@ -111,7 +111,7 @@ def test_merged_file_equals_single_run() -> None:
     assert merged.pop("totals") == single.pop("totals") | {"seconds": 4.5}
     del single["last_run"]
     assert merged == single
-    # and goes on as that: nothing is missing
+    # and it can be continued as that run: nothing is missing
     with open_output("all.jsonl", manifest(None), resume=True) as writer:
         assert len(writer.done) == len(IDS) * N
 
@@ -126,9 +126,9 @@ def test_without_the_prompt_file_order_is_by_number_or_part(
     write("one less.jsonl", "1/3", lines[1:])
     with (place / "p.jsonl").open("a") as file:
         file.write(' \n{"prompt": "one more"}')
-    said = merge("all.jsonl", *reversed(names))
-    assert "prompt file is not here or has changed" in said
-    assert ("by the numbers in their ids" in said) == numbered
+    message = merge("all.jsonl", *reversed(names))
+    assert "prompt file is not here or has changed" in message
+    assert ("by the numbers in their ids" in message) == numbered
     rows = [json.loads(line) for line in Path("all.jsonl").read_bytes().splitlines()]
     found = [row["id"] for row in rows]
     if numbered:  # 2 before 10
@@ -137,9 +137,9 @@ def test_without_the_prompt_file_order_is_by_number_or_part(
         shards = [shard_of(id_, 3).number for id_ in found]
         assert shards == sorted(shard_of(id_, 3).number for id_ in IDS for _ in range(N))
     # a shard, and a sample of a prompt that has another, are missed all the same
-    said = merge("all.jsonl", "one less.jsonl", "3.jsonl", "--overwrite", code=1)
-    assert "missing: shard 2/3" in said
-    assert f'missing: 1 samples of 1 prompts: "{lines[0].id}" (0)' in said
+    message = merge("all.jsonl", "one less.jsonl", "3.jsonl", "--overwrite", code=1)
+    assert "missing: shard 2/3" in message
+    assert f'missing: 1 samples of 1 prompts: "{lines[0].id}" (0)' in message
 
 
 def test_missing_lines_are_named_and_can_be_drawn(place: Path) -> None:
@@ -149,16 +149,16 @@ def test_missing_lines_are_named_and_can_be_drawn(place: Path) -> None:
     write("2.jsonl", "2/3", kept)
     with (place / "2.jsonl").open("a") as file:
         file.write('{"id": "torn')
-    said = merge("all.jsonl", *names, code=1)
-    assert "2.jsonl: leaving out 12 bytes of torn lines" in said
-    assert f"missing: {len(mine) + 1} samples of {len(mine)} prompts: " in said
-    assert f'"{mine[0]}" (0, 1), "{mine[1]}" (0)' in said
+    message = merge("all.jsonl", *names, code=1)
+    assert "2.jsonl: leaving out 12 bytes of torn lines" in message
+    assert f"missing: {len(mine) + 1} samples of {len(mine)} prompts: " in message
+    assert f'"{mine[0]}" (0, 1), "{mine[1]}" (0)' in message
     with open_output("all.jsonl", manifest(None), resume=True) as writer:
         assert {(id_, s) for id_ in IDS for s in range(N)} - writer.done == {
             (mine[0], 1), *((id_, 0) for id_ in mine)}  # fmt: skip
-    said = merge("all.jsonl", "1.jsonl", "--overwrite", code=1)
-    assert "missing: shards 2/3, 3/3" in said
-    assert "samples" not in said.replace("samples of", "", 1).partition("all.jsonl")[0]
+    message = merge("all.jsonl", "1.jsonl", "--overwrite", code=1)
+    assert "missing: shards 2/3, 3/3" in message
+    assert "samples" not in message.replace("samples of", "", 1).partition("all.jsonl")[0]
 
 
 def test_merge_of_a_killed_part_is_unfinished(place: Path) -> None:
@@ -180,9 +180,9 @@ def test_merge_of_a_killed_part_is_unfinished(place: Path) -> None:
     assert "missing: 2 samples of 1 prompts" in merge("all.jsonl", *names, "--overwrite", code=1)
     assert not finished()
     (place / "p.jsonl").unlink()
-    said = merge("all.jsonl", *names, "--overwrite", code=1)
-    assert "2.jsonl: the run that wrote it did not finish" in said
-    assert "missing" not in said
+    message = merge("all.jsonl", *names, "--overwrite", code=1)
+    assert "2.jsonl: the run that wrote it did not finish" in message
+    assert "missing" not in message
     assert not finished()
 
 
@@ -199,19 +199,19 @@ def test_merge_copies_failures_and_exits_with_1() -> None:
     lines = write("1.jsonl", "1/3")
     failed = Completion.failed(lines[0].id, "too long", seed=0, meta={})
     write("1.jsonl", "1/3", [failed, *(one for one in lines if one.id != failed.id)])
-    said = merge("all.jsonl", *names, code=1)
-    assert "missing" not in said
-    assert "lines with an error: 1" in said
+    message = merge("all.jsonl", *names, code=1)
+    assert "missing" not in message
+    assert "lines with an error: 1" in message
     assert Path("all.jsonl").read_text().count("too long") == 1
 
 
 def test_parts_of_different_jobs_are_refused_with_differences(place: Path) -> None:
     names = three()
     write("2.jsonl", "2/3", seed=7, temperature=0.5)
-    said = merge("all.jsonl", *names, code=2)
-    assert "2.jsonl: it is part of another job than 1.jsonl" in said
-    assert "seed: 0 in " in said
-    assert "temperature: not given in 1.jsonl, 0.5 here" in said
+    message = merge("all.jsonl", *names, code=2)
+    assert "2.jsonl: it is part of another job than 1.jsonl" in message
+    assert "seed: 0 in " in message
+    assert "temperature: not given in 1.jsonl, 0.5 here" in message
     write("2.jsonl", "2/4")
     assert 'shard: "one of 3" in 1.jsonl, "one of 4" here' in merge("all.jsonl", *names, code=2)
     write("2.jsonl", None)
@@ -232,8 +232,8 @@ def test_foreign_and_duplicate_lines_are_refused() -> None:
     names = three()
     lines = write("2.jsonl", "2/3")
     write("2.jsonl", "2/3", [*lines, lines[0]])
-    said = merge("all.jsonl", *names, code=2)
-    assert f'2.jsonl:{len(lines) + 1}: sample 0 of "{lines[0].id}" occurs twice' in said
+    message = merge("all.jsonl", *names, code=2)
+    assert f'2.jsonl:{len(lines) + 1}: sample 0 of "{lines[0].id}" occurs twice' in message
     other = next(id_ for id_ in IDS if Shard(1, 3).holds(id_))
     write("2.jsonl", "2/3", [sample(other, 0)])
     assert f'2.jsonl:1: "{other}" belongs to shard 1/3, not to 2/3' in merge(

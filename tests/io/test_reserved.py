@@ -16,7 +16,8 @@ import pytest
 
 from bass_cli.config.job import JOB_FLAGS
 from bass_cli.errors import UserError
-from bass_cli.io.prompts import RESERVED, check_prompts, open_source, prompts_of, read_prompts
+from bass_cli.io.prompts import check_prompts, open_source, prompts_of, read_prompts
+from bass_cli.io.reserved import RESERVED
 
 # The request bodies of POST /v1/chat/completions and /v1/completions, as OpenAI documents them,
 # without what a prompt line has itself and what only tells the server how to keep or send things.

@@ -256,16 +256,16 @@ def test_another_command_is_refused_where_the_manifest_is_damaged(
     beside.write_text("")
     content = output.read_bytes()
     if ATTRIBUTE in os.listxattr(output):
-        told = cli(*command, *change)
-        assert told.exit_code == 2
+        result = cli(*command, *change)
+        assert result.exit_code == 2
         assert (
             says if says and change[0] in ("--n", "--limit") else "it was begun with other settings"
-        ) in told.stderr
+        ) in result.stderr
         os.removexattr(output, ATTRIBUTE)
     if says is not None:
-        told = cli(*command, *change)
-        assert told.exit_code == 2
-        assert says in told.stderr
+        result = cli(*command, *change)
+        assert result.exit_code == 2
+        assert says in result.stderr
     assert (output.read_bytes(), beside.read_bytes()) == (content, b"")
 
 

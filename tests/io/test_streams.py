@@ -37,7 +37,7 @@ def refusal(source: str) -> str:
 
 
 def test_pipes_devices_and_folders_are_refused_at_once(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "p.jsonl")  # nobody will ever write to it
+    os.mkfifo(tmp_path / "p.jsonl")  # nothing writes to it
     for name in (str(tmp_path / "p.jsonl"), "/dev/zero", "/dev/urandom", "/dev/null"):
         assert refusal(name) == (
             f"{name}: this is a pipe or a device, not a file; read it from standard input "

@@ -60,8 +60,8 @@ def test_parallel_draft_is_measured_as_one_pass():
     for rows in (1, 4, 8):
         assert surface.draft_seconds(rows, 0) == 0
         for width in (1, 2, 4, 8, 16):
-            due = 0.002 + 0.0001 * rows * 2 * width
-            assert surface.draft_seconds(rows, width) == pytest.approx(due)
+            expected = 0.002 + 0.0001 * rows * 2 * width
+            assert surface.draft_seconds(rows, width) == pytest.approx(expected)
 
 
 def test_unmeasured_draft_times_follow_the_kind_of_draft():
@@ -307,7 +307,7 @@ def test_the_command_measures_and_table_then_works(place: Path):
     same = CliRunner().invoke(app, [*flags, "--out", "a.jsonl", *by_model])
     assert same.exit_code == 0, (
         same.stderr
-    )  # a profile is kept by models, not by what they are called
+    )  # a profile belongs to the model files, not to their names
     assert found[0] == found[1] == found[2] == found[3], (
         "under shared coupling no controller reaches the output"
     )
