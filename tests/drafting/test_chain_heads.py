@@ -311,7 +311,8 @@ def test_a_run_goes_on_where_it_stopped_and_is_plain_decodings(here):
         ("authors", {"architectures": ["LlamaForCausalLMEagle"]}, 'the drafter "LlamaForCausalLMEagle" is not supported'),
         ("speculators", {"speculators_model_type": "eagle"}, 'the drafter "eagle" is not supported'),
         ("authors", {"num_hidden_layers": 2}, 'key "num_hidden_layers": 2 is not supported, only 1 is'),
-        ("authors", {"hidden_size": 64}, 'key "hidden_size": the drafter was trained for a target of 64, and this one has 48'),
+        ("authors", {"hidden_size": 64},
+         'key "hidden_size": the drafter was trained for a target of 64, and this one has 48'),
         ("authors", {"vocab_size": 302}, 'key "vocab_size": the drafter was trained for a target of 302'),
         ("speculators", {"target_hidden_size": 64}, 'key "target_hidden_size": the drafter was trained for a target of 64'),
         ("authors", {"eagle_config": {}}, 'the key "eagle_aux_hidden_state_layer_ids" is missing, and a target of 4'),
@@ -341,7 +342,7 @@ def test_tensors_are_held_against_the_config(here):
         (lambda tensors: tensors.update({"midlayer.self_attn.q_proj.weight": torch.ones(48, 48)}),
          'tensor "midlayer.self_attn.q_proj.weight" has shape [48, 48], not [48, 96]'),
         (lambda tensors: tensors.update({"fc.weight": torch.ones(48, 96)}), "has shape [48, 96], not [48, 144]"),
-        (lambda tensors: tensors.pop("d2t"), 'tensor "d2t" is missing, which says the ids of 150'),
+        (lambda tensors: tensors.pop("d2t"), 'tensor "d2t" is missing; it maps the 150 tokens'),
     ):  # fmt: skip
         write_chain(here / "head", "authors")
         tensors = load_file(here / "head" / "model.safetensors")

@@ -65,7 +65,7 @@ HEADERS: dict[str, tuple[dict[str, Any], str]] = {
     "negative offsets": ({"data_offsets": [-8, 57784]}, f"{WHOLE}-8"),
     "turned offsets": ({"data_offsets": [57792, 0]}, "its size does not fit its shape"),
     "far offsets": ({"data_offsets": [2**62, 2**62 + 57792]}, "the file is truncated"),
-    "shared offsets": ({"data_offsets": [400, 58192]}, 'tensors ".*" and ".*" lie over each other'),
+    "shared offsets": ({"data_offsets": [400, 58192]}, 'tensors ".*" and ".*" overlap'),
 }  # fmt: skip
 
 
@@ -105,7 +105,7 @@ def listed(name: Any) -> Callable[[Path], Any]:
     return lambda path: path.write_text(json.dumps({"weight_map": {"a": name}}))
 
 
-BESIDE = 'key "weight_map": the name of a file beside it is needed, not '
+BESIDE = 'key "weight_map": the name of a file in the same folder is needed, not '
 NO_FILE = "cannot read the file: a file is needed, not a folder, a pipe or a device"
 CONFIG, GENERATION, INDEX = "config.json", "generation_config.json", "model.safetensors.index.json"
 SHARD = "model-00001-of-00007.safetensors"
@@ -279,7 +279,7 @@ GGUF: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "unknown quantisation": (tensor(kind=99), 'tensor "output_norm.weight" has type 99'),
     "quantised norm": (tensor(kind=12), r'tensor "output_norm.weight" of type Q4_K has shape \(96,\)'),
     "far away": (tensor(offset=2**63), "the file is truncated"),
-    "on another": (tensor(offset=0), 'tensors ".*" and ".*" lie over each other'),
+    "on another": (tensor(offset=0), 'tensors ".*" and ".*" overlap'),
     "float eos": (retyped(b"tokenizer.ggml.eos_token_id", 2.0), "a token id or a list of them is "
                                                                 "needed, not 2.0"),
     "float count": (retyped(b"llama.block_count", 3.5), '"llama.block_count": a whole number from '

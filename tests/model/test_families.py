@@ -221,7 +221,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (changed("llama-3.1", rope_scaling={"type": "su", "factor": 2.0}), 'rope type "su" is not supported'),
     (changed("llama-3.1", rope_scaling={"type": "dynamic"}), 'rope_parameters: the key "factor" is missing'),
     (changed("llama-3.1", rope_theta=1.0, rope_scaling={"type": "yarn", "factor": 2.0}), 'for rope_theta 1,'),
-    (changed("llama-3.1", rope_scaling={"type": "yarn", "factor": 2.0, "beta_fast": 1e308}), "beta_slow 1 and beta_fast 1e.308"),
+    (changed("llama-3.1", rope_scaling={"type": "yarn", "factor": 2.0, "beta_fast": 1e308}),
+     "beta_slow 1 and beta_fast 1e.308"),
     (changed("llama-3.1", rope_scaling={"type": "yarn", "factor": 2.0, "attention_factor": -1}), '"attention_factor": a'),
 
     (changed("llama-3.1", rope_scaling={"type": "linear"}), 'rope_parameters: the key "factor" is '
@@ -231,7 +232,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
                                               "'big'"),
     (changed("llama-3.1", num_hidden_layers=2.5), '"num_hidden_layers": a whole number from 1 to '
                                                   '4096 is needed, not 2.5'),
-    (changed("llama-3.1", num_key_value_heads=5), '"num_key_value_heads": 5 does not divide the number of attention heads, 32'),
+    (changed("llama-3.1", num_key_value_heads=5),
+     '"num_key_value_heads": 5 does not divide the number of attention heads, 32'),
     (changed("llama-3.1", num_attention_heads=24), '"num_attention_heads": 24 does not divide the hidden size'),
     ({k: v for k, v in OLD["llama-3.1"].items() if k != "vocab_size"}, 'the key "vocab_size" is '
                                                                        'missing'),

@@ -226,7 +226,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "not json": (lambda f: shard(f, 0).write_bytes(struct.pack("<Q", 4) + b"{x}}" * 9), r"model-00001.*corrupt"),
     "odd entry": (lambda f: shard(f, 0).write_bytes(struct.pack("<Q", 8) + b'{"a": 1}'), r"model-00001.*corrupt"),
     "shard gone": (lambda f: shard(f, 2).unlink(), r"model-00003.*: cannot read the file: No such file"),
-    "no weights": (lambda f: [file.unlink() for file in f.glob("model*")], "there are no weights"),
+    "no weights": (lambda f: [file.unlink() for file in f.glob("model*")], "no weights found"),
     "no config": (lambda f: (f / "config.json").unlink(), r"config\.json: cannot read the file: No such file"),
     "broken config": (lambda f: truncate(f / "config.json"), r"config\.json: broken JSON"),
     "listed config": (lambda f: (f / "config.json").write_text("[]"), r"config\.json: a JSON object is needed"),
