@@ -1,5 +1,5 @@
-"""Configurations to Specs: as hubs have them and as transformers 5 writes them; names; what is
-refused, and how."""
+"""Configurations to Specs, as hubs have them and as transformers 5 writes them; tensor names; refusals
+and their messages."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_old_and_new_style_give_the_same_spec(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OLD)
-def test_configs_of_hubs_need_no_note(name: str) -> None:
+def test_hub_configs_need_no_note(name: str) -> None:
     assert notes_of_config(OLD[name], place="") == ()
 
 
@@ -134,7 +134,7 @@ def test_values_that_matter() -> None:
         4096, Rope(10000.0, 32), True, {"up", "down", "head"})  # fmt: skip
 
 
-def test_llama3_frequencies_are_those_of_transformers() -> None:
+def test_llama3_frequencies_equal_those_of_transformers() -> None:
     spec = spec_of_config(OLD["llama-3.1"], place="")
     assert spec.rope is not None
     assert spec.rope.factors is not None
@@ -150,7 +150,7 @@ def test_llama3_frequencies_are_those_of_transformers() -> None:
 @pytest.mark.parametrize("name", ["llama-3.1", "mistral-v0.1", "qwen2-windows", "starcoder2-3b"])
 @pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
 def test_rope_by_layer_type_is_refused_outside_gemma(name: str, key: str) -> None:
-    """transformers reads a plain rotary embedding from it, or fails."""
+    """transformers ignores it and uses plain rotary embedding, or fails."""
     nested = {"full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 50.0},
               "sliding_attention": {"rope_type": "default", "rope_theta": 7.0}}  # fmt: skip
     with pytest.raises(UserError, match="by layer type are not supported"):
@@ -158,7 +158,7 @@ def test_rope_by_layer_type_is_refused_outside_gemma(name: str, key: str) -> Non
 
 
 @pytest.mark.parametrize("family", WRITTEN)
-def test_every_decoder_tensor_has_its_rows_named_once(family: str) -> None:
+def test_slots_cover_every_row_of_the_decoder_once(family: str) -> None:
     model = build_model(family)
     config = model.config.to_dict()
     spec = spec_of_config(config, place="")
@@ -178,7 +178,7 @@ def test_every_decoder_tensor_has_its_rows_named_once(family: str) -> None:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_gguf_names_cover_the_decoder(name: str) -> None:
+def test_gguf_slots_cover_the_decoder(name: str) -> None:
     kind = ARCHITECTURES[name]
     eps = "layer_norm_rms_epsilon" if kind.norm == "rms" else "layer_norm_epsilon"
     metadata = {key.replace("llama.", f"{name}."): value for key, value in GGUF.items()}
@@ -190,7 +190,7 @@ def test_gguf_names_cover_the_decoder(name: str) -> None:
     assert (spec.vocab, spec.context, spec.tied, spec.family) == (77, 64, True, kind.family)
 
 
-def test_gguf_values() -> None:
+def test_gguf_specs_have_the_published_values() -> None:
     one_a_layer = {**GGUF, "llama.attention.head_count_kv": [2, 2], "llama.attention.key_length": 16,
                    "llama.attention.value_length": 16, "llama.rope.freq_base": 5e5}  # fmt: skip
     spec = spec_of_gguf(

@@ -1,4 +1,4 @@
-"""Where models are looked for: folders of GGUF files, and a package that is not installed."""
+"""Where models are found: folders of GGUF files, and a package that is not installed."""
 
 from __future__ import annotations
 
