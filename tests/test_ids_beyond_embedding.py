@@ -1,5 +1,5 @@
-"""A tokenizer with more ids than the model's embedding has rows: one error line for each prompt
-that needs such an id, and no effect of the draft's rows on the samples."""
+"""A tokenizer may have more ids than the model's embedding has rows. Each prompt with such an id gets
+one error line, and a draft with fewer rows changes no sample."""
 
 from __future__ import annotations
 
@@ -76,14 +76,14 @@ def test_every_text_of_a_pair_is_checked(tmp_path: Path, monkeypatch: pytest.Mon
         texts.joined(tokenizer, 0, 5)
 
 
-def test_a_tokenizer_alone_has_no_rows(tmp_path: Path) -> None:
+def test_tokenizer_without_a_model_accepts_every_id(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, extra=("<|im_end|>", "<late>"))
     assert Tokenizer.load(tmp_path).encode("<late>") == [300]
 
 
 @pytest.mark.parametrize("coupling", ["shared", "maximal"])
 @pytest.mark.parametrize("rows", [230, 40])
-def test_a_draft_with_fewer_rows_than_the_targets_ids_changes_no_sample(
+def test_draft_with_a_smaller_embedding_changes_no_sample(
     rows: int, coupling: Any, tmp_path: Path
 ) -> None:
     """The target's ids in the prompt and in its samples lie beyond the draft's embedding."""
@@ -108,7 +108,7 @@ def test_stop_text_that_is_an_id_beyond_the_embedding_is_found_as_text(tmp_path:
     assert [one.finish_reason for one in found["0"]] == ["length"] * 2
 
 
-def test_an_end_id_beyond_the_embedding_is_named(tmp_path: Path) -> None:
+def test_end_id_beyond_the_embedding_has_a_note(tmp_path: Path) -> None:
     folder = model(tmp_path / "m", eos_token_id=[2, 300])
     (note,) = [note for note in make_plan(job(folder)).notes if "eos_token_id" in note]
     assert note == f"{folder}: eos_token_id 300: the model has 300 ids, so no sample ends there"

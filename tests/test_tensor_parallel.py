@@ -1,5 +1,5 @@
-"""A target that two processes have halves of draws what one process draws, token for token, and a
-process that dies ends the command, or ends with it."""
+"""A target split over two processes draws the tokens of one process, exactly. If one process dies, the
+command ends; if the command dies, they end."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def drawn(
 
 @pytest.fixture(scope="module")
 def halves() -> Iterator[tuple[Models, int]]:
-    """The models, of which another process has half of the target; bytes that this one read."""
+    """The models, with half of the target in another process, and the bytes that this process read."""
     read = [0]
     models = load_models(plan_of(ranks=2), lambda done, whole: read.append(done))
     yield models, read[-1]
@@ -108,7 +108,7 @@ def halves() -> Iterator[tuple[Models, int]]:
         ("heads:chain", "maximal", 3, {}),
     ],
 )
-def test_two_halves_draw_the_tokens_of_the_whole(
+def test_split_target_draws_the_tokens_of_the_whole(
     draft: str, coupling: str, length: Any, changes: Any, halves: tuple[Models, int]
 ) -> None:
     models, plan = halves[0], plan_of(draft, coupling, length, 2, **changes)
@@ -132,8 +132,8 @@ def test_two_halves_draw_the_tokens_of_the_whole(
 
 
 class LedFakes(FakeGraphs):
-    """Rounds of a split target as graphs: a capture tells what the same function told when it ran,
-    and does nothing; a replay does the function again, which then tells nothing."""
+    """Graphs of a split target's rounds on a CPU. A capture sends the calls that the function sent when
+    it ran, and runs nothing. A replay runs the function without sending."""
 
     def __init__(self, followers: Followers, patch: pytest.MonkeyPatch):
         super().__init__()
@@ -193,7 +193,7 @@ class LedFakes(FakeGraphs):
         ("heads:chain", "shared", 3),
     ],
 )
-def test_halves_that_are_told_graphs_draw_the_tokens_of_the_whole(
+def test_split_target_with_graphs_draws_the_tokens_of_the_whole(
     draft: str,
     coupling: str,
     length: Any,
@@ -217,10 +217,10 @@ def test_halves_that_are_told_graphs_draw_the_tokens_of_the_whole(
     assert graphs.count("capture") == sum(message[1] == "capture" for message in graphs.told) > 0
 
 
-def test_rows_grow_and_are_put_back_alike(
+def test_rows_grow_and_are_put_back_equally_in_all_processes(
     halves: tuple[Models, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each process copies its part of the keys, of the same rows at the same time."""
+    """Each process copies its part of the keys, for the same rows at the same time."""
     monkeypatch.setattr("bass_cli.run.plan._PIECE", 14)
     copied, put_back, grow, follow = [0], [0], Loop.grow, Members._follow
 
@@ -246,8 +246,8 @@ def test_rows_grow_and_are_put_back_alike(
     assert min(copied[0], put_back[0]) > 0
 
 
-def test_what_prompts_have_in_common_is_copied_alike(halves: tuple[Models, int]) -> None:
-    """A drafter that reads one token ahead copies one less; it is in the first process only."""
+def test_common_prefix_is_copied_equally_in_all_processes(halves: tuple[Models, int]) -> None:
+    """A drafter that reads one token ahead copies one less. It is in the first process only."""
     plan = plan_of("heads:chain", ranks=2)
     drafting, head = load_draft(plan, halves[0].target)
     common = "the cat sat " * 50
@@ -259,7 +259,7 @@ def test_what_prompts_have_in_common_is_copied_alike(halves: tuple[Models, int])
     assert min(one.prompt_tokens for one in expected.values()) > 128
 
 
-def test_each_process_reads_its_half_only(halves: tuple[Models, int]) -> None:
+def test_each_process_reads_only_its_half(halves: tuple[Models, int]) -> None:
     (models, read), files = halves, plan_of().files
     assert models.followers is not None
     assert files.draft is not None
@@ -269,7 +269,7 @@ def test_each_process_reads_its_half_only(halves: tuple[Models, int]) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="Linux shows who listens where")
-def test_the_processes_meet_on_the_loopback_interface_only() -> None:
+def test_processes_listen_on_the_loopback_interface_only() -> None:
     store = _store(0, first=True)
     files = [Path("/proc/net/tcp"), Path("/proc/net/tcp6")]
     rows = [row.split() for file in files if file.exists() for row in file.read_text().splitlines()]
@@ -281,7 +281,7 @@ def test_the_processes_meet_on_the_loopback_interface_only() -> None:
     assert listening == ["0100007F"]
 
 
-def test_a_second_group_is_refused(halves: tuple[Models, int]) -> None:
+def test_second_group_in_a_process_is_refused(halves: tuple[Models, int]) -> None:
     with pytest.raises(UserError, match=r"in a group of torch\.distributed already"):
         next(generate(PROMPTS, plan_of(ranks=2)))
 
@@ -295,7 +295,7 @@ def tokens_in(out: Path) -> dict[tuple[str, int], list[int]]:
     return {(line["id"], line["sample"]): line["token_ids"] for line in lines}
 
 
-def test_a_follower_that_is_killed_ends_the_command_by_name_and_the_file_goes_on(
+def test_killed_follower_is_named_and_the_command_resumes(
     tmp_path: Path,
 ) -> None:
     out, whole = tmp_path / "o.jsonl", tmp_path / "whole.jsonl"
@@ -322,7 +322,7 @@ def wait_for_end(process: int) -> None:
     assert not is_alive(process)
 
 
-def test_followers_end_with_a_leader_that_is_killed(tmp_path: Path) -> None:
+def test_followers_end_when_the_leader_is_killed(tmp_path: Path) -> None:
     ended = bass("os.getpid()", tmp_path / "o.jsonl")
     assert ended.returncode == -9
     wait_for_end(follower_of(ended))
@@ -359,13 +359,13 @@ def test_sigterm_ends_the_command_within_5_s_while_a_follower_is_stopped_as_it_j
     wait_for_end(follower_of(ended))
 
 
-def test_a_stopped_follower_ends_with_a_leader_that_is_killed(tmp_path: Path) -> None:
+def test_stopped_follower_ends_when_the_leader_is_killed(tmp_path: Path) -> None:
     ended, _ = stop_in_two_parts(*OPTIONS, numbers=[signal.SIGKILL], out=tmp_path / "o.jsonl")
     assert ended.returncode == -9
     wait_for_end(follower_of(ended))
 
 
-def test_a_follower_that_was_stopped_for_a_while_goes_on_with_the_same_tokens(
+def test_follower_stopped_for_a_while_gives_the_same_tokens(
     tmp_path: Path,
 ) -> None:
     out, whole = tmp_path / "o.jsonl", tmp_path / "whole.jsonl"
@@ -388,7 +388,7 @@ def test_a_follower_that_was_stopped_for_a_while_goes_on_with_the_same_tokens(
         ),
     ],
 )
-def test_what_cannot_be_split_is_refused_before_anything_is_loaded(
+def test_jobs_that_cannot_be_split_are_refused_before_loading(
     flags: list[str], reason: str, tmp_path: Path
 ) -> None:
     out = tmp_path / "o.jsonl"
@@ -398,7 +398,7 @@ def test_what_cannot_be_split_is_refused_before_anything_is_loaded(
     assert not out.exists()
 
 
-def test_too_few_devices_are_said_before_anything_is_loaded(
+def test_too_few_devices_are_an_error_before_loading(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -408,7 +408,7 @@ def test_too_few_devices_are_said_before_anything_is_loaded(
         plan_of(ranks=2)
 
 
-def test_the_plan_counts_half_of_the_target(place: Path) -> None:
+def test_plan_counts_half_of_the_target(place: Path) -> None:
     whole, half = (plan_of("none", length="auto", ranks=ranks).footprint for ranks in (1, 2))
     assert 0.49 < half.weights / whole.weights < 0.53
     assert half.token.cache == whole.token.cache / 2

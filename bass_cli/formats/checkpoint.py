@@ -1,7 +1,7 @@
-"""Checkpoint: a model on disk, opened and checked by its headers alone; everything that can be
-wrong is found here.
+"""Checkpoint: a model on disk. It is opened and fully checked by its headers alone, before anything
+large is read.
 
-Not here: finding it (sources.py), file formats (tensor_files.py), loading it (weights.py).
+Not here: finding it (sources.py), file formats (tensor_files.py), loading (weights.py).
 """
 
 from __future__ import annotations
@@ -31,19 +31,18 @@ from bass_cli.models import families
 from bass_cli.models.families import FAMILIES, Family, Slot
 from bass_cli.models.spec import HeadSpec, Spec, head_parameters, parameters
 
-# the most that a config may have; the largest index of shards has a few megabytes
+# maximum size of a config; the largest index of shards has a few megabytes
 _CONFIG_BYTES = 1 << 24
-_FACTORS = 1 << 16  # more rotary factors than any head has dimensions
-_NAMED = 5  # tensors that an error names
-# The single file of each format, else its index, else all that look like shards; the first
-# format there is wins.
+_FACTORS = 1 << 16  # maximum rotary factors, more than any head has dimensions
+_NAMED = 5  # maximum tensors in an error
+# Weight formats in order of preference: the single file, a pattern of shards, the reader.
 _FORMATS: tuple[tuple[str, str, Callable[[Path], dict[str, Entry]]], ...] = (
     ("model.safetensors", "*.safetensors", read_safetensors),
     ("pytorch_model.bin", "pytorch_model*.bin", read_torch),
 )
 _GGUF_MASKS = ("tokenizer.ggml.mask_token_id",)
-# of a drafter that reads hidden states: its tensors beside those of its layers, and those that are
-# not used here (a confidence in each draft, copies for training, ids of a whole vocabulary)
+# A drafter's tensors besides those of its layers, and its tensors that bass does not use: the
+# confidence head, copies for training, maps between vocabularies.
 _HEAD_TENSORS = {
     "fc.weight": "fc.weight",
     "hidden_norm.weight": "context_norm.weight",
@@ -52,12 +51,12 @@ _HEAD_TENSORS = {
 }
 _CHAIN_TENSORS = {"fc.weight": "fc.weight", "layers.0.hidden_norm.weight": "context_norm.weight"}
 _HEAD_IGNORED = (r"^confidence_head\.", r"^verifier_(norm|lm_head)\.", r"^(d2t|t2d)$")
-_WHOLE = ("I64", "torch.int64")  # int64, as either format of files has it
-_OTHER_NAMES = "consolidated"  # Mistral's second copy, with names of its own
+_INT64 = ("I64", "torch.int64")  # its names in the two formats
+_OTHER_NAMES = "consolidated"  # Mistral's second copy, with other tensor names
 
 
 class Piece(NamedTuple):
-    """A stored tensor and where it goes."""
+    """A stored tensor and its place in the decoder."""
 
     entry: Entry
     slot: Slot
@@ -65,15 +64,15 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model on disk whose headers are in order.
+    """A model on disk whose headers have been checked.
 
-    eos_ids: ids that end a sample and that its files name; a tokenizer also has those that are
-        known by their text (ends.py).
-    metadata: that of a GGUF file, else empty.
-    vocabulary: a digest of what a GGUF file's tokenizer is made of.
-    head: what makes it a drafter that reads a target's hidden states, if it is one; then `spec`
-        is that of its layers.
-    notes: what the user should know of its configuration.
+    eos_ids: end-of-sequence ids that its files name. The tokenizer adds those that are known by
+        their text (ends.py).
+    metadata: of a GGUF file, else empty.
+    vocabulary: a digest of the tokenizer's data in a GGUF file.
+    head: set if it is a drafter that reads a target's hidden states. Then `spec` is that of its
+        layers.
+    notes: for the user, about its configuration.
     """
 
     path: Path
@@ -87,18 +86,22 @@ class Checkpoint:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of its tensors as they are loaded."""
+        """Names and shapes of its tensors after loading."""
         return parameters(self.spec) if self.head is None else head_parameters(self.head)
 
     @property
     def size(self) -> int:
-        """Bytes of the stored tensors that are read."""
+        """Bytes of the stored tensors that loading reads."""
         return sum(piece.entry.size for piece in self.pieces)
 
     def fingerprint(self, mask: int | None = None) -> str:
-        """A digest of the spec, the layout of the files and samples of their content; not of
-        their place on disk. `mask`: another one for a model that drafts by it."""
-        plain = replace(self.spec, biases=frozenset())  # a set has no fixed order
+        """Return a digest of the spec, the layout of the files and samples of their content. It
+        does not depend on their path.
+
+        Args:
+            mask: the mask token, if the model drafts by one; it changes the digest.
+        """
+        plain = replace(self.spec, biases=frozenset())  # the order of a set is not fixed
         digest = hashlib.sha256(repr((plain, sorted(self.spec.biases), self.eos_ids)).encode())
         if mask is not None:
             digest.update(f"mask {mask}".encode())
@@ -114,8 +117,11 @@ class Checkpoint:
         return digest.hexdigest()[:32]
 
     def mask(self) -> int | None:
-        """The id of the mask token by which it drafts in one pass; UserError if it says none,
-        unless it is one that reads hidden states and drafts token by token."""
+        """Return the id of its mask token; None for a drafter that drafts token by token.
+
+        Raises:
+            UserError: it has no mask token, so it cannot draft in one pass.
+        """
         if self.head is not None:
             return self.head.mask
         vocab = self.spec.vocab
@@ -126,8 +132,11 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Read and check a folder (config.json and weights) or a .gguf file by headers alone;
-    UserError names the fault."""
+    """Read and check the headers of a folder (config.json and weights) or a .gguf file.
+
+    Raises:
+        UserError: names the fault.
+    """
     if path.is_dir():
         return _open_folder(path)
     if path.suffix != ".gguf":
@@ -137,7 +146,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if (stored := entries.get(ROPE_FACTORS)) is not None:
         if stored.dtype != "F32" or len(stored.shape) != 1 or stored.shape[0] > _FACTORS:
             raise UserError(
-                f'{path}: tensor "{ROPE_FACTORS}": a row of numbers of type F32 is needed, not '
+                f'{path}: tensor "{ROPE_FACTORS}": one dimension of type F32 is needed, not '
                 f"{list(stored.shape)} of type {stored.dtype}"
             )
         with path.open("rb", buffering=0) as file:
@@ -183,8 +192,11 @@ def _open_folder(path: Path) -> Checkpoint:
 
 
 def open_head(path: Path, target: Spec) -> Checkpoint:
-    """Read and check a folder with a drafter for this target that reads its hidden states, by
-    headers alone; UserError names the fault."""
+    """Read and check the headers of a folder with a drafter that reads this target's hidden states.
+
+    Raises:
+        UserError: names the fault.
+    """
     if not path.is_dir():
         raise UserError(f"{path}: a drafter that reads hidden states is a folder with config.json")
     place = path / "config.json"
@@ -195,7 +207,7 @@ def open_head(path: Path, target: Spec) -> Checkpoint:
     entries = {name.removeprefix(family.prefix): entry for name, entry in _entries(path).items()}
     slots = families.slots(head.body, family.tensors)
     own = {slots[name].name for name in entries if name in slots}
-    # tokens of a shorter vocabulary cannot have the target's head
+    # with a smaller vocabulary it cannot use the target's head
     head = replace(
         head,
         embeds="embed.weight" in own,
@@ -222,11 +234,15 @@ def open_head(path: Path, target: Spec) -> Checkpoint:
 
 
 def _draft_ids(entries: Mapping[str, Entry], count: int, vocab: int, path: Path) -> tuple[int, ...]:
-    """The target's ids of a draft's tokens: `d2t` says how far each is behind its own number."""
+    """Return the target's ids of a drafter's tokens. The tensor `d2t` holds target id minus drafter
+    id."""
     entry = entries.get("d2t")
     if entry is None:
-        raise UserError(f'{path}: tensor "d2t" is missing, which says the ids of {count} tokens')
-    if entry.dtype not in _WHOLE or entry.shape != (count,):
+        raise UserError(
+            f'{path}: tensor "d2t" is missing; it maps the {count} tokens of the drafter to the '
+            "target's ids"
+        )
+    if entry.dtype not in _INT64 or entry.shape != (count,):
         raise UserError(
             f'{entry.file}: tensor "d2t": [{count}] of type I64 is needed, not '
             f"{list(entry.shape)} of type {entry.dtype}"
@@ -237,7 +253,7 @@ def _draft_ids(entries: Mapping[str, Entry], count: int, vocab: int, path: Path)
     ids = offsets + numpy.arange(count)
     if ids.min() < 0 or ids.max() >= vocab or len(numpy.unique(ids)) < count:
         raise UserError(
-            f'{entry.file}: tensor "d2t" does not say {count} different ids of {vocab} tokens'
+            f'{entry.file}: tensor "d2t" does not give {count} different ids below {vocab}'
         )
     return tuple(ids.tolist())
 
@@ -252,7 +268,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _ids(values: Mapping[str, Any], key: str, place: Path) -> tuple[int, ...]:
-    """The ids in an integer, a list, or nothing; in order, each once."""
+    """Return the ids of a key that may be an integer, a list or missing; in order, each once."""
     value = values.get(key)
     listed = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(item) is int for item in listed):
@@ -263,7 +279,8 @@ def _ids(values: Mapping[str, Any], key: str, place: Path) -> tuple[int, ...]:
 
 
 def _entries(folder: Path) -> dict[str, Entry]:
-    """All tensors of a folder's weight files."""
+    """Return all tensors of a folder's weight files: the single file, else those of its index, else
+    all that match the pattern of shards. The first format with files is used."""
     for single, pattern, read in _FORMATS:
         index, listed = folder / f"{single}.index.json", {}
         if (folder / single).exists():
@@ -279,10 +296,10 @@ def _entries(folder: Path) -> dict[str, Entry]:
             ]
         entries = {name: entry for file in files for name, entry in read(file).items()}
         if missing := [name for name in listed if name not in entries]:
-            raise UserError(f"{index}: {_few(missing)} not in the files that it names")
+            raise UserError(f"{index}: {_few(missing)} not in the files that it lists")
         if files:
             return entries
-    raise UserError(f"{folder}: there are no weights; files like model.safetensors are needed")
+    raise UserError(f"{folder}: no weights found; files like model.safetensors are needed")
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -292,15 +309,15 @@ def _weight_map(index: Path) -> dict[str, str]:
     for name in listed.values():
         if not isinstance(name, str) or name in ("", "..") or Path(name).name != name:
             raise UserError(
-                f'{index}: key "weight_map": the name of a file beside it is needed, not '
+                f'{index}: key "weight_map": the name of a file in the same folder is needed, not '
                 f"{shown(name)}"
             )
     return listed
 
 
 def _differs(entries: Mapping[str, Entry], family: Family) -> bool:
-    """Whether there is a head with other content than the embedding: then it is not tied,
-    whatever the config says."""
+    """Return whether the files have a head with other content than the embedding. Then it is not
+    tied, even if the config says so."""
     names = {ours: f"{theirs}.weight" for theirs, ours, _ in family.tensors}
     head, embed = entries.get(names["head"]), entries.get(names["embed"])
     if head is None or embed is None or head[0::3] == embed[0::3]:
@@ -320,7 +337,13 @@ def _assign(
     ignored: tuple[str, ...],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> tuple[Piece, ...]:
-    """Pair every stored tensor with its slot, both ways in full, shapes and types checked."""
+    """Pair every stored tensor with its slot. Check shapes and types, and that none is missing or
+    left over.
+
+    Args:
+        ignored: patterns of stored names without a slot.
+        shapes: of the decoder's tensors.
+    """
     wanted = {
         name: slot for name, slot in slots.items() if not (spec.tied and slot.name == "head.weight")
     }

@@ -1,8 +1,8 @@
-"""The families that GGUF files hold: their tensor names as data, and their metadata to Spec.
+"""The families of GGUF files: their tensor names as data, and their metadata as a Spec.
 
-GGUF stores some things otherwise than safetensors: Llama's q and k rows interleaved, Gemma's
-norms with 1 added, GPT-2's weights transposed already, Llama 3's rotary scaling as a tensor. No
-tensor is touched here.
+GGUF differs from safetensors: Llama's q and k rows are interleaved, Gemma's norms have 1 added,
+GPT-2's weights are transposed already, Llama 3's rotary scaling is a tensor. No tensor is read
+here.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from bass_cli.models.spec import Norm, Rope, Spec
 ROPE_FACTORS = "rope_freqs.weight"
 IGNORED = (r"^rope_freqs\.weight$",)
 
-# Keys after the architecture's name that llama.cpp does not read for these architectures, or that
-# do not change what is computed (src/llama-arch.cpp and src/models of llama.cpp).
+# Keys, after the architecture's name, that llama.cpp does not read for these architectures or that
+# do not change the computation (src/llama-arch.cpp and src/models of llama.cpp).
 HARMLESS = frozenset(
     {
-        "vocab_size",  # the embedding has the size
+        "vocab_size",  # the embedding's size is used
         "tensor_data_layout",
         "pooling_type",
         "decoder_start_token_id",
@@ -69,8 +69,8 @@ _OTHERS = (
     "convnext.block_count shortconv.l_cache dense_2_feat_in dense_2_feat_out dense_3_feat_in "
     "dense_3_feat_out"
 )
-# Keys that change the computation, as llama.cpp has it for these or for other architectures: the
-# values that leave it as it is, beside 0, false and nothing.
+# Keys that change the computation of these or of other architectures in llama.cpp, with the values
+# that do not, besides 0 and false.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
     "logit_scale": (1,),
@@ -85,7 +85,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "rope.scaling.yarn_beta_slow": (1,),
     **dict.fromkeys(_OTHERS.split(), ()),
 }
-# Keys that may repeat the value of another one.
+# Keys that may repeat the value of another key.
 _SAME = {
     "embedding_length_out": "embedding_length",
     "rope.dimension_count_swa": "rope.dimension_count",
@@ -158,7 +158,7 @@ _GPT2_TENSORS = (
 
 
 class Architecture(NamedTuple):
-    """One value of general.architecture: the family it is, and what its metadata does not say."""
+    """A value of general.architecture: its family, and what its metadata does not contain."""
 
     family: str
     tensors: tuple[tuple[str, str, str], ...]
@@ -186,10 +186,10 @@ ARCHITECTURES: dict[str, Architecture] = {
         "gpt2", _GPT2_TENSORS, norm="layer", activation="gelu_tanh", gated=False, rotary=False
     ),
 }
-_GEMMA_27B_LAYERS = (
-    62  # the one size whose queries are scaled by width / heads; the metadata does not say it
-)
-_GEMMA_PATTERN = 6  # every sixth layer sees everything
+# Gemma 3 27B, by its layers: the one size that scales queries by width / heads. The metadata has no
+# key for it.
+_GEMMA_27B_LAYERS = 62
+_GEMMA_PATTERN = 6  # every sixth layer has no window
 _GEMMA_LOCAL_THETA = 10000.0
 
 
@@ -200,8 +200,13 @@ def spec_of_gguf(
     place: str,
     rope_factors: tuple[float, ...] | None = None,
 ) -> Spec:
-    """The Spec of GGUF metadata; `shapes`: of the file's tensors, rows first. `place` is for
-    messages."""
+    """Return the Spec of GGUF metadata.
+
+    Args:
+        shapes: of the file's tensors, rows first.
+        place: the file's name, for errors.
+        rope_factors: the content of the tensor `rope_freqs.weight`, if there is one.
+    """
     name = metadata.get("general.architecture")
     known(name, ARCHITECTURES, place, 'key "general.architecture": the family')
     kind = ARCHITECTURES[str(name)]
@@ -243,7 +248,7 @@ def spec_of_gguf(
 
 
 def _flatten(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """A list of counts, one a layer, that are all equal stands for that count."""
+    """Replace lists of equal integers, one for each layer, by that integer."""
 
     def same(value: Any) -> bool:
         return (
@@ -257,7 +262,7 @@ def _flatten(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def notes_of_gguf(metadata: Mapping[str, Any], *, place: str) -> tuple[str, ...]:
-    """What the user should know of keys of the architecture that `spec_of_gguf` did not use."""
+    """Return notes about keys of the architecture that `spec_of_gguf` did not use."""
     name = str(metadata.get("general.architecture"))
     found = {
         key: value
@@ -270,13 +275,13 @@ def notes_of_gguf(metadata: Mapping[str, Any], *, place: str) -> tuple[str, ...]
     if found.get(window):
         notes += (
             f'{place}: key "{window}": {shown(found[window])} is not used, as in llama.cpp: all '
-            "layers of this architecture see the whole context",
+            "layers of this architecture attend to the whole context",
         )
     return notes
 
 
 def reads(name: str) -> frozenset[str]:
-    """The keys after the name of an architecture that decide what the model computes."""
+    """Return the keys, after the architecture's name, that `spec_of_gguf` uses."""
     kind = ARCHITECTURES[name]
     keys = {key for word, key in _WORDS.items() if word not in ("window", "local_theta")}
     keys |= {"attention.value_length", *(_SCALING if kind.rotary else ())}
@@ -286,12 +291,12 @@ def reads(name: str) -> frozenset[str]:
 
 
 def _refuse(values: Values, name: str) -> None:
-    """UserError for what the decoder cannot do."""
+    """Raise a UserError for values that the decoder does not support."""
     for suffix, neutral in NEUTRAL.items():
         key = f"{name}.{suffix}"
         value, same = values.values.get(key), values.values.get(f"{name}.{_SAME.get(suffix)}")
         off = not any(value) if isinstance(value, list) else is_neutral(value, (0, False, ""))
-        if suffix == "attention.causal":  # on where it is missing
+        if suffix == "attention.causal":  # true if missing
             off = value is None
         if suffix in reads(name) or off or is_neutral(value, (*neutral, same)):
             continue
@@ -313,8 +318,8 @@ def _refuse(values: Values, name: str) -> None:
 def _rope(
     values: Values, name: str, shape: Mapping[str, int], factors: tuple[float, ...] | None
 ) -> tuple[Rope, float]:
-    """The rotary embedding, and the factor of cosines and sines, by the rules of llama.cpp: a
-    missing type is linear, an old key may hold the factor, and 0 stands for 1."""
+    """Return the rotary embedding and the factor of cosines and sines, by llama.cpp's rules: a
+    missing type means linear, an old key may hold the factor, and a factor of 0 means 1."""
     size = rotary_size(values.count("rotary", shape["head_size"]), shape["head_size"], values.place)
     key = f"{name}.rope.scaling.type"
     kind = values.values.get(key)
@@ -326,8 +331,8 @@ def _rope(
         )
     if factors is not None and len(factors) != size // 2:
         raise UserError(
-            f'{values.place}: the tensor "{ROPE_FACTORS}" has {len(factors)} factors, not '
-            f"{size // 2}"
+            f'{values.place}: the tensor "{ROPE_FACTORS}" has {len(factors)} factors, and '
+            f"{size // 2} are needed"
         )
     theta, attention = values.number("theta", 10000.0), _or_one(values, "rope.scaling.attn_factor")
     stored = next((f"rope.{key}" for key in ("scaling.factor", "scale_linear")
@@ -349,8 +354,8 @@ def _rope(
         scaling = (factor,) * (size // 2)
     if attention != 1.0 and (size != shape["head_size"] or name == "gemma3"):
         raise UserError(
-            f'{values.place}: key "{key}": a factor of the attention ({attention:g}) is not '
-            "supported for this architecture, or where only a part of each head is rotary"
+            f'{values.place}: key "{key}": an attention factor ({attention:g}) is not supported '
+            "for this architecture, or for heads that are only partly rotary"
         )
     if factors is not None and scaling is not None:
         scaling = tuple(one * other for one, other in zip(factors, scaling, strict=True))
@@ -358,7 +363,7 @@ def _rope(
 
 
 def _or(values: Values, suffix: str, default: float) -> float:
-    """A number after the architecture's name; 0 or nothing stands for the default."""
+    """Return the number of a key after the architecture's name. 0 means the default."""
     key = f"{values.values['general.architecture']}.{suffix}"
     return values.number(key) if values.values.get(key) not in (None, 0) else default
 
@@ -368,15 +373,15 @@ def _or_one(values: Values, suffix: str) -> float:
 
 
 def _windows(values: Values, layers: int) -> tuple[int, ...]:
-    """Gemma's windows; for the other families llama.cpp, and so every GGUF file's author, heeds
-    none."""
+    """Return the window of each layer of Gemma, 0 for none. llama.cpp ignores the windows of the
+    other families, so bass does too."""
     if not values.values.get(values.key("window")):
         return (0,) * layers
     window, stored = values.count("window"), values.values.get(values.key("window") + "_pattern")
     if isinstance(stored, list):
         if len(stored) != layers:
             raise UserError(
-                f"{values.place}: the pattern of windows is one of {len(stored)} layers, not "
+                f"{values.place}: the pattern of windows has {len(stored)} layers, and the model "
                 f"{layers}"
             )
         return tuple(window if local else 0 for local in stored)
@@ -385,7 +390,7 @@ def _windows(values: Values, layers: int) -> tuple[int, ...]:
 
 
 def _biases(tensors: tuple[tuple[str, str, str], ...], shapes: Collection[str]) -> frozenset[str]:
-    """The linear maps that have a bias in the file."""
+    """Return the linear maps with a bias in the file."""
     targets = (
         ours.split(":")[0].rpartition(".")[2]
         for theirs, ours, _ in tensors

@@ -1,9 +1,9 @@
-"""config.json of a drafter that reads a target's hidden states, to a HeadSpec: what is published of
-DFlash (arXiv 2602.06036), DSpark and EAGLE-3 (arXiv 2503.01840), in their authors' layout and in
-that of speculators.
+"""Read config.json of a drafter that reads a target's hidden states as a HeadSpec: DFlash (arXiv
+2602.06036), DSpark and EAGLE-3 (arXiv 2503.01840), in their authors' layout and in that of the
+speculators library.
 
-Not here: the sizes of the layers themselves (hf_config.py), tensors (checkpoint.py), what is done
-with them (feature_head.py).
+Not here: the sizes of the layers (hf_config.py), tensors (checkpoint.py), the computation
+(feature_head.py, chain_head.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from bass_cli.formats.hf_config import Values, known, mask_of, notes_of_config, 
 from bass_cli.io.reading import shown, truth
 from bass_cli.models.spec import HeadSpec, Spec
 
-# by the class that a config names, which kind it is; speculators name the kind itself
+# the kind of each class that a config may name; speculators configs name the kind itself
 _CLASSES = {
     "DFlashDraftModel": "dflash",
     "Qwen3DSparkModel": "dspark",
@@ -28,7 +28,7 @@ _CLASSES = {
     "Qwen3Eagle3Model": "eagle3",
 }
 _KINDS = ("dflash", "dspark", "eagle3")
-# What else of such a drafter would change its arithmetic: the only value that is read of each.
+# Other keys that change the computation, with the only value that is supported.
 _ONLY: dict[str, Any] = {
     "use_swa": False,
     "attention_sink_bias": False,
@@ -47,7 +47,7 @@ _ONLY_OF_BLOCKS: dict[str, Any] = {
     "conv_kernel_size": 0,
 }
 _ONLY_OF_CHAINS: dict[str, Any] = {
-    "num_hidden_layers": 1,  # the keys of a second layer would need the first one's attention
+    "num_hidden_layers": 1,  # keys of a second layer would need the attention of the first
     "norm_before_fc": False,
     "fc_norm": False,
     "norm_output": False,
@@ -56,7 +56,7 @@ _ONLY_OF_CHAINS: dict[str, Any] = {
     "use_mtp_layernorm": False,
     "parallel_drafting": False,
 }
-# Keys that are read of such a drafter, or that do not change what is computed.
+# Keys that are used, or that do not change the computation.
 _KEYS = frozenset(
     {
         "aux_hidden_state_layer_ids",
@@ -85,23 +85,27 @@ _KEYS = frozenset(
 )
 _OWN = _KEYS | _ONLY.keys() | _ONLY_OF_BLOCKS.keys() | _ONLY_OF_CHAINS.keys()
 _NESTED = ("dflash_config", "dspark_config", "eagle_config")
-_LONGEST = 64  # places of a block: more than is ever drafted at once
+_LONGEST = 64  # maximum places of a block, more than bass drafts in a round
 
 
 def head_of_config(config: Mapping[str, Any], target: Spec, *, place: str) -> HeadSpec:
-    """The HeadSpec of a parsed config.json; UserError for what is not known, or does not fit the
-    target. Whether it has an embedding and a head of its own, its tensors say. Read so, where a
-    config is silent:
+    """Return the HeadSpec of a parsed config.json. The tensors decide whether the drafter has its
+    own embedding and head.
 
-    - `target_layer_ids` count layers from 0, and mean their outputs. `aux_hidden_state_layer_ids`
-      (speculators) count the layers behind a hidden state: 2 is the output of layer 1.
-    - A block is the row's last token, the anchor, then masks. A DFlash drafts at its masks, of
-      each the token at its own place: one less than `block_size`. A DSpark drafts at every place
-      the token that follows it, `block_size` in all. `sample_from_anchor` says so of either (and
-      `dspark_bonus_anchor` the contrary). A DSpark with `markov_rank` 0 is DeepSpec's DFlash.
-    - The layers' own inputs are normed, what they read is not but for its norm behind `fc`.
-    - An EAGLE-3 takes the outputs of layers 1, n/2 - 1 and n - 4 of n. `eagle_config` counts the
-      `eagle_aux_hidden_state_layer_ids` as `target_layer_ids`, else they are as speculators'.
+    Meanings and defaults:
+
+    - `target_layer_ids` count the target's layers from 0 and mean their outputs.
+      `aux_hidden_state_layer_ids` (speculators) number hidden states: 2 is the output of layer 1.
+    - A block is the row's last token (the anchor), then masks. A DFlash drafts at each mask the
+      token of that place, `block_size` - 1 in all. A DSpark drafts at each place the token after
+      it, `block_size` in all. `sample_from_anchor` switches either to the second rule, and
+      `dspark_bonus_anchor` to the first. A DSpark with `markov_rank` 0 is DeepSpec's DFlash.
+    - The layers' own inputs are normed. The context feature has only its norm after `fc`.
+    - An EAGLE-3 reads the outputs of layers 1, n/2 - 1 and n - 4 of n. Inside `eagle_config` the
+      `eagle_aux_hidden_state_layer_ids` count like `target_layer_ids`, outside like speculators'.
+
+    Raises:
+        UserError: a value is unknown or does not fit the target.
     """
     kind = _kind(config, place)
     values = Values(config, {}, place)
@@ -130,7 +134,7 @@ def head_of_config(config: Mapping[str, Any], target: Spec, *, place: str) -> He
 
 
 def _chain(config: Mapping[str, Any], target: Spec, place: str) -> HeadSpec:
-    """Of an EAGLE-3."""
+    """Return the HeadSpec of an EAGLE-3."""
     values = Values(config, {}, place)
     nested = values.mapping("eagle_config")
     layers = {**config, **values.mapping("transformer_layer_config")}
@@ -139,8 +143,8 @@ def _chain(config: Mapping[str, Any], target: Spec, place: str) -> HeadSpec:
     key = "target_hidden_size"
     if config.get(key) not in (None, target.width):
         raise UserError(
-            f'{place}: key "{key}": it was trained for a target of {shown(config[key])}, and this '
-            f"one has {target.width}"
+            f'{place}: key "{key}": the drafter was trained for a target of '
+            f"{shown(config[key])}, and this one has {target.width}"
         )
     try:
         norms_residual = truth(config.get("norm_before_residual") or False)
@@ -153,8 +157,8 @@ def _chain(config: Mapping[str, Any], target: Spec, place: str) -> HeadSpec:
 def _chain_taps(
     config: Mapping[str, Any], nested: Mapping[str, Any], layers: int, place: str
 ) -> tuple[int, ...]:
-    """The layers whose outputs an EAGLE-3 reads, from 0: those of the paper's code, unless it
-    says which."""
+    """Return the layers whose outputs an EAGLE-3 reads, from 0. Default: those of the paper's
+    code."""
     key = "eagle_aux_hidden_state_layer_ids"
     for name, source, shift in (
         ("target_layer_ids", config, 0),
@@ -167,7 +171,7 @@ def _chain_taps(
     if not usual[0] < usual[1] < usual[2]:
         raise UserError(
             f'{place}: the key "{key}" is missing, and a target of {layers} layers has too few for '
-            "the usual three"
+            "the default"
         )
     return usual
 
@@ -180,9 +184,9 @@ def _kind(config: Mapping[str, Any], place: str) -> str:
         classes = config.get(key)
         if not isinstance(classes, list) or not classes:
             raise UserError(
-                f'{place}: the key "{key}" (or speculators_model_type) is missing: a drafter that '
-                "reads hidden states says there which it is; a plain model is written without "
-                "heads:"
+                f'{place}: the key "{key}" (or speculators_model_type) is missing; it names the '
+                "kind of a drafter that reads hidden states; to use an ordinary draft model, leave "
+                'out "heads:"'
             )
         known(classes[0], tuple(_CLASSES), place, f'key "{key}": the drafter')
         return _CLASSES[classes[0]]
@@ -200,7 +204,8 @@ def _refuse(values: Mapping[str, Any], further: dict[str, Any], place: str) -> N
 
 
 def _body(config: Mapping[str, Any], target: Spec, place: str) -> Spec:
-    """Its layers, of a kind that can be run as a block, on the target's own embedding."""
+    """Return the Spec of its layers. Check that they can run as a block on the target's
+    embedding."""
     layers, place = _layers(config, place)
     body = replace(spec_of_config(layers, place=place), tied=False)
     for key, ours, theirs in (
@@ -209,8 +214,8 @@ def _body(config: Mapping[str, Any], target: Spec, place: str) -> Spec:
     ):
         if ours != theirs:
             raise UserError(
-                f'{place}: key "{key}": it was trained for a target of {ours}, and this one has '
-                f"{theirs}"
+                f'{place}: key "{key}": the drafter was trained for a target of {ours}, and this '
+                f"one has {theirs}"
             )
     plain = body.norm.kind == "rms" and not body.norm.sandwich and not body.parallel
     if not plain or body.rope is None or body.local_rope is not None or body.embed_scale != 1.0:
@@ -220,14 +225,15 @@ def _body(config: Mapping[str, Any], target: Spec, place: str) -> Spec:
         raise UserError(f'{place}: key "sliding_window": layers with a window are not supported')
     if target.embed_scale != 1.0:
         raise UserError(
-            f'{place}: the target\'s family "{target.family}" scales its embedding, and such '
-            "drafters are not supported for it"
+            f'{place}: the target\'s family "{target.family}" scales its embedding; drafters that '
+            "read hidden states are not supported for it"
         )
     return body
 
 
 def _layers(config: Mapping[str, Any], place: str) -> tuple[dict[str, Any], str]:
-    """The configuration of its layers, without the keys of the drafter, and its place."""
+    """Return the configuration of its layers, without the drafter's keys, and its place for
+    errors."""
     if "transformer_layer_config" not in config:
         own = _OWN - {"num_hidden_layers"}
         return {key: value for key, value in config.items() if key not in own}, place
@@ -236,8 +242,8 @@ def _layers(config: Mapping[str, Any], place: str) -> tuple[dict[str, Any], str]
 
 
 def notes_of_head(config: Mapping[str, Any], *, place: str) -> tuple[str, ...]:
-    """What the user should know of keys that `head_of_config` did not use. The folder's own code
-    (auto_map) is what is implemented here."""
+    """Return notes about keys that `head_of_config` did not use. The folder's own code (auto_map)
+    needs none: bass implements it."""
     layers, inner = _layers(config, place)
     layers.pop("auto_map", None)
     found = {
@@ -253,7 +259,7 @@ def notes_of_head(config: Mapping[str, Any], *, place: str) -> tuple[str, ...]:
 
 
 def tokens_of(config: Mapping[str, Any], vocab: int, *, place: str) -> int | None:
-    """How many tokens its head has, out of a target's `vocab`; None for all."""
+    """Return how many of the target's `vocab` tokens its head has; None for all."""
     key = "draft_vocab_size"
     if config.get(key) is None:
         return None
@@ -272,14 +278,14 @@ def _from_anchor(values: Mapping[str, Any], kind: str, place: str) -> bool:
             except ValueError as error:
                 raise UserError(f'{place}: key "{key}": {error}') from None
     if len(set(found.values())) > 1:
-        raise UserError(f'{place}: keys "{", ".join(found)}" say the contrary of each other')
+        raise UserError(f'{place}: keys "{", ".join(found)}" contradict each other')
     return next(iter(found.values()), kind == "dspark")
 
 
 def _taps(
     config: Mapping[str, Any], nested: Mapping[str, Any], layers: int, place: str
 ) -> tuple[int, ...]:
-    """The layers whose outputs it reads, from 0."""
+    """Return the layers whose outputs it reads, from 0."""
     key, shift = "target_layer_ids", 0
     found = nested.get(key) or config.get(key)
     if found is None and "speculators_model_type" in config:
@@ -291,7 +297,7 @@ def _taps(
 
 
 def _rising(found: Any, key: str, layers: int, shift: int, place: str) -> tuple[int, ...]:
-    """Rising numbers of layers that a key counts from `shift`, from 0."""
+    """Return a key's layer numbers counted from 0. They must rise; the key counts from `shift`."""
     if (
         not isinstance(found, list)
         or not found

@@ -1,9 +1,9 @@
-"""Tensor parallelism (Megatron-LM, arXiv 1909.08053): which part of every tensor each of several
-processes holds, and which bytes of a checkpoint that is.
+"""Tensor parallelism (Megatron-LM, arXiv 1909.08053): the part of every tensor that each process
+holds, and the rows and columns of a checkpoint that it reads for it.
 
 Heads, feed-forward and vocabulary are split: maps into them by rows, maps out of them by columns,
-embedding and head by tokens. Norms, learned positions and biases of what is summed are whole. Not
-here: the sums (ranks.py), reading (weights.py).
+embedding and head by tokens. Norms, learned positions and biases of summed outputs are not split.
+Not here: the sums (ranks.py), reading (weights.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _BY_TOKENS = ("embed", "head")
 
 
 class Kept(NamedTuple):
-    """The indexes of a whole tensor's dimension `dim` that a process holds, in its order."""
+    """The part of a tensor that a process holds: these runs of indexes of dimension `dim`, in its
+    order."""
 
     dim: int
     runs: tuple[range, ...]
@@ -35,9 +36,12 @@ class Kept(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """What a process takes of a stored tensor: some of its rows and columns (None: all), for the
-    `taken` rows of its own decoder tensor from `first` on; `order` says which of them each stored
-    row becomes, where rows are sorted."""
+    """A part of a stored tensor that a process reads.
+
+    rows, columns: of the stored tensor; None for all columns.
+    first, taken: the part fills rows [first, first + taken) of the process's decoder tensor.
+    order: the target row of each stored row, if rows are reordered.
+    """
 
     rows: range
     columns: range | None
@@ -47,7 +51,7 @@ class Cut(NamedTuple):
 
 
 def check_divisible(spec: Spec, ranks: int, *, model: str) -> None:
-    """UserError unless this model can be split over so many devices."""
+    """Raise a UserError unless this model can be split over so many devices."""
     for what, count in (("attention heads", spec.heads), ("feed-forward size", spec.inner)):
         if count % ranks:
             raise UserError(
@@ -62,8 +66,8 @@ def check_divisible(spec: Spec, ranks: int, *, model: str) -> None:
 
 
 def part_of(spec: Spec, ranks: int) -> Spec:
-    """The spec of one process's part. Where there are fewer key/value heads than processes,
-    several have the same one; the vocabulary is rounded up, and the last parts are filled up."""
+    """Return the spec of one process's part. With fewer key/value heads than processes, several
+    processes hold the same head. The vocabulary is rounded up, and the last parts are padded."""
     return replace(
         spec,
         heads=spec.heads // ranks,
@@ -74,7 +78,7 @@ def part_of(spec: Spec, ranks: int) -> Spec:
 
 
 def kept(spec: Spec, name: str, share: Share) -> Kept | None:
-    """What process `share` holds of a tensor of `parameters(spec)`; None: all of it."""
+    """Return what process `share` holds of a tensor of `parameters(spec)`; None if all of it."""
     part, (rank, ranks) = part_of(spec, share.ranks), share
     layer, kind = name.split(".")[-2:]
     if layer in _BY_TOKENS:
@@ -95,8 +99,12 @@ def kept(spec: Spec, name: str, share: Share) -> Kept | None:
 
 
 def cuts(spec: Spec, piece: Piece, order: Tensor | None, share: Share | None) -> Iterator[Cut]:
-    """What process `share` (None: there is no other one) takes of a stored tensor; `order`: of
-    weights.order_of."""
+    """Yield the parts of a stored tensor that process `share` reads.
+
+    Args:
+        order: see weights.order_of.
+        share: None for a model that is not split.
+    """
     (entry, slot), found = piece, None if share is None else kept(spec, piece.slot.name, share)
     every = range(entry.shape[0])
     turned = slot.how == "transpose" and len(entry.shape) == 2
@@ -115,7 +123,7 @@ def cuts(spec: Spec, piece: Piece, order: Tensor | None, share: Share | None) ->
 
 
 def _within(found: Kept, slot: range) -> Iterator[tuple[range, int]]:
-    """Of the kept rows those of a slot, and where each run begins among all that are kept."""
+    """Yield the kept rows inside a slot, each run with its first index among all kept rows."""
     at = 0
     for run in found.runs:
         rows = range(max(run.start, slot.start), min(run.stop, slot.stop))
@@ -125,7 +133,7 @@ def _within(found: Kept, slot: range) -> Iterator[tuple[range, int]]:
 
 
 def _sorted_cuts(order: Tensor, found: Kept) -> Iterator[Cut]:
-    """Runs of stored rows that are kept, where stored row i is row `order[i]` of the tensor."""
+    """Yield runs of stored rows that are kept. Stored row i is row `order[i]` of the tensor."""
     places = torch.full_like(order, -1)
     at = 0
     for run in found.runs:

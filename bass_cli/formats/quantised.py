@@ -1,7 +1,8 @@
-"""Quantised blocks of GGUF files to float32, in plain torch on whatever device they lie.
+"""Dequantise blocks of GGUF files to float32 in plain torch, on any device.
 
-Bit for bit what the gguf package's numpy gives: every product and sum is rounded as there, none
-is fused. Layouts: ggml-common.h of llama.cpp. Not here: reading them (tensor_files.py).
+The result is bit for bit that of the gguf package's numpy code: every product and sum is rounded
+as there, and none is fused. Layouts: ggml-common.h of llama.cpp. Not here: reading
+(tensor_content.py).
 """
 
 from __future__ import annotations
@@ -16,24 +17,24 @@ _SCALES = 12  # bytes of the sixteen packed 6-bit scales and minima of Q4_K and 
 
 
 def dequantise(raw: Tensor, dtype: str) -> Tensor:
-    """Rows of whole blocks [n, bytes] uint8, contiguous, to [n, elements] float32."""
+    """Convert contiguous rows of whole blocks [n, bytes] uint8 to [n, elements] float32."""
     size, decode = _KINDS[dtype]
     return decode(raw.view(-1, size)).view(len(raw), -1)
 
 
 def block_bytes(dtype: str) -> int:
-    """Bytes of a block of this type."""
+    """Return the bytes of a block of this type."""
     return _KINDS[dtype][0]
 
 
 def _half(blocks: Tensor, at: int) -> Tensor:
-    """The float16 at a byte of every block, as float32 [n, 1]."""
+    """Return the float16 at byte `at` of every block, as float32 [n, 1]."""
     return blocks[:, at : at + 2].view(torch.float16).float()
 
 
 def _bits(packed: Tensor, width: int, run: int) -> Tensor:
-    """Fields of `width` bits: of every `run` bytes all lowest ones, then all next ones.
-    [n, bytes] uint8 to [n, bytes / run, 8 / width, run]."""
+    """Unpack fields of `width` bits, [n, bytes] uint8 to [n, bytes / run, 8 / width, run]. Of every
+    `run` bytes first all lowest fields, then all next ones."""
     groups = packed.reshape(len(packed), -1, 1, run)
     shifts = range(0, 8, width)
     fields = torch.cat([groups >> shift for shift in shifts], dim=2)
@@ -41,19 +42,19 @@ def _bits(packed: Tensor, width: int, run: int) -> Tensor:
 
 
 def _nibbles(packed: Tensor, run: int) -> Tensor:
-    """Fields of four bits [n, 2 bytes], as `_bits` orders them."""
+    """Unpack fields of four bits to [n, 2 * bytes], in the order of `_bits`."""
     groups = packed.reshape(len(packed), -1, 1, run)
     return torch.cat([groups & 15, groups >> 4], dim=2).flatten(1)
 
 
 def _flags(packed: Tensor) -> Tensor:
-    """Single bits in the order of the bytes, the lowest of each first: [n, 8 bytes]."""
+    """Unpack single bits to [n, 8 * bytes], byte by byte, the lowest first."""
     return _bits(packed, 1, 1).flatten(1)
 
 
 def _sub_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Eight scales and eight minima of six bits, from the twelve bytes behind the two halves that
-    they are to be multiplied with: float32 [n, 8, 1] each."""
+    """Return eight scales and eight minima, float32 [n, 8, 1] each. They are six-bit values in the
+    twelve bytes after two float16, which they are multiplied by."""
     packed = blocks[:, 4 : 4 + _SCALES].clone(memory_format=torch.contiguous_format)
     words = packed.view(torch.int32)
     first, both = words[:, :2], words[:, 2:]  # four bytes at a time

@@ -1,7 +1,7 @@
-"""The content of stored tensors, a few megabytes at a time, on the device that is to have it.
+"""Read the content of stored tensors, a few megabytes at a time, to a device.
 
-Quantised blocks go to the device as they are stored and become float32 there. Not here: what is
-stored where (tensor_files.py, gguf_file.py), where it belongs (weights.py).
+Quantised blocks are copied to the device as stored and become float32 there. Not here: places in
+files (tensor_files.py, gguf_file.py), the decoder's tensors (weights.py).
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from bass_cli.formats.quantised import block_bytes, dequantise
 from bass_cli.formats.tensor_files import FLOATS, Entry
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, dtype) for dtype, name in FLOATS.items()}
-# The most of a tensor at once: elements, which quantised ones take some 15 bytes of for a while
-# (on a CPU they should stay in a core's cache; on a GPU a part takes some 40 launches, and these
-# longer than what they do), and bytes.
+# Maximum elements and bytes of a part. Dequantising takes about 15 bytes an element meanwhile: on a
+# CPU that should stay in a core's cache. On a GPU a part takes about 40 launches, whose cost
+# exceeds that of their work.
 _ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 24}
 _BYTES = 1 << 23
 
 
 class Bytes(NamedTuple):
-    """Of a stored tensor: `length` bytes from `offset` on, in each of `lines` rows that lie `pitch`
-    bytes apart."""
+    """A region of a stored tensor: `length` bytes from `offset`, in each of `lines` rows that are
+    `pitch` bytes apart."""
 
     offset: int
     length: int
@@ -41,21 +41,22 @@ class Bytes(NamedTuple):
 
 
 class Stage(Protocol):
-    """What a thread reads files through."""
+    """The buffers through which a thread reads files."""
 
     device: torch.device
 
     def turn(self) -> contextlib.AbstractContextManager[object]:
-        """Where all that is done with what is fetched is to be done."""
+        """Return a context. Everything done with fetched bytes must be done inside it."""
         ...
 
     def fetch(self, file: BinaryIO, entry: Entry, wanted: Bytes) -> Tensor:
-        """These of an entry's bytes, uint8 on the device; valid until the next are fetched."""
+        """Return the wanted bytes of an entry, uint8 on the device. They are valid until the next
+        call."""
         ...
 
 
 class HostStage:
-    """Bytes for the CPU, in one buffer."""
+    """Reads to the CPU, through one buffer."""
 
     device = torch.device("cpu")
 
@@ -74,13 +75,13 @@ class HostStage:
 
 
 class CudaStage:
-    """Bytes for a CUDA device, in a stream of its own, through two pinned buffers: while one is
-    copied to the device the other is read into."""
+    """Reads to a CUDA device in a stream of its own, through two pinned buffers: one is filled
+    while the other is copied to the device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stream = torch.cuda.Stream(device)
-        # Memory that is filled may have been used by what the default stream still has to do.
+        # Pending work of the default stream may still use the memory that is filled here.
         self._stream.wait_stream(torch.cuda.default_stream(device))
         self._pinned = [torch.empty(0, dtype=torch.uint8)] * 2
         self._copied = [torch.cuda.Event(), torch.cuda.Event()]
@@ -102,7 +103,7 @@ class CudaStage:
 
 
 def stage_for(device: torch.device) -> Stage:
-    """A new stage, for the thread that asks."""
+    """Return a new stage for the calling thread."""
     return CudaStage(device) if device.type == "cuda" else HostStage()
 
 
@@ -113,9 +114,16 @@ def parts(
     rows: range | None = None,
     columns: range | None = None,
 ) -> Iterator[tuple[int, Tensor]]:
-    """The tensor's rows in order, or these of them and of their columns, some at a time: how many
-    came before and rows [n, ...] on the stage's device (the CPU without one), float32 where it is
-    quantised. A part is valid until the next is asked for."""
+    """Yield a tensor's rows in order, some at a time.
+
+    Args:
+        stage: default: the CPU.
+        rows, columns: the part to read. Default: all.
+
+    Yields:
+        The number of rows before these, and the rows [n, ...] on the stage's device, float32 if
+        the tensor is quantised. They are valid until the next step.
+    """
     stage = stage or HostStage()
     rows = range(entry.shape[0]) if rows is None else rows
     line, inside = bytes_of(entry, range(1), columns), _first_byte(entry, columns)
@@ -142,8 +150,8 @@ def parts(
 
 
 def bytes_of(entry: Entry, rows: range, columns: range | None) -> int:
-    """How many are read for these rows and columns (None: all). Quantised rows are read whole where
-    columns do not begin and end with a block, and are cut then."""
+    """Return how many bytes are read for these rows and columns (None: all). Quantised rows are
+    read whole and cut afterwards if the columns do not begin and end with a block."""
     width = entry.size // max(entry.shape[0], 1)
     if columns is None:
         return len(rows) * width
@@ -154,13 +162,13 @@ def bytes_of(entry: Entry, rows: range, columns: range | None) -> int:
 
 
 def _first_byte(entry: Entry, columns: range | None) -> int:
-    """Where in a row these columns begin, if they are cut as they are stored."""
+    """Return the first byte in a row of these columns, if stored bytes are cut."""
     unit, elements = _unit(entry)
     return 0 if columns is None else columns.start // elements * unit
 
 
 def _unit(entry: Entry) -> tuple[int, int]:
-    """The bytes that cannot be read apart, and of how many numbers they are."""
+    """Return the bytes of the smallest readable unit, and its number of elements."""
     if entry.dtype in DTYPES:
         return DTYPES[entry.dtype].itemsize, 1
     unit = block_bytes(entry.dtype)
@@ -168,7 +176,7 @@ def _unit(entry: Entry) -> tuple[int, int]:
 
 
 def read_into(file: BinaryIO, entry: Entry, wanted: Bytes, target: Tensor) -> None:
-    """Fill a contiguous CPU tensor with these of an entry's bytes."""
+    """Fill a contiguous CPU tensor with the wanted bytes of an entry."""
     whole = memoryview(target.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
     for line in range(wanted.lines):
         view = whole[line * wanted.length : (line + 1) * wanted.length]
@@ -176,5 +184,5 @@ def read_into(file: BinaryIO, entry: Entry, wanted: Bytes, target: Tensor) -> No
         while view:
             got = file.readinto(view)  # type: ignore[attr-defined]
             if not got:
-                raise UserError(f"{entry.file}: the file was cut short while it was read")
+                raise UserError(f"{entry.file}: the file was truncated while it was read")
             view = view[got:]

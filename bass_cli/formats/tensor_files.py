@@ -1,9 +1,9 @@
-"""Tensor files: what they hold and where, from their header alone.
+"""Read the headers of tensor files: names, types, shapes and places of their tensors.
 
-Formats: safetensors and torch's own zip format; gguf_file.py has GGUF. Each header is held
-against the file's size, so a truncated or corrupt file is a UserError before anything large is
-read. torch is imported for its own format only. Not here: a tensor's content (tensor_content.py),
-what the tensors mean (families.py).
+Formats: safetensors and torch's zip format; gguf_file.py has GGUF. Each header is checked against
+the file's size, so a truncated or corrupt file is a UserError before anything large is read. torch
+is imported for its own format only. Not here: a tensor's content (tensor_content.py), the meaning
+of names (families.py).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from bass_cli.io.reading import open_regular, parse_object, text, whole
 if TYPE_CHECKING:
     from torch import Tensor
 
-# By torch's name: what numbers that are not quantised are called here.
+# Our names of unquantised types, by torch's names.
 FLOATS = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-# Bytes; the limit of the safetensors format, which no GGUF header comes near either.
+# Maximum bytes of a header: the limit of the safetensors format. GGUF headers are far smaller.
 HEADER_LIMIT = 100 * 2**20
-DIMENSIONS = 8  # that a tensor may have: the decoder's have two
+DIMENSIONS = 8  # maximum of a tensor; a decoder's have two
 _SAFETENSORS_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2,
     "U16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
@@ -34,8 +34,11 @@ _SAFETENSORS_BYTES = {
 
 
 class Entry(NamedTuple):
-    """One stored tensor: `shape`, rows first, in bytes [start, start + size) of `file`. `dtype`:
-    one of FLOATS, quantised.QUANTISED, or another of the file's format that cannot be loaded."""
+    """One stored tensor, in bytes [start, start + size) of `file`.
+
+    dtype: one of FLOATS or quantised.QUANTISED, or another name that cannot be loaded.
+    shape: rows first.
+    """
 
     file: Path
     dtype: str
@@ -45,7 +48,11 @@ class Entry(NamedTuple):
 
 
 def read_safetensors(path: Path) -> dict[str, Entry]:
-    """The tensors of a .safetensors file; UserError if it is unreadable, truncated or corrupt."""
+    """Return the tensors of a .safetensors file.
+
+    Raises:
+        UserError: the file is unreadable, truncated or corrupt.
+    """
     with opened(path) as file:
         total = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
@@ -68,7 +75,11 @@ def read_safetensors(path: Path) -> dict[str, Entry]:
 
 
 def _safetensors_entry(path: Path, name: str, item: Any, begin: int) -> Entry:
-    """The tensor that a header's item describes, data beginning at `begin`; ValueError names it."""
+    """Return the tensor that an item of a header describes. `begin`: the file's first byte of data.
+
+    Raises:
+        ValueError: names the tensor and the fault.
+    """
     try:
         first, last = (whole(place) for place in item["data_offsets"])
         dtype, shape = text(item["dtype"]), tuple(whole(size) for size in item["shape"])
@@ -90,7 +101,8 @@ def _safetensors_entry(path: Path, name: str, item: Any, begin: int) -> Entry:
 
 
 def read_torch(path: Path) -> dict[str, Entry]:
-    """The tensors of a .bin file that torch.save wrote (its zip format); no code in it is run."""
+    """Return the tensors of a .bin file that torch.save wrote in its zip format. No code in it is
+    run."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -111,15 +123,13 @@ def read_torch(path: Path) -> dict[str, Entry]:
                 entries[name] = _torch_entry(path, name, tensor)
     except UserError:
         raise
-    except pickle.UnpicklingError:  # its own text advises to run what is in the file
+    except pickle.UnpicklingError:  # torch's own text advises to run code of the file
         raise UserError(
             f"{path}: the file is damaged or holds more than tensors, and no code in it is run; "
-            "convert the "
-            "checkpoint to safetensors"
+            "convert the checkpoint to safetensors"
         ) from None
-    except (
-        Exception
-    ) as error:  # a pickle that is broken, or from before the zip format, may raise anything
+    # a broken pickle, or one from before the zip format, may raise anything
+    except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(
             f"{path}: torch cannot read the file (truncated, or in the format of torch before "
@@ -149,7 +159,11 @@ def _torch_entry(path: Path, name: str, tensor: Tensor) -> Entry:
 
 
 def opened(path: Path) -> BinaryIO:
-    """A regular file to read; UserError where it cannot be."""
+    """Open a regular file for reading.
+
+    Raises:
+        UserError: it cannot be opened.
+    """
     try:
         return open_regular(path)
     except OSError as error:
@@ -159,8 +173,12 @@ def opened(path: Path) -> BinaryIO:
 def check_places(
     path: Path, total: int, entries: dict[str, Entry], *, shared: bool = False
 ) -> None:
-    """UserError unless all tensors lie within the file, none over another unless they may be
-    `shared`."""
+    """Raise a UserError unless all tensors lie within the file and none overlap.
+
+    Args:
+        total: bytes of the file.
+        shared: whether tensors may overlap.
+    """
     if not entries:
         raise UserError(f"{path}: the file holds no tensors")
     end = max(entry.start + entry.size for entry in entries.values())
@@ -174,5 +192,5 @@ def check_places(
     for (start, size, name), (after, _, other) in itertools.pairwise([] if shared else placed):
         if start + size > after:
             raise UserError(
-                f'{path}: the header is corrupt: tensors "{name}" and "{other}" lie over each other'
+                f'{path}: the header is corrupt: tensors "{name}" and "{other}" overlap'
             )

@@ -1,9 +1,8 @@
-"""Loading: a checkpoint's tensors into the decoder's fused ones on the device, a few megabytes at a
+"""Load a checkpoint's tensors into the decoder's fused tensors on the device, a few megabytes at a
 time.
 
-The host never holds more than one part of a tensor for each thread, and the model where the
-device is the host. Not here: reading a part (tensor_content.py), where it belongs, which is
-settled when the checkpoint is opened (checkpoint.py).
+The host holds at most one part of a tensor for each thread (besides the model on a CPU). Not here:
+reading a part (tensor_content.py), pairing stored tensors with the decoder's (checkpoint.py).
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from bass_kernels import import_kernels
 
 __all__ = ["Checkpoint", "load", "locate", "open_checkpoint", "open_head"]
 
-_WORKERS = 4  # threads that read: enough to copy from the page cache as fast as a GPU takes it
+_WORKERS = 4  # reading threads: they copy from the page cache as fast as a GPU can receive
 
 
 def load(
@@ -47,9 +46,14 @@ def load(
     names: Collection[str] | None = None,
     on_read: Callable[[int], None] = lambda size: None,
 ) -> dict[str, Tensor]:
-    """All of its `shapes` on the device in their `stored_dtype`, or those of `names`, or of those
-    of one process's `share`; a tied head is the embedding itself. `on_read` is told the bytes of
-    each tensor that is done."""
+    """Load a checkpoint's tensors to the device in their `stored_dtype`. A tied head is the
+    embedding itself.
+
+    Args:
+        share: load this process's part of a split model. Default: the whole model.
+        names: load these tensors only. Default: all.
+        on_read: called with the number of stored bytes after each tensor.
+    """
     spec = checkpoint.spec
     shapes = checkpoint.shapes if share is None else parameters(part_of(spec, share.ranks))
     weights = {
@@ -67,7 +71,7 @@ def load(
     pool = ThreadPoolExecutor(min(_WORKERS, os.cpu_count() or 1), initializer=begin)
     try:
         filled = pool.map(lambda piece: _fill(weights, piece, spec, own.stage, share), pieces)
-        import_kernels(device)  # while others read
+        import_kernels(device)  # while the threads read
         for piece, (rows, size) in zip(pieces, filled, strict=True):
             unfilled[piece.slot.name] -= rows
             on_read(size)
@@ -75,7 +79,7 @@ def load(
         pool.shutdown(cancel_futures=True)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-            torch.cuda.empty_cache()  # of the threads' streams, which nobody else could use
+            torch.cuda.empty_cache()  # memory of the threads' streams is of no use to others
     assert not any(unfilled.values()), unfilled
     if spec.tied:
         weights["head.weight"] = weights["embed.weight"]
@@ -83,7 +87,7 @@ def load(
 
 
 def size_of(checkpoint: Checkpoint, share: Share | None = None) -> int:
-    """Bytes of the stored tensors that `load` reads."""
+    """Return the bytes of the stored tensors that `load` reads."""
     if share is None:
         return checkpoint.size
     return sum(
@@ -94,8 +98,8 @@ def size_of(checkpoint: Checkpoint, share: Share | None = None) -> int:
 
 
 def _rows(spec: Spec, name: str, weight: Tensor, share: Share | None) -> int:
-    """How many rows of a process's tensor the checkpoint fills; there may be none for the last
-    ones of a vocabulary's part, which are 0."""
+    """Return how many rows of a process's tensor the checkpoint fills. The last part of a
+    vocabulary may have more rows; they are set to 0."""
     found = None if share is None else kept(spec, name, share)
     if found is None or found.dim == 1:
         return len(weight)
@@ -110,8 +114,8 @@ def _cuts(spec: Spec, piece: Piece, share: Share | None) -> Iterator[Cut]:
 def _fill(
     weights: dict[str, Tensor], piece: Piece, spec: Spec, stage: Stage, share: Share | None
 ) -> tuple[int, int]:
-    """Write a stored tensor, or the share of it, into its rows; how many these are, and how many
-    bytes were read."""
+    """Write a stored tensor, or this process's share of it, into its rows. Return the numbers of
+    rows written and bytes read."""
     entry, slot = piece
     rows = size = 0
     with entry.file.open("rb", buffering=0) as file, stage.turn():
@@ -132,8 +136,7 @@ def _fill(
 
 
 def _place(target: Tensor, part: Tensor, first: int, how: str, order: Tensor | None) -> None:
-    """Write stored rows from `first` on, transformed; `order` says which rows of the target they
-    become."""
+    """Transform stored rows from `first` on and write them. `order`: the target's row of each."""
     last = first + len(part)
     if order is not None:
         target.index_copy_(0, order[first:last], part.to(target.device, target.dtype))
@@ -146,7 +149,7 @@ def _place(target: Tensor, part: Tensor, first: int, how: str, order: Tensor | N
 
 
 def _deinterleave(spec: Spec, rows: int) -> Tensor:
-    """For each stored row of q or k the row it becomes: in every head, even rotary dimensions
+    """Return the target row of each stored row of q or k: in every head, even rotary dimensions
     come first."""
     assert spec.rope is not None
     place = torch.arange(spec.head_size)
@@ -156,8 +159,8 @@ def _deinterleave(spec: Spec, rows: int) -> Tensor:
 
 
 def _codegen(spec: Spec, rows: int) -> Tensor:
-    """The same for CodeGen's fused rows: blocks of q, v, k (the order is theirs) become q, k, v,
-    q and k reordered."""
+    """Return the target row of each of CodeGen's fused rows: blocks of q, v, k, in that order,
+    become q, k, v, with q and k deinterleaved."""
     width = rows // 3
     turned = _deinterleave(spec, width)
     q, v, k = (part * width for part in (0, 2, 1))
@@ -172,5 +175,5 @@ _ORDERS: dict[str, Callable[[Spec, int], Tensor]] = {
 
 
 def order_of(spec: Spec, slot: Slot) -> Tensor | None:
-    """For each stored row of a slot the row of its part that it becomes, where rows are sorted."""
+    """Return the target row of each stored row of a slot; None if rows keep their order."""
     return _ORDERS[slot.how](spec, slot.rows) if slot.how in _ORDERS else None

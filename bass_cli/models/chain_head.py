@@ -57,9 +57,9 @@ class ChainHead:
         return Layers(1, body.kv_heads, body.head_size), Layers(1, 1, body.width // 2)
 
     def read(self, tokens: Tensor, hidden: Tensor, step: Pass) -> None:
-        """Write the features of the tokens [B, W] of `step`, from hidden [B, W, taps * width],
-        and the keys and values of pairs. In a prefill the token behind each is known; rows take
-        their first token with the feature before it, which stands in the store."""
+        """Write the features of the tokens [B, W] of `step` and the keys and values of their pairs
+        (see ReadsHidden). In a prefill the token after each feature is known. Rows pair their
+        first token with the feature before it, which is in the store."""
         features = ops.linear(hidden, self._fc, None)
         if step.following is not None:
             pairs, tokens, positions = features, step.following, step.positions

@@ -313,9 +313,10 @@ def test_resumed_run_equals_plain_decoding(here):
         ("authors", {"architectures": ["LlamaForCausalLMEagle"]}, 'the drafter "LlamaForCausalLMEagle" is not supported'),
         ("speculators", {"speculators_model_type": "eagle"}, 'the drafter "eagle" is not supported'),
         ("authors", {"num_hidden_layers": 2}, 'key "num_hidden_layers": 2 is not supported, only 1 is'),
-        ("authors", {"hidden_size": 64}, 'key "hidden_size": it was trained for a target of 64, and this one has 48'),
-        ("authors", {"vocab_size": 302}, 'key "vocab_size": it was trained for a target of 302'),
-        ("speculators", {"target_hidden_size": 64}, 'key "target_hidden_size": it was trained for a target of 64'),
+        ("authors", {"hidden_size": 64},
+         'key "hidden_size": the drafter was trained for a target of 64, and this one has 48'),
+        ("authors", {"vocab_size": 302}, 'key "vocab_size": the drafter was trained for a target of 302'),
+        ("speculators", {"target_hidden_size": 64}, 'key "target_hidden_size": the drafter was trained for a target of 64'),
         ("authors", {"eagle_config": {}}, 'the key "eagle_aux_hidden_state_layer_ids" is missing, and a target of 4'),
         ("authors", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 4]}}, "from 0 to 3, are needed"),
         ("authors", {"eagle_config": {"use_aux_hidden_state": False}}, 'key "use_aux_hidden_state": False is not'),
@@ -343,7 +344,7 @@ def test_tensors_are_checked_against_the_config(here):
         (lambda tensors: tensors.update({"midlayer.self_attn.q_proj.weight": torch.ones(48, 48)}),
          'tensor "midlayer.self_attn.q_proj.weight" has shape [48, 48], not [48, 96]'),
         (lambda tensors: tensors.update({"fc.weight": torch.ones(48, 96)}), "has shape [48, 96], not [48, 144]"),
-        (lambda tensors: tensors.pop("d2t"), 'tensor "d2t" is missing, which says the ids of 150'),
+        (lambda tensors: tensors.pop("d2t"), 'tensor "d2t" is missing; it maps the 150 tokens'),
     ):  # fmt: skip
         write_chain(here / "head", "authors")
         tensors = load_file(here / "head" / "model.safetensors")

@@ -340,8 +340,10 @@ def test_another_drafter_is_a_different_run_under_maximal_coupling(here):
         ("dspark", {"architectures": ["Qwen3DSparkModle"]}, 'the drafter "Qwen3DSparkModle" is not supported; did'),
         ("dspark", {"architectures": None}, 'the key "architectures" (or speculators_model_type) is missing'),
         ("dspark-speculators", {"speculators_model_type": "mlp"}, 'the drafter "mlp" is not supported'),
-        ("dspark", {"hidden_size": 64}, 'key "hidden_size": it was trained for a target of 64, and this one has 48'),
-        ("dspark", {"vocab_size": 302}, 'key "vocab_size": it was trained for a target of 302, and this one has 301'),
+        ("dspark", {"hidden_size": 64},
+         'key "hidden_size": the drafter was trained for a target of 64, and this one has 48'),
+        ("dspark", {"vocab_size": 302},
+         'key "vocab_size": the drafter was trained for a target of 302, and this one has 301'),
         ("dspark", {"target_layer_ids": [0, 3]}, "the target's layers, from 0 to 2, are needed, not [0, 3]"),
         ("dspark", {"target_layer_ids": None}, 'the key "target_layer_ids" is missing'),
         ("dspark-speculators", {"aux_hidden_state_layer_ids": [0, 2]}, "from 1 to 3, are needed, not [0, 2]"),
@@ -354,7 +356,7 @@ def test_another_drafter_is_a_different_run_under_maximal_coupling(here):
         ("dflash", {"dflash_config": {"causal": True}}, 'key "causal": True is not supported, only False is'),
         ("dspark", {"markov_rank": None}, 'the key "markov_rank" is missing'),
         ("dspark", {"sample_from_anchor": "yes"}, 'key "sample_from_anchor": true or false is needed'),
-        ("dspark", {"sample_from_anchor": True, "dspark_bonus_anchor": True}, "say the contrary of each other"),
+        ("dspark", {"sample_from_anchor": True, "dspark_bonus_anchor": True}, "contradict each other"),
         ("dspark", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}, "layers with a window"),
         ("dspark", {"model_type": "gemma3_text"}, 'layers like those of "gemma3_text" are not supported'),
     ],
@@ -456,9 +458,9 @@ def test_profile_has_no_drafts_longer_than_a_block(models):
 def test_ids_of_a_shorter_vocabulary_are_checked(here):
     target = open_checkpoint(here / "target").spec
     for change, reason in (
-        (lambda tensors: tensors.pop("d2t"), 'tensor "d2t" is missing, which says the ids of 150'),
-        (lambda tensors: tensors.update(d2t=tensors["d2t"] + 2), '"d2t" does not say 150 different ids of 301'),
-        (lambda tensors: tensors.update(d2t=-torch.arange(150)), '"d2t" does not say 150 different ids of 301'),
+        (lambda tensors: tensors.pop("d2t"), 'tensor "d2t" is missing; it maps the 150 tokens'),
+        (lambda tensors: tensors.update(d2t=tensors["d2t"] + 2), '"d2t" does not give 150 different ids below 301'),
+        (lambda tensors: tensors.update(d2t=-torch.arange(150)), '"d2t" does not give 150 different ids below 301'),
         (lambda tensors: tensors.update(d2t=torch.arange(9)), '[150] of type I64 is needed, not [9] of type I64'),
         (lambda tensors: tensors.pop("lm_head.weight"), 'tensor "lm_head.weight" is missing'),
     ):  # fmt: skip

@@ -1,5 +1,5 @@
-"""Every key of a configuration is read, harmless, refused or named: held against the classes and
-the modelling code of transformers, and against the keys of the gguf package."""
+"""Every key of a configuration is read, harmless, refused or named in a note. The lists are compared
+with the classes and the modelling code of transformers, and with the keys of the gguf package."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def covered(family: str) -> set[str]:
 
 
 @pytest.mark.parametrize("family", PLAIN)
-def test_every_field_of_the_class_is_read_harmless_or_refused(family: str) -> None:
+def test_every_config_field_is_read_or_harmless_or_refused(family: str) -> None:
     assert set(defaults_of(family)) - covered(family) == set()
     assert FAMILIES[family].aliases == type(AutoConfig.for_model(family)).attribute_map
 
 
 @pytest.mark.parametrize("family", PLAIN)
-def test_defaults_are_those_of_the_class(family: str) -> None:
+def test_defaults_equal_those_of_transformers(family: str) -> None:
     theirs, kind = defaults_of(family), FAMILIES[family]
     different = {
         key: (value, theirs[key])
@@ -73,7 +73,7 @@ def test_defaults_are_those_of_the_class(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", [*PLAIN, "ministral"])
-def test_every_key_that_the_modelling_code_reads_is_covered(family: str) -> None:
+def test_every_key_that_the_modelling_code_reads_is_listed(family: str) -> None:
     name = {"gemma3_text": "gemma3"}.get(family, family)
     module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     shared = (transformers.masking_utils, transformers.cache_utils)
@@ -88,7 +88,7 @@ def test_every_generation_default_is_harmless() -> None:
     assert set(transformers.GenerationConfig._get_default_generation_params()) <= HARMLESS
 
 
-def test_every_known_rope_type_is_that_of_transformers() -> None:
+def test_rope_types_use_the_keys_that_transformers_uses() -> None:
     functions = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS
     assert set(ROPE_TYPES) - {"default"} <= set(functions)
     for kind in set(ROPE_TYPES) - {"default"}:
@@ -130,12 +130,12 @@ def test_harmless_keys_do_not_change_the_logits_of_transformers(
 
 
 @pytest.mark.parametrize("family", PLAIN)
-def test_what_transformers_writes_needs_no_note(family: str, tmp_path: Path) -> None:
+def test_configs_that_transformers_writes_need_no_note(family: str, tmp_path: Path) -> None:
     write_checkpoint(family, tmp_path, shards=False)
     assert open_checkpoint(tmp_path).notes == ()
 
 
-def test_a_key_that_is_not_read_is_named_with_its_value(tmp_path: Path) -> None:
+def test_unread_key_is_named_with_its_value(tmp_path: Path) -> None:
     write_checkpoint("qwen2", tmp_path, shards=False)
     rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0, "mrope_section": [2, 3]}
     place = edited(tmp_path, mlp_bias=True, unheard_of=None, new_scale=2.5, rope_parameters=rope)
@@ -145,7 +145,7 @@ def test_a_key_that_is_not_read_is_named_with_its_value(tmp_path: Path) -> None:
     assert "unheard_of" not in note
 
 
-def test_a_note_quotes_hostile_keys_briefly() -> None:
+def test_note_shortens_hostile_keys() -> None:
     config = json.loads(AutoConfig.for_model("llama").to_json_string(use_diff=False))
     hostile = {"\x1b]0;x\x07" + "a" * 10**5: "\x1b[31m" * 10**4, **{f"k{i}": 1 for i in range(999)}}
     (note,) = notes_of_config({**config, **hostile}, place="x")
@@ -154,13 +154,13 @@ def test_a_note_quotes_hostile_keys_briefly() -> None:
     assert " and 988 more" in note
 
 
-def test_a_folder_with_its_own_code_is_named(tmp_path: Path) -> None:
+def test_note_says_that_own_code_is_not_run(tmp_path: Path) -> None:
     write_checkpoint("llama", tmp_path, shards=False)
     edited(tmp_path, auto_map={"AutoModelForCausalLM": "modeling.Own"})
     assert "the model's own code; it reads the model as llama" in open_checkpoint(tmp_path).notes[0]
 
 
-def test_one_model_for_target_and_draft_is_named_once(tmp_path: Path) -> None:
+def test_model_used_twice_has_one_note(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     write_checkpoint("llama", tmp_path, shards=False)
     edited(tmp_path, new_scale=2.5)
@@ -188,14 +188,14 @@ NEUTRAL_VALUES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("key", REFUSED)
-def test_a_key_that_changes_the_computation_is_refused(key: str) -> None:
+def test_key_that_changes_the_computation_is_refused(key: str) -> None:
     config = json.loads(AutoConfig.for_model("llama", num_hidden_layers=3).to_json_string())
     with pytest.raises(UserError, match=f'^folder/config.json: key "{key}": ') as error:
         spec_of_config({**config, key: REFUSED[key]}, place="folder/config.json")
     assert len(str(error.value)) < 300
 
 
-def test_their_neutral_values_are_accepted_without_a_note() -> None:
+def test_neutral_values_are_accepted_without_a_note() -> None:
     config = json.loads(
         AutoConfig.for_model("llama", num_hidden_layers=3).to_json_string(use_diff=False)
     )
@@ -239,7 +239,7 @@ def test_every_gguf_key_is_read_harmless_or_refused(name: str) -> None:
     ("rope.scaling.yarn_beta_fast", 8.0, 32.0), ("rope.scaling.yarn_log_multiplier", 0.1, 0.0),
     ("nextn_predict_layers", 1, 0), ("attn_logit_softcapping", 50.0, 0.0), ("rope.dimension_count_swa", 4, 8),
 ])  # fmt: skip
-def test_gguf_keys_that_change_the_computation(
+def test_gguf_key_that_changes_the_computation_is_refused(
     key: str, value: Any, accepted: Any, tmp_path: Path
 ) -> None:
     plain = {"attention_bias": False, "mlp_bias": False, "head_dim": 8}
@@ -252,7 +252,7 @@ def test_gguf_keys_that_change_the_computation(
     assert open_checkpoint(path).notes == ()
 
 
-def test_gguf_keys_that_are_not_read_are_named(tmp_path: Path) -> None:
+def test_unread_gguf_keys_are_named(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     write_gguf("qwen2", path, kind="F32",
                metadata={"qwen2.attention.sliding_window": 64, "qwen2.new_scale": 2.5})  # fmt: skip
@@ -282,7 +282,7 @@ KINDS = ("dflash", "dspark", "dflash-speculators", "dspark-speculators")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_keys_of_drafters_that_are_not_read_are_named(kind: str) -> None:
+def test_unread_keys_of_drafters_are_named(kind: str) -> None:
     plain = block_config(
         kind, width=48, vocab=301, aux_layers=(0, 1), auto_map={"AutoModel": "x.Y"}
     )
@@ -297,7 +297,7 @@ def test_keys_of_drafters_that_are_not_read_are_named(kind: str) -> None:
     "key", sorted(REFUSED.keys() - {"is_causal", "sliding_window", "layer_types"})
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_keys_of_a_drafters_layers_that_change_the_computation_are_refused(
+def test_drafter_layer_key_that_changes_the_computation_is_refused(
     key: str, kind: str
 ) -> None:
     config = block_config(kind, width=48, vocab=301, aux_layers=(0, 1))

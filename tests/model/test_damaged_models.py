@@ -1,5 +1,5 @@
-"""Checkpoints that are damaged or made to do harm: found by headers alone, named, without
-waiting, much memory or code."""
+"""Damaged or malicious checkpoints are refused by their headers alone, with the fault named, in short
+time, with little memory, and without running code."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ HEADERS: dict[str, tuple[dict[str, Any], str]] = {
     "negative offsets": ({"data_offsets": [-8, 57784]}, f"{WHOLE}-8"),
     "turned offsets": ({"data_offsets": [57792, 0]}, "its size does not fit its shape"),
     "far offsets": ({"data_offsets": [2**62, 2**62 + 57792]}, "the file is truncated"),
-    "shared offsets": ({"data_offsets": [400, 58192]}, 'tensors ".*" and ".*" lie over each other'),
+    "shared offsets": ({"data_offsets": [400, 58192]}, 'tensors ".*" and ".*" overlap'),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", HEADERS)
-def test_what_a_safetensors_header_says_of_a_tensor(
+def test_damaged_safetensors_header_is_refused(
     fault: str, models: Path, tmp_path: Path
 ) -> None:
     changes, message = HEADERS[fault]
@@ -101,11 +101,11 @@ def instead(path: Path, kind: str) -> None:
 
 
 def listed(name: Any) -> Callable[[Path], Any]:
-    """Has the index say that all tensors are in this file."""
+    """Make the index place all tensors in this file."""
     return lambda path: path.write_text(json.dumps({"weight_map": {"a": name}}))
 
 
-BESIDE = 'key "weight_map": the name of a file beside it is needed, not '
+BESIDE = 'key "weight_map": the name of a file in the same folder is needed, not '
 NO_FILE = "cannot read the file: a file is needed, not a folder, a pipe or a device"
 CONFIG, GENERATION, INDEX = "config.json", "generation_config.json", "model.safetensors.index.json"
 SHARD = "model-00001-of-00007.safetensors"
@@ -137,7 +137,7 @@ FILES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("fault", FILES)
-def test_what_lies_in_a_models_folder(fault: str, models: Path, tmp_path: Path) -> None:
+def test_damaged_model_folder_is_refused(fault: str, models: Path, tmp_path: Path) -> None:
     name, spoil, message = FILES[fault]
     shutil.copytree(models / "shards", tmp_path / "m")
     assert (tmp_path / "m" / name).exists()
@@ -146,7 +146,7 @@ def test_what_lies_in_a_models_folder(fault: str, models: Path, tmp_path: Path) 
 
 
 class Intruder:
-    """What a pickle of it does when it is read: make a folder."""
+    """Its pickle makes a folder when it is loaded."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -156,7 +156,7 @@ class Intruder:
 
 
 def save_compressed(path: Path) -> None:
-    """Records of which a small file could hold any number."""
+    """A compressed archive: a small file could hold any number of records."""
     torch.save({"a": torch.zeros(10**6)}, path)
     with zipfile.ZipFile(path) as whole:
         records = {name: whole.read(name) for name in whole.namelist()}
@@ -183,7 +183,7 @@ TORCH: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("fault", TORCH)
-def test_what_torch_saved(fault: str, tmp_path: Path) -> None:
+def test_damaged_torch_file_is_refused(fault: str, tmp_path: Path) -> None:
     spoil, message = TORCH[fault]
     path = tmp_path / "pytorch_model.bin"
     spoil(path)
@@ -203,7 +203,7 @@ def tensor(
     kind: int = 0,
     offset: int | None = None,
 ) -> Callable[[bytes], bytes]:
-    """Has the header say this of the output norm, which it holds as [96] numbers of type 0."""
+    """Change the header of the output norm, which holds [96] numbers of type 0."""
 
     def change(raw: bytes) -> bytes:
         at = raw.index(NORM) + len(NORM)
@@ -219,7 +219,7 @@ def tensor(
 
 
 def field(kind: int, value: bytes, name: bytes = b"a") -> Callable[[bytes], bytes]:
-    """Puts one more field of metadata before the others."""
+    """Insert a field of metadata before the others."""
 
     def change(raw: bytes) -> bytes:
         count = struct.pack("<Q", struct.unpack_from("<Q", raw, 16)[0] + 1)
@@ -243,7 +243,7 @@ def renamed(old: bytes, new: bytes) -> Callable[[bytes], bytes]:
 
 
 def retyped(name: bytes, value: float) -> Callable[[bytes], bytes]:
-    """Has a field of a whole number be a float."""
+    """Change an integer field to a float."""
 
     def change(raw: bytes) -> bytes:
         at = raw.index(name) + len(name)
@@ -279,7 +279,7 @@ GGUF: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "unknown quantisation": (tensor(kind=99), 'tensor "output_norm.weight" has type 99'),
     "quantised norm": (tensor(kind=12), r'tensor "output_norm.weight" of type Q4_K has shape \(96,\)'),
     "far away": (tensor(offset=2**63), "the file is truncated"),
-    "on another": (tensor(offset=0), 'tensors ".*" and ".*" lie over each other'),
+    "on another": (tensor(offset=0), 'tensors ".*" and ".*" overlap'),
     "float eos": (retyped(b"tokenizer.ggml.eos_token_id", 2.0), "a token id or a list of them is "
                                                                 "needed, not 2.0"),
     "float count": (retyped(b"llama.block_count", 3.5), '"llama.block_count": a whole number from '
@@ -289,7 +289,7 @@ GGUF: dict[str, tuple[Callable[[bytes], bytes], str]] = {
 
 
 @pytest.mark.parametrize("fault", GGUF)
-def test_what_a_gguf_header_says(fault: str, models: Path, tmp_path: Path) -> None:
+def test_damaged_gguf_header_is_refused(fault: str, models: Path, tmp_path: Path) -> None:
     spoil, message = GGUF[fault]
     raw = (models / "model.gguf").read_bytes()
     spoiled = spoil(raw)
@@ -299,7 +299,7 @@ def test_what_a_gguf_header_says(fault: str, models: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
-def test_a_gguf_file_that_is_none(kind: str, tmp_path: Path) -> None:
+def test_file_that_is_no_gguf_is_refused(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.touch()
     instead(path, kind)

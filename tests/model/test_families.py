@@ -1,5 +1,5 @@
-"""Configurations to Specs: as hubs have them and as transformers 5 writes them; names; what is
-refused, and how."""
+"""Configurations to Specs, as hubs have them and as transformers 5 writes them; tensor names; refusals
+and their messages."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_old_and_new_style_give_the_same_spec(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OLD)
-def test_configs_of_hubs_need_no_note(name: str) -> None:
+def test_hub_configs_need_no_note(name: str) -> None:
     assert notes_of_config(OLD[name], place="") == ()
 
 
@@ -134,7 +134,7 @@ def test_values_that_matter() -> None:
         4096, Rope(10000.0, 32), True, {"up", "down", "head"})  # fmt: skip
 
 
-def test_llama3_frequencies_are_those_of_transformers() -> None:
+def test_llama3_frequencies_equal_those_of_transformers() -> None:
     spec = spec_of_config(OLD["llama-3.1"], place="")
     assert spec.rope is not None
     assert spec.rope.factors is not None
@@ -150,7 +150,7 @@ def test_llama3_frequencies_are_those_of_transformers() -> None:
 @pytest.mark.parametrize("name", ["llama-3.1", "mistral-v0.1", "qwen2-windows", "starcoder2-3b"])
 @pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
 def test_rope_by_layer_type_is_refused_outside_gemma(name: str, key: str) -> None:
-    """transformers reads a plain rotary embedding from it, or fails."""
+    """transformers ignores it and uses plain rotary embedding, or fails."""
     nested = {"full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 50.0},
               "sliding_attention": {"rope_type": "default", "rope_theta": 7.0}}  # fmt: skip
     with pytest.raises(UserError, match="by layer type are not supported"):
@@ -158,7 +158,7 @@ def test_rope_by_layer_type_is_refused_outside_gemma(name: str, key: str) -> Non
 
 
 @pytest.mark.parametrize("family", WRITTEN)
-def test_every_decoder_tensor_has_its_rows_named_once(family: str) -> None:
+def test_slots_cover_every_row_of_the_decoder_once(family: str) -> None:
     model = build_model(family)
     config = model.config.to_dict()
     spec = spec_of_config(config, place="")
@@ -178,7 +178,7 @@ def test_every_decoder_tensor_has_its_rows_named_once(family: str) -> None:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_gguf_names_cover_the_decoder(name: str) -> None:
+def test_gguf_slots_cover_the_decoder(name: str) -> None:
     kind = ARCHITECTURES[name]
     eps = "layer_norm_rms_epsilon" if kind.norm == "rms" else "layer_norm_epsilon"
     metadata = {key.replace("llama.", f"{name}."): value for key, value in GGUF.items()}
@@ -190,7 +190,7 @@ def test_gguf_names_cover_the_decoder(name: str) -> None:
     assert (spec.vocab, spec.context, spec.tied, spec.family) == (77, 64, True, kind.family)
 
 
-def test_gguf_values() -> None:
+def test_gguf_specs_have_the_published_values() -> None:
     one_a_layer = {**GGUF, "llama.attention.head_count_kv": [2, 2], "llama.attention.key_length": 16,
                    "llama.attention.value_length": 16, "llama.rope.freq_base": 5e5}  # fmt: skip
     spec = spec_of_gguf(
@@ -220,8 +220,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
      'rope type "longrope".* default, linear, dynamic, llama3, yarn'),
     (changed("llama-3.1", rope_scaling={"type": "su", "factor": 2.0}), 'rope type "su" is not supported'),
     (changed("llama-3.1", rope_scaling={"type": "dynamic"}), 'rope_parameters: the key "factor" is missing'),
-    (changed("llama-3.1", rope_theta=1.0, rope_scaling={"type": "yarn", "factor": 2.0}), 'for a rope base of 1,'),
-    (changed("llama-3.1", rope_scaling={"type": "yarn", "factor": 2.0, "beta_fast": 1e308}), "and 1 to 1e.308 turns"),
+    (changed("llama-3.1", rope_theta=1.0, rope_scaling={"type": "yarn", "factor": 2.0}), 'for rope_theta 1,'),
+    (changed("llama-3.1", rope_scaling={"type": "yarn", "factor": 2.0, "beta_fast": 1e308}),
+     "beta_slow 1 and beta_fast 1e.308"),
     (changed("llama-3.1", rope_scaling={"type": "yarn", "factor": 2.0, "attention_factor": -1}), '"attention_factor": a'),
 
     (changed("llama-3.1", rope_scaling={"type": "linear"}), 'rope_parameters: the key "factor" is '
@@ -231,9 +232,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
                                               "'big'"),
     (changed("llama-3.1", num_hidden_layers=2.5), '"num_hidden_layers": a whole number from 1 to '
                                                   '4096 is needed, not 2.5'),
-    (changed("llama-3.1", num_key_value_heads=5), '"num_key_value_heads": 5 does not divide the number of attention heads, 32'),
-    (changed("llama-3.1", num_attention_heads=24), '"num_attention_heads": a width of 4096 has no '
-                                                   '24 does not divide the hidden size'),
+    (changed("llama-3.1", num_key_value_heads=5),
+     '"num_key_value_heads": 5 does not divide the number of attention heads, 32'),
+    (changed("llama-3.1", num_attention_heads=24), '"num_attention_heads": 24 does not divide the hidden size'),
     ({k: v for k, v in OLD["llama-3.1"].items() if k != "vocab_size"}, 'the key "vocab_size" is '
                                                                        'missing'),
     (changed("llama-3.1", quantization_config={"bits": 4}), '"quantization_config".*GGUF'),
@@ -252,7 +253,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
                                                             'True is not supp'),
     (changed("codegen", n_head=2), '"n_head": the number of heads must be a multiple of 4'),
     (changed("gptj", rotary_dim=0), '"rotary_dim": a number above 0 is needed, not 0'),
-    (changed("gptj", rotary_dim=258), "258 rotary dimensions of a head of 256"),
+    (changed("gptj", rotary_dim=258), "from 2 to 256 .the size of a head., not 258"),
     (changed("gpt2", model_type=["gpt2"]), r'"model_type": the family "\[\'gpt2\'\]" is not supported'),
     (changed("gpt2", model_type={}), '"model_type": the family "{}" is not supported'),
     (changed("gpt2", activation_function=["gelu"]), '"activation_function": the activation .* is '
@@ -320,7 +321,7 @@ def test_refusals_name_file_key_and_choices(config: dict[str, Any], message: str
     ({"llama.rope.scaling.type": ""}, 'the rope type "" is not supported'),
     ({"llama.rope.scaling.type": "yarn", "llama.rope.freq_base": 1.0}, 'YaRN is undefined for rope_theta 1'),
     ({"llama.rope.scaling.factor": -2.0}, '"llama.rope.scaling.factor": a number above 0'),
-    ({"llama.rope.dimension_count": 4, "llama.rope.scaling.attn_factor": 1.5}, "only a part of each head is rotary"),
+    ({"llama.rope.dimension_count": 4, "llama.rope.scaling.attn_factor": 1.5}, "for heads that are only partly rotary"),
     ({"llama.attention.value_length": 9}, '"llama.attention.value_length": 9 differs'),
     ({"llama.context_length": None}, 'the key "llama.context_length" is missing'),
     ({"llama.attention.head_count_kv": [2, 1]}, r'"llama.attention.head_count_kv": a number above 0 is needed'),
@@ -331,7 +332,7 @@ def test_refusals_name_file_key_and_choices(config: dict[str, Any], message: str
     ({"llama.attention.key_length": 2**40, "llama.attention.value_length": 2**40}, '"llama.attention.key_length": a whole'),
     ({"split.count": "3"}, '"split.count": a number above 0 is needed'),
     ({"llama.rope.scaling.type": 2.0}, 'the rope type "2.0"'),
-    ({"llama.rope.dimension_count": 7}, "7 rotary dimensions of a head of 8"),
+    ({"llama.rope.dimension_count": 7}, "from 2 to 8 .the size of a head., not 7"),
     ({"llama.rope.dimension_count": 2**31}, '"llama.rope.dimension_count": a whole number'),
 ])  # fmt: skip
 def test_gguf_refusals(change: dict[str, Any], message: str) -> None:
@@ -350,7 +351,7 @@ def test_gguf_needs_an_embedding_and_fitting_factors() -> None:
         spec_of_gguf(
             {**other, "general.architecture": "qwen2"}, EMBEDDING, place="", rope_factors=(1.0,) * 4
         )
-    with pytest.raises(UserError, match="has 3 factors, not 4"):
+    with pytest.raises(UserError, match="has 3 factors, and 4 are needed"):
         spec_of_gguf(GGUF, EMBEDDING, place="x.gguf", rope_factors=(1.0,) * 3)
 
 

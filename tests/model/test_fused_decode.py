@@ -1,5 +1,5 @@
-"""The kernels of a few tokens (products, mixing) against their definitions: on a CUDA device,
-else by the interpreter."""
+"""The kernels for few tokens (products, mixing) against their definitions, on a CUDA device or in
+Triton's interpreter."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -41,7 +41,7 @@ def begun(dtype, *, count=3, width=300, scale=1.0):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scale", [1.0, 6.92])
-def test_begin(dtype, scale):
+def test_fused_embedding_and_norm_match_the_definition(dtype, scale):
     stream, residual, norm = begun(dtype, scale=scale)
     assert torch.equal(stream.residual.double(), residual)
     close(stream.x, residual * norm, dtype)
@@ -54,7 +54,7 @@ def test_begin(dtype, scale):
     ("cut", "count"),
     [(None, 8), (None, 1), (Cut(20, 32, 3, 64, 4), 8), (Cut(27, 32, 2, 128, 4), 1)],
 )
-def test_products(dtype, cut, count):
+def test_fused_products_match_the_definition(dtype, cut, count):
     """Norm and product; product and addition to the stream; norm and gated product: for odd
     sizes and every way to deal."""
     stream, residual, norm = begun(dtype, count=count)
@@ -91,7 +91,7 @@ def test_products(dtype, cut, count):
     ("wide", "window", "norms"),
     [(1, 0, True), (3, 0, False), (2, 20, True), (16, 75, False), (1, 1, False)],
 )
-def test_mix(dtype, splits, wide, window, norms):
+def test_fused_attention_matches_the_definition(dtype, splits, wide, window, norms):
     """Attention with rope and cache write in one, for rows on two prompts and none; slots that
     nobody may see are loud, and what is written was NaN."""
     given = case(wide, dtype)
@@ -143,8 +143,8 @@ def test_mix(dtype, splits, wide, window, norms):
         assert torch.equal(a.isnan(), poisoned(given)[1][0].isnan())
 
 
-def test_a_token_that_is_fed_twice_counts_once():
-    """Catching up from before a row's own span raises positions to its start: tokens repeat."""
+def test_token_fed_twice_is_attended_to_once():
+    """If a draft catches up from before a row's span, positions are raised to its start: tokens repeat."""
     _q, own, prompt, segments = case(1, torch.float32)
     rows = len(segments.base)
     qkv = randn(rows, (6 + 4) * 16, seed=8)
@@ -175,7 +175,7 @@ def test_a_token_that_is_fed_twice_counts_once():
     close(thrice.view(rows, 3, -1), once[:, None].expand(rows, 3, -1), torch.float32)
 
 
-def test_which_passes_take_them():
+def test_fused_decode_serves_supported_passes_only():
     from bass_cli.bench.shapes import spec_of
     from bass_cli.models.fused_decode import serves
     from bass_cli.models.spec import Norm

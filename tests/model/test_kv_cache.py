@@ -1,5 +1,5 @@
-"""The store's book-keeping: spans shared, freed, grown into; rows that move; the batch's rows in
-step with it."""
+"""The bookkeeping of the key/value store: spans are shared, freed and grown, rows move, and the
+batch's rows stay in step."""
 
 import numpy
 import pytest
@@ -20,7 +20,7 @@ from bass_cli.models.runner import Runner
 
 
 class _NoLayers:
-    """A decoder as a Runner sees it, with next to nothing in it."""
+    """A minimal decoder, as a Runner uses it."""
 
     cached, dtype, device = (Layers(1, 1, 2),), torch.float32, torch.device("cpu")
     reader = ranks = None
@@ -35,7 +35,7 @@ def store(rows=4, span=8):
     )
 
 
-def test_prompts_never_overlap_and_their_places_are_used_again():
+def test_prompt_spans_never_overlap_and_are_reused():
     cache = store()
     a, b, c = cache.reserve(300), cache.reserve(0), cache.reserve(500)
     assert {(a.start, a.length), (c.start, c.length)} == {(0, 300), (300, 500)}
@@ -47,7 +47,7 @@ def test_prompts_never_overlap_and_their_places_are_used_again():
     assert b.length == 0
 
 
-def test_a_growing_store_keeps_what_it_holds():
+def test_store_that_grows_keeps_its_content():
     cache = store()
     span = cache.reserve(900)
     cache.prompt_values[1][:, :900] = 7
@@ -59,7 +59,7 @@ def test_a_growing_store_keeps_what_it_holds():
 @pytest.mark.parametrize(
     ("free", "positions"), [(16 * 3.25, 4096), (16 * 3.25 - 0.1, 2048), (1.25, 2048), (1.2, 1040)]
 )
-def test_a_store_grows_by_as_much_as_is_little_of_what_is_free(monkeypatch, free, positions):
+def test_store_grows_more_if_much_memory_is_free(monkeypatch, free, positions):
     """In stores of 1,024 positions, which one is there at first, of four tensors: growing takes
     what is new, and for a moment one of the four once more. 10 positions more are needed, and come by 16."""
     cache = store()
@@ -69,7 +69,7 @@ def test_a_store_grows_by_as_much_as_is_little_of_what_is_free(monkeypatch, free
     assert (span.start, cache.positions) == (0, positions)
 
 
-def test_what_nothing_is_free_for_is_said(monkeypatch):
+def test_store_that_cannot_grow_raises_memory_error(monkeypatch):
     cache = store()
     monkeypatch.setattr(kv_cache, "free_memory", lambda device: 0)
     with pytest.raises(MemoryError, match="1034 positions"):
@@ -77,7 +77,7 @@ def test_what_nothing_is_free_for_is_said(monkeypatch):
     assert cache.positions == 1024
 
 
-def test_a_span_is_free_only_when_it_is_closed_and_its_last_row_has_gone():
+def test_span_is_freed_when_closed_and_without_rows():
     cache = store()
     span = cache.reserve(10)
     cache.swap_rows(begun=[([0], span)])
@@ -89,7 +89,7 @@ def test_a_span_is_free_only_when_it_is_closed_and_its_last_row_has_gone():
     assert cache.reserve(10).start == 0
 
 
-def test_rows_of_a_prompt_are_grouped_and_a_moved_row_takes_its_keys_along():
+def test_rows_of_a_prompt_are_grouped_and_moved_rows_keep_their_keys():
     cache = store()
     spans = [cache.reserve(5), cache.reserve(3)]
     for row, which in enumerate((0, 1, 0, 0)):
@@ -106,7 +106,7 @@ def test_rows_of_a_prompt_are_grouped_and_a_moved_row_takes_its_keys_along():
 
 
 class Copies(TorchDispatchMode):
-    """Counts the copies between tensors of more than two numbers."""
+    """Count the copies between tensors of more than two numbers."""
 
     def __init__(self):
         super().__init__()
@@ -117,7 +117,7 @@ class Copies(TorchDispatchMode):
         return function(*arguments, **(options or {}))
 
 
-def test_a_row_moves_without_a_copy_and_layers_are_plain_tensors():
+def test_row_moves_without_a_copy_and_layers_are_plain_tensors():
     cache = store(rows=3, span=6)
     for row in (0, 2):
         cache.swap_rows(begun=[([row], cache.reserve(4 + row))])
@@ -133,7 +133,7 @@ def test_a_row_moves_without_a_copy_and_layers_are_plain_tensors():
 
 
 @pytest.mark.parametrize("moved", [2**26, 1500, 1])
-def test_rows_that_grow_take_their_keys_along_in_the_order_in_which_they_grow(moved, monkeypatch):
+def test_rows_that_grow_keep_their_keys(moved, monkeypatch):
     """One row's new pieces are those that the one before it has left; and however little is
     copied at once, each is read before it is written."""
     monkeypatch.setattr("bass_cli.models.kv_cache._COPY_BYTES", moved)
@@ -181,13 +181,13 @@ def test_rows_that_grow_take_their_keys_along_in_the_order_in_which_they_grow(mo
 
 
 def teams_of(cache, rows, size=4):
-    """What a captured pass would read of the tables: members, tiles without empty places."""
+    """The tables as a captured pass reads them: members, and tiles without empty places."""
     segments = cache.decode(torch.zeros(rows, 1, dtype=torch.int64), None).segments
     tiles = [[row for row in tile if row >= 0] for tile in segments.teams.tiles[size].tolist()]
     return segments.teams.member.tolist(), [tile for tile in tiles if tile]
 
 
-def test_teams_follow_rows_that_come_go_and_move(monkeypatch):
+def test_prefix_groups_follow_rows_that_begin_end_and_move(monkeypatch):
     monkeypatch.setattr("bass_cli.models.kv_cache._TEAMED", 128)
     cache = store(rows=8)
     long, other, short = cache.reserve(200), cache.reserve(300), cache.reserve(3)
@@ -218,7 +218,7 @@ def test_teams_follow_rows_that_come_go_and_move(monkeypatch):
     assert all((table == -1).all() for table in tables.tiles.values())
 
 
-def test_a_row_that_outgrows_its_span_is_our_own_mistake():
+def test_row_that_outgrows_its_slots_fails_an_assertion():
     cache = store(span=4)
     cache.swap_rows(begun=[([0], cache.reserve(2))])
     cache.decode(torch.tensor([[5]]), [6])
@@ -226,7 +226,7 @@ def test_a_row_that_outgrows_its_span_is_our_own_mistake():
         cache.decode(torch.tensor([[6]]), [7])
 
 
-def test_a_batch_stays_dense_and_every_column_follows_its_row():
+def test_batch_stays_dense_and_columns_follow_their_rows():
     batch = Batch(rows=3, context=8, device=torch.device("cpu"))
     rows = [
         Row(str(i), i, 5, [i] * (i + 1), 20, temperature=i / 2, top_k=i, top_p=1 - i / 10)
@@ -268,7 +268,7 @@ def admitted_together_and_one_by_one(groups):
     return loops
 
 
-def test_rows_admitted_together_are_those_admitted_one_by_one():
+def test_rows_admitted_together_equal_rows_admitted_one_by_one():
     """Prompts of unequal length in one call and in several, rows that hold other numbers before,
     tokens that outgrow the batch."""
 
@@ -301,8 +301,8 @@ def test_rows_admitted_together_are_those_admitted_one_by_one():
     assert one.drafter._fed.tolist() == other.drafter._fed.tolist() == [2, 2, 0, 10, 10, 0]
 
 
-def test_rows_that_come_and_go_take_few_operations():
-    """Each is a launch on a GPU: as many for eight rows as for one, whatever they do."""
+def test_row_changes_take_few_operations():
+    """Each operation is a launch on a GPU: eight rows take as many as one row."""
 
     def operations(ended, begun):
         batch, cache = Batch(rows=16, context=64, device=torch.device("cpu")), store(rows=16)
@@ -329,7 +329,7 @@ def test_rows_that_come_and_go_take_few_operations():
     assert operations([0, 3, 5], 1) <= 30
 
 
-def test_new_rows_take_the_places_of_those_that_ended_and_only_then_the_last_ones_do():
+def test_new_rows_fill_freed_places_before_rows_are_moved():
     batch = Batch(rows=6, context=32, device=torch.device("cpu"))
     rows = [Row(str(i), i, 5, [i] * (i + 1), 20, temperature=1 + i / 2) for i in range(12)]
     for ended, begun, moved, due in (
@@ -353,7 +353,7 @@ def test_new_rows_take_the_places_of_those_that_ended_and_only_then_the_last_one
         assert all(rows[i].place == -1 for i in range(12) if i not in due)
 
 
-def test_what_a_row_gained_stays_its_own_wherever_it_moves():
+def test_moved_row_keeps_its_tokens():
     """Some rows end and others move between rounds; a row that has left is complete, and one that
     took its place begins with nothing."""
     batch = Batch(rows=3, context=32, device=torch.device("cpu"))
@@ -393,7 +393,7 @@ def test_what_a_row_gained_stays_its_own_wherever_it_moves():
     assert (rows[4].accepted, rows[4].room, rows[4].log_probabilities) == (1, 8, [-22.0])
 
 
-def test_commit_appends_each_rows_own_count_and_last_reads_it_back():
+def test_commit_appends_each_rows_tokens_and_last_reads_them():
     batch = Batch(rows=2, context=16, device=torch.device("cpu"))
     for i, tokens in enumerate(([1, 2, 3], [4])):
         batch.swap_rows([], [Row(str(i), 0, 0, tokens, 10)])

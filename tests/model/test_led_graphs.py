@@ -1,5 +1,5 @@
-"""A follower's graphs: what is captured, replayed, done call by call, and forgotten. No device: a
-capture here notes which calls came meanwhile."""
+"""A follower's graphs are captured, replayed, run call by call, and freed. Without a device: a capture
+here records the calls made meanwhile."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FORWARD, FEED, END = (1, "forward", (2, 3)), (2, "feed", (2, 1)), (0, "captured"
 
 
 class Captured:
-    """Stands for a graph, and for the function that captures one."""
+    """A fake graph, and the function that captures one."""
 
     def __init__(self, done: list[Any], function: Callable[[], None]):
         self._done, before = done, len(done)
@@ -32,7 +32,7 @@ class Captured:
 
 
 class Follower:
-    """Graphs that are told `calls`, and what they did."""
+    """FollowedGraphs that receive `calls`, and a record of what they did."""
 
     def __init__(self, device: str, calls: list[Call]):
         self.done: list[Any] = []
@@ -56,7 +56,7 @@ def follower(monkeypatch: pytest.MonkeyPatch, device: str, calls: list[Call]) ->
     return made
 
 
-def test_a_graph_has_the_calls_up_to_its_end_and_the_next_one_those_behind_it(
+def test_consecutive_graphs_have_their_own_calls(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     one = follower(monkeypatch, "cuda", [FORWARD, FEED, END, FEED, END])
@@ -68,7 +68,7 @@ def test_a_graph_has_the_calls_up_to_its_end_and_the_next_one_those_behind_it(
     assert one.done == [("replayed", FEED), ("replayed", FORWARD, FEED)]
 
 
-def test_what_has_moved_here_alone_is_done_call_by_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graph_with_moved_memory_is_run_call_by_call(monkeypatch: pytest.MonkeyPatch) -> None:
     one = follower(monkeypatch, "cuda", [FORWARD, FEED, END, FORWARD, END])
     one.graphs.capture(1, ())
     one.graphs.capture(2, {1})
@@ -78,7 +78,7 @@ def test_what_has_moved_here_alone_is_done_call_by_call(monkeypatch: pytest.Monk
     assert one.done == [FORWARD, FEED, ("replayed", FORWARD)]
 
 
-def test_a_cpu_does_the_calls_of_a_graph_when_it_is_replayed(
+def test_cpu_runs_the_calls_of_a_graph_at_replay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     one = follower(monkeypatch, "cpu", [FORWARD, FEED, END])
@@ -88,8 +88,8 @@ def test_a_cpu_does_the_calls_of_a_graph_when_it_is_replayed(
     assert one.done == [FORWARD, FEED]
 
 
-def test_a_graph_of_the_leaders_alone_is_none_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A draft model that catches up, for one: CUDA would warn of an empty graph."""
+def test_graph_without_calls_captures_nothing_in_the_follower(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example, a draft model that catches up. CUDA would warn of an empty graph."""
     one = follower(monkeypatch, "cuda", [END])
     one.graphs.capture(1, ())
     one.graphs.replay(1)
@@ -97,7 +97,7 @@ def test_a_graph_of_the_leaders_alone_is_none_here(monkeypatch: pytest.MonkeyPat
     assert one.done == []
 
 
-def test_what_the_leader_replays_no_more_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_follower_frees_graphs_that_the_leader_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Call] = [FORWARD, END] * 3
     one = follower(monkeypatch, "cuda", calls)
     for number, live in ((1, ()), (2, {1}), (3, {2})):

@@ -1,4 +1,4 @@
-"""Logits equal to transformers', fp32: every family, safetensors and GGUF, ragged rows, prefill
+"""Logits equal those of transformers in fp32: every family, safetensors and GGUF, ragged rows, prefill
 and every width."""
 
 from __future__ import annotations
@@ -87,13 +87,13 @@ def assert_same(decoder: Decoder, model: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_safetensors(family: str, tmp_path: Path) -> None:
+def test_logits_of_safetensors_equal_transformers(family: str, tmp_path: Path) -> None:
     model = write_checkpoint(family, tmp_path)
     assert_same(decoder_of(tmp_path), model)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_prefill_gives_all_logits(family: str, tmp_path: Path) -> None:
+def test_prefill_logits_equal_transformers(family: str, tmp_path: Path) -> None:
     model = write_checkpoint(family, tmp_path, seed=3)
     decoder = decoder_of(tmp_path)
     text = texts_of(decoder.spec.vocab)[1]
@@ -174,7 +174,7 @@ _MIXED = ["full_attention", "sliding_attention", "full_attention"]
     ("gemma3_text", {}, {"hidden_act": "relu", "mlp_bias": True}),
     ("llama", {}, {"norm_epsilon": 0.5, "use_bias": True, "activation_function": "relu", "query_pre_attn_scalar": 3}),
 ])  # fmt: skip
-def test_keys_mean_what_transformers_makes_of_them(
+def test_logits_with_changed_keys_equal_transformers(
     family: str, overrides: dict, changes: dict, tmp_path: Path
 ) -> None:
     """The model that transformers loads from the same folder, after its config was edited."""
@@ -185,7 +185,7 @@ def test_keys_mean_what_transformers_makes_of_them(
     assert_same(decoder_of(tmp_path), theirs)
 
 
-def test_other_names_of_sizes(tmp_path: Path) -> None:
+def test_aliases_of_sizes_give_the_same_logits(tmp_path: Path) -> None:
     write_checkpoint("gpt2", tmp_path, shards=False)
     path = tmp_path / "config.json"
     names = {"n_embd": "hidden_size", "n_head": "num_attention_heads", "n_layer": "num_hidden_layers",
@@ -220,7 +220,7 @@ _LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
                "scaling.finetuned": True, "scaling.attn_factor": 1.5},
      {**_YARN, "attention_factor": 1.5 * (0.1 * math.log(4.0) + 1)}),
 ])  # fmt: skip
-def test_gguf_rope_scaling(family: str, scaling: dict, rope: dict, tmp_path: Path) -> None:
+def test_gguf_rope_scaling_equals_transformers(family: str, scaling: dict, rope: dict, tmp_path: Path) -> None:
     """Old and implicit spellings, against transformers with the scaling that llama.cpp computes:
     a missing type is linear, a factor of 0 is 1, and yarn scales attention."""
     plain = {"attention_bias": False, "mlp_bias": False} if family == "llama" else {}
@@ -235,7 +235,7 @@ def test_gguf_rope_scaling(family: str, scaling: dict, rope: dict, tmp_path: Pat
 
 
 def test_gguf_factors_are_multiplied_by_linear_scaling(tmp_path: Path) -> None:
-    """As llama.cpp does: the tensor divides a frequency, and the factor divides the position."""
+    """As in llama.cpp: the tensor divides a frequency, and the factor divides the position."""
     path = tmp_path / "model.gguf"
     model = write_gguf("llama3", path, kind="F32", metadata={"llama.rope.scale_linear": 4.0})
     model.model.rotary_emb.inv_freq /= 4.0
@@ -245,15 +245,15 @@ def test_gguf_factors_are_multiplied_by_linear_scaling(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_0", "Q4_1"])
 @pytest.mark.parametrize("family", GGUF_FAMILIES)
 def test_gguf(family: str, kind: str, tmp_path: Path) -> None:
-    """Against a transformers model that holds the dequantised values."""
+    """Against a transformers model with the dequantised values."""
     path = tmp_path / "model.gguf"
     model = write_gguf(family, path, kind=kind)
     assert_same(decoder_of(path), model)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_gguf_as_transformers_reads_it(family: str, tmp_path: Path) -> None:
-    """The same file read by transformers: our writer's idea of the format is not only our own."""
+def test_gguf_logits_equal_transformers_reading_the_same_file(family: str, tmp_path: Path) -> None:
+    """transformers reads the same file, so our writer is checked too."""
     extra = {"attention_bias": False, "mlp_bias": False} if family == "llama" else {"head_dim": 32}
     write_gguf(
         family,
@@ -269,7 +269,7 @@ def test_gguf_as_transformers_reads_it(family: str, tmp_path: Path) -> None:
 
 @torch.inference_mode()
 def greedy(decoder: Decoder, prompts: list[list[int]], count: int) -> list[list[int]]:
-    """`count` ids a row by plain greedy decoding, all rows in one ragged batch."""
+    """Draw `count` ids for each row by plain greedy decoding, all rows in one ragged batch."""
     runner = Runner(decoder, rows=len(prompts), span=count, lag=1)
     rows = [list(prompt) for prompt in prompts]
     for row, prompt in enumerate(prompts):

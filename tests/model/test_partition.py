@@ -1,5 +1,5 @@
-"""Which part of a checkpoint each of several processes holds and reads: all parts together are the
-whole, for every family; sizes that cannot be split are refused."""
+"""The part of a checkpoint that each of several processes holds and reads: all parts together are the
+whole, for every family. Sizes that cannot be split are refused."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def check_parts(checkpoint: Checkpoint, ranks: int) -> list[int]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_parts_of_a_checkpoint_are_the_whole_and_no_more_is_read(
+def test_parts_of_a_checkpoint_add_up_to_the_whole(
     family: str, tmp_path: Path
 ) -> None:
     write_checkpoint(family, tmp_path, shards=False, **(FEWER if family == "qwen2" else {}))
@@ -69,7 +69,7 @@ def test_parts_of_a_checkpoint_are_the_whole_and_no_more_is_read(
     assert shared < checkpoint.size / 5  # nearly all is split
 
 
-def test_quantised_rows_are_cut_and_columns_where_a_block_ends(tmp_path: Path) -> None:
+def test_quantised_columns_are_cut_at_block_ends(tmp_path: Path) -> None:
     """Halves of 64 columns end with a block of 32, halves of 48 do not: such rows are read whole."""
     path = tmp_path / "tiny.gguf"
     write_gguf("llama", path, kind="Q8_0", intermediate_size=128, num_attention_heads=6,
@@ -100,7 +100,7 @@ def test_three_parts_of_an_odd_vocabulary(tmp_path: Path) -> None:
         ({"heads": 12, "kv_heads": 3}, "key/value heads 3"),
     ],
 )
-def test_sizes_that_cannot_be_split_are_named(
+def test_sizes_that_cannot_be_split_are_refused(
     change: dict[str, int], reason: str, tmp_path: Path
 ) -> None:
     write_checkpoint("llama", tmp_path)

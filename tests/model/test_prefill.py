@@ -1,6 +1,5 @@
-"""Prompts read together, in tiles and by padded graphs, without a GPU: rows that follow give the
-tokens that they give after each prompt was read alone, whatever else is, was or will be in the
-store."""
+"""Prompts prefilled together, in tiles and by padded graphs, without a GPU: rows give the same tokens
+as after reading each prompt alone, whatever else is in the store."""
 
 import functools
 import weakref
@@ -61,7 +60,7 @@ def small(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def tiles(monkeypatch):
-    """Tiles as on a GPU; `Passes.tile` = 1 is what there is without one."""
+    """Tiles as on a GPU. Without one `Passes.tile` is 1."""
     monkeypatch.setattr(prompts, "TILE", {"cpu": 16})
 
 
@@ -84,7 +83,7 @@ def logits_of(runner, row, tokens, rows):
 
 
 def runners(decoder, lag, rows=2):
-    """One that reads prompts in plain torch, and one by graphs."""
+    """One decoder that prefills in plain torch, and one that uses graphs."""
     both = [Runner(decoder, rows=rows, span=60, lag=lag, record=how) for how in (None, record)]
     both[0]._passes.tile = 1
     return both
@@ -95,7 +94,7 @@ def captures(runner):
 
 
 def keys(runner):
-    """What is stored of each open prompt, by key: [2, L, K, T, D]."""
+    """The stored keys and values of each open prompt, by key: [2, L, K, T, D]."""
     layers = range(len(runner.cache.prompt_keys))
     return {
         key: torch.stack(
@@ -113,7 +112,7 @@ def keys(runner):
     ("family", "lag"), [("qwen2", 1), ("mistral", 2), ("gemma3_text", 1), ("gptj", 2), ("opt", 1)]
 )
 @pytest.mark.parametrize("tile", [1, 16])
-def test_prompts_that_wait_together_are_read_together(decoders, family, lag, tile, monkeypatch):
+def test_waiting_prompts_are_prefilled_together(decoders, family, lag, tile, monkeypatch):
     """Many short ones and long ones (some longer than a pass, and than a window), in passes that
     split them at any place: what is stored is what each alone would have stored."""
     monkeypatch.setattr(runner_module, "PASS", 48)
@@ -138,7 +137,7 @@ def test_prompts_that_wait_together_are_read_together(decoders, family, lag, til
         torch.testing.assert_close(found[key], value, atol=1e-5, rtol=1e-4)
 
 
-def test_what_prompts_have_in_common_is_computed_once(decoders, monkeypatch):
+def test_common_prefix_of_prompts_is_computed_once(decoders, monkeypatch):
     """Also where the first of them is still to be read, is split by passes, or has gone; what is
     stored is what each alone would have stored, whatever becomes of the others."""
     monkeypatch.setattr(runner_module, "_COPIED", 16)
@@ -185,7 +184,7 @@ def test_what_prompts_have_in_common_is_computed_once(decoders, monkeypatch):
     torch.testing.assert_close(keys(together)["again"], due["a"], atol=1e-5, rtol=1e-4)
 
 
-def test_the_passes_that_a_job_takes_fall_with_prompts_that_wait_together(decoders):
+def test_waiting_prompts_take_fewer_passes(decoders):
     """Products run once over all of them: the launches too are those of one prompt, but for
     attention in plain torch."""
     alone, together = (Runner(decoders("qwen2"), rows=2, span=60, lag=1) for _ in range(2))
@@ -197,7 +196,7 @@ def test_the_passes_that_a_job_takes_fall_with_prompts_that_wait_together(decode
     assert not together._unread
 
 
-def test_a_row_begins_only_when_its_prompt_is_there(decoders):
+def test_row_begins_after_its_prompt_is_stored(decoders):
     """Prompts that wait are read at the latest when a row of one of them begins, as far as
     needed (tiles of 39 tokens have 48); one that is closed before is not read at all."""
     runner = Runner(decoders("qwen2"), rows=2, span=60, lag=1)
@@ -217,7 +216,7 @@ def test_a_row_begins_only_when_its_prompt_is_there(decoders):
 @pytest.mark.parametrize(
     ("family", "lag"), [("qwen2", 1), ("mistral", 2), ("gemma3_text", 1), ("gptj", 2)]
 )
-def test_rows_see_what_an_ordinary_prefill_stores(decoders, family, lag, monkeypatch):
+def test_rows_read_the_keys_of_an_ordinary_prefill(decoders, family, lag, monkeypatch):
     """Twice each length: captured, then replayed at another place and with other tokens, a
     neighbour on either side."""
     monkeypatch.setattr(cache, "ARENA", {"cpu": 128})
@@ -244,7 +243,7 @@ def test_rows_see_what_an_ordinary_prefill_stores(decoders, family, lag, monkeyp
 
 
 @pytest.mark.usefixtures("small")
-def test_long_prompts_are_read_in_passes_and_the_store_may_move_between(decoders, monkeypatch):
+def test_store_may_move_between_passes_over_a_long_prompt(decoders, monkeypatch):
     """One pass and one more token; then prompts that make the store grow, here by no more than
     they need: what was captured before must not be used."""
     monkeypatch.setattr(cache, "_SMALL_PART", 1 << 40)
@@ -268,7 +267,7 @@ def test_long_prompts_are_read_in_passes_and_the_store_may_move_between(decoders
     ("length", "passes"),
     [(95, [[48], [47], [7]]), (96, [[90], [6, 7]]), (200, [[90], [90], [20, 7]])],
 )
-def test_a_long_prompt_has_passes_of_its_own(decoders, length, passes, monkeypatch):
+def test_long_prompt_has_its_own_passes(decoders, length, passes, monkeypatch):
     """Up to 90 tokens where 96 or more are left, never captured, and beside no other prompt; what
     is stored is what passes that are shared store."""
     monkeypatch.setattr(runner_module, "PASS", 48)
@@ -291,7 +290,7 @@ def test_a_long_prompt_has_passes_of_its_own(decoders, length, passes, monkeypat
         torch.testing.assert_close(keys(long)[key], value, atol=1e-5, rtol=1e-4)
 
 
-def test_one_token_more_than_the_largest_pass(decoders):
+def test_prompt_one_token_longer_than_the_largest_pass(decoders):
     eager, graphed = runners(decoders("qwen2"), 1)
     for runner in (eager, graphed):
         runner.open("x", text(514))
@@ -302,8 +301,8 @@ def test_one_token_more_than_the_largest_pass(decoders):
     assert captures(graphed) == 2
 
 
-def test_padding_spares_the_neighbours(decoders):
-    """What fills a tile or a pass up is stored where no prompt is."""
+def test_padding_leaves_neighbouring_slots_unchanged(decoders):
+    """The keys of padding tokens go to a slot that no prompt uses."""
     runner = Runner(decoders("qwen2"), rows=2, span=60, lag=1, record=record)
     store, touched = runner.cache.prompt_keys[2], torch.zeros(1024, dtype=torch.bool)
     for length in (17, 33, 18, 20, 2, 19, 34):  # captured, then replayed, in tiles not full
@@ -319,7 +318,7 @@ def test_padding_spares_the_neighbours(decoders):
     assert captures(runner) == 3
 
 
-def test_a_size_is_captured_when_it_has_come_often_enough_and_never_under_a_deadline(
+def test_size_is_captured_after_enough_passes_but_never_under_a_deadline(
     decoders, monkeypatch
 ):
     monkeypatch.setattr(prompts, "PATIENCE", 2)
@@ -340,8 +339,8 @@ def test_a_size_is_captured_when_it_has_come_often_enough_and_never_under_a_dead
     assert seen == [0, 0, 0, 0, 0, 1, 1, 2, 2, 2]
 
 
-def test_a_larger_graph_serves_until_padding_has_cost_a_capture(decoders, monkeypatch):
-    """And what it stores is what an uncaptured pass stores."""
+def test_larger_graph_is_used_until_padding_costs_a_capture(decoders, monkeypatch):
+    """It stores what an uncaptured pass stores."""
     monkeypatch.setattr(prompts, "PATIENCE", 2)
     monkeypatch.setattr(prompts, "_PADDING", 8.0)  # half a pass for 32 tokens of padding
     eager, runner = runners(decoders("qwen2"), 1)
@@ -367,7 +366,7 @@ def test_a_larger_graph_serves_until_padding_has_cost_a_capture(decoders, monkey
 
 
 @pytest.mark.usefixtures("small")
-def test_prepared_graphs_serve_every_length_and_are_made_once(decoders, monkeypatch):
+def test_prepared_graphs_serve_every_length_and_are_captured_once(decoders, monkeypatch):
     monkeypatch.setattr(prompts, "PATIENCE", 8)
     _, runner = runners(decoders("qwen2"), 1)
     runner.prepare_prompts()
@@ -381,7 +380,7 @@ def test_prepared_graphs_serve_every_length_and_are_made_once(decoders, monkeypa
 
 
 def test_whole_jobs_give_the_same_tokens(decoders):
-    """Target and draft, several prompts in the store at once, rows that come and go."""
+    """Target and draft, several prompts in the store at once, rows that begin and end."""
     target, draft = decoders("mistral"), decoders("mistral").keep_layers([0, 2])
     given = [text(n, seed=5) for n in (1, 2, 15, 16, 17, 18, 40, 70)]
     rows = [
@@ -422,7 +421,7 @@ class Pool:
         return graph
 
 
-def test_a_store_that_moves_leaves_the_pool_in_use(monkeypatch):
+def test_store_that_moves_keeps_the_graph_pool_in_use(monkeypatch):
     monkeypatch.setattr(prompts, "PATIENCE", 2)
     pool = Pool()
     runs, before, store = [], [], 0

@@ -66,7 +66,7 @@ def logits_of(decoder: Decoder) -> Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_parts_give_the_logits_of_the_whole(
+def test_split_model_gives_the_logits_of_the_whole(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The vocabulary is 301 ids, of which 300 are kept: parts of 151 are joined and cut."""

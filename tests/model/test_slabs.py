@@ -1,5 +1,5 @@
-"""The allocator of rows' pieces: nothing is had twice, nothing is lost, what is free comes together
-again."""
+"""The buddy allocator of private blocks: no block is given twice, none is lost, and free buddies are
+merged."""
 
 import numpy
 import pytest
@@ -38,7 +38,7 @@ def check(slabs):
 
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 4), st.integers(0, 40), st.data())
-def test_rows_that_come_grow_move_and_go(power, more, data):
+def test_blocks_stay_consistent_as_rows_begin_grow_move_and_end(power, more, data):
     most = 2**power
     slabs = Slabs(ROWS, Pieces(most + more, most))
     twin, live = Slabs(ROWS, slabs.pieces), 0
@@ -72,7 +72,7 @@ def test_rows_that_come_grow_move_and_go(power, more, data):
 
 @settings(max_examples=150, deadline=None)
 @given(st.integers(1, 4), st.integers(0, 20), st.data())
-def test_when_those_of_least_worth_have_gone_a_row_can_grow(power, more, data):
+def test_row_can_grow_after_the_least_worthy_rows_are_evicted(power, more, data):
     """Whatever lies where, and the rows to go are those of one run, worth no more than any
     other's."""
     most = 2**power
@@ -111,7 +111,7 @@ def test_when_those_of_least_worth_have_gone_a_row_can_grow(power, more, data):
 
 
 @pytest.mark.parametrize("most", [1, 4])
-def test_the_lowest_places_come_first_and_a_row_alone_reaches_the_most(most):
+def test_lowest_blocks_come_first_and_a_single_row_can_have_the_maximum(most):
     slabs = Slabs(3, Pieces(most + 2, most))
     slabs.swap_rows((), (), [0, 1])
     slabs.swap_rows([0], [(1, 0)], ())
@@ -124,7 +124,7 @@ def test_the_lowest_places_come_first_and_a_row_alone_reaches_the_most(most):
 
 
 class Late:
-    """A device that copies when somebody waits for it; `events` are recorded behind copies."""
+    """A device that copies late, when an event is waited for. `events` are recorded after copies."""
 
     def __init__(self):
         self.due, self.arrived, self.waits = [], [], 0
@@ -149,8 +149,8 @@ class Event:
         self.device.come_to(self.copies)
 
 
-def test_what_is_sent_is_not_written_over_before_it_is_there(monkeypatch):
-    """However late the device copies; and memory is pinned once, not for each."""
+def test_pinned_buffer_is_not_reused_before_its_copy_is_done(monkeypatch):
+    """The device may copy late. Memory is pinned once, not for each copy."""
     late, pinned = Late(), []
 
     def empty(count, *, dtype, pin_memory):
@@ -178,7 +178,7 @@ def test_what_is_sent_is_not_written_over_before_it_is_there(monkeypatch):
     assert len(pinned) < 3 * module._PARTS
 
 
-def test_a_cpu_has_what_is_sent_already():
+def test_sender_shares_memory_on_a_cpu():
     array = numpy.arange(6).reshape(2, 3)
     there = Sender(torch.device("cpu")).send(array)
     assert (there.tolist(), there.data_ptr()) == (array.tolist(), array.ctypes.data)

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: what is found wrong before loading, and what is loaded, to the last row."""
+"""Checkpoints on disk: faults are found before loading, and every row is loaded."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def edit_tensors(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> N
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_all_parameters_are_there(
+def test_checkpoints_have_all_parameters(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every element is written: memory that starts as NaN has none left."""
+    """Every element is written: no NaN is left of memory that starts as NaN."""
     write_checkpoint(family, tmp_path)
     checkpoint = open_checkpoint(tmp_path)
 
@@ -103,8 +103,8 @@ def test_norms_stay_float32(family: str, tmp_path: Path) -> None:
     )
 
 
-def test_parts_make_no_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors read a few rows at a time are those read whole: every transform, both formats."""
+def test_size_of_parts_does_not_change_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors read a few rows at a time equal tensors read whole: every transform, both formats."""
     for family in ("opt", "gpt2", "codegen", "gemma3_text"):
         write_checkpoint(family, tmp_path / family)
         write_gguf("llama", tmp_path / "llama.gguf", kind="Q4_1")
@@ -118,7 +118,7 @@ def test_parts_make_no_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_dtypes(dtype: torch.dtype, stored: torch.dtype, tmp_path: Path) -> None:
+def test_weights_are_converted_to_the_wanted_dtype(dtype: torch.dtype, stored: torch.dtype, tmp_path: Path) -> None:
     model = write_checkpoint("qwen2", tmp_path, shards=False).to(stored)
     model.save_pretrained(tmp_path)
     weights = load(open_checkpoint(tmp_path), dtype=dtype, device=CPU)
@@ -152,7 +152,7 @@ def test_torch_files_load_like_safetensors(tmp_path: Path) -> None:
 
 
 def test_names_without_prefix_and_buffers(tmp_path: Path) -> None:
-    """As the first GPT-2 checkpoints have it: no "transformer." and the causal mask stored."""
+    """The first GPT-2 checkpoints have no "transformer." and store the causal mask."""
     write_checkpoint("gpt2", tmp_path, shards=False)
     wanted = fp32(tmp_path)
 
@@ -169,8 +169,8 @@ def test_names_without_prefix_and_buffers(tmp_path: Path) -> None:
     assert all(torch.equal(got[name], wanted[name]) for name in wanted)
 
 
-def test_a_head_beside_a_tied_embedding(tmp_path: Path) -> None:
-    """The same values: tied. Others: it is a head of its own, as transformers has it."""
+def test_head_beside_a_tied_embedding_is_compared_with_it(tmp_path: Path) -> None:
+    """A head with the same values is tied. One with others is its own, as in transformers."""
     write_checkpoint("opt", tmp_path, shards=False)
     edit_tensors(
         tmp_path,
@@ -185,7 +185,7 @@ def test_a_head_beside_a_tied_embedding(tmp_path: Path) -> None:
     assert (weights["head.weight"] != weights["embed.weight"]).any(1).nonzero().tolist() == [[100]]
 
 
-def test_a_head_is_found_by_the_name_that_its_family_gives_it(
+def test_head_is_found_by_its_familys_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A family that calls head and embedding otherwise; its config says that they are tied, and
@@ -226,7 +226,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "not json": (lambda f: shard(f, 0).write_bytes(struct.pack("<Q", 4) + b"{x}}" * 9), r"model-00001.*corrupt"),
     "odd entry": (lambda f: shard(f, 0).write_bytes(struct.pack("<Q", 8) + b'{"a": 1}'), r"model-00001.*corrupt"),
     "shard gone": (lambda f: shard(f, 2).unlink(), r"model-00003.*: cannot read the file: No such file"),
-    "no weights": (lambda f: [file.unlink() for file in f.glob("model*")], "there are no weights"),
+    "no weights": (lambda f: [file.unlink() for file in f.glob("model*")], "no weights found"),
     "no config": (lambda f: (f / "config.json").unlink(), r"config\.json: cannot read the file: No such file"),
     "broken config": (lambda f: truncate(f / "config.json"), r"config\.json: broken JSON"),
     "listed config": (lambda f: (f / "config.json").write_text("[]"), r"config\.json: a JSON object is needed"),
@@ -253,7 +253,7 @@ def test_faults_are_found_on_opening(fault: str, tmp_path: Path) -> None:
     assert str(tmp_path) in str(error.value)
 
 
-def test_unloadable_types(tmp_path: Path) -> None:
+def test_unsupported_types_are_refused(tmp_path: Path) -> None:
     write_checkpoint("llama3", tmp_path, shards=False)
     edit_tensors(
         tmp_path, lambda t: t.update({"model.norm.weight": torch.ones(48, dtype=torch.int8)})
@@ -293,8 +293,8 @@ def test_gguf_faults_are_found_on_opening(fault: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", QUANTISED)
-def test_dequantised_as_the_gguf_package_does(kind: str) -> None:
-    """Bit for bit, whatever the bytes: scales that are zero, infinite or no number too."""
+def test_dequantised_values_equal_the_gguf_package(kind: str) -> None:
+    """Equal bit for bit for any bytes, with scales that are zero, infinite or NaN too."""
     gguf = pytest.importorskip("gguf")
     block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     raw = torch.randint(
@@ -314,10 +314,10 @@ def test_dequantised_as_the_gguf_package_does(kind: str) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "safetensors"])
 @pytest.mark.parametrize("at_once", [200, 1 << 24])
-def test_a_device_is_given_what_the_cpu_is(
+def test_device_weights_equal_cpu_weights(
     kind: str, at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Parts that go through pinned memory and streams in turn do not overtake each other."""
+    """Parts that alternate between pinned buffers and streams arrive in order."""
     monkeypatch.setattr(tensor_content, "_ELEMENTS", {"cpu": 1 << 20, "cuda": at_once})
     path = tmp_path / ("model" if kind == "safetensors" else "model.gguf")
     if kind == "safetensors":
@@ -390,7 +390,7 @@ print(sum(t.numel() * t.element_size() for n, t in weights.items() if n != "head
     not Path("/proc/self/status").exists(), reason="only Linux tells a process's peak memory there"
 )
 @pytest.mark.parametrize("kind", ["gguf", "safetensors"])
-def test_peak_memory_is_the_model(kind: str, tmp_path: Path) -> None:
+def test_peak_memory_of_loading_is_about_the_model(kind: str, tmp_path: Path) -> None:
     """A large embedding, stored in 32 bits or quantised, never stands in memory whole beside the
     model."""
     if kind == "gguf":
@@ -468,7 +468,7 @@ def test_locate_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert "*.safetensors" in asked[-1]
     with pytest.raises(
         MachineError,
-        match=r'"org/gone": it is not on this machine, and .* \(cannot reach the hub\)\n',
+        match=r'"org/gone": it is not on this machine, and .* \(cannot reach the hub\); ',
     ):
         locate("org/gone", folder=None)
 
@@ -482,7 +482,7 @@ def test_other_files_are_no_models(tmp_path: Path) -> None:
 def test_kernels_are_imported_while_weights_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No tensor is read before the import has begun, and it begins though none is read."""
+    """The import begins before any tensor is read, and does not depend on one being read."""
     begun, fill, devices = threading.Event(), weights._fill, list[torch.device]()
 
     def wait(*given: Any) -> Any:
@@ -498,7 +498,7 @@ def test_kernels_are_imported_while_weights_are_read(
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_kernels_are_imported_where_they_are_used_and_a_fault_is_not_said_before(
+def test_kernels_are_imported_on_cuda_only_and_import_errors_are_deferred(
     monkeypatch: pytest.MonkeyPatch, there: bool
 ) -> None:
     asked: list[str] = []
