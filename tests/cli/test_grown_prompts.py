@@ -1,5 +1,7 @@
-"""A prompt file to which prompts were added goes on with its samples; any other change of it is
-refused, and where it begins is said. With a stand-in for the engine."""
+"""Prompts may be added to the file of a finished job. Any other change is refused, with its line.
+
+A stand-in replaces the engine.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,7 @@ def keys(out: str = "o.jsonl") -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("name", ["p.jsonl", "p.txt", "p.json", "p.parquet"])
-def test_added_prompts_are_drawn_and_the_others_stay(place: Path, name: str) -> None:
+def test_added_prompts_are_drawn_and_existing_samples_stay(place: Path, name: str) -> None:
     write(name, LINES[:3])
     assert run(name).exit_code == 0
     before = Path("o.jsonl").read_bytes()
@@ -105,7 +107,9 @@ def test_added_prompts_are_drawn_and_the_others_stay(place: Path, name: str) -> 
         ),
     ],
 )
-def test_any_other_change_is_refused_where_it_begins(place: Path, now: Any, said: str) -> None:
+def test_any_other_change_of_the_prompts_is_refused_at_its_first_line(
+    place: Path, now: Any, said: str
+) -> None:
     write("p.jsonl", LINES)
     run("p.jsonl")
     before = [Path(name).read_bytes() for name in ("o.jsonl", "o.jsonl.manifest.json")]
@@ -137,7 +141,7 @@ def test_prompts_beyond_the_limit_may_change(place: Path) -> None:
 
 @pytest.mark.parametrize("ending", ["\n", "\r\n", ""])
 def test_a_manifest_of_an_older_version_is_read(place: Path, ending: str) -> None:
-    """It has the SHA-256 of the whole file."""
+    """Older manifests have the SHA-256 of the whole file."""
     first = "".join(f'{{"prompt": "{word}"}}\n' for word in "abc").encode()
     first = first.replace(b"\n", ending.encode()) if ending == "\r\n" else first
     first = first if ending else first.removesuffix(b"\n")
@@ -194,7 +198,7 @@ def test_shards_grow_and_are_merged_with_the_prompts_that_they_had(place: Path) 
     assert (merged.exit_code, len(keys("x.jsonl"))) == (0, 10)
 
 
-def test_what_a_manifest_keeps_of_many_prompts_is_small_and_finds_changes() -> None:
+def test_prompt_digests_in_the_manifest_are_small_and_detect_changes() -> None:
     def digest(words: list[str]) -> PromptDigest:
         found = PromptDigest(Source("p.jsonl", "jsonl"))
         assert len(list(found.over(prompts_of(words)))) == len(words)
@@ -215,7 +219,7 @@ def test_what_a_manifest_keeps_of_many_prompts_is_small_and_finds_changes() -> N
         assert fault is not None
 
 
-def test_a_budgets_cuts_are_no_failure_of_a_merged_file(place: Path) -> None:
+def test_merge_accepts_samples_truncated_by_a_budget(place: Path) -> None:
     write("p.jsonl", [{"prompt": "SLOW"}, {"prompt": "b"}])
     for number in (1, 2):
         done = run("p.jsonl", "--budget", "9s", "--shard", f"{number}/2", out=f"s{number}.jsonl")
@@ -225,8 +229,8 @@ def test_a_budgets_cuts_are_no_failure_of_a_merged_file(place: Path) -> None:
     assert "lines that ran out of time: 2" in merged.stderr
 
 
-def test_prompts_may_grow_where_the_manifest_is_damaged(place: Path) -> None:
-    """By the lines, and by the file's attributes where the file system keeps any."""
+def test_prompts_may_grow_with_a_damaged_manifest(place: Path) -> None:
+    """The lines, and extended file attributes if supported, replace the manifest."""
     write("p.jsonl", LINES[:3])
     run("p.jsonl")
     Path("o.jsonl.manifest.json").write_text("")
