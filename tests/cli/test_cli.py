@@ -14,17 +14,16 @@ import pytest
 from stand_in import install, loaded
 from typer.testing import CliRunner
 
-import bass_cli
+import bass_cli.run
 from bass_cli.cli.commands import app
 
 
 @pytest.fixture
 def cli(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Run `bass ...` in a folder of its own with the stand-in; gives the result with exit code,
-    stdout, stderr."""
-    for name in ("plan", "scheduler"):
-        monkeypatch.setitem(sys.modules, f"bass_cli.{name}", types.ModuleType(name))
-        monkeypatch.setattr(bass_cli, name, None, raising=False)
+    """Return a function that runs `bass` with the stand-in in an own folder."""
+    for name in ("plan", "engine"):
+        monkeypatch.setitem(sys.modules, f"bass_cli.run.{name}", types.ModuleType(name))
+        monkeypatch.setattr(bass_cli.run, name, None, raising=False)
     install()
     for name in [name for name in os.environ if name.startswith("BASS_")]:
         monkeypatch.delenv(name)

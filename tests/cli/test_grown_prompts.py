@@ -19,7 +19,7 @@ import pytest
 from stand_in import install, loaded
 from typer.testing import CliRunner
 
-import bass_cli
+import bass_cli.run
 from bass_cli.cli.commands import app
 from bass_cli.io.prompts import PromptDigest, Source, prompts_of
 
@@ -28,9 +28,9 @@ LINES = [{"prompt": f"p{number}", "level": number} for number in range(5)]
 
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    for name in ("plan", "scheduler"):
-        monkeypatch.setitem(sys.modules, f"bass_cli.{name}", types.ModuleType(name))
-        monkeypatch.setattr(bass_cli, name, None, raising=False)
+    for name in ("plan", "engine"):
+        monkeypatch.setitem(sys.modules, f"bass_cli.run.{name}", types.ModuleType(name))
+        monkeypatch.setattr(bass_cli.run, name, None, raising=False)
     install()
     monkeypatch.chdir(tmp_path)
     loaded.clear()
