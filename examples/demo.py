@@ -1,13 +1,12 @@
-"""The demo: a small model edits code, by plain decoding and with drafts looked up in the code, side
-by side.
+"""A demo: a small model edits code, with plain decoding and with drafts looked up in the code.
 
     python examples/demo.py [--prompts examples/edits.jsonl] [--pair smollm2] [--n 2] [--tokens 128]
     [--temperature 0.2]
                             [--threads N]
 
-It shows a sample of every prompt, then what both ways took. The samples of both must be equal,
-token for token; if they are not, it says so and exits with 1. `bass generate
-examples/edits.jsonl` draws the same samples to a file.
+It prints the most likely sample of each prompt, then the time of both methods. Both must give the
+same tokens; otherwise the exit code is 1. `bass generate examples/edits.jsonl` draws the same
+samples to a file.
 """
 
 import argparse
@@ -21,7 +20,7 @@ from bass_cli.config.job import load_pair, make_job
 from bass_cli.io.prompts import open_source, read_prompts
 from bass_cli.system.threads import configure_threads
 
-WAYS = {"plain decoding": {"draft": "none"}, "with lookup": {}}
+METHODS = {"plain decoding": {"draft": "none"}, "with lookup": {}}
 
 
 def say(text):
@@ -29,8 +28,10 @@ def say(text):
 
 
 def draw(plan, loop, prompt):
-    """A prompt's samples by (prompt, number), and the seconds they took, reading the prompt
-    included."""
+    """Return a prompt's samples by (prompt, number), and the seconds that they took.
+
+    The seconds include the prefill.
+    """
     from bass_cli.run.scheduler import Conductor
 
     conductor = Conductor(
@@ -47,7 +48,7 @@ def draw(plan, loop, prompt):
 
 
 def show(prompts, samples):
-    """The likeliest sample of every prompt."""
+    """Print the most likely sample of every prompt."""
     for prompt in prompts:
         asked = prompt.text if prompt.messages is None else prompt.messages[-1]["content"]
         print(f"\n{prompt.id}: {asked.splitlines()[0]}")
@@ -59,7 +60,7 @@ def show(prompts, samples):
 
 
 def compare(found):
-    """Both ways in a table; whether their samples are equal."""
+    """Print a table of both methods; return whether their samples are equal."""
     plain, lookup = (samples for samples, _ in found.values())
     seconds = {way: taken for way, (_, taken) in found.items()}
     print(
@@ -111,17 +112,14 @@ def main(arguments=None):
     }
     plans = {
         way: make_plan(make_job(load_pair(args.pair), JobArgs(**flags | draft)))
-        for way, draft in WAYS.items()
+        for way, draft in METHODS.items()
     }
     say("loading the model")
     models = load_models(next(iter(plans.values())))
     loops = {way: build(plan, models) for way, plan in plans.items()}
-    found: dict[str, tuple[dict, float]] = {way: ({}, 0.0) for way in WAYS}
+    found: dict[str, tuple[dict, float]] = {way: ({}, 0.0) for way in METHODS}
     for prompt in prompts:
-        for (
-            way,
-            plan,
-        ) in plans.items():  # in turn, so that whatever else the machine does hits both alike
+        for way, plan in plans.items():  # in turn, so that other load affects both methods alike
             say(f"{args.n} samples of {prompt.id}, {way}")
             samples, taken = draw(plan, loops[way], prompt)
             found[way] = found[way][0] | samples, found[way][1] + taken

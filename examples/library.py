@@ -1,4 +1,4 @@
-"""The library: samples of two prompts as they end, from a program.
+"""Draw samples with the library, and print each when it is finished.
 
 python examples/library.py [PAIR]
 """

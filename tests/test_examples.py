@@ -56,7 +56,7 @@ def test_the_demo_shows_both_ways_and_equal_samples(
         match[1]: match[0].split()
         for match in re.finditer(r"^(plain decoding|with lookup) .*$", out, re.MULTILINE)
     }
-    assert set(rows) == set(demo.WAYS)
+    assert set(rows) == set(demo.METHODS)
     assert (float(rows["plain decoding"][-1]), float(rows["with lookup"][-1]) > 0) == (0.0, True)
     assert rows["plain decoding"][2] == rows["with lookup"][2]  # tokens
     assert max(len(line) for line in out.splitlines() if "rounds" in line) <= 80

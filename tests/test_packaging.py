@@ -1,5 +1,4 @@
-"""The wheel: what it holds, what it says of itself, and that it works where the package of the
-default model is missing."""
+"""The wheel: its contents and metadata, and that it works without the default model's package."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built by setuptools in a copy of the sources, without network."""
+    """Build the wheel with setuptools from a copy of the sources, without network."""
     pytest.importorskip("setuptools", minversion="77")
     copy = tmp_path_factory.mktemp("sources")
     for name in ("pyproject.toml", "README.md", "LICENSE", "bass_cli", "kernels", "configs"):
@@ -33,7 +32,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy / done.stdout.split()[-1]
 
 
-def test_the_wheel_holds_every_module_kernel_and_pair(wheel: Path) -> None:
+def test_the_wheel_contains_every_module_kernel_and_pair(wheel: Path) -> None:
     held = set(zipfile.ZipFile(wheel).namelist())
     due = {
         str(path.relative_to(base))
@@ -63,7 +62,7 @@ def test_the_metadata_names_extras_and_has_no_placeholders(wheel: Path) -> None:
 def test_installed_without_the_model_package_it_falls_back_to_the_hub(
     wheel: Path, tmp_path: Path
 ) -> None:
-    """An environment with the wheel, and with all packages of this one but ours and the model's."""
+    """The environment has the wheel and all other packages except the model's."""
     venv.create(tmp_path / "venv", with_pip=False)
     (site,) = (tmp_path / "venv" / "lib").glob("python3*/site-packages")
     zipfile.ZipFile(wheel).extractall(site)

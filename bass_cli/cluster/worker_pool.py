@@ -152,7 +152,7 @@ class WorkerPool:
                 yield from self._take(place, event)
 
     def line(self) -> str:
-        """Return the progress line: each worker's phase, or its slots and tokens per second."""
+        """Return the progress line: the phase, or busy slots and tokens per second, by worker."""
         ready = [one.report for one in self._members.values() if one.report is not None]
         rates = [one.rate for one in self._members.values() if one.report is not None]
         each = [

@@ -1,5 +1,5 @@
-"""`bass generate` as a user meets it, with a stand-in for the engine: what goes where, exit
-codes, precedence."""
+"""`bass generate` with a stand-in for the engine: output streams, exit codes, precedence of
+settings."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from bass_cli.cli.commands import app
 
 @pytest.fixture
 def cli(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Run `bass ...` in a folder of its own with the stand-in; gives the result with exit code,
-    stdout, stderr."""
+    """Return a function that runs `bass` with the stand-in in an own folder."""
     for name in ("plan", "engine"):
         monkeypatch.setitem(sys.modules, f"bass_cli.run.{name}", types.ModuleType(name))
         monkeypatch.setattr(bass_cli.run, name, None, raising=False)
@@ -129,7 +128,7 @@ def test_a_model_needs_no_pair_file(cli: Any, tmp_path: Path) -> None:
         )
 
 
-def test_what_form_plain_prompts_are_given_is_said_once(cli: Any, tmp_path: Path) -> None:
+def test_one_note_tells_how_plain_prompts_are_formatted(cli: Any, tmp_path: Path) -> None:
     (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
     (tmp_path / "both.jsonl").write_text(
         (tmp_path / "chats.jsonl").read_text() + (tmp_path / "p.jsonl").read_text()
@@ -257,7 +256,7 @@ def test_bad_input_is_found_before_a_model_is_loaded(
     assert "Traceback" not in result.stderr
 
 
-def test_what_the_machine_lacks_is_exit_code_3(cli: Any, tmp_path: Path) -> None:
+def test_missing_resources_exit_with_code_3(cli: Any, tmp_path: Path) -> None:
     (tmp_path / "pair.yaml").write_text("target: huge\n")
     result = cli("generate", "p.jsonl", "--pair", "pair.yaml")
     assert (result.exit_code, loaded) == (3, [])
@@ -265,7 +264,7 @@ def test_what_the_machine_lacks_is_exit_code_3(cli: Any, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("word", "code"), [("FAIL", 1), ("SLOW", 0)])
-def test_failed_prompts_are_exit_code_1_and_a_budgets_cuts_are_not(
+def test_failed_prompts_exit_with_code_1_but_budget_truncation_with_0(
     cli: Any, tmp_path: Path, word: str, code: int
 ) -> None:
     (tmp_path / "p.txt").write_text(f"a\n{word}\nc\n")
@@ -279,9 +278,7 @@ def test_failed_prompts_are_exit_code_1_and_a_budgets_cuts_are_not(
     assert sorted(row["id"] for row in again) == sorted(row["id"] for row in written)
 
 
-def test_a_finished_file_given_again_is_said_to_be_complete_and_loads_no_model(
-    cli: Any, tmp_path: Path
-) -> None:
+def test_rerun_on_a_complete_file_says_so_and_loads_no_model(cli: Any, tmp_path: Path) -> None:
     base = ["generate", "p.jsonl", "--out", "o.jsonl"]
     assert cli(*base, "--n", "2").exit_code == 0
     before = (tmp_path / "o.jsonl").read_bytes()
@@ -312,7 +309,7 @@ def test_prompts_that_cannot_be_run_are_explained_on_stderr_too(cli: Any, tmp_pa
     )
 
 
-def test_what_a_resumed_run_may_change(cli: Any, tmp_path: Path) -> None:
+def test_which_options_a_resumed_run_may_change(cli: Any, tmp_path: Path) -> None:
     base = ["generate", "p.jsonl", "--pair", "pair.yaml", "--out", "o.jsonl"]
     assert cli(*base, "--n", "1").exit_code == 0
     for flags in (
@@ -365,10 +362,8 @@ def test_under_maximal_coupling_the_draft_is_part_of_the_result(cli: Any) -> Non
         assert f"\n  {key}: " in result.stderr
 
 
-def test_under_maximal_coupling_a_file_keeps_its_rows_and_grows_when_it_is_complete(
-    cli: Any, tmp_path: Path
-) -> None:
-    """Whatever `--batch-size auto` would be now."""
+def test_maximal_coupling_resumes_with_the_same_batch_size(cli: Any, tmp_path: Path) -> None:
+    """Even if `--batch-size auto` would give another size now."""
     warm = [*MAXIMAL, "--temperature", "1"]
     assert cli(*warm, "--n", "2").exit_code == 0
     manifest = tmp_path / "o.jsonl.manifest.json"
@@ -393,7 +388,7 @@ def test_version_and_wrong_commands(cli: Any) -> None:
 
 
 @pytest.mark.parametrize("after", [1, 4])
-def test_samples_are_never_said_to_be_in_a_file_that_is_gone(
+def test_summary_does_not_name_an_output_file_that_was_removed(
     cli: Any, tmp_path: Path, after: int
 ) -> None:
     drawn = sys.modules["bass_cli.run.engine"].generate
@@ -414,7 +409,7 @@ def test_samples_are_never_said_to_be_in_a_file_that_is_gone(
     assert len(rows((tmp_path / "o.saved.jsonl").read_text())) == min(after + 1, 4)
 
 
-def test_a_tilde_is_the_home_folder_in_options_variables_and_pair_files(
+def test_tilde_is_expanded_in_options_variables_and_pair_files(
     cli: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     home = tmp_path / "home"

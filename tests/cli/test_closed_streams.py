@@ -1,5 +1,4 @@
-"""Standard streams that are closed or full: an error where something had to go there, nothing
-where not."""
+"""Closed or full standard streams: an error if output is lost, otherwise none."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ WRITES = (
 def run(
     folder: Path, arguments: list[str], *, without: tuple[str, ...] = (), **streams: Any
 ) -> subprocess.CompletedProcess[str]:
-    """With the streams of these names closed."""
+    """Run bass with the named standard streams closed."""
     (folder / "p.txt").write_text("a\nb\n")
     return run_forked(STAND_IN, *arguments, cwd=folder, **streams, **dict.fromkeys(without))
 
@@ -67,8 +66,8 @@ def test_a_full_disk_behind_standard_error_changes_no_result(
         assert (tmp_path / "o.jsonl").read_bytes().count(b"\n") == 2
 
 
-def test_streams_that_are_not_needed_may_be_closed(tmp_path: Path) -> None:
-    """And no file of the job takes the number of one."""
+def test_unused_standard_streams_may_be_closed(tmp_path: Path) -> None:
+    """No file of the job may get the number of a closed stream."""
     arguments = ["generate", "p.txt", "--n", "1"]
     without_output = run(tmp_path, [*arguments, "--out", "o.jsonl"], without=("stdout",))
     # as a shell starts it: Python and all imports find none

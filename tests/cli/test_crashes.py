@@ -1,4 +1,4 @@
-"""The scripts that kill jobs and cut the power, in a short form: nothing is lost, doubled or
+"""Short runs of the scripts that kill jobs and cut the power: no sample is lost, duplicated or
 changed."""
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(("script", "count"), [("kills", "--kills"), ("power_cuts", "--cuts")])
-def test_nothing_is_lost_doubled_or_changed(tmp_path: Path, script: str, count: str) -> None:
+def test_kills_and_power_cuts_lose_and_duplicate_no_sample(
+    tmp_path: Path, script: str, count: str
+) -> None:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("BASS_")}
     environment["TMPDIR"] = str(tmp_path)
     path = str(ROOT / "benchmarks")
@@ -76,8 +78,8 @@ def test_a_simulated_disk_keeps_what_was_synced_and_may_lose_the_rest(cuts: Any)
     ] * 20
 
 
-def test_whatever_writes_to_the_folder_is_recorded(cuts: Any, tmp_path: Path) -> None:
-    """Replayed, the operations give the files that are there."""
+def test_all_writes_to_the_folder_are_recorded(cuts: Any, tmp_path: Path) -> None:
+    """Replaying the operations gives the same files."""
     folder, trace = tmp_path / "folder", tmp_path / "trace"
     folder.mkdir()
     (folder / "before").write_bytes(b"1234567")

@@ -1,5 +1,5 @@
-"""`bass doctor` and `bass pairs` for pairs of one's own: memory, folders, sandbox, hub, and what
-is wrong with a pair."""
+"""`bass doctor` and `bass pairs` for pair files: memory, folders, sandbox, hub, and faults of a
+pair."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "pairs"
 
 
-def test_a_pair_of_ones_own_is_looked_at(place: Path) -> None:
+def test_doctor_and_pairs_describe_a_pair_file(place: Path) -> None:
     file = str(place / "mine.yaml")
     (row,) = json.loads(cli("pairs", file, "--json").stdout)
     assert (row["name"], row["here"], row["ready"]) == ("mine", "ready", True)
@@ -90,7 +90,7 @@ def test_a_pair_of_ones_own_is_looked_at(place: Path) -> None:
         }.get(command[1], "cannot read") in missing.stderr
 
 
-def test_the_machine_is_told_whole(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_describes_the_machine(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/nowhere")
     facts = json.loads(cli("doctor", "--json").stdout)
     assert facts["cpu"].strip()

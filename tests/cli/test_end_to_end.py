@@ -1,5 +1,4 @@
-"""`bass generate` with nothing replaced: tiny checkpoints in the real formats, from the command
-line to the file."""
+"""`bass generate` from the command line to the file, with tiny checkpoints in the real formats."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ FLAGS = (
 
 @pytest.fixture
 def place(pair_folder: Any) -> Path:
-    """Where the test runs."""
+    """Return the working directory of the test."""
     return pair_folder(prompts=14)
 
 
@@ -41,7 +40,7 @@ def bass(*arguments: str) -> Any:
 
 
 def samples(path: Path) -> dict[tuple[str, int], tuple[Any, ...]]:
-    """What a run decides, by (id, sample): no times, no rounds."""
+    """Return the reproducible fields of samples, by (id, sample)."""
     rows = [json.loads(line) for line in path.read_bytes().splitlines()]
     found = {
         (row["id"], row["sample"]): (
@@ -56,7 +55,7 @@ def samples(path: Path) -> dict[tuple[str, int], tuple[Any, ...]]:
     return found
 
 
-def test_the_draft_the_batch_and_the_order_do_not_reach_the_output(place: Path) -> None:
+def test_output_does_not_depend_on_draft_batch_or_order(place: Path) -> None:
     runs = {
         "model": (),
         "plain": ("--draft", "none", "--draft-length", "auto"),
@@ -78,9 +77,7 @@ def test_the_draft_the_batch_and_the_order_do_not_reach_the_output(place: Path) 
     assert sum(row["drafted"] for row in rows) > 0
 
 
-def test_another_draft_behind_the_same_name_is_another_run_under_maximal_coupling(
-    place: Path,
-) -> None:
+def test_maximal_coupling_refuses_to_resume_with_a_changed_draft(place: Path) -> None:
     """There the samples depend on its drafts; under shared coupling they do not, and the run
     goes on."""
     flags = (*FLAGS, "--limit", "2", "--coupling")
@@ -146,7 +143,7 @@ def work_of(path: Path) -> list[dict[str, Any]]:
     )
 
 
-def test_a_killed_run_goes_on_to_the_lines_of_an_undisturbed_one(place: Path) -> None:
+def test_resume_after_kill_equals_undisturbed_run(place: Path) -> None:
     assert bass("p.txt", *FLAGS, "--out", "whole.jsonl").exit_code == 0
     flags = (*FLAGS, "--batch-size", "4", "--out", "o.jsonl")
     process = Forked(BASS, "generate", "p.txt", *flags, cwd=place)
@@ -164,7 +161,7 @@ def test_a_killed_run_goes_on_to_the_lines_of_an_undisturbed_one(place: Path) ->
     assert samples(output) == samples(place / "whole.jsonl")
 
 
-def test_a_prompt_longer_than_the_context_fails_and_the_others_run(place: Path) -> None:
+def test_a_prompt_longer_than_the_context_fails_alone(place: Path) -> None:
     with (place / "p.txt").open("a") as file:
         file.write("the cat " * 400 + "\n")
     result = bass("p.txt", *FLAGS, "--out", "o.jsonl")

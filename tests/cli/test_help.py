@@ -1,5 +1,4 @@
-"""`--help` of every command: grouped, whole at 80 columns, its own words explained, examples
-that parse; completion."""
+"""`--help` of every command: headings, 80 columns, explained terms, valid examples; completion."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ def squeezed(text: str) -> str:
 
 
 @pytest.mark.parametrize("command", PAGES)
-def test_nothing_is_cut_and_no_type_is_python_s(command: str) -> None:
+def test_help_fits_80_columns_and_shows_no_python_types(command: str) -> None:
     text = page(command)
     assert max(map(len, text.splitlines())) <= 80
     assert not any(
@@ -54,7 +53,7 @@ def test_nothing_is_cut_and_no_type_is_python_s(command: str) -> None:
 
 
 @pytest.mark.parametrize("command", PAGES[1:])
-def test_options_stand_in_groups(command: str) -> None:
+def test_options_are_grouped_under_headings(command: str) -> None:
     headings = re.findall(r"^(\w.*):$", page(command), re.MULTILINE)
     assert len(headings) == len(set(headings))
     ours = [param for param in params_of(command) if param.param_type_name == "option"]
@@ -64,7 +63,7 @@ def test_options_stand_in_groups(command: str) -> None:
 
 
 @pytest.mark.parametrize("command", PAGES)
-def test_words_of_our_own_are_explained_where_they_are_used(command: str) -> None:
+def test_help_explains_the_terms_that_it_uses(command: str) -> None:
     text = page(command)
     explained = re.findall(
         r"^  (\w[\w@ ]*?)  +\S", text.partition("\nWords:\n")[2].partition("\n\n")[0], re.MULTILINE
@@ -107,7 +106,7 @@ def test_the_shell_completes(words: str, expected: str) -> None:
     ]
 
 
-def test_short_options_stand_for_n_and_out() -> None:
+def test_n_and_out_have_short_options() -> None:
     for command, names in (
         ("generate", ("n", "out")),
         ("eval", ("n", "out")),
@@ -149,9 +148,7 @@ def test_the_shell_completes_names_of_tasks() -> None:
         ("merge a.jsonl", "PART...: it is missing; see bass merge --help"),
     ],
 )
-def test_a_mistake_in_the_command_line_is_one_line_like_all_errors(
-    arguments: str, expected: str
-) -> None:
+def test_a_command_line_mistake_is_one_error_line(arguments: str, expected: str) -> None:
     result = CliRunner().invoke(app, shlex.split(arguments), prog_name="bass")
     assert (result.exit_code, result.stdout) == (2, "")
     (line,) = result.stderr.splitlines()

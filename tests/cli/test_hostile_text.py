@@ -1,5 +1,7 @@
-"""Texts from files, models, arguments and libraries never act on the terminal, neither in a pipe nor
-on a terminal: controls, directions, line breaks and markup are spelled out."""
+"""Text from files, models, arguments and libraries is escaped, in a pipe and on a terminal.
+
+That includes control characters, text direction, line breaks and markup.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,7 @@ def place(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("command", PLACES.values(), ids=PLACES.keys())
-def test_a_hostile_text_in_a_command_is_spelled_out(place: Path, command: list[str]) -> None:
+def test_hostile_text_in_a_command_is_escaped(place: Path, command: list[str]) -> None:
     (place / f"{FILE}.jsonl").unlink(missing_ok=True)
     code = BASS if command[0] in ("pairs", "doctor") else STAND_IN
     environment = {"PATH": "/bin", "HOME": str(place), "HF_HUB_OFFLINE": "1", "COLUMNS": "400"}
@@ -90,7 +92,7 @@ def test_a_hostile_text_in_a_command_is_spelled_out(place: Path, command: list[s
         assert "title" in piped or piped_code == 0  # the text is there, spelled out
 
 
-def test_a_hostile_variable_is_spelled_out(place: Path) -> None:
+def test_hostile_environment_variables_are_escaped(place: Path) -> None:
     for name in ("BASS_N", "BASS_CHAT", "BASS_DTYPE"):
         code, piped, shown = both_outputs(
             STAND_IN, "generate", "p.jsonl", cwd=place, env={"PATH": "/bin", name: TEXT}
@@ -101,7 +103,7 @@ def test_a_hostile_variable_is_spelled_out(place: Path) -> None:
         check_harmless(shown, terminal=True)
 
 
-def test_what_libraries_write_is_spelled_out(tmp_path: Path) -> None:
+def test_output_of_libraries_is_escaped(tmp_path: Path) -> None:
     program = f"""
 import logging, sys, warnings
 from bass_cli.io import terminal
@@ -122,7 +124,7 @@ print("\\ttabs and\\nline ends stay")
     assert piped.count("\\x1b]0;title") == 5
 
 
-def test_a_fault_of_the_program_is_shown_without_forged_lines(place: Path) -> None:
+def test_a_traceback_cannot_forge_lines(place: Path) -> None:
     program = f"""
 import stand_in; stand_in.install()
 import bass_cli.run.plan
@@ -165,7 +167,7 @@ screen.error({TEXT!r})
     assert "[red]y[/red]:warning:" in shown  # markup of rich is no markup here
 
 
-def test_a_chat_template_that_refuses_is_quoted_harmlessly(
+def test_an_error_of_a_chat_template_is_escaped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_pair(tmp_path, prompts=1)
@@ -181,7 +183,7 @@ def test_a_chat_template_that_refuses_is_quoted_harmlessly(
     check_harmless(result.stderr)
 
 
-def test_errors_are_lines_without_controls_also_for_a_library() -> None:
+def test_exception_texts_contain_no_control_characters() -> None:
     error = UserError(f"a {TEXT}", TEXT)
     check_harmless(str(error))
     assert "\n" not in str(error)
@@ -189,7 +191,7 @@ def test_errors_are_lines_without_controls_also_for_a_library() -> None:
     assert str(MachineError("a", "b")) == "a; b"
 
 
-def test_log_messages_of_the_library_are_spelled_out(caplog: pytest.LogCaptureFixture) -> None:
+def test_log_messages_of_the_library_are_escaped(caplog: pytest.LogCaptureFixture) -> None:
     import bass_cli.run.generate  # noqa: F401 - sets its logger up
 
     with caplog.at_level(logging.WARNING, logger="bass"):
@@ -197,13 +199,13 @@ def test_log_messages_of_the_library_are_spelled_out(caplog: pytest.LogCaptureFi
     check_harmless(caplog.messages[-1])
 
 
-def test_text_in_the_languages_of_the_world_stays(capsys: pytest.CaptureFixture[str]) -> None:
+def test_printable_unicode_text_is_unchanged(capsys: pytest.CaptureFixture[str]) -> None:
     text = "wörld 你好 שלום مرحبا 🙂 a\u3000b\xa0c e\u0301"
     terminal.line(text)
     assert capsys.readouterr().err == f"{text}\n"
 
 
-def test_json_on_a_terminal_is_the_same_json() -> None:
+def test_escaped_json_on_a_terminal_is_equivalent() -> None:
     line = json.dumps({TEXT: [TEXT, "é🙂"]}, ensure_ascii=False)
     shown = terminal.json_on_a_terminal(line)
     check_harmless(shown)
@@ -218,7 +220,7 @@ _ALLOWED = {"buffer", "flush", "fileno", "isatty"}
 
 
 def writes(tree: ast.AST) -> list[int]:
-    """The lines of a module that write to the terminal by themselves."""
+    """Return the lines of a module that write to the terminal directly."""
     found, allowed = [], set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr in _ALLOWED:

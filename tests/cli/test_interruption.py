@@ -1,5 +1,5 @@
-"""A run that is stopped or killed goes on with the same command, and ends with the lines of an
-undisturbed one."""
+"""After an interruption or a kill, the same command continues, and its file equals that of an
+undisturbed run."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def wait_for_lines(process: Forked, output: Path, count: int) -> None:
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_the_same_command_goes_on_after_an_interruption(
+def test_the_same_command_continues_after_an_interruption(
     tmp_path: Path, how: signal.Signals
 ) -> None:
     (tmp_path / "p.txt").write_text("".join(f"prompt {number}\n" for number in range(10)))
@@ -112,7 +112,7 @@ def test_an_interruption_during_imports_ends_the_command_at_once(
     assert [path.name for path in tmp_path.iterdir()] == ["p.txt"]
 
 
-def test_what_a_parent_has_ignored_stays_ignored() -> None:
+def test_signals_ignored_by_the_parent_stay_ignored() -> None:
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE)
     before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
     try:
@@ -135,7 +135,7 @@ READER_GONE = (141, -signal.SIGPIPE)
 @pytest.mark.parametrize("arguments", [
     ["--help"], ["--version"], ["generate", "p.txt", "--n", "50"], ["generate", "p.txt", "--out", "o.jsonl", "--json"],
 ])  # fmt: skip
-def test_a_reader_that_has_gone_ends_the_command_quietly(
+def test_a_closed_output_pipe_ends_the_command_quietly(
     tmp_path: Path, arguments: list[str]
 ) -> None:
     (tmp_path / "p.txt").write_text("a\nb\n")
@@ -151,7 +151,7 @@ def test_a_reader_that_has_gone_ends_the_command_quietly(
         assert (tmp_path / "o.jsonl").read_bytes().count(b"\n") == 16
 
 
-def test_a_reader_of_the_messages_that_has_gone_costs_no_samples(tmp_path: Path) -> None:
+def test_a_closed_message_pipe_loses_no_samples(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("a\nb\nc\n")
     process = start(tmp_path, "0.1")
     wait_for_lines(process, tmp_path / "o.jsonl", 2)
@@ -162,8 +162,8 @@ def test_a_reader_of_the_messages_that_has_gone_costs_no_samples(tmp_path: Path)
     assert json.loads((tmp_path / "o.jsonl.manifest.json").read_text())["totals"]["samples"] == 9
 
 
-def test_the_process_ends_at_once_but_in_order():
-    """Threads are waited for, what is registered for the end runs, codes and output are kept."""
+def test_exit_joins_threads_and_runs_atexit_functions():
+    """Exit code and output are kept."""
     code = (
         "import atexit, sys, threading, time; from bass_cli.__main__ import main\n"
         "atexit.register(print, 'at exit')\n"

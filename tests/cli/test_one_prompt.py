@@ -1,5 +1,4 @@
-"""A prompt that cannot be run is its own line with an error: it stops neither the job nor its
-resume."""
+"""A prompt that cannot be run gives one error line; the job and its resume go on."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ SPOILT = "Z"  # a letter that no prompt has, but those that are to fail
 
 @pytest.fixture
 def place(pair_folder: Any) -> Path:
-    """Where the test runs."""
+    """Return the working directory of the test."""
     return pair_folder(prompts=1)
 
 
@@ -51,7 +50,7 @@ def nested(depth: int, *, opening: str, closing: str) -> str:
     return opening * depth + "1" + closing * depth
 
 
-def test_text_that_is_none_and_fields_too_deep_to_write_fail_alone(
+def test_invalid_text_and_too_deep_fields_fail_only_their_prompt(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lists, objects = (nested(500, opening=o, closing=c) for o, c in ("[]", ('{"a": ', "}")))
@@ -130,7 +129,7 @@ def untimed(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def test_how_deep_a_field_may_be_does_not_depend_on_the_stack(tmp_path: Path) -> None:
+def test_the_depth_limit_of_fields_does_not_depend_on_the_stack(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     deep = [
         nested(depth, opening=o, closing=c)
@@ -157,7 +156,7 @@ def spoil(model: str, token: int | None) -> None:
     save_file(weights, file, metadata={"format": "pt"})
 
 
-def test_logits_of_the_target_that_are_not_finite_fail_where_they_are_met(place: Path) -> None:
+def test_non_finite_target_logits_fail_only_their_prompt(place: Path) -> None:
     from bass_cli.formats.tokenizer import Tokenizer
 
     texts = ["the cat", f"a {SPOILT} mat", "on the mat", f"{SPOILT}", "sat"]
@@ -188,7 +187,7 @@ def test_logits_of_the_target_that_are_not_finite_fail_where_they_are_met(place:
 
 
 @pytest.mark.parametrize("length", ["auto", "bass", "3"])
-def test_a_draft_that_is_not_finite_is_no_draft(place: Path, length: str) -> None:
+def test_non_finite_draft_logits_give_no_draft(place: Path, length: str) -> None:
     Path("p.txt").write_text("the cat\non the mat\nsat\n")
     assert bass("p.txt", *FLAGS, "--draft", "none", "--draft-length", "auto").exit_code == 0
     due = {(row["id"], row["sample"]): row["token_ids"] for row in rows()}

@@ -1,5 +1,5 @@
-"""`bass generate --shard` and `bass merge` with models: the parts, one of them killed and gone on
-with, make the file of a run that nobody disturbed."""
+"""`bass generate --shard` and `bass merge` with models: the merged file equals an undisturbed run,
+even if one part was killed and continued."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FLAGS = ("p.txt", "--pair", "pair.yaml", "--n", "2", "--max-new-tokens", "12", "
 
 @pytest.fixture
 def place(pair_folder: Any) -> Path:
-    """Where the test runs."""
+    """Return the working directory of the test."""
     return pair_folder(prompts=9)
 
 
@@ -28,7 +28,7 @@ def bass(*arguments: str, code: int = 0) -> str:
     return " ".join(found.stderr.split())
 
 
-def test_shards_make_the_file_of_an_undisturbed_run(place: Path) -> None:
+def test_merged_shards_equal_an_undisturbed_run(place: Path) -> None:
     bass("generate", *FLAGS, "--out", "whole.jsonl")
     parts = [f"{number}.jsonl" for number in (1, 2, 3)]
     for number, batch in ((1, "1"), (2, "3"), (3, "auto")):
@@ -53,7 +53,7 @@ def test_shards_make_the_file_of_an_undisturbed_run(place: Path) -> None:
     assert work_of(place / "all.jsonl") == work_of(place / "whole.jsonl")
 
 
-def test_a_file_goes_on_with_its_own_shard_only(place: Path) -> None:
+def test_a_file_can_be_continued_with_its_own_shard_only(place: Path) -> None:
     bass("generate", *FLAGS, "--shard", "2/3", "--limit", "1", "--out", "o.jsonl")
     said = bass("generate", *FLAGS, "--shard", "1/3", "--limit", "1", "--out", "o.jsonl", code=2)
     assert 'shard: "2/3" before, "1/3" now' in said
@@ -61,7 +61,7 @@ def test_a_file_goes_on_with_its_own_shard_only(place: Path) -> None:
     assert 'shard: "2/3" before, not given now' in said
 
 
-def test_bad_shards_are_refused_before_models_are_looked_at(
+def test_bad_shards_are_refused_before_models_are_read(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -75,7 +75,7 @@ def test_bad_shards_are_refused_before_models_are_looked_at(
     assert "give them all one --batch-size" in said
 
 
-def test_under_maximal_coupling_parts_are_merged_with_a_word_on_their_samples(place: Path) -> None:
+def test_merge_notes_that_maximal_coupling_samples_differ(place: Path) -> None:
     rows = ("--coupling", "maximal", "--batch-size", "2", "--max-new-tokens", "4")
     for number in (1, 2):
         shard = ("--shard", f"{number}/2", "--out", f"{number}.jsonl")
@@ -84,7 +84,7 @@ def test_under_maximal_coupling_parts_are_merged_with_a_word_on_their_samples(pl
     assert "these have the distribution of a single run, but are not equal to it" in said
 
 
-def test_an_evaluation_in_parts(pair_folder: Any) -> None:
+def test_an_evaluation_in_shards(pair_folder: Any) -> None:
     place = pair_folder(prompts=1, max_position_embeddings=1024)
     flags = ("--pair", "pair.yaml", "--limit", "6", "--n", "1", "--max-new-tokens", "4")
     for number in (1, 2):

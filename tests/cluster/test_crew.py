@@ -1,5 +1,7 @@
-"""The driver of many workers on a fake clock, with workers that are killed, join, leave, lag and
-err: what comes out is what one process would give."""
+"""The driver on a fake clock, with workers that die, join, leave, lag and fail.
+
+Its results are those of one process.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +98,7 @@ def run(fleet: Fleet, count: int, done: set[tuple[str, int]] = frozenset()) -> C
     return Counter((one.id, one.sample) for one in crew.draw(prompts(count), done, count))
 
 
-def test_a_thousand_deaths_lose_nothing_and_double_nothing() -> None:
+def test_a_thousand_deaths_lose_and_duplicate_no_sample() -> None:
     kills = 0
     for seed in range(24):
         fleet = Fleet(deaths=0.06, seed=seed)
@@ -106,7 +108,7 @@ def test_a_thousand_deaths_lose_nothing_and_double_nothing() -> None:
     assert kills > 1000
 
 
-def test_nodes_join_and_leave_while_it_runs() -> None:
+def test_nodes_may_join_and_leave() -> None:
     fleet = Fleet(places=1, deaths=0.01)
     found, seen = Counter[tuple[str, int]](), set()
     crew = crew_of(fleet)
@@ -122,7 +124,7 @@ def test_nodes_join_and_leave_while_it_runs() -> None:
     assert {"1 of 1", "6 of 6"} <= seen
 
 
-def test_samples_of_other_models_are_refused_and_the_node_is_named() -> None:
+def test_a_node_with_other_models_is_refused_by_name() -> None:
     fleet = Fleet()
     other = Facts({"results": {"target": "m", "dtype": "bf16"}}, 4, (), False)
     fleet.answers[Place(None, 2)] = Ready("spare", 1, other)
@@ -132,7 +134,7 @@ def test_samples_of_other_models_are_refused_and_the_node_is_named() -> None:
 
 @pytest.mark.parametrize(("kind", "error"), [("user", UserError), ("machine", MachineError),
                                              ("bug", RuntimeError)])  # fmt: skip
-def test_a_fault_ends_the_job_after_what_was_drawn(kind: str, error: type[Exception]) -> None:
+def test_a_fault_ends_the_job_after_its_samples(kind: str, error: type[Exception]) -> None:
     fleet = Fleet()
     crew = crew_of(fleet)
     crew.gather()
@@ -150,7 +152,7 @@ def test_a_fault_ends_the_job_after_what_was_drawn(kind: str, error: type[Except
 
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_node_that_joins_without_the_model_is_left_out(at_once: bool) -> None:
-    """Or that finds out later that it cannot load it, with parts in its hand."""
+    """Also if the node fails later, while it holds samples."""
     fleet, fault = Fleet(places=2), Fault("machine", "no memory")
     report = fleet._report
     if at_once:
@@ -167,7 +169,7 @@ def test_a_node_that_joins_without_the_model_is_left_out(at_once: bool) -> None:
     assert found == due(100)
 
 
-def test_actors_that_only_die_end_the_job() -> None:
+def test_actors_that_die_in_a_row_end_the_job() -> None:
     fleet = Fleet(places=3)
     crew = crew_of(fleet)
     crew.gather()

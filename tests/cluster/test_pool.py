@@ -1,5 +1,4 @@
-"""Who draws what: every sample in one hand at a time, nothing lost, nothing twice, whoever comes
-and goes."""
+"""The assignment of samples: none is lost or duplicated, for any workers."""
 
 from __future__ import annotations
 
@@ -45,8 +44,8 @@ def keys(parts: list[Part]) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("count_is_known", [True, False])
-def test_whoever_comes_and_goes_each_sample_is_taken_once(count_is_known: bool) -> None:
-    """Workers of unequal speed that are hired, lost and heard of again in any order."""
+def test_each_sample_is_delivered_once_for_any_workers(count_is_known: bool) -> None:
+    """Workers of unequal speed join, die and report again in random order."""
     for seed in range(60):
         chance = random.Random(seed)
         count, n = chance.randint(1, 30), chance.randint(1, 9)
@@ -80,7 +79,7 @@ def test_whoever_comes_and_goes_each_sample_is_taken_once(count_is_known: bool) 
         assert not any(hands.values())
 
 
-def test_a_chunk_is_small_and_grows_with_what_ends_between_two() -> None:
+def test_a_chunk_grows_with_the_samples_that_ended() -> None:
     pool = pool_of(1000, 2)
     pool.hire("a")
     first = pool.chunk("a", rows=16)
@@ -92,8 +91,8 @@ def test_a_chunk_is_small_and_grows_with_what_ends_between_two() -> None:
     assert pool.held("a") == 28
 
 
-def test_prompts_stay_whole_until_less_than_a_share_is_left() -> None:
-    """Two workers and four prompts of 40: the last ones are cut, none into more than 8 parts."""
+def test_prompts_are_split_only_near_the_end() -> None:
+    """Two workers, four prompts of 40 samples: the last are split into at most 8 parts."""
     pool = pool_of(4, 40)
     for worker in ("a", "b"):
         pool.hire(worker)
@@ -113,7 +112,7 @@ def test_prompts_stay_whole_until_less_than_a_share_is_left() -> None:
     assert [len(part.samples) for part in alone.chunk("a", rows=200)] == [40] * 4
 
 
-def test_nobody_has_two_parts_of_a_prompt_at_once() -> None:
+def test_a_worker_holds_one_part_of_a_prompt() -> None:
     pool = pool_of(1, 16)
     for worker in ("a", "b", "c"):
         pool.hire(worker)
@@ -125,7 +124,7 @@ def test_nobody_has_two_parts_of_a_prompt_at_once() -> None:
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_a_prompt_that_cannot_be_run_is_one_line_wherever_its_parts_are(lost: bool) -> None:
+def test_a_failed_prompt_is_one_line_for_all_its_parts(lost: bool) -> None:
     pool = pool_of(1, 16)
     for worker in ("a", "b"):
         pool.hire(worker)
@@ -139,7 +138,7 @@ def test_a_prompt_that_cannot_be_run_is_one_line_wherever_its_parts_are(lost: bo
     assert pool.over()  # what it had is not drawn again
 
 
-def test_copies_stay_together_and_take_one_row() -> None:
+def test_copies_stay_together_and_need_one_slot() -> None:
     pool = pool_of(20, 8, alike=True)
     pool.hire("a")
     pool.hire("b")

@@ -1,4 +1,4 @@
-"""A job ends with one sentence soon after a process of Ray's died that it needs."""
+"""A job ends with one sentence soon after a Ray process that it needs has died."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def listening() -> tuple[socket.socket, str]:
     return server, f"127.0.0.1:{server.getsockname()[1]}"
 
 
-def test_a_process_that_listens_no_more_is_named_within_5_s() -> None:
+def test_a_dead_process_is_named_within_5_s() -> None:
     (one, first), (two, second) = listening(), listening()
     said: list[str] = []
     with RayWatch("local", said.append) as watch:
@@ -37,7 +37,7 @@ def test_a_process_that_listens_no_more_is_named_within_5_s() -> None:
     one.close()
 
 
-def test_a_command_that_cannot_end_by_itself_is_ended_with_exit_code_3() -> None:
+def test_a_blocked_command_is_ended_with_exit_code_3() -> None:
     code = """
 import sys, time
 from bass_cli.cluster.ray_watch import RayWatch

@@ -1,5 +1,7 @@
-"""A real Ray on this machine, two cores and tiny models: actors and driver are killed, a node joins,
-and the file is that of one process that nobody disturbed."""
+"""A real Ray on this machine, with two cores and tiny models.
+
+Actors and driver are killed and a node joins; the file equals that of one undisturbed process.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,7 @@ def parent_of(process: int) -> int:
 
 
 def actors(of: int, kind: str = "Worker") -> set[int]:
-    """Processes with one of these in them that descend from this one."""
+    """Return descendants of a process that are Ray actors of this kind."""
     found = set()
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
@@ -74,7 +76,7 @@ def actors(of: int, kind: str = "Worker") -> set[int]:
 
 
 def until(what: Callable[[], Any], child: subprocess.Popen[bytes] | None = None) -> Any:
-    """What it gives as soon as it is something, while the child lives."""
+    """Call `what` until its result is true, and return it; fail if the child ends."""
     end = time.monotonic() + _PATIENCE
     while time.monotonic() < end:
         if found := what():
@@ -88,9 +90,7 @@ def lines(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def test_actors_and_the_driver_are_killed_a_node_joins_and_the_file_is_the_same(
-    cluster: Any, pair_folder: Any
-) -> None:
+def test_the_file_is_the_same_after_kills_and_a_new_node(cluster: Any, pair_folder: Any) -> None:
     place = pair_folder(prompts=60)
     flags = ("--max-new-tokens", "48", "--draft", "none", "--draft-length", "auto")
     assert bass("generate", *FLAGS, *flags, "--out", "due.jsonl")[0] == 0
@@ -123,7 +123,7 @@ def test_actors_and_the_driver_are_killed_a_node_joins_and_the_file_is_the_same(
 
 
 @pytest.mark.slow  # a Ray of its own: two thirds of a minute
-def test_a_local_ray_ends_with_ctrl_c_and_one_process_goes_on(pair_folder: Any) -> None:
+def test_one_process_continues_a_local_ray_job_after_ctrl_c(pair_folder: Any) -> None:
     place = pair_folder(prompts=14)
     out = place / "o.jsonl"
     flags = ("--out", out.name, "--max-new-tokens", "40")
@@ -142,9 +142,7 @@ def test_a_local_ray_ends_with_ctrl_c_and_one_process_goes_on(pair_folder: Any) 
     assert samples(out) == samples(place / "due.jsonl")
 
 
-def test_a_part_is_one_and_what_a_node_lacks_is_said_with_its_name(
-    cluster: Any, pair_folder: Any
-) -> None:
+def test_shards_work_on_ray_and_errors_name_the_node(cluster: Any, pair_folder: Any) -> None:
     place = pair_folder(prompts=4)
     flags = ("--ray", cluster.address, "--actors", "1", "--out", "o.jsonl", "--shard", "1/2")
     flags += ("--max-new-tokens", "4")
@@ -160,9 +158,7 @@ def test_a_part_is_one_and_what_a_node_lacks_is_said_with_its_name(
     assert not (place / "o.jsonl").exists()
 
 
-def test_a_bench_has_the_job_once_by_one_process_and_once_by_actors(
-    cluster: Any, pair_folder: Any
-) -> None:
+def test_bench_measures_a_job_by_one_process_and_by_actors(cluster: Any, pair_folder: Any) -> None:
     pair_folder(prompts=2)
     flags = ("--n", "2", "--max-new-tokens", "4", "--pair", "pair.yaml", "--device", "cpu")
     given = ("--threads", "1", "--ray", cluster.address, "--actors", "1", "--repeats", "1")
@@ -182,7 +178,7 @@ def test_a_bench_has_the_job_once_by_one_process_and_once_by_actors(
 
 @pytest.mark.slow  # a third of a minute; one more way to the same actors
 def test_an_evaluation_and_a_dataset(cluster: Any, pair_folder: Any) -> None:
-    """The same samples by `eval --ray`, and by a map over Ray Data."""
+    """`eval --ray` and a map over Ray Data give the same samples as one process."""
     import ray
 
     import bass_cli.ray
@@ -227,7 +223,7 @@ def test_an_evaluation_and_a_dataset(cluster: Any, pair_folder: Any) -> None:
     (("--ray", "ray://host:10001"), "run the command on a node of the cluster"),
     (("--ray", "local", "--device", "cuda"), "Ray sees 0 GPUs on this machine"),
 ])  # fmt: skip
-def test_what_makes_no_sense_is_said_before_models_are_looked_at(
+def test_contradicting_options_are_refused_before_models_are_read(
     pair_folder: Any, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], fault: str
 ) -> None:
     pair_folder(prompts=2)
@@ -238,7 +234,7 @@ def test_what_makes_no_sense_is_said_before_models_are_looked_at(
     assert (code, fault in said) == (3 if "cuda" in flags else 2, True), said
 
 
-def test_without_ray_its_installation_is_named(
+def test_without_ray_the_error_shows_how_to_install_it(
     pair_folder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair_folder(prompts=2)
@@ -247,14 +243,14 @@ def test_without_ray_its_installation_is_named(
     assert (code, "pip install 'bass-cli[ray]'" in said) == (2, True)
 
 
-def test_nothing_of_ray_is_imported_unless_asked_for() -> None:
+def test_ray_is_imported_only_on_request() -> None:
     code = "import sys, bass_cli.generation, bass_cli.ray; print('ray' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 
 
-def test_an_actor_takes_a_gpu_where_the_cluster_has_any_and_cores_elsewhere() -> None:
-    """`taken` is what Ray is asked for; the job says which device an actor must find there."""
+def test_an_actor_takes_a_gpu_if_the_cluster_has_one_else_cores() -> None:
+    """`taken` has the resources that Ray reserves; the job has the device that an actor uses."""
     head, gpus, gone = ("a" * 56, "b" * 56, "c" * 56)
     nodes = [
         {"NodeID": head, "Alive": True, "Resources": {"CPU": 8.0}},

@@ -26,7 +26,7 @@ def job(model: Path, temperature: float = 1.0) -> Job:
 
 
 def fixed(found: Iterable[Completion]) -> dict[tuple[str, int], Any]:
-    """By sample, all that a seed fixes."""
+    """Return the fields that a seed determines, by sample."""
     return {
         (one.id, one.sample): (one.text, one.token_ids, one.finish_reason, one.meta, one.seed)
         for one in found
@@ -34,7 +34,7 @@ def fixed(found: Iterable[Completion]) -> dict[tuple[str, int], Any]:
 
 
 def fetch(worker: Worker, parts: list[Part]) -> list[Completion]:
-    """All samples of these parts."""
+    """Return all samples of these parts."""
     found, due = list[Completion](), sum(len(part.samples) for part in parts)
     for _ in range(600):
         report = worker.exchange(parts, 0.1)
@@ -49,8 +49,8 @@ def fetch(worker: Worker, parts: list[Part]) -> list[Completion]:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
-def test_parts_in_any_order_are_the_samples_of_one_process(model: Path, temperature: float) -> None:
-    """Also a prompt that comes again for its other samples, after a time of having nothing."""
+def test_parts_in_any_order_equal_one_process(model: Path, temperature: float) -> None:
+    """A prompt may come again for its other samples after the worker was idle."""
     settings = job(model, temperature)
     due = fixed(generate(PROMPTS, settings))
     worker = Worker(JobSpec(settings, {"prompts": "x"}, 4, PROMPTS[0].text or ""))
@@ -68,7 +68,7 @@ def test_parts_in_any_order_are_the_samples_of_one_process(model: Path, temperat
     assert fixed(found) == {key: due[key] for key in keys}
 
 
-def test_a_prompt_that_cannot_be_run_is_one_line_and_others_go_on(model: Path) -> None:
+def test_a_failed_prompt_is_one_line_and_others_continue(model: Path) -> None:
     worker = Worker(JobSpec(job(model), {}, None, ""))
     assert isinstance(worker.prepare(), Ready)
     (failed,) = fetch(worker, [Part(LONG, (1,))])

@@ -1,4 +1,4 @@
-"""Only what this user alone can have written is read from caches; anything else is made again."""
+"""Caches are read only if no other user can have written them; otherwise entries are remade."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def umask() -> Iterator[None]:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where XDG_CACHE_HOME says; nothing is there."""
+    """Return the cache folder below a new XDG_CACHE_HOME; it does not exist yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     monkeypatch.setenv(private._SHARED, "")
     (tmp_path / "xdg").mkdir()
@@ -94,7 +94,7 @@ def in_a_folder_that_all_may_write_to(folder: Path) -> None:
         ),
     ],
 )
-def test_a_folder_that_others_may_have_written_to_is_not_used(
+def test_a_cache_folder_that_others_can_write_to_is_not_used(
     put: Callable[[Path], None],
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -142,7 +142,7 @@ def sticky_parent(folder: Path) -> None:
 
 @pytest.mark.parametrize("put", [own, link_of_ones_own, sticky_parent, lambda folder: None])
 @pytest.mark.parametrize("mask", [0, 0o002, 0o077])
-def test_a_folder_of_ones_own_is_used_and_entries_are_private_whatever_the_umask(
+def test_an_own_cache_folder_is_used_and_entries_are_private_for_any_umask(
     put: Callable[[Path], None], mask: int, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     put(folder)
@@ -159,7 +159,7 @@ def test_a_folder_of_ones_own_is_used_and_entries_are_private_whatever_the_umask
 
 
 @pytest.mark.parametrize("linked", ["XDG_CACHE_HOME", "a link's target"])
-def test_a_path_up_from_a_link_is_checked_where_the_system_finds_it(
+def test_dot_dot_after_a_symbolic_link_is_resolved_as_by_the_system(
     linked: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = tmp_path / "open" / "inner"
@@ -202,7 +202,7 @@ def test_the_fresh_folder_is_removed_at_the_end(folder: Path) -> None:
     assert not Path(done.stdout.strip()).exists()
 
 
-def test_where_no_private_folder_can_be_made_nothing_is_kept(
+def test_nothing_is_cached_without_a_private_folder(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     writable_by_all(folder)
@@ -248,7 +248,7 @@ def test_another_users_entry_does_not_change_a_tokenizer(folder: Path, tmp_path:
         None,
     ],
 )
-def test_an_entry_of_another_shape_is_made_again(
+def test_a_cache_entry_of_another_shape_is_replaced(
     change: object, folder: Path, tmp_path: Path
 ) -> None:
     model = tmp_path / "model"

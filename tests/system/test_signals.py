@@ -1,4 +1,4 @@
-"""Signals end a command in time, also while its main thread is in a library's code."""
+"""Signals end a command in time, even while its main thread is inside a library."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SILENT = _BLOCKED.replace('lambda: print("interrupted", file=sys.stderr, flush=
 
 
 def ended(code: str, numbers: list[int]) -> tuple[int, str, float]:
-    """Exit code, standard error, and seconds from the first of these signals to the end."""
+    """Return exit code, standard error, and seconds from the first signal to the end."""
     process = subprocess.Popen([sys.executable, "-c", code], text=True, stdout=subprocess.PIPE,
                                stderr=subprocess.PIPE)  # fmt: skip
     assert process.stdout is not None

@@ -1,5 +1,7 @@
-"""Other systems than this one: another platform, odd homes, temporary folders and locales.
-Nothing ends in a traceback."""
+"""Other systems: another platform, unusual homes, temporary folders and locales.
+
+Nothing ends in a traceback.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ NOBODY = """
 import pwd
 def unknown(user): raise KeyError(f"getpwuid(): uid not found: {user}")
 pwd.getpwuid = unknown
-"""  # a user that the system does not list, as in a container that was started with --user
+"""  # a user without an entry in /etc/passwd, as in a container started with --user
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
 
 
@@ -68,7 +70,7 @@ def bass(
     (ELSEWHERE, b"bass runs on Linux and macOS, and this system is win32 (on Windows, use WSL)"),
     (NO_LOCKS, b"Python has no module fcntl"),
 ])  # fmt: skip
-def test_elsewhere_the_command_starts_and_says_where_it_runs(
+def test_unsupported_systems_get_an_error_that_names_supported_ones(
     tmp_path: Path, code: str, says: bytes
 ) -> None:
     assert bass(code, "--version", folder=tmp_path).stdout.startswith(b"bass ")
@@ -103,7 +105,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (NOBODY, {"HOME": None, "XDG_CACHE_HOME": None, "TMPDIR": "/nowhere", "LC_ALL": "C"}, "pröm.txt", "päir.yaml"),
     ("", ASCII | {"HOME": "/proc/nowhere", "XDG_CACHE_HOME": None, "TMPDIR": "/proc"}, "-", "pair.yaml"),
 ], ids=["no home, no temporary folder", "neither can be written, ASCII"])  # fmt: skip
-def test_a_job_runs_whatever_home_and_locale_are(
+def test_a_job_runs_with_any_home_and_locale(
     place: Path, code: str, variables: dict[str, str | None], source: str, pair: str
 ) -> None:
     flags = ("--pair", pair, "--n", "1", "--max-new-tokens", "3", "--device", "cpu", "--stop", "ß")
@@ -121,14 +123,14 @@ def test_a_job_runs_whatever_home_and_locale_are(
     assert json.loads(done.stdout)["tokens"] >= 1
 
 
-def test_a_name_that_the_locale_cannot_spell_is_a_mistake_with_a_sentence(place: Path) -> None:
+def test_a_file_name_that_the_locale_cannot_encode_is_a_user_error(place: Path) -> None:
     assert (
         bass("", "generate", "pröm.txt", "--pair", "päir.yaml", folder=place, **ASCII).returncode
         == 2
     )
 
 
-def test_a_person_without_home_has_a_cache_among_the_temporary_files(
+def test_a_user_without_a_home_has_a_temporary_cache_folder(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def unknown() -> Path:
@@ -139,7 +141,7 @@ def test_a_person_without_home_has_a_cache_among_the_temporary_files(
     assert host.cache_folder() == Path(tempfile.gettempdir()) / f"bass-{os.getuid()}"
 
 
-def test_kernels_are_kept_where_a_home_cannot_be_written(
+def test_kernels_are_cached_elsewhere_if_the_home_is_not_writable(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for name in ("TRITON_CACHE_DIR", "TRITON_HOME"):
@@ -157,9 +159,7 @@ def test_kernels_are_kept_where_a_home_cannot_be_written(
     assert host.is_writable(Path(os.environ["TRITON_CACHE_DIR"]))
 
 
-def test_where_no_temporary_folder_can_be_written_a_sentence_says_so(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_no_writable_temporary_folder_is_one_error_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc"])
     monkeypatch.setattr(prompts, "IN_MEMORY", 10)
@@ -177,7 +177,7 @@ def test_where_no_temporary_folder_can_be_written_a_sentence_says_so(
     ("named", "node", "due"),
     [(None, "nvidiactl", 1), ("cuda", "dxg", 1), ("cpu", "nvidiactl", 0), (None, "null", 0)],
 )
-def test_triton_is_digested_beside_a_commands_start_where_there_may_be_a_gpu(
+def test_triton_digest_is_made_in_a_thread_if_there_may_be_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str | None, node: str, due: int
 ) -> None:
     digested: list[threading.Thread] = []
@@ -195,9 +195,7 @@ def test_triton_is_digested_beside_a_commands_start_where_there_may_be_a_gpu(
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_a_device_is_woken_beside_and_nothing_is_said_of_its_faults_there(
-    monkeypatch: pytest.MonkeyPatch, broken: bool
-) -> None:
+def test_waking_a_device_ignores_errors(monkeypatch: pytest.MonkeyPatch, broken: bool) -> None:
     asked: list[tuple[torch.device, threading.Thread]] = []
 
     def ask(device: torch.device) -> tuple[int, int]:
@@ -236,7 +234,7 @@ def test_a_device_is_woken_beside_and_nothing_is_said_of_its_faults_there(
 def test_too_little_address_space_is_one_sentence_and_exit_code_3(
     place: Path, kilobytes: int
 ) -> None:
-    """Some libraries end the process by themselves where they get no memory (OpenBLAS)."""
+    """Some libraries, such as OpenBLAS, end the process if they get no memory."""
     command = [sys.executable, "-m", "bass_cli", "generate", "pröm.txt", "--pair", "pair.yaml"]
     limited = ["bash", "-c", f'ulimit -v {kilobytes}; exec "$@"', "bash", *command]
     done = subprocess.run(limited, cwd=place, capture_output=True, text=True, timeout=60)
@@ -254,6 +252,6 @@ def test_too_little_address_space_is_one_sentence_and_exit_code_3(
         OSError(11, "Resource temporarily unavailable"),
     ],
 )
-def test_what_a_loader_and_threads_say_without_memory_is_known(error: Exception) -> None:
+def test_memory_errors_of_loader_and_threads_are_recognised(error: Exception) -> None:
     assert host.is_refused_memory(error)
     assert not host.is_refused_memory(ImportError("No module named 'torch'"))

@@ -1,5 +1,4 @@
-"""How many threads a job computes with: what it may use, what others leave, what was asked for;
-and how threads wait."""
+"""The number of CPU threads of a job, and how threads wait."""
 
 from __future__ import annotations
 
@@ -96,7 +95,7 @@ def test_control_groups_limit_the_threads(
 # What others leave
 
 
-def test_all_cores_of_an_idle_machine(root: Path) -> None:
+def test_an_idle_machine_uses_all_cores(root: Path) -> None:
     found, waiting = chosen(root, 0.0, 0.0, 0.1, 0.0)
     assert (found.number, found.fixed, found.shared) == (2, False, False)
     assert "1.9 of 2 physical cores are free" in found.why
@@ -104,7 +103,7 @@ def test_all_cores_of_an_idle_machine(root: Path) -> None:
     assert 0 < int(waiting["GOMP_SPINCOUNT"]) < 300_000
 
 
-def test_fewer_beside_others_and_they_wait_asleep(root: Path) -> None:
+def test_a_shared_machine_uses_fewer_threads_that_sleep_while_they_wait(root: Path) -> None:
     found, waiting = chosen(root, 0.0, 0.0, 0.0, 1.0)  # one busy CPU takes a physical core
     assert (found.number, found.shared) == (1, True)
     assert "1.0 of 2 physical cores are free" in found.why
@@ -127,11 +126,13 @@ FREE = [
 
 
 @pytest.mark.parametrize(("free", "most", "due"), FREE)
-def test_threads_that_fit(free: float, most: int, due: int) -> None:
+def test_number_of_threads_for_free_cores(free: float, most: int, due: int) -> None:
     assert fitting(free, most) == due
 
 
-def test_counters_that_stand_still_say_nothing(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unchanged_cpu_counters_give_no_measurement(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for load, due in ((0.2, 2), (0.9, 1)):
         monkeypatch.setattr(
             threads.os, "getloadavg", lambda load=load: (load, 0.0, 0.0), raising=False
@@ -141,16 +142,14 @@ def test_counters_that_stand_still_say_nothing(root: Path, monkeypatch: pytest.M
 
 
 def looked_at(root: Path, monkeypatch: pytest.MonkeyPatch, *, ago: float, used: float) -> None:
-    """The process looked at the machine so many seconds ago, and has computed for `used` since."""
+    """Set a first CPU sample taken `ago` seconds ago; the process has used `used` seconds since."""
     first = threads.CpuSample((root / "proc/stat").read_text(), time.monotonic() - ago, -used)
     monkeypatch.setattr(threads, "_first", [first])
     monkeypatch.setattr(threads.time, "process_time", lambda: 0.0)
 
 
-def test_a_first_look_leaves_nothing_to_wait_for(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the process itself has computed since then is no company; others are."""
+def test_a_first_sample_avoids_waiting(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU time of this process does not count as use by others."""
     for used, due in ((1.0, 2), (0.0, 1)):
         busy(root, 0.0, 0.0, 0.0, 0.0, at=0)
         looked_at(root, monkeypatch, ago=1.0, used=used)
@@ -160,7 +159,7 @@ def test_a_first_look_leaves_nothing_to_wait_for(
         assert (found.number, found.shared, sum(slept)) == (due, due == 1, 0.0)
 
 
-def test_a_first_look_that_is_too_new_or_too_old(
+def test_a_first_sample_that_is_too_new_or_too_old(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for ago, least, most in ((0.05, 0.1, 0.15), (60.0, 0.2, 0.2)):
@@ -174,7 +173,7 @@ def test_a_first_look_that_is_too_new_or_too_old(
 # What was asked for
 
 
-def test_a_number_that_was_asked_for_is_taken(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_requested_number_of_threads_is_used(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, waiting = chosen(root, 1.0, 1.0, 1.0, 1.0, wanted=2, OMP_NUM_THREADS="3")
     assert (found.number, found.fixed, found.shared) == (2, True, True)
     assert found.why.startswith("--threads (or BASS_THREADS); 0.0 of 2 physical cores are free")
@@ -192,7 +191,7 @@ def test_a_number_that_was_asked_for_is_taken(root: Path, monkeypatch: pytest.Mo
     assert most_threads() == usable_cores().most
 
 
-def test_how_threads_wait_is_left_alone_where_it_is_set(root: Path) -> None:
+def test_wait_settings_of_the_environment_are_kept(root: Path) -> None:
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
         assert chosen(root, 0.0, 0.0, 0.0, 0.0, **{name: "1"})[1] == {}
 
@@ -201,7 +200,7 @@ def test_how_threads_wait_is_left_alone_where_it_is_set(root: Path) -> None:
 
 
 @pytest.mark.parametrize("asleep", [False, True])
-def test_company_that_comes_and_goes(
+def test_threads_follow_other_processes(
     root: Path, monkeypatch: pytest.MonkeyPatch, asleep: bool
 ) -> None:
     for name in WAITING:
@@ -232,7 +231,7 @@ def test_company_that_comes_and_goes(
     assert after(10.0, 12.4, (0, 240)) == [2, 1, 2], "one is ours, the other one idle"
 
 
-def test_a_number_that_was_asked_for_stays(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_requested_number_of_threads_stays(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "set_num_threads", pytest.fail)
     now = iter(range(0, 100, 10))
     company = CoreMonitor(2, now=lambda: float(next(now)), used=lambda: 0.0, root=root)
@@ -246,7 +245,7 @@ COMMANDS = ["generate p.txt", "eval mbpp --data mbpp.jsonl", "bench", "profile",
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_threads_are_settled_before_torch_is_loaded(command: str, tmp_path: Path) -> None:
+def test_threads_are_configured_before_torch_is_loaded(command: str, tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("a\n")
     (tmp_path / "mbpp.jsonl").write_text(
         '{"task_id": 11, "text": "t", "code": "f = 1", "test_list": ["assert 1"]}\n'
@@ -263,7 +262,7 @@ def test_threads_are_settled_before_torch_is_loaded(command: str, tmp_path: Path
     assert (found.stderr.splitlines()[-1], found.returncode) == ("bass: error: 3 False", 2)
 
 
-def test_torch_computes_with_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_uses_the_chosen_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     code = (
         "import os\nfrom bass_cli.system import threads\nthreads.choose = lambda wanted: ("
         "threads.Threads(3, 'why', False, True), {'GOMP_SPINCOUNT': '7'})\nthreads.configure_threads(None, "
@@ -279,8 +278,8 @@ def test_torch_computes_with_what_was_chosen(monkeypatch: pytest.MonkeyPatch) ->
     assert found[1] == "3 7"
 
 
-def test_torchs_libraries_are_loaded_beside_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what was chosen set before, since OpenMP reads it then."""
+def test_torch_libraries_are_loaded_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The chosen variables are set before, because OpenMP reads them then."""
     code = (
         "import os, sys, threading\nfrom bass_cli.system import threads\n"
         "threads.choose = lambda wanted: (threads.Threads(wanted, 'why', True, False), "
@@ -304,10 +303,10 @@ def test_torchs_libraries_are_loaded_beside_python(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("command", COMMANDS[:2])
-def test_a_command_begins_it_before_it_reads_anything(
+def test_a_command_starts_loading_torch_before_it_reads_files(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not where others draw."""
+    """With --ray the actors load torch, so the driver does not."""
     begun: list[Any] = []
     for module in ("commands", "evaluate"):
         monkeypatch.setattr(f"bass_cli.cli.{module}.begin", begun.append)
@@ -318,7 +317,7 @@ def test_a_command_begins_it_before_it_reads_anything(
     assert begun == [3, "cpu"]
 
 
-def test_a_number_that_is_none_of_threads_is_refused(tmp_path: Path) -> None:
+def test_an_invalid_number_of_threads_is_refused(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("a\n")
     for command in (["generate", str(tmp_path / "p.txt")], ["bench"]):
         found = CliRunner().invoke(app, [*command, "--threads", "0"])
