@@ -442,8 +442,8 @@ def _to_prompt(
         identity = str(identity)
     _check_text(identity, "id", place)
     for key, value in fields.items():
-        if (fault := fault_of(key, value, columns=columns)) is not None:
-            _refuse(place, *fault)
+        if (refused := fault_of(key, value, columns=columns)) is not None:
+            _refuse(place, *refused)
     fields = _with_meta(fields, place)
     fault = (
         None

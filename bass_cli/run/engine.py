@@ -42,7 +42,8 @@ def generate(
     is drawn, and the others are copies. A prompt that cannot run, or a sample with logits that are
     not finite, yields a Completion with finish_reason "error".
 
-    If memory runs out, half the rows draw the samples in progress again, unless there is one row, maximal coupling, a given `loop` or a split model.
+    If memory runs out, half the rows draw the samples in progress again, unless there is one
+    row, maximal coupling, a given `loop` or a split model.
 
     Args:
         prompts: Taken as rows become free. A None means that no prompt is ready; the next one is
