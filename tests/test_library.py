@@ -171,7 +171,9 @@ def test_ray_data_checks_its_arguments(model: Path) -> None:
     with pytest.raises(UserError, match="actors must be at least 1, not 0"):
         bass_cli.ray.generate(given, job(model), actors=0)
     drawer = bass_cli.ray.Drawer(job(model, n=1))
-    with pytest.raises(UserError, match='a row has no "id"'):  # each batch would number its rows from 0
+    with pytest.raises(
+        UserError, match='a row has no "id"'
+    ):  # each batch would number its rows from 0
         drawer(pyarrow.Table.from_pylist([{"id": "a", "prompt": "x"}, {"prompt": "y"}]))
     found = drawer(pyarrow.Table.from_pylist([{"id": "a", "prompt": "x"}]))
     assert found.column("id").to_pylist() == ["a"]

@@ -295,9 +295,7 @@ def tokens_in(out: Path) -> dict[tuple[str, int], list[int]]:
     return {(line["id"], line["sample"]): line["token_ids"] for line in lines}
 
 
-def test_killed_follower_is_named_and_the_command_resumes(
-    tmp_path: Path,
-) -> None:
+def test_killed_follower_is_named_and_the_command_resumes(tmp_path: Path) -> None:
     out, whole = tmp_path / "o.jsonl", tmp_path / "whole.jsonl"
     ended = bass("follower", out)
     assert ended.returncode == 3, ended.stderr
@@ -365,9 +363,7 @@ def test_stopped_follower_ends_when_the_leader_is_killed(tmp_path: Path) -> None
     wait_for_end(follower_of(ended))
 
 
-def test_follower_stopped_for_a_while_gives_the_same_tokens(
-    tmp_path: Path,
-) -> None:
+def test_follower_stopped_for_a_while_gives_the_same_tokens(tmp_path: Path) -> None:
     out, whole = tmp_path / "o.jsonl", tmp_path / "whole.jsonl"
     ended, _ = stop_in_two_parts(*OPTIONS, numbers=[signal.SIGCONT], whom="follower", out=out)
     assert ended.returncode == 0, ended.stderr
@@ -398,9 +394,7 @@ def test_jobs_that_cannot_be_split_are_refused_before_loading(
     assert not out.exists()
 
 
-def test_too_few_devices_are_an_error_before_loading(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_too_few_devices_are_an_error_before_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr("bass_cli.run.plan.device_of", lambda wanted: torch.device("cuda"))
     monkeypatch.setattr("bass_cli.run.plan.wake", lambda device: None)

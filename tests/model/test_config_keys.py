@@ -297,9 +297,7 @@ def test_unread_keys_of_drafters_are_named(kind: str) -> None:
     "key", sorted(REFUSED.keys() - {"is_causal", "sliding_window", "layer_types"})
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_drafter_layer_key_that_changes_the_computation_is_refused(
-    key: str, kind: str
-) -> None:
+def test_drafter_layer_key_that_changes_the_computation_is_refused(key: str, kind: str) -> None:
     config = block_config(kind, width=48, vocab=301, aux_layers=(0, 1))
     layers = config.get("transformer_layer_config", config)
     layers[key] = REFUSED[key]

@@ -70,9 +70,7 @@ HEADERS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("fault", HEADERS)
-def test_damaged_safetensors_header_is_refused(
-    fault: str, models: Path, tmp_path: Path
-) -> None:
+def test_damaged_safetensors_header_is_refused(fault: str, models: Path, tmp_path: Path) -> None:
     changes, message = HEADERS[fault]
     shutil.copytree(models / "whole", tmp_path / "m")
     path = tmp_path / "m" / "model.safetensors"

@@ -56,9 +56,7 @@ def follower(monkeypatch: pytest.MonkeyPatch, device: str, calls: list[Call]) ->
     return made
 
 
-def test_consecutive_graphs_have_their_own_calls(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_consecutive_graphs_have_their_own_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     one = follower(monkeypatch, "cuda", [FORWARD, FEED, END, FEED, END])
     one.graphs.capture(1, ())
     one.graphs.capture(2, {1})
@@ -78,9 +76,7 @@ def test_graph_with_moved_memory_is_run_call_by_call(monkeypatch: pytest.MonkeyP
     assert one.done == [FORWARD, FEED, ("replayed", FORWARD)]
 
 
-def test_cpu_runs_the_calls_of_a_graph_at_replay(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_cpu_runs_the_calls_of_a_graph_at_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     one = follower(monkeypatch, "cpu", [FORWARD, FEED, END])
     one.graphs.capture(1, ())
     assert one.done == []
@@ -88,7 +84,9 @@ def test_cpu_runs_the_calls_of_a_graph_at_replay(
     assert one.done == [FORWARD, FEED]
 
 
-def test_graph_without_calls_captures_nothing_in_the_follower(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graph_without_calls_captures_nothing_in_the_follower(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """For example, a draft model that catches up. CUDA would warn of an empty graph."""
     one = follower(monkeypatch, "cuda", [END])
     one.graphs.capture(1, ())

@@ -220,7 +220,9 @@ _LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
                "scaling.finetuned": True, "scaling.attn_factor": 1.5},
      {**_YARN, "attention_factor": 1.5 * (0.1 * math.log(4.0) + 1)}),
 ])  # fmt: skip
-def test_gguf_rope_scaling_equals_transformers(family: str, scaling: dict, rope: dict, tmp_path: Path) -> None:
+def test_gguf_rope_scaling_equals_transformers(
+    family: str, scaling: dict, rope: dict, tmp_path: Path
+) -> None:
     """Old and implicit spellings, against transformers with the scaling that llama.cpp computes:
     a missing type is linear, a factor of 0 is 1, and yarn scales attention."""
     plain = {"attention_bias": False, "mlp_bias": False} if family == "llama" else {}

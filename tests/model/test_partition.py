@@ -52,9 +52,7 @@ def check_parts(checkpoint: Checkpoint, ranks: int) -> list[int]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_parts_of_a_checkpoint_add_up_to_the_whole(
-    family: str, tmp_path: Path
-) -> None:
+def test_parts_of_a_checkpoint_add_up_to_the_whole(family: str, tmp_path: Path) -> None:
     write_checkpoint(family, tmp_path, shards=False, **(FEWER if family == "qwen2" else {}))
     checkpoint = open_checkpoint(tmp_path)
     spec = checkpoint.spec

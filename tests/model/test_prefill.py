@@ -318,9 +318,7 @@ def test_padding_leaves_neighbouring_slots_unchanged(decoders):
     assert captures(runner) == 3
 
 
-def test_size_is_captured_after_enough_passes_but_never_under_a_deadline(
-    decoders, monkeypatch
-):
+def test_size_is_captured_after_enough_passes_but_never_under_a_deadline(decoders, monkeypatch):
     monkeypatch.setattr(prompts, "PATIENCE", 2)
     _, runner = runners(decoders("qwen2"), 1)
     seen = []

@@ -103,7 +103,9 @@ def test_norms_stay_float32(family: str, tmp_path: Path) -> None:
     )
 
 
-def test_size_of_parts_does_not_change_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_size_of_parts_does_not_change_the_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tensors read a few rows at a time equal tensors read whole: every transform, both formats."""
     for family in ("opt", "gpt2", "codegen", "gemma3_text"):
         write_checkpoint(family, tmp_path / family)
@@ -118,7 +120,9 @@ def test_size_of_parts_does_not_change_the_weights(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_are_converted_to_the_wanted_dtype(dtype: torch.dtype, stored: torch.dtype, tmp_path: Path) -> None:
+def test_weights_are_converted_to_the_wanted_dtype(
+    dtype: torch.dtype, stored: torch.dtype, tmp_path: Path
+) -> None:
     model = write_checkpoint("qwen2", tmp_path, shards=False).to(stored)
     model.save_pretrained(tmp_path)
     weights = load(open_checkpoint(tmp_path), dtype=dtype, device=CPU)
@@ -185,9 +189,7 @@ def test_head_beside_a_tied_embedding_is_compared_with_it(tmp_path: Path) -> Non
     assert (weights["head.weight"] != weights["embed.weight"]).any(1).nonzero().tolist() == [[100]]
 
 
-def test_head_is_found_by_its_familys_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_head_is_found_by_its_familys_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A family that calls head and embedding otherwise; its config says that they are tied, and
     they are not."""
     names = {"embed_tokens": "tok_embeddings", "lm_head": "output"}
