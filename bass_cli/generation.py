@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from bass_cli.cluster.rays import Request, cluster_of, crew_on_ray, read_request
+from bass_cli.cluster.rays import Request, cluster_of, read_request, workers_on_ray
 from bass_cli.config.args import GenerateArgs, JobArgs, SampleArgs
 from bass_cli.config.job import Job, chosen_pair, make_job
 from bass_cli.errors import UserError
@@ -105,14 +105,14 @@ class LocalBackend:
 class RemoteBackend:
     """Generates samples in a pool of workers."""
 
-    def __init__(self, crew: WorkerPool):
-        self._crew, self.facts = crew, crew.gather()
-        self.line, self.usage = crew.line, crew.usage
+    def __init__(self, workers: WorkerPool):
+        self._workers, self.facts = workers, workers.gather()
+        self.line, self.usage = workers.line, workers.usage
 
     def draw(
         self, prompts: Iterator[Prompt], done: Collection[tuple[str, int]], count: int | None
     ) -> Iterator[Completion]:
-        return self._crew.draw(prompts, done, count)
+        return self._workers.draw(prompts, done, count)
 
 
 @contextlib.contextmanager
@@ -138,11 +138,11 @@ def drawing_of(
     if request is not None:
         with (
             cluster_of(request, job, screen) as cluster,
-            crew_on_ray(
+            workers_on_ray(
                 cluster, screen, source=source, prompts=prompts, longest=longest, shard=shard
-            ) as crew,
+            ) as workers,
         ):
-            yield RemoteBackend(crew)
+            yield RemoteBackend(workers)
         return
     tokenizer = begin(job.pair)  # loads in the background, while torch is imported
     configure_threads(job.threads, screen.note)

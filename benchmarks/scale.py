@@ -147,9 +147,9 @@ def simulate(options, gpus, n, **given):
     keys = ((f"{i}", s) for i in range(count) for s in range(n))
     work = sum(map(length, keys)) * options.token  # seconds of a row at full speed
     prompts = (Prompt(f"{i}", "x", None, {}, None, "x:1") for i in range(count))
-    crew = WorkerPool(fleet, Screen(quiet=True), n=n, alike=False, now=lambda: fleet.now)
-    crew.gather()
-    began, found = fleet.now, sum(1 for _ in crew.draw(prompts, (), count))
+    workers = WorkerPool(fleet, Screen(quiet=True), n=n, alike=False, now=lambda: fleet.now)
+    workers.gather()
+    began, found = fleet.now, sum(1 for _ in workers.draw(prompts, (), count))
     assert found == count * n
     seconds, best = fleet.now - began, work / options.rows / sum(fleet.speeds.values())
     return {

@@ -337,7 +337,7 @@ def test_out_of_memory_is_exit_code_3_and_keeps_lines(
     assert "memory ran out with 4 rows; going on with 2" in result.stderr
     assert "memory ran out with 2 rows; going on with 1" in result.stderr
     assert (
-        "memory ran out with a row of up to 40 new tokens; the largest that can be expected to "
+        "memory ran out with 1 row of up to 40 new tokens; the largest that can be expected to "
         "fit: --max-new-tokens 20" in result.stderr
     )
     kept = written.read_bytes()

@@ -72,8 +72,8 @@ def measure(
         UserError: a prompt cannot be run.
         MachineError: a process failed; the message ends with its last line of output.
     """
-    intake = RequestReader(plan.job, plan.files.tokenizer, context=plan.files.target.spec.context)
-    tasks = [_taken(intake, prompt) for prompt in prompts]
+    reader = RequestReader(plan.job, plan.files.tokenizer, context=plan.files.target.spec.context)
+    tasks = [_taken(reader, prompt) for prompt in prompts]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         ours = [sys.executable, "-m", "bass_cli", *command, "--json", "--quiet"]
@@ -185,10 +185,10 @@ def _order(plan: Plan, tasks: Sequence[Task], engine: str) -> dict[str, Any]:
     }
 
 
-def _taken(intake: RequestReader, prompt: Prompt) -> Task:
+def _taken(reader: RequestReader, prompt: Prompt) -> Task:
     """Return the task of a prompt; UserError with its place if it cannot be run."""
     try:
-        return intake.take(prompt, (), now=0.0)
+        return reader.take(prompt, (), now=0.0)
     except UserError as error:
         reason = str(error)
         place = "" if reason.startswith(prompt.place) else f"{prompt.place}: "

@@ -151,7 +151,7 @@ def build_loops(models: Models, settings: Settings, *, context: int) -> Loops:
     def loop(drafter: Drafter, acceptance: tuple[Rate, ...] | None) -> Loop:
         return Loop(
             batch=batch,
-            target=target if drafter.longest else target.read_by_nobody(),
+            target=target if drafter.longest else target.without_reader(),
             drafter=drafter,
             lengths=Fixed(0),
             coupling=coupling,

@@ -203,6 +203,6 @@ def warm_up(bench: Bench, turns: Turns) -> Bench:
         limit = min(_WARM_TOKENS, settings.new_tokens)
         warm[key] = bench.run(method, bench.rows(batch, limit=limit, kind="".join(kind)), *kind)
     tokens = turns.tokens(
-        warm, settings.new_tokens, least=settings.new_tokens if settings.tokens_asked_for else 0
+        warm, settings.new_tokens, least=settings.new_tokens if settings.tokens_given else 0
     )
     return replace(bench, settings=replace(settings, new_tokens=tokens))

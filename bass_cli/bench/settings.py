@@ -46,7 +46,7 @@ class Settings:
     controllers: whether to compare controllers with the best fixed length.
     texts: kinds of text that are measured apart; empty for one kind without a name.
     time_limit: seconds until no further run begins; None for no limit.
-    tokens_asked_for: whether --new-tokens was given; if not, a time limit may reduce new_tokens.
+    tokens_given: whether --new-tokens was given; if not, a time limit may reduce new_tokens.
     """
 
     job: Job
@@ -67,7 +67,7 @@ class Settings:
     controllers: bool = False
     texts: tuple[str, ...] = ()
     time_limit: float | None = None
-    tokens_asked_for: bool = True
+    tokens_given: bool = True
 
     @property
     def longest(self) -> int:
@@ -136,7 +136,7 @@ def make_settings(args: BenchArgs) -> Settings:
         repeats=count(args.repeats, "repeats", 5),
         texts=_TEXTS if on_cpu and _takes_default_texts(args, job) else (),
         time_limit=time_limit,
-        tokens_asked_for=args.new_tokens is not None,
+        tokens_given=args.new_tokens is not None,
     )
 
 

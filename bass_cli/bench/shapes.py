@@ -240,14 +240,14 @@ SHAPES: dict[str, Callable[[int | None], Spec]] = {
     ),
 }
 
-_TAPS = (1, 9, 17, 25, 33)
+_AUX_LAYERS = (1, 9, 17, 25, 33)
 # drafters that read hidden states: the shape of their target, and the function that makes them
 HEADS: dict[str, tuple[str, Callable[[Spec], HeadSpec]]] = {
     "dspark-8b": (
         "qwen3-8b",
-        partial(_head, layers=5, aux_layers=_TAPS, block=7, first=0, rank=256),
+        partial(_head, layers=5, aux_layers=_AUX_LAYERS, block=7, first=0, rank=256),
     ),
-    "dflash-8b": ("qwen3-8b", partial(_head, layers=5, aux_layers=_TAPS, block=16, first=1)),
+    "dflash-8b": ("qwen3-8b", partial(_head, layers=5, aux_layers=_AUX_LAYERS, block=16, first=1)),
     "eagle3-8b": ("qwen3-8b", partial(_chain, aux_layers=(1, 17, 32), vocab=32000)),
     "eagle3-tiny": ("tiny", partial(_chain, aux_layers=(0, 1, 2), vocab=150)),
     "dspark-tiny": ("tiny", partial(_head, layers=2, aux_layers=(0, 2), block=7, first=0, rank=8)),

@@ -18,7 +18,7 @@ from bass_cli.system.threads import begin
 
 @takes(EvaluateArgs)
 def evaluate(args: EvaluateArgs) -> None:
-    """Draw samples for humaneval, mbpp or xsum and score them. --budget sets a wall-clock limit
+    """Draw samples for humaneval, mbpp or xsum and score them. --budget sets a time limit
     for each prompt.
 
     \b

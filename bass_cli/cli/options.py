@@ -174,15 +174,15 @@ OPTIONS: dict[str, Flag] = {  # by field, in the order of a help page
         "all",
     ),
     "tensor_parallel": Flag(
-        "Split the target (attention heads, feed-forward, vocabulary) over K GPUs of this machine",
+        "Split the target over K GPUs of this machine: heads, feed-forward, vocabulary",
         MACHINE,
         "K",
         "1",
     ),
     "prompt_column": Flag("Field that holds the prompt", PROMPTS, "NAME", "prompt"),
     "prompt_format": Flag(
-        "Use the task's prompt as it is (raw), without surrounding whitespace (strip) or newlines "
-        "(strip-nl), or as a question to a chat model (chat)",
+        "Use the task's prompt as it is (raw), as a question to a chat model (chat), without "
+        "surrounding whitespace (strip), or without surrounding newlines (strip-nl)",
         PROMPTS,
         "FORMAT",
         "raw",

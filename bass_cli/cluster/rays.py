@@ -128,7 +128,7 @@ def cluster_of(request: Request, job: Job, screen: Screen) -> Iterator[Cluster]:
 
 
 @contextlib.contextmanager
-def crew_on_ray(
+def workers_on_ray(
     cluster: Cluster,
     screen: Screen,
     *,

@@ -106,24 +106,24 @@ class Store:
         )
         self.port: int = self._store.port
 
-    def join(self, seat: RankInfo, device: torch.device) -> Joined:
+    def join(self, info: RankInfo, device: torch.device) -> Joined:
         """Join a group; returns when all have joined. On one node, only the loopback is used."""
-        host = "127.0.0.1" if seat.ranks == seat.beside else seat.host
+        host = "127.0.0.1" if info.ranks == info.beside else info.host
         store = self._store
         with _peer_errors():
-            if seat.rank:
-                store = distributed.TCPStore(host, seat.port, is_master=False, timeout=_PATIENCE)
-            name = _interface(host, seat.port)
+            if info.rank:
+                store = distributed.TCPStore(host, info.port, is_master=False, timeout=_PATIENCE)
+            name = _interface(host, info.port)
             if name is not None:
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
             distributed.init_process_group(
                 "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
                 store=store,
-                rank=seat.rank,
-                world_size=seat.ranks,
+                rank=info.rank,
+                world_size=info.ranks,
                 timeout=_PATIENCE,
             )
-        return Joined(seat.rank, seat.ranks)
+        return Joined(info.rank, info.ranks)
 
 
 class Joined:

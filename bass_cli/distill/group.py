@@ -39,7 +39,7 @@ class Fleet(Protocol):
     def start(self, place: Place) -> None:
         """Start a process there as soon as there is room, and let it prepare."""
 
-    def ask(self, place: Place, seat: RankInfo | None, beat: float) -> None:
+    def ask(self, place: Place, info: RankInfo | None, beat: float) -> None:
         """Call `exchange` of the process; its result comes as an event."""
 
     def wait(self, timeout: float) -> list[tuple[Place, Any]]:
@@ -113,20 +113,20 @@ class Group:
 
         Returns: the report; None if a process died.
         """
-        seats, beat = seats_of(ready), max(_BEAT, _BEAT_OF_ALL * len(ready))
+        infos, beat = assign_ranks(ready), max(_BEAT, _BEAT_OF_ALL * len(ready))
         known = "" if len(ready) == self._wanted else f" of {self._wanted}"
         self._screen.note(f"{len(ready)}{known} actors train together")
         try:
-            for place, seat in seats.items():
-                self._fleet.ask(place, seat, beat)
+            for place, info in infos.items():
+                self._fleet.ask(place, info, beat)
             while True:
                 for place, event in self._fleet.wait(_WAIT):
                     if not isinstance(event, News) or event.fault is not None:
                         why: Any = event.fault if isinstance(event, News) else event
                         self._end(place, ready, why)
                         return None
-                    if not seats[place].rank:
-                        self._hear(event, len(seats))
+                    if not infos[place].rank:
+                        self._hear(event, len(infos))
                         if event.document is not None:
                             return event.document
                     if event.document is None:  # the others finish before rank 0
@@ -178,7 +178,7 @@ class Group:
         return self._checkpoint.stat().st_mtime_ns if self._checkpoint.exists() else None
 
 
-def seats_of(ready: Mapping[Place, Present]) -> dict[Place, RankInfo]:
+def assign_ranks(ready: Mapping[Place, Present]) -> dict[Place, RankInfo]:
     """Assign ranks. Processes of a node get consecutive ranks, and this node comes first, because
     it reads what rank 0 writes."""
     order = sorted(ready, key=lambda place: (ready[place].node != platform.node(),

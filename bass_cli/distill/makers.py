@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Protocol
 
-from bass_cli.cluster.rays import Cluster, Request, address_here, cluster_of, crew_on_ray
+from bass_cli.cluster.rays import Cluster, Request, address_here, cluster_of, workers_on_ray
 from bass_cli.cluster.worker_pool import WorkerPool
 from bass_cli.config.args import DistillArgs
 from bass_cli.config.job import Job, Pair
@@ -87,8 +87,8 @@ class RemoteBackend:
         screen = self._screen
         names = [name for name in ("prompts", "prompt_column") if name in results]
         source: dict[str, Any] = {name: results[name] for name in names}
-        with crew_on_ray(self._cluster, screen, source=source) as crew:
-            facts = crew.gather()
+        with workers_on_ray(self._cluster, screen, source=source) as workers:
+            facts = workers.gather()
             for note in facts.notes:
                 screen.note(note)
             found = json.loads(json.dumps(facts.manifest["results"], default=str))
@@ -99,7 +99,7 @@ class RemoteBackend:
                     f"the actors would draw other samples ({key}: {found[key]!r} there, "
                     f"{results.get(key)!r} here); install the same models and versions on all nodes"
                 )
-            draw(PoolSampler(crew), supply, wanted=results["tokens"], path=places.samples,
+            draw(PoolSampler(workers), supply, wanted=results["tokens"], path=places.samples,
                  results=results, screen=screen)  # fmt: skip
 
     def train(self, source: Source, training: Training, places: Places) -> dict[str, Any]:
@@ -119,11 +119,11 @@ class RemoteBackend:
 class PoolSampler:
     """Draws with a pool of workers."""
 
-    def __init__(self, crew: WorkerPool):
-        self._crew, self.line = crew, crew.line
+    def __init__(self, workers: WorkerPool):
+        self._workers, self.line = workers, workers.line
 
     def samples(self, supply: Supply, on_tokens: Callable[[int], None]) -> Iterator[Completion]:
-        return self._crew.draw(supply, supply.done, None)
+        return self._workers.draw(supply, supply.done, None)
 
 
 @contextlib.contextmanager

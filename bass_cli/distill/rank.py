@@ -97,10 +97,10 @@ class Rank:
         except Exception as error:
             return fault_of(error)
 
-    def exchange(self, seat: RankInfo | None, beat: float) -> News:
+    def exchange(self, info: RankInfo | None, beat: float) -> News:
         """Start the training if a rank is given, and report after `beat` seconds or at the end."""
-        if seat is not None:
-            thread = threading.Thread(target=self._work, args=(seat,), daemon=True, name="training")
+        if info is not None:
+            thread = threading.Thread(target=self._work, args=(info,), daemon=True, name="training")
             thread.start()
         with self._news:
             self._news.wait_for(lambda: self._fault is not None or self._document is not None, beat)
@@ -117,11 +117,11 @@ class Rank:
                 "several nodes need a folder that all nodes share"
             )
 
-    def _work(self, seat: RankInfo) -> None:
+    def _work(self, info: RankInfo) -> None:
         from bass_cli.distill.exchange import PeerLostError
 
         try:
-            document, fault = self._train(seat), None
+            document, fault = self._train(info), None
         except PeerLostError as error:
             document, fault = None, Fault(LOST, str(error), platform.node())
         except Exception as error:
@@ -130,7 +130,7 @@ class Rank:
             self._document, self._fault = document, fault
             self._news.notify_all()
 
-    def _train(self, seat: RankInfo) -> dict[str, Any]:
+    def _train(self, info: RankInfo) -> dict[str, Any]:
         from bass_cli.distill.settings import training_of
         from bass_cli.distill.work import Places, Work
 
@@ -144,12 +144,12 @@ class Rank:
             training_of(self._order.args),
             Places(Path(self._order.args.out)),
             self._relay,
-            peers=store.join(seat, plan.device),
-            beside=seat.beside if plan.device.type == "cpu" else 1,
+            peers=store.join(info, plan.device),
+            beside=info.beside if plan.device.type == "cpu" else 1,
             every=self._order.every,
         )
         document = work.run()
-        if not seat.rank:
+        if not info.rank:
             self._relay.phase("writing the draft")
             work.write()
         return document

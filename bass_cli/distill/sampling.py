@@ -157,11 +157,11 @@ def lines_of(path: Path) -> Iterator[Completion]:
 
 def usable(prompts: Iterator[Prompt], plan: Plan, screen: Screen) -> list[Prompt]:
     """Return the prompts that the target can run; UserError if there are none."""
-    intake = RequestReader(plan.job, plan.files.tokenizer, context=plan.files.target.spec.context)
+    reader = RequestReader(plan.job, plan.files.tokenizer, context=plan.files.target.spec.context)
     found, faults = list[Prompt](), list[str]()
     for prompt in prompts:
         try:
-            intake.take(prompt, (), now=0.0)
+            reader.take(prompt, (), now=0.0)
             found.append(prompt)
         except UserError as error:
             faults.append(f"{prompt.place}: {error}")
@@ -174,7 +174,7 @@ def usable(prompts: Iterator[Prompt], plan: Plan, screen: Screen) -> list[Prompt
 
 def texts_of(path: Path, plan: Plan) -> list[Text]:
     """Return the token ids of every sample behind those of its prompt."""
-    intake = RequestReader(plan.job, plan.files.tokenizer, context=plan.files.target.spec.context)
+    reader = RequestReader(plan.job, plan.files.tokenizer, context=plan.files.target.spec.context)
     prompts: dict[str, list[int]] = {}
     found = []
     for one in lines_of(path):
@@ -183,7 +183,7 @@ def texts_of(path: Path, plan: Plan) -> list[Text]:
         if one.id not in prompts:
             text, messages = one.meta.get("text"), one.meta.get("messages")
             prompt = Prompt(one.id, text, messages, {}, None, f"{path}: {json.dumps(one.id)}")
-            prompts[one.id] = intake.take(prompt, (), now=0.0).tokens
+            prompts[one.id] = reader.take(prompt, (), now=0.0).tokens
         begin = prompts[one.id]
         found.append(Text(_origin(one.id), [*begin, *one.token_ids], len(begin)))
     return found

@@ -125,7 +125,7 @@ def head_of_config(config: Mapping[str, Any], target: Spec, *, place: str) -> He
     return HeadSpec(
         kind=kind,
         body=body,
-        aux_layers=_taps(config, nested, target.layers, place),
+        aux_layers=_aux_layers(config, nested, target.layers, place),
         block=block,
         first=first,
         mask=mask_of({**nested, **config}, vocab=body.vocab, place=place, keys=("mask_token_id",)),
@@ -150,11 +150,11 @@ def _chain(config: Mapping[str, Any], target: Spec, place: str) -> HeadSpec:
         norms_residual = truth(config.get("norm_before_residual") or False)
     except ValueError as error:
         raise UserError(f'{place}: key "norm_before_residual": {error}') from None
-    aux_layers = _chain_taps(config, nested, target.layers, place)
+    aux_layers = _chain_aux_layers(config, nested, target.layers, place)
     return HeadSpec("eagle3", body, aux_layers, norms_residual=norms_residual)
 
 
-def _chain_taps(
+def _chain_aux_layers(
     config: Mapping[str, Any], nested: Mapping[str, Any], layers: int, place: str
 ) -> tuple[int, ...]:
     """Return the layers whose outputs an EAGLE-3 reads, from 0. Default: those of the paper's
@@ -282,7 +282,7 @@ def _from_anchor(values: Mapping[str, Any], kind: str, place: str) -> bool:
     return next(iter(found.values()), kind == "dspark")
 
 
-def _taps(
+def _aux_layers(
     config: Mapping[str, Any], nested: Mapping[str, Any], layers: int, place: str
 ) -> tuple[int, ...]:
     """Return the layers whose outputs it reads, from 0."""

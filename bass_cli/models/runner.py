@@ -141,7 +141,7 @@ class Runner:
             if room <= 0:
                 return
 
-    def read_by_nobody(self) -> Runner:
+    def without_reader(self) -> Runner:
         """Return a runner over the same store and prompts whose passes skip the reader's layers:
         for plain decoding. The two must not have rows at the same time."""
         other = copy.copy(self)

@@ -194,7 +194,7 @@ class RequestReader:
         return tokens
 
 
-_UNSOUND = (
+_NOT_FINITE = (
     "the target's logits for token {} are not finite: its weights are broken, or its values are "
     "too large for the dtype (bf16 and fp32 have a larger range than fp16)"
 )
@@ -314,7 +314,7 @@ class FinishedSample(NamedTuple):
             prompt_tokens=len(task.tokens),
             meta=task.prompt.meta,
             token_ids=list(tokens) if ids else None,
-            error=_UNSOUND.format(len(scores) + 1) if ending.reason == "error" else None,
+            error=_NOT_FINITE.format(len(scores) + 1) if ending.reason == "error" else None,
         )
 
 

@@ -318,11 +318,11 @@ class LedRunner:
     def version(self) -> int:
         return self._runner.version
 
-    def read_by_nobody(self) -> LedRunner:
-        """See Runner.read_by_nobody. The other processes have no reader, so nothing changes
+    def without_reader(self) -> LedRunner:
+        """See Runner.without_reader. The other processes have no reader, so nothing changes
         there."""
         other = copy.copy(self)
-        other._runner = self._runner.read_by_nobody()
+        other._runner = self._runner.without_reader()
         return other
 
     def prepare_prompts(self) -> None:

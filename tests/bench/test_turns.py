@@ -97,7 +97,7 @@ def test_summary_of_a_limited_bench_names_what_is_missing(monkeypatch: pytest.Mo
     wanted = settings(
         **SCALED, methods="2,auto", batch_sizes="2", repeats="4", new_tokens=None, time_limit="10s"
     )
-    assert (wanted.time_limit, wanted.tokens_asked_for, wanted.repeats) == (10.0, False, 4)
+    assert (wanted.time_limit, wanted.tokens_given, wanted.repeats) == (10.0, False, 4)
     clock = Clock()
     monkeypatch.setattr(grid, "Turns", lambda keys, **given: Turns(keys, **given, now=clock))
     monkeypatch.setattr(
@@ -129,7 +129,7 @@ def test_default_on_a_cpu_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> N
     default = settings(**SCALED | nothing)
     assert default.time_limit is not None
     assert default.time_limit < 120
-    assert (default.tokens_asked_for, default.methods[-1]) == (False, "auto")
+    assert (default.tokens_given, default.methods[-1]) == (False, "auto")
     assert settings(**SCALED | nothing, time_limit="5m").time_limit == 300.0
     assert settings(**SCALED | nothing | {"repeats": "3"}).time_limit is None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

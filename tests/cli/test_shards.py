@@ -72,7 +72,7 @@ def test_bad_shards_are_refused_before_models_are_read(
             said = bass(*command, "--shard", shard, code=2)
             assert f'--shard (or BASS_SHARD): "{shard}" is not a part of a job' in said
     said = bass("generate", *FLAGS, "--shard", "1/2", "--coupling", "maximal", code=2)
-    assert "give them all one --batch-size" in said
+    assert "give all shards the same --batch-size" in said
 
 
 def test_merge_notes_that_maximal_coupling_samples_differ(place: Path) -> None:

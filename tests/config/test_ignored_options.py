@@ -69,7 +69,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (["score", "f.jsonl", "--task", *XSUM, "--timeout", "2s"], "--timeout (or BASS_TIMEOUT): xsum "
                                                                "has no programs to run"),
     (["bench", "--prompts", "p.txt", "--prompt-tokens", "9"], "--prompt-tokens (or "
-                                                              "BASS_PROMPT_TOKENS): prompts of"),
+                                                              "BASS_PROMPT_TOKENS): the prompts of"),
 ])  # fmt: skip
 def test_option_without_effect_is_refused(place: Path, arguments: list[str], fault: str) -> None:
     before = sorted(place.iterdir())

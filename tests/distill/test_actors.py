@@ -37,13 +37,13 @@ def dying(rank, step, flag):
     """Make a Rank that dies in a step, as by kill -9, the first time. Ray sends its code by value."""
 
     class Dying(Rank):
-        def exchange(self, seat, beat):
+        def exchange(self, info, beat):
             import os
             import signal
 
             from bass_cli.distill.trainer import Trainer
 
-            if seat is not None and seat.rank == rank and not os.path.exists(flag):
+            if info is not None and info.rank == rank and not os.path.exists(flag):
                 learn = Trainer._learn
 
                 def learnt(trainer, part, guesses):
@@ -53,7 +53,7 @@ def dying(rank, step, flag):
                     return learn(trainer, part, guesses)
 
                 Trainer._learn = learnt
-            return Rank.exchange(self, seat, beat)
+            return Rank.exchange(self, info, beat)
 
     return Dying
 
@@ -107,11 +107,13 @@ def test_a_worker_pool_draws_until_there_are_enough_tokens(tmp_path):
     path = tmp_path / "samples.jsonl"
     for wanted, seed in ((90, 0), (90, 1), (400, 2)):
         fleet = Fleet(deaths=0.03, seed=seed)
-        crew = WorkerPool(fleet, Screen(True), n=3, alike=False, now=lambda fleet=fleet: fleet.now)
-        crew.gather()
+        workers = WorkerPool(
+            fleet, Screen(True), n=3, alike=False, now=lambda fleet=fleet: fleet.now
+        )
+        workers.gather()
         supply = Supply(lambda: iter(prompts), n=3, wanted=wanted)
         kept = path.read_bytes() if path.exists() else b""
-        draw(makers.PoolSampler(crew), supply, wanted=wanted, path=path, results={},
+        draw(makers.PoolSampler(workers), supply, wanted=wanted, path=path, results={},
              screen=Screen(True))  # fmt: skip
         found = list(lines_of(path))
         assert path.read_bytes().startswith(kept)

@@ -11,7 +11,7 @@ import pytest
 from bass_cli.cluster.worker import Fault
 from bass_cli.cluster.worker_pool import Lost, Place
 from bass_cli.distill.exchange import RankInfo
-from bass_cli.distill.group import HOPELESS, PATIENCE, Group, seats_of
+from bass_cli.distill.group import HOPELESS, PATIENCE, Group, assign_ranks
 from bass_cli.distill.rank import LOST, News, Present
 from bass_cli.errors import MachineError, UserError
 from bass_cli.io.console import Screen
@@ -28,7 +28,7 @@ class Fleet:
     def __init__(self, count=3, *, late=(), groups=(), steps=3):
         self.count, self.late, self.groups, self.steps = count, dict(late), list(groups), steps
         self.now, self.there, self.due = 0.0, {}, []
-        self.made, self.seats = [], {}
+        self.made, self.infos = [], {}
 
     def places(self):
         return {place(number) for number in range(self.count)}
@@ -40,21 +40,21 @@ class Fleet:
         answer = Present(f"node{number // 2}", f"10.0.0.{number // 2}", 1000 + number)
         self.due.append((self.now + self.late.get(number, 0.0), where, answer))
 
-    def ask(self, where, seat, beat):
+    def ask(self, where, info, beat):
         assert where in self.there
         assert not any(other == where for _, other, _ in self.due), "one question at a time"
-        if seat is not None:
-            if not self.seats:
+        if info is not None:
+            if not self.infos:
                 self.made.append({})
-            self.seats[where] = seat
-            self.made[-1][where.number] = seat
+            self.infos[where] = info
+            self.made[-1][where.number] = info
             self.left = self.steps
         said = self.groups[len(self.made) - 1] if len(self.made) <= len(self.groups) else {}
         # the others are done before the first
         answer = News("step 1", 0.5, (), {} if self.left < self.steps - 1 else None)
         if where.number in said and self.left < self.steps:
             answer = said[where.number]
-        elif self.seats[where].rank == 0:
+        elif self.infos[where].rank == 0:
             self.left -= 1
             notes = ("a note",) if self.left == 1 else ()
             done = {"done": len(self.made)} if self.left == 0 else None
@@ -69,7 +69,7 @@ class Fleet:
 
     def stop(self, where):
         self.there.pop(where, None)
-        self.seats.pop(where, None)
+        self.infos.pop(where, None)
         self.due = [one for one in self.due if one[1] != where]
 
 
@@ -131,11 +131,11 @@ def test_repeated_deaths_without_a_checkpoint_end_the_run(tmp_path):
     fleet = Fleet(2, groups=[{1: Lost("killed")}] * 12)
     ask = fleet.ask
 
-    def asked(where, seat, beat):
+    def asked(where, info, beat):
         if len(fleet.made) % 4 == 0:
             kept.touch()
             os.utime(kept, ns=(1, len(fleet.made)))
-        ask(where, seat, beat)
+        ask(where, info, beat)
 
     fleet.ask = asked
     assert train(fleet, tmp_path) == {"done": 13}
@@ -160,7 +160,7 @@ def test_an_error_of_one_process_ends_the_run(tmp_path, kind, raised):
 def test_ranks_start_on_this_node_and_are_grouped_by_node():
     ready = {place(0): Present("b", "10.0.0.2", 1), place(1): Present("a", "10.0.0.1", 2),
              place(2): Present("b", "10.0.0.2", 3), place(3): Present(platform.node(), "10.0.0.9", 4)}  # fmt: skip
-    found = seats_of(ready)
+    found = assign_ranks(ready)
     assert [found[place(number)].rank for number in range(4)] == [2, 1, 3, 0]
-    assert {(seat.host, seat.port, seat.ranks) for seat in found.values()} == {("10.0.0.9", 4, 4)}
+    assert {(info.host, info.port, info.ranks) for info in found.values()} == {("10.0.0.9", 4, 4)}
     assert [found[place(number)].beside for number in range(4)] == [2, 1, 2, 1]

@@ -75,8 +75,8 @@ def be(folder: str, device: str, rank: str, ranks: str, *sizes: str) -> None:
         (place / "new").rename(port)
     while not port.exists():
         time.sleep(0.01)
-    seat = exchange.RankInfo(number, int(ranks), "127.0.0.1", int(port.read_text()), int(ranks))
-    peers = store.join(seat, torch.device(device))
+    info = exchange.RankInfo(number, int(ranks), "127.0.0.1", int(port.read_text()), int(ranks))
+    peers = store.join(info, torch.device(device))
     cut = torch.nn.utils.clip_grad_norm_
     for size in sizes:
         mine = trainer(place, device, peers=peers, most=2, size=int(size), rank=number,
