@@ -12,7 +12,7 @@ from heads import write_head
 from test_parallel import bass, lines
 
 from bass_cli.config.job import Job, Sampling, Speculation, load_pair
-from bass_cli.engine.loop import Loop, Members, Worth
+from bass_cli.engine.loop import AheadPolicy, Loop, Members
 from bass_cli.errors import MachineError
 from bass_cli.run.build import build
 from bass_cli.run.generate import generate
@@ -67,7 +67,7 @@ class Seen:
         grow, follow = Loop.grow, Members._follow
 
         def watched_grow(loop):
-            flight = loop._flight
+            flight = loop._in_flight
             back = grow(loop)
             self.back += len(back)
             self.flown += sum(row in flight.rows for row in back) if flight else 0
@@ -133,7 +133,7 @@ def test_samples_do_not_depend_on_what_their_rows_have_of_the_cache(
 def ahead(monkeypatch):
     """Every round that may is launched before the last one is over."""
     monkeypatch.setattr("bass_cli.run.build.Graphs", lambda device: FakeGraphs())
-    monkeypatch.setattr(Worth, "pays", lambda worth, waiting: True)
+    monkeypatch.setattr(AheadPolicy, "pays", lambda worth, waiting: True)
 
 
 @pytest.mark.parametrize(("draft", "length"), [("none", 0), ("heads:head", 4)])

@@ -112,8 +112,8 @@ def test_prompts_may_be_endless(model: Path) -> None:
 
 
 @pytest.mark.parametrize(("prompts", "fault"), [
-    ([], "there is no "
-         "prompt"), (["a", ""], r'prompts\[1\]: field "prompt": it is empty'), ([{"id": "a"}], "it is missing"),
+    ([], "it contains no "
+         "prompts"), (["a", ""], r'prompts\[1\]: field "prompt": it is empty'), ([{"id": "a"}], "it is missing"),
     ([{"id": "1", "prompt": "x"}, "y"], r'"1" is also the id of prompts\[0\]'),
 ])  # fmt: skip
 def test_wrong_prompts_are_refused_when_it_is_called(
@@ -307,7 +307,7 @@ def test_missing_pair_is_reported_without_flags(pair: str, message: str) -> None
         ({"speculation": Speculation(length="table")}, r"^speculation\.length table: "),
         ({"batch_size": 4000, "memory": 3 * 2**26}, r"expected to fit: batch_size \d+"),
         ({"device": "cuda"}, r"^device cuda: "),
-        ({"prompts": [{"prompt": "a", "max_tokens": 3}]}, r"with sampling\.max_new_tokens, not"),
+        ({"prompts": [{"prompt": "a", "max_tokens": 3}]}, r"with sampling\.max_new_tokens;"),
         ({"sampling": Sampling(stop=["a</s>"])}, r"^stop text 'a</s>': "),
     ],
 )

@@ -22,7 +22,7 @@ from bass_cli.cli.commands import app
 from bass_cli.formats.continuation import special_stops
 from bass_cli.formats.tokenizer import Tokenizer as BassTokenizer
 
-END, CALL, VOCAB = "<|im_end|>", "<call>", 301  # a special token, an added one that is ordinary
+END, CALL, VOCAB = "<|halt|>", "<call>", 301  # a special token, an added one that is ordinary
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +138,7 @@ def test_end_of_sequence_given_as_stop_is_still_eos(model: Path, tmp_path: Path)
 
 @pytest.mark.parametrize("stop", [END + "\n", "\n" + END, f"a{END}b", END + END, END + "</s>"])
 def test_a_special_token_with_other_text_is_refused(model: Path, stop: str) -> None:
-    with pytest.raises(UserError, match=r"it holds the special token '(<\|im_end\|>|</s>)'"):
+    with pytest.raises(UserError, match=r"it contains the special token '(<\|halt\|>|</s>)'"):
         drawn(model, ("x", stop))
 
 
@@ -158,7 +158,7 @@ def test_invalid_stop_is_refused_early_from_every_source(
     monkeypatch.setattr("bass_cli.run.engine.load_models", None)  # its call would fail
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 2
-    assert "<|im_end|>" in done.output
+    assert "<|halt|>" in done.output
 
 
 def test_ordinary_tokens_that_spell_a_special_one_stop_too(model: Path) -> None:

@@ -665,7 +665,7 @@ def test_missing_hardware_ends_with_exit_code_3(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("bass_cli.run.memory.free_memory", lambda device: 10_000)
     result = bench("--shape", "tiny", "--device", "cpu", *SMALL)
     assert (result.exit_code, result.stdout) == (3, "")
-    assert "0.0 GB are free; the weights take 0.0 GB: use a smaller model" in result.stderr
+    assert "0.0 GB are free; the weights take 0.0 GB; use a smaller model" in result.stderr
 
 
 def test_a_target_that_cannot_be_split_is_found_before_anything_is_made() -> None:

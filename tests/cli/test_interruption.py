@@ -74,7 +74,7 @@ def test_the_same_command_continues_after_an_interruption(
     again = start(tmp_path, "0")
     _, messages = again.communicate(timeout=60)
     assert again.returncode == 0
-    assert "going on" in messages
+    assert "continuing" in messages
     expected = sorted(
         (str(i), number, f"prompt {i}/{number}/0") for i in range(10) for number in range(3)
     )

@@ -185,7 +185,7 @@ def test_a_file_of_prompts_and_the_first_layers(here):
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        (("--out", ""), "--out (or BASS_OUT): name a folder"),
+        (("--out", ""), "--out (or BASS_OUT): it is empty"),
         (
             ("--draft-length", "1"),
             "--draft-length (or BASS_DRAFT_LENGTH): give a number from 2 to 32 (got 1)",

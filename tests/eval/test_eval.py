@@ -217,9 +217,7 @@ def test_file_cannot_be_continued_in_another_prompt_format() -> None:
     assert "prompt_format" in result.stderr
     result = bass(ALLOW, "--out", "a.jsonl", "--prompt-format", "strip", "--overwrite")
     assert result.exit_code == 0
-    assert (
-        "plain prompts are continued as raw text; --prompt-format chat asks them" in result.stderr
-    )
+    assert "plain prompts are continued as raw text; with --prompt-format chat" in result.stderr
     chat = bass(ALLOW, "--prompt-format", "chat", "--out", "chat.jsonl")
     assert chat.exit_code == 0, chat.stderr
     assert "plain prompts" not in chat.stderr

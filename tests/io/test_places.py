@@ -215,4 +215,4 @@ def test_a_report_to_an_open_stream_adds_to_it(tmp_path: Path) -> None:
 def test_overwrite_without_a_file_is_an_error(place: Path, command: list[str]) -> None:
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 2
-    assert "--overwrite (or BASS_OVERWRITE): it is for a --" in result.stderr
+    assert "--overwrite (or BASS_OVERWRITE): " in result.stderr

@@ -24,7 +24,7 @@ def test_a_folder_of_gguf_files_lists_them(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         locate(str(tmp_path), folder=None, weights=True)
     assert caught.value.lines == [
-        f'"{tmp_path}": it is a folder of GGUF files; name one of them:',
+        f'"{tmp_path}": this is a folder of GGUF files; name one of them:',
         str(tmp_path / "a.Q4_K_M.gguf"),
         str(tmp_path / "b.Q8_0.gguf"),
     ]

@@ -146,7 +146,7 @@ def test_compiling_leaves_half_of_the_time_for_measuring():
         loop, PROMPTS, rows=(1, 8), coupling="shared", limit=1.6, now=ticks, note=notes.append
     )
     assert 40.8 < ticks.seconds < 41.3
-    assert "once all kernels have been compiled" in notes[0]
+    assert "now that kernels are compiled" in notes[0]
     assert surface.verify_seconds(8, 16) == pytest.approx(0.01 + 0.001 * 8 * 17)
     assert len(loop.batch) == 0
     whole = ticks.seconds

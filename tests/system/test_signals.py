@@ -35,9 +35,13 @@ _SILENT = _BLOCKED.replace('lambda: print("interrupted", file=sys.stderr, flush=
                            "lambda: libc.pthread_mutex_lock(mutex)")  # fmt: skip
 
 
+# A shell's background jobs ignore SIGINT, and so would these programs.
+_LISTEN = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+
+
 def ended(code: str, numbers: list[int]) -> tuple[int, str, float]:
     """Return exit code, standard error, and seconds from the first signal to the end."""
-    process = subprocess.Popen([sys.executable, "-c", code], text=True, stdout=subprocess.PIPE,
+    process = subprocess.Popen([sys.executable, "-c", _LISTEN + code], text=True, stdout=subprocess.PIPE,
                                stderr=subprocess.PIPE)  # fmt: skip
     assert process.stdout is not None
     assert process.stdout.readline() == "begun\n"

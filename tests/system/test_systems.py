@@ -164,7 +164,9 @@ def test_no_writable_temporary_folder_is_one_error_line(monkeypatch: pytest.Monk
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc"])
     monkeypatch.setattr(prompts, "IN_MEMORY", 10)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a prompt\n" * 10)))
-    with pytest.raises(MachineError, match=r"stdin: more than .* set TMPDIR to a folder with room"):
+    with pytest.raises(
+        MachineError, match=r"stdin: input of more than .* set TMPDIR to a folder with free space"
+    ):
         prompts.open_source("-")
     with (
         pytest.raises(MachineError, match=r"programs need a temporary folder: .* set TMPDIR"),
