@@ -63,7 +63,8 @@ def parent_of(process: int) -> int:
 
 
 def actors(of: int, kind: str = "Worker") -> set[int]:
-    """Return descendants of a process that are Ray actors of this kind."""
+    """Return descendants of a process that are Ray actors of this kind, without the children that
+    tokenise for them."""
     found = set()
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
@@ -72,7 +73,7 @@ def actors(of: int, kind: str = "Worker") -> set[int]:
                 while above not in (0, of):
                     above = parent_of(above)
                 found |= {number} if above == of else set()
-    return found
+    return {number for number in found if parent_of(number) not in found}
 
 
 def until(what: Callable[[], Any], child: subprocess.Popen[bytes] | None = None) -> Any:
