@@ -35,7 +35,7 @@ def exit_codes(screen: Screen, interrupted: str) -> Iterator[None]:
         try:
             with _explained(screen, interrupted):
                 yield
-        except BrokenPipeError:  # nobody would read a message
+        except BrokenPipeError:  # the reader of the output has gone
             raise typer.Exit(signals.READER_GONE) from None
 
 
