@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bass_cli.io import charts
+from bass_cli.io.saving import save_chart
 
 
 def draw(document: dict[str, Any], file: str) -> None:
@@ -25,7 +25,7 @@ def draw(document: dict[str, Any], file: str) -> None:
         axes[1].plot(batches, [cell["speedup"] for cell in cells], marker="o", label=method)
     _label(axes, document)
     figure.tight_layout()
-    charts.save(figure, file)
+    save_chart(figure, file)
     pyplot.close(figure)
 
 

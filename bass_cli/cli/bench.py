@@ -14,10 +14,10 @@ from bass_cli.cluster.rays import read_request
 from bass_cli.config.args import BenchArgs, LawArgs, job_args
 from bass_cli.errors import UserError
 from bass_cli.generation import escape, files_read, read_job, stops_of_environment
-from bass_cli.io import charts, terminal
+from bass_cli.io import terminal
 from bass_cli.io.console import Screen
-from bass_cli.io.places import refuse_shared_files
 from bass_cli.io.prompts import check_prompts, open_prompts, open_source, read_prompts
+from bass_cli.io.saving import check_chart, refuse_shared_files
 from bass_cli.system.threads import configure_threads
 
 _OF_BOTH = {one.name for one in fields(LawArgs)} | {"rivals", "repeats", "json_document", "quiet"}
@@ -55,7 +55,7 @@ def run(args: BenchArgs, screen: Screen) -> bool:
             [("the prompt file", settings.prompts), *files_read(args.pair, settings.job)],
         )
     if args.plot is not None:
-        charts.check(args.plot, overwrite=args.overwrite)
+        check_chart(args.plot, overwrite=args.overwrite)
     if settings.prompts is not None:
         if settings.prompts == "-":
             raise UserError(

@@ -24,15 +24,8 @@ from bass_cli.config.args import DoctorArgs, JobArgs
 from bass_cli.config.draft_spec import parse_draft
 from bass_cli.config.job import Job, Pair, chosen_pair, load_pair, make_job, packaged_pairs
 from bass_cli.errors import MachineError, UserError, spelled
-from bass_cli.system.host import (
-    cache_folder,
-    free_memory,
-    gigabytes,
-    give_kernels_a_cache,
-    host_memory,
-    is_writable,
-    temporary_folder,
-)
+from bass_cli.io.cache import cache_folder, give_kernels_a_cache, is_writable, temporary_folder
+from bass_cli.system.host import free_memory, gigabytes, host_memory
 from bass_cli.system.threads import configure_threads
 
 if TYPE_CHECKING:

@@ -48,8 +48,8 @@ def run(args: ScoreArgs, screen: Screen) -> dict[str, Any]:
     from bass_cli.eval.judging import verdicts_path
     from bass_cli.eval.samples import guess_task, read_generations
     from bass_cli.eval.tasks import load_task
-    from bass_cli.io.places import refuse_shared_files
     from bass_cli.io.resume import manifest_path
+    from bass_cli.io.saving import refuse_shared_files
 
     ks = None if args.k is None else scoring.parse_ks(args.k)
     workers = scoring.parse_workers(args.workers)

@@ -27,7 +27,7 @@ from bass_cli.config.args import DistillArgs, SampleArgs
 from bass_cli.config.job import Job
 from bass_cli.errors import MachineError, UserError
 from bass_cli.io.console import Screen
-from bass_cli.io.places import is_stream
+from bass_cli.io.saving import is_stream
 from bass_cli.io.shards import Shard
 from bass_cli.system.threads import usable_cores
 

@@ -41,11 +41,9 @@ from bass_cli.errors import UserError
 from bass_cli.formats.weights import locate
 from bass_cli.generation import files_read
 from bass_cli.io.console import Screen
-from bass_cli.io.places import refuse_shared_files
 from bass_cli.io.prompts import Prompt, open_prompts, read_prompts
 from bass_cli.io.reading import parse_object, read_bytes
-from bass_cli.io.resume import write_json
-from bass_cli.io.saving import remove_drafts, write_file
+from bass_cli.io.saving import refuse_shared_files, remove_drafts, write_file, write_json
 from bass_cli.run.manifest import describe
 from bass_cli.run.plan import Plan
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bass_cli.io import charts
+from bass_cli.io.saving import save_chart
 
 _NAMES = {
     "plain": "plain decoding",
@@ -47,7 +47,7 @@ def draw(document: dict[str, Any], file: str) -> None:
         f"{document['task']}, {document['pair']}, n = {document['n']}", fontsize="medium"
     )
     figure.tight_layout()
-    charts.save(figure, file)
+    save_chart(figure, file)
     pyplot.close(figure)
 
 

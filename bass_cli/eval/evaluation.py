@@ -35,9 +35,9 @@ from bass_cli.generation import (
 )
 from bass_cli.io.completion import Completion
 from bass_cli.io.console import Screen
-from bass_cli.io.places import Named, is_stream, refuse_shared_files
 from bass_cli.io.prompts import Prompt
 from bass_cli.io.results import open_output
+from bass_cli.io.saving import Named, is_stream, refuse_shared_files
 from bass_cli.run.manifest import Facts, facts_of
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from types import TracebackType
 from typing import IO, Any, NamedTuple, Protocol, cast
 
 from bass_cli.errors import MachineError, UserError
-from bass_cli.io.places import check_place, refuse_foreign
 from bass_cli.io.reading import finite, parse_object, text, whole
+from bass_cli.io.saving import check_place, refuse_foreign
 from bass_cli.sandbox.jail.job_spec import Program
 
 _BEGINNING = b'{"task_id": '  # every verdict starts like this

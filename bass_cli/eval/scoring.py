@@ -30,9 +30,8 @@ from bass_cli.eval.judging import (
 from bass_cli.eval.report import Outcome
 from bass_cli.eval.samples import Generation, GenerationFile, by_problem, read_generations
 from bass_cli.io.console import Screen
-from bass_cli.io.places import check_format, check_place, descriptor_of, refuse_foreign
 from bass_cli.io.reading import shown
-from bass_cli.io.resume import write_json
+from bass_cli.io.saving import check_format, check_place, descriptor_of, refuse_foreign, write_json
 
 if TYPE_CHECKING:
     from bass_cli.eval.tasks import Task

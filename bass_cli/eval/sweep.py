@@ -20,9 +20,8 @@ from bass_cli.eval.chart import draw
 from bass_cli.eval.evaluation import Evaluation
 from bass_cli.eval.judging import verdicts_path
 from bass_cli.eval.scoring import check_report
-from bass_cli.io import charts
 from bass_cli.io.console import Screen
-from bass_cli.io.resume import write_json
+from bass_cli.io.saving import check_chart, write_json
 from bass_cli.system.threads import configure_threads
 
 if TYPE_CHECKING:
@@ -55,7 +54,7 @@ def sweep(args: EvaluateArgs, screen: Screen) -> tuple[dict[str, Any], bool]:
         ]
     )
     if chart is not None:
-        charts.check(chart, overwrite=args.overwrite)
+        check_chart(chart, overwrite=args.overwrite)
     check_report(document_path, evaluation.out, overwrite=args.overwrite, sweep=True)
     for out in samples:
         evaluation.check_places(out)

@@ -31,9 +31,8 @@ from bass_cli.formats.limited import Limited, RefusalError
 from bass_cli.formats.template import Messages
 from bass_cli.formats.text_length import check_growth
 from bass_cli.formats.tokenizer_parts import TokenizerParts
-from bass_cli.io.cached import read_cached, write_cached
+from bass_cli.io.cache import cache_folder, read_cached, write_cached
 from bass_cli.io.reading import parse_json, read_bytes
-from bass_cli.system.host import cache_folder
 
 _CONVERSION = 5  # increase it when the readers return other parts for the same files
 _PADDING = re.compile(r"\[PAD\d+\]")  # GGUF writers' text for embedding rows without a token

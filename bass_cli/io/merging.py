@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import IO, Any, NamedTuple
 
 from bass_cli.errors import UserError
-from bass_cli.io.places import check_format, is_stream, refuse_shared_files
 from bass_cli.io.prompts import PromptDigest, open_source, read_prompts
 from bass_cli.io.reading import open_regular, parse_object
 from bass_cli.io.results import open_output
@@ -29,6 +28,7 @@ from bass_cli.io.resume import (
     read_manifest,
     result_rows,
 )
+from bass_cli.io.saving import check_format, is_stream, refuse_shared_files
 from bass_cli.io.shards import Shard, parse_shard, shard_of
 
 _NAMED = 5  # the most prompts that a message names

@@ -3,7 +3,7 @@
 The manifest's "results" are compared, key by key, before a run continues a file. A file is not
 changed before the first new line, or the end of the run, so a run that fails early leaves it as it
 was. A killed process loses no line that `write` returned for; a power cut loses at most
-SYNC_SECONDS. Lines are made in io/completion.py; io/places.py says which files may be written.
+SYNC_SECONDS. Lines are made in io/completion.py; io/saving.py says which files may be written.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from typing import IO, Any, NoReturn
 
 from bass_cli.errors import MachineError, UserError
 from bass_cli.io.completion import Completion
-from bass_cli.io.places import descriptor_of, is_stream
 from bass_cli.io.prompts import PromptDigest
 from bass_cli.io.resume import (
     COUNTED,
@@ -38,7 +37,15 @@ from bass_cli.io.resume import (
     rewrite_without_failed,
     write_manifest,
 )
-from bass_cli.io.saving import copy_aside, is_at, present_name, remove_drafts, sync_folder
+from bass_cli.io.saving import (
+    copy_aside,
+    descriptor_of,
+    is_at,
+    is_stream,
+    present_name,
+    remove_drafts,
+    sync_folder,
+)
 from bass_cli.io.terminal import json_on_a_terminal
 
 # seconds between syncs to disk; a sync takes about 10 ms, too long for every line

@@ -10,17 +10,15 @@ import contextlib
 import hashlib
 import json
 import os
-import sys
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from bass_cli.errors import MachineError, UserError
-from bass_cli.io.places import check_place, descriptor_of, refuse_foreign
+from bass_cli.errors import UserError
 from bass_cli.io.prompts import PromptDigest
 from bass_cli.io.reading import finite, parse_object, read_bytes, shown, text, whole
-from bass_cli.io.saving import replace_file, write_file
+from bass_cli.io.saving import check_place, refuse_foreign, replace_file, write_json
 
 GROWING = ("n", "limit")
 # An extended attribute of the output file: a digest of the settings its results depend on
@@ -96,24 +94,6 @@ def write_manifest(output: str, manifest: dict[str, Any]) -> None:
     """Replace the manifest in one step, so that a reader never sees a part of it."""
     path = manifest_path(output)
     write_json(path, manifest, f"{path}: cannot write the manifest")
-
-
-def write_json(path: Path, document: dict[str, Any], fault: str) -> None:
-    """Replace a JSON file in one step; values that JSON cannot hold are written as text.
-
-    A symbolic link is kept, and a stream like /dev/stdout is written to. A failure is a
-    MachineError that begins with `fault`.
-    """
-    text = json.dumps(document, indent=2, default=str) + "\n"
-    try:
-        if (number := descriptor_of(path)) is None:
-            write_file(path, text.encode("utf-8"))
-            return
-        sys.stdout.flush()
-        with open(number, "w", encoding="utf-8", closefd=False) as stream:
-            stream.write(text)
-    except OSError as error:
-        raise MachineError(f"{fault}: {error.strerror}") from None
 
 
 def check_output_place(output: str, *, overwrite: bool) -> None:

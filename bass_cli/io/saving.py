@@ -1,7 +1,9 @@
-"""Replace files atomically: after a kill or a power cut a file has its old or its new content.
+"""Check the files that a command is going to write, then replace them atomically.
 
-For files that grow line by line (io/results.py, eval/judging.py) there are functions that find
-their present name or copy them. io/places.py says whether a file may be replaced.
+The checks cover the kind of file, its permissions and suffix, whether another program's file would
+be replaced, and whether an output is also an input; they open nothing for writing. After a kill or
+a power cut a replaced file has its old or its new content. For files that grow line by line
+(io/results.py, eval/judging.py) there are functions that find their present name or copy them.
 """
 
 from __future__ import annotations
@@ -10,22 +12,165 @@ import contextlib
 import errno
 import fcntl
 import glob
+import importlib.util
+import io
 import itertools
+import json
 import os
+import re
 import secrets
 import shutil
+import stat
+import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
+from bass_cli.errors import MachineError, UserError
+
+_LONGEST = 2**28  # the most bytes that are read to see what a file is; reports are far smaller
+_KINDS = {
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+}
+# Suffixes of other formats
+_FORMATS = re.compile(
+    r"\.(json|csv|tsv|ya?ml|xlsx|parquet|arrow|feather|gz|bz2|xz|zst|lz4|zip|tar|tgz)"
+)
+Named = Iterable[tuple[str, str | Path | None]]  # what a file is to the user, and its path
 # Errors of file systems that cannot sync a folder
 _NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EACCES, errno.EBADF}
+
+
+def descriptor_of(path: str | Path) -> int | None:
+    """Return the descriptor that a name like /dev/stdout or /dev/fd/3 means, else None."""
+    found = re.fullmatch(r"/dev/std(out|err)|(?:/dev|/proc/self)/fd/([0-9]{1,9})", str(path))
+    if found is None:
+        return None
+    return int(found[2]) if found[2] else 1 if found[1] == "out" else 2
+
+
+def is_stream(path: str) -> bool:
+    """Whether the name means an open stream, not a file."""
+    return path == "-" or descriptor_of(path) is not None
+
+
+def check_place(what: str, path: str | Path) -> None:
+    """Raise UserError unless a regular file can be written at the path.
+
+    `what`: the beginning of the message.
+    """
+    try:
+        status = os.stat(path)
+    except FileNotFoundError:
+        status = None
+    except OSError as error:
+        raise UserError(f"{what}: cannot write there: {error.strerror}") from None
+    if status is not None and stat.S_ISDIR(status.st_mode):
+        raise UserError(f"{what}: this is a folder, a file is needed")
+    if status is not None and not stat.S_ISREG(status.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "no file")
+        raise UserError(f"{what}: this is {kind}, not a regular file; give another name")
+    folder = Path(os.path.realpath(path) if os.path.islink(path) else path).parent
+    if not folder.is_dir():
+        raise UserError(f"{what}: the folder {folder} is not there")
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"{what}: the folder {folder} is not writable")
+    if status is not None and not os.access(path, os.W_OK):
+        raise UserError(f"{what}: the file is write-protected")
+
+
+def refuse_foreign(
+    what: str,
+    path: str | Path,
+    ours: Callable[[bytes], bool],
+    *,
+    kind: str,
+    remedy: str = "use --overwrite to replace it, or give another name",
+) -> None:
+    """Raise UserError if the file has content that another program wrote, and would be lost.
+
+    Args:
+        what: The beginning of the message.
+        ours: Tells whether content is of the right kind.
+        kind: The name of that kind.
+        remedy: The end of the message.
+    """
+    try:
+        with open(path, "rb") as stream:
+            content = stream.read(_LONGEST + 1)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UserError(f"{what}: it cannot be read: {error.strerror}; {remedy}") from None
+    if content.strip(b"\0 \t\r\n") and (len(content) > _LONGEST or not ours(content)):
+        raise UserError(f"{what}: it exists and is not {kind}; {remedy}")
+
+
+def check_format(option: str, path: str, *, suffix: str, written: str) -> None:
+    """Raise UserError if the name has the suffix of another format than `suffix`."""
+    promised = Path(path).suffix.lower()
+    if promised != suffix and _FORMATS.fullmatch(promised):
+        raise UserError(
+            f"{option} {path}: nothing is written as {promised}; {written}. Use a name that ends "
+            f"in {suffix}, and convert the file when it is complete"
+        )
+
+
+def refuse_shared_files(outputs: Named, inputs: Named) -> None:
+    """Raise UserError if an output is also an input, or if two outputs are the same file.
+
+    Links and other names of a file are recognised. "-" means what standard input or output is
+    connected to. Streams and devices may be shared.
+    """
+    taken: dict[object, str] = {}
+    for what, path in inputs:
+        if path is not None and (found := _identity(path, sys.stdin)) is not None:
+            taken.setdefault(found, f"{what}, which would be lost")
+    for what, path in outputs:
+        found = None if path is None else _identity(path, sys.stdout)
+        if found in taken:
+            raise UserError(f"{what} {path}: this is {taken[found]}; give another name")
+        if found is not None:
+            taken[found] = f"the file of {what} too"
+
+
+def _identity(path: str | Path, stream: IO[str]) -> tuple[int, int] | str | None:
+    """Return what all names of a file have in common; None if it is not a regular file.
+
+    For a file that does not exist yet, this is its path without links.
+    """
+    try:
+        status = os.fstat(stream.fileno()) if path == "-" else os.stat(path)
+    except (OSError, ValueError):
+        return None if path == "-" else os.path.realpath(path)
+    return (status.st_dev, status.st_ino) if stat.S_ISREG(status.st_mode) else None
 
 
 def write_file(path: str | Path, content: bytes) -> None:
     """Replace the content of a file; a link is followed. An OSError leaves the file as it was."""
     replace_file(path, lambda stream: stream.write(content)).close()
+
+
+def write_json(path: Path, document: dict[str, Any], fault: str) -> None:
+    """Replace a JSON file in one step; values that JSON cannot hold are written as text.
+
+    A symbolic link is kept, and a stream like /dev/stdout is written to. A failure is a
+    MachineError that begins with `fault`.
+    """
+    text = json.dumps(document, indent=2, default=str) + "\n"
+    try:
+        if (number := descriptor_of(path)) is None:
+            write_file(path, text.encode("utf-8"))
+            return
+        sys.stdout.flush()
+        with open(number, "w", encoding="utf-8", closefd=False) as stream:
+            stream.write(text)
+    except OSError as error:
+        raise MachineError(f"{fault}: {error.strerror}") from None
 
 
 def replace_file(path: str | Path, write: Callable[[IO[bytes]], object]) -> IO[bytes]:
@@ -144,3 +289,35 @@ def copy_aside(stream: IO[bytes], path: str | Path) -> Path:
             raise
         return name
     raise AssertionError
+
+
+# The PNG text chunk that names the program
+_CHART = b"tEXtSoftware\0bass"
+
+
+def check_chart(file: str, *, overwrite: bool) -> None:
+    """Raise UserError or MachineError before any measurement if `save_chart` could not work later.
+
+    A file that is not a chart of bass is not replaced.
+    """
+    if Path(file).suffix.lower() != ".png":
+        raise UserError(f"--plot {file}: the file must end in .png")
+    check_place(f"--plot {file}", file)
+    if not overwrite:
+        refuse_foreign(
+            f"--plot {file}", file, lambda content: _CHART in content[:1024], kind="a chart of bass"
+        )
+    if importlib.util.find_spec("matplotlib") is None:
+        raise MachineError(
+            "--plot needs matplotlib, which is not installed here: pip install 'bass-cli[plot]'"
+        )
+
+
+def save_chart(figure: Any, file: str) -> None:
+    """Write the figure to a PNG file atomically. MachineError if it cannot be written."""
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=144, metadata={"Software": "bass"})
+    try:
+        write_file(file, picture.getvalue())
+    except OSError as error:
+        raise MachineError(f"--plot {file}: cannot write the chart: {error.strerror}") from None

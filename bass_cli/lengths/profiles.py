@@ -19,9 +19,8 @@ import torch
 
 from bass_cli import __version__
 from bass_cli.engine.contracts import DraftLength
-from bass_cli.io.cached import read_cached, write_cached
+from bass_cli.io.cache import cache_folder, read_cached, write_cached
 from bass_cli.lengths.costs import Surface, read_surface
-from bass_cli.system.host import cache_folder
 from bass_cli.system.threads import most_threads
 
 Note = Callable[[str], None]

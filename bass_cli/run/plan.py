@@ -25,6 +25,7 @@ from bass_cli.errors import MachineError
 from bass_cli.formats.continuation import special_stops
 from bass_cli.formats.gguf_tokenizer import doubts_of
 from bass_cli.formats.tokenizer import Tokenizer
+from bass_cli.io.cache import give_kernels_a_cache
 from bass_cli.lengths.costs import Surface
 from bass_cli.models.block_allocator import Pieces
 from bass_cli.run.memory import SLACK, Footprint, Need, footprint, usable
@@ -38,7 +39,7 @@ from bass_cli.run.pair import (
     reach,
     tokens_of,
 )
-from bass_cli.system.host import free_memory, gigabytes, give_kernels_a_cache, wake
+from bass_cli.system.host import free_memory, gigabytes, wake
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # The least positions of a row's first block. Larger blocks waste memory on short samples; smaller

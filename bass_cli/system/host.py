@@ -1,4 +1,4 @@
-"""The machine: supported systems, free memory, cache folders.
+"""The machine: supported systems, and the memory that is free on it.
 
 Heavy modules are imported inside the functions that need them. The memory that a job takes:
 run/memory.py. What `bass doctor` shows: cli/doctor.py.
@@ -11,13 +11,10 @@ import gc
 import importlib
 import os
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
-
-from bass_cli.system.private import make_private, own_or_fresh
 
 if TYPE_CHECKING:
     import torch
@@ -73,57 +70,6 @@ def _is_there(name: str) -> bool:
     except ImportError:
         return False
     return True
-
-
-def cache_folder() -> Path:
-    """Return the folder for caches: $XDG_CACHE_HOME/bass, or ~/.cache/bass.
-
-    A user without a home gets one among the temporary files. The folder may be missing or not
-    writable. If other users can write there, return a fresh folder and write a line to standard
-    error.
-    """
-    given = os.environ.get("XDG_CACHE_HOME")
-    try:
-        folder = Path(given or Path.home() / ".cache") / "bass"
-    except RuntimeError:  # no HOME, and a user that the system does not list, as in many containers
-        folder = temporary_folder() / f"bass-{os.getuid()}"
-    return own_or_fresh(folder, "cache folder")
-
-
-def temporary_folder() -> Path:
-    """Return the folder for temporary files; if none is writable, TMPDIR or /tmp."""
-    try:
-        return Path(tempfile.gettempdir())
-    except FileNotFoundError:
-        return Path(os.environ.get("TMPDIR") or "/tmp")
-
-
-def give_kernels_a_cache() -> Path:
-    """Return the folder for Triton's compiled kernels.
-
-    Triton loads libraries from it. So if its own folder is not writable, or other users can write
-    there, set TRITON_CACHE_DIR to another one.
-    """
-    given = os.environ.get("TRITON_CACHE_DIR")
-    home = Path(os.environ.get("TRITON_HOME") or os.path.expanduser("~"))
-    folder = Path(given) if given else home / ".triton" / "cache"
-    if not given and not (folder.is_absolute() and is_writable(folder)):
-        folder = temporary_folder() / f"bass-{os.getuid()}" / "triton"
-        os.environ["TRITON_CACHE_DIR"] = str(folder)
-    found = own_or_fresh(folder, "Triton's cache folder")
-    if found != folder:
-        found = found / "triton"
-        os.environ["TRITON_CACHE_DIR"] = str(found)
-    with contextlib.suppress(OSError):  # Triton itself would make it with the umask's permissions
-        make_private(found)
-    return found
-
-
-def is_writable(folder: Path) -> bool:
-    """Return whether files can be written to the folder, or the folder can be made."""
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
 
 
 def host_memory(root: Path = Path("/")) -> HostMemory:

@@ -47,7 +47,7 @@ from bass_cli.config.args import BenchArgs
 from bass_cli.engine.contracts import Proposal
 from bass_cli.errors import UserError
 from bass_cli.formats.tokenizer import Tokenizer
-from bass_cli.io import charts
+from bass_cli.io import saving
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.ranks import Share
@@ -737,7 +737,7 @@ def test_the_schedule_holds_for_the_bench_and_no_longer(monkeypatch: pytest.Monk
 
 
 def test_charts_need_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(charts.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(saving.importlib.util, "find_spec", lambda name: None)
     result = bench("--shape", "tiny", "--plot", str(tmp_path / "a.png"), *SMALL)
     assert (result.exit_code, result.stdout) == (3, "")
     assert "pip install 'bass-cli[plot]'" in result.stderr

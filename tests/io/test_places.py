@@ -17,10 +17,8 @@ from typer.testing import CliRunner
 
 from bass_cli.cli.commands import app
 from bass_cli.errors import UserError
-from bass_cli.io import charts
-from bass_cli.io.places import check_place
-from bass_cli.io.resume import write_json
-from bass_cli.io.saving import write_file
+from bass_cli.io import saving
+from bass_cli.io.saving import check_chart, check_place, save_chart, write_file, write_json
 
 ALLOW = "--allow-code-execution"
 
@@ -46,7 +44,7 @@ def test_output_that_cannot_be_replaced_is_refused_early(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str], name: str, kind: str
 ) -> None:
     monkeypatch.setattr(
-        charts.importlib.util, "find_spec", lambda name: name
+        saving.importlib.util, "find_spec", lambda name: name
     )  # as if matplotlib were installed
     if kind == "pipe":
         os.mkfifo(name)
@@ -192,15 +190,15 @@ def test_a_chart_replaces_charts_of_bass(tmp_path: Path, monkeypatch: pytest.Mon
             [(key, value)] = settings["metadata"].items()
             stream.write(b"\x89PNG\r\n\x1a\n" + b"tEXt" + f"{key}\0{value}".encode())
 
-    monkeypatch.setattr(charts.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(saving.importlib.util, "find_spec", lambda name: name)
     chart = tmp_path / "c.png"
     for _ in range(2):
-        charts.check(str(chart), overwrite=False)
-        charts.save(Figure(), str(chart))
+        check_chart(str(chart), overwrite=False)
+        save_chart(Figure(), str(chart))
     chart.write_bytes(b"\x89PNG\r\n\x1a\n another's")
-    charts.check(str(chart), overwrite=True)
+    check_chart(str(chart), overwrite=True)
     with pytest.raises(UserError, match=r"c\.png: it exists and is not a chart of bass"):
-        charts.check(str(chart), overwrite=False)
+        check_chart(str(chart), overwrite=False)
 
 
 def test_a_report_to_an_open_stream_adds_to_it(tmp_path: Path) -> None:

@@ -184,7 +184,7 @@ def test_streams_and_devices_may_be_shared(place: Path) -> None:
 
 
 def test_a_report_goes_through_links_and_into_streams(place: Path) -> None:
-    from bass_cli.io.resume import write_json
+    from bass_cli.io.saving import write_json
 
     Path("r.json").write_text("old")
     Path("to.json").symlink_to("r.json")

@@ -19,9 +19,10 @@ from test_results import MANIFEST, fill, keys, manifest, sample
 
 from bass_cli.errors import MachineError
 from bass_cli.eval.judging import Ruling, VerdictStore
-from bass_cli.io import charts, saving
 from bass_cli.io import results as outputs
-from bass_cli.io.resume import ATTRIBUTE, manifest_path, write_json
+from bass_cli.io import saving
+from bass_cli.io.resume import ATTRIBUTE, manifest_path
+from bass_cli.io.saving import save_chart, write_json
 
 DRAFT = r"\.f\.json\.[0-9a-f]{16}\.new"
 
@@ -296,7 +297,7 @@ def test_a_full_disk_keeps_the_old_chart_and_the_verdicts(tmp_path: Path) -> Non
         longest_file(250),
         pytest.raises(MachineError, match=r"c\.png: cannot write the chart: File too large"),
     ):
-        charts.save(Figure(), str(chart))
+        save_chart(Figure(), str(chart))
 
     def judge() -> None:
         with VerdictStore(str(verdicts)) as ledger:

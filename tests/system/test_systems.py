@@ -21,7 +21,7 @@ import torch
 from checkpoints import write_checkpoint, write_tokenizer
 
 from bass_cli.errors import MachineError
-from bass_cli.io import prompts
+from bass_cli.io import cache, prompts
 from bass_cli.sandbox.folder import work_folder
 from bass_cli.system import host
 
@@ -138,7 +138,7 @@ def test_a_user_without_a_home_has_a_temporary_cache_folder(
 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", unknown)
-    assert host.cache_folder() == Path(tempfile.gettempdir()) / f"bass-{os.getuid()}"
+    assert cache.cache_folder() == Path(tempfile.gettempdir()) / f"bass-{os.getuid()}"
 
 
 def test_kernels_are_cached_elsewhere_if_the_home_is_not_writable(
@@ -147,7 +147,7 @@ def test_kernels_are_cached_elsewhere_if_the_home_is_not_writable(
     for name in ("TRITON_CACHE_DIR", "TRITON_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    host.give_kernels_a_cache()
+    cache.give_kernels_a_cache()
     assert "TRITON_CACHE_DIR" not in os.environ, "Triton's own place is good"
     (tmp_path / "file").touch()
     monkeypatch.setenv("HOME", str(tmp_path / "file" / "below"))
@@ -155,8 +155,8 @@ def test_kernels_are_cached_elsewhere_if_the_home_is_not_writable(
         "TRITON_CACHE_DIR", "to be taken back"
     )  # what the call below sets goes with this test
     monkeypatch.delenv("TRITON_CACHE_DIR")
-    host.give_kernels_a_cache()
-    assert host.is_writable(Path(os.environ["TRITON_CACHE_DIR"]))
+    cache.give_kernels_a_cache()
+    assert cache.is_writable(Path(os.environ["TRITON_CACHE_DIR"]))
 
 
 def test_no_writable_temporary_folder_is_one_error_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
-"""Check and make folders that only this user can write to.
+"""The user's cache: its folder, which only this user may write to, and its entries.
 
-Caches are read, and compiled libraries loaded, from such folders only. Standard library only.
-Which folder is the cache: host.py. What is read from it: io/cached.py.
+Caches are read, and compiled kernels loaded, from such folders only. An entry that another user may
+have written is refused. Entries are made in formats/tokenizer_files.py and lengths/profiles.py.
 """
 
 from __future__ import annotations
@@ -12,18 +12,92 @@ import errno
 import os
 import shutil
 import stat
-import sys
 import tempfile
 from pathlib import Path
 
-from bass_cli.errors import spelled
+from bass_cli.io import terminal
+from bass_cli.io.reading import read_bytes
+from bass_cli.io.saving import write_file
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _MOST_LINKS = 40  # as in Linux
 # Names the temporary folder, for the processes that this one starts.
 _SHARED = "_BASS_PRIVATE_FOLDER"
-_TEMPORARY = ("/tmp", "/var/tmp", "/dev/shm")
+_PLACES = ("/tmp", "/var/tmp", "/dev/shm")
 _NOWHERE = Path(os.devnull, "bass")  # nothing can be read or written there
+
+
+def cache_folder() -> Path:
+    """Return the folder for caches: $XDG_CACHE_HOME/bass, or ~/.cache/bass.
+
+    A user without a home gets one among the temporary files. The folder may be missing or not
+    writable. If other users can write there, return a fresh folder and write a line to standard
+    error.
+    """
+    given = os.environ.get("XDG_CACHE_HOME")
+    try:
+        folder = Path(given or Path.home() / ".cache") / "bass"
+    except RuntimeError:  # no HOME, and a user that the system does not list, as in many containers
+        folder = temporary_folder() / f"bass-{os.getuid()}"
+    return own_or_fresh(folder, "cache folder")
+
+
+def temporary_folder() -> Path:
+    """Return the folder for temporary files; if none is writable, TMPDIR or /tmp."""
+    try:
+        return Path(tempfile.gettempdir())
+    except FileNotFoundError:
+        return Path(os.environ.get("TMPDIR") or "/tmp")
+
+
+def give_kernels_a_cache() -> Path:
+    """Return the folder for Triton's compiled kernels.
+
+    Triton loads libraries from it. So if its own folder is not writable, or other users can write
+    there, set TRITON_CACHE_DIR to another one.
+    """
+    given = os.environ.get("TRITON_CACHE_DIR")
+    home = Path(os.environ.get("TRITON_HOME") or os.path.expanduser("~"))
+    folder = Path(given) if given else home / ".triton" / "cache"
+    if not given and not (folder.is_absolute() and is_writable(folder)):
+        folder = temporary_folder() / f"bass-{os.getuid()}" / "triton"
+        os.environ["TRITON_CACHE_DIR"] = str(folder)
+    found = own_or_fresh(folder, "Triton's cache folder")
+    if found != folder:
+        found = found / "triton"
+        os.environ["TRITON_CACHE_DIR"] = str(found)
+    with contextlib.suppress(OSError):  # Triton itself would make it with the umask's permissions
+        make_private(found)
+    return found
+
+
+def is_writable(folder: Path) -> bool:
+    """Return whether files can be written to the folder, or the folder can be made."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
+
+
+def read_cached(path: Path, most: int) -> bytes:
+    """Read an entry of at most `most` bytes.
+
+    Raises:
+        FileNotFoundError: There is no such entry.
+        OSError: It cannot be read, is too large, or another user may have written it.
+    """
+    if (fault := fault_of(path)) is not None:
+        raise PermissionError(errno.EACCES, fault, str(path))
+    return read_bytes(path, most)
+
+
+def write_cached(path: Path, content: bytes) -> None:
+    """Write an entry atomically, in a folder that only this user may access.
+
+    OSError if it cannot be written.
+    """
+    make_private(path.parent)
+    write_file(path, content)
+    path.chmod(0o600)
 
 
 def fault_of(path: Path) -> str | None:
@@ -115,21 +189,17 @@ def fresh_folder(note: str) -> Path:
         return Path(given)
     made = _make_temporary()
     if made is None:
-        _say(f"{note}; nothing is cached")
+        terminal.line(f"bass: {note}; nothing is cached")
         return _NOWHERE
     os.environ[_SHARED] = str(made)
     atexit.register(_remove, made, os.getpid())
-    _say(f"{note}; {made} is used until this process ends")
+    terminal.line(f"bass: {note}; {made} is used until this process ends")
     return made
-
-
-def _say(note: str) -> None:
-    print(spelled(f"bass: {note}"), file=sys.stderr, flush=True)
 
 
 def _make_temporary() -> Path | None:
     """Make a folder that no other user can replace; None if there is no place for one."""
-    places = list(_TEMPORARY)
+    places = list(_PLACES)
     with contextlib.suppress(FileNotFoundError):
         places.insert(0, tempfile.gettempdir())
     for place in places:

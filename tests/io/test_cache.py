@@ -15,9 +15,9 @@ from hostile_text import FILE, check_harmless
 
 from bass_cli.formats import tokenizer_files
 from bass_cli.formats.tokenizer import Tokenizer
-from bass_cli.io.cached import read_cached, write_cached
+from bass_cli.io import cache
+from bass_cli.io.cache import read_cached, write_cached
 from bass_cli.lengths.profiles import load_surface
-from bass_cli.system import host, private
 
 OTHER = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="files of other users need root")
@@ -34,7 +34,7 @@ def umask() -> Iterator[None]:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the cache folder below a new XDG_CACHE_HOME; it does not exist yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    monkeypatch.setenv(private._SHARED, "")
+    monkeypatch.setenv(cache._SHARED, "")
     (tmp_path / "xdg").mkdir()
     return tmp_path / "xdg" / "bass"
 
@@ -102,14 +102,14 @@ def test_a_cache_folder_that_others_can_write_to_is_not_used(
 ) -> None:
     put(folder)
     (folder / "entry").write_bytes(b"forged")
-    found = host.cache_folder()
+    found = cache.cache_folder()
     assert found != folder
     status = found.stat()
     assert (status.st_uid, status.st_mode & 0o777) == (os.geteuid(), 0o700)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"bass: cache folder {folder} is not used: ")
-    assert host.cache_folder() == found
-    child = "from bass_cli.system.host import cache_folder; print(cache_folder())"
+    assert cache.cache_folder() == found
+    child = "from bass_cli.io.cache import cache_folder; print(cache_folder())"
     done = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == (f"{found}\n", "")
     assert capsys.readouterr().err == ""
@@ -121,9 +121,9 @@ def test_a_cache_folder_that_others_can_write_to_is_not_used(
     assert load_surface(folder / "entry", notes.append) is None
     assert "this profile is ignored: " in notes[0]
     monkeypatch.setenv("TRITON_CACHE_DIR", str(folder))
-    host.give_kernels_a_cache()
+    cache.give_kernels_a_cache()
     assert os.environ["TRITON_CACHE_DIR"] == str(found / "triton")
-    private._remove(found, os.getpid())
+    cache._remove(found, os.getpid())
 
 
 def own(folder: Path) -> None:
@@ -147,7 +147,7 @@ def test_an_own_cache_folder_is_used_and_entries_are_private_for_any_umask(
 ) -> None:
     put(folder)
     os.umask(mask)
-    assert host.cache_folder() == folder
+    assert cache.cache_folder() == folder
     entry = folder / "kind" / "entry"
     write_cached(entry, b"ours")
     assert read_cached(entry, 100) == b"ours"
@@ -172,11 +172,11 @@ def test_dot_dot_after_a_symbolic_link_is_resolved_as_by_the_system(
         folder.symlink_to(Path("link", "..", "cache", "bass"))
     real = tmp_path / "open" / "cache" / "bass"
     real.mkdir(parents=True)
-    assert Path(os.path.realpath(host.cache_folder())) == real
+    assert Path(os.path.realpath(cache.cache_folder())) == real
     (tmp_path / "open").chmod(0o777)
-    found = host.cache_folder()
+    found = cache.cache_folder()
     assert Path(os.path.realpath(found)) not in (real, *real.parents)
-    private._remove(found, os.getpid())
+    cache._remove(found, os.getpid())
 
 
 def test_a_note_about_a_hostile_path_is_one_harmless_line(
@@ -186,7 +186,7 @@ def test_a_note_about_a_hostile_path_is_one_harmless_line(
     place.mkdir(mode=0o700)
     monkeypatch.setenv("XDG_CACHE_HOME", str(place))
     writable_by_all(place / "bass")
-    private._remove(host.cache_folder(), os.getpid())
+    cache._remove(cache.cache_folder(), os.getpid())
     said = capsys.readouterr().err
     check_harmless(said)
     assert said.count("\n") == 1
@@ -195,7 +195,7 @@ def test_a_note_about_a_hostile_path_is_one_harmless_line(
 
 def test_the_fresh_folder_is_removed_at_the_end(folder: Path) -> None:
     writable_by_all(folder)
-    code = "from bass_cli.system.host import cache_folder; print(cache_folder())"
+    code = "from bass_cli.io.cache import cache_folder; print(cache_folder())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() != str(folder)
     assert done.stderr.count("\n") == 1
@@ -206,8 +206,8 @@ def test_nothing_is_cached_without_a_private_folder(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     writable_by_all(folder)
-    monkeypatch.setattr(private, "_make_temporary", lambda: None)
-    place = host.cache_folder() / "kind" / "entry"
+    monkeypatch.setattr(cache, "_make_temporary", lambda: None)
+    place = cache.cache_folder() / "kind" / "entry"
     assert "nothing is cached" in capsys.readouterr().err
     for act in (lambda: write_cached(place, b""), lambda: read_cached(place, 9)):
         with pytest.raises((NotADirectoryError, PermissionError)):
