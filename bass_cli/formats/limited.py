@@ -9,6 +9,7 @@ tokenizer.py, tokenizer_files.py).
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import pickle
 import resource
@@ -24,6 +25,8 @@ from typing import Any
 from bass_cli.errors import UserError
 
 _BRIEF = 1000  # most characters of an error message from the child
+# Bytes of the allocations that use up free memory: all that is left is in pieces of less than 4 KB.
+_LENGTHS = tuple(1 << bits for bits in range(40, 11, -1))
 _VALUE, _REFUSAL, _MISTAKE = b"+", b"-", b"!"
 
 
@@ -146,8 +149,20 @@ def _close_files(kept: int) -> None:
 
 
 def _limit_memory(memory: int) -> None:
+    """Let this process add `memory` bytes to what it has.
+
+    The limit is one of address space. Memory that the parent had freed before the fork would not
+    count, so it is allocated first, and not written to.
+    """
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    most, hard = pages * resource.getpagesize() + memory, resource.getrlimit(resource.RLIMIT_AS)[1]
+    size, hard = pages * resource.getpagesize(), resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (size, hard))  # only free memory can be allocated now
+    allocate = ctypes.CDLL(None).malloc
+    allocate.argtypes, allocate.restype = [ctypes.c_size_t], ctypes.c_void_p
+    for length in _LENGTHS:
+        while allocate(length):
+            pass
+    most = size + memory
     resource.setrlimit(
         resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard)
     )
