@@ -1,5 +1,5 @@
-"""Simulate a job on many GPUs with the driver's own code (cluster/worker_pool.py, cluster/pool.py),
-a fake clock and actors that only take time.
+"""Simulate a job on many GPUs with the driver's own code (cluster/worker_pool.py), a fake clock
+and actors that only take time.
 
     python benchmarks/scale.py [--gpus 1,8,100,1000] [--turns 8] [--measure] [--json]
 
@@ -24,8 +24,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from bass_cli.cluster.fleet import Lost, Place
 from bass_cli.cluster.worker import Ready, Report
-from bass_cli.cluster.worker_pool import Lost, Place, WorkerPool
+from bass_cli.cluster.worker_pool import WorkerPool
 from bass_cli.io.completion import Completion
 from bass_cli.io.console import Screen
 from bass_cli.io.prompts import Prompt

@@ -1,7 +1,8 @@
-"""Run workers as Ray actors on this machine or on a cluster: one per GPU, or on CPUs.
+"""Run processes as Ray actors on this machine or on a cluster: one per GPU, or on CPUs.
 
-Only this file and bass_cli/ray.py use Ray, and they import it when it is needed. What actors draw:
-worker_pool.py and pool.py. What runs in an actor: worker.py.
+Only this file and bass_cli/ray.py use Ray, and they import it when it is needed. In order: the
+options, the connection, the fleet of actors, and a watch over Ray itself. What actors draw:
+worker_pool.py. What runs in an actor: worker.py.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bass_cli.cluster.ray_watch import RayWatch
-from bass_cli.cluster.worker import Fault, JobSpec, Worker
-from bass_cli.cluster.worker_pool import Lost, Place, WorkerPool
+from bass_cli.cluster.fleet import Fault, Lost, Place, Process
+from bass_cli.cluster.worker import JobSpec, Worker
+from bass_cli.cluster.worker_pool import WorkerPool
 from bass_cli.config.args import DistillArgs, SampleArgs
 from bass_cli.config.job import Job
 from bass_cli.errors import MachineError, UserError
@@ -31,8 +33,12 @@ from bass_cli.io.saving import is_stream
 from bass_cli.io.shards import Shard
 from bass_cli.system.threads import usable_cores
 
-_PATIENCE = 5.0  # seconds to wait for a cluster's port
+_PATIENCE = 5.0  # seconds to wait for a connection to a port of Ray
 _STORE = 100 * 2**20  # bytes of a local object store, for messages over 100 kB
+_INTERVAL = 0.5  # seconds between two connection attempts of RayWatch
+_REFUSED = 2  # attempts refused in a row: the process has died
+_SILENCE = 20.0  # seconds without any answer: the host or the network is gone
+_GRACE = 2.0  # seconds for the main thread to end the command
 
 
 class Request(NamedTuple):
@@ -93,19 +99,14 @@ class Cluster(NamedTuple):
     rooms: Rooms
     watch: RayWatch
 
-    @contextlib.contextmanager
-    def fleet(self, kind: type, order: Any) -> Iterator[RayFleet]:
-        """Yield a fleet without actors; end its actors afterwards.
+    def fleet(self, kind: type[Process], spec: Any) -> contextlib.closing[RayFleet]:
+        """Return a context of a fleet without actors; it ends the actors.
 
         Args:
             kind: The class of the actors.
-            order: The argument of its constructor.
+            spec: The argument of its constructor.
         """
-        fleet = RayFleet(self.ray, self.rooms, kind, order, self.watch.check)
-        try:
-            yield fleet
-        finally:
-            fleet.close()
+        return contextlib.closing(RayFleet(self, kind, spec))
 
 
 @contextlib.contextmanager
@@ -147,8 +148,8 @@ def workers_on_ray(
     if prompts is not None:
         share = math.ceil(prompts / max(len(rooms.places()), 1))
     screen.phase("starting the actors, checking the models")
-    order = JobSpec(rooms.job, dict(source), share, longest, shard)
-    with cluster.fleet(Worker, order) as fleet:
+    spec = JobSpec(rooms.job, dict(source), share, longest, shard)
+    with cluster.fleet(Worker, spec) as fleet:
         yield WorkerPool(fleet, screen, n=rooms.job.n, alike=rooms.job.draws_one)
 
 
@@ -163,7 +164,30 @@ def _connected(request: Request, threads: int) -> Iterator[Any]:
     if not local:
         _check_address(request.address)
     with contextlib.ExitStack() as stack:
-        yield from _init(request, threads, stack.enter_context(_alone()) if local else {})
+        given: dict[str, Any] = {"address": request.address}
+        if local:
+            cores = usable_cores().most
+            given |= stack.enter_context(_alone()) | {
+                "num_cpus": max(cores, (request.actors or 1) * threads),
+                "object_store_memory": _STORE,
+                "include_dashboard": False,
+            }
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # for a cluster that is started here
+        import ray
+
+        handler = signal.getsignal(signal.SIGTERM)
+        try:
+            ray.init(**given, log_to_driver=False, logging_level="ERROR")
+        except (
+            *(ConnectionError, RuntimeError, ValueError, TimeoutError, OSError),
+            ray.exceptions.RayError,
+        ) as error:
+            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise UserError(f"--ray {request.address}: {first}") from None
+        stack.callback(ray.shutdown)
+        with contextlib.suppress(ValueError):  # not in the main thread
+            signal.signal(signal.SIGTERM, handler)
+        yield ray
 
 
 @contextlib.contextmanager
@@ -203,37 +227,6 @@ def _set(variables: Mapping[str, str | None]) -> None:
             os.environ[name] = value
 
 
-def _init(request: Request, threads: int, more: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield the module ray, connected; see _connected."""
-    local = request.address == "local"
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # for a cluster that is started here
-    import ray
-
-    handler = signal.getsignal(signal.SIGTERM)
-    given: dict[str, Any] = {"address": request.address, **more}
-    if local:
-        cores = usable_cores().most
-        given |= {
-            "num_cpus": max(cores, (request.actors or 1) * threads),
-            "object_store_memory": _STORE,
-        }
-        given |= {"include_dashboard": False}
-    try:
-        ray.init(**given, log_to_driver=False, logging_level="ERROR")
-    except (
-        *(ConnectionError, RuntimeError, ValueError, TimeoutError, OSError),
-        ray.exceptions.RayError,
-    ) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f"--ray {request.address}: {first}") from None
-    try:
-        with contextlib.suppress(ValueError):  # not in the main thread
-            signal.signal(signal.SIGTERM, handler)
-        yield ray
-    finally:
-        ray.shutdown()
-
-
 def _processes(ray: Any) -> dict[str, str]:
     """Return the addresses of the processes that the driver needs, by name."""
     context = ray.get_runtime_context()
@@ -259,11 +252,17 @@ def _check_address(address: str) -> None:
             "10.0.0.1:6379; run the command on a node of the cluster"
         )
     try:
-        socket.create_connection((host.strip("[]"), int(port)), _PATIENCE).close()
+        _connect(address)
     except OSError as error:
         raise UserError(
             f"--ray {address}: no cluster answers there: {error.strerror or error}"
         ) from None
+
+
+def _connect(address: str) -> None:
+    """Connect to an address and hang up; OSError if nothing answers."""
+    host, _, port = address.rpartition(":")
+    socket.create_connection((host.strip("[]"), int(port)), _PATIENCE).close()
 
 
 class Rooms:
@@ -335,31 +334,26 @@ class Rooms:
 class RayFleet:
     """A Fleet of Ray actors. The results of `prepare` and `exchange` are its events.
 
-    Ray does not restart an actor that dies; the worker pool does.
-
-    Args:
-        kind: The class of the actors.
-        order: The argument of its constructor.
-        check: Raises MachineError if Ray itself is gone.
+    Ray does not restart an actor that dies; the driver of the job does.
     """
 
-    def __init__(self, ray: Any, rooms: Rooms, kind: type, order: Any, check: Callable[[], None]):
-        self._ray, self._rooms, self._kind, self._order = ray, rooms, kind, order
-        self._check = check
+    def __init__(self, cluster: Cluster, kind: type[Process], spec: Any):
+        self._ray, self._rooms, self._watch = cluster
+        self._kind, self._spec = kind, spec
         self._actors: dict[Place, Any] = {}
         self._pending: dict[Any, Place] = {}  # by the reference to the result
-        self.places = rooms.places
+        self.places = self._rooms.places
 
     def start(self, place: Place) -> None:
         remote = self._ray.remote(max_restarts=0, max_task_retries=0, **self._rooms.taken(place))
-        actor = self._actors[place] = remote(self._kind).remote(self._order)
+        actor = self._actors[place] = remote(self._kind).remote(self._spec)
         self._pending[actor.prepare.remote()] = place
 
     def ask(self, place: Place, given: Any, beat: float) -> None:
         self._pending[self._actors[place].exchange.remote(given, beat)] = place
 
     def wait(self, timeout: float) -> list[tuple[Place, Any]]:
-        self._check()
+        self._watch.check()
         pending = list(self._pending)
         if not pending:
             time.sleep(timeout)
@@ -402,3 +396,61 @@ def address_here() -> str:
     import ray
 
     return str(ray.util.get_node_ip_address())
+
+
+class RayWatch:
+    """Connect to Ray's processes every 0.5 s, from `begin` to the end of the block.
+
+    When one is gone, `check` raises MachineError. If the block does not end within 2 s, a thread
+    calls `say` with the error and ends the process with exit code 3. Written result lines are
+    complete.
+
+    Args:
+        address: The value of --ray.
+        say: Writes an error.
+    """
+
+    def __init__(self, address: str, say: Callable[[str], None]):
+        self._address, self._say = address, say
+        self._over, self.fault = threading.Event(), ""
+        self._addresses: Mapping[str, str] = {}
+
+    def __enter__(self) -> RayWatch:
+        return self
+
+    def begin(self, addresses: Mapping[str, str]) -> None:
+        """Start to watch these addresses (host:port), by the name of the process."""
+        self._addresses = addresses
+        threading.Thread(target=self._watch, daemon=True, name="watching Ray").start()
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+
+    def check(self) -> None:
+        """Raise MachineError if one of the processes is gone."""
+        if self.fault:
+            raise MachineError(self.fault)
+
+    def _watch(self) -> None:
+        refused = dict.fromkeys(self._addresses, 0)
+        answered = dict.fromkeys(self._addresses, time.monotonic())
+        while not self._over.wait(_INTERVAL):
+            for name, address in self._addresses.items():
+                try:
+                    _connect(address)
+                except ConnectionRefusedError:
+                    refused[name] += 1
+                except OSError:
+                    refused[name] = 0
+                else:
+                    refused[name], answered[name] = 0, time.monotonic()
+                if refused[name] >= _REFUSED or time.monotonic() - answered[name] > _SILENCE:
+                    self._end(f"--ray {self._address}: Ray's {name} at {address} has died, or "
+                              "cannot be reached")  # fmt: skip
+                    return
+
+    def _end(self, fault: str) -> None:
+        self.fault = fault
+        if not self._over.wait(_GRACE):
+            self._say(fault)
+            os._exit(3)

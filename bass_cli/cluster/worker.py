@@ -1,23 +1,21 @@
 """A worker process: the whole engine with its own batch, which draws parts of a job.
 
-It wraps the library's iterator of completions. Heavy modules are imported at the first message.
-Messages: rays.py. The driver: pool.py and worker_pool.py.
+It wraps the library's iterator of completions. The driver: worker_pool.py.
 """
 
 from __future__ import annotations
 
+import os
 import platform
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from bass_cli.cluster.pool import Part
+from bass_cli.cluster.fleet import Fault, Process
 from bass_cli.config.job import Job
-from bass_cli.errors import MachineError, UserError
 from bass_cli.io.completion import Completion
 from bass_cli.io.prompts import Prompt
 from bass_cli.io.shards import Shard
@@ -49,18 +47,11 @@ class JobSpec:
     shard: Shard | None = None
 
 
-class Fault(NamedTuple):
-    """The error that ends a worker.
+class Part(NamedTuple):
+    """Some samples of a prompt, by their numbers."""
 
-    Attributes:
-        kind: "user" for a UserError, "machine" for a MachineError, "bug" for anything else.
-        text: The message, or the traceback of a bug.
-        node: The name of the node.
-    """
-
-    kind: str
-    text: str
-    node: str = "a node"
+    prompt: Prompt
+    samples: tuple[int, ...]
 
 
 class Ready(NamedTuple):
@@ -87,15 +78,15 @@ class Report(NamedTuple):
         fault: The error that ended the worker, None if there is none.
     """
 
-    completions: tuple[Completion, ...]
-    notes: tuple[str, ...]
-    phase: str | None
-    rows: int
-    busy: int
-    tokens: int
-    row_rounds: int
-    accepted: int
-    usage: Mapping[str, Any]
+    completions: tuple[Completion, ...] = ()
+    notes: tuple[str, ...] = ()
+    phase: str | None = None
+    rows: int = 0
+    busy: int = 0
+    tokens: int = 0
+    row_rounds: int = 0
+    accepted: int = 0
+    usage: Mapping[str, Any] = {}
     fault: Fault | None = None
 
 
@@ -147,60 +138,43 @@ class Feed:
         return not self._wanted
 
 
-class Worker:
-    """Draw parts of a job in a thread. Its methods are called one after the other."""
+class Worker(Process):
+    """Draw parts of a job in a thread."""
 
     def __init__(self, spec: JobSpec):
-        self._spec, self._feed = spec, Feed()
+        super().__init__()
+        self._spec, self._feed, self._report = spec, Feed(), Report()
         self._finished: list[Completion] = []
-        self._notes: list[str] = []
-        self._news = threading.Condition()
-        self._phase: str | None = None
-        self._fault: Fault | None = None
+        self._begun = False
         self._plan: Plan | None = None
-        self._thread: threading.Thread | None = None
-        self._rows = self._busy = self._tokens = self._row_rounds = self._accepted = 0
         self._usage = Usage(0, None, now=time.monotonic)
 
-    def prepare(self) -> Ready | Fault:
-        """Check everything that can be checked without loading weights."""
-        try:
-            import os
+    def _check(self) -> Ready:
+        spec = self._spec
+        configure_threads(spec.job.threads, self.note)
+        from bass_cli.run.manifest import facts_of
+        from bass_cli.run.plan import make_plan
 
-            configure_threads(self._spec.job.threads, self._notes.append)
-            from bass_cli.run.manifest import facts_of
-            from bass_cli.run.plan import make_plan
-
-            self._plan = make_plan(
-                self._spec.job, longest_prompt=self._spec.longest, prompts=self._spec.prompts
-            )
-            self._rows = self._plan.rows
-            facts = facts_of(self._plan, self._spec.source, shard=self._spec.shard)
-            return Ready(platform.node(), os.getpid(), facts)
-        except Exception as error:
-            return fault_of(error)
+        self._plan = make_plan(spec.job, longest_prompt=spec.longest, prompts=spec.prompts)
+        self._report = Report(rows=self._plan.rows)
+        facts = facts_of(self._plan, spec.source, shard=spec.shard)
+        return Ready(platform.node(), os.getpid(), facts)
 
     def exchange(self, parts: list[Part], beat: float) -> Report:
         """Add parts and return a report after `beat` seconds, or once all samples are finished."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._draw, daemon=True, name="engine")
-            self._thread.start()
+        if not self._begun:
+            self._begun = True
+            self._start(self._draw)
         self._feed.add(parts)
         with self._news:
             self._news.wait_for(self._must_report, beat)
             finished, self._finished = tuple(self._finished), []
-            notes, self._notes = tuple(self._notes), []
-            return Report(
-                finished,
-                notes,
-                self._phase,
-                self._rows,
-                0 if self._feed.idle else self._busy,
-                self._tokens,
-                self._row_rounds,
-                self._accepted,
-                self._usage.summary(),
-                self._fault,
+            return self._report._replace(
+                completions=finished,
+                notes=self._take_notes(),
+                busy=0 if self._feed.idle else self._report.busy,
+                usage=self._usage.summary(),
+                fault=self._fault,
             )
 
     def _must_report(self) -> bool:
@@ -208,50 +182,41 @@ class Worker:
 
     def _draw(self) -> None:
         assert self._plan is not None
-        try:
-            from bass_cli.run.engine import generate
+        from bass_cli.run.engine import generate
 
-            self._usage = Usage(self._rows, None, now=time.monotonic)
-            for completion in generate(
-                self._plan,
-                self._feed,
-                done=self._feed,
-                on_round=self._on_round(CoreMonitor(self._spec.job.threads)),
-                on_phase=self._on_phase,
-                on_note=self._notes.append,
-            ):
-                with self._news:
-                    self._usage.sample()
-                    self._feed.end(completion)
-                    self._finished.append(completion)
-                    self._news.notify_all()
-        except Exception as error:
+        self._usage = Usage(self._plan.rows, None, now=time.monotonic)
+        for completion in generate(
+            self._plan,
+            self._feed,
+            done=self._feed,
+            on_round=self._on_round(CoreMonitor(self._spec.job.threads)),
+            on_phase=self._on_phase,
+            on_note=self.note,
+        ):
             with self._news:
-                self._fault = fault_of(error)
+                self._usage.sample()
+                self._feed.end(completion)
+                self._finished.append(completion)
                 self._news.notify_all()
 
     def _on_round(self, cores: CoreMonitor) -> Callable[[RoundResult], None]:
         def on_round(done: RoundResult) -> None:
             cores.look()
+            accepted, busy, before = sum(done.accepted), len(done.accepted), self._report
             with self._news:
-                accepted, self._busy = sum(done.accepted), len(done.accepted)
-                self._rows, self._phase = done.capacity or self._rows, None
-                self._tokens += accepted + self._busy
-                self._row_rounds += self._busy
-                self._accepted += accepted
-                self._usage.round(self._busy, done.seconds, done.capturing, self._rows)
+                self._report = before._replace(
+                    phase=None,
+                    rows=done.capacity or before.rows,
+                    busy=busy,
+                    tokens=before.tokens + accepted + busy,
+                    row_rounds=before.row_rounds + busy,
+                    accepted=before.accepted + accepted,
+                )
+                self._usage.round(busy, done.seconds, done.capturing, self._report.rows)
 
         return on_round
 
     def _on_phase(self, name: str) -> None:
         with self._news:
-            self._phase = name
+            self._report = self._report._replace(phase=name)
             self._usage.phase(name)
-
-
-def fault_of(error: Exception) -> Fault:
-    """Return an error as a Fault."""
-    if isinstance(error, UserError):
-        kind = "machine" if isinstance(error, MachineError) else "user"
-        return Fault(kind, str(error), platform.node())
-    return Fault("bug", "".join(traceback.format_exception(error)), platform.node())

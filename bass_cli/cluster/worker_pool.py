@@ -1,68 +1,32 @@
 """The driver of a job that many workers draw: starts workers, hands out samples, yields results.
 
-It runs on one thread and reaches the workers through a Fleet: Ray (rays.py), or a test's. If a
-worker dies, its samples are drawn again. Which samples go where: pool.py. The worker: worker.py.
+It runs on one thread and reaches the workers (worker.py) through a Fleet. If a worker dies, its
+samples are drawn again. `WorkerPool` has the processes and the clock; `Pool` assigns the samples.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
-from bass_cli.cluster.pool import Part, Pool
-from bass_cli.cluster.worker import Fault, Ready, Report
-from bass_cli.errors import MachineError, UserError
+from bass_cli.cluster.fleet import BEAT_OF_ALL, LOOK, WAIT, Fault, Fleet, Lost, Place
+from bass_cli.cluster.worker import Part, Ready, Report
+from bass_cli.errors import MachineError
 from bass_cli.io.completion import Completion
 from bass_cli.io.console import Screen
 from bass_cli.io.prompts import Prompt
 from bass_cli.io.usage import together
 from bass_cli.run.manifest import Facts
 
-LOOK = 2.0  # seconds between two checks for nodes that joined or left
-_WAIT = 0.1  # seconds to wait for events
-# Seconds between two reports of a worker, and the least time between two reports of any workers. A
-# report takes the driver 1 ms, so reports use at most a quarter of its core (docs/SCALE.md).
-_BEAT, _BEAT_OF_ALL = 0.1, 0.004
+_BEAT = 0.1  # seconds between two reports of a worker
 _RATED = 5.0  # seconds over which an actor's tokens per second are measured
 _SHOWN = 8  # actors that the progress line shows
 _HOPELESS = 5  # a job ends after this many deaths, plus two per worker, without a sample
-
-
-class Place(NamedTuple):
-    """Where a worker runs: its number on a node; `node` is None for any node."""
-
-    node: str | None
-    number: int
-
-
-class Lost(NamedTuple):
-    """A worker has died or cannot be reached."""
-
-    why: str
-
-
-Event = Ready | Report | Fault | Lost
-
-
-class Fleet(Protocol):
-    """Processes with one Worker each, by place. All calls come from one thread."""
-
-    def places(self) -> set[Place]:
-        """Return the places where workers should run now."""
-
-    def start(self, place: Place) -> None:
-        """Start a worker and call its `prepare`, as soon as there is room."""
-
-    def ask(self, place: Place, parts: list[Part], beat: float) -> None:
-        """Call a worker's `exchange`. `wait` returns the report."""
-
-    def wait(self, timeout: float) -> list[tuple[Place, Event]]:
-        """Return events, after at most `timeout` seconds."""
-
-    def stop(self, place: Place) -> None:
-        """End a worker. No more events come from it."""
+_RESERVE = 8  # a worker holds 1/8 more samples than it has slots, so that no slot becomes empty
+_PIECES = 8  # parts of a prompt at most, because each part runs the prefill again
 
 
 @dataclass(slots=True)
@@ -84,14 +48,6 @@ class _Member:
     rate: float = 0.0
 
 
-@dataclass(slots=True)
-class _Past:
-    """The record of workers that are gone."""
-
-    in_a_row: int = 0  # deaths since the last sample
-    usages: list[Mapping[str, Any]] = field(default_factory=list)
-
-
 class WorkerPool:
     """The workers of one job. For `n` and `alike` see Pool."""
 
@@ -109,7 +65,8 @@ class WorkerPool:
         self._expected: set[Place] = set()  # places when the job began
         self._left_out: set[Place] = set()
         self._noted: set[str] = set()  # notes that were shown
-        self._past = _Past()
+        self._deaths_in_a_row = 0  # since the last sample
+        self._past_usages: list[Mapping[str, Any]] = []  # of workers that are gone
         self._pool: Pool | None = None
         self._facts: Facts | None = None
         self._checked = -LOOK
@@ -122,7 +79,7 @@ class WorkerPool:
         """
         while self._facts is None:
             self._check_nodes(expected=True)
-            for place, event in self._fleet.wait(_WAIT):
+            for place, event in self._fleet.wait(WAIT):
                 for _ in self._take(place, event):
                     raise AssertionError("a sample of a job that has not begun")
         return self._facts
@@ -140,35 +97,31 @@ class WorkerPool:
             count: The number of prompts, None if unknown.
         """
         self._pool = Pool(prompts, done, n=self._n, count=count, alike=self._alike)
-        for place, member in self._members.items():
-            if member.ready is not None:
-                self._pool.hire(place)
-        for place, member in self._members.items():
-            if member.ready is not None:
-                self._ask(place, member)
+        ready = {place: one for place, one in self._members.items() if one.ready is not None}
+        for place in ready:
+            self._pool.hire(place)
+        for place, member in ready.items():
+            self._ask(place, member)
         while not self._pool.over():
             self._check_nodes()
-            for place, event in self._fleet.wait(_WAIT):
+            for place, event in self._fleet.wait(WAIT):
                 yield from self._take(place, event)
 
     def line(self) -> str:
         """Return the progress line: the phase, or busy slots and tokens per second, by worker."""
-        ready = [one.report for one in self._members.values() if one.report is not None]
-        rates = [one.rate for one in self._members.values() if one.report is not None]
         each = [
-            f"{report.busy}/{report.rows} rows {rate:.0f} tokens/s"
-            if report.phase is None
-            else report.phase
-            for report, rate in zip(ready, rates, strict=True)
+            one.report.phase or f"{one.report.busy}/{one.report.rows} rows {one.rate:.0f} tokens/s"
+            for one in self._members.values()
+            if one.report is not None
         ]
         more = [f"and {len(each) - _SHOWN} more"] if len(each) > _SHOWN else []
-        known = f"{len(ready)} of {len(self._members)} actors running"
+        known = f"{len(each)} of {len(self._members)} actors running"
         return "; ".join([known, *each[:_SHOWN], *more])
 
     def usage(self) -> dict[str, Any]:
         """Return where the seconds of all workers went, including those that are gone."""
         mine = [one.report.usage for one in self._members.values() if one.report is not None]
-        return together([*self._past.usages, *mine]) | {"rows": sum(one["rows"] for one in mine)}
+        return together([*self._past_usages, *mine]) | {"rows": sum(one["rows"] for one in mine)}
 
     def _check_nodes(self, *, expected: bool = False) -> None:
         """Every 2 s, start missing workers and drop those whose node has left."""
@@ -182,7 +135,7 @@ class WorkerPool:
             self._expected |= {place} if expected else set()
             self._fleet.start(place)
 
-    def _take(self, place: Place, event: Event) -> Iterator[Completion]:
+    def _take(self, place: Place, event: Ready | Report | Fault | Lost) -> Iterator[Completion]:
         """Handle an event; yield its samples."""
         member = self._members.get(place)
         if member is None:  # the worker was given up
@@ -221,7 +174,7 @@ class WorkerPool:
     def _deliver(self, place: Place, report: Report) -> Iterator[Completion]:
         assert self._pool is not None
         for completion in report.completions:
-            self._past.in_a_row = 0
+            self._deaths_in_a_row = 0
             if self._pool.deliver(place, completion):
                 yield completion
 
@@ -247,7 +200,7 @@ class WorkerPool:
         assert self._pool is not None
         assert member.ready is not None
         rows = member.ready.facts.rows if member.report is None else member.report.rows
-        beat = max(_BEAT, _BEAT_OF_ALL * len(self._pool))
+        beat = max(_BEAT, BEAT_OF_ALL * len(self._pool))
         self._fleet.ask(place, self._pool.chunk(place, rows), beat)
 
     def _lose(self, place: Place, why: str) -> None:
@@ -259,25 +212,22 @@ class WorkerPool:
         member = self._members.pop(place)
         self._fleet.stop(place)
         if member.report is not None:
-            self._past.usages.append(member.report.usage)
+            self._past_usages.append(member.report.usage)
         held = 0 if self._pool is None else self._pool.lose(place)
         where = "an actor" if member.ready is None else f"an actor on {member.ready.node}"
-        self._past.in_a_row += 1
-        if self._past.in_a_row > _HOPELESS + 2 * len(self._expected | self._members.keys()):
+        self._deaths_in_a_row += 1
+        if self._deaths_in_a_row > _HOPELESS + 2 * len(self._expected | self._members.keys()):
             raise MachineError(
-                f"{self._past.in_a_row} actors died in a row without drawing a sample; the last "
+                f"{self._deaths_in_a_row} actors died in a row without drawing a sample; the last "
                 f"was {where}: {why}"
             )
         self._screen.note(f"lost {where}: {why}; its {held} samples are drawn again")
 
     def _refuse(self, place: Place, member: _Member, fault: Fault) -> None:
         """Handle a worker's fault: leave out a worker that joined later, else end the job."""
-        text = f"on {fault.node}: {fault.text}"
-        if fault.kind == "bug":
-            raise RuntimeError(text)
-        if member.expected:
-            raise (MachineError if fault.kind == "machine" else UserError)(text)
-        self._screen.note(f"an actor that joined cannot take part: {text}")
+        if member.expected or fault.kind == "bug":
+            raise fault.error()
+        self._screen.note(f"an actor that joined cannot take part: {fault.error()}")
         self._left_out.add(place)
         self._members.pop(place)
         self._fleet.stop(place)
@@ -289,3 +239,146 @@ class WorkerPool:
             if note not in self._noted:
                 self._noted.add(note)
                 self._screen.note(f"{node}: {note}")
+
+
+class Pool:
+    """The samples 0 to n - 1 of every prompt, except those in `done`.
+
+    Each sample is assigned to one worker at a time. A sample from any other worker is ignored, so
+    there are no duplicates. The samples of a lost worker become available again.
+
+    Args:
+        prompts: The prompts, read as workers need them.
+        done: (id, sample) pairs that exist already.
+        n: Samples per prompt.
+        count: The number of prompts, None if unknown.
+        alike: Whether the samples of a prompt are copies of one, which needs one slot.
+    """
+
+    def __init__(
+        self,
+        prompts: Iterator[Prompt],
+        done: Container[tuple[str, int]],
+        *,
+        n: int,
+        count: int | None,
+        alike: bool = False,
+    ):
+        self._prompts, self._done, self._n, self._alike = prompts, done, n, alike
+        self._unread = math.inf if count is None else count
+        self._waiting: dict[str, tuple[Prompt, list[int]]] = {}  # by id: unassigned samples
+        self._workers: dict[Hashable, _Assigned] = {}
+        self._failed: set[str] = set()  # prompts that cannot be run
+
+    def __len__(self) -> int:
+        """Return the number of workers."""
+        return len(self._workers)
+
+    def hire(self, worker: Hashable) -> None:
+        """Add a worker."""
+        self._workers[worker] = _Assigned()
+
+    def lose(self, worker: Hashable) -> int:
+        """Remove a worker, and return how many samples it had not finished."""
+        mine = self._workers.pop(worker, _Assigned())
+        for id_, (prompt, samples) in mine.parts.items():
+            if id_ not in self._failed:
+                waiting = self._waiting.setdefault(id_, (prompt, []))[1]
+                waiting += samples
+                waiting.sort()
+        return sum(len(samples) for _, samples in mine.parts.values())
+
+    def held(self, worker: Hashable) -> int:
+        """Return the number of slots that the worker's samples need."""
+        return self._workers[worker].held
+
+    def chunk(self, worker: Hashable, rows: int) -> list[Part]:
+        """Assign samples to a worker and return them.
+
+        They keep its `rows` slots busy until the next call: twice as many samples as ended since
+        the last call, or an eighth of the slots if that is more.
+        """
+        mine, parts = self._workers[worker], list[Part]()
+        wanted = rows + max(rows // _RESERVE, 2 * mine.ended, 1)
+        mine.ended = 0
+        while mine.held < wanted and (part := self._part(mine)) is not None:
+            mine.parts[part.prompt.id] = part.prompt, set(part.samples)
+            mine.held += 1 if self._alike else len(part.samples)
+            parts.append(part)
+        return parts
+
+    def deliver(self, worker: Hashable, completion: Completion) -> bool:
+        """Take a finished sample from a worker; return whether it is wanted and new."""
+        mine = self._workers.get(worker, _Assigned())
+        _, missing = mine.parts.get(completion.id, (None, set[int]()))
+        before = len(missing)
+        if completion.is_of_prompt and missing:
+            new = completion.id not in self._failed
+            self._failed.add(completion.id)
+            self._waiting.pop(completion.id, None)
+            missing.clear()
+        else:
+            new = completion.sample in missing
+            missing.discard(completion.sample)
+        gone = before - len(missing)
+        if before and not missing:
+            del mine.parts[completion.id]
+        ended = int(before > 0 and not missing) if self._alike else gone
+        mine.held -= ended
+        mine.ended += ended
+        return new
+
+    def over(self) -> bool:
+        """Return whether all samples are finished."""
+        return not any(mine.parts for mine in self._workers.values()) and not (
+            self._waiting or self._read()
+        )
+
+    def _part(self, mine: _Assigned) -> Part | None:
+        """Return samples of the first prompt of which the worker has none; None if there is none.
+
+        Near the end of a job, a worker's share of the remaining samples may be less than a whole
+        prompt. Then return only that many.
+        """
+        found = next((one for id_, one in self._waiting.items() if id_ not in mine.parts), None)
+        found = found or self._read()
+        if found is None:
+            return None
+        prompt, missing = found
+        size = len(missing) if self._alike else self._size(len(missing))
+        part = Part(prompt, tuple(missing[:size]))
+        del missing[:size]
+        if not missing:
+            del self._waiting[prompt.id]
+        return part
+
+    def _size(self, most: int) -> int:
+        left = self._unread * self._n + sum(len(samples) for _, samples in self._waiting.values())
+        share = max(left / len(self._workers), self._n / _PIECES)
+        return most if share >= most else math.ceil(share)
+
+    def _read(self) -> tuple[Prompt, list[int]] | None:
+        """Read the next prompt that lacks samples; None after the last."""
+        for prompt in self._prompts:
+            self._unread = max(self._unread - 1, 0)
+            missing = [i for i in range(self._n) if (prompt.id, i) not in self._done]
+            if missing:
+                self._waiting[prompt.id] = prompt, missing
+                return self._waiting[prompt.id]
+        self._unread = 0
+        return None
+
+
+@dataclass(slots=True)
+class _Assigned:
+    """The samples that a worker holds, by prompt id.
+
+    Attributes:
+        parts: The prompts with the samples that are not finished.
+        held: The number of slots that the samples need.
+        ended: The number of samples that ended since the last `chunk`.
+    """
+
+    parts: dict[str, tuple[Prompt, set[int]]] = field(default_factory=dict)
+    held: int = 0
+    ended: int = 0

@@ -1,52 +1,77 @@
-"""Start and supervise the processes of a training.
+"""The processes of a distributed training: `Group` starts and supervises them, `Rank` is one.
 
 A group starts when all processes are ready. If one of them dies, all end, and a new group resumes
-from the last checkpoint. Processes are reached through a Fleet: Ray (cluster/rays.py) or a test's.
-rank.py is the process itself. This module is single-threaded.
+from the last checkpoint. A Rank trains in a thread and reports its progress, its errors and, for
+rank 0, the report. work.py does the training; exchange.py sums the gradients. Modules that import
+torch are imported when the number of threads is set.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import platform
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from bass_cli.cluster.worker import Fault
-from bass_cli.cluster.worker_pool import LOOK, Lost, Place
-from bass_cli.distill.exchange import RankInfo
-from bass_cli.distill.rank import LOST, News, Present
+from bass_cli.cluster.fleet import BEAT_OF_ALL, LOOK, WAIT, Fault, Fleet, Lost, Place, Process
+from bass_cli.config.args import DistillArgs
+from bass_cli.config.job import Job, Pair
 from bass_cli.errors import MachineError, UserError
 from bass_cli.io.console import Screen
 from bass_cli.io.progress import clock
+from bass_cli.system.threads import configure_threads
+
+if TYPE_CHECKING:
+    from bass_cli.distill.exchange import RankInfo, Store
+    from bass_cli.distill.student import Source
+    from bass_cli.run.plan import Plan
 
 # Seconds that the first ready process waits for the others. Those that come later join only when a
 # group is made again.
 PATIENCE = 120.0
 HOPELESS = 5  # failed groups without a new checkpoint that end the run
+PEERS = "peers"  # kind of a Fault that another process's death caused
 _GRACE = 10.0  # seconds to find out which process died, after another one reported an error
-_WAIT, _BEAT, _BEAT_OF_ALL = 0.1, 0.5, 0.004  # seconds, like those of cluster/worker_pool.py
+_BEAT = 0.5  # seconds between two reports of a process
 
 
-class Fleet(Protocol):
-    """Processes with a Rank in each, by place."""
+@dataclass(frozen=True, slots=True)
+class TrainingSpec:
+    """The job of all processes.
 
-    def places(self) -> set[Place]:
-        """Return the places that should have a process now."""
+    pair: the pair of the command; job: the job that drew the samples. folder: working directory of
+    the command. samples: bytes of the sample file. every: seconds between checkpoints.
+    """
 
-    def start(self, place: Place) -> None:
-        """Start a process there as soon as there is room, and let it prepare."""
+    args: DistillArgs
+    pair: Pair
+    job: Job
+    folder: str
+    samples: int
+    every: float
 
-    def ask(self, place: Place, info: RankInfo | None, beat: float) -> None:
-        """Call `exchange` of the process; its result comes as an event."""
 
-    def wait(self, timeout: float) -> list[tuple[Place, Any]]:
-        """Return new events, after waiting at most this many seconds for one."""
+class Present(NamedTuple):
+    """A process is ready: the name and address of its node, and a port where a group can meet."""
 
-    def stop(self, place: Place) -> None:
-        """End the process there; it causes no further events."""
+    node: str
+    host: str
+    port: int
+
+
+class News(NamedTuple):
+    """Progress of a process. `document`: the report, when the training is done."""
+
+    line: str
+    share: float | None
+    notes: tuple[str, ...]
+    document: dict[str, Any] | None = None
+    fault: Fault | None = None
 
 
 class Group:
@@ -62,7 +87,7 @@ class Group:
     ):
         self._fleet, self._screen, self._checkpoint, self._now = fleet, screen, checkpoint, now
         self._line, self._share = "starting the actors", 0.0
-        self._kept = self._mark()
+        self._mark = self._last_checkpoint()
         self._in_a_row = self._wanted = 0
 
     def run(self) -> dict[str, Any]:
@@ -84,17 +109,17 @@ class Group:
         """
         ready: dict[Place, Present] = {}
         started, wanted = set[Place](), set[Place]()
-        began, looked, first = self._now(), self._now() - LOOK, 0.0
+        began, polled, first = self._now(), self._now() - LOOK, 0.0
         while not ready or (len(ready) < len(wanted) and self._now() - first < PATIENCE):
-            if self._now() - looked >= LOOK:
-                looked, wanted = self._now(), self._fleet.places()
+            if self._now() - polled >= LOOK:
+                polled, wanted = self._now(), self._fleet.places()
                 for place in sorted(wanted - started, key=str):
                     self._fleet.start(place)
                 started |= wanted
-            for place, event in self._fleet.wait(_WAIT):
+            for place, event in self._fleet.wait(WAIT):
                 if isinstance(event, Fault):
-                    self._refuse(event)
-                elif isinstance(event, Lost):
+                    raise event.error()
+                if isinstance(event, Lost):
                     self._fleet.stop(place)
                     started.discard(place)  # started again at the next poll of the places
                     self._lose("an actor", event.why)
@@ -113,20 +138,22 @@ class Group:
 
         Returns: the report; None if a process died.
         """
-        infos, beat = assign_ranks(ready), max(_BEAT, _BEAT_OF_ALL * len(ready))
+        infos, beat = assign_ranks(ready), max(_BEAT, BEAT_OF_ALL * len(ready))
         known = "" if len(ready) == self._wanted else f" of {self._wanted}"
         self._screen.note(f"{len(ready)}{known} actors train together")
         try:
             for place, info in infos.items():
                 self._fleet.ask(place, info, beat)
             while True:
-                for place, event in self._fleet.wait(_WAIT):
-                    if not isinstance(event, News) or event.fault is not None:
-                        why: Any = event.fault if isinstance(event, News) else event
+                for place, event in self._fleet.wait(WAIT):
+                    why = event.fault if isinstance(event, News) else event
+                    if why is not None:
                         self._end(place, ready, why)
                         return None
                     if not infos[place].rank:
-                        self._hear(event, len(infos))
+                        for note in event.notes:
+                            self._screen.note(note)
+                        self._show(f"{len(infos)} actors: {event.line}", event.share or 0.0)
                         if event.document is not None:
                             return event.document
                     if event.document is None:  # the others finish before rank 0
@@ -137,11 +164,11 @@ class Group:
 
     def _end(self, place: Place, ready: Mapping[Place, Present], why: Fault | Lost) -> None:
         """Handle a process that died or reported an error; find out which one died, if possible."""
-        if isinstance(why, Fault) and why.kind != LOST:
-            self._refuse(why)
+        if isinstance(why, Fault) and why.kind != PEERS:
+            raise why.error()
         until = self._now() + _GRACE
         while isinstance(why, Fault) and self._now() < until:
-            for other, event in self._fleet.wait(_WAIT):
+            for other, event in self._fleet.wait(WAIT):
                 if isinstance(event, Lost):
                     place, why = other, event
         text = why.text if isinstance(why, Fault) else why.why
@@ -149,8 +176,8 @@ class Group:
 
     def _lose(self, who: str, why: str) -> None:
         """Note the loss of a process; MachineError after too many without a checkpoint."""
-        before, self._kept = self._kept, self._mark()
-        self._in_a_row = 1 if before != self._kept else self._in_a_row + 1
+        before, self._mark = self._mark, self._last_checkpoint()
+        self._in_a_row = 1 if before != self._mark else self._in_a_row + 1
         if self._in_a_row > HOPELESS:
             raise MachineError(
                 f"{self._in_a_row} actors died without a checkpoint between them; the last one: "
@@ -158,22 +185,11 @@ class Group:
             )
         self._screen.note(f"{who} died; the others resume from the last checkpoint: {why}")
 
-    def _refuse(self, fault: Fault) -> NoReturn:
-        text = f"on {fault.node}: {fault.text}"
-        if fault.kind == "bug":
-            raise RuntimeError(text)
-        raise (MachineError if fault.kind == "machine" else UserError)(text)
-
-    def _hear(self, news: News, count: int) -> None:
-        for note in news.notes:
-            self._screen.note(note)
-        self._show(f"{count} actors: {news.line}", news.share or 0.0)
-
     def _show(self, line: str, share: float) -> None:
         self._line, self._share = line, share
         self._tick()
 
-    def _mark(self) -> int | None:
+    def _last_checkpoint(self) -> int | None:
         """Return a number that changes with each checkpoint."""
         return self._checkpoint.stat().st_mtime_ns if self._checkpoint.exists() else None
 
@@ -181,10 +197,103 @@ class Group:
 def assign_ranks(ready: Mapping[Place, Present]) -> dict[Place, RankInfo]:
     """Assign ranks. Processes of a node get consecutive ranks, and this node comes first, because
     it reads what rank 0 writes."""
-    order = sorted(ready, key=lambda place: (ready[place].node != platform.node(),
-                                             ready[place].host, str(place)))  # fmt: skip
+    from bass_cli.distill.exchange import RankInfo
+
+    order = sorted(
+        ready, key=lambda at: (ready[at].node != platform.node(), ready[at].host, str(at))
+    )
     beside, first = Counter(one.host for one in ready.values()), ready[order[0]]
     return {
         place: RankInfo(rank, len(order), first.host, first.port, beside[ready[place].host])
         for rank, place in enumerate(order)
     }
+
+
+class Rank(Process):
+    """A process of a training. Work shows its progress on it as on a Screen."""
+
+    def __init__(self, spec: TrainingSpec):
+        super().__init__()
+        assert spec.args.out is not None
+        self._spec, self._out = spec, spec.args.out
+        self._found: tuple[Plan, Source, Store] | None = None
+        self._document: dict[str, Any] | None = None
+        self.phase("starting")
+
+    def _check(self) -> Present:
+        spec = self._spec
+        with contextlib.suppress(OSError):  # paths of the command may be relative to it
+            os.chdir(spec.folder)
+        configure_threads(spec.job.threads, self.note)
+        from bass_cli.cluster.rays import address_here
+        from bass_cli.distill.exchange import Store
+        from bass_cli.distill.settings import check_memory, find_source, training_of
+        from bass_cli.run.plan import make_plan
+
+        samples = Path(self._out) / "samples.jsonl"
+        if not samples.exists() or samples.stat().st_size != spec.samples:
+            raise UserError(
+                f"--out {self._out}: the samples are not in this folder; actors on several nodes "
+                "need a folder that all nodes share"
+            )
+        plan = make_plan(spec.job)
+        source = find_source(spec.args, spec.pair, plan)
+        check_memory(plan, source, training_of(spec.args))
+        self._found = plan, source, Store()
+        return Present(platform.node(), address_here(), self._found[2].port)
+
+    def exchange(self, info: RankInfo | None, beat: float) -> News:
+        """Start the training if a rank is given, and report after `beat` seconds or at the end."""
+        if info is not None:
+            self._start(lambda: self._work(info))
+        with self._news:
+            self._news.wait_for(lambda: self._fault is not None or self._document is not None, beat)
+            notes = self._take_notes()
+            return News(self._line(), self._share(), notes, self._document, self._fault)
+
+    def _work(self, info: RankInfo) -> None:
+        from bass_cli.distill.exchange import PeerLostError
+
+        document, fault = None, None
+        try:
+            document = self._train(info)
+        except PeerLostError as error:
+            fault = Fault(PEERS, str(error), platform.node())
+        with self._news:
+            self._document, self._fault = document, fault
+            self._news.notify_all()
+
+    def _train(self, info: RankInfo) -> dict[str, Any]:
+        from bass_cli.distill.settings import training_of
+        from bass_cli.distill.work import Places, Work
+
+        assert self._found is not None
+        plan, source, store = self._found
+        self.phase("connecting to the other processes")
+        work = Work(
+            plan,
+            source,
+            training_of(self._spec.args),
+            Places(Path(self._out)),
+            self,
+            peers=store.join(info, plan.device),
+            beside=info.beside if plan.device.type == "cpu" else 1,
+            every=self._spec.every,
+        )
+        document = work.run()
+        if not info.rank:
+            self.phase("writing the draft")
+            work.write()
+        return document
+
+    def phase(self, name: str) -> None:
+        began = time.monotonic()
+        self._line: Callable[[], str] = lambda: f"{name}, {clock(time.monotonic() - began)} elapsed"
+        self._share: Callable[[], float | None] = lambda: None
+
+    @contextlib.contextmanager
+    def watching(
+        self, line: Callable[[], str], share: Callable[[], float | None]
+    ) -> Iterator[Callable[[], None]]:
+        self._line, self._share = line, share
+        yield lambda: None

@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Protocol
 
-from bass_cli.cluster.rays import Cluster, Request, address_here, cluster_of, workers_on_ray
+from bass_cli.cluster.rays import Cluster, Request, cluster_of, workers_on_ray
 from bass_cli.cluster.worker_pool import WorkerPool
 from bass_cli.config.args import DistillArgs
 from bass_cli.config.job import Job, Pair
-from bass_cli.distill.group import Group
+from bass_cli.distill.group import Group, Rank, TrainingSpec
 from bass_cli.distill.prompts import Supply
-from bass_cli.distill.rank import JobSpec, Rank
 from bass_cli.distill.sampling import LocalSampler, draw
 from bass_cli.distill.settings import Training, check_memory
 from bass_cli.distill.student import Source
@@ -103,16 +102,15 @@ class RemoteBackend:
                  results=results, screen=screen)  # fmt: skip
 
     def train(self, source: Source, training: Training, places: Places) -> dict[str, Any]:
-        order = JobSpec(
+        spec = TrainingSpec(
             replace(self._args, out=os.path.abspath(places.folder)),
             self._pair,
             self._cluster.rooms.job,
             os.getcwd(),
             places.samples.stat().st_size,
             SECONDS,
-            address_here,
         )
-        with self._cluster.fleet(Rank, order) as fleet:
+        with self._cluster.fleet(Rank, spec) as fleet:
             return Group(fleet, self._screen, places.checkpoint).run()
 
 

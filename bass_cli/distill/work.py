@@ -1,6 +1,6 @@
 """Train a draft from the sample file: measure, train, measure again, and write the draft.
 
-command.py and rank.py are the callers.
+command.py and group.py are the callers.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from bass_cli.cluster.pool import Part, Pool
+from bass_cli.cluster.worker_pool import Part, Pool
 from bass_cli.io.completion import Completion
 from bass_cli.io.prompts import Prompt
 

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from bass_cli.cluster.ray_watch import RayWatch
+from bass_cli.cluster.rays import RayWatch
 from bass_cli.errors import MachineError
 
 
@@ -40,7 +40,7 @@ def test_a_dead_process_is_named_within_5_s() -> None:
 def test_a_blocked_command_is_ended_with_exit_code_3() -> None:
     code = """
 import sys, time
-from bass_cli.cluster.ray_watch import RayWatch
+from bass_cli.cluster.rays import RayWatch
 with RayWatch("auto", lambda said: print(said, file=sys.stderr, flush=True)) as watch:
     watch.begin({"control store": sys.argv[1]})
     time.sleep(60)

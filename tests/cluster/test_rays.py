@@ -23,8 +23,8 @@ from typer.testing import CliRunner
 
 from bass_cli import Job, MachineError, Pair
 from bass_cli.cli.commands import app
+from bass_cli.cluster.fleet import Place
 from bass_cli.cluster.rays import Request, Rooms
-from bass_cli.cluster.worker_pool import Place
 
 FLAGS = ("p.txt", "--pair", "pair.yaml", "--n", "3", "--token-ids", "--device", "cpu")
 STORE = 80 * 2**20  # bytes, about the least that Ray takes

@@ -15,14 +15,14 @@ import torch
 from forked import BASS, Forked
 from safetensors.torch import load_file
 from test_command import FLAGS, bass, here, improved, killed  # noqa: F401 (a fixture)
-from test_crew import Fleet
 from test_rays import actors, cluster, until  # noqa: F401 (a fixture)
+from test_worker_pool import Fleet
 
 from bass_cli.cluster.worker_pool import WorkerPool
 from bass_cli.config.args import DistillArgs
 from bass_cli.distill import makers
+from bass_cli.distill.group import Rank
 from bass_cli.distill.prompts import Supply
-from bass_cli.distill.rank import Rank
 from bass_cli.distill.sampling import draw, lines_of
 from bass_cli.distill.settings import sampling_job
 from bass_cli.io.console import Screen

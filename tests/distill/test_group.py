@@ -8,11 +8,9 @@ import platform
 
 import pytest
 
-from bass_cli.cluster.worker import Fault
-from bass_cli.cluster.worker_pool import Lost, Place
+from bass_cli.cluster.fleet import Fault, Lost, Place
 from bass_cli.distill.exchange import RankInfo
-from bass_cli.distill.group import HOPELESS, PATIENCE, Group, assign_ranks
-from bass_cli.distill.rank import LOST, News, Present
+from bass_cli.distill.group import HOPELESS, PATIENCE, PEERS, Group, News, Present, assign_ranks
 from bass_cli.errors import MachineError, UserError
 from bass_cli.io.console import Screen
 
@@ -110,7 +108,7 @@ def test_late_processes_join_the_next_group(tmp_path, capsys):
 
 @pytest.mark.parametrize("said", [
     {2: Lost("killed")},
-    {0: News("", None, (), None, Fault(LOST, "closed by peer", "node0")), 2: Lost("killed")},
+    {0: News("", None, (), None, Fault(PEERS, "closed by peer", "node0")), 2: Lost("killed")},
 ])  # fmt: skip
 def test_a_death_is_reported_and_a_new_group_resumes(tmp_path, capsys, said):
     """Whether the death is reported first, or a peer's error."""

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from bass_cli.cluster.pool import Part
-from bass_cli.cluster.worker import Fault, Ready, Report
-from bass_cli.cluster.worker_pool import Event, Lost, Place, WorkerPool
+from bass_cli.cluster.fleet import Fault, Lost, Place
+from bass_cli.cluster.worker import Part, Ready, Report
+from bass_cli.cluster.worker_pool import WorkerPool
 from bass_cli.errors import MachineError, UserError
 from bass_cli.io.completion import Completion
 from bass_cli.io.console import Screen
@@ -22,6 +22,7 @@ from bass_cli.io.prompts import Prompt
 from bass_cli.io.usage import Usage
 from bass_cli.run.manifest import Facts
 
+Event = Ready | Report | Fault | Lost
 FACTS = Facts({"results": {"target": "m", "dtype": "fp32"}}, 4, (), False)
 
 
@@ -80,7 +81,7 @@ def completion(id_: str, number: int) -> Completion:
     return Completion(id_, number, f"{id_}:{number}", "eos", 3, None, None, 0.0, 1, 0, 0, 0, 2)
 
 
-def crew_of(fleet: Fleet, n: int = 3, **given: Any) -> WorkerPool:
+def pool_of(fleet: Fleet, n: int = 3, **given: Any) -> WorkerPool:
     return WorkerPool(fleet, Screen(quiet=True), n=n, alike=False, now=lambda: fleet.now, **given)
 
 
@@ -93,9 +94,9 @@ def due(count: int, n: int = 3) -> Counter[tuple[str, int]]:
 
 
 def run(fleet: Fleet, count: int, done: set[tuple[str, int]] = frozenset()) -> Counter[Any]:  # type: ignore[assignment]
-    crew = crew_of(fleet)
-    crew.gather()
-    return Counter((one.id, one.sample) for one in crew.draw(prompts(count), done, count))
+    pool = pool_of(fleet)
+    pool.gather()
+    return Counter((one.id, one.sample) for one in pool.draw(prompts(count), done, count))
 
 
 def test_a_thousand_deaths_lose_and_duplicate_no_sample() -> None:
@@ -111,11 +112,11 @@ def test_a_thousand_deaths_lose_and_duplicate_no_sample() -> None:
 def test_nodes_may_join_and_leave() -> None:
     fleet = Fleet(places=1, deaths=0.01)
     found, seen = Counter[tuple[str, int]](), set()
-    crew = crew_of(fleet)
-    crew.gather()
-    for one in crew.draw(prompts(300), set(), 300):
+    pool = pool_of(fleet)
+    pool.gather()
+    for one in pool.draw(prompts(300), set(), 300):
         found[one.id, one.sample] += 1
-        seen.add(crew.line().partition(" actors")[0])
+        seen.add(pool.line().partition(" actors")[0])
         if sum(found.values()) == 100:
             fleet.there = {Place("b", number) for number in range(6)}  # and the first one is gone
         if sum(found.values()) == 500:
@@ -136,8 +137,8 @@ def test_a_node_with_other_models_is_refused_by_name() -> None:
                                              ("bug", RuntimeError)])  # fmt: skip
 def test_a_fault_ends_the_job_after_its_samples(kind: str, error: type[Exception]) -> None:
     fleet = Fleet()
-    crew = crew_of(fleet)
-    crew.gather()
+    pool = pool_of(fleet)
+    pool.gather()
     answer, found = fleet._report, []
 
     def report(place: Place) -> Report:
@@ -146,7 +147,7 @@ def test_a_fault_ends_the_job_after_its_samples(kind: str, error: type[Exception
 
     fleet._report = report  # type: ignore[method-assign]
     with pytest.raises(error, match=r"^on node\d: no model"):
-        found.extend(crew.draw(prompts(300), set(), 300))
+        found.extend(pool.draw(prompts(300), set(), 300))
     assert len(found) > 20
 
 
@@ -160,10 +161,10 @@ def test_a_node_that_joins_without_the_model_is_left_out(at_once: bool) -> None:
     fleet._report = lambda place: report(place)._replace(  # type: ignore[method-assign]
         fault=fault if place.node == "new" else None
     )
-    crew = crew_of(fleet)
-    crew.gather()
+    pool = pool_of(fleet)
+    pool.gather()
     found = Counter[tuple[str, int]]()
-    for one in crew.draw(prompts(100), set(), 100):
+    for one in pool.draw(prompts(100), set(), 100):
         found[one.id, one.sample] += 1
         fleet.there |= {Place("new", 0)}
     assert found == due(100)
@@ -171,12 +172,12 @@ def test_a_node_that_joins_without_the_model_is_left_out(at_once: bool) -> None:
 
 def test_actors_that_die_in_a_row_end_the_job() -> None:
     fleet = Fleet(places=3)
-    crew = crew_of(fleet)
-    crew.gather()
+    pool = pool_of(fleet)
+    pool.gather()
     fleet.deaths = 1.0
     fleet._report = lambda place: Report(
         (), (), None, 4, 4, 0, 0, 0, {"phases": {}, "rounds": 0, "rows": 4, "rows_busy": None}
     )  # type: ignore[method-assign]
     with pytest.raises(MachineError, match="actors died in a row without drawing a sample"):
-        list(crew.draw(prompts(10), set(), 10))
+        list(pool.draw(prompts(10), set(), 10))
     assert 10 < fleet.kills < 20
