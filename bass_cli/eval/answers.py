@@ -1,15 +1,19 @@
-"""Extract the code from a chat model's answer.
+"""Read Python code: find it in a chat model's answer, and find the names that tests use.
 
 Code blocks follow the rules of CommonMark. Of several blocks the one that defines the wanted
-function is chosen.
+function is chosen. The names that tests take from a program are determined from the data set alone,
+so a program cannot change them.
 """
 
 from __future__ import annotations
 
 import ast
+import builtins
+import functools
 import html
 import itertools
 import re
+import sys
 import textwrap
 import warnings
 from collections.abc import Iterator
@@ -94,7 +98,7 @@ def _statements_outside(tree: ast.Module) -> Iterator[ast.AST]:
 
 def _rank(block: Block, name: str | None) -> int:
     """Return the rank of a block. Smaller is better."""
-    made = _defined(block.tree) if block.tree else {}
+    made = _definitions(block.tree) if block.tree else {}
     if name is not None and name in made:
         return 0 if made[name] else 1
     if name is not None and _mentions(block.text, name):
@@ -105,14 +109,14 @@ def _rank(block: Block, name: str | None) -> int:
 
 
 def _mentions(text: str, name: str) -> bool:
-    return re.search(rf"^[ \t]*(?:async\s+)?(?:def|class)\s+{re.escape(name)}\s*[\[(:]", text,
-                     re.MULTILINE) is not None  # fmt: skip
+    head = rf"^[ \t]*(?:async\s+)?(?:def|class)\s+{re.escape(name)}\s*[\[(:]"
+    return re.search(head, text, re.MULTILINE) is not None
 
 
-def _defined(tree: ast.Module) -> dict[str, bool]:
-    """Return the functions, classes and lambdas of a module by name.
+def _definitions(tree: ast.Module) -> dict[str, bool]:
+    """Return by name whether a module's functions, classes and lambdas have a body.
 
-    The value says whether it has a body besides its docstring.
+    A docstring is not a body.
     """
     found: dict[str, bool] = {}
     for node in tree.body:
@@ -145,7 +149,7 @@ def _blocks(text: str) -> Iterator[Block]:
             yield _fenced(token.content, token.info.strip("{. \t"), token, lines)
         elif token.type == "code_block" and token.content.startswith(("```", "~~~")):
             yield from _blocks(token.content)  # the whole answer is indented
-        elif token.type == "code_block" and (tree := parse(token.content)) and _defined(tree):
+        elif token.type == "code_block" and (tree := parse(token.content)) and _definitions(tree):
             yield Block(token.content, "", tree)
     for found in _PRE.finditer(text):
         code = html.unescape(re.sub(r"</?\w[^<>]*>", "", found[1]))
@@ -197,3 +201,98 @@ def _unfenced(text: str) -> str:
         if parse("\n".join(lines[:end])) is not None:
             return "\n".join(lines[:end])
     return "\n".join(lines)
+
+
+def runnable(head: str) -> str:
+    """Return a prompt as text that runs by itself, with an empty body if it needs one.
+
+    Empty if the prompt is not Python.
+    """
+    return next((text for text in (head, f"{head}\n    pass\n") if parse(text) is not None), "")
+
+
+@functools.lru_cache(maxsize=4096)
+def names_of(tests: str, setup: str = "", solution: str = "") -> tuple[str, ...]:
+    """Return the global names that the tests use and that neither tests nor setup bind.
+
+    A builtin's name is included if the reference `solution` defines it. If no name is left, the
+    builtins that the tests call are included, because the function may be called `sum`.
+    """
+    tree = parse(tests)
+    if tree is None:
+        return ()
+    called = _called(tree)
+    free = _free_names(tree, _names(parse(setup) or ast.Module([], []))[1])
+    solved = _globals(parse(solution) or ast.Module([], []))
+    found = [
+        name
+        for name in free
+        if name in solved or not (hasattr(builtins, name) or _is_module(name, called))
+    ]
+    return tuple(found or [one for one in free if one in called and hasattr(builtins, one)])
+
+
+def modules_of(tests: str, names: tuple[str, ...]) -> str:
+    """Return imports of the standard library's modules that the tests use but do not import."""
+    tree = parse(tests)
+    if tree is None:
+        return ""
+    called = _called(tree)
+    return "".join(
+        f"import {one}\n" for one in _free_names(tree, set(names)) if _is_module(one, called)
+    )
+
+
+def with_imports(program: str, tests: str) -> str:
+    """Append the imports of the tests to a program, because solutions may rely on them."""
+    tree = parse(tests) or ast.Module([], [])
+    found = [one for one in tree.body if isinstance(one, (ast.Import, ast.ImportFrom))]
+    return "\n\n".join([program, *map(ast.unparse, found)])
+
+
+def _free_names(tree: ast.AST, known: set[str]) -> list[str]:
+    """Return the names that are read, in order, but neither bound nor known."""
+    used, bound = _names(tree)
+    return [name for name in used if name not in bound | known]
+
+
+def _names(tree: ast.AST) -> tuple[list[str], set[str]]:
+    """Return the names that are read, in order, and those that are bound anywhere."""
+    used: dict[str, None] = {}
+    bound: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            if isinstance(node.ctx, ast.Load):
+                used[node.id] = None
+            else:
+                bound.add(node.id)
+        elif isinstance(node, ast.arg):
+            bound.add(node.arg)
+        elif isinstance(node, _DEFINITIONS):
+            bound.add(node.name)
+        elif isinstance(node, ast.alias):
+            bound.add(node.asname or node.name.split(".")[0])
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            bound.add(node.name)
+    return list(used), bound
+
+
+def _globals(tree: ast.Module) -> set[str]:
+    """Return the functions, classes and variables of a module, without its imports."""
+    found = set()
+    for node in tree.body:
+        if isinstance(node, _DEFINITIONS):
+            found.add(node.name)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            found |= _names(node)[1]
+    return found
+
+
+def _called(tree: ast.AST) -> set[str]:
+    calls = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return {function.id for function in calls if isinstance(function, ast.Name)}
+
+
+def _is_module(name: str, called: set[str]) -> bool:
+    """Return whether a name is used as a standard library module: it is one and never called."""
+    return name in sys.stdlib_module_names and name not in called

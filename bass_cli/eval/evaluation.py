@@ -10,15 +10,15 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from bass_cli.cluster.rays import read_request
 from bass_cli.config.args import EvaluateArgs, job_args
-from bass_cli.config.fields import parse_duration
 from bass_cli.config.job import Job
 from bass_cli.errors import UserError
 from bass_cli.eval import scoring
 from bass_cli.eval.judging import check_verdicts, verdicts_path
+from bass_cli.eval.samples import read_generations
 from bass_cli.eval.tasks import Problem, PromptFormat, Task, load_task, prompt_format, shape_prompt
 from bass_cli.generation import (
     Drawing,
@@ -45,16 +45,6 @@ if TYPE_CHECKING:
     from bass_cli.run.plan import Plan
 
 
-class Scoring(NamedTuple):
-    """Arguments of scoring.score_file."""
-
-    ks: list[int] | None
-    consent: bool
-    workers: int | None
-    timeout: float | None
-    rejudge: bool
-
-
 class Evaluation:
     """One evaluation. Its options are checked when it is made, the models later.
 
@@ -67,21 +57,9 @@ class Evaluation:
             raise UserError(
                 "--plot (or BASS_PLOT): a chart shows a sweep; add --budgets, like 0.5s,1s,2s"
             )
-        scoring.refuse_twice(args)
         self._args, self._screen, self.report = args, screen, args.report
         self.failed = False  # whether a prompt could not be run
-        timeout = (
-            None
-            if args.timeout is None
-            else parse_duration(args.timeout, "--timeout (or BASS_TIMEOUT)")
-        )
-        self.scoring = Scoring(
-            None if args.k is None else scoring.parse_ks(args.k),
-            args.allow_code_execution or args.allow_weak_sandbox,
-            scoring.parse_workers(args.workers),
-            timeout,
-            args.rejudge,
-        )
+        self.scoring = scoring.read_options(args)
         self.form: PromptFormat = prompt_format(args.prompt_format or "raw")
         screen.phase("reading the task's data", live=False)
         self.task: Task = load_task(args.task, args.data)
@@ -220,15 +198,14 @@ class Evaluation:
             out: the generation file.
             verdicts: file that keeps the verdicts.
         """
-        found = scoring.score_file(
-            out,
+        found = scoring.score(
+            read_generations(out),
             self.task,
-            **self.scoring._asdict(),
-            announced=True,
+            self.scoring,
             report_path=self.report_path(out),
             screen=self._screen,
             verdicts=verdicts,
-            overwrite=self._args.overwrite,
+            announced=True,
         )
         # The other files of a sweep share these verdicts.
         self.scoring = self.scoring._replace(rejudge=False)

@@ -12,28 +12,18 @@ import json
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from types import TracebackType
-from typing import IO, Any, NamedTuple, Protocol, cast
+from typing import IO, Any, NamedTuple
 
 from bass_cli.errors import MachineError, UserError
 from bass_cli.io.reading import finite, parse_object, text, whole
 from bass_cli.io.saving import check_place, refuse_foreign
 from bass_cli.sandbox.jail.job_spec import Program
+from bass_cli.sandbox.programs import Ending, Sandbox
 
 _BEGINNING = b'{"task_id": '  # every verdict starts like this
 DETAIL = 300  # characters of a detail that are kept: enough for the last line of a traceback
 
 Key = tuple[str, int]
-
-
-class Judged(Protocol):
-    """The sandbox's verdict on a program. Only the status "passed" is a pass."""
-
-    @property
-    def status(self) -> str: ...
-    @property
-    def detail(self) -> str: ...
-    @property
-    def seconds(self) -> float: ...
 
 
 class Ruling(NamedTuple):
@@ -213,19 +203,12 @@ def _parse(line: bytes) -> Ruling | None:
         return None
 
 
-class Executor(NamedTuple):
-    """Runs programs. `run` yields (key, verdict) as programs finish; see sandbox.Sandbox."""
-
-    run: Callable[[Iterable[tuple[str, Program]]], Iterator[tuple[str, Judged]]]
-    isolation: dict[str, str]
-
-
 def judge(
     programs: Iterable[tuple[Key, Program]],
     store: VerdictStore,
     limits: Mapping[str, Any],
     *,
-    open_executor: Callable[[], Executor],
+    open_sandbox: Callable[[], Sandbox],
     progress: Callable[[int, int], None],
 ) -> dict[Key, Ruling]:
     """Return a verdict for each key.
@@ -234,7 +217,7 @@ def judge(
         programs: (key, program) pairs.
         store: verdicts that are known. Their programs are not run; new verdicts are added.
         limits: limits of each program.
-        open_executor: called only if programs are left to run.
+        open_sandbox: called only if programs are left to run.
         progress: called with the number of keys that have a verdict and the number of keys.
     """
     waiting: dict[str, list[Key]] = {}
@@ -249,7 +232,7 @@ def judge(
         texts.setdefault(name, program)
     done, total = len(digests) - sum(map(len, waiting.values())), len(digests)
     progress(done, total)
-    with contextlib.closing(_run(texts, open_executor)) as verdicts:
+    with contextlib.closing(_run(texts, open_sandbox)) as verdicts:
         for name, verdict, isolation in verdicts:
             detail, seconds = verdict.detail[-DETAIL:], round(verdict.seconds, 3)
             for task_id, sample in waiting[name]:
@@ -259,26 +242,23 @@ def judge(
     return {key: store.rulings[name] for key, name in digests.items()}
 
 
-class Unreadable(NamedTuple):
-    """The verdict on a text with a lone surrogate, which cannot be written to a file."""
-
-    status: str = "failed"
-    detail: str = "the program is not valid Unicode"
-    seconds: float = 0.0
-
-
 def _run(
-    texts: Mapping[str, Program], open_executor: Callable[[], Executor]
-) -> Generator[tuple[str, Judged, dict[str, str]], None, None]:
-    """Yield verdicts as programs finish. Closing this iterator kills the running programs."""
+    texts: Mapping[str, Program], open_sandbox: Callable[[], Sandbox]
+) -> Generator[tuple[str, Ending, dict[str, str]], None, None]:
+    """Yield verdicts as programs finish. Closing this iterator kills the running programs.
+
+    A text with a lone surrogate cannot be written to a file, so it fails without being run.
+    """
     runnable = {name: text for name, text in texts.items() if all(map(_is_text, _texts(text)))}
-    yield from ((name, Unreadable(), {}) for name in texts if name not in runnable)
+    for name in (one for one in texts if one not in runnable):
+        yield name, Ending("failed", "the program is not valid Unicode", 0.0), {}
     if runnable:
-        executor = open_executor()
-        running = cast(Generator[tuple[str, Judged], None, None], executor.run(runnable.items()))
-        with contextlib.closing(running):
-            for name, verdict in running:
-                yield name, verdict, executor.isolation
+        with (
+            open_sandbox() as sandbox,
+            contextlib.closing(sandbox.run(runnable.items())) as verdicts,
+        ):
+            for name, verdict in verdicts:
+                yield name, verdict, sandbox.isolation._asdict()
 
 
 def _is_text(text: str) -> bool:

@@ -1,24 +1,24 @@
-"""Build the report from outcomes: a dict for JSON, whose keys docs/EVAL.md explains.
+"""Build the report from outcomes: a dict for JSON, whose keys docs/EVAL.md explains. Show it.
 
-Shares are fractions of 1, times are in seconds. metrics.py has the arithmetic, table.py shows the
-report.
+Shares are fractions of 1, times are in seconds. The table on the screen has percent, in the terms
+of the BASS paper (arXiv 2404.15778). The arithmetic (pass@k, ranking, statistics) is here too.
 """
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from bass_cli.eval import metrics
-from bass_cli.eval.samples import Generation, GenerationFile
+from bass_cli.eval.samples import COUNTED, Generation, GenerationFile
+from bass_cli.io.console import Screen
 
 PASSED = "passed"
-NOT_FINISHED = "not finished"
-LATE = "late"
-RATED = "rated"
 MEASURES = ("rouge1", "rouge2", "rougeL")
 BY_ORDER = "ranked by order: the file has no log-probabilities"
+SHOWN = 20  # most problems that are shown; more would push the figures off the screen
 
 Rating = dict[str, float]
 
@@ -35,12 +35,12 @@ class Outcome(NamedTuple):
         return self.status == PASSED
 
 
+Outcomes = Sequence[Outcome]
+
+
 def unjudged(generation: Generation) -> Outcome:
     """Return the outcome of a sample that did not finish in time. It counts as failed."""
-    return Outcome(generation, LATE if generation.late else NOT_FINISHED)
-
-
-Outcomes = Sequence[Outcome]
+    return Outcome(generation, "late" if generation.late else "not finished")
 
 
 def build(
@@ -68,74 +68,76 @@ def build(
         _problem(task_id, outcomes, executes, file.budget) for task_id, outcomes in problems.items()
     ]
     everything = [outcome for outcomes in problems.values() for outcome in outcomes]
-    notes = [*file.notes, *_gaps(file, problems, known)]
     ranked = any(outcome.generation.mean_logprob is not None for outcome in everything)
+    notes = [*file.notes, *_gaps(file, problems, known)]
     notes += _unranked(everything) if ranked else [BY_ORDER]
-    document: dict[str, Any] = {
+    quality = _passes(problems, rows, ks, notes) if executes else {"rouge": _rouge(rows)}
+    return {
         "task": task,
         "file": file.path,
         "problems": len(rows),
         "samples": len(everything),
+        "finished": sum(outcome.generation.finished for outcome in everything),
+        "late": sum(outcome.generation.late for outcome in everything),
+        **quality,
+        "ranked_by": "mean_logprob" if ranked else "order",
+        "notes": notes,
+        **_timing(file, problems, rows),
+        "statuses": dict(sorted(Counter(outcome.status for outcome in everything).items())),
+        "isolation": dict(isolation) if isolation else None,
+        "by_problem": rows,
     }
-    document["finished"] = sum(outcome.generation.finished for outcome in everything)
-    document["late"] = sum(outcome.generation.late for outcome in everything)
-    document |= _passes(problems, rows, ks, notes) if executes else {"rouge": _rouge(rows)}
-    document["ranked_by"] = "mean_logprob" if ranked else "order"
-    document["notes"] = notes
-    document |= _timing(file, problems, rows)
-    document["statuses"] = dict(sorted(Counter(outcome.status for outcome in everything).items()))
-    document["isolation"] = dict(isolation) if isolation else None
-    return document | {"by_problem": rows}
-
-
-def _first(outcomes: Outcomes) -> Outcome | None:
-    """Return the outcome of the finished sample that is ranked first."""
-    finished = {outcome.generation: outcome for outcome in outcomes if outcome.generation.finished}
-    first = metrics.first_ranked(finished)
-    return None if first is None else finished[first]
 
 
 def _problem(
     task_id: str, outcomes: Outcomes, executes: bool, budget: float | None
 ) -> dict[str, Any]:
     finished = [outcome for outcome in outcomes if outcome.generation.finished]
+    ranked_first = first_ranked(outcome.generation for outcome in finished)
+    first = next((one for one in finished if one.generation is ranked_first), None)
     row: dict[str, Any] = {"task_id": task_id, "samples": len(outcomes), "finished": len(finished)}
     row["late"] = sum(outcome.generation.late for outcome in outcomes)
-    first = _first(outcomes)
     if executes:
         row["passed"] = sum(outcome.passed for outcome in outcomes)
         row["pass_first"] = first is not None and first.passed
         row["pass_all"] = row["passed"] > 0
     else:
-        row["rouge"] = _ratings(
-            [outcome.rating for outcome in finished if outcome.rating], first and first.rating
-        )
-    ends = _seconds(finished)
-    every = _seconds(outcomes)
+        row["rouge"] = _ratings([one.rating for one in finished if one.rating], first)
+    ends, every = _end_times(finished), _end_times(outcomes)
     row["seconds_to_first"] = min(ends, default=None)
     row["seconds_to_last"] = max(ends, default=None)
     row["overshoot"] = max(every) - budget if budget is not None and every else None
     return row
 
 
-def _seconds(outcomes: Outcomes) -> list[float]:
+def _end_times(outcomes: Outcomes) -> list[float]:
     """Return when the samples ended. A prompt that could not be run has no time."""
-    known = [
-        outcome.generation for outcome in outcomes if outcome.generation.finish_reason != "error"
-    ]
+    known = (one.generation for one in outcomes if one.generation.finish_reason != "error")
     return [generation.seconds for generation in known if generation.seconds is not None]
 
 
-def _ratings(ratings: list[Rating], first: Rating | None) -> dict[str, Rating] | None:
+def _ratings(ratings: list[Rating], first: Outcome | None) -> dict[str, Rating] | None:
     """Return ratings of the first and best sample and their mean. None if none is finished.
 
     The best sample is the one with the highest ROUGE-L.
     """
-    if not ratings or first is None:
+    if not ratings or first is None or first.rating is None:
         return None
     best = max(ratings, key=lambda rating: rating["rougeL"])
-    average = {name: metrics.mean(rating[name] for rating in ratings) or 0.0 for name in MEASURES}
-    return {"first": first, "best": best, "mean": average}
+    return {"first": first.rating, "best": best, "mean": _mean_rating(ratings)}
+
+
+def _mean_rating(ratings: list[Rating]) -> Rating:
+    return {name: mean(rating[name] for rating in ratings) or 0.0 for name in MEASURES}
+
+
+def _rouge(rows: list[dict[str, Any]]) -> dict[str, Rating]:
+    """Return means over all problems. A problem without a finished sample counts 0."""
+    nothing = dict.fromkeys(MEASURES, 0.0)
+    return {
+        kind: _mean_rating([(row["rouge"] or {}).get(kind, nothing) for row in rows])
+        for kind in ("first", "best", "mean")
+    }
 
 
 def _passes(
@@ -145,22 +147,22 @@ def _passes(
     notes: list[str],
 ) -> dict[str, Any]:
     """Return Pass@First, Pass@All (arXiv 2404.15778) and pass@k. Adds a note if one is unknown."""
-    passes: dict[str, Any] = {"pass_first": metrics.mean(row["pass_first"] for row in rows)}
-    passes["pass_first_of_finished"] = metrics.mean(
-        row["pass_first"] for row in rows if row["finished"]
-    )
-    passes["pass_all"] = metrics.mean(row["pass_all"] for row in rows)
-    passes["pass_at_k"] = {}
+    at_k: dict[str, float | None] = {}
     for k in ks:
         estimates = [_pass_at_k(outcomes, k) for outcomes in problems.values()]
         known = [estimate for estimate in estimates if estimate is not None]
-        passes["pass_at_k"][str(k)] = metrics.mean(known) if len(known) == len(estimates) else None
-        if len(known) < len(estimates):
-            few = len(estimates) - len(known)
+        few = len(estimates) - len(known)
+        at_k[str(k)] = None if few else mean(known)
+        if few:
             notes.append(
                 f"pass@{k} is unknown: {few} of {len(rows)} problems have fewer than {k} samples"
             )
-    return passes
+    return {
+        "pass_first": mean(row["pass_first"] for row in rows),
+        "pass_first_of_finished": mean(row["pass_first"] for row in rows if row["finished"]),
+        "pass_all": mean(row["pass_all"] for row in rows),
+        "pass_at_k": at_k,
+    }
 
 
 def _pass_at_k(outcomes: Outcomes, k: int) -> float | None:
@@ -168,22 +170,13 @@ def _pass_at_k(outcomes: Outcomes, k: int) -> float | None:
 
     A prompt that could not be run has one line, whatever n is, and counts 0.
     """
-    if all(outcome.generation.finish_reason == "error" for outcome in outcomes):
+    if not _could_run(outcomes):
         return 0.0
-    return metrics.pass_at_k(len(outcomes), sum(outcome.passed for outcome in outcomes), k)
+    return pass_at_k(len(outcomes), sum(outcome.passed for outcome in outcomes), k)
 
 
-def _rouge(rows: list[dict[str, Any]]) -> dict[str, Rating]:
-    """Return means over all problems. A problem without a finished sample counts 0."""
-    nothing = dict.fromkeys(MEASURES, 0.0)
-    chosen = {
-        kind: [(row["rouge"] or {}).get(kind, nothing) for row in rows]
-        for kind in ("first", "best", "mean")
-    }
-    return {
-        kind: {name: metrics.mean(rating[name] for rating in ratings) or 0.0 for name in MEASURES}
-        for kind, ratings in chosen.items()
-    }
+def _could_run(outcomes: Outcomes) -> bool:
+    return any(outcome.generation.finish_reason != "error" for outcome in outcomes)
 
 
 def _timing(
@@ -191,32 +184,27 @@ def _timing(
 ) -> dict[str, Any]:
     """Return times, tokens and acceptance of drafts."""
     generations = [outcome.generation for outcomes in problems.values() for outcome in outcomes]
-    tokens = _total(generations, "tokens")
-    late = [row["overshoot"] for row in rows if row["overshoot"] is not None]
-    accepted = _total(generations, "accepted")
+    totals = {name: _total(generations, name) for name in COUNTED}
+    times = {
+        name: [row[name] for row in rows if row[name] is not None]
+        for name in ("seconds_to_first", "seconds_to_last", "overshoot")
+    }
     return {
-        "seconds_to_first": metrics.spread(
-            [r["seconds_to_first"] for r in rows if r["seconds_to_first"] is not None]
-        ),
-        "seconds_to_last": metrics.spread(
-            [r["seconds_to_last"] for r in rows if r["seconds_to_last"] is not None]
-        ),
-        "tokens": tokens,
-        "tokens_per_second": metrics.ratio(tokens, _decoding_seconds(file, problems)),
-        "accepted_per_round": metrics.ratio(accepted, _total(generations, "rounds")),
-        "acceptance_rate": metrics.ratio(accepted, _total(generations, "drafted")),
+        "seconds_to_first": spread(times["seconds_to_first"]),
+        "seconds_to_last": spread(times["seconds_to_last"]),
+        "tokens": totals["tokens"],
+        "tokens_per_second": ratio(totals["tokens"], _decoding_seconds(file, problems)),
+        "accepted_per_round": ratio(totals["accepted"], totals["rounds"]),
+        "acceptance_rate": ratio(totals["accepted"], totals["drafted"]),
         "budget": file.budget,
-        "overshoot": metrics.overshoot(late),
+        "overshoot": overshoot(times["overshoot"]),
     }
 
 
 def _total(generations: list[Generation], name: str) -> int | None:
     """Return the sum over the lines that have the figure. None if no line has it."""
-    known = [
-        value
-        for value in (getattr(generation, name) for generation in generations)
-        if value is not None
-    ]
+    values = (getattr(generation, name) for generation in generations)
+    known = [value for value in values if value is not None]
     return sum(known) if known else None
 
 
@@ -228,7 +216,7 @@ def _decoding_seconds(file: GenerationFile, problems: Mapping[str, Outcomes]) ->
     """
     if file.total_seconds is not None or file.budget is None or not file.one_at_a_time:
         return file.total_seconds
-    return sum(max(_seconds(outcomes), default=0.0) for outcomes in problems.values())
+    return sum(max(_end_times(outcomes), default=0.0) for outcomes in problems.values())
 
 
 def _unranked(everything: Outcomes) -> list[str]:
@@ -238,16 +226,197 @@ def _unranked(everything: Outcomes) -> list[str]:
 
 def _gaps(file: GenerationFile, problems: Mapping[str, Outcomes], known: int) -> list[str]:
     """Return notes about missing problems, and about samples missing by the manifest's n."""
-    notes = (
-        [] if len(problems) == known else [f"the file has {len(problems)} of the {known} problems"]
-    )
+    notes = []
+    if len(problems) != known:
+        notes.append(f"the file has {len(problems)} of the {known} problems")
     n = file.setting("n")
     if isinstance(n, int):
-        whole = (
-            o
-            for o in problems.values()
-            if any(one.generation.finish_reason != "error" for one in o)
-        )
-        short = sum(len(outcomes) < n for outcomes in whole)
+        short = sum(_could_run(one) and len(one) < n for one in problems.values())
         notes += [f"{short} problems have fewer than the {n} requested samples"] if short else []
     return notes
+
+
+def pass_at_k(samples: int, passed: int, k: int) -> float | None:
+    """Return the chance that at least one of k samples passes.
+
+    The k samples are drawn without replacement from `samples`, of which `passed` pass. Computes
+    1 - C(n-c, k) / C(n, k) as a product, which neither overflows nor cancels (Chen et al. 2021,
+    arXiv 2107.03374, figure 3). None with fewer than k samples: then no unbiased estimate exists.
+    """
+    assert 0 <= passed <= samples
+    assert k >= 1
+    if samples < k:
+        return None
+    failed = samples - passed
+    if failed < k:
+        return 1.0
+    return 1.0 - math.prod(1.0 - k / number for number in range(failed + 1, samples + 1))
+
+
+def first_ranked(finished: Iterable[Generation]) -> Generation | None:
+    """Return the sample with the highest mean log-probability (Pass@First of arXiv 2404.15778).
+
+    Samples without one come last. The lowest sample number wins a tie. None without samples.
+    """
+
+    def key(one: Generation) -> tuple[float, int]:
+        return -math.inf if one.mean_logprob is None else one.mean_logprob, -one.sample
+
+    return max(finished, key=key, default=None)
+
+
+def mean(values: Iterable[float]) -> float | None:
+    """Return the arithmetic mean. None without values."""
+    found = list(values)
+    return math.fsum(found) / len(found) if found else None
+
+
+def ratio(part: float | None, whole: float | None) -> float | None:
+    """Return part / whole. None if either is unknown or the whole is 0."""
+    return part / whole if part is not None and whole else None
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """Return a quantile, linear between neighbours (numpy's default definition)."""
+    ordered = sorted(values)
+    position = share * (len(ordered) - 1)
+    below = math.floor(position)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (position - below) * (ordered[above] - ordered[below])
+
+
+def spread(values: Sequence[float]) -> dict[str, float] | None:
+    """Return mean, median, p90 and max. None without values."""
+    if not values:
+        return None
+    return {
+        "mean": math.fsum(values) / len(values),
+        "median": statistics.median(values),
+        "p90": quantile(values, 0.9),
+        "max": max(values),
+    }
+
+
+def overshoot(values: Sequence[float]) -> dict[str, float] | None:
+    """Return statistics of how late problems were. None without values.
+
+    Args:
+        values: seconds beyond the deadline for each problem, negative if early.
+
+    Returns:
+        median, p90, p99 and max in seconds, and `share_over`, the fraction of late problems.
+    """
+    if not values:
+        return None
+    return {
+        "median": statistics.median(values),
+        "p90": quantile(values, 0.9),
+        "p99": quantile(values, 0.99),
+        "max": max(values),
+        "share_over": sum(value > 0 for value in values) / len(values),
+    }
+
+
+def show(document: dict[str, Any], screen: Screen) -> None:
+    """Show the figures over all problems, each problem if there are few, then the notes."""
+    screen.say(f"{document['task']}: {document['file']}")
+    screen.table(
+        ("total", f"{document['problems']} problems, {document['samples']} samples"),
+        _lines(document),
+    )
+    rows = document["by_problem"]
+    if len(rows) <= SHOWN:
+        heading = ("ROUGE-L: first", "best") if "rouge" in document else ("passed", "Pass@First")
+        times = ("seconds_to_first", "seconds_to_last", "overshoot")
+        screen.table(
+            ("problem", "finished", *heading, "first", "last", "overshoot"),
+            [
+                [
+                    row["task_id"],
+                    f"{row['finished']} of {row['samples']}",
+                    *_quality(row),
+                    *(seconds(row[key]) for key in times),
+                ]
+                for row in rows
+            ],
+        )
+    for note in document["notes"]:
+        if note != BY_ORDER:
+            screen.say(f"note: {note}")
+
+
+def _lines(document: dict[str, Any]) -> list[list[str]]:
+    """Return (name, value) lines. Figures that are unknown are left out."""
+    by_logprob = document["ranked_by"] == "mean_logprob"
+    ranking = "mean log-probability" if by_logprob else "order (no log-probabilities)"
+    shown = (_rouge_lines if "rouge" in document else _pass_lines)(document, ranking)
+    answered = sum(row["finished"] > 0 for row in document["by_problem"])
+    finished = (
+        f"{document['finished']} of {document['samples']} samples"
+        f"{' in time' if document['late'] else ''}; "
+        f"{answered} of {document['problems']} problems have one"
+    )
+    if document["late"]:
+        finished += f"; {document['late']} more ended after the deadline"
+    shown.append(["finished", finished])
+    for key, name in (("seconds_to_first", "first sample"), ("seconds_to_last", "last sample")):
+        if times := document[key]:
+            shown.append([name, ", ".join(f"{what} {seconds(one)}" for what, one in times.items())])
+    if speed := _speed(document):
+        shown.append(["speed", speed])
+    if late := document["overshoot"]:
+        of_problems = f"{percent(late['share_over'])} of problems late"
+        ends = ", ".join(f"{key} {seconds(late[key])}" for key in ("median", "p90", "p99", "max"))
+        shown.append(["deadline", f"{seconds(document['budget'])}; {of_problems}; {ends}"])
+    statuses = (f"{count} {status}" for status, count in document["statuses"].items())
+    shown.append(["verdicts", ", ".join(statuses)])
+    if isolation := document["isolation"]:
+        shown.append(["isolation", "; ".join(f"{key}: {word}" for key, word in isolation.items())])
+    return shown
+
+
+def _pass_lines(document: dict[str, Any], ranking: str) -> list[list[str]]:
+    of_finished = percent(document["pass_first_of_finished"])
+    first = (
+        f"{percent(document['pass_first'])} (of problems with a finished sample {of_finished}); "
+        f"ranked by {ranking}"
+    )
+    at_k = [[f"pass@{k}", percent(value)] for k, value in document["pass_at_k"].items()]
+    return [["Pass@First", first], ["Pass@All", percent(document["pass_all"])], *at_k]
+
+
+def _rouge_lines(document: dict[str, Any], ranking: str) -> list[list[str]]:
+    kinds = {"first": f"first, by {ranking}", "best": "best", "mean": "mean"}
+    values = {
+        kind: " / ".join(f"{100 * value:.1f}" for value in document["rouge"][kind].values())
+        for kind in kinds
+    }
+    return [["ROUGE-1/2/L", f"{values[kind]} ({words})"] for kind, words in kinds.items()]
+
+
+def _quality(row: dict[str, Any]) -> list[str]:
+    if "passed" in row:
+        return [str(row["passed"]), "yes" if row["pass_first"] else "no"]
+    rouge = row["rouge"]
+    return [f"{100 * rouge[kind]['rougeL']:.1f}" if rouge else "-" for kind in ("first", "best")]
+
+
+def _speed(document: dict[str, Any]) -> str:
+    parts = []
+    if document["tokens_per_second"] is not None:
+        parts.append(f"{document['tokens_per_second']:.1f} tokens/s")
+    if document["accepted_per_round"] is not None:
+        parts.append(f"{document['accepted_per_round']:.2f} accepted drafts per round")
+    if document["acceptance_rate"] is not None:
+        parts.append(f"acceptance {percent(document['acceptance_rate'])}")
+    return ", ".join(parts)
+
+
+def seconds(value: float | None) -> str:
+    """Return a time with three digits, or a dash if it is unknown."""
+    return "-" if value is None else f"{value:.3g} s"
+
+
+def percent(value: float | None) -> str:
+    """Return a share in percent, or a dash if it is unknown."""
+    return "-" if value is None else f"{100 * value:.1f} %"

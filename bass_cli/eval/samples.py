@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 from typing import IO, Any, NamedTuple
 
 from bass_cli.errors import UserError, near_word
+from bass_cli.eval.tasks import TASKS
 from bass_cli.io.reading import finite, open_regular, parse_json, whole
 from bass_cli.io.resume import read_manifest
 
 UNFINISHED = ("budget", "error")
 COUNTED = ("tokens", "rounds", "drafted", "accepted")
 PREFIXES = {"HumanEval/": "humaneval", "Mbpp/": "mbpp"}
-TASKS = ("humaneval", "mbpp", "xsum")
 _LINE_BYTES = 1 << 26  # most bytes of a line; a small gzip file can hold a line of any length
 
 
@@ -277,9 +277,10 @@ def guess_task(file: GenerationFile) -> str:
     for prefix, task in PREFIXES.items():
         if task_id.startswith(prefix):
             return task
+    *names, last = TASKS
     reason = (
         f'the task_id "{task_id[:80]}" does not determine the task; add --task '
-        f"{', '.join(TASKS[:-1])} or {TASKS[-1]}"
+        f"{', '.join(names)} or {last}"
     )
     raise UserError(f"{file.path}:{file.rows[0].line}: {reason}")
 

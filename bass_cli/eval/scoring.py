@@ -1,7 +1,7 @@
 """Score a generation file: `bass score`, and `bass eval` after generating.
 
-This has the order of checks. Reading, judging and reporting are in samples.py, judging.py and
-report.py.
+This has the options and the order of checks. samples.py reads the file, judging.py gets verdicts on
+programs, and report.py builds the report.
 """
 
 from __future__ import annotations
@@ -11,37 +11,103 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from bass_cli.config.args import EvaluateArgs, ScoreArgs
+from bass_cli.config.fields import parse_duration
 from bass_cli.errors import UserError
-from bass_cli.eval import report, table
-from bass_cli.eval.judging import (
-    Executor,
-    Key,
-    Ruling,
-    VerdictStore,
-    isolation_of,
-    judge,
-    verdicts_path,
-)
+from bass_cli.eval import report
+from bass_cli.eval.judging import Key, VerdictStore, isolation_of, judge, verdicts_path
 from bass_cli.eval.report import Outcome
-from bass_cli.eval.samples import Generation, GenerationFile, by_problem, read_generations
+from bass_cli.eval.samples import (
+    Generation,
+    GenerationFile,
+    by_problem,
+    guess_task,
+    read_generations,
+)
+from bass_cli.eval.tasks import Answer, Task, load_task
 from bass_cli.io.console import Screen
 from bass_cli.io.reading import shown
-from bass_cli.io.saving import check_format, check_place, descriptor_of, refuse_foreign, write_json
-
-if TYPE_CHECKING:
-    from bass_cli.eval.tasks import Task
-    from bass_cli.sandbox.jail.job_spec import Program
-    from bass_cli.sandbox.programs import Isolation, Limits
+from bass_cli.io.resume import manifest_path
+from bass_cli.io.saving import (
+    check_format,
+    check_place,
+    descriptor_of,
+    refuse_foreign,
+    refuse_shared_files,
+    write_json,
+)
+from bass_cli.sandbox.jail.job_spec import Program
+from bass_cli.sandbox.programs import DEFAULT_LIMITS, Isolation, Limits, Sandbox
 
 _REPORT = {"task", "file", "problems", "statuses", "by_problem"}  # keys that identify a report
 _SWEEP = {"task", "pair", "n", "budgets", "reports"}
 _MOST_WORKERS = 1024
 Problems = Mapping[str, Sequence[Generation]]
+
+
+class Scoring(NamedTuple):
+    """Options of scoring.
+
+    Attributes:
+        ks: values of k for pass@k. Default: see `default_ks`.
+        workers: programs at once. Default: the number of cores.
+        limits: limits of each program.
+        consent: run programs in a weak sandbox too.
+        rejudge: run all programs again.
+        overwrite: let the report replace any file.
+    """
+
+    ks: list[int] | None
+    workers: int | None
+    limits: Limits
+    consent: bool
+    rejudge: bool
+    overwrite: bool
+
+
+def read_options(args: EvaluateArgs | ScoreArgs) -> Scoring:
+    """Check the options of scoring. UserError if one is invalid."""
+    limits = DEFAULT_LIMITS
+    if args.timeout is not None:
+        seconds = parse_duration(args.timeout, "--timeout (or BASS_TIMEOUT)")
+        # The limit on processor time grows with it, or a longer timeout would have no effect.
+        cpu_seconds = max(limits.cpu_seconds, math.ceil(seconds / 2))
+        limits = limits._replace(seconds=seconds, cpu_seconds=cpu_seconds)
+    if args.workers is not None and not 1 <= args.workers <= _MOST_WORKERS:
+        # More would exceed a machine's limits on processes and files.
+        raise UserError(
+            f"--workers (or BASS_WORKERS): it should be a whole number from 1 to {_MOST_WORKERS} "
+            f"(got {shown(args.workers)})"
+        )
+    if args.json_document and args.report is not None and descriptor_of(args.report) == 1:
+        raise UserError(
+            f"--report {args.report}: --json prints the report there too; leave one of the two out"
+        )
+    return Scoring(
+        ks=None if args.k is None else parse_ks(args.k),
+        workers=args.workers,
+        limits=limits,
+        consent=args.allow_code_execution or args.allow_weak_sandbox,
+        rejudge=args.rejudge,
+        overwrite=args.overwrite,
+    )
+
+
+def parse_ks(text: str) -> list[int]:
+    """Parse a list like "1,10" to sorted, distinct numbers.
+
+    UserError unless all are whole numbers above 0.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    bad = next((part for part in parts if not re.fullmatch("0*[1-9][0-9]{0,5}", part)), None)
+    if bad is not None:
+        raise UserError(
+            f'--k (or BASS_K): "{bad}" is not a whole number above 0; write it like 1,10'
+        )
+    return sorted({int(part) for part in parts})
 
 
 def refuse_without_programs(task: Task, args: EvaluateArgs | ScoreArgs) -> None:
@@ -51,14 +117,6 @@ def refuse_without_programs(task: Task, args: EvaluateArgs | ScoreArgs) -> None:
             raise UserError(
                 f"--{key} (or BASS_{key.upper()}): {task.name} has no programs to run; leave it out"
             )
-
-
-def refuse_twice(args: EvaluateArgs | ScoreArgs) -> None:
-    """Raise UserError if --report would print to standard output beside --json."""
-    if args.json_document and args.report is not None and descriptor_of(args.report) == 1:
-        raise UserError(
-            f"--report {args.report}: --json prints the report there too; leave one of the two out"
-        )
 
 
 def check_report(path: str | None, samples: str, *, overwrite: bool, sweep: bool = False) -> None:
@@ -99,177 +157,131 @@ def _is_report(content: bytes, *, name: str, sweep: bool) -> bool:
     )
 
 
-def score_file(
-    path: str,
-    task: Task,
-    *,
-    ks: Sequence[int] | None = None,
-    consent: bool = False,
-    announced: bool = False,
-    workers: int | None = None,
-    timeout: float | None = None,
-    report_path: str | None = None,
-    screen: Screen,
-    rejudge: bool = False,
-    verdicts: str | None = None,
-    overwrite: bool = False,
-) -> dict[str, Any]:
-    """Score the samples in a file and show the figures.
-
-    Verdicts are kept in a file, so the same call continues after an interruption.
-
-    Args:
-        path: the generation file.
-        task: the task that the file answers.
-        ks: values of k for pass@k. Default: see `default_ks`.
-        consent: run programs in a weak sandbox too.
-        announced: `check_sandbox` has already said how programs are isolated.
-        workers: programs at once. Default: the number of cores.
-        timeout: seconds per program. Default: the sandbox's limit.
-        report_path: write the report there too.
-        screen: for progress and figures.
-        rejudge: run all programs again.
-        verdicts: file for the verdicts, which several calls may share. Default: beside `path`.
-        overwrite: let the report replace any file.
-
-    Returns:
-        The report (docs/EVAL.md).
-
-    Raises:
-        UserError: the file has a fault, or a task_id that the task does not have.
-        MachineError: the sandbox is weak and `consent` is False, or programs cannot run.
-    """
-    file = read_generations(path)
-    return score(
-        file,
-        task,
-        ks=ks,
-        workers=workers,
-        timeout=timeout,
-        report_path=report_path,
-        screen=screen,
-        rejudge=rejudge,
-        consent=consent,
-        announced=announced,
-        verdicts=verdicts,
-        overwrite=overwrite,
+def score_samples(args: ScoreArgs, screen: Screen) -> dict[str, Any]:
+    """Run `bass score`: check the options and the file's lines, then score. Returns the report."""
+    path, options = args.file, read_options(args)
+    if args.overwrite and args.report is None:
+        raise UserError(
+            "--overwrite (or BASS_OVERWRITE): it needs --report FILE; add that or leave "
+            "--overwrite out"
+        )
+    refuse_shared_files(
+        [("the verdicts", verdicts_path(path)), ("--report", args.report)],
+        [
+            ("the generation file", path),
+            ("its manifest", manifest_path(path)),
+            ("the data", args.data),
+        ],
     )
+    check_report(args.report, path, overwrite=args.overwrite)
+    screen.phase("reading the file and the task's data", live=False)
+    file = read_generations(path)
+    task = load_task(args.task or guess_task(file), args.data)
+    refuse_without_programs(task, args)
+    return score(file, task, options, report_path=args.report, screen=screen)
 
 
 def score(
     file: GenerationFile,
     task: Task,
+    options: Scoring,
     *,
-    ks: Sequence[int] | None,
-    workers: int | None,
-    timeout: float | None,
     report_path: str | None,
     screen: Screen,
-    rejudge: bool,
-    consent: bool,
-    announced: bool = False,
     verdicts: str | None = None,
-    overwrite: bool = False,
+    announced: bool = False,
 ) -> dict[str, Any]:
-    """Score a file that has been read. See `score_file`."""
-    check_report(report_path, file.path, overwrite=overwrite)
+    """Score the samples of a file and show the figures.
+
+    Verdicts are kept in a file, so the same call continues after an interruption.
+
+    Args:
+        file: the samples.
+        task: the task that the file answers.
+        options: see Scoring.
+        report_path: write the report there too.
+        screen: for progress and figures.
+        verdicts: file for the verdicts, which several calls may share. Default: beside `file`.
+        announced: `check_sandbox` has already said how programs are isolated.
+
+    Returns:
+        The report (docs/EVAL.md).
+
+    Raises:
+        UserError: the file has a task_id that the task does not have.
+        MachineError: the sandbox is weak without consent, or programs cannot run.
+    """
+    check_report(report_path, file.path, overwrite=options.overwrite)
     problems = by_problem(file, task.problems)
-    isolation = None
     if task.executes:
-        rulings = _judge(
-            file,
-            task,
-            problems,
-            workers=workers,
-            timeout=timeout,
-            screen=screen,
-            rejudge=rejudge,
-            consent=consent,
-            announced=announced,
-            verdicts=verdicts or verdicts_path(file.path),
-        )
-        outcomes = {
-            name: [_outcome(name, row, rulings) for row in rows] for name, rows in problems.items()
-        }
-        isolation = isolation_of(rulings.values())
+        path = verdicts or verdicts_path(file.path)
+        outcomes, isolation = _judge(task, problems, options, path, screen, announced=announced)
     else:
-        outcomes = _rate(task, problems, screen)
+        outcomes, isolation = _rate(task, problems, screen), None
     document = report.build(
         file,
         outcomes,
         task=task.name,
         executes=task.executes,
         known=len(task.problems),
-        ks=default_ks(_fewest(problems)) if ks is None else ks,
+        ks=default_ks(_fewest(problems)) if options.ks is None else options.ks,
         isolation=isolation,
     )
-    table.show(document, screen)
+    report.show(document, screen)
     if report_path is not None:
         # Check again, because judging may have taken hours.
-        check_report(report_path, file.path, overwrite=overwrite)
+        check_report(report_path, file.path, overwrite=options.overwrite)
         write_json(Path(report_path), document, f"--report {report_path}: cannot write the report")
     return document
 
 
-def _outcome(task_id: str, row: Generation, rulings: Mapping[Key, Ruling]) -> Outcome:
-    return (
-        Outcome(row, rulings[task_id, row.sample].status) if row.finished else report.unjudged(row)
-    )
-
-
-def _programs(task: Task, problems: Problems) -> Iterator[tuple[Key, Program]]:
-    """Yield the program of every finished sample. Unfinished and late samples are not run."""
-    from bass_cli.eval.tasks import Answer
-
-    for name, rows in problems.items():
-        for row in rows:
-            if row.finished:
-                yield (
-                    (name, row.sample),
-                    task.program(task.problems[name], Answer(row.text, row.whole)),
-                )
-
-
 def _judge(
-    file: GenerationFile,
-    task: Task,
-    problems: Problems,
-    *,
-    workers: int | None,
-    timeout: float | None,
-    screen: Screen,
-    rejudge: bool,
-    consent: bool,
-    announced: bool,
-    verdicts: str,
-) -> dict[Key, Ruling]:
-    """Return a verdict on every finished sample, from the verdict file or from the sandbox."""
-    from bass_cli.sandbox.programs import Limits
+    task: Task, problems: Problems, options: Scoring, path: str, screen: Screen, *, announced: bool
+) -> tuple[dict[str, list[Outcome]], dict[str, str] | None]:
+    """Get a verdict on every finished sample, from the verdict file or from the sandbox.
 
-    limits = Limits()
-    if timeout is not None:
-        # The limit on processor time grows with it, or a longer timeout would have no effect.
-        cpu_seconds = max(limits.cpu_seconds, math.ceil(timeout / 2))
-        limits = limits._replace(seconds=timeout, cpu_seconds=cpu_seconds)
+    Returns:
+        The outcomes by problem, and how the programs were isolated.
+    """
+
+    def open_sandbox() -> Sandbox:
+        sandbox = Sandbox(workers=options.workers, limits=options.limits)
+        _announce(sandbox.isolation, options.consent, None if announced else screen)
+        return sandbox
+
     total = sum(row.finished for rows in problems.values() for row in rows)
     with (
-        ExitStack() as stack,
-        VerdictStore(verdicts, anew=rejudge) as store,
+        VerdictStore(path, anew=options.rejudge) as store,
         screen.counting("verdicts", total) as progress,
     ):
         if store.rulings:
             screen.note(
                 f"{store.path}: continuing, {len(store.rulings)} programs have a verdict already"
             )
-        return judge(
+        rulings = judge(
             _programs(task, problems),
             store,
-            limits._asdict(),
+            options.limits._asdict(),
             progress=progress,
-            open_executor=lambda: _open_sandbox(
-                stack, workers, limits, consent, None if announced else screen
-            ),
+            open_sandbox=open_sandbox,
         )
+    outcomes = {
+        name: [
+            Outcome(row, rulings[name, row.sample].status) if row.finished else report.unjudged(row)
+            for row in rows
+        ]
+        for name, rows in problems.items()
+    }
+    return outcomes, isolation_of(rulings.values())
+
+
+def _programs(task: Task, problems: Problems) -> Iterator[tuple[Key, Program]]:
+    """Yield the program of every finished sample. Unfinished and late samples are not run."""
+    for name, rows in problems.items():
+        problem = task.problems[name]
+        for row in rows:
+            if row.finished:
+                yield (name, row.sample), task.program(problem, Answer(row.text, row.whole))
 
 
 def check_sandbox(screen: Screen, *, consent: bool) -> None:
@@ -277,8 +289,6 @@ def check_sandbox(screen: Screen, *, consent: bool) -> None:
 
     MachineError if they cannot run, or if the sandbox is weak and there is no consent.
     """
-    from bass_cli.sandbox.programs import Sandbox
-
     with Sandbox(workers=1) as sandbox:
         _announce(sandbox.isolation, consent, screen)
 
@@ -293,16 +303,6 @@ def _announce(isolation: Isolation, consent: bool, screen: Screen | None) -> Non
         screen.note(f"warning: {warning}")
 
 
-def _open_sandbox(
-    stack: ExitStack, workers: int | None, limits: Limits, consent: bool, screen: Screen | None
-) -> Executor:
-    from bass_cli.sandbox.programs import Sandbox
-
-    sandbox = stack.enter_context(Sandbox(workers=workers, limits=limits))
-    _announce(sandbox.isolation, consent, screen)
-    return Executor(sandbox.run, dict(sandbox.isolation._asdict()))
-
-
 def _rate(task: Task, problems: Problems, screen: Screen) -> dict[str, list[Outcome]]:
     """Rate every finished sample. Equal texts of one problem are rated once."""
     total = sum(len(rows) for rows in problems.values())
@@ -310,11 +310,9 @@ def _rate(task: Task, problems: Problems, screen: Screen) -> dict[str, list[Outc
     done = 0
     with screen.counting("samples rated", total) as progress:
         for name, rows in problems.items():
-            rate = functools.lru_cache(maxsize=None)(
-                functools.partial(task.rate, task.problems[name])
-            )
+            rate = functools.cache(functools.partial(task.rate, task.problems[name]))
             outcomes[name] = [
-                Outcome(row, report.RATED, rate(row.text)) if row.finished else report.unjudged(row)
+                Outcome(row, "rated", rate(row.text)) if row.finished else report.unjudged(row)
                 for row in rows
             ]
             done += len(rows)
@@ -336,30 +334,3 @@ def _fewest(problems: Problems) -> int:
         len(rows) for rows in problems.values() if any(row.finish_reason != "error" for row in rows)
     ]
     return min(counts, default=1)
-
-
-def parse_ks(text: str) -> list[int]:
-    """Parse a list like "1,10" to sorted, distinct numbers.
-
-    UserError unless all are whole numbers above 0.
-    """
-    parts = [part.strip() for part in text.split(",")]
-    bad = next((part for part in parts if not re.fullmatch("0*[1-9][0-9]{0,5}", part)), None)
-    if bad is not None:
-        raise UserError(
-            f'--k (or BASS_K): "{bad}" is not a whole number above 0; write it like 1,10'
-        )
-    return sorted({int(part) for part in parts})
-
-
-def parse_workers(given: int | None) -> int | None:
-    """Check a number of workers and return it. UserError unless it is from 1 to 1024.
-
-    More would exceed a machine's limits on processes and files.
-    """
-    if given is not None and not 1 <= given <= _MOST_WORKERS:
-        raise UserError(
-            f"--workers (or BASS_WORKERS): it should be a whole number from 1 to {_MOST_WORKERS} "
-            f"(got {shown(given)})"
-        )
-    return given

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 from bass_cli.config.args import EvaluateArgs
 from bass_cli.config.fields import parse_duration
 from bass_cli.errors import UserError
-from bass_cli.eval.chart import draw
 from bass_cli.eval.evaluation import Evaluation
 from bass_cli.eval.judging import verdicts_path
+from bass_cli.eval.report import seconds
 from bass_cli.eval.scoring import check_report
 from bass_cli.io.console import Screen
-from bass_cli.io.saving import check_chart, write_json
+from bass_cli.io.saving import check_chart, save_chart, write_json
 from bass_cli.system.threads import configure_threads
 
 if TYPE_CHECKING:
@@ -29,7 +29,11 @@ if TYPE_CHECKING:
     from bass_cli.run.build import Models
     from bass_cli.run.plan import Plan
 
-METHODS = ("plain", "single", "batched")
+METHODS = {
+    "plain": "plain decoding",
+    "single": "single-sequence speculation",
+    "batched": "batched speculation",
+}
 
 
 def sweep(args: EvaluateArgs, screen: Screen) -> tuple[dict[str, Any], bool]:
@@ -83,7 +87,7 @@ def sweep(args: EvaluateArgs, screen: Screen) -> tuple[dict[str, Any], bool]:
     write_json(Path(document_path), document, f"--report {document_path}: cannot write the report")
     _show(document, screen)
     if chart is not None:
-        draw(document, chart)
+        _draw(document, chart)
         screen.note(f"drawn: {chart}")
     return document, not evaluation.failed
 
@@ -191,13 +195,10 @@ def _plan_of(plan: Plan, method: str, budget: float) -> Plan:
 
 def _show(document: dict[str, Any], screen: Screen) -> None:
     """Show one line for each budget and method."""
+    rouge = "rouge" in document["reports"][0]
+    unit = "" if rouge else " %"
     rows = []
     for report in sorted(document["reports"], key=lambda one: one["budget"]):
-        quality = (
-            [f"{100 * report['rouge'][key]['rougeL']:.1f}" for key in ("first", "best")]
-            if "rouge" in report
-            else [f"{100 * report[key]:.1f} %" for key in ("pass_first", "pass_all")]
-        )
         first, late = report["seconds_to_first"], report["overshoot"]
         rows.append(
             [
@@ -205,17 +206,55 @@ def _show(document: dict[str, Any], screen: Screen) -> None:
                 report["method"],
                 f"{report['finished']} of {report['samples']}",
                 str(report["late"]),
-                *quality,
-                "-" if first is None else f"{first['median']:.3g} s",
-                "-" if late is None else f"{late['max']:.3g} s",
+                *(f"{100 * value:.1f}{unit}" for value in _quality(report)),
+                seconds(first and first["median"]),
+                seconds(late and late["max"]),
             ]
         )
-    names = (
-        ("ROUGE-L first", "best")
-        if "rouge" in document["reports"][0]
-        else ("Pass@First", "Pass@All")
-    )
+    names = ("ROUGE-L first", "best") if rouge else ("Pass@First", "Pass@All")
     screen.table(
         ("budget", "method", "finished", "late", *names, "first sample, median", "overshoot, most"),
         rows,
     )
+
+
+def _draw(document: dict[str, Any], file: str) -> None:
+    """Draw quality against budget to a PNG: of the sample ranked first, and of the best one."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.2), sharey=True)
+    code = "pass_first" in document["reports"][0]
+    titles = ("Pass@First", "Pass@All") if code else ("ROUGE-L of the first", "ROUGE-L of the best")
+    for axis, title, which in zip(axes, titles, (0, 1), strict=True):
+        for method, name in METHODS.items():
+            points = sorted(
+                (one["budget"], _quality(one)[which])
+                for one in document["reports"]
+                if one["method"] == method
+            )
+            if points:
+                axis.plot(*zip(*points, strict=True), marker="o", label=name)
+        axis.set_xscale("log")
+        axis.set_xticks(document["budgets"], [f"{budget:g}" for budget in document["budgets"]])
+        axis.minorticks_off()
+        axis.set_xlabel("budget per prompt, seconds")
+        axis.set_title(title)
+        axis.grid(alpha=0.3)
+    axes[0].set_ylim(0, 1.05 * max(max(_quality(one)) for one in document["reports"]) or 1)
+    axes[0].legend(fontsize="small")
+    figure.suptitle(
+        f"{document['task']}, {document['pair']}, n = {document['n']}", fontsize="medium"
+    )
+    figure.tight_layout()
+    save_chart(figure, file)
+    pyplot.close(figure)
+
+
+def _quality(report: dict[str, Any]) -> tuple[float, float]:
+    """Return the quality of the sample ranked first and of the best, as fractions of 1."""
+    if "rouge" in report:
+        return report["rouge"]["first"]["rougeL"], report["rouge"]["best"]["rougeL"]
+    return report["pass_first"], report["pass_all"]

@@ -11,7 +11,7 @@ import math
 import os
 import queue
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import NamedTuple, TypeVar, cast
 
@@ -148,7 +148,7 @@ class Sandbox:
         for pool in list(self._pools):
             pool.dismiss()
 
-    def run(self, programs: Iterable[tuple[K, Program]]) -> Iterator[tuple[K, Ending]]:
+    def run(self, programs: Iterable[tuple[K, Program]]) -> Generator[tuple[K, Ending], None, None]:
         """Run (key, program) pairs and yield (key, verdict) as they finish.
 
         Programs are read as workers become free. A program passes if its tests run to their end

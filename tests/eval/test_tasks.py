@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from bass_cli.errors import UserError
-from bass_cli.eval.naming import names_of
-from bass_cli.eval.tasks import Answer, code_in, load_task, prompt_format, shape_prompt
+from bass_cli.eval.answers import code_in, names_of
+from bass_cli.eval.tasks import Answer, load_task, prompt_format, shape_prompt
 from bass_cli.sandbox.jail.job_spec import Checked, Program
 
 MBPP = {

@@ -4,8 +4,6 @@ programs in this process."""
 from __future__ import annotations
 
 import json
-import sys
-import types
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -14,28 +12,8 @@ from typing import Any, ClassVar, NamedTuple
 import pytest
 
 from bass_cli.errors import UserError
-
-
-class Problem(NamedTuple):
-    task_id: str
-    prompt: str
-    fields: dict[str, Any]
-
-
-class Answer(NamedTuple):
-    text: str
-    whole: bool
-
-
-class Limits(NamedTuple):
-    seconds: float = 10.0
-    cpu_seconds: int = 5
-
-
-class Ending(NamedTuple):
-    status: str
-    detail: str
-    seconds: float
+from bass_cli.eval.tasks import Answer, Problem
+from bass_cli.sandbox.programs import DEFAULT_LIMITS, Ending, Limits
 
 
 class Isolation(NamedTuple):
@@ -88,11 +66,11 @@ class Sandbox:
 
     ran: ClassVar[list[str]] = []
     opened = running = 0
-    limits = Limits()
+    limits = DEFAULT_LIMITS
     patience: float = float("inf")
     isolation = Isolation()
 
-    def __init__(self, *, workers: int | None = None, limits: Limits = Limits()) -> None:  # noqa: B008 - immutable
+    def __init__(self, *, workers: int | None = None, limits: Limits = DEFAULT_LIMITS) -> None:
         type(self).opened += 1
         type(self).limits = limits
 
@@ -135,14 +113,8 @@ def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *tasks: Any) -> Non
             raise UserError(f'unknown task "{name}"')
         return known[name]
 
-    modules: dict[str, dict[str, Any]] = {
-        "eval.tasks": {"Answer": Answer, "load_task": load_task},
-        "sandbox.programs": {"Limits": Limits, "Sandbox": Sandbox},
-    }
-    for name, contents in modules.items():
-        module = types.ModuleType(name)
-        vars(module).update(contents)
-        monkeypatch.setitem(sys.modules, f"bass_cli.{name}", module)
+    monkeypatch.setattr("bass_cli.eval.scoring.load_task", load_task)
+    monkeypatch.setattr("bass_cli.eval.scoring.Sandbox", Sandbox)
     Sandbox.ran, Sandbox.opened, Sandbox.running, Sandbox.patience = [], 0, 0, float("inf")
     monkeypatch.chdir(tmp_path)
 
