@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from bass_cli.config.job import Job, Pair, Sampling, Speculation, load_pair
     from bass_cli.errors import MachineError, UserError
-    from bass_cli.io.completion import Completion
+    from bass_cli.io.results import Completion
     from bass_cli.run.generate import generate
 
 __version__ = "0.1.0"
@@ -31,7 +31,7 @@ __all__ = [
 ]
 _PLACES = {
     "generate": "bass_cli.run.generate",
-    "Completion": "bass_cli.io.completion",
+    "Completion": "bass_cli.io.results",
     "MachineError": "bass_cli.errors",
     "UserError": "bass_cli.errors",
 }

@@ -24,11 +24,10 @@ from bass_cli.errors import UserError
 from bass_cli.formats.sources import files_of
 from bass_cli.formats.tokenizer import begin
 from bass_cli.io import terminal
-from bass_cli.io.completion import Completion
 from bass_cli.io.console import Screen
 from bass_cli.io.prompts import Prompt, check_prompts, open_prompts, read_prompts
 from bass_cli.io.reading import whole
-from bass_cli.io.results import STANDARD_OUTPUT, Writer, open_output
+from bass_cli.io.results import STANDARD_OUTPUT, Completion, Writer, open_output
 from bass_cli.io.resume import check_output_place, manifest_path, read_manifest
 from bass_cli.io.saving import check_format, descriptor_of, is_stream, refuse_shared_files
 from bass_cli.io.shards import Shard, held_by, parse_shard

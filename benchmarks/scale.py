@@ -27,10 +27,9 @@ from pathlib import Path
 from bass_cli.cluster.fleet import Lost, Place
 from bass_cli.cluster.worker import Ready, Report
 from bass_cli.cluster.worker_pool import WorkerPool
-from bass_cli.io.completion import Completion
 from bass_cli.io.console import Screen
 from bass_cli.io.prompts import Prompt
-from bass_cli.io.results import open_output
+from bass_cli.io.results import Completion, open_output
 from bass_cli.run.manifest import Facts
 
 # seconds of a core, by --measure on two cores of a server of 2026: a line that is written; an

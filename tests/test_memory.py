@@ -22,8 +22,8 @@ from bass_cli.config.job import Job, Sampling, Speculation, load_pair
 from bass_cli.engine.batch import beyond
 from bass_cli.engine.loop import Loop
 from bass_cli.errors import MachineError
-from bass_cli.io.completion import Completion
 from bass_cli.io.prompts import Prompt
+from bass_cli.io.results import Completion
 from bass_cli.models.runner import Runner
 from bass_cli.models.spec import Norm, Rope, Spec
 from bass_cli.run.build import build

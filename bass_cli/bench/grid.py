@@ -32,7 +32,7 @@ from bass_cli.bench.texts import Text, kinds_for, prompts_for
 from bass_cli.bench.turns import Key, Turns
 from bass_cli.engine.simulated_acceptance import Rate
 from bass_cli.errors import MachineError
-from bass_cli.io.progress import clock
+from bass_cli.io.console import clock
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.run.plan import Plan, device_of
 

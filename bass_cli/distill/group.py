@@ -22,8 +22,7 @@ from bass_cli.cluster.fleet import BEAT_OF_ALL, LOOK, WAIT, Fault, Fleet, Lost, 
 from bass_cli.config.args import DistillArgs
 from bass_cli.config.job import Job, Pair
 from bass_cli.errors import MachineError, UserError
-from bass_cli.io.console import Screen
-from bass_cli.io.progress import clock
+from bass_cli.io.console import Screen, clock
 from bass_cli.system.threads import configure_threads
 
 if TYPE_CHECKING:

@@ -24,8 +24,8 @@ from bass_cli.distill.student import Source
 from bass_cli.distill.trainer import SECONDS
 from bass_cli.distill.work import Places, Work
 from bass_cli.errors import UserError
-from bass_cli.io.completion import Completion
 from bass_cli.io.console import Screen
+from bass_cli.io.results import Completion
 from bass_cli.run.plan import Plan, make_plan, plan_of_others
 from bass_cli.system.host import give_back_memory
 from bass_cli.system.threads import configure_threads

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from bass_cli.errors import UserError
 from bass_cli.formats.tokenizer import Tokenizer
-from bass_cli.io.completion import Completion
 from bass_cli.io.prompts import Prompt
+from bass_cli.io.results import Completion
 
 _MARK = "THE USER SAYS THIS"  # marks the user's words in a rendered template
 TURN, ANSWER, TEXT, FILE = (

@@ -16,11 +16,10 @@ from typing import Any, Protocol
 from bass_cli.distill.corpus import Text
 from bass_cli.distill.prompts import ANSWER, FILE, TURN, Supply
 from bass_cli.errors import MachineError, UserError
-from bass_cli.io.completion import Completion
 from bass_cli.io.console import Screen
 from bass_cli.io.prompts import Prompt
 from bass_cli.io.reading import parse_object
-from bass_cli.io.results import open_output
+from bass_cli.io.results import Completion, open_output
 from bass_cli.io.resume import read_manifest
 from bass_cli.run.generate import generate
 from bass_cli.run.plan import Plan

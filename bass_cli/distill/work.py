@@ -27,7 +27,7 @@ from bass_cli.distill.trainer import SECONDS, Goal, Model, Progress, Trainer
 from bass_cli.errors import UserError
 from bass_cli.formats.tokenizer import Tokenizer
 from bass_cli.formats.weights import load
-from bass_cli.io.progress import Estimate, clock
+from bass_cli.io.console import Estimate, clock
 from bass_cli.run.plan import Plan
 from bass_cli.system.host import free_memory
 

@@ -33,10 +33,9 @@ from bass_cli.generation import (
     with_rows_of,
     write_samples,
 )
-from bass_cli.io.completion import Completion
 from bass_cli.io.console import Screen
 from bass_cli.io.prompts import Prompt
-from bass_cli.io.results import open_output
+from bass_cli.io.results import Completion, open_output
 from bass_cli.io.saving import Named, is_stream, refuse_shared_files
 from bass_cli.run.manifest import Facts, facts_of
 

@@ -1,6 +1,7 @@
 """Show progress, notes and errors of a command on standard error, and its results on stdout.
 
-io/progress.py shows the line that changes; io/terminal.py writes all text.
+A Screen chooses the lines, estimates the time left, and counts where the seconds of a run go and
+how busy its rows are. io/terminal.py writes all text.
 """
 
 from __future__ import annotations
@@ -8,33 +9,20 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from bass_cli.errors import UserError, spelled
 from bass_cli.io import terminal
-from bass_cli.io.progress import INTERVAL, Display, Estimate, Lines, clock
-from bass_cli.io.usage import Usage, describe
+from bass_cli.io.terminal import INTERVAL, Display
 from bass_cli.system.host import gigabytes
 
+if TYPE_CHECKING:
+    from bass_cli.io.results import Completion
+
 _LEAST_SECONDS = 0.5  # of decoding, before a speed is shown
-
-
-class Sample(Protocol):
-    """The fields of a completion that are shown."""
-
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def rounds(self) -> int: ...
-    @property
-    def drafted(self) -> int: ...
-    @property
-    def accepted(self) -> int: ...
-    @property
-    def finish_reason(self) -> str: ...
-    @property
-    def copy_of(self) -> int | None: ...
+_LEAST, _SHARE = 3, 0.02  # items, and share of all items, that are done before an estimate
+_LAST = 0.05  # the share of samples in which rows empty at the end of any job
 
 
 class Screen:
@@ -54,7 +42,7 @@ class Screen:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._quiet, self._document, self._now = quiet, document, now
-        self._display = None if quiet else Display(now=now)
+        self._display = Display(quiet=quiet, now=now)
         self._bytes = (0, 0)  # read so far and in all, in this phase
         self._counting = False  # whether the progress is of something other than samples
         self._reset(None, 1)
@@ -78,23 +66,22 @@ class Screen:
         began, self._bytes = self._now(), (0, 0)
         self._usage.phase(name)
 
-        def line() -> str:
+        def lines() -> list[str]:
             spent, (done, whole) = self._now() - began, self._bytes
             rate = f", {gigabytes(round(done / spent))}/s" if spent > 0 else ""
             read = f": {gigabytes(done)} of {gigabytes(whole)}{rate}" if whole else ""
-            return f"{name}{read}, {clock(spent)} elapsed"
+            return [f"{name}{read}, {clock(spent)} elapsed"]
 
         def share() -> float | None:
             done, whole = self._bytes
             return done / whole if whole else None
 
-        if self._display is not None:
-            self._display.show(line, share=share, live=live, first=INTERVAL)
+        self._display.show(lines, share=share, live=live, first=INTERVAL)
 
     def bytes_read(self, done: int, whole: int) -> None:
         """Report that `done` of `whole` bytes of this phase are read."""
         self._bytes = (done, whole)
-        self._tick()
+        self._display.tick()
 
     def start(
         self,
@@ -146,9 +133,9 @@ class Screen:
         self._live_tokens += tokens
         self._live_rows += rows
         self._live_accepted += accepted
-        self._tick()
+        self._display.tick()
 
-    def advance(self, completion: Sample) -> None:
+    def advance(self, completion: Completion) -> None:
         """Count a finished sample; the tokens of a copy do not count."""
         self._usage.sample()
         self._samples += 1
@@ -158,7 +145,7 @@ class Screen:
         self._accepted += completion.accepted
         self._reasons[completion.finish_reason] = self._reasons.get(completion.finish_reason, 0) + 1
         self._estimate.update(self._samples, self._now())
-        self._tick()
+        self._display.tick()
 
     @contextlib.contextmanager
     def counting(
@@ -172,45 +159,42 @@ class Screen:
         self._counting = True
         began, counted, estimate = self._now(), (0, total), Estimate(total)
 
-        def line() -> Lines:
+        def lines() -> list[str]:
             known = f"{counted[0]}/{counted[1]} {what}, {self._times(began, estimate)}"
-            return known if beside is None else (known, beside())
+            return [known] if beside is None else [known, beside()]
 
         def step(done: int, whole: int) -> None:
             nonlocal counted
             counted = (done, whole)
             estimate.update(done, self._now(), whole)
-            self._tick()
+            self._display.tick()
 
-        if self._display is not None:
-            self._display.show(line, share=lambda: counted[0] / max(counted[1], 1))
+        self._display.show(lines, share=lambda: counted[0] / max(counted[1], 1))
         try:
             yield step
         finally:
             self._counting = False
-            self._stop()
+            self._display.hide()
 
     @contextlib.contextmanager
     def watching(
-        self, line: Callable[[], Lines], share: Callable[[], float | None]
+        self, line: Callable[[], str], share: Callable[[], float | None]
     ) -> Iterator[Callable[[], None]]:
         """Show a line and a bar that the caller computes; the context is a function that updates
         them."""
-        if self._display is not None:
-            self._display.show(line, share=share)
+        self._display.show(lambda: [line()], share=share)
         try:
-            yield self._tick
+            yield self._display.tick
         finally:
-            self._stop()
+            self._display.hide()
 
     def note(self, message: str) -> None:
         """Show a note above the progress display, unless quiet."""
-        if self._display is not None:
-            self._display.message(message)
+        self._display.message(message)
 
     def error(self, message: str | UserError) -> None:
         """Show an error, even if quiet."""
-        self._stop()
+        self._display.hide()
         terminal.error(message)
 
     def summary(self, output: str) -> dict[str, Any]:
@@ -234,7 +218,7 @@ class Screen:
 
     def close(self, summary: dict[str, Any] | None = None) -> None:
         """End the progress display and show the summary in two or three lines."""
-        self._stop()
+        self._display.hide()
         if summary is None or self._quiet:
             return
         reasons = ", ".join(
@@ -260,7 +244,7 @@ class Screen:
 
     def say(self, line: str) -> None:
         """Write a line of results to stdout."""
-        self._stop()
+        self._display.hide()
         if not (self._document and self._quiet):
             terminal.line(line, stdout=not self._document)
 
@@ -275,7 +259,7 @@ class Screen:
             for line in lines:
                 self.say("  ".join(map(str.ljust, line, widths)).rstrip())
             return
-        self._stop()
+        self._display.hide()
         if self._document and self._quiet:
             return
         terminal.table(columns, rows, to=reader)
@@ -290,11 +274,11 @@ class Screen:
             figures += f"{self._live_accepted / self._live_rows:.2f} accepted a round, "
         return figures
 
-    def _sample_line(self) -> Lines:
+    def _sample_lines(self) -> list[str]:
         known = f"/{self._total}" if self._total is not None else ""
         times = self._times(self._began, self._estimate)
         line = f"{self._samples}{known} samples, {self._figures()}{times}"
-        return line if self._beside is None else (line, self._beside())
+        return [line] if self._beside is None else [line, self._beside()]
 
     def _times(self, began: float, estimate: Estimate) -> str:
         left = estimate.left(self._now())
@@ -308,16 +292,167 @@ class Screen:
             self._show_samples()
 
     def _show_samples(self) -> None:
-        if self._display is not None:
-            share = (
-                (lambda: None) if not self._total else (lambda: self._samples / (self._total or 1))
-            )
-            self._display.show(self._sample_line, share=share, live=self._live)
+        def share() -> float | None:
+            return self._samples / self._total if self._total else None
 
-    def _tick(self) -> None:
-        if self._display is not None:
-            self._display.tick()
+        self._display.show(self._sample_lines, share=share, live=self._live)
 
-    def _stop(self) -> None:
-        if self._display is not None:
-            self._display.hide()
+
+class Estimate:
+    """Estimate the seconds left from the mean time of an item.
+
+    If no item has finished for some time, at least that much time again is expected (Lindy's law).
+    """
+
+    def __init__(self, total: int | None):
+        self._total = total
+        self._first: tuple[int, float] | None = None
+        self._last = (0, 0.0)
+
+    def update(self, done: int, now: float, total: int | None = None) -> None:
+        """Report the number of items done. The first call sets the start of the work. `total`
+        replaces the former total."""
+        self._total = self._total if total is None else total
+        if self._first is None or done > self._last[0]:
+            self._last = (done, now)
+        self._first = self._first or self._last
+
+    def left(self, now: float) -> float | None:
+        """Return the seconds left; None if too few items are done or their number is unknown."""
+        if self._first is None or self._total is None:
+            return None
+        done, spent = self._last[0] - self._first[0], self._last[1] - self._first[1]
+        rest = self._total - self._last[0]
+        if done < _LEAST or done < _SHARE * self._total or rest <= 0:
+            return None
+        waited = now - self._last[1]
+        return max(rest * spent / done - waited, waited)
+
+
+def clock(seconds: float) -> str:
+    """Format seconds as 1:05 or 2:00:00."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+class Usage:
+    """Counts of one run, from now on.
+
+    Args:
+        capacity: The rows of the batch.
+        total: The number of samples to come; None if unknown.
+        now: The clock, in seconds.
+    """
+
+    def __init__(self, capacity: int, total: int | None, *, now: Callable[[], float]):
+        self._capacity, self._now = capacity, now
+        self._early = None if total is None else total * (1 - _LAST)
+        self._phases: dict[str, float] = {}
+        self._phase, self._since = "starting", now()
+        self._begun = False  # whether there was a round
+        self._rounds = self._live = self._most = 0  # live rows: of all rounds, of the fullest
+        self._places = 0  # the sum of capacities over all rounds
+        self._full = self._draining = self._capturing = 0.0
+        self._samples, self._busy_early = 0, (0, 0)
+
+    def phase(self, name: str) -> None:
+        """Begin a phase; it ends with the next phase or the first round."""
+        self._end_phase(self._now())
+        self._phase = name
+
+    def round(
+        self, rows: int, seconds: float, capturing: float = 0.0, capacity: int | None = None
+    ) -> None:
+        """Count a finished round.
+
+        Args:
+            rows: Its live rows.
+            seconds: Its time, without `capturing`.
+            capturing: Seconds of capturing graphs for it.
+            capacity: The rows of the batch from now on; fewer after memory ran out.
+        """
+        if capacity is not None and capacity != self._capacity:
+            self._capacity, self._most = capacity, 0
+        if not self._begun:
+            self._end_phase(self._now() - seconds - capturing)
+            self._begun, self._phase = True, "between rounds"
+        self._rounds += 1
+        self._live += rows
+        self._places += self._capacity
+        self._capturing += capturing
+        self._draining += seconds
+        if rows >= self._most:  # the batch was not draining until now
+            self._most = rows
+            self._full, self._draining = self._full + self._draining, 0.0
+
+    def sample(self) -> None:
+        """Count a finished sample."""
+        self._samples += 1
+        if self._early is not None and self._samples <= self._early:
+            self._busy_early = (self._live, self._places)
+
+    def summary(self) -> dict[str, Any]:
+        """Return the counts.
+
+        `rows`: the rows of the batch at the end. `rows_busy`: the mean share of live rows over all
+        rounds. `rows_busy_early`: the same before the last 5 % of samples; None if there were no
+        such rounds. `phases`: seconds by phase.
+        """
+        phases = dict(self._phases)
+        phases[self._phase] = phases.get(self._phase, 0.0) + self._now() - self._since
+        if self._begun:
+            rounds = {
+                "decoding": self._full,
+                "draining": self._draining,
+                "capturing graphs": self._capturing,
+            }
+            rest = phases.pop("between rounds") - sum(rounds.values())
+            phases |= {**rounds, "between rounds": max(rest, 0.0)}
+        return {
+            "rows": self._capacity,
+            "rounds": self._rounds,
+            "rows_busy": self._share(self._live, self._places),
+            "rows_busy_early": self._share(*self._busy_early),
+            "phases": {name: round(seconds, 3) for name, seconds in phases.items()},
+        }
+
+    @staticmethod
+    def _share(live: int, places: int) -> float | None:
+        return round(live / places, 4) if places else None
+
+    def _end_phase(self, when: float) -> None:
+        spent = max(when - self._since, 0.0)
+        self._phases[self._phase] = self._phases.get(self._phase, 0.0) + spent
+        self._since += spent
+
+
+def together(usages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge the summaries of several processes; rows and seconds are summed."""
+    phases: dict[str, float] = {}
+    for usage in usages:
+        for name, seconds in usage["phases"].items():
+            phases[name] = round(phases.get(name, 0.0) + seconds, 3)
+    places = sum(one["rounds"] * one["rows"] for one in usages)
+    live = sum(one["rounds"] * one["rows"] * (one["rows_busy"] or 0.0) for one in usages)
+    return {
+        "rows": sum(one["rows"] for one in usages),
+        "rounds": sum(one["rounds"] for one in usages),
+        "rows_busy": round(live / places, 4) if places else None,
+        "rows_busy_early": None,
+        "phases": phases,
+        "actors": len(usages),
+    }
+
+
+def describe(usage: dict[str, Any]) -> str:
+    """Return a summary with rounds as a line of text. It has no seconds if every phase is shorter
+    than 0.05 s."""
+    early = usage["rows_busy_early"]
+    until = "" if early is None else f" ({early:.0%} until the last 5% of samples)"
+    phases = ", ".join(
+        f"{name} {seconds:.1f}" for name, seconds in usage["phases"].items() if seconds >= 0.05
+    )
+    whose = f" of {usage['actors']} actors together" if "actors" in usage else ""
+    spent = f"; seconds{whose}: {phases}" if phases else ""
+    return f"rows busy: {usage['rows_busy']:.0%} of {usage['rows']}{until}{spent}"

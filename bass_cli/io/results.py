@@ -1,26 +1,28 @@
-"""Write completions to a file of JSON lines with a manifest beside it, and resume such a file.
+"""Completions, the finished samples, and files of them: JSON lines with a manifest beside them.
 
-The manifest's "results" are compared, key by key, before a run continues a file. A file is not
-changed before the first new line, or the end of the run, so a run that fails early leaves it as it
-was. A killed process loses no line that `write` returned for; a power cut loses at most
-SYNC_SECONDS. Lines are made in io/completion.py; io/saving.py says which files may be written.
+A file can be continued: the manifest's "results" are compared, key by key, before a run does so. A
+file is not changed before the first new line, or the end of the run, so a run that fails early
+leaves it as it was. A killed process loses no line that `write` returned for; a power cut loses at
+most SYNC_SECONDS. io/saving.py says which files may be written.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
+import math
 import operator
 import os
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, NoReturn
 
 from bass_cli.errors import MachineError, UserError
-from bass_cli.io.completion import Completion
 from bass_cli.io.prompts import PromptDigest
 from bass_cli.io.resume import (
     COUNTED,
@@ -53,6 +55,95 @@ SYNC_SECONDS = 5.0
 STANDARD_OUTPUT = "standard output"  # the name of its writer
 _COUNTED = ("finish_reason", "copy_of", *COUNTED)
 _counted = operator.attrgetter(*_COUNTED)
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One sample of one prompt. The fields are those of a result line, in order.
+
+    Logarithms are natural; times are in seconds.
+
+    `token_ids` are all tokens that were drawn, in order. The token that ended the sample is among
+    them: the end-of-sequence token, a special token that is a stop, or the last token of a stop
+    text. `tokens` is their number; `sum_logprob` and `mean_logprob` cover all of them. `text` is
+    their text before that end, without special tokens. It has neither a stop text nor what follows
+    the stop text in its last token. A stop text may begin inside a token, so in general no list of
+    ids decodes to `text`.
+
+    `copy_of` is the number of the sample that this one is a copy of. `task_id` and `completion` are
+    set by evaluations, for public scorers.
+    """
+
+    id: str
+    sample: int
+    text: str
+    finish_reason: str
+    tokens: int
+    mean_logprob: float | None
+    sum_logprob: float | None
+    seconds: float
+    rounds: int
+    drafted: int
+    accepted: int
+    seed: int
+    prompt_tokens: int
+    meta: dict[str, Any] = field(default_factory=dict)
+    token_ids: list[int] | None = None
+    error: str | None = None
+    copy_of: int | None = None
+    task_id: str | None = None
+    completion: str | None = None
+
+    @classmethod
+    def failed(cls, prompt_id: str, error: str, *, seed: int, meta: dict[str, Any]) -> Completion:
+        """Make the single line of a prompt that could not be run."""
+        return cls(
+            prompt_id, 0, "", "error", 0, None, None, 0.0, 0, 0, 0, seed, 0, meta, None, error
+        )
+
+    @property
+    def is_of_prompt(self) -> bool:
+        """Whether this is the single line of a prompt that could not be run, not a sample."""
+        return self.finish_reason == "error" and not self.prompt_tokens
+
+    def copied(self, sample: int) -> Completion:
+        """Copy it to another sample number; the copy has no rounds and no drafts."""
+        return replace(self, sample=sample, rounds=0, drafted=0, accepted=0, copy_of=self.sample)
+
+    def to_line(self) -> str:
+        """Format one line of strict JSON, without a line end.
+
+        Fields of _OPTIONAL that are None are left out. NaN and infinity become null, and lone
+        surrogates are escaped.
+        """
+        row = {name: getattr(self, name) for name in _NAMES}
+        for name in _OPTIONAL:
+            if row[name] is None:
+                del row[name]
+        try:
+            line = _encode(row)
+        except ValueError:
+            row = _finite(row)
+            line = _encode(row)
+        try:
+            line.encode("utf-8")
+        except UnicodeEncodeError:
+            return json.dumps(row, allow_nan=False, default=str)
+        return line
+
+
+_NAMES = tuple(entry.name for entry in fields(Completion))
+_OPTIONAL = ("token_ids", "error", "copy_of", "task_id", "completion")
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=str).encode
+
+
+def _finite(value: Any) -> Any:
+    """Replace every NaN and infinity in the value, which JSON cannot hold, by None."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    return [_finite(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
 class Writer:
@@ -167,7 +258,7 @@ class Writer:
     def add_run(self, seconds: float, usage: dict[str, Any]) -> None:
         """Add this run's seconds to the totals, unless earlier seconds are unknown.
 
-        `usage` (io/usage.py) describes this run alone.
+        `usage` (io/console.py) describes this run alone.
         """
         if self._manifest is not None:
             self._manifest = self._manifest | {"last_run": usage}

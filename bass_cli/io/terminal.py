@@ -1,8 +1,8 @@
 """Write all text for people to standard output and standard error, with escapes.
 
 Messages quote ids, file names, model names and other untrusted text, so control and format
-characters are escaped. One call writes one line. io/console.py chooses the lines, io/progress.py
-has lines that change, and io/results.py writes samples as bytes.
+characters are escaped. One call writes one line; a Display has lines that change. io/console.py
+chooses the lines, and io/results.py writes samples as bytes.
 """
 
 from __future__ import annotations
@@ -14,13 +14,21 @@ import logging
 import re
 import sys
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from bass_cli.errors import UserError, spelled
 
+if TYPE_CHECKING:
+    from rich.live import Live
+
+# seconds between plain lines while progress is reported, and before a phase is named
+INTERVAL = 5.0
+SILENCE = 30.0  # the most seconds without a plain line
+_BAR = 24  # columns of the bar; it is left out if fewer than a quarter of them are free
 # Control characters of libraries' progress bars that pass to a terminal: a carriage return, and
 # cursor movements over whole lines
 _BAR_TEXT = re.compile(r"\r(?=[^\r])")
@@ -74,54 +82,135 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, to: TextIO) 
     Console(file=_plain(to)).print(shown)
 
 
-class LiveLines:
-    """Lines at the bottom of the terminal that change; other output appears above them.
+class Display:
+    """Lines that change, such as the progress of a command, with a bar. Other output stays above.
+
+    On a terminal the lines change in place. Elsewhere they are printed at least every 30 seconds,
+    by a thread if nothing is reported, so that a log tells slow work from a process that hangs.
 
     Args:
-        content: Returns the lines and the progress (0 to 1, None if unknown).
-        bar: The columns of the progress bar.
+        quiet: Show nothing.
+        now: The clock, in seconds.
     """
 
-    def __init__(self, content: Callable[[], tuple[Sequence[str], float | None]], *, bar: int):
+    def __init__(self, *, quiet: bool = False, now: Callable[[], float] = time.monotonic):
+        self._quiet, self._now = quiet, now
+        self._lines: Callable[[], Sequence[str]] | None = None
+        self._share: Callable[[], float | None] = lambda: None
+        self._live: Live | None = None
+        self._lock = threading.Lock()
+        self._printed = self._next = 0.0
+        self._over: threading.Event | None = None
+
+    def show(
+        self,
+        lines: Callable[[], Sequence[str]],
+        *,
+        share: Callable[[], float | None] = lambda: None,
+        live: bool = True,
+        first: float = SILENCE,
+    ) -> None:
+        """Show lines from now on.
+
+        Args:
+            lines: Returns the text.
+            share: Returns the length of the bar, from 0 to 1; None for no bar.
+            live: False if libraries write to the terminal meanwhile.
+            first: Seconds until the lines are printed without a report.
+        """
+        if self._quiet:
+            return
+        with self._lock:
+            self._lines, self._share = lines, share
+            self._printed, self._next = self._now(), self._now() + first
+        if not sys.stderr.isatty():
+            self._watch()
+        elif live and self._live is None:
+            self._start_live()
+        elif not live:
+            self._stop_live()
+
+    def tick(self) -> None:
+        """Report that the lines have changed."""
+        if self._now() - self._printed >= INTERVAL:
+            self._print()
+
+    def beat(self) -> None:
+        """Print the lines if none were printed for too long; the thread calls this."""
+        if self._now() >= self._next:
+            self._print()
+
+    def message(self, text: str) -> None:
+        """Write a line that stays, above the lines that change."""
+        if self._live is not None:
+            from rich.text import Text
+
+            self._live.console.print(Text(spelled(text)), soft_wrap=True)
+        elif not self._quiet:
+            line(text)
+
+    def hide(self) -> None:
+        """Stop the display."""
+        with self._lock:
+            self._lines = None
+        self._stop_live()
+        if self._over is not None:
+            self._over.set()
+            self._over = None
+
+    def _print(self) -> None:
+        with self._lock:
+            if self._lines is None or self._live is not None or sys.stderr.isatty():
+                return
+            self._printed, self._next = self._now(), self._now() + SILENCE
+            for one in self._lines():
+                line(one)
+
+    def _watch(self) -> None:
+        """Start the thread that calls `beat`, unless it runs."""
+        if self._over is not None:
+            return
+        self._over = over = threading.Event()
+
+        def watch() -> None:
+            while not over.wait(max(min(self._next - self._now(), INTERVAL), 0.01)):
+                self.beat()
+
+        threading.Thread(target=watch, daemon=True, name="progress").start()
+
+    def _start_live(self) -> None:
         from rich.console import Console
         from rich.live import Live
 
-        self._content, self._bar = content, bar
-        self._console = Console(file=_plain(sys.stderr))
+        console = Console(file=_plain(sys.stderr))
         self._live = Live(
-            get_renderable=self._renderable,
-            console=self._console,
+            get_renderable=lambda: self._renderable(console.width),
+            console=console,
             transient=True,
             refresh_per_second=4,
             redirect_stdout=False,
             redirect_stderr=False,
         )
-
-    def start(self) -> None:
         _Spelling.above = self.message
         self._live.start(refresh=True)
 
-    def stop(self) -> None:
-        _Spelling.above = None
-        with contextlib.suppress(OSError):  # the terminal may be gone
-            self._live.stop()
+    def _stop_live(self) -> None:
+        if self._live is not None:
+            _Spelling.above = None
+            with contextlib.suppress(OSError):  # the terminal may be gone
+                self._live.stop()
+            self._live = None
 
-    def message(self, text: str) -> None:
-        """Write one line above."""
-        from rich.text import Text
-
-        self._console.print(Text(spelled(text)), soft_wrap=True)
-
-    def _renderable(self) -> Any:
+    def _renderable(self, columns: int) -> Any:
         from rich.progress_bar import ProgressBar
         from rich.table import Table
         from rich.text import Text
 
-        lines, share = self._content()
+        with self._lock:
+            share, lines = self._share(), [] if self._lines is None else self._lines()
         text = Text("\n".join(map(spelled, lines)))
-        first = len(lines[0]) if lines else 0
-        width = min(self._console.width - 2 - first, self._bar)
-        if share is None or width < self._bar // 4:
+        width = min(columns - 2 - (len(lines[0]) if lines else 0), _BAR)
+        if share is None or width < _BAR // 4:
             return text
         grid = Table.grid(padding=(0, 1))
         grid.add_row(ProgressBar(total=1.0, completed=share, width=width), text)

@@ -14,8 +14,8 @@ from collections.abc import Callable, Container, Iterator
 from bass_cli.config.job import Job
 from bass_cli.engine.contracts import RoundResult
 from bass_cli.engine.loop import Loop
-from bass_cli.io.completion import Completion
 from bass_cli.io.prompts import Prompt
+from bass_cli.io.results import Completion
 from bass_cli.lengths.profiles import keep_learnt
 from bass_cli.run.build import READING, Models, halved, load_models, ready_loop
 from bass_cli.run.plan import Plan

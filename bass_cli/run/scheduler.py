@@ -25,8 +25,8 @@ from bass_cli.engine.loop import Loop
 from bass_cli.errors import UserError
 from bass_cli.formats.continuation import Continuation, StopDetector, StopTokens
 from bass_cli.formats.tokenizer import Tokenizer
-from bass_cli.io.completion import Completion
 from bass_cli.io.prompts import Prompt
+from bass_cli.io.results import Completion
 from bass_cli.models.prefill import PASS
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 import pytest
 
 from bass_cli.cluster.worker_pool import Part, Pool
-from bass_cli.io.completion import Completion
 from bass_cli.io.prompts import Prompt
+from bass_cli.io.results import Completion
 
 
 def prompts(count: int) -> list[Prompt]:

@@ -19,9 +19,9 @@ from bass_cli.distill.prompts import Own, Supply, own_beginnings
 from bass_cli.distill.sampling import draw
 from bass_cli.errors import MachineError, UserError
 from bass_cli.formats.tokenizer import Tokenizer
-from bass_cli.io.completion import Completion
 from bass_cli.io.console import Screen
 from bass_cli.io.prompts import Prompt
+from bass_cli.io.results import Completion
 
 LENGTH = 32
 

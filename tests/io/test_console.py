@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from bass_cli.cli.commands import app
 from bass_cli.cli.doctor import parameters_in, place_of
-from bass_cli.io.completion import Completion
 from bass_cli.io.console import Screen
+from bass_cli.io.results import Completion
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,10 +15,10 @@ from checkpoints import write_checkpoint, write_tokenizer
 from typer.testing import CliRunner
 
 from bass_cli.cli.commands import app
-from bass_cli.io import progress
-from bass_cli.io.completion import Completion
-from bass_cli.io.console import Screen
-from bass_cli.io.progress import Display, Estimate
+from bass_cli.io import terminal
+from bass_cli.io.console import Estimate, Screen
+from bass_cli.io.results import Completion
+from bass_cli.io.terminal import Display
 
 DONE = Completion("a", 0, "", "eos", 30, None, None, 0.0, 10, 40, 20, 0, 1)
 
@@ -80,7 +80,6 @@ def test_phases_are_named_and_silence_ends_after_30_seconds(
 ) -> None:
     now = [0.0]
     screen = Screen(now=lambda: now[0])
-    assert screen._display is not None
     screen.start(3)
     printed: dict[int, str] = {}
 
@@ -118,9 +117,9 @@ def test_phases_are_named_and_silence_ends_after_30_seconds(
 def test_lines_are_printed_without_reports(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(progress, "SILENCE", 0.02)
+    monkeypatch.setattr(terminal, "SILENCE", 0.02)
     display, written = Display(), ""
-    display.show(lambda: "at work", first=0.01)
+    display.show(lambda: ["at work"], first=0.01)
     began = time.monotonic()
     while written.count("at work\n") < 3:
         assert time.monotonic() < began + 60

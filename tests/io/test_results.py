@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from bass_cli.errors import MachineError, UserError
-from bass_cli.io.completion import Completion
-from bass_cli.io.results import open_output
+from bass_cli.io.results import Completion, open_output
 from bass_cli.io.resume import manifest_path
 
 SAMPLE = Completion("a", 0, "text", "eos", 3, -0.5, -1.5, 0.1, 2, 8, 1, 0, 5, {"k": 1})

@@ -10,8 +10,7 @@ import pytest
 from test_results import MANIFEST, fill, keys, manifest, sample
 
 from bass_cli.errors import UserError
-from bass_cli.io.completion import Completion
-from bass_cli.io.results import open_output
+from bass_cli.io.results import Completion, open_output
 from bass_cli.io.resume import manifest_path, rewrite_without_failed
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bass_cli.io.usage import Usage, describe
+from bass_cli.io.console import Usage, describe
 
 
 def test_every_second_is_in_one_phase_and_rows_are_counted() -> None:

@@ -20,7 +20,7 @@ from bass_cli.config.job import load_pair
 from bass_cli.formats.continuation import Continuation, Stop, StopDetector, StopTokens
 from bass_cli.formats.sources import locate
 from bass_cli.formats.tokenizer import Tokenizer
-from bass_cli.io.completion import Completion
+from bass_cli.io.results import Completion
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.run.scheduler import Conductor, Watch
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import bass_cli.run
 from bass_cli.errors import MachineError, UserError
-from bass_cli.io.completion import Completion
+from bass_cli.io.results import Completion
 
 RoundResult = namedtuple("Round", "width accepted seconds capturing capacity")
 loaded: list[Any] = []
