@@ -20,8 +20,7 @@ import torch
 import bass_kernels as ops
 from bass_cli.config.args import JobArgs
 from bass_cli.config.job import load_pair, make_job
-from bass_cli.engine.batch import Change, Row
-from bass_cli.engine.sampling_params import noise_key
+from bass_cli.engine.batch import Change, Row, noise_key
 from bass_cli.io.prompts import check_prompts, open_source, read_prompts
 from bass_cli.models.runner import Runner
 from bass_cli.run.build import build

@@ -21,7 +21,7 @@ from bass_cli.config.args import JobArgs
 from bass_cli.config.job import load_pair, make_job
 from bass_cli.io.prompts import Prompt
 from bass_cli.lengths.controllers import make_lengths
-from bass_cli.lengths.profiles import Remembers
+from bass_cli.lengths.costs import Surface
 from bass_cli.run.build import build, load_models
 from bass_cli.run.plan import make_plan
 from bass_cli.run.profile import joined
@@ -100,8 +100,9 @@ def measure(args, models, rows):
                     )
                 samples[way], taken = run(plan, loop, prompts)
                 if way == "nothing known":
-                    assert isinstance(loop.lengths, Remembers)
-                    known["learnt before"] = loop.lengths.learned() or known["learnt before"]
+                    learnt = loop.lengths.learned()
+                    if isinstance(learnt, Surface):
+                        known["learnt before"] = learnt
                 if repeat >= 0:
                     seconds[way].append(taken)
         for way in WAYS:

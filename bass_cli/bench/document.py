@@ -14,7 +14,7 @@ from bass_cli.bench import pairs
 from bass_cli.bench.ceilings import Ceilings
 from bass_cli.bench.gate import Gate
 from bass_cli.bench.settings import Settings
-from bass_cli.engine.simulated_acceptance import Rate
+from bass_cli.engine.verify import Rate
 
 
 def document(

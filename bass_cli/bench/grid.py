@@ -30,7 +30,7 @@ from bass_cli.bench.report import number
 from bass_cli.bench.settings import PLAIN, Settings
 from bass_cli.bench.texts import Text, kinds_for, prompts_for
 from bass_cli.bench.turns import Key, Turns
-from bass_cli.engine.simulated_acceptance import Rate
+from bass_cli.engine.verify import Rate
 from bass_cli.errors import MachineError
 from bass_cli.io.console import clock
 from bass_cli.lengths.controllers import Fixed

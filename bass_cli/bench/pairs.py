@@ -23,7 +23,7 @@ from bass_cli.engine.batch import Batch, beyond
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.contracts import Drafter
 from bass_cli.engine.loop import Loop
-from bass_cli.engine.simulated_acceptance import Rate
+from bass_cli.engine.verify import Rate
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.models.chain_head import Head, make_head
 from bass_cli.models.decoder import Decoder

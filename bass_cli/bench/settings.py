@@ -15,7 +15,7 @@ from bass_cli.bench.shapes import AT_ONCE, HEADS, head_of, spec_of
 from bass_cli.config.args import BenchArgs, job_args
 from bass_cli.config.fields import parse_duration
 from bass_cli.config.job import CONTROLLERS, Job, Pair, chosen_pair, make_job
-from bass_cli.engine.simulated_acceptance import Rate
+from bass_cli.engine.verify import Rate
 from bass_cli.errors import UserError, nearest
 
 PLAIN = "plain"

@@ -100,7 +100,7 @@ def _measure(plan: Plan, args: ProfileArgs, screen: Screen) -> dict[str, Any]:
     from dataclasses import replace
 
     from bass_cli.errors import MachineError
-    from bass_cli.lengths.profiles import save_surface
+    from bass_cli.lengths.costs import save_surface
     from bass_cli.run.build import build
     from bass_cli.run.profile import LIMITS, joined, measure
 

@@ -36,7 +36,7 @@ from bass_cli.distill.settings import (
 )
 from bass_cli.distill.student import Source
 from bass_cli.distill.work import Places
-from bass_cli.engine.forecast import expected
+from bass_cli.engine.clock import expected
 from bass_cli.errors import UserError
 from bass_cli.formats.weights import locate
 from bass_cli.generation import files_read

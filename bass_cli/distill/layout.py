@@ -1,6 +1,6 @@
 """Place masks in training windows and define the attention between text and masks.
 
-A window shows the model what a pass of drafts/parallel.py shows it, for many anchors at once. An
+A window shows the model what a pass of drafts/model.py shows it, for many anchors at once. An
 anchor is a token of the text; the masks behind it attend to the text up to the anchor and to each
 other, and predict one token each. Most anchors have few masks (conditional drop, arXiv
 2504.18583). Masks are divided into groups that attend to the text and to themselves, because

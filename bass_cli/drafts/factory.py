@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from bass_cli.config.draft_spec import parse_draft
 from bass_cli.drafts.heads import ChainDrafter, HeadDrafter
-from bass_cli.drafts.model import ModelDrafter
+from bass_cli.drafts.model import ModelDrafter, ParallelDrafter
 from bass_cli.drafts.ngram import LookupDrafter
-from bass_cli.drafts.parallel import ParallelDrafter
 from bass_cli.engine.batch import Batch
 from bass_cli.engine.contracts import Drafter, Proposal
 from bass_cli.models.chain_head import ChainHead, Head

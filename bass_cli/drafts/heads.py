@@ -17,16 +17,15 @@ import torch
 from torch import Tensor
 
 import bass_kernels as ops
-from bass_cli.drafts.sampling import (
+from bass_cli.drafts.model import (
     propose_at_once,
     propose_chain,
     propose_maximal,
     propose_scored,
     stacked,
 )
-from bass_cli.engine.batch import Batch
+from bass_cli.engine.batch import Batch, SamplingParams
 from bass_cli.engine.contracts import Drafter, Proposal
-from bass_cli.engine.sampling_params import SamplingParams
 from bass_cli.models.chain_head import ChainHead
 from bass_cli.models.feature_head import FeatureHead
 from bass_cli.tensor_parallel.leader import AnyRunner

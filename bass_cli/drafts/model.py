@@ -1,10 +1,10 @@
-"""A decoder that drafts token by token: a small model, or the target with layers skipped. Its cache
-repairs itself.
+"""Drafters with a model of their own, or the target with layers skipped: token by token, or all
+drafts of a round in one pass; and how drafts are sampled under each coupling.
 
-The first step of a round feeds each row's last two tokens: after full acceptance the cache lacks
-the last draft, and otherwise feeding it again only writes the same key. Rounds without drafts leave
-the cache behind; `catch_up` feeds what else it lacks. Not here: a model that makes all drafts in
-one pass (parallel.py).
+Their caches repair themselves. The first step of a round feeds each row's last tokens again: after
+full acceptance the cache lacks the last draft, and otherwise feeding it only writes the same key.
+Rounds without drafts leave the cache behind; `catch_up` feeds what else it lacks. Not here:
+drafters that read the target's hidden states (heads.py), the target's side (engine/verify.py).
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy
+import torch
 from torch import Tensor
 
-from bass_cli.drafts.sampling import propose_chain
-from bass_cli.engine.batch import Batch, Change
+import bass_kernels as ops
+from bass_cli.engine.batch import Batch, Change, SamplingParams
 from bass_cli.engine.contracts import Drafter, InTime, Proposal
 from bass_cli.tensor_parallel.leader import AnyRunner
 
@@ -69,7 +70,7 @@ class ModelRows(Drafter):
 
 
 class ModelDrafter(ModelRows):
-    """Draft token by token: k drafts take k passes.
+    """Draft token by token: k drafts take k passes. The first one feeds each row's last two tokens.
 
     Args:
         factor: of the rows' temperatures, unless `temperature` replaces them.
@@ -133,3 +134,153 @@ class ModelDrafter(ModelRows):
         )
         self._fed -= length - found.tokens.shape[1]  # `expect` has counted all of them
         return found
+
+
+class ParallelDrafter(ModelRows):
+    """Make all drafts of a round in one pass (PARD, arXiv 2504.18583): the model reads the tokens
+    that it lacks, then a mask token for every further draft.
+
+    A round of k drafts may add k + 1 tokens, so a pass feeds each row's last k + 1 tokens and
+    k - 1 masks after them: 2k tokens, a constant shape. Known tokens only write the same keys
+    again. Keys of masks lie beyond the row's end, where the next pass overwrites them, so the
+    cache holds tokens only.
+
+    Args:
+        mask: the id that stands for a token to be drafted. The model has an embedding for it,
+            whether or not it is in the vocabulary.
+    """
+
+    at_once = True
+
+    def __init__(
+        self, runner: AnyRunner, *, mask: int, coupling: str, temperature: float | None = None
+    ):
+        super().__init__(runner, coupling=coupling, temperature=temperature)
+        self._mask = mask
+
+    def expect(self, batch: Batch, length: int) -> int:
+        if length == 0:
+            return 0
+        ends = batch.known()
+        fed = self._fed[: len(ends)]
+        behind = int((ends - fed).max())
+        fed[:] = ends
+        return behind - 2 if behind > length + 1 else 0
+
+    def reaches(self, before: int, length: int) -> bool:
+        return not length or 0 < before <= length
+
+    def propose(self, batch: Batch, length: int) -> Proposal:
+        if length == 0:
+            return Proposal(batch.tokens.new_zeros(batch.rows, 0), None)
+        logits = self._runner.forward(*self._input(batch, length), last=length)
+        params = batch.params.at(self._temperature)
+        return propose_at_once(logits, params, batch, coupling=self._coupling)
+
+    def _input(self, batch: Batch, length: int) -> tuple[Tensor, Tensor, list[int] | None]:
+        """Return the tokens of a pass and their positions, [B, 2 length] each, and the rows'
+        ends after them."""
+        known, positions = batch.last(length + 1, self._runner.cache.bases(batch.rows))
+        masks = known.new_full((batch.rows, length - 1), self._mask)
+        return (
+            torch.cat((known, masks), 1),
+            torch.cat((positions, batch.places(0, length - 1)), 1),
+            batch.ends(length - 1),
+        )
+
+
+def propose_chain(
+    logits_of: Callable[[int, Tensor | None], Tensor],
+    places: Tensor,
+    params: SamplingParams,
+    lengths: Tensor,
+    *,
+    coupling: str,
+    goes_on: Callable[[Tensor], bool] | None = None,
+) -> Proposal:
+    """Draft one token after the other for `places` [k, B].
+
+    Args:
+        logits_of: logits_of(step, tokens) returns logits [B, V] after the tokens [B] of the step
+            before; None in the first step.
+        goes_on: ends drafting when it returns False (see Drafter.propose_while). Shared coupling
+            only.
+    """
+    chosen: list[Tensor] = []
+    distributions: list[ops.Distribution] = []
+    for step, at in enumerate(places):
+        logits = logits_of(step, chosen[-1] if chosen else None)
+        if goes_on is None:
+            token, probs = propose_one(logits, params, at, lengths, coupling=coupling)
+            chosen.append(token)
+            if probs is not None:
+                distributions.append(probs)
+        else:
+            token, scores = propose_scored(logits, params, at)
+            chosen.append(token)
+            if not goes_on(scores.exp()):
+                break
+    return Proposal(torch.stack(chosen, 1), stacked(distributions) if distributions else None)
+
+
+def propose_at_once(
+    logits: Tensor, params: SamplingParams, batch: Batch, *, coupling: str
+) -> Proposal:
+    """Draft from logits [B, k, V] of the places after the rows' ends, each by itself. Under
+    shared coupling the proposal has scores."""
+    rows, length = logits.shape[:2]
+    places = batch.places(0, length).flatten()
+    flat = logits.flatten(0, 1)
+    if coupling == "shared":
+        found, scores = propose_scored(flat, params, places)
+        return Proposal(found.view(rows, length), None, scores=scores.view(rows, length))
+    starts = batch.lengths[:rows].repeat_interleave(length)
+    tokens, probs = propose_maximal(flat, params.repeat(length), places, starts)
+    values, edges = (None if part is None else part.unflatten(0, (-1, length)) for part in probs)
+    assert values is not None
+    return Proposal(tokens.view(rows, length), ops.Distribution(values, edges))
+
+
+def propose_one(
+    logits: Tensor, params: SamplingParams, places: Tensor, lengths: Tensor, *, coupling: str
+) -> tuple[Tensor, ops.Distribution | None]:
+    """Return tokens [B] and, under maximal coupling, the distributions that they were sampled
+    from."""
+    if coupling == "shared":
+        return propose_shared(logits, params, places), None
+    return propose_maximal(logits, params, places, lengths)
+
+
+def propose_shared(logits: Tensor, params: SamplingParams, places: Tensor) -> Tensor:
+    """Return the draft's tokens [B] from its logits [B, V], with the noise that the target will
+    use at `places` [B]."""
+    return ops.sample(logits, params.temperature, params.top_k, params.top_p, params.keys, places)
+
+
+def propose_scored(logits: Tensor, params: SamplingParams, places: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the tokens [B] of `propose_shared` and the draft's log-probability of each at
+    temperature 1, [B] float32. Each row of `params` may serve several consecutive rows of the
+    logits."""
+    tokens, scores = ops.sample_scored(
+        logits, params.temperature, params.top_k, params.top_p, params.keys, places
+    )
+    return tokens, scores
+
+
+def propose_maximal(
+    logits: Tensor, params: SamplingParams, places: Tensor, lengths: Tensor
+) -> tuple[Tensor, ops.Distribution]:
+    """Return tokens [B] and the distributions [B, V] that they were sampled from, with the
+    draft's own noise. lengths [B] makes the noise of this round different from that of every
+    other."""
+    return ops.draft_sample(
+        logits, params.temperature, params.top_k, params.top_p, params.keys, places, lengths
+    )
+
+
+def stacked(distributions: list[ops.Distribution]) -> ops.Distribution:
+    """Stack the distributions [B, V] of consecutive places to one, [B, k, V]."""
+    values, edges = zip(*distributions, strict=True)
+    return ops.Distribution(
+        torch.stack(values, 1), None if edges[0] is None else torch.stack(edges, 1)
+    )

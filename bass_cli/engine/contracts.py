@@ -61,7 +61,7 @@ class RoundResult(NamedTuple):
     seconds: wall-clock time, without graph capture.
     steady: whether later rounds of this width will take as long.
     drafted: drafts of each row if they differ: those that the host found, or those that were
-        verified after cutting (cutting.py). None if every row had `width`.
+        verified after cutting (verify.py). None if every row had `width`.
     lookup_seconds: the part of `seconds` in which the device waited for the host to look up drafts.
     rows: the samples that `accepted` belongs to; empty if they are those of the last
         ControllerInput.
@@ -348,6 +348,11 @@ class DraftLength(ABC):
         """Return whether the next length depends on the result of the round of `width` drafts that
         is in flight."""
         return True
+
+    def learned(self) -> object | None:
+        """Return the cost surface (lengths/costs.py) that later jobs may begin from; None if
+        nothing was learnt that is worth storing."""
+        return None
 
     def reflect(self) -> None:
         """Do work that can be done while the device is busy."""

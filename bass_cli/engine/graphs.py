@@ -196,7 +196,7 @@ class Shape(NamedTuple):
     """What a graph is captured for.
 
     kind: "round": drafts one after the other. "block": one pass makes all drafts. "cut": one pass
-        makes more drafts than are verified (cutting.py); `width` is the mean number. "given":
+        makes more drafts than are verified (verify.py); `width` is the mean number. "given":
         drafts come from the host. "catch up": no round; a drafter reads tokens of plain rounds.
     rows: rows of the batch, padding included.
     width: drafts of each row, or tokens of each row in "catch up".

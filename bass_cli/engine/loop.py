@@ -29,13 +29,11 @@ from bass_cli.engine.contracts import (
     RoundResult,
     Target,
 )
-from bass_cli.engine.cutting import Cut
 from bass_cli.engine.graphs import Captured, Graphs, Running, Shape, synchronise
 from bass_cli.engine.host_state import Integers
 from bass_cli.engine.round import CatchingUp, NextRound, RoundRequest, Rounds, sizes
-from bass_cli.engine.simulated_acceptance import Rate, SimulatedAcceptance
 from bass_cli.engine.sizes import cover, step_down
-from bass_cli.engine.verify import ALL, Verifier
+from bass_cli.engine.verify import ALL, Cut, Rate, SimulatedAcceptance, Verifier
 
 
 class Loop:
@@ -45,9 +43,9 @@ class Loop:
         coupling: "shared" or "maximal".
         acceptance: for benchmarks with random weights: each draft is accepted with this
             probability. Several values are used row by row; a tuple gives one by position in the
-            draft (simulated_acceptance.py).
+            draft (verify.py).
         graphs: capture rounds and replay them by shape (graphs.py chooses which). None: no graphs.
-        cut: when to cut rows' drafts by the draft's confidence, under shared coupling (cutting.py).
+        cut: when to cut rows' drafts by the draft's confidence, under shared coupling (verify.py).
             None: never.
     """
 
@@ -390,7 +388,7 @@ class InFlightRound(NamedTuple):
     """A round that was launched.
 
     rows: its rows, of the batch after `changes` changes.
-    width: drafts of each row; their mean number if `cut` (cutting.py).
+    width: drafts of each row; their mean number if `cut` (verify.py).
     places: places for drafts in each row of the result, at least `width`.
     num_drafts: the host's drafts of each row; None if the device drafted.
     running: the work on the device, which began at `began`.

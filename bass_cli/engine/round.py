@@ -28,10 +28,9 @@ from bass_cli.engine.contracts import (
     TakesPacked,
     Target,
 )
-from bass_cli.engine.cutting import Cut, Cutting
 from bass_cli.engine.graphs import Captured, Fit, Shape, Step, kind_of
 from bass_cli.engine.sizes import LONGEST, step_down, step_up
-from bass_cli.engine.verify import Verifier
+from bass_cli.engine.verify import Cut, Cutting, Verifier
 
 
 class NextRound:

@@ -1,17 +1,23 @@
 """Verification: the target's pass over the drafts, and a Verdict by one function for each
-coupling. The arithmetic is in the kernels."""
+coupling.
+
+`Cutting` chooses the likeliest drafts of a batch where verifying all of them would cost too much.
+`SimulatedAcceptance` replaces the verdict in benchmarks with random weights. Not here: the
+arithmetic (kernels), drafting (drafts/).
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 import bass_kernels as ops
-from bass_cli.engine.batch import Batch
+from bass_cli.engine.batch import Batch, Change, SamplingParams, noise_key
 from bass_cli.engine.contracts import Proposal, TakesPacked, Target, Verdict
-from bass_cli.engine.cutting import Cutting
-from bass_cli.engine.sampling_params import SamplingParams
-from bass_cli.engine.simulated_acceptance import SimulatedAcceptance
+from bass_cli.engine.sizes import LONGEST
 
 ALL = 2**31 - 1  # no bound: more drafts than any round has
 
@@ -184,3 +190,152 @@ def _chosen(logits: Tensor, params: SamplingParams, places: Tensor) -> tuple[Ten
         logits, params.temperature, params.top_k, params.top_p, params.keys, places
     )
     return tokens, scores
+
+
+# Up to this many tokens in a pass one more costs almost nothing, so all drafts are verified. On an
+# H200 a pass of a 7B over 8 / 64 / 128 / 256 tokens takes 4.2 / 5.0 / 6.0 / 8.9 ms. On a CPU every
+# token costs time after the first few.
+CHEAP = {"cpu": 16, "cuda": 64}
+_STRENGTH = 6.0  # prior strength: pseudo-observations per confidence bin
+
+
+class Cutting:
+    """Cut each row's drafts where the draft's own confidence is low: of all tokens that one pass
+    drafts for the batch, verify the likeliest, as many as a captured pass has places for.
+
+    It needs shared coupling, where nothing that it uses affects the output, and a drafter that
+    makes all drafts in one pass: drafts made one after the other have cost their time already.
+    What is learnt about the draft's confidence stays at fixed addresses, because captured rounds
+    learn too.
+    """
+
+    def __init__(self, cut: Cut, device: torch.device):
+        self._cut = cut
+        # Prior: P(reject) = (1 - confidence) / 2, because draft and target share their noise.
+        middles = (torch.arange(ops.BINS, device=device) + 0.5) / ops.BINS
+        kept = _STRENGTH * (1 - middles * middles / 2)
+        first = torch.stack((kept, torch.full_like(kept, _STRENGTH)))
+        kept, trials = first.clone()
+        self.known = ops.Known(kept, trials, first)
+
+    def pays(self, rows: int, width: int) -> bool:
+        """Return whether rounds of `rows` rows that verify `width` drafts of each on average are
+        cut."""
+        tokens = rows * (width + 1)
+        return width > 0 and tokens > self._cut.above and self.drafted(width) > width
+
+    def drafted(self, width: int) -> int:
+        """See Cut.drafted."""
+        return self._cut.drafted(width)
+
+    def choose(
+        self, proposal: Proposal, total: int, pending: Tensor, lengths: Tensor, alive: Tensor
+    ) -> ops.Chosen:
+        """Choose the `total` likeliest drafts of a proposal with scores.
+
+        Args:
+            pending: [B, 1], the rows' last tokens.
+            lengths: [B], the rows' lengths.
+            alive: [B], 0 for rows that are not live; they get what is left over.
+        """
+        assert proposal.scores is not None
+        chances = ops.standing(proposal.scores, self.known, alive)
+        tokens = torch.cat((pending, proposal.tokens), 1)
+        chosen: ops.Chosen = ops.likeliest(chances, total, tokens, lengths)
+        return chosen
+
+    def settle(
+        self, proposal: Proposal, chosen: ops.Chosen, found: tuple[Tensor, Tensor], alive: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the accepted drafts of each row, [B], and the table for the host (ops.settle).
+
+        Args:
+            found: the target's tokens at the chosen places and their log-probabilities, [M] each.
+        """
+        drafts, scores = proposal.tokens, proposal.scores
+        kept, table = ops.settle(drafts, scores, chosen, *found, self.known, alive)
+        return kept, table
+
+
+class Cut(NamedTuple):
+    """When and how much to cut.
+
+    most: the largest number of tokens drafted for a row.
+    above: a pass is cut only if verifying all drafts would take more tokens than this.
+    more: how many more tokens are drafted for each row than are verified on average.
+    """
+
+    most: int
+    above: int
+    more: int
+
+    def drafted(self, width: int) -> int:
+        """Return how many tokens are drafted for each row if `width` of each are verified on
+        average; at least `width`."""
+        return max(min(width + self.more, self.most), width)
+
+
+# The probability that a draft of a row is accepted: one number, or one for each position in the
+# draft, of which the last applies to all positions after it.
+Rate = float | tuple[float, ...]
+
+
+class SimulatedAcceptance:
+    """Accept each draft with its row's probability if all drafts before it were accepted: for
+    benchmarks with random weights, whose output is meaningless.
+
+    Whether the draft at a position is accepted is drawn once for a row's life. All draft lengths
+    then have the same luck, and runs with one seed can be compared row by row. Rows take the
+    `rates` in turn, beginning with the first row of an empty batch. If `rates` is replaced, the
+    new values apply to rows that begin later. `version` changes when the table moves to another
+    address.
+    """
+
+    def __init__(self, rates: Sequence[Rate], batch: Batch):
+        self.rates, self._batch, self._turn = tuple(rates), batch, 0
+        # By row and position: a draft there is accepted if this is below its probability.
+        self._luck = torch.ones(batch.capacity, 0, device=batch.device)
+        # By row and position in the draft: the probability.
+        self._chances = torch.zeros(batch.capacity, LONGEST, device=batch.device)
+        self.version = 0
+        self._widen()
+
+    def follow(self, change: Change) -> None:
+        """Draw the luck of rows that begin, from their noise keys."""
+        self._widen()
+        for source, target in change.moved:
+            self._luck[target] = self._luck[source]
+            self._chances[target] = self._chances[source]
+        begun = [(place, key) for places, key in change.begun for place in places]
+        if len(begun) == len(self._batch):
+            self._turn = 0
+        for place, key in begun:
+            host = self._batch.hosts[place]
+            first, second = noise_key(host.seed, key, host.sample)
+            self._luck[place] = torch.rand(
+                self._luck.shape[1],
+                generator=torch.Generator().manual_seed(first << 31 | second >> 1),
+            )
+            self._chances[place] = _chances(self.rates[self._turn % len(self.rates)])
+            self._turn += 1
+
+    def accepted(self, places: Tensor) -> Tensor:
+        """Return the number of accepted drafts, [B] int64. places: [B, k], the positions of the
+        drafts."""
+        rows, width = places.shape
+        # Clamps only positions beyond a row's end.
+        places = places.clamp(max=self._luck.shape[1] - 1)
+        accepted = self._luck[:rows].gather(1, places) < self._chances[:rows, :width]
+        return accepted.long().cumprod(-1).sum(-1)
+
+    def _widen(self) -> None:
+        more = self._batch.tokens.shape[1] - self._luck.shape[1]
+        if more > 0:
+            self._luck = torch.nn.functional.pad(self._luck, (0, more), value=1.0)
+            self.version += 1
+
+
+def _chances(rate: Rate) -> Tensor:
+    """Return the probability by position in the draft, [LONGEST] float32."""
+    by_place = rate if isinstance(rate, tuple) else (rate,)
+    return torch.tensor([*by_place, *by_place[-1:] * (LONGEST - len(by_place))][:LONGEST])

@@ -1,8 +1,10 @@
 """The cost of a round by rows, draft length and context: a measured grid with interpolation, its
 file format, and a filter that corrects it by observed rounds.
 
-Not here: how points are measured (run/profile.py), where surfaces are stored (profiles.py), what
-follows from the cost of a round (goodput.py).
+Profiles are stored surfaces: one JSON file for each device, pair, dtype and version, in the user's
+cache folder. One that cannot be read or written is never an error: without a profile everything
+works, only a little slower at first. Not here: how points are measured (run/profile.py), what
+follows from the cost of a round (controllers.py).
 """
 
 from __future__ import annotations
@@ -12,16 +14,23 @@ import hashlib
 import itertools
 import json
 import math
+import platform
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy
+import torch
 from numpy.typing import NDArray
 
+from bass_cli import __version__
+from bass_cli.engine.contracts import DraftLength
 from bass_cli.engine.graphs import ARITHMETIC, STEP
+from bass_cli.io.cache import cache_folder, read_cached, write_cached
 from bass_cli.io.reading import finite, parse_object, truth, whole
+from bass_cli.system.threads import most_threads
 
 FORMAT = 1  # of the file; another one is not read
 Grid = tuple[tuple[float, ...], ...]
@@ -423,3 +432,81 @@ def _even(line: Sequence[float]) -> list[float]:
     return [
         (high + low) / 2 for high, low in zip(itertools.accumulate(line, max), ahead, strict=True)
     ]
+
+
+Note = Callable[[str], None]
+_MOST_BYTES = 1 << 20  # a profile has a few thousand
+
+
+def profile_folder() -> Path:
+    """Return the folder `profiles` in the cache folder."""
+    return cache_folder() / "profiles"
+
+
+def profile_path(
+    *,
+    target: str,
+    draft: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    threads: int | None = None,
+    ranks: int = 1,
+) -> Path:
+    """Return the file for two models (their fingerprints), a device or `ranks` of them, a dtype and
+    the present versions.
+
+    Coupling and sampling are not part of it: their cost is nearly the same. Nor is other load on
+    the machine.
+
+    Args:
+        threads: CPU threads as requested; None: the default.
+    """
+    identity = [
+        _device_name(device, threads),
+        target,
+        draft,
+        str(dtype),
+        __version__,
+        torch.__version__,
+    ]
+    if ranks > 1:
+        identity.append(f"{ranks} ranks")
+    return (
+        profile_folder() / f"{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]}.json"
+    )
+
+
+def load_surface(path: Path, note: Note) -> Surface | None:
+    """Return the stored surface. None if there is none, or, after a note, if the file is not a
+    valid one."""
+    try:
+        return read_surface(read_cached(path, _MOST_BYTES))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        note(f"{path}: this profile is ignored: {getattr(error, 'strerror', None) or error}")
+        return None
+
+
+def save_surface(path: Path, surface: Surface, note: Note) -> bool:
+    """Store a surface, whole or not at all. Return False, after a note, if that fails."""
+    try:
+        write_cached(path, f"{surface.to_json()}\n".encode())
+    except OSError as error:
+        note(f"{path}: the profile could not be saved: {error.strerror}")
+        return False
+    return True
+
+
+def keep_learnt(path: Path | None, lengths: DraftLength) -> None:
+    """Store what a controller has learnt in a job, for the next job to begin from. A measured
+    profile stays unchanged."""
+    learnt = lengths.learned()
+    if isinstance(learnt, Surface) and path is not None:
+        save_surface(path, learnt, lambda note: None)
+
+
+def _device_name(device: torch.device, threads: int | None) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.processor() or platform.machine()}, {most_threads(threads)} threads"

@@ -17,9 +17,9 @@ from bass_cli.drafts.factory import SHARPER, make_drafter
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.contracts import DraftLength
-from bass_cli.engine.cutting import Cut
 from bass_cli.engine.graphs import Graphs
 from bass_cli.engine.loop import Loop
+from bass_cli.engine.verify import Cut
 from bass_cli.formats.partition import part_of
 from bass_cli.formats.weights import load, size_of
 from bass_cli.lengths.controllers import Fixed, make_lengths

@@ -16,7 +16,7 @@ from bass_cli.engine.contracts import RoundResult
 from bass_cli.engine.loop import Loop
 from bass_cli.io.prompts import Prompt
 from bass_cli.io.results import Completion
-from bass_cli.lengths.profiles import keep_learnt
+from bass_cli.lengths.costs import keep_learnt
 from bass_cli.run.build import READING, Models, halved, load_models, ready_loop
 from bass_cli.run.plan import Plan
 from bass_cli.run.scheduler import Conductor, Unfinished, WholePrompts, with_copies

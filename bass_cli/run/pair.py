@@ -15,14 +15,13 @@ import torch
 
 from bass_cli.config.draft_spec import parse_draft, skipped_layers
 from bass_cli.config.job import Job
-from bass_cli.engine.cutting import CHEAP, Cut
+from bass_cli.engine.verify import CHEAP, Cut
 from bass_cli.errors import MachineError, UserError
 from bass_cli.formats.continuation import special_stops
 from bass_cli.formats.partition import check_divisible
 from bass_cli.formats.tokenizer import Tokenizer, check_same_vocabulary
 from bass_cli.formats.weights import Checkpoint, locate, open_checkpoint, open_head
-from bass_cli.lengths import profiles as store
-from bass_cli.lengths.costs import Surface
+from bass_cli.lengths.costs import Surface, load_surface, profile_path
 from bass_cli.models.spec import Spec, parameters
 
 # Tokens drafted beyond those verified where rows are cut (docs/decisions/10-cutting.md): two gain
@@ -121,7 +120,7 @@ def costs_of(
     """
     pair, profile, surface, ignored = job.pair, None, None, list[str]()
     if pair.draft != "none":
-        profile = store.path_of(
+        profile = profile_path(
             target=files.target.fingerprint(),
             draft=pair.draft if files.draft is None else files.draft.fingerprint(files.mask),
             device=device,
@@ -129,7 +128,7 @@ def costs_of(
             threads=job.threads,
             ranks=job.tensor_parallel,
         )
-        surface = store.load_surface(profile, ignored.append)
+        surface = load_surface(profile, ignored.append)
         for text in ignored:
             note(text)
     if "table" in str(job.speculation.length) and job.tensor_parallel > 1:

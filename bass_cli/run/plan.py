@@ -19,8 +19,8 @@ import torch
 from bass_cli import __version__
 from bass_cli.config.job import Job
 from bass_cli.engine.batch import beyond
-from bass_cli.engine.cutting import Cut
-from bass_cli.engine.forecast import expected
+from bass_cli.engine.clock import expected
+from bass_cli.engine.verify import Cut
 from bass_cli.errors import MachineError
 from bass_cli.formats.continuation import special_stops
 from bass_cli.formats.gguf_tokenizer import doubts_of

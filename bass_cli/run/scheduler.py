@@ -18,8 +18,8 @@ import numpy
 
 from bass_cli.config.job import Job, Sampling
 from bass_cli.engine.batch import Row
+from bass_cli.engine.clock import Forecast
 from bass_cli.engine.contracts import PendingWork, RoundResult
-from bass_cli.engine.forecast import Forecast
 from bass_cli.engine.host_state import BROKEN, LENGTH, LIMIT, PROMPT, HostState
 from bass_cli.engine.loop import Loop
 from bass_cli.errors import UserError

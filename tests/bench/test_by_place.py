@@ -17,9 +17,9 @@ from bass_cli.bench.figures import Run, Step
 from bass_cli.bench.pairs import build_loops, build_models, need_of
 from bass_cli.bench.shapes import count_parameters, head_of, spec_of
 from bass_cli.drafts.heads import HeadDrafter
-from bass_cli.drafts.parallel import ParallelDrafter
+from bass_cli.drafts.model import ParallelDrafter
 from bass_cli.engine.batch import Batch, Row
-from bass_cli.engine.simulated_acceptance import SimulatedAcceptance
+from bass_cli.engine.verify import SimulatedAcceptance
 from bass_cli.errors import UserError
 from bass_cli.models.spec import head_parameters
 

@@ -1,4 +1,4 @@
-"""Training windows give the logits of drafts/parallel.py's own pass, with the intended number of
+"""Training windows give the logits of drafts/model.py's own pass, with the intended number of
 masks, and only the right guesses count."""
 
 import functools

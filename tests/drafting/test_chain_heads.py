@@ -22,8 +22,7 @@ from bass_cli.engine.graphs import Graphs
 from bass_cli.errors import UserError
 from bass_cli.formats.head_config import head_of_config
 from bass_cli.formats.weights import load, open_checkpoint, open_head
-from bass_cli.lengths.controllers import Fixed
-from bass_cli.lengths.goodput import Goodput
+from bass_cli.lengths.controllers import Fixed, Goodput
 from bass_cli.models.block_allocator import Change
 from bass_cli.models.chain_head import make_head
 from bass_cli.models.decoder import Decoder

@@ -25,14 +25,13 @@ from bass_cli.config.job import load_pair, make_job
 from bass_cli.drafts.factory import make_drafter
 from bass_cli.engine.batch import Batch, Row, beyond
 from bass_cli.engine.clock import Clock
-from bass_cli.engine.cutting import CHEAP, Cut
 from bass_cli.engine.graphs import Graphs
 from bass_cli.engine.loop import Loop
+from bass_cli.engine.verify import CHEAP, Cut
 from bass_cli.errors import UserError
 from bass_cli.formats.head_config import head_of_config
 from bass_cli.formats.weights import load, open_checkpoint, open_head
-from bass_cli.lengths.controllers import Fixed
-from bass_cli.lengths.goodput import Goodput
+from bass_cli.lengths.controllers import Fixed, Goodput
 from bass_cli.models import decoder, fused_decode
 from bass_cli.models.block_allocator import Change
 from bass_cli.models.decoder import Decoder

@@ -12,9 +12,8 @@ from bass_cli.drafts.factory import NoDrafter
 from bass_cli.engine.batch import Row
 from bass_cli.engine.contracts import PendingWork, RoundResult
 from bass_cli.engine.loop import AheadPolicy
-from bass_cli.lengths.controllers import Bass, Fixed
+from bass_cli.lengths.controllers import Bass, Fixed, Goodput
 from bass_cli.lengths.costs import make_surface
-from bass_cli.lengths.goodput import Goodput
 
 
 class Settled(Tour):

@@ -16,8 +16,7 @@ from bass_cli.engine.clock import Clock
 from bass_cli.engine.contracts import DraftLength
 from bass_cli.engine.loop import Loop
 from bass_cli.formats.weights import load, open_checkpoint
-from bass_cli.lengths.controllers import Bass, Fixed
-from bass_cli.lengths.goodput import Goodput
+from bass_cli.lengths.controllers import Bass, Fixed, Goodput
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.runner import Runner
 

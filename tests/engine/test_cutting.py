@@ -9,13 +9,12 @@ from test_captured import Tour, captured, pair, plainly, rows  # noqa: F401 (a f
 from toys import AtOnce, Markov, drive, loop_for
 
 from bass_cli.engine.contracts import ControllerInput, RoundResult
-from bass_cli.engine.cutting import CHEAP, Cut, Cutting
 from bass_cli.engine.graphs import Shape
 from bass_cli.engine.sizes import LONGEST
+from bass_cli.engine.verify import CHEAP, Cut, Cutting
 from bass_cli.lengths.acceptance import Acceptance
-from bass_cli.lengths.controllers import Bass, Fixed
+from bass_cli.lengths.controllers import Bass, Fixed, Goodput
 from bass_cli.lengths.costs import make_surface
-from bass_cli.lengths.goodput import Goodput
 
 CPU = torch.device("cpu")
 MASK = 1

@@ -20,10 +20,10 @@ from bass_cli.drafts.factory import NoDrafter
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.contracts import Proposal
-from bass_cli.engine.cutting import Cut
 from bass_cli.engine.graphs import Graphs
 from bass_cli.engine.loop import Loop
 from bass_cli.engine.round import HostDrafts
+from bass_cli.engine.verify import Cut
 from bass_cli.formats.weights import load, open_checkpoint
 from bass_cli.lengths.controllers import Bass, Fixed
 from bass_cli.models import prefill as prompts

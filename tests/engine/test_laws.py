@@ -19,8 +19,7 @@ from toys import AtOnce, Guess, Markov, Reactive, drive, loop_for
 import bass_kernels as ops
 from bass_cli.drafts.factory import SHARPER, make_drafter
 from bass_cli.engine import host_state as host_state
-from bass_cli.engine.batch import Change, Row
-from bass_cli.engine.sampling_params import Columns, SamplingParams, noise_key, params_of
+from bass_cli.engine.batch import Change, Columns, Row, SamplingParams, noise_key, params_of
 from bass_cli.lengths.controllers import Bass, Fixed, make_lengths
 from bass_cli.lengths.costs import make_surface
 

@@ -10,9 +10,8 @@ from toys import Markov, drive, loop_for, plain
 from bass_cli.drafts.factory import NoDrafter, make_drafter
 from bass_cli.engine.batch import Row
 from bass_cli.engine.round import Stopping
-from bass_cli.lengths.controllers import Fixed
+from bass_cli.lengths.controllers import Fixed, Goodput
 from bass_cli.lengths.costs import make_surface
-from bass_cli.lengths.goodput import Goodput
 
 VOCAB = 16
 SURFACE = make_surface((1, 8), (0, 8), verify=[[0.01, 0.012]] * 2, draft=[[0.0, 0.032]] * 2)

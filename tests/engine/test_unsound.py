@@ -14,8 +14,7 @@ from toys import Markov, loop_for
 import bass_kernels as ops
 from bass_cli.engine.batch import Row
 from bass_cli.formats.weights import load, open_checkpoint
-from bass_cli.lengths.controllers import Bass, Fixed
-from bass_cli.lengths.goodput import Goodput
+from bass_cli.lengths.controllers import Bass, Fixed, Goodput
 from bass_cli.models.decoder import Decoder
 from bass_cli.run.scheduler import Conductor
 

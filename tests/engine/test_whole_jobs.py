@@ -8,10 +8,9 @@ from fakes import FakeGraphs, Ticks
 from simulated import Finder, Simulated, plain_seconds, seconds_of
 
 from bass_cli.drafts.factory import NoDrafter
+from bass_cli.engine.clock import Forecast
 from bass_cli.engine.contracts import ControllerInput, RoundResult
-from bass_cli.engine.forecast import Forecast
-from bass_cli.lengths.controllers import Bass, Fixed
-from bass_cli.lengths.goodput import Goodput, Lookups
+from bass_cli.lengths.controllers import Bass, Fixed, Goodput, Lookups
 
 
 def auto_seconds(rate, **job):

@@ -11,7 +11,7 @@ import torch
 from test_triton import DEVICE
 
 import bass_kernels as ops
-from bass_cli.engine.cutting import Cut, Cutting
+from bass_cli.engine.verify import Cut, Cutting
 
 
 @pytest.fixture(params=["reference", "triton"])

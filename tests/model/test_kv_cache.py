@@ -8,10 +8,9 @@ from fakes import count_operations
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bass_cli.drafts.factory import make_drafter
-from bass_cli.engine.batch import Batch, Row
+from bass_cli.engine.batch import Batch, Row, noise_key
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.loop import Loop
-from bass_cli.engine.sampling_params import noise_key
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.models import kv_cache
 from bass_cli.models.block_allocator import Pieces, Slabs

@@ -14,9 +14,8 @@ from toys import AtOnce, Markov, loop_for
 from typer.testing import CliRunner
 
 from bass_cli.cli.commands import app
-from bass_cli.lengths import profiles as store
-from bass_cli.lengths.controllers import Fixed
-from bass_cli.lengths.goodput import Goodput
+from bass_cli.lengths import costs as store
+from bass_cli.lengths.controllers import Fixed, Goodput
 from bass_cli.run.profile import WIDTHS, drafting, filled, measure
 
 
@@ -241,9 +240,9 @@ def test_unwritable_profile_folder_is_no_error(tmp_path):
 def test_every_device_pair_and_dtype_has_a_file_of_its_own():
     base = {"target": "a", "draft": "b", "device": torch.device("cpu"), "dtype": torch.float32}
     others = [{"target": "b", "draft": "a"}, {"draft": "lookup"}, {"dtype": torch.bfloat16}]
-    paths = {store.path_of(**(base | change)) for change in [{}, *others]}
+    paths = {store.profile_path(**(base | change)) for change in [{}, *others]}
     assert len(paths) == 4
-    assert store.path_of(**base) in paths
+    assert store.profile_path(**base) in paths
 
 
 @pytest.fixture
@@ -389,7 +388,7 @@ def test_job_without_a_profile_stores_learnt_costs(place: Path):
         ).exit_code
         == 0
     )
-    kept = list(store.folder().iterdir())
+    kept = list(store.profile_folder().iterdir())
     assert len(kept) == 1
     surface = store.load_surface(kept[0], pytest.fail)
     assert surface is not None

@@ -20,9 +20,9 @@ import bass_kernels as ops
 from bass_cli.drafts.factory import make_drafter
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.clock import Clock
-from bass_cli.engine.cutting import Cut
 from bass_cli.engine.graphs import Graphs
 from bass_cli.engine.loop import Loop
+from bass_cli.engine.verify import Cut
 from bass_cli.formats.weights import load, open_checkpoint, open_head
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.models.chain_head import make_head

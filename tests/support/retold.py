@@ -10,8 +10,8 @@ from simulated import Simulated
 from bass_cli.drafts.factory import NoDrafter
 from bass_cli.drafts.ngram import LookupDrafter
 from bass_cli.engine.batch import Row
+from bass_cli.engine.clock import Forecast
 from bass_cli.engine.contracts import PendingWork
-from bass_cli.engine.forecast import Forecast
 from bass_cli.lengths.controllers import Fixed
 
 LIMIT, PROMPT, WORDS = 256, 150, 3000

@@ -13,8 +13,7 @@ from test_scheduler import Letters, job, prompts
 
 from bass_cli.config.job import Job, Pair, Speculation
 from bass_cli.drafts.factory import NoDrafter
-from bass_cli.lengths.controllers import Fixed
-from bass_cli.lengths.goodput import Goodput
+from bass_cli.lengths.controllers import Fixed, Goodput
 from bass_cli.run.build import warm_up
 from bass_cli.run.scheduler import Conductor
 
@@ -51,7 +50,7 @@ class Drafter(NoDrafter):
 
 
 class AtOnce(Drafter):
-    """The same in one pass, like drafts/parallel.py."""
+    """The same in one pass, like drafts/model.py."""
 
     at_once = True
 
