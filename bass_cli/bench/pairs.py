@@ -25,8 +25,8 @@ from bass_cli.engine.contracts import Drafter
 from bass_cli.engine.loop import Loop
 from bass_cli.engine.verify import Rate
 from bass_cli.lengths.controllers import Fixed
-from bass_cli.models.chain_head import Head, make_head
 from bass_cli.models.decoder import Decoder
+from bass_cli.models.heads import Head, make_head
 from bass_cli.models.ranks import Share
 from bass_cli.models.spec import HeadSpec, Spec, head_parameters
 from bass_cli.run.build import graphs_for, load_models, runner_for

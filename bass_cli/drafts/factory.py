@@ -8,7 +8,7 @@ from bass_cli.drafts.model import ModelDrafter, ParallelDrafter
 from bass_cli.drafts.ngram import LookupDrafter
 from bass_cli.engine.batch import Batch
 from bass_cli.engine.contracts import Drafter, Proposal
-from bass_cli.models.chain_head import ChainHead, Head
+from bass_cli.models.heads import ChainHead, Head
 from bass_cli.tensor_parallel.leader import AnyRunner
 
 # Factor on the rows' temperatures for a draft model. The draft's distribution is at best the mean

@@ -1,7 +1,7 @@
 """Drafters that read the target's hidden states: a whole block in one pass (DFlash), optionally
 with a bias at each place from the token before it (DSpark); or token by token (EAGLE-3).
 
-Every pass of the target writes what they read (models/feature_head.py, chain_head.py). So nothing
+Every pass of the target writes what they read (models/heads.py). So nothing
 is missing after plain rounds or before a row's first round, and these drafters need not follow
 prompts and rows. A block always has all its places, however few drafts are wanted: its places
 attend to each other, so a draft would otherwise depend on how many others there are, and on which
@@ -26,8 +26,7 @@ from bass_cli.drafts.model import (
 )
 from bass_cli.engine.batch import Batch, SamplingParams
 from bass_cli.engine.contracts import Drafter, Proposal
-from bass_cli.models.chain_head import ChainHead
-from bass_cli.models.feature_head import FeatureHead
+from bass_cli.models.heads import ChainHead, FeatureHead
 from bass_cli.tensor_parallel.leader import AnyRunner
 
 _Head = TypeVar("_Head", FeatureHead, ChainHead)

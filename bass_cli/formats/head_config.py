@@ -3,7 +3,7 @@
 speculators library.
 
 Not here: the sizes of the layers (hf_config.py), tensors (checkpoint.py), the computation
-(feature_head.py, chain_head.py).
+(models/heads.py).
 """
 
 from __future__ import annotations

@@ -156,16 +156,14 @@ def _limit_memory(memory: int) -> None:
     """
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     size, hard = pages * resource.getpagesize(), resource.getrlimit(resource.RLIMIT_AS)[1]
-    resource.setrlimit(resource.RLIMIT_AS, (size, hard))  # only free memory can be allocated now
-    allocate = ctypes.CDLL(None).malloc
+    allowed = sys.maxsize if hard == resource.RLIM_INFINITY else hard
+    resource.setrlimit(resource.RLIMIT_AS, (min(size, allowed), hard))
+    allocate = ctypes.CDLL(None).malloc  # gives free memory only now
     allocate.argtypes, allocate.restype = [ctypes.c_size_t], ctypes.c_void_p
     for length in _LENGTHS:
         while allocate(length):
             pass
-    most = size + memory
-    resource.setrlimit(
-        resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard)
-    )
+    resource.setrlimit(resource.RLIMIT_AS, (min(size + memory, allowed), hard))
 
 
 def _answer(function: Callable[[Any], bytes], argument: Any, memory: int) -> tuple[bytes, bytes]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +17,6 @@ from torch.nn import functional
 
 import bass_kernels as ops
 from bass_cli.models import fused_decode
-from bass_cli.models.aux_hidden_layers import AuxHiddenLayers, ReadsHidden
 from bass_cli.models.kv_cache import Layers, Pass
 from bass_cli.models.ranks import Ranks
 from bass_cli.models.spec import Rope, Spec
@@ -281,3 +281,45 @@ def inverse_frequencies(rope: Rope | None, device: torch.device) -> Tensor | Non
 def angles_of(positions: Tensor, inverse: Tensor | None) -> tuple[Tensor, Tensor] | None:
     """Return cos and sin, each [B, W, size / 2] float32. None without rotary embedding."""
     return None if inverse is None else ops.angles(positions, inverse)
+
+
+class ReadsHidden(Protocol):
+    """A drafter that reads the outputs of the layers `aux_layers` of a decoder, pass by pass.
+
+    cached: its own layers in the decoder's key/value store, after the decoder's.
+    ahead: how many tokens after a position its keys and values there depend on, 0 or 1.
+    """
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]: ...
+
+    @property
+    def ahead(self) -> int: ...
+
+    @property
+    def cached(self) -> tuple[Layers, ...]: ...
+
+    def read(self, tokens: Tensor, hidden: Tensor, step: Pass) -> None:
+        """Read the layers' outputs for the tokens [B, W] of `step`.
+
+        Args:
+            hidden: [B, W, len(aux_layers) * width], one layer after the other.
+        """
+
+
+class AuxHiddenLayers:
+    """The outputs of `layers` in one pass over tokens [B, W]: `hidden` [B, W, layers * width], in
+    the dtype of `like`, the embedding. They are copies, because later layers may be added to the
+    residual stream in place."""
+
+    def __init__(self, layers: tuple[int, ...], tokens: Tensor, like: Tensor):
+        self._place = {layer: place for place, layer in enumerate(layers)}
+        self._width = like.shape[1]
+        self.hidden = like.new_empty(*tokens.shape, len(layers) * self._width)
+
+    def take(self, layer: int, residual: Tensor) -> None:
+        """Copy the residual stream [..., width] after `layer`, if that is one of `layers`."""
+        place = self._place.get(layer)
+        if place is not None:
+            part = self.hidden.unflatten(-1, (-1, self._width))[:, :, place]
+            part.copy_(residual.view(part.shape))

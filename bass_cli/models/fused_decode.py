@@ -1,6 +1,6 @@
 """A decoder's layers in five kernel launches each, for few tokens on a GPU and families that allow
-it (residual.py, products.py and mixing.py of bass_kernels). Not here: the same layers op by op, for
-any family and number of tokens (decoder.py).
+it (residual.py, products.py and mixing.py of bass_kernels). A second form of the loop over layers
+of decoder.py, which runs the same layers op by op, for any family and number of tokens.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 import bass_kernels as ops
-from bass_cli.models.aux_hidden_layers import AuxHiddenLayers
 from bass_cli.models.kv_cache import Pass
 
 if TYPE_CHECKING:
+    from bass_cli.models.decoder import AuxHiddenLayers
     from bass_cli.models.spec import Spec
 
 

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from bass_cli.models.block_allocator import Copied, Integers, Pieces, Sender
-from bass_cli.models.prefix_groups import TeamTable
 from bass_cli.system.host import free_memory
-from bass_kernels import Group, Packed, Segments
+from bass_kernels import Group, Packed, Segments, Teams
 
 # Initial positions of the prompt store. It grows to twice its size, or to four times if a sixteenth
 # of the free memory suffices, because all graphs are captured again when it moves.
@@ -30,6 +29,7 @@ _UNIT = 16  # Triton recompiles kernels if strides are no multiples of this
 # Minimum length of a prompt whose keys are read once for several rows. The merge of the two parts
 # of attention costs more for shorter ones.
 _TEAMED = 1024
+TILES = (2, 4, 8, 16, 32)  # maximum rows of a tile; a kernel takes what fills its tile of queries
 _COPY_BYTES = 2**26  # bytes of keys and values that are copied at once, through a temporary
 
 
@@ -374,3 +374,58 @@ def _rows_index(rows: list[int], device: torch.device) -> slice | Tensor:
     if rows[-1] - rows[0] + 1 == len(rows):
         return slice(rows[0], rows[-1] + 1)
     return torch.tensor(rows, device=device)
+
+
+def most_tiles(rows: int, size: int) -> int:
+    """Return the maximum number of tiles of up to `size` rows that `rows` rows can need. A row that
+    shares its prompt with no other is in no tile."""
+    # the worst case: groups of three for tiles of two, otherwise pairs
+    return 2 * rows // 3 if size == 2 else rows // 2
+
+
+class TeamTable:
+    """The groups of up to `rows` rows. For each of TILES a table of tiles, filled up with -1."""
+
+    def __init__(self, rows: int, device: torch.device):
+        self._teams: list[list[int]] = []
+        sizes = [rows, *(most_tiles(rows, size) * size for size in TILES)]
+        self._host = torch.cat(
+            [
+                torch.full((count,), -1 if i else 0, dtype=torch.int32)
+                for i, count in enumerate(sizes)
+            ]
+        )
+        self._parts = self._host.split(sizes)
+        self._flat = self._host.to(device, copy=True)
+        self._views = self._flat.split(sizes)
+        self._of: dict[int, Teams] = {}
+
+    def update(self, spans: Iterable[list[int]]) -> None:
+        """Set the groups: the rows of each list read one span. Lists of one row are ignored."""
+        teams = [rows for rows in spans if len(rows) > 1]
+        if teams == self._teams:
+            return
+        self._teams = teams
+        member, *tables = self._parts
+        member.zero_()
+        member[[row for rows in teams for row in rows]] = 1
+        for size, table in zip(TILES, tables, strict=True):
+            entries: list[int] = []
+            for rows in teams:
+                entries += rows
+                entries += [-1] * (-len(rows) % size)
+            table[: len(entries)] = torch.tensor(entries, dtype=torch.int32)
+            table[len(entries) :] = -1
+        host = self._host.pin_memory() if self._flat.is_cuda else self._host
+        self._flat.copy_(host, non_blocking=True)  # the host does not wait for the device
+
+    def of(self, rows: int) -> Teams:
+        """Return the tables for a pass of rows 0 to `rows` - 1, which must be all live rows."""
+        if rows not in self._of:
+            member, *tables = self._views
+            tiles = {
+                size: table[: most_tiles(rows, size) * size].view(-1, size)
+                for size, table in zip(TILES, tables, strict=True)
+            }
+            self._of[rows] = Teams(member[:rows], tiles)
+        return self._of[rows]

@@ -24,8 +24,8 @@ from bass_cli.formats.partition import part_of
 from bass_cli.formats.weights import load, size_of
 from bass_cli.lengths.controllers import Fixed, make_lengths
 from bass_cli.models.block_allocator import Pieces
-from bass_cli.models.chain_head import Head, make_head
 from bass_cli.models.decoder import Decoder
+from bass_cli.models.heads import Head, make_head
 from bass_cli.models.kv_cache import ARENA
 from bass_cli.models.runner import Runner
 from bass_cli.run.pair import longest_draft

@@ -24,8 +24,8 @@ from bass_cli.formats.head_config import head_of_config
 from bass_cli.formats.weights import load, open_checkpoint, open_head
 from bass_cli.lengths.controllers import Fixed, Goodput
 from bass_cli.models.block_allocator import Change
-from bass_cli.models.chain_head import make_head
 from bass_cli.models.decoder import Decoder
+from bass_cli.models.heads import make_head
 from bass_cli.models.runner import Runner
 from bass_cli.run.memory import footprint
 

@@ -35,7 +35,7 @@ from bass_cli.lengths.controllers import Fixed, Goodput
 from bass_cli.models import decoder, fused_decode
 from bass_cli.models.block_allocator import Change
 from bass_cli.models.decoder import Decoder
-from bass_cli.models.feature_head import FeatureHead
+from bass_cli.models.heads import FeatureHead
 from bass_cli.models.runner import Runner
 from bass_cli.run.memory import footprint
 from bass_cli.run.pair import cut_of

@@ -22,8 +22,8 @@ from bass_cli.engine.loop import Loop
 from bass_cli.formats.weights import load, open_checkpoint, open_head
 from bass_cli.lengths.controllers import Bass, Fixed
 from bass_cli.models.block_allocator import Pieces
-from bass_cli.models.chain_head import Head, make_head
 from bass_cli.models.decoder import Decoder
+from bass_cli.models.heads import Head, make_head
 from bass_cli.models.runner import Runner
 from bass_kernels import ragged
 

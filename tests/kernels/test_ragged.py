@@ -13,8 +13,7 @@ from bounds import bounded
 from test_triton import DEVICE, DTYPES, close, randn
 
 import bass_kernels as ops
-from bass_cli.models.kv_cache import KVCache, Layers
-from bass_cli.models.prefix_groups import SIZES, TeamTable, most_tiles
+from bass_cli.models.kv_cache import TILES, KVCache, Layers, TeamTable, most_tiles
 from bass_kernels import reference
 
 pytest.importorskip("triton")
@@ -335,7 +334,7 @@ def test_tables_of_shared_prefix_groups():
         assert found.member.tolist() == [
             int(any(row in rows for rows in together)) for row in range(12)
         ]
-        for size in SIZES:
+        for size in TILES:
             tiles = found.tiles[size].tolist()
             assert len(tiles) == most_tiles(12, size)
             used = [[row for row in tile if row >= 0] for tile in tiles]

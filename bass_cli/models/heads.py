@@ -1,0 +1,237 @@
+"""Drafters that read their target's hidden states: DFlash (arXiv 2602.06036) and DSpark, which
+draft a block of tokens in one pass, and EAGLE-3 (arXiv 2503.01840), which drafts token by token.
+
+What they keep of a token is in the target's store, after the target's layers, so the store alone
+handles prompts, moved rows and rejected drafts. Not here: sampling (drafts/heads.py), configs
+(head_config.py).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import bass_kernels as ops
+from bass_cli.models.decoder import Decoder, angles_of, inverse_frequencies
+from bass_cli.models.kv_cache import Layers, Pass
+from bass_cli.models.spec import HeadSpec
+
+
+class _HiddenStateDrafter:
+    """The common part of such drafters for `target` (see ReadsHidden).
+
+    The outputs of some layers of the target, concatenated, become one context feature a token
+    (`fc`), which has its own norm. The drafter's layers project it to keys and values.
+
+    Args:
+        weights: tensors by the names of `head_parameters(spec)`. The target's embedding and head
+            are used if it has none.
+    """
+
+    def __init__(self, spec: HeadSpec, weights: dict[str, Tensor], target: Decoder):
+        self.spec, body, self._vocab = spec, spec.body, target.vocab
+        self._behind = len(target.layers)  # its layers in the store come after the target's
+        self._fc = ops.pack(weights.pop("fc.weight"))
+        self._context_norm = weights.pop("context_norm.weight")
+        self._ids = None if spec.ids is None else torch.tensor(spec.ids, device=target.device)
+        query = body.heads * body.head_size
+        self._keys_values, self._norms = [], []
+        for at in (f"layers.{i}." for i in range(body.layers)):
+            bias, norms = weights.get(at + "qkv.bias"), None
+            if body.norm.qk:
+                norms = weights[at + "q_norm.weight"], weights[at + "k_norm.weight"]
+            self._keys_values.append(
+                (
+                    ops.pack(weights[at + "qkv.weight"][query:]),
+                    None if bias is None else bias[query:],
+                )
+            )
+            self._norms.append(norms)
+        self.body = Decoder(body, weights, vocab=target.vocab, shared=target)
+        self._frequencies = inverse_frequencies(body.rope, self.body.device)
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        return self.spec.aux_layers
+
+    def whole(self, logits: Tensor) -> Tensor:
+        """Map logits [..., U] over the drafter's own tokens to [..., vocab] over the target's.
+        Tokens that it lacks get -inf."""
+        if self._ids is None:
+            return logits
+        found = logits.new_full((*logits.shape[:-1], self.spec.body.vocab), -torch.inf)
+        return found.index_copy_(-1, self._ids, logits)[..., : self._vocab].contiguous()
+
+    def _normed(self, features: Tensor) -> Tensor:
+        return _norm(features, self._context_norm, self.spec)
+
+    def _write(
+        self,
+        i: int,
+        inputs: Tensor,
+        angles: tuple[Tensor, Tensor] | None,
+        slots: Tensor,
+        step: Pass,
+    ) -> None:
+        """Write layer i's keys and values of these inputs, without its queries."""
+        ops.rope_write(
+            ops.linear(inputs, *self._keys_values[i]),
+            angles,
+            slots,
+            step.own(self._behind + i),
+            heads=0,
+            norms=self._norms[i],
+            eps=self.spec.body.norm.eps,
+        )
+
+
+def _norm(x: Tensor, weight: Tensor, spec: HeadSpec) -> Tensor:
+    return ops.norm(None, x, weight, None, eps=spec.body.norm.eps, kind="rms")[0]
+
+
+class FeatureHead(_HiddenStateDrafter):
+    """A DFlash or DSpark drafter: each layer projects the normed feature of every token of the
+    context. A block of an anchor and masks attends to all of them and to all of itself."""
+
+    ahead = 0
+
+    def __init__(self, spec: HeadSpec, weights: dict[str, Tensor], target: Decoder):
+        self._before = weights.pop("markov.before.weight", None)
+        after = weights.pop("markov.after.weight", None)
+        if after is not None:
+            after = ops.pack(after if spec.ids is not None else after[: target.vocab])
+        self._after = after
+        super().__init__(spec, weights, target)
+
+    @property
+    def cached(self) -> tuple[Layers, ...]:
+        body = self.spec.body
+        return (Layers(body.layers, body.kv_heads, body.head_size),)
+
+    def read(self, tokens: Tensor, hidden: Tensor, step: Pass) -> None:
+        """Write the keys and values of the tokens [B, W] of `step`. See ReadsHidden."""
+        context = self._normed(ops.linear(hidden, self._fc, None))
+        angles, slots = angles_of(step.positions, self._frequencies), step.slots()
+        for i in range(self.spec.body.layers):
+            self._write(i, context, angles, slots, step)
+
+    def draft(self, tokens: Tensor, step: Pass, length: int) -> Tensor:
+        """Return logits [B, length, U] of the first drafts of blocks [B, block], over the
+        drafter's own tokens, without the bias by the token before (`after`). The logits of one
+        place are contiguous in memory."""
+        hidden = self.body.hidden(tokens, step.block(self._behind))
+        first = self.spec.first
+        by_place = hidden[:, first : first + length].transpose(0, 1).contiguous()
+        return self.body.logits(by_place).transpose(0, 1)
+
+    def after(self, tokens: Tensor, logits: Tensor) -> Tensor:
+        """Add to logits [B, U] of a place the bias by the tokens [B] before it. The logits may be
+        changed in place."""
+        assert self._before is not None
+        assert self._after is not None
+        return ops.linear_add(ops.embed(tokens, self._before), self._after, None, logits)
+
+
+class ChainHead(_HiddenStateDrafter):
+    """An EAGLE-3 drafter. Its one layer takes a token's embedding beside the feature of the token
+    before it.
+
+    The pair of feature f_i (from the target's layers) and token i + 1 is at position i. Its key and
+    value need no attention, so every pass of the target writes them for all tokens with a feature.
+    They replace those of drafted tokens, for which the layer's own output stood in for the feature.
+    The features are in the store too, as if they were keys and values, because a row's next draft
+    begins from its last feature.
+    """
+
+    ahead = 1  # a pair at position i has token i + 1
+
+    def __init__(self, spec: HeadSpec, weights: dict[str, Tensor], target: Decoder):
+        super().__init__(spec, weights, target)
+        at = "layers.0."
+        self._qkv, self._bias = weights[at + "qkv.weight"], weights.get(at + "qkv.bias")
+        self._embed, self._token_norm = weights["embed.weight"], weights[at + "norm1.weight"]
+
+    @property
+    def cached(self) -> tuple[Layers, ...]:
+        body = self.spec.body
+        return Layers(1, body.kv_heads, body.head_size), Layers(1, 1, body.width // 2)
+
+    def read(self, tokens: Tensor, hidden: Tensor, step: Pass) -> None:
+        """Write the features of the tokens [B, W] of `step` and the keys and values of their pairs
+        (see ReadsHidden). In a prefill the token after each feature is known. Rows pair their
+        first token with the feature before it, which is in the store."""
+        features = ops.linear(hidden, self._fc, None)
+        if step.following is not None:
+            pairs, tokens, positions = features, step.following, step.positions
+            slots = step.slots()
+        else:
+            positions = step.positions - 1
+            pairs = torch.cat((self.found(step, positions[:, :1]), features[:, :-1]), 1)
+            slots = self._slots(step, positions)
+        parts, own = features.chunk(2, -1), step.own(self._behind + 1)
+        for store, part in zip(own, parts, strict=True):
+            store[0, step.slots()] = part
+        angles = angles_of(positions, self._frequencies)
+        self._write(0, self._joined(tokens, self._normed(pairs)), angles, slots, step)
+
+    def found(self, step: Pass, positions: Tensor) -> Tensor:
+        """Return the stored features [B, 1, width] at positions [B, 1] of the rows of `step`, from
+        the prompt or the row's private store. Zeros before position 0."""
+        segments = step.segments
+        own = (positions + (segments.own - segments.base)[:, None]).clamp(min=0)
+        prompt = (positions + segments.start[:, None]).clamp(min=0)
+        inside = (positions >= segments.base[:, None])[..., None]
+        layer = self._behind + 1
+        found = torch.cat(
+            [
+                torch.where(inside, mine[0, own], shared[0, prompt])
+                for mine, shared in zip(step.own(layer), step.prompt(layer), strict=True)
+            ],
+            -1,
+        )
+        return found.masked_fill((positions < 0)[..., None], 0.0)
+
+    def draft(self, tokens: Tensor, features: Tensor, step: Pass) -> tuple[Tensor, Tensor]:
+        """Draft one token for each row.
+
+        Args:
+            tokens: [B, 1], at the positions of `step`.
+            features: [B, 1, width] of the tokens before them. May be overwritten.
+
+        Returns:
+            Logits [B, U] of the next token, over the drafter's own vocabulary, and the layer's
+            output [B, 1, width], which stands in for the next feature.
+        """
+        body, layer = self.spec.body, step._replace(first=self._behind)
+        normed = self._normed(features)
+        q = ops.rope_write(
+            ops.linear(self._joined(tokens, normed), self._qkv, self._bias),
+            angles_of(step.positions, self._frequencies),
+            self._slots(step, step.positions),
+            layer.own(0),
+            heads=body.heads,
+            norms=self._norms[0],
+            eps=body.norm.eps,
+        )
+        residual = normed if self.spec.norms_residual else features
+        output = self.body.behind(0, 0, q, residual, layer)
+        return self.body.logits(self.body.normed(output))[:, 0], output
+
+    def _slots(self, step: Pass, positions: Tensor) -> Tensor:
+        """Return the slots of pairs at positions [B, W]. Pairs inside a row's prompt are stored
+        already, and go to slot 0, the scrap slot of rows that are not live."""
+        slots = positions + (step.segments.own - step.segments.base)[:, None]
+        return slots.masked_fill(positions < step.segments.base[:, None], 0)
+
+    def _joined(self, tokens: Tensor, normed: Tensor) -> Tensor:
+        """Return the input of the layer's projections, [B, W, 2 width]."""
+        embedded = _norm(ops.embed(tokens, self._embed), self._token_norm, self.spec)
+        return torch.cat((embedded, normed), -1)
+
+
+Head = FeatureHead | ChainHead
+
+
+def make_head(spec: HeadSpec, weights: dict[str, Tensor], target: Decoder) -> Head:
+    """Return the drafter that a spec describes. It takes ownership of `weights`."""
+    return (FeatureHead if spec.block else ChainHead)(spec, weights, target)
