@@ -25,10 +25,10 @@ import bass_kernels as ops
 from bass_cli.bench.shapes import SHAPES
 from bass_cli.bench.weights import random_weights
 from bass_cli.distill import trainer as training
-from bass_cli.distill.corpus import Batches, Corpus, Text
 from bass_cli.distill.exchange import Alone, RankInfo, Store
-from bass_cli.distill.layout import thinned
+from bass_cli.distill.network import Model
 from bass_cli.distill.settings import weights_of
+from bass_cli.distill.windows import Batches, Corpus, Text, thinned
 from bass_cli.models.spec import Spec
 
 RATE = 790e12  # dense bfloat16 operations per second of an H200
@@ -169,7 +169,7 @@ def main():
     for form in given.forms.split(","):
         ops.use(None if form == "default" else form)
         target, student = (
-            training.Model(spec, random_weights(spec, dtype=kind, device=DEVICE, seed=0), mask)
+            Model(spec, random_weights(spec, dtype=kind, device=DEVICE, seed=0), mask)
             for spec, kind in zip(specs, (dtype, torch.float32), strict=True)
         )
         goal = training.Goal(1000, None, 1e-5)

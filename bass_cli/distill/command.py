@@ -1,32 +1,34 @@
 """Run `bass distill`: draw samples, train, and write the draft, a pair file and a report.
 
 Each step saves its results in the folder and is skipped if they exist, so an interrupted run
-resumes. The steps themselves are in the other modules of this package.
+resumes. Samples and training are made in this process, or by actors on Ray; the files and the
+settings that they depend on are the same for both.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import os
 import shutil
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from bass_cli.cluster.rays import read_request
+from bass_cli.cluster.rays import Cluster, cluster_of, read_request, workers_on_ray
 from bass_cli.config.args import DistillArgs
 from bass_cli.config.job import Job, Pair
-from bass_cli.distill.corpus import FEWEST
 from bass_cli.distill.folder import config_of
-from bass_cli.distill.makers import SampleBackend, makers_of
-from bass_cli.distill.prompts import Supply, own_beginnings
-from bass_cli.distill.report import table
-from bass_cli.distill.sampling import is_complete, usable
+from bass_cli.distill.group import Group, Rank, TrainingSpec
+from bass_cli.distill.network import Source
+from bass_cli.distill.sampling import Supply, draw, is_complete, own_beginnings, usable
 from bass_cli.distill.settings import (
-    Training,
     check_disk,
+    check_memory,
     find_source,
     once,
     requested_tokens,
@@ -34,8 +36,9 @@ from bass_cli.distill.settings import (
     training_of,
     wanted_tokens,
 )
-from bass_cli.distill.student import Source
-from bass_cli.distill.work import Places
+from bass_cli.distill.trainer import SECONDS
+from bass_cli.distill.windows import FEWEST
+from bass_cli.distill.work import Places, Work
 from bass_cli.engine.clock import expected
 from bass_cli.errors import UserError
 from bass_cli.formats.weights import locate
@@ -43,9 +46,13 @@ from bass_cli.generation import files_read
 from bass_cli.io.console import Screen
 from bass_cli.io.prompts import Prompt, open_prompts, read_prompts
 from bass_cli.io.reading import parse_object, read_bytes
+from bass_cli.io.results import Completion
 from bass_cli.io.saving import refuse_shared_files, remove_drafts, write_file, write_json
+from bass_cli.run.generate import generate
 from bass_cli.run.manifest import describe
-from bass_cli.run.plan import Plan
+from bass_cli.run.plan import make_plan, plan_of_others
+from bass_cli.system.host import give_back_memory
+from bass_cli.system.threads import configure_threads
 
 _MOST_BYTES = 1 << 24  # largest settings file that is read
 
@@ -53,159 +60,242 @@ _MOST_BYTES = 1 << 24  # largest settings file that is read
 def run(args: DistillArgs, screen: Screen) -> str:
     """Do all steps that are not done yet; print the table and return the report as JSON."""
     assert args.out is not None
-    training, places = training_of(args), Places(Path(args.out))
-    pair, job = sampling_job(args, requested_tokens(args, training))
-    request = read_request(args, job, str(places.samples))
-    with makers_of(args, pair, job, request, screen) as makers:
-        document = _make(args, pair, training, places, makers, screen)
-    columns, lines = table(document)
-    screen.table(columns, lines)
+    pair, job = sampling_job(args, requested_tokens(args, training_of(args)))
+    request = read_request(args, job, str(Places.of(Path(args.out)).samples))
+    with contextlib.ExitStack() as stack:
+        cluster = None
+        if request is not None:
+            cluster = stack.enter_context(cluster_of(request, job, screen))
+        document = _Distillation(args, pair, job, cluster, screen).run()
+    screen.table(*table(document))
     return json.dumps(document)
 
 
-def _make(
-    args: DistillArgs,
-    pair: Pair,
-    training: Training,
-    places: Places,
-    makers: SampleBackend,
-    screen: Screen,
-) -> dict[str, Any]:
-    """Fill the folder; return the report."""
-    plan = makers.plan
-    source = find_source(args, pair, plan)
-    checkpoint = source.checkpoint
-    # fails early if the draft's config.json cannot be written
-    config_of(source.spec, eos_ids=checkpoint.eos_ids, place=str(checkpoint.path))
-    prompts, results = _samples_of(args, training, plan, screen)
-    whole = plan.job.model_copy(update={"pair": pair})
-    _keep_apart(args, whole, places, checkpoint.path)
-    begun = _begin(places, training, source, results, overwrite=args.overwrite)
-    if begun and places.report.exists():
+class _Distillation:
+    """The steps of a distillation.
+
+    Args:
+        pair: the target, and the draft that the new one may start from.
+        job: draws the samples.
+        cluster: Ray, if actors draw and train; this process then loads no weights.
+    """
+
+    def __init__(
+        self, args: DistillArgs, pair: Pair, job: Job, cluster: Cluster | None, screen: Screen
+    ):
+        assert args.out is not None
+        self._args, self._pair, self._cluster, self._screen = args, pair, cluster, screen
+        self._training, self._places = training_of(args), Places.of(Path(args.out))
+        if cluster is None:
+            configure_threads(job.threads, screen.note)
+        screen.phase("checking the models", live=False)  # the hub's client shows what it fetches
+        self._plan = make_plan(job) if cluster is None else plan_of_others(cluster.rooms.job)
+
+    def run(self) -> dict[str, Any]:
+        """Fill the folder; return the report."""
+        plan, places, screen = self._plan, self._places, self._screen
+        source = find_source(self._args, self._pair, plan)
+        # fails early if the draft's config.json cannot be written
+        path, eos_ids = source.checkpoint.path, source.checkpoint.eos_ids
+        config_of(source.spec, eos_ids=eos_ids, place=str(path))
+        prompts, results = self._prompts()
+        self._refuse_overwriting(path)
+        if self._begin(source, results) and places.report.exists():
+            places.checkpoint.unlink(missing_ok=True)
+            screen.note(f"{places.folder}: this distillation is complete")
+            found: dict[str, Any] = json.loads(places.report.read_text())
+            return found
+        check_disk(source, places.folder, results["tokens"])
+        if self._cluster is None:  # each actor checks its own device
+            check_memory(plan, source, self._training)
+        for note in plan.notes:
+            screen.note(note)
+        if not is_complete(places.samples, results):
+            likely, passes = expected(plan.job.sampling.max_new_tokens), results.get("passes")
+            wanted = results["tokens"]
+            self._draw(
+                Supply(prompts, n=plan.job.n, wanted=wanted, likely=likely, passes=passes), results
+            )
+        document = self._train(source)
+        _write_pair(places, self._pair, self._training.draft_length)
+        write_json(places.report, document, f"{places.report}: cannot write the report")
         places.checkpoint.unlink(missing_ok=True)
-        screen.note(f"{places.folder}: this distillation is complete")
-        found: dict[str, Any] = json.loads(places.report.read_text())
-        return found
-    check_disk(source, places.folder, results["tokens"])
-    makers.check(source, training)
-    for note in plan.notes:
-        screen.note(note)
-    if not is_complete(places.samples, results):
-        limit = plan.job.sampling.max_new_tokens
-        supply = Supply(prompts, n=plan.job.n, wanted=results["tokens"], likely=expected(limit),
-                        passes=results.get("passes"))  # fmt: skip
-        makers.draw(supply, results, places)
-    document = makers.train(source, training, places)
-    _write_pair(places, pair, training)
-    write_json(places.report, document, f"{places.report}: cannot write the report")
-    places.checkpoint.unlink(missing_ok=True)
-    screen.note(f"the draft is in {places.draft}; try: bass generate PROMPTS --pair {places.pair}")
-    return document
-
-
-def _samples_of(
-    args: DistillArgs, training: Training, plan: Plan, screen: Screen
-) -> tuple[Any, dict[str, Any]]:
-    """Return the prompts for the target, and the settings that its samples depend on."""
-    prompts: list[Prompt] = []
-    if args.prompts is None and args.prompt_column is not None:
-        raise UserError("--prompt-column (or BASS_PROMPT_COLUMN): this option needs --prompts FILE")
-    if args.prompts is None:
-        source: Any = own_beginnings(plan.files.tokenizer, args.chat)
-        digest: dict[str, Any] = {"prompts": list(source)}
-    else:
-        file = open_prompts(args.prompts, args.prompt_column)
-        column = plan.job.prompt_column
-        prompts = usable(read_prompts(file, column=column, limit=plan.job.limit), plan, screen)
-        if len({prompt.id for prompt in prompts}) < FEWEST:
-            raise UserError(
-                f"--prompts {args.prompts}: at least {FEWEST} usable prompts are needed, because "
-                f"one is held out to measure the draft (got {len(prompts)}); add prompts"
-            )
-        source = functools.partial(iter, prompts)
-        digest = {"prompts": file.digest() or file.name, "prompt_column": column}
-    manifest = describe(plan, digest)
-    wanted = wanted_tokens(args, plan, requested_tokens(args, training), len(prompts))
-    found = {**manifest["results"], "tokens": wanted, **({"passes": 1} if once(args) else {})}
-    return source, json.loads(json.dumps(found, default=str))
-
-
-def _keep_apart(args: DistillArgs, job: Job, places: Places, source: Path) -> None:
-    """Refuse a folder in which a file that is read would be replaced.
-
-    source: path of the model that the draft starts from.
-    """
-    read = [*files_read(args.pair, job), ("the model that the draft starts from", source)]
-    if args.prompts is not None:
-        read.append(("--prompts", args.prompts))
-    written = (places.pair, places.report, places.settings, places.checkpoint)
-    refuse_shared_files([("--out", one) for one in (*written, places.samples)], read)
-    draft = places.draft.resolve()  # a folder, which is emptied
-    for what, path in read:
-        place = Path(path).expanduser().resolve()
-        if draft in (place, *place.parents):
-            raise UserError(
-                f"--out {places.folder}: {path} is {what} and would be lost; give another folder"
-            )
-
-
-def _begin(
-    places: Places, training: Training, source: Source, results: dict[str, Any], *, overwrite: bool
-) -> bool:
-    """Prepare the folder and save the settings there.
-
-    Returns: whether the folder was begun by the same command. UserError if by another one.
-    """
-    settings = {
-        "samples": results,
-        "source": source.checkpoint.fingerprint(),
-        "layers": source.layers,
-        "mask": source.mask,
-        **asdict(training),
-    }
-    settings = json.loads(json.dumps(settings))
-    folder = places.folder
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"--out {folder}: this is a file; give a folder")
-    before: dict[str, Any] | None = None
-    if places.settings.exists():
-        try:
-            before = parse_object(read_bytes(places.settings, _MOST_BYTES))
-        except (OSError, ValueError) as error:
-            if not overwrite:
-                raise UserError(f"{places.settings}: {error}; use --overwrite") from None
-    elif folder.exists():  # a folder of somebody else is never emptied
-        remove_drafts(places.settings)  # left by a kill while the settings were written
-        others = [one.name for one in folder.iterdir() if not one.name.startswith("samples.jsonl")]
-        if others:
-            raise UserError(
-                f"--out {folder}: the folder holds other files ({others[0]}); give a new or empty "
-                "folder"
-            )
-    if before == settings and not overwrite:
-        return True
-    if before is not None and not overwrite:
-        changed = [key for key in {**before, **settings} if before.get(key) != settings.get(key)]
-        raise UserError(
-            f"--out {folder}: this run was begun with other settings ({', '.join(changed)}); use "
-            "--overwrite to start again, or give another folder"
+        screen.note(
+            f"the draft is in {places.draft}; try: bass generate PROMPTS --pair {places.pair}"
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in (places.checkpoint, places.report, places.pair):
-        path.unlink(missing_ok=True)
-    shutil.rmtree(places.draft, ignore_errors=True)
-    if overwrite:
-        for path in folder.glob("samples.jsonl*"):
-            path.unlink()
-    write_json(places.settings, settings, f"{places.settings}: cannot write the settings")
-    return False
+        return document
+
+    def _prompts(self) -> tuple[Any, dict[str, Any]]:
+        """Return the prompts for the target, and the settings that its samples depend on."""
+        args, plan = self._args, self._plan
+        prompts: list[Prompt] = []
+        if args.prompts is None and args.prompt_column is not None:
+            raise UserError(
+                "--prompt-column (or BASS_PROMPT_COLUMN): this option needs --prompts FILE"
+            )
+        if args.prompts is None:
+            source: Any = own_beginnings(plan.files.tokenizer, args.chat)
+            digest: dict[str, Any] = {"prompts": list(source)}
+        else:
+            file, column = open_prompts(args.prompts, args.prompt_column), plan.job.prompt_column
+            every = read_prompts(file, column=column, limit=plan.job.limit)
+            prompts = usable(every, plan, self._screen)
+            if len({prompt.id for prompt in prompts}) < FEWEST:
+                raise UserError(
+                    f"--prompts {args.prompts}: at least {FEWEST} usable prompts are needed, "
+                    f"because one is held out to measure the draft (got {len(prompts)}); add "
+                    "prompts"
+                )
+            source = functools.partial(iter, prompts)
+            digest = {"prompts": file.digest() or file.name, "prompt_column": column}
+        requested = requested_tokens(args, self._training)
+        found = describe(plan, digest)["results"]
+        found["tokens"] = wanted_tokens(args, plan, requested, len(prompts))
+        if once(args):
+            found["passes"] = 1
+        return source, _as_json(found)
+
+    def _refuse_overwriting(self, source: Path) -> None:
+        """Refuse a folder in which a file that is read would be replaced.
+
+        source: path of the model that the draft starts from.
+        """
+        args, places = self._args, self._places
+        job = self._plan.job.model_copy(update={"pair": self._pair})
+        read = [*files_read(args.pair, job), ("the model that the draft starts from", source)]
+        if args.prompts is not None:
+            read.append(("--prompts", args.prompts))
+        written = (places.pair, places.report, places.settings, places.checkpoint, places.samples)
+        refuse_shared_files([("--out", one) for one in written], read)
+        draft = places.draft.resolve()  # a folder, which is emptied
+        for what, path in read:
+            place = Path(path).expanduser().resolve()
+            if draft in (place, *place.parents):
+                raise UserError(
+                    f"--out {places.folder}: {path} is {what} and would be lost; give another "
+                    "folder"
+                )
+
+    def _begin(self, source: Source, results: dict[str, Any]) -> bool:
+        """Prepare the folder and save the settings there.
+
+        Returns: whether the folder was begun by the same command. UserError if by another one.
+        """
+        places, overwrite = self._places, self._args.overwrite
+        settings = _as_json(
+            {
+                "samples": results,
+                "source": source.checkpoint.fingerprint(),
+                "layers": source.layers,
+                "mask": source.mask,
+                **asdict(self._training),
+            }
+        )
+        folder = places.folder
+        if folder.exists() and not folder.is_dir():
+            raise UserError(f"--out {folder}: this is a file; give a folder")
+        before: dict[str, Any] | None = None
+        if places.settings.exists():
+            try:
+                before = parse_object(read_bytes(places.settings, _MOST_BYTES))
+            except (OSError, ValueError) as error:
+                if not overwrite:
+                    raise UserError(f"{places.settings}: {error}; use --overwrite") from None
+        elif folder.exists():  # a folder of somebody else is never emptied
+            remove_drafts(places.settings)  # left by a kill while the settings were written
+            names = [one.name for one in folder.iterdir()]
+            others = [name for name in names if not name.startswith("samples.jsonl")]
+            if others:
+                raise UserError(
+                    f"--out {folder}: the folder holds other files ({others[0]}); give a new or "
+                    "empty folder"
+                )
+        if before == settings and not overwrite:
+            return True
+        if before is not None and not overwrite:
+            keys = {**before, **settings}
+            changed = [key for key in keys if before.get(key) != settings.get(key)]
+            raise UserError(
+                f"--out {folder}: this run was begun with other settings ({', '.join(changed)}); "
+                "use --overwrite to start again, or give another folder"
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in (places.checkpoint, places.report, places.pair):
+            path.unlink(missing_ok=True)
+        shutil.rmtree(places.draft, ignore_errors=True)
+        if overwrite:
+            for path in folder.glob("samples.jsonl*"):
+                path.unlink()
+        write_json(places.settings, settings, f"{places.settings}: cannot write the settings")
+        return False
+
+    def _draw(self, supply: Supply, results: dict[str, Any]) -> None:
+        """Draw the samples that are missing. `results`: the settings that they depend on."""
+        plan, screen = self._plan, self._screen
+        save = functools.partial(
+            draw, supply=supply, path=self._places.samples, results=results, screen=screen
+        )
+        if self._cluster is None:
+
+            def local(supply: Supply, on_tokens: Callable[[int], None]) -> Iterator[Completion]:
+                return generate(
+                    supply,
+                    plan,
+                    done=supply.done,
+                    on_round=lambda done: on_tokens(len(done.accepted) + sum(done.accepted)),
+                    on_phase=screen.phase,
+                    on_bytes=screen.bytes_read,
+                    on_note=screen.note,
+                )
+
+            save(local)
+            give_back_memory(plan.device)
+            return
+        source = {name: results[name] for name in results if name in ("prompts", "prompt_column")}
+        with workers_on_ray(self._cluster, screen, source=source) as workers:
+            facts = workers.gather()
+            for note in facts.notes:
+                screen.note(note)
+            found = _as_json(facts.manifest["results"])
+            differing = [key for key, value in found.items() if results.get(key) != value]
+            if differing:
+                key = differing[0]
+                raise UserError(
+                    f"the actors would draw other samples ({key}: {found[key]!r} there, "
+                    f"{results.get(key)!r} here); install the same models and versions on all nodes"
+                )
+            save(lambda supply, _: workers.draw(supply, supply.done, None), line=workers.line)
+
+    def _train(self, source: Source) -> dict[str, Any]:
+        """Train on the samples and write the draft's folder; return the report."""
+        places, screen = self._places, self._screen
+        if self._cluster is None:
+            work = Work(self._plan, source, self._training, places, screen, every=SECONDS)
+            document = work.run()
+            work.write()
+            return document
+        spec = TrainingSpec(
+            replace(self._args, out=os.path.abspath(places.folder)),
+            self._pair,
+            self._cluster.rooms.job,
+            os.getcwd(),
+            places.samples.stat().st_size,
+            SECONDS,
+        )
+        with self._cluster.fleet(Rank, spec) as fleet:
+            return Group(fleet, screen, places.checkpoint).run()
 
 
-def _write_pair(places: Places, pair: Pair, training: Training) -> None:
+def _as_json(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content as it is when it is read back from a file."""
+    found: dict[str, Any] = json.loads(json.dumps(content, default=str))
+    return found
+
+
+def _write_pair(places: Places, pair: Pair, draft_length: int) -> None:
     """Write the pair file of the target and its new draft.
 
-    The draft length is limited to the one of the training. Relative paths of the old pair file
-    become absolute.
+    Relative paths of the old pair file become absolute. draft_length: the longest that was trained.
     """
 
     def absolute(source: str) -> str:
@@ -218,10 +308,33 @@ def _write_pair(places: Places, pair: Pair, training: Training) -> None:
     words: dict[str, Any] = {"target": absolute(pair.target), "draft": "parallel:./draft"}
     if pair.tokenizer is not None:
         words["tokenizer"] = absolute(pair.tokenizer)
-    words["speculation"] = {"max": training.draft_length}
+    words["speculation"] = {"max": draft_length}
     sampling = pair.sampling.model_dump(mode="json", exclude_unset=True)
     if sampling:
         words["sampling"] = sampling
     if pair.dtype != "auto":
         words["dtype"] = pair.dtype
     write_file(places.pair, yaml.safe_dump(words, sort_keys=False).encode())
+
+
+def table(document: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Make the table: accepted drafts of a block, and acceptance by position (shared coupling).
+
+    The acceptance of a position counts drafts whose predecessors were all accepted.
+    """
+    found = {
+        f"{moment} {name}": rates
+        for moment in ("before", "after")
+        for name, rates in document[moment].items()
+    }
+    longest = max(len(rates["shared"]) for rates in found.values())
+    columns = ["accepted drafts", "in all", *(str(place) for place in range(1, longest + 1))]
+    lines = [
+        [
+            name,
+            "-" if rates["kept"] is None else f"{rates['kept']:.2f}",
+            *(f"{share:.3f}" for share in rates["shared"]),
+        ]
+        for name, rates in found.items()
+    ]
+    return columns, lines

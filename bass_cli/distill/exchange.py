@@ -14,7 +14,7 @@ import os
 import socket
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed
@@ -30,8 +30,11 @@ class PeerLostError(Exception):
     """An exchange failed, usually because another process has died."""
 
 
-class Gradients(Protocol):
-    """The gradients of all weights."""
+class Gradients:
+    """The gradients of all weights in a training by one process."""
+
+    def __init__(self, weights: Iterable[Tensor]):
+        self._weights = list(weights)
 
     def last(self) -> None:
         """Announce the last backward pass of the step."""
@@ -41,46 +44,22 @@ class Gradients(Protocol):
 
     def clear(self) -> None:
         """Set the gradients to zero."""
-
-
-class Peers(Protocol):
-    """The processes of one training. `rank`: number of this one, of `ranks`."""
-
-    rank: int
-    ranks: int
-
-    def add(self, numbers: Sequence[float]) -> list[float]:
-        """Sum numbers over all processes; the result has the same bits everywhere."""
-
-    def gradients(self, weights: Iterable[Tensor]) -> Gradients:
-        """Return the object that sums the gradients of these weights."""
+        for weight in self._weights:
+            weight.grad = None
 
 
 class Alone:
-    """A training in a single process."""
+    """The processes of a training: only this one. `rank`: its number, of `ranks`."""
 
     rank, ranks = 0, 1
 
     def add(self, numbers: Sequence[float]) -> list[float]:
+        """Sum numbers over all processes; the result has the same bits everywhere."""
         return list(numbers)
 
     def gradients(self, weights: Iterable[Tensor]) -> Gradients:
-        return _Own(list(weights))
-
-
-class _Own:
-    def __init__(self, weights: list[Tensor]):
-        self._weights = weights
-
-    def last(self) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
-
-    def clear(self) -> None:
-        for weight in self._weights:
-            weight.grad = None
+        """Return the object that sums the gradients of these weights."""
+        return Gradients(weights)
 
 
 class RankInfo(NamedTuple):
@@ -126,7 +105,7 @@ class Store:
         return Joined(info.rank, info.ranks)
 
 
-class Joined:
+class Joined(Alone):
     """A process of a group that has met."""
 
     def __init__(self, rank: int, ranks: int):
@@ -139,10 +118,10 @@ class Joined:
         return found.tolist()
 
     def gradients(self, weights: Iterable[Tensor]) -> Gradients:
-        return Buckets(list(weights))
+        return Buckets(weights)
 
 
-class Buckets:
+class Buckets(Gradients):
     """Gradients in flat buckets, all-reduced during the backward pass.
 
     The last weights come first, as the backward pass makes them. A bucket is sent as soon as it is
@@ -150,13 +129,14 @@ class Buckets:
     loss is already divided by the guesses of the whole batch.
     """
 
-    def __init__(self, weights: list[Tensor], size: int = _BUCKET):
+    def __init__(self, weights: Iterable[Tensor], size: int = _BUCKET):
+        super().__init__(weights)
         self._flat: list[Tensor] = []
         self._missing: list[int] = []  # weights without a gradient yet, by bucket
         self._works: list[Any] = []  # pending all-reduces, of the first buckets
         self._armed = False
         bucket: list[Tensor] = []
-        for weight in reversed(weights):
+        for weight in reversed(self._weights):
             room = size // weight.element_size() - sum(one.numel() for one in bucket)
             if bucket and (weight.dtype != bucket[0].dtype or weight.numel() > room):
                 self._add(bucket)

@@ -27,7 +27,7 @@ from bass_cli.system.threads import configure_threads
 
 if TYPE_CHECKING:
     from bass_cli.distill.exchange import RankInfo, Store
-    from bass_cli.distill.student import Source
+    from bass_cli.distill.network import Source
     from bass_cli.run.plan import Plan
 
 # Seconds that the first ready process waits for the others. Those that come later join only when a
@@ -273,7 +273,7 @@ class Rank(Process):
             plan,
             source,
             training_of(self._spec.args),
-            Places(Path(self._out)),
+            Places.of(Path(self._out)),
             self,
             peers=store.join(info, plan.device),
             beside=info.beside if plan.device.type == "cpu" else 1,

@@ -1,26 +1,32 @@
-"""A differentiable version of models/decoder.py, in plain torch, over training windows.
+"""The student, and a differentiable version of models/decoder.py over training windows.
 
-It has no KV cache. Target and student run the same code on the weights of formats/weights.py.
-layout.py makes the attention masks; loss.py applies the head.
+The student is a small model of the target's family, or the target's first layers, with a mask
+token. Target and student run the same code in plain torch, without a KV cache, on the weights of
+formats/weights.py. windows.py makes the attention masks; agreement.py applies the head.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 import bass_kernels as ops
-from bass_cli.distill.layout import Windows
-from bass_cli.models.spec import Rope, Spec
+from bass_cli.distill.windows import Windows
+from bass_cli.errors import UserError
+from bass_cli.formats.checkpoint import Checkpoint
+from bass_cli.formats.weights import load
+from bass_cli.models.spec import Rope, Spec, parameters
 
 Weights = Mapping[str, Tensor]
 Angles = tuple[Tensor, Tensor]
 Bias = tuple[Tensor, Tensor | None]  # attention biases of the text and of the masks
 
+_ALIGNED = 64  # ids; a product with rows of no multiple of 16 bytes takes several times as long
 _MASKED = -1e30  # finite, so that a tile of keys that are all masked gives no NaN
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
@@ -30,10 +36,126 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+class Model(NamedTuple):
+    """A decoder. Only ids below `vocab` are compared."""
+
+    spec: Spec
+    weights: Weights
+    vocab: int
+
+    @property
+    def head(self) -> Head:
+        """The output head for the compared ids."""
+        bias = self.weights.get("head.bias")
+        weight = self.weights["head.weight"][: self.vocab]
+        return Head(weight, None if bias is None else bias[: self.vocab])
+
+
+class Head(NamedTuple):
+    """Output head: weight [V, width], bias [V] or None, for the V ids that are compared."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits [N, V] of hidden [N, width], in the dtype of `hidden`."""
+        bias = None if self.bias is None else self.bias.to(hidden.dtype)
+        return functional.linear(hidden, self.weight.to(hidden.dtype), bias)
+
+    def padded(self, dtype: torch.dtype) -> Head:
+        """Return the head in `dtype`, with rows of zeros added to a multiple of _ALIGNED."""
+
+        def wider(x: Tensor) -> Tensor:
+            size = -(-len(x) // _ALIGNED) * _ALIGNED
+            if size == len(x):
+                return x.to(dtype)
+            padded = torch.zeros(size, *x.shape[1:], dtype=dtype, device=x.device)
+            padded[: len(x)] = x
+            return padded
+
+        return Head(wider(self.weight), None if self.bias is None else wider(self.bias))
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What a student starts from: the first `layers` layers of a checkpoint.
+
+    mask: id of the mask token. trained: whether the checkpoint was trained with this mask. vocab:
+    ids below this are tokens of the target too. size: size of the checkpoint's tokenizer.
+    """
+
+    checkpoint: Checkpoint
+    layers: int
+    mask: int
+    trained: bool
+    vocab: int
+    size: int
+
+    @property
+    def spec(self) -> Spec:
+        """The student's Spec; its vocabulary has one row more if the mask token needs it."""
+        spec = self.checkpoint.spec
+        return replace(
+            spec,
+            layers=self.layers,
+            windows=spec.windows[: self.layers],
+            vocab=max(spec.vocab, self.mask + 1),
+        )
+
+
+def source_of(
+    checkpoint: Checkpoint, *, layers: int | None, mask: int | None, vocab: int, size: int
+) -> Source:
+    """Make a Source.
+
+    Args:
+        layers: None for all layers.
+        mask: the checkpoint's mask token. If None, the first id without a token is used: a padding
+            row of the vocabulary, or a new one.
+        vocab: number of ids that are tokens of the target too.
+        size: size of the checkpoint's tokenizer.
+    """
+    spec = checkpoint.spec
+    if layers is not None and not 1 <= layers <= spec.layers:
+        raise UserError(
+            f"--layers (or BASS_LAYERS): give a number from 1 to {spec.layers}, the layers of "
+            f"{checkpoint.path} (got {layers})"
+        )
+    chosen = max(size, vocab) if mask is None else mask
+    return Source(checkpoint, layers or spec.layers, chosen, mask is not None, vocab, size)
+
+
+def student_weights(source: Source, device: torch.device) -> dict[str, Tensor]:
+    """Load the student's weights in float32; a tied head is the embedding itself.
+
+    A new mask token starts as the mean of all token embeddings.
+    """
+    stored = load(source.checkpoint, dtype=torch.float32, device=device)
+    spec = source.spec
+    weights = {name: stored[name] for name in parameters(spec)}
+    if not source.trained:
+        for name in ("embed.weight", "head.weight"):
+            if not (spec.tied and name == "head.weight"):
+                weights[name] = _with_mask(weights[name], source)
+        if "head.bias" in weights:
+            weights["head.bias"] = _with_mask(weights["head.bias"], source)
+        if spec.tied:
+            weights["head.weight"] = weights["embed.weight"]
+    return weights
+
+
+def _with_mask(rows: Tensor, source: Source) -> Tensor:
+    mean = rows[: min(source.size, len(rows))].mean(0, keepdim=True)
+    if source.mask >= len(rows):
+        return torch.cat((rows, mean.expand(source.mask + 1 - len(rows), *rows.shape[1:])))
+    rows[source.mask] = mean[0]
+    return rows
+
+
 def cast(weights: Weights, dtype: torch.dtype) -> dict[str, Tensor]:
     """Cast weights to `dtype`, keeping the gradient path.
 
-    Embedding and head are not cast: few rows of the embedding are read, and loss.py casts the head.
+    Embedding and head are not cast: few rows of the embedding are read, and Head casts itself.
     """
     return {
         name: weight if name.startswith(("embed.", "head.")) else weight.to(dtype)

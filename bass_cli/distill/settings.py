@@ -16,10 +16,9 @@ from typing import Any
 from bass_cli.config.args import DistillArgs, job_args
 from bass_cli.config.draft_spec import parse_draft
 from bass_cli.config.job import Job, Pair, chosen_pair, make_job
-from bass_cli.distill.corpus import FEWEST
-from bass_cli.distill.layout import Layout, thinned
-from bass_cli.distill.loss import ELEMENTS
-from bass_cli.distill.student import Source, source_of
+from bass_cli.distill.agreement import ELEMENTS
+from bass_cli.distill.network import Source, source_of
+from bass_cli.distill.windows import FEWEST, Layout, thinned
 from bass_cli.errors import MachineError, UserError
 from bass_cli.formats.tokenizer import Tokenizer
 from bass_cli.models.spec import Spec, parameters
@@ -155,8 +154,10 @@ def find_source(args: DistillArgs, pair: Pair, plan: Plan) -> Source:
         raise UserError(
             "--from and --layers exclude each other: --layers always takes layers of the target"
         )
-    with _refusals("--from (or BASS_FROM)"):
+    try:
         words = parse_draft(args.source or pair.draft)
+    except ValueError as error:
+        raise UserError(f"--from (or BASS_FROM): {error}") from None
     model = None if words.reads else words.files  # heads cannot run by themselves
     if args.source is not None and model is None:
         raise UserError(
@@ -165,10 +166,8 @@ def find_source(args: DistillArgs, pair: Pair, plan: Plan) -> Source:
     if model is None or args.layers is not None:
         spec, tokenizer = plan.files.target.spec, plan.files.tokenizer
         layers = -(-spec.layers // _QUARTER) if args.layers is None else args.layers
-        return source_of(
-            plan.files.target, layers=layers, mask=None, vocab=min(tokenizer.size, spec.vocab),
-            size=tokenizer.size,
-        )  # fmt: skip
+        vocab, size = min(tokenizer.size, spec.vocab), tokenizer.size
+        return source_of(plan.files.target, layers=layers, mask=None, vocab=vocab, size=size)
     drafting = pair.model_copy(update={"draft": model})
     both = open_files(plan.job.model_copy(update={"pair": drafting}))
     assert both.draft is not None
@@ -179,14 +178,6 @@ def find_source(args: DistillArgs, pair: Pair, plan: Plan) -> Source:
     return source_of(
         both.draft, layers=None, mask=mask, vocab=both.draft_vocab, size=tokenizer.size
     )
-
-
-@contextlib.contextmanager
-def _refusals(option: str) -> Any:
-    try:
-        yield
-    except ValueError as error:
-        raise UserError(f"{option}: {error}") from None
 
 
 def check_disk(source: Source, out: Path, tokens: int) -> None:

@@ -1,31 +1,28 @@
 """The training loop: steps over batches, with checkpoints from which an interrupted run resumes.
 
-Weights, gradients and AdamW's means are float32; on a GPU the computation is in bfloat16. corpus.py
-makes the batches; held_out.py measures the result.
+Weights, gradients and AdamW's means are float32; on a GPU the computation is in bfloat16.
+windows.py makes the batches; agreement.py has the loss.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from bass_cli.distill.corpus import Batches
-from bass_cli.distill.exchange import Alone, Peers
-from bass_cli.distill.layout import Windows
-from bass_cli.distill.loss import Guesses, divergence, worths
-from bass_cli.distill.network import cast, run
-from bass_cli.distill.student import head_of, trainable
+from bass_cli.distill.agreement import divergence
+from bass_cli.distill.exchange import Alone
+from bass_cli.distill.network import Model, cast, run
+from bass_cli.distill.windows import Batches, Windows
 from bass_cli.errors import MachineError
 from bass_cli.io.saving import replace_file
-from bass_cli.models.spec import Spec
 
 WARM_UP = 0.04  # share of the training in which the learning rate rises
 _LEAST = 0.05  # final learning rate, as a share of the peak
@@ -33,14 +30,6 @@ _LEAST = 0.05  # final learning rate, as a share of the peak
 _BETAS = (0.9, 0.95)
 _NORM = 1.0  # largest gradient norm; longer gradients are clipped
 SECONDS = 300.0  # between checkpoints; a kill loses at most this much training
-
-
-class Model(NamedTuple):
-    """A decoder. Only ids below `vocab` are compared."""
-
-    spec: Spec
-    weights: Mapping[str, Tensor]
-    vocab: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +79,24 @@ class Trainer:
     """
 
     def __init__(
-        self, target: Model, student: Model, batches: Batches, goal: Goal, *, mask: int,
-        dtype: torch.dtype, peers: Peers | None = None,
-    ):  # fmt: skip
+        self,
+        target: Model,
+        student: Model,
+        batches: Batches,
+        goal: Goal,
+        *,
+        mask: int,
+        dtype: torch.dtype,
+        peers: Alone | None = None,
+    ):
         self._target, self._student, self._batches, self._goal = target, student, batches, goal
         self._mask, self._dtype, self._peers = mask, dtype, peers or Alone()
-        self.weights = trainable(student.spec, student.weights)
+        tied = student.spec.tied  # a tied head is the embedding
+        self.weights = {
+            name: weight.requires_grad_()
+            for name, weight in student.weights.items()
+            if not (tied and name == "head.weight")
+        }
         self._device = next(iter(self.weights.values())).device
         self._optimiser = torch.optim.AdamW(
             self.weights.values(),
@@ -189,11 +190,7 @@ class Trainer:
         weights = cast(student.weights, self._dtype)
         found = run(student.spec, weights, part, self._mask).flatten(0, 1)
         loss = divergence(
-            found.index_select(0, part.student),
-            head_of(student.weights, student.vocab),
-            expected,
-            head_of(target.weights, student.vocab),
-            guesses_of(part, student.vocab),
+            found.index_select(0, part.student), student.head, expected, target.head, part
         )
         loss = loss / guesses
         loss.backward()
@@ -228,23 +225,3 @@ class Trainer:
                 weight.copy_(state["weights"][name])
         self._optimiser.load_state_dict(state["optimiser"])
         self.progress = Progress(**state["progress"])
-
-
-def guesses_of(part: Windows, vocab: int) -> Guesses:
-    """Make the Guesses of some windows for the loss.
-
-    The student cannot predict tokens from `vocab` on; they are replaced by the last id below.
-    """
-    layout = part.layout
-    shares = [1.0, *(layout.groups * count / layout.window for count in layout.counts)]
-    scarcity = part.tokens.new_tensor([1.0 / share for share in shares], dtype=torch.float32)
-    worth = part.tokens.new_tensor(worths(len(shares)), dtype=torch.float32)
-    return Guesses(
-        part.begins,
-        part.of,
-        part.before,
-        part.tokens.flatten()[part.target + 1].clamp(max=vocab - 1),
-        scarcity[part.place],
-        worth[part.place],
-        len(shares),
-    )

@@ -8,22 +8,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from bass_cli.distill.corpus import Batches, Corpus, split
-from bass_cli.distill.exchange import Alone, PeerLostError, Peers
+from bass_cli.distill.agreement import Acceptance, measure_acceptance
+from bass_cli.distill.exchange import Alone, PeerLostError
 from bass_cli.distill.folder import config_of, write_folder
-from bass_cli.distill.held_out import HeldOutAcceptance, measure_acceptance
-from bass_cli.distill.layout import Windows, whole
-from bass_cli.distill.report import report_of
+from bass_cli.distill.network import Model, Source, student_weights
 from bass_cli.distill.sampling import seconds_of, texts_of
 from bass_cli.distill.settings import PASSES, Training, windows_at_once
-from bass_cli.distill.student import Source, student_weights
-from bass_cli.distill.trainer import SECONDS, Goal, Model, Progress, Trainer
+from bass_cli.distill.trainer import SECONDS, Goal, Progress, Trainer
+from bass_cli.distill.windows import Batches, Corpus, Windows, split, whole
 from bass_cli.errors import UserError
 from bass_cli.formats.tokenizer import Tokenizer
 from bass_cli.formats.weights import load
@@ -37,35 +35,28 @@ _WINDOWS, _FEW = 48, 8  # held-out windows before and after the training, and du
 TEMPERATURES = (1.0, 0.8)  # temperatures at which acceptance is measured
 
 
-@dataclass(frozen=True, slots=True)
-class Places:
+class Places(NamedTuple):
     """The files of a distillation."""
 
     folder: Path
+    settings: Path
+    samples: Path
+    checkpoint: Path
+    draft: Path
+    pair: Path
+    report: Path
 
-    @property
-    def settings(self) -> Path:
-        return self.folder / "distill.json"
-
-    @property
-    def samples(self) -> Path:
-        return self.folder / "samples.jsonl"
-
-    @property
-    def checkpoint(self) -> Path:
-        return self.folder / "checkpoint.pt"
-
-    @property
-    def draft(self) -> Path:
-        return self.folder / "draft"
-
-    @property
-    def pair(self) -> Path:
-        return self.folder / "pair.yaml"
-
-    @property
-    def report(self) -> Path:
-        return self.folder / "report.json"
+    @classmethod
+    def of(cls, folder: Path) -> Places:
+        return cls(
+            folder,
+            folder / "distill.json",
+            folder / "samples.jsonl",
+            folder / "checkpoint.pt",
+            folder / "draft",
+            folder / "pair.yaml",
+            folder / "report.json",
+        )
 
 
 class Shown(Protocol):
@@ -88,9 +79,17 @@ class Work:
     """
 
     def __init__(
-        self, plan: Plan, source: Source, training: Training, places: Places, screen: Shown, *,
-        peers: Peers | None = None, beside: int = 1, every: float = SECONDS,
-    ):  # fmt: skip
+        self,
+        plan: Plan,
+        source: Source,
+        training: Training,
+        places: Places,
+        screen: Shown,
+        *,
+        peers: Alone | None = None,
+        beside: int = 1,
+        every: float = SECONDS,
+    ):
         self._plan, self._source, self._training = plan, source, training
         self._places, self._screen = places, screen
         self._peers, self._beside, self._every = peers or Alone(), beside, every
@@ -129,22 +128,42 @@ class Work:
         return [corpus.windows([number], layout, [(0, number)]) for number in numbers]
 
     def run(self) -> dict[str, Any]:
-        """Train, and return the report; empty for all ranks but 0."""
+        """Train, and return the report, ready for JSON; empty for all ranks but 0.
+
+        "before" and "after" are acceptance on held-out texts by kind of draft; "chain" is the model
+        before the training, drafting token by token. Seconds are of all runs together, None if
+        unknown.
+        """
         trainer = self._trainer()
         self._begin(trainer)
         self._train(trainer)
         if self._peers.rank:
             return {}
-        began = time.monotonic()
         self._screen.phase("measuring the draft")
+        began, progress = time.monotonic(), trainer.progress
         after = self._measure(chain=False)
-        seconds = {
-            "sampling": seconds_of(self._places.samples),
-            "training": trainer.progress.seconds,
-            "measuring": trainer.progress.facts["seconds"] + time.monotonic() - began,
+        measuring = progress.facts["seconds"] + time.monotonic() - began
+        sampling = seconds_of(self._places.samples)
+        return {
+            "kind": "bass distill",
+            "before": progress.facts["before"],
+            "after": after,
+            "looks": progress.facts.get("looks", []),
+            "samples": self._facts,
+            "training": {
+                **asdict(self._training),
+                "steps": progress.step,
+                "tokens": progress.tokens,
+                "guesses": progress.guesses,
+                "loss": progress.loss,
+            },
+            "seconds": {
+                "sampling": None if sampling is None else round(sampling, 1),
+                "training": round(progress.seconds, 1),
+                "measuring": round(measuring, 1),
+            },
+            "made_with": self._plan.identity(),
         }
-        training, made_with = asdict(self._training), self._plan.identity()
-        return report_of(trainer.progress, after, self._facts, seconds, training, made_with)
 
     def write(self) -> None:
         """Write the draft's folder with the current weights."""
@@ -170,9 +189,14 @@ class Work:
         size = min(training.windows, max(len(self._corpus), peers.ranks))
         own = -(-size // peers.ranks)
         batches = Batches(
-            self._corpus, training.layout, size=size, most=most, seed=training.seed,
-            rank=peers.rank, ranks=peers.ranks,
-        )  # fmt: skip
+            self._corpus,
+            training.layout,
+            size=size,
+            most=most,
+            seed=training.seed,
+            rank=peers.rank,
+            ranks=peers.ranks,
+        )
         steps = training.steps
         if steps is None and training.minutes is None:
             steps = max(-(-PASSES * len(self._corpus) // size), 1)
@@ -182,9 +206,14 @@ class Work:
             + (f", {most} at once" if most < own else "")
         )
         return Trainer(
-            self._target, self._student, batches, Goal(steps, limit, training.learning_rate),
-            mask=self._source.mask, dtype=plan.dtype, peers=peers,
-        )  # fmt: skip
+            self._target,
+            self._student,
+            batches,
+            Goal(steps, limit, training.learning_rate),
+            mask=self._source.mask,
+            dtype=plan.dtype,
+            peers=peers,
+        )
 
     def _begin(self, trainer: Trainer) -> None:
         """Restore the checkpoint, or measure the untrained model if there is none."""
@@ -211,29 +240,38 @@ class Work:
             path = None if self._peers.rank else self._places.checkpoint
             trainer.run(on_step, checkpoint=path, every=self._every)
 
-    def _measure_quickly(self) -> HeldOutAcceptance:
+    def _measure_quickly(self) -> Acceptance:
         return measure_acceptance(
-            self._target, self._student, self._held[:_FEW], mask=self._source.mask,
-            dtype=self._plan.dtype, temperature=1.0, both=False,
-        )  # fmt: skip
+            self._target,
+            self._student,
+            self._held[:_FEW],
+            mask=self._source.mask,
+            dtype=self._plan.dtype,
+            temperature=1.0,
+            both=False,
+        )
 
     def _measure(self, *, chain: bool) -> dict[str, Any]:
         """Measure acceptance for each kind of draft and temperature."""
         kinds = {"parallel": self._source.mask, **({"chain": None} if chain else {})}
         return {
             f"{kind} T={temperature:g}": measure_acceptance(
-                self._target, self._student, self._held, mask=mask, dtype=self._plan.dtype,
+                self._target,
+                self._student,
+                self._held,
+                mask=mask,
+                dtype=self._plan.dtype,
                 temperature=temperature,
-            ).document()
+            )._asdict()
             for kind, mask in kinds.items()
             for temperature in TEMPERATURES
-        }  # fmt: skip
+        }
 
 
 class _View:
     """The progress line of the training. `measure`: measures on held-out texts; None for none."""
 
-    def __init__(self, trainer: Trainer, measure: Callable[[], HeldOutAcceptance] | None):
+    def __init__(self, trainer: Trainer, measure: Callable[[], Acceptance] | None):
         self._trainer, self._measure = trainer, measure
         self._first, self._began = trainer.progress.tokens, time.monotonic()
         self._measured, self._rates = trainer.progress.seconds, ""

@@ -20,10 +20,9 @@ from test_worker_pool import Fleet
 
 from bass_cli.cluster.worker_pool import WorkerPool
 from bass_cli.config.args import DistillArgs
-from bass_cli.distill import makers
+from bass_cli.distill import command
 from bass_cli.distill.group import Rank
-from bass_cli.distill.prompts import Supply
-from bass_cli.distill.sampling import draw, lines_of
+from bass_cli.distill.sampling import Supply, draw, lines_of
 from bass_cli.distill.settings import sampling_job
 from bass_cli.io.console import Screen
 from bass_cli.io.prompts import Prompt
@@ -79,8 +78,8 @@ def test_two_actors_of_which_one_is_killed_train_what_one_process_does(here, clu
     one = bass("distill", *TRAINED, "--out", "one", "--json")
     assert one.exit_code == 0, one.stderr
     samples_from(here / "one", here / "two")
-    monkeypatch.setattr(makers, "Rank", dying(1, 7, str(here / "flag")))
-    monkeypatch.setattr(makers, "SECONDS", 0.0)
+    monkeypatch.setattr(command, "Rank", dying(1, 7, str(here / "flag")))
+    monkeypatch.setattr(command, "SECONDS", 0.0)
     given = ("--ray", cluster.address, "--actors", "2")
     two = bass("distill", *TRAINED, "--out", "two", *given, "--json")
     assert two.exit_code == 0, two.stderr
@@ -113,8 +112,8 @@ def test_a_worker_pool_draws_until_there_are_enough_tokens(tmp_path):
         workers.gather()
         supply = Supply(lambda: iter(prompts), n=3, wanted=wanted)
         kept = path.read_bytes() if path.exists() else b""
-        draw(makers.PoolSampler(workers), supply, wanted=wanted, path=path, results={},
-             screen=Screen(True))  # fmt: skip
+        draw(lambda supply, _, workers=workers: workers.draw(supply, supply.done, None), supply,
+             path=path, results={}, screen=Screen(True), line=workers.line)  # fmt: skip
         found = list(lines_of(path))
         assert path.read_bytes().startswith(kept)
         assert len({(one.id, one.sample) for one in found}) == len(found)
@@ -143,8 +142,8 @@ def test_a_killed_command_resumes_with_any_number_of_actors(here, cluster, monke
         samples_from(here / "out", here / name)
         with monkeypatch.context() as patch:
             if kill:
-                patch.setattr(makers, "Rank", dying(0, 9, str(here / "flag")))
-                patch.setattr(makers, "SECONDS", 0.2)
+                patch.setattr(command, "Rank", dying(0, 9, str(here / "flag")))
+                patch.setattr(command, "SECONDS", 0.2)
             whole = bass("distill", *TRAINED, "--out", name, *given, "--actors", "2")
         assert whole.exit_code == 0, whole.stderr
         assert kill == ("died; the others resume" in whole.stderr)
@@ -172,7 +171,7 @@ def one_by_one(here):
 def test_a_local_ray_ends_with_ctrl_c(here):
     flags = (*FLAGS, "--minutes", "5", "--out", "out", "--ray", "local", "--actors", "2")
     with (here / "log").open("w") as log:
-        child = Forked(f"import bass_cli.distill.makers as m; m.SECONDS = 0.0; {BASS}", "distill",
+        child = Forked(f"import bass_cli.distill.command as m; m.SECONDS = 0.0; {BASS}", "distill",
                        *flags, cwd=here, stderr=log)  # fmt: skip
         until((here / "out/checkpoint.pt").exists, child)
         assert len(actors(child.pid, "Rank")) == 2
@@ -192,7 +191,7 @@ def test_a_local_ray_ends_with_ctrl_c(here):
 ])  # fmt: skip
 def test_wrong_options_are_refused_before_models_are_read(here, monkeypatch, flags, fault):
     for place in ("make_plan", "plan_of_others"):
-        monkeypatch.setattr(makers, place, lambda *_, **__: pytest.fail("models were read"))
+        monkeypatch.setattr(command, place, lambda *_, **__: pytest.fail("models were read"))
     refused = bass("distill", *TRAINED, "--out", "out", *flags)
     assert (refused.exit_code, fault in " ".join(refused.stderr.split())) == (2, True)
     assert not (here / "out").exists()

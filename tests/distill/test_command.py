@@ -57,7 +57,7 @@ def ids_of(path):
 
 
 # a checkpoint after every step, not every five minutes
-OFTEN = "import bass_cli.distill.makers; bass_cli.distill.makers.SECONDS = 0.0;"
+OFTEN = "import bass_cli.distill.command; bass_cli.distill.command.SECONDS = 0.0;"
 
 
 def killed(folder, until, *flags):
@@ -86,7 +86,7 @@ def test_from_a_pair_to_a_draft(here, monkeypatch):
             yield one
 
     with monkeypatch.context() as patch:
-        patch.setattr("bass_cli.distill.sampling.generate", interrupted)
+        patch.setattr("bass_cli.distill.command.generate", interrupted)
         assert bass("distill", *flags).exit_code == 130
     kept = samples.read_bytes()
     assert kept.count(b"\n") == 15
@@ -222,7 +222,7 @@ def test_mistakes_are_refused_before_weights_are_read(here, monkeypatch, flags, 
     for place in (
         "bass_cli.run.build.load",
         "bass_cli.distill.work.load",
-        "bass_cli.distill.student.load",
+        "bass_cli.distill.network.load",
     ):
         monkeypatch.setattr(place, lambda *a, **k: pytest.fail("weights were read"))
     write_checkpoint("qwen3", here / "other", seed=1, shards=False, use_sliding_window=False)

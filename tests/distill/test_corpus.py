@@ -13,10 +13,8 @@ from checkpoints import write_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bass_cli.distill.corpus import Batches, Corpus, Text, split
-from bass_cli.distill.layout import thinned
-from bass_cli.distill.prompts import Own, Supply, own_beginnings
-from bass_cli.distill.sampling import draw
+from bass_cli.distill.sampling import Own, Supply, draw, own_beginnings
+from bass_cli.distill.windows import Batches, Corpus, Text, split, thinned
 from bass_cli.errors import MachineError, UserError
 from bass_cli.formats.tokenizer import Tokenizer
 from bass_cli.io.console import Screen
@@ -184,20 +182,17 @@ def test_drawing_ends_with_empty_samples():
 
 
 def test_a_target_whose_samples_all_fail_ends_the_run(tmp_path):
-    class Broken:
-        line = None
-
-        def samples(self, supply, on_tokens):
-            for prompt in supply:
-                for number in range(2):
-                    yield dataclasses.replace(
-                        sample(prompt, number, "", "error", 0), error="logits are not finite"
-                    )
+    def broken(supply, on_tokens):
+        for prompt in supply:
+            for number in range(2):
+                yield dataclasses.replace(
+                    sample(prompt, number, "", "error", 0), error="logits are not finite"
+                )
 
     supply = Supply(Own("<user>", ""), n=2, wanted=1000)
     where = {"path": tmp_path / "samples.jsonl", "results": {}, "screen": Screen(True)}
     with pytest.raises(MachineError, match="last 64 samples all failed: logits are not finite"):
-        draw(Broken(), supply, wanted=1000, **where)
+        draw(broken, supply, **where)
     assert len(where["path"].read_text().splitlines()) == 64
 
 
@@ -243,18 +238,15 @@ def test_one_pass_over_a_file_ends_with_fewer_tokens(tmp_path):
     prompts = [Prompt(name, f"text {name}", None, {}, None, name) for name in "ab"]
     supply = Supply(lambda: iter(prompts), n=2, wanted=10_000, passes=1)
 
-    class Hand:
-        line = None
-
-        def samples(self, supply, on_tokens):
-            for prompt in supply:
-                for number in range(2):
-                    on_tokens(3)
-                    yield sample(prompt, number, "text", "eos", 3)
+    def drawing(supply, on_tokens):
+        for prompt in supply:
+            for number in range(2):
+                on_tokens(3)
+                yield sample(prompt, number, "text", "eos", 3)
 
     path = tmp_path / "samples.jsonl"
     assert supply.total == 10_000
-    draw(Hand(), supply, wanted=10_000, path=path, results={}, screen=Screen(True))
+    draw(drawing, supply, path=path, results={}, screen=Screen(True))
     assert [json.loads(line)["id"] for line in path.read_text().splitlines()] == [
         *["file/0/a"] * 2,
         *["file/0/b"] * 2,
@@ -271,16 +263,13 @@ def test_progress_counts_tokens_of_unfinished_samples(tmp_path):
         def counting(self, what, total, *, beside=None):
             yield lambda done, whole: shown.append((what, done, whole))
 
-    class Hand:
-        line = None
-
-        def samples(self, supply, on_tokens):
-            both = list(supply)
-            for _ in range(4):
-                on_tokens(2)  # a round of both rows
-            yield from (sample(prompt, 0, "text", "eos", 4) for prompt in both)
+    def drawing(supply, on_tokens):
+        both = list(supply)
+        for _ in range(4):
+            on_tokens(2)  # a round of both rows
+        yield from (sample(prompt, 0, "text", "eos", 4) for prompt in both)
 
     where = {"path": tmp_path / "samples.jsonl", "results": {}, "screen": Watched(True)}
-    draw(Hand(), supply, wanted=8, **where)
+    draw(drawing, supply, **where)
     assert shown[:4] == [("tokens", done, 8) for done in (2, 4, 6, 8)]
     assert shown[-1] == ("tokens", 8, 8)

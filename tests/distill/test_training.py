@@ -7,15 +7,12 @@ import numpy
 import pytest
 import torch
 from checkpoints import write_checkpoint
-from test_layout import windows_of
+from test_windows import windows_of
 
-from bass_cli.distill.corpus import Batches, Corpus, Text
-from bass_cli.distill.held_out import measure_acceptance
-from bass_cli.distill.layout import Layout, thinned, whole
-from bass_cli.distill.loss import shared_agreement
-from bass_cli.distill.network import run
-from bass_cli.distill.student import source_of, student_weights
-from bass_cli.distill.trainer import Goal, Model, Trainer
+from bass_cli.distill.agreement import measure_acceptance, shared_agreement
+from bass_cli.distill.network import Model, run, source_of, student_weights
+from bass_cli.distill.trainer import Goal, Trainer
+from bass_cli.distill.windows import Batches, Corpus, Layout, Text, thinned, whole
 from bass_cli.errors import MachineError
 from bass_cli.formats.weights import load, open_checkpoint
 

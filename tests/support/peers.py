@@ -12,10 +12,9 @@ import numpy
 import torch
 from forked import Forked
 
-from bass_cli.distill.corpus import Batches, Corpus, Text
-from bass_cli.distill.layout import thinned
-from bass_cli.distill.student import source_of, student_weights
-from bass_cli.distill.trainer import Goal, Model, Trainer
+from bass_cli.distill.network import Model, source_of, student_weights
+from bass_cli.distill.trainer import Goal, Trainer
+from bass_cli.distill.windows import Batches, Corpus, Text, thinned
 from bass_cli.formats.weights import load, open_checkpoint
 
 WINDOW, VOCAB, WINDOWS, STEPS = 48, 299, 5, 6

@@ -9,8 +9,8 @@ import torch
 from checkpoints import FAMILIES, write_checkpoint
 from toys import AtOnce, drive, loop_for, rows_for
 
-from bass_cli.distill.layout import FLOOR, RATE, Layout, lay_out, thinned, whole
 from bass_cli.distill.network import run
+from bass_cli.distill.windows import FLOOR, RATE, Layout, lay_out, thinned, whole
 from bass_cli.formats.weights import load, open_checkpoint
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.models.decoder import Decoder

@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch.nn import functional
 
-from bass_cli.distill import loss
-from bass_cli.distill.loss import Guesses, Head, divergence, maximal_agreement, shared_agreement
+from bass_cli.distill import agreement as loss
+from bass_cli.distill.agreement import divergence, maximal_agreement, shared_agreement
+from bass_cli.distill.network import Head
+from bass_cli.distill.windows import Layout, Windows
 
 
 def chained(laws, longest, vocab):
@@ -24,10 +26,20 @@ def chained(laws, longest, vocab):
     before = [at[(law - 1, n - 1, start)] if n else i for i, (law, n, start) in enumerate(rows)]
     of = torch.tensor([law for law, _, _ in rows])
     begins = numpy.searchsorted(of.numpy(), numpy.arange(laws + 1))
-    tokens = torch.randint(vocab, (laws,))[of]
-    scarcity = torch.tensor([1.0 + number for _, number, _ in rows])
-    worth = torch.tensor([float(longest - number) for _, number, _ in rows])
-    return Guesses(begins, of, torch.tensor(before), tokens, scarcity, worth, longest)
+    layout = Layout(12, 1, (6, 4, 3)[: longest - 1])  # scarcity 1, 2, 3 and 4
+    place = torch.tensor([number for _, number, _ in rows])
+    tokens, unused = torch.randint(vocab + 3, (1, laws + 1)), torch.empty(0)
+    return Windows(
+        layout,
+        begins,
+        tokens,
+        *[unused] * 4,
+        place,
+        torch.tensor(before),
+        of,
+        torch.arange(laws),
+        unused,
+    )
 
 
 def plain_loss(student, head, target, law, guesses, least, share):
@@ -35,13 +47,15 @@ def plain_loss(student, head, target, law, guesses, least, share):
     q_law = functional.log_softmax(functional.linear(student, *head), -1)
     p_law = functional.log_softmax(target.detach() @ law.weight.detach().T, -1)
     total, stand = student.new_zeros(()), []
-    for i, (law_number, token) in enumerate(zip(guesses.of, guesses.tokens, strict=True)):
+    tokens = guesses.tokens[0, guesses.of + 1].clamp(max=len(law.weight) - 1)
+    worths = loss.worths(len(guesses.layout.scarcity))
+    for i, (law_number, token) in enumerate(zip(guesses.of, tokens, strict=True)):
         q, p = q_law[i], p_law[law_number]
         before = int(guesses.before[i])
         ahead = 1.0 if before == i else stand[before]
         stand.append(ahead * min(1.0, float((q - p)[token].detach().exp())))
-        weight = 1.0 if before == i else least + (1 - least) * ahead * float(guesses.scarcity[i])
-        weight *= float(guesses.worth[i])
+        weight = 1.0 if before == i else least + (1 - least) * ahead * float(1 + guesses.place[i])
+        weight *= worths[guesses.place[i]]
         apart = (q.exp() - p.exp()).abs().sum()
         kl = functional.kl_div(q, p, log_target=True, reduction="sum")
         total = total + weight * ((1 - share) * kl + share * apart)
