@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from bass_cli.formats.partition import part_of
-from bass_cli.models.ranks import Share
+from bass_cli.models.ranks import Share, part_of
 from bass_cli.models.spec import Spec, parameters, stored_dtype
 
 LOGIT_SPREAD = 4.0  # standard deviation of the logits

@@ -41,7 +41,7 @@ from bass_cli.distill.windows import FEWEST
 from bass_cli.distill.work import Places, Work
 from bass_cli.engine.clock import expected
 from bass_cli.errors import UserError
-from bass_cli.formats.weights import locate
+from bass_cli.formats.sources import locate
 from bass_cli.generation import files_read
 from bass_cli.io.console import Screen
 from bass_cli.io.prompts import Prompt, open_prompts, read_prompts

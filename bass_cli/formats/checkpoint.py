@@ -20,12 +20,10 @@ from bass_cli.errors import UserError
 from bass_cli.formats import gguf_config
 from bass_cli.formats.ends import END_ROLES
 from bass_cli.formats.gguf_config import ARCHITECTURES, ROPE_FACTORS, spec_of_gguf
-from bass_cli.formats.gguf_file import read_gguf
 from bass_cli.formats.head_config import head_of_config, notes_of_head, tokens_of
 from bass_cli.formats.hf_config import mask_of, notes_of_config, spec_of_config
-from bass_cli.formats.quantised import QUANTISED
-from bass_cli.formats.tensor_content import DTYPES, parts
-from bass_cli.formats.tensor_files import Entry, read_safetensors, read_torch
+from bass_cli.formats.tensor_content import DTYPES, QUANTISED, parts
+from bass_cli.formats.tensor_files import Entry, read_gguf, read_safetensors, read_torch
 from bass_cli.io.reading import parse_object, read_bytes, shown
 from bass_cli.models import families
 from bass_cli.models.families import FAMILIES, Family, Slot

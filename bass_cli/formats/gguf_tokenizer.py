@@ -2,7 +2,7 @@
 
 Keys mean the same as in llama.cpp (src/llama-vocab.cpp at commit 0c1e570). docs/FORMATS.md lists
 them, and the cases where the model's own tokenizer is followed instead. Not here: the file format
-(gguf_file.py), pre-tokenizers (gguf_pretokenizers.py), which tokens end a sample (ends.py).
+(tensor_files.py), pre-tokenizers (gguf_pretokenizers.py), which tokens end a sample (ends.py).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from bass_cli.errors import UserError, nearest
 from bass_cli.formats.ends import END_ROLES, END_TEXTS, ROLE_TEXTS, end_ids
-from bass_cli.formats.gguf_file import Texts, read_gguf, read_texts
 from bass_cli.formats.gguf_pretokenizers import BYTES, PRE_TOKENIZERS, PreTokenizer
+from bass_cli.formats.tensor_files import Texts, read_gguf, read_texts
 from bass_cli.formats.text_length import byte_alphabet
 from bass_cli.formats.tokenizer_parts import TokenizerParts
 from bass_cli.io.reading import shown

@@ -81,7 +81,7 @@ class Tokenizer:
         """Load the tokenizer of a model's folder or .gguf file.
 
         Args:
-            vocabulary: the digest in the header of a .gguf file, if it was read (gguf_file.py).
+            vocabulary: the digest in the header of a .gguf file, if it was read (tensor_files.py).
 
         Raises:
             UserError: no tokenizer can be read there, or it is Python code in the folder, which

@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 from bass_cli.errors import UserError
 from bass_cli.formats.backends import load_backend
-from bass_cli.formats.gguf_file import read_gguf
 from bass_cli.formats.gguf_tokenizer import read_gguf_tokenizer
 from bass_cli.formats.hub_tokenizer import (
     FILES,
@@ -29,6 +28,7 @@ from bass_cli.formats.hub_tokenizer import (
 )
 from bass_cli.formats.limited import Limited, RefusalError
 from bass_cli.formats.template import Messages
+from bass_cli.formats.tensor_files import read_gguf
 from bass_cli.formats.text_length import check_growth
 from bass_cli.formats.tokenizer_parts import TokenizerParts
 from bass_cli.io.cache import cache_folder, read_cached, write_cached
@@ -67,7 +67,7 @@ def settle(path: Path, vocabulary: str | None = None) -> Settled:
     """Return the tokenizer of a model's folder or .gguf file, from the cache if it has an entry.
 
     Args:
-        vocabulary: the digest in the header of a .gguf file, if it was read (gguf_file.py).
+        vocabulary: the digest in the header of a .gguf file, if it was read (tensor_files.py).
 
     Raises:
         UserError: no tokenizer can be read from the files.

@@ -1,8 +1,10 @@
 """Load a checkpoint's tensors into the decoder's fused tensors on the device, a few megabytes at a
 time.
 
-The host holds at most one part of a tensor for each thread (besides the model on a CPU). Not here:
-reading a part (tensor_content.py), pairing stored tensors with the decoder's (checkpoint.py).
+The host holds at most one part of a tensor for each thread (besides the model on a CPU). A process
+of a split model reads the rows and columns of its own part (tensor parallelism of Megatron-LM,
+arXiv 1909.08053). Not here: reading a part (tensor_content.py), pairing stored tensors with the
+decoder's (checkpoint.py).
 """
 
 from __future__ import annotations
@@ -11,13 +13,12 @@ import os
 import threading
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from bass_cli.formats.checkpoint import Checkpoint, Piece, open_checkpoint, open_head
-from bass_cli.formats.partition import Cut, cuts, kept, part_of
-from bass_cli.formats.sources import locate
+from bass_cli.formats.checkpoint import Checkpoint, Piece
 from bass_cli.formats.tensor_content import (
     DTYPES,
     Bytes,
@@ -28,13 +29,12 @@ from bass_cli.formats.tensor_content import (
     stage_for,
 )
 from bass_cli.models.families import CODEGEN_BLOCKS, Slot
-from bass_cli.models.ranks import Share
+from bass_cli.models.ranks import Share, part_of
 from bass_cli.models.spec import Spec, parameters, stored_dtype
 from bass_kernels import import_kernels
 
-__all__ = ["Checkpoint", "load", "locate", "open_checkpoint", "open_head"]
-
 _WORKERS = 4  # reading threads: they copy from the page cache as fast as a GPU can receive
+_BY_TOKENS = ("embed", "head")  # split by tokens
 
 
 def load(
@@ -107,10 +107,6 @@ def _rows(spec: Spec, name: str, weight: Tensor, share: Share | None) -> int:
     return found.size
 
 
-def _cuts(spec: Spec, piece: Piece, share: Share | None) -> Iterator[Cut]:
-    return cuts(spec, piece, order_of(spec, piece.slot), share)
-
-
 def _fill(
     weights: dict[str, Tensor], piece: Piece, spec: Spec, stage: Stage, share: Share | None
 ) -> tuple[int, int]:
@@ -118,7 +114,7 @@ def _fill(
     rows written and bytes read."""
     entry, slot = piece
     rows = size = 0
-    with entry.file.open("rb", buffering=0) as file, stage.turn():
+    with entry.file.open("rb", buffering=0) as file, stage.stream():
         for cut in _cuts(spec, piece, share):
             target = weights[slot.name][cut.first : cut.first + cut.taken]
             there = target.device.type == "cpu" and DTYPES.get(entry.dtype) is target.dtype
@@ -153,8 +149,8 @@ def _deinterleave(spec: Spec, rows: int) -> Tensor:
     come first."""
     assert spec.rope is not None
     place = torch.arange(spec.head_size)
-    turning = place[: spec.rope.size]
-    place[: spec.rope.size] = turning // 2 + (turning % 2) * (spec.rope.size // 2)
+    rotary = place[: spec.rope.size]
+    place[: spec.rope.size] = rotary // 2 + (rotary % 2) * (spec.rope.size // 2)
     return (torch.arange(0, rows, spec.head_size)[:, None] + place).flatten()
 
 
@@ -162,9 +158,9 @@ def _codegen(spec: Spec, rows: int) -> Tensor:
     """Return the target row of each of CodeGen's fused rows: blocks of q, v, k, in that order,
     become q, k, v, with q and k deinterleaved."""
     width = rows // 3
-    turned = _deinterleave(spec, width)
+    reordered = _deinterleave(spec, width)
     q, v, k = (part * width for part in (0, 2, 1))
-    fused = torch.stack([turned + q, torch.arange(width) + v, turned + k])
+    fused = torch.stack([reordered + q, torch.arange(width) + v, reordered + k])
     return fused.view(3, CODEGEN_BLOCKS, -1).transpose(0, 1).flatten()
 
 
@@ -177,3 +173,112 @@ _ORDERS: dict[str, Callable[[Spec, int], Tensor]] = {
 def order_of(spec: Spec, slot: Slot) -> Tensor | None:
     """Return the target row of each stored row of a slot; None if rows keep their order."""
     return _ORDERS[slot.how](spec, slot.rows) if slot.how in _ORDERS else None
+
+
+# The parts of a split model
+
+
+class Kept(NamedTuple):
+    """The part of a tensor that a process holds: these runs of indexes of dimension `dim`, in its
+    order.
+
+    Heads, feed-forward and vocabulary are split: maps into them by rows, maps out of them by
+    columns, embedding and head by tokens. Norms, learned positions and biases of summed outputs are
+    not split.
+    """
+
+    dim: int
+    runs: tuple[range, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(map(len, self.runs))
+
+
+class Cut(NamedTuple):
+    """A part of a stored tensor that a process reads.
+
+    rows, columns: of the stored tensor; None for all columns.
+    first, taken: the part fills rows [first, first + taken) of the process's decoder tensor.
+    order: the target row of each stored row, if rows are reordered.
+    """
+
+    rows: range
+    columns: range | None
+    first: int
+    taken: int
+    order: Tensor | None = None
+
+
+def kept(spec: Spec, name: str, share: Share) -> Kept | None:
+    """Return what process `share` holds of a tensor of `parameters(spec)`; None if all of it."""
+    part, (rank, ranks) = part_of(spec, share.ranks), share
+    layer, kind = name.split(".")[-2:]
+    if layer in _BY_TOKENS:
+        first = min(rank * part.vocab, spec.vocab)
+        return Kept(0, (range(first, min(first + part.vocab, spec.vocab)),))
+    size, query, key = spec.head_size, spec.heads * spec.head_size, spec.kv_heads * spec.head_size
+    queries = range(rank * part.heads * size, (rank + 1) * part.heads * size)
+    first = rank * spec.kv_heads // ranks * size
+    keys = range(first, first + part.kv_heads * size)
+    inner = range(rank * part.inner, (rank + 1) * part.inner)
+    if layer == "qkv":
+        return Kept(0, (queries, _moved(keys, query), _moved(keys, query + key)))
+    if layer == "up":
+        return Kept(0, (inner, _moved(inner, spec.inner)) if spec.gated else (inner,))
+    if layer in ("o", "down") and kind == "weight":
+        return Kept(1, (queries if layer == "o" else inner,))
+    return None
+
+
+def _cuts(spec: Spec, piece: Piece, share: Share | None) -> Iterator[Cut]:
+    """Yield the parts of a stored tensor that process `share` reads. None: the model is not
+    split."""
+    (entry, slot), found = piece, None if share is None else kept(spec, piece.slot.name, share)
+    order = order_of(spec, slot)
+    every = range(entry.shape[0])
+    transposed = slot.how == "transpose" and len(entry.shape) == 2
+    if found is None:
+        yield Cut(every, None, slot.first, slot.rows, order)
+    elif found.dim == 1:
+        (run,) = found.runs
+        assert order is None
+        yield Cut(run if transposed else every, None if transposed else run, slot.first, slot.rows)
+    elif order is not None:
+        yield from _sorted_cuts(order + slot.first, found)
+    else:
+        for rows, first in _within(found, range(slot.first, slot.first + slot.rows)):
+            stored = _moved(rows, -slot.first)
+            yield Cut(
+                every if transposed else stored, stored if transposed else None, first, len(stored)
+            )
+
+
+def _within(found: Kept, slot: range) -> Iterator[tuple[range, int]]:
+    """Yield the kept rows inside a slot, each run with its first index among all kept rows."""
+    at = 0
+    for run in found.runs:
+        rows = range(max(run.start, slot.start), min(run.stop, slot.stop))
+        if rows:
+            yield rows, at + rows.start - run.start
+        at += len(run)
+
+
+def _sorted_cuts(order: Tensor, found: Kept) -> Iterator[Cut]:
+    """Yield runs of stored rows that are kept. Stored row i is row `order[i]` of the tensor."""
+    places = torch.full_like(order, -1)
+    at = 0
+    for run in found.runs:
+        inside = (order >= run.start) & (order < run.stop)
+        places[inside] = order[inside] - run.start + at
+        at += len(run)
+    begin = 0
+    for end in range(1, len(order) + 1):
+        if end == len(order) or (places[end] >= 0) != (places[begin] >= 0):
+            if places[begin] >= 0:
+                yield Cut(range(begin, end), None, 0, found.size, places[begin:end])
+            begin = end
+
+
+def _moved(run: range, by: int) -> range:
+    return range(run.start + by, run.stop + by)

@@ -35,7 +35,7 @@ class Decoder:
             padding rows of a checkpoint must never be sampled. Default: all.
         shared: provides embedding and head if `weights` has none.
         ranks: the group of a split model. Then spec and weights are one process's part
-            (partition.part_of), `vocab` is the whole model's, and all processes make every pass
+            (ranks.part_of), `vocab` is the whole model's, and all processes make every pass
             together.
 
     Attributes:

@@ -2,7 +2,7 @@
 NCCL between GPUs and gloo between CPUs.
 
 A pass makes the same exchanges in the same order in all processes, for any input. Not here: which
-part each process has (partition.py), which pass is next (leader.py).
+tensors of each part (weights.py), which pass is next (leader.py).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import socket
 import sys
 import time
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ import bass_kernels as ops
 from bass_cli.errors import MachineError, UserError
 from bass_cli.io import terminal
 from bass_cli.models.capture import capture
+from bass_cli.models.spec import Spec
 
 
 class Share(NamedTuple):
@@ -28,6 +30,33 @@ class Share(NamedTuple):
 
     rank: int
     ranks: int
+
+
+def check_divisible(spec: Spec, ranks: int, *, model: str) -> None:
+    """Raise a UserError unless this model can be split over so many devices."""
+    for what, count in (("attention heads", spec.heads), ("feed-forward size", spec.inner)):
+        if count % ranks:
+            raise UserError(
+                f"--tensor-parallel {ranks}: {model} has {what} {count}, which {ranks} does not "
+                "divide; use another number"
+            )
+    if spec.kv_heads % ranks and ranks % spec.kv_heads:
+        raise UserError(
+            f"--tensor-parallel {ranks}: {model} has key/value heads {spec.kv_heads}, which "
+            f"neither divides {ranks} nor is divided by it; use another number"
+        )
+
+
+def part_of(spec: Spec, ranks: int) -> Spec:
+    """Return the spec of one process's part. With fewer key/value heads than processes, several
+    processes hold the same head. The vocabulary is rounded up, and the last parts are padded."""
+    return replace(
+        spec,
+        heads=spec.heads // ranks,
+        kv_heads=max(spec.kv_heads // ranks, 1),
+        inner=spec.inner // ranks,
+        vocab=-(-spec.vocab // ranks),
+    )
 
 
 # Processes wait for each other inside passes only. A longer wait means that one hangs.

@@ -20,13 +20,13 @@ from bass_cli.engine.contracts import DraftLength
 from bass_cli.engine.graphs import Graphs
 from bass_cli.engine.loop import Loop
 from bass_cli.engine.verify import Cut
-from bass_cli.formats.partition import part_of
 from bass_cli.formats.weights import load, size_of
 from bass_cli.lengths.controllers import Fixed, make_lengths
 from bass_cli.models.block_allocator import Pieces
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.heads import Head, make_head
 from bass_cli.models.kv_cache import ARENA
+from bass_cli.models.ranks import part_of
 from bass_cli.models.runner import Runner
 from bass_cli.run.pair import longest_draft
 from bass_cli.run.plan import Plan

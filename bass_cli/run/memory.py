@@ -17,9 +17,9 @@ import torch
 
 from bass_cli.engine.batch import beyond
 from bass_cli.errors import MachineError
-from bass_cli.formats.partition import part_of
 from bass_cli.models.kv_cache import ARENA
 from bass_cli.models.prefill import LONG, PASS
+from bass_cli.models.ranks import part_of
 from bass_cli.models.spec import HeadSpec, Spec, head_parameters, parameters
 from bass_cli.system.host import free_memory, gigabytes, held_memory, is_refused_memory
 

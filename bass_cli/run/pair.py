@@ -17,11 +17,12 @@ from bass_cli.config.draft_spec import parse_draft, skipped_layers
 from bass_cli.config.job import Job
 from bass_cli.engine.verify import CHEAP, Cut
 from bass_cli.errors import MachineError, UserError
+from bass_cli.formats.checkpoint import Checkpoint, open_checkpoint, open_head
 from bass_cli.formats.continuation import special_stops
-from bass_cli.formats.partition import check_divisible
+from bass_cli.formats.sources import locate
 from bass_cli.formats.tokenizer import Tokenizer, check_same_vocabulary
-from bass_cli.formats.weights import Checkpoint, locate, open_checkpoint, open_head
 from bass_cli.lengths.costs import Surface, load_surface, profile_path
+from bass_cli.models.ranks import check_divisible
 from bass_cli.models.spec import Spec, parameters
 
 # Tokens drafted beyond those verified where rows are cut (docs/decisions/10-cutting.md): two gain

@@ -156,8 +156,8 @@ def read_part(
 ) -> tuple[Spec, dict[str, torch.Tensor]]:
     """Load a part of a checkpoint on this machine. See `Source`."""
     from bass_cli.formats.checkpoint import open_checkpoint
-    from bass_cli.formats.partition import part_of
     from bass_cli.formats.weights import load
+    from bass_cli.models.ranks import part_of
 
     checkpoint = open_checkpoint(path)
     weights = load(checkpoint, dtype=dtype, device=device, share=share, on_read=on_read)

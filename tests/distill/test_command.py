@@ -17,7 +17,7 @@ from bass_cli.cli.commands import app
 from bass_cli.config.args import DistillArgs
 from bass_cli.distill.sampling import lines_of
 from bass_cli.distill.settings import requested_tokens, sampling_job, training_of
-from bass_cli.formats.weights import open_checkpoint
+from bass_cli.formats.checkpoint import open_checkpoint
 from bass_cli.run import generate as library
 
 FLAGS = ("--pair", "pair.yaml", "--device", "cpu", "--threads", "1", "--tokens", "700", "--max-new-tokens", "20",

@@ -17,8 +17,9 @@ from checkpoints import (
 
 from bass_cli.distill.folder import config_of, write_folder
 from bass_cli.errors import UserError
+from bass_cli.formats.checkpoint import open_checkpoint
 from bass_cli.formats.tokenizer import Tokenizer, check_same_vocabulary
-from bass_cli.formats.weights import load, open_checkpoint
+from bass_cli.formats.weights import load
 
 CPU = torch.device("cpu")
 

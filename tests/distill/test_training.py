@@ -14,7 +14,8 @@ from bass_cli.distill.network import Model, run, source_of, student_weights
 from bass_cli.distill.trainer import Goal, Trainer
 from bass_cli.distill.windows import Batches, Corpus, Layout, Text, thinned, whole
 from bass_cli.errors import MachineError
-from bass_cli.formats.weights import load, open_checkpoint
+from bass_cli.formats.checkpoint import open_checkpoint
+from bass_cli.formats.weights import load
 
 CPU, WINDOW, VOCAB = torch.device("cpu"), 48, 299
 

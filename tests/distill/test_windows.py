@@ -11,7 +11,8 @@ from toys import AtOnce, drive, loop_for, rows_for
 
 from bass_cli.distill.network import run
 from bass_cli.distill.windows import FLOOR, RATE, Layout, lay_out, thinned, whole
-from bass_cli.formats.weights import load, open_checkpoint
+from bass_cli.formats.checkpoint import open_checkpoint
+from bass_cli.formats.weights import load
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.models.decoder import Decoder
 

@@ -21,7 +21,8 @@ from bass_cli.config.args import JobArgs
 from bass_cli.config.job import load_pair, make_job
 from bass_cli.engine.batch import Row, beyond
 from bass_cli.engine.verify import CHEAP, Cut
-from bass_cli.formats.weights import load, open_checkpoint
+from bass_cli.formats.checkpoint import open_checkpoint
+from bass_cli.formats.weights import load
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.models import fused_decode
 from bass_cli.models.decoder import Decoder

@@ -15,7 +15,8 @@ from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.contracts import DraftLength
 from bass_cli.engine.loop import Loop
-from bass_cli.formats.weights import load, open_checkpoint
+from bass_cli.formats.checkpoint import open_checkpoint
+from bass_cli.formats.weights import load
 from bass_cli.lengths.controllers import Bass, Fixed, Goodput
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.runner import Runner

@@ -15,7 +15,8 @@ from devices import device, surface_of
 from toys import AtOnce, Reactive, drive, loop_for, plain
 
 from bass_cli.engine.batch import Row
-from bass_cli.formats.weights import load, open_checkpoint
+from bass_cli.formats.checkpoint import open_checkpoint
+from bass_cli.formats.weights import load
 from bass_cli.lengths.controllers import Bass, Fixed, make_lengths
 from bass_cli.models.decoder import Decoder
 

@@ -24,7 +24,8 @@ from bass_cli.engine.graphs import Graphs
 from bass_cli.engine.loop import Loop
 from bass_cli.engine.round import HostDrafts
 from bass_cli.engine.verify import Cut
-from bass_cli.formats.weights import load, open_checkpoint
+from bass_cli.formats.checkpoint import open_checkpoint
+from bass_cli.formats.weights import load
 from bass_cli.lengths.controllers import Bass, Fixed
 from bass_cli.models import prefill as prompts
 from bass_cli.models.decoder import Decoder

@@ -19,7 +19,8 @@ from bass_cli.drafts.factory import make_drafter
 from bass_cli.engine.batch import Batch, Row, beyond
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.loop import Loop
-from bass_cli.formats.weights import load, open_checkpoint, open_head
+from bass_cli.formats.checkpoint import open_checkpoint, open_head
+from bass_cli.formats.weights import load
 from bass_cli.lengths.controllers import Bass, Fixed
 from bass_cli.models.block_allocator import Pieces
 from bass_cli.models.decoder import Decoder

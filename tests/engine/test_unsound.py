@@ -13,7 +13,8 @@ from toys import Markov, loop_for
 
 import bass_kernels as ops
 from bass_cli.engine.batch import Row
-from bass_cli.formats.weights import load, open_checkpoint
+from bass_cli.formats.checkpoint import open_checkpoint
+from bass_cli.formats.weights import load
 from bass_cli.lengths.controllers import Bass, Fixed, Goodput
 from bass_cli.models.decoder import Decoder
 from bass_cli.run.scheduler import Conductor

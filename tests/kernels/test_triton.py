@@ -308,7 +308,8 @@ LENGTHS = (1, 3, TILE + 2)  # all but its last token are read: one more than a t
 def test_a_whole_decoder(family, padded, tmp_path, monkeypatch):
     """Prefill, then rows of unequal length and widths 1 and 3, with these kernels and without.
     `padded`: the kernels read prompts as in a graph, at places that only the device knows."""
-    from bass_cli.formats.weights import load, open_checkpoint
+    from bass_cli.formats.checkpoint import open_checkpoint
+    from bass_cli.formats.weights import load
     from bass_cli.models.block_allocator import Change
     from bass_cli.models.decoder import Decoder
     from bass_cli.models.runner import Runner

@@ -19,7 +19,7 @@ from checkpoints import write_checkpoint, write_gguf
 
 from bass_cli.errors import UserError
 from bass_cli.formats import tensor_files as files
-from bass_cli.formats.weights import open_checkpoint
+from bass_cli.formats.checkpoint import open_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -20,9 +20,9 @@ from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from bass_cli.errors import UserError
-from bass_cli.formats.gguf_file import Texts, read_gguf, read_texts
 from bass_cli.formats.gguf_pretokenizers import PRE_TOKENIZERS
 from bass_cli.formats.gguf_tokenizer import doubts_of, read_gguf_tokenizer
+from bass_cli.formats.tensor_files import Texts, read_gguf, read_texts
 from bass_cli.formats.tokenizer import Tokenizer
 
 STORED = json.loads((Path(__file__).parent / "data" / "llama_cpp.json").read_text())

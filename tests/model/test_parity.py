@@ -20,8 +20,10 @@ from checkpoints import (
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from bass_cli.formats.checkpoint import open_checkpoint
+from bass_cli.formats.sources import locate
 from bass_cli.formats.tokenizer import Tokenizer
-from bass_cli.formats.weights import load, locate, open_checkpoint
+from bass_cli.formats.weights import load
 from bass_cli.models.block_allocator import Change
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.prefill import Part, Table, laid_out

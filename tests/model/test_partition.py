@@ -11,9 +11,9 @@ import torch
 from checkpoints import FAMILIES, write_checkpoint, write_gguf
 
 from bass_cli.errors import UserError
-from bass_cli.formats.partition import check_divisible, kept, part_of
-from bass_cli.formats.weights import Checkpoint, load, open_checkpoint, size_of
-from bass_cli.models.ranks import Share
+from bass_cli.formats.checkpoint import Checkpoint, open_checkpoint
+from bass_cli.formats.weights import kept, load, size_of
+from bass_cli.models.ranks import Share, check_divisible, part_of
 from bass_cli.models.spec import parameters
 
 CPU = torch.device("cpu")

@@ -11,7 +11,8 @@ from fakes import count_operations, record
 from toys import SPAN, drive, loop_for
 
 from bass_cli.engine.batch import Row
-from bass_cli.formats.weights import load, open_checkpoint
+from bass_cli.formats.checkpoint import open_checkpoint
+from bass_cli.formats.weights import load
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.models import kv_cache as cache
 from bass_cli.models import prefill as prompts

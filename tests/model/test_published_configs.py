@@ -12,8 +12,8 @@ import torch
 import transformers
 from test_parity import assert_same, decoder_of
 
+from bass_cli.formats.checkpoint import open_checkpoint
 from bass_cli.formats.hf_config import notes_of_config
-from bass_cli.formats.weights import open_checkpoint
 
 _SAVED = {
     "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.2, "use_cache": True,

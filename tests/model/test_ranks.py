@@ -12,12 +12,12 @@ import torch
 from checkpoints import FAMILIES, write_checkpoint
 from torch import Tensor
 
-from bass_cli.formats.partition import part_of
-from bass_cli.formats.weights import load, open_checkpoint
+from bass_cli.formats.checkpoint import open_checkpoint
+from bass_cli.formats.weights import load
 from bass_cli.models import ranks as module
 from bass_cli.models.block_allocator import Change
 from bass_cli.models.decoder import Decoder
-from bass_cli.models.ranks import Ranks, Share
+from bass_cli.models.ranks import Ranks, Share, part_of
 from bass_cli.models.runner import Runner
 
 CPU = torch.device("cpu")

@@ -21,9 +21,11 @@ from torch import Tensor
 
 from bass_cli.errors import MachineError, UserError
 from bass_cli.formats import tensor_content, weights
-from bass_cli.formats.gguf_file import read_gguf, read_texts
-from bass_cli.formats.quantised import QUANTISED, dequantise
-from bass_cli.formats.weights import load, locate, open_checkpoint
+from bass_cli.formats.checkpoint import open_checkpoint
+from bass_cli.formats.sources import locate
+from bass_cli.formats.tensor_content import QUANTISED, dequantise
+from bass_cli.formats.tensor_files import read_gguf, read_texts
+from bass_cli.formats.weights import load
 from bass_cli.models.families import FAMILIES as FAMILIES_KNOWN
 from bass_cli.models.spec import parameters
 from bass_kernels import dispatch
@@ -367,7 +369,7 @@ def test_fingerprint_follows_content_not_place(tmp_path: Path) -> None:
         write_checkpoint("llama", tmp_path / name, seed=seed)
     one, same, other = (open_checkpoint(tmp_path / name).fingerprint() for name in "abc")
     assert one == same != other
-    code = f"import sys; from pathlib import Path; from bass_cli.formats.weights import open_checkpoint as o; " \
+    code = f"import sys; from pathlib import Path; from bass_cli.formats.checkpoint import open_checkpoint as o; " \
            f"print(o(Path({str(tmp_path / 'a')!r})).fingerprint())"  # fmt: skip
     assert run_forked(code, cwd=tmp_path).stdout.strip() == one
 
@@ -375,7 +377,8 @@ def test_fingerprint_follows_content_not_place(tmp_path: Path) -> None:
 MEASURE = """
 import re, sys, torch
 from pathlib import Path
-from bass_cli.formats.weights import load, open_checkpoint
+from bass_cli.formats.weights import load
+from bass_cli.formats.checkpoint import open_checkpoint
 import gguf
 
 def peak():

@@ -23,7 +23,8 @@ from bass_cli.engine.clock import Clock
 from bass_cli.engine.graphs import Graphs
 from bass_cli.engine.loop import Loop
 from bass_cli.engine.verify import Cut
-from bass_cli.formats.weights import load, open_checkpoint, open_head
+from bass_cli.formats.checkpoint import open_checkpoint, open_head
+from bass_cli.formats.weights import load
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.heads import make_head

@@ -15,7 +15,8 @@ from forked import Forked
 from bass_cli.distill.network import Model, source_of, student_weights
 from bass_cli.distill.trainer import Goal, Trainer
 from bass_cli.distill.windows import Batches, Corpus, Text, thinned
-from bass_cli.formats.weights import load, open_checkpoint
+from bass_cli.formats.checkpoint import open_checkpoint
+from bass_cli.formats.weights import load
 
 WINDOW, VOCAB, WINDOWS, STEPS = 48, 299, 5, 6
 _CODE = "import sys, peers; peers.be(*sys.argv[1:])"
