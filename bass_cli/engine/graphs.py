@@ -449,7 +449,7 @@ class Graphs:
         """Compile the kernels that these functions launch, many at a time, without launching
         them."""
         if has_triton():
-            from bass_kernels.ahead import compile_ahead
+            from bass_kernels.launch import compile_ahead
 
             compile_ahead(functions)
 

@@ -28,7 +28,7 @@ def serves(spec: Spec, tokens: Tensor, like: Tensor, step: Pass) -> bool:
     """
     if ops.kind_for(like) != "triton" or like.dtype == torch.float16:
         return False  # float16: the residual stream times a norm's weight may overflow
-    from bass_kernels import cuts, dispatch, mixing
+    from bass_kernels import dispatch, mixing, residual
 
     plain = spec.norm.kind == "rms" and not spec.norm.sandwich and not spec.parallel and spec.gated
     rope = spec.rope is not None and spec.local_rope is None
@@ -36,7 +36,7 @@ def serves(spec: Spec, tokens: Tensor, like: Tensor, step: Pass) -> bool:
         step.prefill is None
         and not step.mutual
         and step.segments.packed is None
-        and tokens.numel() <= cuts.MOST_TOKENS
+        and tokens.numel() <= residual.MOST_TOKENS
         and dispatch.schedule() == "ragged"
     )
     lines = tokens.shape[1] * spec.heads // spec.kv_heads

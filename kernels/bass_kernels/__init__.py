@@ -6,7 +6,7 @@ row, V vocabulary, H query heads, K key/value heads, D head size, S slots of the
 keys (each row's own), T positions of the prompt store.
 """
 
-from . import acceptance, divergence, reference, rounds, sampling, selection, trained
+from . import acceptance, reference, rounds, sampling, training
 from .acceptance import accept_maximal
 from .dispatch import (
     SCHEDULES,
@@ -17,13 +17,12 @@ from .dispatch import (
     kind_for,
     use,
 )
-from .divergence import Distances
-from .fused import linear_add, norm_up, project
-from .linear import linear, pack
+from .linear import linear, linear_add, norm_up, pack, project
 from .noise import BONUS, DRAFT, RESIDUAL, SHARED, TEST, bits, gumbel, uniform
+from .rounds import BINS, Chosen, Known
 from .sampling import COLDEST, HOTTEST, Distribution, draw, log_probability
 from .segments import Group, Packed, Segments, Teams, pack_queries
-from .selection import BINS, Chosen, Known
+from .training import Distances
 
 embed = by_device(reference.embed, "bass_kernels.pointwise")
 norm = by_device(reference.norm, "bass_kernels.pointwise")
@@ -31,18 +30,18 @@ activation = by_device(reference.activation, "bass_kernels.pointwise")
 angles = by_device(reference.angles, "bass_kernels.pointwise")
 rope_write = by_device(reference.rope_write, "bass_kernels.pointwise")
 attention = by_device(reference.attention, "bass_kernels.ragged")
-sample = by_device(sampling.sample, "bass_kernels.choice")
-sample_scored = by_device(sampling.sample_scored, "bass_kernels.choice")
+sample = by_device(sampling.sample, "bass_kernels.sampling_kernels")
+sample_scored = by_device(sampling.sample_scored, "bass_kernels.sampling_kernels")
 process = by_device(sampling.process, "bass_kernels.truncation")
-draft_sample = by_device(acceptance.draft_sample, "bass_kernels.drawing")
-distances = by_device(divergence.distances, "bass_kernels.distance_kernels")
-distance_gradient = by_device(divergence.distance_gradient, "bass_kernels.distance_kernels")
-rotate = by_device(trained.rotate, "bass_kernels.trained_kernels")
-gate_gradient = by_device(trained.gate_gradient, "bass_kernels.trained_kernels")
-standing = by_device(selection.standing, "bass_kernels.selection_kernels")
-likeliest = by_device(selection.likeliest, "bass_kernels.selection_kernels")
-settle = by_device(selection.settle, "bass_kernels.selection_kernels")
-rejection_sample = by_device(acceptance.rejection_sample, "bass_kernels.rejection")
+draft_sample = by_device(acceptance.draft_sample, "bass_kernels.acceptance_kernels")
+distances = by_device(training.distances, "bass_kernels.training_kernels")
+distance_gradient = by_device(training.distance_gradient, "bass_kernels.training_kernels")
+rotate = by_device(training.rotate, "bass_kernels.training_kernels")
+gate_gradient = by_device(training.gate_gradient, "bass_kernels.training_kernels")
+standing = by_device(rounds.standing, "bass_kernels.round_kernels")
+likeliest = by_device(rounds.likeliest, "bass_kernels.round_kernels")
+settle = by_device(rounds.settle, "bass_kernels.round_kernels")
+rejection_sample = by_device(acceptance.rejection_sample, "bass_kernels.acceptance_kernels")
 accept_shared = by_device(acceptance.accept_shared, "bass_kernels.round_kernels")
 pending = by_device(rounds.pending, "bass_kernels.round_kernels")
 commit = by_device(rounds.commit, "bass_kernels.round_kernels")

@@ -112,8 +112,8 @@ def _flash(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
 
 @triton.jit
 def _fold(q, keys, values, seen, peak, mass, total, scale):
-    """Do softmax.fold where each query sees a key of the first block. Then a masked score alone
-    gives weight 0. The scale is applied within the exponent, in one operation."""
+    """Do ragged_kernel.fold where each query sees a key of the first block. Then a masked score
+    alone gives weight 0. The scale is applied within the exponent, in one operation."""
     scores = tl.dot(q, tl.trans(keys))
     if seen is not None:
         scores = tl.where(seen, scores, -1e30)

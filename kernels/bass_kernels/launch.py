@@ -1,10 +1,14 @@
-"""Launch support for the Triton kernels: counters, programmatic dependent launch, and device
-limits."""
+"""Launch support for the Triton kernels: counters, programmatic dependent launch, device limits,
+and compilation of many kernels at once, ahead of their first launch."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -13,6 +17,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
+_COMPILERS = 16  # maximum number of compiler threads
+_compiles_only = False  # whether `compile_ahead` runs
 Option = TypeVar("Option")
 _COUNTERS: dict[torch.device, list[Tensor]] = {}
 
@@ -136,3 +142,73 @@ def processors(device: torch.device) -> int:
         if device.type == "cuda"
         else 1
     )
+
+
+def compile_ahead(works: Iterable[Callable[[], object]]) -> None:
+    """Run `works` with kernel launches replaced by compilation, many kernels at a time; one after
+    the other they take seconds each. Everything else in `works` runs, on outputs that no kernel has
+    written. A work may call this function again."""
+    global _compiles_only
+    if not hasattr(triton, "AsyncCompileMode"):  # before Triton 3.5
+        return
+    with contextlib.ExitStack() as stack:
+        if not _compiles_only:
+            threads = min(_COMPILERS, len(os.sched_getaffinity(0)))
+            pool = stack.enter_context(ThreadPoolExecutor(threads))
+            stack.enter_context(triton.AsyncCompileMode(pool))
+            stack.enter_context(_replaced("parse", _parse_alone(triton.JITFunction.parse)))
+            stack.enter_context(_replaced("run", _compile_only(triton.JITFunction.run)))
+            _compiles_only = True
+            stack.callback(_end_compiling)
+        for work in works:
+            work()
+
+
+def _end_compiling() -> None:
+    global _compiles_only
+    _compiles_only = False
+
+
+@contextlib.contextmanager
+def _replaced(name: str, replacement: Callable[..., Any]) -> Iterator[None]:
+    """Replace a method of all Triton kernels."""
+    before = getattr(triton.JITFunction, name)
+    setattr(triton.JITFunction, name, replacement)
+    try:
+        yield
+    finally:
+        setattr(triton.JITFunction, name, before)
+
+
+def _parse_alone(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a method that parses kernels one at a time. In CPython 3.11 a parser may fail if
+    another thread interrupts it ("AST constructor recursion depth mismatch")."""
+    lock = threading.RLock()
+
+    def alone(kernel: Any) -> Any:
+        with lock:
+            return parse(kernel)
+
+    return alone
+
+
+def _compile_only(launch: Callable[..., Any]) -> Callable[..., None]:
+    """Return a method that compiles instead of `launch`."""
+    seen = set()  # Triton may take a millisecond to notice that a kernel is being compiled already
+
+    def compile_only(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        form = kernel, tuple(map(_trait, kernel.params, arguments)), tuple(options.items())
+        if form not in seen:
+            seen.add(form)
+            launch(kernel, *arguments, grid=grid, warmup=True, **options)
+
+    return compile_only
+
+
+def _trait(parameter: Any, argument: Any) -> object:
+    """Return the properties of an argument that the compiler may specialise on."""
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
+    if hasattr(argument, "block_shape"):  # a tensor descriptor
+        return argument.base.dtype, tuple(argument.block_shape)
+    return type(argument) if parameter.do_not_specialize else argument

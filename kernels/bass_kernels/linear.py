@@ -1,19 +1,28 @@
-"""Linear maps x W^T + b, with weights packed once for the device where that pays.
+"""Linear maps of a transformer block, alone and together with the ops around them.
 
-On a CPU in float32, oneDNN's packed layout reads a weight matrix two to three times as fast as the
-plain layout if x has few rows, as in decoding. Elsewhere weights stay as they are.
+On a CPU in float32, weights are packed once: oneDNN's packed layout reads a weight matrix two to
+three times as fast as the plain layout if x has few rows, as in decoding. On a GPU, a launch of
+linear_kernels.py replaces the library's product and the separate ops where that is faster.
 """
+
+from __future__ import annotations
 
 import functools
 
 import torch
 from torch import Tensor
 
-from .dispatch import kind_for
+from . import dispatch, reference
 
 # Elements of a weight from which its packed product is faster. The packed product takes some 45 us
 # to start, in which a plain one reads a weight of this size from a processor's own cache.
 _PACKED = 1 << 16
+
+_norm = dispatch.by_device(reference.norm, "bass_kernels.pointwise")
+_activation = dispatch.by_device(reference.activation, "bass_kernels.pointwise")
+_rope_write = dispatch.by_device(reference.rope_write, "bass_kernels.pointwise")
+
+Affine = tuple[Tensor, Tensor | None]  # weight and bias
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -23,7 +32,7 @@ def pack(weight: Tensor) -> Tensor:
         weight.numel() >= _PACKED
         and weight.device.type == "cpu"
         and weight.dtype == torch.float32
-        and kind_for(weight) == "reference"
+        and dispatch.kind_for(weight) == "reference"
     )
     if not here or not _packing_works():
         return weight
@@ -38,6 +47,65 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     flat = x.reshape(-1, x.shape[-1])
     out = torch.ops.mkldnn._linear_pointwise(flat, weight, bias, "none", [], "")
     return out.view(*x.shape[:-1], -1)
+
+
+def project(
+    residual: Tensor,
+    norm: Affine,
+    qkv: Affine,
+    angles: tuple[Tensor, Tensor] | None,
+    slots: Tensor,
+    own: tuple[Tensor, Tensor],
+    *,
+    heads: int,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+    kind: str,
+) -> Tensor:
+    """Normalise the residual stream [B, W, N], multiply it by the query, key and value weights, and
+    do `rope_write`. Returns q [B, W, H, D]."""
+    return _rope_write(
+        linear(_norm(None, residual, *norm, eps=eps, kind=kind)[0], *qkv),
+        angles,
+        slots,
+        own,
+        heads=heads,
+        norms=norms,
+        eps=eps,
+    )
+
+
+def norm_up(
+    residual: Tensor,
+    norm: Affine,
+    up: Affine,
+    *,
+    eps: float,
+    kind: str,
+    activation: str,
+    gated: bool,
+) -> Tensor:
+    """Normalise the residual stream [..., N], multiply it by `up` and apply the activation: [...,
+    inner]."""
+    normed, (weight, bias) = _norm(None, residual, *norm, eps=eps, kind=kind)[0], up
+    if gated and bias is None and dispatch.kind_for(residual) == "triton":
+        from . import linear_kernels
+
+        if linear_kernels.gates(residual.numel() // residual.shape[-1], weight):
+            return linear_kernels.gate_up(normed, weight, activation=activation)
+    return _activation(linear(normed, weight, bias), activation, gated=gated)
+
+
+def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+    """Return residual + x W^T + bias, [..., N]. The residual may be overwritten."""
+    if dispatch.kind_for(x) == "reference":
+        return residual + linear(x, weight, bias)
+    from . import linear_kernels
+
+    if linear_kernels.streams(x.numel() // x.shape[-1], weight):
+        return linear_kernels.stream(x, weight, bias, residual)
+    residual.view(-1, residual.shape[-1]).addmm_(x.reshape(-1, x.shape[-1]), weight.t())
+    return residual if bias is None else residual.add_(bias)
 
 
 @functools.cache

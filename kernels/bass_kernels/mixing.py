@@ -14,8 +14,8 @@ from triton.runtime.errors import OutOfResources
 
 from .launch import SPARE, after, card, counters, fitting, overlap, processors
 from .pointwise import finite
+from .ragged_kernel import fold
 from .segments import Segments
-from .softmax import fold, merge_splits
 
 _NEW = 16  # maximum number of new tokens a row
 
@@ -313,3 +313,53 @@ def _mix(
         BLOCK_Q,
         BLOCK_D,
     )
+
+
+@triton.jit
+def merge_splits(
+    peak,
+    mass,
+    total,
+    target,
+    mask,
+    part_ptr,
+    peak_ptr,
+    masses,
+    arrived_ptr,
+    cell,
+    split,
+    SPLITS: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Store attention to `target` once the last of SPLITS programs of a cell has arrived. Masses
+    are stored `masses` after the peaks."""
+    line, d = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_D)
+    last = True
+    if SPLITS > 1:
+        at = (cell * SPLITS + split) * BLOCK_Q + line
+        tl.store(peak_ptr + at, peak)
+        tl.store(peak_ptr + masses + at, mass)
+        tl.store(part_ptr + at[:, None] * BLOCK_D + d[None, :], total)
+        tl.debug_barrier()
+        last = tl.atomic_add(arrived_ptr + cell, 1) == SPLITS - 1
+        if last:
+            first = cell * SPLITS * BLOCK_Q + line
+            peak, mass = tl.full([BLOCK_Q], -1e30, tl.float32), tl.zeros([BLOCK_Q], tl.float32)
+            total = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+            # load the peaks first, so that the loads of the parts do not wait
+            for other in tl.static_range(SPLITS):
+                peak = tl.maximum(
+                    peak, tl.load(peak_ptr + first + other * BLOCK_Q, cache_modifier=".cg")
+                )
+            for other in tl.static_range(SPLITS):
+                at = first + other * BLOCK_Q
+                gain = tl.exp2(tl.load(peak_ptr + at, cache_modifier=".cg") - peak)
+                total += (
+                    tl.load(part_ptr + at[:, None] * BLOCK_D + d[None, :], cache_modifier=".cg")
+                    * gain[:, None]
+                )
+                mass += tl.load(peak_ptr + masses + at, cache_modifier=".cg") * gain
+            tl.store(arrived_ptr + cell, 0)
+    if last:
+        tl.store(target, (total / mass[:, None]).to(target.dtype.element_ty), mask=mask)

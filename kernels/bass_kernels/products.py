@@ -1,22 +1,80 @@
 """Triton: the products of a transformer block for a few tokens. Each is one launch, with the norm
 before it and the bias, activation or residual addition after it. Definition: reference.py.
 
-Elsewhere: how the residual stream carries norms from one product to the next (residual.py), a
-program's part of a product (tiles.py), how products are split over programs (cuts.py).
+How the residual stream carries norms from one product to the next: residual.py.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .cuts import MOST_TOKENS, Cut, cut_for
-from .launch import after, counters, overlap
+from .launch import SPARE, after, card, counters, fitting, overlap, processors
 from .pointwise import KINDS, activate
-from .residual import Stream, give, squares
-from .tiles import complete, part, sums
+from .residual import MOST_TOKENS, Stream, give, squares
+
+
+class Cut(NamedTuple):
+    """A tiling: `columns` a tile within a block of `block`; the depth in `splits` (split-K), `deep`
+    of it a step, with `warps` and `stages`."""
+
+    columns: int
+    block: int
+    splits: int
+    deep: int
+    warps: int
+    stages: int = 4
+
+    def tiles(self, lines: int) -> int:
+        return triton.cdiv(lines, self.columns)
+
+    def grid(self, lines: int) -> tuple[int, int]:
+        return self.tiles(lines), self.splits
+
+    def smaller(self) -> Iterator[Cut]:
+        """Yield this cut, then cuts that take less and less shared memory."""
+        cut = self
+        while True:
+            yield cut
+            if cut.deep > 128 or (cut.stages == 2 and cut.deep > 16):
+                cut = cut._replace(deep=cut.deep // 2)
+            elif cut.stages > 2:
+                cut = cut._replace(stages=cut.stages - 1)
+            else:
+                return
+
+
+def cut_for(
+    lines: int, depth: int, weight: Tensor, *, pair: bool = False, split: bool = False
+) -> Cut:
+    """Return the cut for a weight's dtype and device: the one that was fastest on an H200, or the
+    nearest that fits."""
+    lots = MOST_TOKENS + (2 if pair else 1) * 32  # rows of both matrices that a program holds
+    lot = lots * weight.element_size()
+    return fitting(
+        _measured(lines, depth, weight, pair=pair, split=split).smaller(),
+        lambda cut: lot * cut.deep * (cut.stages - 1) + SPARE,
+        card(weight.device).shared,
+    )
+
+
+def _measured(lines: int, depth: int, weight: Tensor, *, pair: bool, split: bool) -> Cut:
+    """Return the fastest cut on an H200: at most 32 columns a program, spread evenly. With `split`
+    the depth is split too, because every program reads the whole input of its part of the depth.
+    Then the sums are completed by the last program of a tile."""
+    if split:
+        return Cut(32, 32, max(1, min(4, depth // 128)), 128, 4, 5)
+    programs = processors(weight.device) * (2 if pair else 1)
+    each = triton.cdiv(lines, programs * triton.cdiv(lines, programs * 32))
+    block = max(16, triton.next_power_of_2(each))
+    if pair:
+        return Cut(each, block, 1, 128, 4, 5)
+    return Cut(each, block, 1, 512, block // 8, 3)
 
 
 def project(
@@ -63,7 +121,7 @@ def add(
     count, depth = x.shape
     lines = len(weight)
     cut = cut or cut_for(lines, depth, weight, split=True)
-    out = Stream.empty(count, lines, cut, weight)
+    out = Stream.empty(count, lines, cut.tiles(lines), weight)
     _add[cut.grid(lines)](
         x,
         weight,
@@ -265,3 +323,89 @@ def _gate_up(
         value.to(out_ptr.dtype.element_ty),
         mask=(row < count)[:, None] & (line < end)[None, :],
     )
+
+
+@triton.jit
+def sums(
+    x_ptr,
+    weight_ptr,
+    first,
+    end,
+    low,
+    high,
+    count,
+    SECOND: tl.constexpr,
+    DEPTH: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    DEEP: tl.constexpr,
+    STAGES: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Multiply tokens' x [., DEPTH] by rows first to end of a weight matrix [., DEPTH], over the
+    depth low to high: [M, N] float32. If SECOND is not 0, also by the rows SECOND further on."""
+    row, line, place = tl.arange(0, M), tl.arange(0, N), tl.arange(0, DEEP)
+    weight_ptr += first.to(tl.int64) * DEPTH  # offsets from here fit into 32 bits
+    one, two = tl.zeros([M, N], tl.float32), tl.zeros([M, N], tl.float32)
+    for start in tl.range(low, high, DEEP, num_stages=STAGES):
+        real, there = (row < count)[:, None], (line < end - first)[:, None]
+        if DEPTH % DEEP != 0:
+            real, there = (
+                real & (start + place < high)[None, :],
+                there & (start + place < high)[None, :],
+            )
+        x = tl.load(x_ptr + start + row[:, None] * DEPTH + place[None, :], mask=real, other=0.0)
+        w = tl.load(
+            weight_ptr + start + line[:, None] * DEPTH + place[None, :],
+            mask=there,
+            other=0.0,
+            eviction_policy="evict_first",
+        )
+        one = tl.dot(x, tl.trans(w), one, input_precision=WIDE)
+        if SECOND > 0:
+            w = tl.load(
+                weight_ptr + SECOND * DEPTH + start + line[:, None] * DEPTH + place[None, :],
+                mask=there,
+                other=0.0,
+                eviction_policy="evict_first",
+            )
+            two = tl.dot(x, tl.trans(w), two, input_precision=WIDE)
+    return one, two
+
+
+@triton.jit
+def part(
+    LINES: tl.constexpr,
+    DEPTH: tl.constexpr,
+    EACH: tl.constexpr,
+    SPLITS: tl.constexpr,
+    DEEP: tl.constexpr,
+):
+    """Return this program's part of a product: tile, rows first to end, and depth low to high."""
+    tile = tl.program_id(0)
+    low, high = 0, DEPTH
+    if SPLITS > 1:
+        share: tl.constexpr = ((DEPTH + DEEP - 1) // DEEP + SPLITS - 1) // SPLITS * DEEP
+        low = tl.program_id(1) * share
+        high = tl.minimum(low + share, DEPTH)
+    return tile, tile * EACH, tl.minimum(tile * EACH + EACH, LINES), low, high
+
+
+@triton.jit
+def complete(
+    total, part_ptr, arrived_ptr, tile, M: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr
+):
+    """For the last split of a tile to arrive, return the sum of all splits, added in fixed order,
+    and True. For the others return the input and False."""
+    last = True
+    if SPLITS > 1:
+        cell = tile * SPLITS * M * N + tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :]
+        tl.store(part_ptr + cell + tl.program_id(1) * M * N, total)
+        tl.debug_barrier()
+        last = tl.atomic_add(arrived_ptr + tile, 1) == SPLITS - 1
+        if last:
+            total = tl.zeros([M, N], tl.float32)
+            for other in tl.static_range(SPLITS):
+                total += tl.load(part_ptr + cell + other * M * N, cache_modifier=".cg")
+            tl.store(arrived_ptr + tile, 0)
+    return total, last

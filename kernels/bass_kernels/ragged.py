@@ -16,11 +16,9 @@ import triton
 from torch import Tensor
 
 from . import causal, dispatch
-from .fetching import fetches, pieces_of
 from .launch import SPARE, card, counters, fitting, overlap, processors
-from .ragged_kernel import attend
+from .ragged_kernel import attend, fetches, merge_rows, pieces_of
 from .segments import Group, Segments, by_row, one_after_other
-from .softmax import merge_rows
 
 _KEYS = 256  # keys from which one more split is worth its merge
 # Queries of one prompt from which causal.py is used: blocks of 128 queries of some 28 heads then

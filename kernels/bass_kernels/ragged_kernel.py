@@ -1,16 +1,26 @@
-"""Triton: the kernels of ragged attention. A program folds blocks of keys into a running softmax.
-The last program of a row to finish merges the splits by log-sum-exp. Rows with shared-prefix groups
-are merged by a separate launch (softmax.py). Shapes and launches: ragged.py."""
+"""Triton: the kernels of ragged attention. Shapes and launches: ragged.py.
 
+A program folds blocks of keys into a running softmax. The last program of a row to finish merges
+the splits by log-sum-exp. Rows with shared-prefix groups are merged by a separate launch. Attention
+also prefetches the weights of the next product into the L2 cache, because that product's programs
+leave the memory idle as they end.
+"""
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from .fetching import fetch
-from .launch import after
-from .softmax import fold, merge_pieces
+from .launch import after, card
 
 # a row's counter: arrivals modulo _FIELD, then the number of splits in use
 _FIELD: tl.constexpr = tl.constexpr(1 << 10)
+MOST_TOKENS = 64  # in a pass; with more tokens products are compute-bound
+# Maximum bytes of a weight to prefetch. One H200, 8B model, 64 tokens, us a pass: none 5,229, 16
+# MiB 5,222, 32 MiB 5,207. With contexts of some 4,000 tokens: 6,404, 6,371, 6,345.
+_MOST = 32 << 20
+_PIECE = tl.constexpr(2048)  # bytes a thread prefetches with one instruction
+_LANES = tl.constexpr(128)
 
 
 @triton.jit
@@ -347,3 +357,167 @@ def attend(
                             BLOCK_M,
                             BLOCK_D,
                         )
+
+
+@triton.jit
+def fold(q, keys, values, seen, peak, mass, total, scale, WIDE: tl.constexpr):
+    """Fold more keys and values into the running softmax (peak, mass, total) (online softmax, arXiv
+    1805.02867). `seen` [queries, keys]: mask, None if every query sees all keys. scale: of scores,
+    for base 2."""
+    scores = tl.dot(q, tl.trans(keys), input_precision=WIDE) * scale
+    if seen is not None:
+        scores = tl.where(seen, scores, -1e30)
+    high = tl.maximum(peak, tl.max(scores, 1))
+    weights = tl.exp2(scores - high[:, None])
+    if seen is not None:
+        weights = tl.where(seen, weights, 0.0)
+    fade = tl.exp2(peak - high)
+    total = total * fade[:, None] + tl.dot(weights.to(values.dtype), values, input_precision=WIDE)
+    return high, mass * fade + tl.sum(weights, 1), total
+
+
+@triton.jit
+def merge_pieces(
+    part_ptr,
+    peak_ptr,
+    mass_ptr,
+    out_ptr,
+    places,
+    due,
+    cell,
+    height,
+    mine,
+    count,
+    splits,
+    D: tl.constexpr,
+    PIECES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Merge the splits of the lines that are `due` and write their attention to `places`.
+
+    A line's first split is at `cell`, the others `height` apart. `mine` of `count` splits are the
+    row's own; its group's begin after `splits` places. The order of additions is fixed, so the
+    result does not depend on which program merges.
+    """
+    piece = tl.arange(0, PIECES)
+    place = tl.where(
+        piece[:, None] < mine[None, :], piece[:, None], piece[:, None] - mine[None, :] + splits
+    )
+    at = cell[None, :] + place * height
+    there = piece[:, None] < count[None, :]
+    peaks = tl.load(peak_ptr + at, mask=there, other=-1e30, cache_modifier=".cg")
+    masses = tl.load(mass_ptr + at, mask=there, other=0.0, cache_modifier=".cg")
+    high = tl.max(peaks, 0)
+    mass = tl.sum(masses * tl.exp2(peaks - high[None, :]), 0)
+    pieces = tl.max(count, 0)
+    columns: tl.constexpr = min(BLOCK_D, 4096 // BLOCK_M)
+    for column in range(0, D, columns):
+        d = column + tl.arange(0, columns)
+        total = tl.zeros([BLOCK_M, columns], tl.float32)
+        for first in range(0, pieces, 4):
+            # four at once, to overlap their loads
+            for other in tl.static_range(4):
+                i = first + other
+                spot = cell + tl.where(i < mine, i, i - mine + splits) * height
+                peak = tl.load(peak_ptr + spot, mask=i < count, other=-1e30, cache_modifier=".cg")
+                gain = tl.exp2(peak - high)
+                part = tl.load(
+                    part_ptr + spot.to(tl.int64)[:, None] * D + d[None, :],
+                    mask=(i < count)[:, None] & (d < D)[None, :],
+                    other=0.0,
+                    cache_modifier=".cg",
+                )
+                total += part * gain[:, None]
+        tl.store(
+            out_ptr + places[:, None] * D + d[None, :],
+            (total / mass[:, None]).to(out_ptr.dtype.element_ty),
+            mask=due[:, None] & (d < D)[None, :],
+        )
+
+
+@triton.jit(do_not_specialize=["width", "splits", "team_splits"])
+def merge_rows(
+    part_ptr,
+    peak_ptr,
+    mass_ptr,
+    count_ptr,
+    out_ptr,
+    width,
+    splits,
+    team_splits,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    PIECES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Merge the splits that ragged_kernel.attend stored with groups. Programs: rows times key/value
+    heads, by tiles of BLOCK_M lines. count_ptr [rows, kv heads, 2] int32: splits of the row and of
+    its group; with 0 there is nothing to do."""
+    unit = tl.program_id(0)
+    row, kv = unit // K, unit % K
+    group: tl.constexpr = H // K
+    lines = width * group
+    own = tl.load(count_ptr + unit * 2)
+    count = own + tl.load(count_ptr + unit * 2 + 1)
+    if count > 0:
+        local = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+        inside = local < lines
+        merge_pieces(
+            part_ptr,
+            peak_ptr,
+            mass_ptr,
+            out_ptr,
+            (row.to(tl.int64) * width + local // group) * H + kv * group + local % group,
+            inside,
+            unit * (splits + team_splits) * lines + local,
+            lines,
+            tl.where(inside, own, 0),
+            tl.where(inside, count, 0),
+            splits,
+            D,
+            PIECES,
+            BLOCK_M,
+            BLOCK_D,
+        )
+
+
+def fetches(device: torch.device) -> bool:
+    """Return whether a device has the bulk prefetch instruction."""
+    return device.type == "cuda" and card(device).capability >= (9, 0)
+
+
+def pieces_of(weight: Tensor | None, tokens: int) -> int:
+    """Return how many blocks of _PIECE bytes of a weight to prefetch in a pass over so many tokens;
+    0 if prefetching does not pay or is not possible."""
+    if weight is None or tokens > MOST_TOKENS or not fetches(weight.device):
+        return 0
+    if weight.data_ptr() % 16:
+        return 0
+    return min(_MOST, weight.numel() * weight.element_size()) // _PIECE.value
+
+
+@triton.jit
+def fetch(weight_ptr, pieces, program, programs):
+    """Prefetch this program's share of the first `pieces` blocks of a weight, without waiting."""
+    share = tl.cdiv(pieces, programs)
+    for first in range(0, share, _LANES):
+        lane = first + tl.arange(0, _LANES)
+        piece = program * share + lane
+        inside = (lane < share) & (piece < pieces)
+        at = weight_ptr.to(tl.int64) + piece.to(tl.int64) * _PIECE
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred here;
+            setp.ne.s32 here, $2, 0;
+            @here cp.async.bulk.prefetch.L2.global [$1], 2048;
+            mov.u32 $0, 0;
+            }""",
+            "=r,l,r",
+            [at, inside.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )

@@ -15,8 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .cuts import MOST_TOKENS, Cut
 from .launch import after, begin_chain, overlap
+
+MOST_TOKENS = 16
+_BEGIN = 256  # columns a program of `begin`
 
 
 class Stream(NamedTuple):
@@ -29,10 +31,10 @@ class Stream(NamedTuple):
     squares: Tensor
 
     @classmethod
-    def empty(cls, count: int, width: int, cut: Cut, like: Tensor) -> Stream:
+    def empty(cls, count: int, width: int, tiles: int, like: Tensor) -> Stream:
         residual = torch.empty(count, width, dtype=torch.float32, device=like.device)
-        tiles = torch.empty(cut.tiles(width), MOST_TOKENS, dtype=torch.float32, device=like.device)
-        return cls(residual, like.new_empty(count, width), tiles)
+        squares = torch.empty(tiles, MOST_TOKENS, dtype=torch.float32, device=like.device)
+        return cls(residual, like.new_empty(count, width), squares)
 
 
 def begin(
@@ -48,10 +50,10 @@ def begin(
     """Embed tokens [N], and compute cosines and sines [2, N, half] of positions [N] times
     frequencies [half]."""
     count, width = tokens.numel(), embed.shape[1]
-    cut = Cut(256, 256, 1, 0, 4)
-    stream = Stream.empty(count, width, cut, embed)
+    tiles = triton.cdiv(width, _BEGIN)
+    stream = Stream.empty(count, width, tiles, embed)
     angles = torch.empty(2, count, len(inverse), dtype=torch.float32, device=embed.device)
-    _begin[(triton.cdiv(width, cut.columns),)](
+    _begin[(tiles,)](
         tokens.contiguous(),
         positions.contiguous(),
         embed,
@@ -64,9 +66,9 @@ def begin(
         VOCAB=len(embed),
         WIDTH=width,
         HALF=len(inverse),
-        EACH=cut.columns,
+        EACH=_BEGIN,
         M=MOST_TOKENS,
-        N=cut.block,
+        N=_BEGIN,
         num_warps=4,
         **overlap(early, embed.device),
     )

@@ -13,16 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import counters
-from .vocabulary import (
-    best_found,
-    everything,
-    load_edges,
-    masses_found,
-    order,
-    probability,
-    read,
-    settled,
-)
+from .vocabulary import best_found, everything, masses_found, order, read, settled
 
 FIELDS = 8
 """Number of float32 fields of a row's edges: divisor, threshold, peak, mass, the only token (-1 if
@@ -93,6 +84,26 @@ def process(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -
         logits, edges(logits, temperature, top_k, top_p), out, vocab, FIELDS=FIELDS, BLOCK=BLOCK
     )
     return out
+
+
+@triton.jit
+def load_edges(edges_ptr, row, inside, FIELDS: tl.constexpr):
+    """Load the edges of a distribution, by row(s): divisor, threshold, peak, mass, the only token
+    or -1."""
+    at = edges_ptr + row * FIELDS
+    divisor = tl.load(at, mask=inside, other=1.0)
+    threshold = tl.load(at + 1, mask=inside, other=0.0)
+    peak, mass = tl.load(at + 2, mask=inside, other=0.0), tl.load(at + 3, mask=inside, other=1.0)
+    return divisor, threshold, peak, mass, tl.load(at + 4, mask=inside, other=-1.0).to(tl.int32)
+
+
+@triton.jit
+def probability(raw, tokens, divisor, threshold, peak, mass, only):
+    """Return the processed probability of tokens with these logits. Sampling, tests and residuals
+    all use this arithmetic."""
+    x = raw / divisor
+    kept = tl.where(x >= threshold, tl.exp(x - peak) / mass, 0.0)
+    return tl.where(only < 0, kept, (tokens == only).to(tl.float32))
 
 
 @triton.jit

@@ -1,5 +1,5 @@
-"""Triton: passes of one program over a part of a row's vocabulary, for choice.py, truncation.py,
-drawing.py and rejection.py."""
+"""Triton: passes of one program over a part of a row's vocabulary, for sampling_kernels.py,
+truncation.py and acceptance_kernels.py."""
 
 import triton
 import triton.language as tl
@@ -139,78 +139,7 @@ def everything(
 
 
 @triton.jit
-def mass_above(logits_ptr, row, start, end, vocab, divisor, x, peak, BLOCK: tl.constexpr):
-    """Return mass and count of the tokens start to end whose scaled logit is larger than x."""
-    mass, count = tl.full([], 0.0, tl.float32), tl.full([], 0.0, tl.float32)
-    for first in range(start, end, BLOCK):
-        _tokens, values, _raw = read(logits_ptr, row, first, vocab, divisor, BLOCK)
-        mass += tl.sum(tl.where(values > x, tl.exp(values - peak), 0.0), 0)
-        count += tl.sum((values > x).to(tl.float32), 0)
-    return mass, count
-
-
-@triton.jit
-def best_above(
-    logits_ptr, row, start, end, vocab, divisor, key_0, key_1, position, x, BLOCK: tl.constexpr
-):
-    """Return the best candidate of the tokens start to end whose scaled logit is larger than x."""
-    score, token, best_x = no_candidate()
-    for first in range(start, end, BLOCK):
-        tokens, values, _raw = read(logits_ptr, row, first, vocab, divisor, BLOCK)
-        if tl.max(values, 0) > x:
-            noisy = tl.where(
-                values > x,
-                values + gumbel(first, key_0, key_1, position, 0, 0, BLOCK),
-                -float("inf"),
-            )
-            score, token, best_x = better(score, token, best_x, noisy, tokens, values)
-    return score, token, best_x
-
-
-@triton.jit
 def order(x):
     """Map float32 to int32, keeping the order."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def top_mass(logits_ptr, row, vocab, top_k, peak, divisor, BLOCK: tl.constexpr):
-    """Return the mass of the top_k largest and of ties with the last of them, by bisection on the
-    bits."""
-    low, high = tl.full([], -2147483648, tl.int64), tl.full([], 2147483647, tl.int64)
-    for _step in range(32):  # find the largest value that at least top_k tokens reach
-        middle = (low + high + 1) >> 1
-        count = tl.full([], 0, tl.int32)
-        for first in range(0, vocab, BLOCK):
-            tokens, x, _raw = read(logits_ptr, row, first, vocab, divisor, BLOCK)
-            count += tl.sum(((order(x) >= middle) & (tokens < vocab)).to(tl.int32), 0)
-        low, high = (
-            tl.where(count >= top_k, middle, low),
-            tl.where(count >= top_k, high, middle - 1),
-        )
-    mass = tl.full([], 0.0, tl.float32)
-    for first in range(0, vocab, BLOCK):
-        _tokens, x, _raw = read(logits_ptr, row, first, vocab, divisor, BLOCK)
-        mass += tl.sum(tl.where(order(x) >= low, tl.exp(x - peak), 0.0), 0)
-    return mass
-
-
-@triton.jit
-def load_edges(edges_ptr, row, inside, FIELDS: tl.constexpr):
-    """Load the edges of a distribution, by row(s): divisor, threshold, peak, mass, the only token
-    or -1."""
-    at = edges_ptr + row * FIELDS
-    divisor = tl.load(at, mask=inside, other=1.0)
-    threshold = tl.load(at + 1, mask=inside, other=0.0)
-    peak, mass = tl.load(at + 2, mask=inside, other=0.0), tl.load(at + 3, mask=inside, other=1.0)
-    return divisor, threshold, peak, mass, tl.load(at + 4, mask=inside, other=-1.0).to(tl.int32)
-
-
-@triton.jit
-def probability(raw, tokens, divisor, threshold, peak, mass, only):
-    """Return the processed probability of tokens with these logits. Sampling, tests and residuals
-    all use this arithmetic."""
-    x = raw / divisor
-    kept = tl.where(x >= threshold, tl.exp(x - peak) / mass, 0.0)
-    return tl.where(only < 0, kept, (tokens == only).to(tl.float32))

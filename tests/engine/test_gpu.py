@@ -32,18 +32,17 @@ from bass_cli.models.decoder import Decoder
 from bass_cli.models.runner import Runner
 from bass_cli.run.generate import generate
 from bass_kernels import (
-    choice,
-    drawing,
+    acceptance_kernels,
     launch,
+    linear_kernels,
     mixing,
     pointwise,
     products,
     ragged,
     ragged_kernel,
-    rejection,
     residual,
-    selection_kernels,
-    skinny,
+    round_kernels,
+    sampling_kernels,
     truncation,
 )
 
@@ -318,17 +317,15 @@ def test_rounds_compile_nothing_after_compiling_ahead(decoders, monkeypatch, dra
 
 def forget_kernels():
     for module in (
-        choice,
-        drawing,
+        acceptance_kernels,
+        linear_kernels,
         mixing,
         pointwise,
         products,
-        ragged,
         ragged_kernel,
-        rejection,
         residual,
-        selection_kernels,
-        skinny,
+        round_kernels,
+        sampling_kernels,
         truncation,
     ):
         for kernel in vars(module).values():

@@ -7,7 +7,7 @@ from test_triton import DEVICE, DTYPES, close, randn, triton  # noqa: F401 (a fi
 
 import bass_kernels as ops
 
-gated = pytest.importorskip("bass_kernels.gated")
+linear_kernels = pytest.importorskip("bass_kernels.linear_kernels")
 from bass_kernels.launch import Card  # noqa: E402
 
 HALF = [dtype for dtype in DTYPES if dtype.itemsize == 2]
@@ -26,7 +26,7 @@ def test_gate_up(dtype, tokens, activation):
         randn(tokens, 168, dtype=dtype, seed=0),
         randn(2 * 72, 168, dtype=dtype, seed=1) / 12,
     )
-    found = gated.gate_up(x[None], weight, activation=activation)
+    found = linear_kernels.gate_up(x[None], weight, activation=activation)
     assert found.shape == (1, tokens, 72)
     close(found[0], due_of(x, weight, activation), dtype)
 
@@ -35,8 +35,8 @@ def test_gate_up(dtype, tokens, activation):
 @pytest.mark.parametrize("tokens", [16, 17, 64, 65])
 def test_a_layer_uses_gate_up_from_17_to_64_tokens(monkeypatch, dtype, tokens):
     """The result equals the library's product with the activation."""
-    taken, own = [], gated.gate_up
-    monkeypatch.setattr(gated, "gate_up", lambda *a, **o: taken.append(a) or own(*a, **o))
+    taken, own = [], linear_kernels.gate_up
+    monkeypatch.setattr(linear_kernels, "gate_up", lambda *a, **o: taken.append(a) or own(*a, **o))
     residual, weight = (
         randn(tokens, 64, dtype=dtype, seed=2),
         randn(48, 64, dtype=dtype, seed=3) / 8,
@@ -53,16 +53,16 @@ def test_a_layer_uses_gate_up_from_17_to_64_tokens(monkeypatch, dtype, tokens):
 def test_all_programs_that_share_a_processor_fit_into_it(monkeypatch, programs, stages):
     """An H200 has 132 processors with 227 KB each. A stage is a tile of both weights and one of 64
     tokens, 24 KB."""
-    monkeypatch.setattr(gated, "processors", lambda device: 132)
-    assert gated._stages(programs, DEVICE) == stages
+    monkeypatch.setattr(linear_kernels, "processors", lambda device: 132)
+    assert linear_kernels._gate_stages(programs, DEVICE) == stages
     assert -(-programs // 132) * (stages * 24 + 2) <= 227
 
 
 def test_unsupported_weights_and_devices(monkeypatch):
     weight = torch.empty(48, 64, dtype=torch.float16, device=DEVICE)
-    assert gated.serves(40, weight)
-    assert not gated.serves(40, weight.float())
-    assert not gated.serves(40, weight[:, :60].contiguous())
-    assert not gated.serves(40, weight[:, :56])
-    monkeypatch.setattr(gated, "card", lambda device: Card((8, 0), 163 * 1024))
-    assert not gated.serves(40, weight)
+    assert linear_kernels.gates(40, weight)
+    assert not linear_kernels.gates(40, weight.float())
+    assert not linear_kernels.gates(40, weight[:, :60].contiguous())
+    assert not linear_kernels.gates(40, weight[:, :56])
+    monkeypatch.setattr(linear_kernels, "card", lambda device: Card((8, 0), 163 * 1024))
+    assert not linear_kernels.gates(40, weight)

@@ -15,7 +15,7 @@ import bass_kernels as ops
 from bass_kernels import acceptance, noise, sampling
 
 pytest.importorskip("triton")
-from bass_kernels import rejection, truncation
+from bass_kernels import acceptance_kernels, truncation
 
 # a warning filter for the interpreter
 pytestmark = pytest.mark.filterwarnings(
@@ -40,7 +40,7 @@ def triton():
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Use several chunks a row with few tokens."""
-    for module in (truncation, rejection):
+    for module in (truncation, acceptance_kernels):
         monkeypatch.setattr(module, "CHUNK", 1024)
 
 
@@ -293,7 +293,7 @@ def test_blocks_follow_the_targets_distribution(distributions, rows):
     drafts = drawn(q, keys, lengths)
     both = for_all(rows, guess[0], chosen), for_all(rows, target[0], given)
     accepted, following, block, _ = (
-        t.tolist() for t in rejection.judge(drafts, *both, keys, lengths)
+        t.tolist() for t in acceptance_kernels.judge(drafts, *both, keys, lengths)
     )
     parts = torch.minimum(p[0], q[0]), (p[0] - q[0]).clamp(min=0)
     due = {

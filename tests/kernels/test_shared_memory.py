@@ -12,8 +12,8 @@ from test_triton import DEVICE, close, randn, run_compiling, triton  # noqa: F40
 import bass_kernels as ops
 from bass_kernels import dispatch, reference
 
-cuts = pytest.importorskip("bass_kernels.cuts")
-from bass_kernels import launch, mixing, products, ragged, skinny  # noqa: E402
+products = pytest.importorskip("bass_kernels.products")
+from bass_kernels import launch, linear_kernels, mixing, ragged  # noqa: E402
 
 SOME = ("86,float32,mix-256", "90,bfloat16,gate-up,attend-long", "120,float32,few-tokens")
 
@@ -39,7 +39,7 @@ def test_the_largest_launches_fit_every_gpu(tmp_path):
 @pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
 def test_all_launches_fit_every_gpu(capability, dtype, tmp_path):
     lines = run_compiling("compile_launches.py", "whole", f"{capability},{dtype}", cache=tmp_path)
-    # gated.py and causal.py support 16 bits on Hopper only. With little shared memory float32 has
+    # linear_kernels.gate_up and causal.py support 16 bits on Hopper only. With little shared memory float32 has
     # one launch fewer.
     hopper = (capability, dtype) == (90, "bfloat16")
     small = dtype == "float32" and capability in (86, 89, 120)
@@ -47,7 +47,7 @@ def test_all_launches_fit_every_gpu(capability, dtype, tmp_path):
 
 
 def card(monkeypatch, shared, capability=(8, 6)):
-    for module in (cuts, mixing, ragged, skinny):
+    for module in (linear_kernels, mixing, products, ragged):
         monkeypatch.setattr(module, "card", lambda device: launch.Card(capability, shared))
 
 
@@ -55,16 +55,16 @@ def card(monkeypatch, shared, capability=(8, 6)):
 def test_hopper_gets_the_measured_launches(monkeypatch, dtype):
     card(monkeypatch, 227 * 1024, (9, 0))
     like = torch.empty(1, dtype=dtype)
-    for module in (cuts, mixing, ragged, skinny):
+    for module in (linear_kernels, mixing, products, ragged):
         monkeypatch.setattr(
             module, "fitting", lambda options, needs, shared: first_of(list(options), needs, shared)
         )
     for kind in ({}, {"pair": True}, {"split": True}):
         for lines, depth in ((4608, 3584), (3584, 18944), (960, 576)):
-            assert cuts.cut_for(lines, depth, like, **kind) == cuts._measured(
+            assert products.cut_for(lines, depth, like, **kind) == products._measured(
                 lines, depth, like, **{"pair": False, "split": False} | kind
             )
-    assert skinny._stages(like) == 5
+    assert linear_kernels._stream_stages(like) == 5
     assert mixing.loads(like, 7, 128) == (64, 3)
     for lines, members, size in (
         (7, 1, 128),

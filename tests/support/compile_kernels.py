@@ -12,19 +12,16 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from bass_kernels import (
-    choice,
-    distance_kernels,
-    drawing,
+    acceptance_kernels,
+    linear_kernels,
     mixing,
     pointwise,
     products,
     ragged_kernel,
-    rejection,
     residual,
     round_kernels,
-    skinny,
-    softmax,
-    trained_kernels,
+    sampling_kernels,
+    training_kernels,
     truncation,
 )
 
@@ -97,8 +94,8 @@ def compiled(place):
 if __name__ == "__main__":
     for look in (0, 1, 2):
         early = {"EARLY": look > 0, "LEADS": True}
-        compile_one(choice._look, LOOK=look, CHUNKS=128, BLOCK=2048, FIELDS=8, **early)
-    compile_one(choice._decide, BLOCK=8192, FIELDS=8, EARLY=True)
+        compile_one(sampling_kernels._look, LOOK=look, CHUNKS=128, BLOCK=2048, FIELDS=8, **early)
+    compile_one(sampling_kernels._decide, BLOCK=8192, FIELDS=8, EARLY=True)
     compile_one(round_kernels._pending, WIDE=16)
     compile_one(round_kernels._accept, MOST=True, WIDE=16)
     compile_one(round_kernels._commit, TABLE=True, WIDE=16)
@@ -109,10 +106,10 @@ if __name__ == "__main__":
         compile_one(truncation._narrow, **search, BLOCK=512, LAST=last)
     compile_one(truncation._dense, FIELDS=8, BLOCK=1024)
     spread = {"CHUNK": 4096, "CHUNKS": 64, "FIELDS": 8, "FOUND": 4, "BLOCK": 1024}
-    compile_one(drawing._draw, **spread)
-    compile_one(rejection._weigh, PLACES=8, **spread)
+    compile_one(acceptance_kernels._draw, **spread)
+    compile_one(acceptance_kernels._weigh, PLACES=8, **spread)
     for point in (False, True):
-        compile_one(rejection._judge, POINT=point, BOUNDED=True, PLACES=8, **spread)
+        compile_one(acceptance_kernels._judge, POINT=point, BOUNDED=True, PLACES=8, **spread)
     # of heads of 128 the smallest: tiles of many lines take seconds each, and are compiled as
     # they are launched by compile_launches.py
     for size, pieces, pad, block, head in (
@@ -137,10 +134,10 @@ if __name__ == "__main__":
             AHEAD=size == 1,
             EARLY=True,
         )
-    compile_one(softmax.merge_rows, H=28, K=4, D=128, PIECES=32, BLOCK_M=16, BLOCK_D=128)
+    compile_one(ragged_kernel.merge_rows, H=28, K=4, D=128, PIECES=32, BLOCK_M=16, BLOCK_D=128)
     for splits in (1, 2):
         compile_one(
-            skinny._stream,
+            linear_kernels._stream,
             BIAS=True,
             SPLITS=splits,
             BLOCK_M=16,
@@ -175,9 +172,9 @@ if __name__ == "__main__":
         WIDE="tf32",
         EARLY=True,
     )
-    compile_one(distance_kernels._compare, BLOCK=4096)
-    compile_one(distance_kernels._differ, BLOCK=4096)
-    compile_one(trained_kernels._rotate, H=14, D=64, HALF=32, BACK=True, BLOCK_H=16, BLOCK_D=64)
-    compile_one(trained_kernels._gate_gradient, BLOCK=1024)
+    compile_one(training_kernels._compare, BLOCK=4096)
+    compile_one(training_kernels._differ, BLOCK=4096)
+    compile_one(training_kernels._rotate, H=14, D=64, HALF=32, BACK=True, BLOCK_H=16, BLOCK_D=64)
+    compile_one(training_kernels._gate_gradient, BLOCK=1024)
     with multiprocessing.get_context("fork").Pool() as pool:
         print(*pool.imap(compiled, range(len(FORMS))), sep="\n")

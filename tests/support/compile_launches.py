@@ -16,30 +16,27 @@ from compile_ahead import Absent, skip_machine_code
 from triton.backends.compiler import GPUTarget
 
 from bass_kernels import (
+    acceptance_kernels,
     causal,
-    choice,
-    cuts,
-    drawing,
-    gated,
     launch,
+    linear_kernels,
     mixing,
     pointwise,
     products,
     ragged,
-    rejection,
     residual,
-    selection_kernels,
-    skinny,
+    round_kernels,
+    sampling_kernels,
     truncation,
 )
+from bass_kernels.rounds import BINS, Known
 from bass_kernels.segments import Packed, Segments, Teams
-from bass_kernels.selection import BINS, Known
 
 # Kilobytes of shared memory that a program may take (CUDA C++ Programming Guide, technical
 # specifications by capability).
 LIMITS = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 PROCESSORS = 128
-MODULES = (causal, cuts, gated, mixing, ragged, skinny)
+MODULES = (causal, linear_kernels, mixing, products, ragged)
 
 
 def empty(*shape, dtype):
@@ -102,7 +99,7 @@ def mix(dtype, *, heads, kv_heads, size, width):
 
 def stream(dtype):
     """As after attention in a family without products for few tokens."""
-    skinny.stream(
+    linear_kernels.stream(
         empty(8, 1, 4096, dtype=dtype),
         empty(2560, 4096, dtype=dtype),
         empty(2560, dtype=dtype),
@@ -114,8 +111,8 @@ def gate_up(dtype):
     """As between the products for few tokens and the library's."""
     for inner, width in ((18944, 3584), (12288, 4096)):  # three and two programs a processor
         weight = empty(2 * inner, width, dtype=dtype)
-        if gated.serves(64, weight):
-            gated.gate_up(empty(8, 8, width, dtype=dtype), weight, activation="silu")
+        if linear_kernels.gates(64, weight):
+            linear_kernels.gate_up(empty(8, 8, width, dtype=dtype), weight, activation="silu")
 
 
 def attend_long(dtype):
@@ -158,10 +155,10 @@ def choose(dtype):
     scores, first = empty(32, 7, dtype=torch.float32), empty(2, BINS, dtype=torch.float32)
     known = Known(*first, first)
     alive, tokens = empty(32, dtype=torch.int64), empty(32, 8, dtype=torch.int64)
-    standing = selection_kernels.standing(scores, known, alive)
-    chosen = selection_kernels.likeliest(standing, 160, tokens, alive)
+    standing = round_kernels.standing(scores, known, alive)
+    chosen = round_kernels.likeliest(standing, 160, tokens, alive)
     told = empty(192, dtype=torch.float32)
-    selection_kernels.settle(tokens[:, 1:], scores, chosen, chosen.tokens, told, known, alive)
+    round_kernels.settle(tokens[:, 1:], scores, chosen, chosen.tokens, told, known, alive)
 
 
 def elementwise(dtype):
@@ -185,10 +182,10 @@ def params(dtype):
     """Choose tokens of 152 thousand under both couplings."""
     logits, floats = empty(8, 152064, dtype=dtype), empty(8, dtype=torch.float32)
     whole, keys = empty(8, dtype=torch.int64), empty(8, 2, dtype=torch.int64)
-    choice.sample_scored(logits, floats, whole, floats, keys, whole)
+    sampling_kernels.sample_scored(logits, floats, whole, floats, keys, whole)
     truncation.process(logits, floats, whole, floats)
-    _, law = drawing.draft_sample(logits, floats, whole, floats, keys, whole, whole)
-    rejection.rejection_sample(
+    _, law = acceptance_kernels.draft_sample(logits, floats, whole, floats, keys, whole, whole)
+    acceptance_kernels.rejection_sample(
         empty(8, 2, dtype=torch.int64),
         type(law)(*(t[:, None].expand(-1, 2, -1) for t in law)),
         empty(8, 3, 152064, dtype=dtype),

@@ -17,14 +17,14 @@ from .launch import after, counters, leading, let_next, overlap
 from .vocabulary import (
     LOWEST,
     address,
-    best_above,
     better,
     everything,
-    mass_above,
+    gumbel,
     masses_found,
     no_candidate,
+    order,
+    read,
     settled,
-    top_mass,
 )
 
 # Tokens a program and pass, and warps. 1 / 8 / 64 / 512 rows of 151,936 tokens, us on an H200: 14 /
@@ -312,3 +312,54 @@ def _decide(
             above, count = mass_above(logits_ptr, row, 0, vocab, vocab, divisor, x, peak, BLOCK)
             kept = _within(above, count, top_k, top_p, mass) | (count == 0)
         _write(logits_ptr, row, vocab, token, peak, divisor, raw_mass, token_ptr, score_ptr)
+
+
+@triton.jit
+def mass_above(logits_ptr, row, start, end, vocab, divisor, x, peak, BLOCK: tl.constexpr):
+    """Return mass and count of the tokens start to end whose scaled logit is larger than x."""
+    mass, count = tl.full([], 0.0, tl.float32), tl.full([], 0.0, tl.float32)
+    for first in range(start, end, BLOCK):
+        _tokens, values, _raw = read(logits_ptr, row, first, vocab, divisor, BLOCK)
+        mass += tl.sum(tl.where(values > x, tl.exp(values - peak), 0.0), 0)
+        count += tl.sum((values > x).to(tl.float32), 0)
+    return mass, count
+
+
+@triton.jit
+def best_above(
+    logits_ptr, row, start, end, vocab, divisor, key_0, key_1, position, x, BLOCK: tl.constexpr
+):
+    """Return the best candidate of the tokens start to end whose scaled logit is larger than x."""
+    score, token, best_x = no_candidate()
+    for first in range(start, end, BLOCK):
+        tokens, values, _raw = read(logits_ptr, row, first, vocab, divisor, BLOCK)
+        if tl.max(values, 0) > x:
+            noisy = tl.where(
+                values > x,
+                values + gumbel(first, key_0, key_1, position, 0, 0, BLOCK),
+                -float("inf"),
+            )
+            score, token, best_x = better(score, token, best_x, noisy, tokens, values)
+    return score, token, best_x
+
+
+@triton.jit
+def top_mass(logits_ptr, row, vocab, top_k, peak, divisor, BLOCK: tl.constexpr):
+    """Return the mass of the top_k largest and of ties with the last of them, by bisection on the
+    bits."""
+    low, high = tl.full([], -2147483648, tl.int64), tl.full([], 2147483647, tl.int64)
+    for _step in range(32):  # find the largest value that at least top_k tokens reach
+        middle = (low + high + 1) >> 1
+        count = tl.full([], 0, tl.int32)
+        for first in range(0, vocab, BLOCK):
+            tokens, x, _raw = read(logits_ptr, row, first, vocab, divisor, BLOCK)
+            count += tl.sum(((order(x) >= middle) & (tokens < vocab)).to(tl.int32), 0)
+        low, high = (
+            tl.where(count >= top_k, middle, low),
+            tl.where(count >= top_k, high, middle - 1),
+        )
+    mass = tl.full([], 0.0, tl.float32)
+    for first in range(0, vocab, BLOCK):
+        _tokens, x, _raw = read(logits_ptr, row, first, vocab, divisor, BLOCK)
+        mass += tl.sum(tl.where(order(x) >= low, tl.exp(x - peak), 0.0), 0)
+    return mass

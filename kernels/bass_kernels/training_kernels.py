@@ -1,21 +1,22 @@
-"""Triton: divergence and overlap of a student's distributions and a target's, and their gradient;
-definition: divergence.py. Logits stay in their dtype. A program reads a student's row and its
-target's row twice, and the gradient overwrites the student's logits. Loads cover whole rows, so
-they are vectorised if the row's width is a multiple of 16, for any `vocab`."""
+"""Triton: ops for training. Definitions: training.py.
+
+The distances keep logits in their dtype. A program reads a student's row and its target's row
+twice, and the gradient overwrites the student's logits. Loads cover whole rows, so they are
+vectorised if the row's width is a multiple of 16, for any `vocab`."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .divergence import Distances
+from .training import Distances
 
 _BLOCK = 4096
 _FAR = tl.constexpr(-30000.0)  # below every logit, and finite in float16
 
 
 def distances(own: Tensor, due: Tensor, of: Tensor, tokens: Tensor, vocab: int) -> Distances:
-    """Do divergence.distances."""
+    """Do training.distances."""
     found = torch.empty(6, len(own), dtype=torch.float32, device=own.device)
     assert own.stride(1) == due.stride(1) == 1
     assert own.shape[1] == due.shape[1]
@@ -30,7 +31,7 @@ def distances(own: Tensor, due: Tensor, of: Tensor, tokens: Tensor, vocab: int) 
 def distance_gradient(
     own: Tensor, due: Tensor, of: Tensor, found: Distances, slopes: Tensor, vocab: int
 ) -> None:
-    """Do divergence.distance_gradient."""
+    """Do training.distance_gradient."""
     slopes = slopes.contiguous()
     if len(own):
         _differ[(len(own), triton.cdiv(own.shape[1], _block(vocab)))](
@@ -114,3 +115,70 @@ def _differ(
     found += tl.load(slope_ptr + count + guess) * mass * step
     found = tl.where(inside, found, 0.0)
     tl.store(own_ptr + at, found.to(own_ptr.dtype.element_ty), mask=there)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor:
+    """Do training.rotate, one program a token."""
+    rows, width, heads, size = x.shape
+    if x.stride(3) != 1 or x.stride(0) != width * x.stride(1):
+        x = x.contiguous()
+    cos, sin = cos.contiguous(), sin.contiguous()
+    out = x.new_empty(x.shape)
+    if out.numel():
+        _rotate[(rows * width,)](
+            x, cos, sin, out, x.stride(1), x.stride(2),
+            H=heads, D=size, HALF=cos.shape[-1], BACK=back,
+            BLOCK_H=triton.next_power_of_2(heads), BLOCK_D=triton.next_power_of_2(size),
+            num_warps=4 if heads * size > 512 else 1,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _rotate(
+    x_ptr, cos_ptr, sin_ptr, out_ptr, token_stride, head_stride, H: tl.constexpr, D: tl.constexpr,
+    HALF: tl.constexpr, BACK: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    head, d = tl.arange(0, BLOCK_H)[:, None], tl.arange(0, BLOCK_D)[None, :]
+    inside = (head < H) & (d < D)
+    start = x_ptr + token * token_stride + head * head_stride
+    turned, low = d < 2 * HALF, d < HALF
+    own = tl.load(start + d, mask=inside, other=0.0).to(tl.float32)
+    other = tl.load(start + tl.where(low, d + HALF, d - HALF), mask=inside & turned, other=0.0)
+    angle = token * HALF + tl.where(low, d, d - HALF)
+    cos = tl.load(cos_ptr + angle, mask=turned, other=1.0)
+    sin = tl.load(sin_ptr + angle, mask=turned, other=0.0)
+    if BACK:
+        sin = -sin
+    found = own * cos + tl.where(low, -sin, sin) * other.to(tl.float32)
+    at = out_ptr + (token * H + head) * D + d
+    tl.store(at, found.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def gate_gradient(x: Tensor, outer: Tensor) -> Tensor:
+    """Do training.gate_gradient."""
+    x, outer = x.contiguous(), outer.contiguous()
+    found, size = torch.empty_like(x), outer.shape[-1]
+    block = min(1024, triton.next_power_of_2(size))
+    if outer.numel():
+        _gate_gradient[(outer.numel() // size, triton.cdiv(size, block))](
+            x, outer, found, size, BLOCK=block, num_warps=4
+        )
+    return found
+
+
+@triton.jit
+def _gate_gradient(x_ptr, outer_ptr, found_ptr, size, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    due = tl.load(outer_ptr + row * size + at, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(x_ptr + 2 * row * size + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + 2 * row * size + size + at, mask=inside, other=0.0).to(tl.float32)
+    chance = tl.sigmoid(gate)
+    dtype = found_ptr.dtype.element_ty
+    passed = (gate * chance).to(dtype).to(tl.float32)
+    slope = chance * (1.0 + gate * (1.0 - chance))
+    tl.store(found_ptr + 2 * row * size + at, (due * up * slope).to(dtype), mask=inside)
+    tl.store(found_ptr + 2 * row * size + size + at, (due * passed).to(dtype), mask=inside)
