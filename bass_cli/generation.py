@@ -25,12 +25,19 @@ from bass_cli.formats.sources import files_of
 from bass_cli.formats.tokenizer import begin
 from bass_cli.io import terminal
 from bass_cli.io.console import Screen
-from bass_cli.io.prompts import Prompt, check_prompts, open_prompts, read_prompts
+from bass_cli.io.prompts import (
+    Prompt,
+    Shard,
+    check_prompts,
+    held_by,
+    open_prompts,
+    parse_shard,
+    read_prompts,
+)
 from bass_cli.io.reading import whole
 from bass_cli.io.results import STANDARD_OUTPUT, Completion, Writer, open_output
-from bass_cli.io.resume import check_output_place, manifest_path, read_manifest
+from bass_cli.io.resume import PromptDigest, check_output_place, manifest_path, read_manifest
 from bass_cli.io.saving import check_format, descriptor_of, is_stream, refuse_shared_files
-from bass_cli.io.shards import Shard, held_by, parse_shard
 from bass_cli.run.generate import generate
 from bass_cli.run.manifest import Facts, facts_of
 from bass_cli.system.threads import CoreMonitor, configure_threads
@@ -154,13 +161,7 @@ def drawing_of(
 
 def generate_samples(args: GenerateArgs, screen: Screen) -> bool:
     """Run `bass generate`; return whether no prompt and no sample failed."""
-    out = "-" if args.out is None else args.out
-    if not out:
-        raise UserError("--out (or BASS_OUT): it is empty; name a file, or - for standard output")
-    if descriptor_of(out) == 1:
-        out = "-"
-    if args.json_summary and out == "-":
-        raise UserError("--json needs --out FILE, because standard output carries the results")
+    out = _output_of(args)
     job = read_job(args)
     refuse_shared_files(
         files_written(out), [("the prompt file", args.prompts), *files_read(args.pair, job)]
@@ -176,15 +177,20 @@ def generate_samples(args: GenerateArgs, screen: Screen) -> bool:
     job = with_rows_of(job, out, overwrite=args.overwrite)
     shard, request = read_shard(args, job), read_request(args, job, out)
     source = open_prompts(args.prompts, args.prompt_column)
+    digest = PromptDigest(source, job.prompt_column)
     checked = check_prompts(
-        source, column=job.prompt_column, limit=job.limit, shard=shard, chat=job.chat
+        source,
+        column=job.prompt_column,
+        limit=job.limit,
+        shard=shard,
+        chat=job.chat,
+        on_prompt=digest.add,
     )
-    known = source.name if checked.digest is None else checked.digest.record()
+    known = digest.record() if digest.count else source.name  # a dataset is not read before
     identity = {"prompts": known, "prompt_column": job.prompt_column}
 
     def prompts() -> Iterator[Prompt]:
-        every = read_prompts(source, column=job.prompt_column, limit=job.limit)
-        return held_by(shard, every)
+        return held_by(shard, read_prompts(source, column=job.prompt_column, limit=job.limit))
 
     with (
         drawing_of(
@@ -202,7 +208,7 @@ def generate_samples(args: GenerateArgs, screen: Screen) -> bool:
             resume=args.resume,
             overwrite=args.overwrite,
             prompt_ids=lambda: {prompt.id for prompt in prompts()},
-            prompts=checked.digest,
+            prompts=digest if digest.count else None,
         ) as writer,
     ):
         tell(job, drawing.facts, screen, plain=checked.plain, notes=checked.notes)
@@ -212,6 +218,18 @@ def generate_samples(args: GenerateArgs, screen: Screen) -> bool:
     if args.json_summary:
         terminal.document(summary | {"file": writer.totals})
     return writer.finished
+
+
+def _output_of(args: GenerateArgs) -> str:
+    """Return the name of the output; "-" for standard output under any name."""
+    out = "-" if args.out is None else args.out
+    if not out:
+        raise UserError("--out (or BASS_OUT): it is empty; name a file, or - for standard output")
+    if descriptor_of(out) == 1:
+        out = "-"
+    if args.json_summary and out == "-":
+        raise UserError("--json needs --out FILE, because standard output carries the results")
+    return out
 
 
 def files_written(out: str) -> list[tuple[str, str | Path]]:

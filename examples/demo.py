@@ -17,7 +17,8 @@ from pathlib import Path
 
 from bass_cli.config.args import JobArgs
 from bass_cli.config.job import load_pair, make_job
-from bass_cli.io.prompts import open_source, read_prompts
+from bass_cli.io.prompts import read_prompts
+from bass_cli.io.readers import open_source
 from bass_cli.system.threads import configure_threads
 
 METHODS = {"plain decoding": {"draft": "none"}, "with lookup": {}}

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from checkpoints import write_checkpoint, write_tokenizer
 
-from bass_cli.io.prompts import check_prompts, open_source, read_prompts
+from bass_cli.io.prompts import check_prompts, read_prompts
+from bass_cli.io.readers import open_source
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 

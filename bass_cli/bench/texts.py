@@ -13,7 +13,8 @@ from bass_cli.bench.shapes import spec_of
 from bass_cli.engine.batch import Row
 from bass_cli.errors import UserError
 from bass_cli.formats.tokenizer import Tokenizer
-from bass_cli.io.prompts import Prompt, open_source, read_prompts
+from bass_cli.io.prompts import Prompt, read_prompts
+from bass_cli.io.readers import open_source
 from bass_cli.run.plan import Plan
 from bass_cli.run.profile import PASSAGES, joined
 

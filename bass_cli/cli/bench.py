@@ -16,7 +16,8 @@ from bass_cli.errors import UserError
 from bass_cli.generation import escape, files_read, read_job, stops_of_environment
 from bass_cli.io import terminal
 from bass_cli.io.console import Screen
-from bass_cli.io.prompts import check_prompts, open_prompts, open_source, read_prompts
+from bass_cli.io.prompts import check_prompts, open_prompts, read_prompts
+from bass_cli.io.readers import open_source
 from bass_cli.io.saving import check_chart, refuse_shared_files
 from bass_cli.system.threads import configure_threads
 

@@ -1,5 +1,5 @@
 """The command `bass merge`. The merging itself: io/merging.py. Which prompts a shard has:
-io/shards.py."""
+io/prompts.py."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ from bass_cli.config.args import DistillArgs, SampleArgs
 from bass_cli.config.job import Job
 from bass_cli.errors import MachineError, UserError
 from bass_cli.io.console import Screen
+from bass_cli.io.prompts import Shard
 from bass_cli.io.saving import is_stream
-from bass_cli.io.shards import Shard
 from bass_cli.system.threads import usable_cores
 
 _PATIENCE = 5.0  # seconds to wait for a connection to a port of Ray

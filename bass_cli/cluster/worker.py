@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from bass_cli.cluster.fleet import Fault, Process
 from bass_cli.config.job import Job
 from bass_cli.io.console import Usage
-from bass_cli.io.prompts import Prompt
+from bass_cli.io.prompts import Prompt, Shard
 from bass_cli.io.results import Completion
-from bass_cli.io.shards import Shard
 from bass_cli.run.manifest import Facts
 from bass_cli.system.threads import CoreMonitor, configure_threads
 

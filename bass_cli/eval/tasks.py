@@ -12,8 +12,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, cast, get_args
 
 from bass_cli.errors import MachineError, UserError, nearest
 from bass_cli.eval.answers import as_body, code_in, modules_of, names_of, runnable, with_imports
-from bass_cli.io.prompts import open_source
-from bass_cli.io.readers import READERS, hub_records
+from bass_cli.io.readers import open_source
 from bass_cli.io.reading import is_unicode, text, texts, whole
 from bass_cli.sandbox.jail.job_spec import Checked
 
@@ -132,17 +131,11 @@ class Task:
 
 def _records(source: str) -> Iterator[tuple[str, Any]]:
     opened = open_source(source)
-    if opened.kind == "hf":
-        yield from ((f"{source}:{number}", record) for number, record in hub_records(source))
-        return
     if opened.kind == "txt":
         raise UserError(
             f"{source}: a text file has no fields; use a .jsonl, .json or .parquet file"
         )
-    with opened.open() as stream:
-        yield from (
-            (f"{source}:{line}", record) for line, record in READERS[opened.kind](stream, source)
-        )
+    yield from ((f"{opened.label}:{line}", record) for line, record in opened.records())
 
 
 class HumanEval(Task):

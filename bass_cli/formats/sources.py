@@ -15,7 +15,7 @@ from pathlib import Path
 from bass_cli.config.draft_spec import parse_draft
 from bass_cli.config.job import Pair
 from bass_cli.errors import UserError
-from bass_cli.io.hub import refusal
+from bass_cli.io.readers import refusal
 
 _WANTED = ["*.safetensors", "*.json", "tokenizer*", "*.txt", "*.model", "*.jinja"]
 _UNWANTED = ["*/*", "consolidated*"]

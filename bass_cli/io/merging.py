@@ -2,7 +2,7 @@
 
 Lines are copied unchanged. Prompts are in the order of the prompt file if it still fits the
 manifests, else in the order of the numbers in their ids, else part by part; the lines of a prompt
-are in the order of their samples. io/shards.py assigns prompts to parts.
+are in the order of their samples. io/prompts.py assigns prompts to parts.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from dataclasses import dataclass, field
 from typing import IO, Any, NamedTuple
 
 from bass_cli.errors import UserError
-from bass_cli.io.prompts import PromptDigest, open_source, read_prompts
+from bass_cli.io.prompts import Shard, parse_shard, read_prompts, shard_of
+from bass_cli.io.readers import open_source
 from bass_cli.io.reading import open_regular, parse_object
 from bass_cli.io.results import open_output
 from bass_cli.io.resume import (
     Past,
+    PromptDigest,
     check_output_place,
     differences,
     known_seconds,
@@ -29,7 +31,6 @@ from bass_cli.io.resume import (
     result_rows,
 )
 from bass_cli.io.saving import check_format, is_stream, refuse_shared_files
-from bass_cli.io.shards import Shard, parse_shard, shard_of
 
 _NAMED = 5  # the most prompts that a message names
 _NUMBERED = re.compile(r"(.*?)([0-9]{1,18})", re.DOTALL)  # a prompt's id
@@ -216,8 +217,10 @@ def _prompt_ids(manifest: dict[str, Any], results: dict[str, Any]) -> dict[str, 
     try:
         source = open_source(name)
         digest, before = PromptDigest(source, column), results.get("prompts")
-        prompts = digest.over(read_prompts(source, column=column, limit=results.get("limit")))
-        ids = {prompt.id: place for place, prompt in enumerate(prompts)}
+        ids: dict[str, int] = {}
+        for prompt in read_prompts(source, column=column, limit=results.get("limit")):
+            digest.add(prompt)
+            ids[prompt.id] = len(ids)
         change = digest.compare(before)
         if change.fault is not None or (change.before is not None and isinstance(before, str)):
             return None

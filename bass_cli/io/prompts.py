@@ -1,35 +1,24 @@
-"""Read prompts from files, standard input and Hugging Face datasets.
+"""Make prompts of the records of a file (io/readers.py), of texts or of mappings, and check them.
 
 `check_prompts` reads a source once before a model is loaded; `read_prompts` streams it afterwards.
 A fault is a UserError that names file, line and field. A field with a reserved name, such as
-`temperature`, is a fault; all other fields become `meta`. Prompts are not tokenised here.
+`temperature`, is a fault; all other fields become `meta`. Prompts are not tokenised here. A Shard
+selects the prompts of one part of a job.
 """
 
 from __future__ import annotations
 
-import codecs
-import contextlib
 import hashlib
-import io
 import itertools
-import json
-import stat
-import sys
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import IO, Any, NamedTuple, NoReturn
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn
 
-from bass_cli.errors import MachineError, UserError, nearest
-from bass_cli.io.readers import LONGEST_LINE, READERS, format_of, hub_records
-from bass_cli.io.reading import is_unicode, shown, whole
-from bass_cli.io.reading import text as text_of
-from bass_cli.io.reserved import fault_of, reserved_name
-from bass_cli.io.shards import Shard, held_by
+from bass_cli.errors import UserError, nearest
+from bass_cli.io.readers import Source, open_source
+from bass_cli.io.reading import is_unicode, shown
 
-IN_MEMORY = 64 * 2**20
-BLOCK = 2**20
 _HINTS = 9  # how many field names an error message lists
 _KINDS = {
     bool: "true or false",
@@ -37,13 +26,11 @@ _KINDS = {
     float: "a number",
     str: "a string",
     list: "a list",
+    dict: "an object",
+    type(None): "null",
 }
-_KINDS |= {dict: "an object", type(None): "null"}
 _ROLES = ("system", "user", "assistant")
 _MESSAGE = ("role", "content")  # the keys of a message
-# PromptDigest: the most marks, hexadecimal digits of a mark, and of the last digest
-_MARKS, _MARK, _WHOLE = 512, 8, 32
-_encode = json.JSONEncoder(default=str).encode
 # The deepest nesting of a `meta` field. JSON reading and writing take two calls a level, and Python
 # allows 1,000.
 _DEPTH = 100
@@ -73,164 +60,6 @@ class Prompt:
         return self.text or "\n".join(message["content"] for message in self.messages or ())
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """A source of prompts that can be read more than once.
-
-    `kind` is a file format or "hf". `spooled` is the content of standard input.
-    """
-
-    name: str
-    kind: str
-    spooled: IO[bytes] | None = None
-
-    @contextlib.contextmanager
-    def open(self) -> Iterator[IO[bytes]]:
-        """Open the content at its start."""
-        if self.spooled is None:
-            with open(self.name, "rb") as stream:
-                yield stream
-        else:
-            self.spooled.seek(0)
-            yield self.spooled
-
-    def digest(self) -> str | None:
-        """Return the SHA-256 of the content, in hexadecimal; None for a dataset of the hub."""
-        if self.kind == "hf":
-            return None
-        with self.open() as stream:
-            summary = hashlib.sha256()
-            while block := stream.read(BLOCK):
-                summary.update(block)
-            return summary.hexdigest()
-
-    def digests(self) -> Iterator[str]:
-        """Yield the digests of every beginning of the content that ends with a line.
-
-        Each line gives two: without its line end and with it. One of them equals the `digest` of
-        the file before lines were added at its end.
-        """
-        if self.kind == "hf":
-            return
-        with self.open() as stream:
-            summary = hashlib.sha256()
-            for line in stream:
-                text = line.rstrip(b"\r\n")
-                for part in (text, line[len(text) :]):
-                    summary.update(part)
-                    yield summary.hexdigest()
-
-
-class PromptDigest:
-    """A running digest of a job's prompts, which tells added prompts from changed ones.
-
-    It covers everything in a prompt that reaches the lines of its samples. The digest after each
-    prompt is held in memory. A manifest holds the last digest and up to 512 marks.
-    """
-
-    def __init__(self, source: Source, column: str = "prompt"):
-        self._source, self._column = source, column
-        self._running, self._after = hashlib.sha256(), bytearray()
-        self._size = _WHOLE // 2  # bytes of one digest
-
-    def over(self, prompts: Iterable[Prompt]) -> Iterator[Prompt]:
-        """Yield the prompts, and add each of them."""
-        for prompt in prompts:
-            self.add(prompt)
-            yield prompt
-
-    def add(self, prompt: Prompt) -> None:
-        """Add the next prompt."""
-        known = [prompt.id, prompt.text, prompt.messages, prompt.reference, prompt.meta]
-        content = _encode([*known, prompt.fault is None])
-        self._running.update(content.encode() + b"\n")
-        self._after += self._running.digest()[: self._size]
-
-    @property
-    def count(self) -> int:
-        """The number of prompts added so far."""
-        return len(self._after) // self._size
-
-    def record(self) -> dict[str, Any]:
-        """Return the manifest's value.
-
-        `digest` is the digest after all `count` prompts. `marks` joins the first 8 digits of the
-        digests after every `stride` prompts.
-        """
-        stride = 1
-        while self.count // stride > _MARKS:
-            stride *= 2
-        marks = (self.at(end)[:_MARK] for end in range(stride, self.count + 1, stride))
-        last = self.at(self.count)
-        return {"count": self.count, "digest": last, "stride": stride, "marks": "".join(marks)}
-
-    def of_file(self) -> str | None:
-        """Return the digest of the whole file, which manifests of older versions hold."""
-        return self._source.digest()
-
-    def compare(self, before: Any) -> Change:
-        """Compare these prompts with a manifest's.
-
-        Args:
-            before: The manifest's value: a `record`, or the digest of a whole file in manifests of
-                older versions.
-        """
-        if isinstance(before, str):
-            if before == self.of_file():
-                return Change(None, None, self.count)
-            if before in self._source.digests():
-                return Change(None, _SOME, self.count)
-            return Change("the prompt file has changed, and not only at its end", None, self.count)
-        try:
-            count, last = whole(before["count"], least=1), text_of(before["digest"])
-            stride, marks = whole(before["stride"], least=1), text_of(before["marks"])
-        except (ValueError, KeyError, TypeError):
-            return Change("the manifest's entry cannot be read", None, self.count)
-        if count <= self.count and self.at(count) == last:
-            grown = None if count == self.count else str(count)
-            return Change(None, grown, self.count)
-        return Change(self._first_change(count, stride, marks), None, self.count)
-
-    def _first_change(self, count: int, stride: int, marks: str) -> str:
-        """Describe the first difference, as exactly as the marks allow."""
-        same, ends = 0, range(stride, min(count, self.count) + 1, stride)
-        while same < len(ends) and marks.startswith(self.at(ends[same])[:_MARK], same * _MARK):
-            same += 1
-        first, last = same * stride + 1, min((same + 1) * stride, count)
-        if first > self.count:
-            return f"{count} before, {self.count} now; those after number {self.count} are missing"
-        what = self._named(first) if first == last else f"one of numbers {first} to {last}"
-        sizes = "" if count == self.count else f"{count} before, {self.count} now; "
-        return f"{sizes}{what} has changed"
-
-    def _named(self, number: int) -> str:
-        """Name a prompt by its number from 1, its id and its place."""
-        prompts = read_prompts(self._source, column=self._column)
-        prompt = next(itertools.islice(prompts, number - 1, None))
-        return f'number {number} (id "{shown(prompt.id)[1:-1]}", {prompt.place})'
-
-    def at(self, count: int) -> str:
-        """Return the digest after `count` prompts (at least 1), in hexadecimal."""
-        return self._after[(count - 1) * self._size : count * self._size].hex()
-
-
-_SOME = "an unknown number"  # of prompts, in a manifest of an older version
-
-
-class Change(NamedTuple):
-    """The difference between a manifest's prompts and those of this run.
-
-    Args:
-        fault: What differs; None if the manifest's prompts are the first prompts of this run.
-        before: The manifest's number of prompts if there are more now, else None.
-        now: The number of prompts of this run.
-    """
-
-    fault: str | None
-    before: str | None
-    now: int
-
-
 def open_prompts(source: str, column: str | None) -> Source:
     """Open a source of prompts; UserError if `column` is given for a file without fields."""
     found = open_source(source)
@@ -241,34 +70,46 @@ def open_prompts(source: str, column: str | None) -> Source:
     return found
 
 
-def open_source(source: str) -> Source:
-    """Open "-", "hf:NAME[:CONFIG][:SPLIT]" or a path. Standard input is read to its end."""
-    if source == "-":
-        if sys.stdin is None:
-            raise UserError("stdin: it is closed; name a prompt file, or redirect one: < FILE")
-        return _spool(sys.stdin.buffer)
-    if source.startswith("hf:"):
-        return Source(source, "hf")
-    path = Path(source)
-    kind = path.suffix.lower().removeprefix(".")
-    try:
-        mode = path.stat().st_mode
-        if stat.S_ISDIR(mode):
-            raise UserError(f"{source}: this is a folder; name a prompt file")
-        if not stat.S_ISREG(mode):  # it is read twice, and a device may have no end
-            raise UserError(
-                f"{source}: this is a pipe or a device, not a file; read it from standard input "
-                f"instead: - < {source}"
-            )
-        path.open("rb").close()
-    except (FileNotFoundError, NotADirectoryError):
-        raise UserError(f"{source}: there is no such prompt file") from None
-    except OSError as error:
-        raise UserError(f"{source}: cannot read the prompt file: {error.strerror}") from None
-    if kind not in READERS:
-        hint = nearest(path.suffix, (f".{kind}" for kind in READERS))
-        raise UserError(f'{source}: a prompt file cannot end in "{path.suffix}"; {hint}')
-    return Source(source, kind)
+class Shard(NamedTuple):
+    """Part `number`, from 1, of `of` parts of a job, as in `--shard 2/8`.
+
+    The part of a prompt depends on its id alone. So parts run independently, and prompts stay in
+    their parts when others are added to the file. io/merging.py makes one file of the parts.
+    """
+
+    number: int
+    of: int
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.of}"
+
+    def holds(self, id_: str) -> bool:
+        """Whether the prompt with this id belongs to this part."""
+        return shard_of(id_, self.of) == self
+
+
+def shard_of(id_: str, of: int) -> Shard:
+    """Return the part, of `of` parts, that the prompt with this id belongs to."""
+    spelled = id_.encode("utf-8", "surrogatepass")  # an id may hold lone surrogates
+    digest = hashlib.blake2b(spelled, digest_size=8).digest()
+    return Shard(int.from_bytes(digest, "big") % of + 1, of)
+
+
+def held_by(shard: Shard | None, prompts: Iterable[Prompt]) -> Iterator[Prompt]:
+    """Yield the prompts that belong to the shard; all prompts if there is none."""
+    return (prompt for prompt in prompts if shard is None or shard.holds(prompt.id))
+
+
+def parse_shard(text: str, key: str = "--shard (or BASS_SHARD)") -> Shard:
+    """Parse "2/8"; a UserError begins with `key`."""
+    found = re.fullmatch(r"\s*(\d{1,9})\s*/\s*(\d{1,9})\s*", text, re.ASCII)
+    shard = Shard(int(found[1]), int(found[2])) if found else Shard(0, 0)
+    if not 1 <= shard.number <= shard.of:
+        raise UserError(
+            f'{key}: "{shown(text)[1:-1]}" is not a part of a job; write NUMBER/PARTS, from 1/8 to '
+            "8/8 for eight parts"
+        )
+    return shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,14 +120,12 @@ class Checked:
         count: The number of prompts; None if unknown.
         longest: The longest text.
         plain: Whether any prompt is plain text, not messages.
-        digest: The digest of all prompts of a file; None for a dataset of the hub.
         notes: Notes to the user about a dataset's columns.
     """
 
     count: int | None
     longest: str
     plain: bool
-    digest: PromptDigest | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -297,6 +136,7 @@ def check_prompts(
     limit: int | None,
     shard: Shard | None = None,
     chat: bool | None = None,
+    on_prompt: Callable[[Prompt], None] | None = None,
 ) -> Checked:
     """Check every prompt, but only the first row of a hub dataset.
 
@@ -305,18 +145,21 @@ def check_prompts(
         limit: The number of prompts to read; None for all.
         shard: If given, the facts are about this shard's prompts only.
         chat: As in `check`.
+        on_prompt: Called with each prompt of a file, also with those of other shards.
     """
     if source.kind == "hf":
         first = next(read_prompts(source, column=column, limit=1))
+        known = check([first], chat=chat)
         notes = tuple(
             f'{source.name}: column "{name}" sets nothing; it is copied to the results as meta'
             for name in first.meta
-            if reserved_name(name) is not None
+            if _reserved_name(name) is not None
         )
-        return Checked(None, "", check([first], chat=chat).plain, notes=notes)
-    digest = PromptDigest(source, column)
-    prompts = digest.over(read_prompts(source, column=column, limit=limit))
-    return replace(check(held_by(shard, prompts), chat=chat), digest=digest)
+        return Checked(None, "", known.plain, notes)
+    prompts = read_prompts(source, column=column, limit=limit)
+    if on_prompt is not None:
+        prompts = _watched(prompts, on_prompt)
+    return check(held_by(shard, prompts), chat=chat)
 
 
 def check(prompts: Iterable[Prompt], *, chat: bool | None = None) -> Checked:
@@ -333,27 +176,26 @@ def check(prompts: Iterable[Prompt], *, chat: bool | None = None) -> Checked:
     return Checked(count, longest, plain)
 
 
+def _watched(prompts: Iterable[Prompt], on_prompt: Callable[[Prompt], None]) -> Iterator[Prompt]:
+    for prompt in prompts:
+        on_prompt(prompt)
+        yield prompt
+
+
 def read_prompts(
     source: Source | str, *, column: str = "prompt", limit: int | None = None
 ) -> Iterator[Prompt]:
     """Yield the prompts in order, at most `limit`; UserError at a fault, or if there are none."""
     opened = open_source(source) if isinstance(source, str) else source
-    name = "stdin" if opened.spooled else opened.name
-    lines = enumerate(itertools.islice(_records(opened, name, column), limit))
     by_line, columns = opened.kind == "txt", opened.kind == "hf"
-    yield from _distinct(
-        name,
-        (
-            _to_prompt(
-                record,
-                str(line - 1 if by_line else index),
-                column,
-                f"{name}:{line}",
-                columns=columns,
-            )
-            for index, (line, record) in lines
-        ),
-    )
+
+    def prompts() -> Iterator[Prompt]:
+        for index, (line, record) in enumerate(itertools.islice(opened.records(), limit)):
+            fields = {column: record} if by_line else record
+            id_ = str(line - 1 if by_line else index)
+            yield _to_prompt(fields, id_, column, f"{opened.label}:{line}", columns=columns)
+
+    yield from _distinct(opened.label, prompts())
 
 
 def prompts_of(
@@ -395,15 +237,6 @@ def _distinct(name: str, prompts: Iterable[Prompt]) -> Iterator[Prompt]:
         raise UserError(f"{name}: it contains no prompts")
 
 
-def _records(source: Source, name: str, column: str) -> Iterator[tuple[int, Any]]:
-    if source.kind == "hf":
-        yield from hub_records(source.name)
-        return
-    with source.open() as stream:
-        for line, record in READERS[source.kind](stream, name):
-            yield line, {column: record} if source.kind == "txt" else record
-
-
 def _refuse(place: str, field: str, reason: str) -> NoReturn:
     raise UserError(f'{place}: field "{field}": {reason}')
 
@@ -442,7 +275,7 @@ def _to_prompt(
         identity = str(identity)
     _check_text(identity, "id", place)
     for key, value in fields.items():
-        if (refused := fault_of(key, value, columns=columns)) is not None:
+        if (refused := _refusal(key, value, columns=columns)) is not None:
             _refuse(place, *refused)
     fields = _with_meta(fields, place)
     fault = (
@@ -531,43 +364,99 @@ def _checked_messages(messages: Any, place: str) -> list[dict[str, Any]]:
     return found
 
 
-def _spool(stream: IO[bytes]) -> Source:
-    spooled = tempfile.SpooledTemporaryFile(max_size=IN_MEMORY)  # noqa: SIM115
-    for block in _until_fault(stream):
-        try:
-            spooled.write(block)
-        except OSError as error:
-            raise MachineError(
-                f"stdin: input of more than {IN_MEMORY >> 20} MB needs a temporary file: "
-                f"{error.strerror}; set TMPDIR to a folder with free space, or name a prompt file"
-            ) from None
-    source = Source("-", "txt", spooled)
-    with source.open() as lines:
-        return Source("-", format_of(lines), spooled)
+# Settings and parts of a prompt that other tools read. Ignoring such a field would give wrong
+# samples, so it is refused, with what to use instead.
+_FLAGS = {
+    "--max-new-tokens": "max_tokens max_completion_tokens max_output_tokens max_tokens_to_sample "
+    "n_predict num_predict max_gen_len max_gen_toks",
+    "--stop": "stop_sequences stop_strings stop_words stopping_strings stop_token",
+    "--n": "num_return_sequences num_samples num_completions candidate_count",
+    "--temperature": "do_sample greedy",
+    "--seed": "random_seed",
+}
+_NAMED_LIKE_FLAGS = (
+    "temperature top_p top_k seed stop max_new_tokens n budget pair model draft draft_length "
+    "coupling batch_size tensor_parallel device dtype chat threads limit prompt_column token_ids"
+)
+_AS_MESSAGE = "system system_prompt system_message system_instruction"
+_TOOLS = "tools functions"
+_UNREADABLE = (
+    "documents images image image_url videos audios multi_modal_data mm_processor_kwargs "
+    "prompt_token_ids prompt_embeds input_ids"
+)
+_OBJECTS = "reasoning thinking"  # settings if they are objects, else data
+_UNKNOWN = (
+    "tool_choice function_call parallel_tool_calls response_format min_p logprobs top_logprobs "
+    "prompt_logprobs logit_bias best_of echo suffix presence_penalty frequency_penalty "
+    "repetition_penalty typical_p length_penalty bad_words min_tokens min_new_tokens max_length "
+    "num_beams use_beam_search stop_token_ids eos_token_id ignore_eos skip_special_tokens "
+    "include_stop_str_in_output modalities audio reasoning_effort verbosity web_search_options "
+    "structured_outputs guided_json guided_regex guided_choice guided_grammar grammar "
+    "chat_template chat_template_kwargs add_generation_prompt continue_final_message "
+    "enable_thinking prediction repeat_penalty repeat_last_n no_repeat_ngram_size "
+    "diversity_penalty num_beam_groups encoder_repetition_penalty epsilon_cutoff eta_cutoff top_a "
+    "tfs_z mirostat dynatemp_range dry_multiplier penalty_alpha guidance_scale negative_prompt "
+    "bad_words_ids truncate_prompt_tokens max_time num_ctx json_schema lora_request"
+)
+# The reason by reserved name
+RESERVED = {
+    **{
+        name: f"set it for the whole run with {flag}"
+        for flag, names in _FLAGS.items()
+        for name in names.split()
+    },
+    **{
+        name: f"set it for the whole run with --{name.replace('_', '-')}"
+        for name in _NAMED_LIKE_FLAGS.split()
+    },
+    **dict.fromkeys(
+        _AS_MESSAGE.split(),
+        'it is not a field of a prompt; begin "messages" with {"role": "system", "content": "..."}',
+    ),
+    **dict.fromkeys(f"{_TOOLS} {_UNREADABLE}".split(), "bass cannot pass it to the model"),
+    **dict.fromkeys(f"{_UNKNOWN} {_OBJECTS}".split(), "bass has no such setting"),
+}
+# Objects that hold the settings in requests to other engines
+_CONTAINERS = (
+    "sampling sampling_params sampling_parameters parameters params options speculation "
+    "generation_config generation_kwargs gen_kwargs generate_kwargs generation_params config "
+    "settings kwargs extra_body body"
+)
+_OWN = ("id", "messages", "reference", "meta")
+_META = 'to copy it to the results, put it into "meta": {...}'
 
 
-def _until_fault(stream: IO[bytes]) -> Iterator[bytes]:
-    """Yield standard input in blocks, up to its end or just beyond a fault.
+def _spelling(name: str) -> str:
+    """Return the name without what spellings of one name differ by: "maxTokens", "Max-Tokens"."""
+    return re.sub(r"[\W_]", "", name).lower()
 
-    Input that is not UTF-8, or has no line ends, may be endless. The format's reader reports the
-    fault.
+
+_BY_SPELLING = {_spelling(name): name for name in (*_CONTAINERS.split(), *_OWN, *RESERVED)}
+
+
+def _reserved_name(key: Any) -> str | None:
+    """Return the reserved name that a key spells; None if there is none."""
+    name = _BY_SPELLING.get(_spelling(str(key)))
+    return name if name in RESERVED else None
+
+
+def _refusal(key: Any, value: Any, *, columns: bool) -> tuple[str, str] | None:
+    """Return the field and the reason if a field is refused, in any spelling; else None.
+
+    `columns`: the fields are a dataset's columns, of which only tools and system messages are
+    refused.
     """
-    decoder, length = codecs.getincrementaldecoder("utf-8")(), 0
-    while True:
-        try:
-            block = (
-                stream.read1(BLOCK) if isinstance(stream, io.BufferedReader) else stream.read(BLOCK)
-            )
-        except OSError as error:
-            raise UserError(f"stdin: cannot read it: {error.strerror}") from None
-        if not block:
-            return
-        yield block
-        end = block.rfind(b"\n")
-        length = length + len(block) if end < 0 else len(block) - end - 1
-        try:
-            decoder.decode(block)
-        except UnicodeDecodeError:
-            return
-        if length > LONGEST_LINE:
-            return
+    field, name = shown(key)[1:-1], _BY_SPELLING.get(_spelling(str(key)), "")
+    if name in _OBJECTS.split() and not isinstance(value, Mapping):
+        return None
+    if name in RESERVED and (not columns or name in f"{_TOOLS} {_AS_MESSAGE}".split()):
+        return field, f"{RESERVED[name]}; {_META}"
+    if columns:
+        return None
+    if name in _OWN and key != name:
+        return field, f'did you mean "{name}"? Otherwise, {_META}'
+    if name in _CONTAINERS.split() and isinstance(value, Mapping):
+        for inner in value:
+            if (setting := _reserved_name(inner)) is not None:
+                return f"{field}.{shown(inner)[1:-1]}", f"{RESERVED[setting]}; {_META}"
+    return None

@@ -1,32 +1,176 @@
-"""Read the records of a prompt file, by format: pairs of a line (or row) number and a JSON value.
+"""Read the records of prompt files, standard input and Hugging Face datasets, by format.
 
-Every reader yields one record at a time. Prompts are made of records in io/prompts.py.
+A Source can be read more than once: it yields pairs of a line (or row) number and a JSON value, one
+at a time. A fault is a UserError that names file and line. Prompts are made of records in
+io/prompts.py. `refusal` explains errors of the hub's client, also for models (formats/sources.py).
 """
 
 from __future__ import annotations
 
+import codecs
+import contextlib
 import functools
+import hashlib
 import io
 import itertools
 import json
+import stat
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from bass_cli.errors import UserError, nearest
-from bass_cli.io.hub import refusal
+from bass_cli.errors import MachineError, UserError, nearest
 from bass_cli.io.reading import shown
 
 Records = Iterator[tuple[int, Any]]
 BOM = b"\xef\xbb\xbf"
-_PATIENCE = 20.0  # seconds to wait for the hub's first answer
+SPLITS = ("train", "validation", "test", "dev")
+IN_MEMORY = 64 * 2**20  # bytes of standard input, before they go to a temporary file
 # bytes; a million tokens take some 5 MB, and several copies of a line are in memory
 LONGEST_LINE = 64 * 2**20
 # bytes of a .json file; the whole file and its values are in memory
 _LONGEST_LIST = 2**30
-SPLITS = ("train", "validation", "test", "dev")
+_BLOCK = 2**20
+_PATIENCE = 20.0  # seconds to wait for the hub's first answer
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A source of prompts that can be read more than once.
+
+    `kind` is a file format or "hf". `spooled` is the content of standard input.
+    """
+
+    name: str
+    kind: str
+    spooled: IO[bytes] | None = None
+
+    def records(self) -> Records:
+        """Yield the records in order, one at a time; UserError at a fault of the format.
+
+        A record is a JSON value, or the text of a line; its number is that of its line or row.
+        """
+        if self.kind == "hf":
+            yield from _hub_records(self.name)
+            return
+        with self.open() as stream:
+            yield from _READERS[self.kind](stream, self.label)
+
+    @property
+    def label(self) -> str:
+        """The name in messages."""
+        return self.name if self.spooled is None else "stdin"
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[IO[bytes]]:
+        """Open the content at its start."""
+        if self.spooled is None:
+            with open(self.name, "rb") as stream:
+                yield stream
+        else:
+            self.spooled.seek(0)
+            yield self.spooled
+
+    def digest(self) -> str | None:
+        """Return the SHA-256 of the content, in hexadecimal; None for a dataset of the hub."""
+        if self.kind == "hf":
+            return None
+        with self.open() as stream:
+            summary = hashlib.sha256()
+            while block := stream.read(_BLOCK):
+                summary.update(block)
+            return summary.hexdigest()
+
+    def digests(self) -> Iterator[str]:
+        """Yield the digests of every beginning of the content that ends with a line.
+
+        Each line gives two: without its line end and with it. One of them equals the `digest` of
+        the file before lines were added at its end.
+        """
+        if self.kind == "hf":
+            return
+        with self.open() as stream:
+            summary = hashlib.sha256()
+            for line in stream:
+                text = line.rstrip(b"\r\n")
+                for part in (text, line[len(text) :]):
+                    summary.update(part)
+                    yield summary.hexdigest()
+
+
+def open_source(source: str) -> Source:
+    """Open "-", "hf:NAME[:CONFIG][:SPLIT]" or a path. Standard input is read to its end."""
+    if source == "-":
+        if sys.stdin is None:
+            raise UserError("stdin: it is closed; name a prompt file, or redirect one: < FILE")
+        return _spool(sys.stdin.buffer)
+    if source.startswith("hf:"):
+        return Source(source, "hf")
+    path = Path(source)
+    kind = path.suffix.lower().removeprefix(".")
+    try:
+        mode = path.stat().st_mode
+        if stat.S_ISDIR(mode):
+            raise UserError(f"{source}: this is a folder; name a prompt file")
+        if not stat.S_ISREG(mode):  # it is read twice, and a device may have no end
+            raise UserError(
+                f"{source}: this is a pipe or a device, not a file; read it from standard input "
+                f"instead: - < {source}"
+            )
+        path.open("rb").close()
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(f"{source}: there is no such prompt file") from None
+    except OSError as error:
+        raise UserError(f"{source}: cannot read the prompt file: {error.strerror}") from None
+    if kind not in _READERS:
+        hint = nearest(path.suffix, (f".{kind}" for kind in _READERS))
+        raise UserError(f'{source}: a prompt file cannot end in "{path.suffix}"; {hint}')
+    return Source(source, kind)
+
+
+def _spool(stream: IO[bytes]) -> Source:
+    spooled = tempfile.SpooledTemporaryFile(max_size=IN_MEMORY)  # noqa: SIM115
+    for block in _until_fault(stream):
+        try:
+            spooled.write(block)
+        except OSError as error:
+            raise MachineError(
+                f"stdin: input of more than {IN_MEMORY >> 20} MB needs a temporary file: "
+                f"{error.strerror}; set TMPDIR to a folder with free space, or name a prompt file"
+            ) from None
+    source = Source("-", "txt", spooled)
+    with source.open() as lines:
+        return Source("-", format_of(lines), spooled)
+
+
+def _until_fault(stream: IO[bytes]) -> Iterator[bytes]:
+    """Yield standard input in blocks, up to its end or just beyond a fault.
+
+    Input that is not UTF-8, or has no line ends, may be endless. The format's reader reports the
+    fault.
+    """
+    decoder, length = codecs.getincrementaldecoder("utf-8")(), 0
+    read = stream.read1 if isinstance(stream, io.BufferedReader) else stream.read
+    while True:
+        try:
+            block = read(_BLOCK)
+        except OSError as error:
+            raise UserError(f"stdin: cannot read it: {error.strerror}") from None
+        if not block:
+            return
+        yield block
+        end = block.rfind(b"\n")
+        length = length + len(block) if end < 0 else len(block) - end - 1
+        try:
+            decoder.decode(block)
+        except UnicodeDecodeError:
+            return
+        if length > LONGEST_LINE:
+            return
 
 
 def format_of(lines: Iterable[bytes]) -> str:
@@ -64,7 +208,7 @@ def _text_lines(
             raise UserError(f"{name}:{number}: the text is not valid UTF-8: {bad}") from None
 
 
-def read_txt(stream: IO[bytes], name: str) -> Records:
+def _read_txt(stream: IO[bytes], name: str) -> Records:
     """Yield the lines that are not blank, without their line ends."""
     return (
         (number, line.rstrip("\r\n")) for number, line in _text_lines(stream, name) if line.strip()
@@ -103,16 +247,16 @@ def _broken(name: str, line: int, error: Exception) -> UserError:
     return UserError(f"{name}:{line}: broken JSON: {reason}")
 
 
-def read_jsonl(stream: IO[bytes], name: str) -> Records:
+def _read_jsonl(stream: IO[bytes], name: str) -> Records:
     """Yield one JSON value a line; skip blank lines."""
-    for number, line in read_txt(stream, name):
+    for number, line in _read_txt(stream, name):
         try:
             yield number, _DECODER.decode(line)
         except (ValueError, RecursionError) as error:
             raise _broken(name, number, error) from None
 
 
-def read_json(stream: IO[bytes], name: str) -> Records:
+def _read_json(stream: IO[bytes], name: str) -> Records:
     """Yield the items of one JSON list, each with the line on which it starts."""
     content = stream.read(_LONGEST_LIST + 1)
     if len(content) > _LONGEST_LIST:
@@ -155,7 +299,7 @@ def _skip_blank(text: str, position: int, line: int) -> tuple[int, int]:
     return position, line + text.count("\n", start, position)
 
 
-def read_parquet(stream: IO[bytes], name: str) -> Records:
+def _read_parquet(stream: IO[bytes], name: str) -> Records:
     """Yield the rows of a parquet file, numbered from 1; a small batch is in memory at a time."""
     import pyarrow
 
@@ -182,7 +326,15 @@ def _parquet_rows(stream: IO[bytes]) -> Iterator[dict[str, Any]]:
         yield from map(_plain, batch.to_pylist())
 
 
-def hub_records(source: str) -> Records:
+_READERS: dict[str, Callable[[IO[bytes], str], Records]] = {
+    "jsonl": _read_jsonl,
+    "json": _read_json,
+    "txt": _read_txt,
+    "parquet": _read_parquet,
+}
+
+
+def _hub_records(source: str) -> Records:
     """Stream the rows of the dataset hf:NAME[:CONFIG][:SPLIT], numbered from 1."""
     parts = source.removeprefix("hf:").split(":")
     if not parts[0] or len(parts) > 3:
@@ -212,7 +364,7 @@ def _stream_dataset(source: str, name: str, config: str | None, split: str | Non
         FileNotFoundError,
         RuntimeError,
     ) as error:
-        raise UserError(f"{source}: cannot open the dataset: {_first_line(error)}") from None
+        raise UserError(f"{source}: cannot open the dataset: {_line(error)}") from None
     except (OSError, ImportError) as error:
         raise refusal(source, error, remedy=_remedy(name)) from None
     if split is not None:
@@ -253,18 +405,53 @@ def _remedy(name: str) -> str:
     )
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
 def _plain(row: dict[str, Any]) -> dict[str, Any]:
     """Return the row with values that JSON cannot hold (dates, bytes) as text."""
     return json.loads(json.dumps(row, default=str))
 
 
-READERS: dict[str, Callable[[IO[bytes], str], Records]] = {
-    "jsonl": read_jsonl,
-    "json": read_json,
-    "txt": read_txt,
-    "parquet": read_parquet,
-}
+def refusal(source: str, error: Exception, *, remedy: str) -> UserError:
+    """Make the error to raise for an error of the hub's client.
+
+    It is a MachineError if the hub could not be reached. `remedy` says how to work without the
+    network; it becomes a line of its own.
+    """
+    from huggingface_hub import constants, errors
+
+    chain = list(_chain(error))
+    login = "log in there (hf auth login, or HF_TOKEN)"
+    kind: type[UserError] = UserError
+    if constants.HF_HUB_OFFLINE:
+        kind, remedy = MachineError, f"unset HF_HUB_OFFLINE; or {remedy}"
+        cause = f"it is not in the cache {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set"
+    elif _any(chain, errors.GatedRepoError):
+        cause, remedy = (
+            "the Hugging Face hub does not give it to everybody",
+            f"accept its terms and {login}; or {remedy}",
+        )
+    elif _any(chain, errors.RepositoryNotFoundError):
+        cause = "neither a path that exists nor known to the Hugging Face hub"
+        remedy = f"check the name, or {login} if it is private; or {remedy}"
+    elif _any(chain, errors.LocalEntryNotFoundError, ConnectionError, TimeoutError):
+        kind, reason = MachineError, _line(chain[-1])
+        cause = f"it is not on this machine, and the hub cannot be reached ({reason})"
+    else:
+        cause = (
+            f"neither a path that exists nor to be had from the Hugging Face hub: {_line(error)}"
+        )
+    return kind(f'"{source}": {cause}', remedy)
+
+
+def _any(chain: list[BaseException], *kinds: type) -> bool:
+    return any(isinstance(one, kinds) for one in chain)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield the error and its causes, the first cause last."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

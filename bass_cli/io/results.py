@@ -23,11 +23,11 @@ from types import TracebackType
 from typing import IO, Any, NoReturn
 
 from bass_cli.errors import MachineError, UserError
-from bass_cli.io.prompts import PromptDigest
 from bass_cli.io.resume import (
     COUNTED,
     DamagedManifestError,
     Past,
+    PromptDigest,
     check_manifest,
     check_output_place,
     is_marked,

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from bass_cli.errors import UserError
-from bass_cli.io.prompts import PromptDigest
+from bass_cli.io.prompts import Prompt, read_prompts
+from bass_cli.io.readers import Source
 from bass_cli.io.reading import finite, parse_object, read_bytes, shown, text, whole
 from bass_cli.io.saving import check_place, refuse_foreign, replace_file, write_json
 
@@ -28,6 +30,10 @@ COUNTED = ("tokens", "rounds", "drafted", "accepted")
 _FIELDS: dict[str, Callable[[Any], Any]] = {"id": text, "sample": whole, "finish_reason": text}
 _OPTIONAL = dict.fromkeys((*COUNTED, "copy_of"), whole)
 _MANIFEST_BYTES = 1 << 24  # a manifest has a few thousand bytes
+# PromptDigest: the most marks, hexadecimal digits of a mark, and of the last digest
+_MARKS, _MARK, _WHOLE = 512, 8, 32
+_SOME = "an unknown number"  # of prompts, in a manifest of an older version
+_encode = json.JSONEncoder(default=str).encode
 _REMEDY = "start again with --overwrite, or give another --out"
 Key = tuple[str, int]  # prompt id, sample
 Check = Callable[[dict[str, Any]], str | None]  # why a result line is not this run's, or None
@@ -155,7 +161,7 @@ def check_manifest(
             if change.fault is not None:
                 bad.append(f"{key}: {change.fault}")
             elif change.before is not None:
-                grown[key] = change.before, str(change.now)
+                grown[key] = change.before, str(prompts.count)
         elif key in GROWING and _grows(before.get(key), now.get(key)):
             grown[key] = old, new
         else:
@@ -185,6 +191,105 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, 
         for key in {**before, **now}
         if before.get(key) != now.get(key)
     ]
+
+
+class PromptDigest:
+    """A running digest of a job's prompts, which tells added prompts from changed ones.
+
+    It covers everything in a prompt that reaches the lines of its samples. The digest after each
+    prompt is held in memory. A manifest holds the last digest and up to 512 marks.
+    """
+
+    def __init__(self, source: Source, column: str = "prompt"):
+        self._source, self._column = source, column
+        self._running, self._after = hashlib.sha256(), bytearray()
+        self._size = _WHOLE // 2  # bytes of one digest
+
+    def add(self, prompt: Prompt) -> None:
+        """Add the next prompt."""
+        known = [prompt.id, prompt.text, prompt.messages, prompt.reference, prompt.meta]
+        content = _encode([*known, prompt.fault is None])
+        self._running.update(content.encode() + b"\n")
+        self._after += self._running.digest()[: self._size]
+
+    @property
+    def count(self) -> int:
+        """The number of prompts added so far."""
+        return len(self._after) // self._size
+
+    def record(self) -> dict[str, Any]:
+        """Return the manifest's value.
+
+        `digest` is the digest after all `count` prompts. `marks` joins the first 8 digits of the
+        digests after every `stride` prompts.
+        """
+        stride = 1
+        while self.count // stride > _MARKS:
+            stride *= 2
+        marks = (self.at(end)[:_MARK] for end in range(stride, self.count + 1, stride))
+        last = self.at(self.count)
+        return {"count": self.count, "digest": last, "stride": stride, "marks": "".join(marks)}
+
+    def of_file(self) -> str | None:
+        """Return the digest of the whole file, which manifests of older versions hold."""
+        return self._source.digest()
+
+    def compare(self, before: Any) -> Change:
+        """Compare these prompts with a manifest's.
+
+        Args:
+            before: The manifest's value: a `record`, or the digest of a whole file in manifests of
+                older versions.
+        """
+        if isinstance(before, str):
+            if before == self.of_file():
+                return Change(None, None)
+            if before in self._source.digests():
+                return Change(None, _SOME)
+            return Change("the prompt file has changed, and not only at its end", None)
+        try:
+            count, last = whole(before["count"], least=1), text(before["digest"])
+            stride, marks = whole(before["stride"], least=1), text(before["marks"])
+        except (ValueError, KeyError, TypeError):
+            return Change("the manifest's entry cannot be read", None)
+        if count <= self.count and self.at(count) == last:
+            grown = None if count == self.count else str(count)
+            return Change(None, grown)
+        return Change(self._first_change(count, stride, marks), None)
+
+    def _first_change(self, count: int, stride: int, marks: str) -> str:
+        """Describe the first difference, as exactly as the marks allow."""
+        same, ends = 0, range(stride, min(count, self.count) + 1, stride)
+        while same < len(ends) and marks.startswith(self.at(ends[same])[:_MARK], same * _MARK):
+            same += 1
+        first, last = same * stride + 1, min((same + 1) * stride, count)
+        if first > self.count:
+            return f"{count} before, {self.count} now; those after number {self.count} are missing"
+        what = self._named(first) if first == last else f"one of numbers {first} to {last}"
+        sizes = "" if count == self.count else f"{count} before, {self.count} now; "
+        return f"{sizes}{what} has changed"
+
+    def _named(self, number: int) -> str:
+        """Name a prompt by its number from 1, its id and its place."""
+        prompts = read_prompts(self._source, column=self._column)
+        prompt = next(itertools.islice(prompts, number - 1, None))
+        return f'number {number} (id "{shown(prompt.id)[1:-1]}", {prompt.place})'
+
+    def at(self, count: int) -> str:
+        """Return the digest after `count` prompts (at least 1), in hexadecimal."""
+        return self._after[(count - 1) * self._size : count * self._size].hex()
+
+
+class Change(NamedTuple):
+    """The difference between a manifest's prompts and those of this run.
+
+    Args:
+        fault: What differs; None if the manifest's prompts are the first prompts of this run.
+        before: The manifest's number of prompts if there are more now, else None.
+    """
+
+    fault: str | None
+    before: str | None
 
 
 def line_check(results: dict[str, Any], known: Collection[str]) -> Check:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bass_cli import __version__
-from bass_cli.io.shards import Shard
+from bass_cli.io.prompts import Shard
 
 if TYPE_CHECKING:
     from bass_cli.run.plan import Plan

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from bass_cli.cli.commands import app
 from bass_cli.errors import UserError
-from bass_cli.io.prompts import Source
+from bass_cli.io.prompts import Shard, held_by, parse_shard, shard_of
+from bass_cli.io.readers import Source
 from bass_cli.io.results import Completion, open_output
-from bass_cli.io.shards import Shard, held_by, parse_shard, shard_of
 
 IDS = [f"p{number}" for number in range(12)]
 N = 2

@@ -16,7 +16,8 @@ import pyarrow.parquet
 import pytest
 
 from bass_cli.errors import UserError
-from bass_cli.io.prompts import Prompt, check_prompts, open_source, read_prompts
+from bass_cli.io.prompts import Prompt, check_prompts, read_prompts
+from bass_cli.io.readers import open_source
 
 CHAT = [{"role": "user", "content": "hi"}]
 RECORDS: list[dict[str, Any]] = [

@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from bass_cli.errors import UserError
-from bass_cli.io import prompts
-from bass_cli.io import readers as records
-from bass_cli.io.prompts import Prompt, check_prompts, open_source, read_prompts
+from bass_cli.io import readers
+from bass_cli.io.prompts import Prompt, check_prompts, read_prompts
+from bass_cli.io.readers import open_source
 
 MEGABYTE = 2**20
 
@@ -25,9 +25,8 @@ MEGABYTE = 2**20
 @pytest.fixture
 def short_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limit lines to 1 MB, so that tests need not read 64 MB."""
-    for module in (prompts, records):
-        monkeypatch.setattr(module, "LONGEST_LINE", MEGABYTE)
-    monkeypatch.setattr(records._text_lines, "__kwdefaults__", {"longest": MEGABYTE})
+    monkeypatch.setattr(readers, "LONGEST_LINE", MEGABYTE)
+    monkeypatch.setattr(readers._text_lines, "__kwdefaults__", {"longest": MEGABYTE})
 
 
 def refusal(source: str) -> str:
@@ -105,7 +104,7 @@ def test_endless_line_is_refused(tmp_path: Path, short_lines: None, name: str) -
 
 
 def test_too_long_list_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "_LONGEST_LIST", MEGABYTE)
+    monkeypatch.setattr(readers, "_LONGEST_LIST", MEGABYTE)
     path = tmp_path / "p.json"
     path.write_text(json.dumps([{"prompt": "a" * (MEGABYTE - 99)}]))
     assert check_prompts(open_source(str(path)), column="prompt", limit=None).count == 1

@@ -21,7 +21,7 @@ import torch
 from checkpoints import write_checkpoint, write_tokenizer
 
 from bass_cli.errors import MachineError
-from bass_cli.io import cache, prompts
+from bass_cli.io import cache, readers
 from bass_cli.sandbox.folder import work_folder
 from bass_cli.system import host
 
@@ -162,12 +162,12 @@ def test_kernels_are_cached_elsewhere_if_the_home_is_not_writable(
 def test_no_writable_temporary_folder_is_one_error_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc"])
-    monkeypatch.setattr(prompts, "IN_MEMORY", 10)
+    monkeypatch.setattr(readers, "IN_MEMORY", 10)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a prompt\n" * 10)))
     with pytest.raises(
         MachineError, match=r"stdin: input of more than .* set TMPDIR to a folder with free space"
     ):
-        prompts.open_source("-")
+        readers.open_source("-")
     with (
         pytest.raises(MachineError, match=r"programs need a temporary folder: .* set TMPDIR"),
         work_folder((0, 0)),
