@@ -22,8 +22,7 @@ import numpy
 import torch
 
 import bass_kernels as ops
-from bass_cli.bench.shapes import SHAPES
-from bass_cli.bench.weights import random_weights
+from bass_cli.bench.shapes import SHAPES, random_weights
 from bass_cli.distill import trainer as training
 from bass_cli.distill.exchange import Alone, RankInfo, Store
 from bass_cli.distill.network import Model

@@ -13,9 +13,8 @@ import time
 
 import torch
 
-from bass_cli.bench.ceilings import ceilings_of
-from bass_cli.bench.shapes import SHAPES
-from bass_cli.bench.weights import random_weights
+from bass_cli.bench.costs import ceilings_of
+from bass_cli.bench.shapes import SHAPES, random_weights
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.runner import Runner
 from bass_cli.models.spec import Spec, parameters

@@ -215,12 +215,13 @@ def test_a_special_token_beyond_the_models_vocabulary_is_refused(
 
 def test_rivals_get_the_same_end_tokens(model: Path) -> None:
     """Rivals get token ids, so a stop that is a special token is one of their end ids."""
-    from bass_cli.bench.jobs import _order
+    from bass_cli.bench.rivals import describe
     from bass_cli.run.plan import make_plan
 
     sampling = Sampling(stop=[END, "x"], max_new_tokens=4)
     pair = Pair(name="tiny", target=str(model), draft="none")
-    order = _order(make_plan(Job(pair=pair, device="cpu", sampling=sampling)), [], "transformers")
+    plan = make_plan(Job(pair=pair, device="cpu", sampling=sampling))
+    order = describe(plan, longest=5, rows=1)
     assert order["eos"] == [2, 299]
     assert list(order["stop"]) == [END, "x"]
 

@@ -113,8 +113,7 @@ def test_split_target_draws_the_tokens_of_the_whole(
 ) -> None:
     models, plan = halves[0], plan_of(draft, coupling, length, 2, **changes)
     if draft != "draft":
-        drafting, head = load_draft(plan, models.target)
-        models = models._replace(drafting=drafting, head=head)
+        models = load_draft(plan, models)
     expected = drawn(plan_of(draft, coupling, length, **changes))
     found = drawn(plan, models)
     assert {key: one.token_ids for key, one in found.items()} == {
@@ -202,8 +201,7 @@ def test_split_target_with_graphs_draws_the_tokens_of_the_whole(
 ) -> None:
     models, plan = halves[0], plan_of(draft, coupling, length, 2, tokens=40)
     if draft != "draft":
-        drafting, head = load_draft(plan, models.target)
-        models = models._replace(drafting=drafting, head=head)
+        models = load_draft(plan, models)
     expected = drawn(plan_of(draft, coupling, length, tokens=40))
     assert models.followers is not None
     graphs = LedFakes(models.followers, monkeypatch)
@@ -237,7 +235,7 @@ def test_rows_grow_and_are_put_back_equally_in_all_processes(
     monkeypatch.setattr(Loop, "grow", watched_grow)
     monkeypatch.setattr(Members, "_follow", watched_follow)
     plan = dataclasses.replace(plan_of("skip:1", length=3, tokens=64, ranks=2), kept=20)
-    models = halves[0]._replace(drafting=load_draft(plan, halves[0].target)[0])
+    models = load_draft(plan, halves[0])
     found = drawn(plan, models)
     assert {key: one.token_ids for key, one in found.items()} == {
         key: one.token_ids for key, one in expected.items()
@@ -249,10 +247,9 @@ def test_rows_grow_and_are_put_back_equally_in_all_processes(
 def test_common_prefix_is_copied_equally_in_all_processes(halves: tuple[Models, int]) -> None:
     """A drafter that reads one token ahead copies one less. It is in the first process only."""
     plan = plan_of("heads:chain", ranks=2)
-    drafting, head = load_draft(plan, halves[0].target)
+    models = load_draft(plan, halves[0])
     common = "the cat sat " * 50
     prompts = [common + end for end in ("on", "there", "there. 12")]
-    models = halves[0]._replace(drafting=drafting, head=head)
     tokens = {key: one.token_ids for key, one in drawn(plan, models, prompts).items()}
     expected = drawn(plan_of("heads:chain"), None, prompts)
     assert tokens == {key: one.token_ids for key, one in expected.items()}

@@ -1,22 +1,41 @@
-"""Compute the floor of a run: its least memory traffic and arithmetic, at the device's ceilings.
+"""Compute the floor of a run: its least memory traffic and arithmetic, at the device's peak rates.
 
 Counted: weights, keys and values, each read once in every pass; operations of matrix products and
-attention. Not counted: activations, norms, sampling and the few embedding rows.
+attention. Not counted: activations, norms, sampling and the few embedding rows. A few devices have
+known peak rates, which were measured once. All others are measured here, in a second or two.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from bass_cli.bench.ceilings import Ceilings
+import torch
+
 from bass_cli.bench.figures import Run
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.spec import HeadSpec, head_parameters, parameters
 
 _MAPS = ("qkv.weight", "o.weight", "up.weight", "down.weight")
+# (device name, dtype): measured bytes per second of a pass over the weights, and measured
+# floating-point operations per second of a large matrix product
+_KNOWN = {("H200", torch.bfloat16): (4.3e12, 790e12)}
+
+
+class Ceilings(NamedTuple):
+    """Peak rates of a device.
+
+    bandwidth: bytes per second. operations: floating-point operations per second. source: "known"
+    or "measured".
+    """
+
+    bandwidth: float
+    operations: float
+    source: str
 
 
 class Cost(NamedTuple):
@@ -33,6 +52,20 @@ class Cost(NamedTuple):
     keys: int
     attention: int
     windows: tuple[int, ...]
+
+
+class Costs(NamedTuple):
+    """Inputs of a method's floor.
+
+    draft: None for lookup and plain decoding. samples: samples of each prompt. at_once: whether
+    one pass drafts all tokens.
+    """
+
+    target: Cost
+    draft: Cost | None
+    samples: int
+    ceilings: Ceilings
+    at_once: bool = False
 
 
 class Work(NamedTuple):
@@ -102,20 +135,13 @@ def pass_work(cost: Cost, *, contexts: Sequence[int], shared: int, fed: int, log
     )
 
 
-def needs(
-    run: Run,
-    target: Cost,
-    draft: Cost | None,
-    *,
-    samples: int,
-    ceilings: Ceilings,
-    at_once: bool = False,
-) -> Needs:
+def needs(run: Run, costs: Costs) -> Needs:
     """Return the work of all rounds of a run.
 
     Rows i with the same i // `samples` share a prompt. The first draft step takes two tokens of
-    each row, later steps take one. With `at_once`, drafting is one pass over 2 * width tokens.
+    each row, later steps take one. If one pass drafts all tokens, it takes 2 * width of each row.
     """
+    target, draft, samples, ceilings, at_once = costs
     lengths = list(run.contexts)
     total, ends = Work(0, 0), [0.0]
     for step in run.steps:
@@ -154,3 +180,42 @@ def _shared(rows: Sequence[int], prompts: Sequence[int], samples: int) -> int:
     """Count prompt positions that are read for another row of the same prompt."""
     groups = itertools.groupby(sorted(rows), key=lambda row: row // samples)
     return sum(prompts[next(members)] * sum(1 for _ in members) for _, members in groups)
+
+
+@functools.cache
+def ceilings_of(device: torch.device, dtype: torch.dtype) -> Ceilings:
+    """Return the ceilings of a device for models of this dtype. Measures at most once a process."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        for (known, its_dtype), (bandwidth, operations) in _KNOWN.items():
+            if known in name and its_dtype == dtype:
+                return Ceilings(bandwidth, operations, "known")
+    return Ceilings(_bandwidth(device), _operations(device, dtype), "measured")
+
+
+def _bandwidth(device: torch.device) -> float:
+    """Measure bytes per second, read and written, of a copy."""
+    size = 2**30 if device.type == "cuda" else 2**27
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / _best(lambda: target.copy_(source), device)
+
+
+def _operations(device: torch.device, dtype: torch.dtype) -> float:
+    size = 8192 if device.type == "cuda" else 1024
+    left = torch.ones(size, size, dtype=dtype, device=device)
+    return 2 * size**3 / _best(lambda: left @ left, device)
+
+
+def _best(function: Callable[[], object], device: torch.device, times: int = 5) -> float:
+    """Return the seconds of the fastest call."""
+    found = []
+    for _ in range(times + 1):  # the first call initialises libraries and is never the fastest
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        function()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        found.append(time.perf_counter() - began)
+    return min(found)

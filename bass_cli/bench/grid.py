@@ -1,40 +1,39 @@
 """Run a bench: build and check the models, measure batch sizes x methods, return the document.
 
 Within a repeat the methods run one after the other, plain first, so that a change of the machine's
-speed affects all of them alike. preparation.py does what comes before the runs, drive.py one run,
-cells.py and figures.py the figures, report.py the tables.
+speed affects all of them alike. preparation.py does what comes before the runs, runs.py one run,
+document.py and figures.py the figures, report.py the tables. Other engines run after our own
+methods. They do not report their prefill time, so the time of a run of one token is subtracted.
 """
 
 from __future__ import annotations
 
 import itertools
+import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 import bass_kernels as ops
-from bass_cli.bench import pairs, preparation, rivals
-from bass_cli.bench.ceilings import ceilings_of
-from bass_cli.bench.cells import Costs, cell, compare, draft_length
-from bass_cli.bench.costs import cost_of
-from bass_cli.bench.document import document
-from bass_cli.bench.drive import empty, fill
-from bass_cli.bench.figures import Run, latency
-from bass_cli.bench.gate import Gate
-from bass_cli.bench.parts import Parts, measure_parts
-from bass_cli.bench.preparation import Bench, Note, Phase, silent
+from bass_cli.bench import preparation, rivals
+from bass_cli.bench.costs import Costs, ceilings_of, cost_of
+from bass_cli.bench.document import EMPTY, cell, compare, document, draft_length, timing, words_of
+from bass_cli.bench.figures import Latency, latency
+from bass_cli.bench.preparation import Bench, Gate, Note, Phase, silent
 from bass_cli.bench.report import number
+from bass_cli.bench.runs import Key, Parts, Schedule, empty, fill, measure_parts
 from bass_cli.bench.settings import PLAIN, Settings
-from bass_cli.bench.texts import Text, kinds_for, prompts_for
-from bass_cli.bench.turns import Key, Turns
+from bass_cli.bench.texts import texts_for
+from bass_cli.engine.graphs import synchronise
 from bass_cli.engine.verify import Rate
 from bass_cli.errors import MachineError
 from bass_cli.io.console import clock
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.run.plan import Plan, device_of
+from bass_cli.system.host import give_back_memory
 
 _ROUNDS = 4  # rounds before the parts are timed
 
@@ -48,7 +47,7 @@ def measure(settings: Settings, note: Note, phase: Phase = silent) -> Iterator[d
         note: receives lines of progress.
         phase: receives the name of each phase as it begins.
     """
-    plan = pairs.plan_for(settings)
+    plan = preparation.plan_for(settings)
     for line in () if plan is None else plan.files.notes:
         note(line)
     device = device_of(settings.job.device) if plan is None else plan.device
@@ -59,7 +58,7 @@ def measure(settings: Settings, note: Note, phase: Phase = silent) -> Iterator[d
         )
     ops.attention_schedule(settings.attention)
     try:
-        with pairs.need_of(settings, plan, device).explained():
+        with preparation.need_of(settings, plan, device).explained():
             yield from _measure(settings, plan, note, phase)
     finally:
         ops.attention_schedule("ragged")
@@ -68,161 +67,188 @@ def measure(settings: Settings, note: Note, phase: Phase = silent) -> Iterator[d
 def _measure(
     settings: Settings, plan: Plan | None, note: Note, phase: Phase
 ) -> Iterator[dict[str, Any]]:
-    kinds = kinds_for(settings, plan)
-    settings = replace(settings, texts=tuple(kinds))
-    one_kind = next(iter(kinds.values()), None)
-    prompts = [text.tokens for text in one_kind] if one_kind else prompts_for(settings, plan)
+    texts = texts_for(settings, plan)
+    settings = replace(settings, texts=tuple(kind for kind in texts if kind))
     phase("loading the weights" if settings.shape is None else "making random weights")
-    models = pairs.build_models(settings, plan)
+    models = preparation.build_models(settings, plan)
     try:
-        yield from _benches(settings, plan, models, prompts, kinds, note=note, phase=phase)
+        longest = max(len(text.tokens) for kind in texts.values() for text in kind)
+        loops = preparation.build_loops(
+            models, settings, context=longest + settings.new_tokens, plan=plan
+        )
+        ceilings = ceilings_of(models.target.device, models.target.dtype)
+        bench = Bench(settings, models, loops, texts, ceilings, note, phase=phase)
+        preparation.grow(bench)
+        yield from _benches(bench, preparation.check(bench), plan)
     finally:
         models.close()
 
 
-def _benches(
-    settings: Settings,
-    plan: Plan | None,
-    models: pairs.Models,
-    prompts: list[list[int]],
-    kinds: dict[str, list[Text]],
-    *,
-    note: Note,
-    phase: Phase,
-) -> Iterator[dict[str, Any]]:
-    """Yield the documents, with the models loaded."""
-    every = [*prompts, *(text.tokens for texts in kinds.values() for text in texts)]
-    loops = pairs.build_loops(models, settings, context=max(map(len, every)) + settings.new_tokens)
-    bench = Bench(
-        settings,
-        models,
-        loops,
-        prompts,
-        ceilings_of(models.target.device, models.target.dtype),
-        note,
-        phase=phase,
-        kinds=kinds,
-    )
-    preparation.grow(bench)
-    passed = preparation.check(bench)
-    if not passed.passed:
-        yield _document(bench, passed, next(iter(settings.acceptances), ()))
+def _benches(bench: Bench, gate: Gate, plan: Plan | None) -> Iterator[dict[str, Any]]:
+    """Yield a document for each acceptance."""
+    acceptances, loop = bench.settings.acceptances or ((),), bench.loops.speculative
+    if not gate.passed:
+        yield document(bench, gate, acceptances[0])
         return
-    simulated = None if loops.speculative is None else loops.speculative.simulated
-    for acceptance in settings.acceptances or ((),):
-        if simulated is not None:
-            simulated.rates = acceptance
-        if len(settings.acceptances) > 1:
-            note(f"acceptance set to {pairs.words_of(acceptance)}")
-        yield _grid(
-            replace(bench, failures=[], surface=preparation.surface(bench, plan)),
-            passed,
-            acceptance,
-            plan,
-        )
+    for acceptance in acceptances:
+        if loop is not None and loop.simulated is not None:
+            loop.simulated.rates = acceptance
+        if len(acceptances) > 1:
+            bench.note(f"acceptance set to {words_of(acceptance)}")
+        surface = preparation.surface(bench, plan)
+        yield _grid(replace(bench, failures=[], surface=surface), gate, acceptance, plan)
 
 
 def _grid(
-    bench: Bench, passed: Gate, acceptance: Sequence[Rate], plan: Plan | None
+    bench: Bench, gate: Gate, acceptance: Sequence[Rate], plan: Plan | None
 ) -> dict[str, Any]:
     """Measure all batch sizes and methods."""
     settings = bench.settings
-    captures: list[dict[str, Any]] = []
-    cells, batches = [], []
-    of_kinds = itertools.product(settings.texts, settings.batch_sizes, settings.methods)
-    plainly = itertools.product(settings.batch_sizes, settings.methods)
-    keys: list[Key] = [(batch, method, kind) for kind, batch, method in of_kinds] or [*plainly]
-    turns = Turns(keys, repeats=settings.repeats, limit=settings.time_limit)
+    of_texts = itertools.product(bench.texts, settings.batch_sizes, settings.methods)
+    keys = [Key(batch, method, text) for text, batch, method in of_texts]
+    schedule = Schedule(keys, repeats=settings.repeats, limit=settings.time_limit)
     began = time.perf_counter()
-    for batch in settings.batch_sizes:
-        captures += preparation.capture(bench, batch)
-    turns.exempt(time.perf_counter() - began)
-    bench = preparation.warm_up(bench, turns)
-    _run(bench, turns)
-    for kind, batch in itertools.product(settings.texts or ("",), settings.batch_sizes):
-        runs = {key[1]: runs for key, runs in turns.runs.items()
-                if (key[0], "".join(key[2:])) == (batch, kind) and runs}  # fmt: skip
-        found = [_cell(bench, batch, method, runs, turns) for method in runs]
-        cells += [one | {"text": kind or None} for one in found]
-        if runs:
-            batches.append((bench.rows(batch), [latency(run).mean for run in runs[PLAIN]]))
+    captures = [
+        entry for batch in settings.batch_sizes for entry in preparation.capture(bench, batch)
+    ]
+    schedule.exempt(time.perf_counter() - began)
+    bench = preparation.warm_up(bench, schedule)
+    _run(bench, schedule)
+    cells = [_cell(bench, key, schedule) for key, runs in schedule.runs.items() if runs]
     if plan is not None:
         bench.phase("running other engines", live=False)
-        cells += rivals.measure(plan, bench.settings, batches, bench.note)
-    return _document(bench, passed, acceptance) | {
+        plain = {
+            key: [latency(run).mean for run in runs]
+            for key, runs in schedule.runs.items()
+            if key.method == PLAIN and runs
+        }
+        cells += _rivals(bench, plan, plain)
+    return document(bench, gate, acceptance) | {
         "captures": captures,
         "cells": sorted(cells, key=lambda cell: (cell["text"] or "", cell["batch"])),
         "controllers": compare(cells) if settings.controllers else [],
-        "repeats": turns.report(),
+        "repeats": schedule.report(),
     }
 
 
-def _document(bench: Bench, passed: Gate, acceptance: Sequence[Rate]) -> dict[str, Any]:
-    return document(bench.models, bench.settings, bench.ceilings, passed, acceptance) | {
-        "failures": bench.failures
-    }
-
-
-def _run(bench: Bench, turns: Turns) -> None:
+def _run(bench: Bench, schedule: Schedule) -> None:
     """Run the cells in turn until all repeats are done or the time limit is reached."""
     settings = bench.settings
-    while (turn := turns.next()) is not None:
-        repeat, key = turn
-        batch, method, *kind = key
-        name = f"batch {batch}, repeat {repeat + 1} of {settings.repeats}"
-        name = ", ".join([*kind, name])
-        bench.phase(f"{name}: {method}, about {clock(turns.seconds_left())} left", live=False)
+    while (run := schedule.next()) is not None:
+        repeat, key = run
+        name = f"batch {key.batch}, repeat {repeat + 1} of {settings.repeats}"
+        name = f"{key.text}, {name}" if key.text else name
+        bench.phase(
+            f"{name}: {key.method}, about {clock(schedule.seconds_left())} left", live=False
+        )
         began = time.perf_counter()
-        run = bench.run(method, bench.rows(batch, repeat=repeat, kind="".join(kind)), *kind)
-        turns.add(key, run, time.perf_counter() - began)
-        if method == settings.methods[-1]:
+        done = bench.run(key, bench.rows(key, repeat))
+        schedule.add(key, done, time.perf_counter() - began)
+        if key.method == settings.methods[-1]:
             figures = ", ".join(
-                f"{other[1]} {number(latency(runs[-1]).mean)}"
-                for other, runs in turns.runs.items()
-                if (other[0], *other[2:]) == (batch, *kind) and runs
+                f"{other.method} {number(latency(runs[-1]).mean)}"
+                for other, runs in schedule.runs.items()
+                if other._replace(method=key.method) == key and runs
             )
-            bench.note(f"{name}, about {clock(turns.seconds_left())} left: ms per token {figures}")
+            bench.note(
+                f"{name}, about {clock(schedule.seconds_left())} left: ms per token {figures}"
+            )
 
 
-def _cell(
-    bench: Bench, batch: int, method: str, runs: dict[str, list[Run]], turns: Turns
-) -> dict[str, Any]:
-    drafting = bench.models.drafting if method != PLAIN else None
+def _cell(bench: Bench, key: Key, schedule: Schedule) -> dict[str, Any]:
+    runs, plain = schedule.runs[key], schedule.runs[key._replace(method=PLAIN)]
+    drafter = bench.models.drafter if key.method != PLAIN else None
     head = bench.models.head
     costs = Costs(
         cost_of(bench.models.target),
-        None if drafting is None else cost_of(drafting, head.spec if head else None),
+        None if drafter is None else cost_of(drafter, head.spec if head else None),
         bench.settings.samples_per_prompt,
         bench.ceilings,
-        at_once=bench.models.mask is not None,
+        at_once=bench.loops.of(key.method).drafter.at_once,
     )
-    captures = sum(run.captures for run in runs[method])
+    captures = sum(run.captures for run in runs)
     if captures:
         bench.failures.append(
-            f"batch {batch}, {method}: {captures} graphs were captured during the measured runs, "
-            "so its times are wrong"
+            f"batch {key.batch}, {key.method}: {captures} graphs were captured during the measured "
+            "runs, so its times are wrong"
         )
-    parts = _parts(bench, batch, method, draft_length(runs[method]), turns)
-    return cell(
-        batch, method, runs[method], runs[PLAIN][: len(runs[method])], parts=parts, costs=costs
-    )
+    parts = _parts(bench, key, draft_length(runs), schedule)
+    return cell(key, runs, plain[: len(runs)], parts=parts, costs=costs)
 
 
-def _parts(bench: Bench, batch: int, method: str, width: int, turns: Turns) -> Parts | None:
+def _parts(bench: Bench, key: Key, width: int, schedule: Schedule) -> Parts | None:
     """Time the parts of a round near the beginning of a run, once for each draft length.
 
-    Returns: None if the time limit has passed.
+    Reschedule: None if the time limit has passed.
     """
-    loop, key = bench.loops.of(method), (batch, method == PLAIN, width)
-    if key in bench.parts or not turns.in_time():
-        return bench.parts.get(key)
-    bench.phase(f"batch {batch}: timing the parts of a round of {width} drafts", live=False)
-    rows = bench.rows(batch)
+    loop, of = bench.loops.of(key.method), (key.batch, key.method == PLAIN, width)
+    if of in bench.parts or not schedule.in_time():
+        return bench.parts.get(of)
+    bench.phase(f"batch {key.batch}: timing the parts of a round of {width} drafts", live=False)
+    rows = bench.rows(key)
     loop.use(Fixed(width))
     fill(loop, rows)
     for _ in range(_ROUNDS):
         if min(row.room for row in rows) > width + 1:
             loop.round()
-    bench.parts[key] = measure_parts(loop, width, coupling=bench.settings.job.speculation.coupling)
+    bench.parts[of] = measure_parts(loop, width, coupling=bench.settings.job.speculation.coupling)
     empty(loop)
-    return bench.parts[key]
+    return bench.parts[of]
+
+
+def _rivals(
+    bench: Bench, plan: Plan, plain: Mapping[Key, Sequence[float]]
+) -> Iterator[dict[str, Any]]:
+    """Yield a cell for each rival that is installed and each batch size.
+
+    Args:
+        plain: ms per token of plain decoding in each repeat, by its cell.
+    """
+    settings, cuda = bench.settings, plan.device.type == "cuda"
+    longest = max(map(len, bench.prompts))
+    job = rivals.describe(plan, longest=longest, rows=max(settings.batch_sizes))
+    for name in rivals.installed(settings.rivals, cuda=cuda, note=bench.note):
+        if name == "vllm":
+            free, total = torch.cuda.mem_get_info(plan.device)
+            job["vllm"] = {
+                "max_num_seqs": max(settings.batch_sizes),
+                "gpu_memory_utilization": round(0.8 * free / total, 2),
+                "enable_prefix_caching": False,
+            }
+        generate = rivals.LOADERS[name](job)
+        for key, latencies in plain.items():
+            bench.note(f"batch {key.batch}: {name}")
+            prompts = [row.tokens for row in bench.rows(key)]
+            yield _rival(key._replace(method=name), generate, prompts, bench, latencies)
+        del generate
+        give_back_memory(plan.device)
+
+
+def _rival(
+    key: Key,
+    generate: rivals.Generate,
+    prompts: list[list[int]],
+    bench: Bench,
+    plain: Sequence[float],
+) -> dict[str, Any]:
+    """Time a rival on one batch, as often as our own methods ran."""
+
+    def seconds(tokens: int) -> float:
+        synchronise(device)
+        began = time.perf_counter()
+        generate(prompts, tokens, exact=True)
+        synchronise(device)
+        return time.perf_counter() - began
+
+    device, tokens = bench.models.target.device, max(bench.settings.new_tokens, 2)
+    seconds(2)
+    each, prefills = [], []
+    for _ in plain:
+        prefills.append(seconds(1))
+        each.append((seconds(tokens) - prefills[-1]) / (tokens - 1))
+    latencies = [Latency(*[second * 1000.0] * 3) for second in each]
+    return (
+        EMPTY
+        | timing(key, latencies, [len(prompts) / second for second in each], plain)
+        | {"prefill_seconds": statistics.median(prefills)}
+    )

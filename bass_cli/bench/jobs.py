@@ -1,13 +1,12 @@
 """Time a whole `bass generate` job, the same job on Ray, and other engines on the same prompts.
 
 Each run is a new process, timed from start to exit; the engines take turns. grid.py times rounds
-alone; rival_job.py runs another engine.
+alone; rivals.py runs another engine.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import statistics
@@ -21,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bass_cli.bench import rivals
 from bass_cli.errors import MachineError, UserError
 from bass_cli.io.prompts import Prompt
 from bass_cli.run.plan import Plan
@@ -57,7 +57,7 @@ def measure(
     command: Sequence[str],
     *,
     on_ray: Sequence[str] = (),
-    rivals: Sequence[str],
+    engines: Sequence[str],
     repeats: int,
     note: Callable[[str], None],
 ) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def measure(
     Args:
         command: arguments of `bass` for the job, without --out.
         on_ray: further arguments for a run on Ray; empty for none.
-        rivals: engines that are installed.
+        engines: rivals that are installed.
 
     Raises:
         UserError: a prompt cannot be run.
@@ -78,11 +78,10 @@ def measure(
         folder = Path(name)
         ours = [sys.executable, "-m", "bass_cli", *command, "--json", "--quiet"]
         commands = {_OURS: ours} | ({_ON_RAY: [*ours, *on_ray]} if on_ray else {})
-        for rival in rivals:
-            order = folder / f"{rival}.json"
-            order.write_text(json.dumps(_order(plan, tasks, rival)), encoding="utf-8")
-            module = "bass_cli.bench.rival_job"
-            commands[rival] = [sys.executable, "-m", module, str(order)]
+        for rival in engines:
+            file = folder / f"{rival}.json"
+            file.write_text(json.dumps(_job_of(plan, tasks, rival)), encoding="utf-8")
+            commands[rival] = [sys.executable, "-m", rivals.__name__, str(file)]
         runs: dict[str, list[Ran]] = {engine: [] for engine in commands}
         for repeat in range(repeats):
             for engine, words in commands.items():
@@ -104,19 +103,6 @@ def measure(
         },
         "engines": {engine: _figures(found) for engine, found in runs.items()},
     }
-
-
-def installed(rivals: Sequence[str], *, cuda: bool, note: Callable[[str], None]) -> tuple[str, ...]:
-    """Return the rivals that can run here, with a note on each of the others."""
-    found = []
-    for rival in rivals:
-        if importlib.util.find_spec(rival) is None:
-            note(f"{rival} is left out: it is not installed here")
-        elif rival == "vllm" and not cuda:
-            note("vllm is left out: it is only measured on a CUDA device")
-        else:
-            found.append(rival)
-    return tuple(found)
 
 
 def table(document: dict[str, Any]) -> tuple[Sequence[str], list[list[str]]]:
@@ -164,27 +150,6 @@ def _figures(runs: Sequence[Ran]) -> dict[str, Any]:
     }
 
 
-def _order(plan: Plan, tasks: Sequence[Task], engine: str) -> dict[str, Any]:
-    """Make the job file of a rival. Prompts are token ids, so that all engines get the same."""
-    sampling, eos = plan.job.sampling, sorted(plan.eos_ids | plan.stop_ids)
-    return {
-        "engine": engine,
-        "model": str(plan.files.target.path),
-        "tokenizer": str(plan.files.tokenizer.path),
-        "device": plan.device.type,
-        "dtype": str(plan.dtype).removeprefix("torch."),
-        "prompts": _token_ids(plan, tasks),
-        "n": plan.job.n,
-        "rows": plan.rows,
-        "eos": eos,
-        "pad": eos[0] if eos else 0,
-        **{
-            key: getattr(sampling, key)
-            for key in ("temperature", "top_p", "top_k", "seed", "max_new_tokens", "stop")
-        },
-    }
-
-
 def _taken(reader: RequestReader, prompt: Prompt) -> Task:
     """Return the task of a prompt; UserError with its place if it cannot be run."""
     try:
@@ -195,8 +160,11 @@ def _taken(reader: RequestReader, prompt: Prompt) -> Task:
         raise UserError(f"--job: {place}{reason}") from None
 
 
-def _token_ids(plan: Plan, tasks: Sequence[Task]) -> list[list[int]]:
-    """Return the token ids of the prompts; UserError if the context cuts the output of any."""
+def _job_of(plan: Plan, tasks: Sequence[Task], engine: str) -> dict[str, Any]:
+    """Make the job file of a rival. Prompts are token ids, so that all engines get the same.
+
+    UserError if the model's context cuts the output of any.
+    """
     short = [task for task in tasks if task.limit < plan.job.sampling.max_new_tokens]
     if short:
         raise UserError(
@@ -204,7 +172,9 @@ def _token_ids(plan: Plan, tasks: Sequence[Task]) -> list[list[int]]:
             "room for --max-new-tokens in the model's context, which engines handle in different "
             "ways; remove them, or give fewer --max-new-tokens"
         )
-    return [task.tokens for task in tasks]
+    prompts = [task.tokens for task in tasks]
+    description = rivals.describe(plan, longest=max(map(len, prompts)), rows=plan.rows)
+    return description | {"engine": engine, "n": plan.job.n, "prompts": prompts}
 
 
 def _run(engine: str, command: Sequence[str], cuda: bool) -> Ran:

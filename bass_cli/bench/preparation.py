@@ -1,34 +1,68 @@
-"""Prepare a bench before its measured runs.
+"""Prepare a bench: build its models and loops, check them, and warm everything up.
 
-This grows the caches to their final size, runs the correctness gate, captures graphs, measures the
-cost of rounds if a method needs it, and makes a short run of every cell.
+The models are a real pair from files, or random weights of real shapes; the acceptance of a random
+draft is simulated, or follows from scaled layers. Before anything is timed, the caches grow to
+their final size, the logits must be finite, greedy speculation must give the tokens of plain
+decoding, graphs are captured, and every cell runs once.
 """
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
-from bass_cli.bench import gate, pairs
-from bass_cli.bench.ceilings import Ceilings
-from bass_cli.bench.drive import decode, empty, fill
+import torch
+
+from bass_cli.bench.costs import Ceilings
 from bass_cli.bench.figures import Run
-from bass_cli.bench.parts import Parts
+from bass_cli.bench.runs import Key, Parts, Schedule, decode, empty, fill
 from bass_cli.bench.settings import PLAIN, Settings
+from bass_cli.bench.shapes import AT_ONCE, HEADS, head_of, random_part, random_weights, spec_of
 from bass_cli.bench.texts import Text, rows_for
-from bass_cli.bench.turns import Key, Turns
 from bass_cli.config.job import CONTROLLERS
-from bass_cli.engine.batch import Row
+from bass_cli.drafts.factory import SHARPER, NoDrafter
+from bass_cli.engine.batch import Row, beyond
+from bass_cli.engine.clock import Clock
 from bass_cli.engine.contracts import DraftLength
+from bass_cli.engine.loop import Loop
 from bass_cli.lengths.controllers import Fixed, make_lengths
 from bass_cli.lengths.costs import Surface
-from bass_cli.run.plan import Plan
+from bass_cli.models.decoder import Decoder
+from bass_cli.models.heads import make_head
+from bass_cli.models.spec import HeadSpec, Spec, head_parameters
+from bass_cli.run.build import Models, graphs_for, load_models, make_loop, make_models
+from bass_cli.run.memory import Need, footprint
+from bass_cli.run.pair import check_split
+from bass_cli.run.plan import Plan, device_of, dtype_of, make_plan
 from bass_cli.run.profile import LIMITS
 from bass_cli.run.profile import measure as profile
+from bass_cli.tensor_parallel.leader import AnyRunner, Part
 
-_WARM_TOKENS, _GATE_TOKENS, _GATE_ROWS = 8, 16, 4
+_OPTIONS = ("--batch-sizes", "--new-tokens")  # the options for rows and new tokens
+_WARM_TOKENS = 8
+_GATE_TOKENS, _GATE_ROWS, _GATE_LENGTH = 16, 4, 4
+
+
+@dataclass(frozen=True, slots=True)
+class Loops:
+    """Loops for plain decoding and for speculation (None without a draft), over one batch.
+
+    Only one runs at a time; each starts and ends with an empty batch.
+    """
+
+    plain: Loop
+    speculative: Loop | None
+
+    def of(self, method: str) -> Loop:
+        """Return the loop that runs a method."""
+        loop = self.plain if method == PLAIN else self.speculative
+        assert loop is not None
+        return loop
+
+
 Note = Callable[[str], None]
 
 
@@ -51,57 +85,170 @@ class Bench:
 
     failures: reasons why the figures are wrong, collected during the bench. surface: cost of
     rounds for controllers; None if it was not measured. parts: times of the parts of a round, by
-    (batch size, whether decoding is plain, draft length). kinds: texts by kind if several kinds
-    are measured.
+    (batch size, whether decoding is plain, draft length). texts: by kind; one kind "" without a
+    name, unless several kinds are measured.
     """
 
     settings: Settings
-    models: pairs.Models
-    loops: pairs.Loops
-    prompts: list[list[int]]
+    models: Models
+    loops: Loops
+    texts: Mapping[str, Sequence[Text]]
     ceilings: Ceilings
     note: Note
     failures: list[str] = field(default_factory=list)
     surface: Surface | None = None
     parts: dict[tuple[int, bool, int], Parts] = field(default_factory=dict)
     phase: Phase = silent
-    kinds: Mapping[str, list[Text]] = field(default_factory=dict)
 
-    def rows(
-        self,
-        count: int,
-        *,
-        limit: int | None = None,
-        temperature: float | None = None,
-        repeat: int = 0,
-        kind: str = "",
-    ) -> list[Row]:
-        prompts = [text.tokens for text in self.kinds[kind]] if kind else self.prompts
+    @property
+    def prompts(self) -> list[list[int]]:
+        """The prompts of the first kind."""
+        return [text.tokens for text in next(iter(self.texts.values()))]
+
+    def rows(self, key: Key, repeat: int = 0, limit: int | None = None) -> list[Row]:
+        """Return new rows for a run of a cell. Default limit: the new tokens of the settings."""
+        prompts = [text.tokens for text in self.texts[key.text]]
         return rows_for(
-            prompts, count, self.settings,
-            limit=limit, temperature=temperature, repeat=repeat, kind=kind,
-        )  # fmt: skip
+            prompts, key.batch, self.settings, limit=limit, repeat=repeat, kind=key.text
+        )
 
-    def run(self, method: str, rows: list[Row], kind: str = "") -> Run:
-        """Run these new rows with a new draft-length controller."""
-        loop = self.loops.of(method)
-        loop.use(self.lengths(method))
-        texts = self.kinds[kind] if kind else []
-        references = {f"{kind}{number}": text.reference for number, text in enumerate(texts)}
-        prefill = fill(loop, rows, references)
+    def run(self, key: Key, rows: list[Row]) -> Run:
+        """Run these new rows of a cell with a new draft-length controller."""
+        loop = self.loops.of(key.method)
+        loop.use(self.lengths(key.method))
+        texts = enumerate(self.texts[key.text])
+        prefill = fill(loop, rows, {f"{key.text}{i}": text.reference for i, text in texts})
         return decode(loop, rows, prefill=prefill)
 
     def lengths(self, method: str) -> DraftLength:
         speculation = self.settings.job.speculation
         if method in CONTROLLERS:
+            drafter = self.loops.of(method).drafter
             return make_lengths(
                 method,
-                limit=min(speculation.max, self.loops.of(method).drafter.longest),
+                limit=min(speculation.max, drafter.longest),
                 coupling=speculation.coupling,
                 surface=self.surface,
-                at_once=self.models.mask is not None,
+                at_once=drafter.at_once,
             )
         return Fixed(0 if method == PLAIN else int(method))
+
+
+def plan_for(settings: Settings) -> Plan | None:
+    """Check a real pair without reading weights and return its plan; None for random weights."""
+    if settings.shape is not None:
+        return None
+    return make_plan(settings.job, options=_OPTIONS, grows=False)
+
+
+def need_of(settings: Settings, plan: Plan | None, device: torch.device) -> Need:
+    """Return the memory of the largest batch; MachineError if too little is free."""
+    if plan is not None:
+        return plan.need  # `make_plan` has checked it
+    assert settings.shape is not None
+    target, draft = _specs(settings)
+    ranks = settings.job.tensor_parallel
+    if ranks > 1:
+        check_split(target, ranks, device, model=settings.shape)
+    head = draft if isinstance(draft, HeadSpec) else None
+    found = footprint(
+        target,
+        draft.body if isinstance(draft, HeadSpec) else draft,
+        dtype=dtype_of(settings.job.dtype, device),
+        device=device,
+        longest=settings.longest if head is None else max(settings.longest, head.block),
+        at_once=settings.draft_shape in AT_ONCE,
+        head=head,
+        kept_layers=settings.depth or 0,
+        prompt_tokens=settings.prompt_tokens,
+        ranks=ranks,
+    )
+    need = Need(found, max(settings.batch_sizes), settings.new_tokens, device, _OPTIONS)
+    need.check()
+    return need
+
+
+def build_models(settings: Settings, plan: Plan | None) -> Models:
+    """Load the weights of a plan, or make random ones."""
+    if plan is not None:
+        return load_models(plan)
+    job, scaled = settings.job, None
+    if settings.depth is not None and settings.scale is not None:
+        scaled = (settings.depth, settings.scale)
+    spec, device = _specs(settings)[0], device_of(job.device)
+    source = functools.partial(random_part, spec, job.sampling.seed, scaled)
+    need = need_of(settings, None, device)
+    needed = need.footprint.bytes(need.rows, need.new_tokens)
+    part = Part(
+        source, job.tensor_parallel, dtype_of(job.dtype, device), device, spec.vocab, needed
+    )
+    return make_models(part, functools.partial(_add_random_draft, settings))
+
+
+def _add_random_draft(settings: Settings, models: Models) -> Models:
+    target, draft = models.target, _specs(settings)[1]
+    if settings.depth is not None:
+        return models._replace(drafting=target.keep_layers(range(settings.depth)))
+    if draft is None:
+        return models
+    weights = functools.partial(
+        random_weights,
+        dtype=target.dtype,
+        device=target.device,
+        seed=settings.job.sampling.seed + 1,
+    )
+    if isinstance(draft, HeadSpec):
+        head = make_head(draft, weights(draft.body, shapes=head_parameters(draft)), target)
+        return models._replace(head=head, mask=draft.mask)
+    mask = draft.vocab - 1 if settings.draft_shape in AT_ONCE else None
+    return models._replace(drafting=Decoder(draft, weights(draft)), mask=mask)
+
+
+def build_loops(
+    models: Models, settings: Settings, *, context: int, plan: Plan | None = None
+) -> Loops:
+    """Build the loops for the largest batch size; a row holds up to `context` tokens."""
+    longest, cut, job = settings.longest, None if plan is None else plan.cut, settings.job
+    reach = longest if cut is None else cut.drafted(longest)
+    reach = reach if models.head is None else max(reach, models.head.spec.block)
+    if longest == 0:
+        job = job.model_copy(update={"pair": job.pair.model_copy(update={"draft": "none"})})
+    drafts = job.pair.draft != "none"
+    loop = make_loop(
+        models,
+        job,
+        rows=max(settings.batch_sizes),
+        span=settings.new_tokens + beyond(reach),
+        context=context + beyond(reach),
+        lengths=Fixed(0),
+        cut=cut,
+        sharper=SHARPER if settings.depth is None else 1.0,
+        acceptance=next(iter(settings.acceptances), None) if drafts else None,
+    )
+    if not drafts:
+        return Loops(loop, None)
+    assert isinstance(loop.target, AnyRunner)
+    plain = Loop(
+        batch=loop.batch,
+        target=loop.target.without_reader(),
+        drafter=NoDrafter(),
+        lengths=Fixed(0),
+        coupling=job.speculation.coupling,
+        clock=Clock(),
+        graphs=graphs_for(models.target.device, models.followers),
+    )
+    return Loops(plain, loop)
+
+
+def _specs(settings: Settings) -> tuple[Spec, Spec | HeadSpec | None]:
+    """Return the shapes of target and draft. The draft gets the target's vocabulary."""
+    assert settings.shape is not None
+    spec = spec_of(settings.shape, option="--shape")
+    if settings.draft_shape is None:
+        return spec, None
+    if settings.draft_shape in HEADS:
+        return spec, head_of(settings.draft_shape, spec, option="--draft-shape")
+    return spec, spec_of(settings.draft_shape, option="--draft-shape", vocab=spec.vocab)
 
 
 def grow(bench: Bench) -> None:
@@ -109,18 +256,23 @@ def grow(bench: Bench) -> None:
 
     Growing later would move them, and graphs would have to be captured again.
     """
+    most = max(bench.settings.batch_sizes)
     for loop in (bench.loops.plain, bench.loops.speculative):
         if loop is not None:
-            fill(loop, bench.rows(max(bench.settings.batch_sizes)))
+            fill(loop, rows_for(bench.prompts, most, bench.settings))
             empty(loop)
 
 
-def check(bench: Bench) -> gate.Gate:
+def check(bench: Bench) -> Gate:
+    """Run the gate; a failure is added to `bench.failures`."""
     bench.phase("checking that speculation equals plain decoding")
-    count = min(_GATE_ROWS, max(bench.settings.batch_sizes))
-    limit = min(_GATE_TOKENS, bench.settings.new_tokens)
-    rows, again = (bench.rows(count, limit=limit, temperature=0.0) for _ in range(2))
-    passed = gate.check(bench.loops, bench.models, rows, again)
+    settings = bench.settings
+    count = min(_GATE_ROWS, max(settings.batch_sizes))
+    limit = min(_GATE_TOKENS, settings.new_tokens)
+    rows, again = (
+        rows_for(bench.prompts, count, settings, limit=limit, temperature=0.0) for _ in range(2)
+    )
+    passed = gate(bench.loops, bench.models.target, rows, again)
     if passed.rows is not None:
         bench.note(
             f"gate: greedy speculation equals plain decoding in {passed.rows_equal} of "
@@ -133,13 +285,82 @@ def check(bench: Bench) -> gate.Gate:
     return passed
 
 
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """Result of the gate.
+
+    finite: whether the target's logits are finite. strict: whether all tokens must be equal, which
+    holds on a CPU in float32. rows_equal of `rows`: rows with the tokens of plain decoding.
+    tokens_equal of `tokens`: tokens before the first difference. The counts are None if acceptance
+    is simulated.
+    """
+
+    finite: bool
+    strict: bool
+    rows: int | None = None
+    rows_equal: int | None = None
+    tokens: int | None = None
+    tokens_equal: int | None = None
+
+    @property
+    def passed(self) -> bool:
+        return self.finite and not (self.strict and self.rows_equal != self.rows)
+
+    def report(self) -> dict[str, Any]:
+        return asdict(self) | {"passed": self.passed}
+
+
+def gate(loops: Loops, target: Decoder, rows: list[Row], again: list[Row]) -> Gate:
+    """Check that logits are finite and that greedy speculation equals plain decoding.
+
+    In half precision and on a GPU the shape of a batch changes rounding, so equal tokens are only
+    counted there. `rows` and `again` are two new copies of the same greedy rows. The loops are
+    empty afterwards.
+    """
+    strict = target.device.type == "cpu" and target.dtype == torch.float32
+    fill(loops.plain, rows)
+    finite = _finite(loops.plain)
+    if not finite or loops.speculative is None or loops.speculative.simulated is not None:
+        empty(loops.plain)
+        return Gate(finite, strict)
+    loops.plain.use(Fixed(0))
+    decode(loops.plain, rows)
+    fill(loops.speculative, again)
+    loops.speculative.use(Fixed(_GATE_LENGTH))
+    decode(loops.speculative, again)
+    pairs = [
+        (a.tokens[: a.prompt_length + a.limit], b.tokens[: b.prompt_length + b.limit])
+        for a, b in zip(rows, again, strict=True)
+    ]
+    return Gate(
+        finite,
+        strict,
+        len(rows),
+        sum(a == b for a, b in pairs),
+        sum(row.limit for row in rows),
+        sum(_same(a, b) - row.prompt_length for row, (a, b) in zip(rows, pairs, strict=True)),
+    )
+
+
+@torch.inference_mode()
+def _finite(loop: Loop) -> bool:
+    """Return whether the target's logits for the pending tokens are finite and not all equal."""
+    tokens, positions = loop.batch.last(1)
+    logits = loop.target.forward(tokens, positions, loop.batch.ends(0)).float()
+    return bool(logits.isfinite().all() and (logits.std(-1) > 0).all())
+
+
+def _same(a: list[int], b: list[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
+
+
 def capture(bench: Bench, batch: int) -> list[dict[str, Any]]:
     """Capture all graphs that runs of this batch size can need.
 
     Draft lengths share graphs, except where a method needs exact lengths. The reported seconds are
     for the full batch; graphs for fewer rows, used when some have ended, are captured after it.
 
-    Returns: one entry of the document's "captures" for each loop.
+    Reschedule: one entry of the document's "captures" for each loop.
     """
     found = []
     exact = [method for method in bench.settings.methods if method.startswith("bass")]
@@ -192,17 +413,15 @@ def surface(bench: Bench, plan: Plan | None) -> Surface | None:
     )
 
 
-def warm_up(bench: Bench, turns: Turns) -> Bench:
+def warm_up(bench: Bench, schedule: Schedule) -> Bench:
     """Run every cell once for a few tokens; return a bench whose new tokens fit the time limit."""
-    settings, warm, batches = bench.settings, dict[Key, Run](), set[int]()
-    for key in turns.runs:
-        batch, method, *kind = key
-        if batch not in batches:
-            bench.phase(f"batch {batch}: warming up")
-        batches.add(batch)
-        limit = min(_WARM_TOKENS, settings.new_tokens)
-        warm[key] = bench.run(method, bench.rows(batch, limit=limit, kind="".join(kind)), *kind)
-    tokens = turns.tokens(
+    settings, warm = bench.settings, dict[Key, Run]()
+    limit = min(_WARM_TOKENS, settings.new_tokens)
+    for key in schedule.runs:
+        if key.batch not in {other.batch for other in warm}:
+            bench.phase(f"batch {key.batch}: warming up")
+        warm[key] = bench.run(key, bench.rows(key, limit=limit))
+    tokens = schedule.tokens(
         warm, settings.new_tokens, least=settings.new_tokens if settings.tokens_given else 0
     )
     return replace(bench, settings=replace(settings, new_tokens=tokens))

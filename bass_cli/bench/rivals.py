@@ -1,174 +1,176 @@
-"""Measure transformers' `generate` and vLLM on a real pair's target, where they are installed.
+"""Run other engines, transformers and vLLM, on the files and prompts of a job.
 
-They run after our own methods, not in turn with them. Neither reports its prefill time, so the
-time of a run of one token is subtracted.
+grid.py times batches in its own process. jobs.py starts this module as a program for a whole job:
+`python -m bass_cli.bench.rivals JOB.json`. The last line of its standard output is JSON with
+"tokens", "samples" and "generating_seconds". An engine is imported only when it is loaded.
 """
 
 from __future__ import annotations
 
-import gc
 import importlib.util
-import statistics
+import json
+import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import torch
+from bass_cli.io import terminal
 
-from bass_cli.bench.cells import EMPTY, timing
-from bass_cli.bench.figures import Latency
-from bass_cli.bench.settings import Settings
-from bass_cli.engine.batch import Row
-from bass_cli.engine.graphs import synchronise
-from bass_cli.run.plan import Plan
+if TYPE_CHECKING:
+    from bass_cli.run.plan import Plan
 
-Generate = Callable[[Sequence[Row], int], None]  # generate this many tokens for each of these rows
+# What a rival is loaded with, as `describe` makes it.
+Description = Mapping[str, Any]
+# Returns the token ids of every sample. Arguments: the prompts' token ids, and the most tokens of a
+# sample. n: samples of each prompt. exact: ignore ends, so that every sample has that many tokens.
+Generate = Callable[..., list[list[int]]]
 
 
-def measure(
-    plan: Plan,
-    settings: Settings,
-    batches: Sequence[tuple[list[Row], list[float]]],
-    note: Callable[[str], None],
-) -> list[dict[str, Any]]:
-    """Make a cell for each batch size and each installed rival of the settings.
+def main() -> None:
+    job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    generate = LOADERS[job["engine"]](job)
+    began = time.perf_counter()
+    samples = generate(job["prompts"], job["max_new_tokens"], n=job["n"])
+    done = {"samples": len(samples), "tokens": sum(map(len, samples))}
+    terminal.document(done | {"generating_seconds": round(time.perf_counter() - began, 3)})
 
-    Args:
-        batches: for each batch size, new rows, and plain decoding's ms per token in each repeat.
-    """
-    cells = []
-    for name in settings.rivals:
-        if importlib.util.find_spec(name) is None:
-            note(f"{name} is left out: it is not installed here")
-        elif name == "vllm" and plan.device.type != "cuda":
+
+def installed(rivals: Sequence[str], *, cuda: bool, note: Callable[[str], None]) -> tuple[str, ...]:
+    """Return the rivals that can run here, with a note on each of the others."""
+    found = []
+    for rival in rivals:
+        if importlib.util.find_spec(rival) is None:
+            note(f"{rival} is left out: it is not installed here")
+        elif rival == "vllm" and not cuda:
             note("vllm is left out: it is only measured on a CUDA device")
         else:
-            generate = _MAKERS[name](plan, settings, [row for rows, _ in batches for row in rows])
-            for rows, plain in batches:
-                note(f"batch {len(rows)}: {name}")
-                cells.append(_cell(name, generate, settings, rows, plan.device, plain))
-            del generate
-            _release(plan.device)
-    return cells
+            found.append(rival)
+    return tuple(found)
 
 
-def _release(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+def describe(plan: Plan, *, longest: int, rows: int) -> dict[str, Any]:
+    """Describe a plan's target and sampling to a loader, as JSON.
+
+    Args:
+        longest: tokens of the longest prompt.
+        rows: samples that are generated at once.
+    """
+    sampling, eos = plan.job.sampling, sorted(plan.eos_ids | plan.stop_ids)
+    keys = ("temperature", "top_p", "top_k", "seed", "max_new_tokens", "stop")
+    return {
+        "model": str(plan.files.target.path),
+        "tokenizer": str(plan.files.tokenizer.path),
+        "device": plan.device.type,
+        "dtype": str(plan.dtype).removeprefix("torch."),
+        "context": longest + sampling.max_new_tokens + 1,
+        "rows": rows,
+        "eos": eos,
+        "pad": eos[0] if eos else 0,
+        **{key: getattr(sampling, key) for key in keys},
+    }
 
 
-def _cell(
-    name: str,
-    generate: Generate,
-    settings: Settings,
-    rows: list[Row],
-    device: torch.device,
-    plain: Sequence[float],
-) -> dict[str, Any]:
-    def seconds(tokens: int) -> float:
-        synchronise(device)
-        began = time.perf_counter()
-        generate(rows, tokens)
-        synchronise(device)
-        return time.perf_counter() - began
-
-    tokens = max(settings.new_tokens, 2)
-    seconds(2)
-    each, prefills = [], []
-    for _ in plain:  # as many repeats as our own methods had
-        prefills.append(seconds(1))
-        each.append((seconds(tokens) - prefills[-1]) / (tokens - 1))
-    latencies = [Latency(second * 1000.0, second * 1000.0, second * 1000.0) for second in each]
-    return (
-        EMPTY
-        | timing(len(rows), name, latencies, [len(rows) / second for second in each], plain)
-        | {"prefill_seconds": statistics.median(prefills)}
-    )
-
-
-def _transformers(plan: Plan, settings: Settings, every: Sequence[Row]) -> Generate:
-    """Make a function that calls left-padded `generate` on the same files."""
+def _transformers(job: Description) -> Generate:
+    """Load the model for left-padded `generate`, with `rows` samples at once."""
+    import torch
     import transformers
 
     transformers.logging.set_verbosity_error()
-    path, sampling = plan.files.target.path, settings.job.sampling
-    where, options = (
-        (str(path.parent), {"gguf_file": path.name}) if path.is_file() else (str(path), {})
+    path, files = Path(job["model"]), {}
+    if path.is_file():
+        path, files = path.parent, {"gguf_file": path.name}
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        str(path), dtype=getattr(torch, job["dtype"]), trust_remote_code=False, **files
     )
-    model = (
-        transformers.AutoModelForCausalLM.from_pretrained(
-            where, dtype=plan.dtype, trust_remote_code=False, **options
-        )
-        .to(plan.device)
-        .eval()
-    )
-    sampled = {
-        "do_sample": True,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-    }
+    model = model.to(job["device"]).eval()
+    options: dict[str, Any] = {"do_sample": False}
+    if job["temperature"]:
+        sampled = {key: job[key] for key in ("temperature", "top_p", "top_k")}
+        options = {"do_sample": True, **sampled}
+    ends: dict[str, Any] = {"eos_token_id": job["eos"] or None, "pad_token_id": job["pad"]}
+    if job["stop"]:
+        ends["tokenizer"] = transformers.AutoTokenizer.from_pretrained(job["tokenizer"])
+        ends["stop_strings"] = job["stop"]
 
-    def generate(rows: Sequence[Row], tokens: int) -> None:
-        longest = max(len(row.tokens) for row in rows)
-        ids = torch.tensor(
-            [[0] * (longest - len(row.tokens)) + row.tokens for row in rows], device=plan.device
-        )
-        mask = torch.tensor(
-            [[0] * (longest - len(row.tokens)) + [1] * len(row.tokens) for row in rows],
-            device=plan.device,
-        )
-        torch.manual_seed(sampling.seed)
-        with torch.inference_mode():
-            model.generate(
-                ids,
-                attention_mask=mask,
-                max_new_tokens=tokens,
-                min_new_tokens=tokens,
-                eos_token_id=None,
-                pad_token_id=0,
-                **(sampled if sampling.temperature else {"do_sample": False}),
-            )
+    def generate(
+        prompts: Sequence[list[int]], tokens: int, *, n: int = 1, exact: bool = False
+    ) -> list[list[int]]:
+        fixed = {"min_new_tokens": tokens, "eos_token_id": None, "pad_token_id": 0}
+        more = options | (fixed if exact else ends)
+        queue = [prompt for prompt in prompts for _ in range(n)]
+        torch.manual_seed(job["seed"])
+        samples: list[list[int]] = []
+        for first in range(0, len(queue), job["rows"]):
+            batch = queue[first : first + job["rows"]]
+            longest = max(map(len, batch))
+            ids = [[0] * (longest - len(one)) + one for one in batch]
+            mask = [[0] * (longest - len(one)) + [1] * len(one) for one in batch]
+            with torch.inference_mode():
+                found = model.generate(
+                    torch.tensor(ids, device=job["device"]),
+                    attention_mask=torch.tensor(mask, device=job["device"]),
+                    max_new_tokens=tokens,
+                    **more,
+                )
+            samples += found[:, longest:].tolist()
+        return samples if exact else [_to_end(one, set(job["eos"]), job["pad"]) for one in samples]
 
     return generate
 
 
-def _vllm(plan: Plan, settings: Settings, every: Sequence[Row]) -> Generate:
-    """Make a function that calls vLLM, with 80 % of the free memory."""
+def _to_end(ids: list[int], ends: set[int], pad: int) -> list[int]:
+    """Return a sample without the padding after its end."""
+    for place, token in enumerate(ids):
+        if token in ends:
+            return ids[: place + 1]
+        if token == pad:
+            return ids[:place]
+    return ids
+
+
+def _vllm(job: Description) -> Generate:
+    """Load vLLM with its defaults, unless the job has other options for it ("vllm").
+
+    Only the engine gets a seed. With a seed for each request vLLM would sample them one by one.
+    """
     import vllm
 
-    free, total = torch.cuda.mem_get_info(plan.device)
-    sampling = settings.job.sampling
     engine = vllm.LLM(
-        model=str(plan.files.target.path),
-        tokenizer=str(plan.files.tokenizer.path),
+        model=job["model"],
+        tokenizer=job["tokenizer"],
         trust_remote_code=False,
-        seed=sampling.seed,
-        dtype=str(plan.dtype).removeprefix("torch."),
-        max_num_seqs=max(settings.batch_sizes),
-        max_model_len=max(len(row.tokens) for row in every) + settings.new_tokens + 1,
-        gpu_memory_utilization=round(0.8 * free / total, 2),
-        enable_prefix_caching=False,
+        seed=job["seed"],
+        dtype=job["dtype"],
+        max_model_len=job["context"],
+        **job.get("vllm", {}),
     )
 
-    def generate(rows: Sequence[Row], tokens: int) -> None:
+    def generate(
+        prompts: Sequence[list[int]], tokens: int, *, n: int = 1, exact: bool = False
+    ) -> list[list[int]]:
         parameters = vllm.SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k or -1,
+            n=n,
+            temperature=job["temperature"],
+            top_p=job["top_p"],
+            top_k=job["top_k"] or -1,
             max_tokens=tokens,
-            ignore_eos=True,
-            detokenize=False,
+            stop=None if exact else job["stop"] or None,
+            ignore_eos=exact,
+            detokenize=not exact,
         )
-        engine.generate(
-            [{"prompt_token_ids": row.tokens} for row in rows], parameters, use_tqdm=False
-        )
+        ids = [{"prompt_token_ids": prompt} for prompt in prompts]
+        found = engine.generate(ids, parameters, use_tqdm=False)
+        return [list(sample.token_ids) for one in found for sample in one.outputs]
 
     return generate
 
 
-_MAKERS: dict[str, Callable[[Plan, Settings, Sequence[Row]], Generate]] = {
+LOADERS: dict[str, Callable[[Description], Generate]] = {
     "transformers": _transformers,
     "vllm": _vllm,
 }
+
+
+if __name__ == "__main__":
+    main()

@@ -19,6 +19,13 @@ from bass_cli.engine.verify import Rate
 from bass_cli.errors import UserError, nearest
 
 PLAIN = "plain"
+# kinds of pairs
+REAL, SET, SCALED, NO_DRAFT = (
+    "a real pair",
+    "acceptance set",
+    "scaled layers",
+    "random weights, no draft",
+)
 _CONTROLLED = "plain,1,2,3,4,5,6,8,12,bass,table,bass+table,auto"  # --controllers
 RIVALS = ("transformers", "vllm")
 ATTENTION = ("ragged", "pad", "split")  # the schedules of bass_kernels
@@ -68,6 +75,16 @@ class Settings:
     texts: tuple[str, ...] = ()
     time_limit: float | None = None
     tokens_given: bool = True
+
+    @property
+    def kind(self) -> str:
+        """What the pair is made of: files, or random weights whose acceptance is set or follows
+        from scaled layers."""
+        if self.shape is None:
+            return REAL
+        if self.depth is not None:
+            return SCALED
+        return SET if self.acceptances else NO_DRAFT
 
     @property
     def longest(self) -> int:

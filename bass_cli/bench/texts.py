@@ -66,9 +66,11 @@ class Text(NamedTuple):
     reference: list[int]
 
 
-def kinds_for(settings: Settings, plan: Plan | None) -> dict[str, list[Text]]:
-    """Return as many texts of each kind as the largest batch needs; no kinds if the settings
-    name none, or if the model's context is too short for them."""
+def texts_for(settings: Settings, plan: Plan | None) -> dict[str, list[Text]]:
+    """Return as many texts as the largest batch needs, by kind.
+
+    The kind is "" if the settings name none, or if the model's context is too short for them.
+    """
     count = -(-max(settings.batch_sizes) // settings.samples_per_prompt)
     found: dict[str, list[Text]] = {}
     for kind in settings.texts:
@@ -78,8 +80,9 @@ def kinds_for(settings: Settings, plan: Plan | None) -> dict[str, list[Text]]:
             found[kind] = [_text(plan.files.tokenizer, kind, i, context) for i in range(count)]
             _check_room(max(len(text.tokens) for text in found[kind]), settings, context)
         except UserError:
-            return {}
-    return found
+            found = {}
+            break
+    return found or {"": [Text(tokens, []) for tokens in prompts_for(settings, plan)]}
 
 
 def _text(tokenizer: Tokenizer, kind: str, number: int, context: int) -> Text:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import fields, replace
 
-from bass_cli.bench import plot, report
+from bass_cli.bench import report
 from bass_cli.cli.options import OF_A_JOB, ON_RAY, OPTIONS
 from bass_cli.cluster.rays import read_request
 from bass_cli.config.args import BenchArgs, LawArgs, job_args
@@ -74,7 +74,7 @@ def run(args: BenchArgs, screen: Screen) -> bool:
         else:
             report.show(document)
         if args.plot is not None and document["cells"]:
-            plot.draw(document, args.plot)
+            report.draw(document, args.plot)
         failures += document["failures"]
     for failure in failures:
         screen.error(failure)
@@ -103,10 +103,10 @@ def _run_job(args: BenchArgs, file: str, screen: Screen) -> None:
     source = open_prompts(file, args.prompt_column)
     checked = check_prompts(source, column=job.prompt_column, limit=job.limit, chat=job.chat)
 
-    from bass_cli.bench import jobs
+    from bass_cli.bench import jobs, rivals
     from bass_cli.bench.settings import chosen_rivals, count
 
-    rivals, repeats = chosen_rivals(args.rivals), count(args.repeats, "repeats", 3)
+    engines, repeats = chosen_rivals(args.rivals), count(args.repeats, "repeats", 3)
 
     from bass_cli.run.plan import make_plan
 
@@ -119,7 +119,7 @@ def _run_job(args: BenchArgs, file: str, screen: Screen) -> None:
         list(read_prompts(source, column=job.prompt_column, limit=job.limit)),
         ["generate", file, *_command_line(args, besides=ON_RAY)],
         on_ray=_options(args, ON_RAY),
-        rivals=jobs.installed(rivals, cuda=plan.device.type == "cuda", note=screen.note),
+        engines=rivals.installed(engines, cuda=plan.device.type == "cuda", note=screen.note),
         repeats=repeats,
         note=screen.note,
     )

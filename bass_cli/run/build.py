@@ -1,6 +1,8 @@
-"""Load a plan's models, build its loop (batch, drafter, controller), and warm it up.
+"""Make models from a source of weights, build their loop (batch, drafter, controller), and warm it
+up.
 
-plan.py checks the job before weights are loaded; scheduler.py runs prompts on the loop.
+The source is the files of a plan, or random weights (bench/pairs.py). plan.py checks the job before
+weights are loaded; scheduler.py runs prompts on the loop.
 """
 
 from __future__ import annotations
@@ -8,30 +10,33 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
+from bass_cli.config.job import Job
 from bass_cli.drafts.factory import SHARPER, make_drafter
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.contracts import DraftLength
 from bass_cli.engine.graphs import Graphs
 from bass_cli.engine.loop import Loop
-from bass_cli.engine.verify import Cut
-from bass_cli.formats.weights import load, size_of
+from bass_cli.engine.verify import Cut, Rate
+from bass_cli.formats.weights import Checkpoint, load, size_of
 from bass_cli.lengths.controllers import Fixed, make_lengths
 from bass_cli.models.block_allocator import Pieces
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.heads import Head, make_head
 from bass_cli.models.kv_cache import ARENA
-from bass_cli.models.ranks import part_of
+from bass_cli.models.ranks import Share
 from bass_cli.models.runner import Runner
+from bass_cli.models.spec import Spec
 from bass_cli.run.pair import longest_draft
 from bass_cli.run.plan import Plan
 from bass_cli.system.host import give_back_memory
-from bass_cli.tensor_parallel.follower import read_part
+from bass_cli.tensor_parallel.follower import Source, read_part
 from bass_cli.tensor_parallel.leader import AnyRunner, Followers, LedRunner, Part
 
 WARMING = {"cpu": "warming up", "cuda": "warming up: compiling kernels, capturing graphs"}
@@ -47,19 +52,26 @@ _CAPTURED = 16  # the longest draft length captured beforehand if the controller
 
 
 class Models(NamedTuple):
-    """The loaded models of a plan.
+    """Loaded models.
 
     Args:
         target: The target model.
         drafting: The draft model; None if there is none.
         head: The draft head that reads the target's hidden states; None if there is none.
+        mask: The mask token of a drafter that drafts all tokens in one pass; None for others.
         followers: The processes with the other parts of a split target; None if it is not split.
     """
 
     target: Decoder
-    drafting: Decoder | None
+    drafting: Decoder | None = None
     head: Head | None = None
+    mask: int | None = None
     followers: Followers | None = None
+
+    @property
+    def drafter(self) -> Decoder | None:
+        """The draft model or the layers of the draft head; None if there is neither."""
+        return self.drafting if self.head is None else self.head.body
 
     def close(self) -> None:
         """End the processes with parts of the target; the models cannot be used afterwards."""
@@ -74,9 +86,9 @@ def load_models(
 
     `on_bytes` is called with the bytes that are read, and the bytes in all.
     """
-    files, followers = plan.files, _followers(plan)
-    share = None if followers is None else followers.ranks.share
-    whole = size_of(files.target, share) + (0 if files.draft is None else files.draft.size)
+    files, ranks = plan.files, plan.job.tensor_parallel
+    whole = size_of(files.target, None if ranks == 1 else Share(0, ranks))
+    whole += 0 if files.draft is None else files.draft.size
     done = 0
 
     def on_read(size: int) -> None:
@@ -84,91 +96,134 @@ def load_models(
         done += size
         on_bytes(done, whole)
 
+    source: Source = functools.partial(_read_whole, files.target)
+    if ranks > 1:
+        source = functools.partial(read_part, files.target.path)
+    vocab = min(files.tokenizer.size, files.target.spec.vocab)
+    part = Part(source, ranks, plan.dtype, plan.device, vocab, sum(plan.parts.values()))
+    return make_models(part, functools.partial(load_draft, plan, on_read=on_read), on_read)
+
+
+def make_models(
+    part: Part,
+    add_draft: Callable[[Models], Models] = lambda models: models,
+    on_read: Callable[[int], None] = lambda size: None,
+) -> Models:
+    """Make the target from any source of weights, here and in the processes of a split target.
+
+    Args:
+        part: The source of the target's weights, and how the target is split.
+        add_draft: Adds the draft to the models.
+        on_read: Called with the bytes after each tensor of the target.
+    """
+    followers = Followers(part) if part.ranks > 1 else None
     with contextlib.nullcontext() if followers is None else followers.loading():
-        spec, ranks = files.target.spec, None
-        if followers is not None and share is not None:
-            spec, ranks = part_of(spec, share.ranks), followers.ranks
-        vocab = min(files.tokenizer.size, files.target.spec.vocab)
-        weights = load(
-            files.target, dtype=plan.dtype, device=plan.device, share=share, on_read=on_read
+        spec, weights = part.source(
+            Share(0, part.ranks), dtype=part.dtype, device=part.device, on_read=on_read
         )
-        target = Decoder(spec, weights, vocab=vocab, ranks=ranks)
-        drafting, head = load_draft(plan, target, on_read)
-    return Models(target, drafting, head, followers)
+        ranks = None if followers is None else followers.ranks
+        target = Decoder(spec, weights, vocab=part.vocab, ranks=ranks)
+        return add_draft(Models(target, followers=followers))
+
+
+def _read_whole(
+    checkpoint: Checkpoint,
+    share: Share,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    on_read: Callable[[int], None],
+) -> tuple[Spec, dict[str, Tensor]]:
+    """Load all of an opened checkpoint. See `Source`."""
+    return checkpoint.spec, load(checkpoint, dtype=dtype, device=device, on_read=on_read)
 
 
 def load_draft(
-    plan: Plan, target: Decoder, on_read: Callable[[int], None] = lambda size: None
-) -> tuple[Decoder | None, Head | None]:
-    """Load the draft model or draft head for a loaded target. Of a split target, the first process
-    has all of it."""
-    files, draft = plan.files, plan.files.draft
-    how = functools.partial(load, dtype=plan.dtype, device=plan.device)
+    plan: Plan, models: Models, on_read: Callable[[int], None] = lambda size: None
+) -> Models:
+    """Return the target's models with the plan's draft model or draft head. Of a split target, the
+    first process has all of it."""
+    files, draft, target = plan.files, plan.files.draft, models.target
+    models = models._replace(drafting=None, head=None, mask=files.mask)
+    read = functools.partial(load, dtype=plan.dtype, device=plan.device)
     if draft is None:
         kept = [i for i in range(files.target.spec.layers) if i not in files.skipped]
-        return (target.keep_layers(kept) if files.skipped else None), None
-    weights = how(draft, on_read=on_read)
+        return models._replace(drafting=target.keep_layers(kept)) if files.skipped else models
+    weights = read(draft, on_read=on_read)
     if draft.head is None:
-        return Decoder(draft.spec, weights, vocab=files.draft_vocab), None
+        return models._replace(drafting=Decoder(draft.spec, weights, vocab=files.draft_vocab))
     if target.ranks is not None:  # a split target has no whole embedding to share
-        whole = how(files.target, names=("embed.weight", "head.weight", "head.bias"))
+        whole = read(files.target, names=("embed.weight", "head.weight", "head.bias"))
         lent = whole if not draft.head.heads else {"embed.weight": whole["embed.weight"]}
         weights = lent | weights
-    return None, make_head(draft.head, weights, target)
+    return models._replace(head=make_head(draft.head, weights, target))
 
 
-def _followers(plan: Plan) -> Followers | None:
-    """Start the processes with the other parts of the target; they begin to load them."""
-    files, ranks = plan.files, plan.job.tensor_parallel
-    if ranks == 1:
-        return None
-    vocab = min(files.tokenizer.size, files.target.spec.vocab)
-    needed = sum(plan.parts.values())
-    source = functools.partial(read_part, files.target.path)
-    return Followers(Part(source, ranks, plan.dtype, plan.device, vocab, needed))
+def build(plan: Plan, models: Models | None = None) -> Loop:
+    """Build a loop with an empty batch for a plan; `models` default to the plan's."""
+    return make_loop(
+        models or load_models(plan),
+        plan.job,
+        rows=plan.rows,
+        span=plan.span,
+        context=ARENA[plan.device.type],
+        pieces=plan.pieces,
+        lengths=lengths_for(plan),
+        cut=plan.cut,
+    )
 
 
-def build(plan: Plan, models: Models | None = None, *, cut: Cut | bool = True) -> Loop:
-    """Build a loop with an empty batch.
+def make_loop(
+    models: Models,
+    job: Job,
+    *,
+    rows: int,
+    span: int,
+    context: int,
+    lengths: DraftLength,
+    pieces: Pieces | None = None,
+    cut: Cut | None = None,
+    sharper: float = SHARPER,
+    acceptance: Sequence[Rate] | None = None,
+) -> Loop:
+    """Build a loop with an empty batch for a job's draft, coupling and draft temperature.
 
     Args:
-        models: The models; None to load the plan's.
-        cut: True to truncate drafts by confidence as the plan says, False for no truncation, or
-            another rule, for benchmarks.
+        rows: The rows of the batch.
+        span: The positions of a row's private KV.
+        context: The positions that the batch has at first.
+        pieces: The blocks of the rows' private KV. Default: one a row.
+        sharper: See `factor` of make_drafter.
+        cut, acceptance: See Loop.
     """
-    job, speculation = plan.job, plan.job.speculation
-    models = models or load_models(plan)
-    followers = models.followers
+    target, drafting, head, mask, followers = models
     if job.pair.draft == "none":
-        models = Models(models.target, None)
-    decoder, drafting, head, _ = models
-    if head is not None:
-        decoder = decoder.read_by(head)
-    size = functools.partial(runner_for, rows=plan.rows, span=plan.span, pieces=plan.pieces)
-    target = size(decoder, followers, lag=1)
-    runner = None if head is None else target
-    if drafting is not None:
-        runner = size(drafting, followers, lag=2)
+        drafting = head = None
+    device, coupling = target.device, job.speculation.coupling
+    size = functools.partial(_runner, followers=followers, rows=rows, span=span, pieces=pieces)
+    runner = size(target if head is None else target.read_by(head), lag=1)
+    drafts = runner if head is not None else None
+    if drafting is not None and head is None:
+        drafts = size(drafting, lag=2)
     drafter = make_drafter(
         job.pair.draft,
-        runner=runner,
-        mask=plan.files.mask,
+        runner=drafts,
+        mask=mask,
         head=head,
-        coupling=speculation.coupling,
-        temperature=speculation.draft_temperature,
-        factor=SHARPER,
+        coupling=coupling,
+        temperature=job.speculation.draft_temperature,
+        factor=sharper,
     )
     return Loop(
-        batch=Batch(
-            rows=plan.rows, context=ARENA[plan.device.type], device=plan.device, pieces=plan.pieces
-        ),
-        target=target,
+        batch=Batch(rows=rows, context=context, device=device, pieces=pieces),
+        target=runner,
         drafter=drafter,
-        lengths=lengths_for(plan),
-        coupling=speculation.coupling,
+        lengths=lengths,
+        coupling=coupling,
         clock=Clock(),
-        graphs=graphs_for(plan.device, followers),
-        cut=plan.cut if cut is True else (cut or None),
+        acceptance=acceptance,
+        graphs=graphs_for(device, followers),
+        cut=cut,
     )
 
 
@@ -179,14 +234,14 @@ def graphs_for(device: torch.device, followers: Followers | None) -> Graphs:
     return Graphs(device, wanted=followers.graphs.wanted, record=followers.graphs.capture)
 
 
-def runner_for(
+def _runner(
     decoder: Decoder,
-    followers: Followers | None,
     *,
+    followers: Followers | None,
     rows: int,
     span: int,
     lag: int,
-    pieces: Pieces | None = None,
+    pieces: Pieces | None,
 ) -> AnyRunner:
     """Make a runner of a model; followers run the other parts of a split model."""
     if followers is None or decoder.ranks is None:

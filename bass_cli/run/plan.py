@@ -249,7 +249,7 @@ def make_plan(
     wake(device)  # while files are read
     files = open_files(job, tokenizer)
     check_ranks(job, files, device)
-    dtype, notes = _dtype(job.dtype, device), [*_contradictions(job), *files.notes]
+    dtype, notes = dtype_of(job.dtype, device), [*_contradictions(job), *files.notes]
     if files.tokenizer.path == files.target.path:
         notes += doubts_of(files.target.metadata)
     profile, surface = costs_of(job, files, device, dtype, notes.append)
@@ -294,7 +294,7 @@ def plan_of_others(job: Job) -> Plan:
     `job.device` must be "cuda" or "cpu".
     """
     device, files = torch.device(job.device), open_files(job)
-    dtype, tokens = _dtype(job.dtype, device), job.sampling.max_new_tokens
+    dtype, tokens = dtype_of(job.dtype, device), job.sampling.max_new_tokens
     found = _footprint(job, files, 0, device=device, dtype=dtype)
     return Plan(job, files, device, dtype, found, free=0, most_rows=1, kept=tokens)
 
@@ -370,7 +370,7 @@ def device_of(wanted: str) -> torch.device:
     return torch.device("cuda")
 
 
-def _dtype(wanted: str, device: torch.device) -> torch.dtype:
+def dtype_of(wanted: str, device: torch.device) -> torch.dtype:
     if wanted == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return DTYPES[wanted]

@@ -20,10 +20,9 @@ from checkpoints import write_checkpoint, write_tokenizer
 from typer.testing import CliRunner
 
 import bass_kernels as ops
-from bass_cli.bench import cells, drive, gate, grid, plot, report, texts
-from bass_cli.bench.ceilings import Ceilings
-from bass_cli.bench.costs import Cost, Work, cost_of, needs, pass_work
-from bass_cli.bench.drive import decode, fill
+from bass_cli.bench import document as documents
+from bass_cli.bench import grid, preparation, report, runs, texts
+from bass_cli.bench.costs import Ceilings, Cost, Costs, Work, cost_of, needs, pass_work
 from bass_cli.bench.figures import (
     Latency,
     Run,
@@ -36,12 +35,19 @@ from bass_cli.bench.figures import (
     spread,
     tokens_per_second,
 )
-from bass_cli.bench.pairs import Models, build_loops, build_models
-from bass_cli.bench.parts import Parts, _for_all_rows, measure_parts
+from bass_cli.bench.preparation import build_loops, build_models
+from bass_cli.bench.runs import Key, Parts, _for_all_rows, decode, fill, measure_parts
 from bass_cli.bench.settings import ATTENTION, make_settings
-from bass_cli.bench.shapes import SHAPES, count_parameters, spec_of
+from bass_cli.bench.shapes import (
+    LOGIT_SPREAD,
+    SHAPES,
+    count_parameters,
+    random_part,
+    random_weights,
+    scale_layers,
+    spec_of,
+)
 from bass_cli.bench.texts import lengths_of, prompts_for, rows_for
-from bass_cli.bench.weights import LOGIT_SPREAD, random_part, random_weights, scale_layers
 from bass_cli.cli.commands import app
 from bass_cli.config.args import BenchArgs
 from bass_cli.engine.contracts import Proposal
@@ -51,6 +57,7 @@ from bass_cli.io import saving
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.ranks import Share
+from bass_cli.run.build import Models
 from bass_cli.run.profile import PASSAGES
 from bass_kernels.dispatch import schedule
 
@@ -139,19 +146,17 @@ def test_the_work_of_a_pass() -> None:
 
 def test_the_floor_follows_the_rounds() -> None:
     target, ceilings = Cost(100, 10, 1, 0, 0, (0,)), Ceilings(10.0, 1e9, "known")
-    found = needs(RAGGED, target, None, samples=1, ceilings=ceilings)
+    found = needs(RAGGED, Costs(target, None, 1, ceilings))
     assert found.ends == pytest.approx((11.0, 22.0, 33.0))  # 110 bytes a round at 10 a second
     assert found.work.bytes == 330
-    with_draft = needs(RAGGED, target, Cost(40, 0, 1, 0, 0, (0,)), samples=1, ceilings=ceilings)
+    with_draft = needs(RAGGED, Costs(target, Cost(40, 0, 1, 0, 0, (0,)), 1, ceilings))
     assert with_draft.ends == pytest.approx((19.0, 38.0, 53.0))  # and 2, 2 and 1 steps of 40 bytes
     # bound by arithmetic: 2 rows x 3 tokens x 110 x 2 operations at 10 a second
     slow = Ceilings(1e9, 10.0, "known")
-    assert needs(RAGGED, target, None, samples=1, ceilings=slow).ends[0] == pytest.approx(132.0)
+    assert needs(RAGGED, Costs(target, None, 1, slow)).ends[0] == pytest.approx(132.0)
     keys = Cost(0, 0, 1, 1, 0, (0,))
-    apart = needs(RAGGED, keys, None, samples=1, ceilings=ceilings).work.bytes
-    together = needs(
-        RAGGED._replace(contexts=(10, 10)), keys, None, samples=2, ceilings=ceilings
-    ).work.bytes
+    apart = needs(RAGGED, Costs(keys, None, 1, ceilings)).work.bytes
+    together = needs(RAGGED._replace(contexts=(10, 10)), Costs(keys, None, 2, ceilings)).work.bytes
     assert apart == (10 + 20) + (13 + 21) + 23
     assert together == 10 + 0 + (13 + 11 - 10) + 13
 
@@ -190,7 +195,7 @@ def test_random_logits_have_the_documented_standard_deviation() -> None:
     assert torch.equal(first["layers.0.norm1.weight"], torch.ones(spec.width))
     assert first["layers.3.down.weight"].std().item() == pytest.approx(80**-0.5, rel=0.1)
     target = Decoder(spec, first)
-    models = Models("plain", "", target, None, None)
+    models = Models(target)
     loop = build_loops(models, settings(shape="tiny", methods="plain"), context=40).plain
     fill(loop, rows_for([[1, 2, 3], [9, 8, 7, 6], [5]], 3, settings(shape="tiny", methods="plain")))
     tokens, positions = loop.batch.last(1)
@@ -288,14 +293,16 @@ def test_greedy_speculation_on_scaled_layers_is_plain_decoding() -> None:
     loops = build_loops(models, wanted, context=60)
     assert loops.speculative is not None
     rows, again = (rows_for(prompts, 3, wanted, temperature=0.0) for _ in range(2))
-    found = gate.check(loops, models, rows, again)
+    found = preparation.gate(loops, models.target, rows, again)
     assert (found.passed, found.strict, found.rows_equal, found.tokens_equal) == (True, True, 3, 36)
     assert sum(row.accepted for row in again) not in (
         0,
         sum(row.drafted for row in again),
     )  # drafts were wrong at times
     other = rows_for(prompts[::-1], 3, wanted, temperature=0.0)
-    failed = gate.check(loops, models, rows_for(prompts, 3, wanted, temperature=0.0), other)
+    failed = preparation.gate(
+        loops, models.target, rows_for(prompts, 3, wanted, temperature=0.0), other
+    )
     assert (failed.passed, failed.rows, failed.rows_equal) == (
         False,
         3,
@@ -311,9 +318,9 @@ def test_logits_that_are_not_finite_fail_the_gate() -> None:
             SHAPES["tiny"](None), dtype=torch.float32, device=torch.device("cpu"), seed=0
         )
         weights["layers.2.norm1.weight"][5] *= broken
-        models = Models("plain", "", Decoder(SHAPES["tiny"](None), weights), None, None)
-        found = gate.check(
-            build_loops(models, wanted, context=60), models, rows_for(prompts, 3, wanted), []
+        models = Models(Decoder(SHAPES["tiny"](None), weights))
+        found = preparation.gate(
+            build_loops(models, wanted, context=60), models.target, rows_for(prompts, 3, wanted), []
         )
         assert (found.finite, found.passed) == (due, due)
 
@@ -504,7 +511,7 @@ def test_summary_claims_only_what_the_repeats_show() -> None:
     def cell(batch: int, method: str, *ms: float, text: str | None = None) -> dict[str, Any]:
         made = [Latency(one, one, one) for one in ms]
         plain = [8.0 + 0.1 * repeat for repeat in range(len(ms))]
-        return cells.timing(batch, method, made, [1.0], plain) | {"text": text}
+        return documents.timing(Key(batch, method), made, [1.0], plain) | {"text": text}
 
     found = [
         cell(8, "plain", 8.0, 8.1, 8.2),
@@ -539,9 +546,10 @@ def test_short_runs_of_a_controller_give_no_verdict(tokens: int, expected: str) 
         steps = [Step((i + 1) * second, 0, (0,), (0,)) for i in range(tokens)]
         return [Run(tuple(steps), (10,), tokens, 1.0)] * 3
 
-    costs = cells.Costs(Cost(10, 10, 4, 8, 8, (0,)), None, 1, Ceilings(1e9, 1e9, "known"))
+    costs = Costs(Cost(10, 10, 4, 8, 8, (0,)), None, 1, Ceilings(1e9, 1e9, "known"))
     auto, fixed = (
-        cells.cell(4, method, runs(0.02), runs(0.01), parts=None, costs=costs) | {"text": None}
+        documents.cell(Key(4, method), runs(0.02), runs(0.01), parts=None, costs=costs)
+        | {"text": None}
         for method in ("auto", "2")
     )
     assert (auto["verdict"], fixed["verdict"]) == (expected, "slower")
@@ -565,10 +573,10 @@ def test_an_interval_covers_the_truth_in_95_of_100_benches() -> None:
 def test_shares_are_of_the_sum_of_the_parts() -> None:
     parts = Parts(4, draft=0.2, verify=0.5, accept=0.1, device=0.8)
     due = {"draft": 0.25, "verify": 0.625, "accept": 0.125, "other": 0, "host": 0}
-    assert cells._shares(parts, 400.0) == pytest.approx(due)
-    assert cells._shares(parts, 1000.0)["host"] == pytest.approx(0.2)
-    assert cells._parts_ms(parts, 400.0)["host"] == 0.0
-    assert cells._shares(parts, None) is None
+    assert documents._shares(parts, 400.0) == pytest.approx(due)
+    assert documents._shares(parts, 1000.0)["host"] == pytest.approx(0.2)
+    assert documents._parts_ms(parts, 400.0)["host"] == 0.0
+    assert documents._shares(parts, None) is None
 
 
 def test_format_of_numbers_and_lines() -> None:
@@ -586,7 +594,7 @@ def test_format_of_numbers_and_lines() -> None:
 
 def test_a_capture_inside_a_measured_run_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     counter = itertools.count()
-    monkeypatch.setattr(drive, "captured", lambda loop: next(counter))
+    monkeypatch.setattr(runs, "captured", lambda loop: next(counter))
     result = bench("--shape", "tiny", "--batch-sizes", "1", *SMALL)
     assert result.exit_code == 1
     assert "batch 1, plain: 2 graphs were captured during the measured runs" in result.stderr
@@ -594,7 +602,7 @@ def test_a_capture_inside_a_measured_run_is_a_failure(monkeypatch: pytest.Monkey
 
 
 def test_a_gate_that_fails_stops_the_bench(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate, "check", lambda *_: gate.Gate(True, True, 3, 2, 48, 40))
+    monkeypatch.setattr(preparation, "gate", lambda *_: preparation.Gate(True, True, 3, 2, 48, 40))
     result = bench("--shape", "tiny", "--depth", "1", "--scale", "0", "--batch-sizes", "1", *SMALL)
     assert result.exit_code == 1
     assert "the gate failed, so nothing was timed: tokens differ" in result.stderr
@@ -750,7 +758,10 @@ def test_charts(tmp_path: Path) -> None:
     )
     assert result.exit_code == 0, result.stderr
     assert (tmp_path / "a.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    assert [cell["batch"] for cell in plot.by_method(json.loads(result.stdout))["plain"]] == [1, 2]
+    assert [cell["batch"] for cell in report.by_method(json.loads(result.stdout))["plain"]] == [
+        1,
+        2,
+    ]
 
 
 def test_help_imports_nothing_heavy() -> None:

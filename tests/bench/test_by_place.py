@@ -11,10 +11,9 @@ import torch
 from test_bench import SET, _no_variables, bench, measured, settings  # noqa: F401 (a fixture)
 
 from bass_cli.bench import grid
-from bass_cli.bench.ceilings import Ceilings
-from bass_cli.bench.costs import Cost, cost_of, needs
+from bass_cli.bench.costs import Ceilings, Cost, Costs, cost_of, needs
 from bass_cli.bench.figures import Run, Step
-from bass_cli.bench.pairs import build_loops, build_models, need_of
+from bass_cli.bench.preparation import build_loops, build_models, need_of
 from bass_cli.bench.shapes import count_parameters, head_of, spec_of
 from bass_cli.drafts.heads import HeadDrafter
 from bass_cli.drafts.model import ParallelDrafter
@@ -88,7 +87,7 @@ def test_a_profile_is_reported_as_it_was_given() -> None:
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `tiny` draft in one pass, as pard-0.5b does."""
-    for module in ("settings", "pairs"):
+    for module in ("settings", "preparation"):
         monkeypatch.setattr(f"bass_cli.bench.{module}.AT_ONCE", frozenset({"tiny"}))
 
 
@@ -125,7 +124,7 @@ def test_the_floor_of_one_pass_is_one_reading_of_the_draft() -> None:
     run = Run((Step(1.0, 4, (0,), (3,)), Step(2.0, 0, (0,), (0,))), (10,), 5, 0.0, 0)
     draft = Cost(40, 2, 1, 0, 0, (0,))
     chain, once = (
-        needs(run, Cost(100, 0, 1, 0, 0, (0,)), draft, samples=1, ceilings=ceilings, at_once=way)
+        needs(run, Costs(Cost(100, 0, 1, 0, 0, (0,)), draft, 1, ceilings, way))
         for way in (False, True)
     )
     assert chain.work.bytes == 200 + 4 * 42

@@ -8,9 +8,9 @@ import torch
 from test_bench import SET, bench, measured, settings
 
 from bass_cli.bench import grid
-from bass_cli.bench.cells import compare
-from bass_cli.bench.drive import empty, fill
-from bass_cli.bench.pairs import build_loops, build_models
+from bass_cli.bench.document import compare
+from bass_cli.bench.preparation import build_loops, build_models
+from bass_cli.bench.runs import empty, fill
 from bass_cli.bench.texts import prompts_for, rows_for
 from bass_cli.errors import UserError
 from bass_cli.io.console import Screen

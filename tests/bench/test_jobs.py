@@ -11,7 +11,7 @@ from checkpoints import write_checkpoint, write_tokenizer
 from typer.testing import CliRunner
 
 from bass_cli.bench import jobs
-from bass_cli.bench.rival_job import _to_end
+from bass_cli.bench.rivals import _to_end
 from bass_cli.cli.commands import app
 from bass_cli.errors import UserError
 

@@ -76,8 +76,7 @@ def test_two_gpus_give_the_tokens_of_one(
     monkeypatch.setattr(followers.graphs, "wanted", captured)
     models, told, tell = halves, list[str](), followers.tell
     if draft != "draft":
-        drafting, head = load_draft(plan, halves.target)
-        models = halves._replace(drafting=drafting, head=head)
+        models = load_draft(plan, halves)
 
     def heard(*message: Any) -> None:
         told.append(message[1])

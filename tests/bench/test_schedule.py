@@ -10,9 +10,9 @@ from test_bench import SCALED, bench, settings
 
 from bass_cli.bench import grid, report
 from bass_cli.bench.figures import Run, Step
-from bass_cli.bench.turns import LEAST_TOKENS, Turns
+from bass_cli.bench.runs import LEAST_TOKENS, Key, Schedule
 
-KEYS = [(1, "plain"), (1, "auto"), (2, "plain"), (2, "auto")]
+KEYS = [Key(1, "plain"), Key(1, "auto"), Key(2, "plain"), Key(2, "auto")]
 
 
 def run(tokens: int = 8, *, second: float = 1.0, prefill: float = 1.0) -> Run:
@@ -29,50 +29,50 @@ class Clock:
         return self.now
 
 
-def drive(turns: Turns, clock: Clock, seconds: float) -> list[Any]:
+def drive(schedule: Schedule, clock: Clock, seconds: float) -> list[Any]:
     """Let every run take `seconds`; return the order of the cells."""
     order = []
-    while (turn := turns.next()) is not None:
-        order.append(turn)
+    while (following := schedule.next()) is not None:
+        order.append(following)
         clock.now += seconds
-        turns.add(turn[1], run(), seconds)
+        schedule.add(following[1], run(), seconds)
     return order
 
 
 def test_every_cell_runs_before_any_is_repeated() -> None:
-    turns = Turns(KEYS, repeats=2, limit=None, now=Clock())
-    assert turns.tokens(dict.fromkeys(KEYS, run()), 128, least=0) == 128
-    assert drive(turns, Clock(), 1.0) == [(repeat, key) for repeat in (0, 1) for key in KEYS]
+    schedule = Schedule(KEYS, repeats=2, limit=None, now=Clock())
+    assert schedule.tokens(dict.fromkeys(KEYS, run()), 128, least=0) == 128
+    assert drive(schedule, Clock(), 1.0) == [(repeat, key) for repeat in (0, 1) for key in KEYS]
     assert (
-        turns.report()["done"],
-        turns.report()["missing"],
-        turns.report()["missing_seconds"],
+        schedule.report()["done"],
+        schedule.report()["missing"],
+        schedule.report()["missing_seconds"],
     ) == (2, [], 0)
 
 
 def test_tokens_follow_from_the_time_limit() -> None:
     clock = Clock()
-    turns = Turns(KEYS, repeats=5, limit=100.0, now=clock)
+    schedule = Schedule(KEYS, repeats=5, limit=100.0, now=clock)
     warm = dict.fromkeys(KEYS, run(second=0.25, prefill=2.0))
     # Of 80 s for runs, 8 s for prompts in each repeat: five repeats leave 8 tokens of each of the
     # four cells, three leave 18.
-    assert turns.tokens(warm, 128, least=0) == 18
+    assert schedule.tokens(warm, 128, least=0) == 18
     fast = dict.fromkeys(KEYS, run(second=0.03125, prefill=0.25))
-    assert turns.tokens(fast, 256, least=0) == 120, "five repeats of (16 - 1) / 0.125 tokens"
-    assert turns.seconds_left() == pytest.approx(80.0)
-    assert turns.tokens(warm, 10, least=0) == 10
-    assert turns.tokens(warm, 128, least=128) == 128
+    assert schedule.tokens(fast, 256, least=0) == 120, "five repeats of (16 - 1) / 0.125 tokens"
+    assert schedule.seconds_left() == pytest.approx(80.0)
+    assert schedule.tokens(warm, 10, least=0) == 10
+    assert schedule.tokens(warm, 128, least=128) == 128
     clock.now = 79.0
-    assert turns.tokens(warm, 128, least=0) == LEAST_TOKENS
+    assert schedule.tokens(warm, 128, least=0) == LEAST_TOKENS
 
 
 def test_no_run_starts_that_would_end_late() -> None:
     clock = Clock()
-    turns = Turns(KEYS, repeats=5, limit=100.0, now=clock)
-    turns.tokens(dict.fromkeys(KEYS, run(second=0.25, prefill=2.0)), 40, least=40)
-    order = drive(turns, clock, 12.0)
+    schedule = Schedule(KEYS, repeats=5, limit=100.0, now=clock)
+    schedule.tokens(dict.fromkeys(KEYS, run(second=0.25, prefill=2.0)), 40, least=40)
+    order = drive(schedule, clock, 12.0)
     assert order == [*((0, key) for key in KEYS), (1, KEYS[0]), (1, KEYS[1])]
-    about = turns.report()
+    about = schedule.report()
     assert (about["done"], about["repeats"], about["missing"], about["widest_spread"]) == (
         1,
         5,
@@ -80,17 +80,17 @@ def test_no_run_starts_that_would_end_late() -> None:
         0.0,
     )
     assert about["missing_seconds"] == pytest.approx(14 * 12.0)
-    assert turns.in_time()
+    assert schedule.in_time()
     clock.now = 100.0
-    assert not turns.in_time()
+    assert not schedule.in_time()
 
 
 def test_missing_cells_are_named_and_the_first_cell_always_runs() -> None:
     clock = Clock()
-    turns = Turns(KEYS, repeats=5, limit=10.0, now=clock)
-    turns.tokens(dict.fromkeys(KEYS, run(second=9.0)), 128, least=0)
-    assert drive(turns, clock, 60.0) == [(0, KEYS[0])]
-    assert turns.report()["missing"] == [[1, "auto"], [2, "plain"], [2, "auto"]]
+    schedule = Schedule(KEYS, repeats=5, limit=10.0, now=clock)
+    schedule.tokens(dict.fromkeys(KEYS, run(second=9.0)), 128, least=0)
+    assert drive(schedule, clock, 60.0) == [(0, KEYS[0])]
+    assert schedule.report()["missing"] == [[1, "auto"], [2, "plain"], [2, "auto"]]
 
 
 def test_summary_of_a_limited_bench_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,11 +99,11 @@ def test_summary_of_a_limited_bench_names_what_is_missing(monkeypatch: pytest.Mo
     )
     assert (wanted.time_limit, wanted.tokens_given, wanted.repeats) == (10.0, False, 4)
     clock = Clock()
-    monkeypatch.setattr(grid, "Turns", lambda keys, **given: Turns(keys, **given, now=clock))
+    monkeypatch.setattr(grid, "Schedule", lambda keys, **given: Schedule(keys, **given, now=clock))
     monkeypatch.setattr(
-        Turns,
+        Schedule,
         "add",
-        lambda self, key, run, seconds, add=Turns.add: (
+        lambda self, key, run, seconds, add=Schedule.add: (
             setattr(clock, "now", clock.now + 2.0),
             add(self, key, run, 2.0),
         ),
