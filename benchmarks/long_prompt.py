@@ -4,7 +4,7 @@
                                      [--repeats 3] [--device auto]
 
 Random weights of real shapes, bfloat16. Operations are those of the layers' products and of causal
-attention; the rate is that of large products (bench/ceilings.py).
+attention; the rate is that of large products (bench/costs.py).
 """
 
 import argparse

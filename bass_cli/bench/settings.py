@@ -1,6 +1,6 @@
 """The checked settings of `bass bench`, made before any weights are loaded.
 
-Sampling, device and coupling are in a Job. pairs.py builds the models.
+Sampling, device and coupling are in a Job. preparation.py builds the models.
 """
 
 from __future__ import annotations

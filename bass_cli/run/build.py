@@ -1,8 +1,8 @@
 """Make models from a source of weights, build their loop (batch, drafter, controller), and warm it
 up.
 
-The source is the files of a plan, or random weights (bench/pairs.py). plan.py checks the job before
-weights are loaded; scheduler.py runs prompts on the loop.
+The source is the files of a plan, or random weights of a shape (bench/preparation.py). plan.py
+checks the job before weights are loaded; scheduler.py runs prompts on the loop.
 """
 
 from __future__ import annotations
