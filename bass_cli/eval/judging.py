@@ -17,8 +17,7 @@ from typing import IO, Any, NamedTuple
 from bass_cli.errors import MachineError, UserError
 from bass_cli.io.reading import finite, parse_object, text, whole
 from bass_cli.io.saving import check_place, refuse_foreign
-from bass_cli.sandbox.jail.job_spec import Program
-from bass_cli.sandbox.programs import Ending, Sandbox
+from bass_cli.sandbox.programs import Ending, Program, Sandbox
 
 _BEGINNING = b'{"task_id": '  # every verdict starts like this
 DETAIL = 300  # characters of a detail that are kept: enough for the last line of a traceback

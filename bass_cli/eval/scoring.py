@@ -39,8 +39,7 @@ from bass_cli.io.saving import (
     refuse_shared_files,
     write_json,
 )
-from bass_cli.sandbox.jail.job_spec import Program
-from bass_cli.sandbox.programs import DEFAULT_LIMITS, Isolation, Limits, Sandbox
+from bass_cli.sandbox.programs import DEFAULT_LIMITS, Isolation, Limits, Program, Sandbox
 
 _REPORT = {"task", "file", "problems", "statuses", "by_problem"}  # keys that identify a report
 _SWEEP = {"task", "pair", "n", "budgets", "reports"}

@@ -14,7 +14,7 @@ from bass_cli.errors import MachineError, UserError, nearest
 from bass_cli.eval.answers import as_body, code_in, modules_of, names_of, runnable, with_imports
 from bass_cli.io.readers import open_source
 from bass_cli.io.reading import is_unicode, text, texts, whole
-from bass_cli.sandbox.jail.job_spec import Checked
+from bass_cli.sandbox.programs import Checked
 
 PromptFormat = Literal["raw", "strip", "strip-nl", "chat"]
 # a check for each field, by name; it raises ValueError if the value has another type

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bass_cli.errors import MachineError
-from bass_cli.sandbox.jail import landlock
-from bass_cli.sandbox.process import Report
+from bass_cli.sandbox.jail.layers import NETWORK_SINCE, SCOPES_SINCE, landlock_version
+from bass_cli.sandbox.process import Ending
 
 LAYERS = ("user", "pid", "mount", "network", "ipc", "uid", "landlock", "seccomp")
 SYSTEM = (
@@ -108,7 +108,7 @@ class Isolation(NamedTuple):
 def describe(layers: Iterable[str]) -> Isolation:
     """Return what a set of layers keeps out, in words."""
     held = set(layers)
-    version = landlock.version() if "landlock" in held else 0
+    version = landlock_version() if "landlock" in held else 0
     ways = {
         "network": {"network": "network namespace", "seccomp": "seccomp"},
         "files": {"mount": "mount namespace", "landlock": "Landlock", "uid": "a user of its own"},
@@ -118,9 +118,9 @@ def describe(layers: Iterable[str]) -> Isolation:
         what: [word for layer, word in words.items() if layer in held]
         for what, words in ways.items()
     }
-    if version >= landlock.NETWORK_SINCE and not found["network"]:
+    if version >= NETWORK_SINCE and not found["network"]:
         found["network"] = ["Landlock, TCP only"]
-    if version >= landlock.SCOPES_SINCE:
+    if version >= SCOPES_SINCE:
         found["processes"].append(SCOPES)
     named = {what: " and ".join(words) or NONE for what, words in found.items()}
     if os.geteuid() == 0 and "uid" not in held:
@@ -129,7 +129,7 @@ def describe(layers: Iterable[str]) -> Isolation:
 
 
 def find_layers(
-    attempt: Callable[[tuple[str, ...]], Report], wanted: Iterable[str] | None = None
+    attempt: Callable[[tuple[str, ...]], Ending], wanted: Iterable[str] | None = None
 ) -> tuple[str, ...]:
     """Find the layers that work together on this system.
 
@@ -155,7 +155,7 @@ def find_layers(
 
 
 def _settle(
-    attempt: Callable[[tuple[str, ...]], Report], layers: tuple[str, ...]
+    attempt: Callable[[tuple[str, ...]], Ending], layers: tuple[str, ...]
 ) -> tuple[str, ...]:
     while True:
         report = attempt(layers)

@@ -1,6 +1,6 @@
-"""Start, wait for and cancel the supervisor process of one program.
+"""Start, wait for and cancel the supervisor processes of programs.
 
-The supervisor's own code is in jail/. isolation.py chooses the layers, programs.py the workers.
+A supervisor's own code is in jail/. isolation.py chooses the layers, programs.py runs programs.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from bass_cli.sandbox.jail.descendants import kill_tree
-from bass_cli.sandbox.jail.job_spec import JobSpec
+
+if TYPE_CHECKING:
+    from bass_cli.sandbox.jail import Checks, JobSpec
 
 # These options have the effect of -I, which would also ignore PYTHONHASHSEED: no user folder (-s),
 # only the variables below, and no current folder in the path. Without start-up files (-S) the
@@ -36,51 +38,58 @@ ENVIRONMENT = {
     "LC_CTYPE": "C.UTF-8",
 }
 GRACE = 30.0  # seconds beyond a program's limit after which its supervisor counts as stuck
+REPORT_BYTES = 1 << 20  # most bytes of a report without the program's output
 
 
-class Report(NamedTuple):
-    """A supervisor's report.
+class Ending(NamedTuple):
+    """How a program ended.
 
-    `status` has three values more than `Ending.status`: "refused" (the system refused a layer,
-    detail "LAYER: reason"), "lost" (the supervisor ended without a report) and "starved" (timed
-    out, and may have waited for a processor).
+    Attributes:
+        status: a verdict: "passed", "failed", "timed out" (wall clock or processor time) or "out of
+            memory" (Python raised MemoryError). A supervisor also reports "refused" (the system
+            refused a layer, detail "LAYER: reason"), "lost" (the supervisor ended without a report)
+            and "starved" (timed out, and may have waited for a processor).
+        detail: one line about it, written in part by the program.
+        seconds: wall-clock time.
+        output: the start of what it printed.
     """
 
     status: str
     detail: str
     seconds: float
-    output: bytes
+    output: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return self.status == "passed"
 
 
-LOST = Report("lost", "the process that watches the program has ended", 0.0, b"")
-REPORT_BYTES = 1 << 20  # most bytes of a report without the program's output
+LOST = Ending("lost", "the process that watches the program has ended", 0.0)
 
 
-class SupervisorProcess:
-    """The supervisor process of one program.
-
-    `cancel` may be called from any thread, before, during or after `run`.
-    """
+class WorkerPool:
+    """The supervisor processes of one run. Any thread may run programs or dismiss the pool."""
 
     def __init__(self) -> None:
+        self.dismissed = False
+        self._outlets: set[int] = set()  # pipes to the supervisors, which end when theirs is closed
         self._lock = threading.Lock()
-        self._outlet: int | None = None
-        self._cancelled = False
 
-    def run(self, spec: JobSpec) -> Report:
-        """Run one program to its end.
+    def run(self, spec: JobSpec, checks: Checks | None) -> Ending:
+        """Run one program to its end. Returns LOST at once if the pool is dismissed.
 
         All its processes are dead when this returns. If the supervisor was stuck, they have been
         sent SIGKILL.
         """
-        inlet, outlet = os.pipe()
-        os.set_blocking(outlet, False)
         with self._lock:
-            self._outlet = outlet
-        command = [sys.executable, *START[:-1], START[-1].format(str(Path(__file__).parent))]
+            if self.dismissed:
+                return LOST
+            inlet, outlet = os.pipe()
+            os.set_blocking(outlet, False)
+            self._outlets.add(outlet)
         try:
             supervisor = subprocess.Popen(
-                command,
+                [sys.executable, *START[:-1], START[-1].format(str(Path(__file__).parent))],
                 stdin=inlet,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -90,40 +99,41 @@ class SupervisorProcess:
                 bufsize=0,
             )
         except BaseException:
-            self._close()
+            self._close(outlet)
             raise
         finally:
             os.close(inlet)
         with supervisor:
             try:
-                if self._cancelled:  # before the pipe existed
-                    self._close()
-                for part in ({**spec, "checks": spec["checks"] is not None}, spec["checks"]):
-                    self._send(marshal.dumps(part))
+                for part in (marshal.dumps(cast("dict[str, Any]", spec)), marshal.dumps(checks)):
+                    self._send(outlet, part)
                 assert supervisor.stdout
                 most = spec["output_bytes"] + REPORT_BYTES
-                data = _read(
-                    supervisor.stdout.fileno(), time.monotonic() + spec["seconds"] + GRACE, most
-                )
+                deadline = time.monotonic() + spec["seconds"] + GRACE
+                return _parse(_read(supervisor.stdout.fileno(), deadline, most))
             finally:
-                self._close()
-                self._end(supervisor)
-        return _parse(data)
+                self._close(outlet)
+                try:
+                    supervisor.wait(GRACE)
+                except subprocess.TimeoutExpired:
+                    kill_tree(supervisor.pid)
 
-    def cancel(self) -> None:
-        """Kill the program. Its supervisor exits when its inlet is closed."""
-        self._cancelled = True
-        self._close()
+    def dismiss(self) -> None:
+        """Kill all running programs. No program can be started afterwards."""
+        with self._lock:
+            self.dismissed = True
+            while self._outlets:
+                os.close(self._outlets.pop())
 
-    def _send(self, spec: bytes) -> None:
+    def _send(self, outlet: int, part: bytes) -> None:
         """Send one part without blocking under the lock. Stops if the supervisor has ended."""
-        waiting = memoryview(len(spec).to_bytes(8, "little") + spec)
+        waiting = memoryview(len(part).to_bytes(8, "little") + part)
         while waiting:
             with self._lock:
-                if self._outlet is None:
+                if outlet not in self._outlets:
                     return
                 try:
-                    waiting = waiting[os.write(self._outlet, waiting) :]
+                    waiting = waiting[os.write(outlet, waiting) :]
                 except BlockingIOError:
                     pass
                 except BrokenPipeError:
@@ -131,46 +141,11 @@ class SupervisorProcess:
             if waiting:
                 time.sleep(0.002)
 
-    def _close(self) -> None:
+    def _close(self, outlet: int) -> None:
         with self._lock:
-            if self._outlet is not None:
-                os.close(self._outlet)
-            self._outlet = None
-
-    def _end(self, supervisor: subprocess.Popen[bytes]) -> None:
-        try:
-            supervisor.wait(GRACE)
-        except subprocess.TimeoutExpired:
-            kill_tree(supervisor.pid)
-
-
-class WorkerPool:
-    """The supervisor processes of one run. They can be cancelled together."""
-
-    def __init__(self) -> None:
-        self.dismissed = False
-        self._processes: set[SupervisorProcess] = set()
-        self._lock = threading.Lock()
-
-    def run(self, spec: JobSpec) -> Report:
-        """Run one program. Returns "lost" at once if the pool is dismissed."""
-        process = SupervisorProcess()
-        with self._lock:
-            if self.dismissed:
-                return LOST
-            self._processes.add(process)
-        try:
-            return process.run(spec)
-        finally:
-            with self._lock:
-                self._processes.discard(process)
-
-    def dismiss(self) -> None:
-        """Kill all running programs. No program can be started afterwards."""
-        with self._lock:
-            self.dismissed = True
-            for process in self._processes:
-                process.cancel()
+            if outlet in self._outlets:
+                self._outlets.remove(outlet)
+                os.close(outlet)
 
 
 def _read(descriptor: int, deadline: float, most: int) -> bytes:
@@ -187,10 +162,11 @@ def _read(descriptor: int, deadline: float, most: int) -> bytes:
     return data if len(data) <= most else b""
 
 
-def _parse(data: bytes) -> Report:
+def _parse(data: bytes) -> Ending:
     try:
         status, seconds, length, rest = data.split(b"\n", 3)
         detail, output = rest[: int(length)], rest[int(length) :]
-        return Report(status.decode(), detail.decode("utf-8", "replace"), float(seconds), output)
+        texts = (one.decode("utf-8", "replace") for one in (detail, output))
+        return Ending(status.decode(), next(texts), float(seconds), next(texts))
     except ValueError:
         return LOST

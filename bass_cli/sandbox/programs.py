@@ -10,23 +10,47 @@ import contextlib
 import math
 import os
 import queue
-import threading
+import tempfile
+from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import NamedTuple, TypeVar, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar, cast
 
 from bass_cli.errors import MachineError
-from bass_cli.sandbox.folder import work_folder
 from bass_cli.sandbox.isolation import Isolation as Isolation
 from bass_cli.sandbox.isolation import choose_users, describe, find_layers, interpreter_paths
-from bass_cli.sandbox.jail.job_spec import Checked as Checked
-from bass_cli.sandbox.jail.job_spec import JobSpec, Program
-from bass_cli.sandbox.process import Report, WorkerPool
+from bass_cli.sandbox.process import Ending as Ending
+from bass_cli.sandbox.process import WorkerPool
+
+if TYPE_CHECKING:
+    from bass_cli.sandbox.jail import JobSpec
 
 K = TypeVar("K")
 ATTEMPTS = 3  # if a supervisor cannot start, which is not the program's fault
 # A program fails if its supervisor is lost this often. No other program runs the second time.
 LOSSES = 2
+
+
+class Checked(NamedTuple):
+    """A program with tests. The tests run in their own process.
+
+    Attributes:
+        text: the program.
+        tests: the tests. They pass if they run to their end without an exception.
+        names: global names of the program that the tests use. Plain data is copied; for other
+            objects the tests get a proxy. These names replace builtins and names of `setup`.
+        setup: trusted text that runs first in the tests' process. It cannot use `names`.
+    """
+
+    text: str
+    tests: str
+    names: tuple[str, ...]
+    setup: str = ""
+
+
+# A text without tests passes if it runs to its end without an exception.
+Program = str | Checked
 
 
 class Limits(NamedTuple):
@@ -49,65 +73,6 @@ class Limits(NamedTuple):
 
 
 DEFAULT_LIMITS = Limits()
-
-
-class Ending(NamedTuple):
-    """The verdict on a program.
-
-    Attributes:
-        status: "passed", "failed", "timed out" (wall clock or processor time) or "out of memory"
-            (Python raised MemoryError).
-        detail: one line about it, written in part by the program.
-        seconds: wall-clock time.
-        output: the start of what it printed.
-    """
-
-    status: str
-    detail: str
-    seconds: float
-    output: str = ""
-
-    @property
-    def passed(self) -> bool:
-        return self.status == "passed"
-
-
-class _RunLock:
-    """A shared and exclusive lock: programs run together, or one runs alone.
-
-    A waiting exclusive holder goes before shared holders that come later.
-    """
-
-    def __init__(self) -> None:
-        self._change = threading.Condition()
-        self._running = self._waiting_alone = 0
-        self._alone = False
-
-    @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        with self._change:
-            self._change.wait_for(lambda: not self._alone and not self._waiting_alone)
-            self._running += 1
-        try:
-            yield
-        finally:
-            with self._change:
-                self._running -= 1
-                self._change.notify_all()
-
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        with self._change:
-            self._waiting_alone += 1
-            self._change.wait_for(lambda: not self._alone and not self._running)
-            self._waiting_alone -= 1
-            self._alone = True
-        try:
-            yield
-        finally:
-            with self._change:
-                self._alone = False
-                self._change.notify_all()
 
 
 class Sandbox:
@@ -137,9 +102,8 @@ class Sandbox:
         for user in users:
             self._users.put(user)
         self._pools: set[WorkerPool] = set()
-        self._lock = _RunLock()
-        self.layers = find_layers(self._attempt, layers)
-        self.isolation: Isolation = describe(self.layers)
+        self.layers = find_layers(lambda some: self._run(WorkerPool(), "", some), layers)
+        self.isolation = describe(self.layers)
 
     def __enter__(self) -> Sandbox:
         return self
@@ -155,96 +119,158 @@ class Sandbox:
         without an exception; without tests, if its text does. Closing the iterator, or an
         exception, kills the running programs.
 
+        If a program's supervisor could not start or was lost, the program runs again while no other
+        program runs. So a program that harms supervisors loses only its own verdict. A starved
+        program runs once more alone too.
+
         Raises:
             MachineError: a program cannot be started, for a reason that is not the program's.
         """
-        waiting: dict[Future[Ending], K] = {}
-        source = iter(programs)
+        running: dict[Future[Ending], _Attempt[K]] = {}
+        again: deque[_Attempt[K]] = deque()
+        source = (_Attempt(key, program) for key, program in programs)
         self._pools.add(pool := WorkerPool())
         threads = ThreadPoolExecutor(self._workers, "sandbox")
+
+        def start(attempt: _Attempt[K]) -> None:
+            running[threads.submit(self._run, pool, attempt.program, self.layers)] = attempt
+
         try:
             while True:
-                for key, program in source:
-                    waiting[threads.submit(self._judge, pool, program)] = key
-                    # Enough that no worker waits for the reader of this iterator.
-                    if len(waiting) >= 2 * self._workers:
+                # Enough that no worker waits for the reader of this iterator.
+                while not again and len(running) < 2 * self._workers:
+                    if (attempt := next(source, None)) is None:
                         break
-                if not waiting:
+                    start(attempt)
+                if again and not running:
+                    start(again.popleft())
+                if not running:
                     return
-                for done in wait(waiting, return_when=FIRST_COMPLETED).done:
+                for done in wait(running, return_when=FIRST_COMPLETED).done:
                     if pool.dismissed:  # the sandbox was left; killed programs have no verdict
                         return
-                    yield waiting.pop(done), done.result()
+                    attempt = running.pop(done)
+                    verdict = attempt.judge(done.result(), beside_others=self._workers > 1)
+                    if verdict is None:
+                        again.append(attempt)
+                    else:
+                        yield attempt.key, verdict
         finally:
-            for future in waiting:
+            for future in running:
                 future.cancel()
             pool.dismiss()
             threads.shutdown(wait=True)
             self._pools.discard(pool)
 
-    def _judge(self, pool: WorkerPool, program: Program) -> Ending:
-        """Run one program, again and alone if needed.
-
-        If its supervisor could not start or was lost, the program runs again while no other
-        program runs. So a program that harms supervisors loses only its own verdict. A starved
-        program runs once more alone too.
-        """
-        losses = 0
-        for attempt in range(ATTEMPTS):
-            with self._lock.alone() if attempt else self._lock.together():
-                report = self._try(pool, program, self.layers)
-            losses += report.status == "lost"
-            hindered = report.status == "starved" and self._workers > 1 and not attempt
-            if (
-                pool.dismissed
-                or losses == LOSSES
-                or not (hindered or report.status in ("refused", "lost"))
-            ):
-                break
-        if report.status == "refused" and not pool.dismissed:
-            raise MachineError(
-                "a program could not be run, and the program is not the cause: "
-                f"{report.detail}; run the same command again to continue"
-            )
-        if report.status == "lost":
-            return Ending("failed", f"{report.detail}, also when it ran alone", report.seconds)
-        status = "timed out" if report.status == "starved" else report.status
-        return Ending(
-            status, report.detail, report.seconds, report.output.decode("utf-8", "replace")
-        )
-
-    def _attempt(self, layers: tuple[str, ...]) -> Report:
-        return self._try(WorkerPool(), "", layers)
-
-    def _try(self, pool: WorkerPool, program: Program, layers: tuple[str, ...]) -> Report:
-        user = self._users.get()
-        try:
-            owner = (user, user) if "uid" in layers else (os.getuid(), os.getgid())
-            with (
-                contextlib.nullcontext(None) if "mount" in layers else work_folder(owner) as folder
-            ):
-                return pool.run(self._spec(program, layers, owner, folder))
-        finally:
-            self._users.put(user)
-
-    def _spec(
-        self, program: Program, layers: tuple[str, ...], owner: tuple[int, int], folder: str | None
-    ) -> JobSpec:
+    def _run(self, pool: WorkerPool, program: Program, layers: tuple[str, ...]) -> Ending:
+        """Run a program once with these layers, as a user of its own if they have one."""
         text, checks = program, None
         if isinstance(program, Checked):
             text, checks = program.text, (program.tests, program.setup, tuple(program.names))
-        about = {
-            "text": text,
-            "checks": checks,
-            "layers": layers,
-            "path": self._path,
-            "places": self._places,
-            "folder": folder,
-        }
-        limits = self._limits._asdict() | {"cpu_seconds": math.ceil(self._limits.cpu_seconds)}
-        return cast(JobSpec, about | {"owner": owner} | limits)
+        user = self._users.get()
+        try:
+            owner = (user, user) if "uid" in layers else (os.getuid(), os.getgid())
+            in_memory = "mount" in layers
+            with contextlib.nullcontext(None) if in_memory else work_folder(owner) as folder:
+                spec = {
+                    **self._limits._asdict(),
+                    "cpu_seconds": math.ceil(self._limits.cpu_seconds),
+                    "text": text,
+                    "checked": checks is not None,
+                    "layers": layers,
+                    "path": self._path,
+                    "places": self._places,
+                    "folder": folder,
+                    "owner": owner,
+                }
+                return pool.run(cast("JobSpec", spec), checks)
+        finally:
+            self._users.put(user)
+
+
+class _Attempt(Generic[K]):
+    """A program without a verdict yet, and how often it ran and lost its supervisor."""
+
+    def __init__(self, key: K, program: Program) -> None:
+        self.key, self.program = key, program
+        self._runs = self._losses = 0
+
+    def judge(self, ending: Ending, *, beside_others: bool) -> Ending | None:
+        """Return the verdict. None if the program must run again, alone.
+
+        MachineError if it cannot be started, for a reason that is not the program's.
+        """
+        status, detail, *_ = ending
+        self._runs += 1
+        self._losses += status == "lost"
+        if status == "starved" and beside_others and self._runs == 1:
+            return None
+        if status in ("refused", "lost") and self._runs < ATTEMPTS and self._losses < LOSSES:
+            return None
+        if status == "refused":
+            raise MachineError(
+                "a program could not be run, and the program is not the cause: "
+                f"{detail}; run the same command again to continue"
+            )
+        if status == "lost":
+            return Ending("failed", f"{detail}, also when it ran alone", ending.seconds)
+        return ending._replace(status="timed out") if status == "starved" else ending
 
 
 def available_cores() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextlib.contextmanager
+def work_folder(owner: tuple[int, int]) -> Iterator[str]:
+    """Make a work folder on disk, for systems where a program cannot have one in memory.
+
+    It belongs to `owner` (uid, gid), and is removed afterwards, whatever the program did to it.
+    """
+    try:
+        path = Path(tempfile.mkdtemp(prefix="bass-program-"))
+    except OSError as error:
+        reason = f"programs need a temporary folder: {error.strerror}"
+        raise MachineError(f"{reason}; set TMPDIR to a writable folder") from None
+    try:
+        if owner != (os.getuid(), os.getgid()):
+            os.chown(path, *owner)
+        yield os.path.realpath(path)
+    finally:
+        remove_tree(path)
+
+
+def remove_tree(top: Path) -> None:
+    """Remove a folder that a hostile program has filled. No process may use it any more.
+
+    Folders are moved aside before they are emptied, so that no path gets long and nothing
+    recurses. Links are removed, never followed. What the system refuses to remove is left.
+    """
+    aside = Path(tempfile.mkdtemp(prefix="bass-removed-", dir=top.parent))
+    waiting, number = [top], 0
+    while waiting:
+        folder = waiting.pop()
+        with contextlib.suppress(OSError):
+            os.chmod(folder, 0o700)
+        for entry in _list(folder):
+            with contextlib.suppress(OSError):
+                if entry.is_dir(follow_symlinks=False):
+                    os.chmod(entry.path, 0o700)  # to be moved, a folder must be writable itself
+                    number += 1
+                    os.rename(entry.path, aside / str(number))
+                    waiting.append(aside / str(number))
+                else:
+                    os.unlink(entry.path)
+        with contextlib.suppress(OSError):
+            os.rmdir(folder)
+    with contextlib.suppress(OSError):
+        os.rmdir(aside)
+
+
+def _list(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except OSError:
+        return []

@@ -12,7 +12,7 @@ import pytest
 from bass_cli.errors import UserError
 from bass_cli.eval.answers import code_in, names_of
 from bass_cli.eval.tasks import Answer, load_task, prompt_format, shape_prompt
-from bass_cli.sandbox.jail.job_spec import Checked, Program
+from bass_cli.sandbox.programs import Checked, Program
 
 MBPP = {
     "task_id": 11,

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hostile import MARK, MARK_VARIABLE, SLEEPER
@@ -18,12 +19,10 @@ from test_sandbox import leftovers, survivors
 
 from bass_cli.errors import MachineError
 from bass_cli.sandbox import process as launcher
-from bass_cli.sandbox.folder import remove_tree, work_folder
 from bass_cli.sandbox.isolation import LAYERS, Isolation, describe, find_layers
 from bass_cli.sandbox.jail import seccomp
-from bass_cli.sandbox.jail.job_spec import Checked, JobSpec, Program
-from bass_cli.sandbox.process import Report
-from bass_cli.sandbox.programs import Ending, Limits, Sandbox
+from bass_cli.sandbox.process import Ending
+from bass_cli.sandbox.programs import Checked, Limits, Program, Sandbox, remove_tree, work_folder
 
 ROOT = Path(__file__).parents[2]
 
@@ -227,25 +226,23 @@ def test_human_eval_solutions_pass_and_empty_ones_fail(sandbox: Sandbox) -> None
 def test_layers_that_the_system_refuses_are_left_out() -> None:
     tried = []
 
-    def attempt(layers: tuple[str, ...]) -> Report:
+    def attempt(layers: tuple[str, ...]) -> Ending:
         tried.append(layers)
         refused = next((layer for layer in ("mount", "seccomp") if layer in layers), None)
-        return (
-            Report("refused", f"{refused}: no", 0, b"") if refused else Report("passed", "", 0, b"")
-        )
+        return Ending("refused", f"{refused}: no", 0) if refused else Ending("passed", "", 0)
 
     layers = find_layers(attempt, LAYERS)
     assert not {"mount", "seccomp"} & set(layers)
     assert {"pid", "network", "landlock"} <= set(layers)
     assert all(set(layers) <= set(LAYERS) for layers in tried)
     with pytest.raises(MachineError, match=r"cannot be run.*lost"):
-        find_layers(lambda _: Report("lost", "gone", 0, b""), LAYERS)
+        find_layers(lambda _: Ending("lost", "gone", 0), LAYERS)
 
 
 def test_system_fault_is_retried_and_never_becomes_a_verdict(
     sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refused, good = Report("refused", "pid: full", 0, b""), Report("passed", "", 0, b"")
+    refused, good = Ending("refused", "pid: full", 0), Ending("passed", "", 0)
     reports = iter([launcher.LOST, refused, good, refused, launcher.LOST, refused])
     monkeypatch.setattr(launcher.WorkerPool, "run", lambda *_: next(reports))
     assert [verdict.passed for _, verdict in sandbox.run([(0, "")])] == [True]
@@ -260,9 +257,9 @@ def test_program_that_kills_its_supervisor_is_retried_alone_and_fails(
     company: list[tuple[str, str, int]] = []
     real = launcher.WorkerPool.run
 
-    def run(pool: launcher.WorkerPool, order: JobSpec) -> Report:
+    def run(pool: launcher.WorkerPool, order: Any, checks: Any) -> Ending:
         running.add(order["text"])
-        report = real(pool, order)
+        report = real(pool, order, checks)
         company.append((order["text"], report.status, len(running)))
         running.remove(order["text"])
         return report
@@ -329,7 +326,7 @@ def test_program_that_timed_out_beside_others_runs_again_alone(
     running: list[str] = []
     company: list[tuple[str, int]] = []
 
-    def run(_: launcher.WorkerPool, order: JobSpec) -> Report:
+    def run(_: launcher.WorkerPool, order: Any, checks: Any) -> Ending:
         name = order["text"]
         again = name in dict(company)
         running.append(name)
@@ -342,7 +339,7 @@ def test_program_that_timed_out_beside_others_runs_again_alone(
             "slow": "starved",
             "late": "passed" if again else "starved",
         }
-        return Report(status[name], "", 8.0, b"")
+        return Ending(status[name], "", 8.0)
 
     monkeypatch.setattr(launcher.WorkerPool, "run", run)
     names = ["late", "slow", "right", "asleep"]
@@ -377,8 +374,8 @@ def test_program_that_waited_for_a_processor_is_starved(
     reports: list[str] = []
     real = launcher.WorkerPool.run
 
-    def run(pool: launcher.WorkerPool, order: JobSpec) -> Report:
-        report = real(pool, order)
+    def run(pool: launcher.WorkerPool, order: Any, checks: Any) -> Ending:
+        report = real(pool, order, checks)
         reports.append(report.status)
         return report
 

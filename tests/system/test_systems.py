@@ -22,7 +22,7 @@ from checkpoints import write_checkpoint, write_tokenizer
 
 from bass_cli.errors import MachineError
 from bass_cli.io import cache, readers
-from bass_cli.sandbox.folder import work_folder
+from bass_cli.sandbox.programs import work_folder
 from bass_cli.system import host
 
 ROOT = Path(__file__).parents[2]

@@ -1,9 +1,10 @@
-"""The process of the untrusted program. It gives up its privileges, then runs the program's text.
+"""The process of an untrusted program, and the process of its tests.
 
-Nothing in this process can be trusted once the text runs. If the program has tests, their process
-(checks.py) sends the verdict, and this process only handles its calls. A text without tests
-passes if it runs to its end. That report needs a key, which is in no module, no frame variable,
-no file and no pipe while the text runs; see `_run` and `_make_finish`.
+Both give up their privileges first. Nothing in the program's process can be trusted once its text
+runs. The program never runs in the tests' process, which alone sends the verdict: there the names
+that the tests take from the program are proxies (calls.py). A text without tests passes if it runs
+to its end. That report needs a key, which is in no module, no frame variable, no file and no pipe
+while the text runs; see `_run` and `_make_finish`.
 """
 
 from __future__ import annotations
@@ -13,34 +14,42 @@ import builtins
 import os
 import resource
 import sys
+import time
 import types
 
-from . import landlock, seccomp
-from .calls import Peer
-from .libc import (
+from .calls import START, Peer
+from .layers import (
+    DEVICES,
     PR_SET_DUMPABLE,
     PR_SET_NO_NEW_PRIVS,
     PR_SET_PDEATHSIG,
+    WORK,
     SetupError,
     drop_capabilities,
     prctl,
+    restrict_files,
 )
-from .namespaces import DEVICES, WORK
+from .seccomp import restrict_calls
+from .values import OBJECT
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any, NoReturn
 
-    from .job_spec import JobSpec
+    from . import Checks, JobSpec
 
 READY, REFUSED, RAISED, PASSED = b"+", b"#", b"!", b"="
 STACK_BYTES = 64 << 20
 SPARE_TASKS = 64  # processes and threads that the same user may start elsewhere meanwhile
 WORD = 16  # bytes of key and nonce
+# Seconds before the tests' process reports that the program's pipe was closed. Meanwhile the
+# supervisor sees how the program ended, which says more.
+PATIENCE = 0.1
+SILENT = b"the program does not answer"
 
 
-def enter(
+def enter_program(
     spec: JobSpec, outlet: int, inlet: int, keys: list[bytes], tests: tuple[int, int] | None
 ) -> NoReturn:
     """Run the program in this process, a fresh child of the supervisor. Never returns.
@@ -51,7 +60,7 @@ def enter(
         keys: holds the key; it is removed from the list here.
         tests: descriptors of the pipes from and to the tests' process. None without tests.
     """
-    prepare(spec, outlet, name="program")
+    _prepare(spec, outlet, name="program")
     os.write(outlet, READY)
     # Wait until the supervisor has read READY. It takes everything after that for the program's.
     os.read(inlet, len(READY))
@@ -66,7 +75,98 @@ def _leave() -> NoReturn:
     os._exit(0)
 
 
-def prepare(spec: JobSpec, outlet: int, *, name: str, hidden: bool = False) -> None:
+def _run(text: str, parts: list[Any], outlet: int) -> NoReturn:
+    """Run a text without tests, then report that it came to its end.
+
+    `parts` holds the key and the function that reports it. Everything that is needed after the
+    text is looked up before it. Meanwhile it is only on this frame's value stack, where neither
+    frame objects nor the garbage collector can reach it.
+    """
+    leave, write, message = os._exit, os.write, failure_message
+    scope = sys.modules["program"].__dict__
+    try:
+        code = compile_text(text + "\n\n")
+        parts.pop()(parts.pop(), exec(code, scope))  # type: ignore[func-returns-value]
+    except BaseException as error:  # SystemExit too: then the text did not run to its end
+        write(outlet, message(error))
+    finally:
+        leave(1)
+
+
+def _make_finish(outlet: int, inlet: int) -> Callable[[bytes, object], None]:
+    """Return the function that sends the key, receives a nonce and sends the nonce back.
+
+    It holds the functions and the process number of now, before the program can replace them.
+    """
+    read, write, leave, identity, own = os.read, os.write, os._exit, os.getpid, os.getpid()
+
+    def finish(key: bytes, _: object) -> None:
+        if identity() == own:  # not in a child process that the program has forked
+            write(outlet, key)
+            write(outlet, read(inlet, WORD))
+        leave(0)
+
+    return finish
+
+
+def _serve(text: str, tests: Peer) -> NoReturn:
+    """Run a text that has tests, then handle calls of the tests' process until that ends."""
+    scope = sys.modules["program"].__dict__
+
+    def start(names: tuple[str, ...]) -> dict[str, Any]:
+        """Run the text. Returns its objects of these names."""
+        exec(compile_text(text + "\n\n"), scope)
+        return {name: scope[name] for name in names if name in scope}
+
+    tests.keep(start)  # the first object, so its number is START
+    while True:
+        tests.answer(*tests.receive())
+
+
+def enter_tests(spec: JobSpec, checks: Checks, outlet: int, program: tuple[int, int]) -> NoReturn:
+    """Run the tests in this process, a fresh child of the supervisor. Never returns.
+
+    Args:
+        spec: the program and its limits.
+        checks: tests, setup and names of `Checked`.
+        outlet: descriptor of the pipe to the supervisor.
+        program: descriptors of the pipes from and to the program's process.
+    """
+
+    def leave() -> NoReturn:
+        time.sleep(PATIENCE)
+        os.write(outlet, RAISED + SILENT)
+        os._exit(1)
+
+    _prepare(spec, outlet, name="tests", hidden=True)
+    peer = Peer(*program, describe=describe, leave=leave, restricted=True)
+    try:
+        _run_tests(spec["text"].count("\n") + 1, checks, peer)
+        message = PASSED
+    except BaseException as error:  # SystemExit too: then the tests did not run to their end
+        message = failure_message(error)
+    os.write(outlet, message)
+    os._exit(0)
+
+
+def _run_tests(lines: int, checks: Checks, peer: Peer) -> None:
+    """Run the program's text in its process, then the tests here.
+
+    Args:
+        lines: added to the tests' line numbers, so that program and tests count as one text.
+        checks: tests, setup and names of `Checked`.
+        peer: the connection to the program's process.
+    """
+    tests, setup, names = checks
+    scope = {"__name__": "tests", "__builtins__": __builtins__}
+    exec(compile_text(setup, "<setup>"), scope)
+    code = compile_text("\n" * lines + tests, "<tests>")
+    found = peer.find(OBJECT, START)(names)
+    scope.update((name, found[name]) for name in names if name in found)
+    exec(code, scope)
+
+
+def _prepare(spec: JobSpec, outlet: int, *, name: str, hidden: bool = False) -> None:
     """Give up this process's privileges and make it look like a fresh interpreter.
 
     If the system refuses a layer, this reports it to `outlet` and ends the process.
@@ -91,11 +191,8 @@ def _restrict(spec: JobSpec, hidden: bool) -> None:
     _limit(spec)
     if "uid" in layers:
         _become(*spec["owner"])
-    if sys.platform == "linux":
-        _confine(spec, layers, hidden)
-
-
-def _confine(spec: JobSpec, layers: tuple[str, ...], hidden: bool) -> None:
+    if sys.platform != "linux":
+        return
     # There are capabilities only in a new user namespace, and for root.
     drop_capabilities()
     prctl(PR_SET_NO_NEW_PRIVS, 1)
@@ -109,11 +206,11 @@ def _confine(spec: JobSpec, layers: tuple[str, ...], hidden: bool) -> None:
         shared = ["/tmp", "/dev/shm"] if "mount" in layers else []
         # /proc only if it shows nothing but this sandbox
         own = ["/proc"] if {"mount", "pid"} <= set(layers) else []
-        landlock.restrict(readable + own, [work, "/dev/null", *shared])
+        restrict_files(readable + own, [work, "/dev/null", *shared])
     if "seccomp" in layers:
         alone = None if "pid" in layers else os.getpid()
         # As root no limit counts processes, so the program may not fork.
-        seccomp.restrict(alone, attributes="mount" in layers, forks=os.getuid() != 0)
+        restrict_calls(alone, attributes="mount" in layers, forks=os.getuid() != 0)
 
 
 def _become(user: int, group: int) -> None:
@@ -196,38 +293,6 @@ def _refresh(spec: JobSpec, name: str) -> None:
     builtins.help = _sitebuiltins._Helper()
 
 
-def _run(text: str, parts: list[Any], outlet: int) -> NoReturn:
-    """Run a text without tests, then report that it came to its end.
-
-    `parts` holds the key and the function that reports it. Everything that is needed after the
-    text is looked up before it. Meanwhile it is only on this frame's value stack, where neither
-    frame objects nor the garbage collector can reach it.
-    """
-    leave, write, message = os._exit, os.write, failure_message
-    scope = sys.modules["program"].__dict__
-    try:
-        code = compile_text(text + "\n\n")
-        parts.pop()(parts.pop(), exec(code, scope))  # type: ignore[func-returns-value]
-    except BaseException as error:  # SystemExit too: then the text did not run to its end
-        write(outlet, message(error))
-    finally:
-        leave(1)
-
-
-def _serve(text: str, tests: Peer) -> NoReturn:
-    """Run a text that has tests, then handle calls of the tests' process until that ends."""
-    scope = sys.modules["program"].__dict__
-
-    def start(names: tuple[str, ...]) -> dict[str, Any]:
-        """Run the text. Returns its objects of these names."""
-        exec(compile_text(text + "\n\n"), scope)
-        return {name: scope[name] for name in names if name in scope}
-
-    tests.keep(start)  # the first object, so its number is START
-    while True:
-        tests.answer(*tests.receive())
-
-
 def compile_text(text: str, name: str = "<program>") -> types.CodeType:
     """Compile a text without the `__future__` features of this file."""
     return compile(text, name, "exec", dont_inherit=True)
@@ -263,19 +328,3 @@ def describe(error: BaseException) -> str:
     except BaseException:
         text = "an exception that cannot be shown"
     return text if text.startswith("line ") or not line else f"line {line}: {text}"
-
-
-def _make_finish(outlet: int, inlet: int) -> Callable[[bytes, object], None]:
-    """Return the function that sends the key, receives a nonce and sends the nonce back.
-
-    It holds the functions and the process number of now, before the program can replace them.
-    """
-    read, write, leave, identity, own = os.read, os.write, os._exit, os.getpid, os.getpid()
-
-    def finish(key: bytes, _: object) -> None:
-        if identity() == own:  # not in a child process that the program has forked
-            write(outlet, key)
-            write(outlet, read(inlet, WORD))
-        leave(0)
-
-    return finish

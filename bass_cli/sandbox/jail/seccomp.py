@@ -9,8 +9,9 @@ numbers for x86-64 and arm64.
 from __future__ import annotations
 
 import ctypes
+import os
 
-from .libc import PR_SET_SECCOMP, SetupError, call, machine
+from .layers import PR_SET_SECCOMP, SetupError, call
 
 ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 COLUMN = {"x86_64": 0, "aarch64": 1}
@@ -130,14 +131,15 @@ def _check_arguments(number: int, checks: dict[int, list[Instruction]]) -> list[
     return [(EQUAL, 0, len(lines) + 1, number), *lines, (RETURN, 0, 0, ALLOW)]
 
 
-def restrict(own: int | None, attributes: bool, forks: bool) -> None:
+def restrict_calls(own: int | None, attributes: bool, forks: bool) -> None:
     """Install the filter (see `filter_for`) for this process and its descendants.
 
     `no_new_privs` must be set before.
     """
-    if machine() not in ARCHITECTURE:
-        raise SetupError("seccomp", f"the numbers of system calls are not known for {machine()}")
-    lines = filter_for(machine(), own, attributes, forks)
+    machine = os.uname().machine
+    if machine not in ARCHITECTURE:
+        raise SetupError("seccomp", f"the numbers of system calls are not known for {machine}")
+    lines = filter_for(machine, own, attributes, forks)
     code = b"".join(
         kind.to_bytes(2, "little") + bytes((yes, no)) + operand.to_bytes(4, "little")
         for kind, yes, no, operand in lines

@@ -14,15 +14,23 @@ import resource
 import select
 import time
 
-from . import checks, namespaces, program
+from . import program
 from .descendants import kill_descendants, processor_seconds, waited_seconds
-from .libc import PR_SET_CHILD_SUBREAPER, PR_SET_DUMPABLE, PR_SET_PDEATHSIG, SetupError, prctl
+from .layers import (
+    PR_SET_CHILD_SUBREAPER,
+    PR_SET_DUMPABLE,
+    PR_SET_PDEATHSIG,
+    SetupError,
+    build_root,
+    enter_namespaces,
+    prctl,
+)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import NoReturn
 
-    from .job_spec import JobSpec
+    from . import Checks, JobSpec
 
 # bass closes standard input to cancel the program.
 INLET, OUTLET = (0, 1)
@@ -75,7 +83,7 @@ def _serve() -> NoReturn:
     spec: JobSpec = marshal.loads(_read_part())
     _prefer_oom_kill()
     prctl(PR_SET_CHILD_SUBREAPER, 1)
-    namespaces.leave(spec["layers"])
+    enter_namespaces(spec["layers"])
     # Processes of the same user cannot read this one's memory, descriptors and environment.
     prctl(PR_SET_DUMPABLE, 0)
     inner = os.fork()
@@ -123,7 +131,7 @@ def _guard(spec: JobSpec) -> NoReturn:
     prctl(PR_SET_PDEATHSIG, KILL)
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     if "mount" in spec["layers"]:
-        namespaces.build_root(spec["places"], spec["owner"], spec["folder_bytes"])
+        build_root(spec["places"], spec["owner"], spec["folder_bytes"])
     start = time.monotonic()
     watch, heard, output = _start(spec)
     try:
@@ -152,7 +160,7 @@ def _start(spec: JobSpec) -> tuple[Watch, tuple[int, ...], int]:
     keys = [os.urandom(program.WORD)]
     key = keys[0]
     (said, say), (hear, answer), (printed, output) = os.pipe(), os.pipe(), os.pipe()
-    calls: tuple[int, ...] = (*os.pipe(), *os.pipe()) if spec["checks"] else ()
+    calls: tuple[int, ...] = (*os.pipe(), *os.pipe()) if spec["checked"] else ()
     process = os.fork()
     if not process:
         del key
@@ -160,14 +168,14 @@ def _start(spec: JobSpec) -> tuple[Watch, tuple[int, ...], int]:
             os.close(unused)
         _become_child(output)
         try:
-            program.enter(spec, say, hear, keys, (calls[0], calls[3]) if calls else None)
+            program.enter_program(spec, say, hear, keys, (calls[0], calls[3]) if calls else None)
         finally:  # reached only by a fault of bass; the child must not continue as a supervisor
             os._exit(1)
     tests: int | None = None
     heard: tuple[int, ...] = (said,)
-    found = marshal.loads(_read_part())
-    if found is not None:
-        tests, ruling = _start_tests(spec, found, (calls[2], calls[1]))
+    checks: Checks | None = marshal.loads(_read_part())
+    if checks is not None:
+        tests, ruling = _start_tests(spec, checks, (calls[2], calls[1]))
         heard += (ruling,)
     for unused in (say, hear, output, *calls):
         os.close(unused)
@@ -177,9 +185,7 @@ def _start(spec: JobSpec) -> tuple[Watch, tuple[int, ...], int]:
     return Watch(spec, process, key, answer, tests), heard, printed
 
 
-def _start_tests(
-    spec: JobSpec, found: tuple[str, str, tuple[str, ...]], calls: tuple[int, int]
-) -> tuple[int, int]:
+def _start_tests(spec: JobSpec, checks: Checks, calls: tuple[int, int]) -> tuple[int, int]:
     """Start the tests' process. Returns it and the pipe on which it sends the verdict.
 
     The program's process never has that pipe, because it was forked before.
@@ -195,7 +201,7 @@ def _start_tests(
             _close(unused)
     _become_child(null)
     try:
-        checks.enter(spec, found, rule, calls)
+        program.enter_tests(spec, checks, rule, calls)
     finally:
         os._exit(1)
 
