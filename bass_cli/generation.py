@@ -224,26 +224,28 @@ def _output_of(args: GenerateArgs) -> str:
     """Return the name of the output; "-" for standard output under any name."""
     out = "-" if args.out is None else args.out
     if not out:
-        raise UserError("--out (or BASS_OUT): it is empty; name a file, or - for standard output")
+        raise UserError("`out`: it is empty; name a file, or - for standard output")
     if descriptor_of(out) == 1:
         out = "-"
     if args.json_summary and out == "-":
-        raise UserError("--json needs --out FILE, because standard output carries the results")
+        raise UserError(
+            "`json_summary` needs `out` FILE, because standard output carries the results"
+        )
     return out
 
 
 def files_written(out: str) -> list[tuple[str, str | Path]]:
     """Return the output files, as arguments of `refuse_shared_files`."""
     return [
-        ("--out", out),
-        *([] if is_stream(out) else [("the manifest of --out", manifest_path(out))]),
+        ("`out`", out),
+        *([] if is_stream(out) else [("the manifest of `out`", manifest_path(out))]),
     ]
 
 
 def check_name(out: str, *, overwrite: bool) -> None:
     """Raise UserError if samples cannot be written to `out`, or would replace another file."""
     written = "samples are plain JSON lines, one write each, so that a killed run can be resumed"
-    check_format("--out", out, suffix=".jsonl", written=written)
+    check_format("`out`", out, suffix=".jsonl", written=written)
     if not is_stream(out):
         check_output_place(out, overwrite=overwrite)
 
@@ -265,7 +267,7 @@ def tell(
     screen: Screen,
     *,
     plain: bool,
-    ask: str = "--chat",
+    ask: str = "`chat=True`",
     notes: Iterable[str] = (),
 ) -> None:
     """Show notes on what may surprise the user.
@@ -284,8 +286,8 @@ def tell(
         )
     if facts.chats and plain:
         screen.note(
-            "plain prompts use the model's chat template; with --no-chat they are continued as raw "
-            "text"
+            "plain prompts use the model's chat template; with `chat=False` they are continued as "
+            "raw text"
             if job.chat
             else f"plain prompts are continued as raw text; with {ask} they use the model's "
             "chat template"
@@ -334,6 +336,8 @@ def write_samples(
         if rest is not None:
             left = None if count is None else count - complete
             for completion in drawing.draw(rest, writer.done, left):
+                if completion.error is not None:
+                    completion = replace(completion, error=screen.render(completion.error))
                 writer.write(shape(completion))
                 screen.advance(completion)
                 if completion.finish_reason == "error":
@@ -418,8 +422,8 @@ def read_shard(args: SampleArgs, job: Job) -> Shard | None:
     shard = parse_shard(args.shard)
     if job.speculation.coupling == "maximal" and job.batch_size == "auto":
         raise UserError(
-            f"--shard {shard}: with maximal coupling samples depend on the batch size; give all "
-            "shards the same --batch-size"
+            f"`shard` {shard}: with maximal coupling samples depend on the batch size; give all "
+            "shards the same `batch_size`"
         )
     return shard
 

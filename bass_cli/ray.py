@@ -12,7 +12,6 @@ from bass_cli.config.job import Job
 from bass_cli.errors import UserError
 from bass_cli.io.reading import shown
 from bass_cli.run.generate import generate as draw
-from bass_cli.run.generate import own_terms, with_own_terms
 
 if TYPE_CHECKING:
     from ray.data import Dataset
@@ -91,9 +90,8 @@ class Drawer:
         from bass_cli.run.plan import make_plan
         from bass_cli.system.threads import configure_threads
 
-        with own_terms():
-            configure_threads(job.threads, lambda note: None)
-            self._plan = make_plan(job)
+        configure_threads(job.threads, lambda note: None)
+        self._plan = make_plan(job)
         self._loop = build(self._plan)
 
     def __call__(self, batch: Any) -> Any:
@@ -110,7 +108,7 @@ class Drawer:
                 'bass_cli.ray.generate: a row has no "id"; give every row its own id, because the '
                 "seed and the id fix its samples"
             )
-        drawn = with_own_terms(draw(rows, self._plan, loop=self._loop))
+        drawn = draw(rows, self._plan, loop=self._loop)
         found = [json.loads(one.to_line()) for one in drawn]
         for row in found:
             row["meta"] = json.dumps(row["meta"], ensure_ascii=False)

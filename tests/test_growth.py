@@ -209,7 +209,7 @@ def test_a_plan_counts_rows_by_what_they_are_expected_to_take(monkeypatch):
     assert 0.8 * plan.parts["cache"] < own <= plan.parts["cache"]
     assert plan_of(rows=6, n=20).kept == TOKENS
     assert plan_of(rows=plan.rows, n=20).pieces == plan.pieces
-    with pytest.raises(MachineError, match=r"--batch-size \d+"):
+    with pytest.raises(MachineError, match=r"`batch_size` \d+"):
         plan_of(rows=1000, n=20)
     with pytest.raises(MachineError):
         plan_of(rows=plan.rows, n=20, coupling="maximal")

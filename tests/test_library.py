@@ -288,7 +288,10 @@ def test_a_pair_may_be_named_in_the_job(tmp_path: Path, monkeypatch: pytest.Monk
     [
         ("smolm2", 'there is no pair "smolm2"; did you mean "smollm2"?'),
         ("nowhere.yaml", "nowhere.yaml: cannot read the pair file"),
-        ("Qwen/Qwen2.5-0.5B", '"Qwen/Qwen2.5-0.5B" is a model, not a pair; name it as the target'),
+        (
+            "Qwen/Qwen2.5-0.5B",
+            '"Qwen/Qwen2.5-0.5B" is a model, not a pair; give it with `pair.target`',
+        ),
     ],
 )
 def test_missing_pair_is_reported_without_flags(pair: str, message: str) -> None:
@@ -301,13 +304,13 @@ def test_missing_pair_is_reported_without_flags(pair: str, message: str) -> None
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tensor_parallel": 7}, r"^tensor_parallel 7: "),
-        ({"threads": 99999}, r"^threads: "),
-        ({"chat": True}, r"^chat=True: "),
-        ({"speculation": Speculation(length="table")}, r"^speculation\.length table: "),
-        ({"batch_size": 4000, "memory": 3 * 2**26}, r"expected to fit: batch_size \d+"),
-        ({"device": "cuda"}, r"^device cuda: "),
-        ({"prompts": [{"prompt": "a", "max_tokens": 3}]}, r"with sampling\.max_new_tokens;"),
+        ({"tensor_parallel": 7}, r"^`tensor_parallel` 7: "),
+        ({"threads": 99999}, r"^`threads`: "),
+        ({"chat": True}, r"^`chat=True`: "),
+        ({"speculation": Speculation(length="table")}, r"^`speculation\.length` table: "),
+        ({"batch_size": 4000, "memory": 3 * 2**26}, r"expected to fit: `batch_size` \d+"),
+        ({"device": "cuda"}, r"^`device` cuda: "),
+        ({"prompts": [{"prompt": "a", "max_tokens": 3}]}, r"with `sampling\.max_new_tokens`;"),
         ({"sampling": Sampling(stop=["a</s>"])}, r"^stop text 'a</s>': "),
     ],
 )
@@ -333,7 +336,7 @@ def test_errors_name_fields(
 
 def test_errors_of_prompts_name_fields(model: Path) -> None:
     chat = [{"messages": [{"role": "user", "content": "a"}]}]
-    with pytest.raises(UserError, match=r"messages, but chat=False was given"):
+    with pytest.raises(UserError, match=r"messages, but `chat=False` was given"):
         generate(chat, job(model, chat=False))
     (found,) = generate(iter(chat), job(model, chat=False))  # which is not checked beforehand
     assert found.finish_reason == "error"

@@ -440,7 +440,7 @@ def test_unknown_free_memory_halves_the_plan(place: Path, monkeypatch: pytest.Mo
     need = make_plan(job(batch_size=4, max_new_tokens=40)).need
     monkeypatch.setattr("bass_cli.run.memory.free_memory", refuse)
     with (
-        pytest.raises(MachineError, match=r"--batch-size 2, or --max-new-tokens 20$"),
+        pytest.raises(MachineError, match=r"`batch_size` 2, or `sampling.max_new_tokens` 20$"),
         need.explained(),
     ):
         refuse()

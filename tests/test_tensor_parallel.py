@@ -296,7 +296,9 @@ def test_killed_follower_is_named_and_the_command_resumes(tmp_path: Path) -> Non
     out, whole = tmp_path / "o.jsonl", tmp_path / "whole.jsonl"
     ended = bass("follower", out)
     assert ended.returncode == 3, ended.stderr
-    named = "bass: error: --tensor-parallel 2: process 1 of 0 to 1: it was killed by SIGKILL"
+    named = (
+        "bass: error: tensor parallel over 2 devices: process 1 of 0 to 1: it was killed by SIGKILL"
+    )
     assert named in ended.stderr
     assert "Traceback" not in ended.stderr
     before = tokens_in(out)
@@ -395,7 +397,7 @@ def test_too_few_devices_are_an_error_before_loading(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr("bass_cli.run.plan.device_of", lambda wanted: torch.device("cuda"))
     monkeypatch.setattr("bass_cli.run.plan.wake", lambda device: None)
-    with pytest.raises(MachineError, match="--tensor-parallel 2: this process sees 1 GPUs"):
+    with pytest.raises(MachineError, match="`tensor_parallel` 2: this process sees 1 GPUs"):
         plan_of(ranks=2)
 
 

@@ -53,7 +53,7 @@ def measure(settings: Settings, note: Note, phase: Phase = silent) -> Iterator[d
     device = device_of(settings.job.device) if plan is None else plan.device
     if settings.attention != "ragged" and ops.kind_for(torch.empty(0, device=device)) != "triton":
         raise MachineError(
-            f"--attention {settings.attention}: only the Triton kernels of a CUDA device can run "
+            f"`attention` {settings.attention}: only the Triton kernels of a CUDA device can run "
             "like that"
         )
     ops.attention_schedule(settings.attention)

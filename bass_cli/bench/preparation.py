@@ -41,7 +41,7 @@ from bass_cli.run.profile import LIMITS
 from bass_cli.run.profile import measure as profile
 from bass_cli.tensor_parallel.leader import AnyRunner, Part
 
-_OPTIONS = ("--batch-sizes", "--new-tokens")  # the options for rows and new tokens
+_OPTIONS = ("`batch_sizes`", "`new_tokens`")  # the options for rows and new tokens
 _WARM_TOKENS = 8
 _GATE_TOKENS, _GATE_ROWS, _GATE_LENGTH = 16, 4, 4
 
@@ -243,12 +243,12 @@ def build_loops(
 def _specs(settings: Settings) -> tuple[Spec, Spec | HeadSpec | None]:
     """Return the shapes of target and draft. The draft gets the target's vocabulary."""
     assert settings.shape is not None
-    spec = spec_of(settings.shape, option="--shape")
+    spec = spec_of(settings.shape, option="`shape`")
     if settings.draft_shape is None:
         return spec, None
     if settings.draft_shape in HEADS:
-        return spec, head_of(settings.draft_shape, spec, option="--draft-shape")
-    return spec, spec_of(settings.draft_shape, option="--draft-shape", vocab=spec.vocab)
+        return spec, head_of(settings.draft_shape, spec, option="`draft_shape`")
+    return spec, spec_of(settings.draft_shape, option="`draft_shape`", vocab=spec.vocab)
 
 
 def grow(bench: Bench) -> None:

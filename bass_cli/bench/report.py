@@ -170,7 +170,7 @@ def _repeats(document: dict[str, Any]) -> str:
         )
     if about["missing_seconds"]:
         minutes = math.ceil((about["seconds"] + about["missing_seconds"] * 1.3) / 60)
-        text += f"; for all repeats, give --time-limit {minutes}m"
+        text += f"; for all repeats, set the time limit to {minutes}m"
     return text
 
 

@@ -110,9 +110,7 @@ def make_settings(args: BenchArgs) -> Settings:
     pair = chosen_pair(args) if args.shape is None else _random_pair(args, args.shape)
     rivals = chosen_rivals(args.rivals)
     if rivals and args.shape is not None:
-        raise UserError(
-            "--rivals (or BASS_RIVALS): rivals load files; give a pair instead of --shape"
-        )
+        raise UserError("`rivals`: rivals load files; give a pair instead of `shape`")
     batch_sizes = tuple(
         sorted(
             {
@@ -133,7 +131,7 @@ def make_settings(args: BenchArgs) -> Settings:
     )
     _check_split(args, job)
     if acceptances and job.speculation.coupling != "shared":
-        raise UserError("--coupling (or BASS_COUPLING): --acceptance needs --coupling shared")
+        raise UserError("`coupling`: `acceptance` needs `coupling` shared")
     return Settings(
         job=job,
         shape=args.shape,
@@ -178,7 +176,7 @@ def _check_split(args: BenchArgs, job: Job) -> None:
         if given:
             raise UserError(
                 f"{_option(key)}: rivals, and round costs for table, are measured on one device "
-                "only; leave this option or --tensor-parallel out"
+                "only; leave this option or `tensor_parallel` out"
             )
 
 
@@ -187,37 +185,37 @@ def _check_combination(args: BenchArgs) -> None:
     of draft."""
     if args.prompts is not None and args.prompt_tokens is not None:
         raise UserError(
-            f"{_option('prompt_tokens')}: the prompts of --prompts are not cut; leave one of the "
+            f"{_option('prompt_tokens')}: the prompts of `prompts` are not cut; leave one of the "
             "two options out"
         )
     acceptance, depth, scale = args.acceptance or None, args.depth, args.scale
     if args.shape is None:
         for key in ("draft_shape", "acceptance", "depth", "scale"):
             if getattr(args, key) not in (None, []):
-                raise UserError(f"{_option(key)}: this option needs --shape NAME")
+                raise UserError(f"{_option(key)}: this option needs `shape` NAME")
         return
     for key in ("pair", "model", "prompts"):
         if getattr(args, key) is not None:
             raise UserError(
-                f"{_option(key)}: a --shape has random weights and no tokenizer; leave one of the "
+                f"{_option(key)}: a `shape` has random weights and no tokenizer; leave one of the "
                 "two options out"
             )
     if args.draft is not None:
         raise UserError(
-            f"{_option('draft')}: choose the draft of a --shape with --draft-shape or --depth"
+            f"{_option('draft')}: choose the draft of a `shape` with `draft_shape` or `depth`"
         )
     if (args.draft_shape is None) != (acceptance is None):
         raise UserError(
-            "--draft-shape and --acceptance must be given together: drafts of random weights are "
+            "`draft_shape` and `acceptance` must be given together: drafts of random weights are "
             "never accepted by themselves"
         )
     if (depth is None) != (scale is None):
         raise UserError(
-            "--depth and --scale must be given together: the number of layers of the draft, and "
+            "`depth` and `scale` must be given together: the number of layers of the draft, and "
             "the factor of the other layers"
         )
     if acceptance is not None and depth is not None:
-        raise UserError("--acceptance and --depth choose different drafts; leave one of them out")
+        raise UserError("`acceptance` and `depth` choose different drafts; leave one of them out")
     if scale is not None and not 0 <= scale < float("inf"):
         raise UserError(f"{_option('scale')}: give a number of at least 0 (got {scale})")
 
@@ -275,8 +273,7 @@ def _methods(args: BenchArgs, default: str, *, has_draft: bool) -> tuple[str, ..
     """
     if args.controllers and not has_draft:
         raise UserError(
-            "--controllers (or BASS_CONTROLLERS): this pair has no draft, so there is nothing to "
-            "control; give a draft"
+            "`controllers`: this pair has no draft, so there is nothing to control; give a draft"
         )
     default = PLAIN if not has_draft else _CONTROLLED if args.controllers else default
     words = _split(default if args.methods is None else args.methods)
@@ -333,4 +330,4 @@ def count(value: Any, key: str, default: int, *, most: int = 1_000_000) -> int:
 
 
 def _option(key: str) -> str:
-    return f"--{key.replace('_', '-')} (or BASS_{key.upper()})"
+    return f"`{key}`"

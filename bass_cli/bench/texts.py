@@ -50,7 +50,7 @@ def prompts_for(settings: Settings, plan: Plan | None) -> list[list[int]]:
     count = -(-max(settings.batch_sizes) // settings.samples_per_prompt)
     lengths = lengths_of(count, settings.prompt_tokens)
     if plan is None:
-        spec = spec_of(settings.shape or "", option="--shape")
+        spec = spec_of(settings.shape or "", option="`shape`")
         found = [_random_ids(i, length, spec.vocab) for i, length in enumerate(lengths)]
     else:
         spec = plan.files.target.spec
@@ -101,7 +101,7 @@ def _check_room(longest: int, settings: Settings, context: int) -> None:
     if needed > context:
         raise UserError(
             f"prompts, new tokens and drafts need {needed} positions, but the model's context has "
-            f"{context}; give fewer --prompt-tokens or --new-tokens"
+            f"{context}; give fewer `prompt_tokens` or `new_tokens`"
         )
 
 

@@ -19,7 +19,7 @@ from bass_cli.cli.evaluate import evaluate
 from bass_cli.cli.exit_codes import exit_codes
 from bass_cli.cli.help import EPILOG, Command, Group
 from bass_cli.cli.merge import merge
-from bass_cli.cli.options import takes
+from bass_cli.cli.options import in_flags, takes
 from bass_cli.cli.profile import profile
 from bass_cli.cli.score import score
 from bass_cli.config.args import BenchArgs, DoctorArgs, GenerateArgs, PairsArgs
@@ -101,7 +101,7 @@ def generate(args: GenerateArgs) -> None:
 
     After an interruption, run the same command again: it continues its output file.
     """
-    screen = Screen(args.quiet)
+    screen = Screen(args.quiet, render=in_flags)
     if args.ray is None:
         begin(args.threads)
         expect(args.device)
@@ -129,7 +129,7 @@ def bench(args: BenchArgs) -> None:
       bass bench --shape qwen2.5-7b --draft-shape qwen2.5-0.5b --acceptance 0.85
       bass bench --job prompts.jsonl --n 16 --pair smollm2 --rivals transformers
     """
-    screen = Screen(args.quiet)
+    screen = Screen(args.quiet, render=in_flags)
     with exit_codes(screen, "interrupted"):
         from bass_cli.cli.bench import run
 
@@ -152,7 +152,7 @@ def pairs(args: PairsArgs) -> None:
       bass pairs | grep ready
       bass pairs mine.yaml
     """
-    screen = Screen(document=args.json_table)
+    screen = Screen(document=args.json_table, render=in_flags)
     with exit_codes(screen, "interrupted"):
         from bass_cli.cli.doctor import describe_pairs, pair_lines
 
@@ -175,7 +175,7 @@ def doctor(args: DoctorArgs) -> None:
       bass doctor
       bass doctor --model Qwen/Qwen2.5-0.5B-Instruct
     """
-    screen = Screen(document=args.json_table)
+    screen = Screen(document=args.json_table, render=in_flags)
     with exit_codes(screen, "interrupted"):
         from bass_cli.cli.doctor import describe_machine
 

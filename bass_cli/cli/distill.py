@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bass_cli.cli.exit_codes import exit_codes
 from bass_cli.cli.flags import DRAFTING, MACHINE, MODELS, OUTPUT, SAMPLING, Flag
-from bass_cli.cli.options import OPTIONS, takes
+from bass_cli.cli.options import OPTIONS, in_flags, takes
 from bass_cli.config.args import DistillArgs
 from bass_cli.io import terminal
 from bass_cli.io.console import Screen
@@ -112,7 +112,7 @@ def distill(args: DistillArgs) -> None:
     The folder gets a pair file for bass generate --pair. After an interruption, the same command
     resumes the run.
     """
-    screen = Screen(args.quiet, document=args.json_document)
+    screen = Screen(args.quiet, document=args.json_document, render=in_flags)
     with exit_codes(screen, "interrupted; the same command resumes from here"):
         if not args.out:
             from bass_cli.errors import UserError

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bass_cli import __version__
+from bass_cli.cli.options import in_flags
 from bass_cli.config.args import DoctorArgs, JobArgs
 from bass_cli.config.draft_spec import parse_draft
 from bass_cli.config.job import Job, Pair, chosen_pair, load_pair, make_job, packaged_pairs
@@ -105,7 +106,7 @@ def _describe_pair(
         "weights": "unknown" if size is None else f"about {gigabytes(size)}",
         "fits": fits,
         "ready": not reasons,
-        "here": "; ".join(reasons) or "ready",
+        "here": in_flags("; ".join(reasons)) or "ready",
     }, plan
 
 
@@ -195,7 +196,7 @@ def describe_machine(args: DoctorArgs) -> dict[str, Any]:
         if hasattr(os, "sched_getaffinity")
         else os.cpu_count(),
         "threads": threads.number,
-        "threads_why": threads.why,
+        "threads_why": in_flags(threads.why),
         "kernels": "triton" if cuda and importlib.util.find_spec("triton") else "plain torch",
         **_caches(cuda),
         "sandbox": _sandbox(),
@@ -261,9 +262,9 @@ def _sandbox() -> str:
                 if sandbox.isolation.weaknesses()
                 else []
             )
-            return "; ".join((layers, *weak, *sandbox.isolation.warnings()))
+            return in_flags("; ".join((layers, *weak, *sandbox.isolation.warnings())))
     except MachineError as error:
-        return str(error)
+        return in_flags(str(error))
 
 
 def _hub() -> str:
@@ -331,7 +332,10 @@ def _memory_plan(plan: Plan) -> dict[str, Any]:
         "pair_rows": "; ".join(
             filter(
                 None,
-                (f"{plan.rows} sequences of up to {tokens} new tokens: {plan.why}", plan.share),
+                (
+                    f"{plan.rows} sequences of up to {tokens} new tokens: {in_flags(plan.why)}",
+                    plan.share,
+                ),
             )
         ),
         "pair_most_rows": f"{plan.most_rows}, by memory alone",

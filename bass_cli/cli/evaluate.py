@@ -8,7 +8,7 @@ from __future__ import annotations
 import typer
 
 from bass_cli.cli.exit_codes import exit_codes
-from bass_cli.cli.options import takes
+from bass_cli.cli.options import in_flags, takes
 from bass_cli.config.args import EvaluateArgs
 from bass_cli.io import terminal
 from bass_cli.io.console import Screen
@@ -27,7 +27,7 @@ def evaluate(args: EvaluateArgs) -> None:
 
     Samples and verdicts are kept. Run the same command again to continue.
     """
-    screen = Screen(args.quiet, document=args.json_document)
+    screen = Screen(args.quiet, document=args.json_document, render=in_flags)
     if args.ray is None:
         begin(args.threads)
         expect(args.device)

@@ -7,7 +7,7 @@ import typer
 
 from bass_cli.cli.exit_codes import exit_codes
 from bass_cli.cli.flags import OUTPUT, Flag
-from bass_cli.cli.options import takes
+from bass_cli.cli.options import in_flags, takes
 from bass_cli.config.args import MergeArgs
 from bass_cli.io.console import Screen
 
@@ -28,7 +28,7 @@ def merge(args: MergeArgs) -> None:
 
     To fill the gaps, run the original command with --out OUT and without --shard.
     """
-    screen = Screen(args.quiet)
+    screen = Screen(args.quiet, render=in_flags)
     with exit_codes(screen, "interrupted; the parts are unchanged"):
         from bass_cli.io.merging import merge as merge_parts
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 from bass_cli.cli.flags import (
@@ -24,6 +26,7 @@ from bass_cli.cli.flags import (
     SCORING,
     Flag,
 )
+from bass_cli.config import args
 from bass_cli.config.args import BenchArgs, DoctorArgs, EvaluateArgs, ProfileArgs
 
 
@@ -304,6 +307,38 @@ OWN: dict[type, dict[str, Flag]] = {
                                 variable=False),
     },
 }  # fmt: skip
+
+# The fields whose flag has another name, and the fields of a Job inside its parts
+_FLAGS = {
+    "source": "--from", "windows": "--train-batch", "json_document": "--json",
+    "json_summary": "--json", "json_table": "--json", "speculation.length": "--draft-length",
+    "pair.target": "--model", "chat=True": "--chat", "chat=False": "--no-chat",
+}  # fmt: skip
+_NAMED = re.compile(r"`([a-z_.]+(?:=True|=False)?)`")
+
+
+def in_flags(message: str) -> str:
+    """Replace the fields that a message names by flags: `n` by --n.
+
+    Below the command line, messages name an option by its field, in backquotes. A message that
+    begins with a field and a colon is about the value, which may come from the environment.
+    """
+    known = {
+        field.name for kind in vars(args).values() if is_dataclass(kind) for field in fields(kind)
+    }
+
+    def flag(found: re.Match[str]) -> str:
+        name = found[1]
+        last = name.rpartition(".")[2]
+        if name not in _FLAGS and last not in known:
+            return found[0]
+        shown = _FLAGS.get(name) or f"--{last.replace('_', '-')}"
+        subject = found.start() == 0 and found.string.startswith(":", found.end())
+        variable = shown.removeprefix("--").removeprefix("no-").replace("-", "_").upper()
+        return f"{shown} (or BASS_{variable})" if subject else shown
+
+    return _NAMED.sub(flag, message)
+
 
 Args = TypeVar("Args")
 

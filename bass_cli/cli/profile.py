@@ -10,7 +10,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from bass_cli.cli.exit_codes import exit_codes
-from bass_cli.cli.options import takes
+from bass_cli.cli.options import in_flags, takes
 from bass_cli.config.args import ProfileArgs, job_args
 from bass_cli.io import terminal
 from bass_cli.io.console import Screen
@@ -41,7 +41,7 @@ def profile(args: ProfileArgs) -> None:
     Example:
       bass profile --pair smollm2
     """
-    screen = Screen(args.quiet, document=args.json_document)
+    screen = Screen(args.quiet, document=args.json_document, render=in_flags)
     with exit_codes(screen, "interrupted"):
         _run(args, screen)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bass_cli.cli.exit_codes import exit_codes
 from bass_cli.cli.flags import OUTPUT, SCORING, Flag
-from bass_cli.cli.options import takes
+from bass_cli.cli.options import in_flags, takes
 from bass_cli.config.args import ScoreArgs
 from bass_cli.io import terminal
 from bass_cli.io.console import Screen
@@ -30,7 +30,7 @@ def score(args: ScoreArgs) -> None:
     Example:
       bass score samples.jsonl > figures.txt
     """
-    screen = Screen(args.quiet, document=args.json_document)
+    screen = Screen(args.quiet, document=args.json_document, render=in_flags)
     interrupted = "interrupted; the verdicts so far are kept; run the same command to continue"
     with exit_codes(screen, interrupted):
         from bass_cli.eval.scoring import score_samples

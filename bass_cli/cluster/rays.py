@@ -61,34 +61,32 @@ def read_request(args: SampleArgs | DistillArgs, job: Job, out: str) -> Request 
     """
     if args.ray is None:
         if args.actors is not None:
-            raise UserError("--actors (or BASS_ACTORS) needs --ray")
+            raise UserError("`actors` needs `ray`")
         return None
     text = (args.actors or "all").strip()
     if text != "all" and not (
         text.isascii() and text.isdigit() and 1 <= len(text) <= 6 and int(text)
     ):
-        raise UserError(
-            f'--actors (or BASS_ACTORS): "{args.actors}" is neither all nor a whole number above 0'
-        )
+        raise UserError(f'`actors`: "{args.actors}" is neither all nor a whole number above 0')
     if job.budget is not None:
         raise UserError(
-            "--ray and --budget exclude each other: if an actor dies and its samples are drawn "
+            "`ray` and `budget` exclude each other: if an actor dies and its samples are drawn "
             "again, a time limit truncates them elsewhere"
         )
     if job.tensor_parallel > 1:
         raise UserError(
-            "--ray and --tensor-parallel exclude each other, because an actor has one GPU; leave "
-            "--ray out to use several GPUs of one machine"
+            "`ray` and `tensor_parallel` exclude each other, because an actor has one GPU; leave "
+            "`ray` out to use several GPUs of one machine"
         )
     if job.speculation.coupling == "maximal":
         raise UserError(
-            "--ray needs --coupling shared: with maximal coupling, samples that are drawn again "
-            "after an actor died would differ"
+            "`ray` needs `speculation.coupling` shared: with maximal coupling, samples that are "
+            "drawn again after an actor died would differ"
         )
     if is_stream(out):
-        raise UserError("--ray needs --out FILE, so that a killed job can continue")
+        raise UserError("`ray` needs `out` FILE, so that a killed job can continue")
     if importlib.util.find_spec("ray") is None:
-        raise UserError("--ray needs the package ray: pip install 'bass-cli[ray]'")
+        raise UserError("`ray` needs the package ray: pip install 'bass-cli[ray]'")
     return Request(args.ray, None if text == "all" else int(text))
 
 
@@ -183,7 +181,7 @@ def _connected(request: Request, threads: int) -> Iterator[Any]:
             ray.exceptions.RayError,
         ) as error:
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise UserError(f"--ray {request.address}: {first}") from None
+            raise UserError(f"`ray` {request.address}: {first}") from None
         stack.callback(ray.shutdown)
         with contextlib.suppress(ValueError):  # not in the main thread
             signal.signal(signal.SIGTERM, handler)
@@ -248,14 +246,14 @@ def _check_address(address: str) -> None:
     host, _, port = address.rpartition(":")
     if not (host and port.isascii() and port.isdigit() and 0 < int(port) < 65536) or "/" in host:
         raise UserError(
-            f'--ray (or BASS_RAY): "{address}" is neither local, auto nor an address like '
+            f'`ray`: "{address}" is neither local, auto nor an address like '
             "10.0.0.1:6379; run the command on a node of the cluster"
         )
     try:
         _connect(address)
     except OSError as error:
         raise UserError(
-            f"--ray {address}: no cluster answers there: {error.strerror or error}"
+            f"`ray` {address}: no cluster answers there: {error.strerror or error}"
         ) from None
 
 
@@ -282,8 +280,8 @@ class Rooms:
         local, most = request.address == "local", request.actors or 1
         if local and self._gpu and gpus < most:
             raise MachineError(
-                f"--actors {most}: Ray sees {gpus} GPUs on this machine, and each actor takes one; "
-                "use fewer actors or --device cpu"
+                f"`actors` {most}: Ray sees {gpus} GPUs on this machine, and each actor takes one; "
+                "use fewer actors or `device` cpu"
             )
         # Actors of a local Ray share its cores. On a cluster their places are unknown.
         self._cpus = job.threads or (max(usable_cores().most // most, 1) if local else 1)
@@ -298,7 +296,7 @@ class Rooms:
             MachineError: The local Ray's only node has died.
         """
         if self._request.address == "local" and not self._alive():
-            raise MachineError("--ray local: Ray's process on this machine (raylet) has died")
+            raise MachineError("`ray` local: Ray's process on this machine (raylet) has died")
         if self._request.actors is not None:
             return {Place(None, number) for number in range(self._request.actors)}
         return {
@@ -445,7 +443,7 @@ class RayWatch:
                 else:
                     refused[name], answered[name] = 0, time.monotonic()
                 if refused[name] >= _REFUSED or time.monotonic() - answered[name] > _SILENCE:
-                    self._end(f"--ray {self._address}: Ray's {name} at {address} has died, or "
+                    self._end(f"`ray` {self._address}: Ray's {name} at {address} has died, or "
                               "cannot be reached")  # fmt: skip
                     return
 

@@ -229,33 +229,23 @@ def packaged_pairs() -> list[str]:
 
 
 def chosen_pair(args: PairArgs | DoctorArgs) -> Pair:
-    """Return the pair of --pair, or a pair with the target of --model."""
+    """Return the pair of the option `pair`, or a pair with the target of `model`."""
     name, model = args.pair, args.model
     if model is None:
-        return _pair_of(
-            DEFAULT_PAIR if name is None else name,
-            key="--pair: ",
-            model=f"give it with --model {name}",
-            other=" (a pair file ends in .yaml; a model is given with --model)",
-        )
+        return load_pair(DEFAULT_PAIR if name is None else name)
     if name is not None:
-        raise UserError(
-            "--pair (or BASS_PAIR) and --model (or BASS_MODEL) exclude each other: a pair has a "
-            "target already"
-        )
+        raise UserError("`pair` and `pair.target` exclude each other: a pair has a target already")
     if not model:
-        raise UserError(
-            "--model (or BASS_MODEL): it is empty; name a hub id, a folder or a .gguf file"
-        )
+        raise UserError("`pair.target`: it is empty; name a hub id, a folder or a .gguf file")
     if not is_unicode(model):
-        raise UserError(f"--model (or BASS_MODEL): {shown(model)} is not valid UTF-8")
+        raise UserError(f"`pair.target`: {shown(model)} is not valid UTF-8")
     is_pair = model in packaged_pairs() and not os.path.exists(model)
     if is_pair or model.endswith(_PAIR_FILES):
-        raise UserError(f'--model: "{model}" is a pair; give it with --pair {model}')
+        raise UserError(f'`pair.target`: "{model}" is a pair; give it with `pair` {model}')
     try:
         return Pair(name=_model_name(model), target=model, draft=MODEL_DRAFT)
     except ValidationError as error:
-        raise UserError(f"--model (or BASS_MODEL): {_first_fault(error)[1]}") from None
+        raise UserError(f"`pair.target`: {_first_fault(error)[1]}") from None
 
 
 def _model_name(model: str) -> str:
@@ -270,22 +260,6 @@ def load_pair(name_or_file: str | os.PathLike[str]) -> Pair:
     Raises:
         UserError: The message names file, line, key and the nearest valid key.
     """
-    return _pair_of(
-        name_or_file,
-        key="pair: ",
-        model="name it as the target of a Pair",
-        other=" (a pair file ends in .yaml)",
-    )
-
-
-def _pair_of(name_or_file: str | os.PathLike[str], *, key: str, model: str, other: str) -> Pair:
-    """Load a pair.
-
-    Args:
-        key: The beginning of the message if a model is given in place of a pair.
-        model: The remedy in that message.
-        other: The end of the message if the name is unknown.
-    """
     if not isinstance(name_or_file, (str, os.PathLike)):
         raise UserError(f"a pair's name or file is needed, not {shown(name_or_file)}")
     name_or_file = os.fspath(name_or_file)
@@ -295,10 +269,16 @@ def _pair_of(name_or_file: str | os.PathLike[str], *, key: str, model: str, othe
     path = Path(os.path.expanduser(name_or_file))
     if not name_or_file.endswith(_PAIR_FILES):
         if _is_model(name_or_file):
-            raise UserError(f'{key}"{name_or_file}" is a model, not a pair; {model}')
+            raise UserError(
+                f'`pair`: "{name_or_file}" is a model, not a pair; give it with `pair.target` '
+                f"{name_or_file}"
+            )
         if not os.path.isfile(path):
             known = nearest(name_or_file, packaged_pairs())
-            raise UserError(f'there is no pair "{name_or_file}"; {known}{other}')
+            raise UserError(
+                f'there is no pair "{name_or_file}"; {known} (a pair file ends in .yaml; a model '
+                "is given as `pair.target`)"
+            )
     try:
         content = read_bytes(path, MOST_BYTES)
     except (OSError, ValueError) as error:  # ValueError: no file can have this name
@@ -401,7 +381,7 @@ def make_job(pair: Pair, args: JobArgs) -> Job:
     """Make a Job of a pair and flags. A flag that is None leaves the pair's value."""
     given = {key: value for key in JOB_FLAGS if (value := getattr(args, key)) is not None}
     if args.budget is not None:
-        given["budget"] = parse_duration(args.budget, "--budget (or BASS_BUDGET)")
+        given["budget"] = parse_duration(args.budget, "`budget`")
     sampling = {key: given.pop(key) for key in SAMPLING_FLAGS if key in given}
     speculation = {key: given.pop(flag) for key, flag in SPECULATION_FLAGS.items() if flag in given}
     if given.get("draft") == "none" and "length" not in speculation:
@@ -412,5 +392,5 @@ def make_job(pair: Pair, args: JobArgs) -> Job:
         return Job.model_validate(merged | given)
     except ValidationError as error:
         path, reason = _first_fault(error)
-        key = "draft_length" if path in (("speculation",), ("speculation", "length")) else path[-1]
-        raise UserError(f"--{key.replace('_', '-')} (or BASS_{key.upper()}): {reason}") from None
+        field = {"draft": "pair.draft", "speculation": "speculation.length"}.get(".".join(path))
+        raise UserError(f"`{field or '.'.join(path)}`: {reason}") from None

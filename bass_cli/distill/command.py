@@ -121,7 +121,7 @@ class _Distillation:
         write_json(places.report, document, f"{places.report}: cannot write the report")
         places.checkpoint.unlink(missing_ok=True)
         screen.note(
-            f"the draft is in {places.draft}; try: bass generate PROMPTS --pair {places.pair}"
+            f"the draft is in {places.draft}; try: bass generate PROMPTS `pair` {places.pair}"
         )
         return document
 
@@ -130,9 +130,7 @@ class _Distillation:
         args, plan = self._args, self._plan
         prompts: list[Prompt] = []
         if args.prompts is None and args.prompt_column is not None:
-            raise UserError(
-                "--prompt-column (or BASS_PROMPT_COLUMN): this option needs --prompts FILE"
-            )
+            raise UserError("`prompt_column`: this option needs `prompts` FILE")
         if args.prompts is None:
             source: Any = own_beginnings(plan.files.tokenizer, args.chat)
             digest: dict[str, Any] = {"prompts": list(source)}
@@ -142,7 +140,7 @@ class _Distillation:
             prompts = usable(every, plan, self._screen)
             if len({prompt.id for prompt in prompts}) < FEWEST:
                 raise UserError(
-                    f"--prompts {args.prompts}: at least {FEWEST} usable prompts are needed, "
+                    f"`prompts` {args.prompts}: at least {FEWEST} usable prompts are needed, "
                     f"because one is held out to measure the draft (got {len(prompts)}); add "
                     "prompts"
                 )
@@ -164,15 +162,15 @@ class _Distillation:
         job = self._plan.job.model_copy(update={"pair": self._pair})
         read = [*files_read(args.pair, job), ("the model that the draft starts from", source)]
         if args.prompts is not None:
-            read.append(("--prompts", args.prompts))
+            read.append(("`prompts`", args.prompts))
         written = (places.pair, places.report, places.settings, places.checkpoint, places.samples)
-        refuse_shared_files([("--out", one) for one in written], read)
+        refuse_shared_files([("`out`", one) for one in written], read)
         draft = places.draft.resolve()  # a folder, which is emptied
         for what, path in read:
             place = Path(path).expanduser().resolve()
             if draft in (place, *place.parents):
                 raise UserError(
-                    f"--out {places.folder}: {path} is {what} and would be lost; give another "
+                    f"`out` {places.folder}: {path} is {what} and would be lost; give another "
                     "folder"
                 )
 
@@ -193,21 +191,21 @@ class _Distillation:
         )
         folder = places.folder
         if folder.exists() and not folder.is_dir():
-            raise UserError(f"--out {folder}: this is a file; give a folder")
+            raise UserError(f"`out` {folder}: this is a file; give a folder")
         before: dict[str, Any] | None = None
         if places.settings.exists():
             try:
                 before = parse_object(read_bytes(places.settings, _MOST_BYTES))
             except (OSError, ValueError) as error:
                 if not overwrite:
-                    raise UserError(f"{places.settings}: {error}; use --overwrite") from None
+                    raise UserError(f"{places.settings}: {error}; use `overwrite`") from None
         elif folder.exists():  # a folder of somebody else is never emptied
             remove_drafts(places.settings)  # left by a kill while the settings were written
             names = [one.name for one in folder.iterdir()]
             others = [name for name in names if not name.startswith("samples.jsonl")]
             if others:
                 raise UserError(
-                    f"--out {folder}: the folder holds other files ({others[0]}); give a new or "
+                    f"`out` {folder}: the folder holds other files ({others[0]}); give a new or "
                     "empty folder"
                 )
         if before == settings and not overwrite:
@@ -216,8 +214,8 @@ class _Distillation:
             keys = {**before, **settings}
             changed = [key for key in keys if before.get(key) != settings.get(key)]
             raise UserError(
-                f"--out {folder}: this run was begun with other settings ({', '.join(changed)}); "
-                "use --overwrite to start again, or give another folder"
+                f"`out` {folder}: this run was begun with other settings ({', '.join(changed)}); "
+                "use `overwrite` to start again, or give another folder"
             )
         folder.mkdir(parents=True, exist_ok=True)
         for path in (places.checkpoint, places.report, places.pair):

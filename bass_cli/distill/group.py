@@ -232,7 +232,7 @@ class Rank(Process):
         samples = Path(self._out) / "samples.jsonl"
         if not samples.exists() or samples.stat().st_size != spec.samples:
             raise UserError(
-                f"--out {self._out}: the samples are not in this folder; actors on several nodes "
+                f"`out` {self._out}: the samples are not in this folder; actors on several nodes "
                 "need a folder that all nodes share"
             )
         plan = make_plan(spec.job)

@@ -118,7 +118,7 @@ def source_of(
     spec = checkpoint.spec
     if layers is not None and not 1 <= layers <= spec.layers:
         raise UserError(
-            f"--layers (or BASS_LAYERS): give a number from 1 to {spec.layers}, the layers of "
+            f"`layers`: give a number from 1 to {spec.layers}, the layers of "
             f"{checkpoint.path} (got {layers})"
         )
     chosen = max(size, vocab) if mask is None else mask

@@ -55,20 +55,20 @@ def own_beginnings(tokenizer: Tokenizer, chat: bool | None) -> Own:
     """
     turn = None
     if chat and not tokenizer.has_chat_template:
-        raise UserError(f"--chat: {tokenizer.path}: the tokenizer has no chat template")
+        raise UserError(f"`chat=True`: {tokenizer.path}: the tokenizer has no chat template")
     if chat is not False and tokenizer.has_chat_template:
         begin, found, _ = tokenizer.render([{"role": "user", "content": _MARK}]).partition(_MARK)
         turn = _as_prompt(tokenizer, begin) if found else None
         if chat and not turn:
             raise UserError(
-                "--chat: the chat template has no text before a user's words, so the model cannot "
-                "write user turns; give --prompts FILE"
+                "`chat=True`: the chat template has no text before a user's words, so the model "
+                "cannot write user turns; give `prompts` FILE"
             )
     text = None if chat else _first_text(tokenizer)
     if not turn and text is None:
         raise UserError(
             "the tokenizer has no token that begins or ends a text, so the model cannot write its "
-            "own prompts; give --prompts FILE"
+            "own prompts; give `prompts` FILE"
         )
     return Own(turn or None, text)
 
@@ -262,8 +262,8 @@ def draw(
             if tries == _TRIES:
                 raise MachineError(
                     f"{path}: only {supply.tokens} of {supply.wanted} tokens could be drawn, "
-                    "because the target's samples are short; give other --prompts, or fewer "
-                    "--tokens"
+                    "because the target's samples are short; give other `prompts`, or fewer "
+                    "`tokens`"
                 )
             tries += 1
             try:

@@ -61,19 +61,16 @@ def training_of(args: DistillArgs) -> Training:
     def checked(name: str, value: Any, least: float, most: float, default: Any) -> Any:
         if value is None or (least <= value <= most and math.isfinite(value)):
             return default if value is None else value
-        variable = name.upper().replace("-", "_")
-        raise UserError(
-            f"--{name} (or BASS_{variable}): give a number from {least:g} to {most:g} (got {value})"
-        )
+        raise UserError(f"`{name}`: give a number from {least:g} to {most:g} (got {value})")
 
-    window = checked("window-tokens", args.window_tokens, 16, 1 << 15, 512)
+    window = checked("window_tokens", args.window_tokens, 16, 1 << 15, 512)
     if window % 8:
-        raise UserError(f"--window-tokens {window}: give a multiple of 8")
+        raise UserError(f"`window_tokens` {window}: give a multiple of 8")
     return Training(
-        checked("draft-length", args.draft_length, 2, 32, 8),
+        checked("draft_length", args.draft_length, 2, 32, 8),
         window,
-        checked("train-batch", args.windows, 1, 1 << 12, 16),
-        checked("learning-rate", args.learning_rate, 1e-8, 1.0, 1e-4),
+        checked("windows", args.windows, 1, 1 << 12, 16),
+        checked("learning_rate", args.learning_rate, 1e-8, 1.0, 1e-4),
         checked("steps", args.steps, 1, 1 << 30, None),
         checked("minutes", args.minutes, 0.001, 1e6, None),
         args.seed or 0,
@@ -87,7 +84,7 @@ def requested_tokens(args: DistillArgs, training: Training) -> int | None:
     """
     if args.tokens is not None:
         if args.tokens < 1:
-            raise UserError(f"--tokens (or BASS_TOKENS): give a number above 0 (got {args.tokens})")
+            raise UserError(f"`tokens`: give a number above 0 (got {args.tokens})")
         return args.tokens
     if training.steps is None:
         return None
@@ -124,9 +121,9 @@ def sampling_job(args: DistillArgs, requested: int | None = None) -> tuple[Pair,
     )
     job = make_job(chosen, given)
     if not job.sampling.temperature:
-        raise UserError("--temperature 0: all samples of a prompt would be equal; give one above 0")
+        raise UserError("`temperature` 0: all samples of a prompt would be equal; give one above 0")
     if job.dtype == "fp16":
-        raise UserError("--dtype fp16: its range is too small for training; use bf16 or fp32")
+        raise UserError("`dtype` fp16: its range is too small for training; use bf16 or fp32")
     return chosen, job
 
 
@@ -152,16 +149,16 @@ def find_source(args: DistillArgs, pair: Pair, plan: Plan) -> Source:
     """Return what the draft starts from; UserError if it does not fit the target."""
     if args.source is not None and args.layers is not None:
         raise UserError(
-            "--from and --layers exclude each other: --layers always takes layers of the target"
+            "`source` and `layers` exclude each other: `layers` always takes layers of the target"
         )
     try:
         words = parse_draft(args.source or pair.draft)
     except ValueError as error:
-        raise UserError(f"--from (or BASS_FROM): {error}") from None
+        raise UserError(f"`source`: {error}") from None
     model = None if words.reads else words.files  # heads cannot run by themselves
     if args.source is not None and model is None:
         raise UserError(
-            f'--from: "{args.source}" is not a model; give a folder, a .gguf file or a hub id'
+            f'`source`: "{args.source}" is not a model; give a folder, a .gguf file or a hub id'
         )
     if model is None or args.layers is not None:
         spec, tokenizer = plan.files.target.spec, plan.files.tokenizer
@@ -187,7 +184,7 @@ def check_disk(source: Source, out: Path, tokens: int) -> None:
     if need > free:
         raise MachineError(
             f"{out}: samples, checkpoints and draft take up to {gigabytes(need)}, but only "
-            f"{gigabytes(free)} are free there; give another --out, or fewer --tokens"
+            f"{gigabytes(free)} are free there; give another `out`, or fewer `tokens`"
         )
 
 
@@ -197,7 +194,7 @@ def check_memory(plan: Plan, source: Source, training: Training) -> None:
         raise MachineError(
             f"training a draft of {weights_of(source.spec) / 1e6:.0f} million weights takes more "
             f"than the {gigabytes(free_memory(plan.device))} of free memory; start from a smaller "
-            "model (--from), or give fewer --layers or --window-tokens"
+            "model (`source`), or give fewer `layers` or `window_tokens`"
         )
 
 

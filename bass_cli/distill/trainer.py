@@ -171,7 +171,7 @@ class Trainer:
         if not math.isfinite(loss):
             raise MachineError(
                 f"training: the loss of step {done.step + 1} is not finite; start again with "
-                "another --out and a smaller --learning-rate"
+                "another `out` and a smaller `learning_rate`"
             )
         done.step += 1
         done.seconds = seconds

@@ -98,7 +98,7 @@ class Work:
         try:
             training_texts, held = split(texts)
         except ValueError as error:
-            raise UserError(f"{places.samples}: {error}; draw more --tokens") from None
+            raise UserError(f"{places.samples}: {error}; draw more `tokens`") from None
         self._corpus = Corpus(training_texts, training.window_tokens)
         drawn = sum(len(one.tokens) - one.begins for one in texts)
         self._facts = {"samples": len(texts), "tokens": drawn, "windows": len(self._corpus)}
@@ -106,7 +106,7 @@ class Work:
         if not len(self._corpus) or not self._held:
             raise UserError(
                 f"{places.samples}: the samples are too few or too short to train on; draw more "
-                "--tokens"
+                "`tokens`"
             )
         device = plan.device
         if device.type == "cuda":  # without it, one attention kernel serves all shapes with a mask

@@ -53,9 +53,7 @@ class Evaluation:
 
     def __init__(self, args: EvaluateArgs, screen: Screen):
         if args.plot is not None and args.budgets is None:
-            raise UserError(
-                "--plot (or BASS_PLOT): a chart shows a sweep; add --budgets, like 0.5s,1s,2s"
-            )
+            raise UserError("`plot`: a chart shows a sweep; add `budgets`, like 0.5s,1s,2s")
         self._args, self._screen, self.report = args, screen, args.report
         self.failed = False  # whether a prompt could not be run
         self.scoring = scoring.read_options(args)
@@ -68,14 +66,14 @@ class Evaluation:
         self.out = args.out or self._default_out()
         if is_stream(self.out):
             raise UserError(
-                f"--out {self.out}: give a file name, because the file is scored afterwards"
+                f"`out` {self.out}: give a file name, because the file is scored afterwards"
             )
         self.request = read_request(args, self.job, self.out)
         if self.request is not None and args.budgets is not None:
-            raise UserError("--ray and --budgets cannot be used together; leave one of the two out")
+            raise UserError("`ray` and `budgets` cannot be used together; leave one of the two out")
         if self.job.tensor_parallel > 1 and args.budgets is not None:
             raise UserError(
-                "--tensor-parallel and --budgets cannot be used together; leave one of the two out"
+                "`tensor_parallel` and `budgets` cannot be used together; leave one of the two out"
             )
         problems = list(self.task.problems.values())
         problems = problems[: self.job.limit]
@@ -84,12 +82,12 @@ class Evaluation:
         ]
         if not self.problems:
             raise UserError(
-                f"--shard {self.shard}: it contains none of the {len(problems)} prompts"
+                f"`shard` {self.shard}: it contains none of the {len(problems)} prompts"
             )
         for k in self.scoring.ks or ():
             if k > self.job.n:
                 screen.note(
-                    f"pass@{k} will be unknown: it needs {k} samples of every problem, and --n is "
+                    f"pass@{k} will be unknown: it needs {k} samples of every problem, and `n` is "
                     f"{self.job.n}"
                 )
 
@@ -117,7 +115,7 @@ class Evaluation:
         return self.score(self.out, verdicts_path(self.out)), not self.failed
 
     def plan(
-        self, *, options: tuple[str, str | None] = ("--batch-size", "--max-new-tokens")
+        self, *, options: tuple[str, str | None] = ("`batch_size`", "`max_new_tokens`")
     ) -> Plan:
         """Plan the job, for all files of a sweep, and show the notes on it.
 
@@ -147,7 +145,7 @@ class Evaluation:
 
     def files_of(self, out: str) -> list[tuple[str, str | Path]]:
         """Return the files that belong to the samples in `out`, without the verdicts."""
-        return [*files_written(out), ("--report", self.report_path(out))]
+        return [*files_written(out), ("`report`", self.report_path(out))]
 
     def check_files(self, outputs: Named) -> None:
         """Raise UserError if two outputs are one file, or if one of them is an input."""
@@ -280,7 +278,7 @@ class Evaluation:
 
     def _show_facts(self, facts: Facts) -> None:
         plain = self.form != "chat"
-        tell(self.job, facts, self._screen, plain=plain, ask="--prompt-format chat")
+        tell(self.job, facts, self._screen, plain=plain, ask="`prompt_format` chat")
 
     def _source(self) -> dict[str, Any]:
         return {"task": self.task.name, "prompt_format": self.form, "prompts": self._digest()}

@@ -154,7 +154,7 @@ class VerdictStore:
                 continue
             if broken:
                 raise UserError(
-                    f"{self.path}:{broken}: this line is not a verdict; add --rejudge to run all "
+                    f"{self.path}:{broken}: this line is not a verdict; add `rejudge` to run all "
                     "programs again"
                 )
             ruling = _parse(line)

@@ -279,7 +279,7 @@ def guess_task(file: GenerationFile) -> str:
             return task
     *names, last = TASKS
     reason = (
-        f'the task_id "{task_id[:80]}" does not determine the task; add --task '
+        f'the task_id "{task_id[:80]}" does not determine the task; add `task` '
         f"{', '.join(names)} or {last}"
     )
     raise UserError(f"{file.path}:{file.rows[0].line}: {reason}")

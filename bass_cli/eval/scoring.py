@@ -71,19 +71,20 @@ def read_options(args: EvaluateArgs | ScoreArgs) -> Scoring:
     """Check the options of scoring. UserError if one is invalid."""
     limits = DEFAULT_LIMITS
     if args.timeout is not None:
-        seconds = parse_duration(args.timeout, "--timeout (or BASS_TIMEOUT)")
+        seconds = parse_duration(args.timeout, "`timeout`")
         # The limit on processor time grows with it, or a longer timeout would have no effect.
         cpu_seconds = max(limits.cpu_seconds, math.ceil(seconds / 2))
         limits = limits._replace(seconds=seconds, cpu_seconds=cpu_seconds)
     if args.workers is not None and not 1 <= args.workers <= _MOST_WORKERS:
         # More would exceed a machine's limits on processes and files.
         raise UserError(
-            f"--workers (or BASS_WORKERS): it should be a whole number from 1 to {_MOST_WORKERS} "
+            f"`workers`: it should be a whole number from 1 to {_MOST_WORKERS} "
             f"(got {shown(args.workers)})"
         )
     if args.json_document and args.report is not None and descriptor_of(args.report) == 1:
         raise UserError(
-            f"--report {args.report}: --json prints the report there too; leave one of the two out"
+            f"`report` {args.report}: `json_document` prints the report there too; leave one of "
+            "the two out"
         )
     return Scoring(
         ks=None if args.k is None else parse_ks(args.k),
@@ -103,9 +104,7 @@ def parse_ks(text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
     bad = next((part for part in parts if not re.fullmatch("0*[1-9][0-9]{0,5}", part)), None)
     if bad is not None:
-        raise UserError(
-            f'--k (or BASS_K): "{bad}" is not a whole number above 0; write it like 1,10'
-        )
+        raise UserError(f'`k`: "{bad}" is not a whole number above 0; write it like 1,10')
     return sorted({int(part) for part in parts})
 
 
@@ -113,9 +112,7 @@ def refuse_without_programs(task: Task, args: EvaluateArgs | ScoreArgs) -> None:
     """Raise UserError for an option about programs if the task runs none."""
     for key in ("k", "workers", "timeout", "rejudge") if not task.executes else ():
         if getattr(args, key):
-            raise UserError(
-                f"--{key} (or BASS_{key.upper()}): {task.name} has no programs to run; leave it out"
-            )
+            raise UserError(f"`{key}`: {task.name} has no programs to run; leave it out")
 
 
 def check_report(path: str | None, samples: str, *, overwrite: bool, sweep: bool = False) -> None:
@@ -130,14 +127,16 @@ def check_report(path: str | None, samples: str, *, overwrite: bool, sweep: bool
         sweep: the report is on the sweep's files beside `samples`.
     """
     if path == "-":
-        raise UserError("--report -: give a file name; --json prints the report to standard output")
+        raise UserError(
+            "`report` -: give a file name; `json_document` prints the report to standard output"
+        )
     if path is None or descriptor_of(path) is not None:
         return
-    check_format("--report", path, suffix=".json", written="a report is one JSON document")
-    check_place(f"--report {path}", path)
+    check_format("`report`", path, suffix=".json", written="a report is one JSON document")
+    check_place(f"`report` {path}", path)
     if not overwrite:
         ours = functools.partial(_is_report, name=Path(samples).name, sweep=sweep)
-        refuse_foreign(f"--report {path}", path, ours, kind=f"a report on {samples}")
+        refuse_foreign(f"`report` {path}", path, ours, kind=f"a report on {samples}")
 
 
 def _is_report(content: bytes, *, name: str, sweep: bool) -> bool:
@@ -160,12 +159,9 @@ def score_samples(args: ScoreArgs, screen: Screen) -> dict[str, Any]:
     """Run `bass score`: check the options and the file's lines, then score. Returns the report."""
     path, options = args.file, read_options(args)
     if args.overwrite and args.report is None:
-        raise UserError(
-            "--overwrite (or BASS_OVERWRITE): it needs --report FILE; add that or leave "
-            "--overwrite out"
-        )
+        raise UserError("`overwrite`: it needs `report` FILE; add that or leave `overwrite` out")
     refuse_shared_files(
-        [("the verdicts", verdicts_path(path)), ("--report", args.report)],
+        [("the verdicts", verdicts_path(path)), ("`report`", args.report)],
         [
             ("the generation file", path),
             ("its manifest", manifest_path(path)),
@@ -230,7 +226,7 @@ def score(
     if report_path is not None:
         # Check again, because judging may have taken hours.
         check_report(report_path, file.path, overwrite=options.overwrite)
-        write_json(Path(report_path), document, f"--report {report_path}: cannot write the report")
+        write_json(Path(report_path), document, f"`report` {report_path}: cannot write the report")
     return document
 
 

@@ -51,8 +51,8 @@ def sweep(args: EvaluateArgs, screen: Screen) -> tuple[dict[str, Any], bool]:
     samples = [_file(evaluation.out, method, budget) for method in METHODS for budget in budgets]
     evaluation.check_files(
         [
-            ("--report", document_path),
-            ("--plot", chart),
+            ("`report`", document_path),
+            ("`plot`", chart),
             ("the verdicts", verdicts_path(evaluation.out)),
             *(one for out in samples for one in evaluation.files_of(out)),
         ]
@@ -65,7 +65,7 @@ def sweep(args: EvaluateArgs, screen: Screen) -> tuple[dict[str, Any], bool]:
     configure_threads(evaluation.job.threads, screen.note)
 
     # The method determines the batch size, so it is not an option here.
-    plan = evaluation.plan(options=("--n", "--max-new-tokens"))
+    plan = evaluation.plan(options=("`n`", "`max_new_tokens`"))
     for note in plan.notes:  # once, not before every file
         screen.note(note)
     plan = dataclasses.replace(plan, notes=())
@@ -84,7 +84,7 @@ def sweep(args: EvaluateArgs, screen: Screen) -> tuple[dict[str, Any], bool]:
         "budgets": budgets,
         "reports": reports,
     }
-    write_json(Path(document_path), document, f"--report {document_path}: cannot write the report")
+    write_json(Path(document_path), document, f"`report` {document_path}: cannot write the report")
     _show(document, screen)
     if chart is not None:
         _draw(document, chart)
@@ -94,15 +94,12 @@ def sweep(args: EvaluateArgs, screen: Screen) -> tuple[dict[str, Any], bool]:
 
 def _budgets(args: EvaluateArgs) -> list[float]:
     if args.budget is not None:
-        raise UserError("--budget and --budgets cannot be used together; give one of the two")
+        raise UserError("`budget` and `budgets` cannot be used together; give one of the two")
     if args.batch_size is not None:
         raise UserError(
-            "--batch-size cannot be used with --budgets, because each method sets it; leave it out"
+            "`batch_size` cannot be used with `budgets`, because each method sets it; leave it out"
         )
-    found = [
-        parse_duration(part, "--budgets (or BASS_BUDGETS)")
-        for part in (args.budgets or "").split(",")
-    ]
+    found = [parse_duration(part, "`budgets`") for part in (args.budgets or "").split(",")]
     return sorted(set(found))
 
 

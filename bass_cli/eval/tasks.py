@@ -307,8 +307,7 @@ def prompt_format(name: str) -> PromptFormat:
     """Return the prompt format of that name. UserError if there is none."""
     if name not in get_args(PromptFormat):
         raise UserError(
-            f'--prompt-format (or BASS_PROMPT_FORMAT): there is no "{name}"; '
-            f"{nearest(name, get_args(PromptFormat))}"
+            f'`prompt_format`: there is no "{name}"; {nearest(name, get_args(PromptFormat))}'
         )
     return cast(PromptFormat, name)
 

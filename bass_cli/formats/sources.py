@@ -152,7 +152,7 @@ def _from_hub(source: str, *, fetch: bool) -> Path:
         )
         remedy += (
             f"run hf download {source} on a machine with a network, copy its cache here and set "
-            "HF_HOME to the copy; or name a local folder or .gguf file with --model, or as target "
-            "in the file for --pair"
+            "HF_HOME to the copy; or name a local folder or .gguf file with `pair.target`, or as "
+            "target in the file for `pair`"
         )
         raise refusal(source, error, remedy=remedy) from None

@@ -31,6 +31,8 @@ class Screen:
     Args:
         quiet: Show errors and results only.
         document: Standard output gets a JSON document, so text for people goes to stderr.
+        render: Changes a message before it is shown. Messages name options by their fields, and
+            the command line shows flags.
         now: The clock, in seconds.
     """
 
@@ -39,9 +41,11 @@ class Screen:
         quiet: bool = False,
         *,
         document: bool = False,
+        render: Callable[[str], str] = str,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._quiet, self._document, self._now = quiet, document, now
+        self.render = render
         self._display = Display(quiet=quiet, now=now)
         self._bytes = (0, 0)  # read so far and in all, in this phase
         self._counting = False  # whether the progress is of something other than samples
@@ -190,12 +194,13 @@ class Screen:
 
     def note(self, message: str) -> None:
         """Show a note above the progress display, unless quiet."""
-        self._display.message(message)
+        self._display.message(self.render(message))
 
     def error(self, message: str | UserError) -> None:
         """Show an error, even if quiet."""
         self._display.hide()
-        terminal.error(message)
+        lines = message.lines if isinstance(message, UserError) else [message]
+        terminal.error(*map(self.render, lines))
 
     def summary(self, output: str) -> dict[str, Any]:
         """Return the figures of this run; acceptance is None if nothing was drafted."""

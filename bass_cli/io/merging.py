@@ -154,7 +154,7 @@ def _check_out(out: str, paths: Sequence[str], *, overwrite: bool) -> None:
         ],
     )
     if not overwrite and os.path.isfile(out) and os.path.getsize(out):
-        raise UserError(f"{out}: it exists; use --overwrite to replace it, or give another name")
+        raise UserError(f"{out}: it exists; use `overwrite` to replace it, or give another name")
     check_output_place(out, overwrite=overwrite)
 
 
@@ -181,7 +181,7 @@ def _open(path: str, files: contextlib.ExitStack) -> _Part:
     except (OSError, ValueError, KeyError, AttributeError):
         raise UserError(f"{manifest_path(path)}: the manifest cannot be read") from None
     if not isinstance(shard, str):
-        raise UserError(f"{path}: it is not a part of a job; it was written without --shard")
+        raise UserError(f"{path}: it is not a part of a job; it was written without `shard`")
     return _Part(path, stream, manifest, parse_shard(shard, f"{manifest_path(path)}: shard"))
 
 

@@ -64,9 +64,7 @@ def open_prompts(source: str, column: str | None) -> Source:
     """Open a source of prompts; UserError if `column` is given for a file without fields."""
     found = open_source(source)
     if found.kind == "txt" and column is not None:
-        raise UserError(
-            "--prompt-column (or BASS_PROMPT_COLUMN): a text file has no fields; leave it out"
-        )
+        raise UserError("`prompt_column`: a text file has no fields; leave it out")
     return found
 
 
@@ -100,7 +98,7 @@ def held_by(shard: Shard | None, prompts: Iterable[Prompt]) -> Iterator[Prompt]:
     return (prompt for prompt in prompts if shard is None or shard.holds(prompt.id))
 
 
-def parse_shard(text: str, key: str = "--shard (or BASS_SHARD)") -> Shard:
+def parse_shard(text: str, key: str = "`shard`") -> Shard:
     """Parse "2/8"; a UserError begins with `key`."""
     found = re.fullmatch(r"\s*(\d{1,9})\s*/\s*(\d{1,9})\s*", text, re.ASCII)
     shard = Shard(int(found[1]), int(found[2])) if found else Shard(0, 0)
@@ -167,7 +165,7 @@ def check(prompts: Iterable[Prompt], *, chat: bool | None = None) -> Checked:
     count, longest, plain = 0, "", False
     for prompt in prompts:
         if chat is False and prompt.messages is not None:
-            raise UserError(f"{prompt.place}: the prompt has messages, but --no-chat was given")
+            raise UserError(f"{prompt.place}: the prompt has messages, but `chat=False` was given")
         count, longest, plain = (
             count + 1,
             max(longest, prompt.whole(), key=len),
@@ -366,18 +364,19 @@ def _checked_messages(messages: Any, place: str) -> list[dict[str, Any]]:
 
 # Settings and parts of a prompt that other tools read. Ignoring such a field would give wrong
 # samples, so it is refused, with what to use instead.
-_FLAGS = {
-    "--max-new-tokens": "max_tokens max_completion_tokens max_output_tokens max_tokens_to_sample "
-    "n_predict num_predict max_gen_len max_gen_toks",
-    "--stop": "stop_sequences stop_strings stop_words stopping_strings stop_token",
-    "--n": "num_return_sequences num_samples num_completions candidate_count",
-    "--temperature": "do_sample greedy",
-    "--seed": "random_seed",
+_OPTIONS = {  # by option, as messages name it
+    "sampling.max_new_tokens": "max_new_tokens max_tokens max_completion_tokens max_output_tokens "
+    "max_tokens_to_sample n_predict num_predict max_gen_len max_gen_toks",
+    "sampling.stop": "stop stop_sequences stop_strings stop_words stopping_strings stop_token",
+    "n": "n num_return_sequences num_samples num_completions candidate_count",
+    "sampling.temperature": "temperature do_sample greedy",
+    "sampling.seed": "seed random_seed",
+    **{f"sampling.{name}": name for name in ("top_p", "top_k")},
+    **{"pair.target": "model", "pair.draft": "draft", "chat=True": "chat"},
+    **{"speculation.length": "draft_length", "speculation.coupling": "coupling"},
+    **{name: name for name in ("budget", "pair", "batch_size", "tensor_parallel", "device")},
+    **{name: name for name in ("dtype", "threads", "limit", "prompt_column", "token_ids")},
 }
-_NAMED_LIKE_FLAGS = (
-    "temperature top_p top_k seed stop max_new_tokens n budget pair model draft draft_length "
-    "coupling batch_size tensor_parallel device dtype chat threads limit prompt_column token_ids"
-)
 _AS_MESSAGE = "system system_prompt system_message system_instruction"
 _TOOLS = "tools functions"
 _UNREADABLE = (
@@ -401,13 +400,9 @@ _UNKNOWN = (
 # The reason by reserved name
 RESERVED = {
     **{
-        name: f"set it for the whole run with {flag}"
-        for flag, names in _FLAGS.items()
+        name: f"set it for the whole run with `{option}`"
+        for option, names in _OPTIONS.items()
         for name in names.split()
-    },
-    **{
-        name: f"set it for the whole run with --{name.replace('_', '-')}"
-        for name in _NAMED_LIKE_FLAGS.split()
     },
     **dict.fromkeys(
         _AS_MESSAGE.split(),

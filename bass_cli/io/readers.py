@@ -400,7 +400,7 @@ def _reach_hub(source: str, name: str) -> None:
 def _remedy(name: str) -> str:
     return (
         f"on a machine with a network: hf download --repo-type dataset {name} --local-dir FOLDER; "
-        "then name a .parquet, .jsonl or .json file of that folder in place of hf:... (with --data "
+        "then name a .parquet, .jsonl or .json file of that folder in place of hf:... (with `data` "
         "in bass eval and bass score)"
     )
 

@@ -240,7 +240,7 @@ class Writer:
                 f"{fault}; they could not be saved: {getattr(error, 'strerror', error)}"
             ) from None
         if where is not None:
-            fault += f"; they are in {where}, and the same command with --out {where} goes on"
+            fault += f"; they are in {where}, and the same command with `out` {where} goes on"
         raise MachineError(fault)
 
     def _is_named(self, ours: os.stat_result) -> bool:
@@ -364,13 +364,13 @@ def open_output(
         prompts: The digest of the prompts.
     """
     if overwrite and resume:
-        raise UserError("--resume and --overwrite contradict each other; give one of them")
+        raise UserError("`resume` and `overwrite` contradict each other; give one of them")
     if is_stream(path):
         name = STANDARD_OUTPUT if path == "-" else path
         if resume or overwrite:
-            option = "--resume" if resume else "--overwrite"
+            option = "`resume`" if resume else "`overwrite`"
             raise UserError(
-                f"{option}: samples go to {name}, where no file is kept; add --out FILE"
+                f"{option}: samples go to {name}, where no file is kept; add `out` FILE"
             )
         return Writer(name, _open_stream(path), manifest=None, past=Past(), created=False)
     target = Path(path)
@@ -411,7 +411,7 @@ def _read_before(
         marked = is_marked(stream, results, prompts)
         if marked is False:
             raise UserError(
-                f"{damaged}, or another --out: it was begun with other settings"
+                f"{damaged}, or another `out`: it was begun with other settings"
             ) from None
         if prompt_ids is None:
             raise

@@ -34,7 +34,7 @@ _MANIFEST_BYTES = 1 << 24  # a manifest has a few thousand bytes
 _MARKS, _MARK, _WHOLE = 512, 8, 32
 _SOME = "an unknown number"  # of prompts, in a manifest of an older version
 _encode = json.JSONEncoder(default=str).encode
-_REMEDY = "start again with --overwrite, or give another --out"
+_REMEDY = "start again with `overwrite`, or give another `out`"
 Key = tuple[str, int]  # prompt id, sample
 Check = Callable[[dict[str, Any]], str | None]  # why a result line is not this run's, or None
 
@@ -150,7 +150,7 @@ def check_manifest(
             raise ValueError
     except (OSError, ValueError):
         raise DamagedManifestError(
-            f"{path}: the manifest cannot be read; start again with --overwrite"
+            f"{path}: the manifest cannot be read; start again with `overwrite`"
         ) from None
     now = json.loads(json.dumps(results, default=str))
     differing = differences(before, now)
@@ -307,13 +307,13 @@ def line_check(results: dict[str, Any], known: Collection[str]) -> Check:
         if row.get("seed") != seed:
             return f"seed: {_show(row, 'seed')} before, {seed} now"
         if n is not None and not 0 <= row["sample"] < n:
-            return f"sample {row['sample']} before, --n {n} now"
+            return f"sample {row['sample']} before, `n` {n} now"
         if reason == "error" and not row.get(
             "prompt_tokens"
         ):  # the line of a prompt that could not be run
             return None
         if most is not None and not (isinstance(tokens, int) and 0 <= tokens <= most):
-            return f"{_show(row, 'tokens')} tokens before, --max-new-tokens {most} now"
+            return f"{_show(row, 'tokens')} tokens before, `sampling.max_new_tokens` {most} now"
         if (ids is not None) != bool(results.get("token_ids")):
             change = "without before, with" if ids is None else "with before, without"
             return f"token_ids: {change} now"

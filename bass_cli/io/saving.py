@@ -89,7 +89,7 @@ def refuse_foreign(
     ours: Callable[[bytes], bool],
     *,
     kind: str,
-    remedy: str = "use --overwrite to replace it, or give another name",
+    remedy: str = "use `overwrite` to replace it, or give another name",
 ) -> None:
     """Raise UserError if the file has content that another program wrote, and would be lost.
 
@@ -301,15 +301,15 @@ def check_chart(file: str, *, overwrite: bool) -> None:
     A file that is not a chart of bass is not replaced.
     """
     if Path(file).suffix.lower() != ".png":
-        raise UserError(f"--plot {file}: the file must end in .png")
-    check_place(f"--plot {file}", file)
+        raise UserError(f"`plot` {file}: the file must end in .png")
+    check_place(f"`plot` {file}", file)
     if not overwrite:
         refuse_foreign(
-            f"--plot {file}", file, lambda content: _CHART in content[:1024], kind="a chart of bass"
+            f"`plot` {file}", file, lambda content: _CHART in content[:1024], kind="a chart of bass"
         )
     if importlib.util.find_spec("matplotlib") is None:
         raise MachineError(
-            "--plot needs matplotlib, which is not installed here: pip install 'bass-cli[plot]'"
+            "`plot` needs matplotlib, which is not installed here: pip install 'bass-cli[plot]'"
         )
 
 
@@ -320,4 +320,4 @@ def save_chart(figure: Any, file: str) -> None:
     try:
         write_file(file, picture.getvalue())
     except OSError as error:
-        raise MachineError(f"--plot {file}: cannot write the chart: {error.strerror}") from None
+        raise MachineError(f"`plot` {file}: cannot write the chart: {error.strerror}") from None

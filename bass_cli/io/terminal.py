@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
-from bass_cli.errors import UserError, spelled
+from bass_cli.errors import spelled
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -41,9 +41,8 @@ def line(text: str, *, stdout: bool = False) -> None:
     print(spelled(text), file=sys.stdout if stdout else sys.stderr, flush=True)
 
 
-def error(message: str | UserError) -> None:
-    """Write an error; further lines of a UserError are indented."""
-    first, *more = message.lines if isinstance(message, UserError) else [message]
+def error(first: str, *more: str) -> None:
+    """Write an error; further lines are indented."""
     line(f"bass: error: {first}")
     for one in more:
         line(f"  {one}")

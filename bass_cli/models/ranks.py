@@ -37,12 +37,12 @@ def check_divisible(spec: Spec, ranks: int, *, model: str) -> None:
     for what, count in (("attention heads", spec.heads), ("feed-forward size", spec.inner)):
         if count % ranks:
             raise UserError(
-                f"--tensor-parallel {ranks}: {model} has {what} {count}, which {ranks} does not "
+                f"`tensor_parallel` {ranks}: {model} has {what} {count}, which {ranks} does not "
                 "divide; use another number"
             )
     if spec.kv_heads % ranks and ranks % spec.kv_heads:
         raise UserError(
-            f"--tensor-parallel {ranks}: {model} has key/value heads {spec.kv_heads}, which "
+            f"`tensor_parallel` {ranks}: {model} has key/value heads {spec.kv_heads}, which "
             f"neither divides {ranks} nor is divided by it; use another number"
         )
 
@@ -81,7 +81,7 @@ class Ranks:
         """
         if distributed.is_initialized():
             raise UserError(
-                "--tensor-parallel: this process is in a group of torch.distributed already; end "
+                "`tensor_parallel`: this process is in a group of torch.distributed already; end "
                 "the other job, or leave that group, first"
             )
         self._store = _store(0, first=True)  # the system chooses the port
@@ -212,7 +212,7 @@ def _finish(work: Any) -> None:
                 return
         if time.monotonic() > until:
             raise MachineError(
-                "--tensor-parallel: a process of this model has not answered for "
+                "`tensor_parallel`: a process of this model has not answered for "
                 f"{_PATIENCE.total_seconds() / 60:.0f} minutes; it is stopped, or hangs"
             )
 

@@ -6,15 +6,12 @@ io/results.py writes files.
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import itertools
 import logging
-import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from bass_cli.config.job import JOB_FLAGS, SAMPLING_FLAGS, SPECULATION_FLAGS, Job
+from bass_cli.config.job import Job
 from bass_cli.errors import UserError
 from bass_cli.io.prompts import Prompt, check, prompts_of
 from bass_cli.io.reading import shown
@@ -28,15 +25,6 @@ if TYPE_CHECKING:
     from bass_cli.run.plan import Plan
 
 _LOG = logging.getLogger("bass")
-# The fields of a Job for the flags in error messages
-_FIELDS = {
-    **{flag.replace("_", "-"): flag for flag in JOB_FLAGS},
-    **{flag.replace("_", "-"): f"sampling.{flag}" for flag in SAMPLING_FLAGS},
-    **{flag.replace("_", "-"): f"speculation.{key}" for key, flag in SPECULATION_FLAGS.items()},
-    **{"pair": "pair", "model": "pair.target", "draft": "pair.draft"},
-    **{"chat": "chat=True", "no-chat": "chat=False"},
-}
-_FLAG = re.compile(r"(?<![\w-])--([a-z]+(?:-[a-z]+)*)(?![\w-])(?: \(or BASS_[A-Z_]+\))?")
 _LOG.addFilter(spell_record)
 
 
@@ -84,11 +72,10 @@ def generate(
 
     _check_kind(prompts, job)
     if isinstance(job, Job):
-        with own_terms():
-            prompts, plan, count = _planned(prompts, job, count)
-    else:  # a plan is a command's, whose messages name flags
+        prompts, plan, count = _planned(prompts, job, count)
+    else:
         plan = job
-    drawn = scheduler.generate(
+    return scheduler.generate(
         plan,
         prompts_of(prompts, column=plan.job.prompt_column),
         done=done,
@@ -96,41 +83,16 @@ def generate(
         on_round=on_round,
         on_phase=on_phase,
         on_bytes=on_bytes,
-        on_note=on_note if plan is job else lambda note: on_note(in_own_terms(note)),
+        on_note=on_note,
         loop=loop,
     )
-    return drawn if plan is job else with_own_terms(drawn)
-
-
-def in_own_terms(text: str) -> str:
-    """Replace the flags in a message by the fields of a Job."""
-    return _FLAG.sub(lambda found: _FIELDS.get(found[1], found[0]), text)
-
-
-@contextlib.contextmanager
-def own_terms() -> Iterator[None]:
-    """Replace the flags in the messages of UserErrors by the fields of a Job."""
-    try:
-        yield
-    except UserError as error:
-        error.args = tuple(map(in_own_terms, error.args))
-        raise
-
-
-def with_own_terms(drawn: Iterator[Completion]) -> Iterator[Completion]:
-    """Yield the samples, with fields of a Job in place of flags in all error messages."""
-    with own_terms(), contextlib.closing(drawn):  # type: ignore[type-var]
-        for one in drawn:
-            if one.error is not None:
-                one = dataclasses.replace(one, error=in_own_terms(one.error))
-            yield one
 
 
 def _planned(
     prompts: Iterable[Any], job: Job, count: int | None
 ) -> tuple[Iterable[Any], Plan, int | None]:
     """Check a list of prompts and plan the job; return prompts, plan and number of prompts."""
-    configure_threads(job.threads, lambda note: _LOG.info(in_own_terms(note)))
+    configure_threads(job.threads, _LOG.info)
     longest, prompts = "", _first(prompts, job.limit)
     if isinstance(prompts, Sequence):
         prompts = list(prompts_of(prompts, column=job.prompt_column))
@@ -162,5 +124,5 @@ def _plan_of(job: Job, longest: str, count: int | None) -> Plan:
 
     plan = make_plan(job, longest_prompt=longest, prompts=count)
     for note in plan.notes:
-        _LOG.info(in_own_terms(note))
+        _LOG.info(note)
     return plan

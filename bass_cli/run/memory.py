@@ -226,7 +226,7 @@ class Need:
     rows: int
     new_tokens: int
     device: torch.device
-    options: tuple[str, str | None] = ("--batch-size", "--max-new-tokens")
+    options: tuple[str, str | None] = ("`batch_size`", "`sampling.max_new_tokens`")
     kept: int | None = None
 
     def check(self) -> None:
@@ -277,7 +277,7 @@ class Need:
             return f"the largest that can be expected to fit: {', or '.join(found)}"
         return (
             f"the weights take {gigabytes(self.footprint.weights)}; use a smaller model, a "
-            "16-bit --dtype or a machine with more memory"
+            "16-bit `dtype` or a machine with more memory"
         )
 
 

@@ -108,7 +108,7 @@ def open_files(job: Job, early: Callable[[], Tokenizer | None] = lambda: None) -
         check_same_vocabulary(tokenizer, other)
         draft_vocab = min(draft_vocab, other.size, draft.spec.vocab)
     if job.chat and not tokenizer.has_chat_template:
-        raise UserError(f"--chat: {pair.target} has no chat template")
+        raise UserError(f"`chat=True`: {pair.target} has no chat template")
     return Files(target, tokenizer, draft, draft_vocab, mask, skipped)
 
 
@@ -134,15 +134,15 @@ def costs_of(
             note(text)
     if "table" in str(job.speculation.length) and job.tensor_parallel > 1:
         raise UserError(
-            f"--draft-length {job.speculation.length} and --tensor-parallel exclude each other: "
-            "bass profile measures one device; use auto or bass"
+            f"`speculation.length` {job.speculation.length} and `tensor_parallel` exclude each "
+            "other: bass profile measures one device; use auto or bass"
         )
     if "table" in str(job.speculation.length) and not (surface and surface.measured):
         missing = f'pair "{pair.name}" has no profile on this device yet'
         raise UserError(
-            f"--draft-length {job.speculation.length}: {ignored[0] if ignored else missing}; "
-            "make one with bass profile and the same --pair (or --model) and --draft, or use auto "
-            "or bass"
+            f"`speculation.length` {job.speculation.length}: {ignored[0] if ignored else missing}; "
+            "make one with bass profile and the same `pair` (or `pair.target`) and `pair.draft`, "
+            "or use auto or bass"
         )
     return profile, surface
 
@@ -161,7 +161,7 @@ def check_split(spec: Spec, ranks: int, device: torch.device, *, model: str) -> 
     check_divisible(spec, ranks, model=model)
     if device.type == "cuda" and torch.cuda.device_count() < ranks:
         raise MachineError(
-            f"--tensor-parallel {ranks}: this process sees {torch.cuda.device_count()} GPUs"
+            f"`tensor_parallel` {ranks}: this process sees {torch.cuda.device_count()} GPUs"
         )
 
 

@@ -78,7 +78,7 @@ class Plan:
     surface: Surface | None = None
     notes: tuple[str, ...] = ()
     prompts: int | None = None
-    options: tuple[str, str | None] = ("--batch-size", "--max-new-tokens")
+    options: tuple[str, str | None] = ("`batch_size`", "`sampling.max_new_tokens`")
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -183,7 +183,7 @@ class Plan:
     def why(self) -> str:
         """The reason for the number of rows."""
         if isinstance(self.job.batch_size, int):
-            return "set by --batch-size"
+            return "set by `batch_size`"
         if self.rows < self.wished:
             return f"more might not fit into the {gigabytes(self.free)} of free memory"
         if self.job.budget is not None:
@@ -232,7 +232,7 @@ def make_plan(
     *,
     longest_prompt: str = "",
     prompts: int | None = None,
-    options: tuple[str, str | None] = ("--batch-size", "--max-new-tokens"),
+    options: tuple[str, str | None] = ("`batch_size`", "`sampling.max_new_tokens`"),
     grows: bool = True,
     tokenizer: Callable[[], Tokenizer | None] = lambda: None,
 ) -> Plan:
@@ -337,7 +337,7 @@ def _contradictions(job: Job) -> Iterator[str]:
         and job.batch_size > job.n
     ):
         yield (
-            f"--batch-size {job.batch_size}: only {job.n} rows are used; with a budget and maximal "
+            f"`batch_size` {job.batch_size}: only {job.n} rows are used; with a budget and maximal "
             "coupling prompts run one at a time"
         )
 
@@ -363,7 +363,7 @@ def _footprint(
 def device_of(wanted: str) -> torch.device:
     """Return the device for a setting: "auto", "cuda" or "cpu"."""
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise MachineError("--device cuda: this machine has no CUDA device that torch can use")
+        raise MachineError("`device` cuda: this machine has no CUDA device that torch can use")
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     give_kernels_a_cache()

@@ -183,7 +183,7 @@ class RequestReader:
         if messages is None and self._job.chat:
             messages = [{"role": "user", "content": prompt.text}]
         if messages is not None and self._job.chat is False:
-            raise UserError(f"{prompt.place}: the prompt has messages, but --no-chat was given")
+            raise UserError(f"{prompt.place}: the prompt has messages, but `chat=False` was given")
         tokens = (
             self._tokenizer.encode(prompt.text or "", self._context)
             if messages is None

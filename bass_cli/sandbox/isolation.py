@@ -40,7 +40,7 @@ NEVER = {"/", "/tmp", "/dev", "/proc", "/root", "/home", "/etc"}
 # user numbers that systemd reserves for temporary users
 DYNAMIC_USERS = range(61184, 65520)
 NONE, AS_ROOT, SCOPES = "none", ", as root", "Landlock"
-ACCEPT = "--allow-code-execution"
+ACCEPT = "`allow_code_execution`"
 
 
 class Isolation(NamedTuple):

@@ -199,7 +199,7 @@ def requested(
 ) -> tuple[int, str] | None:
     """Return the number that --threads or OMP_NUM_THREADS sets, and which of them, or None."""
     if wanted is not None:
-        return wanted, "--threads (or BASS_THREADS)"
+        return wanted, "`threads`"
     given = re.match(r"\s*(\d{1,5})", environment.get("OMP_NUM_THREADS", ""))
     return (int(given[1]), "OMP_NUM_THREADS") if given and int(given[1]) else None
 
@@ -298,10 +298,7 @@ def configure_threads(wanted: int | None, note: Note) -> Threads:
     if wanted is not None and not 1 <= wanted <= _MOST:
         from bass_cli.errors import UserError
 
-        raise UserError(
-            f"--threads (or BASS_THREADS): it should be a whole number from 1 to {_MOST} (got "
-            f"{wanted})"
-        )
+        raise UserError(f"`threads`: it should be a whole number from 1 to {_MOST} (got {wanted})")
     if "torch" not in sys.modules and (reason := lacking_address_space()) is not None:
         from bass_cli.errors import MachineError
 

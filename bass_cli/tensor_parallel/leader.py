@@ -141,8 +141,8 @@ class Followers:
             self.graphs.wanted = self.ranks.can_capture(self._part.device)
         if self._part.device.type == "cuda" and not self.graphs.wanted:
             terminal.line(
-                f"bass: --tensor-parallel {self._part.ranks}: no CUDA graphs, because exchanges "
-                "between these GPUs cannot be captured; rounds are slower"
+                f"bass: tensor parallel over {self._part.ranks} devices: no CUDA graphs, because "
+                "exchanges between these GPUs cannot be captured; rounds are slower"
             )
 
     def tell(self, *message: Any) -> None:
@@ -174,7 +174,7 @@ class Followers:
         """
         if self._broken:
             raise MachineError(
-                "--tensor-parallel: the processes of this model were ended after an earlier error"
+                "`tensor_parallel`: the processes of this model were ended after an earlier error"
             )
         try:
             yield
@@ -228,7 +228,7 @@ class Followers:
         """Return the error of the first process that failed."""
         rank = next(iter(self._faults))
         ranks = self._part.ranks
-        text = f"--tensor-parallel {ranks}: process {rank} of 0 to {ranks - 1}: "
+        text = f"tensor parallel over {ranks} devices: process {rank} of 0 to {ranks - 1}: "
         return self._kinds[rank](*(text + self._faults[rank]).split("\n"))  # one line an argument
 
     def _listen(self, rank: int, process: subprocess.Popen[bytes]) -> None:
@@ -255,7 +255,7 @@ class Followers:
         if not self._over.wait(_GRACE) and rank in self.read:
             # The main thread may wait for its device, which no exception can interrupt. Results
             # are written line by line, so the output file is valid.
-            terminal.error(self._fault())
+            terminal.error(*self._fault().lines)
             os._exit(3)
 
     @staticmethod

@@ -181,7 +181,7 @@ def test_every_shape_is_checked_and_takes_another_vocabulary() -> None:
         assert spec_of(name, option="--shape", vocab=77).vocab == 77
     with pytest.raises(UserError, match=r'--draft-shape: .*"opt-12b"; did you mean "opt-1'):
         spec_of("opt-12b", option="--draft-shape")
-    with pytest.raises(UserError, match=r'--draft-shape .*"dspark-7b"; did you mean "dspark-8b"'):
+    with pytest.raises(UserError, match=r'`draft_shape`: .*"dspark-7b"; did you mean "dspark-8b"'):
         settings(shape="qwen3-8b", draft_shape="dspark-7b", acceptance=["0.5"])
 
 

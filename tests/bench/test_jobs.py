@@ -75,7 +75,7 @@ def test_a_job_runs_beside_a_rival(place: Path) -> None:
     [
         (("--n", "4"), "--n: this option needs --job FILE"),
         (("--ray", "local"), "--ray: this option needs --job FILE"),
-        (("--job", "p.jsonl", "--actors", "2"), "--actors (or BASS_ACTORS) needs --ray"),
+        (("--job", "p.jsonl", "--actors", "2"), "--actors needs --ray"),
         (("--job", "p.jsonl", "--ray", "local", "--coupling", "maximal"), "--coupling shared"),
         (("--job", "p.jsonl", "--methods", "4"), "--methods: a --job runs as bass generate"),
         (("--job", "p.txt", "--prompt-column", "x"), "--prompt-column (or BASS_PROMPT_COLUMN)"),

@@ -115,7 +115,7 @@ def test_summary_of_a_limited_bench_names_what_is_missing(monkeypatch: pytest.Mo
     assert any("left: ms per token plain" in note for note in notes)
     text = " ".join(report.closing(document))
     assert "1 of 4 repeats" in text
-    assert "--time-limit 1m" in text
+    assert "set the time limit to 1m" in text
 
 
 def test_default_on_a_cpu_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:

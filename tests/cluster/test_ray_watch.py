@@ -30,7 +30,7 @@ def test_a_dead_process_is_named_within_5_s() -> None:
         while not watch.fault:
             assert time.monotonic() - since < 5
             time.sleep(0.05)
-        with pytest.raises(MachineError, match=f"--ray local: Ray's node at {second} has died"):
+        with pytest.raises(MachineError, match=f"`ray` local: Ray's node at {second} has died"):
             watch.check()
     time.sleep(0.1)
     assert said == []

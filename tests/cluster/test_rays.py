@@ -289,7 +289,7 @@ def test_an_actor_takes_a_gpu_if_the_cluster_has_one_else_cores() -> None:
     here = Rooms(lambda: alone, Request("local", 2), job)
     assert here.places() == {Place(None, 0), Place(None, 1)}
     alone[0]["Alive"] = False
-    with pytest.raises(MachineError, match="--ray local: Ray's process on this machine"):
+    with pytest.raises(MachineError, match="`ray` local: Ray's process on this machine"):
         here.places()  # on a cluster others may join
 
 

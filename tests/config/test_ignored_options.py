@@ -47,9 +47,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (["generate", "p.txt", "--out", "o.jsonl.gz"], "--out o.jsonl.gz: nothing is written as .gz; "
                                                    "samples are plain JSON"),
     (["generate", "p.txt", "--out", "o.JSON"], "nothing is written as .json;"),
-    (["generate", "p.txt", "--resume"], "--resume: samples go to standard output, where no file "
+    (["generate", "p.txt", "--resume"], "--resume (or BASS_RESUME): samples go to standard output, where no file "
                                         "is kept; add --out FILE"),
-    (["generate", "p.txt", "--overwrite", "--out", "/dev/stderr"], "--overwrite: samples go to "
+    (["generate", "p.txt", "--overwrite", "--out", "/dev/stderr"], "--overwrite (or BASS_OVERWRITE): samples go to "
                                                                    "/dev/stderr, where no"),
     (["generate", "p.txt", "--prompt-column", "text"], "--prompt-column (or BASS_PROMPT_COLUMN): "
                                                        "a text file has no"),

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from bass_cli.cli.doctor import parameters_in
+from bass_cli.cli.options import in_flags
 from bass_cli.cli.profile import batch_sizes_of
 from bass_cli.config.args import JobArgs
 from bass_cli.config.draft_spec import Draft, parse_draft
@@ -206,8 +207,9 @@ def test_numbers_in_options_are_written_in_ascii_digits(text: str) -> None:
     for read in (parse_ks, batch_sizes_of):
         if read is batch_sizes_of and text == "1,,2":
             continue  # it leaves blanks out
-        with pytest.raises(UserError, match=r"--(k|batch-sizes) "):
+        with pytest.raises(UserError) as caught:
             read(text)
+        assert re.match(r"--(k|batch-sizes) ", in_flags(str(caught.value)))
     if text not in ("0", "1,,2", "1.5"):
         with pytest.raises(UserError, match=r"--budget: .* is not a time above 0"):
             parse_duration(text, "--budget")
@@ -358,7 +360,7 @@ def test_flags_override_the_pair_and_none_keeps_it() -> None:
 def test_a_wrong_flag_is_named(flag: str, value: Any, expected: str) -> None:
     with pytest.raises(UserError) as caught:
         make_job(PAIR, JobArgs(**{flag: value}))
-    assert str(caught.value).startswith(expected)
+    assert in_flags(str(caught.value)).startswith(expected)
 
 
 def test_models_are_frozen_and_strict() -> None:
@@ -423,4 +425,4 @@ def test_invalid_draft_is_named_by_line(tmp_path: Path, text: str, reason: str) 
     assert f'{file}:2: key "draft": ' in str(caught.value)
     with pytest.raises(UserError, match=re.escape(reason)) as caught:
         make_job(load_pair("smollm2"), JobArgs(draft=text))
-    assert "--draft (or BASS_DRAFT): " in str(caught.value)
+    assert str(caught.value).startswith("`pair.draft`: ")

@@ -88,9 +88,7 @@ def test_without_a_shard_all_prompts_are_drawn() -> None:
 
 @pytest.mark.parametrize("text", ["9/8", "0/8", "-1/8", "2/0", "2", "2/8/3", "half", "", "1.5/2"])
 def test_invalid_shard_is_refused(text: str) -> None:
-    with pytest.raises(
-        UserError, match=r'--shard \(or BASS_SHARD\): ".*" is not a part of a job; .* 1/8 to 8/8'
-    ):
+    with pytest.raises(UserError, match=r'`shard`: ".*" is not a part of a job; .* 1/8 to 8/8'):
         parse_shard(text)
     assert parse_shard(" 8 / 8 ") == (8, 8)
 

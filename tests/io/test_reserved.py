@@ -58,16 +58,16 @@ def test_a_reserved_field_is_named_with_what_to_do(tmp_path: Path, name: str) ->
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [
-        ("max_tokens", "--max-new-tokens"),
-        ("temperature", "--temperature"),
-        ("n", "--n"),
-        ("stop", "--stop"),
+        ("max_tokens", "`sampling.max_new_tokens`"),
+        ("temperature", "`sampling.temperature`"),
+        ("n", "`n`"),
+        ("stop", "`sampling.stop`"),
         ("system", '"messages" with {"role": "system"'),
         ("tools", "cannot pass it to the model"),
         ("min_p", "no such setting"),
     ],
 )
-def test_the_remedy_is_the_flag_or_the_place(tmp_path: Path, name: str, remedy: str) -> None:
+def test_the_remedy_is_the_option_or_the_place(tmp_path: Path, name: str, remedy: str) -> None:
     assert remedy in fault(tmp_path / "p.jsonl", {"prompt": "a", name: "x"})
 
 
@@ -96,9 +96,9 @@ def test_all_formats_have_one_rule(
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [
-        ("Temperature", "--temperature"),
-        ("maxTokens", "--max-new-tokens"),
-        ("max-tokens", "--max-new-tokens"),
+        ("Temperature", "`sampling.temperature`"),
+        ("maxTokens", "`sampling.max_new_tokens`"),
+        ("max-tokens", "`sampling.max_new_tokens`"),
         ("SYSTEM", '"role": "system"'),
         ("systemPrompt", '"role": "system"'),
         ("Tools", "cannot pass it to the model"),

@@ -161,7 +161,7 @@ def test_other_settings_are_refused_key_by_key(tmp_path: Path) -> None:
     assert "; seed: 0 before, 1 now" in str(caught.value)
     assert '; target: "t" before, "u" now' in str(caught.value)
     assert "; chat: not given before, true now" in str(caught.value)
-    assert "--overwrite" in str(caught.value)
+    assert "`overwrite`" in str(caught.value)
     assert (path.read_bytes(), manifest_path(str(path)).read_bytes()) == before
     open_output(str(path), MANIFEST).close(finished=True)
 

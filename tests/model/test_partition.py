@@ -104,5 +104,5 @@ def test_sizes_that_cannot_be_split_are_refused(
     write_checkpoint("llama", tmp_path)
     spec = open_checkpoint(tmp_path).spec
     check_divisible(spec, 2, model="tiny")
-    with pytest.raises(UserError, match=f"--tensor-parallel 2: tiny has {reason}, "):
+    with pytest.raises(UserError, match=f"`tensor_parallel` 2: tiny has {reason}, "):
         check_divisible(replace(spec, **change), 2, model="tiny")

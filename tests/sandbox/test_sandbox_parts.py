@@ -497,7 +497,7 @@ def test_weak_sandbox_is_refused_naming_the_missing_layers(
         isolation.refuse_weakness()
         return
     with pytest.raises(
-        MachineError, match=r"^the sandbox is weak here: .* add --allow-code-execution"
+        MachineError, match=r"^the sandbox is weak here: .* add `allow_code_execution`"
     ) as refusal:
         isolation.refuse_weakness()
     assert all(sentence in str(refusal.value) for sentence in found)

@@ -176,7 +176,7 @@ def test_a_first_sample_that_is_too_new_or_too_old(
 def test_a_requested_number_of_threads_is_used(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, waiting = chosen(root, 1.0, 1.0, 1.0, 1.0, wanted=2, OMP_NUM_THREADS="3")
     assert (found.number, found.fixed, found.shared) == (2, True, True)
-    assert found.why.startswith("--threads (or BASS_THREADS); 0.0 of 2 physical cores are free")
+    assert found.why.startswith("`threads`; 0.0 of 2 physical cores are free")
     assert waiting == {"OMP_WAIT_POLICY": "PASSIVE"}
     assert chosen(root, 0.0, 0.0, 0.0, 0.0, OMP_NUM_THREADS="3,2")[0].number == 3
     assert chosen(root, 0.0, 0.0, 0.0, 0.0, OMP_NUM_THREADS="many")[0].fixed is False
