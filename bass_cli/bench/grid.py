@@ -27,11 +27,11 @@ from bass_cli.bench.report import number
 from bass_cli.bench.runs import Key, Parts, Schedule, empty, fill, measure_parts
 from bass_cli.bench.settings import PLAIN, Settings
 from bass_cli.bench.texts import texts_for
-from bass_cli.engine.graphs import synchronise
 from bass_cli.engine.verify import Rate
 from bass_cli.errors import MachineError
 from bass_cli.io.console import clock
 from bass_cli.lengths.controllers import Fixed
+from bass_cli.models.capture import synchronise
 from bass_cli.run.plan import Plan, device_of
 from bass_cli.system.host import give_back_memory
 

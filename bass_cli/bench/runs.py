@@ -20,11 +20,11 @@ import torch
 from bass_cli.bench.figures import ENOUGH_TOKENS, FEWEST, Run, Step, latency, spread
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.contracts import Proposal
-from bass_cli.engine.graphs import Shape, synchronise
+from bass_cli.engine.graphs import Shape
 from bass_cli.engine.loop import Loop
 from bass_cli.engine.sizes import bucket
 from bass_cli.engine.verify import judge
-from bass_cli.models.capture import Capture, capture
+from bass_cli.models.capture import Capture, capture, synchronise
 
 LEAST_TOKENS = 16  # of a row; fewer would measure little of a method
 # share of the time limit for warm-up and runs; the rest is for timing the parts of rounds

@@ -2,8 +2,8 @@
 batch.
 
 `Captured` runs the rounds of one loop. `GraphPolicy` decides which shapes are captured and which
-graph serves instead. `Graphs` holds the captured functions by key. On other devices nothing is
-captured. Not here: what a round does (round.py), CUDA itself (models/capture.py).
+graph serves instead. On other devices nothing is captured. Not here: what a round does (round.py),
+the graphs themselves and the ski-rental rule (models/capture.py).
 """
 
 from __future__ import annotations
@@ -13,20 +13,19 @@ import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
 from bass_cli.engine.batch import Batch
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.contracts import Drafter
 from bass_cli.engine.sizes import WIDTHS, bucket, cover, step_down
-from bass_cli.models.capture import Capture, Graph, capture
-from bass_kernels import has_triton
+from bass_cli.models.capture import Graphs, Running, SkiRental
 
 
 class Captured:
     """The graphs of one loop.
 
+    policy: decides which of them are captured.
     capturing: seconds of graph capture since the last `start`; later rounds will not need them.
     steady: whether everything since the last `start` was replayed.
 
@@ -46,10 +45,15 @@ class Captured:
         cuts: Cuts,
     ):
         self._graphs, self._batch, self._clock, self._function = graphs, batch, clock, function
-        self._policy = GraphPolicy(
+        self.policy = GraphPolicy(
             graphs, longest=drafter.longest, drafts=kind_of(drafter), cuts=cuts
         )
         self.capturing, self.steady = 0.0, True
+
+    @property
+    def rows(self) -> int:
+        """Rows, padding included, of the graph that fits the live ones."""
+        return bucket(len(self._batch), self._batch.capacity)
 
     def start(self) -> float:
         """Reset `capturing` and `steady`, and return the time."""
@@ -59,61 +63,32 @@ class Captured:
     def renew(self, version: Hashable) -> None:
         """Drop all graphs if `version` has changed, because memory that they read has moved."""
         if self._graphs.renew(version):
-            self._policy.forget()
-
-    def wish(self, kind: Kind, width: int) -> Shape:
-        """Return the shape that fits the live rows."""
-        return Shape(kind, self.bucket(len(self._batch)), width)
+            self.policy.forget()
 
     def usual(self, width: int) -> Shape:
         """Return the shape of a round of `width` drafts for the live rows."""
-        return self._policy.shape(self.bucket(len(self._batch)), width)
-
-    def bucket(self, rows: int) -> int:
-        """Return how many rows, padding included, a graph for `rows` rows takes."""
-        return bucket(rows, self._batch.capacity)
+        return self.policy.shape(self.rows, width)
 
     def choose(
         self, wish: Shape, *, left: float, deadline: float | None = None, fit: Fit = "near"
     ) -> Step:
         """Choose as GraphPolicy does. With a `deadline`, avoid captures that only pay later."""
-        return self._policy.choose(wish, left=left if deadline is None else 0.0, fit=fit)
-
-    def delay(self, step: Step) -> float:
-        """See GraphPolicy.delay."""
-        return self._policy.delay(step)
-
-    def one_time_costs(self) -> tuple[float, ...]:
-        """Return GraphPolicy.one_time_costs for the live rows."""
-        return self._policy.one_time_costs(self.bucket(len(self._batch)))
-
-    def warmup_costs(self) -> tuple[float, ...]:
-        """Return GraphPolicy.warmup_costs for the live rows."""
-        return self._policy.warmup_costs(self.bucket(len(self._batch)))
-
-    def perform(
-        self, wish: Shape, step: Step, meanwhile: Callable[[], None] = lambda: None
-    ) -> Tensor | None:
-        """Run `step` in place of `wish`, run `meanwhile` on the host, and return the result on
-        the host."""
-        running = self.launch(wish, step)
-        meanwhile()
-        return running.wait()
+        return self.policy.choose(wish, left=left if deadline is None else 0.0, fit=fit)
 
     def launch(self, wish: Shape, step: Step) -> Running:
         """Launch `step` in place of `wish`. A step that is not replayed has ended when this
         returns."""
         began = self._clock.now()
-        self._policy.served(wish, step)
+        self.policy.served(wish, step)
         if step.how == "run":
             self.steady = False
             with self._padded(step.shape.rows):
                 found = self._graphs.run(step.shape, self._function(step.shape))
-            self._policy.took(step, self._clock.now() - began)
+            self.policy.took(step, self._clock.now() - began)
             return Running(lambda: True, lambda: found)
         if step.how == "capture":
             self.capture(step.shape)
-            self._policy.took(step, self._clock.now() - began)
+            self.policy.took(step, self._clock.now() - began)
             self.capturing += self._clock.now() - began
         with self._padded(step.shape.rows):
             return self._graphs.launch(step.shape)
@@ -133,8 +108,8 @@ class Captured:
                 are captured. None: none.
         """
         shapes = [
-            self._policy.shape(count, width)
-            for count in sorted({self.bucket(n) for n in rows})
+            self.policy.shape(count, width)
+            for count in sorted({bucket(n, self._batch.capacity) for n in rows})
             for width in sorted(set(widths))
         ]
         if catch_up is not None:
@@ -241,17 +216,13 @@ class GraphPolicy:
     ):
         self._graphs, self._drafts, self._longest, self._cuts = graphs, drafts, longest, cuts
         self._widths = [step_down(min(width, longest)) for width in range(WIDTHS[-1] + 1)]
-        # By wanted shape: how often another shape served, and the plain passes lost by that.
-        self._lost: dict[Shape, tuple[int, float]] = {}
+        self._rental = SkiRental[Shape]()  # losses in plain passes
         # By kind and how it ran: seconds on the host for a pass.
         self._unit: dict[tuple[str, str], float] = {}
         self._one_time_costs: dict[int, tuple[float, ...]] = {}
 
     def choose(self, wish: Shape, *, left: float, fit: Fit = "near") -> Step:
-        """Choose what to run for the shape `wish`.
-
-        Capture follows the ski-rental rule: other graphs serve until their accumulated loss reaches
-        the cost of a capture.
+        """Choose what to run for the shape `wish`: other graphs serve by the ski-rental rule.
 
         Args:
             left: the largest number of such rounds that may still come.
@@ -262,9 +233,7 @@ class GraphPolicy:
             return Step(wish, "replay")
         near = self._near(wish, fit)
         if near is not None:
-            times, lost = self._lost.get(wish, (0, 0.0))
-            price = _CAPTURE * _launches(wish)
-            if lost < price or left * lost < price * times:
+            if not self._rental.pays(wish, _CAPTURE * _launches(wish), left=left):
                 return Step(near, "replay")
         elif fit == "wider":
             usual = min(cover(wish.width), self._longest)  # the drafter proposes no more
@@ -276,8 +245,7 @@ class GraphPolicy:
     def served(self, wish: Shape, step: Step) -> None:
         """Note that `step` was run for `wish`."""
         if step.shape != wish:
-            times, lost = self._lost.get(wish, (0, 0.0))
-            self._lost[wish] = times + 1, lost + _loss(step.shape, wish)
+            self._rental.lose(wish, _loss(step.shape, wish))
 
     def took(self, step: Step, seconds: float) -> None:
         """Note that running or capturing a shape kept the host busy for `seconds`."""
@@ -383,124 +351,3 @@ def _steps(shape: Shape) -> int:
     """Return the number of draft passes in a round."""
     once = min(shape.width, 1)
     return {"round": shape.width, "block": once, "cut": once}.get(shape.kind, 0)
-
-
-class Running(NamedTuple):
-    """A replay in flight.
-
-    over: returns whether the device has finished it.
-    wait: waits, and returns its result on the host. The result is valid until the second replay
-        after this one begins.
-    """
-
-    over: Callable[[], bool]
-    wait: Callable[[], Tensor | None]
-
-
-class Graphs:
-    """Captured functions without arguments. Each returns a tensor that is copied to the host, or
-    None.
-
-    `captures` counts captures: a measured run should add none. All graphs share the memory of
-    intermediate results, because they run one after the other.
-
-    Args:
-        wanted: whether to capture anything.
-        record: captures one function.
-    """
-
-    def __init__(self, device: torch.device, *, wanted: bool = True, record: Capture = capture):
-        self.enabled, self.record = wanted and device.type == "cuda", record
-        self.captures = 0
-        # A graph, its result, and two host copies used in turn, because two replays may be in
-        # flight.
-        self._held: dict[Hashable, tuple[Graph, Tensor | None, list[Tensor]]] = {}
-        self._dropped = self._held  # no longer run, see `renew`
-        self._warm: dict[Hashable, Tensor | None] = {}  # what ran uncaptured, with one result
-        self._version: Hashable = None
-        self._pool = torch.cuda.graph_pool_handle() if self.enabled else None
-
-    def renew(self, version: Hashable) -> bool:
-        """Drop all graphs if `version` has changed, because memory that they read has moved.
-        Returns: whether it has."""
-        if version == self._version:
-            return False
-        # Keep the old graphs until the next capture: CUDA's allocator may refuse to capture into
-        # a memory pool that no graph uses.
-        self._dropped, self._held = self._held or self._dropped, {}
-        self._warm.clear()
-        self._version = version
-        return True
-
-    def holds(self, key: Hashable) -> bool:
-        """Return whether a graph with this key exists."""
-        return key in self._held
-
-    def held(self) -> Iterable[Hashable]:
-        """Return the keys of all graphs."""
-        return self._held.keys()
-
-    def is_warm(self, key: Hashable) -> bool:
-        """Return whether `key` has run uncaptured, so that its kernels are compiled and its
-        libraries set up."""
-        return key in self._warm
-
-    def compile(self, functions: Iterable[Callable[[], object]]) -> None:
-        """Compile the kernels that these functions launch, many at a time, without launching
-        them."""
-        if has_triton():
-            from bass_kernels.launch import compile_ahead
-
-            compile_ahead(functions)
-
-    def run(self, key: Hashable, function: Callable[[], Tensor | None]) -> Tensor | None:
-        """Run `function` uncaptured and return its result on the host."""
-        found = function()
-        self._warm[key] = None if found is None else found.cpu()
-        torch.cuda.synchronize()
-        return self._warm[key]
-
-    def capture(self, key: Hashable, function: Callable[[], Tensor | None]) -> None:
-        """Capture `function`. It must be warm (see `run`), because compiling and loading cannot
-        be captured."""
-        found: list[Tensor | None] = []
-        graph = self.record(lambda: found.append(function()), self._pool)
-        result = found[0]
-        hosts = (
-            []
-            if result is None
-            else [torch.empty_like(result, device="cpu").pin_memory() for _ in range(2)]
-        )
-        self._held[key] = graph, result, hosts
-        self._dropped = {}
-        self.captures += 1
-
-    def replay(self, key: Hashable, meanwhile: Callable[[], None] = lambda: None) -> Tensor | None:
-        """Replay the graph of `key`, run `meanwhile` on the host, and return the result on the
-        host (see Running)."""
-        running = self.launch(key)
-        meanwhile()
-        return running.wait()
-
-    def launch(self, key: Hashable) -> Running:
-        """Launch the graph of `key` after all work that the device has already."""
-        graph, result, hosts = self._held[key]
-        graph.replay()
-        hosts.reverse()
-        host = None
-        if result is not None:
-            host = hosts[0].copy_(result, non_blocking=True)
-        done = torch.cuda.Event()
-        done.record()
-
-        def wait() -> Tensor | None:
-            done.synchronize()
-            return host
-
-        return Running(done.query, wait)
-
-
-def synchronise(device: torch.device) -> None:
-    """Wait until the device has finished all of its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -29,11 +29,12 @@ from bass_cli.engine.contracts import (
     RoundResult,
     Target,
 )
-from bass_cli.engine.graphs import Captured, Graphs, Running, Shape, synchronise
+from bass_cli.engine.graphs import Captured, Shape
 from bass_cli.engine.host_state import Integers
 from bass_cli.engine.round import CatchingUp, NextRound, RoundRequest, Rounds, sizes
 from bass_cli.engine.sizes import cover, step_down
 from bass_cli.engine.verify import ALL, Cut, Rate, SimulatedAcceptance, Verifier
+from bass_cli.models.capture import Graphs, Running, synchronise
 
 
 class Loop:

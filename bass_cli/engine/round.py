@@ -137,7 +137,7 @@ class NextRound:
             drafts = request.drafts
             return self._clock.predict(request.width if drafts is None else drafts.tokens.shape[1])
         _, step = self.served(request, deadline)
-        return self._clock.predict(step.shape.width) + self._captured.delay(step)
+        return self._clock.predict(step.shape.width) + self._captured.policy.delay(step)
 
     def left(self, rooms: list[int]) -> float:
         """Return the largest number of rounds that may follow, given the room of each row in
@@ -161,7 +161,7 @@ class NextRound:
             float(numpy.minimum(rooms, self.pending_work.typical).sum()) + self.pending_work.tokens
         )
         captured = self._captured
-        one_time_costs = captured.one_time_costs() if captured else ()
+        one_time_costs = captured.policy.one_time_costs(captured.rows) if captured else ()
         return ControllerInput(
             left / len(rooms),
             one_time_costs,
@@ -169,7 +169,7 @@ class NextRound:
             float(self._batch.known().mean()),
             tuple(self._batch.hosts),
             tuple(rooms),
-            captured.warmup_costs() if captured and any(one_time_costs) else (),
+            captured.policy.warmup_costs(captured.rows) if captured and any(one_time_costs) else (),
             stops=self._stops,
             free=not self._drafter.on_device,
             skipped=self.host_drafts.recall(),
@@ -205,7 +205,7 @@ class NextRound:
         def predict(width: int) -> float:
             wish, left = captured.usual(usual(width)), self.left(rooms)
             step = captured.choose(wish, left=left, deadline=deadline, fit=self._fit)
-            late = captured.delay(step) + (behind if step.shape.width else 0.0)
+            late = captured.policy.delay(step) + (behind if step.shape.width else 0.0)
             return self._clock.predict(step.shape.width) + late
 
         return usual(self._clock.longest_in_time(usual(wanted), deadline, predict))
@@ -377,17 +377,17 @@ class CatchingUp:
         few tokens."""
         if self._captured is None:
             return max(missing * len(self._batch) / _HOST, 1.0)
-        longest = sizes(self._captured.bucket(len(self._batch)))[-1]
+        longest = sizes(self._captured.rows)[-1]
         return -(-missing // longest)
 
     def _replay(
         self, captured: Captured, missing: int, left: float, deadline: float | None
     ) -> None:
-        lengths = sizes(captured.bucket(len(self._batch)))
+        lengths = sizes(captured.rows)
         while missing > 0:
             wish, step = self._step(captured, lengths, missing, left, deadline)
             self._behind.fill_(max(missing, step.shape.width) + 2)
-            captured.perform(wish, step)
+            captured.launch(wish, step).wait()
             missing -= step.shape.width
 
     def _step(
@@ -402,7 +402,7 @@ class CatchingUp:
         one that has a graph."""
 
         def of(size: int) -> tuple[Shape, Step]:
-            wish = captured.wish("catch up", size)
+            wish = Shape("catch up", captured.rows, size)
             return wish, captured.choose(wish, left=left, deadline=deadline)
 
         best = next((size for size in lengths if size >= missing), lengths[-1])

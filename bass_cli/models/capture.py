@@ -1,17 +1,23 @@
-"""Capture one function as a CUDA graph. Not here: what is captured and when (engine/graphs.py for
-rounds, models/prefill.py for prompts)."""
+"""Captured CUDA graphs: capturing one function, the graphs of many, and the rule for which of them
+are captured.
+
+Passes over prompts (prefill.py) and rounds (engine/graphs.py) use the same `Graphs` and the same
+`SkiRental`. Not here: which shapes there are and what each costs.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
-# takes a function that has run before, returns one that replays it
-Recorder = Callable[[Callable[[], None]], Callable[[], None]]
+from bass_kernels import has_triton
+
+_Key = TypeVar("_Key", bound=Hashable)
 
 
 class Graph(Protocol):
@@ -43,15 +49,6 @@ def capture(function: Callable[[], None], pool: Any) -> Graph:
     return graph
 
 
-def recorder(device: torch.device) -> Recorder | None:
-    """Return a recorder for functions that run one after the other and share a memory pool. None
-    if the device has no graphs."""
-    if device.type != "cuda":
-        return None
-    pool = torch.cuda.graph_pool_handle()
-    return lambda function: capture(function, pool).replay
-
-
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
     """Freeing an old graph while another one is captured would end the process."""
@@ -62,3 +59,145 @@ def _no_garbage_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+class Running(NamedTuple):
+    """A replay in flight.
+
+    over: returns whether the device has finished it.
+    wait: waits, and returns its result on the host. The result is valid until the second replay
+        after this one begins.
+    """
+
+    over: Callable[[], bool]
+    wait: Callable[[], Tensor | None]
+
+
+class Graphs:
+    """Captured functions without arguments, by key. Each returns a tensor that is copied to the
+    host, or None.
+
+    `captures` counts captures: a measured run should add none. All graphs share the memory of
+    intermediate results, because they run one after the other.
+
+    Args:
+        wanted: whether to capture anything. Other devices than GPUs have no graphs.
+        record: captures one function.
+    """
+
+    def __init__(self, device: torch.device, *, wanted: bool = True, record: Capture = capture):
+        self.enabled, self.record, self._device = wanted and device.type == "cuda", record, device
+        self.captures = 0
+        # A graph, its result, and two host copies used in turn, because two replays may be in
+        # flight.
+        self._held: dict[Hashable, tuple[Graph, Tensor | None, list[Tensor]]] = {}
+        self._dropped = self._held  # no longer run, see `renew`
+        self._warm: dict[Hashable, Tensor | None] = {}  # what ran uncaptured, with one result
+        self._version: Hashable = None
+        self._pool = torch.cuda.graph_pool_handle() if self.enabled else None
+
+    def renew(self, version: Hashable) -> bool:
+        """Drop all graphs if `version` has changed, because memory that they read has moved.
+        Returns: whether it has."""
+        if version == self._version:
+            return False
+        # Keep the old graphs until the next capture: CUDA's allocator may refuse to capture into
+        # a memory pool that no graph uses.
+        self._dropped, self._held = self._held or self._dropped, {}
+        self._warm.clear()
+        self._version = version
+        return True
+
+    def holds(self, key: Hashable) -> bool:
+        """Return whether a graph with this key exists."""
+        return key in self._held
+
+    def held(self) -> Iterable[Hashable]:
+        """Return the keys of all graphs."""
+        return self._held.keys()
+
+    def is_warm(self, key: Hashable) -> bool:
+        """Return whether `key` has run uncaptured, so that its kernels are compiled and its
+        libraries set up."""
+        return key in self._warm
+
+    def compile(self, functions: Iterable[Callable[[], object]]) -> None:
+        """Compile the kernels that these functions launch, many at a time, without launching
+        them."""
+        if has_triton():
+            from bass_kernels.launch import compile_ahead
+
+            compile_ahead(functions)
+
+    def run(self, key: Hashable, function: Callable[[], Tensor | None]) -> Tensor | None:
+        """Run `function` uncaptured and return its result on the host."""
+        found = function()
+        self._warm[key] = None if found is None else found.cpu()
+        synchronise(self._device)
+        return self._warm[key]
+
+    def capture(self, key: Hashable, function: Callable[[], Tensor | None]) -> None:
+        """Capture `function`. It must be warm (see `run`), because compiling and loading cannot
+        be captured."""
+        found: list[Tensor | None] = []
+        graph = self.record(lambda: found.append(function()), self._pool)
+        result = found[0]
+        hosts = (
+            []
+            if result is None
+            else [torch.empty_like(result, device="cpu").pin_memory() for _ in range(2)]
+        )
+        self._held[key] = graph, result, hosts
+        self._dropped = {}
+        self.captures += 1
+
+    def replay(self, key: Hashable) -> None:
+        """Replay the graph of `key`. The host waits for nothing and receives nothing."""
+        self._held[key][0].replay()
+
+    def launch(self, key: Hashable) -> Running:
+        """Launch the graph of `key` after all work that the device has already."""
+        graph, result, hosts = self._held[key]
+        graph.replay()
+        hosts.reverse()
+        host = None
+        if result is not None:
+            host = hosts[0].copy_(result, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+
+        def wait() -> Tensor | None:
+            done.synchronize()
+            return host
+
+        return Running(done.query, wait)
+
+
+class SkiRental(Generic[_Key]):
+    """The ski-rental rule: other graphs, or uncaptured passes, serve a wanted one until the time
+    lost by that reaches the cost of its capture. What was lost still counts after memory has moved
+    and the graphs have been dropped."""
+
+    def __init__(self) -> None:
+        # By wanted key: how often something else served, and what was lost by that.
+        self._lost: dict[_Key, tuple[int, float]] = {}
+
+    def lose(self, wish: _Key, loss: float) -> None:
+        """Note that something else served `wish`, at this loss."""
+        times, lost = self._lost.get(wish, (0, 0.0))
+        self._lost[wish] = times + 1, lost + loss
+
+    def pays(self, wish: _Key, price: float, *, left: float | None = None) -> bool:
+        """Return whether a capture pays, given its cost in the unit of losses.
+
+        Args:
+            left: how often it will be wanted at the most. None: unknown.
+        """
+        times, lost = self._lost.get(wish, (0, 0.0))
+        return lost >= price and (left is None or left * lost >= price * times)
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until the device has finished all of its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

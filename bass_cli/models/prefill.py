@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bass_cli.models.block_allocator import Sender
-from bass_cli.models.capture import Recorder
+from bass_cli.models.capture import Graphs, SkiRental
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.kv_cache import KVCache, Span
 from bass_kernels import Group
@@ -137,17 +137,21 @@ def laid_out(
 
 
 class Passes:
-    """The passes of one model over prompts. `record` captures them; None: no captures."""
+    """The passes of one model over prompts, captured by number of tokens in `graphs`; None: no
+    captures.
 
-    def __init__(self, decoder: Decoder, cache: KVCache, record: Recorder | None):
+    A captured pass is padded: it uses the smallest graph that is large enough.
+    """
+
+    def __init__(self, decoder: Decoder, cache: KVCache, graphs: Graphs | None):
         self._decoder, self._cache, self._sender = decoder, cache, Sender(decoder.device)
         self.tile = TILE.get(decoder.device.type, 1)
-        self.graphs, scrap = None, 0
-        if record is not None:
-            self.graphs = PromptGraphs(self._run, record, decoder.device, tile=self.tile)
-        if record is not None or self.tile > 1:
-            scrap = cache.reserve(1).start
-        self._scrap = scrap
+        self.graphs, self._rental = graphs, SkiRental[int]()
+        self._scrap, most = 0, _numbers(SIZES[-1], self.tile)
+        if graphs is not None:
+            self._input = torch.zeros(most, dtype=torch.int64, device=decoder.device)
+        if graphs is not None or self.tile > 1:
+            self._scrap = cache.reserve(1).start
 
     def run(self, parts: Sequence[Part], *, capture: bool) -> None:
         """Store the keys and values of these parts: up to PASS tokens in tiles, or one longer part.
@@ -156,97 +160,48 @@ class Passes:
             capture: whether this pass may be captured, which takes longer now and less later.
         """
         size = sum(tiled(len(part.tokens), self.tile) for part in parts)
-        graphs = self.graphs
-        if graphs is not None and size <= PASS:
-            store = self._cache.positions
-            serving = graphs.serving(padded(size), store=store, capture=capture)
+        if self.graphs is not None and size <= PASS:
+            serving = self._serving(self.graphs, padded(size), capture=capture)
             if serving is not None:
-                graphs.feed(serving, laid_out(parts, serving, self.tile, self._scrap)[0])
+                self._feed(self.graphs, serving, parts)
                 return
         numbers, groups = laid_out(parts, size, self.tile, self._scrap)
         self._run(Table.of(self._sender.send(numbers), size, self.tile), groups)
 
     def prepare(self) -> None:
         """Capture passes of all sizes now, not when they have been frequent enough."""
-        if self.graphs is not None:
-            for size in SIZES:
-                if not self.graphs.holds(size, store=self._cache.positions):
-                    self.graphs.feed(size, laid_out((), size, self.tile, self._scrap)[0])
+        if self.graphs is None:
+            return
+        for size in SIZES:
+            self.graphs.renew(self._cache.positions)
+            if not self.graphs.holds(size):
+                self._feed(self.graphs, size, ())
+
+    def _serving(self, graphs: Graphs, size: int, *, capture: bool) -> int | None:
+        """Return the size of the graph for a pass of this size: an existing one, or `size` itself
+        if a capture is due and allowed. None if the pass should run uncaptured."""
+        graphs.renew(self._cache.positions)  # a store that grows moves
+        if graphs.holds(size):
+            return size
+        larger = next((one for one in SIZES if one > size and graphs.holds(one)), None)
+        self._rental.lose(size, 1.0 if larger is None else _PADDING * (larger - size) / PASS)
+        return size if capture and self._rental.pays(size, PATIENCE) else larger
+
+    def _feed(self, graphs: Graphs, size: int, parts: Sequence[Part]) -> None:
+        """Run the pass of this size on `parts`. Capture it if there is no graph. The host does not
+        wait for the copy."""
+        given = torch.from_numpy(laid_out(parts, size, self.tile, self._scrap)[0])
+        pinned = self._input.is_cuda
+        self._input[: len(given)].copy_(
+            given.pin_memory() if pinned else given, non_blocking=pinned
+        )
+        if graphs.holds(size):
+            graphs.replay(size)
+            return
+        function = functools.partial(self._run, Table.of(self._input, size, self.tile))
+        graphs.run(size, function)
+        graphs.capture(size, function)
 
     def _run(self, table: Table, groups: tuple[Group, ...] | None = None) -> None:
         step = self._cache.fill(*table[1:], groups)
         self._decoder.forward(table.tokens[None], step, last=0)
-
-
-class PromptGraphs:
-    """The graphs of one model's prefill passes, by number of tokens.
-
-    A pass uses the smallest graph that is large enough. A size is captured when the time lost
-    without it reaches the cost of a capture (the ski-rental rule). Its first run is uncaptured: it
-    compiles and loads what the capture needs.
-
-    Args:
-        run: stores the keys and values of a Table.
-        record: captures `run`.
-        tile: tokens of a tile.
-
-    Attributes:
-        captures: number of captures so far.
-    """
-
-    def __init__(
-        self, run: Callable[[Table], None], record: Recorder, device: torch.device, *, tile: int
-    ):
-        self._run, self._record, self._tile = run, record, tile
-        self._input = torch.zeros(_numbers(SIZES[-1], tile), dtype=torch.int64, device=device)
-        self._held: dict[int, Callable[[], None]] = {}
-        self._dropped: dict[int, Callable[[], None]] = {}  # no longer replayed, see _renew
-        self._warm: set[int] = set()  # sizes that have been captured before
-        self._lost: dict[int, float] = {}  # by size, in uncaptured passes
-        self._store = 0
-        self.captures = 0
-
-    def holds(self, size: int, *, store: int) -> bool:
-        """Return whether there is a graph of this size. `store`: the store's positions; a store
-        that grows moves, and its old graphs are invalid."""
-        self._renew(store)
-        return size in self._held
-
-    def serving(self, size: int, *, store: int, capture: bool) -> int | None:
-        """Return the size of the graph for a pass of this size: an existing one, or `size` itself
-        if a capture is due and allowed. None if the pass should run uncaptured."""
-        if self.holds(size, store=store):
-            return size
-        larger = min((held for held in self._held if held > size), default=None)
-        loss = 1.0 if larger is None else _PADDING * (larger - size) / PASS
-        self._lost[size] = self._lost.get(size, 0.0) + loss
-        return size if capture and self._lost[size] >= PATIENCE else larger
-
-    def feed(self, size: int, numbers: NDArray[numpy.int64]) -> None:
-        """Run the pass of this size on `numbers` (see laid_out). Capture it if there is no graph.
-        The host does not wait for the copy."""
-        given, pinned = torch.from_numpy(numbers), self._input.is_cuda
-        self._input[: len(given)].copy_(
-            given.pin_memory() if pinned else given, non_blocking=pinned
-        )
-        if size in self._held:
-            self._held[size]()
-            return
-        function = functools.partial(self._run, Table.of(self._input, size, self._tile))
-        warm = size in self._warm
-        if not warm:
-            function()
-            self._warm.add(size)
-        self._held[size] = self._record(function)
-        self._dropped = {}
-        self.captures += 1
-        if warm:
-            self._held[size]()
-
-    def _renew(self, store: int) -> None:
-        if store != self._store:
-            # Keep the old graphs until the next capture: CUDA's allocator refuses to capture into
-            # a memory pool without a live graph.
-            self._store, self._dropped, self._held = store, self._held or self._dropped, {}
-            # Sizes that were captured before are captured again at their next uncaptured pass.
-            self._lost = dict.fromkeys(self._warm, PATIENCE - 1)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bass_cli.models.block_allocator import Change, Pieces
-from bass_cli.models.capture import Recorder, recorder
+from bass_cli.models.capture import Graphs
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.kv_cache import KVCache, Span
 from bass_cli.models.prefill import PASS, Part, Passes, alone, tiled
@@ -53,7 +53,7 @@ class Runner:
     Args:
         lag: tokens at a prompt's end that the rows are fed, not the prefill: 1 for a target (the
             pending token), 2 for a draft model, whose first step feeds a row's last two tokens.
-        record: captures prefill passes. Default: the device's recorder.
+        graphs: for captured prefill passes. Default: new ones, unless the model is split.
         pieces: see KVCache.
         ahead: see ReadsHidden; needed if the reader is in another process.
     """
@@ -65,7 +65,7 @@ class Runner:
         rows: int,
         span: int,
         lag: int,
-        record: Recorder | None = None,
+        graphs: Graphs | None = None,
         pieces: Pieces | None = None,
         ahead: int | None = None,
     ):
@@ -81,9 +81,8 @@ class Runner:
         self._prompts: dict[str, Prompt] = {}
         self._unread: dict[str, Prompt] = {}  # prompts not fully stored, oldest first
         self._newest: dict[tuple[int, ...], Prompt] = {}  # by their first tokens
-        if record is None and decoder.ranks is None:  # no captured prefill of a split model
-            record = recorder(decoder.device)
-        self._passes = Passes(decoder, self.cache, record)
+        graphs = graphs or Graphs(decoder.device, wanted=decoder.ranks is None)
+        self._passes = Passes(decoder, self.cache, graphs if graphs.enabled else None)
         reader = decoder.reader
         self._ahead = ahead or (0 if reader is None else reader.ahead)
 

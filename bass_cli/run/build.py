@@ -21,12 +21,12 @@ from bass_cli.drafts.factory import SHARPER, make_drafter
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.contracts import DraftLength
-from bass_cli.engine.graphs import Graphs
 from bass_cli.engine.loop import Loop
 from bass_cli.engine.verify import Cut, Rate
 from bass_cli.formats.weights import Checkpoint, load, size_of
 from bass_cli.lengths.controllers import Fixed, make_lengths
 from bass_cli.models.block_allocator import Pieces
+from bass_cli.models.capture import Graphs
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.heads import Head, make_head
 from bass_cli.models.kv_cache import ARENA

@@ -19,11 +19,11 @@ from bass_cli.drafts.factory import NoDrafter
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.contracts import Proposal, RoundResult
-from bass_cli.engine.graphs import Graphs
 from bass_cli.engine.loop import Loop
 from bass_cli.formats.tokenizer import Tokenizer
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.lengths.costs import Surface, make_surface
+from bass_cli.models.capture import Graphs
 
 PASSAGES = (
     "The committee met on Tuesday to discuss the new budget for the library. Three members were "

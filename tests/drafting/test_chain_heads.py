@@ -18,13 +18,13 @@ from toys import Reactive, drive, plain
 
 import bass_kernels as ops
 from bass_cli.engine.batch import Row
-from bass_cli.engine.graphs import Graphs
 from bass_cli.errors import UserError
 from bass_cli.formats.checkpoint import open_checkpoint, open_head
 from bass_cli.formats.head_config import head_of_config
 from bass_cli.formats.weights import load
 from bass_cli.lengths.controllers import Fixed, Goodput
 from bass_cli.models.block_allocator import Change
+from bass_cli.models.capture import Graphs
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.heads import make_head
 from bass_cli.models.runner import Runner

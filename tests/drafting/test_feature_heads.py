@@ -25,7 +25,6 @@ from bass_cli.config.job import load_pair, make_job
 from bass_cli.drafts.factory import make_drafter
 from bass_cli.engine.batch import Batch, Row, beyond
 from bass_cli.engine.clock import Clock
-from bass_cli.engine.graphs import Graphs
 from bass_cli.engine.loop import Loop
 from bass_cli.engine.verify import CHEAP, Cut
 from bass_cli.errors import UserError
@@ -35,6 +34,7 @@ from bass_cli.formats.weights import load
 from bass_cli.lengths.controllers import Fixed, Goodput
 from bass_cli.models import decoder, fused_decode
 from bass_cli.models.block_allocator import Change
+from bass_cli.models.capture import Graphs
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.heads import FeatureHead
 from bass_cli.models.runner import Runner

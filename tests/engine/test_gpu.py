@@ -20,7 +20,6 @@ from bass_cli.drafts.factory import NoDrafter
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.contracts import Proposal
-from bass_cli.engine.graphs import Graphs
 from bass_cli.engine.loop import Loop
 from bass_cli.engine.round import HostDrafts
 from bass_cli.engine.verify import Cut
@@ -28,6 +27,7 @@ from bass_cli.formats.checkpoint import open_checkpoint
 from bass_cli.formats.weights import load
 from bass_cli.lengths.controllers import Bass, Fixed
 from bass_cli.models import prefill as prompts
+from bass_cli.models.capture import Graphs
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.runner import Runner
 from bass_cli.run.generate import generate

@@ -1,8 +1,11 @@
 """Which shapes are captured, and when: reuse before capture, decided by counting, never by the
 clock."""
 
+import functools
+import weakref
+
 import pytest
-from fakes import FakeGraphs
+from fakes import FakeGraphs, recorded
 
 from bass_cli.engine.graphs import GraphPolicy, Shape, Step
 
@@ -230,3 +233,34 @@ def test_compile_time_does_not_count_as_capture_time():
     bench.policy.took(Step(Shape("round", 8, 0), "run"), 0.05)
     assert bench.policy.delay(Step(Shape("round", 8, 0), "run")) == 0.02
     assert bench.policy.delay(Step(Shape("round", 8, 0), "replay")) == 0
+
+
+class Pool:
+    """Records as CUDA does into one memory pool: refused while graphs were there and none is any
+    more."""
+
+    def __init__(self):
+        self.alive, self.begun = weakref.WeakSet(), False
+
+    def __call__(self, function, pool):
+        assert self.alive or not self.begun, "the pool has been given up"
+        function()
+        graph = functools.partial(function)
+        self.alive.add(graph)
+        self.begun = True
+        return graph
+
+
+def test_memory_that_moves_keeps_the_graph_pool_in_use():
+    pool = Pool()
+    graphs = recorded(pool)
+    for place in (1000, 2000, 3000, 4000):  # the second time nothing is captured in between
+        assert graphs.renew(place)
+        assert not graphs.is_warm("key")
+        if place != 2000:
+            graphs.run("key", lambda: None)
+            graphs.capture("key", lambda: None)
+        assert graphs.holds("key") is (place != 2000)
+    assert not graphs.renew(4000)
+    assert graphs.captures == 3
+    assert len(pool.alive) == 1, "what was dropped is let go once something new is there"

@@ -1,13 +1,10 @@
 """Prompts prefilled together, in tiles and by padded graphs, without a GPU: rows give the same tokens
 as after reading each prompt alone, whatever else is in the store."""
 
-import functools
-import weakref
-
 import pytest
 import torch
 from checkpoints import write_checkpoint
-from fakes import count_operations, record
+from fakes import count_operations, recorded
 from toys import SPAN, drive, loop_for
 
 from bass_cli.engine.batch import Row
@@ -85,7 +82,9 @@ def logits_of(runner, row, tokens, rows):
 
 def runners(decoder, lag, rows=2):
     """One decoder that prefills in plain torch, and one that uses graphs."""
-    both = [Runner(decoder, rows=rows, span=60, lag=lag, record=how) for how in (None, record)]
+    both = [
+        Runner(decoder, rows=rows, span=60, lag=lag, graphs=graphs) for graphs in (None, recorded())
+    ]
     both[0]._passes.tile = 1
     return both
 
@@ -304,7 +303,7 @@ def test_prompt_one_token_longer_than_the_largest_pass(decoders):
 
 def test_padding_leaves_neighbouring_slots_unchanged(decoders):
     """The keys of padding tokens go to a slot that no prompt uses."""
-    runner = Runner(decoders("qwen2"), rows=2, span=60, lag=1, record=record)
+    runner = Runner(decoders("qwen2"), rows=2, span=60, lag=1, graphs=recorded())
     store, touched = runner.cache.prompt_keys[2], torch.zeros(1024, dtype=torch.bool)
     for length in (17, 33, 18, 20, 2, 19, 34):  # captured, then replayed, in tiles not full
         store.fill_(7.0)
@@ -344,10 +343,12 @@ def test_larger_graph_is_used_until_padding_costs_a_capture(decoders, monkeypatc
     monkeypatch.setattr(prompts, "_PADDING", 8.0)  # half a pass for 32 tokens of padding
     eager, runner = runners(decoders("qwen2"), 1)
     seen, taken = [], []
-    run, feed, sizes = runner._passes._run, runner._passes.graphs.feed, []
+    run, feed, sizes = runner._passes._run, runner._passes._feed, []
     monkeypatch.setattr(runner._passes, "_run", lambda *a: taken.append(a) or run(*a))
     monkeypatch.setattr(
-        runner._passes.graphs, "feed", lambda size, given: sizes.append(size) or feed(size, given)
+        runner._passes,
+        "_feed",
+        lambda graphs, size, parts: sizes.append(size) or feed(graphs, size, parts),
     )
     for length in (60, 61, 20, 21, 22, 23, 24, 33, 10):
         found = []
@@ -359,8 +360,9 @@ def test_larger_graph_is_used_until_padding_costs_a_capture(decoders, monkeypatc
             one.cache.swap_rows(ended=[0])
         torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-4)
         seen.append((captures(runner), len(taken)))
-    # 64 after two passes; then it serves 32 three times, until four halves make two
-    assert seen == [(0, 1), (1, 1), (1, 1), (1, 1), (1, 1), *[(2, 1)] * 4]
+    # 64 after two passes; then it serves 32 three times, until four halves make two. Each capture
+    # takes two runs: one before it, and its own
+    assert seen == [(0, 1), (1, 3), (1, 3), (1, 3), (1, 3), *[(2, 5)] * 4]
     assert sizes == [64, 64, 64, 64, 32, 32, 32, 32]  # of two that are larger the smaller one
 
 
@@ -397,43 +399,9 @@ def test_whole_jobs_give_the_same_tokens(decoders):
     due = drive(loop_for(target, "none", rows=1, lengths=Fixed(0)), copies())
     for batch in (3, 7):
         both = [
-            Runner(d, rows=batch, span=SPAN, lag=lag, record=record)
+            Runner(d, rows=batch, span=SPAN, lag=lag, graphs=recorded())
             for d, lag in ((target, 1), (draft, 2))
         ]
         loop = loop_for(both[0], both[1], rows=batch, lengths=Fixed(3))
         assert drive(loop, copies()) == due
         assert all(captures(runner) >= 3 for runner in both)
-
-
-class Pool:
-    """Records as CUDA does into one memory pool: refused while graphs were there and none is any
-    more."""
-
-    def __init__(self):
-        self.alive, self.begun = weakref.WeakSet(), False
-
-    def __call__(self, function):
-        assert self.alive or not self.begun, "the pool has been given up"
-        graph = functools.partial(function)
-        self.alive.add(graph)
-        self.begun = True
-        return graph
-
-
-def test_store_that_moves_keeps_the_graph_pool_in_use(monkeypatch):
-    monkeypatch.setattr(prompts, "PATIENCE", 2)
-    pool = Pool()
-    runs, before, store = [], [], 0
-    run = lambda table: runs.append(store)  # noqa: E731
-    record = lambda function: before.append(len(runs)) or pool(function)  # noqa: E731
-    graphs = prompts.PromptGraphs(run, record, torch.device("cpu"), tile=1)
-    for store in (1000, 2000, 3000, 4000):  # the third time nothing was captured in between
-        for _ in range(1 if store == 2000 else prompts.PATIENCE + 1):
-            ready = graphs.serving(32, store=store, capture=store != 2000) == 32
-            if ready:
-                graphs.feed(32, prompts.laid_out((), 32, 1, 0)[0])
-        assert ready is (store != 2000)
-    assert graphs.captures == 3
-    assert runs == [1000] * 2 + [3000] * 3 + [4000] * 3  # each pass once, captured or not
-    assert before == [1, 2, 5]  # what was captured once is warm: no run before the next capture
-    assert len(pool.alive) == 1  # what was dropped is let go once something new is there

@@ -20,12 +20,12 @@ import bass_kernels as ops
 from bass_cli.drafts.factory import make_drafter
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.clock import Clock
-from bass_cli.engine.graphs import Graphs
 from bass_cli.engine.loop import Loop
 from bass_cli.engine.verify import Cut
 from bass_cli.formats.checkpoint import open_checkpoint, open_head
 from bass_cli.formats.weights import load
 from bass_cli.lengths.controllers import Fixed
+from bass_cli.models.capture import Graphs
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.heads import make_head
 from bass_cli.models.runner import Runner

@@ -6,7 +6,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bass_cli.engine.graphs import Graphs, Running
+from bass_cli.models.capture import Graphs, Running
 
 
 class Ticks:
@@ -105,11 +105,18 @@ def _address(tensor):
     return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else id(tensor)
 
 
-def record(function):
-    """What capture.recorder returns on a CUDA device."""
+def record(function, pool=None):
+    """Stand in for capture.capture."""
     with Tape() as tape:
         function()
-    return tape.replay
+    return tape
+
+
+def recorded(record=record):
+    """Return Graphs without a GPU, for prompts: functions without a result."""
+    graphs = Graphs(torch.device("cpu"), record=record)
+    graphs.enabled = True
+    return graphs
 
 
 def count_operations(function):
