@@ -32,7 +32,7 @@ from bass_cli.models.ranks import Share, _store
 from bass_cli.run.build import Models, build, load_draft, load_models
 from bass_cli.run.generate import generate
 from bass_cli.run.plan import Plan, make_plan
-from bass_cli.tensor_parallel import led_graphs
+from bass_cli.tensor_parallel import leader
 from bass_cli.tensor_parallel.leader import Followers
 
 PROMPTS = [f"the cat number {i} sat" for i in range(3)]
@@ -140,7 +140,7 @@ class LedFakes(FakeGraphs):
         self.told: list[tuple[Any, ...]] = []
         self._silent, self._key = False, None
         patch.setattr(followers, "tell", self._heard)
-        patch.setattr(led_graphs, "capture", self._capture)
+        patch.setattr(leader, "capture", self._capture)
 
     def _heard(self, *message: Any) -> None:
         if not self._silent:

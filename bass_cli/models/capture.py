@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -115,6 +115,16 @@ class Graphs:
     def held(self) -> Iterable[Hashable]:
         """Return the keys of all graphs."""
         return self._held.keys()
+
+    def keep(self, keys: Container[Hashable]) -> None:
+        """Free the graphs of all other keys."""
+        self._held = {key: graph for key, graph in self._held.items() if key in keys}
+
+    def close(self) -> None:
+        """Free all graphs: NCCL cannot leave a group whose exchanges are in live graphs."""
+        for graph, _, _ in self._held.values():
+            graph.reset()
+        self._held = {}
 
     def is_warm(self, key: Hashable) -> bool:
         """Return whether `key` has run uncaptured, so that its kernels are compiled and its

@@ -13,23 +13,27 @@ import select
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Hashable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol
+
+import torch
 
 from bass_cli.errors import MachineError, UserError
+from bass_cli.formats.checkpoint import open_checkpoint
+from bass_cli.formats.weights import load
 from bass_cli.io import terminal
-from bass_cli.models.ranks import Share
+from bass_cli.models.block_allocator import Pieces
+from bass_cli.models.capture import Graphs
+from bass_cli.models.decoder import Decoder
+from bass_cli.models.ranks import Ranks, Share, part_of
+from bass_cli.models.runner import Runner
+from bass_cli.models.spec import Spec
 from bass_cli.system.host import free_memory, gigabytes, is_refused_memory
 
-if TYPE_CHECKING:
-    import torch
-
-    from bass_cli.models.block_allocator import Pieces
-    from bass_cli.models.decoder import Decoder
-    from bass_cli.models.ranks import Ranks
-    from bass_cli.models.runner import Runner
-    from bass_cli.models.spec import Spec
+# a call as sent: number of a runner, method, arguments
+Call = tuple[Any, ...]
+CAPTURED = (0, "captured")  # sent after the last call of a graph
 
 
 class Source(Protocol):
@@ -124,11 +128,6 @@ def _say(channel: BinaryIO, message: Ready | Fault) -> None:
 
 def _follow(job: JobSpec, calls: BinaryIO, say: Callable[[Ready | Fault], None]) -> None:
     """Load the part, join the group and repeat the leader's calls until it says `leave`."""
-    import torch
-
-    from bass_cli.models.decoder import Decoder
-    from bass_cli.models.ranks import Ranks
-
     torch.set_num_threads(job.threads)
     if job.device.type == "cuda" and (free := free_memory(job.device)) < job.needed:
         raise MachineError(
@@ -155,10 +154,6 @@ def read_part(
     on_read: Callable[[int], None],
 ) -> tuple[Spec, dict[str, torch.Tensor]]:
     """Load a part of a checkpoint on this machine. See `Source`."""
-    from bass_cli.formats.checkpoint import open_checkpoint
-    from bass_cli.formats.weights import load
-    from bass_cli.models.ranks import part_of
-
     checkpoint = open_checkpoint(path)
     weights = load(checkpoint, dtype=dtype, device=device, share=share, on_read=on_read)
     return part_of(checkpoint.spec, share.ranks), weights
@@ -167,25 +162,86 @@ def read_part(
 def _take_part(decoder: Decoder, ranks: Ranks, calls: BinaryIO) -> None:
     """Run the leader's calls until `leave`. A call is (number of a runner, method, *arguments);
     "capture", "replay" and "leave" concern all runners."""
-    from bass_cli.tensor_parallel.led_graphs import FollowedGraphs
-
-    member = _Member(decoder, ranks, calls)
-    graphs = FollowedGraphs(
-        decoder.device, listen=member.listen, perform=member.perform, version=member.version
+    member, graphs = _Member(decoder, ranks, calls), Graphs(decoder.device)
+    followed = FollowedGraphs(
+        graphs, listen=member.listen, perform=member.perform, version=member.version
     )
     while True:
         call = member.listen()
         name, given = call[1], call[2:]
         if name == "capture":
-            graphs.capture(*given)
+            followed.capture(*given)
         elif name == "replay":
-            graphs.replay(*given)
+            followed.replay(*given)
         elif name == "leave":
             graphs.close()
             ranks.leave()
             return
         else:
             member.perform(call)
+
+
+class FollowedGraphs:
+    """The graphs of a follower: of the calls that it received while the leader captured a round.
+    Where `graphs` captures nothing (on a CPU), the calls are run one by one instead.
+
+    Args:
+        listen: returns the next call.
+        perform: runs a call.
+        version: returns a value for a set of runners. A graph is valid while the value for its
+            runners is unchanged.
+    """
+
+    def __init__(
+        self,
+        graphs: Graphs,
+        *,
+        listen: Callable[[], Call],
+        perform: Callable[[Call], None],
+        version: Callable[[frozenset[int]], Hashable],
+    ):
+        self._graphs = graphs
+        self._listen, self._perform, self._version = listen, perform, version
+        # By graph: its calls, their runners, and the version of these at the capture.
+        self._calls: dict[int, tuple[list[Call], frozenset[int], Hashable]] = {}
+
+    def capture(self, number: int, live: Collection[int]) -> None:
+        """Capture the next calls, up to CAPTURED, as a graph.
+
+        Args:
+            number: of the new graph.
+            live: numbers of the older graphs that may be replayed again. The rest are freed.
+        """
+        calls, call = list[Call](), self._listen()
+
+        def run_calls() -> None:
+            nonlocal call
+            while call != CAPTURED:
+                calls.append(call)
+                if self._graphs.enabled:
+                    self._perform(call)
+                call = self._listen()
+
+        if self._graphs.enabled and call != CAPTURED:  # the latter: the graph would be empty
+            self._graphs.capture(number, run_calls)
+        else:
+            run_calls()
+        self._calls = {one: held for one, held in self._calls.items() if one in live}
+        runners = frozenset(call[0] for call in calls)
+        self._calls[number] = calls, runners, self._version(runners)
+        # After the capture: CUDA cannot capture into a pool without a graph (capture.py).
+        self._graphs.keep(self._calls)
+
+    def replay(self, number: int) -> None:
+        """Replay a graph. If memory that it reads has moved, run its calls instead: their
+        exchanges come in the same order. Memory may move in one process only, because devices
+        differ in what is free."""
+        calls, runners, version = self._calls[number]
+        if self._graphs.holds(number) and version == self._version(runners):
+            self._graphs.replay(number)
+            return
+        for call in calls:
+            self._perform(call)
 
 
 class _Member:
@@ -236,7 +292,6 @@ class _Member:
         ahead: int,
         layers: tuple[int, ...],
     ) -> None:
-        from bass_cli.models.runner import Runner
 
         self._runners.pop(number, None)  # free its memory before the new one allocates
         self._runners[number] = Runner(

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import os
 import pickle
 import signal
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
@@ -25,12 +27,12 @@ from torch import Tensor
 from bass_cli.errors import MachineError, UserError
 from bass_cli.io import terminal
 from bass_cli.models.block_allocator import Change, Pieces
+from bass_cli.models.capture import Graph, capture
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.kv_cache import KVCache
 from bass_cli.models.ranks import Ranks, Share
 from bass_cli.models.runner import Runner
-from bass_cli.tensor_parallel.follower import Fault, JobSpec, Ready, Source
-from bass_cli.tensor_parallel.led_graphs import LedGraphs
+from bass_cli.tensor_parallel.follower import CAPTURED, Fault, JobSpec, Ready, Source
 
 _NOTICE = 2.0  # seconds within which the death of a process is detected
 # Seconds for a pass to fail after one of its processes has died. Between CPUs it fails at once;
@@ -278,6 +280,57 @@ def _end_of(code: int) -> str:
     if code >= 0:
         return f"it has ended, with exit code {code}"
     return f"it was killed by {signal.Signals(-code).name}"
+
+
+class LedGraph:
+    """The leader's part of a graph."""
+
+    def __init__(self, followers: Followers, number: int, graph: Graph):
+        self._followers, self._number, self._graph = followers, number, graph
+
+    def replay(self) -> None:
+        """Replay the graph in all processes."""
+        with self._followers.taking_part():
+            self._followers.tell(0, "replay", self._number)
+            self._graph.replay()
+
+    def reset(self) -> None:
+        """Free the graph. It cannot be replayed afterwards."""
+        self._graph.reset()
+
+
+class LedGraphs:
+    """All graphs of a split model, in the leader, which captures a round while each follower
+    captures the passes of the calls that it receives meanwhile. Afterwards one message, the graph's
+    number, replays it.
+
+    The exchanges between processes are inside the graphs, so processes wait for each other on
+    their devices and no host waits for another. All processes capture at the same time, because
+    NCCL may synchronise its members during a capture.
+
+    wanted: whether rounds may be captured.
+    """
+
+    def __init__(self, followers: Followers):
+        self.wanted = False
+        self._followers, self._numbers = followers, itertools.count(1)
+        # followers free the graphs that are no longer referenced here
+        self._live: weakref.WeakValueDictionary[int, LedGraph] = weakref.WeakValueDictionary()
+
+    def capture(self, function: Callable[[], None], pool: Any) -> LedGraph:
+        """Capture `function` in all processes (capture.capture)."""
+        number = next(self._numbers)
+        with self._followers.taking_part():
+            self._followers.tell(0, "capture", number, frozenset(self._live))
+            graph = capture(function, pool)
+            self._followers.tell(*CAPTURED)
+        made = self._live[number] = LedGraph(self._followers, number, graph)
+        return made
+
+    def close(self) -> None:
+        """Free all graphs: NCCL cannot leave a group whose exchanges are in live graphs."""
+        for graph in list(self._live.values()):
+            graph.reset()
 
 
 class LedRunner:
