@@ -18,7 +18,7 @@ from torch import Tensor
 from bass_cli.errors import UserError
 from bass_cli.formats.backends import saved
 from bass_cli.formats.hf_config import ACTIVATIONS, spec_of_config
-from bass_cli.formats.tokenizer_files import Settled
+from bass_cli.formats.tokenizer_files import CachedTokenizer
 from bass_cli.formats.weights import order_of
 from bass_cli.io.saving import write_file
 from bass_cli.models.families import FAMILIES, Slot, slots
@@ -178,7 +178,7 @@ def write_folder(
     weights: Mapping[str, Tensor],
     *,
     config: Mapping[str, Any],
-    tokenizer: Settled,
+    tokenizer: CachedTokenizer,
     dtype: torch.dtype,
 ) -> None:
     """Write each file atomically, config.json last; a folder without one is not a model."""

@@ -75,7 +75,7 @@ def own_beginnings(tokenizer: Tokenizer, chat: bool | None) -> Own:
 
 def _as_prompt(tokenizer: Tokenizer, text: str) -> str:
     """Return the text without the BOS token, if the tokenizer adds it."""
-    ids, begin = tokenizer.encode_part(text), tokenizer.settled.special.get("bos_token", "")
+    ids, begin = tokenizer.encode_part(text), tokenizer.cached.special.get("bos_token", "")
     shorter = text.removeprefix(begin)
     return shorter if tokenizer.encode(text) != ids == tokenizer.encode(shorter) else text
 
@@ -84,7 +84,7 @@ def _first_text(tokenizer: Tokenizer) -> str | None:
     """Return the beginning of a text: empty if the tokenizer adds a token itself."""
     if tokenizer.encode(""):
         return ""
-    special = tokenizer.settled.special
+    special = tokenizer.cached.special
     named = (special.get(f"{name}_token") for name in ("bos", "pad", "eos"))
     return next((text for text in named if text and len(tokenizer.encode(text)) == 1), None)
 

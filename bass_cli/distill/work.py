@@ -177,7 +177,7 @@ class Work:
             source.spec,
             self.weights,
             config={**config, "pard_token": source.mask},
-            tokenizer=tokenizer.settled,
+            tokenizer=tokenizer.cached,
             dtype=self._plan.dtype,
         )
 

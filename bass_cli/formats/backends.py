@@ -1,9 +1,10 @@
-"""The two libraries that encode and decode text.
+"""What every reader of a tokenizer returns, and the two libraries that encode and decode with it.
 
-They are `tokenizers` for the format of tokenizer.json and `sentencepiece` for tokenizer.model. Both
-backends have the methods of tokenizers.Tokenizer that tokenizer.py calls. SentencePiece models are
-not converted, so ids are those of the `sentencepiece` package. Not here: which files are read
-(hub_tokenizer.py), limits of time and memory (tokenizer.py).
+The libraries are `tokenizers` for the format of tokenizer.json and `sentencepiece` for
+tokenizer.model. Both backends have the methods of tokenizers.Tokenizer that tokenizer.py calls.
+SentencePiece models are not converted, so ids are those of the `sentencepiece` package. Also the
+ids that end a sample, by one rule for all formats. Not here: which files are read
+(hub_tokenizer.py, gguf_tokenizer.py), limits of time and memory (limits.py).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import base64
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 _MARK = b'{"sentencepiece": '
@@ -19,6 +20,24 @@ _TEXT = 2**32 - 1  # the splitter's id for everything that is not an added token
 # A second normalizer_spec (field 3) with add_dummy_prefix (field 3) false. Parsers of protocol
 # buffers merge repeated messages, so this changes that one field.
 _WITHOUT_PREFIX = b"\x1a\x02\x18\x00"
+
+
+class TokenizerParts(NamedTuple):
+    """The parts of one tokenizer, in the same form for all file formats.
+
+    content: the tokenizer in the format of tokenizer.json, as the `tokenizers` library reads it,
+        or a SentencePiece model with its added tokens (pieces_content).
+    template: the chat template, or None.
+    special: special tokens by name (`bos_token`, ...), as chat templates use them.
+    eos_ids: ids that end a sample, in ascending order; empty if the files name none.
+    literal: whether special tokens inside a text are encoded as ordinary text.
+    """
+
+    content: bytes
+    template: str | None
+    special: dict[str, str]
+    eos_ids: tuple[int, ...]
+    literal: bool
 
 
 class Ids(NamedTuple):
@@ -162,3 +181,107 @@ def _splitter(tokens: Sequence[dict[str, Any]]) -> Any:
         ]
     )
     return splitter
+
+
+def post_processor(
+    before: Sequence[tuple[int, str]], after: Sequence[tuple[int, str]]
+) -> dict[str, Any]:
+    """Return a post-processor for tokenizer.json that puts these tokens, (id, text), around a
+    text."""
+
+    def special(text: str) -> dict[str, Any]:
+        return {"SpecialToken": {"id": text, "type_id": 0}}
+
+    def around(name: str) -> list[dict[str, Any]]:
+        text = {"Sequence": {"id": name, "type_id": 0}}
+        return [*(special(one) for _, one in before), text, *(special(one) for _, one in after)]
+
+    return {
+        "type": "TemplateProcessing",
+        "single": around("A"),
+        "pair": around("A") + around("B"),
+        "special_tokens": {
+            text: {"id": text, "ids": [id_], "tokens": [text]} for id_, text in (*before, *after)
+        },
+    }
+
+
+def byte_alphabet() -> dict[int, str]:
+    """Return GPT-2's byte alphabet: the character that spells each byte.
+
+    A byte whose character is visible is spelled by that; the others by characters from 256 on.
+    """
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in visible]
+    return {byte: chr(byte) for byte in visible} | {
+        byte: chr(256 + place) for place, byte in enumerate(others)
+    }
+
+
+# The end of a sample. The texts are those of llama.cpp (src/llama-vocab.cpp at commit 0c1e570,
+# `special_eog_ids`).
+
+# A token with one of these texts ends a sample, even if the file says that it is not special.
+END_TEXTS = (
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<|return|>",
+    "<|call|>",
+    "<|flush|>",
+    "<|calls|>",
+    "<end_of_turn>",
+    "<|endoftext|>",
+    "<|eom_id|>",
+    "<EOT>",
+    "_<EOT>",
+    "[EOT]",
+    "[EOS]",
+    "<|end_of_text|>",
+    "<end_of_utterance>",
+    "<eos>",
+    "<turn|>",
+    "<|tool_response>",
+    "<｜end▁of▁sentence｜>",
+    "[e~[",
+)
+# These end a sample too, unless the file names a token for the role.
+ROLE_TEXTS: dict[str, tuple[str, ...]] = {
+    "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    "fim_sep": ("<|file_sep|>",),
+}
+# The roles by which a GGUF file names tokens that end a sample: `tokenizer.ggml.eos_token_id`, ...
+END_ROLES = ("eos", "eot", "eom", *ROLE_TEXTS)
+# This text ends a sample only if the token is special: in Gemma's vocabulary it is an HTML tag.
+_TAG = "</s>"
+# With one of these tokens in the vocabulary, "</s>" is ordinary text.
+_TAG_IS_TEXT = ("<|tool_response>", "<|plamo:eos|>")
+# In formats with one of each of the following, "<|end|>" closes a part of an answer only.
+_PARTS = "<|end|>"
+_CALLS, _FINALS = ("<|call|>", "<|calls|>"), ("<|return|>", "<|flush|>")
+
+
+def end_ids(
+    ids: Mapping[str, int], *, special: Container[str], named: Mapping[str, int]
+) -> tuple[int, ...]:
+    """Return the ids that end a sample.
+
+    Args:
+        ids: the vocabulary, id by text.
+        special: texts of the special (control) tokens.
+        named: ids that the files name, by role (END_ROLES). All of them end a sample.
+
+    Returns:
+        The ids in ascending order; empty if there are none.
+    """
+    texts = {*END_TEXTS, *([_TAG] if _TAG in special else [])}
+    for role, choices in ROLE_TEXTS.items():
+        if role not in named:
+            texts.update(choices)
+    texts.intersection_update(ids)
+    if any(text in ids for text in _TAG_IS_TEXT):
+        texts.discard(_TAG)
+    if not texts.isdisjoint(_CALLS) and not texts.isdisjoint(_FINALS):
+        texts.discard(_PARTS)
+    return tuple(sorted({*(ids[text] for text in texts), *named.values()}))

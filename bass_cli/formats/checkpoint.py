@@ -18,7 +18,7 @@ import torch
 
 from bass_cli.errors import UserError
 from bass_cli.formats import gguf_config
-from bass_cli.formats.ends import END_ROLES
+from bass_cli.formats.backends import END_ROLES
 from bass_cli.formats.gguf_config import ARCHITECTURES, ROPE_FACTORS, spec_of_gguf
 from bass_cli.formats.head_config import head_of_config, notes_of_head, tokens_of
 from bass_cli.formats.hf_config import mask_of, notes_of_config, spec_of_config
@@ -65,7 +65,7 @@ class Checkpoint:
     """A model on disk whose headers have been checked.
 
     eos_ids: end-of-sequence ids that its files name. The tokenizer adds those that are known by
-        their text (ends.py).
+        their text (backends.py).
     metadata: of a GGUF file, else empty.
     vocabulary: a digest of the tokenizer's data in a GGUF file.
     head: set if it is a drafter that reads a target's hidden states. Then `spec` is that of its

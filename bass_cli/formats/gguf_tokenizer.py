@@ -2,7 +2,7 @@
 
 Keys mean the same as in llama.cpp (src/llama-vocab.cpp at commit 0c1e570). docs/FORMATS.md lists
 them, and the cases where the model's own tokenizer is followed instead. Not here: the file format
-(tensor_files.py), pre-tokenizers (gguf_pretokenizers.py), which tokens end a sample (ends.py).
+(tensor_files.py), pre-tokenizers (gguf_pretokenizers.py), which tokens end a sample (backends.py).
 """
 
 from __future__ import annotations
@@ -16,11 +16,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bass_cli.errors import UserError, nearest
-from bass_cli.formats.ends import END_ROLES, END_TEXTS, ROLE_TEXTS, end_ids
+from bass_cli.formats.backends import (
+    END_ROLES,
+    END_TEXTS,
+    ROLE_TEXTS,
+    TokenizerParts,
+    byte_alphabet,
+    end_ids,
+    post_processor,
+)
 from bass_cli.formats.gguf_pretokenizers import BYTES, PRE_TOKENIZERS, PreTokenizer
 from bass_cli.formats.tensor_files import Texts, read_gguf, read_texts
-from bass_cli.formats.text_length import byte_alphabet
-from bass_cli.formats.tokenizer_parts import TokenizerParts
 from bass_cli.io.reading import shown
 
 _KEY = "tokenizer.ggml."
@@ -267,7 +273,7 @@ def _close(
 ) -> None:
     """Add special tokens, and BOS and EOS around a prompt, to a tokenizer of any kind."""
     content["added_tokens"] = _added(source, vocabulary)
-    around = list[list[str]]()
+    around = list[list[tuple[int, str]]]()
     for role, default in (("bos", add_bos), ("eos", add_eos)):
         key = f"add_{role}_token"
         wanted = source.flag(key, default)
@@ -277,28 +283,10 @@ def _close(
                 f'{source.path}: key "{_KEY}{key}" is true, but "{_KEY}{_ROLES[used]}" is missing '
                 "or not a token"
             )
-        around.append([vocabulary.texts[roles[used]]] if wanted and used in roles else [])
+        id_ = roles.get(used) if wanted else None
+        around.append([] if id_ is None else [(id_, vocabulary.texts[id_])])
     if any(around):
-        content["post_processor"] = _template(*around, texts=vocabulary.texts)
-
-
-def _template(before: list[str], after: list[str], *, texts: list[str]) -> dict[str, Any]:
-    def pieces(sequence: str) -> list[dict[str, Any]]:
-        return [
-            *({"SpecialToken": {"id": text, "type_id": 0}} for text in before),
-            {"Sequence": {"id": sequence, "type_id": 0}},
-            *({"SpecialToken": {"id": text, "type_id": 0}} for text in after),
-        ]
-
-    return {
-        "type": "TemplateProcessing",
-        "single": pieces("A"),
-        "pair": pieces("A") + pieces("B"),
-        "special_tokens": {
-            text: {"id": text, "ids": [texts.index(text)], "tokens": [text]}
-            for text in (*before, *after)
-        },
-    }
+        content["post_processor"] = post_processor(*around)
 
 
 def _added(source: _Source, vocabulary: _Vocabulary) -> list[dict[str, Any]]:

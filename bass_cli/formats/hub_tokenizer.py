@@ -9,16 +9,20 @@ GGUF files (gguf_tokenizer.py), the cache (tokenizer_files.py).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from bass_cli.errors import UserError
-from bass_cli.formats.backends import load_backend, pieces_content
-from bass_cli.formats.ends import end_ids
+from bass_cli.formats.backends import (
+    TokenizerParts,
+    end_ids,
+    load_backend,
+    pieces_content,
+    post_processor,
+)
+from bass_cli.formats.limits import check_growth
 from bass_cli.formats.sources import TOKENIZER
-from bass_cli.formats.text_length import check_growth
-from bass_cli.formats.tokenizer_parts import TokenizerParts
 from bass_cli.io.reading import parse_object, read_bytes
 
 _NAMING = ("tokenizer_config.json", "config.json")  # the files that may name a tokenizer class
@@ -283,7 +287,8 @@ def _surround(settings: Settings, content: dict[str, Any], backend: Any) -> bool
             del side[place]
     if wanted == (before, after):
         return False
-    content["post_processor"] = _post_processor(backend, *wanted)
+    named = [[(id_, backend.id_to_token(id_)) for id_ in side] for side in wanted]
+    content["post_processor"] = post_processor(*named)
     return True
 
 
@@ -295,25 +300,6 @@ def _surroundings(backend: Any) -> tuple[list[int], list[int]]:
         if whole[start : start + len(bare)] == bare:
             return whole[:start], whole[start + len(bare) :]
     return [], []
-
-
-def _post_processor(backend: Any, before: Sequence[int], after: Sequence[int]) -> dict[str, Any]:
-    def special(id_: int) -> dict[str, Any]:
-        return {"SpecialToken": {"id": backend.id_to_token(id_), "type_id": 0}}
-
-    def text(name: str) -> dict[str, Any]:
-        return {"Sequence": {"id": name, "type_id": 0}}
-
-    start, end = [*map(special, before)], [*map(special, after)]
-    names = {id_: backend.id_to_token(id_) for id_ in (*before, *after)}
-    return {
-        "type": "TemplateProcessing",
-        "single": [*start, text("A"), *end],
-        "pair": [*start, text("A"), *end, *start, text("B"), *end],
-        "special_tokens": {
-            name: {"id": name, "ids": [id_], "tokens": [name]} for id_, name in names.items()
-        },
-    }
 
 
 # tokenizer.model

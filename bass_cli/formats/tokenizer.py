@@ -11,23 +11,34 @@ import array
 import functools
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from bass_cli.config.job import Pair
 from bass_cli.errors import UserError
 from bass_cli.formats.backends import load_backend
-from bass_cli.formats.limited import Limited, RefusalError
+from bass_cli.formats.limits import Limited, RefusalError, Spelling, most_characters, spelling_of
 from bass_cli.formats.sources import locate
-from bass_cli.formats.template import Template
-from bass_cli.formats.text_length import Spelling, most_characters, spelling_of
-from bass_cli.formats.tokenizer_files import Settled, kept, refusals, renderer, settle, trimmed
+from bass_cli.formats.tokenizer_files import (
+    CachedTokenizer,
+    Messages,
+    cached_tokenizer,
+    read_tokenizer,
+    refusals,
+    renderer,
+    trimmed,
+)
 from bass_cli.io.reading import shown
 
 _PLACEHOLDER = re.compile(r"\[PAD\d+\]|<unused\d+>|\[unused\d+\]")
 SECONDS = 10.0  # CPU seconds for one text; 1 MB of text takes 1 s
 _MEMORY = 2 << 30  # bytes that the child process may add; 1 MB of text takes a tenth of this
+_TEMPLATE_SECONDS = (
+    10.0  # CPU seconds of one rendering; a long conversation takes some milliseconds
+)
+_TEMPLATE_MEMORY = 1 << 30
+_LARGEST = 1 << 26  # most characters of a rendered text; more do not fit any model's context
 
 
 class Tokenizer:
@@ -42,14 +53,14 @@ class Tokenizer:
 
     rows: int | None = None
 
-    def __init__(self, settled: Settled, path: Path):
+    def __init__(self, cached: CachedTokenizer, path: Path):
         """Wrap what was read from `path`, which error messages name."""
-        self.settled, self.path, self.size = settled, path, settled.size
+        self.cached, self.path, self.size = cached, path, cached.size
 
     @functools.cached_property
     def _backend(self) -> Any:
-        backend = load_backend(self.settled.content)
-        backend.encode_special_tokens = self.settled.literal
+        backend = load_backend(self.cached.content)
+        backend.encode_special_tokens = self.cached.literal
         return backend
 
     @functools.cached_property
@@ -68,9 +79,10 @@ class Tokenizer:
         return {token.content: id_ for id_, token in added.items() if token.special}
 
     @functools.cached_property
-    def _template(self) -> Template:
-        assert self.settled.template is not None
-        return Template(renderer(self.settled.template, self.settled.special))
+    def _rendered(self) -> Limited:
+        assert self.cached.template is not None
+        render = functools.partial(_render, renderer(self.cached.template, self.cached.special))
+        return Limited(render, seconds=_TEMPLATE_SECONDS, memory=_TEMPLATE_MEMORY)
 
     @functools.cached_property
     def _spelling(self) -> Spelling | None:
@@ -87,16 +99,16 @@ class Tokenizer:
             UserError: no tokenizer can be read there, or it is Python code in the folder, which
                 is never run.
         """
-        return cls(settle(path, vocabulary), path)
+        return cls(read_tokenizer(path, vocabulary), path)
 
     @property
     def has_chat_template(self) -> bool:
-        return self.settled.template is not None
+        return self.cached.template is not None
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """The ids that end a sample, in ascending order; see ends.py."""
-        return self.settled.eos_ids
+        """The ids that end a sample, in ascending order; see backends.end_ids."""
+        return self.cached.eos_ids
 
     def spelled(self, id_: int) -> str:
         """Return the vocabulary's spelling of an id, or "" if the id is not a token."""
@@ -137,9 +149,7 @@ class Tokenizer:
         ids: list[int] = array.array("I", answer).tolist()
         return self._embedded(ids) if embedded else ids
 
-    def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], most: int | None = None
-    ) -> list[int]:
+    def encode_chat(self, messages: Messages, most: int | None = None) -> list[int]:
         """Return the ids of a conversation, up to where the assistant's next message begins.
 
         Raises:
@@ -147,7 +157,7 @@ class Tokenizer:
         """
         return self.encode_part(self.render(messages), most)  # the template writes special tokens
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def render(self, messages: Messages) -> str:
         """Return the text of a conversation, up to where the assistant's next message begins.
 
         Raises:
@@ -157,7 +167,10 @@ class Tokenizer:
             raise UserError(
                 f"{self.path}: the tokenizer has no chat template, so messages cannot be used"
             )
-        return self._template(messages)
+        try:
+            return self._rendered(messages).decode("utf-8", "surrogatepass")
+        except RefusalError as error:
+            raise UserError(f"the chat template refuses the messages: {error}") from None
 
     def _embedded(self, ids: list[int]) -> list[int]:
         """Return the ids unchanged; UserError if one has no row in the model's embedding."""
@@ -201,7 +214,7 @@ class Tokenizer:
 
     def fingerprint(self) -> str:
         """Return a digest of the vocabulary, the chat template and the ids of a sample text."""
-        return self.settled.fingerprint
+        return self.cached.fingerprint
 
 
 def _encode(backend: Any, request: tuple[str, bool, int | None, str]) -> bytes:
@@ -224,6 +237,14 @@ def _encode(backend: Any, request: tuple[str, bool, int | None, str]) -> bytes:
         return array.array("I", backend.encode(text, add_special_tokens=special).ids).tobytes()
 
 
+def _render(render: Callable[[Messages], str], messages: Messages) -> bytes:
+    """Return the text of a conversation in UTF-8; runs in the child process."""
+    text = render(messages)
+    if len(text) > _LARGEST:
+        raise RefusalError(f"its text has {len(text)} characters; the limit is {_LARGEST}")
+    return text.encode("utf-8", "surrogatepass")
+
+
 def begin(pair: Pair) -> Callable[[], Tokenizer | None]:
     """Start to load a pair's tokenizer from the cache in a thread.
 
@@ -238,8 +259,8 @@ def begin(pair: Pair) -> Callable[[], Tokenizer | None]:
     def build() -> None:
         try:
             path = locate(pair.tokenizer or pair.target, folder=pair.folder, fetch=False)
-            if settled := kept(path):
-                tokenizer = Tokenizer(settled, path)
+            if cached := cached_tokenizer(path):
+                tokenizer = Tokenizer(cached, path)
                 assert tokenizer._backend
                 found.append(tokenizer)
         except BaseException:  # panics of the tokenizers library are not Exceptions
@@ -260,7 +281,7 @@ def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
 
     Ids are compared up to the size of the smaller vocabulary, without placeholders at its end.
     """
-    if target.settled.vocabulary == draft.settled.vocabulary:
+    if target.cached.vocabulary == draft.cached.vocabulary:
         return
     size = min(trimmed(one.texts, _PLACEHOLDER) for one in (target, draft))
     for id_ in sorted(id_ for id_ in target.texts.keys() | draft.texts.keys() if id_ < size):

@@ -2,7 +2,7 @@
 
 An entry holds a tokenizer in a form that loads without transformers. Its name is a digest of the
 files and of the versions of the libraries that read them. A damaged entry is written again. Files
-are read in a child process with limits (limited.py). Not here: the formats (hub_tokenizer.py,
+are read in a child process with limits (limits.py). Not here: the formats (hub_tokenizer.py,
 gguf_tokenizer.py), text to ids (tokenizer.py).
 """
 
@@ -13,12 +13,12 @@ import hashlib
 import importlib.metadata
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bass_cli.errors import UserError
-from bass_cli.formats.backends import load_backend
+from bass_cli.formats.backends import TokenizerParts, load_backend
 from bass_cli.formats.gguf_tokenizer import read_gguf_tokenizer
 from bass_cli.formats.hub_tokenizer import (
     FILES,
@@ -26,14 +26,12 @@ from bass_cli.formats.hub_tokenizer import (
     needs_transformers,
     read_folder_tokenizer,
 )
-from bass_cli.formats.limited import Limited, RefusalError
-from bass_cli.formats.template import Messages
+from bass_cli.formats.limits import Limited, RefusalError, check_growth
 from bass_cli.formats.tensor_files import read_gguf
-from bass_cli.formats.text_length import check_growth
-from bass_cli.formats.tokenizer_parts import TokenizerParts
 from bass_cli.io.cache import cache_folder, read_cached, write_cached
 from bass_cli.io.reading import parse_json, read_bytes
 
+Messages = Sequence[Mapping[str, Any]]
 _CONVERSION = 5  # increase it when the readers return other parts for the same files
 _PADDING = re.compile(r"\[PAD\d+\]")  # GGUF writers' text for embedding rows without a token
 # A sample text; different pre-tokenizers give different ids for it.
@@ -45,7 +43,7 @@ _SECONDS = 60.0  # CPU seconds for reading the files; the largest known take 10 
 _MEMORY = 4 << 30  # bytes that reading the files may add; the largest known take 1 GiB
 
 
-class Settled(NamedTuple):
+class CachedTokenizer(NamedTuple):
     """A cached tokenizer: TokenizerParts and values derived from them.
 
     size: one more than the largest id that is a token.
@@ -63,7 +61,20 @@ class Settled(NamedTuple):
     fingerprint: str
 
 
-def settle(path: Path, vocabulary: str | None = None) -> Settled:
+# The types of its fields as JSON
+_TYPES = {
+    "content": (str,),
+    "template": (str, type(None)),
+    "special": (dict,),
+    "eos_ids": (list,),
+    "literal": (bool,),
+    "size": (int,),
+    "vocabulary": (str,),
+    "fingerprint": (str,),
+}
+
+
+def read_tokenizer(path: Path, vocabulary: str | None = None) -> CachedTokenizer:
     """Return the tokenizer of a model's folder or .gguf file, from the cache if it has an entry.
 
     Args:
@@ -73,18 +84,18 @@ def settle(path: Path, vocabulary: str | None = None) -> Settled:
         UserError: no tokenizer can be read from the files.
     """
     key = _key(path, vocabulary)
-    found = _kept(key)
+    found = _cached(key)
     if found is None:
-        entry, place = made(path, key), _place(key)
+        entry, place = read_files(path, key), _place(key)
         found = _parse(entry, key)
         with contextlib.suppress(OSError):  # the cache cannot be written
             write_cached(place, entry)
     return found
 
 
-def kept(path: Path) -> Settled | None:
+def cached_tokenizer(path: Path) -> CachedTokenizer | None:
     """Return the cached tokenizer, or None; this imports neither transformers nor torch."""
-    return _kept(_key(path, None))
+    return _cached(_key(path, None))
 
 
 def _key(path: Path, vocabulary: str | None) -> str:
@@ -102,50 +113,39 @@ def _place(key: str) -> Path:
     return cache_folder() / "tokenizers" / f"{key}.json"
 
 
-def _kept(key: str) -> Settled | None:
+def _cached(key: str) -> CachedTokenizer | None:
     with contextlib.suppress(OSError, ValueError):
         return _parse(read_cached(_place(key), 3 * LARGEST_FILE), key)
     return None
 
 
-def _entry(settled: Settled, key: str) -> bytes:
+def _entry(tokenizer: CachedTokenizer, key: str) -> bytes:
     """Return an entry of three lines.
 
     They are a digest of the key and of the other lines, all fields except `content` as JSON, and
     the content.
     """
-    facts = json.dumps(settled._replace(content=b"")._asdict() | {"content": None})
-    rest = facts.encode() + b"\n" + settled.content
+    facts = json.dumps(tokenizer._asdict() | {"content": ""})
+    rest = facts.encode() + b"\n" + tokenizer.content
     return _sum(key, rest) + b"\n" + rest
 
 
-def _parse(entry: bytes, key: str) -> Settled:
+def _parse(entry: bytes, key: str) -> CachedTokenizer:
     """Read an entry; ValueError if it is damaged or was written for another key."""
     digest, _, rest = entry.partition(b"\n")
     if digest != _sum(key, rest):
         raise ValueError("the entry is damaged or belongs to another tokenizer")
     facts, _, content = rest.partition(b"\n")
     found = parse_json(facts)
-    if not isinstance(found, dict) or found.keys() != set(Settled._fields):
-        raise ValueError("the entry has an unknown shape")
-    ends = found["eos_ids"]
-    settled = Settled(
-        **found | {"content": content, "eos_ids": tuple(ends if isinstance(ends, list) else ())}
-    )
-    texts = (settled.vocabulary, settled.fingerprint, settled.template or "")
-    if not (
-        all(isinstance(one, str) for one in (*texts, *_texts_of(settled.special)))
-        and isinstance(settled.literal, bool)
-        and type(settled.size) is int
-        and isinstance(ends, list)
-        and all(type(id_) is int for id_ in ends)
+    if (
+        not isinstance(found, dict)
+        or found.keys() != _TYPES.keys()
+        or any(type(value) not in _TYPES[name] for name, value in found.items())
+        or not {type(one) for one in found["special"].values()} <= {str}
+        or not {type(one) for one in found["eos_ids"]} <= {int}
     ):
         raise ValueError("the entry has an unknown shape")
-    return settled
-
-
-def _texts_of(special: object) -> Iterable[object]:
-    return special.values() if isinstance(special, dict) else (None,)
+    return CachedTokenizer(**found | {"content": content, "eos_ids": tuple(found["eos_ids"])})
 
 
 def _sum(key: str, rest: bytes) -> bytes:
@@ -168,7 +168,7 @@ def _digest_of(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def made(path: Path, key: str) -> bytes:
+def read_files(path: Path, key: str) -> bytes:
     """Read the files of a tokenizer in a child process and return the cache entry for them."""
     fault, gguf = f"{path}: no tokenizer can be read there", path.suffix == ".gguf"
     if not gguf and needs_transformers(path):  # the child has too little memory for this import
@@ -179,7 +179,7 @@ def made(path: Path, key: str) -> bytes:
     def read(_: object) -> bytes:
         with refusals(fault):
             parts = read_gguf_tokenizer(path) if gguf else read_folder_tokenizer(path)
-            return _entry(_settled(parts, path), key)
+            return _entry(_complete(parts, path), key)
 
     try:
         return Limited(read, seconds=_SECONDS, memory=_MEMORY)(None)
@@ -187,7 +187,7 @@ def made(path: Path, key: str) -> bytes:
         raise UserError(f"{fault}: {error}") from None
 
 
-def _settled(parts: TokenizerParts, path: Path) -> Settled:
+def _complete(parts: TokenizerParts, path: Path) -> CachedTokenizer:
     """Check the parts and add the values derived from them."""
     check_growth(parts.content)
     backend = load_backend(parts.content)
@@ -201,7 +201,7 @@ def _settled(parts: TokenizerParts, path: Path) -> Settled:
     digest = hashlib.sha256(spelled)
     for part in (parts.template, backend.encode(_PROBE).ids):
         digest.update(repr(part).encode())
-    return Settled(
+    return CachedTokenizer(
         *parts,
         size=trimmed(texts, _PADDING),
         vocabulary=hashlib.sha256(spelled).hexdigest()[:32],
@@ -212,7 +212,7 @@ def _settled(parts: TokenizerParts, path: Path) -> Settled:
 def renderer(template: str, special: Mapping[str, str]) -> Callable[[Messages], str]:
     """Return the function that renders messages by a chat template.
 
-    transformers is imported here, before limited.py forks the process.
+    transformers is imported here, before limits.py forks the process.
     """
     import tokenizers
     import transformers

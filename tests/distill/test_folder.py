@@ -30,7 +30,7 @@ def written_again(path, folder, tokenizer):
     weights = load(first, dtype=torch.float32, device=CPU)
     config = config_of(first.spec, eos_ids=first.eos_ids, place=str(path))
     write_folder(folder, first.spec, weights, config={**config, "pard_token": 300},
-                 tokenizer=tokenizer.settled, dtype=torch.float32)  # fmt: skip
+                 tokenizer=tokenizer.cached, dtype=torch.float32)  # fmt: skip
     second = open_checkpoint(folder)
     assert second.mask() == 300
     assert second.eos_ids == first.eos_ids

@@ -261,5 +261,5 @@ def test_a_cache_entry_of_another_shape_is_replaced(
     other = json.loads(facts) | change if isinstance(change, dict) else [1]
     rest = json.dumps(other).encode() + b"\n" + content
     entry.write_bytes(tokenizer_files._sum(entry.stem, rest) + b"\n" + rest)
-    assert Tokenizer.load(model).settled == due.settled
+    assert Tokenizer.load(model).cached == due.cached
     assert entry.read_bytes() == whole

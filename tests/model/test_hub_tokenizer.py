@@ -226,7 +226,7 @@ def test_a_flag_that_is_not_a_boolean_is_refused(tmp_path: Path) -> None:
 def test_the_models_end_ids_are_used_if_the_tokenizer_names_none(tmp_path: Path) -> None:
     write(tmp_path, byte_level(), {}, {"bos_token_id": 1, "eos_token_id": [2, 0]})
     ours = Tokenizer.load(tmp_path)
-    assert ours.settled.special == {"bos_token": "<s>", "eos_token": "</s>"}
+    assert ours.cached.special == {"bos_token": "<s>", "eos_token": "</s>"}
     assert ours.eos_ids == (2,)
     write(
         tmp_path,
@@ -234,7 +234,7 @@ def test_the_models_end_ids_are_used_if_the_tokenizer_names_none(tmp_path: Path)
         {"bos_token": None, "eos_token": "<pad>"},
         {"bos_token_id": 1, "eos_token_id": 2},
     )
-    assert Tokenizer.load(tmp_path).settled.special == {"eos_token": "<pad>"}
+    assert Tokenizer.load(tmp_path).cached.special == {"eos_token": "<pad>"}
 
 
 # Tokens
@@ -323,7 +323,7 @@ def test_the_default_chat_template(
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert Tokenizer.load(tmp_path).settled.template == wanted
+    assert Tokenizer.load(tmp_path).cached.template == wanted
 
 
 @pytest.mark.parametrize(("name", "content", "said"), [
@@ -389,6 +389,6 @@ def test_a_tokenizer_saved_by_transformers_is_the_same(tmp_path: Path) -> None:
     )  # fmt: skip
     fast.save_pretrained(tmp_path)
     theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path), Tokenizer.load(tmp_path)
-    assert ours.settled.special == theirs.special_tokens_map
+    assert ours.cached.special == theirs.special_tokens_map
     for text in texts(20):
         assert ours.encode(text) == theirs(text)["input_ids"]

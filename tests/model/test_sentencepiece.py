@@ -162,10 +162,10 @@ def test_a_saved_tokenizer_is_the_same(tmp_path: Path, config: dict[str, Any]) -
     (tmp_path / "one").mkdir()
     (tmp_path / "one" / "added_tokens.json").write_text('{"<tool>": 400}')
     ours = write(tmp_path / "one", train(), **config)
-    file = saved(ours.settled.content)
-    named = {**file.settings, **ours.settled.special, "split_special_tokens": ours.settled.literal}
+    file = saved(ours.cached.content)
+    named = {**file.settings, **ours.cached.special, "split_special_tokens": ours.cached.literal}
     assert file.name == "tokenizer.model"
-    assert write(tmp_path / "two", file.content, **named).settled == ours.settled
+    assert write(tmp_path / "two", file.content, **named).cached == ours.cached
 
 
 @pytest.mark.parametrize(("config", "said"), [

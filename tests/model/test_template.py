@@ -12,8 +12,8 @@ import pytest
 from checkpoints import write_tokenizer
 
 from bass_cli.errors import UserError
-from bass_cli.formats import template
-from bass_cli.formats.template import Template
+from bass_cli.formats import tokenizer as tokenizer_module
+from bass_cli.formats.limits import Limited
 from bass_cli.formats.tokenizer import Tokenizer
 
 MESSAGES = [{"role": "user", "content": "the cat"}]
@@ -41,14 +41,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def with_template(folder: Path, body: str) -> Tokenizer:
     whole = f"{{% if messages[0].content == 'the cat' %}}{body}{{% endif %}}fine"
-    return Tokenizer(Tokenizer.load(folder).settled._replace(template=whole), folder)
+    return Tokenizer(Tokenizer.load(folder).cached._replace(template=whole), folder)
 
 
 @pytest.mark.parametrize("body", ENDLESS)
 def test_a_template_that_loops_fails_its_prompt_only(
     folder: Path, monkeypatch: pytest.MonkeyPatch, body: str
 ) -> None:
-    monkeypatch.setattr(template, "SECONDS", 0.3)
+    monkeypatch.setattr(tokenizer_module, "_TEMPLATE_SECONDS", 0.3)
     tokenizer = with_template(folder, body)
     working, over = [0], threading.Event()
     threading.Thread(
@@ -68,7 +68,7 @@ def test_a_template_that_loops_fails_its_prompt_only(
 def test_a_template_that_fills_the_memory_fails_its_prompt_only(
     folder: Path, monkeypatch: pytest.MonkeyPatch, body: str
 ) -> None:
-    monkeypatch.setattr(template, "_MEMORY", 2**27)
+    monkeypatch.setattr(tokenizer_module, "_TEMPLATE_MEMORY", 2**27)
     tokenizer = with_template(folder, body)
     with pytest.raises(UserError, match="it takes more than 128 MB of memory"):
         tokenizer.encode_chat(MESSAGES)
@@ -78,7 +78,7 @@ def test_a_template_that_fills_the_memory_fails_its_prompt_only(
 def test_a_template_with_too_long_a_result_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(template, "_LARGEST", 1000)
+    monkeypatch.setattr(tokenizer_module, "_LARGEST", 1000)
     with pytest.raises(UserError, match="its text has 5004 characters"):
         with_template(folder, "{{ 'x' * 5000 }}").encode_chat(MESSAGES)
 
@@ -86,15 +86,15 @@ def test_a_template_with_too_long_a_result_is_refused(
 def test_the_process_of_a_template_closes_files_and_ends_with_its_parent(tmp_path: Path) -> None:
     read, write = os.pipe()
 
-    def see(_: object) -> str:
+    def see(_: object) -> bytes:
         streams = [os.readlink(f"/proc/self/fd/{descriptor}") for descriptor in (0, 1, 2)]
         interrupted = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
         return " ".join(
             [*streams, str(len(os.listdir("/proc/self/fd"))), str(os.getpid()), str(interrupted)]
-        )
+        ).encode()
 
-    render = Template(see)
-    *streams, files, pid, ignores = render([]).split()
+    render = Limited(see, seconds=10, memory=1 << 30)
+    *streams, files, pid, ignores = render([]).decode().split()
     assert (set(streams), files, ignores) == (
         {os.devnull},
         "5",

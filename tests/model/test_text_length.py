@@ -17,7 +17,7 @@ from test_sentencepiece import train
 
 import bass_cli.formats.tokenizer as tokenizer_module
 from bass_cli.errors import UserError
-from bass_cli.formats.text_length import spelling_of
+from bass_cli.formats.limits import spelling_of
 from bass_cli.formats.tokenizer import Tokenizer
 
 PIECES = [

@@ -219,13 +219,13 @@ def converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Use a new cache folder; return a list of the paths whose files were read."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     calls: list[Path] = []
-    made = tokenizer_files.made
+    made = tokenizer_files.read_files
 
     def counted(path: Path, key: str) -> bytes:
         calls.append(path)
         return made(path, key)
 
-    monkeypatch.setattr(tokenizer_files, "made", counted)
+    monkeypatch.setattr(tokenizer_files, "read_files", counted)
     return calls
 
 
@@ -290,7 +290,7 @@ def test_broken_and_unwritable_caches(
     whole = entry.read_bytes()
     other = Tokenizer.load(write_gguf_with(tokenizer, tmp_path / "other.gguf", pad_to=310))
     (foreign,) = {*kept(tmp_path)} - {entry}
-    assert other.settled.fingerprint != Tokenizer.load(path).settled.fingerprint
+    assert other.cached.fingerprint != Tokenizer.load(path).cached.fingerprint
     for times, damaged in enumerate(
         (b"", b"{", whole[:-1], whole.replace(b'"the"', b'"teh"'), foreign.read_bytes()), 1
     ):
@@ -350,7 +350,7 @@ def test_a_folder_is_read_once_and_stays_as_transformers_reads_it(
         assert first.decode(ids[number % 3 :]) == back
         assert again["texts"][number] == [ids, part, first.decode(ids)]
     assert first.eos_ids == tuple(again["eos"]) == (theirs.eos_token_id,)
-    assert first.settled.special == theirs.special_tokens_map
+    assert first.cached.special == theirs.special_tokens_map
     assert again["modules"] == []  # of transformers and its dependencies
     (folder / "tokenizer_config.json").write_text("{}")  # other files, another tokenizer
     Tokenizer.load(folder)
@@ -405,7 +405,7 @@ def test_a_gguf_tokenizer_is_the_same_the_first_time_and_later(
     later = run_apart(path)
     assert [found[0] for found in later["texts"]] == ids
     assert (converted, later["modules"]) == ([path], [])
-    steps = json.loads(first.settled.content)
+    steps = json.loads(first.cached.content)
     if pre == "qwen2":
         assert first.encode("e\u0301") == first.encode("\u00e9")
     else:
@@ -420,10 +420,10 @@ def test_nothing_beside_a_gguf_file_is_read(
     folder_with_code(tmp_path / "both", {"tokenizer_class": "Own", "eos_token": "the"}, {})
     path = write_gguf_with(tokenizer, tmp_path / "both" / "renamed.gguf")
     beside = Tokenizer.load(path)
-    assert beside.settled == alone.settled
+    assert beside.cached == alone.cached
     assert len(converted) == 1  # the entry depends on the content of the file, not on its path
     kept(tmp_path)[0].unlink()
-    assert Tokenizer.load(path).settled == alone.settled
+    assert Tokenizer.load(path).cached == alone.cached
     assert not (tmp_path / "both" / "ran").exists()
 
 

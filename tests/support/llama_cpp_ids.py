@@ -127,7 +127,7 @@ def main() -> None:
             same["names"].append(name)
         ends = []
         sys.path.insert(0, str(ROOT))
-        from bass_cli.formats.ends import END_TEXTS, ROLE_TEXTS
+        from bass_cli.formats.backends import END_TEXTS, ROLE_TEXTS
 
         every = [*END_TEXTS, *(text for texts in ROLE_TEXTS.values() for text in texts)]
         for texts in ([text] for text in every):
