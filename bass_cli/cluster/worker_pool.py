@@ -289,7 +289,8 @@ class Pool:
 
     def held(self, worker: Hashable) -> int:
         """Return the number of slots that the worker's samples need."""
-        return self._workers[worker].held
+        parts = self._workers[worker].parts.values()
+        return len(parts) if self._alike else sum(len(samples) for _, samples in parts)
 
     def chunk(self, worker: Hashable, rows: int) -> list[Part]:
         """Assign samples to a worker and return them.
@@ -298,33 +299,30 @@ class Pool:
         the last call, or an eighth of the slots if that is more.
         """
         mine, parts = self._workers[worker], list[Part]()
-        wanted = rows + max(rows // _RESERVE, 2 * mine.ended, 1)
+        wanted = rows + max(rows // _RESERVE, 2 * mine.ended, 1) - self.held(worker)
         mine.ended = 0
-        while mine.held < wanted and (part := self._part(mine)) is not None:
+        while wanted > 0 and (part := self._part(mine)) is not None:
             mine.parts[part.prompt.id] = part.prompt, set(part.samples)
-            mine.held += 1 if self._alike else len(part.samples)
+            wanted -= 1 if self._alike else len(part.samples)
             parts.append(part)
         return parts
 
     def deliver(self, worker: Hashable, completion: Completion) -> bool:
         """Take a finished sample from a worker; return whether it is wanted and new."""
-        mine = self._workers.get(worker, _Assigned())
-        _, missing = mine.parts.get(completion.id, (None, set[int]()))
-        before = len(missing)
-        if completion.is_of_prompt and missing:
-            new = completion.id not in self._failed
+        mine = self._workers.get(worker)
+        if mine is None or completion.id not in mine.parts:
+            return False
+        missing = mine.parts[completion.id][1]
+        ended = {completion.sample} & missing
+        new = bool(ended)
+        if completion.is_of_prompt:
+            new, ended = completion.id not in self._failed, set(missing)
             self._failed.add(completion.id)
             self._waiting.pop(completion.id, None)
-            missing.clear()
-        else:
-            new = completion.sample in missing
-            missing.discard(completion.sample)
-        gone = before - len(missing)
-        if before and not missing:
+        missing -= ended
+        if not missing:
             del mine.parts[completion.id]
-        ended = int(before > 0 and not missing) if self._alike else gone
-        mine.held -= ended
-        mine.ended += ended
+        mine.ended += int(not missing) if self._alike else len(ended)
         return new
 
     def over(self) -> bool:
@@ -374,10 +372,8 @@ class _Assigned:
 
     Attributes:
         parts: The prompts with the samples that are not finished.
-        held: The number of slots that the samples need.
         ended: The number of samples that ended since the last `chunk`.
     """
 
     parts: dict[str, tuple[Prompt, set[int]]] = field(default_factory=dict)
-    held: int = 0
     ended: int = 0

@@ -7,7 +7,7 @@ formats/weights.py. windows.py makes the attention masks; agreement.py applies t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -20,7 +20,9 @@ from bass_cli.distill.windows import Windows
 from bass_cli.errors import UserError
 from bass_cli.formats.checkpoint import Checkpoint
 from bass_cli.formats.weights import load
+from bass_cli.models.decoder import inverse_frequencies
 from bass_cli.models.spec import Rope, Spec, parameters
+from bass_kernels import reference
 
 Weights = Mapping[str, Tensor]
 Angles = tuple[Tensor, Tensor]
@@ -28,12 +30,6 @@ Bias = tuple[Tensor, Tensor | None]  # attention biases of the text and of the m
 
 _ALIGNED = 64  # ids; a product with rows of no multiple of 16 bytes takes several times as long
 _MASKED = -1e30  # finite, so that a tile of keys that are all masked gives no NaN
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": functional.silu,
-    "gelu": functional.gelu,
-    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
-    "relu": functional.relu,
-}
 
 
 class Model(NamedTuple):
@@ -130,17 +126,14 @@ def student_weights(source: Source, device: torch.device) -> dict[str, Tensor]:
 
     A new mask token starts as the mean of all token embeddings.
     """
-    stored = load(source.checkpoint, dtype=torch.float32, device=device)
-    spec = source.spec
+    stored, spec = load(source.checkpoint, dtype=torch.float32, device=device), source.spec
     weights = {name: stored[name] for name in parameters(spec)}
     if not source.trained:
-        for name in ("embed.weight", "head.weight"):
-            if not (spec.tied and name == "head.weight"):
-                weights[name] = _with_mask(weights[name], source)
-        if "head.bias" in weights:
-            weights["head.bias"] = _with_mask(weights["head.bias"], source)
-        if spec.tied:
-            weights["head.weight"] = weights["embed.weight"]
+        head = () if spec.tied else ("head.weight",)
+        for name in weights.keys() & {"embed.weight", "head.bias", *head}:
+            weights[name] = _with_mask(weights[name], source)
+    if spec.tied:
+        weights["head.weight"] = weights["embed.weight"]
     return weights
 
 
@@ -294,14 +287,11 @@ class _Gated(torch.autograd.Function):
 
 
 def _feed(spec: Spec, weights: Weights, at: str, normed: Tensor) -> Tensor:
-    inner, act = _linear(weights, at + "up", normed), _ACTIVATIONS[spec.activation]
+    inner = _linear(weights, at + "up", normed)
     if spec.gated and spec.activation == "silu":
         inner = _Gated.apply(inner)
-    elif spec.gated:
-        gate, up = inner.chunk(2, dim=-1)
-        inner = act(gate) * up
     else:
-        inner = act(inner)
+        inner = reference.activation(inner, spec.activation, gated=spec.gated)
     return _linear(weights, at + "down", inner)
 
 
@@ -320,11 +310,8 @@ def _norm(spec: Spec, weights: Weights, name: str, x: Tensor) -> Tensor:
 
 def _angles(positions: Tensor, rope: Rope | None) -> Angles | None:
     """Return cos and sin, each [B, T, 1, size / 2] float32; None without rotary positions."""
-    if rope is None:
+    inverse = inverse_frequencies(rope, positions.device)
+    if inverse is None:
         return None
-    exponents = torch.arange(0, rope.size, 2, device=positions.device).float() / rope.size
-    inverse = 1.0 / (rope.theta**exponents)
-    if rope.factors is not None:
-        inverse = inverse / torch.tensor(rope.factors, device=positions.device)
-    angles = positions[..., None, None].float() * inverse
+    angles = positions[..., None, None] * inverse
     return angles.cos(), angles.sin()

@@ -112,16 +112,13 @@ class Supply(Iterator[Prompt]):
     ):
         self._n, self.wanted, self._likely = n, wanted, max(likely, 1.0)
         self.exhausted = False  # whether all passes over the file are over
-        self._file: Iterator[Prompt] | None = None
-        kinds: dict[str, Iterator[Prompt]] = {}
-        if isinstance(own, Own):
-            texts = {TURN: own.turn, TEXT: own.text}
-            kinds = {
-                kind: _numbered(kind, text) for kind, text in texts.items() if text is not None
-            }
-        else:
-            self._file = _again(own, passes)
-        self._kinds = kinds
+        self._prompts: dict[str, Iterator[Prompt]] = {}  # by kind
+        if not isinstance(own, Own):
+            self._prompts[FILE] = _again(own, passes)
+        elif own.turn is not None:
+            self._prompts[TURN] = _numbered(TURN, own.turn)
+        if isinstance(own, Own) and own.text is not None:
+            self._prompts[TEXT] = _numbered(TEXT, own.text)
         self._unanswered: list[Prompt] = []  # user turns without an answer yet
         self._known: set[str] = set()
         self._done: set[tuple[str, int]] = set()
@@ -129,7 +126,7 @@ class Supply(Iterator[Prompt]):
         self._counts = {kind: _Count() for kind in (TURN, ANSWER, TEXT, FILE)}
 
     def __next__(self) -> Prompt:
-        while sum(map(self._expected, self._counts)) < self.wanted:
+        while self._expected(*self._counts) < self.wanted:
             prompt = self._next()
             if prompt is None:
                 self.exhausted = True
@@ -174,24 +171,27 @@ class Supply(Iterator[Prompt]):
         """Estimated tokens at the end: as many as wanted, or fewer if the prompts have run out."""
         if not self.exhausted or not any(count.samples for count in self._counts.values()):
             return self.wanted
-        return min(self.wanted, round(sum(map(self._expected, self._counts))))
+        return min(self.wanted, round(self._expected(*self._counts)))
 
-    def _expected(self, kind: str) -> float:
-        """Estimate the tokens of a kind, with samples that have not ended.
+    def _expected(self, *kinds: str) -> float:
+        """Estimate the tokens of these kinds, with samples that have not ended.
 
         A sample counts as at least one token, so that drawing ends even if all samples are empty.
         """
-        count = self._counts[kind]
-        known = max(count.tokens, count.samples)
-        return known + count.coming * (known / count.samples if count.samples else self._likely)
+        total = 0.0
+        for count in map(self._counts.__getitem__, kinds):
+            known = max(count.tokens, count.samples)
+            mean = known / count.samples if count.samples else self._likely
+            total += known + count.coming * mean
+        return total
 
     def _next(self) -> Prompt | None:
-        if self._file is not None:
-            return next(self._file, None)
-        spent = {TEXT: self._expected(TEXT), TURN: self._expected(TURN) + self._expected(ANSWER)}
-        behind = min(self._kinds, key=lambda kind: spent[kind])
-        answer = behind == TURN and self._unanswered
-        return self._unanswered.pop() if answer else next(self._kinds[behind])
+        """Return a prompt of the kind that has the fewest tokens, or an answer to a turn."""
+        kinds = {TURN: (TURN, ANSWER)}
+        fewest = min(self._prompts, key=lambda kind: self._expected(*kinds.get(kind, (kind,))))
+        if fewest == TURN and self._unanswered:
+            return self._unanswered.pop()
+        return next(self._prompts[fewest], None)
 
 
 @dataclass(slots=True)

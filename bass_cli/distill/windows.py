@@ -9,6 +9,7 @@ attention over all masks would be too large.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections.abc import Sequence
@@ -73,7 +74,6 @@ class Batches:
         self._corpus, self._layout, self._seed = corpus, layout, seed
         self.size, self._most = size, most
         self._rank, self._ranks = rank, ranks
-        self._orders: dict[int, numpy.ndarray] = {}
 
     def at(self, step: int) -> list[Windows]:
         """Return this process's part of a batch, divided into parts that fit into memory.
@@ -93,12 +93,12 @@ class Batches:
 
     def _number(self, place: int) -> int:
         epoch, index = divmod(place, len(self._corpus))
-        if epoch not in self._orders:
-            noise = numpy.random.default_rng((self._seed, epoch))
-            self._orders = {epoch: noise.permutation(len(self._corpus))} | {
-                e: order for e, order in self._orders.items() if e == epoch - 1
-            }
-        return int(self._orders[epoch][index])
+        return int(_order(self._seed, epoch, len(self._corpus))[index])
+
+
+@functools.lru_cache(2)  # a batch may lie in two passes
+def _order(seed: int, epoch: int, count: int) -> numpy.ndarray:
+    return numpy.random.default_rng((seed, epoch)).permutation(count)
 
 
 class Corpus:
@@ -207,12 +207,10 @@ class Layout:
         """By position in a draft, the inverse of the share of tokens that have a guess there."""
         return [1.0, *(self.window / (self.groups * count) for count in self.counts)]
 
-    def slots(self) -> tuple[numpy.ndarray, numpy.ndarray]:
-        """Return, for each mask of a group, its anchor and its number from 1 on, [masks] each."""
-        anchors = [numpy.arange(count) for count in self.counts]
-        numbers = [numpy.full(count, j + 1) for j, count in enumerate(self.counts)]
-        nothing = numpy.zeros(0, dtype=numpy.int64)
-        return numpy.concatenate((nothing, *anchors)), numpy.concatenate((nothing, *numbers))
+    def slots(self) -> numpy.ndarray:
+        """Return, for each mask of a group, its anchor and its number from 1 on, [2, masks]."""
+        found = [(anchor, j) for j, count in enumerate(self.counts, 1) for anchor in range(count)]
+        return numpy.array(found, dtype=numpy.int64).reshape(-1, 2).T
 
 
 def thinned(window: int, drafts: int) -> Layout:
@@ -342,62 +340,43 @@ def lay_out(
             these places. A mask counts if its own place is one of them too, in its anchor's text.
         noise: a generator for each window, so that it does not depend on the others.
     """
+    take = functools.partial(numpy.take_along_axis, axis=1)
     rows, length = tokens.shape
     each = layout.groups * layout.anchors
-    anchors = numpy.full((rows, each), -1, dtype=numpy.int64)
-    for row in range(rows):
-        found = noise[row].permutation(numpy.flatnonzero(learnable[row]))[:each]
-        anchors[row, noise[row].permutation(each)[: len(found)]] = found
-    shaped = anchors.reshape(rows, layout.groups, layout.anchors)
-    slot_anchors, numbers = layout.slots()
-    at = shaped[:, :, slot_anchors].reshape(rows, -1)
-    goal = at + numpy.tile(numbers, layout.groups)
-    inside = (at >= 0) & (goal < length)
-    clipped = numpy.minimum(numpy.maximum(goal, 0), length - 1)
-    own = numpy.take_along_axis(texts, numpy.maximum(at, 0), 1)
-    counts = (
-        inside
-        & numpy.take_along_axis(learnable, clipped, 1)
-        & (numpy.take_along_axis(texts, clipped, 1) == own)
+    chosen = numpy.full((rows, each), -1, dtype=numpy.int64)
+    for own, places, generator in zip(chosen, learnable, noise, strict=True):
+        found = generator.permutation(numpy.flatnonzero(places))[:each]
+        own[generator.permutation(each)[: len(found)]] = found
+    anchors = chosen.reshape(rows, layout.groups, layout.anchors)
+    slots = layout.slots()
+    anchor = anchors[:, :, slots[0]].reshape(rows, -1)  # of each mask, [B, C masks]
+    number, size = (
+        numpy.tile(part, layout.groups)
+        for part in (slots[1], numpy.array((0, *layout.counts))[slots[1] - 1])
     )
-    every = numpy.concatenate((learnable, counts), 1)
-    goals = numpy.concatenate((numpy.tile(numpy.arange(length), (rows, 1)), clipped), 1)
-    places = numpy.concatenate((numpy.zeros(length), numpy.tile(numbers, layout.groups)))
-    chosen = numpy.nonzero(every)
-    known, of = numpy.unique(chosen[0] * length + goals[chosen], return_inverse=True)
+    goal = numpy.clip(anchor + number, 0, length - 1)
+    counted = (
+        (anchor >= 0)
+        & (anchor + number < length)
+        & take(learnable, goal)
+        & (take(texts, goal) == take(texts, numpy.maximum(anchor, 0)))
+    )
+    # Of all tokens, [B, L + C masks]: whether they guess, what, and the guess one position earlier,
+    # which is the anchor, or the mask of the same anchor among the `size` masks before.
+    text = numpy.tile(numpy.arange(length), (rows, 1))
+    previous = numpy.where(number == 1, anchor, numpy.arange(length, layout.tokens) - size)
+    guesses = numpy.concatenate((learnable, counted), 1)
+    goals, earlier = numpy.concatenate((text, goal), 1), numpy.concatenate((text, previous), 1)
+    place = numpy.concatenate((numpy.zeros(length), number))
+
+    row, column = numpy.nonzero(guesses)
+    known, of = numpy.unique(row * length + goals[row, column], return_inverse=True)
     order = numpy.argsort(of, kind="stable")
-    student = numpy.flatnonzero(every)[order]
-    guess_at = numpy.zeros(every.size, dtype=numpy.int64)
-    guess_at[student] = numpy.arange(len(student))
-    earlier = numpy.concatenate(
-        (numpy.tile(numpy.arange(length), (rows, 1)), _earlier(layout, at, length)), 1
-    )
-    before = guess_at[chosen[0] * layout.tokens + earlier[chosen]][order]
-    parts = (
-        tokens,
-        positions,
-        texts,
-        shaped,
-        student,
-        places[chosen[1]][order],
-        before,
-        of[order],
-        known,
-        numpy.stack((slot_anchors, numbers)),
-    )
-    begins = numpy.searchsorted(of[order], numpy.arange(len(known) + 1))
+    row, column, of = row[order], column[order], of[order]
+    student = row * layout.tokens + column
+    index = numpy.zeros(guesses.size, dtype=numpy.int64)
+    index[student] = numpy.arange(len(student))
+    before = index[row * layout.tokens + earlier[row, column]]
+    begins = numpy.searchsorted(of, numpy.arange(len(known) + 1))
+    parts = (tokens, positions, texts, anchors, student, place[column], before, of, known, slots)
     return Windows(layout, begins, *(torch.from_numpy(part.astype(numpy.int64)) for part in parts))
-
-
-def _earlier(layout: Layout, at: numpy.ndarray, length: int) -> numpy.ndarray:
-    """Return, for every mask, the place of the guess one position earlier, [B, C masks].
-
-    at: the anchor of each mask.
-    """
-    anchors, numbers = layout.slots()
-    starts = numpy.concatenate(([0, 0], numpy.cumsum(layout.counts)[:-1])).astype(numpy.int64)
-    own = length + starts[numbers - 1] + anchors if layout.groups else numbers
-    groups = numpy.repeat(numpy.arange(layout.groups) * layout.masks, layout.masks)
-    return numpy.where(
-        numpy.tile(numbers, layout.groups) == 1, at, numpy.tile(own, layout.groups) + groups
-    )

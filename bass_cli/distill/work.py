@@ -5,6 +5,7 @@ command.py and group.py are the callers.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -60,7 +61,7 @@ class Places(NamedTuple):
 
 
 class Shown(Protocol):
-    """Receives progress: a Screen, or the Relay of a remote process."""
+    """Receives progress: a Screen, or a Rank."""
 
     def phase(self, name: str) -> None: ...
     def note(self, message: str) -> None: ...
@@ -119,6 +120,9 @@ class Work:
         )
         self.weights = student_weights(source, device)
         self._student = Model(source.spec, self.weights, source.vocab)
+        self._acceptance = functools.partial(
+            measure_acceptance, self._target, self._student, dtype=plan.dtype
+        )
 
     def _windows(self, corpus: Corpus) -> list[Windows]:
         """Make held-out windows with all masks, chosen at even distances."""
@@ -241,30 +245,19 @@ class Work:
             trainer.run(on_step, checkpoint=path, every=self._every)
 
     def _measure_quickly(self) -> Acceptance:
-        return measure_acceptance(
-            self._target,
-            self._student,
-            self._held[:_FEW],
-            mask=self._source.mask,
-            dtype=self._plan.dtype,
-            temperature=1.0,
-            both=False,
+        return self._acceptance(
+            self._held[:_FEW], mask=self._source.mask, temperature=1.0, both=False
         )
 
     def _measure(self, *, chain: bool) -> dict[str, Any]:
         """Measure acceptance for each kind of draft and temperature."""
         kinds = {"parallel": self._source.mask, **({"chain": None} if chain else {})}
         return {
-            f"{kind} T={temperature:g}": measure_acceptance(
-                self._target,
-                self._student,
-                self._held,
-                mask=mask,
-                dtype=self._plan.dtype,
-                temperature=temperature,
+            f"{kind} T={heat:g}": self._acceptance(
+                self._held, mask=mask, temperature=heat
             )._asdict()
             for kind, mask in kinds.items()
-            for temperature in TEMPERATURES
+            for heat in TEMPERATURES
         }
 
 
