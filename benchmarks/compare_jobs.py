@@ -21,6 +21,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from tiny_models import write_model
+
 NEAR = 1e-5  # of a sum of log-probabilities
 SEEDED = (
     "text",
@@ -67,45 +69,19 @@ class Ran(NamedTuple):
     seconds: float
 
 
-def write_inputs(folder):
-    """Write a target of four layers, a draft of its first layer, and prompts of unequal lengths;
-    one of them cannot be run."""
-    import tokenizers
-    import torch
-    import transformers
-
-    transformers.logging.disable_progress_bar()
-    texts = ["<pad>", "</s>", *sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())]
-    inner = tokenizers.Tokenizer(
-        tokenizers.models.BPE({text: number for number, text in enumerate(texts)}, [])
-    )
-    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = tokenizers.decoders.ByteLevel()
-    torch.manual_seed(0)
+def write_models(folder):
+    """Write a target of four layers, a draft of its first layer, and their pair."""
     sizes = {
-        "vocab_size": len(texts),
         "hidden_size": 64,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "intermediate_size": 96,
         "max_position_embeddings": CONTEXT,
         "initializer_range": 0.15,  # distributions as peaked as a real model's
-        "eos_token_id": 1,
-        "pad_token_id": 0,
-        "bos_token_id": None,
+        "template": "{% for one in messages %}{{ one.role }}: {{ one.content }}\n{% endfor %}",
     }
-    make, config = transformers.LlamaForCausalLM, transformers.LlamaConfig
-    target, draft = (make(config(**sizes, num_hidden_layers=layers)) for layers in (4, 1))
-    draft.load_state_dict(target.state_dict(), strict=False)
-    for name, model in (("target", target), ("draft", draft)):
-        model.save_pretrained(folder / name)
-        wrapped = transformers.PreTrainedTokenizerFast(
-            tokenizer_object=inner, eos_token="</s>", pad_token="<pad>"
-        )
-        wrapped.chat_template = (
-            "{% for one in messages %}{{ one.role }}: {{ one.content }}\n{% endfor %}"
-        )
-        wrapped.save_pretrained(folder / name)
+    target = write_model(folder / "target", num_hidden_layers=4, **sizes)
+    write_model(folder / "draft", num_hidden_layers=1, like=target, **sizes)
     (folder / "pair.yaml").write_text("target: target\ndraft: draft\n")
 
 
@@ -217,7 +193,7 @@ def main():
     rows = []
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(given.workers) as pool:
         folder = Path(name)
-        write_inputs(folder)
+        write_models(folder)
         write_prompts(folder)
         runs = [(dtype, job) for dtype in dtypes for job in given.jobs]
         started = [

@@ -17,6 +17,9 @@ from importlib.metadata import version
 
 import torch
 
+from bass_cli.bench.figures import counts
+from bass_cli.bench.rivals import LOADERS, describe
+from bass_cli.bench.runs import decode, fill
 from bass_cli.config.args import JobArgs
 from bass_cli.config.job import load_pair, make_job
 from bass_cli.engine.batch import Row
@@ -67,37 +70,17 @@ def run_bass(loop, prompts, tokens):
     drafts of a row in a round."""
     rows = [Row(str(i), 0, 0, list(p), tokens, temperature=0.0) for i, p in enumerate(prompts)]
     began = time.perf_counter()
-    kept, rounds = 0, 0
-    for row in rows:
-        loop.open(row.key, row.tokens)
-        loop.admit(row)
-        loop.close(row.key)
-    while len(loop.batch):
-        done = loop.round()
-        kept, rounds = kept + sum(done.accepted), rounds + len(done.accepted)
-        for index in reversed(range(len(loop.batch))):
-            if loop.batch.hosts[index].room <= 0:
-                loop.retire(index)
+    fill(loop, rows)
+    run = decode(loop, rows)
     seconds = time.perf_counter() - began
-    return seconds, [row.tokens[row.prompt_length :][:tokens] for row in rows], kept / rounds
+    texts = [row.tokens[row.prompt_length :][:tokens] for row in rows]
+    return seconds, texts, counts(run).mean
 
 
-def run_transformers(model, pad, prompts, tokens):
-    longest = max(map(len, prompts))
-    ids = torch.tensor([[pad] * (longest - len(p)) + p for p in prompts])
-    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+def run_transformers(generate, prompts, tokens):
     began = time.perf_counter()
-    with torch.inference_mode():
-        out = model.generate(
-            ids,
-            attention_mask=mask,
-            max_new_tokens=tokens,
-            min_new_tokens=tokens,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=pad,
-        )
-    return time.perf_counter() - began, out[:, longest:].tolist()
+    texts = generate(prompts, tokens, exact=True)
+    return time.perf_counter() - began, texts
 
 
 def loop_for(args, draft, length):
@@ -110,6 +93,7 @@ def loop_for(args, draft, length):
             device="cpu",
             dtype="fp32",
             max_new_tokens=args.tokens,
+            temperature=0.0,
         ),
     )
     plan = make_plan(job)
@@ -119,24 +103,18 @@ def loop_for(args, draft, length):
 def measure(args):
     """Run every method in turn, `args.repeats` times. Returns: seconds by method; tokens of the
     last repeat by method; accepted drafts of a row in a round for the two methods with lookup."""
-    import transformers
-
-    transformers.logging.set_verbosity_error()
     plan, plain = loop_for(args, "none", 0)
-    path, tokenizer = plan.files.target.path, plan.files.tokenizer
-    where = (str(path.parent), {"gguf_file": path.name}) if path.is_file() else (str(path), {})
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        where[0], dtype=torch.float32, trust_remote_code=False, **where[1]
-    ).eval()
+    tokenizer = plan.files.tokenizer
     ordinary = encode(tokenizer, (ORDINARY * args.rows)[: args.rows])
     copying = [tokenizer.encode(text) for text in (COPYING * args.rows)[: args.rows]]
-    run_bass(plain, ordinary, 4), run_transformers(model, 0, ordinary, 4)
+    generate = LOADERS["transformers"](describe(plan, longest=0, rows=args.rows))
+    run_bass(plain, ordinary, 4), run_transformers(generate, ordinary, 4)
     times: dict[str, list[float]] = {}
     texts, kept = {}, {}
     for _ in range(args.repeats):
         for name, prompts in (("ordinary", ordinary), ("copying", copying)):
             if prompts is ordinary:
-                seconds, texts["transformers"] = run_transformers(model, 0, prompts, args.tokens)
+                seconds, texts["transformers"] = run_transformers(generate, prompts, args.tokens)
                 times.setdefault("transformers", []).append(seconds)
             loops = {"plain": plain, "lookup": loop_for(args, "lookup", "auto")[1]}
             for method, loop in loops.items():

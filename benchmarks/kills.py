@@ -15,7 +15,7 @@ import signal
 import time
 
 import small_jobs as jobs
-from line_differences import Differences, compare, read, whole_lines
+from small_jobs import Differences, compare, read, whole_lines
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _STUCK = 120.0  # seconds after which a run hangs; usual runs take less than two

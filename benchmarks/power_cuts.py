@@ -18,8 +18,8 @@ import os
 import pickle
 
 import small_jobs as jobs
-from line_differences import Differences, compare, whole_lines
 from simulated_disk import Disk, Recorder
+from small_jobs import Differences, compare, whole_lines
 
 
 def recorded(job, folder, place, seconds):

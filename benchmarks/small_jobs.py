@@ -1,5 +1,6 @@
-"""Small real jobs of bass for kills.py and power_cuts.py: tiny models, and a process that has
-imported everything and forks the command. Not a script.
+"""Small real jobs of bass for kills.py and power_cuts.py: tiny models, a process that has imported
+everything and forks the command, and the comparison of a disturbed job's files with those of an
+undisturbed run (lines lost, doubled, changed). Not a script.
 """
 
 import argparse
@@ -16,12 +17,16 @@ import traceback
 from pathlib import Path
 from typing import NamedTuple
 
-from line_differences import Differences
+from tiny_models import write_model
 
 OUT, VERDICTS, SCORED = "o.jsonl", "o.jsonl.verdicts.jsonl", "scored.jsonl"
 _CONTEXT = 200
 _PROBLEMS = 2
-_ALLOW = ("--allow-code-execution", "--allow-weak-sandbox")  # the programs are harmless
+_ALLOW = "--allow-code-execution --allow-weak-sandbox"  # the programs are harmless
+
+
+# fields that depend on the run, not on the sample: times, other rows of the batch, rounding
+_MEASURED = ("seconds", "rounds", "drafted", "accepted", "mean_logprob", "sum_logprob", "isolation")
 
 
 class Job(NamedTuple):
@@ -33,39 +38,31 @@ class Job(NamedTuple):
     manifest: str | None = f"{OUT}.manifest.json"
 
 
+class Differences(NamedTuple):
+    """How many lines a disturbed run lost, doubled and changed."""
+
+    lost: int = 0
+    doubled: int = 0
+    changed: int = 0
+
+    def __add__(self, other):
+        return Differences(*map(sum, zip(self, other, strict=True)))
+
+
 def write_inputs(folder):
     """Write two models of 0.1 MB, a pair of them, prompts (two of which cannot be run) and problems
     with their tests."""
-    import tokenizers
-    import torch
-    import transformers
-
-    transformers.logging.disable_progress_bar()
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    texts = ["<pad>", "</s>", *alphabet]
-    inner = tokenizers.Tokenizer(
-        tokenizers.models.BPE({text: id_ for id_, text in enumerate(texts)}, [])
-    )
-    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = tokenizers.decoders.ByteLevel()
-    for name, seed in (("target", 0), ("draft", 1)):
-        torch.manual_seed(seed)
-        config = transformers.LlamaConfig(
-            vocab_size=len(texts),
+    for seed, name in enumerate(("target", "draft")):
+        write_model(
+            folder / name,
+            seed=seed,
             hidden_size=16,
             num_attention_heads=2,
             num_key_value_heads=1,
             num_hidden_layers=1,
             intermediate_size=24,
             max_position_embeddings=_CONTEXT,
-            eos_token_id=1,
-            pad_token_id=0,
-            bos_token_id=None,
         )
-        transformers.LlamaForCausalLM(config).save_pretrained(folder / name)
-        transformers.PreTrainedTokenizerFast(
-            tokenizer_object=inner, eos_token="</s>", pad_token="<pad>"
-        ).save_pretrained(folder / name)
     (folder / "pair.yaml").write_text("target: target\ndraft: draft\nspeculation: {length: 3}\n")
     prompts = [
         {"id": f"p{number}", "prompt": f"line {number} says", "far": "é" * (number % 4) * 40}
@@ -96,86 +93,32 @@ def write_inputs(folder):
 def generation(chance):
     """Make a `bass generate` job with random draft, batch size and temperature; the seed fixes its
     samples."""
-    draft = chance.choice(
-        (["--draft", "none", "--draft-length", "auto"], ["--draft", "lookup"], [])
+    draft = chance.choice(("--draft none --draft-length auto", "--draft lookup", ""))
+    tokens, rows = chance.choice((5, 15)), chance.choice((3, 8))
+    command = (
+        f"generate p.jsonl --pair pair.yaml --device cpu --out {OUT} --token-ids --n 3 {draft} "
+        f"--max-new-tokens {tokens} --batch-size {rows} --seed {chance.randrange(100)} "
+        f"--temperature {chance.choice((0, 0.8, 1))}"
     )
-    return Job(
-        "generate",
-        [
-            "generate",
-            "p.jsonl",
-            "--pair",
-            "pair.yaml",
-            "--device",
-            "cpu",
-            "--out",
-            OUT,
-            "--token-ids",
-            "--n",
-            "3",
-            *draft,
-            "--max-new-tokens",
-            str(chance.choice((5, 15))),
-            "--batch-size",
-            str(chance.choice((3, 8))),
-            "--seed",
-            str(chance.randrange(100)),
-            "--temperature",
-            str(chance.choice((0, 0.8, 1))),
-        ],
-        (OUT,),
-    )
+    return Job("generate", command.split(), (OUT,))
 
 
 def evaluation(chance):
     """Make a `bass eval` job, with its programs."""
-    return Job(
-        "eval",
-        [
-            "eval",
-            "humaneval",
-            "--data",
-            "tasks.jsonl",
-            "--pair",
-            "pair.yaml",
-            "--device",
-            "cpu",
-            "--out",
-            OUT,
-            "--n",
-            "2",
-            "--max-new-tokens",
-            "9",
-            "--seed",
-            str(chance.randrange(100)),
-            "--workers",
-            "2",
-            *_ALLOW,
-        ],
-        (OUT, VERDICTS),
+    command = (
+        f"eval humaneval --data tasks.jsonl --pair pair.yaml --device cpu --out {OUT} --n 2 "
+        f"--max-new-tokens 9 --seed {chance.randrange(100)} --workers 2 {_ALLOW}"
     )
+    return Job("eval", command.split(), (OUT, VERDICTS))
 
 
 def scoring(chance):
     """Make a `bass score` job for a file of another tool."""
-    return Job(
-        "score",
-        [
-            "score",
-            SCORED,
-            "--data",
-            "tasks.jsonl",
-            "--task",
-            "humaneval",
-            "--workers",
-            "2",
-            "--report",
-            "report.json",
-            *_ALLOW,
-        ],
-        (f"{SCORED}.verdicts.jsonl",),
-        manifest=None,
+    command = (
+        f"score {SCORED} --data tasks.jsonl --task humaneval --workers 2 --report report.json "
+        f"{_ALLOW}"
     )
+    return Job("score", command.split(), (f"{SCORED}.verdicts.jsonl",), manifest=None)
 
 
 def import_everything(folder):
@@ -267,22 +210,86 @@ def disturb_many(disturb, text, *, unit, count, others):
         import_everything(place)
         while counts[unit] < args.most and not faults:
             counts["jobs"] += 1
-            job = (
-                chance.choice((evaluation, scoring)) if counts["jobs"] % others == 0 else generation
-            )(chance)
+            other = chance.choice((evaluation, scoring)) if counts["jobs"] % others == 0 else None
+            job = (other or generation)(chance)
             found, wrong = disturb(job, place, counts, args.most, chance)
-            differences, faults = (
-                differences + found,
-                [f"{' '.join(job.arguments)}: {one}" for one in wrong],
-            )
-    figures = (
-        dict(counts)
-        | differences._asdict()
-        | {"faults": faults, "seconds": round(time.monotonic() - began)}
-    )
+            differences += found
+            faults = [f"{' '.join(job.arguments)}: {one}" for one in wrong]
+    figures = dict[str, object](counts) | differences._asdict()
+    figures |= {"faults": faults, "seconds": round(time.monotonic() - began)}
     print(
         json.dumps(figures)
         if args.json
         else "\n".join(f"{key:29} {value}" for key, value in figures.items())
     )
     sys.exit(bool(faults))
+
+
+def rows_of(content):
+    """Yield every line with its JSON object, or None if it is broken."""
+    for line in content.splitlines(keepends=True):
+        try:
+            row = json.loads(line) if line.endswith(b"\n") else None
+        except ValueError:
+            row = None
+        yield line, row if isinstance(row, dict) else None
+
+
+def whole_lines(content):
+    """Return the lines that count, {key: [bytes, ...]}: verdicts, and samples that did not fail."""
+    found: dict[tuple, list[bytes]] = {}
+    for line, row in rows_of(content):
+        if row is not None and row.get("finish_reason") != "error":
+            found.setdefault((row.get("id", row.get("task_id")), row.get("sample")), []).append(
+                line
+            )
+    return found
+
+
+def read(path):
+    return path.read_bytes() if path.exists() else b""
+
+
+def compare(job, folder, undisturbed, kept):
+    """Compare the lines of a finished job with those of an undisturbed one, and with those that had
+    to survive: `kept`, {file: {key: [bytes]}}. Failed prompts have one line too. Any other
+    difference (a broken line, an unfinished manifest, a superfluous file) counts as changed."""
+    total = Differences()
+    for name in job.files:
+        there, due = (whole_lines(read(place / name)) for place in (folder, undisturbed))
+        held = kept.get(name, {})
+        total += Differences(
+            lost=len(due.keys() - there.keys())
+            + sum(there.get(key, [])[:1] != lines[:1] for key, lines in held.items())
+        )
+        total += Differences(
+            doubled=sum(len(lines) - 1 for lines in there.values()),
+            changed=sum(
+                key not in due or _settled(lines[0]) != _settled(due[key][0])
+                for key, lines in there.items()
+            ),
+        )
+        total += Differences(changed=_others(folder / name) != _others(undisturbed / name))
+    if job.manifest is not None:
+        ours, theirs = (
+            json.loads(read(place / job.manifest) or b"{}") for place in (folder, undisturbed)
+        )
+        total += Differences(
+            changed=any(ours.get(key) != theirs.get(key) for key in ("finished", "results"))
+            or ours["totals"]["finish_reasons"] != theirs["totals"]["finish_reasons"]
+        )
+    names = [{path.name for path in place.iterdir()} for place in (folder, undisturbed)]
+    return total + Differences(changed=names[0] != names[1])
+
+
+def _settled(line):
+    return {key: value for key, value in json.loads(line).items() if key not in _MEASURED}
+
+
+def _others(path):
+    """Return the lines of failed prompts, and broken ones."""
+    return sorted(
+        str(line if row is None else (row["id"], row["error"]))
+        for line, row in rows_of(read(path))
+        if row is None or row.get("finish_reason") == "error"
+    )
