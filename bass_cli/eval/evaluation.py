@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +36,7 @@ from bass_cli.generation import (
 from bass_cli.io.console import Screen
 from bass_cli.io.prompts import Prompt
 from bass_cli.io.results import Completion, open_output
-from bass_cli.io.saving import Named, is_stream, refuse_shared_files
+from bass_cli.io.saving import is_stream, refuse_shared_files
 from bass_cli.run.manifest import Facts, facts_of
 
 if TYPE_CHECKING:
@@ -75,8 +75,7 @@ class Evaluation:
             raise UserError(
                 "`tensor_parallel` and `budgets` cannot be used together; leave one of the two out"
             )
-        problems = list(self.task.problems.values())
-        problems = problems[: self.job.limit]
+        problems = list(self.task.problems.values())[: self.job.limit]
         self.problems = [
             one for one in problems if self.shard is None or self.shard.holds(one.task_id)
         ]
@@ -97,8 +96,7 @@ class Evaluation:
         Returns:
             The report, and whether all prompts could be run.
         """
-        self.check_files([*self.files_of(self.out), ("the verdicts", verdicts_path(self.out))])
-        self.check_places(self.out)
+        self.check_outputs([self.out])
         self._check_sandbox()
         self.job = with_rows_of(self.job, self.out, overwrite=self._args.overwrite)
         with drawing_of(
@@ -111,19 +109,35 @@ class Evaluation:
             shard=self.shard,
         ) as drawing:
             self._show_facts(drawing.facts)
-            self.generate(drawing, self.out, self.job.n)
-        return self.score(self.out, verdicts_path(self.out)), not self.failed
+            self.generate(drawing, self.out)
+        return self.score(self.out), not self.failed
 
-    def plan(
-        self, *, options: tuple[str, str | None] = ("`batch_size`", "`max_new_tokens`")
-    ) -> Plan:
-        """Plan the job, for all files of a sweep, and show the notes on it.
+    def check_outputs(self, samples: Iterable[str], *more: tuple[str, str | Path | None]) -> None:
+        """Check that all outputs can be written, and that none of them is another or an input.
 
         Args:
-            options: see Plan.
+            samples: the files of samples, each with its manifest and its report.
+            more: further outputs, which are only compared.
 
         Raises:
-            MachineError: the programs could not be run afterwards.
+            UserError: an output cannot be written, or would replace another kind of file.
+        """
+        outputs = [*more, ("the verdicts", verdicts_path(self.out))]
+        for out in samples:
+            outputs += [*files_written(out), ("`report`", self.report_path(out))]
+        inputs = [("the data", self._args.data), *files_read(self._args.pair, self.job)]
+        refuse_shared_files(outputs, inputs)
+        overwrite = self._args.overwrite
+        for out in samples:
+            check_name(out, overwrite=overwrite)
+            scoring.check_report(self.report_path(out), out, overwrite=overwrite)
+        if self.task.executes:
+            check_verdicts(verdicts_path(self.out))
+
+    def plan(self) -> Plan:
+        """Plan the job, for all files of a sweep, and show the notes on it.
+
+        MachineError if the programs could not be run afterwards.
         """
         from bass_cli.run.plan import make_plan
 
@@ -134,41 +148,20 @@ class Evaluation:
             self.job,
             longest_prompt=self.longest_prompt(),
             prompts=len(self.problems),
-            options=options,
+            # Each method of a sweep sets the batch size, so it is not an option.
+            options=("`n`", "`max_new_tokens`"),
         )
-        self._show_facts(self.facts(plan))
-        return plan
-
-    def facts(self, plan: Plan) -> Facts:
-        """Return the manifest of the samples, and other facts about them."""
-        return facts_of(plan, self._source(), shard=self.shard)
-
-    def files_of(self, out: str) -> list[tuple[str, str | Path]]:
-        """Return the files that belong to the samples in `out`, without the verdicts."""
-        return [*files_written(out), ("`report`", self.report_path(out))]
-
-    def check_files(self, outputs: Named) -> None:
-        """Raise UserError if two outputs are one file, or if one of them is an input."""
-        refuse_shared_files(
-            outputs, [("the data", self._args.data), *files_read(self._args.pair, self.job)]
-        )
-
-    def check_places(self, out: str) -> None:
-        """Raise UserError if an output cannot be written or would replace another kind of file.
-
-        Outputs are the samples in `out`, their report and the verdicts.
-        """
-        check_name(out, overwrite=self._args.overwrite)
-        scoring.check_report(self.report_path(out), out, overwrite=self._args.overwrite)
-        if self.task.executes:
-            check_verdicts(verdicts_path(self.out))
+        self._show_facts(self._facts(plan))
+        for note in plan.notes:  # once, not before every file
+            self._screen.note(note)
+        return dataclasses.replace(plan, notes=())
 
     def drawing(self, plan: Plan, loop: Callable[[], Loop]) -> Drawing:
         """Return a drawing of the plan's job in this process, with the loop that `loop` makes."""
-        return LocalBackend(plan, self.facts(plan), self._screen, loop)
+        return LocalBackend(plan, self._facts(plan), self._screen, loop)
 
-    def generate(self, drawing: Drawing, out: str, n: int) -> None:
-        """Write samples 0 to n - 1 of all prompts to `out`."""
+    def generate(self, drawing: Drawing, out: str) -> None:
+        """Write the missing samples of all prompts to `out`."""
         with open_output(
             out,
             drawing.facts.manifest,
@@ -179,7 +172,7 @@ class Evaluation:
             write_samples(
                 writer,
                 drawing,
-                n,
+                self.job.n,
                 self.prompts(),
                 len(self.problems),
                 self._screen,
@@ -188,20 +181,15 @@ class Evaluation:
             )
         self.failed |= "error" in writer.totals["finish_reasons"]
 
-    def score(self, out: str, verdicts: str) -> dict[str, Any]:
-        """Score the samples in `out`. Returns the report.
-
-        Args:
-            out: the generation file.
-            verdicts: file that keeps the verdicts.
-        """
+    def score(self, out: str) -> dict[str, Any]:
+        """Score the samples in `out`. Returns the report."""
         found = scoring.score(
             read_generations(out),
             self.task,
             self.scoring,
             report_path=self.report_path(out),
             screen=self._screen,
-            verdicts=verdicts,
+            verdicts=verdicts_path(self.out),
             announced=True,
         )
         # The other files of a sweep share these verdicts.
@@ -214,14 +202,8 @@ class Evaluation:
 
     def prompts(self) -> Iterator[Prompt]:
         """Yield the task's prompts in the chosen format."""
-        for problem in self.problems:
-            yield Prompt(
-                problem.task_id,
-                *self._ask(problem),
-                {},
-                None,
-                f"{self.task.name}:{problem.task_id}",
-            )
+        for one in self.problems:
+            yield Prompt(one.task_id, *self._ask(one), {}, None, f"{self.task.name}:{one.task_id}")
 
     def longest_prompt(self) -> str:
         """Return the text of the longest prompt."""
@@ -238,11 +220,10 @@ class Evaluation:
         return dataclasses.replace(completion, task_id=completion.id, completion=text)
 
     def _job(self) -> Job:
+        defaults: dict[str, Any] = self.task.defaults._asdict()
         chat = self.form == "chat"
-        defaults = {
-            **self.task.defaults._asdict(),
-            **({} if chat else {"stop": list(self.task.stops)}),
-        }
+        if not chat:
+            defaults["stop"] = list(self.task.stops)
         return read_job(job_args(self._args, chat=True if chat else None), defaults)
 
     def _default_out(self) -> str:
@@ -254,11 +235,8 @@ class Evaluation:
         job, own = self.job, self.task.defaults
         sampling = job.sampling
         parts = [self.task.name, job.pair.name, self.form]
-        parts += (
-            [Path(self._args.data.removeprefix("hf:").split(":")[0]).stem]
-            if self._args.data
-            else []
-        )
+        if self._args.data:
+            parts.append(Path(self._args.data.removeprefix("hf:").split(":")[0]).stem)
         parts += [f"t{sampling.temperature:g}", f"n{job.n}", f"s{sampling.seed}"]
         more = {
             "p": (sampling.top_p, own.top_p),
@@ -267,9 +245,12 @@ class Evaluation:
             "first": (job.limit, None),
         }
         parts += [f"{name}{value}" for name, (value, usual) in more.items() if value != usual]
-        parts += ["maximal"] if job.speculation.coupling == "maximal" else []
-        parts += [] if job.budget is None else [f"within{job.budget:g}s"]
-        parts += [] if self.shard is None else [f"{self.shard.number}of{self.shard.of}"]
+        if job.speculation.coupling == "maximal":
+            parts.append("maximal")
+        if job.budget is not None:
+            parts.append(f"within{job.budget:g}s")
+        if self.shard is not None:
+            parts.append(f"{self.shard.number}of{self.shard.of}")
         return "-".join(parts) + ".jsonl"
 
     def _check_sandbox(self) -> None:
@@ -280,10 +261,12 @@ class Evaluation:
         plain = self.form != "chat"
         tell(self.job, facts, self._screen, plain=plain, ask="`prompt_format` chat")
 
-    def _source(self) -> dict[str, Any]:
-        return {"task": self.task.name, "prompt_format": self.form, "prompts": self._digest()}
+    def _facts(self, plan: Plan) -> Facts:
+        """Return the manifest of the samples, and other facts about them."""
+        return facts_of(plan, self._source(), shard=self.shard)
 
-    def _digest(self) -> str:
-        """Return the SHA-256 of all prompts of the task in this format, whatever the limit is."""
+    def _source(self) -> dict[str, Any]:
+        """Return what identifies the prompts, whatever the limit is."""
         prompts = [(problem.task_id, self._ask(problem)) for problem in self.task.problems.values()]
-        return hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
+        digest = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
+        return {"task": self.task.name, "prompt_format": self.form, "prompts": digest}

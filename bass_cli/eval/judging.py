@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import IO, Any, NamedTuple
 
 from bass_cli.errors import MachineError, UserError
-from bass_cli.io.reading import finite, parse_object, text, whole
+from bass_cli.io.reading import finite, is_unicode, parse_object, text, whole
 from bass_cli.io.saving import check_place, refuse_foreign
 from bass_cli.sandbox.programs import Ending, Program, Sandbox
 
@@ -113,15 +113,13 @@ class VerdictStore:
         self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
     ) -> None:
         """Sync the file to the disk. Verdicts lost in a power cut before are made again."""
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._close)
+        try:
             if kind is None:
                 with self._as_machine_error():
                     os.fsync(self._stream.fileno())
-
-    def _close(self) -> None:
-        with contextlib.suppress(OSError):  # closing tries again to write the buffer
-            self._stream.close()
+        finally:
+            with contextlib.suppress(OSError):  # closing tries again to write the buffer
+                self._stream.close()
 
     @contextlib.contextmanager
     def _as_machine_error(self) -> Iterator[None]:
@@ -248,7 +246,7 @@ def _run(
 
     A text with a lone surrogate cannot be written to a file, so it fails without being run.
     """
-    runnable = {name: text for name, text in texts.items() if all(map(_is_text, _texts(text)))}
+    runnable = {name: text for name, text in texts.items() if all(map(is_unicode, _texts(text)))}
     for name in (one for one in texts if one not in runnable):
         yield name, Ending("failed", "the program is not valid Unicode", 0.0), {}
     if runnable:
@@ -258,14 +256,6 @@ def _run(
         ):
             for name, verdict in verdicts:
                 yield name, verdict, sandbox.isolation._asdict()
-
-
-def _is_text(text: str) -> bool:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def isolation_of(rulings: Iterable[Ruling]) -> dict[str, str] | None:

@@ -11,7 +11,7 @@ import math
 import zlib
 from collections import Counter
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import IO, Any, NamedTuple
 
 from bass_cli.errors import UserError, near_word
@@ -58,21 +58,20 @@ class Generation(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GenerationFile:
-    """The lines of a generation file (at least one), its manifest (may be empty) and notes."""
+    """The lines of a generation file (at least one), its manifest (may be empty) and notes.
+
+    `budget`: seconds per prompt. None without a budget or if unknown.
+    """
 
     path: str
     rows: tuple[Generation, ...]
     manifest: dict[str, Any]
+    budget: float | None
     notes: tuple[str, ...]
 
     def setting(self, key: str) -> Any:
         """Return a value of the manifest's "results". None if it is missing."""
         return _part(self.manifest, "results").get(key)
-
-    @property
-    def budget(self) -> float | None:
-        """Seconds per prompt. None without a budget or if unknown."""
-        return _number(self.setting("budget"))
 
     @property
     def one_at_a_time(self) -> bool:
@@ -91,33 +90,29 @@ def read_generations(path: str) -> GenerationFile:
 
     A broken last line is left out with a note. UserError for all other faults.
     """
+    manifest = _read_manifest(path)
+    budget = _number(_part(manifest, "results").get("budget"))
     notes: list[str] = []
     rows: list[Generation] = []
     seen: dict[tuple[str, int], int] = {}
     order: Counter[str] = Counter()
     for number, row in _records(path, notes):
         place = f"{path}:{number}"
-        generation = _read_row(row, place, number, order)
-        key = (_bare(generation.task_id), generation.sample)
+        one = _read_row(row, place, number, order)
+        key = (_bare(one.task_id), one.sample)
         if key in seen:
             raise UserError(
-                f'{place}: sample {generation.sample} of "{generation.task_id}" is in the file '
+                f'{place}: sample {one.sample} of "{one.task_id}" is in the file '
                 f"twice, first in line {seen[key]}"
             )
         seen[key] = number
-        rows.append(generation)
+        late = one.finished and budget is not None and (one.seconds or 0.0) > budget
+        rows.append(one._replace(late=late))
     if not rows:
         raise UserError(f"{path}: the file has no samples")
-    manifest = _read_manifest(path)
     if manifest.get("finished") is False:
         notes.append("the run that wrote the file did not finish")
-    file = GenerationFile(path, tuple(rows), manifest, tuple(notes))
-    budget = math.inf if file.budget is None else file.budget
-    held = (
-        row._replace(late=row.finished and row.seconds is not None and row.seconds > budget)
-        for row in rows
-    )
-    return replace(file, rows=tuple(held))
+    return GenerationFile(path, tuple(rows), manifest, budget, tuple(notes))
 
 
 def _records(path: str, notes: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -17,7 +17,6 @@ from bass_cli.config.args import EvaluateArgs
 from bass_cli.config.fields import parse_duration
 from bass_cli.errors import UserError
 from bass_cli.eval.evaluation import Evaluation
-from bass_cli.eval.judging import verdicts_path
 from bass_cli.eval.report import seconds
 from bass_cli.eval.scoring import check_report
 from bass_cli.io.console import Screen
@@ -49,30 +48,16 @@ def sweep(args: EvaluateArgs, screen: Screen) -> tuple[dict[str, Any], bool]:
     chart = _chart(args.plot, evaluation.out, screen)
     evaluation.report = None  # --report names the document; each file's report has its own name
     samples = [_file(evaluation.out, method, budget) for method in METHODS for budget in budgets]
-    evaluation.check_files(
-        [
-            ("`report`", document_path),
-            ("`plot`", chart),
-            ("the verdicts", verdicts_path(evaluation.out)),
-            *(one for out in samples for one in evaluation.files_of(out)),
-        ]
-    )
+    evaluation.check_outputs(samples, ("`report`", document_path), ("`plot`", chart))
     if chart is not None:
         check_chart(chart, overwrite=args.overwrite)
     check_report(document_path, evaluation.out, overwrite=args.overwrite, sweep=True)
-    for out in samples:
-        evaluation.check_places(out)
     configure_threads(evaluation.job.threads, screen.note)
-
-    # The method determines the batch size, so it is not an option here.
-    plan = evaluation.plan(options=("`n`", "`max_new_tokens`"))
-    for note in plan.notes:  # once, not before every file
-        screen.note(note)
-    plan = dataclasses.replace(plan, notes=())
+    plan = evaluation.plan()
     files = _generate(evaluation, plan, budgets, screen)
     reports = []
     for (method, budget), out in files.items():
-        report = evaluation.score(out, verdicts_path(evaluation.out))
+        report = evaluation.score(out)
         reports.append(
             {"method": method, "budget": budget}
             | {k: v for k, v in report.items() if k != "by_problem"}
@@ -136,41 +121,40 @@ def _generate(
         if method == "single" and plan.job.pair.draft == "none":
             screen.note("the pair has no draft: plain decoding only")
             break
-        loop = functools.cache(
-            functools.partial(
-                _warm_loop, _plan_of(plan, method, budgets[0]), models, screen, method
-            )
-        )
+        loop = _loop_of(_plan_of(plan, method, budgets[0]), models, screen, method)
         for budget in budgets:
             chosen = _plan_of(plan, method, budget)
             files[method, budget] = name = _file(evaluation.out, method, budget)
             screen.note(f"{method}, {budget:g} s per prompt")
-            start = functools.partial(_with_fresh_controller, loop, chosen)
-            evaluation.generate(evaluation.drawing(chosen, start), name, chosen.job.n)
+            drawing = evaluation.drawing(chosen, functools.partial(loop, chosen))
+            evaluation.generate(drawing, name)
     return files
 
 
-def _warm_loop(plan: Plan, models: Callable[[], Models], screen: Screen, method: str) -> Loop:
-    """Build and warm up a loop for all budgets of a method."""
-    from bass_cli.run.build import WARMING, build, warm_up
+def _loop_of(
+    plan: Plan, models: Callable[[], Models], screen: Screen, method: str
+) -> Callable[[Plan], Loop]:
+    """Return a function that gives the method's loop to the plan of a budget.
 
-    loop = build(plan, models())
-    screen.phase(f"{method}: {WARMING[plan.device.type]}")
-    warm_up(loop, plan)
-    return loop
-
-
-def _with_fresh_controller(loop: Callable[[], Loop], plan: Plan) -> Loop:
-    """Return the loop with a fresh controller, which has learnt nothing from other budgets.
-
-    MachineError if memory runs out.
+    The loop is built and warmed up once. Each budget gets a fresh controller, which has learnt
+    nothing from other budgets. MachineError if memory runs out.
     """
-    from bass_cli.run.build import lengths_for
+    from bass_cli.run.build import WARMING, build, lengths_for, warm_up
 
-    with plan.need.explained():
-        found = loop()
-    found.use(lengths_for(plan))
-    return found
+    @functools.cache
+    def warm_loop() -> Loop:
+        loop = build(plan, models())
+        screen.phase(f"{method}: {WARMING[plan.device.type]}")
+        warm_up(loop, plan)
+        return loop
+
+    def loop_for(chosen: Plan) -> Loop:
+        with chosen.need.explained():
+            loop = warm_loop()
+        loop.use(lengths_for(chosen))
+        return loop
+
+    return loop_for
 
 
 def _plan_of(plan: Plan, method: str, budget: float) -> Plan:
