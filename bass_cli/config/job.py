@@ -34,8 +34,14 @@ from bass_cli.config.fields import (
     reason_of,
 )
 from bass_cli.errors import UserError, nearest
-from bass_cli.io.reading import is_unicode, read_bytes, shown
-from bass_cli.io.yaml_file import MOST_BYTES, BrokenYamlError, parse_yaml
+from bass_cli.io.reading import (
+    MOST_YAML,
+    BrokenYamlError,
+    is_unicode,
+    parse_yaml,
+    read_bytes,
+    shown,
+)
 
 if TYPE_CHECKING:
     from bass_cli.config.args import DoctorArgs, JobArgs, PairArgs
@@ -280,7 +286,7 @@ def load_pair(name_or_file: str | os.PathLike[str]) -> Pair:
                 "is given as `pair.target`)"
             )
     try:
-        content = read_bytes(path, MOST_BYTES)
+        content = read_bytes(path, MOST_YAML)
     except (OSError, ValueError) as error:  # ValueError: no file can have this name
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{name_or_file}: cannot read the pair file: {reason}") from None

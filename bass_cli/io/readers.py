@@ -12,8 +12,8 @@ import contextlib
 import functools
 import hashlib
 import io
-import itertools
 import json
+import re
 import stat
 import sys
 import tempfile
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from bass_cli.errors import MachineError, UserError, nearest
-from bass_cli.io.reading import shown
+from bass_cli.io.reading import RefusedJsonError, broken_json, shown
 
 Records = Iterator[tuple[int, Any]]
 BOM = b"\xef\xbb\xbf"
@@ -35,6 +35,7 @@ LONGEST_LINE = 64 * 2**20
 # bytes of a .json file; the whole file and its values are in memory
 _LONGEST_LIST = 2**30
 _BLOCK = 2**20
+_NOT_BLANK = re.compile(r"[^ \t\r\n]")
 _PATIENCE = 20.0  # seconds to wait for the hub's first answer
 
 
@@ -215,12 +216,8 @@ def _read_txt(stream: IO[bytes], name: str) -> Records:
     )
 
 
-class _RefusedError(ValueError):
-    """JSON that Python's reader accepts and this one refuses."""
-
-
 def _no_constant(word: str) -> NoReturn:
-    raise _RefusedError(f"{word} is not JSON")
+    raise RefusedJsonError(f"{word} is not JSON")
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -228,23 +225,11 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         (key, _), *_ = (Counter(key for key, _ in pairs)).most_common(1)
-        raise _RefusedError(f'the key "{shown(key)[1:-1]}" is given twice in one object')
+        raise RefusedJsonError(f'the key "{shown(key)[1:-1]}" is given twice in one object')
     return found
 
 
 _DECODER = json.JSONDecoder(parse_constant=_no_constant, object_pairs_hook=_without_duplicates)
-
-
-def _broken(name: str, line: int, error: Exception) -> UserError:
-    if isinstance(error, json.JSONDecodeError):
-        reason = f"{error.msg} at column {error.colno}"
-    elif isinstance(error, RecursionError):
-        reason = "it is nested too deep"
-    elif isinstance(error, _RefusedError):
-        reason = str(error)
-    else:  # Python limits the digits of an integer
-        reason = "a number has too many digits"
-    return UserError(f"{name}:{line}: broken JSON: {reason}")
 
 
 def _read_jsonl(stream: IO[bytes], name: str) -> Records:
@@ -253,7 +238,7 @@ def _read_jsonl(stream: IO[bytes], name: str) -> Records:
         try:
             yield number, _DECODER.decode(line)
         except (ValueError, RecursionError) as error:
-            raise _broken(name, number, error) from None
+            raise UserError(f"{name}:{number}: {broken_json(error)}") from None
 
 
 def _read_json(stream: IO[bytes], name: str) -> Records:
@@ -267,63 +252,56 @@ def _read_json(stream: IO[bytes], name: str) -> Records:
     text = "".join(
         line for _, line in _text_lines(io.BytesIO(content), name, longest=_LONGEST_LIST)
     )
-    position, line = _skip_blank(text, 0, 1)
-    if text[position : position + 1] != "[":
+    position, line = 0, 1
+
+    def sign(start: int) -> str:
+        """Go to the first character from `start` on that is not blank; return it, "" at the end."""
+        nonlocal position, line
+        found = _NOT_BLANK.search(text, start)
+        end = found.start() if found else len(text)
+        line += text.count("\n", position, end)
+        position = end
+        return text[end : end + 1]
+
+    if sign(0) != "[":
         raise UserError(f"{name}:{line}: a .json file of prompts is one list: [{{...}}, ...]")
-    position, line = _skip_blank(text, position + 1, line)
-    while text[position : position + 1] != "]":
+    following = sign(position + 1)
+    while following != "]":
         try:
             value, end = _DECODER.raw_decode(text, position)
         except (ValueError, RecursionError) as error:
             here = error.lineno if isinstance(error, json.JSONDecodeError) else line
-            raise _broken(name, here, error) from None
+            raise UserError(f"{name}:{here}: {broken_json(error, with_line=False)}") from None
         yield line, value
-        position, line = _skip_blank(text, end, line + text.count("\n", position, end))
-        if text[position : position + 1] == ",":
-            position, line = _skip_blank(text, position + 1, line)
-            if text[position : position + 1] == "]":
+        following = sign(end)
+        if following == ",":
+            following = sign(position + 1)
+            if following == "]":
                 raise UserError(f'{name}:{line}: broken JSON: "," before the closing "]"')
-        elif text[position : position + 1] != "]":
+        elif following != "]":
             raise UserError(
                 f'{name}:{line}: broken JSON: a "," or the closing "]" of the list is missing'
             )
-    position, line = _skip_blank(text, position + 1, line)
-    if position < len(text):
+    if sign(position + 1):
         raise UserError(f"{name}:{line}: broken JSON: something follows the end of the list")
-
-
-def _skip_blank(text: str, position: int, line: int) -> tuple[int, int]:
-    start = position
-    while position < len(text) and text[position] in " \t\r\n":
-        position += 1
-    return position, line + text.count("\n", start, position)
 
 
 def _read_parquet(stream: IO[bytes], name: str) -> Records:
     """Yield the rows of a parquet file, numbered from 1; a small batch is in memory at a time."""
-    import pyarrow
-
-    rows = _parquet_rows(stream)
-    for number in itertools.count(1):
-        try:
-            row = next(rows, None)
-        except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
-            what = str(error).splitlines()[0]
-            raise UserError(f"{name}:{number}: broken parquet: {what}") from None
-        if row is None:
-            return
-        yield number, row
-
-
-def _parquet_rows(stream: IO[bytes]) -> Iterator[dict[str, Any]]:
     import pyarrow.parquet
 
-    file = pyarrow.parquet.ParquetFile(stream)
-    for column, count in Counter(file.schema_arrow.names).items():
-        if count > 1:
-            raise ValueError(f'{count} columns are called "{column}"')
-    for batch in file.iter_batches(batch_size=256):
-        yield from map(_plain, batch.to_pylist())
+    number = 1
+    try:
+        file = pyarrow.parquet.ParquetFile(stream)
+        for column, count in Counter(file.schema_arrow.names).items():
+            if count > 1:
+                raise ValueError(f'{count} columns are called "{column}"')
+        for batch in file.iter_batches(batch_size=256):
+            for row in batch.to_pylist():
+                yield number, _plain(row)
+                number += 1
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
+        raise UserError(f"{name}:{number}: broken parquet: {_line(error)}") from None
 
 
 _READERS: dict[str, Callable[[IO[bytes], str], Records]] = {

@@ -1,8 +1,9 @@
-"""Read untrusted input safely: regular files of bounded size, JSON, and values of known types.
+"""Read untrusted input safely: regular files of bounded size, JSON, YAML, values of known types.
 
 A fault is an OSError or a ValueError whose text says what would be right. The caller adds file,
 line and key, and raises a UserError or prints a note. No function waits for a pipe, or takes more
-memory than the file's size justifies.
+memory than the file's size justifies. In YAML, aliases of lists and mappings, which a few lines can
+expand to billions of values, and deep nesting are refused.
 """
 
 from __future__ import annotations
@@ -16,10 +17,15 @@ import stat
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import yaml
+
 # the largest whole number: tensors and most other readers of such files hold 64 bits
 LARGEST = 2**63 - 1
 _BRIEF = reprlib.Repr()
 _BRIEF.maxstring = _BRIEF.maxother = 80
+# bytes; a pair file has a few hundred, and PyYAML parses this size in a second
+MOST_YAML = 1 << 16
+_DEEPEST = 20  # levels of nesting in YAML; a pair file has two or three
 
 
 def open_regular(path: str | Path) -> BinaryIO:
@@ -40,19 +46,30 @@ def read_bytes(path: str | Path, most: int) -> bytes:
         return file.read(size)
 
 
+class RefusedJsonError(ValueError):
+    """JSON that Python's decoder accepts and a hook of the caller refuses."""
+
+
+def broken_json(error: ValueError | RecursionError, *, with_line: bool = True) -> str:
+    """Describe an error of Python's JSON decoder in one line, with the line if it is not 1."""
+    if isinstance(error, json.JSONDecodeError):
+        line = f"line {error.lineno}, " if with_line and error.lineno > 1 else ""
+        return f"broken JSON: {error.msg} at {line}column {error.colno}"
+    if isinstance(error, RefusedJsonError):
+        return f"broken JSON: {error}"
+    if isinstance(error, UnicodeDecodeError):
+        return "broken JSON: the text is not valid UTF-8"
+    if isinstance(error, RecursionError):
+        return "broken JSON: it is nested too deep"
+    return "broken JSON: a number has too many digits"  # Python limits those of an integer
+
+
 def parse_json(raw: str | bytes) -> Any:
     """Parse JSON. ValueError with a text of one line if it is broken or cannot be held."""
     try:
         return json.loads(raw)
-    except json.JSONDecodeError as error:
-        line = f"line {error.lineno}, " if error.lineno > 1 else ""
-        raise ValueError(f"broken JSON: {error.msg} at {line}column {error.colno}") from None
-    except UnicodeDecodeError:
-        raise ValueError("broken JSON: the text is not valid UTF-8") from None
-    except RecursionError:
-        raise ValueError("broken JSON: it is nested too deep") from None
-    except ValueError:  # Python limits the digits of an integer
-        raise ValueError("broken JSON: a number has too many digits") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(broken_json(error)) from None
 
 
 def parse_object(raw: str | bytes) -> dict[str, Any]:
@@ -115,3 +132,69 @@ def shown(value: Any) -> str:
         return _BRIEF.repr(value)
     except ValueError:  # Python limits the digits of an integer here too
         return "a number of thousands of digits"
+
+
+class BrokenYamlError(ValueError):
+    """A fault of a YAML file, with its line number."""
+
+    def __init__(self, line: int, reason: str):
+        super().__init__(reason)
+        self.line = line
+
+
+def parse_yaml(content: bytes) -> tuple[yaml.Node | None, Any]:
+    """Parse one document; return its nodes, which have line numbers, and its value.
+
+    BrokenYamlError if it is not valid.
+    """
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise BrokenYamlError(
+            content.count(b"\n", 0, error.start) + 1, "the file is not valid UTF-8"
+        ) from None
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        return node, None if node is None else loader.construct_document(node)
+    except yaml.reader.ReaderError as error:
+        line, code = text.count("\n", 0, error.position) + 1, ord(text[error.position])
+        raise BrokenYamlError(
+            line, f"broken YAML: the character U+{code:04X} is not allowed"
+        ) from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        raise BrokenYamlError(
+            mark.line + 1 if mark else 1, f"broken YAML: {error.problem or error.context}"
+        ) from None
+
+
+class _Loader(yaml.SafeLoader):
+    """A SafeLoader that raises only YAMLError, with the place of the fault."""
+
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()
+        mark: Any = event.start_mark
+        self.depth += 1
+        if self.depth > _DEEPEST:
+            raise yaml.composer.ComposerError(None, None, f"more than {_DEEPEST} levels", mark)
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        if isinstance(event, yaml.AliasEvent) and not isinstance(node, yaml.ScalarNode):
+            raise yaml.composer.ComposerError(
+                None, None, "an alias may only stand for a single value", mark
+            )
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, OverflowError, TypeError, KeyError, IndexError, AttributeError):
+            # errors of int, float and datetime ("!!int abc", 2001-99-99, 6,000 digits), and of
+            # PyYAML at odd tags
+            kind = node.tag.rpartition(":")[2]
+            raise yaml.constructor.ConstructorError(
+                None, None, f"this is not a value of the type {kind}", node.start_mark
+            ) from None
