@@ -90,7 +90,7 @@ class LocalBackend:
             cores.look()
             accepted, rows = sum(done.accepted), len(done.accepted)
             capacity = done.capacity or self.facts.rows
-            screen.round(done.width, accepted, rows, done.seconds, done.capturing, capacity)
+            screen.round(accepted, rows, done.seconds, done.capturing, capacity)
 
         return generate(
             prompts,

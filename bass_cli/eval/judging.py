@@ -6,17 +6,16 @@ Each distinct program runs once, in the sandbox. report.py computes figures from
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from types import TracebackType
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from bass_cli.errors import MachineError, UserError
 from bass_cli.io.reading import finite, is_unicode, parse_object, text, whole
-from bass_cli.io.saving import check_place, refuse_foreign
+from bass_cli.io.saving import check_place, open_locked, refuse_foreign
 from bass_cli.sandbox.programs import Ending, Program, Sandbox
 
 _BEGINNING = b'{"task_id": '  # every verdict starts like this
@@ -99,7 +98,8 @@ class VerdictStore:
         self.rulings: dict[str, Ruling] = {}
         self._written: set[tuple[str, int, str]] = set()
         check_verdicts(path)
-        self._stream = _open_locked(path)
+        taken = "another process is scoring this file"
+        self._stream = open_locked(path, "the verdicts", taken)
         try:
             self._read(anew)
         except BaseException:
@@ -163,19 +163,6 @@ class VerdictStore:
             self.rulings[ruling.sha256] = ruling
             self._written.add((ruling.task_id, ruling.sample, ruling.sha256))
         self._stream.truncate(end)
-
-
-def _open_locked(path: str) -> IO[bytes]:
-    try:
-        stream = open(path, "a+b")  # noqa: SIM115 - the VerdictStore closes it
-    except OSError as error:
-        raise UserError(f"{path}: cannot write the verdicts: {error.strerror}") from None
-    try:
-        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        stream.close()
-        raise UserError(f"{path}: another process is scoring this file") from None
-    return stream
 
 
 def _parse(line: bytes) -> Ruling | None:

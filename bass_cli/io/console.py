@@ -108,7 +108,6 @@ class Screen:
 
     def round(
         self,
-        width: int,
         accepted: int,
         rows: int,
         seconds: float,
@@ -118,7 +117,6 @@ class Screen:
         """Count a finished round.
 
         Args:
-            width: Its draft length.
             accepted: The accepted drafts of all rows; each row also got one token of the target.
             rows: Its live rows.
             seconds: Its time, without `capturing`.

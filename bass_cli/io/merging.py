@@ -25,6 +25,7 @@ from bass_cli.io.resume import (
     PromptDigest,
     check_output_place,
     differences,
+    is_of_prompt,
     known_seconds,
     manifest_path,
     read_manifest,
@@ -72,8 +73,8 @@ class _Part:
                 raise UserError(f'{place}: "{id_}" belongs to shard {right}, not to {self.shard}')
             seen.add((id_, sample))
             start, count = self.stream.tell() - len(line), count + 1
-            of_prompt = row["finish_reason"] == "error" and not row.get("prompt_tokens")
-            self.lines.setdefault(id_, []).append(_Line(sample, start, len(line), of_prompt))
+            place_of_line = _Line(sample, start, len(line), is_of_prompt(row))
+            self.lines.setdefault(id_, []).append(place_of_line)
         self.seconds = known_seconds(self.path, count)
         if left := past.torn + past.holes:
             note(f"{self.path}: leaving out {left} bytes of torn lines")

@@ -9,10 +9,8 @@ most SYNC_SECONDS. io/saving.py says which files may be written.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import math
-import operator
 import os
 import sys
 import time
@@ -20,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, NoReturn
+from typing import IO, Any
 
 from bass_cli.errors import MachineError, UserError
 from bass_cli.io.resume import (
@@ -30,9 +28,9 @@ from bass_cli.io.resume import (
     PromptDigest,
     check_manifest,
     check_output_place,
+    fault_of_line,
     is_marked,
     known_seconds,
-    line_check,
     manifest_path,
     mark,
     read_past,
@@ -44,6 +42,7 @@ from bass_cli.io.saving import (
     descriptor_of,
     is_at,
     is_stream,
+    open_locked,
     present_name,
     remove_drafts,
     sync_folder,
@@ -54,7 +53,6 @@ from bass_cli.io.terminal import json_on_a_terminal
 SYNC_SECONDS = 5.0
 STANDARD_OUTPUT = "standard output"  # the name of its writer
 _COUNTED = ("finish_reason", "copy_of", *COUNTED)
-_counted = operator.attrgetter(*_COUNTED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,21 +188,18 @@ class Writer:
         line = completion.to_line()
         if self._manifest is None and self._stream.isatty():
             line = json_on_a_terminal(line)
-        self.append(
-            line.encode("utf-8") + b"\n", dict(zip(_COUNTED, _counted(completion), strict=True))
-        )
+        row = {name: getattr(completion, name) for name in _COUNTED}
+        self.append(line.encode("utf-8") + b"\n", row)
 
     def append(self, line: bytes, row: dict[str, Any]) -> None:
         """Append a finished line. `row` has at least the fields that totals are made of."""
         if not self._begun:
             self._begin()
-        try:
+        with self._refusals():
             self._stream.write(line)
             self._stream.flush()
-        except OSError as error:
-            self._refuse(error)
         self._end += len(line)
-        self._past.count(row["finish_reason"], row)
+        self._past.count(row)
         if self._manifest is not None and self._now() - self._synced >= SYNC_SECONDS:
             with self._refusals():
                 self._sync()
@@ -217,9 +212,8 @@ class Writer:
         """
         if self._manifest is None or self._gone:
             return
-        ours = os.fstat(self._stream.fileno())
-        size = ours.st_size
-        if self._is_named(ours):
+        size = os.fstat(self._stream.fileno()).st_size
+        if is_at(self._stream, self.name):
             if size < self._end:
                 self._gone = True
                 raise MachineError(
@@ -234,7 +228,7 @@ class Writer:
                 str(copy_aside(self._stream, self.name)) if size else None
             )
             if where is not None and not manifest_path(where).exists():
-                write_manifest(where, self._manifest | {"finished": False, "totals": self.totals})
+                self._write_manifest(where, finished=False)
         except (OSError, MachineError) as error:
             raise MachineError(
                 f"{fault}; they could not be saved: {getattr(error, 'strerror', error)}"
@@ -242,13 +236,6 @@ class Writer:
         if where is not None:
             fault += f"; they are in {where}, and the same command with `out` {where} goes on"
         raise MachineError(fault)
-
-    def _is_named(self, ours: os.stat_result) -> bool:
-        """Whether the output's name leads to the file with this status."""
-        try:
-            return os.path.samestat(os.stat(self.name), ours)
-        except OSError:
-            return False
 
     @property
     def finished(self) -> bool:
@@ -279,11 +266,7 @@ class Writer:
                 with contextlib.suppress(*([] if finished else [MachineError])):
                     with self._refusals():
                         self._sync()
-                    write_manifest(
-                        self.name,
-                        self._manifest
-                        | {"finished": finished and self.complete, "totals": self.totals},
-                    )
+                    self._write_manifest(self.name, finished=finished and self.complete)
         finally:
             with contextlib.suppress(OSError):
                 if self._created and not self._begun and is_at(self._stream, self.name):
@@ -312,7 +295,11 @@ class Writer:
             self._sync()
             self._end = os.fstat(self._stream.fileno()).st_size
             sync_folder(Path(os.path.realpath(self.name)).parent)
-        write_manifest(self.name, self._manifest | {"finished": False, "totals": self.totals})
+        self._write_manifest(self.name, finished=False)
+
+    def _write_manifest(self, name: str, *, finished: bool) -> None:
+        rest = {"finished": finished, "totals": self.totals}
+        write_manifest(name, (self._manifest or {}) | rest)
 
     def _sync(self) -> None:
         os.fsync(self._stream.fileno())
@@ -320,24 +307,16 @@ class Writer:
 
     @contextlib.contextmanager
     def _refusals(self) -> Iterator[None]:
-        """Turn an OSError into a MachineError."""
+        """Turn an OSError into a MachineError, but leave a broken pipe as it is."""
         try:
             yield
+        except BrokenPipeError:
+            raise
         except OSError as error:
-            self._refuse(error)
-
-    def _refuse(self, error: OSError) -> NoReturn:
-        """Raise a MachineError for an OSError, but a broken pipe as it is."""
-        if isinstance(error, BrokenPipeError):
-            raise error
-        kept = (
-            ""
-            if self._manifest is None
-            else "; earlier lines are kept; run the same command again to continue"
-        )
-        raise MachineError(
-            f"{self.name}: cannot write the results: {error.strerror}{kept}"
-        ) from None
+            fault = f"{self.name}: cannot write the results: {error.strerror}"
+            if self._manifest is not None:
+                fault += "; earlier lines are kept; run the same command again to continue"
+            raise MachineError(fault) from None
 
 
 def open_output(
@@ -378,7 +357,7 @@ def open_output(
     if resume and not target.exists():
         raise UserError(f"{path}: there is nothing to resume, because the file does not exist")
     created = not target.exists()
-    stream = _open_locked(target)
+    stream = open_locked(path, "the output file", "another process is writing to this file")
     try:
         fresh = overwrite or os.fstat(stream.fileno()).st_size == 0
         past, notes = (
@@ -415,7 +394,8 @@ def _read_before(
             ) from None
         if prompt_ids is None:
             raise
-        past = read_past(stream, path, line_check(results, prompt_ids()))
+        ids = prompt_ids()
+        past = read_past(stream, path, lambda row: fault_of_line(row, results, ids))
         if not (marked or past.done or past.failed):  # perhaps another program's file
             raise damaged from None
         checked = (
@@ -439,20 +419,3 @@ def _open_stream(path: str) -> IO[bytes]:
         return open(os.dup(number), "wb")
     except OSError as error:
         raise UserError(f"{path}: cannot write there: {error.strerror}") from None
-
-
-def _open_locked(path: Path) -> IO[bytes]:
-    """Open a file to read and append, under an exclusive lock."""
-    try:
-        while True:
-            stream = open(path, "a+b")  # noqa: SIM115 - the Writer closes it
-            try:
-                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                stream.close()
-                raise UserError(f"{path}: another process is writing to this file") from None
-            if is_at(stream, path):
-                return stream
-            stream.close()  # another run replaced the file in between
-    except OSError as error:
-        raise UserError(f"{path}: cannot write the output file: {error.strerror}") from None

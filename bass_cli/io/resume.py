@@ -64,12 +64,13 @@ class Past:
     torn: int = 0
     holes: int = 0
 
-    def count(self, reason: str, numbers: dict[str, Any]) -> None:
+    def count(self, row: dict[str, Any]) -> None:
         """Add one result line to the totals. A copy adds a sample, but no tokens."""
+        reasons, reason = self.totals["finish_reasons"], row["finish_reason"]
         self.totals["samples"] += 1
-        self.totals["finish_reasons"][reason] = self.totals["finish_reasons"].get(reason, 0) + 1
-        for key in COUNTED if numbers.get("copy_of") is None else ():
-            self.totals[key] += numbers.get(key) or 0
+        reasons[reason] = reasons.get(reason, 0) + 1
+        for key in COUNTED if row.get("copy_of") is None else ():
+            self.totals[key] += row.get(key) or 0
 
     def describe(self, name: str) -> list[str]:
         """Return the notes for the user before the run continues."""
@@ -292,38 +293,39 @@ class Change(NamedTuple):
     before: str | None
 
 
-def line_check(results: dict[str, Any], known: Collection[str]) -> Check:
-    """Return a check of result lines for a file without a manifest.
+def fault_of_line(
+    row: dict[str, Any], results: dict[str, Any], known: Collection[str]
+) -> str | None:
+    """Return why a run with these settings could not have written a result line, or None.
 
-    The check tells whether a run with these settings, over prompts with the `known` ids, could
-    have written a line. It cannot check the target and the sampling settings.
+    For a file without a manifest. The target and the sampling settings cannot be checked.
+
+    Args:
+        known: The ids of the run's prompts.
     """
+    n, most, seed = results.get("n"), results.get("max_new_tokens"), results.get("seed")
+    tokens, ids = row.get("tokens"), row.get("token_ids")
+    if row["id"] not in known:
+        return f'there is no prompt "{row["id"]}"'
+    if row.get("seed") != seed:
+        return f"seed: {_show(row, 'seed')} before, {seed} now"
+    if n is not None and not 0 <= row["sample"] < n:
+        return f"sample {row['sample']} before, `n` {n} now"
+    if is_of_prompt(row):
+        return None
+    if most is not None and not (isinstance(tokens, int) and 0 <= tokens <= most):
+        return f"{_show(row, 'tokens')} tokens before, `sampling.max_new_tokens` {most} now"
+    if (ids is not None) != bool(results.get("token_ids")):
+        change = "without before, with" if ids is None else "with before, without"
+        return f"token_ids: {change} now"
+    if row["finish_reason"] == "budget" and results.get("budget") is None:
+        return "budget: with one before, without one now"
+    return None
 
-    def check(row: dict[str, Any]) -> str | None:
-        n, most, seed = results.get("n"), results.get("max_new_tokens"), results.get("seed")
-        tokens, ids, reason = row.get("tokens"), row.get("token_ids"), row["finish_reason"]
-        if row["id"] not in known:
-            return f'there is no prompt "{row["id"]}"'
-        if row.get("seed") != seed:
-            return f"seed: {_show(row, 'seed')} before, {seed} now"
-        if n is not None and not 0 <= row["sample"] < n:
-            return f"sample {row['sample']} before, `n` {n} now"
-        if reason == "error" and not row.get(
-            "prompt_tokens"
-        ):  # the line of a prompt that could not be run
-            return None
-        if most is not None and not (isinstance(tokens, int) and 0 <= tokens <= most):
-            return f"{_show(row, 'tokens')} tokens before, `sampling.max_new_tokens` {most} now"
-        if (ids is not None) != bool(results.get("token_ids")):
-            change = "without before, with" if ids is None else "with before, without"
-            return f"token_ids: {change} now"
-        return (
-            "budget: with one before, without one now"
-            if reason == "budget" and results.get("budget") is None
-            else None
-        )
 
-    return check
+def is_of_prompt(row: dict[str, Any]) -> bool:
+    """Whether this is the single line of a prompt that could not be run, not a sample."""
+    return row["finish_reason"] == "error" and not row.get("prompt_tokens")
 
 
 def mark(stream: IO[bytes], results: dict[str, Any]) -> None:
@@ -449,7 +451,7 @@ def read_past(stream: IO[bytes], name: str, check: Check | None = None) -> Past:
         if key in past.done:
             raise UserError(f'{name}:{number}: sample {key[1]} of "{key[0]}" occurs twice')
         past.done.add(key)
-        past.count(row["finish_reason"], row)
+        past.count(row)
     return past
 
 

@@ -2,8 +2,8 @@
 
 The checks cover the kind of file, its permissions and suffix, whether another program's file would
 be replaced, and whether an output is also an input; they open nothing for writing. After a kill or
-a power cut a replaced file has its old or its new content. For files that grow line by line
-(io/results.py, eval/judging.py) there are functions that find their present name or copy them.
+a power cut a replaced file has its old or its new content. Files that grow line by line
+(io/results.py, eval/judging.py) are locked; they can be found under a new name, and copied.
 """
 
 from __future__ import annotations
@@ -241,6 +241,26 @@ def remove_drafts(path: str | Path) -> None:
         with contextlib.suppress(OSError), open(draft, "rb", opener=_open_here) as stream:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
             draft.unlink()
+
+
+def open_locked(path: str, what: str, taken: str) -> IO[bytes]:
+    """Open a file to read and append, under an exclusive lock, for one that grows line by line.
+
+    UserError if that fails; the message says `what` the file is, or that it is `taken`.
+    """
+    try:
+        while True:
+            stream = open(path, "a+b")  # noqa: SIM115 - the caller closes it
+            try:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                stream.close()
+                raise UserError(f"{path}: {taken}") from None
+            if is_at(stream, path):
+                return stream
+            stream.close()  # another process replaced the file in between
+    except OSError as error:
+        raise UserError(f"{path}: cannot write {what}: {error.strerror}") from None
 
 
 def is_at(stream: IO[bytes], path: str | Path) -> bool:

@@ -98,7 +98,7 @@ def test_progress_without_a_terminal_prints_lines(capsys: pytest.CaptureFixture[
     completion = Completion("a", 0, "", "eos", 30, None, None, 0.0, 10, 40, 20, 0, 1)
     for second in (1, 3, 6, 7):
         now[0] = float(second)
-        screen.round(4, 6, 2, 1.0)
+        screen.round(6, 2, 1.0)
         screen.advance(completion)
     written = capsys.readouterr().err.splitlines()
     assert written == [
@@ -146,7 +146,7 @@ def test_a_speed_over_too_short_a_time_is_not_printed(capsys: pytest.CaptureFixt
         now = [0.0]
         screen = Screen(now=lambda now=now: now[0])
         screen.start(1)
-        screen.round(4, 1, 1, 0.0)
+        screen.round(1, 1, 0.0)
         now[0] = seconds
         screen.advance(Completion("a", 0, "", "eos", 30, None, None, 0.0, 10, 40, 20, 0, 1))
         screen.close(screen.summary("o.jsonl"))

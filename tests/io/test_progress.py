@@ -98,7 +98,7 @@ def test_phases_are_named_and_silence_ends_after_30_seconds(
     until(83)  # too short to be worth a line
     screen.phase("reading the first prompts")
     until(100)
-    screen.round(4, 6, 2, 1.0)
+    screen.round(6, 2, 1.0)
     until(170)
     assert printed == {
         5: "loading the weights, 0:05 elapsed", 35: "loading the weights, 0:35 elapsed",
@@ -136,7 +136,7 @@ def test_a_terminal_has_a_live_line(monkeypatch: pytest.MonkeyPatch) -> None:
     screen.phase("loading the weights")
     screen.note("a note")
     screen.start(8, rows=2)
-    screen.round(4, 6, 2, 1.0)
+    screen.round(6, 2, 1.0)
     screen.advance(DONE)
     screen.close(screen.summary("o.jsonl"))
     seen = terminal.getvalue()
@@ -149,7 +149,7 @@ def test_a_terminal_has_a_live_line(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = Screen(now=lambda: now[0])
     screen.start(8, live=False)  # the samples themselves go to the terminal
     screen.phase("reading the first prompts")
-    screen.round(4, 6, 2, 1.0)
+    screen.round(6, 2, 1.0)
     until_now = len(results.getvalue())
     assert "reading the first prompts" in results.getvalue()
     screen.advance(DONE)
