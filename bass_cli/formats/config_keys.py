@@ -106,6 +106,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "scale_emb": (1,),
     "scale_depth": (),
     "dim_model_base": (),
+    "do_layer_norm_before": (True,),
+    "_remove_final_layer_norm": (False,),
+    "layer_norm_elementwise_affine": (True,),
     "parallel_attn": (False,),
     "use_parallel_residual": (False,),
     "mlp_type": ("default",),
@@ -153,12 +156,7 @@ def read_keys(config: Mapping[str, Any], family: Family, *, place: str) -> dict[
                 f'{place}: key "{key}": quantised safetensors are not supported; '
                 "use the original checkpoint or a GGUF file"
             )
-    for key, values in NEUTRAL.items():
-        value = config.get(key)
-        if key in family.reads or is_neutral(value, values):
-            continue
-        only = f", only {' or '.join(map(repr, values))} is" if values else ""
-        raise UserError(f'{place}: key "{key}": {shown(value)} is not supported{only}')
+    refuse_others({key: config[key] for key in config.keys() - family.reads}, NEUTRAL, place=place)
     layers = config.get("no_rope_layers")
     if layers and not (isinstance(layers, list) and all(_equal(one, 1) for one in layers)):
         raise UserError(
@@ -175,6 +173,26 @@ def read_keys(config: Mapping[str, Any], family: Family, *, place: str) -> dict[
             )
         read[key] = value
     return read
+
+
+def refuse_others(
+    found: Mapping[str, Any],
+    neutral: Mapping[str, tuple[Any, ...]],
+    *,
+    place: str,
+    prefix: str = "",
+) -> None:
+    """Raise a UserError if one of the keys in `neutral` has another value than None and these.
+
+    Args:
+        prefix: of the keys in the file.
+    """
+    for key, values in neutral.items():
+        if not is_neutral(found.get(key), values):
+            only = f", only {' or '.join(map(repr, values))} is" if values else ""
+            raise UserError(
+                f'{place}: key "{prefix}{key}": {shown(found[key])} is not supported{only}'
+            )
 
 
 def is_neutral(value: Any, values: tuple[Any, ...]) -> bool:

@@ -11,8 +11,9 @@ from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from bass_cli.errors import UserError
-from bass_cli.formats.config_keys import is_neutral, name_keys
+from bass_cli.formats.config_keys import is_neutral, name_keys, refuse_others
 from bass_cli.formats.hf_config import (
+    ACTIVATIONS,
     Values,
     known,
     rotary_size,
@@ -21,6 +22,7 @@ from bass_cli.formats.hf_config import (
     yarn_scale,
 )
 from bass_cli.io.reading import shown
+from bass_cli.models.families import FAMILIES
 from bass_cli.models.spec import Norm, Rope, Spec
 
 ROPE_FACTORS = "rope_freqs.weight"
@@ -92,6 +94,7 @@ _SAME = {
     "attention.key_length_swa": "attention.key_length",
     "attention.value_length_swa": "attention.value_length",
 }
+_TRUE_IF_MISSING = ("attention.causal",)
 _SCALING = (
     "rope.scaling.type",
     "rope.scaling.factor",
@@ -158,33 +161,20 @@ _GPT2_TENSORS = (
 
 
 class Architecture(NamedTuple):
-    """A value of general.architecture: its family, and what its metadata does not contain."""
+    """A value of general.architecture: the family, whose other properties are in FAMILIES, and the
+    tensors (name in the file, decoder name, transform; see families.Family)."""
 
     family: str
     tensors: tuple[tuple[str, str, str], ...]
-    norm: str = "rms"
-    norm_extras: Mapping[str, bool] = {}
-    activation: str = "silu"
-    gated: bool = True
-    rotary: bool = True
 
 
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture("llama", _LLAMA_TENSORS),
     "qwen2": Architecture("qwen2", _TENSORS),
-    "qwen3": Architecture("qwen3", (*_TENSORS, *_QK_TENSORS), norm_extras={"qk": True}),
-    "gemma3": Architecture(
-        "gemma3_text",
-        _GEMMA_TENSORS,
-        norm_extras={"qk": True, "sandwich": True},
-        activation="gelu_tanh",
-    ),
-    "starcoder2": Architecture(
-        "starcoder2", _STARCODER_TENSORS, norm="layer", activation="gelu_tanh", gated=False
-    ),
-    "gpt2": Architecture(
-        "gpt2", _GPT2_TENSORS, norm="layer", activation="gelu_tanh", gated=False, rotary=False
-    ),
+    "qwen3": Architecture("qwen3", (*_TENSORS, *_QK_TENSORS)),
+    "gemma3": Architecture("gemma3_text", _GEMMA_TENSORS),
+    "starcoder2": Architecture("starcoder2", _STARCODER_TENSORS),
+    "gpt2": Architecture("gpt2", _GPT2_TENSORS),
 }
 # Gemma 3 27B, by its layers: the one size that scales queries by width / heads. The metadata has no
 # key for it.
@@ -210,37 +200,33 @@ def spec_of_gguf(
     name = metadata.get("general.architecture")
     known(name, ARCHITECTURES, place, 'key "general.architecture": the family')
     kind = ARCHITECTURES[str(name)]
-    eps = (
-        "attention.layer_norm_rms_epsilon" if kind.norm == "rms" else "attention.layer_norm_epsilon"
-    )
-    keys = {word: f"{name}.{key}" for word, key in {**_WORDS, "eps": eps}.items()}
+    family = FAMILIES[kind.family]
+    rms = "rms_" if family.norm == "rms" else ""
+    words = _WORDS | {"eps": f"attention.layer_norm_{rms}epsilon"}
+    keys = {word: f"{name}.{key}" for word, key in words.items()}
     values = Values(_flatten(metadata), keys, place)
     _refuse(values, str(name))
     if "token_embd.weight" not in shapes:
         raise UserError(f'{place}: the tensor "token_embd.weight" is missing')
     shape = shape_of(values, context=values.count("context"), vocab=shapes["token_embd.weight"][0])
-    rope, attention = None, 1.0
-    if kind.rotary:
+    rope, local, attention = None, None, 1.0
+    if family.rotary:
         rope, attention = _rope(values, str(name), shape, rope_factors)
     gemma = kind.family == "gemma3_text"
+    if gemma and rope:
+        local = Rope(values.number("local_theta", _GEMMA_LOCAL_THETA), rope.size)
     wide_scale = gemma and shape["layers"] == _GEMMA_27B_LAYERS
-    local = (
-        Rope(values.number("local_theta", _GEMMA_LOCAL_THETA), rope.size)
-        if gemma and rope
-        else None
-    )
+    scalar = shape["width"] / shape["heads"] if wide_scale else shape["head_size"]
     return Spec(
         family=kind.family,
         **shape,
-        norm=Norm(kind.norm, values.number("eps"), **kind.norm_extras),
+        norm=Norm(family.norm, values.number("eps"), **family.norm_extras),
         rope=rope,
         local_rope=local,
-        activation=kind.activation,
-        gated=kind.gated,
+        activation=ACTIVATIONS[family.defaults[family.keys["activation"]]],
+        gated=family.gated,
         windows=_windows(values, shape["layers"]) if gemma else (0,) * shape["layers"],
-        query_scale=(shape["width"] / shape["heads"] if wide_scale else shape["head_size"]) ** -0.5
-        * attention
-        * attention,
+        query_scale=scalar**-0.5 * attention * attention,
         embed_scale=shape["width"] ** 0.5 if gemma else 1.0,
         biases=_biases(kind.tensors, shapes),
         tied="output.weight" not in shapes,
@@ -284,7 +270,7 @@ def reads(name: str) -> frozenset[str]:
     """Return the keys, after the architecture's name, that `spec_of_gguf` uses."""
     kind = ARCHITECTURES[name]
     keys = {key for word, key in _WORDS.items() if word not in ("window", "local_theta")}
-    keys |= {"attention.value_length", *(_SCALING if kind.rotary else ())}
+    keys |= {"attention.value_length", *(_SCALING if FAMILIES[kind.family].rotary else ())}
     if kind.family == "gemma3_text":
         keys |= {_WORDS["window"], _WORDS["window"] + "_pattern", _WORDS["local_theta"]}
     return frozenset(keys)
@@ -292,16 +278,20 @@ def reads(name: str) -> frozenset[str]:
 
 def _refuse(values: Values, name: str) -> None:
     """Raise a UserError for values that the decoder does not support."""
-    for suffix, neutral in NEUTRAL.items():
-        key = f"{name}.{suffix}"
-        value, same = values.values.get(key), values.values.get(f"{name}.{_SAME.get(suffix)}")
-        off = not any(value) if isinstance(value, list) else is_neutral(value, (0, False, ""))
-        if suffix == "attention.causal":  # true if missing
-            off = value is None
-        if suffix in reads(name) or off or is_neutral(value, (*neutral, same)):
-            continue
-        only = f", only {' or '.join(map(repr, neutral))} is" if neutral else ""
-        raise UserError(f'{values.place}: key "{key}": {shown(value)} is not supported{only}')
+    prefix = f"{name}."
+    own = {
+        key.removeprefix(prefix): value
+        for key, value in values.values.items()
+        if key.startswith(prefix)
+    }
+    set_here = {
+        key: value
+        for key, value in own.items()
+        if key not in reads(name)
+        and not (key in _SAME and value == own.get(_SAME[key]))
+        and (key in _TRUE_IF_MISSING or not _is_zero(value))
+    }
+    refuse_others(set_here, NEUTRAL, place=values.place, prefix=prefix)
     if values.values.get("split.count") and values.count("split.count") > 1:
         raise UserError(
             f'{values.place}: key "split.count": a GGUF file in several pieces is not supported; '
@@ -313,6 +303,10 @@ def _refuse(values: Values, name: str) -> None:
             f'{values.place}: key "{name}.attention.value_length": {shown(sizes[1])} differs from '
             f"key_length, {shown(sizes[0])}, which is not supported"
         )
+
+
+def _is_zero(value: Any) -> bool:
+    return not any(value) if isinstance(value, list) else is_neutral(value, (0, False, ""))
 
 
 def _rope(

@@ -8,14 +8,14 @@ Not here: the sizes of the layers (hf_config.py), tensors (checkpoint.py), the c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from bass_cli.errors import UserError
-from bass_cli.formats.config_keys import HARMLESS, name_keys
+from bass_cli.formats.config_keys import HARMLESS, name_keys, refuse_others
 from bass_cli.formats.hf_config import Values, known, mask_of, notes_of_config, spec_of_config
-from bass_cli.io.reading import shown, truth
+from bass_cli.io.reading import shown
 from bass_cli.models.spec import HeadSpec, Spec
 
 # the kind of each class that a config may name; speculators configs name the kind itself
@@ -29,62 +29,46 @@ _CLASSES = {
 }
 _KINDS = ("dflash", "dspark", "eagle3")
 # Other keys that change the computation, with the only value that is supported.
-_ONLY: dict[str, Any] = {
-    "use_swa": False,
-    "attention_sink_bias": False,
-    "attn_output_gate": False,
-    "logit_scale": 1.0,
-    "final_logit_softcapping": None,
-    "embedding_scale": 1.0,
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "use_swa": (False,),
+    "attention_sink_bias": (False,),
+    "attn_output_gate": (False,),
+    "logit_scale": (1.0,),
+    "final_logit_softcapping": (),
+    "embedding_scale": (1.0,),
 }
-_ONLY_OF_BLOCKS: dict[str, Any] = {
-    "markov_head_type": "vanilla",
-    "causal": False,
-    "is_causal": False,
-    "hybrid_context_fusion": False,
-    "selector_top_k": 0,
-    "selector_rank": 0,
-    "conv_kernel_size": 0,
+_ONLY_OF_BLOCKS: dict[str, tuple[Any, ...]] = _ONLY | {
+    "markov_head_type": ("vanilla",),
+    "causal": (False,),
+    "is_causal": (False,),
+    "hybrid_context_fusion": (False,),
+    "selector_top_k": (0,),
+    "selector_rank": (0,),
+    "conv_kernel_size": (0,),
 }
-_ONLY_OF_CHAINS: dict[str, Any] = {
-    "num_hidden_layers": 1,  # keys of a second layer would need the attention of the first
-    "norm_before_fc": False,
-    "fc_norm": False,
-    "norm_output": False,
-    "use_aux_hidden_state": True,
-    "use_input_layernorm_in_first_layer": True,
-    "use_mtp_layernorm": False,
-    "parallel_drafting": False,
+_ONLY_OF_CHAINS: dict[str, tuple[Any, ...]] = _ONLY | {
+    "num_hidden_layers": (1,),  # keys of a second layer would need the attention of the first
+    "norm_before_fc": (False,),
+    "fc_norm": (False,),
+    "norm_output": (False,),
+    "use_aux_hidden_state": (True,),
+    "use_input_layernorm_in_first_layer": (True,),
+    "use_mtp_layernorm": (False,),
+    "parallel_drafting": (False,),
 }
 # Keys that are used, or that do not change the computation.
-_KEYS = frozenset(
-    {
-        "aux_hidden_state_layer_ids",
-        "block_size",
-        "confidence_head_with_markov",
-        "dflash_config",
-        "draft_vocab_size",
-        "dspark_bonus_anchor",
-        "dspark_config",
-        "eagle_aux_hidden_state_layer_ids",
-        "eagle_config",
-        "enable_confidence_head",
-        "has_no_defaults_at_init",
-        "markov_rank",
-        "mask_token_id",
-        "norm_before_residual",
-        "num_target_layers",
-        "sample_from_anchor",
-        "speculators_config",
-        "speculators_model_type",
-        "speculators_version",
-        "target_hidden_size",
-        "target_layer_ids",
-        "transformer_layer_config",
-    }
+_KEYS = (
+    "aux_hidden_state_layer_ids block_size confidence_head_with_markov dflash_config "
+    "draft_vocab_size dspark_bonus_anchor dspark_config eagle_aux_hidden_state_layer_ids "
+    "eagle_config enable_confidence_head has_no_defaults_at_init markov_rank mask_token_id "
+    "norm_before_residual num_target_layers sample_from_anchor speculators_config "
+    "speculators_model_type speculators_version target_hidden_size target_layer_ids "
+    "transformer_layer_config"
 )
-_OWN = _KEYS | _ONLY.keys() | _ONLY_OF_BLOCKS.keys() | _ONLY_OF_CHAINS.keys()
+_OWN = frozenset(_KEYS.split()) | _ONLY_OF_BLOCKS.keys() | _ONLY_OF_CHAINS.keys()
 _NESTED = ("dflash_config", "dspark_config", "eagle_config")
+# A key of layer numbers, the mapping that may have it, and its number of the first layer's output
+_Candidate = tuple[str, Mapping[str, Any], int]
 _LONGEST = 64  # maximum places of a block, more than bass drafts in a round
 
 
@@ -110,70 +94,55 @@ def head_of_config(config: Mapping[str, Any], target: Spec, *, place: str) -> He
     kind = _kind(config, place)
     values = Values(config, {}, place)
     if kind == "eagle3":
-        return _chain(config, target, place)
+        return _chain(values, target)
     nested = values.mapping("dspark_config") | values.mapping("dflash_config")
-    _refuse({**nested, **config}, _ONLY_OF_BLOCKS, place)
+    own = Values({**nested, **config}, {}, place)
+    refuse_others(own.values, _ONLY_OF_BLOCKS, place=place)
     body = _body(config, target, place)
-    from_anchor = _from_anchor({**nested, **config}, kind, place)
-    block = Values({**nested, **config}, {}, place).count("block_size")
-    first = 0 if from_anchor else 1
+    block, first = own.count("block_size"), 0 if _from_anchor(own, kind) else 1
     if not first < block <= _LONGEST:
         raise UserError(
             f'{place}: key "block_size": from {first + 1} to {_LONGEST} places are supported, not '
             f"{block}"
         )
+    key = "target_layer_ids"
+    candidates: list[_Candidate] = [(key, nested, 0), (key, config, 0)]
+    if "speculators_model_type" in config:
+        key = "aux_hidden_state_layer_ids"
+        candidates.append((key, config, 1))
+    aux_layers = _aux_layers(candidates, target.layers, place)
+    if aux_layers is None:
+        raise UserError(f'{place}: the key "{key}" is missing')
     return HeadSpec(
         kind=kind,
         body=body,
-        aux_layers=_aux_layers(config, nested, target.layers, place),
+        aux_layers=aux_layers,
         block=block,
         first=first,
-        mask=mask_of({**nested, **config}, vocab=body.vocab, place=place, keys=("mask_token_id",)),
-        rank=_rank(config, nested, kind, place),
+        mask=mask_of(own.values, vocab=body.vocab, place=place, keys=("mask_token_id",)),
+        rank=_rank(own, kind),
     )
 
 
-def _chain(config: Mapping[str, Any], target: Spec, place: str) -> HeadSpec:
+def _chain(values: Values, target: Spec) -> HeadSpec:
     """Return the HeadSpec of an EAGLE-3."""
-    values = Values(config, {}, place)
-    nested = values.mapping("eagle_config")
-    layers = {**config, **values.mapping("transformer_layer_config")}
-    _refuse({**layers, **nested}, _ONLY_OF_CHAINS, place)
+    config, place, nested = values.values, values.place, values.mapping("eagle_config")
+    layers = {**config, **values.mapping("transformer_layer_config"), **nested}
+    refuse_others(layers, _ONLY_OF_CHAINS, place=place)
     body = _body(config, target, place)
-    key = "target_hidden_size"
-    if config.get(key) not in (None, target.width):
-        raise UserError(
-            f'{place}: key "{key}": the drafter was trained for a target of '
-            f"{shown(config[key])}, and this one has {target.width}"
-        )
-    try:
-        norms_residual = truth(config.get("norm_before_residual") or False)
-    except ValueError as error:
-        raise UserError(f'{place}: key "norm_before_residual": {error}') from None
-    aux_layers = _chain_aux_layers(config, nested, target.layers, place)
-    return HeadSpec("eagle3", body, aux_layers, norms_residual=norms_residual)
-
-
-def _chain_aux_layers(
-    config: Mapping[str, Any], nested: Mapping[str, Any], layers: int, place: str
-) -> tuple[int, ...]:
-    """Return the layers whose outputs an EAGLE-3 reads, from 0. Default: those of the paper's
-    code."""
+    _check_target("target_hidden_size", config.get("target_hidden_size"), target.width, place)
     key = "eagle_aux_hidden_state_layer_ids"
-    for name, source, shift in (
-        ("target_layer_ids", config, 0),
-        (key, nested, 0),
-        (key, config, 1),
-    ):
-        if source.get(name) is not None:
-            return _rising(source[name], name, layers, shift, place)
-    usual = (1, layers // 2 - 1, layers - 4)
-    if not usual[0] < usual[1] < usual[2]:
-        raise UserError(
-            f'{place}: the key "{key}" is missing, and a target of {layers} layers has too few for '
-            "the default"
-        )
-    return usual
+    aux_layers = _aux_layers(
+        [("target_layer_ids", config, 0), (key, nested, 0), (key, config, 1)], target.layers, place
+    )
+    if aux_layers is None:  # those of the paper's code
+        aux_layers = (1, target.layers // 2 - 1, target.layers - 4)
+        if not aux_layers[0] < aux_layers[1] < aux_layers[2]:
+            raise UserError(
+                f'{place}: the key "{key}" is missing, and a target of {target.layers} layers has '
+                "too few for the default"
+            )
+    return HeadSpec("eagle3", body, aux_layers, norms_residual=values.flag("norm_before_residual"))
 
 
 def _kind(config: Mapping[str, Any], place: str) -> str:
@@ -194,33 +163,19 @@ def _kind(config: Mapping[str, Any], place: str) -> str:
     return str(word)
 
 
-def _refuse(values: Mapping[str, Any], further: dict[str, Any], place: str) -> None:
-    for key, only in (_ONLY | further).items():
-        got = values.get(key, only)
-        if got is not None and got != only:
-            raise UserError(
-                f'{place}: key "{key}": {shown(got)} is not supported, only {only!r} is'
-            )
-
-
 def _body(config: Mapping[str, Any], target: Spec, place: str) -> Spec:
     """Return the Spec of its layers. Check that they can run as a block on the target's
     embedding."""
     layers, place = _layers(config, place)
     body = replace(spec_of_config(layers, place=place), tied=False)
-    for key, ours, theirs in (
-        ("hidden_size", body.width, target.width),
-        ("vocab_size", body.vocab, target.vocab),
-    ):
-        if ours != theirs:
-            raise UserError(
-                f'{place}: key "{key}": the drafter was trained for a target of {ours}, and this '
-                f"one has {theirs}"
-            )
+    _check_target("hidden_size", body.width, target.width, place)
+    _check_target("vocab_size", body.vocab, target.vocab, place)
     plain = body.norm.kind == "rms" and not body.norm.sandwich and not body.parallel
     if not plain or body.rope is None or body.local_rope is not None or body.embed_scale != 1.0:
-        raise UserError(f'{place}: key "model_type": layers like those of "{body.family}" are not '
-                        "supported in such a drafter; known: llama, qwen2, qwen3")  # fmt: skip
+        raise UserError(
+            f'{place}: key "model_type": layers like those of "{body.family}" are not supported in '
+            "such a drafter; known: llama, qwen2, qwen3"
+        )
     if any(body.windows):
         raise UserError(f'{place}: key "sliding_window": layers with a window are not supported')
     if target.embed_scale != 1.0:
@@ -229,6 +184,14 @@ def _body(config: Mapping[str, Any], target: Spec, place: str) -> Spec:
             "read hidden states are not supported for it"
         )
     return body
+
+
+def _check_target(key: str, ours: Any, theirs: int, place: str) -> None:
+    if ours not in (None, theirs):
+        raise UserError(
+            f'{place}: key "{key}": the drafter was trained for a target of {shown(ours)}, and '
+            f"this one has {theirs}"
+        )
 
 
 def _layers(config: Mapping[str, Any], place: str) -> tuple[dict[str, Any], str]:
@@ -269,53 +232,44 @@ def tokens_of(config: Mapping[str, Any], vocab: int, *, place: str) -> int | Non
     return count if count < vocab else None
 
 
-def _from_anchor(values: Mapping[str, Any], kind: str, place: str) -> bool:
-    found = {}
-    for key, meaning in (("sample_from_anchor", True), ("dspark_bonus_anchor", False)):
-        if values.get(key) is not None:
-            try:
-                found[key] = truth(values[key]) == meaning
-            except ValueError as error:
-                raise UserError(f'{place}: key "{key}": {error}') from None
+def _from_anchor(values: Values, kind: str) -> bool:
+    """Return whether the anchor's place gives a draft."""
+    found = {
+        key: values.flag(key) == meaning
+        for key, meaning in (("sample_from_anchor", True), ("dspark_bonus_anchor", False))
+        if values.values.get(key) is not None
+    }
     if len(set(found.values())) > 1:
-        raise UserError(f'{place}: keys "{", ".join(found)}" contradict each other')
+        raise UserError(f'{values.place}: keys "{", ".join(found)}" contradict each other')
     return next(iter(found.values()), kind == "dspark")
 
 
 def _aux_layers(
-    config: Mapping[str, Any], nested: Mapping[str, Any], layers: int, place: str
-) -> tuple[int, ...]:
-    """Return the layers whose outputs it reads, from 0."""
-    key, shift = "target_layer_ids", 0
-    found = nested.get(key) or config.get(key)
-    if found is None and "speculators_model_type" in config:
-        key, shift = "aux_hidden_state_layer_ids", 1
-        found = config.get(key)
-    if found is None:
-        raise UserError(f'{place}: the key "{key}" is missing')
-    return _rising(found, key, layers, shift, place)
+    candidates: Iterable[_Candidate], layers: int, place: str
+) -> tuple[int, ...] | None:
+    """Return the layers whose outputs it reads, from 0, by the first key that is set."""
+    for key, source, shift in candidates:
+        if (found := source.get(key)) is None:
+            continue
+        if (
+            not isinstance(found, list)
+            or not found
+            or not all(type(one) is int and shift <= one < layers + shift for one in found)
+            or sorted(set(found)) != found
+        ):
+            raise UserError(
+                f'{place}: key "{key}": rising numbers of the target\'s layers, from {shift} to '
+                f"{layers - 1 + shift}, are needed, not {shown(found)}"
+            )
+        return tuple(one - shift for one in found)
+    return None
 
 
-def _rising(found: Any, key: str, layers: int, shift: int, place: str) -> tuple[int, ...]:
-    """Return a key's layer numbers counted from 0. They must rise; the key counts from `shift`."""
-    if (
-        not isinstance(found, list)
-        or not found
-        or not all(type(one) is int and shift <= one < layers + shift for one in found)
-        or sorted(set(found)) != found
-    ):
-        raise UserError(
-            f'{place}: key "{key}": rising numbers of the target\'s layers, from {shift} to '
-            f"{layers - 1 + shift}, are needed, not {shown(found)}"
-        )
-    return tuple(one - shift for one in found)
-
-
-def _rank(config: Mapping[str, Any], nested: Mapping[str, Any], kind: str, place: str) -> int:
-    rank = config.get("markov_rank", nested.get("markov_rank", 0 if kind == "dflash" else None))
+def _rank(values: Values, kind: str) -> int:
+    rank = values.values.get("markov_rank", 0 if kind == "dflash" else None)
     if rank == 0 and type(rank) is int:
         return 0
-    values = Values({"markov_rank": rank}, {}, place)
-    if (count := values.count("markov_rank")) and kind == "dflash":
-        raise UserError(f'{place}: key "markov_rank": {count} is not supported in a DFlash')
-    return count
+    rank = values.count("markov_rank")
+    if kind == "dflash":
+        raise UserError(f'{values.place}: key "markov_rank": {rank} is not supported in a DFlash')
+    return rank

@@ -208,12 +208,6 @@ def shape_of(values: Values, *, context: int, vocab: int) -> dict[str, Any]:
 
 def _refuse(values: Values, family: Family) -> None:
     """Raise a UserError for values that the decoder does not support."""
-    for key, wanted in family.required.items():
-        got = values.values.get(key, wanted)
-        if (got or None) != (wanted or None):
-            raise UserError(
-                f'{values.place}: key "{key}": {shown(got)} is not supported, only {wanted!r} is'
-            )
     projected = values.values.get("word_embed_proj_dim")
     if projected not in (None, values.values.get(values.key("width"))):
         raise UserError(

@@ -42,7 +42,6 @@ class Family(NamedTuple):
     tensors: (checkpoint name, decoder name with ":" and a part if it is fused, transform).
     keys: the config's key for each word that the reader uses; "" if the config has none.
     defaults: values of keys that a config leaves out.
-    required: the only supported value of these keys.
     rotary: "config"; "partial" for the first `rotary_dim` dimensions; "" for learned positions.
     windows: "" for none; "all" for the same in every layer; "types" for the layers that the
         config names.
@@ -56,7 +55,6 @@ class Family(NamedTuple):
     tensors: tuple[tuple[str, str, str], ...]
     keys: Mapping[str, str]
     defaults: Mapping[str, Any]
-    required: Mapping[str, Any] = {}
     norm: str = "rms"
     norm_extras: Mapping[str, bool] = {}
     rotary: str = "config"
@@ -71,7 +69,7 @@ class Family(NamedTuple):
     @property
     def reads(self) -> frozenset[str]:
         """The keys of config.json that the reader uses."""
-        keys = {"model_type", *self.keys.values(), *self.defaults, *self.required, *self.flags}
+        keys = {"model_type", *self.keys.values(), *self.defaults, *self.flags}
         return frozenset(keys - {""})
 
 
@@ -294,11 +292,6 @@ FAMILIES: dict[str, Family] = {
         _GEMMA_TENSORS,
         _LLAMA_KEYS | {"activation": "hidden_activation"},
         _GEMMA_DEFAULTS,
-        required={
-            "final_logit_softcapping": None,
-            "attn_logit_softcapping": None,
-            "use_bidirectional_attention": False,
-        },
         norm_extras={"qk": True, "sandwich": True},
         windows="types",
         flags={"attention_bias": frozenset({"qkv", "o"})},
@@ -319,11 +312,6 @@ FAMILIES: dict[str, Family] = {
         norm="layer",
         rotary="",
         gated=False,
-        required={
-            "do_layer_norm_before": True,
-            "_remove_final_layer_norm": False,
-            "layer_norm_elementwise_affine": True,
-        },
         flags={"enable_bias": _EVERY_MAP},
     ),
     "starcoder2": Family(
@@ -346,11 +334,6 @@ FAMILIES: dict[str, Family] = {
         gated=False,
         biases=_EVERY_MAP,
         aliases=_GPT_ALIASES,
-        required={
-            "scale_attn_weights": True,
-            "scale_attn_by_inverse_layer_idx": False,
-            "add_cross_attention": False,
-        },
     ),
     "gptj": _PARTIAL,
     "codegen": _PARTIAL._replace(tensors=_CODEGEN_TENSORS),

@@ -180,7 +180,7 @@ def test_slots_cover_every_row_of_the_decoder_once(family: str) -> None:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_gguf_slots_cover_the_decoder(name: str) -> None:
     kind = ARCHITECTURES[name]
-    eps = "layer_norm_rms_epsilon" if kind.norm == "rms" else "layer_norm_epsilon"
+    eps = "layer_norm_rms_epsilon" if FAMILIES[kind.family].norm == "rms" else "layer_norm_epsilon"
     metadata = {key.replace("llama.", f"{name}."): value for key, value in GGUF.items()}
     metadata |= {"general.architecture": name, f"{name}.attention.{eps}": 1e-5}
     if name == "gpt2":
