@@ -12,7 +12,7 @@ from heads import write_head
 from test_parallel import bass, lines
 
 from bass_cli.config.job import Job, Sampling, Speculation, load_pair
-from bass_cli.engine.loop import AheadPolicy, Loop, Members
+from bass_cli.engine.loop import AheadPolicy, Loop
 from bass_cli.errors import MachineError
 from bass_cli.run.build import build
 from bass_cli.run.generate import generate
@@ -64,7 +64,7 @@ class Seen:
     def __init__(self, monkeypatch):
         self.back, self.grown, self.flown = 0, 0, 0
         self.rows = []
-        grow, follow = Loop.grow, Members._follow
+        grow, follow = Loop.grow, Loop._follow
 
         def watched_grow(loop):
             flight = loop._in_flight
@@ -74,19 +74,19 @@ class Seen:
             self.rows.append(len(loop.batch))
             return back
 
-        def watched_follow(members, change):
+        def watched_follow(loop, change):
             self.grown += len(change.copied)
-            follow(members, change)
-            slabs = members._batch.slabs
+            follow(loop, change)
+            slabs = loop.batch.slabs
             if slabs.pieces.most > 1:
-                live = len(members._batch)
+                live = len(loop.batch)
                 taken = [set(range(at, at + size)) for at, size in slabs.runs.T.tolist()]
                 assert sum(map(len, taken)) == len(set().union(*taken))
                 assert (slabs.runs[1, :live] > 0).all()
                 assert (slabs.runs[1, live:] == 0).all()
 
         monkeypatch.setattr(Loop, "grow", watched_grow)
-        monkeypatch.setattr(Members, "_follow", watched_follow)
+        monkeypatch.setattr(Loop, "_follow", watched_follow)
 
 
 @pytest.fixture(scope="module")

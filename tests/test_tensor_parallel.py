@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 from bass_cli.cli.commands import app
 from bass_cli.config.job import Job, Sampling, Speculation, load_pair
 from bass_cli.engine.batch import Change, Row
-from bass_cli.engine.loop import Loop, Members
+from bass_cli.engine.loop import Loop
 from bass_cli.errors import MachineError, UserError
 from bass_cli.formats.weights import size_of
 from bass_cli.models.ranks import Share, _store
@@ -220,20 +220,20 @@ def test_rows_grow_and_are_put_back_equally_in_all_processes(
 ) -> None:
     """Each process copies its part of the keys, for the same rows at the same time."""
     monkeypatch.setattr("bass_cli.run.plan._PIECE", 14)
-    copied, put_back, grow, follow = [0], [0], Loop.grow, Members._follow
+    copied, put_back, grow, follow = [0], [0], Loop.grow, Loop._follow
 
     def watched_grow(loop: Loop) -> list[Row]:
         back = grow(loop)
         put_back[0] += len(back)
         return back
 
-    def watched_follow(members: Members, change: Change) -> None:
+    def watched_follow(loop: Loop, change: Change) -> None:
         copied[0] += len(change.copied)
-        follow(members, change)
+        follow(loop, change)
 
     expected = drawn(plan_of("skip:1", length=3, tokens=64))
     monkeypatch.setattr(Loop, "grow", watched_grow)
-    monkeypatch.setattr(Members, "_follow", watched_follow)
+    monkeypatch.setattr(Loop, "_follow", watched_follow)
     plan = dataclasses.replace(plan_of("skip:1", length=3, tokens=64, ranks=2), kept=20)
     models = load_draft(plan, halves[0])
     found = drawn(plan, models)

@@ -1,22 +1,23 @@
 """A round: its draft length, drafts from the host, catching up, and the pass on the device.
 
-`NextRound` chooses what the next round is, and `HostDrafts` holds drafts that the host made for it.
-`CatchingUp` feeds a draft model the tokens it has missed, `Rounds` is the work on the device, and
-`Stopping` ends drafting early. Not here: launching rounds (loop.py), the arithmetic of acceptance
-(verify.py), when a graph is captured (graphs.py).
+`Round` follows a round from the request to its result. `NextRound` chooses what the next one is,
+and `HostDrafts` holds drafts that the host made for it. `CatchingUp` feeds a draft model the tokens
+it has missed, `Rounds` is the work on the device, and `Stopping` ends drafting early. Not here:
+launching rounds (loop.py), acceptance (verify.py), when a graph is captured (graphs.py).
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy
 import torch
 from torch import Tensor
 
-from bass_cli.engine.batch import Batch
+from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.contracts import (
     NO_PENDING_WORK,
@@ -24,13 +25,89 @@ from bass_cli.engine.contracts import (
     Drafter,
     DraftLength,
     Proposal,
-    SkippedDrafts,
     TakesPacked,
     Target,
 )
-from bass_cli.engine.graphs import Captured, Fit, Shape, Step, kind_of
+from bass_cli.engine.graphs import Captured, Fit, Shape, Step
+from bass_cli.engine.host_state import Integers
 from bass_cli.engine.sizes import LONGEST, step_down, step_up
 from bass_cli.engine.verify import Cut, Cutting, Verifier
+from bass_cli.models.capture import Running
+
+_NOTHING = Running(lambda: True, lambda: None)
+
+
+@dataclass(slots=True, eq=False)
+class Round:
+    """One round, from the request to its result. The first four fields are the request; `Loop` sets
+    the others when it launches the round.
+
+    width: draft length; after the launch, drafts of each row (their mean number if `cut`).
+    drafts: drafts from the host; None if the device drafts.
+    looked_up: whether the host looked up drafts.
+    lookup_seconds: time in which the device waited for them.
+    running: the work on the device, which began at `began`.
+    rows: its rows, of the batch after `changes` changes.
+    places: places for drafts in each row of the result, at least `width`.
+    cut: whether only the likeliest drafts are verified (verify.py).
+    steady: whether everything was replayed, or nothing is captured in this loop.
+    capturing, waiting: as in RoundResult.
+    """
+
+    width: int
+    drafts: Proposal | None
+    looked_up: bool
+    lookup_seconds: float
+    running: Running = _NOTHING
+    began: float = 0.0
+    rows: tuple[Row, ...] = ()
+    changes: int = 0
+    places: int = 0
+    cut: bool = False
+    steady: bool = True
+    capturing: float = 0.0
+    waiting: float = 0.0
+
+    @property
+    def length(self) -> int:
+        """The draft length under which the clock records it."""
+        return self.width if self.cut else self.places
+
+    @property
+    def most(self) -> int:
+        """The largest number of drafts of a row that can be accepted."""
+        return self.places if self.cut else self.width
+
+    @property
+    def under_way(self) -> bool:
+        """Whether one of its rows is still live."""
+        return any(row.place >= 0 for row in self.rows)
+
+    def live(
+        self, table: Integers, changes: int
+    ) -> tuple[tuple[Row, ...], Integers, tuple[int, ...] | None, Integers]:
+        """Select the rows that are still live after `changes` changes of the batch.
+
+        table: the result of the round. If it was cut, the last column is the number of verified
+            drafts.
+        Returns: those rows, their present places, their numbers of drafts (None if all have
+            `width`), and their lines of the table.
+        """
+        num_drafts = None
+        if self.cut:
+            num_drafts, table = tuple(table[: len(self.rows), -1].tolist()), table[:, :-1]
+        elif self.drafts is not None:
+            counts = self.drafts.num_drafts or ()
+            num_drafts = tuple(min(count, self.width) for count in counts)
+        if changes == self.changes:
+            return self.rows, numpy.arange(len(self.rows)), num_drafts, table[: len(self.rows)]
+        places = numpy.fromiter([row.place for row in self.rows], numpy.int64, len(self.rows))
+        alive = places >= 0  # -1: no longer in the batch
+        chosen = alive.tolist()
+        rows = tuple(itertools.compress(self.rows, chosen))
+        num_drafts = None if num_drafts is None else tuple(itertools.compress(num_drafts, chosen))
+        (lines,) = alive.nonzero()
+        return rows, places[lines], num_drafts, table[lines]
 
 
 class NextRound:
@@ -56,16 +133,11 @@ class NextRound:
     ):
         self._batch, self._drafter, self._maximal = batch, drafter, coupling == "maximal"
         self._clock, self._captured, self._catching = clock, captured, catching
-        self._stops, self.pending_work = stops, NO_PENDING_WORK
+        self.lengths, self._stops, self.pending_work = lengths, stops, NO_PENDING_WORK
         self.host_drafts = HostDrafts(
             batch, drafter, learns_before=captured is None or self._maximal
         )
-        self._request: RoundRequest | None = None  # prepared before `take`
-        self.use(lengths)
-
-    def use(self, lengths: DraftLength) -> None:
-        """Use this controller from the next round on."""
-        self.lengths = lengths
+        self._request: Round | None = None  # prepared before `take`
 
     @property
     def exact(self) -> bool:
@@ -77,7 +149,7 @@ class NextRound:
         """Drop the prepared request, because the live rows have changed."""
         self._request = None
 
-    def take(self, deadline: float | None) -> RoundRequest:
+    def take(self, deadline: float | None) -> Round:
         """Return the request for the next round."""
         request, self._request = self._request or self._make_request(deadline), None
         return request
@@ -106,9 +178,9 @@ class NextRound:
         if self._captured is None:
             return
         self.lengths.reflect()
-        self.host_drafts.learn()
+        self._drafter.learn(self._batch)
 
-    def served(self, request: RoundRequest, deadline: float | None) -> tuple[Shape, Step]:
+    def served(self, request: Round, deadline: float | None) -> tuple[Shape, Step]:
         """Choose the graph for a round.
 
         Returns: the shape that fits best, and the step that runs. The step may have more padding
@@ -121,8 +193,7 @@ class NextRound:
             width = drafts.tokens.shape[1] if self.exact else step_up(drafts.tokens.shape[1])
         wish = captured.usual(width)
         fit: Fit = "same" if drafts is not None and not width else self._fit
-        left = self._rounds_left(self._batch.most_room())
-        return wish, captured.choose(wish, left=left, deadline=deadline, fit=fit)
+        return wish, captured.choose(wish, left=self.left(), deadline=deadline, fit=fit)
 
     def shortest(self, deadline: float) -> float:
         """Return the least seconds that the next round of the live rows is likely to take.
@@ -139,53 +210,44 @@ class NextRound:
         _, step = self.served(request, deadline)
         return self._clock.predict(step.shape.width) + self._captured.policy.delay(step)
 
-    def left(self, rooms: list[int]) -> float:
-        """Return the largest number of rounds that may follow, given the room of each row in
-        tokens."""
-        return self._rounds_left(max(rooms))
+    def left(self) -> float:
+        """Return the largest number of rounds that may follow."""
+        return self._batch.most_room() + self.pending_work.tokens / self._batch.capacity
 
-    def _rounds_left(self, most_room: int) -> float:
-        return most_room + self.pending_work.tokens / self._batch.capacity
-
-    def _make_request(self, deadline: float | None) -> RoundRequest:
-        inputs = self._inputs(rooms := self._batch.rooms())
-        inputs = inputs._replace(padded=self._padded(rooms, deadline))
-        width = self._width(rooms, inputs, deadline)
+    def _make_request(self, deadline: float | None) -> Round:
+        inputs = self._inputs(deadline)
+        width = self._width(inputs, deadline)
         began = self._clock.now()
         drafts = self.host_drafts.propose(width, self.lengths)
         looked_up = not self._drafter.on_device and width > 0
-        return RoundRequest(width, drafts, self._clock.now() - began, looked_up)
+        return Round(width, drafts, looked_up, self._clock.now() - began)
 
-    def _inputs(self, rooms: list[int]) -> ControllerInput:
-        left = (
-            float(numpy.minimum(rooms, self.pending_work.typical).sum()) + self.pending_work.tokens
-        )
-        captured = self._captured
-        one_time_costs = captured.policy.one_time_costs(captured.rows) if captured else ()
+    def _inputs(self, deadline: float | None) -> ControllerInput:
+        rooms, work, captured = self._batch.rooms(), self.pending_work, self._captured
+        once: tuple[float, ...] = ()
+        warm: tuple[float, ...] = ()
+        padded = 0
+        if captured is not None:
+            once = captured.policy.one_time_costs(captured.rows)
+            warm = captured.policy.warmup_costs(captured.rows) if any(once) else ()
+            # The time of a plain round depends on the padding rows of its graph.
+            plain = captured.choose(captured.usual(0), left=self.left(), deadline=deadline)
+            padded = plain.shape.rows
         return ControllerInput(
-            left / len(rooms),
-            one_time_costs,
-            self._catching.seconds(),
-            float(self._batch.known().mean()),
-            tuple(self._batch.hosts),
-            tuple(rooms),
-            captured.policy.warmup_costs(captured.rows) if captured and any(one_time_costs) else (),
+            (float(numpy.minimum(rooms, work.typical).sum()) + work.tokens) / len(rooms),
+            one_time_costs=once,
+            catch_up=self._catching.seconds(),
+            context=float(self._batch.known().mean()),
+            samples=tuple(self._batch.hosts),
+            rooms=tuple(rooms),
+            warmup_costs=warm,
             stops=self._stops,
             free=not self._drafter.on_device,
-            skipped=self.host_drafts.recall(),
+            skipped=self._drafter.recall(),
+            padded=padded,
         )
 
-    def _padded(self, rooms: list[int], deadline: float | None) -> int:
-        """Return the rows, padding included, of the graph that serves a plain round: its time
-        depends on them."""
-        captured = self._captured
-        if captured is None:
-            return 0
-        return captured.choose(
-            captured.usual(0), left=self.left(rooms), deadline=deadline
-        ).shape.rows
-
-    def _width(self, rooms: list[int], inputs: ControllerInput, deadline: float | None) -> int:
+    def _width(self, inputs: ControllerInput, deadline: float | None) -> int:
         """Return the draft length of the next round.
 
         It is the length that the controller returns, limited by the drafter, by the row with the
@@ -193,19 +255,19 @@ class NextRound:
         captured lengths unless it must be exact. Under maximal coupling the clock has no influence,
         because the length affects the samples.
         """
-        captured, wanted = self._captured, self.lengths.next(len(rooms), inputs)
-        wanted = max(0, min(wanted, self._drafter.longest, max(rooms) - 1))
+        captured, wanted = self._captured, self.lengths.next(len(inputs.rooms), inputs)
+        wanted = max(0, min(wanted, self._drafter.longest, max(inputs.rooms) - 1))
         if self._maximal:
             return wanted
         if captured is None:
             return self._clock.longest_in_time(wanted, deadline)
         usual: Callable[[int], int] = int if self.exact else step_down
-        behind = inputs.catch_up
+        left = self.left()
 
         def predict(width: int) -> float:
-            wish, left = captured.usual(usual(width)), self.left(rooms)
+            wish = captured.usual(usual(width))
             step = captured.choose(wish, left=left, deadline=deadline, fit=self._fit)
-            late = captured.policy.delay(step) + (behind if step.shape.width else 0.0)
+            late = captured.policy.delay(step) + (inputs.catch_up if step.shape.width else 0.0)
             return self._clock.predict(step.shape.width) + late
 
         return usual(self._clock.longest_in_time(usual(wanted), deadline, predict))
@@ -213,28 +275,6 @@ class NextRound:
     @property
     def _fit(self) -> Fit:
         return "wider" if self.exact else "near"
-
-
-class RoundRequest(NamedTuple):
-    """What the next round is.
-
-    width: its draft length.
-    drafts: drafts from the host; None if the device drafts.
-    lookup_seconds: time that the host took to make them.
-    looked_up: whether the host looked up drafts.
-    """
-
-    width: int
-    drafts: Proposal | None
-    lookup_seconds: float
-    looked_up: bool
-
-    def num_drafts(self, width: int) -> tuple[int, ...] | None:
-        """Return how many drafts from the host each row has in `width` places; None if the device
-        drafts."""
-        if self.drafts is None:
-            return None
-        return tuple(min(count, width) for count in self.drafts.num_drafts or ())
 
 
 class HostDrafts:
@@ -254,7 +294,7 @@ class HostDrafts:
         """Return the drafts for the live rows, up to `width` and as many as the controller wants;
         None if the device drafts."""
         if self._learns_before:
-            self.learn()
+            self._drafter.learn(self._batch)
         if self._drafter.on_device:
             return None
         drafts = self._drafter.propose(self._batch, width) if width else _no_drafts(self._batch)
@@ -271,19 +311,6 @@ class HostDrafts:
         if tokens.device.type != self._batch.device.type:
             tokens = tokens.contiguous().pin_memory().to(self._batch.device, non_blocking=True)
         return Proposal(tokens, None, tuple(min(count, best) for count in drafts.num_drafts))
-
-    def learn(self) -> None:
-        """Let the drafter learn from the rows' new tokens. This can be done while the device is
-        busy."""
-        self._drafter.learn(self._batch)
-
-    def forget(self) -> None:
-        """See Drafter.forget."""
-        self._drafter.forget()
-
-    def recall(self) -> SkippedDrafts | None:
-        """See Drafter.recall."""
-        return self._drafter.recall()
 
     def put(self, drafts: Proposal) -> None:
         """Copy drafts to where `placed` reads them. Places beyond their length keep their old
@@ -336,10 +363,6 @@ class CatchingUp:
             return 0.0
         own = int(self._batch.generated().max())  # tokens of prompts are never missing
         return self._unit * self._passes(min(self._missed, own))
-
-    def reaches(self, before: int, length: int) -> bool:
-        """See Drafter.reaches."""
-        return self._drafter.reaches(before, length)
 
     def function(self, count: int) -> Callable[[], None]:
         """Return what a graph that reads `count` tokens of each row does."""
@@ -467,10 +490,6 @@ class Rounds:
         if not drafter.on_device:
             return lambda: check(host_drafts.placed(shape.rows, shape.width), bounded=True)
         return lambda: check(drafter.propose(batch, shape.width), bounded=shape.width > 0)
-
-    def planned(self, width: int, *, cut: bool) -> Shape:
-        """Return the shape of a round of the live rows without graphs."""
-        return Shape("cut" if cut else kind_of(self._drafter), len(self._batch), width)
 
     def run(
         self, shape: Shape, drafts: Proposal | None, lengths: DraftLength

@@ -11,7 +11,7 @@ from toys import Guess, Markov, loop_for
 
 from bass_cli.config.job import Speculation
 from bass_cli.drafts.factory import make_drafter
-from bass_cli.engine import loop as members
+from bass_cli.engine import loop as loop_module
 from bass_cli.engine.clock import Passes, Prefill
 from bass_cli.lengths.controllers import Bass, Fixed, make_lengths
 from bass_cli.lengths.costs import make_surface
@@ -285,7 +285,7 @@ def test_deadline_stops_an_asynchronous_prefill(slow, monkeypatch):
     """200 tokens in passes of 4, 40 ms each, in 0.5 s: two prompts that are too long, and one
     that fits."""
     work = Launched()
-    monkeypatch.setattr(members, "synchronise", work.wait)
+    monkeypatch.setattr(loop_module, "synchronise", work.wait)
     target, runner = (
         Launching(work, prefill=0.01 if slow == model else 1e-4, lag=lag)
         for model, lag in (("target", 1), ("draft", 2))
@@ -304,7 +304,7 @@ def test_deadline_stops_an_asynchronous_prefill(slow, monkeypatch):
 
 def test_prefill_without_a_deadline_is_not_waited_for(monkeypatch):
     work = Launched()
-    monkeypatch.setattr(members, "synchronise", lambda device: pytest.fail("the host waited"))
+    monkeypatch.setattr(loop_module, "synchronise", lambda device: pytest.fail("the host waited"))
     loop = loop_for(Launching(work), "none", rows=3)
     assert loop.open("p", [1] * 100)
     assert work.busy > work.now + 0.09

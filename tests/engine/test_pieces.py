@@ -193,14 +193,14 @@ def test_rows_grow_while_others_end_begin_and_move(pair, width):
         Row("02"[s % 2], s, 3, PROMPTS[s % 2 * 2], limit, temperature=0.9)
         for s, limit in enumerate(limits)
     ]
-    changes, follow = [], loop._members._follow
+    changes, follow = [], loop._follow
 
     def watched(change):
         under_way = loop._in_flight is not None and len(loop._in_flight.rows) == 4
         changes.append((change, loop.target.cache._runs.T.tolist(), under_way))
         follow(change)
 
-    loop._members._follow = watched
+    loop._follow = watched
     assert finish(loop, many)[0] == plain(target, [again(row) for row in many])
     assert [row.accepted for row in many] == [row.drafted for row in many]
     assert any(row.drafted for row in many) == (width > 0)
