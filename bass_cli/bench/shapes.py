@@ -13,16 +13,16 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from bass_cli.errors import UserError, nearest
-from bass_cli.formats.hf_config import llama3_factors
+from bass_cli.formats.hf_config import spec_of_config
+from bass_cli.models.families import FAMILIES
 from bass_cli.models.ranks import Share, part_of
-from bass_cli.models.spec import HeadSpec, Norm, Rope, Spec, parameters, stored_dtype
-
-_EVERY_MAP = frozenset({"qkv", "o", "up", "down"})
+from bass_cli.models.spec import HeadSpec, Spec, parameters, stored_dtype
 
 
 def spec_of(
@@ -36,13 +36,13 @@ def spec_of(
     if name not in SHAPES:
         close = nearest(name, (*SHAPES, *others))
         raise UserError(f'{option}: there is no shape "{name}"; {close}')
-    return SHAPES[name](vocab)
+    return SHAPES[name].spec(vocab)
 
 
 def head_of(name: str, target: Spec, *, option: str) -> HeadSpec:
     """Return the drafter of this name in HEADS; UserError if it is made for another target."""
     shape, head = HEADS[name]
-    expected = SHAPES[shape](None)
+    expected = SHAPES[shape].spec()
     sizes = (expected.width, expected.layers, expected.vocab)
     if (target.width, target.layers, target.vocab) != sizes:
         raise UserError(f"{option}: {name} works with {shape} only, whose hidden states it reads")
@@ -59,99 +59,26 @@ def count_parameters(spec: Spec) -> int:
     )
 
 
-def _modern(
-    vocab: int | None = None,
-    *,
-    family: str,
-    layers: int,
-    width: int,
-    heads: int,
-    kv_heads: int,
-    inner: int,
-    own_vocab: int,
-    context: int,
-    rope: tuple[float, float | None] = (1e6, None),
-    eps: float = 1e-6,
-    biased: bool = False,
-    tied: bool = False,
-    qk: bool = False,
-) -> Spec:
-    """Make a Spec with RMS norm, rotary positions, gated SiLU and grouped heads.
+class Shape(NamedTuple):
+    """A model's family, its sizes, and further keys of its config.json."""
 
-    rope: theta, and the factor of Llama 3's scaling or None. qk: queries and keys have norms.
-    """
-    size = width // heads
-    theta, factor = rope
-    factors = (
-        None
-        if factor is None
-        else llama3_factors(theta, size, factor=factor, low=1.0, high=4.0, original=8192.0)
-    )
-    return Spec(
-        family=family,
-        layers=layers,
-        width=width,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_size=size,
-        inner=inner,
-        vocab=vocab or own_vocab,
-        context=context,
-        norm=Norm("rms", eps, qk),
-        activation="silu",
-        gated=True,
-        rope=Rope(theta, size, factors),
-        windows=(0,) * layers,
-        query_scale=size**-0.5,
-        biases=frozenset({"qkv"}) if biased else frozenset(),
-        tied=tied,
-    )
+    family: str
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    inner: int
+    vocab: int
+    context: int
+    more: Mapping[str, Any] = {}
 
-
-def _opt(vocab: int | None = None, *, layers: int, width: int, heads: int) -> Spec:
-    size = width // heads
-    return Spec(
-        family="opt",
-        layers=layers,
-        width=width,
-        heads=heads,
-        kv_heads=heads,
-        head_size=size,
-        inner=4 * width,
-        vocab=vocab or 50272,
-        context=2048,
-        norm=Norm("layer", 1e-5),
-        activation="relu",
-        gated=False,
-        rope=None,
-        windows=(0,) * layers,
-        query_scale=size**-0.5,
-        biases=_EVERY_MAP,
-        tied=True,
-    )
-
-
-def _codegen(vocab: int | None = None, *, layers: int, width: int, heads: int) -> Spec:
-    size = width // heads
-    return Spec(
-        family="codegen",
-        layers=layers,
-        width=width,
-        heads=heads,
-        kv_heads=heads,
-        head_size=size,
-        inner=4 * width,
-        vocab=vocab or 51200,
-        context=2048,
-        norm=Norm("layer", 1e-5),
-        activation="gelu_tanh",
-        gated=False,
-        rope=Rope(10000.0, 64),
-        windows=(0,) * layers,
-        query_scale=size**-0.5,
-        parallel=True,
-        biases=frozenset({"up", "down", "head"}),
-    )
+    def spec(self, vocab: int | None = None) -> Spec:
+        """Return the Spec, with `vocab` ids if given."""
+        keys = FAMILIES[self.family].keys
+        words = self._asdict() | {"vocab": vocab or self.vocab}
+        sizes = {keys[word]: size for word, size in words.items() if keys.get(word)}
+        config = {"model_type": self.family, **sizes, **self.more}
+        return spec_of_config(config, place=self.family)
 
 
 def _head(
@@ -180,69 +107,36 @@ def _chain(target: Spec, *, aux_layers: tuple[int, ...], vocab: int) -> HeadSpec
 # drafts that propose all tokens in one pass; their mask token is the last id
 AT_ONCE = frozenset({"pard-0.5b"})
 
-_qwen = partial(_modern, family="qwen2", context=32768, biased=True)
-_llama = partial(_modern, family="llama", context=131072, own_vocab=128256, eps=1e-5)
+_THETA = {"rope_theta": 1e6}
+_TIED = _THETA | {"tie_word_embeddings": True}
 
-SHAPES: dict[str, Callable[[int | None], Spec]] = {
-    "qwen2.5-7b": partial(
-        _qwen, layers=28, width=3584, heads=28, kv_heads=4, inner=18944, own_vocab=152064
-    ),
-    "qwen2.5-1.5b": partial(
-        _qwen, layers=28, width=1536, heads=12, kv_heads=2, inner=8960, own_vocab=151936, tied=True
-    ),
-    "qwen2.5-0.5b": partial(
-        _qwen, layers=24, width=896, heads=14, kv_heads=2, inner=4864, own_vocab=151936, tied=True
-    ),
-    "pard-0.5b": partial(
-        _qwen, layers=24, width=896, heads=14, kv_heads=2, inner=4864, own_vocab=151936, tied=True
-    ),
-    "qwen3-8b": partial(
-        _modern,
-        family="qwen3",
-        layers=36,
-        width=4096,
-        heads=32,
-        kv_heads=8,
-        inner=12288,
-        own_vocab=151936,
-        context=40960,
-        qk=True,
-    ),
-    "llama-3.1-8b": partial(
-        _llama, layers=32, width=4096, heads=32, kv_heads=8, inner=14336, rope=(5e5, 8.0)
-    ),
-    "llama-3.1-70b": partial(
-        _llama, layers=80, width=8192, heads=64, kv_heads=8, inner=28672, rope=(5e5, 8.0)
-    ),
-    "llama-3.2-1b": partial(
-        _llama, layers=16, width=2048, heads=32, kv_heads=8, inner=8192, rope=(5e5, 32.0), tied=True
-    ),
-    "opt-13b": partial(_opt, layers=40, width=5120, heads=40),
-    "opt-125m": partial(_opt, layers=12, width=768, heads=12),
-    "codegen-16b": partial(_codegen, layers=34, width=6144, heads=24),
-    "wide-310m": partial(
-        _modern,
-        family="llama",
-        layers=4,
-        width=2048,
-        heads=16,
-        kv_heads=4,
-        inner=8192,
-        own_vocab=152064,
-        context=32768,
-        tied=True,
-    ),
-    "tiny": partial(
-        _modern,
-        family="llama",
-        layers=4,
-        width=48,
-        heads=6,
-        kv_heads=2,
-        inner=80,
-        own_vocab=301,
-        context=512,
-    ),
+
+def _llama(factor: float, *, tied: bool = False) -> dict[str, Any]:
+    """Return the further keys of Llama 3."""
+    scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0}
+    scaling |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    return {
+        "rope_theta": 5e5,
+        "rope_scaling": scaling,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": tied,
+    }
+
+
+SHAPES = {
+    "qwen2.5-7b": Shape("qwen2", 28, 3584, 28, 4, 18944, 152064, 32768, _THETA),
+    "qwen2.5-1.5b": Shape("qwen2", 28, 1536, 12, 2, 8960, 151936, 32768, _TIED),
+    "qwen2.5-0.5b": Shape("qwen2", 24, 896, 14, 2, 4864, 151936, 32768, _TIED),
+    "pard-0.5b": Shape("qwen2", 24, 896, 14, 2, 4864, 151936, 32768, _TIED),
+    "qwen3-8b": Shape("qwen3", 36, 4096, 32, 8, 12288, 151936, 40960, _THETA),
+    "llama-3.1-8b": Shape("llama", 32, 4096, 32, 8, 14336, 128256, 131072, _llama(8.0)),
+    "llama-3.1-70b": Shape("llama", 80, 8192, 64, 8, 28672, 128256, 131072, _llama(8.0)),
+    "llama-3.2-1b": Shape("llama", 16, 2048, 32, 8, 8192, 128256, 131072, _llama(32.0, tied=True)),
+    "opt-13b": Shape("opt", 40, 5120, 40, 40, 20480, 50272, 2048),
+    "opt-125m": Shape("opt", 12, 768, 12, 12, 3072, 50272, 2048),
+    "codegen-16b": Shape("codegen", 34, 6144, 24, 24, 24576, 51200, 2048),
+    "wide-310m": Shape("llama", 4, 2048, 16, 4, 8192, 152064, 32768, _TIED),
+    "tiny": Shape("llama", 4, 48, 6, 2, 80, 301, 512, _THETA),
 }
 
 _AUX_LAYERS = (1, 9, 17, 25, 33)

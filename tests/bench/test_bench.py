@@ -207,7 +207,7 @@ def test_random_logits_have_the_documented_standard_deviation() -> None:
 def test_tied_heads_and_scaled_layers() -> None:
     spec = spec_of("qwen2.5-0.5b", option="--shape", vocab=50)
     assert spec.tied
-    opt = SHAPES["opt-125m"](60)
+    opt = SHAPES["opt-125m"].spec(60)
     weights = random_weights(opt, dtype=torch.bfloat16, device=torch.device("cpu"), seed=0)
     assert weights["head.weight"] is weights["embed.weight"]
     weights["layers.9.down.bias"].fill_(2.0)
@@ -315,10 +315,10 @@ def test_logits_that_are_not_finite_fail_the_gate() -> None:
     prompts = prompts_for(wanted, None)
     for broken, due in ((1.0, True), (float("nan"), False)):
         weights = random_weights(
-            SHAPES["tiny"](None), dtype=torch.float32, device=torch.device("cpu"), seed=0
+            SHAPES["tiny"].spec(), dtype=torch.float32, device=torch.device("cpu"), seed=0
         )
         weights["layers.2.norm1.weight"][5] *= broken
-        models = Models(Decoder(SHAPES["tiny"](None), weights))
+        models = Models(Decoder(SHAPES["tiny"].spec(), weights))
         found = preparation.gate(
             build_loops(models, wanted, context=60), models.target, rows_for(prompts, 3, wanted), []
         )
