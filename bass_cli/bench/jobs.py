@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from bass_cli.bench import rivals
+from bass_cli.bench.texts import reader_of, task_of
 from bass_cli.errors import MachineError, UserError
 from bass_cli.io.prompts import Prompt
 from bass_cli.run.plan import Plan
-from bass_cli.run.scheduler import RequestReader, Task
+from bass_cli.run.scheduler import Task
 
 _POLL = 0.2  # seconds between two readings of a GPU's memory
 _OURS, _ON_RAY = "bass", "bass --ray"
@@ -72,8 +73,10 @@ def measure(
         UserError: a prompt cannot be run.
         MachineError: a process failed; the message ends with its last line of output.
     """
-    reader = RequestReader(plan.job, plan.files.tokenizer, context=plan.files.target.spec.context)
-    tasks = [_taken(reader, prompt) for prompt in prompts]
+    try:
+        tasks = [task_of(reader_of(plan), prompt) for prompt in prompts]
+    except UserError as error:
+        raise UserError(f"--job: {error}") from None
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         ours = [sys.executable, "-m", "bass_cli", *command, "--json", "--quiet"]
@@ -148,16 +151,6 @@ def _figures(runs: Sequence[Ran]) -> dict[str, Any]:
         "gpu_bytes": max(gpu, default=None),
         "runs": [run.seconds for run in runs],
     }
-
-
-def _taken(reader: RequestReader, prompt: Prompt) -> Task:
-    """Return the task of a prompt; UserError with its place if it cannot be run."""
-    try:
-        return reader.take(prompt, (), now=0.0)
-    except UserError as error:
-        reason = str(error)
-        place = "" if reason.startswith(prompt.place) else f"{prompt.place}: "
-        raise UserError(f"--job: {place}{reason}") from None
 
 
 def _job_of(plan: Plan, tasks: Sequence[Task], engine: str) -> dict[str, Any]:

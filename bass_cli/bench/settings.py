@@ -101,7 +101,7 @@ def make_settings(args: BenchArgs) -> Settings:
     acceptances = tuple(map(_acceptance, args.acceptance or ()))
     _check_combination(args)
     time_limit = (
-        None if args.time_limit is None else parse_duration(args.time_limit, _option("time_limit"))
+        None if args.time_limit is None else parse_duration(args.time_limit, "`time_limit`")
     )
     on_cpu = args.device == "cpu" or not torch.cuda.is_available()
     default: dict[str, Any] = _CPU if on_cpu else _GPU
@@ -111,24 +111,12 @@ def make_settings(args: BenchArgs) -> Settings:
     rivals = chosen_rivals(args.rivals)
     if rivals and args.shape is not None:
         raise UserError("`rivals`: rivals load files; give a pair instead of `shape`")
-    batch_sizes = tuple(
-        sorted(
-            {
-                count(word, "batch_sizes", 1, most=1024)
-                for word in _split(args.batch_sizes or default["batch_sizes"])
-            }
-        )
-    )
+    words = _split(args.batch_sizes or default["batch_sizes"])
+    batch_sizes = tuple(sorted({count(word, "batch_sizes", 1, most=1024) for word in words}))
     if not batch_sizes:
-        raise UserError(f"{_option('batch_sizes')}: give at least one batch size")
-    job = make_job(
-        pair,
-        job_args(
-            args,
-            max_new_tokens=count(args.new_tokens, "new_tokens", 128),
-            batch_size=max(batch_sizes),
-        ),
-    )
+        raise UserError("`batch_sizes`: give at least one batch size")
+    tokens = count(args.new_tokens, "new_tokens", 128)
+    job = make_job(pair, job_args(args, max_new_tokens=tokens, batch_size=max(batch_sizes)))
     _check_split(args, job)
     if acceptances and job.speculation.coupling != "shared":
         raise UserError("`coupling`: `acceptance` needs `coupling` shared")
@@ -175,7 +163,7 @@ def _check_split(args: BenchArgs, job: Job) -> None:
     ):
         if given:
             raise UserError(
-                f"{_option(key)}: rivals, and round costs for table, are measured on one device "
+                f"`{key}`: rivals, and round costs for table, are measured on one device "
                 "only; leave this option or `tensor_parallel` out"
             )
 
@@ -185,25 +173,23 @@ def _check_combination(args: BenchArgs) -> None:
     of draft."""
     if args.prompts is not None and args.prompt_tokens is not None:
         raise UserError(
-            f"{_option('prompt_tokens')}: the prompts of `prompts` are not cut; leave one of the "
+            "`prompt_tokens`: the prompts of `prompts` are not cut; leave one of the "
             "two options out"
         )
     acceptance, depth, scale = args.acceptance or None, args.depth, args.scale
     if args.shape is None:
         for key in ("draft_shape", "acceptance", "depth", "scale"):
             if getattr(args, key) not in (None, []):
-                raise UserError(f"{_option(key)}: this option needs `shape` NAME")
+                raise UserError(f"`{key}`: this option needs `shape` NAME")
         return
     for key in ("pair", "model", "prompts"):
         if getattr(args, key) is not None:
             raise UserError(
-                f"{_option(key)}: a `shape` has random weights and no tokenizer; leave one of the "
+                f"`{key}`: a `shape` has random weights and no tokenizer; leave one of the "
                 "two options out"
             )
     if args.draft is not None:
-        raise UserError(
-            f"{_option('draft')}: choose the draft of a `shape` with `draft_shape` or `depth`"
-        )
+        raise UserError("`draft`: choose the draft of a `shape` with `draft_shape` or `depth`")
     if (args.draft_shape is None) != (acceptance is None):
         raise UserError(
             "`draft_shape` and `acceptance` must be given together: drafts of random weights are "
@@ -217,7 +203,7 @@ def _check_combination(args: BenchArgs) -> None:
     if acceptance is not None and depth is not None:
         raise UserError("`acceptance` and `depth` choose different drafts; leave one of them out")
     if scale is not None and not 0 <= scale < float("inf"):
-        raise UserError(f"{_option('scale')}: give a number of at least 0 (got {scale})")
+        raise UserError(f"`scale`: give a number of at least 0 (got {scale})")
 
 
 def _acceptance(given: str) -> tuple[Rate, ...]:
@@ -231,7 +217,7 @@ def _acceptance(given: str) -> tuple[Rate, ...]:
         rates = ()
     if not rates:
         raise UserError(
-            f"{_option('acceptance')}: give a rate from 0 to 1, or several like 0.95,0.3 for rows "
+            "`acceptance`: give a rate from 0 to 1, or several like 0.95,0.3 for rows "
             f"in turn, or like 0.93/0.9/0.87 by position in a draft (got {given})"
         )
     return rates
@@ -247,18 +233,18 @@ def _rate(word: str) -> Rate:
 
 def _random_pair(args: BenchArgs, shape: str) -> Pair:
     """Make a Pair that names a random pair, so that a Job can be made. It has no files."""
-    target = spec_of(shape, option=_option("shape"))
+    target = spec_of(shape, option="`shape`")
     layers, draft, depth = target.layers, "none", args.depth
     if args.draft_shape in HEADS:
-        head_of(args.draft_shape, target, option=_option("draft_shape"))
+        head_of(args.draft_shape, target, option="`draft_shape`")
         draft = f"heads:{args.draft_shape}"
     elif args.draft_shape is not None:
-        spec_of(args.draft_shape, option=_option("draft_shape"), others=HEADS)
+        spec_of(args.draft_shape, option="`draft_shape`", others=HEADS)
         draft = f"parallel:{args.draft_shape}" if args.draft_shape in AT_ONCE else args.draft_shape
     elif depth is not None:
         if not 1 <= depth < layers:
             raise UserError(
-                f"{_option('depth')}: give a number from 1 to {layers - 1}, because {shape} has "
+                f"`depth`: give a number from 1 to {layers - 1}, because {shape} has "
                 f"{layers} layers (got {depth})"
             )
         draft = f"the first {depth} of {layers} layers"
@@ -281,16 +267,15 @@ def _methods(args: BenchArgs, default: str, *, has_draft: bool) -> tuple[str, ..
         number = int(word) if _NUMBER.fullmatch(word) else None
         if number is None and word not in (PLAIN, *CONTROLLERS):
             raise UserError(
-                f'{_option("methods")}: there is no method "{word}"; '
+                f'`methods`: there is no method "{word}"; '
                 f"{nearest(word, (PLAIN, *CONTROLLERS, 'a draft length'))}"
             )
         if number is not None and not 1 <= number <= _LONGEST:
             raise UserError(
-                f"{_option('methods')}: a draft length is from 1 to {_LONGEST} (got {word}); for 0 "
-                "write plain"
+                f"`methods`: a draft length is from 1 to {_LONGEST} (got {word}); for 0 write plain"
             )
         if word != PLAIN and not has_draft:
-            raise UserError(f'{_option("methods")}: "{word}" needs a draft, but this pair has none')
+            raise UserError(f'`methods`: "{word}" needs a draft, but this pair has none')
     return tuple(
         dict.fromkeys([PLAIN, *(str(int(word)) if word.isdecimal() else word for word in words)])
     )
@@ -299,7 +284,7 @@ def _methods(args: BenchArgs, default: str, *, has_draft: bool) -> tuple[str, ..
 def _attention(given: str | None) -> str:
     found = _words(given or ATTENTION[0], ATTENTION, "attention")
     if len(found) != 1:
-        raise UserError(f"{_option('attention')}: name one of {', '.join(ATTENTION)}")
+        raise UserError(f"`attention`: name one of {', '.join(ATTENTION)}")
     return found[0]
 
 
@@ -311,7 +296,7 @@ def chosen_rivals(given: str | None) -> tuple[str, ...]:
 def _words(text: str, known: tuple[str, ...], key: str) -> tuple[str, ...]:
     for word in _split(text):
         if word not in known:
-            raise UserError(f'{_option(key)}: there is no "{word}"; {nearest(word, known)}')
+            raise UserError(f'`{key}`: there is no "{word}"; {nearest(word, known)}')
     return tuple(dict.fromkeys(_split(text)))
 
 
@@ -325,9 +310,5 @@ def count(value: Any, key: str, default: int, *, most: int = 1_000_000) -> int:
     if isinstance(value, str) and _NUMBER.fullmatch(value):
         value = int(value)
     if not isinstance(value, int) or not 1 <= value <= most:
-        raise UserError(f"{_option(key)}: give a whole number from 1 to {most} (got {value!r})")
+        raise UserError(f"`{key}`: give a whole number from 1 to {most} (got {value!r})")
     return value
-
-
-def _option(key: str) -> str:
-    return f"`{key}`"

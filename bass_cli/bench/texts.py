@@ -12,11 +12,11 @@ from bass_cli.bench.settings import Settings
 from bass_cli.bench.shapes import spec_of
 from bass_cli.engine.batch import Row
 from bass_cli.errors import UserError
-from bass_cli.formats.tokenizer import Tokenizer
 from bass_cli.io.prompts import Prompt, read_prompts
 from bass_cli.io.readers import open_source
 from bass_cli.run.plan import Plan
 from bass_cli.run.profile import PASSAGES, joined
+from bass_cli.run.scheduler import RequestReader, Task
 
 CHAT, EDITING = "chat", "editing"  # kinds of text
 QUESTIONS = (
@@ -54,7 +54,7 @@ def prompts_for(settings: Settings, plan: Plan | None) -> list[list[int]]:
         found = [_random_ids(i, length, spec.vocab) for i, length in enumerate(lengths)]
     else:
         spec = plan.files.target.spec
-        found = _real_prompts(plan.files.tokenizer, settings.prompts, lengths, spec.context)
+        found = _real_prompts(plan, settings.prompts, lengths)
     _check_room(max(map(len, found)), settings, spec.context)
     return found
 
@@ -73,27 +73,27 @@ def texts_for(settings: Settings, plan: Plan | None) -> dict[str, list[Text]]:
     """
     count = -(-max(settings.batch_sizes) // settings.samples_per_prompt)
     found: dict[str, list[Text]] = {}
-    for kind in settings.texts:
-        assert plan is not None
-        context = plan.files.target.spec.context
-        try:
-            found[kind] = [_text(plan.files.tokenizer, kind, i, context) for i in range(count)]
-            _check_room(max(len(text.tokens) for text in found[kind]), settings, context)
-        except UserError:
-            found = {}
-            break
+    try:
+        for kind in settings.texts:
+            assert plan is not None
+            reader, chat = reader_of(plan), plan.files.tokenizer.has_chat_template
+            found[kind] = [_text(reader, kind, i, chat=chat) for i in range(count)]
+            longest = max(len(text.tokens) for text in found[kind])
+            _check_room(longest, settings, plan.files.target.spec.context)
+    except UserError:
+        found = {}
     return found or {"": [Text(tokens, []) for tokens in prompts_for(settings, plan)]}
 
 
-def _text(tokenizer: Tokenizer, kind: str, number: int, context: int) -> Text:
-    question, reference = QUESTIONS[number % len(QUESTIONS)], list[int]()
+def _text(reader: RequestReader, kind: str, number: int, *, chat: bool) -> Text:
+    question, reference = QUESTIONS[number % len(QUESTIONS)], None
     if kind == EDITING:
-        passage = PASSAGES[number % len(PASSAGES)].strip()
-        question, reference = _EDIT + passage, tokenizer.encode_part(passage, context)
-    if tokenizer.has_chat_template:
-        message = [{"role": "user", "content": question}]
-        return Text(tokenizer.encode_chat(message, context), reference)
-    return Text(tokenizer.encode(f"{question}\n\n", context), reference)
+        reference = PASSAGES[number % len(PASSAGES)].strip()
+        question = _EDIT + reference
+    messages = [{"role": "user", "content": question}] if chat else None
+    text = None if chat else f"{question}\n\n"
+    task = task_of(reader, Prompt("", text, messages, {}, reference, kind))
+    return Text(task.tokens, task.reference)
 
 
 def _check_room(longest: int, settings: Settings, context: int) -> None:
@@ -105,15 +105,11 @@ def _check_room(longest: int, settings: Settings, context: int) -> None:
         )
 
 
-def _real_prompts(
-    tokenizer: Tokenizer, file: str | None, lengths: list[int], context: int
-) -> list[list[int]]:
+def _real_prompts(plan: Plan, file: str | None, lengths: list[int]) -> list[list[int]]:
     if file is None:
-        return [joined(tokenizer, i, length) for i, length in enumerate(lengths)]
-    given = [
-        _encode(tokenizer, prompt, context)
-        for prompt in read_prompts(open_source(file), limit=len(lengths))
-    ]
+        return [joined(plan.files.tokenizer, i, length) for i, length in enumerate(lengths)]
+    prompts = read_prompts(open_source(file), limit=len(lengths))
+    given = [task_of(reader_of(plan), prompt).tokens for prompt in prompts]
     return [given[i % len(given)] for i in range(len(lengths))]
 
 
@@ -161,15 +157,16 @@ def _random_ids(prompt: int, length: int, vocab: int) -> list[int]:
     return out
 
 
-def _encode(tokenizer: Tokenizer, prompt: Prompt, context: int) -> list[int]:
+def task_of(reader: RequestReader, prompt: Prompt) -> Task:
+    """Tokenise a prompt; UserError with its place if it cannot be run."""
     try:
-        tokens = (
-            tokenizer.encode(prompt.text or "", context)
-            if prompt.messages is None
-            else tokenizer.encode_chat(prompt.messages, context)
-        )
+        return reader.take(prompt, (), now=0.0)
     except UserError as error:
-        raise UserError(f"{prompt.place}: {error}") from None
-    if not tokens:
-        raise UserError(f"{prompt.place}: the prompt has no tokens")
-    return tokens
+        reason = str(error)
+        place = "" if reason.startswith(prompt.place) else f"{prompt.place}: "
+        raise UserError(f"{place}{reason}") from None
+
+
+def reader_of(plan: Plan) -> RequestReader:
+    """Return the reader of a plan's prompts."""
+    return RequestReader(plan.job, plan.files.tokenizer, context=plan.files.target.spec.context)

@@ -59,6 +59,7 @@ from bass_cli.models.decoder import Decoder
 from bass_cli.models.ranks import Share
 from bass_cli.run.build import Models
 from bass_cli.run.profile import PASSAGES
+from bass_cli.run.scheduler import RequestReader
 from bass_kernels.dispatch import schedule
 
 SET = {"shape": "tiny", "draft_shape": "tiny", "acceptance": ["0.7"]}
@@ -854,9 +855,10 @@ def test_chat_and_editing_are_measured_apart_by_default(tmp_path: Path) -> None:
 def test_editing_prompts_have_their_text_as_a_reference(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     tokenizer = Tokenizer.load(tmp_path)
+    reader = RequestReader(settings(shape="tiny", methods="plain").job, tokenizer, context=10_000)
     for number in range(8):
-        text = texts._text(tokenizer, "editing", number, 10_000)
+        text = texts._text(reader, "editing", number, chat=True)
         passage = tokenizer.decode(text.reference)
         assert passage.strip() == PASSAGES[number].strip()
         assert passage.strip() in tokenizer.decode(text.tokens)
-        assert texts._text(tokenizer, "chat", number, 10_000).reference == []
+        assert texts._text(reader, "chat", number, chat=True).reference == []
