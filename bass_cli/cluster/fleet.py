@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 from bass_cli.errors import MachineError, UserError
 
-LOOK = 2.0  # seconds between two checks for places that appeared or vanished
+POLL = 2.0  # seconds between two checks for places that appeared or vanished
 WAIT = 0.1  # seconds to wait for events
 # Least time between two calls of `exchange` of any processes, in seconds. A report takes the driver
 # 1 ms, so reports use at most a quarter of its core (docs/SCALE.md).

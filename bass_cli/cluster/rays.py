@@ -91,10 +91,10 @@ def read_request(args: SampleArgs | DistillArgs, job: Job, out: str) -> Request 
 
 
 class Cluster(NamedTuple):
-    """A connection to Ray, with the rooms for a job's actors."""
+    """A connection to Ray, with the places of a job's actors."""
 
     ray: Any
-    rooms: Rooms
+    placement: Placement
     watch: RayWatch
 
     def fleet(self, kind: type[Process], spec: Any) -> contextlib.closing[RayFleet]:
@@ -117,13 +117,13 @@ def cluster_of(request: Request, job: Job, screen: Screen) -> Iterator[Cluster]:
     screen.phase("starting Ray" if request.address == "local" else "joining the cluster")
     with (
         RayWatch(request.address, screen.error) as watch,
-        open(os.devnull, "w") as nowhere,
+        open(os.devnull, "w") as discarded,
         # Ray prints reports about dead processes to standard output, which is for results.
-        contextlib.redirect_stdout(nowhere),
+        contextlib.redirect_stdout(discarded),
         _connected(request, job.threads or 1) as ray,
     ):
         watch.begin(_processes(ray))
-        yield Cluster(ray, Rooms(ray.nodes, request, job), watch)
+        yield Cluster(ray, Placement(ray.nodes, request, job), watch)
 
 
 @contextlib.contextmanager
@@ -142,13 +142,13 @@ def workers_on_ray(
         source, longest, shard: See JobSpec.
         prompts: The number of prompts, None if unknown.
     """
-    rooms, share = cluster.rooms, None
+    placement, share = cluster.placement, None
     if prompts is not None:
-        share = math.ceil(prompts / max(len(rooms.places()), 1))
+        share = math.ceil(prompts / max(len(placement.places()), 1))
     screen.phase("starting the actors, checking the models")
-    spec = JobSpec(rooms.job, dict(source), share, longest, shard)
+    spec = JobSpec(placement.job, dict(source), share, longest, shard)
     with cluster.fleet(Worker, spec) as fleet:
-        yield WorkerPool(fleet, screen, n=rooms.job.n, alike=rooms.job.draws_one)
+        yield WorkerPool(fleet, screen, n=placement.job.n, alike=placement.job.draws_one)
 
 
 @contextlib.contextmanager
@@ -165,7 +165,7 @@ def _connected(request: Request, threads: int) -> Iterator[Any]:
         given: dict[str, Any] = {"address": request.address}
         if local:
             cores = usable_cores().most
-            given |= stack.enter_context(_alone()) | {
+            given |= stack.enter_context(_private()) | {
                 "num_cpus": max(cores, (request.actors or 1) * threads),
                 "object_store_memory": _STORE,
                 "include_dashboard": False,
@@ -189,7 +189,7 @@ def _connected(request: Request, threads: int) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def _alone() -> Iterator[dict[str, Any]]:
+def _private() -> Iterator[dict[str, Any]]:
     """Set up a cluster that only this command can use; yield arguments for ray.init.
 
     It listens on the loopback interface and requires a token. Token, sockets and logs are in a
@@ -263,7 +263,7 @@ def _connect(address: str) -> None:
     socket.create_connection((host.strip("[]"), int(port)), _PATIENCE).close()
 
 
-class Rooms:
+class Placement:
     """The places for actors on a cluster, and the resources of one actor.
 
     An actor takes a GPU if the job allows it and the cluster has one, else CPUs.
@@ -305,7 +305,7 @@ class Rooms:
             for number in range(self._fitting(node["Resources"]))
         }
 
-    def taken(self, place: Place) -> dict[str, Any]:
+    def resources(self, place: Place) -> dict[str, Any]:
         """Return the resources of an actor, as Ray's options."""
         if place.node is None:
             return {"num_cpus": 1 if self._gpu else self._cpus, "num_gpus": int(self._gpu)}
@@ -336,14 +336,16 @@ class RayFleet:
     """
 
     def __init__(self, cluster: Cluster, kind: type[Process], spec: Any):
-        self._ray, self._rooms, self._watch = cluster
+        self._ray, self._placement, self._watch = cluster
         self._kind, self._spec = kind, spec
         self._actors: dict[Place, Any] = {}
         self._pending: dict[Any, Place] = {}  # by the reference to the result
-        self.places = self._rooms.places
+        self.places = self._placement.places
 
     def start(self, place: Place) -> None:
-        remote = self._ray.remote(max_restarts=0, max_task_retries=0, **self._rooms.taken(place))
+        remote = self._ray.remote(
+            max_restarts=0, max_task_retries=0, **self._placement.resources(place)
+        )
         actor = self._actors[place] = remote(self._kind).remote(self._spec)
         self._pending[actor.prepare.remote()] = place
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Container, Hashable, Iterable, Iterator, M
 from dataclasses import dataclass, field
 from typing import Any
 
-from bass_cli.cluster.fleet import BEAT_OF_ALL, LOOK, WAIT, Fault, Fleet, Lost, Place
+from bass_cli.cluster.fleet import BEAT_OF_ALL, POLL, WAIT, Fault, Fleet, Lost, Place
 from bass_cli.cluster.worker import Part, Ready, Report
 from bass_cli.errors import MachineError
 from bass_cli.io.console import Screen, together
@@ -68,7 +68,7 @@ class WorkerPool:
         self._past_usages: list[Mapping[str, Any]] = []  # of workers that are gone
         self._pool: Pool | None = None
         self._facts: Facts | None = None
-        self._checked = -LOOK
+        self._checked = -POLL
 
     def gather(self) -> Facts:
         """Start the workers and return what the first ready one knows of the models.
@@ -124,7 +124,7 @@ class WorkerPool:
 
     def _check_nodes(self, *, expected: bool = False) -> None:
         """Every 2 s, start missing workers and drop those whose node has left."""
-        if self._now() - self._checked < LOOK:
+        if self._now() - self._checked < POLL:
             return
         self._checked, wanted = self._now(), self._fleet.places()
         for place in [one for one in self._members if one not in wanted]:

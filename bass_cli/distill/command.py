@@ -89,7 +89,7 @@ class _Distillation:
         if cluster is None:
             configure_threads(job.threads, screen.note)
         screen.phase("checking the models", live=False)  # the hub's client shows what it fetches
-        self._plan = make_plan(job) if cluster is None else plan_of_others(cluster.rooms.job)
+        self._plan = make_plan(job) if cluster is None else plan_of_others(cluster.placement.job)
 
     def run(self) -> dict[str, Any]:
         """Fill the folder; return the report."""
@@ -275,7 +275,7 @@ class _Distillation:
         spec = TrainingSpec(
             replace(self._args, out=os.path.abspath(places.folder)),
             self._pair,
-            self._cluster.rooms.job,
+            self._cluster.placement.job,
             os.getcwd(),
             places.samples.stat().st_size,
             SECONDS,

@@ -48,18 +48,24 @@ class Gradients:
             weight.grad = None
 
 
-class Alone:
-    """The processes of a training: only this one. `rank`: its number, of `ranks`."""
+class Peers:
+    """The processes of one training: number `rank` of `ranks`. With one, nothing is exchanged."""
 
-    rank, ranks = 0, 1
+    def __init__(self, rank: int = 0, ranks: int = 1):
+        self.rank, self.ranks = rank, ranks
 
     def add(self, numbers: Sequence[float]) -> list[float]:
         """Sum numbers over all processes; the result has the same bits everywhere."""
-        return list(numbers)
+        if self.ranks == 1:
+            return list(numbers)
+        found = torch.tensor(numbers, dtype=torch.float64)
+        with _peer_errors():
+            distributed.all_reduce(found)
+        return found.tolist()
 
     def gradients(self, weights: Iterable[Tensor]) -> Gradients:
         """Return the object that sums the gradients of these weights."""
-        return Gradients(weights)
+        return Gradients(weights) if self.ranks == 1 else Buckets(weights)
 
 
 class RankInfo(NamedTuple):
@@ -85,7 +91,7 @@ class Store:
         )
         self.port: int = self._store.port
 
-    def join(self, info: RankInfo, device: torch.device) -> Joined:
+    def join(self, info: RankInfo, device: torch.device) -> Peers:
         """Join a group; returns when all have joined. On one node, only the loopback is used."""
         host = "127.0.0.1" if info.ranks == info.beside else info.host
         store = self._store
@@ -102,23 +108,7 @@ class Store:
                 world_size=info.ranks,
                 timeout=_PATIENCE,
             )
-        return Joined(info.rank, info.ranks)
-
-
-class Joined(Alone):
-    """A process of a group that has met."""
-
-    def __init__(self, rank: int, ranks: int):
-        self.rank, self.ranks = rank, ranks
-
-    def add(self, numbers: Sequence[float]) -> list[float]:
-        found = torch.tensor(numbers, dtype=torch.float64)
-        with _peer_errors():
-            distributed.all_reduce(found)
-        return found.tolist()
-
-    def gradients(self, weights: Iterable[Tensor]) -> Gradients:
-        return Buckets(weights)
+        return Peers(info.rank, info.ranks)
 
 
 class Buckets(Gradients):

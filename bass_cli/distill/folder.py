@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import astuple
+from dataclasses import astuple, fields
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from bass_cli.models.families import FAMILIES, Slot, slots
 from bass_cli.models.spec import Rope, Spec, parameters
 
 WEIGHTS = "model.safetensors"
+_SIZES = ("layers", "width", "heads", "kv_heads", "head_size", "inner", "vocab", "context", "eps",
+          "activation")  # fmt: skip
 _LLAMA3 = (8192, 1.0, 4.0)  # original context, low and high factor of all published Llama 3.x
 _CLASSES = {
     "llama": "LlamaForCausalLM",
@@ -49,19 +51,9 @@ def config_of(spec: Spec, *, eos_ids: Collection[int], place: str) -> dict[str, 
     family, words = FAMILIES[spec.family], dict[str, Any]()
     activation = {"gelu_tanh": "gelu_pytorch_tanh"}.get(spec.activation, spec.activation)
     assert ACTIVATIONS[activation] == spec.activation
-    sizes = {
-        "layers": spec.layers,
-        "width": spec.width,
-        "heads": spec.heads,
-        "kv_heads": spec.kv_heads,
-        "head_size": spec.head_size,
-        "inner": spec.inner,
-        "vocab": spec.vocab,
-        "context": spec.context,
-        "eps": spec.norm.eps,
-        "activation": activation,
-    }
-    words |= {family.keys[word]: value for word, value in sizes.items() if family.keys[word]}
+    values = {one.name: getattr(spec, one.name) for one in fields(spec)}
+    values |= {"eps": spec.norm.eps, "activation": activation}
+    words |= {family.keys[name]: values[name] for name in _SIZES if family.keys[name]}
     words |= {flag: bool(names & spec.biases) for flag, names in family.flags.items()}
     words |= _windows(spec) | _ropes(spec)
     words |= {
@@ -71,9 +63,8 @@ def config_of(spec: Spec, *, eos_ids: Collection[int], place: str) -> dict[str, 
         "eos_token_id": list(eos_ids) or None,
     }
     if spec.family == "gemma3_text":
-        words["query_pre_attn_scalar"] = round(
-            spec.query_scale**-2
-        )  # a whole number in all published sizes
+        # a whole number in all published sizes
+        words["query_pre_attn_scalar"] = round(spec.query_scale**-2)
     if spec.family == "opt":
         words |= {"word_embed_proj_dim": spec.width, "do_layer_norm_before": True}
     if not _near(astuple(spec_of_config(words, place=place)), astuple(spec)):

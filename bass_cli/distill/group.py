@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from bass_cli.cluster.fleet import BEAT_OF_ALL, LOOK, WAIT, Fault, Fleet, Lost, Place, Process
+from bass_cli.cluster.fleet import BEAT_OF_ALL, POLL, WAIT, Fault, Fleet, Lost, Place, Process
 from bass_cli.config.args import DistillArgs
 from bass_cli.config.job import Job, Pair
 from bass_cli.errors import MachineError, UserError
@@ -55,7 +55,7 @@ class TrainingSpec:
     every: float
 
 
-class Present(NamedTuple):
+class RankReady(NamedTuple):
     """A process is ready: the name and address of its node, and a port where a group can meet."""
 
     node: str
@@ -63,7 +63,7 @@ class Present(NamedTuple):
     port: int
 
 
-class News(NamedTuple):
+class RankReport(NamedTuple):
     """Progress of a process. `document`: the report, when the training is done."""
 
     line: str
@@ -97,20 +97,20 @@ class Group:
         with self._screen.watching(lambda: self._line, lambda: self._share or None) as tick:
             self._tick = tick
             while True:
-                document = self._together(self._gather())
+                document = self._train(self._gather())
                 if document is not None:
                     return document
 
-    def _gather(self) -> dict[Place, Present]:
+    def _gather(self) -> dict[Place, RankReady]:
         """Start processes at all places; return those that are ready.
 
         Returns when all are ready, or PATIENCE seconds after the first one.
         """
-        ready: dict[Place, Present] = {}
+        ready: dict[Place, RankReady] = {}
         started, wanted = set[Place](), set[Place]()
-        began, polled, first = self._now(), self._now() - LOOK, 0.0
+        began, polled, first = self._now(), self._now() - POLL, 0.0
         while not ready or (len(ready) < len(wanted) and self._now() - first < PATIENCE):
-            if self._now() - polled >= LOOK:
+            if self._now() - polled >= POLL:
                 polled, wanted = self._now(), self._fleet.places()
                 for place in sorted(wanted - started, key=str):
                     self._fleet.start(place)
@@ -132,7 +132,7 @@ class Group:
         self._wanted = len(wanted)
         return ready
 
-    def _together(self, ready: Mapping[Place, Present]) -> dict[str, Any] | None:
+    def _train(self, ready: Mapping[Place, RankReady]) -> dict[str, Any] | None:
         """Train with these processes, and end them.
 
         Returns: the report; None if a process died.
@@ -145,9 +145,9 @@ class Group:
                 self._fleet.ask(place, info, beat)
             while True:
                 for place, event in self._fleet.wait(WAIT):
-                    why = event.fault if isinstance(event, News) else event
+                    why = event.fault if isinstance(event, RankReport) else event
                     if why is not None:
-                        self._end(place, ready, why)
+                        self._handle_loss(place, ready, why)
                         return None
                     if not infos[place].rank:
                         for note in event.notes:
@@ -161,7 +161,9 @@ class Group:
             for place in ready:
                 self._fleet.stop(place)
 
-    def _end(self, place: Place, ready: Mapping[Place, Present], why: Fault | Lost) -> None:
+    def _handle_loss(
+        self, place: Place, ready: Mapping[Place, RankReady], why: Fault | Lost
+    ) -> None:
         """Handle a process that died or reported an error; find out which one died, if possible."""
         if isinstance(why, Fault) and why.kind != PEERS:
             raise why.error()
@@ -193,7 +195,7 @@ class Group:
         return self._checkpoint.stat().st_mtime_ns if self._checkpoint.exists() else None
 
 
-def assign_ranks(ready: Mapping[Place, Present]) -> dict[Place, RankInfo]:
+def assign_ranks(ready: Mapping[Place, RankReady]) -> dict[Place, RankInfo]:
     """Assign ranks. Processes of a node get consecutive ranks, and this node comes first, because
     it reads what rank 0 writes."""
     from bass_cli.distill.exchange import RankInfo
@@ -219,7 +221,7 @@ class Rank(Process):
         self._document: dict[str, Any] | None = None
         self.phase("starting")
 
-    def _check(self) -> Present:
+    def _check(self) -> RankReady:
         spec = self._spec
         with contextlib.suppress(OSError):  # paths of the command may be relative to it
             os.chdir(spec.folder)
@@ -239,16 +241,16 @@ class Rank(Process):
         source = find_source(spec.args, spec.pair, plan)
         check_memory(plan, source, training_of(spec.args))
         self._found = plan, source, Store()
-        return Present(platform.node(), address_here(), self._found[2].port)
+        return RankReady(platform.node(), address_here(), self._found[2].port)
 
-    def exchange(self, info: RankInfo | None, beat: float) -> News:
+    def exchange(self, info: RankInfo | None, beat: float) -> RankReport:
         """Start the training if a rank is given, and report after `beat` seconds or at the end."""
         if info is not None:
             self._start(lambda: self._work(info))
         with self._news:
             self._news.wait_for(lambda: self._fault is not None or self._document is not None, beat)
             notes = self._take_notes()
-            return News(self._line(), self._share(), notes, self._document, self._fault)
+            return RankReport(self._line(), self._share(), notes, self._document, self._fault)
 
     def _work(self, info: RankInfo) -> None:
         from bass_cli.distill.exchange import PeerLostError

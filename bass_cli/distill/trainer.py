@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from bass_cli.distill.agreement import divergence
-from bass_cli.distill.exchange import Alone
+from bass_cli.distill.exchange import Peers
 from bass_cli.distill.network import Model, cast, run
 from bass_cli.distill.windows import Batches, Windows
 from bass_cli.errors import MachineError
@@ -87,10 +87,10 @@ class Trainer:
         *,
         mask: int,
         dtype: torch.dtype,
-        peers: Alone | None = None,
+        peers: Peers | None = None,
     ):
         self._target, self._student, self._batches, self._goal = target, student, batches, goal
-        self._mask, self._dtype, self._peers = mask, dtype, peers or Alone()
+        self._mask, self._dtype, self._peers = mask, dtype, peers or Peers()
         tied = student.spec.tied  # a tied head is the embedding
         self.weights = {
             name: weight.requires_grad_()

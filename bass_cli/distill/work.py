@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from bass_cli.distill.agreement import Acceptance, measure_acceptance
-from bass_cli.distill.exchange import Alone, PeerLostError
+from bass_cli.distill.exchange import PeerLostError, Peers
 from bass_cli.distill.folder import config_of, write_folder
 from bass_cli.distill.network import Model, Source, student_weights
 from bass_cli.distill.sampling import seconds_of, texts_of
@@ -87,13 +87,13 @@ class Work:
         places: Places,
         screen: Shown,
         *,
-        peers: Alone | None = None,
+        peers: Peers | None = None,
         beside: int = 1,
         every: float = SECONDS,
     ):
         self._plan, self._source, self._training = plan, source, training
         self._places, self._screen = places, screen
-        self._peers, self._beside, self._every = peers or Alone(), beside, every
+        self._peers, self._beside, self._every = peers or Peers(), beside, every
         screen.phase("reading the samples")
         texts = texts_of(places.samples, plan)
         try:

@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 from bass_cli import Job, MachineError, Pair
 from bass_cli.cli.commands import app
 from bass_cli.cluster.fleet import Place
-from bass_cli.cluster.rays import Request, Rooms
+from bass_cli.cluster.rays import Placement, Request
 
 FLAGS = ("p.txt", "--pair", "pair.yaml", "--n", "3", "--token-ids", "--device", "cpu")
 STORE = 80 * 2**20  # bytes, about the least that Ray takes
@@ -259,34 +259,36 @@ def test_an_actor_takes_a_gpu_if_the_cluster_has_one_else_cores() -> None:
         {"NodeID": gone, "Alive": False, "Resources": {"CPU": 32.0, "GPU": 8.0}},
     ]
 
-    def rooms(device: str, actors: int | None, threads: int | None = None) -> Rooms:
+    def placement(device: str, actors: int | None, threads: int | None = None) -> Placement:
         job = Job(pair=Pair(name="p", target="t"), device=device, threads=threads)
-        return Rooms(lambda: nodes, Request("auto", actors), job)
+        return Placement(lambda: nodes, Request("auto", actors), job)
 
-    found = rooms("auto", None)
+    found = placement("auto", None)
     assert found.job.device == "cuda"
     assert found.places() == {Place(gpus, 0), Place(gpus, 1)}
-    taken = found.taken(Place(gpus, 1))
+    taken = found.resources(Place(gpus, 1))
     assert (taken["num_gpus"], taken["scheduling_strategy"].node_id) == (1, gpus)
     nodes[0]["Resources"] = {"CPU": 8.0, "GPU": 1.0}  # it has joined
     assert found.places() == {Place(gpus, 0), Place(gpus, 1), Place(head, 0)}
-    assert rooms("auto", 5).taken(Place(None, 4)) == {"num_cpus": 1, "num_gpus": 1}
-    on_cpus = rooms("cpu", None)
+    assert placement("auto", 5).resources(Place(None, 4)) == {"num_cpus": 1, "num_gpus": 1}
+    on_cpus = placement("cpu", None)
     assert on_cpus.job.device == "cpu"
     assert on_cpus.places() == {Place(head, 0), Place(gpus, 0)}
     assert (
-        on_cpus.taken(Place(gpus, 0))["num_cpus"],
-        on_cpus.taken(Place(gpus, 0))["num_gpus"],
+        on_cpus.resources(Place(gpus, 0))["num_cpus"],
+        on_cpus.resources(Place(gpus, 0))["num_gpus"],
     ) == (32, 0)
-    assert len(rooms("cpu", None, threads=8).places()) == 5
+    assert len(placement("cpu", None, threads=8).places()) == 5
     for node in nodes:
         node["Resources"].pop("GPU", None)
-    assert rooms("auto", None).job.device == "cpu"
-    assert rooms("cuda", None).places() == set()  # they may join
-    assert rooms("cuda", 3).taken(Place(None, 0))["num_gpus"] == 1  # an autoscaler brings them
+    assert placement("auto", None).job.device == "cpu"
+    assert placement("cuda", None).places() == set()  # they may join
+    assert (
+        placement("cuda", 3).resources(Place(None, 0))["num_gpus"] == 1
+    )  # an autoscaler brings them
     alone = [{"NodeID": head, "Alive": True, "Resources": {"CPU": 8.0}}]
     job = Job(pair=Pair(name="p", target="t"), device="cpu")
-    here = Rooms(lambda: alone, Request("local", 2), job)
+    here = Placement(lambda: alone, Request("local", 2), job)
     assert here.places() == {Place(None, 0), Place(None, 1)}
     alone[0]["Alive"] = False
     with pytest.raises(MachineError, match="`ray` local: Ray's process on this machine"):

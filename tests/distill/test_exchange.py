@@ -12,7 +12,7 @@ import torch
 from checkpoints import write_checkpoint
 
 from bass_cli.distill import exchange
-from bass_cli.distill.exchange import Alone, Buckets, PeerLostError
+from bass_cli.distill.exchange import Buckets, PeerLostError, Peers
 
 SIZES = [5, 1]  # windows of a batch
 
@@ -141,12 +141,12 @@ def test_a_failed_exchange_raises_peer_lost(monkeypatch):
 
     monkeypatch.setattr(exchange.distributed, "all_reduce", fail)
     with pytest.raises(PeerLostError, match="closed by peer"):
-        exchange.Joined(0, 2).add([1.0])
+        exchange.Peers(0, 2).add([1.0])
     weight = torch.zeros(3, requires_grad=True)
     Buckets([weight]).last()
     with pytest.raises(PeerLostError):  # out of backward
         weight.sum().backward()
-    assert Alone().add([1, 2.5]) == [1, 2.5]
+    assert Peers().add([1, 2.5]) == [1, 2.5]
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="Linux names them so")

@@ -10,7 +10,15 @@ import pytest
 
 from bass_cli.cluster.fleet import Fault, Lost, Place
 from bass_cli.distill.exchange import RankInfo
-from bass_cli.distill.group import HOPELESS, PATIENCE, PEERS, Group, News, Present, assign_ranks
+from bass_cli.distill.group import (
+    HOPELESS,
+    PATIENCE,
+    PEERS,
+    Group,
+    RankReady,
+    RankReport,
+    assign_ranks,
+)
 from bass_cli.errors import MachineError, UserError
 from bass_cli.io.console import Screen
 
@@ -35,7 +43,7 @@ class Fleet:
         assert where not in self.there
         self.there[where] = self.now
         number = where.number
-        answer = Present(f"node{number // 2}", f"10.0.0.{number // 2}", 1000 + number)
+        answer = RankReady(f"node{number // 2}", f"10.0.0.{number // 2}", 1000 + number)
         self.due.append((self.now + self.late.get(number, 0.0), where, answer))
 
     def ask(self, where, info, beat):
@@ -49,14 +57,14 @@ class Fleet:
             self.left = self.steps
         said = self.groups[len(self.made) - 1] if len(self.made) <= len(self.groups) else {}
         # the others are done before the first
-        answer = News("step 1", 0.5, (), {} if self.left < self.steps - 1 else None)
+        answer = RankReport("step 1", 0.5, (), {} if self.left < self.steps - 1 else None)
         if where.number in said and self.left < self.steps:
             answer = said[where.number]
         elif self.infos[where].rank == 0:
             self.left -= 1
             notes = ("a note",) if self.left == 1 else ()
             done = {"done": len(self.made)} if self.left == 0 else None
-            answer = News("step 2", 0.7, notes, done)
+            answer = RankReport("step 2", 0.7, notes, done)
         self.due.append((self.now + 0.5, where, answer))
 
     def wait(self, timeout):
@@ -108,7 +116,7 @@ def test_late_processes_join_the_next_group(tmp_path, capsys):
 
 @pytest.mark.parametrize("said", [
     {2: Lost("killed")},
-    {0: News("", None, (), None, Fault(PEERS, "closed by peer", "node0")), 2: Lost("killed")},
+    {0: RankReport("", None, (), None, Fault(PEERS, "closed by peer", "node0")), 2: Lost("killed")},
 ])  # fmt: skip
 def test_a_death_is_reported_and_a_new_group_resumes(tmp_path, capsys, said):
     """Whether the death is reported first, or a peer's error."""
@@ -144,7 +152,7 @@ def test_repeated_deaths_without_a_checkpoint_end_the_run(tmp_path):
 ])  # fmt: skip
 def test_an_error_of_one_process_ends_the_run(tmp_path, kind, raised):
     fault = Fault(kind, "no such thing", "node7")
-    for groups in ([{1: News("", None, (), None, fault)}], [{1: fault}]):
+    for groups in ([{1: RankReport("", None, (), None, fault)}], [{1: fault}]):
         fleet = Fleet(2, groups=groups)
         with pytest.raises(raised, match="on node7: no such thing"):
             train(fleet, tmp_path)
@@ -156,8 +164,8 @@ def test_an_error_of_one_process_ends_the_run(tmp_path, kind, raised):
 
 
 def test_ranks_start_on_this_node_and_are_grouped_by_node():
-    ready = {place(0): Present("b", "10.0.0.2", 1), place(1): Present("a", "10.0.0.1", 2),
-             place(2): Present("b", "10.0.0.2", 3), place(3): Present(platform.node(), "10.0.0.9", 4)}  # fmt: skip
+    ready = {place(0): RankReady("b", "10.0.0.2", 1), place(1): RankReady("a", "10.0.0.1", 2),
+             place(2): RankReady("b", "10.0.0.2", 3), place(3): RankReady(platform.node(), "10.0.0.9", 4)}  # fmt: skip
     found = assign_ranks(ready)
     assert [found[place(number)].rank for number in range(4)] == [2, 1, 3, 0]
     assert {(info.host, info.port, info.ranks) for info in found.values()} == {("10.0.0.9", 4, 4)}
