@@ -112,14 +112,41 @@ class CpuSample(NamedTuple):
     """CPU counters at one time.
 
     Attributes:
-        counters: The text of /proc/stat.
+        counters: Idle and total time by CPU, in ticks; empty if the system has none.
         now: The time, in seconds of the monotonic clock.
         used: CPU seconds of this process.
     """
 
-    counters: str
+    counters: dict[int, tuple[int, int]]
     now: float
     used: float
+
+    @classmethod
+    def take(cls, root: Path = _ROOT) -> CpuSample:
+        """Take a sample now. `root`: the folder with proc, for tests."""
+        counters = {}
+        for match in re.finditer(r"^cpu(\d+) (.*)$", _read(root / "proc/stat"), re.MULTILINE):
+            times = [int(word) for word in match[2].split()[:8]]
+            counters[int(match[1])] = (sum(times[3:5]), sum(times))
+        return cls(counters, time.monotonic(), time.process_time())
+
+    def left_by_others(self, cores: Cores, last: CpuSample) -> float | None:
+        """Return how many cores were idle or used by this process until the `last` sample.
+
+        None if the counters have not changed. A core is as idle as the busiest of its logical CPUs.
+        """
+        found, longest = 0.0, 0
+        for core in cores.cores:
+            shares = []
+            for cpu in core:
+                idle, whole = self.counters.get(cpu, (0, 0))
+                idle_then, whole_then = last.counters.get(cpu, (0, 0))
+                if whole_then <= whole:
+                    return None
+                shares.append((idle_then - idle) / (whole_then - whole))
+                longest = max(longest, whole_then - whole)
+            found += min(shares)
+        return found + (last.used - self.used) * os.sysconf("SC_CLK_TCK") / longest
 
 
 _first: list[CpuSample] = []  # taken when the process began, until it is used
@@ -127,62 +154,20 @@ _first: list[CpuSample] = []  # taken when the process began, until it is used
 
 def sample_cpus() -> None:
     """Take the first CPU sample when the process begins, so that `choose` need not wait for one."""
-    _first.append(CpuSample(_read(_ROOT / "proc/stat"), time.monotonic(), time.process_time()))
+    _first.append(CpuSample.take())
 
 
-class Idle:
-    """Measure how many of these cores are idle between two calls, from /proc/stat."""
-
-    def __init__(self, cores: Cores, root: Path = _ROOT, first: str | None = None):
-        self._cores, self._file = cores.cores, root / "proc/stat"
-        self._before = self._counters(_read(self._file) if first is None else first)
-
-    def free(self) -> float | None:
-        """Return the number of idle cores since the last call; None if the system has no counters.
-
-        A core is as idle as the busiest of its logical CPUs.
-        """
-        before, self._before = self._before, self._counters(_read(self._file))
-        found = 0.0
-        for core in self._cores:
-            shares = []
-            for cpu in core:
-                (idle, whole), (idle_then, whole_then) = (
-                    self._before.get(cpu, (0, 0)),
-                    before.get(cpu, (0, 0)),
-                )
-                if whole <= whole_then:
-                    return None
-                shares.append((idle - idle_then) / (whole - whole_then))
-            found += min(shares)
-        return found
-
-    @staticmethod
-    def _counters(text: str) -> dict[int, tuple[int, int]]:
-        """Return idle and total time, by CPU."""
-        found = {}
-        for match in re.finditer(r"^cpu(\d+) (.*)$", text, re.MULTILINE):
-            times = [int(word) for word in match[2].split()[:8]]
-            found[int(match[1])] = (sum(times[3:5]), sum(times))
-        return found
-
-
-def _idle_cores(cores: Cores, root: Path, sleep: Callable[[float], None]) -> float:
+def _free_cores(cores: Cores, root: Path, sleep: Callable[[float], None]) -> float:
     """Return how many cores other processes leave free."""
     first = _first.pop() if _first else None
     if first is None or time.monotonic() - first.now > _STALE:
-        idle = Idle(cores, root)
-        sleep(_SAMPLE)
-        free = idle.free()
-    else:
-        sleep(max(first.now + _SAMPLE - time.monotonic(), 0.0))
-        free = Idle(cores, root, first.counters).free()
-        if free is not None:
-            free += (time.process_time() - first.used) / (time.monotonic() - first.now)
-    if free is None and hasattr(os, "getloadavg"):
-        free = len(cores.cores) - os.getloadavg()[0]
+        first = CpuSample.take(root)
+    sleep(max(first.now + _SAMPLE - time.monotonic(), 0.0))
+    free = first.left_by_others(cores, CpuSample.take(root))
     most = float(len(cores.cores))
-    return most if free is None else min(max(free, 0.0), most)
+    if free is None:
+        free = most - os.getloadavg()[0] if hasattr(os, "getloadavg") else most
+    return min(max(free, 0.0), most)
 
 
 def fitting(free: float, most: int) -> int:
@@ -224,7 +209,7 @@ def choose(
     cores, given = usable_cores(root), requested(wanted, environment)
     if given is not None and given[0] == 1:
         return Threads(1, given[1], True, False), {}
-    free = _idle_cores(cores, root, sleep)
+    free = _free_cores(cores, root, sleep)
     count = fitting(free, cores.most) if given is None else given[0]
     shared = (cores.most if given is None else count) > int(free + 0.5)
     reasons = [f"{free:.1f} of {len(cores.cores)} physical cores are free"]
@@ -326,32 +311,21 @@ class CoreMonitor:
     spin.
     """
 
-    def __init__(
-        self,
-        wanted: int | None,
-        *,
-        now: Callable[[], float] = time.monotonic,
-        used: Callable[[], float] = time.process_time,
-        root: Path = _ROOT,
-    ):
-        self._fixed, self._now, self._used = requested(wanted) is not None, now, used
+    def __init__(self, wanted: int | None, *, root: Path = _ROOT):
+        self._fixed, self._root = requested(wanted) is not None, root
         self._asleep = os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE"
-        self._cores = usable_cores(root)
-        self._idle, self._then, self._used_then = Idle(self._cores, root), now(), used()
+        self._cores, self._before = usable_cores(root), CpuSample.take(root)
 
     def look(self) -> None:
         """Call this after each round: every 2 s, set as many threads as cores were idle or ours."""
-        elapsed = self._now() - self._then
-        if self._fixed or elapsed < _INTERVAL:
+        if self._fixed or time.monotonic() - self._before.now < _INTERVAL:
             return
-        free, ours = self._idle.free(), (self._used() - self._used_then) / elapsed
-        self._then, self._used_then = self._now(), self._used()
+        before, self._before = self._before, CpuSample.take(self._root)
+        free = before.left_by_others(self._cores, self._before)
         if free is not None:
             import torch
 
-            most, before = self._cores.most, torch.get_num_threads()
-            count = max(
-                before if self._asleep else -(-most // 2), min(most, int(free + ours + 0.5))
-            )
-            if count != before:
+            most, now = self._cores.most, torch.get_num_threads()
+            count = max(now if self._asleep else -(-most // 2), min(most, int(free + 0.5)))
+            if count != now:
                 torch.set_num_threads(count)
