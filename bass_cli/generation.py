@@ -87,7 +87,7 @@ class LocalBackend:
         cores, screen = CoreMonitor(self._plan.job.threads), self._screen
 
         def on_round(done: RoundResult) -> None:
-            cores.look()
+            cores.update()
             accepted, rows = sum(done.accepted), len(done.accepted)
             capacity = done.capacity or self.facts.rows
             screen.round(accepted, rows, done.seconds, done.capturing, capacity)

@@ -200,7 +200,7 @@ class Worker(Process):
 
     def _on_round(self, cores: CoreMonitor) -> Callable[[RoundResult], None]:
         def on_round(done: RoundResult) -> None:
-            cores.look()
+            cores.update()
             accepted, busy, before = sum(done.accepted), len(done.accepted), self._report
             with self._news:
                 self._report = before._replace(

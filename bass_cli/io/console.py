@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -351,7 +352,7 @@ class Usage:
     def __init__(self, capacity: int, total: int | None, *, now: Callable[[], float]):
         self._capacity, self._now = capacity, now
         self._early = None if total is None else total * (1 - _LAST)
-        self._phases: dict[str, float] = {}
+        self._phases: dict[str, float] = defaultdict(float)
         self._phase, self._since = "starting", now()
         self._begun = False  # whether there was a round
         self._rounds = self._live = self._most = 0  # live rows: of all rounds, of the fullest
@@ -403,7 +404,7 @@ class Usage:
         such rounds. `phases`: seconds by phase.
         """
         phases = dict(self._phases)
-        phases[self._phase] = phases.get(self._phase, 0.0) + self._now() - self._since
+        phases[self._phase] = self._phases[self._phase] + self._now() - self._since
         if self._begun:
             rounds = {
                 "decoding": self._full,
@@ -426,7 +427,7 @@ class Usage:
 
     def _end_phase(self, when: float) -> None:
         spent = max(when - self._since, 0.0)
-        self._phases[self._phase] = self._phases.get(self._phase, 0.0) + spent
+        self._phases[self._phase] += spent
         self._since += spent
 
 

@@ -155,29 +155,28 @@ def check_prompts(
         )
         return Checked(None, "", known.plain, notes)
     prompts = read_prompts(source, column=column, limit=limit)
-    if on_prompt is not None:
-        prompts = _watched(prompts, on_prompt)
-    return check(held_by(shard, prompts), chat=chat)
+    return check(prompts, chat=chat, shard=shard, on_prompt=on_prompt)
 
 
-def check(prompts: Iterable[Prompt], *, chat: bool | None = None) -> Checked:
+def check(
+    prompts: Iterable[Prompt],
+    *,
+    chat: bool | None = None,
+    shard: Shard | None = None,
+    on_prompt: Callable[[Prompt], None] | None = None,
+) -> Checked:
     """Read all prompts and return facts about them. UserError at messages if `chat` is False."""
     count, longest, plain = 0, "", False
     for prompt in prompts:
+        if on_prompt is not None:
+            on_prompt(prompt)
+        if shard is not None and not shard.holds(prompt.id):
+            continue
         if chat is False and prompt.messages is not None:
             raise UserError(f"{prompt.place}: the prompt has messages, but `chat=False` was given")
-        count, longest, plain = (
-            count + 1,
-            max(longest, prompt.whole(), key=len),
-            plain or prompt.text is not None,
-        )
+        count, plain = count + 1, plain or prompt.text is not None
+        longest = max(longest, prompt.whole(), key=len)
     return Checked(count, longest, plain)
-
-
-def _watched(prompts: Iterable[Prompt], on_prompt: Callable[[Prompt], None]) -> Iterator[Prompt]:
-    for prompt in prompts:
-        on_prompt(prompt)
-        yield prompt
 
 
 def read_prompts(
@@ -203,20 +202,16 @@ def prompts_of(
 
     An item without an id is numbered, from 0.
     """
-    yield from _distinct(
-        "prompts",
-        (
-            item
-            if isinstance(item, Prompt)
-            else _to_prompt(
-                {column: item} if isinstance(item, str) else item,
-                str(number),
-                column,
-                f"prompts[{number}]",
-            )
-            for number, item in enumerate(items)
-        ),
-    )
+
+    def prompts() -> Iterator[Prompt]:
+        for number, item in enumerate(items):
+            if isinstance(item, Prompt):
+                yield item
+            else:
+                fields = {column: item} if isinstance(item, str) else item
+                yield _to_prompt(fields, str(number), column, f"prompts[{number}]")
+
+    yield from _distinct("prompts", prompts())
 
 
 def _distinct(name: str, prompts: Iterable[Prompt]) -> Iterator[Prompt]:
@@ -224,11 +219,8 @@ def _distinct(name: str, prompts: Iterable[Prompt]) -> Iterator[Prompt]:
     seen: dict[str, str] = {}
     for prompt in prompts:
         if prompt.id in seen:
-            _refuse(
-                prompt.place,
-                "id",
-                f'"{shown(prompt.id)[1:-1]}" is also the id of {seen[prompt.id]}',
-            )
+            reason = f'"{shown(prompt.id)[1:-1]}" is also the id of {seen[prompt.id]}'
+            _refuse(prompt.place, "id", reason)
         seen[prompt.id] = prompt.place
         yield prompt
     if not seen:
@@ -248,9 +240,8 @@ def _to_prompt(
     of settings describe the data and become meta.
     """
     if not isinstance(record, Mapping):
-        raise UserError(
-            f'{place}: a prompt is an object like {{"prompt": "..."}}, not {_kind_of(record)}'
-        )
+        wanted = 'an object like {"prompt": "..."}'
+        raise UserError(f"{place}: a prompt is {wanted}, not {_kind_of(record)}")
     fields = {key: value for key, value in record.items() if value is not None}
     text = fields.pop(column, None) if column != "messages" else None
     messages = fields.pop("messages", None)
@@ -276,11 +267,11 @@ def _to_prompt(
         if (refused := _refusal(key, value, columns=columns)) is not None:
             _refuse(place, *refused)
     fields = _with_meta(fields, place)
-    fault = (
-        None
-        if is_unicode(identity)
-        else f'{place}: field "id": it contains half of a surrogate pair, which is not valid text'
-    )
+    fault = None
+    if not is_unicode(identity):
+        fault = (
+            f'{place}: field "id": it contains half of a surrogate pair, which is not valid text'
+        )
     for key in [key for key, value in fields.items() if _is_deeper(value, _DEPTH)]:
         del fields[key]  # the line with this error could not be written with it
         fault = f'{place}: field "{key}": it is nested more than {_DEPTH} levels deep'
@@ -343,22 +334,18 @@ def _checked_messages(messages: Any, place: str) -> list[dict[str, Any]]:
             _refuse(place, f"{here}.role", f"{shown(role)} is not a role; {hint}")
         for key in message:
             if key not in _MESSAGE:
-                _refuse(
-                    place,
-                    f"{here}.{shown(key)[1:-1]}",
-                    "a message has role and content; chat templates may drop other keys",
-                )
+                reason = "a message has role and content; chat templates may drop other keys"
+                _refuse(place, f"{here}.{shown(key)[1:-1]}", reason)
         if isinstance(message.get("content"), list):
             _refuse(place, f"{here}.content", "it must be one string, not a list of parts")
         _check_text(message.get("content"), f"{here}.content", place, may_be_empty=True)
         found.append(message)
     if found[-1]["role"] == "assistant":
-        _refuse(
-            place,
-            f"messages[{len(found) - 1}].role",
+        reason = (
             "the last message is the assistant's; bass cannot continue an answer; end with a user "
-            "message",
+            "message"
         )
+        _refuse(place, f"messages[{len(found) - 1}].role", reason)
     return found
 
 

@@ -316,7 +316,7 @@ class CoreMonitor:
         self._asleep = os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE"
         self._cores, self._before = usable_cores(root), CpuSample.take(root)
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Call this after each round: every 2 s, set as many threads as cores were idle or ours."""
         if self._fixed or time.monotonic() - self._before.now < _INTERVAL:
             return

@@ -222,7 +222,7 @@ def test_threads_follow_other_processes(
             for i in range(4)
         ]
         write(root, "proc/stat", "\n".join(lines))
-        monitor.look()
+        monitor.update()
         return found
 
     assert after(1.0, 2.0, (0, 0)) == [2], "too early to say"
@@ -238,7 +238,7 @@ def test_a_requested_number_of_threads_stays(root: Path, monkeypatch: pytest.Mon
     now = iter(range(0, 100, 10))
     monkeypatch.setattr(threads.time, "monotonic", lambda: float(next(now)))
     monitor = CoreMonitor(2, root=root)
-    monitor.look()
+    monitor.update()
 
 
 # Where it counts
