@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from bass_cli.cluster.rays import Request, cluster_of, read_request, workers_on_ray
-from bass_cli.config.args import GenerateArgs, JobArgs, SampleArgs
+from bass_cli.config.commands import GenerateArgs, PairArgs, SampleArgs, job_options
 from bass_cli.config.job import Job, chosen_pair, make_job
 from bass_cli.errors import UserError
 from bass_cli.formats.sources import files_of
@@ -380,21 +380,22 @@ def _from_first_missing(
     return 0, None
 
 
-def read_job(args: JobArgs, defaults: Mapping[str, Any] | None = None) -> Job:
-    """Make a Job of the flags and their pair.
+def read_job(args: PairArgs, defaults: Mapping[str, Any] | None = None, **changes: Any) -> Job:
+    """Make a Job of the options and their pair.
 
-    `defaults`: sampling settings for fields that neither the pair nor the flags set.
+    Args:
+        defaults: Sampling settings for fields that neither the pair nor the options set.
+        changes: Values that replace options.
     """
-    pair = chosen_pair(args)
-    args = replace(
-        args, stop=[unescape(text) for text in args.stop] if args.stop else stops_of_environment()
-    )
+    pair, given = chosen_pair(args), job_options(args, **changes)
+    stops = given.get("stop")
+    given["stop"] = [unescape(text) for text in stops] if stops else stops_of_environment()
     unsaid = {
         key: value
         for key, value in (defaults or {}).items()
-        if getattr(args, key) is None and key not in pair.sampling.model_fields_set
+        if key not in given and key not in pair.sampling.model_fields_set
     }
-    return make_job(pair, replace(args, **unsaid))
+    return make_job(pair, **given, **unsaid)
 
 
 def with_rows_of(job: Job, out: str, *, overwrite: bool) -> Job:

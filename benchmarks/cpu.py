@@ -20,7 +20,6 @@ import torch
 from bass_cli.bench.figures import counts
 from bass_cli.bench.rivals import LOADERS, describe
 from bass_cli.bench.runs import decode, fill
-from bass_cli.config.args import JobArgs
 from bass_cli.config.job import load_pair, make_job
 from bass_cli.engine.batch import Row
 from bass_cli.run.build import build
@@ -86,15 +85,13 @@ def run_transformers(generate, prompts, tokens):
 def loop_for(args, draft, length):
     job = make_job(
         load_pair(args.pair),
-        JobArgs(
-            draft=draft,
-            draft_length=length,
-            batch_size=args.rows,
-            device="cpu",
-            dtype="fp32",
-            max_new_tokens=args.tokens,
-            temperature=0.0,
-        ),
+        draft=draft,
+        draft_length=length,
+        batch_size=args.rows,
+        device="cpu",
+        dtype="fp32",
+        max_new_tokens=args.tokens,
+        temperature=0.0,
     )
     plan = make_plan(job)
     return plan, build(plan)

@@ -15,7 +15,6 @@ import textwrap
 import time
 from pathlib import Path
 
-from bass_cli.config.args import JobArgs
 from bass_cli.config.job import load_pair, make_job
 from bass_cli.io.prompts import read_prompts
 from bass_cli.io.readers import open_source
@@ -112,7 +111,7 @@ def main(arguments=None):
         "batch_size": args.n,
     }
     plans = {
-        way: make_plan(make_job(load_pair(args.pair), JobArgs(**flags | draft)))
+        way: make_plan(make_job(load_pair(args.pair), **flags | draft))
         for way, draft in METHODS.items()
     }
     say("loading the model")

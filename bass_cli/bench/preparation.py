@@ -22,7 +22,7 @@ from bass_cli.bench.runs import Key, Parts, Schedule, decode, empty, fill
 from bass_cli.bench.settings import PLAIN, Settings
 from bass_cli.bench.shapes import AT_ONCE, HEADS, head_of, random_part, random_weights, spec_of
 from bass_cli.bench.texts import Text, rows_for
-from bass_cli.config.job import CONTROLLERS
+from bass_cli.config.options import CONTROLLERS
 from bass_cli.drafts.factory import SHARPER, NoDrafter
 from bass_cli.engine.batch import Row, beyond
 from bass_cli.engine.clock import Clock

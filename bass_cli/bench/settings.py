@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from bass_cli.bench.shapes import AT_ONCE, HEADS, head_of, spec_of
-from bass_cli.config.args import BenchArgs, job_args
-from bass_cli.config.fields import parse_duration
-from bass_cli.config.job import CONTROLLERS, Job, Pair, chosen_pair, make_job
+from bass_cli.config.commands import BenchArgs, job_options
+from bass_cli.config.job import Job, Pair, chosen_pair, make_job, parse_duration
+from bass_cli.config.options import CONTROLLERS
 from bass_cli.engine.verify import Rate
 from bass_cli.errors import UserError, nearest
 
@@ -116,7 +116,8 @@ def make_settings(args: BenchArgs) -> Settings:
     if not batch_sizes:
         raise UserError("`batch_sizes`: give at least one batch size")
     tokens = count(args.new_tokens, "new_tokens", 128)
-    job = make_job(pair, job_args(args, max_new_tokens=tokens, batch_size=max(batch_sizes)))
+    given = job_options(args, max_new_tokens=tokens, batch_size=max(batch_sizes))
+    job = make_job(pair, **given)
     _check_split(args, job)
     if acceptances and job.speculation.coupling != "shared":
         raise UserError("`coupling`: `acceptance` needs `coupling` shared")

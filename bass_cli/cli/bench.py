@@ -5,13 +5,13 @@ Options and files are checked before torch and the models are loaded.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import fields, replace
+from collections.abc import Iterable
 
 from bass_cli.bench import report
-from bass_cli.cli.options import OF_A_JOB, ON_RAY, OPTIONS
+from bass_cli.cli.options import flag_of
 from bass_cli.cluster.rays import read_request
-from bass_cli.config.args import BenchArgs, LawArgs, job_args
+from bass_cli.config.commands import DISTRIBUTION, MACHINE_AND_MODELS, BenchArgs
+from bass_cli.config.options import WHOLE_JOB, declared
 from bass_cli.errors import UserError
 from bass_cli.generation import escape, files_read, read_job, stops_of_environment
 from bass_cli.io import terminal
@@ -21,7 +21,13 @@ from bass_cli.io.readers import open_source
 from bass_cli.io.saving import check_chart, refuse_shared_files
 from bass_cli.system.threads import configure_threads
 
-_OF_BOTH = {one.name for one in fields(LawArgs)} | {"rivals", "repeats", "json_document", "quiet"}
+_OPTIONS = declared(BenchArgs)
+_ON_RAY = ("ray", "actors")  # run the job once more, on Ray
+_OF_A_JOB = [
+    name for name, option in _OPTIONS.items() if option.group == WHOLE_JOB and name != "job"
+]
+_OF_GENERATE = ["pair", *MACHINE_AND_MODELS, *DISTRIBUTION, *_OF_A_JOB]  # of bass generate too
+_OF_BOTH = {"job", *_OF_GENERATE, "rivals", "repeats", "json_document", "quiet"}
 
 
 def run(args: BenchArgs, screen: Screen) -> bool:
@@ -32,7 +38,7 @@ def run(args: BenchArgs, screen: Screen) -> bool:
     if args.job is not None:
         _run_job(args, args.job, screen)
         return True
-    for name in OF_A_JOB:
+    for name in _OF_A_JOB:
         if getattr(args, name) not in (None, []):
             raise UserError(f"{_flag(name)}: this option needs --job FILE")
     configure_threads(args.threads, screen.note)  # before the shapes of models load torch
@@ -83,23 +89,19 @@ def run(args: BenchArgs, screen: Screen) -> bool:
 
 def _run_job(args: BenchArgs, file: str, screen: Screen) -> None:
     """Time a whole job, and rivals on the same job. Check everything possible beforehand."""
-    for one in fields(args):
-        if one.name not in {"job", *OF_A_JOB, *_OF_BOTH} and getattr(args, one.name) not in (
-            None,
-            [],
-            False,
-        ):
+    for name in _OPTIONS:
+        if name not in _OF_BOTH and getattr(args, name) not in (None, [], False):
             raise UserError(
-                f"{_flag(one.name)}: a --job runs as bass generate does, which has no such option; "
+                f"{_flag(name)}: a --job runs as bass generate does, which has no such option; "
                 "leave one of the two out"
             )
     if file == "-":
         raise UserError("--job (or BASS_JOB): standard input can be read only once; give a file")
-    job = read_job(job_args(args))
-    # The job runs in a process without BASS_ variables, so their stop texts become options.
-    if args.stop in (None, []):
-        args = replace(args, stop=[escape(text) for text in stops_of_environment() or []])
-    read_request(job_args(args), job, out="a file beside")  # refuses what Ray cannot run
+    job = read_job(args)
+    words = _command_line(args, [name for name in _OF_GENERATE if name not in _ON_RAY])
+    if not args.stop:  # the job runs in a process without BASS_ variables
+        words += [f"--stop={escape(text)}" for text in stops_of_environment() or []]
+    read_request(args, job, out="a file beside")  # refuses what Ray cannot run
     source = open_prompts(file, args.prompt_column)
     checked = check_prompts(source, column=job.prompt_column, limit=job.limit, chat=job.chat)
 
@@ -117,8 +119,8 @@ def _run_job(args: BenchArgs, file: str, screen: Screen) -> None:
     document = jobs.measure(
         plan,
         list(read_prompts(source, column=job.prompt_column, limit=job.limit)),
-        ["generate", file, *_command_line(args, besides=ON_RAY)],
-        on_ray=_options(args, ON_RAY),
+        ["generate", file, *words],
+        on_ray=_command_line(args, _ON_RAY),
         engines=rivals.installed(engines, cuda=plan.device.type == "cuda", note=screen.note),
         repeats=repeats,
         note=screen.note,
@@ -130,23 +132,17 @@ def _run_job(args: BenchArgs, file: str, screen: Screen) -> None:
         screen.table(*jobs.table(document))
 
 
-def _command_line(args: BenchArgs, *, besides: Collection[str]) -> list[str]:
-    """Return the options of `bass generate` for the values that were given."""
-    every = (*(one.name for one in fields(LawArgs)), *OF_A_JOB)
-    return _options(args, [name for name in every if name not in besides])
-
-
-def _options(args: BenchArgs, names: Iterable[str]) -> list[str]:
+def _command_line(args: BenchArgs, names: Iterable[str]) -> list[str]:
+    """Return these options, if given, as words of a command."""
     words = []
     for name in names:
-        value = getattr(args, name)
+        value, flag = getattr(args, name), _flag(name)
         if isinstance(value, bool):  # --chat/--no-chat
-            words.append(_flag(name).split("/")[not value])
+            words.append(flag.split("/")[not value])
         elif value is not None:
-            many = value if isinstance(value, list) else [value]
-            words += [f"{_flag(name)}={one}" for one in many]
+            words += [f"{flag}={one}" for one in (value if isinstance(value, list) else [value])]
     return words
 
 
 def _flag(name: str) -> str:
-    return OPTIONS[name].flag or f"--{name.replace('_', '-')}"
+    return flag_of(name, _OPTIONS[name])

@@ -14,15 +14,20 @@ from typing import Annotated
 import typer
 
 from bass_cli import __version__
-from bass_cli.cli.distill import distill
-from bass_cli.cli.evaluate import evaluate
 from bass_cli.cli.exit_codes import exit_codes
 from bass_cli.cli.help import EPILOG, Command, Group
-from bass_cli.cli.merge import merge
 from bass_cli.cli.options import in_flags, takes
 from bass_cli.cli.profile import profile
-from bass_cli.cli.score import score
-from bass_cli.config.args import BenchArgs, DoctorArgs, GenerateArgs, PairsArgs
+from bass_cli.config.commands import (
+    BenchArgs,
+    DistillArgs,
+    DoctorArgs,
+    EvaluateArgs,
+    GenerateArgs,
+    MergeArgs,
+    PairsArgs,
+    ScoreArgs,
+)
 from bass_cli.io import terminal
 from bass_cli.io.console import Screen
 from bass_cli.system.host import expect, is_refused_memory
@@ -114,7 +119,34 @@ def generate(args: GenerateArgs) -> None:
 
 
 app.command(cls=Command, epilog=EPILOG)(profile)
-app.command(cls=Command, epilog=EPILOG)(distill)
+
+
+@app.command(cls=Command, epilog=EPILOG)
+@takes(DistillArgs)
+def distill(args: DistillArgs) -> None:
+    """Train a draft that proposes several tokens in one pass (parallel:MODEL), on the target's own
+    samples.
+
+    \b
+    Examples:
+      bass distill --pair mine.yaml --out drafts --minutes 10
+      bass distill --model big.gguf --from small.gguf --out drafts
+      bass distill --pair mine.yaml --out drafts --ray local --actors 8
+
+    The folder gets a pair file for bass generate --pair. After an interruption, the same command
+    resumes the run.
+    """
+    screen = Screen(args.quiet, document=args.json_document, render=in_flags)
+    with exit_codes(screen, "interrupted; the same command resumes from here"):
+        if not args.out:
+            from bass_cli.errors import UserError
+
+            raise UserError("--out (or BASS_OUT): name a folder for the samples and the draft")
+        from bass_cli.distill.command import run
+
+        document = run(args, screen)
+        if args.json_document:
+            terminal.line(document, stdout=True)
 
 
 @app.command(cls=Command, epilog=EPILOG)
@@ -137,9 +169,75 @@ def bench(args: BenchArgs) -> None:
             raise typer.Exit(1)
 
 
-app.command(cls=Command, epilog=EPILOG)(merge)
-app.command("eval", cls=Command, epilog=EPILOG)(evaluate)
-app.command(cls=Command, epilog=EPILOG)(score)
+@app.command(cls=Command, epilog=EPILOG)
+@takes(MergeArgs)
+def merge(args: MergeArgs) -> None:
+    """Merge the parts of a job that were drawn with --shard, and report missing samples.
+
+    \b
+    Example:
+      bass merge samples.jsonl part-1.jsonl part-2.jsonl
+
+    To fill the gaps, run the original command with --out OUT and without --shard.
+    """
+    screen = Screen(args.quiet, render=in_flags)
+    with exit_codes(screen, "interrupted; the parts are unchanged"):
+        from bass_cli.io.merging import merge as merge_parts
+
+        if not merge_parts(args.out, args.parts, overwrite=args.overwrite, note=screen.note):
+            raise typer.Exit(1)
+
+
+@app.command("eval", cls=Command, epilog=EPILOG)
+@takes(EvaluateArgs)
+def evaluate(args: EvaluateArgs) -> None:
+    """Draw samples for humaneval, mbpp or xsum and score them. --budget sets a time limit
+    for each prompt.
+
+    \b
+    Example:
+      bass eval humaneval --n 8 --budget 5s
+
+    Samples and verdicts are kept. Run the same command again to continue.
+    """
+    screen = Screen(args.quiet, document=args.json_document, render=in_flags)
+    if args.ray is None:
+        begin(args.threads)
+        expect(args.device)
+    with exit_codes(
+        screen,
+        "interrupted; samples and verdicts so far are kept; run the same command to continue",
+    ):
+        from bass_cli.eval.evaluation import Evaluation
+        from bass_cli.eval.sweep import sweep
+
+        document, complete = (
+            Evaluation(args, screen).run() if args.budgets is None else sweep(args, screen)
+        )
+        if args.json_document:
+            terminal.document(document, allow_nan=False)
+        if not complete:
+            raise typer.Exit(1)
+
+
+@app.command(cls=Command, epilog=EPILOG)
+@takes(ScoreArgs)
+def score(args: ScoreArgs) -> None:
+    """Score a generation file of bass or of another tool: Pass@First, Pass@All, pass@k or ROUGE,
+    and times.
+
+    \b
+    Example:
+      bass score samples.jsonl > figures.txt
+    """
+    screen = Screen(args.quiet, document=args.json_document, render=in_flags)
+    interrupted = "interrupted; the verdicts so far are kept; run the same command to continue"
+    with exit_codes(screen, interrupted):
+        from bass_cli.eval.scoring import score_samples
+
+        document = score_samples(args, screen)
+        if args.json_document:
+            terminal.document(document, allow_nan=False)
 
 
 @app.command(cls=Command)
@@ -151,9 +249,15 @@ def pairs(args: PairsArgs) -> None:
     Examples:
       bass pairs | grep ready
       bass pairs mine.yaml
+      bass pairs --schema > pair.schema.json
     """
     screen = Screen(document=args.json_table, render=in_flags)
     with exit_codes(screen, "interrupted"):
+        if args.schema:
+            from bass_cli.config.job import pair_schema
+
+            terminal.document(pair_schema(), indent=2)
+            return
         from bass_cli.cli.doctor import describe_pairs, pair_lines
 
         rows = describe_pairs(args.names or ())

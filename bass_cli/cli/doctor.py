@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 from bass_cli import __version__
 from bass_cli.cli.options import in_flags
-from bass_cli.config.args import DoctorArgs, JobArgs
+from bass_cli.config.commands import DoctorArgs
 from bass_cli.config.draft_spec import parse_draft
-from bass_cli.config.job import Job, Pair, chosen_pair, load_pair, make_job, packaged_pairs
+from bass_cli.config.job import Job, Pair, chosen_pair, load_pair, make_job
+from bass_cli.config.options import packaged_pairs
 from bass_cli.errors import MachineError, UserError, spelled
 from bass_cli.io.cache import cache_folder, give_kernels_a_cache, is_writable, temporary_folder
 from bass_cli.system.host import free_memory, gigabytes, host_memory
@@ -95,7 +96,7 @@ def _describe_pair(
         from bass_cli.run.plan import make_plan
 
         try:
-            plan = make_plan(make_job(pair, JobArgs(tensor_parallel=ranks)))
+            plan = make_plan(make_job(pair, tensor_parallel=ranks))
         except UserError as error:
             reasons.append(str(error))
     return {
@@ -299,8 +300,7 @@ def _chosen(args: DoctorArgs) -> Job | None:
         if args.tensor_parallel is not None:
             raise UserError("--tensor-parallel needs --pair or --model, the target that is split")
         return None
-    options = JobArgs(draft=args.draft, tensor_parallel=args.tensor_parallel)
-    return make_job(chosen_pair(args), options)
+    return make_job(chosen_pair(args), draft=args.draft, tensor_parallel=args.tensor_parallel)
 
 
 def _one_pair(job: Job, memory: dict[str, Any]) -> dict[str, Any]:

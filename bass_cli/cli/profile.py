@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from bass_cli.cli.exit_codes import exit_codes
 from bass_cli.cli.options import in_flags, takes
-from bass_cli.config.args import ProfileArgs, job_args
+from bass_cli.config.commands import ProfileArgs, job_options
 from bass_cli.io import terminal
 from bass_cli.io.console import Screen
 
@@ -75,9 +75,8 @@ def make_profile_job(args: ProfileArgs) -> Job:
     from bass_cli.config.job import chosen_pair, make_job
 
     rows = max(batch_sizes_of(args.batch_sizes)) if args.batch_sizes else "auto"
-    return make_job(
-        chosen_pair(args), job_args(args, batch_size=rows, max_new_tokens=200, draft_length="auto")
-    )
+    given = job_options(args, batch_size=rows, max_new_tokens=200, draft_length="auto")
+    return make_job(chosen_pair(args), **given)
 
 
 def batch_sizes_of(text: str) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from bass_cli.cluster.fleet import Fault, Lost, Place, Process
 from bass_cli.cluster.worker import JobSpec, Worker
 from bass_cli.cluster.worker_pool import WorkerPool
-from bass_cli.config.args import DistillArgs, SampleArgs
+from bass_cli.config.commands import DistillArgs, SampleArgs
 from bass_cli.config.job import Job
 from bass_cli.errors import MachineError, UserError
 from bass_cli.io.console import Screen

@@ -1,37 +1,35 @@
-"""Define Job, Pair, Sampling and Speculation, and read them from YAML and command-line flags.
+"""Define Job, Pair, Sampling and Speculation, and read them from YAML and from options.
 
-All are frozen, and refuse unknown fields. No model, prompt or torch is used here. Command-line code
-imports this module inside its commands, because pydantic is slow to import.
+All are frozen, and refuse unknown fields. Their fields are declared in config/options.py; rules
+that no bound expresses are here. No model, prompt or torch is used. Command-line code imports this
+module inside its commands, because pydantic is slow to import.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.resources
+import dataclasses
 import importlib.util
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
 
-from bass_cli.config.fields import (
+from bass_cli.config.draft_spec import check_draft, check_target
+from bass_cli.config.options import (
     CONTROLLERS,
+    JOB,
+    MOST_DRAFTS,
     MOST_ROWS,
-    BatchSize,
-    Count,
-    Draft,
-    Dtype,
-    Length,
-    Name,
-    Natural,
-    Real,
-    Stops,
-    Target,
-    parse_duration,
-    reason_of,
+    JobOptions,
+    PairOptions,
+    SamplingOptions,
+    SpeculationOptions,
+    packaged_pairs,
 )
 from bass_cli.errors import UserError, nearest
 from bass_cli.io.reading import (
@@ -44,103 +42,96 @@ from bass_cli.io.reading import (
 )
 
 if TYPE_CHECKING:
-    from bass_cli.config.args import DoctorArgs, JobArgs, PairArgs
+    from bass_cli.config.commands import DoctorArgs, PairArgs
 
 DEFAULT_PAIR = "smollm2"
-MODEL_DRAFT = "lookup"  # the draft for --model, because it needs no other files
-SAMPLING_FLAGS = ("temperature", "top_p", "top_k", "seed", "stop", "max_new_tokens")
-SPECULATION_FLAGS = {"length": "draft_length", "coupling": "coupling"}
+MODEL_DRAFT = "lookup"  # the draft if only a target is given, because it needs no other files
 _PAIR_FILES = (".yaml", ".yml")
 _WEIGHTS = (".gguf", ".safetensors", ".bin")
-JOB_FLAGS = {
-    *SAMPLING_FLAGS,
-    *SPECULATION_FLAGS.values(),
-    "n",
-    "draft",
-    "budget",
-    "batch_size",
-    "tensor_parallel",
-    "device",
-    "dtype",
-    "chat",
-    "threads",
-    "limit",
-    "prompt_column",
-    "token_ids",
-}
+_NUMBERS = {int, float, int | None, float | None}
+
+# seconds, 11 days; the operating system counts timeouts in milliseconds, in 31 bits
+_LONGEST = 1_000_000
 
 
-class Strict(BaseModel):
+class Strict(BaseModel, frozen=True):
     """The base of all parts of a job: frozen, and unknown fields are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_switch_as_number(cls, value: Any, info: Any) -> Any:
+        if isinstance(value, bool) and cls.model_fields[info.field_name].annotation in _NUMBERS:
+            raise ValueError("a number is needed, not true or false")
+        return value
 
 
-class Sampling(Strict):
+class Sampling(Strict, SamplingOptions, frozen=True):
     """How tokens are sampled. Temperature 0 is greedy; top_k 0 means no limit.
 
-    Args:
-        temperature: Divides the logits.
-        top_p: Keeps the most likely tokens with at least this probability in all.
-        top_k: Keeps so many of the most likely tokens.
-        seed: The seed of all samples.
-        stop: A text or texts that end a sample.
-        max_new_tokens: The most tokens of a sample.
+    `stop`: a text or texts that end a sample.
     """
 
-    temperature: Annotated[Real, Field(ge=0)] = 0.8
-    top_p: Annotated[Real, Field(gt=0, le=1)] = 0.95
-    top_k: Natural = 0
-    seed: Natural = 0
-    stop: Stops = ()
-    max_new_tokens: Count = 256
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _texts(cls, value: Any) -> Any:
+        listed = (value,) if isinstance(value, str) else value
+        if not isinstance(listed, (list, tuple)):
+            raise ValueError(f"a text or a list of texts is needed, not {shown(value)}")
+        for text in listed:
+            if text == "":
+                raise ValueError("an empty stop string would stop every sample at once")
+            if isinstance(text, str) and not is_unicode(text):
+                raise ValueError(
+                    f"{shown(text)} holds half of a surrogate pair, which no sample's text has"
+                )
+        return tuple(listed)
 
 
-class Speculation(Strict):
+class Speculation(Strict, SpeculationOptions, frozen=True):
     """How tokens are drafted and verified.
 
-    Args:
-        length: The draft length, or the controller that chooses it.
-        max: The longest draft that a controller may choose.
-        coupling: "shared" gives the tokens of plain decoding for a seed; "maximal" accepts more
-            drafts, and samples depend on the drafts.
-        draft_temperature: The draft's temperature; None for the drafter's own choice.
+    `length`: the draft length, or the controller that chooses it. `coupling`: "shared" gives the
+    tokens of plain decoding for a seed; "maximal" accepts more drafts, and samples depend on the
+    drafts.
     """
 
-    length: Length = "auto"
-    max: Annotated[Count, Field(le=64)] = 32
-    coupling: Literal["shared", "maximal"] = "shared"
-    draft_temperature: Annotated[Real, Field(ge=0)] | None = None
+    @field_validator("length", mode="before")
+    @classmethod
+    def _length(cls, value: Any) -> Any:
+        return _number_or(value, CONTROLLERS, 0, MOST_DRAFTS)
 
     @model_validator(mode="after")
     def _within_max(self) -> Speculation:
         if self.length not in CONTROLLERS and int(self.length) > self.max:
             raise ValueError(
                 f"the draft length {self.length} is above speculation.max, which is {self.max}; "
-                "a pair file may set up to 64"
+                f"a pair file may set up to {MOST_DRAFTS}"
             )
         return self
 
 
-class Pair(Strict):
+class Pair(Strict, PairOptions, frozen=True):
     """A target and its draft.
 
-    Args:
-        fallback: The target to use if `target` is in a package that is not installed; load_pair
-            makes the choice.
-        folder: The folder of the YAML file, for relative paths; None for a packaged pair. It is
-            not a key of the YAML file.
+    `folder` is the folder of the YAML file, for relative paths; None for a packaged pair. It is not
+    a key of the file. load_pair chooses `fallback`.
     """
 
-    name: Name
-    target: Target
-    draft: Draft = "none"
-    dtype: Dtype = "auto"
-    tokenizer: Name | None = None
-    fallback: Target | None = None
     speculation: Speculation = Speculation()
     sampling: Sampling = Sampling()
     folder: Path | None = None
+
+    @field_validator("target", "fallback")
+    @classmethod
+    def _target(cls, value: str | None) -> str | None:
+        return None if value is None else check_target(value)
+
+    @field_validator("draft")
+    @classmethod
+    def _draft(cls, value: str) -> str:
+        return check_draft(value)
 
 
 if TYPE_CHECKING:
@@ -161,21 +152,18 @@ def _over(base: Any, given: Any) -> Any:
     return dict(base) | given if isinstance(base, Strict) and isinstance(given, dict) else given
 
 
-class Job(Strict):
+class Job(Strict, JobOptions, frozen=True):
     """A run: which samples are drawn, and how.
 
     Fields of sampling, speculation and dtype that are not set come from the pair.
 
     Args:
         pair: A Pair, the name of a packaged pair, or the path of a pair file.
-        n: Samples of a prompt.
         budget: The time limit of each prompt, in seconds; None for none.
         batch_size: Rows of the batch, or "auto".
         threads: CPU threads; None for as many as are free.
         chat: Whether prompts use the chat template; None if prompts with messages do.
         limit: The most prompts; None for all.
-        prompt_column: The field of a prompt with its text.
-        token_ids: Whether Completions have token ids.
 
     Raises:
         UserError: There is no such pair, or its file is wrong.
@@ -183,19 +171,13 @@ class Job(Strict):
     """
 
     pair: _PairField
-    n: Annotated[Count, Field(le=MOST_ROWS)] = 8
     sampling: Sampling = Sampling()
     speculation: Speculation = Speculation()
-    budget: Annotated[Real, Field(gt=0)] | None = None
-    batch_size: BatchSize = "auto"
-    tensor_parallel: Count = 1
-    device: Literal["auto", "cuda", "cpu"] = "auto"
-    dtype: Dtype = "auto"
-    threads: Count | None = None
-    chat: bool | None = None
-    limit: Count | None = None
-    prompt_column: Name = "prompt"
-    token_ids: bool = False
+
+    @field_validator("batch_size", mode="before")
+    @classmethod
+    def _batch_size(cls, value: Any) -> Any:
+        return _number_or(value, ("auto",), 1, MOST_ROWS)
 
     @model_validator(mode="before")
     @classmethod
@@ -226,12 +208,6 @@ class Job(Strict):
         again, beside others, would favour short samples.
         """
         return self.speculation.coupling == "maximal" and self.sampling.temperature > 0
-
-
-def packaged_pairs() -> list[str]:
-    """Return the sorted names of the pairs that are installed with bass."""
-    files = importlib.resources.files("bass_cli.configs").iterdir()
-    return sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))
 
 
 def chosen_pair(args: PairArgs | DoctorArgs) -> Pair:
@@ -383,20 +359,91 @@ def _first_fault(error: ValidationError) -> tuple[tuple[str, ...], str]:
     return path, reason_of(fault)
 
 
-def make_job(pair: Pair, args: JobArgs) -> Job:
-    """Make a Job of a pair and flags. A flag that is None leaves the pair's value."""
-    given = {key: value for key in JOB_FLAGS if (value := getattr(args, key)) is not None}
-    if args.budget is not None:
-        given["budget"] = parse_duration(args.budget, "`budget`")
-    sampling = {key: given.pop(key) for key in SAMPLING_FLAGS if key in given}
-    speculation = {key: given.pop(flag) for key, flag in SPECULATION_FLAGS.items() if flag in given}
-    if given.get("draft") == "none" and "length" not in speculation:
+def make_job(pair: Pair, **given: Any) -> Job:
+    """Make a Job of a pair and options, by the names of their flags. None leaves the pair's value.
+
+    Raises:
+        UserError: An option has an invalid value.
+    """
+    parts: dict[str, dict[str, Any]] = {"": {}, "pair": {}, "sampling": {}, "speculation": {}}
+    for name, value in given.items():
+        part, _, key = JOB[name].path.rpartition(".")
+        if value is not None:
+            parts[part][key] = value
+    own, speculation = parts.pop(""), parts["speculation"]
+    if isinstance(own.get("budget"), str):
+        own["budget"] = parse_duration(own["budget"], "`budget`")
+    if parts["pair"].get("draft") == "none" and "length" not in speculation:
         speculation["length"] = "auto"  # the pair's own length was for its draft
     try:
-        chosen = Pair.model_validate({**dict(pair), "draft": given.pop("draft", pair.draft)})
-        merged = {"pair": chosen, "sampling": sampling, "speculation": speculation}
-        return Job.model_validate(merged | given)
+        parts["pair"] = Pair.model_validate({**dict(pair), **parts["pair"]})  # type: ignore[assignment]
+        return Job.model_validate(parts | own)
     except ValidationError as error:
         path, reason = _first_fault(error)
         field = {"draft": "pair.draft", "speculation": "speculation.length"}.get(".".join(path))
         raise UserError(f"`{field or '.'.join(path)}`: {reason}") from None
+
+
+def pair_schema() -> dict[str, Any]:
+    """Return the JSON schema of pair files, for editors."""
+    schema = Pair.model_json_schema()
+    del schema["properties"]["folder"]
+    schema["required"].remove("name")  # the file's name
+    for kind in (Pair, Sampling, Speculation):
+        properties = (schema if kind is Pair else schema["$defs"][kind.__name__])["properties"]
+        for one in dataclasses.fields(kind):
+            properties[one.name]["description"] = one.metadata["option"].text
+    return schema
+
+
+def _number_or(value: Any, words: tuple[str, ...], least: int, most: int) -> Any:
+    """Return the value if it is one of the words or a whole number in the bounds, as a number."""
+    if isinstance(value, str) and re.fullmatch(r"[+-]?\d{1,9}", value, re.ASCII):
+        value = int(value)
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if value in words or (whole and least <= value <= most):
+        return value
+    raise ValueError(
+        f"{shown(value)} is not valid; use {', '.join(words)} or a whole number from {least} to "
+        f"{most}"
+    )
+
+
+def parse_duration(text: str, key: str = "duration") -> float:
+    """Parse "2s", "500ms", "1.5m" or "2" to seconds; UserError unless above 0, up to _LONGEST."""
+    match = re.fullmatch(
+        r"\s*([+-]?(?:\d{1,9}\.?\d{0,99}|\.\d{1,99}))\s*(ms|s|m|)\s*", text, re.ASCII
+    )
+    seconds = (
+        float(match[1]) * {"ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0}[match[2]] if match else 0.0
+    )
+    if not 0 < seconds <= _LONGEST:
+        raise UserError(
+            f'{key}: "{shown(text)[1:-1]}" is not a time above 0 and up to {_LONGEST} s; write it '
+            "like 2s, 500ms or 1.5m"
+        )
+    return seconds
+
+
+# Messages for pydantic's errors about values of another type
+_NEEDED = {
+    **dict.fromkeys(("int_parsing", "int_type", "int_from_float"), "a whole number is needed"),
+    **dict.fromkeys(("float_parsing", "float_type"), "a number is needed"),
+    "finite_number": "a finite number is needed",
+    "string_type": "a text is needed",
+    "tuple_type": "a text or a list of texts is needed",
+    **dict.fromkeys(("bool_parsing", "bool_type"), "true or false is needed"),
+    **dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), "a mapping is needed"),
+    "string_too_short": "it is empty",
+}
+
+
+def reason_of(fault: Mapping[str, Any]) -> str:
+    """Describe one error of pydantic, with the value."""
+    kind, value = fault["type"], fault["input"]
+    if kind == "missing":
+        return "it is missing"
+    message = fault["msg"].removeprefix("Value error, ").replace("Input should", "it should")
+    reason = _NEEDED.get(kind) or message[:1].lower() + message[1:]
+    known = kind == "string_too_short" or (kind == "value_error" and isinstance(value, dict))
+    return reason if known or shown(value) in reason else f"{reason} (got {shown(value)})"

@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from bass_cli.cluster.rays import Cluster, cluster_of, read_request, workers_on_ray
-from bass_cli.config.args import DistillArgs
+from bass_cli.config.commands import DistillArgs
 from bass_cli.config.job import Job, Pair
 from bass_cli.distill.folder import config_of
 from bass_cli.distill.group import Group, Rank, TrainingSpec

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bass_cli.config.args import DistillArgs, job_args
+from bass_cli.config.commands import DistillArgs, job_options
 from bass_cli.config.draft_spec import parse_draft
 from bass_cli.config.job import Job, Pair, chosen_pair, make_job
 from bass_cli.distill.agreement import ELEMENTS
@@ -105,8 +105,8 @@ def sampling_job(args: DistillArgs, requested: int | None = None) -> tuple[Pair,
     if requested is not None:
         n = min(n, max(requested // (FEWEST * new_tokens), 1))
     pair = chosen_pair(args)
-    chosen = make_job(pair, job_args(args)).pair
-    given = job_args(
+    chosen = make_job(pair, **job_options(args)).pair
+    given = job_options(
         args,
         draft="none",
         draft_length=None,
@@ -119,7 +119,7 @@ def sampling_job(args: DistillArgs, requested: int | None = None) -> tuple[Pair,
         token_ids=True,
         chat=args.chat if args.prompts else None,
     )
-    job = make_job(chosen, given)
+    job = make_job(chosen, **given)
     if not job.sampling.temperature:
         raise UserError("`temperature` 0: all samples of a prompt would be equal; give one above 0")
     if job.dtype == "fp16":

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bass_cli.cluster.rays import read_request
-from bass_cli.config.args import EvaluateArgs, job_args
+from bass_cli.config.commands import EvaluateArgs
 from bass_cli.config.job import Job
 from bass_cli.errors import UserError
 from bass_cli.eval import scoring
@@ -224,7 +224,7 @@ class Evaluation:
         chat = self.form == "chat"
         if not chat:
             defaults["stop"] = list(self.task.stops)
-        return read_job(job_args(self._args, chat=True if chat else None), defaults)
+        return read_job(self._args, defaults, chat=True if chat else None)
 
     def _default_out(self) -> str:
         """Return a file name with the options that determine the samples.

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bass_cli.config.args import EvaluateArgs, ScoreArgs
-from bass_cli.config.fields import parse_duration
+from bass_cli.config.commands import EvaluateArgs, ScoreArgs
+from bass_cli.config.job import parse_duration
 from bass_cli.errors import UserError
 from bass_cli.eval import report
 from bass_cli.eval.judging import Key, VerdictStore, isolation_of, judge, verdicts_path

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bass_cli.config.args import EvaluateArgs
-from bass_cli.config.fields import parse_duration
+from bass_cli.config.commands import EvaluateArgs
+from bass_cli.config.job import parse_duration
 from bass_cli.errors import UserError
 from bass_cli.eval.evaluation import Evaluation
 from bass_cli.eval.report import seconds

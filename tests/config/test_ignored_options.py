@@ -13,7 +13,6 @@ from test_cli import cli  # noqa: F401 - a fixture
 from typer.testing import CliRunner
 
 from bass_cli.cli.commands import app
-from bass_cli.config.args import JobArgs
 from bass_cli.config.job import load_pair, make_job
 from bass_cli.generation import unescape
 
@@ -82,11 +81,11 @@ def test_option_without_effect_is_refused(place: Path, arguments: list[str], fau
 
 def test_draft_length_flag_overrides_the_pair(place: Path) -> None:
     pair = load_pair("pair.yaml")
-    assert make_job(pair, JobArgs(draft_length="4")).speculation.length == 4
+    assert make_job(pair, draft_length="4").speculation.length == 4
     assert (
-        make_job(pair, JobArgs(draft="none")).speculation.length == "auto"
+        make_job(pair, draft="none").speculation.length == "auto"
     )  # the pair's own length was for its draft
-    assert make_job(pair, JobArgs(draft="none", draft_length="0")).speculation.length == 0
+    assert make_job(pair, draft="none", draft_length="0").speculation.length == 0
 
 
 @pytest.mark.parametrize(("given", "expected"), [

@@ -3,20 +3,21 @@ valid value."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from bass_cli.cli.commands import app
 from bass_cli.cli.doctor import parameters_in
-from bass_cli.cli.options import in_flags
+from bass_cli.cli.options import in_flags, reference
 from bass_cli.cli.profile import batch_sizes_of
-from bass_cli.config.args import JobArgs
 from bass_cli.config.draft_spec import Draft, parse_draft
-from bass_cli.config.fields import parse_duration
-from bass_cli.config.job import Job, Pair, load_pair, make_job, packaged_pairs
+from bass_cli.config.job import Job, Pair, load_pair, make_job, packaged_pairs, parse_duration
 from bass_cli.errors import MachineError, UserError
 from bass_cli.eval.scoring import parse_ks
 
@@ -294,7 +295,7 @@ def test_flags_override_the_pair_and_none_keeps_it() -> None:
             "sampling": {"temperature": 0.2, "seed": 7},
         }
     )
-    plain = make_job(pair, JobArgs(temperature=None, n=None))
+    plain = make_job(pair, temperature=None, n=None)
     assert (plain.sampling.temperature, plain.sampling.seed, plain.n, plain.dtype) == (
         0.2,
         7,
@@ -303,15 +304,13 @@ def test_flags_override_the_pair_and_none_keeps_it() -> None:
     )
     job = make_job(
         pair,
-        JobArgs(
-            temperature=0.0,
-            draft="lookup",
-            dtype="fp32",
-            draft_length="5",
-            coupling="maximal",
-            batch_size="3",
-            stop=["a"],
-        ),
+        temperature=0.0,
+        draft="lookup",
+        dtype="fp32",
+        draft_length="5",
+        coupling="maximal",
+        batch_size="3",
+        stop=["a"],
     )
     assert (job.sampling.temperature, job.sampling.seed, job.sampling.stop) == (0.0, 7, ("a",))
     assert (job.pair.draft, job.dtype, job.batch_size) == ("lookup", "fp32", 3)
@@ -359,12 +358,12 @@ def test_flags_override_the_pair_and_none_keeps_it() -> None:
 )
 def test_a_wrong_flag_is_named(flag: str, value: Any, expected: str) -> None:
     with pytest.raises(UserError) as caught:
-        make_job(PAIR, JobArgs(**{flag: value}))
+        make_job(PAIR, **{flag: value})
     assert in_flags(str(caught.value)).startswith(expected)
 
 
 def test_models_are_frozen_and_strict() -> None:
-    job = make_job(PAIR, JobArgs())
+    job = make_job(PAIR)
     with pytest.raises(ValueError, match="frozen"):
         job.n = 3  # type: ignore[misc]
     with pytest.raises(ValueError, match="Extra inputs"):
@@ -424,5 +423,25 @@ def test_invalid_draft_is_named_by_line(tmp_path: Path, text: str, reason: str) 
         load_pair(str(file))
     assert f'{file}:2: key "draft": ' in str(caught.value)
     with pytest.raises(UserError, match=re.escape(reason)) as caught:
-        make_job(load_pair("smollm2"), JobArgs(draft=text))
+        make_job(load_pair("smollm2"), draft=text)
     assert str(caught.value).startswith("`pair.draft`: ")
+
+
+def test_schema_of_pair_files_knows_every_key_with_its_bounds() -> None:
+    schema = json.loads(CliRunner().invoke(app, ["pairs", "--schema"]).stdout)
+    known = schema["properties"]
+    assert set(known) == set(Pair.model_fields) - {"folder"}
+    assert schema["required"] == ["target"]
+    assert known["target"]["description"].startswith("The target")
+    sampling = schema["$defs"]["Sampling"]["properties"]
+    assert (sampling["temperature"]["minimum"], sampling["top_p"]["maximum"]) == (0, 1)
+    length = schema["$defs"]["Speculation"]["properties"]["length"]["anyOf"]
+    assert length[0]["enum"] == ["auto", "bass", "table", "bass+table"]
+    assert (length[1]["minimum"], length[1]["maximum"]) == (0, 64)
+
+
+def test_the_page_of_options_is_up_to_date() -> None:
+    page = Path(__file__).parents[2] / "docs" / "reference" / "options.md"
+    assert page.read_text(encoding="utf-8") == reference(), (
+        "its first paragraph says how to make it"
+    )

@@ -14,7 +14,7 @@ from forked import BASS, Forked
 from typer.testing import CliRunner
 
 from bass_cli.cli.commands import app
-from bass_cli.config.args import DistillArgs
+from bass_cli.config.commands import DistillArgs
 from bass_cli.distill.sampling import lines_of
 from bass_cli.distill.settings import requested_tokens, sampling_job, training_of
 from bass_cli.formats.checkpoint import open_checkpoint

@@ -20,7 +20,6 @@ from test_parallel import bass
 from toys import SPAN, Reactive, drive, loop_for, plain
 
 import bass_kernels as ops
-from bass_cli.config.args import JobArgs
 from bass_cli.config.job import load_pair, make_job
 from bass_cli.drafts.factory import make_drafter
 from bass_cli.engine.batch import Batch, Row, beyond
@@ -310,7 +309,7 @@ def test_job_cuts_drafts_only_with_a_block_drafter(here):
     places of rows; not under maximal coupling, for a split target, or without such a drafter."""
 
     def plan(**flags):
-        return make_plan(make_job(load_pair("pair.yaml"), JobArgs(device="cpu", **flags)))
+        return make_plan(make_job(load_pair("pair.yaml"), device="cpu", **flags))
 
     most = plan().files.draft.head.drafts
     assert plan().cut == Cut(most, CHEAP["cpu"], 4)

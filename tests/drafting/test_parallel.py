@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 
 import bass_kernels as ops
 from bass_cli.cli.commands import app
-from bass_cli.config.args import JobArgs
 from bass_cli.config.job import load_pair, make_job
 from bass_cli.engine.batch import Row, beyond
 from bass_cli.engine.verify import CHEAP, Cut
@@ -384,8 +383,8 @@ def test_draft_with_expensive_tokens_is_not_cut(here):
     """Two more drafts take four tokens of its pass, which pays only if it is much smaller than
     its target. The cache has room for all drafts of rows."""
     place_with(here, pard_token=MASK)
-    flags = JobArgs(device="cpu", draft_length=3)
-    plan = make_plan(make_job(load_pair("pair.yaml"), flags))
+    flags = {"device": "cpu", "draft_length": 3}
+    plan = make_plan(make_job(load_pair("pair.yaml"), **flags))
     assert plan.cut is None
     large = dataclasses.replace(plan.files.target.spec, layers=400)
     target = dataclasses.replace(plan.files.target, spec=large)

@@ -14,7 +14,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from bass_cli.config.job import JOB_FLAGS
+from bass_cli.config.options import JOB
 from bass_cli.errors import UserError
 from bass_cli.io.prompts import RESERVED, check_prompts, prompts_of, read_prompts
 from bass_cli.io.readers import open_source
@@ -44,7 +44,7 @@ def fault(path: Path, record: dict[str, Any]) -> str:
 
 def test_reserved_names_cover_the_api_and_all_job_options() -> None:
     assert RESERVED.keys() >= set(OPENAI)
-    assert RESERVED.keys() >= JOB_FLAGS | {"pair", "model"}
+    assert RESERVED.keys() >= JOB.keys() | {"pair"}
     assert not RESERVED.keys() & {*KEPT, "id", "prompt", "messages", "reference", "meta", "task_id"}
 
 

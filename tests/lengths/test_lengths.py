@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from bass_cli.config.fields import CONTROLLERS
+from bass_cli.config.options import CONTROLLERS
 from bass_cli.drafts.factory import NoDrafter
 from bass_cli.engine.batch import Batch
 from bass_cli.engine.clock import Clock

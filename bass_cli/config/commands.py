@@ -1,0 +1,454 @@
+"""Declare the options of each command. None (or False) means that an option is not given.
+
+Options of a Job are taken from config/options.py, where a command may change their help text. The
+commands check the values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, make_dataclass
+from typing import Any
+
+from bass_cli.config.options import (
+    DRAFTING,
+    JOB,
+    MACHINE,
+    MEASURED,
+    MODELS,
+    OUTPUT,
+    PROMPTS,
+    RANDOM,
+    SAMPLES,
+    SCORING,
+    TRAINING,
+    WHOLE_JOB,
+    Option,
+    flag,
+    packaged_pairs,
+    switch,
+)
+
+
+def of_job(name: str, **changes: Any) -> Any:
+    """Declare a field as this option of a Job, with changes."""
+    return flag(JOB[name], **changes)
+
+
+def args_of(*names: str, **changes: Any) -> Any:
+    """Return a base class with these options of a Job as fields, with changes."""
+    return make_dataclass(
+        "Options",
+        [(name, JOB[name].kind | None, of_job(name, **changes)) for name in names],
+        namespace={"__doc__": "Some options of a Job."},
+        eq=False,
+        kw_only=True,
+    )
+
+
+def job_options(args: Any, **changes: Any) -> dict[str, Any]:
+    """Return the options of a Job that a command was given, with changes."""
+    given = {name: getattr(args, name, None) for name in JOB} | changes
+    return {name: value for name, value in given.items() if value is not None}
+
+
+# Options of several commands
+_RAY = Option(
+    "Draw with Ray actors, one per GPU: on this machine (local), or on the cluster that this "
+    "machine is a node of (auto, or HOST:PORT); needs bass-cli[ray]",
+    MACHINE,
+    "local|ADDRESS",
+)
+_ACTORS = Option(
+    "Number of Ray actors; all means one per GPU, or one per node if there are no GPUs, and "
+    "includes nodes that join later",
+    MACHINE,
+    "N|all",
+    "all",
+)
+_BATCH_SIZES = Option(
+    "Numbers of sequences decoded at once", MEASURED, "N,...", "1,2,4,8; on a GPU also 16"
+)
+_PLOT = Option("Draw a chart to this file; needs matplotlib", OUTPUT, "FILE.png")
+# The options of a Job that bass bench takes with and without --job
+MACHINE_AND_MODELS = ("model", "draft", "device", "dtype", "threads")
+DISTRIBUTION = ("temperature", "top_p", "top_k", "seed", "coupling")
+
+_Pair: Any = args_of(*MACHINE_AND_MODELS)
+_Distribution: Any = args_of(*DISTRIBUTION)
+_Samples: Any = args_of(
+    *("n", "max_new_tokens", "stop", "draft_length", "budget", "batch_size", "limit"),
+    *("tensor_parallel", "token_ids"),
+)
+_Texts: Any = args_of("chat", "prompt_column")
+_WholeJob: Any = args_of(
+    *("n", "max_new_tokens", "stop", "chat", "draft_length", "batch_size", "limit"),
+    "prompt_column",
+    group=WHOLE_JOB,
+    variable=False,
+)
+
+
+@dataclass(kw_only=True, eq=False)
+class PairArgs(_Pair):
+    """The options of the models and the machine. None means not given, as in all classes below."""
+
+    pair: str | None = flag(
+        "A packaged pair or a pair file (.yaml); flags and variables override its settings",
+        MODELS,
+        "NAME|FILE",
+        "smollm2",
+        choices=packaged_pairs,
+    )
+
+
+@dataclass(kw_only=True, eq=False)
+class SampleArgs(_Samples, _Distribution, PairArgs):
+    """The options of how samples are drawn: shared by `generate` and `eval`."""
+
+    shard: str | None = flag(
+        "Draw one of several parts of the job, chosen by a hash of the prompt ids; bass merge "
+        "joins the parts",
+        PROMPTS,
+        "2/8",
+        shown="all",
+    )
+    ray: str | None = flag(_RAY)
+    actors: str | None = flag(_ACTORS)
+    resume: bool = switch("Fail if there is no output file to continue", OUTPUT)
+    overwrite: bool = switch("Replace an existing output file", OUTPUT)
+    quiet: bool = switch("Write only errors to standard error", OUTPUT)
+
+
+@dataclass(kw_only=True, eq=False)
+class GenerateArgs(_Texts, SampleArgs):
+    prompts: str = flag(
+        "A .jsonl, .json, .txt or .parquet file, - for standard input, or hf:NAME[:CONFIG][:SPLIT]."
+        ' A .jsonl line looks like {"id": "a", "prompt": "a text"}.',
+        "",
+        "PROMPTS",
+        default=MISSING,
+    )
+    out: str | None = flag(
+        "Output file for the samples; - is standard output", OUTPUT, "FILE", shown="-"
+    )
+    json_summary: bool = switch(
+        "Print a summary as JSON to standard output; needs --out FILE", OUTPUT, flag="--json"
+    )
+
+
+@dataclass(kw_only=True, eq=False)
+class MergeArgs:
+    out: str = flag("Output file for the merged samples.", "", "OUT", default=MISSING)
+    parts: list[str] = flag("Files written with --shard.", "", "PART...", default=MISSING)
+    overwrite: bool = switch("Replace OUT if it exists", OUTPUT)
+    quiet: bool = switch("Write only errors to standard error", OUTPUT)
+
+
+@dataclass(kw_only=True, eq=False)
+class JudgeArgs:
+    """The options of scoring, shared by `eval` and `score`."""
+
+    data: str | None = flag("The task's data set, if it is not packaged", PROMPTS, "FILE|hf:NAME")
+    k: str | None = flag(
+        "Estimate pass@k for these k", SCORING, "K,...", shown="1, 10 and 100, up to --n"
+    )
+    allow_code_execution: bool = switch(
+        "Run generated programs even if the sandbox is weak (bass doctor shows what is missing)",
+        SCORING,
+    )
+    allow_weak_sandbox: bool = switch("Same as --allow-code-execution", SCORING)
+    workers: int | None = flag(
+        "Programs that run at the same time", SCORING, shown="the number of cores"
+    )
+    timeout: str | None = flag("Time limit per program", SCORING, "TIME", shown="10s")
+    rejudge: bool = switch("Run all programs again, even those that have a verdict", SCORING)
+    json_document: bool = switch(
+        "Print one JSON document instead of the table", OUTPUT, flag="--json"
+    )
+
+
+@dataclass(kw_only=True, eq=False)
+class EvaluateArgs(SampleArgs, JudgeArgs):
+    task: str = flag(
+        "humaneval or mbpp (programs), or xsum (summaries).",
+        "",
+        "TASK",
+        choices=("humaneval", "mbpp", "xsum"),
+        default=MISSING,
+    )
+    max_new_tokens: int | None = of_job("max_new_tokens", shown="512, for xsum 128")
+    temperature: float | None = of_job("temperature", shown="the pair's, or 0.2")
+    budgets: str | None = flag(
+        "Compare plain decoding, one sample at a time and the batch under each of these time "
+        "limits, such as 0.5s,1s,2s",
+        MACHINE,
+        "TIME,...",
+    )
+    prompt_format: str | None = flag(
+        "Use the task's prompt as it is (raw), as a question to a chat model (chat), without "
+        "surrounding whitespace (strip), or without surrounding newlines (strip-nl)",
+        PROMPTS,
+        "FORMAT",
+        shown="raw",
+        choices=("raw", "strip", "strip-nl", "chat"),
+    )
+    out: str | None = flag(
+        "Output file for the samples",
+        OUTPUT,
+        "FILE",
+        shown="named after the task, the pair and the options",
+    )
+    report: str | None = flag(
+        "Write the report to this file, as JSON", OUTPUT, "FILE", shown="beside --out"
+    )
+    plot: str | None = flag(_PLOT)
+
+
+@dataclass(kw_only=True, eq=False)
+class ScoreArgs(JudgeArgs):
+    file: str = flag(
+        "A .jsonl or .jsonl.gz file of samples: from bass, or with the fields task_id and "
+        "completion or solution.",
+        "",
+        "FILE",
+        default=MISSING,
+    )
+    task: str | None = flag(
+        "Task of the samples", SCORING, "humaneval|mbpp|xsum", shown="from the file"
+    )
+    report: str | None = flag("Write the report to this file as JSON", OUTPUT, "FILE")
+    overwrite: bool = switch(
+        "Let --report replace a file that is not an earlier report on these samples", OUTPUT
+    )
+    quiet: bool = switch("Write only errors to standard error", OUTPUT)
+
+
+@dataclass(kw_only=True, eq=False)
+class ProfileArgs(PairArgs):
+    batch_sizes: str | None = flag(
+        _BATCH_SIZES, text="Batch sizes to measure", shown="1,2,4,8; on a GPU up to 64"
+    )
+    json_document: bool = switch(
+        "Print one JSON document instead of the table", OUTPUT, flag="--json"
+    )
+    quiet: bool = switch("Write only errors to standard error", OUTPUT)
+
+
+@dataclass(kw_only=True, eq=False)
+class BenchArgs(_WholeJob, _Distribution, PairArgs):
+    job: str | None = flag(
+        "Instead of measuring rounds, run all prompts of this file like bass generate, and "
+        "with the --rivals",
+        WHOLE_JOB,
+        "FILE",
+    )
+    ray: str | None = flag(
+        _RAY,
+        text="Run the job once more with Ray actors: on this machine (local), or on a cluster "
+        "(auto, or HOST:PORT)",
+        group=WHOLE_JOB,
+        variable=False,
+    )
+    actors: str | None = flag(_ACTORS, group=WHOLE_JOB, variable=False)
+    tensor_parallel: int | None = of_job("tensor_parallel")
+    shape: str | None = flag(
+        "Use a target with this model's shape and random weights, such as qwen2.5-7b, instead "
+        "of a pair",
+        RANDOM,
+        "NAME",
+    )
+    draft_shape: str | None = flag(
+        "The same for the draft, with --acceptance; pard-0.5b, dspark-8b and dflash-8b draft "
+        "in one pass, eagle3-8b drafts token by token",
+        RANDOM,
+        "NAME",
+    )
+    acceptance: list[str] | None = flag(
+        "Simulated acceptance rate of a drafted token. 0.93/0.9/0.87: by position in the "
+        "draft, if all earlier tokens are accepted; 0.95,0.3: by sequence in turn. Repeat it "
+        "for several benches",
+        RANDOM,
+        "NUMBER,...",
+    )
+    depth: int | None = flag("Draft with the first N layers of --shape; needs --scale", RANDOM)
+    scale: float | None = flag(
+        "Factor on the output of the other layers; with 0 every draft is accepted", RANDOM
+    )
+    batch_sizes: str | None = flag(_BATCH_SIZES)
+    methods: str | None = flag(
+        "Methods to compare: plain, draft lengths, bass, table, bass+table, auto",
+        MEASURED,
+        "METHOD,...",
+        shown="plain,2,4,8,auto; on a GPU also 6 and bass",
+    )
+    controllers: bool = switch(
+        "Compare every controller (auto, bass, table, bass+table) with all fixed lengths", MEASURED
+    )
+    prompts: str | None = flag(
+        "Prompts, used unchanged", MEASURED, "FILE", shown="built-in prompts"
+    )
+    prompt_tokens: int | None = flag(
+        "Length of the built-in prompts: N to 2N tokens", MEASURED, shown="64; on a GPU 300"
+    )
+    new_tokens: int | None = flag(
+        "Tokens generated per sequence", MEASURED, shown="128, or fewer under a time limit"
+    )
+    samples_per_prompt: int | None = flag("Sequences per prompt", MEASURED, shown="1")
+    repeats: int | None = flag(
+        "Runs per batch size and method", MEASURED, shown="5, or fewer under a time limit"
+    )
+    time_limit: str | None = flag(
+        "Stop measuring after this time, such as 5m, and report what was measured",
+        MEASURED,
+        "TIME",
+        shown="80s on a CPU without --repeats, else none",
+    )
+    rivals: str | None = flag(
+        "Also measure these engines, if installed: transformers, vllm", MEASURED, "NAME,..."
+    )
+    attention: str | None = flag(
+        "How a GPU handles sequences of unequal length",
+        MEASURED,
+        "ragged|pad|split",
+        shown="ragged",
+    )
+    json_document: bool = switch(
+        "Print one JSON document instead of the table", OUTPUT, flag="--json"
+    )
+    plot: str | None = flag(_PLOT)
+    overwrite: bool = switch("Let --plot replace a file that is not a chart from bass", OUTPUT)
+    quiet: bool = switch("Write only errors to standard error", OUTPUT)
+
+
+@dataclass(kw_only=True, eq=False)
+class DistillArgs(PairArgs):
+    draft: str | None = of_job(
+        "draft",
+        text="The pair's draft; if it is a model, the new draft starts from it (without --from and "
+        "--layers)",
+    )
+    source: str | None = flag(
+        "Start the draft from this small model of the target's family (like --model)",
+        MODELS,
+        "MODEL",
+        shown="the pair's draft",
+        flag="--from",
+    )
+    layers: int | None = flag(
+        "Start the draft from the target's first N layers",
+        MODELS,
+        shown="a quarter of them, if there is no draft model",
+    )
+    dtype: str | None = of_job("dtype", takes="auto|bf16|fp32")
+    prompts: str | None = flag(
+        "Prompts for the samples (as bass generate reads them)",
+        SAMPLES,
+        "FILE",
+        shown="none: bass generates its own prompts, half chats, half free text",
+    )
+    chat: bool | None = of_job(
+        "chat",
+        text="With --prompts: apply the model's chat template; without: only chats, or only free "
+        "text",
+        group=SAMPLES,
+        shown="both; with --prompts: for prompts with messages",
+    )
+    prompt_column: str | None = of_job("prompt_column", group=SAMPLES)
+    limit: int | None = of_job("limit", group=SAMPLES)
+    tokens: int | None = flag(
+        "Draw about N tokens of samples; the prompts of a file are repeated as needed",
+        SAMPLES,
+        shown="two passes over them are --steps; at most 50000 (GPU: 10000000)",
+    )
+    n: int | None = of_job(
+        "n",
+        text="Samples of each prompt; with --prompts and no --tokens, each is used once",
+        group=SAMPLES,
+        shown="4; fewer if --tokens is small",
+    )
+    max_new_tokens: int | None = of_job(
+        "max_new_tokens", group=SAMPLES, shown="384, or a quarter of --tokens if less"
+    )
+    temperature: float | None = of_job(
+        "temperature", text="Temperature of the samples", group=SAMPLES, shown="0.9"
+    )
+    seed: int | None = of_job("seed", text="Random seed of samples and training")
+    batch_size: str | None = of_job("batch_size", text="Samples decoded at once")
+    draft_length: int | None = flag(
+        "Train for drafts of up to N tokens, 2 to 32", DRAFTING, shown="8"
+    )
+    minutes: float | None = flag(
+        "Stop training after this many minutes (sampling comes before)", TRAINING, shown="no limit"
+    )
+    steps: int | None = flag(
+        "Number of training steps", TRAINING, shown="two passes over the samples, or --minutes"
+    )
+    learning_rate: float | None = flag(
+        "Peak learning rate (linear warm-up, cosine decay)", TRAINING, shown="0.0001"
+    )
+    windows: int | None = flag(
+        "Windows of text in a training step", TRAINING, shown="16", flag="--train-batch"
+    )
+    window_tokens: int | None = flag("Tokens in a window, a multiple of 8", TRAINING, shown="512")
+    ray: str | None = flag(
+        _RAY,
+        text="Draw and train with Ray actors, one for each GPU: on this machine (local), or on the "
+        "cluster it belongs to (auto, or HOST:PORT), with --out in a folder that all nodes "
+        "share; needs bass-cli[ray]",
+    )
+    actors: str | None = flag(_ACTORS)
+    out: str | None = flag(
+        "Folder for samples, checkpoint, draft, pair file and report; the same command "
+        "resumes an interrupted run there",
+        OUTPUT,
+        "DIR",
+    )
+    overwrite: bool = switch("Start again in a folder that bass distill made", OUTPUT)
+    json_document: bool = switch(
+        "Print one JSON document instead of the table", OUTPUT, flag="--json"
+    )
+    quiet: bool = switch("Write only errors to standard error", OUTPUT)
+
+
+@dataclass(kw_only=True, eq=False)
+class PairsArgs:
+    names: list[str] | None = flag(
+        "Packaged pairs or pair files (.yaml) to show; without any, all packaged pairs.",
+        "",
+        "[NAME|FILE]...",
+        choices=packaged_pairs,
+    )
+    json_table: bool = switch("Print JSON instead of the table", OUTPUT, flag="--json")
+    schema: bool = switch("Print the JSON schema of pair files, for editors", OUTPUT)
+
+
+@dataclass(kw_only=True, eq=False)
+class DoctorArgs:
+    pair: str | None = flag(
+        "Also check this pair: whether it can run here, and how many sequences fit in memory",
+        MODELS,
+        "NAME|FILE",
+        choices=packaged_pairs,
+        variable=False,
+    )
+    model: str | None = flag("Also check this target", MODELS, "ID|FOLDER|FILE", variable=False)
+    draft: str | None = flag("The draft for --pair or --model", MODELS, "MODEL|HOW", variable=False)
+    tensor_parallel: int | None = flag(
+        "Check --pair or --model split over K GPUs", MODELS, "K", variable=False
+    )
+    threads: int | None = of_job("threads")
+    json_table: bool = switch("Print JSON instead of the table", OUTPUT, flag="--json")
+
+
+COMMANDS: Mapping[str, type] = {
+    "generate": GenerateArgs,
+    "profile": ProfileArgs,
+    "distill": DistillArgs,
+    "bench": BenchArgs,
+    "merge": MergeArgs,
+    "eval": EvaluateArgs,
+    "score": ScoreArgs,
+    "pairs": PairsArgs,
+    "doctor": DoctorArgs,
+}

@@ -1,0 +1,262 @@
+"""Declare every option of a job once: its name, type, bounds, default, help text and flag.
+
+config/job.py makes the models of a job from these classes, with validation and the schema of pair
+files; cli/options.py makes flags, environment variables and help pages. The options of single
+commands are in config/commands.py. Nothing heavy is imported, because `bass --help` needs this.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+
+from annotated_types import Ge, Gt, Le, MinLen
+
+from bass_cli.io.reading import LARGEST
+
+# Headings of the help pages
+MODELS, WHOLE_JOB, SAMPLES, SAMPLING = "Models", "A whole job", "The target's samples", "Sampling"
+DRAFTING, TRAINING = "Drafting (changes the speed, not the distribution)", "Training"
+MACHINE, PROMPTS, OUTPUT = "Time and machine", "Prompts and data", "Output"
+RANDOM, MEASURED = "Random weights, without any download", "What is measured"
+SCORING = "Scoring"
+
+MOST_ROWS = 1_000_000  # the most samples of a prompt, and rows; no device holds as many
+MOST_DRAFTS = 64  # the longest draft length
+Controller = Literal["auto", "bass", "table", "bass+table"]
+CONTROLLERS: tuple[str, ...] = get_args(Controller)
+
+
+def packaged_pairs() -> list[str]:
+    """Return the sorted names of the pairs that are installed with bass."""
+    files = importlib.resources.files("bass_cli.configs").iterdir()
+    return sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))
+
+
+class Option(NamedTuple):
+    """What an option is for, and how the command line shows it.
+
+    Attributes:
+        text: The sentence on the help page and in the schema of pair files.
+        group: The heading on the help page; "" for an argument; None for no flag.
+        takes: The name of its value on the help page; None for a switch. Default: by the type.
+        shown: The default on the help page; {} is the field's default.
+        choices: Words for shell completion, in addition to those in `takes`.
+        flag: The option's name, if it differs from the field's.
+        variable: Whether an environment variable BASS_NAME sets the option too.
+        kind: The type of its value on the command line. Default: by the field's type.
+        path: The field in messages, such as "sampling.seed".
+    """
+
+    text: str
+    group: str | None = None
+    takes: str | None = None
+    shown: str | None = None
+    choices: tuple[str, ...] | Callable[[], Sequence[str]] = ()
+    flag: str | None = None
+    variable: bool = True
+    kind: Any = None
+    path: str = ""
+
+
+def flag(text: str | Option, /, *rest: Any, default: Any = None, **more: Any) -> Any:
+    """Declare a field as an option. The arguments are those of Option, or an Option."""
+    option = text._replace(**more) if isinstance(text, Option) else Option(text, *rest, **more)
+    return field(default=default, metadata={"option": option})
+
+
+def switch(text: str, group: str, **more: Any) -> Any:
+    """Declare a field as an option without a value, which is False if it is not given."""
+    return flag(text, group, default=False, **more)
+
+
+Natural = Annotated[int, Ge(0), Le(LARGEST)]
+Count = Annotated[int, Ge(1), Le(LARGEST)]
+Name = Annotated[str, MinLen(1)]
+Dtype = Literal["auto", "bf16", "fp16", "fp32"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairOptions:
+    """The keys of a pair file, besides `sampling` and `speculation`."""
+
+    name: Name = flag("Name of the pair; default: the file's name", default=MISSING)
+    target: Name = flag(
+        "The target, instead of --pair: a Hugging Face hub id, a folder with safetensors, or "
+        "a .gguf file. Default draft: lookup",
+        MODELS,
+        "ID|FOLDER|FILE",
+        flag="--model",
+        default=MISSING,
+    )
+    draft: Name = flag(
+        "The draft: a model (like --model), parallel:MODEL (drafts all tokens in one pass), "
+        "heads:PATH (reads the target's hidden states), lookup[:SOURCES] (copies from earlier "
+        "text; sources: own, siblings, prompt, reference), skip:LAYERS (the target without "
+        "these layers), or none",
+        MODELS,
+        "MODEL|HOW",
+        shown="the pair's",
+        choices=("lookup", "none"),
+        default="none",
+    )
+    dtype: Dtype = flag("Number format of weights and computation", default="auto")
+    tokenizer: Name | None = flag("Model whose tokenizer is used; default: the target's")
+    fallback: Name | None = flag("Target to use if `target` is in a package that is not installed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobOptions:
+    """The options of a job that are not part of a pair."""
+
+    n: Annotated[int, Ge(1), Le(MOST_ROWS)] = flag("Samples per prompt", SAMPLING, default=8)
+    chat: bool | None = flag(
+        "Format prompts with the model's chat template",
+        SAMPLING,
+        shown="for prompts with messages",
+        flag="--chat/--no-chat",
+    )
+    budget: Annotated[float | None, Gt(0)] = flag(
+        "Time limit per prompt, such as 2s or 500ms; unfinished samples are truncated, with "
+        "exit code 0",
+        MACHINE,
+        "TIME",
+        shown="none",
+        kind=str,
+    )
+    batch_size: Literal["auto"] | Annotated[int, Ge(1), Le(MOST_ROWS)] = flag(
+        "Sequences decoded at once", MACHINE, "N|auto", default="auto"
+    )
+    tensor_parallel: Count = flag(
+        "Split the target over K GPUs of this machine: heads, feed-forward, vocabulary",
+        MACHINE,
+        "K",
+        default=1,
+    )
+    device: Literal["auto", "cuda", "cpu"] = flag("Device to compute on", MACHINE, default="auto")
+    dtype: Dtype = flag(
+        "Number format of weights and computation", MACHINE, shown="the pair's", default="auto"
+    )
+    threads: Count | None = flag(
+        "CPU threads", MACHINE, shown="OMP_NUM_THREADS, or the number of free cores"
+    )
+    limit: Count | None = flag("Use only the first N prompts", PROMPTS, shown="all")
+    prompt_column: Name = flag("Field that holds the prompt", PROMPTS, "NAME", default="prompt")
+    token_ids: bool = switch("Add the generated token ids to each line", OUTPUT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """The options of sampling."""
+
+    temperature: Annotated[float, Ge(0)] = flag(
+        "Sampling temperature; 0 is greedy decoding",
+        SAMPLING,
+        shown="the pair's, or {}",
+        default=0.8,
+    )
+    top_p: Annotated[float, Gt(0), Le(1)] = flag(
+        "Sample from the most likely tokens that reach this total probability",
+        SAMPLING,
+        shown="the pair's, or {}",
+        default=0.95,
+    )
+    top_k: Natural = flag(
+        "Sample from the N most likely tokens; 0 means all",
+        SAMPLING,
+        shown="the pair's, or {}",
+        default=0,
+    )
+    seed: Natural = flag("Random seed; the same seed gives the same samples", SAMPLING, default=0)
+    # a tuple; its type is Sequence, so that type checkers accept lists
+    stop: Sequence[str] = flag(
+        "End a sample before this text or at this special token; may be repeated. \\n is a "
+        "newline, \\t a tab, \\\\ a backslash. BASS_STOP holds one text or a JSON list",
+        SAMPLING,
+        "TEXT",
+        variable=False,
+        default=(),
+    )
+    max_new_tokens: Count = flag("Maximum number of tokens per sample", SAMPLING, default=256)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculationOptions:
+    """The options of drafting and verification."""
+
+    length: Controller | Annotated[int, Ge(0), Le(MOST_DRAFTS)] = flag(
+        "Tokens drafted per round: auto (from the measured cost of a round and the acceptance "
+        "rate), bass (Algorithm 1 of the paper), table (by batch size, from bass profile), "
+        "bass+table, or a number; 0 is plain decoding",
+        DRAFTING,
+        "N|HOW",
+        choices=CONTROLLERS,
+        flag="--draft-length",
+        default="auto",
+    )
+    max: Annotated[int, Ge(1), Le(MOST_DRAFTS)] = flag(
+        "Longest draft that a controller may choose", default=32
+    )
+    coupling: Literal["shared", "maximal"] = flag(
+        "How the target verifies drafts; both kinds are exact", DRAFTING, default="shared"
+    )
+    draft_temperature: Annotated[float | None, Ge(0)] = flag(
+        "Temperature of the draft; default: the drafter's own choice"
+    )
+
+
+def declared(options: type, part: str | None = None) -> dict[str, Option]:
+    """Return the options of a class that have a flag, with all attributes, in the class's order.
+
+    `part`: The beginning of their paths in a Job. Then they are listed by the names of their flags,
+    else by the names of the fields.
+    """
+    found, hints = {}, get_type_hints(options, include_extras=True)
+    for one in fields(options):
+        option: Option | None = one.metadata.get("option")
+        if option is None or option.group is None:
+            continue
+        shown = option.shown
+        if isinstance(one.default, (int, float, str)) and not isinstance(one.default, bool):
+            shown = (shown or "{}").replace("{}", str(one.default))
+        words = hints[one.name] if option.kind is None else option.kind
+        kind = _kind(words)
+        name = one.name
+        if part is not None and option.flag is not None:
+            name = option.flag.split("/")[0].removeprefix("--").replace("-", "_")
+        found[name] = option._replace(
+            kind=kind,
+            takes=option.takes or _metavar(words, kind),
+            shown=shown,
+            path=option.path or f"{part or ''}{one.name}",
+        )
+    return found
+
+
+def _kind(hint: Any) -> Any:
+    """Return the type of a value on the command line: a text if it is no number and no switch."""
+    if get_origin(hint) is Annotated:
+        return _kind(get_args(hint)[0])
+    if get_origin(hint) in (Sequence, list):
+        return list[str]
+    parts = [one for one in get_args(hint) if one is not type(None)]
+    if len(parts) == 1 and get_origin(hint) is not Literal:
+        return _kind(parts[0])
+    return hint if hint in (int, float, bool) else str
+
+
+def _metavar(hint: Any, kind: Any) -> str | None:
+    if get_origin(hint) is Literal:
+        return "|".join(get_args(hint))
+    return {int: "N", float: "NUMBER"}.get(kind)
+
+
+# The options of a Job by the names of their flags
+JOB = {
+    **declared(PairOptions, "pair."),
+    **declared(JobOptions, ""),
+    **declared(SamplingOptions, "sampling."),
+    **declared(SpeculationOptions, "speculation."),
+}
