@@ -206,18 +206,6 @@ def post_processor(
     }
 
 
-def byte_alphabet() -> dict[int, str]:
-    """Return GPT-2's byte alphabet: the character that spells each byte.
-
-    A byte whose character is visible is spelled by that; the others by characters from 256 on.
-    """
-    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in visible]
-    return {byte: chr(byte) for byte in visible} | {
-        byte: chr(256 + place) for place, byte in enumerate(others)
-    }
-
-
 # The end of a sample. The texts are those of llama.cpp (src/llama-vocab.cpp at commit 0c1e570,
 # `special_eog_ids`).
 

@@ -21,7 +21,6 @@ from bass_cli.formats.backends import (
     END_TEXTS,
     ROLE_TEXTS,
     TokenizerParts,
-    byte_alphabet,
     end_ids,
     post_processor,
 )
@@ -196,11 +195,14 @@ class _Vocabulary(NamedTuple):
 
 
 def _vocabulary(source: _Source) -> _Vocabulary:
-    texts = [_decoded(id_, raw) for id_, raw in enumerate(source.texts("tokens"))]
-    if not texts:
+    raws = source.texts("tokens")
+    if not raws:
         raise UserError(f'{source.path}: key "{_KEY}tokens": there are no tokens')
+    texts = [
+        raw.decode("utf-8", "replace") if raw else f"[EMPTY_{id_}]" for id_, raw in enumerate(raws)
+    ]
     if len(set(texts)) < len(texts):
-        texts = _unique(source, texts)
+        texts = _unique(source, raws, texts)
     kinds = source.numbers("token_type") or [_NORMAL] * len(texts)
     if len(kinds) < len(texts):
         raise UserError(
@@ -214,17 +216,13 @@ def _vocabulary(source: _Source) -> _Vocabulary:
     return _Vocabulary(texts, kinds)
 
 
-def _decoded(id_: int, raw: bytes) -> str:
-    return raw.decode("utf-8", "replace") if raw else f"[EMPTY_{id_}]"
-
-
-def _unique(source: _Source, texts: list[str]) -> list[str]:
+def _unique(source: _Source, raws: list[bytes], texts: list[str]) -> list[str]:
     """Return the texts, with a name like [INVALID_7] for each one that is not valid UTF-8.
 
     Raises:
         UserError: two tokens have the same text.
     """
-    raws, first = source.texts("tokens"), dict[bytes, int]()
+    first = dict[bytes, int]()
     for id_, raw in enumerate(raws):
         if first.setdefault(raw, id_) != id_ and raw:
             raise UserError(
@@ -395,7 +393,9 @@ def _byte_decoder(vocabulary: _Vocabulary) -> dict[str, Any] | None:
     text too, but the characters of some, such as DeepSeek's "ö", are all in the alphabet. A mark
     outside the alphabet is put before these and removed again.
     """
-    letters = set(byte_alphabet().values())
+    import tokenizers
+
+    letters = set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     texts = [vocabulary.texts[id_] for id_ in vocabulary.of(_USER_DEFINED)]
     alike = [re.escape(one) for one in texts if not one.isascii() and letters.issuperset(one)]
     if not alike:

@@ -2,15 +2,14 @@
 
 CPU time and memory: functions run in a child process. Either may loop for ever or fill the memory
 inside one call of C or Rust code, which no signal handler or thread can interrupt, and the process
-with the model cannot have a memory limit. Length: a text is refused before it is tokenised if it
-must have too many tokens. Tokenising 50 MB takes minutes and gigabytes.
+with the model cannot have a memory limit. Length: how many characters a text may have, and how much
+a tokenizer may multiply it. Tokenising 50 MB takes minutes and gigabytes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import math
 import os
 import pickle
@@ -20,30 +19,19 @@ import signal
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from bass_cli.errors import UserError
-from bass_cli.formats.backends import byte_alphabet
 from bass_cli.io.reading import parse_object
 
 _BRIEF = 1000  # most characters of an error message from the child
 # Bytes of the allocations that use up free memory: all that is left is in pieces of less than 4 KB.
 _LENGTHS = tuple(1 << bits for bits in range(40, 11, -1))
 _VALUE, _REFUSAL, _MISTAKE = b"+", b"-", b"!"
-# How many characters a normalizer may turn into one. NFC keeps the full canonical decomposition.
-# A character of the output decomposes into at most 4, a character of the input into at least 1.
-_SHRINKS = {"NFC": 4, "Prepend": 1}
 _LISTS = ("normalizers", "pretokenizers", "processors", "decoders")
-# Pre-tokenizers that never shorten a text: they split it, prepend to it, or replace characters one
-# by one.
-_CUTS = ("ByteLevel", "Metaspace", "Digits", "Split")
-# The bytes that need a token. In UTF-8 every character except control characters is one of the
-# first range or contains a byte of the second. NFC makes no control character of other characters.
-_NEEDED = {*range(0x20, 0x7F), *range(0x80, 0xC0)}
-_ASCII = range(0x80)
 _ALWAYS = 1 << 20  # characters that a text may have for any context
 _FOR_EACH_TOKEN = 128  # characters per token of the context; the longest known token is 128 spaces
 _MOST_GROWTH = 1000  # characters out of one; published tokenizers reach 3
@@ -249,63 +237,6 @@ def _growth(step: Mapping[str, Any]) -> float:
     return 1.0 + new if empty else max(1.0, new)
 
 
-class Spelling(NamedTuple):
-    """How many characters of a text one token can stand for.
-
-    longest: the most characters.
-    lost: characters that may have no token; they are not counted.
-    without_blanks: whether an added token may remove blanks beside it; then blanks are not counted.
-    """
-
-    longest: int
-    lost: str
-    without_blanks: bool
-
-    def fewest_tokens(self, text: str) -> int:
-        """Return a lower bound of the number of tokens of the text."""
-        characters = sum(map(len, text.split())) if self.without_blanks else len(text)
-        return -(-max(characters - sum(map(text.count, self.lost)), 0) // self.longest)
-
-
-def spelling_of(backend: Any, vocabulary: Collection[str]) -> Spelling | None:
-    """Return the bounds for a backend, or None if there are none.
-
-    A bound needs a BPE model, steps that shorten a text by known factors only, and a token for
-    every needed byte. Then each such byte of a text is spelled by exactly one token, and none
-    becomes an unknown token. Every character has at least one such byte. A character of a token's
-    spelling stands for one byte, or for one character if the alphabet is not byte-level.
-
-    Args:
-        backend: a tokenizers.Tokenizer, or backends.Pieces, for which there is no bound.
-        vocabulary: the texts of its tokens, including added ones.
-    """
-    if type(getattr(backend, "model", None)).__name__ != "BPE":
-        return None
-    shrinks = [_shrink(step) for step in _steps(backend.normalizer)]
-    cuts = list(_steps(backend.pre_tokenizer))
-    if None in shrinks or any(
-        step["type"] not in _CUTS or step.get("behavior") == "Removed" for step in cuts
-    ):
-        return None
-    missing = _missing(
-        backend.model, vocabulary, byte_level=any(step["type"] == "ByteLevel" for step in cuts)
-    )
-    if missing & _NEEDED:
-        return None
-    longest = max(map(len, vocabulary))
-    for factor in shrinks:
-        longest *= factor or 1
-    swallow = any(
-        token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values()
-    )
-    return Spelling(longest, "".join(map(chr, missing.intersection(_ASCII))), swallow)
-
-
-def _steps(part: Any) -> Iterator[dict[str, Any]]:
-    """Yield the single steps of a normalizer or pre-tokenizer, as objects of tokenizer.json."""
-    return _inner(None if part is None else json.loads(part.__getstate__()))
-
-
 def _inner(part: Any) -> Iterator[dict[str, Any]]:
     """Yield the single steps of a part of tokenizer.json, with nested sequences flattened."""
     waiting = [part] if isinstance(part, dict) else []
@@ -316,19 +247,3 @@ def _inner(part: Any) -> Iterator[dict[str, Any]]:
             waiting += [one for one in reversed(lists[0]) if isinstance(one, dict)]
         else:
             yield step
-
-
-def _shrink(step: Mapping[str, Any]) -> int | None:
-    if step["type"] == "Replace":
-        old = step["pattern"].get("String")
-        return 1 if old is not None and len(step["content"]) >= len(old) else None
-    return _SHRINKS.get(step["type"])
-
-
-def _missing(model: Any, vocabulary: Collection[str], *, byte_level: bool) -> set[int]:
-    """Return the bytes that have no token of their own."""
-    if not byte_level:
-        spelled = {byte: f"<0x{byte:02X}>" for byte in range(256)} if model.byte_fallback else {}
-    else:
-        spelled = byte_alphabet()
-    return {byte for byte in range(256) if spelled.get(byte) not in vocabulary}

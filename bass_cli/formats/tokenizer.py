@@ -18,7 +18,7 @@ from typing import Any
 from bass_cli.config.job import Pair
 from bass_cli.errors import UserError
 from bass_cli.formats.backends import load_backend
-from bass_cli.formats.limits import Limited, RefusalError, Spelling, most_characters, spelling_of
+from bass_cli.formats.limits import Limited, RefusalError, most_characters
 from bass_cli.formats.sources import locate
 from bass_cli.formats.tokenizer_files import (
     CachedTokenizer,
@@ -83,10 +83,6 @@ class Tokenizer:
         assert self.cached.template is not None
         render = functools.partial(_render, renderer(self.cached.template, self.cached.special))
         return Limited(render, seconds=_TEMPLATE_SECONDS, memory=_TEMPLATE_MEMORY)
-
-    @functools.cached_property
-    def _spelling(self) -> Spelling | None:
-        return spelling_of(self._backend, self._backend.get_vocab())
 
     @classmethod
     def load(cls, path: Path, *, vocabulary: str | None = None) -> Tokenizer:
@@ -193,19 +189,10 @@ class Tokenizer:
                 f"character {error.start + 1} of the text is half of a surrogate pair, which is "
                 "not text"
             ) from None
-        if most is None or len(text) <= most:
-            return
-        has = f"the text has {len(text)} characters"
-        if self._spelling is not None:
-            fewest = self._spelling.fewest_tokens(text)
-            if fewest > most:
-                raise UserError(
-                    f"{has}, so at least {fewest} tokens, and the model's context is {most} tokens"
-                )
-        if len(text) > most_characters(most):
+        if most is not None and len(text) > most_characters(most):
             raise UserError(
-                f"{has}; the limit for the model's context of {most} tokens is "
-                f"{most_characters(most)}"
+                f"the text has {len(text)} characters; the limit for the model's context of {most} "
+                f"tokens is {most_characters(most)}"
             )
 
     def decode(self, ids: Sequence[int]) -> str:

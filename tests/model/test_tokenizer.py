@@ -363,7 +363,7 @@ def run_apart(folder: Path) -> dict[str, Any]:
         "import json, sys; from pathlib import Path; from bass_cli.formats.tokenizer import Tokenizer\n"
         "t = Tokenizer.load(Path(sys.argv[1]))\n"
         "texts = [[t.encode(x), t.encode_part(x), t.decode(t.encode(x))] for x in json.loads(sys.argv[2])]\n"
-        "t.fingerprint(), t.size, t.has_chat_template, t._spelling\n"
+        "t.fingerprint(), t.size, t.has_chat_template\n"
         "print(json.dumps({'texts': texts, 'eos': t.eos_ids,\n"
         "                  'modules': [n for n in ('transformers', 'huggingface_hub', 'jinja2') if n in sys.modules]}))"
     )
