@@ -33,7 +33,7 @@ from bass_cli.bench.figures import (
     tokens_per_second,
     verdict,
 )
-from bass_cli.bench.preparation import Bench, Gate
+from bass_cli.bench.preparation import Bench
 from bass_cli.bench.runs import Key, Parts
 from bass_cli.bench.settings import PLAIN, SCALED, Settings
 from bass_cli.bench.shapes import count_parameters
@@ -44,13 +44,13 @@ from bass_cli.models.spec import head_parameters
 from bass_cli.run.build import Models
 
 
-def document(bench: Bench, gate: Gate, acceptance: Sequence[Rate]) -> dict[str, Any]:
-    """Make a document without cells. `acceptance` is empty if acceptance was not set."""
+def document(bench: Bench) -> dict[str, Any]:
+    """Make a document without cells."""
     return {
         "machine": _machine(bench.models.target.device, bench.ceilings),
-        "pair": _pair(bench.models, bench.settings, acceptance),
+        "pair": _pair(bench.models, bench.settings, bench.acceptance),
         "settings": _settings(bench.settings),
-        "gate": gate.report(),
+        "gate": bench.gate and bench.gate.report(),
         "captures": [],
         "cells": [],
         "controllers": [],
@@ -162,34 +162,6 @@ def _number_or_all(rates: Sequence[Rate]) -> float | list[float | list[float]] |
     return [list(rate) if isinstance(rate, tuple) else rate for rate in rates] or None
 
 
-EMPTY: dict[str, Any] = dict.fromkeys(
-    (
-        "batch",
-        "method",
-        "draft_length",
-        "ms_per_token",
-        "ms_per_token_spread",
-        "tokens_per_second",
-        "speedup",
-        "speedup_spread",
-        "speedup_interval",
-        "verdict",
-        "text",
-        "rounds",
-        "acceptance_rate",
-        "acceptance_per_trial",
-        "mean_accepted",
-        "parts_ms",
-        "shares",
-        "flop_utilisation",
-        "bandwidth_utilisation",
-        "floor_ms_per_token",
-        "prefill_seconds",
-        "captures_while_measured",
-    )
-)
-
-
 def cell(
     key: Key, runs: Sequence[Run], plain: Sequence[Run], *, parts: Parts | None, costs: Costs
 ) -> dict[str, Any]:
@@ -199,32 +171,24 @@ def cell(
         runs, plain: runs of the method and of plain decoding, one of each for every repeat.
         parts: None if the parts of a round were not timed.
     """
-    found = [counts(run) for run in runs]
-    length = draft_length(runs)
-    round_ms = _round_ms(runs, length if parts is None else parts.width)
+    counted = [counts(run) for run in runs]
+    length = draft_length(runs) if parts is None else parts.width
+    round_ms = _round_ms(runs, length)
+    latencies, rates = [latency(run) for run in runs], [tokens_per_second(run) for run in runs]
+    made = timing(key, latencies, rates, [latency(run).mean for run in plain]) | {
+        "draft_length": length,
+        "rounds": statistics.median(one.rounds for one in counted),
+        "acceptance_rate": _mean([one.rate for one in counted]),
+        "acceptance_per_trial": _mean([one.trials for one in counted]),
+        "mean_accepted": _mean([one.mean for one in counted]),
+        "parts_ms": None if parts is None else _parts_ms(parts, round_ms, costs.at_once),
+        "shares": None if parts is None else _shares(parts, round_ms),
+        **_against_floor(runs, costs),
+        "prefill_seconds": statistics.median(run.prefill for run in runs),
+        "captures_while_measured": sum(run.captures for run in runs),
+    }
     too_short = key.method in CONTROLLERS and runs[0].tokens < ENOUGH_TOKENS
-    return (
-        EMPTY
-        | timing(
-            key,
-            [latency(run) for run in runs],
-            [tokens_per_second(run) for run in runs],
-            [latency(run).mean for run in plain],
-        )
-        | {
-            "draft_length": length if parts is None else parts.width,
-            "rounds": statistics.median(c.rounds for c in found),
-            "acceptance_rate": _mean([c.rate for c in found]),
-            "acceptance_per_trial": _mean([c.trials for c in found]),
-            "mean_accepted": _mean([c.mean for c in found]),
-            "parts_ms": None if parts is None else _parts_ms(parts, round_ms, costs.at_once),
-            "shares": None if parts is None else _shares(parts, round_ms),
-            **_against_floor(runs, costs),
-            "prefill_seconds": statistics.median(run.prefill for run in runs),
-            "captures_while_measured": sum(run.captures for run in runs),
-            **({"verdict": NO_VERDICT} if too_short else {}),
-        }
-    )
+    return made | {"verdict": NO_VERDICT} if too_short else made
 
 
 def timing(
@@ -241,7 +205,7 @@ def timing(
         key: spread([getattr(one, key) for one in latencies]) for key in ("first", "last", "mean")
     }
     ratios = [theirs / ours.mean for ours, theirs in zip(latencies, plain, strict=True)]
-    speedup, sure = spread(ratios), None if key.method == PLAIN else interval(ratios)
+    speedup, bounds = spread(ratios), None if key.method == PLAIN else interval(ratios)
     return {
         "batch": key.batch,
         "method": key.method,
@@ -251,8 +215,8 @@ def timing(
         "tokens_per_second": statistics.median(rates),
         "speedup": speedup.median,
         "speedup_spread": [speedup.least, speedup.greatest],
-        "speedup_interval": None if sure is None else list(sure),
-        "verdict": None if key.method == PLAIN else verdict(sure),
+        "speedup_interval": None if bounds is None else list(bounds),
+        "verdict": None if key.method == PLAIN else verdict(bounds),
     }
 
 

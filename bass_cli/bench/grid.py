@@ -20,14 +20,13 @@ import torch
 import bass_kernels as ops
 from bass_cli.bench import preparation, rivals
 from bass_cli.bench.costs import Costs, ceilings_of, cost_of
-from bass_cli.bench.document import EMPTY, cell, compare, document, draft_length, timing, words_of
+from bass_cli.bench.document import cell, compare, document, draft_length, timing, words_of
 from bass_cli.bench.figures import Latency, latency
-from bass_cli.bench.preparation import Bench, Gate, Note, Phase, silent
+from bass_cli.bench.preparation import Bench, Note, Phase, silent
 from bass_cli.bench.report import number
 from bass_cli.bench.runs import Key, Parts, Schedule, empty, fill, measure_parts
 from bass_cli.bench.settings import PLAIN, Settings
 from bass_cli.bench.texts import texts_for
-from bass_cli.engine.verify import Rate
 from bass_cli.errors import MachineError
 from bass_cli.io.console import clock
 from bass_cli.lengths.controllers import Fixed
@@ -77,31 +76,29 @@ def _measure(
             models, settings, context=longest + settings.new_tokens, plan=plan
         )
         ceilings = ceilings_of(models.target.device, models.target.dtype)
-        bench = Bench(settings, models, loops, texts, ceilings, note, phase=phase)
+        bench = Bench(settings, plan, models, loops, texts, ceilings, note, phase)
         preparation.grow(bench)
-        yield from _benches(bench, preparation.check(bench), plan)
+        yield from _benches(preparation.check(bench))
     finally:
         models.close()
 
 
-def _benches(bench: Bench, gate: Gate, plan: Plan | None) -> Iterator[dict[str, Any]]:
+def _benches(bench: Bench) -> Iterator[dict[str, Any]]:
     """Yield a document for each acceptance."""
     acceptances, loop = bench.settings.acceptances or ((),), bench.loops.speculative
-    if not gate.passed:
-        yield document(bench, gate, acceptances[0])
+    if bench.failures:
+        yield document(replace(bench, acceptance=acceptances[0]))
         return
     for acceptance in acceptances:
         if loop is not None and loop.simulated is not None:
             loop.simulated.rates = acceptance
         if len(acceptances) > 1:
             bench.note(f"acceptance set to {words_of(acceptance)}")
-        surface = preparation.surface(bench, plan)
-        yield _grid(replace(bench, failures=[], surface=surface), gate, acceptance, plan)
+        surface = preparation.surface(bench)
+        yield _grid(replace(bench, failures=[], surface=surface, acceptance=acceptance))
 
 
-def _grid(
-    bench: Bench, gate: Gate, acceptance: Sequence[Rate], plan: Plan | None
-) -> dict[str, Any]:
+def _grid(bench: Bench) -> dict[str, Any]:
     """Measure all batch sizes and methods."""
     settings = bench.settings
     of_texts = itertools.product(bench.texts, settings.batch_sizes, settings.methods)
@@ -115,15 +112,15 @@ def _grid(
     bench = preparation.warm_up(bench, schedule)
     _run(bench, schedule)
     cells = [_cell(bench, key, schedule) for key, runs in schedule.runs.items() if runs]
-    if plan is not None:
+    if bench.plan is not None:
         bench.phase("running other engines", live=False)
         plain = {
             key: [latency(run).mean for run in runs]
             for key, runs in schedule.runs.items()
             if key.method == PLAIN and runs
         }
-        cells += _rivals(bench, plan, plain)
-    return document(bench, gate, acceptance) | {
+        cells += _rivals(bench, bench.plan, plain, dict.fromkeys(cells[0]))
+    return document(bench) | {
         "captures": captures,
         "cells": sorted(cells, key=lambda cell: (cell["text"] or "", cell["batch"])),
         "controllers": compare(cells) if settings.controllers else [],
@@ -197,12 +194,13 @@ def _parts(bench: Bench, key: Key, width: int, schedule: Schedule) -> Parts | No
 
 
 def _rivals(
-    bench: Bench, plan: Plan, plain: Mapping[Key, Sequence[float]]
+    bench: Bench, plan: Plan, plain: Mapping[Key, Sequence[float]], empty_cell: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
     """Yield a cell for each rival that is installed and each batch size.
 
     Args:
         plain: ms per token of plain decoding in each repeat, by its cell.
+        empty_cell: all keys of a cell, with None.
     """
     settings, cuda = bench.settings, plan.device.type == "cuda"
     longest = max(map(len, bench.prompts))
@@ -219,7 +217,8 @@ def _rivals(
         for key, latencies in plain.items():
             bench.note(f"batch {key.batch}: {name}")
             prompts = [row.tokens for row in bench.rows(key)]
-            yield _rival(key._replace(method=name), generate, prompts, bench, latencies)
+            timed = _rival(key._replace(method=name), generate, prompts, bench, latencies)
+            yield empty_cell | timed
         del generate
         give_back_memory(plan.device)
 
@@ -247,8 +246,5 @@ def _rival(
         prefills.append(seconds(1))
         each.append((seconds(tokens) - prefills[-1]) / (tokens - 1))
     latencies = [Latency(*[second * 1000.0] * 3) for second in each]
-    return (
-        EMPTY
-        | timing(key, latencies, [len(prompts) / second for second in each], plain)
-        | {"prefill_seconds": statistics.median(prefills)}
-    )
+    rates = [len(prompts) / second for second in each]
+    return timing(key, latencies, rates, plain) | {"prefill_seconds": statistics.median(prefills)}

@@ -28,6 +28,7 @@ from bass_cli.engine.batch import Row, beyond
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.contracts import DraftLength
 from bass_cli.engine.loop import Loop
+from bass_cli.engine.verify import Rate
 from bass_cli.lengths.controllers import Fixed, make_lengths
 from bass_cli.lengths.costs import Surface
 from bass_cli.models.decoder import Decoder
@@ -83,6 +84,7 @@ def silent(name: str, *, live: bool = True) -> None:
 class Bench:
     """Everything that is the same for all cells.
 
+    plan: of a real pair, None for random weights. acceptance: empty if it was not set.
     failures: reasons why the figures are wrong, collected during the bench. surface: cost of
     rounds for controllers; None if it was not measured. parts: times of the parts of a round, by
     (batch size, whether decoding is plain, draft length). texts: by kind; one kind "" without a
@@ -90,15 +92,18 @@ class Bench:
     """
 
     settings: Settings
+    plan: Plan | None
     models: Models
     loops: Loops
     texts: Mapping[str, Sequence[Text]]
     ceilings: Ceilings
     note: Note
+    phase: Phase
     failures: list[str] = field(default_factory=list)
+    gate: Gate | None = None
+    acceptance: Sequence[Rate] = ()
     surface: Surface | None = None
     parts: dict[tuple[int, bool, int], Parts] = field(default_factory=dict)
-    phase: Phase = silent
 
     @property
     def prompts(self) -> list[list[int]]:
@@ -263,8 +268,8 @@ def grow(bench: Bench) -> None:
             empty(loop)
 
 
-def check(bench: Bench) -> Gate:
-    """Run the gate; a failure is added to `bench.failures`."""
+def check(bench: Bench) -> Bench:
+    """Run the gate and return the bench with its result; a failure is added to its failures."""
     bench.phase("checking that speculation equals plain decoding")
     settings = bench.settings
     count = min(_GATE_ROWS, max(settings.batch_sizes))
@@ -282,7 +287,7 @@ def check(bench: Bench) -> Gate:
         differ, broken = "tokens differ from plain decoding", "logits are not finite"
         reason = differ if passed.finite else broken
         bench.failures.append(f"the gate failed, so nothing was timed: {reason}")
-    return passed
+    return replace(bench, gate=passed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,12 +391,12 @@ def capture(bench: Bench, batch: int) -> list[dict[str, Any]]:
     return found
 
 
-def surface(bench: Bench, plan: Plan | None) -> Surface | None:
+def surface(bench: Bench) -> Surface | None:
     """Return the cost of rounds: the pair's profile, or a new measurement if a method needs one.
 
     Otherwise None: `bass` and `auto` then start without a profile, as in a pair's first job.
     """
-    settings, loop = bench.settings, bench.loops.speculative
+    settings, plan, loop = bench.settings, bench.plan, bench.loops.speculative
     if plan is not None and plan.surface is not None and plan.surface.measured:
         return plan.surface
     if loop is None or not (
