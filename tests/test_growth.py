@@ -77,13 +77,13 @@ class Seen:
         def watched_follow(loop, change):
             self.grown += len(change.copied)
             follow(loop, change)
-            slabs = loop.batch.slabs
-            if slabs.pieces.most > 1:
+            allocator = loop.batch.allocator
+            if allocator.blocks.most > 1:
                 live = len(loop.batch)
-                taken = [set(range(at, at + size)) for at, size in slabs.runs.T.tolist()]
+                taken = [set(range(at, at + size)) for at, size in allocator.runs.T.tolist()]
                 assert sum(map(len, taken)) == len(set().union(*taken))
-                assert (slabs.runs[1, :live] > 0).all()
-                assert (slabs.runs[1, live:] == 0).all()
+                assert (allocator.runs[1, :live] > 0).all()
+                assert (allocator.runs[1, live:] == 0).all()
 
         monkeypatch.setattr(Loop, "grow", watched_grow)
         monkeypatch.setattr(Loop, "_follow", watched_follow)
@@ -122,7 +122,7 @@ def test_samples_do_not_depend_on_what_their_rows_have_of_the_cache(
     there is a single row in the end, which always reaches its limit."""
     assert len({len(ids) for ids, _ in due().values()}) > 4, "samples of many lengths"
     seen, plan = Seen(monkeypatch), plan_of(draft=draft, length=length, kept=kept)
-    assert plan.pieces.most >= 4
+    assert plan.blocks.most >= 4
     assert drawn(plan) == due()
     assert seen.grown > 10
     assert seen.back > 0
@@ -189,7 +189,7 @@ def test_a_plan_counts_rows_by_what_they_are_expected_to_take(monkeypatch):
     """More than fit at their longest, within the memory that there is, which is what is built; not
     where samples depend on the rows, nor where all fit."""
     whole = plan_of(rows=40, n=20)
-    assert (whole.kept, whole.share, whole.pieces.most) == (TOKENS, "", 1)
+    assert (whole.kept, whole.share, whole.blocks.most) == (TOKENS, "", 1)
     found = whole.footprint
     free = int(found.bytes(6, TOKENS, prompts=6 / 20) / 0.95) + 1000
     for module in ("plan", "memory"):
@@ -208,7 +208,7 @@ def test_a_plan_counts_rows_by_what_they_are_expected_to_take(monkeypatch):
     )
     assert 0.8 * plan.parts["cache"] < own <= plan.parts["cache"]
     assert plan_of(rows=6, n=20).kept == TOKENS
-    assert plan_of(rows=plan.rows, n=20).pieces == plan.pieces
+    assert plan_of(rows=plan.rows, n=20).blocks == plan.blocks
     with pytest.raises(MachineError, match=r"`batch_size` \d+"):
         plan_of(rows=1000, n=20)
     with pytest.raises(MachineError):

@@ -240,7 +240,7 @@ def test_rows_grow_and_are_put_back_equally_in_all_processes(
     assert {key: one.token_ids for key, one in found.items()} == {
         key: one.token_ids for key, one in expected.items()
     }
-    assert plan.pieces.most > 1
+    assert plan.blocks.most > 1
     assert min(copied[0], put_back[0]) > 0
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 import bass_kernels as ops
 from bass_cli.engine.host_state import LENGTH, LIMIT, PROMPT, HostState, Row
 from bass_cli.engine.sizes import WIDTHS, cover
-from bass_cli.models.block_allocator import Change, Copied, Pieces, Sender, Slabs
+from bass_cli.models.block_allocator import BlockAllocator, BlockCopy, BlockLayout, Change, Sender
 
 __all__ = ["Batch", "Change", "Row", "beyond"]
 
@@ -48,11 +48,11 @@ class Batch:
     """
 
     def __init__(
-        self, *, rows: int, context: int, device: torch.device, pieces: Pieces | None = None
+        self, *, rows: int, context: int, device: torch.device, blocks: BlockLayout | None = None
     ):
         self.capacity, self.device = rows, device
         self._sender = Sender(device)
-        self.slabs = Slabs(rows, pieces or Pieces(rows))
+        self.allocator = BlockAllocator(rows, blocks or BlockLayout(rows))
         self.tokens = torch.zeros(rows, context, dtype=torch.int64, device=device)
         self.lengths = torch.ones(rows, dtype=torch.int64, device=device)
         self._steps = torch.arange(-context, context, device=device)
@@ -150,8 +150,8 @@ class Batch:
             )
         )
         moved = tuple(zip(sources, holes, strict=True))
-        self.slabs.swap_rows(leaving, moved, places)
-        return Change(tuple(leaving), moved, tuple(begun), self.slabs.runs.copy())
+        self.allocator.swap_rows(leaving, moved, places)
+        return Change(tuple(leaving), moved, tuple(begun), self.allocator.runs.copy())
 
     def room(self, tokens: float, *, ended: Sequence[int] = ()) -> int:
         """Return how many more rows fit if all live rows grow to `tokens` tokens (or are longer
@@ -162,12 +162,12 @@ class Batch:
         """
         live = numpy.ones(len(self.hosts), dtype=bool)
         live[list(ended)] = False
-        pieces, sizes = self.slabs.pieces, self.slabs.runs[1, : len(self.hosts)][live]
+        blocks, sizes = self.allocator.blocks, self.allocator.runs[1, : len(self.hosts)][live]
         free = self.capacity - len(sizes)
-        if pieces.most == 1:
+        if blocks.most == 1:
             return free
-        each = int(pieces.needed(numpy.array([math.ceil(tokens)]))[0])
-        left = (pieces.total - int(numpy.maximum(sizes, each).sum())) // each
+        each = int(blocks.needed(numpy.array([math.ceil(tokens)]))[0])
+        left = (blocks.total - int(numpy.maximum(sizes, each).sum())) // each
         return min(free, max(left, int(not len(sizes))))
 
     def grow(self) -> tuple[Change | None, int | None]:
@@ -176,21 +176,21 @@ class Batch:
         Returns: the change, None if there is none; and the place of the first row that did not get
             enough contiguous blocks, None if all did.
         """
-        slabs = self.slabs
-        if slabs.pieces.most == 1:
+        allocator = self.allocator
+        if allocator.blocks.most == 1:
             return None, None
-        generated, copied = self.generated(), list[Copied]()
-        needed, fails = slabs.pieces.needed(generated), None
-        (places,) = numpy.nonzero(needed > slabs.runs[1, : len(needed)])
+        generated, copied = self.generated(), list[BlockCopy]()
+        needed, fails = allocator.blocks.needed(generated), None
+        (places,) = numpy.nonzero(needed > allocator.runs[1, : len(needed)])
         for place in places[numpy.argsort(-generated[places], kind="stable")].tolist():
-            found = slabs.grow(place, int(needed[place]))
+            found = allocator.grow(place, int(needed[place]))
             if found is None:
                 fails = place
                 break
             copied.append(found)
         if not copied:
             return None, fails
-        return Change((), (), (), slabs.runs.copy(), tuple(copied)), fails
+        return Change((), (), (), allocator.runs.copy(), tuple(copied)), fails
 
     def surplus(self, place: int) -> list[int]:
         """Return the rows to put back so that the row at `place` can grow; possibly that row
@@ -202,8 +202,8 @@ class Batch:
         generated = self.generated()
         worth = generated.astype(numpy.float64)
         worth[longest := int(generated.argmax())] = numpy.inf
-        size = int(self.slabs.pieces.needed(generated[place : place + 1])[0])
-        others = self.slabs.least(size, worth, grows=place)
+        size = int(self.allocator.blocks.needed(generated[place : place + 1])[0])
+        others = self.allocator.least(size, worth, grows=place)
         return others if place == longest or worth[others].sum() <= worth[place] else [place]
 
     def _write(

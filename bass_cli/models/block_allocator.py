@@ -1,5 +1,5 @@
 """Buddy allocation (Knowlton 1965) of the rows' private key/value blocks. A row has a run of one,
-two, four ... blocks, called pieces, and takes a run of twice the size when it outgrows its own.
+two, four ... blocks, and takes a run of twice the size when it outgrows its own.
 
 Only bookkeeping, and deterministic. Not here: copying keys and values (kv_cache.py), when a row
 outgrows its run (engine/batch.py).
@@ -23,15 +23,15 @@ Worth = NDArray[numpy.float64]
 _PARTS = 8
 
 
-class Copied(NamedTuple):
-    """Copy the content of `pieces` blocks from block `source` to block `target`."""
+class BlockCopy(NamedTuple):
+    """Copy `blocks` blocks from block `source` to block `target`."""
 
     source: int
     target: int
-    pieces: int
+    blocks: int
 
 
-class Pieces(NamedTuple):
+class BlockLayout(NamedTuple):
     """How the store of private keys and values is divided.
 
     total: number of blocks.
@@ -51,18 +51,18 @@ class Pieces(NamedTuple):
         power = numpy.ceil(numpy.log2(least)).astype(numpy.int64)
         return numpy.minimum(2**power, self.most)
 
-    def slot(self, piece: Integers) -> Integers:
+    def slot(self, block: Integers) -> Integers:
         """Return the first slot of each of these blocks."""
-        return self.beside + self.size * piece
+        return self.beside + self.size * block
 
-    def slots(self, copied: Iterable[Copied]) -> Integers:
+    def slots(self, copied: Iterable[BlockCopy]) -> Integers:
         """Return the source and target slots of these copies, [2, N]. Copies of a block onto
         itself are left out."""
         found = [numpy.zeros((2, 0), dtype=numpy.int64)]
-        for source, target, pieces in copied:
+        for source, target, blocks in copied:
             if source != target:
                 begin = self.slot(numpy.array([[source], [target]]))
-                found.append(begin + numpy.arange(pieces * self.size))
+                found.append(begin + numpy.arange(blocks * self.size))
         return numpy.concatenate(found, axis=1)
 
 
@@ -81,7 +81,7 @@ class Change(NamedTuple):
     moved: tuple[tuple[int, int], ...]
     begun: tuple[tuple[tuple[int, ...], str], ...]
     runs: Integers | None = None
-    copied: tuple[Copied, ...] = ()
+    copied: tuple[BlockCopy, ...] = ()
 
 
 class Sender:
@@ -117,27 +117,27 @@ class Sender:
         return there
 
 
-class Slabs:
+class BlockAllocator:
     """The blocks of up to `rows` rows. `runs` [2, rows]: the first block of each row and its number
     of blocks, 0 for a place without a row."""
 
-    def __init__(self, rows: int, pieces: Pieces):
-        assert pieces.most & (pieces.most - 1) == 0
-        assert pieces.total >= pieces.most
-        self.pieces = pieces
+    def __init__(self, rows: int, blocks: BlockLayout):
+        assert blocks.most & (blocks.most - 1) == 0
+        assert blocks.total >= blocks.most
+        self.blocks = blocks
         self.runs: Integers = numpy.zeros((2, rows), dtype=numpy.int64)
         # free runs by size; one of `size` begins at a multiple of it
         self._free: dict[int, set[int]] = {}
-        at, size = 0, pieces.most
+        at, size = 0, blocks.most
         while size:
-            whole = (pieces.total - at) // size * size
+            whole = (blocks.total - at) // size * size
             self._free[size] = set(range(at, at + whole, size))
             at, size = at + whole, size // 2
 
     @property
     def free(self) -> int:
         """Number of free blocks."""
-        return self.pieces.total - int(self.runs[1].sum())
+        return self.blocks.total - int(self.runs[1].sum())
 
     def swap_rows(
         self, ended: Sequence[int], moved: Iterable[tuple[int, int]], begun: Iterable[int]
@@ -151,10 +151,10 @@ class Slabs:
             self.runs[:, target], self.runs[:, source] = self.runs[:, source], 0
         for row in begun:
             start = self._take(1)
-            assert start is not None, "rows are admitted where there are pieces"
+            assert start is not None, "rows are admitted where there are blocks"
             self.runs[:, row] = start, 1
 
-    def grow(self, row: int, size: int) -> Copied | None:
+    def grow(self, row: int, size: int) -> BlockCopy | None:
         """Move a row to a run of `size` blocks, a power of two.
 
         Returns:
@@ -169,13 +169,13 @@ class Slabs:
             assert again == start
             return None
         self.runs[:, row] = found, size
-        return Copied(start, found, old)
+        return BlockCopy(start, found, old)
 
     def least(self, size: int, worth: Worth, *, grows: int) -> list[int]:
         """Choose the rows to evict so that row `grows` can have a run of `size` blocks: the rows
         in the run with the smallest sum of `worth` [rows], in which row `grows` counts as 0."""
         starts, sizes = self.runs
-        cost = numpy.zeros(self.pieces.total // size)
+        cost = numpy.zeros(self.blocks.total // size)
         others = numpy.nonzero(sizes * (numpy.arange(len(sizes)) != grows))[0]
         firsts, ends = starts // size, -(-(starts + sizes) // size)
         for row in others:
@@ -191,7 +191,7 @@ class Slabs:
         """Allocate the first free run of `size` blocks, or the one at `start`. None if none is
         free."""
         whole = size
-        while whole <= self.pieces.most:
+        while whole <= self.blocks.most:
             there = self._free[whole]
             if start is None and there:
                 start = min(there)
@@ -210,7 +210,7 @@ class Slabs:
 
     def _give(self, start: int, size: int) -> None:
         """Free a run, and merge it with its free buddies."""
-        while size < self.pieces.most and start ^ size in self._free[size]:
+        while size < self.blocks.most and start ^ size in self._free[size]:
             self._free[size].remove(start ^ size)
             start, size = min(start, start ^ size), 2 * size
         self._free[size].add(start)

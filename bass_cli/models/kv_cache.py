@@ -17,7 +17,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from bass_cli.models.block_allocator import Copied, Integers, Pieces, Sender
+from bass_cli.models.block_allocator import BlockCopy, BlockLayout, Integers, Sender
 from bass_cli.system.host import free_memory
 from bass_kernels import Group, Packed, Segments, Teams
 
@@ -114,8 +114,8 @@ class KVCache:
 
     own_keys, own_values: a tensor [K, S, D] for each layer, in the order of `shapes`. Layers of one
         shape are views of one tensor [layers, 2, K, S, D], so that a row grows by one copy. The
-        first `pieces.beside` slots are scrap: rows that are not live write there, at base 0. The
-        blocks of the rows follow. Default of `pieces`: one block of `span` slots for each row.
+        first `blocks.beside` slots are scrap: rows that are not live write there, at base 0. The
+        blocks of the rows follow. Default of `blocks`: one block of `span` slots for each row.
     prompt_keys, prompt_values: a tensor [K, T, D] for each layer. T grows.
     version: changes when these tensors move, and when rows share a long prompt for the first
         time, because passes are launched differently from then on.
@@ -131,7 +131,7 @@ class KVCache:
         span: int,
         dtype: torch.dtype,
         device: torch.device,
-        pieces: Pieces | None = None,
+        blocks: BlockLayout | None = None,
     ):
         def zeros() -> list[Tensor]:
             arena = ARENA.get(device.type, 1024)
@@ -141,9 +141,9 @@ class KVCache:
                 for _ in range(count)
             ]
 
-        pieces = pieces or Pieces(rows, 1, span, span)
-        assert pieces.most * pieces.size >= span
-        self._pieces, slots = pieces, pieces.beside + pieces.total * pieces.size
+        blocks = blocks or BlockLayout(rows, 1, span, span)
+        assert blocks.most * blocks.size >= span
+        self._blocks, slots = blocks, blocks.beside + blocks.total * blocks.size
         self._own = [
             torch.zeros(count, 2, heads, slots, size, dtype=dtype, device=device)
             for count, heads, size in shapes
@@ -199,7 +199,7 @@ class KVCache:
         moved: Sequence[tuple[int, int]] = (),
         begun: Iterable[tuple[Sequence[int], Span]] = (),
         runs: Integers | None = None,
-        copied: Sequence[Copied] = (),
+        copied: Sequence[BlockCopy] = (),
     ) -> None:
         """Apply a Change to the rows, with one copy to the device.
 
@@ -229,15 +229,15 @@ class KVCache:
             for row in rows:
                 self._of_row[row] = span
             self._host[:2, rows], self._live[list(rows)] = [[span.length], [span.start]], True
-        self._host[2] = self._pieces.slot(self._runs[0]) * self._live
+        self._host[2] = self._blocks.slot(self._runs[0]) * self._live
         self._places.copy_(self._sender.send(self._host))
         self._copy(copied)
         self._regroup()
 
-    def _copy(self, copied: Sequence[Copied]) -> None:
+    def _copy(self, copied: Sequence[BlockCopy]) -> None:
         """Copy blocks in order, a part at a time: a row's new blocks may be the old ones of a row
         before it."""
-        places = self._pieces.slots(copied)
+        places = self._blocks.slots(copied)
         for own in self._own:
             each = own[:, :, :, :1].numel() * own.element_size()
             at_once = max(_COPY_BYTES // max(each, 1), 1)
@@ -275,7 +275,7 @@ class KVCache:
         if ends is not None:
             used = ends - self._host[0, :rows]
             extent = int(used.max())
-            spare = self._pieces.size * self._runs[1, :rows] - used
+            spare = self._blocks.size * self._runs[1, :rows] - used
             assert spare.min() >= 0, f"a row lacks {-spare.min()} private slots"
         if ends is not None or self._base.device.type == "cpu":
             groups = self._rows_by_span(rows)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bass_cli.models.block_allocator import Change, Pieces
+from bass_cli.models.block_allocator import BlockLayout, Change
 from bass_cli.models.capture import Graphs
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.kv_cache import KVCache, Span
@@ -54,7 +54,7 @@ class Runner:
         lag: tokens at a prompt's end that the rows are fed, not the prefill: 1 for a target (the
             pending token), 2 for a draft model, whose first step feeds a row's last two tokens.
         graphs: for captured prefill passes. Default: new ones, unless the model is split.
-        pieces: see KVCache.
+        blocks: see KVCache.
         ahead: see ReadsHidden; needed if the reader is in another process.
     """
 
@@ -66,7 +66,7 @@ class Runner:
         span: int,
         lag: int,
         graphs: Graphs | None = None,
-        pieces: Pieces | None = None,
+        blocks: BlockLayout | None = None,
         ahead: int | None = None,
     ):
         self.decoder, self.lag, self.rows, self.device = decoder, lag, rows, decoder.device
@@ -76,7 +76,7 @@ class Runner:
             span=span + lag,
             dtype=decoder.dtype,
             device=decoder.device,
-            pieces=pieces,
+            blocks=blocks,
         )
         self._prompts: dict[str, Prompt] = {}
         self._unread: dict[str, Prompt] = {}  # prompts not fully stored, oldest first

@@ -25,7 +25,7 @@ from bass_cli.engine.loop import Loop
 from bass_cli.engine.verify import Cut, Rate
 from bass_cli.formats.weights import Checkpoint, load, size_of
 from bass_cli.lengths.controllers import Fixed, make_lengths
-from bass_cli.models.block_allocator import Pieces
+from bass_cli.models.block_allocator import BlockLayout
 from bass_cli.models.capture import Graphs
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.heads import Head, make_head
@@ -167,7 +167,7 @@ def build(plan: Plan, models: Models | None = None) -> Loop:
         rows=plan.rows,
         span=plan.span,
         context=ARENA[plan.device.type],
-        pieces=plan.pieces,
+        blocks=plan.blocks,
         lengths=lengths_for(plan),
         cut=plan.cut,
     )
@@ -181,7 +181,7 @@ def make_loop(
     span: int,
     context: int,
     lengths: DraftLength,
-    pieces: Pieces | None = None,
+    blocks: BlockLayout | None = None,
     cut: Cut | None = None,
     sharper: float = SHARPER,
     acceptance: Sequence[Rate] | None = None,
@@ -192,7 +192,7 @@ def make_loop(
         rows: The rows of the batch.
         span: The positions of a row's private KV.
         context: The positions that the batch has at first.
-        pieces: The blocks of the rows' private KV. Default: one a row.
+        blocks: The blocks of the rows' private KV. Default: one a row.
         sharper: See `factor` of make_drafter.
         cut, acceptance: See Loop.
     """
@@ -200,7 +200,7 @@ def make_loop(
     if job.pair.draft == "none":
         drafting = head = None
     device, coupling = target.device, job.speculation.coupling
-    size = functools.partial(_runner, followers=followers, rows=rows, span=span, pieces=pieces)
+    size = functools.partial(_runner, followers=followers, rows=rows, span=span, blocks=blocks)
     runner = size(target if head is None else target.read_by(head), lag=1)
     drafts = runner if head is not None else None
     if drafting is not None and head is None:
@@ -215,7 +215,7 @@ def make_loop(
         factor=sharper,
     )
     return Loop(
-        batch=Batch(rows=rows, context=context, device=device, pieces=pieces),
+        batch=Batch(rows=rows, context=context, device=device, blocks=blocks),
         target=runner,
         drafter=drafter,
         lengths=lengths,
@@ -241,12 +241,12 @@ def _runner(
     rows: int,
     span: int,
     lag: int,
-    pieces: Pieces | None,
+    blocks: BlockLayout | None,
 ) -> AnyRunner:
     """Make a runner of a model; followers run the other parts of a split model."""
     if followers is None or decoder.ranks is None:
-        return Runner(decoder, rows=rows, span=span, lag=lag, pieces=pieces)
-    return LedRunner(decoder, followers, lag, rows=rows, span=span, lag=lag, pieces=pieces)
+        return Runner(decoder, rows=rows, span=span, lag=lag, blocks=blocks)
+    return LedRunner(decoder, followers, lag, rows=rows, span=span, lag=lag, blocks=blocks)
 
 
 def ready_loop(plan: Plan, models: Models, on_phase: Callable[[str], None]) -> Loop:

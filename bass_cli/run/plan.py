@@ -27,7 +27,7 @@ from bass_cli.formats.gguf_tokenizer import doubts_of
 from bass_cli.formats.tokenizer import Tokenizer
 from bass_cli.io.cache import give_kernels_a_cache
 from bass_cli.lengths.costs import Surface
-from bass_cli.models.block_allocator import Pieces
+from bass_cli.models.block_allocator import BlockLayout
 from bass_cli.run.memory import SLACK, Footprint, Need, footprint, usable
 from bass_cli.run.pair import (
     Files,
@@ -128,7 +128,7 @@ class Plan:
         return self.new_tokens + beyond(reach(self.job, self.files, self.device))
 
     @property
-    def pieces(self) -> Pieces:
+    def blocks(self) -> BlockLayout:
         """The blocks of the rows' private KV.
 
         A row has one block if the cache holds all new tokens of every row. Otherwise blocks are
@@ -137,11 +137,11 @@ class Plan:
         extra, most = self.span - self.new_tokens + SLACK, 1
         whole = self.new_tokens + extra
         if self.kept >= self.new_tokens:
-            return Pieces(self.rows, 1, whole, extra)
+            return BlockLayout(self.rows, 1, whole, extra)
         while whole // (2 * most) >= max(_PIECE, extra):
             most *= 2
         size = math.ceil(whole / most)
-        return Pieces(max(self.rows * (self.kept + extra) // size, most), most, size, extra)
+        return BlockLayout(max(self.rows * (self.kept + extra) // size, most), most, size, extra)
 
     @property
     def new_tokens(self) -> int:
@@ -313,7 +313,7 @@ def _growing(plan: Plan) -> Plan:
     ):
         return plan
     tokens, samples = plan.new_tokens, 1 if job.draws_one else job.n
-    least = replace(plan, kept=0).pieces
+    least = replace(plan, kept=0).blocks
     kept = max(math.ceil(expected(tokens)), least.size - least.beside)
     most = found.most_rows(tokens, plan.free, samples=samples, kept=kept)
     if least.most == 1 or most <= plan.most_rows:

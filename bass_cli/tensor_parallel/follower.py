@@ -23,7 +23,7 @@ from bass_cli.errors import MachineError, UserError
 from bass_cli.formats.checkpoint import open_checkpoint
 from bass_cli.formats.weights import load
 from bass_cli.io import terminal
-from bass_cli.models.block_allocator import Pieces
+from bass_cli.models.block_allocator import BlockLayout
 from bass_cli.models.capture import Graphs
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.ranks import Ranks, Share, part_of
@@ -288,7 +288,7 @@ class _Member:
         rows: int,
         span: int,
         lag: int,
-        pieces: Pieces | None,
+        blocks: BlockLayout | None,
         ahead: int,
         layers: tuple[int, ...],
     ) -> None:
@@ -299,7 +299,7 @@ class _Member:
             rows=rows,
             span=span,
             lag=lag,
-            pieces=pieces,
+            blocks=blocks,
             ahead=ahead,
         )
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from bass_cli.errors import MachineError, UserError
 from bass_cli.io import terminal
-from bass_cli.models.block_allocator import Change, Pieces
+from bass_cli.models.block_allocator import BlockLayout, Change
 from bass_cli.models.capture import Graph, capture
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.kv_cache import KVCache
@@ -351,13 +351,13 @@ class LedRunner:
         rows: int,
         span: int,
         lag: int,
-        pieces: Pieces | None,
+        blocks: BlockLayout | None,
     ):
         self._followers, self._number, self.rows, self.lag = followers, number, rows, lag
         ahead = 0 if decoder.reader is None else decoder.reader.ahead
         with followers.taking_part():
-            self._tell("begin", rows, span, lag, pieces, ahead, decoder.layers)
-            self._runner = Runner(decoder, rows=rows, span=span, lag=lag, pieces=pieces)
+            self._tell("begin", rows, span, lag, blocks, ahead, decoder.layers)
+            self._runner = Runner(decoder, rows=rows, span=span, lag=lag, blocks=blocks)
 
     @property
     def cache(self) -> KVCache:

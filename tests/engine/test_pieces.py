@@ -22,7 +22,7 @@ from bass_cli.engine.loop import Loop
 from bass_cli.formats.checkpoint import open_checkpoint, open_head
 from bass_cli.formats.weights import load
 from bass_cli.lengths.controllers import Bass, Fixed
-from bass_cli.models.block_allocator import Pieces
+from bass_cli.models.block_allocator import BlockLayout
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.heads import Head, make_head
 from bass_cli.models.runner import Runner
@@ -47,8 +47,11 @@ def rows(n=3):
 def loop_of(target, draft, *, lengths, total, batch=5, graphs=True, limit=LIMIT, beside=BESIDE):
     """Return a loop whose rows share this many blocks; None: each row has all its blocks from
     the beginning."""
-    pieces, ticks = total and Pieces(total, MOST, -(-(limit + beside) // MOST), beside), Ticks()
-    words = {"rows": batch, "span": limit + beside - 3, "pieces": pieces}
+    blocks, ticks = (
+        total and BlockLayout(total, MOST, -(-(limit + beside) // MOST), beside),
+        Ticks(),
+    )
+    words = {"rows": batch, "span": limit + beside - 3, "blocks": blocks}
     runner = Runner(target.read_by(draft) if isinstance(draft, Head) else target, lag=1, **words)
     if isinstance(draft, Head):
         drafter = make_drafter(
@@ -66,7 +69,7 @@ def loop_of(target, draft, *, lengths, total, batch=5, graphs=True, limit=LIMIT,
             temperature=None,
         )
     loop = Loop(
-        batch=Batch(rows=batch, context=128, device=torch.device("cpu"), pieces=pieces),
+        batch=Batch(rows=batch, context=128, device=torch.device("cpu"), blocks=blocks),
         target=runner,
         drafter=drafter,
         lengths=lengths,
@@ -94,12 +97,14 @@ def finish(loop, rows):
     while waiting or len(loop.batch) > len(ended):
         room = loop.batch.room(0, ended=ended)
         loop.swap_rows(ended, [waiting.popleft() for _ in range(min(room, len(waiting)))])
-        sizes = {id(row): loop.batch.slabs.runs[1, row.place] for row in loop.batch.hosts}
+        sizes = {id(row): loop.batch.allocator.runs[1, row.place] for row in loop.batch.hosts}
         for row in loop.grow():
             waiting.append(again(row))
             back += 1
         larger = [
-            row for row in loop.batch.hosts if loop.batch.slabs.runs[1, row.place] > sizes[id(row)]
+            row
+            for row in loop.batch.hosts
+            if loop.batch.allocator.runs[1, row.place] > sizes[id(row)]
         ]
         grown.append(len(larger))
         loop.launch()
@@ -110,7 +115,7 @@ def finish(loop, rows):
         for row in (hosts[place] for place in ended):
             out[row.key, row.sample] = row.tokens[row.prompt_length :][: row.limit]
     loop.swap_rows(ended, [])
-    assert loop.batch.slabs.free == loop.batch.slabs.pieces.total
+    assert loop.batch.allocator.free == loop.batch.allocator.blocks.total
     return out, back, sum(grown), last
 
 
@@ -186,8 +191,8 @@ def test_rows_grow_while_others_end_begin_and_move(pair, width):
     target, _ = pair
     loop = loop_of(target, target if width else "none", lengths=Fixed(width), total=12, batch=4)
     loop.prepare(range(1, 5), [width])
-    pieces, each = loop.batch.slabs.pieces, width + 1
-    soon = -(-(2 * pieces.size - pieces.beside + 1) // each) * each
+    blocks, each = loop.batch.allocator.blocks, width + 1
+    soon = -(-(2 * blocks.size - blocks.beside + 1) // each) * each
     limits = (soon, soon, LIMIT, LIMIT, LIMIT)
     many = [
         Row("02"[s % 2], s, 3, PROMPTS[s % 2 * 2], limit, temperature=0.9)
@@ -210,9 +215,9 @@ def test_rows_grow_while_others_end_begin_and_move(pair, width):
     assert exchanged.begun == (((0,), "0"),)
     assert flown
     assert len(grown.copied) == 2
-    left = {piece for row in exchanged.ended for piece in range(old[row][0], sum(old[row]))}
+    left = {block for row in exchanged.ended for block in range(old[row][0], sum(old[row]))}
     assert any(
-        left.intersection(range(one.target, one.target + one.pieces))
+        left.intersection(range(one.target, one.target + one.blocks))
         for one in grown.copied
         if one.source != one.target
     ), "keys were copied to where a row that has just ended had its own"

@@ -13,7 +13,7 @@ from bass_cli.engine.clock import Clock
 from bass_cli.engine.loop import Loop
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.models import kv_cache
-from bass_cli.models.block_allocator import Pieces, Slabs
+from bass_cli.models.block_allocator import BlockAllocator, BlockLayout
 from bass_cli.models.kv_cache import KVCache, Layers
 from bass_cli.models.runner import Runner
 
@@ -133,48 +133,48 @@ def test_row_moves_without_a_copy_and_layers_are_plain_tensors():
 
 @pytest.mark.parametrize("moved", [2**26, 1500, 1])
 def test_rows_that_grow_keep_their_keys(moved, monkeypatch):
-    """One row's new pieces are those that the one before it has left; and however little is
+    """One row's new blocks are those that the one before it has left; and however little is
     copied at once, each is read before it is written."""
     monkeypatch.setattr("bass_cli.models.kv_cache._COPY_BYTES", moved)
-    slabs, whole = Slabs(4, Pieces(6, 4, 6, 5)), torch.Generator().manual_seed(0)
+    allocator, whole = BlockAllocator(4, BlockLayout(6, 4, 6, 5)), torch.Generator().manual_seed(0)
     cache = KVCache(
         [Layers(2, 2, 4), Layers(1, 1, 3)],
         rows=4,
         span=22,
         dtype=torch.float32,
         device=torch.device("cpu"),
-        pieces=slabs.pieces,
+        blocks=allocator.blocks,
     )
     layers = (*cache.own_keys, *cache.own_values)
     assert {layer.shape[1] for layer in layers} == {5 + 6 * 6}
     for layer in layers:
         layer.copy_(torch.randn(layer.shape, generator=whole))
-    slabs.swap_rows((), (), range(4))
+    allocator.swap_rows((), (), range(4))
     span = cache.reserve(3)
-    cache.swap_rows(begun=[(range(4), span)], runs=slabs.runs.copy())
+    cache.swap_rows(begun=[(range(4), span)], runs=allocator.runs.copy())
 
     def held():
-        slots = 5 + 6 * slabs.runs[0]
+        slots = 5 + 6 * allocator.runs[0]
         return [[layer[:, at : at + 6].clone() for at in slots] for layer in layers]
 
     before, untouched = held(), [layer[:, :5].clone() for layer in layers]
-    places = slabs.runs.copy()
-    slabs.swap_rows([3], (), ())
-    copied = [slabs.grow(row, 2) for row in (2, 0, 1)]
+    places = allocator.runs.copy()
+    allocator.swap_rows([3], (), ())
+    copied = [allocator.grow(row, 2) for row in (2, 0, 1)]
     assert None not in copied
     assert any(
-        later.target <= one.source < later.target + later.pieces
+        later.target <= one.source < later.target + later.blocks
         for i, one in enumerate(copied)
         for later in copied[i + 1 :]
     ), "no row is copied to where another had been"
-    cache.swap_rows(ended=[3], runs=slabs.runs.copy(), copied=copied)
+    cache.swap_rows(ended=[3], runs=allocator.runs.copy(), copied=copied)
     for layer, old, now, aside in zip(layers, before, held(), untouched, strict=True):
         assert all(was.equal(is_) for was, is_ in zip(old[:3], now[:3], strict=True))
         assert layer[:, :5].equal(aside)
     positions = torch.tensor([[3 + 11]] * 3)
     slots = cache.decode(positions, [15] * 3).slots()[:, 0]
-    assert slots.tolist() == (5 + 6 * slabs.runs[0, :3] + 11).tolist()
-    assert not (places[0, :3] == slabs.runs[0, :3]).all()
+    assert slots.tolist() == (5 + 6 * allocator.runs[0, :3] + 11).tolist()
+    assert not (places[0, :3] == allocator.runs[0, :3]).all()
     with pytest.raises(AssertionError, match="lacks 1 private slots"):
         cache.decode(positions + 1, [16] * 3)
 

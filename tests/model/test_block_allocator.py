@@ -8,66 +8,69 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bass_cli.models import block_allocator as module
-from bass_cli.models.block_allocator import Pieces, Sender, Slabs
+from bass_cli.models.block_allocator import BlockAllocator, BlockLayout, Sender
 
 ROWS = 9
 
 
-def check(slabs):
-    """Every piece is either some row's or free, once, and runs begin at multiples of their
+def check(allocator):
+    """Every block is either some row's or free, once, and runs begin at multiples of their
     size."""
     taken = [
-        piece
-        for start, size in slabs.runs.T.tolist()
-        for piece in range(start, start + size)
+        block
+        for start, size in allocator.runs.T.tolist()
+        for block in range(start, start + size)
         if size
     ]
     free = [
-        piece
-        for size, starts in slabs._free.items()
+        block
+        for size, starts in allocator._free.items()
         for start in starts
-        for piece in range(start, start + size)
+        for block in range(start, start + size)
     ]
-    assert sorted(taken + free) == list(range(slabs.pieces.total))
-    assert slabs.free == len(free)
-    for size, starts in slabs._free.items():
+    assert sorted(taken + free) == list(range(allocator.blocks.total))
+    assert allocator.free == len(free)
+    for size, starts in allocator._free.items():
         assert all(start % size == 0 for start in starts)
-        assert size == slabs.pieces.most or not any(start ^ size in starts for start in starts)
-    assert all(start % size == 0 for start, size in slabs.runs.T.tolist() if size)
+        assert size == allocator.blocks.most or not any(start ^ size in starts for start in starts)
+    assert all(start % size == 0 for start, size in allocator.runs.T.tolist() if size)
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 4), st.integers(0, 40), st.data())
 def test_blocks_stay_consistent_as_rows_begin_grow_move_and_end(power, more, data):
     most = 2**power
-    slabs = Slabs(ROWS, Pieces(most + more, most))
-    twin, live = Slabs(ROWS, slabs.pieces), 0
+    allocator = BlockAllocator(ROWS, BlockLayout(most + more, most))
+    twin, live = BlockAllocator(ROWS, allocator.blocks), 0
     for _ in range(data.draw(st.integers(1, 40))):
         what = data.draw(st.sampled_from(["begin", "begin", "grow", "grow", "end"]))
         calls = []
-        if what == "begin" and live < ROWS and slabs.free:
+        if what == "begin" and live < ROWS and allocator.free:
             calls, live = [("swap_rows", (), (), [live])], live + 1
         elif what == "end" and live:
             row, live = data.draw(st.integers(0, live - 1)), live - 1
             calls = [("swap_rows", [row], [] if row == live else [(live, row)], ())]
         elif what == "grow" and live:
             row = data.draw(st.integers(0, live - 1))
-            size = 2 * int(slabs.runs[1, row])
+            size = 2 * int(allocator.runs[1, row])
             calls = [("grow", row, size)] if size <= most else []
         for name, *arguments in calls:
-            before = slabs.runs.copy()
-            found = getattr(slabs, name)(*arguments)
+            before = allocator.runs.copy()
+            found = getattr(allocator, name)(*arguments)
             assert found == getattr(twin, name)(*arguments)
             if name == "grow":
                 row, size = arguments
-                assert found is None or found == (*(before[0, row], slabs.runs[0, row]), size // 2)
+                assert found is None or found == (
+                    *(before[0, row], allocator.runs[0, row]),
+                    size // 2,
+                )
                 same = numpy.arange(ROWS) != (-1 if found is None else row)
-                assert (slabs.runs[:, same] == before[:, same]).all()
-        assert (slabs.runs == twin.runs).all()
-        check(slabs)
-    slabs.swap_rows(range(live), (), ())
-    check(slabs)
-    assert len(slabs._free[most]) == slabs.pieces.total // most
+                assert (allocator.runs[:, same] == before[:, same]).all()
+        assert (allocator.runs == twin.runs).all()
+        check(allocator)
+    allocator.swap_rows(range(live), (), ())
+    check(allocator)
+    assert len(allocator._free[most]) == allocator.blocks.total // most
 
 
 @settings(max_examples=150, deadline=None)
@@ -76,51 +79,51 @@ def test_row_can_grow_after_the_least_worthy_rows_are_evicted(power, more, data)
     """Whatever lies where, and the rows to go are those of one run, worth no more than any
     other's."""
     most = 2**power
-    slabs = Slabs(ROWS, Pieces(most + more, most))
+    allocator = BlockAllocator(ROWS, BlockLayout(most + more, most))
     for row in range(data.draw(st.integers(1, ROWS))):
-        if not slabs.free:
+        if not allocator.free:
             break
-        slabs.swap_rows((), (), [row])
+        allocator.swap_rows((), (), [row])
         for _ in range(data.draw(st.integers(0, power))):
-            size = 2 * int(slabs.runs[1, row])
+            size = 2 * int(allocator.runs[1, row])
             if size <= most:
-                slabs.grow(row, size)
+                allocator.grow(row, size)
     worth = data.draw(st.lists(st.integers(1, 50), min_size=ROWS, max_size=ROWS))
     worth = numpy.array(worth, dtype=float)
-    can = [row for row in range(ROWS) if 0 < slabs.runs[1, row] < most]
+    can = [row for row in range(ROWS) if 0 < allocator.runs[1, row] < most]
     if not can:
         return
     row = data.draw(st.sampled_from(can))
-    size = 2 * int(slabs.runs[1, row])
-    gone = slabs.least(size, worth, grows=row)
+    size = 2 * int(allocator.runs[1, row])
+    gone = allocator.least(size, worth, grows=row)
     assert row not in gone
-    starts, sizes = slabs.runs
+    starts, sizes = allocator.runs
     runs = {
         at: [
             r
             for r in range(ROWS)
             if sizes[r] and starts[r] < at + size and at < starts[r] + sizes[r]
         ]
-        for at in range(0, slabs.pieces.total - size + 1, size)
+        for at in range(0, allocator.blocks.total - size + 1, size)
     }
     every = [worth[[r for r in inside if r != row]].sum() for inside in runs.values()]
     assert worth[gone].sum() == min(every)
-    slabs.swap_rows(gone, (), ())
-    assert slabs.grow(row, size) is not None
-    check(slabs)
+    allocator.swap_rows(gone, (), ())
+    assert allocator.grow(row, size) is not None
+    check(allocator)
 
 
 @pytest.mark.parametrize("most", [1, 4])
 def test_lowest_blocks_come_first_and_a_single_row_can_have_the_maximum(most):
-    slabs = Slabs(3, Pieces(most + 2, most))
-    slabs.swap_rows((), (), [0, 1])
-    slabs.swap_rows([0], [(1, 0)], ())
+    allocator = BlockAllocator(3, BlockLayout(most + 2, most))
+    allocator.swap_rows((), (), [0, 1])
+    allocator.swap_rows([0], [(1, 0)], ())
     size = 1
     while size < most:
         size *= 2
-        assert slabs.grow(0, size) is not None
-    assert slabs.runs[1, 0] == most
-    check(slabs)
+        assert allocator.grow(0, size) is not None
+    assert allocator.runs[1, 0] == most
+    check(allocator)
 
 
 class Late:
