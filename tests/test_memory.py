@@ -32,6 +32,7 @@ from bass_cli.run.manifest import describe
 from bass_cli.run.memory import Each, Footprint, Need, footprint
 from bass_cli.run.plan import make_plan
 from bass_cli.run.scheduler import Unfinished
+from bass_cli.system import host
 from bass_cli.system.host import HostMemory, host_memory, is_refused_memory
 
 CPU = torch.device("cpu")
@@ -67,11 +68,10 @@ def job(**fields: Any) -> Job:
     )
 
 
-def machine(root: Path, files: dict[str, str]) -> HostMemory:
+def write_files(root: Path, files: dict[str, str]) -> None:
     for name, content in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(content)
-    return host_memory(root)
 
 
 MEMINFO = {"proc/meminfo": "MemTotal:  1000 kB\nMemFree: 100 kB\nMemAvailable: 600 kB\n"}
@@ -92,9 +92,11 @@ V2, V1 = "sys/fs/cgroup/a/b/memory", "sys/fs/cgroup/memory/a/b/memory"
       "sys/fs/cgroup/memory/memory.usage_in_bytes": str(350 << 10)}, 300, 0),
 ])  # fmt: skip
 def test_control_groups_limit_free_memory(
-    tmp_path: Path, files: dict[str, str], total: int, left: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], total: int, left: int
 ) -> None:
-    assert machine(tmp_path, MEMINFO | files) == HostMemory(total << 10, left << 10)
+    write_files(tmp_path, MEMINFO | files)
+    monkeypatch.setattr(host, "ROOT", tmp_path)
+    assert host_memory() == HostMemory(total << 10, left << 10)
 
 
 def test_out_of_memory_errors_are_recognised() -> None:

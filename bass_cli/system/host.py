@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     import torch
 
+ROOT = Path("/")  # the folder with proc, sys and dev
 SUPPORTED = ("linux", "darwin")
 _NEEDED = ("fcntl", "pwd", "resource")  # locks on output files, users and limits of the sandbox
 # Texts of errors of torch, CUDA's libraries, Python and the C library when they get no memory. Not
@@ -72,59 +73,17 @@ def _is_there(name: str) -> bool:
     return True
 
 
-def host_memory(root: Path = Path("/")) -> HostMemory:
-    """Return the memory of this machine. The page cache counts as free.
-
-    Args:
-        root: The folder with proc and sys, for tests.
-    """
+def host_memory() -> HostMemory:
+    """Return the memory of this machine. The page cache counts as free."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    figures = _figures(root / "proc/meminfo")
+    figures = _figures(ROOT / "proc/meminfo")
     total = figures.get("MemTotal", total >> 10) << 10
     free = figures.get("MemAvailable", total >> 10) << 10
-    for limit, left in _groups(root):
+    for limit, left in _memory_limits():
         total, free = min(total, limit), min(free, left)
-    return HostMemory(total, max(min(free, _address_space(root)), 0))
-
-
-def wake(device: torch.device) -> None:
-    """Start to create the CUDA context and Triton's digest of itself, in threads.
-
-    Each takes some tenths of a second, during which Python can do other work. Triton loads no
-    kernel without its digest. Errors are ignored here, because they occur again when the device
-    is used. The context's thread is not a daemon: if the process ended inside CUDA's libraries,
-    they would abort it.
-    """
-    if device.type == "cuda":
-        threading.Thread(target=_make_context, args=(device,), name="waking").start()
-        threading.Thread(target=_digest_triton, name="digesting", daemon=True).start()
-
-
-def expect(device: str | None, root: Path = Path("/")) -> None:
-    """At the start of a command, import Triton and make its digest in a thread.
-
-    Does so only if there may be an NVIDIA GPU and `device` is not "cpu". Later, while the weights
-    are read, the job would have to wait for both.
-
-    Args:
-        device: The value of --device, None if not given.
-        root: The folder with dev, for tests.
-    """
-    if device != "cpu" and any((root / "dev" / name).exists() for name in _NVIDIA):
-        threading.Thread(target=_digest_triton, name="digesting", daemon=True).start()
-
-
-def _make_context(device: torch.device) -> None:
-    import torch
-
-    with contextlib.suppress(Exception):
-        torch.cuda.mem_get_info(device)
-
-
-def _digest_triton() -> None:
-    """Have Triton read its library, some hundred megabytes, and keep the digest."""
-    with contextlib.suppress(Exception):
-        importlib.import_module("triton.runtime.cache").triton_key()
+    if (most := _address_space_limit()) is not None:
+        free = min(free, most - _own_memory(0))
+    return HostMemory(total, max(free, 0))
 
 
 def free_memory(device: torch.device) -> int:
@@ -143,10 +102,7 @@ def held_memory(device: torch.device) -> int:
         import torch
 
         return torch.cuda.memory_allocated(device)
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        return 0
+    return _own_memory(1)
 
 
 def give_back_memory(device: torch.device) -> None:
@@ -176,70 +132,65 @@ def is_refused_memory(error: BaseException) -> bool:
 
 
 def _figures(path: Path) -> dict[str, int]:
-    """Return the numbers in lines like "MemTotal:  123 kB" or "inactive_file 123", by name.
-
-    The result is empty if the file cannot be read.
-    """
-    try:
-        lines = [line.replace(":", " ").split() for line in path.read_text().splitlines()]
-    except OSError:
-        return {}
+    """Return the numbers in lines like "MemTotal:  123 kB" or "inactive_file 123", by name."""
+    lines = [line.replace(":", " ").split() for line in system_text(path).splitlines()]
     return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
 
 
-def _groups(root: Path) -> Iterator[tuple[int, int]]:
+def _memory_limits() -> Iterator[tuple[int, int]]:
     """Yield limit and free bytes of each control group (version 1 or 2) that limits memory.
 
     Inactive file pages count as free, because the system reclaims them when memory is short.
     """
-    for folder, version in control_groups(root, "memory"):
-        names = (
-            ("memory.limit_in_bytes", "memory.usage_in_bytes")
-            if version == 1
-            else ("memory.max", "memory.current")
-        )
-        limit, used = (_number(folder / file) for file in names)
-        if limit is not None and used is not None and limit < _UNLIMITED:
+    for folder, version in control_groups("memory"):
+        names = ("limit_in_bytes", "usage_in_bytes") if version == 1 else ("max", "current")
+        limit, used = (system_text(folder / f"memory.{name}").strip() for name in names)
+        if limit.isdigit() and used.isdigit() and int(limit) < _UNLIMITED:  # without one: "max"
             stat = _figures(folder / "memory.stat")
-            yield (
-                limit,
-                limit - used + stat.get("total_inactive_file", stat.get("inactive_file", 0)),
-            )
+            inactive = stat.get("total_inactive_file", stat.get("inactive_file", 0))
+            yield int(limit), int(limit) - int(used) + inactive
 
 
-def control_groups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
+def control_groups(controller: str) -> Iterator[tuple[Path, int]]:
     """Yield the folders of this process's control groups, with their version (1 or 2).
 
     The limits of parent groups apply too, so their folders are included. In a container the
     group's own folder may be invisible.
 
     Args:
-        root: The folder with proc and sys.
         controller: "cpu" or "memory".
     """
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
+    lines = system_text(ROOT / "proc/self/cgroup").splitlines()
     for _, controllers, name in (line.split(":", 2) for line in lines if line.count(":") >= 2):
         if controllers and controller not in controllers.split(","):
             continue
-        base = root / "sys/fs/cgroup" / (controller if controllers else "")
+        base = ROOT / "sys/fs/cgroup" / (controller if controllers else "")
         place = base / name.lstrip("/")
-        yield from (
-            (folder, 1 if controllers else 2)
-            for folder in (place, *place.parents)
-            if folder.is_relative_to(base)
-        )
+        for folder in (place, *place.parents):
+            if folder.is_relative_to(base):
+                yield folder, 1 if controllers else 2
 
 
-def _number(path: Path) -> int | None:
-    """Return the number in a file; None if it holds another text ("max") or cannot be read."""
+def system_text(path: Path) -> str:
+    """Return the text of one of the system's files; "" if it cannot be read."""
     try:
-        text = path.read_text().strip()
+        return path.read_text()
     except OSError:
-        return None
-    return int(text) if text.isdigit() else None
+        return ""
+
+
+def _own_memory(field: int) -> int:
+    """Return the bytes of this process's address space (field 0) or resident memory (field 1)."""
+    words = system_text(ROOT / "proc/self/statm").split()
+    return int(words[field]) * os.sysconf("SC_PAGE_SIZE") if len(words) > field else 0
+
+
+def _address_space_limit() -> int | None:
+    """Return the bytes of address space that `ulimit -v` allows; None without a limit."""
+    import resource
+
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
 
 
 def lacking_address_space() -> str | None:
@@ -247,10 +198,8 @@ def lacking_address_space() -> str | None:
 
     This is checked first because some libraries end the process if they get no memory.
     """
-    import resource
-
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if limit == resource.RLIM_INFINITY or limit >= _LEAST_ADDRESS_SPACE:
+    limit = _address_space_limit()
+    if limit is None or limit >= _LEAST_ADDRESS_SPACE:
         return None
     return (
         f"ulimit -v allows {limit / 1e6:.0f} MB of address space, but loading torch takes "
@@ -258,20 +207,45 @@ def lacking_address_space() -> str | None:
     )
 
 
-def _address_space(root: Path) -> int:
-    """Return the bytes of address space that `ulimit -v` leaves this process."""
-    import resource
-
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if limit == resource.RLIM_INFINITY:
-        return _UNLIMITED
-    try:
-        used = int((root / "proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        used = 0
-    return limit - used
-
-
 def gigabytes(count: int) -> str:
     """Format bytes as gigabytes."""
     return f"{count / 1e9:.1f} GB"
+
+
+def wake(device: torch.device) -> None:
+    """Start to create the CUDA context and Triton's digest of itself, in threads.
+
+    Each takes some tenths of a second, during which Python can do other work. Triton loads no
+    kernel without its digest. Errors are ignored here, because they occur again when the device
+    is used. The context's thread is not a daemon: if the process ended inside CUDA's libraries,
+    they would abort it.
+    """
+    if device.type == "cuda":
+        threading.Thread(target=_make_context, args=(device,), name="waking").start()
+        threading.Thread(target=_digest_triton, name="digesting", daemon=True).start()
+
+
+def expect(device: str | None) -> None:
+    """At the start of a command, import Triton and make its digest in a thread.
+
+    Does so only if there may be an NVIDIA GPU and `device` is not "cpu". Later, while the weights
+    are read, the job would have to wait for both.
+
+    Args:
+        device: The value of --device, None if not given.
+    """
+    if device != "cpu" and any((ROOT / "dev" / name).exists() for name in _NVIDIA):
+        threading.Thread(target=_digest_triton, name="digesting", daemon=True).start()
+
+
+def _make_context(device: torch.device) -> None:
+    import torch
+
+    with contextlib.suppress(Exception):
+        torch.cuda.mem_get_info(device)
+
+
+def _digest_triton() -> None:
+    """Have Triton read its library, some hundred megabytes, and keep the digest."""
+    with contextlib.suppress(Exception):
+        importlib.import_module("triton.runtime.cache").triton_key()

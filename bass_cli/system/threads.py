@@ -14,17 +14,17 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from bass_cli.system.host import control_groups, lacking_address_space
+from bass_cli.system import host
+from bass_cli.system.host import control_groups, lacking_address_space, system_text
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
 Note = Callable[[str], None]
-_ROOT = Path("/")
 _MOST = 1024
 _SAMPLE = 0.2  # seconds to measure idle cores before a job; the system counts in 0.01 s
 _STALE = 5.0  # seconds after which the first sample is too old to use
@@ -68,15 +68,15 @@ class Threads(NamedTuple):
     shared: bool
 
 
-def usable_cores(root: Path = _ROOT) -> Cores:
+def usable_cores() -> Cores:
     """Return the usable cores: by CPU affinity, shared physical cores and control group limits."""
     there = os.cpu_count() or 1
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(there))
     groups: dict[str, list[int]] = {}
     for cpu in sorted(allowed):
-        siblings = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
-        groups.setdefault(_read(siblings).strip() or f"cpu{cpu}", []).append(cpu)
-    quota = _quota(root)
+        siblings = host.ROOT / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+        groups.setdefault(system_text(siblings).strip() or f"cpu{cpu}", []).append(cpu)
+    quota = _quota()
     most = len(groups) if quota is None else max(1, min(len(groups), int(quota)))
     limits = [f"affinity allows {len(allowed)} of {there} CPUs"] if len(allowed) < there else []
     limits += (
@@ -87,25 +87,18 @@ def usable_cores(root: Path = _ROOT) -> Cores:
     return Cores(tuple(map(tuple, groups.values())), most, "; ".join(limits))
 
 
-def _quota(root: Path) -> float | None:
+def _quota() -> float | None:
     """Return the CPUs that the control groups (version 1 or 2) allow, None without a limit."""
     found = []
-    for folder, version in control_groups(root, "cpu"):
-        texts = (
-            _read(folder / "cpu.max").split()
-            if version == 2
-            else [_read(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
-        )
+    for folder, version in control_groups("cpu"):
+        if version == 2:
+            texts = system_text(folder / "cpu.max").split()
+        else:
+            files = (folder / f"cpu.cfs_{name}_us" for name in ("quota", "period"))
+            texts = [system_text(file).strip() for file in files]
         if len(texts) == 2 and all(text.isdigit() for text in texts):  # no limit is "max", or -1
             found.append(int(texts[0]) / int(texts[1]))
     return min(found, default=None)
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text()
-    except OSError:
-        return ""
 
 
 class CpuSample(NamedTuple):
@@ -122,10 +115,10 @@ class CpuSample(NamedTuple):
     used: float
 
     @classmethod
-    def take(cls, root: Path = _ROOT) -> CpuSample:
-        """Take a sample now. `root`: the folder with proc, for tests."""
-        counters = {}
-        for match in re.finditer(r"^cpu(\d+) (.*)$", _read(root / "proc/stat"), re.MULTILINE):
+    def take(cls) -> CpuSample:
+        """Take a sample now."""
+        counters, text = {}, system_text(host.ROOT / "proc/stat")
+        for match in re.finditer(r"^cpu(\d+) (.*)$", text, re.MULTILINE):
             times = [int(word) for word in match[2].split()[:8]]
             counters[int(match[1])] = (sum(times[3:5]), sum(times))
         return cls(counters, time.monotonic(), time.process_time())
@@ -157,13 +150,13 @@ def sample_cpus() -> None:
     _first.append(CpuSample.take())
 
 
-def _free_cores(cores: Cores, root: Path, sleep: Callable[[float], None]) -> float:
+def _free_cores(cores: Cores) -> float:
     """Return how many cores other processes leave free."""
     first = _first.pop() if _first else None
     if first is None or time.monotonic() - first.now > _STALE:
-        first = CpuSample.take(root)
-    sleep(max(first.now + _SAMPLE - time.monotonic(), 0.0))
-    free = first.left_by_others(cores, CpuSample.take(root))
+        first = CpuSample.take()
+    time.sleep(max(first.now + _SAMPLE - time.monotonic(), 0.0))
+    free = first.left_by_others(cores, CpuSample.take())
     most = float(len(cores.cores))
     if free is None:
         free = most - os.getloadavg()[0] if hasattr(os, "getloadavg") else most
@@ -179,13 +172,11 @@ def fitting(free: float, most: int) -> int:
     return most if free < most / 2 else max(1, min(most, int(free + 0.5)))
 
 
-def requested(
-    wanted: int | None, environment: Mapping[str, str] = os.environ
-) -> tuple[int, str] | None:
+def requested(wanted: int | None) -> tuple[int, str] | None:
     """Return the number that --threads or OMP_NUM_THREADS sets, and which of them, or None."""
     if wanted is not None:
         return wanted, "`threads`"
-    given = re.match(r"\s*(\d{1,5})", environment.get("OMP_NUM_THREADS", ""))
+    given = re.match(r"\s*(\d{1,5})", os.environ.get("OMP_NUM_THREADS", ""))
     return (int(given[1]), "OMP_NUM_THREADS") if given and int(given[1]) else None
 
 
@@ -195,21 +186,15 @@ def most_threads(wanted: int | None = None) -> int:
     return usable_cores().most if given is None else given[0]
 
 
-def choose(
-    wanted: int | None,
-    *,
-    environment: Mapping[str, str] = os.environ,
-    root: Path = _ROOT,
-    sleep: Callable[[float], None] = time.sleep,
-) -> tuple[Threads, dict[str, str]]:
+def choose(wanted: int | None) -> tuple[Threads, dict[str, str]]:
     """Return the threads for a job that begins now, and environment variables for OpenMP.
 
     The variables set how threads wait. There are none if the environment sets that already.
     """
-    cores, given = usable_cores(root), requested(wanted, environment)
+    cores, given = usable_cores(), requested(wanted)
     if given is not None and given[0] == 1:
         return Threads(1, given[1], True, False), {}
-    free = _free_cores(cores, root, sleep)
+    free = _free_cores(cores)
     count = fitting(free, cores.most) if given is None else given[0]
     shared = (cores.most if given is None else count) > int(free + 0.5)
     reasons = [f"{free:.1f} of {len(cores.cores)} physical cores are free"]
@@ -218,7 +203,7 @@ def choose(
         "threads sleep while they wait" if shared else "threads spin briefly while they wait"
     ]
     why = "; ".join(reasons if given is None else [given[1], *reasons])
-    is_set = any(name in environment for name in (*_FREE, *_SHARED))
+    is_set = any(name in os.environ for name in (*_FREE, *_SHARED))
     waiting = {} if is_set else _SHARED if shared else _FREE
     return Threads(count, why, given is not None, shared), waiting
 
@@ -311,16 +296,16 @@ class CoreMonitor:
     spin.
     """
 
-    def __init__(self, wanted: int | None, *, root: Path = _ROOT):
-        self._fixed, self._root = requested(wanted) is not None, root
+    def __init__(self, wanted: int | None):
+        self._fixed = requested(wanted) is not None
         self._asleep = os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE"
-        self._cores, self._before = usable_cores(root), CpuSample.take(root)
+        self._cores, self._before = usable_cores(), CpuSample.take()
 
     def update(self) -> None:
         """Call this after each round: every 2 s, set as many threads as cores were idle or ours."""
         if self._fixed or time.monotonic() - self._before.now < _INTERVAL:
             return
-        before, self._before = self._before, CpuSample.take(self._root)
+        before, self._before = self._before, CpuSample.take()
         free = before.left_by_others(self._cores, self._before)
         if free is not None:
             import torch

@@ -189,7 +189,8 @@ def test_triton_digest_is_made_in_a_thread_if_there_may_be_a_gpu(
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev" / node).touch()
     before = set(threading.enumerate())
-    host.expect(named, tmp_path)
+    monkeypatch.setattr(host, "ROOT", tmp_path)
+    host.expect(named)
     for one in set(threading.enumerate()) - before:
         one.join(60)
     assert len(digested) == due

@@ -13,7 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 from bass_cli.cli.commands import app
-from bass_cli.system import threads
+from bass_cli.system import host, threads
 from bass_cli.system.threads import CoreMonitor, choose, fitting, most_threads, usable_cores
 
 WAITING = {"OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "BASS_THREADS"}
@@ -23,6 +23,9 @@ WAITING = {"OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIM
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine of four CPUs, two on each physical core, none of them busy, without control
     groups."""
+    monkeypatch.setattr(host, "ROOT", tmp_path)
+    for name in WAITING:
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(threads.os, "sched_getaffinity", lambda _: {0, 1, 2, 3}, raising=False)
     monkeypatch.setattr(threads.os, "cpu_count", lambda: 4)
     for cpu in range(4):
@@ -53,18 +56,20 @@ def chosen(
     root: Path, *shares: float, wanted: int | None = None, **environment: str
 ) -> tuple[Any, dict[str, str]]:
     busy(root, *shares, at=0)
-    return choose(
-        wanted, environment=environment, root=root, sleep=lambda _: busy(root, *shares, at=1000)
-    )
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in environment.items():
+            patched.setenv(name, value)
+        patched.setattr(threads.time, "sleep", lambda _: busy(root, *shares, at=1000))
+        return choose(wanted)
 
 
 # What may be used
 
 
 def test_physical_cores_within_the_affinity(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert usable_cores(root) == (((0, 2), (1, 3)), 2, "")
+    assert usable_cores() == (((0, 2), (1, 3)), 2, "")
     monkeypatch.setattr(threads.os, "sched_getaffinity", lambda _: {0, 2}, raising=False)
-    assert usable_cores(root) == (((0, 2),), 1, "affinity allows 2 of 4 CPUs")
+    assert usable_cores() == (((0, 2),), 1, "affinity allows 2 of 4 CPUs")
 
 
 GROUPS = [
@@ -87,7 +92,7 @@ def test_control_groups_limit_the_threads(
 ) -> None:
     for name, text in files.items():
         write(root, name, text)
-    found = usable_cores(root)
+    found = usable_cores()
     assert (found.most, bool(found.limits)) == (2 if due is None else 1, due is not None)
     assert due is None or f"allows {due:g} CPUs" in found.limits
 
@@ -137,13 +142,14 @@ def test_unchanged_cpu_counters_give_no_measurement(
         monkeypatch.setattr(
             threads.os, "getloadavg", lambda load=load: (load, 0.0, 0.0), raising=False
         )
-        found, _ = choose(None, environment={}, root=root, sleep=lambda _: None)
+        monkeypatch.setattr(threads.time, "sleep", lambda _: None)
+        found, _ = choose(None)
         assert found.number == due
 
 
 def looked_at(root: Path, monkeypatch: pytest.MonkeyPatch, *, ago: float, used: float) -> None:
     """Set a first CPU sample taken `ago` seconds ago; the process has used `used` seconds since."""
-    first = threads.CpuSample.take(root)._replace(now=time.monotonic() - ago, used=-used)
+    first = threads.CpuSample.take()._replace(now=time.monotonic() - ago, used=-used)
     monkeypatch.setattr(threads, "_first", [first])
     monkeypatch.setattr(threads.time, "process_time", lambda: 0.0)
 
@@ -155,7 +161,8 @@ def test_a_first_sample_avoids_waiting(root: Path, monkeypatch: pytest.MonkeyPat
         looked_at(root, monkeypatch, ago=1.0, used=used)
         busy(root, 1.0, 0.0, 0.0, 0.0, at=100)
         slept = list[float]()
-        found, _ = choose(None, environment={}, root=root, sleep=slept.append)
+        monkeypatch.setattr(threads.time, "sleep", slept.append)
+        found, _ = choose(None)
         assert (found.number, found.shared, sum(slept)) == (due, due == 1, 0.0)
 
 
@@ -166,7 +173,8 @@ def test_a_first_sample_that_is_too_new_or_too_old(
         busy(root, 0.0, 0.0, 0.0, 0.0, at=0)
         looked_at(root, monkeypatch, ago=ago, used=0.0)
         slept = list[float]()
-        choose(None, environment={}, root=root, sleep=slept.append)
+        monkeypatch.setattr(threads.time, "sleep", slept.append)
+        choose(None)
         assert least <= sum(slept) <= most
 
 
@@ -180,10 +188,9 @@ def test_a_requested_number_of_threads_is_used(root: Path, monkeypatch: pytest.M
     assert waiting == {"OMP_WAIT_POLICY": "PASSIVE"}
     assert chosen(root, 0.0, 0.0, 0.0, 0.0, OMP_NUM_THREADS="3,2")[0].number == 3
     assert chosen(root, 0.0, 0.0, 0.0, 0.0, OMP_NUM_THREADS="many")[0].fixed is False
-    assert (
-        choose(None, environment={"OMP_NUM_THREADS": "1"}, root=root, sleep=pytest.fail)[0].why
-        == "OMP_NUM_THREADS"
-    )
+    monkeypatch.setattr(threads.time, "sleep", pytest.fail)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert choose(None)[0].why == "OMP_NUM_THREADS"
     assert most_threads(7) == 7
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     assert most_threads() == 5
@@ -203,8 +210,6 @@ def test_wait_settings_of_the_environment_are_kept(root: Path) -> None:
 def test_threads_follow_other_processes(
     root: Path, monkeypatch: pytest.MonkeyPatch, asleep: bool
 ) -> None:
-    for name in WAITING:
-        monkeypatch.delenv(name, raising=False)
     if asleep:
         monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
     clock, found = {"now": 0.0, "used": 0.0}, [2]
@@ -213,7 +218,7 @@ def test_threads_follow_other_processes(
     busy(root, 0, 0, 0, 0, at=0)
     monkeypatch.setattr(threads.time, "monotonic", lambda: clock["now"])
     monkeypatch.setattr(threads.time, "process_time", lambda: clock["used"])
-    monitor = CoreMonitor(None, root=root)
+    monitor = CoreMonitor(None)
 
     def after(now: float, used: float, idle: tuple[int, int]) -> list[int]:
         clock.update(now=now, used=used)
@@ -237,7 +242,7 @@ def test_a_requested_number_of_threads_stays(root: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(torch, "set_num_threads", pytest.fail)
     now = iter(range(0, 100, 10))
     monkeypatch.setattr(threads.time, "monotonic", lambda: float(next(now)))
-    monitor = CoreMonitor(2, root=root)
+    monitor = CoreMonitor(2)
     monitor.update()
 
 
