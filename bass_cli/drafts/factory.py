@@ -23,7 +23,7 @@ class NoDrafter(Drafter):
     longest = 0
 
     def propose(self, batch: Batch, length: int) -> Proposal:
-        return Proposal(batch.tokens.new_zeros(batch.rows, 0), None)
+        return Proposal.empty(batch)
 
 
 def make_drafter(

@@ -16,15 +16,8 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-import bass_kernels as ops
-from bass_cli.drafts.model import (
-    propose_at_once,
-    propose_chain,
-    propose_maximal,
-    propose_scored,
-    stacked,
-)
-from bass_cli.engine.batch import Batch, SamplingParams
+from bass_cli.drafts.model import propose_at_once, propose_chain
+from bass_cli.engine.batch import Batch
 from bass_cli.engine.contracts import Drafter, Proposal
 from bass_cli.models.heads import ChainHead, FeatureHead
 from bass_cli.tensor_parallel.leader import AnyRunner
@@ -69,7 +62,7 @@ class HeadDrafter(ReadingDrafter[FeatureHead]):
     def propose(self, batch: Batch, length: int) -> Proposal:
         length = min(length, self.longest)
         if length == 0:
-            return Proposal(batch.tokens.new_zeros(batch.rows, 0), None)
+            return Proposal.empty(batch)
         spec, further = self._head.spec, self._head.spec.block - 1
         # The rows' last tokens, each with masks after it: [B, block].
         block, positions = batch.pending(self._masks.expand(batch.rows, further))
@@ -79,35 +72,17 @@ class HeadDrafter(ReadingDrafter[FeatureHead]):
         if not spec.rank:
             logits = self._head.whole(logits)
             return propose_at_once(logits, params, batch, coupling=self._coupling)
-        return self._one_by_one(logits, block[:, 0], params, batch)
-
-    def _one_by_one(
-        self, logits: Tensor, anchors: Tensor, params: SamplingParams, batch: Batch
-    ) -> Proposal:
-        """Sample drafts from logits [B, k, V] where every place has a bias from the token before
-        it.
-
-        Args:
-            anchors: [B], the token before the first draft.
-        """
+        # Every place has a bias from the token before it.
         lengths = batch.lengths[: batch.rows]
-        places = lengths + batch.steps(0, logits.shape[1])[:, None]
-        chosen: list[Tensor] = [anchors]
-        distributions: list[ops.Distribution] = []
-        scores: list[Tensor] = []
-        for place, at in enumerate(places):
-            line = self._head.whole(self._head.after(chosen[-1], logits[:, place]))
-            if self._coupling == "shared":
-                token, score = propose_scored(line, params, at)
-                scores.append(score)
-            else:
-                token, probs = propose_maximal(line, params, at, lengths)
-                distributions.append(probs)
-            chosen.append(token)
-        tokens = torch.stack(chosen[1:], 1)
-        if scores:
-            return Proposal(tokens, None, scores=torch.stack(scores, 1))
-        return Proposal(tokens, stacked(distributions))
+        places = lengths + batch.steps(0, length)[:, None]
+
+        def logits_of(place: int, last: Tensor | None) -> Tensor:
+            last = block[:, 0] if last is None else last
+            return self._head.whole(self._head.after(last, logits[:, place]))
+
+        return propose_chain(
+            logits_of, places, params, lengths, coupling=self._coupling, scored=True
+        )
 
 
 class ChainDrafter(ReadingDrafter[ChainHead]):
@@ -116,20 +91,14 @@ class ChainDrafter(ReadingDrafter[ChainHead]):
     stops_short = True
 
     def propose(self, batch: Batch, length: int) -> Proposal:
-        return self._propose(batch, length, None)
+        return self.propose_while(batch, length, None)
 
     def propose_while(
-        self, batch: Batch, length: int, goes_on: Callable[[Tensor], bool]
-    ) -> Proposal:
-        """See Drafter.propose_while. Shared coupling only."""
-        assert self._coupling == "shared"
-        return self._propose(batch, length, goes_on)
-
-    def _propose(
         self, batch: Batch, length: int, goes_on: Callable[[Tensor], bool] | None
     ) -> Proposal:
+        """See Drafter.propose_while. None: draft all."""
         if length == 0:
-            return Proposal(batch.tokens.new_zeros(batch.rows, 0), None)
+            return Proposal.empty(batch)
         params, lengths = batch.params.at(self._temperature), batch.lengths[: batch.rows]
         # Step by step, so that each line is contiguous.
         places = lengths + batch.steps(0, length)[:, None]

@@ -105,20 +105,14 @@ class ModelDrafter(ModelRows):
         return not length or before > 0
 
     def propose(self, batch: Batch, length: int) -> Proposal:
-        return self._propose(batch, length, None)
+        return self.propose_while(batch, length, None)
 
     def propose_while(
-        self, batch: Batch, length: int, goes_on: Callable[[Tensor], bool]
-    ) -> Proposal:
-        """See Drafter.propose_while. Shared coupling only."""
-        assert self._coupling == "shared"
-        return self._propose(batch, length, goes_on)
-
-    def _propose(
         self, batch: Batch, length: int, goes_on: Callable[[Tensor], bool] | None
     ) -> Proposal:
+        """See Drafter.propose_while. None: draft all."""
         if length == 0:
-            return Proposal(batch.tokens.new_zeros(batch.rows, 0), None)
+            return Proposal.empty(batch)
         params = batch.params.at(self._temperature, self._factor)
         lengths = batch.lengths[: batch.rows]
         # Step by step, so that each line is contiguous.
@@ -172,7 +166,7 @@ class ParallelDrafter(ModelRows):
 
     def propose(self, batch: Batch, length: int) -> Proposal:
         if length == 0:
-            return Proposal(batch.tokens.new_zeros(batch.rows, 0), None)
+            return Proposal.empty(batch)
         logits = self._runner.forward(*self._input(batch, length), last=length)
         params = batch.params.at(self._temperature)
         return propose_at_once(logits, params, batch, coupling=self._coupling)
@@ -196,6 +190,7 @@ def propose_chain(
     lengths: Tensor,
     *,
     coupling: str,
+    scored: bool = False,
     goes_on: Callable[[Tensor], bool] | None = None,
 ) -> Proposal:
     """Draft one token after the other for `places` [k, B].
@@ -203,24 +198,41 @@ def propose_chain(
     Args:
         logits_of: logits_of(step, tokens) returns logits [B, V] after the tokens [B] of the step
             before; None in the first step.
+        scored: whether the proposal has scores, under shared coupling.
         goes_on: ends drafting when it returns False (see Drafter.propose_while). Shared coupling
             only.
     """
-    chosen: list[Tensor] = []
+    assert goes_on is None or coupling == "shared"
+    tokens: list[Tensor] = []
+    scores: list[Tensor] = []
     distributions: list[ops.Distribution] = []
+    own = (params.temperature, params.top_k, params.top_p, params.keys)
     for step, at in enumerate(places):
-        logits = logits_of(step, chosen[-1] if chosen else None)
-        if goes_on is None:
-            token, probs = propose_one(logits, params, at, lengths, coupling=coupling)
-            chosen.append(token)
-            if probs is not None:
-                distributions.append(probs)
+        logits = logits_of(step, tokens[-1] if tokens else None)
+        if coupling == "maximal":
+            token, probs = ops.draft_sample(logits, *own, at, lengths)
+            distributions.append(probs)
+        elif scored or goes_on is not None:
+            token, score = params.sample(logits, at)
+            scores.append(score)
         else:
-            token, scores = propose_scored(logits, params, at)
-            chosen.append(token)
-            if not goes_on(scores.exp()):
-                break
-    return Proposal(torch.stack(chosen, 1), stacked(distributions) if distributions else None)
+            token = ops.sample(logits, *own, at)
+        tokens.append(token)
+        if goes_on is not None and not goes_on(scores[-1].exp()):
+            break
+    return Proposal(
+        torch.stack(tokens, 1),
+        _stacked(distributions) if distributions else None,
+        scores=torch.stack(scores, 1) if scored and scores else None,
+    )
+
+
+def _stacked(distributions: list[ops.Distribution]) -> ops.Distribution:
+    """Stack the distributions [B, V] of consecutive places to one, [B, k, V]."""
+    values, edges = zip(*distributions, strict=True)
+    return ops.Distribution(
+        torch.stack(values, 1), None if edges[0] is None else torch.stack(edges, 1)
+    )
 
 
 def propose_at_once(
@@ -232,55 +244,12 @@ def propose_at_once(
     places = batch.places(0, length).flatten()
     flat = logits.flatten(0, 1)
     if coupling == "shared":
-        found, scores = propose_scored(flat, params, places)
+        found, scores = params.sample(flat, places)
         return Proposal(found.view(rows, length), None, scores=scores.view(rows, length))
-    starts = batch.lengths[:rows].repeat_interleave(length)
-    tokens, probs = propose_maximal(flat, params.repeat(length), places, starts)
+    starts, params = batch.lengths[:rows].repeat_interleave(length), params.repeat(length)
+    tokens, probs = ops.draft_sample(
+        flat, params.temperature, params.top_k, params.top_p, params.keys, places, starts
+    )
     values, edges = (None if part is None else part.unflatten(0, (-1, length)) for part in probs)
     assert values is not None
     return Proposal(tokens.view(rows, length), ops.Distribution(values, edges))
-
-
-def propose_one(
-    logits: Tensor, params: SamplingParams, places: Tensor, lengths: Tensor, *, coupling: str
-) -> tuple[Tensor, ops.Distribution | None]:
-    """Return tokens [B] and, under maximal coupling, the distributions that they were sampled
-    from."""
-    if coupling == "shared":
-        return propose_shared(logits, params, places), None
-    return propose_maximal(logits, params, places, lengths)
-
-
-def propose_shared(logits: Tensor, params: SamplingParams, places: Tensor) -> Tensor:
-    """Return the draft's tokens [B] from its logits [B, V], with the noise that the target will
-    use at `places` [B]."""
-    return ops.sample(logits, params.temperature, params.top_k, params.top_p, params.keys, places)
-
-
-def propose_scored(logits: Tensor, params: SamplingParams, places: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the tokens [B] of `propose_shared` and the draft's log-probability of each at
-    temperature 1, [B] float32. Each row of `params` may serve several consecutive rows of the
-    logits."""
-    tokens, scores = ops.sample_scored(
-        logits, params.temperature, params.top_k, params.top_p, params.keys, places
-    )
-    return tokens, scores
-
-
-def propose_maximal(
-    logits: Tensor, params: SamplingParams, places: Tensor, lengths: Tensor
-) -> tuple[Tensor, ops.Distribution]:
-    """Return tokens [B] and the distributions [B, V] that they were sampled from, with the
-    draft's own noise. lengths [B] makes the noise of this round different from that of every
-    other."""
-    return ops.draft_sample(
-        logits, params.temperature, params.top_k, params.top_p, params.keys, places, lengths
-    )
-
-
-def stacked(distributions: list[ops.Distribution]) -> ops.Distribution:
-    """Stack the distributions [B, V] of consecutive places to one, [B, k, V]."""
-    values, edges = zip(*distributions, strict=True)
-    return ops.Distribution(
-        torch.stack(values, 1), None if edges[0] is None else torch.stack(edges, 1)
-    )

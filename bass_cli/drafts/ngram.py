@@ -84,7 +84,7 @@ class LookupDrafter(Drafter):
         guesses = self.look_up(batch, length)
         counts = tuple([guess.count for guess in guesses])
         if not any(counts):
-            return Proposal(batch.tokens.new_zeros(len(batch), 0), None, counts)
+            return Proposal.empty(batch)._replace(num_drafts=counts)
         filled: list[int] = []
         for guess, row in zip(guesses, batch.hosts, strict=True):
             filled += guess.tokens

@@ -353,6 +353,17 @@ class SamplingParams:
     def __init__(self, temperature: Tensor, top_k: Tensor, top_p: Tensor, keys: Tensor):
         self.temperature, self.top_k, self.top_p, self.keys = temperature, top_k, top_p, keys
 
+    def sample(self, logits: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Sample under shared coupling, with the noise at `places` [N], from logits [N, V]. Each
+        row may serve several consecutive lines of them.
+
+        Returns: the tokens [N], and the log-probability of each at temperature 1, [N] float32.
+        """
+        tokens, scores = ops.sample_scored(
+            logits, self.temperature, self.top_k, self.top_p, self.keys, places
+        )
+        return tokens, scores
+
     def repeat(self, times: int) -> SamplingParams:
         """Repeat each row's parameters `times` times, side by side."""
         if times == 1:

@@ -38,6 +38,11 @@ class Proposal(NamedTuple):
     num_drafts: tuple[int, ...] | None = None
     scores: Tensor | None = None
 
+    @classmethod
+    def empty(cls, batch: Batch) -> Proposal:
+        """Return a proposal without drafts."""
+        return cls(batch.tokens.new_zeros(batch.rows, 0), None)
+
 
 class Verdict(NamedTuple):
     """The result of verification.

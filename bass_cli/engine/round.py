@@ -297,7 +297,7 @@ class HostDrafts:
             self._drafter.learn(self._batch)
         if self._drafter.on_device:
             return None
-        drafts = self._drafter.propose(self._batch, width) if width else _no_drafts(self._batch)
+        drafts = self._drafter.propose(self._batch, width) if width else self._nothing()
         assert drafts.num_drafts is not None
         best = max(drafts.num_drafts)
         if best and lengths.trims:
@@ -305,7 +305,7 @@ class HostDrafts:
             if best == 0:
                 self._drafter.skip_last()
         if not best:
-            return _no_drafts(self._batch)
+            return self._nothing()
         tokens = drafts.tokens[:, :best]
         # Compare types: a device may be given without its index.
         if tokens.device.type != self._batch.device.type:
@@ -323,9 +323,8 @@ class HostDrafts:
         """Return what a graph verifies, padding rows included."""
         return Proposal(self._tokens[:rows, :width], None)
 
-
-def _no_drafts(batch: Batch) -> Proposal:
-    return Proposal(batch.tokens.new_zeros(len(batch), 0), None, (0,) * len(batch))
+    def _nothing(self) -> Proposal:
+        return Proposal.empty(self._batch)._replace(num_drafts=(0,) * len(self._batch))
 
 
 # Tokens of each row that a catch-up graph reads at once. A few sizes suffice: reading some tokens

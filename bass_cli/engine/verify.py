@@ -82,7 +82,7 @@ class Verifier:
         logits = self._target.forward_packed(
             chosen.tokens, chosen.places - 1, packed, batch.ends(width)
         )
-        found = _chosen(logits, batch.params.of(packed.row), chosen.places)
+        found = batch.params.of(packed.row).sample(logits, chosen.places)
         accepted, table = cutting.settle(proposal, chosen, found, alive)
         batch.commit(table[:, 1 : width + 2], accepted)
         return table
@@ -179,17 +179,8 @@ def simulated(
 def _choices(logits: Tensor, params: SamplingParams, places: Tensor) -> tuple[Tensor, Tensor]:
     """Return the target's tokens at places [B, W] under shared coupling, and their
     log-probabilities, [B, W] each."""
-    tokens, scores = _chosen(logits.flatten(0, 1), params, places.flatten())
+    tokens, scores = params.sample(logits.flatten(0, 1), places.flatten())
     return tokens.view(places.shape), scores.view(places.shape)
-
-
-def _chosen(logits: Tensor, params: SamplingParams, places: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the same for logits [N, V] at places [N], where each row of `params` serves N / B
-    of them: [N] each."""
-    tokens, scores = ops.sample_scored(
-        logits, params.temperature, params.top_k, params.top_p, params.keys, places
-    )
-    return tokens, scores
 
 
 # Up to this many tokens in a pass one more costs almost nothing, so all drafts are verified. On an
