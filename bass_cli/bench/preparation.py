@@ -40,7 +40,8 @@ from bass_cli.run.pair import check_split
 from bass_cli.run.plan import Plan, device_of, dtype_of, make_plan
 from bass_cli.run.profile import LIMITS
 from bass_cli.run.profile import measure as profile
-from bass_cli.tensor_parallel.leader import AnyRunner, Part
+from bass_cli.tensor_parallel.follower import Part
+from bass_cli.tensor_parallel.leader import AnyRunner
 
 _OPTIONS = ("`batch_sizes`", "`new_tokens`")  # the options for rows and new tokens
 _WARM_TOKENS = 8

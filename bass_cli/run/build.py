@@ -36,8 +36,8 @@ from bass_cli.models.spec import Spec
 from bass_cli.run.pair import longest_draft
 from bass_cli.run.plan import Plan
 from bass_cli.system.host import give_back_memory
-from bass_cli.tensor_parallel.follower import Source, read_part
-from bass_cli.tensor_parallel.leader import AnyRunner, Followers, LedRunner, Part
+from bass_cli.tensor_parallel.follower import Part, Source, read_part
+from bass_cli.tensor_parallel.leader import AnyRunner, Followers, LedRunner
 
 WARMING = {"cpu": "warming up", "cuda": "warming up: compiling kernels, capturing graphs"}
 READING = {

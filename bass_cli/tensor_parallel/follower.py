@@ -55,21 +55,28 @@ class Source(Protocol):
         """
 
 
-class JobSpec(NamedTuple):
-    """What a follower needs to load its part.
+class Part(NamedTuple):
+    """What all processes of a split model load.
 
+    ranks: number of processes.
     vocab: see Decoder.
-    needed: bytes that its device must have free.
-    port: see Ranks.join.
+    needed: bytes that each device must have free.
     """
 
     source: Source
-    share: Share
+    ranks: int
     dtype: torch.dtype
     device: torch.device
     vocab: int
-    threads: int
     needed: int
+
+
+class JobSpec(NamedTuple):
+    """What a follower of this rank is told. `port`: see Ranks.join."""
+
+    part: Part
+    rank: int
+    threads: int
     port: int
 
 
@@ -129,18 +136,20 @@ def _say(channel: BinaryIO, message: Ready | Fault) -> None:
 def _follow(job: JobSpec, calls: BinaryIO, say: Callable[[Ready | Fault], None]) -> None:
     """Load the part, join the group and repeat the leader's calls until it says `leave`."""
     torch.set_num_threads(job.threads)
-    if job.device.type == "cuda" and (free := free_memory(job.device)) < job.needed:
+    part, device = job.part, job.part.device
+    if device.type == "cuda" and (free := free_memory(device)) < part.needed:
         raise MachineError(
-            f"this part needs {gigabytes(job.needed)} of memory on its device, and "
+            f"this part needs {gigabytes(part.needed)} of memory on its device, and "
             f"{gigabytes(free)} are free"
         )
-    read, ranks = list[int](), Ranks(job.share)
-    spec, weights = job.source(job.share, dtype=job.dtype, device=job.device, on_read=read.append)
-    decoder = Decoder(spec, weights, vocab=job.vocab, ranks=ranks)
+    share, read = Share(job.rank, part.ranks), list[int]()
+    ranks = Ranks(share)
+    spec, weights = part.source(share, dtype=part.dtype, device=device, on_read=read.append)
+    decoder = Decoder(spec, weights, vocab=part.vocab, ranks=ranks)
     say(Ready(sum(read)))
     pickle.load(calls)  # "join": all parts are loaded
-    ranks.join(job.port, job.device)
-    ranks.can_capture(job.device)
+    ranks.join(job.port, device)
+    ranks.can_capture(device)
     with torch.inference_mode():
         _take_part(decoder, ranks, calls)
 

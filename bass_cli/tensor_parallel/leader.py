@@ -19,7 +19,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from bass_cli.models.decoder import Decoder
 from bass_cli.models.kv_cache import KVCache
 from bass_cli.models.ranks import Ranks, Share
 from bass_cli.models.runner import Runner
-from bass_cli.tensor_parallel.follower import CAPTURED, Fault, JobSpec, Ready, Source
+from bass_cli.tensor_parallel.follower import CAPTURED, Fault, JobSpec, Part, Ready
 
 _NOTICE = 2.0  # seconds within which the death of a process is detected
 # Seconds for a pass to fail after one of its processes has died. Between CPUs it fails at once;
@@ -47,17 +47,6 @@ _CODE = (
     "from bass_cli.system.signals import end_with_parent; end_with_parent(); "
     "from bass_cli.tensor_parallel.follower import main; main()"
 )
-
-
-class Part(NamedTuple):
-    """The fields of JobSpec (follower.py) that are equal for all processes of a model."""
-
-    source: Source
-    ranks: int
-    dtype: torch.dtype
-    device: torch.device
-    vocab: int
-    needed: int
 
 
 class Followers:
@@ -95,16 +84,9 @@ class Followers:
             target=self._begin_and_listen, args=(rank, environment, started), daemon=True
         ).start()
         process = started.result()
-        job = JobSpec(
-            part.source,
-            Share(rank, part.ranks),
-            part.dtype,
-            torch.device(part.device.type),
-            part.vocab,
-            torch.get_num_threads(),
-            part.needed,
-            self._port,
-        )
+        # Each process sees its own device only, as the first one.
+        part = part._replace(device=torch.device(part.device.type))
+        job = JobSpec(part, rank, torch.get_num_threads(), self._port)
         with contextlib.suppress(BrokenPipeError):  # `_listen` reports why
             self._send(process, job)
 
@@ -355,9 +337,15 @@ class LedRunner:
     ):
         self._followers, self._number, self.rows, self.lag = followers, number, rows, lag
         ahead = 0 if decoder.reader is None else decoder.reader.ahead
-        with followers.taking_part():
-            self._tell("begin", rows, span, lag, blocks, ahead, decoder.layers)
+        with self._led("begin", rows, span, lag, blocks, ahead, decoder.layers):
             self._runner = Runner(decoder, rows=rows, span=span, lag=lag, blocks=blocks)
+
+    @contextlib.contextmanager
+    def _led(self, name: str, *given: Any) -> Iterator[None]:
+        """Send a call to the other processes before the leader makes it in this block."""
+        with self._followers.taking_part():
+            self._followers.tell(self._number, name, *given)
+            yield
 
     @property
     def cache(self) -> KVCache:
@@ -390,18 +378,15 @@ class LedRunner:
             self._followers.tell(answer)
             return answer
 
-        with self._followers.taking_part():
-            self._tell("open", key, list(tokens), in_time is not None)
+        with self._led("open", key, list(tokens), in_time is not None):
             return self._runner.open(key, tokens, None if in_time is None else told)
 
     def close(self, key: str) -> None:
-        with self._followers.taking_part():
-            self._tell("close", key)
+        with self._led("close", key):
             self._runner.close(key)
 
     def follow(self, change: Change) -> None:
-        with self._followers.taking_part():
-            self._tell("follow", change)
+        with self._led("follow", change):
             self._runner.follow(change)
 
     def forward(
@@ -412,19 +397,14 @@ class LedRunner:
         *,
         last: int | None = None,
     ) -> Tensor:
-        with self._followers.taking_part():
-            self._tell("forward", tuple(tokens.shape), ends, last)
+        with self._led("forward", tuple(tokens.shape), ends, last):
             self._followers.ranks.send(tokens, positions)
             return self._runner.forward(tokens, positions, ends, last=last)
 
     def feed(self, tokens: Tensor, positions: Tensor, ends: Sequence[int] | None) -> None:
-        with self._followers.taking_part():
-            self._tell("feed", tuple(tokens.shape), ends)
+        with self._led("feed", tuple(tokens.shape), ends):
             self._followers.ranks.send(tokens, positions)
             self._runner.feed(tokens, positions, ends)
-
-    def _tell(self, name: str, *given: Any) -> None:
-        self._followers.tell(self._number, name, *given)
 
 
 AnyRunner = Runner | LedRunner
