@@ -166,11 +166,9 @@ def read_surface(text: str | bytes) -> Surface:
     if found.pop("format", None) != FORMAT:
         raise ValueError(f"its format is not {FORMAT}")
     try:
-        surface = _typed(found)
+        return _typed(found)
     except (TypeError, KeyError) as error:
         raise ValueError(f"not a cost surface: {error}") from None
-    _check(surface)
-    return surface
 
 
 # Prior standard deviations (of logarithms) by whether the surface was measured: of each part, and
@@ -354,47 +352,36 @@ _FURTHEST = 25.0  # the largest logarithm of a factor: a guess of 1 s may be off
 
 
 def _typed(found: Mapping[str, Any]) -> Surface:
+    """Return the Surface of these values if `make_surface` could have made it; else ValueError."""
+
     def grid(key: str) -> Grid:
         return tuple(tuple(finite(value) for value in line) for line in found[key])
 
     verify, draft = found["growth"]
     acceptance = found["acceptance"]
-    return Surface(
-        tuple(whole(n) for n in found["rows"]),
-        tuple(whole(n) for n in found["widths"]),
+    surface = Surface(
+        tuple(whole(n, least=1, most=_MOST_ROWS) for n in found["rows"]),
+        tuple(whole(n, most=_MOST_ROWS) for n in found["widths"]),
         grid("verify"),
         grid("draft"),
         finite(found["context"]),
         (finite(verify), finite(draft)),
-        None if acceptance is None else finite(acceptance),
+        None if acceptance is None else finite(acceptance, least=0.0),
         truth(found["measured"]),
     )
-
-
-def _check(surface: Surface) -> None:
-    """Raise ValueError for a surface that `make_surface` cannot return."""
-    for name, axis in (("rows", surface.rows), ("widths", surface.widths)):
-        if not axis or any(b <= a for a, b in itertools.pairwise(axis)):
-            raise ValueError(f"the {name} do not increase")
-        if axis[-1] > _MOST_ROWS:
-            raise ValueError(f"{name} exceed {_MOST_ROWS}")
-    if surface.rows[0] < 1 or surface.widths[0] != 0:
-        raise ValueError("the rows must begin at 1 or more, and the widths at 0")
-    for name, grid, least in (("verify", surface.verify, _LEAST), ("draft", surface.draft, 0.0)):
-        if len(grid) != len(surface.rows) or any(len(line) != len(surface.widths) for line in grid):
-            raise ValueError(f"the grid of {name} does not match its rows and widths")
-        if not all(least <= value <= _MOST for line in grid for value in line):
-            raise ValueError(f"the seconds in {name} must be between {least:g} and {_MOST:g}")
-        if grid != _rising(grid):
-            raise ValueError(f"the seconds in {name} fall with more rows or drafts")
-    if any(line[0] for line in surface.draft):
-        raise ValueError("drafting takes time in rounds without drafts")
-    if not 0 <= surface.context <= _MOST_CONTEXT:
-        raise ValueError(f"the context must be between 0 and {_MOST_CONTEXT:g} tokens")
-    if not all(0 <= growth <= _MOST_GROWTH for growth in surface.growth):
-        raise ValueError(f"the growth must be between 0 and {_MOST_GROWTH:g} seconds a token")
-    if surface.acceptance is not None and not 0 <= surface.acceptance <= 1:
+    rows, widths = surface.rows, surface.widths
+    if not rows or widths[:1] != (0,):
+        raise ValueError("rows are needed, and widths that begin at 0")
+    if any(b <= a for axis in (rows, widths) for a, b in itertools.pairwise(axis)):
+        raise ValueError("the rows or the widths do not increase")
+    for one in (surface.verify, surface.draft):
+        if [len(line) for line in one] != [len(widths)] * len(rows):
+            raise ValueError("a grid does not match its rows and widths")
+    if surface != make_surface(**asdict(surface)):
+        raise ValueError("its seconds are implausible, or fall with more rows or drafts")
+    if surface.acceptance is not None and surface.acceptance > 1:
         raise ValueError("the acceptance must be between 0 and 1")
+    return surface
 
 
 def _between(axis: Sequence[int], value: float) -> tuple[int, float]:
