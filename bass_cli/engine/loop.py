@@ -27,9 +27,9 @@ from bass_cli.engine.contracts import (
     Target,
 )
 from bass_cli.engine.graphs import Captured, Kind, Shape, kind_of
-from bass_cli.engine.round import CatchingUp, NextRound, Round, Rounds, sizes
+from bass_cli.engine.round import CatchingUp, NextRound, Round, sizes
 from bass_cli.engine.sizes import cover, step_down
-from bass_cli.engine.verify import ALL, Cut, Rate, SimulatedAcceptance, Verifier
+from bass_cli.engine.verify import ALL, Cut, Rate, Rounds, SimulatedAcceptance
 from bass_cli.models.capture import Graphs, Running, synchronise
 
 
@@ -72,14 +72,12 @@ class Loop:
             self._captured = Captured(
                 graphs, batch, clock, self.function, drafter=drafter, cuts=self._cuts
             )
-        self._verifier = Verifier(
-            batch, target, coupling=coupling, simulated_acceptance=self.simulated
-        )
         self._rounds = Rounds(
             batch,
             target,
             drafter,
-            self._verifier,
+            coupling=coupling,
+            simulated=self.simulated,
             cut=cut if coupling == "shared" and acceptance is None else None,
             may_stop=self._captured is None and coupling == "shared",
         )
@@ -309,7 +307,7 @@ class Loop:
             shape = step.shape
             if not behind:
                 self.catch_up(self._rounds.drafted(shape), deadline)
-            self._verifier.look_at(wish.width if self.exact else ALL)
+            self._rounds.look_at(wish.width if self.exact else ALL)
             new.began = captured.start()
             new.running = captured.launch(wish, step)
             new.capturing, new.steady = captured.capturing, captured.steady
@@ -322,7 +320,7 @@ class Loop:
             else:
                 new.waiting = waits
         new.rows, new.changes = tuple(self.batch.hosts), self.batch.changes
-        new.width = min(shape.width, self._verifier.most)
+        new.width = min(shape.width, self._rounds.most)
         new.places, new.cut = self._rounds.drafted(shape), shape.kind == "cut"
 
     def _run(self, new: Round) -> Shape:

@@ -1,21 +1,19 @@
-"""A round: its draft length, drafts from the host, catching up, and the pass on the device.
+"""What the next round is: its draft length, drafts from the host, its graph, and catching up.
 
-`Round` follows a round from the request to its result. `NextRound` chooses what the next one is,
-and `HostDrafts` holds drafts that the host made for it. `CatchingUp` feeds a draft model the tokens
-it has missed, `Rounds` is the work on the device, and `Stopping` ends drafting early. Not here:
-launching rounds (loop.py), acceptance (verify.py), when a graph is captured (graphs.py).
+`Round` follows a round from the request to its result. `NextRound` makes the request, and
+`HostDrafts` holds drafts that the host made for it. `CatchingUp` feeds a draft model the tokens it
+has missed. Not here: launching rounds (loop.py), their work on the device (verify.py), when a graph
+is captured (graphs.py).
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy
-import torch
-from torch import Tensor
 
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.clock import Clock
@@ -25,13 +23,10 @@ from bass_cli.engine.contracts import (
     Drafter,
     DraftLength,
     Proposal,
-    TakesPacked,
-    Target,
 )
 from bass_cli.engine.graphs import Captured, Fit, Shape, Step
 from bass_cli.engine.host_state import Integers
 from bass_cli.engine.sizes import LONGEST, step_down, step_up
-from bass_cli.engine.verify import Cut, Cutting, Verifier
 from bass_cli.models.capture import Running
 
 _NOTHING = Running(lambda: True, lambda: None)
@@ -437,134 +432,3 @@ def sizes(rows: int) -> tuple[int, ...]:
     """Return the numbers of tokens of each row that catch-up graphs for `rows` rows (padding
     included) read at once."""
     return tuple(size for size in _SIZES if size <= max(_ALWAYS, _FLAT // rows))
-
-
-class Rounds:
-    """The work of one loop's rounds on the device.
-
-    Args:
-        cut: when to cut rows' drafts, if drafter and target support it. None: never.
-        may_stop: allow drafting to end early inside a round, if the drafter supports it.
-    """
-
-    def __init__(
-        self,
-        batch: Batch,
-        target: Target,
-        drafter: Drafter,
-        verifier: Verifier,
-        *,
-        cut: Cut | None,
-        may_stop: bool,
-    ):
-        self._batch, self._drafter, self._verifier = batch, drafter, verifier
-        self.stops = may_stop and drafter.stops_short
-        self._stopping = Stopping() if self.stops else None
-        self._cutting: Cutting | None = None
-        able = drafter.at_once and isinstance(target, TakesPacked)
-        if cut is not None and able:
-            self._cutting = Cutting(cut, batch.device)
-
-    def cuts(self, rows: int, width: int) -> bool:
-        """Return whether rounds of `rows` rows (padding included) draft more and verify only the
-        likeliest, `width` of each row on average."""
-        return self._cutting is not None and self._cutting.pays(rows, width)
-
-    def drafted(self, shape: Shape) -> int:
-        """Return how many tokens a round of this shape drafts for each row."""
-        if shape.kind != "cut":
-            return shape.width
-        assert self._cutting is not None
-        return self._cutting.drafted(shape.width)
-
-    def function(self, shape: Shape, host_drafts: HostDrafts) -> Callable[[], Tensor]:
-        """Return what a graph of this shape does.
-
-        Args:
-            host_drafts: where it reads drafts from the host.
-        """
-        check, drafter, batch = self._verifier.check, self._drafter, self._batch
-        if shape.kind == "cut":
-            return lambda: self._part(shape)
-        if not drafter.on_device:
-            return lambda: check(host_drafts.placed(shape.rows, shape.width), bounded=True)
-        return lambda: check(drafter.propose(batch, shape.width), bounded=shape.width > 0)
-
-    def run(
-        self, shape: Shape, drafts: Proposal | None, lengths: DraftLength
-    ) -> tuple[Tensor, Shape]:
-        """Run a round without graphs.
-
-        Args:
-            drafts: drafts from the host; None if the device drafts.
-
-        Returns: the result on the host (Verifier.check), and the shape with the final draft length.
-        """
-        if shape.kind == "cut":
-            return self._part(shape).cpu(), shape
-        if drafts is None:
-            drafts = (
-                self._drafter.propose(self._batch, shape.width)
-                if self._stopping is None
-                else self._stopping.propose(self._drafter, self._batch, shape.width, lengths)
-            )
-        width = drafts.tokens.shape[1]
-        return self._verifier.check(drafts).cpu(), shape._replace(width=width)
-
-    def observe(self, accepted: Sequence[int]) -> None:
-        """Learn from the accepted drafts of each row in the last round."""
-        if self._stopping is not None:
-            self._stopping.observe(accepted)
-
-    def _part(self, shape: Shape) -> Tensor:
-        assert self._cutting is not None
-        proposal = self._drafter.propose(self._batch, self._cutting.drafted(shape.width))
-        return self._verifier.check_part(proposal, shape.width, self._cutting)
-
-
-_BINS = 12  # confidence bins of equal width
-_STRENGTH = 6.0  # prior: a bin's middle counts as this many observed drafts
-_MEMORY = 0.995  # factor by which the weight of a round decays in each later round
-
-
-class Stopping:
-    """Decide inside a round whether one more draft pays.
-
-    Estimate the probability that each row accepts all of its drafts so far. It is the product of
-    the acceptance rates of drafts of the same confidence, learnt in earlier rounds.
-    """
-
-    def __init__(self) -> None:
-        middles = (torch.arange(_BINS) + 0.5) / _BINS
-        self._accepted, self._trials = _STRENGTH * middles, torch.full((_BINS,), _STRENGTH)
-        self._bins: list[Tensor] = []  # for each draft step, the bin of each row
-
-    def propose(
-        self, drafter: Drafter, batch: Batch, length: int, lengths: DraftLength
-    ) -> Proposal:
-        """Return up to `length` drafts; fewer if drafter and controller can end drafting early and
-        one more does not pay."""
-        if not (length and drafter.stops_short and lengths.stops):
-            return drafter.propose(batch, length)
-        least = lengths.least
-        self._bins, chance = [], torch.ones(len(batch))
-
-        def goes_on(confidence: Tensor) -> bool:
-            nonlocal chance
-            self._bins.append((confidence.cpu() * _BINS).long().clamp(0, _BINS - 1))
-            chance = chance * (self._accepted / self._trials)[self._bins[-1]]
-            return float(chance.mean()) >= least(len(self._bins))
-
-        return drafter.propose_while(batch, length, goes_on)
-
-    def observe(self, accepted: Sequence[int]) -> None:
-        """Learn from the accepted drafts of each row in the last proposal."""
-        if not self._bins:
-            return
-        counts, bins = torch.tensor(accepted)[:, None], torch.stack(self._bins, 1)
-        steps = torch.arange(bins.shape[1])
-        self._accepted *= _MEMORY
-        self._trials *= _MEMORY
-        self._accepted += torch.bincount(bins[steps < counts], minlength=_BINS)
-        self._trials += torch.bincount(bins[steps <= counts], minlength=_BINS)
-        self._bins = []

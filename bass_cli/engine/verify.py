@@ -1,14 +1,15 @@
-"""Verification: the target's pass over the drafts, and a Verdict by one function for each
-coupling.
+"""The work of a round on the device: drafting, the target's pass, and a Verdict by one function for
+each coupling.
 
-`Cutting` chooses the likeliest drafts of a batch where verifying all of them would cost too much.
-`SimulatedAcceptance` replaces the verdict in benchmarks with random weights. Not here: the
-arithmetic (kernels), drafting (drafts/).
+`Rounds` is that work, captured or not. `Stopping` ends drafting early, and `Cutting` chooses the
+likeliest drafts of a batch where verifying all of them would cost too much. `SimulatedAcceptance`
+replaces the verdict in benchmarks with random weights. Not here: what the next round is (round.py),
+the arithmetic (kernels).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,46 +17,112 @@ from torch import Tensor
 
 import bass_kernels as ops
 from bass_cli.engine.batch import Batch, Change, SamplingParams, noise_key
-from bass_cli.engine.contracts import Proposal, TakesPacked, Target, Verdict
+from bass_cli.engine.contracts import Drafter, DraftLength, Proposal, TakesPacked, Target, Verdict
+from bass_cli.engine.graphs import Shape
+from bass_cli.engine.round import HostDrafts
 from bass_cli.engine.sizes import LONGEST
 
 ALL = 2**31 - 1  # no bound: more drafts than any round has
 
 
-class Verifier:
-    """Verify the drafts of one loop: its target, the coupling, and simulated acceptance if set."""
+class Rounds:
+    """The work of one loop's rounds on the device: drafting, the target's pass over the pending
+    tokens and the drafts, the verdict, and its commit.
+
+    The result of a round is a table for the host, [B, 2k + 3] int64: the number of accepted drafts;
+    the block of k + 1 tokens, valid up to and including that index; the bits of their
+    log-probabilities. If the round was cut, one more column is the number of verified drafts.
+
+    most: the most drafts of a row that a captured round verifies.
+
+    Args:
+        coupling: "shared" or "maximal".
+        simulated: replaces the verdict. None: the coupling decides.
+        cut: when to cut rows' drafts, if drafter and target support it. None: never.
+        may_stop: allow drafting to end early inside a round, if the drafter supports it.
+    """
 
     def __init__(
         self,
         batch: Batch,
         target: Target,
+        drafter: Drafter,
         *,
         coupling: str,
-        simulated_acceptance: SimulatedAcceptance | None,
+        simulated: SimulatedAcceptance | None,
+        cut: Cut | None,
+        may_stop: bool,
     ):
-        self._batch, self._target = batch, target
-        self._coupling, self._simulated_acceptance = coupling, simulated_acceptance
-        # The most drafts of a row that a bounded pass verifies: on the host, and on the device
-        # where graphs read it.
-        self.most, self._bound = ALL, batch.tokens.new_full((), ALL)
+        self._batch, self._target, self._drafter = batch, target, drafter
+        self._coupling, self._simulated = coupling, simulated
+        self.most = ALL
+        self._bound = batch.tokens.new_full((), ALL)  # the same, where graphs read it
+        self.stops = may_stop and drafter.stops_short
+        self._stopping = Stopping() if self.stops else None
+        self._cutting: Cutting | None = None
+        if cut is not None and drafter.at_once and isinstance(target, TakesPacked):
+            self._cutting = Cutting(cut, batch.device)
 
     def look_at(self, most: int) -> None:
-        """Verify at most `most` drafts of each row in bounded passes from now on."""
+        """Verify at most `most` drafts of each row in captured rounds from now on."""
         if most != self.most:
             self.most = most
             self._bound.fill_(most)
 
-    def check(self, proposal: Proposal, *, bounded: bool = False) -> Tensor:
-        """Run the target over the pending tokens and the drafts, choose what is accepted, and
-        commit it.
+    def cuts(self, rows: int, width: int) -> bool:
+        """Return whether rounds of `rows` rows (padding included) draft more and verify only the
+        likeliest, `width` of each row on average."""
+        return self._cutting is not None and self._cutting.pays(rows, width)
+
+    def drafted(self, shape: Shape) -> int:
+        """Return how many tokens a round of this shape drafts for each row."""
+        if shape.kind != "cut":
+            return shape.width
+        assert self._cutting is not None
+        return self._cutting.drafted(shape.width)
+
+    def function(self, shape: Shape, host_drafts: HostDrafts) -> Callable[[], Tensor]:
+        """Return what a graph of this shape does.
 
         Args:
-            bounded: verify at most as many drafts as `look_at` has set.
-
-        Returns: the table for the host, [B, 2k + 3] int64: the number of accepted drafts; the block
-            of k + 1 tokens, valid up to and including that index; the bits of their
-            log-probabilities.
+            host_drafts: where it reads drafts from the host.
         """
+        check, drafter, batch = self._check, self._drafter, self._batch
+        if shape.kind == "cut":
+            return lambda: self._cut_round(shape)
+        if not drafter.on_device:
+            return lambda: check(host_drafts.placed(shape.rows, shape.width), bounded=True)
+        return lambda: check(drafter.propose(batch, shape.width), bounded=shape.width > 0)
+
+    def run(
+        self, shape: Shape, drafts: Proposal | None, lengths: DraftLength
+    ) -> tuple[Tensor, Shape]:
+        """Run a round without graphs.
+
+        Args:
+            drafts: drafts from the host; None if the device drafts.
+
+        Returns: the result on the host, and the shape with the final draft length.
+        """
+        if shape.kind == "cut":
+            return self._cut_round(shape).cpu(), shape
+        if drafts is None:
+            drafts = (
+                self._drafter.propose(self._batch, shape.width)
+                if self._stopping is None
+                else self._stopping.propose(self._drafter, self._batch, shape.width, lengths)
+            )
+        width = drafts.tokens.shape[1]
+        return self._check(drafts, bounded=False).cpu(), shape._replace(width=width)
+
+    def observe(self, accepted: Sequence[int]) -> None:
+        """Learn from the accepted drafts of each row in the last round."""
+        if self._stopping is not None:
+            self._stopping.observe(accepted)
+
+    def _check(self, proposal: Proposal, *, bounded: bool) -> Tensor:
+        """Verify a proposal and commit what is accepted: of each row at most `most` drafts if
+        `bounded`."""
         batch, width = self._batch, proposal.tokens.shape[1]
         tokens, positions = batch.pending(proposal.tokens)
         verdict = judge(
@@ -63,21 +130,21 @@ class Verifier:
             self._target.forward(tokens, positions, batch.ends(width)),
             batch,
             coupling=self._coupling,
-            simulated_acceptance=self._simulated_acceptance,
+            simulated_acceptance=self._simulated,
             most=self._bound if bounded else None,
         )
         return batch.report(verdict.block, verdict.accepted, verdict.scores)
 
-    def check_part(self, proposal: Proposal, each: int, cutting: Cutting) -> Tensor:
-        """As `check`, but verify only the likeliest drafts, `each` of a row on average.
-
-        It needs shared coupling, a target that takes packed rows and a proposal with scores. The
-        table has one more column at the end: the number of drafts of each row that were verified.
-        """
-        batch, (rows, width) = self._batch, proposal.tokens.shape
+    def _cut_round(self, shape: Shape) -> Tensor:
+        """Draft, and verify only the likeliest drafts, `shape.width` of each row on average. It
+        needs shared coupling and a proposal with scores."""
+        batch, cutting = self._batch, self._cutting
+        assert cutting is not None
         assert isinstance(self._target, TakesPacked)
+        proposal = self._drafter.propose(batch, cutting.drafted(shape.width))
+        rows, width = proposal.tokens.shape
         lengths, alive = batch.lengths[:rows], batch.alive
-        chosen = cutting.choose(proposal, rows * each, batch.last(1)[0], lengths, alive)
+        chosen = cutting.choose(proposal, rows * shape.width, batch.last(1)[0], lengths, alive)
         packed = chosen.packed
         logits = self._target.forward_packed(
             chosen.tokens, chosen.places - 1, packed, batch.ends(width)
@@ -86,6 +153,54 @@ class Verifier:
         accepted, table = cutting.settle(proposal, chosen, found, alive)
         batch.commit(table[:, 1 : width + 2], accepted)
         return table
+
+
+_BINS = 12  # confidence bins of equal width
+_STRENGTH = 6.0  # prior: a confidence bin counts as this many observed drafts
+_MEMORY = 0.995  # factor by which the weight of a round decays in each later round
+
+
+class Stopping:
+    """Decide inside a round whether one more draft pays.
+
+    Estimate the probability that each row accepts all of its drafts so far. It is the product of
+    the acceptance rates of drafts of the same confidence, learnt in earlier rounds.
+    """
+
+    def __init__(self) -> None:
+        middles = (torch.arange(_BINS) + 0.5) / _BINS
+        self._accepted, self._trials = _STRENGTH * middles, torch.full((_BINS,), _STRENGTH)
+        self._bins: list[Tensor] = []  # for each draft step, the bin of each row
+
+    def propose(
+        self, drafter: Drafter, batch: Batch, length: int, lengths: DraftLength
+    ) -> Proposal:
+        """Return up to `length` drafts; fewer if drafter and controller can end drafting early and
+        one more does not pay."""
+        if not (length and drafter.stops_short and lengths.stops):
+            return drafter.propose(batch, length)
+        least = lengths.least
+        self._bins, chance = [], torch.ones(len(batch))
+
+        def goes_on(confidence: Tensor) -> bool:
+            nonlocal chance
+            self._bins.append((confidence.cpu() * _BINS).long().clamp(0, _BINS - 1))
+            chance = chance * (self._accepted / self._trials)[self._bins[-1]]
+            return float(chance.mean()) >= least(len(self._bins))
+
+        return drafter.propose_while(batch, length, goes_on)
+
+    def observe(self, accepted: Sequence[int]) -> None:
+        """Learn from the accepted drafts of each row in the last proposal."""
+        if not self._bins:
+            return
+        counts, bins = torch.tensor(accepted)[:, None], torch.stack(self._bins, 1)
+        steps = torch.arange(bins.shape[1])
+        self._accepted *= _MEMORY
+        self._trials *= _MEMORY
+        self._accepted += torch.bincount(bins[steps < counts], minlength=_BINS)
+        self._trials += torch.bincount(bins[steps <= counts], minlength=_BINS)
+        self._bins = []
 
 
 def judge(
@@ -187,7 +302,6 @@ def _choices(logits: Tensor, params: SamplingParams, places: Tensor) -> tuple[Te
 # H200 a pass of a 7B over 8 / 64 / 128 / 256 tokens takes 4.2 / 5.0 / 6.0 / 8.9 ms. On a CPU every
 # token costs time after the first few.
 CHEAP = {"cpu": 16, "cuda": 64}
-_STRENGTH = 6.0  # prior strength: pseudo-observations per confidence bin
 
 
 class Cutting:

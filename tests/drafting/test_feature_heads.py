@@ -255,7 +255,7 @@ def test_target_without_a_reader_records_no_hidden_states(models, monkeypatch):
     assert len(loop.target.cache.own_keys) == len(target.layers) + head.spec.body.layers
     tapped.clear()
     loop.target = loop.target.without_reader()
-    loop._verifier._target = loop.target
+    loop._rounds._target = loop.target
     live = [Row("x", s, 0, [4, 5], 9) for s in range(3)]
     loop.open("x", [4, 5])
     loop.swap_rows((), live)

@@ -69,15 +69,22 @@ def test_auto_learns_the_gain_of_choosing_drafts():
 def watched(loop):
     """Record what the loop's rounds chose: accepted drafts of each row and their number.
     Confidence and choice are arbitrary."""
-    seen, check, made = [], loop._verifier.check_part, torch.Generator().manual_seed(1)
+    seen, run, propose = [], loop._rounds._cut_round, loop.drafter.propose
+    made = torch.Generator().manual_seed(1)
 
-    def noted(proposal, each, cut):
-        scores = torch.rand(proposal.scores.shape, generator=made).log()
-        table = check(proposal._replace(scores=scores), each, cut)
-        seen.append((proposal.tokens.shape[1], each, table[:, -1].tolist(), table[:, 0].tolist()))
+    def proposed(batch, length):
+        proposal = propose(batch, length)
+        if proposal.scores is None:
+            return proposal
+        return proposal._replace(scores=torch.rand(proposal.scores.shape, generator=made).log())
+
+    def noted(shape):
+        table = run(shape)
+        width = (table.shape[1] - 4) // 2
+        seen.append((width, shape.width, table[:, -1].tolist(), table[:, 0].tolist()))
         return table
 
-    loop._verifier.check_part = noted
+    loop._rounds._cut_round, loop.drafter.propose = noted, proposed
     return seen
 
 

@@ -9,7 +9,7 @@ from toys import Markov, drive, loop_for, plain
 
 from bass_cli.drafts.factory import NoDrafter, make_drafter
 from bass_cli.engine.batch import Row
-from bass_cli.engine.round import Stopping
+from bass_cli.engine.verify import Stopping
 from bass_cli.lengths.controllers import Fixed, Goodput
 from bass_cli.lengths.costs import make_surface
 
