@@ -5,7 +5,6 @@ It wraps the library's iterator of completions. The driver: worker_pool.py.
 
 from __future__ import annotations
 
-import os
 import platform
 import threading
 import time
@@ -57,7 +56,6 @@ class Ready(NamedTuple):
     """A worker has checked its models and is ready to draw."""
 
     node: str
-    process: int
     facts: Facts
 
 
@@ -157,7 +155,7 @@ class Worker(Process):
         self._plan = make_plan(spec.job, longest_prompt=spec.longest, prompts=spec.prompts)
         self._report = Report(rows=self._plan.rows)
         facts = facts_of(self._plan, spec.source, shard=spec.shard)
-        return Ready(platform.node(), os.getpid(), facts)
+        return Ready(platform.node(), facts)
 
     def exchange(self, parts: list[Part], beat: float) -> Report:
         """Add parts and return a report after `beat` seconds, or once all samples are finished."""

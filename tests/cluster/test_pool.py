@@ -49,8 +49,8 @@ def test_each_sample_is_delivered_once_for_any_workers(count_is_known: bool) -> 
     for seed in range(60):
         chance = random.Random(seed)
         count, n = chance.randint(1, 30), chance.randint(1, 9)
-        due = {(f"p{i}", number) for i in range(count) for number in range(n)}
-        done = {key for key in due if chance.random() < 0.2}
+        expected = {(f"p{i}", number) for i in range(count) for number in range(n)}
+        done = {key for key in expected if chance.random() < 0.2}
         pool = pool_of(count, n, done, known=count_is_known)
         hands: dict[int, list[tuple[str, int]]] = {}
         ghosts: list[tuple[int, tuple[str, int]]] = []  # what lost workers may still say
@@ -75,7 +75,7 @@ def test_each_sample_is_delivered_once_for_any_workers(count_is_known: bool) -> 
             if ghosts:
                 worker, key = ghosts.pop()
                 assert not pool.deliver(worker, sample(*key))
-        assert taken == Counter(due - done)
+        assert taken == Counter(expected - done)
         assert not any(hands.values())
 
 

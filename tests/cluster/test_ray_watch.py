@@ -20,8 +20,8 @@ def listening() -> tuple[socket.socket, str]:
 
 def test_a_dead_process_is_named_within_5_s() -> None:
     (one, first), (two, second) = listening(), listening()
-    said: list[str] = []
-    with RayWatch("local", said.append) as watch:
+    errors: list[str] = []
+    with RayWatch("local", errors.append) as watch:
         watch.begin({"control store": first, "node": second})
         time.sleep(1.2)
         watch.check()
@@ -33,7 +33,7 @@ def test_a_dead_process_is_named_within_5_s() -> None:
         with pytest.raises(MachineError, match=f"`ray` local: Ray's node at {second} has died"):
             watch.check()
     time.sleep(0.1)
-    assert said == []
+    assert errors == []
     one.close()
 
 
@@ -41,7 +41,7 @@ def test_a_blocked_command_is_ended_with_exit_code_3() -> None:
     code = """
 import sys, time
 from bass_cli.cluster.rays import RayWatch
-with RayWatch("auto", lambda said: print(said, file=sys.stderr, flush=True)) as watch:
+with RayWatch("auto", lambda error: print(error, file=sys.stderr, flush=True)) as watch:
     watch.begin({"control store": sys.argv[1]})
     time.sleep(60)
 """

@@ -94,7 +94,7 @@ def lines(path: Path) -> int:
 def test_the_file_is_the_same_after_kills_and_a_new_node(cluster: Any, pair_folder: Any) -> None:
     place = pair_folder(prompts=60)
     flags = ("--max-new-tokens", "48", "--draft", "none", "--draft-length", "auto")
-    assert bass("generate", *FLAGS, *flags, "--out", "due.jsonl")[0] == 0
+    assert bass("generate", *FLAGS, *flags, "--out", "expected.jsonl")[0] == 0
     out = place / "o.jsonl"
     flags += ("--ray", cluster.address, "--threads", "1", "--batch-size", "4", "--out", out.name)
     child = driver(place, *flags)
@@ -114,7 +114,7 @@ def test_the_file_is_the_same_after_kills_and_a_new_node(cluster: Any, pair_fold
     late = cluster.add_node(num_cpus=1, object_store_memory=STORE)
     until(lambda: len(actors(os.getpid())) == 5, child)
     assert child.wait(_PATIENCE) == 0, (place / "log").read_text()
-    assert samples(out) == samples(place / "due.jsonl")
+    assert samples(out) == samples(place / "expected.jsonl")
     assert len(samples(out)) == 180
     assert out.read_bytes().startswith(before[: before.rindex(b"\n") + 1])  # kept, not drawn anew
     manifest = json.loads((place / "o.jsonl.manifest.json").read_text())
@@ -138,9 +138,9 @@ def test_one_process_continues_a_local_ray_job_after_ctrl_c(pair_folder: Any) ->
     until(lambda: not actors(child.pid))
     kept = lines(out)
     assert bass("generate", *FLAGS, *flags)[0] == 0
-    assert bass("generate", *FLAGS, *flags[2:], "--out", "due.jsonl")[0] == 0
+    assert bass("generate", *FLAGS, *flags[2:], "--out", "expected.jsonl")[0] == 0
     assert 8 < kept < 42
-    assert samples(out) == samples(place / "due.jsonl")
+    assert samples(out) == samples(place / "expected.jsonl")
 
 
 def test_shards_work_on_ray_and_errors_name_the_node(cluster: Any, pair_folder: Any) -> None:
@@ -152,10 +152,10 @@ def test_shards_work_on_ray_and_errors_name_the_node(cluster: Any, pair_folder: 
     assert results["shard"] == "1/2"  # so that bass merge knows it as a part
     (place / "o.jsonl").unlink()
     (place / "pair.yaml").write_text("target: ./gone\ndraft: none\n")
-    code, said = bass("generate", *FLAGS, *flags)
-    assert code == 2, said
-    assert f"on {os.uname().nodename}: " in said
-    assert "gone" in said
+    code, output = bass("generate", *FLAGS, *flags)
+    assert code == 2, output
+    assert f"on {os.uname().nodename}: " in output
+    assert "gone" in output
     assert not (place / "o.jsonl").exists()
 
 
@@ -231,8 +231,8 @@ def test_contradicting_options_are_refused_before_models_are_read(
     monkeypatch.setattr(
         "bass_cli.run.plan.make_plan", lambda *_, **__: pytest.fail("models were read")
     )
-    code, said = bass("generate", *FLAGS, "--out", "o.jsonl", *flags)
-    assert (code, fault in said) == (3 if "cuda" in flags else 2, True), said
+    code, output = bass("generate", *FLAGS, "--out", "o.jsonl", *flags)
+    assert (code, fault in output) == (3 if "cuda" in flags else 2, True), output
 
 
 def test_without_ray_the_error_shows_how_to_install_it(
@@ -240,8 +240,8 @@ def test_without_ray_the_error_shows_how_to_install_it(
 ) -> None:
     pair_folder(prompts=2)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    code, said = bass("generate", *FLAGS, "--ray", "local", "--out", "o.jsonl")
-    assert (code, "pip install 'bass-cli[ray]'" in said) == (2, True)
+    code, output = bass("generate", *FLAGS, "--ray", "local", "--out", "o.jsonl")
+    assert (code, "pip install 'bass-cli[ray]'" in output) == (2, True)
 
 
 def test_ray_is_imported_only_on_request() -> None:

@@ -35,7 +35,7 @@ def fixed(found: Iterable[Completion]) -> dict[tuple[str, int], Any]:
 
 def fetch(worker: Worker, parts: list[Part]) -> list[Completion]:
     """Return all samples of these parts."""
-    found, due = list[Completion](), sum(len(part.samples) for part in parts)
+    found, expected = list[Completion](), sum(len(part.samples) for part in parts)
     for _ in range(600):
         report = worker.exchange(parts, 0.1)
         assert isinstance(report, Report)
@@ -43,7 +43,7 @@ def fetch(worker: Worker, parts: list[Part]) -> list[Completion]:
         assert 0 <= report.busy <= report.rows == 3
         found += report.completions
         parts = []
-        if len(found) >= due:
+        if len(found) >= expected:
             return found
     raise AssertionError("it draws nothing any more")
 
@@ -52,7 +52,7 @@ def fetch(worker: Worker, parts: list[Part]) -> list[Completion]:
 def test_parts_in_any_order_equal_one_process(model: Path, temperature: float) -> None:
     """A prompt may come again for its other samples after the worker was idle."""
     settings = job(model, temperature)
-    due = fixed(generate(PROMPTS, settings))
+    expected = fixed(generate(PROMPTS, settings))
     worker = Worker(JobSpec(settings, {"prompts": "x"}, 4, PROMPTS[0].text or ""))
     ready = worker.prepare()
     assert isinstance(ready, Ready)
@@ -65,7 +65,7 @@ def test_parts_in_any_order_equal_one_process(model: Path, temperature: float) -
     ]
     keys = {(f"p{i}", number) for i, number in itertools.product((0, 1, 3), range(4))}
     assert len(found) == len(keys)
-    assert fixed(found) == {key: due[key] for key in keys}
+    assert fixed(found) == {key: expected[key] for key in keys}
 
 
 def test_a_failed_prompt_is_one_line_and_others_continue(model: Path) -> None:

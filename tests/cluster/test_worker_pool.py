@@ -35,7 +35,7 @@ class Fleet:
         self.there = {Place(None, number) for number in range(places)}
         self.answers: dict[Place, Event] = {}  # of prepare, where it is not Ready
         self._held: dict[Place, list[tuple[str, int]]] = {}
-        self._due: dict[Place, Event | None] = {}  # None: an exchange, answered when it is time
+        self._pending: dict[Place, Event | None] = {}  # None: an exchange, answered when it is time
 
     def places(self) -> set[Place]:
         return set(self.there)
@@ -43,28 +43,28 @@ class Fleet:
     def start(self, place: Place) -> None:
         assert place not in self._held
         self._held[place] = []
-        self._due[place] = self.answers.get(place, Ready(f"node{place.number}", 1, FACTS))
+        self._pending[place] = self.answers.get(place, Ready(f"node{place.number}", FACTS))
 
     def ask(self, place: Place, parts: list[Part], beat: float) -> None:
-        assert place not in self._due, "one question at a time"
+        assert place not in self._pending, "one question at a time"
         self._held[place] += [(part.prompt.id, i) for part in parts for i in part.samples]
-        self._due[place] = None
+        self._pending[place] = None
 
     def stop(self, place: Place) -> None:
         self._held.pop(place, None)
-        self._due.pop(place, None)
+        self._pending.pop(place, None)
 
     def wait(self, timeout: float) -> list[tuple[Place, Event]]:
         self.now += timeout
         found: list[tuple[Place, Event]] = []
-        for place in list(self._due):
+        for place in list(self._pending):
             if self.chance.random() < self.deaths:
                 self.kills += 1
-                if self.chance.random() < 0.5:  # it was said, and is heard
-                    found.append((place, self._due.pop(place) or self._report(place)))
+                if self.chance.random() < 0.5:  # its answer arrives
+                    found.append((place, self._pending.pop(place) or self._report(place)))
                 found.append((place, Lost("killed")))
             elif self.chance.random() < 0.7:  # others take longer
-                found.append((place, self._due.pop(place) or self._report(place)))
+                found.append((place, self._pending.pop(place) or self._report(place)))
         return found
 
     def _report(self, place: Place) -> Report:
@@ -88,7 +88,7 @@ def prompts(count: int) -> Iterator[Prompt]:
     return (Prompt(f"p{i}", "text", None, {}, None, f"x:{i}") for i in range(count))
 
 
-def due(count: int, n: int = 3) -> Counter[tuple[str, int]]:
+def expected(count: int, n: int = 3) -> Counter[tuple[str, int]]:
     return Counter((f"p{i}", number) for i in range(count) for number in range(n))
 
 
@@ -103,7 +103,7 @@ def test_a_thousand_deaths_lose_and_duplicate_no_sample() -> None:
     for seed in range(24):
         fleet = Fleet(deaths=0.06, seed=seed)
         done = {("p3", 1), ("p7", 0), ("p7", 1), ("p7", 2)}
-        assert run(fleet, 300, done) == due(300) - Counter(done)
+        assert run(fleet, 300, done) == expected(300) - Counter(done)
         kills += fleet.kills
     assert kills > 1000
 
@@ -120,14 +120,14 @@ def test_nodes_may_join_and_leave() -> None:
             fleet.there = {Place("b", number) for number in range(6)}  # and the first one is gone
         if sum(found.values()) == 500:
             fleet.there = {Place("b", 5)}
-    assert found == due(300)
+    assert found == expected(300)
     assert {"1 of 1", "6 of 6"} <= seen
 
 
 def test_a_node_with_other_models_is_refused_by_name() -> None:
     fleet = Fleet()
     other = Facts({"results": {"target": "m", "dtype": "bf16"}}, 4, (), False)
-    fleet.answers[Place(None, 2)] = Ready("spare", 1, other)
+    fleet.answers[Place(None, 2)] = Ready("spare", other)
     with pytest.raises(UserError, match=r"^on spare: .*dtype: 'bf16' there, 'fp32' elsewhere"):
         run(fleet, 300)
 
@@ -166,7 +166,7 @@ def test_a_node_that_joins_without_the_model_is_left_out(at_once: bool) -> None:
     for one in pool.draw(prompts(100), set(), 100):
         found[one.id, one.sample] += 1
         fleet.there |= {Place("new", 0)}
-    assert found == due(100)
+    assert found == expected(100)
 
 
 def test_actors_that_die_in_a_row_end_the_job() -> None:

@@ -83,15 +83,15 @@ def test_two_actors_of_which_one_is_killed_train_what_one_process_does(here, clu
     given = ("--ray", cluster.address, "--actors", "2")
     two = bass("distill", *TRAINED, "--out", "two", *given, "--json")
     assert two.exit_code == 0, two.stderr
-    said = " ".join(two.stderr.split())
-    assert re.search(r"2 actors train together .* an actor on \S+ died; .* 2 actors train", said)
-    assert "resuming from step 7" in said
-    due, found = (json.loads(done.stdout.splitlines()[-1]) for done in (one, two))
+    output = " ".join(two.stderr.split())
+    assert re.search(r"2 actors train together .* an actor on \S+ died; .* 2 actors train", output)
+    assert "resuming from step 7" in output
+    expected, found = (json.loads(done.stdout.splitlines()[-1]) for done in (one, two))
     assert found == json.loads((here / "two/report.json").read_text())
-    improved(found, said)
+    improved(found, output)
     for part in ("steps", "tokens", "guesses"):
-        assert found["training"][part] == due["training"][part]
-    assert found["training"]["loss"] == pytest.approx(due["training"]["loss"], rel=1e-3)
+        assert found["training"][part] == expected["training"][part]
+    assert found["training"]["loss"] == pytest.approx(expected["training"]["loss"], rel=1e-3)
     close(weights(here / "two"), weights(here / "one"))
     names = sorted(str(path.relative_to(here / "one")) for path in (here / "one").rglob("*"))
     assert names == sorted(
@@ -177,9 +177,9 @@ def test_a_local_ray_ends_with_ctrl_c(here):
         assert len(actors(child.pid, "Rank")) == 2
         child.send_signal(signal.SIGINT)
         assert child.wait(60) == 130, (here / "log").read_text()
-    said = (here / "log").read_text()
-    assert "interrupted; the same command resumes from here" in said
-    assert "Traceback" not in said
+    output = (here / "log").read_text()
+    assert "interrupted; the same command resumes from here" in output
+    assert "Traceback" not in output
     until(lambda: not actors(child.pid, "Rank"))
 
 

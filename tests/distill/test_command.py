@@ -123,14 +123,14 @@ def test_from_a_pair_to_a_draft(here, monkeypatch):
     assert "after parallel T=1" in again.stdout
 
 
-def improved(report, said):
+def improved(report, output):
     before, after = (report[when]["parallel T=1"] for when in ("before", "after"))
     assert after["kept"] > 1.2 * before["kept"]
     pairs = zip(before["shared"], after["shared"], strict=True)
     assert all(late > early + 0.03 for early, late in pairs)
     assert len(report["before"]["chain T=1"]["shared"]) == 4
     assert report["training"]["steps"] == 16
-    assert "accepted drafts in all 1 2 3 4" in re.sub(r" +", " ", said)
+    assert "accepted drafts in all 1 2 3 4" in re.sub(r" +", " ", output)
 
 
 def used(here):
@@ -301,7 +301,7 @@ def test_steps_and_n_bound_the_work_without_tokens(here):
 
 
 @pytest.mark.parametrize(
-    ("given", "due"),
+    ("given", "expected"),
     [
         ({"tokens": 700}, 700),
         ({"steps": 2}, 2 * 16 * 512 // 2),
@@ -311,9 +311,9 @@ def test_steps_and_n_bound_the_work_without_tokens(here):
         ({"minutes": 1.0}, None),
     ],
 )
-def test_default_tokens_follow_from_steps(given, due):
+def test_default_tokens_follow_from_steps(given, expected):
     args = DistillArgs(pair="pair.yaml", out="out", **given)
-    assert requested_tokens(args, training_of(args)) == due
+    assert requested_tokens(args, training_of(args)) == expected
 
 
 @pytest.mark.parametrize(("asked", "n", "longest"), [(None, 4, 384), (300, 2, 75), (8, 1, 16)])

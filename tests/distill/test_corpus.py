@@ -44,9 +44,11 @@ def test_every_token_of_a_sample_is_in_exactly_one_window(shapes):
     windows = corpus.windows(range(len(corpus)), thinned(LENGTH, 2), [(0,)] * len(corpus))
     following = windows.tokens.flatten()[windows.target[windows.place == 0] + 1].tolist()
     assert len(following) == len(set(following))
-    due = {token for one in given_ for token in one.tokens[one.begins :]}
-    assert set(following) <= due
-    assert len(due) - len(set(following)) <= sum(1 + len(one.tokens) // LENGTH for one in given_)
+    expected = {token for one in given_ for token in one.tokens[one.begins :]}
+    assert set(following) <= expected
+    assert len(expected) - len(set(following)) <= sum(
+        1 + len(one.tokens) // LENGTH for one in given_
+    )
     for row in range(len(corpus)):
         of = windows.texts[row]
         for number in range(int(of.max()) + 1):

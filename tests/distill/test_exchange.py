@@ -46,8 +46,8 @@ def test_unequal_parts_give_the_step_of_the_whole_batch(folder, two, size):
     process has none. A mean of the processes' means would be another gradient."""
     one, grads = alone(folder, size)
     for theirs, weights, done in two[size]:
-        for name, due in grads[0].items():
-            torch.testing.assert_close(theirs[0][name], due, atol=1e-6, rtol=1e-4)
+        for name, expected in grads[0].items():
+            torch.testing.assert_close(theirs[0][name], expected, atol=1e-6, rtol=1e-4)
         assert (done["guesses"], done["tokens"]) == (one.progress.guesses, one.progress.tokens)
         assert done["loss"] == pytest.approx(one.progress.loss, rel=1e-4)
         for name, weight in one.weights.items():
@@ -57,7 +57,9 @@ def test_unequal_parts_give_the_step_of_the_whole_batch(folder, two, size):
     assert more > 1.3 * fewer
     assert (fewer == 0) == (size == 1)
     naive = mean_of_means(folder, size)
-    apart = [(naive[name] - due).norm() / due.norm() for name, due in grads[0].items()]
+    apart = [
+        (naive[name] - expected).norm() / expected.norm() for name, expected in grads[0].items()
+    ]
     assert min(apart) > 0.01
 
 
@@ -72,8 +74,8 @@ def test_several_gpus_train_what_one_gpu_trains(folder, tmp_path, ranks):
     for size in SIZES:
         one, grads = alone(folder, size, "cuda")
         for theirs, weights, done in several[size]:
-            for name, due in grads[0].items():
-                torch.testing.assert_close(theirs[0][name], due, atol=1e-5, rtol=1e-3)
+            for name, expected in grads[0].items():
+                torch.testing.assert_close(theirs[0][name], expected, atol=1e-5, rtol=1e-3)
             assert done["guesses"] == one.progress.guesses
             assert done["loss"] == pytest.approx(one.progress.loss, rel=1e-3)
             for name, weight in weights.items():

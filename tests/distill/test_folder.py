@@ -45,9 +45,9 @@ def same_logits(folder, theirs):
     ours = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ids = torch.tensor([[5, 6, 7, 8, 9, 10, 250, 3]])
     with torch.no_grad():
-        due = theirs(input_ids=ids, use_cache=False).logits
+        expected = theirs(input_ids=ids, use_cache=False).logits
         torch.testing.assert_close(
-            ours.eval()(input_ids=ids, use_cache=False).logits, due, atol=1e-4, rtol=1e-4
+            ours.eval()(input_ids=ids, use_cache=False).logits, expected, atol=1e-4, rtol=1e-4
         )
 
 

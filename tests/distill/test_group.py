@@ -33,50 +33,50 @@ class Fleet:
 
     def __init__(self, count=3, *, late=(), groups=(), steps=3):
         self.count, self.late, self.groups, self.steps = count, dict(late), list(groups), steps
-        self.now, self.there, self.due = 0.0, {}, []
+        self.now, self.running, self.pending = 0.0, {}, []
         self.made, self.infos = [], {}
 
     def places(self):
         return {place(number) for number in range(self.count)}
 
     def start(self, where):
-        assert where not in self.there
-        self.there[where] = self.now
+        assert where not in self.running
+        self.running[where] = self.now
         number = where.number
         answer = RankReady(f"node{number // 2}", f"10.0.0.{number // 2}", 1000 + number)
-        self.due.append((self.now + self.late.get(number, 0.0), where, answer))
+        self.pending.append((self.now + self.late.get(number, 0.0), where, answer))
 
     def ask(self, where, info, beat):
-        assert where in self.there
-        assert not any(other == where for _, other, _ in self.due), "one question at a time"
+        assert where in self.running
+        assert not any(other == where for _, other, _ in self.pending), "one question at a time"
         if info is not None:
             if not self.infos:
                 self.made.append({})
             self.infos[where] = info
             self.made[-1][where.number] = info
             self.left = self.steps
-        said = self.groups[len(self.made) - 1] if len(self.made) <= len(self.groups) else {}
+        events = self.groups[len(self.made) - 1] if len(self.made) <= len(self.groups) else {}
         # the others are done before the first
         answer = RankReport("step 1", 0.5, (), {} if self.left < self.steps - 1 else None)
-        if where.number in said and self.left < self.steps:
-            answer = said[where.number]
+        if where.number in events and self.left < self.steps:
+            answer = events[where.number]
         elif self.infos[where].rank == 0:
             self.left -= 1
             notes = ("a note",) if self.left == 1 else ()
             done = {"done": len(self.made)} if self.left == 0 else None
             answer = RankReport("step 2", 0.7, notes, done)
-        self.due.append((self.now + 0.5, where, answer))
+        self.pending.append((self.now + 0.5, where, answer))
 
     def wait(self, timeout):
         self.now += timeout
-        ready = [one for one in self.due if one[0] <= self.now]
-        self.due = [one for one in self.due if one[0] > self.now]
+        ready = [one for one in self.pending if one[0] <= self.now]
+        self.pending = [one for one in self.pending if one[0] > self.now]
         return [(where, answer) for _, where, answer in ready]
 
     def stop(self, where):
-        self.there.pop(where, None)
+        self.running.pop(where, None)
         self.infos.pop(where, None)
-        self.due = [one for one in self.due if one[1] != where]
+        self.pending = [one for one in self.pending if one[1] != where]
 
 
 def train(fleet, tmp_path):
@@ -89,10 +89,10 @@ def test_all_processes_take_part_and_rank_0_reports(tmp_path, capsys):
     assert train(fleet, tmp_path) == {"done": 1}
     assert fleet.made == [{0: RankInfo(0, 3, "10.0.0.0", 1000, 2), 1: RankInfo(1, 3, "10.0.0.0", 1000, 2),
                            2: RankInfo(2, 3, "10.0.0.0", 1000, 1)}]  # fmt: skip
-    assert not fleet.there
-    said = capsys.readouterr().err
-    assert "3 actors train together" in said
-    assert said.count("a note") == 1
+    assert not fleet.running
+    output = capsys.readouterr().err
+    assert "3 actors train together" in output
+    assert output.count("a note") == 1
 
 
 def test_late_processes_join_the_next_group(tmp_path, capsys):
@@ -114,16 +114,16 @@ def test_late_processes_join_the_next_group(tmp_path, capsys):
     assert [set(group) for group in fleet.made] == [{0, 1}, {0, 2}]
 
 
-@pytest.mark.parametrize("said", [
+@pytest.mark.parametrize("events", [
     {2: Lost("killed")},
     {0: RankReport("", None, (), None, Fault(PEERS, "closed by peer", "node0")), 2: Lost("killed")},
 ])  # fmt: skip
-def test_a_death_is_reported_and_a_new_group_resumes(tmp_path, capsys, said):
+def test_a_death_is_reported_and_a_new_group_resumes(tmp_path, capsys, events):
     """Whether the death is reported first, or a peer's error."""
-    fleet = Fleet(3, groups=[said])
+    fleet = Fleet(3, groups=[events])
     assert train(fleet, tmp_path) == {"done": 2}
-    said = " ".join(capsys.readouterr().err.split())
-    assert "an actor on node1 died; the others resume from the last checkpoint: killed" in said
+    output = " ".join(capsys.readouterr().err.split())
+    assert "an actor on node1 died; the others resume from the last checkpoint: killed" in output
     assert [set(group) for group in fleet.made] == [{0, 1, 2}] * 2
 
 
@@ -132,7 +132,7 @@ def test_repeated_deaths_without_a_checkpoint_end_the_run(tmp_path):
     with pytest.raises(MachineError, match=f"{HOPELESS + 1} actors died without a checkpoint"):
         train(fleet, tmp_path)
     assert len(fleet.made) == HOPELESS + 1
-    assert not fleet.there
+    assert not fleet.running
     kept = tmp_path / "c.pt"
     fleet = Fleet(2, groups=[{1: Lost("killed")}] * 12)
     ask = fleet.ask
@@ -156,7 +156,7 @@ def test_an_error_of_one_process_ends_the_run(tmp_path, kind, raised):
         fleet = Fleet(2, groups=groups)
         with pytest.raises(raised, match="on node7: no such thing"):
             train(fleet, tmp_path)
-        assert not fleet.there
+        assert not fleet.running
     fleet = Fleet(1)
     fleet.wait = lambda timeout: [(place(0), fault)]
     with pytest.raises(raised, match="on node7"):

@@ -12,48 +12,37 @@ from bass_cli.distill.network import Head
 from bass_cli.distill.windows import Layout, Windows
 
 
-def chained(laws, longest, vocab):
+def chained(count, longest, vocab):
     """Make guesses for consecutive distributions; a draft begins at every second one."""
-    known = [(law, 0, None) for law in range(laws)]
-    for start in range(0, laws, 2):
-        for number in range(1, longest):
-            if start + number < laws:
-                known.append((start + number, number, (start + number - 1, number - 1, start)))
-    rows = [(law, number, law - number) for law, number, _ in known]
-    order = sorted(range(len(rows)), key=lambda i: (rows[i][0], i))
-    rows = [rows[i] for i in order]
-    at = {row: i for i, row in enumerate(rows)}
-    before = [at[(law - 1, n - 1, start)] if n else i for i, (law, n, start) in enumerate(rows)]
-    of = torch.tensor([law for law, _, _ in rows])
-    begins = numpy.searchsorted(of.numpy(), numpy.arange(laws + 1))
+    rows = {(start, 0, start) for start in range(count)}  # distribution, position, first one
+    for start in range(0, count, 2):
+        rows |= {(at, at - start, start) for at in range(start, min(start + longest, count))}
+    rows = sorted(rows, key=lambda row: (row[0], row[1]))
+    before = [
+        rows.index((at - 1, n - 1, start)) if n else i for i, (at, n, start) in enumerate(rows)
+    ]
+    of, place, _ = torch.tensor(rows).T
+    begins = numpy.searchsorted(of.numpy(), numpy.arange(count + 1))
     layout = Layout(12, 1, (6, 4, 3)[: longest - 1])  # scarcity 1, 2, 3 and 4
-    place = torch.tensor([number for _, number, _ in rows])
-    tokens, unused = torch.randint(vocab + 3, (1, laws + 1)), torch.empty(0)
+    tokens, unused = torch.randint(vocab + 3, (1, count + 1)), torch.empty(0)
     return Windows(
-        layout,
-        begins,
-        tokens,
-        *[unused] * 4,
-        place,
-        torch.tensor(before),
-        of,
-        torch.arange(laws),
-        unused,
-    )
+        layout, begins, tokens, *[unused] * 4, place, torch.tensor(before), of,
+        torch.arange(count), unused,
+    )  # fmt: skip
 
 
-def plain_loss(student, head, target, law, guesses, least, share):
+def plain_loss(student, head, target, target_head, guesses, least, share):
     """Compute the loss guess by guess, with weights that pass no gradient."""
-    q_law = functional.log_softmax(functional.linear(student, *head), -1)
-    p_law = functional.log_softmax(target.detach() @ law.weight.detach().T, -1)
-    total, stand = student.new_zeros(()), []
-    tokens = guesses.tokens[0, guesses.of + 1].clamp(max=len(law.weight) - 1)
+    q_all = functional.log_softmax(functional.linear(student, *head), -1)
+    p_all = functional.log_softmax(target.detach() @ target_head.weight.detach().T, -1)
+    total, accepted = student.new_zeros(()), []
+    tokens = guesses.tokens[0, guesses.of + 1].clamp(max=len(target_head.weight) - 1)
     worths = loss.worths(len(guesses.layout.scarcity))
-    for i, (law_number, token) in enumerate(zip(guesses.of, tokens, strict=True)):
-        q, p = q_law[i], p_law[law_number]
+    for i, (of, token) in enumerate(zip(guesses.of, tokens, strict=True)):
+        q, p = q_all[i], p_all[of]
         before = int(guesses.before[i])
-        ahead = 1.0 if before == i else stand[before]
-        stand.append(ahead * min(1.0, float((q - p)[token].detach().exp())))
+        ahead = 1.0 if before == i else accepted[before]
+        accepted.append(ahead * min(1.0, float((q - p)[token].detach().exp())))
         weight = 1.0 if before == i else least + (1 - least) * ahead * float(1 + guesses.place[i])
         weight *= worths[guesses.place[i]]
         apart = (q.exp() - p.exp()).abs().sum()
@@ -68,23 +57,25 @@ def test_loss_equals_the_naive_loss_over_whole_distributions(monkeypatch, elemen
     """For any division into parts; only the student and its head get gradients."""
     monkeypatch.setattr(loss, "ELEMENTS", elements)
     torch.manual_seed(0)
-    laws, vocab, width, wide = 13, 50, 8, 12
-    guesses = chained(laws, 4, vocab)
+    count, vocab, width, wide = 13, 50, 8, 12
+    guesses = chained(count, 4, vocab)
     student = torch.randn(len(guesses.of), width, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(vocab, width, dtype=torch.float64, requires_grad=True)
     bias = torch.randn(vocab, dtype=torch.float64, requires_grad=True) if biased else None
-    target = torch.randn(laws, wide, dtype=torch.float64, requires_grad=True)
-    law = Head(torch.randn(vocab, wide, dtype=torch.float64, requires_grad=True), None)
+    target = torch.randn(count, wide, dtype=torch.float64, requires_grad=True)
+    target_head = Head(torch.randn(vocab, wide, dtype=torch.float64, requires_grad=True), None)
     of = [student, weight] + ([bias] if biased else [])
-    naive = plain_loss(student, (weight, bias), target, law, guesses, loss.LEAST, loss.APART)
-    due = torch.autograd.grad(3.0 * naive, of)
-    found = divergence(student, Head(weight, bias), target, law, guesses)
+    naive = plain_loss(
+        student, (weight, bias), target, target_head, guesses, loss.LEAST, loss.APART
+    )
+    expected = torch.autograd.grad(3.0 * naive, of)
+    found = divergence(student, Head(weight, bias), target, target_head, guesses)
     (3.0 * found).backward()
     torch.testing.assert_close(found.double(), naive, atol=1e-4, rtol=1e-5)
-    for one, gradient in zip(of, due, strict=True):
+    for one, gradient in zip(of, expected, strict=True):
         torch.testing.assert_close(one.grad, gradient, atol=5e-5, rtol=1e-4)
     assert target.grad is None
-    assert law.weight.grad is None
+    assert target_head.weight.grad is None
 
 
 def test_worths_are_derivatives_of_the_accepted_drafts():
@@ -92,8 +83,8 @@ def test_worths_are_derivatives_of_the_accepted_drafts():
     chances = torch.full((8,), loss.FOLLOWING, dtype=torch.float64, requires_grad=True)
     chances.cumprod(0).sum().backward()
     reached = loss.FOLLOWING ** torch.arange(8, dtype=torch.float64)
-    due = torch.tensor(loss.worths(8), dtype=torch.float64) * reached
-    torch.testing.assert_close(chances.grad, due)
+    expected = torch.tensor(loss.worths(8), dtype=torch.float64) * reached
+    torch.testing.assert_close(chances.grad, expected)
 
 
 def test_the_loss_of_equal_distributions_is_zero():
@@ -103,7 +94,7 @@ def test_the_loss_of_equal_distributions_is_zero():
     assert float(divergence(hidden, head, hidden, head, guesses)) == pytest.approx(0.0, abs=1e-5)
 
 
-def laws(n, vocab, scale):
+def log_probs_of(n, vocab, scale):
     torch.manual_seed(1)
     target, student = torch.randn(2, n, vocab) * scale
     student[0] = target[0]
@@ -113,7 +104,7 @@ def laws(n, vocab, scale):
 
 @pytest.mark.parametrize("scale", [0.5, 3.0, 30.0])
 def test_shared_acceptance_equals_the_formula(scale):
-    target, student = laws(12, 31, scale)
+    target, student = log_probs_of(12, 31, scale)
     p, q = target.double().exp(), student.double().exp()
     tokens = torch.distributions.Categorical(p).sample()
     both = torch.zeros_like(p)
@@ -132,9 +123,9 @@ def test_shared_acceptance_equals_the_formula(scale):
 
 def test_shared_acceptance_equals_the_rate_of_random_draws():
     """With shared noise both models take the argmax of log-probs plus Gumbel noise."""
-    target, student = laws(4, 9, 1.0)
+    target, student = log_probs_of(4, 9, 1.0)
     noise = -torch.empty(40000, 4, 9).exponential_().log()
-    p_tokens, q_tokens = ((law + noise).argmax(-1) for law in (target, student))
+    p_tokens, q_tokens = ((one + noise).argmax(-1) for one in (target, student))
     token = torch.tensor([1, 2, 0, 4])
     found = shared_agreement(target, student, token)
     same = (p_tokens == q_tokens).float()
@@ -144,7 +135,7 @@ def test_shared_acceptance_equals_the_rate_of_random_draws():
 
 
 def test_maximal_acceptance_equals_the_formula():
-    target, student = laws(6, 9, 1.0)
+    target, student = log_probs_of(6, 9, 1.0)
     token = torch.tensor([1, 2, 0, 4, 5, 6])
     found = maximal_agreement(target, student, token)
     p, q = target.exp(), student.exp()

@@ -171,17 +171,17 @@ def test_the_embedding_of_the_mask_token(checkpoints):
 def guesses_one_by_one(target, student, mask, tokens, anchor, places, temperature):
     """Return log-probs [K, V] of both models for the drafts behind an anchor, by causal passes."""
 
-    def laws(model, ids, count):
+    def log_probs(model, ids, count):
         windows = windows_of([ids], Layout(len(ids), 0, ()), length=len(ids))
         hidden = run(model.spec, model.weights, windows, None)[0, -count:]
         logits = hidden @ model.weights["head.weight"][:VOCAB].T
         return (logits / temperature).log_softmax(-1)
 
-    due = laws(target, tokens[: anchor + places], places)
+    expected = log_probs(target, tokens[: anchor + places], places)
     begin = tokens[: anchor + 1]
     if mask is None:
-        return due, laws(student, tokens[: anchor + places], places)
-    return due, laws(student, [*begin, *[mask] * (places - 1)], places)
+        return expected, log_probs(student, tokens[: anchor + places], places)
+    return expected, log_probs(student, [*begin, *[mask] * (places - 1)], places)
 
 
 @pytest.mark.parametrize("masks", [True, False])
@@ -198,8 +198,12 @@ def test_acceptance_is_measured_by_position(target, checkpoints, masks):
     drafts = 0
     for tokens in texts:
         for anchor in range(2, len(tokens) - 4):
-            due, own = guesses_one_by_one(target, student, mask, tokens, anchor, 4, temperature)
-            agreement = shared_agreement(due, own, torch.tensor(tokens[anchor + 1 : anchor + 5]))
+            expected, own = guesses_one_by_one(
+                target, student, mask, tokens, anchor, 4, temperature
+            )
+            agreement = shared_agreement(
+                expected, own, torch.tensor(tokens[anchor + 1 : anchor + 5])
+            )
             alive = 1.0
             for place in range(4):
                 weights[place] += alive

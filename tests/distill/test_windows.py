@@ -38,16 +38,16 @@ def models(tmp_path_factory):
 def windows_of(texts, layout, *, length, seed=0, begins=0):
     """Make one window that contains these texts one after the other."""
     tokens, positions, numbers = (numpy.zeros((1, length), dtype=numpy.int64) for _ in range(3))
-    due = numpy.zeros((1, length), dtype=bool)
+    expected = numpy.zeros((1, length), dtype=bool)
     numbers -= 1
     at = 0
     for number, text in enumerate(texts):
         to = slice(at, at + len(text))
         tokens[0, to], positions[0, to], numbers[0, to] = text, range(len(text)), number
-        due[0, at + begins : at + len(text) - 1] = True
+        expected[0, at + begins : at + len(text) - 1] = True
         at += len(text)
     noise = numpy.random.default_rng(seed)
-    return lay_out(layout, tokens, positions, numbers, due, [noise])
+    return lay_out(layout, tokens, positions, numbers, expected, [noise])
 
 
 def seen_by_drafting(decoder, widest):
@@ -87,13 +87,13 @@ def test_training_logits_equal_drafting_logits(models, family):
     hidden = run(spec, weights, windows, MASK)[0]
     logits = torch.nn.functional.linear(hidden, weights["head.weight"], weights.get("head.bias"))
     anchors, numbers = (torch.from_numpy(part) for part in layout.slots())
-    for end, (_, due) in zip(ends, passes, strict=True):
+    for end, (_, expected) in zip(ends, passes, strict=True):
         slot = int((slots == end).nonzero())
         group, number = divmod(slot, 3)
         places = [layout.window + group * layout.masks + int(m)
                   for m in (anchors == number).nonzero()]  # fmt: skip
         assert numbers[anchors == number].tolist() == list(range(1, widest))
-        torch.testing.assert_close(logits[[int(end), *places]], due, atol=2e-4, rtol=1e-4)
+        torch.testing.assert_close(logits[[int(end), *places]], expected, atol=2e-4, rtol=1e-4)
 
 
 def test_masks_do_not_change_the_text(models):
@@ -127,10 +127,10 @@ def test_guesses_count_where_the_target_chose_the_next_token():
     texts, layout = [list(range(10, 22)), list(range(30, 35))], whole(20, 5, 8)
     windows = windows_of(texts, layout, length=20, begins=3)
     flat, text = windows.tokens.flatten(), windows.texts[0]
-    due = [i for i in range(17) if i not in (0, 1, 2, 11, 12, 13, 14, 16)]
+    expected = [i for i in range(17) if i not in (0, 1, 2, 11, 12, 13, 14, 16)]
     anchors, numbers = layout.slots()
     for student, target, place in zip(windows.student, windows.target, windows.place, strict=True):
-        assert int(target) in due
+        assert int(target) in expected
         if student < 20:
             assert (int(place), int(student)) == (0, int(target))
             continue
@@ -138,12 +138,12 @@ def test_guesses_count_where_the_target_chose_the_next_token():
         anchor = int(windows.anchors[0, group, anchors[mask]])
         assert int(place) == numbers[mask]
         assert int(target) == anchor + int(place)
-        assert anchor in due
+        assert anchor in expected
         assert text[anchor] == text[int(target)]
-    assert (windows.student < 20).sum() == len(due)
-    assert sorted(windows.anchors[windows.anchors >= 0].tolist()) == due
-    assert (windows.anchors < 0).sum() == 16 - len(due)
-    # of the first text 8 are due, of the second 1: so many guesses lie 1, 2, 3, 4 places on
+    assert (windows.student < 20).sum() == len(expected)
+    assert sorted(windows.anchors[windows.anchors >= 0].tolist()) == expected
+    assert (windows.anchors < 0).sum() == 16 - len(expected)
+    # of the first text 8 are expected, of the second 1: so many guesses lie 1, 2, 3, 4 places on
     assert [int((windows.place == j).sum()) for j in range(5)] == [9, 7, 6, 5, 4]
     assert flat[windows.target].min() >= 13
     check_order(windows)
@@ -154,7 +154,7 @@ def check_order(windows):
     anchor's guess one position earlier."""
     assert windows.known[windows.of].tolist() == windows.target.tolist()
     assert windows.begins.tolist() == [
-        int((windows.of < law).sum()) for law in range(len(windows.known) + 1)
+        int((windows.of < number).sum()) for number in range(len(windows.known) + 1)
     ]
     for guess, (place, before) in enumerate(zip(windows.place, windows.before, strict=True)):
         if not place:
