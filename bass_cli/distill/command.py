@@ -199,7 +199,7 @@ class _Distillation:
             except (OSError, ValueError) as error:
                 if not overwrite:
                     raise UserError(f"{places.settings}: {error}; use `overwrite`") from None
-        elif folder.exists():  # a folder of somebody else is never emptied
+        elif folder.exists():  # a folder of other files is never emptied
             remove_drafts(places.settings)  # left by a kill while the settings were written
             names = [one.name for one in folder.iterdir()]
             others = [name for name in names if not name.startswith("samples.jsonl")]

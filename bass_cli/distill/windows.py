@@ -72,7 +72,7 @@ class Batches:
         ranks: int = 1,
     ):
         self._corpus, self._layout, self._seed = corpus, layout, seed
-        self.size, self._most = size, most
+        self._size, self._most = size, most
         self._rank, self._ranks = rank, ranks
 
     def at(self, step: int) -> list[Windows]:
@@ -80,7 +80,7 @@ class Batches:
 
         `step` counts from 0.
         """
-        places = range(step * self.size + self._rank, (step + 1) * self.size, self._ranks)
+        places = range(step * self._size + self._rank, (step + 1) * self._size, self._ranks)
         parts = [places[cut : cut + self._most] for cut in range(0, len(places), self._most)]
         return [
             self._corpus.windows(
@@ -115,10 +115,6 @@ class Corpus:
 
     def __len__(self) -> int:
         return len(self._windows)
-
-    @property
-    def tokens(self) -> int:
-        return len(self._tokens)
 
     def windows(
         self, numbers: Sequence[int], layout: Layout, seeds: Sequence[Sequence[int]]
