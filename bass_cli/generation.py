@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from bass_cli.cluster.rays import Request, cluster_of, read_request, workers_on_ray
+from bass_cli.cluster.worker import JobSpec
 from bass_cli.config.commands import GenerateArgs, PairArgs, SampleArgs, job_options
 from bass_cli.config.job import Job, chosen_pair, make_job
 from bass_cli.errors import UserError
@@ -43,14 +44,13 @@ from bass_cli.run.manifest import Facts, facts_of
 from bass_cli.system.threads import CoreMonitor, configure_threads
 
 if TYPE_CHECKING:
-    from bass_cli.cluster.worker_pool import WorkerPool
     from bass_cli.engine.contracts import RoundResult
     from bass_cli.engine.loop import Loop
     from bass_cli.run.plan import Plan
 
 
 class Drawing(Protocol):
-    """A source of samples whose models have been checked."""
+    """A source of samples whose models have been checked: this process, or a WorkerPool."""
 
     @property
     def facts(self) -> Facts: ...
@@ -108,55 +108,27 @@ class LocalBackend:
         return None
 
 
-class RemoteBackend:
-    """Generates samples in a pool of workers."""
-
-    def __init__(self, workers: WorkerPool):
-        self._workers, self.facts = workers, workers.gather()
-        self.line, self.usage = workers.line, workers.usage
-
-    def draw(
-        self, prompts: Iterator[Prompt], done: Collection[tuple[str, int]], count: int | None
-    ) -> Iterator[Completion]:
-        return self._workers.draw(prompts, done, count)
-
-
 @contextlib.contextmanager
-def drawing_of(
-    job: Job,
-    screen: Screen,
-    request: Request | None,
-    *,
-    source: Mapping[str, Any],
-    longest: str,
-    prompts: int | None,
-    shard: Shard | None = None,
-) -> Iterator[Drawing]:
+def drawing_of(spec: JobSpec, screen: Screen, request: Request | None) -> Iterator[Drawing]:
     """Check the job's models and open a source of samples.
 
-    Args:
-        request: The Ray cluster to use; None for this process.
-        source: Identifies the prompts, for the manifest.
-        longest: The text of the longest prompt.
-        prompts: The number of prompts; None if unknown.
-        shard: The part of the prompts that is drawn.
+    `request`: The Ray cluster to use; None for this process.
     """
+    job = spec.job
     if request is not None:
         with (
             cluster_of(request, job, screen) as cluster,
-            workers_on_ray(
-                cluster, screen, source=source, prompts=prompts, longest=longest, shard=shard
-            ) as workers,
+            workers_on_ray(cluster, screen, spec) as workers,
         ):
-            yield RemoteBackend(workers)
+            yield workers
         return
     tokenizer = begin(job.pair)  # loads in the background, while torch is imported
     configure_threads(job.threads, screen.note)
     from bass_cli.run.plan import make_plan
 
     screen.phase("checking the models", live=False)  # the hub's client shows downloads
-    plan = make_plan(job, longest_prompt=longest, prompts=prompts, tokenizer=tokenizer)
-    yield LocalBackend(plan, facts_of(plan, source, shard=shard), screen)
+    plan = make_plan(job, longest_prompt=spec.longest, prompts=spec.prompts, tokenizer=tokenizer)
+    yield LocalBackend(plan, facts_of(plan, spec.source, shard=spec.shard), screen)
 
 
 def generate_samples(args: GenerateArgs, screen: Screen) -> bool:
@@ -194,13 +166,7 @@ def generate_samples(args: GenerateArgs, screen: Screen) -> bool:
 
     with (
         drawing_of(
-            job,
-            screen,
-            request,
-            source=identity,
-            longest=checked.longest,
-            prompts=checked.count,
-            shard=shard,
+            JobSpec(job, identity, checked.count, checked.longest, shard), screen, request
         ) as drawing,
         open_output(
             out,

@@ -19,6 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +30,6 @@ from bass_cli.config.commands import DistillArgs, SampleArgs
 from bass_cli.config.job import Job
 from bass_cli.errors import MachineError, UserError
 from bass_cli.io.console import Screen
-from bass_cli.io.prompts import Shard
 from bass_cli.io.saving import is_stream
 from bass_cli.system.threads import usable_cores
 
@@ -127,28 +127,16 @@ def cluster_of(request: Request, job: Job, screen: Screen) -> Iterator[Cluster]:
 
 
 @contextlib.contextmanager
-def workers_on_ray(
-    cluster: Cluster,
-    screen: Screen,
-    *,
-    source: Mapping[str, Any],
-    prompts: int | None = None,
-    longest: str = "",
-    shard: Shard | None = None,
-) -> Iterator[WorkerPool]:
-    """Yield the workers of the cluster's job; end all actors afterwards.
-
-    Args:
-        source, longest, shard: See JobSpec.
-        prompts: The number of prompts, None if unknown.
-    """
-    placement, share = cluster.placement, None
+def workers_on_ray(cluster: Cluster, screen: Screen, spec: JobSpec) -> Iterator[WorkerPool]:
+    """Yield the workers of a job on the cluster; end all actors afterwards."""
+    job, prompts = cluster.placement.job, spec.prompts
     if prompts is not None:
-        share = math.ceil(prompts / max(len(placement.places()), 1))
+        prompts = math.ceil(prompts / max(len(cluster.placement.places()), 1))
     screen.phase("starting the actors, checking the models")
-    spec = JobSpec(placement.job, dict(source), share, longest, shard)
-    with cluster.fleet(Worker, spec) as fleet:
-        yield WorkerPool(fleet, screen, n=placement.job.n, alike=placement.job.draws_one)
+    with cluster.fleet(Worker, replace(spec, job=job, prompts=prompts)) as fleet:
+        pool = WorkerPool(fleet, screen, n=job.n, alike=job.draws_one)
+        pool.gather()
+        yield pool
 
 
 @contextlib.contextmanager

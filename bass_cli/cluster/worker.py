@@ -28,20 +28,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:
-    """The job, as every worker gets it.
+    """A job with what is known of its prompts.
 
     Attributes:
-        job: The job.
         source: What identifies the prompts, for the manifest.
-        prompts: Prompts per worker, if all get the same number; None if unknown.
+        prompts: The number of prompts; for a worker its share. None if unknown.
         longest: The text of the longest prompt.
-        shard: The part of a larger job, None for a whole job.
+        shard: The part of the prompts that is drawn; None for all.
     """
 
     job: Job
     source: Mapping[str, Any]
-    prompts: int | None
-    longest: str
+    prompts: int | None = None
+    longest: str = ""
     shard: Shard | None = None
 
 

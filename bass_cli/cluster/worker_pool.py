@@ -70,8 +70,14 @@ class WorkerPool:
         self._facts: Facts | None = None
         self._checked = -POLL
 
-    def gather(self) -> Facts:
-        """Start the workers and return what the first ready one knows of the models.
+    @property
+    def facts(self) -> Facts:
+        """What the first ready worker knows of the models, after `gather`."""
+        assert self._facts is not None
+        return self._facts
+
+    def gather(self) -> None:
+        """Start the workers, and wait until the first one has checked the models.
 
         Raises:
             UserError, MachineError: A worker cannot use the models.
@@ -81,7 +87,6 @@ class WorkerPool:
             for place, event in self._fleet.wait(WAIT):
                 for _ in self._take(place, event):
                     raise AssertionError("a sample of a job that has not begun")
-        return self._facts
 
     def draw(
         self, prompts: Iterator[Prompt], done: Container[tuple[str, int]], count: int | None

@@ -20,6 +20,7 @@ from typing import Any
 import yaml
 
 from bass_cli.cluster.rays import Cluster, cluster_of, read_request, workers_on_ray
+from bass_cli.cluster.worker import JobSpec
 from bass_cli.config.commands import DistillArgs
 from bass_cli.config.job import Job, Pair
 from bass_cli.distill.folder import config_of
@@ -250,11 +251,10 @@ class _Distillation:
             give_back_memory(plan.device)
             return
         source = {name: results[name] for name in results if name in ("prompts", "prompt_column")}
-        with workers_on_ray(self._cluster, screen, source=source) as workers:
-            facts = workers.gather()
-            for note in facts.notes:
+        with workers_on_ray(self._cluster, screen, JobSpec(plan.job, source)) as workers:
+            for note in workers.facts.notes:
                 screen.note(note)
-            found = _as_json(facts.manifest["results"])
+            found = _as_json(workers.facts.manifest["results"])
             differing = [key for key, value in found.items() if results.get(key) != value]
             if differing:
                 key = differing[0]

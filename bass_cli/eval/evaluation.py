@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bass_cli.cluster.rays import read_request
+from bass_cli.cluster.worker import JobSpec
 from bass_cli.config.commands import EvaluateArgs
 from bass_cli.config.job import Job
 from bass_cli.errors import UserError
@@ -99,15 +100,9 @@ class Evaluation:
         self.check_outputs([self.out])
         self._check_sandbox()
         self.job = with_rows_of(self.job, self.out, overwrite=self._args.overwrite)
-        with drawing_of(
-            self.job,
-            self._screen,
-            self.request,
-            source=self._source(),
-            longest=self.longest_prompt(),
-            prompts=len(self.problems),
-            shard=self.shard,
-        ) as drawing:
+        longest, count = self.longest_prompt(), len(self.problems)
+        spec = JobSpec(self.job, self._source(), count, longest, self.shard)
+        with drawing_of(spec, self._screen, self.request) as drawing:
             self._show_facts(drawing.facts)
             self.generate(drawing, self.out)
         return self.score(self.out), not self.failed
