@@ -22,13 +22,13 @@ from bass_cli.bench import preparation, rivals
 from bass_cli.bench.costs import Costs, ceilings_of, cost_of
 from bass_cli.bench.document import cell, compare, document, draft_length, timing, words_of
 from bass_cli.bench.figures import Latency, latency
-from bass_cli.bench.preparation import Bench, Note, Phase, silent
+from bass_cli.bench.preparation import Bench
 from bass_cli.bench.report import number
 from bass_cli.bench.runs import Key, Parts, Schedule, empty, fill, measure_parts
 from bass_cli.bench.settings import PLAIN, Settings
 from bass_cli.bench.texts import texts_for
 from bass_cli.errors import MachineError
-from bass_cli.io.console import clock
+from bass_cli.io.console import Screen, clock
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.models.capture import synchronise
 from bass_cli.run.plan import Plan, device_of
@@ -37,18 +37,14 @@ from bass_cli.system.host import give_back_memory
 _ROUNDS = 4  # rounds before the parts are timed
 
 
-def measure(settings: Settings, note: Note, phase: Phase = silent) -> Iterator[dict[str, Any]]:
+def measure(settings: Settings, screen: Screen) -> Iterator[dict[str, Any]]:
     """Run the whole bench and yield its document (docs/BENCH.md), one for each --acceptance.
 
     If the correctness gate fails, there is one document without cells, whose "failures" say why.
-
-    Args:
-        note: receives lines of progress.
-        phase: receives the name of each phase as it begins.
     """
     plan = preparation.plan_for(settings)
     for line in () if plan is None else plan.files.notes:
-        note(line)
+        screen.note(line)
     device = device_of(settings.job.device) if plan is None else plan.device
     if settings.attention != "ragged" and ops.kind_for(torch.empty(0, device=device)) != "triton":
         raise MachineError(
@@ -58,17 +54,15 @@ def measure(settings: Settings, note: Note, phase: Phase = silent) -> Iterator[d
     ops.attention_schedule(settings.attention)
     try:
         with preparation.need_of(settings, plan, device).explained():
-            yield from _measure(settings, plan, note, phase)
+            yield from _measure(settings, plan, screen)
     finally:
         ops.attention_schedule("ragged")
 
 
-def _measure(
-    settings: Settings, plan: Plan | None, note: Note, phase: Phase
-) -> Iterator[dict[str, Any]]:
+def _measure(settings: Settings, plan: Plan | None, screen: Screen) -> Iterator[dict[str, Any]]:
     texts = texts_for(settings, plan)
     settings = replace(settings, texts=tuple(kind for kind in texts if kind))
-    phase("loading the weights" if settings.shape is None else "making random weights")
+    screen.phase("loading the weights" if settings.shape is None else "making random weights")
     models = preparation.build_models(settings, plan)
     try:
         longest = max(len(text.tokens) for kind in texts.values() for text in kind)
@@ -76,7 +70,7 @@ def _measure(
             models, settings, context=longest + settings.new_tokens, plan=plan
         )
         ceilings = ceilings_of(models.target.device, models.target.dtype)
-        bench = Bench(settings, plan, models, loops, texts, ceilings, note, phase)
+        bench = Bench(settings, plan, models, loops, texts, ceilings, screen)
         preparation.grow(bench)
         yield from _benches(preparation.check(bench))
     finally:
@@ -93,7 +87,7 @@ def _benches(bench: Bench) -> Iterator[dict[str, Any]]:
         if loop is not None and loop.simulated is not None:
             loop.simulated.rates = acceptance
         if len(acceptances) > 1:
-            bench.note(f"acceptance set to {words_of(acceptance)}")
+            bench.screen.note(f"acceptance set to {words_of(acceptance)}")
         surface = preparation.surface(bench)
         yield _grid(replace(bench, failures=[], surface=surface, acceptance=acceptance))
 
@@ -113,7 +107,7 @@ def _grid(bench: Bench) -> dict[str, Any]:
     _run(bench, schedule)
     cells = [_cell(bench, key, schedule) for key, runs in schedule.runs.items() if runs]
     if bench.plan is not None:
-        bench.phase("running other engines", live=False)
+        bench.screen.phase("running other engines", live=False)
         plain = {
             key: [latency(run).mean for run in runs]
             for key, runs in schedule.runs.items()
@@ -135,7 +129,7 @@ def _run(bench: Bench, schedule: Schedule) -> None:
         repeat, key = run
         name = f"batch {key.batch}, repeat {repeat + 1} of {settings.repeats}"
         name = f"{key.text}, {name}" if key.text else name
-        bench.phase(
+        bench.screen.phase(
             f"{name}: {key.method}, about {clock(schedule.seconds_left())} left", live=False
         )
         began = time.perf_counter()
@@ -147,7 +141,7 @@ def _run(bench: Bench, schedule: Schedule) -> None:
                 for other, runs in schedule.runs.items()
                 if other._replace(method=key.method) == key and runs
             )
-            bench.note(
+            bench.screen.note(
                 f"{name}, about {clock(schedule.seconds_left())} left: ms per token {figures}"
             )
 
@@ -181,7 +175,9 @@ def _parts(bench: Bench, key: Key, width: int, schedule: Schedule) -> Parts | No
     loop, of = bench.loops.of(key.method), (key.batch, key.method == PLAIN, width)
     if of in bench.parts or not schedule.in_time():
         return bench.parts.get(of)
-    bench.phase(f"batch {key.batch}: timing the parts of a round of {width} drafts", live=False)
+    bench.screen.phase(
+        f"batch {key.batch}: timing the parts of a round of {width} drafts", live=False
+    )
     rows = bench.rows(key)
     loop.use(Fixed(width))
     fill(loop, rows)
@@ -205,7 +201,7 @@ def _rivals(
     settings, cuda = bench.settings, plan.device.type == "cuda"
     longest = max(map(len, bench.prompts))
     job = rivals.describe(plan, longest=longest, rows=max(settings.batch_sizes))
-    for name in rivals.installed(settings.rivals, cuda=cuda, note=bench.note):
+    for name in rivals.installed(settings.rivals, cuda=cuda, note=bench.screen.note):
         if name == "vllm":
             free, total = torch.cuda.mem_get_info(plan.device)
             job["vllm"] = {
@@ -215,7 +211,7 @@ def _rivals(
             }
         generate = rivals.LOADERS[name](job)
         for key, latencies in plain.items():
-            bench.note(f"batch {key.batch}: {name}")
+            bench.screen.note(f"batch {key.batch}: {name}")
             prompts = [row.tokens for row in bench.rows(key)]
             timed = _rival(key._replace(method=name), generate, prompts, bench, latencies)
             yield empty_cell | timed

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -29,6 +29,7 @@ from bass_cli.engine.clock import Clock
 from bass_cli.engine.contracts import DraftLength
 from bass_cli.engine.loop import Loop
 from bass_cli.engine.verify import Rate
+from bass_cli.io.console import Screen
 from bass_cli.lengths.controllers import Fixed, make_lengths
 from bass_cli.lengths.costs import Surface
 from bass_cli.models.decoder import Decoder
@@ -65,22 +66,6 @@ class Loops:
         return loop
 
 
-Note = Callable[[str], None]
-
-
-class Phase(Protocol):
-    """Receives the name of a phase as it begins.
-
-    live: whether a thread may refresh the display, which takes a little time of its own.
-    """
-
-    def __call__(self, name: str, *, live: bool = True) -> None: ...
-
-
-def silent(name: str, *, live: bool = True) -> None:
-    """Show no phase."""
-
-
 @dataclass(frozen=True, slots=True)
 class Bench:
     """Everything that is the same for all cells.
@@ -98,8 +83,7 @@ class Bench:
     loops: Loops
     texts: Mapping[str, Sequence[Text]]
     ceilings: Ceilings
-    note: Note
-    phase: Phase
+    screen: Screen
     failures: list[str] = field(default_factory=list)
     gate: Gate | None = None
     acceptance: Sequence[Rate] = ()
@@ -271,7 +255,7 @@ def grow(bench: Bench) -> None:
 
 def check(bench: Bench) -> Bench:
     """Run the gate and return the bench with its result; a failure is added to its failures."""
-    bench.phase("checking that speculation equals plain decoding")
+    bench.screen.phase("checking that speculation equals plain decoding")
     settings = bench.settings
     count = min(_GATE_ROWS, max(settings.batch_sizes))
     limit = min(_GATE_TOKENS, settings.new_tokens)
@@ -280,7 +264,7 @@ def check(bench: Bench) -> Bench:
     )
     passed = gate(bench.loops, bench.models.target, rows, again)
     if passed.rows is not None:
-        bench.note(
+        bench.screen.note(
             f"gate: greedy speculation equals plain decoding in {passed.rows_equal} of "
             f"{passed.rows} rows, {passed.tokens_equal} of {passed.tokens} tokens"
         )
@@ -377,7 +361,7 @@ def capture(bench: Bench, batch: int) -> list[dict[str, Any]]:
     ):
         if loop is None or loop.graphs is None or not loop.graphs.enabled:
             continue
-        bench.phase(f"batch {batch}: compiling kernels, capturing graphs")
+        bench.screen.phase(f"batch {batch}: compiling kernels, capturing graphs")
         before, began = loop.graphs.captures, time.perf_counter()
         loop.prepare([batch], range(longest + 1), each=each)
         found.append(
@@ -404,7 +388,7 @@ def surface(bench: Bench) -> Surface | None:
         settings.controllers or any("table" in method for method in settings.methods)
     ):
         return None
-    bench.phase("measuring what rounds cost")
+    bench.screen.phase("measuring what rounds cost")
     most = max(settings.batch_sizes)
     rows = {count for count in (1, 2, 4, 8, 16, 32, 64, *settings.batch_sizes) if count <= most}
     return profile(
@@ -425,7 +409,7 @@ def warm_up(bench: Bench, schedule: Schedule) -> Bench:
     limit = min(_WARM_TOKENS, settings.new_tokens)
     for key in schedule.runs:
         if key.batch not in {other.batch for other in warm}:
-            bench.phase(f"batch {key.batch}: warming up")
+            bench.screen.phase(f"batch {key.batch}: warming up")
         warm[key] = bench.run(key, bench.rows(key, limit=limit))
     tokens = schedule.tokens(
         warm, settings.new_tokens, least=settings.new_tokens if settings.tokens_given else 0

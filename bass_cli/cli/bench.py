@@ -73,7 +73,7 @@ def run(args: BenchArgs, screen: Screen) -> bool:
     from bass_cli.bench.grid import measure
 
     failures: list[str] = []
-    for document in measure(settings, screen.note, screen.phase):
+    for document in measure(settings, screen):
         screen.close()
         if args.json_document:
             terminal.document(document)

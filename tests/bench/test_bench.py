@@ -54,6 +54,7 @@ from bass_cli.engine.contracts import Proposal
 from bass_cli.errors import UserError
 from bass_cli.formats.tokenizer import Tokenizer
 from bass_cli.io import saving
+from bass_cli.io.console import Screen
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.ranks import Share
@@ -87,7 +88,7 @@ def settings(**given: Any) -> Any:
 
 def measured(**given: Any) -> dict[str, dict[str, Any]]:
     """Return the cells of a bench with one batch size, by method."""
-    [document] = grid.measure(settings(**given), lambda _: None)
+    [document] = grid.measure(settings(**given), Screen(quiet=True))
     assert document["failures"] == []
     return {cell["method"]: cell for cell in document["cells"]}
 
@@ -735,7 +736,7 @@ def test_the_schedule_holds_for_the_bench_and_no_longer(monkeypatch: pytest.Monk
     found = []
     monkeypatch.setattr(ops, "kind_for", lambda tensor: "triton")
     monkeypatch.setattr(
-        grid, "_measure", lambda wanted, plan, note, phase: [(wanted.attention, schedule())]
+        grid, "_measure", lambda wanted, plan, screen: [(wanted.attention, schedule())]
     )
     for name in ops.SCHEDULES:
         found += grid.measure(
@@ -837,7 +838,7 @@ def test_chat_and_editing_are_measured_apart_by_default(tmp_path: Path) -> None:
         ("plain", "auto"),
         (4,),
     )
-    [document] = grid.measure(wanted, lambda _: None)
+    [document] = grid.measure(wanted, Screen(quiet=True))
     found = {(cell["text"], cell["method"]): cell for cell in document["cells"]}
     assert set(found) == set(itertools.product(("chat", "editing"), ("plain", "auto")))
     for (_, method), cell in found.items():
@@ -845,7 +846,7 @@ def test_chat_and_editing_are_measured_apart_by_default(tmp_path: Path) -> None:
         assert (cell["speedup_interval"] is None) == few
     assert document["settings"]["texts"] == ["chat", "editing"]
     write_checkpoint("qwen2", tmp_path / "model", shards=False, max_position_embeddings=128)
-    [short] = grid.measure(replace(wanted, new_tokens=4, prompt_tokens=20), lambda _: None)
+    [short] = grid.measure(replace(wanted, new_tokens=4, prompt_tokens=20), Screen(quiet=True))
     assert {cell["text"] for cell in short["cells"]} == {None}, "too short for those texts"
     for other in ({"methods": "2"}, {"prompt_tokens": 20}, {"controllers": True}):
         assert settings(model="any", draft="lookup", **given | other).texts == ()

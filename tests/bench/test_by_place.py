@@ -20,6 +20,7 @@ from bass_cli.drafts.model import ParallelDrafter
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.verify import SimulatedAcceptance
 from bass_cli.errors import UserError
+from bass_cli.io.console import Screen
 from bass_cli.models.spec import head_parameters
 
 
@@ -111,7 +112,7 @@ def test_a_shape_that_drafts_in_one_pass(at_once: None) -> None:
     loop.admit(Row("0", 0, 0, [1, 2, 3], 30))
     loop.drafter.propose(loop.batch, 4)
     assert fed == [8]
-    [document] = grid.measure(chosen, lambda _: None)
+    [document] = grid.measure(chosen, Screen(quiet=True))
     cells = {cell["method"]: cell for cell in document["cells"]}
     assert cells["4"]["mean_accepted"] == 2.0
     parts = cells["4"]["parts_ms"]
@@ -143,7 +144,7 @@ def test_a_shape_that_reads_the_targets_states() -> None:
     assert isinstance(loops.speculative.drafter, HeadDrafter)
     assert loops.speculative.target.decoder.reader is models.head  # type: ignore[attr-defined]
     assert loops.plain.target.decoder.reader is None  # type: ignore[attr-defined]
-    [document] = grid.measure(chosen, lambda _: None)
+    [document] = grid.measure(chosen, Screen(quiet=True))
     cells = {cell["method"]: cell for cell in document["cells"]}
     assert cells["4"]["mean_accepted"] == 2.0
     parts = cells["4"]["parts_ms"]
@@ -168,7 +169,7 @@ def test_a_shape_that_reads_the_targets_states_token_by_token() -> None:
     chosen = settings(**given, methods="2,4,auto")
     models = build_models(chosen, None)
     assert (models.mask, models.head is not None) == (None, True)
-    [document] = grid.measure(chosen, lambda _: None)
+    [document] = grid.measure(chosen, Screen(quiet=True))
     cells = {cell["method"]: cell for cell in document["cells"]}
     assert cells["4"]["mean_accepted"] == 2.0
     parts = cells["4"]["parts_ms"]

@@ -127,10 +127,10 @@ def test_each_acceptance_gives_a_document_of_its_own() -> None:
 
 def test_the_lengths_of_all_controllers_have_their_cells() -> None:
     chosen = settings(**SET | {"acceptance": ["0.5"]}, controllers=True, methods="2,table,auto")
-    [document] = grid.measure(chosen, lambda _: None)
+    [document] = grid.measure(chosen, Screen(quiet=True))
     assert [c["method"] for c in document["cells"]] == ["plain", "2", "table", "auto"]
     assert set(document["controllers"][0]["loss"]) == {"table", "auto"}
-    [without] = grid.measure(settings(**SET, methods="2"), lambda _: None)
+    [without] = grid.measure(settings(**SET, methods="2"), Screen(quiet=True))
     assert without["controllers"] == []
 
 

@@ -86,7 +86,7 @@ def test_a_job_runs_beside_a_rival(place: Path) -> None:
         (("--job", "p.jsonl", "--draft-length", "x"), "x"),
         (("--job", "p.jsonl", "--max-new-tokens", "999", *RIVALS), "p.jsonl:1: 2 prompts"),
         (("--job", "chat.jsonl", "--no-chat"), "chat.jsonl:1: the prompt has messages"),
-        (("--job", "long.txt"), "--job: long.txt:2: the text has"),
+        (("--job", "long.txt"), "--job: long.txt:2: the prompt has 1999 tokens"),
     ],
 )
 def test_mistakes_are_found_before_a_process_is_started(

@@ -11,6 +11,7 @@ from test_bench import SCALED, bench, settings
 from bass_cli.bench import grid, report
 from bass_cli.bench.figures import Run, Step
 from bass_cli.bench.runs import LEAST_TOKENS, Key, Schedule
+from bass_cli.io.console import Screen
 
 KEYS = [Key(1, "plain"), Key(1, "auto"), Key(2, "plain"), Key(2, "auto")]
 
@@ -93,7 +94,9 @@ def test_missing_cells_are_named_and_the_first_cell_always_runs() -> None:
     assert schedule.report()["missing"] == [[1, "auto"], [2, "plain"], [2, "auto"]]
 
 
-def test_summary_of_a_limited_bench_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_summary_of_a_limited_bench_names_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     wanted = settings(
         **SCALED, methods="2,auto", batch_sizes="2", repeats="4", new_tokens=None, time_limit="10s"
     )
@@ -108,11 +111,10 @@ def test_summary_of_a_limited_bench_names_what_is_missing(monkeypatch: pytest.Mo
             add(self, key, run, 2.0),
         ),
     )
-    notes: list[str] = []
-    [document] = grid.measure(wanted, notes.append)
+    [document] = grid.measure(wanted, Screen())
     assert document["repeats"]["done"] == 1
     assert {cell["method"] for cell in document["cells"]} == {"plain", "2", "auto"}
-    assert any("left: ms per token plain" in note for note in notes)
+    assert "left: ms per token plain" in capsys.readouterr().err
     text = " ".join(report.closing(document))
     assert "1 of 4 repeats" in text
     assert "set the time limit to 1m" in text
