@@ -1,7 +1,7 @@
 """Define the exceptions for mistakes of the user and limits of the machine, and message helpers.
 
 The helpers escape quoted text and suggest the nearest valid word. This module imports the standard
-library only. Errors are printed in io/terminal.py; cli/exit_codes.py has their exit codes.
+library only. Errors are printed in io/terminal.py; cli/commands.py has their exit codes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterable
 
 _LEAST = 3  # characters of a word that may be a part of another
-_LONGEST = 64  # characters of a word whose distance is computed
 
 
 class UserError(Exception):
@@ -59,20 +58,18 @@ def nearest(word: str, known: Iterable[str]) -> str:
 def near_word(word: str, known: Iterable[str]) -> str | None:
     """Return the known word that is near to `word`, or None.
 
-    A word is near if at most a third of its characters differ. Else it is near if each part of the
-    shorter word begins a part of the longer one, where hyphens and the like separate parts.
+    A word is near if most of its characters match. Else it is near if each part of the shorter word
+    begins a part of the longer one, where hyphens and the like separate parts.
     """
-    given = _bare(word)
-    found: list[tuple[int, int, str]] = []  # distance, number, word
-    for number, one in enumerate(known):
-        wanted = _bare(one)
-        longest = max(len(given), len(wanted))
-        distance = _distance(given, wanted) if len(given) <= _LONGEST else longest
-        if distance <= longest // 3:
-            found.append((distance, number, one))
-        elif _is_part(given, wanted) or _is_part(wanted, given):
-            found.append((longest, number, one))
-    return min(found)[2] if found else None
+    import difflib
+
+    given, names = _bare(word), dict[str, str]()
+    for one in known:
+        names.setdefault(_bare(one), one)
+    near = difflib.get_close_matches(given, names, n=1) or [
+        one for one in names if _is_part(given, one) or _is_part(one, given)
+    ]
+    return names[near[0]] if near else None
 
 
 def _bare(word: str) -> str:
@@ -88,17 +85,3 @@ def _is_part(short: str, long: str) -> bool:
             return False
         left.remove(begun)
     return len(short) >= _LEAST
-
-
-def _distance(one: str, other: str) -> int:
-    """Count the insertions, deletions, substitutions and swaps of neighbours between two words."""
-    before: list[int] = []
-    last = list(range(len(other) + 1))
-    for i, left in enumerate(one, 1):
-        row = [i]
-        for j, right in enumerate(other, 1):
-            row.append(min(last[j] + 1, row[-1] + 1, last[j - 1] + (left != right)))
-            if i > 1 and j > 1 and left == other[j - 2] and right == one[i - 2]:
-                row[j] = min(row[j], before[j - 2] + 1)
-        before, last = last, row
-    return last[-1]

@@ -6,18 +6,18 @@ configuration, 3 the machine lacks something, 130 interrupted. Standard output c
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import sys
-from typing import Annotated
+from collections.abc import Iterator
+from typing import Annotated, Any
 
 import typer
 
 from bass_cli import __version__
-from bass_cli.cli.exit_codes import exit_codes
 from bass_cli.cli.help import EPILOG, Command, Group
 from bass_cli.cli.options import in_flags, takes
-from bass_cli.cli.profile import profile
 from bass_cli.config.commands import (
     BenchArgs,
     DistillArgs,
@@ -26,11 +26,14 @@ from bass_cli.config.commands import (
     GenerateArgs,
     MergeArgs,
     PairsArgs,
+    ProfileArgs,
     ScoreArgs,
 )
+from bass_cli.errors import MachineError, UserError
 from bass_cli.io import terminal
 from bass_cli.io.console import Screen
-from bass_cli.system.host import expect, is_refused_memory
+from bass_cli.system import signals
+from bass_cli.system.host import expect, is_refused_memory, unsupported
 from bass_cli.system.threads import begin
 
 app = typer.Typer(
@@ -45,6 +48,7 @@ app = typer.Typer(
 
 # Why writing to a standard stream can fail. Errors of other files carry a file name.
 _FULL_OR_CLOSED = (errno.EBADF, errno.ENOSPC, errno.EIO)
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def main() -> None:
@@ -106,19 +110,33 @@ def generate(args: GenerateArgs) -> None:
 
     After an interruption, run the same command again: it continues its output file.
     """
-    screen = Screen(args.quiet, render=in_flags)
     if args.ray is None:
         begin(args.threads)
         expect(args.device)
     remedy = "" if args.out in (None, "-") else "; run the same command again to continue"
-    with exit_codes(screen, f"interrupted{remedy}"):
+    with running(args, f"interrupted{remedy}") as screen:
         from bass_cli.generation import generate_samples
 
         if not generate_samples(args, screen):
             raise typer.Exit(1)
 
 
-app.command(cls=Command, epilog=EPILOG)(profile)
+@app.command(cls=Command, epilog=EPILOG)
+@takes(ProfileArgs)
+def profile(args: ProfileArgs) -> None:
+    """Time this pair on this machine so that --draft-length auto and table choose well. Takes less
+    than a minute.
+
+    \b
+    Example:
+      bass profile --pair smollm2
+    """
+    with running(args, "interrupted") as screen:
+        from bass_cli.cli.profile import run
+
+        document = run(args, screen)
+        if args.json_document:
+            terminal.document(document)
 
 
 @app.command(cls=Command, epilog=EPILOG)
@@ -136,11 +154,8 @@ def distill(args: DistillArgs) -> None:
     The folder gets a pair file for bass generate --pair. After an interruption, the same command
     resumes the run.
     """
-    screen = Screen(args.quiet, document=args.json_document, render=in_flags)
-    with exit_codes(screen, "interrupted; the same command resumes from here"):
+    with running(args, "interrupted; the same command resumes from here") as screen:
         if not args.out:
-            from bass_cli.errors import UserError
-
             raise UserError("--out (or BASS_OUT): name a folder for the samples and the draft")
         from bass_cli.distill.command import run
 
@@ -161,8 +176,7 @@ def bench(args: BenchArgs) -> None:
       bass bench --shape qwen2.5-7b --draft-shape qwen2.5-0.5b --acceptance 0.85
       bass bench --job prompts.jsonl --n 16 --pair smollm2 --rivals transformers
     """
-    screen = Screen(args.quiet, render=in_flags)
-    with exit_codes(screen, "interrupted"):
+    with running(args, "interrupted") as screen:
         from bass_cli.cli.bench import run
 
         if not run(args, screen):
@@ -180,8 +194,7 @@ def merge(args: MergeArgs) -> None:
 
     To fill the gaps, run the original command with --out OUT and without --shard.
     """
-    screen = Screen(args.quiet, render=in_flags)
-    with exit_codes(screen, "interrupted; the parts are unchanged"):
+    with running(args, "interrupted; the parts are unchanged") as screen:
         from bass_cli.io.merging import merge as merge_parts
 
         if not merge_parts(args.out, args.parts, overwrite=args.overwrite, note=screen.note):
@@ -200,14 +213,12 @@ def evaluate(args: EvaluateArgs) -> None:
 
     Samples and verdicts are kept. Run the same command again to continue.
     """
-    screen = Screen(args.quiet, document=args.json_document, render=in_flags)
     if args.ray is None:
         begin(args.threads)
         expect(args.device)
-    with exit_codes(
-        screen,
-        "interrupted; samples and verdicts so far are kept; run the same command to continue",
-    ):
+    with running(
+        args, "interrupted; samples and verdicts so far are kept; run the same command to continue"
+    ) as screen:
         from bass_cli.eval.evaluation import Evaluation
         from bass_cli.eval.sweep import sweep
 
@@ -230,9 +241,8 @@ def score(args: ScoreArgs) -> None:
     Example:
       bass score samples.jsonl > figures.txt
     """
-    screen = Screen(args.quiet, document=args.json_document, render=in_flags)
     interrupted = "interrupted; the verdicts so far are kept; run the same command to continue"
-    with exit_codes(screen, interrupted):
+    with running(args, interrupted) as screen:
         from bass_cli.eval.scoring import score_samples
 
         document = score_samples(args, screen)
@@ -251,8 +261,7 @@ def pairs(args: PairsArgs) -> None:
       bass pairs mine.yaml
       bass pairs --schema > pair.schema.json
     """
-    screen = Screen(document=args.json_table, render=in_flags)
-    with exit_codes(screen, "interrupted"):
+    with running(args, "interrupted") as screen:
         if args.schema:
             from bass_cli.config.job import pair_schema
 
@@ -279,8 +288,7 @@ def doctor(args: DoctorArgs) -> None:
       bass doctor
       bass doctor --model Qwen/Qwen2.5-0.5B-Instruct
     """
-    screen = Screen(document=args.json_table, render=in_flags)
-    with exit_codes(screen, "interrupted"):
+    with running(args, "interrupted") as screen:
         from bass_cli.cli.doctor import describe_machine
 
         facts = describe_machine(args)
@@ -293,6 +301,87 @@ def doctor(args: DoctorArgs) -> None:
             if not key.endswith(("_bytes", "_ready"))
         ]
         screen.table(("what", "here"), shown)
+
+
+@contextlib.contextmanager
+def running(args: Any, interrupted: str) -> Iterator[Screen]:
+    """Run a command's block with a screen; show its error and raise typer.Exit with the exit code.
+
+    SIGTERM ends the command like Ctrl-C. If the reader of the output has gone (`| head -1`), the
+    command ends without a message. On an unsupported system the block does not run.
+
+    Args:
+        args: The options of the command.
+        interrupted: The message after SIGINT or SIGTERM.
+    """
+    document = getattr(args, "json_document", False) or getattr(args, "json_table", False)
+    screen = Screen(getattr(args, "quiet", False), document=document, render=in_flags)
+    if (reason := unsupported()) is not None:
+        screen.error(reason)
+        raise typer.Exit(3)
+    with signals.in_command(lambda: screen.error(interrupted)):
+        try:
+            with _explained(screen, interrupted):
+                yield screen
+        except BrokenPipeError:  # the reader of the output has gone
+            raise typer.Exit(signals.READER_GONE) from None
+
+
+@contextlib.contextmanager
+def _explained(screen: Screen, interrupted: str) -> Iterator[None]:
+    """Show the error that ends the block, and raise its exit code."""
+    try:
+        yield
+        if sys.stdout is not None:  # buffered output may not fit on the disk
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        screen.error(interrupted)
+        raise typer.Exit(signals.INTERRUPTED) from None
+    except BrokenPipeError:
+        raise
+    except Exception as error:
+        code, message = _end_of(error)
+        if code is None:
+            screen.close()
+            raise
+        screen.error(message)
+        _drop_what_cannot_be_written()
+        raise typer.Exit(code) from None
+    finally:
+        screen.close()
+
+
+def _drop_what_cannot_be_written() -> None:
+    """Discard buffered output if it cannot be written.
+
+    Otherwise Python tries again when it exits, and changes the exit code to 120.
+    """
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _end_of(error: Exception) -> tuple[int | None, str | UserError]:
+    """Return the exit code and the message of an error.
+
+    The code is 2 for a UserError, 3 if the machine lacks something, None for a fault of bass.
+    """
+    if isinstance(error, UserError):
+        return 3 if isinstance(error, MachineError) else 2, error
+    if isinstance(error, OSError) and error.errno in _NO_ROOM:
+        return 3, f"{error.filename or 'standard output'}: cannot write: {error.strerror}"
+    if is_refused_memory(error):
+        first = (str(error).splitlines() or [""])[0]
+        return (
+            3,
+            "not enough memory: use a smaller --batch-size, fewer --max-new-tokens or a smaller "
+            f"model ({first})",
+        )
+    return None, ""
 
 
 if __name__ == "__main__":

@@ -1,22 +1,23 @@
-"""`bass profile`: time the rounds of a pair on this device and save the times.
+"""The body of `bass profile`: time the rounds of a pair on this device and save the times.
 
-Heavy imports happen only when the command runs. The measurement is in run/profile.py.
+torch is imported after the number of threads is set. The measurement is in run/profile.py.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from bass_cli.cli.exit_codes import exit_codes
-from bass_cli.cli.options import in_flags, takes
 from bass_cli.config.commands import ProfileArgs, job_options
-from bass_cli.io import terminal
+from bass_cli.config.job import Job, chosen_pair, make_job
+from bass_cli.errors import MachineError, UserError
 from bass_cli.io.console import Screen
+from bass_cli.system.threads import configure_threads
 
 if TYPE_CHECKING:
-    from bass_cli.config.job import Job
     from bass_cli.lengths.costs import Surface
     from bass_cli.run.plan import Plan
 
@@ -32,48 +33,28 @@ _LEGEND = (
 _CONTEXT = {"cuda": 400, "cpu": 128}  # tokens of a prompt
 
 
-@takes(ProfileArgs)
-def profile(args: ProfileArgs) -> None:
-    """Time this pair on this machine so that --draft-length auto and table choose well. Takes less
-    than a minute.
-
-    \b
-    Example:
-      bass profile --pair smollm2
-    """
-    screen = Screen(args.quiet, document=args.json_document, render=in_flags)
-    with exit_codes(screen, "interrupted"):
-        _run(args, screen)
-
-
-def _run(args: ProfileArgs, screen: Screen) -> None:
-    from bass_cli.errors import UserError
-    from bass_cli.system.threads import configure_threads
-
+def run(args: ProfileArgs, screen: Screen) -> dict[str, Any]:
+    """Measure and save the rounds of a pair; return the JSON document."""
     job = make_profile_job(args)
     configure_threads(job.threads, screen.note)
 
     from bass_cli.run.plan import make_plan
 
     screen.phase("checking the models", live=False)  # the hub's client shows what it fetches
-    plan = make_plan(job, options=("--batch-sizes", None), grows=False)
+    plan = make_plan(job, options=("`batch_sizes`", None), grows=False)
     if plan.profile is None:
         raise UserError(
             f'pair "{job.pair.name}" has no draft, so there is no draft length to choose and '
-            "nothing to profile; give --draft"
+            "nothing to profile; give `pair.draft`"
         )
     for note in plan.notes:
         screen.note(note)
     with plan.need.explained():
-        document = _measure(plan, args, screen)
-    if args.json_document:
-        terminal.document(document)
+        return _measure(plan, args, screen)
 
 
 def make_profile_job(args: ProfileArgs) -> Job:
     """Make the job whose rounds are measured: its rows are the largest of --batch-sizes."""
-    from bass_cli.config.job import chosen_pair, make_job
-
     rows = max(batch_sizes_of(args.batch_sizes)) if args.batch_sizes else "auto"
     given = job_options(args, batch_size=rows, max_new_tokens=200, draft_length="auto")
     return make_job(chosen_pair(args), **given)
@@ -81,24 +62,18 @@ def make_profile_job(args: ProfileArgs) -> Job:
 
 def batch_sizes_of(text: str) -> tuple[int, ...]:
     """Parse a list of batch sizes like 1,2,8; UserError for anything else."""
-    from bass_cli.errors import UserError
-
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not words or not all(
         re.fullmatch("[0-9]{1,4}", word) and 1 <= int(word) <= 1024 for word in words
     ):
         raise UserError(
-            f'--batch-sizes (or BASS_BATCH_SIZES): "{text}" is not a list of numbers from 1 to '
+            f'`batch_sizes`: "{text}" is not a list of numbers from 1 to '
             "1024; write them like 1,2,8"
         )
     return tuple(sorted({int(word) for word in words}))
 
 
 def _measure(plan: Plan, args: ProfileArgs, screen: Screen) -> dict[str, Any]:
-    import time
-    from dataclasses import replace
-
-    from bass_cli.errors import MachineError
     from bass_cli.lengths.costs import save_surface
     from bass_cli.run.build import build
     from bass_cli.run.profile import LIMITS, joined, measure

@@ -14,8 +14,6 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, ge
 
 from annotated_types import Ge, Gt, Le, MinLen
 
-from bass_cli.io.reading import LARGEST
-
 # Headings of the help pages
 MODELS, WHOLE_JOB, SAMPLES, SAMPLING = "Models", "A whole job", "The target's samples", "Sampling"
 DRAFTING, TRAINING = "Drafting (changes the speed, not the distribution)", "Training"
@@ -23,6 +21,7 @@ MACHINE, PROMPTS, OUTPUT = "Time and machine", "Prompts and data", "Output"
 RANDOM, MEASURED = "Random weights, without any download", "What is measured"
 SCORING = "Scoring"
 
+LARGEST = 2**63 - 1  # the largest whole number
 MOST_ROWS = 1_000_000  # the most samples of a prompt, and rows; no device holds as many
 MOST_DRAFTS = 64  # the longest draft length
 Controller = Literal["auto", "bass", "table", "bass+table"]
