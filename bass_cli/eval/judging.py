@@ -9,12 +9,12 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from types import TracebackType
 from typing import Any, NamedTuple
 
 from bass_cli.errors import MachineError, UserError
-from bass_cli.io.reading import finite, is_unicode, parse_object, text, whole
+from bass_cli.io.reading import finite, is_unicode, os_errors_as, parse_object, text, whole
 from bass_cli.io.saving import check_place, open_locked, refuse_foreign
 from bass_cli.sandbox.programs import Ending, Program, Sandbox
 
@@ -121,16 +121,10 @@ class VerdictStore:
             with contextlib.suppress(OSError):  # closing tries again to write the buffer
                 self._stream.close()
 
-    @contextlib.contextmanager
-    def _as_machine_error(self) -> Iterator[None]:
+    def _as_machine_error(self) -> contextlib.AbstractContextManager[None]:
         """Turn an OSError into a MachineError."""
-        try:
-            yield
-        except OSError as error:
-            raise MachineError(
-                f"{self.path}: cannot write the verdicts: {error.strerror}; the earlier ones are "
-                "kept; run the same command again to continue"
-            ) from None
+        remedy = "the earlier ones are kept; run the same command again to continue"
+        return os_errors_as(MachineError, f"{self.path}: cannot write the verdicts", remedy)
 
     def add(self, ruling: Ruling) -> None:
         """Append a verdict and flush it, unless the file has it. MachineError if that fails."""

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from bass_cli.errors import MachineError, UserError, nearest
-from bass_cli.io.reading import RefusedJsonError, broken_json, shown
+from bass_cli.io.reading import RefusedJsonError, broken_json, os_errors_as, shown
 
 Records = Iterator[tuple[int, Any]]
 BOM = b"\xef\xbb\xbf"
@@ -134,15 +134,12 @@ def open_source(source: str) -> Source:
 
 
 def _spool(stream: IO[bytes]) -> Source:
+    fault = f"stdin: input of more than {IN_MEMORY >> 20} MB needs a temporary file"
+    remedy = "set TMPDIR to a folder with free space, or name a prompt file"
     spooled = tempfile.SpooledTemporaryFile(max_size=IN_MEMORY)  # noqa: SIM115
     for block in _until_fault(stream):
-        try:
+        with os_errors_as(MachineError, fault, remedy):
             spooled.write(block)
-        except OSError as error:
-            raise MachineError(
-                f"stdin: input of more than {IN_MEMORY >> 20} MB needs a temporary file: "
-                f"{error.strerror}; set TMPDIR to a folder with free space, or name a prompt file"
-            ) from None
     source = Source("-", "txt", spooled)
     with source.open() as lines:
         return Source("-", format_of(lines), spooled)
@@ -157,10 +154,8 @@ def _until_fault(stream: IO[bytes]) -> Iterator[bytes]:
     decoder, length = codecs.getincrementaldecoder("utf-8")(), 0
     read = stream.read1 if isinstance(stream, io.BufferedReader) else stream.read
     while True:
-        try:
+        with os_errors_as(UserError, "stdin: cannot read it"):
             block = read(_BLOCK)
-        except OSError as error:
-            raise UserError(f"stdin: cannot read it: {error.strerror}") from None
         if not block:
             return
         yield block

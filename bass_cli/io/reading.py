@@ -8,16 +8,20 @@ expand to billions of values, and deep nesting are refused.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import math
 import os
 import reprlib
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import yaml
+
+from bass_cli.errors import UserError
 
 # the largest whole number: tensors and most other readers of such files hold 64 bits
 LARGEST = 2**63 - 1
@@ -26,6 +30,18 @@ _BRIEF.maxstring = _BRIEF.maxother = 80
 # bytes; a pair file has a few hundred, and PyYAML parses this size in a second
 MOST_YAML = 1 << 16
 _DEEPEST = 20  # levels of nesting in YAML; a pair file has two or three
+
+
+@contextlib.contextmanager
+def os_errors_as(kind: type[UserError], fault: str, remedy: str = "") -> Iterator[None]:
+    """Turn an OSError into an error of this kind: fault, reason, remedy. A broken pipe stays."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        after = f"; {remedy}" if remedy else ""
+        raise kind(f"{fault}: {error.strerror or error}{after}") from None
 
 
 def open_regular(path: str | Path) -> BinaryIO:

@@ -14,13 +14,14 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
 from bass_cli.errors import MachineError, UserError
+from bass_cli.io.reading import os_errors_as
 from bass_cli.io.resume import (
     COUNTED,
     DamagedManifestError,
@@ -158,7 +159,6 @@ class Writer:
         manifest: dict[str, Any] | None,
         past: Past,
         created: bool,
-        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
         self.done = frozenset(past.done)
@@ -172,8 +172,7 @@ class Writer:
         self._begun = False  # whether this run has changed the file
         self._end = 0  # the expected size of the file
         self._gone = False  # whether the file lost its name
-        self._now = now
-        self._synced = now()
+        self._synced = time.monotonic()
 
     def __enter__(self) -> Writer:
         return self
@@ -200,7 +199,7 @@ class Writer:
             self._stream.flush()
         self._end += len(line)
         self._past.count(row)
-        if self._manifest is not None and self._now() - self._synced >= SYNC_SECONDS:
+        if self._manifest is not None and time.monotonic() - self._synced >= SYNC_SECONDS:
             with self._refusals():
                 self._sync()
         self.confirm()
@@ -303,20 +302,14 @@ class Writer:
 
     def _sync(self) -> None:
         os.fsync(self._stream.fileno())
-        self._synced = self._now()
+        self._synced = time.monotonic()
 
-    @contextlib.contextmanager
-    def _refusals(self) -> Iterator[None]:
-        """Turn an OSError into a MachineError, but leave a broken pipe as it is."""
-        try:
-            yield
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            fault = f"{self.name}: cannot write the results: {error.strerror}"
-            if self._manifest is not None:
-                fault += "; earlier lines are kept; run the same command again to continue"
-            raise MachineError(fault) from None
+    def _refusals(self) -> contextlib.AbstractContextManager[None]:
+        """Turn an OSError into a MachineError."""
+        remedy = "earlier lines are kept; run the same command again to continue"
+        if self._manifest is None:
+            remedy = ""
+        return os_errors_as(MachineError, f"{self.name}: cannot write the results", remedy)
 
 
 def open_output(
@@ -415,7 +408,5 @@ def _open_stream(path: str) -> IO[bytes]:
     number = descriptor_of(path)
     if number in (None, 1):
         return sys.stdout.buffer
-    try:
+    with os_errors_as(UserError, f"{path}: cannot write there"):
         return open(os.dup(number), "wb")
-    except OSError as error:
-        raise UserError(f"{path}: cannot write there: {error.strerror}") from None

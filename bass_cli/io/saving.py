@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from bass_cli.errors import MachineError, UserError
+from bass_cli.io.reading import os_errors_as
 
 _LONGEST = 2**28  # the most bytes that are read to see what a file is; reports are far smaller
 _KINDS = {
@@ -63,12 +64,12 @@ def check_place(what: str, path: str | Path) -> None:
 
     `what`: the beginning of the message.
     """
-    try:
+    status = None
+    with (
+        os_errors_as(UserError, f"{what}: cannot write there"),
+        contextlib.suppress(FileNotFoundError),
+    ):
         status = os.stat(path)
-    except FileNotFoundError:
-        status = None
-    except OSError as error:
-        raise UserError(f"{what}: cannot write there: {error.strerror}") from None
     if status is not None and stat.S_ISDIR(status.st_mode):
         raise UserError(f"{what}: this is a folder, a file is needed")
     if status is not None and not stat.S_ISREG(status.st_mode):
@@ -99,13 +100,13 @@ def refuse_foreign(
         kind: The name of that kind.
         remedy: The end of the message.
     """
-    try:
-        with open(path, "rb") as stream:
-            content = stream.read(_LONGEST + 1)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise UserError(f"{what}: it cannot be read: {error.strerror}; {remedy}") from None
+    content = b""
+    with (
+        os_errors_as(UserError, f"{what}: it cannot be read", remedy),
+        contextlib.suppress(FileNotFoundError),
+        open(path, "rb") as stream,
+    ):
+        content = stream.read(_LONGEST + 1)
     if content.strip(b"\0 \t\r\n") and (len(content) > _LONGEST or not ours(content)):
         raise UserError(f"{what}: it exists and is not {kind}; {remedy}")
 
@@ -162,15 +163,13 @@ def write_json(path: Path, document: dict[str, Any], fault: str) -> None:
     MachineError that begins with `fault`.
     """
     text = json.dumps(document, indent=2, default=str) + "\n"
-    try:
+    with os_errors_as(MachineError, fault):
         if (number := descriptor_of(path)) is None:
             write_file(path, text.encode("utf-8"))
             return
         sys.stdout.flush()
         with open(number, "w", encoding="utf-8", closefd=False) as stream:
             stream.write(text)
-    except OSError as error:
-        raise MachineError(f"{fault}: {error.strerror}") from None
 
 
 def replace_file(path: str | Path, write: Callable[[IO[bytes]], object]) -> IO[bytes]:
@@ -248,7 +247,7 @@ def open_locked(path: str, what: str, taken: str) -> IO[bytes]:
 
     UserError if that fails; the message says `what` the file is, or that it is `taken`.
     """
-    try:
+    with os_errors_as(UserError, f"{path}: cannot write {what}"):
         while True:
             stream = open(path, "a+b")  # noqa: SIM115 - the caller closes it
             try:
@@ -259,8 +258,6 @@ def open_locked(path: str, what: str, taken: str) -> IO[bytes]:
             if is_at(stream, path):
                 return stream
             stream.close()  # another process replaced the file in between
-    except OSError as error:
-        raise UserError(f"{path}: cannot write {what}: {error.strerror}") from None
 
 
 def is_at(stream: IO[bytes], path: str | Path) -> bool:
@@ -337,7 +334,5 @@ def save_chart(figure: Any, file: str) -> None:
     """Write the figure to a PNG file atomically. MachineError if it cannot be written."""
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=144, metadata={"Software": "bass"})
-    try:
+    with os_errors_as(MachineError, f"`plot` {file}: cannot write the chart"):
         write_file(file, picture.getvalue())
-    except OSError as error:
-        raise MachineError(f"`plot` {file}: cannot write the chart: {error.strerror}") from None

@@ -148,8 +148,7 @@ def test_lines_are_synced_by_time_and_before_the_manifest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: list[tuple[str, str, int]]
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr(outputs.Writer.__init__, "__kwdefaults__",
-                        outputs.Writer.__init__.__kwdefaults__ | {"now": lambda: now[0]})  # fmt: skip
+    monkeypatch.setattr(outputs.time, "monotonic", lambda: now[0])
     path = tmp_path / "o.jsonl"
     with outputs.open_output(str(path), MANIFEST) as writer:
         writer.write(sample("a", 0))
