@@ -11,18 +11,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-Step = str | Mapping[str, Any]
+# A pattern, or the name and arguments of a class of tokenizers.pre_tokenizers
+Step = str | tuple[str, Mapping[str, Any]]
 
-# Turns text into GPT-2's byte alphabet without splitting it.
-BYTES: dict[str, Any] = {
-    "type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False,
-}  # fmt: skip
-_GPT2: Step = {**BYTES, "use_regex": True}  # splits the text by GPT-2's pattern first
+# Turns text into GPT-2's byte alphabet, and splits it by GPT-2's pattern first
+_GPT2: Step = "ByteLevel", {"add_prefix_space": False, "use_regex": True}
 # The same pattern for groups with more steps after it: the byte alphabet must come last.
 _GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_DIGITS: Step = {"type": "Digits", "individual_digits": True}
-_PUNCTUATION: Step = {"type": "Punctuation", "behavior": "Contiguous"}
-_NUMBERS: Step = {"type": "Digits", "individual_digits": False}
+_DIGITS: Step = "Digits", {"individual_digits": True}
+_PUNCTUATION: Step = "Punctuation", {"behavior": "contiguous"}
+_NUMBERS: Step = "Digits", {"individual_digits": False}
 
 _ENGLISH = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -84,8 +82,7 @@ _WIDE_SPACES = "|".join(rf"\s{{{count}}}(?!\S)" for count in (512, 256, 128, 64,
 class PreTokenizer(NamedTuple):
     """The meaning of a value of `tokenizer.ggml.pre`.
 
-    steps: patterns that split a text at their matches, or pre-tokenizers in the format of
-        tokenizer.json.
+    steps: patterns that split a text at their matches, or other pre-tokenizers.
     ignore_merges: whether a piece that is a token becomes this token without merges.
     add_bos: whether a prompt begins with BOS if the file has no `add_bos_token`.
     nfc: whether text is normalised to NFC.

@@ -1,4 +1,4 @@
-"""Tokenizers of GGUF files: metadata to a tokenizer in the format of tokenizer.json.
+"""Tokenizers of GGUF files: metadata to a tokenizer of the `tokenizers` library.
 
 Keys mean the same as in llama.cpp (src/llama-vocab.cpp at commit 0c1e570). docs/FORMATS.md lists
 them, and the cases where the model's own tokenizer is followed instead. Not here: the file format
@@ -7,13 +7,23 @@ them, and the cases where the model's own tokenizer is followed instead. Not her
 
 from __future__ import annotations
 
-import base64
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 
 from bass_cli.errors import UserError, nearest
 from bass_cli.formats.backends import (
@@ -24,7 +34,7 @@ from bass_cli.formats.backends import (
     end_ids,
     post_processor,
 )
-from bass_cli.formats.gguf_pretokenizers import BYTES, PRE_TOKENIZERS, PreTokenizer
+from bass_cli.formats.gguf_pretokenizers import PRE_TOKENIZERS, PreTokenizer
 from bass_cli.formats.tensor_files import Texts, read_gguf, read_texts
 from bass_cli.io.reading import shown
 
@@ -56,31 +66,6 @@ _CONTROL_TEXTS = {
 _REMEDY = 'name a folder that has the model\'s tokenizer, as "tokenizer: FOLDER" in a pair file'
 
 
-class _Kind(NamedTuple):
-    """Defaults of a value of `tokenizer.ggml.model`, for keys that the file lacks.
-
-    roles: ids of special tokens.
-    add_bos, add_eos: whether a prompt begins with BOS and ends with EOS.
-    space_prefix: whether a space is put before a text.
-    """
-
-    roles: Mapping[str, int]
-    add_bos: bool = False
-    add_eos: bool = False
-    space_prefix: bool = False
-
-
-_KINDS = {
-    "gpt2": _Kind({"bos": 11, "eos": 11}),
-    "gemma4": _Kind({}),
-    "llama": _Kind({"bos": 1, "eos": 2, "unk": 0}, add_bos=True, space_prefix=True),
-    "t5": _Kind({"eos": 1, "unk": 2, "pad": 0}, add_eos=True),
-    "bert": _Kind(
-        {"bos": 101, "unk": 100, "sep": 102, "pad": 0, "mask": 103}, add_bos=True, add_eos=True
-    ),
-}
-
-
 def read_gguf_tokenizer(path: Path) -> TokenizerParts:
     """Read the tokenizer of a GGUF file.
 
@@ -103,27 +88,23 @@ def read_gguf_tokenizer(path: Path) -> TokenizerParts:
             f'{path}: key "{_KEY}suppress_tokens": tokens that must not be generated are not '
             "supported"
         )
-    vocabulary = _vocabulary(source)
-    if model in ("gpt2", "gemma4"):
-        content, add_bos = _byte_pairs(source, vocabulary, model)
-    else:
-        build = {"llama": _sentencepiece, "t5": _unigram, "bert": _word_piece}[model]
-        content, add_bos = build(source, vocabulary, _KINDS[model]), _KINDS[model].add_bos
+    vocabulary, kind = _vocabulary(source), _KINDS[model]
+    tokenizer, add_bos = kind.build(source, vocabulary)
     roles = _roles(source, vocabulary, model)
-    _close(content, source, vocabulary, roles, add_bos, _KINDS[model].add_eos)
+    _add_special_tokens(tokenizer, source, vocabulary)
+    _surround(tokenizer, source, vocabulary, roles, add_bos, kind.add_eos)
     named = {
         role: id_
         for role in END_ROLES
         if (id_ := roles.get(role, source.id(f"{role}_token_id", vocabulary))) is not None
     }
     special = {vocabulary.texts[id_] for id_ in vocabulary.of(_CONTROL)}
-    ids = {text: id_ for id_, text in enumerate(vocabulary.texts)}
     template = source.metadata.get("tokenizer.chat_template")
     return TokenizerParts(
-        content=json.dumps(content, ensure_ascii=False).encode(),
+        content=tokenizer.to_str().encode(),
         template=template if isinstance(template, str) and template else None,
         special={f"{role}_token": vocabulary.texts[id_] for role, id_ in roles.items()},
-        eos_ids=end_ids(ids, special=special, named=named),
+        eos_ids=end_ids(vocabulary.ids, special=special, named=named),
         literal=False,
     )
 
@@ -189,6 +170,11 @@ class _Vocabulary(NamedTuple):
     texts: list[str]
     kinds: list[int]
 
+    @property
+    def ids(self) -> dict[str, int]:
+        """The ids by text."""
+        return {text: id_ for id_, text in enumerate(self.texts)}
+
     def of(self, *kinds: int) -> list[int]:
         """Return the ids of these kinds, in ascending order."""
         return [id_ for id_, kind in enumerate(self.kinds) if kind in kinds]
@@ -235,10 +221,10 @@ def _unique(source: _Source, raws: list[bytes], texts: list[str]) -> list[str]:
     ]
 
 
-def _unknown(source: _Source, vocabulary: _Vocabulary, kind: _Kind) -> int:
+def _unknown(source: _Source, vocabulary: _Vocabulary) -> int:
     """Return the id of the unknown token; UserError if there is none."""
     id_ = source.id(_ROLES["unk"], vocabulary)
-    id_ = kind.roles["unk"] if id_ is None else id_
+    id_ = _KINDS[str(source.text("model"))].roles["unk"] if id_ is None else id_
     if id_ >= len(vocabulary.texts):
         raise UserError(f'{source.path}: key "{_KEY}{_ROLES["unk"]}" is missing or not a token')
     return id_
@@ -261,21 +247,41 @@ def _roles(source: _Source, vocabulary: _Vocabulary, model: str) -> dict[str, in
     return found
 
 
-def _close(
-    content: dict[str, Any],
+def _add_special_tokens(tokenizer: Tokenizer, source: _Source, vocabulary: _Vocabulary) -> None:
+    """Add the tokens that are matched whole in a text.
+
+    They are control and unknown tokens, which decoding leaves out, and user-defined tokens, which
+    it does not.
+    """
+    name = str(source.metadata.get("general.name") or "").lower()
+    strips = "phi-3" in name or "phi3" in name  # as llama.cpp; there is no key for it
+    tokenizer.add_tokens(
+        [
+            AddedToken(
+                text := vocabulary.texts[id_],
+                rstrip=strips and text not in ("<unk>", "<s>", "<|endoftext|>"),
+                normalized=False,
+                special=vocabulary.kinds[id_] != _USER_DEFINED,
+            )
+            for id_ in vocabulary.of(_UNKNOWN, _CONTROL, _USER_DEFINED)
+        ]
+    )
+
+
+def _surround(
+    tokenizer: Tokenizer,
     source: _Source,
     vocabulary: _Vocabulary,
     roles: Mapping[str, int],
     add_bos: bool,
     add_eos: bool,
 ) -> None:
-    """Add special tokens, and BOS and EOS around a prompt, to a tokenizer of any kind."""
-    content["added_tokens"] = _added(source, vocabulary)
+    """Make the tokenizer put BOS and EOS around a prompt, as the file says or by these defaults."""
     around = list[list[tuple[int, str]]]()
     for role, default in (("bos", add_bos), ("eos", add_eos)):
         key = f"add_{role}_token"
         wanted = source.flag(key, default)
-        used = "sep" if role == "eos" and content["model"]["type"] == "WordPiece" else role
+        used = "sep" if role == "eos" and isinstance(tokenizer.model, models.WordPiece) else role
         if wanted and used not in roles and source.metadata.get(_KEY + key):
             raise UserError(
                 f'{source.path}: key "{_KEY}{key}" is true, but "{_KEY}{_ROLES[used]}" is missing '
@@ -284,133 +290,77 @@ def _close(
         id_ = roles.get(used) if wanted else None
         around.append([] if id_ is None else [(id_, vocabulary.texts[id_])])
     if any(around):
-        content["post_processor"] = post_processor(*around)
+        template = processors.TemplateProcessing()
+        # the constructor would parse "$" and ":" in a token's text
+        template.__setstate__(json.dumps(post_processor(*around)).encode())
+        tokenizer.post_processor = template
 
 
-def _added(source: _Source, vocabulary: _Vocabulary) -> list[dict[str, Any]]:
-    """Return the tokens that are matched whole in a text.
-
-    They are control and unknown tokens, which decoding leaves out, and user-defined tokens, which
-    it does not.
-    """
-    name = str(source.metadata.get("general.name") or "").lower()
-    strips = "phi-3" in name or "phi3" in name  # as llama.cpp; there is no key for it
-    return [
-        {
-            "id": id_,
-            "content": (text := vocabulary.texts[id_]),
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": strips and text not in ("<unk>", "<s>", "<|endoftext|>"),
-            "normalized": False,
-            "special": vocabulary.kinds[id_] != _USER_DEFINED,
-        }
-        for id_ in vocabulary.of(_UNKNOWN, _CONTROL, _USER_DEFINED)
-    ]
-
-
-def _content(**parts: Any) -> dict[str, Any]:
-    """Return a tokenizer.json with these parts only."""
-    empty = dict.fromkeys(
-        ("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder")
-    )
-    return {"version": "1.0", **empty, "added_tokens": [], **parts}
-
-
-def _sequence(kind: str, parts: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return a sequence of normalizers, pretokenizers or decoders; None if it is empty."""
-    listed = list(parts)
-    return {"type": "Sequence", kind: listed} if listed else None
-
-
-def _replace(pattern: Mapping[str, str], content: str) -> dict[str, Any]:
-    return {"type": "Replace", "pattern": pattern, "content": content}
-
-
-def _plain_decoder(*, strip: bool, fallback: bool = True) -> dict[str, Any] | None:
-    """Return the decoder for pieces with "▁" for spaces and <0x0A> for bytes.
+def _plain_decoder(*, strip: bool, fallback: bool = True) -> decoders.Decoder:
+    """Return the decoder for tokens with "▁" for spaces and <0x0A> for bytes.
 
     Args:
         strip: whether the first space is dropped, because the encoder adds one.
         fallback: whether there are byte tokens.
     """
-    parts: list[dict[str, Any]] = [_replace({"String": _SPACE}, " ")]
+    parts = [decoders.Replace(_SPACE, " "), decoders.Fuse()]
     if fallback:
-        parts.append({"type": "ByteFallback"})
-    parts.append({"type": "Fuse"})
+        parts.insert(1, decoders.ByteFallback())
     if strip:
-        parts.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    return _sequence("decoders", parts)
+        parts.append(decoders.Strip(" ", 1, 0))
+    return decoders.Sequence(parts)
 
 
-def _bpe(
-    vocabulary: _Vocabulary, merges: Sequence[Sequence[str]], **options: Any
-) -> dict[str, Any]:
-    usual = {
-        "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-        "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
-        "ignore_merges": False,
-    }  # fmt: skip
-    vocab = {text: id_ for id_, text in enumerate(vocabulary.texts)}
-    return {"type": "BPE", **usual, **options, "vocab": vocab, "merges": merges}
-
-
-def _byte_pairs(
-    source: _Source, vocabulary: _Vocabulary, model: str
-) -> tuple[dict[str, Any], bool]:
+def _byte_pairs(source: _Source, vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
     """Return a BPE tokenizer, and whether a prompt begins with BOS by default."""
-    kind = _pre_tokenizer(source, model)
-    merges = _merges(source, vocabulary)
-    steps = (
-        {"type": "Split", "pattern": {"Regex": step}, "behavior": "Isolated", "invert": False}
-        if isinstance(step, str)
-        else step
-        for step in (*kind.steps, *(() if kind.plain or _has_bytes(kind) else (BYTES,)))
-    )
-    content = _content(pre_tokenizer=_sequence("pretokenizers", steps))
-    if kind.plain:
-        unknown = source.id(_ROLES["unk"], vocabulary)
-        content["normalizer"] = _replace({"String": " "}, _SPACE)
-        content["decoder"] = _plain_decoder(strip=False)
-        content["model"] = _bpe(
-            vocabulary,
-            merges,
+    kind = _pre_tokenizer(source)
+    unknown = source.id(_ROLES["unk"], vocabulary) if kind.plain else None
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocabulary.ids,
+            _merges(source, vocabulary),
             unk_token=None if unknown is None else vocabulary.texts[unknown],
-            fuse_unk=True,
-            byte_fallback=True,
+            fuse_unk=kind.plain,
+            byte_fallback=kind.plain,
+            ignore_merges=kind.ignore_merges and not kind.plain,
         )
+    )
+    steps = [
+        pre_tokenizers.Split(Regex(step), "isolated")
+        if isinstance(step, str)
+        else getattr(pre_tokenizers, step[0])(**step[1])
+        for step in kind.steps
+    ]
+    if kind.plain:
+        tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
+        tokenizer.decoder = _plain_decoder(strip=False)
     else:
-        content["normalizer"] = {"type": "NFC"} if kind.nfc else None
-        content["decoder"] = _byte_decoder(vocabulary)
-        content["model"] = _bpe(vocabulary, merges, ignore_merges=kind.ignore_merges)
-    return content, kind.add_bos
+        if not any(step[0] == "ByteLevel" for step in kind.steps):
+            steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+        tokenizer.normalizer = normalizers.NFC() if kind.nfc else None
+        tokenizer.decoder = _byte_decoder(vocabulary)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    return tokenizer, kind.add_bos
 
 
-def _byte_decoder(vocabulary: _Vocabulary) -> dict[str, Any] | None:
+def _byte_decoder(vocabulary: _Vocabulary) -> decoders.Decoder:
     """Return the decoder of GPT-2's byte alphabet.
 
     It leaves a token with a character outside the alphabet as it is. User-defined tokens are plain
     text too, but the characters of some, such as DeepSeek's "ö", are all in the alphabet. A mark
     outside the alphabet is put before these and removed again.
     """
-    import tokenizers
-
-    letters = set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    letters = set(pre_tokenizers.ByteLevel.alphabet())
     texts = [vocabulary.texts[id_] for id_ in vocabulary.of(_USER_DEFINED)]
     alike = [re.escape(one) for one in texts if not one.isascii() and letters.issuperset(one)]
     if not alike:
-        return BYTES
-    mark = _replace({"Regex": rf"\A(?=(?:{'|'.join(alike)})\z)"}, _MARK)
-    return _sequence("decoders", (mark, BYTES, _replace({"String": _MARK}, "")))
+        return decoders.ByteLevel()
+    marked = decoders.Replace(Regex(rf"\A(?=(?:{'|'.join(alike)})\z)"), _MARK)
+    return decoders.Sequence([marked, decoders.ByteLevel(), decoders.Replace(_MARK, "")])
 
 
-def _has_bytes(kind: PreTokenizer) -> bool:
-    """Return whether a step already turns text into GPT-2's byte alphabet."""
-    return any(not isinstance(step, str) and step["type"] == "ByteLevel" for step in kind.steps)
-
-
-def _pre_tokenizer(source: _Source, model: str) -> PreTokenizer:
-    name = "gemma4" if model == "gemma4" else source.text("pre") or "default"
+def _pre_tokenizer(source: _Source) -> PreTokenizer:
+    name = "gemma4" if source.text("model") == "gemma4" else source.text("pre") or "default"
     if name not in PRE_TOKENIZERS:
         raise UserError(
             f'{source.path}: key "{_KEY}pre": the pre-tokenizer {shown(name)} is unknown; '
@@ -447,7 +397,7 @@ def _scores(source: _Source, vocabulary: _Vocabulary) -> list[float]:
     return [float(score) for score in scores]
 
 
-def _sentencepiece(source: _Source, vocabulary: _Vocabulary, kind: _Kind) -> dict[str, Any]:
+def _sentencepiece(source: _Source, vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
     """Return SentencePiece's BPE: the pair whose result has the highest score is merged first."""
     scores = _scores(source, vocabulary)
     pieces = {vocabulary.texts[id_]: id_ for id_ in vocabulary.of(0, _NORMAL, _USER_DEFINED)}
@@ -462,60 +412,48 @@ def _sentencepiece(source: _Source, vocabulary: _Vocabulary, kind: _Kind) -> dic
         for cut in range(1, len(text))
         if text[:cut] in pieces and text[cut:] in pieces
     ]
-    prefix = source.flag("add_space_prefix", kind.space_prefix)
-    return _content(
-        normalizer=_sequence("normalizers", _spaces(prefix)),
-        decoder=_plain_decoder(strip=prefix),
-        model=_bpe(
-            vocabulary,
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocabulary.ids,
             [pair[3:] for pair in sorted(ranked)],
-            unk_token=vocabulary.texts[_unknown(source, vocabulary, kind)],
+            unk_token=vocabulary.texts[_unknown(source, vocabulary)],
             fuse_unk=True,
             byte_fallback=True,
-        ),
+        )
     )
+    prefix = source.flag("add_space_prefix", True)
+    tokenizer.normalizer = normalizers.Sequence(_spaces(prefix))
+    tokenizer.decoder = _plain_decoder(strip=prefix)
+    return tokenizer, True
 
 
-def _spaces(prefix: bool) -> list[dict[str, Any]]:
-    before: list[dict[str, Any]] = [{"type": "Prepend", "prepend": _SPACE}] if prefix else []
-    return [*before, _replace({"String": " "}, _SPACE)]
+def _spaces(prefix: bool) -> list[normalizers.Normalizer]:
+    before = [normalizers.Prepend(_SPACE)] if prefix else []
+    return [*before, normalizers.Replace(" ", _SPACE)]
 
 
-def _unigram(source: _Source, vocabulary: _Vocabulary, kind: _Kind) -> dict[str, Any]:
+def _unigram(source: _Source, vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
     """Return SentencePiece's unigram model: the split of a text with the largest sum of scores."""
     scores = _scores(source, vocabulary)
     least = min((scores[id_] for id_ in vocabulary.of(_NORMAL)), default=0.0)
-    by_kind = {_NORMAL: None, _USER_DEFINED: 0.0}
     pieces = [
-        [text, score if (set_to := by_kind.get(one, least)) is None else set_to]
-        for text, score, one in zip(vocabulary.texts, scores, vocabulary.kinds, strict=False)
+        (text, score if kind == _NORMAL else 0.0 if kind == _USER_DEFINED else least)
+        for text, score, kind in zip(vocabulary.texts, scores, vocabulary.kinds, strict=False)
     ]
-    prefix = source.flag("add_space_prefix", kind.space_prefix)
-    steps = list[dict[str, Any]]()
-    if charsmap := source.numbers("precompiled_charsmap"):
-        raw = bytes(one & 0xFF for one in charsmap)
-        steps.append(
-            {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(raw).decode()}
-        )
-    if source.flag("remove_extra_whitespaces", False):
-        steps += [
-            {"type": "Strip", "strip_left": True, "strip_right": True},
-            _replace({"Regex": " {2,}"}, " "),
-        ]
     fallback = bool(vocabulary.of(_BYTE))
-    return _content(
-        normalizer=_sequence("normalizers", [*steps, *_spaces(prefix)]),
-        decoder=_plain_decoder(strip=prefix, fallback=fallback),
-        model={
-            "type": "Unigram",
-            "unk_id": _unknown(source, vocabulary, kind),
-            "vocab": pieces,
-            "byte_fallback": fallback,
-        },
-    )
+    tokenizer = Tokenizer(models.Unigram(pieces, _unknown(source, vocabulary), fallback))
+    steps = list[normalizers.Normalizer]()
+    if charsmap := source.numbers("precompiled_charsmap"):
+        steps.append(normalizers.Precompiled(bytes(one & 0xFF for one in charsmap)))
+    if source.flag("remove_extra_whitespaces", False):
+        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+    prefix = source.flag("add_space_prefix", False)
+    tokenizer.normalizer = normalizers.Sequence([*steps, *_spaces(prefix)])
+    tokenizer.decoder = _plain_decoder(strip=prefix, fallback=fallback)
+    return tokenizer, False
 
 
-def _word_piece(source: _Source, vocabulary: _Vocabulary, kind: _Kind) -> dict[str, Any]:
+def _word_piece(source: _Source, vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
     """Return BERT's WordPiece, and change the texts of the tokens to BERT's.
 
     GGUF puts "▁" before pieces that begin a word; BERT puts "##" before the others.
@@ -524,22 +462,36 @@ def _word_piece(source: _Source, vocabulary: _Vocabulary, kind: _Kind) -> dict[s
         text = vocabulary.texts[id_]
         whole = text.startswith(_SPACE) and text != _SPACE
         vocabulary.texts[id_] = text.removeprefix(_SPACE) if whole else f"##{text}"
+    unknown = vocabulary.texts[_unknown(source, vocabulary)]
+    tokenizer = Tokenizer(models.WordPiece(vocabulary.ids, unk_token=unknown))
     lower = source.flag("normalizer.lowercase", True)
-    return _content(
-        normalizer={
-            "type": "BertNormalizer",
-            "clean_text": True,
-            "handle_chinese_chars": True,
-            "strip_accents": source.flag("normalizer.strip_accents", lower),
-            "lowercase": lower,
-        },
-        pre_tokenizer={"type": "BertPreTokenizer"},
-        decoder={"type": "WordPiece", "prefix": "##", "cleanup": False},
-        model={
-            "type": "WordPiece",
-            "unk_token": vocabulary.texts[_unknown(source, vocabulary, kind)],
-            "continuing_subword_prefix": "##",
-            "max_input_chars_per_word": 100,
-            "vocab": {text: id_ for id_, text in enumerate(vocabulary.texts)},
-        },
+    tokenizer.normalizer = normalizers.BertNormalizer(
+        strip_accents=source.flag("normalizer.strip_accents", lower), lowercase=lower
     )
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece(cleanup=False)
+    return tokenizer, True
+
+
+class _Kind(NamedTuple):
+    """A value of `tokenizer.ggml.model`.
+
+    build: returns the tokenizer, and whether a prompt begins with BOS if the file does not say.
+    roles: ids of special tokens that the file does not name.
+    add_eos: whether a prompt ends with EOS if the file does not say.
+    """
+
+    build: Callable[[_Source, _Vocabulary], tuple[Tokenizer, bool]]
+    roles: Mapping[str, int]
+    add_eos: bool = False
+
+
+_KINDS = {
+    "gpt2": _Kind(_byte_pairs, {"bos": 11, "eos": 11}),
+    "gemma4": _Kind(_byte_pairs, {}),
+    "llama": _Kind(_sentencepiece, {"bos": 1, "eos": 2, "unk": 0}),
+    "t5": _Kind(_unigram, {"eos": 1, "unk": 2, "pad": 0}, add_eos=True),
+    "bert": _Kind(
+        _word_piece, {"bos": 101, "unk": 100, "sep": 102, "pad": 0, "mask": 103}, add_eos=True
+    ),
+}
