@@ -6,23 +6,14 @@ row, V vocabulary, H query heads, K key/value heads, D head size, S slots of the
 keys (each row's own), T positions of the prompt store.
 """
 
-from . import acceptance, reference, rounds, sampling, training
-from .acceptance import accept_maximal
-from .dispatch import (
-    SCHEDULES,
-    attention_schedule,
-    by_device,
-    has_triton,
-    import_kernels,
-    kind_for,
-    use,
-)
+from . import acceptance, reference, rounds, sampling
+from .dispatch import attention_schedule, by_device, has_triton, import_kernels, kind_for, use
 from .linear import linear, linear_add, norm_up, pack, project
-from .noise import BONUS, DRAFT, RESIDUAL, SHARED, TEST, bits, gumbel, uniform
+from .noise import SHARED, gumbel
+from .reference import Distances
 from .rounds import BINS, Chosen, Known
-from .sampling import COLDEST, HOTTEST, Distribution, draw, log_probability
-from .segments import Group, Packed, Segments, Teams, pack_queries
-from .training import Distances
+from .sampling import COLDEST, HOTTEST, Distribution
+from .segments import Group, Packed, Segments, Teams
 
 embed = by_device(reference.embed, "bass_kernels.pointwise")
 norm = by_device(reference.norm, "bass_kernels.pointwise")
@@ -32,12 +23,11 @@ rope_write = by_device(reference.rope_write, "bass_kernels.pointwise")
 attention = by_device(reference.attention, "bass_kernels.ragged")
 sample = by_device(sampling.sample, "bass_kernels.sampling_kernels")
 sample_scored = by_device(sampling.sample_scored, "bass_kernels.sampling_kernels")
-process = by_device(sampling.process, "bass_kernels.truncation")
 draft_sample = by_device(acceptance.draft_sample, "bass_kernels.acceptance_kernels")
-distances = by_device(training.distances, "bass_kernels.training_kernels")
-distance_gradient = by_device(training.distance_gradient, "bass_kernels.training_kernels")
-rotate = by_device(training.rotate, "bass_kernels.training_kernels")
-gate_gradient = by_device(training.gate_gradient, "bass_kernels.training_kernels")
+distances = by_device(reference.distances, "bass_kernels.training_kernels")
+distance_gradient = by_device(reference.distance_gradient, "bass_kernels.training_kernels")
+rotate = by_device(reference.rotate, "bass_kernels.training_kernels")
+gate_gradient = by_device(reference.gate_gradient, "bass_kernels.training_kernels")
 standing = by_device(rounds.standing, "bass_kernels.round_kernels")
 likeliest = by_device(rounds.likeliest, "bass_kernels.round_kernels")
 settle = by_device(rounds.settle, "bass_kernels.round_kernels")
@@ -49,14 +39,9 @@ report = by_device(rounds.report, "bass_kernels.round_kernels")
 
 __all__ = [
     "BINS",
-    "BONUS",
     "COLDEST",
-    "DRAFT",
     "HOTTEST",
-    "RESIDUAL",
-    "SCHEDULES",
     "SHARED",
-    "TEST",
     "Chosen",
     "Distances",
     "Distribution",
@@ -65,18 +50,15 @@ __all__ = [
     "Packed",
     "Segments",
     "Teams",
-    "accept_maximal",
     "accept_shared",
     "activation",
     "angles",
     "attention",
     "attention_schedule",
-    "bits",
     "commit",
     "distance_gradient",
     "distances",
     "draft_sample",
-    "draw",
     "embed",
     "gate_gradient",
     "gumbel",
@@ -86,13 +68,10 @@ __all__ = [
     "likeliest",
     "linear",
     "linear_add",
-    "log_probability",
     "norm",
     "norm_up",
     "pack",
-    "pack_queries",
     "pending",
-    "process",
     "project",
     "rejection_sample",
     "report",
@@ -102,6 +81,5 @@ __all__ = [
     "sample_scored",
     "settle",
     "standing",
-    "uniform",
     "use",
 ]

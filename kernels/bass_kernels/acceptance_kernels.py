@@ -21,7 +21,9 @@ from .vocabulary import address, best_found, better, gumbel, no_candidate, philo
 _DRAFT, _TEST, _RESIDUAL, _BONUS = (
     tl.constexpr(stream) for stream in (noise.DRAFT, noise.TEST, noise.RESIDUAL, noise.BONUS)
 )
-FOUND_FIELDS = 4  # for each chunk: best score and token by max(w p - q, 0), then by the target's p
+# for each chunk: best score and token by max(w p - q, 0), then by the target's p
+_FOUND = tl.constexpr(4)
+_BLOCK, _FIELDS = tl.constexpr(BLOCK), tl.constexpr(FIELDS)
 
 
 def draft_sample(
@@ -46,7 +48,7 @@ def draw(dist: Distribution, keys: Tensor, positions: Tensor, origins: Tensor) -
     rows, vocab = dist.values.shape
     chunks = triton.cdiv(vocab, CHUNK)
     tokens = torch.empty(rows, dtype=torch.int64, device=dist.values.device)
-    found = torch.empty(rows, chunks, FOUND_FIELDS, dtype=torch.float32, device=dist.values.device)
+    found = torch.empty(rows, chunks, _FOUND.value, dtype=torch.float32, device=dist.values.device)
     _draw[(rows, chunks)](
         dist.values,
         dist.edges,
@@ -65,14 +67,7 @@ def draw(dist: Distribution, keys: Tensor, positions: Tensor, origins: Tensor) -
 
 def shape_of(chunks: int) -> dict[str, int]:
     """Return the launch options shared by all kernels that sample from distributions with edges."""
-    return {
-        "CHUNK": CHUNK,
-        "CHUNKS": triton.next_power_of_2(chunks),
-        "FIELDS": FIELDS,
-        "FOUND": FOUND_FIELDS,
-        "BLOCK": BLOCK,
-        "num_warps": 4,
-    }
+    return {"CHUNK": CHUNK, "CHUNKS": triton.next_power_of_2(chunks), "num_warps": 4}
 
 
 @triton.jit
@@ -95,23 +90,19 @@ def best(
     origin,
     stream,
     POINT: tl.constexpr,
-    FIELDS: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     """Find the best noisy token of start to end by max(w p - q, 0), and by p.
 
     p is the distribution of row `at`. q is that of row `q_at` with q_vocab tokens, or with POINT a
     point mass on `proposed` (-1: none). w is `weight`, at most 1.
     """
-    divisor, threshold, peak, mass, only = load_edges(edges_ptr, at, True, FIELDS)
+    divisor, threshold, peak, mass, only = load_edges(edges_ptr, at, True)
     if POINT == 0:
-        q_divisor, q_threshold, q_peak, q_mass, q_only = load_edges(
-            q_edges_ptr, q_at, q_vocab > 0, FIELDS
-        )
+        q_divisor, q_threshold, q_peak, q_mass, q_only = load_edges(q_edges_ptr, q_at, q_vocab > 0)
     score, token, _value = no_candidate()
     own_score, own_token, _own = no_candidate()
-    for first in range(start, end, BLOCK):
-        tokens, _scaled, raw = read(logits_ptr, at, first, vocab, divisor, BLOCK)
+    for first in range(start, end, _BLOCK):
+        tokens, _scaled, raw = read(logits_ptr, at, first, vocab, divisor, _BLOCK)
         p = probability(raw, tokens, divisor, threshold, peak, mass, only)
         most = tl.max(p, 0)
         if most > 0:
@@ -120,11 +111,11 @@ def best(
                     rest = tl.where(tokens == proposed, 0.0, p)
                 else:
                     _tokens, _scaled, q_raw = read(
-                        q_logits_ptr, q_at, first, q_vocab, q_divisor, BLOCK
+                        q_logits_ptr, q_at, first, q_vocab, q_divisor, _BLOCK
                     )
                     q = probability(q_raw, tokens, q_divisor, q_threshold, q_peak, q_mass, q_only)
                     rest = weight * p - q
-                drawn = gumbel(first, key_0, key_1, position, origin, stream, BLOCK)
+                drawn = gumbel(first, key_0, key_1, position, origin, stream, _BLOCK)
                 scores = tl.where(rest > 0, tl.log(rest) + drawn, -float("inf"))
                 score, token, _value = better(score, token, score, scores, tokens, scores)
                 scores = tl.where(p > 0, tl.log(p) + drawn, -float("inf"))
@@ -145,12 +136,12 @@ def note(at, score, token, own_score, own_token):
 
 
 @triton.jit
-def best_noted(at, chunks, vocab, CHUNKS: tl.constexpr, FOUND: tl.constexpr):
+def best_noted(at, chunks, vocab, CHUNKS: tl.constexpr):
     """Return the token of a row: the best of its chunks, or the best by the target's distribution
     if max(w p - q, 0) has no mass. The token is within the vocabulary even if the scores are NaN.
     """
     index = tl.arange(0, CHUNKS)
-    here, inside = at + index * FOUND, index < chunks
+    here, inside = at + index * _FOUND, index < chunks
     score, token = best_found(here, inside)
     _score, own_token = best_found(here + 2, inside)
     return tl.minimum(tl.where(score > -float("inf"), token, own_token), vocab - 1).to(tl.int64)
@@ -170,14 +161,11 @@ def _draw(
     chunks,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
-    FIELDS: tl.constexpr,
-    FOUND: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     row, chunk = tl.program_id(0), tl.program_id(1)
     key_0, key_1, position = address(row, row, key_ptr, position_ptr)
     origin = tl.load(origin_ptr + row).to(tl.uint32)
-    start, rows_at = chunk * CHUNK, found_ptr + row * chunks * FOUND
+    start, rows_at = chunk * CHUNK, found_ptr + row * chunks * _FOUND
     score, token, own_score, own_token = best(
         logits_ptr,
         row,
@@ -197,13 +185,11 @@ def _draw(
         origin,
         _DRAFT,
         True,
-        FIELDS,
-        BLOCK,
     )
-    note(rows_at + chunk * FOUND, score, token, own_score, own_token)
+    note(rows_at + chunk * _FOUND, score, token, own_score, own_token)
     if tl.atomic_add(arrived_ptr + row, 1) == chunks - 1:
         tl.store(arrived_ptr + row, 0)
-        tl.store(token_ptr + row, best_noted(rows_at, chunks, vocab, CHUNKS, FOUND))
+        tl.store(token_ptr + row, best_noted(rows_at, chunks, vocab, CHUNKS))
 
 
 def rejection_sample(
@@ -245,7 +231,7 @@ def judge(
     accepted, following = torch.empty(2, rows, dtype=torch.int64, device=device)
     block = torch.empty(rows, places, dtype=torch.int64, device=device)
     scores = torch.empty(rows, places, dtype=torch.float32, device=device)
-    found = torch.empty(rows, chunks, FOUND_FIELDS, dtype=torch.float32, device=device)
+    found = torch.empty(rows, chunks, _FOUND.value, dtype=torch.float32, device=device)
     q = dist if draft_dist is None else draft_dist
     assert dist.edges is not None
     assert q.edges is not None
@@ -296,7 +282,6 @@ def _drafted(
     q_vocab,
     POINT: tl.constexpr,
     PLACES: tl.constexpr,
-    FIELDS: tl.constexpr,
 ):
     """Return the probabilities of a row's drafts by the target's distributions and by the draft's,
     [PLACES] each."""
@@ -304,13 +289,13 @@ def _drafted(
     drafted = place < width
     tokens = tl.load(draft_ptr + row * width + place, mask=drafted, other=0).to(tl.int32)
     at = row * (width + 1) + place
-    divisor, threshold, peak, mass, only = load_edges(edges_ptr, at, drafted, FIELDS)
+    divisor, threshold, peak, mass, only = load_edges(edges_ptr, at, drafted)
     raw = tl.load(logits_ptr + at.to(tl.int64) * vocab + tokens, mask=drafted, other=0.0)
     p = probability(raw.to(tl.float32), tokens, divisor, threshold, peak, mass, only)
     q = tl.full([PLACES], 1.0, tl.float32)
     if POINT == 0:
         at = row * width + place
-        divisor, threshold, peak, mass, only = load_edges(q_edges_ptr, at, drafted, FIELDS)
+        divisor, threshold, peak, mass, only = load_edges(q_edges_ptr, at, drafted)
         raw = tl.load(q_logits_ptr + at.to(tl.int64) * q_vocab + tokens, mask=drafted, other=0.0)
         q = probability(raw.to(tl.float32), tokens, divisor, threshold, peak, mass, only)
         q = tl.where(mass > 0, q, 0.0)  # a draft from a distribution with NaN is rejected
@@ -344,9 +329,6 @@ def _weigh(
     chunks,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
-    FIELDS: tl.constexpr,
-    FOUND: tl.constexpr,
-    BLOCK: tl.constexpr,
     PLACES: tl.constexpr,
 ):
     """Compute the mass of max(w p - q, 0) in a chunk, after 1 to width - 1 drafts of a row. At w =
@@ -364,23 +346,22 @@ def _weigh(
         q_vocab,
         False,
         PLACES,
-        FIELDS,
     )
     place = tl.arange(0, PLACES)
     weight = tl.full([], 1.0, tl.float32)
     for step in range(before + 1):
         weight = _lowered(weight, _at(ps, place == step), _at(qs, place == step))
-    total = tl.zeros([BLOCK], tl.float32)
+    total = tl.zeros([_BLOCK], tl.float32)
     if (weight > 0) & (weight < 1):
         at, q_at = row * (width + 1) + before + 1, row * width + before + 1
-        divisor, threshold, peak, mass, only = load_edges(edges_ptr, at, True, FIELDS)
-        q_divisor, q_threshold, q_peak, q_mass, q_only = load_edges(q_edges_ptr, q_at, True, FIELDS)
+        divisor, threshold, peak, mass, only = load_edges(edges_ptr, at, True)
+        q_divisor, q_threshold, q_peak, q_mass, q_only = load_edges(q_edges_ptr, q_at, True)
         q_given = tl.where(q_mass > 0, q_vocab, 0)  # if q has NaN, subtract nothing
         start = chunk * CHUNK
-        for first in range(start, tl.minimum(start + CHUNK, vocab), BLOCK):
-            tokens, _scaled, raw = read(logits_ptr, at, first, vocab, divisor, BLOCK)
+        for first in range(start, tl.minimum(start + CHUNK, vocab), _BLOCK):
+            tokens, _scaled, raw = read(logits_ptr, at, first, vocab, divisor, _BLOCK)
             p = probability(raw, tokens, divisor, threshold, peak, mass, only)
-            _tokens, _scaled, raw = read(q_logits_ptr, q_at, first, q_given, q_divisor, BLOCK)
+            _tokens, _scaled, raw = read(q_logits_ptr, q_at, first, q_given, q_divisor, _BLOCK)
             q = probability(raw, tokens, q_divisor, q_threshold, q_peak, q_mass, q_only)
             rest = weight * p - q
             total += tl.where(rest <= 0, 0.0, rest)  # NaN stays NaN
@@ -460,9 +441,6 @@ def _judge(
     PLACES: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
-    FIELDS: tl.constexpr,
-    FOUND: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     row, chunk = tl.program_id(0), tl.program_id(1)
     key_0, key_1, length = address(row, row, key_ptr, length_ptr)
@@ -478,7 +456,6 @@ def _judge(
         q_vocab,
         POINT,
         PLACES,
-        FIELDS,
     )
     bound = width
     if BOUNDED:
@@ -492,10 +469,10 @@ def _judge(
     )
     if POINT == 0:  # subtract nothing from p after the last draft, nor where q has NaN
         q_mass = tl.load(
-            q_edges_ptr + (row * width + accepted) * FIELDS + 3, mask=accepted < bound, other=0.0
+            q_edges_ptr + (row * width + accepted) * _FIELDS + 3, mask=accepted < bound, other=0.0
         )
         q_vocab = tl.where(q_mass > 0, q_vocab, 0)
-    start, rows_at = chunk * CHUNK, found_ptr + row * chunks * FOUND
+    start, rows_at = chunk * CHUNK, found_ptr + row * chunks * _FOUND
     score, token, own_score, own_token = best(
         logits_ptr,
         row * (width + 1) + accepted,
@@ -515,13 +492,11 @@ def _judge(
         length,
         tl.where(complete, _BONUS, _RESIDUAL).to(tl.uint32),
         POINT,
-        FIELDS,
-        BLOCK,
     )
-    note(rows_at + chunk * FOUND, score, token, own_score, own_token)
+    note(rows_at + chunk * _FOUND, score, token, own_score, own_token)
     if tl.atomic_add(arrived_ptr + row, 1) == chunks - 1:
         tl.store(arrived_ptr + row, 0)
-        following = best_noted(rows_at, chunks, vocab, CHUNKS, FOUND)
+        following = best_noted(rows_at, chunks, vocab, CHUNKS)
         tl.store(accepted_ptr + row, accepted.to(tl.int64))
         tl.store(next_ptr + row, following)
         place = tl.arange(0, PLACES)
@@ -529,8 +504,8 @@ def _judge(
         tokens = tl.load(draft_ptr + row * width + place, mask=place < width, other=0)
         tokens = tl.where(place == accepted, following, tokens)
         tl.store(block_ptr + at, tokens, mask=inside)
-        divisor, _threshold, peak, _mass, _only = load_edges(edges_ptr, at, inside, FIELDS)
-        raw_mass = tl.load(edges_ptr + at * FIELDS + 5, mask=inside, other=1.0)
+        divisor, _threshold, peak, _mass, _only = load_edges(edges_ptr, at, inside)
+        raw_mass = tl.load(edges_ptr + at * _FIELDS + 5, mask=inside, other=1.0)
         raw = tl.load(logits_ptr + at.to(tl.int64) * vocab + tokens, mask=inside, other=0.0).to(
             tl.float32
         )

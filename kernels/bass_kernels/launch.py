@@ -34,6 +34,15 @@ def counters(device: torch.device, count: int) -> Tensor:
     return held[-1]
 
 
+def scratch(like: Tensor, splits: int, units: int, *sizes: int) -> tuple[Tensor, ...]:
+    """Return float32 buffers of `sizes` elements for what the splits of all units found, and an
+    arrival counter for each unit. With one split they are not used: all are `like`."""
+    if splits == 1:
+        return (like,) * (len(sizes) + 1)
+    found = (like.new_empty(size, dtype=torch.float32) for size in sizes)
+    return *found, counters(like.device, units)
+
+
 def overlap(early: bool, device: torch.device) -> dict[str, Any]:
     """Return the launch options of programmatic dependent launch.
 

@@ -13,17 +13,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import SPARE, card, counters, fitting, processors
+from .launch import SPARE, card, fitting, processors, scratch
 from .pointwise import KINDS, activate
 from .products import complete
+from .residual import MOST_TOKENS
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:  # before Triton 3.4
     TensorDescriptor = None
 
-_ROWS = 16  # maximum rows of `stream`
+_ROWS = MOST_TOKENS  # maximum rows of `stream`
 _COLUMNS, _DEPTH = 16, 256  # tile of weights
+_M, _N, _K = (tl.constexpr(size) for size in (_ROWS, _COLUMNS, _DEPTH))
 _TILES = 264  # two programs on each processor of a large GPU
 # With more columns programs run in several waves, and the tiles of a vocabulary are too shallow to
 # prefetch: 8 rows of 256 by 151,936 columns take 60 us, the library 24 (one H200).
@@ -32,6 +34,7 @@ _MOST_TOKENS = 64  # of `gate_up`
 # Rows of a tile of each weight, depth a step, warps: the best of 49 cuts for the layers of a 7B on
 # an H200 (67.2 us a layer; the library's product 74.9).
 _LINES, _DEEP, _WARPS = 64, 64, 4
+_L, _D = tl.constexpr(_LINES), tl.constexpr(_DEEP)
 
 
 def streams(rows: int, weight: Tensor) -> bool:
@@ -47,10 +50,6 @@ def stream(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> 
     out = torch.empty_like(residual)
     tiles = triton.cdiv(columns, _COLUMNS)
     splits = max(1, min(8, _TILES // tiles, depth // 512))
-    parts = arrived = out
-    if splits > 1:
-        parts = x.new_empty(tiles * splits * _ROWS * _COLUMNS, dtype=torch.float32)
-        arrived = counters(x.device, tiles)
     share = triton.cdiv(triton.cdiv(depth, _DEPTH), splits) * _DEPTH
     _stream[(tiles, splits)](
         x.contiguous(),
@@ -58,17 +57,13 @@ def stream(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> 
         weight if bias is None else bias,
         residual.contiguous(),
         out,
-        parts,
-        arrived,
+        *scratch(out, splits, tiles, tiles * splits * _ROWS * _COLUMNS),
         rows,
         columns,
         depth,
         share,
         BIAS=bias is not None,
         SPLITS=splits,
-        BLOCK_M=_ROWS,
-        BLOCK_N=_COLUMNS,
-        BLOCK_K=_DEPTH,
         EVEN=depth % _DEPTH == 0 and columns % _COLUMNS == 0,
         WIDE="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=2,
@@ -100,22 +95,19 @@ def _stream(
     share,
     BIAS: tl.constexpr,
     SPLITS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     tile, split = tl.program_id(0), tl.program_id(1)
-    row = tl.arange(0, BLOCK_M)
-    line = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.arange(0, _M)
+    line = tile * _N + tl.arange(0, _N)
     real = row < rows
-    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    total = tl.zeros([_M, _N], tl.float32)
     first, end = 0, depth
     if SPLITS > 1:
         first, end = split * share, tl.minimum(split * share + share, depth)
-    for start in range(first, end, BLOCK_K):
-        at = start + tl.arange(0, BLOCK_K)
+    for start in range(first, end, _K):
+        at = start + tl.arange(0, _K)
         weights = weight_ptr + line.to(tl.int64)[:, None] * depth + at[None, :]
         if EVEN:
             x = tl.load(x_ptr + row[:, None] * depth + at[None, :], mask=real[:, None], other=0.0)
@@ -131,7 +123,7 @@ def _stream(
         total = tl.dot(x, tl.trans(w), total, input_precision=WIDE)
     place = row[:, None] * columns + line[None, :]
     mask = real[:, None] & (line < columns)[None, :]
-    total, last = complete(total, part_ptr, arrived_ptr, tile, BLOCK_M, BLOCK_N, SPLITS)
+    total, last = complete(total, part_ptr, arrived_ptr, tile, _N, SPLITS)
     if last:
         if BIAS:
             total += tl.load(bias_ptr + line, mask=line < columns, other=0.0).to(tl.float32)[
@@ -171,9 +163,7 @@ def gate_up(x: Tensor, weight: Tensor, *, activation: str) -> Tensor:
         KIND=KINDS[activation],
         LINES=lines,
         DEPTH=depth,
-        BLOCK=_LINES,
         TOKENS=tokens,
-        DEEP=_DEEP,
         STAGES=_gate_stages(programs, x.device),
         num_warps=_WARPS,
     )
@@ -196,22 +186,20 @@ def _gate_up(
     KIND: tl.constexpr,
     LINES: tl.constexpr,
     DEPTH: tl.constexpr,
-    BLOCK: tl.constexpr,
     TOKENS: tl.constexpr,
-    DEEP: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    first = tl.program_id(0) * BLOCK
-    gates = tl.zeros([BLOCK, TOKENS], tl.float32)
-    ups = tl.zeros([BLOCK, TOKENS], tl.float32)
-    for start in tl.range(0, DEPTH, DEEP, num_stages=STAGES):
+    first = tl.program_id(0) * _L
+    gates = tl.zeros([_L, TOKENS], tl.float32)
+    ups = tl.zeros([_L, TOKENS], tl.float32)
+    for start in tl.range(0, DEPTH, _D, num_stages=STAGES):
         w = weight.load([first, start])
         tokens = tl.trans(x.load([0, start]))
         gates = tl.dot(w, tokens, gates)
         # the last tile's gate rows may reach into the up rows; those are masked out at the store
         w = weight.load([first + LINES, start])
         ups = tl.dot(w, tokens, ups)
-    line, token = first + tl.arange(0, BLOCK), tl.arange(0, TOKENS)
+    line, token = first + tl.arange(0, _L), tl.arange(0, TOKENS)
     tl.store(
         out_ptr + token[None, :] * LINES + line[:, None],
         (activate(gates, KIND) * ups).to(out_ptr.dtype.element_ty),

@@ -12,12 +12,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from .launch import SPARE, after, card, counters, fitting, overlap, processors
+from .launch import SPARE, after, card, fitting, overlap, processors, scratch
 from .pointwise import finite
 from .ragged_kernel import fold
 from .segments import Segments
 
-_NEW = 16  # maximum number of new tokens a row
+_NEW = tl.constexpr(16)  # maximum number of new tokens a row
 
 
 def mix(
@@ -46,11 +46,12 @@ def mix(
     units = rows * kv_heads
     splits = splits or max(1, min(8, processors(qkv.device) // units))
     block_q, block_d = _block(wide * heads // kv_heads), _block(size)
+    lines = units * splits * block_q
     keys, stages = loads(qkv, block_q, block_d) if keys is None else (keys, 3)
-    shape = {"H": heads, "K": kv_heads, "D": size, "HALF": angles.shape[2], "NEW": _NEW}
+    shape = {"H": heads, "K": kv_heads, "D": size, "HALF": angles.shape[2]}
     tiling = {"BLOCK_Q": block_q, "BLOCK_D": block_d, "KEYS": keys, "SPLITS": splits}
     out = qkv.new_empty(rows * wide, heads * size)
-    assert wide <= _NEW
+    assert wide <= _NEW.value
     assert segments.positions.is_contiguous()  # a copy's launch would not be waited for
     _mix[(units, splits)](
         qkv,
@@ -63,7 +64,7 @@ def mix(
         segments.start,
         segments.own,
         out,
-        *_scratch(out, units, splits, block_q, block_d),
+        *scratch(out, splits, units, lines * block_d, 2 * lines),  # sums, peaks and masses
         wide,
         rows,
         window,
@@ -80,19 +81,6 @@ def mix(
         **overlap(early, qkv.device),
     )
     return out
-
-
-def _scratch(
-    out: Tensor, units: int, splits: int, block_q: int, block_d: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return buffers for the splits of a row and head: sums, then peaks and masses, then arrival
-    counters."""
-    if splits == 1:
-        return out, out, out
-    lines = units * splits * block_q
-    parts = out.new_empty(lines * block_d, dtype=torch.float32)
-    peaks = out.new_empty(2 * lines, dtype=torch.float32)
-    return parts, peaks, counters(out.device, units)
 
 
 def fits(like: Tensor, lines: int, size: int) -> bool:
@@ -194,7 +182,6 @@ def _mix(
     D: tl.constexpr,
     HALF: tl.constexpr,
     NORMS: tl.constexpr,
-    NEW: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_D: tl.constexpr,
     KEYS: tl.constexpr,
@@ -260,7 +247,7 @@ def _mix(
             seen = seen & (at[None, :] > position[:, None] - window)
         peak, mass, total = fold(q, keys, values, seen, peak, mass, total, scale, WIDE)
     if split == SPLITS - 1:
-        step = tl.arange(0, NEW)
+        step = tl.arange(0, _NEW)
         here = position_ptr + row * wide + step
         new = tl.load(here, mask=step < wide, other=-1).to(tl.int32)
         following = tl.load(here + 1, mask=step + 1 < wide, other=-1).to(tl.int32)

@@ -14,9 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import SPARE, after, card, counters, fitting, overlap, processors
+from .launch import SPARE, after, card, fitting, overlap, processors, scratch
 from .pointwise import KINDS, activate
 from .residual import MOST_TOKENS, Stream, give, squares
+
+_M = tl.constexpr(MOST_TOKENS)
 
 
 class Cut(NamedTuple):
@@ -97,7 +99,7 @@ def project(
         weight if bias is None else bias,
         stream.squares,
         out,
-        *_pieces(cut, lines, out),
+        *_scratch(cut, lines, out),
         count,
         eps,
         TILES=len(stream.squares),
@@ -128,7 +130,7 @@ def add(
         norm,
         stream.residual,
         *out,
-        *_pieces(cut, lines, x),
+        *_scratch(cut, lines, x),
         count,
         **_shape(cut, lines, depth, x, early),
     )
@@ -166,15 +168,10 @@ def gate_up(
     return out
 
 
-def _pieces(cut: Cut, lines: int, out: Tensor) -> tuple[Tensor, Tensor]:
+def _scratch(cut: Cut, lines: int, like: Tensor) -> tuple[Tensor, ...]:
     """Return buffers for the splits of a tile: their sums and an arrival counter."""
-    if cut.splits == 1:
-        return out, out
     tiles = cut.tiles(lines)
-    parts = torch.empty(
-        tiles * cut.splits * MOST_TOKENS * cut.block, dtype=torch.float32, device=out.device
-    )
-    return parts, counters(out.device, tiles)
+    return scratch(like, cut.splits, tiles, tiles * cut.splits * MOST_TOKENS * cut.block)
 
 
 def _shape(cut: Cut, lines: int, depth: int, like: Tensor, early: bool) -> dict[str, object]:
@@ -186,7 +183,6 @@ def _shape(cut: Cut, lines: int, depth: int, like: Tensor, early: bool) -> dict[
         "SPLITS": cut.splits,
         "DEEP": cut.deep,
         "STAGES": cut.stages,
-        "M": MOST_TOKENS,
         "WIDE": "ieee" if like.dtype == torch.float32 else "tf32",
         "num_warps": cut.warps,
         **overlap(early, like.device),
@@ -213,18 +209,17 @@ def _project(
     SPLITS: tl.constexpr,
     DEEP: tl.constexpr,
     STAGES: tl.constexpr,
-    M: tl.constexpr,
     WIDE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     tile, first, end, low, high = part(LINES, DEPTH, EACH, SPLITS, DEEP)
-    row, line = tl.arange(0, M), first + tl.arange(0, N)
+    row, line = tl.arange(0, _M), first + tl.arange(0, N)
     after(EARLY)
-    shares = squares(square_ptr, TILES, M)
+    shares = squares(square_ptr, TILES)
     total, _ = sums(
-        x_ptr, weight_ptr, first, end, low, high, count, 0, DEPTH, M, N, DEEP, STAGES, WIDE
+        x_ptr, weight_ptr, first, end, low, high, count, 0, DEPTH, N, DEEP, STAGES, WIDE
     )
-    total, last = complete(total, part_ptr, arrived_ptr, tile, M, N, SPLITS)
+    total, last = complete(total, part_ptr, arrived_ptr, tile, N, SPLITS)
     if last:
         total = total * tl.rsqrt(tl.sum(shares, 0) / DEPTH + eps)[:, None]
         if BIAS:
@@ -255,12 +250,11 @@ def _add(
     SPLITS: tl.constexpr,
     DEEP: tl.constexpr,
     STAGES: tl.constexpr,
-    M: tl.constexpr,
     WIDE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     tile, first, end, low, high = part(LINES, DEPTH, EACH, SPLITS, DEEP)
-    row, line = tl.arange(0, M), first + tl.arange(0, N)
+    row, line = tl.arange(0, _M), first + tl.arange(0, N)
     after(EARLY)
     residual = tl.load(
         stream_ptr + row[:, None] * LINES + line[None, :],
@@ -269,9 +263,9 @@ def _add(
     )
     weight = tl.load(norm_ptr + line, mask=line < end, other=0.0).to(tl.float32)
     total, _ = sums(
-        x_ptr, weight_ptr, first, end, low, high, count, 0, DEPTH, M, N, DEEP, STAGES, WIDE
+        x_ptr, weight_ptr, first, end, low, high, count, 0, DEPTH, N, DEEP, STAGES, WIDE
     )
-    total, last = complete(total, part_ptr, arrived_ptr, tile, M, N, SPLITS)
+    total, last = complete(total, part_ptr, arrived_ptr, tile, N, SPLITS)
     if last:
         give(
             total + residual,
@@ -284,7 +278,6 @@ def _add(
             end,
             count,
             LINES,
-            M,
             N,
         )
 
@@ -305,16 +298,15 @@ def _gate_up(
     N: tl.constexpr,
     DEEP: tl.constexpr,
     STAGES: tl.constexpr,
-    M: tl.constexpr,
     WIDE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     _tile, first, end, low, high = part(LINES, DEPTH, EACH, 1, DEEP)
-    row, line = tl.arange(0, M), first + tl.arange(0, N)
+    row, line = tl.arange(0, _M), first + tl.arange(0, N)
     after(EARLY)
-    shares = squares(square_ptr, TILES, M)
+    shares = squares(square_ptr, TILES)
     gates, ups = sums(
-        x_ptr, weight_ptr, first, end, low, high, count, LINES, DEPTH, M, N, DEEP, STAGES, WIDE
+        x_ptr, weight_ptr, first, end, low, high, count, LINES, DEPTH, N, DEEP, STAGES, WIDE
     )
     scale = tl.rsqrt(tl.sum(shares, 0) / DEPTH + eps)[:, None]
     value = activate(gates * scale, KIND) * (ups * scale)
@@ -336,7 +328,6 @@ def sums(
     count,
     SECOND: tl.constexpr,
     DEPTH: tl.constexpr,
-    M: tl.constexpr,
     N: tl.constexpr,
     DEEP: tl.constexpr,
     STAGES: tl.constexpr,
@@ -344,9 +335,9 @@ def sums(
 ):
     """Multiply tokens' x [., DEPTH] by rows first to end of a weight matrix [., DEPTH], over the
     depth low to high: [M, N] float32. If SECOND is not 0, also by the rows SECOND further on."""
-    row, line, place = tl.arange(0, M), tl.arange(0, N), tl.arange(0, DEEP)
+    row, line, place = tl.arange(0, _M), tl.arange(0, N), tl.arange(0, DEEP)
     weight_ptr += first.to(tl.int64) * DEPTH  # offsets from here fit into 32 bits
-    one, two = tl.zeros([M, N], tl.float32), tl.zeros([M, N], tl.float32)
+    one, two = tl.zeros([_M, N], tl.float32), tl.zeros([_M, N], tl.float32)
     for start in tl.range(low, high, DEEP, num_stages=STAGES):
         real, there = (row < count)[:, None], (line < end - first)[:, None]
         if DEPTH % DEEP != 0:
@@ -392,20 +383,18 @@ def part(
 
 
 @triton.jit
-def complete(
-    total, part_ptr, arrived_ptr, tile, M: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr
-):
+def complete(total, part_ptr, arrived_ptr, tile, N: tl.constexpr, SPLITS: tl.constexpr):
     """For the last split of a tile to arrive, return the sum of all splits, added in fixed order,
     and True. For the others return the input and False."""
     last = True
     if SPLITS > 1:
-        cell = tile * SPLITS * M * N + tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :]
-        tl.store(part_ptr + cell + tl.program_id(1) * M * N, total)
+        cell = tile * SPLITS * _M * N + tl.arange(0, _M)[:, None] * N + tl.arange(0, N)[None, :]
+        tl.store(part_ptr + cell + tl.program_id(1) * _M * N, total)
         tl.debug_barrier()
         last = tl.atomic_add(arrived_ptr + tile, 1) == SPLITS - 1
         if last:
-            total = tl.zeros([M, N], tl.float32)
+            total = tl.zeros([_M, N], tl.float32)
             for other in tl.static_range(SPLITS):
-                total += tl.load(part_ptr + cell + other * M * N, cache_modifier=".cg")
+                total += tl.load(part_ptr + cell + other * _M * N, cache_modifier=".cg")
             tl.store(arrived_ptr + tile, 0)
     return total, last

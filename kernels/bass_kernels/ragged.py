@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 
 from . import causal, dispatch
-from .launch import SPARE, card, counters, fitting, overlap, processors
+from .launch import SPARE, card, fitting, overlap, processors, scratch
 from .ragged_kernel import attend, fetches, merge_rows, pieces_of
 from .segments import Group, Segments, by_row, one_after_other
 
@@ -167,7 +167,11 @@ def _launch(
     *tables, team_units = _table(segments, tiling.members, kv_heads)
     out = q.new_empty(*q.shape[:2], heads * size)
     behind = (then, some) if (some := pieces_of(then, q.shape[0] * q.shape[1])) else (out, 0)
-    scratch = _scratch(out, pieces, units, min(lines, tiling.lines), size, teams=team.most > 0)
+    shape = _constants(heads, kv_heads, size, pieces)
+    cells = units * pieces * min(lines, tiling.lines)
+    *found, counts = scratch(out, pieces, units, cells * size, cells, cells)
+    if team.most:  # the number of splits of each row, and of its group
+        counts = out.new_empty(2 * units, dtype=torch.int32)
     attend[(team_units * team.most + units * cut.most,)](
         q.contiguous(),
         *own,
@@ -179,7 +183,8 @@ def _launch(
         segments.base if packed is None else packed.begin,
         *tables,
         out,
-        *scratch,
+        *found,
+        counts,
         *behind,
         scale * 1.4426950408889634,
         window,
@@ -198,12 +203,12 @@ def _launch(
         PAD=triton.next_power_of_2(rows * width) if _schedule(segments) == "pad" else 0,
         WIDE="ieee" if q.dtype == torch.float32 else "tf32",
         AHEAD=fetches(q.device),
-        **_constants(heads, kv_heads, size, pieces),
+        **shape,
         **overlap(True, q.device),
         **tiling.options,
     )
     if team.most:
-        _merge(scratch, out, cut, team, width, heads, kv_heads, size)
+        _merge((*found, counts), out, cut, team, width, shape)
     return out
 
 
@@ -218,25 +223,12 @@ def _table(segments: Segments, members: int, kv_heads: int) -> tuple[Tensor, Ten
 
 
 def _merge(
-    scratch: tuple[Tensor, ...],
-    out: Tensor,
-    cut: Cut,
-    team: Cut,
-    width: int,
-    heads: int,
-    kv_heads: int,
-    size: int,
+    found: tuple[Tensor, ...], out: Tensor, cut: Cut, team: Cut, width: int, shape: dict[str, int]
 ) -> None:
     """Merge the splits of rows and groups into out [B, width, heads * size]."""
-    lines = 16
-    merge_rows[(len(out) * kv_heads, triton.cdiv(width * (heads // kv_heads), lines))](
-        *scratch,
-        out,
-        width,
-        cut.most,
-        team.most,
-        BLOCK_M=lines,
-        **_constants(heads, kv_heads, size, cut.most + team.most),
+    lines, kv_heads = 16, shape["K"]
+    merge_rows[(len(out) * kv_heads, triton.cdiv(width * (shape["H"] // kv_heads), lines))](
+        *found, out, width, cut.most, team.most, BLOCK_M=lines, **shape
     )
 
 
@@ -249,20 +241,6 @@ def _constants(heads: int, kv_heads: int, size: int, pieces: int) -> dict[str, i
 def _power(count: int) -> int:
     """Return the smallest power of two that is at least `count`: 1, or at least 16."""
     return 1 if count == 1 else max(16, triton.next_power_of_2(count))
-
-
-def _scratch(
-    out: Tensor, pieces: int, units: int, lines: int, size: int, *, teams: bool
-) -> tuple[Tensor, ...]:
-    """Return buffers for splits: sums, peaks, masses and an arrival counter of each unit. With
-    groups the counters hold the number of splits of the row and of its group."""
-    if pieces == 1:
-        return out, out, out, out
-    cells = units * pieces * lines
-    found = (out.new_empty(count, dtype=torch.float32) for count in (cells * size, cells, cells))
-    if teams:
-        return *found, out.new_empty(2 * units, dtype=torch.int32)
-    return *found, counters(out.device, units)
 
 
 def _rows(segments: Segments, rows: slice) -> Segments:

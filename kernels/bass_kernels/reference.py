@@ -1,10 +1,11 @@
-"""The decoder's ops in plain torch: their definition, the CPU path, and the reference of the kernel
-tests.
+"""The ops of a decoder, and at the end those of training only, in plain torch: their definition,
+the CPU path, and the reference of the kernel tests.
 
 Reductions and softmax run in float32 for every dtype. Sampling and acceptance are in other files.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -105,21 +106,24 @@ def rope_write(
         parts = zip(qk.split((heads, kv_heads), dim=2), norms, strict=True)
         qk = torch.cat([_rms(part, weight, eps) for part, weight in parts], dim=2)
     if angles is not None:
-        qk = _rotate(qk, *angles)
+        cos, sin = angles
+        qk = rotate(qk, cos[:, :, None], sin[:, :, None])
     q, k = qk.split((heads, kv_heads), dim=2)
     keys[:, slots] = (k + (k * 0 + v * 0)).movedim(2, 0)
     values[:, slots] = v.nan_to_num(0.0, 0.0, 0.0).movedim(2, 0)
     return q
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor:
+    """Rotate the first `size` dimensions of x [B, T, H, D] in pairs that are half of `size` apart.
+    cos and sin: [B, T, 1, size / 2] float32. `back`: rotate by the opposite angle, for gradients.
+    """
     half = cos.shape[-1]
-    cos, sin = cos[:, :, None], sin[:, :, None]
+    if back:
+        sin = -sin
     first, second, rest = x[..., :half].float(), x[..., half : 2 * half].float(), x[..., 2 * half :]
-    return torch.cat(
-        ((first * cos - second * sin).to(x.dtype), (second * cos + first * sin).to(x.dtype), rest),
-        dim=-1,
-    )
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    return torch.cat((*(part.to(x.dtype) for part in turned), rest), -1)
 
 
 def attention(
@@ -323,3 +327,71 @@ def _merge(
     for destination, source in zip(whole, merged, strict=True):
         destination[rows] = source
     return whole
+
+
+def gate_gradient(x: Tensor, outer: Tensor) -> Tensor:
+    """Return the gradient of silu(gate) * up with respect to x [..., 2 I] (gate, then up), given
+    the gradient `outer` [..., I] of the result."""
+    gate, up = x.float().chunk(2, -1)
+    due, chance = outer.float(), gate.sigmoid()
+    slope = chance * (1.0 + gate * (1.0 - chance))
+    passed = (gate * chance).to(x.dtype).float()
+    return torch.cat((due * up * slope, due * passed), -1).to(x.dtype)
+
+
+class Distances(NamedTuple):
+    """Comparison of N student distributions q with target distributions p, [N] float32 each.
+
+    divergence: KL(p, q) in nats. overlap: sum of min(p, q). below: the mass of q where q < p.
+    ratio: log q(x) - log p(x) of the given token. own_norm, due_norm: log-normalisers of q and p.
+    """
+
+    divergence: Tensor
+    overlap: Tensor
+    below: Tensor
+    ratio: Tensor
+    own_norm: Tensor
+    due_norm: Tensor
+
+
+def distances(own: Tensor, due: Tensor, of: Tensor, tokens: Tensor, vocab: int) -> Distances:
+    """Compare N student distributions with their targets.
+
+    Args:
+        own: the student's logits [N, S].
+        due: the target's logits [M, S].
+        of: [N] int64, the row of `due` for each student row.
+        tokens: [N] int64, the token for `ratio`.
+        vocab: ids from here on are ignored.
+    """
+    q, own_norm = _log_probs(own, vocab)
+    p, due_norm = _log_probs(due, vocab)
+    p, due_norm = p[of], due_norm[of]
+    p_mass, q_mass = p.exp(), q.exp()
+    return Distances(
+        (p_mass * (p - q)).sum(-1),
+        torch.minimum(p_mass, q_mass).sum(-1),
+        torch.where(q < p, q_mass, 0.0).sum(-1),
+        (q - p).gather(-1, tokens[:, None])[:, 0],
+        own_norm,
+        due_norm,
+    )
+
+
+def distance_gradient(
+    own: Tensor, due: Tensor, of: Tensor, found: Distances, slopes: Tensor, vocab: int
+) -> None:
+    """Overwrite `own` with the gradient of the sum of slopes[0] * divergence - slopes[1] * overlap.
+    slopes: [2, N] float32. The gradient is 0 for ignored ids."""
+    q, p = _log_probs(own, vocab)[0], _log_probs(due, vocab)[0][of]
+    mass = q.exp()
+    apart = slopes[0, :, None] * (mass - p.exp())
+    apart += slopes[1, :, None] * mass * (found.below[:, None] - (q < p).float())
+    own[:, :vocab] = apart.to(own.dtype)
+    own[:, vocab:] = 0.0
+
+
+def _log_probs(logits: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
+    kept = logits[:, :vocab].float()
+    norm = kept.logsumexp(-1)
+    return kept - norm[:, None], norm

@@ -18,7 +18,9 @@ from torch import Tensor
 from .launch import after, begin_chain, overlap
 
 MOST_TOKENS = 16
-_BEGIN = 256  # columns a program of `begin`
+_M = tl.constexpr(MOST_TOKENS)
+_BEGIN = tl.constexpr(256)  # columns a program of `begin`
+_FINISH = tl.constexpr(512)  # columns a program of `finish`
 
 
 class Stream(NamedTuple):
@@ -50,7 +52,7 @@ def begin(
     """Embed tokens [N], and compute cosines and sines [2, N, half] of positions [N] times
     frequencies [half]."""
     count, width = tokens.numel(), embed.shape[1]
-    tiles = triton.cdiv(width, _BEGIN)
+    tiles = triton.cdiv(width, _BEGIN.value)
     stream = Stream.empty(count, width, tiles, embed)
     angles = torch.empty(2, count, len(inverse), dtype=torch.float32, device=embed.device)
     _begin[(tiles,)](
@@ -66,9 +68,6 @@ def begin(
         VOCAB=len(embed),
         WIDTH=width,
         HALF=len(inverse),
-        EACH=_BEGIN,
-        M=MOST_TOKENS,
-        N=_BEGIN,
         num_warps=4,
         **overlap(early, embed.device),
     )
@@ -79,7 +78,7 @@ def finish(stream: Stream, norm: Tensor, *, eps: float, early: bool = False) -> 
     """Return norm(stream), [N, width]."""
     count, width = stream.x.shape
     out = torch.empty_like(stream.x)
-    _finish[(count, triton.cdiv(width, 512))](
+    _finish[(count, triton.cdiv(width, _FINISH.value))](
         stream.residual,
         norm,
         stream.squares,
@@ -87,8 +86,6 @@ def finish(stream: Stream, norm: Tensor, *, eps: float, early: bool = False) -> 
         eps,
         WIDTH=width,
         TILES=len(stream.squares),
-        M=MOST_TOKENS,
-        BLOCK=512,
         num_warps=4,
         **overlap(early, norm.device),
     )
@@ -111,14 +108,11 @@ def _begin(
     VOCAB: tl.constexpr,
     WIDTH: tl.constexpr,
     HALF: tl.constexpr,
-    EACH: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     begin_chain(EARLY)
     tile = tl.program_id(0)
-    row, line = tl.arange(0, M), tile * EACH + tl.arange(0, N)
+    row, line = tl.arange(0, _M), tile * _BEGIN + tl.arange(0, _BEGIN)
     token = tl.minimum(tl.load(tokens_ptr + row, mask=row < count, other=0), VOCAB - 1)
     value = tl.load(
         embed_ptr + token[:, None] * WIDTH + line[None, :],
@@ -127,7 +121,9 @@ def _begin(
     )
     value = (value.to(tl.float32) * scale).to(value.dtype).to(tl.float32)
     weight = tl.load(norm_ptr + line, mask=line < WIDTH, other=0.0).to(tl.float32)
-    give(value, weight, sum_ptr, x_ptr, square_ptr, tile, tile * EACH, WIDTH, count, WIDTH, M, N)
+    give(
+        value, weight, sum_ptr, x_ptr, square_ptr, tile, tile * _BEGIN, WIDTH, count, WIDTH, _BEGIN
+    )
     at = tl.arange(0, triton.next_power_of_2(HALF))
     for one in range(tile, count, tl.num_programs(0)):
         angle = tl.load(position_ptr + one).to(tl.float32) * tl.load(
@@ -146,14 +142,12 @@ def _finish(
     eps,
     WIDTH: tl.constexpr,
     TILES: tl.constexpr,
-    M: tl.constexpr,
-    BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     after(EARLY)
-    row, at = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row, at = tl.program_id(0), tl.program_id(1) * _FINISH + tl.arange(0, _FINISH)
     tile = tl.arange(0, triton.next_power_of_2(TILES))
-    squares = tl.sum(tl.load(square_ptr + tile * M + row, mask=tile < TILES, other=0.0), 0)
+    squares = tl.sum(tl.load(square_ptr + tile * _M + row, mask=tile < TILES, other=0.0), 0)
     value = tl.load(stream_ptr + row * WIDTH + at, mask=at < WIDTH, other=0.0)
     value *= tl.rsqrt(squares / WIDTH + eps) * tl.load(
         norm_ptr + at, mask=at < WIDTH, other=0.0
@@ -173,27 +167,26 @@ def give(
     end,
     count,
     WIDTH: tl.constexpr,
-    M: tl.constexpr,
     N: tl.constexpr,
 ):
     """Store a tile of the residual stream, the same times the next norm's weight, and its sum of
     squares."""
-    row, line = tl.arange(0, M), first + tl.arange(0, N)
+    row, line = tl.arange(0, _M), first + tl.arange(0, N)
     inside = (row < count)[:, None] & (line < end)[None, :]
     value = tl.where(inside, value, 0.0)
     place = row[:, None] * WIDTH + line[None, :]
     tl.store(residual_ptr + place, value, mask=inside)
     tl.store(x_ptr + place, (value * weight[None, :]).to(x_ptr.dtype.element_ty), mask=inside)
-    tl.store(square_ptr + tile * M + row, tl.sum(value * value, 1))
+    tl.store(square_ptr + tile * _M + row, tl.sum(value * value, 1))
 
 
 @triton.jit
-def squares(square_ptr, TILES: tl.constexpr, M: tl.constexpr):
+def squares(square_ptr, TILES: tl.constexpr):
     """Load the tiles' sums of squares [tiles, M]. The caller sums them later, when the loads have
     arrived."""
     tile = tl.arange(0, triton.next_power_of_2(TILES))
     return tl.load(
-        square_ptr + tile[:, None] * M + tl.arange(0, M)[None, :],
+        square_ptr + tile[:, None] * _M + tl.arange(0, _M)[None, :],
         mask=(tile < TILES)[:, None],
         other=0.0,
     )

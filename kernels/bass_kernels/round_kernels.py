@@ -10,7 +10,8 @@ from torch import Tensor
 from .rounds import BINS, Chosen, Known, most_likely
 from .segments import Packed
 
-_BLOCK = 1024  # chosen drafts a step
+_BLOCK = tl.constexpr(1024)  # chosen drafts a step
+_BINS = tl.constexpr(BINS)
 
 
 def _wide(count: int) -> int:
@@ -188,7 +189,6 @@ def standing(scores: Tensor, known: Known, alive: Tensor) -> Tensor:
         alive,
         found,
         width,
-        BINS=BINS,
         BLOCK=triton.next_power_of_2(width),
         num_warps=1,
     )
@@ -215,7 +215,6 @@ def likeliest(chances: Tensor, total: int, tokens: Tensor, lengths: Tensor) -> C
         rows,
         width,
         total,
-        BLOCK=_BLOCK,
         WIDE=triton.next_power_of_2(width + 1),
         num_warps=4,
     )
@@ -247,7 +246,6 @@ def settle(
         accepted,
         table,
         width,
-        BINS=BINS,
         WIDE=triton.next_power_of_2(width + 1),
         num_warps=1,
     )
@@ -262,21 +260,12 @@ def _doubt(score):
 
 
 @triton.jit(do_not_specialize=["width"])
-def _stand(
-    score_ptr,
-    kept_ptr,
-    trials_ptr,
-    alive_ptr,
-    out_ptr,
-    width,
-    BINS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _stand(score_ptr, kept_ptr, trials_ptr, alive_ptr, out_ptr, width, BLOCK: tl.constexpr):
     row, place = tl.program_id(0), tl.arange(0, BLOCK)
     inside, at = place < width, row * width + place
     doubt = _doubt(tl.load(score_ptr + at, mask=inside, other=0.0))
-    spot = tl.minimum(tl.maximum(doubt * BINS - 0.5, 0.0), BINS - 1.0)
-    low = tl.minimum(spot.to(tl.int32), BINS - 2)
+    spot = tl.minimum(tl.maximum(doubt * _BINS - 0.5, 0.0), _BINS - 1.0)
+    low = tl.minimum(spot.to(tl.int32), _BINS - 2)
     share = spot - low.to(tl.float32)
     left = tl.load(kept_ptr + low) / tl.load(trials_ptr + low)
     right = tl.load(kept_ptr + low + 1) / tl.load(trials_ptr + low + 1)
@@ -300,7 +289,6 @@ def _gather(
     rows,
     width,
     total,
-    BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     """Count the chosen drafts that lie in this row's part of the chances, and those in earlier
@@ -308,8 +296,8 @@ def _gather(
     row = tl.program_id(0)
     low = row * width
     before, mine = 0, 0
-    for first in range(0, total, BLOCK):
-        spot = first + tl.arange(0, BLOCK)
+    for first in range(0, total, _BLOCK):
+        spot = first + tl.arange(0, _BLOCK)
         best = tl.load(best_ptr + spot, mask=spot < total, other=2147483647).to(tl.int32)
         before += tl.sum((best < low).to(tl.int32), 0)
         mine += tl.sum(((best >= low) & (best < low + width)).to(tl.int32), 0)
@@ -340,7 +328,6 @@ def _settle(
     accepted_ptr,
     table_ptr,
     width,
-    BINS: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     row, place = tl.program_id(0), tl.arange(0, WIDE)
@@ -363,7 +350,7 @@ def _settle(
     # the sums are of ones, so the order of additions makes no difference
     alive = tl.load(alive_ptr + row).to(tl.int32)
     score = tl.load(score_ptr + row * width + place, mask=drafted, other=0.0)
-    spot = tl.minimum((_doubt(score) * BINS).to(tl.int32), BINS - 1)
+    spot = tl.minimum((_doubt(score) * _BINS).to(tl.int32), _BINS - 1)
     one = tl.full([WIDE], 1.0, tl.float32)
     tl.atomic_add(kept_ptr + spot, one, mask=place < accepted * alive)
     tl.atomic_add(trials_ptr + spot, one, mask=place < tl.minimum(accepted + 1, count) * alive)

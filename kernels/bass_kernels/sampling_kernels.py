@@ -30,15 +30,15 @@ from .vocabulary import (
 # Tokens a program and pass, and warps. 1 / 8 / 64 / 512 rows of 151,936 tokens, us on an H200: 14 /
 # 23 / 76 / 521. With 1024 tokens a step and 4096 a program 17 / 29 / 85 / 531, with 1024 a program
 # 13 / 24 / 89 / 633.
-_BLOCK, _WARPS = 2048, 4
+_BLOCK, _WARPS = tl.constexpr(2048), 4
 # Tokens a step where one program does a whole row (_decide), which is on the critical path.
-_ALONE, _ALONE_WARPS = 8192, 32
+_ALONE, _ALONE_WARPS = tl.constexpr(8192), 32
 # 0: best score and mass. 1: mass above the candidate. 2: best score above it. 1: its mass again.
 # Rows that are still open after these passes are left to _decide.
 _PASSES = (0, 1, 2, 1)
 # For each chunk: best score, its token, its scaled logit, mass (above), peak, raw mass, count
 # above. For each row: candidate, its scaled logit, state, mass, peak, raw mass.
-_FIELDS = 8
+_FIELDS = tl.constexpr(8)
 
 
 def sample(
@@ -64,8 +64,8 @@ def sample_scored(
     """Do sampling.sample_scored without synchronising with the host."""
     logits = logits.contiguous()
     rows, vocab = logits.shape
-    chunks = triton.cdiv(vocab, _BLOCK)
-    found = torch.empty(rows, chunks + 1, _FIELDS, dtype=torch.float32, device=logits.device)
+    chunks = triton.cdiv(vocab, _BLOCK.value)
+    found = torch.empty(rows, chunks + 1, _FIELDS.value, dtype=torch.float32, device=logits.device)
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     scores = torch.empty(rows, dtype=torch.float32, device=logits.device)
     given = (
@@ -79,7 +79,6 @@ def sample_scored(
         tokens,
         scores,
     )
-    spread = {"CHUNKS": triton.next_power_of_2(chunks), "FIELDS": _FIELDS}
     arrived, sizes = counters(logits.device, rows), (rows // len(temperature), vocab, chunks)
     for step in _PASSES:
         _look[(rows, chunks)](
@@ -87,14 +86,13 @@ def sample_scored(
             arrived,
             *sizes,
             LOOK=step,
-            BLOCK=_BLOCK,
+            CHUNKS=triton.next_power_of_2(chunks),
             num_warps=_WARPS,
-            **spread,
             **overlap(step > 0, logits.device),
             **leading(logits.device),
         )
     early = overlap(True, logits.device)
-    _decide[(rows,)](*given, *sizes, BLOCK=_ALONE, FIELDS=_FIELDS, num_warps=_ALONE_WARPS, **early)
+    _decide[(rows,)](*given, *sizes, num_warps=_ALONE_WARPS, **early)
     return tokens, scores
 
 
@@ -127,16 +125,14 @@ def _look(
     chunks,
     LOOK: tl.constexpr,
     CHUNKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    FIELDS: tl.constexpr,
     EARLY: tl.constexpr,
     LEADS: tl.constexpr,
 ):
     """Do one pass over a chunk of a row. The last chunk to finish concludes for the row."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     entry = row // each
-    at = found_ptr + (row * (chunks + 1) + chunk) * FIELDS
-    state = found_ptr + (row * (chunks + 1) + chunks) * FIELDS
+    at = found_ptr + (row * (chunks + 1) + chunk) * _FIELDS
+    state = found_ptr + (row * (chunks + 1) + chunks) * _FIELDS
     let_next(LEADS)
     after(EARLY)
     needed = True
@@ -147,7 +143,7 @@ def _look(
     if needed:
         temperature, divisor = settled(temperature_ptr, entry)
         key_0, key_1, position = address(entry, row, key_ptr, position_ptr)
-        start, end = chunk * BLOCK, tl.minimum(chunk * BLOCK + BLOCK, vocab)
+        start, end = chunk * _BLOCK, tl.minimum(chunk * _BLOCK + _BLOCK, vocab)
         if LOOK == 0:
             score, token, best_x, peak, mass, raw_mass = everything(
                 logits_ptr,
@@ -160,7 +156,7 @@ def _look(
                 key_0,
                 key_1,
                 position,
-                BLOCK,
+                _BLOCK,
             )
             tl.store(at + 4, peak)
             tl.store(at + 5, raw_mass)
@@ -170,13 +166,13 @@ def _look(
                 end = start
         if LOOK == 1:
             mass, count = mass_above(
-                logits_ptr, row, start, end, vocab, divisor, x, _past(state + 4), BLOCK
+                logits_ptr, row, start, end, vocab, divisor, x, _past(state + 4), _BLOCK
             )
             tl.store(at + 6, count)
         else:
             if LOOK == 2:
                 score, token, best_x = best_above(
-                    logits_ptr, row, start, end, vocab, divisor, key_0, key_1, position, x, BLOCK
+                    logits_ptr, row, start, end, vocab, divisor, key_0, key_1, position, x, _BLOCK
                 )
             tl.store(at, score)
             tl.store(at + 1, token.to(tl.float32))
@@ -190,7 +186,7 @@ def _look(
                 logits_ptr,
                 row,
                 vocab,
-                found_ptr + row * (chunks + 1) * FIELDS,
+                found_ptr + row * (chunks + 1) * _FIELDS,
                 state,
                 token_ptr,
                 score_ptr,
@@ -201,7 +197,6 @@ def _look(
                 tl.load(top_p_ptr + entry),
                 LOOK,
                 CHUNKS,
-                FIELDS,
             )
 
 
@@ -221,7 +216,6 @@ def _conclude(
     top_p,
     LOOK: tl.constexpr,
     CHUNKS: tl.constexpr,
-    FIELDS: tl.constexpr,
 ):
     """Combine the chunks of a row after a pass: find its candidate, or whether the candidate is
     kept, and in that case store its token and score.
@@ -230,7 +224,7 @@ def _conclude(
     top_p applies to the mass of the top_k, which _decide computes.
     """
     chunk = tl.arange(0, CHUNKS)
-    here, inside = at + chunk * FIELDS, chunk < chunks
+    here, inside = at + chunk * _FIELDS, chunk < chunks
     now = 0
     if LOOK != 1:
         scores = tl.load(here, mask=inside, other=-float("inf"), cache_modifier=".cg")
@@ -284,13 +278,11 @@ def _decide(
     each,
     vocab,
     chunks,
-    BLOCK: tl.constexpr,
-    FIELDS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Finish the rows that no pass has decided, one program a row."""
     row = tl.program_id(0)
-    state = found_ptr + (row * (chunks + 1) + chunks) * FIELDS
+    state = found_ptr + (row * (chunks + 1) + chunks) * _FIELDS
     after(EARLY)
     now = _past(state + 2)
     if now != 1:
@@ -302,14 +294,14 @@ def _decide(
         top_k, top_p = tl.load(top_k_ptr + entry), tl.load(top_p_ptr + entry)
         kept = now == 1
         if now == 3:
-            mass = top_mass(logits_ptr, row, vocab, top_k, peak, divisor, BLOCK)
-            above, count = mass_above(logits_ptr, row, 0, vocab, vocab, divisor, x, peak, BLOCK)
+            mass = top_mass(logits_ptr, row, vocab, top_k, peak, divisor, _ALONE)
+            above, count = mass_above(logits_ptr, row, 0, vocab, vocab, divisor, x, peak, _ALONE)
             kept = _within(above, count, top_k, top_p, mass) | (count == 0)
         while kept == 0:
             _score, token, x = best_above(
-                logits_ptr, row, 0, vocab, vocab, divisor, key_0, key_1, position, x, BLOCK
+                logits_ptr, row, 0, vocab, vocab, divisor, key_0, key_1, position, x, _ALONE
             )
-            above, count = mass_above(logits_ptr, row, 0, vocab, vocab, divisor, x, peak, BLOCK)
+            above, count = mass_above(logits_ptr, row, 0, vocab, vocab, divisor, x, peak, _ALONE)
             kept = _within(above, count, top_k, top_p, mass) | (count == 0)
         _write(logits_ptr, row, vocab, token, peak, divisor, raw_mass, token_ptr, score_ptr)
 

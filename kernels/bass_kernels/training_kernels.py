@@ -1,4 +1,4 @@
-"""Triton: ops for training. Definitions: training.py.
+"""Triton: ops for training. Definitions: reference.py.
 
 The distances keep logits in their dtype. A program reads a student's row and its target's row
 twice, and the gradient overwrites the student's logits. Loads cover whole rows, so they are
@@ -9,14 +9,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .training import Distances
+from .reference import Distances
 
 _BLOCK = 4096
 _FAR = tl.constexpr(-30000.0)  # below every logit, and finite in float16
 
 
 def distances(own: Tensor, due: Tensor, of: Tensor, tokens: Tensor, vocab: int) -> Distances:
-    """Do training.distances."""
+    """Do reference.distances."""
     found = torch.empty(6, len(own), dtype=torch.float32, device=own.device)
     assert own.stride(1) == due.stride(1) == 1
     assert own.shape[1] == due.shape[1]
@@ -31,7 +31,7 @@ def distances(own: Tensor, due: Tensor, of: Tensor, tokens: Tensor, vocab: int) 
 def distance_gradient(
     own: Tensor, due: Tensor, of: Tensor, found: Distances, slopes: Tensor, vocab: int
 ) -> None:
-    """Do training.distance_gradient."""
+    """Do reference.distance_gradient."""
     slopes = slopes.contiguous()
     if len(own):
         _differ[(len(own), triton.cdiv(own.shape[1], _block(vocab)))](
@@ -118,7 +118,7 @@ def _differ(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor:
-    """Do training.rotate, one program a token."""
+    """Do reference.rotate, one program a token."""
     rows, width, heads, size = x.shape
     if x.stride(3) != 1 or x.stride(0) != width * x.stride(1):
         x = x.contiguous()
@@ -157,7 +157,7 @@ def _rotate(
 
 
 def gate_gradient(x: Tensor, outer: Tensor) -> Tensor:
-    """Do training.gate_gradient."""
+    """Do reference.gate_gradient."""
     x, outer = x.contiguous(), outer.contiguous()
     found, size = torch.empty_like(x), outer.shape[-1]
     block = min(1024, triton.next_power_of_2(size))

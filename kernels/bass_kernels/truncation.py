@@ -20,14 +20,17 @@ FIELDS = 8
 there are several), raw mass (of unprocessed logits, relative to peak * divisor); then goal and
 phase of the search."""
 
+_FIELDS = tl.constexpr(FIELDS)
+
 BLOCK = 1024
+_BLOCK = tl.constexpr(BLOCK)
 CHUNK = 4 * BLOCK
-_PIVOTS = 16
-_SMALL = 512  # tokens a step with 16 pivots
+_PIVOTS = tl.constexpr(16)
+_SMALL = tl.constexpr(512)  # tokens a step with 16 pivots
 # passes spread over chunks; rows that need more continue in the last one, one program a row
 _PASSES = 4
 # for each chunk: weights above the pivots; peak, its first token, mass, raw mass
-_FOUND = _PIVOTS + 4
+_FOUND = tl.constexpr(_PIVOTS.value + 4)
 # number of low float32 bits that are 0 in each dtype
 _SHIFTS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 # phases of the search; 0: the edges are found
@@ -45,7 +48,7 @@ def edges(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> 
     rows, vocab = logits.shape
     chunks = triton.cdiv(vocab, CHUNK)
     out = torch.empty(rows, FIELDS, dtype=torch.float32, device=logits.device)
-    found = torch.empty(rows, chunks, _FOUND, dtype=torch.float32, device=logits.device)
+    found = torch.empty(rows, chunks, _FOUND.value, dtype=torch.float32, device=logits.device)
     search = torch.empty(rows, 3, dtype=torch.int64, device=logits.device)
     given = (
         logits,
@@ -62,35 +65,21 @@ def edges(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> 
     )
     shape = {
         "SHIFT": _SHIFTS[logits.dtype],
-        "PIVOTS": _PIVOTS,
         "CHUNK": CHUNK,
         "CHUNKS": triton.next_power_of_2(chunks),
-        "FIELDS": FIELDS,
-        "FOUND": _FOUND,
         "num_warps": 4,
     }
-    _survey[(rows, chunks)](*given, **shape, BLOCK=BLOCK)
+    _survey[(rows, chunks)](*given, **shape)
     for step in range(_PASSES):
-        _narrow[(rows, chunks)](*given, **shape, BLOCK=_SMALL, LAST=step == _PASSES - 1)
-    return out
-
-
-def process(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Do sampling.process without synchronising with the host."""
-    logits = logits.contiguous()
-    rows, vocab = logits.shape
-    out = torch.empty(rows, vocab, dtype=torch.float32, device=logits.device)
-    _dense[(rows, triton.cdiv(vocab, BLOCK))](
-        logits, edges(logits, temperature, top_k, top_p), out, vocab, FIELDS=FIELDS, BLOCK=BLOCK
-    )
+        _narrow[(rows, chunks)](*given, **shape, LAST=step == _PASSES - 1)
     return out
 
 
 @triton.jit
-def load_edges(edges_ptr, row, inside, FIELDS: tl.constexpr):
+def load_edges(edges_ptr, row, inside):
     """Load the edges of a distribution, by row(s): divisor, threshold, peak, mass, the only token
     or -1."""
-    at = edges_ptr + row * FIELDS
+    at = edges_ptr + row * _FIELDS
     divisor = tl.load(at, mask=inside, other=1.0)
     threshold = tl.load(at + 1, mask=inside, other=0.0)
     peak, mass = tl.load(at + 2, mask=inside, other=0.0), tl.load(at + 3, mask=inside, other=1.0)
@@ -104,15 +93,6 @@ def probability(raw, tokens, divisor, threshold, peak, mass, only):
     x = raw / divisor
     kept = tl.where(x >= threshold, tl.exp(x - peak) / mass, 0.0)
     return tl.where(only < 0, kept, (tokens == only).to(tl.float32))
-
-
-@triton.jit
-def _dense(logits_ptr, edges_ptr, out_ptr, vocab, FIELDS: tl.constexpr, BLOCK: tl.constexpr):
-    row, first = tl.program_id(0), tl.program_id(1) * BLOCK
-    divisor, threshold, peak, mass, only = load_edges(edges_ptr, row, True, FIELDS)
-    tokens, _x, raw = read(logits_ptr, row, first, vocab, divisor, BLOCK)
-    p = probability(raw, tokens, divisor, threshold, peak, mass, only)
-    tl.store(out_ptr + row.to(tl.int64) * vocab + tokens, p, mask=tokens < vocab)
 
 
 @triton.jit
@@ -130,13 +110,11 @@ def _value(code, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def _pivots(
-    phase, low, high, top, mass, top_p, divisor, vocab, SHIFT: tl.constexpr, PIVOTS: tl.constexpr
-):
+def _pivots(phase, low, high, top, mass, top_p, divisor, vocab, SHIFT: tl.constexpr):
     """Return the ranks to test next, between low and high. A search begins with values at equal
     distances."""
-    step = tl.arange(0, PIVOTS)
-    codes = low + 1 + (high - low - 1) * step // PIVOTS
+    step = tl.arange(0, _PIVOTS)
+    codes = low + 1 + (high - low - 1) * step // _PIVOTS
     if (phase == _COUNT) | (phase == _MASS):
         # All tokens `reach` or more below the peak have less than 1 - top_p of the mass together,
         # even if they were the whole vocabulary.
@@ -145,30 +123,18 @@ def _pivots(
         ) * divisor
         most = _value(top, SHIFT)
         least = tl.maximum(most - tl.maximum(reach, divisor), _value(low, SHIFT))
-        codes = _code(least + (most - least) * (step.to(tl.float32) / PIVOTS), SHIFT)
+        codes = _code(least + (most - least) * (step.to(tl.float32) / _PIVOTS), SHIFT)
     codes = tl.minimum(tl.maximum(codes, low + 1), high - 1)
     return tl.where(phase == _WEIGH, low, codes)
 
 
 @triton.jit
-def _above(
-    logits_ptr,
-    row,
-    start,
-    end,
-    vocab,
-    divisor,
-    peak,
-    counting,
-    pivots,
-    PIVOTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _above(logits_ptr, row, start, end, vocab, divisor, peak, counting, pivots):
     """Return the number, or the mass, of the tokens start to end whose scaled logit reaches each
     pivot."""
-    total = tl.zeros([PIVOTS, BLOCK], tl.float32)
-    for first in range(start, end, BLOCK):
-        tokens, x, _raw = read(logits_ptr, row, first, vocab, divisor, BLOCK)
+    total = tl.zeros([_PIVOTS, _SMALL], tl.float32)
+    for first in range(start, end, _SMALL):
+        tokens, x, _raw = read(logits_ptr, row, first, vocab, divisor, _SMALL)
         weight = tl.where(counting, (tokens < vocab).to(tl.float32), tl.exp(x - peak))
         total += tl.where(x[None, :] >= pivots[:, None], weight[None, :], 0.0)
     return tl.sum(total, 1)
@@ -211,12 +177,8 @@ def _survey(
     vocab,
     chunks,
     SHIFT: tl.constexpr,
-    PIVOTS: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
-    FIELDS: tl.constexpr,
-    FOUND: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     """Compute the peak and mass of a chunk of a row. The last chunk combines them and sets up the
     row's search."""
@@ -224,9 +186,9 @@ def _survey(
     temperature, divisor = settled(temperature_ptr, row // each)
     start = chunk * CHUNK
     _score, token, peak, _peak, mass, raw_mass = everything(
-        logits_ptr, row, start, tl.minimum(start + CHUNK, vocab), vocab, 0, divisor, 0, 0, 0, BLOCK
+        logits_ptr, row, start, tl.minimum(start + CHUNK, vocab), vocab, 0, divisor, 0, 0, 0, _BLOCK
     )
-    at = found_ptr + (row * chunks + chunk) * FOUND + PIVOTS
+    at = found_ptr + (row * chunks + chunk) * _FOUND + _PIVOTS
     tl.store(at, peak)
     tl.store(at + 1, token.to(tl.float32))
     tl.store(at + 2, mass)
@@ -235,7 +197,7 @@ def _survey(
     if tl.atomic_add(arrived_ptr + row, 1) == chunks - 1:
         tl.store(arrived_ptr + row, 0)
         index = tl.arange(0, CHUNKS)
-        here, inside = found_ptr + (row * chunks + index) * FOUND + PIVOTS, index < chunks
+        here, inside = found_ptr + (row * chunks + index) * _FOUND + _PIVOTS, index < chunks
         peak, token = best_found(here, inside)
         token = tl.minimum(token, vocab - 1)  # a row of NaN has no best token
         peaks = tl.load(here, mask=inside, other=-float("inf"), cache_modifier=".cg")
@@ -244,7 +206,7 @@ def _survey(
         top = _code(tl.load(logits_ptr + row.to(tl.int64) * vocab + token).to(tl.float32), SHIFT)
         counting = (top_k > 0) & (top_k < vocab)
         phase = tl.where(counting, _COUNT, tl.where(top_p < 1.0, _MASS, 0))
-        edge = edges_ptr + row * FIELDS
+        edge = edges_ptr + row * _FIELDS
         tl.store(edge, divisor)
         tl.store(edge + 1, -float("inf"))
         tl.store(edge + 2, peak)
@@ -272,18 +234,14 @@ def _narrow(
     vocab,
     chunks,
     SHIFT: tl.constexpr,
-    PIVOTS: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
-    FIELDS: tl.constexpr,
-    FOUND: tl.constexpr,
-    BLOCK: tl.constexpr,
     LAST: tl.constexpr,
 ):
     """Do one pass over a chunk of a row whose edges are not found yet. The last chunk to finish
     advances the search."""
     row, chunk = tl.program_id(0), tl.program_id(1)
-    edge, place = edges_ptr + row * FIELDS, search_ptr + 3 * row
+    edge, place = edges_ptr + row * _FIELDS, search_ptr + 3 * row
     phase = tl.load(edge + 7).to(tl.int32)
     if phase > 0:
         divisor, peak, mass, goal = (
@@ -294,22 +252,20 @@ def _narrow(
         )
         low, high, top = tl.load(place), tl.load(place + 1), tl.load(place + 2)
         top_p = tl.load(top_p_ptr + row // each)
-        codes = _pivots(phase, low, high, top, mass, top_p, divisor, vocab, SHIFT, PIVOTS)
+        codes = _pivots(phase, low, high, top, mass, top_p, divisor, vocab, SHIFT)
         pivots = _value(codes, SHIFT) / divisor
         start, end = chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, vocab)
-        at = found_ptr + (row * chunks + chunk) * FOUND
-        if tl.load(at + PIVOTS) < tl.min(pivots, 0):  # no logit of this chunk reaches a pivot
+        at = found_ptr + (row * chunks + chunk) * _FOUND
+        if tl.load(at + _PIVOTS) < tl.min(pivots, 0):  # no logit of this chunk reaches a pivot
             end = start
-        weights = _above(
-            logits_ptr, row, start, end, vocab, divisor, peak, phase < _WEIGH, pivots, PIVOTS, BLOCK
-        )
-        tl.store(at + tl.arange(0, PIVOTS), weights)
+        weights = _above(logits_ptr, row, start, end, vocab, divisor, peak, phase < _WEIGH, pivots)
+        tl.store(at + tl.arange(0, _PIVOTS), weights)
         tl.debug_barrier()
         if tl.atomic_add(arrived_ptr + row, 1) == chunks - 1:
             tl.store(arrived_ptr + row, 0)
             index = tl.arange(0, CHUNKS)[:, None]
             parts = tl.load(
-                found_ptr + (row * chunks + index) * FOUND + tl.arange(0, PIVOTS)[None, :],
+                found_ptr + (row * chunks + index) * _FOUND + tl.arange(0, _PIVOTS)[None, :],
                 mask=index < chunks,
                 other=0.0,
                 cache_modifier=".cg",
@@ -319,9 +275,7 @@ def _narrow(
             )
             if LAST:
                 while phase > 0:
-                    codes = _pivots(
-                        phase, low, high, top, mass, top_p, divisor, vocab, SHIFT, PIVOTS
-                    )
+                    codes = _pivots(phase, low, high, top, mass, top_p, divisor, vocab, SHIFT)
                     weights = _above(
                         logits_ptr,
                         row,
@@ -332,8 +286,6 @@ def _narrow(
                         peak,
                         phase < _WEIGH,
                         _value(codes, SHIFT) / divisor,
-                        PIVOTS,
-                        BLOCK,
                     )
                     phase, low, high, mass, goal = _advance(
                         phase, low, high, top, mass, goal, top_p, codes, weights

@@ -61,7 +61,7 @@ from bass_cli.models.ranks import Share
 from bass_cli.run.build import Models
 from bass_cli.run.profile import PASSAGES
 from bass_cli.run.scheduler import RequestReader
-from bass_kernels.dispatch import schedule
+from bass_kernels.dispatch import SCHEDULES, schedule
 
 SET = {"shape": "tiny", "draft_shape": "tiny", "acceptance": ["0.7"]}
 SCALED = {"shape": "tiny", "depth": 2, "scale": 0.2}
@@ -726,7 +726,7 @@ def test_parts_of_random_weights_have_the_sum_of_a_whole_model() -> None:
 
 
 def test_schedules_of_attention_are_the_triton_kernels() -> None:
-    assert ATTENTION == ops.SCHEDULES
+    assert ATTENTION == SCHEDULES
     result = bench("--shape", "tiny", "--device", "cpu", "--attention", "split", *SMALL)
     assert (result.exit_code, result.stdout) == (3, "")
     assert "--attention split: only the Triton kernels" in result.stderr
@@ -738,11 +738,11 @@ def test_the_schedule_holds_for_the_bench_and_no_longer(monkeypatch: pytest.Monk
     monkeypatch.setattr(
         grid, "_measure", lambda wanted, plan, screen: [(wanted.attention, schedule())]
     )
-    for name in ops.SCHEDULES:
+    for name in SCHEDULES:
         found += grid.measure(
             settings(shape="tiny", methods="plain", attention=name), lambda _: None
         )
-    assert found == [(name, name) for name in ops.SCHEDULES]
+    assert found == [(name, name) for name in SCHEDULES]
     assert schedule() == "ragged"
 
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import bass_kernels as ops
+from bass_kernels import acceptance, sampling
 from bass_kernels.noise import bits_all, gumbel
 
 
@@ -55,18 +56,18 @@ def test_processed_distribution_equals_naive_definition(vocab):
     generator = torch.Generator().manual_seed(vocab)
     logits = torch.randn(len(MIXED), vocab, generator=generator) * 3
     columns = [torch.tensor(column) for column in zip(*MIXED, strict=True)]
-    law = ops.process(logits, columns[0], columns[1], columns[2])
+    law = sampling.process(logits, columns[0], columns[1], columns[2])
     for row, mixed in enumerate(MIXED):
         torch.testing.assert_close(
             law[row].double(), naive(logits[row], *mixed), atol=2e-6, rtol=1e-4
         )
-        alone = ops.process(logits[row : row + 1], *(c[row : row + 1] for c in columns))
+        alone = sampling.process(logits[row : row + 1], *(c[row : row + 1] for c in columns))
         torch.testing.assert_close(law[row], alone[0], atol=1e-7, rtol=1e-5)
 
 
 def test_ties_at_the_cutoff_are_kept():
     logits = torch.tensor([[2.0, 1.0, 1.0, 0.0], [1.0, 0.0, 2.0, 1.0]])
-    law = ops.process(logits, *parameters(2, top_k=2))
+    law = sampling.process(logits, *parameters(2, top_k=2))
     assert (law[0] > 0).tolist() == [True, True, True, False]
     assert (law[1] > 0).tolist() == [True, False, True, True]
 
@@ -79,7 +80,7 @@ def test_sample_is_the_argmax_of_log_probability_plus_noise(temperature, top_k, 
     keys, positions = keys_for(200), torch.arange(200) * 3
     columns = parameters(200, temperature=temperature, top_k=top_k, top_p=top_p)
     noise = gumbel(bits_all(keys, positions, 301, stream=ops.SHARED))
-    due = (ops.process(logits, *columns).log() + noise).argmax(-1)
+    due = (sampling.process(logits, *columns).log() + noise).argmax(-1)
     assert torch.equal(ops.sample(logits, *columns, keys, positions), due)
 
 
@@ -103,7 +104,7 @@ def test_greedy_takes_the_first_of_equal_maxima():
     ).tolist() == [1, 0]
     mixed = (torch.tensor([0.0, 1.0]), torch.tensor([0, 0]), torch.tensor([1.0, 1.0]))
     assert ops.sample(logits, *mixed, keys_for(2), torch.arange(2))[0] == 1
-    assert ops.process(logits, *parameters(2, temperature=0.0)).tolist() == [
+    assert sampling.process(logits, *parameters(2, temperature=0.0)).tolist() == [
         [0, 1, 0, 0],
         [1, 0, 0, 0],
     ]
@@ -119,9 +120,9 @@ def test_tiny_temperatures_are_greedy_and_huge_ones_uniform(temperature):
         columns = parameters(40, temperature=temperature, top_k=top_k, top_p=top_p)
         assert torch.equal(ops.sample(logits, *columns, keys, positions), greedy)
         assert torch.equal(
-            ops.process(logits, *columns), torch.nn.functional.one_hot(greedy, 301).float()
+            sampling.process(logits, *columns), torch.nn.functional.one_hot(greedy, 301).float()
         )
-    law = ops.process(logits, *parameters(40, temperature=3e38))
+    law = sampling.process(logits, *parameters(40, temperature=3e38))
     torch.testing.assert_close(law, torch.full_like(law, 1 / 301))
 
 
@@ -130,7 +131,7 @@ def test_log_probability_is_at_temperature_one_without_truncation():
     tokens = torch.tensor([[1, 2], [10, 0], [5, 5]])
     due = logits.double().log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
     torch.testing.assert_close(
-        ops.log_probability(logits, tokens).double(), due, atol=1e-6, rtol=1e-6
+        sampling.log_probability(logits, tokens).double(), due, atol=1e-6, rtol=1e-6
     )
 
 
@@ -148,7 +149,7 @@ def test_maximal_acceptance_with_an_empty_residual_draws_from_p():
     # a token with probability 0 under both distributions: always rejected, and what a draw from an
     # empty residual would give
     drafts = torch.tensor([[0]])
-    accepted, following = ops.accept_maximal(
+    accepted, following = acceptance.accept_maximal(
         drafts, law[None, None], law.expand(1, 2, 3), keys_for(1), torch.tensor([4])
     )
     assert accepted.tolist() == [0]
@@ -159,7 +160,7 @@ def test_maximal_point_mass_is_accepted_with_its_probability_and_never_drawn_aga
     rows, p = 40_000, torch.tensor([0.3, 0.6, 0.1])
     drafts = torch.zeros(rows, 1, dtype=torch.int64)
     keys = torch.stack((torch.arange(rows), torch.zeros(rows, dtype=torch.int64)), 1)
-    accepted, following = ops.accept_maximal(
+    accepted, following = acceptance.accept_maximal(
         drafts, None, p.expand(rows, 2, 3), keys, torch.full((rows,), 3)
     )
     assert abs(accepted.float().mean() - 0.3) < 0.012
@@ -176,7 +177,7 @@ def test_uniform_draw_of_zero_does_not_accept_an_impossible_token(monkeypatch):
         lambda random: torch.zeros_like(random, dtype=torch.float32),
     )
     params, q = torch.tensor([[[0.0, 1.0], [0.5, 0.5]]]), torch.tensor([[[1.0, 0.0]]])
-    accepted, following = ops.accept_maximal(
+    accepted, following = acceptance.accept_maximal(
         torch.tensor([[0]]), q, params, keys_for(1), torch.tensor([2])
     )
     assert accepted.tolist() == [0]

@@ -18,6 +18,7 @@ from bass_cli.formats.weights import load
 from bass_cli.lengths.controllers import Bass, Fixed, Goodput
 from bass_cli.models.decoder import Decoder
 from bass_cli.run.scheduler import Conductor
+from bass_kernels import noise, sampling
 
 # NaN in numpy: the interpreter's arithmetic
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -147,11 +148,15 @@ def test_non_finite_draft_distribution_is_rejected(kind):
         tokens[:, None], given, target, *columns, keys, lengths
     )
     assert scores[torch.arange(len(bad), device=DEVICE), accepted].isfinite().all()
-    lawless = ops.process(bad, *columns).sum(-1).isnan()
+    lawless = sampling.process(bad, *columns).sum(-1).isnan()
     assert lawless.sum() >= len(bad) / 2
     assert not accepted[lawless].any()
-    due = ops.draw(
-        ops.process(target[:, 0], *columns), keys, lengths, stream=ops.RESIDUAL, origin=lengths
+    due = sampling.draw(
+        sampling.process(target[:, 0], *columns),
+        keys,
+        lengths,
+        stream=noise.RESIDUAL,
+        origin=lengths,
     )
     assert following[lawless].tolist() == due[lawless].tolist()
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import bass_kernels as ops
-from bass_kernels import training
+from bass_kernels import reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE.type == "cuda" else [])
@@ -56,10 +56,10 @@ def test_the_definition_agrees_with_autograd():
     # the overlap has no gradient where distributions are equal
     rows = torch.arange(7, device=DEVICE) != 2
     (slopes[0] * kl - slopes[1] * overlap)[rows].sum().backward()
-    found = training.distances(own, due, of, tokens, vocab)
+    found = reference.distances(own, due, of, tokens, vocab)
     torch.testing.assert_close(found.divergence.double(), kl.detach(), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(found.overlap.double(), overlap.detach(), atol=1e-5, rtol=1e-5)
     ratio = (q - p).detach().gather(1, tokens[:, None])[:, 0]
     torch.testing.assert_close(found.ratio.double(), ratio, atol=1e-5, rtol=1e-5)
-    training.distance_gradient(own, due, of, found, slopes, vocab)
+    reference.distance_gradient(own, due, of, found, slopes, vocab)
     torch.testing.assert_close(own[rows, :vocab].double(), logits.grad[rows], atol=1e-5, rtol=1e-4)

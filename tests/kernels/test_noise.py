@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import bass_kernels as ops
+from bass_kernels import noise
 from bass_kernels.noise import bits, bits_all, philox
 
 # Published answers of the Random123 library (counter, key, words).
@@ -30,7 +31,7 @@ def test_a_number_does_not_depend_on_the_others_in_the_call():
     keys = torch.tensor([[1, 2], [0xFFFFFFFF, 7], [3, 0x80000000]])
     positions, origin = torch.tensor([5, 0, 100_000]), torch.tensor([4, 0, 99_998])
     for vocab in (1, 7, 131):
-        whole = bits_all(keys, positions, vocab, stream=ops.BONUS, origin=origin)
+        whole = bits_all(keys, positions, vocab, stream=noise.BONUS, origin=origin)
         assert whole.shape == (3, vocab)
         for row in (0, 1, 2):
             for token in {0, vocab // 2, vocab - 1}:
@@ -38,7 +39,7 @@ def test_a_number_does_not_depend_on_the_others_in_the_call():
                     keys[row : row + 1],
                     positions[row : row + 1],
                     torch.tensor([token]),
-                    stream=ops.BONUS,
+                    stream=noise.BONUS,
                     origin=origin[row : row + 1],
                 )
                 assert int(one) == int(whole[row, token])
@@ -70,7 +71,7 @@ def test_every_part_of_the_address_changes_the_number():
 
 
 def test_uniform_is_in_zero_to_one_without_one():
-    ends = ops.uniform(torch.tensor([0, 0xFFFFFFFF]))
+    ends = noise.uniform(torch.tensor([0, 0xFFFFFFFF]))
     assert ends[0] == 0
     assert ends[1] < 1
 
@@ -95,7 +96,7 @@ def test_neighbouring_rows_positions_and_tokens_are_uncorrelated():
     keys = torch.tensor([[i, 0] for i in range(64)])
     grid = (
         torch.stack(
-            [ops.uniform(bits_all(keys, torch.full((64,), p), 256, stream=0)) for p in range(8)]
+            [noise.uniform(bits_all(keys, torch.full((64,), p), 256, stream=0)) for p in range(8)]
         )
         - 0.5
     )

@@ -13,6 +13,7 @@ from test_triton import DEVICE, DTYPES, close
 
 import bass_kernels as ops
 from bass_kernels import reference
+from bass_kernels.segments import pack_queries
 
 QUERIES = [1, 5, 3, 9, 1, 2, 9, 1]  # queries of each row of SPANS; the last row is padding
 
@@ -21,7 +22,7 @@ def packed(given, queries, widest):
     """Pack the first `queries` of each row of a case."""
     q, own, prompt, segments = given
     counts = torch.tensor(queries, device=DEVICE)
-    found = ops.pack_queries(counts, sum(queries), widest)
+    found = pack_queries(counts, sum(queries), widest)
     q, positions = (t[found.row, found.place][None] for t in (q, segments.positions))
     return q, own, prompt, replace(segments, positions=positions, packed=found)
 
@@ -42,7 +43,7 @@ def seen_only(given, queries):
 
 
 def test_packed_rows_do_not_mix():
-    found = ops.pack_queries(torch.tensor([2, 1, 4]), 7, 5)
+    found = pack_queries(torch.tensor([2, 1, 4]), 7, 5)
     assert found.begin.tolist() == [0, 2, 3, 7]
     assert found.row.tolist() == [0, 0, 1, 2, 2, 2, 2]
     assert found.place.tolist() == [0, 1, 0, 0, 1, 2, 3]

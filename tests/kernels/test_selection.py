@@ -12,6 +12,7 @@ from test_triton import DEVICE
 
 import bass_kernels as ops
 from bass_cli.engine.verify import Cut, Cutting
+from bass_kernels.segments import pack_queries
 
 
 @pytest.fixture(params=["reference", "triton"])
@@ -51,7 +52,7 @@ def test_the_likeliest_prefixes_are_chosen(form, rows, width, total):
     assert int(counts.max()) <= width
     taken = torch.arange(width, device=DEVICE) < counts[:, None]
     assert bool(taken.all()) or standing[taken].min() >= standing[~taken].max()
-    due = ops.pack_queries(counts + 1, rows + total, width + 1)
+    due = pack_queries(counts + 1, rows + total, width + 1)
     assert all(map(torch.equal, packed[:3], due[:3]))
     assert packed.widest == width + 1
     assert torch.equal(tokens, due.row * (width + 1) + due.place)

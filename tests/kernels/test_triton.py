@@ -257,10 +257,6 @@ def test_extreme_temperatures_equal_the_definition():
     due, due_scores = sampling.sample_scored(logits, temperature, top_k, top_p, keys, positions)
     assert tokens.tolist() == due.tolist()
     torch.testing.assert_close(scores, due_scores, atol=1e-4, rtol=1e-5)
-    distributions = ops.process(logits, temperature, top_k, top_p)
-    torch.testing.assert_close(
-        distributions, sampling.process(logits, temperature, top_k, top_p), atol=1e-6, rtol=1e-5
-    )
 
 
 def test_many_samples_agree_and_are_in_the_nucleus():
@@ -380,7 +376,7 @@ def run_compiling(script, *arguments, cache):
 
 
 def test_all_kernels_compile_for_hopper(tmp_path):
-    assert len(run_compiling("compile_kernels.py", cache=tmp_path)) == 37
+    assert len(run_compiling("compile_kernels.py", cache=tmp_path)) == 36
 
 
 @pytest.mark.parametrize(

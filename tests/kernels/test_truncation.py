@@ -24,6 +24,15 @@ def triton(monkeypatch):
     ops.use(None)
 
 
+def processed(logits, temperature, top_k, top_p):
+    """Return the probabilities of all tokens by the edges of their distributions."""
+    edges = truncation.edges(logits, temperature, top_k, top_p)
+    divisor, threshold, peak, mass, only = edges[:, :5, None].unbind(1)
+    x, tokens = logits.float() / divisor, torch.arange(logits.shape[1], device=DEVICE)
+    probs = torch.where(x >= threshold, (x - peak).exp() / mass, 0.0)
+    return torch.where(only < 0, probs, (tokens == only).float())
+
+
 @pytest.mark.parametrize(
     ("dtype", "vocab", "spread"),
     [(DTYPES[0], 70, 0.1), (DTYPES[-1], 70, 3.0), (DTYPES[1], 1100, 2.0)],
@@ -35,9 +44,9 @@ def test_distributions_equal_the_definition(dtype, vocab, spread):
     logits = (spread * randn(len(mixed), vocab, seed=vocab)).to(dtype)
     logits[:, 7] = logits[:, 3]
     logits[:3, 20:40] = logits[:3].amax(-1, keepdim=True) - spread / 2
-    law, due = ops.process(logits, *columns(mixed)), sampling.process(logits, *columns(mixed))
-    assert ((law > 0) == (due > 0)).all()
-    torch.testing.assert_close(law, due, atol=1e-6, rtol=1e-5)
+    found, due = processed(logits, *columns(mixed)), sampling.process(logits, *columns(mixed))
+    assert ((found > 0) == (due > 0)).all()
+    torch.testing.assert_close(found, due, atol=1e-6, rtol=1e-5)
 
 
 def test_a_search_with_many_passes_finds_the_threshold():
@@ -49,5 +58,18 @@ def test_a_search_with_many_passes_finds_the_threshold():
     logits[2, 300:], logits[3, 1:] = -torch.inf, -1e-30
     mixed = columns([(1.0, 0, 0.5), (1.3, 450, 0.7), (0.9, 37, 1.0), (1.0, 0, 0.99)])
     torch.testing.assert_close(
-        ops.process(logits, *mixed), sampling.process(logits, *mixed), atol=1e-6, rtol=1e-5
+        processed(logits, *mixed), sampling.process(logits, *mixed), atol=1e-6, rtol=1e-5
+    )
+
+
+def test_extreme_temperatures_equal_the_definition():
+    temperature = torch.tensor([1e-45, 3e-39, 1e-37, 9e-31, 1e-29, 1e-29, 3e38], device=DEVICE)
+    top_k = torch.tensor([0, 0, 3, 0, 0, 4, 0], device=DEVICE)
+    top_p = torch.tensor([1.0, 0.9, 0.8, 1.0, 0.9, 1.0, 1.0], device=DEVICE)
+    logits = 60 * randn(len(temperature), 300) - 200
+    torch.testing.assert_close(
+        processed(logits, temperature, top_k, top_p),
+        sampling.process(logits, temperature, top_k, top_p),
+        atol=1e-6,
+        rtol=1e-5,
     )

@@ -94,18 +94,17 @@ def compiled(place):
 if __name__ == "__main__":
     for look in (0, 1, 2):
         early = {"EARLY": look > 0, "LEADS": True}
-        compile_one(sampling_kernels._look, LOOK=look, CHUNKS=128, BLOCK=2048, FIELDS=8, **early)
-    compile_one(sampling_kernels._decide, BLOCK=8192, FIELDS=8, EARLY=True)
+        compile_one(sampling_kernels._look, LOOK=look, CHUNKS=128, **early)
+    compile_one(sampling_kernels._decide, EARLY=True)
     compile_one(round_kernels._pending, WIDE=16)
     compile_one(round_kernels._accept, MOST=True, WIDE=16)
     compile_one(round_kernels._commit, TABLE=True, WIDE=16)
     compile_one(pointwise._angles, HALF=64, BLOCK=64)
-    search = {"SHIFT": 16, "PIVOTS": 16, "CHUNK": 4096, "CHUNKS": 64, "FIELDS": 8, "FOUND": 20}
-    compile_one(truncation._survey, **search, BLOCK=1024)
+    search = {"SHIFT": 16, "CHUNK": 4096, "CHUNKS": 64}
+    compile_one(truncation._survey, **search)
     for last in (False, True):
-        compile_one(truncation._narrow, **search, BLOCK=512, LAST=last)
-    compile_one(truncation._dense, FIELDS=8, BLOCK=1024)
-    spread = {"CHUNK": 4096, "CHUNKS": 64, "FIELDS": 8, "FOUND": 4, "BLOCK": 1024}
+        compile_one(truncation._narrow, **search, LAST=last)
+    spread = {"CHUNK": 4096, "CHUNKS": 64}
     compile_one(acceptance_kernels._draw, **spread)
     compile_one(acceptance_kernels._weigh, PLACES=8, **spread)
     for point in (False, True):
@@ -136,27 +135,17 @@ if __name__ == "__main__":
         )
     compile_one(ragged_kernel.merge_rows, H=28, K=4, D=128, PIECES=32, BLOCK_M=16, BLOCK_D=128)
     for splits in (1, 2):
-        compile_one(
-            linear_kernels._stream,
-            BIAS=True,
-            SPLITS=splits,
-            BLOCK_M=16,
-            BLOCK_N=16,
-            BLOCK_K=256,
-            EVEN=splits == 1,
-            WIDE="tf32",
-        )
+        compile_one(linear_kernels._stream, BIAS=True, SPLITS=splits, EVEN=splits == 1, WIDE="tf32")
     compile_one(pointwise._embed, SCALED=True, BLOCK=1024)
     compile_one(pointwise._norm, ADD=True, LAYER=True, BIAS=True, BLOCK=1024)
     compile_one(pointwise._activation, KIND=2, GATED=True, BLOCK=1024)
     compile_one(pointwise._rope_write, H=8, K=2, D=64, HALF=32, NORM=True, BLOCK=64, LEADS=True)
-    narrow = {"M": 16, "EARLY": True}
-    tiled = {"EACH": 20, "N": 32, "DEEP": 128, "STAGES": 5, "WIDE": "tf32", **narrow}
-    compile_one(residual._begin, VOCAB=999, WIDTH=896, HALF=32, EACH=256, N=256, **narrow)
+    tiled = {"EACH": 20, "N": 32, "DEEP": 128, "STAGES": 5, "WIDE": "tf32", "EARLY": True}
+    compile_one(residual._begin, VOCAB=999, WIDTH=896, HALF=32, EARLY=True)
     compile_one(products._project, TILES=28, LINES=1152, DEPTH=896, BIAS=True, SPLITS=1, **tiled)
     compile_one(products._add, LINES=896, DEPTH=4864, SPLITS=4, **tiled)
     compile_one(products._gate_up, TILES=28, LINES=4864, DEPTH=896, KIND=0, **tiled)
-    compile_one(residual._finish, WIDTH=896, TILES=28, BLOCK=512, **narrow)
+    compile_one(residual._finish, WIDTH=896, TILES=28, EARLY=True)
     compile_one(
         mixing._mix,
         H=14,
@@ -164,7 +153,6 @@ if __name__ == "__main__":
         D=64,
         HALF=32,
         NORMS=True,
-        NEW=16,
         BLOCK_Q=16,
         BLOCK_D=64,
         KEYS=64,

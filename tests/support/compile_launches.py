@@ -27,7 +27,6 @@ from bass_kernels import (
     residual,
     round_kernels,
     sampling_kernels,
-    truncation,
 )
 from bass_kernels.rounds import BINS, Known
 from bass_kernels.segments import Packed, Segments, Teams
@@ -183,7 +182,6 @@ def params(dtype):
     logits, floats = empty(8, 152064, dtype=dtype), empty(8, dtype=torch.float32)
     whole, keys = empty(8, dtype=torch.int64), empty(8, 2, dtype=torch.int64)
     sampling_kernels.sample_scored(logits, floats, whole, floats, keys, whole)
-    truncation.process(logits, floats, whole, floats)
     _, law = acceptance_kernels.draft_sample(logits, floats, whole, floats, keys, whole, whole)
     acceptance_kernels.rejection_sample(
         empty(8, 2, dtype=torch.int64),
