@@ -318,10 +318,10 @@ class Cutting:
         self._cut = cut
         # Prior: P(reject) = (1 - confidence) / 2, because draft and target share their noise.
         middles = (torch.arange(ops.BINS, device=device) + 0.5) / ops.BINS
-        kept = _STRENGTH * (1 - middles * middles / 2)
-        first = torch.stack((kept, torch.full_like(kept, _STRENGTH)))
-        kept, trials = first.clone()
-        self.known = ops.Known(kept, trials, first)
+        accepted = _STRENGTH * (1 - middles * middles / 2)
+        prior = torch.stack((accepted, torch.full_like(accepted, _STRENGTH)))
+        accepted, trials = prior.clone()
+        self.stats = ops.ConfidenceStats(accepted, trials, prior)
 
     def pays(self, rows: int, width: int) -> bool:
         """Return whether rounds of `rows` rows that verify `width` drafts of each on average are
@@ -335,7 +335,7 @@ class Cutting:
 
     def choose(
         self, proposal: Proposal, total: int, pending: Tensor, lengths: Tensor, alive: Tensor
-    ) -> ops.Chosen:
+    ) -> ops.ChosenDrafts:
         """Choose the `total` likeliest drafts of a proposal with scores.
 
         Args:
@@ -344,21 +344,26 @@ class Cutting:
             alive: [B], 0 for rows that are not live; they get what is left over.
         """
         assert proposal.scores is not None
-        chances = ops.standing(proposal.scores, self.known, alive)
+        chances = ops.prefix_chances(proposal.scores, self.stats, alive)
         tokens = torch.cat((pending, proposal.tokens), 1)
-        chosen: ops.Chosen = ops.likeliest(chances, total, tokens, lengths)
+        chosen: ops.ChosenDrafts = ops.choose_drafts(chances, total, tokens, lengths)
         return chosen
 
     def settle(
-        self, proposal: Proposal, chosen: ops.Chosen, found: tuple[Tensor, Tensor], alive: Tensor
+        self,
+        proposal: Proposal,
+        chosen: ops.ChosenDrafts,
+        found: tuple[Tensor, Tensor],
+        alive: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Return the accepted drafts of each row, [B], and the table for the host (ops.settle).
+        """Return the accepted drafts of each row, [B], and the table for the host
+        (ops.accept_chosen).
 
         Args:
             found: the target's tokens at the chosen places and their log-probabilities, [M] each.
         """
         drafts, scores = proposal.tokens, proposal.scores
-        kept, table = ops.settle(drafts, scores, chosen, *found, self.known, alive)
+        kept, table = ops.accept_chosen(drafts, scores, chosen, *found, self.stats, alive)
         return kept, table
 
 

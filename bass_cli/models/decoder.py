@@ -218,7 +218,7 @@ class Decoder:
             segments,
             scale=spec.query_scale,
             window=spec.windows[i],
-            then=self._weights[at + "o.weight"],
+            next_weight=self._weights[at + "o.weight"],
         ).view(*q.shape[:2], -1)
         if spec.norm.sandwich:
             residual = residual + self._norm(at + "post1", self._mapped(at + "o", mixed))

@@ -1,6 +1,6 @@
 """A decoder's layers in five kernel launches each, for few tokens on a GPU and families that allow
-it (residual.py, products.py and mixing.py of bass_kernels). A second form of the loop over layers
-of decoder.py, which runs the same layers op by op, for any family and number of tokens.
+it (residual.py, products.py and fused_attention.py of bass_kernels). A second form of the loop over
+layers of decoder.py, which runs the same layers op by op, for any family and number of tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def serves(spec: Spec, tokens: Tensor, like: Tensor, step: Pass) -> bool:
     """
     if ops.kind_for(like) != "triton" or like.dtype == torch.float16:
         return False  # float16: the residual stream times a norm's weight may overflow
-    from bass_kernels import dispatch, mixing, residual
+    from bass_kernels import dispatch, fused_attention, residual
 
     plain = spec.norm.kind == "rms" and not spec.norm.sandwich and not spec.parallel and spec.gated
     rope = spec.rope is not None and spec.local_rope is None
@@ -45,7 +45,7 @@ def serves(spec: Spec, tokens: Tensor, like: Tensor, step: Pass) -> bool:
         and plain
         and rope
         and spec.biases <= {"qkv"}
-        and mixing.fits(like, lines, spec.head_size)
+        and fused_attention.fits(like, lines, spec.head_size)
     )
 
 
@@ -61,7 +61,7 @@ def run(
     """Run the layers over tokens [B, W], write their keys and values, and return the final norm's
     output [B, W, width]. `frequencies` [size / 2]: inverse, of the rotary embedding. Positions must
     not lie before a row's private slot 0."""
-    from bass_kernels import mixing, products, residual
+    from bass_kernels import fused_attention, products, residual
 
     eps, early = spec.norm.eps, _large(spec, len(layers))
     norms = [weights[f"layers.{i}.norm1.weight"] for i in layers] + [weights["norm.weight"]]
@@ -84,7 +84,7 @@ def run(
         qkv = products.project(
             stream, weights[at + "qkv.weight"], weights.get(at + "qkv.bias"), eps=eps, early=early
         )
-        mixed = mixing.mix(
+        mixed = fused_attention.attend(
             qkv,
             angles,
             qk,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bass_cli.models.block_allocator import BlockCopy, BlockLayout, Integers, Sender
 from bass_cli.system.host import free_memory
-from bass_kernels import Group, Packed, Segments, Teams
+from bass_kernels import DeviceGroups, Group, Packed, Segments
 
 # Initial positions of the prompt store. It grows to twice its size, or to four times if a sixteenth
 # of the free memory suffices, because all graphs are captured again when it moves.
@@ -164,7 +164,7 @@ class KVCache:
         self._of_row: list[Span | None] = [None] * rows
         self._spans: list[Span] = []
         self._groups: tuple[Group, ...] | None = None
-        self._teams = TeamTable(rows, device)
+        self._group_tables = GroupTables(rows, device)
         self._sharing = False
 
     def reserve(self, length: int) -> Span:
@@ -279,9 +279,9 @@ class KVCache:
             assert spare.min() >= 0, f"a row lacks {-spare.min()} private slots"
         if ends is not None or self._base.device.type == "cpu":
             groups = self._rows_by_span(rows)
-        teams = self._teams.of(rows) if self._sharing else None
+        device_groups = self._group_tables.of(rows) if self._sharing else None
         base, start, own = self._places[:, :rows]
-        segments = Segments(positions, base, start, own, groups, extent, teams, packed)
+        segments = Segments(positions, base, start, own, groups, extent, device_groups, packed)
         # a row may be fed the end of its prompt again: those keys are in the span already
         return Pass(positions, segments, self, None)
 
@@ -326,7 +326,7 @@ class KVCache:
             if span.length >= _TEAMED and len(span.rows) > 1
         ]
         if shared or self._sharing:
-            self._teams.update(shared)
+            self._group_tables.update(shared)
         if shared and not self._sharing:
             self._sharing = True
             self.version += 1
@@ -383,11 +383,11 @@ def most_tiles(rows: int, size: int) -> int:
     return 2 * rows // 3 if size == 2 else rows // 2
 
 
-class TeamTable:
+class GroupTables:
     """The groups of up to `rows` rows. For each of TILES a table of tiles, filled up with -1."""
 
     def __init__(self, rows: int, device: torch.device):
-        self._teams: list[list[int]] = []
+        self._groups: list[list[int]] = []
         sizes = [rows, *(most_tiles(rows, size) * size for size in TILES)]
         self._host = torch.cat(
             [
@@ -398,20 +398,20 @@ class TeamTable:
         self._parts = self._host.split(sizes)
         self._flat = self._host.to(device, copy=True)
         self._views = self._flat.split(sizes)
-        self._of: dict[int, Teams] = {}
+        self._of: dict[int, DeviceGroups] = {}
 
     def update(self, spans: Iterable[list[int]]) -> None:
         """Set the groups: the rows of each list read one span. Lists of one row are ignored."""
-        teams = [rows for rows in spans if len(rows) > 1]
-        if teams == self._teams:
+        groups = [rows for rows in spans if len(rows) > 1]
+        if groups == self._groups:
             return
-        self._teams = teams
+        self._groups = groups
         member, *tables = self._parts
         member.zero_()
-        member[[row for rows in teams for row in rows]] = 1
+        member[[row for rows in groups for row in rows]] = 1
         for size, table in zip(TILES, tables, strict=True):
             entries: list[int] = []
-            for rows in teams:
+            for rows in groups:
                 entries += rows
                 entries += [-1] * (-len(rows) % size)
             table[: len(entries)] = torch.tensor(entries, dtype=torch.int32)
@@ -419,7 +419,7 @@ class TeamTable:
         host = self._host.pin_memory() if self._flat.is_cuda else self._host
         self._flat.copy_(host, non_blocking=True)  # the host does not wait for the device
 
-    def of(self, rows: int) -> Teams:
+    def of(self, rows: int) -> DeviceGroups:
         """Return the tables for a pass of rows 0 to `rows` - 1, which must be all live rows."""
         if rows not in self._of:
             member, *tables = self._views
@@ -427,5 +427,5 @@ class TeamTable:
                 size: table[: most_tiles(rows, size) * size].view(-1, size)
                 for size, table in zip(TILES, tables, strict=True)
             }
-            self._of[rows] = Teams(member[:rows], tiles)
+            self._of[rows] = DeviceGroups(member[:rows], tiles)
         return self._of[rows]

@@ -11,9 +11,9 @@ from .dispatch import attention_schedule, by_device, has_triton, import_kernels,
 from .linear import linear, linear_add, norm_up, pack, project
 from .noise import SHARED, gumbel
 from .reference import Distances
-from .rounds import BINS, Chosen, Known
+from .rounds import BINS, ChosenDrafts, ConfidenceStats
 from .sampling import COLDEST, HOTTEST, Distribution
-from .segments import Group, Packed, Segments, Teams
+from .segments import DeviceGroups, Group, Packed, Segments
 
 embed = by_device(reference.embed, "bass_kernels.pointwise")
 norm = by_device(reference.norm, "bass_kernels.pointwise")
@@ -28,9 +28,9 @@ distances = by_device(reference.distances, "bass_kernels.training_kernels")
 distance_gradient = by_device(reference.distance_gradient, "bass_kernels.training_kernels")
 rotate = by_device(reference.rotate, "bass_kernels.training_kernels")
 gate_gradient = by_device(reference.gate_gradient, "bass_kernels.training_kernels")
-standing = by_device(rounds.standing, "bass_kernels.round_kernels")
-likeliest = by_device(rounds.likeliest, "bass_kernels.round_kernels")
-settle = by_device(rounds.settle, "bass_kernels.round_kernels")
+prefix_chances = by_device(rounds.prefix_chances, "bass_kernels.round_kernels")
+choose_drafts = by_device(rounds.choose_drafts, "bass_kernels.round_kernels")
+accept_chosen = by_device(rounds.accept_chosen, "bass_kernels.round_kernels")
 rejection_sample = by_device(acceptance.rejection_sample, "bass_kernels.acceptance_kernels")
 accept_shared = by_device(acceptance.accept_shared, "bass_kernels.round_kernels")
 pending = by_device(rounds.pending, "bass_kernels.round_kernels")
@@ -42,19 +42,21 @@ __all__ = [
     "COLDEST",
     "HOTTEST",
     "SHARED",
-    "Chosen",
+    "ChosenDrafts",
+    "ConfidenceStats",
+    "DeviceGroups",
     "Distances",
     "Distribution",
     "Group",
-    "Known",
     "Packed",
     "Segments",
-    "Teams",
+    "accept_chosen",
     "accept_shared",
     "activation",
     "angles",
     "attention",
     "attention_schedule",
+    "choose_drafts",
     "commit",
     "distance_gradient",
     "distances",
@@ -65,13 +67,13 @@ __all__ = [
     "has_triton",
     "import_kernels",
     "kind_for",
-    "likeliest",
     "linear",
     "linear_add",
     "norm",
     "norm_up",
     "pack",
     "pending",
+    "prefix_chances",
     "project",
     "rejection_sample",
     "report",
@@ -79,7 +81,5 @@ __all__ = [
     "rotate",
     "sample",
     "sample_scored",
-    "settle",
-    "standing",
     "use",
 ]

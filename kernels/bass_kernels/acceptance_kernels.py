@@ -16,7 +16,15 @@ from . import noise
 from .launch import counters
 from .sampling import Distribution
 from .truncation import BLOCK, CHUNK, FIELDS, edges, load_edges, probability
-from .vocabulary import address, best_found, better, gumbel, no_candidate, philox, read
+from .vocabulary import (
+    better_candidate,
+    gumbel,
+    merge_best,
+    no_candidate,
+    noise_address,
+    philox,
+    read_block,
+)
 
 _DRAFT, _TEST, _RESIDUAL, _BONUS = (
     tl.constexpr(stream) for stream in (noise.DRAFT, noise.TEST, noise.RESIDUAL, noise.BONUS)
@@ -39,39 +47,31 @@ def draft_sample(
     the logits with their edges."""
     logits = logits.contiguous()
     dist = Distribution(logits, edges(logits, temperature, top_k, top_p))
-    return draw(dist, keys, positions, origins), dist
-
-
-def draw(dist: Distribution, keys: Tensor, positions: Tensor, origins: Tensor) -> Tensor:
-    """Sample one token [N] int64 from each distribution (logits [N, V] with edges), with noise of
-    the DRAFT stream."""
-    rows, vocab = dist.values.shape
+    (rows, vocab), device = logits.shape, logits.device
     chunks = triton.cdiv(vocab, CHUNK)
-    tokens = torch.empty(rows, dtype=torch.int64, device=dist.values.device)
-    found = torch.empty(rows, chunks, _FOUND.value, dtype=torch.float32, device=dist.values.device)
+    tokens = torch.empty(rows, dtype=torch.int64, device=device)
+    found = torch.empty(rows, chunks, _FOUND.value, dtype=torch.float32, device=device)
     _draw[(rows, chunks)](
-        dist.values,
-        dist.edges,
+        *dist,
         keys.contiguous(),
         positions.contiguous(),
         origins.contiguous(),
         found,
         tokens,
-        counters(dist.values.device, rows),
+        counters(device, rows),
         vocab,
         chunks,
-        **shape_of(chunks),
+        **_shape(chunks),
     )
-    return tokens
+    return tokens, dist
 
 
-def shape_of(chunks: int) -> dict[str, int]:
-    """Return the launch options shared by all kernels that sample from distributions with edges."""
+def _shape(chunks: int) -> dict[str, int]:
     return {"CHUNK": CHUNK, "CHUNKS": triton.next_power_of_2(chunks), "num_warps": 4}
 
 
 @triton.jit
-def best(
+def _store_best(
     logits_ptr,
     at,
     edges_ptr,
@@ -80,8 +80,7 @@ def best(
     q_edges_ptr,
     proposed,
     weight,
-    start,
-    end,
+    chunk,
     vocab,
     q_vocab,
     key_0,
@@ -89,20 +88,23 @@ def best(
     position,
     origin,
     stream,
+    found_at,
     POINT: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
-    """Find the best noisy token of start to end by max(w p - q, 0), and by p.
+    """Store the best noisy token of a chunk by max(w p - q, 0), and by p, for `_load_best`.
 
     p is the distribution of row `at`. q is that of row `q_at` with q_vocab tokens, or with POINT a
     point mass on `proposed` (-1: none). w is `weight`, at most 1.
     """
+    start = chunk * CHUNK
     divisor, threshold, peak, mass, only = load_edges(edges_ptr, at, True)
     if POINT == 0:
         q_divisor, q_threshold, q_peak, q_mass, q_only = load_edges(q_edges_ptr, q_at, q_vocab > 0)
     score, token, _value = no_candidate()
     own_score, own_token, _own = no_candidate()
-    for first in range(start, end, _BLOCK):
-        tokens, _scaled, raw = read(logits_ptr, at, first, vocab, divisor, _BLOCK)
+    for first in range(start, tl.minimum(start + CHUNK, vocab), _BLOCK):
+        tokens, _x, raw = read_block(logits_ptr, at, first, vocab, divisor, _BLOCK)
         p = probability(raw, tokens, divisor, threshold, peak, mass, only)
         most = tl.max(p, 0)
         if most > 0:
@@ -110,40 +112,35 @@ def best(
                 if POINT:
                     rest = tl.where(tokens == proposed, 0.0, p)
                 else:
-                    _tokens, _scaled, q_raw = read(
+                    _tokens, _x, q_raw = read_block(
                         q_logits_ptr, q_at, first, q_vocab, q_divisor, _BLOCK
                     )
                     q = probability(q_raw, tokens, q_divisor, q_threshold, q_peak, q_mass, q_only)
                     rest = weight * p - q
                 drawn = gumbel(first, key_0, key_1, position, origin, stream, _BLOCK)
                 scores = tl.where(rest > 0, tl.log(rest) + drawn, -float("inf"))
-                score, token, _value = better(score, token, score, scores, tokens, scores)
+                score, token, _value = better_candidate(score, token, score, scores, tokens, scores)
                 scores = tl.where(p > 0, tl.log(p) + drawn, -float("inf"))
-                own_score, own_token, _own = better(
+                own_score, own_token, _own = better_candidate(
                     own_score, own_token, own_score, scores, tokens, scores
                 )
-    return score, token, own_score, own_token
-
-
-@triton.jit
-def note(at, score, token, own_score, own_token):
-    """Store a chunk's result of `best` for `best_noted`."""
-    tl.store(at, score)
-    tl.store(at + 1, token.to(tl.float32))
-    tl.store(at + 2, own_score)
-    tl.store(at + 3, own_token.to(tl.float32))
+    found_at += chunk * _FOUND
+    tl.store(found_at, score)
+    tl.store(found_at + 1, token.to(tl.float32))
+    tl.store(found_at + 2, own_score)
+    tl.store(found_at + 3, own_token.to(tl.float32))
     tl.debug_barrier()
 
 
 @triton.jit
-def best_noted(at, chunks, vocab, CHUNKS: tl.constexpr):
+def _load_best(at, chunks, vocab, CHUNKS: tl.constexpr):
     """Return the token of a row: the best of its chunks, or the best by the target's distribution
     if max(w p - q, 0) has no mass. The token is within the vocabulary even if the scores are NaN.
     """
     index = tl.arange(0, CHUNKS)
     here, inside = at + index * _FOUND, index < chunks
-    score, token = best_found(here, inside)
-    _score, own_token = best_found(here + 2, inside)
+    score, token = merge_best(here, inside)
+    _score, own_token = merge_best(here + 2, inside)
     return tl.minimum(tl.where(score > -float("inf"), token, own_token), vocab - 1).to(tl.int64)
 
 
@@ -163,10 +160,10 @@ def _draw(
     CHUNKS: tl.constexpr,
 ):
     row, chunk = tl.program_id(0), tl.program_id(1)
-    key_0, key_1, position = address(row, row, key_ptr, position_ptr)
+    key_0, key_1, position = noise_address(row, row, key_ptr, position_ptr)
     origin = tl.load(origin_ptr + row).to(tl.uint32)
-    start, rows_at = chunk * CHUNK, found_ptr + row * chunks * _FOUND
-    score, token, own_score, own_token = best(
+    rows_at = found_ptr + row * chunks * _FOUND
+    _store_best(
         logits_ptr,
         row,
         edges_ptr,
@@ -175,8 +172,7 @@ def _draw(
         edges_ptr,
         -1,
         1.0,
-        start,
-        tl.minimum(start + CHUNK, vocab),
+        chunk,
         vocab,
         vocab,
         key_0,
@@ -184,12 +180,13 @@ def _draw(
         position,
         origin,
         _DRAFT,
+        rows_at,
         True,
+        CHUNK,
     )
-    note(rows_at + chunk * _FOUND, score, token, own_score, own_token)
     if tl.atomic_add(arrived_ptr + row, 1) == chunks - 1:
         tl.store(arrived_ptr + row, 0)
-        tl.store(token_ptr + row, best_noted(rows_at, chunks, vocab, CHUNKS))
+        tl.store(token_ptr + row, _load_best(rows_at, chunks, vocab, CHUNKS))
 
 
 def rejection_sample(
@@ -206,7 +203,7 @@ def rejection_sample(
     """Do acceptance.rejection_sample without synchronising with the host."""
     logits = logits.contiguous()
     found = edges(logits.flatten(0, 1), temperature, top_k, top_p)
-    return judge(
+    return verify(
         drafts,
         draft_dist,
         Distribution(logits, found.view(*logits.shape[:2], FIELDS)),
@@ -216,7 +213,7 @@ def rejection_sample(
     )
 
 
-def judge(
+def verify(
     drafts: Tensor,
     draft_dist: Distribution | None,
     dist: Distribution,
@@ -243,13 +240,13 @@ def judge(
         dist.edges,
     )
     sizes = places - 1, vocab, q.values.shape[-1], chunks
-    shape = shape_of(chunks) | {"PLACES": triton.next_power_of_2(places)}
+    shape = _shape(chunks) | {"PLACES": triton.next_power_of_2(places)}
     point = draft_dist is None
     masses = found
     if places > 2 and not point:
         masses = torch.empty(rows, places - 2, chunks, dtype=torch.float32, device=device)
-        _weigh[(rows, places - 2, chunks)](*given, masses, *sizes, **shape)
-    _judge[(rows, chunks)](
+        _residual_masses[(rows, places - 2, chunks)](*given, masses, *sizes, **shape)
+    _verify[(rows, chunks)](
         *given,
         masses,
         keys.contiguous(),
@@ -270,7 +267,7 @@ def judge(
 
 
 @triton.jit
-def _drafted(
+def _draft_probs(
     row,
     draft_ptr,
     q_logits_ptr,
@@ -303,20 +300,20 @@ def _drafted(
 
 
 @triton.jit
-def _at(values, here):
+def _element(values, here):
     """Return the element of values [PLACES] at which `here` is true."""
     return tl.sum(tl.where(here, values, 0.0), 0)
 
 
 @triton.jit
-def _lowered(weight, p, q):
+def _next_weight(weight, p, q):
     """Return the weight w after one more draft."""
     weighted = weight * p
     return tl.where((weighted >= q) & (q > 0), 1.0, tl.where(weighted < q, weighted / q, 0.0))
 
 
 @triton.jit(do_not_specialize=["width"])
-def _weigh(
+def _residual_masses(
     draft_ptr,
     q_logits_ptr,
     q_edges_ptr,
@@ -332,9 +329,9 @@ def _weigh(
     PLACES: tl.constexpr,
 ):
     """Compute the mass of max(w p - q, 0) in a chunk, after 1 to width - 1 drafts of a row. At w =
-    0 and w = 1 the mass is not needed, and nothing is read."""
+    0 and w = 1 the mass is not needed, and nothing is read_block."""
     row, before, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    ps, qs = _drafted(
+    ps, qs = _draft_probs(
         row,
         draft_ptr,
         q_logits_ptr,
@@ -350,7 +347,7 @@ def _weigh(
     place = tl.arange(0, PLACES)
     weight = tl.full([], 1.0, tl.float32)
     for step in range(before + 1):
-        weight = _lowered(weight, _at(ps, place == step), _at(qs, place == step))
+        weight = _next_weight(weight, _element(ps, place == step), _element(qs, place == step))
     total = tl.zeros([_BLOCK], tl.float32)
     if (weight > 0) & (weight < 1):
         at, q_at = row * (width + 1) + before + 1, row * width + before + 1
@@ -359,9 +356,9 @@ def _weigh(
         q_given = tl.where(q_mass > 0, q_vocab, 0)  # if q has NaN, subtract nothing
         start = chunk * CHUNK
         for first in range(start, tl.minimum(start + CHUNK, vocab), _BLOCK):
-            tokens, _scaled, raw = read(logits_ptr, at, first, vocab, divisor, _BLOCK)
+            tokens, _x, raw = read_block(logits_ptr, at, first, vocab, divisor, _BLOCK)
             p = probability(raw, tokens, divisor, threshold, peak, mass, only)
-            _tokens, _scaled, raw = read(q_logits_ptr, q_at, first, q_given, q_divisor, _BLOCK)
+            _tokens, _x, raw = read_block(q_logits_ptr, q_at, first, q_given, q_divisor, _BLOCK)
             q = probability(raw, tokens, q_divisor, q_threshold, q_peak, q_mass, q_only)
             rest = weight * p - q
             total += tl.where(rest <= 0, 0.0, rest)  # NaN stays NaN
@@ -369,7 +366,7 @@ def _weigh(
 
 
 @triton.jit
-def _tested(
+def _test_drafts(
     row,
     ps,
     qs,
@@ -402,21 +399,21 @@ def _tested(
     accepted = bound * 0
     for step in range(bound):
         here = place == step
-        weight = _lowered(weight, _at(ps, here), _at(qs, here))
+        weight = _next_weight(weight, _element(ps, here), _element(qs, here))
         if POINT:
-            mass = weight - weight * _at(ps, place == step + 1)
+            mass = weight - weight * _element(ps, place == step + 1)
         else:
-            mass = _at(masses, here)
+            mass = _element(masses, here)
         chance = tl.where(weight < 1, mass / (mass + (1.0 - weight)), 1.0)
         chance = tl.where((step + 1 == bound) | (mass != mass), weight, chance)
-        passes = _at(us, here) < chance
+        passes = _element(us, here) < chance
         kept = tl.where(passes, weight, kept)
         accepted = tl.where(passes, step + 1, accepted)
     return accepted, kept
 
 
 @triton.jit(do_not_specialize=["width"])
-def _judge(
+def _verify(
     draft_ptr,
     q_logits_ptr,
     q_edges_ptr,
@@ -443,8 +440,8 @@ def _judge(
     CHUNKS: tl.constexpr,
 ):
     row, chunk = tl.program_id(0), tl.program_id(1)
-    key_0, key_1, length = address(row, row, key_ptr, length_ptr)
-    ps, qs = _drafted(
+    key_0, key_1, length = noise_address(row, row, key_ptr, length_ptr)
+    ps, qs = _draft_probs(
         row,
         draft_ptr,
         q_logits_ptr,
@@ -460,7 +457,7 @@ def _judge(
     bound = width
     if BOUNDED:
         bound = tl.minimum(tl.load(most_ptr).to(tl.int32), width)
-    accepted, weight = _tested(
+    accepted, weight = _test_drafts(
         row, ps, qs, mass_ptr, key_0, key_1, length, width, bound, chunks, POINT, PLACES, CHUNKS
     )
     complete = accepted == bound
@@ -472,8 +469,8 @@ def _judge(
             q_edges_ptr + (row * width + accepted) * _FIELDS + 3, mask=accepted < bound, other=0.0
         )
         q_vocab = tl.where(q_mass > 0, q_vocab, 0)
-    start, rows_at = chunk * CHUNK, found_ptr + row * chunks * _FOUND
-    score, token, own_score, own_token = best(
+    rows_at = found_ptr + row * chunks * _FOUND
+    _store_best(
         logits_ptr,
         row * (width + 1) + accepted,
         edges_ptr,
@@ -482,8 +479,7 @@ def _judge(
         q_edges_ptr,
         proposed,
         weight,
-        start,
-        tl.minimum(start + CHUNK, vocab),
+        chunk,
         vocab,
         q_vocab,
         key_0,
@@ -491,12 +487,13 @@ def _judge(
         length + accepted.to(tl.uint32),
         length,
         tl.where(complete, _BONUS, _RESIDUAL).to(tl.uint32),
+        rows_at,
         POINT,
+        CHUNK,
     )
-    note(rows_at + chunk * _FOUND, score, token, own_score, own_token)
     if tl.atomic_add(arrived_ptr + row, 1) == chunks - 1:
         tl.store(arrived_ptr + row, 0)
-        following = best_noted(rows_at, chunks, vocab, CHUNKS)
+        following = _load_best(rows_at, chunks, vocab, CHUNKS)
         tl.store(accepted_ptr + row, accepted.to(tl.int64))
         tl.store(next_ptr + row, following)
         place = tl.arange(0, PLACES)

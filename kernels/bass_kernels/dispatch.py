@@ -16,7 +16,7 @@ from torch import Tensor
 
 SCHEDULES = ("ragged", "pad", "split")
 # modules of Triton kernels that every round uses
-_USUAL = ("pointwise", "mixing", "ragged", "sampling_kernels", "round_kernels")
+_USUAL = ("pointwise", "fused_attention", "ragged", "sampling_kernels", "round_kernels")
 _override: str | None = None
 _schedule = "ragged"
 _too_large: set[str] = set()  # ops for which the warning was logged

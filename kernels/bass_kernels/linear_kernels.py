@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .launch import SPARE, card, fitting, processors, scratch
 from .pointwise import KINDS, activate
-from .products import complete
+from .products import sum_splits
 from .residual import MOST_TOKENS
 
 try:
@@ -123,7 +123,7 @@ def _stream(
         total = tl.dot(x, tl.trans(w), total, input_precision=WIDE)
     place = row[:, None] * columns + line[None, :]
     mask = real[:, None] & (line < columns)[None, :]
-    total, last = complete(total, part_ptr, arrived_ptr, tile, _N, SPLITS)
+    total, last = sum_splits(total, part_ptr, arrived_ptr, tile, _N, SPLITS)
     if last:
         if BIAS:
             total += tl.load(bias_ptr + line, mask=line < columns, other=0.0).to(tl.float32)[

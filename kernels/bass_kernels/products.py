@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .launch import SPARE, after, card, fitting, overlap, processors, scratch
 from .pointwise import KINDS, activate
-from .residual import MOST_TOKENS, Stream, give, squares
+from .residual import MOST_TOKENS, Stream, load_squares, store_stream
 
 _M = tl.constexpr(MOST_TOKENS)
 
@@ -212,14 +212,14 @@ def _project(
     WIDE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    tile, first, end, low, high = part(LINES, DEPTH, EACH, SPLITS, DEEP)
+    tile, first, end, low, high = program_part(LINES, DEPTH, EACH, SPLITS, DEEP)
     row, line = tl.arange(0, _M), first + tl.arange(0, N)
     after(EARLY)
-    shares = squares(square_ptr, TILES)
-    total, _ = sums(
+    shares = load_squares(square_ptr, TILES)
+    total, _ = partial_product(
         x_ptr, weight_ptr, first, end, low, high, count, 0, DEPTH, N, DEEP, STAGES, WIDE
     )
-    total, last = complete(total, part_ptr, arrived_ptr, tile, N, SPLITS)
+    total, last = sum_splits(total, part_ptr, arrived_ptr, tile, N, SPLITS)
     if last:
         total = total * tl.rsqrt(tl.sum(shares, 0) / DEPTH + eps)[:, None]
         if BIAS:
@@ -253,7 +253,7 @@ def _add(
     WIDE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    tile, first, end, low, high = part(LINES, DEPTH, EACH, SPLITS, DEEP)
+    tile, first, end, low, high = program_part(LINES, DEPTH, EACH, SPLITS, DEEP)
     row, line = tl.arange(0, _M), first + tl.arange(0, N)
     after(EARLY)
     residual = tl.load(
@@ -262,12 +262,12 @@ def _add(
         other=0.0,
     )
     weight = tl.load(norm_ptr + line, mask=line < end, other=0.0).to(tl.float32)
-    total, _ = sums(
+    total, _ = partial_product(
         x_ptr, weight_ptr, first, end, low, high, count, 0, DEPTH, N, DEEP, STAGES, WIDE
     )
-    total, last = complete(total, part_ptr, arrived_ptr, tile, N, SPLITS)
+    total, last = sum_splits(total, part_ptr, arrived_ptr, tile, N, SPLITS)
     if last:
-        give(
+        store_stream(
             total + residual,
             weight,
             sum_ptr,
@@ -301,11 +301,11 @@ def _gate_up(
     WIDE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    _tile, first, end, low, high = part(LINES, DEPTH, EACH, 1, DEEP)
+    _tile, first, end, low, high = program_part(LINES, DEPTH, EACH, 1, DEEP)
     row, line = tl.arange(0, _M), first + tl.arange(0, N)
     after(EARLY)
-    shares = squares(square_ptr, TILES)
-    gates, ups = sums(
+    shares = load_squares(square_ptr, TILES)
+    gates, ups = partial_product(
         x_ptr, weight_ptr, first, end, low, high, count, LINES, DEPTH, N, DEEP, STAGES, WIDE
     )
     scale = tl.rsqrt(tl.sum(shares, 0) / DEPTH + eps)[:, None]
@@ -318,7 +318,7 @@ def _gate_up(
 
 
 @triton.jit
-def sums(
+def partial_product(
     x_ptr,
     weight_ptr,
     first,
@@ -365,7 +365,7 @@ def sums(
 
 
 @triton.jit
-def part(
+def program_part(
     LINES: tl.constexpr,
     DEPTH: tl.constexpr,
     EACH: tl.constexpr,
@@ -383,7 +383,7 @@ def part(
 
 
 @triton.jit
-def complete(total, part_ptr, arrived_ptr, tile, N: tl.constexpr, SPLITS: tl.constexpr):
+def sum_splits(total, part_ptr, arrived_ptr, tile, N: tl.constexpr, SPLITS: tl.constexpr):
     """For the last split of a tile to arrive, return the sum of all splits, added in fixed order,
     and True. For the others return the input and False."""
     last = True

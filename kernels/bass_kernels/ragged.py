@@ -2,9 +2,9 @@
 flash decoding. This file has shapes, launches and schedules; the kernel is in ragged_kernel.py.
 
 A row's queries of one key/value head form one matrix. Its keys are cut into splits, one program
-each, so that a short row costs little. Rows with the same prompt form shared-prefix groups ("teams"
-in code), which read its keys once. Everything that varies by row is read on the device, so a
-captured launch serves any lengths. A pass over a long part of one prompt uses causal.py.
+each, so that a short row costs little. Rows with the same prompt form shared-prefix groups, which
+read its keys once. Everything that varies by row is read on the device, so a captured launch serves
+any lengths. A pass over a long part of one prompt uses causal.py.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from . import causal, dispatch
 from .launch import SPARE, card, fitting, overlap, processors, scratch
-from .ragged_kernel import attend, fetches, merge_rows, pieces_of
+from .ragged_kernel import attend, can_prefetch, merge_rows, prefetch_blocks
 from .segments import Group, Segments, by_row, one_after_other
 
 _KEYS = 256  # keys from which one more split is worth its merge
@@ -64,18 +64,18 @@ def attention(
     *,
     scale: float,
     window: int = 0,
-    then: Tensor | None = None,
+    next_weight: Tensor | None = None,
     splits: int | Cut | None = None,
     tile: tuple[int, int, int] | None = None,
     members: int | None = None,
-    team_splits: int | Cut | None = None,
+    group_splits: int | Cut | None = None,
 ) -> Tensor:
     """Do reference.attention with the schedule that `attention_schedule` set.
 
     Args:
-        splits, team_splits: splits of the keys of a row and of a shared-prefix group.
+        splits, group_splits: splits of the keys of a row and of a shared-prefix group.
         tile: keys a step, warps and stages.
-        members: rows of a group, a power of two in `segments.teams`; 1 for no groups.
+        members: rows of a group, a power of two in `segments.device_groups`; 1 for no groups.
         Each of these is chosen by shape if None.
     """
     packed = segments.packed
@@ -96,7 +96,7 @@ def attention(
         return _within(q, prompt, group, scale)
     kv_heads = own[0].shape[0]
     lines = width * (heads // kv_heads)
-    if _schedule(segments) != "ragged" or segments.teams is None or packed is not None:
+    if _schedule(segments) != "ragged" or segments.device_groups is None or packed is not None:
         members = 1
     elif members is None:
         members = _members(lines, rows)
@@ -104,14 +104,14 @@ def attention(
     if tile is not None:
         tiling = Tiling(tiling.members, tiling.lines, *tile)
     if tiling.members > 1:
-        team = _team_cut(triton.cdiv(rows, tiling.members) * kv_heads, q.device)
-        cut, team = Cut(1, 2), _or_default(team_splits, team)
+        group_cut = _group_cut(triton.cdiv(rows, tiling.members) * kv_heads, q.device)
+        cut, group_cut = Cut(1, 2), _or_default(group_splits, group_cut)
     else:
         units = rows * kv_heads * triton.cdiv(lines, tiling.lines)
         cut = _cut(units, tiling.lines, q.device)
-        team = Cut(0, 0)
+        group_cut = Cut(0, 0)
     cut = _or_default(splits, cut)
-    return _launch(q, own, prompt, segments, tiling, cut, team, scale, window, then)
+    return _launch(q, own, prompt, segments, tiling, cut, group_cut, scale, window, next_weight)
 
 
 def _grid(q: Tensor, segments: Segments) -> tuple[int, int]:
@@ -155,24 +155,22 @@ def _launch(
     segments: Segments,
     tiling: Tiling,
     cut: Cut,
-    team: Cut,
+    group_cut: Cut,
     scale: float,
     window: int,
-    then: Tensor | None,
+    next_weight: Tensor | None,
 ) -> Tensor:
     (rows, width), (heads, size) = _grid(q, segments), q.shape[2:]
     kv_heads, positions, packed = own[0].shape[0], segments.positions, segments.packed
-    lines, pieces = width * (heads // kv_heads), cut.most + team.most
+    lines, pieces = width * (heads // kv_heads), cut.most + group_cut.most
     units = rows * kv_heads * (tiles := triton.cdiv(lines, tiling.lines))
-    *tables, team_units = _table(segments, tiling.members, kv_heads)
+    *tables, group_units = _table(segments, tiling.members, kv_heads)
     out = q.new_empty(*q.shape[:2], heads * size)
-    behind = (then, some) if (some := pieces_of(then, q.shape[0] * q.shape[1])) else (out, 0)
+    blocks = prefetch_blocks(next_weight, q.shape[0] * q.shape[1])
     shape = _constants(heads, kv_heads, size, pieces)
     cells = units * pieces * min(lines, tiling.lines)
-    *found, counts = scratch(out, pieces, units, cells * size, cells, cells)
-    if team.most:  # the number of splits of each row, and of its group
-        counts = out.new_empty(2 * units, dtype=torch.int32)
-    attend[(team_units * team.most + units * cut.most,)](
+    found = _buffers(out, pieces, units, cells, size, groups=group_cut.most > 0)
+    attend[(group_units * group_cut.most + units * cut.most,)](
         q.contiguous(),
         *own,
         *prompt,
@@ -184,8 +182,7 @@ def _launch(
         *tables,
         out,
         *found,
-        counts,
-        *behind,
+        *((next_weight, blocks) if blocks else (out, 0)),
         scale * 1.4426950408889634,
         window,
         rows,
@@ -196,19 +193,19 @@ def _launch(
         own[0].shape[1],
         tiles,
         *cut,
-        *team,
-        team_units,
+        *group_cut,
+        group_units,
         max(1, _KEYS // tiling.keys),
         PACKED=packed is not None,
         PAD=triton.next_power_of_2(rows * width) if _schedule(segments) == "pad" else 0,
         WIDE="ieee" if q.dtype == torch.float32 else "tf32",
-        AHEAD=fetches(q.device),
+        PREFETCH=can_prefetch(q.device),
         **shape,
         **overlap(True, q.device),
         **tiling.options,
     )
-    if team.most:
-        _merge((*found, counts), out, cut, team, width, shape)
+    if group_cut.most:
+        _merge(found, out, cut, group_cut, width, shape)
     return out
 
 
@@ -217,18 +214,32 @@ def _table(segments: Segments, members: int, kv_heads: int) -> tuple[Tensor, Ten
     key/value heads. Without groups the tensors are placeholders."""
     if members == 1:
         return segments.base, segments.base, 0
-    assert segments.teams is not None
-    tiles = segments.teams.tiles[members]
-    return segments.teams.member, tiles, len(tiles) * kv_heads
+    assert segments.device_groups is not None
+    tiles = segments.device_groups.tiles[members]
+    return segments.device_groups.member, tiles, len(tiles) * kv_heads
+
+
+def _buffers(
+    out: Tensor, pieces: int, units: int, cells: int, size: int, *, groups: bool
+) -> tuple[Tensor, ...]:
+    """Return buffers for splits: sums, peaks, masses, and an arrival counter of each unit; with
+    groups, the numbers of splits of each row and of its group instead of the counter."""
+    *found, counts = scratch(out, pieces, units, cells * size, cells, cells)
+    return *found, out.new_empty(2 * units, dtype=torch.int32) if groups else counts
 
 
 def _merge(
-    found: tuple[Tensor, ...], out: Tensor, cut: Cut, team: Cut, width: int, shape: dict[str, int]
+    found: tuple[Tensor, ...],
+    out: Tensor,
+    cut: Cut,
+    group_cut: Cut,
+    width: int,
+    shape: dict[str, int],
 ) -> None:
     """Merge the splits of rows and groups into out [B, width, heads * size]."""
     lines, kv_heads = 16, shape["K"]
     merge_rows[(len(out) * kv_heads, triton.cdiv(width * (shape["H"] // kv_heads), lines))](
-        *found, out, width, cut.most, team.most, BLOCK_M=lines, **shape
+        *found, out, width, cut.most, group_cut.most, BLOCK_M=lines, **shape
     )
 
 
@@ -252,7 +263,7 @@ def _rows(segments: Segments, rows: slice) -> Segments:
         start=segments.start[rows],
         own=segments.own[rows],
         groups=(),
-        teams=None,
+        device_groups=None,
     )
 
 
@@ -275,7 +286,7 @@ def _cut(units: int, lines: int, device: torch.device) -> Cut:
     return Cut(two if lines <= 16 else one, two)
 
 
-def _team_cut(units: int, device: torch.device) -> Cut:
+def _group_cut(units: int, device: torch.device) -> Cut:
     """Return the splits for the keys of groups; `units`: groups of all rows times key/value heads.
     Aim at three programs for two processors. A processor holds two, and the programs for private
     keys follow."""

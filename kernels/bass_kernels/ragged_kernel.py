@@ -19,7 +19,7 @@ MOST_TOKENS = 64  # in a pass; with more tokens products are compute-bound
 # Maximum bytes of a weight to prefetch. One H200, 8B model, 64 tokens, us a pass: none 5,229, 16
 # MiB 5,222, 32 MiB 5,207. With contexts of some 4,000 tokens: 6,404, 6,371, 6,345.
 _MOST = 32 << 20
-_PIECE = tl.constexpr(2048)  # bytes a thread prefetches with one instruction
+_PREFETCH_BYTES = tl.constexpr(2048)  # bytes a thread prefetches with one instruction
 _LANES = tl.constexpr(128)
 
 
@@ -99,10 +99,10 @@ def _blocks(
         "few",
         "many",
         "splits",
-        "team_few",
-        "team_splits",
-        "team_units",
-        "fetched",
+        "group_few",
+        "group_splits",
+        "group_units",
+        "prefetched",
     ]
 )
 def attend(
@@ -116,15 +116,15 @@ def attend(
     start_ptr,
     own_ptr,
     begin_ptr,
-    teamed_ptr,
+    grouped_ptr,
     table_ptr,
     out_ptr,
     part_ptr,
     peak_ptr,
     mass_ptr,
     count_ptr,
-    then_ptr,
-    fetched,
+    next_weight_ptr,
+    prefetched,
     scale,
     window,
     rows,
@@ -139,9 +139,9 @@ def attend(
     tiles,
     few,
     splits,
-    team_few,
-    team_splits,
-    team_units,
+    group_few,
+    group_splits,
+    group_units,
     many,
     H: tl.constexpr,
     K: tl.constexpr,
@@ -154,12 +154,12 @@ def attend(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WIDE: tl.constexpr,
-    AHEAD: tl.constexpr,
+    PREFETCH: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Programs: first `team_splits` for each key/value head of each shared-prefix group (up to SIZE
-    rows, whose prompt's keys are read once). Then `splits` for each unit, a tile of BLOCK_M lines
-    of a row and key/value head. A line is one query of one head.
+    """Programs: first `group_splits` for each key/value head of each shared-prefix group (up to
+    SIZE rows, whose prompt's keys are read once). Then `splits` for each unit, a tile of BLOCK_M
+    lines of a row and key/value head. A line is one query of one head.
 
     A unit uses at least `few` of its splits, and one more for every `many` blocks of keys. The
     other programs return at once, and split 0 counts as their arrival. PAD (0: off): the power of
@@ -173,22 +173,22 @@ def attend(
     units = rows * K * tiles
     line = tl.arange(0, BLOCK_M)
     program = tl.program_id(0)
-    in_team = False
+    in_group = False
     if SIZE > 1:
-        in_team = program < team_splits * team_units
-        program = tl.where(in_team, program, program - team_splits * team_units)
-        units = tl.where(in_team, team_units, units)
-        least_splits = tl.where(in_team, team_few, few)
-        most_splits = tl.where(in_team, team_splits, splits)
+        in_group = program < group_splits * group_units
+        program = tl.where(in_group, program, program - group_splits * group_units)
+        units = tl.where(in_group, group_units, units)
+        least_splits = tl.where(in_group, group_few, few)
+        most_splits = tl.where(in_group, group_splits, splits)
         unit, split = program % units, program // units
         tile, kv, entry = 0, unit % K, unit // K
-        listed = tl.where(in_team, SIZE, 0)  # members of the group in the table
+        listed = tl.where(in_group, SIZE, 0)  # members of the group in the table
         member = line // lines
         row = tl.load(table_ptr + entry * SIZE + member, mask=member < listed, other=-1)
-        row = tl.where(in_team, row, tl.where(line < lines, entry, -1))
+        row = tl.where(in_group, row, tl.where(line < lines, entry, -1))
         first_row = tl.max(tl.where(line == 0, row, -1), 0)
         local = line % lines
-        teamed = tl.load(teamed_ptr + tl.maximum(first_row, 0))
+        grouped = tl.load(grouped_ptr + tl.maximum(first_row, 0))
     else:
         least_splits, most_splits = few, splits
         unit, split = program % units, program // units
@@ -199,7 +199,7 @@ def attend(
             begin = tl.load(begin_ptr + first_row)
             there = (tl.load(begin_ptr + first_row + 1) - begin).to(tl.int32) * group
         row = tl.where(local < there, first_row, -1)
-        teamed = 0
+        grouped = 0
     if first_row >= 0:
         inside = row >= 0
         step, head = local // group, kv * group + local % group
@@ -225,7 +225,7 @@ def attend(
         least = 0
         if (window > 0) & (PAD == 0):
             least = tl.maximum(tl.min(tl.where(inside, position, 2147483647), 0) - window + 1, 0)
-        apart = (teamed == 0) | in_team  # this program reads the prompt's keys
+        apart = (grouped == 0) | in_group  # this program reads the prompt's keys
         prompt_end = tl.where(apart, tl.minimum(base, end), 0)
         first = tl.minimum(least, prompt_end) // BLOCK_N
         prompts = tl.cdiv(prompt_end, BLOCK_N) - first
@@ -240,7 +240,7 @@ def attend(
             longest = tl.max(ends, 0).to(tl.int32) + 1
             # one more, because both segments may end within a block
             in_own = tl.cdiv(longest, BLOCK_N) + 1 - prompts
-        blocks = prompts + tl.where(in_team, 0, in_own)
+        blocks = prompts + tl.where(in_group, 0, in_own)
         share = tl.maximum(
             tl.cdiv(blocks, tl.minimum(tl.maximum(blocks // many, least_splits), most_splits)), 1
         )
@@ -304,10 +304,10 @@ def attend(
                 WIDE,
             )
 
-            if AHEAD:
-                fetch(then_ptr, fetched, tl.program_id(0), tl.num_programs(0))
+            if PREFETCH:
+                prefetch_weight(next_weight_ptr, prefetched, tl.program_id(0), tl.num_programs(0))
             counter = (first_row * K + kv) * 2  # numbers of splits: the row's own, its group's
-            if apart & (used <= 1) & (in_team == 0):
+            if apart & (used <= 1) & (in_group == 0):
                 done = (total / mass[:, None]).to(out_ptr.dtype.element_ty)
                 tl.store(out_ptr + grid, done, mask=real)
                 if SIZE > 1:
@@ -315,21 +315,21 @@ def attend(
                     tl.store(count_ptr + counter + 1, 0)
             elif PIECES > 1:
                 height = tl.minimum(lines, BLOCK_M)
-                pieces = splits + team_splits
+                pieces = splits + group_splits
                 cell = ((row * K + kv) * tiles + tile) * pieces * height + local - tile * BLOCK_M
-                at = cell + (split + tl.where(in_team, splits, 0)) * height
+                at = cell + (split + tl.where(in_group, splits, 0)) * height
                 if used > 0:
                     tl.store(peak_ptr + at, peak, mask=inside)
                     tl.store(mass_ptr + at, mass, mask=inside)
                     tl.store(part_ptr + at.to(tl.int64)[:, None] * D + d[None, :], total, mask=real)
                 if SIZE > 1:
                     if split == 0:
-                        if in_team:
+                        if in_group:
                             counters = count_ptr + (row * K + kv) * 2 + 1
                             tl.store(counters, 0 * row + used, mask=inside & (local == 0))
                         else:
                             tl.store(count_ptr + counter, used)
-                            if teamed == 0:
+                            if grouped == 0:
                                 tl.store(count_ptr + counter + 1, 0)
                 else:
                     tl.debug_barrier()
@@ -436,7 +436,7 @@ def merge_pieces(
         )
 
 
-@triton.jit(do_not_specialize=["width", "splits", "team_splits"])
+@triton.jit(do_not_specialize=["width", "splits", "group_splits"])
 def merge_rows(
     part_ptr,
     peak_ptr,
@@ -445,7 +445,7 @@ def merge_rows(
     out_ptr,
     width,
     splits,
-    team_splits,
+    group_splits,
     H: tl.constexpr,
     K: tl.constexpr,
     D: tl.constexpr,
@@ -472,7 +472,7 @@ def merge_rows(
             out_ptr,
             (row.to(tl.int64) * width + local // group) * H + kv * group + local % group,
             inside,
-            unit * (splits + team_splits) * lines + local,
+            unit * (splits + group_splits) * lines + local,
             lines,
             tl.where(inside, own, 0),
             tl.where(inside, count, 0),
@@ -484,30 +484,30 @@ def merge_rows(
         )
 
 
-def fetches(device: torch.device) -> bool:
+def can_prefetch(device: torch.device) -> bool:
     """Return whether a device has the bulk prefetch instruction."""
     return device.type == "cuda" and card(device).capability >= (9, 0)
 
 
-def pieces_of(weight: Tensor | None, tokens: int) -> int:
-    """Return how many blocks of _PIECE bytes of a weight to prefetch in a pass over so many tokens;
-    0 if prefetching does not pay or is not possible."""
-    if weight is None or tokens > MOST_TOKENS or not fetches(weight.device):
+def prefetch_blocks(weight: Tensor | None, tokens: int) -> int:
+    """Return how many blocks of _PREFETCH_BYTES of a weight to prefetch in a pass over so many
+    tokens; 0 if prefetching does not pay or is not possible."""
+    if weight is None or tokens > MOST_TOKENS or not can_prefetch(weight.device):
         return 0
     if weight.data_ptr() % 16:
         return 0
-    return min(_MOST, weight.numel() * weight.element_size()) // _PIECE.value
+    return min(_MOST, weight.numel() * weight.element_size()) // _PREFETCH_BYTES.value
 
 
 @triton.jit
-def fetch(weight_ptr, pieces, program, programs):
+def prefetch_weight(weight_ptr, pieces, program, programs):
     """Prefetch this program's share of the first `pieces` blocks of a weight, without waiting."""
     share = tl.cdiv(pieces, programs)
     for first in range(0, share, _LANES):
         lane = first + tl.arange(0, _LANES)
         piece = program * share + lane
         inside = (lane < share) & (piece < pieces)
-        at = weight_ptr.to(tl.int64) + piece.to(tl.int64) * _PIECE
+        at = weight_ptr.to(tl.int64) + piece.to(tl.int64) * _PREFETCH_BYTES
         tl.inline_asm_elementwise(
             """{
             .reg .pred here;

@@ -122,8 +122,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor
     if back:
         sin = -sin
     first, second, rest = x[..., :half].float(), x[..., half : 2 * half].float(), x[..., 2 * half :]
-    turned = (first * cos - second * sin, second * cos + first * sin)
-    return torch.cat((*(part.to(x.dtype) for part in turned), rest), -1)
+    rotated = (first * cos - second * sin, second * cos + first * sin)
+    return torch.cat((*(part.to(x.dtype) for part in rotated), rest), -1)
 
 
 def attention(
@@ -134,7 +134,7 @@ def attention(
     *,
     scale: float,
     window: int = 0,
-    then: Tensor | None = None,
+    next_weight: Tensor | None = None,
 ) -> Tensor:
     """Causal softmax attention over two segments, merged by log-sum-exp.
 
@@ -144,7 +144,7 @@ def attention(
         prompt: keys and values of the prompt store, [K, T, D] each. Each span is read once for all
             rows of its group.
         window: number of latest positions that a query sees, itself included; 0 for all.
-        then: a weight that is read next. A GPU may prefetch it.
+        next_weight: a weight that is read next. A GPU may prefetch it.
 
     Returns: [B, W, H D], or packed [1, M, H D].
     """
@@ -333,62 +333,64 @@ def gate_gradient(x: Tensor, outer: Tensor) -> Tensor:
     """Return the gradient of silu(gate) * up with respect to x [..., 2 I] (gate, then up), given
     the gradient `outer` [..., I] of the result."""
     gate, up = x.float().chunk(2, -1)
-    due, chance = outer.float(), gate.sigmoid()
-    slope = chance * (1.0 + gate * (1.0 - chance))
-    passed = (gate * chance).to(x.dtype).float()
-    return torch.cat((due * up * slope, due * passed), -1).to(x.dtype)
+    outer, sigmoid = outer.float(), gate.sigmoid()
+    slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    activated = (gate * sigmoid).to(x.dtype).float()
+    return torch.cat((outer * up * slope, outer * activated), -1).to(x.dtype)
 
 
 class Distances(NamedTuple):
     """Comparison of N student distributions q with target distributions p, [N] float32 each.
 
     divergence: KL(p, q) in nats. overlap: sum of min(p, q). below: the mass of q where q < p.
-    ratio: log q(x) - log p(x) of the given token. own_norm, due_norm: log-normalisers of q and p.
+    ratio: log q(x) - log p(x) of the given token. q_norm, p_norm: log-normalisers of q and p.
     """
 
     divergence: Tensor
     overlap: Tensor
     below: Tensor
     ratio: Tensor
-    own_norm: Tensor
-    due_norm: Tensor
+    q_norm: Tensor
+    p_norm: Tensor
 
 
-def distances(own: Tensor, due: Tensor, of: Tensor, tokens: Tensor, vocab: int) -> Distances:
+def distances(
+    student: Tensor, target: Tensor, rows: Tensor, tokens: Tensor, vocab: int
+) -> Distances:
     """Compare N student distributions with their targets.
 
     Args:
-        own: the student's logits [N, S].
-        due: the target's logits [M, S].
-        of: [N] int64, the row of `due` for each student row.
+        student: the student's logits [N, S].
+        target: the target's logits [M, S].
+        rows: [N] int64, the row of `target` for each student row.
         tokens: [N] int64, the token for `ratio`.
         vocab: ids from here on are ignored.
     """
-    q, own_norm = _log_probs(own, vocab)
-    p, due_norm = _log_probs(due, vocab)
-    p, due_norm = p[of], due_norm[of]
+    q, q_norm = _log_probs(student, vocab)
+    p, p_norm = _log_probs(target, vocab)
+    p, p_norm = p[rows], p_norm[rows]
     p_mass, q_mass = p.exp(), q.exp()
     return Distances(
         (p_mass * (p - q)).sum(-1),
         torch.minimum(p_mass, q_mass).sum(-1),
         torch.where(q < p, q_mass, 0.0).sum(-1),
         (q - p).gather(-1, tokens[:, None])[:, 0],
-        own_norm,
-        due_norm,
+        q_norm,
+        p_norm,
     )
 
 
 def distance_gradient(
-    own: Tensor, due: Tensor, of: Tensor, found: Distances, slopes: Tensor, vocab: int
+    student: Tensor, target: Tensor, rows: Tensor, found: Distances, slopes: Tensor, vocab: int
 ) -> None:
-    """Overwrite `own` with the gradient of the sum of slopes[0] * divergence - slopes[1] * overlap.
-    slopes: [2, N] float32. The gradient is 0 for ignored ids."""
-    q, p = _log_probs(own, vocab)[0], _log_probs(due, vocab)[0][of]
+    """Overwrite `student` with the gradient of the sum of slopes[0] * divergence - slopes[1] *
+    overlap. slopes: [2, N] float32. The gradient is 0 for ignored ids."""
+    q, p = _log_probs(student, vocab)[0], _log_probs(target, vocab)[0][rows]
     mass = q.exp()
-    apart = slopes[0, :, None] * (mass - p.exp())
-    apart += slopes[1, :, None] * mass * (found.below[:, None] - (q < p).float())
-    own[:, :vocab] = apart.to(own.dtype)
-    own[:, vocab:] = 0.0
+    gradient = slopes[0, :, None] * (mass - p.exp())
+    gradient += slopes[1, :, None] * mass * (found.below[:, None] - (q < p).float())
+    student[:, :vocab] = gradient.to(student.dtype)
+    student[:, vocab:] = 0.0
 
 
 def _log_probs(logits: Tensor, vocab: int) -> tuple[Tensor, Tensor]:

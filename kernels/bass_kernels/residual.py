@@ -2,8 +2,8 @@
 embedding to the final norm. Definition: reference.py.
 
 Norms need no launch of their own. The producer of the stream (`begin`, products.add) stores it
-times the next norm's weight, with sums of squares by tile (`give`). The consumer (products.project,
-products.gate_up) scales its sums by the root of the mean square.
+times the next norm's weight, with sums of squares by tile (`store_stream`). The consumer
+(products.project, products.gate_up) scales its sums by the root of the mean square.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _begin(
     )
     value = (value.to(tl.float32) * scale).to(value.dtype).to(tl.float32)
     weight = tl.load(norm_ptr + line, mask=line < WIDTH, other=0.0).to(tl.float32)
-    give(
+    store_stream(
         value, weight, sum_ptr, x_ptr, square_ptr, tile, tile * _BEGIN, WIDTH, count, WIDTH, _BEGIN
     )
     at = tl.arange(0, triton.next_power_of_2(HALF))
@@ -156,7 +156,7 @@ def _finish(
 
 
 @triton.jit
-def give(
+def store_stream(
     value,
     weight,
     residual_ptr,
@@ -181,7 +181,7 @@ def give(
 
 
 @triton.jit
-def squares(square_ptr, TILES: tl.constexpr):
+def load_squares(square_ptr, TILES: tl.constexpr):
     """Load the tiles' sums of squares [tiles, M]. The caller sums them later, when the loads have
     arrived."""
     tile = tl.arange(0, triton.next_power_of_2(TILES))

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .rounds import BINS, Chosen, Known, most_likely
+from .rounds import BINS, ChosenDrafts, ConfidenceStats, most_likely
 from .segments import Packed
 
 _BLOCK = tl.constexpr(1024)  # chosen drafts a step
@@ -178,14 +178,14 @@ def _commit(
         tl.store(line + 1 + width + place, bits, mask=inside)
 
 
-def standing(scores: Tensor, known: Known, alive: Tensor) -> Tensor:
+def prefix_chances(scores: Tensor, stats: ConfidenceStats, alive: Tensor) -> Tensor:
     """Do rounds.standing."""
     rows, width = scores.shape
     found = torch.empty(rows, width, dtype=torch.float32, device=scores.device)
-    _stand[(rows,)](
+    _prefix_chances[(rows,)](
         scores.contiguous(),
-        known.kept,
-        known.trials,
+        stats.accepted,
+        stats.trials,
         alive,
         found,
         width,
@@ -195,14 +195,14 @@ def standing(scores: Tensor, known: Known, alive: Tensor) -> Tensor:
     return found
 
 
-def likeliest(chances: Tensor, total: int, tokens: Tensor, lengths: Tensor) -> Chosen:
+def choose_drafts(chances: Tensor, total: int, tokens: Tensor, lengths: Tensor) -> ChosenDrafts:
     """Do rounds.likeliest."""
     rows, width = chances.shape
     best = most_likely(chances, total)
     begin, counts = lengths.new_empty(rows + 1), lengths.new_empty(rows)
     # zeros, so that indices stay valid while kernels are only compiled (launch.compile_ahead)
     row, place, chosen, places = lengths.new_zeros(4, rows + total)
-    _gather[(rows,)](
+    _choose_drafts[(rows,)](
         best,
         tokens.contiguous(),
         lengths,
@@ -218,30 +218,30 @@ def likeliest(chances: Tensor, total: int, tokens: Tensor, lengths: Tensor) -> C
         WIDE=triton.next_power_of_2(width + 1),
         num_warps=4,
     )
-    return Chosen(counts, Packed(begin, row, place, width + 1), chosen, places)
+    return ChosenDrafts(counts, Packed(begin, row, place, width + 1), chosen, places)
 
 
-def settle(
+def accept_chosen(
     drafts: Tensor,
     scores: Tensor,
-    chosen: Chosen,
+    chosen: ChosenDrafts,
     targets: Tensor,
     target_scores: Tensor,
-    known: Known,
+    stats: ConfidenceStats,
     alive: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Do rounds.settle."""
     rows, width = drafts.shape
     accepted, table = drafts.new_empty(rows), drafts.new_empty(rows, 2 * width + 4)
-    known.fade()
-    _settle[(rows,)](
+    stats.fade()
+    _accept_chosen[(rows,)](
         drafts.contiguous(),
         scores.contiguous(),
         chosen.packed.begin,
         targets,
         target_scores,
-        known.kept,
-        known.trials,
+        stats.accepted,
+        stats.trials,
         alive,
         accepted,
         table,
@@ -260,15 +260,17 @@ def _doubt(score):
 
 
 @triton.jit(do_not_specialize=["width"])
-def _stand(score_ptr, kept_ptr, trials_ptr, alive_ptr, out_ptr, width, BLOCK: tl.constexpr):
+def _prefix_chances(
+    score_ptr, hits_ptr, trials_ptr, alive_ptr, out_ptr, width, BLOCK: tl.constexpr
+):
     row, place = tl.program_id(0), tl.arange(0, BLOCK)
     inside, at = place < width, row * width + place
     doubt = _doubt(tl.load(score_ptr + at, mask=inside, other=0.0))
     spot = tl.minimum(tl.maximum(doubt * _BINS - 0.5, 0.0), _BINS - 1.0)
     low = tl.minimum(spot.to(tl.int32), _BINS - 2)
     share = spot - low.to(tl.float32)
-    left = tl.load(kept_ptr + low) / tl.load(trials_ptr + low)
-    right = tl.load(kept_ptr + low + 1) / tl.load(trials_ptr + low + 1)
+    left = tl.load(hits_ptr + low) / tl.load(trials_ptr + low)
+    right = tl.load(hits_ptr + low + 1) / tl.load(trials_ptr + low + 1)
     chance = tl.where(inside, left * (1 - share) + right * share, 1.0)
     found = tl.exp(tl.cumsum(tl.log(chance), 0))
     found = tl.where(tl.load(alive_ptr + row) > 0, found, 0.0)
@@ -276,7 +278,7 @@ def _stand(score_ptr, kept_ptr, trials_ptr, alive_ptr, out_ptr, width, BLOCK: tl
 
 
 @triton.jit(do_not_specialize=["rows", "width", "total"])
-def _gather(
+def _choose_drafts(
     best_ptr,
     token_ptr,
     length_ptr,
@@ -316,13 +318,13 @@ def _gather(
 
 
 @triton.jit(do_not_specialize=["width"])
-def _settle(
+def _accept_chosen(
     draft_ptr,
     score_ptr,
     begin_ptr,
     target_ptr,
-    told_ptr,
-    kept_ptr,
+    target_score_ptr,
+    hits_ptr,
     trials_ptr,
     alive_ptr,
     accepted_ptr,
@@ -336,7 +338,7 @@ def _settle(
     drafted, inside = place < width, place <= width
     at = begin + tl.minimum(place, count)
     target = tl.load(target_ptr + at, mask=inside, other=0)
-    score = tl.load(told_ptr + at, mask=inside, other=0.0)
+    score = tl.load(target_score_ptr + at, mask=inside, other=0.0)
     draft = tl.load(draft_ptr + row * width + place, mask=drafted, other=-1)
     falls = (place >= count) | (draft != target)
     accepted = tl.min(tl.where(falls, place, count), 0)
@@ -352,5 +354,5 @@ def _settle(
     score = tl.load(score_ptr + row * width + place, mask=drafted, other=0.0)
     spot = tl.minimum((_doubt(score) * _BINS).to(tl.int32), _BINS - 1)
     one = tl.full([WIDE], 1.0, tl.float32)
-    tl.atomic_add(kept_ptr + spot, one, mask=place < accepted * alive)
+    tl.atomic_add(hits_ptr + spot, one, mask=place < accepted * alive)
     tl.atomic_add(trials_ptr + spot, one, mask=place < tl.minimum(accepted + 1, count) * alive)

@@ -47,22 +47,24 @@ def report(
     return torch.cat((accepted[:, None], block, scores.view(torch.int32).long()), 1)
 
 
-class Known(NamedTuple):
-    """Acceptance statistics by bin of doubt, [BINS] float32 each. kept: accepted drafts. trials:
-    drafts that were tested, that is, all drafts before them were accepted. first: prior
-    pseudo-counts of both, [2, BINS], which never fade."""
+class ConfidenceStats(NamedTuple):
+    """Acceptance statistics by bin of doubt, [BINS] float32 each.
 
-    kept: Tensor
+    accepted: accepted drafts. trials: drafts that were tested, that is, all drafts before them were
+    accepted. prior: pseudo-counts of both, [2, BINS], which never fade.
+    """
+
+    accepted: Tensor
     trials: Tensor
-    first: Tensor
+    prior: Tensor
 
     def fade(self) -> None:
         """Move both counts towards the prior by one round's forgetting."""
-        for count, first in zip((self.kept, self.trials), self.first, strict=True):
-            count.lerp_(first, 1 - MEMORY)
+        for count, prior in zip((self.accepted, self.trials), self.prior, strict=True):
+            count.lerp_(prior, 1 - MEMORY)
 
 
-class Chosen(NamedTuple):
+class ChosenDrafts(NamedTuple):
     """The pending tokens and chosen drafts of all rows, M in all, packed row by row. counts: [B],
     chosen drafts of each row. tokens: [M]. places: [M] int64, the positions behind the tokens."""
 
@@ -72,7 +74,7 @@ class Chosen(NamedTuple):
     places: Tensor
 
 
-def standing(scores: Tensor, known: Known, alive: Tensor) -> Tensor:
+def prefix_chances(scores: Tensor, stats: ConfidenceStats, alive: Tensor) -> Tensor:
     """Return the chance that each draft and all before it are accepted, [B, k] float32.
 
     Args:
@@ -82,16 +84,16 @@ def standing(scores: Tensor, known: Known, alive: Tensor) -> Tensor:
     """
     at = (_doubt(scores) * BINS - 0.5).clamp(0, BINS - 1)
     low = at.floor().clamp(max=BINS - 2)
-    share, place, rates = at - low, low.long(), known.kept / known.trials
+    share, place, rates = at - low, low.long(), stats.accepted / stats.trials
     chances = rates[place] * (1 - share) + rates[place + 1] * share
     return chances.cumprod(1) * alive[:, None]
 
 
-def likeliest(chances: Tensor, total: int, tokens: Tensor, lengths: Tensor) -> Chosen:
+def choose_drafts(chances: Tensor, total: int, tokens: Tensor, lengths: Tensor) -> ChosenDrafts:
     """Choose the `total` likeliest drafts of all rows.
 
     Args:
-        chances: [B, k], from `standing`.
+        chances: [B, k], from `prefix_chances`.
         tokens: [B, k + 1], each row's pending token, then its drafts.
         lengths: [B].
 
@@ -104,7 +106,7 @@ def likeliest(chances: Tensor, total: int, tokens: Tensor, lengths: Tensor) -> C
     counts = chosen.view(chances.shape).sum(1)
     packed = pack_queries(counts + 1, total + rows, width + 1)
     places = lengths[packed.row] + packed.place
-    return Chosen(counts, packed, tokens[packed.row, packed.place], places)
+    return ChosenDrafts(counts, packed, tokens[packed.row, packed.place], places)
 
 
 def most_likely(chances: Tensor, total: int) -> Tensor:
@@ -113,13 +115,13 @@ def most_likely(chances: Tensor, total: int) -> Tensor:
     return chances.flatten().topk(total, sorted=False).indices
 
 
-def settle(
+def accept_chosen(
     drafts: Tensor,
     scores: Tensor,
-    chosen: Chosen,
+    chosen: ChosenDrafts,
     targets: Tensor,
     target_scores: Tensor,
-    known: Known,
+    stats: ConfidenceStats,
     alive: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Accept drafts and update the statistics `known`.
@@ -140,11 +142,11 @@ def settle(
     accepted = accept_shared(drafts, targets, counts)
     bins = (_doubt(scores) * BINS).long().clamp(max=BINS - 1)
     places = torch.arange(drafts.shape[1], device=drafts.device)
-    stood = places < (accepted * alive)[:, None]
+    was_accepted = places < (accepted * alive)[:, None]
     tried = places < (torch.minimum(accepted + 1, counts) * alive)[:, None]
     which = bins[:, :, None] == torch.arange(BINS, device=drafts.device)
-    known.fade()
-    for count, counted in ((known.kept, stood), (known.trials, tried)):
+    stats.fade()
+    for count, counted in ((stats.accepted, was_accepted), (stats.trials, tried)):
         count.add_((which & counted[:, :, None]).sum((0, 1)))
     return accepted, torch.cat((accepted[:, None], targets, bits, counts[:, None]), 1)
 

@@ -16,25 +16,25 @@ from torch import Tensor
 from .launch import after, counters, leading, let_next, overlap
 from .vocabulary import (
     LOWEST,
-    address,
-    better,
-    everything,
+    better_candidate,
     gumbel,
-    masses_found,
+    load_temperature,
+    merge_masses,
     no_candidate,
+    noise_address,
     order,
-    read,
-    settled,
+    read_block,
+    scan,
 )
 
 # Tokens a program and pass, and warps. 1 / 8 / 64 / 512 rows of 151,936 tokens, us on an H200: 14 /
 # 23 / 76 / 521. With 1024 tokens a step and 4096 a program 17 / 29 / 85 / 531, with 1024 a program
 # 13 / 24 / 89 / 633.
 _BLOCK, _WARPS = tl.constexpr(2048), 4
-# Tokens a step where one program does a whole row (_decide), which is on the critical path.
+# Tokens a step where one program does a whole row (_finish_row), which is on the critical path.
 _ALONE, _ALONE_WARPS = tl.constexpr(8192), 32
 # 0: best score and mass. 1: mass above the candidate. 2: best score above it. 1: its mass again.
-# Rows that are still open after these passes are left to _decide.
+# Rows that are still open after these passes are left to _finish_row.
 _PASSES = (0, 1, 2, 1)
 # For each chunk: best score, its token, its scaled logit, mass (above), peak, raw mass, count
 # above. For each row: candidate, its scaled logit, state, mass, peak, raw mass.
@@ -81,23 +81,23 @@ def sample_scored(
     )
     arrived, sizes = counters(logits.device, rows), (rows // len(temperature), vocab, chunks)
     for step in _PASSES:
-        _look[(rows, chunks)](
+        _pass[(rows, chunks)](
             *given,
             arrived,
             *sizes,
-            LOOK=step,
+            PASS=step,
             CHUNKS=triton.next_power_of_2(chunks),
             num_warps=_WARPS,
             **overlap(step > 0, logits.device),
             **leading(logits.device),
         )
     early = overlap(True, logits.device)
-    _decide[(rows,)](*given, *sizes, num_warps=_ALONE_WARPS, **early)
+    _finish_row[(rows,)](*given, *sizes, num_warps=_ALONE_WARPS, **early)
     return tokens, scores
 
 
 @triton.jit
-def _past(pointer):
+def _fresh(pointer):
     """Load what the pass before has written, past this processor's L1 cache (launch.overlap)."""
     return tl.load(pointer, cache_modifier=".cg")
 
@@ -109,7 +109,7 @@ def _within(above, count, top_k, top_p, mass):
 
 
 @triton.jit(do_not_specialize=["each"])
-def _look(
+def _pass(
     logits_ptr,
     temperature_ptr,
     top_k_ptr,
@@ -123,7 +123,7 @@ def _look(
     each,
     vocab,
     chunks,
-    LOOK: tl.constexpr,
+    PASS: tl.constexpr,
     CHUNKS: tl.constexpr,
     EARLY: tl.constexpr,
     LEADS: tl.constexpr,
@@ -136,16 +136,16 @@ def _look(
     let_next(LEADS)
     after(EARLY)
     needed = True
-    if LOOK == 1:
-        needed = _past(state + 2) == 0
-    if LOOK == 2:
-        needed = _past(state + 2) == 2
+    if PASS == 1:
+        needed = _fresh(state + 2) == 0
+    if PASS == 2:
+        needed = _fresh(state + 2) == 2
     if needed:
-        temperature, divisor = settled(temperature_ptr, entry)
-        key_0, key_1, position = address(entry, row, key_ptr, position_ptr)
+        temperature, divisor = load_temperature(temperature_ptr, entry)
+        key_0, key_1, position = noise_address(entry, row, key_ptr, position_ptr)
         start, end = chunk * _BLOCK, tl.minimum(chunk * _BLOCK + _BLOCK, vocab)
-        if LOOK == 0:
-            score, token, best_x, peak, mass, raw_mass = everything(
+        if PASS == 0:
+            score, token, best_x, peak, mass, raw_mass = scan(
                 logits_ptr,
                 row,
                 start,
@@ -161,28 +161,28 @@ def _look(
             tl.store(at + 4, peak)
             tl.store(at + 5, raw_mass)
         else:
-            x = _past(state + 1)
-            if _past(at + 4) <= x:  # no logit of this chunk is above the candidate's
+            x = _fresh(state + 1)
+            if _fresh(at + 4) <= x:  # no logit of this chunk is above the candidate's
                 end = start
-        if LOOK == 1:
+        if PASS == 1:
             mass, count = mass_above(
-                logits_ptr, row, start, end, vocab, divisor, x, _past(state + 4), _BLOCK
+                logits_ptr, row, start, end, vocab, divisor, x, _fresh(state + 4), _BLOCK
             )
             tl.store(at + 6, count)
         else:
-            if LOOK == 2:
+            if PASS == 2:
                 score, token, best_x = best_above(
                     logits_ptr, row, start, end, vocab, divisor, key_0, key_1, position, x, _BLOCK
                 )
             tl.store(at, score)
             tl.store(at + 1, token.to(tl.float32))
             tl.store(at + 2, best_x)
-        if LOOK != 2:
+        if PASS != 2:
             tl.store(at + 3, mass)
         tl.debug_barrier()
         if tl.atomic_add(arrived_ptr + row, 1) == chunks - 1:
             tl.store(arrived_ptr + row, 0)
-            _conclude(
+            _end_pass(
                 logits_ptr,
                 row,
                 vocab,
@@ -195,13 +195,13 @@ def _look(
                 divisor,
                 tl.load(top_k_ptr + entry),
                 tl.load(top_p_ptr + entry),
-                LOOK,
+                PASS,
                 CHUNKS,
             )
 
 
 @triton.jit
-def _conclude(
+def _end_pass(
     logits_ptr,
     row,
     vocab,
@@ -214,49 +214,51 @@ def _conclude(
     divisor,
     top_k,
     top_p,
-    LOOK: tl.constexpr,
+    PASS: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
     """Combine the chunks of a row after a pass: find its candidate, or whether the candidate is
     kept, and in that case store its token and score.
 
     State of a row: 0 if its candidate has to be checked, 1 if it is kept, 2 if it is not, 3 if
-    top_p applies to the mass of the top_k, which _decide computes.
+    top_p applies to the mass of the top_k, which _finish_row computes.
     """
     chunk = tl.arange(0, CHUNKS)
     here, inside = at + chunk * _FIELDS, chunk < chunks
     now = 0
-    if LOOK != 1:
+    if PASS != 1:
         scores = tl.load(here, mask=inside, other=-float("inf"), cache_modifier=".cg")
         tokens = tl.load(here + 1, mask=inside, other=16777216.0, cache_modifier=".cg").to(tl.int32)
         xs = tl.load(here + 2, mask=inside, other=-float("inf"), cache_modifier=".cg")
         score, token, x = no_candidate()
-        score, token, x = better(score, token, x, scores, tokens, xs)
+        score, token, x = better_candidate(score, token, x, scores, tokens, xs)
         tl.store(state, token.to(tl.float32))
         tl.store(state + 1, x)
-    if LOOK == 0:
+    if PASS == 0:
         peaks = tl.load(here + 4, mask=inside, other=LOWEST, cache_modifier=".cg")
         peak = tl.max(peaks, 0)
-        mass, raw_mass = masses_found(here + 3, here + 5, inside, peaks, peak, divisor)
+        mass, raw_mass = merge_masses(here + 3, here + 5, inside, peaks, peak, divisor)
         tl.store(state + 3, mass)
         tl.store(state + 4, peak)
         tl.store(state + 5, raw_mass)
         now = tl.where((top_k > 0) & (top_p < 1.0), 3, 0)
         now = tl.where((temperature == 0) | ((top_k == 0) & (top_p >= 1.0)), 1, now)
-    if LOOK == 1:
-        token = _past(state).to(tl.int32)
-        mass, peak, raw_mass = _past(state + 3), _past(state + 4), _past(state + 5)
+    if PASS == 1:
+        token = _fresh(state).to(tl.int32)
+        mass, peak, raw_mass = (_fresh(state + 3), _fresh(state + 4), _fresh(state + 5))
         above = tl.sum(tl.load(here + 3, mask=inside, other=0.0, cache_modifier=".cg"), 0)
         count = tl.sum(tl.load(here + 6, mask=inside, other=0.0, cache_modifier=".cg"), 0)
         now = tl.where(_within(above, count, top_k, top_p, mass), 1, 2)
     tl.store(state + 2, now)
-    if LOOK != 2:
+    if PASS != 2:
         if now == 1:
-            _write(logits_ptr, row, vocab, token, peak, divisor, raw_mass, token_ptr, score_ptr)
+            _store_token(
+                logits_ptr, row, vocab, token, peak, divisor, raw_mass, token_ptr, score_ptr
+            )
 
 
 @triton.jit
-def _write(logits_ptr, row, vocab, token, peak, divisor, raw_mass, token_ptr, score_ptr):
+def _store_token(logits_ptr, row, vocab, token, peak, divisor, raw_mass, token_ptr, score_ptr):
     # a row of NaN has no best token: any token, with score NaN
     token = tl.minimum(token, vocab - 1)
     raw = tl.load(logits_ptr + row.to(tl.int64) * vocab + token).to(tl.float32)
@@ -265,7 +267,7 @@ def _write(logits_ptr, row, vocab, token, peak, divisor, raw_mass, token_ptr, sc
 
 
 @triton.jit(do_not_specialize=["each"])
-def _decide(
+def _finish_row(
     logits_ptr,
     temperature_ptr,
     top_k_ptr,
@@ -284,13 +286,13 @@ def _decide(
     row = tl.program_id(0)
     state = found_ptr + (row * (chunks + 1) + chunks) * _FIELDS
     after(EARLY)
-    now = _past(state + 2)
+    now = _fresh(state + 2)
     if now != 1:
-        token, x = _past(state).to(tl.int32), _past(state + 1)
-        mass, peak, raw_mass = _past(state + 3), _past(state + 4), _past(state + 5)
+        token, x = _fresh(state).to(tl.int32), _fresh(state + 1)
+        mass, peak, raw_mass = (_fresh(state + 3), _fresh(state + 4), _fresh(state + 5))
         entry = row // each
-        _temperature, divisor = settled(temperature_ptr, entry)
-        key_0, key_1, position = address(entry, row, key_ptr, position_ptr)
+        _temperature, divisor = load_temperature(temperature_ptr, entry)
+        key_0, key_1, position = noise_address(entry, row, key_ptr, position_ptr)
         top_k, top_p = tl.load(top_k_ptr + entry), tl.load(top_p_ptr + entry)
         kept = now == 1
         if now == 3:
@@ -303,7 +305,7 @@ def _decide(
             )
             above, count = mass_above(logits_ptr, row, 0, vocab, vocab, divisor, x, peak, _ALONE)
             kept = _within(above, count, top_k, top_p, mass) | (count == 0)
-        _write(logits_ptr, row, vocab, token, peak, divisor, raw_mass, token_ptr, score_ptr)
+        _store_token(logits_ptr, row, vocab, token, peak, divisor, raw_mass, token_ptr, score_ptr)
 
 
 @triton.jit
@@ -311,7 +313,7 @@ def mass_above(logits_ptr, row, start, end, vocab, divisor, x, peak, BLOCK: tl.c
     """Return mass and count of the tokens start to end whose scaled logit is larger than x."""
     mass, count = tl.full([], 0.0, tl.float32), tl.full([], 0.0, tl.float32)
     for first in range(start, end, BLOCK):
-        _tokens, values, _raw = read(logits_ptr, row, first, vocab, divisor, BLOCK)
+        _tokens, values, _raw = read_block(logits_ptr, row, first, vocab, divisor, BLOCK)
         mass += tl.sum(tl.where(values > x, tl.exp(values - peak), 0.0), 0)
         count += tl.sum((values > x).to(tl.float32), 0)
     return mass, count
@@ -324,14 +326,14 @@ def best_above(
     """Return the best candidate of the tokens start to end whose scaled logit is larger than x."""
     score, token, best_x = no_candidate()
     for first in range(start, end, BLOCK):
-        tokens, values, _raw = read(logits_ptr, row, first, vocab, divisor, BLOCK)
+        tokens, values, _raw = read_block(logits_ptr, row, first, vocab, divisor, BLOCK)
         if tl.max(values, 0) > x:
             noisy = tl.where(
                 values > x,
                 values + gumbel(first, key_0, key_1, position, 0, 0, BLOCK),
                 -float("inf"),
             )
-            score, token, best_x = better(score, token, best_x, noisy, tokens, values)
+            score, token, best_x = better_candidate(score, token, best_x, noisy, tokens, values)
     return score, token, best_x
 
 
@@ -344,7 +346,7 @@ def top_mass(logits_ptr, row, vocab, top_k, peak, divisor, BLOCK: tl.constexpr):
         middle = (low + high + 1) >> 1
         count = tl.full([], 0, tl.int32)
         for first in range(0, vocab, BLOCK):
-            tokens, x, _raw = read(logits_ptr, row, first, vocab, divisor, BLOCK)
+            tokens, x, _raw = read_block(logits_ptr, row, first, vocab, divisor, BLOCK)
             count += tl.sum(((order(x) >= middle) & (tokens < vocab)).to(tl.int32), 0)
         low, high = (
             tl.where(count >= top_k, middle, low),
@@ -352,6 +354,6 @@ def top_mass(logits_ptr, row, vocab, top_k, peak, divisor, BLOCK: tl.constexpr):
         )
     mass = tl.full([], 0.0, tl.float32)
     for first in range(0, vocab, BLOCK):
-        _tokens, x, _raw = read(logits_ptr, row, first, vocab, divisor, BLOCK)
+        _tokens, x, _raw = read_block(logits_ptr, row, first, vocab, divisor, BLOCK)
         mass += tl.sum(tl.where(order(x) >= low, tl.exp(x - peak), 0.0), 0)
     return mass

@@ -22,7 +22,7 @@ class Group(NamedTuple):
     queries: int = 0
 
 
-class Teams(NamedTuple):
+class DeviceGroups(NamedTuple):
     """Shared-prefix groups on the device: rows that read the same prompt span. The Triton kernels
     read its keys once for each tile of such rows.
 
@@ -82,8 +82,8 @@ class Segments:
     groups and extent repeat this on the host. groups: rows by prompt span, None if unknown. extent:
     upper bound of private slots in use; 0 in a prefill, whose queries lie within the prompt's span
     (rows are tiles of prompts). Slots at positions beyond a query's are masked, so rejected drafts
-    need no erasing. teams: the groups for the Triton kernels, or None. packed: the queries' rows if
-    rows have different numbers of queries; then positions and the pass's tokens are [1, M].
+    need no erasing. device_groups: the groups for the Triton kernels, or None. packed: the queries'
+    rows if rows have different numbers of queries; then positions and the pass's tokens are [1, M].
     """
 
     positions: Tensor
@@ -92,7 +92,7 @@ class Segments:
     own: Tensor
     groups: tuple[Group, ...] | None
     extent: int
-    teams: Teams | None = None
+    device_groups: DeviceGroups | None = None
     packed: Packed | None = None
     _known: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 

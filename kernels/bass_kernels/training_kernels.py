@@ -15,28 +15,32 @@ _BLOCK = 4096
 _FAR = tl.constexpr(-30000.0)  # below every logit, and finite in float16
 
 
-def distances(own: Tensor, due: Tensor, of: Tensor, tokens: Tensor, vocab: int) -> Distances:
+def distances(
+    student: Tensor, target: Tensor, rows: Tensor, tokens: Tensor, vocab: int
+) -> Distances:
     """Do reference.distances."""
-    found = torch.empty(6, len(own), dtype=torch.float32, device=own.device)
-    assert own.stride(1) == due.stride(1) == 1
-    assert own.shape[1] == due.shape[1]
-    if len(own):
-        _compare[(len(own),)](
-            own, due, of, tokens, found, len(own), vocab, own.shape[1], own.stride(0),
-            due.stride(0), BLOCK=_block(vocab), num_warps=8,
+    count, width = student.shape
+    found = torch.empty(6, count, dtype=torch.float32, device=student.device)
+    assert student.stride(1) == target.stride(1) == 1
+    assert target.shape[1] == width
+    if count:
+        _distances[(count,)](
+            student, target, rows, tokens, found, count, vocab, width, student.stride(0),
+            target.stride(0), BLOCK=_block(vocab), num_warps=8,
         )  # fmt: skip
     return Distances(*found)
 
 
 def distance_gradient(
-    own: Tensor, due: Tensor, of: Tensor, found: Distances, slopes: Tensor, vocab: int
+    student: Tensor, target: Tensor, rows: Tensor, found: Distances, slopes: Tensor, vocab: int
 ) -> None:
     """Do reference.distance_gradient."""
-    slopes = slopes.contiguous()
-    if len(own):
-        _differ[(len(own), triton.cdiv(own.shape[1], _block(vocab)))](
-            own, due, of, found.below, found.own_norm, found.due_norm, slopes, len(own), vocab,
-            own.shape[1], own.stride(0), due.stride(0), BLOCK=_block(vocab), num_warps=8,
+    count, width = student.shape
+    if count:
+        _distance_gradient[(count, triton.cdiv(width, _block(vocab)))](
+            student, target, rows, found.below, found.q_norm, found.p_norm, slopes.contiguous(),
+            count, vocab, width, student.stride(0), target.stride(0), BLOCK=_block(vocab),
+            num_warps=8,
         )  # fmt: skip
 
 
@@ -45,76 +49,76 @@ def _block(vocab: int) -> int:
 
 
 @triton.jit
-def _compare(
-    own_ptr, due_ptr, of_ptr, token_ptr, found_ptr, count, vocab, width, own_stride,
-    due_stride, BLOCK: tl.constexpr,
+def _distances(
+    q_ptr, p_ptr, target_row_ptr, token_ptr, found_ptr, count, vocab, width, q_stride,
+    p_stride, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    guess = tl.program_id(0)
-    own_ptr += guess.to(tl.int64) * own_stride
-    due_ptr += tl.load(of_ptr + guess).to(tl.int64) * due_stride
+    row = tl.program_id(0)
+    q_ptr += row.to(tl.int64) * q_stride
+    p_ptr += tl.load(target_row_ptr + row).to(tl.int64) * p_stride
     lane = tl.arange(0, BLOCK)
     # For each lane: the highest logit so far, the mass relative to it, and the sum of p (log p -
     # log q). The highest logit is finite from the first block on, because each lane of it holds a
     # valid id or _FAR.
-    own_top, due_top = tl.full([BLOCK], -1e30, tl.float32), tl.full([BLOCK], -1e30, tl.float32)
-    own_mass, due_mass = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
-    apart = tl.zeros([BLOCK], tl.float32)
+    q_top, p_top = tl.full([BLOCK], -1e30, tl.float32), tl.full([BLOCK], -1e30, tl.float32)
+    q_mass, p_mass = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    difference = tl.zeros([BLOCK], tl.float32)
     for first in range(0, vocab, BLOCK):
-        there, inside = first + lane < width, first + lane < vocab
-        q = tl.load(own_ptr + first + lane, mask=there, other=_FAR).to(tl.float32)
-        p = tl.load(due_ptr + first + lane, mask=there, other=_FAR).to(tl.float32)
+        stored, inside = first + lane < width, first + lane < vocab
+        q = tl.load(q_ptr + first + lane, mask=stored, other=_FAR).to(tl.float32)
+        p = tl.load(p_ptr + first + lane, mask=stored, other=_FAR).to(tl.float32)
         q, p = tl.where(inside, q, _FAR), tl.where(inside, p, _FAR)
-        own_high, due_high = tl.maximum(own_top, q), tl.maximum(due_top, p)
-        own_mass = own_mass * tl.exp(own_top - own_high)
-        own_mass += tl.where(inside, tl.exp(q - own_high), 0.0)
-        fade, mass = tl.exp(due_top - due_high), tl.where(inside, tl.exp(p - due_high), 0.0)
-        due_mass = due_mass * fade + mass
-        apart = apart * fade + tl.where(inside, mass * (p - q), 0.0)
-        own_top, due_top = own_high, due_high
-    own_peak, due_peak = tl.max(own_top, 0), tl.max(due_top, 0)
-    fade = tl.exp(due_top - due_peak)
-    total = tl.sum(due_mass * fade, 0)
-    own_norm = own_peak + tl.log(tl.sum(own_mass * tl.exp(own_top - own_peak), 0))
-    due_norm = due_peak + tl.log(total)
-    divergence = tl.sum(apart * fade, 0) / total - due_norm + own_norm
+        q_high, p_high = tl.maximum(q_top, q), tl.maximum(p_top, p)
+        q_mass = q_mass * tl.exp(q_top - q_high)
+        q_mass += tl.where(inside, tl.exp(q - q_high), 0.0)
+        fade, mass = tl.exp(p_top - p_high), tl.where(inside, tl.exp(p - p_high), 0.0)
+        p_mass = p_mass * fade + mass
+        difference = difference * fade + tl.where(inside, mass * (p - q), 0.0)
+        q_top, p_top = q_high, p_high
+    q_peak, p_peak = tl.max(q_top, 0), tl.max(p_top, 0)
+    fade = tl.exp(p_top - p_peak)
+    total = tl.sum(p_mass * fade, 0)
+    q_norm = q_peak + tl.log(tl.sum(q_mass * tl.exp(q_top - q_peak), 0))
+    p_norm = p_peak + tl.log(total)
+    divergence = tl.sum(difference * fade, 0) / total - p_norm + q_norm
     overlap, below = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for first in range(0, vocab, BLOCK):
-        there, inside = first + lane < width, first + lane < vocab
-        q = tl.load(own_ptr + first + lane, mask=there, other=_FAR).to(tl.float32) - own_norm
-        p = tl.load(due_ptr + first + lane, mask=there, other=_FAR).to(tl.float32) - due_norm
+        stored, inside = first + lane < width, first + lane < vocab
+        q = tl.load(q_ptr + first + lane, mask=stored, other=_FAR).to(tl.float32) - q_norm
+        p = tl.load(p_ptr + first + lane, mask=stored, other=_FAR).to(tl.float32) - p_norm
         overlap += tl.where(inside, tl.exp(tl.minimum(p, q)), 0.0)
         below += tl.where(inside & (q < p), tl.exp(q), 0.0)
-    token = tl.load(token_ptr + guess)
-    q = tl.load(own_ptr + token).to(tl.float32) - own_norm
-    p = tl.load(due_ptr + token).to(tl.float32) - due_norm
-    tl.store(found_ptr + guess, divergence)
-    tl.store(found_ptr + count + guess, tl.sum(overlap, 0))
-    tl.store(found_ptr + 2 * count + guess, tl.sum(below, 0))
-    tl.store(found_ptr + 3 * count + guess, q - p)
-    tl.store(found_ptr + 4 * count + guess, own_norm)
-    tl.store(found_ptr + 5 * count + guess, due_norm)
+    token = tl.load(token_ptr + row)
+    q = tl.load(q_ptr + token).to(tl.float32) - q_norm
+    p = tl.load(p_ptr + token).to(tl.float32) - p_norm
+    tl.store(found_ptr + row, divergence)
+    tl.store(found_ptr + count + row, tl.sum(overlap, 0))
+    tl.store(found_ptr + 2 * count + row, tl.sum(below, 0))
+    tl.store(found_ptr + 3 * count + row, q - p)
+    tl.store(found_ptr + 4 * count + row, q_norm)
+    tl.store(found_ptr + 5 * count + row, p_norm)
 
 
 @triton.jit
-def _differ(
-    own_ptr, due_ptr, of_ptr, below_ptr, own_norm_ptr, due_norm_ptr, slope_ptr, count, vocab, width,
-    own_stride, due_stride, BLOCK: tl.constexpr,
+def _distance_gradient(
+    q_ptr, p_ptr, target_row_ptr, below_ptr, q_norm_ptr, p_norm_ptr, slope_ptr, count, vocab, width,
+    q_stride, p_stride, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    guess = tl.program_id(0)
+    row = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    own_ptr += guess.to(tl.int64) * own_stride
-    due_ptr += tl.load(of_ptr + guess).to(tl.int64) * due_stride
-    there, inside = at < width, at < vocab
-    q = tl.load(own_ptr + at, mask=there, other=_FAR).to(tl.float32)
-    p = tl.load(due_ptr + at, mask=there, other=_FAR).to(tl.float32)
-    q -= tl.load(own_norm_ptr + guess)
-    p -= tl.load(due_norm_ptr + guess)
+    q_ptr += row.to(tl.int64) * q_stride
+    p_ptr += tl.load(target_row_ptr + row).to(tl.int64) * p_stride
+    stored, inside = at < width, at < vocab
+    q = tl.load(q_ptr + at, mask=stored, other=_FAR).to(tl.float32)
+    p = tl.load(p_ptr + at, mask=stored, other=_FAR).to(tl.float32)
+    q -= tl.load(q_norm_ptr + row)
+    p -= tl.load(p_norm_ptr + row)
     mass = tl.exp(q)
-    found = tl.load(slope_ptr + guess) * (mass - tl.exp(p))
-    step = tl.load(below_ptr + guess) - tl.where(q < p, 1.0, 0.0)
-    found += tl.load(slope_ptr + count + guess) * mass * step
+    found = tl.load(slope_ptr + row) * (mass - tl.exp(p))
+    step = tl.load(below_ptr + row) - tl.where(q < p, 1.0, 0.0)
+    found += tl.load(slope_ptr + count + row) * mass * step
     found = tl.where(inside, found, 0.0)
-    tl.store(own_ptr + at, found.to(own_ptr.dtype.element_ty), mask=there)
+    tl.store(q_ptr + at, found.to(q_ptr.dtype.element_ty), mask=stored)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor:
@@ -143,12 +147,12 @@ def _rotate(
     head, d = tl.arange(0, BLOCK_H)[:, None], tl.arange(0, BLOCK_D)[None, :]
     inside = (head < H) & (d < D)
     start = x_ptr + token * token_stride + head * head_stride
-    turned, low = d < 2 * HALF, d < HALF
+    rotated, low = d < 2 * HALF, d < HALF
     own = tl.load(start + d, mask=inside, other=0.0).to(tl.float32)
-    other = tl.load(start + tl.where(low, d + HALF, d - HALF), mask=inside & turned, other=0.0)
+    other = tl.load(start + tl.where(low, d + HALF, d - HALF), mask=inside & rotated, other=0.0)
     angle = token * HALF + tl.where(low, d, d - HALF)
-    cos = tl.load(cos_ptr + angle, mask=turned, other=1.0)
-    sin = tl.load(sin_ptr + angle, mask=turned, other=0.0)
+    cos = tl.load(cos_ptr + angle, mask=rotated, other=1.0)
+    sin = tl.load(sin_ptr + angle, mask=rotated, other=0.0)
     if BACK:
         sin = -sin
     found = own * cos + tl.where(low, -sin, sin) * other.to(tl.float32)
@@ -173,12 +177,12 @@ def _gate_gradient(x_ptr, outer_ptr, found_ptr, size, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
-    due = tl.load(outer_ptr + row * size + at, mask=inside, other=0.0).to(tl.float32)
+    outer = tl.load(outer_ptr + row * size + at, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(x_ptr + 2 * row * size + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + 2 * row * size + size + at, mask=inside, other=0.0).to(tl.float32)
-    chance = tl.sigmoid(gate)
+    sigmoid = tl.sigmoid(gate)
     dtype = found_ptr.dtype.element_ty
-    passed = (gate * chance).to(dtype).to(tl.float32)
-    slope = chance * (1.0 + gate * (1.0 - chance))
-    tl.store(found_ptr + 2 * row * size + at, (due * up * slope).to(dtype), mask=inside)
-    tl.store(found_ptr + 2 * row * size + size + at, (due * passed).to(dtype), mask=inside)
+    activated = (gate * sigmoid).to(dtype).to(tl.float32)
+    slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    tl.store(found_ptr + 2 * row * size + at, (outer * up * slope).to(dtype), mask=inside)
+    tl.store(found_ptr + 2 * row * size + size + at, (outer * activated).to(dtype), mask=inside)

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import counters
-from .vocabulary import best_found, everything, masses_found, order, read, settled
+from .vocabulary import load_temperature, merge_best, merge_masses, order, read_block, scan
 
 FIELDS = 8
 """Number of float32 fields of a row's edges: divisor, threshold, peak, mass, the only token (-1 if
@@ -134,7 +134,7 @@ def _above(logits_ptr, row, start, end, vocab, divisor, peak, counting, pivots):
     pivot."""
     total = tl.zeros([_PIVOTS, _SMALL], tl.float32)
     for first in range(start, end, _SMALL):
-        tokens, x, _raw = read(logits_ptr, row, first, vocab, divisor, _SMALL)
+        tokens, x, _raw = read_block(logits_ptr, row, first, vocab, divisor, _SMALL)
         weight = tl.where(counting, (tokens < vocab).to(tl.float32), tl.exp(x - peak))
         total += tl.where(x[None, :] >= pivots[:, None], weight[None, :], 0.0)
     return tl.sum(total, 1)
@@ -183,9 +183,9 @@ def _survey(
     """Compute the peak and mass of a chunk of a row. The last chunk combines them and sets up the
     row's search."""
     row, chunk = tl.program_id(0), tl.program_id(1)
-    temperature, divisor = settled(temperature_ptr, row // each)
+    temperature, divisor = load_temperature(temperature_ptr, row // each)
     start = chunk * CHUNK
-    _score, token, peak, _peak, mass, raw_mass = everything(
+    _score, token, peak, _peak, mass, raw_mass = scan(
         logits_ptr, row, start, tl.minimum(start + CHUNK, vocab), vocab, 0, divisor, 0, 0, 0, _BLOCK
     )
     at = found_ptr + (row * chunks + chunk) * _FOUND + _PIVOTS
@@ -198,10 +198,10 @@ def _survey(
         tl.store(arrived_ptr + row, 0)
         index = tl.arange(0, CHUNKS)
         here, inside = found_ptr + (row * chunks + index) * _FOUND + _PIVOTS, index < chunks
-        peak, token = best_found(here, inside)
+        peak, token = merge_best(here, inside)
         token = tl.minimum(token, vocab - 1)  # a row of NaN has no best token
         peaks = tl.load(here, mask=inside, other=-float("inf"), cache_modifier=".cg")
-        mass, raw_mass = masses_found(here + 2, here + 3, inside, peaks, peak, divisor)
+        mass, raw_mass = merge_masses(here + 2, here + 3, inside, peaks, peak, divisor)
         top_k, top_p = tl.load(top_k_ptr + row // each), tl.load(top_p_ptr + row // each)
         top = _code(tl.load(logits_ptr + row.to(tl.int64) * vocab + token).to(tl.float32), SHIFT)
         counting = (top_k > 0) & (top_k < vocab)

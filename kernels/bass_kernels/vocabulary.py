@@ -7,7 +7,7 @@ import triton.language as tl
 from .sampling import COLDEST, HOTTEST
 
 _COLDEST, _HOTTEST = tl.constexpr(COLDEST), tl.constexpr(HOTTEST)
-# the smallest finite float32: the peak before any logit was read
+# the smallest finite float32: the peak before any logit was read_block
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
@@ -38,7 +38,7 @@ def gumbel(first, key_0, key_1, position, origin, stream, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def settled(temperature_ptr, row):
+def load_temperature(temperature_ptr, row):
     """Return a row's temperature, clamped as in sampling.py, and its divisor."""
     temperature = tl.load(temperature_ptr + row)
     temperature = tl.where(temperature < _COLDEST, 0.0, tl.minimum(temperature, _HOTTEST))
@@ -46,8 +46,8 @@ def settled(temperature_ptr, row):
 
 
 @triton.jit
-def address(entry, row, key_ptr, position_ptr):
-    """Return the words that address a row's noise: the key of its entry, and its position."""
+def noise_address(entry, row, key_ptr, position_ptr):
+    """Return the words that noise_address a row's noise: the key of its entry, and its position."""
     key_0 = tl.load(key_ptr + 2 * entry).to(tl.uint32)
     key_1 = tl.load(key_ptr + 2 * entry + 1).to(tl.uint32)
     return key_0, key_1, tl.load(position_ptr + row).to(tl.uint32)
@@ -61,8 +61,8 @@ def no_candidate():
 
 
 @triton.jit
-def better(score, token, x, scores, tokens, xs):
-    """Return the better of a candidate and a block of others; the first token on ties."""
+def better_candidate(score, token, x, scores, tokens, xs):
+    """Return the better_candidate of a candidate and a block of others; the first token on ties."""
     top = tl.max(scores, 0)
     first = tl.min(tl.where(scores == top, tokens, 16777216), 0)
     value = tl.max(tl.where(tokens == first, xs, -float("inf")), 0)
@@ -71,18 +71,18 @@ def better(score, token, x, scores, tokens, xs):
 
 
 @triton.jit
-def best_found(at, inside):
+def merge_best(at, inside):
     """Return the best score among the candidates that a row's chunks stored, and its token, which
     is stored after it."""
     scores = tl.load(at, mask=inside, other=-float("inf"), cache_modifier=".cg")
     tokens = tl.load(at + 1, mask=inside, other=16777216.0, cache_modifier=".cg").to(tl.int32)
     nothing, no_token, _x = no_candidate()
-    score, token, _x = better(nothing, no_token, nothing, scores, tokens, scores)
+    score, token, _x = better_candidate(nothing, no_token, nothing, scores, tokens, scores)
     return score, token
 
 
 @triton.jit
-def masses_found(mass_at, raw_at, inside, peaks, peak, divisor):
+def merge_masses(mass_at, raw_at, inside, peaks, peak, divisor):
     """Return a row's mass relative to its peak, processed and raw, from its chunks' masses relative
     to their own peaks."""
     masses = tl.load(mass_at, mask=inside, other=0.0, cache_modifier=".cg")
@@ -92,7 +92,7 @@ def masses_found(mass_at, raw_at, inside, peaks, peak, divisor):
 
 
 @triton.jit
-def read(logits_ptr, row, first, vocab, divisor, BLOCK: tl.constexpr):
+def read_block(logits_ptr, row, first, vocab, divisor, BLOCK: tl.constexpr):
     """Load a block of a row's tokens. Returns token ids, scaled and raw logits; -inf beyond the
     vocabulary."""
     tokens = first + tl.arange(0, BLOCK)
@@ -103,7 +103,7 @@ def read(logits_ptr, row, first, vocab, divisor, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def everything(
+def scan(
     logits_ptr,
     row,
     start,
@@ -122,7 +122,7 @@ def everything(
     peak = tl.full([], LOWEST, tl.float32)
     mass, raw_mass = tl.full([], 0.0, tl.float32), tl.full([], 0.0, tl.float32)
     for first in range(start, end, BLOCK):
-        tokens, x, raw = read(logits_ptr, row, first, vocab, divisor, BLOCK)
+        tokens, x, raw = read_block(logits_ptr, row, first, vocab, divisor, BLOCK)
         most = tl.max(x, 0)
         top = tl.maximum(peak, most)
         mass = mass * tl.exp(peak - top) + tl.sum(tl.exp(x - top), 0)
@@ -134,7 +134,7 @@ def everything(
         if temperature > 0:
             if most + 23.0 > score:  # 23 bounds the noise
                 scores = x + gumbel(first, key_0, key_1, position, 0, 0, BLOCK)
-        score, token, best_x = better(score, token, best_x, scores, tokens, x)
+        score, token, best_x = better_candidate(score, token, best_x, scores, tokens, x)
     return score, token, best_x, peak, mass, raw_mass
 
 

@@ -33,9 +33,9 @@ from bass_cli.models.runner import Runner
 from bass_cli.run.generate import generate
 from bass_kernels import (
     acceptance_kernels,
+    fused_attention,
     launch,
     linear_kernels,
-    mixing,
     pointwise,
     products,
     ragged,
@@ -246,7 +246,9 @@ def test_captured_rounds_of_shared_prefix_groups_equal_plain_decoding(
             loop = loop_for(target, draft, batch=batch, lengths=Fixed(3), graphs=True)
             assert drive(loop, rows()) == due, f"{schedule}, batch {batch}"
             assert (
-                loop.target.cache.decode(torch.zeros(batch, 1).long().cuda(), None).segments.teams
+                loop.target.cache.decode(
+                    torch.zeros(batch, 1).long().cuda(), None
+                ).segments.device_groups
                 is not None
             )
         finally:
@@ -319,7 +321,7 @@ def forget_kernels():
     for module in (
         acceptance_kernels,
         linear_kernels,
-        mixing,
+        fused_attention,
         pointwise,
         products,
         ragged_kernel,
@@ -542,7 +544,7 @@ def test_kernel_that_does_not_fit_falls_back_to_plain_torch(decoders, monkeypatc
     target, draft = decoders("llama")
     due = drive(loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False), rows())
     small = launch.card(CUDA)._replace(shared=1024)
-    for module in (mixing, ragged):
+    for module in (fused_attention, ragged):
         monkeypatch.setattr(module, "card", lambda device: small)
     loop = loop_for(target, draft, batch=3, lengths=Fixed(3), graphs=True)
     assert drive(loop, rows()) == due

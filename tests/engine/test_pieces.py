@@ -265,11 +265,11 @@ def test_rows_in_a_shared_prefix_group_grow(pair, monkeypatch):
         "attention",
         lambda *given, **words: (ragged.attention if given[3].extent else plainly)(*given, **words),
     )
-    launch, teams = ragged._launch, []
+    launch, groups = ragged._launch, []
 
     def watched(q, own, prompt, segments, tiling, *given):
         if segments.extent and tiling.members > 1:
-            teams.append(segments.teams.member.tolist())
+            groups.append(segments.device_groups.member.tolist())
         return launch(q, own, prompt, segments, tiling, *given)
 
     monkeypatch.setattr(ragged, "_launch", watched)
@@ -277,5 +277,5 @@ def test_rows_in_a_shared_prefix_group_grow(pair, monkeypatch):
     found, _, grown, _ = finish(loop_of(target, "none", lengths=Fixed(0), **words), few)
     assert found == due
     assert grown > 2
-    assert [1, 1, 1, 0] in [team[:4] for team in teams]
-    assert any(team[:4] == [1, 0, 1, 0] for team in teams)
+    assert [1, 1, 1, 0] in [group[:4] for group in groups]
+    assert any(group[:4] == [1, 0, 1, 0] for group in groups)

@@ -410,10 +410,10 @@ def test_non_finite_place_does_not_affect_earlier_queries(kind):
                     torch.full((heads, rows * 8, size), NAN, device=DEVICE) for _ in range(2)
                 )
                 if narrow:
-                    from bass_kernels import mixing
+                    from bass_kernels import fused_attention
 
                     flat = torch.stack([a.flatten(0, 1) for a in angles])
-                    mixed = mixing.mix(
+                    mixed = fused_attention.attend(
                         given.flatten(0, 1),
                         flat,
                         None,

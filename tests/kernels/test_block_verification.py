@@ -154,7 +154,7 @@ def test_a_long_block():
     distributions = [for_all(rows, logits, (1.0, 0, 1.0)) for logits in (guess, target)]
     q, p = (x.softmax(-1).expand(rows, -1, -1) for x in (guess, target))
     drafts = drawn(q[0], keys, lengths)
-    accepted, following, _, _ = acceptance_kernels.judge(
+    accepted, following, _, _ = acceptance_kernels.verify(
         drafts, distributions[0], distributions[1], keys, lengths
     )
     due = acceptance.accept_maximal(drafts, q, p, keys, lengths)
@@ -191,7 +191,7 @@ def test_rows_that_distinguish_wrong_rules_of_block_verification(end):
     assert len(some) == shown
     distributions = [for_all(shown, logits, (1.0, 0, 1.0)) for logits in (guess, target)]
     distributions[1].edges[:, 2, 3] *= torch.nan if end == "nan" else 1.0
-    found = acceptance_kernels.judge(drafts[some], *distributions, keys[some], lengths[some], most)
+    found = acceptance_kernels.verify(drafts[some], *distributions, keys[some], lengths[some], most)
     assert found[0].tolist() == due[some, 0].tolist()
     # any token is legal where the distribution is NaN
     lawful = due[some, 0] < (2 if end == "nan" else width + 1)

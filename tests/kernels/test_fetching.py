@@ -47,21 +47,21 @@ def on(monkeypatch):
 @pytest.mark.parametrize("size", [2, 2046, 2048, 5000, 33 << 20, 100 << 20])
 def test_prefetch_stays_within_the_weight_and_the_limit(on, size):
     on(9, 0)
-    found = ragged_kernel.pieces_of(Weight(size), 64) * 2048
+    found = ragged_kernel.prefetch_blocks(Weight(size), 64) * 2048
     assert found <= min(size, 32 << 20)
     assert found > min(size, 32 << 20) - 2048
 
 
 def test_no_prefetch_where_it_does_not_pay_or_is_not_possible(on):
     on(9, 0)
-    assert ragged_kernel.pieces_of(Weight(1 << 20), 64) > 0
-    assert ragged_kernel.pieces_of(Weight(1 << 20), 65) == 0  # compute-bound
+    assert ragged_kernel.prefetch_blocks(Weight(1 << 20), 64) > 0
+    assert ragged_kernel.prefetch_blocks(Weight(1 << 20), 65) == 0  # compute-bound
     # the instruction needs 16-byte alignment
-    assert ragged_kernel.pieces_of(Weight(1 << 20, at=4104), 64) == 0
-    assert ragged_kernel.pieces_of(Weight(1 << 20, device=torch.device("cpu")), 64) == 0
-    assert ragged_kernel.pieces_of(None, 64) == 0
+    assert ragged_kernel.prefetch_blocks(Weight(1 << 20, at=4104), 64) == 0
+    assert ragged_kernel.prefetch_blocks(Weight(1 << 20, device=torch.device("cpu")), 64) == 0
+    assert ragged_kernel.prefetch_blocks(None, 64) == 0
     on(8, 0)
-    assert ragged_kernel.pieces_of(Weight(1 << 20), 64) == 0
+    assert ragged_kernel.prefetch_blocks(Weight(1 << 20), 64) == 0
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="only a GPU fetches")
@@ -84,10 +84,10 @@ def test_attention_does_not_depend_on_the_prefetch(width):
     prompt = (noise(2, 16, 64), noise(2, 16, 64))
     ops.use("triton")
     try:
-        alone, fetched = (
-            ops.attention(q, own, prompt, segments, scale=0.1, then=weight)
+        alone, prefetched = (
+            ops.attention(q, own, prompt, segments, scale=0.1, next_weight=weight)
             for weight in (None, noise(1030, 515))
         )
     finally:
         ops.use(None)
-    assert torch.equal(alone, fetched)
+    assert torch.equal(alone, prefetched)

@@ -13,7 +13,7 @@ from bounds import bounded
 from test_triton import DEVICE, DTYPES, close, randn
 
 import bass_kernels as ops
-from bass_cli.models.kv_cache import TILES, KVCache, Layers, TeamTable, most_tiles
+from bass_cli.models.kv_cache import TILES, GroupTables, KVCache, Layers, most_tiles
 from bass_kernels import reference
 
 pytest.importorskip("triton")
@@ -52,7 +52,7 @@ def case(
         [row for row in range(rows) if spans[row] == span] for span in dict.fromkeys(spans) if span
     ]
     groups = tuple(ops.Group(*spans[of[0]], torch.tensor(of, device=DEVICE)) for of in sharing)
-    table = TeamTable(rows, DEVICE)
+    table = GroupTables(rows, DEVICE)
     table.update(sharing)
     slots = torch.tensor([SPAN * ((3 * row + 1) % rows) for row in range(rows)], device=DEVICE)
     if rows % 3 == 0:
@@ -119,13 +119,13 @@ def test_shapes(heads, kv_heads, size):
 
 
 @pytest.mark.parametrize(
-    ("members", "splits", "team_splits", "width", "window"),
+    ("members", "splits", "group_splits", "width", "window"),
     [(2, 1, 1, 1, 0), (4, 2, 3, 3, 75), (8, 1, 2, 3, 0), (4, 1, 2, 1, 20), (4, 1, 1, 3, 2)],
 )
-def test_shared_prefix_groups(members, splits, team_splits, width, window):
+def test_shared_prefix_groups(members, splits, group_splits, width, window):
     given = case(width)
     close(
-        run(given, window=window, splits=splits, team_splits=team_splits, members=members),
+        run(given, window=window, splits=splits, group_splits=group_splits, members=members),
         due(given, window),
         torch.float32,
     )
@@ -134,7 +134,7 @@ def test_shared_prefix_groups(members, splits, team_splits, width, window):
 def test_a_launch_resets_its_counters():
     given = case(1, kv_heads=1)
     for members in (4, 1, 4):
-        close(run(given, splits=2, team_splits=2, members=members), due(given, 0), torch.float32)
+        close(run(given, splits=2, group_splits=2, members=members), due(given, 0), torch.float32)
 
 
 @pytest.mark.parametrize(("members", "window"), [(1, 0), (4, 0), (4, 30)])
@@ -143,7 +143,7 @@ def test_queries_inside_the_prompt_see_earlier_keys(members, window):
     its prompt."""
     given = case(3, kv_heads=1, used=[4, 0, 1, 77, 6, 0, 0, 0], shift={1: 2, 5: 40, 6: 4})
     close(
-        run(given, window=window, splits=2, team_splits=2, members=members),
+        run(given, window=window, splits=2, group_splits=2, members=members),
         due(given, window),
         torch.float32,
     )
@@ -226,7 +226,7 @@ def test_results_do_not_depend_on_the_order_of_programs(monkeypatch):
     from triton.runtime.interpreter import interpreter_builder as builder
 
     given = case(1, kv_heads=1)
-    options = {"splits": 2, "team_splits": 3, "members": 4, "tile": (16, 4, 2)}
+    options = {"splits": 2, "group_splits": 3, "members": 4, "tile": (16, 4, 2)}
     found = [run(given, **options)]
     place = builder.set_grid_idx
     for step in (-1, 37):  # last to first, and with a stride
@@ -325,7 +325,7 @@ def test_captured_segments_after_rows_joined_left_and_moved(monkeypatch):
 def test_tables_of_shared_prefix_groups():
     """Single rows are in no tile. Every other row is in one tile of each table, with rows of its
     own prompt only."""
-    table = TeamTable(12, torch.device("cpu"))
+    table = GroupTables(12, torch.device("cpu"))
     threes = [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
     for groups in ([[0, 5, 7], [1, 2], [3]], [[1, 2, 3, 4, 6, 8, 9, 10, 11]], threes, []):
         table.update(groups)

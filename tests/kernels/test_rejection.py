@@ -293,7 +293,7 @@ def test_blocks_follow_the_targets_distribution(distributions, rows):
     drafts = drawn(q, keys, lengths)
     both = for_all(rows, guess[0], chosen), for_all(rows, target[0], given)
     accepted, following, block, _ = (
-        t.tolist() for t in acceptance_kernels.judge(drafts, *both, keys, lengths)
+        t.tolist() for t in acceptance_kernels.verify(drafts, *both, keys, lengths)
     )
     parts = torch.minimum(p[0], q[0]), (p[0] - q[0]).clamp(min=0)
     due = {

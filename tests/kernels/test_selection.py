@@ -25,7 +25,7 @@ def form(request):
 
 
 def unlearnt():
-    return Cutting(Cut(16, 0, 4), DEVICE).known
+    return Cutting(Cut(16, 0, 4), DEVICE).stats
 
 
 def ones(count):
@@ -36,7 +36,7 @@ def choose(standing, total):
     """Choose drafts for rows whose tokens and positions encode their row and place."""
     rows, width = standing.shape
     tokens = torch.arange(rows * (width + 1), device=DEVICE).view(rows, -1)
-    return ops.likeliest(standing, total, tokens, 100 * torch.arange(rows, device=DEVICE))
+    return ops.choose_drafts(standing, total, tokens, 100 * torch.arange(rows, device=DEVICE))
 
 
 @pytest.mark.parametrize(
@@ -74,13 +74,13 @@ def test_ties_choose_the_first_drafts_of_a_row(form):
 def test_chances_are_running_products(form):
     """Chances are products along a row. NaN counts as no confidence. Padding rows have chance 0."""
     scores = torch.tensor([[0.0, -0.1, -3.0], [math.nan, 0.0, 0.0], [-math.inf, -0.1, 0.0]])
-    found = ops.standing(scores.to(DEVICE), unlearnt(), ones(3))
+    found = ops.prefix_chances(scores.to(DEVICE), unlearnt(), ones(3))
     assert bool((found.diff(dim=1) <= 0).all())
     assert found[0, 0] > 0.99
     assert found[1, 0] == found[2, 0]
     assert 0.4 < found[1, 0] < 0.6
     torch.testing.assert_close(found[0, 1] / found[0, 0], found[2, 1] / found[2, 0])
-    dead = ops.standing(scores.to(DEVICE), unlearnt(), torch.tensor([1, 0, 1], device=DEVICE))
+    dead = ops.prefix_chances(scores.to(DEVICE), unlearnt(), torch.tensor([1, 0, 1], device=DEVICE))
     assert torch.equal(dead[1], torch.zeros(3, device=DEVICE))
     assert torch.equal(dead[0], found[0])
 
@@ -91,42 +91,46 @@ def rising(confidence):
 
 
 def simulate(chances_of, *, accepted_with=rising, rounds=400, rows=16, width=6, total=48):
-    """Run rounds of drafts with random confidence, chosen by `chances_of(scores, known)`. Returns
+    """Run rounds of drafts with random confidence, chosen by `chances_of(scores, stats)`. Returns
     the final statistics, and accepted and verified drafts of each round."""
-    made, known, seen = torch.Generator().manual_seed(3), unlearnt(), []
+    made, stats, seen = torch.Generator().manual_seed(3), unlearnt(), []
     for _ in range(rounds):
         confidence = torch.rand(rows, width, generator=made)
         equal = torch.rand(rows, width, generator=made) < accepted_with(confidence)
         scores = confidence.log().to(DEVICE)
-        chosen = choose(chances_of(scores, known), total)
+        chosen = choose(chances_of(scores, stats), total)
         targets = torch.nn.functional.pad(~equal, (0, 1), value=True).long().to(DEVICE)
         targets = targets[chosen.packed.row, chosen.packed.place]
         drafts, told = torch.zeros_like(scores).long(), torch.rand(len(targets)).to(DEVICE)
-        accepted, table = ops.settle(drafts, scores, chosen, targets, told, known, ones(rows))
+        accepted, table = ops.accept_chosen(
+            drafts, scores, chosen, targets, told, stats, ones(rows)
+        )
         due = torch.minimum(equal.long().cumprod(1).sum(1), chosen.counts.cpu())
         assert accepted.tolist() == table[:, 0].tolist() == due.tolist()
         assert table[:, -1].tolist() == chosen.counts.tolist()
         seen.append((accepted.tolist(), chosen.counts.tolist()))
-    return known, seen
+    return stats, seen
 
 
 @pytest.mark.parametrize("total", [96, 48])
 def test_acceptance_by_confidence_is_learnt(total):
     """All drafts and chosen drafts give the same estimate: a cut draft is not assumed to be
     rejected."""
-    known, _ = simulate(lambda scores, known: ops.standing(scores, known, ones(16)), total=total)
+    stats, _ = simulate(
+        lambda scores, stats: ops.prefix_chances(scores, stats, ones(16)), total=total
+    )
     confidence = torch.tensor([[0.2], [0.4], [0.6], [0.8], [0.95]])
-    rates = ops.standing(confidence.log().to(DEVICE), known, ones(5)).cpu()
+    rates = ops.prefix_chances(confidence.log().to(DEVICE), stats, ones(5)).cpu()
     torch.testing.assert_close(rates, rising(confidence), atol=0.06, rtol=0)
 
 
 def test_bins_without_observations_keep_their_prior():
     """After any number of rounds: forgetting moves estimates towards the prior."""
-    known = unlearnt()
-    known.kept[2], known.trials[5] = 0.0, 90.0
+    stats = unlearnt()
+    stats.accepted[2], stats.trials[5] = 0.0, 90.0
     for _ in range(20_000):
-        known.fade()
-    for count, first in zip(known[:2], known.first, strict=True):
+        stats.fade()
+    for count, first in zip(stats[:2], stats.prior, strict=True):
         torch.testing.assert_close(count, first, atol=1e-3, rtol=1e-3)
 
 
@@ -135,7 +139,7 @@ def test_the_likeliest_drafts_give_more_tokens():
     even = torch.ones(16, 6, device=DEVICE) * torch.tensor([1, 1, 1, 0, 0, 0], device=DEVICE)
     kept = []
     for chances_of in (
-        lambda scores, known: ops.standing(scores, known, ones(16)),
+        lambda scores, stats: ops.prefix_chances(scores, stats, ones(16)),
         lambda *_: even,
     ):
         _, seen = simulate(chances_of, accepted_with=lambda confidence: confidence, rounds=100)
@@ -160,11 +164,11 @@ def test_kernels_settle_like_the_definition():
     for form in ("reference", "triton"):
         ops.use(form)
         try:
-            known = unlearnt()
-            standing = ops.standing(scores, known, alive)
+            stats = unlearnt()
+            standing = ops.prefix_chances(scores, stats, alive)
             chosen = choose(standing.round(decimals=4), total)
-            given = (drafts, scores, chosen, targets, told, known, alive)
-            found[form] = (standing, *ops.settle(*given), *known[:2], *chosen[::2])
+            given = (drafts, scores, chosen, targets, told, stats, alive)
+            found[form] = (standing, *ops.accept_chosen(*given), *stats[:2], *chosen[::2])
         finally:
             ops.use(None)
     counts, accepted = found["reference"][5], found["reference"][1]

@@ -13,7 +13,7 @@ import bass_kernels as ops
 from bass_kernels import dispatch, reference
 
 products = pytest.importorskip("bass_kernels.products")
-from bass_kernels import launch, linear_kernels, mixing, ragged  # noqa: E402
+from bass_kernels import fused_attention, launch, linear_kernels, ragged  # noqa: E402
 
 SOME = ("86,float32,mix-256", "90,bfloat16,gate-up,attend-long", "120,float32,few-tokens")
 
@@ -47,7 +47,7 @@ def test_all_launches_fit_every_gpu(capability, dtype, tmp_path):
 
 
 def card(monkeypatch, shared, capability=(8, 6)):
-    for module in (linear_kernels, mixing, products, ragged):
+    for module in (linear_kernels, fused_attention, products, ragged):
         monkeypatch.setattr(module, "card", lambda device: launch.Card(capability, shared))
 
 
@@ -55,7 +55,7 @@ def card(monkeypatch, shared, capability=(8, 6)):
 def test_hopper_gets_the_measured_launches(monkeypatch, dtype):
     card(monkeypatch, 227 * 1024, (9, 0))
     like = torch.empty(1, dtype=dtype)
-    for module in (linear_kernels, mixing, products, ragged):
+    for module in (linear_kernels, fused_attention, products, ragged):
         monkeypatch.setattr(
             module, "fitting", lambda options, needs, shared: first_of(list(options), needs, shared)
         )
@@ -65,7 +65,7 @@ def test_hopper_gets_the_measured_launches(monkeypatch, dtype):
                 lines, depth, like, **{"pair": False, "split": False} | kind
             )
     assert linear_kernels._stream_stages(like) == 5
-    assert mixing.loads(like, 7, 128) == (64, 3)
+    assert fused_attention.tiling_for(like, 7, 128) == (64, 3)
     for lines, members, size in (
         (7, 1, 128),
         (63, 1, 128),
@@ -128,7 +128,7 @@ def test_a_launch_that_does_not_fit_uses_the_reference_with_one_warning(monkeypa
     given = case(3, torch.float32)
     due = reference.attention(*given, scale=0.25)
     card(monkeypatch, 1024)
-    assert not mixing.fits(given[0], 8, 16)
+    assert not fused_attention.fits(given[0], 8, 16)
     with caplog.at_level(logging.WARNING):
         assert torch.equal(attended(3, given[3], given), due)
         close(attended(3, replace(given[3], groups=None), given), due, torch.float32)

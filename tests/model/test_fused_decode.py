@@ -1,4 +1,4 @@
-"""The kernels for few tokens (products, mixing) against their definitions, on a CUDA device or in
+"""The kernels for few tokens (products, fused_attention) against their definitions, on a CUDA device or in
 Triton's interpreter."""
 
 from dataclasses import replace
@@ -13,7 +13,7 @@ import bass_kernels as ops
 from bass_kernels import reference
 
 products = pytest.importorskip("bass_kernels.products")
-mixing = pytest.importorskip("bass_kernels.mixing")
+fused_attention = pytest.importorskip("bass_kernels.fused_attention")
 residual_stream = pytest.importorskip("bass_kernels.residual")
 Cut = products.Cut
 DTYPES = [torch.float32] + ([torch.bfloat16] if DEVICE.type == "cuda" else [])
@@ -109,7 +109,7 @@ def test_fused_attention_matches_the_definition(dtype, splits, wide, window, nor
         (randn(size, dtype=dtype, seed=5), randn(size, dtype=dtype, seed=6)) if norms else None
     )
     due_own = tuple(t.clone().float() for t in own)
-    found = mixing.mix(
+    found = fused_attention.attend(
         qkv,
         angles.flatten(1, 2),
         weights,
@@ -149,7 +149,7 @@ def test_token_fed_twice_is_attended_to_once():
     rows = len(segments.base)
     qkv = randn(rows, (6 + 4) * 16, seed=8)
     angles = torch.ones(2, rows, 8, device=DEVICE)
-    once = mixing.mix(
+    once = fused_attention.attend(
         qkv,
         angles,
         None,
@@ -161,7 +161,7 @@ def test_token_fed_twice_is_attended_to_once():
         scale=0.25,
     )
     often = replace(segments, positions=segments.positions.expand(rows, 3).contiguous())
-    thrice = mixing.mix(
+    thrice = fused_attention.attend(
         qkv.repeat_interleave(3, 0),
         angles.repeat_interleave(3, 1),
         None,

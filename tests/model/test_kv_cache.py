@@ -179,11 +179,13 @@ def test_rows_that_grow_keep_their_keys(moved, monkeypatch):
         cache.decode(positions + 1, [16] * 3)
 
 
-def teams_of(cache, rows, size=4):
+def groups_of(cache, rows, size=4):
     """The tables as a captured pass reads them: members, and tiles without empty places."""
     segments = cache.decode(torch.zeros(rows, 1, dtype=torch.int64), None).segments
-    tiles = [[row for row in tile if row >= 0] for tile in segments.teams.tiles[size].tolist()]
-    return segments.teams.member.tolist(), [tile for tile in tiles if tile]
+    tiles = [
+        [row for row in tile if row >= 0] for tile in segments.device_groups.tiles[size].tolist()
+    ]
+    return segments.device_groups.member.tolist(), [tile for tile in tiles if tile]
 
 
 def test_prefix_groups_follow_rows_that_begin_end_and_move(monkeypatch):
@@ -191,23 +193,23 @@ def test_prefix_groups_follow_rows_that_begin_end_and_move(monkeypatch):
     cache = store(rows=8)
     long, other, short = cache.reserve(200), cache.reserve(300), cache.reserve(3)
     cache.swap_rows(begun=[([0], long)])
-    assert cache.decode(torch.zeros(1, 1, dtype=torch.int64), None).segments.teams is None
+    assert cache.decode(torch.zeros(1, 1, dtype=torch.int64), None).segments.device_groups is None
     version = cache.version
     cache.swap_rows(begun=[([1], other)])
     cache.swap_rows(begun=[([2], long)])
-    assert cache.version == version + 1  # from now on passes are launched with teams
-    tables = cache.decode(torch.zeros(8, 1, dtype=torch.int64), None).segments.teams
+    assert cache.version == version + 1  # from now on passes are launched with groups
+    tables = cache.decode(torch.zeros(8, 1, dtype=torch.int64), None).segments.device_groups
     for row, span in enumerate((short, short, other, long, long), 3):
         cache.swap_rows(begun=[([row], span)])
-    assert teams_of(cache, 8) == ([1, 1, 1, 0, 0, 1, 1, 1], [[0, 2, 6, 7], [1, 5]])
+    assert groups_of(cache, 8) == ([1, 1, 1, 0, 0, 1, 1, 1], [[0, 2, 6, 7], [1, 5]])
     cache.swap_rows(ended=[0])
     cache.swap_rows(moved=[(7, 0)])
-    assert teams_of(cache, 8) == ([1, 1, 1, 0, 0, 1, 1, 0], [[0, 2, 6], [1, 5]])
+    assert groups_of(cache, 8) == ([1, 1, 1, 0, 0, 1, 1, 0], [[0, 2, 6], [1, 5]])
     cache.swap_rows(ended=[5])
     cache.swap_rows(moved=[(6, 5)])
-    assert teams_of(cache, 6) == ([1, 0, 1, 0, 0, 1], [[0, 2, 5]])
+    assert groups_of(cache, 6) == ([1, 0, 1, 0, 0, 1], [[0, 2, 5]])
     with pytest.raises(AssertionError, match="all rows"):
-        teams_of(cache, 5)
+        groups_of(cache, 5)
     for row in range(6):
         cache.swap_rows(ended=[row])
     assert cache.version == version + 1

@@ -13,8 +13,8 @@ from triton.compiler import ASTSource
 
 from bass_kernels import (
     acceptance_kernels,
+    fused_attention,
     linear_kernels,
-    mixing,
     pointwise,
     products,
     ragged_kernel,
@@ -27,20 +27,13 @@ from bass_kernels import (
 
 FLOATS = {"found_ptr", "score_ptr", "part_ptr", "peak_ptr", "mass_ptr", "cos_ptr", "sin_ptr", "temperature_ptr",
           "top_p_ptr", "edges_ptr", "q_edges_ptr", "stream_ptr", "sum_ptr", "square_ptr", "angle_ptr",
-          "inverse_ptr", "below_ptr", "own_norm_ptr", "due_norm_ptr", "slope_ptr",
+          "inverse_ptr", "below_ptr", "p_norm_ptr", "slope_ptr",
           "norm_ptr", "q_norm_ptr", "k_norm_ptr"}  # fmt: skip
-INTEGERS = {"arrived_ptr", "count_ptr", "teamed_ptr", "table_ptr"}
-LONGS = {"of_ptr", "position_ptr", "base_ptr", "start_ptr", "own_ptr", "token_ptr", "tokens_ptr", "slots_ptr", "top_k_ptr",
-         "search_ptr", "draft_ptr", "length_ptr", "most_ptr", "origin_ptr", "accepted_ptr", "next_ptr",
+INTEGERS = {"arrived_ptr", "count_ptr", "grouped_ptr", "table_ptr"}
+LONGS = {"target_row_ptr", "position_ptr", "base_ptr", "start_ptr", "own_ptr", "token_ptr", "tokens_ptr", "slots_ptr",
+         "top_k_ptr", "search_ptr", "draft_ptr", "length_ptr", "most_ptr", "origin_ptr", "accepted_ptr", "next_ptr",
          "block_ptr", "begin_ptr", "text_ptr", "alive_ptr", "target_ptr"}  # fmt: skip
-NOISY = {
-    "_look",
-    "_decide",
-    "_draw",
-    "_judge",
-    "_look_after",
-    "_join",
-}  # there, keys are those of the noise
+NOISY = {"_pass", "_finish_row", "_draw", "_verify"}  # there, keys are those of the noise
 
 
 def kind(name, kernel):
@@ -83,7 +76,7 @@ def compiled(place):
         constexprs={(names.index(n),): v for n, v in constants.items()},
     )
     code = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
-    assert ("cp.async.bulk.prefetch.L2" in code) == constants.get("AHEAD", False)
+    assert ("cp.async.bulk.prefetch.L2" in code) == constants.get("PREFETCH", False)
     lets = constants.get("EARLY", False) or constants.get("LEADS", False)
     assert ("griddepcontrol.launch_dependents" in code) == lets
     if constants.get("EARLY"):
@@ -92,10 +85,10 @@ def compiled(place):
 
 
 if __name__ == "__main__":
-    for look in (0, 1, 2):
-        early = {"EARLY": look > 0, "LEADS": True}
-        compile_one(sampling_kernels._look, LOOK=look, CHUNKS=128, **early)
-    compile_one(sampling_kernels._decide, EARLY=True)
+    for number in (0, 1, 2):
+        early = {"EARLY": number > 0, "LEADS": True}
+        compile_one(sampling_kernels._pass, PASS=number, CHUNKS=128, **early)
+    compile_one(sampling_kernels._finish_row, EARLY=True)
     compile_one(round_kernels._pending, WIDE=16)
     compile_one(round_kernels._accept, MOST=True, WIDE=16)
     compile_one(round_kernels._commit, TABLE=True, WIDE=16)
@@ -106,9 +99,9 @@ if __name__ == "__main__":
         compile_one(truncation._narrow, **search, LAST=last)
     spread = {"CHUNK": 4096, "CHUNKS": 64}
     compile_one(acceptance_kernels._draw, **spread)
-    compile_one(acceptance_kernels._weigh, PLACES=8, **spread)
+    compile_one(acceptance_kernels._residual_masses, PLACES=8, **spread)
     for point in (False, True):
-        compile_one(acceptance_kernels._judge, POINT=point, BOUNDED=True, PLACES=8, **spread)
+        compile_one(acceptance_kernels._verify, POINT=point, BOUNDED=True, PLACES=8, **spread)
     # of heads of 128 the smallest: tiles of many lines take seconds each, and are compiled as
     # they are launched by compile_launches.py
     for size, pieces, pad, block, head in (
@@ -130,7 +123,7 @@ if __name__ == "__main__":
             BLOCK_N=32,
             BLOCK_D=head,
             WIDE="tf32",
-            AHEAD=size == 1,
+            PREFETCH=size == 1,
             EARLY=True,
         )
     compile_one(ragged_kernel.merge_rows, H=28, K=4, D=128, PIECES=32, BLOCK_M=16, BLOCK_D=128)
@@ -147,7 +140,7 @@ if __name__ == "__main__":
     compile_one(products._gate_up, TILES=28, LINES=4864, DEPTH=896, KIND=0, **tiled)
     compile_one(residual._finish, WIDTH=896, TILES=28, EARLY=True)
     compile_one(
-        mixing._mix,
+        fused_attention._attend,
         H=14,
         K=2,
         D=64,
@@ -160,8 +153,8 @@ if __name__ == "__main__":
         WIDE="tf32",
         EARLY=True,
     )
-    compile_one(training_kernels._compare, BLOCK=4096)
-    compile_one(training_kernels._differ, BLOCK=4096)
+    compile_one(training_kernels._distances, BLOCK=4096)
+    compile_one(training_kernels._distance_gradient, BLOCK=4096)
     compile_one(training_kernels._rotate, H=14, D=64, HALF=32, BACK=True, BLOCK_H=16, BLOCK_D=64)
     compile_one(training_kernels._gate_gradient, BLOCK=1024)
     with multiprocessing.get_context("fork").Pool() as pool:

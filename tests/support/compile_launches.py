@@ -18,9 +18,9 @@ from triton.backends.compiler import GPUTarget
 from bass_kernels import (
     acceptance_kernels,
     causal,
+    fused_attention,
     launch,
     linear_kernels,
-    mixing,
     pointwise,
     products,
     ragged,
@@ -28,26 +28,26 @@ from bass_kernels import (
     round_kernels,
     sampling_kernels,
 )
-from bass_kernels.rounds import BINS, Known
-from bass_kernels.segments import Packed, Segments, Teams
+from bass_kernels.rounds import BINS, ConfidenceStats
+from bass_kernels.segments import DeviceGroups, Packed, Segments
 
 # Kilobytes of shared memory that a program may take (CUDA C++ Programming Guide, technical
 # specifications by capability).
 LIMITS = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 PROCESSORS = 128
-MODULES = (causal, linear_kernels, mixing, products, ragged)
+MODULES = (causal, linear_kernels, fused_attention, products, ragged)
 
 
 def empty(*shape, dtype):
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
-def segments(rows, width, *, team=0):
-    """Rows on prompts. `team`: rows in a tile of those that share a prompt."""
+def segments(rows, width, *, members=0):
+    """Rows on prompts. `members`: rows in a tile of those that share a prompt."""
     base, start, own = empty(3, rows, dtype=torch.int64)
-    tiles = {team: empty(rows // team, team, dtype=torch.int32)} if team else {}
-    teams = Teams(empty(rows, dtype=torch.int32), tiles) if team else None
-    return Segments(empty(rows, width, dtype=torch.int64), base, start, own, None, 64, teams)
+    tiles = {members: empty(rows // members, members, dtype=torch.int32)} if members else {}
+    groups = DeviceGroups(empty(rows, dtype=torch.int32), tiles) if members else None
+    return Segments(empty(rows, width, dtype=torch.int64), base, start, own, None, 64, groups)
 
 
 def caches(rows, kv_heads, size, dtype):
@@ -83,7 +83,7 @@ def few_tokens(dtype, *, width=3584, inner=18944, heads=28, kv_heads=4, size=128
 def mix(dtype, *, heads, kv_heads, size, width):
     own, prompt = caches(2, kv_heads, size, dtype)
     norms = empty(2, size, dtype=torch.float32)
-    mixing.mix(
+    fused_attention.attend(
         empty(2 * width, (heads + 2 * kv_heads) * size, dtype=dtype),
         empty(2, 2 * width, size // 2, dtype=torch.float32),
         tuple(norms),
@@ -123,13 +123,13 @@ def attend_long(dtype):
             causal.attention(q, keys, values, torch.empty_like(q), scale=0.1)
 
 
-def attend(dtype, *, size, rows, width, team=0):
+def attend(dtype, *, size, rows, width, members=0):
     own, prompt = caches(rows, 4, size, dtype)
     ragged.attention(
         empty(rows, width, 28, size, dtype=dtype),
         own,
         prompt,
-        segments(rows, width, team=team),
+        segments(rows, width, members=members),
         scale=0.1,
     )
 
@@ -152,12 +152,12 @@ def attend_packed(dtype, *, rows, tokens, widest):
 def choose(dtype):
     """Choose the verified drafts of 32 rows; the library selects the largest."""
     scores, first = empty(32, 7, dtype=torch.float32), empty(2, BINS, dtype=torch.float32)
-    known = Known(*first, first)
+    stats = ConfidenceStats(*first, first)
     alive, tokens = empty(32, dtype=torch.int64), empty(32, 8, dtype=torch.int64)
-    standing = round_kernels.standing(scores, known, alive)
-    chosen = round_kernels.likeliest(standing, 160, tokens, alive)
+    standing = round_kernels.prefix_chances(scores, stats, alive)
+    chosen = round_kernels.choose_drafts(standing, 160, tokens, alive)
     told = empty(192, dtype=torch.float32)
-    round_kernels.settle(tokens[:, 1:], scores, chosen, chosen.tokens, told, known, alive)
+    round_kernels.accept_chosen(tokens[:, 1:], scores, chosen, chosen.tokens, told, stats, alive)
 
 
 def elementwise(dtype):
@@ -203,11 +203,11 @@ LAUNCHES = {
     "gate-up": gate_up,
     "attend-long": attend_long,
     "attend-128": functools.partial(attend, size=128, rows=8, width=9),
-    "attend-128-in-teams": functools.partial(attend, size=128, rows=16, width=1, team=8),
+    "attend-128-in-groups": functools.partial(attend, size=128, rows=16, width=1, members=8),
     "attend-128-packed": functools.partial(attend_packed, rows=32, tokens=160, widest=9),
     "attend-256": functools.partial(attend, size=256, rows=4, width=1),
     "attend-256-wide": functools.partial(attend, size=256, rows=4, width=9),
-    "attend-256-in-teams": functools.partial(attend, size=256, rows=16, width=1, team=8),
+    "attend-256-in-groups": functools.partial(attend, size=256, rows=16, width=1, members=8),
     "choose": choose,
     "elementwise": elementwise,
     "laws": params,

@@ -20,7 +20,7 @@ from .segments import Segments
 _NEW = tl.constexpr(16)  # maximum number of new tokens a row
 
 
-def mix(
+def attend(
     qkv: Tensor,
     angles: Tensor,
     norms: tuple[Tensor, Tensor] | None,
@@ -47,13 +47,13 @@ def mix(
     splits = splits or max(1, min(8, processors(qkv.device) // units))
     block_q, block_d = _block(wide * heads // kv_heads), _block(size)
     lines = units * splits * block_q
-    keys, stages = loads(qkv, block_q, block_d) if keys is None else (keys, 3)
+    keys, stages = tiling_for(qkv, block_q, block_d) if keys is None else (keys, 3)
     shape = {"H": heads, "K": kv_heads, "D": size, "HALF": angles.shape[2]}
-    tiling = {"BLOCK_Q": block_q, "BLOCK_D": block_d, "KEYS": keys, "SPLITS": splits}
+    shape |= {"BLOCK_Q": block_q, "BLOCK_D": block_d, "KEYS": keys, "SPLITS": splits}
     out = qkv.new_empty(rows * wide, heads * size)
     assert wide <= _NEW.value
     assert segments.positions.is_contiguous()  # a copy's launch would not be waited for
-    _mix[(units, splits)](
+    _attend[(units, splits)](
         qkv,
         angles,
         *(norms or (qkv, qkv)),
@@ -75,7 +75,6 @@ def mix(
         NORMS=norms is not None,
         WIDE="ieee" if qkv.dtype == torch.float32 else "tf32",
         **shape,
-        **tiling,
         num_warps=4,
         num_stages=stages,
         **overlap(early, qkv.device),
@@ -84,9 +83,9 @@ def mix(
 
 
 def fits(like: Tensor, lines: int, size: int) -> bool:
-    """Return whether the device can run this kernel (see `loads`)."""
+    """Return whether the device can run this kernel (see `tiling_for`)."""
     try:
-        return bool(loads(like, lines, size))
+        return bool(tiling_for(like, lines, size))
     except OutOfResources:
         return False
 
@@ -95,7 +94,7 @@ def _block(count: int) -> int:
     return max(16, triton.next_power_of_2(count))
 
 
-def loads(like: Tensor, lines: int, size: int) -> tuple[int, int]:
+def tiling_for(like: Tensor, lines: int, size: int) -> tuple[int, int]:
     """Return (keys a step, pipeline stages) for `lines` queries of heads of this size: 64 in 3
     stages, or the largest that fits. Raises Triton's OutOfResources if nothing fits."""
     lines, size = _block(lines), _block(size)
@@ -114,7 +113,7 @@ def loads(like: Tensor, lines: int, size: int) -> tuple[int, int]:
 
 
 @triton.jit
-def _rotated(
+def _load_rotated(
     qkv_ptr,
     token,
     head,
@@ -151,7 +150,7 @@ def _rotated(
 
 
 @triton.jit(do_not_specialize=["wide", "rows"])
-def _mix(
+def _attend(
     qkv_ptr,
     angle_ptr,
     q_norm_ptr,
@@ -216,7 +215,7 @@ def _mix(
     prompt_key_ptr += kv_head * prompt_head + start * prompt_step
     prompt_value_ptr += kv_head * prompt_head + start * prompt_step
     after(EARLY)
-    q = _rotated(
+    q = _load_rotated(
         qkv_ptr,
         token,
         head,
@@ -253,7 +252,7 @@ def _mix(
         following = tl.load(here + 1, mask=step + 1 < wide, other=-1).to(tl.int32)
         mask = (step < wide)[:, None] & (d < D)[None, :]
         place = (new - base)[:, None] * key_step + d[None, :]
-        keys = _rotated(
+        keys = _load_rotated(
             qkv_ptr,
             row * wide + step,
             step * 0 + H + kv,
