@@ -62,7 +62,7 @@ def measure(settings: Settings, screen: Screen) -> Iterator[dict[str, Any]]:
 def _measure(settings: Settings, plan: Plan | None, screen: Screen) -> Iterator[dict[str, Any]]:
     texts = texts_for(settings, plan)
     settings = replace(settings, texts=tuple(kind for kind in texts if kind))
-    screen.phase("loading the weights" if settings.shape is None else "making random weights")
+    screen.phase("loading the weights" if settings.specs is None else "making random weights")
     models = preparation.build_models(settings, plan)
     try:
         longest = max(len(text.tokens) for kind in texts.values() for text in kind)

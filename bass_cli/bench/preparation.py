@@ -20,8 +20,9 @@ from bass_cli.bench.costs import Ceilings
 from bass_cli.bench.figures import Run
 from bass_cli.bench.runs import Key, Parts, Schedule, decode, empty, fill
 from bass_cli.bench.settings import PLAIN, Settings
-from bass_cli.bench.shapes import AT_ONCE, HEADS, head_of, random_part, random_weights, spec_of
+from bass_cli.bench.shapes import random_part, random_weights
 from bass_cli.bench.texts import Text, rows_for
+from bass_cli.config.draft_spec import parse_draft
 from bass_cli.config.options import CONTROLLERS
 from bass_cli.drafts.factory import SHARPER, NoDrafter
 from bass_cli.engine.batch import Row, beyond
@@ -34,7 +35,7 @@ from bass_cli.lengths.controllers import Fixed, make_lengths
 from bass_cli.lengths.costs import Surface
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.heads import make_head
-from bass_cli.models.spec import HeadSpec, Spec, head_parameters
+from bass_cli.models.spec import HeadSpec, head_parameters
 from bass_cli.run.build import Models, graphs_for, load_models, make_loop, make_models
 from bass_cli.run.memory import Need, footprint
 from bass_cli.run.pair import check_split
@@ -126,7 +127,7 @@ class Bench:
 
 def plan_for(settings: Settings) -> Plan | None:
     """Check a real pair without reading weights and return its plan; None for random weights."""
-    if settings.shape is not None:
+    if settings.specs is not None:
         return None
     return make_plan(settings.job, options=_OPTIONS, grows=False)
 
@@ -135,11 +136,10 @@ def need_of(settings: Settings, plan: Plan | None, device: torch.device) -> Need
     """Return the memory of the largest batch; MachineError if too little is free."""
     if plan is not None:
         return plan.need  # `make_plan` has checked it
-    assert settings.shape is not None
-    target, draft = _specs(settings)
-    ranks = settings.job.tensor_parallel
+    assert settings.specs is not None
+    (target, draft), ranks = settings.specs, settings.job.tensor_parallel
     if ranks > 1:
-        check_split(target, ranks, device, model=settings.shape)
+        check_split(target, ranks, device, model=settings.job.pair.target)
     head = draft if isinstance(draft, HeadSpec) else None
     found = footprint(
         target,
@@ -147,7 +147,7 @@ def need_of(settings: Settings, plan: Plan | None, device: torch.device) -> Need
         dtype=dtype_of(settings.job.dtype, device),
         device=device,
         longest=settings.longest if head is None else max(settings.longest, head.block),
-        at_once=settings.draft_shape in AT_ONCE,
+        at_once=parse_draft(settings.job.pair.draft).parallel,
         head=head,
         kept_layers=settings.depth or 0,
         prompt_tokens=settings.prompt_tokens,
@@ -162,10 +162,11 @@ def build_models(settings: Settings, plan: Plan | None) -> Models:
     """Load the weights of a plan, or make random ones."""
     if plan is not None:
         return load_models(plan)
+    assert settings.specs is not None
     job, scaled = settings.job, None
     if settings.depth is not None and settings.scale is not None:
         scaled = (settings.depth, settings.scale)
-    spec, device = _specs(settings)[0], device_of(job.device)
+    spec, device = settings.specs[0], device_of(job.device)
     source = functools.partial(random_part, spec, job.sampling.seed, scaled)
     need = need_of(settings, None, device)
     needed = need.footprint.bytes(need.rows, need.new_tokens)
@@ -176,7 +177,8 @@ def build_models(settings: Settings, plan: Plan | None) -> Models:
 
 
 def _add_random_draft(settings: Settings, models: Models) -> Models:
-    target, draft = models.target, _specs(settings)[1]
+    assert settings.specs is not None
+    target, draft = models.target, settings.specs[1]
     if settings.depth is not None:
         return models._replace(drafting=target.keep_layers(range(settings.depth)))
     if draft is None:
@@ -190,7 +192,7 @@ def _add_random_draft(settings: Settings, models: Models) -> Models:
     if isinstance(draft, HeadSpec):
         head = make_head(draft, weights(draft.body, shapes=head_parameters(draft)), target)
         return models._replace(head=head, mask=draft.mask)
-    mask = draft.vocab - 1 if settings.draft_shape in AT_ONCE else None
+    mask = draft.vocab - 1 if parse_draft(settings.job.pair.draft).parallel else None
     return models._replace(drafting=Decoder(draft, weights(draft)), mask=mask)
 
 
@@ -228,17 +230,6 @@ def build_loops(
         graphs=graphs_for(models.target.device, models.followers),
     )
     return Loops(plain, loop)
-
-
-def _specs(settings: Settings) -> tuple[Spec, Spec | HeadSpec | None]:
-    """Return the shapes of target and draft. The draft gets the target's vocabulary."""
-    assert settings.shape is not None
-    spec = spec_of(settings.shape, option="`shape`")
-    if settings.draft_shape is None:
-        return spec, None
-    if settings.draft_shape in HEADS:
-        return spec, head_of(settings.draft_shape, spec, option="`draft_shape`")
-    return spec, spec_of(settings.draft_shape, option="`draft_shape`", vocab=spec.vocab)
 
 
 def grow(bench: Bench) -> None:

@@ -17,6 +17,7 @@ from bass_cli.config.job import Job, Pair, chosen_pair, make_job, parse_duration
 from bass_cli.config.options import CONTROLLERS
 from bass_cli.engine.verify import Rate
 from bass_cli.errors import UserError, nearest
+from bass_cli.models.spec import HeadSpec, Spec
 
 PLAIN = "plain"
 # kinds of pairs
@@ -40,12 +41,15 @@ _NUMBER = re.compile("[0-9]{1,9}")
 _LONGEST = 64  # draft length; the same bound as --draft-length
 
 
+RandomSpecs = tuple[Spec, Spec | HeadSpec | None]
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """What to measure.
 
     job: pair, sampling, coupling, device and dtype.
-    shape: name of the random target; None for a real pair.
+    specs: shapes of a random target and its draft; None for a real pair.
     acceptances: simulated acceptance of a random draft, one document for each. An entry holds
         rates for the rows in turn; a rate may be a tuple by position in the draft.
     depth, scale: the draft is the first `depth` layers, the other layers are scaled by `scale`.
@@ -57,8 +61,7 @@ class Settings:
     """
 
     job: Job
-    shape: str | None
-    draft_shape: str | None
+    specs: RandomSpecs | None
     acceptances: tuple[tuple[Rate, ...], ...]
     depth: int | None
     scale: float | None
@@ -80,7 +83,7 @@ class Settings:
     def kind(self) -> str:
         """What the pair is made of: files, or random weights whose acceptance is set or follows
         from scaled layers."""
-        if self.shape is None:
+        if self.specs is None:
             return REAL
         if self.depth is not None:
             return SCALED
@@ -107,7 +110,9 @@ def make_settings(args: BenchArgs) -> Settings:
     default: dict[str, Any] = _CPU if on_cpu else _GPU
     if on_cpu and args.time_limit is None and args.repeats is None and not args.controllers:
         time_limit = _TIME_LIMIT
-    pair = chosen_pair(args) if args.shape is None else _random_pair(args, args.shape)
+    pair, specs = (
+        (chosen_pair(args), None) if args.shape is None else _random_pair(args, args.shape)
+    )
     rivals = chosen_rivals(args.rivals)
     if rivals and args.shape is not None:
         raise UserError("`rivals`: rivals load files; give a pair instead of `shape`")
@@ -123,8 +128,7 @@ def make_settings(args: BenchArgs) -> Settings:
         raise UserError("`coupling`: `acceptance` needs `coupling` shared")
     return Settings(
         job=job,
-        shape=args.shape,
-        draft_shape=args.draft_shape,
+        specs=specs,
         acceptances=acceptances,
         depth=args.depth,
         scale=args.scale,
@@ -232,25 +236,26 @@ def _rate(word: str) -> Rate:
     return chances if len(chances) > 1 else chances[0]
 
 
-def _random_pair(args: BenchArgs, shape: str) -> Pair:
-    """Make a Pair that names a random pair, so that a Job can be made. It has no files."""
-    target = spec_of(shape, option="`shape`")
-    layers, draft, depth = target.layers, "none", args.depth
-    if args.draft_shape in HEADS:
-        head_of(args.draft_shape, target, option="`draft_shape`")
-        draft = f"heads:{args.draft_shape}"
-    elif args.draft_shape is not None:
-        spec_of(args.draft_shape, option="`draft_shape`", others=HEADS)
-        draft = f"parallel:{args.draft_shape}" if args.draft_shape in AT_ONCE else args.draft_shape
+def _random_pair(args: BenchArgs, shape: str) -> tuple[Pair, RandomSpecs]:
+    """Make a Pair that names a random pair, so that a Job can be made, and its shapes. It has no
+    files. The draft gets the target's vocabulary."""
+    target, name, depth = spec_of(shape, option="`shape`"), args.draft_shape, args.depth
+    draft: str = "none"
+    spec: Spec | HeadSpec | None = None
+    if name in HEADS:
+        draft, spec = f"heads:{name}", head_of(name, target, option="`draft_shape`")
+    elif name is not None:
+        draft = f"parallel:{name}" if name in AT_ONCE else name
+        spec = spec_of(name, option="`draft_shape`", vocab=target.vocab, others=HEADS)
     elif depth is not None:
-        if not 1 <= depth < layers:
+        if not 1 <= depth < target.layers:
             raise UserError(
-                f"`depth`: give a number from 1 to {layers - 1}, because {shape} has "
-                f"{layers} layers (got {depth})"
+                f"`depth`: give a number from 1 to {target.layers - 1}, because {shape} has "
+                f"{target.layers} layers (got {depth})"
             )
-        draft = f"the first {depth} of {layers} layers"
-    name = shape if draft == "none" else f"{shape} + {draft}"
-    return Pair(name=name, target=shape, draft=draft)
+        draft = f"the first {depth} of {target.layers} layers"
+    whole = shape if draft == "none" else f"{shape} + {draft}"
+    return Pair(name=whole, target=shape, draft=draft), (target, spec)
 
 
 def _methods(args: BenchArgs, default: str, *, has_draft: bool) -> tuple[str, ...]:

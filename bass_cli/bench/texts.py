@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from bass_cli.bench.settings import Settings
-from bass_cli.bench.shapes import spec_of
 from bass_cli.engine.batch import Row
 from bass_cli.errors import UserError
 from bass_cli.io.prompts import Prompt, read_prompts
@@ -50,7 +49,8 @@ def prompts_for(settings: Settings, plan: Plan | None) -> list[list[int]]:
     count = -(-max(settings.batch_sizes) // settings.samples_per_prompt)
     lengths = lengths_of(count, settings.prompt_tokens)
     if plan is None:
-        spec = spec_of(settings.shape or "", option="`shape`")
+        assert settings.specs is not None
+        spec = settings.specs[0]
         found = [_random_ids(i, length, spec.vocab) for i, length in enumerate(lengths)]
     else:
         spec = plan.files.target.spec

@@ -56,7 +56,7 @@ def run(args: BenchArgs, screen: Screen) -> bool:
             "--overwrite (or BASS_OVERWRITE): this option needs --plot FILE; give one, or leave "
             "--overwrite out"
         )
-    if settings.shape is None:
+    if settings.specs is None:
         refuse_shared_files(
             [("--plot", args.plot)],
             [("the prompt file", settings.prompts), *files_read(args.pair, settings.job)],

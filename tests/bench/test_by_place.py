@@ -88,8 +88,7 @@ def test_a_profile_is_reported_as_it_was_given() -> None:
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `tiny` draft in one pass, as pard-0.5b does."""
-    for module in ("settings", "preparation"):
-        monkeypatch.setattr(f"bass_cli.bench.{module}.AT_ONCE", frozenset({"tiny"}))
+    monkeypatch.setattr("bass_cli.bench.settings.AT_ONCE", frozenset({"tiny"}))
 
 
 def test_a_shape_that_drafts_in_one_pass(at_once: None) -> None:
