@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import bass_kernels as ops
-from bass_cli.distill.network import Head, Model, cast, run
+from bass_cli.distill.network import Head, Model, run
 from bass_cli.distill.windows import Windows
 
 # Logits computed at once. Plain torch needs five tensors of 1 GiB in float32. The kernels need them
@@ -167,8 +167,6 @@ def measure_acceptance(
     student: Model,
     windows: Sequence[Windows],
     *,
-    mask: int | None,
-    dtype: torch.dtype,
     temperature: float,
     both: bool = True,
 ) -> Acceptance:
@@ -176,41 +174,38 @@ def measure_acceptance(
 
     The tokens of a text are samples of the target. Accepted drafts equal these tokens, so a
     position is weighted by the probability that all drafts before it are accepted, given the
-    tokens.
+    tokens. A student without a mask token drafts token by token.
 
     Args:
-        mask: mask token of the student; None to draft token by token.
         both: False to measure only the maximal coupling, which costs a tenth; it then takes the
             place of the shared one in the result.
     """
     couplings = (shared_agreement, maximal_agreement) if both else (maximal_agreement,)
     device = student.weights["embed.weight"].device
-    found: list[list[Agreement]] = []  # by window: an agreement for each coupling
+    parts = []  # by window: final hidden states of both models, and the text's tokens, by draft
     with torch.no_grad():
-        weights = cast(student.weights, dtype)
-        for part in windows:
-            moved = part.to(device)
-            places, goals = _places(moved, masks=mask is not None)
-            if not len(places):
-                continue
-            expected = run(target.spec, target.weights, moved, None).flatten(0, 1)[goals]
-            own = run(student.spec, weights, moved, mask).flatten(0, 1)[places]
-            following = moved.tokens.flatten()[goals + 1]
-            found.append(
-                _agreements(target, student, (expected, own, following), couplings, temperature)
-            )
-    if not found:
-        return Acceptance([], [], None, 0)
-    rates, drafts = [], sum(len(one[0].given) for one in found)
-    for parts in zip(*found, strict=True):
-        accepted, given = (torch.cat(part) for part in zip(*parts, strict=True))
-        alive = torch.cumprod(given, 1).roll(1, 1)
-        alive[:, 0] = 1.0
-        rates.append((alive.sum(0), (alive * accepted).sum(0)))
-    shares = [(accepted / weight).nan_to_num(0.0).tolist() for weight, accepted in rates]
-    return Acceptance(
-        shares[0], shares[1] if both else [], float(rates[0][1].sum()) / drafts, drafts
-    )
+        student = student.cast()
+        for one in windows:
+            moved = one.to(device)
+            places, goals = _places(moved, masks=student.mask is not None)
+            expected, own = run(target, moved).flatten(0, 1), run(student, moved).flatten(0, 1)
+            parts.append((expected[goals], own[places], moved.tokens.flatten()[goals + 1]))
+        texts = [torch.cat(part) for part in zip(*parts, strict=True)]
+        drafts = len(texts[0])
+        if not drafts:
+            return Acceptance([], [], None, 0)
+        found = _agreements(target, student, texts, couplings, temperature)
+    sums = [_sums(agreement) for agreement in found]
+    rates = [(accepted / weight).nan_to_num(0.0).tolist() for accepted, weight in sums]
+    kept = float(sums[0][0].sum()) / drafts
+    return Acceptance(rates[0], rates[1] if both else [], kept, drafts)
+
+
+def _sums(agreement: Agreement) -> tuple[Tensor, Tensor]:
+    """Sum by position, [K] each: accepted drafts, and probabilities that a draft is reached."""
+    reached = torch.cumprod(agreement.given, 1).roll(1, 1)
+    reached[:, 0] = 1.0
+    return (reached * agreement.accepted).sum(0), reached.sum(0)
 
 
 def _places(windows: Windows, *, masks: bool) -> tuple[Tensor, Tensor]:
@@ -235,7 +230,7 @@ def _places(windows: Windows, *, masks: bool) -> tuple[Tensor, Tensor]:
 def _agreements(
     target: Model,
     student: Model,
-    texts: tuple[Tensor, Tensor, Tensor],
+    texts: Sequence[Tensor],
     couplings: Sequence[Callable[[Tensor, Tensor, Tensor], Agreement]],
     temperature: float,
 ) -> list[Agreement]:

@@ -25,19 +25,34 @@ from bass_cli.models.spec import Rope, Spec, parameters
 from bass_kernels import reference
 
 Weights = Mapping[str, Tensor]
-Angles = tuple[Tensor, Tensor]
-Bias = tuple[Tensor, Tensor | None]  # attention biases of the text and of the masks
 
 _ALIGNED = 64  # ids; a product with rows of no multiple of 16 bytes takes several times as long
 _MASKED = -1e30  # finite, so that a tile of keys that are all masked gives no NaN
 
 
 class Model(NamedTuple):
-    """A decoder. Only ids below `vocab` are compared."""
+    """A decoder, which runs in `dtype`.
+
+    vocab: only ids below are compared. mask: the mask token, to run text and masks; None to run the
+    text alone.
+    """
 
     spec: Spec
     weights: Weights
     vocab: int
+    dtype: torch.dtype
+    mask: int | None = None
+
+    def cast(self) -> Model:
+        """Return the model with its layers cast to `dtype`, keeping the gradient path.
+
+        Embedding and head are not cast: few rows of the embedding are read, and Head casts itself.
+        """
+        layers = {
+            name: weight if name.startswith(("embed.", "head.")) else weight.to(self.dtype)
+            for name, weight in self.weights.items()
+        }
+        return self._replace(weights=layers)
 
     @property
     def head(self) -> Head:
@@ -145,101 +160,124 @@ def _with_mask(rows: Tensor, source: Source) -> Tensor:
     return rows
 
 
-def cast(weights: Weights, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Cast weights to `dtype`, keeping the gradient path.
-
-    Embedding and head are not cast: few rows of the embedding are read, and Head casts itself.
-    """
-    return {
-        name: weight if name.startswith(("embed.", "head.")) else weight.to(dtype)
-        for name, weight in weights.items()
-    }
+def run(model: Model, windows: Windows) -> Tensor:
+    """Run the decoder; return the final norm's output [B, T, width] in the model's dtype."""
+    return _Pass(model, windows).output()
 
 
-def run(spec: Spec, weights: Weights, windows: Windows, mask: int | None) -> Tensor:
-    """Run the decoder; return the final norm's output [B, T, width] in the layers' dtype.
+class _Pass:
+    """One pass of a decoder over windows."""
 
-    mask: mask token, to run text and masks; None for the text alone.
-    """
-    if mask is None:
-        tokens, positions = windows.tokens, windows.positions
-    else:
-        tokens, positions = windows.inputs(mask)
-    dtype = weights["layers.0.qkv.weight"].dtype
-    residual = functional.embedding(tokens, weights["embed.weight"]).to(dtype)
-    if spec.embed_scale != 1.0:
-        residual = residual * torch.tensor(spec.embed_scale, dtype=dtype)
-    if spec.rope is None:
-        places = positions.clamp(max=spec.context - 1)
-        residual = residual + functional.embedding(places, weights["positions.weight"])
-    angles = tuple(_angles(positions, rope) for rope in (spec.rope, spec.local_rope))
-    biases = {w: _biases(spec, windows, w, dtype, mask is not None) for w in set(spec.windows)}
-    for i in range(spec.layers):
-        window = spec.windows[i]
-        rope = angles[1] if window and spec.local_rope else angles[0]
-        residual = _block(spec, weights, f"layers.{i}.", residual, rope, biases[window], windows)
-    return _norm(spec, weights, "norm", residual)
+    def __init__(self, model: Model, windows: Windows):
+        self._spec, self._weights, self._dtype = model.spec, model.weights, model.dtype
+        self._windows = windows
+        self._tokens, positions = windows.tokens, windows.positions
+        if model.mask is not None:
+            self._tokens, positions = windows.inputs(model.mask)
+        self._positions, spec = positions, model.spec
+        self._angles = {rope: self._angles_of(rope) for rope in (spec.rope, spec.local_rope)}
+        masks = model.mask is not None and windows.layout.groups > 0
+        self._biases = {window: self._biases_of(window, masks) for window in set(spec.windows)}
 
+    def output(self) -> Tensor:
+        spec, embedding = self._spec, self._weights["embed.weight"]
+        residual = functional.embedding(self._tokens, embedding).to(self._dtype)
+        if spec.embed_scale != 1.0:
+            residual = residual * torch.tensor(spec.embed_scale, dtype=self._dtype)
+        if spec.rope is None:
+            places = self._positions.clamp(max=spec.context - 1)
+            learned = functional.embedding(places, self._weights["positions.weight"])
+            residual = residual + learned
+        for number in range(spec.layers):
+            residual = self._layer(number, residual)
+        return self._norm("norm", residual)
 
-def _biases(spec: Spec, windows: Windows, window: int, dtype: torch.dtype, masks: bool) -> Bias:
-    """Make attention biases [N, 1, G T, S] for the G query heads that share a key head."""
-    share = spec.heads // spec.kv_heads
+    def _layer(self, number: int, residual: Tensor) -> Tensor:
+        """Run a layer; return the residual stream [B, T, width]."""
+        spec, at, window = self._spec, f"layers.{number}.", self._spec.windows[number]
+        normed = self._norm(at + "norm1", residual)
+        qkv = self._linear(at + "qkv", normed).unflatten(-1, (-1, spec.head_size))
+        q, k, v = qkv.split((spec.heads, spec.kv_heads, spec.kv_heads), dim=2)
+        if spec.norm.qk:
+            q, k = self._norm(at + "q_norm", q), self._norm(at + "k_norm", k)
+        angles = self._angles[spec.local_rope if window and spec.local_rope else spec.rope]
+        if angles is not None:
+            q, k = _Rotated.apply(q, *angles), _Rotated.apply(k, *angles)
+        mixed = self._linear(at + "o", self._mix(q, k, v, *self._biases[window]))
+        if spec.parallel:
+            return residual + mixed + self._feed(at, normed)
+        if spec.norm.sandwich:
+            mixed = self._norm(at + "post1", mixed)
+        residual = residual + mixed
+        fed = self._feed(at, self._norm(at + "norm2", residual))
+        if spec.norm.sandwich:
+            fed = self._norm(at + "post2", fed)
+        return residual + fed
 
-    def of(allowed: Tensor) -> Tensor:
-        bias = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
-        return bias.masked_fill_(~allowed, _MASKED).repeat(1, share, 1)[:, None]
+    def _mix(
+        self, q: Tensor, k: Tensor, v: Tensor, of_text: Tensor, of_masks: Tensor | None
+    ) -> Tensor:
+        """Attention [B, T, H D] of the text to itself, and of each group to the text and itself.
 
-    text, both = windows.seen(window)
-    return of(text), of(both) if masks and both is not None else None
+        of_text, of_masks: the attention biases.
+        """
+        length, scale = self._windows.tokens.shape[1], self._spec.query_scale
+        text = _attend(q[:, :length], k[:, :length], v[:, :length], of_text, scale)
+        if of_masks is None:
+            return text
+        groups, masks = self._windows.layout.groups, self._windows.layout.masks
 
+        def of_groups(x: Tensor) -> Tensor:  # [B C, masks, ...]
+            return x[:, length:].unflatten(1, (groups, masks)).flatten(0, 1)
 
-def _block(
-    spec: Spec,
-    weights: Weights,
-    at: str,
-    residual: Tensor,
-    angles: Angles | None,
-    bias: Bias,
-    windows: Windows,
-) -> Tensor:
-    """Run a layer; return the residual stream [B, T, width]."""
-    normed = _norm(spec, weights, at + "norm1", residual)
-    qkv = _linear(weights, at + "qkv", normed).unflatten(-1, (-1, spec.head_size))
-    q, k, v = qkv.split((spec.heads, spec.kv_heads, spec.kv_heads), dim=2)
-    if spec.norm.qk:
-        q = _norm(spec, weights, at + "q_norm", q)
-        k = _norm(spec, weights, at + "k_norm", k)
-    if angles is not None:
-        q, k = _Rotated.apply(q, *angles), _Rotated.apply(k, *angles)
-    mixed = _linear(weights, at + "o", _mix(spec, q, k, v, bias, windows))
-    if spec.parallel:
-        return residual + mixed + _feed(spec, weights, at, normed)
-    if spec.norm.sandwich:
-        mixed = _norm(spec, weights, at + "post1", mixed)
-    residual = residual + mixed
-    fed = _feed(spec, weights, at, _norm(spec, weights, at + "norm2", residual))
-    if spec.norm.sandwich:
-        fed = _norm(spec, weights, at + "post2", fed)
-    return residual + fed
+        def with_text(x: Tensor) -> Tensor:  # [B C, L + masks, ...]
+            shared = x[:, None, :length].expand(-1, groups, -1, -1, -1).flatten(0, 1)
+            return torch.cat((shared, of_groups(x)), 1)
 
+        mixed = _attend(of_groups(q), with_text(k), with_text(v), of_masks, scale)
+        return torch.cat((text, mixed.unflatten(0, (-1, groups)).flatten(1, 2)), 1)
 
-def _mix(spec: Spec, q: Tensor, k: Tensor, v: Tensor, bias: Bias, windows: Windows) -> Tensor:
-    """Attention [B, T, H D] of the text to itself, and of each group to the text and itself."""
-    length, scale = windows.tokens.shape[1], spec.query_scale
-    text = _attend(q[:, :length], k[:, :length], v[:, :length], bias[0], scale)
-    if bias[1] is None:
-        return text
-    groups, masks = windows.layout.groups, windows.layout.masks
+    def _feed(self, at: str, normed: Tensor) -> Tensor:
+        spec, inner = self._spec, self._linear(at + "up", normed)
+        if spec.gated and spec.activation == "silu":
+            inner = _Gated.apply(inner)
+        else:
+            inner = reference.activation(inner, spec.activation, gated=spec.gated)
+        return self._linear(at + "down", inner)
 
-    def of_groups(x: Tensor) -> Tensor:  # [B C, masks, ...]
-        return x[:, length:].unflatten(1, (groups, masks)).flatten(0, 1)
+    def _linear(self, name: str, x: Tensor) -> Tensor:
+        bias = self._weights.get(name + ".bias")
+        return functional.linear(x, self._weights[name + ".weight"], bias)
 
-    def with_text(x: Tensor) -> Tensor:  # [B C, L + masks, ...]
-        shared = x[:, None, :length].expand(-1, groups, -1, -1, -1).flatten(0, 1)
-        return torch.cat((shared, of_groups(x)), 1)
+    def _norm(self, name: str, x: Tensor) -> Tensor:
+        weight, size = self._weights[name + ".weight"].to(x.dtype), x.shape[-1:]
+        head, eps = name.endswith(("q_norm", "k_norm")), self._spec.norm.eps
+        if self._spec.norm.kind == "layer" and not head:
+            bias = self._weights[name + ".bias"].to(x.dtype)
+            return functional.layer_norm(x, size, weight, bias, eps)
+        return functional.rms_norm(x, size, weight, eps)
 
-    mixed = _attend(of_groups(q), with_text(k), with_text(v), bias[1], scale)
-    return torch.cat((text, mixed.unflatten(0, (-1, groups)).flatten(1, 2)), 1)
+    def _angles_of(self, rope: Rope | None) -> tuple[Tensor, Tensor] | None:
+        """Return cos and sin, each [B, T, 1, size / 2] float32; None without rotary positions."""
+        inverse = inverse_frequencies(rope, self._positions.device)
+        if inverse is None:
+            return None
+        angles = self._positions[..., None, None] * inverse
+        return angles.cos(), angles.sin()
+
+    def _biases_of(self, window: int, masks: bool) -> tuple[Tensor, Tensor | None]:
+        """Make the attention biases of the text and of the masks, [N, 1, G T, S] each.
+
+        G is the number of query heads that share a key head.
+        """
+        share = self._spec.heads // self._spec.kv_heads
+
+        def of(allowed: Tensor) -> Tensor:
+            bias = torch.zeros(allowed.shape, dtype=self._dtype, device=allowed.device)
+            return bias.masked_fill_(~allowed, _MASKED).repeat(1, share, 1)[:, None]
+
+        text, both = self._windows.seen(window)
+        return of(text), of(both) if masks and both is not None else None
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
@@ -284,34 +322,3 @@ class _Gated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> Tensor:
         return ops.gate_gradient(*ctx.saved_tensors, outer[0])
-
-
-def _feed(spec: Spec, weights: Weights, at: str, normed: Tensor) -> Tensor:
-    inner = _linear(weights, at + "up", normed)
-    if spec.gated and spec.activation == "silu":
-        inner = _Gated.apply(inner)
-    else:
-        inner = reference.activation(inner, spec.activation, gated=spec.gated)
-    return _linear(weights, at + "down", inner)
-
-
-def _linear(weights: Weights, name: str, x: Tensor) -> Tensor:
-    return functional.linear(x, weights[name + ".weight"], weights.get(name + ".bias"))
-
-
-def _norm(spec: Spec, weights: Weights, name: str, x: Tensor) -> Tensor:
-    weight, size = weights[name + ".weight"].to(x.dtype), x.shape[-1:]
-    head = name.endswith(("q_norm", "k_norm"))
-    if spec.norm.kind == "layer" and not head:
-        bias = weights[name + ".bias"].to(x.dtype)
-        return functional.layer_norm(x, size, weight, bias, spec.norm.eps)
-    return functional.rms_norm(x, size, weight, spec.norm.eps)
-
-
-def _angles(positions: Tensor, rope: Rope | None) -> Angles | None:
-    """Return cos and sin, each [B, T, 1, size / 2] float32; None without rotary positions."""
-    inverse = inverse_frequencies(rope, positions.device)
-    if inverse is None:
-        return None
-    angles = positions[..., None, None] * inverse
-    return angles.cos(), angles.sin()

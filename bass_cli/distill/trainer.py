@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bass_cli.distill.agreement import divergence
 from bass_cli.distill.exchange import Peers
-from bass_cli.distill.network import Model, cast, run
+from bass_cli.distill.network import Model, run
 from bass_cli.distill.windows import Batches, Windows
 from bass_cli.errors import MachineError
 from bass_cli.io.saving import replace_file
@@ -70,12 +70,9 @@ class Progress:
 
 
 class Trainer:
-    """Trains `student` (float32) to match the distributions of `target`.
+    """Trains `student` (weights in float32) to match the distributions of `target`.
 
-    Args:
-        mask: the student's mask token.
-        dtype: dtype of the computation.
-        peers: processes that learn from the other parts of the same batches.
+    `peers`: processes that learn from the other parts of the same batches.
     """
 
     def __init__(
@@ -84,13 +81,10 @@ class Trainer:
         student: Model,
         batches: Batches,
         goal: Goal,
-        *,
-        mask: int,
-        dtype: torch.dtype,
         peers: Peers | None = None,
     ):
         self._target, self._student, self._batches, self._goal = target, student, batches, goal
-        self._mask, self._dtype, self._peers = mask, dtype, peers or Peers()
+        self._peers = peers or Peers()
         tied = student.spec.tied  # a tied head is the embedding
         self.weights = {
             name: weight.requires_grad_()
@@ -186,13 +180,9 @@ class Trainer:
         """
         target, student = self._target, self._student
         with torch.no_grad():
-            expected = run(target.spec, target.weights, part, None).flatten(0, 1)[part.known]
-        weights = cast(student.weights, self._dtype)
-        found = run(student.spec, weights, part, self._mask).flatten(0, 1)
-        loss = divergence(
-            found.index_select(0, part.student), student.head, expected, target.head, part
-        )
-        loss = loss / guesses
+            expected = run(target, part).flatten(0, 1)[part.known]
+        found = run(student.cast(), part).flatten(0, 1).index_select(0, part.student)
+        loss = divergence(found, student.head, expected, target.head, part) / guesses
         loss.backward()
         return loss.detach()
 

@@ -5,7 +5,6 @@ command.py and group.py are the callers.
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -113,16 +112,11 @@ class Work:
         if device.type == "cuda":  # without it, one attention kernel serves all shapes with a mask
             torch.backends.cuda.enable_cudnn_sdp(False)
         screen.phase("loading the weights")
-        self._target = Model(
-            plan.files.target.spec,
-            load(plan.files.target, dtype=plan.dtype, device=device),
-            source.vocab,
-        )
+        files, dtype = plan.files.target, plan.dtype
+        weights = load(files, dtype=dtype, device=device)
+        self._target = Model(files.spec, weights, source.vocab, dtype)
         self.weights = student_weights(source, device)
-        self._student = Model(source.spec, self.weights, source.vocab)
-        self._acceptance = functools.partial(
-            measure_acceptance, self._target, self._student, dtype=plan.dtype
-        )
+        self._student = Model(source.spec, self.weights, source.vocab, dtype, source.mask)
 
     def _windows(self, corpus: Corpus) -> list[Windows]:
         """Make held-out windows with all masks, chosen at even distances."""
@@ -209,15 +203,8 @@ class Work:
             f"training on {len(self._corpus)} windows, {size} in a step"
             + (f", {most} at once" if most < own else "")
         )
-        return Trainer(
-            self._target,
-            self._student,
-            batches,
-            Goal(steps, limit, training.learning_rate),
-            mask=self._source.mask,
-            dtype=plan.dtype,
-            peers=peers,
-        )
+        goal = Goal(steps, limit, training.learning_rate)
+        return Trainer(self._target, self._student, batches, goal, peers)
 
     def _begin(self, trainer: Trainer) -> None:
         """Restore the checkpoint, or measure the untrained model if there is none."""
@@ -245,18 +232,19 @@ class Work:
             trainer.run(on_step, checkpoint=path, every=self._every)
 
     def _measure_quickly(self) -> Acceptance:
-        return self._acceptance(
-            self._held[:_FEW], mask=self._source.mask, temperature=1.0, both=False
-        )
+        few = self._held[:_FEW]
+        return measure_acceptance(self._target, self._student, few, temperature=1.0, both=False)
 
     def _measure(self, *, chain: bool) -> dict[str, Any]:
         """Measure acceptance for each kind of draft and temperature."""
-        kinds = {"parallel": self._source.mask, **({"chain": None} if chain else {})}
+        kinds = {"parallel": self._student}
+        if chain:
+            kinds["chain"] = self._student._replace(mask=None)
         return {
-            f"{kind} T={heat:g}": self._acceptance(
-                self._held, mask=mask, temperature=heat
+            f"{kind} T={heat:g}": measure_acceptance(
+                self._target, student, self._held, temperature=heat
             )._asdict()
-            for kind, mask in kinds.items()
+            for kind, student in kinds.items()
             for heat in TEMPERATURES
         }
 

@@ -31,7 +31,7 @@ def checkpoints(tmp_path_factory):
 @pytest.fixture(scope="module")
 def target(checkpoints):
     found = checkpoints["target"]
-    return Model(found.spec, load(found, dtype=torch.float32, device=CPU), VOCAB)
+    return Model(found.spec, load(found, dtype=torch.float32, device=CPU), VOCAB, torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -42,15 +42,15 @@ def corpus():
     )
 
 
-def student_of(checkpoint, layers=None, mask=None, device=CPU):
+def student_of(checkpoint, layers=None, mask=None, device=CPU, dtype=torch.float32):
     source = source_of(checkpoint, layers=layers, mask=mask, vocab=VOCAB, size=VOCAB)
-    return source, Model(source.spec, student_weights(source, device), VOCAB)
+    return source, Model(source.spec, student_weights(source, device), VOCAB, dtype, source.mask)
 
 
 def trainer_of(target, checkpoint, corpus, goal, *, most=4, layers=None):
-    source, student = student_of(checkpoint, layers)
+    _, student = student_of(checkpoint, layers)
     batches = Batches(corpus, thinned(WINDOW, 4), size=4, most=most, seed=0)
-    return Trainer(target, student, batches, goal, mask=source.mask, dtype=torch.float32)
+    return Trainer(target, student, batches, goal)
 
 
 def test_a_resumed_training_equals_an_undisturbed_one(target, checkpoints, corpus, tmp_path):
@@ -92,16 +92,15 @@ def test_bfloat16_training_on_a_gpu_equals_a_cpu_up_to_rounding(tmp_path, family
     found = {}
     for kind, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
         device = torch.device(kind)
-        model = Model(target.spec, load(target, dtype=dtype, device=device), VOCAB)
-        source, student = student_of(small, device=device)
+        model = Model(target.spec, load(target, dtype=dtype, device=device), VOCAB, dtype)
+        _, student = student_of(small, device=device, dtype=dtype)
         batches = Batches(corpus, thinned(WINDOW, 4), size=4, most=4, seed=0)
-        words = {"mask": source.mask, "dtype": dtype}
-        trainer, losses = Trainer(model, student, batches, Goal(8, None, 0.003), **words), []
+        trainer, losses = Trainer(model, student, batches, Goal(8, None, 0.003)), []
         trainer.run(lambda done, to=losses: to.append(done.loss), checkpoint=tmp_path / kind)
         windows = [corpus.windows([0], whole(WINDOW, 4, 6), [(0,)])]
-        kept = measure_acceptance(model, student, windows, temperature=1.0, **words).kept
+        kept = measure_acceptance(model, student, windows, temperature=1.0).kept
         found[kind] = torch.tensor([*losses, kept])
-        Trainer(model, student, batches, Goal(8, None, 0.003), **words).restore(tmp_path / kind)
+        Trainer(model, student, batches, Goal(8, None, 0.003)).restore(tmp_path / kind)
     torch.testing.assert_close(found["cuda"], found["cpu"], atol=0.02, rtol=0.03)
 
 
@@ -173,7 +172,7 @@ def guesses_one_by_one(target, student, mask, tokens, anchor, places, temperatur
 
     def log_probs(model, ids, count):
         windows = windows_of([ids], Layout(len(ids), 0, ()), length=len(ids))
-        hidden = run(model.spec, model.weights, windows, None)[0, -count:]
+        hidden = run(model._replace(mask=None), windows)[0, -count:]
         logits = hidden @ model.weights["head.weight"][:VOCAB].T
         return (logits / temperature).log_softmax(-1)
 
@@ -191,9 +190,8 @@ def test_acceptance_is_measured_by_position(target, checkpoints, masks):
     texts = [noise.integers(3, VOCAB, size).tolist() for size in (13, 9)]
     windows = windows_of(texts, whole(24, 4, 12), length=24, begins=2)
     mask, temperature = source.mask if masks else None, 0.7
-    found = measure_acceptance(
-        target, student, [windows], mask=mask, dtype=torch.float32, temperature=temperature
-    )
+    student = student._replace(mask=mask)
+    found = measure_acceptance(target, student, [windows], temperature=temperature)
     weights, accepted = torch.zeros(4), torch.zeros(4)
     drafts = 0
     for tokens in texts:
@@ -221,8 +219,6 @@ def test_acceptance_is_measured_by_position(target, checkpoints, masks):
 def test_drafts_of_the_target_itself_are_always_accepted(target):
     windows = windows_of([list(range(20, 44))], whole(24, 4, 8), length=24)
     for both in (True, False):
-        found = measure_acceptance(
-            target, target, [windows], mask=None, dtype=torch.float32, temperature=1.0, both=both
-        )
+        found = measure_acceptance(target, target, [windows], temperature=1.0, both=both)
         assert found.shared == pytest.approx((1.0,) * 4, abs=1e-4)
         assert found.kept == pytest.approx(4.0, abs=1e-3)

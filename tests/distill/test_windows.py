@@ -9,7 +9,7 @@ import torch
 from checkpoints import FAMILIES, write_checkpoint
 from toys import AtOnce, drive, loop_for, rows_for
 
-from bass_cli.distill.network import run
+from bass_cli.distill.network import Model, run
 from bass_cli.distill.windows import FLOOR, RATE, Layout, lay_out, thinned, whole
 from bass_cli.formats.checkpoint import open_checkpoint
 from bass_cli.formats.weights import load
@@ -84,7 +84,7 @@ def test_training_logits_equal_drafting_logits(models, family):
     slots = torch.full((3 * 3,), -1)
     slots[torch.tensor([8, 0, 4, 1, 3, 6])] = torch.from_numpy(ends)
     windows.anchors.copy_(slots.view(1, 3, 3))
-    hidden = run(spec, weights, windows, MASK)[0]
+    hidden = run(Model(spec, weights, 300, torch.float32, MASK), windows)[0]
     logits = torch.nn.functional.linear(hidden, weights["head.weight"], weights.get("head.bias"))
     anchors, numbers = (torch.from_numpy(part) for part in layout.slots())
     for end, (_, expected) in zip(ends, passes, strict=True):
@@ -100,9 +100,10 @@ def test_masks_do_not_change_the_text(models):
     """Masks do not change the outputs of the text, so the target runs without them."""
     spec, weights, _ = models("qwen3")
     windows = windows_of([[5, 6, 7, 8], [9, 10, 11]], thinned(16, 4), length=16)
-    both = run(spec, weights, windows, MASK)
+    model = Model(spec, weights, 300, torch.float32, MASK)
+    both = run(model, windows)
     assert both.shape[1] == windows.layout.tokens > 16
-    torch.testing.assert_close(run(spec, weights, windows, None), both[:, :16])
+    torch.testing.assert_close(run(model._replace(mask=None), windows), both[:, :16])
 
 
 @pytest.mark.parametrize(("window", "drafts"), [(512, 8), (1024, 12), (64, 4)])

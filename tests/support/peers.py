@@ -40,15 +40,14 @@ def trainer(folder: Path, device: str = "cpu", **words: Any) -> Trainer:
     if device == "cuda":
         dtype = torch.bfloat16
         words["most"] = 1
-    model = Model(target.spec, load(target, dtype=dtype, device=where), VOCAB)
+    model = Model(target.spec, load(target, dtype=dtype, device=where), VOCAB, dtype)
     source = source_of(small, layers=None, mask=None, vocab=VOCAB, size=VOCAB)
-    student = Model(source.spec, student_weights(source, where), VOCAB)
+    student = Model(source.spec, student_weights(source, where), VOCAB, dtype, source.mask)
     peers = words.pop("peers", None)
     most = words.pop("most", WINDOWS)
     batches = Batches(corpus(), thinned(WINDOW, 4), size=words.pop("size", WINDOWS), most=most,
                       seed=0, **words)  # fmt: skip
-    return Trainer(model, student, batches, Goal(STEPS, None, 0.01), mask=source.mask,
-                   dtype=dtype, peers=peers)  # fmt: skip
+    return Trainer(model, student, batches, Goal(STEPS, None, 0.01), peers)
 
 
 def watch(found: list[dict[str, torch.Tensor]], of: Trainer, cut: Any) -> Any:
