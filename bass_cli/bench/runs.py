@@ -230,9 +230,7 @@ def measure_parts(loop: Loop, width: int, *, coupling: str) -> Parts:
         logits = target.forward(tokens, positions, batch.ends(width))
 
         def decide() -> None:
-            verdict = judge(
-                proposal, logits, batch, coupling=coupling, simulated_acceptance=loop.simulated
-            )
+            verdict = judge(proposal, logits, batch, coupling=coupling, simulated=loop.simulated)
             batch.commit(verdict.block, verdict.accepted)
 
         def seconds(part: Callable[[], object], captured: bool = graphs) -> float:

@@ -206,17 +206,16 @@ def propose_chain(
     tokens: list[Tensor] = []
     scores: list[Tensor] = []
     distributions: list[ops.Distribution] = []
-    own = (params.temperature, params.top_k, params.top_p, params.keys)
     for step, at in enumerate(places):
         logits = logits_of(step, tokens[-1] if tokens else None)
         if coupling == "maximal":
-            token, probs = ops.draft_sample(logits, *own, at, lengths)
+            token, probs = ops.draft_sample(logits, *params, at, lengths)
             distributions.append(probs)
         elif scored or goes_on is not None:
             token, score = params.sample(logits, at)
             scores.append(score)
         else:
-            token = ops.sample(logits, *own, at)
+            token = ops.sample(logits, *params, at)
         tokens.append(token)
         if goes_on is not None and not goes_on(scores[-1].exp()):
             break
@@ -247,9 +246,7 @@ def propose_at_once(
         found, scores = params.sample(flat, places)
         return Proposal(found.view(rows, length), None, scores=scores.view(rows, length))
     starts, params = batch.lengths[:rows].repeat_interleave(length), params.repeat(length)
-    tokens, probs = ops.draft_sample(
-        flat, params.temperature, params.top_k, params.top_p, params.keys, places, starts
-    )
+    tokens, probs = ops.draft_sample(flat, *params, places, starts)
     values, edges = (None if part is None else part.unflatten(0, (-1, length)) for part in probs)
     assert values is not None
     return Proposal(tokens.view(rows, length), ops.Distribution(values, edges))

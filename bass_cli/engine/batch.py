@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy
 import torch
@@ -123,7 +124,7 @@ class Batch:
 
     @property
     def params(self) -> SamplingParams:
-        return self._params.first(self.rows)
+        return self._params.of(slice(self.rows))
 
     def swap_rows(self, ended: Sequence[int], rows: Sequence[Row]) -> Change:
         """End the rows at the places `ended` and make `rows` live.
@@ -344,14 +345,14 @@ def noise_key(seed: int, prompt: str, sample: int) -> tuple[int, int]:
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
 
-class SamplingParams:
+class SamplingParams(NamedTuple):
     """The sampling parameters of B rows as tensors: temperature and top_p [B] float32, top_k [B]
-    and keys [B, 2] int64."""
+    and keys [B, 2] int64. In this order the kernels take them."""
 
-    __slots__ = ("keys", "temperature", "top_k", "top_p")
-
-    def __init__(self, temperature: Tensor, top_k: Tensor, top_p: Tensor, keys: Tensor):
-        self.temperature, self.top_k, self.top_p, self.keys = temperature, top_k, top_p, keys
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    keys: Tensor
 
     def sample(self, logits: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
         """Sample under shared coupling, with the noise at `places` [N], from logits [N, V]. Each
@@ -359,33 +360,18 @@ class SamplingParams:
 
         Returns: the tokens [N], and the log-probability of each at temperature 1, [N] float32.
         """
-        tokens, scores = ops.sample_scored(
-            logits, self.temperature, self.top_k, self.top_p, self.keys, places
-        )
+        tokens, scores = ops.sample_scored(logits, *self, places)
         return tokens, scores
 
     def repeat(self, times: int) -> SamplingParams:
         """Repeat each row's parameters `times` times, side by side."""
         if times == 1:
             return self
-        return SamplingParams(
-            *(
-                t.repeat_interleave(times, 0)
-                for t in (self.temperature, self.top_k, self.top_p, self.keys)
-            )
-        )
+        return SamplingParams(*(part.repeat_interleave(times, 0) for part in self))
 
-    def of(self, rows: Tensor) -> SamplingParams:
-        """Return the parameters of rows [N] int64; a row may occur several times."""
-        return SamplingParams(
-            self.temperature[rows], self.top_k[rows], self.top_p[rows], self.keys[rows]
-        )
-
-    def first(self, rows: int) -> SamplingParams:
-        """Return the parameters of the first rows."""
-        return SamplingParams(
-            self.temperature[:rows], self.top_k[:rows], self.top_p[:rows], self.keys[:rows]
-        )
+    def of(self, rows: Tensor | slice) -> SamplingParams:
+        """Return the parameters of these rows ([N] int64); a row may occur several times."""
+        return SamplingParams(*(part[rows] for part in self))
 
     def at(self, temperature: float | None, factor: float = 1.0) -> SamplingParams:
         """Return the same at another temperature, except where it is 0. None: at `factor` times its
@@ -396,7 +382,7 @@ class SamplingParams:
             changed = self.temperature * factor
         else:
             return self
-        return SamplingParams(changed, self.top_k, self.top_p, self.keys)
+        return self._replace(temperature=changed)
 
 
 def params_of(whole: Tensor, rows: int) -> tuple[Tensor, SamplingParams]:

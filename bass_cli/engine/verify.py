@@ -1,9 +1,9 @@
 """The work of a round on the device: drafting, the target's pass, and a Verdict by one function for
 each coupling.
 
-`Rounds` is that work, captured or not. `Stopping` ends drafting early, and `Cutting` chooses the
-likeliest drafts of a batch where verifying all of them would cost too much. `SimulatedAcceptance`
-replaces the verdict in benchmarks with random weights. Not here: what the next round is (round.py),
+`Rounds` is that work, captured or not. `Stopping` ends drafting early, and `Cut` says when only the
+likeliest drafts of a batch are verified. `SimulatedAcceptance` replaces the verdict in benchmarks
+with random weights. Not here: what the next round is (round.py),
 the arithmetic (kernels).
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import bass_kernels as ops
-from bass_cli.engine.batch import Batch, Change, SamplingParams, noise_key
+from bass_cli.engine.batch import Batch, Change, noise_key
 from bass_cli.engine.contracts import Drafter, DraftLength, Proposal, TakesPacked, Target, Verdict
 from bass_cli.engine.graphs import Shape
 from bass_cli.engine.round import HostDrafts
@@ -59,9 +59,9 @@ class Rounds:
         self._bound = batch.tokens.new_full((), ALL)  # the same, where graphs read it
         self.stops = may_stop and drafter.stops_short
         self._stopping = Stopping() if self.stops else None
-        self._cutting: Cutting | None = None
-        if cut is not None and drafter.at_once and isinstance(target, TakesPacked):
-            self._cutting = Cutting(cut, batch.device)
+        able = drafter.at_once and isinstance(target, TakesPacked)
+        self._cut = cut if able else None
+        self._confidence = prior_confidence(batch.device)
 
     def look_at(self, most: int) -> None:
         """Verify at most `most` drafts of each row in captured rounds from now on."""
@@ -72,14 +72,14 @@ class Rounds:
     def cuts(self, rows: int, width: int) -> bool:
         """Return whether rounds of `rows` rows (padding included) draft more and verify only the
         likeliest, `width` of each row on average."""
-        return self._cutting is not None and self._cutting.pays(rows, width)
+        return self._cut is not None and self._cut.pays(rows, width)
 
     def drafted(self, shape: Shape) -> int:
         """Return how many tokens a round of this shape drafts for each row."""
         if shape.kind != "cut":
             return shape.width
-        assert self._cutting is not None
-        return self._cutting.drafted(shape.width)
+        assert self._cut is not None
+        return self._cut.drafted(shape.width)
 
     def function(self, shape: Shape, host_drafts: HostDrafts) -> Callable[[], Tensor]:
         """Return what a graph of this shape does.
@@ -130,7 +130,7 @@ class Rounds:
             self._target.forward(tokens, positions, batch.ends(width)),
             batch,
             coupling=self._coupling,
-            simulated_acceptance=self._simulated,
+            simulated=self._simulated,
             most=self._bound if bounded else None,
         )
         return batch.report(verdict.block, verdict.accepted, verdict.scores)
@@ -138,19 +138,20 @@ class Rounds:
     def _cut_round(self, shape: Shape) -> Tensor:
         """Draft, and verify only the likeliest drafts, `shape.width` of each row on average. It
         needs shared coupling and a proposal with scores."""
-        batch, cutting = self._batch, self._cutting
-        assert cutting is not None
+        batch = self._batch
         assert isinstance(self._target, TakesPacked)
-        proposal = self._drafter.propose(batch, cutting.drafted(shape.width))
-        rows, width = proposal.tokens.shape
-        lengths, alive = batch.lengths[:rows], batch.alive
-        chosen = cutting.choose(proposal, rows * shape.width, batch.last(1)[0], lengths, alive)
-        packed = chosen.packed
+        proposal = self._drafter.propose(batch, self.drafted(shape))
+        drafts, scores = proposal.tokens, proposal.scores
+        assert scores is not None
+        (rows, width), alive = drafts.shape, batch.alive
+        chances = ops.prefix_chances(scores, self._confidence, alive)
+        tokens = torch.cat((batch.last(1)[0], drafts), 1)
+        chosen = ops.choose_drafts(chances, rows * shape.width, tokens, batch.lengths[:rows])
         logits = self._target.forward_packed(
-            chosen.tokens, chosen.places - 1, packed, batch.ends(width)
+            chosen.tokens, chosen.places - 1, chosen.packed, batch.ends(width)
         )
-        found = batch.params.of(packed.row).sample(logits, chosen.places)
-        accepted, table = cutting.settle(proposal, chosen, found, alive)
+        found = batch.params.of(chosen.packed.row).sample(logits, chosen.places)
+        accepted, table = ops.accept_chosen(drafts, scores, chosen, *found, self._confidence, alive)
         batch.commit(table[:, 1 : width + 2], accepted)
         return table
 
@@ -209,7 +210,7 @@ def judge(
     batch: Batch,
     *,
     coupling: str,
-    simulated_acceptance: SimulatedAcceptance | None,
+    simulated: SimulatedAcceptance | None,
     most: Tensor | None = None,
 ) -> Verdict:
     """Return the verdict by "shared" or "maximal" coupling, or by simulated acceptance if it is
@@ -219,83 +220,24 @@ def judge(
         most: [] int64, the number of drafts of each row that count, as if the others had not been
             proposed. None: all.
     """
-    drafts, probs = proposal.tokens, proposal.probs
-    if simulated_acceptance is not None:
-        return simulated(drafts, logits, batch, simulated_acceptance, most)
-    if coupling == "shared":
-        return shared(drafts, logits, batch.params, batch.places(0, logits.shape[1]), most)
-    return maximal(drafts, probs, logits, batch.params, batch.lengths[: batch.rows], most)
-
-
-def shared(
-    drafts: Tensor, logits: Tensor, params: SamplingParams, places: Tensor, most: Tensor | None
-) -> Verdict:
-    """Shared coupling: accept drafts [B, k] while they equal the target's own samples.
-
-    Args:
-        logits: [B, k + 1, V] of the target.
-        places: [B, k + 1], positions, which select the noise.
-    """
-    targets, scores = _choices(logits, params, places)
-    return Verdict(ops.accept_shared(drafts, targets, most), targets, scores)
-
-
-def maximal(
-    drafts: Tensor,
-    probs: ops.Distribution | None,
-    logits: Tensor,
-    params: SamplingParams,
-    lengths: Tensor,
-    most: Tensor | None,
-) -> Verdict:
-    """Maximal coupling (rejection sampling).
-
-    Args:
-        drafts: [B, k], sampled from `probs`.
-        probs: [B, k, U] with U at most V; None for point masses.
-        logits: [B, k + 1, V] of the target; `params` turns them into its distributions.
-        lengths: [B], the position of the first draft.
-        most: see `judge`.
-    """
-    accepted, _following, block, scores = ops.rejection_sample(
-        drafts,
-        probs,
-        logits,
-        params.temperature,
-        params.top_k,
-        params.top_p,
-        params.keys,
-        lengths,
-        most,
-    )
-    return Verdict(accepted, block, scores)
-
-
-def simulated(
-    drafts: Tensor,
-    logits: Tensor,
-    batch: Batch,
-    simulated_acceptance: SimulatedAcceptance,
-    most: Tensor | None,
-) -> Verdict:
-    """For benchmarks with random weights: do the work of shared coupling, then accept what
-    `simulated_acceptance` says, whatever the target's logits are."""
-    width = logits.shape[1]
+    drafts, params, width = proposal.tokens, batch.params, logits.shape[1]
+    if coupling == "maximal":
+        accepted, _following, block, scores = ops.rejection_sample(
+            drafts, proposal.probs, logits, *params, batch.lengths[: batch.rows], most
+        )
+        return Verdict(accepted, block, scores)
     places = batch.places(0, width)
-    targets, scores = _choices(logits, batch.params, places)
-    ops.accept_shared(drafts, targets)
-    accepted = simulated_acceptance.accepted(places[:, :-1])
+    tokens, scores = params.sample(logits.flatten(0, 1), places.flatten())
+    targets, scores = tokens.view(places.shape), scores.view(places.shape)
+    accepted = ops.accept_shared(drafts, targets, most)
+    if simulated is None:
+        return Verdict(accepted, targets, scores)
+    # The work of shared coupling, but accept what `simulated` says, whatever the logits are.
+    accepted = simulated.accepted(places[:, :-1])
     accepted = accepted if most is None else torch.minimum(accepted, most)
     kept = batch.steps(0, width) < accepted[:, None]
     block = torch.where(kept, torch.nn.functional.pad(drafts, (0, 1)), targets)
     return Verdict(accepted, block, scores)
-
-
-def _choices(logits: Tensor, params: SamplingParams, places: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the target's tokens at places [B, W] under shared coupling, and their
-    log-probabilities, [B, W] each."""
-    tokens, scores = params.sample(logits.flatten(0, 1), places.flatten())
-    return tokens.view(places.shape), scores.view(places.shape)
 
 
 # Up to this many tokens in a pass one more costs almost nothing, so all drafts are verified. On an
@@ -304,71 +246,13 @@ def _choices(logits: Tensor, params: SamplingParams, places: Tensor) -> tuple[Te
 CHEAP = {"cpu": 16, "cuda": 64}
 
 
-class Cutting:
-    """Cut each row's drafts where the draft's own confidence is low: of all tokens that one pass
-    drafts for the batch, verify the likeliest, as many as a captured pass has places for.
+class Cut(NamedTuple):
+    """When and how much to cut each row's drafts where the draft's own confidence is low: of all
+    tokens that one pass drafts for the batch, the likeliest are verified, as many as a captured
+    pass has places for.
 
     It needs shared coupling, where nothing that it uses affects the output, and a drafter that
     makes all drafts in one pass: drafts made one after the other have cost their time already.
-    What is learnt about the draft's confidence stays at fixed addresses, because captured rounds
-    learn too.
-    """
-
-    def __init__(self, cut: Cut, device: torch.device):
-        self._cut = cut
-        # Prior: P(reject) = (1 - confidence) / 2, because draft and target share their noise.
-        middles = (torch.arange(ops.BINS, device=device) + 0.5) / ops.BINS
-        accepted = _STRENGTH * (1 - middles * middles / 2)
-        prior = torch.stack((accepted, torch.full_like(accepted, _STRENGTH)))
-        accepted, trials = prior.clone()
-        self.stats = ops.ConfidenceStats(accepted, trials, prior)
-
-    def pays(self, rows: int, width: int) -> bool:
-        """Return whether rounds of `rows` rows that verify `width` drafts of each on average are
-        cut."""
-        tokens = rows * (width + 1)
-        return width > 0 and tokens > self._cut.above and self.drafted(width) > width
-
-    def drafted(self, width: int) -> int:
-        """See Cut.drafted."""
-        return self._cut.drafted(width)
-
-    def choose(
-        self, proposal: Proposal, total: int, pending: Tensor, lengths: Tensor, alive: Tensor
-    ) -> ops.ChosenDrafts:
-        """Choose the `total` likeliest drafts of a proposal with scores.
-
-        Args:
-            pending: [B, 1], the rows' last tokens.
-            lengths: [B], the rows' lengths.
-            alive: [B], 0 for rows that are not live; they get what is left over.
-        """
-        assert proposal.scores is not None
-        chances = ops.prefix_chances(proposal.scores, self.stats, alive)
-        tokens = torch.cat((pending, proposal.tokens), 1)
-        chosen: ops.ChosenDrafts = ops.choose_drafts(chances, total, tokens, lengths)
-        return chosen
-
-    def settle(
-        self,
-        proposal: Proposal,
-        chosen: ops.ChosenDrafts,
-        found: tuple[Tensor, Tensor],
-        alive: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """Return the accepted drafts of each row, [B], and the table for the host
-        (ops.accept_chosen).
-
-        Args:
-            found: the target's tokens at the chosen places and their log-probabilities, [M] each.
-        """
-        drafts, scores = proposal.tokens, proposal.scores
-        kept, table = ops.accept_chosen(drafts, scores, chosen, *found, self.stats, alive)
-        return kept, table
-
-
-class Cut(NamedTuple):
-    """When and how much to cut.
 
     most: the largest number of tokens drafted for a row.
     above: a pass is cut only if verifying all drafts would take more tokens than this.
@@ -379,10 +263,27 @@ class Cut(NamedTuple):
     above: int
     more: int
 
+    def pays(self, rows: int, width: int) -> bool:
+        """Return whether rounds of `rows` rows that verify `width` drafts of each on average are
+        cut."""
+        tokens = rows * (width + 1)
+        return width > 0 and tokens > self.above and self.drafted(width) > width
+
     def drafted(self, width: int) -> int:
         """Return how many tokens are drafted for each row if `width` of each are verified on
         average; at least `width`."""
         return max(min(width + self.more, self.most), width)
+
+
+def prior_confidence(device: torch.device) -> ops.ConfidenceStats:
+    """Return what is known at first of how often drafts of each confidence are accepted. Cut rounds
+    learn, captured ones too, so it stays at fixed addresses."""
+    # P(reject) = (1 - confidence) / 2, because draft and target share their noise.
+    middles = (torch.arange(ops.BINS, device=device) + 0.5) / ops.BINS
+    accepted = _STRENGTH * (1 - middles * middles / 2)
+    prior = torch.stack((accepted, torch.full_like(accepted, _STRENGTH)))
+    accepted, trials = prior.clone()
+    return ops.ConfidenceStats(accepted, trials, prior)
 
 
 # The probability that a draft of a row is accepted: one number, or one for each position in the

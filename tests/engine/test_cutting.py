@@ -11,7 +11,7 @@ from toys import AtOnce, Markov, drive, loop_for
 from bass_cli.engine.contracts import ControllerInput, RoundResult
 from bass_cli.engine.graphs import Shape
 from bass_cli.engine.sizes import LONGEST
-from bass_cli.engine.verify import CHEAP, Cut, Cutting
+from bass_cli.engine.verify import CHEAP, Cut
 from bass_cli.lengths.acceptance import Acceptance
 from bass_cli.lengths.controllers import Bass, Fixed, Goodput
 from bass_cli.lengths.costs import make_surface
@@ -22,7 +22,7 @@ ALWAYS = Cut(LONGEST, 0, 3)
 
 
 def cutting(most=LONGEST, above=0, more=4):
-    return Cutting(Cut(most, above, more), CPU)
+    return Cut(most, above, more)
 
 
 def test_rounds_are_cut_only_above_the_threshold():

@@ -11,7 +11,7 @@ import torch
 from test_triton import DEVICE
 
 import bass_kernels as ops
-from bass_cli.engine.verify import Cut, Cutting
+from bass_cli.engine.verify import prior_confidence
 from bass_kernels.segments import pack_queries
 
 
@@ -25,7 +25,7 @@ def form(request):
 
 
 def unlearnt():
-    return Cutting(Cut(16, 0, 4), DEVICE).stats
+    return prior_confidence(DEVICE)
 
 
 def ones(count):
