@@ -57,6 +57,7 @@ class _Part:
     path: str
     stream: IO[bytes]
     manifest: dict[str, Any]
+    results: dict[str, Any]
     shard: Shard
     lines: dict[str, list[_Line]] = field(default_factory=dict)
     seconds: float | None = None
@@ -99,7 +100,7 @@ def merge(out: str, paths: Sequence[str], *, overwrite: bool, note: Callable[[st
         _check_one_job(parts)
         for part in parts:
             part.read(note)
-        results = {key: value for key, value in _results(parts[0]).items() if key != "shard"}
+        results = {key: value for key, value in parts[0].results.items() if key != "shard"}
         ids = _prompt_ids(parts[0].manifest, results)
         order = _numbers(parts) if ids is None else ids
         if ids is None:
@@ -149,10 +150,8 @@ def _check_out(out: str, paths: Sequence[str], *, overwrite: bool) -> None:
     check_format("OUT", out, suffix=".jsonl", written="a merged file has JSON lines")
     refuse_shared_files(
         [("OUT", out), ("the manifest of OUT", manifest_path(out))],
-        [
-            *(("a part", path) for path in paths),
-            *(("the manifest of a part", manifest_path(path)) for path in paths),
-        ],
+        [("a part", path) for path in paths]
+        + [("the manifest of a part", manifest_path(path)) for path in paths],
     )
     if not overwrite and os.path.isfile(out) and os.path.getsize(out):
         raise UserError(f"{out}: it exists; use `overwrite` to replace it, or give another name")
@@ -183,20 +182,16 @@ def _open(path: str, files: contextlib.ExitStack) -> _Part:
         raise UserError(f"{manifest_path(path)}: the manifest cannot be read") from None
     if not isinstance(shard, str):
         raise UserError(f"{path}: it is not a part of a job; it was written without `shard`")
-    return _Part(path, stream, manifest, parse_shard(shard, f"{manifest_path(path)}: shard"))
-
-
-def _results(part: _Part) -> dict[str, Any]:
-    found: dict[str, Any] = part.manifest["results"]
-    return found
+    shard = parse_shard(shard, f"{manifest_path(path)}: shard")
+    return _Part(path, stream, manifest, results, shard)
 
 
 def _check_one_job(parts: Sequence[_Part]) -> None:
     """Raise UserError unless the parts are different parts of one job."""
     first, taken = parts[0], dict[Shard, str]()
     for part in parts:
-        mine = _results(part) | {"shard": f"one of {part.shard.of}"}
-        bad = differences(_results(first) | {"shard": f"one of {first.shard.of}"}, mine)
+        mine = part.results | {"shard": f"one of {part.shard.of}"}
+        bad = differences(first.results | {"shard": f"one of {first.shard.of}"}, mine)
         if bad:
             lines = [f"{key}: {other} in {first.path}, {own} here" for key, other, own in bad]
             if [key for key, *_ in bad] == ["prompts"]:
@@ -222,13 +217,14 @@ def _prompt_ids(manifest: dict[str, Any], results: dict[str, Any]) -> dict[str, 
         for prompt in read_prompts(source, column=column, limit=results.get("limit")):
             digest.add(prompt)
             ids[prompt.id] = len(ids)
-        change = digest.compare(before)
-        if change.fault is not None or (change.before is not None and isinstance(before, str)):
-            return None
-        count = len(ids) if change.before is None else int(change.before)
-        return {id_: place for id_, place in ids.items() if place < count}
-    except (UserError, OSError):
+        count = digest.growth(before)
+    except (UserError, OSError, ValueError):
         return None
+    if count is None:
+        return ids
+    if isinstance(before, str):  # of an older version, which has no number of prompts
+        return None
+    return {id_: place for id_, place in ids.items() if place < int(count)}
 
 
 def _numbers(parts: Sequence[_Part]) -> dict[str, int] | None:

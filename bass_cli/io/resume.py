@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 from bass_cli.errors import UserError
 from bass_cli.io.prompts import Prompt, read_prompts
@@ -154,15 +154,16 @@ def check_manifest(
             f"{path}: the manifest cannot be read; start again with `overwrite`"
         ) from None
     now = json.loads(json.dumps(results, default=str))
-    differing = differences(before, now)
     bad, grown = [], dict[str, tuple[str, str]]()
-    for key, old, new in differing:
+    for key, old, new in differences(before, now):
         if key == "prompts" and prompts is not None:
-            change = prompts.compare(before.get(key))
-            if change.fault is not None:
-                bad.append(f"{key}: {change.fault}")
-            elif change.before is not None:
-                grown[key] = change.before, str(prompts.count)
+            try:
+                count = prompts.growth(before.get(key))
+            except ValueError as error:
+                bad.append(f"{key}: {error}")
+                continue
+            if count is not None:
+                grown[key] = count, str(prompts.count)
         elif key in GROWING and _grows(before.get(key), now.get(key)):
             grown[key] = old, new
         else:
@@ -231,32 +232,35 @@ class PromptDigest:
         last = self.at(self.count)
         return {"count": self.count, "digest": last, "stride": stride, "marks": "".join(marks)}
 
-    def of_file(self) -> str | None:
-        """Return the digest of the whole file, which manifests of older versions hold."""
-        return self._source.digest()
-
-    def compare(self, before: Any) -> Change:
-        """Compare these prompts with a manifest's.
+    def growth(self, before: Any) -> str | None:
+        """Return how many prompts a manifest has if this run has more, None if it has the same.
 
         Args:
             before: The manifest's value: a `record`, or the digest of a whole file in manifests of
                 older versions.
+
+        Raises:
+            ValueError: The manifest's prompts are not the first prompts of this run; the text says
+                what differs.
         """
         if isinstance(before, str):
             if before == self.of_file():
-                return Change(None, None)
+                return None
             if before in self._source.digests():
-                return Change(None, _SOME)
-            return Change("the prompt file has changed, and not only at its end", None)
+                return _SOME
+            raise ValueError("the prompt file has changed, and not only at its end")
         try:
             count, last = whole(before["count"], least=1), text(before["digest"])
             stride, marks = whole(before["stride"], least=1), text(before["marks"])
         except (ValueError, KeyError, TypeError):
-            return Change("the manifest's entry cannot be read", None)
-        if count <= self.count and self.at(count) == last:
-            grown = None if count == self.count else str(count)
-            return Change(None, grown)
-        return Change(self._first_change(count, stride, marks), None)
+            raise ValueError("the manifest's entry cannot be read") from None
+        if count > self.count or self.at(count) != last:
+            raise ValueError(self._first_change(count, stride, marks))
+        return None if count == self.count else str(count)
+
+    def of_file(self) -> str | None:
+        """Return the digest of the whole file, which manifests of older versions hold."""
+        return self._source.digest()
 
     def _first_change(self, count: int, stride: int, marks: str) -> str:
         """Describe the first difference, as exactly as the marks allow."""
@@ -279,18 +283,6 @@ class PromptDigest:
     def at(self, count: int) -> str:
         """Return the digest after `count` prompts (at least 1), in hexadecimal."""
         return self._after[(count - 1) * self._size : count * self._size].hex()
-
-
-class Change(NamedTuple):
-    """The difference between a manifest's prompts and those of this run.
-
-    Args:
-        fault: What differs; None if the manifest's prompts are the first prompts of this run.
-        before: The manifest's number of prompts if there are more now, else None.
-    """
-
-    fault: str | None
-    before: str | None
 
 
 def fault_of_line(
@@ -332,11 +324,8 @@ def mark(stream: IO[bytes], results: dict[str, Any]) -> None:
     """Store a digest of the settings in an attribute of the file, if its file system has them."""
     prompts, value = results.get("prompts"), _digest(results)
     if isinstance(prompts, dict):  # a PromptDigest's record
-        rest = {key: value for key, value in results.items() if key != "prompts"}
-        value = f"{_digest(rest)} {prompts.get('count')} {prompts.get('digest')}"
-    with contextlib.suppress(
-        OSError, AttributeError
-    ):  # the file system, or the operating system, has no such attributes
+        value += f" {prompts.get('count')} {prompts.get('digest')}"
+    with contextlib.suppress(OSError, AttributeError):  # file system or system without attributes
         os.setxattr(stream.fileno(), ATTRIBUTE, value.encode())
 
 
@@ -351,17 +340,20 @@ def is_marked(
         value, *noted = os.getxattr(stream.fileno(), ATTRIBUTE).decode().split()
     except (OSError, AttributeError, ValueError):
         return None
-    if prompts is None or not noted:  # older versions stored the digest of the prompt file
-        whole_file = {} if prompts is None else {"prompts": prompts.of_file()}
-        return value == _digest(results | whole_file)
-    if value != _digest({key: value for key, value in results.items() if key != "prompts"}):
+    if prompts is None:
+        return value == _digest(results)
+    if not noted:  # older versions stored the digest of the prompt file
+        return value == _digest(results | {"prompts": prompts.of_file()})
+    if value != _digest(results):
         return False
     count = int(noted[0]) if noted[0].isdecimal() else 0
     return prompts.at(count) == noted[-1] if 0 < count <= prompts.count else None
 
 
 def _digest(results: dict[str, Any]) -> str:
-    fixed = {key: value for key, value in results.items() if key not in GROWING}
+    """Return a digest of the settings that cannot grow."""
+    growing = {*GROWING, *(["prompts"] if isinstance(results.get("prompts"), dict) else [])}
+    fixed = {key: value for key, value in results.items() if key not in growing}
     return hashlib.sha256(json.dumps(fixed, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -399,7 +391,9 @@ def result_rows(
     stream.seek(0)
     broken = 0
     for number, line in enumerate(stream, 1):
-        row = _parse(line) if line.endswith(b"\n") else None
+        row = None
+        with contextlib.suppress(ValueError):
+            row = parse_object(line) if line.endswith(b"\n") else None
         if b"\0" in line:  # JSON has none
             past.holes += len(line)
             continue
@@ -414,13 +408,6 @@ def result_rows(
         _check_row(row, f"{name}:{number}")
         past.end += len(line)
         yield number, line, row
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    try:
-        return parse_object(line)
-    except ValueError:
-        return None
 
 
 def _check_row(row: dict[str, Any], place: str) -> None:

@@ -141,10 +141,10 @@ class Display:
 
     def message(self, text: str) -> None:
         """Write a line that stays, above the lines that change."""
-        if self._live is not None:
+        if (live := self._live) is not None:  # another thread may stop it
             from rich.text import Text
 
-            self._live.console.print(Text(spelled(text)), soft_wrap=True)
+            live.console.print(Text(spelled(text)), soft_wrap=True)
         elif not self._quiet:
             line(text)
 
