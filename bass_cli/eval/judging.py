@@ -54,8 +54,6 @@ def digest(program: Program, limits: Mapping[str, Any]) -> str:
 
 
 def _texts(program: Program) -> tuple[str, ...]:
-    if isinstance(program, str):
-        return (program,)
     return (program.text, program.tests, program.setup, *program.names)
 
 

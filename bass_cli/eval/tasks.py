@@ -14,7 +14,7 @@ from bass_cli.errors import MachineError, UserError, nearest
 from bass_cli.eval.answers import as_body, code_in, modules_of, names_of, runnable, with_imports
 from bass_cli.io.readers import open_source
 from bass_cli.io.reading import is_unicode, text, texts, whole
-from bass_cli.sandbox.programs import Checked
+from bass_cli.sandbox.programs import Program
 
 PromptFormat = Literal["raw", "strip", "strip-nl", "chat"]
 # a check for each field, by name; it raises ValueError if the value has another type
@@ -93,7 +93,7 @@ class Task:
         """Return what a model's text adds after the data set's own prompt."""
         raise NotImplementedError
 
-    def program(self, problem: Problem, answer: Answer) -> Checked:
+    def program(self, problem: Problem, answer: Answer) -> Program:
         """Return the program with the answer, and its tests."""
         raise NotImplementedError
 
@@ -174,13 +174,13 @@ class HumanEval(Task):
         """
         return "\n" + as_body(code_in(text, problem.fields["entry_point"])) if chat else text
 
-    def program(self, problem: Problem, answer: Answer) -> Checked:
+    def program(self, problem: Problem, answer: Answer) -> Program:
         """Return the program. The tests use the prompt's helpers (such as `poly`) as set-up."""
         body = answer.text if answer.whole else problem.prompt + answer.text
         name = problem.fields["entry_point"]
         tests, setup = f"{problem.fields['test']}\ncheck({name})", runnable(problem.prompt)
         names = dict.fromkeys((name, *names_of(tests, setup)))
-        return Checked(with_imports(body, tests), tests, tuple(names), setup)
+        return Program(with_imports(body, tests), tests, tuple(names), setup)
 
 
 class Mbpp(Task):
@@ -218,13 +218,13 @@ class Mbpp(Task):
     def completion(self, problem: Problem, text: str, *, chat: bool) -> str:
         return code_in(text, next(iter(_names(problem)), None)) if chat else text
 
-    def program(self, problem: Problem, answer: Answer) -> Checked:
+    def program(self, problem: Problem, answer: Answer) -> Program:
         """Return the program without the prompt, which is only a docstring.
 
         The data set's set-up code belongs to the tests, because it may use the program's classes.
         """
         tests, names = _tests(problem), _names(problem)
-        return Checked(with_imports(answer.text, tests), tests, names, modules_of(tests, names))
+        return Program(with_imports(answer.text, tests), tests, names, modules_of(tests, names))
 
 
 def _sentence(fields: Mapping[str, Any]) -> str:

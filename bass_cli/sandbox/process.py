@@ -75,7 +75,7 @@ class WorkerPool:
         self._outlets: set[int] = set()  # pipes to the supervisors, which end when theirs is closed
         self._lock = threading.Lock()
 
-    def run(self, spec: JobSpec, checks: Checks | None) -> Ending:
+    def run(self, spec: JobSpec, checks: Checks) -> Ending:
         """Run one program to its end. Returns LOST at once if the pool is dismissed.
 
         All its processes are dead when this returns. If the supervisor was stuck, they have been

@@ -32,25 +32,22 @@ ATTEMPTS = 3  # if a supervisor cannot start, which is not the program's fault
 LOSSES = 2
 
 
-class Checked(NamedTuple):
-    """A program with tests. The tests run in their own process.
+class Program(NamedTuple):
+    """A program and its tests, which run in their own process.
 
     Attributes:
         text: the program.
-        tests: the tests. They pass if they run to their end without an exception.
+        tests: the tests. They pass if they run to their end without an exception. Without tests a
+            program passes if its process says that the text ran to its end.
         names: global names of the program that the tests use. Plain data is copied; for other
             objects the tests get a proxy. These names replace builtins and names of `setup`.
         setup: trusted text that runs first in the tests' process. It cannot use `names`.
     """
 
     text: str
-    tests: str
-    names: tuple[str, ...]
+    tests: str = ""
+    names: tuple[str, ...] = ()
     setup: str = ""
-
-
-# A text without tests passes if it runs to its end without an exception.
-Program = str | Checked
 
 
 class Limits(NamedTuple):
@@ -102,7 +99,7 @@ class Sandbox:
         for user in users:
             self._users.put(user)
         self._pools: set[WorkerPool] = set()
-        self.layers = find_layers(lambda some: self._run(WorkerPool(), "", some), layers)
+        self.layers = find_layers(lambda some: self._run(WorkerPool(), Program(""), some), layers)
         self.isolation = describe(self.layers)
 
     def __enter__(self) -> Sandbox:
@@ -115,9 +112,8 @@ class Sandbox:
     def run(self, programs: Iterable[tuple[K, Program]]) -> Generator[tuple[K, Ending], None, None]:
         """Run (key, program) pairs and yield (key, verdict) as they finish.
 
-        Programs are read as workers become free. A program passes if its tests run to their end
-        without an exception; without tests, if its text does. Closing the iterator, or an
-        exception, kills the running programs.
+        Programs are read as workers become free. Closing the iterator, or an exception, kills the
+        running programs.
 
         If a program's supervisor could not start or was lost, the program runs again while no other
         program runs. So a program that harms supervisors loses only its own verdict. A starved
@@ -164,9 +160,6 @@ class Sandbox:
 
     def _run(self, pool: WorkerPool, program: Program, layers: tuple[str, ...]) -> Ending:
         """Run a program once with these layers, as a user of its own if they have one."""
-        text, checks = program, None
-        if isinstance(program, Checked):
-            text, checks = program.text, (program.tests, program.setup, tuple(program.names))
         user = self._users.get()
         try:
             owner = (user, user) if "uid" in layers else (os.getuid(), os.getgid())
@@ -175,14 +168,14 @@ class Sandbox:
                 spec = {
                     **self._limits._asdict(),
                     "cpu_seconds": math.ceil(self._limits.cpu_seconds),
-                    "text": text,
-                    "checked": checks is not None,
+                    "text": program.text,
                     "layers": layers,
                     "path": self._path,
                     "places": self._places,
                     "folder": folder,
                     "owner": owner,
                 }
+                checks = (program.tests, program.setup, tuple(program.names))
                 return pool.run(cast("JobSpec", spec), checks)
         finally:
             self._users.put(user)

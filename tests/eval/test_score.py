@@ -20,6 +20,7 @@ from bass_cli.eval.judging import Ruling, VerdictStore, isolation_of, judge
 from bass_cli.eval.report import BY_ORDER
 from bass_cli.eval.samples import by_problem, read_generations
 from bass_cli.io.resume import manifest_path
+from bass_cli.sandbox.programs import Program
 
 ALLOW = "--allow-code-execution"
 SUMMARIES = Texts({str(number): Problem(str(number), "", {}) for number in range(3)})
@@ -550,7 +551,7 @@ def test_running_programs_are_killed_when_the_disk_is_full() -> None:
 
     with VerdictStore("v.jsonl") as store:
         store.add = refuse  # type: ignore[method-assign]
-        programs = [(("a", 0), "x = 1"), (("a", 1), "x = 2")]
+        programs = [(("a", 0), Program("x = 1")), (("a", 1), Program("x = 2"))]
         with pytest.raises(MachineError) as caught:
             judge(programs, store, {}, open_sandbox=Sandbox, progress=lambda *_: None)
     assert caught.tb is not None, "which keeps what was running alive unless it is closed"

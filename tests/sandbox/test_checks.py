@@ -10,7 +10,7 @@ import pytest
 from cheats import CHEATS, RIGHT, TESTS
 
 from bass_cli.sandbox.jail import values
-from bass_cli.sandbox.programs import Checked, Ending, Limits, Sandbox
+from bass_cli.sandbox.programs import Ending, Limits, Program, Sandbox
 
 LIMITS = Limits(seconds=5.0, cpu_seconds=2, memory_bytes=512 << 20)
 
@@ -25,7 +25,7 @@ def sandbox(sandbox_folders: Path) -> Iterator[Sandbox]:
 def verdicts(sandbox: Sandbox) -> dict[str, Ending]:
     programs = {"right": RIGHT, **CHEATS}
     return dict(
-        sandbox.run((name, Checked(text, TESTS, ("f",))) for name, text in programs.items())
+        sandbox.run((name, Program(text, TESTS, ("f",))) for name, text in programs.items())
     )
 
 
@@ -45,7 +45,7 @@ def test_cheats_fail_without_namespaces() -> None:
         if "seccomp" not in made.layers:
             pytest.skip("this system refuses seccomp")
         found = dict(
-            made.run((name, Checked(text, TESTS, ("f",))) for name, text in CHEATS.items())
+            made.run((name, Program(text, TESTS, ("f",))) for name, text in CHEATS.items())
         )
     assert {name for name, verdict in found.items() if verdict.passed} == set()
 
@@ -134,7 +134,7 @@ def test_programs_pass_as_in_one_process(
     names = ("f", "g", "h", "change", "Node", "P", "sum")
     monkeypatch.chdir(tmp_path)
     exec(f"{text}\n{tests}", {"__name__": "tested"})  # reference: one process
-    ((_, verdict),) = sandbox.run([(0, Checked(text, tests, names))])
+    ((_, verdict),) = sandbox.run([(0, Program(text, tests, names))])
     assert verdict.passed, verdict
 
 
@@ -145,13 +145,13 @@ def test_object_of_the_program_always_converts_to_the_same_number(sandbox: Sandb
         "    __int__ = __index__ = lambda self: int(100 * float(self))\ndef f(): return N()"
     )
     tests = "x = f()\nassert [float(x), int(x), [*range(200)][x]] == [float(x), int(x), [*range(200)][x]]"
-    ((_, verdict),) = sandbox.run([(0, Checked(text, tests, ("f",)))])
+    ((_, verdict),) = sandbox.run([(0, Program(text, tests, ("f",)))])
     assert verdict.passed, verdict
 
 
 def test_program_cannot_read_objects_of_the_tests(sandbox: Sandbox) -> None:
     text, tests = "def f(x): return x.secret", "class C: secret = 4\nassert f(C()) == 4"
-    ((_, verdict),) = sandbox.run([(0, Checked(text, tests, ("f",)))])
+    ((_, verdict),) = sandbox.run([(0, Program(text, tests, ("f",)))])
     assert verdict.status == "failed"
     assert "objects of the tests" in verdict.detail
 
@@ -165,7 +165,7 @@ def test_detail_of_a_failure_names_line_and_exception(sandbox: Sandbox) -> None:
         "line 3: NameError: name 'f' is not defined": "g = 1",
     }
     details = {name: one.detail for name, one in sandbox.run(
-        (name, Checked(text, "\nassert f() == 2", ("f",))) for name, text in programs.items())}  # fmt: skip
+        (name, Program(text, "\nassert f() == 2", ("f",))) for name, text in programs.items())}  # fmt: skip
     assert details == {name: name for name in programs}
 
 
@@ -176,7 +176,7 @@ def test_limits_hold_for_program_and_tests_together(sandbox: Sandbox) -> None:
     with Sandbox(workers=3, limits=Limits(seconds=2, cpu_seconds=1)) as made:
         programs = {"spin": spin, "sleep": sleep, "heap": heap}
         found = dict(
-            made.run((name, Checked(text, "f()", ("f",))) for name, text in programs.items())
+            made.run((name, Program(text, "f()", ("f",))) for name, text in programs.items())
         )
     statuses = {name: verdict.status for name, verdict in found.items()}
     assert statuses == {"spin": "timed out", "sleep": "timed out", "heap": "out of memory"}
@@ -185,7 +185,7 @@ def test_limits_hold_for_program_and_tests_together(sandbox: Sandbox) -> None:
 def test_memfds_are_forbidden(sandbox: Sandbox) -> None:
     if "seccomp" not in sandbox.layers:
         pytest.skip("this system refuses seccomp")
-    ((_, verdict),) = sandbox.run([(0, "import os\nos.memfd_create('x')")])
+    ((_, verdict),) = sandbox.run([(0, Program("import os\nos.memfd_create('x')"))])
     assert verdict.detail == "line 2: PermissionError: [Errno 1] Operation not permitted"
 
 

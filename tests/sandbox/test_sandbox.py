@@ -30,7 +30,7 @@ from hostile import (
 )
 
 from bass_cli.sandbox.isolation import LAYERS, choose_users
-from bass_cli.sandbox.programs import Ending, Sandbox
+from bass_cli.sandbox.programs import Ending, Program, Sandbox
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there are limits only")
 TESTS = Path(__file__).parents[1]
@@ -156,10 +156,9 @@ def test_attacks_leave_nothing_behind(
 
 def test_output_is_kept_up_to_its_limit(verdicts: dict[str, Ending]) -> None:
     assert verdicts["1 GB of output"].output == "x" * LIMITS.output_bytes
+    text = "import sys\nprint('out')\nprint('err', file=sys.stderr, flush=True)\n1 / 0"
     with Sandbox(workers=1) as sandbox:
-        ((_, verdict),) = sandbox.run(
-            [("", "import sys\nprint('out')\nprint('err', file=sys.stderr, flush=True)\n1 / 0")]
-        )
+        ((_, verdict),) = sandbox.run([("", Program(text))])
     assert sorted(verdict.output.split()) == ["err", "out"]
     assert verdict.detail == "line 4: ZeroDivisionError: division by zero"
 
@@ -242,7 +241,7 @@ def test_shared_memory_and_queues_end_with_the_program(layers: str) -> None:
     with Sandbox(workers=1, layers=layers.split(",")) as sandbox:
         if missing := set(layers.split(",")) - {*sandbox.layers, "user"}:
             pytest.skip(f"this system refuses {', '.join(sorted(missing))}")
-        ((_, verdict),) = sandbox.run([("", LASTING.format(key=key))])
+        ((_, verdict),) = sandbox.run([("", Program(LASTING.format(key=key)))])
     tables = {kind: Path(f"/proc/sysvipc/{kind}").read_text() for kind in ("shm", "sem", "msg")}
     left = {
         kind
@@ -270,7 +269,10 @@ def test_verdicts_are_the_same_in_a_background_job(given: Any) -> None:
         with Sandbox(workers=1, layers=NAMESPACES.split(",")) as sandbox:
             if "pid" not in sandbox.layers:
                 pytest.skip("this system refuses pid")
-            statuses = {key: verdict.status for key, verdict in sandbox.run(programs)}
+            statuses = {
+                key: verdict.status
+                for key, verdict in sandbox.run((key, Program(text)) for key, text in programs)
+            }
     finally:
         signal.signal(signal.SIGINT, before)
     assert statuses == {"own": "passed", "parent's": "failed"}

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,11 @@ from bass_cli.sandbox import process as launcher
 from bass_cli.sandbox.isolation import LAYERS, Isolation, describe, find_layers
 from bass_cli.sandbox.jail import seccomp
 from bass_cli.sandbox.process import Ending
-from bass_cli.sandbox.programs import Checked, Limits, Program, Sandbox, remove_tree, work_folder
+from bass_cli.sandbox.programs import Limits, Program, Sandbox, remove_tree, work_folder
 
 ROOT = Path(__file__).parents[2]
 
-HARMLESS: dict[str, Program] = {
+HARMLESS: dict[str, str | Program] = {
     "nothing": "",
     "prints a lot": "for _ in range(300): print('x' * 10000)",
     "a thread that never ends": "import threading, time\nthreading.Thread(target=time.sleep, "
@@ -68,7 +68,7 @@ HARMLESS: dict[str, Program] = {
                           "fcntl.F_GETFD))\nos.isatty(1)\n"
                           "os.set_blocking(os.pipe()[0], False)",
     "a background child": SLEEPER,
-    "an answer and its tests": Checked("from __future__ import annotations\nclass A: b: int = 1 "
+    "an answer and its tests": Program("from __future__ import annotations\nclass A: b: int = 1 "
                                        "\\", "assert A().b == 1", ("A",)),
 }  # fmt: skip
 # A program, its tests, and the start of the detail. An unfinished program must not continue in the
@@ -89,6 +89,15 @@ def sandbox(sandbox_folders: Path) -> Iterator[Sandbox]:
         yield made
 
 
+def run(
+    sandbox: Sandbox, programs: Iterable[tuple[Any, str | Program]]
+) -> Iterator[tuple[Any, Ending]]:
+    """Run programs; a text is a program without tests."""
+    return sandbox.run(
+        (key, Program(one) if isinstance(one, str) else one) for key, one in programs
+    )
+
+
 def need_namespaces(sandbox: Sandbox) -> None:
     if not {"mount", "pid"} <= set(sandbox.layers):
         pytest.skip("this system refuses namespaces, which these tests need")
@@ -97,7 +106,7 @@ def need_namespaces(sandbox: Sandbox) -> None:
 @pytest.fixture(scope="module")
 def verdicts(sandbox: Sandbox) -> dict[str, Ending]:
     need_namespaces(sandbox)
-    return dict(sandbox.run(HARMLESS.items()))
+    return dict(run(sandbox, HARMLESS.items()))
 
 
 @pytest.mark.parametrize("name", HARMLESS)
@@ -107,8 +116,9 @@ def test_harmless_programs_pass(verdicts: dict[str, Ending], name: str) -> None:
 
 
 def test_unfinished_text_of_a_program_does_not_swallow_its_tests(sandbox: Sandbox) -> None:
-    for name, verdict in sandbox.run(
-        (name, Checked(answer, tests, ("f",))) for name, (answer, tests, _) in TWO_TEXTS.items()
+    for name, verdict in run(
+        sandbox,
+        [(name, Program(answer, tests, ("f",))) for name, (answer, tests, _) in TWO_TEXTS.items()],
     ):
         assert verdict.status == "failed"
         assert verdict.detail.startswith(TWO_TEXTS[name][2])
@@ -122,7 +132,7 @@ def test_nothing_outlives_a_pass(verdicts: dict[str, Ending], sandbox_folders: P
 
 def test_hash_order_is_the_same_in_every_run(sandbox: Sandbox) -> None:
     text = HARMLESS["set order"] + "\nimport sys\nsys.stdout.flush()\n1 / 0"
-    assert len({verdict.output for _, verdict in sandbox.run((i, text) for i in range(4))}) == 1
+    assert len({verdict.output for _, verdict in run(sandbox, [(i, text) for i in range(4)])}) == 1
 
 
 def test_programs_are_read_as_workers_become_free_and_closing_kills_them(sandbox: Sandbox) -> None:
@@ -134,19 +144,19 @@ def test_programs_are_read_as_workers_become_free_and_closing_kills_them(sandbox
             read.append(number)
             yield number, SLEEPER + "while True: pass" if number else "x = 1"
 
-    verdicts = sandbox.run(programs())
+    verdicts = run(sandbox, programs())
     assert next(verdicts)[0] == 0
     start = time.monotonic()
     verdicts.close()  # type: ignore[attr-defined]
     assert time.monotonic() - start < 4  # earlier than the programs' timeout
     assert len(read) < 8
     assert survivors() == []
-    assert [verdict.passed for _, verdict in sandbox.run([("again", "x = 1")])] == [True]
+    assert [verdict.passed for _, verdict in run(sandbox, [("again", "x = 1")])] == [True]
 
 
 def test_leaving_the_sandbox_ends_a_run_without_verdicts() -> None:
     with Sandbox(workers=1) as sandbox:
-        verdicts = sandbox.run([(0, "x = 1"), (1, "while True: pass"), (2, "x = 1")])
+        verdicts = run(sandbox, [(0, "x = 1"), (1, "while True: pass"), (2, "x = 1")])
         assert next(verdicts)[0] == 0
     assert list(verdicts) == []
     assert survivors() == []
@@ -157,10 +167,10 @@ def test_programs_die_with_the_process_that_started_them(
     sandbox: Sandbox, sandbox_folders: Path, layers: str | None
 ) -> None:
     need_namespaces(sandbox)
-    code = ("import sys, hostile; from bass_cli.sandbox.programs import Sandbox\n"
+    code = ("import sys, hostile; from bass_cli.sandbox.programs import Program, Sandbox\n"
             "layers = sys.argv[1:] and sys.argv[1].split(',')\n"
             "sandbox = Sandbox(workers=2, layers=layers or None); print('up', flush=True)\n"
-            f"list(sandbox.run((n, {SLEEPER + 'while True: pass'!r}) for n in "
+            f"list(sandbox.run((n, Program({SLEEPER + 'while True: pass'!r})) for n in "
             "range(2)))")  # fmt: skip
     paths = os.pathsep.join(
         [str(ROOT), str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")]
@@ -203,7 +213,7 @@ def test_each_limit_of_a_program_holds() -> None:
     }
     with Sandbox(workers=2, limits=limits) as sandbox:
         need_namespaces(sandbox)
-        passed = {name for name, verdict in sandbox.run(programs.items()) if verdict.passed}
+        passed = {name for name, verdict in run(sandbox, programs.items()) if verdict.passed}
     assert passed == {name for name in programs if name.startswith("less")}
 
 
@@ -215,10 +225,10 @@ def test_human_eval_solutions_pass_and_empty_ones_fail(sandbox: Sandbox) -> None
         check = f"{problem['test']}\ncheck({problem['entry_point']})"
         head, names = problem["prompt"], (problem["entry_point"],)
         solution = head + problem["canonical_solution"]
-        programs.append(((name, True), Checked(solution, check, names, head)))
+        programs.append(((name, True), Program(solution, check, names, head)))
         if number % 4 == 0:
-            programs.append(((name, False), Checked(head, check, names, head)))
-    verdicts = dict(sandbox.run(programs))
+            programs.append(((name, False), Program(head, check, names, head)))
+    verdicts = dict(run(sandbox, programs))
     assert len(verdicts) == 164 + 41
     assert {key: verdict for key, verdict in verdicts.items() if verdict.passed != key[1]} == {}
 
@@ -245,9 +255,9 @@ def test_system_fault_is_retried_and_never_becomes_a_verdict(
     refused, good = Ending("refused", "pid: full", 0), Ending("passed", "", 0)
     reports = iter([launcher.LOST, refused, good, refused, launcher.LOST, refused])
     monkeypatch.setattr(launcher.WorkerPool, "run", lambda *_: next(reports))
-    assert [verdict.passed for _, verdict in sandbox.run([(0, "")])] == [True]
+    assert [verdict.passed for _, verdict in run(sandbox, [(0, "")])] == [True]
     with pytest.raises(MachineError, match="the program is not the cause: pid: full"):
-        list(sandbox.run([(0, "")]))
+        list(run(sandbox, [(0, "")]))
 
 
 def test_program_that_kills_its_supervisor_is_retried_alone_and_fails(
@@ -257,20 +267,20 @@ def test_program_that_kills_its_supervisor_is_retried_alone_and_fails(
     company: list[tuple[str, str, int]] = []
     real = launcher.WorkerPool.run
 
-    def run(pool: launcher.WorkerPool, order: Any, checks: Any) -> Ending:
+    def report(pool: launcher.WorkerPool, order: Any, checks: Any) -> Ending:
         running.add(order["text"])
         report = real(pool, order, checks)
         company.append((order["text"], report.status, len(running)))
         running.remove(order["text"])
         return report
 
-    monkeypatch.setattr(launcher.WorkerPool, "run", run)
+    monkeypatch.setattr(launcher.WorkerPool, "run", report)
     programs = {"end": "import os, time\ntime.sleep(0.2)\nos.kill(os.getppid(), 9)"}
     programs |= {
         f"right {number}": f"import time\ntime.sleep(0.{number})" for number in range(1, 7)
     }
     with Sandbox(workers=3, layers=[]) as weak:
-        verdicts = dict(weak.run(programs.items()))
+        verdicts = dict(run(weak, programs.items()))
     assert {name for name, verdict in verdicts.items() if not verdict.passed} == {"end"}
     assert verdicts["end"][:2] == ("failed", f"{launcher.LOST.detail}, also when it ran alone")
     (first, _), (second, beside) = [found[1:] for found in company if found[0] == programs["end"]]
@@ -301,7 +311,7 @@ def test_processor_time_of_all_processes_counts(sandbox: Sandbox, layers: str | 
     need_namespaces(sandbox)
     limits = Limits(seconds=60, cpu_seconds=1)
     with Sandbox(workers=4, limits=limits, layers=layers and layers.split(",")) as made:
-        verdicts = dict(made.run(TREES.items()))
+        verdicts = dict(run(made, TREES.items()))
     late = {
         name: verdict.detail for name, verdict in verdicts.items() if verdict.status == "timed out"
     }
@@ -315,7 +325,7 @@ def test_many_spinning_processes_do_not_time_out_a_neighbour() -> None:
     spinners = SPIN + "for _ in range(30):\n    if not os.fork(): break\nspin(99)"
     with Sandbox(workers=2, limits=Limits(seconds=10, cpu_seconds=2)) as made:
         need_namespaces(made)
-        verdicts = dict(made.run([("spinners", spinners), ("neighbour", SPIN + "spin(0.8)")]))
+        verdicts = dict(run(made, [("spinners", spinners), ("neighbour", SPIN + "spin(0.8)")]))
     assert verdicts["spinners"].status == "timed out"
     assert verdicts["neighbour"].passed
 
@@ -326,7 +336,7 @@ def test_program_that_timed_out_beside_others_runs_again_alone(
     running: list[str] = []
     company: list[tuple[str, int]] = []
 
-    def run(_: launcher.WorkerPool, order: Any, checks: Any) -> Ending:
+    def report(_: launcher.WorkerPool, order: Any, checks: Any) -> Ending:
         name = order["text"]
         again = name in dict(company)
         running.append(name)
@@ -341,10 +351,10 @@ def test_program_that_timed_out_beside_others_runs_again_alone(
         }
         return Ending(status[name], "", 8.0)
 
-    monkeypatch.setattr(launcher.WorkerPool, "run", run)
+    monkeypatch.setattr(launcher.WorkerPool, "run", report)
     names = ["late", "slow", "right", "asleep"]
     verdicts = {
-        name: verdict.status for name, verdict in sandbox.run((name, name) for name in names)
+        name: verdict.status for name, verdict in run(sandbox, [(name, name) for name in names])
     }
     assert verdicts == {
         "late": "passed",
@@ -374,21 +384,21 @@ def test_program_that_waited_for_a_processor_is_starved(
     reports: list[str] = []
     real = launcher.WorkerPool.run
 
-    def run(pool: launcher.WorkerPool, order: Any, checks: Any) -> Ending:
+    def report(pool: launcher.WorkerPool, order: Any, checks: Any) -> Ending:
         report = real(pool, order, checks)
         reports.append(report.status)
         return report
 
-    monkeypatch.setattr(launcher.WorkerPool, "run", run)
+    monkeypatch.setattr(launcher.WorkerPool, "run", report)
     with Sandbox(
         workers=1, limits=Limits(seconds=0.7, cpu_seconds=9), layers=layers and layers.split(",")
     ) as made:
         reports.clear()
-        verdicts = dict(made.run(WAITS.items()))
+        verdicts = dict(run(made, WAITS.items()))
         assert {verdict.status for verdict in verdicts.values()} == {"timed out"}
         assert reports == ["starved"] * len(WAITS)
         for _ in range(9):  # on a busy machine a sleeping process may have waited first
-            list(made.run([(0, "import time\ntime.sleep(99)")]))
+            list(run(made, [(0, "import time\ntime.sleep(99)")]))
             if reports[-1] == "timed out":
                 return
     pytest.fail("who sleeps does not wait for a processor")
@@ -398,7 +408,7 @@ def test_stuck_supervisor_fails_only_its_own_program(monkeypatch: pytest.MonkeyP
     with Sandbox(workers=1, layers=[], limits=Limits(seconds=0.5)) as weak:
         monkeypatch.setattr(launcher, "GRACE", 0.2)
         stop = "import os, time\nos.kill(os.getppid(), 19)\n" + SLEEPER + "time.sleep(99)"
-        ((_, verdict),) = weak.run([(0, stop)])
+        ((_, verdict),) = run(weak, [(0, stop)])
     assert verdict[:2] == ("failed", f"{launcher.LOST.detail}, also when it ran alone")
     until = time.monotonic() + 10.0
     while survivors() and time.monotonic() < until:  # they are dying
@@ -412,7 +422,7 @@ def test_supervisor_fault_while_the_program_runs_is_reported_as_lost() -> None:
         "(0, 0))\ntime.sleep(1)"
     )
     with Sandbox(workers=2, layers=[]) as weak:
-        verdicts = dict(weak.run([("bad", blind), ("good", "x = 1")]))
+        verdicts = dict(run(weak, [("bad", blind), ("good", "x = 1")]))
     assert verdicts["good"].passed
     assert verdicts["bad"].status == "failed"
     assert verdicts["bad"].detail.startswith(
@@ -436,7 +446,7 @@ def test_silent_supervisor_is_killed(
     need_namespaces(sandbox)
     with Sandbox(workers=1, layers=layers and layers.split(",")) as made:
         monkeypatch.setattr(launcher, "GRACE", -9.0)  # leaves one second
-        ((_, verdict),) = made.run([(0, SLEEPER + "while True: pass")])
+        ((_, verdict),) = run(made, [(0, SLEEPER + "while True: pass")])
     assert verdict.status == "failed"
     until = time.monotonic() + 10.0
     while (

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from bass_cli.sandbox import process as launcher
-from bass_cli.sandbox.programs import Limits, Sandbox
+from bass_cli.sandbox.programs import Limits, Program, Sandbox
 
 # The seconds for which a process sleeps that must not outlive its program. The same text is in the
 # command lines of supervisors, so that a test finds only processes that it has started. `main`
@@ -261,12 +261,12 @@ PROGRAMS: dict[str, tuple[str, set[str]]] = {
     "half a character": ("x = '\udcff'", {"failed"}),
     "parentheses": ("(" * 100_000, ANY),
     "background child": (SLEEPER + "assert 0", {"failed"}),
-    "becomes another": (f"import os\nos.execv('/bin/sleep', ['sleep', '{MARK}'])", {"timed out"}),
+    "becomes another": (f"import os\nos.execv('/bin/sleep', ['sleep', '{MARK}'])", {"failed"}),
     "locked folders": (LOCKED, {"failed"}),
 }  # fmt: skip
 
 
-def attacks(outside: Path, port: int, supervisor: int) -> list[tuple[str, str]]:
+def attacks(outside: Path, port: int, supervisor: int) -> list[tuple[str, Program]]:
     """The programs, aimed at a folder, a port of this machine and a process."""
     aims = {"{outside}": str(outside), "{port}": str(port), "{supervisor}": str(supervisor)}
     found = []
@@ -274,7 +274,7 @@ def attacks(outside: Path, port: int, supervisor: int) -> list[tuple[str, str]]:
         aimed = text
         for mark, aim in aims.items():
             aimed = aimed.replace(mark, aim)
-        found.append((name, aimed))
+        found.append((name, Program(aimed)))
     return found
 
 
@@ -285,7 +285,9 @@ def supervise(layers: list[str], outside: Path, port: int) -> dict[str, object]:
         if (
             sandbox.isolation.processes == "none"
         ):  # these would hit: the processes of this user are not kept out
-            aimed = [(name, text) for name, text in aimed if not name.startswith(REACHES_PROCESSES)]
+            aimed = [
+                (name, program) for name, program in aimed if not name.startswith(REACHES_PROCESSES)
+            ]
         verdicts = dict(sandbox.run(aimed))
         named = {name: (verdict.status, verdict.detail) for name, verdict in verdicts.items()}
         return {

@@ -13,7 +13,7 @@ import pytest
 
 from bass_cli.errors import UserError
 from bass_cli.eval.tasks import Answer, Problem
-from bass_cli.sandbox.programs import DEFAULT_LIMITS, Ending, Limits
+from bass_cli.sandbox.programs import DEFAULT_LIMITS, Ending, Limits, Program
 
 
 class Isolation(NamedTuple):
@@ -38,10 +38,9 @@ class Programs:
     def __init__(self, problems: dict[str, Problem]) -> None:
         self.problems = problems
 
-    def program(self, problem: Problem, answer: Answer) -> str:
-        return (
-            ("" if answer.whole else problem.prompt) + answer.text + "\n" + problem.fields["tests"]
-        )
+    def program(self, problem: Problem, answer: Answer) -> Program:
+        text = ("" if answer.whole else problem.prompt) + answer.text
+        return Program(text + "\n" + problem.fields["tests"])
 
 
 class Texts:
@@ -64,7 +63,7 @@ class Sandbox:
     not closed.
     """
 
-    ran: ClassVar[list[str]] = []
+    ran: ClassVar[list[Program]] = []
     opened = running = 0
     limits = DEFAULT_LIMITS
     patience: float = float("inf")
@@ -80,7 +79,7 @@ class Sandbox:
     def __exit__(self, *error: object) -> None:
         pass
 
-    def run(self, programs: Iterable[tuple[str, str]]) -> Iterator[tuple[str, Ending]]:
+    def run(self, programs: Iterable[tuple[str, Program]]) -> Iterator[tuple[str, Ending]]:
         type(self).running += 1
         try:
             for key, program in reversed(list(programs)):
@@ -91,9 +90,9 @@ class Sandbox:
         finally:
             type(self).running -= 1
 
-    def _judge(self, program: str) -> Ending:
+    def _judge(self, program: Program) -> Ending:
         try:
-            exec(program, {"__name__": "tested"})
+            exec(program.text, {"__name__": "tested"})
         except BaseException as error:
             return Ending("failed", repr(error), 0.25)
         return Ending("passed", "", 0.25)

@@ -9,14 +9,13 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import TypedDict
 
-    # tests, setup and names of a program with tests; the program's process never has them
+    # tests, setup and names of a Program, sent after its spec; the program's process has no copy
     Checks = tuple[str, str, tuple[str, ...]]
 
     class JobSpec(TypedDict):
         """One program, its isolation and its limits. It is plain data, sent as `marshal` bytes."""
 
         text: str
-        checked: bool  # the program has tests; they are sent after the spec
         layers: tuple[str, ...]  # of isolation.LAYERS
         path: list[str]  # sys.path for the program
         places: list[tuple[str, str]]  # visible read-only paths: (place, real path)

@@ -65,10 +65,12 @@ class Peer:
         self._numbers: dict[int, int] = {}
         self._remotes: dict[int, Remote] = {}
         self._converted: dict[tuple[str, int], Any] = {}
+        # Prepared, because without memory it could not be made.
+        self._out_of_memory = self._pack("!", ["MemoryError"], "", (), "MemoryError")
 
     def ask(self, operation: str, *operands: Any) -> Any:
         """Run an operation on the other side and return its result, or raise its exception."""
-        self._send([operation.encode(), *(values.dump(one, self.keep) for one in operands)])
+        self._send(self._pack(operation, *operands))
         while True:
             kind, parts = self.receive()
             if kind == "=":
@@ -103,44 +105,37 @@ class Peer:
             if operation == "call":
                 after = [values.dump(one, self.keep) for one in operands[1:]]
                 answers[1] = None if after == parts[1:] else tuple(operands[1:])
-            message = [b"=", *(values.dump(one, self.keep) for one in answers)]
-            if sum(map(len, message)) > MOST_BYTES:
+            message = self._pack("=", *answers)
+            if len(message) > MOST_BYTES:
                 raise ValueError("the result is too large for the tests")
+        except MemoryError:
+            message = self._out_of_memory
         except BaseException as error:
             names = [one.__name__ for one in type(error).__mro__ if one.__module__ == "builtins"]
             about = (names, _text(error), _plain_arguments(error), self._describe(error))
             error.__traceback__ = None  # its frames may hold the objects that filled the memory
-            message = [b"!", *(values.dump(one, self.keep) for one in about)]
+            message = self._pack("!", *about)
         self._send(message)
 
     def receive(self) -> tuple[str, list[bytes]]:
         """Read the next message. Returns its kind and its parts."""
-        length = int.from_bytes(self._exactly(8), "little")
-        if length > 2 * MOST_BYTES:
-            self._leave()
-        data = self._exactly(length)
+        data = values.receive(self._read, self._inlet, self._leave, most=2 * MOST_BYTES)
         try:
             kind, *parts = values.unpack(data)
             return kind.decode(), parts
         except ValueError:
             self._leave()
 
-    def _send(self, parts: list[bytes]) -> None:
-        left = memoryview(values.pack(parts))
+    def _pack(self, kind: str, *parts: Any) -> bytes:
+        return values.pack([kind.encode(), *(values.dump(one, self.keep) for one in parts)])
+
+    def _send(self, message: bytes) -> None:
+        left = memoryview(message)
         try:
             while left:
                 left = left[self._write(self._outlet, left) :]
         except OSError:
             self._leave()
-
-    def _exactly(self, count: int) -> bytes:
-        data = bytearray()
-        while len(data) < count:
-            piece = self._read(self._inlet, min(count - len(data), 1 << 20))
-            if not piece:
-                self._leave()
-            data += piece
-        return bytes(data)
 
     def keep(self, value: Any) -> tuple[bytes, int]:
         """Return the tag and number by which the other side can refer to an object.
@@ -219,6 +214,11 @@ def _exception(
     return error
 
 
+def _forward(operation: str) -> Callable[..., Any]:
+    """Return a method of Remote that requests the operation from the other side."""
+    return lambda self, *operands: _peer(self).ask(operation, self, *operands)
+
+
 class Remote:
     """Proxy for an object in the other process.
 
@@ -240,38 +240,15 @@ class Remote:
             raise AttributeError(name)
         return _peer(self).ask("getattr", self, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        _peer(self).ask("setattr", self, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        _peer(self).ask("delattr", self, name)
-
-    def __getitem__(self, key: Any) -> Any:
-        return _peer(self).ask("getitem", self, key)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        _peer(self).ask("setitem", self, key, value)
-
-    def __delitem__(self, key: Any) -> None:
-        _peer(self).ask("delitem", self, key)
-
-    def __iter__(self) -> Any:
-        return _peer(self).ask("iter", self)
-
-    def __next__(self) -> Any:
-        return _peer(self).ask("next", self)
-
-    def __len__(self) -> int:
-        return int(_peer(self).ask("len", self))
+    __setattr__, __delattr__ = _forward("setattr"), _forward("delattr")
+    __getitem__, __setitem__ = _forward("getitem"), _forward("setitem")
+    __delitem__ = _forward("delitem")
+    __iter__, __next__ = _forward("iter"), _forward("next")
+    __len__ = _forward("len")  # Python checks that the results of these three are of their type
+    __str__, __repr__ = _forward("str"), _forward("repr")
 
     def __bool__(self) -> bool:
         return _peer(self).ask("bool", self) is True
-
-    def __str__(self) -> str:
-        return str(_peer(self).ask("str", self))
-
-    def __repr__(self) -> str:
-        return str(_peer(self).ask("repr", self))
 
     def __int__(self) -> int:
         return int(_peer(self).convert("int", self))

@@ -1,10 +1,9 @@
 """The process of an untrusted program, and the process of its tests.
 
 Both give up their privileges first. Nothing in the program's process can be trusted once its text
-runs. The program never runs in the tests' process, which alone sends the verdict: there the names
-that the tests take from the program are proxies (calls.py). A text without tests passes if it runs
-to its end. That report needs a key, which is in no module, no frame variable, no file and no pipe
-while the text runs; see `_run` and `_make_finish`.
+runs, so it has no pipe to the supervisor then. The program never runs in the tests' process, which
+alone sends the verdict: there the names that the tests take from the program are proxies
+(calls.py).
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ from .values import OBJECT
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from typing import Any, NoReturn
 
     from . import Checks, JobSpec
@@ -42,85 +40,40 @@ if TYPE_CHECKING:
 READY, REFUSED, RAISED, PASSED = b"+", b"#", b"!", b"="
 STACK_BYTES = 64 << 20
 SPARE_TASKS = 64  # processes and threads that the same user may start elsewhere meanwhile
-WORD = 16  # bytes of key and nonce
 # Seconds before the tests' process reports that the program's pipe was closed. Meanwhile the
 # supervisor sees how the program ended, which says more.
 PATIENCE = 0.1
 SILENT = b"the program does not answer"
 
 
-def enter_program(
-    spec: JobSpec, outlet: int, inlet: int, keys: list[bytes], tests: tuple[int, int] | None
-) -> NoReturn:
+def enter_program(spec: JobSpec, outlet: int, tests: tuple[int, int]) -> NoReturn:
     """Run the program in this process, a fresh child of the supervisor. Never returns.
 
     Args:
         spec: the program and its limits.
-        outlet, inlet: descriptors of the pipes to and from the supervisor.
-        keys: holds the key; it is removed from the list here.
-        tests: descriptors of the pipes from and to the tests' process. None without tests.
+        outlet: descriptor of the pipe to the supervisor. It is closed before the text runs.
+        tests: descriptors of the pipes from and to the tests' process.
     """
     _prepare(spec, outlet, name="program")
     os.write(outlet, READY)
-    # Wait until the supervisor has read READY. It takes everything after that for the program's.
-    os.read(inlet, len(READY))
-    if tests is None:
-        _run(spec["text"], [keys.pop(), _make_finish(outlet, inlet)], outlet)
     os.close(outlet)
-    os.close(inlet)
-    _serve(spec["text"], Peer(*tests, describe=describe, leave=_leave, restricted=False))
+    peer = Peer(*tests, describe=describe, leave=_leave, restricted=False)
+    scope, own, identity = sys.modules["program"].__dict__, os.getpid(), os.getpid
+
+    def start(names: tuple[str, ...]) -> dict[str, Any]:
+        """Run the text. Returns its objects of these names."""
+        exec(compile_text(spec["text"] + "\n\n"), scope)
+        if identity() != own:  # a child process that the text has forked
+            _leave()
+        return {name: scope[name] for name in names if name in scope}
+
+    peer.keep(start)  # the first object, so its number is START
+    while True:
+        peer.answer(*peer.receive())
 
 
 def _leave() -> NoReturn:
     os._exit(0)
-
-
-def _run(text: str, parts: list[Any], outlet: int) -> NoReturn:
-    """Run a text without tests, then report that it came to its end.
-
-    `parts` holds the key and the function that reports it. Everything that is needed after the
-    text is looked up before it. Meanwhile it is only on this frame's value stack, where neither
-    frame objects nor the garbage collector can reach it.
-    """
-    leave, write, message = os._exit, os.write, failure_message
-    scope = sys.modules["program"].__dict__
-    try:
-        code = compile_text(text + "\n\n")
-        parts.pop()(parts.pop(), exec(code, scope))  # type: ignore[func-returns-value]
-    except BaseException as error:  # SystemExit too: then the text did not run to its end
-        write(outlet, message(error))
-    finally:
-        leave(1)
-
-
-def _make_finish(outlet: int, inlet: int) -> Callable[[bytes, object], None]:
-    """Return the function that sends the key, receives a nonce and sends the nonce back.
-
-    It holds the functions and the process number of now, before the program can replace them.
-    """
-    read, write, leave, identity, own = os.read, os.write, os._exit, os.getpid, os.getpid()
-
-    def finish(key: bytes, _: object) -> None:
-        if identity() == own:  # not in a child process that the program has forked
-            write(outlet, key)
-            write(outlet, read(inlet, WORD))
-        leave(0)
-
-    return finish
-
-
-def _serve(text: str, tests: Peer) -> NoReturn:
-    """Run a text that has tests, then handle calls of the tests' process until that ends."""
-    scope = sys.modules["program"].__dict__
-
-    def start(names: tuple[str, ...]) -> dict[str, Any]:
-        """Run the text. Returns its objects of these names."""
-        exec(compile_text(text + "\n\n"), scope)
-        return {name: scope[name] for name in names if name in scope}
-
-    tests.keep(start)  # the first object, so its number is START
-    while True:
-        tests.answer(*tests.receive())
 
 
 def enter_tests(spec: JobSpec, checks: Checks, outlet: int, program: tuple[int, int]) -> NoReturn:
@@ -128,7 +81,7 @@ def enter_tests(spec: JobSpec, checks: Checks, outlet: int, program: tuple[int, 
 
     Args:
         spec: the program and its limits.
-        checks: tests, setup and names of `Checked`.
+        checks: tests, setup and names of the Program.
         outlet: descriptor of the pipe to the supervisor.
         program: descriptors of the pipes from and to the program's process.
     """
@@ -143,8 +96,10 @@ def enter_tests(spec: JobSpec, checks: Checks, outlet: int, program: tuple[int, 
     try:
         _run_tests(spec["text"].count("\n") + 1, checks, peer)
         message = PASSED
+    except MemoryError:
+        message = RAISED + b"MemoryError"
     except BaseException as error:  # SystemExit too: then the tests did not run to their end
-        message = failure_message(error)
+        message = RAISED + describe(error).encode("utf-8", "replace")
     os.write(outlet, message)
     os._exit(0)
 
@@ -154,7 +109,7 @@ def _run_tests(lines: int, checks: Checks, peer: Peer) -> None:
 
     Args:
         lines: added to the tests' line numbers, so that program and tests count as one text.
-        checks: tests, setup and names of `Checked`.
+        checks: tests, setup and names of the Program.
         peer: the connection to the program's process.
     """
     tests, setup, names = checks
@@ -254,14 +209,14 @@ def _limit(spec: JobSpec) -> None:
 def _tasks_besides(spec: JobSpec) -> int:
     """Count the processes and threads that use up the limit beside the program's own.
 
-    The system counts them by user. A user of its own has none. In a user namespace there are only
-    the two supervisor processes (since Linux 5.14).
+    The system counts them by user. A user of its own has the tests' process. In a user namespace
+    there are the two supervisor processes too (since Linux 5.14).
     """
     if "uid" in spec["layers"] or sys.platform != "linux":
-        return 0
+        return 1
     release = tuple(int(part) for part in os.uname().release.replace("-", ".").split(".")[:2])
     if "user" in spec["layers"] and release >= (5, 14):
-        return 2
+        return 3
     names = os.listdir("/proc") if os.path.isdir("/proc") else []
     return SPARE_TASKS + sum(_tasks(name, os.getuid()) for name in names if name.isdigit())
 
@@ -296,13 +251,6 @@ def _refresh(spec: JobSpec, name: str) -> None:
 def compile_text(text: str, name: str = "<program>") -> types.CodeType:
     """Compile a text without the `__future__` features of this file."""
     return compile(text, name, "exec", dont_inherit=True)
-
-
-def failure_message(error: BaseException) -> bytes:
-    """Return the message to the supervisor about an exception that ended a text."""
-    if isinstance(error, MemoryError):
-        return RAISED + b"MemoryError"
-    return RAISED + describe(error).encode("utf-8", "replace")
 
 
 def describe(error: BaseException) -> str:

@@ -25,9 +25,11 @@ from .layers import (
     enter_namespaces,
     prctl,
 )
+from .values import receive
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import NoReturn
 
     from . import Checks, JobSpec
@@ -35,33 +37,13 @@ if TYPE_CHECKING:
 # bass closes standard input to cancel the program.
 INLET, OUTLET = (0, 1)
 CHUNK, TICK = 65536, 0.05
+DESCRIPTORS = 64  # more than a supervisor ever has
 # A program that waited for a processor for more than this share of its time limit is "starved":
 # it may have timed out because of other programs.
 STARVED = 0.05
 KILL, XCPU = 9, 24
 LOST = "the process that watches the program has failed"
 ENDED = "the process ended before the program did: "
-
-
-class Watch:
-    """State of a running program.
-
-    Attributes:
-        tests: the tests' process. None if there are no tests.
-        ready: the program's process has reported READY.
-        end: (status, detail) if a process has ended without a report.
-        verdict: (status, detail). None until it is known.
-    """
-
-    def __init__(
-        self, spec: JobSpec, process: int, key: bytes, answer: int, tests: int | None
-    ) -> None:
-        self.spec, self.process, self.key, self.answer = spec, process, key, answer
-        self.tests = tests
-        self.nonce = self.output = b""
-        self.ready = False
-        self.end: tuple[str, str] | None = None
-        self.verdict: tuple[str, str] | None = None
 
 
 def main() -> NoReturn:
@@ -80,7 +62,7 @@ def main() -> NoReturn:
 
 
 def _serve() -> NoReturn:
-    spec: JobSpec = marshal.loads(_read_part())
+    spec: JobSpec = marshal.loads(_receive())
     _prefer_oom_kill()
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     enter_namespaces(spec["layers"])
@@ -95,6 +77,11 @@ def _serve() -> NoReturn:
     os._exit(0)
 
 
+def _receive() -> bytes:
+    """Read one part of what bass sends. Ends this process if bass closes the pipe."""
+    return receive(os.read, INLET, lambda: os._exit(1))
+
+
 def _prefer_oom_kill() -> None:
     """Have the kernel kill the program, not the process that holds a model, if memory runs out."""
     try:
@@ -102,21 +89,6 @@ def _prefer_oom_kill() -> None:
             file.write("1000")
     except OSError:
         return
-
-
-def _read_part() -> bytes:
-    """Read one part of the spec, which follows its length as 8 bytes."""
-    return _read_exactly(int.from_bytes(_read_exactly(8), "little"))
-
-
-def _read_exactly(count: int) -> bytes:
-    data = bytearray()
-    while len(data) < count:
-        piece = os.read(INLET, min(count - len(data), 1 << 20))
-        if not piece:
-            os._exit(1)
-        data += piece
-    return bytes(data)
 
 
 def _report(status: str, detail: str, seconds: float, output: bytes) -> None:
@@ -133,164 +105,165 @@ def _guard(spec: JobSpec) -> NoReturn:
     if "mount" in spec["layers"]:
         build_root(spec["places"], spec["owner"], spec["folder_bytes"])
     start = time.monotonic()
-    watch, heard, output = _start(spec)
+    watch = _start(spec)
     try:
-        _watch(watch, heard, output, start + spec["seconds"])
+        watch.run(start + spec["seconds"])
         seconds = time.monotonic() - start
-        kill_descendants(watch.process)
+        kill_descendants(watch.program)
         _report(*(watch.verdict or ("failed", "")), seconds, watch.output)
     except BaseException as error:
-        if not watch.ready:
-            raise
         # The program may have caused this. The outer process kills what is left, because this one
         # may be unable to.
         _report("lost", f"{LOST}: {type(error).__name__}: {error}", 0.0, b"")
     os._exit(0)
 
 
-def _start(spec: JobSpec) -> tuple[Watch, tuple[int, ...], int]:
-    """Start the program's process and, if there are tests, the tests' process.
+def _start(spec: JobSpec) -> Watch:
+    """Start the program's process and the tests' process.
 
-    The tests are read only after the program's process exists, so that it has no copy of them.
-
-    Returns:
-        The state, the descriptors of the pipes on which the processes report, and the descriptor
-        of the pipe with the program's output.
+    The tests are read only after the program's process exists, so that it has no copy of them. Its
+    text does not run before the tests' process exists, so until then no fault is the program's.
     """
-    keys = [os.urandom(program.WORD)]
-    key = keys[0]
-    (said, say), (hear, answer), (printed, output) = os.pipe(), os.pipe(), os.pipe()
-    calls: tuple[int, ...] = (*os.pipe(), *os.pipe()) if spec["checked"] else ()
-    process = os.fork()
-    if not process:
-        del key
-        for unused in (said, answer, printed, *calls[1:3]):
-            os.close(unused)
-        _become_child(output)
-        try:
-            program.enter_program(spec, say, hear, keys, (calls[0], calls[3]) if calls else None)
-        finally:  # reached only by a fault of bass; the child must not continue as a supervisor
-            os._exit(1)
-    tests: int | None = None
-    heard: tuple[int, ...] = (said,)
-    checks: Checks | None = marshal.loads(_read_part())
-    if checks is not None:
-        tests, ruling = _start_tests(spec, checks, (calls[2], calls[1]))
-        heard += (ruling,)
-    for unused in (say, hear, output, *calls):
-        os.close(unused)
-    for own in (*heard, answer, printed):
-        # The program may fill its pipes or read from them, so no access may block.
-        os.set_blocking(own, False)
-    return Watch(spec, process, key, answer, tests), heard, printed
-
-
-def _start_tests(spec: JobSpec, checks: Checks, calls: tuple[int, int]) -> tuple[int, int]:
-    """Start the tests' process. Returns it and the pipe on which it sends the verdict.
-
-    The program's process never has that pipe, because it was forked before.
-    """
+    (said, say), (printed, output) = os.pipe(), os.pipe()
+    to_tests, to_program = os.pipe(), os.pipe()
+    ends = to_program[0], to_tests[1]
+    own = _fork(output, (say, *ends), lambda: program.enter_program(spec, say, ends))
+    os.close(say)
+    answer = os.read(said, CHUNK)
+    if answer != program.READY:
+        layer, _, reason = answer[1:].decode().partition(": ")
+        raise SetupError(layer or "start", reason or "the program's process has ended")
+    checks: Checks = marshal.loads(_receive())
     ruling, rule = os.pipe()
+    null = os.open("/dev/null", os.O_WRONLY)
+    ends = to_tests[0], to_program[1]
+    tests = _fork(null, (rule, *ends), lambda: program.enter_tests(spec, checks, rule, ends))
+    for unused in (said, output, rule, null, *to_tests, *to_program):
+        os.close(unused)
+    return Watch(spec, own, tests, ruling, printed)
+
+
+def _fork(output: int, kept: tuple[int, ...], run: Callable[[], NoReturn]) -> int:
+    """Run a function in a child, which has these descriptors only, and empty input.
+
+    `output` becomes the child's standard output and error.
+    """
     process = os.fork()
     if process:
-        os.close(rule)
-        return process, ruling
-    null = os.open("/dev/null", os.O_WRONLY)
-    for unused in range(3, 64):
-        if unused not in (null, rule, *calls):
-            _close(unused)
-    _become_child(null)
+        return process
     try:
-        program.enter_tests(spec, checks, rule, calls)
-    finally:
+        null = os.open("/dev/null", os.O_RDONLY)
+        for source, target in ((null, 0), (output, 1), (output, 2)):
+            os.dup2(source, target)
+        for descriptor in set(range(3, DESCRIPTORS)).difference(kept):
+            os.closerange(descriptor, descriptor + 1)
+        run()
+    finally:  # reached only by a fault of bass; the child must not continue as a supervisor
         os._exit(1)
 
 
-def _close(descriptor: int) -> None:
-    try:
-        os.close(descriptor)
-    except OSError:
-        return
+class Watch:
+    """Waits for the verdict on a running program.
 
-
-def _become_child(output: int) -> None:
-    """Replace the supervisor's descriptors in a child: empty input, output to that pipe."""
-    null = os.open("/dev/null", os.O_RDONLY)
-    for source, target in ((null, 0), (output, 1), (output, 2)):
-        os.dup2(source, target)
-    os.close(null)
-    os.close(output)
-
-
-def _watch(watch: Watch, heard: tuple[int, ...], output: int, deadline: float) -> None:
-    """Wait until there is a verdict.
-
-    That is at the first report, at the end of a process, when a limit is reached, or when bass
-    closes the inlet.
+    Attributes:
+        verdict: (status, detail). None until it is known.
+        output: the start of what the program printed.
 
     Args:
-        watch: the state; its verdict is set here.
-        heard: pipes on which the program's process and the tests' process report.
-        output: pipe with the program's output.
-        deadline: time of `time.monotonic()` at which the program times out.
+        spec: the limits.
+        own, tests: the program's process and the tests' process.
+        ruling: pipe on which the tests' process sends the verdict.
+        printed: pipe with the program's output.
     """
-    poll = select.poll()
-    ends = [end for one in (watch.process, watch.tests) if one for end in _end_descriptors(one)]
-    for descriptor in (*heard, output, *ends):
-        poll.register(descriptor, select.POLLIN)
-    poll.register(INLET, 0)
-    cores = os.cpu_count() or 1
-    # The processor time cannot be used up earlier.
-    count_at = deadline - watch.spec["seconds"] + watch.spec["cpu_seconds"] / cores
-    while watch.verdict is None:
-        now = time.monotonic()
-        left = deadline - now
-        if left <= 0:
-            starved = waited_seconds() > STARVED * watch.spec["seconds"]
-            watch.verdict = (
-                "starved" if starved else "timed out",
-                f"more than {watch.spec['seconds']:g} s",
-            )
-            return
-        if now >= count_at:
-            unused = watch.spec["cpu_seconds"] - processor_seconds()
-            if unused < 0:
-                watch.verdict = _used_up(watch.spec)
+
+    def __init__(self, spec: JobSpec, own: int, tests: int, ruling: int, printed: int) -> None:
+        self._spec, self._ruling, self._printed = spec, ruling, printed
+        self.program, self._tests = own, tests
+        self.output = b""
+        self.verdict: tuple[str, str] | None = None
+        self._end: tuple[str, str] | None = None  # of a process that ended without a report
+        self._poll = select.poll()
+        for descriptor in (ruling, printed, *_end_descriptors(own), *_end_descriptors(tests)):
+            self._poll.register(descriptor, select.POLLIN)
+        self._poll.register(INLET, 0)
+        for descriptor in (ruling, printed):
+            # The program may fill its pipe or read from it, so no access may block.
+            os.set_blocking(descriptor, False)
+
+    def run(self, deadline: float) -> None:
+        """Wait until there is a verdict.
+
+        That is at the first report, at the end of a process, when a limit is reached, or when bass
+        closes the inlet.
+
+        Args:
+            deadline: time of `time.monotonic()` at which the program times out.
+        """
+        spec, cores = self._spec, os.cpu_count() or 1
+        # The processor time cannot be used up earlier.
+        count_at = deadline - spec["seconds"] + spec["cpu_seconds"] / cores
+        while self.verdict is None:
+            now = time.monotonic()
+            left = deadline - now
+            if left <= 0:
+                starved = waited_seconds() > STARVED * spec["seconds"]
+                status = "starved" if starved else "timed out"
+                self.verdict = status, f"more than {spec['seconds']:g} s"
                 return
-            count_at = now + max(TICK, unused / cores)
-        ended = watch.end
-        ready = dict(poll.poll(0 if ended else 1000 * min(left, TICK)))
+            if now >= count_at:
+                unused = spec["cpu_seconds"] - processor_seconds()
+                if unused < 0:
+                    self.verdict = _used_up(spec)
+                    return
+                count_at = now + max(TICK, unused / cores)
+            self._listen(min(left, TICK))
+            self._reap()
+
+    def _listen(self, seconds: float) -> None:
+        """Wait for a report, output or an end, and handle it."""
+        ended = self._end
+        ready = dict(self._poll.poll(0 if ended else 1000 * seconds))
         if INLET in ready:
-            kill_descendants(watch.process)
+            kill_descendants(self.program)
             os._exit(0)
-        if output in ready:
-            watch.output += _take(poll, output)[: watch.spec["output_bytes"] - len(watch.output)]
-        if spoken := [one for one in reversed(heard) if one in ready]:
-            for one in spoken:
-                if watch.verdict is None:
-                    (_handle_message if one == heard[0] else _handle_verdict)(
-                        watch, _take(poll, one)
-                    )
+        if self._printed in ready:
+            room = self._spec["output_bytes"] - len(self.output)
+            self.output += self._take(self._printed)[:room]
+        if self._ruling in ready:
+            data = self._take(self._ruling)
+            text = data[1:].decode("utf-8", "replace")
+            if data[:1] == program.REFUSED:
+                self.verdict = "refused", text
+            elif data == program.PASSED:
+                self.verdict = "passed", ""
+            elif data:
+                self.verdict = "out of memory" if text == "MemoryError" else "failed", text
         elif ended:  # and everything that it has written has been read
-            watch.verdict = ended if watch.ready else ("refused", f"start: {ended[1]}")
-        _reap(watch)
+            self.verdict = ended
 
+    def _take(self, descriptor: int) -> bytes:
+        try:
+            data = os.read(descriptor, CHUNK)
+        except BlockingIOError:  # the program has read it
+            return b""
+        if not data:
+            self._poll.unregister(descriptor)
+        return data
 
-def _take(poll: select.poll, descriptor: int) -> bytes:
-    try:
-        data = os.read(descriptor, CHUNK)
-    except BlockingIOError:  # the program has read it
-        return b""
-    if not data:
-        poll.unregister(descriptor)
-    return data
+    def _reap(self) -> None:
+        """Reap processes that have ended, orphans too.
 
-
-def _send(watch: Watch, message: bytes) -> None:
-    try:
-        os.write(watch.answer, message)
-    except OSError:  # the program has closed or filled the pipe
-        return
+        The program fails if its process or the tests' process ends without a report.
+        """
+        while True:
+            try:
+                process, status, used = os.wait4(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if not process:
+                return
+            if process in (self.program, self._tests) and not self._end:
+                self._end = _judge_end(status, used, self._spec)
 
 
 def _end_descriptors(process: int) -> list[int]:
@@ -302,62 +275,6 @@ def _end_descriptors(process: int) -> list[int]:
         return [os.pidfd_open(process)]
     except (AttributeError, OSError):
         return []
-
-
-def _handle_message(watch: Watch, data: bytes) -> None:
-    """Handle a message of the program's process.
-
-    Without tests, the key is answered with a nonce, and only the nonce is a pass.
-    """
-    if not watch.ready:
-        if data[:1] == program.REFUSED:
-            watch.verdict = "refused", data[1:].decode()
-        elif data:
-            watch.ready = True
-            _send(watch, program.READY)
-    elif not data:
-        return
-    elif watch.tests is not None:
-        watch.verdict = "failed", "an invalid message"
-    elif watch.nonce:
-        good = data == watch.nonce
-        watch.verdict = ("passed", "") if good else ("failed", "an invalid message")
-    elif data == watch.key:
-        watch.nonce = os.urandom(program.WORD)
-        _send(watch, watch.nonce)
-    elif data[:1] == program.RAISED:
-        watch.verdict = _raised(data)
-    else:
-        watch.verdict = "failed", "an invalid message"
-
-
-def _handle_verdict(watch: Watch, data: bytes) -> None:
-    """Handle the message of the tests' process, which is the verdict."""
-    if data[:1] == program.REFUSED:
-        watch.verdict = "refused", data[1:].decode()
-    elif data:
-        watch.verdict = ("passed", "") if data == program.PASSED else _raised(data)
-
-
-def _raised(data: bytes) -> tuple[str, str]:
-    text = data[1:].decode("utf-8", "replace")
-    return ("out of memory" if text == "MemoryError" else "failed"), text
-
-
-def _reap(watch: Watch) -> None:
-    """Reap processes that have ended, orphans too.
-
-    The program fails if its process or the tests' process ends without a report.
-    """
-    while True:
-        try:
-            process, status, used = os.wait4(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if not process:
-            return
-        if process in (watch.process, watch.tests) and not watch.end:
-            watch.end = _judge_end(status, used, watch.spec)
 
 
 def _judge_end(status: int, used: resource.struct_rusage, spec: JobSpec) -> tuple[str, str]:

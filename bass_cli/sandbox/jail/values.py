@@ -12,7 +12,7 @@ import builtins
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from typing import Any
+    from typing import Any, NoReturn
 
     Keep = Callable[[Any], "tuple[bytes, int]"]
     Find = Callable[[bytes, int], Any]
@@ -247,3 +247,30 @@ def unpack(body: bytes) -> Iterator[bytes]:
             raise ValueError("the message is cut off")
         yield body[at + 8 : end]
         at = end
+
+
+def receive(
+    read: Callable[[int, int], bytes],
+    descriptor: int,
+    leave: Callable[[], NoReturn],
+    *,
+    most: int | None = None,
+) -> bytes:
+    """Read a message that follows its length of 8 bytes.
+
+    Calls `leave` if the pipe ends, or if the message has more than `most` bytes.
+    """
+
+    def exactly(count: int) -> bytes:
+        data = bytearray()
+        while len(data) < count:
+            piece = read(descriptor, min(count - len(data), 1 << 20))
+            if not piece:
+                leave()
+            data += piece
+        return bytes(data)
+
+    length = int.from_bytes(exactly(8), "little")
+    if most is not None and length > most:
+        leave()
+    return exactly(length)
