@@ -22,15 +22,14 @@ from bass_cli.formats.backends import END_ROLES
 from bass_cli.formats.gguf_config import ARCHITECTURES, ROPE_FACTORS, spec_of_gguf
 from bass_cli.formats.head_config import head_of_config, notes_of_head, tokens_of
 from bass_cli.formats.hf_config import mask_of, notes_of_config, spec_of_config
+from bass_cli.formats.sources import read_json
 from bass_cli.formats.tensor_content import DTYPES, QUANTISED, parts
 from bass_cli.formats.tensor_files import Entry, read_gguf, read_safetensors, read_torch
-from bass_cli.io.reading import parse_object, read_bytes, shown
+from bass_cli.io.reading import shown
 from bass_cli.models import families
 from bass_cli.models.families import FAMILIES, Family, Slot
 from bass_cli.models.spec import HeadSpec, Spec, head_parameters, parameters
 
-# maximum size of a config; the largest index of shards has a few megabytes
-_CONFIG_BYTES = 1 << 24
 _FACTORS = 1 << 16  # maximum rotary factors, more than any head has dimensions
 _NAMED = 5  # maximum tensors in an error
 # Weight formats in order of preference: the single file, a pattern of shards, the reader.
@@ -126,7 +125,7 @@ class Checkpoint:
         if not self.path.is_dir():
             return mask_of(self.metadata, vocab=vocab, place=str(self.path), keys=_GGUF_MASKS)
         config = self.path / "config.json"
-        return mask_of(_read_json(config), vocab=vocab, place=str(config))
+        return mask_of(read_json(config), vocab=vocab, place=str(config))
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -169,7 +168,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def _open_folder(path: Path) -> Checkpoint:
-    config = _read_json(path / "config.json")
+    config = read_json(path / "config.json")
     spec = spec_of_config(config, place=str(path / "config.json"))
     family = FAMILIES[spec.family]
     entries = {name.removeprefix(family.prefix): entry for name, entry in _entries(path).items()}
@@ -178,7 +177,7 @@ def _open_folder(path: Path) -> Checkpoint:
     slots = families.slots(spec, family.tensors)
     pieces = _assign(spec, slots, entries, path, families.IGNORED, parameters(spec))
     generation = path / "generation_config.json"
-    eos = _ids(_read_json(generation), "eos_token_id", generation) if generation.exists() else ()
+    eos = _ids(read_json(generation), "eos_token_id", generation) if generation.exists() else ()
     return Checkpoint(
         path,
         spec,
@@ -198,7 +197,7 @@ def open_head(path: Path, target: Spec) -> Checkpoint:
     if not path.is_dir():
         raise UserError(f"{path}: a drafter that reads hidden states is a folder with config.json")
     place = path / "config.json"
-    config = _read_json(place)
+    config = read_json(place)
     head = head_of_config(config, target, place=str(place))
     count = tokens_of(config, target.vocab, place=str(place))
     family = FAMILIES[head.body.family]
@@ -256,15 +255,6 @@ def _draft_ids(entries: Mapping[str, Entry], count: int, vocab: int, path: Path)
     return tuple(ids.tolist())
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return parse_object(read_bytes(path, _CONFIG_BYTES))
-    except OSError as error:
-        raise UserError(f"{path}: cannot read the file: {error.strerror}") from None
-    except ValueError as error:
-        raise UserError(f"{path}: {error}") from None
-
-
 def _ids(values: Mapping[str, Any], key: str, place: Path) -> tuple[int, ...]:
     """Return the ids of a key that may be an integer, a list or missing; in order, each once."""
     value = values.get(key)
@@ -301,7 +291,7 @@ def _entries(folder: Path) -> dict[str, Entry]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    listed = _read_json(index).get("weight_map")
+    listed = read_json(index).get("weight_map")
     if not isinstance(listed, dict):
         raise UserError(f'{index}: key "weight_map": a mapping of tensors to files is needed')
     for name in listed.values():

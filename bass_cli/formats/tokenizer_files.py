@@ -13,9 +13,9 @@ import hashlib
 import importlib.metadata
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from bass_cli.errors import UserError
 from bass_cli.formats.backends import TokenizerParts, load_backend
@@ -26,12 +26,11 @@ from bass_cli.formats.hub_tokenizer import (
     needs_transformers,
     read_folder_tokenizer,
 )
-from bass_cli.formats.limits import Limited, RefusalError, check_growth
+from bass_cli.formats.limits import Limited, RefusalError, check_growth, refusals
 from bass_cli.formats.tensor_files import read_gguf
 from bass_cli.io.cache import cache_folder, read_cached, write_cached
 from bass_cli.io.reading import parse_json, read_bytes
 
-Messages = Sequence[Mapping[str, Any]]
 _CONVERSION = 5  # increase it when the readers return other parts for the same files
 _PADDING = re.compile(r"\[PAD\d+\]")  # GGUF writers' text for embedding rows without a token
 # A sample text; different pre-tokenizers give different ids for it.
@@ -207,46 +206,6 @@ def _complete(parts: TokenizerParts, path: Path) -> CachedTokenizer:
         vocabulary=hashlib.sha256(spelled).hexdigest()[:32],
         fingerprint=digest.hexdigest()[:32],
     )
-
-
-def renderer(template: str, special: Mapping[str, str]) -> Callable[[Messages], str]:
-    """Return the function that renders messages by a chat template.
-
-    transformers is imported here, before limits.py forks the process.
-    """
-    import tokenizers
-    import transformers
-
-    usual = transformers.PreTrainedTokenizerFast.SPECIAL_TOKENS_ATTRIBUTES
-    names = {name: text for name, text in special.items() if name in usual}
-    own = {name: text for name, text in special.items() if name not in usual}
-    inner = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizers.Tokenizer(tokenizers.models.BPE()),
-        chat_template=template,
-        model_specific_special_tokens=own,
-        **names,
-    )
-
-    def render(messages: Messages) -> str:
-        return inner.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-
-    return render
-
-
-@contextlib.contextmanager
-def refusals(fault: str) -> Iterator[None]:
-    """Turn every error of the tokenizer libraries into a UserError that begins with `fault`.
-
-    BaseException is caught, because panics of `tokenizers` are not Exceptions.
-    """
-    try:
-        yield
-    except (UserError, MemoryError, KeyboardInterrupt, SystemExit, GeneratorExit):
-        raise
-    except BaseException as error:
-        lines = [line.strip() for line in str(error).strip().splitlines()] or [repr(error)]
-        reason = " ".join(lines) if lines[0].endswith(":") else lines[0]  # a list follows
-        raise UserError(f"{fault}: {reason[:400]}") from None
 
 
 def trimmed(texts: Mapping[int, str], placeholder: re.Pattern[str]) -> int:

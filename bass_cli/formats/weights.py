@@ -62,7 +62,7 @@ def load(
         if not (spec.tied and name == "head.weight") and (names is None or name in names)
     }
     pieces = [piece for piece in checkpoint.pieces if piece.slot.name in weights]
-    unfilled = {name: _rows(spec, name, weight, share) for name, weight in weights.items()}
+    unfilled = {name: _rows_to_fill(spec, name, weight, share) for name, weight in weights.items()}
     own = threading.local()
 
     def begin() -> None:
@@ -97,10 +97,10 @@ def size_of(checkpoint: Checkpoint, share: Share | None = None) -> int:
     )
 
 
-def _rows(spec: Spec, name: str, weight: Tensor, share: Share | None) -> int:
+def _rows_to_fill(spec: Spec, name: str, weight: Tensor, share: Share | None) -> int:
     """Return how many rows of a process's tensor the checkpoint fills. The last part of a
     vocabulary may have more rows; they are set to 0."""
-    found = None if share is None else kept(spec, name, share)
+    found = None if share is None else held_part(spec, name, share)
     if found is None or found.dim == 1:
         return len(weight)
     weight[found.size :] = 0
@@ -117,9 +117,9 @@ def _fill(
     with entry.file.open("rb", buffering=0) as file, stage.stream():
         for cut in _cuts(spec, piece, share):
             target = weights[slot.name][cut.first : cut.first + cut.taken]
-            there = target.device.type == "cpu" and DTYPES.get(entry.dtype) is target.dtype
+            as_stored = target.device.type == "cpu" and DTYPES.get(entry.dtype) is target.dtype
             read = bytes_of(entry, cut.rows, cut.columns)
-            if there and not slot.how and cut.columns is None:
+            if as_stored and not slot.how and cut.columns is None:
                 width = read // max(len(cut.rows), 1)
                 read_into(file, entry, Bytes(cut.rows.start * width, read), target)
             else:
@@ -178,7 +178,7 @@ def order_of(spec: Spec, slot: Slot) -> Tensor | None:
 # The parts of a split model
 
 
-class Kept(NamedTuple):
+class HeldPart(NamedTuple):
     """The part of a tensor that a process holds: these runs of indexes of dimension `dim`, in its
     order.
 
@@ -210,31 +210,31 @@ class Cut(NamedTuple):
     order: Tensor | None = None
 
 
-def kept(spec: Spec, name: str, share: Share) -> Kept | None:
+def held_part(spec: Spec, name: str, share: Share) -> HeldPart | None:
     """Return what process `share` holds of a tensor of `parameters(spec)`; None if all of it."""
     part, (rank, ranks) = part_of(spec, share.ranks), share
     layer, kind = name.split(".")[-2:]
     if layer in _BY_TOKENS:
         first = min(rank * part.vocab, spec.vocab)
-        return Kept(0, (range(first, min(first + part.vocab, spec.vocab)),))
+        return HeldPart(0, (range(first, min(first + part.vocab, spec.vocab)),))
     size, query, key = spec.head_size, spec.heads * spec.head_size, spec.kv_heads * spec.head_size
     queries = range(rank * part.heads * size, (rank + 1) * part.heads * size)
     first = rank * spec.kv_heads // ranks * size
     keys = range(first, first + part.kv_heads * size)
     inner = range(rank * part.inner, (rank + 1) * part.inner)
     if layer == "qkv":
-        return Kept(0, (queries, _moved(keys, query), _moved(keys, query + key)))
+        return HeldPart(0, (queries, _shifted(keys, query), _shifted(keys, query + key)))
     if layer == "up":
-        return Kept(0, (inner, _moved(inner, spec.inner)) if spec.gated else (inner,))
+        return HeldPart(0, (inner, _shifted(inner, spec.inner)) if spec.gated else (inner,))
     if layer in ("o", "down") and kind == "weight":
-        return Kept(1, (queries if layer == "o" else inner,))
+        return HeldPart(1, (queries if layer == "o" else inner,))
     return None
 
 
 def _cuts(spec: Spec, piece: Piece, share: Share | None) -> Iterator[Cut]:
     """Yield the parts of a stored tensor that process `share` reads. None: the model is not
     split."""
-    (entry, slot), found = piece, None if share is None else kept(spec, piece.slot.name, share)
+    (entry, slot), found = piece, None if share is None else held_part(spec, piece.slot.name, share)
     order = order_of(spec, slot)
     every = range(entry.shape[0])
     transposed = slot.how == "transpose" and len(entry.shape) == 2
@@ -248,13 +248,13 @@ def _cuts(spec: Spec, piece: Piece, share: Share | None) -> Iterator[Cut]:
         yield from _sorted_cuts(order + slot.first, found)
     else:
         for rows, first in _within(found, range(slot.first, slot.first + slot.rows)):
-            stored = _moved(rows, -slot.first)
+            stored = _shifted(rows, -slot.first)
             yield Cut(
                 every if transposed else stored, stored if transposed else None, first, len(stored)
             )
 
 
-def _within(found: Kept, slot: range) -> Iterator[tuple[range, int]]:
+def _within(found: HeldPart, slot: range) -> Iterator[tuple[range, int]]:
     """Yield the kept rows inside a slot, each run with its first index among all kept rows."""
     at = 0
     for run in found.runs:
@@ -264,7 +264,7 @@ def _within(found: Kept, slot: range) -> Iterator[tuple[range, int]]:
         at += len(run)
 
 
-def _sorted_cuts(order: Tensor, found: Kept) -> Iterator[Cut]:
+def _sorted_cuts(order: Tensor, found: HeldPart) -> Iterator[Cut]:
     """Yield runs of stored rows that are kept. Stored row i is row `order[i]` of the tensor."""
     places = torch.full_like(order, -1)
     at = 0
@@ -280,5 +280,5 @@ def _sorted_cuts(order: Tensor, found: Kept) -> Iterator[Cut]:
             begin = end
 
 
-def _moved(run: range, by: int) -> range:
+def _shifted(run: range, by: int) -> range:
     return range(run.start + by, run.stop + by)

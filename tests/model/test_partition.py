@@ -12,7 +12,7 @@ from checkpoints import FAMILIES, write_checkpoint, write_gguf
 
 from bass_cli.errors import UserError
 from bass_cli.formats.checkpoint import Checkpoint, open_checkpoint
-from bass_cli.formats.weights import kept, load, size_of
+from bass_cli.formats.weights import held_part, load, size_of
 from bass_cli.models.ranks import Share, check_divisible, part_of
 from bass_cli.models.spec import parameters
 
@@ -35,7 +35,7 @@ def check_parts(checkpoint: Checkpoint, ranks: int) -> list[int]:
             part_of(spec, ranks)
         )
         for name, tensor in weights.items():
-            found = kept(spec, name, share)
+            found = held_part(spec, name, share)
             if found is None:
                 assert torch.equal(tensor, whole[name]), name
                 covered[name] += 1
@@ -59,7 +59,7 @@ def test_parts_of_a_checkpoint_add_up_to_the_whole(family: str, tmp_path: Path) 
     shared = sum(
         piece.entry.size
         for piece in checkpoint.pieces
-        if kept(spec, piece.slot.name, Share(0, 2)) is None
+        if held_part(spec, piece.slot.name, Share(0, 2)) is None
     )
     if family == "qwen2":  # the one key/value head
         shared += 4 * spec.layers * 2 * spec.head_size * (spec.width + 1)
@@ -79,7 +79,7 @@ def test_quantised_columns_are_cut_at_block_ends(tmp_path: Path) -> None:
         piece.entry.size
         for piece in checkpoint.pieces
         if piece.slot.name.endswith(".o.weight")
-        or kept(checkpoint.spec, piece.slot.name, Share(0, 2)) is None
+        or held_part(checkpoint.spec, piece.slot.name, Share(0, 2)) is None
     )
     assert sum(check_parts(checkpoint, 2)) == checkpoint.size + whole
 
