@@ -16,7 +16,7 @@ import time
 from typing import NamedTuple
 
 from bass_cli import Job, Sampling, generate, load_pair
-from bass_cli.bench.costs import ceilings_of
+from bass_cli.bench.floor import ceilings_of
 from bass_cli.models.spec import parameters
 from bass_cli.run.plan import make_plan
 from bass_cli.run.profile import joined

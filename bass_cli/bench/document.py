@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from bass_cli import __version__
-from bass_cli.bench.costs import Ceilings, Costs, needs
 from bass_cli.bench.figures import (
     ENOUGH_TOKENS,
     NO_VERDICT,
@@ -33,6 +32,7 @@ from bass_cli.bench.figures import (
     tokens_per_second,
     verdict,
 )
+from bass_cli.bench.floor import Ceilings, FloorInputs, floor_of
 from bass_cli.bench.preparation import Bench
 from bass_cli.bench.runs import Key, Parts
 from bass_cli.bench.settings import PLAIN, SCALED, Settings
@@ -163,7 +163,7 @@ def _number_or_all(rates: Sequence[Rate]) -> float | list[float | list[float]] |
 
 
 def cell(
-    key: Key, runs: Sequence[Run], plain: Sequence[Run], *, parts: Parts | None, costs: Costs
+    key: Key, runs: Sequence[Run], plain: Sequence[Run], *, parts: Parts | None, inputs: FloorInputs
 ) -> dict[str, Any]:
     """Make the cell of a method.
 
@@ -181,9 +181,9 @@ def cell(
         "acceptance_rate": _mean([one.rate for one in counted]),
         "acceptance_per_trial": _mean([one.trials for one in counted]),
         "mean_accepted": _mean([one.mean for one in counted]),
-        "parts_ms": None if parts is None else _parts_ms(parts, round_ms, costs.at_once),
+        "parts_ms": None if parts is None else _parts_ms(parts, round_ms, inputs.at_once),
         "shares": None if parts is None else _shares(parts, round_ms),
-        **_against_floor(runs, costs),
+        **_against_floor(runs, inputs),
         "prefill_seconds": statistics.median(run.prefill for run in runs),
         "captures_while_measured": sum(run.captures for run in runs),
     }
@@ -265,20 +265,20 @@ def _shares(parts: Parts, round_ms: float | None) -> dict[str, float] | None:
     return {key: part / whole for key, part in found.items()}
 
 
-def _against_floor(runs: Sequence[Run], costs: Costs) -> dict[str, Any]:
+def _against_floor(runs: Sequence[Run], inputs: FloorInputs) -> dict[str, Any]:
     """Compute how much of the ceilings a run used, and its time at the ceilings (the floor)."""
     operations, bandwidth, floors = [], [], []
     for run in runs:
-        needed = needs(run, costs)
+        floor = floor_of(run, inputs)
         seconds = max(finish_times(run))
-        operations.append(needed.work.operations / seconds / costs.ceilings.operations)
-        bandwidth.append(needed.work.bytes / seconds / costs.ceilings.bandwidth)
-        floors.append(latency(run, needed.ends))
+        operations.append(floor.work.operations / seconds / inputs.ceilings.operations)
+        bandwidth.append(floor.work.bytes / seconds / inputs.ceilings.bandwidth)
+        floors.append(latency(run, floor.ends))
     return {
         "flop_utilisation": statistics.median(operations),
         "bandwidth_utilisation": statistics.median(bandwidth),
         "floor_ms_per_token": {
-            key: statistics.median(getattr(floor, key) for floor in floors)
+            key: statistics.median(getattr(one, key) for one in floors)
             for key in ("first", "last", "mean")
         },
     }

@@ -1,6 +1,6 @@
 """Compute the figures of a run from its rounds: latencies, rates, intervals and verdicts.
 
-All times are seconds since decoding began, without prefill. runs.py makes the runs; costs.py
+All times are seconds since decoding began, without prefill. runs.py makes the runs; floor.py
 computes the floor of the hardware.
 """
 

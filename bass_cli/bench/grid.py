@@ -19,9 +19,9 @@ import torch
 
 import bass_kernels as ops
 from bass_cli.bench import preparation, rivals
-from bass_cli.bench.costs import Costs, ceilings_of, cost_of
 from bass_cli.bench.document import cell, compare, document, draft_length, timing, words_of
 from bass_cli.bench.figures import Latency, latency
+from bass_cli.bench.floor import FloorInputs, ceilings_of, sizes_of
 from bass_cli.bench.preparation import Bench
 from bass_cli.bench.report import number
 from bass_cli.bench.runs import Key, Parts, Schedule, empty, fill, measure_parts
@@ -150,9 +150,9 @@ def _cell(bench: Bench, key: Key, schedule: Schedule) -> dict[str, Any]:
     runs, plain = schedule.runs[key], schedule.runs[key._replace(method=PLAIN)]
     drafter = bench.models.drafter if key.method != PLAIN else None
     head = bench.models.head
-    costs = Costs(
-        cost_of(bench.models.target),
-        None if drafter is None else cost_of(drafter, head.spec if head else None),
+    inputs = FloorInputs(
+        sizes_of(bench.models.target),
+        None if drafter is None else sizes_of(drafter, head.spec if head else None),
         bench.settings.samples_per_prompt,
         bench.ceilings,
         at_once=bench.loops.of(key.method).drafter.at_once,
@@ -164,7 +164,7 @@ def _cell(bench: Bench, key: Key, schedule: Schedule) -> dict[str, Any]:
             "runs, so its times are wrong"
         )
     parts = _parts(bench, key, draft_length(runs), schedule)
-    return cell(key, runs, plain[: len(runs)], parts=parts, costs=costs)
+    return cell(key, runs, plain[: len(runs)], parts=parts, inputs=inputs)
 
 
 def _parts(bench: Bench, key: Key, width: int, schedule: Schedule) -> Parts | None:

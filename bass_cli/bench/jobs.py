@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bass_cli.bench import rivals
+from bass_cli.bench.figures import spread
 from bass_cli.bench.texts import reader_of, task_of
 from bass_cli.errors import MachineError, UserError
 from bass_cli.io.prompts import Prompt
@@ -132,15 +133,13 @@ def table(document: dict[str, Any]) -> tuple[Sequence[str], list[list[str]]]:
 
 def _figures(runs: Sequence[Ran]) -> dict[str, Any]:
     seconds = [run.seconds for run in runs]
-    busy = [run.busy for run in runs if run.busy is not None]
-    host = [run.host for run in runs if run.host is not None]
-    gpu = [run.gpu for run in runs if run.gpu is not None]
+    busy, host, gpu = (
+        [value for run in runs if (value := getattr(run, name)) is not None]
+        for name in ("busy", "host", "gpu")
+    )
+    middle, least, most = spread(seconds)
     return {
-        "seconds": {
-            "median": statistics.median(seconds),
-            "least": min(seconds),
-            "most": max(seconds),
-        },
+        "seconds": {"median": middle, "least": least, "most": most},
         "starting_seconds": statistics.median(run.starting for run in runs),
         "generating_seconds": statistics.median(run.generating for run in runs),
         "tokens_per_second": statistics.median(run.tokens / run.seconds for run in runs),
@@ -149,7 +148,7 @@ def _figures(runs: Sequence[Ran]) -> dict[str, Any]:
         "rows_busy": statistics.median(busy) if busy else None,
         "host_bytes": max(host, default=None),
         "gpu_bytes": max(gpu, default=None),
-        "runs": [run.seconds for run in runs],
+        "runs": seconds,
     }
 
 

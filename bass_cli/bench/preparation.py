@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from bass_cli.bench.costs import Ceilings
 from bass_cli.bench.figures import Run
+from bass_cli.bench.floor import Ceilings
 from bass_cli.bench.runs import Key, Parts, Schedule, decode, empty, fill
 from bass_cli.bench.settings import PLAIN, Settings
 from bass_cli.bench.shapes import random_part, random_weights

@@ -179,9 +179,8 @@ def decode(loop: Loop, rows: list[Row], *, prefill: float = 0.0) -> Run:
     while len(loop.batch):
         done = loop.round(ahead=True)
         notes.append((time.perf_counter() - began, done))
-        for index in reversed(range(len(loop.batch))):
-            if loop.batch.hosts[index].room <= 0:
-                loop.retire(index)
+        if ended := [i for i, room in enumerate(loop.batch.rooms()) if room <= 0]:
+            loop.retire(*ended)
     synchronise(loop.batch.device)
     index_of: dict[Hashable, int] = {row: index for index, row in enumerate(rows)}
     steps = tuple(
@@ -193,8 +192,7 @@ def decode(loop: Loop, rows: list[Row], *, prefill: float = 0.0) -> Run:
 
 def empty(loop: Loop) -> None:
     """Retire all rows."""
-    for index in reversed(range(len(loop.batch))):
-        loop.retire(index)
+    loop.retire(*range(len(loop.batch)))
 
 
 def captured(loop: Loop) -> int:

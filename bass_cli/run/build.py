@@ -313,10 +313,8 @@ def warm_up(loop: Loop, plan: Plan) -> None:
 def _decode(loop: Loop, plan: Plan, tokens: int, *, widths: Iterable[int]) -> None:
     """Run a few rounds on a dummy prompt, then retire its rows."""
     limit = min(plan.job.sampling.max_new_tokens, plan.files.target.spec.context - 1)
-    prompt, far = (
-        [0] * max(1, min(tokens, plan.files.target.spec.context - limit)),
-        loop.clock.now() + 1e6,
-    )
+    prompt = [0] * max(1, min(tokens, plan.files.target.spec.context - limit))
+    far = loop.clock.now() + 1e6
     loop.open(_WARM_KEY, prompt, deadline=far)
     samples = range(min(plan.job.n, loop.batch.capacity))
     loop.admit(*(Row(_WARM_KEY, sample, 0, list(prompt), limit) for sample in samples))
@@ -326,5 +324,4 @@ def _decode(loop: Loop, plan: Plan, tokens: int, *, widths: Iterable[int]) -> No
         for _ in range(_WARM_ROUNDS):
             if min(loop.batch.rooms()) > 0:
                 loop.round(far)
-    while len(loop.batch):
-        loop.retire(0)
+    loop.retire(*range(len(loop.batch)))

@@ -22,7 +22,6 @@ from typer.testing import CliRunner
 import bass_kernels as ops
 from bass_cli.bench import document as documents
 from bass_cli.bench import grid, preparation, report, runs, texts
-from bass_cli.bench.costs import Ceilings, Cost, Costs, Work, cost_of, needs, pass_work
 from bass_cli.bench.figures import (
     Latency,
     Run,
@@ -35,6 +34,7 @@ from bass_cli.bench.figures import (
     spread,
     tokens_per_second,
 )
+from bass_cli.bench.floor import Ceilings, FloorInputs, Sizes, Work, floor_of, pass_work, sizes_of
 from bass_cli.bench.preparation import build_loops, build_models
 from bass_cli.bench.runs import Key, Parts, _for_all_rows, decode, fill, measure_parts
 from bass_cli.bench.settings import ATTENTION, make_settings
@@ -139,7 +139,7 @@ def test_rounds_of_a_length_count_only_while_all_rows_are_live() -> None:
 
 
 def test_the_work_of_a_pass() -> None:
-    cost = Cost(body=10, head=5, item=2, keys=4, attention=8, windows=(0, 3))
+    cost = Sizes(body=10, head=5, item=2, keys=4, attention=8, windows=(0, 3))
     found = pass_work(cost, contexts=[7, 2], shared=1, fed=2, logits=1)
     # Weights once; layer 0 reads 7 + 2 - 1 positions, layer 1 3 + 2. Products: 2 rows x (2 x 10
     # + 5) x 2.
@@ -147,18 +147,20 @@ def test_the_work_of_a_pass() -> None:
 
 
 def test_the_floor_follows_the_rounds() -> None:
-    target, ceilings = Cost(100, 10, 1, 0, 0, (0,)), Ceilings(10.0, 1e9, "known")
-    found = needs(RAGGED, Costs(target, None, 1, ceilings))
+    target, ceilings = Sizes(100, 10, 1, 0, 0, (0,)), Ceilings(10.0, 1e9, "known")
+    found = floor_of(RAGGED, FloorInputs(target, None, 1, ceilings))
     assert found.ends == pytest.approx((11.0, 22.0, 33.0))  # 110 bytes a round at 10 a second
     assert found.work.bytes == 330
-    with_draft = needs(RAGGED, Costs(target, Cost(40, 0, 1, 0, 0, (0,)), 1, ceilings))
+    with_draft = floor_of(RAGGED, FloorInputs(target, Sizes(40, 0, 1, 0, 0, (0,)), 1, ceilings))
     assert with_draft.ends == pytest.approx((19.0, 38.0, 53.0))  # and 2, 2 and 1 steps of 40 bytes
     # bound by arithmetic: 2 rows x 3 tokens x 110 x 2 operations at 10 a second
     slow = Ceilings(1e9, 10.0, "known")
-    assert needs(RAGGED, Costs(target, None, 1, slow)).ends[0] == pytest.approx(132.0)
-    keys = Cost(0, 0, 1, 1, 0, (0,))
-    apart = needs(RAGGED, Costs(keys, None, 1, ceilings)).work.bytes
-    together = needs(RAGGED._replace(contexts=(10, 10)), Costs(keys, None, 2, ceilings)).work.bytes
+    assert floor_of(RAGGED, FloorInputs(target, None, 1, slow)).ends[0] == pytest.approx(132.0)
+    keys = Sizes(0, 0, 1, 1, 0, (0,))
+    apart = floor_of(RAGGED, FloorInputs(keys, None, 1, ceilings)).work.bytes
+    together = floor_of(
+        RAGGED._replace(contexts=(10, 10)), FloorInputs(keys, None, 2, ceilings)
+    ).work.bytes
     assert apart == (10 + 20) + (13 + 21) + 23
     assert together == 10 + 0 + (13 + 11 - 10) + 13
 
@@ -227,7 +229,7 @@ def test_the_cost_of_a_decoder_counts_the_layers_it_runs() -> None:
     whole = Decoder(
         spec, random_weights(spec, dtype=torch.float32, device=torch.device("cpu"), seed=0)
     )
-    cost, half = cost_of(whole), cost_of(whole.keep_layers([0, 1]))
+    cost, half = sizes_of(whole), sizes_of(whole.keep_layers([0, 1]))
     norms = (2 * spec.layers + 1) * spec.width
     assert cost.body + 2 * cost.head + norms == count_parameters(spec)
     assert (half.body, half.head, len(half.windows)) == (cost.body / 2, cost.head, 2)
@@ -548,9 +550,9 @@ def test_short_runs_of_a_controller_give_no_verdict(tokens: int, expected: str) 
         steps = [Step((i + 1) * second, 0, (0,), (0,)) for i in range(tokens)]
         return [Run(tuple(steps), (10,), tokens, 1.0)] * 3
 
-    costs = Costs(Cost(10, 10, 4, 8, 8, (0,)), None, 1, Ceilings(1e9, 1e9, "known"))
+    inputs = FloorInputs(Sizes(10, 10, 4, 8, 8, (0,)), None, 1, Ceilings(1e9, 1e9, "known"))
     auto, fixed = (
-        documents.cell(Key(4, method), runs(0.02), runs(0.01), parts=None, costs=costs)
+        documents.cell(Key(4, method), runs(0.02), runs(0.01), parts=None, inputs=inputs)
         | {"text": None}
         for method in ("auto", "2")
     )

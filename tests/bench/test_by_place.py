@@ -11,8 +11,8 @@ import torch
 from test_bench import SET, _no_variables, bench, measured, settings  # noqa: F401 (a fixture)
 
 from bass_cli.bench import grid
-from bass_cli.bench.costs import Ceilings, Cost, Costs, cost_of, needs
 from bass_cli.bench.figures import Run, Step
+from bass_cli.bench.floor import Ceilings, FloorInputs, Sizes, floor_of, sizes_of
 from bass_cli.bench.preparation import build_loops, build_models, need_of
 from bass_cli.bench.shapes import count_parameters, head_of, spec_of
 from bass_cli.drafts.heads import HeadDrafter
@@ -122,9 +122,9 @@ def test_a_shape_that_drafts_in_one_pass(at_once: None) -> None:
 def test_the_floor_of_one_pass_is_one_reading_of_the_draft() -> None:
     ceilings = Ceilings(bandwidth=1.0, operations=1e9, source="made up")
     run = Run((Step(1.0, 4, (0,), (3,)), Step(2.0, 0, (0,), (0,))), (10,), 5, 0.0, 0)
-    draft = Cost(40, 2, 1, 0, 0, (0,))
+    draft = Sizes(40, 2, 1, 0, 0, (0,))
     chain, once = (
-        needs(run, Costs(Cost(100, 0, 1, 0, 0, (0,)), draft, 1, ceilings, way))
+        floor_of(run, FloorInputs(Sizes(100, 0, 1, 0, 0, (0,)), draft, 1, ceilings, way))
         for way in (False, True)
     )
     assert chain.work.bytes == 200 + 4 * 42
@@ -152,7 +152,7 @@ def test_a_shape_that_reads_the_targets_states() -> None:
     shapes = head_parameters(models.head.spec)
     assert document["pair"]["draft"]["parameters"] == sum(map(math.prod, shapes.values()))
     assert (
-        cost_of(models.head.body, models.head.spec).body - cost_of(models.head.body).body
+        sizes_of(models.head.body, models.head.spec).body - sizes_of(models.head.body).body
         == 2 * 48**2
     )
     with pytest.raises(UserError, match="dspark-8b works with qwen3-8b only"):
@@ -174,7 +174,7 @@ def test_a_shape_that_reads_the_targets_states_token_by_token() -> None:
     parts = cells["4"]["parts_ms"]
     assert parts["draft_step"] == pytest.approx(parts["draft"] / 4)
     assert models.head is not None
-    cost, layer = cost_of(models.head.body, models.head.spec), cost_of(models.head.body)
+    cost, layer = sizes_of(models.head.body, models.head.spec), sizes_of(models.head.body)
     assert cost.head == 150 * 48
     assert cost.body - layer.body == 3 * 48**2 + 48 * (48 + 2 * 16)
 

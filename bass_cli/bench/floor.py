@@ -38,7 +38,7 @@ class Ceilings(NamedTuple):
     source: str
 
 
-class Cost(NamedTuple):
+class Sizes(NamedTuple):
     """Sizes of a decoder.
 
     body, head: elements of the layers' matrices and of the output head. item: bytes of an element.
@@ -54,15 +54,15 @@ class Cost(NamedTuple):
     windows: tuple[int, ...]
 
 
-class Costs(NamedTuple):
+class FloorInputs(NamedTuple):
     """Inputs of a method's floor.
 
     draft: None for lookup and plain decoding. samples: samples of each prompt. at_once: whether
     one pass drafts all tokens.
     """
 
-    target: Cost
-    draft: Cost | None
+    target: Sizes
+    draft: Sizes | None
     samples: int
     ceilings: Ceilings
     at_once: bool = False
@@ -74,19 +74,19 @@ class Work(NamedTuple):
     bytes: float
     operations: float
 
-    def floor(self, ceilings: Ceilings) -> float:
-        """Return the seconds of a device at its ceilings."""
+    def seconds(self, ceilings: Ceilings) -> float:
+        """Return the time of a device at its ceilings."""
         return max(self.bytes / ceilings.bandwidth, self.operations / ceilings.operations)
 
 
-class Needs(NamedTuple):
-    """Total work of a run; and, in seconds, when each round would end at the floor."""
+class Floor(NamedTuple):
+    """Total work of a run, and when each round would end at the ceilings, in seconds."""
 
     work: Work
     ends: tuple[float, ...]
 
 
-def cost_of(decoder: Decoder, head: HeadSpec | None = None) -> Cost:
+def sizes_of(decoder: Decoder, head: HeadSpec | None = None) -> Sizes:
     """Return the sizes of a decoder, counting only the layers that it runs.
 
     For a drafter that reads hidden states of the target (`head`), the projection of these states
@@ -100,7 +100,7 @@ def cost_of(decoder: Decoder, head: HeadSpec | None = None) -> Cost:
     known = min(decoder.vocab, spec.vocab)  # with tensor parallelism, a part of it
     if head is not None and head.ids is not None:
         known = len(head.ids)
-    return Cost(
+    return Sizes(
         body + aux_layers * spec.width**2,
         known * spec.width,
         decoder.dtype.itemsize,
@@ -110,7 +110,7 @@ def cost_of(decoder: Decoder, head: HeadSpec | None = None) -> Cost:
     )
 
 
-def pass_work(cost: Cost, *, contexts: Sequence[int], shared: int, fed: int, logits: int) -> Work:
+def pass_work(sizes: Sizes, *, contexts: Sequence[int], shared: int, fed: int, logits: int) -> Work:
     """Return the work of one pass.
 
     Args:
@@ -122,49 +122,43 @@ def pass_work(cost: Cost, *, contexts: Sequence[int], shared: int, fed: int, log
     rows = len(contexts)
     seen = [
         [min(length, window) if window else length for length in contexts]
-        for window in cost.windows
+        for window in sizes.windows
     ]
     keys = sum(
         sum(layer) - (0 if window else shared)
-        for layer, window in zip(seen, cost.windows, strict=True)
+        for layer, window in zip(seen, sizes.windows, strict=True)
     )
-    products = 2 * rows * (cost.body * fed + cost.head * logits)
+    products = 2 * rows * (sizes.body * fed + sizes.head * logits)
     return Work(
-        (cost.body + cost.head) * cost.item + keys * cost.keys * cost.item,
-        products + cost.attention * fed * sum(map(sum, seen)),
+        (sizes.body + sizes.head) * sizes.item + keys * sizes.keys * sizes.item,
+        products + sizes.attention * fed * sum(map(sum, seen)),
     )
 
 
-def needs(run: Run, costs: Costs) -> Needs:
-    """Return the work of all rounds of a run.
+def floor_of(run: Run, inputs: FloorInputs) -> Floor:
+    """Return the floor of a run, over all its rounds.
 
     Rows i with the same i // `samples` share a prompt. The first draft step takes two tokens of
     each row, later steps take one. If one pass drafts all tokens, it takes 2 * width of each row.
     """
-    target, draft, samples, ceilings, at_once = costs
+    target, draft, samples, ceilings, at_once = inputs
     lengths = list(run.contexts)
     total, ends = Work(0, 0), [0.0]
     for step in run.steps:
         contexts = [lengths[row] for row in step.rows]
         shared = _shared(step.rows, run.contexts, samples)
-        passes = [
-            pass_work(
-                target, contexts=contexts, shared=shared, fed=step.width + 1, logits=step.width + 1
-            )
-        ]
+        passes = [(target, step.width + 1, step.width + 1)]
         if draft is not None:
-            passes += [
-                pass_work(draft, contexts=contexts, shared=shared, fed=fed, logits=logits)
-                for fed, logits in _passes(step.width, at_once)
-            ]
-        ends.append(ends[-1] + sum(work.floor(ceilings) for work in passes))
-        total = Work(
-            total.bytes + sum(w.bytes for w in passes),
-            total.operations + sum(w.operations for w in passes),
-        )
+            passes += [(draft, *tokens) for tokens in _passes(step.width, at_once)]
+        works = [
+            pass_work(sizes, contexts=contexts, shared=shared, fed=fed, logits=logits)
+            for sizes, fed, logits in passes
+        ]
+        ends.append(ends[-1] + sum(work.seconds(ceilings) for work in works))
+        total = Work(*map(sum, zip(total, *works, strict=True)))
         for row, accepted in zip(step.rows, step.accepted, strict=True):
             lengths[row] += accepted + 1
-    return Needs(total, tuple(ends[1:]))
+    return Floor(total, tuple(ends[1:]))
 
 
 def _passes(width: int, at_once: bool) -> Iterator[tuple[int, int]]:
