@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import platform
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -143,7 +142,7 @@ class Worker(Process):
         self._finished: list[Completion] = []
         self._begun = False
         self._plan: Plan | None = None
-        self._usage = Usage(0, None, now=time.monotonic)
+        self._usage = Usage(0, None)
 
     def _check(self) -> Ready:
         spec = self._spec
@@ -180,7 +179,7 @@ class Worker(Process):
         assert self._plan is not None
         from bass_cli.run.engine import generate
 
-        self._usage = Usage(self._plan.rows, None, now=time.monotonic)
+        self._usage = Usage(self._plan.rows, None)
         for completion in generate(
             self._plan,
             self._feed,

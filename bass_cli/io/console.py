@@ -34,45 +34,39 @@ class Screen:
         document: Standard output gets a JSON document, so text for people goes to stderr.
         render: Changes a message before it is shown. Messages name options by their fields, and
             the command line shows flags.
-        now: The clock, in seconds.
     """
 
     def __init__(
-        self,
-        quiet: bool = False,
-        *,
-        document: bool = False,
-        render: Callable[[str], str] = str,
-        now: Callable[[], float] = time.monotonic,
+        self, quiet: bool = False, *, document: bool = False, render: Callable[[str], str] = str
     ) -> None:
-        self._quiet, self._document, self._now = quiet, document, now
+        self._quiet, self._document = quiet, document
         self.render = render
-        self._display = Display(quiet=quiet, now=now)
+        self._display = Display(quiet=quiet)
         self._bytes = (0, 0)  # read so far and in all, in this phase
         self._counting = False  # whether the progress is of something other than samples
         self._reset(None, 1)
 
     def _reset(self, total: int | None, rows: int) -> None:
         self._total = total
-        self._began = self._now()
+        self._began = time.monotonic()
         self._decoding: float | None = None  # when the first round began
         self._samples = self._tokens = self._rounds = self._drafted = self._accepted = 0
         self._live_tokens = self._live_rows = self._live_accepted = 0
         self._reasons: dict[str, int] = {}
         self._estimate, self._live = Estimate(total), True
         self._beside: Callable[[], str] | None = None
-        self._usage = Usage(rows, total, now=self._now)
+        self._usage = Usage(rows, total)
 
     def phase(self, name: str, *, live: bool = True) -> None:
         """Show the name of a phase, until something else is shown.
 
         `live`: False if libraries may write to the terminal meanwhile.
         """
-        began, self._bytes = self._now(), (0, 0)
+        began, self._bytes = time.monotonic(), (0, 0)
         self._usage.phase(name)
 
         def lines() -> list[str]:
-            spent, (done, whole) = self._now() - began, self._bytes
+            spent, (done, whole) = time.monotonic() - began, self._bytes
             rate = f", {gigabytes(round(done / spent))}/s" if spent > 0 else ""
             read = f": {gigabytes(done)} of {gigabytes(whole)}{rate}" if whole else ""
             return [f"{name}{read}, {clock(spent)} elapsed"]
@@ -126,13 +120,13 @@ class Screen:
         """
         self._usage.round(rows, seconds, capturing, capacity)
         if self._decoding is None:
-            self._begin_decoding(self._now() - seconds)
+            self._begin_decoding(time.monotonic() - seconds)
         self.rounds(accepted + rows, rows, accepted)
 
     def rounds(self, tokens: int, rows: int, accepted: int) -> None:
         """Count rounds by their tokens, live rows and accepted drafts, each summed."""
         if self._decoding is None:
-            self._begin_decoding(self._now())
+            self._begin_decoding(time.monotonic())
         self._live_tokens += tokens
         self._live_rows += rows
         self._live_accepted += accepted
@@ -147,7 +141,7 @@ class Screen:
         self._drafted += completion.drafted
         self._accepted += completion.accepted
         self._reasons[completion.finish_reason] = self._reasons.get(completion.finish_reason, 0) + 1
-        self._estimate.update(self._samples, self._now())
+        self._estimate.update(self._samples, time.monotonic())
         self._display.tick()
 
     @contextlib.contextmanager
@@ -160,7 +154,7 @@ class Screen:
         returns a second line to show.
         """
         self._counting = True
-        began, counted, estimate = self._now(), (0, total), Estimate(total)
+        began, counted, estimate = time.monotonic(), (0, total), Estimate(total)
 
         def lines() -> list[str]:
             known = f"{counted[0]}/{counted[1]} {what}, {self._times(began, estimate)}"
@@ -169,7 +163,7 @@ class Screen:
         def step(done: int, whole: int) -> None:
             nonlocal counted
             counted = (done, whole)
-            estimate.update(done, self._now(), whole)
+            estimate.update(done, time.monotonic(), whole)
             self._display.tick()
 
         self._display.show(lines, share=lambda: counted[0] / max(counted[1], 1))
@@ -203,8 +197,8 @@ class Screen:
 
     def summary(self, output: str) -> dict[str, Any]:
         """Return the figures of this run; acceptance is None if nothing was drafted."""
-        seconds = self._now() - self._began
-        decoding = 0.0 if self._decoding is None else self._now() - self._decoding
+        seconds = time.monotonic() - self._began
+        decoding = 0.0 if self._decoding is None else time.monotonic() - self._decoding
         return {
             "output": output,
             "samples": self._samples,
@@ -270,7 +264,7 @@ class Screen:
 
     def _figures(self) -> str:
         """Format the speed and the acceptance, each followed by a comma, if known."""
-        seconds = self._now() - (self._began if self._decoding is None else self._decoding)
+        seconds = time.monotonic() - (self._began if self._decoding is None else self._decoding)
         tokens, figures = max(self._live_tokens, self._tokens), ""
         if seconds >= _LEAST_SECONDS:
             figures += f"{tokens / seconds:.0f} tokens/s, "
@@ -285,9 +279,9 @@ class Screen:
         return [line] if self._beside is None else [line, self._beside()]
 
     def _times(self, began: float, estimate: Estimate) -> str:
-        left = estimate.left(self._now())
+        left = estimate.left(time.monotonic())
         rest = "" if left is None else f", about {clock(max(left, 1.0))} left"
-        return f"{clock(self._now() - began)} elapsed{rest}"
+        return f"{clock(time.monotonic() - began)} elapsed{rest}"
 
     def _begin_decoding(self, when: float) -> None:
         self._decoding = when
@@ -346,14 +340,13 @@ class Usage:
     Args:
         capacity: The rows of the batch.
         total: The number of samples to come; None if unknown.
-        now: The clock, in seconds.
     """
 
-    def __init__(self, capacity: int, total: int | None, *, now: Callable[[], float]):
-        self._capacity, self._now = capacity, now
+    def __init__(self, capacity: int, total: int | None):
+        self._capacity = capacity
         self._early = None if total is None else total * (1 - _LAST)
         self._phases: dict[str, float] = defaultdict(float)
-        self._phase, self._since = "starting", now()
+        self._phase, self._since = "starting", time.monotonic()
         self._begun = False  # whether there was a round
         self._rounds = self._live = self._most = 0  # live rows: of all rounds, of the fullest
         self._places = 0  # the sum of capacities over all rounds
@@ -362,7 +355,7 @@ class Usage:
 
     def phase(self, name: str) -> None:
         """Begin a phase; it ends with the next phase or the first round."""
-        self._end_phase(self._now())
+        self._end_phase(time.monotonic())
         self._phase = name
 
     def round(
@@ -379,7 +372,7 @@ class Usage:
         if capacity is not None and capacity != self._capacity:
             self._capacity, self._most = capacity, 0
         if not self._begun:
-            self._end_phase(self._now() - seconds - capturing)
+            self._end_phase(time.monotonic() - seconds - capturing)
             self._begun, self._phase = True, "between rounds"
         self._rounds += 1
         self._live += rows
@@ -404,7 +397,7 @@ class Usage:
         such rounds. `phases`: seconds by phase.
         """
         phases = dict(self._phases)
-        phases[self._phase] = self._phases[self._phase] + self._now() - self._since
+        phases[self._phase] = self._phases[self._phase] + time.monotonic() - self._since
         if self._begun:
             rounds = {
                 "decoding": self._full,

@@ -89,11 +89,10 @@ class Display:
 
     Args:
         quiet: Show nothing.
-        now: The clock, in seconds.
     """
 
-    def __init__(self, *, quiet: bool = False, now: Callable[[], float] = time.monotonic):
-        self._quiet, self._now = quiet, now
+    def __init__(self, *, quiet: bool = False):
+        self._quiet = quiet
         self._lines: Callable[[], Sequence[str]] | None = None
         self._share: Callable[[], float | None] = lambda: None
         self._live: Live | None = None
@@ -121,7 +120,7 @@ class Display:
             return
         with self._lock:
             self._lines, self._share = lines, share
-            self._printed, self._next = self._now(), self._now() + first
+            self._printed, self._next = time.monotonic(), time.monotonic() + first
         if not sys.stderr.isatty():
             self._watch()
         elif live and self._live is None:
@@ -131,12 +130,12 @@ class Display:
 
     def tick(self) -> None:
         """Report that the lines have changed."""
-        if self._now() - self._printed >= INTERVAL:
+        if time.monotonic() - self._printed >= INTERVAL:
             self._print()
 
     def beat(self) -> None:
         """Print the lines if none were printed for too long; the thread calls this."""
-        if self._now() >= self._next:
+        if time.monotonic() >= self._next:
             self._print()
 
     def message(self, text: str) -> None:
@@ -161,7 +160,7 @@ class Display:
         with self._lock:
             if self._lines is None or self._live is not None or sys.stderr.isatty():
                 return
-            self._printed, self._next = self._now(), self._now() + SILENCE
+            self._printed, self._next = time.monotonic(), time.monotonic() + SILENCE
             for one in self._lines():
                 line(one)
 
@@ -172,7 +171,7 @@ class Display:
         self._over = over = threading.Event()
 
         def watch() -> None:
-            while not over.wait(max(min(self._next - self._now(), INTERVAL), 0.01)):
+            while not over.wait(max(min(self._next - time.monotonic(), INTERVAL), 0.01)):
                 self.beat()
 
         threading.Thread(target=watch, daemon=True, name="progress").start()

@@ -71,7 +71,7 @@ class Fleet:
         held = self._held[place]
         self.chance.shuffle(held)
         some = [held.pop() for _ in range(min(len(held), self.chance.randint(0, 3)))]
-        usage = Usage(4, None, now=lambda: self.now).summary()
+        usage = Usage(4, None).summary()
         done = tuple(completion(*key) for key in some)
         return Report(done, (), None, 4, len(held), 10, 5, 5, usage)
 

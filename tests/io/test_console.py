@@ -6,6 +6,7 @@ import json
 import resource
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +92,18 @@ def test_parameters_are_read_from_model_names(
     assert place_of("package:no_such_module/x.gguf") == "package no_such_module is not installed"
 
 
-def test_progress_without_a_terminal_prints_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    now = [0.0]
-    screen = Screen(now=lambda: now[0])
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Return the time of the clock, which the test sets."""
+    found = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: found[0])
+    return found
+
+
+def test_progress_without_a_terminal_prints_lines(
+    now: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    screen = Screen()
     screen.start(4)
     completion = Completion("a", 0, "", "eos", 30, None, None, 0.0, 10, 40, 20, 0, 1)
     for second in (1, 3, 6, 7):
@@ -110,11 +120,11 @@ def test_progress_without_a_terminal_prints_lines(capsys: pytest.CaptureFixture[
         17.14,
         {"eos": 4},
     )
+    screen.close()
 
 
-def test_progress_of_counted_work(capsys: pytest.CaptureFixture[str]) -> None:
-    now = [0.0]
-    screen = Screen(now=lambda: now[0])
+def test_progress_of_counted_work(now: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    screen = Screen()
     with screen.counting("verdicts", 9) as progress:
         for second in (1, 4, 6, 7):
             now[0] = float(second)
@@ -125,7 +135,7 @@ def test_progress_of_counted_work(capsys: pytest.CaptureFixture[str]) -> None:
         now[0] += 9.0
         progress(6, 9)
     assert capsys.readouterr().err == "6/9 tokens, 0:09 elapsed\n2 of 2 actors at work\n"
-    with Screen(quiet=True, now=lambda: now[0]).counting("verdicts", 9) as progress:
+    with Screen(quiet=True).counting("verdicts", 9) as progress:
         now[0] = 60.0
         progress(9, 9)
     assert capsys.readouterr().err == ""
@@ -141,10 +151,12 @@ def test_tables_escape_control_characters(tmp_path: Path) -> None:
         assert "\\x1b[31mred" in found
 
 
-def test_a_speed_over_too_short_a_time_is_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_speed_over_too_short_a_time_is_not_printed(
+    now: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
     for seconds, shown in ((0.01, False), (0.4, False), (0.6, True), (60.0, True)):
-        now = [0.0]
-        screen = Screen(now=lambda now=now: now[0])
+        now[0] = 0.0
+        screen = Screen()
         screen.start(1)
         screen.round(1, 1, 0.0)
         now[0] = seconds

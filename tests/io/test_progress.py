@@ -35,6 +35,14 @@ def seconds_left(line: str) -> int | None:
     return None if found is None else int(found[1] or 0) * 3600 + int(found[2]) * 60 + int(found[3])
 
 
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Return the time of the clock, which the test sets."""
+    found = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: found[0])
+    return found
+
+
 def test_no_estimate_before_enough_items() -> None:
     estimate = Estimate(1000)
     assert estimate.left(5.0) is None
@@ -76,10 +84,9 @@ def test_estimate_grows_while_nothing_finishes() -> None:
 
 
 def test_phases_are_named_and_silence_ends_after_30_seconds(
-    capsys: pytest.CaptureFixture[str],
+    now: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    now = [0.0]
-    screen = Screen(now=lambda: now[0])
+    screen = Screen()
     screen.start(3)
     printed: dict[int, str] = {}
 
@@ -129,10 +136,10 @@ def test_lines_are_printed_without_reports(
 
 
 def test_a_terminal_has_a_live_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal, now = Terminal(), [0.0]
+    terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
-    screen = Screen(now=lambda: now[0])
+    screen = Screen()
     screen.phase("loading the weights")
     screen.note("a note")
     screen.start(8, rows=2)
@@ -146,7 +153,7 @@ def test_a_terminal_has_a_live_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen.rstrip().splitlines()[-1].startswith("rows busy: 100% of 2 (100% until ")
     results = Terminal()
     monkeypatch.setattr(sys, "stderr", results)
-    screen = Screen(now=lambda: now[0])
+    screen = Screen()
     screen.start(8, live=False)  # the samples themselves go to the terminal
     screen.phase("reading the first prompts")
     screen.round(6, 2, 1.0)
@@ -156,7 +163,7 @@ def test_a_terminal_has_a_live_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(results.getvalue()) == until_now
     fetched = Terminal()
     monkeypatch.setattr(sys, "stderr", fetched)
-    Screen(now=lambda: now[0]).phase("checking the models", live=False)
+    Screen().phase("checking the models", live=False)
     assert fetched.getvalue() == ""  # the hub's client writes there
 
 

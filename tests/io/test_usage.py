@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from bass_cli.io.console import Usage, describe
 
 
-def test_every_second_is_in_one_phase_and_rows_are_counted() -> None:
-    now = [0.0]
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Return the time of the clock, which the test sets."""
+    found = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: found[0])
+    return found
+
+
+def test_every_second_is_in_one_phase_and_rows_are_counted(now: list[float]) -> None:
 
     def spend(seconds: float) -> None:
         now[0] += seconds
 
-    usage = Usage(4, 20, now=lambda: now[0])
+    usage = Usage(4, 20)
     spend(1.0)
     usage.phase("loading the weights")
     spend(5.0)
@@ -50,9 +59,8 @@ def test_every_second_is_in_one_phase_and_rows_are_counted() -> None:
     )
 
 
-def test_the_line_of_a_very_short_run_has_no_empty_list_of_seconds() -> None:
-    now = [0.0]
-    usage = Usage(2, 2, now=lambda: now[0])
+def test_the_line_of_a_very_short_run_has_no_empty_list_of_seconds(now: list[float]) -> None:
+    usage = Usage(2, 2)
     for seconds in (0.01, 0.02):
         now[0] += seconds
         usage.round(2, seconds)
@@ -60,9 +68,8 @@ def test_the_line_of_a_very_short_run_has_no_empty_list_of_seconds() -> None:
     assert describe(usage.summary() | {"actors": 3}) == "rows busy: 100% of 2"
 
 
-def test_a_run_without_rounds_has_its_phases() -> None:
-    now = [0.0]
-    usage = Usage(4, None, now=lambda: now[0])
+def test_a_run_without_rounds_has_its_phases(now: list[float]) -> None:
+    usage = Usage(4, None)
     usage.phase("loading the weights")
     now[0] = 3.0
     found = usage.summary()
@@ -70,9 +77,8 @@ def test_a_run_without_rounds_has_its_phases() -> None:
     assert found["phases"] == {"starting": 0.0, "loading the weights": 3.0}
 
 
-def test_batch_with_fewer_samples_than_rows_is_not_draining() -> None:
-    now = [0.0]
-    usage = Usage(64, 3, now=lambda: now[0])
+def test_batch_with_fewer_samples_than_rows_is_not_draining(now: list[float]) -> None:
+    usage = Usage(64, 3)
     for rows in (3, 3, 1):
         now[0] += 1.0
         usage.round(rows, 1.0)
@@ -80,10 +86,9 @@ def test_batch_with_fewer_samples_than_rows_is_not_draining() -> None:
     assert (phases["decoding"], phases["draining"]) == (2.0, 1.0)
 
 
-def test_busy_rows_are_relative_to_the_capacity() -> None:
+def test_busy_rows_are_relative_to_the_capacity(now: list[float]) -> None:
     """After memory ran out, half the rows are used. They are all busy, and the batch does not drain."""
-    now = [0.0]
-    usage = Usage(8, 20, now=lambda: now[0])
+    usage = Usage(8, 20)
     for rows, capacity in ((8, 8), (8, None), (4, 4), (4, None), (4, 4), (2, 4)):
         now[0] += 1.0
         usage.round(rows, 1.0, 0.0, capacity)
