@@ -198,13 +198,16 @@ class Evaluation:
     def prompts(self) -> Iterator[Prompt]:
         """Yield the task's prompts in the chosen format."""
         for one in self.problems:
-            yield Prompt(one.task_id, *self._ask(one), {}, None, f"{self.task.name}:{one.task_id}")
+            yield Prompt(
+                one.task_id, *self._content(one), {}, None, f"{self.task.name}:{one.task_id}"
+            )
 
     def longest_prompt(self) -> str:
         """Return the text of the longest prompt."""
         return max((prompt.whole() for prompt in self.prompts()), key=len, default="")
 
-    def _ask(self, problem: Problem) -> tuple[str | None, list[dict[str, Any]] | None]:
+    def _content(self, problem: Problem) -> tuple[str | None, list[dict[str, Any]] | None]:
+        """Return the prompt's text or its messages."""
         if self.form == "chat":
             return None, [{"role": "user", "content": self.task.question(problem)}]
         return shape_prompt(problem.prompt, self.form), None
@@ -262,6 +265,8 @@ class Evaluation:
 
     def _source(self) -> dict[str, Any]:
         """Return what identifies the prompts, whatever the limit is."""
-        prompts = [(problem.task_id, self._ask(problem)) for problem in self.task.problems.values()]
+        prompts = [
+            (problem.task_id, self._content(problem)) for problem in self.task.problems.values()
+        ]
         digest = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
         return {"task": self.task.name, "prompt_format": self.form, "prompts": digest}

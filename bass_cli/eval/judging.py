@@ -24,7 +24,7 @@ DETAIL = 300  # characters of a detail that are kept: enough for the last line o
 Key = tuple[str, int]
 
 
-class Ruling(NamedTuple):
+class Verdict(NamedTuple):
     """A line of the verdict file.
 
     Attributes:
@@ -80,7 +80,7 @@ def _is_ours(content: bytes) -> bool:
 class VerdictStore:
     """The verdict file, open and locked.
 
-    `rulings` has its verdicts by digest. `add` appends a line and flushes it. A torn last line is
+    `verdicts` has its lines by digest. `add` appends a line and flushes it. A torn last line is
     removed.
 
     Args:
@@ -93,7 +93,7 @@ class VerdictStore:
 
     def __init__(self, path: str, *, anew: bool = False) -> None:
         self.path = path
-        self.rulings: dict[str, Ruling] = {}
+        self.verdicts: dict[str, Verdict] = {}
         self._written: set[tuple[str, int, str]] = set()
         check_verdicts(path)
         taken = "another process is scoring this file"
@@ -124,16 +124,16 @@ class VerdictStore:
         remedy = "the earlier ones are kept; run the same command again to continue"
         return os_errors_as(MachineError, f"{self.path}: cannot write the verdicts", remedy)
 
-    def add(self, ruling: Ruling) -> None:
+    def add(self, verdict: Verdict) -> None:
         """Append a verdict and flush it, unless the file has it. MachineError if that fails."""
-        place = (ruling.task_id, ruling.sample, ruling.sha256)
+        place = (verdict.task_id, verdict.sample, verdict.sha256)
         if place in self._written:
             return
         with self._as_machine_error():
-            self._stream.write(json.dumps(ruling._asdict()).encode("ascii") + b"\n")
+            self._stream.write(json.dumps(verdict._asdict()).encode("ascii") + b"\n")
             self._stream.flush()
         self._written.add(place)
-        self.rulings[ruling.sha256] = ruling
+        self.verdicts[verdict.sha256] = verdict
 
     def _read(self, anew: bool) -> None:
         end, broken = 0, 0
@@ -147,17 +147,17 @@ class VerdictStore:
                     f"{self.path}:{broken}: this line is not a verdict; add `rejudge` to run all "
                     "programs again"
                 )
-            ruling = _parse(line)
-            if ruling is None:
+            verdict = _parse(line)
+            if verdict is None:
                 broken = number
                 continue
             end += len(line)
-            self.rulings[ruling.sha256] = ruling
-            self._written.add((ruling.task_id, ruling.sample, ruling.sha256))
+            self.verdicts[verdict.sha256] = verdict
+            self._written.add((verdict.task_id, verdict.sample, verdict.sha256))
         self._stream.truncate(end)
 
 
-def _parse(line: bytes) -> Ruling | None:
+def _parse(line: bytes) -> Verdict | None:
     """Return the verdict of a line. None if the line is torn or something else."""
     if not line.endswith(b"\n"):
         return None
@@ -166,7 +166,7 @@ def _parse(line: bytes) -> Ruling | None:
         isolation = row["isolation"]
         if not isinstance(isolation, dict):
             return None
-        return Ruling(
+        return Verdict(
             text(row["task_id"]),
             whole(row["sample"]),
             text(row["sha256"]),
@@ -186,7 +186,7 @@ def judge(
     *,
     open_sandbox: Callable[[], Sandbox],
     progress: Callable[[int, int], None],
-) -> dict[Key, Ruling]:
+) -> dict[Key, Verdict]:
     """Return a verdict for each key.
 
     Args:
@@ -201,27 +201,27 @@ def judge(
     digests: dict[Key, str] = {}
     for key, program in programs:
         name = digests[key] = digest(program, limits)
-        if name in store.rulings:
-            store.add(store.rulings[name]._replace(task_id=key[0], sample=key[1]))
+        if name in store.verdicts:
+            store.add(store.verdicts[name]._replace(task_id=key[0], sample=key[1]))
             continue
         waiting.setdefault(name, []).append(key)
         texts.setdefault(name, program)
     done, total = len(digests) - sum(map(len, waiting.values())), len(digests)
     progress(done, total)
-    with contextlib.closing(_run(texts, open_sandbox)) as verdicts:
-        for name, verdict, isolation in verdicts:
-            detail, seconds = verdict.detail[-DETAIL:], round(verdict.seconds, 3)
+    with contextlib.closing(_run(texts, open_sandbox)) as endings:
+        for name, ending, isolation in endings:
+            detail, seconds = ending.detail[-DETAIL:], round(ending.seconds, 3)
             for task_id, sample in waiting[name]:
-                store.add(Ruling(task_id, sample, name, verdict.status, detail, seconds, isolation))
+                store.add(Verdict(task_id, sample, name, ending.status, detail, seconds, isolation))
             done += len(waiting[name])
             progress(done, total)
-    return {key: store.rulings[name] for key, name in digests.items()}
+    return {key: store.verdicts[name] for key, name in digests.items()}
 
 
 def _run(
     texts: Mapping[str, Program], open_sandbox: Callable[[], Sandbox]
 ) -> Generator[tuple[str, Ending, dict[str, str]], None, None]:
-    """Yield verdicts as programs finish. Closing this iterator kills the running programs.
+    """Yield endings as programs finish. Closing this iterator kills the running programs.
 
     A text with a lone surrogate cannot be written to a file, so it fails without being run.
     """
@@ -231,16 +231,16 @@ def _run(
     if runnable:
         with (
             open_sandbox() as sandbox,
-            contextlib.closing(sandbox.run(runnable.items())) as verdicts,
+            contextlib.closing(sandbox.run(runnable.items())) as endings,
         ):
-            for name, verdict in verdicts:
-                yield name, verdict, sandbox.isolation._asdict()
+            for name, ending in endings:
+                yield name, ending, sandbox.isolation._asdict()
 
 
-def isolation_of(rulings: Iterable[Ruling]) -> dict[str, str] | None:
+def isolation_of(verdicts: Iterable[Verdict]) -> dict[str, str] | None:
     """Return how the programs were isolated. Differing verdicts are joined by "or"."""
     words: dict[str, set[str]] = {}
-    for ruling in rulings:
-        for key, word in ruling.isolation.items():
+    for verdict in verdicts:
+        for key, word in verdict.isolation.items():
             words.setdefault(key, set()).add(word)
     return {key: " or ".join(sorted(found)) for key, found in words.items()} or None

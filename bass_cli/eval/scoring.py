@@ -249,11 +249,11 @@ def _judge(
         VerdictStore(path, anew=options.rejudge) as store,
         screen.counting("verdicts", total) as progress,
     ):
-        if store.rulings:
+        if store.verdicts:
             screen.note(
-                f"{store.path}: continuing, {len(store.rulings)} programs have a verdict already"
+                f"{store.path}: continuing, {len(store.verdicts)} programs have a verdict already"
             )
-        rulings = judge(
+        verdicts = judge(
             _programs(task, problems),
             store,
             options.limits._asdict(),
@@ -262,12 +262,14 @@ def _judge(
         )
     outcomes = {
         name: [
-            Outcome(row, rulings[name, row.sample].status) if row.finished else report.unjudged(row)
+            Outcome(row, verdicts[name, row.sample].status)
+            if row.finished
+            else report.unjudged(row)
             for row in rows
         ]
         for name, rows in problems.items()
     }
-    return outcomes, isolation_of(rulings.values())
+    return outcomes, isolation_of(verdicts.values())
 
 
 def _programs(task: Task, problems: Problems) -> Iterator[tuple[Key, Program]]:

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from bass_cli.cli.commands import app
 from bass_cli.errors import MachineError
-from bass_cli.eval.judging import Ruling, VerdictStore, isolation_of, judge
+from bass_cli.eval.judging import Verdict, VerdictStore, isolation_of, judge
 from bass_cli.eval.report import BY_ORDER
 from bass_cli.eval.samples import by_problem, read_generations
 from bass_cli.io.resume import manifest_path
@@ -536,17 +536,17 @@ def test_verdict_file_is_locked_and_records_the_isolation() -> None:
     path = write("f.jsonl", [line(0, 0, "+ 1")])
     with VerdictStore(f"{path}.verdicts.jsonl") as store:
         assert "another process is scoring this file" in cli(path, ALLOW).stderr
-        store.add(Ruling("a", 0, "1", "passed", "", 0.0, {"network": "namespace"}))
+        store.add(Verdict("a", 0, "1", "passed", "", 0.0, {"network": "namespace"}))
         assert len(verdicts()) == 1, "a verdict is written at once"
     two = [
-        Ruling("a", 0, "1", "passed", "", 0.0, {"network": word})
+        Verdict("a", 0, "1", "passed", "", 0.0, {"network": word})
         for word in ("none", "namespace", "none")
     ]
     assert (isolation_of(two), isolation_of([])) == ({"network": "namespace or none"}, None)
 
 
 def test_running_programs_are_killed_when_the_disk_is_full() -> None:
-    def refuse(ruling: Ruling) -> None:
+    def refuse(verdict: Verdict) -> None:
         raise MachineError("the disk is full")
 
     with VerdictStore("v.jsonl") as store:

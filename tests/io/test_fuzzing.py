@@ -26,7 +26,7 @@ from bass_cli.cli.doctor import place_of
 from bass_cli.config.job import load_pair
 from bass_cli.errors import UserError
 from bass_cli.eval import report
-from bass_cli.eval.judging import Ruling, VerdictStore, isolation_of
+from bass_cli.eval.judging import Verdict, VerdictStore, isolation_of
 from bass_cli.eval.report import Outcome
 from bass_cli.eval.samples import by_problem, guess_task, read_generations
 from bass_cli.eval.tasks import Answer, load_task
@@ -315,7 +315,7 @@ def test_generation_files_and_their_reports(tmp_path: Path, content: bytes, mani
 @given(
     content=lines(
         [
-            Ruling("HumanEval/0", number, "0" * 64, "passed", "", 0.5, {"files": "none"})._asdict()
+            Verdict("HumanEval/0", number, "0" * 64, "passed", "", 0.5, {"files": "none"})._asdict()
             for number in range(3)
         ]
     )
@@ -326,7 +326,7 @@ def test_verdicts(tmp_path: Path, content: bytes) -> None:
 
     def read() -> None:
         with VerdictStore(str(path)) as ledger:
-            json.dumps(isolation_of(ledger.rulings.values()))
+            json.dumps(isolation_of(ledger.verdicts.values()))
 
     assert_read_or_named(read, path)
 

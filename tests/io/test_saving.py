@@ -18,7 +18,7 @@ from test_interruption import start
 from test_results import MANIFEST, fill, keys, manifest, sample
 
 from bass_cli.errors import MachineError
-from bass_cli.eval.judging import Ruling, VerdictStore
+from bass_cli.eval.judging import Verdict, VerdictStore
 from bass_cli.io import results as outputs
 from bass_cli.io import saving
 from bass_cli.io.resume import ATTRIBUTE, manifest_path
@@ -291,7 +291,7 @@ def test_a_full_disk_keeps_the_old_chart_and_the_verdicts(tmp_path: Path) -> Non
 
     chart, verdicts = tmp_path / "c.png", tmp_path / "v.jsonl"
     chart.write_bytes(b"old")
-    ruling = Ruling("a", 0, "0" * 64, "passed", "", 0.1, {})
+    verdict = Verdict("a", 0, "0" * 64, "passed", "", 0.1, {})
     with (
         longest_file(250),
         pytest.raises(MachineError, match=r"c\.png: cannot write the chart: File too large"),
@@ -301,7 +301,7 @@ def test_a_full_disk_keeps_the_old_chart_and_the_verdicts(tmp_path: Path) -> Non
     def judge() -> None:
         with VerdictStore(str(verdicts)) as ledger:
             for number in range(2):
-                ledger.add(ruling._replace(sample=number))
+                ledger.add(verdict._replace(sample=number))
 
     with (
         longest_file(250),
@@ -310,14 +310,14 @@ def test_a_full_disk_keeps_the_old_chart_and_the_verdicts(tmp_path: Path) -> Non
         judge()
     assert (chart.read_bytes(), [path.name for path in tmp_path.glob(".*")]) == (b"old", [])
     with VerdictStore(str(verdicts)) as ledger:
-        assert list(ledger.rulings.values()) == [ruling]
+        assert list(ledger.verdicts.values()) == [verdict]
 
 
 def test_hole_in_the_verdicts_loses_only_its_lines(tmp_path: Path) -> None:
-    path, ruling = tmp_path / "v.jsonl", Ruling("a", 0, "0", "passed", "", 0.1, {})
+    path, verdict = tmp_path / "v.jsonl", Verdict("a", 0, "0", "passed", "", 0.1, {})
     with VerdictStore(str(path)) as ledger:
         for number in range(4):
-            ledger.add(ruling._replace(sample=number, sha256=str(number)))
+            ledger.add(verdict._replace(sample=number, sha256=str(number)))
     size = path.stat().st_size // 4
     content = path.read_bytes()
     for begin, end, left in (
@@ -326,10 +326,10 @@ def test_hole_in_the_verdicts_loses_only_its_lines(tmp_path: Path) -> None:
     ):
         path.write_bytes(content[:begin] + bytes(end - begin) + content[end:])
         with VerdictStore(str(path)) as ledger:
-            assert set(ledger.rulings) == left
-            ledger.add(ruling._replace(sample=9, sha256="9"))
+            assert set(ledger.verdicts) == left
+            ledger.add(verdict._replace(sample=9, sha256="9"))
         with VerdictStore(str(path)) as ledger:
-            assert set(ledger.rulings) == left | {"9"}
+            assert set(ledger.verdicts) == left | {"9"}
 
 
 def test_a_full_disk_behind_a_summary_is_exit_code_3(tmp_path: Path) -> None:

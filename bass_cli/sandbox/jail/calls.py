@@ -37,7 +37,7 @@ HANDED_OVER = ("call", "iter", "next")  # operations that the program may do on 
 class Peer:
     """One end of the connection.
 
-    `ask` requests an operation from the other side; `answer` handles one request.
+    `request` sends an operation to the other side; `answer` handles one request.
 
     Args:
         inlet: descriptor to read messages from.
@@ -68,7 +68,7 @@ class Peer:
         # Prepared, because without memory it could not be made.
         self._out_of_memory = self._pack("!", ["MemoryError"], "", (), "MemoryError")
 
-    def ask(self, operation: str, *operands: Any) -> Any:
+    def request(self, operation: str, *operands: Any) -> Any:
         """Run an operation on the other side and return its result, or raise its exception."""
         self._send(self._pack(operation, *operands))
         while True:
@@ -90,7 +90,7 @@ class Peer:
         """
         key = operation, _number(remote)
         if key not in self._converted:
-            self._converted[key] = self.ask(operation, remote)
+            self._converted[key] = self.request(operation, remote)
         return self._converted[key]
 
     def answer(self, operation: str, parts: list[bytes]) -> None:
@@ -216,7 +216,7 @@ def _exception(
 
 def _forward(operation: str) -> Callable[..., Any]:
     """Return a method of Remote that requests the operation from the other side."""
-    return lambda self, *operands: _peer(self).ask(operation, self, *operands)
+    return lambda self, *operands: _peer(self).request(operation, self, *operands)
 
 
 class Remote:
@@ -233,12 +233,12 @@ class Remote:
         object.__setattr__(self, "_Remote__number", number)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        return _peer(self).ask("call", self, arguments, named)
+        return _peer(self).request("call", self, arguments, named)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name not in ("__name__", "__doc__"):
             raise AttributeError(name)
-        return _peer(self).ask("getattr", self, name)
+        return _peer(self).request("getattr", self, name)
 
     __setattr__, __delattr__ = _forward("setattr"), _forward("delattr")
     __getitem__, __setitem__ = _forward("getitem"), _forward("setitem")
@@ -248,7 +248,7 @@ class Remote:
     __str__, __repr__ = _forward("str"), _forward("repr")
 
     def __bool__(self) -> bool:
-        return _peer(self).ask("bool", self) is True
+        return _peer(self).request("bool", self) is True
 
     def __int__(self) -> int:
         return int(_peer(self).convert("int", self))
@@ -262,10 +262,10 @@ class Remote:
     def __eq__(self, other: object) -> bool:
         if type(other) is not Remote:
             return False
-        return self is other or _peer(self).ask("eq", self, other) is True
+        return self is other or _peer(self).request("eq", self, other) is True
 
     def __instancecheck__(self, one: object) -> bool:
-        return type(one) is Remote and _peer(self).ask("isinstance", self, one) is True
+        return type(one) is Remote and _peer(self).request("isinstance", self, one) is True
 
     def __hash__(self) -> int:
         return hash(_number(self))

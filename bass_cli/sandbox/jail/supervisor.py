@@ -124,23 +124,27 @@ def _start(spec: JobSpec) -> Watch:
     The tests are read only after the program's process exists, so that it has no copy of them. Its
     text does not run before the tests' process exists, so until then no fault is the program's.
     """
-    (said, say), (printed, output) = os.pipe(), os.pipe()
+    (ready_in, ready_out), (output_in, output_out) = os.pipe(), os.pipe()
     to_tests, to_program = os.pipe(), os.pipe()
     ends = to_program[0], to_tests[1]
-    own = _fork(output, (say, *ends), lambda: program.enter_program(spec, say, ends))
-    os.close(say)
-    answer = os.read(said, CHUNK)
+    own = _fork(
+        output_out, (ready_out, *ends), lambda: program.enter_program(spec, ready_out, ends)
+    )
+    os.close(ready_out)
+    answer = os.read(ready_in, CHUNK)
     if answer != program.READY:
         layer, _, reason = answer[1:].decode().partition(": ")
         raise SetupError(layer or "start", reason or "the program's process has ended")
     checks: Checks = marshal.loads(_receive())
-    ruling, rule = os.pipe()
+    verdict_in, verdict_out = os.pipe()
     null = os.open("/dev/null", os.O_WRONLY)
     ends = to_tests[0], to_program[1]
-    tests = _fork(null, (rule, *ends), lambda: program.enter_tests(spec, checks, rule, ends))
-    for unused in (said, output, rule, null, *to_tests, *to_program):
+    tests = _fork(
+        null, (verdict_out, *ends), lambda: program.enter_tests(spec, checks, verdict_out, ends)
+    )
+    for unused in (ready_in, output_out, verdict_out, null, *to_tests, *to_program):
         os.close(unused)
-    return Watch(spec, own, tests, ruling, printed)
+    return Watch(spec, own, tests, verdict_in, output_in)
 
 
 def _fork(output: int, kept: tuple[int, ...], run: Callable[[], NoReturn]) -> int:
@@ -172,21 +176,23 @@ class Watch:
     Args:
         spec: the limits.
         own, tests: the program's process and the tests' process.
-        ruling: pipe on which the tests' process sends the verdict.
-        printed: pipe with the program's output.
+        verdict_in: pipe on which the tests' process sends the verdict.
+        output_in: pipe with the program's output.
     """
 
-    def __init__(self, spec: JobSpec, own: int, tests: int, ruling: int, printed: int) -> None:
-        self._spec, self._ruling, self._printed = spec, ruling, printed
+    def __init__(
+        self, spec: JobSpec, own: int, tests: int, verdict_in: int, output_in: int
+    ) -> None:
+        self._spec, self._verdict_in, self._output_in = spec, verdict_in, output_in
         self.program, self._tests = own, tests
         self.output = b""
         self.verdict: tuple[str, str] | None = None
         self._end: tuple[str, str] | None = None  # of a process that ended without a report
         self._poll = select.poll()
-        for descriptor in (ruling, printed, *_end_descriptors(own), *_end_descriptors(tests)):
+        for descriptor in (verdict_in, output_in, *_end_descriptors(own), *_end_descriptors(tests)):
             self._poll.register(descriptor, select.POLLIN)
         self._poll.register(INLET, 0)
-        for descriptor in (ruling, printed):
+        for descriptor in (verdict_in, output_in):
             # The program may fill its pipe or read from it, so no access may block.
             os.set_blocking(descriptor, False)
 
@@ -226,11 +232,11 @@ class Watch:
         if INLET in ready:
             kill_descendants(self.program)
             os._exit(0)
-        if self._printed in ready:
+        if self._output_in in ready:
             room = self._spec["output_bytes"] - len(self.output)
-            self.output += self._take(self._printed)[:room]
-        if self._ruling in ready:
-            data = self._take(self._ruling)
+            self.output += self._take(self._output_in)[:room]
+        if self._verdict_in in ready:
+            data = self._take(self._verdict_in)
             text = data[1:].decode("utf-8", "replace")
             if data[:1] == program.REFUSED:
                 self.verdict = "refused", text
