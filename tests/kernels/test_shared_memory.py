@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from test_compiling import run_compiling
 from test_fused_decode import EPS, begun, normed
 from test_ragged import case
-from test_triton import DEVICE, close, randn, run_compiling, triton  # noqa: F401 (a fixture)
+from test_triton import DEVICE, close, randn, triton  # noqa: F401 (a fixture)
 
 import bass_kernels as ops
 from bass_kernels import dispatch, reference

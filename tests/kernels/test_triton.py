@@ -6,19 +6,10 @@ before the launch, are NaN. Integers and choices must be equal, floats close by 
 """
 
 import gc
-import itertools
-import os
-import pathlib
-import subprocess
-import sys
 import weakref
 
 import pytest
 import torch
-from chains import write_chain
-from checkpoints import shallow, write_checkpoint
-from fakes import recorded
-from heads import write_head
 
 import bass_kernels as ops
 from bass_kernels import reference, sampling
@@ -284,69 +275,6 @@ def test_greedy_takes_the_first_of_equal_logits():
     assert ops.sample(logits, *laws).tolist() == [4097, 5]
 
 
-# The interpreter takes 15 ms a program.
-TILE = 16 if DEVICE.type == "cuda" else 4
-LENGTHS = (1, 3, TILE + 2)  # all but its last token are read: one more than a tile
-
-
-@pytest.mark.parametrize(
-    ("family", "padded"),
-    [
-        ("llama3", False),
-        ("qwen2", False),
-        ("qwen3", False),
-        ("gptj", False),
-        ("gemma3_text", False),
-        ("opt", False),
-        ("qwen2", True),
-        ("gemma3_text", True),
-    ],
-)
-def test_a_whole_decoder(family, padded, tmp_path, monkeypatch):
-    """Prefill, then rows of unequal length and widths 1 and 3, with these kernels and without.
-    `padded`: the kernels read prompts as in a graph, at places that only the device knows."""
-    from bass_cli.formats.checkpoint import open_checkpoint
-    from bass_cli.formats.weights import load
-    from bass_cli.models.block_allocator import Change
-    from bass_cli.models.decoder import Decoder
-    from bass_cli.models.runner import Runner
-
-    write_checkpoint(family, tmp_path, **shallow(family))
-    checkpoint = open_checkpoint(tmp_path)
-    assert checkpoint.spec.layers == 2
-    monkeypatch.setattr("bass_cli.models.prefill.PATIENCE", 0 if padded else 99)
-    monkeypatch.setattr("bass_cli.models.prefill.TILE", dict.fromkeys(("cpu", "cuda"), TILE))
-
-    class Again:
-        def __init__(self, function, pool):
-            self.replay = function
-            function()
-
-    logits = {}
-    for kind in ("reference", "triton"):
-        ops.use(kind)
-        decoder = Decoder(checkpoint.spec, load(checkpoint, dtype=torch.float32, device=DEVICE))
-        runner = Runner(decoder, rows=3, span=40, lag=1, graphs=recorded(Again))
-        if kind == "reference":
-            runner._passes.graphs, runner._passes.tile = None, 1
-        for row, length in enumerate(LENGTHS):
-            runner.open(str(row), [5 + i % 7 for i in range(length)])
-            runner.follow(Change((), (), (((row,), str(row)),)))
-        tokens, places = (
-            torch.arange(12, device=DEVICE).view(3, 4),
-            torch.tensor(LENGTHS, device=DEVICE)[:, None] - 1,
-        )
-        first = runner.forward(tokens[:, :1], places, [*LENGTHS])
-        ends = [length + 3 for length in LENGTHS]
-        rest = runner.forward(
-            tokens[:, 1:],
-            places + torch.arange(1, 4, device=DEVICE),
-            None if kind == "triton" else ends,
-        )
-        logits[kind] = torch.cat((first, rest), 1)
-    torch.testing.assert_close(logits["triton"], logits["reference"], atol=1e-4, rtol=1e-4)
-
-
 def test_counters_survive_a_request_for_more():
     """A captured graph keeps using the counters that it was given."""
     from bass_kernels.launch import counters
@@ -359,42 +287,3 @@ def test_counters_survive_a_request_for_more():
     assert len(counters(some, 5 * size)) >= 5 * size
     gc.collect()
     assert first() is not None
-
-
-def run_compiling(script, *arguments, cache):
-    """Return the output lines of a script that compiles for a GPU, without the interpreter."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(cache)
-    command = [
-        sys.executable,
-        str(pathlib.Path(__file__).parents[1] / "support" / script),
-        *arguments,
-    ]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.splitlines()
-
-
-def test_all_kernels_compile_for_hopper(tmp_path):
-    assert len(run_compiling("compile_kernels.py", cache=tmp_path)) == 36
-
-
-@pytest.mark.parametrize(
-    ("how", "kinds"),
-    [
-        ("quick", [("heads:head", "maximal")]),
-        pytest.param("whole", [("heads:head", "maximal")], marks=pytest.mark.slow),
-        ("quick", [("parallel:model", "shared")]),
-        pytest.param("whole", [("heads:chain", "shared")], marks=pytest.mark.slow),
-        pytest.param("whole", [("model", "shared"), ("lookup", "maximal")], marks=pytest.mark.slow),
-    ],
-)
-def test_rounds_compile_ahead_without_running(tmp_path, how, kinds):
-    """Each drafter's rounds compile the kernels that they need; generated code is shared."""
-    write_checkpoint("qwen2", tmp_path / "target")
-    write_head(tmp_path / "target" / "head", "dspark-speculators", draft_vocab_size=150)
-    write_chain(tmp_path / "target" / "chain", "authors")
-    given = (how, str(tmp_path / "target"), *itertools.chain(*kinds))
-    lines = run_compiling("compile_ahead.py", *given, cache=tmp_path / "cache")
-    assert len(lines) == len(kinds)
-    assert all(int(line.split()[0]) > 15 for line in lines)

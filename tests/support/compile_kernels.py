@@ -1,14 +1,17 @@
 """Compile every Triton kernel for a Hopper GPU, without one: what the interpreter runs may still
 not compile.
 
-Run as a script, without the interpreter: prints one line for each kernel.
+Run as a script, without the interpreter: quick|whole; prints one line for each kernel. `quick`
+stops at PTX, without machine code.
 """
 
 import multiprocessing
 import re
+import sys
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import compiler
 from triton.compiler import ASTSource
 
 from bass_kernels import (
@@ -85,6 +88,8 @@ def compiled(place):
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "quick":
+        compiler.CUDABackend.make_cubin = lambda self, source, *rest: b""
     for number in (0, 1, 2):
         early = {"EARLY": number > 0, "LEADS": True}
         compile_one(sampling_kernels._pass, PASS=number, CHUNKS=128, **early)

@@ -1,0 +1,53 @@
+"""Kernels compile for a Hopper GPU, and rounds compile all of their kernels ahead, without a GPU."""
+
+import itertools
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from chains import write_chain
+from checkpoints import write_checkpoint
+from heads import write_head
+
+pytest.importorskip("triton")
+
+
+def run_compiling(script, *arguments, cache):
+    """Return the output lines of a script that compiles for a GPU, without the interpreter."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(cache)
+    command = [
+        sys.executable,
+        str(pathlib.Path(__file__).parents[1] / "support" / script),
+        *arguments,
+    ]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("how", ["quick", pytest.param("whole", marks=pytest.mark.slow)])
+def test_all_kernels_compile_for_hopper(tmp_path, how):
+    assert len(run_compiling("compile_kernels.py", how, cache=tmp_path)) == 36
+
+
+@pytest.mark.parametrize(
+    ("how", "kinds"),
+    [
+        pytest.param("whole", [("heads:head", "maximal")], marks=pytest.mark.slow),
+        ("quick", [("parallel:model", "shared")]),
+        pytest.param("whole", [("heads:chain", "shared")], marks=pytest.mark.slow),
+        pytest.param("whole", [("model", "shared"), ("lookup", "maximal")], marks=pytest.mark.slow),
+    ],
+)
+def test_rounds_compile_ahead_without_running(tmp_path, how, kinds):
+    """Each drafter's rounds compile the kernels that they need; generated code is shared."""
+    write_checkpoint("qwen2", tmp_path / "target")
+    write_head(tmp_path / "target" / "head", "dspark-speculators", draft_vocab_size=150)
+    write_chain(tmp_path / "target" / "chain", "authors")
+    given = (how, str(tmp_path / "target"), *itertools.chain(*kinds))
+    lines = run_compiling("compile_ahead.py", *given, cache=tmp_path / "cache")
+    assert len(lines) == len(kinds)
+    assert all(int(line.split()[0]) > 15 for line in lines)

@@ -1,0 +1,71 @@
+"""Whole decoders with the Triton kernels against the same decoders without them."""
+
+import pytest
+import torch
+from checkpoints import shallow, write_checkpoint
+from fakes import recorded
+from test_triton import DEVICE, triton  # noqa: F401 (a fixture)
+
+import bass_kernels as ops
+from bass_cli.formats.checkpoint import open_checkpoint
+from bass_cli.formats.weights import load
+from bass_cli.models.block_allocator import Change
+from bass_cli.models.decoder import Decoder
+from bass_cli.models.runner import Runner
+
+# The interpreter takes 15 ms a program.
+TILE = 16 if DEVICE.type == "cuda" else 4
+LENGTHS = (1, 3, TILE + 2)  # all but its last token are read: one more than a tile
+
+
+@pytest.mark.parametrize(
+    ("family", "padded"),
+    [
+        pytest.param("llama3", False, marks=pytest.mark.slow),
+        pytest.param("qwen2", False, marks=pytest.mark.slow),
+        ("qwen3", False),
+        ("gptj", False),
+        ("gemma3_text", False),
+        ("opt", False),
+        ("qwen2", True),
+        pytest.param("gemma3_text", True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_whole_decoder(family, padded, tmp_path, monkeypatch):
+    """Prefill, then rows of unequal length and widths 1 and 3, with these kernels and without.
+    `padded`: the kernels read prompts as in a graph, at places that only the device knows."""
+
+    write_checkpoint(family, tmp_path, **shallow(family))
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.spec.layers == 2
+    monkeypatch.setattr("bass_cli.models.prefill.PATIENCE", 0 if padded else 99)
+    monkeypatch.setattr("bass_cli.models.prefill.TILE", dict.fromkeys(("cpu", "cuda"), TILE))
+
+    class Again:
+        def __init__(self, function, pool):
+            self.replay = function
+            function()
+
+    logits = {}
+    for kind in ("reference", "triton"):
+        ops.use(kind)
+        decoder = Decoder(checkpoint.spec, load(checkpoint, dtype=torch.float32, device=DEVICE))
+        runner = Runner(decoder, rows=3, span=40, lag=1, graphs=recorded(Again))
+        if kind == "reference":
+            runner._passes.graphs, runner._passes.tile = None, 1
+        for row, length in enumerate(LENGTHS):
+            runner.open(str(row), [5 + i % 7 for i in range(length)])
+            runner.follow(Change((), (), (((row,), str(row)),)))
+        tokens, places = (
+            torch.arange(12, device=DEVICE).view(3, 4),
+            torch.tensor(LENGTHS, device=DEVICE)[:, None] - 1,
+        )
+        first = runner.forward(tokens[:, :1], places, [*LENGTHS])
+        ends = [length + 3 for length in LENGTHS]
+        rest = runner.forward(
+            tokens[:, 1:],
+            places + torch.arange(1, 4, device=DEVICE),
+            None if kind == "triton" else ends,
+        )
+        logits[kind] = torch.cat((first, rest), 1)
+    torch.testing.assert_close(logits["triton"], logits["reference"], atol=1e-4, rtol=1e-4)
