@@ -31,7 +31,7 @@ from bass_cli.models.runner import Runner
 from bass_cli.models.spec import Spec
 from bass_cli.system.host import free_memory, gigabytes, is_refused_memory
 
-# a call as sent: number of a runner, method, arguments
+# a call as sent: number of a runner, method, arguments; "capture", "replay" and "leave" concern all
 Call = tuple[Any, ...]
 CAPTURED = (0, "captured")  # sent after the last call of a graph
 
@@ -151,7 +151,7 @@ def _follow(job: JobSpec, calls: BinaryIO, say: Callable[[Ready | Fault], None])
     ranks.join(job.port, device)
     ranks.can_capture(device)
     with torch.inference_mode():
-        _take_part(decoder, ranks, calls)
+        Follower(decoder, ranks, calls, Graphs(device)).run()
 
 
 def read_part(
@@ -168,51 +168,41 @@ def read_part(
     return part_of(checkpoint.spec, share.ranks), weights
 
 
-def _take_part(decoder: Decoder, ranks: Ranks, calls: BinaryIO) -> None:
-    """Run the leader's calls until `leave`. A call is (number of a runner, method, *arguments);
-    "capture", "replay" and "leave" concern all runners."""
-    member, graphs = _Member(decoder, ranks, calls), Graphs(decoder.device)
-    followed = FollowedGraphs(
-        graphs, listen=member.listen, perform=member.perform, version=member.version
-    )
-    while True:
-        call = member.listen()
-        name, given = call[1], call[2:]
-        if name == "capture":
-            followed.capture(*given)
-        elif name == "replay":
-            followed.replay(*given)
-        elif name == "leave":
-            graphs.close()
-            ranks.leave()
-            return
-        else:
-            member.perform(call)
+class Follower:
+    """The runners of a follower, by number, and its graphs: of the calls that it received while the
+    leader captured a round. Where `graphs` captures nothing (on a CPU), the calls are run one by
+    one instead."""
 
-
-class FollowedGraphs:
-    """The graphs of a follower: of the calls that it received while the leader captured a round.
-    Where `graphs` captures nothing (on a CPU), the calls are run one by one instead.
-
-    Args:
-        listen: returns the next call.
-        perform: runs a call.
-        version: returns a value for a set of runners. A graph is valid while the value for its
-            runners is unchanged.
-    """
-
-    def __init__(
-        self,
-        graphs: Graphs,
-        *,
-        listen: Callable[[], Call],
-        perform: Callable[[Call], None],
-        version: Callable[[frozenset[int]], Hashable],
-    ):
-        self._graphs = graphs
-        self._listen, self._perform, self._version = listen, perform, version
+    def __init__(self, decoder: Decoder, ranks: Ranks, calls: BinaryIO, graphs: Graphs):
+        self._decoder, self._ranks, self._calls, self._graphs = decoder, ranks, calls, graphs
+        self._runners: dict[int, Runner] = {}
         # By graph: its calls, their runners, and the version of these at the capture.
-        self._calls: dict[int, tuple[list[Call], frozenset[int], Hashable]] = {}
+        self._captured: dict[int, tuple[list[Call], frozenset[int], Hashable]] = {}
+
+    def run(self) -> None:
+        """Run the leader's calls until `leave`."""
+        while True:
+            call = self.listen()
+            name, given = call[1], call[2:]
+            if name == "capture":
+                self.capture(*given)
+            elif name == "replay":
+                self.replay(*given)
+            elif name == "leave":
+                self._graphs.close()
+                self._ranks.leave()
+                return
+            else:
+                self.perform(call)
+
+    def listen(self) -> Call:
+        """Wait for the next call and return it."""
+        call: Call = pickle.load(self._calls)
+        return call
+
+    def version(self, runners: frozenset[int]) -> Hashable:
+        """Return a value that changes when memory that these runners' graphs read has moved."""
+        return frozenset((number, self._runners[number].version) for number in runners)
 
     def capture(self, number: int, live: Collection[int]) -> None:
         """Capture the next calls, up to CAPTURED, as a graph.
@@ -221,55 +211,38 @@ class FollowedGraphs:
             number: of the new graph.
             live: numbers of the older graphs that may be replayed again. The rest are freed.
         """
-        calls, call = list[Call](), self._listen()
+        calls, call = list[Call](), self.listen()
 
         def run_calls() -> None:
             nonlocal call
             while call != CAPTURED:
                 calls.append(call)
                 if self._graphs.enabled:
-                    self._perform(call)
-                call = self._listen()
+                    self.perform(call)
+                call = self.listen()
 
         if self._graphs.enabled and call != CAPTURED:  # the latter: the graph would be empty
             self._graphs.capture(number, run_calls)
         else:
             run_calls()
-        self._calls = {one: held for one, held in self._calls.items() if one in live}
+        self._captured = {one: held for one, held in self._captured.items() if one in live}
         runners = frozenset(call[0] for call in calls)
-        self._calls[number] = calls, runners, self._version(runners)
+        self._captured[number] = calls, runners, self.version(runners)
         # After the capture: CUDA cannot capture into a pool without a graph (capture.py).
-        self._graphs.keep(self._calls)
+        self._graphs.keep(self._captured)
 
     def replay(self, number: int) -> None:
         """Replay a graph. If memory that it reads has moved, run its calls instead: their
         exchanges come in the same order. Memory may move in one process only, because devices
         differ in what is free."""
-        calls, runners, version = self._calls[number]
-        if self._graphs.holds(number) and version == self._version(runners):
+        calls, runners, version = self._captured[number]
+        if self._graphs.holds(number) and version == self.version(runners):
             self._graphs.replay(number)
             return
         for call in calls:
-            self._perform(call)
+            self.perform(call)
 
-
-class _Member:
-    """The follower's runners, by number."""
-
-    def __init__(self, decoder: Decoder, ranks: Ranks, calls: BinaryIO):
-        self._decoder, self._ranks, self._calls = decoder, ranks, calls
-        self._runners: dict[int, Runner] = {}
-
-    def listen(self) -> tuple[Any, ...]:
-        """Wait for the next call and return it."""
-        call: tuple[Any, ...] = pickle.load(self._calls)
-        return call
-
-    def version(self, numbers: frozenset[int]) -> frozenset[tuple[int, int]]:
-        """Return a value that changes when memory that these runners' graphs read has moved."""
-        return frozenset((number, self._runners[number].version) for number in numbers)
-
-    def perform(self, call: tuple[Any, ...]) -> None:
+    def perform(self, call: Call) -> None:
         """Run one call of the leader's runners on this part."""
         number, name, *given = call
         if name == "begin":

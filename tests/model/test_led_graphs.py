@@ -3,13 +3,13 @@ here records the calls made meanwhile."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import pytest
 from fakes import recorded
 
-from bass_cli.tensor_parallel.follower import CAPTURED, Call, FollowedGraphs
+from bass_cli.tensor_parallel.follower import CAPTURED, Call, Follower
 
 FORWARD, FEED, END = (1, "forward", (2, 3)), (2, "feed", (2, 1)), CAPTURED
 
@@ -30,66 +30,71 @@ class Captured:
         self._done.append("reset")
 
 
-class Follower:
-    """FollowedGraphs that receive `calls`, and a record of what they did."""
+class Fake(Follower):
+    """A follower that receives `calls`, and a record of what it did."""
 
     def __init__(self, device: str, calls: list[Call]):
         self.done: list[Any] = []
-        self.versions = {1: 1, 2: 1}
+        self.versions, self.calls = {1: 1, 2: 1}, calls
         self.store = recorded(lambda function, pool: Captured(self.done, function))
         self.store.enabled = device == "cuda"
-        self.graphs = FollowedGraphs(
-            self.store,
-            listen=lambda: calls.pop(0),
-            perform=self.done.append,
-            version=lambda runners: frozenset((n, self.versions[n]) for n in runners),
-        )
+        unused: Any = None
+        super().__init__(unused, unused, unused, self.store)
+
+    def listen(self) -> Call:
+        return self.calls.pop(0)
+
+    def perform(self, call: Call) -> None:
+        self.done.append(call)
+
+    def version(self, runners: frozenset[int]) -> Hashable:
+        return frozenset((number, self.versions[number]) for number in runners)
 
 
 def test_consecutive_graphs_have_their_own_calls() -> None:
-    one = Follower("cuda", [FORWARD, FEED, END, FEED, END])
-    one.graphs.capture(1, ())
-    one.graphs.capture(2, {1})
+    one = Fake("cuda", [FORWARD, FEED, END, FEED, END])
+    one.capture(1, ())
+    one.capture(2, {1})
     assert one.done == []
-    one.graphs.replay(2)
-    one.graphs.replay(1)
+    one.replay(2)
+    one.replay(1)
     assert one.done == [("replayed", FEED), ("replayed", FORWARD, FEED)]
 
 
 def test_graph_with_moved_memory_is_run_call_by_call() -> None:
-    one = Follower("cuda", [FORWARD, FEED, END, FORWARD, END])
-    one.graphs.capture(1, ())
-    one.graphs.capture(2, {1})
+    one = Fake("cuda", [FORWARD, FEED, END, FORWARD, END])
+    one.capture(1, ())
+    one.capture(2, {1})
     one.versions[2] = 2
-    one.graphs.replay(1)
-    one.graphs.replay(2)  # which has nothing of what has moved
+    one.replay(1)
+    one.replay(2)  # which has nothing of what has moved
     assert one.done == [FORWARD, FEED, ("replayed", FORWARD)]
 
 
 def test_cpu_runs_the_calls_of_a_graph_at_replay() -> None:
-    one = Follower("cpu", [FORWARD, FEED, END])
-    one.graphs.capture(1, ())
+    one = Fake("cpu", [FORWARD, FEED, END])
+    one.capture(1, ())
     assert one.done == []
-    one.graphs.replay(1)
+    one.replay(1)
     assert one.done == [FORWARD, FEED]
 
 
 def test_graph_without_calls_captures_nothing_in_the_follower() -> None:
     """For example, a draft model that catches up. CUDA would warn of an empty graph."""
-    one = Follower("cuda", [END])
-    one.graphs.capture(1, ())
-    one.graphs.replay(1)
+    one = Fake("cuda", [END])
+    one.capture(1, ())
+    one.replay(1)
     one.store.close()
     assert one.done == []
 
 
 def test_follower_frees_graphs_that_the_leader_dropped() -> None:
     calls: list[Call] = [FORWARD, END] * 3
-    one = Follower("cuda", calls)
+    one = Fake("cuda", calls)
     for number, live in ((1, ()), (2, {1}), (3, {2})):
-        one.graphs.capture(number, live)
+        one.capture(number, live)
     with pytest.raises(KeyError):
-        one.graphs.replay(1)
-    one.graphs.replay(2)
+        one.replay(1)
+    one.replay(2)
     one.store.close()  # a group is left when no graph has its exchanges
     assert one.done == [("replayed", FORWARD), "reset", "reset"]
