@@ -70,16 +70,16 @@ class Captured:
         return self.policy.shape(self.rows, width)
 
     def choose(
-        self, wish: Shape, *, left: float, deadline: float | None = None, fit: Fit = "near"
+        self, wanted: Shape, *, left: float, deadline: float | None = None, fit: Fit = "near"
     ) -> Step:
         """Choose as GraphPolicy does. With a `deadline`, avoid captures that only pay later."""
-        return self.policy.choose(wish, left=left if deadline is None else 0.0, fit=fit)
+        return self.policy.choose(wanted, left=left if deadline is None else 0.0, fit=fit)
 
-    def launch(self, wish: Shape, step: Step) -> Running:
-        """Launch `step` in place of `wish`. A step that is not replayed has ended when this
+    def launch(self, wanted: Shape, step: Step) -> Running:
+        """Launch `step` in place of `wanted`. A step that is not replayed has ended when this
         returns."""
         began = self._clock.now()
-        self.policy.served(wish, step)
+        self.policy.served(wanted, step)
         if step.how == "run":
             self.steady = False
             with self._padded(step.shape.rows):
@@ -221,31 +221,31 @@ class GraphPolicy:
         self._unit: dict[tuple[str, str], float] = {}
         self._one_time_costs: dict[int, tuple[float, ...]] = {}
 
-    def choose(self, wish: Shape, *, left: float, fit: Fit = "near") -> Step:
-        """Choose what to run for the shape `wish`: other graphs serve by the ski-rental rule.
+    def choose(self, wanted: Shape, *, left: float, fit: Fit = "near") -> Step:
+        """Choose what to run for the shape `wanted`: other graphs serve by the ski-rental rule.
 
         Args:
             left: the largest number of such rounds that may still come.
             fit: which other draft lengths may serve. With "wider" and nothing that serves, one of
                 the usual widths is captured, because it serves others too.
         """
-        if self._graphs.holds(wish):
-            return Step(wish, "replay")
-        near = self._near(wish, fit)
+        if self._graphs.holds(wanted):
+            return Step(wanted, "replay")
+        near = self._near(wanted, fit)
         if near is not None:
-            if not self._rental.pays(wish, _CAPTURE * _launches(wish), left=left):
+            if not self._rental.pays(wanted, _CAPTURE * _launches(wanted), left=left):
                 return Step(near, "replay")
         elif fit == "wider":
-            usual = min(cover(wish.width), self._longest)  # the drafter proposes no more
-            wish = wish._replace(width=max(usual, wish.width))
-        if left < _FEW or not self._graphs.is_warm(wish):
-            return Step(wish, "run")
-        return Step(wish, "capture")
+            usual = min(cover(wanted.width), self._longest)  # the drafter proposes no more
+            wanted = wanted._replace(width=max(usual, wanted.width))
+        if left < _FEW or not self._graphs.is_warm(wanted):
+            return Step(wanted, "run")
+        return Step(wanted, "capture")
 
-    def served(self, wish: Shape, step: Step) -> None:
-        """Note that `step` was run for `wish`."""
-        if step.shape != wish:
-            self._rental.lose(wish, _loss(step.shape, wish))
+    def served(self, wanted: Shape, step: Step) -> None:
+        """Note that `step` was run for `wanted`."""
+        if step.shape != wanted:
+            self._rental.lose(wanted, _loss(step.shape, wanted))
 
     def took(self, step: Step, seconds: float) -> None:
         """Note that running or capturing a shape kept the host busy for `seconds`."""
@@ -289,50 +289,50 @@ class GraphPolicy:
         """Note that all graphs have been dropped."""
         self._one_time_costs.clear()
 
-    def _one_time_cost(self, wish: Shape) -> float:
-        if self._graphs.holds(wish) or self._near(wish) is not None:
+    def _one_time_cost(self, wanted: Shape) -> float:
+        if self._graphs.holds(wanted) or self._near(wanted) is not None:
             return 0.0
-        return self._warmup_cost(wish) + self.delay(Step(wish, "capture"))
+        return self._warmup_cost(wanted) + self.delay(Step(wanted, "capture"))
 
-    def _warmup_cost(self, wish: Shape) -> float:
-        return 0.0 if self._graphs.is_warm(wish) else self.delay(Step(wish, "run"))
+    def _warmup_cost(self, wanted: Shape) -> float:
+        return 0.0 if self._graphs.is_warm(wanted) else self.delay(Step(wanted, "run"))
 
-    def _near(self, wish: Shape, fit: Fit = "near") -> Shape | None:
+    def _near(self, wanted: Shape, fit: Fit = "near") -> Shape | None:
         """Return the captured shape that serves instead with the smallest loss; None if none
         serves."""
         fitting = [
             shape
             for shape in self._graphs.held()
             if isinstance(shape, Shape)
-            and _alike(shape.kind, wish.kind, fit)
-            and shape.rows >= wish.rows
-            and _serves(shape, wish, fit)
+            and _alike(shape.kind, wanted.kind, fit)
+            and shape.rows >= wanted.rows
+            and _serves(shape, wanted, fit)
         ]
-        return min(fitting, key=lambda shape: _loss(shape, wish), default=None)
+        return min(fitting, key=lambda shape: _loss(shape, wanted), default=None)
 
 
-def _alike(kind: Kind, wish: Kind, fit: Fit) -> bool:
+def _alike(kind: Kind, wanted: Kind, fit: Fit) -> bool:
     """Return whether one kind may serve another: "cut" and "block" may if any length may serve."""
-    return kind == wish or (fit == "near" and {kind, wish} == {"cut", "block"})
+    return kind == wanted or (fit == "near" and {kind, wanted} == {"cut", "block"})
 
 
-def _serves(shape: Shape, wish: Shape, fit: Fit) -> bool:
+def _serves(shape: Shape, wanted: Shape, fit: Fit) -> bool:
     """Return whether the width may serve.
 
     In catching up, known tokens may be read again. If any length may serve, there may be more or
     fewer drafts than wanted, but not none: then nothing would be learnt about drafts.
     """
-    if wish.kind == "catch up" or fit == "wider":
-        return shape.width >= wish.width
-    return shape.width == wish.width or (fit == "near" and bool(shape.width or not wish.width))
+    if wanted.kind == "catch up" or fit == "wider":
+        return shape.width >= wanted.width
+    return shape.width == wanted.width or (fit == "near" and bool(shape.width or not wanted.width))
 
 
-def _loss(shape: Shape, wish: Shape) -> float:
+def _loss(shape: Shape, wanted: Shape) -> float:
     """Return the loss if this shape serves, in plain passes: unused places in it, and drafts
     that find no place although they cost next to nothing."""
-    cheap = wish.kind in ("given", "block", "cut")
-    dropped = STEP * max(wish.width - shape.width, 0) if cheap else 0.0
-    return dropped + abs(_price(shape) - _price(wish))
+    cheap = wanted.kind in ("given", "block", "cut")
+    dropped = STEP * max(wanted.width - shape.width, 0) if cheap else 0.0
+    return dropped + abs(_price(shape) - _price(wanted))
 
 
 def _price(shape: Shape) -> float:

@@ -303,13 +303,13 @@ class Loop:
         else:
             if new.drafts is not None:
                 self._next.host_drafts.put(new.drafts)
-            wish, step = self._next.served(new, deadline)
+            wanted, step = self._next.served(new, deadline)
             shape = step.shape
             if not behind:
                 self.catch_up(self._rounds.drafted(shape), deadline)
-            self._rounds.look_at(wish.width if self.exact else ALL)
+            self._rounds.limit_drafts(wanted.width if self.exact else ALL)
             new.began = captured.start()
-            new.running = captured.launch(wish, step)
+            new.running = captured.launch(wanted, step)
             new.capturing, new.steady = captured.capturing, captured.steady
         # The time in which the device waits for a lookup or for the result of the last round:
         # otherwise this round would have been launched ahead.

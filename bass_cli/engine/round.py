@@ -186,9 +186,9 @@ class NextRound:
         assert captured is not None
         if drafts is not None:
             width = drafts.tokens.shape[1] if self.exact else step_up(drafts.tokens.shape[1])
-        wish = captured.usual(width)
+        wanted = captured.usual(width)
         fit: Fit = "same" if drafts is not None and not width else self._fit
-        return wish, captured.choose(wish, left=self.left(), deadline=deadline, fit=fit)
+        return wanted, captured.choose(wanted, left=self.left(), deadline=deadline, fit=fit)
 
     def shortest(self, deadline: float) -> float:
         """Return the least seconds that the next round of the live rows is likely to take.
@@ -260,8 +260,8 @@ class NextRound:
         left = self.left()
 
         def predict(width: int) -> float:
-            wish = captured.usual(usual(width))
-            step = captured.choose(wish, left=left, deadline=deadline, fit=self._fit)
+            shape = captured.usual(usual(width))
+            step = captured.choose(shape, left=left, deadline=deadline, fit=self._fit)
             late = captured.policy.delay(step) + (inputs.catch_up if step.shape.width else 0.0)
             return self._clock.predict(step.shape.width) + late
 
@@ -402,9 +402,9 @@ class CatchingUp:
     ) -> None:
         lengths = sizes(captured.rows)
         while missing > 0:
-            wish, step = self._step(captured, lengths, missing, left, deadline)
+            wanted, step = self._step(captured, lengths, missing, left, deadline)
             self._behind.fill_(max(missing, step.shape.width) + 2)
-            captured.launch(wish, step).wait()
+            captured.launch(wanted, step).wait()
             missing -= step.shape.width
 
     def _step(
@@ -419,8 +419,8 @@ class CatchingUp:
         one that has a graph."""
 
         def of(size: int) -> tuple[Shape, Step]:
-            wish = Shape("catch up", captured.rows, size)
-            return wish, captured.choose(wish, left=left, deadline=deadline)
+            wanted = Shape("catch up", captured.rows, size)
+            return wanted, captured.choose(wanted, left=left, deadline=deadline)
 
         best = next((size for size in lengths if size >= missing), lengths[-1])
         shorter = [size for size in reversed(lengths) if size <= best and deadline is not None]

@@ -63,7 +63,7 @@ class Rounds:
         self._cut = cut if able else None
         self._confidence = prior_confidence(batch.device)
 
-    def look_at(self, most: int) -> None:
+    def limit_drafts(self, most: int) -> None:
         """Verify at most `most` drafts of each row in captured rounds from now on."""
         if most != self.most:
             self.most = most
@@ -303,7 +303,7 @@ class SimulatedAcceptance:
     """
 
     def __init__(self, rates: Sequence[Rate], batch: Batch):
-        self.rates, self._batch, self._turn = tuple(rates), batch, 0
+        self.rates, self._batch, self._begun = tuple(rates), batch, 0
         # By row and position: a draft there is accepted if this is below its probability.
         self._luck = torch.ones(batch.capacity, 0, device=batch.device)
         # By row and position in the draft: the probability.
@@ -319,7 +319,7 @@ class SimulatedAcceptance:
             self._chances[target] = self._chances[source]
         begun = [(place, key) for places, key in change.begun for place in places]
         if len(begun) == len(self._batch):
-            self._turn = 0
+            self._begun = 0
         for place, key in begun:
             host = self._batch.hosts[place]
             first, second = noise_key(host.seed, key, host.sample)
@@ -327,8 +327,8 @@ class SimulatedAcceptance:
                 self._luck.shape[1],
                 generator=torch.Generator().manual_seed(first << 31 | second >> 1),
             )
-            self._chances[place] = _chances(self.rates[self._turn % len(self.rates)])
-            self._turn += 1
+            self._chances[place] = _chances(self.rates[self._begun % len(self.rates)])
+            self._begun += 1
 
     def accepted(self, places: Tensor) -> Tensor:
         """Return the number of accepted drafts, [B] int64. places: [B, k], the positions of the

@@ -280,11 +280,11 @@ class RoundCost:
         Returns: the change of the factors' logarithms; the parts' shares of the round after it; the
             innovation there; the noise.
         """
-        due, moved = math.log(float(parts.sum())), numpy.zeros(3)
+        predicted, moved = math.log(float(parts.sum())), numpy.zeros(3)
         for _ in range(_ITERATED):
             there = parts * numpy.exp(moved)
             shares = there / there.sum()
-            off = due + ratio - math.log(float(there.sum())) + float(shares @ moved)
+            off = predicted + ratio - math.log(float(there.sum())) + float(shares @ moved)
             seen = self._covariance @ shares
             moved = seen / (shares @ seen + noise) * off
         return moved, shares, off, noise

@@ -192,18 +192,18 @@ class SkiRental(Generic[_Key]):
         # By wanted key: how often something else served, and what was lost by that.
         self._lost: dict[_Key, tuple[int, float]] = {}
 
-    def lose(self, wish: _Key, loss: float) -> None:
-        """Note that something else served `wish`, at this loss."""
-        times, lost = self._lost.get(wish, (0, 0.0))
-        self._lost[wish] = times + 1, lost + loss
+    def lose(self, wanted: _Key, loss: float) -> None:
+        """Note that something else served `wanted`, at this loss."""
+        times, lost = self._lost.get(wanted, (0, 0.0))
+        self._lost[wanted] = times + 1, lost + loss
 
-    def pays(self, wish: _Key, price: float, *, left: float | None = None) -> bool:
+    def pays(self, wanted: _Key, price: float, *, left: float | None = None) -> bool:
         """Return whether a capture pays, given its cost in the unit of losses.
 
         Args:
             left: how often it will be wanted at the most. None: unknown.
         """
-        times, lost = self._lost.get(wish, (0, 0.0))
+        times, lost = self._lost.get(wanted, (0, 0.0))
         return lost >= price and (left is None or left * lost >= price * times)
 
 

@@ -372,14 +372,14 @@ class LedRunner:
     def open(
         self, key: str, tokens: Sequence[int], in_time: Callable[[int], bool] | None = None
     ) -> bool:
-        def told(count: int) -> bool:
+        def ask(count: int) -> bool:
             assert in_time is not None
             answer = in_time(count)
             self._followers.tell(answer)
             return answer
 
         with self._led("open", key, list(tokens), in_time is not None):
-            return self._runner.open(key, tokens, None if in_time is None else told)
+            return self._runner.open(key, tokens, None if in_time is None else ask)
 
     def close(self, key: str) -> None:
         with self._led("close", key):

@@ -18,9 +18,9 @@ class Bench:
         self.policy = GraphPolicy(self.graphs, longest=longest, drafts=drafts)
 
     def ask(self, rows, width, *, left=10_000, kind="round", fit="near"):
-        wish = Shape(kind, rows, width)
-        step = self.policy.choose(wish, left=left, fit=fit)
-        self.policy.served(wish, step)
+        wanted = Shape(kind, rows, width)
+        step = self.policy.choose(wanted, left=left, fit=fit)
+        self.policy.served(wanted, step)
         if step.how != "replay":
             getattr(self.graphs, step.how)(step.shape, lambda: None)
             self.policy.took(step, 0.06)
@@ -148,9 +148,9 @@ def test_exact_length_is_captured_when_longer_graphs_have_wasted_as_much():
 def test_fit_same_is_served_by_the_same_width_only():
     bench = Bench()
     bench.hold(("round", 8, 4))
-    wish = Shape("round", 8, 0)
-    assert bench.policy.choose(wish, left=100).shape.width == 4
-    assert bench.policy.choose(wish, left=100, fit="same") == Step(wish, "run")
+    wanted = Shape("round", 8, 0)
+    assert bench.policy.choose(wanted, left=100).shape.width == 4
+    assert bench.policy.choose(wanted, left=100, fit="same") == Step(wanted, "run")
 
 
 def test_catching_up_is_served_by_longer_catch_up_graphs_only():
