@@ -35,6 +35,7 @@ from bass_cli.lengths.controllers import Fixed, make_lengths
 from bass_cli.lengths.costs import Surface
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.heads import make_head
+from bass_cli.models.runner import Runner
 from bass_cli.models.spec import HeadSpec, head_parameters
 from bass_cli.run.build import Models, graphs_for, load_models, make_loop, make_models
 from bass_cli.run.memory import Need, footprint
@@ -43,7 +44,6 @@ from bass_cli.run.plan import Plan, device_of, dtype_of, make_plan
 from bass_cli.run.profile import LIMITS
 from bass_cli.run.profile import measure as profile
 from bass_cli.tensor_parallel.follower import Part
-from bass_cli.tensor_parallel.leader import AnyRunner
 
 _OPTIONS = ("`batch_sizes`", "`new_tokens`")  # the options for rows and new tokens
 _WARM_TOKENS = 8
@@ -219,7 +219,7 @@ def build_loops(
     )
     if not drafts:
         return Loops(loop, None)
-    assert isinstance(loop.target, AnyRunner)
+    assert isinstance(loop.target, Runner)
     plain = Loop(
         batch=loop.batch,
         target=loop.target.without_reader(),

@@ -9,7 +9,7 @@ from bass_cli.drafts.ngram import LookupDrafter
 from bass_cli.engine.batch import Batch
 from bass_cli.engine.contracts import Drafter, Proposal
 from bass_cli.models.heads import ChainHead, Head
-from bass_cli.tensor_parallel.leader import AnyRunner
+from bass_cli.models.runner import Runner
 
 # Factor on the rows' temperatures for a draft model. The draft's distribution is at best the mean
 # of the target's possible ones; their median, which agrees most often, is sharper. Measured in
@@ -29,7 +29,7 @@ class NoDrafter(Drafter):
 def make_drafter(
     draft: str,
     *,
-    runner: AnyRunner | None,
+    runner: Runner | None,
     coupling: str,
     temperature: float | None,
     factor: float = 1.0,

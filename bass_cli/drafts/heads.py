@@ -20,7 +20,7 @@ from bass_cli.drafts.model import propose_at_once, propose_chain
 from bass_cli.engine.batch import Batch
 from bass_cli.engine.contracts import Drafter, Proposal
 from bass_cli.models.heads import ChainHead, FeatureHead
-from bass_cli.tensor_parallel.leader import AnyRunner
+from bass_cli.models.runner import Runner
 
 _Head = TypeVar("_Head", FeatureHead, ChainHead)
 
@@ -34,7 +34,7 @@ class ReadingDrafter(Drafter, Generic[_Head]):
     """
 
     def __init__(
-        self, runner: AnyRunner, head: _Head, *, coupling: str, temperature: float | None = None
+        self, runner: Runner, head: _Head, *, coupling: str, temperature: float | None = None
     ):
         assert runner.decoder.reader is head
         self._runner = runner
@@ -49,12 +49,7 @@ class HeadDrafter(ReadingDrafter[FeatureHead]):
     at_once = True
 
     def __init__(
-        self,
-        runner: AnyRunner,
-        head: FeatureHead,
-        *,
-        coupling: str,
-        temperature: float | None = None,
+        self, runner: Runner, head: FeatureHead, *, coupling: str, temperature: float | None = None
     ):
         super().__init__(runner, head, coupling=coupling, temperature=temperature)
         self._masks = torch.tensor([head.spec.mask], device=runner.decoder.device)

@@ -18,7 +18,7 @@ from torch import Tensor
 import bass_kernels as ops
 from bass_cli.engine.batch import Batch, Change, SamplingParams
 from bass_cli.engine.contracts import Drafter, InTime, Proposal
-from bass_cli.tensor_parallel.leader import AnyRunner
+from bass_cli.models.runner import Runner
 
 
 class ModelRows(Drafter):
@@ -32,7 +32,7 @@ class ModelRows(Drafter):
 
     catches_up = True
 
-    def __init__(self, runner: AnyRunner, *, coupling: str, temperature: float | None = None):
+    def __init__(self, runner: Runner, *, coupling: str, temperature: float | None = None):
         assert runner.lag == 2
         self._runner, self._coupling, self._temperature = runner, coupling, temperature
         # By row: positions in the cache, those of rejected drafts included.
@@ -80,7 +80,7 @@ class ModelDrafter(ModelRows):
 
     def __init__(
         self,
-        runner: AnyRunner,
+        runner: Runner,
         *,
         coupling: str,
         temperature: float | None = None,
@@ -147,7 +147,7 @@ class ParallelDrafter(ModelRows):
     at_once = True
 
     def __init__(
-        self, runner: AnyRunner, *, mask: int, coupling: str, temperature: float | None = None
+        self, runner: Runner, *, mask: int, coupling: str, temperature: float | None = None
     ):
         super().__init__(runner, coupling=coupling, temperature=temperature)
         self._mask = mask

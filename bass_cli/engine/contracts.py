@@ -11,7 +11,7 @@ import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -178,7 +178,10 @@ class FollowsRows(Protocol):
 
 class Target(FollowsRows, Protocol):
     """The model that is sampled (models/runner.py), or a known distribution in a test. It keeps a
-    cache per row."""
+    cache per row. `packs`: whether it has `forward_packed`."""
+
+    @property
+    def packs(self) -> bool: ...
 
     def open(self, key: str, tokens: Sequence[int], in_time: InTime | None = None) -> bool:
         """Read a prompt, as Drafter.open."""
@@ -206,15 +209,10 @@ class Target(FollowsRows, Protocol):
         Returns: logits [B, W, V], or [B, last, V].
         """
 
-
-@runtime_checkable
-class TakesPacked(Protocol):
-    """A target that can run a different number of tokens for each row."""
-
     def forward_packed(
         self, tokens: Tensor, positions: Tensor, packed: ops.Packed, ends: Sequence[int] | None
     ) -> Tensor:
-        """Run tokens [M] at positions [M], row after row.
+        """Run tokens [M] at positions [M], row after row: a different number for each row.
 
         Args:
             ends: as in Target.forward, or an upper bound.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import bass_kernels as ops
 from bass_cli.engine.batch import Batch, Change, noise_key
-from bass_cli.engine.contracts import Drafter, DraftLength, Proposal, TakesPacked, Target, Verdict
+from bass_cli.engine.contracts import Drafter, DraftLength, Proposal, Target, Verdict
 from bass_cli.engine.graphs import Shape
 from bass_cli.engine.round import HostDrafts
 from bass_cli.engine.sizes import LONGEST
@@ -59,8 +59,7 @@ class Rounds:
         self._bound = batch.tokens.new_full((), ALL)  # the same, where graphs read it
         self.stops = may_stop and drafter.stops_short
         self._stopping = Stopping() if self.stops else None
-        able = drafter.at_once and isinstance(target, TakesPacked)
-        self._cut = cut if able else None
+        self._cut = cut if cut is not None and drafter.at_once and target.packs else None
         self._confidence = prior_confidence(batch.device)
 
     def limit_drafts(self, most: int) -> None:
@@ -139,7 +138,6 @@ class Rounds:
         """Draft, and verify only the likeliest drafts, `shape.width` of each row on average. It
         needs shared coupling and a proposal with scores."""
         batch = self._batch
-        assert isinstance(self._target, TakesPacked)
         proposal = self._drafter.propose(batch, self.drafted(shape))
         drafts, scores = proposal.tokens, proposal.scores
         assert scores is not None

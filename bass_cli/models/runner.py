@@ -56,6 +56,8 @@ class Runner:
         graphs: for captured prefill passes. Default: new ones, unless the model is split.
         blocks: see KVCache.
         ahead: see ReadsHidden; needed if the reader is in another process.
+
+    packs: whether `forward_packed` is possible: not if the model is split.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class Runner:
         self._unread: dict[str, Prompt] = {}  # prompts not fully stored, oldest first
         self._newest: dict[tuple[int, ...], Prompt] = {}  # by their first tokens
         graphs = graphs or Graphs(decoder.device, wanted=decoder.ranks is None)
+        self.packs = decoder.ranks is None
         self._passes = Passes(decoder, self.cache, graphs if graphs.enabled else None)
         reader = decoder.reader
         self._ahead = ahead or (0 if reader is None else reader.ahead)
@@ -112,7 +115,7 @@ class Runner:
             self._copy(prompt)
         while in_time is not None and prompt.left:
             if not in_time(min(prompt.left, most)):
-                self.close(key)
+                self._close(key)
                 return False
             self._passes.run([self._part(prompt, most)], capture=False)
         return True
@@ -155,6 +158,9 @@ class Runner:
 
     def close(self, key: str) -> None:
         """Accept no further rows for this prompt."""
+        self._close(key)
+
+    def _close(self, key: str) -> None:
         self.cache.close(self._prompts.pop(key).span)
         self._unread.pop(key, None)
 

@@ -37,7 +37,7 @@ from bass_cli.run.pair import longest_draft
 from bass_cli.run.plan import Plan
 from bass_cli.system.host import give_back_memory
 from bass_cli.tensor_parallel.follower import Part, Source, read_part
-from bass_cli.tensor_parallel.leader import AnyRunner, Followers, LedRunner
+from bass_cli.tensor_parallel.leader import Followers, LedRunner
 
 WARMING = {"cpu": "warming up", "cuda": "warming up: compiling kernels, capturing graphs"}
 READING = {
@@ -242,7 +242,7 @@ def _runner(
     span: int,
     lag: int,
     blocks: BlockLayout | None,
-) -> AnyRunner:
+) -> Runner:
     """Make a runner of a model; followers run the other parts of a split model."""
     if followers is None or decoder.ranks is None:
         return Runner(decoder, rows=rows, span=span, lag=lag, blocks=blocks)

@@ -8,7 +8,6 @@ the other processes (follower.py), the exchanges inside a pass (ranks.py).
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
 import os
 import pickle
@@ -29,7 +28,6 @@ from bass_cli.io import terminal
 from bass_cli.models.block_allocator import BlockLayout, Change
 from bass_cli.models.capture import Graph, capture
 from bass_cli.models.decoder import Decoder
-from bass_cli.models.kv_cache import KVCache
 from bass_cli.models.ranks import Ranks, Share
 from bass_cli.models.runner import Runner
 from bass_cli.tensor_parallel.follower import CAPTURED, Fault, JobSpec, Part, Ready
@@ -315,10 +313,10 @@ class LedGraphs:
             graph.reset()
 
 
-class LedRunner:
+class LedRunner(Runner):
     """A Runner over one part of a model. It sends each call to the other processes before it runs
     the call itself. A drafter that reads hidden states is not split: its layers are in the
-    leader's cache only.
+    leader's cache only, and the other processes have no reader.
 
     Args:
         number: identifies the runner in calls. A new runner replaces an older one of its number.
@@ -335,10 +333,10 @@ class LedRunner:
         lag: int,
         blocks: BlockLayout | None,
     ):
-        self._followers, self._number, self.rows, self.lag = followers, number, rows, lag
+        self._followers, self._number = followers, number
         ahead = 0 if decoder.reader is None else decoder.reader.ahead
         with self._led("begin", rows, span, lag, blocks, ahead, decoder.layers):
-            self._runner = Runner(decoder, rows=rows, span=span, lag=lag, blocks=blocks)
+            super().__init__(decoder, rows=rows, span=span, lag=lag, blocks=blocks)
 
     @contextlib.contextmanager
     def _led(self, name: str, *given: Any) -> Iterator[None]:
@@ -346,28 +344,6 @@ class LedRunner:
         with self._followers.taking_part():
             self._followers.tell(self._number, name, *given)
             yield
-
-    @property
-    def cache(self) -> KVCache:
-        return self._runner.cache
-
-    @property
-    def decoder(self) -> Decoder:
-        return self._runner.decoder
-
-    @property
-    def version(self) -> int:
-        return self._runner.version
-
-    def without_reader(self) -> LedRunner:
-        """See Runner.without_reader. The other processes have no reader, so nothing changes
-        there."""
-        other = copy.copy(self)
-        other._runner = self._runner.without_reader()
-        return other
-
-    def prepare_prompts(self) -> None:
-        """Do nothing: passes over prompts of a split model are not captured."""
 
     def open(
         self, key: str, tokens: Sequence[int], in_time: Callable[[int], bool] | None = None
@@ -379,15 +355,15 @@ class LedRunner:
             return answer
 
         with self._led("open", key, list(tokens), in_time is not None):
-            return self._runner.open(key, tokens, None if in_time is None else ask)
+            return super().open(key, tokens, None if in_time is None else ask)
 
     def close(self, key: str) -> None:
         with self._led("close", key):
-            self._runner.close(key)
+            super().close(key)
 
     def follow(self, change: Change) -> None:
         with self._led("follow", change):
-            self._runner.follow(change)
+            super().follow(change)
 
     def forward(
         self,
@@ -399,12 +375,9 @@ class LedRunner:
     ) -> Tensor:
         with self._led("forward", tuple(tokens.shape), ends, last):
             self._followers.ranks.send(tokens, positions)
-            return self._runner.forward(tokens, positions, ends, last=last)
+            return super().forward(tokens, positions, ends, last=last)
 
     def feed(self, tokens: Tensor, positions: Tensor, ends: Sequence[int] | None) -> None:
         with self._led("feed", tuple(tokens.shape), ends):
             self._followers.ranks.send(tokens, positions)
-            self._runner.feed(tokens, positions, ends)
-
-
-AnyRunner = Runner | LedRunner
+            super().feed(tokens, positions, ends)

@@ -22,7 +22,7 @@ class Markov:
     """A model whose logits depend on the token fed and its position: table [P, V, V], position
     modulo P. It has the interface of a Runner, as target (1 pending token) and draft (2)."""
 
-    version, rows, device = 0, 1 << 18, torch.device("cpu")
+    version, rows, device, packs = 0, 1 << 18, torch.device("cpu"), False
 
     def __init__(self, table, lag):
         self.table, self.lag, self.cache = table, lag, self
