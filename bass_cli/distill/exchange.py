@@ -98,7 +98,7 @@ class Store:
         with _peer_errors():
             if info.rank:
                 store = distributed.TCPStore(host, info.port, is_master=False, timeout=_PATIENCE)
-            name = _interface(host, info.port)
+            name = interface_towards(host, info.port)
             if name is not None:
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
             distributed.init_process_group(
@@ -184,7 +184,7 @@ def _peer_errors() -> Iterator[None]:
         raise PeerLostError(str(error)) from error
 
 
-def _interface(host: str, port: int) -> str | None:
+def interface_towards(host: str, port: int) -> str | None:
     """Return the network interface of this host that leads to another host; None if unknown.
 
     Looking up the host's own name would not do: it often belongs to the loopback.

@@ -34,7 +34,7 @@ class Fleet:
     def __init__(self, count=3, *, late=(), groups=(), steps=3):
         self.count, self.late, self.groups, self.steps = count, dict(late), list(groups), steps
         self.now, self.running, self.pending = 0.0, {}, []
-        self.made, self.infos = [], {}
+        self.made, self.infos, self.late_after_a_loss = [], {}, {}
 
     def places(self):
         return {place(number) for number in range(self.count)}
@@ -71,6 +71,8 @@ class Fleet:
         self.now += timeout
         ready = [one for one in self.pending if one[0] <= self.now]
         self.pending = [one for one in self.pending if one[0] > self.now]
+        if self.late_after_a_loss and any(isinstance(answer, Lost) for *_, answer in ready):
+            self.late = self.late_after_a_loss
         return [(where, answer) for _, where, answer in ready]
 
     def stop(self, where):
@@ -102,15 +104,8 @@ def test_late_processes_join_the_next_group(tmp_path, capsys):
     assert [set(group) for group in fleet.made] == [{0, 1}, {0, 1}]
     assert capsys.readouterr().err.count("2 of 3 actors train together") == 2
     fleet = Fleet(3, late={2: 10 * PATIENCE}, groups=[{0: Lost("killed")}])
-    training = Group(fleet, Screen(), tmp_path / "c.pt", now=lambda: fleet.now)
-    lose = training._lose
-
-    def lost(*given):
-        lose(*given)
-        fleet.late = {1: 10 * PATIENCE}  # another one
-
-    training._lose = lost
-    assert training.run() == {"done": 2}
+    fleet.late_after_a_loss = {1: 10 * PATIENCE}  # another one
+    assert train(fleet, tmp_path) == {"done": 2}
     assert [set(group) for group in fleet.made] == [{0, 1}, {0, 2}]
 
 
