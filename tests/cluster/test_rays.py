@@ -189,7 +189,8 @@ def test_an_evaluation_and_a_dataset(cluster: Any, pair_folder: Any) -> None:
     task = ("eval", "humaneval", "--pair", "pair.yaml", "--limit", "3", "--n", "2", "--token-ids")
     task += ("--device", "cpu", "--max-new-tokens", "6")
     given = ("--ray", cluster.address, "--actors", "1", "--out", "ray.jsonl")
-    assert bass(*task, *given)[0] == bass(*task, "--out", "one.jsonl")[0] == 2  # nothing is scored
+    codes = bass(*task, *given)[0], bass(*task, "--out", "one.jsonl")[0]
+    assert codes in ((0, 0), (2, 2))  # 2: nothing is scored without a sandbox
     assert samples(place / "ray.jsonl") == samples(place / "one.jsonl")
 
     sampling = Sampling(seed=3, max_new_tokens=6)
@@ -251,7 +252,7 @@ def test_ray_is_imported_only_on_request() -> None:
 
 
 def test_an_actor_takes_a_gpu_if_the_cluster_has_one_else_cores() -> None:
-    """`taken` has the resources that Ray reserves; the job has the device that an actor uses."""
+    """`resources` returns what Ray reserves; the job has the device that an actor uses."""
     head, gpus, gone = ("a" * 56, "b" * 56, "c" * 56)
     nodes = [
         {"NodeID": head, "Alive": True, "Resources": {"CPU": 8.0}},
