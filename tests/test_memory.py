@@ -22,8 +22,6 @@ from bass_cli.config.job import Job, Sampling, Speculation, load_pair
 from bass_cli.engine.batch import beyond
 from bass_cli.engine.loop import Loop
 from bass_cli.errors import MachineError
-from bass_cli.io.prompts import Prompt
-from bass_cli.io.results import Completion
 from bass_cli.models.runner import Runner
 from bass_cli.models.spec import Norm, Rope, Spec
 from bass_cli.run.build import build
@@ -31,7 +29,6 @@ from bass_cli.run.generate import generate
 from bass_cli.run.manifest import describe
 from bass_cli.run.memory import Each, Footprint, Need, footprint
 from bass_cli.run.plan import make_plan
-from bass_cli.run.scheduler import Unfinished
 from bass_cli.system import host
 from bass_cli.system.host import HostMemory, host_memory, is_refused_memory
 
@@ -394,29 +391,6 @@ def test_under_maximal_coupling_refused_memory_ends_the_run(
     result = bass(*FLAGS, "--n", "4", "--coupling", "maximal", "--batch-size", "4")
     assert (result.exit_code, "going on" in result.stderr) == (3, False)
     assert "memory ran out with 4 rows of up to 255 new tokens each" in result.stderr
-
-
-def test_restarted_job_draws_only_missing_samples() -> None:
-    given = [
-        Prompt(id=str(i), text="a", messages=None, meta={}, reference=None, place="")
-        for i in range(4)
-    ]
-
-    def over(id_: str, sample: int) -> Completion:
-        return dataclasses.replace(
-            Completion.failed(id_, "", seed=0, meta={}), sample=sample, prompt_tokens=1
-        )
-
-    work = Unfinished(iter(given), {("0", 0), ("0", 1), ("1", 0)}, n=2, count=4)
-    first = work.prompts()
-    assert [next(first).id for _ in range(3)] == ["0", "1", "2"]
-    work.end(over("2", 1))
-    assert ([prompt.id for prompt in work.prompts()], work.count) == (["1", "2", "3"], 3)
-    there = {(id_, sample) for id_ in "123" for sample in range(2) if (id_, sample) in work}
-    assert there == {("1", 0), ("2", 1)}
-    work.end(over("1", 1))
-    work.end(Completion.failed("3", "too long", seed=0, meta={}))
-    assert ([prompt.id for prompt in work.prompts()], work.count) == (["2"], 1)
 
 
 def test_failing_prompt_source_does_not_restart_the_job(

@@ -12,7 +12,7 @@ from toys import Markov, loop_for
 from bass_cli.config.job import Job, Pair, Sampling
 from bass_cli.io.prompts import Prompt
 from bass_cli.lengths.controllers import Bass, Fixed
-from bass_cli.run.scheduler import Conductor, Unfinished
+from bass_cli.run.scheduler import Conductor
 
 VOCAB, EOS = 12, 11
 
@@ -128,12 +128,37 @@ def test_prompts_may_come_while_rows_are_busy():
                 yield from [None] * 40  # until its samples are there
                 yield None
 
-    found, work = [], Unfinished(source(), Done(), n=3, count=None)
     loop = loop_for(Markov(table(), 1), Markov(table(1), 2), rows=4, lengths=Bass())
     conductor = Conductor(settings, Letters(), loop, context=1000, eos_ids={EOS})
-    for completion in conductor.run(work.prompts(), work):
-        work.end(completion)
-        found.append(completion)
+    assert by_key(list(conductor.run(source(), Done()))) == expected
+
+
+@pytest.mark.parametrize("fault", ["open", "round"])
+@pytest.mark.parametrize("at", [1, 3, 7])
+def test_a_job_continues_on_another_loop_with_the_missing_samples(monkeypatch, fault, at):
+    settings, given, done = job(n=3, max_new_tokens=15, seed=4), prompts(*TEXTS), {("p1", 0)}
+    expected = by_key(run(settings, given, done=done))
+    loops = [
+        loop_for(Markov(table(), 1), Markov(table(1), 2), rows=rows, lengths=Bass())
+        for rows in (4, 2)
+    ]
+    calls, work = itertools.count(1), getattr(loops[0], fault)
+
+    def fail(*args, **named):
+        if next(calls) == at:
+            raise MemoryError
+        return work(*args, **named)
+
+    monkeypatch.setattr(loops[0], fault, fail, raising=False)
+    conductor = Conductor(settings, Letters(), loops[0], context=1000, eos_ids={EOS})
+    source, found = iter(given), []
+    if at <= (5 if fault == "open" else 7):
+        with pytest.raises(MemoryError):
+            found.extend(conductor.run(source, done))
+        assert not conductor.reading
+        conductor.stop()
+        conductor.resume(loops[1])
+    found += conductor.run(source, done)
     assert by_key(found) == expected
 
 

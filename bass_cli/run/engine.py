@@ -1,7 +1,7 @@
 """Run a plan: load the weights once, build a loop, and yield Completions.
 
 If memory runs out, a new loop with half the rows draws the unfinished samples. scheduler.py assigns
-rows and lists unfinished samples; build.py builds loops; plan.py and memory.py plan the memory.
+rows; build.py builds loops; plan.py and memory.py plan the memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from bass_cli.io.results import Completion
 from bass_cli.lengths.costs import keep_learnt
 from bass_cli.run.build import READING, Models, halved, load_models, ready_loop
 from bass_cli.run.plan import Plan
-from bass_cli.run.scheduler import Conductor, Unfinished, WholePrompts, with_copies
+from bass_cli.run.scheduler import Conductor, WholePrompts, with_copies
 from bass_cli.system.host import is_refused_memory
 
 
@@ -46,8 +46,7 @@ def generate(
     row, maximal coupling, a given `loop` or a split model.
 
     Args:
-        prompts: Taken as rows become free. A None means that no prompt is ready; the next one is
-            read after the next round.
+        prompts: Taken as rows become free. A None means that no prompt is ready yet.
         done: Pairs (prompt id, sample), looked up when a prompt is taken. Under maximal coupling
             they are drawn again but not yielded (see _spared).
         count, on_round, on_phase, on_bytes, on_note, loop: See run/generate.py.
@@ -62,8 +61,8 @@ def generate(
         drawn = draw(once, prompts, done=whole, count=count, on_note=on_note, loop=loop)
         yield from with_copies(drawn, plan.job.n, done)
         return
-    spared = _spared(plan.job, done)
-    work, models = Unfinished(prompts, spared, n=plan.job.n, count=count), None
+    spared, models = _spared(plan.job, done), None
+    conductor: Conductor | None = None
     with contextlib.ExitStack() as ending:
         if loop is None:
             on_phase("loading the weights")
@@ -73,15 +72,16 @@ def generate(
         while True:
             with plan.need.explained():
                 try:
-                    for one in _attempt(plan, work, models, loop, on_round, on_phase):
+                    conductor = _begun(conductor, plan, models, loop, count, on_round, on_phase)
+                    for one in _learning(conductor, prompts, spared, plan):
                         if spared is done or (one.id, one.sample) not in done:
                             yield one
                     return
                 except Exception as error:
-                    if models is None or not is_refused_memory(error):
+                    if not is_refused_memory(error) or not _may_halve(plan, models, conductor):
                         raise
-                    if work.reading or not _may_halve(plan, models):
-                        raise
+            if conductor is not None:
+                conductor.stop()
             plan = halved(plan, on_note)
 
 
@@ -96,38 +96,49 @@ def _spared(job: Job, done: Container[tuple[str, int]]) -> Container[tuple[str, 
     return () if job.budget is None else WholePrompts(done, job.n)
 
 
-def _may_halve(plan: Plan, models: Models) -> bool:
+def _may_halve(plan: Plan, models: Models | None, conductor: Conductor | None) -> bool:
     """Whether the job can be restarted with fewer rows and the same samples."""
     shared = plan.job.speculation.coupling == "shared"
-    return shared and plan.rows > 1 and models.followers is None
+    whole = models is not None and models.followers is None
+    return shared and plan.rows > 1 and whole and not (conductor and conductor.reading)
 
 
-def _attempt(
+def _begun(
+    conductor: Conductor | None,
     plan: Plan,
-    work: Unfinished,
     models: Models | None,
     loop: Loop | None,
+    count: int | None,
     on_round: Callable[[RoundResult], None] | None,
     on_phase: Callable[[str], None],
-) -> Iterator[Completion]:
-    """Draw the unfinished samples with one loop: the given one, or a new one over `models`."""
-    if loop is None:
-        assert models
-        loop = ready_loop(plan, models, on_phase)
+) -> Conductor:
+    """Give a conductor a loop: the given one, or a new one over `models`."""
+    used = loop if models is None else ready_loop(plan, models, on_phase)
+    assert used is not None
     on_phase(READING[plan.device.type])  # the first round ends this phase
-    conductor = Conductor(
+    if conductor is not None:
+        conductor.resume(used)
+        return conductor
+    return Conductor(
         plan.job,
         plan.files.tokenizer,
-        loop,
+        used,
         context=plan.files.target.spec.context,
         eos_ids=plan.eos_ids,
         stop_ids=plan.stop_ids,
-        count=work.count,
+        count=count,
         on_round=on_round,
     )
+
+
+def _learning(
+    conductor: Conductor,
+    prompts: Iterator[Prompt | None],
+    spared: Container[tuple[str, int]],
+    plan: Plan,
+) -> Iterator[Completion]:
+    """Yield the samples of a loop; keep what its controller has learnt when it ends."""
     try:
-        for completion in conductor.run(work.prompts(), work):
-            work.end(completion)
-            yield completion
+        yield from conductor.run(prompts, spared)
     finally:
-        keep_learnt(plan.profile, loop.lengths)
+        keep_learnt(plan.profile, conductor.loop.lengths)

@@ -1,8 +1,7 @@
 """Assign rows of the batch to samples, and find where samples end.
 
-`RequestReader` tokenises prompts, `Conductor` assigns rows to samples, `Watch` finds the rows that
-may have ended, and `Unfinished` lists the samples that a restarted job still has to draw.
-engine/loop.py runs the rounds; files are written in io/.
+`RequestReader` tokenises prompts, `Conductor` assigns rows to samples, and `Watch` finds the rows
+that may have ended. engine/loop.py runs the rounds; files are written in io/.
 """
 
 from __future__ import annotations
@@ -28,78 +27,6 @@ from bass_cli.formats.tokenizer import Tokenizer
 from bass_cli.io.prompts import Prompt
 from bass_cli.io.results import Completion
 from bass_cli.models.prefill import PASS
-
-
-class Unfinished:
-    """The samples of a job that are not drawn yet. Only the prompts in progress are held.
-
-    `(id, sample) in unfinished` is True if the sample is finished.
-
-    Args:
-        prompts: The prompts of the job.
-        done: Samples that need not be drawn; it is looked up when a prompt is taken.
-        n: Samples of a prompt.
-        count: The number of prompts; None if unknown.
-    """
-
-    def __init__(
-        self,
-        prompts: Iterator[Prompt | None],
-        done: Container[tuple[str, int]],
-        *,
-        n: int,
-        count: int | None,
-    ):
-        self._prompts, self._done, self._n, self._count = prompts, done, n, count
-        self._taken: dict[str, tuple[Prompt, set[int]]] = {}  # with its missing samples
-        self.reading = False  # whether the source of prompts is being read; see `prompts`
-
-    @property
-    def count(self) -> int | None:
-        """The number of prompts that `prompts` will yield; None if unknown."""
-        return self._count
-
-    def __contains__(self, key: Any) -> bool:
-        id_, sample = key
-        if id_ in self._taken:
-            return sample not in self._taken[id_][1]
-        return key in self._done
-
-    def prompts(self) -> Iterator[Prompt | None]:
-        """Yield the prompts in progress again, then new ones.
-
-        `reading` is True while the next prompt is read from the source. A source that fails yields
-        no further prompts, so the job cannot be restarted then.
-        """
-        yield from [prompt for prompt, _ in self._taken.values()]
-        self.reading = True
-        for prompt in self._prompts:
-            self.reading = False
-            if prompt is not None:
-                self._take(prompt)
-            yield prompt
-            self.reading = True
-        self.reading = False
-
-    def end(self, completion: Completion) -> None:
-        """Count a finished sample, or the error of a whole prompt."""
-        _, missing = self._taken[completion.id]
-        missing.discard(completion.sample)
-        if completion.is_of_prompt:
-            missing.clear()
-        if not missing:
-            self._drop(completion.id)
-
-    def _take(self, prompt: Prompt) -> None:
-        missing = {i for i in range(self._n) if (prompt.id, i) not in self._done}
-        self._taken[prompt.id] = prompt, missing
-        if not missing:
-            self._drop(prompt.id)
-
-    def _drop(self, id_: str) -> None:
-        del self._taken[id_]
-        if self._count is not None:
-            self._count -= 1
 
 
 @dataclass(slots=True, eq=False)
@@ -128,6 +55,12 @@ class Task:
     deadline: float | None
     live: int = 0
     started: bool = False
+
+    def restart(self, now: float) -> None:
+        """Start its clock again."""
+        if self.deadline is not None:
+            self.deadline += now - self.began
+        self.began = now
 
     def row(self, sample: int, sampling: Sampling) -> Row:
         """Make a row for one of its samples."""
@@ -345,7 +278,9 @@ def with_copies(
 
 
 class Conductor:
-    """Runs one job on one loop: it admits prompts and takes finished rows.
+    """Runs one job: it admits prompts to the rows of a loop and takes finished rows.
+
+    After a failure, `stop` and `resume` let the job continue on another loop.
 
     Args:
         context: The target's context, in tokens.
@@ -367,7 +302,7 @@ class Conductor:
         count: int | None = None,
         on_round: Callable[[RoundResult], None] | None = None,
     ):
-        self._job, self._loop, self._on_round = job, loop, on_round
+        self._job, self.loop, self._on_round = job, loop, on_round
         self._reader = RequestReader(job, tokenizer, context=context)
         self._watch = Watch(eos_ids, job.sampling.stop, stop_ids)
         # With a budget, prompts run one at a time unless a batch size is given. Under maximal
@@ -377,6 +312,8 @@ class Conductor:
         self._alone = job.budget is not None and (job.batch_size == "auto" or maximal)
         self._fresh = copy.deepcopy(loop.lengths) if job.budget is not None and maximal else None
         self._tasks: dict[Task, None] = {}  # in progress, oldest first
+        self._stopped = deque[Task]()  # in progress when the loop was left
+        self.reading = False  # a prompt is being read, and an error would lose it
         self._queue: deque[Task] = deque()  # tasks with samples that wait for a row
         self._waiting = 0  # the number of samples that wait
         self._crowded = False  # a row was preempted, and none has ended since
@@ -397,14 +334,14 @@ class Conductor:
         samples.
         """
         try:
-            while not self._ended or self._queue or self._live:
+            while not self._ended or self._stopped or self._queue or self._live:
                 self._swap_rows()  # before new prompts, to free the space of finished ones
                 self._take(prompts, done)
                 self._swap_rows()
                 self._expire()
                 self._grow()
                 if self._live:
-                    self._loop.launch(self._soonest(), pending_work=self._pending_work())
+                    self.loop.launch(self._soonest(), pending_work=self._pending_work())
                 yield from self._finished()
                 if self._live:
                     self._round()
@@ -417,6 +354,23 @@ class Conductor:
             raise
         yield from self._finished()
 
+    def stop(self) -> None:
+        """Leave the loop, which may hold much memory. Samples in progress will be drawn again."""
+        for row, sample in self._live.items():
+            sample.task.waiting.append(row.sample)
+        for task in self._tasks:
+            task.waiting = deque(sorted(task.waiting))
+            task.live, task.started = 0, False
+        self._stopped.extendleft(reversed(self._tasks))
+        self._tasks, self._live, self._ended_rows = {}, {}, []
+        self._queue.clear()
+        self._waiting, self._crowded = 0, False
+        self.__dict__.pop("loop", None)  # it may have been left before
+
+    def resume(self, loop: Loop) -> None:
+        """Continue on an empty loop. Prompts in progress are opened again, with new clocks."""
+        self.loop = loop
+
     def _take(self, prompts: Iterator[Prompt | None], done: Container[tuple[str, int]]) -> None:
         """Open prompts for free rows.
 
@@ -424,15 +378,24 @@ class Conductor:
         to twice the batch.
         """
         tokens, last, most = 0, 0, PASS if self._job.budget is None else 0
-        while not self._ended and self._wants_prompt(more=0 < tokens <= most - last):
-            prompt, self._ended = next(((one, False) for one in prompts), (None, True))
-            if prompt is None:
-                return
-            last = self._begin(prompt, done)
+        while (self._stopped or not self._ended) and self._wants_prompt(
+            more=0 < tokens <= most - last
+        ):
+            if self._stopped:
+                task = self._stopped.popleft()
+                task.restart(self.loop.clock.now())
+                last = self._open(task)
+            else:
+                self.reading = True
+                prompt, self._ended = next(((one, False) for one in prompts), (None, True))
+                last = 0 if prompt is None else self._begin(prompt, done)
+                self.reading = False
+                if prompt is None:
+                    return
             tokens += last
 
     def _wants_prompt(self, *, more: bool) -> bool:
-        room = self._room() + (self._loop.batch.capacity if more else 0)
+        room = self._room() + (self.loop.batch.capacity if more else 0)
         return self._waiting < room and not (self._alone and self._tasks)
 
     def _begin(self, prompt: Prompt, done: Container[tuple[str, int]]) -> int:
@@ -442,19 +405,25 @@ class Conductor:
         if not waiting:
             return 0
         try:
-            task = self._reader.take(prompt, waiting, now=self._loop.clock.now())
+            task = self._reader.take(prompt, waiting, now=self.loop.clock.now())
         except UserError as error:
             seed = self._job.sampling.seed
             failed = Completion.failed(prompt.id, str(error), seed=seed, meta=prompt.meta)
             self._finished_queue.append(failed)
             return 0
+        return self._open(task)
+
+    def _open(self, task: Task) -> int:
+        """Open a prompt, and let its samples wait for rows; return its number of tokens."""
+        self._tasks[task] = None  # an error of Loop.open loses no prompt
+        self.reading = False
         if self._fresh is not None:
-            self._loop.restart(copy.deepcopy(self._fresh))
-        if self._loop.open(prompt.id, task.tokens, task.reference, deadline=task.deadline):
-            self._tasks[task] = None
+            self.loop.restart(copy.deepcopy(self._fresh))
+        if self.loop.open(task.prompt.id, task.tokens, task.reference, deadline=task.deadline):
             self._queue.append(task)
             self._waiting += len(task.waiting)
         else:
+            del self._tasks[task]
             self._leave_out(task)
         return len(task.tokens)
 
@@ -468,13 +437,13 @@ class Conductor:
             if not task.waiting:
                 self._queue.popleft()
         if rows or self._ended_rows:
-            self._loop.swap_rows(self._ended_rows, rows)
+            self.loop.swap_rows(self._ended_rows, rows)
         self._waiting -= len(rows)
         self._ended_rows = []
 
     def _room(self) -> int:
         """The number of rows that can be admitted; 0 after a preemption until a row has ended."""
-        batch, limit = self._loop.batch, self._job.sampling.max_new_tokens
+        batch, limit = self.loop.batch, self._job.sampling.max_new_tokens
         if self._crowded and self._live:
             return 0
         generated = int(batch.generated().sum())
@@ -482,7 +451,7 @@ class Conductor:
 
     def _grow(self) -> None:
         """Grow the rows' cache. Preempted samples wait again, and are drawn from the start."""
-        for row in self._loop.grow():
+        for row in self.loop.grow():
             sample = self._live.pop(row)
             task = sample.task
             if not task.waiting:
@@ -501,17 +470,17 @@ class Conductor:
     def _pending_work(self) -> PendingWork:
         waiting, typical = self._waiting, math.inf
         if self._fresh is None:
-            typical = self._forecast.length(float(self._loop.batch.generated().mean()))
+            typical = self._forecast.length(float(self.loop.batch.generated().mean()))
             waiting = self._forecast.waiting(waiting, ended=self._ended)
         return PendingWork(waiting * min(typical, self._job.sampling.max_new_tokens), typical)
 
     def _round(self) -> None:
-        done = self._loop.round(self._soonest(), pending_work=self._pending_work(), ahead=True)
+        done = self.loop.round(self._soonest(), pending_work=self._pending_work(), ahead=True)
         if self._job.budget is not None and not all(task.started for task in self._tasks):
             for row, sample in self._live.items():
                 sample.task.started |= row.rounds > 0
         if self._on_round is not None:
-            self._on_round(done._replace(capacity=self._loop.batch.capacity))
+            self._on_round(done._replace(capacity=self.loop.batch.capacity))
 
     def _soonest(self) -> float | None:
         """The earliest deadline, before which the next round should end; None without one."""
@@ -525,10 +494,10 @@ class Conductor:
         be corrected. A round in flight is collected first: it was launched to end in time.
         """
         deadlines = [task.deadline for task in self._tasks if task.deadline is not None]
-        if not deadlines or self._loop.under_way:
+        if not deadlines or self.loop.under_way:
             return
-        now, hosts = self._loop.clock.now(), self._loop.batch.hosts
-        soonest = now + (self._loop.shortest(min(deadlines)) if self._live else 0.0)
+        now, hosts = self.loop.clock.now(), self.loop.batch.hosts
+        soonest = now + (self.loop.shortest(min(deadlines)) if self._live else 0.0)
         for task in [
             t
             for t in self._tasks
@@ -546,13 +515,13 @@ class Conductor:
                 self._queue.remove(task)
                 self._forget(task)
         if self._ended_rows:
-            self._loop.retire(*self._ended_rows)
+            self.loop.retire(*self._ended_rows)
             self._ended_rows = []
 
     def _collect(self) -> None:
         """Truncate and end the samples that the last round finished."""
-        hosts = self._loop.batch.hosts
-        for place in self._watch.suspects(self._loop.batch.host_state):
+        hosts = self.loop.batch.hosts
+        for place in self._watch.suspects(self.loop.batch.host_state):
             sample = self._live[hosts[place]]
             ending = sample.check_end(self._watch.eos, self._watch.stop_ids)
             if ending is not None:
@@ -567,12 +536,12 @@ class Conductor:
         del self._live[row]
         task.live -= 1
         self._forget(task)
-        now = self._loop.clock.now()
+        now = self.loop.clock.now()
         self._finished_queue.append(FinishedSample(task, row.sample, row, ending, now))
 
     def _leave_out(self, task: Task) -> None:
         """End its waiting samples without tokens, because their time is up."""
-        now = self._loop.clock.now()
+        now = self.loop.clock.now()
         self._finished_queue += (
             FinishedSample(task, sample, None, Ending("budget"), now) for sample in task.waiting
         )
@@ -581,7 +550,7 @@ class Conductor:
         """Close a prompt if all its samples are finished."""
         if not task.waiting and not task.live and task in self._tasks:
             del self._tasks[task]
-            self._loop.close(task.prompt.id)
+            self.loop.close(task.prompt.id)
 
     def _finished(self) -> Iterator[Completion]:
         """Yield the finished samples, in the order in which they ended."""

@@ -316,9 +316,8 @@ def test_a_command_starts_loading_torch_before_it_reads_files(
 ) -> None:
     """With --ray the actors load torch, so the driver does not."""
     begun: list[Any] = []
-    for module in ("commands", "evaluate"):
-        monkeypatch.setattr(f"bass_cli.cli.{module}.begin", begun.append)
-        monkeypatch.setattr(f"bass_cli.cli.{module}.expect", begun.append)
+    monkeypatch.setattr("bass_cli.cli.commands.begin", begun.append)
+    monkeypatch.setattr("bass_cli.cli.commands.expect", begun.append)
     monkeypatch.chdir(tmp_path)  # where there is no file to read
     for more in (["--threads", "3", "--device", "cpu"], ["--ray", "local", "--out", "o.jsonl"]):
         assert CliRunner().invoke(app, [*command.split(), *more]).exit_code == 2
