@@ -24,9 +24,9 @@ _STUCK = 120.0  # seconds after which a run hangs; usual runs take less than two
 def disturb(job, place, counts, kills, chance):
     """Run one job undisturbed and disturbed; return the differences of its files, and errors."""
     name = f"{counts['jobs']}"
-    due, folder, log = place / f"{name}-due", place / name, place / f"{name}.log"
+    undisturbed, folder, log = place / f"{name}-undisturbed", place / name, place / f"{name}.log"
     began = time.monotonic()
-    code = jobs.finish(jobs.start(job, jobs.inputs_for(due, place), log))
+    code = jobs.finish(jobs.start(job, jobs.inputs_for(undisturbed, place), log))
     whole = time.monotonic() - began
     if code not in (0, 1) or "Traceback" in log.read_text():
         return Differences(), [f"undisturbed, exit code {code}: {log.read_text()}"]
@@ -48,7 +48,7 @@ def disturb(job, place, counts, kills, chance):
             jobs.os.kill(child, signal.SIGKILL) if ended is None else None
             return Differences(), [f"{number.name}, exit code {ended}: {log.read_text()}"]
         if ended == code:
-            found = compare(job, folder, due, kept)
+            found = compare(job, folder, undisturbed, kept)
             return found, [str(found)] if any(found) else []
         if not (disturbed and ended in (130, -number)):
             return Differences(), [

@@ -83,11 +83,11 @@ def put(folder, state):
 
 def disturb(job, place, counts, cuts, chance):
     """Run one job undisturbed and then cut; return the differences of its files, and errors."""
-    due = jobs.inputs_for(place / f"{counts['jobs']}-due", place)
-    code, said, operations = recorded(job, due, place, chance.choice((0.0, 0.02, 5.0)))
+    undisturbed = jobs.inputs_for(place / f"{counts['jobs']}-undisturbed", place)
+    code, said, operations = recorded(job, undisturbed, place, chance.choice((0.0, 0.02, 5.0)))
     if code not in (0, 1):
         return Differences(), [f"undisturbed, exit code {code}: {said}"]
-    end = files_in(due)
+    end = files_in(undisturbed)
     traces: list[tuple[dict, list]] = [({}, operations)]
     disk = Disk({})
     for operation in operations:
@@ -109,7 +109,7 @@ def disturb(job, place, counts, cuts, chance):
         fault = f"after operation {moment} of {len(operations)}, state {state}"
         if ended != code or "Traceback" in said:
             return Differences(), [f"{fault}: exit code {ended} instead of {code}: {said}"]
-        found = compare(job, folder, due, held)
+        found = compare(job, folder, undisturbed, held)
         if any(found):
             return found, [f"{fault}: {found}"]
         traces.append((state, after))

@@ -256,16 +256,16 @@ def compare(job, folder, undisturbed, kept):
     difference (a broken line, an unfinished manifest, a superfluous file) counts as changed."""
     total = Differences()
     for name in job.files:
-        there, due = (whole_lines(read(place / name)) for place in (folder, undisturbed))
+        there, expected = (whole_lines(read(place / name)) for place in (folder, undisturbed))
         held = kept.get(name, {})
         total += Differences(
-            lost=len(due.keys() - there.keys())
+            lost=len(expected.keys() - there.keys())
             + sum(there.get(key, [])[:1] != lines[:1] for key, lines in held.items())
         )
         total += Differences(
             doubled=sum(len(lines) - 1 for lines in there.values()),
             changed=sum(
-                key not in due or _settled(lines[0]) != _settled(due[key][0])
+                key not in expected or _settled(lines[0]) != _settled(expected[key][0])
                 for key, lines in there.items()
             ),
         )

@@ -95,14 +95,14 @@ def tokens_per_second(run: Run) -> float:
 def counts(run: Run) -> Counts:
     """Count acceptance over all rounds, with accepted tokens beyond a row's limit."""
     drafted = sum(step.width * len(step.rows) for step in run.steps)
-    kept = sum(sum(step.accepted) for step in run.steps)
+    accepted = sum(sum(step.accepted) for step in run.steps)
     rejected = sum(a < step.width for step in run.steps for a in step.accepted)
-    rowrounds = sum(len(step.rows) for step in run.steps)
+    row_rounds = sum(len(step.rows) for step in run.steps)
     return Counts(
         len(run.steps),
-        kept / drafted if drafted else None,
-        kept / (kept + rejected) if drafted else None,
-        kept / rowrounds,
+        accepted / drafted if drafted else None,
+        accepted / (accepted + rejected) if drafted else None,
+        accepted / row_rounds,
     )
 
 

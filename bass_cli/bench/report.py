@@ -60,14 +60,14 @@ def _tables(
 
 def speed_line(cell: dict[str, Any]) -> list[str]:
     """Return the speed of a cell, in the order of the columns."""
-    sure = cell["speedup_interval"]
+    interval = cell["speedup_interval"]
     return [
         str(cell["batch"]),
         cell["method"],
         number(cell["ms_per_token"]["mean"]),
         number(cell["tokens_per_second"]),
-        "-" if sure is None else f"{cell['speedup']:.2f}x",
-        "-" if sure is None else "-".join(f"{one:.2f}" for one in sure),
+        "-" if interval is None else f"{cell['speedup']:.2f}x",
+        "-" if interval is None else "-".join(f"{one:.2f}" for one in interval),
         number(cell["draft_length"]),
         number(cell["mean_accepted"]),
     ]
@@ -138,12 +138,12 @@ def verdict(cells: Sequence[dict[str, Any]]) -> str:
 
 def _judged(cell: dict[str, Any], where: str) -> str:
     """Compare a cell with plain decoding, as far as its repeats allow."""
-    sure = cell["speedup_interval"]
+    interval = cell["speedup_interval"]
     if cell["verdict"] == NO_VERDICT:
-        few = f"{FEWEST} repeats" if sure is None else f"{ENOUGH_TOKENS} tokens a row"
+        few = f"{FEWEST} repeats" if interval is None else f"{ENOUGH_TOKENS} tokens a row"
         return f"no verdict {where} (fewer than {few})"
     if cell["verdict"] == "within noise":
-        return f"within noise of plain {where} ({sure[0]:.2f}-{sure[1]:.2f}x)"
+        return f"within noise of plain {where} ({interval[0]:.2f}-{interval[1]:.2f}x)"
     return f"{cell['speedup']:.2f}x plain {where}"
 
 

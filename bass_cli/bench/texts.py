@@ -132,7 +132,8 @@ def rows_for(
         kind: kind of the texts, if there are several.
     """
     sampling, samples = settings.job.sampling, settings.samples_per_prompt
-    warmth = sampling.temperature if temperature is None else temperature
+    if temperature is None:
+        temperature = sampling.temperature
     return [
         Row(
             f"{kind}{i // samples}",
@@ -140,7 +141,7 @@ def rows_for(
             sampling.seed + repeat,
             list(prompts[i // samples]),
             limit or settings.new_tokens,
-            temperature=warmth,
+            temperature=temperature,
             top_k=sampling.top_k,
             top_p=sampling.top_p,
         )

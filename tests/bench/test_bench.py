@@ -174,9 +174,9 @@ PUBLISHED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "due"), PUBLISHED.items())
-def test_shapes_have_their_models_parameters(name: str, due: float) -> None:
-    assert count_parameters(spec_of(name, option="--shape")) == pytest.approx(due, rel=0.005)
+@pytest.mark.parametrize(("name", "expected"), PUBLISHED.items())
+def test_shapes_have_their_models_parameters(name: str, expected: float) -> None:
+    assert count_parameters(spec_of(name, option="--shape")) == pytest.approx(expected, rel=0.005)
 
 
 def test_every_shape_is_checked_and_takes_another_vocabulary() -> None:
@@ -317,7 +317,7 @@ def test_greedy_speculation_on_scaled_layers_is_plain_decoding() -> None:
 def test_logits_that_are_not_finite_fail_the_gate() -> None:
     wanted = settings(shape="tiny", methods="plain")
     prompts = prompts_for(wanted, None)
-    for broken, due in ((1.0, True), (float("nan"), False)):
+    for broken, expected in ((1.0, True), (float("nan"), False)):
         weights = random_weights(
             SHAPES["tiny"].spec(), dtype=torch.float32, device=torch.device("cpu"), seed=0
         )
@@ -326,7 +326,7 @@ def test_logits_that_are_not_finite_fail_the_gate() -> None:
         found = preparation.gate(
             build_loops(models, wanted, context=60), models.target, rows_for(prompts, 3, wanted), []
         )
-        assert (found.finite, found.passed) == (due, due)
+        assert (found.finite, found.passed) == (expected, expected)
 
 
 def test_parts_leave_the_rows_as_they_are() -> None:
@@ -576,8 +576,8 @@ def test_an_interval_covers_the_truth_in_95_of_100_benches() -> None:
 
 def test_shares_are_of_the_sum_of_the_parts() -> None:
     parts = Parts(4, draft=0.2, verify=0.5, accept=0.1, device=0.8)
-    due = {"draft": 0.25, "verify": 0.625, "accept": 0.125, "other": 0, "host": 0}
-    assert documents._shares(parts, 400.0) == pytest.approx(due)
+    expected = {"draft": 0.25, "verify": 0.625, "accept": 0.125, "other": 0, "host": 0}
+    assert documents._shares(parts, 400.0) == pytest.approx(expected)
     assert documents._shares(parts, 1000.0)["host"] == pytest.approx(0.2)
     assert documents._parts_ms(parts, 400.0)["host"] == 0.0
     assert documents._shares(parts, None) is None

@@ -44,11 +44,11 @@ def test_measured_acceptance_by_position_equals_the_given_rates() -> None:
     accepted = torch.cat(
         [simulated.accepted(first + torch.arange(5).expand(rows, 5)) for first in range(0, 80, 5)]
     ).view(-1, rows)
-    for kept, due in (
+    for kept, expected in (
         (accepted[:, 0::2].flatten(), (0.9, 0.6, 0.3, 0.3, 0.3)),
         (accepted[:, 1::2].flatten(), (0.5,) * 5),
     ):
-        for place, chance in enumerate(due):
+        for place, chance in enumerate(expected):
             turns = kept[kept >= place]
             share = (turns > place).double().mean().item()
             assert abs(share - chance) < 4 * (chance * (1 - chance) / len(turns)) ** 0.5

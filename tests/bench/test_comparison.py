@@ -111,10 +111,10 @@ def test_each_acceptance_gives_a_document_of_its_own() -> None:
     assert "acceptance set to 0.6, 0.2" in both.stderr
     alone = json.loads(bench(*small, "--acceptance", "0.6,0.2").stdout)
     keys = ("method", "rounds", "acceptance_rate", "acceptance_per_trial", "mean_accepted")
-    found, due = (
+    found, expected = (
         [[cell[key] for key in keys] for cell in document["cells"]] for document in (second, alone)
     )
-    assert found == due
+    assert found == expected
     assert (
         first["cells"][1]["acceptance_per_trial"]
         == 1.0

@@ -111,7 +111,9 @@ def test_summary_of_a_limited_bench_names_what_is_missing(
             add(self, key, run, 2.0),
         ),
     )
-    [document] = grid.measure(wanted, Screen())
+    screen = Screen()
+    [document] = grid.measure(wanted, screen)
+    screen.close()
     assert document["repeats"]["done"] == 1
     assert {cell["method"] for cell in document["cells"]} == {"plain", "2", "auto"}
     assert "left: ms per token plain" in capsys.readouterr().err
