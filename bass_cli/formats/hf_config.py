@@ -352,19 +352,24 @@ def _rope(
 
 
 def _llama3(own: Values, theta: float, size: int) -> tuple[float, ...]:
+    """Return Llama 3's divisors of the inverse frequencies, [size / 2].
+
+    Frequencies with wavelengths above original / low are divided by `factor`; those with
+    wavelengths below original / high are unchanged. Between the two the frequency is interpolated
+    by the number of turns within the original context.
+    """
     low, high = own.number("low_freq_factor"), own.number("high_freq_factor")
     if high <= low:
         raise UserError(
             f'{own.place}: key "high_freq_factor": {high:g} is not above low_freq_factor, {low:g}'
         )
-    return llama3_factors(
-        theta,
-        size,
-        factor=own.number("factor"),
-        low=low,
-        high=high,
-        original=own.number("original_max_position_embeddings"),
-    )
+    factor, original = own.number("factor"), own.number("original_max_position_embeddings")
+    divisors = []
+    for j in range(0, size, 2):
+        turns = original / (2 * math.pi * theta ** (j / size))
+        share = min(max((turns - low) / (high - low), 0.0), 1.0)
+        divisors.append(1.0 / ((1.0 - share) / factor + share))
+    return tuple(divisors)
 
 
 def _yarn(own: Values, theta: float, size: int) -> tuple[Rope, float]:
@@ -395,23 +400,6 @@ def rotary_size(size: float, head_size: int, place: str) -> int:
             f"size of a head), not {int(size)}"
         )
     return int(size)
-
-
-def llama3_factors(
-    theta: float, size: int, *, factor: float, low: float, high: float, original: float
-) -> tuple[float, ...]:
-    """Return Llama 3's divisors of the inverse frequencies, [size / 2].
-
-    Frequencies with wavelengths above original / low are divided by `factor`; those with
-    wavelengths below original / high are unchanged. Between the two the frequency is interpolated
-    by the number of turns within the original context.
-    """
-    divisors = []
-    for j in range(0, size, 2):
-        turns = original / (2 * math.pi * theta ** (j / size))
-        share = min(max((turns - low) / (high - low), 0.0), 1.0)
-        divisors.append(1.0 / ((1.0 - share) / factor + share))
-    return tuple(divisors)
 
 
 def yarn_factors(

@@ -161,7 +161,7 @@ def _unit(entry: Entry) -> tuple[int, int]:
     """Return the bytes of the smallest readable unit, and its number of elements."""
     if entry.dtype in DTYPES:
         return DTYPES[entry.dtype].itemsize, 1
-    unit = block_bytes(entry.dtype)
+    unit, _ = _KINDS[entry.dtype]
     return unit, math.prod(entry.shape) * unit // entry.size
 
 
@@ -188,11 +188,6 @@ def dequantise(raw: Tensor, dtype: str) -> Tensor:
     """Convert contiguous rows of whole blocks [n, bytes] uint8 to [n, elements] float32."""
     size, decode = _KINDS[dtype]
     return decode(raw.view(-1, size)).view(len(raw), -1)
-
-
-def block_bytes(dtype: str) -> int:
-    """Return the bytes of a block of this type."""
-    return _KINDS[dtype][0]
 
 
 def _half(blocks: Tensor, at: int) -> Tensor:

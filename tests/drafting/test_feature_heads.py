@@ -31,7 +31,7 @@ from bass_cli.formats.checkpoint import open_checkpoint, open_head
 from bass_cli.formats.head_config import head_of_config
 from bass_cli.formats.weights import load
 from bass_cli.lengths.controllers import Fixed, Goodput
-from bass_cli.models import decoder, fused_decode
+from bass_cli.models import decoder
 from bass_cli.models.block_allocator import Change
 from bass_cli.models.capture import Graphs
 from bass_cli.models.decoder import Decoder
@@ -270,8 +270,8 @@ def test_gpu_kernels_give_the_same_drafts(models, monkeypatch, width):
     too; blocks always take the ordinary ones."""
     pytest.importorskip("triton")
     _, _, target, head = models("qwen2", "dspark", "triton")
-    found, fused, run = [], [], fused_decode.run
-    monkeypatch.setattr(fused_decode, "run", lambda *given: fused.append(1) or run(*given))
+    found, fused, run = [], [], decoder.run_fused
+    monkeypatch.setattr(decoder, "run_fused", lambda *given: fused.append(1) or run(*given))
     for form in ("reference", "triton"):
         ops.use(form)
         try:

@@ -23,7 +23,7 @@ from bass_cli.engine.verify import CHEAP, Cut
 from bass_cli.formats.checkpoint import open_checkpoint
 from bass_cli.formats.weights import load
 from bass_cli.lengths.controllers import Fixed
-from bass_cli.models import fused_decode
+from bass_cli.models import decoder
 from bass_cli.models.decoder import Decoder
 from bass_cli.run.plan import make_plan
 
@@ -204,8 +204,8 @@ def test_gpu_kernels_give_the_same_drafts(models, monkeypatch, batch, length):
     16 tokens in all take the fused layers, more of them the ordinary ones."""
     pytest.importorskip("triton")
     _, model, mask = models("qwen2", kind="triton")
-    found, fused, run = [], [], fused_decode.run
-    monkeypatch.setattr(fused_decode, "run", lambda *given: fused.append(1) or run(*given))
+    found, fused, run = [], [], decoder.run_fused
+    monkeypatch.setattr(decoder, "run_fused", lambda *given: fused.append(1) or run(*given))
     for kind in ("reference", "triton"):
         loop = loop_for(model, AtOnce(model, mask), rows=batch, lengths=Fixed(length))
         live = [Row("0", s, 0, [5, 6, 7, 8, 9], 40, temperature=0.8 * s) for s in range(batch)]

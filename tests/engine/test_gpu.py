@@ -511,7 +511,7 @@ def test_overlapping_launches_equal_plain_decoding(decoders, monkeypatch):
     that reads them early."""
     target, draft = decoders("qwen2")
     due = drive(loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False), rows())
-    monkeypatch.setattr("bass_cli.models.fused_decode._large", lambda spec, layers: True)
+    monkeypatch.setattr("bass_cli.models.decoder._large", lambda spec, layers: True)
     for _ in range(3):
         for drafter, batch, length in (
             (draft, 3, 3),

@@ -177,7 +177,7 @@ def test_token_fed_twice_is_attended_to_once():
 
 def test_fused_decode_serves_supported_passes_only():
     from bass_cli.bench.shapes import spec_of
-    from bass_cli.models.fused_decode import serves
+    from bass_cli.models.decoder import supports_fused
     from bass_cli.models.spec import Norm
 
     spec, like = spec_of("tiny", option="--shape"), randn(1)
@@ -191,16 +191,16 @@ def test_fused_decode_serves_supported_passes_only():
         )
     )
     few, many = torch.zeros(4, 4), torch.zeros(3, 6)
-    assert serves(spec, few, like, step)
+    assert supports_fused(spec, few, like, step)
     rich = replace(
         spec, biases=frozenset({"qkv"}), norm=Norm("rms", EPS, qk=True), windows=(0, 7, 0, 7)
     )
-    assert serves(rich, few, like, step)
-    assert not serves(spec, many, like, step)
-    assert not serves(spec, few, like, prefill)
-    assert not serves(spec, few, like, block)
-    assert not serves(spec, few, like, packed)
-    assert not serves(spec, few, like.half(), step)
+    assert supports_fused(rich, few, like, step)
+    assert not supports_fused(spec, many, like, step)
+    assert not supports_fused(spec, few, like, prefill)
+    assert not supports_fused(spec, few, like, block)
+    assert not supports_fused(spec, few, like, packed)
+    assert not supports_fused(spec, few, like.half(), step)
     for other in (
         {"biases": frozenset({"qkv", "o"})},
         {"parallel": True},
@@ -210,9 +210,9 @@ def test_fused_decode_serves_supported_passes_only():
         {"norm": Norm("rms", EPS, sandwich=True)},
         {"local_rope": spec.rope},
     ):
-        assert not serves(replace(spec, **other), few, like, step), other
+        assert not supports_fused(replace(spec, **other), few, like, step), other
     ops.attention_schedule("pad")  # is a kernel of its own
-    assert not serves(spec, few, like, step)
+    assert not supports_fused(spec, few, like, step)
     ops.attention_schedule("ragged")
     ops.use("reference")
-    assert not serves(spec, few, like, step)
+    assert not supports_fused(spec, few, like, step)
