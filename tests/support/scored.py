@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import pytest
 
 from bass_cli.errors import UserError
-from bass_cli.eval.tasks import Answer, Problem
+from bass_cli.eval.tasks import Problem
 from bass_cli.sandbox.programs import DEFAULT_LIMITS, Ending, Limits, Program
 
 
@@ -38,9 +38,8 @@ class Programs:
     def __init__(self, problems: dict[str, Problem]) -> None:
         self.problems = problems
 
-    def program(self, problem: Problem, answer: Answer) -> Program:
-        text = ("" if answer.whole else problem.prompt) + answer.text
-        return Program(text + "\n" + problem.fields["tests"])
+    def program(self, problem: Problem, text: str, *, whole: bool) -> Program:
+        return Program(("" if whole else problem.prompt) + text + "\n" + problem.fields["tests"])
 
 
 class Texts:
