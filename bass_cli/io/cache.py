@@ -39,7 +39,7 @@ def cache_folder() -> Path:
         folder = Path(given or Path.home() / ".cache") / "bass"
     except RuntimeError:  # no HOME, and a user that the system does not list, as in many containers
         folder = temporary_folder() / f"bass-{os.getuid()}"
-    return own_or_fresh(folder, "cache folder")
+    return _own_or_fresh(folder, "cache folder")
 
 
 def temporary_folder() -> Path:
@@ -62,7 +62,7 @@ def give_kernels_a_cache() -> Path:
     if not given and not (folder.is_absolute() and is_writable(folder)):
         folder = temporary_folder() / f"bass-{os.getuid()}" / "triton"
         os.environ["TRITON_CACHE_DIR"] = str(folder)
-    found = own_or_fresh(folder, "Triton's cache folder")
+    found = _own_or_fresh(folder, "Triton's cache folder")
     if found != folder:
         found = found / "triton"
         os.environ["TRITON_CACHE_DIR"] = str(found)
@@ -85,8 +85,7 @@ def read_cached(path: Path, most: int) -> bytes:
         FileNotFoundError: There is no such entry.
         OSError: It cannot be read, is too large, or another user may have written it.
     """
-    if (fault := fault_of(path)) is not None:
-        raise PermissionError(errno.EACCES, fault, str(path))
+    _check_private(path)
     return read_bytes(path, most)
 
 
@@ -158,36 +157,33 @@ def make_private(folder: Path) -> None:
     for one in reversed(missing):
         with contextlib.suppress(FileExistsError):  # another process was first
             one.mkdir(0o700)
-    if (fault := fault_of(folder)) is not None:
-        raise PermissionError(errno.EACCES, fault, str(folder))
+    _check_private(folder)
     if not folder.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
     if folder.stat().st_mode & 0o077:
         folder.chmod(0o700)
 
 
-def own_or_fresh(folder: Path, what: str) -> Path:
+def _check_private(path: Path) -> None:
+    if (fault := fault_of(path)) is not None:
+        raise PermissionError(errno.EACCES, fault, str(path))
+
+
+def _own_or_fresh(folder: Path, what: str) -> Path:
     """Return `folder` if only this user can write there, else a temporary folder.
 
-    In the second case one line on standard error gives the reason.
+    This process and its children share that one. The first call makes it and writes the reason to
+    standard error; the process that made it removes it when it ends.
 
     Args:
         what: The folder's purpose, for that line.
     """
-    fault = fault_of(folder)
-    return folder if fault is None else fresh_folder(f"{what} {folder} is not used: {fault}")
-
-
-def fresh_folder(note: str) -> Path:
-    """Return a temporary folder that this process and its children share.
-
-    The first call makes the folder and writes `note` to standard error. The process that made the
-    folder removes it when it ends.
-    """
+    if (fault := fault_of(folder)) is None:
+        return folder
     given = os.environ.get(_SHARED)
     if given and os.path.isdir(given) and fault_of(Path(given)) is None:
         return Path(given)
-    made = _make_temporary()
+    made, note = _make_temporary(), f"{what} {folder} is not used: {fault}"
     if made is None:
         terminal.line(f"bass: {note}; nothing is cached")
         return _NOWHERE

@@ -219,7 +219,7 @@ def test_another_users_entry_does_not_change_a_tokenizer(folder: Path, tmp_path:
     model = tmp_path / "model"
     model.mkdir()
     write_tokenizer(model)
-    due = Tokenizer.load(model).encode("the cat sat")
+    expected = Tokenizer.load(model).encode("the cat sat")
     (entry,) = (folder / "tokenizers").iterdir()
     key = entry.stem
     settled = tokenizer_files._parse(entry.read_bytes(), key)
@@ -229,9 +229,9 @@ def test_another_users_entry_does_not_change_a_tokenizer(folder: Path, tmp_path:
     content["model"]["vocab"] = turned
     forged = settled._replace(content=json.dumps(content).encode())
     entry.write_bytes(tokenizer_files._entry(forged, key))
-    assert Tokenizer.load(model).encode("the cat sat") != due  # it would be believed
+    assert Tokenizer.load(model).encode("the cat sat") != expected  # it would be believed
     os.chown(entry, OTHER, OTHER)
-    assert Tokenizer.load(model).encode("the cat sat") == due
+    assert Tokenizer.load(model).encode("the cat sat") == expected
 
 
 @pytest.mark.parametrize(
@@ -254,12 +254,12 @@ def test_a_cache_entry_of_another_shape_is_replaced(
     model = tmp_path / "model"
     model.mkdir()
     write_tokenizer(model)
-    due = Tokenizer.load(model)
+    expected = Tokenizer.load(model)
     (entry,) = (folder / "tokenizers").iterdir()
     whole = entry.read_bytes()
     _, facts, content = whole.split(b"\n", 2)
     other = json.loads(facts) | change if isinstance(change, dict) else [1]
     rest = json.dumps(other).encode() + b"\n" + content
     entry.write_bytes(tokenizer_files._sum(entry.stem, rest) + b"\n" + rest)
-    assert Tokenizer.load(model).cached == due.cached
+    assert Tokenizer.load(model).cached == expected.cached
     assert entry.read_bytes() == whole

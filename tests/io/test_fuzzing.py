@@ -324,8 +324,8 @@ def test_verdicts(tmp_path: Path, content: bytes) -> None:
     path.write_bytes(content)
 
     def read() -> None:
-        with VerdictStore(str(path)) as ledger:
-            json.dumps(isolation_of(ledger.verdicts.values()))
+        with VerdictStore(str(path)) as store:
+            json.dumps(isolation_of(store.verdicts.values()))
 
     assert_read_or_named(read, path)
 

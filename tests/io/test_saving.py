@@ -299,9 +299,9 @@ def test_a_full_disk_keeps_the_old_chart_and_the_verdicts(tmp_path: Path) -> Non
         save_chart(Figure(), str(chart))
 
     def judge() -> None:
-        with VerdictStore(str(verdicts)) as ledger:
+        with VerdictStore(str(verdicts)) as store:
             for number in range(2):
-                ledger.add(verdict._replace(sample=number))
+                store.add(verdict._replace(sample=number))
 
     with (
         longest_file(250),
@@ -309,15 +309,15 @@ def test_a_full_disk_keeps_the_old_chart_and_the_verdicts(tmp_path: Path) -> Non
     ):
         judge()
     assert (chart.read_bytes(), [path.name for path in tmp_path.glob(".*")]) == (b"old", [])
-    with VerdictStore(str(verdicts)) as ledger:
-        assert list(ledger.verdicts.values()) == [verdict]
+    with VerdictStore(str(verdicts)) as store:
+        assert list(store.verdicts.values()) == [verdict]
 
 
 def test_hole_in_the_verdicts_loses_only_its_lines(tmp_path: Path) -> None:
     path, verdict = tmp_path / "v.jsonl", Verdict("a", 0, "0", "passed", "", 0.1, {})
-    with VerdictStore(str(path)) as ledger:
+    with VerdictStore(str(path)) as store:
         for number in range(4):
-            ledger.add(verdict._replace(sample=number, sha256=str(number)))
+            store.add(verdict._replace(sample=number, sha256=str(number)))
     size = path.stat().st_size // 4
     content = path.read_bytes()
     for begin, end, left in (
@@ -325,11 +325,11 @@ def test_hole_in_the_verdicts_loses_only_its_lines(tmp_path: Path) -> None:
         (3 * size + 9, 4 * size, {"0", "1", "2"}),
     ):
         path.write_bytes(content[:begin] + bytes(end - begin) + content[end:])
-        with VerdictStore(str(path)) as ledger:
-            assert set(ledger.verdicts) == left
-            ledger.add(verdict._replace(sample=9, sha256="9"))
-        with VerdictStore(str(path)) as ledger:
-            assert set(ledger.verdicts) == left | {"9"}
+        with VerdictStore(str(path)) as store:
+            assert set(store.verdicts) == left
+            store.add(verdict._replace(sample=9, sha256="9"))
+        with VerdictStore(str(path)) as store:
+            assert set(store.verdicts) == left | {"9"}
 
 
 def test_a_full_disk_behind_a_summary_is_exit_code_3(tmp_path: Path) -> None:

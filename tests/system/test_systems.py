@@ -176,11 +176,11 @@ def test_no_writable_temporary_folder_is_one_error_line(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("named", "node", "due"),
+    ("named", "node", "expected"),
     [(None, "nvidiactl", 1), ("cuda", "dxg", 1), ("cpu", "nvidiactl", 0), (None, "null", 0)],
 )
 def test_triton_digest_is_made_in_a_thread_if_there_may_be_a_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str | None, node: str, due: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str | None, node: str, expected: int
 ) -> None:
     digested: list[threading.Thread] = []
     monkeypatch.setattr(
@@ -193,7 +193,7 @@ def test_triton_digest_is_made_in_a_thread_if_there_may_be_a_gpu(
     host.expect(named)
     for one in set(threading.enumerate()) - before:
         one.join(60)
-    assert len(digested) == due
+    assert len(digested) == expected
     assert threading.main_thread() not in digested
 
 

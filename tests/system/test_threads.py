@@ -86,15 +86,15 @@ GROUPS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("files", "due"), GROUPS)
+@pytest.mark.parametrize(("files", "expected"), GROUPS)
 def test_control_groups_limit_the_threads(
-    root: Path, files: dict[str, str], due: float | None
+    root: Path, files: dict[str, str], expected: float | None
 ) -> None:
     for name, text in files.items():
         write(root, name, text)
     found = usable_cores()
-    assert (found.most, bool(found.limits)) == (2 if due is None else 1, due is not None)
-    assert due is None or f"allows {due:g} CPUs" in found.limits
+    assert (found.most, bool(found.limits)) == (2 if expected is None else 1, expected is not None)
+    assert expected is None or f"allows {expected:g} CPUs" in found.limits
 
 
 # What others leave
@@ -130,21 +130,21 @@ FREE = [
 ]
 
 
-@pytest.mark.parametrize(("free", "most", "due"), FREE)
-def test_number_of_threads_for_free_cores(free: float, most: int, due: int) -> None:
-    assert fitting(free, most) == due
+@pytest.mark.parametrize(("free", "most", "expected"), FREE)
+def test_number_of_threads_for_free_cores(free: float, most: int, expected: int) -> None:
+    assert fitting(free, most) == expected
 
 
 def test_unchanged_cpu_counters_give_no_measurement(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for load, due in ((0.2, 2), (0.9, 1)):
+    for load, expected in ((0.2, 2), (0.9, 1)):
         monkeypatch.setattr(
             threads.os, "getloadavg", lambda load=load: (load, 0.0, 0.0), raising=False
         )
         monkeypatch.setattr(threads.time, "sleep", lambda _: None)
         found, _ = choose(None)
-        assert found.number == due
+        assert found.number == expected
 
 
 def looked_at(root: Path, monkeypatch: pytest.MonkeyPatch, *, ago: float, used: float) -> None:
@@ -156,14 +156,14 @@ def looked_at(root: Path, monkeypatch: pytest.MonkeyPatch, *, ago: float, used: 
 
 def test_a_first_sample_avoids_waiting(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU time of this process does not count as use by others."""
-    for used, due in ((1.0, 2), (0.0, 1)):
+    for used, expected in ((1.0, 2), (0.0, 1)):
         busy(root, 0.0, 0.0, 0.0, 0.0, at=0)
         looked_at(root, monkeypatch, ago=1.0, used=used)
         busy(root, 1.0, 0.0, 0.0, 0.0, at=100)
         slept = list[float]()
         monkeypatch.setattr(threads.time, "sleep", slept.append)
         found, _ = choose(None)
-        assert (found.number, found.shared, sum(slept)) == (due, due == 1, 0.0)
+        assert (found.number, found.shared, sum(slept)) == (expected, expected == 1, 0.0)
 
 
 def test_a_first_sample_that_is_too_new_or_too_old(
