@@ -406,9 +406,9 @@ def _test_drafts(
             mass = _element(masses, here)
         chance = tl.where(weight < 1, mass / (mass + (1.0 - weight)), 1.0)
         chance = tl.where((step + 1 == bound) | (mass != mass), weight, chance)
-        passes = _element(us, here) < chance
-        kept = tl.where(passes, weight, kept)
-        accepted = tl.where(passes, step + 1, accepted)
+        accepts = _element(us, here) < chance
+        kept = tl.where(accepts, weight, kept)
+        accepted = tl.where(accepts, step + 1, accepted)
     return accepted, kept
 
 

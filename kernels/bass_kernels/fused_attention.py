@@ -283,69 +283,34 @@ def _attend(
         if window > 0:
             seen = seen & (new[None, :] > position[:, None] - window)
         peak, mass, total = fold(q, keys, values, seen, peak, mass, total, scale, WIDE)
-    merge_splits(
-        peak,
-        mass,
-        total,
-        out_ptr + token[:, None] * (H * D) + head[:, None] * D + d[None, :],
-        inside[:, None] & (d < D)[None, :],
-        part_ptr,
-        peak_ptr,
-        rows * K * SPLITS * BLOCK_Q,
-        arrived_ptr,
-        cell,
-        split,
-        SPLITS,
-        BLOCK_Q,
-        BLOCK_D,
-    )
-
-
-@triton.jit
-def merge_splits(
-    peak,
-    mass,
-    total,
-    target,
-    mask,
-    part_ptr,
-    peak_ptr,
-    masses,
-    arrived_ptr,
-    cell,
-    split,
-    SPLITS: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Store attention to `target` once the last of SPLITS programs of a cell has arrived. Masses
-    are stored `masses` after the peaks."""
-    line, d = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_D)
+    target = out_ptr + token[:, None] * (H * D) + head[:, None] * D + d[None, :]
+    real = inside[:, None] & (d < D)[None, :]
+    mass_ptr = peak_ptr + rows * K * SPLITS * BLOCK_Q
     last = True
     if SPLITS > 1:
         at = (cell * SPLITS + split) * BLOCK_Q + line
         tl.store(peak_ptr + at, peak)
-        tl.store(peak_ptr + masses + at, mass)
+        tl.store(mass_ptr + at, mass)
         tl.store(part_ptr + at[:, None] * BLOCK_D + d[None, :], total)
         tl.debug_barrier()
         last = tl.atomic_add(arrived_ptr + cell, 1) == SPLITS - 1
         if last:
-            first = cell * SPLITS * BLOCK_Q + line
+            cells = cell * SPLITS * BLOCK_Q + line
             peak, mass = tl.full([BLOCK_Q], -1e30, tl.float32), tl.zeros([BLOCK_Q], tl.float32)
             total = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-            # load the peaks first, so that the loads of the parts do not wait
+            # load the peaks cells, so that the loads of the parts do not wait
             for other in tl.static_range(SPLITS):
                 peak = tl.maximum(
-                    peak, tl.load(peak_ptr + first + other * BLOCK_Q, cache_modifier=".cg")
+                    peak, tl.load(peak_ptr + cells + other * BLOCK_Q, cache_modifier=".cg")
                 )
             for other in tl.static_range(SPLITS):
-                at = first + other * BLOCK_Q
+                at = cells + other * BLOCK_Q
                 gain = tl.exp2(tl.load(peak_ptr + at, cache_modifier=".cg") - peak)
                 total += (
                     tl.load(part_ptr + at[:, None] * BLOCK_D + d[None, :], cache_modifier=".cg")
                     * gain[:, None]
                 )
-                mass += tl.load(peak_ptr + masses + at, cache_modifier=".cg") * gain
+                mass += tl.load(mass_ptr + at, cache_modifier=".cg") * gain
             tl.store(arrived_ptr + cell, 0)
     if last:
-        tl.store(target, (total / mass[:, None]).to(target.dtype.element_ty), mask=mask)
+        tl.store(target, (total / mass[:, None]).to(out_ptr.dtype.element_ty), mask=real)

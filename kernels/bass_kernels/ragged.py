@@ -162,14 +162,14 @@ def _launch(
 ) -> Tensor:
     (rows, width), (heads, size) = _grid(q, segments), q.shape[2:]
     kv_heads, positions, packed = own[0].shape[0], segments.positions, segments.packed
-    lines, pieces = width * (heads // kv_heads), cut.most + group_cut.most
+    lines, all_splits = width * (heads // kv_heads), cut.most + group_cut.most
     units = rows * kv_heads * (tiles := triton.cdiv(lines, tiling.lines))
     *tables, group_units = _table(segments, tiling.members, kv_heads)
     out = q.new_empty(*q.shape[:2], heads * size)
     blocks = prefetch_blocks(next_weight, q.shape[0] * q.shape[1])
-    shape = _constants(heads, kv_heads, size, pieces)
-    cells = units * pieces * min(lines, tiling.lines)
-    found = _buffers(out, pieces, units, cells, size, groups=group_cut.most > 0)
+    shape = _constants(heads, kv_heads, size, all_splits)
+    cells = units * all_splits * min(lines, tiling.lines)
+    found = _buffers(out, all_splits, units, cells, size, groups=group_cut.most > 0)
     attend[(group_units * group_cut.most + units * cut.most,)](
         q.contiguous(),
         *own,
@@ -220,11 +220,11 @@ def _table(segments: Segments, members: int, kv_heads: int) -> tuple[Tensor, Ten
 
 
 def _buffers(
-    out: Tensor, pieces: int, units: int, cells: int, size: int, *, groups: bool
+    out: Tensor, all_splits: int, units: int, cells: int, size: int, *, groups: bool
 ) -> tuple[Tensor, ...]:
     """Return buffers for splits: sums, peaks, masses, and an arrival counter of each unit; with
     groups, the numbers of splits of each row and of its group instead of the counter."""
-    *found, counts = scratch(out, pieces, units, cells * size, cells, cells)
+    *found, counts = scratch(out, all_splits, units, cells * size, cells, cells)
     return *found, out.new_empty(2 * units, dtype=torch.int32) if groups else counts
 
 
@@ -243,10 +243,10 @@ def _merge(
     )
 
 
-def _constants(heads: int, kv_heads: int, size: int, pieces: int) -> dict[str, int]:
+def _constants(heads: int, kv_heads: int, size: int, all_splits: int) -> dict[str, int]:
     """Return the compile-time constants for these heads and this number of splits."""
     names = {"H": heads, "K": kv_heads, "D": size}
-    return {**names, "BLOCK_D": _power(size), "PIECES": _power(pieces)}
+    return {**names, "BLOCK_D": _power(size), "SPLITS": _power(all_splits)}
 
 
 def _power(count: int) -> int:

@@ -147,7 +147,7 @@ def attend(
     K: tl.constexpr,
     D: tl.constexpr,
     SIZE: tl.constexpr,
-    PIECES: tl.constexpr,
+    SPLITS: tl.constexpr,
     PACKED: tl.constexpr,
     PAD: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -178,19 +178,19 @@ def attend(
         in_group = program < group_splits * group_units
         program = tl.where(in_group, program, program - group_splits * group_units)
         units = tl.where(in_group, group_units, units)
-        least_splits = tl.where(in_group, group_few, few)
-        most_splits = tl.where(in_group, group_splits, splits)
+        min_splits = tl.where(in_group, group_few, few)
+        max_splits = tl.where(in_group, group_splits, splits)
         unit, split = program % units, program // units
         tile, kv, entry = 0, unit % K, unit // K
-        listed = tl.where(in_group, SIZE, 0)  # members of the group in the table
+        members = tl.where(in_group, SIZE, 0)  # members of the group in the table
         member = line // lines
-        row = tl.load(table_ptr + entry * SIZE + member, mask=member < listed, other=-1)
+        row = tl.load(table_ptr + entry * SIZE + member, mask=member < members, other=-1)
         row = tl.where(in_group, row, tl.where(line < lines, entry, -1))
         first_row = tl.max(tl.where(line == 0, row, -1), 0)
         local = line % lines
         grouped = tl.load(grouped_ptr + tl.maximum(first_row, 0))
     else:
-        least_splits, most_splits = few, splits
+        min_splits, max_splits = few, splits
         unit, split = program % units, program // units
         tile, kv, first_row = unit % tiles, (unit // tiles) % K, unit // (tiles * K)
         local = tile * BLOCK_M + line
@@ -222,15 +222,17 @@ def attend(
         common = 0  # every query of this tile sees all keys at earlier positions
         if (SIZE > 1) & (window == 0):
             common = tl.min(tl.where(inside, position, 2147483646), 0) + 1
-        least = 0
+        first_seen = 0
         if (window > 0) & (PAD == 0):
-            least = tl.maximum(tl.min(tl.where(inside, position, 2147483647), 0) - window + 1, 0)
-        apart = (grouped == 0) | in_group  # this program reads the prompt's keys
-        prompt_end = tl.where(apart, tl.minimum(base, end), 0)
-        first = tl.minimum(least, prompt_end) // BLOCK_N
-        prompts = tl.cdiv(prompt_end, BLOCK_N) - first
-        own_first = tl.maximum(least - base, 0) // BLOCK_N
-        in_own = tl.maximum(tl.cdiv(end - base, BLOCK_N) - own_first, 0)
+            first_seen = tl.maximum(
+                tl.min(tl.where(inside, position, 2147483647), 0) - window + 1, 0
+            )
+        reads_prompt = (grouped == 0) | in_group  # this program reads the prompt's keys
+        prompt_end = tl.where(reads_prompt, tl.minimum(base, end), 0)
+        first = tl.minimum(first_seen, prompt_end) // BLOCK_N
+        prompt_blocks = tl.cdiv(prompt_end, BLOCK_N) - first
+        own_first = tl.maximum(first_seen - base, 0) // BLOCK_N
+        own_blocks = tl.maximum(tl.cdiv(end - base, BLOCK_N) - own_first, 0)
         if PAD > 0:
             every = tl.arange(0, PAD)
             offsets = (every // width).to(tl.int64) * position_row + (
@@ -239,10 +241,10 @@ def attend(
             ends = tl.load(position_ptr + offsets, mask=every < rows * width, other=0)
             longest = tl.max(ends, 0).to(tl.int32) + 1
             # one more, because both segments may end within a block
-            in_own = tl.cdiv(longest, BLOCK_N) + 1 - prompts
-        blocks = prompts + tl.where(in_group, 0, in_own)
+            own_blocks = tl.cdiv(longest, BLOCK_N) + 1 - prompt_blocks
+        blocks = prompt_blocks + tl.where(in_group, 0, own_blocks)
         share = tl.maximum(
-            tl.cdiv(blocks, tl.minimum(tl.maximum(blocks // many, least_splits), most_splits)), 1
+            tl.cdiv(blocks, tl.minimum(tl.maximum(blocks // many, min_splits), max_splits)), 1
         )
         used = tl.cdiv(blocks, share)
 
@@ -259,7 +261,7 @@ def attend(
                 prompt_step,
                 first + low,
                 tl.minimum(common, prompt_end) // BLOCK_N,
-                first + tl.minimum(high, prompts),
+                first + tl.minimum(high, prompt_blocks),
                 position,
                 0,
                 prompt_end,
@@ -283,9 +285,9 @@ def attend(
                 key_ptr + offset,
                 value_ptr + offset,
                 key_step,
-                own_first + tl.maximum(low - prompts, 0),
+                own_first + tl.maximum(low - prompt_blocks, 0),
                 tl.maximum(common - base, 0) // BLOCK_N,
-                own_first + high - prompts,
+                own_first + high - prompt_blocks,
                 position,
                 base,
                 end,
@@ -307,16 +309,18 @@ def attend(
             if PREFETCH:
                 prefetch_weight(next_weight_ptr, prefetched, tl.program_id(0), tl.num_programs(0))
             counter = (first_row * K + kv) * 2  # numbers of splits: the row's own, its group's
-            if apart & (used <= 1) & (in_group == 0):
+            if reads_prompt & (used <= 1) & (in_group == 0):
                 done = (total / mass[:, None]).to(out_ptr.dtype.element_ty)
                 tl.store(out_ptr + grid, done, mask=real)
                 if SIZE > 1:
                     tl.store(count_ptr + counter, 0)
                     tl.store(count_ptr + counter + 1, 0)
-            elif PIECES > 1:
+            elif SPLITS > 1:
                 height = tl.minimum(lines, BLOCK_M)
-                pieces = splits + group_splits
-                cell = ((row * K + kv) * tiles + tile) * pieces * height + local - tile * BLOCK_M
+                all_splits = splits + group_splits
+                cell = (
+                    ((row * K + kv) * tiles + tile) * all_splits * height + local - tile * BLOCK_M
+                )
                 at = cell + (split + tl.where(in_group, splits, 0)) * height
                 if used > 0:
                     tl.store(peak_ptr + at, peak, mask=inside)
@@ -339,8 +343,8 @@ def attend(
                     state = tl.atomic_add(count_ptr + unit, arrivals) + arrivals
                     if state % _FIELD == splits:
                         tl.store(count_ptr + unit, 0)
-                        mine = tl.where(inside, state // _FIELD, 0)
-                        merge_pieces(
+                        own_splits = tl.where(inside, state // _FIELD, 0)
+                        merge_splits(
                             part_ptr,
                             peak_ptr,
                             mass_ptr,
@@ -349,11 +353,11 @@ def attend(
                             inside,
                             cell,
                             height,
-                            mine,
-                            mine,
+                            own_splits,
+                            own_splits,
                             splits,
                             D,
-                            PIECES,
+                            SPLITS,
                             BLOCK_M,
                             BLOCK_D,
                         )
@@ -377,49 +381,49 @@ def fold(q, keys, values, seen, peak, mass, total, scale, WIDE: tl.constexpr):
 
 
 @triton.jit
-def merge_pieces(
+def merge_splits(
     part_ptr,
     peak_ptr,
     mass_ptr,
     out_ptr,
     places,
-    due,
+    inside,
     cell,
     height,
-    mine,
+    own,
     count,
     splits,
     D: tl.constexpr,
-    PIECES: tl.constexpr,
+    SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Merge the splits of the lines that are `due` and write their attention to `places`.
+    """Merge the splits of the lines that are `inside` and write their attention to `places`.
 
-    A line's first split is at `cell`, the others `height` apart. `mine` of `count` splits are the
+    A line's first split is at `cell`, the others `height` apart. `own` of `count` splits are the
     row's own; its group's begin after `splits` places. The order of additions is fixed, so the
     result does not depend on which program merges.
     """
-    piece = tl.arange(0, PIECES)
+    split = tl.arange(0, SPLITS)
     place = tl.where(
-        piece[:, None] < mine[None, :], piece[:, None], piece[:, None] - mine[None, :] + splits
+        split[:, None] < own[None, :], split[:, None], split[:, None] - own[None, :] + splits
     )
     at = cell[None, :] + place * height
-    there = piece[:, None] < count[None, :]
+    there = split[:, None] < count[None, :]
     peaks = tl.load(peak_ptr + at, mask=there, other=-1e30, cache_modifier=".cg")
     masses = tl.load(mass_ptr + at, mask=there, other=0.0, cache_modifier=".cg")
     high = tl.max(peaks, 0)
     mass = tl.sum(masses * tl.exp2(peaks - high[None, :]), 0)
-    pieces = tl.max(count, 0)
+    most = tl.max(count, 0)
     columns: tl.constexpr = min(BLOCK_D, 4096 // BLOCK_M)
     for column in range(0, D, columns):
         d = column + tl.arange(0, columns)
         total = tl.zeros([BLOCK_M, columns], tl.float32)
-        for first in range(0, pieces, 4):
+        for first in range(0, most, 4):
             # four at once, to overlap their loads
             for other in tl.static_range(4):
                 i = first + other
-                spot = cell + tl.where(i < mine, i, i - mine + splits) * height
+                spot = cell + tl.where(i < own, i, i - own + splits) * height
                 peak = tl.load(peak_ptr + spot, mask=i < count, other=-1e30, cache_modifier=".cg")
                 gain = tl.exp2(peak - high)
                 part = tl.load(
@@ -432,7 +436,7 @@ def merge_pieces(
         tl.store(
             out_ptr + places[:, None] * D + d[None, :],
             (total / mass[:, None]).to(out_ptr.dtype.element_ty),
-            mask=due[:, None] & (d < D)[None, :],
+            mask=inside[:, None] & (d < D)[None, :],
         )
 
 
@@ -449,7 +453,7 @@ def merge_rows(
     H: tl.constexpr,
     K: tl.constexpr,
     D: tl.constexpr,
-    PIECES: tl.constexpr,
+    SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -465,7 +469,7 @@ def merge_rows(
     if count > 0:
         local = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
         inside = local < lines
-        merge_pieces(
+        merge_splits(
             part_ptr,
             peak_ptr,
             mass_ptr,
@@ -478,7 +482,7 @@ def merge_rows(
             tl.where(inside, count, 0),
             splits,
             D,
-            PIECES,
+            SPLITS,
             BLOCK_M,
             BLOCK_D,
         )
@@ -500,14 +504,14 @@ def prefetch_blocks(weight: Tensor | None, tokens: int) -> int:
 
 
 @triton.jit
-def prefetch_weight(weight_ptr, pieces, program, programs):
-    """Prefetch this program's share of the first `pieces` blocks of a weight, without waiting."""
-    share = tl.cdiv(pieces, programs)
+def prefetch_weight(weight_ptr, blocks, program, programs):
+    """Prefetch this program's share of the first `blocks` of a weight, without waiting."""
+    share = tl.cdiv(blocks, programs)
     for first in range(0, share, _LANES):
         lane = first + tl.arange(0, _LANES)
-        piece = program * share + lane
-        inside = (lane < share) & (piece < pieces)
-        at = weight_ptr.to(tl.int64) + piece.to(tl.int64) * _PREFETCH_BYTES
+        block = program * share + lane
+        inside = (lane < share) & (block < blocks)
+        at = weight_ptr.to(tl.int64) + block.to(tl.int64) * _PREFETCH_BYTES
         tl.inline_asm_elementwise(
             """{
             .reg .pred here;

@@ -266,9 +266,9 @@ def _prefix_chances(
     row, place = tl.program_id(0), tl.arange(0, BLOCK)
     inside, at = place < width, row * width + place
     doubt = _doubt(tl.load(score_ptr + at, mask=inside, other=0.0))
-    spot = tl.minimum(tl.maximum(doubt * _BINS - 0.5, 0.0), _BINS - 1.0)
-    low = tl.minimum(spot.to(tl.int32), _BINS - 2)
-    share = spot - low.to(tl.float32)
+    at_bin = tl.minimum(tl.maximum(doubt * _BINS - 0.5, 0.0), _BINS - 1.0)
+    low = tl.minimum(at_bin.to(tl.int32), _BINS - 2)
+    share = at_bin - low.to(tl.float32)
     left = tl.load(hits_ptr + low) / tl.load(trials_ptr + low)
     right = tl.load(hits_ptr + low + 1) / tl.load(trials_ptr + low + 1)
     chance = tl.where(inside, left * (1 - share) + right * share, 1.0)
@@ -297,19 +297,19 @@ def _choose_drafts(
     rows; write the row's part of the packed arrays."""
     row = tl.program_id(0)
     low = row * width
-    before, mine = 0, 0
+    before, chosen_here = 0, 0
     for first in range(0, total, _BLOCK):
-        spot = first + tl.arange(0, _BLOCK)
-        best = tl.load(best_ptr + spot, mask=spot < total, other=2147483647).to(tl.int32)
+        index = first + tl.arange(0, _BLOCK)
+        best = tl.load(best_ptr + index, mask=index < total, other=2147483647).to(tl.int32)
         before += tl.sum((best < low).to(tl.int32), 0)
-        mine += tl.sum(((best >= low) & (best < low + width)).to(tl.int32), 0)
+        chosen_here += tl.sum(((best >= low) & (best < low + width)).to(tl.int32), 0)
     begin = before + row
     tl.store(begin_ptr + row, begin)
-    tl.store(count_ptr + row, mine)
+    tl.store(count_ptr + row, chosen_here)
     if row == rows - 1:
-        tl.store(begin_ptr + rows, begin + mine + 1)
+        tl.store(begin_ptr + rows, begin + chosen_here + 1)
     place = tl.arange(0, WIDE)
-    there, at = place <= mine, begin + place
+    there, at = place <= chosen_here, begin + place
     tl.store(row_ptr + at, 0 * place + row, mask=there)
     tl.store(place_ptr + at, place, mask=there)
     tokens = tl.load(token_ptr + row * (width + 1) + place, mask=there, other=0)
@@ -340,8 +340,8 @@ def _accept_chosen(
     target = tl.load(target_ptr + at, mask=inside, other=0)
     score = tl.load(target_score_ptr + at, mask=inside, other=0.0)
     draft = tl.load(draft_ptr + row * width + place, mask=drafted, other=-1)
-    falls = (place >= count) | (draft != target)
-    accepted = tl.min(tl.where(falls, place, count), 0)
+    rejected = (place >= count) | (draft != target)
+    accepted = tl.min(tl.where(rejected, place, count), 0)
     line = table_ptr + row * (2 * width + 4)
     tl.store(accepted_ptr + row, accepted)
     tl.store(line, accepted)
@@ -352,7 +352,7 @@ def _accept_chosen(
     # the sums are of ones, so the order of additions makes no difference
     alive = tl.load(alive_ptr + row).to(tl.int32)
     score = tl.load(score_ptr + row * width + place, mask=drafted, other=0.0)
-    spot = tl.minimum((_doubt(score) * _BINS).to(tl.int32), _BINS - 1)
+    bin_index = tl.minimum((_doubt(score) * _BINS).to(tl.int32), _BINS - 1)
     one = tl.full([WIDE], 1.0, tl.float32)
-    tl.atomic_add(hits_ptr + spot, one, mask=place < accepted * alive)
-    tl.atomic_add(trials_ptr + spot, one, mask=place < tl.minimum(accepted + 1, count) * alive)
+    tl.atomic_add(hits_ptr + bin_index, one, mask=place < accepted * alive)
+    tl.atomic_add(trials_ptr + bin_index, one, mask=place < tl.minimum(accepted + 1, count) * alive)

@@ -128,7 +128,12 @@ def _pass(
     EARLY: tl.constexpr,
     LEADS: tl.constexpr,
 ):
-    """Do one pass over a chunk of a row. The last chunk to finish concludes for the row."""
+    """Do one pass over a chunk of a row. The last chunk to finish combines all chunks: it finds the
+    row's candidate, or whether the candidate is kept, and in that case stores its token and score.
+
+    State of a row: 0 if its candidate has to be checked, 1 if it is kept, 2 if it is not, 3 if
+    top_p applies to the mass of the top_k, which _finish_row computes.
+    """
     row, chunk = tl.program_id(0), tl.program_id(1)
     entry = row // each
     at = found_ptr + (row * (chunks + 1) + chunk) * _FIELDS
@@ -182,79 +187,42 @@ def _pass(
         tl.debug_barrier()
         if tl.atomic_add(arrived_ptr + row, 1) == chunks - 1:
             tl.store(arrived_ptr + row, 0)
-            _end_pass(
-                logits_ptr,
-                row,
-                vocab,
-                found_ptr + row * (chunks + 1) * _FIELDS,
-                state,
-                token_ptr,
-                score_ptr,
-                chunks,
-                temperature,
-                divisor,
-                tl.load(top_k_ptr + entry),
-                tl.load(top_p_ptr + entry),
-                PASS,
-                CHUNKS,
-            )
-
-
-@triton.jit
-def _end_pass(
-    logits_ptr,
-    row,
-    vocab,
-    at,
-    state,
-    token_ptr,
-    score_ptr,
-    chunks,
-    temperature,
-    divisor,
-    top_k,
-    top_p,
-    PASS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-):
-    """Combine the chunks of a row after a pass: find its candidate, or whether the candidate is
-    kept, and in that case store its token and score.
-
-    State of a row: 0 if its candidate has to be checked, 1 if it is kept, 2 if it is not, 3 if
-    top_p applies to the mass of the top_k, which _finish_row computes.
-    """
-    chunk = tl.arange(0, CHUNKS)
-    here, inside = at + chunk * _FIELDS, chunk < chunks
-    now = 0
-    if PASS != 1:
-        scores = tl.load(here, mask=inside, other=-float("inf"), cache_modifier=".cg")
-        tokens = tl.load(here + 1, mask=inside, other=16777216.0, cache_modifier=".cg").to(tl.int32)
-        xs = tl.load(here + 2, mask=inside, other=-float("inf"), cache_modifier=".cg")
-        score, token, x = no_candidate()
-        score, token, x = better_candidate(score, token, x, scores, tokens, xs)
-        tl.store(state, token.to(tl.float32))
-        tl.store(state + 1, x)
-    if PASS == 0:
-        peaks = tl.load(here + 4, mask=inside, other=LOWEST, cache_modifier=".cg")
-        peak = tl.max(peaks, 0)
-        mass, raw_mass = merge_masses(here + 3, here + 5, inside, peaks, peak, divisor)
-        tl.store(state + 3, mass)
-        tl.store(state + 4, peak)
-        tl.store(state + 5, raw_mass)
-        now = tl.where((top_k > 0) & (top_p < 1.0), 3, 0)
-        now = tl.where((temperature == 0) | ((top_k == 0) & (top_p >= 1.0)), 1, now)
-    if PASS == 1:
-        token = _fresh(state).to(tl.int32)
-        mass, peak, raw_mass = (_fresh(state + 3), _fresh(state + 4), _fresh(state + 5))
-        above = tl.sum(tl.load(here + 3, mask=inside, other=0.0, cache_modifier=".cg"), 0)
-        count = tl.sum(tl.load(here + 6, mask=inside, other=0.0, cache_modifier=".cg"), 0)
-        now = tl.where(_within(above, count, top_k, top_p, mass), 1, 2)
-    tl.store(state + 2, now)
-    if PASS != 2:
-        if now == 1:
-            _store_token(
-                logits_ptr, row, vocab, token, peak, divisor, raw_mass, token_ptr, score_ptr
-            )
+            index = tl.arange(0, CHUNKS)
+            here = found_ptr + row * (chunks + 1) * _FIELDS + index * _FIELDS
+            inside = index < chunks
+            top_k, top_p = tl.load(top_k_ptr + entry), tl.load(top_p_ptr + entry)
+            now = 0
+            if PASS != 1:
+                scores = tl.load(here, mask=inside, other=-float("inf"), cache_modifier=".cg")
+                tokens = tl.load(here + 1, mask=inside, other=16777216.0, cache_modifier=".cg").to(
+                    tl.int32
+                )
+                xs = tl.load(here + 2, mask=inside, other=-float("inf"), cache_modifier=".cg")
+                score, token, x = no_candidate()
+                score, token, x = better_candidate(score, token, x, scores, tokens, xs)
+                tl.store(state, token.to(tl.float32))
+                tl.store(state + 1, x)
+            if PASS == 0:
+                peaks = tl.load(here + 4, mask=inside, other=LOWEST, cache_modifier=".cg")
+                peak = tl.max(peaks, 0)
+                mass, raw_mass = merge_masses(here + 3, here + 5, inside, peaks, peak, divisor)
+                tl.store(state + 3, mass)
+                tl.store(state + 4, peak)
+                tl.store(state + 5, raw_mass)
+                now = tl.where((top_k > 0) & (top_p < 1.0), 3, 0)
+                now = tl.where((temperature == 0) | ((top_k == 0) & (top_p >= 1.0)), 1, now)
+            if PASS == 1:
+                token = _fresh(state).to(tl.int32)
+                mass, peak, raw_mass = (_fresh(state + 3), _fresh(state + 4), _fresh(state + 5))
+                above = tl.sum(tl.load(here + 3, mask=inside, other=0.0, cache_modifier=".cg"), 0)
+                count = tl.sum(tl.load(here + 6, mask=inside, other=0.0, cache_modifier=".cg"), 0)
+                now = tl.where(_within(above, count, top_k, top_p, mass), 1, 2)
+            tl.store(state + 2, now)
+            if PASS != 2:
+                if now == 1:
+                    _store_token(
+                        logits_ptr, row, vocab, token, peak, divisor, raw_mass, token_ptr, score_ptr
+                    )
 
 
 @triton.jit

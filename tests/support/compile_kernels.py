@@ -109,7 +109,7 @@ if __name__ == "__main__":
         compile_one(acceptance_kernels._verify, POINT=point, BOUNDED=True, PLACES=8, **spread)
     # of heads of 128 the smallest: tiles of many lines take seconds each, and are compiled as
     # they are launched by compile_launches.py
-    for size, pieces, pad, block, head in (
+    for size, splits, pad, block, head in (
         (1, 1, 0, 16, 128),
         (1, 16, 64, 64, 64),
         (2, 16, 0, 128, 64),
@@ -121,7 +121,7 @@ if __name__ == "__main__":
             K=4,
             D=head,
             SIZE=size,
-            PIECES=pieces,
+            SPLITS=splits,
             PACKED=size == 1 and not pad,
             PAD=pad,
             BLOCK_M=block,
@@ -131,7 +131,7 @@ if __name__ == "__main__":
             PREFETCH=size == 1,
             EARLY=True,
         )
-    compile_one(ragged_kernel.merge_rows, H=28, K=4, D=128, PIECES=32, BLOCK_M=16, BLOCK_D=128)
+    compile_one(ragged_kernel.merge_rows, H=28, K=4, D=128, SPLITS=32, BLOCK_M=16, BLOCK_D=128)
     for splits in (1, 2):
         compile_one(linear_kernels._stream, BIAS=True, SPLITS=splits, EVEN=splits == 1, WIDE="tf32")
     compile_one(pointwise._embed, SCALED=True, BLOCK=1024)
