@@ -270,7 +270,7 @@ def pairs(args: PairsArgs) -> None:
         from bass_cli.cli.doctor import describe_pairs, pair_lines
 
         rows = describe_pairs(args.names or ())
-        if args.json_table:
+        if args.json_document:
             terminal.document(rows, indent=2)
             return
         for line in pair_lines(rows):
@@ -292,7 +292,7 @@ def doctor(args: DoctorArgs) -> None:
         from bass_cli.cli.doctor import describe_machine
 
         facts = describe_machine(args)
-        if args.json_table:
+        if args.json_document:
             terminal.document(facts, indent=2)
             return
         shown = [
@@ -314,7 +314,7 @@ def running(args: Any, interrupted: str) -> Iterator[Screen]:
         args: The options of the command.
         interrupted: The message after SIGINT or SIGTERM.
     """
-    document = getattr(args, "json_document", False) or getattr(args, "json_table", False)
+    document = getattr(args, "json_document", False)
     screen = Screen(getattr(args, "quiet", False), document=document, render=in_flags)
     if (reason := unsupported()) is not None:
         screen.error(reason)

@@ -90,6 +90,18 @@ _WholeJob: Any = args_of(
 
 
 @dataclass(kw_only=True, eq=False)
+class _Quiet:
+    quiet: bool = switch("Write only errors to standard error", OUTPUT)
+
+
+@dataclass(kw_only=True, eq=False)
+class _Document:
+    json_document: bool = switch(
+        "Print one JSON document instead of the table", OUTPUT, flag="--json"
+    )
+
+
+@dataclass(kw_only=True, eq=False)
 class PairArgs(_Pair):
     """The options of the models and the machine. None means not given, as in all classes below."""
 
@@ -103,7 +115,7 @@ class PairArgs(_Pair):
 
 
 @dataclass(kw_only=True, eq=False)
-class SampleArgs(_Samples, _Distribution, PairArgs):
+class SampleArgs(_Samples, _Distribution, PairArgs, _Quiet):
     """The options of how samples are drawn: shared by `generate` and `eval`."""
 
     shard: str | None = flag(
@@ -117,7 +129,6 @@ class SampleArgs(_Samples, _Distribution, PairArgs):
     actors: str | None = flag(_ACTORS)
     resume: bool = switch("Fail if there is no output file to continue", OUTPUT)
     overwrite: bool = switch("Replace an existing output file", OUTPUT)
-    quiet: bool = switch("Write only errors to standard error", OUTPUT)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -138,15 +149,14 @@ class GenerateArgs(_Texts, SampleArgs):
 
 
 @dataclass(kw_only=True, eq=False)
-class MergeArgs:
+class MergeArgs(_Quiet):
     out: str = flag("Output file for the merged samples.", "", "OUT", default=MISSING)
     parts: list[str] = flag("Files written with --shard.", "", "PART...", default=MISSING)
     overwrite: bool = switch("Replace OUT if it exists", OUTPUT)
-    quiet: bool = switch("Write only errors to standard error", OUTPUT)
 
 
 @dataclass(kw_only=True, eq=False)
-class JudgeArgs:
+class JudgeArgs(_Document):
     """The options of scoring, shared by `eval` and `score`."""
 
     data: str | None = flag("The task's data set, if it is not packaged", PROMPTS, "FILE|hf:NAME")
@@ -163,9 +173,6 @@ class JudgeArgs:
     )
     timeout: str | None = flag("Time limit per program", SCORING, "TIME", shown="10s")
     rejudge: bool = switch("Run all programs again, even those that have a verdict", SCORING)
-    json_document: bool = switch(
-        "Print one JSON document instead of the table", OUTPUT, flag="--json"
-    )
 
 
 @dataclass(kw_only=True, eq=False)
@@ -206,7 +213,7 @@ class EvaluateArgs(SampleArgs, JudgeArgs):
 
 
 @dataclass(kw_only=True, eq=False)
-class ScoreArgs(JudgeArgs):
+class ScoreArgs(JudgeArgs, _Quiet):
     file: str = flag(
         "A .jsonl or .jsonl.gz file of samples: from bass, or with the fields task_id and "
         "completion or solution.",
@@ -221,22 +228,17 @@ class ScoreArgs(JudgeArgs):
     overwrite: bool = switch(
         "Let --report replace a file that is not an earlier report on these samples", OUTPUT
     )
-    quiet: bool = switch("Write only errors to standard error", OUTPUT)
 
 
 @dataclass(kw_only=True, eq=False)
-class ProfileArgs(PairArgs):
+class ProfileArgs(PairArgs, _Document, _Quiet):
     batch_sizes: str | None = flag(
         _BATCH_SIZES, text="Batch sizes to measure", shown="1,2,4,8; on a GPU up to 64"
     )
-    json_document: bool = switch(
-        "Print one JSON document instead of the table", OUTPUT, flag="--json"
-    )
-    quiet: bool = switch("Write only errors to standard error", OUTPUT)
 
 
 @dataclass(kw_only=True, eq=False)
-class BenchArgs(_WholeJob, _Distribution, PairArgs):
+class BenchArgs(_WholeJob, _Distribution, PairArgs, _Document, _Quiet):
     job: str | None = flag(
         "Instead of measuring rounds, run all prompts of this file like bass generate, and "
         "with the --rivals",
@@ -313,16 +315,12 @@ class BenchArgs(_WholeJob, _Distribution, PairArgs):
         "ragged|pad|split",
         shown="ragged",
     )
-    json_document: bool = switch(
-        "Print one JSON document instead of the table", OUTPUT, flag="--json"
-    )
     plot: str | None = flag(_PLOT)
     overwrite: bool = switch("Let --plot replace a file that is not a chart from bass", OUTPUT)
-    quiet: bool = switch("Write only errors to standard error", OUTPUT)
 
 
 @dataclass(kw_only=True, eq=False)
-class DistillArgs(PairArgs):
+class DistillArgs(PairArgs, _Document, _Quiet):
     draft: str | None = of_job(
         "draft",
         text="The pair's draft; if it is a model, the new draft starts from it (without --from and "
@@ -405,26 +403,21 @@ class DistillArgs(PairArgs):
         "DIR",
     )
     overwrite: bool = switch("Start again in a folder that bass distill made", OUTPUT)
-    json_document: bool = switch(
-        "Print one JSON document instead of the table", OUTPUT, flag="--json"
-    )
-    quiet: bool = switch("Write only errors to standard error", OUTPUT)
 
 
 @dataclass(kw_only=True, eq=False)
-class PairsArgs:
+class PairsArgs(_Document):
     names: list[str] | None = flag(
         "Packaged pairs or pair files (.yaml) to show; without any, all packaged pairs.",
         "",
         "[NAME|FILE]...",
         choices=packaged_pairs,
     )
-    json_table: bool = switch("Print JSON instead of the table", OUTPUT, flag="--json")
     schema: bool = switch("Print the JSON schema of pair files, for editors", OUTPUT)
 
 
 @dataclass(kw_only=True, eq=False)
-class DoctorArgs:
+class DoctorArgs(_Document):
     pair: str | None = flag(
         "Also check this pair: whether it can run here, and how many sequences fit in memory",
         MODELS,
@@ -438,7 +431,6 @@ class DoctorArgs:
         "Check --pair or --model split over K GPUs", MODELS, "K", variable=False
     )
     threads: int | None = of_job("threads")
-    json_table: bool = switch("Print JSON instead of the table", OUTPUT, flag="--json")
 
 
 COMMANDS: Mapping[str, type] = {
