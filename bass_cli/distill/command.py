@@ -37,9 +37,8 @@ from bass_cli.distill.settings import (
     training_of,
     wanted_tokens,
 )
-from bass_cli.distill.trainer import SECONDS
+from bass_cli.distill.training import SECONDS, Places, TrainingRun
 from bass_cli.distill.windows import FEWEST
-from bass_cli.distill.work import Places, Work
 from bass_cli.engine.clock import expected
 from bass_cli.errors import UserError
 from bass_cli.formats.sources import locate
@@ -268,9 +267,11 @@ class _Distillation:
         """Train on the samples and write the draft's folder; return the report."""
         places, screen = self._places, self._screen
         if self._cluster is None:
-            work = Work(self._plan, source, self._training, places, screen, every=SECONDS)
-            document = work.run()
-            work.write()
+            training = TrainingRun(
+                self._plan, source, self._training, places, screen, every=SECONDS
+            )
+            document = training.run()
+            training.write()
             return document
         spec = TrainingSpec(
             replace(self._args, out=os.path.abspath(places.folder)),

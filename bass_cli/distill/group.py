@@ -2,8 +2,8 @@
 
 A group starts when all processes are ready. If one of them dies, all end, and a new group resumes
 from the last checkpoint. A Rank trains in a thread and reports its progress, its errors and, for
-rank 0, the report. work.py does the training; exchange.py sums the gradients. Modules that import
-torch are imported when the number of threads is set.
+rank 0, the report. training.py trains; exchange.py sums the gradients. Modules that import torch
+are imported when the number of threads is set.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ def assign_ranks(ready: Mapping[Place, RankReady]) -> dict[Place, RankInfo]:
 
 
 class Rank(Process):
-    """A process of a training. Work shows its progress on it as on a Screen."""
+    """A process of a training. A TrainingRun shows its progress on it as on a Screen."""
 
     def __init__(self, spec: TrainingSpec):
         super().__init__()
@@ -266,12 +266,12 @@ class Rank(Process):
 
     def _train(self, info: RankInfo) -> dict[str, Any]:
         from bass_cli.distill.settings import training_of
-        from bass_cli.distill.work import Places, Work
+        from bass_cli.distill.training import Places, TrainingRun
 
         assert self._found is not None
         plan, source, store = self._found
         self.phase("connecting to the other processes")
-        work = Work(
+        training = TrainingRun(
             plan,
             source,
             training_of(self._spec.args),
@@ -281,10 +281,10 @@ class Rank(Process):
             beside=info.beside if plan.device.type == "cpu" else 1,
             every=self._spec.every,
         )
-        document = work.run()
+        document = training.run()
         if not info.rank:
             self.phase("writing the draft")
-            work.write()
+            training.write()
         return document
 
     def phase(self, name: str) -> None:

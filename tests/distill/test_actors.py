@@ -40,7 +40,7 @@ def dying(rank, step, flag):
             import os
             import signal
 
-            from bass_cli.distill.trainer import Trainer
+            from bass_cli.distill.training import Trainer
 
             if info is not None and info.rank == rank and not os.path.exists(flag):
                 learn = Trainer._learn

@@ -11,7 +11,7 @@ from test_windows import windows_of
 
 from bass_cli.distill.agreement import measure_acceptance, shared_agreement
 from bass_cli.distill.network import Model, run, source_of, student_weights
-from bass_cli.distill.trainer import Goal, Trainer
+from bass_cli.distill.training import Goal, Trainer
 from bass_cli.distill.windows import Batches, Corpus, Layout, Text, thinned, whole
 from bass_cli.errors import MachineError
 from bass_cli.formats.checkpoint import open_checkpoint

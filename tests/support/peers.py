@@ -13,7 +13,7 @@ import torch
 from forked import Forked
 
 from bass_cli.distill.network import Model, source_of, student_weights
-from bass_cli.distill.trainer import Goal, Trainer
+from bass_cli.distill.training import Goal, Trainer
 from bass_cli.distill.windows import Batches, Corpus, Text, thinned
 from bass_cli.formats.checkpoint import open_checkpoint
 from bass_cli.formats.weights import load
