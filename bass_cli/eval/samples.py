@@ -7,11 +7,12 @@ reads the manifest beside the file.
 from __future__ import annotations
 
 import gzip
-import math
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
+from math import isfinite
 from typing import IO, Any, NamedTuple
 
 from bass_cli.errors import UserError, near_word
@@ -163,19 +164,19 @@ def _parse(line: bytes) -> dict[str, Any] | str:
 def _read_row(row: dict[str, Any], place: str, number: int, order: Counter[str]) -> Generation:
     """Check a line. `order` counts the lines without a sample number for each problem."""
     task_id = _task_id(row, place)
-    whole, text = _text(row, place)
-    sample = _figure(row, "sample", int, place)
+    alone, text = _text(row, place)
+    sample = _figure(row, "sample", whole, place)
     if sample is None:
         sample = order[_bare(task_id)]
         order[_bare(task_id)] += 1
     reason = row.get("finish_reason")
     if reason is not None and not isinstance(reason, str):
         raise UserError(f'{place}: field "finish_reason": it must be a text')
-    counts: list[Any] = [
-        _figure(row, key, int, place) if row.get("copy_of") is None else 0 for key in COUNTED
-    ]
-    logprob, seconds = (_figure(row, key, float, place) for key in ("mean_logprob", "seconds"))
-    return Generation(number, task_id, int(sample), text, whole, reason, logprob, seconds, *counts)
+    is_copy = row.get("copy_of") is not None
+    counts: list[Any] = [0 if is_copy else _figure(row, key, whole, place) for key in COUNTED]
+    logprob = _figure(row, "mean_logprob", finite, place)
+    seconds = _figure(row, "seconds", partial(finite, least=0), place)
+    return Generation(number, task_id, int(sample), text, alone, reason, logprob, seconds, *counts)
 
 
 def _bare(task_id: str) -> str:
@@ -223,17 +224,13 @@ def _hint(row: dict[str, Any], key: str) -> str:
     return f'; the line has "{near}"' if near else ""
 
 
-def _figure(row: dict[str, Any], key: str, kind: type, place: str) -> Any:
-    """Return a number of a line. None if it is missing, null or not finite."""
+def _figure(row: dict[str, Any], key: str, check: Callable[[Any], Any], place: str) -> Any:
+    """Return a checked number of a line. None if it is missing, null or not finite."""
     value = row.get(key)
-    if value is None or (kind is float and type(value) is float and not math.isfinite(value)):
+    if value is None or (isinstance(value, float) and check is not whole and not isfinite(value)):
         return None
     try:
-        return (
-            whole(value)
-            if kind is int
-            else finite(value, least=0 if key == "seconds" else -math.inf)
-        )
+        return check(value)
     except ValueError as error:
         raise UserError(f'{place}: field "{key}": {error}') from None
 

@@ -75,14 +75,13 @@ class Isolation(NamedTuple):
                 "programs can read files that all users can read, and write where all users can: "
                 "no mount namespaces, no Landlock"
             )
-        if self.processes.removesuffix(AS_ROOT) in (NONE, SCOPES):
-            what = (
-                "signal, limit and inspect"
-                if self.processes.removesuffix(AS_ROOT) == NONE
-                else "limit and slow"
+        processes = self.processes.removesuffix(AS_ROOT)
+        if processes in (NONE, SCOPES):
+            what = "signal, limit and inspect" if processes == NONE else "limit and slow"
+            notes.append(
+                f"programs can {what} this user's processes, bass among them: no process "
+                "namespaces, no seccomp, no other user"
             )
-            missing = "no process namespaces, no seccomp, no other user"
-            notes.append(f"programs can {what} this user's processes, bass among them: {missing}")
         return notes
 
     def warnings(self) -> list[str]:
@@ -107,23 +106,23 @@ class Isolation(NamedTuple):
 
 def describe(layers: Iterable[str]) -> Isolation:
     """Return what a set of layers keeps out, in words."""
-    held = set(layers)
-    version = landlock_version() if "landlock" in held else 0
-    ways = {
+    active = set(layers)
+    version = landlock_version() if "landlock" in active else 0
+    words = {
         "network": {"network": "network namespace", "seccomp": "seccomp"},
         "files": {"mount": "mount namespace", "landlock": "Landlock", "uid": "a user of its own"},
         "processes": {"pid": "process namespace", "seccomp": "seccomp", "uid": "a user of its own"},
     }
     found = {
-        what: [word for layer, word in words.items() if layer in held]
-        for what, words in ways.items()
+        what: [word for layer, word in by_layer.items() if layer in active]
+        for what, by_layer in words.items()
     }
     if version >= NETWORK_SINCE and not found["network"]:
         found["network"] = ["Landlock, TCP only"]
     if version >= SCOPES_SINCE:
         found["processes"].append(SCOPES)
-    named = {what: " and ".join(words) or NONE for what, words in found.items()}
-    if os.geteuid() == 0 and "uid" not in held:
+    named = {what: " and ".join(some) or NONE for what, some in found.items()}
+    if os.geteuid() == 0 and "uid" not in active:
         named["processes"] += AS_ROOT
     return Isolation(**named)
 

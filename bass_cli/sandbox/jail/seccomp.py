@@ -69,7 +69,7 @@ FORKS: Numbers = {"fork": (57, None), "vfork": (58, None)}
 CLONE, CLONE3, NEW_USER, THREAD = (56, 220), 435, 0x10000000, 0x10000
 LOAD, EQUAL, ANY_BIT, RETURN = 0x20, 0x15, 0x45, 0x06
 KILL, ALLOW, NOT_PERMITTED, NO_SUCH_CALL = 0x80000000, 0x7FFF0000, 0x00050001, 0x00050026
-NUMBER_AT, ARCHITECTURE_AT, ARGUMENT_AT, OTHER_ABI, EVERYBODY = 0, 4, 16, 0x40000000, 0xFFFFFFFF
+NUMBER_AT, ARCHITECTURE_AT, ARGUMENT_AT, OTHER_ABI, ALL_PROCESSES = 0, 4, 16, 0x40000000, 0xFFFFFFFF
 # The lower half comes first. The kernel uses only that half of the arguments compared here.
 ARGUMENT_BYTES = 8
 Instruction = tuple[int, int, int, int]  # code, skip if true, skip if false, operand
@@ -90,7 +90,7 @@ def filter_for(
     column = COLUMN[name]
     calls = [*FORBIDDEN.values(), *SHARED.values()]
     calls += [*(() if attributes else ATTRIBUTES.values()), *(() if forks else FORKS.values())]
-    receiver = _when(EQUAL, 1, EVERYBODY) if own is None else _unless(EQUAL, own)
+    receiver = _when(EQUAL, 1, ALL_PROCESSES) if own is None else _unless(EQUAL, own)
     threads_only = [] if forks else _unless(ANY_BIT, THREAD)
     lines: list[Instruction] = [
         (LOAD, 0, 0, ARCHITECTURE_AT), (EQUAL, 1, 0, ARCHITECTURE[name]), (RETURN, 0, 0, KILL),
@@ -144,8 +144,8 @@ def restrict_calls(own: int | None, attributes: bool, forks: bool) -> None:
         kind.to_bytes(2, "little") + bytes((yes, no)) + operand.to_bytes(4, "little")
         for kind, yes, no, operand in lines
     )
-    held = ctypes.create_string_buffer(code)
-    header = (ctypes.c_uint64 * 2)(len(lines), ctypes.addressof(held))
+    buffer = ctypes.create_string_buffer(code)
+    header = (ctypes.c_uint64 * 2)(len(lines), ctypes.addressof(buffer))
     try:
         call("prctl", PR_SET_SECCOMP, 2, ctypes.byref(header), 0, 0)
     except OSError as error:
