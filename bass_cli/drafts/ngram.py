@@ -112,7 +112,7 @@ class LookupDrafter(Drafter):
         if not self._skipped or self._since < _HINDSIGHT:
             return None
         skipped, self._skipped = self._skipped, []
-        judged = [guess.judged(row) for row, guess in skipped]
+        judged = [guess.judged(row, guess.count) for row, guess in skipped]
         return SkippedDrafts(*zip(*judged, strict=True))
 
     def look_up(self, batch: Batch, length: int) -> list[Guess]:
@@ -137,13 +137,9 @@ class LookupDrafter(Drafter):
         """Learn from guesses whose tokens are known now. Whether they were verified does not
         matter: the row's own tokens show which would have been accepted."""
         while guesses and guesses[0].start < len(row.tokens):
-            guess, accepted = guesses.pop(0), 0
-            new = row.tokens[guess.start : guess.start + len(guess.tokens)]
-            for token, own in zip(guess.tokens, new, strict=False):
-                if token != own:
-                    break
-                accepted += 1
-            self._acceptance.learn(guess.matched[: min(len(new), accepted + 1)], accepted)
+            guess = guesses.pop(0)
+            accepted, known = guess.judged(row, len(guess.tokens))
+            self._acceptance.learn(guess.matched[: min(known, accepted + 1)], accepted)
 
 
 @dataclass(slots=True, eq=False)
@@ -161,10 +157,10 @@ class Guess:
     matched: list[int] = field(default_factory=list)
     count: int = 0
 
-    def judged(self, row: Row) -> tuple[int, int]:
-        """Return how many leading tokens equal the row's own, and of how many of the first
-        `count` that is known."""
-        new = row.tokens[self.start : self.start + self.count]
+    def judged(self, row: Row, count: int) -> tuple[int, int]:
+        """Return how many of the first `count` tokens equal the row's own up to the first wrong
+        one, and of how many that is known."""
+        new = row.tokens[self.start : self.start + count]
         pairs = zip(self.tokens, new, strict=False)
         wrong = next((place for place, (token, own) in enumerate(pairs) if token != own), len(new))
         return wrong, len(new)
@@ -233,10 +229,6 @@ class Index:
             for place in range(max(first - start, size), end - start):
                 after[hash(near[place - size : place])] = base + place
         self._known[number] = end
-
-    def __len__(self) -> int:
-        """Return the number of n-grams."""
-        return sum(map(len, self.after))
 
 
 def follow(

@@ -94,13 +94,13 @@ class Table(NamedTuple):
     @classmethod
     def of(cls, numbers: Tensor, size: int, tile: int) -> Table:
         """Return views of `numbers`, which holds the fields one after the other."""
-        tiles = size // tile
-        return cls(*numbers[: _numbers(size, tile)].split([size] * 3 + [tiles] * 2 + [size]))
+        parts = _sizes(size, tile)
+        return cls(*numbers[: sum(parts)].split(parts))
 
 
-def _numbers(size: int, tile: int) -> int:
-    """Return the number of integers in a Table of `size` tokens."""
-    return 4 * size + 2 * (size // tile)
+def _sizes(size: int, tile: int) -> list[int]:
+    """Return the number of integers in each field of a Table of `size` tokens."""
+    return [size] * 3 + [size // tile] * 2 + [size]
 
 
 def laid_out(
@@ -114,10 +114,10 @@ def laid_out(
     Returns:
         The integers, and the tiles by prompt.
     """
-    tiles, at = size // tile, 0
-    numbers = numpy.zeros(_numbers(size, tile), dtype=numpy.int64)
+    at, sizes = 0, _sizes(size, tile)
+    numbers = numpy.zeros(sum(sizes), dtype=numpy.int64)
     tokens, positions, slots, starts, ends, following = numpy.split(
-        numbers, [size, 2 * size, 3 * size, 3 * size + tiles, 3 * size + 2 * tiles]
+        numbers, numpy.cumsum(sizes)[:-1]
     )
     slots[:], starts[:], ends[:] = scrap, scrap, 1
     groups = []
@@ -147,8 +147,9 @@ class Passes:
         self._decoder, self._cache, self._sender = decoder, cache, Sender(decoder.device)
         self.tile = TILE.get(decoder.device.type, 1)
         self.graphs, self._rental = graphs, SkiRental[int]()
-        self._scrap, most = 0, _numbers(SIZES[-1], self.tile)
+        self._scrap = 0
         if graphs is not None:
+            most = sum(_sizes(SIZES[-1], self.tile))
             self._input = torch.zeros(most, dtype=torch.int64, device=decoder.device)
         if graphs is not None or self.tile > 1:
             self._scrap = cache.reserve(1).start
