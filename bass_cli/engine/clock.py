@@ -9,6 +9,8 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 
+import numpy
+
 _NEWEST = 5  # rounds of a draft length in the median: one or two slow ones do not count
 # After this many rounds in a row that a prediction has shortened, the prediction is tested again.
 _PATIENCE = 64
@@ -51,12 +53,8 @@ class Clock:
         """
         if not self._seconds:
             return 0.0
-        below = max((w for w in self._seconds if w <= width), default=None)
-        above = min((w for w in self._seconds if w >= width), default=None)
-        if below is None or above is None or below == above:
-            return self._seconds[(above if above is not None else below) or 0]
-        share = (width - below) / (above - below)
-        return self._seconds[below] + share * (self._seconds[above] - self._seconds[below])
+        known = sorted(self._seconds)
+        return float(numpy.interp(width, known, [self._seconds[w] for w in known]))
 
     def longest_in_time(
         self, width: int, deadline: float | None, predict: Callable[[int], float] | None = None

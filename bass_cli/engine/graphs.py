@@ -303,28 +303,27 @@ class GraphPolicy:
         fitting = [
             shape
             for shape in self._graphs.held()
-            if isinstance(shape, Shape)
-            and _alike(shape.kind, wanted.kind, fit)
-            and shape.rows >= wanted.rows
-            and _serves(shape, wanted, fit)
+            if isinstance(shape, Shape) and _serves(shape, wanted, fit)
         ]
         return min(fitting, key=lambda shape: _loss(shape, wanted), default=None)
 
 
-def _alike(kind: Kind, wanted: Kind, fit: Fit) -> bool:
-    """Return whether one kind may serve another: "cut" and "block" may if any length may serve."""
-    return kind == wanted or (fit == "near" and {kind, wanted} == {"cut", "block"})
-
-
 def _serves(shape: Shape, wanted: Shape, fit: Fit) -> bool:
-    """Return whether the width may serve.
+    """Return whether a graph of `shape` may serve `wanted`.
 
     In catching up, known tokens may be read again. If any length may serve, there may be more or
-    fewer drafts than wanted, but not none: then nothing would be learnt about drafts.
+    fewer drafts than wanted, but not none: then nothing would be learnt about drafts; and "cut" and
+    "block" may serve each other.
     """
+    any_length = fit == "near"
+    alike = shape.kind == wanted.kind or (
+        any_length and {shape.kind, wanted.kind} == {"cut", "block"}
+    )
+    if not alike or shape.rows < wanted.rows:
+        return False
     if wanted.kind == "catch up" or fit == "wider":
         return shape.width >= wanted.width
-    return shape.width == wanted.width or (fit == "near" and bool(shape.width or not wanted.width))
+    return shape.width == wanted.width or (any_length and bool(shape.width or not wanted.width))
 
 
 def _loss(shape: Shape, wanted: Shape) -> float:

@@ -381,13 +381,16 @@ class CatchingUp:
         passes, began, captured = self._passes(missing), self._clock.now(), self._captured
         if captured is None:
             self._drafter.catch_up(self._batch, self._behind.fill_(missing + 2), missing)
-        else:
-            captured.start()
-            self._replay(captured, missing, left, deadline)
-        if captured is None or captured.steady:
-            self._unit = (
-                self._clock.now() - began - (captured.capturing if captured else 0.0)
-            ) / passes
+            self._unit = (self._clock.now() - began) / passes
+            return
+        captured.start()
+        while missing > 0:
+            wanted, step = self._step(captured, missing, left, deadline)
+            self._behind.fill_(max(missing, step.shape.width) + 2)
+            captured.launch(wanted, step).wait()
+            missing -= step.shape.width
+        if captured.steady:
+            self._unit = (self._clock.now() - began - captured.capturing) / passes
 
     def _passes(self, missing: int) -> float:
         """Return the number of passes for `missing` tokens. Without graphs the unit is a pass of
@@ -397,35 +400,24 @@ class CatchingUp:
         longest = sizes(self._captured.rows)[-1]
         return -(-missing // longest)
 
-    def _replay(
-        self, captured: Captured, missing: int, left: float, deadline: float | None
-    ) -> None:
-        lengths = sizes(captured.rows)
-        while missing > 0:
-            wanted, step = self._step(captured, lengths, missing, left, deadline)
-            self._behind.fill_(max(missing, step.shape.width) + 2)
-            captured.launch(wanted, step).wait()
-            missing -= step.shape.width
-
     def _step(
-        self,
-        captured: Captured,
-        lengths: tuple[int, ...],
-        missing: int,
-        left: float,
-        deadline: float | None,
+        self, captured: Captured, missing: int, left: float, deadline: float | None
     ) -> tuple[Shape, Step]:
-        """Return the next pass: one that reads all that is missing, or with a deadline the longest
-        one that has a graph."""
+        """Return the next pass, wanted and run: one that reads all that is missing, or with a
+        deadline the longest one that has a graph."""
+        lengths = sizes(captured.rows)
+        best = next((size for size in lengths if size >= missing), lengths[-1])
 
         def of(size: int) -> tuple[Shape, Step]:
             wanted = Shape("catch up", captured.rows, size)
             return wanted, captured.choose(wanted, left=left, deadline=deadline)
 
-        best = next((size for size in lengths if size >= missing), lengths[-1])
-        shorter = [size for size in reversed(lengths) if size <= best and deadline is not None]
-        steps = (of(size) for size in shorter)
-        return next((one for one in steps if one[1].how == "replay"), None) or of(best)
+        if deadline is not None:
+            shorter = (of(size) for size in reversed(lengths) if size <= best)
+            replayed = next((one for one in shorter if one[1].how == "replay"), None)
+            if replayed is not None:
+                return replayed
+        return of(best)
 
 
 def sizes(rows: int) -> tuple[int, ...]:
