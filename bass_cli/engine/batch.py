@@ -204,7 +204,7 @@ class Batch:
         worth = generated.astype(numpy.float64)
         worth[longest := int(generated.argmax())] = numpy.inf
         size = int(self.allocator.blocks.needed(generated[place : place + 1])[0])
-        others = self.allocator.least(size, worth, grows=place)
+        others = self.allocator.rows_to_evict(size, worth, grows=place)
         return others if place == longest or worth[others].sum() <= worth[place] else [place]
 
     def _write(

@@ -54,13 +54,13 @@ class Stage:
         """Return a context. Everything done with fetched bytes must be done inside it."""
         return contextlib.nullcontext()
 
-    def fetch(self, file: BinaryIO, entry: Entry, wanted: Bytes) -> Tensor:
-        """Return the wanted bytes of an entry, uint8 on the device. They are valid until the next
+    def fetch(self, file: BinaryIO, entry: Entry, region: Bytes) -> Tensor:
+        """Return a region of an entry, uint8 on the device. They are valid until the next
         call."""
-        if wanted.size > len(self._buffer):
-            self._buffer = torch.empty(wanted.size, dtype=torch.uint8)
-        raw = self._buffer[: wanted.size]
-        read_into(file, entry, wanted, raw)
+        if region.size > len(self._buffer):
+            self._buffer = torch.empty(region.size, dtype=torch.uint8)
+        raw = self._buffer[: region.size]
+        read_into(file, entry, region, raw)
         return raw
 
 
@@ -79,12 +79,12 @@ class CudaStage(Stage):
     def stream(self) -> contextlib.AbstractContextManager[object]:
         return torch.cuda.stream(self._stream)
 
-    def fetch(self, file: BinaryIO, entry: Entry, wanted: Bytes) -> Tensor:
-        host, copied, count = self._pinned[0], self._copied[0], wanted.size
+    def fetch(self, file: BinaryIO, entry: Entry, region: Bytes) -> Tensor:
+        host, copied, count = self._pinned[0], self._copied[0], region.size
         copied.synchronize()
         if count > len(host):
             host = torch.empty(max(count, _BYTES), dtype=torch.uint8, pin_memory=True)
-        read_into(file, entry, wanted, host[:count])
+        read_into(file, entry, region, host[:count])
         raw = host[:count].to(self.device, non_blocking=True)
         copied.record()
         self._pinned = [self._pinned[1], host]
@@ -123,10 +123,10 @@ def parts(
     for first in range(rows.start, rows.stop, step):
         count = min(step, rows.stop - first)
         if line == width:
-            wanted = Bytes(first * width, count * width)
+            region = Bytes(first * width, count * width)
         else:
-            wanted = Bytes(first * width + inside, line, count, width)
-        raw = stage.fetch(file, entry, wanted)
+            region = Bytes(first * width + inside, line, count, width)
+        raw = stage.fetch(file, entry, region)
         if entry.dtype in DTYPES:
             shape = entry.shape[1:] if columns is None else (len(columns),)
             yield first - rows.start, raw.view(DTYPES[entry.dtype]).view(count, *shape)
@@ -165,12 +165,12 @@ def _unit(entry: Entry) -> tuple[int, int]:
     return unit, math.prod(entry.shape) * unit // entry.size
 
 
-def read_into(file: BinaryIO, entry: Entry, wanted: Bytes, target: Tensor) -> None:
-    """Fill a contiguous CPU tensor with the wanted bytes of an entry."""
+def read_into(file: BinaryIO, entry: Entry, region: Bytes, target: Tensor) -> None:
+    """Fill a contiguous CPU tensor with a region of an entry."""
     whole = memoryview(target.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-    for line in range(wanted.lines):
-        view = whole[line * wanted.length : (line + 1) * wanted.length]
-        file.seek(entry.start + wanted.offset + line * wanted.pitch)
+    for line in range(region.lines):
+        view = whole[line * region.length : (line + 1) * region.length]
+        file.seek(entry.start + region.offset + line * region.pitch)
         while view:
             got = file.readinto(view)  # type: ignore[attr-defined]
             if not got:

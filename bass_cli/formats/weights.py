@@ -62,7 +62,7 @@ def load(
         if not (spec.tied and name == "head.weight") and (names is None or name in names)
     }
     pieces = [piece for piece in checkpoint.pieces if piece.slot.name in weights]
-    unfilled = {name: _rows_to_fill(spec, name, weight, share) for name, weight in weights.items()}
+    missing = {name: _rows_to_fill(spec, name, weight, share) for name, weight in weights.items()}
     own = threading.local()
 
     def begin() -> None:
@@ -73,14 +73,14 @@ def load(
         filled = pool.map(lambda piece: _fill(weights, piece, spec, own.stage, share), pieces)
         import_kernels(device)  # while the threads read
         for piece, (rows, size) in zip(pieces, filled, strict=True):
-            unfilled[piece.slot.name] -= rows
+            missing[piece.slot.name] -= rows
             on_read(size)
     finally:
         pool.shutdown(cancel_futures=True)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             torch.cuda.empty_cache()  # memory of the threads' streams is of no use to others
-    assert not any(unfilled.values()), unfilled
+    assert not any(missing.values()), missing
     if spec.tied:
         weights["head.weight"] = weights["embed.weight"]
     return weights
@@ -255,7 +255,7 @@ def _cuts(spec: Spec, piece: Piece, share: Share | None) -> Iterator[Cut]:
 
 
 def _within(found: HeldPart, slot: range) -> Iterator[tuple[range, int]]:
-    """Yield the kept rows inside a slot, each run with its first index among all kept rows."""
+    """Yield the held rows inside a slot, each run with its first index among all held rows."""
     at = 0
     for run in found.runs:
         rows = range(max(run.start, slot.start), min(run.stop, slot.stop))
@@ -265,7 +265,7 @@ def _within(found: HeldPart, slot: range) -> Iterator[tuple[range, int]]:
 
 
 def _sorted_cuts(order: Tensor, found: HeldPart) -> Iterator[Cut]:
-    """Yield runs of stored rows that are kept. Stored row i is row `order[i]` of the tensor."""
+    """Yield runs of stored rows that are held. Stored row i is row `order[i]` of the tensor."""
     places = torch.full_like(order, -1)
     at = 0
     for run in found.runs:

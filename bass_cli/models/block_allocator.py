@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Integers = NDArray[numpy.int64]
-Worth = NDArray[numpy.float64]
 
 
 # Copies in flight without waiting: a round sends two or three, and two rounds may be in flight.
@@ -37,23 +36,23 @@ class BlockLayout(NamedTuple):
     total: number of blocks.
     most: blocks of the longest row. A row has a power of two of blocks, up to this.
     size: slots of a block.
-    beside: slots that a row needs beyond one for each generated token.
+    extra: slots that a row needs beyond one for each generated token.
     """
 
     total: int
     most: int = 1
     size: int = 0
-    beside: int = 0
+    extra: int = 0
 
     def needed(self, generated: Integers) -> Integers:
         """Return how many blocks rows [N] need that have generated so many tokens."""
-        least = numpy.maximum(-(-(generated + self.beside) // self.size), 1)
+        least = numpy.maximum(-(-(generated + self.extra) // self.size), 1)
         power = numpy.ceil(numpy.log2(least)).astype(numpy.int64)
         return numpy.minimum(2**power, self.most)
 
     def slot(self, block: Integers) -> Integers:
         """Return the first slot of each of these blocks."""
-        return self.beside + self.size * block
+        return self.extra + self.size * block
 
     def slots(self, copied: Iterable[BlockCopy]) -> Integers:
         """Return the source and target slots of these copies, [2, N]. Copies of a block onto
@@ -171,16 +170,16 @@ class BlockAllocator:
         self.runs[:, row] = found, size
         return BlockCopy(start, found, old)
 
-    def least(self, size: int, worth: Worth, *, grows: int) -> list[int]:
+    def rows_to_evict(self, size: int, cost: NDArray[numpy.float64], *, grows: int) -> list[int]:
         """Choose the rows to evict so that row `grows` can have a run of `size` blocks: the rows
-        in the run with the smallest sum of `worth` [rows], in which row `grows` counts as 0."""
+        in the run with the smallest sum of `cost` [rows], in which row `grows` counts as 0."""
         starts, sizes = self.runs
-        cost = numpy.zeros(self.blocks.total // size)
+        by_run = numpy.zeros(self.blocks.total // size)
         others = numpy.nonzero(sizes * (numpy.arange(len(sizes)) != grows))[0]
         firsts, ends = starts // size, -(-(starts + sizes) // size)
         for row in others:
-            cost[firsts[row] : ends[row]] += worth[row]
-        run = cost.argmin()
+            by_run[firsts[row] : ends[row]] += cost[row]
+        run = by_run.argmin()
         return [int(row) for row in others if firsts[row] <= run < ends[row]]
 
     def _run(self, row: int) -> tuple[int, int]:

@@ -202,9 +202,9 @@ class Decoder:
             if spec.norm.qk
             else None,
         )
-        return self.behind(i, slot, q, residual, step)
+        return self.rest_of_layer(i, slot, q, residual, step)
 
-    def behind(self, i: int, slot: int, q: Tensor, residual: Tensor, step: Pass) -> Tensor:
+    def rest_of_layer(self, i: int, slot: int, q: Tensor, residual: Tensor, step: Pass) -> Tensor:
         """Run layer i from attention on. Its keys are written already. The residual stream may be
         changed in place.
 

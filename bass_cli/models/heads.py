@@ -30,7 +30,7 @@ class _HiddenStateDrafter:
 
     def __init__(self, spec: HeadSpec, weights: dict[str, Tensor], target: Decoder):
         self.spec, body, self._vocab = spec, spec.body, target.vocab
-        self._behind = len(target.layers)  # its layers in the store come after the target's
+        self._first_layer = len(target.layers)  # its layers in the store come after the target's
         self._fc = ops.pack(weights.pop("fc.weight"))
         self._context_norm = weights.pop("context_norm.weight")
         self._ids = None if spec.ids is None else torch.tensor(spec.ids, device=target.device)
@@ -78,7 +78,7 @@ class _HiddenStateDrafter:
             ops.linear(inputs, *self._keys_values[i]),
             angles,
             slots,
-            step.own(self._behind + i),
+            step.own(self._first_layer + i),
             heads=0,
             norms=self._norms[i],
             eps=self.spec.body.norm.eps,
@@ -119,7 +119,7 @@ class FeatureHead(_HiddenStateDrafter):
         """Return logits [B, length, U] of the first drafts of blocks [B, block], over the
         drafter's own tokens, without the bias by the token before (`after`). The logits of one
         place are contiguous in memory."""
-        hidden = self.body.hidden(tokens, step.block(self._behind))
+        hidden = self.body.hidden(tokens, step.block(self._first_layer))
         first = self.spec.first
         by_place = hidden[:, first : first + length].transpose(0, 1).contiguous()
         return self.body.logits(by_place).transpose(0, 1)
@@ -168,7 +168,7 @@ class ChainHead(_HiddenStateDrafter):
             positions = step.positions - 1
             pairs = torch.cat((self.found(step, positions[:, :1]), features[:, :-1]), 1)
             slots = self._slots(step, positions)
-        parts, own = features.chunk(2, -1), step.own(self._behind + 1)
+        parts, own = features.chunk(2, -1), step.own(self._first_layer + 1)
         for store, part in zip(own, parts, strict=True):
             store[0, step.slots()] = part
         angles = angles_of(positions, self._frequencies)
@@ -181,7 +181,7 @@ class ChainHead(_HiddenStateDrafter):
         own = (positions + (segments.own - segments.base)[:, None]).clamp(min=0)
         prompt = (positions + segments.start[:, None]).clamp(min=0)
         inside = (positions >= segments.base[:, None])[..., None]
-        layer = self._behind + 1
+        layer = self._first_layer + 1
         found = torch.cat(
             [
                 torch.where(inside, mine[0, own], shared[0, prompt])
@@ -202,7 +202,7 @@ class ChainHead(_HiddenStateDrafter):
             Logits [B, U] of the next token, over the drafter's own vocabulary, and the layer's
             output [B, 1, width], which stands in for the next feature.
         """
-        body, layer = self.spec.body, step._replace(first=self._behind)
+        body, layer = self.spec.body, step._replace(first=self._first_layer)
         normed = self._normed(features)
         q = ops.rope_write(
             ops.linear(self._joined(tokens, normed), self._qkv, self._bias),
@@ -214,7 +214,7 @@ class ChainHead(_HiddenStateDrafter):
             eps=body.norm.eps,
         )
         residual = normed if self.spec.norms_residual else features
-        output = self.body.behind(0, 0, q, residual, layer)
+        output = self.body.rest_of_layer(0, 0, q, residual, layer)
         return self.body.logits(self.body.normed(output))[:, 0], output
 
     def _slots(self, step: Pass, positions: Tensor) -> Tensor:

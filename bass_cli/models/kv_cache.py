@@ -114,7 +114,7 @@ class KVCache:
 
     own_keys, own_values: a tensor [K, S, D] for each layer, in the order of `shapes`. Layers of one
         shape are views of one tensor [layers, 2, K, S, D], so that a row grows by one copy. The
-        first `blocks.beside` slots are scrap: rows that are not live write there, at base 0. The
+        first `blocks.extra` slots are scrap: rows that are not live write there, at base 0. The
         blocks of the rows follow. Default of `blocks`: one block of `span` slots for each row.
     prompt_keys, prompt_values: a tensor [K, T, D] for each layer. T grows.
     version: changes when these tensors move, and when rows share a long prompt for the first
@@ -143,7 +143,7 @@ class KVCache:
 
         blocks = blocks or BlockLayout(rows, 1, span, span)
         assert blocks.most * blocks.size >= span
-        self._blocks, slots = blocks, blocks.beside + blocks.total * blocks.size
+        self._blocks, slots = blocks, blocks.extra + blocks.total * blocks.size
         self._own = [
             torch.zeros(count, 2, heads, slots, size, dtype=dtype, device=device)
             for count, heads, size in shapes

@@ -127,11 +127,13 @@ class Ranks:
         graph.replay()
         ranks = self.share.ranks
         own = torch.arange(8.0, device=device) + 1
-        due = [own + rank for rank in range(ranks)]
-        right = torch.equal(total, torch.stack(due).sum(0)) and torch.equal(first, due[0])
-        right = self._all(right and torch.equal(every, torch.cat(due)), device)
+        expected = [own + rank for rank in range(ranks)]
+        correct = torch.equal(total, torch.stack(expected).sum(0)) and torch.equal(
+            first, expected[0]
+        )
+        correct = self._all(correct and torch.equal(every, torch.cat(expected)), device)
         graph.reset()
-        return right
+        return correct
 
     @staticmethod
     def _gather(every: Tensor, part: Tensor) -> None:
@@ -142,9 +144,9 @@ class Ranks:
         _finish(gather(every, part, async_op=not part.is_cuda))
 
     @staticmethod
-    def _broadcast(fed: Tensor) -> None:
+    def _broadcast(inputs: Tensor) -> None:
         """Copy the first process's tensor to all others, in place."""
-        _finish(distributed.broadcast(fed, 0, async_op=not fed.is_cuda))
+        _finish(distributed.broadcast(inputs, 0, async_op=not inputs.is_cuda))
 
     def _all(self, answer: bool, device: torch.device) -> bool:
         """Return whether the answer is True in all processes."""
@@ -185,9 +187,9 @@ class Ranks:
 
     def receive(self, shape: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the tokens and positions that the first process sent, [B, W] each."""
-        fed = torch.empty(2, *shape, dtype=torch.int64, device=device)
-        self._broadcast(fed)
-        return fed[0], fed[1]
+        inputs = torch.empty(2, *shape, dtype=torch.int64, device=device)
+        self._broadcast(inputs)
+        return inputs[0], inputs[1]
 
 
 def _finish(work: Any) -> None:

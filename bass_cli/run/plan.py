@@ -314,7 +314,7 @@ def _growing(plan: Plan) -> Plan:
         return plan
     tokens, samples = plan.new_tokens, 1 if job.draws_one else job.n
     least = replace(plan, kept=0).blocks
-    kept = max(math.ceil(expected(tokens)), least.size - least.beside)
+    kept = max(math.ceil(expected(tokens)), least.size - least.extra)
     most = found.most_rows(tokens, plan.free, samples=samples, kept=kept)
     if least.most == 1 or most <= plan.most_rows:
         return plan

@@ -192,7 +192,7 @@ def test_rows_grow_while_others_end_begin_and_move(pair, width):
     loop = loop_of(target, target if width else "none", lengths=Fixed(width), total=12, batch=4)
     loop.prepare(range(1, 5), [width])
     blocks, each = loop.batch.allocator.blocks, width + 1
-    soon = -(-(2 * blocks.size - blocks.beside + 1) // each) * each
+    soon = -(-(2 * blocks.size - blocks.extra + 1) // each) * each
     limits = (soon, soon, LIMIT, LIMIT, LIMIT)
     many = [
         Row("02"[s % 2], s, 3, PROMPTS[s % 2 * 2], limit, temperature=0.9)

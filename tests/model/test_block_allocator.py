@@ -95,7 +95,7 @@ def test_row_can_grow_after_the_least_worthy_rows_are_evicted(power, more, data)
         return
     row = data.draw(st.sampled_from(can))
     size = 2 * int(allocator.runs[1, row])
-    gone = allocator.least(size, worth, grows=row)
+    gone = allocator.rows_to_evict(size, worth, grows=row)
     assert row not in gone
     starts, sizes = allocator.runs
     runs = {
