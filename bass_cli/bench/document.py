@@ -301,11 +301,7 @@ def _best_and_losses(batch: int, cells: Sequence[dict[str, Any]]) -> dict[str, A
     means = {cell["method"]: cell["ms_per_token"]["mean"] for cell in cells}
     fixed = {method: mean for method, mean in means.items() if method == PLAIN or method.isdigit()}
     best = min(fixed, key=fixed.__getitem__)
-    others = {
-        method: mean
-        for method, mean in means.items()
-        if "auto" in method or "bass" in method or "table" in method
-    }
+    others = {method: mean for method, mean in means.items() if method in CONTROLLERS}
     return {
         "batch": batch,
         "best": 0 if best == PLAIN else int(best),

@@ -92,11 +92,12 @@ class Settings:
     @property
     def longest(self) -> int:
         """The longest draft length of any method."""
-        lengths = [int(method) for method in self.methods if method.isdigit()]
-        return max(
-            [self.job.speculation.max] * bool(set(CONTROLLERS) & set(self.methods)) + lengths,
-            default=0,
-        )
+        lengths = [
+            self.job.speculation.max if method in CONTROLLERS else int(method)
+            for method in self.methods
+            if method != PLAIN
+        ]
+        return max(lengths, default=0)
 
 
 def make_settings(args: BenchArgs) -> Settings:
@@ -282,9 +283,8 @@ def _methods(args: BenchArgs, default: str, *, has_draft: bool) -> tuple[str, ..
             )
         if word != PLAIN and not has_draft:
             raise UserError(f'`methods`: "{word}" needs a draft, but this pair has none')
-    return tuple(
-        dict.fromkeys([PLAIN, *(str(int(word)) if word.isdecimal() else word for word in words)])
-    )
+    methods = [str(int(word)) if word.isdecimal() else word for word in words]
+    return tuple(dict.fromkeys([PLAIN, *methods]))
 
 
 def _attention(given: str | None) -> str:
