@@ -8,6 +8,7 @@ program. Any other object stays in its process, and the other side gets a proxy 
 from __future__ import annotations
 
 import builtins
+from _operator import attrgetter  # a third of the time that operator takes
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -38,26 +39,22 @@ READ: dict[bytes, Callable[[bytes], Any]] = {
     b"f": float, b"i": lambda data: int(data, 16),
     b"C": lambda data: CLASSES[data],
 }  # fmt: skip
+DATE, TIME = ("year", "month", "day"), ("hour", "minute", "second", "microsecond", "tzinfo")
 # Classes of the standard library whose instances are plain data, with the arguments that make an
 # equal instance.
 LIBRARY: dict[tuple[str, str], Callable[[Any], tuple[Any, ...]]] = {
-    ("fractions", "Fraction"): lambda one: (one.numerator, one.denominator),
+    ("fractions", "Fraction"): attrgetter("numerator", "denominator"),
     ("decimal", "Decimal"): lambda one: (str(one),),
     ("collections", "deque"): lambda one: (list(one), one.maxlen),
     ("collections", "Counter"): lambda one: (dict(dict.items(one)),),
     ("collections", "OrderedDict"): lambda one: (list(one.items()),),
     ("collections", "defaultdict"): lambda one: (one.default_factory, dict(dict.items(one))),
-    ("datetime", "date"): lambda one: (one.year, one.month, one.day),
-    ("datetime", "time"): lambda one: (
-        one.hour, one.minute, one.second, one.microsecond, one.tzinfo,
-    ),
-    ("datetime", "datetime"): lambda one: (
-        one.year, one.month, one.day, one.hour, one.minute, one.second, one.microsecond,
-        one.tzinfo,
-    ),
-    ("datetime", "timedelta"): lambda one: (one.days, one.seconds, one.microseconds),
+    ("datetime", "date"): attrgetter(*DATE),
+    ("datetime", "time"): attrgetter(*TIME),
+    ("datetime", "datetime"): attrgetter(*DATE, *TIME),
+    ("datetime", "timedelta"): attrgetter("days", "seconds", "microseconds"),
     ("datetime", "timezone"): lambda one: (one.utcoffset(None),),
-}  # fmt: skip
+}
 OBJECT, YOURS = b"o", b"y"  # an object in the sender's process, or in the reader's
 EXACT = (int, float, complex, str, bytes, bytearray, tuple, list, dict, set, frozenset)
 
