@@ -61,8 +61,7 @@ class Followers:
         self.graphs = LedGraphs(self)
         self.read: dict[int, int] = {}
         self._port = self.ranks.meet()
-        self._faults: dict[int, str] = {}
-        self._kinds: dict[int, type[UserError]] = {}
+        self._fault: UserError | None = None  # of the first process that failed
         self._news, self._over = threading.Condition(), threading.Event()
         self._broken = False
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -114,10 +113,10 @@ class Followers:
             UserError, MachineError: a process could not load its part, or has died.
         """
         with self._news:
-            self._news.wait_for(lambda: self._faults or len(self.read) == len(self._processes))
+            self._news.wait_for(lambda: self._fault or len(self.read) == len(self._processes))
         with self.taking_part():
-            if self._faults:
-                raise self._fault()
+            if self._fault:
+                raise self._fault
             self.tell("join")
             self.ranks.join(self._port, self._part.device)
             self.graphs.wanted = self.ranks.can_capture(self._part.device)
@@ -165,14 +164,14 @@ class Followers:
             if not isinstance(error, Exception) or isinstance(error, UserError):
                 raise
             with self._news:
-                self._news.wait_for(lambda: self._faults, _NOTICE)
-            if self._faults:
-                raise self._fault() from None
+                self._news.wait_for(lambda: self._fault, _NOTICE)
+            if self._fault:
+                raise self._fault from None
             raise
 
     def close(self) -> None:
         """End all processes, stopped ones too, and free what they hold."""
-        if not self._faults:
+        if not self._fault:
             self._over.set()
         if not self._broken:  # NCCL wants all members to leave together
             self._leave(_LEAVE, lost=False)
@@ -206,13 +205,6 @@ class Followers:
         leaving.join(limit)
         return not leaving.is_alive()
 
-    def _fault(self) -> UserError:
-        """Return the error of the first process that failed."""
-        rank = next(iter(self._faults))
-        ranks = self._part.ranks
-        text = f"tensor parallel over {ranks} devices: process {rank} of 0 to {ranks - 1}: "
-        return self._kinds[rank](*(text + self._faults[rank]).split("\n"))  # one line an argument
-
     def _listen(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         """Read the replies of a process until it ends, and record why if it failed."""
         assert process.stdout is not None
@@ -228,16 +220,16 @@ class Followers:
                     self._news.notify_all()
         if self._over.is_set():
             return
-        text = _end_of(process.wait()) if found is None else found.text
+        text, ranks = _end_of(process.wait()) if found is None else found.text, self._part.ranks
+        kind = UserError if found is not None and found.kind == "user" else MachineError
+        text = f"tensor parallel over {ranks} devices: process {rank} of 0 to {ranks - 1}: {text}"
         with self._news:
-            user = found is not None and found.kind == "user"
-            self._kinds[rank] = UserError if user else MachineError
-            self._faults.setdefault(rank, text)
+            self._fault = self._fault or kind(*text.split("\n"))  # one line an argument
             self._news.notify_all()
         if not self._over.wait(_GRACE) and rank in self.read:
             # The main thread may wait for its device, which no exception can interrupt. Results
             # are written line by line, so the output file is valid.
-            terminal.error(*self._fault().lines)
+            terminal.error(*self._fault.lines)
             os._exit(3)
 
     @staticmethod
