@@ -322,15 +322,10 @@ class DraftLength(ABC):
 
     exact: whether a round must have exactly the length that was returned, not a near one that is
         captured already.
-    foresees: whether the next length can sometimes be chosen before the last round has ended. Then
-        `needs_result` and `reflect` count.
-    trims: whether `trim` shortens drafts that the host found.
     stops: whether `least` says when drafting ends inside a round.
     """
 
     exact: bool = False
-    foresees: bool = False
-    trims: bool = False
     stops: bool = False
 
     @abstractmethod
@@ -349,7 +344,7 @@ class DraftLength(ABC):
 
     def needs_result(self, width: int) -> bool:
         """Return whether the next length depends on the result of the round of `width` drafts that
-        is in flight."""
+        is in flight. If not, it may be chosen before that round has ended."""
         return True
 
     def learned(self) -> object | None:

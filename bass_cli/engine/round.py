@@ -162,7 +162,6 @@ class NextRound:
         """
         return (
             not self._maximal
-            and self.lengths.foresees
             and not self.lengths.needs_result(width)
             and (self._drafter.on_device or not self.lengths.drafts)
             and self._batch.most_room() > 1
@@ -295,7 +294,7 @@ class HostDrafts:
         drafts = self._drafter.propose(self._batch, width) if width else self._nothing()
         assert drafts.num_drafts is not None
         best = max(drafts.num_drafts)
-        if best and lengths.trims:
+        if best:
             best = min(lengths.trim(drafts.num_drafts), best)
             if best == 0:
                 self._drafter.skip_last()

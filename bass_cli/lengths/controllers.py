@@ -54,8 +54,6 @@ def make_lengths(
 class Fixed(DraftLength):
     """Always return the same draft length."""
 
-    foresees = True
-
     def __init__(self, length: int):
         self._length = length
 
@@ -107,8 +105,6 @@ _ACCEPTANCE = 0.8  # if the profile has no rate
 class Table(DraftLength):
     """Return for each number of live rows the length that is best by the profile, 0 included. It
     depends on nothing else, so it may be used under both couplings."""
-
-    foresees = True
 
     def __init__(self, surface: Surface, *, limit: int):
         self._surface, self._lengths = surface, range(min(limit, LONGEST) + 1)
@@ -179,7 +175,7 @@ class Goodput(DraftLength):
         at_once: one pass makes all drafts.
     """
 
-    foresees = trims = stops = True
+    stops = True
 
     def __init__(
         self,

@@ -19,8 +19,6 @@ from bass_cli.lengths.costs import make_surface
 class Settled(Tour):
     """Lengths that depend on nothing, so they can be chosen at any time."""
 
-    foresees = True
-
     def needs_result(self, width):
         return False
 
@@ -163,7 +161,7 @@ def test_launching_ahead_pays_unless_rows_end_often():
 
 
 def test_controllers_need_every_result_by_default():
-    assert not Bass().foresees
+    assert Bass().needs_result(3)
     assert Goodput(limit=4).needs_result(0), "the first rounds show what rounds cost"
     assert not Fixed(3).needs_result(3)
 
