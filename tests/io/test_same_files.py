@@ -139,7 +139,7 @@ def test_chart_never_replaces_an_input(place: Path, monkeypatch: pytest.MonkeyPa
     ([*SWEEP, "--report", "o.plain-0.5s.jsonl"], "--out o.plain-0.5s.jsonl: this is the file of "
                                                  "--report too"),
     ([*EVAL, "--out", "o.jsonl", "--report", "o.jsonl.verdicts.jsonl"], "this is the file of "
-                                                                        "--report too"),
+                                                                        "the verdicts too"),
     ([*SCORE, "--report", "f.jsonl.verdicts.jsonl"], "this is the file of the verdicts too"),
 ])  # fmt: skip
 def test_manifests_and_verdicts_count_as_outputs(
