@@ -235,7 +235,7 @@ def test_special_tokens_of_a_template_are_the_texts_in_the_file(tmp_path: Path) 
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "unknown pre": ({"pre": "qwen3"}, r'\'qwen3\' is unknown; did you mean "qwen2"\?.*tokenizer: FOLDER'),
+    "unknown pre": ({"pre": "qwen3"}, r'\'qwen3\' is unknown; did you mean "qwen35"\?.*tokenizer: FOLDER'),
     "strange pre": ({"pre": "zzzz"}, r"'zzzz' is unknown; known: default, .*tokenizer: FOLDER"),
     "model": ({"model": "plamo2"}, r"the tokenizer 'plamo2' is not supported; known: gpt2, .*FOLDER"),
     "no model": ({"model": None}, r'"tokenizer.ggml.model" is missing'),
