@@ -200,7 +200,7 @@ def test_a_plan_counts_rows_by_what_they_are_expected_to_take(monkeypatch):
     assert sum(plan.parts.values()) <= plan.free
     assert plan.share in plan.notes
     loop = build(plan)
-    caches = [loop.target.cache, loop.drafter._runner.cache]
+    caches = [loop.target.cache, loop.drafter.runner.cache]
     own = sum(
         layer.numel() * layer.element_size()
         for cache in caches

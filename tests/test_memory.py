@@ -175,7 +175,7 @@ def test_the_largest_settings_fit_and_one_more_does_not() -> None:
 
 def _held(loop: Loop) -> int:
     """Return the bytes of caches and token buffers."""
-    runners = [loop.target, *([loop.drafter._runner] if hasattr(loop.drafter, "_runner") else [])]
+    runners = [loop.target, *([loop.drafter.runner] if hasattr(loop.drafter, "runner") else [])]
     tokens = loop.batch.tokens
     return sum(runner.cache.bytes() for runner in runners) + tokens.numel() * tokens.element_size()
 

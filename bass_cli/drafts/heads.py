@@ -37,8 +37,8 @@ class ReadingDrafter(Drafter, Generic[_Head]):
         self, runner: Runner, head: _Head, *, coupling: str, temperature: float | None = None
     ):
         assert runner.decoder.reader is head
-        self._runner = runner
-        self._head: _Head = head
+        self.runner = runner
+        self.head: _Head = head
         self._coupling, self._temperature = coupling, temperature
         self.longest = head.spec.drafts
 
@@ -58,14 +58,14 @@ class HeadDrafter(ReadingDrafter[FeatureHead]):
         length = min(length, self.longest)
         if length == 0:
             return Proposal.empty(batch)
-        spec, further = self._head.spec, self._head.spec.block - 1
+        spec, further = self.head.spec, self.head.spec.block - 1
         # The rows' last tokens, each with masks after it: [B, block].
         block, positions = batch.pending(self._masks.expand(batch.rows, further))
-        step = self._runner.cache.decode(positions, batch.ends(further))
-        logits = self._head.draft(block, step, length)
+        step = self.runner.cache.decode(positions, batch.ends(further))
+        logits = self.head.draft(block, step, length)
         params = batch.params.at(self._temperature)
         if not spec.rank:
-            logits = self._head.whole(logits)
+            logits = self.head.whole(logits)
             return propose_at_once(logits, params, batch, coupling=self._coupling)
         # Every place has a bias from the token before it.
         lengths = batch.lengths[: batch.rows]
@@ -73,7 +73,7 @@ class HeadDrafter(ReadingDrafter[FeatureHead]):
 
         def logits_of(place: int, last: Tensor | None) -> Tensor:
             last = block[:, 0] if last is None else last
-            return self._head.whole(self._head.after(last, logits[:, place]))
+            return self.head.whole(self.head.after(last, logits[:, place]))
 
         return propose_chain(
             logits_of, places, params, lengths, coupling=self._coupling, scored=True
@@ -105,11 +105,11 @@ class ChainDrafter(ReadingDrafter[ChainHead]):
             nonlocal features
             tokens = batch.last(1)[0] if last is None else last[:, None]
             # A row of one token has none before it: its first draft reads zeros and stores no key.
-            seen = self._runner.cache.decode(positions[step].clamp(min=0), ends)
+            seen = self.runner.cache.decode(positions[step].clamp(min=0), ends)
             if features is None:
-                features = self._head.found(seen, positions[step])
-            logits, features = self._head.draft(tokens, features, seen)
-            return self._head.whole(logits)
+                features = self.head.found(seen, positions[step])
+            logits, features = self.head.draft(tokens, features, seen)
+            return self.head.whole(logits)
 
         return propose_chain(
             logits_of, places, params, lengths, coupling=self._coupling, goes_on=goes_on

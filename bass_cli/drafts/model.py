@@ -34,16 +34,16 @@ class ModelRows(Drafter):
 
     def __init__(self, runner: Runner, *, coupling: str, temperature: float | None = None):
         assert runner.lag == 2
-        self._runner, self._coupling, self._temperature = runner, coupling, temperature
+        self.runner, self._coupling, self._temperature = runner, coupling, temperature
         # By row: positions in the cache, those of rejected drafts included.
         self._fed = numpy.zeros(runner.rows, dtype=numpy.int64)
 
     def prepare_prompts(self) -> None:
-        self._runner.prepare_prompts()
+        self.runner.prepare_prompts()
 
     @property
     def version(self) -> int:
-        return self._runner.version
+        return self.runner.version
 
     def open(
         self,
@@ -52,21 +52,21 @@ class ModelRows(Drafter):
         reference: Sequence[int] = (),
         in_time: InTime | None = None,
     ) -> bool:
-        return self._runner.open(key, tokens, in_time)
+        return self.runner.open(key, tokens, in_time)
 
     def close(self, key: str) -> None:
-        self._runner.close(key)
+        self.runner.close(key)
 
     def follow(self, change: Change) -> None:
-        self._runner.follow(change)
+        self.runner.follow(change)
         for source, target in change.moved:
             self._fed[target] = self._fed[source]
         for places, _ in change.begun:
-            self._fed[list(places)] = self._runner.cache.base(places[0])
+            self._fed[list(places)] = self.runner.cache.base(places[0])
 
     def catch_up(self, batch: Batch, behind: Tensor, count: int) -> None:
-        tokens, positions = batch.last(count, self._runner.cache.bases(batch.rows), behind=behind)
-        self._runner.feed(tokens, positions, batch.ends(-2))
+        tokens, positions = batch.last(count, self.runner.cache.bases(batch.rows), behind=behind)
+        self.runner.feed(tokens, positions, batch.ends(-2))
 
 
 class ModelDrafter(ModelRows):
@@ -117,11 +117,11 @@ class ModelDrafter(ModelRows):
         lengths = batch.lengths[: batch.rows]
         # Step by step, so that each line is contiguous.
         places = lengths + batch.steps(0, length)[:, None]
-        first = batch.last(2, self._runner.cache.bases(batch.rows))
+        first = batch.last(2, self.runner.cache.bases(batch.rows))
 
         def logits_of(step: int, last: Tensor | None) -> Tensor:
             fed = first if last is None else (last[:, None], places[step - 1][:, None])
-            return self._runner.forward(*fed, batch.ends(step), last=1)[:, 0]
+            return self.runner.forward(*fed, batch.ends(step), last=1)[:, 0]
 
         found = propose_chain(
             logits_of, places, params, lengths, coupling=self._coupling, goes_on=goes_on
@@ -167,14 +167,14 @@ class ParallelDrafter(ModelRows):
     def propose(self, batch: Batch, length: int) -> Proposal:
         if length == 0:
             return Proposal.empty(batch)
-        logits = self._runner.forward(*self._input(batch, length), last=length)
+        logits = self.runner.forward(*self._input(batch, length), last=length)
         params = batch.params.at(self._temperature)
         return propose_at_once(logits, params, batch, coupling=self._coupling)
 
     def _input(self, batch: Batch, length: int) -> tuple[Tensor, Tensor, list[int] | None]:
         """Return the tokens of a pass and their positions, [B, 2 length] each, and the rows'
         ends after them."""
-        known, positions = batch.last(length + 1, self._runner.cache.bases(batch.rows))
+        known, positions = batch.last(length + 1, self.runner.cache.bases(batch.rows))
         masks = known.new_full((batch.rows, length - 1), self._mask)
         return (
             torch.cat((known, masks), 1),

@@ -99,14 +99,14 @@ def test_a_shape_that_drafts_in_one_pass(at_once: None) -> None:
     loop = build_loops(models, chosen, context=60).speculative
     assert loop is not None
     assert isinstance(loop.drafter, ParallelDrafter)
-    forward = loop.drafter._runner.forward
+    forward = loop.drafter.runner.forward
 
     def counted(tokens: torch.Tensor, *more: Any, **words: Any) -> torch.Tensor:
         fed.append(tokens.shape[1])
         assert (tokens[:, 5:] == 300).all(), "the last id stands for what is to be drafted"
         return forward(tokens, *more, **words)
 
-    loop.drafter._runner.forward = counted  # type: ignore[method-assign]
+    loop.drafter.runner.forward = counted  # type: ignore[method-assign]
     loop.open("0", [1, 2, 3])
     loop.admit(Row("0", 0, 0, [1, 2, 3], 30))
     loop.drafter.propose(loop.batch, 4)

@@ -55,7 +55,7 @@ def seen_by_drafting(decoder, widest):
     V])."""
     found = []
     loop = loop_for(decoder, AtOnce(decoder, MASK), rows=3, lengths=Fixed(widest))
-    runner, propose, logits = loop.drafter._runner, loop.drafter.propose, []
+    runner, propose, logits = loop.drafter.runner, loop.drafter.propose, []
     forward = runner.forward
     runner.forward = lambda *given, **words: logits.append(forward(*given, **words)) or logits[-1]
 

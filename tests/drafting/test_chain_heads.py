@@ -72,9 +72,9 @@ class Compared:
         self._theirs, self._reading, self.seen = theirs, reading, []
         drafter = loop.drafter
         self._propose, drafter.propose = drafter.propose, self.propose
-        head = drafter._head
+        head = drafter.head
         self._draft = head.draft
-        drafter._head = self
+        drafter.head = self
         self.spec, self.whole, self.found = head.spec, head.whole, head.found
 
     def draft(self, *given):

@@ -99,9 +99,9 @@ class Compared:
     def __init__(self, loop, theirs, reading):
         self._loop, self._theirs, self._reading, self.seen = loop, theirs, reading, []
         self._propose, loop.drafter.propose = loop.drafter.propose, self.propose
-        head = loop.drafter._head
+        head = loop.drafter.head
         self._draft = head.draft
-        loop.drafter._head = self
+        loop.drafter.head = self
         self.spec, self.after, self.whole = head.spec, head.after, head.whole
 
     def draft(self, *given):

@@ -79,7 +79,7 @@ class Compared:
 
     def __init__(self, loop, model, mask):
         self._loop, self._model, self._mask, self.seen = loop, model, mask, []
-        self._runner, self._propose = loop.drafter._runner, loop.drafter.propose
+        self._runner, self._propose = loop.drafter.runner, loop.drafter.propose
         self._forward, self._logits = self._runner.forward, None
         self._runner.forward, loop.drafter.propose = self.forward, self.propose
 
@@ -188,7 +188,7 @@ def test_pass_is_as_wide_as_its_drafts_need(pair):
     target, draft = pair
     fed = []
     loop = loop_for(target, draft, rows=3, lengths=Tour())
-    runner, forward = loop.drafter._runner, loop.drafter._runner.forward
+    runner, forward = loop.drafter.runner, loop.drafter.runner.forward
     runner.forward = lambda tokens, *more, **words: (
         fed.append(tuple(tokens.shape)),
         forward(tokens, *more, **words),
@@ -211,8 +211,8 @@ def test_gpu_kernels_give_the_same_drafts(models, monkeypatch, batch, length):
         live = [Row("0", s, 0, [5, 6, 7, 8, 9], 40, temperature=0.8 * s) for s in range(batch)]
         loop.open("0", live[0].tokens)
         loop.swap_rows((), live)
-        logits, forward = [], loop.drafter._runner.forward
-        loop.drafter._runner.forward = lambda *given, seen=logits, run=forward, **words: (
+        logits, forward = [], loop.drafter.runner.forward
+        loop.drafter.runner.forward = lambda *given, seen=logits, run=forward, **words: (
             seen.append(run(*given, **words)),
             seen[-1],
         )[1]
@@ -249,7 +249,7 @@ def test_draft_cache_holds_tokens_only(pair):
     for row in live:
         fresh.open(str(row.sample), row.tokens)
         fresh.admit(Row(str(row.sample), row.sample, 1, list(row.tokens), 9))
-    ours, due = loop.drafter._runner.cache, fresh.drafter._runner.cache
+    ours, due = loop.drafter.runner.cache, fresh.drafter.runner.cache
     for row, line in enumerate(live):
         span, base = due._of_row[row], ours.base(row)
         assert span.length == len(line.tokens) - 2 > base

@@ -292,7 +292,7 @@ def test_moved_memory_is_captured_again(pair, plainly):
     drive(loop, rows())
     before = loop.graphs.captures
     loop.target.cache._grow(10_000)
-    loop.drafter._runner.cache._grow(10_000)
+    loop.drafter.runner.cache._grow(10_000)
     assert drive(loop, rows()) == plainly
     assert loop.graphs.captures > before
 
@@ -301,8 +301,8 @@ def test_uncaptured_loop_catches_up_in_one_pass(pair, plainly):
     target, draft = pair
     fed = []
     loop = loop_for(target, draft, rows=3, lengths=Tour())
-    feed = loop.drafter._runner.feed
-    loop.drafter._runner.feed = lambda tokens, *more: (
+    feed = loop.drafter.runner.feed
+    loop.drafter.runner.feed = lambda tokens, *more: (
         fed.append(tokens.shape[1]),
         feed(tokens, *more),
     )

@@ -308,15 +308,13 @@ def test_drafts_after_plain_rounds_do_not_read_rejected_drafts(decoders):
         fresh.open(str(row.sample), row.tokens)
         fresh.admit(Row(str(row.sample), row.sample, 1, list(row.tokens), 9))
     for row, line in enumerate(live):
-        span = fresh.drafter._runner.cache._of_row[row]
-        fed, base = span.length, loop.drafter._runner.cache.base(row)
+        span = fresh.drafter.runner.cache._of_row[row]
+        fed, base = span.length, loop.drafter.runner.cache.base(row)
         for found, due in zip(
-            loop.drafter._runner.cache.own_keys,
-            fresh.drafter._runner.cache.prompt_keys,
-            strict=True,
+            loop.drafter.runner.cache.own_keys, fresh.drafter.runner.cache.prompt_keys, strict=True
         ):
             due = due[:, span.start + base : span.start + fed]
-            slot = int(loop.drafter._runner.cache._slot[row])
+            slot = int(loop.drafter.runner.cache._slot[row])
             found = found[:, slot : slot + fed - base]
             torch.testing.assert_close(found, due, rtol=1e-4, atol=1e-4)
         assert fed == len(line.tokens) - 2

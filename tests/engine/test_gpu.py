@@ -373,7 +373,7 @@ def test_moved_memory_is_captured_again(decoders):
     loop = loop_for(target, draft, batch=3, lengths=Fixed(3), graphs=True)
     drive(loop, rows())
     loop.target.cache._grow(10_000)
-    loop.drafter._runner.cache._grow(10_000)
+    loop.drafter.runner.cache._grow(10_000)
     assert drive(loop, rows()) == due
 
 
@@ -435,7 +435,7 @@ def test_prompts_read_by_graphs_give_the_same_tokens(decoders, family, monkeypat
     ]
     monkeypatch.setattr(prompts, "PATIENCE", 0)
     loop = loop_for(target, draft, batch=5, lengths=Fixed(3), graphs=True)
-    runners = loop.target, loop.drafter._runner
+    runners = loop.target, loop.drafter.runner
     before = [0, 0]  # captures for the store that moved
     for number, job in enumerate(jobs):
         if number == 2:
