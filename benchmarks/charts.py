@@ -1,7 +1,7 @@
 """Draw the charts of the README from the figures in docs/data.
 
     python benchmarks/charts.py speed docs/data/speed-h100.json docs/speed.png
-    python benchmarks/charts.py deadlines docs/data/deadlines-h100.json docs/deadlines.png
+    python benchmarks/charts.py deadlines docs/data/deadlines-h200.json docs/deadlines.png
 
 `speed` is milliseconds per token against sequences decoded at once, `deadlines` the share of
 solved problems against the time limit. The data files hold measured figures; docs/PERFORMANCE.md
@@ -54,6 +54,10 @@ def deadlines(data):
             budgets = list(map(float, points))
             shares = [both[which] for both in points.values()]
             axes.plot(budgets, shares, linewidth=2.2, markersize=5, label=name, **STYLES[name])
+        for name, points in data["later"].items():  # single points of later runs
+            for budget, both in points.items():
+                color = STYLES[name]["color"]
+                axes.plot(float(budget), both[which], marker="*", markersize=13, color=color)
         axes.set_xscale("log", base=2)
         axes.set_xticks(budgets, [f"{budget:g}" for budget in budgets])
         axes.minorticks_off()
@@ -62,7 +66,7 @@ def deadlines(data):
         axes.set_title(title, fontsize=11)
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("problems solved, %")
-    panels[0].legend(loc="upper left", fontsize=10, framealpha=0.95)
+    panels[0].legend(loc="lower right", fontsize=9, framealpha=0.95)
     return figure
 
 
@@ -72,7 +76,7 @@ def main(kind, source, target):
     pyplot.rcParams.update({"font.size": 12, "figure.facecolor": "white"})
     figure = {"speed": speed, "deadlines": deadlines}[kind](data)
     figure.suptitle(data["title"], fontsize=12)
-    figure.text(0.99, 0.005, data["machine"], ha="right", fontsize=9, color="#555555")
+    figure.text(0.99, 0.005, data["machine"], ha="right", fontsize=8, color="#555555")
     figure.tight_layout()
     figure.savefig(target, dpi=120)
 
