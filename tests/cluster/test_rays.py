@@ -91,6 +91,7 @@ def lines(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
+@pytest.mark.slow  # Ray under kills: half a minute
 def test_the_file_is_the_same_after_kills_and_a_new_node(cluster: Any, pair_folder: Any) -> None:
     place = pair_folder(prompts=60)
     flags = ("--max-new-tokens", "48", "--draft", "none", "--draft-length", "auto")

@@ -73,6 +73,7 @@ def samples_from(folder, to):
         shutil.copy(path, to)
 
 
+@pytest.mark.slow  # Ray under kills
 def test_two_actors_of_which_one_is_killed_train_what_one_process_does(here, cluster, monkeypatch):
     """One actor dies in a step, and a new group repeats the step."""
     one = bass("distill", *TRAINED, "--out", "one", "--json")

@@ -29,6 +29,7 @@ def hold(lines):
     return len(lines)
 
 
+@pytest.mark.slow  # compiles for other GPUs
 def test_the_largest_launches_fit_every_gpu(tmp_path):
     """The launches that need most on small GPUs, and those with the longer pipelines of Hopper and
     Blackwell."""
