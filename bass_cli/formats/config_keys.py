@@ -114,6 +114,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "mlp_type": ("default",),
     "norm_type": ("layer_norm", "rms_norm"),
 }
+# Switches of NEUTRAL that null turns off: models test them as booleans
+_OFF_IF_NULL = ("do_layer_norm_before", "layer_norm_elementwise_affine", "scale_attn_weights")
 _QUANTISED = ("quantization_config", "compression_config")
 # The keys that each rope type uses besides _EVERY_ROPE.
 ROPE_TYPES: dict[str, tuple[str, ...]] = {
@@ -157,6 +159,9 @@ def read_keys(config: Mapping[str, Any], family: Family, *, place: str) -> dict[
                 "use the original checkpoint or a GGUF file"
             )
     refuse_others({key: config[key] for key in config.keys() - family.reads}, NEUTRAL, place=place)
+    for key in _OFF_IF_NULL:
+        if config.get(key, True) is None:
+            raise UserError(f'{place}: key "{key}": None is not supported, only True is')
     layers = config.get("no_rope_layers")
     if layers and not (isinstance(layers, list) and all(_equal(one, 1) for one in layers)):
         raise UserError(

@@ -28,8 +28,11 @@ from bass_cli.errors import UserError
 from bass_cli.io.reading import parse_object
 
 _BRIEF = 1000  # most characters of an error message from the child
-# Bytes of the allocations that use up free memory: all that is left is in pieces of less than 4 KB.
-_LENGTHS = tuple(1 << bits for bits in range(40, 11, -1))
+# Bytes of the allocations that use up free memory, and how many there are at most. Each writes to one
+# or two pages, which this process then has twice: 128 MB and 0.1 s at most. Not used up are pieces of
+# less than 64 KB, of which a heap may have millions.
+_LENGTHS = tuple(1 << bits for bits in range(34, 15, -3))
+_MOST_ALLOCATIONS = 1 << 14
 _VALUE, _REFUSAL, _MISTAKE = b"+", b"-", b"!"
 _LISTS = ("normalizers", "pretokenizers", "processors", "decoders")
 _ALWAYS = 1 << 20  # characters that a text may have for any context
@@ -116,6 +119,8 @@ def _start(function: Callable[[Any], bytes], seconds: float, memory: int) -> tup
     if pid == 0:
         try:
             _serve(theirs, function, seconds, memory)
+        except MemoryError:  # for the argument or the result: end as native libraries do
+            os.abort()
         finally:
             os._exit(1)
     theirs.close()
@@ -158,8 +163,8 @@ def _close_files(kept: int) -> None:
 def _limit_memory(memory: int) -> None:
     """Let this process add `memory` bytes to what it has.
 
-    The limit is one of address space. Memory that the parent had freed before the fork would not
-    count, so it is allocated first, and not written to.
+    The limit is one of address space. Large pieces of memory that the parent had freed before the
+    fork would not count, so they are allocated first, and not written to.
     """
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     size, hard = pages * resource.getpagesize(), resource.getrlimit(resource.RLIMIT_AS)[1]
@@ -167,9 +172,10 @@ def _limit_memory(memory: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (min(size, allowed), hard))
     allocate = ctypes.CDLL(None).malloc  # gives free memory only now
     allocate.argtypes, allocate.restype = [ctypes.c_size_t], ctypes.c_void_p
+    left = _MOST_ALLOCATIONS
     for length in _LENGTHS:
-        while allocate(length):
-            pass
+        while left and allocate(length):
+            left -= 1
     resource.setrlimit(resource.RLIMIT_AS, (min(size + memory, allowed), hard))
 
 

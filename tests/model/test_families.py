@@ -248,6 +248,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
                                                               'True is not supported'),
     (changed("opt-125m", do_layer_norm_before=False), '"do_layer_norm_before": False is not '
                                                       'supported, only True is'),
+    *((changed("opt-125m", **{key: None}), f'"{key}": None is not supported, only True is')
+      for key in ("do_layer_norm_before", "layer_norm_elementwise_affine")),
+    (changed("gpt2", scale_attn_weights=None), '"scale_attn_weights": None is not supported, only True is'),
     (changed("opt-125m", word_embed_proj_dim=512), '"word_embed_proj_dim": 512 is not supported'),
     (changed("gpt2", scale_attn_by_inverse_layer_idx=True), '"scale_attn_by_inverse_layer_idx": '
                                                             'True is not supp'),

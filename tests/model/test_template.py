@@ -75,6 +75,16 @@ def test_a_template_that_fills_the_memory_fails_its_prompt_only(
     assert tokenizer.decode(tokenizer.encode_chat(HELLO)) == "fine"
 
 
+def test_messages_that_do_not_fit_the_memory_are_an_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer_module, "_TEMPLATE_MEMORY", 2**26)
+    tokenizer = with_template(folder, "")
+    with pytest.raises(UserError, match="it takes more than 64 MB of memory"):
+        tokenizer.encode_chat([{"role": "user", "content": "x" * 10**8}])
+    assert tokenizer.encode_chat(HELLO) == tokenizer.encode_part("fine")
+
+
 def test_a_template_with_too_long_a_result_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

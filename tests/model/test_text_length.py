@@ -16,6 +16,7 @@ from test_sentencepiece import train
 
 import bass_cli.formats.tokenizer as tokenizer_module
 from bass_cli.errors import UserError
+from bass_cli.formats.limits import Limited
 from bass_cli.formats.tokenizer import Tokenizer
 
 
@@ -124,6 +125,18 @@ def test_a_text_that_takes_too_much_memory_is_an_error(
     with pytest.raises(UserError, match="cannot read the text: it takes more than 64 MB of memory"):
         tokenizer.encode("the cat " * 200_000)
     assert tokenizer.decode(tokenizer.encode("the cat")) == "the cat"
+
+
+def test_small_pieces_of_free_memory_are_not_copied(tmp_path: Path) -> None:
+    """Using up the free memory of a heap in many pieces would take seconds and a copy of the heap:
+    each allocation writes to one or two pages, which the two processes then do not share."""
+    held = [numpy.empty(20_000, dtype=numpy.uint8) for _ in range(20_000)][::2]
+    limited = Limited(
+        lambda _: str(resource.getrusage(resource.RUSAGE_SELF).ru_minflt).encode(),
+        seconds=10,
+        memory=1 << 30,
+    )
+    assert int(limited(None)) < 2 * len(held)
 
 
 def test_a_regular_expression_that_takes_too_long_is_an_error(tmp_path: Path) -> None:
