@@ -28,9 +28,9 @@ from bass_cli.errors import UserError
 from bass_cli.io.reading import parse_object
 
 _BRIEF = 1000  # most characters of an error message from the child
-# Bytes of the allocations that use up free memory, and how many there are at most. Each writes to one
-# or two pages, which this process then has twice: 128 MB and 0.1 s at most. Not used up are pieces of
-# less than 64 KB, of which a heap may have millions.
+# Bytes of the allocations that use up free memory, and how many there are at most. Each writes to
+# one or two pages, which the two processes then do not share: at most 128 MB and 0.1 s. Pieces of
+# less than 64 KB are not used up: a heap may have millions.
 _LENGTHS = tuple(1 << bits for bits in range(34, 15, -3))
 _MOST_ALLOCATIONS = 1 << 14
 _VALUE, _REFUSAL, _MISTAKE = b"+", b"-", b"!"

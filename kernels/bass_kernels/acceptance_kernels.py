@@ -329,7 +329,7 @@ def _residual_masses(
     PLACES: tl.constexpr,
 ):
     """Compute the mass of max(w p - q, 0) in a chunk, after 1 to width - 1 drafts of a row. At w =
-    0 and w = 1 the mass is not needed, and nothing is read_block."""
+    0 and w = 1 the mass is not needed, and nothing is read."""
     row, before, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     ps, qs = _draft_probs(
         row,

@@ -230,7 +230,7 @@ def accept_chosen(
     stats: ConfidenceStats,
     alive: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Do rounds.settle."""
+    """Do rounds.accept_chosen."""
     rows, width = drafts.shape
     accepted, table = drafts.new_empty(rows), drafts.new_empty(rows, 2 * width + 4)
     stats.fade()

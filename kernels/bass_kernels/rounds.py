@@ -124,18 +124,18 @@ def accept_chosen(
     stats: ConfidenceStats,
     alive: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Accept drafts and update the statistics `known`.
+    """Accept drafts and update the statistics `stats`.
 
     Args:
         drafts, scores: [B, k].
         targets: [M], the target's own tokens for the verified ones.
         target_scores: [M] float32, their log-probabilities.
-        alive: [B]; rows where it is 0 do not change `known`.
+        alive: [B]; rows where it is 0 do not change `stats`.
 
     Returns: accepted [B], and a table [B, 2k + 4] int64: accepted; the row's target tokens, valid
     up to the first that differs from its draft; the bits of their log-probabilities; the number of
     verified drafts. Drafts after the first rejected one, and drafts that were not verified, do not
-    change `known`.
+    change `stats`.
     """
     index, counts = chosen.packed.by_row, chosen.counts
     targets, bits = targets[index], target_scores[index].view(torch.int32).long()

@@ -7,7 +7,7 @@ import triton.language as tl
 from .sampling import COLDEST, HOTTEST
 
 _COLDEST, _HOTTEST = tl.constexpr(COLDEST), tl.constexpr(HOTTEST)
-# the smallest finite float32: the peak before any logit was read_block
+# the smallest finite float32: the peak before any logit was read
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
@@ -47,7 +47,7 @@ def load_temperature(temperature_ptr, row):
 
 @triton.jit
 def noise_address(entry, row, key_ptr, position_ptr):
-    """Return the words that noise_address a row's noise: the key of its entry, and its position."""
+    """Return the words that address a row's noise: the key of its entry, and its position."""
     key_0 = tl.load(key_ptr + 2 * entry).to(tl.uint32)
     key_1 = tl.load(key_ptr + 2 * entry + 1).to(tl.uint32)
     return key_0, key_1, tl.load(position_ptr + row).to(tl.uint32)
@@ -62,7 +62,7 @@ def no_candidate():
 
 @triton.jit
 def better_candidate(score, token, x, scores, tokens, xs):
-    """Return the better_candidate of a candidate and a block of others; the first token on ties."""
+    """Return the better of a candidate and a block of others; the first token on ties."""
     top = tl.max(scores, 0)
     first = tl.min(tl.where(scores == top, tokens, 16777216), 0)
     value = tl.max(tl.where(tokens == first, xs, -float("inf")), 0)
