@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy
 import torch
@@ -29,12 +29,13 @@ from bass_cli import __version__
 from bass_cli.engine.contracts import DraftLength
 from bass_cli.engine.graphs import ARITHMETIC, STEP
 from bass_cli.io.cache import cache_folder, read_cached, write_cached
-from bass_cli.io.reading import finite, parse_object, truth, whole
+from bass_cli.io.reading import finite, parse_object, shown, truth, whole
 from bass_cli.system.threads import most_threads
 
 FORMAT = 1  # of the file; another one is not read
 Grid = tuple[tuple[float, ...], ...]
 Array = NDArray[numpy.float64]
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,14 +162,29 @@ def make_surface(
 
 
 def read_surface(text: str | bytes) -> Surface:
-    """Return the Surface that `to_json` wrote. ValueError for anything else."""
+    """Return the Surface that `to_json` wrote. ValueError, with the key, for anything else."""
     found = parse_object(text)
     if found.pop("format", None) != FORMAT:
         raise ValueError(f"its format is not {FORMAT}")
-    try:
-        return _typed(found)
-    except (TypeError, KeyError) as error:
-        raise ValueError(f"not a cost surface: {error}") from None
+    surface = _typed(found)
+    rows, widths = surface.rows, surface.widths
+    if not rows:
+        raise ValueError("rows: at least one number is needed")
+    if widths[:1] != (0,):
+        raise ValueError("widths: the first one must be 0")
+    for key, axis in (("rows", rows), ("widths", widths)):
+        if any(b <= a for a, b in itertools.pairwise(axis)):
+            raise ValueError(f"{key}: the numbers do not increase")
+    for key, grid in (("verify", surface.verify), ("draft", surface.draft)):
+        if [len(line) for line in grid] != [len(widths)] * len(rows):
+            raise ValueError(
+                f"{key}: it needs a line for each of `rows`, of a number for each width"
+            )
+    made = asdict(make_surface(**asdict(surface)))
+    for key, value in asdict(surface).items():
+        if value != made[key]:
+            raise ValueError(f"{key}: values are out of bounds, or fall with more rows or drafts")
+    return surface
 
 
 # Prior standard deviations (of logarithms) by whether the surface was measured: of each part, and
@@ -352,36 +368,45 @@ _FURTHEST = 25.0  # the largest logarithm of a factor: a guess of 1 s may be off
 
 
 def _typed(found: Mapping[str, Any]) -> Surface:
-    """Return the Surface of these values if `make_surface` could have made it; else ValueError."""
+    """Return the Surface of these values. ValueError if one is missing or has the wrong type."""
 
-    def grid(key: str) -> Grid:
-        return tuple(tuple(finite(value) for value in line) for line in found[key])
+    def of(key: str, read: Callable[[Any], _Value]) -> _Value:
+        if key not in found:
+            raise ValueError(f"{key} is missing")
+        try:
+            return read(found[key])
+        except TypeError:
+            raise ValueError(
+                f"{key}: lists of numbers are needed, not {shown(found[key])}"
+            ) from None
+        except ValueError as error:
+            raise ValueError(f"{key}: {error}") from None
 
-    verify, draft = found["growth"]
-    acceptance = found["acceptance"]
-    surface = Surface(
-        tuple(whole(n, least=1, most=_MOST_ROWS) for n in found["rows"]),
-        tuple(whole(n, most=_MOST_ROWS) for n in found["widths"]),
-        grid("verify"),
-        grid("draft"),
-        finite(found["context"]),
-        (finite(verify), finite(draft)),
-        None if acceptance is None else finite(acceptance, least=0.0),
-        truth(found["measured"]),
+    def grid(lines: Any) -> Grid:
+        return tuple(tuple(finite(value) for value in line) for line in lines)
+
+    def pair(values: Any) -> tuple[float, float]:
+        numbers = [finite(value) for value in values]
+        if len(numbers) != 2:
+            raise ValueError(f"two numbers are needed, not {shown(values)}")
+        return numbers[0], numbers[1]
+
+    return Surface(
+        of("rows", lambda all_: tuple(whole(n, least=1, most=_MOST_ROWS) for n in all_)),
+        of("widths", lambda all_: tuple(whole(n, most=_MOST_ROWS) for n in all_)),
+        of("verify", grid),
+        of("draft", grid),
+        of("context", finite),
+        of("growth", pair),
+        of("acceptance", lambda value: None if value is None else _rate(value)),
+        of("measured", truth),
     )
-    rows, widths = surface.rows, surface.widths
-    if not rows or widths[:1] != (0,):
-        raise ValueError("rows are needed, and widths that begin at 0")
-    if any(b <= a for axis in (rows, widths) for a, b in itertools.pairwise(axis)):
-        raise ValueError("the rows or the widths do not increase")
-    for one in (surface.verify, surface.draft):
-        if [len(line) for line in one] != [len(widths)] * len(rows):
-            raise ValueError("a grid does not match its rows and widths")
-    if surface != make_surface(**asdict(surface)):
-        raise ValueError("its seconds are implausible, or fall with more rows or drafts")
-    if surface.acceptance is not None and surface.acceptance > 1:
-        raise ValueError("the acceptance must be between 0 and 1")
-    return surface
+
+
+def _rate(value: Any) -> float:
+    if finite(value, least=0.0) > 1:
+        raise ValueError(f"a number from 0 to 1 is needed, not {shown(value)}")
+    return float(value)
 
 
 def _between(axis: Sequence[int], value: float) -> tuple[int, float]:

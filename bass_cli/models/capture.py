@@ -186,7 +186,7 @@ class Graphs:
 class SkiRental(Generic[_Key]):
     """The ski-rental rule: other graphs, or uncaptured passes, serve a wanted one until the time
     lost by that reaches the cost of its capture. What was lost still counts after memory has moved
-    and the graphs have been dropped."""
+    and the graphs have been dropped, unless `restart` was called."""
 
     def __init__(self) -> None:
         # By wanted key: how often something else served, and what was lost by that.
@@ -196,6 +196,10 @@ class SkiRental(Generic[_Key]):
         """Note that something else served `wanted`, at this loss."""
         times, lost = self._lost.get(wanted, (0, 0.0))
         self._lost[wanted] = times + 1, lost + loss
+
+    def restart(self, wanted: _Key, lost: float) -> None:
+        """Count this loss only: what was lost before has paid for a capture."""
+        self._lost[wanted] = 0, lost
 
     def pays(self, wanted: _Key, price: float, *, left: float | None = None) -> bool:
         """Return whether a capture pays, given its cost in the unit of losses.

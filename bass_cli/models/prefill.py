@@ -173,8 +173,8 @@ class Passes:
         """Capture passes of all sizes now, not when they have been frequent enough."""
         if self.graphs is None:
             return
+        self.graphs.renew(self._cache.positions)
         for size in SIZES:
-            self.graphs.renew(self._cache.positions)
             if not self.graphs.holds(size):
                 self._feed(self.graphs, size, ())
 
@@ -202,6 +202,8 @@ class Passes:
         function = functools.partial(self._run, Table.of(self._input, size, self.tile))
         graphs.run(size, function)
         graphs.capture(size, function)
+        # If the store moves, the next pass that has no graph of any size captures it again.
+        self._rental.restart(size, PATIENCE - 1)
 
     def _run(self, table: Table, groups: tuple[Group, ...] | None = None) -> None:
         step = self._cache.fill(*table[1:], groups)

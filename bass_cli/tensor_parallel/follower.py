@@ -48,7 +48,7 @@ class Source(Protocol):
         device: torch.device,
         on_read: Callable[[int], None],
     ) -> tuple[Spec, dict[str, torch.Tensor]]:
-        """Return the part's spec (partition.part_of) and its weights.
+        """Return the part's spec (ranks.part_of) and its weights.
 
         Args:
             on_read: called with the number of bytes after each tensor.
@@ -72,7 +72,8 @@ class Part(NamedTuple):
 
 
 class JobSpec(NamedTuple):
-    """What a follower of this rank is told. `port`: see Ranks.join."""
+    """The first message to a follower: the part of the model and the rank that it loads, its number
+    of CPU threads, and the port of the group (see Ranks.join)."""
 
     part: Part
     rank: int
@@ -274,7 +275,6 @@ class Follower:
         ahead: int,
         layers: tuple[int, ...],
     ) -> None:
-
         self._runners.pop(number, None)  # free its memory before the new one allocates
         self._runners[number] = Runner(
             self._decoder.keep_layers(layers),

@@ -202,17 +202,38 @@ def test_invalid_profile_is_ignored_with_a_note_and_a_valid_one_is_usable(file, 
         {"verify": [[0.0779, 0.01, 0.0838, 0.2999], [0.0779, 0.1319, 0.1319, 0.7453]]},
         {"verify": [[0.0779, 0.0786, 0.0838, 0.2999], [0.01, 0.1319, 0.1319, 0.7453]]},
         {"verify": [[1e9] * 4] * 2},
+        {"verify": [[0.1] * 4]},
         {"growth": [1e6, 0.0]},
+        {"growth": [0.0]},
+        {"growth": {"0": 0.0, "1": 0.0}},
         {"context": -1.0},
+        {"context": "148"},
         {"rows": [4, 2**40]},
         {"rows": [0, 8]},
+        {"rows": [8, 4]},
+        {"rows": []},
+        {"rows": 4},
         {"widths": [1, 2, 3, 16]},
+        {"widths": []},
         {"draft": [[0.01, 0.0104, 0.0207, 0.1659], [0.01, 0.0104, 0.0207, 0.1659]]},
+        {"draft": [[0.0, 0.1, 0.2], [0.0, 0.1, 0.2]]},
+        {"draft": [0.0, 0.1]},
+        {"acceptance": 1.5},
+        {"acceptance": -0.5},
+        {"measured": 1},
     ],
 )
-def test_implausible_surfaces_are_refused(changes):
-    with pytest.raises(ValueError, match=r"\w"):
+def test_implausible_surfaces_are_refused_with_the_key(changes):
+    (key,) = changes
+    with pytest.raises(ValueError, match=f"^{key}: "):
         read_surface(json.dumps(BUSY | changes))
+
+
+@pytest.mark.parametrize("key", sorted(BUSY.keys() - {"format"}))
+def test_surface_without_a_key_is_refused(key):
+    found = {name: value for name, value in BUSY.items() if name != key}
+    with pytest.raises(ValueError, match=f"^{key} is missing$"):
+        read_surface(json.dumps(found))
 
 
 def points(*widths):

@@ -366,6 +366,31 @@ def test_larger_graph_is_used_until_padding_costs_a_capture(decoders, monkeypatc
     assert sizes == [64, 64, 64, 64, 32, 32, 32, 32]  # of two that are larger the smaller one
 
 
+def test_size_is_captured_again_after_a_move_only_if_no_larger_graph_serves(decoders, monkeypatch):
+    monkeypatch.setattr(prompts, "PATIENCE", 2)
+    _, runner = runners(decoders("qwen2"), 1)
+
+    def captured(*lengths):
+        seen = []
+        for length in lengths:
+            runner.open("x", text(length))
+            runner.read()
+            runner.close("x")
+            seen.append(captures(runner))
+        return seen
+
+    assert captured(20, 21, 60, 61) == [0, 1, 1, 2]
+    runner.cache._grow(5000)
+    assert captured(60, 20, 21, 22, 61) == [3, 3, 3, 3, 3]
+    runner.cache._grow(10_000)
+    assert captured(20, 60, 21, 61) == [4, 5, 5, 5]
+    prepared = runners(decoders("qwen2"), 1)[1]
+    prepared.prepare_prompts()
+    runner, before = prepared, captures(prepared)
+    runner.cache._grow(5000)
+    assert captured(20) == [before + 1]
+
+
 @pytest.mark.usefixtures("small")
 def test_prepared_graphs_serve_every_length_and_are_captured_once(decoders, monkeypatch):
     monkeypatch.setattr(prompts, "PATIENCE", 8)
