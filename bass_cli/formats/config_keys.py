@@ -114,8 +114,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "mlp_type": ("default",),
     "norm_type": ("layer_norm", "rms_norm"),
 }
-# Switches of NEUTRAL that null turns off: models test them as booleans
-_OFF_IF_NULL = ("do_layer_norm_before", "layer_norm_elementwise_affine", "scale_attn_weights")
+# Switches of NEUTRAL, by model type, that null turns off: the models test them as booleans
+_OFF_IF_NULL = {
+    "opt": ("do_layer_norm_before", "layer_norm_elementwise_affine"),
+    "gpt2": ("scale_attn_weights",),
+}
 _QUANTISED = ("quantization_config", "compression_config")
 # The keys that each rope type uses besides _EVERY_ROPE.
 ROPE_TYPES: dict[str, tuple[str, ...]] = {
@@ -159,7 +162,7 @@ def read_keys(config: Mapping[str, Any], family: Family, *, place: str) -> dict[
                 "use the original checkpoint or a GGUF file"
             )
     refuse_others({key: config[key] for key in config.keys() - family.reads}, NEUTRAL, place=place)
-    for key in _OFF_IF_NULL:
+    for key in _OFF_IF_NULL.get(str(config.get("model_type")), ()):
         if config.get(key, True) is None:
             raise UserError(f'{place}: key "{key}": None is not supported, only True is')
     layers = config.get("no_rope_layers")

@@ -28,7 +28,7 @@ _SMALL_PART = 16  # a growth is small if this many of it would fit
 _UNIT = 16  # Triton recompiles kernels if strides are no multiples of this
 # Minimum length of a prompt whose keys are read once for several rows. The merge of the two parts
 # of attention costs more for shorter ones.
-_TEAMED = 1024
+_SHARED_FROM = 1024
 TILES = (2, 4, 8, 16, 32)  # maximum rows of a tile; a kernel takes what fills its tile of queries
 _COPY_BYTES = 2**26  # bytes of keys and values that are copied at once, through a temporary
 
@@ -323,7 +323,7 @@ class KVCache:
         shared = [
             sorted(span.rows)
             for span in self._spans
-            if span.length >= _TEAMED and len(span.rows) > 1
+            if span.length >= _SHARED_FROM and len(span.rows) > 1
         ]
         if shared or self._sharing:
             self._group_tables.update(shared)

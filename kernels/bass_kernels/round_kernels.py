@@ -179,7 +179,7 @@ def _commit(
 
 
 def prefix_chances(scores: Tensor, stats: ConfidenceStats, alive: Tensor) -> Tensor:
-    """Do rounds.standing."""
+    """Do rounds.prefix_chances."""
     rows, width = scores.shape
     found = torch.empty(rows, width, dtype=torch.float32, device=scores.device)
     _prefix_chances[(rows,)](
@@ -196,7 +196,7 @@ def prefix_chances(scores: Tensor, stats: ConfidenceStats, alive: Tensor) -> Ten
 
 
 def choose_drafts(chances: Tensor, total: int, tokens: Tensor, lengths: Tensor) -> ChosenDrafts:
-    """Do rounds.likeliest."""
+    """Do rounds.choose_drafts."""
     rows, width = chances.shape
     best = most_likely(chances, total)
     begin, counts = lengths.new_empty(rows + 1), lengths.new_empty(rows)

@@ -239,7 +239,7 @@ def test_captured_rounds_of_shared_prefix_groups_equal_plain_decoding(
     schedules, on the same rows."""
     target, draft = decoders(family)
     due = drive(loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False), rows())
-    monkeypatch.setattr("bass_cli.models.kv_cache._TEAMED", 1)
+    monkeypatch.setattr("bass_cli.models.kv_cache._SHARED_FROM", 1)
     for schedule, batch in (("ragged", 3), ("ragged", 5), ("pad", 5), ("split", 5)):
         ops.attention_schedule(schedule)
         try:

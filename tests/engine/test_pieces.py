@@ -257,7 +257,7 @@ def test_rows_in_a_shared_prefix_group_grow(pair, monkeypatch):
         for s in range(4)
     ]
     due = plain(target, [again(row) for row in few])
-    monkeypatch.setattr("bass_cli.models.kv_cache._TEAMED", 30)
+    monkeypatch.setattr("bass_cli.models.kv_cache._SHARED_FROM", 30)
     monkeypatch.setattr(ragged, "_members", lambda lines, rows: 4)
     plainly = ops.attention
     monkeypatch.setattr(

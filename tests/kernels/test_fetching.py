@@ -16,7 +16,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 class Weight(NamedTuple):
-    """A stand-in for a tensor with the attributes that `pieces_of` reads."""
+    """A stand-in for a tensor with the attributes that `prefetch_blocks` reads."""
 
     bytes: int
     at: int = 4096

@@ -291,7 +291,7 @@ def test_a_long_row_may_have_more_splits_than_a_short_one():
 
 def test_captured_segments_after_rows_joined_left_and_moved(monkeypatch):
     """Compare the store's segments for a captured pass with those for a pass with host data."""
-    monkeypatch.setattr("bass_cli.models.kv_cache._TEAMED", 30)
+    monkeypatch.setattr("bass_cli.models.kv_cache._SHARED_FROM", 30)
     cache = KVCache([Layers(1, 1, 16)], rows=6, span=20, dtype=torch.float32, device=DEVICE)
     for i, store in enumerate(
         (cache.own_keys, cache.own_values, cache.prompt_keys, cache.prompt_values)

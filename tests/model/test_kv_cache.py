@@ -189,7 +189,7 @@ def groups_of(cache, rows, size=4):
 
 
 def test_prefix_groups_follow_rows_that_begin_end_and_move(monkeypatch):
-    monkeypatch.setattr("bass_cli.models.kv_cache._TEAMED", 128)
+    monkeypatch.setattr("bass_cli.models.kv_cache._SHARED_FROM", 128)
     cache = store(rows=8)
     long, other, short = cache.reserve(200), cache.reserve(300), cache.reserve(3)
     cache.swap_rows(begun=[([0], long)])
