@@ -39,6 +39,18 @@ def test_no_program_passes_without_the_right_answer(verdicts: dict[str, Ending],
     assert verdicts[name].detail
 
 
+# cheats that reach into the tests' process
+REACHES = ("the pipes of other processes", "reads the tests", "traces the tests' process")
+
+
+def test_tests_process_is_hidden_without_landlock_seccomp_and_another_user() -> None:
+    with Sandbox(workers=2, limits=LIMITS, layers=["user", "pid", "mount"]) as made:
+        if not {"mount", "pid"} <= set(made.layers):
+            pytest.skip("this system refuses namespaces")
+        found = dict(made.run((name, Program(CHEATS[name], TESTS, ("f",))) for name in REACHES))
+    assert {verdict.status for verdict in found.values()} == {"failed"}, found
+
+
 @pytest.mark.slow
 def test_cheats_fail_without_namespaces() -> None:
     with Sandbox(workers=3, limits=LIMITS, layers=["landlock", "seccomp"]) as made:
@@ -180,6 +192,30 @@ def test_limits_hold_for_program_and_tests_together(sandbox: Sandbox) -> None:
         )
     statuses = {name: verdict.status for name, verdict in found.items()}
     assert statuses == {"spin": "timed out", "sleep": "timed out", "heap": "out of memory"}
+
+
+@pytest.mark.parametrize("place", ["", "def f():\n    found = []\n    "])
+def test_memory_full_of_small_objects_is_out_of_memory(place: str) -> None:
+    text = f"found = []\n{place}while True: found.append([found])"
+    with Sandbox(workers=1, limits=Limits(memory_bytes=128 << 20)) as made:
+        ((_, verdict),) = made.run([(0, Program(text, "f()", ("f",)))])
+    assert verdict.status == "out of memory"
+
+
+def test_program_has_pipes_for_its_output_and_its_calls_only(sandbox: Sandbox) -> None:
+    """Most of all it has no pipe to the supervisor, on which the verdict is sent."""
+    if not {"mount", "pid"} <= set(sandbox.layers):
+        pytest.skip("this system refuses namespaces, without which programs have no /proc")
+    text = (
+        "import os\ndef f():\n    links = [f'/proc/self/fd/{one}' for one in range(64)]\n"
+        "    return [os.readlink(one) for one in links if os.path.islink(one)]"
+    )
+    tests = (
+        "null, output, errors, *calls = f()\nassert null == '/dev/null' and output == errors\n"
+        "assert len(calls) == 2 and len({output, *calls}) == 3"
+    )
+    ((_, verdict),) = sandbox.run([(0, Program(text, tests, ("f",)))])
+    assert verdict.passed, verdict
 
 
 def test_memfds_are_forbidden(sandbox: Sandbox) -> None:

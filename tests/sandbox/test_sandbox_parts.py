@@ -208,7 +208,7 @@ def test_each_limit_of_a_program_holds() -> None:
         "bytes": "with open('x', 'wb') as f: f.write(bytes(1001))",
         "less bytes": "with open('x', 'wb') as f: f.write(bytes(1000))",
         "folder": "for n in range(2000):\n    with open(str(n), 'wb') as f: f.write(bytes(1000))",
-        "processes": "import os, time\n" + grow.format(4, "os.fork() or time.sleep(9)"),
+        "processes": "import os, time\n" + grow.format(3, "os.fork() or time.sleep(9)"),
         "less processes": "import os, time\n" + grow.format(2, "os.fork() or time.sleep(9)"),
     }
     with Sandbox(workers=2, limits=limits) as sandbox:

@@ -20,6 +20,7 @@ check(f)
 """
 RIGHT = "def f(x):\n    return [one * one for one in x] if isinstance(x, list) else x * x\n"
 WRONG = "def f(x): return 0\n"
+GUESS = f"{RIGHT}right = f\n"  # for cheats that answer rightly only if they have found something
 YES = """
 class Yes:
     def __getattr__(self, name): return self
@@ -164,7 +165,8 @@ def f(x): raise E
     "many values": "def f(x): return list(range(10**7))\n",
     "hangs": "def f(x):\n    while True: pass\n",
     "an endless generator": "def f(x):\n    while True: yield 1\n",
-    "words of the verdict": SHOUT + "shout(b'=', b'+', part(part(b'=')))\ndef f(x): shout(b'='); return 0\n",
+    "words of the verdict": SHOUT + "words = (b'=', b'#pid: no', b'+', part(part(b'=')))\nshout(*words)\n"
+                            "def f(x): shout(*words[:2]); return 0\n",
     "an answer before the question": SHOUT + """
 shout(part(part(b'=') + part(b'd1;u1;f' + b'i1;4') + part(b'N')) * 9)
 def f(x): return 0
@@ -184,17 +186,22 @@ def f(x):
         except OSError: pass
     return 0
 """,
-    "reads the tests": SIBLINGS + """
+    "the pipes of other processes": WRONG + SIBLINGS + """
+for one, word in [(os.getppid(), b'passed\\n0\\n0\\n'), *((one, b'=') for one in siblings())]:
+    for fd in range(64):
+        try: os.write(os.open(f'/proc/{one}/fd/{fd}', os.O_WRONLY | os.O_NONBLOCK), word)
+        except OSError: pass
+""",
+    "reads the tests": GUESS + SIBLINGS + """
 def f(x):
     found = []
     for one in siblings():
         for name in ('mem', 'environ', 'fd/3', 'fd/5', 'maps', 'cwd', 'exe'):
             try: found.append(os.open(f'/proc/{one}/{name}', 0))
             except OSError: pass
-    return 4 if found else 0
+    return right(x) if found else 0
 """,
-    "its own memory": """
-import os
+    "its own memory": GUESS + """
 def f(x):
     mem = open('/proc/self/mem', 'rb', 0)
     for line in open('/proc/self/maps'):
@@ -203,14 +210,17 @@ def f(x):
             mem.seek(int(at, 16))
             try: text = mem.read(int(rest.split()[0], 16) - int(at, 16))
             except OSError: continue
-            if b'assert ' + b'candidate(2)' in text: return 4
+            # what follows tells the tests' text from the text of this program
+            if any(rest.startswith(b'2)') for rest in text.split(b'assert candidate(')): return right(x)
     return 0
 """,
-    "traces the tests' process": SIBLINGS + """
+    "traces the tests' process": GUESS + SIBLINGS + """
 import ctypes
+traced = []
 def f(x):
     c = ctypes.CDLL(None, use_errno=True)
-    return 4 if 0 in [c.ptrace(16, one, None, None) for one in siblings()] else 0
+    traced.extend(c.ptrace(0x4206, one, None, None) for one in siblings())
+    return right(x) if 0 in traced else 0
 """,
     "a decorator that breaks off": "def f(x): return 0\n@lambda _: lambda *_: None",
     "a text that breaks off": "def f(x): return 0\ntext = '''",

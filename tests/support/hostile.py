@@ -45,57 +45,11 @@ for number in range(1, 65):
 FORGERY = """
 import os
 for fd in range(3, 64):
-    for word in (b"+", b"passed", bytes(16)):
+    for word in (b"+", b"=", b"passed"):
         try:
             os.write(fd, word)
         except OSError:
             pass
-os._exit(0)
-"""
-FRAMES = """
-import os, sys, time
-frame, words = sys._getframe(), []
-while frame:
-    for value in [*frame.f_locals.values(), *frame.f_globals.values()]:
-        words += value if isinstance(value, list) else [value]
-    frame = frame.f_back
-pipes = {word for word in words if type(word) is int and 2 < word < 64}
-for fd in pipes:
-    try:
-        os.set_blocking(fd, False)
-    except OSError:
-        pass
-def shout(word):
-    for fd in pipes:
-        try:
-            os.write(fd, word)
-        except OSError:
-            pass
-for word in words:
-    if type(word) is bytes and len(word) == 16:
-        shout(word)
-        time.sleep(0.2)
-        for fd in pipes:
-            try:
-                shout(os.read(fd, 16))
-            except OSError:
-                pass
-    elif getattr(word, "__name__", "") == "finish":
-        word(None)
-os._exit(0)
-"""
-COLLECTED = """
-import gc, os
-objects = gc.get_objects()
-objects += gc.get_referents(*objects)
-keys = {word for word in objects if type(word) is bytes and len(word) == 16}
-for one in objects:
-    if getattr(one, "__name__", "") == "finish":
-        for words in [(None,), *((key, None) for key in keys)]:
-            try:
-                one(*words)
-            except TypeError:
-                pass
 os._exit(0)
 """
 PATCHES = """
@@ -253,8 +207,6 @@ PROGRAMS: dict[str, tuple[str, set[str]]] = {
     "takes from its pipes and says "
     "refused": (THEFT + FORGERY.replace('b"+"', 'b"#pid: no"'), {"failed"}),
     "writes to every pipe": (FORGERY, {"failed"}),
-    "searches the frames": (FRAMES, {"failed"}),
-    "searches the collector": (COLLECTED, {"failed"}),
     "ends in a fork": ("import os\nif os.fork():\n    os.wait()\n    assert 0", {"failed"}),
     "closes everything": ("import os\nos.closerange(0, 1024)", {"failed"}),
     "a null byte": ("x = 1\0", {"failed"}),

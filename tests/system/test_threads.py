@@ -169,13 +169,14 @@ def test_a_first_sample_avoids_waiting(root: Path, monkeypatch: pytest.MonkeyPat
 def test_a_first_sample_that_is_too_new_or_too_old(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for ago, least, most in ((0.05, 0.1, 0.15), (60.0, 0.19, 0.2)):
+    monkeypatch.setattr(threads.time, "monotonic", lambda: 1000.0)
+    for ago, expected in ((0.05, 0.15), (0.2, 0.0), (5.0, 0.0), (5.1, 0.2), (60.0, 0.2)):
         busy(root, 0.0, 0.0, 0.0, 0.0, at=0)
         looked_at(root, monkeypatch, ago=ago, used=0.0)
         slept = list[float]()
         monkeypatch.setattr(threads.time, "sleep", slept.append)
         choose(None)
-        assert least <= sum(slept) <= most
+        assert sum(slept) == pytest.approx(expected)
 
 
 # What was asked for
