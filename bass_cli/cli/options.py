@@ -17,26 +17,10 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from bass_cli.config.commands import COMMANDS
-from bass_cli.config.options import (
-    DRAFTING,
-    JOB,
-    MACHINE,
-    MEASURED,
-    MODELS,
-    OUTPUT,
-    PROMPTS,
-    RANDOM,
-    SAMPLES,
-    SAMPLING,
-    SCORING,
-    TRAINING,
-    WHOLE_JOB,
-    Option,
-    declared,
-)
+from bass_cli.config.options import HEADINGS, JOB, Option, declared
 
-_GROUPS = ("", MODELS, WHOLE_JOB, SAMPLES, SAMPLING, DRAFTING, TRAINING, MACHINE, PROMPTS, OUTPUT,
-           RANDOM, MEASURED, SCORING)  # fmt: skip
+# Fields that come first under their heading, before the other options of a Job
+_FIRST = ("pair", "job", "task", "prompts", "out")
 _SHORT = {"n": "-n", "out": "-o"}  # by field
 # Fields with file names, in which ~ is expanded: shells do not expand it after "=".
 _PATHS = {"prompts", "file", "names", "pair", "job", "data", "out", "report", "parts", "plot"}
@@ -82,11 +66,11 @@ def takes(kind: type[Args]) -> Callable[[Callable[[Args], None]], Callable[..., 
 
 def in_order(kind: type) -> Iterator[tuple[str, Option]]:
     """Yield the options of a command by field, in the order of its help page."""
-    found, known = declared(kind), ["pair", *JOB]
+    found, known = declared(kind), [*_FIRST, *JOB]
     places = {name: place for place, name in enumerate([*known, *found])}
     order = {name: places[name] if name not in known else known.index(name) for name in found}
     yield from sorted(
-        found.items(), key=lambda one: (_GROUPS.index(one[1].group or ""), order[one[0]])
+        found.items(), key=lambda one: (("", *HEADINGS).index(one[1].group), order[one[0]])
     )
 
 

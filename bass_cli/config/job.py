@@ -29,6 +29,7 @@ from bass_cli.config.options import (
     PairOptions,
     SamplingOptions,
     SpeculationOptions,
+    kind_of,
     packaged_pairs,
 )
 from bass_cli.errors import UserError, nearest
@@ -48,7 +49,6 @@ DEFAULT_PAIR = "smollm2"
 MODEL_DRAFT = "lookup"  # the draft if only a target is given, because it needs no other files
 _PAIR_FILES = (".yaml", ".yml")
 _WEIGHTS = (".gguf", ".safetensors", ".bin")
-_NUMBERS = {int, float, int | None, float | None}
 
 # seconds, 11 days; the operating system counts timeouts in milliseconds, in 31 bits
 _LONGEST = 1_000_000
@@ -62,7 +62,8 @@ class Strict(BaseModel, frozen=True):
     @field_validator("*", mode="before")
     @classmethod
     def _no_switch_as_number(cls, value: Any, info: Any) -> Any:
-        if isinstance(value, bool) and cls.model_fields[info.field_name].annotation in _NUMBERS:
+        kind = kind_of(cls.model_fields[info.field_name].annotation)
+        if isinstance(value, bool) and kind in (int, float):
             raise ValueError("a number is needed, not true or false")
         return value
 
@@ -216,7 +217,10 @@ def chosen_pair(args: PairArgs | DoctorArgs) -> Pair:
     if model is None:
         return load_pair(DEFAULT_PAIR if name is None else name)
     if name is not None:
-        raise UserError("`pair` and `pair.target` exclude each other: a pair has a target already")
+        raise UserError(
+            "--pair (or BASS_PAIR) and --model (or BASS_MODEL) exclude each other: a pair has a "
+            "target already"
+        )
     if not model:
         raise UserError("`pair.target`: it is empty; name a hub id, a folder or a .gguf file")
     if not is_unicode(model):

@@ -20,6 +20,8 @@ DRAFTING, TRAINING = "Drafting (changes the speed, not the distribution)", "Trai
 MACHINE, PROMPTS, OUTPUT = "Time and machine", "Prompts and data", "Output"
 RANDOM, MEASURED = "Random weights, without any download", "What is measured"
 SCORING = "Scoring"
+HEADINGS = (MODELS, WHOLE_JOB, SAMPLES, SAMPLING, DRAFTING, TRAINING, MACHINE, PROMPTS, OUTPUT,
+            RANDOM, MEASURED, SCORING)  # fmt: skip
 
 LARGEST = 2**63 - 1  # the largest whole number
 MOST_ROWS = 1_000_000  # the most samples of a prompt, and rows; no device holds as many
@@ -221,7 +223,7 @@ def declared(options: type, part: str | None = None) -> dict[str, Option]:
         if isinstance(one.default, (int, float, str)) and not isinstance(one.default, bool):
             shown = (shown or "{}").replace("{}", str(one.default))
         words = hints[one.name] if option.kind is None else option.kind
-        kind = _kind(words)
+        kind = kind_of(words)
         name = one.name
         if part is not None and option.flag is not None:
             name = option.flag.split("/")[0].removeprefix("--").replace("-", "_")
@@ -234,15 +236,15 @@ def declared(options: type, part: str | None = None) -> dict[str, Option]:
     return found
 
 
-def _kind(hint: Any) -> Any:
+def kind_of(hint: Any) -> Any:
     """Return the type of a value on the command line: a text if it is no number and no switch."""
     if get_origin(hint) is Annotated:
-        return _kind(get_args(hint)[0])
+        return kind_of(get_args(hint)[0])
     if get_origin(hint) in (Sequence, list):
         return list[str]
     parts = [one for one in get_args(hint) if one is not type(None)]
     if len(parts) == 1 and get_origin(hint) is not Literal:
-        return _kind(parts[0])
+        return kind_of(parts[0])
     return hint if hint in (int, float, bool) else str
 
 

@@ -210,7 +210,7 @@ BAD: list[tuple[dict[str, str], list[str], str]] = [
     ({}, ["p.jsonl", "--model", "smollm2"], '--model (or BASS_MODEL): "smollm2" is a pair; give it with --pair '
                                             'smollm2'),
     ({}, ["p.jsonl", "--model", "pair.yaml"], "give it with --pair pair.yaml"),
-    ({}, ["p.jsonl", "--model", "m.gguf", "--pair", "smollm2"], "--pair and --model exclude "
+    ({}, ["p.jsonl", "--model", "m.gguf", "--pair", "smollm2"], "--model (or BASS_MODEL) exclude "
                                                                 "each other"),
     ({}, ["p.jsonl", "--model", ""], "--model (or BASS_MODEL): it is empty"),
     ({}, ["p.jsonl", "--model", "parallel:m/p"], "--model (or BASS_MODEL): a target is a model by itself"),

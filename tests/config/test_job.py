@@ -3,6 +3,7 @@ valid value."""
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -425,6 +426,26 @@ def test_invalid_draft_is_named_by_line(tmp_path: Path, text: str, reason: str) 
     with pytest.raises(UserError, match=re.escape(reason)) as caught:
         make_job(load_pair("smollm2"), draft=text)
     assert str(caught.value).startswith("`pair.draft`: ")
+
+
+@pytest.mark.parametrize("field", ["n", "budget", "tensor_parallel", "threads", "limit"])
+@pytest.mark.parametrize("value", [True, False])
+def test_a_switch_is_not_taken_as_a_number(field: str, value: bool) -> None:
+    with pytest.raises(ValueError, match="a number is needed, not true or false"):
+        Job(pair=PAIR, **{field: value})
+
+
+def test_the_command_line_shows_a_flag_for_every_field_in_a_message() -> None:
+    product, fields = Path(__file__).parents[2] / "bass_cli", set[str]()
+    for path in product.rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        sentences = {id(one.value) for one in ast.walk(tree) if isinstance(one, ast.Expr)}
+        texts = [one for one in ast.walk(tree) if isinstance(one, ast.Constant)]
+        for one in texts if path.name != "options.py" else ():
+            if isinstance(one.value, str) and id(one) not in sentences:
+                fields |= set(re.findall(r"`[a-z_.]+(?:=\w+)?`", one.value))
+    assert {"`batch_size`", "`chat=True`", "`sampling.max_new_tokens`"} <= fields
+    assert [field for field in fields if not in_flags(field).startswith("--")] == []
 
 
 def test_schema_of_pair_files_knows_every_key_with_its_bounds() -> None:
