@@ -55,8 +55,7 @@ class Stage:
         return contextlib.nullcontext()
 
     def fetch(self, file: BinaryIO, entry: Entry, region: Bytes) -> Tensor:
-        """Return a region of an entry, uint8 on the device. They are valid until the next
-        call."""
+        """Return a region of an entry, uint8 on the device. It is valid until the next call."""
         if region.size > len(self._buffer):
             self._buffer = torch.empty(region.size, dtype=torch.uint8)
         raw = self._buffer[: region.size]
