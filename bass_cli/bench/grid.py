@@ -170,7 +170,7 @@ def _cell(bench: Bench, key: Key, schedule: Schedule) -> dict[str, Any]:
 def _parts(bench: Bench, key: Key, width: int, schedule: Schedule) -> Parts | None:
     """Time the parts of a round near the beginning of a run, once for each draft length.
 
-    Reschedule: None if the time limit has passed.
+    Returns: None if the time limit has passed.
     """
     loop, of = bench.loops.of(key.method), (key.batch, key.method == PLAIN, width)
     if of in bench.parts or not schedule.in_time():

@@ -74,8 +74,9 @@ def measure(
         UserError: a prompt cannot be run.
         MachineError: a process failed; the message ends with its last line of output.
     """
+    reader = reader_of(plan)
     try:
-        tasks = [task_of(reader_of(plan), prompt) for prompt in prompts]
+        tasks = [task_of(reader, prompt) for prompt in prompts]
     except UserError as error:
         raise UserError(f"--job: {error}") from None
     with tempfile.TemporaryDirectory() as name:

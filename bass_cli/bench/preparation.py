@@ -341,7 +341,7 @@ def capture(bench: Bench, batch: int) -> list[dict[str, Any]]:
     Draft lengths share graphs, except where a method needs exact lengths. The reported seconds are
     for the full batch; graphs for fewer rows, used when some have ended, are captured after it.
 
-    Reschedule: one entry of the document's "captures" for each loop.
+    Returns: one entry of the document's "captures" for each loop.
     """
     found = []
     exact = [method for method in bench.settings.methods if method.startswith("bass")]

@@ -108,8 +108,8 @@ def _check_room(longest: int, settings: Settings, context: int) -> None:
 def _real_prompts(plan: Plan, file: str | None, lengths: list[int]) -> list[list[int]]:
     if file is None:
         return [joined(plan.files.tokenizer, i, length) for i, length in enumerate(lengths)]
-    prompts = read_prompts(open_source(file), limit=len(lengths))
-    given = [task_of(reader_of(plan), prompt).tokens for prompt in prompts]
+    reader, prompts = reader_of(plan), read_prompts(open_source(file), limit=len(lengths))
+    given = [task_of(reader, prompt).tokens for prompt in prompts]
     return [given[i % len(given)] for i in range(len(lengths))]
 
 

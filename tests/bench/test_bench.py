@@ -741,9 +741,8 @@ def test_the_schedule_holds_for_the_bench_and_no_longer(monkeypatch: pytest.Monk
         grid, "_measure", lambda wanted, plan, screen: [(wanted.attention, schedule())]
     )
     for name in SCHEDULES:
-        found += grid.measure(
-            settings(shape="tiny", methods="plain", attention=name), lambda _: None
-        )
+        wanted = settings(shape="tiny", methods="plain", attention=name)
+        found += grid.measure(wanted, Screen(quiet=True))
     assert found == [(name, name) for name in SCHEDULES]
     assert schedule() == "ragged"
 
