@@ -1,11 +1,10 @@
 """Drafters that read the target's hidden states: a whole block in one pass (DFlash), optionally
 with a bias at each place from the token before it (DSpark); or token by token (EAGLE-3).
 
-Every pass of the target writes what they read (models/heads.py). So nothing
-is missing after plain rounds or before a row's first round, and these drafters need not follow
-prompts and rows. A block always has all its places, however few drafts are wanted: its places
-attend to each other, so a draft would otherwise depend on how many others there are, and on which
-graphs exist.
+Every pass of the target writes what they read (models/heads.py). So nothing is missing after plain
+rounds or before a row's first round, and these drafters need not follow prompts and rows. A block
+always has all its places, however few drafts are wanted: its places attend to each other, so a
+draft would otherwise depend on how many others there are, and on which graphs exist.
 """
 
 from __future__ import annotations

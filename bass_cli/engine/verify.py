@@ -3,8 +3,7 @@ each coupling.
 
 `Rounds` is that work, captured or not. `Stopping` ends drafting early, and `Cut` says when only the
 likeliest drafts of a batch are verified. `SimulatedAcceptance` replaces the verdict in benchmarks
-with random weights. Not here: what the next round is (round.py),
-the arithmetic (kernels).
+with random weights. Not here: what the next round is (round.py), the arithmetic (kernels).
 """
 
 from __future__ import annotations
@@ -233,8 +232,8 @@ def judge(
     # The work of shared coupling, but accept what `simulated` says, whatever the logits are.
     accepted = simulated.accepted(places[:, :-1])
     accepted = accepted if most is None else torch.minimum(accepted, most)
-    kept = batch.steps(0, width) < accepted[:, None]
-    block = torch.where(kept, torch.nn.functional.pad(drafts, (0, 1)), targets)
+    is_draft = batch.steps(0, width) < accepted[:, None]
+    block = torch.where(is_draft, torch.nn.functional.pad(drafts, (0, 1)), targets)
     return Verdict(accepted, block, scores)
 
 

@@ -340,14 +340,15 @@ class LedRunner(Runner):
     def open(
         self, key: str, tokens: Sequence[int], in_time: Callable[[int], bool] | None = None
     ) -> bool:
-        def ask(count: int) -> bool:
+        def decide(count: int) -> bool:
+            """Decide for all processes, because only the leader has a clock."""
             assert in_time is not None
             answer = in_time(count)
             self._followers.tell(answer)
             return answer
 
         with self._led("open", key, list(tokens), in_time is not None):
-            return super().open(key, tokens, None if in_time is None else ask)
+            return super().open(key, tokens, None if in_time is None else decide)
 
     def close(self, key: str) -> None:
         with self._led("close", key):

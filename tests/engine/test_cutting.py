@@ -58,10 +58,12 @@ def test_auto_learns_the_gain_of_choosing_drafts():
     surface = make_surface((4,), (0, 1, 2, 4), verify=verify, draft=[[0.0, 0.1, 0.1, 0.1]])
     controller, lengths = Goodput(limit=4, surface=surface, at_once=True), []
     kept, counts = [4, 1, 0, 0], [4, 2, 1, 1]
-    for turn in range(400):
+    for number in range(400):
         lengths.append(controller.next(4, ControllerInput(left=5000.0)))
-        told = [tuple(part[(turn + row) % 4] for row in range(4)) for part in (kept, counts)]
-        drafted = RoundResult(2, told[0], 2.0, drafted=told[1])
+        accepted, verified = (
+            tuple(part[(number + row) % 4] for row in range(4)) for part in (kept, counts)
+        )
+        drafted = RoundResult(2, accepted, 2.0, drafted=verified)
         controller.observe(drafted if lengths[-1] else RoundResult(0, (0,) * 4, 1.0))
     assert lengths[200:].count(2) > 150
 

@@ -30,6 +30,16 @@ class Captured:
         self._done.append("reset")
 
 
+class Ranks:
+    """The follower's member of the group; leaving it is recorded."""
+
+    def __init__(self, done: list[Any]):
+        self._done = done
+
+    def leave(self) -> None:
+        self._done.append("left")
+
+
 class Fake(Follower):
     """A follower that receives `calls`, and a record of what it did."""
 
@@ -39,7 +49,8 @@ class Fake(Follower):
         self.store = recorded(lambda function, pool: Captured(self.done, function))
         self.store.enabled = device == "cuda"
         unused: Any = None
-        super().__init__(unused, unused, unused, self.store)
+        ranks: Any = Ranks(self.done)
+        super().__init__(unused, ranks, unused, self.store)
 
     def listen(self) -> Call:
         return self.calls.pop(0)
@@ -86,6 +97,14 @@ def test_graph_without_calls_captures_nothing_in_the_follower() -> None:
     one.replay(1)
     one.store.close()
     assert one.done == []
+
+
+def test_follower_frees_its_graphs_before_it_leaves_the_group() -> None:
+    """NCCL cannot leave a group whose exchanges are in live graphs."""
+    replay, leave = (0, "replay", 1), (0, "leave")
+    one = Fake("cuda", [(0, "capture", 1, ()), FORWARD, END, FEED, replay, leave])
+    one.run()
+    assert one.done == [FEED, ("replayed", FORWARD), "reset", "left"]
 
 
 def test_follower_frees_graphs_that_the_leader_dropped() -> None:
