@@ -105,8 +105,9 @@ def _guard(spec: JobSpec) -> NoReturn:
     if "mount" in spec["layers"]:
         build_root(spec["places"], spec["owner"], spec["folder_bytes"])
     start = time.monotonic()
-    watch = _start(spec)
+    started = _start(spec)
     try:
+        watch = Watch(spec, *started)
         watch.run(start + spec["seconds"])
         seconds = time.monotonic() - start
         kill_descendants(watch.program)
@@ -118,11 +119,16 @@ def _guard(spec: JobSpec) -> NoReturn:
     os._exit(0)
 
 
-def _start(spec: JobSpec) -> Watch:
-    """Start the program's process and the tests' process.
+def _start(spec: JobSpec) -> tuple[int, int, int, int]:
+    """Start the program's process and the tests' process, which get ready side by side.
 
-    The tests are read only after the program's process exists, so that it has no copy of them. Its
-    text does not run before the tests' process exists, so until then no fault is the program's.
+    The tests are read only after the program's process exists, so that it has no copy of them.
+
+    Returns:
+        The two processes, and the pipes with the verdict and with the program's output.
+
+    Raises:
+        SetupError: The program's process could not get ready, so its text has not run.
     """
     (ready_in, ready_out), (output_in, output_out) = os.pipe(), os.pipe()
     to_tests, to_program = os.pipe(), os.pipe()
@@ -131,10 +137,6 @@ def _start(spec: JobSpec) -> Watch:
         output_out, (ready_out, *ends), lambda: program.enter_program(spec, ready_out, ends)
     )
     os.close(ready_out)
-    answer = os.read(ready_in, CHUNK)
-    if answer != program.READY:
-        layer, _, reason = answer[1:].decode().partition(": ")
-        raise SetupError(layer or "start", reason or "the program's process has ended")
     checks: Checks = marshal.loads(_receive())
     verdict_in, verdict_out = os.pipe()
     null = os.open("/dev/null", os.O_WRONLY)
@@ -142,12 +144,17 @@ def _start(spec: JobSpec) -> Watch:
     tests = _fork(
         null, (verdict_out, *ends), lambda: program.enter_tests(spec, checks, verdict_out, ends)
     )
-    for unused in (ready_in, output_out, verdict_out, null, *to_tests, *to_program):
+    for unused in (output_out, verdict_out, null, *to_tests, *to_program):
         os.close(unused)
-    return Watch(spec, own, tests, verdict_in, output_in)
+    answer = os.read(ready_in, CHUNK)
+    if answer != program.READY:
+        layer, _, reason = answer[1:].decode().partition(": ")
+        raise SetupError(layer or "start", reason or "the program's process has ended")
+    os.close(ready_in)
+    return own, tests, verdict_in, output_in
 
 
-def _fork(output: int, kept: tuple[int, ...], run: Callable[[], NoReturn]) -> int:
+def _fork(output: int, own: tuple[int, ...], run: Callable[[], NoReturn]) -> int:
     """Run a function in a child, which has these descriptors only, and empty input.
 
     `output` becomes the child's standard output and error.
@@ -159,8 +166,10 @@ def _fork(output: int, kept: tuple[int, ...], run: Callable[[], NoReturn]) -> in
         null = os.open("/dev/null", os.O_RDONLY)
         for source, target in ((null, 0), (output, 1), (output, 2)):
             os.dup2(source, target)
-        for descriptor in set(range(3, DESCRIPTORS)).difference(kept):
-            os.closerange(descriptor, descriptor + 1)
+        first = 3
+        for descriptor in (*sorted(own), DESCRIPTORS):
+            os.closerange(first, descriptor)
+            first = descriptor + 1
         run()
     finally:  # reached only by a fault of bass; the child must not continue as a supervisor
         os._exit(1)
