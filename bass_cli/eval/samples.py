@@ -31,7 +31,7 @@ class Generation(NamedTuple):
 
     Attributes:
         line: line number from 1.
-        whole: the text stands alone; otherwise it continues the prompt.
+        whole: the text is the whole program; otherwise it continues the prompt.
         seconds: time from the prompt's start to the sample's end.
         tokens, rounds, drafted, accepted: 0 for a copy of another sample.
         late: the sample ended by itself, but after the deadline.
@@ -164,7 +164,7 @@ def _parse(line: bytes) -> dict[str, Any] | str:
 def _read_row(row: dict[str, Any], place: str, number: int, order: Counter[str]) -> Generation:
     """Check a line. `order` counts the lines without a sample number for each problem."""
     task_id = _task_id(row, place)
-    alone, text = _text(row, place)
+    is_whole, text = _text(row, place)
     sample = _figure(row, "sample", whole, place)
     if sample is None:
         sample = order[_bare(task_id)]
@@ -176,7 +176,9 @@ def _read_row(row: dict[str, Any], place: str, number: int, order: Counter[str])
     counts: list[Any] = [0 if is_copy else _figure(row, key, whole, place) for key in COUNTED]
     logprob = _figure(row, "mean_logprob", finite, place)
     seconds = _figure(row, "seconds", partial(finite, least=0), place)
-    return Generation(number, task_id, int(sample), text, alone, reason, logprob, seconds, *counts)
+    return Generation(
+        number, task_id, int(sample), text, is_whole, reason, logprob, seconds, *counts
+    )
 
 
 def _bare(task_id: str) -> str:
@@ -203,7 +205,7 @@ def _task_id(row: dict[str, Any], place: str) -> str:
 
 
 def _text(row: dict[str, Any], place: str) -> tuple[bool, str]:
-    """Return whether the text stands alone, and the text.
+    """Return whether the text is the whole program, and the text.
 
     `solution` takes precedence over `completion`, as in other scorers.
     """

@@ -90,7 +90,7 @@ class Task:
     def program(self, problem: Problem, text: str, *, whole: bool) -> Program:
         """Return the program with a model's text, and its tests.
 
-        `whole`: the text stands alone. Otherwise it continues the prompt.
+        `whole`: the text is the whole program. Otherwise it continues the prompt.
         """
         raise NotImplementedError
 

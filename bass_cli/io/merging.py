@@ -190,8 +190,8 @@ def _check_one_job(parts: Sequence[_Part]) -> None:
     """Raise UserError unless the parts are different parts of one job."""
     first, taken = parts[0], dict[Shard, str]()
     for part in parts:
-        mine = part.results | {"shard": f"one of {part.shard.of}"}
-        bad = differences(first.results | {"shard": f"one of {first.shard.of}"}, mine)
+        expected = first.results | {"shard": f"one of {first.shard.of}"}
+        bad = differences(expected, part.results | {"shard": f"one of {part.shard.of}"})
         if bad:
             lines = [f"{key}: {other} in {first.path}, {own} here" for key, other, own in bad]
             if [key for key, *_ in bad] == ["prompts"]:
