@@ -24,7 +24,8 @@ _FIRST = ("pair", "job", "task", "prompts", "out")
 _SHORT = {"n": "-n", "out": "-o"}  # by field
 # Fields with file names, in which ~ is expanded: shells do not expand it after "=".
 _PATHS = {"prompts", "file", "names", "pair", "job", "data", "out", "report", "parts", "plot"}
-_NAMED = re.compile(r"`([a-z_.]+(?:=True|=False)?)`")
+# A field in a message; not in quoted text of a user or in a file's name
+_NAMED = re.compile(r"(?<![^ (])`([a-z_.]+(?:=True|=False)?)`(?![\"\w./])")
 
 Args = TypeVar("Args")
 

@@ -178,7 +178,7 @@ def read_surface(text: str | bytes) -> Surface:
     for key, grid in (("verify", surface.verify), ("draft", surface.draft)):
         if [len(line) for line in grid] != [len(widths)] * len(rows):
             raise ValueError(
-                f"{key}: it needs a line for each of `rows`, of a number for each width"
+                f"{key}: it needs a line for each number in rows, with a number for each width"
             )
     made = asdict(make_surface(**asdict(surface)))
     for key, value in asdict(surface).items():

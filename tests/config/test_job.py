@@ -448,6 +448,11 @@ def test_the_command_line_shows_a_flag_for_every_field_in_a_message() -> None:
     assert [field for field in fields if not in_flags(field).startswith("--")] == []
 
 
+@pytest.mark.parametrize("text", ['there is no pair "`n`"', "`n`.jsonl: no such file", "d/`n`: x"])
+def test_backquotes_of_a_user_are_no_field(text: str) -> None:
+    assert in_flags(f"`limit`: {text}") == f"--limit (or BASS_LIMIT): {text}"
+
+
 def test_schema_of_pair_files_knows_every_key_with_its_bounds() -> None:
     schema = json.loads(CliRunner().invoke(app, ["pairs", "--schema"]).stdout)
     known = schema["properties"]
