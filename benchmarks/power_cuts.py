@@ -84,9 +84,9 @@ def put(folder, state):
 def disturb(job, place, counts, cuts, chance):
     """Run one job undisturbed and then cut; return the differences of its files, and errors."""
     undisturbed = jobs.inputs_for(place / f"{counts['jobs']}-undisturbed", place)
-    code, said, operations = recorded(job, undisturbed, place, chance.choice((0.0, 0.02, 5.0)))
+    code, output, operations = recorded(job, undisturbed, place, chance.choice((0.0, 0.02, 5.0)))
     if code not in (0, 1):
-        return Differences(), [f"undisturbed, exit code {code}: {said}"]
+        return Differences(), [f"undisturbed, exit code {code}: {output}"]
     end = files_in(undisturbed)
     traces: list[tuple[dict, list]] = [({}, operations)]
     disk = Disk({})
@@ -105,10 +105,10 @@ def disturb(job, place, counts, cuts, chance):
         counts["cuts"] += 1
         counts["of a run that was cut before"] += bool(before)
         counts["with lines that were certain"] += any(held.values())
-        ended, said, after = recorded(job, folder, place, chance.choice((0.0, 0.02, 5.0)))
+        ended, output, after = recorded(job, folder, place, chance.choice((0.0, 0.02, 5.0)))
         fault = f"after operation {moment} of {len(operations)}, state {state}"
-        if ended != code or "Traceback" in said:
-            return Differences(), [f"{fault}: exit code {ended} instead of {code}: {said}"]
+        if ended != code or "Traceback" in output:
+            return Differences(), [f"{fault}: exit code {ended} instead of {code}: {output}"]
         found = compare(job, folder, undisturbed, held)
         if any(found):
             return found, [f"{fault}: {found}"]

@@ -52,13 +52,13 @@ def functions_of(text: str) -> Iterator[tuple[str, str]]:
     docstring."""
     lines = text.splitlines()
     for node in ast.walk(ast.parse(text)):
-        if not isinstance(node, ast.FunctionDef) or (said := ast.get_docstring(node)) is None:
+        if not isinstance(node, ast.FunctionDef) or (docstring := ast.get_docstring(node)) is None:
             continue
         begin = min((one.lineno for one in node.decorator_list), default=node.lineno) - 1
         end = node.body[0].end_lineno
         head = textwrap.dedent("\n".join(lines[begin:end])) + "\n"
-        if len(said) in _DOCSTRING and len(head) <= _LONGEST and head.isascii():
-            yield head, said
+        if len(docstring) in _DOCSTRING and len(head) <= _LONGEST and head.isascii():
+            yield head, docstring
 
 
 def files_of(packages: list[str]) -> Iterator[Path]:
@@ -93,14 +93,14 @@ def main() -> None:
     for path in files_of(args.packages):
         try:
             text = path.read_text(encoding="utf-8")
-            for head, said in functions_of(text):
-                found.setdefault(named(head), (head, said))
+            for head, docstring in functions_of(text):
+                found.setdefault(named(head), (head, docstring))
         except (OSError, SyntaxError, ValueError):
             continue  # broken on purpose, or for another version of Python
     lines: dict[str, dict[str, object]] = {}
-    for number, (id_, (head, said)) in enumerate(sorted(found.items())):
+    for number, (id_, (head, docstring)) in enumerate(sorted(found.items())):
         if number % 2:
-            task = f"Write a Python function that does this:\n\n{said}"
+            task = f"Write a Python function that does this:\n\n{docstring}"
             lines[id_] = {"messages": [{"role": "user", "content": task}]}
         else:
             lines[id_] = {"prompt": head}
