@@ -133,7 +133,7 @@ def test_prompts_may_come_while_rows_are_busy():
     assert by_key(list(conductor.run(source(), Done()))) == expected
 
 
-@pytest.mark.parametrize("fault", ["open", "round"])
+@pytest.mark.parametrize("fault", ["open", "swap_rows", "grow", "round"])
 @pytest.mark.parametrize("at", [1, 3, 7])
 def test_a_job_continues_on_another_loop_with_the_missing_samples(monkeypatch, fault, at):
     settings, given, done = job(n=3, max_new_tokens=15, seed=4), prompts(*TEXTS), {("p1", 0)}
