@@ -48,7 +48,9 @@ def test_the_metadata_names_extras_and_has_no_placeholders(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
     (name,) = (one for one in archive.namelist() if one.endswith("/METADATA"))
     about = message_from_string(archive.read(name).decode())
-    assert {"all", "dev", "plot", "ray", "structure", "xsum"} == set(about.get_all("Provides-Extra", []))
+    assert {"all", "dev", "plot", "ray", "structure", "xsum"} == set(
+        about.get_all("Provides-Extra", [])
+    )
     assert about["License-Expression"] == "Apache-2.0"
     needed = {one.split(">")[0].split("[")[0] for one in about.get_all("Requires-Dist", [])
               if "extra ==" not in one}  # fmt: skip
