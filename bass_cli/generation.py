@@ -35,10 +35,10 @@ from bass_cli.io.prompts import (
     parse_shard,
     read_prompts,
 )
-from bass_cli.io.reading import whole
 from bass_cli.io.results import STANDARD_OUTPUT, Completion, Writer, open_output
 from bass_cli.io.resume import PromptDigest, check_output_place, manifest_path, read_manifest
 from bass_cli.io.saving import check_format, descriptor_of, is_stream, refuse_shared_files
+from bass_cli.reading import whole
 from bass_cli.run.generate import generate
 from bass_cli.run.manifest import Facts, facts_of
 from bass_cli.system.threads import CoreMonitor, configure_threads

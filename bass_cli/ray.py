@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from bass_cli.config.job import Job
 from bass_cli.errors import UserError
-from bass_cli.io.reading import shown
+from bass_cli.reading import shown
 from bass_cli.run.generate import generate as draw
 
 if TYPE_CHECKING:

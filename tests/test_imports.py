@@ -12,8 +12,9 @@ ROOT = Path(__file__).parent.parent
 # of its own.
 LAYERS = """
 errors | sandbox.jail | bass_kernels
-sandbox | system
-io config
+sandbox | system | reading
+config
+io
 models
 formats
 tensor_parallel

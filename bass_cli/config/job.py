@@ -33,14 +33,7 @@ from bass_cli.config.options import (
     packaged_pairs,
 )
 from bass_cli.errors import UserError, nearest
-from bass_cli.io.reading import (
-    MOST_YAML,
-    BrokenYamlError,
-    is_unicode,
-    parse_yaml,
-    read_bytes,
-    shown,
-)
+from bass_cli.reading import MOST_YAML, BrokenYamlError, is_unicode, parse_yaml, read_bytes, shown
 
 if TYPE_CHECKING:
     from bass_cli.config.commands import DoctorArgs, PairArgs

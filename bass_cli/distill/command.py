@@ -45,9 +45,9 @@ from bass_cli.formats.sources import locate
 from bass_cli.generation import files_read
 from bass_cli.io.console import Screen
 from bass_cli.io.prompts import Prompt, open_prompts, read_prompts
-from bass_cli.io.reading import parse_object, read_bytes
 from bass_cli.io.results import Completion
 from bass_cli.io.saving import refuse_shared_files, remove_drafts, write_file, write_json
+from bass_cli.reading import parse_object, read_bytes
 from bass_cli.run.generate import generate
 from bass_cli.run.manifest import describe
 from bass_cli.run.plan import make_plan, plan_of_others

@@ -22,9 +22,9 @@ from bass_cli.errors import MachineError, UserError
 from bass_cli.formats.tokenizer import Tokenizer
 from bass_cli.io.console import Screen
 from bass_cli.io.prompts import Prompt
-from bass_cli.io.reading import parse_object
 from bass_cli.io.results import Completion, open_output
 from bass_cli.io.resume import read_manifest
+from bass_cli.reading import parse_object
 from bass_cli.run.plan import Plan
 from bass_cli.run.scheduler import RequestReader
 

@@ -14,8 +14,8 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from bass_cli.errors import MachineError, UserError
-from bass_cli.io.reading import finite, is_unicode, os_errors_as, parse_object, text, whole
 from bass_cli.io.saving import check_place, open_locked, refuse_foreign
+from bass_cli.reading import finite, is_unicode, os_errors_as, parse_object, text, whole
 from bass_cli.sandbox.programs import Ending, Program, Sandbox
 
 _BEGINNING = b'{"task_id": '  # every verdict starts like this

@@ -17,8 +17,8 @@ from typing import IO, Any, NamedTuple
 
 from bass_cli.errors import UserError, near_word
 from bass_cli.eval.tasks import TASKS
-from bass_cli.io.reading import finite, open_regular, parse_json, whole
 from bass_cli.io.resume import read_manifest
+from bass_cli.reading import finite, open_regular, parse_json, whole
 
 UNFINISHED = ("budget", "error")
 COUNTED = ("tokens", "rounds", "drafted", "accepted")

@@ -29,7 +29,6 @@ from bass_cli.eval.samples import (
 )
 from bass_cli.eval.tasks import Task, load_task
 from bass_cli.io.console import Screen
-from bass_cli.io.reading import shown
 from bass_cli.io.resume import manifest_path
 from bass_cli.io.saving import (
     check_format,
@@ -39,6 +38,7 @@ from bass_cli.io.saving import (
     refuse_shared_files,
     write_json,
 )
+from bass_cli.reading import shown
 from bass_cli.sandbox.programs import DEFAULT_LIMITS, Isolation, Limits, Program, Sandbox
 
 _REPORT = {"task", "file", "problems", "statuses", "by_problem"}  # keys that identify a report

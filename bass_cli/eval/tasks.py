@@ -13,8 +13,8 @@ from typing import Any, ClassVar, Literal, NamedTuple, cast, get_args
 from bass_cli.errors import MachineError, UserError, nearest
 from bass_cli.eval.answers import as_body, code_in, modules_of, names_of, runnable, with_imports
 from bass_cli.io.readers import open_source
-from bass_cli.io.reading import is_unicode, text, texts
-from bass_cli.io.reading import whole as whole_number
+from bass_cli.reading import is_unicode, text, texts
+from bass_cli.reading import whole as whole_number
 from bass_cli.sandbox.programs import Program
 
 PromptFormat = Literal["raw", "strip", "strip-nl", "chat"]

@@ -25,10 +25,10 @@ from bass_cli.formats.hf_config import mask_of, notes_of_config, spec_of_config
 from bass_cli.formats.sources import read_json
 from bass_cli.formats.tensor_content import DTYPES, QUANTISED, parts
 from bass_cli.formats.tensor_files import Entry, read_gguf, read_safetensors, read_torch
-from bass_cli.io.reading import shown
 from bass_cli.models import families
 from bass_cli.models.families import FAMILIES, Family, Slot
 from bass_cli.models.spec import HeadSpec, Spec, head_parameters, parameters
+from bass_cli.reading import shown
 
 _FACTORS = 1 << 16  # maximum rotary factors, more than any head has dimensions
 _NAMED = 5  # maximum tensors in an error

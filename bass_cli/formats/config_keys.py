@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from bass_cli.errors import UserError
-from bass_cli.io.reading import shown
 from bass_cli.models.families import FAMILIES, Family
+from bass_cli.reading import shown
 
 # Keys that cannot change the logits of a causal language model: any value is accepted.
 _HARMLESS = {

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from bass_cli.errors import UserError
 from bass_cli.formats.tokenizer import Tokenizer
-from bass_cli.io.reading import shown
+from bass_cli.reading import shown
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # how SentencePiece vocabularies spell a byte
 _CUT = "\ufffd"  # the decoder's replacement for bytes that are not a whole character

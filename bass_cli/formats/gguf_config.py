@@ -21,9 +21,9 @@ from bass_cli.formats.hf_config import (
     yarn_factors,
     yarn_scale,
 )
-from bass_cli.io.reading import shown
 from bass_cli.models.families import FAMILIES
 from bass_cli.models.spec import Norm, Rope, Spec
+from bass_cli.reading import shown
 
 ROPE_FACTORS = "rope_freqs.weight"
 IGNORED = (r"^rope_freqs\.weight$",)

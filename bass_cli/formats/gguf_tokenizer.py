@@ -36,7 +36,7 @@ from bass_cli.formats.backends import (
 )
 from bass_cli.formats.gguf_pretokenizers import PRE_TOKENIZERS, PreTokenizer
 from bass_cli.formats.tensor_files import Texts, read_gguf, read_texts
-from bass_cli.io.reading import shown
+from bass_cli.reading import shown
 
 _KEY = "tokenizer.ggml."
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6

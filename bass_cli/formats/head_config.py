@@ -15,8 +15,8 @@ from typing import Any
 from bass_cli.errors import UserError
 from bass_cli.formats.config_keys import HARMLESS, name_keys, refuse_others
 from bass_cli.formats.hf_config import Values, known, mask_of, notes_of_config, spec_of_config
-from bass_cli.io.reading import shown
 from bass_cli.models.spec import HeadSpec, Spec
+from bass_cli.reading import shown
 
 # the kind of each class that a config may name; speculators configs name the kind itself
 _CLASSES = {

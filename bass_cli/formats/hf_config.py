@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 from bass_cli.errors import UserError, nearest
 from bass_cli.formats.config_keys import ROPE_TYPES, read_keys, unread
-from bass_cli.io.reading import finite, shown, truth, whole
 from bass_cli.models.families import CODEGEN_BLOCKS, FAMILIES, Family
 from bass_cli.models.spec import Norm, Rope, Spec
+from bass_cli.reading import finite, shown, truth, whole
 
 ACTIVATIONS = {
     "silu": "silu",

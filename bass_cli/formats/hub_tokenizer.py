@@ -23,7 +23,7 @@ from bass_cli.formats.backends import (
 )
 from bass_cli.formats.limits import check_growth
 from bass_cli.formats.sources import TOKENIZER, read_json
-from bass_cli.io.reading import parse_object, read_bytes
+from bass_cli.reading import parse_object, read_bytes
 
 _NAMING = ("tokenizer_config.json", "config.json")  # the files that may name a tokenizer class
 FILES = (*TOKENIZER, *_NAMING, "generation_config.json", "tekken.json", "*.tiktoken")

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from bass_cli.errors import UserError
-from bass_cli.io.reading import parse_object
+from bass_cli.reading import parse_object
 
 _BRIEF = 1000  # most characters of an error message from the child
 # Bytes of the allocations that use up free memory, and how many there are at most. Each writes to

@@ -17,7 +17,7 @@ from bass_cli.config.draft_spec import parse_draft
 from bass_cli.config.job import Pair
 from bass_cli.errors import UserError
 from bass_cli.io.readers import refusal
-from bass_cli.io.reading import parse_object, read_bytes
+from bass_cli.reading import parse_object, read_bytes
 
 _WANTED = ["*.safetensors", "*.json", "tokenizer*", "*.txt", "*.model", "*.jinja"]
 _UNWANTED = ["*/*", "consolidated*"]

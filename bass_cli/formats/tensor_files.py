@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from bass_cli.errors import UserError
-from bass_cli.io.reading import LARGEST, open_regular, parse_object, text, whole
+from bass_cli.reading import LARGEST, open_regular, parse_object, text, whole
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -26,7 +26,7 @@ from bass_cli.formats.tokenizer_files import (
     read_tokenizer,
     trimmed,
 )
-from bass_cli.io.reading import shown
+from bass_cli.reading import shown
 
 Messages = Sequence[Mapping[str, Any]]
 _PLACEHOLDER = re.compile(r"\[PAD\d+\]|<unused\d+>|\[unused\d+\]")

@@ -29,7 +29,7 @@ from bass_cli.formats.hub_tokenizer import (
 from bass_cli.formats.limits import Limited, RefusalError, check_growth, refusals
 from bass_cli.formats.tensor_files import read_gguf
 from bass_cli.io.cache import cache_folder, read_cached, write_cached
-from bass_cli.io.reading import parse_json, read_bytes
+from bass_cli.reading import parse_json, read_bytes
 
 _CONVERSION = 5  # increase it when the readers return other parts for the same files
 _PADDING = re.compile(r"\[PAD\d+\]")  # GGUF writers' text for embedding rows without a token

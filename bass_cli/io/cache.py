@@ -16,8 +16,8 @@ import tempfile
 from pathlib import Path
 
 from bass_cli.io import terminal
-from bass_cli.io.reading import read_bytes
 from bass_cli.io.saving import write_file
+from bass_cli.reading import read_bytes
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _MOST_LINKS = 40  # as in Linux

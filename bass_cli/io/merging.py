@@ -18,7 +18,6 @@ from typing import IO, Any, NamedTuple
 from bass_cli.errors import UserError
 from bass_cli.io.prompts import Shard, parse_shard, read_prompts, shard_of
 from bass_cli.io.readers import open_source
-from bass_cli.io.reading import open_regular, parse_object
 from bass_cli.io.results import open_output
 from bass_cli.io.resume import (
     Past,
@@ -32,6 +31,7 @@ from bass_cli.io.resume import (
     result_rows,
 )
 from bass_cli.io.saving import check_format, is_stream, refuse_shared_files
+from bass_cli.reading import open_regular, parse_object
 
 _NAMED = 5  # the most prompts that a message names
 _NUMBERED = re.compile(r"(.*?)([0-9]{1,18})", re.DOTALL)  # a prompt's id

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from bass_cli.errors import UserError, nearest
 from bass_cli.io.readers import Source, open_source
-from bass_cli.io.reading import is_unicode, shown
+from bass_cli.reading import is_unicode, shown
 
 _HINTS = 9  # how many field names an error message lists
 _KINDS = {

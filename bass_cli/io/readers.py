@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from bass_cli.errors import MachineError, UserError, nearest
-from bass_cli.io.reading import RefusedJsonError, broken_json, os_errors_as, shown
+from bass_cli.reading import RefusedJsonError, broken_json, os_errors_as, shown
 
 Records = Iterator[tuple[int, Any]]
 BOM = b"\xef\xbb\xbf"

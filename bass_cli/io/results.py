@@ -21,7 +21,6 @@ from types import TracebackType
 from typing import IO, Any
 
 from bass_cli.errors import MachineError, UserError
-from bass_cli.io.reading import os_errors_as
 from bass_cli.io.resume import (
     COUNTED,
     DamagedManifestError,
@@ -49,6 +48,7 @@ from bass_cli.io.saving import (
     sync_folder,
 )
 from bass_cli.io.terminal import json_on_a_terminal
+from bass_cli.reading import os_errors_as
 
 # seconds between syncs to disk; a sync takes about 10 ms, too long for every line
 SYNC_SECONDS = 5.0

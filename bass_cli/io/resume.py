@@ -19,8 +19,8 @@ from typing import IO, Any
 from bass_cli.errors import UserError
 from bass_cli.io.prompts import Prompt, read_prompts
 from bass_cli.io.readers import Source
-from bass_cli.io.reading import finite, parse_object, read_bytes, shown, text, whole
 from bass_cli.io.saving import check_place, refuse_foreign, replace_file, write_json
+from bass_cli.reading import finite, parse_object, read_bytes, shown, text, whole
 
 GROWING = ("n", "limit")
 # An extended attribute of the output file: a digest of the settings its results depend on

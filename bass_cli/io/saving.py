@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from bass_cli.errors import MachineError, UserError
-from bass_cli.io.reading import os_errors_as
+from bass_cli.reading import os_errors_as
 
 _LONGEST = 2**28  # the most bytes that are read to see what a file is; reports are far smaller
 _KINDS = {

@@ -29,7 +29,7 @@ from bass_cli import __version__
 from bass_cli.engine.contracts import DraftLength
 from bass_cli.engine.graphs import ARITHMETIC, STEP
 from bass_cli.io.cache import cache_folder, read_cached, write_cached
-from bass_cli.io.reading import finite, parse_object, shown, truth, whole
+from bass_cli.reading import finite, parse_object, shown, truth, whole
 from bass_cli.system.threads import most_threads
 
 FORMAT = 1  # of the file; another one is not read

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from bass_cli.config.job import Job
 from bass_cli.errors import UserError
 from bass_cli.io.prompts import Prompt, check, prompts_of
-from bass_cli.io.reading import shown
 from bass_cli.io.results import Completion
 from bass_cli.io.terminal import spell_record
+from bass_cli.reading import shown
 from bass_cli.system.threads import configure_threads
 
 if TYPE_CHECKING:
