@@ -6,6 +6,7 @@ the tokenizers library on the same file.
 
 from __future__ import annotations
 
+import collections
 import itertools
 import json
 from pathlib import Path
@@ -99,6 +100,56 @@ def test_an_added_token_that_is_not_special_stops_as_text(model: Path) -> None:
             assert (one.finish_reason, one.token_ids) == ("stop", ids[: ids.index(call) + 1])
             assert one.text == inner.decode(one.token_ids).partition(CALL)[0]
     assert stopped >= 4
+
+
+@pytest.mark.parametrize("length", [0, 5])
+def test_stop_token_ids_end_samples_and_include_stop_keeps_their_text(
+    model: Path, length: int
+) -> None:
+    """An ordinary token, an added one and a special one, against the truncated samples."""
+    inner, draft = reference(model), str(model) if length else "none"
+    settings = {"speculation": Speculation(length=length)} if length else {}
+    plain = drawn(model, ())
+    ordinary = collections.Counter(id_ for one in plain.values() for id_ in one.token_ids[1:])
+    special = {inner.token_to_id(text): text for text in (END, "</s>", "<s>", "<unk>")}
+    common = next(id_ for id_, _ in ordinary.most_common() if id_ not in special)
+    stops = (common, inner.token_to_id(CALL), inner.token_to_id(END))
+    for include in (False, True):
+        sampling = Sampling(seed=5, temperature=1.0, top_p=1.0, max_new_tokens=40,
+                            stop_token_ids=stops, include_stop=include)  # fmt: skip
+        found, seen = drawn(model, (), draft=draft, sampling=sampling, **settings), set()
+        for key, one in found.items():
+            whole = plain[key].token_ids
+            at = next((i for i, id_ in enumerate(whole) if id_ in stops), None)
+            if at is None:
+                assert one.token_ids == whole
+                continue
+            seen.add(whole[at])
+            assert one.token_ids == whole[: at + 1]
+            assert one.finish_reason == "stop"
+            text = inner.decode(whole[: at + 1] if include else whole[:at])
+            assert one.text == text + (special.get(whole[at], "") if include else "")
+        assert len(seen) >= 2
+
+
+def test_include_stop_keeps_a_stop_text_and_nothing_after_it(model: Path) -> None:
+    plain, ended = drawn(model, ()), 0
+    sampling = Sampling(seed=5, temperature=1.0, top_p=1.0, max_new_tokens=40, stop=("a", "the"),
+                        include_stop=True)  # fmt: skip
+    without = drawn(model, ("a", "the"))
+    for key, one in drawn(model, (), sampling=sampling).items():
+        before, text = without[key].text, plain[key].text
+        assert one.token_ids == without[key].token_ids
+        if one.finish_reason == "stop":
+            ended += 1
+            stop = next(stop for stop in ("a", "the") if text.startswith(before + stop))
+            assert one.text == before + stop
+    assert ended >= 4
+
+
+def test_stop_token_id_beyond_the_model_is_refused(model: Path) -> None:
+    with pytest.raises(UserError, match=r"`sampling.stop_token_ids`: 301 could never be drawn"):
+        drawn(model, (), sampling=Sampling(stop_token_ids=(VOCAB,)))
 
 
 def test_a_resumed_file_ends_at_the_same_special_tokens(model: Path, tmp_path: Path) -> None:

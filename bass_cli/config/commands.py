@@ -77,10 +77,10 @@ DISTRIBUTION = ("temperature", "top_p", "top_k", "seed", "coupling")
 _Pair: Any = args_of(*MACHINE_AND_MODELS)
 _Distribution: Any = args_of(*DISTRIBUTION)
 _Samples: Any = args_of(
-    *("n", "max_new_tokens", "stop", "draft_length", "budget", "batch_size", "limit"),
-    *("tensor_parallel", "token_ids"),
+    *("n", "max_new_tokens", "stop", "stop_token_ids", "draft_length", "budget", "batch_size"),
+    *("limit", "tensor_parallel", "token_ids"),
 )
-_Texts: Any = args_of("chat", "prompt_column")
+_Texts: Any = args_of("chat", "prompt_column", "include_stop")
 _WholeJob: Any = args_of(
     *("n", "max_new_tokens", "stop", "chat", "draft_length", "batch_size", "limit"),
     "prompt_column",

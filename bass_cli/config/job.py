@@ -64,7 +64,8 @@ class Strict(BaseModel, frozen=True):
 class Sampling(Strict, SamplingOptions, frozen=True):
     """How tokens are sampled. Temperature 0 is greedy; top_k 0 means no limit.
 
-    `stop`: a text or texts that end a sample.
+    `stop`: a text or texts that end a sample. `stop_token_ids`: an id or ids that end it, with the
+    finish reason "stop". `include_stop`: whether the text of a sample has the stop that ended it.
     """
 
     @field_validator("stop", mode="before")
@@ -80,6 +81,21 @@ class Sampling(Strict, SamplingOptions, frozen=True):
                 raise ValueError(
                     f"{shown(text)} holds half of a surrogate pair, which no sample's text has"
                 )
+        return tuple(listed)
+
+    @field_validator("stop_token_ids", mode="before")
+    @classmethod
+    def _ids(cls, value: Any) -> Any:
+        """Accept one id, a list of ids, or a text such as "1,2" of the command line."""
+        if isinstance(value, str) and re.fullmatch(
+            r"\s*(\d{1,9}\s*(,\s*\d{1,9}\s*)*)?", value, re.ASCII
+        ):
+            value = [int(one) for one in value.split(",") if one.strip()]
+        listed = [value] if type(value) is int else value
+        if not isinstance(listed, (list, tuple)) or not all(type(one) is int for one in listed):
+            raise ValueError(f"token ids are needed, such as 1 or 1,2, not {shown(value)}")
+        if any(one < 0 for one in listed):
+            raise ValueError("a token id is 0 or more")
         return tuple(listed)
 
 

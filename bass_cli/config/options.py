@@ -180,6 +180,16 @@ class SamplingOptions:
         variable=False,
         default=(),
     )
+    # a tuple, as stop
+    stop_token_ids: Sequence[int] = flag(
+        "End a sample at these token ids, besides the model's own end-of-sequence ids",
+        SAMPLING,
+        "ID,...",
+        shown="none",
+        kind=str,
+        default=(),
+    )
+    include_stop: bool = switch("Keep the stop text that ended a sample in its text", SAMPLING)
     max_new_tokens: Count = flag("Maximum number of tokens per sample", SAMPLING, default=256)
 
 

@@ -61,6 +61,16 @@ class Continuation:
                     return shorter + _CUT
         return text
 
+    def before_last(self, ids: Sequence[int], *, include: bool) -> str:
+        """Return the text of the ids before the last one, which is a stop.
+
+        `include`: add the text of the last one; a special token has its spelling as text.
+        """
+        if not include:
+            return self.decode(ids[:-1])
+        text, last = self.decode(ids), self._tokenizer.spelled(ids[-1])
+        return text + last if last in self._tokenizer.special_tokens else text
+
     def alone(self, id_: int) -> str | None:
         """Return the text that this id adds anywhere; None if it depends on the ids around it."""
         text = self._after([id_])
@@ -141,10 +151,12 @@ class Stop(NamedTuple):
 
     text: the text before the stop text.
     tokens: number of generated tokens that count, including the one that completes the stop text.
+    stop: the stop text; of several that begin at one place the shortest.
     """
 
     text: str
     tokens: int
+    stop: str
 
 
 class StopTokens:
@@ -285,8 +297,11 @@ class StopDetector:
         if not _has_any(tail, self._stops):
             return None
         whole = tail if self._tail == 0 else self._text.decode(self._ids[:end])
-        places = [place for stop in self._stops if (place := whole.find(stop)) >= 0]
-        return Stop(whole[: min(places)], end) if places else None
+        found = [(at, len(stop), stop) for stop in self._stops if (at := whole.find(stop)) >= 0]
+        if not found:
+            return None
+        place, _, stop = min(found)
+        return Stop(whole[:place], end, stop)
 
     def _shorten(self, text: str) -> None:
         """Drop the first half of the tail if the rest is long enough.

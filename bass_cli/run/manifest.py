@@ -16,6 +16,9 @@ from bass_cli.io.prompts import Shard
 if TYPE_CHECKING:
     from bass_cli.run.plan import Plan
 
+# The sampling settings of every manifest. Later ones are left out at their defaults, so that files
+# of older versions can be continued.
+_ALWAYS = ("temperature", "top_p", "top_k", "seed", "stop", "max_new_tokens")
 _PROFILED = ("auto", "table", "bass+table")  # draft lengths that depend on a profile
 
 
@@ -49,6 +52,8 @@ def describe(
     """
     job, identity = plan.job, plan.identity()
     versions = identity.pop("versions")
+    sampling = job.sampling.model_dump(mode="json")
+    changed = job.sampling.model_dump(exclude_defaults=True)
     results: dict[str, Any] = {
         **identity,
         **source,
@@ -57,7 +62,7 @@ def describe(
         "chat": job.chat,
     }
     results |= {
-        **job.sampling.model_dump(mode="json"),
+        **{key: value for key, value in sampling.items() if key in _ALWAYS or key in changed},
         "coupling": job.speculation.coupling,
         "budget": job.budget,
     }

@@ -102,6 +102,12 @@ def open_files(job: Job, early: Callable[[], Tokenizer | None] = lambda: None) -
         tokenizer = Tokenizer.load(target_path, vocabulary=target.vocabulary)
     tokenizer.rows = target.spec.vocab
     special_stops(tokenizer, job.sampling.stop, vocab=target.spec.vocab)
+    for id_ in job.sampling.stop_token_ids:
+        if id_ >= target.spec.vocab:
+            raise UserError(
+                f"`sampling.stop_token_ids`: {id_} could never be drawn, because the model has "
+                f"tokens 0 to {target.spec.vocab - 1}"
+            )
     draft_vocab = min(tokenizer.size, target.spec.vocab)
     if draft is not None and draft_path is not None and not words.reads:
         other = Tokenizer.load(draft_path, vocabulary=draft.vocabulary)

@@ -87,8 +87,9 @@ class Plan:
 
     @property
     def stop_ids(self) -> frozenset[int]:
-        """The ids of stop texts that are one special token."""
-        return special_stops(self.files.tokenizer, self.job.sampling.stop)
+        """The ids that end a sample: `stop_token_ids`, and stop texts that are special tokens."""
+        sampling = self.job.sampling
+        return special_stops(self.files.tokenizer, sampling.stop).union(sampling.stop_token_ids)
 
     @property
     def samples(self) -> int | None:

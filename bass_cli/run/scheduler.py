@@ -171,10 +171,12 @@ class Watch:
 
 
 class Ending(NamedTuple):
-    """The finish reason of a sample, and its text if a stop text truncated it."""
+    """The finish reason of a sample, and the text before a stop text and that stop text, if it
+    ended there."""
 
     reason: str
     text: str | None = None
+    stop: str = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -207,7 +209,7 @@ class Sample:
             found = self.stops.feed(new[:keep])
             if found is not None:
                 row.cut(found.tokens)
-                return Ending("stop", found.text)
+                return Ending("stop", found.text, found.stop)
         if keep < len(new):
             row.cut(self.seen + keep)
         self.seen += keep
@@ -226,15 +228,24 @@ class FinishedSample(NamedTuple):
     ending: Ending
     now: float
 
-    def completion(self, *, seed: int, ids: bool) -> Completion:
-        """Make its Completion; `ids`: with token ids."""
+    def text(self, *, include_stop: bool) -> str:
+        """Return the text, without or with the stop that ended it."""
+        tokens, ending = [] if self.row is None else self.row.generated_tokens, self.ending
+        if ending.text is not None:
+            return ending.text + ending.stop if include_stop else ending.text
+        if ending.reason == "stop":
+            return self.task.text.before_last(tokens, include=include_stop)
+        return self.task.text.decode(tokens)
+
+    def completion(self, *, seed: int, ids: bool, include_stop: bool = False) -> Completion:
+        """Make its Completion; `ids`: with token ids; `include_stop`: see Sampling."""
         task, row, ending = self.task, self.row, self.ending
         tokens, scores = ([], []) if row is None else (row.generated_tokens, row.log_probabilities)
         total = math.fsum(scores)
         return Completion(
             id=task.prompt.id,
             sample=self.sample,
-            text=task.text.decode(tokens) if ending.text is None else ending.text,
+            text=self.text(include_stop=include_stop),
             finish_reason=ending.reason,
             tokens=len(scores),
             mean_logprob=total / len(scores) if scores else None,
@@ -554,9 +565,14 @@ class Conductor:
 
     def _finished(self) -> Iterator[Completion]:
         """Yield the finished samples, in the order in which they ended."""
-        seed, ids = self._job.sampling.seed, self._job.token_ids
+        sampling, ids = self._job.sampling, self._job.token_ids
+        seed, include = sampling.seed, sampling.include_stop
         while self._finished_queue:
             one = self._finished_queue[0]  # an interruption before popleft loses nothing
-            done = one if isinstance(one, Completion) else one.completion(seed=seed, ids=ids)
+            done = (
+                one
+                if isinstance(one, Completion)
+                else one.completion(seed=seed, ids=ids, include_stop=include)
+            )
             self._finished_queue.popleft()
             yield done

@@ -18,7 +18,15 @@ from bass_cli.cli.doctor import parameters_in
 from bass_cli.cli.options import in_flags, reference
 from bass_cli.cli.profile import batch_sizes_of
 from bass_cli.config.draft_spec import Draft, parse_draft
-from bass_cli.config.job import Job, Pair, load_pair, make_job, packaged_pairs, parse_duration
+from bass_cli.config.job import (
+    Job,
+    Pair,
+    Sampling,
+    load_pair,
+    make_job,
+    packaged_pairs,
+    parse_duration,
+)
 from bass_cli.errors import MachineError, UserError
 from bass_cli.eval.scoring import parse_ks
 
@@ -471,3 +479,11 @@ def test_the_page_of_options_is_up_to_date() -> None:
     assert page.read_text(encoding="utf-8") == reference(), (
         "its first paragraph says how to make it"
     )
+
+
+def test_stop_token_ids_take_a_number_a_list_or_a_text() -> None:
+    for given, ids in ((7, (7,)), ([1, 2], (1, 2)), ("1, 2", (1, 2)), ("", ())):
+        assert Sampling(stop_token_ids=given).stop_token_ids == ids
+    for bad in (True, "1;2", [1.0], -1, "x", ["1"]):
+        with pytest.raises(ValueError, match="token id"):
+            Sampling(stop_token_ids=bad)
