@@ -42,7 +42,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     no_args_is_help=True,
     epilog=EPILOG,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 
 

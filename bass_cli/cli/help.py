@@ -1,7 +1,8 @@
 """The layout of help pages, and the error line for a mistake on the command line.
 
 A page lists options under headings and explains the terms that it uses. It is plain text, which
-is fast and can be searched. The options themselves: cli/options.py.
+is fast and can be searched. A page of more than two screens leaves out rare options, which
+`--help-all` shows. The options themselves: cli/options.py.
 """
 
 from __future__ import annotations
@@ -12,14 +13,22 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import typer
 from typer.core import TyperCommand, TyperGroup
 
+from bass_cli.config.commands import COMMANDS
+from bass_cli.config.options import declared
 from bass_cli.errors import near_word
 from bass_cli.io import terminal
 
 EPILOG = (
     "Each option can also be set by an environment variable: BASS_N=4 is --n 4, BASS_TOP_P=0.9 is "
     "--top-p 0.9. A flag overrides the variable."
+)
+
+TWO_SCREENS = 100  # lines
+ALL = (
+    "bass.help_all"  # in a context's meta: True if a page shows all options, False if no rare ones
 )
 
 WORDS = {
@@ -48,8 +57,29 @@ WORDS = {
 class Command(TyperCommand):
     """A command whose help page explains its terms and lists its options under headings."""
 
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the page; without rare options if it would fill more than two screens."""
+        super().format_help(ctx, formatter)
+        if not ctx.meta.get(ALL) and formatter.getvalue().count("\n") > TWO_SCREENS:
+            formatter.buffer.clear()
+            ctx.meta[ALL] = False
+            super().format_help(ctx, formatter)
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        _write(self, ctx, formatter, _paragraph(self))
+        options, is_short = declared(COMMANDS[str(self.name)]), ctx.meta.get(ALL) is False
+        hidden = {name for name, option in options.items() if is_short and option.rare}
+        if not is_short:
+            hidden.add("help_all")
+        params = [param for param in self.get_params(ctx) if param.name not in hidden]
+        _write(params, formatter, _paragraph(self))
+
+
+def show_all(ctx: typer.Context, wanted: bool) -> None:
+    """Show the page with all options if it is wanted, and end the command."""
+    if wanted:
+        ctx.meta[ALL] = True
+        typer.echo(ctx.get_help(), color=ctx.color)
+        raise typer.Exit
 
 
 class Group(TyperGroup):
@@ -80,7 +110,8 @@ class Group(TyperGroup):
         commands = [(name, _paragraph(self.commands[name])) for name in self.list_commands(ctx)]
         with formatter.section("Commands"):
             formatter.write_dl(commands)
-        _write(self, ctx, formatter, " ".join([_paragraph(self), *(text for _, text in commands)]))
+        text = " ".join([_paragraph(self), *(text for _, text in commands)])
+        _write(self.get_params(ctx), formatter, text)
 
 
 def words_in(text: str) -> list[str]:
@@ -98,9 +129,8 @@ def words_in(text: str) -> list[str]:
     return [word for word in WORDS if word in found]
 
 
-def _write(command: TyperCommand | TyperGroup, ctx: Any, formatter: Any, text: str) -> None:
+def _write(params: list[Any], formatter: Any, text: str) -> None:
     groups: dict[str, list[tuple[str, str]]] = {}
-    params: list[Any] = command.get_params(ctx)
     for param in params:
         if not getattr(param, "hidden", False):
             is_argument = param.param_type_name == "argument"

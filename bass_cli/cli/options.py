@@ -16,6 +16,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from bass_cli.cli.help import show_all
 from bass_cli.config.commands import COMMANDS
 from bass_cli.config.options import HEADINGS, JOB, Option, declared
 
@@ -41,7 +42,7 @@ def takes(kind: type[Args]) -> Callable[[Callable[[Args], None]], Callable[..., 
 
     def command_of(body: Callable[[Args], None]) -> Callable[..., None]:
         @functools.wraps(body)
-        def command(**values: Any) -> None:
+        def command(*, help_all: bool, **values: Any) -> None:
             body(kind(**values))
 
         defaults = {one.name: one.default for one in fields(kind)}  # type: ignore[arg-type]
@@ -58,11 +59,28 @@ def takes(kind: type[Args]) -> Callable[[Callable[[Args], None]], Callable[..., 
             )
             for name, option in in_order(kind)
         ]  # fmt: skip
+        params.append(_HELP_ALL)
         command.__signature__ = inspect.Signature(params)  # type: ignore[attr-defined]
         command.__annotations__ = {param.name: param.annotation for param in params}
         return command
 
     return command_of
+
+
+_HELP_ALL = inspect.Parameter(
+    "help_all",
+    inspect.Parameter.KEYWORD_ONLY,
+    annotation=Annotated[
+        bool,
+        typer.Option(
+            "--help-all",
+            is_eager=True,
+            callback=show_all,
+            help="Show all options, the rare ones too, and exit.",
+        ),
+    ],
+    default=False,
+)
 
 
 def in_order(kind: type) -> Iterator[tuple[str, Option]]:

@@ -65,6 +65,7 @@ _ACTORS = Option(
     MACHINE,
     "N|all",
     "all",
+    rare=True,
 )
 _BATCH_SIZES = Option(
     "Numbers of sequences decoded at once", MEASURED, "N,...", "1,2,4,8; on a GPU also 16"
@@ -124,10 +125,11 @@ class SampleArgs(_Samples, _Distribution, PairArgs, _Quiet):
         PROMPTS,
         "2/8",
         shown="all",
+        rare=True,
     )
     ray: str | None = flag(_RAY)
     actors: str | None = flag(_ACTORS)
-    resume: bool = switch("Fail if there is no output file to continue", OUTPUT)
+    resume: bool = switch("Fail if there is no output file to continue", OUTPUT, rare=True)
     overwrite: bool = switch("Replace an existing output file", OUTPUT)
 
 
@@ -166,13 +168,16 @@ class JudgeArgs(_Document):
     allow_code_execution: bool = switch(
         "Run generated programs even if the sandbox is weak (bass doctor shows what is missing)",
         SCORING,
+        rare=True,
     )
-    allow_weak_sandbox: bool = switch("Same as --allow-code-execution", SCORING)
+    allow_weak_sandbox: bool = switch("Same as --allow-code-execution", SCORING, rare=True)
     workers: int | None = flag(
-        "Programs that run at the same time", SCORING, shown="the number of cores"
+        "Programs that run at the same time", SCORING, shown="the number of cores", rare=True
     )
-    timeout: str | None = flag("Time limit per program", SCORING, "TIME", shown="10s")
-    rejudge: bool = switch("Run all programs again, even those that have a verdict", SCORING)
+    timeout: str | None = flag("Time limit per program", SCORING, "TIME", shown="10s", rare=True)
+    rejudge: bool = switch(
+        "Run all programs again, even those that have a verdict", SCORING, rare=True
+    )
 
 
 @dataclass(kw_only=True, eq=False)
@@ -251,6 +256,7 @@ class BenchArgs(_WholeJob, _Distribution, PairArgs, _Document, _Quiet):
         "(auto, or HOST:PORT)",
         group=WHOLE_JOB,
         variable=False,
+        rare=True,
     )
     actors: str | None = flag(_ACTORS, group=WHOLE_JOB, variable=False)
     tensor_parallel: int | None = of_job("tensor_parallel")
@@ -265,6 +271,7 @@ class BenchArgs(_WholeJob, _Distribution, PairArgs, _Document, _Quiet):
         "in one pass, eagle3-8b drafts token by token",
         RANDOM,
         "NAME",
+        rare=True,
     )
     acceptance: list[str] | None = flag(
         "Simulated acceptance rate of a drafted token. 0.93/0.9/0.87: by position in the "
@@ -273,9 +280,13 @@ class BenchArgs(_WholeJob, _Distribution, PairArgs, _Document, _Quiet):
         RANDOM,
         "NUMBER,...",
     )
-    depth: int | None = flag("Draft with the first N layers of --shape; needs --scale", RANDOM)
+    depth: int | None = flag(
+        "Draft with the first N layers of --shape; needs --scale", RANDOM, rare=True
+    )
     scale: float | None = flag(
-        "Factor on the output of the other layers; with 0 every draft is accepted", RANDOM
+        "Factor on the output of the other layers; with 0 every draft is accepted",
+        RANDOM,
+        rare=True,
     )
     batch_sizes: str | None = flag(_BATCH_SIZES)
     methods: str | None = flag(
@@ -285,26 +296,35 @@ class BenchArgs(_WholeJob, _Distribution, PairArgs, _Document, _Quiet):
         shown="plain,2,4,8,auto; on a GPU also 6 and bass",
     )
     controllers: bool = switch(
-        "Compare every controller (auto, bass, table, bass+table) with all fixed lengths", MEASURED
+        "Compare every controller (auto, bass, table, bass+table) with all fixed lengths",
+        MEASURED,
+        rare=True,
     )
     prompts: str | None = flag(
         "Prompts, used unchanged", MEASURED, "FILE", shown="built-in prompts"
     )
     prompt_tokens: int | None = flag(
-        "Length of the built-in prompts: N to 2N tokens", MEASURED, shown="64; on a GPU 300"
+        "Length of the built-in prompts: N to 2N tokens",
+        MEASURED,
+        shown="64; on a GPU 300",
+        rare=True,
     )
     new_tokens: int | None = flag(
         "Tokens generated per sequence", MEASURED, shown="128, or fewer under a time limit"
     )
-    samples_per_prompt: int | None = flag("Sequences per prompt", MEASURED, shown="1")
+    samples_per_prompt: int | None = flag("Sequences per prompt", MEASURED, shown="1", rare=True)
     repeats: int | None = flag(
-        "Runs per batch size and method", MEASURED, shown="5, or fewer under a time limit"
+        "Runs per batch size and method",
+        MEASURED,
+        shown="5, or fewer under a time limit",
+        rare=True,
     )
     time_limit: str | None = flag(
         "Stop measuring after this time, such as 5m, and report what was measured",
         MEASURED,
         "TIME",
         shown="80s on a CPU without --repeats, else none",
+        rare=True,
     )
     rivals: str | None = flag(
         "Also measure these engines, if installed: transformers, vllm", MEASURED, "NAME,..."
@@ -314,6 +334,7 @@ class BenchArgs(_WholeJob, _Distribution, PairArgs, _Document, _Quiet):
         MEASURED,
         "ragged|pad|split",
         shown="ragged",
+        rare=True,
     )
     plot: str | None = flag(_PLOT)
     overwrite: bool = switch("Let --plot replace a file that is not a chart from bass", OUTPUT)

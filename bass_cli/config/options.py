@@ -49,6 +49,8 @@ class Option(NamedTuple):
         variable: Whether an environment variable BASS_NAME sets the option too.
         kind: The type of its value on the command line. Default: by the field's type.
         path: The field in messages, such as "sampling.seed".
+        rare: Whether a help page that would fill more than two screens shows it only under
+            `--help-all`.
     """
 
     text: str
@@ -60,6 +62,7 @@ class Option(NamedTuple):
     variable: bool = True
     kind: Any = None
     path: str = ""
+    rare: bool = False
 
 
 def flag(text: str | Option, /, *rest: Any, default: Any = None, **more: Any) -> Any:
@@ -135,13 +138,14 @@ class JobOptions:
         MACHINE,
         "K",
         default=1,
+        rare=True,
     )
     device: Literal["auto", "cuda", "cpu"] = flag("Device to compute on", MACHINE, default="auto")
     dtype: Dtype = flag(
         "Number format of weights and computation", MACHINE, shown="the pair's", default="auto"
     )
     threads: Count | None = flag(
-        "CPU threads", MACHINE, shown="OMP_NUM_THREADS, or the number of free cores"
+        "CPU threads", MACHINE, shown="OMP_NUM_THREADS, or the number of free cores", rare=True
     )
     limit: Count | None = flag("Use only the first N prompts", PROMPTS, shown="all")
     prompt_column: Name = flag("Field that holds the prompt", PROMPTS, "NAME", default="prompt")
@@ -211,7 +215,10 @@ class SpeculationOptions:
         "Longest draft that a controller may choose", default=32
     )
     coupling: Literal["shared", "maximal"] = flag(
-        "How the target verifies drafts; both kinds are exact", DRAFTING, default="shared"
+        "How the target verifies drafts; both kinds are exact",
+        DRAFTING,
+        default="shared",
+        rare=True,
     )
     draft_temperature: Annotated[float | None, Ge(0)] = flag(
         "Temperature of the draft; default: the drafter's own choice"

@@ -11,15 +11,18 @@ import typer.main
 from typer.testing import CliRunner
 
 from bass_cli.cli.commands import app
-from bass_cli.cli.help import WORDS
+from bass_cli.cli.help import TWO_SCREENS, WORDS
+from bass_cli.config.commands import COMMANDS
+from bass_cli.config.options import declared
 
 PROGRAM: Any = typer.main.get_command(app)
 PAGES = ["", *PROGRAM.commands]
 
 
 def page(command: str, flag: str = "--help", *, columns: int = 80) -> str:
-    environment = {"COLUMNS": str(columns), "TERMINAL_WIDTH": str(columns)}
-    result = CliRunner().invoke(app, [*command.split(), flag], prog_name="bass", env=environment)
+    result = CliRunner().invoke(
+        app, [*command.split(), flag], prog_name="bass", terminal_width=columns - 2
+    )
     assert (result.exit_code, result.stderr) == (0, "")
     return result.stdout
 
@@ -28,8 +31,13 @@ def params_of(command: str) -> list[Any]:
     return [
         param
         for param in (PROGRAM.commands[command] if command else PROGRAM).params
-        if not param.hidden
+        if not param.hidden and param.name != "help_all"
     ]
+
+
+def whole_page(command: str) -> str:
+    """Return the page with all options; that of the program has no flag for it."""
+    return page(command, "--help-all" if command else "--help")
 
 
 def squeezed(text: str) -> str:
@@ -38,7 +46,7 @@ def squeezed(text: str) -> str:
 
 @pytest.mark.parametrize("command", PAGES)
 def test_help_fits_80_columns_and_shows_no_python_types(command: str) -> None:
-    text = page(command)
+    text = whole_page(command)
     assert max(map(len, text.splitlines())) <= 80
     assert not any(
         line.endswith("-") for line in text.splitlines()
@@ -49,12 +57,12 @@ def test_help_fits_80_columns_and_shows_no_python_types(command: str) -> None:
             param.param_type_name == "argument" or getattr(param, "is_flag", False) or param.metavar
         ), param.name
     assert re.findall(r"<\w+>|\b(?:str|int|float|bool|INTEGER|BOOLEAN)\b", text) == []
-    assert page(command, "-h") == text
+    assert page(command, "-h") == page(command)
 
 
 @pytest.mark.parametrize("command", PAGES[1:])
 def test_options_are_grouped_under_headings(command: str) -> None:
-    headings = re.findall(r"^(\w.*):$", page(command), re.MULTILINE)
+    headings = re.findall(r"^(\w.*):$", whole_page(command), re.MULTILINE)
     assert len(headings) == len(set(headings))
     ours = [param for param in params_of(command) if param.param_type_name == "option"]
     arguments = len(ours) < len(params_of(command))  # which share one heading
@@ -63,8 +71,32 @@ def test_options_are_grouped_under_headings(command: str) -> None:
 
 
 @pytest.mark.parametrize("command", PAGES)
-def test_help_explains_the_terms_that_it_uses(command: str) -> None:
-    text = page(command)
+def test_help_fits_two_screens(command: str) -> None:
+    assert page(command, columns=100).count("\n") <= TWO_SCREENS
+
+
+@pytest.mark.parametrize("command", PAGES[1:])
+@pytest.mark.parametrize("columns", [60, 100])
+def test_help_hides_rare_options_only_where_all_do_not_fit(command: str, columns: int) -> None:
+    short, whole = page(command, columns=columns), page(command, "--help-all", columns=columns)
+    assert "--help-all" not in whole
+    if whole.count("\n") <= TWO_SCREENS:
+        assert short == whole
+        return
+    options = declared(COMMANDS[command])
+    rare = {param.name for param in params_of(command) if options[param.name].rare}
+    for param in params_of(command):
+        shown = [param.metavar] if param.param_type_name == "argument" else param.opts
+        listed = re.search(rf"^  (-\w, )?{re.escape(shown[-1])}(?![\w-])", short, re.MULTILINE)
+        assert (param.name in rare) == (listed is None), param.name
+    assert rare
+    assert "--help-all" in short
+
+
+@pytest.mark.parametrize("flag", ["--help", "--help-all"])
+@pytest.mark.parametrize("command", PAGES)
+def test_help_explains_the_terms_that_it_uses(command: str, flag: str) -> None:
+    text = page(command, flag if command else "--help")
     explained = re.findall(
         r"^  (\w[\w@ ]*?)  +\S", text.partition("\nWords:\n")[2].partition("\n\n")[0], re.MULTILINE
     )
@@ -127,7 +159,7 @@ def test_the_shell_completes_names_of_tasks() -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ("generate p.txt --min-p 0.1", "there is no option --min-p; see bass generate --help"),
+        ("generate p.txt --best-of 4", "there is no option --best-of; see bass generate --help"),
         ("generate p.txt --temprature 1", 'no option --temprature; did you mean "--temperature"?'),
         (
             "generate p.txt --max-tokens 9",
