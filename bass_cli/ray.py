@@ -79,6 +79,8 @@ _COLUMNS = {
     **dict.fromkeys(("prompt_tokens", "copy_of"), "int"),
     **dict.fromkeys(("mean_logprob", "sum_logprob", "seconds"), "float"),
     "token_ids": "ints",
+    "token_logprobs": "floats",
+    "top_logprobs": "pairs",
 }
 
 
@@ -101,7 +103,9 @@ class Drawer:
         import pyarrow
 
         kinds = {"text": pyarrow.string(), "int": pyarrow.int64(), "float": pyarrow.float64()}
-        kinds["ints"] = pyarrow.list_(kinds["int"])
+        kinds["ints"], kinds["floats"] = map(pyarrow.list_, (kinds["int"], kinds["float"]))
+        pair = pyarrow.struct([("id", kinds["int"]), ("logprob", kinds["float"])])
+        kinds["pairs"] = pyarrow.list_(pyarrow.list_(pair))
         rows = [_plain(row) for row in batch.to_pylist()]
         if not all("id" in row for row in rows):
             raise UserError(
@@ -112,6 +116,10 @@ class Drawer:
         found = [json.loads(one.to_line()) for one in drawn]
         for row in found:
             row["meta"] = json.dumps(row["meta"], ensure_ascii=False)
+            if (places := row.get("top_logprobs")) is not None:
+                row["top_logprobs"] = [
+                    [{"id": id_, "logprob": number} for id_, number in place] for place in places
+                ]
         schema = pyarrow.schema([(name, kinds[kind]) for name, kind in _COLUMNS.items()])
         return pyarrow.Table.from_pylist(found, schema=schema)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import typer
@@ -65,6 +65,17 @@ class Command(TyperCommand):
             ctx.meta[ALL] = False
             super().format_help(ctx, formatter)
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the arguments, after flags that stand alone were given their values."""
+        options = declared(COMMANDS[str(self.name)])
+        bare = {
+            form: option.bare
+            for param in self.params
+            for form in param.opts
+            if (option := options.get(str(param.name))) is not None and option.bare is not None
+        }
+        return super().parse_args(ctx, with_bare_values(args, bare))
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
         options, is_short = declared(COMMANDS[str(self.name)]), ctx.meta.get(ALL) is False
         hidden = {name for name, option in options.items() if is_short and option.rare}
@@ -72,6 +83,17 @@ class Command(TyperCommand):
             hidden.add("help_all")
         params = [param for param in self.get_params(ctx) if param.name not in hidden]
         _write(params, formatter, _paragraph(self))
+
+
+def with_bare_values(args: Sequence[str], bare: Mapping[str, str]) -> list[str]:
+    """Add the values of flags without one, such as --logprobs. `bare`: these values by flag."""
+    filled = list[str]()
+    for place, arg in enumerate(args):
+        if arg == "--":
+            return [*filled, *args[place:]]
+        alone = arg in bare and not "".join(args[place + 1 : place + 2]).isdigit()
+        filled.append(f"{arg}={bare[arg]}" if alone else arg)
+    return filled
 
 
 def show_all(ctx: typer.Context, wanted: bool) -> None:

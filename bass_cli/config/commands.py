@@ -79,7 +79,7 @@ _Pair: Any = args_of(*MACHINE_AND_MODELS)
 _Distribution: Any = args_of(*DISTRIBUTION)
 _Samples: Any = args_of(
     *("n", "max_new_tokens", "stop", "stop_token_ids", "draft_length", "budget", "batch_size"),
-    *("limit", "tensor_parallel", "token_ids"),
+    *("limit", "tensor_parallel", "token_ids", "logprobs"),
 )
 _Texts: Any = args_of("chat", "prompt_column", "include_stop")
 _WholeJob: Any = args_of(

@@ -26,6 +26,7 @@ HEADINGS = (MODELS, WHOLE_JOB, SAMPLES, SAMPLING, DRAFTING, TRAINING, MACHINE, P
 LARGEST = 2**63 - 1  # the largest whole number
 MOST_ROWS = 1_000_000  # the most samples of a prompt, and rows; no device holds as many
 MOST_DRAFTS = 64  # the longest draft length
+MOST_LOGPROBS = 64  # the most likeliest tokens of a place
 Controller = Literal["auto", "bass", "table", "bass+table"]
 CONTROLLERS: tuple[str, ...] = get_args(Controller)
 
@@ -51,6 +52,7 @@ class Option(NamedTuple):
         path: The field in messages, such as "sampling.seed".
         rare: Whether a help page that would fill more than two screens shows it only under
             `--help-all`.
+        bare: The value of a flag that is given without one; None if it needs one.
     """
 
     text: str
@@ -63,6 +65,7 @@ class Option(NamedTuple):
     kind: Any = None
     path: str = ""
     rare: bool = False
+    bare: str | None = None
 
 
 def flag(text: str | Option, /, *rest: Any, default: Any = None, **more: Any) -> Any:
@@ -78,6 +81,7 @@ def switch(text: str, group: str, **more: Any) -> Any:
 
 Natural = Annotated[int, Ge(0), Le(LARGEST)]
 Count = Annotated[int, Ge(1), Le(LARGEST)]
+TopK = Annotated[int, Ge(0), Le(MOST_LOGPROBS)]
 Name = Annotated[str, MinLen(1)]
 Dtype = Literal["auto", "bf16", "fp16", "fp32"]
 
@@ -195,6 +199,13 @@ class SamplingOptions:
     )
     include_stop: bool = switch("Keep the stop text that ended a sample in its text", SAMPLING)
     max_new_tokens: Count = flag("Maximum number of tokens per sample", SAMPLING, default=256)
+    logprobs: TopK | None = flag(
+        "Add token ids and the log-probability of each to the line; with K also of the K likeliest "
+        "tokens in each place",
+        OUTPUT,
+        "[K]",
+        bare="0",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import bass_kernels as ops
-from bass_cli.engine.host_state import LENGTH, LIMIT, PROMPT, HostState, Row
+from bass_cli.engine.host_state import LENGTH, LIMIT, NO_REPORT, PROMPT, HostState, Row, covering
 from bass_cli.engine.sizes import WIDTHS, cover
 from bass_cli.models.block_allocator import BlockAllocator, BlockCopy, BlockLayout, Change, Sender
 
@@ -41,6 +41,8 @@ class Batch:
     hosts: the live Rows, in order.
     version: changes when `tokens` moves to another address.
     changes: how often the live rows have changed.
+    reports: what rounds report; it covers the reports of all live rows (of the last ones if none is
+        live).
 
     Rows after the live ones are padding rows: one token long, never advanced. `pad` includes some
     of them in device operations, so that a captured graph serves several numbers of live rows.
@@ -65,6 +67,7 @@ class Batch:
         self.hosts: list[Row] = []
         self.version = 0
         self.changes = 0
+        self.reports = NO_REPORT
         self._padded: int | None = None
 
     def __len__(self) -> int:
@@ -144,6 +147,8 @@ class Batch:
         self._write(places, rows, sources, holes, count)
         self._send(places, rows, sources, holes, slice(count, max(count, old)))
         self.changes += 1
+        if self.hosts:
+            self.reports = covering(row.report for row in self.hosts)
         begun = (
             (tuple(place for place, _ in group), key)
             for key, group in itertools.groupby(

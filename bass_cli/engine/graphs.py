@@ -18,6 +18,7 @@ from torch import Tensor
 from bass_cli.engine.batch import Batch
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.contracts import Drafter
+from bass_cli.engine.host_state import NO_REPORT, Report
 from bass_cli.engine.sizes import WIDTHS, bucket, cover, step_down
 from bass_cli.models.capture import Graphs, Running, SkiRental
 
@@ -46,7 +47,11 @@ class Captured:
     ):
         self._graphs, self._batch, self._clock, self._function = graphs, batch, clock, function
         self.policy = GraphPolicy(
-            graphs, longest=drafter.longest, drafts=kind_of(drafter), cuts=cuts
+            graphs,
+            longest=drafter.longest,
+            drafts=kind_of(drafter),
+            cuts=cuts,
+            report=lambda: batch.reports,
         )
         self.capturing, self.steady = 0.0, True
 
@@ -175,11 +180,13 @@ class Shape(NamedTuple):
         drafts come from the host. "catch up": no round; a drafter reads tokens of plain rounds.
     rows: rows of the batch, padding included.
     width: drafts of each row, or tokens of each row in "catch up".
+    report: what the round reports besides tokens and their log-probabilities.
     """
 
     kind: Kind
     rows: int
     width: int
+    report: Report = NO_REPORT
 
 
 class Step(NamedTuple):
@@ -204,6 +211,7 @@ class GraphPolicy:
         longest: the most tokens that the drafter proposes.
         drafts: the kind of its rounds with drafts.
         cuts: whether rounds of these rows and drafts are of kind "cut" instead.
+        report: returns what rounds report now.
     """
 
     def __init__(
@@ -213,13 +221,15 @@ class GraphPolicy:
         longest: int,
         drafts: Kind = "round",
         cuts: Cuts = lambda rows, width: False,
+        report: Callable[[], Report] = lambda: NO_REPORT,
     ):
+        self._report = report
         self._graphs, self._drafts, self._longest, self._cuts = graphs, drafts, longest, cuts
         self._widths = [step_down(min(width, longest)) for width in range(WIDTHS[-1] + 1)]
         self._rental = SkiRental[Shape]()  # losses in plain passes
         # By kind and how it ran: seconds on the host for a pass.
         self._unit: dict[tuple[str, str], float] = {}
-        self._one_time_costs: dict[int, tuple[float, ...]] = {}
+        self._one_time_costs: dict[tuple[int, Report], tuple[float, ...]] = {}
 
     def choose(self, wanted: Shape, *, left: float, fit: Fit = "near") -> Step:
         """Choose what to run for the shape `wanted`: other graphs serve by the ski-rental rule.
@@ -266,16 +276,17 @@ class GraphPolicy:
     def one_time_costs(self, rows: int) -> tuple[float, ...]:
         """Return, for each draft length from 0, the seconds that it costs once until rounds of
         `rows` rows (padding included) run at their usual speed. 0 if a graph serves it."""
-        if rows not in self._one_time_costs:
-            self._one_time_costs[rows] = tuple(
+        key = rows, self._report()
+        if key not in self._one_time_costs:
+            self._one_time_costs[key] = tuple(
                 self._one_time_cost(self.shape(rows, width)) for width in self._widths
             )
-        return self._one_time_costs[rows]
+        return self._one_time_costs[key]
 
     def shape(self, rows: int, width: int) -> Shape:
         """Return the shape of a round of `width` drafts."""
         kind: Kind = "cut" if self._cuts(rows, width) else self._drafts
-        return Shape(kind if width else "round", rows, width)
+        return Shape(kind if width else "round", rows, width, self._report())
 
     def warmup_costs(self, rows: int) -> tuple[float, ...]:
         """Return the part of the one-time costs that the first round takes. It runs uncaptured,
@@ -319,7 +330,7 @@ def _serves(shape: Shape, wanted: Shape, fit: Fit) -> bool:
     alike = shape.kind == wanted.kind or (
         any_length and {shape.kind, wanted.kind} == {"cut", "block"}
     )
-    if not alike or shape.rows < wanted.rows:
+    if not alike or shape.rows < wanted.rows or shape.report != wanted.report:
         return False
     if wanted.kind == "catch up" or fit == "wider":
         return shape.width >= wanted.width

@@ -6,6 +6,7 @@ Not here: which rows are live, and the device (batch.py); what ends a row (run/s
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy
@@ -18,6 +19,33 @@ Integers = NDArray[numpy.int64]
 # drafted, accepted, and how many were generated when the logits were first non-finite (-1: never).
 LENGTH, PROMPT, LIMIT, ROUNDS, DRAFTED, ACCEPTED, BROKEN = range(7)
 _SLACK = 2 * (LONGEST + 1)  # places beyond a limit, for two rounds of the longest draft length
+
+
+# The numbers of likeliest tokens that rounds report; each has its own graphs.
+_TOPS = (0, 5, 20, 64)
+
+
+class Report(NamedTuple):
+    """What is reported of each generated token besides its log-probability.
+
+    top: number of likeliest tokens in its place.
+    """
+
+    top: int = 0
+
+    @property
+    def columns(self) -> int:
+        """Entries of each token in a round's result."""
+        return self.top
+
+
+NO_REPORT = Report()
+
+
+def covering(reports: Iterable[Report]) -> Report:
+    """Return the report of a round that covers those of all its rows."""
+    most = max((report.top for report in reports), default=0)
+    return Report(next(top for top in _TOPS if top >= most))
 
 
 class News(NamedTuple):
@@ -39,6 +67,8 @@ class HostState:
     numbers: [rows, 7] int64, columns as named above.
     tokens: [rows, span] int32, the generated tokens.
     scores: [rows, span] float32, their log-probabilities.
+    entries: [rows, span, columns] int64, what reports add (bass_kernels.report_entries); no column
+        if no row has a report.
     news: the tokens of the last round.
     """
 
@@ -46,6 +76,7 @@ class HostState:
         self.numbers: Integers = numpy.zeros((rows, 7), dtype=numpy.int64)
         self.tokens = numpy.zeros((rows, 0), dtype=numpy.int32)
         self.scores = numpy.zeros((rows, 0), dtype=numpy.float32)
+        self.entries: Integers = numpy.zeros((rows, 0, 0), dtype=numpy.int64)
         self.news = News(*(numpy.zeros(shape, dtype=numpy.int64) for shape in (0, (0, 1), 0)))
 
     def widen(self, limit: int) -> None:
@@ -62,22 +93,32 @@ class HostState:
         self.numbers[targets] = self.numbers[sources]
         self.tokens[targets, :used] = self.tokens[sources, :used]
         self.scores[targets, :used] = self.scores[sources, :used]
+        if self.entries.size:
+            self.entries[targets, :used] = self.entries[sources, :used]
 
     def take(
-        self, table: Integers, places: Integers, *, width: int, num_drafts: Integers | int
+        self,
+        table: Integers,
+        places: Integers,
+        *,
+        width: int,
+        num_drafts: Integers | int,
+        report: Report = NO_REPORT,
     ) -> Integers:
         """Record the result of a round.
 
         Args:
-            table: the result (ops.report) of the rows at `places` [B].
+            table: the result (ops.report) of the rows at `places` [B], and after it the entries of
+                the report, [B, width + 1, columns] flattened.
             width: places for drafts in the table.
             num_drafts: [B], drafts of each row. A token that only filled a place counts as drafted
                 if it was accepted.
+            report: what the table has entries for.
 
         Returns: accepted [B].
         """
         accepted, block = table[:, 0], table[:, 1 : width + 2]
-        scores = table[:, width + 2 :].astype(numpy.int32).view(numpy.float32)
+        scores = table[:, width + 2 : 2 * width + 3].astype(numpy.int32).view(numpy.float32)
         counts = accepted + 1
         generated = self._generated(places)
         columns = generated[:, None] + numpy.arange(width + 1)
@@ -86,6 +127,9 @@ class HostState:
         )  # clips only what lies beyond a limit; it is never read
         self.tokens[places[:, None], columns] = block
         self.scores[places[:, None], columns] = scores
+        if report.columns:
+            entries = table[:, 2 * width + 3 :].reshape(*block.shape, report.columns)
+            self._entries(report.columns)[places[:, None], columns, : report.columns] = entries
         self._note_broken(places, scores, generated, counts)
         self.numbers[places, LENGTH] += counts
         self.numbers[places, ROUNDS] += 1
@@ -93,6 +137,18 @@ class HostState:
         self.numbers[places, ACCEPTED] += accepted
         self.news = News(places, block, counts)
         return accepted
+
+    def _entries(self, columns: int) -> Integers:
+        """Return `entries`, with at least so many columns and a place for each token. Memory that
+        was never written to takes no space."""
+        old = self.entries
+        if old.shape[1] < self.tokens.shape[1] or old.shape[2] < columns:
+            wider = max(old.shape[2], columns)
+            self.entries = numpy.zeros((*self.tokens.shape, wider), dtype=numpy.int64)
+            for row in range(len(old)) if old.size else ():
+                used = min(int(self._generated([row])[0]), old.shape[1])
+                self.entries[row, :used, : old.shape[2]] = old[row, :used]
+        return self.entries
 
     def _generated(self, places: Integers | list[int]) -> Integers:
         generated: Integers = self.numbers[places, LENGTH] - self.numbers[places, PROMPT]
@@ -118,6 +174,7 @@ class Row:
         it.
     prompt: the prompt's tokens, shared by its rows and never changed.
     limit: how many tokens it may generate.
+    report: what is reported of each of its tokens.
     temperature: 0 is greedy.
     top_k: 0 truncates nothing.
     top_p: 1 truncates nothing.
@@ -130,6 +187,7 @@ class Row:
     """
 
     __slots__ = (
+        "_entries",
         "_generated",
         "_host_state",
         "_numbers",
@@ -138,6 +196,7 @@ class Row:
         "key",
         "place",
         "prompt",
+        "report",
         "sample",
         "seed",
         "temperature",
@@ -155,10 +214,12 @@ class Row:
         temperature: float = 1.0,
         top_k: int = 0,
         top_p: float = 1.0,
+        report: Report = NO_REPORT,
     ):
         self.key, self.sample, self.seed = key, sample, seed
         self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
-        self.prompt = tokens
+        self.prompt, self.report = tokens, report
+        self._entries: Integers = numpy.zeros((0, 0), dtype=numpy.int64)  # while it is not live
         self._tokens: list[int] | None = None  # built when first read
         self._generated, self._scores = list[int](), list[float]()
         self._numbers = [len(tokens), len(tokens), limit, 0, 0, 0, -1]  # used while it is not live
@@ -177,6 +238,8 @@ class Row:
         assert self._host_state is not None
         self._update()
         self._numbers = self.numbers()
+        if self.report.columns:
+            self._entries = self.entries().copy()
         self._host_state, self.place = None, -1
 
     def cut(self, generated: int) -> None:
@@ -198,6 +261,18 @@ class Row:
             return self._generated[seen:]
         new: list[int] = self._host_state.tokens[self.place, seen : self.generated].tolist()
         return new
+
+    def entries(self) -> Integers:
+        """Return what its report adds to each generated token, [generated, columns] int64."""
+        if self._host_state is None:
+            return self._entries[: self.generated, : self.report.columns]
+        return self._host_state.entries[self.place, : self.generated, : self.report.columns]
+
+    def likeliest(self) -> tuple[Integers, NDArray[numpy.float32]]:
+        """Return the likeliest tokens in the place of each generated token and their
+        log-probabilities, [generated, report.top] each."""
+        entries = self.entries()
+        return entries >> 32, entries.astype(numpy.int32).view(numpy.float32)
 
     def numbers(self) -> list[int]:
         """Return its line of HostState.numbers."""

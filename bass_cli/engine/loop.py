@@ -322,12 +322,13 @@ class Loop:
         new.rows, new.changes = tuple(self.batch.hosts), self.batch.changes
         new.width = min(shape.width, self._rounds.most)
         new.places, new.cut = self._rounds.drafted(shape), shape.kind == "cut"
+        new.report = shape.report
 
     def _run(self, new: Round) -> Shape:
         """Run a round without graphs and return its shape."""
         rows = len(self.batch)
         kind: Kind = "cut" if self._cuts(rows, new.width) else kind_of(self.drafter)
-        shape = Shape(kind, rows, new.width)
+        shape = Shape(kind, rows, new.width, self.batch.reports)
         self.catch_up(self._rounds.drafted(shape))
         new.began = self.clock.now()
         table, shape = self._rounds.run(shape, new.drafts, self.lengths)
@@ -349,6 +350,7 @@ class Loop:
                 places,
                 width=ended.places,
                 num_drafts=ended.width if num_drafts is None else numpy.array(num_drafts),
+                report=ended.report,
             ).tolist()
         )
         done = RoundResult(

@@ -25,7 +25,7 @@ from bass_cli.engine.contracts import (
     Proposal,
 )
 from bass_cli.engine.graphs import Captured, Fit, Shape, Step
-from bass_cli.engine.host_state import Integers
+from bass_cli.engine.host_state import NO_REPORT, Integers, Report
 from bass_cli.engine.sizes import LONGEST, step_down, step_up
 from bass_cli.models.capture import Running
 
@@ -45,6 +45,7 @@ class Round:
     rows: its rows, of the batch after `changes` changes.
     places: places for drafts in each row of the result, at least `width`.
     cut: whether only the likeliest drafts are verified (verify.py).
+    report: what its result has besides tokens and their log-probabilities.
     steady: whether everything was replayed, or nothing is captured in this loop.
     capturing, waiting: as in RoundResult.
     """
@@ -59,6 +60,7 @@ class Round:
     changes: int = 0
     places: int = 0
     cut: bool = False
+    report: Report = NO_REPORT
     steady: bool = True
     capturing: float = 0.0
     waiting: float = 0.0

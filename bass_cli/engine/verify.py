@@ -18,9 +18,11 @@ import bass_kernels as ops
 from bass_cli.engine.batch import Batch, Change, noise_key
 from bass_cli.engine.contracts import Drafter, DraftLength, Proposal, Target, Verdict
 from bass_cli.engine.graphs import Shape
+from bass_cli.engine.host_state import Report
 from bass_cli.engine.round import HostDrafts
 from bass_cli.engine.sizes import LONGEST
 
+_IMPOSSIBLE = 0xFF800000  # an entry of probability 0
 ALL = 2**31 - 1  # no bound: more drafts than any round has
 
 
@@ -30,7 +32,8 @@ class Rounds:
 
     The result of a round is a table for the host, [B, 2k + 3] int64: the number of accepted drafts;
     the block of k + 1 tokens, valid up to and including that index; the bits of their
-    log-probabilities. If the round was cut, one more column is the number of verified drafts.
+    log-probabilities. More columns are the entries of the round's report, if it has any, and if the
+    round was cut, last, the number of verified drafts.
 
     most: the most drafts of a row that a captured round verifies.
 
@@ -89,8 +92,8 @@ class Rounds:
         if shape.kind == "cut":
             return lambda: self._cut_round(shape)
         if not drafter.on_device:
-            return lambda: check(host_drafts.placed(shape.rows, shape.width), bounded=True)
-        return lambda: check(drafter.propose(batch, shape.width), bounded=shape.width > 0)
+            return lambda: check(host_drafts.placed(shape.rows, shape.width), shape, bounded=True)
+        return lambda: check(drafter.propose(batch, shape.width), shape, bounded=shape.width > 0)
 
     def run(
         self, shape: Shape, drafts: Proposal | None, lengths: DraftLength
@@ -111,27 +114,34 @@ class Rounds:
                 else self._stopping.propose(self._drafter, self._batch, shape.width, lengths)
             )
         width = drafts.tokens.shape[1]
-        return self._check(drafts, bounded=False).cpu(), shape._replace(width=width)
+        return self._check(drafts, shape, bounded=False).cpu(), shape._replace(width=width)
 
     def observe(self, accepted: Sequence[int]) -> None:
         """Learn from the accepted drafts of each row in the last round."""
         if self._stopping is not None:
             self._stopping.observe(accepted)
 
-    def _check(self, proposal: Proposal, *, bounded: bool) -> Tensor:
+    def _check(self, proposal: Proposal, shape: Shape, *, bounded: bool) -> Tensor:
         """Verify a proposal and commit what is accepted: of each row at most `most` drafts if
-        `bounded`."""
+        `bounded`. Of the shape only the report is used."""
         batch, width = self._batch, proposal.tokens.shape[1]
         tokens, positions = batch.pending(proposal.tokens)
+        logits = self._target.forward(tokens, positions, batch.ends(width))
         verdict = judge(
             proposal,
-            self._target.forward(tokens, positions, batch.ends(width)),
+            logits,
             batch,
             coupling=self._coupling,
             simulated=self._simulated,
             most=self._bound if bounded else None,
         )
-        return batch.report(verdict.block, verdict.accepted, verdict.scores)
+        table = batch.report(verdict.block, verdict.accepted, verdict.scores)
+        if not shape.report.columns:
+            return table
+        wanted = batch.steps(0, width + 1) <= verdict.accepted[:, None]
+        lines = (part.flatten(0, 1) for part in (logits, verdict.block, verdict.scores, wanted))
+        entries = entries_of(shape.report, *lines)
+        return torch.cat((table, entries.view(len(table), -1)), 1)
 
     def _cut_round(self, shape: Shape) -> Tensor:
         """Draft, and verify only the likeliest drafts, `shape.width` of each row on average. It
@@ -150,7 +160,30 @@ class Rounds:
         found = batch.params.of(chosen.packed.row).sample(logits, chosen.places)
         accepted, table = ops.accept_chosen(drafts, scores, chosen, *found, self._confidence, alive)
         batch.commit(table[:, 1 : width + 2], accepted)
-        return table
+        if not shape.report.columns:
+            return table
+        wanted = chosen.packed.place <= accepted[chosen.packed.row]
+        entries = entries_of(shape.report, logits, *found, wanted)
+        by_row = entries[chosen.packed.by_row].flatten(1)
+        return torch.cat((table[:, :-1], by_row, table[:, -1:]), 1)
+
+
+def entries_of(
+    report: Report, logits: Tensor, tokens: Tensor, scores: Tensor, wanted: Tensor
+) -> Tensor:
+    """Return the entries of a report, [N, columns] int64 (bass_kernels.report_entries): the
+    likeliest tokens of each line of logits [N, V], under the target's own distribution.
+
+    Args:
+        tokens: [N] int64, the token in each line's place.
+        scores: [N] float32, its log-probability.
+        wanted: [N] bool. The result of other lines is arbitrary.
+    """
+    found, values = ops.likeliest_tokens(logits, report.top, wanted)
+    above = values - logits.gather(1, tokens[:, None]).float()
+    entries = ops.report_entries(found, scores[:, None] + above)
+    missing = report.top - entries.shape[1]  # of a vocabulary with fewer tokens
+    return torch.nn.functional.pad(entries, (0, missing), value=_IMPOSSIBLE) if missing else entries
 
 
 _BINS = 12  # confidence bins of equal width

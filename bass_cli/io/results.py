@@ -20,6 +20,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+import numpy
+
 from bass_cli.errors import MachineError, UserError
 from bass_cli.io.resume import (
     COUNTED,
@@ -52,6 +54,7 @@ from bass_cli.reading import os_errors_as
 
 # seconds between syncs to disk; a sync takes about 10 ms, too long for every line
 SYNC_SECONDS = 5.0
+LOGPROB_DIGITS = 7  # decimals of a token's log-probability; float32 has no more
 STANDARD_OUTPUT = "standard output"  # the name of its writer
 _COUNTED = ("finish_reason", "copy_of", *COUNTED)
 
@@ -68,6 +71,10 @@ class Completion:
     their text before that end, without special tokens. It has neither a stop text nor what follows
     the stop text in its last token. A stop text may begin inside a token, so in general no list of
     ids decodes to `text`.
+
+    `token_logprobs` has a number for each of `token_ids`, and `top_logprobs` pairs of token id and
+    number for the likeliest tokens in the place of each, likeliest first. They are rounded to
+    LOGPROB_DIGITS decimals. A token of probability 0 is not listed.
 
     `copy_of` is the number of the sample that this one is a copy of. `task_id` and `completion` are
     set by evaluations, for public scorers.
@@ -88,6 +95,8 @@ class Completion:
     prompt_tokens: int
     meta: dict[str, Any] = field(default_factory=dict)
     token_ids: list[int] | None = None
+    token_logprobs: list[float] | None = None
+    top_logprobs: list[list[list[int | float]]] | None = None
     error: str | None = None
     copy_of: int | None = None
     task_id: str | None = None
@@ -97,7 +106,7 @@ class Completion:
     def failed(cls, prompt_id: str, error: str, *, seed: int, meta: dict[str, Any]) -> Completion:
         """Make the single line of a prompt that could not be run."""
         return cls(
-            prompt_id, 0, "", "error", 0, None, None, 0.0, 0, 0, 0, seed, 0, meta, None, error
+            prompt_id, 0, "", "error", 0, None, None, 0.0, 0, 0, 0, seed, 0, meta, error=error
         )
 
     @property
@@ -131,8 +140,26 @@ class Completion:
         return line
 
 
+def rounded(logprobs: Any) -> Any:
+    """Return log-probabilities, a sequence or an array, as lists of rounded numbers."""
+    found = numpy.round(numpy.asarray(logprobs, dtype=numpy.float64), LOGPROB_DIGITS)
+    return (found + 0.0).tolist()  # -0.0 becomes 0.0
+
+
+def paired(ids: Any, logprobs: Any) -> list[list[list[int | float]]]:
+    """Return pairs of token id and rounded log-probability by place, from arrays [places, K],
+    without those of probability 0."""
+    return [
+        [[id_, number] for id_, number in zip(*lines, strict=True) if number > -math.inf]
+        for lines in zip(ids.tolist(), rounded(logprobs), strict=True)
+    ]
+
+
 _NAMES = tuple(entry.name for entry in fields(Completion))
-_OPTIONAL = ("token_ids", "error", "copy_of", "task_id", "completion")
+_OPTIONAL = (
+    *("token_ids", "token_logprobs", "top_logprobs"),
+    *("error", "copy_of", "task_id", "completion"),
+)
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=str).encode
 
 

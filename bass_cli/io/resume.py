@@ -307,9 +307,12 @@ def fault_of_line(
         return None
     if most is not None and not (isinstance(tokens, int) and 0 <= tokens <= most):
         return f"{_show(row, 'tokens')} tokens before, `sampling.max_new_tokens` {most} now"
-    if (ids is not None) != bool(results.get("token_ids")):
+    scored = results.get("logprobs") is not None
+    if (ids is not None) != (bool(results.get("token_ids")) or scored):
         change = "without before, with" if ids is None else "with before, without"
         return f"token_ids: {change} now"
+    if (row.get("token_logprobs") is not None) != scored:
+        return f"logprobs: {'without before, with' if scored else 'with before, without'} now"
     if row["finish_reason"] == "budget" and results.get("budget") is None:
         return "budget: with one before, without one now"
     return None

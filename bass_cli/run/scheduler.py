@@ -19,13 +19,13 @@ from bass_cli.config.job import Job, Sampling
 from bass_cli.engine.batch import Row
 from bass_cli.engine.clock import Forecast
 from bass_cli.engine.contracts import PendingWork, RoundResult
-from bass_cli.engine.host_state import BROKEN, LENGTH, LIMIT, PROMPT, HostState
+from bass_cli.engine.host_state import BROKEN, LENGTH, LIMIT, PROMPT, HostState, Report
 from bass_cli.engine.loop import Loop
 from bass_cli.errors import UserError
 from bass_cli.formats.continuation import Continuation, StopDetector, StopTokens
 from bass_cli.formats.tokenizer import Tokenizer
 from bass_cli.io.prompts import Prompt
-from bass_cli.io.results import Completion
+from bass_cli.io.results import Completion, paired, rounded
 from bass_cli.models.prefill import PASS
 
 
@@ -73,6 +73,7 @@ class Task:
             temperature=sampling.temperature,
             top_k=sampling.top_k,
             top_p=sampling.top_p,
+            report=Report(sampling.logprobs or 0),
         )
 
 
@@ -237,15 +238,15 @@ class FinishedSample(NamedTuple):
             return self.task.text.before_last(tokens, include=include_stop)
         return self.task.text.decode(tokens)
 
-    def completion(self, *, seed: int, ids: bool, include_stop: bool = False) -> Completion:
-        """Make its Completion; `ids`: with token ids; `include_stop`: see Sampling."""
-        task, row, ending = self.task, self.row, self.ending
+    def completion(self, sampling: Sampling, *, ids: bool) -> Completion:
+        """Make its Completion; `ids`: with token ids."""
+        task, row, ending, top = self.task, self.row, self.ending, sampling.logprobs
         tokens, scores = ([], []) if row is None else (row.generated_tokens, row.log_probabilities)
         total = math.fsum(scores)
         return Completion(
             id=task.prompt.id,
             sample=self.sample,
-            text=self.text(include_stop=include_stop),
+            text=self.text(include_stop=sampling.include_stop),
             finish_reason=ending.reason,
             tokens=len(scores),
             mean_logprob=total / len(scores) if scores else None,
@@ -254,10 +255,12 @@ class FinishedSample(NamedTuple):
             rounds=row.rounds if row else 0,
             drafted=row.drafted if row else 0,
             accepted=row.accepted if row else 0,
-            seed=seed,
+            seed=sampling.seed,
             prompt_tokens=len(task.tokens),
             meta=task.prompt.meta,
-            token_ids=list(tokens) if ids else None,
+            token_ids=list(tokens) if ids or top is not None else None,
+            token_logprobs=rounded(scores) if top is not None else None,
+            top_logprobs=(paired(*row.likeliest()) if row else []) if top else None,
             error=_NOT_FINITE.format(len(scores) + 1) if ending.reason == "error" else None,
         )
 
@@ -566,13 +569,8 @@ class Conductor:
     def _finished(self) -> Iterator[Completion]:
         """Yield the finished samples, in the order in which they ended."""
         sampling, ids = self._job.sampling, self._job.token_ids
-        seed, include = sampling.seed, sampling.include_stop
         while self._finished_queue:
             one = self._finished_queue[0]  # an interruption before popleft loses nothing
-            done = (
-                one
-                if isinstance(one, Completion)
-                else one.completion(seed=seed, ids=ids, include_stop=include)
-            )
+            done = one if isinstance(one, Completion) else one.completion(sampling, ids=ids)
             self._finished_queue.popleft()
             yield done

@@ -8,6 +8,7 @@ keys (each row's own), T positions of the prompt store.
 
 from . import acceptance, reference, rounds, sampling
 from .dispatch import attention_schedule, by_device, has_triton, import_kernels, kind_for, use
+from .likeliest import likeliest_tokens, report_entries
 from .linear import linear, linear_add, norm_up, pack, project
 from .noise import SHARED, gumbel
 from .reference import Distances
@@ -67,6 +68,7 @@ __all__ = [
     "has_triton",
     "import_kernels",
     "kind_for",
+    "likeliest_tokens",
     "linear",
     "linear_add",
     "norm",
@@ -77,6 +79,7 @@ __all__ = [
     "project",
     "rejection_sample",
     "report",
+    "report_entries",
     "rope_write",
     "rotate",
     "sample",

@@ -1,0 +1,64 @@
+"""The likeliest tokens of rows of logits, for reports: the definition, and the CPU path.
+
+The K largest logits of a row lie in the K groups of tokens with the largest maxima. So one pass
+over the vocabulary finds the maxima, and only K groups are read again. Equal logits come in the
+order of their ids, so the result does not depend on a device's sort.
+"""
+
+import torch
+from torch import Tensor
+
+from .dispatch import by_device
+
+GROUP = 64
+"""Tokens in a group. The square root of V / K makes both selections cheapest."""
+_LOW = (1 << 32) - 1
+
+
+def likeliest_tokens(
+    logits: Tensor, count: int, wanted: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the `count` tokens with the largest logits of each row, at most V, in order.
+
+    Args:
+        logits: [N, V].
+        wanted: [N] bool. The result of other rows is arbitrary.
+
+    Returns: tokens [N, count] int64, and their logits [N, count] float32.
+    """
+    vocab = logits.shape[1]
+    count = min(count, vocab)
+    maxima = _group_maxima(logits, wanted)
+    every = torch.arange(maxima.shape[1], device=logits.device)
+    groups = _places_of_largest(maxima, every, min(count, maxima.shape[1]))
+    inside = torch.arange(GROUP, device=logits.device)
+    tokens = (groups[:, :, None] * GROUP + inside).flatten(1)
+    values = logits.gather(1, tokens.clamp(max=vocab - 1)).float()
+    values = values.masked_fill(tokens >= vocab, -torch.inf)
+    best = _places_of_largest(values, tokens, count)
+    return tokens.gather(1, best), values.gather(1, best)
+
+
+def group_maxima(logits: Tensor, wanted: Tensor | None) -> Tensor:
+    """Return the largest logit of each group of GROUP tokens, [N, V / GROUP rounded up] float32.
+    `wanted`: as in `likeliest_tokens`."""
+    surplus = -logits.shape[1] % GROUP
+    padded = torch.nn.functional.pad(logits, (0, surplus), value=-torch.inf) if surplus else logits
+    return padded.unflatten(1, (-1, GROUP)).amax(-1).float()
+
+
+_group_maxima = by_device(group_maxima, "bass_kernels.likeliest_kernels")
+
+
+def _places_of_largest(values: Tensor, ids: Tensor, count: int) -> Tensor:
+    """Return the places [N, count] of the largest of values [N, M] float32, in order; of equal ones
+    those with the smaller ids, [M] or [N, M] int64, first."""
+    bits = (values + 0.0).view(torch.int32)  # -0.0 equals 0.0
+    rank = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
+    return ((rank << 32) + (_LOW - ids)).topk(count).indices
+
+
+def report_entries(tokens: Tensor, scores: Tensor) -> Tensor:
+    """Return token ids and float32 scores of one shape as one int64 each: the id in the high half,
+    the bits of the score in the low half."""
+    return (tokens << 32) | (scores.contiguous().view(torch.int32).long() & _LOW)

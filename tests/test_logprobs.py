@@ -1,0 +1,160 @@
+"""Log-probabilities in result lines, against log_softmax of transformers over prompt and sample."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import write_checkpoint, write_tokenizer
+from pydantic import ValidationError
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from typer.testing import CliRunner
+
+from bass_cli import Completion, Job, Pair, Sampling, Speculation, generate
+from bass_cli.cli.commands import app
+from bass_cli.formats.tokenizer import Tokenizer
+
+PROMPTS = [{"id": "a", "prompt": "the cat"}, {"id": "b", "prompt": "a dog sat on the"}]
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_checkpoint("llama", folder, seed=0)
+    write_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def theirs(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Tokenizer:
+    return Tokenizer.load(folder)
+
+
+def job(folder: Path, *, draft: str = "lookup", **sampling: Any) -> Job:
+    given = {"seed": 3, "max_new_tokens": 10, "temperature": 1.0, "top_p": 1.0} | sampling
+    return Job(
+        pair=Pair(name="tiny", target=str(folder), draft=draft),
+        n=2,
+        device="cpu",
+        sampling=Sampling(**given),
+        speculation=Speculation(length=0 if draft == "none" else 4),
+    )
+
+
+@torch.inference_mode()
+def due(theirs: PreTrainedModel, prompt: list[int], tokens: list[int], size: int) -> torch.Tensor:
+    """Return the log-probabilities of all tokens in each place of `tokens`."""
+    logits = theirs(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1, :size]
+    return logits.double().log_softmax(-1)
+
+
+def check(one: Completion, theirs: PreTrainedModel, tokenizer: Tokenizer, top: int) -> None:
+    text = next(line["prompt"] for line in PROMPTS if line["id"] == one.id)
+    assert one.token_ids is not None
+    assert one.token_logprobs is not None
+    assert one.sum_logprob is not None
+    wanted = due(theirs, tokenizer.encode(text, 1000), one.token_ids, tokenizer.size)
+    own = [float(line[id_]) for line, id_ in zip(wanted, one.token_ids, strict=True)]
+    assert one.token_logprobs == pytest.approx(own, abs=1e-4)
+    assert sum(one.token_logprobs) == pytest.approx(one.sum_logprob, abs=1e-5)
+    if not top:
+        assert one.top_logprobs is None
+        return
+    assert one.top_logprobs is not None
+    assert len(one.top_logprobs) == len(own)
+    for place, line, id_, number in zip(
+        one.top_logprobs, wanted, one.token_ids, one.token_logprobs, strict=True
+    ):
+        assert [score for _, score in place] == pytest.approx(
+            line.topk(top).values.tolist(), abs=1e-4
+        )
+        assert all(abs(float(line[other]) - score) < 1e-4 for other, score in place)
+        assert [id_, number] in place or number <= place[-1][1]
+
+
+@pytest.mark.parametrize("top", [0, 6])
+def test_numbers_of_a_job_are_those_of_transformers(
+    folder: Path, theirs: PreTrainedModel, tokenizer: Tokenizer, top: int
+) -> None:
+    found = {}
+    for draft in ("none", "lookup"):
+        for one in generate(PROMPTS, job(folder, draft=draft, logprobs=top)):
+            check(one, theirs, tokenizer, top)
+            found[draft, one.id, one.sample] = one.token_ids, one.token_logprobs
+    for (_, id_, sample), (ids, numbers) in found.items():
+        plain = found["none", id_, sample]
+        assert ids == plain[0]
+        assert numbers == pytest.approx(plain[1], abs=1e-5)
+
+
+def test_copies_and_stops_carry_their_numbers(
+    folder: Path, theirs: PreTrainedModel, tokenizer: Tokenizer
+) -> None:
+    greedy = list(generate(PROMPTS, job(folder, temperature=0, logprobs=2)))
+    for one in greedy:
+        check(one, theirs, tokenizer, 2)
+    assert [one.copy_of for one in greedy if one.sample] == [0, 0]
+    stop = next(one.text for one in greedy if len(one.text) > 4)[2:4]
+    stopped = list(generate(PROMPTS, job(folder, temperature=0, logprobs=2, stop=(stop,))))
+    assert any(one.finish_reason == "stop" for one in stopped)
+    for one in stopped:
+        check(one, theirs, tokenizer, 2)
+
+
+def run(*args: str) -> Any:
+    return CliRunner().invoke(app, ["generate", *args])
+
+
+def test_command_resumes_and_refuses_other_numbers(folder: Path, tmp_path: Path) -> None:
+    prompts, out = tmp_path / "p.jsonl", tmp_path / "s.jsonl"
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in PROMPTS))
+    flags = ["--model", str(folder), "--device", "cpu", "--n", "3", "--max-new-tokens", "6"]
+    args = [str(prompts), *flags, "--quiet", "--out", str(out)]
+    assert run(*args, "--logprobs", "2").exit_code == 0
+    whole = out.read_text().splitlines()
+    lines = [json.loads(line) for line in whole]
+    assert {len(line["token_ids"]) - len(line["token_logprobs"]) for line in lines} == {0}
+    keys = ["prompt_tokens", "meta", "token_ids", "token_logprobs", "top_logprobs"]
+    assert list(lines[0])[-5:] == keys
+    out.write_text("".join(f"{line}\n" for line in whole[:2]) + whole[2][:40])
+    assert run(*args, "--logprobs", "2").exit_code == 0
+
+    def shown(texts: list[str]) -> list[tuple[Any, ...]]:
+        every = (json.loads(text) for text in texts)
+        return sorted((line["id"], line["sample"], str(line["top_logprobs"])) for line in every)
+
+    assert shown(out.read_text().splitlines()) == shown(whole)
+    for other in ([], ["--logprobs"]):
+        refused = run(*args, *other)
+        assert refused.exit_code == 2
+        assert "logprobs: 2 before" in refused.output
+
+
+def test_flag_stands_alone_and_its_bounds_hold(folder: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "p.txt"
+    prompts.write_text("the cat\n")
+    flags = ["--model", str(folder), "--device", "cpu", "--n", "1", "--max-new-tokens", "3"]
+    for args in (["--logprobs", str(prompts), *flags], [str(prompts), *flags, "--logprobs"]):
+        done = run(*args, "--quiet")
+        line = json.loads(done.stdout)
+        assert len(line["token_logprobs"]) == len(line["token_ids"]) == line["tokens"]
+        assert "top_logprobs" not in line
+    refused = run(str(prompts), *flags, "--logprobs", "65")
+    assert refused.exit_code == 2
+    assert "--logprobs (or BASS_LOGPROBS): " in refused.output
+    assert "64" in refused.output
+    with pytest.raises(ValidationError, match="logprobs"):
+        Sampling(logprobs=-1)
