@@ -148,7 +148,10 @@ def generate_samples(args: GenerateArgs, screen: Screen) -> bool:
         screen.phase("reading the prompts")
     job = with_rows_of(job, out, overwrite=args.overwrite)
     shard, request = read_shard(args, job), read_request(args, job, out)
-    source = open_prompts(args.prompts, args.prompt_column)
+    if args.separator == "":
+        raise UserError("`separator`: it is empty; leave it out for one prompt per line")
+    separator = None if args.separator is None else unescape(args.separator)
+    source = open_prompts(args.prompts, args.prompt_column, separator)
     digest = PromptDigest(source, job.prompt_column)
     checked = check_prompts(
         source,

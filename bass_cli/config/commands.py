@@ -136,11 +136,18 @@ class SampleArgs(_Samples, _Distribution, PairArgs, _Quiet):
 @dataclass(kw_only=True, eq=False)
 class GenerateArgs(_Texts, SampleArgs):
     prompts: str = flag(
-        "A .jsonl, .json, .txt or .parquet file, - for standard input, or hf:NAME[:CONFIG][:SPLIT]."
-        ' A .jsonl line looks like {"id": "a", "prompt": "a text"}.',
+        "A .jsonl, .json, .csv, .tsv, .txt or .parquet file, - for standard input, or "
+        "hf:NAME[:CONFIG][:SPLIT]. All but .parquet may end in .gz or .zst. A .jsonl line looks "
+        'like {"id": "a", "prompt": "a text"}.',
         "",
         "PROMPTS",
         default=MISSING,
+    )
+    separator: str | None = flag(
+        "Text between the prompts of a .txt file, such as '\\n---\\n'; escapes as in --stop",
+        PROMPTS,
+        "TEXT",
+        shown="one prompt per line",
     )
     out: str | None = flag(
         "Output file for the samples; - is standard output", OUTPUT, "FILE", shown="-"

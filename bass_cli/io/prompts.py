@@ -60,9 +60,12 @@ class Prompt:
         return self.text or "\n".join(message["content"] for message in self.messages or ())
 
 
-def open_prompts(source: str, column: str | None) -> Source:
-    """Open a source of prompts; UserError if `column` is given for a file without fields."""
-    found = open_source(source)
+def open_prompts(source: str, column: str | None, separator: str | None = None) -> Source:
+    """Open a source of prompts; UserError if `column` is given for a file without fields.
+
+    `separator`: The text between the prompts of a text file; None if each line is one.
+    """
+    found = open_source(source, separator)
     if found.kind == "txt" and column is not None:
         raise UserError("`prompt_column`: a text file has no fields; leave it out")
     return found
@@ -184,11 +187,12 @@ def read_prompts(
 ) -> Iterator[Prompt]:
     """Yield the prompts in order, at most `limit`; UserError at a fault, or if there are none."""
     opened = open_source(source) if isinstance(source, str) else source
-    by_line, columns = opened.kind == "txt", opened.kind == "hf"
+    plain, columns = opened.kind == "txt", opened.kind == "hf"
+    by_line = plain and opened.separator is None
 
     def prompts() -> Iterator[Prompt]:
         for index, (line, record) in enumerate(itertools.islice(opened.records(), limit)):
-            fields = {column: record} if by_line else record
+            fields = {column: record} if plain else record
             id_ = str(line - 1 if by_line else index)
             yield _to_prompt(fields, id_, column, f"{opened.label}:{line}", columns=columns)
 
@@ -358,7 +362,8 @@ _OPTIONS = {  # by option, as messages name it
     "n": "n num_return_sequences num_samples num_completions candidate_count",
     "sampling.temperature": "temperature do_sample greedy",
     "sampling.seed": "seed random_seed",
-    **{f"sampling.{name}": name for name in ("top_p", "top_k")},
+    **{f"sampling.{name}": name for name in ("top_p", "top_k", "stop_token_ids")},
+    "sampling.include_stop": "include_stop include_stop_str_in_output",
     **{"pair.target": "model", "pair.draft": "draft", "chat=True": "chat"},
     **{"speculation.length": "draft_length", "speculation.coupling": "coupling"},
     **{name: name for name in ("budget", "pair", "batch_size", "tensor_parallel", "device")},
@@ -375,8 +380,8 @@ _UNKNOWN = (
     "tool_choice function_call parallel_tool_calls response_format min_p logprobs top_logprobs "
     "prompt_logprobs logit_bias best_of echo suffix presence_penalty frequency_penalty "
     "repetition_penalty typical_p length_penalty bad_words min_tokens min_new_tokens max_length "
-    "num_beams use_beam_search stop_token_ids eos_token_id ignore_eos skip_special_tokens "
-    "include_stop_str_in_output modalities audio reasoning_effort verbosity web_search_options "
+    "num_beams use_beam_search eos_token_id ignore_eos skip_special_tokens "
+    "modalities audio reasoning_effort verbosity web_search_options "
     "structured_outputs guided_json guided_regex guided_choice guided_grammar grammar "
     "chat_template chat_template_kwargs add_generation_prompt continue_final_message "
     "enable_thinking prediction repeat_penalty repeat_last_n no_repeat_ngram_size "

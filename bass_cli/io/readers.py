@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import csv
 import functools
 import hashlib
 import io
@@ -19,15 +20,17 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from bass_cli.errors import MachineError, UserError, nearest
+from bass_cli.io.compressed import BrokenDataError, Expanded, Kind, compression_of
 from bass_cli.reading import RefusedJsonError, broken_json, os_errors_as, shown
 
 Records = Iterator[tuple[int, Any]]
 BOM = b"\xef\xbb\xbf"
+_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 SPLITS = ("train", "validation", "test", "dev")
 IN_MEMORY = 64 * 2**20  # bytes of standard input, before they go to a temporary file
 # bytes; a million tokens take some 5 MB, and several copies of a line are in memory
@@ -36,6 +39,8 @@ LONGEST_LINE = 64 * 2**20
 _LONGEST_LIST = 2**30
 _BLOCK = 2**20
 _NOT_BLANK = re.compile(r"[^ \t\r\n]")
+# Columns of a table whose cells hold JSON
+_STRUCTURED = ("messages", "conversations", "token_ids", "meta", "tools", "template_args")
 _PATIENCE = 20.0  # seconds to wait for the hub's first answer
 
 
@@ -43,12 +48,15 @@ _PATIENCE = 20.0  # seconds to wait for the hub's first answer
 class Source:
     """A source of prompts that can be read more than once.
 
-    `kind` is a file format or "hf". `spooled` is the content of standard input.
+    `kind` is a file format or "hf". `spooled` is the content of standard input. `separator` stands
+    between the prompts of a text file; None if each line is one. `compression` is the file's.
     """
 
     name: str
     kind: str
     spooled: IO[bytes] | None = None
+    separator: str | None = None
+    compression: Kind | None = None
 
     def records(self) -> Records:
         """Yield the records in order, one at a time; UserError at a fault of the format.
@@ -59,7 +67,10 @@ class Source:
             yield from _hub_records(self.name)
             return
         with self.open() as stream:
-            yield from _READERS[self.kind](stream, self.label)
+            if self.separator is not None:
+                yield from _read_pieces(stream, self.label, self.separator)
+            else:
+                yield from _READERS[self.kind](stream, self.label)
 
     @property
     def label(self) -> str:
@@ -68,13 +79,19 @@ class Source:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[IO[bytes]]:
-        """Open the content at its start."""
-        if self.spooled is None:
-            with open(self.name, "rb") as stream:
-                yield stream
-        else:
+        """Open the content, expanded, at its start. UserError if the compressed data is broken."""
+        if self.spooled is not None:
             self.spooled.seek(0)
             yield self.spooled
+            return
+        with open(self.name, "rb") as stream:
+            if self.compression is None:
+                yield stream
+                return
+            try:
+                yield io.BufferedReader(Expanded(stream, self.compression), _BLOCK)
+            except BrokenDataError as error:
+                raise UserError(f"{self.label}: {error}") from None
 
     def digest(self) -> str | None:
         """Return the SHA-256 of the content, in hexadecimal; None for a dataset of the hub."""
@@ -103,16 +120,30 @@ class Source:
                     yield summary.hexdigest()
 
 
-def open_source(source: str) -> Source:
-    """Open "-", "hf:NAME[:CONFIG][:SPLIT]" or a path. Standard input is read to its end."""
+def open_source(source: str, separator: str | None = None) -> Source:
+    """Open "-", "hf:NAME[:CONFIG][:SPLIT]" or a path. Standard input is read to its end.
+
+    `separator`: see Source; UserError if the source is not text.
+    """
+    found = _opened(source, text=separator is not None)
+    if separator is None:
+        return found
+    if found.kind != "txt":
+        raise UserError(f"`separator`: {found.label} is not a text file; leave it out")
+    return replace(found, separator=separator)
+
+
+def _opened(source: str, *, text: bool) -> Source:
+    """Open a source. `text`: standard input is text."""
     if source == "-":
         if sys.stdin is None:
             raise UserError("stdin: it is closed; name a prompt file, or redirect one: < FILE")
-        return _spool(sys.stdin.buffer)
+        return _spool(sys.stdin.buffer, text=text)
     if source.startswith("hf:"):
         return Source(source, "hf")
-    path = Path(source)
-    kind = path.suffix.lower().removeprefix(".")
+    path, packed = Path(source), compression_of(source)
+    suffix = (path.with_suffix("") if packed else path).suffix
+    kind = suffix.lower().removeprefix(".")
     try:
         mode = path.stat().st_mode
         if stat.S_ISDIR(mode):
@@ -127,13 +158,14 @@ def open_source(source: str) -> Source:
         raise UserError(f"{source}: there is no such prompt file") from None
     except OSError as error:
         raise UserError(f"{source}: cannot read the prompt file: {error.strerror}") from None
-    if kind not in _READERS:
-        hint = nearest(path.suffix, (f".{kind}" for kind in _READERS))
-        raise UserError(f'{source}: a prompt file cannot end in "{path.suffix}"; {hint}')
-    return Source(source, kind)
+    if kind not in _READERS or (packed and kind == "parquet"):
+        hint = nearest(suffix, (f".{kind}" for kind in _READERS))
+        last = suffix + (path.suffix if packed else "")
+        raise UserError(f'{source}: a prompt file cannot end in "{last}"; {hint}')
+    return Source(source, kind, compression=packed)
 
 
-def _spool(stream: IO[bytes]) -> Source:
+def _spool(stream: IO[bytes], *, text: bool) -> Source:
     fault = f"stdin: input of more than {IN_MEMORY >> 20} MB needs a temporary file"
     remedy = "set TMPDIR to a folder with free space, or name a prompt file"
     spooled = tempfile.SpooledTemporaryFile(max_size=IN_MEMORY)  # noqa: SIM115
@@ -142,7 +174,7 @@ def _spool(stream: IO[bytes]) -> Source:
             spooled.write(block)
     source = Source("-", "txt", spooled)
     with source.open() as lines:
-        return Source("-", format_of(lines), spooled)
+        return source if text else Source("-", format_of(lines), spooled)
 
 
 def _until_fault(stream: IO[bytes]) -> Iterator[bytes]:
@@ -201,6 +233,8 @@ def _text_lines(
             yield number, line.decode("utf-8")
         except UnicodeDecodeError as error:
             bad = f"byte 0x{line[error.start]:02x} at byte {error.start + 1} of the line"
+            if number == 1 and raw.startswith(_UTF16):
+                bad = "it begins like UTF-16; save the file as UTF-8"
             raise UserError(f"{name}:{number}: the text is not valid UTF-8: {bad}") from None
 
 
@@ -209,6 +243,81 @@ def _read_txt(stream: IO[bytes], name: str) -> Records:
     return (
         (number, line.rstrip("\r\n")) for number, line in _text_lines(stream, name) if line.strip()
     )
+
+
+def _read_pieces(stream: IO[bytes], name: str, separator: str) -> Records:
+    """Yield the texts between separators that are not blank, each with the line of its start.
+
+    Line ends are those of Unix. The last text is without the line end of the file.
+    """
+    text, line, next_line, searched = "", 1, 1, 0
+    for number, one in _text_lines(stream, name):
+        text += one[:-2] + "\n" if one.endswith("\r\n") else one
+        next_line = number + 1
+        while (at := text.find(separator, searched)) >= 0:
+            if text[:at].strip():
+                yield line, text[:at]
+            text, searched = text[at + len(separator) :], 0
+            open_line = bool(text) and not text.endswith("\n")
+            line = next_line - text.count("\n") - open_line
+        searched = max(0, len(text) - len(separator) + 1)
+        if len(text) > LONGEST_LINE:
+            raise UserError(
+                f"{name}:{line}: the text up to the next separator has more than "
+                f"{LONGEST_LINE >> 20} MB, the most that a prompt may have"
+            )
+    if text.strip():
+        yield line, text.removesuffix("\n")
+
+
+def _read_csv(stream: IO[bytes], name: str, *, delimiter: str = ",") -> Records:
+    """Yield the rows of a table with a header, as objects; an empty cell is null.
+
+    A cell of a column with structured values holds JSON. Each row has the line of its start.
+    """
+    csv.field_size_limit(LONGEST_LINE)
+    rows = csv.reader(
+        (line for _, line in _text_lines(stream, name)), delimiter=delimiter, strict=True
+    )
+    header: list[str] | None = None
+    start = 1
+    while True:
+        try:
+            cells = next(rows, None)
+        except csv.Error as error:
+            reason = "the end of a quoted cell is missing" if "end of data" in str(error) else error
+            raise UserError(f"{name}:{start}: broken table: {reason}") from None
+        if cells is None:
+            return
+        if cells and header is None:
+            header = [cell or f"column {place}" for place, cell in enumerate(cells, 1)]
+            if (twice := Counter(header).most_common(1)[0])[1] > 1:
+                raise UserError(f'{name}:{start}: two columns are called "{shown(twice[0])[1:-1]}"')
+        elif header is not None and cells:
+            if len(cells) != len(header):
+                raise UserError(
+                    f"{name}:{start}: the row has {len(cells)} cells, and the header has "
+                    f"{len(header)}"
+                )
+            yield (
+                start,
+                {
+                    key: _cell(cell, key, f"{name}:{start}")
+                    for key, cell in zip(header, cells, strict=True)
+                },
+            )
+        start = rows.line_num + 1
+
+
+def _cell(cell: str, column: str, place: str) -> Any:
+    if not cell or column not in _STRUCTURED:
+        return cell or None
+    try:
+        return _DECODER.decode(cell)
+    except (ValueError, RecursionError) as error:
+        raise UserError(
+            f'{place}: field "{column}": it must hold JSON: {broken_json(error)}'
+        ) from None
 
 
 def _no_constant(word: str) -> NoReturn:
@@ -304,6 +413,8 @@ _READERS: dict[str, Callable[[IO[bytes], str], Records]] = {
     "json": _read_json,
     "txt": _read_txt,
     "parquet": _read_parquet,
+    "csv": _read_csv,
+    "tsv": functools.partial(_read_csv, delimiter="\t"),
 }
 
 
