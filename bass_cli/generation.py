@@ -257,7 +257,7 @@ def tell(
         screen.note(
             "plain prompts use the model's chat template; with `chat=False` they are continued as "
             "raw text"
-            if job.chat
+            if job.chats
             else f"plain prompts are continued as raw text; with {ask} they use the model's "
             "chat template"
         )

@@ -18,13 +18,26 @@ import typer
 
 from bass_cli.cli.help import show_all
 from bass_cli.config.commands import COMMANDS
-from bass_cli.config.options import HEADINGS, JOB, Option, declared
+from bass_cli.config.options import HEADINGS, JOB, ChatOptions, Option, declared
 
 # Fields that come first under their heading, before the other options of a Job
 _FIRST = ("pair", "job", "task", "prompts", "out")
 _SHORT = {"n": "-n", "out": "-o"}  # by field
 # Fields with file names, in which ~ is expanded: shells do not expand it after "=".
-_PATHS = {"prompts", "file", "names", "pair", "job", "data", "out", "report", "parts", "plot"}
+_PATHS = {
+    "template",
+    "tools",
+    "prompts",
+    "file",
+    "names",
+    "pair",
+    "job",
+    "data",
+    "out",
+    "report",
+    "parts",
+    "plot",
+}
 # A field in a message; not in quoted text of a user or in a file's name
 _NAMED = re.compile(r"(?<![^ (])`([a-z_.]+(?:=True|=False)?)`(?![\"\w./])")
 
@@ -192,6 +205,7 @@ def reference() -> str:
         "`BASS_TOP_P`. An option of a job that a pair file can set has its key in the second "
         "column.",
     ]
+    of_pair = {one.name for one in fields(ChatOptions)}
     for command, kind in COMMANDS.items():
         lines += [
             "",
@@ -202,7 +216,8 @@ def reference() -> str:
         ]
         for field, option in in_order(kind):
             name = option.takes if not option.group else flag_of(field, option)
-            key = option.path if option.path.startswith(("sampling.", "speculation.")) else ""
+            in_pair = option.path.startswith(("sampling.", "speculation.")) or field in of_pair
+            key = option.path if in_pair else ""
             value = "" if option.takes is None or not option.group else f" {option.takes}"
             cells = (f"`{name}{value}`", key and f"`{key}`", option.shown or "", option.text)
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")

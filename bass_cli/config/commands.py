@@ -82,6 +82,7 @@ _Samples: Any = args_of(
     *("limit", "tensor_parallel", "token_ids", "logprobs"),
 )
 _Texts: Any = args_of("chat", "prompt_column", "include_stop")
+_Chats: Any = args_of("system", "template", "template_args", "tools")
 _WholeJob: Any = args_of(
     *("n", "max_new_tokens", "stop", "chat", "draft_length", "batch_size", "limit"),
     "prompt_column",
@@ -134,7 +135,7 @@ class SampleArgs(_Samples, _Distribution, PairArgs, _Quiet):
 
 
 @dataclass(kw_only=True, eq=False)
-class GenerateArgs(_Texts, SampleArgs):
+class GenerateArgs(_Chats, _Texts, SampleArgs):
     prompts: str = flag(
         "A .jsonl, .json, .csv, .tsv, .txt or .parquet file, - for standard input, or "
         "hf:NAME[:CONFIG][:SPLIT]. All but .parquet may end in .gz or .zst. A .jsonl line looks "

@@ -19,12 +19,14 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
 
+from bass_cli.config.chats import is_template, read_template, read_template_args, read_tools
 from bass_cli.config.draft_spec import check_draft, check_target
 from bass_cli.config.options import (
     CONTROLLERS,
     JOB,
     MOST_DRAFTS,
     MOST_ROWS,
+    ChatOptions,
     JobOptions,
     PairOptions,
     SamplingOptions,
@@ -43,6 +45,12 @@ MODEL_DRAFT = "lookup"  # the draft if only a target is given, because it needs 
 _PAIR_FILES = (".yaml", ".yml")
 _WEIGHTS = (".gguf", ".safetensors", ".bin")
 
+_OF_PAIR = (
+    "sampling",
+    "speculation",
+    "dtype",
+    *(one.name for one in dataclasses.fields(ChatOptions)),
+)
 # seconds, 11 days; the operating system counts timeouts in milliseconds, in 31 bits
 _LONGEST = 1_000_000
 
@@ -122,7 +130,19 @@ class Speculation(Strict, SpeculationOptions, frozen=True):
         return self
 
 
-class Pair(Strict, PairOptions, frozen=True):
+class _Chats(Strict, frozen=True):
+    """Reads the values of ChatOptions. What was read may be validated again."""
+
+    @field_validator("template", "template_args", "tools", mode="before", check_fields=False)
+    @classmethod
+    def _read(cls, value: Any, info: Any) -> Any:
+        return None if value is None else _READ[info.field_name](value)
+
+
+_READ = {"template": read_template, "template_args": read_template_args, "tools": read_tools}
+
+
+class Pair(_Chats, PairOptions, frozen=True):
     """A target and its draft.
 
     `folder` is the folder of the YAML file, for relative paths; None for a packaged pair. It is not
@@ -132,6 +152,19 @@ class Pair(Strict, PairOptions, frozen=True):
     speculation: Speculation = Speculation()
     sampling: Sampling = Sampling()
     folder: Path | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _beside_the_file(cls, given: Any) -> Any:
+        """Make the names of files that are relative to the pair file's folder absolute."""
+        if not isinstance(given, dict) or given.get("folder") is None:
+            return given
+        files = {
+            name: os.path.join(given["folder"], os.path.expanduser(given[name]))
+            for name in ("template", "tools")
+            if isinstance(given.get(name), str) and not is_template(given[name])
+        }
+        return given | files
 
     @field_validator("target", "fallback")
     @classmethod
@@ -162,7 +195,7 @@ def _over(base: Any, given: Any) -> Any:
     return dict(base) | given if isinstance(base, Strict) and isinstance(given, dict) else given
 
 
-class Job(Strict, JobOptions, frozen=True):
+class Job(_Chats, JobOptions, frozen=True):
     """A run: which samples are drawn, and how.
 
     Fields of sampling, speculation and dtype that are not set come from the pair.
@@ -201,9 +234,22 @@ class Job(Strict, JobOptions, frozen=True):
                 pair = Pair(**pair)
         if not isinstance(pair, Pair):
             return given
-        own = {key: getattr(pair, key) for key in ("sampling", "speculation", "dtype")}
+        own = {key: getattr(pair, key) for key in _OF_PAIR}
         merged = {key: _over(own.get(key), value) for key, value in given.items()}
         return {**own, **merged}
+
+    @model_validator(mode="after")
+    def _chats(self) -> Job:
+        for name in ("system", "tools"):
+            if getattr(self, name) is not None and self.chat is False:
+                raise ValueError(f"`{name}` and `chat=False` exclude each other")
+        return self
+
+    @property
+    def chats(self) -> bool | None:
+        """Whether prompts use the chat template; None if only prompts with messages do."""
+        told = self.system is not None or self.tools is not None
+        return True if told else self.chat
 
     @property
     def draws_one(self) -> bool:

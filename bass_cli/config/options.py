@@ -8,7 +8,7 @@ commands are in config/commands.py. Nothing heavy is imported, because `bass --h
 from __future__ import annotations
 
 import importlib.resources
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -18,10 +18,11 @@ from annotated_types import Ge, Gt, Le, MinLen
 MODELS, WHOLE_JOB, SAMPLES, SAMPLING = "Models", "A whole job", "The target's samples", "Sampling"
 DRAFTING, TRAINING = "Drafting (changes the speed, not the distribution)", "Training"
 MACHINE, PROMPTS, OUTPUT = "Time and machine", "Prompts and data", "Output"
+CHAT = "Chats and thinking"
 RANDOM, MEASURED = "Random weights, without any download", "What is measured"
 SCORING = "Scoring"
-HEADINGS = (MODELS, WHOLE_JOB, SAMPLES, SAMPLING, DRAFTING, TRAINING, MACHINE, PROMPTS, OUTPUT,
-            RANDOM, MEASURED, SCORING)  # fmt: skip
+HEADINGS = (MODELS, WHOLE_JOB, SAMPLES, SAMPLING, CHAT, DRAFTING, TRAINING, MACHINE, PROMPTS,
+            OUTPUT, RANDOM, MEASURED, SCORING)  # fmt: skip
 
 LARGEST = 2**63 - 1  # the largest whole number
 MOST_ROWS = 1_000_000  # the most samples of a prompt, and rows; no device holds as many
@@ -87,7 +88,36 @@ Dtype = Literal["auto", "bf16", "fp16", "fp32"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairOptions:
+class ChatOptions:
+    """The options of chats. A pair file has the same keys; those of a job come first."""
+
+    system: Name | None = flag(
+        "System message of prompts that have none; plain prompts become chats", CHAT, "TEXT"
+    )
+    template: Name | None = flag(
+        "Chat template (Jinja) to use instead of the model's; in a Job also the template itself",
+        CHAT,
+        "FILE",
+        shown="the model's",
+        rare=True,
+    )
+    template_args: Mapping[str, Any] | None = flag(
+        'Values of the template\'s own variables, such as {"enable_thinking": false}',
+        CHAT,
+        "JSON",
+        rare=True,
+    )
+    tools: Sequence[Any] | None = flag(
+        "Tools that the model may call: a JSON list of their schemas",
+        CHAT,
+        "FILE",
+        kind=str,
+        rare=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairOptions(ChatOptions):
     """The keys of a pair file, besides `sampling` and `speculation`."""
 
     name: Name = flag("Name of the pair; default: the file's name", default=MISSING)
@@ -116,8 +146,8 @@ class PairOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobOptions:
-    """The options of a job that are not part of a pair."""
+class JobOptions(ChatOptions):
+    """The options of a job that are not part of a pair, and those of chats."""
 
     n: Annotated[int, Ge(1), Le(MOST_ROWS)] = flag("Samples per prompt", SAMPLING, default=8)
     chat: bool | None = flag(

@@ -2,13 +2,14 @@
 
 Also the check that draft and target have the same vocabulary. The tokenizer comes from the cache
 (tokenizer_files.py). Texts are encoded in a child process with limits of time and memory.
-transformers is imported only to render a chat template.
+transformers is imported only to render a chat template (chat_template.py).
 """
 
 from __future__ import annotations
 
 import array
 import functools
+import hashlib
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +35,6 @@ SECONDS = 10.0  # CPU seconds for one text; 1 MB of text takes 1 s
 _MEMORY = 2 << 30  # bytes that the child process may add; 1 MB of text takes a tenth of this
 # The same for one rendering of a chat template; a long conversation takes some milliseconds
 _TEMPLATE_SECONDS, _TEMPLATE_MEMORY = 10.0, 1 << 30
-_LARGEST = 1 << 26  # most characters of a rendered text; more do not fit any model's context
 
 
 class Tokenizer:
@@ -76,8 +76,10 @@ class Tokenizer:
 
     @functools.cached_property
     def _rendered(self) -> Limited:
+        from bass_cli.formats.chat_template import renderer  # before limits.py forks the process
+
         assert self.cached.template is not None
-        render = _renderer(self.cached.template, self.cached.special)
+        render = renderer(self.cached.template, self.cached.special)
         return Limited(render, seconds=_TEMPLATE_SECONDS, memory=_TEMPLATE_MEMORY)
 
     @classmethod
@@ -141,28 +143,56 @@ class Tokenizer:
         ids: list[int] = array.array("I", answer).tolist()
         return self._embedded(ids) if embedded else ids
 
-    def encode_chat(self, messages: Messages, most: int | None = None) -> list[int]:
-        """Return the ids of a conversation, up to where the assistant's next message begins.
+    def encode_chat(self, messages: Messages, most: int | None = None, **how: Any) -> list[int]:
+        """Return the ids of a conversation, up to where the assistant's text begins.
+
+        `how`: see `render`.
 
         Raises:
             UserError: there is no chat template, it refuses the messages, or see `encode`.
         """
-        return self.encode_part(self.render(messages), most)  # the template writes special tokens
+        text = self.render(messages, **how)
+        return self.encode_part(text, most)  # the template writes special tokens
 
-    def render(self, messages: Messages) -> str:
-        """Return the text of a conversation, up to where the assistant's next message begins.
+    def render(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        args: Mapping[str, Any] | None = None,
+        without_thinking: tuple[str, str] | None = None,
+    ) -> str:
+        """Return the text of a conversation, up to where the assistant's text begins.
+
+        If the last message is the assistant's, its text is continued.
+
+        Args:
+            tools: JSON schemas of tools.
+            args: values of the template's own variables.
+            without_thinking: see ChatRequest.
 
         Raises:
             UserError: there is no chat template, or it refuses the messages.
         """
+        from bass_cli.formats.chat_template import ChatRequest
+
         if not self.has_chat_template:
             raise UserError(
                 f"{self.path}: the tokenizer has no chat template, so messages cannot be used"
             )
+        request = ChatRequest(messages, tools, args or {}, without_thinking)
         try:
-            return self._rendered(messages).decode("utf-8", "surrogatepass")
+            return self._rendered(request).decode("utf-8", "surrogatepass")
         except RefusalError as error:
             raise UserError(f"the chat template refuses the messages: {error}") from None
+
+    def with_template(self, template: str) -> Tokenizer:
+        """Return the same tokenizer with another chat template."""
+        digest = hashlib.sha256(f"{self.cached.fingerprint} {template}".encode()).hexdigest()
+        changed = self.cached._replace(template=template, fingerprint=digest[:32])
+        other = Tokenizer(changed, self.path)
+        other.rows = self.rows
+        return other
 
     def _embedded(self, ids: list[int]) -> list[int]:
         """Return the ids unchanged; UserError if one has no row in the model's embedding."""
@@ -218,35 +248,6 @@ def _encode(backend: Any, request: tuple[str, bool, int | None, str]) -> bytes:
                 )
             end *= 2
         return array.array("I", backend.encode(text, add_special_tokens=special).ids).tobytes()
-
-
-def _renderer(template: str, special: Mapping[str, str]) -> Callable[[Messages], bytes]:
-    """Return the function that renders messages in the child process, as UTF-8.
-
-    transformers is imported here, before limits.py forks the process.
-    """
-    import tokenizers
-    import transformers
-
-    usual = transformers.PreTrainedTokenizerFast.SPECIAL_TOKENS_ATTRIBUTES
-    names = {name: text for name, text in special.items() if name in usual}
-    own = {name: text for name, text in special.items() if name not in usual}
-    inner = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizers.Tokenizer(tokenizers.models.BPE()),
-        chat_template=template,
-        model_specific_special_tokens=own,
-        **names,
-    )
-
-    def render(messages: Messages) -> bytes:
-        text: str = inner.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=True
-        )
-        if len(text) > _LARGEST:
-            raise RefusalError(f"its text has {len(text)} characters; the limit is {_LARGEST}")
-        return text.encode("utf-8", "surrogatepass")
-
-    return render
 
 
 def begin(pair: Pair) -> Callable[[], Tokenizer | None]:

@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
+from bass_cli.config.chats import checked_tools, read_template_args
 from bass_cli.errors import UserError, nearest
 from bass_cli.io.readers import Source, open_source
-from bass_cli.reading import is_unicode, shown
+from bass_cli.reading import is_unicode, parse_json, shown
 
 _HINTS = 9  # how many field names an error message lists
 _KINDS = {
@@ -29,8 +30,11 @@ _KINDS = {
     dict: "an object",
     type(None): "null",
 }
-_ROLES = ("system", "user", "assistant")
-_MESSAGE = ("role", "content")  # the keys of a message
+SYSTEM_ROLES = ("system", "developer")  # a conversation has its system message in the first place
+# The keys of a message. Those that a template would drop are refused when it is rendered.
+_ROLES = (*SYSTEM_ROLES, "user", "assistant", "tool", "function")  # others may occur too
+_MESSAGE = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content",
+            "reasoning", "thinking")  # fmt: skip
 # The deepest nesting of a `meta` field. JSON reading and writing take two calls a level, and Python
 # allows 1,000.
 _DEPTH = 100
@@ -43,6 +47,8 @@ class Prompt:
     Args:
         meta: The other fields of its line; they are copied to its results.
         reference: A text in which drafts may be looked up.
+        tools: Schemas of tools for the chat template; None for the job's.
+        template_args: Values of the chat template's variables, before the job's.
         place: "file:line", for error messages.
         fault: Why the prompt cannot be run, although its file is well formed; None if it can.
     """
@@ -54,10 +60,18 @@ class Prompt:
     reference: str | None
     place: str
     fault: str | None = None
+    tools: list[Any] | None = None
+    template_args: dict[str, Any] | None = None
 
     def whole(self) -> str:
-        """Return the text, or the contents of the messages without the chat template."""
-        return self.text or "\n".join(message["content"] for message in self.messages or ())
+        """Return the text, or messages and tools without the chat template."""
+        if self.text is not None:
+            return self.text
+        parts = [str(message.get("content") or "") for message in self.messages or ()]
+        more = [one["tool_calls"] for one in self.messages or () if "tool_calls" in one]
+        return "\n".join(
+            [*parts, *map(str, more), *([] if self.tools is None else [str(self.tools)])]
+        )
 
 
 def open_prompts(source: str, column: str | None, separator: str | None = None) -> Source:
@@ -260,6 +274,7 @@ def _to_prompt(
         _check_text(text, column, place)
     else:
         messages = _checked_messages(messages, place)
+    text, messages, chat = _as_chat(text, messages, fields, place)
     reference = fields.pop("reference", None)
     if reference is not None:
         _check_text(reference, "reference", place, may_be_empty=True)
@@ -279,7 +294,33 @@ def _to_prompt(
     for key in [key for key, value in fields.items() if _is_deeper(value, _DEPTH)]:
         del fields[key]  # the line with this error could not be written with it
         fault = f'{place}: field "{key}": it is nested more than {_DEPTH} levels deep'
-    return Prompt(identity, text, messages, fields, reference, place, fault)
+    return Prompt(identity, text, messages, fields, reference, place, fault, **chat)
+
+
+def _as_chat(
+    text: str | None, messages: list[dict[str, Any]] | None, fields: dict[str, Any], place: str
+) -> tuple[str | None, list[dict[str, Any]] | None, dict[str, Any]]:
+    """Take the fields of chats out of `fields`; return text, messages and those of a Prompt.
+
+    With one of these fields a plain text becomes the user's message.
+    """
+    system, found = fields.pop("system", None), dict[str, Any]()
+    for name, read in (("tools", checked_tools), ("template_args", read_template_args)):
+        if (value := fields.pop(name, None)) is not None:
+            try:
+                found[name] = read(parse_json(value) if isinstance(value, str) else value)
+            except ValueError as error:
+                _refuse(place, name, str(error))
+    if text is not None and (found or system is not None):
+        text, messages = None, [{"role": "user", "content": text}]
+    if system is not None and messages is not None:
+        _check_text(system, "system", place)
+        if messages[0]["role"] in SYSTEM_ROLES:
+            _refuse(
+                place, "system", 'there is a system message in "messages" too; give one of them'
+            )
+        messages = [{"role": "system", "content": system}, *messages]
+    return text, messages, found
 
 
 def _with_meta(fields: dict[str, Any], place: str) -> dict[str, Any]:
@@ -321,7 +362,8 @@ def _check_text(value: Any, field: str, place: str, *, may_be_empty: bool = Fals
 def _checked_messages(messages: Any, place: str) -> list[dict[str, Any]]:
     """Return the messages without keys that are null.
 
-    UserError at anything that a chat template might drop or misread.
+    Any role may occur, because the template decides. UserError at a key or a value that a chat
+    template might drop or misread.
     """
     if not isinstance(messages, list) or not messages:
         _refuse(place, "messages", 'it must be a list of {"role", "content"}')
@@ -333,23 +375,44 @@ def _checked_messages(messages: Any, place: str) -> list[dict[str, Any]]:
         message = {key: value for key, value in message.items() if value is not None}
         role: Any = message.get("role")
         _check_text(role, f"{here}.role", place)
-        if role not in _ROLES:
-            hint = 'use "system"' if role == "developer" else nearest(role, _ROLES)
-            _refuse(place, f"{here}.role", f"{shown(role)} is not a role; {hint}")
+        if role not in _ROLES and role.lower() in _ROLES:
+            _refuse(place, f"{here}.role", f'{shown(role)}: did you mean "{role.lower()}"?')
         for key in message:
             if key not in _MESSAGE:
-                reason = "a message has role and content; chat templates may drop other keys"
+                reason = f"it is not a key of a message; {nearest(str(key), _MESSAGE)}"
                 _refuse(place, f"{here}.{shown(key)[1:-1]}", reason)
         if isinstance(message.get("content"), list):
             _refuse(place, f"{here}.content", "it must be one string, not a list of parts")
-        _check_text(message.get("content"), f"{here}.content", place, may_be_empty=True)
+        if "tool_calls" in message:
+            message["tool_calls"] = _checked_calls(message["tool_calls"], here, place)
+        if "content" in message or "tool_calls" not in message:
+            _check_text(message.get("content"), f"{here}.content", place, may_be_empty=True)
         found.append(message)
-    if found[-1]["role"] == "assistant":
-        reason = (
-            "the last message is the assistant's; bass cannot continue an answer; end with a user "
-            "message"
-        )
-        _refuse(place, f"messages[{len(found) - 1}].role", reason)
+    if found[-1]["role"] == "assistant" and not found[-1].get("content"):
+        reason = "there is no text to continue; leave the last message out"
+        _refuse(place, f"messages[{len(found) - 1}].content", reason)
+    return found
+
+
+def _checked_calls(calls: Any, here: str, place: str) -> list[dict[str, Any]]:
+    """Return the calls of tools, with arguments as objects: templates write them as JSON."""
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        _refuse(place, f"{here}.tool_calls", "it must be a list of objects")
+    found = []
+    for number, call in enumerate(calls):
+        inner = call.get("function", call)
+        name = f"{here}.tool_calls[{number}]"
+        if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
+            _refuse(place, name, 'it must be {"function": {"name": "...", "arguments": {...}}}')
+        arguments = inner.get("arguments", {})
+        try:
+            arguments = parse_json(arguments) if isinstance(arguments, str) else arguments
+        except ValueError as error:
+            _refuse(place, f"{name}.function.arguments", str(error))
+        if not isinstance(arguments, dict):
+            _refuse(place, f"{name}.function.arguments", "it must be an object")
+        inner = {**inner, "arguments": arguments}
+        found.append({**call, "function": inner} if "function" in call else inner)
     return found
 
 
@@ -365,14 +428,16 @@ _OPTIONS = {  # by option, as messages name it
     **{f"sampling.{name}": name for name in ("top_p", "top_k", "stop_token_ids")},
     "sampling.include_stop": "include_stop include_stop_str_in_output",
     **{"pair.target": "model", "pair.draft": "draft", "chat=True": "chat"},
+    "template": "template chat_template",
     **{"speculation.length": "draft_length", "speculation.coupling": "coupling"},
     **{name: name for name in ("budget", "pair", "batch_size", "tensor_parallel", "device")},
     **{name: name for name in ("dtype", "threads", "limit", "prompt_column", "token_ids")},
 }
-_AS_MESSAGE = "system system_prompt system_message system_instruction"
-_TOOLS = "tools functions"
+_AS_MESSAGE = "system_prompt system_message system_instruction"
+_TOOLS = "functions"
+_ARGS = "enable_thinking documents"
 _UNREADABLE = (
-    "documents images image image_url videos audios multi_modal_data mm_processor_kwargs "
+    "images image image_url videos audios multi_modal_data mm_processor_kwargs "
     "prompt_token_ids prompt_embeds input_ids"
 )
 _OBJECTS = "reasoning thinking"  # settings if they are objects, else data
@@ -383,8 +448,8 @@ _UNKNOWN = (
     "num_beams use_beam_search eos_token_id ignore_eos skip_special_tokens "
     "modalities audio reasoning_effort verbosity web_search_options "
     "structured_outputs guided_json guided_regex guided_choice guided_grammar grammar "
-    "chat_template chat_template_kwargs add_generation_prompt continue_final_message "
-    "enable_thinking prediction repeat_penalty repeat_last_n no_repeat_ngram_size "
+    "add_generation_prompt continue_final_message prediction repeat_penalty repeat_last_n "
+    "no_repeat_ngram_size "
     "diversity_penalty num_beam_groups encoder_repetition_penalty epsilon_cutoff eta_cutoff top_a "
     "tfs_z mirostat dynatemp_range dry_multiplier penalty_alpha guidance_scale negative_prompt "
     "bad_words_ids truncate_prompt_tokens max_time num_ctx json_schema lora_request"
@@ -396,11 +461,11 @@ RESERVED = {
         for option, names in _OPTIONS.items()
         for name in names.split()
     },
-    **dict.fromkeys(
-        _AS_MESSAGE.split(),
-        'it is not a field of a prompt; begin "messages" with {"role": "system", "content": "..."}',
-    ),
-    **dict.fromkeys(f"{_TOOLS} {_UNREADABLE}".split(), "bass cannot pass it to the model"),
+    **dict.fromkeys(_AS_MESSAGE.split(), 'use "system"'),
+    **dict.fromkeys(_TOOLS.split(), 'use "tools"'),
+    **dict.fromkeys(_ARGS.split(), 'put it into "template_args": {...}'),
+    "chat_template_kwargs": 'use "template_args"',
+    **dict.fromkeys(_UNREADABLE.split(), "bass cannot pass it to the model"),
     **dict.fromkeys(f"{_UNKNOWN} {_OBJECTS}".split(), "bass has no such setting"),
 }
 # Objects that hold the settings in requests to other engines
@@ -409,7 +474,8 @@ _CONTAINERS = (
     "generation_config generation_kwargs gen_kwargs generate_kwargs generation_params config "
     "settings kwargs extra_body body"
 )
-_OWN = ("id", "messages", "reference", "meta")
+HONOURED = ("system", "tools", "template_args")  # fields that set something for their prompt
+_OWN = ("id", "messages", "reference", "meta", *HONOURED)
 _META = 'to copy it to the results, put it into "meta": {...}'
 
 

@@ -209,7 +209,8 @@ class PromptDigest:
 
     def add(self, prompt: Prompt) -> None:
         """Add the next prompt."""
-        known = [prompt.id, prompt.text, prompt.messages, prompt.reference, prompt.meta]
+        known: list[Any] = [prompt.id, prompt.text, prompt.messages, prompt.reference, prompt.meta]
+        known += [one for one in (prompt.tools, prompt.template_args) if one is not None]
         content = _encode([*known, prompt.fault is None])
         self._running.update(content.encode() + b"\n")
         self._after += self._running.digest()[: self._size]

@@ -61,6 +61,8 @@ def describe(
         "limit": job.limit,
         "chat": job.chat,
     }
+    chats = {"system": job.system, "template_args": job.template_args, "tools": job.tools}
+    results |= {name: value for name, value in chats.items() if value is not None}
     results |= {
         **{key: value for key, value in sampling.items() if key in _ALWAYS or key in changed},
         "coupling": job.speculation.coupling,

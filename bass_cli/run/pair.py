@@ -100,6 +100,8 @@ def open_files(job: Job, early: Callable[[], Tokenizer | None] = lambda: None) -
         tokenizer = Tokenizer.load(locate(pair.tokenizer, folder=pair.folder))
     elif tokenizer is None:
         tokenizer = Tokenizer.load(target_path, vocabulary=target.vocabulary)
+    if job.template is not None:
+        tokenizer = tokenizer.with_template(job.template)
     tokenizer.rows = target.spec.vocab
     special_stops(tokenizer, job.sampling.stop, vocab=target.spec.vocab)
     for id_ in job.sampling.stop_token_ids:
@@ -113,8 +115,9 @@ def open_files(job: Job, early: Callable[[], Tokenizer | None] = lambda: None) -
         other = Tokenizer.load(draft_path, vocabulary=draft.vocabulary)
         check_same_vocabulary(tokenizer, other)
         draft_vocab = min(draft_vocab, other.size, draft.spec.vocab)
-    if job.chat and not tokenizer.has_chat_template:
-        raise UserError(f"`chat=True`: {pair.target} has no chat template")
+    if job.chats and not tokenizer.has_chat_template:
+        wanted = "chat=True" if job.chat else "tools" if job.system is None else "system"
+        raise UserError(f"`{wanted}`: {pair.target} has no chat template")
     return Files(target, tokenizer, draft, draft_vocab, mask, skipped)
 
 

@@ -24,7 +24,7 @@ from bass_cli.engine.loop import Loop
 from bass_cli.errors import UserError
 from bass_cli.formats.continuation import Continuation, StopDetector, StopTokens
 from bass_cli.formats.tokenizer import Tokenizer
-from bass_cli.io.prompts import Prompt
+from bass_cli.io.prompts import SYSTEM_ROLES, Prompt
 from bass_cli.io.results import Completion, paired, rounded
 from bass_cli.models.prefill import PASS
 
@@ -113,16 +113,24 @@ class RequestReader:
             raise UserError(f'field "reference": {error}') from None
 
     def _encode(self, prompt: Prompt) -> list[int]:
-        messages = prompt.messages
-        if messages is None and self._job.chat:
+        job, messages = self._job, prompt.messages
+        if messages is None and job.chats:
             messages = [{"role": "user", "content": prompt.text}]
-        if messages is not None and self._job.chat is False:
+        if messages is None:
+            tokens = self._tokenizer.encode(prompt.text or "", self._context)
+        elif job.chat is False:
             raise UserError(f"{prompt.place}: the prompt has messages, but `chat=False` was given")
-        tokens = (
-            self._tokenizer.encode(prompt.text or "", self._context)
-            if messages is None
-            else self._tokenizer.encode_chat(messages, self._context)
-        )
+        else:
+            if job.system is not None and messages[0]["role"] not in SYSTEM_ROLES:
+                messages = [{"role": "system", "content": job.system}, *messages]
+            tools = job.tools if prompt.tools is None else prompt.tools
+            args = {**(job.template_args or {}), **(prompt.template_args or {})}
+            try:
+                tokens = self._tokenizer.encode_chat(
+                    messages, self._context, tools=tools, args=args
+                )
+            except UserError as error:
+                raise UserError(f"{prompt.place}: {error}") from None
         if not tokens:
             raise UserError(f"{prompt.place}: the prompt has no tokens")
         return tokens

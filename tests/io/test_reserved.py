@@ -16,7 +16,7 @@ import pytest
 
 from bass_cli.config.options import JOB
 from bass_cli.errors import UserError
-from bass_cli.io.prompts import RESERVED, check_prompts, prompts_of, read_prompts
+from bass_cli.io.prompts import HONOURED, RESERVED, check_prompts, prompts_of, read_prompts
 from bass_cli.io.readers import open_source
 
 # The request bodies of POST /v1/chat/completions and /v1/completions, as OpenAI documents them,
@@ -43,16 +43,16 @@ def fault(path: Path, record: dict[str, Any]) -> str:
 
 
 def test_reserved_names_cover_the_api_and_all_job_options() -> None:
-    assert RESERVED.keys() >= set(OPENAI)
-    assert RESERVED.keys() >= JOB.keys() | {"pair"}
+    assert RESERVED.keys() >= set(OPENAI) - {*HONOURED}
+    assert RESERVED.keys() >= JOB.keys() - {*HONOURED} | {"pair"}
     assert not RESERVED.keys() & {*KEPT, "id", "prompt", "messages", "reference", "meta", "task_id"}
 
 
-@pytest.mark.parametrize("name", [*OPENAI, "system", "top_k", "min_p", "max_new_tokens"])
+@pytest.mark.parametrize("name", [*OPENAI, "top_k", "min_p", "max_new_tokens", "enable_thinking"])
 def test_a_reserved_field_is_named_with_what_to_do(tmp_path: Path, name: str) -> None:
     said = fault(tmp_path / "p.jsonl", {"prompt": "a", name: 1})
     assert said.startswith(f'p.jsonl:2: field "{name}": ')
-    assert 'put it into "meta"' in said
+    assert name in HONOURED or 'put it into "meta"' in said
 
 
 @pytest.mark.parametrize(
@@ -62,8 +62,9 @@ def test_a_reserved_field_is_named_with_what_to_do(tmp_path: Path, name: str) ->
         ("temperature", "`sampling.temperature`"),
         ("n", "`n`"),
         ("stop", "`sampling.stop`"),
-        ("system", '"messages" with {"role": "system"'),
-        ("tools", "cannot pass it to the model"),
+        ("system_prompt", 'use "system"'),
+        ("functions", 'use "tools"'),
+        ("enable_thinking", '"template_args"'),
         ("min_p", "no such setting"),
     ],
 )
@@ -99,9 +100,9 @@ def test_all_formats_have_one_rule(
         ("Temperature", "`sampling.temperature`"),
         ("maxTokens", "`sampling.max_new_tokens`"),
         ("max-tokens", "`sampling.max_new_tokens`"),
-        ("SYSTEM", '"role": "system"'),
-        ("systemPrompt", '"role": "system"'),
-        ("Tools", "cannot pass it to the model"),
+        ("SYSTEM", 'did you mean "system"?'),
+        ("systemPrompt", 'use "system"'),
+        ("Tools", 'did you mean "tools"?'),
         ("images", "cannot pass it to the model"),
         ("ID", 'did you mean "id"?'),
         ("Messages", 'did you mean "messages"?'),
@@ -122,7 +123,7 @@ def test_another_spelling_of_a_reserved_field_is_refused(
         ("parameters", "maxNewTokens"),
         ("options", "num_predict"),
         ("generationConfig", "stopSequences"),
-        ("body", "tools"),
+        ("body", "functions"),
     ],
 )
 def test_a_setting_inside_an_object_of_settings_is_refused(
@@ -188,26 +189,26 @@ def test_a_datasets_columns_are_its_own_but_not_parts_of_the_prompt(
     assert [one.meta for one in read_prompts("hf:o/n:test")] == [
         {"n": 3, "model": "m", "level": 1}
     ] * 2
-    row["tools"] = [{"name": "f"}]
-    with pytest.raises(UserError, match=r'hf:o/n:test:1: field "tools"'):
+    row["functions"] = [{"name": "f"}]
+    with pytest.raises(UserError, match=r'hf:o/n:test:1: field "functions"'):
         check_prompts(open_source("hf:o/n:test"), column="prompt", limit=None)
 
 
 @pytest.mark.parametrize(
     ("messages", "said"),
     [
-        ([user(), {"role": "tool", "content": "4"}], "messages[1].role\": 'tool' is not a role"),
         ([{"role": "User", "content": "x"}], 'did you mean "user"?'),
-        ([{"role": "developer", "content": "x"}, user()], 'use "system"'),
-        ([{"role": "function", "name": "f", "content": "x"}, user()], "messages[0].role"),
-        ([{**user(), "name": "Ann"}], 'messages[0].name": a message has role and content'),
+        ([{**user(), "nmae": "Ann"}], 'messages[0].nmae": it is not a key of a message; did you'),
         (
             [user(), {"role": "assistant", "content": None, "tool_calls": [{}]}, user()],
-            'messages[1].tool_calls"',
+            'messages[1].tool_calls[0]"',
+        ),
+        (
+            [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}, user()],
+            "messages[0].tool_calls[0].function.arguments",
         ),
         ([{"role": "user", "content": [{"type": "text", "text": "x"}]}], "a list of parts"),
-        ([user(), {"role": "assistant", "content": "Well"}], "the last message is the assistant's"),
-        ([{"role": "assistant", "content": ""}], "the last message is the assistant's"),
+        ([{"role": "assistant", "content": ""}], "there is no text to continue"),
         ([user(), {"role": "user"}], 'messages[1].content": it must be a string, not null'),
     ],
 )
@@ -217,6 +218,46 @@ def test_messages_with_what_a_template_would_drop_are_refused(
     found = fault(tmp_path / "p.jsonl", {"messages": messages})
     assert found.startswith('p.jsonl:2: field "messages')
     assert said in found
+
+
+FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {}}}
+
+
+def test_fields_of_chats_are_taken_from_a_line_in_every_form() -> None:
+    call = {"id": "1", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    lines: list[dict[str, Any]] = [
+        {"prompt": "a", "system": "s", "level": 1},
+        {"messages": [user()], "tools": [FUNCTION], "template_args": {"x": 1}},
+        {"prompt": "a", "tools": json.dumps([FUNCTION]), "template_args": '{"x": 1}'},
+        {"messages": [user(), {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "4"}]},
+    ]  # fmt: skip
+    found = list(prompts_of(lines))
+    assert found[0].messages == [{"role": "system", "content": "s"}, user("a")]
+    assert (found[0].text, found[0].meta) == (None, {"level": 1})
+    assert [(one.tools, one.template_args) for one in found[1:3]] == [([FUNCTION], {"x": 1})] * 2
+    assert found[2].messages == [user("a")]
+    assert found[3].messages is not None
+    assert found[3].messages[1]["tool_calls"][0]["function"]["arguments"] == {"x": 1}
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ({"system": ""}, 'field "system": it is empty'),
+        ({"system": 3}, 'field "system": it must be a string, not a number'),
+        ({"tools": []}, 'field "tools": a list with at least one schema'),
+        ({"tools": "{"}, 'field "tools": broken JSON'),
+        ({"tools": [{"function": {}}]}, 'field "tools": tool 0 is not an object like'),
+        ({"template_args": [1]}, 'field "template_args": an object such as'),
+    ],
+)
+def test_faults_in_fields_of_chats_are_named(tmp_path: Path, line: Any, said: str) -> None:
+    assert said in fault(tmp_path / "p.jsonl", {"prompt": "a", **line})
+
+
+def test_a_second_system_message_is_refused(tmp_path: Path) -> None:
+    line = {"messages": [{"role": "system", "content": "a"}, user()], "system": "b"}
+    assert 'there is a system message in "messages" too' in fault(tmp_path / "p.jsonl", line)
 
 
 def test_null_keys_of_messages_are_dropped() -> None:

@@ -12,6 +12,7 @@ import pytest
 from checkpoints import write_tokenizer
 
 from bass_cli.errors import UserError
+from bass_cli.formats import chat_template
 from bass_cli.formats import tokenizer as tokenizer_module
 from bass_cli.formats.limits import Limited
 from bass_cli.formats.tokenizer import Tokenizer
@@ -88,7 +89,7 @@ def test_messages_that_do_not_fit_the_memory_are_an_error(
 def test_a_template_with_too_long_a_result_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokenizer_module, "_LARGEST", 1000)
+    monkeypatch.setattr(chat_template, "LARGEST", 1000)
     with pytest.raises(UserError, match="its text has 5004 characters"):
         with_template(folder, "{{ 'x' * 5000 }}").encode_chat(MESSAGES)
 
