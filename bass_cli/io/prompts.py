@@ -432,6 +432,7 @@ _OPTIONS = {  # by option, as messages name it
     **{"speculation.length": "draft_length", "speculation.coupling": "coupling"},
     **{name: name for name in ("budget", "pair", "batch_size", "tensor_parallel", "device")},
     **{name: name for name in ("dtype", "threads", "limit", "prompt_column", "token_ids")},
+    "include_stop": "include_stop",
 }
 _AS_MESSAGE = "system_prompt system_message system_instruction"
 _TOOLS = "functions"
