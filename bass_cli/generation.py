@@ -357,8 +357,10 @@ def read_job(args: PairArgs, defaults: Mapping[str, Any] | None = None, **change
         changes: Values that replace options.
     """
     pair, given = chosen_pair(args), job_options(args, **changes)
-    stops = given.get("stop")
-    given["stop"] = [unescape(text) for text in stops] if stops else stops_of_environment()
+    stops = given.pop("stop", None)
+    stops = [unescape(text) for text in stops] if stops else stops_of_environment()
+    if stops is not None:
+        given["stop"] = stops
     unsaid = {
         key: value
         for key, value in (defaults or {}).items()

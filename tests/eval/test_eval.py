@@ -180,6 +180,33 @@ def test_default_file_names_differ_when_options_differ() -> None:
     assert len(names) == len(variants)
 
 
+@pytest.mark.parametrize(
+    ("pair", "environment", "options", "expected"),
+    [
+        # the stop texts of the Codex paper (arXiv 2107.03374), section 2.1
+        ("", None, (), ["\nclass", "\ndef", "\n#", "\nif", "\nprint"]),
+        ("sampling: {stop: [of the pair]}\n", None, (), ["of the pair"]),
+        ("sampling: {stop: [of the pair]}\n", '["a", "b"]', (), ["a", "b"]),
+        ("", '["a", "b"]', ("--stop", "\\nend"), ["\nend"]),
+    ],
+    ids=["task", "pair", "environment", "option"],
+)
+def test_stop_texts_are_the_tasks_unless_others_are_given(
+    pair: str,
+    environment: str | None,
+    options: tuple[str, ...],
+    expected: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if environment is not None:
+        monkeypatch.setenv("BASS_STOP", environment)
+    with Path("pair.yaml").open("a") as file:
+        file.write(pair)
+    assert bass("--out", "a.jsonl", "--limit", "1", *options).exit_code == 0
+    manifest = json.loads(Path("a.jsonl.manifest.json").read_text())
+    assert manifest["results"]["stop"] == expected
+
+
 def test_resume_while_generating_or_scoring_gives_the_same_report() -> None:
     whole = json.loads(bass(ALLOW, "--json").stdout)
     files = [Path(f"{BASE}.jsonl"), Path(f"{BASE}.jsonl.verdicts.jsonl")]
