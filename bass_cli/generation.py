@@ -29,12 +29,14 @@ from bass_cli.io.console import Screen
 from bass_cli.io.prompts import (
     Prompt,
     Shard,
+    Wanted,
     check_prompts,
     held_by,
     open_prompts,
     parse_shard,
     read_prompts,
 )
+from bass_cli.io.readers import Source
 from bass_cli.io.results import STANDARD_OUTPUT, Completion, Writer, open_output
 from bass_cli.io.resume import PromptDigest, check_output_place, manifest_path, read_manifest
 from bass_cli.io.saving import check_format, descriptor_of, is_stream, refuse_shared_files
@@ -127,7 +129,13 @@ def drawing_of(spec: JobSpec, screen: Screen, request: Request | None) -> Iterat
     from bass_cli.run.plan import make_plan
 
     screen.phase("checking the models", live=False)  # the hub's client shows downloads
-    plan = make_plan(job, longest_prompt=spec.longest, prompts=spec.prompts, tokenizer=tokenizer)
+    plan = make_plan(
+        job,
+        longest_prompt=spec.longest,
+        prompts=spec.prompts,
+        wanted=spec.wanted,
+        tokenizer=tokenizer,
+    )
     yield LocalBackend(plan, facts_of(plan, spec.source, shard=spec.shard), screen)
 
 
@@ -139,26 +147,16 @@ def generate_samples(args: GenerateArgs, screen: Screen) -> bool:
         files_written(out), [("the prompt file", args.prompts), *files_read(args.pair, job)]
     )
     check_name(out, overwrite=args.overwrite)
-    if args.prompts == "-" and sys.stdin is not None and sys.stdin.isatty():
-        screen.note(
-            "reading prompts from the terminal, one a line; end with Ctrl-D at the beginning of a "
-            "line"
-        )
-    else:  # standard input may be slow
-        screen.phase("reading the prompts")
     job = with_rows_of(job, out, overwrite=args.overwrite)
     shard, request = read_shard(args, job), read_request(args, job, out)
-    if args.separator == "":
-        raise UserError("`separator`: it is empty; leave it out for one prompt per line")
-    separator = None if args.separator is None else unescape(args.separator)
-    source = open_prompts(args.prompts, args.prompt_column, separator)
+    source = _source_of(args, screen)
     digest = PromptDigest(source, job.prompt_column)
     checked = check_prompts(
         source,
         column=job.prompt_column,
         limit=job.limit,
         shard=shard,
-        chat=job.chat,
+        job=job,
         on_prompt=digest.add,
     )
     known = digest.record() if digest.count else source.name  # a dataset is not read before
@@ -167,26 +165,40 @@ def generate_samples(args: GenerateArgs, screen: Screen) -> bool:
     def prompts() -> Iterator[Prompt]:
         return held_by(shard, read_prompts(source, column=job.prompt_column, limit=job.limit))
 
+    spec = JobSpec(job, identity, checked.count, checked.longest, shard, checked.wanted)
     with (
-        drawing_of(
-            JobSpec(job, identity, checked.count, checked.longest, shard), screen, request
-        ) as drawing,
+        drawing_of(spec, screen, request) as drawing,
         open_output(
             out,
             drawing.facts.manifest | {"source": source.name},
             resume=args.resume,
             overwrite=args.overwrite,
-            prompt_ids=lambda: {prompt.id for prompt in prompts()},
+            prompt_ids=lambda: {prompt.id: prompt.settings for prompt in prompts()},
             prompts=digest if digest.count else None,
         ) as writer,
     ):
         tell(job, drawing.facts, screen, plain=checked.plain, notes=checked.notes)
         summary = write_samples(
-            writer, drawing, job.n, prompts(), checked.count, screen, together=job.draws_together
+            writer, drawing, job, prompts(), checked.count, screen, wanted=checked.wanted
         )
     if args.json_summary:
         terminal.document(summary | {"file": writer.totals})
     return writer.finished
+
+
+def _source_of(args: GenerateArgs, screen: Screen) -> Source:
+    """Open the source of the prompts."""
+    if args.prompts == "-" and sys.stdin is not None and sys.stdin.isatty():
+        screen.note(
+            "reading prompts from the terminal, one a line; end with Ctrl-D at the beginning of a "
+            "line"
+        )
+    else:  # standard input may be slow
+        screen.phase("reading the prompts")
+    if args.separator == "":
+        raise UserError("`separator`: it is empty; leave it out for one prompt per line")
+    separator = None if args.separator is None else unescape(args.separator)
+    return open_prompts(args.prompts, args.prompt_column, separator)
 
 
 def _output_of(args: GenerateArgs) -> str:
@@ -266,12 +278,12 @@ def tell(
 def write_samples(
     writer: Writer,
     drawing: Drawing,
-    n: int,
+    job: Job,
     prompts: Iterator[Prompt],
     count: int | None,
     screen: Screen,
     *,
-    together: bool,
+    wanted: Wanted | None = None,
     shape: Callable[[Completion], Completion] = lambda completion: completion,
 ) -> dict[str, Any]:
     """Generate and write the samples that are missing from the output; return the summary.
@@ -279,13 +291,17 @@ def write_samples(
     If nothing is missing, no model is loaded.
 
     Args:
-        n: Samples of a prompt.
         prompts: All prompts of the job.
         count: The number of prompts; None if unknown.
-        together: See Job.draws_together.
+        wanted: See Checked.
         shape: Changes a Completion before it is written.
     """
-    complete, rest = _from_first_missing(prompts, writer.done, n, together=together)
+    together = job.draws_together
+    samples = None if count is None else count * job.n
+    if wanted is not None:
+        samples = wanted.samples
+        together = job.speculation.coupling == "maximal" and wanted.random
+    complete, rest = _from_first_missing(prompts, writer.done, job.n, together=together)
     if together and writer.done and rest is not None:
         screen.note(
             "maximal coupling: samples depend on each other, so all are drawn again, and only the "
@@ -296,7 +312,7 @@ def write_samples(
     failed: dict[str, str | None] = {}  # by prompt id
 
     screen.start(
-        None if count is None else count * n - len(writer.done),
+        None if samples is None else samples - len(writer.done),
         rows=drawing.facts.rows,
         live=writer.name != STANDARD_OUTPUT or not sys.stdout.isatty(),
         beside=drawing.line,
@@ -317,10 +333,14 @@ def write_samples(
         writer.add_run(summary["decoding_seconds"], summary["usage"])
     writer.confirm()  # before the summary says that the samples are in the file
     screen.close(None if rest is None else summary)
+    _tell_failed(failed, screen)
+    return summary
+
+
+def _tell_failed(failed: Mapping[str, str | None], screen: Screen) -> None:
     for first, error in list(failed.items())[:1]:
         many = "1 prompt" if len(failed) == 1 else f"{len(failed)} prompts"
         screen.error(f'{many} could not be run; the first, "{first}": {error}')
-    return summary
 
 
 def _progress(writer: Writer, *, complete: bool) -> list[str]:
@@ -342,7 +362,7 @@ def _from_first_missing(
     """
     before = list[Prompt]()
     for number, prompt in enumerate(prompts):
-        if any((prompt.id, sample) not in done for sample in range(n)):
+        if any((prompt.id, sample) not in done for sample in range(prompt.samples(n))):
             return number - len(before), itertools.chain(before, [prompt], prompts)
         if together:
             before.append(prompt)

@@ -310,7 +310,7 @@ def test_missing_pair_is_reported_without_flags(pair: str, message: str) -> None
         ({"speculation": Speculation(length="table")}, r"^`speculation\.length` table: "),
         ({"batch_size": 4000, "memory": 3 * 2**26}, r"expected to fit: `batch_size` \d+"),
         ({"device": "cuda"}, r"^`device` cuda: "),
-        ({"prompts": [{"prompt": "a", "max_tokens": 3}]}, r"with `sampling\.max_new_tokens`;"),
+        ({"prompts": [{"prompt": "a", "max_tokens": 3}]}, r"bass calls it .max_new_tokens.;"),
         ({"sampling": Sampling(stop=["a</s>"])}, r"^stop text 'a</s>': "),
     ],
 )

@@ -215,11 +215,11 @@ def test_invalid_stop_is_refused_early_from_every_source(
 def test_ordinary_tokens_that_spell_a_special_one_stop_too(model: Path) -> None:
     """Models that were not trained on a template write such text."""
     from bass_cli.formats.continuation import Continuation
-    from bass_cli.run.scheduler import Watch
+    from bass_cli.run.scheduler import EndRule
 
     tokenizer = BassTokenizer.load(model)
     spelled = [tokenizer.encode_part(letter)[0] for letter in f"hi{END}"]
-    detector = Watch(set(), [END], {299}).detector(Continuation(tokenizer, [5]))
+    detector = EndRule(set(), [END], {299}).detector(Continuation(tokenizer, [5]))
     assert detector is not None
     found = detector.feed(spelled)
     assert found is not None

@@ -158,6 +158,11 @@ def _job_of(plan: Plan, tasks: Sequence[Task], engine: str) -> dict[str, Any]:
 
     UserError if the model's context cuts the output of any.
     """
+    if own := [task.prompt for task in tasks if task.prompt.settings]:
+        raise UserError(
+            f"--job: {own[0].place}: rivals run all prompts with the same settings; leave out "
+            f'"{next(iter(own[0].settings))}", or --rivals'
+        )
     short = [task for task in tasks if task.limit < plan.job.sampling.max_new_tokens]
     if short:
         raise UserError(

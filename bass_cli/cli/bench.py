@@ -103,7 +103,7 @@ def _run_job(args: BenchArgs, file: str, screen: Screen) -> None:
         words += [f"--stop={escape(text)}" for text in stops_of_environment() or []]
     read_request(args, job, out="a file beside")  # refuses what Ray cannot run
     source = open_prompts(file, args.prompt_column)
-    checked = check_prompts(source, column=job.prompt_column, limit=job.limit, chat=job.chat)
+    checked = check_prompts(source, column=job.prompt_column, limit=job.limit, job=job)
 
     from bass_cli.bench import jobs, rivals
     from bass_cli.bench.settings import chosen_rivals, count
@@ -113,7 +113,9 @@ def _run_job(args: BenchArgs, file: str, screen: Screen) -> None:
     from bass_cli.run.plan import make_plan
 
     screen.phase("checking the models", live=False)
-    plan = make_plan(job, longest_prompt=checked.longest, prompts=checked.count)
+    plan = make_plan(
+        job, longest_prompt=checked.longest, prompts=checked.count, wanted=checked.wanted
+    )
     for note in plan.files.notes:
         screen.note(note)
     document = jobs.measure(

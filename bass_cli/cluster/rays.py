@@ -129,11 +129,14 @@ def cluster_of(request: Request, job: Job, screen: Screen) -> Iterator[Cluster]:
 @contextlib.contextmanager
 def workers_on_ray(cluster: Cluster, screen: Screen, spec: JobSpec) -> Iterator[WorkerPool]:
     """Yield the workers of a job on the cluster; end all actors afterwards."""
-    job, prompts = cluster.placement.job, spec.prompts
+    job, prompts, wanted = cluster.placement.job, spec.prompts, spec.wanted
+    workers = max(len(cluster.placement.places()), 1)
     if prompts is not None:
-        prompts = math.ceil(prompts / max(len(cluster.placement.places()), 1))
+        prompts = math.ceil(prompts / workers)
+    if wanted is not None:
+        wanted = wanted.share(workers)
     screen.phase("starting the actors, checking the models")
-    with cluster.fleet(Worker, replace(spec, job=job, prompts=prompts)) as fleet:
+    with cluster.fleet(Worker, replace(spec, job=job, prompts=prompts, wanted=wanted)) as fleet:
         pool = WorkerPool(fleet, screen, n=job.n, alike=job.draws_one)
         pool.gather()
         yield pool

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from bass_cli.cluster.fleet import Fault, Process
 from bass_cli.config.job import Job
 from bass_cli.io.console import Usage
-from bass_cli.io.prompts import Prompt, Shard
+from bass_cli.io.prompts import Prompt, Shard, Wanted
 from bass_cli.io.results import Completion
 from bass_cli.run.manifest import Facts
 from bass_cli.system.threads import CoreMonitor, configure_threads
@@ -34,6 +34,7 @@ class JobSpec:
         prompts: The number of prompts; for a worker its share. None if unknown.
         longest: The text of the longest prompt.
         shard: The part of the prompts that is drawn; None for all.
+        wanted: See Checked; for a worker its share.
     """
 
     job: Job
@@ -41,6 +42,7 @@ class JobSpec:
     prompts: int | None = None
     longest: str = ""
     shard: Shard | None = None
+    wanted: Wanted | None = None
 
 
 class Part(NamedTuple):
@@ -150,7 +152,9 @@ class Worker(Process):
         from bass_cli.run.manifest import facts_of
         from bass_cli.run.plan import make_plan
 
-        self._plan = make_plan(spec.job, longest_prompt=spec.longest, prompts=spec.prompts)
+        self._plan = make_plan(
+            spec.job, longest_prompt=spec.longest, prompts=spec.prompts, wanted=spec.wanted
+        )
         self._report = Report(rows=self._plan.rows)
         facts = facts_of(self._plan, spec.source, shard=spec.shard)
         return Ready(platform.node(), facts)

@@ -254,7 +254,7 @@ class Pool:
     Args:
         prompts: The prompts, read as workers need them.
         done: (id, sample) pairs that exist already.
-        n: Samples per prompt.
+        n: Samples per prompt, unless a prompt has its own number.
         count: The number of prompts, None if unknown.
         alike: Whether the samples of a prompt are copies of one, which needs one slot.
     """
@@ -363,7 +363,8 @@ class Pool:
         """Read the next prompt that lacks samples; None after the last."""
         for prompt in self._prompts:
             self._unread = max(self._unread - 1, 0)
-            missing = [i for i in range(self._n) if (prompt.id, i) not in self._done]
+            numbers = range(prompt.samples(self._n))
+            missing = [i for i in numbers if (prompt.id, i) not in self._done]
             if missing:
                 self._waiting[prompt.id] = prompt, missing
                 return self._waiting[prompt.id]

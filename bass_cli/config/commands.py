@@ -81,7 +81,7 @@ _Samples: Any = args_of(
     *("n", "max_new_tokens", "stop", "stop_token_ids", "draft_length", "budget", "batch_size"),
     *("limit", "tensor_parallel", "token_ids", "logprobs"),
 )
-_Texts: Any = args_of("chat", "prompt_column", "include_stop")
+_Texts: Any = args_of("chat", "prompt_column", "strict_fields", "include_stop")
 _Chats: Any = args_of("system", "template", "template_args", "tools")
 _WholeJob: Any = args_of(
     *("n", "max_new_tokens", "stop", "chat", "draft_length", "batch_size", "limit"),

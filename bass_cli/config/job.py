@@ -286,7 +286,7 @@ def chosen_pair(args: PairArgs | DoctorArgs) -> Pair:
     try:
         return Pair(name=_model_name(model), target=model, draft=MODEL_DRAFT)
     except ValidationError as error:
-        raise UserError(f"`pair.target`: {_first_fault(error)[1]}") from None
+        raise UserError(f"`pair.target`: {first_fault(error)[1]}") from None
 
 
 def _model_name(model: str) -> str:
@@ -353,7 +353,7 @@ def _parse_pair(content: bytes, place: str, folder: Path | None) -> Pair:
     try:
         pair = Pair.model_validate({"name": Path(place).stem, **data, "folder": folder})
     except ValidationError as error:
-        path, reason = _first_fault(error)
+        path, reason = first_fault(error)
         line = next(
             (lines[path[:end]] for end in range(len(path), 0, -1) if path[:end] in lines), 1
         )
@@ -406,7 +406,7 @@ def _check_keys(
     return lines
 
 
-def _first_fault(error: ValidationError) -> tuple[tuple[str, ...], str]:
+def first_fault(error: ValidationError) -> tuple[tuple[str, ...], str]:
     """Return the key path of the first fault, without pydantic's union steps, and a reason."""
     fault = error.errors(include_url=False)[0]
     own_steps = re.compile(r"literal\[|int$|function-")
@@ -438,7 +438,7 @@ def make_job(pair: Pair, **given: Any) -> Job:
         parts["pair"] = Pair.model_validate({**dict(pair), **parts["pair"]})  # type: ignore[assignment]
         return Job.model_validate(parts | own)
     except ValidationError as error:
-        path, reason = _first_fault(error)
+        path, reason = first_fault(error)
         field = {"draft": "pair.draft", "speculation": "speculation.length"}.get(".".join(path))
         raise UserError(f"`{field or '.'.join(path)}`: {reason}") from None
 

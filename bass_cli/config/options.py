@@ -54,6 +54,8 @@ class Option(NamedTuple):
         rare: Whether a help page that would fill more than two screens shows it only under
             `--help-all`.
         bare: The value of a flag that is given without one; None if it needs one.
+        line: Whether a prompt's line may set it for the prompt's own samples. The options of
+            sampling are always such options.
     """
 
     text: str
@@ -67,6 +69,7 @@ class Option(NamedTuple):
     path: str = ""
     rare: bool = False
     bare: str | None = None
+    line: bool = False
 
 
 def flag(text: str | Option, /, *rest: Any, default: Any = None, **more: Any) -> Any:
@@ -149,7 +152,9 @@ class PairOptions(ChatOptions):
 class JobOptions(ChatOptions):
     """The options of a job that are not part of a pair, and those of chats."""
 
-    n: Annotated[int, Ge(1), Le(MOST_ROWS)] = flag("Samples per prompt", SAMPLING, default=8)
+    n: Annotated[int, Ge(1), Le(MOST_ROWS)] = flag(
+        "Samples per prompt", SAMPLING, line=True, default=8
+    )
     chat: bool | None = flag(
         "Format prompts with the model's chat template",
         SAMPLING,
@@ -183,6 +188,11 @@ class JobOptions(ChatOptions):
     )
     limit: Count | None = flag("Use only the first N prompts", PROMPTS, shown="all")
     prompt_column: Name = flag("Field that holds the prompt", PROMPTS, "NAME", default="prompt")
+    strict_fields: bool = switch(
+        "Refuse fields of a prompt that are unknown, instead of copying them to the results as "
+        "meta",
+        PROMPTS,
+    )
     token_ids: bool = switch("Add the generated token ids to each line", OUTPUT)
 
 
@@ -318,4 +328,10 @@ JOB = {
     **declared(JobOptions, ""),
     **declared(SamplingOptions, "sampling."),
     **declared(SpeculationOptions, "speculation."),
+}
+
+# The options that a prompt may set for its own samples, by field, with their paths in a Job
+LINE = {
+    **{one.name: one.name for one in fields(JobOptions) if one.metadata["option"].line},
+    **{one.name: f"sampling.{one.name}" for one in fields(SamplingOptions)},
 }

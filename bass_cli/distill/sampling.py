@@ -324,6 +324,11 @@ def usable(prompts: Iterator[Prompt], plan: Plan, screen: Screen) -> list[Prompt
     """Return the prompts that the target can run; UserError if there are none."""
     reader, found, faults = _reader(plan), list[Prompt](), list[str]()
     for prompt in prompts:
+        for name in prompt.settings:
+            raise UserError(
+                f'{prompt.place}: field "{name}": here all prompts have the same settings; leave '
+                "it out"
+            )
         try:
             reader.take(prompt, (), now=0.0)
             found.append(prompt)

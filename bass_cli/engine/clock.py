@@ -177,9 +177,14 @@ class Forecast:
         self._samples = samples
         self._begun = self._ended = self._tokens = 0
 
-    def begin(self, samples: int) -> None:
-        """Note that `samples` more samples were taken up, waiting ones included."""
+    def begin(self, samples: int, *, expected: int | None = None) -> None:
+        """Note that `samples` more samples were taken up, waiting ones included.
+
+        `expected`: how many of them the number of all samples includes. Default: all.
+        """
         self._begun += samples
+        if self._samples is not None and expected is not None:
+            self._samples += samples - expected
 
     def end(self, tokens: int) -> None:
         """Note that a sample has ended with `tokens` tokens."""

@@ -162,16 +162,15 @@ class Evaluation:
             drawing.facts.manifest,
             resume=self._args.resume,
             overwrite=self._args.overwrite,
-            prompt_ids=lambda: {problem.task_id for problem in self.problems},
+            prompt_ids=lambda: {problem.task_id: {} for problem in self.problems},
         ) as writer:
             write_samples(
                 writer,
                 drawing,
-                self.job.n,
+                self.job,
                 self.prompts(),
                 len(self.problems),
                 self._screen,
-                together=self.job.draws_together,
                 shape=self._shape,
             )
         self.failed |= "error" in writer.totals["finish_reasons"]

@@ -130,6 +130,23 @@ def special_stops(
     return frozenset(special[stop] for stop in stops if stop in special)
 
 
+def ending_ids(
+    tokenizer: Tokenizer, stops: Iterable[str], ids: Iterable[int], *, vocab: int = sys.maxsize
+) -> frozenset[int]:
+    """Return the ids that end a sample: `ids`, and stop texts that are special tokens.
+
+    UserError as in `special_stops`, or if the model has no logit for one of `ids`.
+    """
+    ids = tuple(ids)
+    for id_ in ids:
+        if id_ >= vocab:
+            raise UserError(
+                f"`sampling.stop_token_ids`: {id_} could never be drawn, because the model has "
+                f"tokens 0 to {vocab - 1}"
+            )
+    return special_stops(tokenizer, stops, vocab=vocab).union(ids)
+
+
 def _unknown_character(tokenizer: Tokenizer, stop: str) -> str | None:
     """Return the first character of the stop text that no token decodes to; None if all occur.
 

@@ -11,7 +11,7 @@ import contextlib
 import fcntl
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any, NamedTuple
 
@@ -101,7 +101,7 @@ def merge(out: str, paths: Sequence[str], *, overwrite: bool, note: Callable[[st
         for part in parts:
             part.read(note)
         results = {key: value for key, value in parts[0].results.items() if key != "shard"}
-        ids = _prompt_ids(parts[0].manifest, results)
+        ids, own = _prompts_of(parts[0].manifest, results) or (None, {})
         order = _numbers(parts) if ids is None else ids
         if ids is None:
             why = (
@@ -112,7 +112,10 @@ def merge(out: str, paths: Sequence[str], *, overwrite: bool, note: Callable[[st
             how = "part by part" if order is None else "by the numbers in their ids"
             note(f"{why}; prompts are ordered {how}")
         _refuse_unknown(parts, ids)
-        missing = [*_missing_shards(parts, ids), *_missing_samples(parts, ids, results.get("n"))]
+        missing = [
+            *_missing_shards(parts, ids),
+            *_missing_samples(parts, ids, results.get("n"), own),
+        ]
         if ids is None:  # prompts without any line are unknown
             missing += [
                 f"{part.path}: the run that wrote it did not finish"
@@ -202,8 +205,10 @@ def _check_one_job(parts: Sequence[_Part]) -> None:
         taken[part.shard] = part.path
 
 
-def _prompt_ids(manifest: dict[str, Any], results: dict[str, Any]) -> dict[str, int] | None:
-    """Return the job's prompt ids with their positions.
+def _prompts_of(
+    manifest: dict[str, Any], results: dict[str, Any]
+) -> tuple[dict[str, int], dict[str, int]] | None:
+    """Return the positions of the job's prompts, and their own numbers of samples, by id.
 
     None if the prompt file no longer begins with the manifest's prompts.
     """
@@ -213,18 +218,20 @@ def _prompt_ids(manifest: dict[str, Any], results: dict[str, Any]) -> dict[str, 
     try:
         source = open_source(name)
         digest, before = PromptDigest(source, column), results.get("prompts")
-        ids: dict[str, int] = {}
+        ids, own = dict[str, int](), dict[str, int]()
         for prompt in read_prompts(source, column=column, limit=results.get("limit")):
             digest.add(prompt)
             ids[prompt.id] = len(ids)
+            if "n" in prompt.settings:
+                own[prompt.id] = prompt.samples(1)
         count = digest.growth(before)
     except (UserError, OSError, ValueError):
         return None
     if count is None:
-        return ids
+        return ids, own
     if isinstance(before, str):  # of an older version, which has no number of prompts
         return None
-    return {id_: place for id_, place in ids.items() if place < int(count)}
+    return {id_: place for id_, place in ids.items() if place < int(count)}, own
 
 
 def _numbers(parts: Sequence[_Part]) -> dict[str, int] | None:
@@ -253,9 +260,14 @@ def _missing_shards(parts: Sequence[_Part], ids: Collection[str] | None) -> Iter
 
 
 def _missing_samples(
-    parts: Sequence[_Part], ids: Collection[str] | None, n: object
+    parts: Sequence[_Part], ids: Collection[str] | None, n: object, own: Mapping[str, int]
 ) -> Iterator[str]:
-    """Describe the samples without a line in the given shards."""
+    """Describe the samples without a line in the given shards.
+
+    Args:
+        n: Samples of a prompt.
+        own: The same by id, for prompts with a number of their own.
+    """
     given = {part.shard: part for part in parts}
     known = [id_ for part in parts for id_ in part.lines] if ids is None else ids
     lost: dict[str, list[int]] = {}
@@ -265,7 +277,8 @@ def _missing_samples(
         if part is None or any(line.of_prompt for line in lines):
             continue
         there = {line.sample for line in lines}
-        if gone := [one for one in range(n if isinstance(n, int) else 0) if one not in there]:
+        wanted = range(own.get(id_, n if isinstance(n, int) else 0))
+        if gone := [one for one in wanted if one not in there]:
             lost[id_] = gone
     if lost:
         count = sum(map(len, lost.values()))

@@ -1,9 +1,9 @@
 """Make prompts of the records of a file (io/readers.py), of texts or of mappings, and check them.
 
 `check_prompts` reads a source once before a model is loaded; `read_prompts` streams it afterwards.
-A fault is a UserError that names file, line and field. A field with a reserved name, such as
-`temperature`, is a fault; all other fields become `meta`. Prompts are not tokenised here. A Shard
-selects the prompts of one part of a job.
+A fault is a UserError that names file, line and field. Some options of a job are fields too
+(`settings`); a field with another reserved name, such as `tools`, is a fault; the rest becomes
+`meta`. Prompts are not tokenised here. A Shard selects the prompts of one part of a job.
 """
 
 from __future__ import annotations
@@ -12,11 +12,15 @@ import hashlib
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
 from bass_cli.config.chats import checked_tools, read_template_args
+from bass_cli.config.job import Job
+from bass_cli.config.line import SettingError, checked_settings, own_job
+from bass_cli.config.options import LINE
 from bass_cli.errors import UserError, nearest
+from bass_cli.io.fields import OWN, refusal_of, reserved_name
 from bass_cli.io.readers import Source, open_source
 from bass_cli.reading import is_unicode, parse_json, shown
 
@@ -51,6 +55,7 @@ class Prompt:
         template_args: Values of the chat template's variables, before the job's.
         place: "file:line", for error messages.
         fault: Why the prompt cannot be run, although its file is well formed; None if it can.
+        settings: Its own values of the options in config/options.py's LINE, by field.
     """
 
     id: str
@@ -62,6 +67,18 @@ class Prompt:
     fault: str | None = None
     tools: list[Any] | None = None
     template_args: dict[str, Any] | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def samples(self, n: int) -> int:
+        """Return the number of its samples in a job of `n` samples per prompt."""
+        return int(self.settings.get("n", n))
+
+    def own_job(self, job: Job) -> Job:
+        """Return the job with its own settings. UserError if they contradict those of the job."""
+        try:
+            return own_job(job, self.settings)
+        except SettingError as error:
+            _refuse(self.place, error.field, str(error))
 
     def whole(self) -> str:
         """Return the text, or messages and tools without the chat template."""
@@ -127,6 +144,39 @@ def parse_shard(text: str, key: str = "`shard`") -> Shard:
     return shard
 
 
+class Wanted(NamedTuple):
+    """What prompts ask for, of which some have settings of their own.
+
+    Args:
+        samples: The number of samples.
+        drawn: The number of samples to draw; equal ones, at temperature 0, are drawn once.
+        most: The most samples of a prompt that are drawn.
+        new_tokens: The most new tokens of a sample.
+        random: Whether any sample has a temperature above 0.
+    """
+
+    samples: int = 0
+    drawn: int = 0
+    most: int = 0
+    new_tokens: int = 0
+    random: bool = False
+
+    def with_prompt(self, job: Job) -> Wanted:
+        """Add a prompt. `job`: the job with the prompt's own settings."""
+        drawn = 1 if job.draws_one else job.n
+        return Wanted(
+            self.samples + job.n,
+            self.drawn + drawn,
+            max(self.most, drawn),
+            max(self.new_tokens, job.sampling.max_new_tokens),
+            self.random or job.sampling.temperature > 0,
+        )
+
+    def share(self, of: int) -> Wanted:
+        """Return a part of them, for one of `of` workers."""
+        return self._replace(samples=-(-self.samples // of), drawn=-(-self.drawn // of))
+
+
 @dataclass(frozen=True, slots=True)
 class Checked:
     """Facts about prompts that are all valid.
@@ -136,12 +186,14 @@ class Checked:
         longest: The longest text.
         plain: Whether any prompt is plain text, not messages.
         notes: Notes to the user about a dataset's columns.
+        wanted: What they ask for; None if none has settings of its own, or if unknown.
     """
 
     count: int | None
     longest: str
     plain: bool
     notes: tuple[str, ...] = ()
+    wanted: Wanted | None = None
 
 
 def check_prompts(
@@ -150,7 +202,7 @@ def check_prompts(
     column: str,
     limit: int | None,
     shard: Shard | None = None,
-    chat: bool | None = None,
+    job: Job | None = None,
     on_prompt: Callable[[Prompt], None] | None = None,
 ) -> Checked:
     """Check every prompt, but only the first row of a hub dataset.
@@ -159,47 +211,67 @@ def check_prompts(
         column: The field with the text.
         limit: The number of prompts to read; None for all.
         shard: If given, the facts are about this shard's prompts only.
-        chat: As in `check`.
+        job: As in `check`.
         on_prompt: Called with each prompt of a file, also with those of other shards.
     """
+    strict = job is not None and job.strict_fields
     if source.kind == "hf":
-        first = next(read_prompts(source, column=column, limit=1))
-        known = check([first], chat=chat)
+        first = next(read_prompts(source, column=column, limit=1, strict=strict))
+        known = check([first], job=job)
         notes = tuple(
             f'{source.name}: column "{name}" sets nothing; it is copied to the results as meta'
             for name in first.meta
-            if _reserved_name(name) is not None
+            if reserved_name(name) is not None
         )
         return Checked(None, "", known.plain, notes)
-    prompts = read_prompts(source, column=column, limit=limit)
-    return check(prompts, chat=chat, shard=shard, on_prompt=on_prompt)
+    prompts = read_prompts(source, column=column, limit=limit, strict=strict)
+    return check(prompts, job=job, shard=shard, on_prompt=on_prompt)
 
 
 def check(
     prompts: Iterable[Prompt],
     *,
-    chat: bool | None = None,
+    job: Job | None = None,
     shard: Shard | None = None,
     on_prompt: Callable[[Prompt], None] | None = None,
 ) -> Checked:
-    """Read all prompts and return facts about them. UserError at messages if `chat` is False."""
-    count, longest, plain = 0, "", False
+    """Read all prompts and return facts about them.
+
+    `job`: The job that they are for; None if it has one length and law for all prompts.
+
+    Raises:
+        UserError: There are messages, but the job's `chat` is False; a prompt's own settings
+            contradict the job's, or there is no job.
+    """
+    count, longest, plain, wanted, own = 0, "", False, Wanted(), dict[str, Job]()
     for prompt in prompts:
         if on_prompt is not None:
             on_prompt(prompt)
         if shard is not None and not shard.holds(prompt.id):
             continue
-        if chat is False and prompt.messages is not None:
+        if job is None:
+            for name in prompt.settings:
+                _refuse(prompt.place, name, "here all prompts have the same settings; leave it out")
+        elif job.chat is False and prompt.messages is not None:
             raise UserError(f"{prompt.place}: the prompt has messages, but `chat=False` was given")
+        else:
+            key = repr(prompt.settings)
+            if key not in own:
+                own[key] = prompt.own_job(job)
+            wanted = wanted.with_prompt(own[key])
         count, plain = count + 1, plain or prompt.text is not None
         longest = max(longest, prompt.whole(), key=len)
-    return Checked(count, longest, plain)
+    alike = not own.keys() - {repr({})}
+    return Checked(count, longest, plain, wanted=None if alike else wanted)
 
 
 def read_prompts(
-    source: Source | str, *, column: str = "prompt", limit: int | None = None
+    source: Source | str, *, column: str = "prompt", limit: int | None = None, strict: bool = False
 ) -> Iterator[Prompt]:
-    """Yield the prompts in order, at most `limit`; UserError at a fault, or if there are none."""
+    """Yield the prompts in order, at most `limit`; UserError at a fault, or if there are none.
+
+    `strict`: Refuse unknown fields.
+    """
     opened = open_source(source) if isinstance(source, str) else source
     plain, columns = opened.kind == "txt", opened.kind == "hf"
     by_line = plain and opened.separator is None
@@ -208,17 +280,21 @@ def read_prompts(
         for index, (line, record) in enumerate(itertools.islice(opened.records(), limit)):
             fields = {column: record} if plain else record
             id_ = str(line - 1 if by_line else index)
-            yield _to_prompt(fields, id_, column, f"{opened.label}:{line}", columns=columns)
+            place = f"{opened.label}:{line}"
+            yield _to_prompt(fields, id_, column, place, columns=columns, strict=strict)
 
     yield from _distinct(opened.label, prompts())
 
 
 def prompts_of(
-    items: Iterable[str | Mapping[str, Any] | Prompt], *, column: str = "prompt"
+    items: Iterable[str | Mapping[str, Any] | Prompt],
+    *,
+    column: str = "prompt",
+    strict: bool = False,
 ) -> Iterator[Prompt]:
     """Yield Prompts for texts or mappings, which have the fields of a prompt line.
 
-    An item without an id is numbered, from 0.
+    An item without an id is numbered, from 0. `strict`: Refuse unknown fields.
     """
 
     def prompts() -> Iterator[Prompt]:
@@ -227,7 +303,8 @@ def prompts_of(
                 yield item
             else:
                 fields = {column: item} if isinstance(item, str) else item
-                yield _to_prompt(fields, str(number), column, f"prompts[{number}]")
+                place = f"prompts[{number}]"
+                yield _to_prompt(fields, str(number), column, place, strict=strict)
 
     yield from _distinct("prompts", prompts())
 
@@ -250,12 +327,20 @@ def _refuse(place: str, field: str, reason: str) -> NoReturn:
 
 
 def _to_prompt(
-    record: Any, default_id: str, column: str, place: str, *, columns: bool = False
+    record: Any,
+    default_id: str,
+    column: str,
+    place: str,
+    *,
+    columns: bool = False,
+    strict: bool = False,
 ) -> Prompt:
     """Make a Prompt of one record.
 
-    `columns`: the fields are a dataset's columns, which its author named. Columns with the names
-    of settings describe the data and become meta.
+    Args:
+        columns: The fields are a dataset's columns, which its author named. Columns with the names
+            of settings describe the data and become meta.
+        strict: Refuse unknown fields.
     """
     if not isinstance(record, Mapping):
         wanted = 'an object like {"prompt": "..."}'
@@ -282,9 +367,12 @@ def _to_prompt(
     if isinstance(identity, int) and not isinstance(identity, bool):
         identity = str(identity)
     _check_text(identity, "id", place)
+    settings = {} if columns else _take_settings(fields, place)
     for key, value in fields.items():
-        if (refused := _refusal(key, value, columns=columns)) is not None:
+        if (refused := refusal_of(key, value, columns=columns)) is not None:
             _refuse(place, *refused)
+    if strict:
+        _refuse_unknown(fields, column, place)
     fields = _with_meta(fields, place)
     fault = None
     if not is_unicode(identity):
@@ -294,7 +382,17 @@ def _to_prompt(
     for key in [key for key, value in fields.items() if _is_deeper(value, _DEPTH)]:
         del fields[key]  # the line with this error could not be written with it
         fault = f'{place}: field "{key}": it is nested more than {_DEPTH} levels deep'
-    return Prompt(identity, text, messages, fields, reference, place, fault, **chat)
+    return Prompt(
+        identity, text, messages, fields, reference, place, fault, settings=settings, **chat
+    )
+
+
+def _refuse_unknown(fields: Mapping[str, Any], column: str, place: str) -> None:
+    for key, value in fields.items():
+        if key == "meta" and isinstance(value, Mapping):
+            continue
+        known = nearest(str(key), (column, *OWN, *LINE))
+        _refuse(place, shown(key)[1:-1], f"unknown field, and `strict_fields` is on; {known}")
 
 
 def _as_chat(
@@ -321,6 +419,15 @@ def _as_chat(
             )
         messages = [{"role": "system", "content": system}, *messages]
     return text, messages, found
+
+
+def _take_settings(fields: dict[str, Any], place: str) -> dict[str, Any]:
+    """Remove a prompt's own settings from its fields, and return them checked."""
+    given = {key: fields.pop(key) for key in LINE if key in fields}
+    try:
+        return checked_settings(given) if given else {}
+    except SettingError as error:
+        _refuse(place, error.field, str(error))
 
 
 def _with_meta(fields: dict[str, Any], place: str) -> dict[str, Any]:
@@ -414,103 +521,3 @@ def _checked_calls(calls: Any, here: str, place: str) -> list[dict[str, Any]]:
         inner = {**inner, "arguments": arguments}
         found.append({**call, "function": inner} if "function" in call else inner)
     return found
-
-
-# Settings and parts of a prompt that other tools read. Ignoring such a field would give wrong
-# samples, so it is refused, with what to use instead.
-_OPTIONS = {  # by option, as messages name it
-    "sampling.max_new_tokens": "max_new_tokens max_tokens max_completion_tokens max_output_tokens "
-    "max_tokens_to_sample n_predict num_predict max_gen_len max_gen_toks",
-    "sampling.stop": "stop stop_sequences stop_strings stop_words stopping_strings stop_token",
-    "n": "n num_return_sequences num_samples num_completions candidate_count",
-    "sampling.temperature": "temperature do_sample greedy",
-    "sampling.seed": "seed random_seed",
-    **{f"sampling.{name}": name for name in ("top_p", "top_k", "stop_token_ids")},
-    "sampling.include_stop": "include_stop include_stop_str_in_output",
-    **{"pair.target": "model", "pair.draft": "draft", "chat=True": "chat"},
-    "template": "template chat_template",
-    **{"speculation.length": "draft_length", "speculation.coupling": "coupling"},
-    **{name: name for name in ("budget", "pair", "batch_size", "tensor_parallel", "device")},
-    **{name: name for name in ("dtype", "threads", "limit", "prompt_column", "token_ids")},
-    "include_stop": "include_stop",
-}
-_AS_MESSAGE = "system_prompt system_message system_instruction"
-_TOOLS = "functions"
-_ARGS = "enable_thinking documents"
-_UNREADABLE = (
-    "images image image_url videos audios multi_modal_data mm_processor_kwargs "
-    "prompt_token_ids prompt_embeds input_ids"
-)
-_OBJECTS = "reasoning thinking"  # settings if they are objects, else data
-_UNKNOWN = (
-    "tool_choice function_call parallel_tool_calls response_format min_p logprobs top_logprobs "
-    "prompt_logprobs logit_bias best_of echo suffix presence_penalty frequency_penalty "
-    "repetition_penalty typical_p length_penalty bad_words min_tokens min_new_tokens max_length "
-    "num_beams use_beam_search eos_token_id ignore_eos skip_special_tokens "
-    "modalities audio reasoning_effort verbosity web_search_options "
-    "structured_outputs guided_json guided_regex guided_choice guided_grammar grammar "
-    "add_generation_prompt continue_final_message prediction repeat_penalty repeat_last_n "
-    "no_repeat_ngram_size "
-    "diversity_penalty num_beam_groups encoder_repetition_penalty epsilon_cutoff eta_cutoff top_a "
-    "tfs_z mirostat dynatemp_range dry_multiplier penalty_alpha guidance_scale negative_prompt "
-    "bad_words_ids truncate_prompt_tokens max_time num_ctx json_schema lora_request"
-)
-# The reason by reserved name
-RESERVED = {
-    **{
-        name: f"set it for the whole run with `{option}`"
-        for option, names in _OPTIONS.items()
-        for name in names.split()
-    },
-    **dict.fromkeys(_AS_MESSAGE.split(), 'use "system"'),
-    **dict.fromkeys(_TOOLS.split(), 'use "tools"'),
-    **dict.fromkeys(_ARGS.split(), 'put it into "template_args": {...}'),
-    "chat_template_kwargs": 'use "template_args"',
-    **dict.fromkeys(_UNREADABLE.split(), "bass cannot pass it to the model"),
-    **dict.fromkeys(f"{_UNKNOWN} {_OBJECTS}".split(), "bass has no such setting"),
-}
-# Objects that hold the settings in requests to other engines
-_CONTAINERS = (
-    "sampling sampling_params sampling_parameters parameters params options speculation "
-    "generation_config generation_kwargs gen_kwargs generate_kwargs generation_params config "
-    "settings kwargs extra_body body"
-)
-HONOURED = ("system", "tools", "template_args")  # fields that set something for their prompt
-_OWN = ("id", "messages", "reference", "meta", *HONOURED)
-_META = 'to copy it to the results, put it into "meta": {...}'
-
-
-def _spelling(name: str) -> str:
-    """Return the name without what spellings of one name differ by: "maxTokens", "Max-Tokens"."""
-    return re.sub(r"[\W_]", "", name).lower()
-
-
-_BY_SPELLING = {_spelling(name): name for name in (*_CONTAINERS.split(), *_OWN, *RESERVED)}
-
-
-def _reserved_name(key: Any) -> str | None:
-    """Return the reserved name that a key spells; None if there is none."""
-    name = _BY_SPELLING.get(_spelling(str(key)))
-    return name if name in RESERVED else None
-
-
-def _refusal(key: Any, value: Any, *, columns: bool) -> tuple[str, str] | None:
-    """Return the field and the reason if a field is refused, in any spelling; else None.
-
-    `columns`: the fields are a dataset's columns, of which only tools and system messages are
-    refused.
-    """
-    field, name = shown(key)[1:-1], _BY_SPELLING.get(_spelling(str(key)), "")
-    if name in _OBJECTS.split() and not isinstance(value, Mapping):
-        return None
-    if name in RESERVED and (not columns or name in f"{_TOOLS} {_AS_MESSAGE}".split()):
-        return field, f"{RESERVED[name]}; {_META}"
-    if columns:
-        return None
-    if name in _OWN and key != name:
-        return field, f'did you mean "{name}"? Otherwise, {_META}'
-    if name in _CONTAINERS.split() and isinstance(value, Mapping):
-        for inner in value:
-            if (setting := _reserved_name(inner)) is not None:
-                return f"{field}.{shown(inner)[1:-1]}", f"{RESERVED[setting]}; {_META}"
-    return None

@@ -14,7 +14,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import TracebackType
@@ -345,7 +345,7 @@ def open_output(
     *,
     resume: bool | None = None,
     overwrite: bool = False,
-    prompt_ids: Callable[[], Collection[str]] | None = None,
+    prompt_ids: Callable[[], Mapping[str, Mapping[str, Any]]] | None = None,
     prompts: PromptDigest | None = None,
 ) -> Writer:
     """Open, check and lock an output; a UserError leaves the file as it was.
@@ -358,8 +358,8 @@ def open_output(
         manifest: The manifest to write; "results" has the settings that change result lines.
         resume: True if the file must exist.
         overwrite: Start again, whatever the file holds.
-        prompt_ids: Returns the ids of the prompts. If given, a file with a damaged manifest is
-            continued if its lines fit.
+        prompt_ids: Returns the prompts' own settings by id. If given, a file with a damaged
+            manifest is continued if its lines fit.
         prompts: The digest of the prompts.
     """
     if overwrite and resume:
@@ -399,7 +399,7 @@ def _read_before(
     stream: IO[bytes],
     path: str,
     results: dict[str, Any],
-    prompt_ids: Callable[[], Collection[str]] | None,
+    prompt_ids: Callable[[], Mapping[str, Mapping[str, Any]]] | None,
     prompts: PromptDigest | None,
 ) -> tuple[Past, list[str]]:
     """Read the file, with notes for the user; UserError if this run may not continue it."""

@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -172,7 +172,8 @@ def check_manifest(
         raise UserError(f"{output}: it was begun with other settings; {_REMEDY}", *bad)
     if "limit" in grown:
         grown.pop("prompts", None)  # a note on the limit is enough
-    together = now.get("coupling") == "maximal" and now.get("temperature")  # Job.draws_together
+    random = now.get("temperature") or (prompts is not None and prompts.random)
+    together = now.get("coupling") == "maximal" and random  # see Plan.draws_together
     if grown and together and manifest.get("finished") is not True:
         key, (old, _) = next(iter(grown.items()))
         first = "the prompts that it was begun with" if key == "prompts" else f"{key} {old}"
@@ -206,12 +207,15 @@ class PromptDigest:
         self._source, self._column = source, column
         self._running, self._after = hashlib.sha256(), bytearray()
         self._size = _WHOLE // 2  # bytes of one digest
+        self.random = False  # whether a prompt has a temperature above 0 of its own
 
     def add(self, prompt: Prompt) -> None:
         """Add the next prompt."""
         known: list[Any] = [prompt.id, prompt.text, prompt.messages, prompt.reference, prompt.meta]
         known += [one for one in (prompt.tools, prompt.template_args) if one is not None]
-        content = _encode([*known, prompt.fault is None])
+        own = [prompt.settings] if prompt.settings else []
+        self.random |= prompt.settings.get("temperature", 0) > 0
+        content = _encode([*known, prompt.fault is None, *own])
         self._running.update(content.encode() + b"\n")
         self._after += self._running.digest()[: self._size]
 
@@ -287,15 +291,16 @@ class PromptDigest:
 
 
 def fault_of_line(
-    row: dict[str, Any], results: dict[str, Any], known: Collection[str]
+    row: dict[str, Any], results: dict[str, Any], known: Mapping[str, Mapping[str, Any]]
 ) -> str | None:
     """Return why a run with these settings could not have written a result line, or None.
 
     For a file without a manifest. The target and the sampling settings cannot be checked.
 
     Args:
-        known: The ids of the run's prompts.
+        known: The prompts' own settings, by the ids of the run's prompts.
     """
+    results = {**results, **known.get(row["id"], {})}
     n, most, seed = results.get("n"), results.get("max_new_tokens"), results.get("seed")
     tokens, ids = row.get("tokens"), row.get("token_ids")
     if row["id"] not in known:

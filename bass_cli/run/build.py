@@ -299,7 +299,7 @@ def warm_up(loop: Loop, plan: Plan) -> None:
         model.prepare_prompts()
     loop.use(controller)
     loop.prepare(
-        {rows, min(job.n, rows)},
+        {rows, min(plan.samples_per_prompt, rows)},
         (0, longer) if fixed else range(longer + 1),
         each=fixed and loop.exact,
     )
@@ -312,11 +312,11 @@ def warm_up(loop: Loop, plan: Plan) -> None:
 
 def _decode(loop: Loop, plan: Plan, tokens: int, *, widths: Iterable[int]) -> None:
     """Run a few rounds on a dummy prompt, then retire its rows."""
-    limit = min(plan.job.sampling.max_new_tokens, plan.files.target.spec.context - 1)
+    limit = plan.new_tokens
     prompt = [0] * max(1, min(tokens, plan.files.target.spec.context - limit))
     far = loop.clock.now() + 1e6
     loop.open(_WARM_KEY, prompt, deadline=far)
-    samples = range(min(plan.job.n, loop.batch.capacity))
+    samples = range(min(plan.samples_per_prompt, loop.batch.capacity))
     loop.admit(*(Row(_WARM_KEY, sample, 0, list(prompt), limit) for sample in samples))
     loop.close(_WARM_KEY)
     for width in widths:

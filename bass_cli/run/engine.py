@@ -7,11 +7,8 @@ rows; build.py builds loops; plan.py and memory.py plan the memory.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import functools
 from collections.abc import Callable, Container, Iterator
 
-from bass_cli.config.job import Job
 from bass_cli.engine.contracts import RoundResult
 from bass_cli.engine.loop import Loop
 from bass_cli.io.prompts import Prompt
@@ -19,7 +16,7 @@ from bass_cli.io.results import Completion
 from bass_cli.lengths.costs import keep_learnt
 from bass_cli.run.build import READING, Models, halved, load_models, ready_loop
 from bass_cli.run.plan import Plan
-from bass_cli.run.scheduler import Conductor, WholePrompts, with_copies
+from bass_cli.run.scheduler import Conductor
 from bass_cli.system.host import is_refused_memory
 
 
@@ -48,20 +45,13 @@ def generate(
     Args:
         prompts: Taken as rows become free. A None means that no prompt is ready yet.
         done: Pairs (prompt id, sample), looked up when a prompt is taken. Under maximal coupling
-            they are drawn again but not yielded (see _spared).
+            they are drawn again but not yielded (see Conductor.run).
         count, on_round, on_phase, on_bytes, on_note, loop: See run/generate.py.
 
     Raises:
         MachineError: Memory ran out, and the job cannot continue with fewer rows.
     """
-    if plan.job.draws_one:
-        once = dataclasses.replace(plan, job=plan.job.model_copy(update={"n": 1}))
-        whole = WholePrompts(done, plan.job.n)
-        draw = functools.partial(generate, on_round=on_round, on_phase=on_phase, on_bytes=on_bytes)
-        drawn = draw(once, prompts, done=whole, count=count, on_note=on_note, loop=loop)
-        yield from with_copies(drawn, plan.job.n, done)
-        return
-    spared, models = _spared(plan.job, done), None
+    models: Models | None = None
     conductor: Conductor | None = None
     with contextlib.ExitStack() as ending:
         if loop is None:
@@ -73,8 +63,8 @@ def generate(
             with plan.need.explained():
                 try:
                     conductor = _begun(conductor, plan, models, loop, count, on_round, on_phase)
-                    for one in _learning(conductor, prompts, spared, plan):
-                        if spared is done or (one.id, one.sample) not in done:
+                    for one in _learning(conductor, prompts, done, plan):
+                        if not plan.draws_together or (one.id, one.sample) not in done:
                             yield one
                     return
                 except Exception as error:
@@ -83,17 +73,6 @@ def generate(
             if conductor is not None:
                 conductor.stop()
             plan = halved(plan, on_note)
-
-
-def _spared(job: Job, done: Container[tuple[str, int]]) -> Container[tuple[str, int]]:
-    """Return the samples of `done` that need not be drawn.
-
-    These are all, unless samples depend on each other. Then there are none, or with a budget, where
-    prompts are independent, those of complete prompts.
-    """
-    if not job.draws_together:
-        return done
-    return () if job.budget is None else WholePrompts(done, job.n)
 
 
 def _may_halve(plan: Plan, models: Models | None, conductor: Conductor | None) -> bool:
@@ -127,6 +106,7 @@ def _begun(
         eos_ids=plan.eos_ids,
         stop_ids=plan.stop_ids,
         count=count,
+        limit=plan.new_tokens,
         on_round=on_round,
     )
 
@@ -134,11 +114,11 @@ def _begun(
 def _learning(
     conductor: Conductor,
     prompts: Iterator[Prompt | None],
-    spared: Container[tuple[str, int]],
+    done: Container[tuple[str, int]],
     plan: Plan,
 ) -> Iterator[Completion]:
     """Yield the samples of a loop; keep what its controller has learnt when it ends."""
     try:
-        yield from conductor.run(prompts, spared)
+        yield from conductor.run(prompts, done, redraws=plan.draws_together)
     finally:
         keep_learnt(plan.profile, conductor.loop.lengths)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from bass_cli.config.job import Job
 from bass_cli.errors import UserError
-from bass_cli.io.prompts import Prompt, check, prompts_of
+from bass_cli.io.prompts import Checked, Prompt, check, prompts_of
 from bass_cli.io.results import Completion
 from bass_cli.io.terminal import spell_record
 from bass_cli.reading import shown
@@ -53,8 +53,9 @@ def generate(
 
     Args:
         prompts: Texts, or mappings like the lines of a prompt file: {"id", "prompt"} or {"id",
-            "messages"}; other fields come back as `meta`. A list is checked at the call. Other
-            iterables are read as rows become free, so they may be endless.
+            "messages"}. Options of sampling and `n` may be fields too; the rest comes back as
+            `meta`. A list is checked at the call. Other iterables are read as rows become free,
+            so they may be endless; their own `max_new_tokens` is at most the job's.
         job: A Job, or the Plan of one.
         done: Pairs (id, sample) that are not generated.
         count: The number of prompts; None if unknown.
@@ -77,7 +78,7 @@ def generate(
         plan = job
     return scheduler.generate(
         plan,
-        prompts_of(prompts, column=plan.job.prompt_column),
+        prompts_of(prompts, column=plan.job.prompt_column, strict=plan.job.strict_fields),
         done=done,
         count=count,
         on_round=on_round,
@@ -93,12 +94,12 @@ def _planned(
 ) -> tuple[Iterable[Any], Plan, int | None]:
     """Check a list of prompts and plan the job; return prompts, plan and number of prompts."""
     configure_threads(job.threads, _LOG.info)
-    longest, prompts = "", _first(prompts, job.limit)
+    prompts, known = _first(prompts, job.limit), Checked(count, "", plain=False)
     if isinstance(prompts, Sequence):
-        prompts = list(prompts_of(prompts, column=job.prompt_column))
-        checked = check(prompts, chat=job.chat)
-        count, longest = checked.count, checked.longest
-    return prompts, _plan_of(job, longest, count), count
+        column, strict = job.prompt_column, job.strict_fields
+        prompts = list(prompts_of(prompts, column=column, strict=strict))
+        known = check(prompts, job=job)
+    return prompts, _plan_of(job, known), known.count
 
 
 def _check_kind(prompts: Any, job: Any) -> None:
@@ -119,10 +120,10 @@ def _first(prompts: Iterable[Any], limit: int | None) -> Iterable[Any]:
     return prompts[:limit] if isinstance(prompts, Sequence) else itertools.islice(prompts, limit)
 
 
-def _plan_of(job: Job, longest: str, count: int | None) -> Plan:
+def _plan_of(job: Job, known: Checked) -> Plan:
     from bass_cli.run.plan import make_plan
 
-    plan = make_plan(job, longest_prompt=longest, prompts=count)
+    plan = make_plan(job, longest_prompt=known.longest, prompts=known.count, wanted=known.wanted)
     for note in plan.notes:
         _LOG.info(note)
     return plan

@@ -18,7 +18,7 @@ from bass_cli.config.job import Job
 from bass_cli.engine.verify import CHEAP, Cut
 from bass_cli.errors import MachineError, UserError
 from bass_cli.formats.checkpoint import Checkpoint, open_checkpoint, open_head
-from bass_cli.formats.continuation import special_stops
+from bass_cli.formats.continuation import ending_ids
 from bass_cli.formats.sources import locate
 from bass_cli.formats.tokenizer import Tokenizer, check_same_vocabulary
 from bass_cli.lengths.costs import Surface, load_surface, profile_path
@@ -103,13 +103,8 @@ def open_files(job: Job, early: Callable[[], Tokenizer | None] = lambda: None) -
     if job.template is not None:
         tokenizer = tokenizer.with_template(job.template)
     tokenizer.rows = target.spec.vocab
-    special_stops(tokenizer, job.sampling.stop, vocab=target.spec.vocab)
-    for id_ in job.sampling.stop_token_ids:
-        if id_ >= target.spec.vocab:
-            raise UserError(
-                f"`sampling.stop_token_ids`: {id_} could never be drawn, because the model has "
-                f"tokens 0 to {target.spec.vocab - 1}"
-            )
+    sampling = job.sampling
+    ending_ids(tokenizer, sampling.stop, sampling.stop_token_ids, vocab=target.spec.vocab)
     draft_vocab = min(tokenizer.size, target.spec.vocab)
     if draft is not None and draft_path is not None and not words.reads:
         other = Tokenizer.load(draft_path, vocabulary=draft.vocabulary)

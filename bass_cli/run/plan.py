@@ -22,10 +22,11 @@ from bass_cli.engine.batch import beyond
 from bass_cli.engine.clock import expected
 from bass_cli.engine.verify import Cut
 from bass_cli.errors import MachineError
-from bass_cli.formats.continuation import special_stops
+from bass_cli.formats.continuation import ending_ids
 from bass_cli.formats.gguf_tokenizer import doubts_of
 from bass_cli.formats.tokenizer import Tokenizer
 from bass_cli.io.cache import give_kernels_a_cache
+from bass_cli.io.prompts import Wanted
 from bass_cli.lengths.costs import Surface
 from bass_cli.models.block_allocator import BlockLayout
 from bass_cli.run.memory import SLACK, Footprint, Need, footprint, usable
@@ -63,6 +64,7 @@ class Plan:
         surface: The content of that file; None if there is none.
         notes: Notes to the user.
         prompts: The number of prompts; None if unknown.
+        wanted: What the prompts ask for, if some have settings of their own.
         options: The flags that set rows and new tokens, for error messages.
     """
 
@@ -78,6 +80,7 @@ class Plan:
     surface: Surface | None = None
     notes: tuple[str, ...] = ()
     prompts: int | None = None
+    wanted: Wanted | None = None
     options: tuple[str, str | None] = ("`batch_size`", "`sampling.max_new_tokens`")
 
     @property
@@ -89,13 +92,26 @@ class Plan:
     def stop_ids(self) -> frozenset[int]:
         """The ids that end a sample: `stop_token_ids`, and stop texts that are special tokens."""
         sampling = self.job.sampling
-        return special_stops(self.files.tokenizer, sampling.stop).union(sampling.stop_token_ids)
+        return ending_ids(self.files.tokenizer, sampling.stop, sampling.stop_token_ids)
 
     @property
     def samples(self) -> int | None:
         """The number of samples to draw; None if unknown."""
+        if self.wanted is not None:
+            return self.wanted.drawn
         prompts = self.job.limit if self.prompts is None else self.prompts
-        return None if prompts is None else prompts * (1 if self.job.draws_one else self.job.n)
+        return None if prompts is None else prompts * self.samples_per_prompt
+
+    @property
+    def samples_per_prompt(self) -> int:
+        """The most samples of a prompt that are drawn."""
+        return _per_prompt(self.job, self.wanted)
+
+    @property
+    def draws_together(self) -> bool:
+        """See Job.draws_together; prompts may have temperatures of their own."""
+        random = self.job.draws_together if self.wanted is None else self.wanted.random
+        return self.job.speculation.coupling == "maximal" and random
 
     @property
     def rows(self) -> int:
@@ -118,7 +134,7 @@ class Plan:
         if isinstance(self.job.batch_size, int):
             return min(self.job.batch_size, most)
         if self.job.budget is not None:
-            return min(self.job.n, most)
+            return min(self.samples_per_prompt, most)
         most = min(most, _MOST[self.device.type])
         samples = self.samples or most
         return math.ceil(samples / math.ceil(samples / most))
@@ -147,7 +163,7 @@ class Plan:
     @property
     def new_tokens(self) -> int:
         """The most new tokens of a sample."""
-        return min(self.job.sampling.max_new_tokens, self.files.target.spec.context - 1)
+        return min(_limit(self.job, self.wanted), self.files.target.spec.context - 1)
 
     @property
     def longest(self) -> int:
@@ -166,7 +182,7 @@ class Plan:
         return Need(
             self.footprint,
             self.rows,
-            self.job.sampling.max_new_tokens,
+            _limit(self.job, self.wanted),
             self.device,
             self.options,
             self.kept,
@@ -175,9 +191,9 @@ class Plan:
     @property
     def parts(self) -> dict[str, int]:
         """The bytes of memory that it takes, by purpose."""
-        prompts = max(self.rows / (1 if self.job.draws_one else self.job.n), 1)
+        prompts = max(self.rows / self.samples_per_prompt, 1)
         return self.footprint.parts(
-            self.rows, self.job.sampling.max_new_tokens, prompts=prompts, kept=self.kept
+            self.rows, _limit(self.job, self.wanted), prompts=prompts, kept=self.kept
         )
 
     @property
@@ -233,6 +249,7 @@ def make_plan(
     *,
     longest_prompt: str = "",
     prompts: int | None = None,
+    wanted: Wanted | None = None,
     options: tuple[str, str | None] = ("`batch_size`", "`sampling.max_new_tokens`"),
     grows: bool = True,
     tokenizer: Callable[[], Tokenizer | None] = lambda: None,
@@ -242,7 +259,7 @@ def make_plan(
     Args:
         longest_prompt: The text of the longest prompt, if known.
         prompts: The number of prompts; None if unknown.
-        options: See Plan.
+        wanted, options: See Plan.
         grows: Whether the rows' cache may grow (Loop.grow is called), for more rows.
         tokenizer: Returns a tokenizer that was begun early (tokenizer.begin).
     """
@@ -259,9 +276,8 @@ def make_plan(
     free = usable(free_memory(device))
     if device.type == "cpu":
         free //= job.tensor_parallel  # all processes share it
-    fitting = found.most_rows(
-        job.sampling.max_new_tokens, free, samples=1 if job.draws_one else job.n
-    )
+    limit = _limit(job, wanted)
+    fitting = found.most_rows(limit, free, samples=_per_prompt(job, wanted))
     plan = Plan(
         job,
         files,
@@ -270,10 +286,11 @@ def make_plan(
         footprint=found,
         free=free,
         most_rows=fitting,
-        kept=job.sampling.max_new_tokens,
+        kept=limit,
         profile=profile,
         surface=surface,
         prompts=prompts,
+        wanted=wanted,
         options=options,
     )
     if grows:
@@ -287,6 +304,18 @@ def make_plan(
     if plan.share:
         notes.append(plan.share)
     return replace(plan, notes=tuple(notes))
+
+
+def _limit(job: Job, wanted: Wanted | None) -> int:
+    """Return the most new tokens of a sample."""
+    return job.sampling.max_new_tokens if wanted is None else wanted.new_tokens
+
+
+def _per_prompt(job: Job, wanted: Wanted | None) -> int:
+    """Return the most samples of a prompt that are drawn."""
+    if wanted is not None:
+        return wanted.most
+    return 1 if job.draws_one else job.n
 
 
 def plan_of_others(job: Job) -> Plan:
@@ -313,7 +342,7 @@ def _growing(plan: Plan) -> Plan:
         or job.speculation.coupling == "maximal"
     ):
         return plan
-    tokens, samples = plan.new_tokens, 1 if job.draws_one else job.n
+    tokens, samples = plan.new_tokens, plan.samples_per_prompt
     least = replace(plan, kept=0).blocks
     kept = max(math.ceil(expected(tokens)), least.size - least.extra)
     most = found.most_rows(tokens, plan.free, samples=samples, kept=kept)

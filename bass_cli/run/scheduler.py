@@ -1,28 +1,29 @@
 """Assign rows of the batch to samples, and find where samples end.
 
-`RequestReader` tokenises prompts, `Conductor` assigns rows to samples, and `Watch` finds the rows
-that may have ended. engine/loop.py runs the rounds; files are written in io/.
+`RequestReader` tokenises prompts, `Conductor` assigns rows to samples, and `suspects` finds the
+rows that may have ended. engine/loop.py runs the rounds; files are written in io/.
 """
 
 from __future__ import annotations
 
 import copy
 import math
+import sys
 from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy
 
-from bass_cli.config.job import Job, Sampling
+from bass_cli.config.job import Job
 from bass_cli.engine.batch import Row
 from bass_cli.engine.clock import Forecast
 from bass_cli.engine.contracts import PendingWork, RoundResult
 from bass_cli.engine.host_state import BROKEN, LENGTH, LIMIT, PROMPT, HostState, Report
 from bass_cli.engine.loop import Loop
 from bass_cli.errors import UserError
-from bass_cli.formats.continuation import Continuation, StopDetector, StopTokens
+from bass_cli.formats.continuation import Continuation, StopDetector, StopTokens, ending_ids
 from bass_cli.formats.tokenizer import Tokenizer
 from bass_cli.io.prompts import SYSTEM_ROLES, Prompt
 from bass_cli.io.results import Completion, paired, rounded
@@ -34,11 +35,13 @@ class Task:
     """A prompt in progress.
 
     Args:
+        job: The job with the prompt's own settings.
         tokens: Its token ids.
         reference: Token ids in which drafts may be looked up.
         text: Decodes the tokens that follow the prompt.
         limit: The most tokens of a sample.
         waiting: The samples that wait for a row.
+        copies: The samples that are copies of the one that is drawn; None if each is drawn.
         began: When it began, by the loop's clock.
         deadline: When it must end; None without a budget.
         live: The number of samples that have a row.
@@ -46,11 +49,13 @@ class Task:
     """
 
     prompt: Prompt
+    job: Job
     tokens: list[int]
     reference: list[int]
     text: Continuation
     limit: int
     waiting: deque[int]
+    copies: tuple[int, ...] | None
     began: float
     deadline: float | None
     live: int = 0
@@ -62,8 +67,9 @@ class Task:
             self.deadline += now - self.began
         self.began = now
 
-    def row(self, sample: int, sampling: Sampling) -> Row:
+    def row(self, sample: int) -> Row:
         """Make a row for one of its samples."""
+        sampling = self.job.sampling
         return Row(
             self.prompt.id,
             sample,
@@ -78,15 +84,44 @@ class Task:
 
 
 class RequestReader:
-    """Makes Tasks of a job's prompts. `context`: the target's context, in tokens."""
+    """Makes Tasks of a job's prompts.
 
-    def __init__(self, job: Job, tokenizer: Tokenizer, *, context: int):
+    Args:
+        context: The target's context, in tokens.
+        limit: The most new tokens of a sample that the batch has room for. Default: the job's.
+    """
+
+    def __init__(self, job: Job, tokenizer: Tokenizer, *, context: int, limit: int | None = None):
         self._job, self._tokenizer, self._context = job, tokenizer, context
+        self._limit = job.sampling.max_new_tokens if limit is None else limit
+        self._own: dict[str, Job] = {}  # by a prompt's own settings
 
-    def take(self, prompt: Prompt, samples: Iterable[int], *, now: float) -> Task:
-        """Tokenise a prompt and start its clock. UserError if it cannot be run."""
+    def job_of(self, prompt: Prompt) -> Job:
+        """Return the job with a prompt's own settings. UserError if it cannot have them."""
+        if not prompt.settings:
+            return self._job
+        key = repr(prompt.settings)
+        if key not in self._own:
+            own = prompt.own_job(self._job)
+            if (tokens := own.sampling.max_new_tokens) > self._limit:
+                raise UserError(
+                    f'{prompt.place}: field "max_new_tokens": {tokens} is more than the '
+                    f"{self._limit} that the batch has room for; raise "
+                    "`sampling.max_new_tokens` of the job"
+                )
+            self._own[key] = own
+        return self._own[key]
+
+    def take(
+        self, prompt: Prompt, samples: Iterable[int], *, now: float, copies: bool = False
+    ) -> Task:
+        """Tokenise a prompt and start its clock. UserError if it cannot be run.
+
+        `copies`: draw sample 0, and copy it to `samples`.
+        """
         if prompt.fault is not None:
             raise UserError(prompt.fault)
+        job = self.job_of(prompt)
         tokens, reference = self._encode(prompt), self._reference(prompt)
         if len(tokens) >= self._context:
             raise UserError(
@@ -94,13 +129,15 @@ class RequestReader:
             )
         return Task(
             prompt,
+            job,
             tokens,
             reference,
             Continuation(self._tokenizer, tokens),
-            min(self._job.sampling.max_new_tokens, self._context - len(tokens)),
-            deque(samples),
+            min(job.sampling.max_new_tokens, self._context - len(tokens)),
+            deque((0,) if copies else samples),
+            tuple(samples) if copies else None,
             now,
-            None if self._job.budget is None else now + self._job.budget,
+            None if job.budget is None else now + job.budget,
         )
 
     def _reference(self, prompt: Prompt) -> list[int]:
@@ -142,41 +179,55 @@ _NOT_FINITE = (
 )
 
 
-class Watch:
-    """Find the rows that may have ended in a round, with a few operations on the round's tokens.
+def _stops_of(job: Job) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Return the stop texts and the stop ids of a job."""
+    return tuple(job.sampling.stop), tuple(job.sampling.stop_token_ids)
+
+
+_MOST_RULES = 256  # kept of the rules below; prompts may have stop texts of their own
+
+
+class EndRule:
+    """What ends the samples of a prompt, besides its limit.
 
     Args:
         eos: The model's end-of-sequence ids.
         stops: Stop texts.
-        stop_ids: The ids of stop texts that are one special token (`special_stops`).
+        stop_ids: Other ids that end a sample (`ending_ids`).
     """
 
     def __init__(self, eos: Collection[int], stops: Sequence[str], stop_ids: Collection[int] = ()):
         self.eos, self._stops = frozenset(eos), stops
         self.stop_ids = frozenset(stop_ids) - self.eos
-        self._tokens: StopTokens | None = None  # made for the first prompt
+        self.tokens: StopTokens | None = None  # made for the first prompt
 
     def detector(self, text: Continuation) -> StopDetector | None:
         """Make a stop detector for one sample of a prompt; None if there are no stop texts."""
         if not self._stops:
             return None
-        if self._tokens is None:
-            self._tokens = StopTokens(text, self._stops)
-        return StopDetector(text, self._stops, self._tokens)
+        if self.tokens is None:
+            self.tokens = StopTokens(text, self._stops)
+        return StopDetector(text, self._stops, self.tokens)
 
-    def suspects(self, host_state: HostState) -> list[int]:
-        """Return the indices of live rows that may have ended in the last round."""
-        places, block, counts = host_state.news
-        ends = numpy.zeros(block.shape, dtype=bool)
-        for id_ in self.eos | self.stop_ids:
-            ends |= block == id_
-        if self._tokens is not None:
-            ends |= self._tokens.among(block)
-        ends &= numpy.arange(block.shape[1]) < counts[:, None]
-        of_row = host_state.numbers[places]
-        full = of_row[:, LENGTH] - of_row[:, PROMPT] >= of_row[:, LIMIT]
-        found: list[int] = places[ends.any(1) | full | (of_row[:, BROKEN] >= 0)].tolist()
-        return found
+
+def suspects(rules: Iterable[EndRule], host_state: HostState) -> list[int]:
+    """Return the indices of live rows that may have ended in the last round.
+
+    It takes a few operations on the round's tokens. `rules`: those of all live rows.
+    """
+    places, block, counts = host_state.news
+    ends = numpy.zeros(block.shape, dtype=bool)
+    rules = tuple(rules)
+    for id_ in {id_ for rule in rules for id_ in rule.eos | rule.stop_ids}:
+        ends |= block == id_
+    for rule in rules:
+        if rule.tokens is not None:
+            ends |= rule.tokens.among(block)
+    ends &= numpy.arange(block.shape[1]) < counts[:, None]
+    of_row = host_state.numbers[places]
+    full = of_row[:, LENGTH] - of_row[:, PROMPT] >= of_row[:, LIMIT]
+    found: list[int] = places[ends.any(1) | full | (of_row[:, BROKEN] >= 0)].tolist()
+    return found
 
 
 class Ending(NamedTuple):
@@ -194,16 +245,17 @@ class Sample:
 
     task: Task
     row: Row
+    rule: EndRule
     stops: StopDetector | None
     seen: int = 0
 
-    def check_end(self, eos: Collection[int], stop_ids: Collection[int] = ()) -> Ending | None:
+    def check_end(self) -> Ending | None:
         """Truncate a finished row to its sample and return the ending; None if it has not ended.
 
         The token that ends the sample is kept: the end-of-sequence token, a special token that is
-        a stop text, or the token that completes a stop text. `eos`, `stop_ids`: see Watch.
+        a stop text, or the token that completes a stop text.
         """
-        row = self.row
+        row, eos, stop_ids = self.row, self.rule.eos, self.rule.stop_ids
         numbers, new = row.numbers(), row.since(self.seen)
         limit, broken = numbers[LIMIT], numbers[BROKEN]
         sound = len(new) if broken < 0 else broken - self.seen
@@ -237,7 +289,7 @@ class FinishedSample(NamedTuple):
     ending: Ending
     now: float
 
-    def text(self, *, include_stop: bool) -> str:
+    def _text(self, *, include_stop: bool) -> str:
         """Return the text, without or with the stop that ended it."""
         tokens, ending = [] if self.row is None else self.row.generated_tokens, self.ending
         if ending.text is not None:
@@ -246,15 +298,23 @@ class FinishedSample(NamedTuple):
             return self.task.text.before_last(tokens, include=include_stop)
         return self.task.text.decode(tokens)
 
-    def completion(self, sampling: Sampling, *, ids: bool) -> Completion:
-        """Make its Completion; `ids`: with token ids."""
-        task, row, ending, top = self.task, self.row, self.ending, sampling.logprobs
+    def completions(self) -> list[Completion]:
+        """Make its Completion, or those of the samples that are copies of it."""
+        drawn, copies = self._completion(), self.task.copies
+        if copies is None:
+            return [drawn]
+        return [drawn if sample == 0 else drawn.copied(sample) for sample in copies]
+
+    def _completion(self) -> Completion:
+        task, row, ending = self.task, self.row, self.ending
+        sampling, ids = task.job.sampling, task.job.token_ids
+        top = sampling.logprobs
         tokens, scores = ([], []) if row is None else (row.generated_tokens, row.log_probabilities)
         total = math.fsum(scores)
         return Completion(
             id=task.prompt.id,
             sample=self.sample,
-            text=self.text(include_stop=sampling.include_stop),
+            text=self._text(include_stop=sampling.include_stop),
             finish_reason=ending.reason,
             tokens=len(scores),
             mean_logprob=total / len(scores) if scores else None,
@@ -273,32 +333,6 @@ class FinishedSample(NamedTuple):
         )
 
 
-class WholePrompts:
-    """The prompts with all n samples in `done`, as a container of (id, any sample)."""
-
-    def __init__(self, done: Container[tuple[str, int]], n: int):
-        self._done, self._n = done, n
-
-    def __contains__(self, key: Any) -> bool:
-        return all((key[0], sample) in self._done for sample in range(self._n))
-
-
-def with_copies(
-    drawn: Iterator[Completion], n: int, done: Container[tuple[str, int]]
-) -> Iterator[Completion]:
-    """Yield samples 0 to n - 1 of every prompt, except those in `done`, as copies of sample 0.
-
-    The error of a prompt is not copied.
-    """
-    for completion in drawn:
-        if completion.is_of_prompt:
-            yield completion
-            continue
-        for sample in range(n):
-            if (completion.id, sample) not in done:
-                yield completion if sample == 0 else completion.copied(sample)
-
-
 class Conductor:
     """Runs one job: it admits prompts to the rows of a loop and takes finished rows.
 
@@ -307,8 +341,9 @@ class Conductor:
     Args:
         context: The target's context, in tokens.
         eos_ids: The model's end-of-sequence ids.
-        stop_ids: The ids of stop texts that are one special token.
+        stop_ids: Other ids that end the job's samples (`ending_ids`).
         count: The number of prompts, from which the end of the job is predicted; None if unknown.
+        limit: See RequestReader.
         on_round: Called after every round; `capacity` of its result is the rows of the batch.
     """
 
@@ -322,11 +357,16 @@ class Conductor:
         eos_ids: Collection[int],
         stop_ids: Collection[int] = (),
         count: int | None = None,
+        limit: int | None = None,
         on_round: Callable[[RoundResult], None] | None = None,
     ):
         self._job, self.loop, self._on_round = job, loop, on_round
-        self._reader = RequestReader(job, tokenizer, context=context)
-        self._watch = Watch(eos_ids, job.sampling.stop, stop_ids)
+        self._reader = RequestReader(job, tokenizer, context=context, limit=limit)
+        self._tokenizer, self._eos = tokenizer, eos_ids
+        rule = EndRule(eos_ids, job.sampling.stop, stop_ids)
+        self._rules = {_stops_of(job): rule}  # by what ends a sample
+        self._limit = job.sampling.max_new_tokens if limit is None else limit
+        self._usual = 1 if job.draws_one else job.n  # samples of a prompt that are drawn
         # With a budget, prompts run one at a time unless a batch size is given. Under maximal
         # coupling they always do, each with a fresh controller. Otherwise the clock would change
         # the draft lengths of later prompts, and with them their samples.
@@ -342,10 +382,15 @@ class Conductor:
         self._live: dict[Row, Sample] = {}
         self._ended_rows: list[int] = []  # indices of ended rows that are still in the batch
         self._finished_queue = deque[FinishedSample | Completion]()  # finished, but not yielded yet
-        self._forecast, self._ended = Forecast(None if count is None else count * job.n), False
+        self._forecast = Forecast(None if count is None else count * self._usual)
+        self._ended, self._redraws = False, False
 
     def run(
-        self, prompts: Iterator[Prompt | None], done: Container[tuple[str, int]]
+        self,
+        prompts: Iterator[Prompt | None],
+        done: Container[tuple[str, int]],
+        *,
+        redraws: bool = False,
     ) -> Iterator[Completion]:
         """Yield every sample that is not in `done`, in the order in which they end.
 
@@ -353,8 +398,12 @@ class Conductor:
         the next one is read after the next round. A prompt that cannot be run yields a Completion
         with finish_reason "error". Completions are made, and written by the caller, while the
         device runs the next round. An exception or interruption is raised after the finished
-        samples.
+        samples. At temperature 0 one sample of a prompt is drawn, and the others are copies.
+
+        `redraws`: Samples depend on each other, so those in `done` are drawn again and yielded.
+        With a budget, where prompts are independent, those of complete prompts are not.
         """
+        self._redraws = redraws
         try:
             while not self._ended or self._stopped or self._queue or self._live:
                 self._swap_rows()  # before new prompts, to free the space of finished ones
@@ -422,18 +471,41 @@ class Conductor:
 
     def _begin(self, prompt: Prompt, done: Container[tuple[str, int]]) -> int:
         """Tokenise and open a prompt; return its number of tokens, 0 if it cannot be run."""
-        waiting = [i for i in range(self._job.n) if (prompt.id, i) not in done]
-        self._forecast.begin(self._job.n)
-        if not waiting:
-            return 0
+        job = self._job
         try:
-            task = self._reader.take(prompt, waiting, now=self.loop.clock.now())
+            job = self._reader.job_of(prompt)
+            waiting = self._waiting_of(prompt, job, done)
+            drawn = 1 if job.draws_one else job.n
+            self._forecast.begin(drawn, expected=self._usual)
+            if not waiting:
+                return 0
+            now, copies = self.loop.clock.now(), job.draws_one
+            task = self._reader.take(prompt, waiting, now=now, copies=copies)
+            self._rule_of(job)
         except UserError as error:
-            seed = self._job.sampling.seed
+            seed = job.sampling.seed
             failed = Completion.failed(prompt.id, str(error), seed=seed, meta=prompt.meta)
             self._finished_queue.append(failed)
             return 0
         return self._open(task)
+
+    def _waiting_of(self, prompt: Prompt, job: Job, done: Container[tuple[str, int]]) -> list[int]:
+        """Return the numbers of a prompt's samples that are drawn."""
+        missing = [sample for sample in range(job.n) if (prompt.id, sample) not in done]
+        if self._redraws and (missing or job.budget is None):
+            return list(range(job.n))
+        return missing
+
+    def _rule_of(self, job: Job) -> EndRule:
+        """Return what ends the samples of a job. UserError if a stop cannot occur."""
+        stops = _stops_of(job)
+        if stops not in self._rules:
+            if len(self._rules) >= _MOST_RULES:  # other prompts no longer need most of them
+                used = {sample.rule for sample in self._live.values()}
+                self._rules = {key: rule for key, rule in self._rules.items() if rule in used}
+            ids = ending_ids(self._tokenizer, *stops, vocab=self._tokenizer.rows or sys.maxsize)
+            self._rules[stops] = EndRule(self._eos, stops[0], ids)
+        return self._rules[stops]
 
     def _open(self, task: Task) -> int:
         """Open a prompt, and let its samples wait for rows; return its number of tokens."""
@@ -465,7 +537,7 @@ class Conductor:
 
     def _room(self) -> int:
         """The number of rows that can be admitted; 0 after a preemption until a row has ended."""
-        batch, limit = self.loop.batch, self._job.sampling.max_new_tokens
+        batch, limit = self.loop.batch, self._limit
         if self._crowded and self._live:
             return 0
         generated = int(batch.generated().sum())
@@ -484,8 +556,8 @@ class Conductor:
             self._crowded = True
 
     def _row(self, task: Task, sample: int) -> Row:
-        row = task.row(sample, self._job.sampling)
-        self._live[row] = Sample(task, row, self._watch.detector(task.text))
+        row, rule = task.row(sample), self._rule_of(task.job)
+        self._live[row] = Sample(task, row, rule, rule.detector(task.text))
         task.live += 1
         return row
 
@@ -494,7 +566,7 @@ class Conductor:
         if self._fresh is None:
             typical = self._forecast.length(float(self.loop.batch.generated().mean()))
             waiting = self._forecast.waiting(waiting, ended=self._ended)
-        return PendingWork(waiting * min(typical, self._job.sampling.max_new_tokens), typical)
+        return PendingWork(waiting * min(typical, self._limit), typical)
 
     def _round(self) -> None:
         done = self.loop.round(self._soonest(), pending_work=self._pending_work(), ahead=True)
@@ -542,10 +614,12 @@ class Conductor:
 
     def _collect(self) -> None:
         """Truncate and end the samples that the last round finished."""
-        hosts = self.loop.batch.hosts
-        for place in self._watch.suspects(self.loop.batch.host_state):
+        hosts, rules = self.loop.batch.hosts, set(self._rules.values())
+        if len(rules) > 1:
+            rules = {sample.rule for sample in self._live.values()}
+        for place in suspects(rules, self.loop.batch.host_state):
             sample = self._live[hosts[place]]
-            ending = sample.check_end(self._watch.eos, self._watch.stop_ids)
+            ending = sample.check_end()
             if ending is not None:
                 self._end(sample, ending)
 
@@ -576,9 +650,13 @@ class Conductor:
 
     def _finished(self) -> Iterator[Completion]:
         """Yield the finished samples, in the order in which they ended."""
-        sampling, ids = self._job.sampling, self._job.token_ids
-        while self._finished_queue:
-            one = self._finished_queue[0]  # an interruption before popleft loses nothing
-            done = one if isinstance(one, Completion) else one.completion(sampling, ids=ids)
-            self._finished_queue.popleft()
-            yield done
+        queue = self._finished_queue
+        while queue:
+            one = queue[0]  # an interruption before popleft loses nothing
+            if isinstance(one, FinishedSample):
+                made = one.completions()
+                queue[0] = made[-1]
+                queue.extendleft(reversed(made[:-1]))
+            else:
+                queue.popleft()
+                yield one

@@ -14,9 +14,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from bass_cli.config.options import JOB
+from bass_cli.config.options import JOB, LINE
 from bass_cli.errors import UserError
-from bass_cli.io.prompts import HONOURED, RESERVED, check_prompts, prompts_of, read_prompts
+from bass_cli.io.fields import HONOURED, RESERVED
+from bass_cli.io.prompts import check_prompts, prompts_of, read_prompts
 from bass_cli.io.readers import open_source
 
 # The request bodies of POST /v1/chat/completions and /v1/completions, as OpenAI documents them,
@@ -48,7 +49,9 @@ def test_reserved_names_cover_the_api_and_all_job_options() -> None:
     assert not RESERVED.keys() & {*KEPT, "id", "prompt", "messages", "reference", "meta", "task_id"}
 
 
-@pytest.mark.parametrize("name", [*OPENAI, "top_k", "min_p", "max_new_tokens", "enable_thinking"])
+@pytest.mark.parametrize(
+    "name", sorted({*OPENAI, "enable_thinking", "device"} - LINE.keys() - {*HONOURED})
+)
 def test_a_reserved_field_is_named_with_what_to_do(tmp_path: Path, name: str) -> None:
     said = fault(tmp_path / "p.jsonl", {"prompt": "a", name: 1})
     assert said.startswith(f'p.jsonl:2: field "{name}": ')
@@ -58,14 +61,13 @@ def test_a_reserved_field_is_named_with_what_to_do(tmp_path: Path, name: str) ->
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [
-        ("max_tokens", "`sampling.max_new_tokens`"),
-        ("temperature", "`sampling.temperature`"),
-        ("n", "`n`"),
-        ("stop", "`sampling.stop`"),
+        ("max_tokens", 'bass calls it "max_new_tokens"'),
+        ("num_return_sequences", 'bass calls it "n"'),
+        ("draft_length", "`speculation.length`"),
+        ("typical_p", "no such setting"),
         ("system_prompt", 'use "system"'),
         ("functions", 'use "tools"'),
         ("enable_thinking", '"template_args"'),
-        ("min_p", "no such setting"),
     ],
 )
 def test_the_remedy_is_the_option_or_the_place(tmp_path: Path, name: str, remedy: str) -> None:
@@ -76,7 +78,7 @@ def test_the_remedy_is_the_option_or_the_place(tmp_path: Path, name: str, remedy
 def test_all_formats_have_one_rule(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
 ) -> None:
-    rows, source = [{"prompt": "a", "seed": None}, {"prompt": "b", "seed": 3}], "-"
+    rows, source = [{"prompt": "a", "model": None}, {"prompt": "b", "model": "m"}], "-"
     lines = [json.dumps(row) for row in rows]
     if format == "stdin":
         stream = types.SimpleNamespace(buffer=io.BytesIO("\n".join(lines).encode()))
@@ -90,16 +92,16 @@ def test_all_formats_have_one_rule(
     elif format == "jsonl":
         Path(source).write_text("\n".join(lines))
     prompts = prompts_of(rows) if format == "library" else read_prompts(source)
-    with pytest.raises(UserError, match=r'2: field "seed"|prompts\[1\]: field "seed"'):
+    with pytest.raises(UserError, match=r'2: field "model"|prompts\[1\]: field "model"'):
         list(prompts)
 
 
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [
-        ("Temperature", "`sampling.temperature`"),
-        ("maxTokens", "`sampling.max_new_tokens`"),
-        ("max-tokens", "`sampling.max_new_tokens`"),
+        ("Temperature", 'bass calls it "temperature"'),
+        ("maxTokens", 'bass calls it "max_new_tokens"'),
+        ("max-tokens", 'bass calls it "max_new_tokens"'),
         ("SYSTEM", 'did you mean "system"?'),
         ("systemPrompt", 'use "system"'),
         ("Tools", 'did you mean "tools"?'),

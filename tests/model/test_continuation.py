@@ -22,7 +22,7 @@ from bass_cli.formats.sources import locate
 from bass_cli.formats.tokenizer import Tokenizer
 from bass_cli.io.results import Completion
 from bass_cli.lengths.controllers import Fixed
-from bass_cli.run.scheduler import Conductor, Watch
+from bass_cli.run.scheduler import Conductor, EndRule
 
 CODE = "def f(x):\n    return x\n"
 TEXTS = [CODE, "the cat  sat", "the\n\n\n  안녕 🙂é\n if", "é\né 안", "if    x"]
@@ -159,13 +159,13 @@ def test_a_sample_without_a_stop_text_is_not_decoded(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(tokenizer, "decode", counted)
     after = Continuation(tokenizer, tokenizer.encode("def f(x):"))
-    watch = Watch({0}, ["\ndef", "\nclass"])
+    watch = EndRule({0}, ["\ndef", "\nclass"])
     ids = tokenizer.encode("\n    self = first(ff, ss)\n    return self\n") * 3
     for row in range(4):
         detector = watch.detector(after)
         assert detector is not None
-        assert watch._tokens is not None
-        watch._tokens.among(numpy.array(ids))
+        assert watch.tokens is not None
+        watch.tokens.among(numpy.array(ids))
         decoded.clear()
         assert all(detector.feed([id_]) is None for id_ in ids)
         assert row == 0 or decoded == []
