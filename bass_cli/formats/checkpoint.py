@@ -9,14 +9,14 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy
 import torch
 
-from bass_cli.errors import UserError
+from bass_cli.errors import UserError, near_word
 from bass_cli.formats import gguf_config
 from bass_cli.formats.backends import END_ROLES
 from bass_cli.formats.gguf_config import ARCHITECTURES, ROPE_FACTORS, spec_of_gguf
@@ -70,6 +70,10 @@ class Checkpoint:
     head: set if it is a drafter that reads a target's hidden states. Then `spec` is that of its
         layers.
     notes: for the user, about its configuration.
+    names: the published names of its family's tensors, without `prefix`, and their slots. In a GGUF
+        file the tensors have other names.
+    ignored: patterns of names that have no slot.
+    written: checksums of tensors that were written after loading, by decoder tensor and first row.
     """
 
     path: Path
@@ -80,6 +84,10 @@ class Checkpoint:
     vocabulary: str | None = None
     head: HeadSpec | None = None
     notes: tuple[str, ...] = ()
+    names: Mapping[str, Slot] = field(default_factory=dict)
+    prefix: str = ""
+    ignored: tuple[str, ...] = families.IGNORED
+    written: Mapping[tuple[str, int], str] = field(default_factory=dict)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -111,7 +119,55 @@ class Checkpoint:
                 for place in range(0, size, max(size // 16, 1)):
                     file.seek(place)
                     digest.update(file.read(4096))
+        if self.written:
+            digest.update(repr(sorted(self.written.items())).encode())
         return digest.hexdigest()[:32]
+
+    def slot_of(self, name: str) -> Slot | None:
+        """Return the slot of a published tensor name; None for a name that loading ignores.
+
+        Raises:
+            UserError: the family has no such tensor.
+        """
+        bare = name.removeprefix(self.prefix)
+        if (found := self.names.get(bare)) is not None:
+            return found
+        if any(re.search(pattern, bare) for pattern in self.ignored):
+            return None
+        near = near_word(bare, self.names) or next(iter(self.names))
+        raise UserError(
+            f"tensor {shown(name)} is unknown for the family {self.spec.family}; a known name is "
+            f'"{near}"'
+        )
+
+    def stored_shape(self, slot: Slot) -> tuple[int, ...]:
+        """Return the shape in a checkpoint of the tensor with this slot."""
+        return _stored_shape(slot, self.shapes[slot.name])
+
+    def check_replaces(self, old: Checkpoint) -> None:
+        """Check that these weights may replace those of `old` in a loaded model.
+
+        Raises:
+            UserError: the models differ; names how.
+        """
+        pairs = [(self.spec, old.spec)]
+        if self.head is not None and old.head is not None:
+            plain = replace(old.head, body=self.head.body)
+            pairs.append((self.head, plain))  # type: ignore[arg-type]
+        differing = [
+            f"{one.name} {shown(getattr(new, one.name))}, not {shown(getattr(known, one.name))}"
+            for new, known in pairs
+            for one in fields(new)
+            if getattr(new, one.name) != getattr(known, one.name)
+        ]
+        if (self.head is None) != (old.head is None):
+            differing.append("another kind of drafter")
+        if differing:
+            raise UserError(
+                f"{self.path}: these weights cannot replace those of {old.path}, because the "
+                "models differ:",
+                *differing,
+            )
 
     def mask(self) -> int | None:
         """Return the id of its mask token; None for a drafter that drafts token by token.
@@ -164,6 +220,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
         pieces,
         vocabulary,
         notes=gguf_config.notes_of_gguf(metadata, place=str(path)),
+        names=families.slots(spec, FAMILIES[spec.family].tensors),
+        prefix=FAMILIES[spec.family].prefix,
     )
 
 
@@ -185,6 +243,8 @@ def _open_folder(path: Path) -> Checkpoint:
         {},
         pieces,
         notes=notes_of_config(config, place=str(path / "config.json")),
+        names=slots,
+        prefix=family.prefix,
     )
 
 
@@ -227,7 +287,18 @@ def open_head(path: Path, target: Spec) -> Checkpoint:
     ignored = families.IGNORED + _HEAD_IGNORED
     pieces = _assign(head.body, slots, entries, path, ignored, shapes)
     notes = notes_of_head(config, place=str(place))
-    return Checkpoint(path, head.body, (), {}, pieces, head=head, notes=notes)
+    return Checkpoint(
+        path,
+        head.body,
+        (),
+        {},
+        pieces,
+        head=head,
+        notes=notes,
+        names=slots,
+        prefix=family.prefix,
+        ignored=ignored,
+    )
 
 
 def _draft_ids(entries: Mapping[str, Entry], count: int, vocab: int, path: Path) -> tuple[int, ...]:

@@ -1,5 +1,5 @@
 """Load a checkpoint's tensors into the decoder's fused tensors on the device, a few megabytes at a
-time.
+time, and write new ones in place (update, write).
 
 The host holds at most one part of a tensor for each thread (besides the model on a CPU). A process
 of a split model reads the rows and columns of its own part (tensor parallelism of Megatron-LM,
@@ -9,11 +9,12 @@ decoder's (checkpoint.py).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,10 +32,13 @@ from bass_cli.formats.tensor_content import (
 from bass_cli.models.families import CODEGEN_BLOCKS, Slot
 from bass_cli.models.ranks import Share, part_of
 from bass_cli.models.spec import Spec, parameters, stored_dtype
+from bass_cli.models.weights import Weights
 from bass_kernels import import_kernels
 
 _WORKERS = 4  # reading threads: they copy from the page cache as fast as a GPU can receive
 _BY_TOKENS = ("embed", "head")  # split by tokens
+_Item = TypeVar("_Item")
+_Found = TypeVar("_Found")
 
 
 def load(
@@ -63,6 +67,80 @@ def load(
     }
     pieces = [piece for piece in checkpoint.pieces if piece.slot.name in weights]
     missing = {name: _rows_to_fill(spec, name, weight, share) for name, weight in weights.items()}
+
+    def fill(piece: Piece, stage: Stage) -> tuple[int, int]:
+        return _fill(weights[piece.slot.name], piece, spec, stage, share)
+
+    with _in_threads(device, fill, pieces) as filled:
+        import_kernels(device)  # while the threads read
+        for piece, (rows, size) in zip(pieces, filled, strict=True):
+            missing[piece.slot.name] -= rows
+            on_read(size)
+    assert not any(missing.values()), missing
+    if spec.tied:
+        weights["head.weight"] = weights["embed.weight"]
+    return weights
+
+
+def update(
+    weights: Weights, checkpoint: Checkpoint, *, device: torch.device, share: Share | None = None
+) -> None:
+    """Write a checkpoint's tensors into a model of the same spec on the device, in place.
+
+    Args:
+        share: see `load`.
+    """
+    groups: dict[str, list[Piece]] = {}
+    for piece in checkpoint.pieces:
+        groups.setdefault(piece.slot.name, []).append(piece)
+
+    def fill(group: list[Piece], stage: Stage) -> None:
+        with weights.writing(group[0].slot.name) as whole:
+            for piece in group:
+                _fill(whole, piece, checkpoint.spec, stage, share)
+
+    with _in_threads(device, fill, list(groups.values())) as filled:
+        for _ in filled:
+            pass
+
+
+def write(
+    weights: Weights,
+    slot: Slot,
+    shape: tuple[int, ...],
+    parts: Iterable[tuple[int, Tensor]],
+    *,
+    spec: Spec,
+    share: Share | None = None,
+) -> None:
+    """Write one stored tensor of this shape into its rows of a model's tensor, in place.
+
+    Args:
+        parts: all of its rows in order, some at a time: the number of rows before these, and the
+            rows, of any float dtype on any device.
+        spec: of the whole model.
+        share: see `load`.
+    """
+    cuts = list(_cuts(spec, slot, shape, share))
+    with weights.writing(slot.name) as whole:
+        orders = [None if cut.order is None else cut.order.to(whole.device) for cut in cuts]
+        for begin, part in parts:
+            for cut, order in zip(cuts, orders, strict=True):
+                first = max(cut.rows.start, begin)
+                rows = part[first - begin : max(cut.rows.stop - begin, 0)]
+                if cut.columns is not None:
+                    rows = rows[:, cut.columns.start : cut.columns.stop]
+                if len(rows):
+                    target = whole[cut.first : cut.first + cut.taken]
+                    _place(target, rows, first - cut.rows.start, slot.how, order)
+
+
+@contextlib.contextmanager
+def _in_threads(
+    device: torch.device, function: Callable[[_Item, Stage], _Found], items: Sequence[_Item]
+) -> Iterator[Iterator[_Found]]:
+    """Yield the results of calls with each item and a thread's stage. On exit, the device has
+    finished, also after an error."""
     own = threading.local()
 
     def begin() -> None:
@@ -70,20 +148,12 @@ def load(
 
     pool = ThreadPoolExecutor(min(_WORKERS, os.cpu_count() or 1), initializer=begin)
     try:
-        filled = pool.map(lambda piece: _fill(weights, piece, spec, own.stage, share), pieces)
-        import_kernels(device)  # while the threads read
-        for piece, (rows, size) in zip(pieces, filled, strict=True):
-            missing[piece.slot.name] -= rows
-            on_read(size)
+        yield pool.map(lambda item: function(item, own.stage), items)
     finally:
         pool.shutdown(cancel_futures=True)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             torch.cuda.empty_cache()  # memory of the threads' streams is of no use to others
-    assert not any(missing.values()), missing
-    if spec.tied:
-        weights["head.weight"] = weights["embed.weight"]
-    return weights
 
 
 def size_of(checkpoint: Checkpoint, share: Share | None = None) -> int:
@@ -93,7 +163,7 @@ def size_of(checkpoint: Checkpoint, share: Share | None = None) -> int:
     return sum(
         bytes_of(piece.entry, cut.rows, cut.columns)
         for piece in checkpoint.pieces
-        for cut in _cuts(checkpoint.spec, piece, share)
+        for cut in _cuts(checkpoint.spec, piece.slot, piece.entry.shape, share)
     )
 
 
@@ -108,15 +178,15 @@ def _rows_to_fill(spec: Spec, name: str, weight: Tensor, share: Share | None) ->
 
 
 def _fill(
-    weights: dict[str, Tensor], piece: Piece, spec: Spec, stage: Stage, share: Share | None
+    whole: Tensor, piece: Piece, spec: Spec, stage: Stage, share: Share | None
 ) -> tuple[int, int]:
-    """Write a stored tensor, or this process's share of it, into its rows. Return the numbers of
-    rows written and bytes read."""
+    """Write a stored tensor, or this process's share of it, into its rows of the decoder's tensor.
+    Return the numbers of rows written and bytes read."""
     entry, slot = piece
     rows = size = 0
     with entry.file.open("rb", buffering=0) as file, stage.stream():
-        for cut in _cuts(spec, piece, share):
-            target = weights[slot.name][cut.first : cut.first + cut.taken]
+        for cut in _cuts(spec, slot, entry.shape, share):
+            target = whole[cut.first : cut.first + cut.taken]
             as_stored = target.device.type == "cpu" and DTYPES.get(entry.dtype) is target.dtype
             read = bytes_of(entry, cut.rows, cut.columns)
             if as_stored and not slot.how and cut.columns is None:
@@ -139,7 +209,8 @@ def _place(target: Tensor, part: Tensor, first: int, how: str, order: Tensor | N
     elif how == "transpose" and part.dim() == 2:
         target[:, first:last] = part.T
     elif how == "skip_two":
-        target[max(first - 2, 0) : last - 2] = part[max(2 - first, 0) :]
+        kept = part[max(2 - first, 0) :]
+        target[last - 2 - len(kept) : last - 2] = kept
     else:
         target[first:last] = part.float() + 1 if how == "plus_one" else part
 
@@ -231,13 +302,13 @@ def held_part(spec: Spec, name: str, share: Share) -> HeldPart | None:
     return None
 
 
-def _cuts(spec: Spec, piece: Piece, share: Share | None) -> Iterator[Cut]:
-    """Yield the parts of a stored tensor that process `share` reads. None: the model is not
-    split."""
-    (entry, slot), found = piece, None if share is None else held_part(spec, piece.slot.name, share)
+def _cuts(spec: Spec, slot: Slot, shape: tuple[int, ...], share: Share | None) -> Iterator[Cut]:
+    """Yield the parts of a stored tensor of this shape that process `share` reads. None: the model
+    is not split."""
+    found = None if share is None else held_part(spec, slot.name, share)
     order = order_of(spec, slot)
-    every = range(entry.shape[0])
-    transposed = slot.how == "transpose" and len(entry.shape) == 2
+    every = range(shape[0])
+    transposed = slot.how == "transpose" and len(shape) == 2
     if found is None:
         yield Cut(every, None, slot.first, slot.rows, order)
     elif found.dim == 1:

@@ -21,6 +21,7 @@ import bass_kernels as ops
 from bass_cli.models.kv_cache import Layers, Pass
 from bass_cli.models.ranks import Ranks
 from bass_cli.models.spec import Rope, Spec
+from bass_cli.models.weights import Weights
 
 _MATRICES = (".qkv.weight", ".o.weight", ".up.weight", ".down.weight")
 
@@ -30,8 +31,7 @@ class Decoder:
 
     Args:
         weights: tensors of their `stored_dtype` on one device, by the names of
-            `parameters(spec)`. The decoder takes ownership of the dict, and replaces matrices by
-            packed ones where that is faster.
+            `parameters(spec)`. The decoder takes them out of the dict (see Weights).
         vocab: number of ids that the head keeps, the first ones. It is the tokenizer's size: the
             padding rows of a checkpoint must never be sampled. Default: all.
         shared: provides embedding and head if `weights` has none.
@@ -40,6 +40,7 @@ class Decoder:
             together.
 
     Attributes:
+        weights: its tensors, which may be written between passes.
         layers: the layers that are run.
         reader: see `read_by`.
     """
@@ -58,26 +59,26 @@ class Decoder:
         every = spec.vocab * (1 if ranks is None else ranks.share.ranks)
         self.vocab = min(vocab or every, every)
         self.reader: ReadsHidden | None = None
-        self._weights = weights
-        if "embed.weight" not in weights:
+        self.weights = self._weights = Weights(weights)
+        if "embed.weight" not in self._weights:
             assert shared is not None
-            weights["embed.weight"] = shared._weights["embed.weight"]
-        embed = weights["embed.weight"]
+            self._weights["embed.weight"] = shared._weights["embed.weight"]
+        embed = self._weights["embed.weight"]
         self.device, self.dtype = embed.device, embed.dtype
         self._head: tuple[Tensor, Tensor | None]
-        if "head.weight" in weights:
-            bias = weights.pop("head.bias", None)
+        if "head.weight" in self._weights:
+            bias = self._weights.get("head.bias")
             most = self.vocab if ranks is None else spec.vocab  # all parts have the same size
             self._head = (
-                ops.pack(weights.pop("head.weight")[:most]),
+                self._weights.pack("head.weight", most),
                 None if bias is None else bias[:most],
             )
         else:
             assert shared is not None
             self._head = shared._head
-        for name in weights:
+        for name in self._weights:
             if name.endswith(_MATRICES):
-                weights[name] = ops.pack(weights[name])
+                self._weights.pack(name)
         self._frequencies = tuple(
             inverse_frequencies(rope, self.device) for rope in (spec.rope, spec.local_rope)
         )

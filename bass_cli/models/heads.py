@@ -25,29 +25,25 @@ class _HiddenStateDrafter:
 
     Args:
         weights: tensors by the names of `head_parameters(spec)`. The target's embedding and head
-            are used if it has none.
+            are used if it has none. `body.weights` holds them afterwards.
     """
 
     def __init__(self, spec: HeadSpec, weights: dict[str, Tensor], target: Decoder):
         self.spec, body, self._vocab = spec, spec.body, target.vocab
         self._first_layer = len(target.layers)  # its layers in the store come after the target's
-        self._fc = ops.pack(weights.pop("fc.weight"))
-        self._context_norm = weights.pop("context_norm.weight")
         self._ids = None if spec.ids is None else torch.tensor(spec.ids, device=target.device)
-        query = body.heads * body.head_size
+        self.body = Decoder(body, weights, vocab=target.vocab, shared=target)
+        own, query = self.body.weights, body.heads * body.head_size
+        self._fc, self._context_norm = own.pack("fc.weight"), own["context_norm.weight"]
         self._keys_values, self._norms = [], []
         for at in (f"layers.{i}." for i in range(body.layers)):
-            bias, norms = weights.get(at + "qkv.bias"), None
+            bias, norms = own.get(at + "qkv.bias"), None
             if body.norm.qk:
-                norms = weights[at + "q_norm.weight"], weights[at + "k_norm.weight"]
+                norms = own[at + "q_norm.weight"], own[at + "k_norm.weight"]
             self._keys_values.append(
-                (
-                    ops.pack(weights[at + "qkv.weight"][query:]),
-                    None if bias is None else bias[query:],
-                )
+                (own.rows_from(at + "qkv.weight", query), None if bias is None else bias[query:])
             )
             self._norms.append(norms)
-        self.body = Decoder(body, weights, vocab=target.vocab, shared=target)
         self._frequencies = inverse_frequencies(body.rope, self.body.device)
 
     @property
@@ -96,12 +92,12 @@ class FeatureHead(_HiddenStateDrafter):
     ahead = 0
 
     def __init__(self, spec: HeadSpec, weights: dict[str, Tensor], target: Decoder):
-        self._before = weights.pop("markov.before.weight", None)
-        after = weights.pop("markov.after.weight", None)
-        if after is not None:
-            after = ops.pack(after if spec.ids is not None else after[: target.vocab])
-        self._after = after
         super().__init__(spec, weights, target)
+        own, self._after = self.body.weights, None
+        self._before = own.get("markov.before.weight")
+        if self._before is not None:
+            read = None if spec.ids is not None else target.vocab
+            self._after = own.pack("markov.after.weight", read)
 
     @property
     def cached(self) -> tuple[Layers, ...]:
@@ -148,8 +144,9 @@ class ChainHead(_HiddenStateDrafter):
     def __init__(self, spec: HeadSpec, weights: dict[str, Tensor], target: Decoder):
         super().__init__(spec, weights, target)
         at = "layers.0."
-        self._qkv, self._bias = weights[at + "qkv.weight"], weights.get(at + "qkv.bias")
-        self._embed, self._token_norm = weights["embed.weight"], weights[at + "norm1.weight"]
+        own = self.body.weights
+        self._qkv, self._bias = own[at + "qkv.weight"], own.get(at + "qkv.bias")
+        self._embed, self._token_norm = own["embed.weight"], own[at + "norm1.weight"]
 
     @property
     def cached(self) -> tuple[Layers, ...]:
@@ -233,5 +230,5 @@ Head = FeatureHead | ChainHead
 
 
 def make_head(spec: HeadSpec, weights: dict[str, Tensor], target: Decoder) -> Head:
-    """Return the drafter that a spec describes. It takes ownership of `weights`."""
+    """Return the drafter that a spec describes. It takes the tensors out of `weights`."""
     return (FeatureHead if spec.block else ChainHead)(spec, weights, target)

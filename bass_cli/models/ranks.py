@@ -109,7 +109,7 @@ class Ranks:
         every = part.new_zeros(self.share.ranks * len(part))
 
         def exchange() -> None:
-            self._broadcast(first.copy_(part))
+            self.broadcast(first.copy_(part))
             self.sum(total.copy_(part))
             self._gather(every, part)
 
@@ -144,9 +144,11 @@ class Ranks:
         _finish(gather(every, part, async_op=not part.is_cuda))
 
     @staticmethod
-    def _broadcast(inputs: Tensor) -> None:
-        """Copy the first process's tensor to all others, in place."""
-        _finish(distributed.broadcast(inputs, 0, async_op=not inputs.is_cuda))
+    def broadcast(given: Tensor) -> Tensor:
+        """Copy the first process's contiguous tensor to all others, in place, and return it."""
+        bytes_ = given.view(-1).view(torch.uint8)  # gloo and NCCL lack some dtypes
+        _finish(distributed.broadcast(bytes_, 0, async_op=not given.is_cuda))
+        return given
 
     def _all(self, answer: bool, device: torch.device) -> bool:
         """Return whether the answer is True in all processes."""
@@ -183,12 +185,11 @@ class Ranks:
 
     def send(self, tokens: Tensor, positions: Tensor) -> None:
         """Send the inputs of a pass, both [B, W] int64, from the first process to the others."""
-        self._broadcast(torch.stack((tokens, positions)))
+        self.broadcast(torch.stack((tokens, positions)))
 
     def receive(self, shape: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the tokens and positions that the first process sent, [B, W] each."""
-        inputs = torch.empty(2, *shape, dtype=torch.int64, device=device)
-        self._broadcast(inputs)
+        inputs = self.broadcast(torch.empty(2, *shape, dtype=torch.int64, device=device))
         return inputs[0], inputs[1]
 
 

@@ -13,25 +13,27 @@ import select
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import torch
 
 from bass_cli.errors import MachineError, UserError
+from bass_cli.formats import weights as formats
 from bass_cli.formats.checkpoint import open_checkpoint
-from bass_cli.formats.weights import load
 from bass_cli.io import terminal
 from bass_cli.models.block_allocator import BlockLayout
 from bass_cli.models.capture import Graphs
 from bass_cli.models.decoder import Decoder
+from bass_cli.models.families import Slot
 from bass_cli.models.ranks import Ranks, Share, part_of
 from bass_cli.models.runner import Runner
 from bass_cli.models.spec import Spec
 from bass_cli.system.host import free_memory, gigabytes, is_refused_memory
 
-# a call as sent: number of a runner, method, arguments; "capture", "replay" and "leave" concern all
+# a call as sent: number of a runner, method, arguments; "capture", "replay", "update", "write" and
+# "leave" concern all
 Call = tuple[Any, ...]
 CAPTURED = (0, "captured")  # sent after the last call of a graph
 
@@ -165,7 +167,7 @@ def read_part(
 ) -> tuple[Spec, dict[str, torch.Tensor]]:
     """Load a part of a checkpoint on this machine. See `Source`."""
     checkpoint = open_checkpoint(path)
-    weights = load(checkpoint, dtype=dtype, device=device, share=share, on_read=on_read)
+    weights = formats.load(checkpoint, dtype=dtype, device=device, share=share, on_read=on_read)
     return part_of(checkpoint.spec, share.ranks), weights
 
 
@@ -189,6 +191,10 @@ class Follower:
                 self.capture(*given)
             elif name == "replay":
                 self.replay(*given)
+            elif name == "update":
+                self.update(*given)
+            elif name == "write":
+                self.write(*given)
             elif name == "leave":
                 self._graphs.close()
                 self._ranks.leave()
@@ -242,6 +248,35 @@ class Follower:
             return
         for call in calls:
             self.perform(call)
+
+    def update(self, path: Path) -> None:
+        """Write this part of a checkpoint on this machine into the model."""
+        device, share = self._decoder.device, self._ranks.share
+        formats.update(self._decoder.weights, open_checkpoint(path), device=device, share=share)
+
+    def write(
+        self,
+        slot: Slot,
+        shape: tuple[int, ...],
+        runs: Sequence[range],
+        dtype: torch.dtype,
+        spec: Spec,
+    ) -> None:
+        """Write this part of a tensor that the leader sends, one run of rows after the other.
+
+        Args:
+            shape, dtype: of the whole tensor.
+            spec: of the whole model.
+        """
+
+        def receive(rows: range) -> tuple[int, torch.Tensor]:
+            part = torch.empty(len(rows), *shape[1:], dtype=dtype, device=self._decoder.device)
+            return rows.start, self._ranks.broadcast(part)
+
+        share = self._ranks.share
+        formats.write(
+            self._decoder.weights, slot, shape, map(receive, runs), spec=spec, share=share
+        )
 
     def perform(self, call: Call) -> None:
         """Run one call of the leader's runners on this part."""

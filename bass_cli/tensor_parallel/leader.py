@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -24,12 +24,16 @@ import torch
 from torch import Tensor
 
 from bass_cli.errors import MachineError, UserError
+from bass_cli.formats import weights as formats
+from bass_cli.formats.checkpoint import Checkpoint
 from bass_cli.io import terminal
 from bass_cli.models.block_allocator import BlockLayout, Change
 from bass_cli.models.capture import Graph, capture
 from bass_cli.models.decoder import Decoder
+from bass_cli.models.families import Slot
 from bass_cli.models.ranks import Ranks, Share
 from bass_cli.models.runner import Runner
+from bass_cli.models.spec import Spec, stored_dtype
 from bass_cli.tensor_parallel.follower import CAPTURED, Fault, JobSpec, Part, Ready
 
 _NOTICE = 2.0  # seconds within which the death of a process is detected
@@ -133,6 +137,37 @@ class Followers:
             assert process.stdin is not None
             process.stdin.write(raw)
             process.stdin.flush()
+
+    def update(self, decoder: Decoder, checkpoint: Checkpoint) -> None:
+        """Write a checkpoint into the parts of all processes, in place. `decoder`: the leader's."""
+        with self.taking_part():
+            self.tell(0, "update", checkpoint.path)
+            device, share = decoder.device, self.ranks.share
+            formats.update(decoder.weights, checkpoint, device=device, share=share)
+
+    def write(
+        self,
+        decoder: Decoder,
+        slot: Slot,
+        shape: tuple[int, ...],
+        runs: Sequence[range],
+        parts: Iterable[tuple[int, Tensor]],
+        *,
+        spec: Spec,
+    ) -> None:
+        """Write a stored tensor into the parts of all processes, in place.
+
+        Args:
+            decoder: the leader's.
+            runs: which rows each of `parts` has.
+            parts: contiguous, in the dtype that the model stores and on its device.
+            slot, shape, spec: see formats.weights.write.
+        """
+        dtype = stored_dtype(slot.name, decoder.dtype)
+        with self.taking_part():
+            self.tell(0, "write", slot, shape, runs, dtype, spec)
+            sent = ((first, self.ranks.broadcast(part)) for first, part in parts)
+            formats.write(decoder.weights, slot, shape, sent, spec=spec, share=self.ranks.share)
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ keys (each row's own), T positions of the prompt store.
 from . import acceptance, reference, rounds, sampling
 from .dispatch import attention_schedule, by_device, has_triton, import_kernels, kind_for, use
 from .likeliest import likeliest_tokens, report_entries
-from .linear import linear, linear_add, norm_up, pack, project
+from .linear import is_packed, linear, linear_add, norm_up, pack, project, unpack
 from .noise import SHARED, gumbel
 from .reference import Distances
 from .rounds import BINS, ChosenDrafts, ConfidenceStats
@@ -67,6 +67,7 @@ __all__ = [
     "gumbel",
     "has_triton",
     "import_kernels",
+    "is_packed",
     "kind_for",
     "likeliest_tokens",
     "linear",
@@ -84,5 +85,6 @@ __all__ = [
     "rotate",
     "sample",
     "sample_scored",
+    "unpack",
     "use",
 ]

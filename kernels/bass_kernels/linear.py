@@ -39,10 +39,20 @@ def pack(weight: Tensor) -> Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
 
 
+def is_packed(weight: Tensor) -> bool:
+    """Return whether a weight is in the opaque layout of `pack`."""
+    return weight.layout is not torch.strided
+
+
+def unpack(weight: Tensor) -> Tensor:
+    """Return a weight [N, K] of `pack` in the plain layout, with the same numbers."""
+    return weight.to_dense() if is_packed(weight) else weight
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Multiply x [..., K] by a weight [N, K], which may be packed, and add bias [N]: [..., N] in
     x's dtype."""
-    if weight.layout is torch.strided:
+    if not is_packed(weight):
         return torch.nn.functional.linear(x, weight, bias)
     flat = x.reshape(-1, x.shape[-1])
     out = torch.ops.mkldnn._linear_pointwise(flat, weight, bias, "none", [], "")

@@ -1,0 +1,223 @@
+"""Give loaded models new weights in place, without loading them again.
+
+Tensors have the names of the model's published checkpoints. Their memory does not move, so captured
+graphs stay valid. Keys and values that were computed before are those of the old weights, so no
+prompt may be open. Not here: the place of a tensor in the decoder (formats/weights.py).
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from bass_cli.errors import UserError
+from bass_cli.formats import weights as formats
+from bass_cli.formats.checkpoint import Checkpoint, open_checkpoint, open_head
+from bass_cli.formats.tensor_content import parts
+from bass_cli.io.reading import shown
+from bass_cli.models.decoder import Decoder
+from bass_cli.models.families import Slot
+from bass_cli.models.spec import stored_dtype
+from bass_cli.models.weights import Weights
+from bass_cli.run.build import Models
+from bass_cli.run.pair import Files
+
+# Rows are converted, checked and sent some at a time: the most elements, by the kind of device.
+_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 22}
+_MIX = -7046029254386353131  # 2^64 over the golden ratio, odd
+Updated = Literal["target", "draft"]
+NewWeights = str | os.PathLike[str] | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+
+
+class Updates:
+    """The weights of loaded models, and the checkpoints that identify them.
+
+    Attributes:
+        models: The models.
+        files: The pair's files. An update changes the fingerprint of the model's checkpoint: to
+            that of the new folder, or to one over the tensors that were written.
+    """
+
+    def __init__(self, models: Models, files: Files):
+        self.files, self.models = files, models
+
+    def update(self, weights: NewWeights, model: Updated = "target") -> None:
+        """Write new weights into the target or the draft.
+
+        Args:
+            weights: A folder or a .gguf file with the same model. All of its headers are checked
+                before anything is written. Or tensors by their published names, all or some of
+                them, of any float dtype on any device. Each is checked before it is written.
+
+        Raises:
+            UserError: There is no such model, or a name, shape, type or number is wrong.
+        """
+        decoder = self._decoder(model)
+        if isinstance(weights, (str, os.PathLike)):
+            self._write_files(Path(weights).expanduser(), model, decoder)
+            return
+        written: dict[tuple[str, int], str] = {}
+        count = 0
+        try:
+            for pair in weights.items() if isinstance(weights, Mapping) else weights:
+                self._write_tensor(pair, model, decoder, written)
+                count += 1
+        except UserError as error:
+            before = [f"the {count} tensors before it have been written"] if count else []
+            raise UserError(*error.args, *before) from None
+        if not count:
+            raise UserError("weights: there are no tensors; an iterator can be used only once")
+
+    def _decoder(self, model: Updated) -> Decoder:
+        models = self.models
+        if model == "target":
+            return models.target
+        if model != "draft":
+            raise UserError(f'model: "target" or "draft" is needed, not {shown(model)}')
+        if self.files.draft is None or models.drafter is None:
+            raise UserError(
+                'model="draft": no model drafts that has weights of its own; layers of the target '
+                "follow the target"
+            )
+        return models.drafter
+
+    def _checkpoint(self, model: Updated) -> Checkpoint:
+        found = self.files.target if model == "target" else self.files.draft
+        assert found is not None
+        return found
+
+    def _keep(self, model: Updated, checkpoint: Checkpoint) -> None:
+        if model == "target":
+            self.files = self.files._replace(target=checkpoint)
+        else:
+            self.files = self.files._replace(draft=checkpoint)
+
+    def _write_files(self, path: Path, model: Updated, decoder: Decoder) -> None:
+        """Write all tensors of a folder or file. The ids that end a sample stay those of the old
+        checkpoint."""
+        old, followers = self._checkpoint(model), self.models.followers
+        new = open_checkpoint(path) if old.head is None else open_head(path, self.files.target.spec)
+        new.check_replaces(old)
+        self._keep(model, replace(old, written={("", 0): uuid.uuid4().hex}))  # until all is written
+        if model == "target" and followers is not None:
+            followers.update(decoder, new)
+        else:
+            formats.update(decoder.weights, new, device=decoder.device)
+        for entry, slot in new.pieces:
+            for weights, lent in self._lent(model, slot):
+                with entry.file.open("rb", buffering=0) as file:
+                    formats.write(weights, lent, entry.shape, parts(file, entry), spec=new.spec)
+        self._keep(model, replace(new, eos_ids=old.eos_ids))
+
+    def _write_tensor(
+        self, pair: Any, model: Updated, decoder: Decoder, written: dict[tuple[str, int], str]
+    ) -> None:
+        """Check a pair of a name and a tensor and write it, unless loading ignores the name.
+
+        `written`: checksums of this update, by decoder tensor and first row. It is changed.
+        """
+        checkpoint, followers = self._checkpoint(model), self.models.followers
+        name, tensor = _named(pair)
+        if (slot := checkpoint.slot_of(name)) is None:
+            return
+        spec, shape = checkpoint.spec, checkpoint.stored_shape(slot)
+        _check_kind(name, tensor, shape)
+        rows = _Rows(tensor.detach(), stored_dtype(slot.name, decoder.dtype), decoder.device)
+        checksum = rows.checksum()
+        if checksum is None:
+            raise UserError(f"tensor {shown(name)} has numbers that are not finite in {rows.dtype}")
+        tied = spec.tied and slot.name == "head.weight"
+        key = ("embed.weight" if tied else slot.name, slot.first)
+        if written.setdefault(key, checksum) != checksum:
+            raise UserError(
+                f"tensor {shown(name)}: a tensor before it has other numbers for the same weights; "
+                "the head may be tied to the embedding"
+            )
+        unfinished = {key: uuid.uuid4().hex}
+        self._keep(model, replace(checkpoint, written={**checkpoint.written, **unfinished}))
+        if model == "target" and followers is not None:
+            followers.write(decoder, slot, shape, rows.runs, rows.parts(), spec=spec)
+        else:
+            formats.write(decoder.weights, slot, shape, rows.parts(), spec=spec)
+        for weights, lent in self._lent(model, slot):
+            formats.write(weights, lent, shape, rows.parts(), spec=spec)
+        self._keep(model, replace(checkpoint, written={**checkpoint.written, key: checksum}))
+
+    def _lent(self, model: Updated, slot: Slot) -> Iterator[tuple[Weights, Slot]]:
+        """Yield copies of a target's embedding and head that are to be written too.
+
+        A draft head of a split target has a whole copy of what it has not of its own (load_draft).
+        Others share the target's tensors.
+        """
+        head, followers = self.models.head, self.models.followers
+        if model != "target" or head is None or followers is None:
+            return
+        tied = self.files.target.spec.tied and slot.name in ("embed.weight", "head.weight")
+        for name in ("embed.weight", "head.weight") if tied else (slot.name,):
+            own = head.spec.embeds if name == "embed.weight" else head.spec.heads
+            if name in ("embed.weight", "head.weight", "head.bias") and not own:
+                yield head.body.weights, slot._replace(name=name)
+
+
+class _Rows:
+    """A given tensor as rows in the dtype and on the device of a model, some at a time.
+
+    Attributes:
+        runs: Which rows come together.
+    """
+
+    def __init__(self, tensor: Tensor, dtype: torch.dtype, device: torch.device):
+        self._tensor, self.dtype, self._device = tensor, dtype, device
+        step = max(_ELEMENTS[device.type] * len(tensor) // tensor.numel(), 1)
+        every = range(len(tensor))
+        self.runs = [every[first : first + step] for first in every[::step]]
+
+    def parts(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield the number of rows before these, and these rows, contiguous."""
+        for rows in self.runs:
+            part = self._tensor[rows.start : rows.stop]
+            yield rows.start, part.to(self._device, self.dtype).contiguous()
+
+    @torch.inference_mode()
+    def checksum(self) -> str | None:
+        """Return a checksum over the bits of all numbers and their places; None if a number is not
+        finite."""
+        totals, finite, first = [], [], 0
+        for _, part in self.parts():
+            finite.append(part.isfinite().all())
+            bits = part.view(-1).view(torch.int16 if part.itemsize == 2 else torch.int32)
+            places = torch.arange(first, first + len(bits), device=bits.device)
+            mixed = (places * _MIX).bitwise_or_(1).mul_(bits)
+            totals.append(torch.stack((bits.sum(), mixed.sum())))
+            first += len(bits)
+        if not torch.stack(finite).all():
+            return None
+        return " ".join(map(str, torch.stack(totals).sum(0).tolist()))
+
+
+def _named(pair: Any) -> tuple[str, Tensor]:
+    """Return the name and the tensor of an item that was given."""
+    if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
+        raise UserError(f"weights: pairs of a name and a tensor are needed, not {shown(pair)}")
+    return pair
+
+
+def _check_kind(name: str, tensor: Any, shape: tuple[int, ...]) -> None:
+    """Raise a UserError unless this is a plain tensor of floats of this shape."""
+    place = f"tensor {shown(name)}"
+    if type(tensor) not in (Tensor, torch.nn.Parameter):
+        raise UserError(
+            f"{place}: a torch.Tensor is needed, not {type(tensor).__name__}; of a distributed "
+            "tensor take full_tensor()"
+        )
+    if tensor.layout is not torch.strided or tensor.is_meta or not tensor.is_floating_point():
+        raise UserError(f"{place}: floats in a plain layout are needed, not {tensor.dtype}")
+    if tensor.shape != shape:
+        raise UserError(f"{place} has shape {list(tensor.shape)}, not {list(shape)}")
