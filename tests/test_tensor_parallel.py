@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from chains import write_chain
-from checkpoints import write_mask, write_pair
+from checkpoints import write_checkpoint, write_mask, write_pair
 from fakes import FakeGraphs
 from heads import write_head
 from killed import follower_of, is_alive, kill_in_two_parts, stop_in_two_parts
@@ -32,6 +32,7 @@ from bass_cli.models.ranks import Share, _store
 from bass_cli.run.build import Models, build, load_draft, load_models
 from bass_cli.run.generate import generate
 from bass_cli.run.plan import Plan, make_plan
+from bass_cli.run.updates import Updates
 from bass_cli.tensor_parallel import leader
 from bass_cli.tensor_parallel.leader import Followers
 
@@ -46,6 +47,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     write_pair(folder, prompts=3, num_hidden_layers=3)
     write_mask(folder / "draft", 300)
     write_head(folder / "head", "dspark")
+    write_head(folder / "lent", "dflash")
     write_chain(folder / "chain", "authors")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -128,6 +130,25 @@ def test_split_target_draws_the_tokens_of_the_whole(
             key: (one.rounds, one.drafted, one.accepted) for key, one in expected.items()
         }
         assert draft == "lookup" or sum(one.accepted for one in found.values()) > 0
+
+
+def test_split_target_takes_new_weights(halves: tuple[Models, int]) -> None:
+    """By tensors and by files, in both processes, and in the head's copies of embedding and head.
+    Equal counts of accepted drafts show the latter."""
+    plan, other = plan_of("heads:lent", length=3, ranks=2), plan_of("heads:lent", length=3)
+    models = load_draft(plan, halves[0])
+    loop, updates = build(plan, models), Updates(models, plan.files)
+    new = write_checkpoint("llama", Path("new"), seed=9, num_hidden_layers=3)
+    for file in Path("target").glob("tokenizer*"):
+        (Path("new") / file.name).write_bytes(file.read_bytes())
+    pair = other.job.pair.model_copy(update={"target": "new"})
+    fresh = make_plan(other.job.model_copy(update={"pair": pair}), prompts=len(PROMPTS))
+    for weights, expected in ((new.state_dict(), drawn(fresh)), ("target", drawn(other))):
+        updates.update(weights)
+        found = {(one.id, one.sample): one for one in generate(PROMPTS, plan, loop=loop)}
+        assert {key: (one.token_ids, one.accepted) for key, one in found.items()} == {
+            key: (one.token_ids, one.accepted) for key, one in expected.items()
+        }
 
 
 class LedFakes(FakeGraphs):

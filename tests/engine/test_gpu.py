@@ -11,6 +11,7 @@ import pytest
 import torch
 import triton
 from checkpoints import FAMILIES, write_checkpoint
+from safetensors.torch import load_file
 from test_exactness import rows
 from toys import SPAN, AtOnce, Reactive, drafter_for, drive
 
@@ -30,7 +31,10 @@ from bass_cli.models import prefill as prompts
 from bass_cli.models.capture import Graphs
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.runner import Runner
+from bass_cli.run.build import Models
 from bass_cli.run.generate import generate
+from bass_cli.run.pair import Files
+from bass_cli.run.updates import Updates
 from bass_kernels import (
     acceptance_kernels,
     fused_attention,
@@ -91,6 +95,38 @@ def loop_for(
         acceptance=acceptance,
         cut=cut,
     )
+
+
+@pytest.mark.parametrize("family", ["llama3", "gpt2"])
+def test_captured_rounds_after_new_weights_equal_plain_decoding(family, tmp_path):
+    """The same graphs are replayed: nothing has moved in memory."""
+    for name, seed in (("old", 1), ("new", 2), ("draft", 3)):
+        write_checkpoint(family, tmp_path / name, seed=seed)
+    checkpoints = {name: open_checkpoint(tmp_path / name) for name in ("old", "new", "draft")}
+    made = {
+        name: Decoder(one.spec, load(one, dtype=torch.float32, device=CUDA), vocab=300)
+        for name, one in checkpoints.items()
+    }
+    loops = {
+        name: loop_for(made[name], made["draft"], batch=2, lengths=Fixed(3), graphs=name == "old")
+        for name in ("old", "new")
+    }
+    loop = loops["old"]
+    loop.prepare(range(1, 3), (0, 3))
+    before, captures = drive(loop, rows()), loop.graphs.captures
+    files = Files(checkpoints["old"], None, checkpoints["draft"], 300, None, frozenset())
+    updates = Updates(Models(made["old"], made["draft"]), files)
+    due = drive(loops["new"], rows())
+    assert due != before
+    tensors = {
+        n: t for f in (tmp_path / "new").glob("*.safetensors") for n, t in load_file(f).items()
+    }
+    for weights in ({name: tensor.cuda() for name, tensor in tensors.items()}, tensors):
+        updates.update(tmp_path / "old")
+        assert drive(loop, rows()) == before
+        updates.update(weights)
+        assert drive(loop, rows()) == due
+    assert loop.graphs.captures == captures > 0
 
 
 @pytest.mark.parametrize("family", FAMILIES)
