@@ -21,11 +21,11 @@ from bass_cli.errors import UserError
 from bass_cli.formats import weights as formats
 from bass_cli.formats.checkpoint import Checkpoint, open_checkpoint, open_head
 from bass_cli.formats.tensor_content import parts
-from bass_cli.io.reading import shown
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.families import Slot
 from bass_cli.models.spec import stored_dtype
 from bass_cli.models.weights import Weights
+from bass_cli.reading import shown
 from bass_cli.run.build import Models
 from bass_cli.run.pair import Files
 
