@@ -346,6 +346,7 @@ def test_followers_end_when_the_leader_is_killed(tmp_path: Path) -> None:
     wait_for_end(follower_of(ended))
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_command_within_5_s_while_a_follower_is_stopped(tmp_path: Path) -> None:
     out, whole = tmp_path / "o.jsonl", tmp_path / "whole.jsonl"
     ended, seconds = stop_in_two_parts(*OPTIONS, numbers=[signal.SIGINT], out=out)
@@ -363,6 +364,7 @@ def test_ctrl_c_ends_the_command_within_5_s_while_a_follower_is_stopped(tmp_path
     assert before.items() <= tokens_in(whole).items()
 
 
+@pytest.mark.slow
 def test_sigterm_ends_the_command_within_5_s_while_a_follower_is_stopped_as_it_joins(
     tmp_path: Path,
 ) -> None:
@@ -377,12 +379,14 @@ def test_sigterm_ends_the_command_within_5_s_while_a_follower_is_stopped_as_it_j
     wait_for_end(follower_of(ended))
 
 
+@pytest.mark.slow
 def test_stopped_follower_ends_when_the_leader_is_killed(tmp_path: Path) -> None:
     ended, _ = stop_in_two_parts(*OPTIONS, numbers=[signal.SIGKILL], out=tmp_path / "o.jsonl")
     assert ended.returncode == -9
     wait_for_end(follower_of(ended))
 
 
+@pytest.mark.slow
 def test_follower_stopped_for_a_while_gives_the_same_tokens(tmp_path: Path) -> None:
     out, whole = tmp_path / "o.jsonl", tmp_path / "whole.jsonl"
     ended, _ = stop_in_two_parts(*OPTIONS, numbers=[signal.SIGCONT], whom="follower", out=out)

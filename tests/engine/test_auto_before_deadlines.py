@@ -7,7 +7,13 @@ ROUND = 0.005  # of eight drafts for 16 rows
 
 
 @pytest.mark.parametrize(
-    ("off", "spread", "limit"), [(0.0, 0.05, 8), (0.06, 0.1, 8), (0.12, 0.2, 8), (0.12, 0.2, 32)]
+    ("off", "spread", "limit"),
+    [
+        (0.0, 0.05, 8),
+        pytest.param(0.06, 0.1, 8, marks=pytest.mark.slow),
+        pytest.param(0.12, 0.2, 8, marks=pytest.mark.slow),
+        (0.12, 0.2, 32),
+    ],
 )
 def test_auto_generates_as_much_as_the_best_fixed_length(off, spread, limit):
     """With equal prompts, and with prompts of which some profit from drafting and others do not;
