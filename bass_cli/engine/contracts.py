@@ -13,12 +13,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple, Protocol
 
+import numpy
+from numpy.typing import NDArray
 from torch import Tensor
 
 import bass_kernels as ops
 from bass_cli.engine.batch import Batch, Change
 
 InTime = Callable[[int], bool]
+# Of all tokens but the first [T - 1], and entries of the likeliest tokens [T - 1, K]
+PromptLogprobs = tuple[NDArray[numpy.float32], NDArray[numpy.int64]]
 
 
 class Proposal(NamedTuple):
@@ -183,8 +187,21 @@ class Target(FollowsRows, Protocol):
     @property
     def packs(self) -> bool: ...
 
-    def open(self, key: str, tokens: Sequence[int], in_time: InTime | None = None) -> bool:
-        """Read a prompt, as Drafter.open."""
+    def open(
+        self,
+        key: str,
+        tokens: Sequence[int],
+        in_time: InTime | None = None,
+        *,
+        logprobs: int | None = None,
+    ) -> bool:
+        """Read a prompt, as Drafter.open. `logprobs`: see Runner.open."""
+
+    def read_all(self) -> None:
+        """Read all open prompts now, not when a row of theirs begins."""
+
+    def prompt_logprobs(self, key: str) -> PromptLogprobs | None:
+        """Return the log-probabilities of an open prompt's tokens: see Runner.prompt_logprobs."""
 
     def close(self, key: str) -> None:
         """Forget a prompt; no further row will use it."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy
 import torch
@@ -128,15 +129,20 @@ class Loop:
         reference: Sequence[int] = (),
         *,
         deadline: float | None = None,
+        logprobs: int | None = None,
     ) -> bool:
         """Read a prompt once for all its rows, and return False if it was given up.
 
         Args:
             reference: see Drafter.open.
             deadline: give the prompt up if reading it is likely to take longer.
+            logprobs: see Runner.open.
         """
+        more: dict[str, Any] = {} if logprobs is None else {"logprobs": logprobs}
         if deadline is None:
-            return self.target.open(key, tokens) and self.drafter.open(key, tokens, reference)
+            return self.target.open(key, tokens, **more) and self.drafter.open(
+                key, tokens, reference
+            )
         target, draft = (
             Prefill(
                 self.clock.passes[model],
@@ -146,7 +152,7 @@ class Loop:
             )
             for model in ("target", "draft")
         )
-        if not self.target.open(key, tokens, target):
+        if not self.target.open(key, tokens, target, **more):
             return False
         target.end()
         if not self.drafter.open(key, tokens, reference, draft):

@@ -18,11 +18,9 @@ import bass_kernels as ops
 from bass_cli.engine.batch import Batch, Change, noise_key
 from bass_cli.engine.contracts import Drafter, DraftLength, Proposal, Target, Verdict
 from bass_cli.engine.graphs import Shape
-from bass_cli.engine.host_state import Report
 from bass_cli.engine.round import HostDrafts
 from bass_cli.engine.sizes import LONGEST
 
-_IMPOSSIBLE = 0xFF800000  # an entry of probability 0
 ALL = 2**31 - 1  # no bound: more drafts than any round has
 
 
@@ -139,8 +137,10 @@ class Rounds:
         if not shape.report.columns:
             return table
         wanted = batch.steps(0, width + 1) <= verdict.accepted[:, None]
-        lines = (part.flatten(0, 1) for part in (logits, verdict.block, verdict.scores, wanted))
-        entries = entries_of(shape.report, *lines)
+        block, scores = verdict.block.flatten(), verdict.scores.flatten()
+        entries = ops.report_entries(
+            logits.flatten(0, 1), block, scores, shape.report.top, wanted.flatten()
+        )
         return torch.cat((table, entries.view(len(table), -1)), 1)
 
     def _cut_round(self, shape: Shape) -> Tensor:
@@ -163,27 +163,9 @@ class Rounds:
         if not shape.report.columns:
             return table
         wanted = chosen.packed.place <= accepted[chosen.packed.row]
-        entries = entries_of(shape.report, logits, *found, wanted)
+        entries = ops.report_entries(logits, *found, shape.report.top, wanted)
         by_row = entries[chosen.packed.by_row].flatten(1)
         return torch.cat((table[:, :-1], by_row, table[:, -1:]), 1)
-
-
-def entries_of(
-    report: Report, logits: Tensor, tokens: Tensor, scores: Tensor, wanted: Tensor
-) -> Tensor:
-    """Return the entries of a report, [N, columns] int64 (bass_kernels.report_entries): the
-    likeliest tokens of each line of logits [N, V], under the target's own distribution.
-
-    Args:
-        tokens: [N] int64, the token in each line's place.
-        scores: [N] float32, its log-probability.
-        wanted: [N] bool. The result of other lines is arbitrary.
-    """
-    found, values = ops.likeliest_tokens(logits, report.top, wanted)
-    above = values - logits.gather(1, tokens[:, None]).float()
-    entries = ops.report_entries(found, scores[:, None] + above)
-    missing = report.top - entries.shape[1]  # of a vocabulary with fewer tokens
-    return torch.nn.functional.pad(entries, (0, missing), value=_IMPOSSIBLE) if missing else entries
 
 
 _BINS = 12  # confidence bins of equal width

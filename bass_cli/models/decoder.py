@@ -118,13 +118,19 @@ class Decoder:
         Returns:
             Logits [B, min(last, W), vocab] in the weights' dtype; None if `last` is 0.
         """
+        normed = self.read(tokens, step, last=last)
+        return None if normed is None else self.logits(normed)
+
+    def read(self, tokens: Tensor, step: Pass, *, last: int | None = None) -> Tensor | None:
+        """Do `forward`, but return the final norm's output [B, min(last, W), width] instead of
+        logits."""
         aux_layers, reader = None, self.reader
         if reader is not None:
             aux_layers = AuxHiddenLayers(reader.aux_layers, tokens, self._weights["embed.weight"])
         normed = self._normed(tokens, step, last, aux_layers)
         if reader is not None and aux_layers is not None:
             reader.read(tokens, aux_layers.hidden, step)
-        return None if normed is None else self.logits(normed)
+        return normed
 
     def hidden(self, tokens: Tensor, step: Pass) -> Tensor:
         """Run tokens as `forward` does. Return the final norm's output [B, W, width]."""

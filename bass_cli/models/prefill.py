@@ -22,7 +22,7 @@ from bass_cli.models.block_allocator import Sender
 from bass_cli.models.capture import Graphs, SkiRental
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.kv_cache import KVCache, Span
-from bass_kernels import Group
+from bass_kernels import Group, log_probability, report_entries
 
 SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512)  # tokens of a captured pass, padding included
 # Maximum tokens of a pass. On an H200, computing about 230 tokens takes as long as reading the
@@ -43,6 +43,8 @@ PATIENCE = 2
 # Maximum extra time of a captured pass of PASS tokens over one of few tokens, in uncaptured passes:
 # 3 ms of operations for the 1.5B.
 _PADDING = 0.15
+# Logits that are computed at once where a text is scored, with float32 copies: 64 MB each.
+_LOGITS = 1 << 24
 
 
 def padded(tokens: int) -> int:
@@ -70,6 +72,42 @@ class Part(NamedTuple):
     def end(self) -> int:
         """The position after the last token."""
         return self.first + len(self.tokens)
+
+
+class Scores:
+    """The target's log-probabilities of a prompt's tokens, as passes over the prompt find them.
+
+    Args:
+        top: how many likeliest tokens to find in each place.
+    """
+
+    def __init__(self, top: int):
+        self.top = top
+        self._scores, self._entries = list[Tensor](), list[Tensor]()
+
+    def add(self, decoder: Decoder, hidden: Tensor, following: Sequence[int]) -> None:
+        """Score the tokens that follow those of a pass.
+
+        Args:
+            hidden: the final norm's output for the pass's tokens, [W, width].
+            following: the token after each of them.
+        """
+        tokens = torch.tensor(following, device=hidden.device)
+        each = max(_LOGITS // decoder.vocab, 1)
+        for lines, wanted in zip(hidden.split(each), tokens.split(each), strict=True):
+            logits = decoder.logits(lines)
+            scores = log_probability(logits, wanted)
+            self._scores.append(scores)
+            if self.top:
+                self._entries.append(report_entries(logits, wanted, scores, self.top))
+
+    def found(self) -> tuple[NDArray[numpy.float32], NDArray[numpy.int64]]:
+        """Return the log-probabilities of all tokens but the first, [T - 1], and the likeliest
+        tokens in the place of each, [T - 1, top] (bass_kernels.report_entries)."""
+        count = sum(map(len, self._scores))
+        scores = torch.cat(self._scores) if count else torch.zeros(0)
+        entries = torch.cat(self._entries) if self._entries else torch.zeros(count, self.top).long()
+        return scores.float().cpu().numpy(), entries.cpu().numpy()
 
 
 def tiled(tokens: int, tile: int) -> int:
@@ -168,6 +206,18 @@ class Passes:
                 return
         numbers, groups = laid_out(parts, size, self.tile, self._scrap)
         self._run(Table.of(self._sender.send(numbers), size, self.tile), groups)
+
+    def read(self, parts: Sequence[Part]) -> list[Tensor]:
+        """Do `run` without a graph. Return the final norm's output for each part's tokens, [W,
+        width] each."""
+        size = sum(tiled(len(part.tokens), self.tile) for part in parts)
+        numbers, groups = laid_out(parts, size, self.tile, self._scrap)
+        table = Table.of(self._sender.send(numbers), size, self.tile)
+        normed = self._decoder.read(table.tokens[None], self._cache.fill(*table[1:], groups))
+        assert normed is not None
+        sizes = [tiled(len(part.tokens), self.tile) for part in parts]
+        found = normed[0].split(sizes)
+        return [lines[: len(part.tokens)] for lines, part in zip(found, parts, strict=True)]
 
     def prepare(self) -> None:
         """Capture passes of all sizes now, not when they have been frequent enough."""

@@ -9,14 +9,16 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from bass_cli.models.block_allocator import BlockLayout, Change
 from bass_cli.models.capture import Graphs
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.kv_cache import KVCache, Span
-from bass_cli.models.prefill import PASS, Part, Passes, alone, tiled
+from bass_cli.models.prefill import PASS, Part, Passes, Scores, alone, tiled
 from bass_kernels import Packed
 
 # tokens of a prefill pass if a deadline may stop it between passes: about as long as a round
@@ -32,12 +34,14 @@ class Prompt:
 
     like: an earlier prompt with the same first tokens, from which keys and values are copied.
     read: positions that are stored already.
+    scores: the log-probabilities of its tokens, if they are wanted.
     """
 
     tokens: Sequence[int]
     span: Span
     like: Prompt | None = None
     read: int = 0
+    scores: Scores | None = None
 
     @property
     def left(self) -> int:
@@ -91,7 +95,12 @@ class Runner:
 
     @torch.inference_mode()
     def open(
-        self, key: str, tokens: Sequence[int], in_time: Callable[[int], bool] | None = None
+        self,
+        key: str,
+        tokens: Sequence[int],
+        in_time: Callable[[int], bool] | None = None,
+        *,
+        logprobs: int | None = None,
     ) -> bool:
         """Reserve space for a prompt under `key`. Rows can begin with that key.
 
@@ -99,6 +108,8 @@ class Runner:
             tokens: the prompt's ids.
             in_time: if given, prefill now. It is called before each pass with a number of tokens,
                 and returns whether there is time for them.
+            logprobs: if given, find the log-probability of each token, and so many likeliest ones
+                in its place, for `prompt_logprobs`. It needs a lag of 1.
 
         Returns:
             False if there was no time; then nothing is stored.
@@ -107,6 +118,9 @@ class Runner:
         assert tokens
         span = self.cache.reserve(max(len(tokens) - self.lag, 0))
         prompt = self._prompts[key] = Prompt(tokens, span, self._like(tokens, span))
+        if logprobs is not None:
+            assert self.lag == 1
+            prompt.scores, prompt.like = Scores(logprobs), None  # what is copied has no logits
         self._remember(prompt)
         if in_time is None and prompt.left:
             self._unread[key] = prompt
@@ -117,8 +131,22 @@ class Runner:
             if not in_time(min(prompt.left, most)):
                 self._close(key)
                 return False
-            self._passes.run([self._part(prompt, most)], capture=False)
+            self._run([prompt], [self._part(prompt, most)], capture=False)
         return True
+
+    def read_all(self) -> None:
+        """Prefill all open prompts now, not when a row of theirs begins."""
+        while self.read():
+            pass
+
+    def prompt_logprobs(
+        self, key: str
+    ) -> tuple[NDArray[numpy.float32], NDArray[numpy.int64]] | None:
+        """Return the log-probabilities of a prompt's tokens (Scores.found), if `open` was told to
+        find them. The prompt must have been prefilled."""
+        prompt = self._prompts[key]
+        assert not prompt.left
+        return None if prompt.scores is None else prompt.scores.found()
 
     @torch.inference_mode()
     def read(self) -> bool:
@@ -127,11 +155,21 @@ class Runner:
         # A prompt waits until the prefix that it copies is stored.
         waiting = [one for one in self._unread.values() if self._copy(one) and one.left]
         if waiting and (most := alone(waiting[0].left, self.device.type)):
-            self._passes.run([self._part(waiting[0], most)], capture=False)
+            self._run(waiting[:1], [self._part(waiting[0], most)], capture=False)
         elif waiting:
-            self._passes.run(list(self._parts(waiting)), capture=True)
+            self._run(waiting, list(self._parts(waiting)), capture=True)
         self._unread = {key: prompt for key, prompt in self._unread.items() if prompt.left}
         return bool(self._unread)
+
+    def _run(self, prompts: Sequence[Prompt], parts: Sequence[Part], *, capture: bool) -> None:
+        """Run a pass over parts of the first prompts, and score those that want it."""
+        both = list(zip(prompts, parts, strict=False))
+        if all(prompt.scores is None for prompt, _ in both):
+            self._passes.run(parts, capture=capture)
+            return
+        for (prompt, part), hidden in zip(both, self._passes.read(parts), strict=True):
+            if prompt.scores is not None:
+                prompt.scores.add(self.decoder, hidden, [*part.tokens[1:], part.behind])
 
     def _parts(self, waiting: Iterable[Prompt]) -> Iterator[Part]:
         """Yield the parts of these prompts that fit into one pass."""

@@ -292,8 +292,11 @@ class Follower:
             tokens, positions = self._ranks.receive(shape, self._decoder.device)
             self._runners[number].feed(tokens, positions, ends)
         elif name == "open":
-            key, prompt, timed = given
-            self._runners[number].open(key, prompt, self._in_time if timed else None)
+            key, prompt, timed, logprobs = given
+            in_time = self._in_time if timed else None
+            self._runners[number].open(key, prompt, in_time, logprobs=logprobs)
+        elif name == "read_all":
+            self._runners[number].read_all()
         elif name == "close":
             self._runners[number].close(*given)
         else:

@@ -373,7 +373,12 @@ class LedRunner(Runner):
             yield
 
     def open(
-        self, key: str, tokens: Sequence[int], in_time: Callable[[int], bool] | None = None
+        self,
+        key: str,
+        tokens: Sequence[int],
+        in_time: Callable[[int], bool] | None = None,
+        *,
+        logprobs: int | None = None,
     ) -> bool:
         def decide(count: int) -> bool:
             """Decide for all processes, because only the leader has a clock."""
@@ -382,8 +387,12 @@ class LedRunner(Runner):
             self._followers.tell(answer)
             return answer
 
-        with self._led("open", key, list(tokens), in_time is not None):
-            return super().open(key, tokens, None if in_time is None else decide)
+        with self._led("open", key, list(tokens), in_time is not None, logprobs):
+            return super().open(key, tokens, None if in_time is None else decide, logprobs=logprobs)
+
+    def read_all(self) -> None:
+        with self._led("read_all"):
+            super().read_all()
 
     def close(self, key: str) -> None:
         with self._led("close", key):

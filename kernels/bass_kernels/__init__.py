@@ -13,7 +13,7 @@ from .linear import is_packed, linear, linear_add, norm_up, pack, project, unpac
 from .noise import SHARED, gumbel
 from .reference import Distances
 from .rounds import BINS, ChosenDrafts, ConfidenceStats
-from .sampling import COLDEST, HOTTEST, Distribution
+from .sampling import COLDEST, HOTTEST, Distribution, log_probability
 from .segments import DeviceGroups, Group, Packed, Segments
 
 embed = by_device(reference.embed, "bass_kernels.pointwise")
@@ -72,6 +72,7 @@ __all__ = [
     "likeliest_tokens",
     "linear",
     "linear_add",
+    "log_probability",
     "norm",
     "norm_up",
     "pack",

@@ -13,6 +13,7 @@ from .dispatch import by_device
 GROUP = 64
 """Tokens in a group. The square root of V / K makes both selections cheapest."""
 _LOW = (1 << 32) - 1
+_IMPOSSIBLE = 0xFF800000  # an entry of probability 0
 
 
 def likeliest_tokens(
@@ -58,7 +59,23 @@ def _places_of_largest(values: Tensor, ids: Tensor, count: int) -> Tensor:
     return ((rank << 32) + (_LOW - ids)).topk(count).indices
 
 
-def report_entries(tokens: Tensor, scores: Tensor) -> Tensor:
-    """Return token ids and float32 scores of one shape as one int64 each: the id in the high half,
-    the bits of the score in the low half."""
-    return (tokens << 32) | (scores.contiguous().view(torch.int32).long() & _LOW)
+def report_entries(
+    logits: Tensor, tokens: Tensor, scores: Tensor, count: int, wanted: Tensor | None = None
+) -> Tensor:
+    """Return the `count` likeliest tokens of each row with their log-probabilities, at temperature
+    1 without truncation.
+
+    Args:
+        logits, wanted: as in `likeliest_tokens`.
+        tokens: [N] int64, any token of each row with a finite logit.
+        scores: [N] float32, its log-probability.
+
+    Returns: entries [N, count] int64: the id in the high half, the bits of the float32
+        log-probability in the low half. If there are fewer tokens, the last ones have probability
+        0.
+    """
+    found, values = likeliest_tokens(logits, count, wanted)
+    above = values - logits.gather(1, tokens[:, None]).float()
+    bits = (scores[:, None] + above).view(torch.int32).long() & _LOW
+    entries, missing = (found << 32) | bits, count - found.shape[1]
+    return torch.nn.functional.pad(entries, (0, missing), value=_IMPOSSIBLE) if missing else entries

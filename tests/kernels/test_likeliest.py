@@ -53,9 +53,15 @@ def test_unwanted_rows_do_not_change_wanted_ones():
     assert tokens.max() < 5000
 
 
-def test_entries_hold_ids_and_scores():
-    tokens = torch.tensor([[0, 151_935], [2**31 - 1, 7]])
-    scores = torch.tensor([[-1.5, 0.0], [-0.0, -torch.inf]])
-    packed = ops.report_entries(tokens, scores)
-    assert torch.equal(packed >> 32, tokens)
-    assert torch.equal(packed.to(torch.int32).view(torch.float32), scores)
+@pytest.mark.parametrize(("vocab", "count"), [(3, 5), (5000, 5)])
+def test_entries_hold_ids_and_log_probabilities(vocab, count):
+    logits = 3 * torch.randn(4, vocab, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    due = logits.double().log_softmax(-1)
+    tokens = torch.tensor([2, 0, 1, 1], device=DEVICE)
+    scores = due.gather(1, tokens[:, None])[:, 0].float()
+    entries = ops.report_entries(logits, tokens, scores, count)
+    numbers = entries.to(torch.int32).view(torch.float32)
+    best = due.topk(min(count, vocab))
+    assert torch.equal(entries[:, :vocab] >> 32, best.indices)
+    torch.testing.assert_close(numbers[:, :vocab], best.values.float(), atol=1e-5, rtol=0)
+    assert (numbers[:, vocab:] == -torch.inf).all()
