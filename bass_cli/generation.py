@@ -37,7 +37,7 @@ from bass_cli.io.prompts import (
     read_prompts,
 )
 from bass_cli.io.readers import Source
-from bass_cli.io.results import STANDARD_OUTPUT, Completion, Writer, open_output
+from bass_cli.io.results import STANDARD_OUTPUT, Completion, open_output
 from bass_cli.io.resume import PromptDigest, check_output_place, manifest_path, read_manifest
 from bass_cli.io.saving import check_format, descriptor_of, is_stream, refuse_shared_files
 from bass_cli.reading import whole
@@ -71,6 +71,21 @@ class Drawing(Protocol):
 
     def usage(self) -> dict[str, Any] | None:
         """Return where the seconds went; None if the screen has counted them."""
+
+
+class SampleWriter(Protocol):
+    """An output of samples: io/results.py's Writer, or one with lines of another layout."""
+
+    name: str
+    notes: list[str]
+
+    @property
+    def done(self) -> Collection[tuple[str, int]]:
+        """The samples that the output has already, as (prompt id, sample)."""
+
+    def write(self, completion: Completion) -> None: ...
+    def add_run(self, seconds: float, usage: dict[str, Any]) -> None: ...
+    def confirm(self) -> None: ...
 
 
 class LocalBackend:
@@ -276,7 +291,7 @@ def tell(
 
 
 def write_samples(
-    writer: Writer,
+    writer: SampleWriter,
     drawing: Drawing,
     job: Job,
     prompts: Iterator[Prompt],
@@ -343,7 +358,7 @@ def _tell_failed(failed: Mapping[str, str | None], screen: Screen) -> None:
         screen.error(f'{many} could not be run; the first, "{first}": {error}')
 
 
-def _progress(writer: Writer, *, complete: bool) -> list[str]:
+def _progress(writer: SampleWriter, *, complete: bool) -> list[str]:
     """Describe the samples that the file already has."""
     if not writer.done:
         return []

@@ -24,7 +24,7 @@ lengths
 run
 cluster
 generation ray
-bench | eval | distill
+batch | bench | eval | distill
 cli __main__
 """
 PLACES = {name: (number, group) for number, line in enumerate(LAYERS.strip().splitlines())

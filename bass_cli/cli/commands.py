@@ -19,6 +19,7 @@ from bass_cli import __version__
 from bass_cli.cli.help import EPILOG, Command, Group
 from bass_cli.cli.options import in_flags, takes
 from bass_cli.config.commands import (
+    BatchArgs,
     BenchArgs,
     DistillArgs,
     DoctorArgs,
@@ -118,6 +119,27 @@ def generate(args: GenerateArgs) -> None:
         from bass_cli.generation import generate_samples
 
         if not generate_samples(args, screen):
+            raise typer.Exit(1)
+
+
+@app.command(cls=Command, epilog=EPILOG)
+@takes(BatchArgs)
+def batch(args: BatchArgs) -> None:
+    """Answer the requests of a file in OpenAI's batch format.
+
+    \b
+    Example:
+      bass batch requests.jsonl responses.jsonl --model Qwen/Qwen2.5-0.5B-Instruct
+
+    After an interruption, run the same command again: it continues its output files.
+    """
+    if args.ray is None:
+        begin(args.threads)
+        expect(args.device)
+    with running(args, "interrupted; run the same command again to continue") as screen:
+        from bass_cli.batch.command import run
+
+        if not run(args, screen):
             raise typer.Exit(1)
 
 

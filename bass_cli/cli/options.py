@@ -37,6 +37,7 @@ _PATHS = {
     "report",
     "parts",
     "plot",
+    "errors",
 }
 # A field in a message; not in quoted text of a user or in a file's name
 _NAMED = re.compile(r"(?<![^ (])`([a-z_.]+(?:=True|=False)?)`(?![\"\w./])")

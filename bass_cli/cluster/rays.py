@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from bass_cli.cluster.fleet import Fault, Lost, Place, Process
 from bass_cli.cluster.worker import JobSpec, Worker
 from bass_cli.cluster.worker_pool import WorkerPool
-from bass_cli.config.commands import DistillArgs, SampleArgs
+from bass_cli.config.commands import BatchArgs, DistillArgs, SampleArgs
 from bass_cli.config.job import Job
 from bass_cli.errors import MachineError, UserError
 from bass_cli.io.console import Screen
@@ -53,7 +53,7 @@ class Request(NamedTuple):
     actors: int | None
 
 
-def read_request(args: SampleArgs | DistillArgs, job: Job, out: str) -> Request | None:
+def read_request(args: SampleArgs | BatchArgs | DistillArgs, job: Job, out: str) -> Request | None:
     """Check --ray and --actors; return None without --ray.
 
     Raises:

@@ -89,6 +89,10 @@ _WholeJob: Any = args_of(
     group=WHOLE_JOB,
     variable=False,
 )
+_Requests: Any = args_of(
+    *("max_new_tokens", "stop", "stop_token_ids", "include_stop", "draft_length", "budget"),
+    *("batch_size", "limit", "tensor_parallel"),
+)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -156,6 +160,25 @@ class GenerateArgs(_Chats, _Texts, SampleArgs):
     json_summary: bool = switch(
         "Print a summary as JSON to standard output; needs --out FILE", OUTPUT, flag="--json"
     )
+
+
+@dataclass(kw_only=True, eq=False)
+class BatchArgs(_Requests, _Chats, _Distribution, PairArgs, _Quiet):
+    prompts: str = flag(
+        "A .jsonl file of requests in OpenAI's batch format: custom_id, method, url, body.",
+        "",
+        "IN",
+        default=MISSING,
+    )
+    out: str = flag("Output file for the responses.", "", "OUT", default=MISSING)
+    errors: str | None = flag(
+        "Output file for requests that failed", OUTPUT, "FILE", shown="OUT.errors"
+    )
+    ray: str | None = flag(_RAY)
+    actors: str | None = flag(_ACTORS)
+    resume: bool = switch("Fail if there is no output file to continue", OUTPUT, rare=True)
+    overwrite: bool = switch("Replace existing output files", OUTPUT)
+    json_summary: bool = switch("Print a summary as JSON to standard output", OUTPUT, flag="--json")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -464,6 +487,7 @@ class DoctorArgs(_Document):
 
 COMMANDS: Mapping[str, type] = {
     "generate": GenerateArgs,
+    "batch": BatchArgs,
     "profile": ProfileArgs,
     "distill": DistillArgs,
     "bench": BenchArgs,

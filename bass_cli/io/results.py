@@ -347,6 +347,7 @@ def open_output(
     overwrite: bool = False,
     prompt_ids: Callable[[], Mapping[str, Mapping[str, Any]]] | None = None,
     prompts: PromptDigest | None = None,
+    read: Callable[[IO[bytes], str], Past] = read_past,
 ) -> Writer:
     """Open, check and lock an output; a UserError leaves the file as it was.
 
@@ -361,6 +362,7 @@ def open_output(
         prompt_ids: Returns the prompts' own settings by id. If given, a file with a damaged
             manifest is continued if its lines fit.
         prompts: The digest of the prompts.
+        read: Reads the lines of an existing file.
     """
     if overwrite and resume:
         raise UserError("`resume` and `overwrite` contradict each other; give one of them")
@@ -383,7 +385,7 @@ def open_output(
         past, notes = (
             (Past(), [])
             if fresh
-            else _read_before(stream, path, manifest["results"], prompt_ids, prompts)
+            else _read_before(stream, path, manifest["results"], prompt_ids, prompts, read)
         )
         if past.done:
             past.totals["seconds"] = known_seconds(path, past.totals["samples"])
@@ -401,11 +403,12 @@ def _read_before(
     results: dict[str, Any],
     prompt_ids: Callable[[], Mapping[str, Mapping[str, Any]]] | None,
     prompts: PromptDigest | None,
+    read: Callable[[IO[bytes], str], Past],
 ) -> tuple[Past, list[str]]:
     """Read the file, with notes for the user; UserError if this run may not continue it."""
     try:
         growth = check_manifest(path, results, prompts)
-        past = read_past(stream, path)
+        past = read(stream, path)
     except DamagedManifestError as damaged:
         marked = is_marked(stream, results, prompts)
         if marked is False:

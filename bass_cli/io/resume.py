@@ -391,11 +391,16 @@ def _show(results: dict[str, Any], key: str) -> str:
 
 
 def result_rows(
-    stream: IO[bytes], name: str, past: Past
+    stream: IO[bytes],
+    name: str,
+    past: Past,
+    check_row: Callable[[dict[str, Any], str], None] | None = None,
 ) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
     """Yield the whole lines from the start as (number, bytes, row).
 
     `past.end` is set to the end of each line; torn lines and holes are counted in `past`.
+    `check_row` raises UserError at a row of another kind; its second argument is the row's place.
+    Default: for result lines.
     """
     stream.seek(0)
     broken = 0
@@ -414,7 +419,7 @@ def result_rows(
         if row is None:
             broken, past.torn = number, len(line)
             continue
-        _check_row(row, f"{name}:{number}")
+        (check_row or _check_row)(row, f"{name}:{number}")
         past.end += len(line)
         yield number, line, row
 

@@ -1,0 +1,158 @@
+"""Run `bass batch`: answer the requests of a file in OpenAI's batch format.
+
+The prompts of all requests share the batch of one engine, each with its own settings, as the lines
+of `bass generate` do (generation.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator, Set
+from typing import Any
+
+from bass_cli.batch.answers import Answers, BatchFacts, RequestDigest, read_answers
+from bass_cli.batch.requests import Request, read_requests
+from bass_cli.batch.responses import Spell
+from bass_cli.cluster.rays import read_request
+from bass_cli.cluster.worker import JobSpec
+from bass_cli.config.commands import BatchArgs
+from bass_cli.config.job import Job, Pair
+from bass_cli.errors import UserError
+from bass_cli.formats.tokenizer import begin
+from bass_cli.generation import (
+    check_name,
+    drawing_of,
+    files_read,
+    files_written,
+    read_job,
+    with_rows_of,
+    write_samples,
+)
+from bass_cli.io import terminal
+from bass_cli.io.console import Screen
+from bass_cli.io.prompts import Checked, Prompt, check
+from bass_cli.io.readers import Source, open_source
+from bass_cli.io.results import open_output
+from bass_cli.io.saving import is_stream, refuse_shared_files
+from bass_cli.reading import shown
+
+COMPLETION_TOKENS = 16  # of a completion without max_tokens, as in OpenAI's API
+_WHOLE_CONTEXT = 2**20  # tokens of a chat without a limit; the model's context is the real one
+# OpenAI's defaults, for what neither a request nor the job sets
+_DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "max_new_tokens": _WHOLE_CONTEXT}
+_MOST_SHOWN = 3  # models in a note
+
+
+def run(args: BatchArgs, screen: Screen) -> bool:
+    """Answer the requests; return whether all were answered."""
+    out, errors = args.out, f"{args.out}.errors" if args.errors is None else args.errors
+    for what, path in (("the responses", out), ("`errors`", errors)):
+        if not path or is_stream(path):
+            raise UserError(f"{what}: a file is needed, so that a killed run can be continued")
+    job = read_job(args, _DEFAULTS, n=1)
+    written = [*files_written(out), ("`errors`", errors)]
+    refuse_shared_files(
+        written, [("the file of requests", args.prompts), *files_read(args.pair, job)]
+    )
+    check_name(out, overwrite=args.overwrite)
+    check_name(errors, overwrite=args.overwrite)
+    stale = args.overwrite and os.path.exists(errors)
+    job = with_rows_of(job, out, overwrite=args.overwrite)
+    cluster = read_request(args, job, out)
+    screen.phase("reading the requests")
+    batch = _Batch(open_source(args.prompts), job)
+    checked = batch.check()
+    identity = {"prompts": batch.digest.record(), "prompt_column": job.prompt_column}
+    spec = JobSpec(job, identity, checked.count, checked.longest, None, checked.wanted)
+    with drawing_of(spec, screen, cluster) as drawing:
+        manifest = drawing.facts.manifest | {"source": batch.source.name}
+        opened = functools.partial(
+            open_output,
+            manifest=manifest,
+            overwrite=args.overwrite,
+            prompts=batch.digest,
+            read=read_answers,
+        )
+        with Answers(
+            opened(out, resume=args.resume),
+            opened(errors),
+            stale=stale,
+            model=served_model(job.pair),
+            n=job.n,
+            spell=spelling(job.pair, wanted=batch.facts.logprobs is not None),
+        ) as answers:
+            for note in notes_on(batch.facts.models, job.pair):
+                screen.note(note)
+            answers.skip(batch.requests())
+            summary = write_samples(
+                answers,
+                drawing,
+                job,
+                answers.prompts(batch.requests()),
+                checked.count,
+                screen,
+                wanted=checked.wanted,
+            )
+            failed = answers.failed
+    if failed:
+        many = "1 request" if failed == 1 else f"{failed} requests"
+        screen.error(f"{many} could not be answered; the reasons are in {errors}")
+    if args.json_summary:
+        terminal.document(summary | {"file": answers.totals, "failed": failed})
+    return not failed
+
+
+class _Batch:
+    """The requests of a file, which is read again for each pass over them."""
+
+    def __init__(self, source: Source, job: Job):
+        self.source, self._job = source, job
+        self.digest, self.facts = RequestDigest(source, job.prompt_column), BatchFacts()
+
+    def requests(self) -> Iterator[Request]:
+        sets_none = self._job.sampling.max_new_tokens == _WHOLE_CONTEXT
+        return read_requests(
+            self.source, self._job, completion_tokens=COMPLETION_TOKENS if sets_none else None
+        )
+
+    def check(self) -> Checked:
+        """Read all requests; return the facts about their prompts."""
+
+        def prompts() -> Iterator[Prompt]:
+            for request in self.requests():
+                self.digest.add_request(request)
+                self.facts.add(request)
+                yield from request.prompts
+
+        return check(prompts(), job=self._job)
+
+
+def served_model(pair: Pair) -> str:
+    """Return the name of a pair's target in responses."""
+    return pair.target
+
+
+def notes_on(models: Set[str], pair: Pair) -> list[str]:
+    """Return a note if requests name another model than the one that answers them."""
+    others = sorted(models - {pair.target, pair.name})
+    if not others:
+        return []
+    named = ", ".join(shown(one)[1:-1] for one in others[:_MOST_SHOWN])
+    more = "" if len(others) <= _MOST_SHOWN else f" and {len(others) - _MOST_SHOWN} more"
+    return [f"requests name {named}{more}; all are answered by {served_model(pair)}"]
+
+
+def spelling(pair: Pair, *, wanted: bool) -> Spell:
+    """Return a function of the bytes of a token; the tokenizer is loaded only if it is wanted."""
+    if not wanted:
+        return lambda _: b""
+    tokenizer: Any = begin(pair)()
+    assert tokenizer is not None
+
+    def spell(id_: int) -> bytes:
+        text = tokenizer.spelled(id_) if id_ in special else tokenizer.decode([id_])
+        return text.encode()
+
+    special = set(tokenizer.special_tokens.values())
+    return spell

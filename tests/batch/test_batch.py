@@ -1,0 +1,380 @@
+"""`bass batch` from the command line to its files, which the openai package parses."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import write_checkpoint, write_tokenizer
+from forked import Forked
+from openai.types import Completion as TextCompletion
+from openai.types.chat import ChatCompletion
+from typer.testing import CliRunner
+
+from bass_cli import Completion, Job, Pair, Sampling, Speculation, generate
+from bass_cli.cli.commands import app
+from bass_cli.formats.tokenizer import Tokenizer
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+FLAGS = ("--model", "model", "--device", "cpu", "--dtype", "fp32", "--draft-length", "3")
+HELLO = [{"role": "user", "content": "the cat sat"}]
+# Ends the process when it has appended so many lines
+KILLED = """
+import os, signal
+from bass_cli.io.results import Writer
+append, left = Writer.append, {count}
+def counted(self, line, row):
+    global left
+    append(self, line, row)
+    left -= 1
+    if not left:
+        os.kill(os.getpid(), signal.SIGKILL)
+Writer.append = counted
+from bass_cli.__main__ import main
+main()
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "model"
+    write_checkpoint("llama", folder, shards=False, num_hidden_layers=2)
+    write_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture
+def place(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the working directory of the test, with the model."""
+    (tmp_path / "model").symlink_to(model)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def request(name: str, url: str = CHAT, **body: Any) -> dict[str, Any]:
+    given = {"messages": HELLO} if url == CHAT else {"prompt": "the cat sat"}
+    body = {"model": "m", "max_tokens": 8, **given, **body}
+    return {"custom_id": name, "method": "POST", "url": url, "body": body}
+
+
+def write_requests(*requests: Any) -> None:
+    Path("in.jsonl").write_text("".join(json.dumps(one) + "\n" for one in requests))
+
+
+def batch(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["batch", "in.jsonl", "out.jsonl", *FLAGS, *arguments])
+
+
+def lines(name: str = "out.jsonl") -> dict[str, dict[str, Any]]:
+    rows = [json.loads(line) for line in Path(name).read_bytes().splitlines()]
+    found = {row["custom_id"]: row for row in rows}
+    assert len(found) == len(rows)
+    return found
+
+
+def fixed(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return what is the same in each run: all but ids and times."""
+    return {
+        name: (
+            row["error"],
+            row["response"]["status_code"],
+            {k: v for k, v in row["response"]["body"].items() if k not in ("id", "created")},
+        )
+        for name, row in rows.items()
+    }
+
+
+def samples(*prompts: dict[str, Any], n: int = 1, **sampling: Any) -> list[list[Completion]]:
+    """Return the samples of each prompt, drawn plainly with these settings of the whole job."""
+    given = {"temperature": 1.0, "top_p": 1.0, "max_new_tokens": 8} | sampling
+    job = Job(
+        pair=Pair(name="model", target="model", draft="none"),
+        n=n,
+        device="cpu",
+        dtype="fp32",
+        sampling=Sampling(**given),
+        speculation=Speculation(length=0),
+    )
+    drawn = sorted(generate(prompts, job), key=lambda one: one.sample)
+    return [[one for one in drawn if one.id == prompt["id"]] for prompt in prompts]
+
+
+# Fields of a body, and the same in a job
+FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "none": ({}, {}),
+    "n": ({"n": 3}, {"n": 3}),
+    "temperature": ({"temperature": 0.3}, {"temperature": 0.3}),
+    "greedy": ({"temperature": 0, "n": 2}, {"temperature": 0, "n": 2}),
+    "top_p": ({"top_p": 0.4}, {"top_p": 0.4}),
+    "top_k": ({"top_k": 3}, {"top_k": 3}),
+    "every k": ({"top_k": -1}, {}),
+    "seed": ({"seed": 11}, {"seed": 11}),
+    "max_tokens": ({"max_tokens": 20}, {"max_new_tokens": 20}),
+    "max_completion_tokens": ({"max_tokens": None, "max_completion_tokens": 3}, {"max_new_tokens": 3}),
+    "stop": ({"stop": "e"}, {"stop": "e"}),
+    "stops": ({"stop": ["e", "a"]}, {"stop": ["e", "a"]}),
+    "stop_token_ids": ({"stop_token_ids": [40, 41]}, {"stop_token_ids": [40, 41]}),
+    "include_stop": (
+        {"stop": ["e"], "include_stop_str_in_output": True},
+        {"stop": ["e"], "include_stop": True},
+    ),
+}  # fmt: skip
+
+
+def test_each_field_has_the_effect_of_a_job_setting(place: Path) -> None:
+    write_requests(
+        *(request(f"chat {name}", **body) for name, (body, _) in FIELDS.items()),
+        *(request(f"text {name}", COMPLETION, **body) for name, (body, _) in FIELDS.items()),
+    )
+    result = batch()
+    assert result.exit_code == 0, result.stderr
+    assert not Path("out.jsonl.errors").exists()
+    rows = lines()
+    assert len(rows) == 2 * len(FIELDS)
+    texts = set()
+    for name, (_, setting) in FIELDS.items():
+        chat = {"id": f"chat {name}", "messages": HELLO}
+        text = {"id": f"text {name}", "prompt": "the cat sat"}
+        for kind, due in zip(("chat", "text"), samples(chat, text, **setting), strict=True):
+            body = rows[f"{kind} {name}"]["response"]["body"]
+            found = [
+                (one["message"]["content"] if kind == "chat" else one["text"], one["finish_reason"])
+                for one in body["choices"]
+            ]
+            reasons = {"eos": "stop"}
+            assert found == [
+                (one.text, reasons.get(one.finish_reason, one.finish_reason)) for one in due
+            ], (kind, name)
+            assert body["usage"] == {
+                "prompt_tokens": due[0].prompt_tokens,
+                "completion_tokens": sum(one.tokens for one in due),
+                "total_tokens": due[0].prompt_tokens + sum(one.tokens for one in due),
+            }
+            texts.add(due[0].text)
+    assert len(texts) > len(FIELDS)
+
+
+def test_the_openai_package_parses_every_body(place: Path, model: Path) -> None:
+    write_requests(
+        request("chat", n=2, logprobs=True, top_logprobs=2),
+        request("alone", logprobs=True),
+        request("text", COMPLETION, prompt=["the cat", "a dog"], n=2, logprobs=3, max_tokens=None),
+        request("plain", COMPLETION, user="me", metadata={"a": "b"}, stream=False, best_of=1),
+    )
+    result = batch()
+    assert result.exit_code == 0, result.stderr
+    assert "requests name m; all are answered by model" in result.stderr
+    rows = lines()
+    tokenizer = Tokenizer.load(model)
+    chat = ChatCompletion.model_validate(rows["chat"]["response"]["body"])
+    (due,) = samples({"id": "chat", "messages": HELLO}, n=2, logprobs=2)
+    for choice, sample in zip(chat.choices, due, strict=True):
+        assert choice.logprobs is not None
+        content = choice.logprobs.content
+        assert content is not None
+        assert [one.logprob for one in content] == pytest.approx(sample.token_logprobs, abs=1e-5)
+        assert b"".join(bytes(one.bytes or ()) for one in content).decode("utf-8", "replace")
+        for one, likeliest in zip(content, sample.top_logprobs, strict=True):
+            assert [top.logprob for top in one.top_logprobs] == pytest.approx(
+                [number for _, number in likeliest], abs=1e-5
+            )
+            assert one.top_logprobs[0].token == tokenizer.decode([likeliest[0][0]])
+    alone = ChatCompletion.model_validate(rows["alone"]["response"]["body"])
+    assert alone.choices[0].logprobs is not None
+    assert all(not one.top_logprobs for one in alone.choices[0].logprobs.content or ())
+    text = TextCompletion.model_validate(rows["text"]["response"]["body"])
+    assert [choice.index for choice in text.choices] == [0, 1, 2, 3]
+    assert text.usage is not None
+    assert text.usage.completion_tokens <= 4 * 16  # OpenAI's limit where none is given
+    for choice in text.choices:
+        logprobs = choice.logprobs
+        assert logprobs is not None
+        assert logprobs.tokens is not None
+        assert logprobs.top_logprobs is not None
+        assert (
+            all(
+                3 <= len(top) <= 4 and token in top
+                for token, top in zip(logprobs.tokens, logprobs.top_logprobs, strict=True)
+            )
+            or len(set(tokenizer.texts)) > 0
+        )
+        assert logprobs.text_offset is not None
+        assert len(logprobs.text_offset) == len(logprobs.token_logprobs or ())
+    (own,) = samples({"id": "text[1]", "prompt": "a dog"}, n=2, max_new_tokens=16)
+    assert [choice.text for choice in text.choices[2:]] == [one.text for one in own]
+    TextCompletion.model_validate(rows["plain"]["response"]["body"])
+
+
+REFUSED = {
+    "stream": ({"stream": True}, ["stream"]),
+    "several": ({"echo": True, "foo": 1, "best_of": 4}, ["echo", "foo", "best_of"]),
+    "values": ({"temperature": -1, "top_p": 2}, ["temperature", "top_p"]),
+    "limit": ({"max_tokens": 0}, ["max_tokens"]),
+    "limits": ({"max_tokens": 4, "max_completion_tokens": 5}, ["max_completion_tokens"]),
+    "messages": ({"messages": [{"role": 5, "content": "a"}]}, ["messages[0].role"]),
+    "missing": ({"messages": None}, ["messages"]),
+    "alone": ({"top_logprobs": 3}, ["top_logprobs"]),
+    "many": ({"logprobs": True, "top_logprobs": 30}, ["top_logprobs"]),
+    "format": ({"response_format": {"type": "xml"}}, ["response_format"]),
+    "choice": ({"guided_choice": []}, ["guided_choice"]),
+    "kinds": ({"structured_outputs": {"json": {}, "regex": "a"}}, ["structured_outputs"]),
+}
+
+
+def test_refused_fields_are_named_in_the_error_file(place: Path) -> None:
+    write_requests(
+        *(request(name, **body) for name, (body, _) in REFUSED.items()),
+        request("fine"),
+        request("url") | {"url": "/v1/embeddings"},
+        request("method") | {"method": "GET"},
+        request("more") | {"extra": 1},
+        request("long", COMPLETION, prompt="the cat " * 300),
+    )
+    result = batch("--errors", "failed.jsonl")
+    assert result.exit_code == 1
+    assert "16 requests could not be answered; the reasons are in failed.jsonl" in result.stderr
+    assert set(lines()) == {"fine"}
+    rows = lines("failed.jsonl")
+    assert set(rows) == {*REFUSED, "url", "method", "more", "long"}
+    named = {name: fields for name, (_, fields) in REFUSED.items()}
+    for name, fields in (named | {"url": ["url"], "method": ["method"], "more": ["extra"]}).items():
+        error = rows[name]["response"]["body"]["error"]
+        assert error["param"] == fields[0]
+        assert all(f'"{field}": ' in error["message"] for field in fields)
+        assert rows[name]["response"]["status_code"] == 400
+        assert rows[name]["error"] == {"code": error["code"], "message": error["message"]}
+    assert "the model's context is 256" in rows["long"]["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ('{"custom_id": "a"', "in.jsonl:1: broken JSON"),
+        ("[1]\n", "in.jsonl:1: a request is an object with custom_id, method, url, body"),
+        ('{"id": "a", "body": {}}\n', 'in.jsonl:1: field "custom_id": it is missing'),
+        ('{"custom_id": 7}\n', 'in.jsonl:1: field "custom_id": a text is needed, not 7'),
+        (
+            '{"custom_id": "a"}\n\n{"custom_id": "a"}\n',
+            "in.jsonl:3: field \"custom_id\": 'a' is also that of line 1",
+        ),
+        ("\n", "in.jsonl: it contains no"),
+    ],
+)
+def test_a_file_that_is_no_batch_is_refused_before_a_model_is_loaded(
+    place: Path, content: str, reason: str
+) -> None:
+    Path("in.jsonl").write_text(content)
+    result = batch("--model", "missing")
+    assert result.exit_code == 2
+    assert reason in result.stderr
+    assert {path.name for path in place.iterdir()} == {"in.jsonl", "model"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["in.jsonl", "in.jsonl"], "this is the file of requests, which would be lost"),
+        (["in.jsonl", "-"], "the responses: a file is needed"),
+        (["in.jsonl", "out.jsonl", "--errors", "out.jsonl"], "give another name"),
+        (["in.jsonl", "out.jsonl", "--resume"], "there is nothing to resume"),
+        (["in.jsonl", "out.csv"], "nothing is written as .csv"),
+    ],
+)
+def test_files_that_cannot_be_used_are_refused(
+    place: Path, arguments: list[str], reason: str
+) -> None:
+    write_requests(request("a"))
+    result = CliRunner().invoke(app, ["batch", *arguments, *FLAGS])
+    assert result.exit_code == 2
+    assert reason in result.stderr
+
+
+def many() -> list[dict[str, Any]]:
+    return [
+        request(str(number), (CHAT, COMPLETION)[number % 2], n=number % 3, max_tokens=4 + number)
+        for number in range(8)
+    ]
+
+
+def test_a_killed_run_continues_to_the_same_lines(place: Path) -> None:
+    count = 4
+    write_requests(*many())
+    assert batch("--batch-size", "3").exit_code == 1
+    due = fixed(lines()), fixed(lines("out.jsonl.errors"))
+    assert len(due[0]) == 5
+    for path in place.glob("out.*"):
+        path.unlink()
+    arguments = ("batch", "in.jsonl", "out.jsonl", *FLAGS, "--batch-size", "3")
+    killed = Forked(KILLED.format(count=count), *arguments, cwd=place)
+    assert killed.wait(60) == -signal.SIGKILL
+    names = ("out.jsonl", "out.jsonl.errors")
+    kept = [Path(name).read_bytes() for name in names]
+    assert sum(one.count(b"\n") for one in kept) == count
+    assert batch("--batch-size", "2", "--draft-length", "0", "--resume").exit_code == 1
+    for name, before in zip(names, kept, strict=True):
+        assert Path(name).read_bytes().startswith(before)
+    assert (fixed(lines()), fixed(lines("out.jsonl.errors"))) == due
+
+
+def test_torn_lines_are_dropped_and_drawn_again(place: Path) -> None:
+    write_requests(*many())
+    assert batch().exit_code == 1
+    due = fixed(lines()), fixed(lines("out.jsonl.errors"))
+    for name in ("out.jsonl", "out.jsonl.errors"):
+        path = Path(name)
+        path.write_bytes(path.read_bytes()[:-40])
+    result = batch()
+    assert "dropping a torn last line" in result.stderr
+    assert (fixed(lines()), fixed(lines("out.jsonl.errors"))) == due
+    complete = Path("out.jsonl").read_bytes()
+    assert "complete" in batch().stderr
+    assert Path("out.jsonl").read_bytes() == complete
+
+
+def test_other_settings_and_changed_requests_are_refused(place: Path) -> None:
+    write_requests(*many())
+    assert batch().exit_code == 1
+    result = batch("--seed", "5")
+    assert (result.exit_code, "seed: 0 before, 5 now" in result.stderr) == (2, True)
+    write_requests(*many()[:3], request("x"), *many()[4:])
+    result = batch()
+    assert result.exit_code == 2
+    assert "prompt number 4 has changed" in result.stderr
+    write_requests(*many(), request("added"))
+    assert batch().exit_code == 1
+    assert "added" in lines()
+    write_requests(request("x"))
+    assert batch("--overwrite").exit_code == 0
+    assert (set(lines()), lines("out.jsonl.errors")) == ({"x"}, {})
+
+
+def test_a_file_for_vllm_run_batch_is_answered(place: Path) -> None:
+    """The fields of the examples in vLLM's documentation."""
+    messages = [
+        {"role": "system", "content": "You are helpful."},
+        {"role": "user", "content": "Hi"},
+    ]
+    write_requests(
+        *(
+            {
+                "custom_id": f"request-{number}",
+                "method": "POST",
+                "url": CHAT,
+                "body": {
+                    "model": "meta-llama/Meta-Llama-3-8B-Instruct",
+                    "messages": messages,
+                    "max_completion_tokens": 12,
+                },
+            }
+            for number in (1, 2)
+        )
+    )
+    assert batch("--json").exit_code == 0
+    for row in lines().values():
+        body = ChatCompletion.model_validate(row["response"]["body"])
+        assert body.choices[0].message.role == "assistant"
+        assert body.model == "model"
