@@ -22,6 +22,7 @@ from bass_cli.bench.rivals import LOADERS, describe
 from bass_cli.bench.runs import decode, fill
 from bass_cli.config.job import load_pair, make_job
 from bass_cli.engine.batch import Row
+from bass_cli.engine.sampling import RowSampling
 from bass_cli.run.build import build
 from bass_cli.run.plan import make_plan
 
@@ -67,7 +68,8 @@ def encode(tokenizer, texts):
 def run_bass(loop, prompts, tokens):
     """Continue every prompt greedily by `tokens` tokens. Returns: seconds, sequences, accepted
     drafts of a row in a round."""
-    rows = [Row(str(i), 0, 0, list(p), tokens, temperature=0.0) for i, p in enumerate(prompts)]
+    greedy = RowSampling(temperature=0.0)
+    rows = [Row(str(i), 0, 0, list(p), tokens, sampling=greedy) for i, p in enumerate(prompts)]
     began = time.perf_counter()
     fill(loop, rows)
     run = decode(loop, rows)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from bass_cli.bench.settings import Settings
 from bass_cli.engine.batch import Row
+from bass_cli.engine.sampling import RowSampling
 from bass_cli.errors import UserError
 from bass_cli.io.prompts import Prompt, read_prompts
 from bass_cli.io.readers import open_source
@@ -141,9 +142,9 @@ def rows_for(
             sampling.seed + repeat,
             list(prompts[i // samples]),
             limit or settings.new_tokens,
-            temperature=temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
+            sampling=RowSampling(
+                temperature=temperature, top_k=sampling.top_k, top_p=sampling.top_p
+            ),
         )
         for i in range(count)
     ]

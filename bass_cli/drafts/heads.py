@@ -74,9 +74,7 @@ class HeadDrafter(ReadingDrafter[FeatureHead]):
             last = block[:, 0] if last is None else last
             return self.head.whole(self.head.after(last, logits[:, place]))
 
-        return propose_chain(
-            logits_of, places, params, lengths, coupling=self._coupling, scored=True
-        )
+        return propose_chain(logits_of, places, params, batch, coupling=self._coupling, scored=True)
 
 
 class ChainDrafter(ReadingDrafter[ChainHead]):
@@ -111,5 +109,5 @@ class ChainDrafter(ReadingDrafter[ChainHead]):
             return self.head.whole(logits)
 
         return propose_chain(
-            logits_of, places, params, lengths, coupling=self._coupling, goes_on=goes_on
+            logits_of, places, params, batch, coupling=self._coupling, goes_on=goes_on
         )

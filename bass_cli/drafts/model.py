@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 import bass_kernels as ops
-from bass_cli.engine.batch import Batch, Change, SamplingParams
+from bass_cli.engine.batch import Batch, Change
 from bass_cli.engine.contracts import Drafter, InTime, Proposal
+from bass_cli.engine.sampling import SamplingParams
 from bass_cli.models.runner import Runner
 
 
@@ -124,7 +125,7 @@ class ModelDrafter(ModelRows):
             return self.runner.forward(*fed, batch.ends(step), last=1)[:, 0]
 
         found = propose_chain(
-            logits_of, places, params, lengths, coupling=self._coupling, goes_on=goes_on
+            logits_of, places, params, batch, coupling=self._coupling, goes_on=goes_on
         )
         self._fed -= length - found.tokens.shape[1]  # `expect` has counted all of them
         return found
@@ -187,13 +188,14 @@ def propose_chain(
     logits_of: Callable[[int, Tensor | None], Tensor],
     places: Tensor,
     params: SamplingParams,
-    lengths: Tensor,
+    batch: Batch,
     *,
     coupling: str,
     scored: bool = False,
     goes_on: Callable[[Tensor], bool] | None = None,
 ) -> Proposal:
-    """Draft one token after the other for `places` [k, B].
+    """Draft one token after the other for `places` [k, B]. The rows' logits processors apply, so
+    that more drafts are accepted.
 
     Args:
         logits_of: logits_of(step, tokens) returns logits [B, V] after the tokens [B] of the step
@@ -208,14 +210,15 @@ def propose_chain(
     distributions: list[ops.Distribution] = []
     for step, at in enumerate(places):
         logits = logits_of(step, tokens[-1] if tokens else None)
+        logits = _processed(logits, batch, tokens)
         if coupling == "maximal":
-            token, probs = ops.draft_sample(logits, *params, at, lengths)
+            token, probs = params.draft(logits, at, batch.lengths[: batch.rows])
             distributions.append(probs)
         elif scored or goes_on is not None:
             token, score = params.sample(logits, at)
             scores.append(score)
         else:
-            token = ops.sample(logits, *params, at)
+            token = params.sample_tokens(logits, at)
         tokens.append(token)
         if goes_on is not None and not goes_on(scores[-1].exp()):
             break
@@ -224,6 +227,18 @@ def propose_chain(
         _stacked(distributions) if distributions else None,
         scores=torch.stack(scores, 1) if scored and scores else None,
     )
+
+
+def _processed(logits: Tensor, batch: Batch, drafts: Sequence[Tensor]) -> Tensor:
+    """Return a draft's logits [N, U] as the rows' processors change them after the drafts [B] each.
+    N is a multiple of B, row after row."""
+    if not batch.processors.active:
+        return logits
+    rows = torch.arange(batch.rows, device=logits.device)
+    rows = rows.repeat_interleave(len(logits) // batch.rows)
+    before = torch.stack([*drafts], 1) if drafts else batch.tokens.new_zeros(batch.rows, 0)
+    places = torch.full_like(rows, len(drafts))
+    return batch.process_packed(logits, rows, places, before, masked=False)
 
 
 def _stacked(distributions: list[ops.Distribution]) -> ops.Distribution:
@@ -241,12 +256,12 @@ def propose_at_once(
     shared coupling the proposal has scores."""
     rows, length = logits.shape[:2]
     places = batch.places(0, length).flatten()
-    flat = logits.flatten(0, 1)
+    flat = _processed(logits.flatten(0, 1), batch, ())
     if coupling == "shared":
         found, scores = params.sample(flat, places)
         return Proposal(found.view(rows, length), None, scores=scores.view(rows, length))
     starts, params = batch.lengths[:rows].repeat_interleave(length), params.repeat(length)
-    tokens, probs = ops.draft_sample(flat, *params, places, starts)
+    tokens, probs = params.draft(flat, places, starts)
     values, edges = (None if part is None else part.unflatten(0, (-1, length)) for part in probs)
     assert values is not None
     return Proposal(tokens.view(rows, length), ops.Distribution(values, edges))

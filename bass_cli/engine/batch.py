@@ -8,11 +8,9 @@ the last one. Not here: keys and values (models/kv_cache.py), when a row ends (r
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import numpy
 import torch
@@ -21,6 +19,8 @@ from torch import Tensor
 
 import bass_kernels as ops
 from bass_cli.engine.host_state import LENGTH, LIMIT, NO_REPORT, PROMPT, HostState, Row, covering
+from bass_cli.engine.processors import Processors
+from bass_cli.engine.sampling import Columns, SamplingParams, noise_key, params_of
 from bass_cli.engine.sizes import WIDTHS, cover
 from bass_cli.models.block_allocator import BlockAllocator, BlockCopy, BlockLayout, Change, Sender
 
@@ -39,7 +39,7 @@ class Batch:
     tokens: [rows, context] int64 on the device. Places from a row's length on hold no valid data.
     lengths: [rows] int64 on the device.
     hosts: the live Rows, in order.
-    version: changes when `tokens` moves to another address.
+    processors: what changes the rows' logits before they are sampled.
     changes: how often the live rows have changed.
     reports: what rounds report; it covers the reports of all live rows (of the last ones if none is
         live).
@@ -48,10 +48,19 @@ class Batch:
     of them in device operations, so that a captured graph serves several numbers of live rows.
     Rounds use tensors that are on the device already, because creating a number there is a kernel
     launch.
+
+    Args:
+        vocab: the number of the target's logits; only rows with logits processors need it.
     """
 
     def __init__(
-        self, *, rows: int, context: int, device: torch.device, blocks: BlockLayout | None = None
+        self,
+        *,
+        rows: int,
+        context: int,
+        device: torch.device,
+        blocks: BlockLayout | None = None,
+        vocab: int = 0,
     ):
         self.capacity, self.device = rows, device
         self._sender = Sender(device)
@@ -62,16 +71,23 @@ class Batch:
         # Everything that only the host changes is sent as one copy, whatever has changed.
         self._host = Columns(rows)
         self._fixed = torch.from_numpy(self._host.whole.copy()).to(device)
-        self._alive, self._params = params_of(self._fixed, rows)
+        self._alive, self._params, self._penalties = params_of(self._fixed, rows)
+        self.processors = Processors(rows, vocab, device)
         self.host_state = HostState(rows)
         self.hosts: list[Row] = []
-        self.version = 0
+        self._moves = 0  # of `tokens` to another address
         self.changes = 0
         self.reports = NO_REPORT
         self._padded: int | None = None
 
     def __len__(self) -> int:
         return len(self.hosts)
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Changes when memory that device operations read moves to another address, or when they
+        have more to do (processors.py)."""
+        return self._moves, self.processors.version
 
     @property
     def rows(self) -> int:
@@ -127,7 +143,8 @@ class Batch:
 
     @property
     def params(self) -> SamplingParams:
-        return self._params.of(slice(self.rows))
+        params = self._params.of(slice(self.rows))
+        return params if self.processors.min_p else params._replace(min_p=None)
 
     def swap_rows(self, ended: Sequence[int], rows: Sequence[Row]) -> Change:
         """End the rows at the places `ended` and make `rows` live.
@@ -236,13 +253,7 @@ class Batch:
             row.write_to(host_state, place)
         self._host.clear(slice(count, max(count, old)))
         for place, row in zip(places, rows, strict=True):
-            self._host.set(
-                place,
-                temperature=row.temperature,
-                top_k=row.top_k,
-                top_p=row.top_p,
-                key=noise_key(row.seed, row.key, row.sample),
-            )
+            self._host.set(place, row.sampling, noise_key(row.seed, row.key, row.sample))
 
     def _send(
         self,
@@ -276,11 +287,16 @@ class Batch:
             old, new = numbers[: 2 * len(sources)].view(2, -1)
             self.lengths[new] = self.lengths[old]
             self.tokens[new] = self.tokens[old]
+            self.processors.move(old, new)
         self.lengths[padding] = 1
         if rows:
             new, text, lengths = numbers[2 * len(sources) :].view(3, -1)
             self.lengths[new] = lengths
-            self.tokens[new, : lines.shape[1]] = flat.view(lines.shape)[text]
+            prompts = flat.view(lines.shape)[text]
+            self.tokens[new, : lines.shape[1]] = prompts
+            samplings = [row.sampling for row in rows]
+            self.processors.make_room(samplings)
+            self.processors.begin(new, samplings, prompts, lengths, self._sender)
 
     def _widen(self, context: int) -> None:
         """Make place for rows of up to `context` tokens."""
@@ -289,7 +305,7 @@ class Batch:
             grown[:, : self.tokens.shape[1]] = self.tokens
             self.tokens = grown
             self._steps = torch.arange(-grown.shape[1], grown.shape[1], device=self.device)
-            self.version += 1
+            self._moves += 1
 
     def steps(self, first: int, count: int) -> Tensor:
         """Return first, first + 1, ..., as [count] int64."""
@@ -306,10 +322,45 @@ class Batch:
         """Append the first accepted [B] + 1 tokens of block [B, W] (drafts, then the target's
         token) to each row, on the device."""
         ops.commit(*self._texts, self.alive, accepted, block)
+        self.processors.count(block, accepted, self.alive)
 
     def report(self, block: Tensor, accepted: Tensor, scores: Tensor) -> Tensor:
         """Commit, and return the table for the host: see ops.report."""
+        self.processors.count(block, accepted, self.alive)
         return ops.report(*self._texts, self.alive, accepted, block, scores)
+
+    def process(self, logits: Tensor, drafts: Tensor) -> Tensor:
+        """Return the target's logits [B, k + 1, V] of the places after each row's end, as the rows'
+        processors change them. drafts: [B, k]. They are the same tensor if none does."""
+        if not self.processors.active:
+            return logits
+        (rows, width), device = logits.shape[:2], self.device
+        index = torch.arange(rows, device=device).repeat_interleave(width)
+        places = torch.arange(width, device=device).repeat(rows)
+        return self.process_packed(logits.flatten(0, 1), index, places, drafts).view(logits.shape)
+
+    def process_packed(
+        self, logits: Tensor, rows: Tensor, places: Tensor, drafts: Tensor, *, masked: bool = True
+    ) -> Tensor:
+        """Do `process` for logits [N, V] of any rows [N] and places [N], which come after `places`
+        of the row's drafts.
+
+        Args:
+            masked: whether the masks of each place apply; not to a draft's logits.
+        """
+        if not self.processors.active:
+            return logits
+        texts, lengths = self._texts
+        return self.processors.process(
+            logits,
+            rows,
+            places,
+            drafts,
+            texts=texts,
+            lengths=lengths,
+            penalties=self._penalties,
+            masked=masked,
+        )
 
     def pending(self, drafts: Tensor) -> tuple[Tensor, Tensor]:
         """Return the tokens that the target must read: each row's last token and its drafts [B, k],
@@ -341,94 +392,3 @@ class Batch:
         elif behind is not None or count > 1:  # a row has at least one token
             positions = positions.clamp(min=0)
         return self.tokens[: self.rows].gather(1, positions), positions
-
-
-def noise_key(seed: int, prompt: str, sample: int) -> tuple[int, int]:
-    """Return the 64-bit key of a row's noise as two unsigned 32-bit words: BLAKE2b of (seed, sample
-    number, prompt id)."""
-    digest = hashlib.blake2b(f"{seed}\x00{sample}\x00{prompt}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
-
-
-class SamplingParams(NamedTuple):
-    """The sampling parameters of B rows as tensors: temperature and top_p [B] float32, top_k [B]
-    and keys [B, 2] int64. In this order the kernels take them."""
-
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    keys: Tensor
-
-    def sample(self, logits: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Sample under shared coupling, with the noise at `places` [N], from logits [N, V]. Each
-        row may serve several consecutive lines of them.
-
-        Returns: the tokens [N], and the log-probability of each at temperature 1, [N] float32.
-        """
-        tokens, scores = ops.sample_scored(logits, *self, places)
-        return tokens, scores
-
-    def repeat(self, times: int) -> SamplingParams:
-        """Repeat each row's parameters `times` times, side by side."""
-        if times == 1:
-            return self
-        return SamplingParams(*(part.repeat_interleave(times, 0) for part in self))
-
-    def of(self, rows: Tensor | slice) -> SamplingParams:
-        """Return the parameters of these rows ([N] int64); a row may occur several times."""
-        return SamplingParams(*(part[rows] for part in self))
-
-    def at(self, temperature: float | None, factor: float = 1.0) -> SamplingParams:
-        """Return the same at another temperature, except where it is 0. None: at `factor` times its
-        own temperature."""
-        if temperature is not None:
-            changed = torch.where(self.temperature > 0, min(temperature, ops.HOTTEST), 0.0)
-        elif factor != 1:
-            changed = self.temperature * factor
-        else:
-            return self
-        return self._replace(temperature=changed)
-
-
-def params_of(whole: Tensor, rows: int) -> tuple[Tensor, SamplingParams]:
-    """Return views of `Columns.whole` on the device: alive [rows] int64, and the parameters."""
-    alive, top_k, keys, floats = whole.split([rows, rows, 2 * rows, rows])
-    temperature, top_p = floats.view(torch.float32).view(2, rows)
-    return alive, SamplingParams(temperature, top_k, top_p, keys.view(rows, 2))
-
-
-class Columns:
-    """The sampling parameters on the host, as parts of one array so that one copy sends all of
-    them.
-
-    `whole` [5 x rows] int64 holds: alive (1 for live rows, 0 for padding rows), top_k, keys [rows,
-    2], and temperature and top_p as float32 in half a column each.
-    """
-
-    __slots__ = ("_alive", "_keys", "_temperature", "_top_k", "_top_p", "whole")
-
-    def __init__(self, rows: int):
-        self.whole: NDArray[numpy.int64] = numpy.zeros(5 * rows, dtype=numpy.int64)
-        parts = numpy.split(self.whole, [rows, 2 * rows, 4 * rows])
-        self._alive, self._top_k, self._keys = parts[0], parts[1], parts[2].reshape(rows, 2)
-        self._temperature, self._top_p = parts[3].view(numpy.float32).reshape(2, rows)
-        self.clear(slice(0, rows))
-
-    def set(
-        self, place: int, *, temperature: float, top_k: int, top_p: float, key: tuple[int, int]
-    ) -> None:
-        """Write the parameters of a live row."""
-        self._alive[place], self._top_k[place], self._top_p[place] = 1, top_k, top_p
-        self._keys[place] = key
-        warm = temperature >= ops.COLDEST
-        self._temperature[place] = min(temperature, ops.HOTTEST) if warm else 0.0
-
-    def clear(self, places: slice) -> None:
-        """Make these places padding rows."""
-        self._alive[places] = self._top_k[places] = self._keys[places] = 0
-        self._temperature[places], self._top_p[places] = 0.0, 1.0
-
-    def move(self, sources: list[int], targets: list[int]) -> None:
-        """Move rows to other places."""
-        for column in (self._alive, self._top_k, self._keys, self._temperature, self._top_p):
-            column[targets] = column[sources]

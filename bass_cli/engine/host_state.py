@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy
 from numpy.typing import NDArray
 
+from bass_cli.engine.sampling import PLAIN, RowSampling
 from bass_cli.engine.sizes import LONGEST
 
 Integers = NDArray[numpy.int64]
@@ -175,9 +176,7 @@ class Row:
     prompt: the prompt's tokens, shared by its rows and never changed.
     limit: how many tokens it may generate.
     report: what is reported of each of its tokens.
-    temperature: 0 is greedy.
-    top_k: 0 truncates nothing.
-    top_p: 1 truncates nothing.
+    sampling: how its tokens are sampled.
     broken: the number of generated tokens when the target's logits were first non-finite
         (bass_kernels/sampling.py); None if they are finite. Later tokens are meaningless and the
         row must be retired.
@@ -198,10 +197,8 @@ class Row:
         "prompt",
         "report",
         "sample",
+        "sampling",
         "seed",
-        "temperature",
-        "top_k",
-        "top_p",
     )
 
     def __init__(
@@ -211,13 +208,10 @@ class Row:
         seed: int,
         tokens: list[int],
         limit: int,
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
+        sampling: RowSampling = PLAIN,
         report: Report = NO_REPORT,
     ):
-        self.key, self.sample, self.seed = key, sample, seed
-        self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
+        self.key, self.sample, self.seed, self.sampling = key, sample, seed, sampling
         self.prompt, self.report = tokens, report
         self._entries: Integers = numpy.zeros((0, 0), dtype=numpy.int64)  # while it is not live
         self._tokens: list[int] | None = None  # built when first read

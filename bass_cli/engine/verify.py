@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 import bass_kernels as ops
-from bass_cli.engine.batch import Batch, Change, noise_key
+from bass_cli.engine.batch import Batch, Change
 from bass_cli.engine.contracts import Drafter, DraftLength, Proposal, Target, Verdict
 from bass_cli.engine.graphs import Shape
 from bass_cli.engine.round import HostDrafts
+from bass_cli.engine.sampling import noise_key
 from bass_cli.engine.sizes import LONGEST
 
 ALL = 2**31 - 1  # no bound: more drafts than any round has
@@ -157,7 +158,10 @@ class Rounds:
         logits = self._target.forward_packed(
             chosen.tokens, chosen.places - 1, chosen.packed, batch.ends(width)
         )
-        found = batch.params.of(chosen.packed.row).sample(logits, chosen.places)
+        row, place = chosen.packed.row, chosen.packed.place
+        processed = batch.process_packed(logits, row, place, drafts)
+        found = batch.params.of(row).sample(processed, chosen.places)
+        found = found[0], own_scores(logits, processed, *found)
         accepted, table = ops.accept_chosen(drafts, scores, chosen, *found, self._confidence, alive)
         batch.commit(table[:, 1 : width + 2], accepted)
         if not shape.report.columns:
@@ -226,21 +230,22 @@ def judge(
     most: Tensor | None = None,
 ) -> Verdict:
     """Return the verdict by "shared" or "maximal" coupling, or by simulated acceptance if it is
-    set.
+    set. The rows' logits processors apply first; scores are of the logits before them.
 
     Args:
         most: [] int64, the number of drafts of each row that count, as if the others had not been
             proposed. None: all.
     """
     drafts, params, width = proposal.tokens, batch.params, logits.shape[1]
+    processed = batch.process(logits, drafts)
     if coupling == "maximal":
-        accepted, _following, block, scores = ops.rejection_sample(
-            drafts, proposal.probs, logits, *params, batch.lengths[: batch.rows], most
-        )
-        return Verdict(accepted, block, scores)
+        lengths = batch.lengths[: batch.rows]
+        accepted, block, scores = params.verify(drafts, proposal.probs, processed, lengths, most)
+        return Verdict(accepted, block, own_scores(logits, processed, block, scores))
     places = batch.places(0, width)
-    tokens, scores = params.sample(logits.flatten(0, 1), places.flatten())
+    tokens, scores = params.sample(processed.flatten(0, 1), places.flatten())
     targets, scores = tokens.view(places.shape), scores.view(places.shape)
+    scores = own_scores(logits, processed, targets, scores)
     accepted = ops.accept_shared(drafts, targets, most)
     if simulated is None:
         return Verdict(accepted, targets, scores)
@@ -250,6 +255,20 @@ def judge(
     is_draft = batch.steps(0, width) < accepted[:, None]
     block = torch.where(is_draft, torch.nn.functional.pad(drafts, (0, 1)), targets)
     return Verdict(accepted, block, scores)
+
+
+def own_scores(logits: Tensor, processed: Tensor, tokens: Tensor, scores: Tensor) -> Tensor:
+    """Return the target's own log-probabilities of tokens [...]: those by its logits [..., V], at
+    temperature 1. -inf where the processed logits have no distribution, because every token is
+    forbidden.
+
+    Args:
+        processed: the logits that were sampled; the same tensor if nothing changed them.
+        scores: the log-probabilities by them.
+    """
+    if processed is logits:
+        return scores
+    return ops.log_probability(logits, tokens) + torch.where(scores.isfinite(), 0.0, -torch.inf)
 
 
 # Up to this many tokens in a pass one more costs almost nothing, so all drafts are verified. On an

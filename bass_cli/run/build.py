@@ -215,7 +215,7 @@ def make_loop(
         factor=sharper,
     )
     return Loop(
-        batch=Batch(rows=rows, context=context, device=device, blocks=blocks),
+        batch=Batch(rows=rows, context=context, device=device, blocks=blocks, vocab=target.vocab),
         target=runner,
         drafter=drafter,
         lengths=lengths,

@@ -20,11 +20,13 @@ from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.contracts import Proposal, RoundResult
 from bass_cli.engine.loop import Loop
+from bass_cli.engine.sampling import RowSampling
 from bass_cli.formats.tokenizer import Tokenizer
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.lengths.costs import Surface, make_surface
 from bass_cli.models.capture import Graphs
 
+_SAMPLING = RowSampling(temperature=0.8, top_p=0.95)  # of the rows that are timed
 PASSAGES = (
     "The committee met on Tuesday to discuss the new budget for the library. Three members were "
     "absent, and the chair opened the meeting at nine o'clock. After a short report on last year's "
@@ -287,7 +289,7 @@ class _Bench:
             if key not in self.opened:
                 self.real.open(key, tokens)  # both loops share the target's prompt cache
                 self.opened.add(key)
-            loop.admit(Row(key, index, 0, list(tokens), self.tokens, temperature=0.8, top_p=0.95))
+            loop.admit(Row(key, index, 0, list(tokens), self.tokens, sampling=_SAMPLING))
 
     @property
     def compiles(self) -> bool:
@@ -309,7 +311,7 @@ class _Bench:
 
         def work() -> None:
             real.open(key, tokens)
-            real.admit(Row(key, 0, 0, list(tokens), self.tokens, temperature=0.8, top_p=0.95))
+            real.admit(Row(key, 0, 0, list(tokens), self.tokens, sampling=_SAMPLING))
             try:
                 self.made_up.prepare(rows, widths, catching_up=False, only_compile=True)
                 real.prepare(rows, steps, catching_up=False, only_compile=True)

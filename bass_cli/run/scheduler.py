@@ -22,6 +22,7 @@ from bass_cli.engine.clock import Forecast
 from bass_cli.engine.contracts import PendingWork, RoundResult
 from bass_cli.engine.host_state import BROKEN, LENGTH, LIMIT, PROMPT, HostState, Report
 from bass_cli.engine.loop import Loop
+from bass_cli.engine.sampling import RowSampling
 from bass_cli.errors import UserError
 from bass_cli.formats.continuation import Continuation, StopDetector, StopTokens, ending_ids
 from bass_cli.formats.tokenizer import Tokenizer
@@ -76,10 +77,10 @@ class Task:
             sampling.seed,
             self.tokens,
             self.limit,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            report=Report(sampling.logprobs or 0),
+            RowSampling(
+                temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p
+            ),
+            Report(sampling.logprobs or 0),
         )
 
 

@@ -6,14 +6,15 @@ row, V vocabulary, H query heads, K key/value heads, D head size, S slots of the
 keys (each row's own), T positions of the prompt store.
 """
 
-from . import acceptance, reference, rounds, sampling
+from . import acceptance, processing, reference, rounds, sampling
 from .dispatch import attention_schedule, by_device, has_triton, import_kernels, kind_for, use
 from .likeliest import likeliest_tokens, report_entries
 from .linear import is_packed, linear, linear_add, norm_up, pack, project, unpack
 from .noise import SHARED, gumbel
+from .processing import BITS, add_bias, count_block, count_prompts, forbid_words
 from .reference import Distances
 from .rounds import BINS, ChosenDrafts, ConfidenceStats
-from .sampling import COLDEST, HOTTEST, Distribution, log_probability
+from .sampling import COLDEST, HOTTEST, Distribution
 from .segments import DeviceGroups, Group, Packed, Segments
 
 embed = by_device(reference.embed, "bass_kernels.pointwise")
@@ -25,6 +26,8 @@ attention = by_device(reference.attention, "bass_kernels.ragged")
 sample = by_device(sampling.sample, "bass_kernels.sampling_kernels")
 sample_scored = by_device(sampling.sample_scored, "bass_kernels.sampling_kernels")
 draft_sample = by_device(acceptance.draft_sample, "bass_kernels.acceptance_kernels")
+process_logits = by_device(processing.process_logits, "bass_kernels.processing_kernels")
+log_probability = by_device(sampling.log_probability, "bass_kernels.processing_kernels")
 distances = by_device(reference.distances, "bass_kernels.training_kernels")
 distance_gradient = by_device(reference.distance_gradient, "bass_kernels.training_kernels")
 rotate = by_device(reference.rotate, "bass_kernels.training_kernels")
@@ -40,6 +43,7 @@ report = by_device(rounds.report, "bass_kernels.round_kernels")
 
 __all__ = [
     "BINS",
+    "BITS",
     "COLDEST",
     "HOTTEST",
     "SHARED",
@@ -54,15 +58,19 @@ __all__ = [
     "accept_chosen",
     "accept_shared",
     "activation",
+    "add_bias",
     "angles",
     "attention",
     "attention_schedule",
     "choose_drafts",
     "commit",
+    "count_block",
+    "count_prompts",
     "distance_gradient",
     "distances",
     "draft_sample",
     "embed",
+    "forbid_words",
     "gate_gradient",
     "gumbel",
     "has_triton",
@@ -78,6 +86,7 @@ __all__ = [
     "pack",
     "pending",
     "prefix_chances",
+    "process_logits",
     "project",
     "rejection_sample",
     "report",

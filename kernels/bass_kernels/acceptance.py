@@ -139,6 +139,7 @@ def draft_sample(
     keys: Tensor,
     positions: Tensor,
     origins: Tensor,
+    min_p: Tensor | None = None,
 ) -> tuple[Tensor, Distribution]:
     """Sample the draft's tokens under maximal coupling.
 
@@ -150,7 +151,7 @@ def draft_sample(
     Returns: tokens [N] int64, sampled from the processed distributions with noise of the DRAFT
     stream, and those distributions.
     """
-    probs = process(logits, temperature, top_k, top_p)
+    probs = process(logits, temperature, top_k, top_p, min_p)
     return draw(probs, keys, positions, stream=DRAFT, origin=origins), Distribution(probs)
 
 
@@ -164,6 +165,7 @@ def rejection_sample(
     keys: Tensor,
     lengths: Tensor,
     most: Tensor | None = None,
+    min_p: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Verify drafts under maximal coupling against the processed distributions of the target's
     logits.
@@ -179,7 +181,8 @@ def rejection_sample(
     `log_probability` [B, k + 1] float32.
     """
     rows, places, vocab = logits.shape
-    parameters = [parameter.repeat_interleave(places) for parameter in (temperature, top_k, top_p)]
+    given = (temperature, top_k, top_p, *([] if min_p is None else [min_p]))
+    parameters = [parameter.repeat_interleave(places) for parameter in given]
     target = process(logits.flatten(0, 1), *parameters).view(rows, places, vocab)
     probabilities = None if draft_dist is None else draft_dist.values
     if probabilities is not None and probabilities.shape[-1] < vocab:

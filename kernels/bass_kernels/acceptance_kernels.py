@@ -42,11 +42,12 @@ def draft_sample(
     keys: Tensor,
     positions: Tensor,
     origins: Tensor,
+    min_p: Tensor | None = None,
 ) -> tuple[Tensor, Distribution]:
     """Do acceptance.draft_sample without synchronising with the host. The returned distribution is
     the logits with their edges."""
     logits = logits.contiguous()
-    dist = Distribution(logits, edges(logits, temperature, top_k, top_p))
+    dist = Distribution(logits, edges(logits, temperature, top_k, top_p, min_p))
     (rows, vocab), device = logits.shape, logits.device
     chunks = triton.cdiv(vocab, CHUNK)
     tokens = torch.empty(rows, dtype=torch.int64, device=device)
@@ -199,10 +200,11 @@ def rejection_sample(
     keys: Tensor,
     lengths: Tensor,
     most: Tensor | None = None,
+    min_p: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Do acceptance.rejection_sample without synchronising with the host."""
     logits = logits.contiguous()
-    found = edges(logits.flatten(0, 1), temperature, top_k, top_p)
+    found = edges(logits.flatten(0, 1), temperature, top_k, top_p, min_p)
     return verify(
         drafts,
         draft_dist,

@@ -1,12 +1,11 @@
-"""Sampling in plain torch: temperature, top-k, top-p, and Gumbel-max (the argmax of noisy
+"""Sampling in plain torch: temperature, top-k, top-p, min-p, and Gumbel-max (the argmax of noisy
 log-probabilities).
 
-The processed distribution of a row is softmax(logits / T) over the tokens kept by top-k, then
-top-p; one-hot at the first maximum for T = 0. Tokens that tie with the last kept one are kept too,
-so the result does not depend on a sort's order. A logit of -inf is a token of probability 0. A row
-with NaN, +inf, or only -inf has no distribution: its token is arbitrary, and only then the
-log-probability is NaN or -inf.
-"""
+The processed distribution is softmax(logits / T) over the tokens kept by top-k, then top-p, then
+min-p (at least min_p times the largest probability); one-hot at the first maximum for T = 0. Tokens
+that tie with the last kept one are kept too. A logit of -inf is a token of probability 0. A row
+with NaN, +inf, or only -inf has no distribution: its token is arbitrary, its log-probability is NaN
+or -inf."""
 
 from typing import NamedTuple
 
@@ -39,13 +38,14 @@ def sample(
     top_p: Tensor,
     keys: Tensor,
     positions: Tensor,
+    min_p: Tensor | None = None,
 ) -> Tensor:
     """Sample one token for each row of logits: argmax of log p + Gumbel noise of the SHARED stream,
     with p the processed distribution.
 
     Args:
         logits: [N, V].
-        temperature, top_p: [M] float32.
+        temperature, top_p, min_p: [M] float32. None for min_p: 0.
         top_k: [M] int64; 0 for no limit.
         keys: [M, 2] int64. Each entry of these M belongs to N / M consecutive rows.
         positions: [N] int64.
@@ -57,17 +57,18 @@ def sample(
         temperature, top_k, top_p, keys = (
             given.repeat_interleave(each, 0) for given in (temperature, top_k, top_p, keys)
         )
+        min_p = None if min_p is None else min_p.repeat_interleave(each)
     temperature = _settled(temperature)
     if not bool((temperature > 0).any()):
         return logits.argmax(-1)
     scaled = _scale(logits, temperature)
-    if not bool(((top_k > 0) | (top_p < 1.0) | (temperature == 0)).any()):
+    limited = (top_k > 0) | (top_p < 1.0) | (temperature == 0)
+    if not bool((limited if min_p is None else limited | (min_p > 0)).any()):
         return (scaled + gumbel(bits_all(keys, positions, scaled.shape[1], stream=SHARED))).argmax(
             -1
         )
-    rows, tokens = (scaled >= _threshold(scaled, temperature, top_k, top_p)[:, None]).nonzero(
-        as_tuple=True
-    )
+    kept = scaled >= _threshold(scaled, temperature, top_k, top_p, min_p)[:, None]
+    rows, tokens = kept.nonzero(as_tuple=True)
     noise = gumbel(bits(keys[rows], positions[rows], tokens, stream=SHARED))
     scores = scaled[rows, tokens] + torch.where(temperature[rows] > 0, noise, 0.0)
     best = scores.new_full(temperature.shape, -torch.inf).scatter_reduce(0, rows, scores, "amax")
@@ -83,18 +84,21 @@ def sample_scored(
     top_p: Tensor,
     keys: Tensor,
     positions: Tensor,
+    min_p: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return `sample`'s tokens [N] with their `log_probability` [N]."""
-    tokens = sample(logits, temperature, top_k, top_p, keys, positions)
+    tokens = sample(logits, temperature, top_k, top_p, keys, positions, min_p)
     return tokens, log_probability(logits, tokens)
 
 
-def process(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+def process(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor | None = None
+) -> Tensor:
     """Return the processed distributions [N, V] float32 of logits [N, V]. Parameters as in
     `sample`."""
     temperature = _settled(temperature)
     scaled = _scale(logits, temperature)
-    kept = scaled >= _threshold(scaled, temperature, top_k, top_p)[:, None]
+    kept = scaled >= _threshold(scaled, temperature, top_k, top_p, min_p)[:, None]
     probs = torch.softmax(scaled.masked_fill(~kept, -torch.inf), dim=-1)
     greedy = torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).to(probs.dtype)
     return torch.where(temperature[:, None] > 0, probs, greedy)
@@ -139,8 +143,13 @@ def _scale(logits: Tensor, temperature: Tensor) -> Tensor:
     return logits.float() / torch.where(temperature > 0, temperature, 1.0)[:, None]
 
 
-def _threshold(scaled: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+def _threshold(
+    scaled: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor | None = None
+) -> Tensor:
     """Return the smallest kept value [N] of each row of scaled logits [N, V]; -inf keeps all."""
+    if min_p is not None:
+        least = _threshold(scaled, temperature, top_k, top_p)
+        return torch.maximum(least, scaled.amax(-1) + min_p.log())
     vocab = scaled.shape[1]
     count = min(vocab, max(_FIRST_SORTED, int(top_k.max())))
     rest = scaled.logsumexp(-1)

@@ -1,11 +1,11 @@
-"""Triton: sample a token from logits with temperature, top-k, top-p and Gumbel noise (Gumbel-max),
-without a sort. Definition: sampling.py.
+"""Triton: sample a token from logits with temperature, top-k, top-p, min-p and Gumbel noise
+(Gumbel-max), without a sort. Definition: sampling.py.
 
 A first pass over the vocabulary finds the mass and the best score, logit / T + noise. That token is
 the answer if truncation keeps it: less than top_p of the mass and fewer than top_k tokens lie above
-its logit. If not, nothing at or below its logit is kept, and the best score above it is next. The
-result is the argmax over the kept tokens, including ties with the last one. With top_p 0.95 it
-takes 1.05 passes on average.
+its logit, and min_p allows it. If not, nothing at or below its logit is kept, and the best score
+above it is next. The result is the argmax over the kept tokens, including ties with the last one.
+With top_p 0.95 it takes 1.05 passes on average.
 """
 
 import torch
@@ -48,9 +48,10 @@ def sample(
     top_p: Tensor,
     keys: Tensor,
     positions: Tensor,
+    min_p: Tensor | None = None,
 ) -> Tensor:
     """Do sampling.sample without synchronising with the host."""
-    return sample_scored(logits, temperature, top_k, top_p, keys, positions)[0]
+    return sample_scored(logits, temperature, top_k, top_p, keys, positions, min_p)[0]
 
 
 def sample_scored(
@@ -60,6 +61,7 @@ def sample_scored(
     top_p: Tensor,
     keys: Tensor,
     positions: Tensor,
+    min_p: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Do sampling.sample_scored without synchronising with the host."""
     logits = logits.contiguous()
@@ -73,6 +75,7 @@ def sample_scored(
         temperature,
         top_k,
         top_p,
+        min_p,
         keys.contiguous(),
         positions.contiguous(),
         found,
@@ -108,12 +111,22 @@ def _within(above, count, top_k, top_p, mass):
     return ((top_p >= 1.0) | (above < top_p * mass)) & ((top_k == 0) | (count < top_k))
 
 
+@triton.jit
+def _reaches(min_p_ptr, entry, x, peak):
+    """Return whether min_p keeps a token with this scaled logit; None for min_p_ptr: always."""
+    kept = x == x
+    if min_p_ptr is not None:
+        kept = x >= peak + tl.log(tl.load(min_p_ptr + entry))
+    return kept
+
+
 @triton.jit(do_not_specialize=["each"])
 def _pass(
     logits_ptr,
     temperature_ptr,
     top_k_ptr,
     top_p_ptr,
+    min_p_ptr,
     key_ptr,
     position_ptr,
     found_ptr,
@@ -210,13 +223,18 @@ def _pass(
                 tl.store(state + 4, peak)
                 tl.store(state + 5, raw_mass)
                 now = tl.where((top_k > 0) & (top_p < 1.0), 3, 0)
-                now = tl.where((temperature == 0) | ((top_k == 0) & (top_p >= 1.0)), 1, now)
+                untruncated = (top_k == 0) & (top_p >= 1.0)
+                if min_p_ptr is not None:
+                    untruncated = untruncated & (tl.load(min_p_ptr + entry) <= 0)
+                now = tl.where((temperature == 0) | untruncated, 1, now)
             if PASS == 1:
                 token = _fresh(state).to(tl.int32)
                 mass, peak, raw_mass = (_fresh(state + 3), _fresh(state + 4), _fresh(state + 5))
                 above = tl.sum(tl.load(here + 3, mask=inside, other=0.0, cache_modifier=".cg"), 0)
                 count = tl.sum(tl.load(here + 6, mask=inside, other=0.0, cache_modifier=".cg"), 0)
-                now = tl.where(_within(above, count, top_k, top_p, mass), 1, 2)
+                kept = _within(above, count, top_k, top_p, mass)
+                kept = kept & _reaches(min_p_ptr, entry, _fresh(state + 1), peak)
+                now = tl.where(kept, 1, 2)
             tl.store(state + 2, now)
             if PASS != 2:
                 if now == 1:
@@ -240,6 +258,7 @@ def _finish_row(
     temperature_ptr,
     top_k_ptr,
     top_p_ptr,
+    min_p_ptr,
     key_ptr,
     position_ptr,
     found_ptr,
@@ -267,12 +286,14 @@ def _finish_row(
             mass = top_mass(logits_ptr, row, vocab, top_k, peak, divisor, _ALONE)
             above, count = mass_above(logits_ptr, row, 0, vocab, vocab, divisor, x, peak, _ALONE)
             kept = _within(above, count, top_k, top_p, mass) | (count == 0)
+            kept = kept & _reaches(min_p_ptr, entry, x, peak)
         while kept == 0:
             _score, token, x = best_above(
                 logits_ptr, row, 0, vocab, vocab, divisor, key_0, key_1, position, x, _ALONE
             )
             above, count = mass_above(logits_ptr, row, 0, vocab, vocab, divisor, x, peak, _ALONE)
-            kept = _within(above, count, top_k, top_p, mass) | (count == 0)
+            kept = _within(above, count, top_k, top_p, mass) & _reaches(min_p_ptr, entry, x, peak)
+            kept = kept | (count == 0)
         _store_token(logits_ptr, row, vocab, token, peak, divisor, raw_mass, token_ptr, score_ptr)
 
 

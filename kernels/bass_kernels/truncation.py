@@ -1,10 +1,11 @@
-"""Triton: the edges of processed distributions (temperature, top-k, top-p; definition:
+"""Triton: the edges of processed distributions (temperature, top-k, top-p, min-p; definition:
 sampling.process), without a sort.
 
 A row's edges describe its distribution without writing it to memory: exp(x - peak) / mass for x =
 logit / T at or above a threshold. The threshold is the largest value such that the tokens from it
-on have top_p of the mass (or number top_k). It is searched among all values of the logits' dtype,
-with 16 pivots a pass; each pass is spread over chunks of the vocabulary.
+on have top_p of the mass (or number top_k), or more if min_p raises it. It is searched among all
+values of the logits' dtype, with 16 pivots a pass; each pass is spread over chunks of the
+vocabulary.
 """
 
 import torch
@@ -34,15 +35,17 @@ _FOUND = tl.constexpr(_PIVOTS.value + 4)
 # number of low float32 bits that are 0 in each dtype
 _SHIFTS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 # phases of the search; 0: the edges are found
-_COUNT, _COUNT_ON, _WEIGH, _MASS, _MASS_ON = (tl.constexpr(phase) for phase in range(1, 6))
+_COUNT, _COUNT_ON, _WEIGH, _MASS, _MASS_ON, _FLOOR = (tl.constexpr(phase) for phase in range(1, 7))
 _LOWEST = tl.constexpr(-2139095041)  # order(-inf)
 
 
-def edges(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+def edges(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor | None = None
+) -> Tensor:
     """Compute the edges [N, FIELDS] float32 of the processed distributions of logits [N, V],
     without synchronising with the host.
 
-    temperature, top_p [M] float32 and top_k [M] int64 belong to N / M consecutive rows each.
+    temperature, top_p, min_p [M] float32 and top_k [M] int64 belong to N / M consecutive rows each.
     """
     logits = logits.contiguous()
     rows, vocab = logits.shape
@@ -55,6 +58,7 @@ def edges(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> 
         temperature.contiguous(),
         top_k.contiguous(),
         top_p.contiguous(),
+        None if min_p is None else min_p.contiguous(),
         found,
         out,
         search,
@@ -125,7 +129,7 @@ def _pivots(phase, low, high, top, mass, top_p, divisor, vocab, SHIFT: tl.conste
         least = tl.maximum(most - tl.maximum(reach, divisor), _value(low, SHIFT))
         codes = _code(least + (most - least) * (step.to(tl.float32) / _PIVOTS), SHIFT)
     codes = tl.minimum(tl.maximum(codes, low + 1), high - 1)
-    return tl.where(phase == _WEIGH, low, codes)
+    return tl.where((phase == _WEIGH) | (phase == _FLOOR), low, codes)
 
 
 @triton.jit
@@ -141,10 +145,23 @@ def _above(logits_ptr, row, start, end, vocab, divisor, peak, counting, pivots):
 
 
 @triton.jit
-def _advance(phase, low, high, top, mass, goal, top_p, codes, weights):
+def _floor(min_p_ptr, entry, peak):
+    """Return the smallest scaled logit that min_p keeps; -inf without min_p."""
+    floor = peak - float("inf")
+    if min_p_ptr is not None:
+        floor = peak + tl.log(tl.load(min_p_ptr + entry))
+    return floor
+
+
+@triton.jit
+def _advance(
+    phase, low, high, top, mass, goal, top_p, codes, weights, divisor, floor, SHIFT: tl.constexpr
+):
     """Advance the search after a pass. low: the last rank known to reach the goal. high: the first
-    known not to. mass: from low on, once the search is over mass."""
-    if phase == _WEIGH:
+    known not to. mass: from low on, once the search is over mass; in the end from `floor` on if
+    that is higher."""
+    ends = phase == _FLOOR
+    if (phase == _WEIGH) | ends:
         mass = tl.max(weights, 0)
         goal = top_p * mass
         high = top + 1
@@ -160,6 +177,8 @@ def _advance(phase, low, high, top, mass, goal, top_p, codes, weights):
         else:
             phase = tl.where(high - reached > 1, _COUNT_ON, _WEIGH)
         low = reached
+    raises = (phase == 0) & (floor > _value(low, SHIFT) / divisor)
+    phase = tl.where(ends, 0, tl.where(raises, _FLOOR, phase))
     return phase, low, high, mass, goal
 
 
@@ -169,6 +188,7 @@ def _survey(
     temperature_ptr,
     top_k_ptr,
     top_p_ptr,
+    min_p_ptr,
     found_ptr,
     edges_ptr,
     search_ptr,
@@ -206,6 +226,9 @@ def _survey(
         top = _code(tl.load(logits_ptr + row.to(tl.int64) * vocab + token).to(tl.float32), SHIFT)
         counting = (top_k > 0) & (top_k < vocab)
         phase = tl.where(counting, _COUNT, tl.where(top_p < 1.0, _MASS, 0))
+        if min_p_ptr is not None:
+            has_floor = (phase == 0) & (tl.load(min_p_ptr + row // each) > 0)
+            phase = tl.where(has_floor, _FLOOR, phase)
         edge = edges_ptr + row * _FIELDS
         tl.store(edge, divisor)
         tl.store(edge + 1, -float("inf"))
@@ -226,6 +249,7 @@ def _narrow(
     temperature_ptr,
     top_k_ptr,
     top_p_ptr,
+    min_p_ptr,
     found_ptr,
     edges_ptr,
     search_ptr,
@@ -252,8 +276,9 @@ def _narrow(
         )
         low, high, top = tl.load(place), tl.load(place + 1), tl.load(place + 2)
         top_p = tl.load(top_p_ptr + row // each)
+        floor = _floor(min_p_ptr, row // each, peak)
         codes = _pivots(phase, low, high, top, mass, top_p, divisor, vocab, SHIFT)
-        pivots = _value(codes, SHIFT) / divisor
+        pivots = tl.where(phase == _FLOOR, floor, _value(codes, SHIFT) / divisor)
         start, end = chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, vocab)
         at = found_ptr + (row * chunks + chunk) * _FOUND
         if tl.load(at + _PIVOTS) < tl.min(pivots, 0):  # no logit of this chunk reaches a pivot
@@ -271,26 +296,41 @@ def _narrow(
                 cache_modifier=".cg",
             )
             phase, low, high, mass, goal = _advance(
-                phase, low, high, top, mass, goal, top_p, codes, tl.sum(parts, 0)
+                phase,
+                low,
+                high,
+                top,
+                mass,
+                goal,
+                top_p,
+                codes,
+                tl.sum(parts, 0),
+                divisor,
+                floor,
+                SHIFT,
             )
             if LAST:
                 while phase > 0:
                     codes = _pivots(phase, low, high, top, mass, top_p, divisor, vocab, SHIFT)
+                    pivots = tl.where(phase == _FLOOR, floor, _value(codes, SHIFT) / divisor)
                     weights = _above(
-                        logits_ptr,
-                        row,
-                        0,
-                        vocab,
-                        vocab,
-                        divisor,
-                        peak,
-                        phase < _WEIGH,
-                        _value(codes, SHIFT) / divisor,
+                        logits_ptr, row, 0, vocab, vocab, divisor, peak, phase < _WEIGH, pivots
                     )
                     phase, low, high, mass, goal = _advance(
-                        phase, low, high, top, mass, goal, top_p, codes, weights
+                        phase,
+                        low,
+                        high,
+                        top,
+                        mass,
+                        goal,
+                        top_p,
+                        codes,
+                        weights,
+                        divisor,
+                        floor,
+                        SHIFT,
                     )
-            tl.store(edge + 1, _value(low, SHIFT) / divisor)
+            tl.store(edge + 1, tl.maximum(_value(low, SHIFT) / divisor, floor))
             tl.store(edge + 3, mass)
             tl.store(edge + 6, goal)
             tl.store(edge + 7, phase.to(tl.float32))

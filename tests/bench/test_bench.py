@@ -252,7 +252,7 @@ def test_prompts_are_unequal_and_always_the_same() -> None:
     rows = rows_for(prompts, 3, wanted)
     assert [(row.key, row.sample) for row in rows] == [("0", 0), ("0", 1), ("1", 0)]
     assert rows[0].tokens == rows[1].tokens == prompts[0]
-    assert (rows[2].limit, rows[2].temperature, rows[2].top_p) == (12, 0.8, 0.95)
+    assert (rows[2].limit, rows[2].sampling.temperature, rows[2].sampling.top_p) == (12, 0.8, 0.95)
     assert [rows_for(prompts, 1, wanted, repeat=repeat)[0].seed for repeat in (0, 2)] == [0, 2]
 
 

@@ -18,6 +18,7 @@ from toys import Reactive, drive, plain
 
 import bass_kernels as ops
 from bass_cli.engine.batch import Row
+from bass_cli.engine.sampling import RowSampling
 from bass_cli.errors import UserError
 from bass_cli.formats.checkpoint import open_checkpoint, open_head
 from bass_cli.formats.head_config import head_of_config
@@ -93,7 +94,7 @@ class Compared:
             found = torch.stack([step[row] for step in self._logits]).cpu()
             torch.testing.assert_close(found, due, atol=1e-4, rtol=1e-4)
             params = batch.params
-            own = (params.temperature, params.top_k, params.top_p, params.keys)
+            own = tuple(params[:4])
             own = tuple(part[row : row + 1].cpu() for part in own)
             for place, draft in enumerate(chosen):
                 line = self._reading.whole(due[place])[None]
@@ -156,7 +157,7 @@ def test_prompts_are_read_by_target_and_drafter(models):
     text = torch.randint(3, 290, (140,), generator=torch.Generator().manual_seed(3)).tolist()
     texts = (text, [*text[:131], 5, 6, 7], text[:40], [9], [*text[:139], 4], [*text, 8, 9])
     live = [
-        Row(str(p), s, 1, tokens, 4 + s, temperature=0.7)
+        Row(str(p), s, 1, tokens, 4 + s, sampling=RowSampling(temperature=0.7))
         for p, tokens in enumerate(texts)
         for s in range(2)
     ]

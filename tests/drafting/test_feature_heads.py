@@ -25,6 +25,7 @@ from bass_cli.drafts.factory import make_drafter
 from bass_cli.engine.batch import Batch, Row, beyond
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.loop import Loop
+from bass_cli.engine.sampling import RowSampling
 from bass_cli.engine.verify import CHEAP, Cut
 from bass_cli.errors import UserError
 from bass_cli.formats.checkpoint import open_checkpoint, open_head
@@ -80,7 +81,7 @@ def loop_of(
     runner = Runner(target.read_by(head), rows=rows, span=SPAN, lag=1)
     drafter = make_drafter("heads:x", runner=runner, head=head, coupling=coupling, temperature=None)
     return Loop(
-        batch=Batch(rows=rows, context=128, device=target.device),
+        batch=Batch(rows=rows, context=128, device=target.device, vocab=target.vocab),
         target=runner,
         drafter=drafter,
         lengths=lengths,
@@ -119,7 +120,7 @@ class Compared:
             due = self._reading.base(self._theirs, tokens)[:length]
             torch.testing.assert_close(self._logits[row].cpu(), due, atol=1e-4, rtol=1e-4)
             params, before = batch.params, tokens[-1]
-            own = (params.temperature, params.top_k, params.top_p, params.keys)
+            own = tuple(params[:4])
             own = tuple(part[row : row + 1].cpu() for part in own)
             for place, draft in enumerate(proposal.tokens[row].tolist()):
                 line = self._reading.whole(due[place] + self._reading.bias(before))[None]
@@ -160,7 +161,7 @@ def test_prompts_are_read_by_target_and_drafter(models):
     theirs, reading, target, head = models("qwen3", "dspark")
     text = torch.randint(3, 290, (140,), generator=torch.Generator().manual_seed(3)).tolist()
     live = [
-        Row(str(p), s, 1, tokens, 4 + s, temperature=0.7)
+        Row(str(p), s, 1, tokens, 4 + s, sampling=RowSampling(temperature=0.7))
         for p, tokens in enumerate((text, [*text[:131], 5, 6, 7], text[:40], [9]))
         for s in range(2)
     ]

@@ -19,6 +19,7 @@ import bass_kernels as ops
 from bass_cli.cli.commands import app
 from bass_cli.config.job import load_pair, make_job
 from bass_cli.engine.batch import Row, beyond
+from bass_cli.engine.sampling import RowSampling
 from bass_cli.engine.verify import CHEAP, Cut
 from bass_cli.formats.checkpoint import open_checkpoint
 from bass_cli.formats.weights import load
@@ -103,7 +104,7 @@ class Compared:
         found = self._logits[live]
         torch.testing.assert_close(found, due[..., : found.shape[-1]], atol=1e-4, rtol=1e-4)
         params, places = batch.params, torch.tensor(ends)[:, None] + torch.arange(length)
-        own = (params.temperature, params.top_k, params.top_p, params.keys)
+        own = tuple(params[:4])
         own = (part[live].repeat_interleave(length, 0) for part in own)
         drafts = ops.sample(due.flatten(0, 1), *own, places.flatten())
         assert proposal.tokens[live].tolist() == drafts.view(-1, length).tolist()
@@ -208,7 +209,10 @@ def test_gpu_kernels_give_the_same_drafts(models, monkeypatch, batch, length):
     monkeypatch.setattr(decoder, "run_fused", lambda *given: fused.append(1) or run(*given))
     for kind in ("reference", "triton"):
         loop = loop_for(model, AtOnce(model, mask), rows=batch, lengths=Fixed(length))
-        live = [Row("0", s, 0, [5, 6, 7, 8, 9], 40, temperature=0.8 * s) for s in range(batch)]
+        live = [
+            Row("0", s, 0, [5, 6, 7, 8, 9], 40, sampling=RowSampling(temperature=0.8 * s))
+            for s in range(batch)
+        ]
         loop.open("0", live[0].tokens)
         loop.swap_rows((), live)
         logits, forward = [], loop.drafter.runner.forward
@@ -238,7 +242,9 @@ def test_draft_cache_holds_tokens_only(pair):
     """After shrinking drafts, plain rounds and longer drafts the cache equals a fresh prefill."""
     target, draft = pair
     loop = loop_for(target, draft, rows=3, lengths=Tour())
-    live = [Row("0", s, 1, [5, 6, 7, 8], 60, temperature=1.5) for s in range(3)]
+    live = [
+        Row("0", s, 1, [5, 6, 7, 8], 60, sampling=RowSampling(temperature=1.5)) for s in range(3)
+    ]
     loop.open("0", live[0].tokens)
     loop.swap_rows((), live)
     for _ in range(11):

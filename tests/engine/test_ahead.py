@@ -12,6 +12,7 @@ from bass_cli.drafts.factory import NoDrafter
 from bass_cli.engine.batch import Row
 from bass_cli.engine.contracts import PendingWork, RoundResult
 from bass_cli.engine.loop import AheadPolicy
+from bass_cli.engine.sampling import RowSampling
 from bass_cli.lengths.controllers import Bass, Fixed, Goodput
 from bass_cli.lengths.costs import make_surface
 
@@ -301,7 +302,14 @@ def test_rows_end_move_and_begin_while_a_round_is_in_flight(pair, ahead):
 
     def fresh():
         return [
-            Row(str(i % 3), i, 2, [5, 6 + i % 3, 7][: 1 + i % 3], limit, temperature=0.7)
+            Row(
+                str(i % 3),
+                i,
+                2,
+                [5, 6 + i % 3, 7][: 1 + i % 3],
+                limit,
+                sampling=RowSampling(temperature=0.7),
+            )
             for i, limit in enumerate(limits)
         ]
 

@@ -11,6 +11,7 @@ from toys import plain
 
 from bass_cli.drafts.factory import NoDrafter
 from bass_cli.engine.batch import Row
+from bass_cli.engine.sampling import RowSampling
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.run.scheduler import Conductor
 
@@ -83,7 +84,7 @@ def test_samples_are_prefixes_of_plain_decoding(pair, budget):
     whole = plain(
         target,
         [
-            Row(f"p{p}", s, 0, Letters().encode(text), 30, temperature=0.8)
+            Row(f"p{p}", s, 0, Letters().encode(text), 30, sampling=RowSampling(temperature=0.8))
             for p, text in enumerate(texts)
             for s in range(3)
         ],

@@ -15,6 +15,7 @@ from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.contracts import DraftLength
 from bass_cli.engine.loop import Loop
+from bass_cli.engine.sampling import RowSampling
 from bass_cli.formats.checkpoint import open_checkpoint
 from bass_cli.formats.weights import load
 from bass_cli.lengths.controllers import Bass, Fixed, Goodput
@@ -58,8 +59,7 @@ def rows(limit=30):
             11,
             list(tokens),
             limit - 7 * s - 4 * p,
-            temperature=0.8 * s,
-            top_p=1 - 0.05 * s,
+            sampling=RowSampling(temperature=0.8 * s, top_p=1 - 0.05 * s),
         )
         for p, tokens in enumerate(PROMPTS)
         for s in range(2)
@@ -78,7 +78,7 @@ def captured(
     """Return a loop with fake graphs, with their ticks as clock."""
     ticks = Ticks()
     return Loop(
-        batch=Batch(rows=batch, context=128, device=torch.device("cpu")),
+        batch=Batch(rows=batch, context=128, device=torch.device("cpu"), vocab=target.vocab),
         coupling=coupling,
         drafter=drafter_for(draft, rows=batch, span=span, coupling=coupling),
         target=Runner(target, rows=batch, span=span, lag=1),
@@ -152,7 +152,9 @@ def test_catching_up_by_graphs_fills_the_draft_cache(pair, monkeypatch, missing,
     lengths = Fixed(0)
     lengths.next = lambda *_: next(plan)
     loop = captured(target, target, batch=3, lengths=lengths, span=250)
-    live = [Row("0", s, 1, [5, 6, 7, 8], 200, temperature=1.0) for s in range(3)]
+    live = [
+        Row("0", s, 1, [5, 6, 7, 8], 200, sampling=RowSampling(temperature=1.0)) for s in range(3)
+    ]
     loop.open("0", live[0].tokens)
     for row in live[:2]:
         loop.admit(row)
@@ -179,7 +181,7 @@ def test_time_of_catching_up_is_predicted(pair, missing):
     lengths, seen = Fixed(0), []
     lengths.next = lambda rows, inputs: (seen.append(inputs.catch_up), next(plan))[1]
     loop = captured(target, target, batch=2, lengths=lengths, span=300)
-    row = Row("0", 0, 1, [5, 6, 7, 8], 250, temperature=1.0)
+    row = Row("0", 0, 1, [5, 6, 7, 8], 250, sampling=RowSampling(temperature=1.0))
     loop.open("0", row.tokens)
     loop.admit(row)
     for _ in range(1 + 3 * 21 + missing + 1):
@@ -198,7 +200,7 @@ def test_new_row_lacks_nothing(pair):
     lengths.next = lambda rows, inputs: (seen.append(inputs.catch_up), next(plan))[1]
     loop = captured(target, target, batch=2, lengths=lengths, span=300)
     for sample in range(2):
-        row = Row("0", sample, 1, [5, 6, 7, 8], 250, temperature=1.0)
+        row = Row("0", sample, 1, [5, 6, 7, 8], 250, sampling=RowSampling(temperature=1.0))
         if not sample:
             loop.open("0", row.tokens)
         loop.admit(row)
@@ -335,7 +337,7 @@ def test_drafter_and_controller_need_only_their_abstract_methods(pair, coupling)
     assert own == {"propose"}
 
     def some():
-        return [row for row in rows() if coupling == "shared" or row.temperature == 0]
+        return [row for row in rows() if coupling == "shared" or row.sampling.temperature == 0]
 
     target, due = pair[0], plain(pair[0], some())
     for loop in (

@@ -14,6 +14,7 @@ from bass_cli.drafts.factory import make_drafter
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.loop import Loop
+from bass_cli.engine.sampling import RowSampling
 from bass_cli.engine.sizes import WIDTHS, cover
 from bass_cli.formats.checkpoint import open_checkpoint
 from bass_cli.formats.weights import load
@@ -46,7 +47,7 @@ def rows(limit=45, n=3, temperature=1.0):
             5,
             [1, 2, 3, 4, 1, 2, 3][: 7 - 2 * p],
             limit - 9 * s,
-            temperature=temperature * (0.3 + 0.3 * s),
+            sampling=RowSampling(temperature=temperature * (0.3 + 0.3 * s)),
         )
         for p in range(2)
         for s in range(n)
@@ -143,7 +144,7 @@ def test_lookup_under_maximal_coupling_verifies_only_what_it_found(name):
 def test_algorithm_1_grows_beyond_captured_lengths(coupling, name):
     """The draft is the target, so all drafts are accepted; few graphs serve all lengths."""
     loop = loop_of(0.0, CONTROLLERS[name](coupling), coupling=coupling, batch=1)
-    _, seen = rounds_of(loop, [Row("0", 0, 5, [1, 2], 330, temperature=1.0)])
+    _, seen = rounds_of(loop, [Row("0", 0, 5, [1, 2], 330, sampling=RowSampling(temperature=1.0))])
     assert [width for width, _, _ in seen][: len(PAPERS)] == PAPERS
     assert loop.graphs.captures <= len(WIDTHS)
 
@@ -169,7 +170,9 @@ def test_rounds_fit_into_the_cache_of_a_row(tmp_path):
         clock=Clock(ticks),
         graphs=FakeGraphs(ticks),
     )
-    given = [Row(str(p), 0, 1, [3, 1, 4], limit, temperature=0.9) for p in range(4)]
+    given = [
+        Row(str(p), 0, 1, [3, 1, 4], limit, sampling=RowSampling(temperature=0.9)) for p in range(4)
+    ]
     found, seen = rounds_of(loop, given)
     assert (
         found
@@ -190,7 +193,7 @@ def given_again(given):
             row.seed,
             row.tokens[: row.prompt_length],
             row.limit,
-            temperature=row.temperature,
+            sampling=row.sampling,
         )
         for row in given
     ]
@@ -216,7 +219,9 @@ def test_warm_up_captures_all_graphs_for_rounds_with_a_deadline(coupling, length
     warm_up(loop, plan)
     assert loop.lengths is lengths
     loop.graphs.done.clear()
-    for row in [Row("0", s, 5, [1, 2], 330, temperature=1.0) for s in range(3)]:
+    for row in [
+        Row("0", s, 5, [1, 2], 330, sampling=RowSampling(temperature=1.0)) for s in range(3)
+    ]:
         if not row.sample:
             loop.open("0", row.tokens, deadline=1e9)
         loop.admit(row)

@@ -15,6 +15,7 @@ from devices import device, surface_of
 from toys import AtOnce, Reactive, drive, loop_for, plain
 
 from bass_cli.engine.batch import Row
+from bass_cli.engine.sampling import RowSampling
 from bass_cli.formats.checkpoint import open_checkpoint
 from bass_cli.formats.weights import load
 from bass_cli.lengths.controllers import Bass, Fixed, make_lengths
@@ -107,7 +108,14 @@ def plainly(decoders):
 def rows():
     """Return two samples of each prompt: sample 0 greedy, sample 1 at temperature 0.8."""
     return [
-        Row(str(p), s, 11, list(tokens), 12 - (s + p) % 3, temperature=0.8 * s, top_p=1 - 0.05 * s)
+        Row(
+            str(p),
+            s,
+            11,
+            list(tokens),
+            12 - (s + p) % 3,
+            sampling=RowSampling(temperature=0.8 * s, top_p=1 - 0.05 * s),
+        )
         for p, tokens in enumerate(PROMPTS)
         for s in range(2)
     ]
@@ -263,7 +271,10 @@ def test_rounding_between_batch_shapes_is_far_below_decision_margins(decoders):
     found = []
     for batch in (1, 5):
         loop = loop_for(target, "none", rows=batch, lengths=Fixed(0))
-        live = [Row("0", s, 0, [1, 2, 3, 4], 4, temperature=0.0) for s in range(batch)]
+        live = [
+            Row("0", s, 0, [1, 2, 3, 4], 4, sampling=RowSampling(temperature=0.0))
+            for s in range(batch)
+        ]
         loop.open("0", live[0].tokens)
         for row in live:
             loop.admit(row)
@@ -293,7 +304,9 @@ def test_drafts_after_plain_rounds_do_not_read_rejected_drafts(decoders):
     plan = iter([6, 0, 0, 0, 6, 0, 5])
     lengths = Fixed(0)
     lengths.next = lambda *_: next(plan)
-    live = [Row("0", s, 1, [5, 6, 7, 8], 60, temperature=1.5) for s in range(3)]
+    live = [
+        Row("0", s, 1, [5, 6, 7, 8], 60, sampling=RowSampling(temperature=1.5)) for s in range(3)
+    ]
     loop = loop_for(target, draft, rows=3, lengths=lengths)
     loop.open("0", live[0].tokens)
     for row in live:

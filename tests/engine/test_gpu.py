@@ -23,6 +23,7 @@ from bass_cli.engine.clock import Clock
 from bass_cli.engine.contracts import Proposal
 from bass_cli.engine.loop import Loop
 from bass_cli.engine.round import HostDrafts
+from bass_cli.engine.sampling import RowSampling
 from bass_cli.engine.verify import Cut
 from bass_cli.formats.checkpoint import open_checkpoint
 from bass_cli.formats.weights import load
@@ -452,7 +453,7 @@ def text(length, seed=0):
 
 def job_of(lengths, seed):
     return [
-        Row(f"{seed}-{n}", s, 5, text(n, seed), 9 + s, temperature=0.7 * s)
+        Row(f"{seed}-{n}", s, 5, text(n, seed), 9 + s, sampling=RowSampling(temperature=0.7 * s))
         for n in lengths
         for s in range(2)
     ]

@@ -19,7 +19,8 @@ from toys import AtOnce, Guess, Markov, Reactive, drive, loop_for
 import bass_kernels as ops
 from bass_cli.drafts.factory import SHARPER, make_drafter
 from bass_cli.engine import host_state as host_state
-from bass_cli.engine.batch import Change, Columns, Row, SamplingParams, noise_key, params_of
+from bass_cli.engine.batch import Change, Row
+from bass_cli.engine.sampling import Columns, RowSampling, SamplingParams, noise_key, params_of
 from bass_cli.lengths.controllers import Bass, Fixed, make_lengths
 from bass_cli.lengths.costs import make_surface
 
@@ -102,7 +103,14 @@ def rows_of(draws):
     rounds, so tests admit the same ones; not if a drafter reads the generated tokens on the
     host, which the rows would keep."""
     return [
-        Row(str(kind), sample, 7, prompt, LENGTH, temperature=temperature, top_k=top_k, top_p=top_p)
+        Row(
+            str(kind),
+            sample,
+            7,
+            prompt,
+            LENGTH,
+            sampling=RowSampling(temperature=temperature, top_k=top_k, top_p=top_p),
+        )
         for sample in range(draws)
         for kind, (prompt, temperature, top_k, top_p) in enumerate(ROWS)
     ]
@@ -159,9 +167,9 @@ def admit_all(loop, rows, keys):
     batch.lengths[:] = torch.tensor([len(row.prompt) for row in kinds]).repeat(turns)
     batch._alive[:] = 1
     for name in ("temperature", "top_k", "top_p"):
-        getattr(batch._params, name)[:] = torch.tensor([getattr(k, name) for k in kinds]).repeat(
-            turns
-        )
+        getattr(batch._params, name)[:] = torch.tensor(
+            [getattr(k.sampling, name) for k in kinds]
+        ).repeat(turns)
     batch._params.keys[:] = keys
     for row in rows:
         if row.sample == 0:
@@ -218,7 +226,7 @@ def test_bound_detects_a_distribution_off_by_three_percent():
 def test_temperature_zero_gives_the_first_maximum_only(coupling):
     table = tables(0)
     table[:, :, 3] = table[:, :, 1] = table.amax(-1) + 1  # a tie: the first index is due
-    rows = [Row("0", s, s, [0, 2], 8, temperature=0.0) for s in range(50)]
+    rows = [Row("0", s, s, [0, 2], 8, sampling=RowSampling(temperature=0.0)) for s in range(50)]
     draft = Markov(
         table + 0.5 * torch.randn(table.shape, generator=torch.Generator().manual_seed(3)), 2
     )
@@ -234,7 +242,7 @@ def test_temperature_zero_gives_the_first_maximum_only(coupling):
 )
 def test_drafts_of_the_target_itself_are_always_accepted(coupling, lengths):
     rows = [
-        Row(str(k), s, 3, list(p), 12, temperature=t, top_k=k_, top_p=tp)
+        Row(str(k), s, 3, list(p), 12, sampling=RowSampling(temperature=t, top_k=k_, top_p=tp))
         for s in range(20)
         for k, (p, t, k_, tp) in enumerate(ROWS)
     ]
@@ -291,5 +299,5 @@ def test_temperature_beyond_float32_is_clamped():
     columns = Columns(1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        columns.set(0, temperature=1e39, top_k=0, top_p=1.0, key=(1, 2))
+        columns.set(0, RowSampling(temperature=1e39), (1, 2))
     assert params_of(torch.from_numpy(columns.whole), 1)[1].temperature.item() >= 1e30

@@ -19,6 +19,7 @@ from bass_cli.drafts.factory import make_drafter
 from bass_cli.engine.batch import Batch, Row, beyond
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.loop import Loop
+from bass_cli.engine.sampling import RowSampling
 from bass_cli.formats.checkpoint import open_checkpoint, open_head
 from bass_cli.formats.weights import load
 from bass_cli.lengths.controllers import Bass, Fixed
@@ -38,7 +39,14 @@ def rows(n=3):
     """Return rows of very unequal limits."""
     limits = itertools.cycle([LIMIT, 7, 25, 3, 44, 12, LIMIT - 1])
     return [
-        Row(str(p), s, 3, list(tokens), next(limits), temperature=0.7 * s, top_p=0.95)
+        Row(
+            str(p),
+            s,
+            3,
+            list(tokens),
+            next(limits),
+            sampling=RowSampling(temperature=0.7 * s, top_p=0.95),
+        )
         for p, tokens in enumerate(PROMPTS)
         for s in range(n)
     ]
@@ -84,7 +92,7 @@ def loop_of(target, draft, *, lengths, total, batch=5, graphs=True, limit=LIMIT,
 def again(row):
     return Row(
         row.key, row.sample, row.seed, row.prompt, row.limit,
-        temperature=row.temperature, top_k=row.top_k, top_p=row.top_p,
+        sampling=row.sampling,
     )  # fmt: skip
 
 
@@ -195,7 +203,7 @@ def test_rows_grow_while_others_end_begin_and_move(pair, width):
     soon = -(-(2 * blocks.size - blocks.extra + 1) // each) * each
     limits = (soon, soon, LIMIT, LIMIT, LIMIT)
     many = [
-        Row("02"[s % 2], s, 3, PROMPTS[s % 2 * 2], limit, temperature=0.9)
+        Row("02"[s % 2], s, 3, PROMPTS[s % 2 * 2], limit, sampling=RowSampling(temperature=0.9))
         for s, limit in enumerate(limits)
     ]
     changes, follow = [], loop._follow
@@ -253,7 +261,14 @@ def test_rows_in_a_shared_prefix_group_grow(pair, monkeypatch):
     takes its place. A short row and a padding row are in no group."""
     target, _ = pair
     few = [
-        Row("02"[s < 3], s, 3, PROMPTS[2 * (s < 3)], 2 if s == 1 else 5, temperature=0.9)
+        Row(
+            "02"[s < 3],
+            s,
+            3,
+            PROMPTS[2 * (s < 3)],
+            2 if s == 1 else 5,
+            sampling=RowSampling(temperature=0.9),
+        )
         for s in range(4)
     ]
     due = plain(target, [again(row) for row in few])

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from bass_cli.engine.batch import Row
 from bass_cli.engine.host_state import Report
+from bass_cli.engine.sampling import RowSampling
 from bass_cli.engine.verify import Cut
 from bass_cli.formats.checkpoint import open_checkpoint
 from bass_cli.formats.weights import load
@@ -48,7 +49,7 @@ def rows(top=7):
             11,
             list(tokens),
             12 - (s + p) % 3,
-            temperature=0.9 * s,
+            sampling=RowSampling(temperature=0.9 * s),
             report=Report((top, 0, 3)[p] if s else top),
         )
         for p, tokens in enumerate(PROMPTS)

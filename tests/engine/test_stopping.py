@@ -9,6 +9,7 @@ from toys import Markov, drive, loop_for, plain
 
 from bass_cli.drafts.factory import NoDrafter, make_drafter
 from bass_cli.engine.batch import Row
+from bass_cli.engine.sampling import RowSampling
 from bass_cli.engine.verify import Stopping
 from bass_cli.lengths.controllers import Fixed, Goodput
 from bass_cli.lengths.costs import make_surface
@@ -43,7 +44,10 @@ def run(stops, *, lengths=None, rows=1, ticks=None):
     if not stops:
         loop._rounds._stopping = None
     seen = []
-    jobs = [Row("0", sample, 5, [sample % VOCAB], 300, temperature=0.0) for sample in range(rows)]
+    jobs = [
+        Row("0", sample, 5, [sample % VOCAB], 300, sampling=RowSampling(temperature=0.0))
+        for sample in range(rows)
+    ]
     drive(loop, jobs, on_round=lambda done, hosts: seen.append(done))
     return ticks.seconds, seen
 
@@ -69,14 +73,14 @@ def test_stopping_keeps_tokens_and_the_draft_cache_intact():
     accepts everything."""
     target, draft = tables()
     jobs = [
-        Row(str(p), s, 3, [p, 5, 2 * s], 24 - 5 * s, temperature=0.9 * s)
+        Row(str(p), s, 3, [p, 5, 2 * s], 24 - 5 * s, sampling=RowSampling(temperature=0.9 * s))
         for p in range(3)
         for s in range(2)
     ]
 
     def fresh():
         return [
-            Row(row.key, row.sample, 3, list(row.tokens), row.limit, temperature=row.temperature)
+            Row(row.key, row.sample, 3, list(row.tokens), row.limit, sampling=row.sampling)
             for row in jobs
         ]
 

@@ -13,6 +13,7 @@ from toys import Markov, loop_for
 
 import bass_kernels as ops
 from bass_cli.engine.batch import Row
+from bass_cli.engine.sampling import RowSampling
 from bass_cli.formats.checkpoint import open_checkpoint
 from bass_cli.formats.weights import load
 from bass_cli.lengths.controllers import Bass, Fixed, Goodput
@@ -324,7 +325,8 @@ def decoder(folder, *, noise=0.0, spoiler=None):
 
 def samples(count):
     return [
-        Row(f"p{i}", 0, 3, [7 + i, 1, 5][: 1 + i % 3], 14, temperature=0.6) for i in range(count)
+        Row(f"p{i}", 0, 3, [7 + i, 1, 5][: 1 + i % 3], 14, sampling=RowSampling(temperature=0.6))
+        for i in range(count)
     ]
 
 

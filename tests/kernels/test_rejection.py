@@ -195,13 +195,21 @@ def test_a_whole_loop():
     from toys import Markov, drive, loop_for
 
     from bass_cli.engine.batch import Row
+    from bass_cli.engine.sampling import RowSampling
     from bass_cli.lengths.controllers import Fixed
 
     tables, found, kept = 2 * randn(2, 3, 7, 7, seed=3).cpu(), [], []
     for kind in ("reference", "triton"):
         ops.use(kind)
         rows = [
-            Row(str(i), i, 1, [1, 2, 3][: i + 1], 3 + i, temperature=1.0 - 0.2 * i, top_p=0.95)
+            Row(
+                str(i),
+                i,
+                1,
+                [1, 2, 3][: i + 1],
+                3 + i,
+                sampling=RowSampling(temperature=1.0 - 0.2 * i, top_p=0.95),
+            )
             for i in range(2)
         ]
         loop = loop_for(Markov(tables[0], 1), Markov(tables[0] + 0.6 * tables[1], 2), rows=2, lengths=Fixed(2),

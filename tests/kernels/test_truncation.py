@@ -24,9 +24,9 @@ def triton(monkeypatch):
     ops.use(None)
 
 
-def processed(logits, temperature, top_k, top_p):
+def processed(logits, temperature, top_k, top_p, min_p=None):
     """Return the probabilities of all tokens by the edges of their distributions."""
-    edges = truncation.edges(logits, temperature, top_k, top_p)
+    edges = truncation.edges(logits, temperature, top_k, top_p, min_p)
     divisor, threshold, peak, mass, only = edges[:, :5, None].unbind(1)
     x, tokens = logits.float() / divisor, torch.arange(logits.shape[1], device=DEVICE)
     probs = torch.where(x >= threshold, (x - peak).exp() / mass, 0.0)

@@ -8,9 +8,10 @@ from fakes import count_operations
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bass_cli.drafts.factory import make_drafter
-from bass_cli.engine.batch import Batch, Row, noise_key
+from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.loop import Loop
+from bass_cli.engine.sampling import RowSampling, noise_key
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.models import kv_cache
 from bass_cli.models.block_allocator import BlockAllocator, BlockLayout
@@ -230,7 +231,14 @@ def test_row_that_outgrows_its_slots_fails_an_assertion():
 def test_batch_stays_dense_and_columns_follow_their_rows():
     batch = Batch(rows=3, context=8, device=torch.device("cpu"))
     rows = [
-        Row(str(i), i, 5, [i] * (i + 1), 20, temperature=i / 2, top_k=i, top_p=1 - i / 10)
+        Row(
+            str(i),
+            i,
+            5,
+            [i] * (i + 1),
+            20,
+            sampling=RowSampling(temperature=i / 2, top_k=i, top_p=1 - i / 10),
+        )
         for i in range(3)
     ]
     for row in rows:
@@ -276,7 +284,12 @@ def test_rows_admitted_together_equal_rows_admitted_one_by_one():
     def groups():
         def row(key, sample, length, **more):
             return Row(
-                key, sample, 9, [int(key) + 10 + i for i in range(length)], 5 + sample, **more
+                key,
+                sample,
+                9,
+                [int(key) + 10 + i for i in range(length)],
+                5 + sample,
+                RowSampling(**more),
             )
 
         return (
@@ -332,7 +345,10 @@ def test_row_changes_take_few_operations():
 
 def test_new_rows_fill_freed_places_before_rows_are_moved():
     batch = Batch(rows=6, context=32, device=torch.device("cpu"))
-    rows = [Row(str(i), i, 5, [i] * (i + 1), 20, temperature=1 + i / 2) for i in range(12)]
+    rows = [
+        Row(str(i), i, 5, [i] * (i + 1), 20, sampling=RowSampling(temperature=1 + i / 2))
+        for i in range(12)
+    ]
     for ended, begun, moved, due in (
         ((), range(6), (), [0, 1, 2, 3, 4, 5]),
         ((3, 1), (6, 7), (), [0, 6, 2, 7, 4, 5]),

@@ -8,6 +8,7 @@ from fakes import count_operations, recorded
 from toys import SPAN, drive, loop_for
 
 from bass_cli.engine.batch import Row
+from bass_cli.engine.sampling import RowSampling
 from bass_cli.formats.checkpoint import open_checkpoint
 from bass_cli.formats.weights import load
 from bass_cli.lengths.controllers import Fixed
@@ -410,15 +411,14 @@ def test_whole_jobs_give_the_same_tokens(decoders):
     target, draft = decoders("mistral"), decoders("mistral").keep_layers([0, 2])
     given = [text(n, seed=5) for n in (1, 2, 15, 16, 17, 18, 40, 70)]
     rows = [
-        Row(str(p), s, 3, list(tokens), 9 + (p + s) % 4, temperature=0.7 * s)
+        Row(str(p), s, 3, list(tokens), 9 + (p + s) % 4, sampling=RowSampling(temperature=0.7 * s))
         for p, tokens in enumerate(given)
         for s in range(2)
     ]
 
     def copies():
         return [
-            Row(r.key, r.sample, r.seed, list(r.tokens), r.limit, temperature=r.temperature)
-            for r in rows
+            Row(r.key, r.sample, r.seed, list(r.tokens), r.limit, sampling=r.sampling) for r in rows
         ]
 
     due = drive(loop_for(target, "none", rows=1, lengths=Fixed(0)), copies())

@@ -21,6 +21,7 @@ from bass_cli.drafts.factory import make_drafter
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.loop import Loop
+from bass_cli.engine.sampling import RowSampling
 from bass_cli.engine.verify import Cut
 from bass_cli.formats.checkpoint import open_checkpoint, open_head
 from bass_cli.formats.weights import load
@@ -135,7 +136,9 @@ def hold(folder, draft, coupling, compiled, asked):
 
     def work():
         loop.open("a", tokens)
-        loop.admit(Row("a", 0, 0, list(tokens), 12, temperature=0.8, top_p=0.9))
+        loop.admit(
+            Row("a", 0, 0, list(tokens), 12, sampling=RowSampling(temperature=0.8, top_p=0.9))
+        )
         loop.prepare(range(1, 6), (0, 1, 3, 4), only_compile=True)
         assert loop.batch.lengths.tolist() == [len(tokens), 1, 1, 1, 1]
         assert loop.batch.tokens[0, : len(tokens)].tolist() == tokens

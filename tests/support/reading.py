@@ -12,6 +12,7 @@ from bass_cli.drafts.factory import make_drafter
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.loop import Loop
+from bass_cli.engine.sampling import RowSampling
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.models.runner import Runner
 
@@ -68,7 +69,7 @@ def has_the_targets_law(theirs, target, head):
     done = []
     found = drive(
         loop,
-        [Row("0", s, 5, prompt, 2, temperature=warm) for s in range(count)],
+        [Row("0", s, 5, prompt, 2, sampling=RowSampling(temperature=warm)) for s in range(count)],
         on_round=lambda one, _: done.append(one),
     )
     with torch.inference_mode():

@@ -11,6 +11,7 @@ from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.contracts import Drafter, DraftLength, Proposal
 from bass_cli.engine.loop import Loop
+from bass_cli.engine.sampling import RowSampling
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.runner import Runner
@@ -129,7 +130,7 @@ def rows_for(prompts, n, *, limit=12, **sampling):
             sampling.get("seed", 0),
             list(tokens),
             limit - (s + p) % 3,
-            **{k: v for k, v in sampling.items() if k != "seed"},
+            sampling=RowSampling(**{k: v for k, v in sampling.items() if k != "seed"}),
         )
         for (p, tokens), s in grid
     ]
@@ -141,8 +142,9 @@ def loop_for(target, draft, *, rows, lengths=None, coupling="shared", acceptance
     if isinstance(target, Decoder):
         target = Runner(target, rows=rows, span=SPAN, lag=1)
     draft = drafter_for(draft, rows=rows, coupling=coupling)
+    vocab = target.decoder.vocab if isinstance(target, Runner) else target.table.shape[-1]
     return Loop(
-        batch=Batch(rows=rows, context=64, device=torch.device("cpu")),
+        batch=Batch(rows=rows, context=64, device=torch.device("cpu"), vocab=vocab),
         target=target,
         drafter=draft,
         lengths=lengths or Fixed(3),
