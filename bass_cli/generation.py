@@ -192,6 +192,7 @@ def generate_samples(args: GenerateArgs, screen: Screen) -> bool:
             prompts=digest if digest.count else None,
         ) as writer,
     ):
+        job = drawing.facts.job
         tell(job, drawing.facts, screen, plain=checked.plain, notes=checked.notes)
         summary = write_samples(
             writer, drawing, job, prompts(), checked.count, screen, wanted=checked.wanted

@@ -18,7 +18,7 @@ import typer
 
 from bass_cli.cli.help import show_all
 from bass_cli.config.commands import COMMANDS
-from bass_cli.config.options import HEADINGS, JOB, ChatOptions, Option, declared
+from bass_cli.config.options import HEADINGS, JOB, ModelOptions, Option, declared
 
 # Fields that come first under their heading, before the other options of a Job
 _FIRST = ("pair", "job", "task", "prompts", "out")
@@ -206,7 +206,7 @@ def reference() -> str:
         "`BASS_TOP_P`. An option of a job that a pair file can set has its key in the second "
         "column.",
     ]
-    of_pair = {one.name for one in fields(ChatOptions)}
+    of_pair = {one.name for one in fields(ModelOptions)}
     for command, kind in COMMANDS.items():
         lines += [
             "",

@@ -47,8 +47,13 @@ def args_of(*names: str, **changes: Any) -> Any:
 
 
 def job_options(args: Any, **changes: Any) -> dict[str, Any]:
-    """Return the options of a Job that a command was given, with changes."""
-    given = {name: getattr(args, name, None) for name in JOB} | changes
+    """Return the options of a Job that a command was given, with changes.
+
+    A command without the option `generation_config` uses bass's own settings, not a model's.
+    """
+    given = {"generation_config": "none"} if not hasattr(args, "generation_config") else {}
+    given |= {name: value for name in JOB if (value := getattr(args, name, None)) is not None}
+    given |= changes
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -82,7 +87,7 @@ _Samples: Any = args_of(
     *("limit", "tensor_parallel", "token_ids", "logprobs"),
 )
 _Texts: Any = args_of("chat", "prompt_column", "strict_fields", "include_stop")
-_Chats: Any = args_of("system", "template", "template_args", "tools")
+_Chats: Any = args_of("generation_config", "system", "template", "template_args", "tools")
 _WholeJob: Any = args_of(
     *("n", "max_new_tokens", "stop", "chat", "draft_length", "batch_size", "limit"),
     "prompt_column",

@@ -26,8 +26,8 @@ from bass_cli.config.options import (
     JOB,
     MOST_DRAFTS,
     MOST_ROWS,
-    ChatOptions,
     JobOptions,
+    ModelOptions,
     PairOptions,
     SamplingOptions,
     SpeculationOptions,
@@ -49,7 +49,7 @@ _OF_PAIR = (
     "sampling",
     "speculation",
     "dtype",
-    *(one.name for one in dataclasses.fields(ChatOptions)),
+    *(one.name for one in dataclasses.fields(ModelOptions)),
 )
 # seconds, 11 days; the operating system counts timeouts in milliseconds, in 31 bits
 _LONGEST = 1_000_000
@@ -131,7 +131,7 @@ class Speculation(Strict, SpeculationOptions, frozen=True):
 
 
 class _Chats(Strict, frozen=True):
-    """Reads the values of ChatOptions. What was read may be validated again."""
+    """Reads the values of ModelOptions. What was read may be validated again."""
 
     @field_validator("template", "template_args", "tools", mode="before", check_fields=False)
     @classmethod
@@ -191,8 +191,13 @@ else:
 def _over(base: Any, given: Any) -> Any:
     """Merge a part of a job with the pair's: fields that are not set come from `base`."""
     if isinstance(base, Strict) and type(given) is type(base):
-        given = {key: getattr(given, key) for key in given.model_fields_set}
-    return dict(base) | given if isinstance(base, Strict) and isinstance(given, dict) else given
+        given = _set_fields(given)
+    both = isinstance(base, Strict) and isinstance(given, dict)
+    return _set_fields(base) | given if both else given
+
+
+def _set_fields(part: Strict) -> dict[str, Any]:
+    return {key: getattr(part, key) for key in part.model_fields_set}
 
 
 class Job(_Chats, JobOptions, frozen=True):

@@ -91,8 +91,19 @@ Dtype = Literal["auto", "bf16", "fp16", "fp32"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatOptions:
-    """The options of chats. A pair file has the same keys; those of a job come first."""
+class ModelOptions:
+    """How a model is used: its chats and its own defaults.
+
+    A pair file has the same keys; those of a job come first.
+    """
+
+    generation_config: Literal["auto", "none"] = flag(
+        "Where sampling settings come from that are not set: auto (the model's "
+        "generation_config.json, then bass), or none (bass)",
+        SAMPLING,
+        default="auto",
+        rare=True,
+    )
 
     system: Name | None = flag(
         "System message of prompts that have none; plain prompts become chats", CHAT, "TEXT"
@@ -120,7 +131,7 @@ class ChatOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairOptions(ChatOptions):
+class PairOptions(ModelOptions):
     """The keys of a pair file, besides `sampling` and `speculation`."""
 
     name: Name = flag("Name of the pair; default: the file's name", default=MISSING)
@@ -149,8 +160,8 @@ class PairOptions(ChatOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobOptions(ChatOptions):
-    """The options of a job that are not part of a pair, and those of chats."""
+class JobOptions(ModelOptions):
+    """The options of a job that are not part of a pair, and those that both have."""
 
     n: Annotated[int, Ge(1), Le(MOST_ROWS)] = flag(
         "Samples per prompt", SAMPLING, line=True, default=8
@@ -203,19 +214,19 @@ class SamplingOptions:
     temperature: Annotated[float, Ge(0)] = flag(
         "Sampling temperature; 0 is greedy decoding",
         SAMPLING,
-        shown="the pair's, or {}",
+        shown="the pair's, the model's, or {}",
         default=0.8,
     )
     top_p: Annotated[float, Gt(0), Le(1)] = flag(
         "Sample from the most likely tokens that reach this total probability",
         SAMPLING,
-        shown="the pair's, or {}",
+        shown="the pair's, the model's, or {}",
         default=0.95,
     )
     top_k: Natural = flag(
         "Sample from the N most likely tokens; 0 means all",
         SAMPLING,
-        shown="the pair's, or {}",
+        shown="the pair's, the model's, or {}",
         default=0,
     )
     seed: Natural = flag("Random seed; the same seed gives the same samples", SAMPLING, default=0)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bass_cli import __version__
+from bass_cli.config.job import Job
 from bass_cli.io.prompts import Shard
 
 if TYPE_CHECKING:
@@ -24,19 +25,21 @@ _PROFILED = ("auto", "table", "bass+table")  # draft lengths that depend on a pr
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Facts about a plan: the manifest, the rows of the batch, notes to the user, and whether the
-    target has a chat template."""
+    """Facts about a plan: the manifest, the rows of the batch, notes to the user, whether the
+    target has a chat template, and the job with the model's own defaults."""
 
     manifest: dict[str, Any]
     rows: int
     notes: tuple[str, ...]
     chats: bool
+    job: Job
 
 
 def facts_of(plan: Plan, source: Mapping[str, Any], *, shard: Shard | None = None) -> Facts:
     """Return the facts about a plan; for the arguments see `describe`."""
     manifest = describe(plan, source, shard=shard)
-    return Facts(manifest, plan.rows, plan.notes, plan.files.tokenizer.has_chat_template)
+    chats = plan.files.tokenizer.has_chat_template
+    return Facts(manifest, plan.rows, plan.notes, chats, plan.job)
 
 
 def describe(

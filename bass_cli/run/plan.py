@@ -29,6 +29,7 @@ from bass_cli.io.cache import give_kernels_a_cache
 from bass_cli.io.prompts import Wanted
 from bass_cli.lengths.costs import Surface
 from bass_cli.models.block_allocator import BlockLayout
+from bass_cli.run.defaults import with_model_defaults
 from bass_cli.run.memory import SLACK, Footprint, Need, footprint, usable
 from bass_cli.run.pair import (
     Files,
@@ -267,7 +268,8 @@ def make_plan(
     wake(device)  # while files are read
     files = open_files(job, tokenizer)
     check_ranks(job, files, device)
-    dtype, notes = dtype_of(job.dtype, device), [*_contradictions(job), *files.notes]
+    job, own = with_model_defaults(job, files.target)
+    dtype, notes = dtype_of(job.dtype, device), [*_contradictions(job), *files.notes, *own]
     if files.tokenizer.path == files.target.path:
         notes += doubts_of(files.target.metadata)
     profile, surface = costs_of(job, files, device, dtype, notes.append)
@@ -324,6 +326,7 @@ def plan_of_others(job: Job) -> Plan:
     `job.device` must be "cuda" or "cpu".
     """
     device, files = torch.device(job.device), open_files(job)
+    job, _ = with_model_defaults(job, files.target)
     dtype, tokens = dtype_of(job.dtype, device), job.sampling.max_new_tokens
     found = _footprint(job, files, 0, device=device, dtype=dtype)
     return Plan(job, files, device, dtype, found, free=0, most_rows=1, kept=tokens)

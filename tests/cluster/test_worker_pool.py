@@ -15,6 +15,7 @@ import pytest
 from bass_cli.cluster.fleet import Fault, Lost, Place
 from bass_cli.cluster.worker import Part, Ready, Report
 from bass_cli.cluster.worker_pool import WorkerPool
+from bass_cli.config.job import Job, Pair
 from bass_cli.errors import MachineError, UserError
 from bass_cli.io.console import Screen, Usage
 from bass_cli.io.prompts import Prompt
@@ -22,7 +23,8 @@ from bass_cli.io.results import Completion
 from bass_cli.run.manifest import Facts
 
 Event = Ready | Report | Fault | Lost
-FACTS = Facts({"results": {"target": "m", "dtype": "fp32"}}, 4, (), False)
+JOB = Job(pair=Pair(name="m", target="x/m"))
+FACTS = Facts({"results": {"target": "m", "dtype": "fp32"}}, 4, (), False, JOB)
 
 
 class Fleet:
@@ -126,7 +128,7 @@ def test_nodes_may_join_and_leave() -> None:
 
 def test_a_node_with_other_models_is_refused_by_name() -> None:
     fleet = Fleet()
-    other = Facts({"results": {"target": "m", "dtype": "bf16"}}, 4, (), False)
+    other = Facts({"results": {"target": "m", "dtype": "bf16"}}, 4, (), False, JOB)
     fleet.answers[Place(None, 2)] = Ready("spare", other)
     with pytest.raises(UserError, match=r"^on spare: .*dtype: 'bf16' there, 'fp32' elsewhere"):
         run(fleet, 300)
