@@ -297,9 +297,8 @@ def make_plan(
     )
     if grows:
         plan = _growing(plan)
-    if isinstance(job.batch_size, int):  # checked against the memory below
-        plan = replace(plan, most_rows=max(plan.most_rows, job.batch_size))
-    plan = replace(plan, most_rows=max(plan.most_rows, 1))
+    least = job.batch_size if isinstance(job.batch_size, int) else 1  # checked below
+    plan = replace(plan, most_rows=max(plan.most_rows, least))
     plan.need.check()
     if plan.rows < plan.wished:
         notes.append(f"{plan.rows} rows at a time, not {plan.wished}: {plan.why}")
