@@ -81,6 +81,9 @@ _COLUMNS = {
     "token_ids": "ints",
     "token_logprobs": "floats",
     "top_logprobs": "pairs",
+    "prompt_token_ids": "ints",
+    "prompt_logprobs": "floats",
+    "prompt_top_logprobs": "pairs",
 }
 
 
@@ -116,12 +119,17 @@ class Drawer:
         found = [json.loads(one.to_line()) for one in drawn]
         for row in found:
             row["meta"] = json.dumps(row["meta"], ensure_ascii=False)
-            if (places := row.get("top_logprobs")) is not None:
-                row["top_logprobs"] = [
-                    [{"id": id_, "logprob": number} for id_, number in place] for place in places
-                ]
+            for name in ("top_logprobs", "prompt_top_logprobs"):
+                row[name] = _structs(row.get(name))
         schema = pyarrow.schema([(name, kinds[kind]) for name, kind in _COLUMNS.items()])
         return pyarrow.Table.from_pylist(found, schema=schema)
+
+
+def _structs(places: list[Any] | None) -> list[Any] | None:
+    """Return pairs of token id and log-probability as objects: pyarrow's lists have one type."""
+    if places is None:
+        return None
+    return [place and [{"id": i, "logprob": x} for i, x in place] for place in places]
 
 
 def _plain(row: dict[str, Any]) -> dict[str, Any]:

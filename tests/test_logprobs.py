@@ -114,6 +114,51 @@ def test_copies_and_stops_carry_their_numbers(
         check(one, theirs, tokenizer, 2)
 
 
+@pytest.mark.parametrize("top", [0, 3])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_sample_0_has_the_numbers_of_the_prompt(
+    folder: Path, theirs: PreTrainedModel, tokenizer: Tokenizer, top: int, temperature: float
+) -> None:
+    given = {"prompt_logprobs": top, "temperature": temperature}
+    for one in generate(PROMPTS, job(folder, **given)):
+        if one.sample:
+            assert one.prompt_logprobs is None
+            continue
+        text = next(line["prompt"] for line in PROMPTS if line["id"] == one.id)
+        ids = tokenizer.encode(text, 1000)
+        assert one.prompt_token_ids == ids
+        assert one.prompt_logprobs is not None
+        assert one.token_logprobs is None
+        wanted = due(theirs, ids[:1], ids[1:], tokenizer.size)
+        own = [float(line[id_]) for line, id_ in zip(wanted, ids[1:], strict=True)]
+        assert one.prompt_logprobs[0] is None
+        assert one.prompt_logprobs[1:] == pytest.approx(own, abs=1e-4)
+        if not top:
+            assert one.prompt_top_logprobs is None
+            continue
+        assert one.prompt_top_logprobs is not None
+        assert one.prompt_top_logprobs[0] is None
+        for place, line in zip(one.prompt_top_logprobs[1:], wanted, strict=True):
+            assert place is not None
+            assert [score for _, score in place] == pytest.approx(
+                line.topk(top).values.tolist(), abs=1e-4
+            )
+
+
+def test_each_prompt_has_its_own_numbers(folder: Path) -> None:
+    """Lines ask for different reports; all are in one batch."""
+    lines = [
+        {"id": "a", "prompt": "the cat", "logprobs": 2, "prompt_logprobs": 0},
+        {"id": "b", "prompt": "a dog"},
+        {"id": "c", "prompt": "the dog", "logprobs": 7},
+    ]
+    found = {one.id: one for one in generate(lines, job(folder)) if not one.sample}
+    assert found["a"].prompt_logprobs is not None
+    assert (found["b"].token_ids, found["b"].prompt_logprobs) == (None, None)
+    for id_, top in (("a", 2), ("c", 7)):
+        assert {len(place) for place in found[id_].top_logprobs or ()} == {top}
+
+
 def run(*args: str) -> Any:
     return CliRunner().invoke(app, ["generate", *args])
 

@@ -84,7 +84,7 @@ _Pair: Any = args_of(*MACHINE_AND_MODELS)
 _Distribution: Any = args_of(*DISTRIBUTION)
 _Samples: Any = args_of(
     *("n", "max_new_tokens", "stop", "stop_token_ids", "draft_length", "budget", "batch_size"),
-    *("limit", "tensor_parallel", "token_ids", "logprobs"),
+    *("limit", "tensor_parallel", "token_ids", "logprobs", "prompt_logprobs"),
 )
 _Texts: Any = args_of("chat", "prompt_column", "strict_fields", "include_stop")
 _Chats: Any = args_of("generation_config", "system", "template", "template_args", "tools")

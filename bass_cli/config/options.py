@@ -257,6 +257,13 @@ class SamplingOptions:
         "[K]",
         bare="0",
     )
+    prompt_logprobs: TopK | None = flag(
+        "The same as --logprobs for the tokens of the prompt, under the model's own distribution",
+        OUTPUT,
+        "[K]",
+        bare="0",
+        rare=True,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -262,12 +262,6 @@ class Row:
             return self._entries[: self.generated, : self.report.columns]
         return self._host_state.entries[self.place, : self.generated, : self.report.columns]
 
-    def likeliest(self) -> tuple[Integers, NDArray[numpy.float32]]:
-        """Return the likeliest tokens in the place of each generated token and their
-        log-probabilities, [generated, report.top] each."""
-        entries = self.entries()
-        return entries >> 32, entries.astype(numpy.int32).view(numpy.float32)
-
     def numbers(self) -> list[int]:
         """Return its line of HostState.numbers."""
         if self._host_state is None:

@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import IO, Any
 
 import numpy
+from numpy.typing import NDArray
 
 from bass_cli.errors import MachineError, UserError
 from bass_cli.io.resume import (
@@ -59,6 +60,9 @@ STANDARD_OUTPUT = "standard output"  # the name of its writer
 _COUNTED = ("finish_reason", "copy_of", *COUNTED)
 
 
+Pairs = list[list[int | float]]  # token ids and log-probabilities
+
+
 @dataclass(frozen=True, slots=True)
 class Completion:
     """One sample of one prompt. The fields are those of a result line, in order.
@@ -75,6 +79,9 @@ class Completion:
     `token_logprobs` has a number for each of `token_ids`, and `top_logprobs` pairs of token id and
     number for the likeliest tokens in the place of each, likeliest first. They are rounded to
     LOGPROB_DIGITS decimals. A token of probability 0 is not listed.
+
+    `prompt_token_ids`, `prompt_logprobs` and `prompt_top_logprobs` are the same for the tokens of
+    the prompt. Only sample 0 has them. The first token has no number, but None.
 
     `copy_of` is the number of the sample that this one is a copy of. `task_id` and `completion` are
     set by evaluations, for public scorers.
@@ -96,7 +103,10 @@ class Completion:
     meta: dict[str, Any] = field(default_factory=dict)
     token_ids: list[int] | None = None
     token_logprobs: list[float] | None = None
-    top_logprobs: list[list[list[int | float]]] | None = None
+    top_logprobs: list[Pairs] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[float | None] | None = None
+    prompt_top_logprobs: list[Pairs | None] | None = None
     error: str | None = None
     copy_of: int | None = None
     task_id: str | None = None
@@ -116,7 +126,17 @@ class Completion:
 
     def copied(self, sample: int) -> Completion:
         """Copy it to another sample number; the copy has no rounds and no drafts."""
-        return replace(self, sample=sample, rounds=0, drafted=0, accepted=0, copy_of=self.sample)
+        return replace(
+            self,
+            sample=sample,
+            rounds=0,
+            drafted=0,
+            accepted=0,
+            copy_of=self.sample,
+            prompt_token_ids=None,
+            prompt_logprobs=None,
+            prompt_top_logprobs=None,
+        )
 
     def to_line(self) -> str:
         """Format one line of strict JSON, without a line end.
@@ -146,18 +166,20 @@ def rounded(logprobs: Any) -> Any:
     return (found + 0.0).tolist()  # -0.0 becomes 0.0
 
 
-def paired(ids: Any, logprobs: Any) -> list[list[list[int | float]]]:
-    """Return pairs of token id and rounded log-probability by place, from arrays [places, K],
-    without those of probability 0."""
+def paired(entries: NDArray[numpy.int64]) -> list[Pairs]:
+    """Return pairs of token id and rounded log-probability by place, without those of probability
+    0, from entries [places, K] (bass_kernels.report_entries)."""
+    ids, logprobs = (entries >> 32).tolist(), entries.astype(numpy.int32).view(numpy.float32)
     return [
         [[id_, number] for id_, number in zip(*lines, strict=True) if number > -math.inf]
-        for lines in zip(ids.tolist(), rounded(logprobs), strict=True)
+        for lines in zip(ids, rounded(logprobs), strict=True)
     ]
 
 
 _NAMES = tuple(entry.name for entry in fields(Completion))
 _OPTIONAL = (
     *("token_ids", "token_logprobs", "top_logprobs"),
+    *("prompt_token_ids", "prompt_logprobs", "prompt_top_logprobs"),
     *("error", "copy_of", "task_id", "completion"),
 )
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=str).encode

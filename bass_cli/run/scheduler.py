@@ -19,7 +19,7 @@ import numpy
 from bass_cli.config.job import Job
 from bass_cli.engine.batch import Row
 from bass_cli.engine.clock import Forecast
-from bass_cli.engine.contracts import PendingWork, RoundResult
+from bass_cli.engine.contracts import PendingWork, PromptLogprobs, RoundResult
 from bass_cli.engine.host_state import BROKEN, LENGTH, LIMIT, PROMPT, HostState, Report
 from bass_cli.engine.loop import Loop
 from bass_cli.engine.sampling import RowSampling
@@ -47,6 +47,7 @@ class Task:
         deadline: When it must end; None without a budget.
         live: The number of samples that have a row.
         started: Whether one of them has had a round.
+        scores: The log-probabilities of its tokens, once sample 0 has ended, if they are wanted.
     """
 
     prompt: Prompt
@@ -61,6 +62,15 @@ class Task:
     deadline: float | None
     live: int = 0
     started: bool = False
+    scores: PromptLogprobs | None = None
+
+    @property
+    def prompt_logprobs(self) -> int | None:
+        """How many likeliest tokens the log-probabilities of the prompt have; None for none.
+
+        Sample 0 carries them.
+        """
+        return self.job.sampling.prompt_logprobs if 0 in self.waiting else None
 
     def restart(self, now: float) -> None:
         """Start its clock again."""
@@ -309,7 +319,7 @@ class FinishedSample(NamedTuple):
     def _completion(self) -> Completion:
         task, row, ending = self.task, self.row, self.ending
         sampling, ids = task.job.sampling, task.job.token_ids
-        top = sampling.logprobs
+        top, scored = sampling.logprobs, task.scores if self.sample == 0 else None
         tokens, scores = ([], []) if row is None else (row.generated_tokens, row.log_probabilities)
         total = math.fsum(scores)
         return Completion(
@@ -329,7 +339,12 @@ class FinishedSample(NamedTuple):
             meta=task.prompt.meta,
             token_ids=list(tokens) if ids or top is not None else None,
             token_logprobs=rounded(scores) if top is not None else None,
-            top_logprobs=(paired(*row.likeliest()) if row else []) if top else None,
+            top_logprobs=(paired(row.entries()) if row else []) if top else None,
+            prompt_token_ids=None if scored is None else list(task.tokens),
+            prompt_logprobs=None if scored is None else [None, *rounded(scored[0])],
+            prompt_top_logprobs=[None, *paired(scored[1])]
+            if scored is not None and sampling.prompt_logprobs
+            else None,
             error=_NOT_FINITE.format(len(scores) + 1) if ending.reason == "error" else None,
         )
 
@@ -514,7 +529,13 @@ class Conductor:
         self.reading = False
         if self._fresh is not None:
             self.loop.restart(copy.deepcopy(self._fresh))
-        if self.loop.open(task.prompt.id, task.tokens, task.reference, deadline=task.deadline):
+        if self.loop.open(
+            task.prompt.id,
+            task.tokens,
+            task.reference,
+            deadline=task.deadline,
+            logprobs=task.prompt_logprobs,
+        ):
             self._queue.append(task)
             self._waiting += len(task.waiting)
         else:
@@ -632,6 +653,8 @@ class Conductor:
         self._forecast.end(row.generated)
         del self._live[row]
         task.live -= 1
+        if row.sample == 0 and task.job.sampling.prompt_logprobs is not None:
+            task.scores = self.loop.target.prompt_logprobs(task.prompt.id)
         self._forget(task)
         now = self.loop.clock.now()
         self._finished_queue.append(FinishedSample(task, row.sample, row, ending, now))
