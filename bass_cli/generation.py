@@ -26,6 +26,7 @@ from bass_cli.formats.sources import files_of
 from bass_cli.formats.tokenizer import begin
 from bass_cli.io import terminal
 from bass_cli.io.console import Screen
+from bass_cli.io.linefile import LINES, OUTPUTS, journal_of
 from bass_cli.io.prompts import (
     Prompt,
     Shard,
@@ -233,16 +234,23 @@ def _output_of(args: GenerateArgs) -> str:
 
 def files_written(out: str) -> list[tuple[str, str | Path]]:
     """Return the output files, as arguments of `refuse_shared_files`."""
+    if is_stream(out):
+        return [("`out`", out)]
+    journal = journal_of(out)
     return [
         ("`out`", out),
-        *([] if is_stream(out) else [("the manifest of `out`", manifest_path(out))]),
+        ("the manifest of `out`", manifest_path(out)),
+        *([] if journal is None else [("the journal of `out`", journal)]),
     ]
 
 
-def check_name(out: str, *, overwrite: bool) -> None:
-    """Raise UserError if samples cannot be written to `out`, or would replace another file."""
-    written = "samples are plain JSON lines, one write each, so that a killed run can be resumed"
-    check_format("`out`", out, suffix=".jsonl", written=written)
+def check_name(out: str, *, overwrite: bool, suffixes: tuple[str, ...] = OUTPUTS) -> None:
+    """Raise UserError if lines cannot be written to `out`, or would replace another file.
+
+    `suffixes`: The formats that the command can write.
+    """
+    parquet = "" if suffixes is LINES else " or parquet"
+    check_format("`out`", out, suffixes=suffixes, written=f"lines are JSON{parquet}")
     if not is_stream(out):
         check_output_place(out, overwrite=overwrite)
 

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
 from bass_cli.batch.requests import Fault, Request
 from bass_cli.batch.responses import Spell, answered, refused
@@ -143,13 +143,13 @@ class Answers:
         self._out.add_run(seconds, usage)
 
 
-def read_answers(stream: IO[bytes], name: str) -> Past:
+def read_answers(lines: Iterable[bytes], name: str) -> Past:
     """Read the lines of a file of responses or errors; `done` has (custom id, 0).
 
     UserError at a broken line other than the last, and at a request that occurs twice.
     """
     past = Past()
-    for number, _, row in result_rows(stream, name, past, _check_answer):
+    for number, _, row in result_rows(lines, name, past, _check_answer):
         key = (row["custom_id"], 0)
         if key in past.done:
             raise UserError(f'{name}:{number}: request "{key[0]}" occurs twice')

@@ -31,6 +31,7 @@ from bass_cli.generation import (
 )
 from bass_cli.io import terminal
 from bass_cli.io.console import Screen
+from bass_cli.io.linefile import LINES
 from bass_cli.io.prompts import Checked, Prompt, check
 from bass_cli.io.readers import Source, open_source
 from bass_cli.io.results import open_output
@@ -55,8 +56,8 @@ def run(args: BatchArgs, screen: Screen) -> bool:
     refuse_shared_files(
         written, [("the file of requests", args.prompts), *files_read(args.pair, job)]
     )
-    check_name(out, overwrite=args.overwrite)
-    check_name(errors, overwrite=args.overwrite)
+    for name in (out, errors):
+        check_name(name, overwrite=args.overwrite, suffixes=LINES)
     stale = args.overwrite and os.path.exists(errors)
     job = with_rows_of(job, out, overwrite=args.overwrite)
     cluster = read_request(args, job, out)

@@ -256,8 +256,8 @@ class EvaluateArgs(SampleArgs, JudgeArgs):
 @dataclass(kw_only=True, eq=False)
 class ScoreArgs(JudgeArgs, _Quiet):
     file: str = flag(
-        "A .jsonl or .jsonl.gz file of samples: from bass, or with the fields task_id and "
-        "completion or solution.",
+        "A .jsonl, .jsonl.gz, .jsonl.zst or .parquet file of samples: from bass, or with the "
+        "fields task_id and completion or solution.",
         "",
         "FILE",
         default=MISSING,

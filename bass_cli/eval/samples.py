@@ -6,17 +6,17 @@ reads the manifest beside the file.
 
 from __future__ import annotations
 
-import gzip
-import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from bass_cli.errors import UserError, near_word
 from bass_cli.eval.tasks import TASKS
+from bass_cli.io.compressed import BrokenDataError
+from bass_cli.io.linefile import result_lines
 from bass_cli.io.resume import read_manifest
 from bass_cli.reading import finite, open_regular, parse_json, whole
 
@@ -87,7 +87,7 @@ class GenerationFile:
 
 
 def read_generations(path: str) -> GenerationFile:
-    """Read a .jsonl file, gzipped or not.
+    """Read a file of samples in any format that `bass generate` writes.
 
     A broken last line is left out with a note. UserError for all other faults.
     """
@@ -120,7 +120,8 @@ def _records(path: str, notes: list[str]) -> Iterator[tuple[int, dict[str, Any]]
     """Yield the line number, from 1, and the JSON object of each line that is not blank."""
     broken: tuple[int, str] | None = None
     try:
-        with _open(path) as stream:
+        with open_regular(path) as file:
+            stream = result_lines(file, path)
             for at, line in enumerate(iter(lambda: stream.readline(_LINE_BYTES + 1), b""), 1):
                 if len(line) > _LINE_BYTES:
                     raise UserError(f"{path}:{at}: the line has more than {_LINE_BYTES >> 20} MB")
@@ -133,21 +134,16 @@ def _records(path: str, notes: list[str]) -> Iterator[tuple[int, dict[str, Any]]
                     yield at, value
                 else:
                     broken = at, value
+            if not getattr(getattr(stream, "raw", None), "is_whole", True):
+                notes.append("the compressed data is cut short; later lines are missing")
     except OSError as error:
         raise UserError(
             f"{path}: cannot read the generation file: {error.strerror or error}"
         ) from None
-    except (EOFError, zlib.error):
-        raise UserError(f"{path}: the gzip file is damaged or cut short") from None
+    except BrokenDataError as error:
+        raise UserError(f"{path}: {error}") from None
     if broken is not None:
         notes.append(f"line {broken[0]}, the last one, is incomplete and was left out")
-
-
-def _open(path: str) -> IO[bytes]:
-    stream = open_regular(path)
-    is_gzip = stream.read(2) == b"\x1f\x8b"
-    stream.seek(0)
-    return gzip.open(stream, "rb") if is_gzip else stream  # type: ignore[return-value]
 
 
 def _parse(line: bytes) -> dict[str, Any] | str:

@@ -132,7 +132,7 @@ def check_report(path: str | None, samples: str, *, overwrite: bool, sweep: bool
         )
     if path is None or descriptor_of(path) is not None:
         return
-    check_format("`report`", path, suffix=".json", written="a report is one JSON document")
+    check_format("`report`", path, suffixes=(".json",), written="a report is one JSON document")
     check_place(f"`report` {path}", path)
     if not overwrite:
         ours = functools.partial(_is_report, name=Path(samples).name, sweep=sweep)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import IO, Any, NamedTuple
 
 from bass_cli.errors import UserError
+from bass_cli.io.linefile import OUTPUTS, live_path, seekable_lines
 from bass_cli.io.prompts import Shard, parse_shard, read_prompts, shard_of
 from bass_cli.io.readers import open_source
 from bass_cli.io.results import open_output
@@ -65,6 +66,7 @@ class _Part:
     def read(self, note: Callable[[str], None]) -> None:
         """Find its lines; UserError at a broken line, a duplicate or a line of another shard."""
         past, seen, start, count = Past(), set(), 0, 0
+        self.stream.seek(0)
         for number, line, row in result_rows(self.stream, self.path, past):
             id_, sample, place = row["id"], row["sample"], f"{self.path}:{number}"
             if (id_, sample) in seen:
@@ -150,7 +152,7 @@ def _check_out(out: str, paths: Sequence[str], *, overwrite: bool) -> None:
     """Raise UserError if `out` cannot be written, or would replace a part or another file."""
     if is_stream(out):
         raise UserError(f"OUT {out}: name a file; a stream has no manifest")
-    check_format("OUT", out, suffix=".jsonl", written="a merged file has JSON lines")
+    check_format("OUT", out, suffixes=OUTPUTS, written="a merged file has the lines of its parts")
     refuse_shared_files(
         [("OUT", out), ("the manifest of OUT", manifest_path(out))],
         [("a part", path) for path in paths]
@@ -164,8 +166,10 @@ def _check_out(out: str, paths: Sequence[str], *, overwrite: bool) -> None:
 def _open(path: str, files: contextlib.ExitStack) -> _Part:
     """Open a part, locked against writers."""
     try:
-        stream = files.enter_context(open_regular(path))
+        live = live_path(path)
+        stream = files.enter_context(open_regular(live))
         fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        lines = files.enter_context(seekable_lines(stream, live))
     except BlockingIOError:
         raise UserError(f"{path}: another process is writing to this file") from None
     except FileNotFoundError:
@@ -186,7 +190,7 @@ def _open(path: str, files: contextlib.ExitStack) -> _Part:
     if not isinstance(shard, str):
         raise UserError(f"{path}: it is not a part of a job; it was written without `shard`")
     shard = parse_shard(shard, f"{manifest_path(path)}: shard")
-    return _Part(path, stream, manifest, results, shard)
+    return _Part(path, lines, manifest, results, shard)
 
 
 def _check_one_job(parts: Sequence[_Part]) -> None:

@@ -1,9 +1,9 @@
-"""Completions, the finished samples, and files of them: JSON lines with a manifest beside them.
+"""Completions, the finished samples, and files of them: result lines with a manifest beside them.
 
 A file can be continued: the manifest's "results" are compared, key by key, before a run does so. A
 file is not changed before the first new line, or the end of the run, so a run that fails early
 leaves it as it was. A killed process loses no line that `write` returned for; a power cut loses at
-most SYNC_SECONDS. io/saving.py says which files may be written.
+most SYNC_SECONDS. io/linefile.py has the formats; io/saving.py says which files may be written.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +24,8 @@ import numpy
 from numpy.typing import NDArray
 
 from bass_cli.errors import MachineError, UserError
+from bass_cli.io.linefile import LineFile, journal_of, live_path, result_lines
+from bass_cli.io.parquet import write_parquet
 from bass_cli.io.resume import (
     COUNTED,
     DamagedManifestError,
@@ -37,7 +39,7 @@ from bass_cli.io.resume import (
     manifest_path,
     mark,
     read_past,
-    rewrite_without_failed,
+    result_rows,
     write_manifest,
 )
 from bass_cli.io.saving import (
@@ -48,6 +50,7 @@ from bass_cli.io.saving import (
     open_locked,
     present_name,
     remove_drafts,
+    replace_file,
     sync_folder,
 )
 from bass_cli.io.terminal import json_on_a_terminal
@@ -203,23 +206,25 @@ class Writer:
     def __init__(
         self,
         name: str,
-        stream: IO[bytes],
+        file: LineFile,
         *,
         manifest: dict[str, Any] | None,
         past: Past,
         created: bool,
+        moves: bool = False,
     ) -> None:
         self.name = name
         self.done = frozenset(past.done)
         self.totals = past.totals
         self.notes: list[str] = []
         self.complete = True  # whether nothing is left to draw after an end without an error
-        self._stream = stream
+        self._file = file  # of another name than the output if it is a journal
+        self._moves = moves  # whether the lines before are in the output, not in its journal
         self._manifest = manifest
         self._past = past
         self._created = created  # by this run
         self._begun = False  # whether this run has changed the file
-        self._end = 0  # the expected size of the file
+        self._idle = False  # whether the lines of a parquet file stay as they are
         self._gone = False  # whether the file lost its name
         self._synced = time.monotonic()
 
@@ -234,7 +239,7 @@ class Writer:
     def write(self, completion: Completion) -> None:
         """Append one completion; MachineError if it cannot be written."""
         line = completion.to_line()
-        if self._manifest is None and self._stream.isatty():
+        if self._manifest is None and self._file.stream.isatty():
             line = json_on_a_terminal(line)
         row = {name: getattr(completion, name) for name in _COUNTED}
         self.append(line.encode("utf-8") + b"\n", row)
@@ -242,11 +247,9 @@ class Writer:
     def append(self, line: bytes, row: dict[str, Any]) -> None:
         """Append a finished line. `row` has at least the fields that totals are made of."""
         if not self._begun:
-            self._begin()
+            self._begin(appending=True)
         with self._refusals():
-            self._stream.write(line)
-            self._stream.flush()
-        self._end += len(line)
+            self._file.add(line)
         self._past.count(row)
         if self._manifest is not None and time.monotonic() - self._synced >= SYNC_SECONDS:
             with self._refusals():
@@ -260,21 +263,20 @@ class Writer:
         """
         if self._manifest is None or self._gone:
             return
-        size = os.fstat(self._stream.fileno()).st_size
-        if is_at(self._stream, self.name):
-            if size < self._end:
+        stream, path = self._file.stream, self._file.name
+        size = os.fstat(stream.fileno()).st_size
+        if is_at(stream, path):
+            if size < self._file.end:
                 self._gone = True
                 raise MachineError(
-                    f"{self.name}: another program cut it short while samples were written to it; "
+                    f"{path}: another program cut it short while samples were written to it; "
                     "run the same command again to draw the missing samples"
                 )
             return
         self._gone = True  # the name, and its manifest, now belong to another file
-        fault = f"{self.name}: it was deleted, renamed or replaced while samples were written to it"
+        fault = f"{path}: it was deleted, renamed or replaced while samples were written to it"
         try:
-            where = present_name(self._stream) or (
-                str(copy_aside(self._stream, self.name)) if size else None
-            )
+            where = present_name(stream) or (str(copy_aside(stream, path)) if size else None)
             if where is not None and not manifest_path(where).exists():
                 self._write_manifest(where, finished=False)
         except (OSError, MachineError) as error:
@@ -307,23 +309,29 @@ class Writer:
         """
         try:
             if finished and not self._begun:
-                self._begin()
+                self._begin(appending=False)
             if self._begun:
                 self.confirm()
             if self._begun and self._manifest is not None and not self._gone:
                 with contextlib.suppress(*([] if finished else [MachineError])):
                     with self._refusals():
+                        self._file.finish()
                         self._sync()
+                        if finished and self._file.name != self.name and not self._idle:
+                            self._convert()
                     self._write_manifest(self.name, finished=finished and self.complete)
+                    if finished and self._file.name != self.name:
+                        os.unlink(self._file.name)  # a reader finds the lines in the output now
         finally:
             with contextlib.suppress(OSError):
-                if self._created and not self._begun and is_at(self._stream, self.name):
-                    os.unlink(self.name)
-            if self._stream is not sys.stdout.buffer:
+                file = self._file
+                if self._created and not self._begun and is_at(file.stream, file.name):
+                    os.unlink(file.name)
+            if self._file.stream is not sys.stdout.buffer:
                 with contextlib.suppress(OSError):
-                    self._stream.close()
+                    self._file.stream.close()
 
-    def _begin(self) -> None:
+    def _begin(self, *, appending: bool) -> None:
         """Remove torn and failed lines, then write the manifest.
 
         Each step is on the disk before the next one begins, so that old lines never have a new
@@ -335,22 +343,43 @@ class Writer:
         self.confirm()
         with self._refusals():
             remove_drafts(self.name)
-            if self._past.failed or self._past.holes:
-                self._stream = rewrite_without_failed(self._stream, self.name)
-            else:
-                self._stream.truncate(self._past.end)
-            mark(self._stream, self._manifest["results"])
+            past = self._past
+            self._idle = self._moves and not appending and not past.failed
+            if not self._idle:
+                changed = bool(past.failed or past.holes or self._moves)
+                self._file.begin(self._kept(), past.end, changed=changed, appending=appending)
+                if self._file.name != self.name and not past.end:  # an overwritten parquet file
+                    Path(self.name).unlink(missing_ok=True)
+            mark(self._file.stream, self._manifest["results"])
             self._sync()
-            self._end = os.fstat(self._stream.fileno()).st_size
             sync_folder(Path(os.path.realpath(self.name)).parent)
         self._write_manifest(self.name, finished=False)
+
+    def _convert(self) -> None:
+        """Make the parquet file of its journal."""
+
+        def write(out: IO[bytes]) -> None:
+            write_parquet(self._file.lines(), self._file.lines(), out)
+
+        with replace_file(self.name, write) as stream:
+            mark(stream, (self._manifest or {})["results"])
+
+    def _kept(self) -> Iterator[bytes]:
+        """Yield the lines that stay: whole lines of samples that did not fail."""
+        with contextlib.ExitStack() as files:
+            lines: Iterable[bytes] = self._file.lines()
+            if self._moves:
+                lines = result_lines(files.enter_context(open(self.name, "rb")), self.name)
+            for _, line, row in result_rows(lines, self.name, Past(), lambda row, place: None):
+                if row.get("finish_reason") != "error":
+                    yield line
 
     def _write_manifest(self, name: str, *, finished: bool) -> None:
         rest = {"finished": finished, "totals": self.totals}
         write_manifest(name, (self._manifest or {}) | rest)
 
     def _sync(self) -> None:
-        os.fsync(self._stream.fileno())
+        self._file.sync()
         self._synced = time.monotonic()
 
     def _refusals(self) -> contextlib.AbstractContextManager[None]:
@@ -369,7 +398,7 @@ def open_output(
     overwrite: bool = False,
     prompt_ids: Callable[[], Mapping[str, Mapping[str, Any]]] | None = None,
     prompts: PromptDigest | None = None,
-    read: Callable[[IO[bytes], str], Past] = read_past,
+    read: Callable[[Iterable[bytes], str], Past] = read_past,
 ) -> Writer:
     """Open, check and lock an output; a UserError leaves the file as it was.
 
@@ -389,48 +418,49 @@ def open_output(
     if overwrite and resume:
         raise UserError("`resume` and `overwrite` contradict each other; give one of them")
     if is_stream(path):
-        name = STANDARD_OUTPUT if path == "-" else path
-        if resume or overwrite:
-            option = "`resume`" if resume else "`overwrite`"
-            raise UserError(
-                f"{option}: samples go to {name}, where no file is kept; add `out` FILE"
-            )
-        return Writer(name, _open_stream(path), manifest=None, past=Past(), created=False)
-    target = Path(path)
+        option = "`resume`" if resume else "`overwrite`" if overwrite else None
+        return _open_stream(path, option)
+    place = journal_of(path) or path
     check_output_place(path, overwrite=overwrite)
-    if resume and not target.exists():
+    if resume and not (os.path.exists(path) or os.path.exists(place)):
         raise UserError(f"{path}: there is nothing to resume, because the file does not exist")
-    created = not target.exists()
-    stream = open_locked(path, "the output file", "another process is writing to this file")
+    created = not os.path.exists(place)
+    stream = open_locked(place, "the output file", "another process is writing to this file")
+    file, before = LineFile(stream, place), live_path(path)
+    past, notes = Past(), list[str]()
     try:
-        fresh = overwrite or os.fstat(stream.fileno()).st_size == 0
-        past, notes = (
-            (Past(), [])
-            if fresh
-            else _read_before(stream, path, manifest["results"], prompt_ids, prompts, read)
-        )
+        if not overwrite and os.path.exists(before) and os.path.getsize(before):
+            with contextlib.nullcontext(stream) if before == place else open(before, "rb") as old:
+                lines = file.lines() if before == place else result_lines(old, path)
+                past, notes = _read_before(
+                    old, lines, path, manifest["results"], prompt_ids, prompts, read
+                )
         if past.done:
             past.totals["seconds"] = known_seconds(path, past.totals["samples"])
     except BaseException:
         stream.close()
+        if created:
+            os.unlink(place)
         raise
-    writer = Writer(path, stream, manifest=manifest, past=past, created=created)
+    moves = past.end > 0 and before != place
+    writer = Writer(path, file, manifest=manifest, past=past, created=created, moves=moves)
     writer.notes = notes
     return writer
 
 
 def _read_before(
     stream: IO[bytes],
+    lines: Iterable[bytes],
     path: str,
     results: dict[str, Any],
     prompt_ids: Callable[[], Mapping[str, Mapping[str, Any]]] | None,
     prompts: PromptDigest | None,
-    read: Callable[[IO[bytes], str], Past],
+    read: Callable[[Iterable[bytes], str], Past],
 ) -> tuple[Past, list[str]]:
     """Read the file, with notes for the user; UserError if this run may not continue it."""
     try:
         growth = check_manifest(path, results, prompts)
-        past = read(stream, path)
+        past = read(lines, path)
     except DamagedManifestError as damaged:
         marked = is_marked(stream, results, prompts)
         if marked is False:
@@ -440,7 +470,7 @@ def _read_before(
         if prompt_ids is None:
             raise
         ids = prompt_ids()
-        past = read_past(stream, path, lambda row: fault_of_line(row, results, ids))
+        past = read_past(lines, path, lambda row: fault_of_line(row, results, ids))
         if not (marked or past.done or past.failed):  # perhaps another program's file
             raise damaged from None
         checked = (
@@ -456,9 +486,15 @@ def _read_before(
     return past, growth + past.describe(path)
 
 
-def _open_stream(path: str) -> IO[bytes]:
-    number = descriptor_of(path)
+def _open_stream(path: str, option: str | None) -> Writer:
+    """Open a stream. `option`: An option that needs a file, for an error; None if there is none."""
+    name, number = STANDARD_OUTPUT if path == "-" else path, descriptor_of(path)
+    if option is not None:
+        raise UserError(f"{option}: samples go to {name}, where no file is kept; add `out` FILE")
     if number in (None, 1):
-        return sys.stdout.buffer
-    with os_errors_as(UserError, f"{path}: cannot write there"):
-        return open(os.dup(number), "wb")
+        stream: IO[bytes] = sys.stdout.buffer
+    else:
+        with os_errors_as(UserError, f"{path}: cannot write there"):
+            stream = open(os.dup(number), "wb")  # noqa: SIM115 - the writer closes it
+    file = LineFile(stream, name)
+    return Writer(name, file, manifest=None, past=Past(), created=False)

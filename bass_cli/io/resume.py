@@ -11,15 +11,16 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from bass_cli.errors import UserError
+from bass_cli.io.linefile import live_path
 from bass_cli.io.prompts import Prompt, read_prompts
 from bass_cli.io.readers import Source
-from bass_cli.io.saving import check_place, refuse_foreign, replace_file, write_json
+from bass_cli.io.saving import check_place, refuse_foreign, write_json
 from bass_cli.reading import finite, parse_object, read_bytes, shown, text, whole
 
 GROWING = ("n", "limit")
@@ -105,16 +106,17 @@ def write_manifest(output: str, manifest: dict[str, Any]) -> None:
 
 def check_output_place(output: str, *, overwrite: bool) -> None:
     """Raise UserError if the output or its manifest cannot be written, or is another file."""
-    path = manifest_path(output)
-    check_place(output, output)
+    path, live = manifest_path(output), live_path(output)
+    for place in dict.fromkeys((output, live)):
+        check_place(place, place)
     check_place(str(path), path)
     if overwrite:
         return
-    if not os.path.exists(output) or os.path.getsize(output) == 0:
+    if not os.path.exists(live) or os.path.getsize(live) == 0:
         refuse_foreign(str(path), path, _is_manifest, kind=f"the manifest of {output}")
     elif not path.exists():
         reason = "it exists and has no manifest, so it cannot be continued"
-        raise UserError(f"{output}: {reason}; {_REMEDY}")
+        raise UserError(f"{live}: {reason}; {_REMEDY}")
 
 
 def _is_manifest(content: bytes) -> bool:
@@ -391,20 +393,19 @@ def _show(results: dict[str, Any], key: str) -> str:
 
 
 def result_rows(
-    stream: IO[bytes],
+    lines: Iterable[bytes],
     name: str,
     past: Past,
     check_row: Callable[[dict[str, Any], str], None] | None = None,
 ) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
-    """Yield the whole lines from the start as (number, bytes, row).
+    """Yield the whole lines as (number, bytes, row).
 
     `past.end` is set to the end of each line; torn lines and holes are counted in `past`.
     `check_row` raises UserError at a row of another kind; its second argument is the row's place.
     Default: for result lines.
     """
-    stream.seek(0)
     broken = 0
-    for number, line in enumerate(stream, 1):
+    for number, line in enumerate(lines, 1):
         row = None
         with contextlib.suppress(ValueError):
             row = parse_object(line) if line.endswith(b"\n") else None
@@ -434,14 +435,14 @@ def _check_row(row: dict[str, Any], place: str) -> None:
             raise UserError(f'{place}: this is not a result line: field "{key}": {error}') from None
 
 
-def read_past(stream: IO[bytes], name: str, check: Check | None = None) -> Past:
+def read_past(lines: Iterable[bytes], name: str, check: Check | None = None) -> Past:
     """Read the result lines of a file.
 
     UserError at a broken line other than the last, at a sample that occurs twice, and at a line
     that `check` refuses.
     """
     past = Past()
-    for number, _, row in result_rows(stream, name, past):
+    for number, _, row in result_rows(lines, name, past):
         key = (row["id"], row["sample"])
         if check is not None and (fault := check(row)) is not None:
             reason = "the manifest is damaged, and this line was written with other settings"
@@ -454,19 +455,3 @@ def read_past(stream: IO[bytes], name: str, check: Check | None = None) -> Past:
         past.done.add(key)
         past.count(row)
     return past
-
-
-def rewrite_without_failed(stream: IO[bytes], name: str) -> IO[bytes]:
-    """Remove torn lines and lines of failed prompts by replacing the file in one step.
-
-    The returned stream holds the lock of the new file.
-    """
-
-    def copy(fresh: IO[bytes]) -> None:
-        for _, line, row in result_rows(stream, name, Past()):
-            if row["finish_reason"] != "error":
-                fresh.write(line)
-
-    fresh = replace_file(name, copy)
-    stream.close()
-    return fresh

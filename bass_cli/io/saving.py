@@ -41,6 +41,7 @@ _KINDS = {
 _FORMATS = re.compile(
     r"\.(json|csv|tsv|ya?ml|xlsx|parquet|arrow|feather|gz|bz2|xz|zst|lz4|zip|tar|tgz)"
 )
+_PACKED = (".gz", ".zst")  # suffixes that follow that of a format
 Named = Iterable[tuple[str, str | Path | None]]  # what a file is to the user, and its path
 # Errors of file systems that cannot sync a folder
 _NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EACCES, errno.EBADF}
@@ -111,13 +112,17 @@ def refuse_foreign(
         raise UserError(f"{what}: it exists and is not {kind}; {remedy}")
 
 
-def check_format(option: str, path: str, *, suffix: str, written: str) -> None:
-    """Raise UserError if the name has the suffix of another format than `suffix`."""
+def check_format(option: str, path: str, *, suffixes: tuple[str, ...], written: str) -> None:
+    """Raise UserError if the name has the suffix of another format than those of `suffixes`."""
     promised = Path(path).suffix.lower()
-    if promised != suffix and _FORMATS.fullmatch(promised):
+    if not path.lower().endswith(suffixes) and _FORMATS.fullmatch(promised):
+        if promised in _PACKED:
+            promised = Path(Path(path).stem).suffix.lower() + promised
+        *others, last = suffixes
+        known = f"{', '.join(others)} or {last}" if others else last
         raise UserError(
             f"{option} {path}: nothing is written as {promised}; {written}. Use a name that ends "
-            f"in {suffix}, and convert the file when it is complete"
+            f"in {known}"
         )
 
 
@@ -280,14 +285,19 @@ def present_name(stream: IO[bytes]) -> str | None:
 def copy_aside(stream: IO[bytes], path: str | Path) -> Path:
     """Copy the stream's file to a new file beside `path`, NAME.saved.jsonl or NAME.saved-N.jsonl.
 
+    Further suffixes stay: NAME.saved.jsonl.gz.
+
     If the folder no longer exists, the copy goes to the temporary folder.
     """
     place = Path(os.path.realpath(path))
     if not place.parent.is_dir():
         place = Path(tempfile.gettempdir(), place.name)
+    suffix = place.suffix
+    if suffix.lower() in _PACKED:
+        suffix = Path(place.stem).suffix + suffix
     for number in itertools.count(1):
         name = place.with_name(
-            f"{place.stem}.saved{'' if number == 1 else f'-{number}'}{place.suffix}"
+            f"{place.name.removesuffix(suffix)}.saved{'' if number == 1 else f'-{number}'}{suffix}"
         )
         try:
             copy = open(name, "xb", opener=_open_here)  # noqa: SIM115 - the next statement has it

@@ -41,10 +41,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (["generate", "p.txt", "--draft", "none", "--draft-length", "4"], "no draft, so draft length "
                                                                       "4 has no meaning"),
     (["generate", "p.txt", "--draft", "none", "--draft-length", "bass"], "so draft length bass has no meaning"),
-    (["generate", "p.txt", "--out", "o.parquet"], "--out o.parquet: nothing is written as "
-                                                  ".parquet; samples are"),
-    (["generate", "p.txt", "--out", "o.jsonl.gz"], "--out o.jsonl.gz: nothing is written as .gz; "
-                                                   "samples are plain JSON"),
+    (["generate", "p.txt", "--out", "o.csv.gz"], "--out o.csv.gz: nothing is written as .csv.gz; lines are JSON "
+                                                 "or parquet. Use a name that ends in .jsonl, .jsonl.gz, "),
+    (["generate", "p.txt", "--out", "o.gz"], "--out o.gz: nothing is written as .gz; lines are JSON"),
     (["generate", "p.txt", "--out", "o.JSON"], "nothing is written as .json;"),
     (["generate", "p.txt", "--resume"], "--resume (or BASS_RESUME): samples go to standard output, where no file "
                                         "is kept; add --out FILE"),
@@ -55,7 +54,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (["eval", *XSUM, "--plot", "c.png"], "--plot (or BASS_PLOT): a chart shows a sweep; add "
                                          "--budgets"),
     (["eval", *XSUM, "--out", "o.csv"], "--out o.csv: nothing is written as .csv;"),
-    (["eval", *XSUM, "--report", "r.jsonl.gz"], "--report r.jsonl.gz: nothing is written as .gz; "
+    (["eval", *XSUM, "--report", "r.jsonl.gz"], "--report r.jsonl.gz: nothing is written as .jsonl.gz; "
                                                 "a report is one JSON"),
     (["eval", *XSUM, "--k", "1"], "--k (or BASS_K): xsum has no programs to run; leave it out"),
     (["eval", *XSUM, "--workers", "2"], "--workers (or BASS_WORKERS): xsum has no programs to "

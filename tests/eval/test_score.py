@@ -430,10 +430,13 @@ def test_verdict_with_wrong_types_is_refused(change: dict[str, Any]) -> None:
 def test_invalid_utf8_and_damaged_gzip_are_refused() -> None:
     Path("f.jsonl").write_bytes(b'{"task_id": "\xff"}\n' + GOOD.encode())
     assert "f.jsonl:1: the text is not valid UTF-8" in cli("f.jsonl").stderr
-    Path("f.jsonl").write_bytes(gzip.compress(GOOD.encode() * 9)[:-9])
+    Path("f.jsonl").write_bytes(gzip.compress(GOOD.encode() * 9) + b"more")
     result = cli("f.jsonl")
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
-    assert "f.jsonl: the gzip file is damaged or cut short" in result.stderr
+    assert "f.jsonl: the gzip data is broken" in result.stderr
+    Path("f.jsonl").write_bytes(gzip.compress(GOOD.encode())[:-9])  # as a killed run leaves it
+    notes = scored("f.jsonl")["notes"]
+    assert "the compressed data is cut short; later lines are missing" in notes
 
 
 def test_torn_last_line_is_left_out_and_sparse_lines_are_read() -> None:

@@ -1,0 +1,190 @@
+"""Files of result lines by format: plain, compressed, or the journal of a parquet file.
+
+A row group cannot be added to a parquet file after a kill. So the lines of a parquet output go to a
+journal beside it, NAME.parquet.jsonl.zst, until the job is complete (io/parquet.py). A compressed
+file has one member, because some readers stop after the first. It is written again when a
+killed run goes on. Every line can be read as soon as it has been added.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from bass_cli.errors import UserError
+from bass_cli.io.compressed import BrokenDataError, Compressor, Expanded, compression_of, sniffed
+from bass_cli.io.parquet import is_parquet, lines_of_parquet
+from bass_cli.io.saving import replace_file
+
+# Suffixes of outputs; other names, without the suffix of a known format, are plain JSON lines
+LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+OUTPUTS = (*LINES, ".parquet")
+_BLOCK = 2**20
+# A run of NUL bytes of this length in compressed data is a block that a power cut left unwritten
+_HOLE = bytes(64)
+
+
+def is_parquet_name(output: str) -> bool:
+    """Whether an output of this name is a parquet file."""
+    return Path(output).suffix.lower() == ".parquet"
+
+
+def journal_of(output: str) -> str | None:
+    """Return the name of the journal of a parquet output; None for other outputs."""
+    return f"{output}.jsonl.zst" if is_parquet_name(output) else None
+
+
+def live_path(output: str) -> str:
+    """Return the file that has an output's newest lines: its journal if that has content."""
+    journal = journal_of(output)
+    has_journal = journal and os.path.exists(journal) and os.path.getsize(journal)
+    return journal if journal and has_journal else output
+
+
+class LineFile:
+    """An open and locked file of lines that grows.
+
+    Args:
+        stream: Open to read and append.
+        name: Its path; the suffix says how it is compressed.
+
+    Attributes:
+        end: The size of the file, in bytes, if nothing else writes to it.
+    """
+
+    def __init__(self, stream: IO[bytes], name: str):
+        self.stream, self.name = stream, name
+        self._kind = compression_of(name)
+        self._compressor: Compressor | None = None
+        self._is_whole = True  # whether the compressed file is one member with an end
+        self.end = 0
+
+    def lines(self) -> Iterator[bytes]:
+        """Yield the lines from the start; the last one may be torn.
+
+        Compressed data is read as far as it was written. UserError if it is broken; data after a
+        hole that a power cut left is passed over, and counts as torn.
+        """
+        self.stream.seek(0)
+        if self._kind is None:
+            yield from self.stream
+            return
+        inner = Expanded(self.stream, self._kind, torn=True)
+        try:
+            yield from io.BufferedReader(inner, _BLOCK)
+        except BrokenDataError as error:
+            if not self._has_hole(self.stream.tell()):
+                raise UserError(
+                    f"{self.name}: {error}; repair it, or start again with `overwrite`"
+                ) from None
+            inner.is_whole = False
+        self._is_whole = inner.is_whole and inner.members <= 1
+
+    def _has_hole(self, place: int) -> bool:
+        self.stream.seek(max(place - 2 * 4096, 0))
+        return _HOLE in self.stream.read(4 * 4096)
+
+    def begin(self, kept: Iterable[bytes], end: int, *, changed: bool, appending: bool) -> None:
+        """Remove what is not kept, before the first new line or the end of the run.
+
+        Args:
+            kept: The lines to keep, without line ends that are missing.
+            end: The size of the kept lines, if they are the beginning of a plain file.
+            changed: Whether they are not the beginning of the file.
+            appending: Whether lines will be added.
+        """
+        if self._kind is not None and end:
+            changed |= appending or not self._is_whole
+        if changed:
+            self._replace(kept)
+        elif self._kind is None or not end:
+            self.stream.truncate(end)
+        self.end = os.fstat(self.stream.fileno()).st_size
+
+    def _replace(self, lines: Iterable[bytes]) -> None:
+        """Replace the content in one step. The new stream holds the lock of the new file."""
+
+        def copy(fresh: IO[bytes]) -> None:
+            for line in lines:
+                fresh.write(self._packed(line, flush=False))
+            fresh.write(self._packed(b""))
+
+        fresh = replace_file(self.name, copy)
+        self.stream.close()
+        self.stream = fresh
+
+    def add(self, line: bytes) -> None:
+        """Append a line. It can be read at once."""
+        packed = self._packed(line)
+        self.stream.write(packed)
+        self.stream.flush()
+        self.end += len(packed)
+
+    def _packed(self, line: bytes, *, flush: bool = True) -> bytes:
+        if self._kind is None:
+            return line
+        if self._compressor is None:
+            self._compressor = Compressor(self._kind)
+        return self._compressor.add(line, flush=flush)
+
+    def sync(self) -> None:
+        """Write the lines to the disk."""
+        os.fsync(self.stream.fileno())
+
+    def finish(self) -> None:
+        """End the compressed data, if this run has written any."""
+        if self._compressor is not None:
+            ending, self._compressor = self._compressor.end(), None
+            self.stream.write(ending)
+            self.stream.flush()
+            self.end += len(ending)
+
+
+def result_lines(stream: IO[bytes], name: str) -> IO[bytes]:
+    """Return the lines of a file of samples, in any format of an output, as a stream.
+
+    The format is that of the content. A compressed file may be cut short. BrokenDataError, also
+    while the stream is read, if the data is broken.
+    """
+    if is_parquet(stream):
+        return io.BufferedReader(_Joined(lines_of_parquet(stream, name)), _BLOCK)
+    kind = sniffed(stream)
+    return stream if kind is None else io.BufferedReader(Expanded(stream, kind, torn=True), _BLOCK)
+
+
+def seekable_lines(stream: IO[bytes], name: str) -> IO[bytes]:
+    """Return `result_lines` as a stream with places: the file itself, or a temporary one."""
+    found = result_lines(stream, name)
+    if found is stream:
+        return stream
+    copy = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
+    try:
+        shutil.copyfileobj(found, copy, _BLOCK)
+    except BrokenDataError as error:
+        raise UserError(f"{name}: {error}") from None
+    copy.seek(0)
+    return copy
+
+
+class _Joined(io.RawIOBase):
+    """Chunks of bytes as a stream."""
+
+    def __init__(self, chunks: Iterator[bytes]):
+        self._chunks, self._rest = chunks, b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill a buffer; return the number of bytes, 0 at the end."""
+        if not self._rest:
+            self._rest = next(self._chunks, b"")
+        size = min(len(self._rest), len(buffer))
+        buffer[:size] = self._rest[:size]
+        self._rest = self._rest[size:]
+        return size
