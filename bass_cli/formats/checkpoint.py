@@ -31,6 +31,7 @@ from bass_cli.models.spec import HeadSpec, Spec, head_parameters, parameters
 from bass_cli.reading import shown
 
 _FACTORS = 1 << 16  # maximum rotary factors, more than any head has dimensions
+_SAMPLE = 4096  # bytes of a tensor that identify it, from its middle
 _NAMED = 5  # maximum tensors in an error
 # Weight formats in order of preference: the single file, a pattern of shards, the reader.
 _FORMATS: tuple[tuple[str, str, Callable[[Path], dict[str, Entry]]], ...] = (
@@ -100,7 +101,7 @@ class Checkpoint:
         return sum(piece.entry.size for piece in self.pieces)
 
     def fingerprint(self, mask: int | None = None) -> str:
-        """Return a digest of the spec, the layout of the files and samples of their content. It
+        """Return a digest of the spec, the layout of the files and a sample of each tensor. It
         does not depend on their path.
 
         Args:
@@ -112,13 +113,17 @@ class Checkpoint:
             digest.update(f"mask {mask}".encode())
         if self.head is not None:
             digest.update(repr(replace(self.head, body=plain)).encode())
-        for path in sorted({piece.entry.file for piece in self.pieces}):
+        by_file: dict[Path, list[Piece]] = {}
+        for piece in self.pieces:
+            by_file.setdefault(piece.entry.file, []).append(piece)
+        for path, pieces in sorted(by_file.items()):
             with path.open("rb") as file:
-                size = file.seek(0, 2)
-                digest.update(f"{path.name} {size}".encode())
-                for place in range(0, size, max(size // 16, 1)):
-                    file.seek(place)
-                    digest.update(file.read(4096))
+                digest.update(f"{path.name} {file.seek(0, 2)}".encode())
+                for entry, slot in sorted(pieces, key=lambda piece: piece.entry.start):
+                    size = min(entry.size, _SAMPLE)
+                    file.seek(entry.start + (entry.size - size) // 2)
+                    digest.update(f"{slot.name} {slot.first} {entry.dtype}".encode())
+                    digest.update(file.read(size))
         if self.written:
             digest.update(repr(sorted(self.written.items())).encode())
         return digest.hexdigest()[:32]

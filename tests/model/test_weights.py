@@ -369,6 +369,11 @@ def test_fingerprint_follows_content_not_place(tmp_path: Path) -> None:
         write_checkpoint("llama", tmp_path / name, seed=seed)
     one, same, other = (open_checkpoint(tmp_path / name).fingerprint() for name in "abc")
     assert one == same != other
+    model = write_checkpoint("llama", tmp_path / "d")
+    norm = model.model.layers[1].input_layernorm.weight.data
+    norm[24] += 1
+    model.save_pretrained(tmp_path / "d", max_shard_size="60KB")
+    assert open_checkpoint(tmp_path / "d").fingerprint() != one  # every tensor counts
     code = f"import sys; from pathlib import Path; from bass_cli.formats.checkpoint import open_checkpoint as o; " \
            f"print(o(Path({str(tmp_path / 'a')!r})).fingerprint())"  # fmt: skip
     assert run_forked(code, cwd=tmp_path).stdout.strip() == one
