@@ -88,6 +88,7 @@ _Samples: Any = args_of(
 )
 _Texts: Any = args_of("chat", "prompt_column", "strict_fields", "include_stop")
 _Chats: Any = args_of("generation_config", "system", "template", "template_args", "tools")
+_Structure: Any = args_of("json_schema", "json_object", "regex", "grammar")
 _WholeJob: Any = args_of(
     *("n", "max_new_tokens", "stop", "chat", "draft_length", "batch_size", "limit"),
     "prompt_column",
@@ -144,7 +145,7 @@ class SampleArgs(_Samples, _Distribution, PairArgs, _Quiet):
 
 
 @dataclass(kw_only=True, eq=False)
-class GenerateArgs(_Chats, _Texts, SampleArgs):
+class GenerateArgs(_Chats, _Structure, _Texts, SampleArgs):
     prompts: str = flag(
         "A .jsonl, .json, .csv, .tsv, .txt or .parquet file, - for standard input, or "
         "hf:NAME[:CONFIG][:SPLIT]. All but .parquet may end in .gz or .zst. A .jsonl line looks "
@@ -158,6 +159,7 @@ class GenerateArgs(_Chats, _Texts, SampleArgs):
         PROMPTS,
         "TEXT",
         shown="one prompt per line",
+        rare=True,
     )
     out: str | None = flag(
         "Output file for the samples; - is standard output", OUTPUT, "FILE", shown="-"

@@ -17,7 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from bass_cli.config.chats import is_template, read_template, read_template_args, read_tools
 from bass_cli.config.draft_spec import check_draft, check_target
@@ -34,6 +41,7 @@ from bass_cli.config.options import (
     kind_of,
     packaged_pairs,
 )
+from bass_cli.config.structure import FIELDS, Structure, merged, read_structure, structure_of
 from bass_cli.errors import UserError, nearest
 from bass_cli.reading import MOST_YAML, BrokenYamlError, is_unicode, parse_yaml, read_bytes, shown
 
@@ -74,6 +82,8 @@ class Sampling(Strict, SamplingOptions, frozen=True):
 
     `stop`: a text or texts that end a sample. `stop_token_ids`: an id or ids that end it, with the
     finish reason "stop". `include_stop`: whether the text of a sample has the stop that ended it.
+    `json_schema` and `grammar` become texts: a mapping or a file is read when the object is made.
+    At most one of them, `json_object` and `regex` is set.
     """
 
     @field_validator("stop", mode="before")
@@ -105,6 +115,23 @@ class Sampling(Strict, SamplingOptions, frozen=True):
         if any(one < 0 for one in listed):
             raise ValueError("a token id is 0 or more")
         return tuple(listed)
+
+    @field_validator(*FIELDS, mode="before")
+    @classmethod
+    def _structure(cls, value: Any, info: ValidationInfo) -> Any:
+        return read_structure(str(info.field_name), value, **(info.context or {}))
+
+    @model_validator(mode="after")
+    def _one_structure(self) -> Sampling:
+        given = [f"`sampling.{name}`" for name in FIELDS if getattr(self, name)]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} exclude each other")
+        return self
+
+    @property
+    def structure(self) -> Structure | None:
+        """What the text of a sample must match; None if it is free."""
+        return structure_of(self)
 
 
 class Speculation(Strict, SpeculationOptions, frozen=True):
@@ -193,7 +220,7 @@ def _over(base: Any, given: Any) -> Any:
     if isinstance(base, Strict) and type(given) is type(base):
         given = _set_fields(given)
     both = isinstance(base, Strict) and isinstance(given, dict)
-    return _set_fields(base) | given if both else given
+    return merged(_set_fields(base), given) if both else given
 
 
 def _set_fields(part: Strict) -> dict[str, Any]:
@@ -356,7 +383,9 @@ def _parse_pair(content: bytes, place: str, folder: Path | None) -> Pair:
         raise UserError(f'{place}:1: a pair file is a mapping with at least the key "target"')
     lines = _check_keys(node, Pair, place, ())
     try:
-        pair = Pair.model_validate({"name": Path(place).stem, **data, "folder": folder})
+        pair = Pair.model_validate(
+            {"name": Path(place).stem, **data, "folder": folder}, context={"folder": folder}
+        )
     except ValidationError as error:
         path, reason = first_fault(error)
         line = next(

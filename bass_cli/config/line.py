@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from bass_cli.config.job import Job, Pair, Sampling, first_fault
 from bass_cli.config.options import LINE
+from bass_cli.config.structure import merged
 
 _ANY_PAIR = Pair(name="any", target="any")
 
@@ -46,12 +47,14 @@ def own_job(job: Job, settings: Mapping[str, Any]) -> Job:
 
 
 def _with(job: Job, settings: Mapping[str, Any]) -> Job:
-    own, sampling = dict[str, Any](job), dict[str, Any](job.sampling)
+    own, given = dict[str, Any](job), dict[str, Any]()
     for name, value in settings.items():
         part, _, key = LINE[name].rpartition(".")
-        (sampling if part else own)[key] = value
+        (given if part else own)[key] = value
+    sampling = merged(dict(job.sampling), given)
     try:
-        own["sampling"] = Sampling.model_validate(sampling)
+        # a line of data names no files
+        own["sampling"] = Sampling.model_validate(sampling, context={"files": False})
         return Job.model_validate(own)
     except ValidationError as error:
         path, reason = first_fault(error)

@@ -18,11 +18,11 @@ from annotated_types import Ge, Gt, Le, MinLen
 MODELS, WHOLE_JOB, SAMPLES, SAMPLING = "Models", "A whole job", "The target's samples", "Sampling"
 DRAFTING, TRAINING = "Drafting (changes the speed, not the distribution)", "Training"
 MACHINE, PROMPTS, OUTPUT = "Time and machine", "Prompts and data", "Output"
-CHAT = "Chats and thinking"
+CHAT, STRUCTURE = "Chats and thinking", "Structured output (needs bass-cli[structure])"
 RANDOM, MEASURED = "Random weights, without any download", "What is measured"
 SCORING = "Scoring"
-HEADINGS = (MODELS, WHOLE_JOB, SAMPLES, SAMPLING, CHAT, DRAFTING, TRAINING, MACHINE, PROMPTS,
-            OUTPUT, RANDOM, MEASURED, SCORING)  # fmt: skip
+HEADINGS = (MODELS, WHOLE_JOB, SAMPLES, SAMPLING, CHAT, STRUCTURE, DRAFTING, TRAINING,
+            MACHINE, PROMPTS, OUTPUT, RANDOM, MEASURED, SCORING)  # fmt: skip
 
 LARGEST = 2**63 - 1  # the largest whole number
 MOST_ROWS = 1_000_000  # the most samples of a prompt, and rows; no device holds as many
@@ -208,7 +208,29 @@ class JobOptions(ModelOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingOptions:
+class StructureOptions:
+    """The options of what the text of a sample must match."""
+
+    json_schema: Mapping[str, Any] | str | None = flag(
+        "Sample only JSON that matches this schema: a file, or the schema itself",
+        STRUCTURE,
+        "FILE",
+        kind=str,
+    )
+    json_object: bool = switch("Sample only JSON objects", STRUCTURE, rare=True)
+    regex: Name | None = flag(
+        "Sample only texts that match this regex as a whole", STRUCTURE, "TEXT"
+    )
+    grammar: Name | None = flag(
+        "Sample only texts of this grammar: a file in Lark or GBNF, or the grammar itself",
+        STRUCTURE,
+        "FILE",
+        rare=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions(StructureOptions):
     """The options of sampling."""
 
     temperature: Annotated[float, Ge(0)] = flag(
@@ -247,8 +269,11 @@ class SamplingOptions:
         shown="none",
         kind=str,
         default=(),
+        rare=True,
     )
-    include_stop: bool = switch("Keep the stop text that ended a sample in its text", SAMPLING)
+    include_stop: bool = switch(
+        "Keep the stop text that ended a sample in its text", SAMPLING, rare=True
+    )
     max_new_tokens: Count = flag("Maximum number of tokens per sample", SAMPLING, default=256)
     logprobs: TopK | None = flag(
         "Add token ids and the log-probability of each to the line; with K also of the K likeliest "

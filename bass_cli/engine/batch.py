@@ -43,6 +43,7 @@ class Batch:
     changes: how often the live rows have changed.
     reports: what rounds report; it covers the reports of all live rows (of the last ones if none is
         live).
+    masked: whether a live row has a grammar.
 
     Rows after the live ones are padding rows: one token long, never advanced. `pad` includes some
     of them in device operations, so that a captured graph serves several numbers of live rows.
@@ -78,6 +79,7 @@ class Batch:
         self._moves = 0  # of `tokens` to another address
         self.changes = 0
         self.reports = NO_REPORT
+        self.masked = False
         self._padded: int | None = None
 
     def __len__(self) -> int:
@@ -166,6 +168,7 @@ class Batch:
         self.changes += 1
         if self.hosts:
             self.reports = covering(row.report for row in self.hosts)
+        self.masked = any(row.matcher is not None for row in self.hosts)
         begun = (
             (tuple(place for place, _ in group), key)
             for key, group in itertools.groupby(

@@ -42,6 +42,12 @@ class Proposal(NamedTuple):
     num_drafts: tuple[int, ...] | None = None
     scores: Tensor | None = None
 
+    def by_row(self) -> list[list[int]]:
+        """Return the drafts of each row of a proposal with `num_drafts`."""
+        assert self.num_drafts is not None
+        lines = zip(self.tokens.tolist(), self.num_drafts, strict=True)
+        return [tokens[:count] for tokens, count in lines]
+
     @classmethod
     def empty(cls, batch: Batch) -> Proposal:
         """Return a proposal without drafts."""

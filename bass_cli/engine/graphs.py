@@ -11,8 +11,10 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from bass_cli.engine.batch import Batch
@@ -52,8 +54,10 @@ class Captured:
             drafts=kind_of(drafter),
             cuts=cuts,
             report=lambda: batch.reports,
+            masked=lambda: batch.masked,
         )
         self.capturing, self.steady = 0.0, True
+        self._stages: dict[Shape, Callable[[Tensor], None]] = {}  # the host's, by shape
 
     @property
     def rows(self) -> int:
@@ -96,7 +100,25 @@ class Captured:
             self.policy.took(step, self._clock.now() - began)
             self.capturing += self._clock.now() - began
         with self._padded(step.shape.rows):
+            if step.shape.masked:
+                return self._launch_stages(step.shape)
             return self._graphs.launch(step.shape)
+
+    def _launch_stages(self, shape: Shape) -> Running:
+        """Launch the first stages. The host's work and the last stage are left to `wait`."""
+        drafts = self._graphs.launch((shape, "draft")) if shape.width else None
+        self._graphs.replay((shape, "target"))
+        host = self._stages[shape]
+
+        def finish() -> Tensor | None:
+            found = torch.zeros(shape.rows, 0) if drafts is None else drafts.wait()
+            assert found is not None
+            host(found)
+            with self._padded(shape.rows):
+                verdict = self._graphs.launch(shape)
+            return verdict.wait()
+
+        return Running(lambda: False, functools.cache(finish))
 
     def prepare(
         self,
@@ -144,6 +166,13 @@ class Captured:
         with self._padded(shape.rows), self._batch.still():
             if not self._graphs.is_warm(shape):
                 self._graphs.run(shape, function)
+            if isinstance(function, Stages):
+                if shape.width:
+                    self._graphs.capture((shape, "draft"), function.draft)
+                else:
+                    function.draft()  # it launches nothing
+                self._graphs.capture((shape, "target"), function.target)
+                self._stages[shape], function = function.host, function.verdict
             self._graphs.capture(shape, function)
 
     @contextlib.contextmanager
@@ -181,12 +210,37 @@ class Shape(NamedTuple):
     rows: rows of the batch, padding included.
     width: drafts of each row, or tokens of each row in "catch up".
     report: what the round reports besides tokens and their log-probabilities.
+    masked: whether the host makes masks for rows with a grammar, so that there are Stages.
     """
 
     kind: Kind
     rows: int
     width: int
     report: Report = NO_REPORT
+    masked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """A round with work of the host inside. On the device each part is a graph of its own.
+
+    draft: proposes, and returns the drafts [B, k].
+    target: runs the target.
+    host: gets the drafts on the host, while the device runs the target.
+    verdict: returns the round's result.
+    """
+
+    draft: Callable[[], Tensor]
+    target: Callable[[], None]
+    host: Callable[[Tensor], None]
+    verdict: Callable[[], Tensor]
+
+    def __call__(self) -> Tensor:
+        """Do all of it, one part after the other."""
+        drafts = self.draft()
+        self.target()
+        self.host(drafts.cpu())
+        return self.verdict()
 
 
 class Step(NamedTuple):
@@ -212,6 +266,7 @@ class GraphPolicy:
         drafts: the kind of its rounds with drafts.
         cuts: whether rounds of these rows and drafts are of kind "cut" instead.
         report: returns what rounds report now.
+        masked: returns whether a row has a grammar now.
     """
 
     def __init__(
@@ -222,14 +277,15 @@ class GraphPolicy:
         drafts: Kind = "round",
         cuts: Cuts = lambda rows, width: False,
         report: Callable[[], Report] = lambda: NO_REPORT,
+        masked: Callable[[], bool] = lambda: False,
     ):
-        self._report = report
+        self._report, self._masked = report, masked
         self._graphs, self._drafts, self._longest, self._cuts = graphs, drafts, longest, cuts
         self._widths = [step_down(min(width, longest)) for width in range(WIDTHS[-1] + 1)]
         self._rental = SkiRental[Shape]()  # losses in plain passes
         # By kind and how it ran: seconds on the host for a pass.
         self._unit: dict[tuple[str, str], float] = {}
-        self._one_time_costs: dict[tuple[int, Report], tuple[float, ...]] = {}
+        self._one_time_costs: dict[tuple[int, Report, bool], tuple[float, ...]] = {}
 
     def choose(self, wanted: Shape, *, left: float, fit: Fit = "near") -> Step:
         """Choose what to run for the shape `wanted`: other graphs serve by the ski-rental rule.
@@ -276,7 +332,7 @@ class GraphPolicy:
     def one_time_costs(self, rows: int) -> tuple[float, ...]:
         """Return, for each draft length from 0, the seconds that it costs once until rounds of
         `rows` rows (padding included) run at their usual speed. 0 if a graph serves it."""
-        key = rows, self._report()
+        key = rows, self._report(), self._masked()
         if key not in self._one_time_costs:
             self._one_time_costs[key] = tuple(
                 self._one_time_cost(self.shape(rows, width)) for width in self._widths
@@ -286,7 +342,8 @@ class GraphPolicy:
     def shape(self, rows: int, width: int) -> Shape:
         """Return the shape of a round of `width` drafts."""
         kind: Kind = "cut" if self._cuts(rows, width) else self._drafts
-        return Shape(kind if width else "round", rows, width, self._report())
+        kind = kind if width else "round"
+        return Shape(kind, rows, width, self._report(), self._masked())
 
     def warmup_costs(self, rows: int) -> tuple[float, ...]:
         """Return the part of the one-time costs that the first round takes. It runs uncaptured,
@@ -330,7 +387,7 @@ def _serves(shape: Shape, wanted: Shape, fit: Fit) -> bool:
     alike = shape.kind == wanted.kind or (
         any_length and {shape.kind, wanted.kind} == {"cut", "block"}
     )
-    if not alike or shape.rows < wanted.rows or shape.report != wanted.report:
+    if not alike or shape.rows < wanted.rows or shape[3:] != wanted[3:]:
         return False
     if wanted.kind == "catch up" or fit == "wider":
         return shape.width >= wanted.width

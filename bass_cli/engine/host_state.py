@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from bass_cli.engine.sampling import PLAIN, RowSampling
 from bass_cli.engine.sizes import LONGEST
+from bass_cli.formats.grammars import Matcher
 
 Integers = NDArray[numpy.int64]
 # Columns of `numbers`: all tokens, tokens of the prompt, the most that may be generated, rounds,
@@ -177,6 +178,7 @@ class Row:
     limit: how many tokens it may generate.
     report: what is reported of each of its tokens.
     sampling: how its tokens are sampled.
+    matcher: its state in a grammar that its text follows. None: its text is free.
     broken: the number of generated tokens when the target's logits were first non-finite
         (bass_kernels/sampling.py); None if they are finite. Later tokens are meaningless and the
         row must be retired.
@@ -193,6 +195,7 @@ class Row:
         "_scores",
         "_tokens",
         "key",
+        "matcher",
         "place",
         "prompt",
         "report",
@@ -213,6 +216,7 @@ class Row:
     ):
         self.key, self.sample, self.seed, self.sampling = key, sample, seed, sampling
         self.prompt, self.report = tokens, report
+        self.matcher: Matcher | None = None
         self._entries: Integers = numpy.zeros((0, 0), dtype=numpy.int64)  # while it is not live
         self._tokens: list[int] | None = None  # built when first read
         self._generated, self._scores = list[int](), list[float]()

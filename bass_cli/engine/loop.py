@@ -28,6 +28,7 @@ from bass_cli.engine.contracts import (
     Target,
 )
 from bass_cli.engine.graphs import Captured, Kind, Shape, kind_of
+from bass_cli.engine.masks import make_room
 from bass_cli.engine.round import CatchingUp, NextRound, Round, sizes
 from bass_cli.engine.sizes import cover, step_down
 from bass_cli.engine.verify import ALL, Cut, Rate, Rounds, SimulatedAcceptance
@@ -173,6 +174,7 @@ class Loop:
         side by side."""
         if not len(self.batch):
             self._ahead_policy.idle()
+        self._finish_stages()
         self._follow(self.batch.swap_rows(ended, rows))
         self._ahead_policy.rows_ended(len(ended))
 
@@ -186,6 +188,7 @@ class Loop:
             drawn again.
         """
         back: list[Row] = []
+        self._finish_stages()
         while True:
             change, fails = self.batch.grow()
             if change is not None:
@@ -195,6 +198,11 @@ class Loop:
             surplus = self.batch.surplus(fails)
             back += [self.batch.hosts[place] for place in surplus]
             self._follow(self.batch.swap_rows(surplus, ()))
+
+    def _finish_stages(self) -> None:
+        """Do what is left of a launched round, which needs the rows as they were."""
+        if self._in_flight is not None and self._in_flight.masked:
+            self._in_flight.running.wait()
 
     def _follow(self, change: Change) -> None:
         """Apply a change of the batch's rows to target and drafter."""
@@ -287,6 +295,10 @@ class Loop:
         if self._captured is not None:
             self._renew(self._captured)
         begun = self._next.take(deadline)
+        if self._captured is not None and self.batch.masked:
+            drafts = 0 if begun.drafts is None else begun.drafts.tokens.shape[1]
+            make_room(self.batch, cover(max(begun.width, drafts)))
+            self._renew(self._captured)
         looking = begun.lookup_seconds
         self._launch(begun, deadline)
         if self._ahead:
@@ -328,13 +340,13 @@ class Loop:
         new.rows, new.changes = tuple(self.batch.hosts), self.batch.changes
         new.width = min(shape.width, self._rounds.most)
         new.places, new.cut = self._rounds.drafted(shape), shape.kind == "cut"
-        new.report = shape.report
+        new.report, new.masked = shape.report, shape.masked
 
     def _run(self, new: Round) -> Shape:
         """Run a round without graphs and return its shape."""
         rows = len(self.batch)
         kind: Kind = "cut" if self._cuts(rows, new.width) else kind_of(self.drafter)
-        shape = Shape(kind, rows, new.width, self.batch.reports)
+        shape = Shape(kind, rows, new.width, self.batch.reports, self.batch.masked)
         self.catch_up(self._rounds.drafted(shape))
         new.began = self.clock.now()
         table, shape = self._rounds.run(shape, new.drafts, self.lengths)

@@ -26,6 +26,7 @@ from bass_cli.engine.contracts import (
 )
 from bass_cli.engine.graphs import Captured, Fit, Shape, Step
 from bass_cli.engine.host_state import NO_REPORT, Integers, Report
+from bass_cli.engine.masks import allowed
 from bass_cli.engine.sizes import LONGEST, step_down, step_up
 from bass_cli.models.capture import Running
 
@@ -46,6 +47,7 @@ class Round:
     places: places for drafts in each row of the result, at least `width`.
     cut: whether only the likeliest drafts are verified (verify.py).
     report: what its result has besides tokens and their log-probabilities.
+    masked: whether a part of it is left to `running.wait` (graphs.Stages).
     steady: whether everything was replayed, or nothing is captured in this loop.
     capturing, waiting: as in RoundResult.
     """
@@ -61,6 +63,7 @@ class Round:
     places: int = 0
     cut: bool = False
     report: Report = NO_REPORT
+    masked: bool = False
     steady: bool = True
     capturing: float = 0.0
     waiting: float = 0.0
@@ -167,6 +170,7 @@ class NextRound:
             and not self.lengths.needs_result(width)
             and (self._drafter.on_device or not self.lengths.drafts)
             and self._batch.most_room() > 1
+            and not self._batch.masked  # the masks depend on that one's tokens
         )
 
     def reflect(self) -> None:
@@ -294,10 +298,13 @@ class HostDrafts:
         if self._drafter.on_device:
             return None
         drafts = self._drafter.propose(self._batch, width) if width else self._nothing()
-        assert drafts.num_drafts is not None
-        best = max(drafts.num_drafts)
+        counts = drafts.num_drafts
+        assert counts is not None
+        if width and self._batch.masked:
+            counts = allowed(self._batch, drafts.by_row())
+        best = max(counts)
         if best:
-            best = min(lengths.trim(drafts.num_drafts), best)
+            best = min(lengths.trim(counts), best)
             if best == 0:
                 self._drafter.skip_last()
         if not best:
@@ -306,7 +313,7 @@ class HostDrafts:
         # Compare types: a device may be given without its index.
         if tokens.device.type != self._batch.device.type:
             tokens = tokens.contiguous().pin_memory().to(self._batch.device, non_blocking=True)
-        return Proposal(tokens, None, tuple(min(count, best) for count in drafts.num_drafts))
+        return Proposal(tokens, None, tuple(min(count, best) for count in counts))
 
     def put(self, drafts: Proposal) -> None:
         """Copy drafts to where `placed` reads them. Places beyond their length keep their old

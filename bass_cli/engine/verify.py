@@ -17,7 +17,8 @@ from torch import Tensor
 import bass_kernels as ops
 from bass_cli.engine.batch import Batch, Change
 from bass_cli.engine.contracts import Drafter, DraftLength, Proposal, Target, Verdict
-from bass_cli.engine.graphs import Shape
+from bass_cli.engine.graphs import Shape, Stages
+from bass_cli.engine.masks import TokenMasks
 from bass_cli.engine.round import HostDrafts
 from bass_cli.engine.sampling import noise_key
 from bass_cli.engine.sizes import LONGEST
@@ -55,7 +56,7 @@ class Rounds:
         may_stop: bool,
     ):
         self._batch, self._target, self._drafter = batch, target, drafter
-        self._coupling, self._simulated = coupling, simulated
+        self._coupling, self._simulated, self._masks = coupling, simulated, TokenMasks(batch)
         self.most = ALL
         self._bound = batch.tokens.new_full((), ALL)  # the same, where graphs read it
         self.stops = may_stop and drafter.stops_short
@@ -71,8 +72,8 @@ class Rounds:
 
     def cuts(self, rows: int, width: int) -> bool:
         """Return whether rounds of `rows` rows (padding included) draft more and verify only the
-        likeliest, `width` of each row on average."""
-        return self._cut is not None and self._cut.pays(rows, width)
+        likeliest, `width` of each row on average. Grammars need the masks of all drafts."""
+        return not self._batch.masked and self._cut is not None and self._cut.pays(rows, width)
 
     def drafted(self, shape: Shape) -> int:
         """Return how many tokens a round of this shape drafts for each row."""
@@ -82,17 +83,45 @@ class Rounds:
         return self._cut.drafted(shape.width)
 
     def function(self, shape: Shape, host_drafts: HostDrafts) -> Callable[[], Tensor]:
-        """Return what a graph of this shape does.
+        """Return what a graph of this shape does, or the Stages of several graphs.
 
         Args:
             host_drafts: where it reads drafts from the host.
         """
-        check, drafter, batch = self._check, self._drafter, self._batch
+        drafter, batch = self._drafter, self._batch
         if shape.kind == "cut":
             return lambda: self._cut_round(shape)
-        if not drafter.on_device:
-            return lambda: check(host_drafts.placed(shape.rows, shape.width), shape, bounded=True)
-        return lambda: check(drafter.propose(batch, shape.width), shape, bounded=shape.width > 0)
+
+        def propose() -> Proposal:
+            if drafter.on_device:
+                return drafter.propose(batch, shape.width)
+            return host_drafts.placed(shape.rows, shape.width)
+
+        bounded = not drafter.on_device or shape.width > 0
+        if shape.masked:
+            return self._stages(propose, shape, bounded=bounded)
+        return lambda: self._check(propose(), shape, bounded=bounded)
+
+    def _stages(self, propose: Callable[[], Proposal], shape: Shape, *, bounded: bool) -> Stages:
+        """Return a round in which the host makes masks while the device runs the target."""
+        proposal, logits = Proposal.empty(self._batch), self._bound
+
+        def draft() -> Tensor:
+            nonlocal proposal
+            proposal = propose()
+            return proposal.tokens.clone()  # host drafts lie at an address of their own
+
+        def target() -> None:
+            nonlocal logits
+            logits = self._logits(proposal.tokens)
+
+        def host(drafts: Tensor) -> None:
+            self._masks.fill(drafts[: len(self._batch)].tolist())
+
+        def verdict() -> Tensor:
+            return self._commit(proposal, logits, shape, bounded=bounded)
+
+        return Stages(draft, target, host, verdict)
 
     def run(
         self, shape: Shape, drafts: Proposal | None, lengths: DraftLength
@@ -123,9 +152,19 @@ class Rounds:
     def _check(self, proposal: Proposal, shape: Shape, *, bounded: bool) -> Tensor:
         """Verify a proposal and commit what is accepted: of each row at most `most` drafts if
         `bounded`. Of the shape only the report is used."""
+        logits = self._logits(proposal.tokens)
+        if self._batch.masked:
+            self._masks.fill(proposal.tokens.tolist())
+        return self._commit(proposal, logits, shape, bounded=bounded)
+
+    def _logits(self, drafts: Tensor) -> Tensor:
+        """Run the target over the rows' pending tokens and drafts [B, k]; return [B, k + 1, V]."""
+        tokens, positions = self._batch.pending(drafts)
+        return self._target.forward(tokens, positions, self._batch.ends(drafts.shape[1]))
+
+    def _commit(self, proposal: Proposal, logits: Tensor, shape: Shape, *, bounded: bool) -> Tensor:
+        """Judge a proposal, commit what is accepted, and return the result for the host."""
         batch, width = self._batch, proposal.tokens.shape[1]
-        tokens, positions = batch.pending(proposal.tokens)
-        logits = self._target.forward(tokens, positions, batch.ends(width))
         verdict = judge(
             proposal,
             logits,

@@ -19,6 +19,7 @@ from bass_cli.engine.verify import CHEAP, Cut
 from bass_cli.errors import MachineError, UserError
 from bass_cli.formats.checkpoint import Checkpoint, open_checkpoint, open_head
 from bass_cli.formats.continuation import ending_ids
+from bass_cli.formats.grammars import grammars_of
 from bass_cli.formats.sources import locate
 from bass_cli.formats.tokenizer import Tokenizer, check_same_vocabulary
 from bass_cli.lengths.costs import Surface, load_surface, profile_path
@@ -106,6 +107,9 @@ def open_files(job: Job, early: Callable[[], Tokenizer | None] = lambda: None) -
     sampling = job.sampling
     ending_ids(tokenizer, sampling.stop, sampling.stop_token_ids, vocab=target.spec.vocab)
     draft_vocab = min(tokenizer.size, target.spec.vocab)
+    if sampling.structure is not None:
+        eos_ids = frozenset(target.eos_ids).union(tokenizer.eos_ids)
+        grammars_of(tokenizer, draft_vocab, eos_ids).matcher(sampling.structure)
     if draft is not None and draft_path is not None and not words.reads:
         other = Tokenizer.load(draft_path, vocabulary=draft.vocabulary)
         check_same_vocabulary(tokenizer, other)

@@ -25,6 +25,7 @@ from bass_cli.engine.loop import Loop
 from bass_cli.engine.sampling import RowSampling
 from bass_cli.errors import UserError
 from bass_cli.formats.continuation import Continuation, StopDetector, StopTokens, ending_ids
+from bass_cli.formats.grammars import Matcher, grammars_of
 from bass_cli.formats.tokenizer import Tokenizer
 from bass_cli.io.prompts import SYSTEM_ROLES, Prompt
 from bass_cli.io.results import Completion, paired, rounded
@@ -268,6 +269,9 @@ class Sample:
         """
         row, eos, stop_ids = self.row, self.rule.eos, self.rule.stop_ids
         numbers, new = row.numbers(), row.since(self.seen)
+        if row.matcher is not None and row.matcher.fault is not None:
+            row.cut(row.matcher.seen)  # the tokens of this round follow no grammar
+            return Ending("error")
         limit, broken = numbers[LIMIT], numbers[BROKEN]
         sound = len(new) if broken < 0 else broken - self.seen
         keep, reason = min(sound, limit - self.seen), None if broken < 0 else "error"
@@ -345,8 +349,14 @@ class FinishedSample(NamedTuple):
             prompt_top_logprobs=[None, *paired(scored[1])]
             if scored is not None and sampling.prompt_logprobs
             else None,
-            error=_NOT_FINITE.format(len(scores) + 1) if ending.reason == "error" else None,
+            error=self._error() if ending.reason == "error" else None,
         )
+
+    def _error(self) -> str:
+        row = self.row
+        assert row is not None
+        grammar = None if row.matcher is None else row.matcher.fault
+        return grammar or _NOT_FINITE.format(row.generated + 1)
 
 
 class Conductor:
@@ -498,6 +508,7 @@ class Conductor:
             now, copies = self.loop.clock.now(), job.draws_one
             task = self._reader.take(prompt, waiting, now=now, copies=copies)
             self._rule_of(job)
+            self._matcher_of(job)
         except UserError as error:
             seed = job.sampling.seed
             failed = Completion.failed(prompt.id, str(error), seed=seed, meta=prompt.meta)
@@ -577,8 +588,16 @@ class Conductor:
             self._waiting += 1
             self._crowded = True
 
+    def _matcher_of(self, job: Job) -> Matcher | None:
+        """Return the state of a new sample in its grammar. UserError if it does not fit."""
+        structure, vocab = job.sampling.structure, self.loop.batch.processors.vocab
+        if structure is None:
+            return None
+        return grammars_of(self._tokenizer, vocab, frozenset(self._eos)).matcher(structure)
+
     def _row(self, task: Task, sample: int) -> Row:
         row, rule = task.row(sample), self._rule_of(task.job)
+        row.matcher = self._matcher_of(task.job)
         self._live[row] = Sample(task, row, rule, rule.detector(task.text))
         task.live += 1
         return row
@@ -639,7 +658,10 @@ class Conductor:
         hosts, rules = self.loop.batch.hosts, set(self._rules.values())
         if len(rules) > 1:
             rules = {sample.rule for sample in self._live.values()}
-        for place in suspects(rules, self.loop.batch.host_state):
+        places = suspects(rules, self.loop.batch.host_state)
+        if self.loop.batch.masked:
+            places += [row.place for row in hosts if row.matcher and row.matcher.fault]
+        for place in dict.fromkeys(places):
             sample = self._live[hosts[place]]
             ending = sample.check_end()
             if ending is not None:

@@ -1,0 +1,159 @@
+"""Read and check what a sample's text must match: a JSON schema, a regex or a grammar.
+
+llguidance compiles all of them, as grammars in its Lark dialect. Nothing here needs a tokenizer,
+so mistakes are found before a model is loaded. formats/grammars.py follows a grammar token by
+token.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bass_cli.errors import MachineError
+from bass_cli.reading import parse_object, read_bytes, shown
+
+# The fields of sampling, of which a sample has at most one
+FIELDS = ("json_schema", "json_object", "regex", "grammar")
+_MOST = 1 << 20  # bytes of a schema or a grammar
+# Without it llguidance allows only one of the ways to tokenise a text that the grammar fixes.
+_OPTIONS = '\n%llguidance {"no_forcing": true}\n'
+_PLACE = re.compile(r"at (\d+)\((\d+)\): ")
+_COMPILED = re.compile(r'failed to compile JSON schema: |invalid regex ".*" \(in regex\): ')
+
+
+class Structure(NamedTuple):
+    """What the text of a sample must match. `text`: a JSON schema, a regex or a grammar."""
+
+    kind: str
+    text: str
+
+    def lark(self) -> str:
+        """Return it in llguidance's dialect of Lark.
+
+        Raises:
+            ValueError: The message of the library that refuses it.
+            MachineError: The library is not installed.
+        """
+        ll = _library()
+        if self.kind == "regex":
+            return f"start: /{ll.regex_to_lark(self.text, '')}/{_OPTIONS}"
+        if self.kind != "grammar":
+            return f"start: %json {self.text}{_OPTIONS}"
+        from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+
+        try:
+            return f"{any_to_lark(self.text)}{_OPTIONS}"
+        except (GbnfToLarkError, RecursionError) as error:
+            raise ValueError(str(error)) from None
+
+    def check(self) -> None:
+        """Raise ValueError with the library's message if it cannot be compiled; else as `lark`."""
+        fault = _fault_of(self.lark())
+        if fault:
+            # Only a grammar is quoted from the lines that the user wrote.
+            place = r"line \1, column \2: " if self.kind == "grammar" else ""
+            raise ValueError(_PLACE.sub(place, fault, count=1))
+
+
+@functools.lru_cache(maxsize=1024)
+def _fault_of(lark: str) -> str:
+    """Return the library's message about a grammar, in one line; empty if it compiles it."""
+    found: str = _library().LLMatcher.validate_grammar(lark)
+    brief = _COMPILED.sub("", found.partition("\n   1 | ")[0], count=1)
+    place = _PLACE.match(brief)
+    after = brief.rpartition("\nerror: ")[2]  # of a regex, without the lines that show the place
+    return (place[0] if place and after != brief else "") + " ".join(after.split())
+
+
+def structure_of(given: Any) -> Structure | None:
+    """Return the structure of a Sampling; None if its text is free."""
+    if given.json_object:
+        return Structure("json_object", '{"type": "object"}')
+    for kind in FIELDS:
+        if getattr(given, kind):
+            return Structure(kind, getattr(given, kind))
+    return None
+
+
+def merged(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of `base` with those of `given`. Another structure replaces that of
+    `base`."""
+    found = {**base, **given}
+    if any(given.get(name) for name in FIELDS):
+        return {key: found[key] for key in found if key in given or key not in FIELDS}
+    return found
+
+
+def read_structure(
+    field: str, value: Any, *, folder: Path | None = None, files: bool = True
+) -> Any:
+    """Return the value of one of FIELDS: a schema, a regex or a grammar as text.
+
+    A schema may be a mapping, a text in JSON or a file. A text with a colon is a grammar, because
+    each of its rules has one; else it names a file.
+
+    Args:
+        folder: The folder of relative paths.
+        files: Whether the value may name a file.
+
+    Raises:
+        ValueError: It cannot be read or compiled.
+        MachineError: The library is not installed.
+    """
+    if value is None or value is False:
+        return value
+    if field == "json_object":
+        _library()
+        return value
+    place = ""
+    if field == "json_schema" and isinstance(value, Mapping):
+        try:
+            value = json.dumps(value, ensure_ascii=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"it is not JSON: {error}") from None
+    if not isinstance(value, (str, os.PathLike)):
+        if field == "json_schema":
+            raise ValueError(f"a schema is needed: a mapping, a text or a file, not {shown(value)}")
+        return value  # of a wrong type, which pydantic refuses
+    text = str(value)
+    is_text = text.lstrip().startswith("{") if field == "json_schema" else ":" in text
+    if isinstance(value, os.PathLike) or (files and field != "regex" and not is_text):
+        value, place = _read(value, folder)
+    try:
+        if field == "json_schema":
+            value = json.dumps(parse_object(value), ensure_ascii=False)
+        if not value.strip():
+            raise ValueError("it is empty")
+        Structure(field, value).check()
+    except ValueError as error:
+        raise ValueError(f"{place}{error}") from None
+    return value
+
+
+def _read(path: str | os.PathLike[str], folder: Path | None) -> tuple[str, str]:
+    """Return the text of a file, and its place for messages."""
+    whole = Path(folder or "") / Path(path).expanduser()
+    try:
+        return read_bytes(whole, _MOST).decode(), f"{whole}: "
+    except UnicodeDecodeError:
+        raise ValueError(f"{whole}: the file is not valid UTF-8") from None
+    except (OSError, ValueError) as error:  # ValueError: no file can have this name
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"cannot read the file {shown(os.fspath(path))}: {reason}") from None
+
+
+def _library() -> Any:
+    try:
+        import llguidance
+    except ImportError:
+        raise MachineError(
+            "`json_schema`, `json_object`, `regex` and `grammar` need the package llguidance: "
+            "pip install 'bass-cli[structure]'"
+        ) from None
+    return llguidance

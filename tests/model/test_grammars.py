@@ -1,0 +1,121 @@
+"""Which tokens a grammar allows next, against brute force: a token is allowed if and only if some
+complete text begins with the text so far and the token. Also the bytes of tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+from checkpoints import tokenizer_metadata, write_gguf, write_sentencepiece, write_tokenizer
+from words import EOS, Words, allowed, grammars
+
+from bass_cli.config.structure import Structure
+from bass_cli.errors import UserError
+from bass_cli.formats.grammars import Grammars, fill, token_bytes
+from bass_cli.formats.tokenizer import Tokenizer
+
+pytest.importorskip("llguidance")
+
+
+def bits(mask: Any) -> set[int]:
+    line = numpy.unpackbits(mask.view(numpy.uint8), bitorder="little")
+    return set(numpy.flatnonzero(line).tolist())
+
+
+def masks_of(rows: list[Any], places: int) -> list[list[set[int]]]:
+    masks = numpy.full((len(rows), places, 2), 7, dtype=numpy.int32)
+    fill(rows, masks)
+    return [[bits(place) for place in row] for row in masks]
+
+
+PATTERNS = ["(ab|é)c?", "a{1,3}", "[^a]b(a|é){0,2}", "(a|b|c){2}é?"]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_allowed_tokens_are_those_of_brute_force(pattern: str) -> None:
+    """In every state that tokens can reach, from masks of drafts too."""
+    made, states = grammars(), [()]
+    for _ in range(40):
+        if not states:
+            break
+        tokens = states.pop(0)
+        matcher = made.matcher(Structure("regex", pattern))
+        matcher.advance(tokens)
+        ((found,),) = masks_of([(matcher, [])], 1)
+        assert found == allowed(pattern, tokens), (pattern, tokens)
+        ((*_, last),) = masks_of([(made.matcher(Structure("regex", pattern)), tokens)], len(tokens) + 1)  # fmt: skip
+        assert last == found
+        states += [(*tokens, id_) for id_ in sorted(found - {EOS})]
+
+
+def test_rows_are_independent_and_forbidden_drafts_allow_everything_after_them() -> None:
+    made, everything = grammars(), set(range(64))
+    one, other, third = (made.matcher(Structure("regex", "(ab|é)c?")) for _ in range(3))
+    other.advance([2])
+    rows = [(one, [0, 4, 1]), None, (other, [4, EOS, 0]), (third, [0, 99, 1])]
+    found = masks_of(rows, 4)
+    assert found[0] == [allowed("(ab|é)c?", ()), {1}, everything, everything]
+    assert found[1] == [everything] * 4
+    assert found[2] == [{4, EOS}, {EOS}, everything, everything]
+    assert masks_of([(other, [])], 1) == [[{4, EOS}]]
+    assert found[3] == [allowed("(ab|é)c?", ()), {1}, everything, everything]
+    assert masks_of([(one, [])], 1)[0][0] == allowed("(ab|é)c?", ())  # the state is unchanged
+
+
+def test_allowed_drafts_are_counted_up_to_the_first_forbidden_one() -> None:
+    matcher = grammars().matcher(Structure("regex", "(ab|é)c?"))
+    for drafts, count in (([2, 4, EOS], 3), ([0, 1, 0], 2), ([4], 0), ([6, 99], 1), ([], 0)):
+        assert matcher.allowed(drafts) == count
+    matcher.advance([0, 1])
+    assert matcher.allowed([EOS]) == 1
+
+
+def test_special_tokens_are_no_text() -> None:
+    found = masks_of([(grammars().matcher(Structure("regex", ".{1,9}")), [])], 1)[0][0]
+    assert found == {0, 1, 2, 3, 4, 5, 6, 8}
+
+
+def test_a_text_may_be_tokenised_in_any_way() -> None:
+    """No token is forced where the grammar fixes the text."""
+    assert masks_of([(grammars().matcher(Structure("grammar", 'start: "aba"')), [])], 1)[0][0] == {0, 2, 8}  # fmt: skip
+
+
+def test_a_grammar_too_complex_for_the_library_is_a_fault_of_its_row() -> None:
+    matcher = grammars().matcher(Structure("regex", "a+"))
+    matcher.advance([1])  # as if the grammar had allowed it
+    assert matcher.fault
+    assert masks_of([(matcher, [0])], 2) == [[set(range(64))] * 2]
+
+
+def test_a_text_that_the_vocabulary_cannot_spell_is_a_fault_of_its_row() -> None:
+    matcher = grammars().matcher(Structure("json_schema", '{"const": 1}'))
+    assert masks_of([(matcher, [])], 1) == [[set(range(64))]]
+    assert matcher.fault == "no token of the model continues the text in its grammar"
+
+
+def test_model_without_end_token_is_refused() -> None:
+    with pytest.raises(UserError, match="no end-of-sequence token"):
+        Grammars(Words(), vocab=11, eos_ids=[]).matcher(Structure("regex", "a"))  # type: ignore[arg-type]
+
+
+TEXTS = ('hello {"a": [1, 2.5e-3]}\n\t x', "naïve 🙂 – 你好 é ¤ ö", "   two  spaces ")
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "sentencepiece", "gguf"])
+def test_bytes_of_tokens_make_up_the_text(kind: str, tmp_path: Path) -> None:
+    path = tmp_path
+    (write_sentencepiece if kind == "sentencepiece" else write_tokenizer)(tmp_path)
+    if kind == "gguf":
+        path = tmp_path / "m.gguf"
+        write_gguf("llama", path, metadata=tokenizer_metadata(tmp_path))
+    tokenizer = Tokenizer.load(path)
+    words = token_bytes(tokenizer, tokenizer.size)
+    assert all(
+        words[id_] is None for id_ in (*tokenizer.special_tokens.values(), *tokenizer.eos_ids)
+    )
+    for text in TEXTS:
+        ids = tokenizer.encode_part(text, embedded=False)
+        found = b"".join(words[id_] or b"" for id_ in ids).decode()
+        assert found.removeprefix(" " if kind == "sentencepiece" else "") == text

@@ -1,0 +1,222 @@
+"""Whole jobs with structure: texts that other libraries accept, the settings of a Job, a line and
+a pair file, errors before a model is loaded, resume and grown caches."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from checkpoints import write_checkpoint, write_tokenizer
+from typer.testing import CliRunner
+
+from bass_cli import Completion, Job, Pair, Sampling, Speculation, UserError, generate, load_pair
+from bass_cli.cli.commands import app
+
+pytest.importorskip("llguidance")
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["x", "yy", None]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
+REGEX = r"(yes|no), [a-zé]{1,6}\d?"
+GRAMMAR = 'root ::= item ("," item)? ("," item)?\nitem ::= [a-c] | "<" [0-9] ">"\n'
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_checkpoint("llama", folder, seed=0, num_hidden_layers=1, max_position_embeddings=512)
+    write_tokenizer(folder)
+    return folder
+
+
+def job(model: Path, sampling: dict[str, Any], *, draft: str = "lookup", **more: Any) -> Job:
+    given = {"seed": 5, "max_new_tokens": 90, "temperature": 1.0, "top_p": 1.0} | sampling
+    return Job(
+        pair=Pair(name="tiny", target=str(model), draft=draft),
+        **{"n": 2, "device": "cpu", "token_ids": True, "sampling": Sampling(**given)} | more,
+    )
+
+
+PROMPTS: list[Any] = [
+    "the cat sat",
+    {"id": "r", "prompt": "an answer", "regex": REGEX},
+    {"id": "g", "prompt": "a list", "grammar": GRAMMAR},
+    {"id": "o", "prompt": "json", "json_object": True, "max_new_tokens": 40},
+    {"id": "free", "prompt": "the dog", "json_schema": None, "max_new_tokens": 10},
+]
+
+
+def by_key(done: list[Completion]) -> dict[tuple[str, int], tuple[str, str, list[int] | None]]:
+    return {(one.id, one.sample): (one.text, one.finish_reason, one.token_ids) for one in done}
+
+
+@pytest.fixture(scope="module")
+def plainly(model: Path) -> dict[tuple[str, int], tuple[str, str, list[int] | None]]:
+    """The samples of plain decoding, one row at a time."""
+    given = {"json_schema": SCHEMA}
+    return by_key(list(generate(PROMPTS, job(model, given, draft="none", batch_size=1))))
+
+
+def test_complete_texts_are_valid(plainly: dict[Any, Any]) -> None:
+    ends = set()
+    for (id_, _), (text, reason, _) in plainly.items():
+        ends.add((id_, reason))
+        if reason != "eos":
+            continue
+        if id_ == "0":
+            jsonschema.validate(json.loads(text), SCHEMA)
+        elif id_ == "r":
+            assert re.fullmatch(REGEX, text)
+        elif id_ == "g":
+            assert re.fullmatch(r"([a-c]|<\d>)(,([a-c]|<\d>)){0,2}", text)
+        elif id_ == "o":
+            assert isinstance(json.loads(text), dict)
+    assert {("0", "eos"), ("r", "eos"), ("g", "eos")} <= ends
+
+
+@pytest.mark.parametrize("length", [3, "auto"])
+def test_drafts_and_batches_change_no_sample(
+    length: Any, model: Path, plainly: dict[Any, Any]
+) -> None:
+    drawn = job(model, {"json_schema": SCHEMA}, speculation=Speculation(length=length))
+    assert by_key(list(generate(PROMPTS, drawn))) == plainly
+
+
+def test_skipped_layers_as_draft_change_no_sample(tmp_path: Path) -> None:
+    """A draft on the device, whose forbidden drafts are rejected."""
+    write_checkpoint("llama", tmp_path, seed=0, num_hidden_layers=2)
+    write_tokenizer(tmp_path)
+    found = [
+        by_key(list(generate(PROMPTS[:3], job(tmp_path, {"json_schema": SCHEMA}, draft=draft))))
+        for draft in ("none", "skip:1")
+    ]
+    assert found[0] == found[1]
+
+
+def test_maximal_coupling_gives_valid_texts(model: Path) -> None:
+    drawn = job(model, {"regex": REGEX}, n=8, speculation=Speculation(length=3, coupling="maximal"))
+    texts = [one.text for one in generate(["the cat", "a dog"], drawn)]
+    assert len(texts) == 16
+    assert all(re.fullmatch(REGEX, text) for text in texts)
+
+
+def test_temperature_zero_is_the_likeliest_valid_text(model: Path) -> None:
+    drawn = list(generate(["the cat"], job(model, {"regex": REGEX, "temperature": 0})))
+    assert len({one.text for one in drawn}) == 1
+    assert re.fullmatch(REGEX, drawn[0].text)
+
+
+def test_resumed_file_equals_an_undisturbed_one(model: Path, tmp_path: Path) -> None:
+    lines = [{"id": str(i), "prompt": f"the cat {i}"} for i in range(3)]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "s.json").write_text(json.dumps(SCHEMA))
+    command = ["generate", str(tmp_path / "p.jsonl"), "--model", str(model), "--device", "cpu"]
+    flags = ["--n", "2", "--json-schema", str(tmp_path / "s.json"), "--token-ids", "--seed", "1"]
+    out = tmp_path / "o.jsonl"
+    whole = CliRunner().invoke(app, [*command, *flags, "--out", str(out)])
+    assert whole.exit_code == 0, whole.output
+    written = out.read_text().splitlines(keepends=True)
+    out.write_text("".join(written[:2]) + written[2][:20])
+    again = CliRunner().invoke(app, [*command, *flags, "--out", str(out)])
+    assert again.exit_code == 0, again.output
+
+    def samples(raw: list[str]) -> list[Any]:
+        return sorted((one["id"], one["sample"], one["token_ids"]) for one in map(json.loads, raw))
+
+    assert samples(out.read_text().splitlines()) == samples(written)
+    (tmp_path / "s.json").write_text(json.dumps(SCHEMA | {"type": "object", "title": "other"}))
+    other = CliRunner().invoke(app, [*command, *flags, "--out", str(out), "--resume"])
+    assert other.exit_code == 2
+    assert "json_schema" in other.output
+
+
+def test_a_text_that_the_model_cannot_write_is_an_error_of_its_samples(tmp_path: Path) -> None:
+    """A vocabulary without digits. The other prompt goes on."""
+    write_checkpoint("llama", tmp_path, seed=0, num_hidden_layers=1)
+    write_tokenizer(tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    for text in [text for text in vocabulary if re.search("[0-9]", text)]:
+        vocabulary["\u4e00" + text.replace("7", "\u4e8c")] = vocabulary.pop(text)
+    content["model"]["merges"] = []
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    prompts = [{"id": "a", "prompt": "cat", "regex": "a7"}, {"id": "b", "prompt": "cat", "regex": "a|b"}]  # fmt: skip
+    found = {one.id: one for one in generate(prompts, job(tmp_path, {}, n=1))}
+    assert found["a"].finish_reason == "error"
+    assert found["a"].error == "no token of the model continues the text in its grammar"
+    assert found["b"].text in ("a", "b")
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"json_schema": {"type": "nope"}}, "Invalid type: nope"),
+    ({"json_schema": {"type": "array", "uniqueItems": True}}, 'Unimplemented keys: \\["uniqueItems"\\]'),
+    ({"json_schema": '{"type": '}, "broken JSON"),
+    ({"json_schema": "none.json"}, "cannot read the file 'none.json'"),
+    ({"json_schema": 3}, "mapping"),
+    ({"regex": "a("}, "unclosed group"),
+    ({"regex": ""}, "empty"),
+    ({"grammar": 'start: "a" b'}, 'line 1, column 8: unknown name: "b"'),
+    ({"grammar": 'root ::= "a" | ('}, "Expected"),
+    ({"regex": "a", "json_object": True}, "exclude each other"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "message"), BAD)
+def test_mistakes_are_named(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Sampling(**given)
+
+
+def test_mistakes_of_a_line_name_file_line_and_field(tmp_path: Path) -> None:
+    """A line cannot name a file either."""
+    for field, value, message in (
+        ("json_schema", {"type": "nope"}, "invalid type: nope"),
+        ("regex", "(a", "unclosed group"),
+        ("grammar", "g.lark", ""),
+        ("json_schema", "s.json", "broken json"),
+    ):
+        path = tmp_path / "p.jsonl"
+        path.write_text('{"prompt": "a"}\n' + json.dumps({"prompt": "b", field: value}) + "\n")
+        done = CliRunner().invoke(app, ["generate", str(path), "--model", str(tmp_path / "none")])
+        assert done.exit_code == 2
+        assert f'p.jsonl:2: field "{field}": ' in done.output
+        assert message in done.output.lower()
+
+
+def test_pair_file_names_a_schema_beside_it_and_a_flag_replaces_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "s.json").write_text('{"type": "object"}')
+    pair = tmp_path / "p.yaml"
+    pair.write_text("target: x/y\nsampling:\n  json_schema: s.json\n")
+    monkeypatch.chdir("/")
+    found = Job(pair=pair)
+    assert found.sampling.json_schema == '{"type": "object"}'
+    other = Job(pair=pair, sampling=Sampling(regex="a+"))
+    assert (other.sampling.json_schema, other.sampling.regex) == (None, "a+")
+    pair.write_text("target: x/y\nsampling:\n  top_k: 3\n  regex: (a\n")
+    with pytest.raises(UserError, match=r'p.yaml:4: key "sampling.regex": unclosed group'):
+        load_pair(pair)
+
+
+def test_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
+    for given in ({"json_object": True}, {"regex": "never seen before"}):
+        with pytest.raises(UserError, match=r"pip install 'bass-cli\[structure\]'"):
+            Sampling(**given)
