@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from bass_cli.errors import MachineError, UserError
     from bass_cli.io.results import Completion
     from bass_cli.run.generate import generate
+    from bass_cli.run.logprobs import score
 
 __version__ = "0.1.0"
 __all__ = [
@@ -28,9 +29,11 @@ __all__ = [
     "UserError",
     "generate",
     "load_pair",
+    "score",
 ]
 _PLACES = {
     "generate": "bass_cli.run.generate",
+    "score": "bass_cli.run.logprobs",
     "Completion": "bass_cli.io.results",
     "MachineError": "bass_cli.errors",
     "UserError": "bass_cli.errors",

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from bass_cli.cluster.rays import Request, cluster_of, read_request, workers_on_ray
 from bass_cli.cluster.worker import JobSpec
-from bass_cli.config.commands import GenerateArgs, PairArgs, SampleArgs, job_options
+from bass_cli.config.commands import GenerateArgs, LogprobsArgs, PairArgs, SampleArgs, job_options
 from bass_cli.config.job import Job, chosen_pair, make_job
 from bass_cli.errors import UserError
 from bass_cli.formats.sources import files_of
@@ -157,7 +157,7 @@ def drawing_of(spec: JobSpec, screen: Screen, request: Request | None) -> Iterat
 
 def generate_samples(args: GenerateArgs, screen: Screen) -> bool:
     """Run `bass generate`; return whether no prompt and no sample failed."""
-    out = _output_of(args)
+    out = output_of(args)
     job = read_job(args)
     refuse_shared_files(
         files_written(out), [("the prompt file", args.prompts), *files_read(args.pair, job)]
@@ -165,7 +165,7 @@ def generate_samples(args: GenerateArgs, screen: Screen) -> bool:
     check_name(out, overwrite=args.overwrite)
     job = with_rows_of(job, out, overwrite=args.overwrite)
     shard, request = read_shard(args, job), read_request(args, job, out)
-    source = _source_of(args, screen)
+    source = source_of(args.prompts, args.prompt_column, screen, args.separator)
     digest = PromptDigest(source, job.prompt_column)
     checked = check_prompts(
         source,
@@ -203,29 +203,30 @@ def generate_samples(args: GenerateArgs, screen: Screen) -> bool:
     return writer.finished
 
 
-def _source_of(args: GenerateArgs, screen: Screen) -> Source:
+def source_of(
+    name: str, column: str | None, screen: Screen, separator: str | None = None
+) -> Source:
     """Open the source of the prompts."""
-    if args.prompts == "-" and sys.stdin is not None and sys.stdin.isatty():
+    if name == "-" and sys.stdin is not None and sys.stdin.isatty():
         screen.note(
             "reading prompts from the terminal, one a line; end with Ctrl-D at the beginning of a "
             "line"
         )
     else:  # standard input may be slow
         screen.phase("reading the prompts")
-    if args.separator == "":
+    if separator == "":
         raise UserError("`separator`: it is empty; leave it out for one prompt per line")
-    separator = None if args.separator is None else unescape(args.separator)
-    return open_prompts(args.prompts, args.prompt_column, separator)
+    return open_prompts(name, column, None if separator is None else unescape(separator))
 
 
-def _output_of(args: GenerateArgs) -> str:
+def output_of(args: GenerateArgs | LogprobsArgs) -> str:
     """Return the name of the output; "-" for standard output under any name."""
     out = "-" if args.out is None else args.out
     if not out:
         raise UserError("`out`: it is empty; name a file, or - for standard output")
     if descriptor_of(out) == 1:
         out = "-"
-    if args.json_summary and out == "-":
+    if getattr(args, "json_summary", False) and out == "-":
         raise UserError(
             "`json_summary` needs `out` FILE, because standard output carries the results"
         )

@@ -24,7 +24,7 @@ lengths
 run
 cluster
 generation ray
-batch | bench | eval | distill
+batch | bench | eval | distill | logprobs
 cli __main__
 """
 PLACES = {name: (number, group) for number, line in enumerate(LAYERS.strip().splitlines())

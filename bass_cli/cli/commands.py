@@ -25,6 +25,7 @@ from bass_cli.config.commands import (
     DoctorArgs,
     EvaluateArgs,
     GenerateArgs,
+    LogprobsArgs,
     MergeArgs,
     PairsArgs,
     ProfileArgs,
@@ -202,6 +203,26 @@ def bench(args: BenchArgs) -> None:
         from bass_cli.cli.bench import run
 
         if not run(args, screen):
+            raise typer.Exit(1)
+
+
+@app.command(cls=Command, epilog=EPILOG)
+@takes(LogprobsArgs)
+def logprobs(args: LogprobsArgs) -> None:
+    """Write the target's log-probabilities of given completions, with their mean and perplexity.
+
+    \b
+    Example:
+      bass logprobs answers.jsonl --pair smollm2 --out scored.jsonl
+
+    After an interruption, run the same command again: it continues its output file.
+    """
+    begin(args.threads)
+    expect(args.device)
+    with running(args, "interrupted; run the same command again to continue") as screen:
+        from bass_cli.logprobs import score_file
+
+        if not score_file(args, screen):
             raise typer.Exit(1)
 
 

@@ -58,6 +58,13 @@ def job_options(args: Any, **changes: Any) -> dict[str, Any]:
 
 
 # Options of several commands
+_PAIR = Option(
+    "A packaged pair or a pair file (.yaml); flags and variables override its settings",
+    MODELS,
+    "NAME|FILE",
+    "smollm2",
+    choices=packaged_pairs,
+)
 _RAY = Option(
     "Draw with Ray actors, one per GPU: on this machine (local), or on the cluster that this "
     "machine is a node of (auto, or HOST:PORT); needs bass-cli[ray]",
@@ -89,6 +96,8 @@ _Samples: Any = args_of(
 _Texts: Any = args_of("chat", "prompt_column", "strict_fields", "include_stop")
 _Chats: Any = args_of("generation_config", "system", "template", "template_args", "tools")
 _Structure: Any = args_of("json_schema", "json_object", "regex", "grammar")
+_Target: Any = args_of("model", "device", "dtype", "threads", "tensor_parallel")
+_Scored: Any = args_of("chat", "prompt_column", "limit", "logprobs")
 _WholeJob: Any = args_of(
     *("n", "max_new_tokens", "stop", "chat", "draft_length", "batch_size", "limit"),
     "prompt_column",
@@ -117,13 +126,7 @@ class _Document:
 class PairArgs(_Pair):
     """The options of the models and the machine. None means not given, as in all classes below."""
 
-    pair: str | None = flag(
-        "A packaged pair or a pair file (.yaml); flags and variables override its settings",
-        MODELS,
-        "NAME|FILE",
-        "smollm2",
-        choices=packaged_pairs,
-    )
+    pair: str | None = flag(_PAIR)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -186,6 +189,29 @@ class BatchArgs(_Requests, _Chats, _Distribution, PairArgs, _Quiet):
     resume: bool = switch("Fail if there is no output file to continue", OUTPUT, rare=True)
     overwrite: bool = switch("Replace existing output files", OUTPUT)
     json_summary: bool = switch("Print a summary as JSON to standard output", OUTPUT, flag="--json")
+
+
+@dataclass(kw_only=True, eq=False)
+class LogprobsArgs(_Scored, _Chats, _Target, _Quiet):
+    prompts: str = flag(
+        "A file of prompts with completions, in any format that bass generate reads, such as "
+        'lines {"id": "a", "prompt": "a text", "completion": " goes on"}.',
+        "",
+        "FILE",
+        default=MISSING,
+    )
+    completion_column: str | None = flag(
+        "Field that holds the completion: a text, or a list of token ids",
+        PROMPTS,
+        "NAME",
+        shown="completion",
+    )
+    pair: str | None = flag(_PAIR)
+    out: str | None = flag(
+        "Output file for the log-probabilities; - is standard output", OUTPUT, "FILE", shown="-"
+    )
+    resume: bool = switch("Fail if there is no output file to continue", OUTPUT, rare=True)
+    overwrite: bool = switch("Replace an existing output file", OUTPUT)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -498,6 +524,7 @@ COMMANDS: Mapping[str, type] = {
     "profile": ProfileArgs,
     "distill": DistillArgs,
     "bench": BenchArgs,
+    "logprobs": LogprobsArgs,
     "merge": MergeArgs,
     "eval": EvaluateArgs,
     "score": ScoreArgs,

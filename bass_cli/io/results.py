@@ -86,6 +86,8 @@ class Completion:
     `prompt_token_ids`, `prompt_logprobs` and `prompt_top_logprobs` are the same for the tokens of
     the prompt. Only sample 0 has them. The first token has no number, but None.
 
+    `perplexity` is exp(-mean_logprob); `bass logprobs` sets it.
+
     `copy_of` is the number of the sample that this one is a copy of. `task_id` and `completion` are
     set by evaluations, for public scorers.
     """
@@ -110,6 +112,7 @@ class Completion:
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: list[float | None] | None = None
     prompt_top_logprobs: list[Pairs | None] | None = None
+    perplexity: float | None = None
     error: str | None = None
     copy_of: int | None = None
     task_id: str | None = None
@@ -182,7 +185,7 @@ def paired(entries: NDArray[numpy.int64]) -> list[Pairs]:
 _NAMES = tuple(entry.name for entry in fields(Completion))
 _OPTIONAL = (
     *("token_ids", "token_logprobs", "top_logprobs"),
-    *("prompt_token_ids", "prompt_logprobs", "prompt_top_logprobs"),
+    *("prompt_token_ids", "prompt_logprobs", "prompt_top_logprobs", "perplexity"),
     *("error", "copy_of", "task_id", "completion"),
 )
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=str).encode

@@ -1,0 +1,156 @@
+"""`bass logprobs` and the library's `score`, against log_softmax of transformers."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import write_checkpoint, write_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from bass_cli import Job, Pair, Sampling, UserError, score
+from bass_cli.cli.commands import app
+from bass_cli.run import logprobs
+
+TEXTS: list[dict[str, Any]] = [
+    {"id": "a", "prompt": "the cat", "completion": " sat on the mat"},
+    {
+        "id": "b",
+        "messages": [{"role": "user", "content": "the cat"}],
+        "completion": " sat",
+        "kind": 3,
+    },
+    {"id": "c", "prompt": "a dog sat", "completion": [5, 6, 7]},
+    {"id": "d", "prompt": "the mat " * 20, "completion": "x"},
+]
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_checkpoint("llama", folder, seed=0)
+    write_tokenizer(folder)
+    return folder
+
+
+@functools.cache
+def theirs(folder: Path) -> tuple[Any, Any]:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return model, AutoTokenizer.from_pretrained(folder)
+
+
+@torch.inference_mode()
+def due(folder: Path, text: dict[str, Any]) -> tuple[list[int], torch.Tensor]:
+    """Return the completion's ids, and log-probabilities of all tokens in their places."""
+    model, tokenizer = theirs(folder)
+    if "messages" in text:
+        given = {"add_generation_prompt": True, "tokenize": False}
+        shown = tokenizer.apply_chat_template(text["messages"], **given)
+        prompt = tokenizer(shown, add_special_tokens=False).input_ids
+    else:
+        prompt = tokenizer(text["prompt"]).input_ids
+    ids = text["completion"]
+    if isinstance(ids, str):
+        ids = tokenizer(ids, add_special_tokens=False).input_ids
+    logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1, : len(tokenizer)]
+    return ids, logits.double().log_softmax(-1)
+
+
+def job(folder: Path, **sampling: Any) -> Job:
+    pair = Pair(name="tiny", target=str(folder), draft="lookup")
+    return Job(pair=pair, device="cpu", sampling=Sampling(**sampling))
+
+
+@pytest.mark.parametrize(("top", "window"), [(0, 2048), (3, 4)])
+def test_scores_are_those_of_transformers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, top: int, window: int
+) -> None:
+    monkeypatch.setattr(logprobs, "_WINDOW", window)
+    found = list(score(TEXTS, job(folder, logprobs=top)))
+    assert [one.id for one in found] == ["a", "b", "c", "d"]
+    for one, text in zip(found, TEXTS, strict=True):
+        ids, wanted = due(folder, text)
+        own = [float(line[id_]) for line, id_ in zip(wanted, ids, strict=True)]
+        assert one.token_ids == ids
+        assert one.token_logprobs == pytest.approx(own, abs=1e-4)
+        assert one.sum_logprob == pytest.approx(sum(own), abs=1e-3)
+        assert one.mean_logprob == pytest.approx(sum(own) / len(own), abs=1e-4)
+        assert one.perplexity == pytest.approx(math.exp(-sum(own) / len(own)), rel=1e-3)
+        assert one.finish_reason == "given"
+        assert one.meta == ({"kind": 3} if one.id == "b" else {})
+        if not top:
+            assert one.top_logprobs is None
+            continue
+        for place, line in zip(one.top_logprobs or (), wanted, strict=True):
+            values = line.topk(top).values.tolist()
+            assert [number for _, number in place] == pytest.approx(values, abs=1e-4)
+
+
+def run(*args: str) -> Any:
+    return CliRunner().invoke(app, ["logprobs", *args])
+
+
+def test_command_writes_what_the_library_finds_and_goes_on(folder: Path, tmp_path: Path) -> None:
+    file, out = tmp_path / "t.jsonl", tmp_path / "o.jsonl"
+    file.write_text("".join(json.dumps(text) + "\n" for text in TEXTS))
+    args = [str(file), "--model", str(folder), "--device", "cpu", "--quiet", "--out", str(out)]
+    done = run(*args)
+    assert done.exit_code == 0, done.output
+    whole = out.read_text().splitlines()
+    found = {one.id: one for one in score(TEXTS, job(folder))}
+    for line in map(json.loads, whole):
+        one = found[line["id"]]
+        assert line["token_ids"] == one.token_ids
+        assert line["token_logprobs"] == pytest.approx(one.token_logprobs, abs=1e-5)
+        assert line["perplexity"] == pytest.approx(one.perplexity, rel=1e-4)
+    out.write_text("".join(f"{line}\n" for line in whole[:1]) + whole[1][:30])
+    assert run(*args).exit_code == 0
+    after = sorted(line["id"] for line in map(json.loads, out.read_text().splitlines()))
+    assert after == ["a", "b", "c", "d"]
+    file.write_text("".join(json.dumps(text | {"completion": "y"}) + "\n" for text in TEXTS))
+    refused = run(*args)
+    assert refused.exit_code == 2
+    assert "has changed" in refused.output
+
+
+@pytest.mark.parametrize(("change", "fault"), [
+    ({"completion": None}, 'field "completion": it is missing'),
+    ({"completion": ""}, "a text that is not empty, or a list of token ids, is needed"),
+    ({"completion": [1, -2]}, "a list of token ids, is needed"),
+    ({"completion": 3}, "a list of token ids, is needed"),
+    ({"temperature": 0.5}, 'field "temperature": here all prompts have the same settings'),
+])  # fmt: skip
+def test_wrong_texts_are_refused_by_line(
+    folder: Path, tmp_path: Path, change: dict[str, Any], fault: str
+) -> None:
+    file = tmp_path / "t.jsonl"
+    file.write_text("".join(json.dumps(text) + "\n" for text in (TEXTS[0], TEXTS[2] | change)))
+    refused = run(str(file), "--model", str(folder), "--device", "cpu")
+    assert refused.exit_code == 2
+    assert f"{file}:2: " in refused.output
+    assert fault in refused.output
+    with pytest.raises(UserError, match=r"prompts\[1\]"):
+        score([TEXTS[0], TEXTS[2] | change], job(folder))
+
+
+def test_texts_that_do_not_fit_the_model_get_an_error_each(folder: Path) -> None:
+    texts = [
+        TEXTS[0],
+        {"id": "ids", "prompt": "a", "completion": [5, 299]},
+        {"id": "long", "prompt": "a", "completion": [5] * 200_000},
+    ]
+    found = {one.id: one for one in score(texts, job(folder))}
+    assert found["a"].error is None
+    assert "id 299: the model has the ids 0 to 298" in (found["ids"].error or "")
+    assert "the model's context is" in (found["long"].error or "")
