@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from bass_cli.batch.answers import Answers, BatchFacts, RequestDigest, read_answers
@@ -17,7 +17,7 @@ from bass_cli.batch.responses import Spell
 from bass_cli.cluster.rays import read_request
 from bass_cli.cluster.worker import JobSpec
 from bass_cli.config.commands import BatchArgs
-from bass_cli.config.job import Job, Pair
+from bass_cli.config.job import Job, Pair, Sampling
 from bass_cli.errors import UserError
 from bass_cli.formats.tokenizer import begin
 from bass_cli.generation import (
@@ -40,9 +40,8 @@ from bass_cli.reading import shown
 
 COMPLETION_TOKENS = 16  # of a completion without max_tokens, as in OpenAI's API
 _WHOLE_CONTEXT = 2**20  # tokens of a chat without a limit; the model's context is the real one
-# OpenAI's defaults, for what neither a request nor the job sets
+# OpenAI's defaults, for what neither a request, the job, the pair nor the model sets
 _DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "max_new_tokens": _WHOLE_CONTEXT}
-_MOST_SHOWN = 3  # models in a note
 
 
 def run(args: BatchArgs, screen: Screen) -> bool:
@@ -51,13 +50,14 @@ def run(args: BatchArgs, screen: Screen) -> bool:
     for what, path in (("the responses", out), ("`errors`", errors)):
         if not path or is_stream(path):
             raise UserError(f"{what}: a file is needed, so that a killed run can be continued")
-    job = read_job(args, _DEFAULTS, n=1)
+    job = with_defaults(read_job(args, n=1))
     written = [*files_written(out), ("`errors`", errors)]
     refuse_shared_files(
         written, [("the file of requests", args.prompts), *files_read(args.pair, job)]
     )
     for name in (out, errors):
         check_name(name, overwrite=args.overwrite, suffixes=LINES)
+    served = args.model or job.pair.name
     stale = args.overwrite and os.path.exists(errors)
     job = with_rows_of(job, out, overwrite=args.overwrite)
     cluster = read_request(args, job, out)
@@ -79,17 +79,17 @@ def run(args: BatchArgs, screen: Screen) -> bool:
             opened(out, resume=args.resume),
             opened(errors),
             stale=stale,
-            model=served_model(job.pair),
+            model=served,
             n=job.n,
             spell=spelling(job.pair, wanted=batch.facts.logprobs is not None),
         ) as answers:
-            for note in notes_on(batch.facts.models, job.pair):
-                screen.note(note)
+            if others := batch.facts.models - {served, job.pair.name, job.pair.target}:
+                screen.note(note_on(others, served))
             answers.skip(batch.requests())
             summary = write_samples(
                 answers,
                 drawing,
-                job,
+                drawing.facts.job,
                 answers.prompts(batch.requests()),
                 checked.count,
                 screen,
@@ -129,19 +129,22 @@ class _Batch:
         return check(prompts(), job=self._job)
 
 
-def served_model(pair: Pair) -> str:
-    """Return the name of a pair's target in responses."""
-    return pair.target
+def with_defaults(job: Job) -> Job:
+    """Return the job with OpenAI's defaults for settings that are not set.
+
+    They still count as not set, so that those of the model's generation_config.json come first.
+    """
+    own = job.sampling
+    values = dict(own) | {k: v for k, v in _DEFAULTS.items() if k not in own.model_fields_set}
+    sampling = Sampling.model_construct(_fields_set=own.model_fields_set, **values)
+    return job.model_copy(update={"sampling": sampling})
 
 
-def notes_on(models: Set[str], pair: Pair) -> list[str]:
-    """Return a note if requests name another model than the one that answers them."""
-    others = sorted(models - {pair.target, pair.name})
-    if not others:
-        return []
-    named = ", ".join(shown(one)[1:-1] for one in others[:_MOST_SHOWN])
-    more = "" if len(others) <= _MOST_SHOWN else f" and {len(others) - _MOST_SHOWN} more"
-    return [f"requests name {named}{more}; all are answered by {served_model(pair)}"]
+def note_on(others: Iterable[str], served: str) -> str:
+    """Return a note on requests that name other models than the one that answers them."""
+    first, *rest = sorted(others)
+    more = f" and {len(rest)} other models" if rest else ""
+    return f"requests name the model {shown(first)}{more}; all are answered by {served}"
 
 
 def spelling(pair: Pair, *, wanted: bool) -> Spell:

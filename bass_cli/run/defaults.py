@@ -58,8 +58,9 @@ def with_model_defaults(job: Job, target: Checkpoint) -> tuple[Job, list[str]]:
     own = job.sampling.model_fields_set
     taken = {name: value for name, value in values.items() if name not in own}
     ignored = [name for name in (*_FIELDS, *_OTHERS) if _is_ignored(name, given, names)]
-    merged = {name: getattr(job.sampling, name) for name in own} | taken
-    changed = job.model_copy(update={"sampling": Sampling(**merged)})
+    update = {name: getattr(Sampling(**taken), name) for name in taken}
+    sampling = job.sampling.model_copy(update=update)  # keeps a command's own defaults
+    changed = job.model_copy(update={"sampling": sampling})
     return changed, [note] if (note := _note(changed, given, taken, ignored, place)) else []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -167,7 +168,7 @@ def test_the_openai_package_parses_every_body(place: Path, model: Path) -> None:
     )
     result = batch()
     assert result.exit_code == 0, result.stderr
-    assert "requests name m; all are answered by model" in result.stderr
+    assert "requests name the model 'm'; all are answered by model" in result.stderr
     rows = lines()
     tokenizer = Tokenizer.load(model)
     chat = ChatCompletion.model_validate(rows["chat"]["response"]["body"])
@@ -350,6 +351,19 @@ def test_other_settings_and_changed_requests_are_refused(place: Path) -> None:
     write_requests(request("x"))
     assert batch("--overwrite").exit_code == 0
     assert (set(lines()), lines("out.jsonl.errors")) == ({"x"}, {})
+
+
+def test_defaults_of_the_model_come_before_those_of_the_format(place: Path) -> None:
+    own = place / "own"
+    shutil.copytree("model", own)
+    (own / "generation_config.json").write_text(json.dumps({"temperature": 0.3, "eos_token_id": 2}))
+    write_requests(request("a"), request("b", temperature=1))
+    arguments = ("batch", "in.jsonl", "out.jsonl", *FLAGS, "--model", "own")
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    for name, temperature in (("a", 0.3), ("b", 1.0)):
+        ((due,),) = samples({"id": name, "messages": HELLO}, temperature=temperature)
+        (choice,) = lines()[name]["response"]["body"]["choices"]
+        assert choice["message"]["content"] == due.text
 
 
 def test_a_file_for_vllm_run_batch_is_answered(place: Path) -> None:
