@@ -165,7 +165,7 @@ def generate_samples(args: GenerateArgs, screen: Screen) -> bool:
     check_name(out, overwrite=args.overwrite)
     job = with_rows_of(job, out, overwrite=args.overwrite)
     shard, request = read_shard(args, job), read_request(args, job, out)
-    source = source_of(args.prompts, args.prompt_column, screen, args.separator)
+    source = source_of(args.prompts, args.prompt_column, screen, args.separator, args.id_column)
     digest = PromptDigest(source, job.prompt_column)
     checked = check_prompts(
         source,
@@ -176,7 +176,12 @@ def generate_samples(args: GenerateArgs, screen: Screen) -> bool:
         on_prompt=digest.add,
     )
     known = digest.record() if digest.count else source.name  # a dataset is not read before
-    identity = {"prompts": known, "prompt_column": job.prompt_column}
+    reading = {"separator": source.separator, "id_column": source.id_column}
+    identity = {
+        "prompts": known,
+        "prompt_column": job.prompt_column,
+        **{key: value for key, value in reading.items() if value is not None},
+    }
 
     def prompts() -> Iterator[Prompt]:
         return held_by(shard, read_prompts(source, column=job.prompt_column, limit=job.limit))
@@ -204,9 +209,13 @@ def generate_samples(args: GenerateArgs, screen: Screen) -> bool:
 
 
 def source_of(
-    name: str, column: str | None, screen: Screen, separator: str | None = None
+    name: str,
+    column: str | None,
+    screen: Screen,
+    separator: str | None = None,
+    id_column: str | None = None,
 ) -> Source:
-    """Open the source of the prompts."""
+    """Open the source of the prompts. For the arguments see `open_prompts`."""
     if name == "-" and sys.stdin is not None and sys.stdin.isatty():
         screen.note(
             "reading prompts from the terminal, one a line; end with Ctrl-D at the beginning of a "
@@ -216,7 +225,8 @@ def source_of(
         screen.phase("reading the prompts")
     if separator == "":
         raise UserError("`separator`: it is empty; leave it out for one prompt per line")
-    return open_prompts(name, column, None if separator is None else unescape(separator))
+    apart = None if separator is None else unescape(separator)
+    return open_prompts(name, column, apart, id_column)
 
 
 def output_of(args: GenerateArgs | LogprobsArgs) -> str:

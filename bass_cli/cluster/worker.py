@@ -32,7 +32,7 @@ class JobSpec:
     Attributes:
         source: What identifies the prompts, for the manifest.
         prompts: The number of prompts; for a worker its share. None if unknown.
-        longest: The text of the longest prompt.
+        longest: The text or token ids of the longest prompt.
         shard: The part of the prompts that is drawn; None for all.
         wanted: See Checked; for a worker its share.
     """
@@ -40,7 +40,7 @@ class JobSpec:
     job: Job
     source: Mapping[str, Any]
     prompts: int | None = None
-    longest: str = ""
+    longest: str | list[int] = ""
     shard: Shard | None = None
     wanted: Wanted | None = None
 

@@ -93,7 +93,7 @@ _Samples: Any = args_of(
     *("n", "max_new_tokens", "stop", "stop_token_ids", "draft_length", "budget", "batch_size"),
     *("limit", "tensor_parallel", "token_ids", "logprobs", "prompt_logprobs"),
 )
-_Texts: Any = args_of("chat", "prompt_column", "strict_fields", "include_stop")
+_Texts: Any = args_of("chat", "prompt_column", "id_column", "strict_fields", "include_stop")
 _Chats: Any = args_of("generation_config", "system", "template", "template_args", "tools")
 _Structure: Any = args_of("json_schema", "json_object", "regex", "grammar")
 _Target: Any = args_of("model", "device", "dtype", "threads", "tensor_parallel")

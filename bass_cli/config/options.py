@@ -204,6 +204,13 @@ class JobOptions(ModelOptions):
         "meta",
         PROMPTS,
     )
+    id_column: Name | None = flag(
+        "Field that holds the id of each prompt",
+        PROMPTS,
+        "NAME",
+        shown="id, or the prompt's number",
+        rare=True,
+    )
     token_ids: bool = switch("Add the generated token ids to each line", OUTPUT)
 
 

@@ -35,7 +35,7 @@ from bass_cli.generation import (
     write_samples,
 )
 from bass_cli.io.console import Screen
-from bass_cli.io.prompts import Prompt
+from bass_cli.io.prompts import Prompt, length
 from bass_cli.io.results import Completion, open_output
 from bass_cli.io.saving import is_stream, refuse_shared_files
 from bass_cli.run.manifest import Facts, facts_of
@@ -201,9 +201,9 @@ class Evaluation:
                 one.task_id, *self._content(one), {}, None, f"{self.task.name}:{one.task_id}"
             )
 
-    def longest_prompt(self) -> str:
+    def longest_prompt(self) -> str | list[int]:
         """Return the text of the longest prompt."""
-        return max((prompt.whole() for prompt in self.prompts()), key=len, default="")
+        return max((prompt.whole() for prompt in self.prompts()), key=length, default="")
 
     def _content(self, problem: Problem) -> tuple[str | None, list[dict[str, Any]] | None]:
         """Return the prompt's text or its messages."""

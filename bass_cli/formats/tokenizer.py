@@ -141,7 +141,7 @@ class Tokenizer:
         except RefusalError as error:
             raise UserError(f"{fault}: {error}") from None
         ids: list[int] = array.array("I", answer).tolist()
-        return self._embedded(ids) if embedded else ids
+        return self.embedded(ids) if embedded else ids
 
     def encode_chat(self, messages: Messages, most: int | None = None, **how: Any) -> list[int]:
         """Return the ids of a conversation, up to where the assistant's text begins.
@@ -194,7 +194,7 @@ class Tokenizer:
         other.rows = self.rows
         return other
 
-    def _embedded(self, ids: list[int]) -> list[int]:
+    def embedded(self, ids: list[int]) -> list[int]:
         """Return the ids unchanged; UserError if one has no row in the model's embedding."""
         if self.rows is not None and ids and (largest := max(ids)) >= self.rows:
             raise UserError(

@@ -27,15 +27,14 @@ _OPTIONS = {  # by option, as messages name it
     "template": "template chat_template",
     **{"speculation.length": "draft_length", "speculation.coupling": "coupling"},
     **{name: name for name in ("budget", "pair", "batch_size", "tensor_parallel", "device")},
-    **{name: name for name in ("dtype", "threads", "limit", "prompt_column", "token_ids")},
+    **{name: name for name in ("dtype", "threads", "limit", "prompt_column", "id_column")},
     "strict_fields": "strict_fields",
 }
 _AS_MESSAGE = "system_prompt system_message system_instruction"
 _TOOLS = "functions"
 _ARGS = "enable_thinking documents"
 _UNREADABLE = (
-    "images image image_url videos audios multi_modal_data mm_processor_kwargs "
-    "prompt_token_ids prompt_embeds input_ids"
+    "images image image_url videos audios multi_modal_data mm_processor_kwargs prompt_embeds"
 )
 _OBJECTS = "reasoning thinking"  # settings if they are objects, else data
 _UNKNOWN = (
@@ -61,12 +60,14 @@ def _instead(option: str) -> str:
     return f"set it for the whole run with `{option}`"
 
 
+_IDS = "prompt_token_ids input_ids"
 # The reason by reserved name
 RESERVED = {
     **{name: _instead(option) for option, names in _OPTIONS.items() for name in names.split()},
     **dict.fromkeys(_AS_MESSAGE.split(), 'use "system"'),
     **dict.fromkeys(_TOOLS.split(), 'use "tools"'),
     **dict.fromkeys(_ARGS.split(), 'put it into "template_args": {...}'),
+    **dict.fromkeys(_IDS.split(), 'use "token_ids"'),
     "chat_template_kwargs": 'use "template_args"',
     **dict.fromkeys(_UNREADABLE.split(), "bass cannot pass it to the model"),
     **dict.fromkeys(f"{_UNKNOWN} {_OBJECTS}".split(), "bass has no such setting"),
@@ -79,7 +80,7 @@ _CONTAINERS = (
     "settings kwargs extra_body body"
 )
 HONOURED = ("system", "tools", "template_args")  # fields that set something for their prompt
-OWN = ("id", "messages", "reference", "meta", *HONOURED)
+OWN = ("id", "messages", "conversations", "token_ids", "reference", "meta", *HONOURED)
 _META = 'to copy it to the results, put it into "meta": {...}'
 
 

@@ -17,8 +17,7 @@ from typing import IO, Any, NamedTuple
 
 from bass_cli.errors import UserError
 from bass_cli.io.linefile import OUTPUTS, live_path, seekable_lines
-from bass_cli.io.prompts import Shard, parse_shard, read_prompts, shard_of
-from bass_cli.io.readers import open_source
+from bass_cli.io.prompts import Shard, open_prompts, parse_shard, read_prompts, shard_of
 from bass_cli.io.results import open_output
 from bass_cli.io.resume import (
     Past,
@@ -220,7 +219,7 @@ def _prompts_of(
     if not (isinstance(name, str) and isinstance(column, str)) or name.startswith(("-", "hf:")):
         return None
     try:
-        source = open_source(name)
+        source = open_prompts(name, None, results.get("separator"), results.get("id_column"))
         digest, before = PromptDigest(source, column), results.get("prompts")
         ids, own = dict[str, int](), dict[str, int]()
         for prompt in read_prompts(source, column=column, limit=results.get("limit")):

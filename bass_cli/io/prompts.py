@@ -12,33 +12,27 @@ import hashlib
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from bass_cli.config.chats import checked_tools, read_template_args
 from bass_cli.config.job import Job
 from bass_cli.config.line import SettingError, checked_settings, own_job
 from bass_cli.config.options import LINE
 from bass_cli.errors import UserError, nearest
-from bass_cli.io.fields import OWN, refusal_of, reserved_name
+from bass_cli.io.fields import HONOURED, OWN, refusal_of, reserved_name
+from bass_cli.io.messages import (
+    SYSTEM_ROLES,
+    check_text,
+    checked_messages,
+    from_sharegpt,
+    kind_of,
+    refuse,
+)
 from bass_cli.io.readers import Source, open_source
 from bass_cli.reading import is_unicode, parse_json, shown
 
 _HINTS = 9  # how many field names an error message lists
-_KINDS = {
-    bool: "true or false",
-    int: "a number",
-    float: "a number",
-    str: "a string",
-    list: "a list",
-    dict: "an object",
-    type(None): "null",
-}
-SYSTEM_ROLES = ("system", "developer")  # a conversation has its system message in the first place
-# The keys of a message. Those that a template would drop are refused when it is rendered.
-_ROLES = (*SYSTEM_ROLES, "user", "assistant", "tool", "function")  # others may occur too
-_MESSAGE = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content",
-            "reasoning", "thinking")  # fmt: skip
 # The deepest nesting of a `meta` field. JSON reading and writing take two calls a level, and Python
 # allows 1,000.
 _DEPTH = 100
@@ -46,7 +40,7 @@ _DEPTH = 100
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt: plain text or chat messages.
+    """One prompt: plain text, chat messages or token ids.
 
     Args:
         meta: The other fields of its line; they are copied to its results.
@@ -56,6 +50,7 @@ class Prompt:
         place: "file:line", for error messages.
         fault: Why the prompt cannot be run, although its file is well formed; None if it can.
         settings: Its own values of the options in config/options.py's LINE, by field.
+        token_ids: The whole prompt as ids of the target's tokenizer; none are added.
     """
 
     id: str
@@ -68,6 +63,7 @@ class Prompt:
     tools: list[Any] | None = None
     template_args: dict[str, Any] | None = None
     settings: dict[str, Any] = field(default_factory=dict)
+    token_ids: list[int] | None = None
 
     def samples(self, n: int) -> int:
         """Return the number of its samples in a job of `n` samples per prompt."""
@@ -78,10 +74,12 @@ class Prompt:
         try:
             return own_job(job, self.settings)
         except SettingError as error:
-            _refuse(self.place, error.field, str(error))
+            refuse(self.place, error.field, str(error))
 
-    def whole(self) -> str:
-        """Return the text, or messages and tools without the chat template."""
+    def whole(self) -> str | list[int]:
+        """Return the text, messages and tools without the chat template, or the token ids."""
+        if self.token_ids is not None:
+            return self.token_ids
         if self.text is not None:
             return self.text
         parts = [str(message.get("content") or "") for message in self.messages or ()]
@@ -91,15 +89,25 @@ class Prompt:
         )
 
 
-def open_prompts(source: str, column: str | None, separator: str | None = None) -> Source:
-    """Open a source of prompts; UserError if `column` is given for a file without fields.
+def length(prompt: str | list[int]) -> int:
+    """Return about how many characters a prompt, a text or token ids, has."""
+    return len(prompt) if isinstance(prompt, str) else 4 * len(prompt)
 
-    `separator`: The text between the prompts of a text file; None if each line is one.
+
+def open_prompts(
+    source: str, column: str | None, separator: str | None = None, id_column: str | None = None
+) -> Source:
+    """Open a source of prompts; UserError if a column is given for a file without fields.
+
+    Args:
+        separator: The text between the prompts of a text file; None if each line is one.
+        id_column: The field that holds the id of every prompt.
     """
     found = open_source(source, separator)
-    if found.kind == "txt" and column is not None:
-        raise UserError("`prompt_column`: a text file has no fields; leave it out")
-    return found
+    for name, given in (("prompt_column", column), ("id_column", id_column)):
+        if found.kind == "txt" and given is not None:
+            raise UserError(f"`{name}`: a text file has no fields; leave it out")
+    return replace(found, id_column=id_column)
 
 
 class Shard(NamedTuple):
@@ -183,14 +191,14 @@ class Checked:
 
     Args:
         count: The number of prompts; None if unknown.
-        longest: The longest text.
+        longest: The longest prompt, as `whole` gives it.
         plain: Whether any prompt is plain text, not messages.
         notes: Notes to the user about a dataset's columns.
         wanted: What they ask for; None if none has settings of its own, or if unknown.
     """
 
     count: int | None
-    longest: str
+    longest: str | list[int]
     plain: bool
     notes: tuple[str, ...] = ()
     wanted: Wanted | None = None
@@ -243,7 +251,8 @@ def check(
         UserError: There are messages, but the job's `chat` is False; a prompt's own settings
             contradict the job's, or there is no job.
     """
-    count, longest, plain, wanted, own = 0, "", False, Wanted(), dict[str, Job]()
+    count, plain, wanted, own = 0, False, Wanted(), dict[str, Job]()
+    longest: str | list[int] = ""
     for prompt in prompts:
         if on_prompt is not None:
             on_prompt(prompt)
@@ -251,7 +260,7 @@ def check(
             continue
         if job is None:
             for name in prompt.settings:
-                _refuse(prompt.place, name, "here all prompts have the same settings; leave it out")
+                refuse(prompt.place, name, "here all prompts have the same settings; leave it out")
         elif job.chat is False and prompt.messages is not None:
             raise UserError(f"{prompt.place}: the prompt has messages, but `chat=False` was given")
         else:
@@ -260,7 +269,7 @@ def check(
                 own[key] = prompt.own_job(job)
             wanted = wanted.with_prompt(own[key])
         count, plain = count + 1, plain or prompt.text is not None
-        longest = max(longest, prompt.whole(), key=len)
+        longest = max(longest, prompt.whole(), key=length)
     alike = not own.keys() - {repr({})}
     return Checked(count, longest, plain, wanted=None if alike else wanted)
 
@@ -281,7 +290,15 @@ def read_prompts(
             fields = {column: record} if plain else record
             id_ = str(line - 1 if by_line else index)
             place = f"{opened.label}:{line}"
-            yield _to_prompt(fields, id_, column, place, columns=columns, strict=strict)
+            yield _to_prompt(
+                fields,
+                id_,
+                column,
+                place,
+                id_column=opened.id_column,
+                columns=columns,
+                strict=strict,
+            )
 
     yield from _distinct(opened.label, prompts())
 
@@ -290,11 +307,16 @@ def prompts_of(
     items: Iterable[str | Mapping[str, Any] | Prompt],
     *,
     column: str = "prompt",
+    id_column: str | None = None,
     strict: bool = False,
 ) -> Iterator[Prompt]:
     """Yield Prompts for texts or mappings, which have the fields of a prompt line.
 
-    An item without an id is numbered, from 0. `strict`: Refuse unknown fields.
+    A text, or an item without an id, is numbered, from 0.
+
+    Args:
+        column, id_column: The fields of a mapping with the prompt and its id; see `_to_prompt`.
+        strict: Refuse unknown fields.
     """
 
     def prompts() -> Iterator[Prompt]:
@@ -302,11 +324,24 @@ def prompts_of(
             if isinstance(item, Prompt):
                 yield item
             else:
-                fields = {column: item} if isinstance(item, str) else item
-                place = f"prompts[{number}]"
-                yield _to_prompt(fields, str(number), column, place, strict=strict)
+                text = isinstance(item, str)
+                yield _to_prompt(
+                    {column: item} if text else item,
+                    str(number),
+                    column,
+                    f"prompts[{number}]",
+                    id_column=None if text else id_column,
+                    strict=strict,
+                )
 
     yield from _distinct("prompts", prompts())
+
+
+def prompts_for(job: Job, items: Iterable[str | Mapping[str, Any] | Prompt]) -> Iterator[Prompt]:
+    """Yield `prompts_of` with the fields that a job names."""
+    return prompts_of(
+        items, column=job.prompt_column, id_column=job.id_column, strict=job.strict_fields
+    )
 
 
 def _distinct(name: str, prompts: Iterable[Prompt]) -> Iterator[Prompt]:
@@ -315,15 +350,11 @@ def _distinct(name: str, prompts: Iterable[Prompt]) -> Iterator[Prompt]:
     for prompt in prompts:
         if prompt.id in seen:
             reason = f'"{shown(prompt.id)[1:-1]}" is also the id of {seen[prompt.id]}'
-            _refuse(prompt.place, "id", reason)
+            refuse(prompt.place, "id", reason)
         seen[prompt.id] = prompt.place
         yield prompt
     if not seen:
         raise UserError(f"{name}: it contains no prompts")
-
-
-def _refuse(place: str, field: str, reason: str) -> NoReturn:
-    raise UserError(f'{place}: field "{field}": {reason}')
 
 
 def _to_prompt(
@@ -332,45 +363,35 @@ def _to_prompt(
     column: str,
     place: str,
     *,
+    id_column: str | None = None,
     columns: bool = False,
     strict: bool = False,
 ) -> Prompt:
     """Make a Prompt of one record.
 
     Args:
+        id_column: The field that holds the id of every prompt. Default: "id", if there is one.
         columns: The fields are a dataset's columns, which its author named. Columns with the names
             of settings describe the data and become meta.
         strict: Refuse unknown fields.
     """
     if not isinstance(record, Mapping):
         wanted = 'an object like {"prompt": "..."}'
-        raise UserError(f"{place}: a prompt is {wanted}, not {_kind_of(record)}")
+        raise UserError(f"{place}: a prompt is {wanted}, not {kind_of(record)}")
     fields = {key: value for key, value in record.items() if value is not None}
-    text = fields.pop(column, None) if column != "messages" else None
-    messages = fields.pop("messages", None)
-    if text is None and messages is None:
-        known = [shown(key)[1:-1] for key in itertools.islice(fields, _HINTS)]
-        hint = f"; {nearest(column, known)}" if fields else ""
-        other = "" if column == "messages" else ', and there is no "messages"'
-        _refuse(place, column, f"it is missing{other}{hint}")
-    if text is not None and messages is not None:
-        _refuse(place, column, 'there is "messages" too; give one of the two')
-    if text is not None:
-        _check_text(text, column, place)
-    else:
-        messages = _checked_messages(messages, place)
+    text, messages, ids = _take_content(fields, column, place)
+    for name in HONOURED if ids is not None else ():
+        if name in fields:
+            refuse(place, name, "token ids are a whole prompt; leave it out")
     text, messages, chat = _as_chat(text, messages, fields, place)
     reference = fields.pop("reference", None)
     if reference is not None:
-        _check_text(reference, "reference", place, may_be_empty=True)
-    identity = fields.pop("id", default_id)
-    if isinstance(identity, int) and not isinstance(identity, bool):
-        identity = str(identity)
-    _check_text(identity, "id", place)
+        check_text(reference, "reference", place, may_be_empty=True)
+    identity = _take_id(fields, id_column, default_id, place)
     settings = {} if columns else _take_settings(fields, place)
     for key, value in fields.items():
         if (refused := refusal_of(key, value, columns=columns)) is not None:
-            _refuse(place, *refused)
+            refuse(place, *refused)
     if strict:
         _refuse_unknown(fields, column, place)
     fields = _with_meta(fields, place)
@@ -383,8 +404,66 @@ def _to_prompt(
         del fields[key]  # the line with this error could not be written with it
         fault = f'{place}: field "{key}": it is nested more than {_DEPTH} levels deep'
     return Prompt(
-        identity, text, messages, fields, reference, place, fault, settings=settings, **chat
+        identity,
+        text,
+        messages,
+        fields,
+        reference,
+        place,
+        fault,
+        settings=settings,
+        token_ids=ids,
+        **chat,
     )
+
+
+def _take_id(fields: dict[str, Any], column: str | None, default: str, place: str) -> str:
+    """Take the id out of `fields`: that of `column`, or "id", or the default."""
+    if column is not None and column not in fields:
+        refuse(place, column, "it is missing; `id_column` names it")
+    identity = fields.pop(column or "id", default)
+    if isinstance(identity, int) and not isinstance(identity, bool):
+        identity = str(identity)
+    check_text(identity, column or "id", place)
+    return str(identity)
+
+
+def _take_content(
+    fields: dict[str, Any], column: str, place: str
+) -> tuple[str | None, list[dict[str, Any]] | None, list[int] | None]:
+    """Take the prompt out of `fields`: its text, its messages or its token ids."""
+    names = dict.fromkeys((column, "messages", "conversations", "token_ids"))
+    given = {name: fields.pop(name) for name in names if name in fields}
+    if isinstance(given.get("conversations"), str) and len(given) > 1:
+        fields["conversations"] = given.pop("conversations")  # a text about them
+    if not given:
+        known = [shown(key)[1:-1] for key in itertools.islice(fields, _HINTS)]
+        hint = f"; {nearest(column, known)}" if fields else ""
+        other = "" if column == "messages" else ', and there is no "messages"'
+        refuse(place, column, f"it is missing{other}{hint}")
+    if len(given) > 1:
+        first, second, *_ = given
+        refuse(place, first, f'there is "{second}" too; give one of the two')
+    ((name, value),) = given.items()
+    if name == "token_ids":
+        return None, None, _checked_ids(value, place)
+    if name == "conversations":
+        value, answer = from_sharegpt(value, place)
+        if answer is not None and fields.setdefault("answer", answer) != answer:
+            refuse(place, "answer", "the last answer of the conversation is carried by this name")
+    elif name != "messages":
+        check_text(value, column, place)
+        return value, None, None
+    return None, checked_messages(value, place), None
+
+
+def _checked_ids(ids: Any, place: str) -> list[int]:
+    listed = ids.tolist() if hasattr(ids, "tolist") else ids  # an array or a tensor
+    valid = isinstance(listed, (list, tuple)) and all(type(one) is int for one in listed)
+    if not valid or not listed or min(listed) < 0:
+        reason = f"it must be a list of token ids, as in [1, 2], not {shown(ids)}"
+        refuse(place, "token_ids", f'{reason}; to copy it to the results, put it into "meta"')
+    return list(listed)
 
 
 def _refuse_unknown(fields: Mapping[str, Any], column: str, place: str) -> None:
@@ -392,7 +471,7 @@ def _refuse_unknown(fields: Mapping[str, Any], column: str, place: str) -> None:
         if key == "meta" and isinstance(value, Mapping):
             continue
         known = nearest(str(key), (column, *OWN, *LINE))
-        _refuse(place, shown(key)[1:-1], f"unknown field, and `strict_fields` is on; {known}")
+        refuse(place, shown(key)[1:-1], f"unknown field, and `strict_fields` is on; {known}")
 
 
 def _as_chat(
@@ -408,15 +487,13 @@ def _as_chat(
             try:
                 found[name] = read(parse_json(value) if isinstance(value, str) else value)
             except ValueError as error:
-                _refuse(place, name, str(error))
+                refuse(place, name, str(error))
     if text is not None and (found or system is not None):
         text, messages = None, [{"role": "user", "content": text}]
     if system is not None and messages is not None:
-        _check_text(system, "system", place)
+        check_text(system, "system", place)
         if messages[0]["role"] in SYSTEM_ROLES:
-            _refuse(
-                place, "system", 'there is a system message in "messages" too; give one of them'
-            )
+            refuse(place, "system", 'there is a system message in "messages" too; give one of them')
         messages = [{"role": "system", "content": system}, *messages]
     return text, messages, found
 
@@ -427,7 +504,7 @@ def _take_settings(fields: dict[str, Any], place: str) -> dict[str, Any]:
     try:
         return checked_settings(given) if given else {}
     except SettingError as error:
-        _refuse(place, error.field, str(error))
+        refuse(place, error.field, str(error))
 
 
 def _with_meta(fields: dict[str, Any], place: str) -> dict[str, Any]:
@@ -438,7 +515,7 @@ def _with_meta(fields: dict[str, Any], place: str) -> dict[str, Any]:
     others = {key: value for key, value in fields.items() if key != "meta"}
     for key in given:
         if key in others:
-            _refuse(place, "meta", f'"{shown(key)[1:-1]}" is also a field of the prompt')
+            refuse(place, "meta", f'"{shown(key)[1:-1]}" is also a field of the prompt')
     return {**others, **given}
 
 
@@ -453,71 +530,3 @@ def _is_deeper(value: Any, most: int) -> bool:
             if isinstance(inner, (list, dict))
         ]
     return bool(level)
-
-
-def _kind_of(value: Any) -> str:
-    return _KINDS.get(type(value), type(value).__name__)
-
-
-def _check_text(value: Any, field: str, place: str, *, may_be_empty: bool = False) -> None:
-    if not isinstance(value, str):
-        _refuse(place, field, f"it must be a string, not {_kind_of(value)}")
-    if not value and not may_be_empty:
-        _refuse(place, field, "it is empty")
-
-
-def _checked_messages(messages: Any, place: str) -> list[dict[str, Any]]:
-    """Return the messages without keys that are null.
-
-    Any role may occur, because the template decides. UserError at a key or a value that a chat
-    template might drop or misread.
-    """
-    if not isinstance(messages, list) or not messages:
-        _refuse(place, "messages", 'it must be a list of {"role", "content"}')
-    found = []
-    for number, message in enumerate(messages):
-        here = f"messages[{number}]"
-        if not isinstance(message, dict):
-            _refuse(place, here, f'it must be {{"role", "content"}}, not {_kind_of(message)}')
-        message = {key: value for key, value in message.items() if value is not None}
-        role: Any = message.get("role")
-        _check_text(role, f"{here}.role", place)
-        if role not in _ROLES and role.lower() in _ROLES:
-            _refuse(place, f"{here}.role", f'{shown(role)}: did you mean "{role.lower()}"?')
-        for key in message:
-            if key not in _MESSAGE:
-                reason = f"it is not a key of a message; {nearest(str(key), _MESSAGE)}"
-                _refuse(place, f"{here}.{shown(key)[1:-1]}", reason)
-        if isinstance(message.get("content"), list):
-            _refuse(place, f"{here}.content", "it must be one string, not a list of parts")
-        if "tool_calls" in message:
-            message["tool_calls"] = _checked_calls(message["tool_calls"], here, place)
-        if "content" in message or "tool_calls" not in message:
-            _check_text(message.get("content"), f"{here}.content", place, may_be_empty=True)
-        found.append(message)
-    if found[-1]["role"] == "assistant" and not found[-1].get("content"):
-        reason = "there is no text to continue; leave the last message out"
-        _refuse(place, f"messages[{len(found) - 1}].content", reason)
-    return found
-
-
-def _checked_calls(calls: Any, here: str, place: str) -> list[dict[str, Any]]:
-    """Return the calls of tools, with arguments as objects: templates write them as JSON."""
-    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        _refuse(place, f"{here}.tool_calls", "it must be a list of objects")
-    found = []
-    for number, call in enumerate(calls):
-        inner = call.get("function", call)
-        name = f"{here}.tool_calls[{number}]"
-        if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
-            _refuse(place, name, 'it must be {"function": {"name": "...", "arguments": {...}}}')
-        arguments = inner.get("arguments", {})
-        try:
-            arguments = parse_json(arguments) if isinstance(arguments, str) else arguments
-        except ValueError as error:
-            _refuse(place, f"{name}.function.arguments", str(error))
-        if not isinstance(arguments, dict):
-            _refuse(place, f"{name}.function.arguments", "it must be an object")
-        inner = {**inner, "arguments": arguments}
-        found.append({**call, "function": inner} if "function" in call else inner)
-    return found

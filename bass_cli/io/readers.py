@@ -50,6 +50,7 @@ class Source:
 
     `kind` is a file format or "hf". `spooled` is the content of standard input. `separator` stands
     between the prompts of a text file; None if each line is one. `compression` is the file's.
+    `id_column` is the field with the id of every prompt; None for "id", where there is one.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Source:
     spooled: IO[bytes] | None = None
     separator: str | None = None
     compression: Kind | None = None
+    id_column: str | None = None
 
     def records(self) -> Records:
         """Yield the records in order, one at a time; UserError at a fault of the format.

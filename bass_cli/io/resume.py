@@ -215,7 +215,7 @@ class PromptDigest:
         """Add the next prompt."""
         known: list[Any] = [prompt.id, prompt.text, prompt.messages, prompt.reference, prompt.meta]
         known += [one for one in (prompt.tools, prompt.template_args) if one is not None]
-        own = [prompt.settings] if prompt.settings else []
+        own = [one for one in (prompt.token_ids, prompt.settings) if one]
         self.random |= prompt.settings.get("temperature", 0) > 0
         content = _encode([*known, prompt.fault is None, *own])
         self._running.update(content.encode() + b"\n")

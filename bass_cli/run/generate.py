@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from bass_cli.config.job import Job
 from bass_cli.errors import UserError
-from bass_cli.io.prompts import Checked, Prompt, check, prompts_of
+from bass_cli.io.prompts import Checked, Prompt, check, prompts_for
 from bass_cli.io.results import Completion
 from bass_cli.io.terminal import spell_record
 from bass_cli.reading import shown
@@ -78,7 +78,7 @@ def generate(
         plan = job
     return scheduler.generate(
         plan,
-        prompts_of(prompts, column=plan.job.prompt_column, strict=plan.job.strict_fields),
+        prompts_for(plan.job, prompts),
         done=done,
         count=count,
         on_round=on_round,
@@ -96,8 +96,7 @@ def _planned(
     configure_threads(job.threads, _LOG.info)
     prompts, known = _first(prompts, job.limit), Checked(count, "", plain=False)
     if isinstance(prompts, Sequence):
-        column, strict = job.prompt_column, job.strict_fields
-        prompts = list(prompts_of(prompts, column=column, strict=strict))
+        prompts = list(prompts_for(job, prompts))
         known = check(prompts, job=job)
     return prompts, _plan_of(job, known), known.count
 

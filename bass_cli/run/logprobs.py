@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bass_cli.config.job import Job
 from bass_cli.errors import UserError
-from bass_cli.io.prompts import Prompt, check, prompts_of
+from bass_cli.io.prompts import Prompt, check, length, prompts_of
 from bass_cli.io.results import Completion, paired, rounded
 from bass_cli.reading import is_unicode, shown, whole
 from bass_cli.system.threads import configure_threads
@@ -88,15 +88,20 @@ def scoring_job(job: Job) -> Job:
     )
 
 
-def longest_of(texts: Iterable[Prompt], job: Job, column: str) -> str:
-    """Check texts, and return the longest one. UserError at a fault."""
-    longest = ""
+def longest_of(texts: Iterable[Prompt], job: Job, column: str) -> str | list[int]:
+    """Check texts, and return the longest one, as a text or as ids. UserError at a fault."""
+    longest: str | list[int] = ""
 
     def take(text: Prompt) -> None:
         nonlocal longest
         given = _completion_of(text, column)
-        both = text.whole() + (given if isinstance(given, str) else " " * len(given))
-        longest = max(longest, both, key=len)
+        before = text.whole()
+        if isinstance(before, str):
+            whole = before + (given if isinstance(given, str) else " " * len(given))
+            longest = max(longest, whole, key=length)
+        else:
+            more = [0] * len(given) if isinstance(given, str) else given
+            longest = max(longest, before + more, key=length)
 
     check(texts, on_prompt=take)
     return longest

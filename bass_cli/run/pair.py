@@ -173,8 +173,10 @@ def check_split(spec: Spec, ranks: int, device: torch.device, *, model: str) -> 
         )
 
 
-def tokens_of(prompt: str, tokenizer: Tokenizer, context: int) -> int:
-    """Return the number of a prompt's tokens, at most the context."""
+def tokens_of(prompt: str | list[int], tokenizer: Tokenizer, context: int) -> int:
+    """Return the number of a prompt's tokens, at most the context. `prompt`: its text or ids."""
+    if not isinstance(prompt, str):
+        return min(len(prompt), context)
     # only the length counts here; invalid text fails later
     text = prompt.encode(errors="replace").decode()
     try:

@@ -248,7 +248,7 @@ class Plan:
 def make_plan(
     job: Job,
     *,
-    longest_prompt: str = "",
+    longest_prompt: str | list[int] = "",
     prompts: int | None = None,
     wanted: Wanted | None = None,
     options: tuple[str, str | None] = ("`batch_size`", "`sampling.max_new_tokens`"),
@@ -258,7 +258,7 @@ def make_plan(
     """Check all that can be checked without weights, and plan the job.
 
     Args:
-        longest_prompt: The text of the longest prompt, if known.
+        longest_prompt: The text or token ids of the longest prompt, if known.
         prompts: The number of prompts; None if unknown.
         wanted, options: See Plan.
         grows: Whether the rows' cache may grow (Loop.grow is called), for more rows.

@@ -163,6 +163,8 @@ class RequestReader:
 
     def _encode(self, prompt: Prompt) -> list[int]:
         job, messages = self._job, prompt.messages
+        if prompt.token_ids is not None:
+            return self._tokenizer.embedded(list(prompt.token_ids))
         if messages is None and job.chats:
             messages = [{"role": "user", "content": prompt.text}]
         if messages is None:

@@ -46,7 +46,7 @@ def fault(path: Path, record: dict[str, Any]) -> str:
 def test_reserved_names_cover_the_api_and_all_job_options() -> None:
     assert RESERVED.keys() >= set(OPENAI) - {*HONOURED}
     objects = {"generation_config"}  # also the name of an object of settings
-    assert RESERVED.keys() >= JOB.keys() - {*HONOURED} - objects | {"pair"}
+    assert RESERVED.keys() >= JOB.keys() - {*HONOURED, "token_ids"} - objects | {"pair"}
     assert not RESERVED.keys() & {*KEPT, "id", "prompt", "messages", "reference", "meta", "task_id"}
 
 
@@ -210,7 +210,7 @@ def test_a_datasets_columns_are_its_own_but_not_parts_of_the_prompt(
             [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}, user()],
             "messages[0].tool_calls[0].function.arguments",
         ),
-        ([{"role": "user", "content": [{"type": "text", "text": "x"}]}], "a list of parts"),
+        ([{"role": "user", "content": [{"type": "image", "text": "x"}]}], "parts of the type text"),
         ([{"role": "assistant", "content": ""}], "there is no text to continue"),
         ([user(), {"role": "user"}], 'messages[1].content": it must be a string, not null'),
     ],
