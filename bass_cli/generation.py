@@ -412,10 +412,11 @@ def read_job(args: PairArgs, defaults: Mapping[str, Any] | None = None, **change
         changes: Values that replace options.
     """
     pair, given = chosen_pair(args), job_options(args, **changes)
-    stops = given.pop("stop", None)
-    stops = [unescape(text) for text in stops] if stops else stops_of_environment()
-    if stops is not None:
-        given["stop"] = stops
+    for field in ("stop", "bad_words"):
+        texts = given.pop(field, None)
+        texts = [unescape(text) for text in texts] if texts else texts_of_environment(field)
+        if texts is not None:
+            given[field] = texts
     unsaid = {
         key: value
         for key, value in (defaults or {}).items()
@@ -455,9 +456,10 @@ def read_shard(args: SampleArgs, job: Job) -> Shard | None:
     return shard
 
 
-def stops_of_environment() -> list[str] | None:
-    """Read BASS_STOP: one text, or a JSON list of texts, which may contain blanks."""
-    value = os.environ.get("BASS_STOP") or None  # an empty variable means no value
+def texts_of_environment(field: str) -> list[str] | None:
+    """Read BASS_STOP or BASS_BAD_WORDS: one text, or a JSON list of texts, which may contain
+    blanks."""
+    value = os.environ.get(f"BASS_{field.upper()}") or None  # an empty variable means no value
     with contextlib.suppress(ValueError):
         listed = json.loads(value or "")
         if isinstance(listed, list):

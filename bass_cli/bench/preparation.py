@@ -152,6 +152,7 @@ def need_of(settings: Settings, plan: Plan | None, device: torch.device) -> Need
         kept_layers=settings.depth or 0,
         prompt_tokens=settings.prompt_tokens,
         ranks=ranks,
+        changes_logits=settings.job.sampling.changes_logits,
     )
     need = Need(found, max(settings.batch_sizes), settings.new_tokens, device, _OPTIONS)
     need.check()

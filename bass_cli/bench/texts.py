@@ -6,16 +6,17 @@ from run/profile.py, questions (chat), or texts to repeat with small changes (ed
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from bass_cli.bench.settings import Settings
 from bass_cli.engine.batch import Row
-from bass_cli.engine.sampling import RowSampling
 from bass_cli.errors import UserError
 from bass_cli.io.prompts import Prompt, read_prompts
 from bass_cli.io.readers import open_source
 from bass_cli.run.plan import Plan
 from bass_cli.run.profile import PASSAGES, joined
+from bass_cli.run.sampling import row_sampling
 from bass_cli.run.scheduler import RequestReader, Task
 
 CHAT, EDITING = "chat", "editing"  # kinds of text
@@ -133,8 +134,9 @@ def rows_for(
         kind: kind of the texts, if there are several.
     """
     sampling, samples = settings.job.sampling, settings.samples_per_prompt
-    if temperature is None:
-        temperature = sampling.temperature
+    own = row_sampling(sampling, None)
+    if temperature is not None:
+        own = replace(own, temperature=temperature)
     return [
         Row(
             f"{kind}{i // samples}",
@@ -142,9 +144,7 @@ def rows_for(
             sampling.seed + repeat,
             list(prompts[i // samples]),
             limit or settings.new_tokens,
-            sampling=RowSampling(
-                temperature=temperature, top_k=sampling.top_k, top_p=sampling.top_p
-            ),
+            own,
         )
         for i in range(count)
     ]

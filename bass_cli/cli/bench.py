@@ -13,7 +13,7 @@ from bass_cli.cluster.rays import read_request
 from bass_cli.config.commands import DISTRIBUTION, MACHINE_AND_MODELS, BenchArgs
 from bass_cli.config.options import WHOLE_JOB, declared
 from bass_cli.errors import UserError
-from bass_cli.generation import escape, files_read, read_job, stops_of_environment
+from bass_cli.generation import escape, files_read, read_job, texts_of_environment
 from bass_cli.io import terminal
 from bass_cli.io.console import Screen
 from bass_cli.io.prompts import check_prompts, open_prompts, read_prompts
@@ -100,7 +100,7 @@ def _run_job(args: BenchArgs, file: str, screen: Screen) -> None:
     job = read_job(args)
     words = _command_line(args, [name for name in _OF_GENERATE if name not in _ON_RAY])
     if not args.stop:  # the job runs in a process without BASS_ variables
-        words += [f"--stop={escape(text)}" for text in stops_of_environment() or []]
+        words += [f"--stop={escape(text)}" for text in texts_of_environment("stop") or []]
     read_request(args, job, out="a file beside")  # refuses what Ray cannot run
     source = open_prompts(file, args.prompt_column)
     checked = check_prompts(source, column=job.prompt_column, limit=job.limit, job=job)

@@ -86,12 +86,16 @@ _PLOT = Option("Draw a chart to this file; needs matplotlib", OUTPUT, "FILE.png"
 # The options of a Job that bass bench takes with and without --job
 MACHINE_AND_MODELS = ("model", "draft", "device", "dtype", "threads")
 DISTRIBUTION = ("temperature", "top_p", "top_k", "seed", "coupling")
+_PROCESSORS = (
+    *("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"),
+    *("bad_words", "allowed_token_ids"),
+)
 
 _Pair: Any = args_of(*MACHINE_AND_MODELS)
 _Distribution: Any = args_of(*DISTRIBUTION)
 _Samples: Any = args_of(
     *("n", "max_new_tokens", "stop", "stop_token_ids", "draft_length", "budget", "batch_size"),
-    *("limit", "tensor_parallel", "token_ids", "logprobs", "prompt_logprobs"),
+    *("limit", "tensor_parallel", "token_ids", "logprobs", "prompt_logprobs", *_PROCESSORS),
 )
 _Texts: Any = args_of("chat", "prompt_column", "id_column", "strict_fields", "include_stop")
 _Chats: Any = args_of("generation_config", "system", "template", "template_args", "tools")
@@ -106,7 +110,7 @@ _WholeJob: Any = args_of(
 )
 _Requests: Any = args_of(
     *("max_new_tokens", "stop", "stop_token_ids", "include_stop", "draft_length", "budget"),
-    *("batch_size", "limit", "tensor_parallel"),
+    *("batch_size", "limit", "tensor_parallel", *_PROCESSORS),
 )
 
 

@@ -258,6 +258,55 @@ class SamplingOptions(StructureOptions):
         shown="the pair's, the model's, or {}",
         default=0,
     )
+    min_p: Annotated[float, Ge(0), Le(1)] = flag(
+        "Drop tokens with less than this share of the largest probability, after top-k and top-p",
+        SAMPLING,
+        shown="the pair's, or {}",
+        default=0.0,
+        rare=True,
+    )
+    repetition_penalty: Annotated[float, Gt(0)] = flag(
+        "Divide the logits of tokens in the prompt or the sample by this; 1 changes nothing",
+        SAMPLING,
+        shown="the pair's, or {}",
+        default=1.0,
+        rare=True,
+    )
+    presence_penalty: float = flag(
+        "Subtract this from the logits of tokens in the sample",
+        SAMPLING,
+        shown="the pair's, or {}",
+        default=0.0,
+        rare=True,
+    )
+    frequency_penalty: float = flag(
+        "Subtract this from the logits of tokens in the sample, for each time they occur",
+        SAMPLING,
+        shown="the pair's, or {}",
+        default=0.0,
+        rare=True,
+    )
+    logit_bias: Mapping[int, float] | None = flag(
+        "Add a number to the logit of a token id; may be repeated. A mapping in files",
+        SAMPLING,
+        "ID=NUMBER",
+        shown="none",
+        kind=list[str],
+        rare=True,
+    )
+    # a tuple, as stop
+    bad_words: Sequence[str] = flag(
+        "Never write this text; may be repeated, with escapes as in --stop. BASS_BAD_WORDS holds "
+        "one text or a JSON list",
+        SAMPLING,
+        "TEXT",
+        variable=False,
+        default=(),
+        rare=True,
+    )
+    allowed_token_ids: Sequence[int] | None = flag(
+        "Draw only these token ids", SAMPLING, "ID,...", shown="all", kind=str, rare=True
+    )
     seed: Natural = flag("Random seed; the same seed gives the same samples", SAMPLING, default=0)
     # a tuple; its type is Sequence, so that type checkers accept lists
     stop: Sequence[str] = flag(

@@ -21,6 +21,7 @@ _OPTIONS = {  # by option, as messages name it
     "n": "n num_return_sequences num_samples num_completions candidate_count",
     "sampling.temperature": "temperature do_sample greedy",
     "sampling.seed": "seed random_seed",
+    "sampling.repetition_penalty": "repetition_penalty repeat_penalty",
     **{f"sampling.{name}": name for name in ("top_p", "top_k", "stop_token_ids")},
     "sampling.include_stop": "include_stop include_stop_str_in_output",
     **{"pair.target": "model", "pair.draft": "draft", "chat=True": "chat"},
@@ -38,13 +39,13 @@ _UNREADABLE = (
 )
 _OBJECTS = "reasoning thinking"  # settings if they are objects, else data
 _UNKNOWN = (
-    "tool_choice function_call parallel_tool_calls response_format min_p logprobs top_logprobs "
-    "prompt_logprobs logit_bias best_of echo suffix presence_penalty frequency_penalty "
-    "repetition_penalty typical_p length_penalty bad_words min_tokens min_new_tokens max_length "
+    "tool_choice function_call parallel_tool_calls response_format logprobs top_logprobs "
+    "prompt_logprobs best_of echo suffix "
+    "typical_p length_penalty min_tokens min_new_tokens max_length "
     "num_beams use_beam_search eos_token_id ignore_eos skip_special_tokens "
     "modalities audio reasoning_effort verbosity web_search_options "
     "structured_outputs guided_json guided_regex guided_choice guided_grammar grammar "
-    "add_generation_prompt continue_final_message prediction repeat_penalty repeat_last_n "
+    "add_generation_prompt continue_final_message prediction repeat_last_n "
     "no_repeat_ngram_size "
     "diversity_penalty num_beam_groups encoder_repetition_penalty epsilon_cutoff eta_cutoff top_a "
     "tfs_z mirostat dynatemp_range dry_multiplier penalty_alpha guidance_scale negative_prompt "

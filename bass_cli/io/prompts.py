@@ -161,6 +161,7 @@ class Wanted(NamedTuple):
         most: The most samples of a prompt that are drawn.
         new_tokens: The most new tokens of a sample.
         random: Whether any sample has a temperature above 0.
+        changes_logits: Whether any sample has penalties, a bias or forbidden tokens.
     """
 
     samples: int = 0
@@ -168,6 +169,7 @@ class Wanted(NamedTuple):
     most: int = 0
     new_tokens: int = 0
     random: bool = False
+    changes_logits: bool = False
 
     def with_prompt(self, job: Job) -> Wanted:
         """Add a prompt. `job`: the job with the prompt's own settings."""
@@ -178,6 +180,7 @@ class Wanted(NamedTuple):
             max(self.most, drawn),
             max(self.new_tokens, job.sampling.max_new_tokens),
             self.random or job.sampling.temperature > 0,
+            self.changes_logits or job.sampling.changes_logits,
         )
 
     def share(self, of: int) -> Wanted:

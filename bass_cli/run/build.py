@@ -35,6 +35,7 @@ from bass_cli.models.runner import Runner
 from bass_cli.models.spec import Spec
 from bass_cli.run.pair import longest_draft
 from bass_cli.run.plan import Plan
+from bass_cli.run.sampling import row_sampling
 from bass_cli.system.host import give_back_memory
 from bass_cli.tensor_parallel.follower import Part, Source, read_part
 from bass_cli.tensor_parallel.leader import Followers, LedRunner
@@ -317,7 +318,8 @@ def _decode(loop: Loop, plan: Plan, tokens: int, *, widths: Iterable[int]) -> No
     far = loop.clock.now() + 1e6
     loop.open(_WARM_KEY, prompt, deadline=far)
     samples = range(min(plan.samples_per_prompt, loop.batch.capacity))
-    loop.admit(*(Row(_WARM_KEY, sample, 0, list(prompt), limit) for sample in samples))
+    sampling = row_sampling(plan.job.sampling, plan.files.tokenizer)  # its graphs are captured
+    loop.admit(*(Row(_WARM_KEY, sample, 0, list(prompt), limit, sampling) for sample in samples))
     loop.close(_WARM_KEY)
     for width in widths:
         loop.use(Fixed(width))

@@ -31,6 +31,8 @@ _INTEGER = 8  # bytes of a token id
 # vocabulary, 16 for truncation, 38 for maximal coupling with a draft model. GPU kernels write only
 # a few numbers a row.
 _CHOOSING = {"cpu": 36, "cuda": 4}
+# Bytes a logit of a row whose logits change (bass_kernels/processing.py), and of a token's count.
+_CHANGING, _COUNTED = {"cpu": 40, "cuda": 8}, 4
 # bytes a head, query and key, for scores and their exponentials
 _SCORES = {"cpu": 8, "cuda": 0}
 _LIBRARIES = {"cpu": 100 << 20, "cuda": 700 << 20}  # kernels, graphs, work space of libraries
@@ -135,6 +137,7 @@ def footprint(
     kept_layers: int = 0,
     prompt_tokens: int = 0,
     ranks: int = 1,
+    changes_logits: bool = False,
 ) -> Footprint:
     """Compute the footprint of a pair, on the first device, which also has draft and logits.
 
@@ -144,6 +147,7 @@ def footprint(
         kept_layers: The number of the target's own layers that draft (layer skipping), else 0.
         prompt_tokens: The tokens of the longest prompt; 0 if unknown.
         ranks: The number of devices that the target is split over.
+        changes_logits: Whether rows have penalties, a bias, or forbidden tokens.
     """
     kind, places = device.type, longest + 1
     vocab = target.vocab * (1 if ranks == 1 else 2)  # parts and joined logits
@@ -151,9 +155,8 @@ def footprint(
     models = [spec for spec in (target, draft) if spec is not None]
     # tokens of a row in one pass; a parallel draft takes missed tokens and as many masks
     fed = (places, 2 * longest if at_once and head is None else places)
-    position = sum(_position(spec, spec.layers, dtype) for spec in models) + _position(
-        target, kept_layers, dtype
-    )
+    position = sum(_position(spec, spec.layers, dtype) for spec in models)
+    position += _position(target, kept_layers, dtype)
     if head is not None and not head.block:  # the prompt cache also has hidden states
         position += head.body.width * dtype.itemsize
     prompt_tokens = min(prompt_tokens, target.context)
@@ -163,12 +166,11 @@ def footprint(
     if head is not None:  # the hidden states that the head reads
         wide[0] += len(head.aux_layers) * target.width * dtype.itemsize
     scored = max(map(operator.mul, fed, scores))
-    logits = places * vocab * (dtype.itemsize + _CHOOSING[kind])
     packed = kind == "cpu" and dtype == torch.float32
     token = Each(position, 2 * _INTEGER + scored)
     extra = beyond(longest) + SLACK  # positions of a row in addition to its new tokens
-    work = logits + max(map(operator.mul, fed, wide)) + scored * prompt_tokens
-    work += _INTEGER * ARENA[kind]
+    work = _logits(vocab, places, dtype, kind, changes=changes_logits)
+    work += max(map(operator.mul, fed, wide)) + scored * prompt_tokens + _INTEGER * ARENA[kind]
     return Footprint(
         weights=sum(
             _weights(spec, dtype, packed=packed) for spec in (models if head is None else [target])
@@ -183,6 +185,12 @@ def footprint(
         token=token,
         context=target.context,
     )
+
+
+def _logits(vocab: int, places: int, dtype: torch.dtype, kind: str, *, changes: bool) -> int:
+    """Return the bytes of a row's logits at `places` places and of sampling from them."""
+    each = dtype.itemsize + _CHOOSING[kind] + (_CHANGING[kind] if changes else 0)
+    return vocab * (places * each + (_COUNTED if changes else 0))
 
 
 def _position(spec: Spec, layers: int, dtype: torch.dtype) -> int:

@@ -15,6 +15,7 @@ import torch
 
 from bass_cli.config.draft_spec import parse_draft, skipped_layers
 from bass_cli.config.job import Job
+from bass_cli.config.line import SettingError
 from bass_cli.engine.verify import CHEAP, Cut
 from bass_cli.errors import MachineError, UserError
 from bass_cli.formats.checkpoint import Checkpoint, open_checkpoint, open_head
@@ -25,6 +26,7 @@ from bass_cli.formats.tokenizer import Tokenizer, check_same_vocabulary
 from bass_cli.lengths.costs import Surface, load_surface, profile_path
 from bass_cli.models.ranks import check_divisible
 from bass_cli.models.spec import Spec, parameters
+from bass_cli.run.sampling import row_sampling
 
 # Tokens drafted beyond those verified where rows are cut (docs/decisions/10-cutting.md): two gain
 # three quarters of what four gain. A pass takes two places for each, except for a whole block.
@@ -106,6 +108,10 @@ def open_files(job: Job, early: Callable[[], Tokenizer | None] = lambda: None) -
     tokenizer.rows = target.spec.vocab
     sampling = job.sampling
     ending_ids(tokenizer, sampling.stop, sampling.stop_token_ids, vocab=target.spec.vocab)
+    try:
+        row_sampling(sampling, tokenizer)
+    except SettingError as error:
+        raise UserError(f"`sampling.{error.field}`: {error}") from None
     draft_vocab = min(tokenizer.size, target.spec.vocab)
     if sampling.structure is not None:
         eos_ids = frozenset(target.eos_ids).union(tokenizer.eos_ids)

@@ -274,7 +274,7 @@ def make_plan(
         notes += doubts_of(files.target.metadata)
     profile, surface = costs_of(job, files, device, dtype, notes.append)
     tokens = tokens_of(longest_prompt, files.tokenizer, files.target.spec.context)
-    found = _footprint(job, files, tokens, device=device, dtype=dtype)
+    found = _footprint(job, files, tokens, device=device, dtype=dtype, wanted=wanted)
     free = usable(free_memory(device))
     if device.type == "cpu":
         free //= job.tensor_parallel  # all processes share it
@@ -375,7 +375,13 @@ def _contradictions(job: Job) -> Iterator[str]:
 
 
 def _footprint(
-    job: Job, files: Files, prompt_tokens: int, *, device: torch.device, dtype: torch.dtype
+    job: Job,
+    files: Files,
+    prompt_tokens: int,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    wanted: Wanted | None = None,
 ) -> Footprint:
     spec = files.target.spec
     return footprint(
@@ -389,6 +395,7 @@ def _footprint(
         kept_layers=spec.layers - len(files.skipped) if files.skipped else 0,
         prompt_tokens=prompt_tokens,
         ranks=job.tensor_parallel,
+        changes_logits=job.sampling.changes_logits or (wanted or Wanted()).changes_logits,
     )
 
 

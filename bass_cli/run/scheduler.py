@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy
 
 from bass_cli.config.job import Job
+from bass_cli.config.line import SettingError
 from bass_cli.engine.batch import Row
 from bass_cli.engine.clock import Forecast
 from bass_cli.engine.contracts import PendingWork, PromptLogprobs, RoundResult
@@ -30,6 +31,7 @@ from bass_cli.formats.tokenizer import Tokenizer
 from bass_cli.io.prompts import SYSTEM_ROLES, Prompt
 from bass_cli.io.results import Completion, paired, rounded
 from bass_cli.models.prefill import PASS
+from bass_cli.run.sampling import row_sampling
 
 
 @dataclass(slots=True, eq=False)
@@ -39,6 +41,7 @@ class Task:
     Args:
         job: The job with the prompt's own settings.
         tokens: Its token ids.
+        sampling: How its tokens are sampled.
         reference: Token ids in which drafts may be looked up.
         text: Decodes the tokens that follow the prompt.
         limit: The most tokens of a sample.
@@ -54,6 +57,7 @@ class Task:
     prompt: Prompt
     job: Job
     tokens: list[int]
+    sampling: RowSampling
     reference: list[int]
     text: Continuation
     limit: int
@@ -81,18 +85,8 @@ class Task:
 
     def row(self, sample: int) -> Row:
         """Make a row for one of its samples."""
-        sampling = self.job.sampling
-        return Row(
-            self.prompt.id,
-            sample,
-            sampling.seed,
-            self.tokens,
-            self.limit,
-            RowSampling(
-                temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p
-            ),
-            Report(sampling.logprobs or 0),
-        )
+        seed, report = self.job.sampling.seed, Report(self.job.sampling.logprobs or 0)
+        return Row(self.prompt.id, sample, seed, self.tokens, self.limit, self.sampling, report)
 
 
 class RequestReader:
@@ -107,6 +101,7 @@ class RequestReader:
         self._job, self._tokenizer, self._context = job, tokenizer, context
         self._limit = job.sampling.max_new_tokens if limit is None else limit
         self._own: dict[str, Job] = {}  # by a prompt's own settings
+        self._samplings: dict[int, RowSampling] = {}  # by id of a job, which is kept above
 
     def job_of(self, prompt: Prompt) -> Job:
         """Return the job with a prompt's own settings. UserError if it cannot have them."""
@@ -123,6 +118,16 @@ class RequestReader:
                 )
             self._own[key] = own
         return self._own[key]
+
+    def _sampling_of(self, job: Job, prompt: Prompt) -> RowSampling:
+        """Return how tokens of this job are sampled. UserError if the model has no such tokens."""
+        if id(job) not in self._samplings:
+            try:
+                found = row_sampling(job.sampling, self._tokenizer)
+            except SettingError as error:
+                raise UserError(f'{prompt.place}: field "{error.field}": {error}') from None
+            self._samplings[id(job)] = found
+        return self._samplings[id(job)]
 
     def take(
         self, prompt: Prompt, samples: Iterable[int], *, now: float, copies: bool = False
@@ -143,6 +148,7 @@ class RequestReader:
             prompt,
             job,
             tokens,
+            self._sampling_of(job, prompt),
             reference,
             Continuation(self._tokenizer, tokens),
             min(job.sampling.max_new_tokens, self._context - len(tokens)),
@@ -190,6 +196,12 @@ class RequestReader:
 _NOT_FINITE = (
     "the target's logits for token {} are not finite: its weights are broken, or its values are "
     "too large for the dtype (bf16 and fp32 have a larger range than fp16)"
+)
+
+
+_FORBIDDEN = (
+    "no token is left for token {}: `sampling.allowed_token_ids`, `sampling.bad_words` and the "
+    "grammar together forbid all tokens"
 )
 
 
@@ -245,12 +257,13 @@ def suspects(rules: Iterable[EndRule], host_state: HostState) -> list[int]:
 
 
 class Ending(NamedTuple):
-    """The finish reason of a sample, and the text before a stop text and that stop text, if it
-    ended there."""
+    """The finish reason of a sample, the text before a stop text and that stop text, if it ended
+    there, and the error, if there is one, with {} for the number of its token."""
 
     reason: str
     text: str | None = None
     stop: str = ""
+    error: str | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -273,9 +286,12 @@ class Sample:
         numbers, new = row.numbers(), row.since(self.seen)
         if row.matcher is not None and row.matcher.fault is not None:
             row.cut(row.matcher.seen)  # the tokens of this round follow no grammar
-            return Ending("error")
+            return Ending("error", error=row.matcher.fault)
         limit, broken = numbers[LIMIT], numbers[BROKEN]
-        sound = len(new) if broken < 0 else broken - self.seen
+        sound, fault = len(new), _NOT_FINITE
+        if broken >= 0:
+            sound = broken - self.seen
+            fault = _FORBIDDEN if row.log_probabilities[broken] == -math.inf else _NOT_FINITE
         keep, reason = min(sound, limit - self.seen), None if broken < 0 else "error"
         if self.seen + keep == limit:
             reason = "length"
@@ -291,7 +307,8 @@ class Sample:
         if keep < len(new):
             row.cut(self.seen + keep)
         self.seen += keep
-        return None if reason is None else Ending(reason)
+        error = fault if reason == "error" else None
+        return None if reason is None else Ending(reason, error=error)
 
 
 class FinishedSample(NamedTuple):
@@ -351,14 +368,8 @@ class FinishedSample(NamedTuple):
             prompt_top_logprobs=[None, *paired(scored[1])]
             if scored is not None and sampling.prompt_logprobs
             else None,
-            error=self._error() if ending.reason == "error" else None,
+            error=ending.error and ending.error.replace("{}", str(len(scores) + 1)),
         )
-
-    def _error(self) -> str:
-        row = self.row
-        assert row is not None
-        grammar = None if row.matcher is None else row.matcher.fault
-        return grammar or _NOT_FINITE.format(row.generated + 1)
 
 
 class Conductor:

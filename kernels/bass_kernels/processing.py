@@ -59,7 +59,7 @@ def process_logits(
         if bits is not None:
             by_place = bits.dim() == 3
             line = bits[rows, places.clamp(max=bits.shape[1] - 1)] if by_place else bits[rows]
-            tokens = torch.arange(vocab, device=logits.device)
+            tokens = torch.arange(vocab, dtype=torch.int32, device=logits.device)
             is_allowed = (line[:, tokens // BITS] >> (tokens % BITS)) & 1
             found = found.masked_fill(is_allowed == 0, -torch.inf)
     return found
