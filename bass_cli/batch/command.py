@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 from bass_cli.batch.answers import Answers, BatchFacts, RequestDigest, read_answers
 from bass_cli.batch.requests import Request, read_requests
@@ -19,7 +18,9 @@ from bass_cli.cluster.worker import JobSpec
 from bass_cli.config.commands import BatchArgs
 from bass_cli.config.job import Job, Pair, Sampling
 from bass_cli.errors import UserError
-from bass_cli.formats.tokenizer import begin
+from bass_cli.formats.grammars import bytes_of
+from bass_cli.formats.sources import locate
+from bass_cli.formats.tokenizer import Tokenizer
 from bass_cli.generation import (
     check_name,
     drawing_of,
@@ -151,12 +152,6 @@ def spelling(pair: Pair, *, wanted: bool) -> Spell:
     """Return a function of the bytes of a token; the tokenizer is loaded only if it is wanted."""
     if not wanted:
         return lambda _: b""
-    tokenizer: Any = begin(pair)()
-    assert tokenizer is not None
-
-    def spell(id_: int) -> bytes:
-        text = tokenizer.spelled(id_) if id_ in special else tokenizer.decode([id_])
-        return text.encode()
-
-    special = set(tokenizer.special_tokens.values())
-    return spell
+    tokenizer = Tokenizer.load(locate(pair.tokenizer or pair.target, folder=pair.folder))
+    of, spelled = bytes_of(tokenizer), tokenizer.spelled
+    return lambda id_: of(id_) or spelled(id_).encode()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy
@@ -177,6 +177,12 @@ def token_bytes(tokenizer: Tokenizer, vocab: int) -> list[bytes | None]:
 
     Special tokens add none, nor do ids without a token.
     """
+    of = bytes_of(tokenizer)
+    return [of(id_) for id_ in range(vocab)]
+
+
+def bytes_of(tokenizer: Tokenizer) -> Callable[[int], bytes | None]:
+    """Return a function of the bytes that one id adds to a text; see `token_bytes`."""
     texts, ends = tokenizer.texts, set(tokenizer.eos_ids)
     anchor = _anchor(tokenizer)
     before = len(tokenizer.decode(anchor))
@@ -193,7 +199,7 @@ def token_bytes(tokenizer: Tokenizer, vocab: int) -> list[bytes | None]:
                 return bytes(letters[letter] for letter in spelled)
         return text.encode() or None
 
-    return [of(id_) for id_ in range(vocab)]
+    return of
 
 
 def _anchor(tokenizer: Tokenizer) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -178,7 +179,8 @@ def test_the_openai_package_parses_every_body(place: Path, model: Path) -> None:
         content = choice.logprobs.content
         assert content is not None
         assert [one.logprob for one in content] == pytest.approx(sample.token_logprobs, abs=1e-5)
-        assert b"".join(bytes(one.bytes or ()) for one in content).decode("utf-8", "replace")
+        joined = b"".join(bytes(one.bytes or ()) for one in content)
+        assert joined.decode("utf-8", "replace") == choice.message.content
         for one, likeliest in zip(content, sample.top_logprobs, strict=True):
             assert [top.logprob for top in one.top_logprobs] == pytest.approx(
                 [number for _, number in likeliest], abs=1e-5
@@ -351,6 +353,44 @@ def test_other_settings_and_changed_requests_are_refused(place: Path) -> None:
     write_requests(request("x"))
     assert batch("--overwrite").exit_code == 0
     assert (set(lines()), lines("out.jsonl.errors")) == ({"x"}, {})
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"age": {"enum": [17, 36]}},
+    "required": ["age"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
+STRUCTURED: dict[str, tuple[dict[str, Any], str]] = {
+    "schema": (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "a", "schema": SCHEMA},
+            }
+        },
+        r'\{"age":(17|36)\}',
+    ),
+    "json": ({"guided_json": json.dumps(SCHEMA)}, r'\{"age":(17|36)\}'),
+    "regex": ({"guided_regex": "[ab]{3}"}, "[ab]{3}"),
+    "choice": ({"guided_choice": ["yes (1)", "no"]}, r"yes \(1\)|no"),
+    "outputs": ({"structured_outputs": {"choice": ["up", "down"]}}, "up|down"),
+    "text": ({"response_format": {"type": "text"}}, "(?s:.*)"),
+}
+
+
+def test_structured_requests_are_honoured(place: Path) -> None:
+    write_requests(
+        *(request(name, max_tokens=40, n=2, **body) for name, (body, _) in STRUCTURED.items())
+    )
+    result = batch()
+    assert result.exit_code == 0, result.stderr
+    for name, (_, regex) in STRUCTURED.items():
+        body = ChatCompletion.model_validate(lines()[name]["response"]["body"])
+        for choice in body.choices:
+            assert choice.finish_reason == "stop" or name == "text"
+            assert re.fullmatch(regex, choice.message.content or ""), name
 
 
 def test_defaults_of_the_model_come_before_those_of_the_format(place: Path) -> None:
