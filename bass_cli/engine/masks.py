@@ -23,7 +23,7 @@ class TokenMasks:
 
     def __init__(self, batch: Batch):
         self._batch = batch
-        self._host = torch.zeros(0, dtype=torch.int32)  # where masks are made
+        self._host = torch.zeros(0, dtype=torch.int32)  # where masks are made, line by line
 
     def fill(self, drafts: Sequence[Sequence[int]]) -> None:
         """Write the masks of the live rows' next round. drafts: of each row, the same number."""
@@ -34,7 +34,7 @@ class TokenMasks:
         shape = len(drafts), places, masks.shape[2]
         size = shape[0] * shape[1] * shape[2]
         if self._host.numel() < size:
-            self._host = torch.zeros(2 * size, dtype=torch.int32)
+            self._host = torch.full((2 * size,), -1, dtype=torch.int32)
             if masks.device.type == "cuda":
                 self._host = self._host.pin_memory()
         host = self._host[:size].view(shape)

@@ -76,14 +76,17 @@ def fill(rows: Sequence[tuple[Matcher, Sequence[int]] | None], masks: NDArray[nu
     """Write the allowed tokens of each row's places, on several threads.
 
     A place's mask is that after the drafts before it. After a draft that the grammar forbids, or
-    that ends the sample, every token is allowed: no token there is ever used.
+    that ends the sample, a mask stays as it was: no token there is ever used.
 
     Args:
         rows: the matcher and the drafts of each row; None for a row of free text.
-        masks: [B, W, 2 ceil(V / 64)] int32; bit i % 32 of word i // 32 is token i.
+        masks: [B, W, 2 ceil(V / 64)] int32; bit i % 32 of word i // 32 is token i. Each place
+            must allow some token already.
     """
-    masks[:] = _EVERY
     width, words = masks.shape[1:]
+    for line, one in enumerate(rows):
+        if one is None or one[0].fault is not None:
+            masks[line] = _EVERY
     wanted = [
         (matcher, line, matcher.known(drafts[: width - 1]))
         for line, (matcher, drafts) in ((i, one) for i, one in enumerate(rows) if one is not None)
@@ -205,7 +208,7 @@ def bytes_of(tokenizer: Tokenizer) -> Callable[[int], bytes | None]:
 def _anchor(tokenizer: Tokenizer) -> list[int]:
     """Return a token that others are decoded behind: at the beginning of a text a decoder may drop
     a space."""
-    for id_, spelled in sorted(tokenizer.texts.items()):
+    for id_, spelled in tokenizer.texts.items():
         if spelled.isalnum() and spelled.isascii() and tokenizer.decode([id_]) == spelled:
             return [id_]
     return []
