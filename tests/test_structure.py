@@ -220,3 +220,10 @@ def test_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for given in ({"json_object": True}, {"regex": "never seen before"}):
         with pytest.raises(UserError, match=r"pip install 'bass-cli\[structure\]'"):
             Sampling(**given)
+
+
+def test_budget_warms_up_with_the_grammar(model: Path) -> None:
+    """Its dummy rows follow the grammar too, so that no graph is captured on a prompt's time."""
+    drawn = job(model, {"regex": REGEX}, budget=20.0)
+    texts = [one.text for one in generate(["the cat"], drawn)]
+    assert all(re.fullmatch(REGEX, text) for text in texts)

@@ -43,7 +43,7 @@ class Batch:
     changes: how often the live rows have changed.
     reports: what rounds report; it covers the reports of all live rows (of the last ones if none is
         live).
-    masked: whether a live row has a grammar.
+    masked: whether a live row has a grammar (one of the last rows if none is live).
 
     Rows after the live ones are padding rows: one token long, never advanced. `pad` includes some
     of them in device operations, so that a captured graph serves several numbers of live rows.
@@ -168,7 +168,7 @@ class Batch:
         self.changes += 1
         if self.hosts:
             self.reports = covering(row.report for row in self.hosts)
-        self.masked = any(row.matcher is not None for row in self.hosts)
+            self.masked = any(row.matcher is not None for row in self.hosts)
         begun = (
             (tuple(place for place, _ in group), key)
             for key, group in itertools.groupby(

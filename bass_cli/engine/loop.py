@@ -411,13 +411,16 @@ class Loop:
         captured = self._captured
         if captured is None:
             return
-        self._renew(captured)
-        self._catching.prepare()
         longest = self.drafter.longest
         usual: Callable[[int], int] = int if each else cover if self.exact else step_down
+        lengths = [min(usual(min(width, longest)), longest) for width in widths]
+        if self.batch.masked:
+            make_room(self.batch, max(lengths, default=0))
+        self._renew(captured)
+        self._catching.prepare()
         captured.prepare(
             rows,
-            [min(usual(min(width, longest)), longest) for width in widths],
+            lengths,
             only_compile=only_compile,
             catch_up=sizes if catching_up and self.drafter.catches_up else None,
         )

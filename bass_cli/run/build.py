@@ -23,6 +23,7 @@ from bass_cli.engine.clock import Clock
 from bass_cli.engine.contracts import DraftLength
 from bass_cli.engine.loop import Loop
 from bass_cli.engine.verify import Cut, Rate
+from bass_cli.formats.grammars import grammars_of
 from bass_cli.formats.weights import Checkpoint, load, size_of
 from bass_cli.lengths.controllers import Fixed, make_lengths
 from bass_cli.models.block_allocator import BlockLayout
@@ -319,7 +320,13 @@ def _decode(loop: Loop, plan: Plan, tokens: int, *, widths: Iterable[int]) -> No
     loop.open(_WARM_KEY, prompt, deadline=far)
     samples = range(min(plan.samples_per_prompt, loop.batch.capacity))
     sampling = row_sampling(plan.job.sampling, plan.files.tokenizer)  # its graphs are captured
-    loop.admit(*(Row(_WARM_KEY, sample, 0, list(prompt), limit, sampling) for sample in samples))
+    rows = [Row(_WARM_KEY, sample, 0, list(prompt), limit, sampling) for sample in samples]
+    structure = plan.job.sampling.structure
+    if structure is not None:
+        vocab, tokenizer = loop.batch.processors.vocab, plan.files.tokenizer
+        for row in rows:
+            row.matcher = grammars_of(tokenizer, vocab, plan.eos_ids).matcher(structure)
+    loop.admit(*rows)
     loop.close(_WARM_KEY)
     for width in widths:
         loop.use(Fixed(width))

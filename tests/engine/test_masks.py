@@ -222,3 +222,13 @@ def test_rows_may_change_while_the_masks_of_a_round_are_due(plainly):
         loop.retire(*(place for place, row in enumerate(loop.batch.hosts) if row.room <= 0))
     for row in rows[:3]:
         assert row.generated_tokens[: row.limit] == plainly[row.key, row.sample]
+
+
+def test_prepared_rounds_with_grammars_capture_nothing_later():
+    loop = captured(DRAFTERS["model"](), batch=2, lengths=Fixed(2))
+    first, second = rows_of(2)[:1], rows_of(2)[3:4]
+    run(loop, first)
+    loop.prepare((1, 2), (0, 2))
+    captures = loop.graphs.captures
+    run(loop, second)
+    assert loop.graphs.captures == captures
