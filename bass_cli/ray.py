@@ -74,9 +74,9 @@ def _on_gpus(job: Job) -> bool:
 
 # The fields of a result line, with their types
 _COLUMNS = {
-    **dict.fromkeys(("id", "text", "finish_reason", "meta", "error"), "text"),
+    **dict.fromkeys(("id", "text", "finish_reason", "meta", "error", "reasoning"), "text"),
     **dict.fromkeys(("sample", "tokens", "rounds", "drafted", "accepted", "seed"), "int"),
-    **dict.fromkeys(("prompt_tokens", "copy_of"), "int"),
+    **dict.fromkeys(("prompt_tokens", "copy_of", "reasoning_tokens"), "int"),
     **dict.fromkeys(("mean_logprob", "sum_logprob", "seconds"), "float"),
     "token_ids": "ints",
     "token_logprobs": "floats",

@@ -96,6 +96,7 @@ _Distribution: Any = args_of(*DISTRIBUTION)
 _Samples: Any = args_of(
     *("n", "max_new_tokens", "stop", "stop_token_ids", "draft_length", "budget", "batch_size"),
     *("limit", "tensor_parallel", "token_ids", "logprobs", "prompt_logprobs", *_PROCESSORS),
+    *("thinking", "max_thinking_tokens"),
 )
 _Texts: Any = args_of("chat", "prompt_column", "id_column", "strict_fields", "include_stop")
 _Chats: Any = args_of("generation_config", "system", "template", "template_args", "tools")
@@ -110,7 +111,8 @@ _WholeJob: Any = args_of(
 )
 _Requests: Any = args_of(
     *("max_new_tokens", "stop", "stop_token_ids", "include_stop", "draft_length", "budget"),
-    *("batch_size", "limit", "tensor_parallel", *_PROCESSORS),
+    *("batch_size", "limit", "tensor_parallel", "thinking", "max_thinking_tokens"),
+    *_PROCESSORS,
 )
 
 

@@ -121,6 +121,12 @@ class ModelOptions:
         "JSON",
         rare=True,
     )
+    thinking: Literal["auto", "off", "keep"] = flag(
+        "The thinking part of a sample: auto (in its own field, not in the text), off (the answer "
+        "begins at once), or keep (in the text)",
+        CHAT,
+        default="auto",
+    )
     tools: Sequence[Any] | None = flag(
         "Tools that the model may call: a JSON list of their schemas",
         CHAT,
@@ -331,6 +337,9 @@ class SamplingOptions(StructureOptions):
         "Keep the stop text that ended a sample in its text", SAMPLING, rare=True
     )
     max_new_tokens: Count = flag("Maximum number of tokens per sample", SAMPLING, default=256)
+    max_thinking_tokens: Natural | None = flag(
+        "Close the thinking part of a sample after N tokens", CHAT, shown="none"
+    )
     logprobs: TopK | None = flag(
         "Add token ids and the log-probability of each to the line; with K also of the K likeliest "
         "tokens in each place",

@@ -161,6 +161,14 @@ class Pieces:
         pieces = {self._model.id_to_piece(i): i for i in range(size) if i not in self._added}
         return pieces | {token["content"]: id_ for id_, token in self._added.items()}
 
+    def token_to_id(self, text: str) -> int | None:
+        """Return the id of a token by its text; None if there is none."""
+        for id_, token in self._added.items():
+            if token["content"] == text:
+                return int(id_)
+        id_ = int(self._model.piece_to_id(text))
+        return id_ if self.id_to_token(id_) == text else None
+
     def id_to_token(self, id_: int) -> str | None:
         """Return the vocabulary's spelling of an id; None if it is not a token."""
         if id_ in self._added:

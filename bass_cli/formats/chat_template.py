@@ -101,7 +101,7 @@ def _closing(text: str, begin: str, end: str) -> str:
     It is empty if the template has written one already.
     """
     bare = text.rstrip()
-    if bare.endswith(end):
+    if not end or bare.endswith(end):
         return ""
     opened = begin + "\n" if not bare.endswith(begin) else "" if text != bare else "\n"
     return f"{opened}\n{end}\n\n"

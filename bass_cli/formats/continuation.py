@@ -46,6 +46,10 @@ class Continuation:
         self._before = [] if last is None else [last]
         self._width = len(tokenizer.decode(self._before))
 
+    def after(self, ids: Sequence[int]) -> Continuation:
+        """Return the continuation of the prompt and these ids."""
+        return Continuation(self._tokenizer, [*self._before, *ids])
+
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of the ids after the prompt, without special tokens.
 

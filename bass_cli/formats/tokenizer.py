@@ -108,6 +108,11 @@ class Tokenizer:
         """Return the vocabulary's spelling of an id, or "" if the id is not a token."""
         return self._backend.id_to_token(id_) or ""
 
+    def id_of(self, spelled: str) -> int | None:
+        """Return the id of the token with this spelling; None if there is none."""
+        found: int | None = self._backend.token_to_id(spelled)
+        return found
+
     def encode(self, text: str, most: int | None = None) -> list[int]:
         """Return the ids of a prompt, with the special tokens that the tokenizer adds around it.
 

@@ -88,6 +88,10 @@ class Completion:
 
     `perplexity` is exp(-mean_logprob); `bass logprobs` sets it.
 
+    `reasoning` is the thinking part, and `reasoning_tokens` the number of its tokens with the tags.
+    Then `text`, `sum_logprob` and `mean_logprob` are those of the answer after it; without an
+    answer the two numbers are None. `tokens` and the ids are those of both parts.
+
     `copy_of` is the number of the sample that this one is a copy of. `task_id` and `completion` are
     set by evaluations, for public scorers.
     """
@@ -113,6 +117,8 @@ class Completion:
     prompt_logprobs: list[float | None] | None = None
     prompt_top_logprobs: list[Pairs | None] | None = None
     perplexity: float | None = None
+    reasoning: str | None = None
+    reasoning_tokens: int | None = None
     error: str | None = None
     copy_of: int | None = None
     task_id: str | None = None
@@ -186,7 +192,7 @@ _NAMES = tuple(entry.name for entry in fields(Completion))
 _OPTIONAL = (
     *("token_ids", "token_logprobs", "top_logprobs"),
     *("prompt_token_ids", "prompt_logprobs", "prompt_top_logprobs", "perplexity"),
-    *("error", "copy_of", "task_id", "completion"),
+    *("reasoning", "reasoning_tokens", "error", "copy_of", "task_id", "completion"),
 )
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=str).encode
 

@@ -22,6 +22,7 @@ from bass_cli.formats.checkpoint import Checkpoint, open_checkpoint, open_head
 from bass_cli.formats.continuation import ending_ids
 from bass_cli.formats.grammars import grammars_of
 from bass_cli.formats.sources import locate
+from bass_cli.formats.thinking import tags_of
 from bass_cli.formats.tokenizer import Tokenizer, check_same_vocabulary
 from bass_cli.lengths.costs import Surface, load_surface, profile_path
 from bass_cli.models.ranks import check_divisible
@@ -123,6 +124,10 @@ def open_files(job: Job, early: Callable[[], Tokenizer | None] = lambda: None) -
     if job.chats and not tokenizer.has_chat_template:
         wanted = "chat=True" if job.chat else "tools" if job.system is None else "system"
         raise UserError(f"`{wanted}`: {pair.target} has no chat template")
+    if job.sampling.max_thinking_tokens is not None and tags_of(tokenizer) is None:
+        raise UserError(
+            f"`sampling.max_thinking_tokens`: {pair.target} has no thinking part that bass knows"
+        )
     return Files(target, tokenizer, draft, draft_vocab, mask, skipped)
 
 

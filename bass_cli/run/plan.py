@@ -24,6 +24,7 @@ from bass_cli.engine.verify import Cut
 from bass_cli.errors import MachineError
 from bass_cli.formats.continuation import ending_ids
 from bass_cli.formats.gguf_tokenizer import doubts_of
+from bass_cli.formats.thinking import tags_of
 from bass_cli.formats.tokenizer import Tokenizer
 from bass_cli.io.cache import give_kernels_a_cache
 from bass_cli.io.prompts import Wanted
@@ -269,7 +270,8 @@ def make_plan(
     files = open_files(job, tokenizer)
     check_ranks(job, files, device)
     job, own = with_model_defaults(job, files.target)
-    dtype, notes = dtype_of(job.dtype, device), [*_contradictions(job), *files.notes, *own]
+    own += [*_contradictions(job, files), *files.notes]
+    dtype, notes = dtype_of(job.dtype, device), own
     if files.tokenizer.path == files.target.path:
         notes += doubts_of(files.target.metadata)
     profile, surface = costs_of(job, files, device, dtype, notes.append)
@@ -355,8 +357,12 @@ def _growing(plan: Plan) -> Plan:
     return replace(fewer, kept=max(kept, room))
 
 
-def _contradictions(job: Job) -> Iterator[str]:
+def _contradictions(job: Job, files: Files) -> Iterator[str]:
     """Yield notes on settings that take no effect."""
+    if job.thinking == "off" and tags_of(files.tokenizer) is None:
+        template = files.tokenizer.cached.template or ""
+        if "enable_thinking" not in template:
+            yield "`thinking` off: the model has no thinking part that bass knows"
     if job.pair.target == job.pair.fallback:
         yield (
             f'pair "{job.pair.name}": the package of its target is not installed; the target is '

@@ -27,7 +27,8 @@ from bass_cli.engine.sampling import RowSampling
 from bass_cli.errors import UserError
 from bass_cli.formats.continuation import Continuation, StopDetector, StopTokens, ending_ids
 from bass_cli.formats.grammars import Matcher, grammars_of
-from bass_cli.formats.tokenizer import Tokenizer
+from bass_cli.formats.thinking import NEWLINES, Tags, Thinking, is_opened
+from bass_cli.formats.tokenizer import Messages, Tokenizer
 from bass_cli.io.prompts import SYSTEM_ROLES, Prompt
 from bass_cli.io.results import Completion, paired, rounded
 from bass_cli.models.prefill import PASS
@@ -49,6 +50,7 @@ class Task:
         copies: The samples that are copies of the one that is drawn; None if each is drawn.
         began: When it began, by the loop's clock.
         deadline: When it must end; None without a budget.
+        thinking: The thinking part before the first token; None if it is not looked for.
         live: The number of samples that have a row.
         started: Whether one of them has had a round.
         scores: The log-probabilities of its tokens, once sample 0 has ended, if they are wanted.
@@ -65,6 +67,7 @@ class Task:
     copies: tuple[int, ...] | None
     began: float
     deadline: float | None
+    thinking: Thinking | None = None
     live: int = 0
     started: bool = False
     scores: PromptLogprobs | None = None
@@ -95,11 +98,21 @@ class RequestReader:
     Args:
         context: The target's context, in tokens.
         limit: The most new tokens of a sample that the batch has room for. Default: the job's.
+        tags: The tags of thinking parts; None if they are not looked for.
     """
 
-    def __init__(self, job: Job, tokenizer: Tokenizer, *, context: int, limit: int | None = None):
+    def __init__(
+        self,
+        job: Job,
+        tokenizer: Tokenizer,
+        *,
+        context: int,
+        limit: int | None = None,
+        tags: Tags | None = None,
+    ):
         self._job, self._tokenizer, self._context = job, tokenizer, context
         self._limit = job.sampling.max_new_tokens if limit is None else limit
+        self._tags = tags
         self._own: dict[str, Job] = {}  # by a prompt's own settings
         self._samplings: dict[int, RowSampling] = {}  # by id of a job, which is kept above
 
@@ -139,7 +152,8 @@ class RequestReader:
         if prompt.fault is not None:
             raise UserError(prompt.fault)
         job = self.job_of(prompt)
-        tokens, reference = self._encode(prompt), self._reference(prompt)
+        messages = self._messages(prompt)
+        tokens, reference = self._encode(prompt, messages), self._reference(prompt)
         if len(tokens) >= self._context:
             raise UserError(
                 f"the prompt has {len(tokens)} tokens, and the model's context is {self._context}"
@@ -156,7 +170,23 @@ class RequestReader:
             tuple(samples) if copies else None,
             now,
             None if job.budget is None else now + job.budget,
+            self._thinking(job, prompt, tokens, messages),
         )
+
+    def _thinking(
+        self, job: Job, prompt: Prompt, tokens: list[int], messages: Messages | None
+    ) -> Thinking | None:
+        """Return the thinking part of a sample before its first token, if it is looked for."""
+        limit = job.sampling.max_thinking_tokens
+        if self._tags is None and limit is not None:
+            raise UserError(
+                f"{prompt.place}: `sampling.max_thinking_tokens`: the model has no thinking part "
+                "that bass knows"
+            )
+        if self._tags is None or (job.thinking == "keep" and limit is None):
+            return None
+        opened = is_opened(self._tags, self._tokenizer, tokens, messages or ())
+        return Thinking(self._tags, self._tokenizer, opened=opened, limit=limit)
 
     def _reference(self, prompt: Prompt) -> list[int]:
         """Tokenise the reference, up to the context; a longer one could take minutes."""
@@ -167,24 +197,36 @@ class RequestReader:
         except UserError as error:
             raise UserError(f'field "reference": {error}') from None
 
-    def _encode(self, prompt: Prompt) -> list[int]:
+    def _messages(self, prompt: Prompt) -> Messages | None:
+        """Return the conversation of a prompt; None if it is plain text."""
         job, messages = self._job, prompt.messages
         if prompt.token_ids is not None:
-            return self._tokenizer.embedded(list(prompt.token_ids))
+            return None
         if messages is None and job.chats:
             messages = [{"role": "user", "content": prompt.text}]
         if messages is None:
-            tokens = self._tokenizer.encode(prompt.text or "", self._context)
-        elif job.chat is False:
+            return None
+        if job.chat is False:
             raise UserError(f"{prompt.place}: the prompt has messages, but `chat=False` was given")
+        if job.system is not None and messages[0]["role"] not in SYSTEM_ROLES:
+            messages = [{"role": "system", "content": job.system}, *messages]
+        return messages
+
+    def _encode(self, prompt: Prompt, messages: Messages | None) -> list[int]:
+        job, tags = self._job, self._tags
+        if prompt.token_ids is not None:
+            return self._tokenizer.embedded(list(prompt.token_ids))
+        if messages is None:
+            tokens = self._tokenizer.encode(prompt.text or "", self._context)
         else:
-            if job.system is not None and messages[0]["role"] not in SYSTEM_ROLES:
-                messages = [{"role": "system", "content": job.system}, *messages]
-            tools = job.tools if prompt.tools is None else prompt.tools
-            args = {**(job.template_args or {}), **(prompt.template_args or {})}
+            off = ("", "") if tags is None else (tags.begin, tags.end)
             try:
                 tokens = self._tokenizer.encode_chat(
-                    messages, self._context, tools=tools, args=args
+                    messages,
+                    self._context,
+                    tools=job.tools if prompt.tools is None else prompt.tools,
+                    args={**(job.template_args or {}), **(prompt.template_args or {})},
+                    without_thinking=off if job.thinking == "off" else None,
                 )
             except UserError as error:
                 raise UserError(f"{prompt.place}: {error}") from None
@@ -268,13 +310,21 @@ class Ending(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Sample:
-    """The sample of a live row. `seen`: the number of generated tokens already checked for ends."""
+    """The sample of a live row.
+
+    Args:
+        thinking: Its thinking part; None if it is not looked for.
+        seen: The number of generated tokens already checked for ends.
+        searched: The number of generated tokens that the stop detector has passed.
+    """
 
     task: Task
     row: Row
     rule: EndRule
     stops: StopDetector | None
+    thinking: Thinking | None = None
     seen: int = 0
+    searched: int = 0
 
     def check_end(self) -> Ending | None:
         """Truncate a finished row to its sample and return the ending; None if it has not ended.
@@ -295,20 +345,42 @@ class Sample:
         keep, reason = min(sound, limit - self.seen), None if broken < 0 else "error"
         if self.seen + keep == limit:
             reason = "length"
-        ends = (i for i, token in enumerate(new[:keep]) if token in eos or token in stop_ids)
-        end = next(ends, None)
+        end = next((i for i, token in enumerate(new[:keep]) if token in eos), None)
         if end is not None:
-            keep, reason = end + 1, "eos" if new[end] in eos else "stop"
-        if self.stops is not None:
-            found = self.stops.feed(new[:keep])
+            keep, reason = end + 1, "eos"
+        first = self._answer_from(self.seen + keep)
+        places = range(max(first - self.seen, 0), keep)
+        end = next((i for i in places if new[i] in stop_ids and new[i] not in eos), None)
+        if end is not None:
+            keep, reason = end + 1, "stop"
+        if self.stops is not None and first < self.seen + keep:
+            found = self.stops.feed(row.since(self.searched)[: self.seen + keep - self.searched])
+            self.searched = self.seen + keep
             if found is not None:
-                row.cut(found.tokens)
+                row.cut(first + found.tokens)
                 return Ending("stop", found.text, found.stop)
         if keep < len(new):
             row.cut(self.seen + keep)
         self.seen += keep
         error = fault if reason == "error" else None
         return None if reason is None else Ending(reason, error=error)
+
+    def _answer_from(self, generated: int) -> int:
+        """Return the number of generated tokens before the answer, in which stops count.
+
+        It is `generated`, the number that counts, while the thinking part is open.
+        """
+        thinking = self.thinking
+        if thinking is None:
+            return 0
+        thinking.feed(self.row.since(thinking.count)[: generated - thinking.count])
+        if not thinking.answers:
+            return generated
+        if self.searched < thinking.answer:  # a new text begins there
+            self.searched = thinking.answer
+            before = self.row.generated_tokens[: thinking.answer]
+            self.stops = self.rule.detector(self.task.text.after(before))
+        return thinking.answer
 
 
 class FinishedSample(NamedTuple):
@@ -322,15 +394,28 @@ class FinishedSample(NamedTuple):
     row: Row | None
     ending: Ending
     now: float
+    thinking: Thinking | None = None
 
-    def _text(self, *, include_stop: bool) -> str:
-        """Return the text, without or with the stop that ended it."""
-        tokens, ending = [] if self.row is None else self.row.generated_tokens, self.ending
+    def _parts(self, tokens: list[int]) -> tuple[str, str | None, int]:
+        """Return the text, the thinking part, and the number of its tokens (see Thinking.end)."""
+        thinking, task = self.thinking, self.task
+        if thinking is not None:
+            thinking.feed(tokens[thinking.count :])
+        if thinking is None or not (thinking.end or thinking.is_open):
+            return self._text(tokens, task.text), None, 0
+        reasoning, after = thinking.split(tokens, task.text)
+        end = len(tokens) if thinking.end is None else thinking.end
+        answer = self._text(tokens[end:], task.text.after(tokens[:end])) if thinking.end else ""
+        return (after + answer).lstrip(NEWLINES), reasoning, end
+
+    def _text(self, tokens: list[int], text: Continuation) -> str:
+        """Return the text of the tokens, without or with the stop that ended it."""
+        ending, include_stop = self.ending, self.task.job.sampling.include_stop
         if ending.text is not None:
             return ending.text + ending.stop if include_stop else ending.text
         if ending.reason == "stop":
-            return self.task.text.before_last(tokens, include=include_stop)
-        return self.task.text.decode(tokens)
+            return text.before_last(tokens, include=include_stop)
+        return text.decode(tokens)
 
     def completions(self) -> list[Completion]:
         """Make its Completion, or those of the samples that are copies of it."""
@@ -344,15 +429,17 @@ class FinishedSample(NamedTuple):
         sampling, ids = task.job.sampling, task.job.token_ids
         top, scored = sampling.logprobs, task.scores if self.sample == 0 else None
         tokens, scores = ([], []) if row is None else (row.generated_tokens, row.log_probabilities)
-        total = math.fsum(scores)
+        text, reasoning, thought = self._parts(list(tokens))
+        answer = scores[thought:]
+        total = math.fsum(answer)
         return Completion(
             id=task.prompt.id,
             sample=self.sample,
-            text=self._text(include_stop=sampling.include_stop),
+            text=text,
             finish_reason=ending.reason,
             tokens=len(scores),
-            mean_logprob=total / len(scores) if scores else None,
-            sum_logprob=total if scores else None,
+            mean_logprob=total / len(answer) if answer else None,
+            sum_logprob=total if answer else None,
             seconds=self.now - task.began,
             rounds=row.rounds if row else 0,
             drafted=row.drafted if row else 0,
@@ -368,6 +455,8 @@ class FinishedSample(NamedTuple):
             prompt_top_logprobs=[None, *paired(scored[1])]
             if scored is not None and sampling.prompt_logprobs
             else None,
+            reasoning=reasoning,
+            reasoning_tokens=None if reasoning is None else thought,
             error=ending.error and ending.error.replace("{}", str(len(scores) + 1)),
         )
 
@@ -382,7 +471,7 @@ class Conductor:
         eos_ids: The model's end-of-sequence ids.
         stop_ids: Other ids that end the job's samples (`ending_ids`).
         count: The number of prompts, from which the end of the job is predicted; None if unknown.
-        limit: See RequestReader.
+        limit, tags: See RequestReader.
         on_round: Called after every round; `capacity` of its result is the rows of the batch.
     """
 
@@ -397,10 +486,11 @@ class Conductor:
         stop_ids: Collection[int] = (),
         count: int | None = None,
         limit: int | None = None,
+        tags: Tags | None = None,
         on_round: Callable[[RoundResult], None] | None = None,
     ):
         self._job, self.loop, self._on_round = job, loop, on_round
-        self._reader = RequestReader(job, tokenizer, context=context, limit=limit)
+        self._reader = RequestReader(job, tokenizer, context=context, limit=limit, tags=tags)
         self._tokenizer, self._eos = tokenizer, eos_ids
         rule = EndRule(eos_ids, job.sampling.stop, stop_ids)
         self._rules = {_stops_of(job): rule}  # by what ends a sample
@@ -611,7 +701,10 @@ class Conductor:
     def _row(self, task: Task, sample: int) -> Row:
         row, rule = task.row(sample), self._rule_of(task.job)
         row.matcher = self._matcher_of(task.job)
-        self._live[row] = Sample(task, row, rule, rule.detector(task.text))
+        thinking = None
+        if task.thinking is not None and task.job.thinking != "keep":
+            thinking = task.thinking.copy()
+        self._live[row] = Sample(task, row, rule, rule.detector(task.text), thinking)
         task.live += 1
         return row
 
@@ -692,7 +785,8 @@ class Conductor:
             task.scores = self.loop.target.prompt_logprobs(task.prompt.id)
         self._forget(task)
         now = self.loop.clock.now()
-        self._finished_queue.append(FinishedSample(task, row.sample, row, ending, now))
+        done = FinishedSample(task, row.sample, row, ending, now, sample.thinking)
+        self._finished_queue.append(done)
 
     def _leave_out(self, task: Task) -> None:
         """End its waiting samples without tokens, because their time is up."""
