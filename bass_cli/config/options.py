@@ -106,7 +106,10 @@ class ModelOptions:
     )
 
     system: Name | None = flag(
-        "System message of prompts that have none; plain prompts become chats", CHAT, "TEXT"
+        "System message of prompts that have none; plain prompts become chats",
+        CHAT,
+        "TEXT",
+        rare=True,
     )
     template: Name | None = flag(
         "Chat template (Jinja) to use instead of the model's; in a Job also the template itself",
@@ -122,10 +125,11 @@ class ModelOptions:
         rare=True,
     )
     thinking: Literal["auto", "off", "keep"] = flag(
-        "The thinking part of a sample: auto (in its own field, not in the text), off (the answer "
-        "begins at once), or keep (in the text)",
+        "A thinking part goes to a field of its own (auto) or stays in the text (keep); off: the "
+        "answer begins at once",
         CHAT,
         default="auto",
+        rare=True,
     )
     tools: Sequence[Any] | None = flag(
         "Tools that the model may call: a JSON list of their schemas",
@@ -338,7 +342,7 @@ class SamplingOptions(StructureOptions):
     )
     max_new_tokens: Count = flag("Maximum number of tokens per sample", SAMPLING, default=256)
     max_thinking_tokens: Natural | None = flag(
-        "Close the thinking part of a sample after N tokens", CHAT, shown="none"
+        "Close the thinking part of a sample after N tokens", CHAT, shown="none", rare=True
     )
     logprobs: TopK | None = flag(
         "Add token ids and the log-probability of each to the line; with K also of the K likeliest "

@@ -11,7 +11,6 @@ from collections.abc import Callable, Container, Iterator
 
 from bass_cli.engine.contracts import RoundResult
 from bass_cli.engine.loop import Loop
-from bass_cli.formats.thinking import tags_of
 from bass_cli.io.prompts import Prompt
 from bass_cli.io.results import Completion
 from bass_cli.lengths.costs import keep_learnt
@@ -108,7 +107,7 @@ def _begun(
         stop_ids=plan.stop_ids,
         count=count,
         limit=plan.new_tokens,
-        tags=tags_of(plan.files.tokenizer),
+        tags=plan.tags,
         on_round=on_round,
     )
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from bass_cli import __version__
 from bass_cli.config.job import Job
-from bass_cli.formats.thinking import tags_of
 from bass_cli.io.prompts import Shard
 
 if TYPE_CHECKING:
@@ -67,7 +66,7 @@ def describe(
     }
     chats = {"system": job.system, "template_args": job.template_args, "tools": job.tools}
     results |= {name: value for name, value in chats.items() if value is not None}
-    if job.thinking == "off" or (job.thinking == "auto" and tags_of(plan.files.tokenizer)):
+    if job.thinking == "off" or (job.thinking == "auto" and plan.tags):
         results |= {"thinking": job.thinking}
     results |= {
         **{key: value for key, value in sampling.items() if key in _ALWAYS or key in changed},

@@ -24,7 +24,7 @@ from bass_cli.engine.verify import Cut
 from bass_cli.errors import MachineError
 from bass_cli.formats.continuation import ending_ids
 from bass_cli.formats.gguf_tokenizer import doubts_of
-from bass_cli.formats.thinking import tags_of
+from bass_cli.formats.thinking import Tags, tags_of
 from bass_cli.formats.tokenizer import Tokenizer
 from bass_cli.io.cache import give_kernels_a_cache
 from bass_cli.io.prompts import Wanted
@@ -95,6 +95,11 @@ class Plan:
         """The ids that end a sample: `stop_token_ids`, and stop texts that are special tokens."""
         sampling = self.job.sampling
         return ending_ids(self.files.tokenizer, sampling.stop, sampling.stop_token_ids)
+
+    @property
+    def tags(self) -> Tags | None:
+        """The tags of the model's thinking parts; None if it has none."""
+        return tags_of(self.files.tokenizer)
 
     @property
     def samples(self) -> int | None:

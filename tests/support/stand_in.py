@@ -36,6 +36,7 @@ def make_plan(job: Any, **_: Any) -> Any:
         identity=lambda: dict(identity),
         notes=(),
         surface=None,
+        tags=None,
         files=types.SimpleNamespace(
             draft=None,
             tokenizer=types.SimpleNamespace(has_chat_template="chatty" in job.pair.target),
