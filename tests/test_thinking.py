@@ -152,7 +152,9 @@ def test_stops_count_after_the_thinking_part(tokenizer: Tokenizer) -> None:
 
 
 def test_a_limit_inside_of_the_part_leaves_no_answer(tokenizer: Tokenizer) -> None:
-    found = generated(tokenizer, None, "<think>\nand 12 mice and 34 cows</think>4", max_new_tokens=15)
+    found = generated(
+        tokenizer, None, "<think>\nand 12 mice and 34 cows</think>4", max_new_tokens=15
+    )
     assert (found.text, found.finish_reason) == ("", "length")
     assert found.reasoning is not None
     assert found.reasoning.startswith("and 1")
