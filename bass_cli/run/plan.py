@@ -275,10 +275,7 @@ def make_plan(
     files = open_files(job, tokenizer)
     check_ranks(job, files, device)
     job, own = with_model_defaults(job, files.target)
-    own += [*_contradictions(job, files), *files.notes]
-    dtype, notes = dtype_of(job.dtype, device), own
-    if files.tokenizer.path == files.target.path:
-        notes += doubts_of(files.target.metadata)
+    dtype, notes = dtype_of(job.dtype, device), [*_notes(job, files), *own]
     profile, surface = costs_of(job, files, device, dtype, notes.append)
     tokens = tokens_of(longest_prompt, files.tokenizer, files.target.spec.context)
     found = _footprint(job, files, tokens, device=device, dtype=dtype, wanted=wanted)
@@ -362,8 +359,11 @@ def _growing(plan: Plan) -> Plan:
     return replace(fewer, kept=max(kept, room))
 
 
-def _contradictions(job: Job, files: Files) -> Iterator[str]:
-    """Yield notes on settings that take no effect."""
+def _notes(job: Job, files: Files) -> Iterator[str]:
+    """Yield notes on settings that take no effect, and on the models' files."""
+    yield from files.notes
+    if files.tokenizer.path == files.target.path:
+        yield from doubts_of(files.target.metadata)
     if job.thinking == "off" and tags_of(files.tokenizer) is None:
         template = files.tokenizer.cached.template or ""
         if "enable_thinking" not in template:
