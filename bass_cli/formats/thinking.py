@@ -3,7 +3,7 @@
 A sample has one if its prompt ends with the opening tag, as some chat templates write it, or if the
 sample itself begins with that tag. Everything up to the closing tag belongs to it. With a limit,
 the tokens of the closing tag are the only ones allowed once so many tokens were generated; the
-engine asks for them token by token (`forced`). Not here: turning thinking off (chat_template.py).
+engine reads them token by token (`forced`). Not here: turning thinking off (chat_template.py).
 """
 
 from __future__ import annotations
