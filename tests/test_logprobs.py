@@ -114,6 +114,29 @@ def test_copies_and_stops_carry_their_numbers(
         check(one, theirs, tokenizer, 2)
 
 
+@pytest.mark.parametrize("top", [0, 4])
+def test_processed_numbers_are_those_of_the_sampled_distribution(
+    folder: Path, theirs: PreTrainedModel, tokenizer: Tokenizer, top: int
+) -> None:
+    given = {"temperature": 0.7, "top_k": 3, "logprobs": top, "logprobs_of": "processed"}
+    for one in generate(PROMPTS, job(folder, **given)):
+        text = next(line["prompt"] for line in PROMPTS if line["id"] == one.id)
+        assert one.token_ids is not None
+        own = due(theirs, tokenizer.encode(text, 1000), one.token_ids, tokenizer.size)
+        best = (own / 0.7).topk(3)
+        wanted = best.values.log_softmax(-1)
+        numbers = [
+            float(line[ids.tolist().index(id_)])
+            for line, ids, id_ in zip(wanted, best.indices, one.token_ids, strict=True)
+        ]
+        assert one.token_logprobs == pytest.approx(numbers, abs=1e-4)
+        for place, line in zip(one.top_logprobs or (), wanted, strict=bool(top)):
+            assert [number for _, number in place] == pytest.approx(line.tolist(), abs=1e-4)
+        assert one.sum_logprob == pytest.approx(
+            sum(float(line[id_]) for line, id_ in zip(own, one.token_ids, strict=True)), abs=1e-3
+        )
+
+
 @pytest.mark.parametrize("top", [0, 3])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_sample_0_has_the_numbers_of_the_prompt(

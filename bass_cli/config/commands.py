@@ -95,7 +95,8 @@ _Pair: Any = args_of(*MACHINE_AND_MODELS)
 _Distribution: Any = args_of(*DISTRIBUTION)
 _Samples: Any = args_of(
     *("n", "max_new_tokens", "stop", "stop_token_ids", "draft_length", "budget", "batch_size"),
-    *("limit", "tensor_parallel", "token_ids", "logprobs", "prompt_logprobs", *_PROCESSORS),
+    *("limit", "tensor_parallel", "token_ids", "logprobs", "logprobs_of"),
+    *("prompt_logprobs", *_PROCESSORS),
     *("thinking", "max_thinking_tokens"),
 )
 _Texts: Any = args_of("chat", "prompt_column", "id_column", "strict_fields", "include_stop")

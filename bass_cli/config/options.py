@@ -351,6 +351,13 @@ class SamplingOptions(StructureOptions):
         "[K]",
         bare="0",
     )
+    logprobs_of: Literal["model", "processed"] = flag(
+        "Distribution of --logprobs: the model's own at temperature 1, or the processed one that "
+        "tokens are sampled from",
+        OUTPUT,
+        default="model",
+        rare=True,
+    )
     prompt_logprobs: TopK | None = flag(
         "The same as --logprobs for the tokens of the prompt, under the model's own distribution",
         OUTPUT,

@@ -61,11 +61,13 @@ class Verdict(NamedTuple):
     block: [B, k + 1] int64, the tokens to append, valid up to and including index `accepted`,
         which holds the recovered or bonus token.
     scores: [B, k + 1] float32, the target's log-probabilities of the block.
+    processed: [B, k + 1, V], the logits after the rows' processors.
     """
 
     accepted: Tensor
     block: Tensor
     scores: Tensor
+    processed: Tensor
 
 
 class RoundResult(NamedTuple):

@@ -30,15 +30,23 @@ _TOPS = (0, 5, 20, 64)
 class Report(NamedTuple):
     """What is reported of each generated token besides its log-probability.
 
-    top: number of likeliest tokens in its place.
+    top: number of likeliest tokens in its place, by the target's own distribution.
+    processed: the same by the processed distribution, after the entry of the token itself; None for
+        neither.
     """
 
     top: int = 0
+    processed: int | None = None
+
+    @property
+    def parts(self) -> tuple[int, int]:
+        """Entries of each token: by the target's own distribution, and by the processed one."""
+        return self.top, 0 if self.processed is None else 1 + self.processed
 
     @property
     def columns(self) -> int:
         """Entries of each token in a round's result."""
-        return self.top
+        return sum(self.parts)
 
 
 NO_REPORT = Report()
@@ -46,8 +54,15 @@ NO_REPORT = Report()
 
 def covering(reports: Iterable[Report]) -> Report:
     """Return the report of a round that covers those of all its rows."""
-    most = max((report.top for report in reports), default=0)
-    return Report(next(top for top in _TOPS if top >= most))
+    listed = list(reports)
+    processed = [one.processed for one in listed if one.processed is not None]
+    return Report(
+        _step_up(max(one.top for one in listed)), _step_up(max(processed)) if processed else None
+    )
+
+
+def _step_up(most: int) -> int:
+    return next(top for top in _TOPS if top >= most)
 
 
 class News(NamedTuple):
@@ -69,8 +84,8 @@ class HostState:
     numbers: [rows, 7] int64, columns as named above.
     tokens: [rows, span] int32, the generated tokens.
     scores: [rows, span] float32, their log-probabilities.
-    entries: [rows, span, columns] int64, what reports add (bass_kernels.report_entries); no column
-        if no row has a report.
+    entries: what reports add (bass_kernels.report_entries), for each of Report.parts [rows, span,
+        columns] int64; no column if no row has such a report.
     news: the tokens of the last round.
     """
 
@@ -78,7 +93,9 @@ class HostState:
         self.numbers: Integers = numpy.zeros((rows, 7), dtype=numpy.int64)
         self.tokens = numpy.zeros((rows, 0), dtype=numpy.int32)
         self.scores = numpy.zeros((rows, 0), dtype=numpy.float32)
-        self.entries: Integers = numpy.zeros((rows, 0, 0), dtype=numpy.int64)
+        self.entries: list[Integers] = [
+            numpy.zeros((rows, 0, 0), dtype=numpy.int64) for _ in NO_REPORT.parts
+        ]
         self.news = News(*(numpy.zeros(shape, dtype=numpy.int64) for shape in (0, (0, 1), 0)))
 
     def widen(self, limit: int) -> None:
@@ -95,8 +112,9 @@ class HostState:
         self.numbers[targets] = self.numbers[sources]
         self.tokens[targets, :used] = self.tokens[sources, :used]
         self.scores[targets, :used] = self.scores[sources, :used]
-        if self.entries.size:
-            self.entries[targets, :used] = self.entries[sources, :used]
+        for entries in self.entries:
+            if entries.size:
+                entries[targets, :used] = entries[sources, :used]
 
     def take(
         self,
@@ -111,7 +129,7 @@ class HostState:
 
         Args:
             table: the result (ops.report) of the rows at `places` [B], and after it the entries of
-                the report, [B, width + 1, columns] flattened.
+                the report: for each of its parts [B, width + 1, columns], flattened.
             width: places for drafts in the table.
             num_drafts: [B], drafts of each row. A token that only filled a place counts as drafted
                 if it was accepted.
@@ -129,9 +147,12 @@ class HostState:
         )  # clips only what lies beyond a limit; it is never read
         self.tokens[places[:, None], columns] = block
         self.scores[places[:, None], columns] = scores
-        if report.columns:
-            entries = table[:, 2 * width + 3 :].reshape(*block.shape, report.columns)
-            self._entries(report.columns)[places[:, None], columns, : report.columns] = entries
+        at = 2 * width + 3
+        for part, size in enumerate(report.parts):
+            if size:
+                entries = table[:, at : at + (width + 1) * size].reshape(*block.shape, size)
+                self._room_for(part, size)[places[:, None], columns, :size] = entries
+                at += (width + 1) * size
         self._note_broken(places, scores, generated, counts)
         self.numbers[places, LENGTH] += counts
         self.numbers[places, ROUNDS] += 1
@@ -140,17 +161,17 @@ class HostState:
         self.news = News(places, block, counts)
         return accepted
 
-    def _entries(self, columns: int) -> Integers:
-        """Return `entries`, with at least so many columns and a place for each token. Memory that
-        was never written to takes no space."""
-        old = self.entries
+    def _room_for(self, part: int, columns: int) -> Integers:
+        """Return `entries` of a part, with at least so many columns and a place for each token.
+        Memory that was never written to takes no space."""
+        old = self.entries[part]
         if old.shape[1] < self.tokens.shape[1] or old.shape[2] < columns:
-            wider = max(old.shape[2], columns)
-            self.entries = numpy.zeros((*self.tokens.shape, wider), dtype=numpy.int64)
+            new = numpy.zeros((*self.tokens.shape, max(old.shape[2], columns)), dtype=numpy.int64)
             for row in range(len(old)) if old.size else ():
                 used = min(int(self._generated([row])[0]), old.shape[1])
-                self.entries[row, :used, : old.shape[2]] = old[row, :used]
-        return self.entries
+                new[row, :used, : old.shape[2]] = old[row, :used]
+            self.entries[part] = new
+        return self.entries[part]
 
     def _generated(self, places: Integers | list[int]) -> Integers:
         generated: Integers = self.numbers[places, LENGTH] - self.numbers[places, PROMPT]
@@ -263,8 +284,10 @@ class Row:
     def entries(self) -> Integers:
         """Return what its report adds to each generated token, [generated, columns] int64."""
         if self._host_state is None:
-            return self._entries[: self.generated, : self.report.columns]
-        return self._host_state.entries[self.place, : self.generated, : self.report.columns]
+            return self._entries[: self.generated]
+        own, processed = self.report.parts
+        part, columns = (1, processed) if processed else (0, own)
+        return self._host_state.entries[part][self.place, : self.generated, :columns]
 
     def numbers(self) -> list[int]:
         """Return its line of HostState.numbers."""

@@ -113,6 +113,13 @@ class SamplingParams(NamedTuple):
         )
         return accepted, block, scores
 
+    def entries(self, logits: Tensor, tokens: Tensor, count: int, wanted: Tensor) -> Tensor:
+        """Return the entries of the processed distributions: see ops.processed_entries."""
+        entries: Tensor = ops.processed_entries(
+            logits, *self[:3], tokens, count, wanted, min_p=self.min_p
+        )
+        return entries
+
     def repeat(self, times: int) -> SamplingParams:
         """Repeat each row's parameters `times` times, side by side."""
         if times == 1:

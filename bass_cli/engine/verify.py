@@ -18,9 +18,10 @@ import bass_kernels as ops
 from bass_cli.engine.batch import Batch, Change
 from bass_cli.engine.contracts import Drafter, DraftLength, Proposal, Target, Verdict
 from bass_cli.engine.graphs import Shape, Stages
+from bass_cli.engine.host_state import Report
 from bass_cli.engine.masks import TokenMasks
 from bass_cli.engine.round import HostDrafts
-from bass_cli.engine.sampling import noise_key
+from bass_cli.engine.sampling import SamplingParams, noise_key
 from bass_cli.engine.sizes import LONGEST
 
 ALL = 2**31 - 1  # no bound: more drafts than any round has
@@ -177,11 +178,16 @@ class Rounds:
         if not shape.report.columns:
             return table
         wanted = batch.steps(0, width + 1) <= verdict.accepted[:, None]
-        block, scores = verdict.block.flatten(), verdict.scores.flatten()
-        entries = ops.report_entries(
-            logits.flatten(0, 1), block, scores, shape.report.top, wanted.flatten()
+        entries = entries_of(
+            shape.report,
+            batch.params,
+            logits.flatten(0, 1),
+            verdict.processed.flatten(0, 1),
+            verdict.block.flatten(),
+            verdict.scores.flatten(),
+            wanted.flatten(),
         )
-        return torch.cat((table, entries.view(len(table), -1)), 1)
+        return torch.cat((table, *(part.view(len(table), -1) for part in entries)), 1)
 
     def _cut_round(self, shape: Shape) -> Tensor:
         """Draft, and verify only the likeliest drafts, `shape.width` of each row on average. It
@@ -199,16 +205,41 @@ class Rounds:
         )
         row, place = chosen.packed.row, chosen.packed.place
         processed = batch.process_packed(logits, row, place, drafts)
-        found = batch.params.of(row).sample(processed, chosen.places)
+        params = batch.params.of(row)
+        found = params.sample(processed, chosen.places)
         found = found[0], own_scores(logits, processed, *found)
         accepted, table = ops.accept_chosen(drafts, scores, chosen, *found, self._confidence, alive)
         batch.commit(table[:, 1 : width + 2], accepted)
         if not shape.report.columns:
             return table
-        wanted = chosen.packed.place <= accepted[chosen.packed.row]
-        entries = ops.report_entries(logits, *found, shape.report.top, wanted)
-        by_row = entries[chosen.packed.by_row].flatten(1)
-        return torch.cat((table[:, :-1], by_row, table[:, -1:]), 1)
+        wanted = place <= accepted[row]
+        entries = entries_of(shape.report, params, logits, processed, *found, wanted)
+        by_row = (part[chosen.packed.by_row].flatten(1) for part in entries)
+        return torch.cat((table[:, :-1], *by_row, table[:, -1:]), 1)
+
+
+def entries_of(
+    report: Report,
+    params: SamplingParams,
+    logits: Tensor,
+    processed: Tensor,
+    tokens: Tensor,
+    scores: Tensor,
+    wanted: Tensor,
+) -> list[Tensor]:
+    """Return the entries of a report's parts, [N, columns] int64 each.
+
+    Args:
+        logits, processed: [N, V], before and after the rows' processors.
+        tokens, scores: [N], the token in each line's place, and its log-probability by `logits`.
+        wanted: [N] bool. The result of other lines is arbitrary.
+    """
+    found = list[Tensor]()
+    if report.top:
+        found.append(ops.report_entries(logits, tokens, scores, report.top, wanted))
+    if report.processed is not None:
+        found.append(params.entries(processed, tokens, report.processed, wanted))
+    return found
 
 
 _BINS = 12  # confidence bins of equal width
@@ -280,20 +311,21 @@ def judge(
     if coupling == "maximal":
         lengths = batch.lengths[: batch.rows]
         accepted, block, scores = params.verify(drafts, proposal.probs, processed, lengths, most)
-        return Verdict(accepted, block, own_scores(logits, processed, block, scores))
+        scores = own_scores(logits, processed, block, scores)
+        return Verdict(accepted, block, scores, processed)
     places = batch.places(0, width)
     tokens, scores = params.sample(processed.flatten(0, 1), places.flatten())
     targets, scores = tokens.view(places.shape), scores.view(places.shape)
     scores = own_scores(logits, processed, targets, scores)
     accepted = ops.accept_shared(drafts, targets, most)
     if simulated is None:
-        return Verdict(accepted, targets, scores)
+        return Verdict(accepted, targets, scores, processed)
     # The work of shared coupling, but accept what `simulated` says, whatever the logits are.
     accepted = simulated.accepted(places[:, :-1])
     accepted = accepted if most is None else torch.minimum(accepted, most)
     is_draft = batch.steps(0, width) < accepted[:, None]
     block = torch.where(is_draft, torch.nn.functional.pad(drafts, (0, 1)), targets)
-    return Verdict(accepted, block, scores)
+    return Verdict(accepted, block, scores, processed)
 
 
 def own_scores(logits: Tensor, processed: Tensor, tokens: Tensor, scores: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import TracebackType
@@ -178,14 +178,37 @@ def rounded(logprobs: Any) -> Any:
     return (found + 0.0).tolist()  # -0.0 becomes 0.0
 
 
+def numbers_in(entries: NDArray[numpy.int64]) -> NDArray[numpy.float32]:
+    """Return the log-probabilities in entries (bass_kernels.report_entries)."""
+    return numpy.ascontiguousarray(entries.astype(numpy.int32)).view(numpy.float32)
+
+
 def paired(entries: NDArray[numpy.int64]) -> list[Pairs]:
     """Return pairs of token id and rounded log-probability by place, without those of probability
-    0, from entries [places, K] (bass_kernels.report_entries)."""
-    ids, logprobs = (entries >> 32).tolist(), entries.astype(numpy.int32).view(numpy.float32)
+    0, from entries [places, K]."""
     return [
         [[id_, number] for id_, number in zip(*lines, strict=True) if number > -math.inf]
-        for lines in zip(ids, rounded(logprobs), strict=True)
+        for lines in zip((entries >> 32).tolist(), rounded(numbers_in(entries)), strict=True)
     ]
+
+
+def reported(
+    top: int | None, scores: Sequence[float], entries: NDArray[numpy.int64], *, processed: bool
+) -> dict[str, Any]:
+    """Return the fields `token_logprobs` and `top_logprobs` of a sample.
+
+    Args:
+        top: How many likeliest tokens are listed; None if neither field is wanted.
+        scores: The tokens' log-probabilities by the model's own distribution.
+        entries: Of the likeliest tokens; with `processed` of the token itself before them.
+        processed: Whether the numbers are of the processed distribution.
+    """
+    if top is None:
+        return {}
+    numbers: Any = scores
+    if processed:
+        numbers, entries = numbers_in(entries[:, :1]).ravel(), entries[:, 1:]
+    return {"token_logprobs": rounded(numbers), "top_logprobs": paired(entries) if top else None}
 
 
 _NAMES = tuple(entry.name for entry in fields(Completion))

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 
 from bass_cli.config.job import Sampling
 from bass_cli.config.line import SettingError
+from bass_cli.engine.host_state import Report
 from bass_cli.engine.sampling import RowSampling
 from bass_cli.formats.tokenizer import Tokenizer
 from bass_cli.reading import shown
@@ -70,3 +71,11 @@ def _spellings(text: str, tokenizer: Tokenizer, vocab: int) -> Iterator[tuple[in
             yield tuple(word)
     if not found:
         raise SettingError("bad_words", f"{shown(text)} has no tokens of this model")
+
+
+def report_of(sampling: Sampling) -> Report:
+    """Return what rounds report of a sample's tokens."""
+    top = sampling.logprobs
+    if top is None or sampling.logprobs_of == "model":
+        return Report(top or 0)
+    return Report(processed=top)

@@ -21,7 +21,7 @@ from bass_cli.config.line import SettingError
 from bass_cli.engine.batch import Row
 from bass_cli.engine.clock import Forecast
 from bass_cli.engine.contracts import PendingWork, PromptLogprobs, RoundResult
-from bass_cli.engine.host_state import BROKEN, LENGTH, LIMIT, PROMPT, HostState, Report
+from bass_cli.engine.host_state import BROKEN, LENGTH, LIMIT, PROMPT, HostState
 from bass_cli.engine.loop import Loop
 from bass_cli.engine.sampling import RowSampling
 from bass_cli.errors import UserError
@@ -30,9 +30,9 @@ from bass_cli.formats.grammars import Matcher, grammars_of
 from bass_cli.formats.thinking import NEWLINES, Tags, Thinking, is_opened
 from bass_cli.formats.tokenizer import Messages, Tokenizer
 from bass_cli.io.prompts import SYSTEM_ROLES, Prompt
-from bass_cli.io.results import Completion, paired, rounded
+from bass_cli.io.results import Completion, paired, reported, rounded
 from bass_cli.models.prefill import PASS
-from bass_cli.run.sampling import row_sampling
+from bass_cli.run.sampling import report_of, row_sampling
 
 
 @dataclass(slots=True, eq=False)
@@ -88,8 +88,11 @@ class Task:
 
     def row(self, sample: int) -> Row:
         """Make a row for one of its samples."""
-        seed, report = self.job.sampling.seed, Report(self.job.sampling.logprobs or 0)
-        return Row(self.prompt.id, sample, seed, self.tokens, self.limit, self.sampling, report)
+        sampling = self.job.sampling
+        report = report_of(sampling)
+        return Row(
+            self.prompt.id, sample, sampling.seed, self.tokens, self.limit, self.sampling, report
+        )
 
 
 class RequestReader:
@@ -235,6 +238,7 @@ class RequestReader:
         return tokens
 
 
+_NO_ENTRIES = numpy.zeros((0, 1), dtype=numpy.int64)
 _NOT_FINITE = (
     "the target's logits for token {} are not finite: its weights are broken, or its values are "
     "too large for the dtype (bf16 and fp32 have a larger range than fp16)"
@@ -432,6 +436,7 @@ class FinishedSample(NamedTuple):
         text, reasoning, thought = self._parts(list(tokens))
         answer = scores[thought:]
         total = math.fsum(answer)
+        entries = _NO_ENTRIES if row is None else row.entries()
         return Completion(
             id=task.prompt.id,
             sample=self.sample,
@@ -448,8 +453,6 @@ class FinishedSample(NamedTuple):
             prompt_tokens=len(task.tokens),
             meta=task.prompt.meta,
             token_ids=list(tokens) if ids or top is not None else None,
-            token_logprobs=rounded(scores) if top is not None else None,
-            top_logprobs=(paired(row.entries()) if row else []) if top else None,
             prompt_token_ids=None if scored is None else list(task.tokens),
             prompt_logprobs=None if scored is None else [None, *rounded(scored[0])],
             prompt_top_logprobs=[None, *paired(scored[1])]
@@ -458,6 +461,7 @@ class FinishedSample(NamedTuple):
             reasoning=reasoning,
             reasoning_tokens=None if reasoning is None else thought,
             error=ending.error and ending.error.replace("{}", str(len(scores) + 1)),
+            **reported(top, scores, entries, processed=sampling.logprobs_of == "processed"),
         )
 
 

@@ -8,7 +8,7 @@ keys (each row's own), T positions of the prompt store.
 
 from . import acceptance, processing, reference, rounds, sampling
 from .dispatch import attention_schedule, by_device, has_triton, import_kernels, kind_for, use
-from .likeliest import likeliest_tokens, report_entries
+from .likeliest import likeliest_tokens, processed_entries, report_entries
 from .linear import is_packed, linear, linear_add, norm_up, pack, project, unpack
 from .noise import SHARED, gumbel
 from .processing import BITS, add_bias, count_block, count_prompts, forbid_words
@@ -87,6 +87,7 @@ __all__ = [
     "pending",
     "prefix_chances",
     "process_logits",
+    "processed_entries",
     "project",
     "rejection_sample",
     "report",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .dispatch import by_device
+from .sampling import normaliser
 
 GROUP = 64
 """Tokens in a group. The square root of V / K makes both selections cheapest."""
@@ -76,6 +77,35 @@ def report_entries(
     """
     found, values = likeliest_tokens(logits, count, wanted)
     above = values - logits.gather(1, tokens[:, None]).float()
-    bits = (scores[:, None] + above).view(torch.int32).long() & _LOW
-    entries, missing = (found << 32) | bits, count - found.shape[1]
+    return _entries(found, scores[:, None] + above, count)
+
+
+def processed_entries(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    tokens: Tensor,
+    count: int,
+    wanted: Tensor | None = None,
+    *,
+    min_p: Tensor | None = None,
+) -> Tensor:
+    """Return entries [N, 1 + count] of the processed distributions (sampling.process): of `tokens`
+    [N], then of the `count` likeliest ones. Otherwise as `report_entries`."""
+    every, values = tokens[:, None], logits.gather(1, tokens[:, None]).float()
+    if count:
+        found, others = likeliest_tokens(logits, count, wanted)
+        every, values = torch.cat((every, found), 1), torch.cat((values, others), 1)
+    scores = _normaliser(logits, temperature, top_k, top_p, min_p).log_probs(values, every)
+    return _entries(every, scores, 1 + count)
+
+
+_normaliser = by_device(normaliser, "bass_kernels.likeliest_kernels")
+
+
+def _entries(tokens: Tensor, scores: Tensor, count: int) -> Tensor:
+    """Pack tokens and scores [N, M] to entries [N, count]."""
+    entries = (tokens << 32) | (scores.contiguous().view(torch.int32).long() & _LOW)
+    missing = count - entries.shape[1]
     return torch.nn.functional.pad(entries, (0, missing), value=_IMPOSSIBLE) if missing else entries

@@ -1,5 +1,5 @@
-"""Triton: the largest logit of each group of tokens, in one pass over the rows that are wanted.
-Definition: likeliest.py."""
+"""Triton: the largest logit of each group of tokens, in one pass over the rows that are wanted, and
+the normalisers of processed distributions. Definitions: likeliest.py, sampling.py."""
 
 import torch
 import triton
@@ -7,6 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .likeliest import GROUP
+from .sampling import Normaliser
+from .truncation import edges
 
 _GROUP, _GROUPS = tl.constexpr(GROUP), tl.constexpr(64)  # tokens of a group, groups of a program
 
@@ -27,6 +29,14 @@ def group_maxima(logits: Tensor, wanted: Tensor | None) -> Tensor:
         num_warps=4,
     )
     return maxima
+
+
+def normaliser(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor | None = None
+) -> Normaliser:
+    """Do sampling.normaliser without synchronising with the host."""
+    divisor, threshold, peak, mass, only = edges(logits, temperature, top_k, top_p, min_p)[:, :5].T
+    return Normaliser(divisor, threshold, peak + mass.log(), only.long())
 
 
 @triton.jit

@@ -24,6 +24,24 @@ class Distribution(NamedTuple):
     edges: Tensor | None = None
 
 
+class Normaliser(NamedTuple):
+    """What gives the processed log-probability of any logit x of a row: x / divisor - log_mass
+    where x / divisor >= threshold, [N] float32 each. only: [N] int64, the one token of probability
+    1 at T = 0, else -1."""
+
+    divisor: Tensor
+    threshold: Tensor
+    log_mass: Tensor
+    only: Tensor
+
+    def log_probs(self, logits: Tensor, tokens: Tensor) -> Tensor:
+        """Return the log-probabilities [N, K] float32 of tokens [N, K] with these logits [N, K]."""
+        divisor, threshold, log_mass, only = (part[:, None] for part in self)
+        scaled = logits.float() / divisor
+        found = torch.where(scaled >= threshold, scaled - log_mass, -torch.inf)
+        return torch.where(only < 0, found, torch.where(tokens == only, 0.0, -torch.inf))
+
+
 COLDEST, HOTTEST = 1e-30, 1e30
 """Temperatures below COLDEST count as 0: logits of some hundreds divided by 1e-36 are infinite in
 float32, and noise changes nothing below 1e-9. Temperatures above HOTTEST count as HOTTEST: a GPU's
@@ -102,6 +120,26 @@ def process(
     probs = torch.softmax(scaled.masked_fill(~kept, -torch.inf), dim=-1)
     greedy = torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).to(probs.dtype)
     return torch.where(temperature[:, None] > 0, probs, greedy)
+
+
+def normaliser(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor | None = None
+) -> Normaliser:
+    """Return the normaliser of the processed distributions of logits [N, V]. Parameters as in
+    `sample`."""
+    each = len(logits) // len(temperature)
+    if each > 1:
+        temperature, top_k, top_p = (
+            given.repeat_interleave(each, 0) for given in (temperature, top_k, top_p)
+        )
+        min_p = None if min_p is None else min_p.repeat_interleave(each, 0)
+    temperature = _settled(temperature)
+    scaled = _scale(logits, temperature)
+    threshold = _threshold(scaled, temperature, top_k, top_p, min_p)
+    log_mass = scaled.masked_fill(scaled < threshold[:, None], -torch.inf).logsumexp(-1)
+    warm = temperature > 0
+    only = torch.where(warm, -1, logits.argmax(-1))
+    return Normaliser(torch.where(warm, temperature, 1.0), threshold, log_mass, only)
 
 
 def draw(

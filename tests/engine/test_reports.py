@@ -6,7 +6,13 @@ import pytest
 import torch
 from checkpoints import shallow, write_checkpoint
 from toys import AtOnce, drive, loop_for
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from bass_cli.engine.batch import Row
 from bass_cli.engine.host_state import Report
@@ -114,13 +120,66 @@ def test_reports_of_cut_rounds(models):
         check(theirs, row, found[row.key, row.sample])
 
 
+@pytest.mark.parametrize("coupling", ["shared", "maximal"])
+@pytest.mark.parametrize("drafts", ["lookup", "parallel"])
+def test_processed_reports_equal_the_processed_distribution(models, drafts, coupling):
+    """The law of transformers' warpers, with a bias before them. A row with the model's own report
+    is in the same batch."""
+    theirs, target, draft = models
+    bias = ((5, 3.0), (9, -100.0))
+    live = [
+        Row(
+            str(p),
+            s,
+            11,
+            list(tokens),
+            9 - p,
+            RowSampling(temperature=0.7 * s, top_k=6, top_p=0.9, logit_bias=bias),
+            Report(processed=4),
+        )
+        for p, tokens in enumerate(PROMPTS)
+        for s in range(2)
+    ]
+    own = Row("own", 0, 1, [4, 5], 8, report=Report(3))
+    lengths = Fixed(2) if drafts == "parallel" else Fixed(4)
+    loop = loop_for(
+        target,
+        DRAFTS[drafts](target, draft),
+        rows=7,
+        lengths=lengths,
+        coupling=coupling,
+        cut=Cut(most=6, above=1, more=4) if drafts == "parallel" else None,
+    )
+    found = drive(loop, [*live, own])
+    check(theirs, own, found["own", 0])
+    warpers = LogitsProcessorList(
+        [TemperatureLogitsWarper(0.7), TopKLogitsWarper(6), TopPLogitsWarper(0.9)]
+    )
+    for row in live:
+        tokens = found[row.key, row.sample]
+        with torch.inference_mode():
+            logits = theirs(torch.tensor([[*row.prompt, *tokens]])).logits[0]
+        logits = logits[len(row.prompt) - 1 : -1].clone()
+        for id_, number in bias:
+            logits[:, id_] += number
+        due = warpers(None, logits).double().log_softmax(-1)
+        if row.sampling.temperature == 0:
+            due = torch.full_like(due, -torch.inf)
+            due[torch.arange(len(due)), logits.argmax(-1)] = 0.0
+        ids, numbers = (torch.from_numpy(part[: len(tokens)].copy()) for part in reported(row))
+        assert ids[:, 0].tolist() == tokens
+        torch.testing.assert_close(due.gather(1, ids).float(), numbers, atol=1e-4, rtol=0)
+        best = due.topk(4).values.float()
+        torch.testing.assert_close(numbers[:, 1:], best, atol=1e-4, rtol=0)
+
+
 def test_rows_without_a_report_have_the_same_rounds_as_before(models):
     """The result of a round has no further columns, and nothing is stored."""
     _, target, draft = models
     live = [Row("0", s, 1, [1, 2, 3], 9) for s in range(3)]
     loop = loop_for(target, draft, rows=3)
     drive(loop, live)
-    assert loop.batch.host_state.entries.size == 0
+    assert all(not entries.size for entries in loop.batch.host_state.entries)
     assert {row.entries().shape[1] for row in live} == {0}
 
 

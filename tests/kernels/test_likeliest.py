@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import bass_kernels as ops
+from bass_kernels import sampling
 
 pytest.importorskip("triton")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -65,3 +66,29 @@ def test_entries_hold_ids_and_log_probabilities(vocab, count):
     assert torch.equal(entries[:, :vocab] >> 32, best.indices)
     torch.testing.assert_close(numbers[:, :vocab], best.values.float(), atol=1e-5, rtol=0)
     assert (numbers[:, vocab:] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("min_p", [False, True])
+def test_processed_entries_are_the_logarithms_of_processed_probabilities(min_p):
+    """Each of four sets of parameters serves two rows. A row has a tied maximum at T = 0."""
+    logits = 2 * torch.randn(8, 1100, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    logits[6, [70, 900]] = 20.0
+    params = (
+        torch.tensor([1.0, 0.3, 2.0, 0.0], device=DEVICE),
+        torch.tensor([0, 3, 0, 0], device=DEVICE),
+        torch.tensor([1.0, 1.0, 0.6, 1.0], device=DEVICE),
+    )
+    least = torch.tensor([0.2, 0.0, 0.01, 0.0], device=DEVICE) if min_p else None
+    whole = [part.repeat_interleave(2, 0) for part in (*params, *([least] if min_p else []))]
+    due = sampling.process(logits.double().cpu(), *(part.cpu() for part in whole)).double()
+    tokens = due.argmax(-1).to(DEVICE)
+    entries = ops.processed_entries(logits, *params, tokens, 6, min_p=least).cpu()
+    ids, numbers = entries >> 32, entries.to(torch.int32).view(torch.float32)
+    assert torch.equal(ids[:, 0], tokens.cpu())
+    found, wanted = numbers.double().exp(), due.gather(1, ids)
+    torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(found[:, 1:], due.topk(6).values, atol=1e-6, rtol=1e-4)
+    assert ids[6, 0] == 70
+    assert [int((line > -torch.inf).sum()) for line in numbers[2:4, 1:]] == [3, 3]
+    alone = ops.processed_entries(logits, *params, tokens, 0, min_p=least).cpu()
+    assert torch.equal(alone, entries[:, :1])
