@@ -74,6 +74,8 @@ def _choice(request: Request, index: int, sample: Completion, spell: Spell) -> d
     wanted = request.logprobs is not None
     if request.url == CHAT:
         choice["message"] = {"role": "assistant", "content": sample.text, "refusal": None}
+        if sample.reasoning is not None:  # the key of vLLM and DeepSeek
+            choice["message"]["reasoning_content"] = sample.reasoning
         if wanted:
             choice["logprobs"] = {"content": _chat_logprobs(sample, spell), "refusal": None}
     else:
@@ -87,12 +89,14 @@ def _choice(request: Request, index: int, sample: Completion, spell: Spell) -> d
 def _places(sample: Completion) -> list[tuple[int, float, list[list[int | float]]]]:
     """Return (token id, log-probability, likeliest tokens) of each token of the text.
 
-    The end-of-sequence token is not among them, because it is not part of the text.
+    The end-of-sequence token and the thinking part are not among them, because they are not part
+    of the text.
     """
     ids, scores = sample.token_ids or [], sample.token_logprobs or []
     likeliest = sample.top_logprobs or [[] for _ in ids]
     places = list(zip(ids, scores, likeliest, strict=True))
-    return places[:-1] if sample.finish_reason == "eos" else places
+    places = places[:-1] if sample.finish_reason == "eos" else places
+    return places[sample.reasoning_tokens or 0 :]
 
 
 def _chat_logprobs(sample: Completion, spell: Spell) -> list[dict[str, Any]]:
@@ -133,4 +137,13 @@ def _usage(samples: Sequence[Sequence[Completion]]) -> dict[str, Any]:
     """Count tokens. The prompt of several samples counts once."""
     prompts = sum(group[0].prompt_tokens for group in samples)
     new = sum(sample.tokens for group in samples for sample in group)
-    return {"prompt_tokens": prompts, "completion_tokens": new, "total_tokens": prompts + new}
+    usage: dict[str, Any] = {
+        "prompt_tokens": prompts,
+        "completion_tokens": new,
+        "total_tokens": prompts + new,
+    }
+    thoughts = [sample.reasoning_tokens for group in samples for sample in group]
+    if any(thoughts):
+        details = {"reasoning_tokens": sum(number or 0 for number in thoughts)}
+        usage["completion_tokens_details"] = details
+    return usage

@@ -17,6 +17,8 @@ from openai.types.chat import ChatCompletion
 from typer.testing import CliRunner
 
 from bass_cli import Completion, Job, Pair, Sampling, Speculation, generate
+from bass_cli.batch.requests import Request
+from bass_cli.batch.responses import answered
 from bass_cli.cli.commands import app
 from bass_cli.formats.tokenizer import Tokenizer
 
@@ -432,3 +434,23 @@ def test_a_file_for_vllm_run_batch_is_answered(place: Path) -> None:
         body = ChatCompletion.model_validate(row["response"]["body"])
         assert body.choices[0].message.role == "assistant"
         assert body.model == "model"
+
+
+def test_a_thinking_part_is_beside_the_content() -> None:
+    sample = Completion(
+        *("a", 0, "4", "eos", 4, -0.5, -1.0, 0.1, 1, 0, 0, 0, 7),
+        token_ids=[5, 6, 52, 2],
+        token_logprobs=[-0.25, -0.75, -0.5, -0.5],
+        reasoning="2 and 2",
+        reasoning_tokens=2,
+    )
+    request = Request("r", CHAT, logprobs=0)
+    line = answered(request, [[sample]], "m", lambda id_: bytes([id_]))
+    body = ChatCompletion.model_validate(line["response"]["body"])
+    message = body.choices[0].message
+    assert (message.content, message.model_extra) == ("4", {"reasoning_content": "2 and 2"})
+    assert body.choices[0].logprobs is not None
+    assert [one.token for one in body.choices[0].logprobs.content or ()] == ["4"]
+    assert body.usage is not None
+    assert body.usage.completion_tokens_details is not None
+    assert body.usage.completion_tokens_details.reasoning_tokens == 2

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import transformers
-from checkpoints import write_tokenizer
+from checkpoints import tokenizer_metadata, write_gguf, write_tokenizer
 from templates import CHATML, LLAMA3, MISTRAL, OPENED, THINKING
 
 from bass_cli.config.job import Job, load_pair
@@ -110,6 +110,21 @@ def test_thinking_is_turned_off_by_the_template_or_a_closed_part(
     assert ours.render([USER], without_thinking=TAGS).endswith(end)
     begun = ours.render([USER, BEGUN], without_thinking=TAGS)  # a begun answer stays as it is
     assert begun.endswith("assistant\nIt is")
+
+
+def test_the_template_in_a_gguf_file_takes_tools_and_continues(
+    folder: Path, tmp_path: Path
+) -> None:
+    told = tokenizer_metadata(folder) | {"tokenizer.chat_template": CHATML}
+    size = len(told["tokenizer.ggml.tokens"])
+    write_gguf("llama", tmp_path / "m.gguf", vocab_size=size, metadata=told)
+    ours = Tokenizer.load(tmp_path / "m.gguf")
+    expected = theirs(folder, CHATML, [SYSTEM, USER], tools=[TOOL], add_generation_prompt=True)
+    assert ours.render([SYSTEM, USER], tools=[TOOL]) == expected
+    assert ours.render([USER, BEGUN]).endswith("assistant\nIt is")
+    assert ours.encode_chat([USER]) == Tokenizer.load(folder).with_template(CHATML).encode_chat(
+        [USER]
+    )
 
 
 def reader(folder: Path, template: str, **job: Any) -> RequestReader:

@@ -172,7 +172,7 @@ def test_a_sample_without_a_stop_text_is_not_decoded(monkeypatch: pytest.MonkeyP
     (newline, name) = tokenizer.encode("\ndef")
     assert detector.feed([newline]) is None
     decoded.clear()
-    assert detector.feed([name]) == Stop(decode(ids), len(ids) + 2)
+    assert detector.feed([name]) == Stop(decode(ids), len(ids) + 2, "\ndef")
     assert sum(length > 3 for length in decoded) == 1
 
 
@@ -208,7 +208,7 @@ def test_a_stop_text_in_a_long_run_of_bytes(tokenizer: Tokenizer) -> None:
         ids = [3 + byte for byte in f"{text}\n안".encode()]
         detector = StopDetector(Continuation(tokenizer, tokenizer.encode("the")), ["\n"])
         found = next(found for id_ in ids if (found := detector.feed([id_])) is not None)
-        assert found == Stop(text, len(text.encode()) + 1)
+        assert found == Stop(text, len(text.encode()) + 1, "\n")
 
 
 def generated(tokenizer: Tokenizer, prompt: str, text: str, **settings: Any) -> list[Completion]:

@@ -460,9 +460,10 @@ def by_definition(tokenizer: Tokenizer, ids: Sequence[int], stops: Sequence[str]
     """Return the shortest prefix whose text has a stop text, cut at the first one."""
     for end in range(1, len(ids) + 1):
         text = tokenizer.decode(ids[:end])
-        places = [place for stop in stops if (place := text.find(stop)) >= 0]
+        places = [(place, len(stop), stop) for stop in stops if (place := text.find(stop)) >= 0]
         if places:
-            return Stop(text[: min(places)], end)
+            place, _, stop = min(places)
+            return Stop(text[:place], end, stop)
     return None
 
 
@@ -517,7 +518,7 @@ def test_a_stop_across_blocks_and_within_a_token(tokenizer: Tokenizer) -> None:
     end = next(n for n in range(1, len(ids) + 1) if "t s" in "".join(texts[:n]))
     detector = StopDetector(tokenizer, ["t s"])
     assert detector.feed(ids[: end - 1]) is None
-    assert detector.feed(ids[end - 1 :]) == Stop("a ca", end)
+    assert detector.feed(ids[end - 1 :]) == Stop("a ca", end, "t s")
     assert tokenizer.decode(ids[:end])[: len("a ca")] == "a ca"
 
 
