@@ -17,8 +17,10 @@ from triton.compiler import ASTSource
 from bass_kernels import (
     acceptance_kernels,
     fused_attention,
+    likeliest_kernels,
     linear_kernels,
     pointwise,
+    processing_kernels,
     products,
     ragged_kernel,
     residual,
@@ -29,13 +31,13 @@ from bass_kernels import (
 )
 
 FLOATS = {"found_ptr", "score_ptr", "part_ptr", "peak_ptr", "mass_ptr", "cos_ptr", "sin_ptr", "temperature_ptr",
-          "top_p_ptr", "edges_ptr", "q_edges_ptr", "stream_ptr", "sum_ptr", "square_ptr", "angle_ptr",
-          "inverse_ptr", "below_ptr", "p_norm_ptr", "slope_ptr",
+          "top_p_ptr", "min_p_ptr", "edges_ptr", "q_edges_ptr", "stream_ptr", "sum_ptr", "square_ptr", "angle_ptr",
+          "inverse_ptr", "below_ptr", "penalty_ptr", "maxima_ptr", "p_norm_ptr", "slope_ptr",
           "norm_ptr", "q_norm_ptr", "k_norm_ptr"}  # fmt: skip
-INTEGERS = {"arrived_ptr", "count_ptr", "grouped_ptr", "table_ptr"}
+INTEGERS = {"arrived_ptr", "count_ptr", "grouped_ptr", "table_ptr", "allowed_ptr", "mask_ptr"}
 LONGS = {"target_row_ptr", "position_ptr", "base_ptr", "start_ptr", "own_ptr", "token_ptr", "tokens_ptr", "slots_ptr",
          "top_k_ptr", "search_ptr", "draft_ptr", "length_ptr", "most_ptr", "origin_ptr", "accepted_ptr", "next_ptr",
-         "block_ptr", "begin_ptr", "text_ptr", "alive_ptr", "target_ptr"}  # fmt: skip
+         "block_ptr", "begin_ptr", "place_ptr", "row_ptr", "text_ptr", "alive_ptr", "target_ptr"}  # fmt: skip
 NOISY = {"_pass", "_finish_row", "_draw", "_verify"}  # there, keys are those of the noise
 
 
@@ -93,11 +95,19 @@ if __name__ == "__main__":
     for number in (0, 1, 2):
         early = {"EARLY": number > 0, "LEADS": True}
         compile_one(sampling_kernels._pass, PASS=number, CHUNKS=128, **early)
+        compile_one(sampling_kernels._pass, min_p_ptr=None, PASS=number, CHUNKS=128, **early)
     compile_one(sampling_kernels._finish_row, EARLY=True)
     compile_one(round_kernels._pending, WIDE=16)
     compile_one(round_kernels._accept, MOST=True, WIDE=16)
     compile_one(round_kernels._commit, TABLE=True, WIDE=16)
     compile_one(pointwise._angles, HALF=64, BLOCK=64)
+    for some in (False, True):
+        compile_one(likeliest_kernels._group_maxima, SOME=some)
+    compile_one(processing_kernels._log_probability, BLOCK=8192)
+    compile_one(processing_kernels._process, BLOCK=4096)
+    nothing = {"count_ptr": None, "allowed_ptr": None}
+    compile_one(processing_kernels._process, **nothing, BLOCK=4096)
+    compile_one(processing_kernels._process, mask_ptr=None, BLOCK=4096)
     search = {"SHIFT": 16, "CHUNK": 4096, "CHUNKS": 64}
     compile_one(truncation._survey, **search)
     for last in (False, True):
