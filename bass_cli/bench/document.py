@@ -83,6 +83,7 @@ def _machine(device: torch.device, ceilings: Ceilings) -> dict[str, Any]:
 
 def _settings(settings: Settings) -> dict[str, Any]:
     sampling = settings.job.sampling
+    more = {"min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"}
     return {
         "batch_sizes": list(settings.batch_sizes),
         "methods": list(settings.methods),
@@ -98,6 +99,7 @@ def _settings(settings: Settings) -> dict[str, Any]:
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
+        **sampling.model_dump(mode="json", include=more, exclude_defaults=True),
     }
 
 

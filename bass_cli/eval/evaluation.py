@@ -238,10 +238,17 @@ class Evaluation:
         more = {
             "p": (sampling.top_p, own.top_p),
             "k": (sampling.top_k, 0),
+            "min": (sampling.min_p, 0),
+            "rep": (sampling.repetition_penalty, 1),
+            "pres": (sampling.presence_penalty, 0),
+            "freq": (sampling.frequency_penalty, 0),
             "max": (sampling.max_new_tokens, own.max_new_tokens),
             "first": (job.limit, None),
         }
         parts += [f"{name}{value}" for name, (value, usual) in more.items() if value != usual]
+        tokens = sampling.logit_bias, sampling.bad_words, sampling.allowed_token_ids
+        if any(tokens):
+            parts.append(hashlib.sha256(repr(tokens).encode()).hexdigest()[:8])
         if job.speculation.coupling == "maximal":
             parts.append("maximal")
         if job.budget is not None:

@@ -8,6 +8,7 @@ import gc
 import itertools
 
 import pytest
+import test_processors
 import torch
 import triton
 from checkpoints import FAMILIES, write_checkpoint
@@ -86,7 +87,7 @@ def loop_for(
     target, draft, *, batch, lengths, graphs, coupling="shared", acceptance=None, cut=None
 ):
     return Loop(
-        batch=Batch(rows=batch, context=128, device=CUDA),
+        batch=Batch(rows=batch, context=128, device=CUDA, vocab=target.vocab),
         target=Runner(target, rows=batch, span=SPAN, lag=1),
         drafter=drafter_for(draft, rows=batch, span=SPAN, coupling=coupling),
         lengths=lengths,
@@ -148,6 +149,21 @@ def test_captured_rounds_equal_plain_decoding(decoders, family):
             assert drafter != "none" or sum(row.drafted for row in live) == 0
             assert all(len(row.log_probabilities) >= row.limit for row in live)
     assert kept > 0
+
+
+@pytest.mark.parametrize("family", ["llama"])
+def test_captured_rounds_with_logits_processors_equal_plain_decoding(decoders, family):
+    """Graphs of a loop without processors are captured anew once."""
+    target, draft = decoders(family)
+    plain = loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False)
+    due = drive(plain, test_processors.rows())
+    for drafter in (draft, AtOnce(draft, 300), "lookup"):
+        loop = loop_for(target, drafter, batch=5, lengths=Fixed(3), graphs=True)
+        drive(loop, rows())
+        before = loop.graphs.captures
+        for _ in range(2):
+            assert drive(loop, test_processors.rows(), ahead=True) == due
+        assert before < loop.graphs.captures <= 4 * before
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gptj"])
