@@ -15,15 +15,19 @@ if TYPE_CHECKING:
     from bass_cli.config.job import Job, Pair, Sampling, Speculation, load_pair
     from bass_cli.errors import MachineError, UserError
     from bass_cli.io.results import Completion
+    from bass_cli.run.engine import Engine
     from bass_cli.run.generate import generate
     from bass_cli.run.logprobs import score
+    from bass_cli.run.requests import Piece
 
 __version__ = "0.1.0"
 __all__ = [
     "Completion",
+    "Engine",
     "Job",
     "MachineError",
     "Pair",
+    "Piece",
     "Sampling",
     "Speculation",
     "UserError",
@@ -34,6 +38,8 @@ __all__ = [
 _PLACES = {
     "generate": "bass_cli.run.generate",
     "score": "bass_cli.run.logprobs",
+    "Engine": "bass_cli.run.engine",
+    "Piece": "bass_cli.run.requests",
     "Completion": "bass_cli.io.results",
     "MachineError": "bass_cli.errors",
     "UserError": "bass_cli.errors",

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from bass_cli.config.job import Job
 from bass_cli.errors import UserError
 from bass_cli.reading import shown
-from bass_cli.run.generate import generate as draw
 
 if TYPE_CHECKING:
     from ray.data import Dataset
@@ -91,13 +90,9 @@ class Drawer:
     """An actor: it loads the job's models when it is created."""
 
     def __init__(self, job: Job):
-        from bass_cli.run.build import build
-        from bass_cli.run.plan import make_plan
-        from bass_cli.system.threads import configure_threads
+        from bass_cli.run.engine import Engine
 
-        configure_threads(job.threads, lambda note: None)
-        self._plan = make_plan(job)
-        self._loop = build(self._plan)
+        self._engine = Engine(job)
 
     def __call__(self, batch: Any) -> Any:
         """Return the table of samples for a table of prompts."""
@@ -115,7 +110,7 @@ class Drawer:
                 'bass_cli.ray.generate: a row has no "id"; give every row its own id, because the '
                 "seed and the id fix its samples"
             )
-        drawn = draw(rows, self._plan, loop=self._loop)
+        drawn = self._engine.generate(rows)
         found = [json.loads(one.to_line()) for one in drawn]
         for row in found:
             row["meta"] = json.dumps(row["meta"], ensure_ascii=False)

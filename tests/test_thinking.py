@@ -18,7 +18,8 @@ from bass_cli.formats.tokenizer import Tokenizer
 from bass_cli.io.prompts import prompts_of
 from bass_cli.io.results import Completion
 from bass_cli.lengths.controllers import Fixed
-from bass_cli.run.scheduler import Conductor
+from bass_cli.run.requests import Request
+from bass_cli.run.scheduler import Conductor, RequestReader
 
 USER = {"role": "user", "content": "2 + 2?"}
 # How a vocabulary has the tags: as tokens of text, as special tokens, or not at all
@@ -65,8 +66,7 @@ def generated(tokenizer: Tokenizer, prompt: Any, text: str, **settings: Any) -> 
     prompt = {"messages": [USER]} if prompt is None else prompt
     conductor_of = {"context": 1000, "eos_ids": {2}, "tags": tags_of(tokenizer),
                     "stop_ids": made.sampling.stop_token_ids}  # fmt: skip
-    reader = Conductor(made, tokenizer, loop_for(Markov(torch.zeros(1, 2, 2), 1), "none", rows=1),
-                       **conductor_of)._reader  # fmt: skip
+    reader = RequestReader(made, tokenizer, context=1000, tags=tags_of(tokenizer))
     (item,) = prompts_of([prompt])
     first = reader.take(item, [0], now=0.0).tokens
     whole = [*first, *tokenizer.encode_part(spelled(tokenizer, text)), 2]
@@ -75,7 +75,11 @@ def generated(tokenizer: Tokenizer, prompt: Any, text: str, **settings: Any) -> 
         table[at, 0, following] = 50.0
     target = Markov(table.expand(-1, tokenizer.size, -1), 1)
     loop = loop_for(target, Guess(tokenizer.size), rows=2, lengths=Fixed(2))
-    (found,) = Conductor(made, tokenizer, loop, **conductor_of).run(iter([item]), ())
+    conductor = Conductor(made, tokenizer, loop, **conductor_of)
+    (found,) = conductor.run(iter([item]), ())
+    streamed = Request(made, iter([item]), streams=True)
+    conductor.add(streamed)
+    assert "".join(one.text for one in conductor.results(streamed, conductor.step)) == found.text
     return found
 
 

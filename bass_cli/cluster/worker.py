@@ -1,6 +1,6 @@
 """A worker process: the whole engine with its own batch, which draws parts of a job.
 
-It wraps the library's iterator of completions. The driver: worker_pool.py.
+It draws through the library's engine. The driver: worker_pool.py.
 """
 
 from __future__ import annotations
@@ -181,17 +181,17 @@ class Worker(Process):
 
     def _draw(self) -> None:
         assert self._plan is not None
-        from bass_cli.run.engine import generate
+        from bass_cli.run.engine import Engine
 
         self._usage = Usage(self._plan.rows, None)
-        for completion in generate(
+        engine = Engine(
             self._plan,
-            self._feed,
-            done=self._feed,
+            lazy=True,
             on_round=self._on_round(CoreMonitor(self._spec.job.threads)),
             on_phase=self._on_phase,
             on_note=self.note,
-        ):
+        )
+        for completion in engine.draw(self._feed, self._feed):
             with self._news:
                 self._usage.sample()
                 self._feed.end(completion)

@@ -256,7 +256,7 @@ class Batch:
             row.write_to(host_state, place)
         self._host.clear(slice(count, max(count, old)))
         for place, row in zip(places, rows, strict=True):
-            self._host.set(place, row.sampling, noise_key(row.seed, row.key, row.sample))
+            self._host.set(place, row.sampling, noise_key(row.seed, row.noise_id, row.sample))
 
     def _send(
         self,

@@ -177,6 +177,13 @@ class Forecast:
         self._samples = samples
         self._begun = self._ended = self._tokens = 0
 
+    def expect(self, samples: int | None) -> None:
+        """Note that so many more samples are to come; None if unknown."""
+        if samples is None or self._samples is None:
+            self._samples = None
+        else:
+            self._samples += samples
+
     def begin(self, samples: int, *, expected: int | None = None) -> None:
         """Note that `samples` more samples were taken up, waiting ones included.
 

@@ -195,6 +195,8 @@ class Row:
 
     tokens: the prompt and the generated tokens. The last token is pending: the target has not read
         it.
+    key: the key of its prompt, which is open in target and drafter.
+    noise_id: the prompt's id, on which its noise depends. Default: the key.
     prompt: the prompt's tokens, shared by its rows and never changed.
     limit: how many tokens it may generate.
     report: what is reported of each of its tokens.
@@ -217,6 +219,7 @@ class Row:
         "_tokens",
         "key",
         "matcher",
+        "noise_id",
         "place",
         "prompt",
         "report",
@@ -227,14 +230,16 @@ class Row:
 
     def __init__(
         self,
-        key: str,  # the prompt's id
+        key: str,
         sample: int,
         seed: int,
         tokens: list[int],
         limit: int,
         sampling: RowSampling = PLAIN,
         report: Report = NO_REPORT,
+        noise_id: str | None = None,
     ):
+        self.noise_id = key if noise_id is None else noise_id
         self.key, self.sample, self.seed, self.sampling = key, sample, seed, sampling
         self.prompt, self.report = tokens, report
         self.matcher: Matcher | None = None

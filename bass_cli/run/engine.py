@@ -1,125 +1,446 @@
-"""Run a plan: load the weights once, build a loop, and yield Completions.
+"""The resident engine: it loads a job's models once and draws samples for any number of calls.
 
-If memory runs out, a new loop with half the rows draws the unfinished samples. scheduler.py assigns
-rows; build.py builds loops; plan.py and memory.py plan the memory.
+Commands, Ray's workers and the library's `generate` draw through it too. If memory runs out, a new
+loop with half the rows draws the unfinished samples. scheduler.py assigns rows; build.py builds
+loops; plan.py and memory.py plan the memory.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import Callable, Container, Iterator
+import functools
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
+from pydantic import ValidationError
+
+from bass_cli.config.job import Job, Sampling, first_fault
 from bass_cli.engine.contracts import RoundResult
 from bass_cli.engine.loop import Loop
-from bass_cli.io.prompts import Prompt
+from bass_cli.errors import UserError
+from bass_cli.io.prompts import Prompt, prompts_for
 from bass_cli.io.results import Completion
 from bass_cli.lengths.costs import keep_learnt
+from bass_cli.reading import shown
 from bass_cli.run.build import READING, Models, halved, load_models, ready_loop
 from bass_cli.run.plan import Plan
+from bass_cli.run.requests import (
+    Call,
+    Fed,
+    Piece,
+    Request,
+    check_prompts_kind,
+    checked_list,
+    first_prompts,
+    plan_of,
+)
 from bass_cli.run.scheduler import Conductor
 from bass_cli.system.host import is_refused_memory
 
+T = TypeVar("T")
+Prompts = Iterable[str | Mapping[str, Any] | Prompt]
+_LOG = logging.getLogger("bass")
+_LATER = object()
 
-def generate(
-    plan: Plan,
-    prompts: Iterator[Prompt | None],
-    *,
-    done: Container[tuple[str, int]] = (),
-    count: int | None = None,
-    on_round: Callable[[RoundResult], None] | None = None,
-    on_phase: Callable[[str], None] = lambda name: None,
-    on_bytes: Callable[[int, int], None] = lambda done, whole: None,
-    on_note: Callable[[str], None] = lambda note: None,
-    loop: Loop | None = None,
-) -> Iterator[Completion]:
-    """Yield samples 0 to n - 1 of every prompt, except those in `done`, in the order they end.
 
-    The models are loaded at the first step unless a `loop` is given. With a budget, kernels are
-    compiled and graphs captured before the first prompt's clock starts. At temperature 0 sample 0
-    is drawn, and the others are copies. A prompt that cannot run, or a sample with logits that are
-    not finite, yields a Completion with finish_reason "error".
+class Engine:
+    """The loaded models of a job, which draws samples whenever it is asked.
 
-    If memory runs out, half the rows draw the samples in progress again, unless there is one
-    row, maximal coupling, a given `loop` or a split model.
+        with Engine(Job(pair="smollm2")) as engine:
+            for sample in engine.generate(["The capital of France is"], n=8):
+                print(sample.text)
+
+    A thread of its own runs the rounds, so a call returns at once and several calls share the
+    batch. Calls may come from any thread. A sample depends on its seed, its prompt's id and tokens
+    and its number, so it is the same alone and beside others. Under maximal coupling, where samples
+    depend on the rows beside them, requests run one after the other.
 
     Args:
-        prompts: Taken as rows become free. A None means that no prompt is ready yet.
-        done: Pairs (prompt id, sample), looked up when a prompt is taken. Under maximal coupling
-            they are drawn again but not yielded (see Conductor.run).
-        count, on_round, on_phase, on_bytes, on_note, loop: See run/generate.py.
+        job: The models, the machine and the defaults of the samples. Its `n`, `limit` and
+            `sampling` hold for calls without their own; its `max_new_tokens` is the most that a
+            call may ask for. Or the plan of a job.
+        lazy: Load the models when they are first needed, not now.
+        loop: An empty loop to use instead of loading models.
+        on_round: Called after every round.
+        on_phase: Called with the name of each phase before the rounds.
+        on_bytes: Called with the bytes of weights that are read, and the bytes in all.
+        on_note: Called with notes to the user, such as that memory ran out and fewer rows are used.
 
     Raises:
-        MachineError: Memory ran out, and the job cannot continue with fewer rows.
+        UserError: The job has a mistake.
+        MachineError: The machine lacks memory, a device or a package.
     """
-    models: Models | None = None
-    conductor: Conductor | None = None
-    with contextlib.ExitStack() as ending:
-        if loop is None:
-            on_phase("loading the weights")
-            with plan.need.explained():
-                models = load_models(plan, on_bytes)
-            ending.callback(models.close)
+
+    def __init__(
+        self,
+        job: Job | Plan,
+        *,
+        lazy: bool = False,
+        loop: Loop | None = None,
+        on_round: Callable[[RoundResult], None] | None = None,
+        on_phase: Callable[[str], None] = lambda name: None,
+        on_bytes: Callable[[int, int], None] = lambda done, whole: None,
+        on_note: Callable[[str], None] = _LOG.warning,
+    ):
+        self.plan = plan = plan_of(job)
+        self._on_phase, self._on_bytes, self._on_note = on_phase, on_bytes, on_note
+        self._conductor = Conductor(
+            plan.job,
+            plan.files.tokenizer,
+            context=plan.files.target.spec.context,
+            eos_ids=plan.eos_ids,
+            stop_ids=plan.stop_ids,
+            limit=plan.limit,
+            tags=plan.tags,
+            on_round=on_round,
+            on_results=self._tell,
+        )
+        self._given = loop
+        self._models: Models | None = None
+        self._ready = False  # whether the conductor has a loop
+        self._news = threading.Condition()
+        self._asked = deque[Callable[[], None]]()  # for the thread, before its next round
+        self._listeners = list[Callable[[], None]]()  # async callers that wait for news
+        self._thread: threading.Thread | None = None
+        self._stopping = self._closed = False
+        self._error: BaseException | None = None
+        if not lazy:
+            self._load()
+            self._step(lambda: None)
+
+    def generate(
+        self, prompts: Prompts, *, n: int | None = None, sampling: Sampling | None = None
+    ) -> Results[Completion]:
+        """Draw samples of prompts; iterate over the results with `for` or `async for`.
+
+        A list is checked at the call, and its samples are drawn even while nobody iterates. Prompts
+        of another iterable are read by the iteration, as rows become free, so it may be endless.
+        Closing the results, or dropping them, cancels the samples that are left.
+
+        Args:
+            prompts: Texts, or mappings like the lines of a prompt file. Those without an id are
+                numbered, from 0 at each call.
+            n: Samples of each prompt. Default: the job's.
+            sampling: Its fields that are set replace the job's.
+
+        Raises:
+            UserError: A prompt or setting has a mistake, or the engine is closed.
+        """
+        return self._ask(prompts, n, sampling, streams=False)
+
+    def stream(
+        self, prompts: Prompts, *, n: int | None = None, sampling: Sampling | None = None
+    ) -> Results[Piece]:
+        """Draw samples of prompts, and get their text piece by piece, as it comes.
+
+        The arguments are those of `generate`; see Piece for what is held back.
+        """
+        return self._ask(prompts, n, sampling, streams=True)
+
+    def draw(
+        self,
+        prompts: Iterator[Prompt | None],
+        done: Container[tuple[str, int]] = (),
+        count: int | None = None,
+    ) -> Iterator[Completion]:
+        """Yield samples 0 to n - 1 of every prompt, except those in `done`, then close the engine.
+
+        The rounds run in the caller's thread, between two results, and the callbacks are called
+        there. Under maximal coupling the samples in `done` are drawn again but not yielded.
+
+        Args:
+            prompts, done, count: See Request.
+        """
+        assert self._thread is None
+        together = self.plan.draws_together
+        request = Request(self.plan.job, prompts, done, redraws=together, count=count)
+        try:
+            self._load()
+            self._conductor.add(request)
+            step = functools.partial(self._step, self._conductor.step)
+            for one in self._conductor.results(request, step):
+                if not together or (one.id, one.sample) not in done:
+                    yield one
+        finally:
+            self.close()
+
+    def alone(self, work: Callable[[Models, Loop], T]) -> T:
+        """Call a function with the models and the loop while no request is in progress.
+
+        It waits for the requests before it; those after it wait for it. It runs in the engine's
+        thread. Its exception is raised here.
+        """
+
+        def run() -> T:
+            assert self._models is not None
+            return work(self._models, self._conductor.loop)
+
+        call = Call(run)
+        self._add(call)
+        with self._news:
+            self._news.wait_for(lambda: call.done or self._stopping)
+        if call.error is not None:
+            raise call.error
+        if not call.done:
+            raise self._refusal()
+        value: T = call.value
+        return value
+
+    def close(self) -> None:
+        """End the requests in progress, and free the models. Their results raise UserError.
+
+        The round that is running ends first. Calling it again does nothing.
+        """
+        with self._news:
+            self._stopping = True
+        self._tell()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        if self._closed:
+            return
+        self._closed = True
+        if self._ready:
+            keep_learnt(self.plan.profile, self._conductor.loop.lengths)
+        if self._models is not None:
+            self._models.close()
+            self._models = None
+        self._conductor.stop()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _ask(
+        self, prompts: Prompts, n: int | None, sampling: Sampling | None, *, streams: bool
+    ) -> Results[Any]:
+        check_prompts_kind(prompts)
+        job = _job_of_call(self.plan, n, sampling)
+        prompts, source = first_prompts(prompts, job.limit), None
+        if isinstance(prompts, Sequence):
+            every, known = checked_list(prompts, job)
+            request = Request(job, iter(every), count=known.count, streams=streams)
+        else:
+            named = prompts_for(job, prompts)
+            source = Fed(named, -(-self.plan.rows // job.n), self._tell)
+            request = Request(job, source, streams=streams)
+        self._add(request)
+        return Results(self, request, source)
+
+    def _add(self, request: Request | Call) -> None:
+        """Add a request, for the thread."""
+        if self._thread is None:
+            self._load()
+            self._thread = threading.Thread(target=self._run, daemon=True, name="bass engine")
+            self._thread.start()
+        self._do(lambda: self._conductor.add(request))
+
+    def _load(self) -> None:
+        """Load the models, unless a loop was given."""
+        if self._models is None and self._given is None:
+            self._on_phase("loading the weights")
+            with self.plan.need.explained():
+                self._models = load_models(self.plan, self._on_bytes)
+
+    def _next(self, request: Request, source: Fed | None) -> Any | None:
+        """Return the next result of a request; None after the last one."""
         while True:
-            with plan.need.explained():
+            with self._news:
+                self._news.wait_for(lambda: self._has_news(request, source))
+            if (found := self._taken(request, source)) is not _LATER:
+                return found
+
+    async def _next_async(self, request: Request, source: Fed | None) -> Any | None:
+        """Do `next` without blocking the event loop."""
+        loop = asyncio.get_running_loop()
+        while True:
+            told = loop.create_future()
+
+            def tell(told: asyncio.Future[None] = told) -> None:
+                loop.call_soon_threadsafe(_set, told)
+
+            with self._news:
+                if not self._has_news(request, source):
+                    self._listeners.append(tell)
+                else:
+                    _set(told)
+            await told
+            if (found := self._taken(request, source)) is not _LATER:
+                return found
+
+    def _has_news(self, request: Request, source: Fed | None) -> bool:
+        """Whether `_taken` has something to do."""
+        asked = source is not None and source.wanted
+        return bool(request.results) or request.finished or self._stopping or asked
+
+    def _taken(self, request: Request, source: Fed | None) -> Any:
+        """Return the next result, None after the last one, or _LATER after reading a prompt."""
+        if source is not None and source.wanted and not request.finished:
+            source.read()
+            self._do(lambda: None)
+        if request.results and not request.cancelled:
+            return request.results.popleft()
+        if request.error is not None:
+            raise request.error
+        if request.finished:
+            return None
+        if self._stopping:
+            raise self._refusal()
+        return _LATER
+
+    def _cancel(self, request: Request) -> None:
+        """End a request."""
+        if not request.finished and not self._stopping:
+            request.cancelled = True
+            request.results.clear()
+            self._do(lambda: self._conductor.cancel(request))
+
+    def _do(self, work: Callable[[], None]) -> None:
+        """Let the thread do something before its next round."""
+        with self._news:
+            if self._stopping:
+                raise self._refusal()
+            self._asked.append(work)
+            self._news.notify_all()
+
+    def _refusal(self) -> Exception:
+        if self._error is None:
+            return UserError("the engine is closed; make a new one")
+        kind = type(self._error) if isinstance(self._error, UserError) else RuntimeError
+        return kind(f"the engine failed: {self._error}")
+
+    def _tell(self) -> None:
+        """Wake all callers that wait for results."""
+        with self._news:
+            listeners, self._listeners = self._listeners, []
+            self._news.notify_all()
+        for tell in listeners:
+            with contextlib.suppress(RuntimeError):  # the event loop is closed
+                tell()
+
+    def _run(self) -> None:
+        """Run rounds until the engine is closed."""
+        conductor = self._conductor
+        try:
+            while True:
+                with self._news:
+                    if conductor.idle or conductor.waits:
+                        self._news.wait_for(lambda: self._asked or self._stopping)
+                    if self._stopping:
+                        return
+                    asked, self._asked = self._asked, deque()
+                for work in asked:
+                    work()
+                if not conductor.idle:
+                    self._step(conductor.step)
+        except BaseException as error:  # raised for every caller
+            self._error = error
+            conductor.deliver()
+            with self._news:
+                self._stopping = True
+            self._tell()
+
+    def _step(self, step: Callable[[], None]) -> None:
+        """Run a round; with half the rows if memory runs out, as long as that is possible."""
+        while True:
+            with self.plan.need.explained():
                 try:
-                    conductor = _begun(conductor, plan, models, loop, count, on_round, on_phase)
-                    for one in _learning(conductor, prompts, done, plan):
-                        if not plan.draws_together or (one.id, one.sample) not in done:
-                            yield one
+                    self._prepare()
+                    step()
                     return
                 except Exception as error:
-                    if not is_refused_memory(error) or not _may_halve(plan, models, conductor):
+                    if not is_refused_memory(error) or not self._may_halve():
                         raise
-            if conductor is not None:
-                conductor.stop()
-            plan = halved(plan, on_note)
+            self._conductor.stop()
+            self._ready = False
+            self.plan = halved(self.plan, self._on_note)
+
+    def _prepare(self) -> None:
+        """Give the conductor a loop over the models."""
+        if not self._ready:
+            loop = self._given
+            if loop is None:
+                assert self._models is not None
+                loop = ready_loop(self.plan, self._models, self._on_phase)
+            self._on_phase(READING[self.plan.device.type])  # the first round ends this phase
+            self._conductor.resume(loop)
+            self._ready = True
+
+    def _may_halve(self) -> bool:
+        """Whether the work can go on with fewer rows and the same samples."""
+        shared = self.plan.job.speculation.coupling == "shared"
+        whole = self._models is not None and self._models.followers is None
+        return shared and self.plan.rows > 1 and whole and not self._conductor.reading
 
 
-def _may_halve(plan: Plan, models: Models | None, conductor: Conductor | None) -> bool:
-    """Whether the job can be restarted with fewer rows and the same samples."""
-    shared = plan.job.speculation.coupling == "shared"
-    whole = models is not None and models.followers is None
-    return shared and plan.rows > 1 and whole and not (conductor and conductor.reading)
+class Results(Generic[T]):
+    """The results of one request, in the order in which they come.
+
+    Iterate with `for`, in any thread, or with `async for`. After the last result an error is
+    raised if the request could not go on.
+    """
+
+    def __init__(self, engine: Engine, request: Request, source: Fed | None):
+        self._engine, self._request, self._source = engine, request, source
+
+    def __iter__(self) -> Results[T]:
+        return self
+
+    def __next__(self) -> T:
+        found: T | None = self._engine._next(self._request, self._source)
+        if found is None:
+            raise StopIteration
+        return found
+
+    def __aiter__(self) -> Results[T]:
+        return self
+
+    async def __anext__(self) -> T:
+        found: T | None = await self._engine._next_async(self._request, self._source)
+        if found is None:
+            raise StopAsyncIteration
+        return found
+
+    def close(self) -> None:
+        """Cancel the samples that are left."""
+        self._engine._cancel(self._request)
+
+    async def aclose(self) -> None:
+        """Cancel the samples that are left."""
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
 
 
-def _begun(
-    conductor: Conductor | None,
-    plan: Plan,
-    models: Models | None,
-    loop: Loop | None,
-    count: int | None,
-    on_round: Callable[[RoundResult], None] | None,
-    on_phase: Callable[[str], None],
-) -> Conductor:
-    """Give a conductor a loop: the given one, or a new one over `models`."""
-    used = loop if models is None else ready_loop(plan, models, on_phase)
-    assert used is not None
-    on_phase(READING[plan.device.type])  # the first round ends this phase
-    if conductor is not None:
-        conductor.resume(used)
-        return conductor
-    return Conductor(
-        plan.job,
-        plan.files.tokenizer,
-        used,
-        context=plan.files.target.spec.context,
-        eos_ids=plan.eos_ids,
-        stop_ids=plan.stop_ids,
-        count=count,
-        limit=plan.new_tokens,
-        tags=plan.tags,
-        on_round=on_round,
-    )
+def _set(told: asyncio.Future[None]) -> None:
+    if not told.done():  # it may be cancelled
+        told.set_result(None)
 
 
-def _learning(
-    conductor: Conductor,
-    prompts: Iterator[Prompt | None],
-    done: Container[tuple[str, int]],
-    plan: Plan,
-) -> Iterator[Completion]:
-    """Yield the samples of a loop; keep what its controller has learnt when it ends."""
+def _job_of_call(plan: Plan, n: int | None, sampling: Sampling | None) -> Job:
+    """Return the job with the settings of one call."""
+    own = dict[str, Any](plan.job)
+    if n is not None:
+        own["n"] = n
+    if sampling is not None:
+        if not isinstance(sampling, Sampling):
+            raise UserError(f"sampling: a Sampling is needed, not {shown(sampling)}")
+        given = {name: getattr(sampling, name) for name in sampling.model_fields_set}
+        own["sampling"] = plan.job.sampling.model_copy(update=given)
     try:
-        yield from conductor.run(prompts, done, redraws=plan.draws_together)
-    finally:
-        keep_learnt(plan.profile, conductor.loop.lengths)
+        job = Job.model_validate(own)
+    except ValidationError as error:
+        path, reason = first_fault(error)
+        raise UserError(f"`{'.'.join(path)}`: {reason}") from None
+    if (tokens := job.sampling.max_new_tokens) > plan.limit:
+        raise UserError(
+            f"`sampling.max_new_tokens`: {tokens} is more than the engine's batch has room for, "
+            f"which is the {plan.limit} of its job"
+        )
+    return job

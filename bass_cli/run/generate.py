@@ -6,18 +6,15 @@ io/results.py writes files.
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bass_cli.config.job import Job
-from bass_cli.errors import UserError
-from bass_cli.io.prompts import Checked, Prompt, check, prompts_for
+from bass_cli.io.prompts import Checked, Prompt, prompts_for
 from bass_cli.io.results import Completion
 from bass_cli.io.terminal import spell_record
-from bass_cli.reading import shown
-from bass_cli.system.threads import configure_threads
+from bass_cli.run.requests import check_prompts_kind, checked_list, first_prompts, plan_of
 
 if TYPE_CHECKING:
     from bass_cli.engine.contracts import RoundResult
@@ -69,60 +66,22 @@ def generate(
         UserError: The job or a prompt has a mistake.
         MachineError: The machine lacks memory, a device or a package.
     """
-    from bass_cli.run import engine as scheduler
+    from bass_cli.run.engine import Engine
 
-    _check_kind(prompts, job)
+    check_prompts_kind(prompts)
+    known = Checked(count, "", plain=False)
     if isinstance(job, Job):
-        prompts, plan, count = _planned(prompts, job, count)
-    else:
-        plan = job
-    return scheduler.generate(
+        prompts = first_prompts(prompts, job.limit)
+        if isinstance(prompts, Sequence):
+            prompts, known = checked_list(prompts, job)
+    plan = plan_of(job, known)
+    engine = Engine(
         plan,
-        prompts_for(plan.job, prompts),
-        done=done,
-        count=count,
+        lazy=True,
+        loop=loop,
         on_round=on_round,
         on_phase=on_phase,
         on_bytes=on_bytes,
         on_note=on_note,
-        loop=loop,
     )
-
-
-def _planned(
-    prompts: Iterable[Any], job: Job, count: int | None
-) -> tuple[Iterable[Any], Plan, int | None]:
-    """Check a list of prompts and plan the job; return prompts, plan and number of prompts."""
-    configure_threads(job.threads, _LOG.info)
-    prompts, known = _first(prompts, job.limit), Checked(count, "", plain=False)
-    if isinstance(prompts, Sequence):
-        prompts = list(prompts_for(job, prompts))
-        known = check(prompts, job=job)
-    return prompts, _plan_of(job, known), known.count
-
-
-def _check_kind(prompts: Any, job: Any) -> None:
-    """Raise UserError for a single prompt in place of a list, or for a job of another type."""
-    if not isinstance(getattr(job, "job", job), Job):
-        raise UserError(f"job: a Job or its plan is needed, not {shown(job)}")
-    if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
-        raise UserError(
-            f"prompts: a list of texts or mappings is needed, not {shown(prompts)}; put a single "
-            "prompt into a list"
-        )
-
-
-def _first(prompts: Iterable[Any], limit: int | None) -> Iterable[Any]:
-    """Take at most `limit` prompts; a list stays a list."""
-    if limit is None:
-        return prompts
-    return prompts[:limit] if isinstance(prompts, Sequence) else itertools.islice(prompts, limit)
-
-
-def _plan_of(job: Job, known: Checked) -> Plan:
-    from bass_cli.run.plan import make_plan
-
-    plan = make_plan(job, longest_prompt=known.longest, prompts=known.count, wanted=known.wanted)
-    for note in plan.notes:
-        _LOG.info(note)
-    return plan
+    return engine.draw(prompts_for(plan.job, prompts), done, known.count)

@@ -168,9 +168,14 @@ class Plan:
         return BlockLayout(max(self.rows * (self.kept + extra) // size, most), most, size, extra)
 
     @property
+    def limit(self) -> int:
+        """The most new tokens that the prompts' settings allow."""
+        return _limit(self.job, self.wanted)
+
+    @property
     def new_tokens(self) -> int:
         """The most new tokens of a sample."""
-        return min(_limit(self.job, self.wanted), self.files.target.spec.context - 1)
+        return min(self.limit, self.files.target.spec.context - 1)
 
     @property
     def longest(self) -> int:

@@ -7,12 +7,13 @@ rows that may have ended. engine/loop.py runs the rounds; files are written in i
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy
 
@@ -20,7 +21,7 @@ from bass_cli.config.job import Job
 from bass_cli.config.line import SettingError
 from bass_cli.engine.batch import Row
 from bass_cli.engine.clock import Forecast
-from bass_cli.engine.contracts import PendingWork, PromptLogprobs, RoundResult
+from bass_cli.engine.contracts import DraftLength, PendingWork, PromptLogprobs, RoundResult
 from bass_cli.engine.host_state import BROKEN, LENGTH, LIMIT, PROMPT, HostState
 from bass_cli.engine.loop import Loop
 from bass_cli.engine.sampling import RowSampling
@@ -32,6 +33,7 @@ from bass_cli.formats.tokenizer import Messages, Tokenizer
 from bass_cli.io.prompts import SYSTEM_ROLES, Prompt
 from bass_cli.io.results import Completion, paired, reported, rounded
 from bass_cli.models.prefill import PASS
+from bass_cli.run.requests import Call, Piece, Request, VisibleText
 from bass_cli.run.sampling import report_of, row_sampling
 
 
@@ -54,6 +56,8 @@ class Task:
         live: The number of samples that have a row.
         started: Whether one of them has had a round.
         scores: The log-probabilities of its tokens, once sample 0 has ended, if they are wanted.
+        request: The request that it belongs to.
+        key: Its key in the loop.
     """
 
     prompt: Prompt
@@ -70,7 +74,15 @@ class Task:
     thinking: Thinking | None = None
     live: int = 0
     started: bool = False
+    request: Request | None = None
+    key: str = ""
     scores: PromptLogprobs | None = None
+
+    @property
+    def owner(self) -> Request:
+        """The request that it belongs to."""
+        assert self.request is not None
+        return self.request
 
     @property
     def prompt_logprobs(self) -> int | None:
@@ -88,10 +100,16 @@ class Task:
 
     def row(self, sample: int) -> Row:
         """Make a row for one of its samples."""
-        sampling = self.job.sampling
-        report = report_of(sampling)
+        seed, report = self.job.sampling.seed, report_of(self.job.sampling)
         return Row(
-            self.prompt.id, sample, sampling.seed, self.tokens, self.limit, self.sampling, report
+            self.key or self.prompt.id,
+            sample,
+            seed,
+            self.tokens,
+            self.limit,
+            self.sampling,
+            report,
+            noise_id=self.prompt.id,
         )
 
 
@@ -318,6 +336,7 @@ class Sample:
 
     Args:
         thinking: Its thinking part; None if it is not looked for.
+        visible: Its text that was shown; None if its request wants whole samples.
         seen: The number of generated tokens already checked for ends.
         searched: The number of generated tokens that the stop detector has passed.
     """
@@ -327,8 +346,20 @@ class Sample:
     rule: EndRule
     stops: StopDetector | None
     thinking: Thinking | None = None
+    visible: VisibleText | None = None
     seen: int = 0
     searched: int = 0
+
+    def new_text(self) -> str:
+        """Return its text that may be shown and is new."""
+        assert self.visible is not None
+        if self.row.generated == self.visible.tokens:
+            return ""
+        tokens = self.row.generated_tokens
+        self.visible.tokens = len(tokens)
+        ending = Ending("length")
+        so_far = FinishedSample(self.task, 0, self.row, ending, 0.0, self.thinking)
+        return self.visible.new(so_far.parts(list(tokens))[0])
 
     def check_end(self) -> Ending | None:
         """Truncate a finished row to its sample and return the ending; None if it has not ended.
@@ -391,6 +422,7 @@ class FinishedSample(NamedTuple):
     """A finished sample before its Completion is made.
 
     `row` is None if it has no tokens; `now` is when it ended, in seconds of the loop's clock.
+    `shown` characters of its text were shown before.
     """
 
     task: Task
@@ -399,8 +431,9 @@ class FinishedSample(NamedTuple):
     ending: Ending
     now: float
     thinking: Thinking | None = None
+    shown: int = 0
 
-    def _parts(self, tokens: list[int]) -> tuple[str, str | None, int]:
+    def parts(self, tokens: list[int]) -> tuple[str, str | None, int]:
         """Return the text, the thinking part, and the number of its tokens (see Thinking.end)."""
         thinking, task = self.thinking, self.task
         if thinking is not None:
@@ -433,7 +466,7 @@ class FinishedSample(NamedTuple):
         sampling, ids = task.job.sampling, task.job.token_ids
         top, scored = sampling.logprobs, task.scores if self.sample == 0 else None
         tokens, scores = ([], []) if row is None else (row.generated_tokens, row.log_probabilities)
-        text, reasoning, thought = self._parts(list(tokens))
+        text, reasoning, thought = self.parts(list(tokens))
         answer = scores[thought:]
         total = math.fsum(answer)
         entries = _NO_ENTRIES if row is None else row.entries()
@@ -466,24 +499,28 @@ class FinishedSample(NamedTuple):
 
 
 class Conductor:
-    """Runs one job: it admits prompts to the rows of a loop and takes finished rows.
+    """Admits prompts of requests to the rows of a loop, and takes finished rows.
 
-    After a failure, `stop` and `resume` let the job continue on another loop.
+    Requests share the batch, and their prompts are taken in turn. Under maximal coupling samples
+    depend on the rows beside them, so there one request runs at a time, each with a fresh
+    controller. After a failure, `stop` and `resume` let the work continue on another loop.
 
     Args:
+        loop: An empty loop; None if `resume` gives it.
         context: The target's context, in tokens.
         eos_ids: The model's end-of-sequence ids.
         stop_ids: Other ids that end the job's samples (`ending_ids`).
-        count: The number of prompts, from which the end of the job is predicted; None if unknown.
+        count: See `run`.
         limit, tags: See RequestReader.
         on_round: Called after every round; `capacity` of its result is the rows of the batch.
+        on_results: Called when requests have got results or ended.
     """
 
     def __init__(
         self,
         job: Job,
         tokenizer: Tokenizer,
-        loop: Loop,
+        loop: Loop | None = None,
         *,
         context: int,
         eos_ids: Collection[int],
@@ -492,20 +529,24 @@ class Conductor:
         limit: int | None = None,
         tags: Tags | None = None,
         on_round: Callable[[RoundResult], None] | None = None,
+        on_results: Callable[[], None] | None = None,
     ):
-        self._job, self.loop, self._on_round = job, loop, on_round
-        self._reader = RequestReader(job, tokenizer, context=context, limit=limit, tags=tags)
-        self._tokenizer, self._eos = tokenizer, eos_ids
+        self._job, self._on_round, self._count = job, on_round, count
+        self._on_results = on_results
+        self._limit = job.sampling.max_new_tokens if limit is None else limit
+        self._tokenizer, self._eos, self._context = tokenizer, eos_ids, context
+        self._tags = tags
         rule = EndRule(eos_ids, job.sampling.stop, stop_ids)
         self._rules = {_stops_of(job): rule}  # by what ends a sample
-        self._limit = job.sampling.max_new_tokens if limit is None else limit
-        self._usual = 1 if job.draws_one else job.n  # samples of a prompt that are drawn
         # With a budget, prompts run one at a time unless a batch size is given. Under maximal
         # coupling they always do, each with a fresh controller. Otherwise the clock would change
         # the draft lengths of later prompts, and with them their samples.
-        maximal = job.speculation.coupling == "maximal"
-        self._alone = job.budget is not None and (job.batch_size == "auto" or maximal)
-        self._fresh = copy.deepcopy(loop.lengths) if job.budget is not None and maximal else None
+        self._maximal = job.speculation.coupling == "maximal"
+        self._alone = job.budget is not None and (job.batch_size == "auto" or self._maximal)
+        self._fresh: DraftLength | None = None  # a controller that has learnt nothing
+        self._used = False  # whether the controller may have learnt something
+        self._arrivals = deque[Request | Call]()  # not admitted yet
+        self._requests = dict[Request, RequestReader]()  # admitted, and not finished
         self._tasks: dict[Task, None] = {}  # in progress, oldest first
         self._stopped = deque[Task]()  # in progress when the loop was left
         self.reading = False  # a prompt is being read, and an error would lose it
@@ -514,9 +555,11 @@ class Conductor:
         self._crowded = False  # a row was preempted, and none has ended since
         self._live: dict[Row, Sample] = {}
         self._ended_rows: list[int] = []  # indices of ended rows that are still in the batch
-        self._finished_queue = deque[FinishedSample | Completion]()  # finished, but not yielded yet
-        self._forecast = Forecast(None if count is None else count * self._usual)
-        self._ended, self._redraws = False, False
+        # finished, and not delivered yet
+        self._finished_queue = deque[FinishedSample | tuple[Request, Completion]]()
+        self._forecast = Forecast(0)
+        if loop is not None:
+            self.resume(loop)
 
     def run(
         self,
@@ -527,36 +570,137 @@ class Conductor:
     ) -> Iterator[Completion]:
         """Yield every sample that is not in `done`, in the order in which they end.
 
-        Prompts are taken as rows become free. A None among them means that no prompt is ready;
-        the next one is read after the next round. A prompt that cannot be run yields a Completion
-        with finish_reason "error". Completions are made, and written by the caller, while the
-        device runs the next round. An exception or interruption is raised after the finished
-        samples. At temperature 0 one sample of a prompt is drawn, and the others are copies.
+        Completions are taken by the caller while the device runs the next round. An exception or
+        interruption is raised after the finished samples. After `stop` and `resume`, a second call
+        with the same prompts continues.
 
-        `redraws`: Samples depend on each other, so those in `done` are drawn again and yielded.
-        With a budget, where prompts are independent, those of complete prompts are not.
+        Args:
+            prompts, done, redraws: See Request.
         """
-        self._redraws = redraws
+        admitted = (one for one in self._requests if one.prompts is prompts)
+        request = next(admitted, None)
+        if request is None:
+            request = Request(self._job, prompts, done, redraws=redraws, count=self._count)
+            self.add(request)
         try:
-            while not self._ended or self._stopped or self._queue or self._live:
-                self._swap_rows()  # before new prompts, to free the space of finished ones
-                self._take(prompts, done)
-                self._swap_rows()
-                self._expire()
-                self._grow()
-                if self._live:
-                    self.loop.launch(self._soonest(), pending_work=self._pending_work())
-                yield from self._finished()
-                if self._live:
-                    self._round()
-                    self._collect()
-            self._swap_rows()
+            yield from self.results(request, self.step)
         except GeneratorExit:
+            self.cancel(request)
             raise
-        except BaseException:
-            yield from self._finished()
-            raise
-        yield from self._finished()
+
+    def results(self, request: Request, step: Callable[[], None]) -> Iterator[Any]:
+        """Yield the results of an added request; call `step` while there are none.
+
+        An exception or interruption is raised after the results that are there.
+        """
+        failed: BaseException | None = None
+        while True:
+            while request.results:
+                yield request.results.popleft()
+            if failed is not None:
+                raise failed
+            if request.finished:
+                break
+            try:
+                step()
+            except BaseException as error:
+                self.deliver()
+                failed = error
+        if request.error is not None:
+            raise request.error
+
+    def add(self, request: Request | Call) -> None:
+        """Let a request begin as soon as it can share the batch, or call a function as soon as no
+        request is in progress. Later ones do not overtake it."""
+        self._arrivals.append(request)
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return not (self._requests or self._arrivals or self._ended_rows)
+
+    @property
+    def waits(self) -> bool:
+        """Whether nothing can be done before a request has a prompt that is ready."""
+        asked = (one for one in self._requests if not one.ended)
+        return not self._tasks and not self._stopped and not self._ended_rows and any(asked)
+
+    def step(self) -> None:
+        """Finish the round that was launched, and launch the next one.
+
+        What has finished is delivered to the requests while the device runs the next round.
+        """
+        if self._live:
+            self._round()
+            self._collect()
+        self._admit()
+        self._swap_rows()  # before new prompts, to free the space of finished ones
+        self._take()
+        self._swap_rows()
+        self._expire()
+        self._grow()
+        if self._live:
+            self.loop.launch(self._soonest(), pending_work=self._pending_work())
+        self.deliver()
+
+    def cancel(self, request: Request) -> None:
+        """End a request. Its rows leave the batch; those of others are not changed."""
+        request.cancelled = True
+        if request in self._arrivals:
+            self._arrivals.remove(request)
+        self._drop(request)
+
+    def _drop(self, request: Request) -> None:
+        """Forget a request, with its samples in progress."""
+        for row, sample in list(self._live.items()):
+            if sample.task.owner is request:
+                self._ended_rows.append(row.place)
+                del self._live[row]
+                sample.task.live -= 1
+        for task in [task for task in self._tasks if task.owner is request]:
+            if task in self._queue:
+                self._queue.remove(task)
+                self._waiting -= len(task.waiting)
+            task.waiting.clear()
+            self._forget(task)
+        self._stopped = deque(task for task in self._stopped if task.owner is not request)
+        self._requests.pop(request, None)
+        if not self._requests and self._ended_rows:
+            self._swap_rows()
+
+    def _admit(self) -> None:
+        """Admit requests that can share the batch, and make calls that need it alone."""
+        while self._arrivals and not self._requests:
+            first = self._arrivals[0]
+            if isinstance(first, Request):
+                self._begin_request(first)
+            else:
+                first.run()
+                self._tell()
+            self._arrivals.popleft()
+        while self._arrivals and not self._maximal:
+            following = self._arrivals[0]
+            if isinstance(following, Call):
+                return
+            self._begin_request(following)
+            self._arrivals.popleft()
+
+    def _begin_request(self, request: Request) -> None:
+        if not self._requests:
+            self._forecast = Forecast(0)
+            if self._maximal and self._used:
+                self._restart()
+        self._used = True
+        usual = 1 if request.job.draws_one else request.job.n
+        self._forecast.expect(None if request.count is None else request.count * usual)
+        self._requests[request] = RequestReader(
+            request.job, self._tokenizer, context=self._context, limit=self._limit, tags=self._tags
+        )
+
+    def _restart(self) -> None:
+        """Use a controller that has learnt nothing, and forget what the drafter has learnt."""
+        assert self._fresh is not None
+        self.loop.restart(copy.deepcopy(self._fresh))
 
     def stop(self) -> None:
         """Leave the loop, which may hold much memory. Samples in progress will be drawn again."""
@@ -574,61 +718,78 @@ class Conductor:
     def resume(self, loop: Loop) -> None:
         """Continue on an empty loop. Prompts in progress are opened again, with new clocks."""
         self.loop = loop
+        if self._maximal and self._fresh is None:
+            self._fresh = copy.deepcopy(loop.lengths)
 
-    def _take(self, prompts: Iterator[Prompt | None], done: Container[tuple[str, int]]) -> None:
+    def _take(self) -> None:
         """Open prompts for free rows.
 
         Without a budget, further prompts that fit into the same prefill pass are opened early, up
         to twice the batch.
         """
         tokens, last, most = 0, 0, PASS if self._job.budget is None else 0
-        while (self._stopped or not self._ended) and self._wants_prompt(
-            more=0 < tokens <= most - last
-        ):
+        asked = deque(one for one in self._requests if not one.ended)
+        while (self._stopped or asked) and self._wants_prompt(more=0 < tokens <= most - last):
             if self._stopped:
                 task = self._stopped.popleft()
                 task.restart(self.loop.clock.now())
                 last = self._open(task)
             else:
-                self.reading = True
-                prompt, self._ended = next(((one, False) for one in prompts), (None, True))
-                last = 0 if prompt is None else self._begin(prompt, done)
-                self.reading = False
+                request = asked.popleft()  # in turn
+                prompt = self._next_prompt(request)
                 if prompt is None:
-                    return
+                    continue
+                asked.append(request)
+                last = self._begin(request, prompt)
+                self.reading = False
             tokens += last
+
+    def _next_prompt(self, request: Request) -> Prompt | None:
+        """Return the next prompt of a request; None if none is ready, or after the last one."""
+        self.reading = True
+        try:
+            for prompt in request.prompts:
+                return prompt
+            request.ended = True
+        except Exception as error:  # of the caller's iterator
+            self.deliver()
+            request.error = error
+            self._drop(request)
+        self.reading = False
+        return None
 
     def _wants_prompt(self, *, more: bool) -> bool:
         room = self._room() + (self.loop.batch.capacity if more else 0)
         return self._waiting < room and not (self._alone and self._tasks)
 
-    def _begin(self, prompt: Prompt, done: Container[tuple[str, int]]) -> int:
+    def _begin(self, request: Request, prompt: Prompt) -> int:
         """Tokenise and open a prompt; return its number of tokens, 0 if it cannot be run."""
-        job = self._job
+        job, reader = request.job, self._requests[request]
+        usual = 1 if job.draws_one else job.n
         try:
-            job = self._reader.job_of(prompt)
-            waiting = self._waiting_of(prompt, job, done)
-            drawn = 1 if job.draws_one else job.n
-            self._forecast.begin(drawn, expected=self._usual)
+            job = reader.job_of(prompt)
+            waiting = _waiting_of(request, prompt, job)
+            self._forecast.begin(1 if job.draws_one else job.n, expected=usual)
             if not waiting:
                 return 0
             now, copies = self.loop.clock.now(), job.draws_one
-            task = self._reader.take(prompt, waiting, now=now, copies=copies)
+            task = reader.take(prompt, waiting, now=now, copies=copies)
             self._rule_of(job)
             self._matcher_of(job)
         except UserError as error:
             seed = job.sampling.seed
             failed = Completion.failed(prompt.id, str(error), seed=seed, meta=prompt.meta)
-            self._finished_queue.append(failed)
+            self._finished_queue.append((request, failed))
             return 0
+        task.request, task.key = request, self._key_of(prompt.id)
+        request.left += 1
         return self._open(task)
 
-    def _waiting_of(self, prompt: Prompt, job: Job, done: Container[tuple[str, int]]) -> list[int]:
-        """Return the numbers of a prompt's samples that are drawn."""
-        missing = [sample for sample in range(job.n) if (prompt.id, sample) not in done]
-        if self._redraws and (missing or job.budget is None):
-            return list(range(job.n))
-        return missing
+    def _key_of(self, id_: str) -> str:
+        """Return a key for a prompt in the loop; two requests may have the same id."""
+        open_ = {task.key for task in (*self._tasks, *self._stopped)}
+        keys = (f"{id_}\0{number}" for number in itertools.count())
+        return id_ if id_ not in open_ else next(key for key in keys if key not in open_)
 
     def _rule_of(self, job: Job) -> EndRule:
         """Return what ends the samples of a job. UserError if a stop cannot occur."""
@@ -645,10 +806,10 @@ class Conductor:
         """Open a prompt, and let its samples wait for rows; return its number of tokens."""
         self._tasks[task] = None  # an error of Loop.open loses no prompt
         self.reading = False
-        if self._fresh is not None:
-            self.loop.restart(copy.deepcopy(self._fresh))
+        if self._maximal and self._job.budget is not None:
+            self._restart()
         if self.loop.open(
-            task.prompt.id,
+            task.key,
             task.tokens,
             task.reference,
             deadline=task.deadline,
@@ -657,8 +818,10 @@ class Conductor:
             self._queue.append(task)
             self._waiting += len(task.waiting)
         else:
-            del self._tasks[task]
             self._leave_out(task)
+            task.waiting.clear()
+            del self._tasks[task]
+            task.owner.left -= 1
         return len(task.tokens)
 
     def _swap_rows(self) -> None:
@@ -708,15 +871,21 @@ class Conductor:
         thinking = None
         if task.thinking is not None and task.job.thinking != "keep":
             thinking = task.thinking.copy()
-        self._live[row] = Sample(task, row, rule, rule.detector(task.text), thinking)
+        copied = task.copies is not None and 0 not in task.copies
+        visible = None
+        if task.owner.streams and not copied:
+            begin = () if thinking is None or self._tags is None else (self._tags.begin,)
+            visible = VisibleText((*task.job.sampling.stop, *begin))
+        self._live[row] = Sample(task, row, rule, rule.detector(task.text), thinking, visible)
         task.live += 1
         return row
 
     def _pending_work(self) -> PendingWork:
         waiting, typical = self._waiting, math.inf
-        if self._fresh is None:
+        if not self._maximal or self._job.budget is None:
+            ended = not self._arrivals and all(one.ended for one in self._requests)
             typical = self._forecast.length(float(self.loop.batch.generated().mean()))
-            waiting = self._forecast.waiting(waiting, ended=self._ended)
+            waiting = self._forecast.waiting(waiting, ended=ended)
         return PendingWork(waiting * min(typical, self._limit), typical)
 
     def _round(self) -> None:
@@ -772,9 +941,9 @@ class Conductor:
         if self.loop.batch.masked:
             places += [row.place for row in hosts if row.matcher and row.matcher.fault]
         for place in dict.fromkeys(places):
-            sample = self._live[hosts[place]]
-            ending = sample.check_end()
-            if ending is not None:
+            sample = self._live.get(hosts[place])  # None if its request was cancelled
+            ending = None if sample is None else sample.check_end()
+            if sample is not None and ending is not None:
                 self._end(sample, ending)
 
     def _end(self, sample: Sample, ending: Ending) -> None:
@@ -786,10 +955,11 @@ class Conductor:
         del self._live[row]
         task.live -= 1
         if row.sample == 0 and task.job.sampling.prompt_logprobs is not None:
-            task.scores = self.loop.target.prompt_logprobs(task.prompt.id)
+            task.scores = self.loop.target.prompt_logprobs(task.key)
         self._forget(task)
         now = self.loop.clock.now()
-        done = FinishedSample(task, row.sample, row, ending, now, sample.thinking)
+        shown = 0 if sample.visible is None else sample.visible.shown
+        done = FinishedSample(task, row.sample, row, ending, now, sample.thinking, shown)
         self._finished_queue.append(done)
 
     def _leave_out(self, task: Task) -> None:
@@ -803,17 +973,55 @@ class Conductor:
         """Close a prompt if all its samples are finished."""
         if not task.waiting and not task.live and task in self._tasks:
             del self._tasks[task]
-            self.loop.close(task.prompt.id)
+            task.owner.left -= 1
+            self.loop.close(task.key)
 
-    def _finished(self) -> Iterator[Completion]:
-        """Yield the finished samples, in the order in which they ended."""
-        queue = self._finished_queue
+    def deliver(self) -> None:
+        """Hand finished samples, in the order in which they ended, and new text to the requests."""
+        queue, news = self._finished_queue, False
         while queue:
             one = queue[0]  # an interruption before popleft loses nothing
-            if isinstance(one, FinishedSample):
-                made = one.completions()
-                queue[0] = made[-1]
-                queue.extendleft(reversed(made[:-1]))
-            else:
-                queue.popleft()
-                yield one
+            request = one.task.owner if isinstance(one, FinishedSample) else one[0]
+            if not request.cancelled:
+                request.results += _results_of(one, request)
+                news = True
+            queue.popleft()
+        for sample in self._live.values():
+            if sample.visible is not None and (text := sample.new_text()):
+                task = sample.task
+                task.owner.results.append(Piece(task.prompt.id, sample.row.sample, text))
+                news = True
+        for request in [one for one in self._requests if one.ended and not one.left]:
+            request.over = news = True
+            del self._requests[request]
+        if news:
+            self._tell()
+
+    def _tell(self) -> None:
+        if self._on_results is not None:
+            self._on_results()
+
+
+def _waiting_of(request: Request, prompt: Prompt, job: Job) -> list[int]:
+    """Return the numbers of a prompt's samples that are drawn."""
+    missing = [sample for sample in range(job.n) if (prompt.id, sample) not in request.done]
+    if request.redraws and (missing or job.budget is None):
+        return list(range(job.n))
+    return missing
+
+
+def _results_of(
+    one: FinishedSample | tuple[Request, Completion], request: Request
+) -> list[Completion] | list[Piece]:
+    """Return what a request gets when a sample is finished."""
+    shown, finished = 0, list[Completion]()
+    if isinstance(one, FinishedSample):
+        shown, finished = one.shown, one.completions()
+    else:
+        finished = [one[1]]
+    if not request.streams:
+        return finished
+    return [
+        Piece(done.id, done.sample, done.text[0 if done.copy_of is not None else shown :], done)
+        for done in finished
+    ]

@@ -389,9 +389,9 @@ def test_version_and_wrong_commands(cli: Any) -> None:
 
 @pytest.mark.parametrize("after", [1, 4])
 def test_summary_does_not_name_an_output_file_that_was_removed(
-    cli: Any, tmp_path: Path, after: int
+    cli: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, after: int
 ) -> None:
-    drawn = sys.modules["bass_cli.run.engine"].generate
+    drawn = sys.modules["bass_cli.run.engine"].Engine.draw
 
     def generate(*arguments: Any, **named: Any) -> Any:
         for number, completion in enumerate(drawn(*arguments, **named)):
@@ -401,7 +401,7 @@ def test_summary_does_not_name_an_output_file_that_was_removed(
         if after == 4:
             (tmp_path / "o.jsonl").unlink()
 
-    sys.modules["bass_cli.run.engine"].generate = generate  # type: ignore[attr-defined]
+    monkeypatch.setattr(sys.modules["bass_cli.run.engine"].Engine, "draw", generate)
     result = cli("generate", "p.jsonl", "--n", "2", "--out", "o.jsonl")
     assert result.exit_code == 3
     assert "samples (" not in result.stderr

@@ -75,9 +75,20 @@ def run_stand_in(
             )
 
 
+class Engine:
+    """Draws with the stand-in."""
+
+    def __init__(self, plan: Any, **named: Any):
+        named.pop("lazy")
+        self._plan, self._named = plan, named
+
+    def draw(self, prompts: Iterator[Any], done: Any, count: Any) -> Iterator[Completion]:
+        return run_stand_in(self._plan, prompts, done=done, count=count, **self._named)
+
+
 def install() -> None:
     """Put the stand-in where cli/commands.py looks for plan and run."""
     plan, run = types.ModuleType("bass_cli.run.plan"), types.ModuleType("bass_cli.run.engine")
-    plan.make_plan, run.generate = make_plan, run_stand_in  # type: ignore[attr-defined]
+    plan.make_plan, run.Engine = make_plan, Engine  # type: ignore[attr-defined]
     sys.modules |= {"bass_cli.run.plan": plan, "bass_cli.run.engine": run}
     bass_cli.run.plan, bass_cli.run.engine = plan, run  # type: ignore[attr-defined]

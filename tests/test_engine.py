@@ -1,0 +1,297 @@
+"""Test the resident engine: its samples equal those of `generate`, whatever else runs; requests
+share the batch, are cancelled, fail and stream on their own."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import write_checkpoint, write_tokenizer
+
+from bass_cli import Completion, Engine, Job, Pair, Sampling, Speculation, UserError, generate
+
+WORDS = ("the cat", "a dog sat", "it ran")
+SECONDS = 60  # the most that a test waits
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_checkpoint("llama", folder, seed=0, shards=False, num_hidden_layers=2)
+    write_tokenizer(folder)
+    return folder
+
+
+def job(model: Path, **changes: Any) -> Job:
+    sampling = Sampling(seed=3, max_new_tokens=12, temperature=1.0)
+    given = {"n": 3, "device": "cpu", "threads": 1, "sampling": sampling, "token_ids": True}
+    pair = Pair(name="tiny", target=str(model), draft="lookup")
+    return Job(**{"pair": pair} | given | changes)
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path) -> Iterator[Engine]:
+    with Engine(job(model, batch_size=4)) as found:
+        yield found
+
+
+def by_key(found: Any) -> dict[Any, Any]:
+    listed = list(found)
+    keyed = {(one.id, one.sample): (one.token_ids, one.text, one.finish_reason) for one in listed}
+    assert len(keyed) == len(listed)
+    return keyed
+
+
+def test_calls_equal_generate_again_and_again(engine: Engine, model: Path) -> None:
+    wanted = by_key(generate(list(WORDS), job(model)))
+    for _ in range(2):
+        assert by_key(engine.generate(list(WORDS))) == wanted
+    assert by_key(engine.generate(iter(WORDS))) == wanted
+    own = Sampling(temperature=0.5, stop=["a"])
+    cold = job(
+        model, sampling=Sampling(**dict(job(model).sampling) | {"temperature": 0.5, "stop": ["a"]})
+    )
+    assert by_key(engine.generate(WORDS[:2], n=2, sampling=own)) == by_key(
+        generate(WORDS[:2], cold.model_copy(update={"n": 2}))
+    )
+    lines = [{"id": "a", "prompt": "the cat", "n": 2}, {"prompt": "a dog", "temperature": 0}]
+    assert by_key(engine.generate(lines)) == by_key(generate(lines, job(model)))
+
+
+def test_second_call_starts_at_once(engine: Engine) -> None:
+    def seconds() -> float:
+        began = time.perf_counter()
+        next(engine.stream(["the cat"], n=1, sampling=Sampling(max_new_tokens=12)))
+        return time.perf_counter() - began
+
+    seconds()
+    assert min(seconds() for _ in range(3)) < 0.5
+
+
+def test_requests_with_the_same_ids_share_the_batch(engine: Engine, model: Path) -> None:
+    """One of them is added while the others run; the order of results is mixed."""
+    seeds = (1, 2, 3)
+    alone = [by_key(engine.generate(WORDS, sampling=Sampling(seed=seed))) for seed in seeds]
+    calls = [engine.generate(WORDS, sampling=Sampling(seed=seed)) for seed in seeds[:2]]
+    found: list[list[Completion]] = [[next(call)] for call in calls]
+    calls.append(engine.generate(WORDS, sampling=Sampling(seed=seeds[2])))
+    found.append([])
+    for results in itertools.zip_longest(*calls):
+        for one, result in zip(found, results, strict=True):
+            one += [] if result is None else [result]
+    assert [by_key(one) for one in found] == alone
+
+
+def test_callers_in_several_threads_get_their_own_samples(engine: Engine) -> None:
+    alone = by_key(engine.generate(WORDS))
+    found: list[Any] = []
+
+    def call() -> None:
+        found.append(by_key(engine.generate(iter(WORDS))))
+
+    threads = [threading.Thread(target=call) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+    assert found == [alone] * 3
+
+
+def settle(engine: Engine) -> None:
+    """Wait until no request is in progress; then all rows must be free."""
+    assert engine.alone(lambda models, loop: len(loop.batch)) == 0
+
+
+@pytest.mark.parametrize("how", ["close", "drop", "break"])
+def test_closed_results_free_their_rows_and_leave_others_unchanged(
+    engine: Engine, how: str
+) -> None:
+    alone = by_key(engine.generate(WORDS))
+    endless = engine.generate((f"the cat {number}" for number in itertools.count()), n=4)
+    other = engine.generate(WORDS)
+    assert next(endless).id in "0123456789"
+    found = [next(other)]
+    if how == "close":
+        endless.close()
+        assert next(endless, None) is None
+    elif how == "drop":
+        del endless
+    else:
+        for _ in endless:
+            break
+        del endless
+    assert by_key([*found, *other]) == alone
+    settle(engine)
+
+
+def test_an_error_in_one_request_leaves_the_others_alone(engine: Engine) -> None:
+    def broken() -> Iterator[str]:
+        yield "the cat"
+        raise OSError("no more prompts")
+
+    alone = by_key(engine.generate(WORDS))
+    bad, good = engine.generate(broken()), engine.generate(WORDS)
+    with pytest.raises(OSError, match="no more prompts"):
+        list(bad)
+    assert by_key(good) == alone
+    failed = list(engine.generate(["cat " * 5000, "the cat"]))
+    assert [one.id for one in failed if one.error] == ["0"]
+    assert len(failed) == 4
+    with pytest.raises(UserError, match=r"prompts\[1\]: field .prompt.: it is empty"):
+        engine.generate(["a", ""])
+    settle(engine)
+
+
+def test_results_are_also_asynchronous(engine: Engine) -> None:
+    alone = by_key(engine.generate(WORDS))
+
+    async def drawn(given: Any) -> list[Completion]:
+        return [one async for one in engine.generate(given)]
+
+    async def cancelled() -> int:
+        async for one in engine.generate(f"cat {number}" for number in itertools.count()):
+            return one.tokens
+        raise AssertionError
+
+    async def together() -> Any:
+        return await asyncio.gather(drawn(WORDS), drawn(iter(WORDS)), cancelled())
+
+    first, second, tokens = asyncio.run(together())
+    assert by_key(first) == by_key(second) == alone
+    assert tokens > 0
+    settle(engine)
+
+
+@pytest.mark.parametrize("stop", [(), ("t", "he "), ("é",)])
+def test_streamed_pieces_join_to_the_text(engine: Engine, stop: tuple[str, ...]) -> None:
+    sampling = Sampling(temperature=1.5, stop=list(stop))
+    wanted = by_key(engine.generate(WORDS, sampling=sampling))
+    texts: dict[Any, str] = {}
+    ended: dict[Any, Completion] = {}
+    count = 0
+    for piece in engine.stream(WORDS, sampling=sampling):
+        key, count = (piece.id, piece.sample), count + 1
+        assert key not in ended
+        texts[key] = texts.get(key, "") + piece.text
+        if piece.completion is not None:
+            ended[key] = piece.completion
+    assert by_key(ended.values()) == wanted
+    assert texts == {key: text for key, (_, text, _) in wanted.items()}
+    assert count > (2 if stop else 4) * len(wanted)
+    assert not any(stop_ in text for text in texts.values() for stop_ in stop)
+
+
+def test_greedy_samples_stream_as_one_and_copies(engine: Engine) -> None:
+    found = list(engine.stream(["the cat"], n=3, sampling=Sampling(temperature=0)))
+    joined = {n: "".join(one.text for one in found if one.sample == n) for n in range(3)}
+    assert len(set(joined.values())) == 1
+    assert [one.completion.copy_of for one in found if one.completion] == [None, 0, 0]
+
+
+def test_settings_beyond_the_engine_are_refused_at_the_call(engine: Engine) -> None:
+    with pytest.raises(UserError, match=r"`sampling\.max_new_tokens`: 13 is more than"):
+        engine.generate(["a"], sampling=Sampling(max_new_tokens=13))
+    with pytest.raises(UserError, match="`n`"):
+        engine.generate(["a"], n=0)
+    with pytest.raises(UserError, match="put a single prompt into a list"):
+        engine.generate("a")
+    with pytest.raises(UserError, match="a Sampling is needed"):
+        engine.generate(["a"], sampling={"seed": 1})  # type: ignore[arg-type]
+
+
+def test_a_closed_engine_says_so(model: Path) -> None:
+    engine = Engine(job(model))
+    endless = engine.generate(f"cat {number}" for number in itertools.count())
+    next(endless)
+    engine.close()
+    engine.close()
+    with pytest.raises(UserError, match="the engine is closed"):
+        list(endless)
+    with pytest.raises(UserError, match="the engine is closed"):
+        engine.generate(["a"])
+    with pytest.raises(UserError, match="the engine is closed"):
+        engine.alone(lambda models, loop: None)
+
+
+def test_functions_run_between_requests(engine: Engine) -> None:
+    """A request behind a call begins after it."""
+    order: list[str] = []
+    first = engine.generate(WORDS)
+    threading.Thread(target=lambda: engine.alone(lambda *_: order.append("call"))).start()
+    assert len(by_key(first)) == 9
+    settle(engine)
+    assert order == ["call"]
+
+    def fail(models: Any, loop: Any) -> None:
+        raise ValueError("in the call")
+
+    with pytest.raises(ValueError, match="in the call"):
+        engine.alone(fail)
+    assert len(list(engine.generate(["a"]))) == 3
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+def test_requests_run_one_at_a_time_under_maximal_coupling(
+    model: Path, tmp_path: Path, temperature: float
+) -> None:
+    """Then each request's samples are those of a job of its own, whatever was drawn before."""
+    write_checkpoint("llama", tmp_path, seed=1, shards=False, num_hidden_layers=1)
+    write_tokenizer(tmp_path)
+    given = job(
+        model,
+        pair=Pair(name="tiny", target=str(model), draft=str(tmp_path)),
+        batch_size=4,
+        sampling=Sampling(seed=3, max_new_tokens=12, temperature=temperature),
+        speculation=Speculation(length="bass", coupling="maximal"),
+    )
+    wanted = by_key(generate(WORDS, given))
+    with Engine(given) as engine:
+        calls = [engine.generate(WORDS) for _ in range(2)]
+        assert [by_key(call) for call in calls] == [wanted] * 2
+
+
+def test_memory_running_out_halves_the_rows_for_all_requests(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bass_cli.engine.loop import Loop
+
+    notes: list[str] = []
+    with Engine(job(model, batch_size=6), on_note=notes.append) as engine:
+        alone = by_key(engine.generate(WORDS))
+        calls, round_ = itertools.count(), Loop.round
+
+        def fail(self: Loop, *given: Any, **named: Any) -> Any:
+            if next(calls) == 5:
+                raise MemoryError
+            return round_(self, *given, **named)
+
+        monkeypatch.setattr(Loop, "round", fail)
+        found = [engine.generate(WORDS), engine.generate(iter(WORDS))]
+        assert [by_key(one) for one in found] == [alone] * 2
+    assert ["going on with 3;" in note for note in notes] == [True]
+
+
+def test_a_fault_of_the_machine_is_raised_for_every_request(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bass_cli.engine.loop import Loop
+
+    engine = Engine(job(model))
+
+    def fail(self: Loop, *given: Any, **named: Any) -> Any:
+        raise RuntimeError("a broken device")
+
+    monkeypatch.setattr(Loop, "round", fail)
+    found = [engine.generate(WORDS), engine.generate(iter(WORDS))]
+    for one in found:
+        with pytest.raises(RuntimeError, match="a broken device"):
+            list(one)
+    with pytest.raises(RuntimeError, match="a broken device"):
+        engine.generate(["a"])
+    engine.close()
