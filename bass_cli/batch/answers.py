@@ -177,25 +177,18 @@ class BatchFacts:
     """What is known of the requests of a file after it was read once.
 
     Args:
-        count: The number of prompts.
         models: The models that requests name.
-        logprobs: The most likeliest tokens that a request wants reported; None for none.
-        refused: The number of requests with a fault.
+        needs_bytes: Whether the bytes of tokens are needed.
     """
 
-    count: int = 0
     models: set[str] = field(default_factory=set)
-    logprobs: int | None = None
-    refused: int = 0
+    needs_bytes: bool = False
 
     def add(self, request: Request) -> None:
         """Add a request."""
-        self.count += len(request.prompts)
-        self.refused += request.fault is not None
         if request.model is not None:
             self.models.add(request.model)
-        if request.logprobs is not None:
-            self.logprobs = max(request.logprobs, self.logprobs or 0)
+        self.needs_bytes |= request.echo or request.logprobs is not None
 
 
 class RequestDigest(PromptDigest):

@@ -82,7 +82,7 @@ def run(args: BatchArgs, screen: Screen) -> bool:
             stale=stale,
             model=served,
             n=job.n,
-            spell=spelling(job.pair, wanted=batch.facts.logprobs is not None),
+            spell=spelling(job.pair, wanted=batch.facts.needs_bytes),
         ) as answers:
             if others := batch.facts.models - {served, job.pair.name, job.pair.target}:
                 screen.note(note_on(others, served))

@@ -93,6 +93,7 @@ class Request:
         prompts: Its prompts; a completion may have several. Empty if there is a fault.
         logprobs: The number of likeliest tokens to report at each place, 0 for the token alone;
             None for no log-probabilities.
+        echo: Whether the texts of a completion begin with their prompt.
         fault: Why it is not answered; None if it can be.
     """
 
@@ -101,6 +102,7 @@ class Request:
     model: str | None = None
     prompts: tuple[Prompt, ...] = ()
     logprobs: int | None = None
+    echo: bool = False
     fault: Fault | None = None
 
 
@@ -165,6 +167,7 @@ def _request(
         if url == CHAT and "messages" not in body:
             raise _RefusedError("messages", "it is missing", "missing_required_parameter")
         items = [{}] if url == CHAT else _items(body)
+        echo = url == COMPLETION and body.get("echo") is True and body.pop("echo")
     except _RefusedError as error:
         return Request(name, known, fault=error.fault)
     fields, faults = _fields(body)
@@ -173,13 +176,14 @@ def _request(
         # an id of its own, because it fixes the prompt's random numbers
         own: dict[str, Any] = {"id": name if len(items) == 1 else f"{name}[{number}]"}
         own |= {} if logprobs is None else {"logprobs": logprobs}
+        own |= {} if logprobs is None or not echo else {"prompt_logprobs": logprobs}
         prompt, refused = _prompt((defaults if item else {}) | fields | item | own, place, job)
         prompts += [] if prompt is None else [prompt]
         faults += refused
     if faults:
         message = "; ".join(dict.fromkeys(fault.message for fault in faults))
         return Request(name, known, model, fault=faults[0]._replace(message=message))
-    return Request(name, known, model, tuple(prompts), logprobs)
+    return Request(name, known, model, tuple(prompts), logprobs, echo)
 
 
 def _body_of(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -202,7 +202,11 @@ class JobOptions(ModelOptions):
     )
     device: Literal["auto", "cuda", "cpu"] = flag("Device to compute on", MACHINE, default="auto")
     dtype: Dtype = flag(
-        "Number format of weights and computation", MACHINE, shown="the pair's", default="auto"
+        "Number format of weights and computation",
+        MACHINE,
+        shown="the pair's",
+        rare=True,
+        default="auto",
     )
     threads: Count | None = flag(
         "CPU threads", MACHINE, shown="OMP_NUM_THREADS, or the number of free cores", rare=True
@@ -213,6 +217,7 @@ class JobOptions(ModelOptions):
         "Refuse fields of a prompt that are unknown, instead of copying them to the results as "
         "meta",
         PROMPTS,
+        rare=True,
     )
     id_column: Name | None = flag(
         "Field that holds the id of each prompt",

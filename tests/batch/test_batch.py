@@ -21,6 +21,7 @@ from bass_cli.batch.requests import Request
 from bass_cli.batch.responses import answered
 from bass_cli.cli.commands import app
 from bass_cli.formats.tokenizer import Tokenizer
+from bass_cli.io.prompts import Prompt
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 FLAGS = ("--model", "model", "--device", "cpu", "--dtype", "fp32", "--draft-length", "3")
@@ -121,6 +122,13 @@ FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "max_completion_tokens": ({"max_tokens": None, "max_completion_tokens": 3}, {"max_new_tokens": 3}),
     "stop": ({"stop": "e"}, {"stop": "e"}),
     "stops": ({"stop": ["e", "a"]}, {"stop": ["e", "a"]}),
+    "min_p": ({"min_p": 0.2}, {"min_p": 0.2}),
+    "presence": ({"presence_penalty": 1.5}, {"presence_penalty": 1.5}),
+    "frequency": ({"frequency_penalty": 0.8}, {"frequency_penalty": 0.8}),
+    "repetition": ({"repetition_penalty": 1.4}, {"repetition_penalty": 1.4}),
+    "logit_bias": ({"logit_bias": {"40": 5, "41": -100}}, {"logit_bias": {40: 5, 41: -100}}),
+    "bad_words": ({"bad_words": ["a", "e"]}, {"bad_words": ["a", "e"]}),
+    "allowed": ({"allowed_token_ids": [40, 41, 50]}, {"allowed_token_ids": [40, 41, 50]}),
     "stop_token_ids": ({"stop_token_ids": [40, 41]}, {"stop_token_ids": [40, 41]}),
     "include_stop": (
         {"stop": ["e"], "include_stop_str_in_output": True},
@@ -382,6 +390,56 @@ STRUCTURED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+def test_prompts_may_be_token_ids_and_messages_may_have_parts(place: Path, model: Path) -> None:
+    ids = Tokenizer.load(model).encode("the cat sat")
+    parts = [{"role": "user", "content": [{"type": "text", "text": "the cat sat"}]}]
+    write_requests(
+        request("a", COMPLETION, prompt=ids),
+        request("b", COMPLETION, prompt=[ids, ids[:2]]),
+        request("c", messages=parts),
+        request("d", COMPLETION, prompt=[ids, "text"]),
+        request("e", COMPLETION, prompt=[301]),
+    )
+    assert batch().exit_code == 1
+    assert set(lines("out.jsonl.errors")) == {"e"}
+    found = {name: row["response"]["body"]["choices"] for name, row in lines().items()}
+    ((text,), (of_ids,), (chat,)) = samples(
+        {"id": "a", "prompt": "the cat sat"},
+        {"id": "b[1]", "token_ids": ids[:2]},
+        {"id": "c", "messages": HELLO},
+    )
+    assert found["a"][0]["text"] == text.text
+    assert found["b"][1]["text"] == of_ids.text
+    assert found["c"][0]["message"]["content"] == chat.text
+
+
+def test_echo_puts_the_prompt_before_the_text(place: Path, model: Path) -> None:
+    tokenizer = Tokenizer.load(model)
+    ids = tokenizer.encode("the cat sat")
+    write_requests(
+        request("a", COMPLETION, echo=True, n=2, logprobs=2, max_tokens=3),
+        request("b", COMPLETION, echo=True, prompt=ids),
+    )
+    assert batch().exit_code == 0
+    found = {name: row["response"]["body"]["choices"] for name, row in lines().items()}
+    (due,) = samples(
+        {"id": "a", "prompt": "the cat sat"}, n=2, max_new_tokens=3, logprobs=2, prompt_logprobs=2
+    )
+    for choice, sample in zip(found["a"], due, strict=True):
+        assert choice["text"] == f"the cat sat{sample.text}"
+        logprobs = choice["logprobs"]
+        assert logprobs["token_logprobs"][0] is None
+        assert logprobs["top_logprobs"][0] is None
+        scores = logprobs["token_logprobs"]
+        assert scores[1:] == pytest.approx(
+            [*due[0].prompt_logprobs[1:], *sample.token_logprobs], abs=1e-5
+        )
+        assert "".join(logprobs["tokens"][: len(ids)]) == "the cat sat"
+        assert len(logprobs["tokens"]) == len(ids) + 3 == len(logprobs["text_offset"])
+        assert logprobs["text_offset"][len(ids)] == len("the cat sat")
+    assert found["b"][0]["text"].startswith("the cat sat")
+
+
 def test_structured_requests_are_honoured(place: Path) -> None:
     write_requests(
         *(request(name, max_tokens=40, n=2, **body) for name, (body, _) in STRUCTURED.items())
@@ -444,7 +502,8 @@ def test_a_thinking_part_is_beside_the_content() -> None:
         reasoning="2 and 2",
         reasoning_tokens=2,
     )
-    request = Request("r", CHAT, logprobs=0)
+    prompt = Prompt("r", "2 + 2?", None, {}, None, "in.jsonl:1")
+    request = Request("r", CHAT, prompts=(prompt,), logprobs=0)
     line = answered(request, [[sample]], "m", lambda id_: bytes([id_]))
     body = ChatCompletion.model_validate(line["response"]["body"])
     message = body.choices[0].message
