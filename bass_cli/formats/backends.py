@@ -31,6 +31,7 @@ class TokenizerParts(NamedTuple):
     special: special tokens by name (`bos_token`, ...), as chat templates use them.
     eos_ids: ids that end a sample, in ascending order; empty if the files name none.
     literal: whether special tokens inside a text are encoded as ordinary text.
+    tool_template: the chat template for conversations with tools, if it is another one.
     """
 
     content: bytes
@@ -38,6 +39,7 @@ class TokenizerParts(NamedTuple):
     special: dict[str, str]
     eos_ids: tuple[int, ...]
     literal: bool
+    tool_template: str | None = None
 
 
 class Ids(NamedTuple):

@@ -52,11 +52,14 @@ class ChatRequest(NamedTuple):
         return bool(self.messages) and self.messages[-1].get("role") == "assistant"
 
 
-def renderer(template: str, special: Mapping[str, str]) -> Callable[[ChatRequest], bytes]:
+def renderer(
+    default: str, special: Mapping[str, str], for_tools: str | None = None
+) -> Callable[[ChatRequest], bytes]:
     """Return the function that renders a request in the child process, as UTF-8.
 
     Args:
         special: special tokens by name (`bos_token`, ...), which templates may use.
+        for_tools: the template for requests with tools, if it is another one.
     """
     import tokenizers
     import transformers
@@ -66,12 +69,12 @@ def renderer(template: str, special: Mapping[str, str]) -> Callable[[ChatRequest
     own = {name: text for name, text in special.items() if name not in usual}
     inner = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizers.Tokenizer(tokenizers.models.BPE()),
-        chat_template=template,
         model_specific_special_tokens=own,
         **names,
     )
 
     def render(request: ChatRequest) -> bytes:
+        template = for_tools if for_tools and request.tools is not None else default
         if fault := next(_faults(template, request), None):
             raise RefusalError(fault)
         args, closing = dict(request.args), ""
@@ -80,6 +83,7 @@ def renderer(template: str, special: Mapping[str, str]) -> Callable[[ChatRequest
             args = args if switch is None else {switch: False} | args
         text: str = inner.apply_chat_template(
             list(request.messages),
+            chat_template=template,
             tools=None if request.tools is None else list(request.tools),
             tokenize=False,
             add_generation_prompt=not request.is_continued,

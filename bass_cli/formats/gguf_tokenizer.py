@@ -99,13 +99,17 @@ def read_gguf_tokenizer(path: Path) -> TokenizerParts:
         if (id_ := roles.get(role, source.id(f"{role}_token_id", vocabulary))) is not None
     }
     special = {vocabulary.texts[id_] for id_ in vocabulary.of(_CONTROL)}
-    template = source.metadata.get("tokenizer.chat_template")
+    template, for_tools = (
+        text if isinstance(text := source.metadata.get(f"tokenizer.{key}"), str) and text else None
+        for key in ("chat_template", "chat_template.tool_use")
+    )
     return TokenizerParts(
         content=tokenizer.to_str().encode(),
-        template=template if isinstance(template, str) and template else None,
+        template=template,
         special={f"{role}_token": vocabulary.texts[id_] for role, id_ in roles.items()},
         eos_ids=end_ids(vocabulary.ids, special=special, named=named),
         literal=False,
+        tool_template=for_tools,
     )
 
 

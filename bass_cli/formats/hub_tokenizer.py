@@ -71,6 +71,7 @@ def read_folder_tokenizer(folder: Path) -> TokenizerParts:
             named={} if eos is None else {"eos": eos},
         ),
         bool(settings.config.get("split_special_tokens")),
+        settings.template("tool_use"),
     )
 
 
@@ -155,20 +156,26 @@ class Settings:
                 found.append(_added(id_, text, names, {}))
         return sorted(found, key=lambda token: int(token["id"]))
 
-    def template(self) -> str | None:
-        """Return the default chat template, or None."""
+    def template(self, name: str = "default") -> str | None:
+        """Return the chat template of this name, or None.
+
+        A template without a name is the default. "tool_use" is for conversations with tools.
+        """
         template = self.config.get("chat_template")
         if isinstance(template, list):  # several, as objects with a name
             template = {
                 one.get("name"): one.get("template") for one in template if isinstance(one, dict)
             }
         if isinstance(template, dict):
-            template = template.get("default")
-        if template is None:
+            template = template.get(name)
+        elif name != "default":
+            template = None
+        if template is None and name == "default":
             template = self.read("chat_template.json").get("chat_template")
-        for name in ("additional_chat_templates/default.jinja", "chat_template.jinja"):
-            if (self.folder / name).exists():
-                template = read_bytes(self.folder / name, LARGEST_FILE).decode()
+        files = [f"additional_chat_templates/{name}.jinja"]
+        for file in [*files, "chat_template.jinja"] if name == "default" else files:
+            if (self.folder / file).exists():
+                template = read_bytes(self.folder / file, LARGEST_FILE).decode()
         if template is not None and not isinstance(template, str):
             place = self.folder / "tokenizer_config.json"
             raise UserError(f'{place}: key "chat_template": a text is needed')

@@ -79,7 +79,7 @@ class Tokenizer:
         from bass_cli.formats.chat_template import renderer  # before limits.py forks the process
 
         assert self.cached.template is not None
-        render = renderer(self.cached.template, self.cached.special)
+        render = renderer(self.cached.template, self.cached.special, self.cached.tool_template)
         return Limited(render, seconds=_TEMPLATE_SECONDS, memory=_TEMPLATE_MEMORY)
 
     @classmethod
@@ -194,7 +194,9 @@ class Tokenizer:
     def with_template(self, template: str) -> Tokenizer:
         """Return the same tokenizer with another chat template."""
         digest = hashlib.sha256(f"{self.cached.fingerprint} {template}".encode()).hexdigest()
-        changed = self.cached._replace(template=template, fingerprint=digest[:32])
+        changed = self.cached._replace(
+            template=template, tool_template=None, fingerprint=digest[:32]
+        )
         other = Tokenizer(changed, self.path)
         other.rows = self.rows
         return other

@@ -31,7 +31,7 @@ from bass_cli.formats.tensor_files import read_gguf
 from bass_cli.io.cache import cache_folder, read_cached, write_cached
 from bass_cli.reading import parse_json, read_bytes
 
-_CONVERSION = 5  # increase it when the readers return other parts for the same files
+_CONVERSION = 6  # increase it when the readers return other parts for the same files
 _PADDING = re.compile(r"\[PAD\d+\]")  # GGUF writers' text for embedding rows without a token
 # A sample text; different pre-tokenizers give different ids for it.
 _PROBE = "Hello  12345 wörld's \n\n\tif x==1: // 你好 🙂 \u0301"
@@ -55,6 +55,7 @@ class CachedTokenizer(NamedTuple):
     special: dict[str, str]
     eos_ids: tuple[int, ...]
     literal: bool
+    tool_template: str | None
     size: int
     vocabulary: str
     fingerprint: str
@@ -67,6 +68,7 @@ _TYPES = {
     "special": (dict,),
     "eos_ids": (list,),
     "literal": (bool,),
+    "tool_template": (str, type(None)),
     "size": (int,),
     "vocabulary": (str,),
     "fingerprint": (str,),
@@ -198,7 +200,8 @@ def _complete(parts: TokenizerParts, path: Path) -> CachedTokenizer:
         )
     spelled = repr(sorted(texts.items())).encode()
     digest = hashlib.sha256(spelled)
-    for part in (parts.template, backend.encode(_PROBE).ids):
+    told = (part for part in (parts.tool_template,) if part is not None)
+    for part in (parts.template, backend.encode(_PROBE).ids, *told):
         digest.update(repr(part).encode())
     return CachedTokenizer(
         *parts,

@@ -203,3 +203,21 @@ def test_a_file_that_is_no_template_is_refused(tmp_path: Path) -> None:
     (tmp_path / "t.jinja").write_text("hello")
     with pytest.raises(UserError, match=r"t\.jinja: it is not a chat template"):
         Job(pair={"name": "x", "target": "x/y"}, template=str(tmp_path / "t.jinja"))  # type: ignore[arg-type]
+
+
+def test_a_template_for_tools_is_used_with_tools(folder: Path, tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, template=False)
+    place = tmp_path / "tokenizer_config.json"
+    named = [{"name": "default", "template": LLAMA3}, {"name": "tool_use", "template": CHATML}]
+    place.write_text(json.dumps(json.loads(place.read_text()) | {"chat_template": named}))
+    other = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    metadata = tokenizer_metadata(folder) | {"tokenizer.chat_template": LLAMA3}
+    metadata |= {"tokenizer.chat_template.tool_use": CHATML}
+    size = len(metadata["tokenizer.ggml.tokens"])
+    write_gguf("llama", tmp_path / "m.gguf", vocab_size=size, metadata=metadata)
+    for ours in (Tokenizer.load(tmp_path), Tokenizer.load(tmp_path / "m.gguf")):
+        for tools in (None, [TOOL]):
+            text = other.apply_chat_template(
+                [SYSTEM, USER], tools=tools, tokenize=False, add_generation_prompt=True
+            )
+            assert ours.render([SYSTEM, USER], tools=tools) == text
