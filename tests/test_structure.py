@@ -227,3 +227,36 @@ def test_budget_warms_up_with_the_grammar(model: Path) -> None:
     drawn = job(model, {"regex": REGEX}, budget=20.0)
     texts = [one.text for one in generate(["the cat"], drawn)]
     assert all(re.fullmatch(REGEX, text) for text in texts)
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a model with tokens for a thinking part, whose template opens it."""
+    folder = tmp_path_factory.mktemp("thinker")
+    write_tokenizer(folder, extra=("<think>", "</think>"))
+    write_checkpoint("llama", folder, seed=1, num_hidden_layers=1, vocab_size=330)
+    template = "{% for m in messages %}{{ m.content }}{% endfor %} <think>"
+    (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+def test_thinking_part_is_closed_at_its_limit_and_the_grammar_begins_after_it(
+    thinker: Path,
+) -> None:
+    prompts = [
+        {"id": "both", "messages": [{"role": "user", "content": "hello"}]},
+        {"id": "free", "messages": [{"role": "user", "content": "hello"}], "regex": None},
+    ]
+    found = []
+    for draft, batch in (("none", 1), ("lookup", 4)):
+        given = {"regex": REGEX, "max_thinking_tokens": 5, "max_new_tokens": 40}
+        drawn = job(thinker, given, draft=draft, batch_size=batch, n=3, thinking="auto")
+        found.append(list(generate(prompts, drawn)))
+    assert by_key(found[0]) == by_key(found[1])
+    for one in found[0]:
+        assert one.reasoning is not None
+        assert one.reasoning_tokens is not None
+        assert one.reasoning_tokens <= 6
+        if one.id == "both":
+            assert re.fullmatch(REGEX, one.text)
+    assert 6 in {one.reasoning_tokens for one in found[0]}

@@ -201,7 +201,8 @@ class Row:
     limit: how many tokens it may generate.
     report: what is reported of each of its tokens.
     sampling: how its tokens are sampled.
-    matcher: its state in a grammar that its text follows. None: its text is free.
+    matcher: its state in a grammar, or before the end of a thinking part with a limit. None: any
+        token may come at any place.
     broken: the number of generated tokens when the target's logits were first non-finite
         (bass_kernels/sampling.py); None if they are finite. Later tokens are meaningless and the
         row must be retired.

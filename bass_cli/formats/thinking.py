@@ -130,6 +130,11 @@ class Thinking:
         return other
 
     @property
+    def begin_id(self) -> int | None:
+        """The token that opens a part; None if it is not one token."""
+        return self._tags.begin_id
+
+    @property
     def is_open(self) -> bool:
         """Whether the last token is inside of the part."""
         return self._phase is _Phase.OPEN

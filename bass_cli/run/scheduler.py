@@ -204,7 +204,8 @@ class RequestReader:
                 f"{prompt.place}: `sampling.max_thinking_tokens`: the model has no thinking part "
                 "that bass knows"
             )
-        if self._tags is None or (job.thinking == "keep" and limit is None):
+        apart = job.thinking != "keep" or limit is not None or job.sampling.structure is not None
+        if self._tags is None or not apart:
             return None
         opened = is_opened(self._tags, self._tokenizer, tokens, messages or ())
         return Thinking(self._tags, self._tokenizer, opened=opened, limit=limit)
@@ -775,7 +776,7 @@ class Conductor:
             now, copies = self.loop.clock.now(), job.draws_one
             task = reader.take(prompt, waiting, now=now, copies=copies)
             self._rule_of(job)
-            self._matcher_of(job)
+            self._matcher_of(task)
         except UserError as error:
             seed = job.sampling.seed
             failed = Completion.failed(prompt.id, str(error), seed=seed, meta=prompt.meta)
@@ -858,16 +859,23 @@ class Conductor:
             self._waiting += 1
             self._crowded = True
 
-    def _matcher_of(self, job: Job) -> Matcher | None:
-        """Return the state of a new sample in its grammar. UserError if it does not fit."""
-        structure, vocab = job.sampling.structure, self.loop.batch.processors.vocab
-        if structure is None:
+    def _matcher_of(self, task: Task) -> Matcher | None:
+        """Return the state of a new sample in its grammar, which begins after the thinking part.
+        None if any token may come at any place. UserError if the grammar does not fit."""
+        sampling, thinking = task.job.sampling, task.thinking
+        structure, limit = sampling.structure, sampling.max_thinking_tokens
+        if thinking is not None and structure is not None:
+            may_think = thinking.is_open or thinking.begin_id is not None
+            thinking = thinking if may_think and task.job.thinking != "off" else None
+        if structure is None and (thinking is None or limit is None):
             return None
-        return grammars_of(self._tokenizer, vocab, frozenset(self._eos)).matcher(structure)
+        vocab = self.loop.batch.processors.vocab
+        grammars = grammars_of(self._tokenizer, vocab, frozenset(self._eos))
+        return grammars.matcher(structure, None if thinking is None else thinking.copy())
 
     def _row(self, task: Task, sample: int) -> Row:
         row, rule = task.row(sample), self._rule_of(task.job)
-        row.matcher = self._matcher_of(task.job)
+        row.matcher = self._matcher_of(task)
         thinking = None
         if task.thinking is not None and task.job.thinking != "keep":
             thinking = task.thinking.copy()

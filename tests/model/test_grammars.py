@@ -4,16 +4,17 @@ complete text begins with the text so far and the token. Also the bytes of token
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy
 import pytest
 from checkpoints import tokenizer_metadata, write_gguf, write_sentencepiece, write_tokenizer
-from words import EOS, Words, allowed, grammars
+from words import EOS, WORDS, Words, allowed, grammars
 
 from bass_cli.config.structure import Structure
 from bass_cli.errors import UserError
-from bass_cli.formats.grammars import Grammars, fill, token_bytes
+from bass_cli.formats.grammars import Grammars, Matcher, fill, token_bytes
+from bass_cli.formats.thinking import Tags, Thinking
 from bass_cli.formats.tokenizer import Tokenizer
 
 pytest.importorskip("llguidance")
@@ -119,3 +120,65 @@ def test_bytes_of_tokens_make_up_the_text(kind: str, tmp_path: Path) -> None:
         ids = tokenizer.encode_part(text, embedded=False)
         found = b"".join(words[id_] or b"" for id_ in ids).decode()
         assert found.removeprefix(" " if kind == "sentencepiece" else "") == text
+
+
+class Thinker(Words):
+    """The same words, a newline, and the tags of a thinking part."""
+
+    texts: ClassVar = Words.texts | {11: "Ċ", 12: "<t>", 13: "</t>"}
+    size = 14
+
+    def decode(self, ids: list[int]) -> str:
+        words = [*WORDS, b"\n", None, None]
+        return b"".join(words[id_] or b"" for id_ in ids).decode(errors="replace")
+
+
+NEWLINE, BEGIN, END = 11, 12, 13
+EVERYTHING = set(range(64))
+
+
+def thinker(pattern: str | None, *, opened: bool, limit: int | None = None) -> Matcher:
+    words: Any = Thinker()
+    thinking = Thinking(Tags("<t>", "</t>", BEGIN, END, (END,)), words, opened=opened, limit=limit)
+    structure = None if pattern is None else Structure("regex", pattern)
+    return Grammars(words, vocab=14, eos_ids=[EOS]).matcher(structure, thinking)
+
+
+THOUGHTS: list[tuple[str | None, bool, int | None, list[int], list[set[int]]]] = [
+    ("ab", True, None, [3, END, NEWLINE, 0, 1],
+     [EVERYTHING - {EOS}, EVERYTHING - {EOS}, {0, 2, 8, NEWLINE}, {0, 2, 8, NEWLINE}, {1}, {EOS}]),
+    ("ab", False, None, [BEGIN, 3, END, 2],
+     [{0, 2, 8, BEGIN}, EVERYTHING - {EOS}, EVERYTHING - {EOS}, {0, 2, 8, NEWLINE}, {EOS}]),
+    ("ab", False, None, [0, 1], [{0, 2, 8, BEGIN}, {1}, {EOS}]),
+    ("ab", True, 2, [3, 3, END, 0], [EVERYTHING - {EOS}, EVERYTHING - {EOS}, {END}, {0, 2, 8, NEWLINE}, {1}]),
+    ("ab", False, 2, [BEGIN, 3, END], [{0, 2, 8, BEGIN}, EVERYTHING - {EOS}, {END}, {0, 2, 8, NEWLINE}]),
+    ("ab", True, 0, [END, 2], [{END}, {0, 2, 8, NEWLINE}, {EOS}]),
+    (None, True, 1, [3, END, 4], [EVERYTHING, {END}, EVERYTHING, EVERYTHING]),
+    (None, False, 1, [BEGIN, END], [EVERYTHING, {END}, EVERYTHING]),
+    (None, False, 1, [3, 4, 4], [EVERYTHING] * 4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("pattern", "opened", "limit", "tokens", "due"), THOUGHTS)
+def test_grammar_begins_after_the_thinking_part_which_is_closed_at_its_limit(
+    pattern: str | None, opened: bool, limit: int | None, tokens: list[int], due: list[set[int]]
+) -> None:
+    """After any number of generated tokens and with any number of drafts."""
+    for seen in range(len(tokens) + 1):
+        matcher = thinker(pattern, opened=opened, limit=limit)
+        matcher.advance(tokens[:seen])
+        for end in range(seen, len(tokens) + 1):
+            found = masks_of([(matcher, tokens[seen:end])], end - seen + 1)[0]
+            assert found == due[seen : end + 1], (seen, end)
+        assert matcher.allowed(tokens[seen:]) == len(tokens) - seen
+
+
+def test_drafts_are_counted_up_to_the_end_of_the_thinking_part_and_the_grammar() -> None:
+    for drafts, count in (
+        ([3, EOS, 0], 1),  # no end inside of the part
+        ([3, END, 0, 0], 3),
+        ([3, END, NEWLINE, 1], 3),
+    ):
+        assert thinker("ab", opened=True).allowed(drafts) == count
+    assert thinker("ab", opened=True, limit=1).allowed([3, 3]) == 1
+    assert thinker(None, opened=True, limit=1).allowed([EOS, END, 3]) == 3
