@@ -7,6 +7,7 @@ prompt may be open. Not here: the place of a tensor in the decoder (formats/weig
 
 from __future__ import annotations
 
+import hashlib
 import os
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
@@ -30,7 +31,7 @@ from bass_cli.run.build import Models
 from bass_cli.run.pair import Files
 
 # Rows are converted, checked and sent some at a time: the most elements, by the kind of device.
-_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 22}
+_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 22}
 _MIX = -7046029254386353131  # 2^64 over the golden ratio, odd
 Updated = Literal["target", "draft"]
 NewWeights = str | os.PathLike[str] | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
@@ -187,19 +188,27 @@ class _Rows:
 
     @torch.inference_mode()
     def checksum(self) -> str | None:
-        """Return a checksum over the bits of all numbers and their places; None if a number is not
-        finite."""
-        totals, finite, first = [], [], 0
+        """Return a checksum over the bits of all numbers and their order; None if a number is not
+        finite. On a GPU it is computed there, so it is another one than on a CPU."""
+        digest, totals, mixed = hashlib.sha256(), [], []
         for _, part in self.parts():
-            finite.append(part.isfinite().all())
+            totals.append(part.sum(dtype=torch.float64))  # finite if all numbers are
+            if part.device.type == "cpu":
+                digest.update(_bytes_of(part))
+                continue
             bits = part.view(-1).view(torch.int16 if part.itemsize == 2 else torch.int32)
-            places = torch.arange(first, first + len(bits), device=bits.device)
-            mixed = (places * _MIX).bitwise_or_(1).mul_(bits)
-            totals.append(torch.stack((bits.sum(), mixed.sum())))
-            first += len(bits)
-        if not torch.stack(finite).all():
+            places = torch.arange(len(bits), device=bits.device)
+            mixed.append(torch.stack((bits.sum(), (places * _MIX).bitwise_or_(1).mul_(bits).sum())))
+        if not torch.stack(totals).isfinite().all():
             return None
-        return " ".join(map(str, torch.stack(totals).sum(0).tolist()))
+        if mixed:
+            digest.update(_bytes_of(torch.stack(mixed).cpu()))
+        return digest.hexdigest()[:32]
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor on the CPU."""
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def _named(pair: Any) -> tuple[str, Tensor]:
