@@ -70,20 +70,20 @@ def reported(row):
 
 
 @torch.inference_mode()
-def check(theirs, row, tokens):
+def check(theirs, row, tokens, atol=1e-4):
     logits = theirs(torch.tensor([[*row.prompt, *tokens]])).logits[0, len(row.prompt) - 1 : -1]
     due = logits.double().log_softmax(-1)
     own = due.gather(1, torch.tensor(tokens)[:, None])[:, 0]
     torch.testing.assert_close(
-        torch.tensor(row.log_probabilities[: len(tokens)]), own.float(), atol=1e-4, rtol=0
+        torch.tensor(row.log_probabilities[: len(tokens)]), own.float(), atol=atol, rtol=0
     )
     if not row.report.top:
         return
     ids, numbers = (torch.from_numpy(part[: len(tokens)].copy()) for part in reported(row))
     assert ids.shape == (len(tokens), row.report.top)
     best = due.topk(row.report.top).values
-    torch.testing.assert_close(numbers, best.float(), atol=1e-4, rtol=0)
-    torch.testing.assert_close(due.gather(1, ids).float(), best.float(), atol=1e-4, rtol=0)
+    torch.testing.assert_close(numbers, best.float(), atol=atol, rtol=0)
+    torch.testing.assert_close(due.gather(1, ids).float(), best.float(), atol=atol, rtol=0)
 
 
 DRAFTS = {

@@ -1,4 +1,5 @@
-"""Log-probabilities of a prompt's tokens, found in prefill, against one pass of transformers."""
+"""Log-probabilities of a prompt's tokens, found in prefill, against one pass of transformers; on a
+CUDA device if there is one."""
 
 import numpy
 import pytest
@@ -14,6 +15,7 @@ from bass_cli.models.runner import Runner
 
 LENGTHS = (1, 2, 5, 150, 33, 600)
 TOP = 4
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma3_text", "gpt2"])
@@ -22,7 +24,7 @@ def models(request, tmp_path_factory):
     long = {"n_positions": 640} if request.param == "gpt2" else {"max_position_embeddings": 640}
     write_checkpoint(request.param, folder, **shallow(request.param), **long)
     checkpoint = open_checkpoint(folder)
-    weights = load(checkpoint, dtype=torch.float32, device=torch.device("cpu"))
+    weights = load(checkpoint, dtype=torch.float32, device=DEVICE)
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     return theirs, Decoder(checkpoint.spec, weights)
 
@@ -48,10 +50,12 @@ def check(theirs, tokens, found):
     torch.testing.assert_close(due.gather(1, ids).float(), numbers, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("timed", [False, True])
-def test_scores_equal_log_softmax_of_transformers(models, monkeypatch, timed):
+@pytest.mark.parametrize(("timed", "tile"), [(False, 1), (True, 1), (False, 4)])
+def test_scores_equal_log_softmax_of_transformers(models, monkeypatch, timed, tile):
     """Prompts share passes or not, some are longer than a pass, and logits come in chunks."""
     theirs, decoder = models
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(prefill, "TILE", {"cpu": tile})
     monkeypatch.setattr(prefill, "_LOGITS", 7 * decoder.vocab)
     runner = Runner(decoder, rows=2, span=8, lag=1)
     every = prompts(decoder.vocab)
