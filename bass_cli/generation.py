@@ -26,6 +26,7 @@ from bass_cli.formats.sources import files_of
 from bass_cli.formats.tokenizer import begin
 from bass_cli.io import terminal
 from bass_cli.io.console import Screen
+from bass_cli.io.layout import LayoutWriter, read_columns
 from bass_cli.io.linefile import LINES, OUTPUTS, journal_of
 from bass_cli.io.prompts import (
     Prompt,
@@ -163,6 +164,7 @@ def generate_samples(args: GenerateArgs, screen: Screen) -> bool:
         files_written(out), [("the prompt file", args.prompts), *files_read(args.pair, job)]
     )
     check_name(out, overwrite=args.overwrite)
+    columns = read_columns(args.columns, job)
     job = with_rows_of(job, out, overwrite=args.overwrite)
     shard, request = read_shard(args, job), read_request(args, job, out)
     source = source_of(args.prompts, args.prompt_column, screen, args.separator, args.id_column)
@@ -181,6 +183,8 @@ def generate_samples(args: GenerateArgs, screen: Screen) -> bool:
         "prompts": known,
         "prompt_column": job.prompt_column,
         **{key: value for key, value in reading.items() if value is not None},
+        **({} if columns is None else {"columns": list(columns)}),
+        **({"group": True} if args.group else {}),
     }
 
     def prompts() -> Iterator[Prompt]:
@@ -200,8 +204,13 @@ def generate_samples(args: GenerateArgs, screen: Screen) -> bool:
     ):
         job = drawing.facts.job
         tell(job, drawing.facts, screen, plain=checked.plain, notes=checked.notes)
+        found = prompts()
+        output: SampleWriter = writer
+        if columns is not None or args.group:
+            output = laid = LayoutWriter(writer, columns=columns, group=args.group, n=job.n)
+            found = laid.expect(found)
         summary = write_samples(
-            writer, drawing, job, prompts(), checked.count, screen, wanted=checked.wanted
+            output, drawing, job, found, checked.count, screen, wanted=checked.wanted
         )
     if args.json_summary:
         terminal.document(summary | {"file": writer.totals})

@@ -74,6 +74,7 @@ def _on_gpus(job: Job) -> bool:
 # The fields of a result line, with their types
 _COLUMNS = {
     **dict.fromkeys(("id", "text", "finish_reason", "meta", "error", "reasoning"), "text"),
+    **dict.fromkeys(("prompt", "messages"), "text"),  # messages: JSON
     **dict.fromkeys(("sample", "tokens", "rounds", "drafted", "accepted", "seed"), "int"),
     **dict.fromkeys(("prompt_tokens", "copy_of", "reasoning_tokens"), "int"),
     **dict.fromkeys(("mean_logprob", "sum_logprob", "seconds"), "float"),
@@ -113,7 +114,9 @@ class Drawer:
         drawn = self._engine.generate(rows)
         found = [json.loads(one.to_line()) for one in drawn]
         for row in found:
-            row["meta"] = json.dumps(row["meta"], ensure_ascii=False)
+            for name in ("meta", "messages"):
+                if name in row:
+                    row[name] = json.dumps(row[name], ensure_ascii=False)
             for name in ("top_logprobs", "prompt_top_logprobs"):
                 row[name] = _structs(row.get(name))
         schema = pyarrow.schema([(name, kinds[kind]) for name, kind in _COLUMNS.items()])

@@ -99,7 +99,7 @@ _Samples: Any = args_of(
     *("prompt_logprobs", *_PROCESSORS),
     *("thinking", "max_thinking_tokens"),
 )
-_Texts: Any = args_of("chat", "prompt_column", "id_column", "strict_fields", "include_stop")
+_Texts: Any = args_of("chat", "prompt_column", "id_column", "strict_fields", "include_stop", "echo")
 _Chats: Any = args_of("generation_config", "system", "template", "template_args", "tools")
 _Structure: Any = args_of("json_schema", "json_object", "regex", "grammar")
 _Target: Any = args_of("model", "device", "dtype", "threads", "tensor_parallel")
@@ -172,8 +172,21 @@ class GenerateArgs(_Chats, _Structure, _Texts, SampleArgs):
         rare=True,
     )
     out: str | None = flag(
-        "Output file for the samples; - is standard output", OUTPUT, "FILE", shown="-"
+        "Output file for the samples (.jsonl, .jsonl.gz, .jsonl.zst, .parquet); - is standard "
+        "output",
+        OUTPUT,
+        "FILE",
+        shown="-",
     )
+    columns: str | None = flag(
+        "Write only these keys, in this order, such as id,text; the id and the sample's number are "
+        "always written",
+        OUTPUT,
+        "KEY,...",
+        shown="all",
+        rare=True,
+    )
+    group: bool = switch("Write one line for each prompt, with its n samples", OUTPUT)
     json_summary: bool = switch(
         "Print a summary as JSON to standard output; needs --out FILE", OUTPUT, flag="--json"
     )

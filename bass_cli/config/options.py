@@ -226,6 +226,7 @@ class JobOptions(ModelOptions):
         shown="id, or the prompt's number",
         rare=True,
     )
+    echo: bool = switch("Add the prompt, and the messages of a chat, to each line", OUTPUT)
     token_ids: bool = switch("Add the generated token ids to each line", OUTPUT)
 
 

@@ -17,7 +17,7 @@ from bass_cli.errors import UserError, near_word
 from bass_cli.eval.tasks import TASKS
 from bass_cli.io.compressed import BrokenDataError
 from bass_cli.io.linefile import result_lines
-from bass_cli.io.resume import read_manifest
+from bass_cli.io.resume import read_manifest, samples_of
 from bass_cli.reading import finite, open_regular, parse_json, whole
 
 UNFINISHED = ("budget", "error")
@@ -99,16 +99,17 @@ def read_generations(path: str) -> GenerationFile:
     order: Counter[str] = Counter()
     for number, row in _records(path, notes):
         place = f"{path}:{number}"
-        one = _read_row(row, place, number, order)
-        key = (_bare(one.task_id), one.sample)
-        if key in seen:
-            raise UserError(
-                f'{place}: sample {one.sample} of "{one.task_id}" is in the file '
-                f"twice, first in line {seen[key]}"
-            )
-        seen[key] = number
-        late = one.finished and budget is not None and (one.seconds or 0.0) > budget
-        rows.append(one._replace(late=late))
+        for sample in samples_of(row) if isinstance(row.get("samples"), list) else [row]:
+            one = _read_row(sample, place, number, order)
+            key = (_bare(one.task_id), one.sample)
+            if key in seen:
+                raise UserError(
+                    f'{place}: sample {one.sample} of "{one.task_id}" is in the file '
+                    f"twice, first in line {seen[key]}"
+                )
+            seen[key] = number
+            late = one.finished and budget is not None and (one.seconds or 0.0) > budget
+            rows.append(one._replace(late=late))
     if not rows:
         raise UserError(f"{path}: the file has no samples")
     if manifest.get("finished") is False:

@@ -28,7 +28,7 @@ _OPTIONS = {  # by option, as messages name it
     "template": "template chat_template",
     **{"speculation.length": "draft_length", "speculation.coupling": "coupling"},
     **{name: name for name in ("budget", "pair", "batch_size", "tensor_parallel", "device")},
-    **{name: name for name in ("dtype", "threads", "limit", "prompt_column", "id_column")},
+    **{name: name for name in ("dtype", "threads", "limit", "prompt_column", "id_column", "echo")},
     "strict_fields": "strict_fields",
 }
 _AS_MESSAGE = "system_prompt system_message system_instruction"
@@ -40,7 +40,7 @@ _UNREADABLE = (
 _OBJECTS = "reasoning thinking"  # settings if they are objects, else data
 _UNKNOWN = (
     "tool_choice function_call parallel_tool_calls response_format logprobs top_logprobs "
-    "prompt_logprobs best_of echo suffix "
+    "prompt_logprobs best_of suffix "
     "typical_p length_penalty min_tokens min_new_tokens max_length "
     "num_beams use_beam_search eos_token_id ignore_eos skip_special_tokens "
     "modalities audio reasoning_effort verbosity web_search_options "

@@ -29,6 +29,7 @@ from bass_cli.io.resume import (
     manifest_path,
     read_manifest,
     result_rows,
+    samples_of,
 )
 from bass_cli.io.saving import check_format, is_stream, refuse_shared_files
 from bass_cli.reading import open_regular, parse_object
@@ -67,16 +68,19 @@ class _Part:
         past, seen, start, count = Past(), set(), 0, 0
         self.stream.seek(0)
         for number, line, row in result_rows(self.stream, self.path, past):
-            id_, sample, place = row["id"], row["sample"], f"{self.path}:{number}"
-            if (id_, sample) in seen:
-                raise UserError(f'{place}: sample {sample} of "{id_}" occurs twice')
+            id_, place = row["id"], f"{self.path}:{number}"
             if not self.shard.holds(id_):
                 right = shard_of(id_, self.shard.of)
                 raise UserError(f'{place}: "{id_}" belongs to shard {right}, not to {self.shard}')
-            seen.add((id_, sample))
-            start, count = self.stream.tell() - len(line), count + 1
-            place_of_line = _Line(sample, start, len(line), is_of_prompt(row))
-            self.lines.setdefault(id_, []).append(place_of_line)
+            start = self.stream.tell() - len(line)
+            for one in samples_of(row):
+                sample = one["sample"]
+                if (id_, sample) in seen:
+                    raise UserError(f'{place}: sample {sample} of "{id_}" occurs twice')
+                seen.add((id_, sample))
+                count += 1
+                place_of_line = _Line(sample, start, len(line), is_of_prompt(one))
+                self.lines.setdefault(id_, []).append(place_of_line)
         self.seconds = known_seconds(self.path, count)
         if left := past.torn + past.holes:
             note(f"{self.path}: leaving out {left} bytes of torn lines")
@@ -304,5 +308,6 @@ def _in_order(
     if order is not None:
         prompts.sort(key=lambda one: order[one[1]])
     for part, id_ in prompts:
-        for line in sorted(part.lines[id_]):
+        lines = {line.start: line for line in sorted(part.lines[id_])}
+        for line in lines.values():  # a line of a prompt has several samples
             yield part, line

@@ -148,7 +148,8 @@ def _kind_of(key: str, value: Any) -> str:
         return "ints" if value else "empty"
     if all(one is None or type(one) in (int, float) for one in value):
         return "floats"
-    pairs = all(isinstance(place, list) and all(map(_is_pair, place)) for place in value)
+    places = [place for place in value if place is not None]
+    pairs = all(isinstance(place, list) and all(map(_is_pair, place)) for place in places)
     return "pairs" if pairs else "json"
 
 
@@ -214,7 +215,8 @@ def _packed(row: Mapping[str, Any], fields: Iterable[Any]) -> dict[str, Any]:
             found[field.name] = _text(_encode(value))
         elif note.get(b"bass") == b"pairs":
             found[field.name] = [
-                [{"id": id_, "logprob": number} for id_, number in place] for place in value
+                place and [{"id": id_, "logprob": number} for id_, number in place]
+                for place in value
             ]
         elif field.name == "samples":
             inner = list(field.type.value_type)
@@ -240,7 +242,9 @@ def _unpacked(row: Mapping[str, Any], fields: Iterable[Any]) -> dict[str, Any]:
         elif note.get(b"bass") == b"json":
             found[field.name] = json.loads(value)
         elif note.get(b"bass") == b"pairs":
-            found[field.name] = [[[one["id"], one["logprob"]] for one in place] for place in value]
+            found[field.name] = [
+                place and [[one["id"], one["logprob"]] for one in place] for place in value
+            ]
         elif field.name == "samples" and isinstance(value, list):
             inner = list(field.type.value_type)
             found[field.name] = [_unpacked(sample, inner) for sample in value]

@@ -34,6 +34,7 @@ from bass_cli.io.resume import (
     check_manifest,
     check_output_place,
     fault_of_line,
+    is_failed,
     is_marked,
     known_seconds,
     manifest_path,
@@ -92,6 +93,9 @@ class Completion:
     Then `text`, `sum_logprob` and `mean_logprob` are those of the answer after it; without an
     answer the two numbers are None. `tokens` and the ids are those of both parts.
 
+    With `echo` there are `prompt`, if it was a text, `messages`, if the chat template was used, or
+    `prompt_token_ids`.
+
     `copy_of` is the number of the sample that this one is a copy of. `task_id` and `completion` are
     set by evaluations, for public scorers.
     """
@@ -123,6 +127,8 @@ class Completion:
     copy_of: int | None = None
     task_id: str | None = None
     completion: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
 
     @classmethod
     def failed(cls, prompt_id: str, error: str, *, seed: int, meta: dict[str, Any]) -> Completion:
@@ -150,26 +156,34 @@ class Completion:
             prompt_top_logprobs=None,
         )
 
-    def to_line(self) -> str:
-        """Format one line of strict JSON, without a line end.
-
-        Fields of _OPTIONAL that are None are left out. NaN and infinity become null, and lone
-        surrogates are escaped.
-        """
-        row = {name: getattr(self, name) for name in _NAMES}
+    def row(self) -> dict[str, Any]:
+        """Return the fields of its line, without those of _OPTIONAL that are None."""
+        row = {name: getattr(self, name) for name in NAMES}
         for name in _OPTIONAL:
             if row[name] is None:
                 del row[name]
-        try:
-            line = _encode(row)
-        except ValueError:
-            row = _finite(row)
-            line = _encode(row)
-        try:
-            line.encode("utf-8")
-        except UnicodeEncodeError:
-            return json.dumps(row, allow_nan=False, default=str)
-        return line
+        return row
+
+    def to_line(self) -> str:
+        """Return `line_of` its row."""
+        return line_of(self.row())
+
+
+def line_of(row: dict[str, Any]) -> str:
+    """Format one line of strict JSON, without a line end.
+
+    NaN and infinity become null, and lone surrogates are escaped.
+    """
+    try:
+        line = _encode(row)
+    except ValueError:
+        row = _finite(row)
+        line = _encode(row)
+    try:
+        line.encode("utf-8")
+    except UnicodeEncodeError:
+        return json.dumps(row, allow_nan=False, default=str)
+    return line
 
 
 def rounded(logprobs: Any) -> Any:
@@ -211,11 +225,12 @@ def reported(
     return {"token_logprobs": rounded(numbers), "top_logprobs": paired(entries) if top else None}
 
 
-_NAMES = tuple(entry.name for entry in fields(Completion))
+NAMES = tuple(entry.name for entry in fields(Completion))
 _OPTIONAL = (
     *("token_ids", "token_logprobs", "top_logprobs"),
     *("prompt_token_ids", "prompt_logprobs", "prompt_top_logprobs", "perplexity"),
     *("reasoning", "reasoning_tokens", "error", "copy_of", "task_id", "completion"),
+    *("prompt", "messages"),
 )
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=str).encode
 
@@ -270,11 +285,15 @@ class Writer:
 
     def write(self, completion: Completion) -> None:
         """Append one completion; MachineError if it cannot be written."""
-        line = completion.to_line()
+        row = {name: getattr(completion, name) for name in _COUNTED}
+        self.append_row(completion.row(), row)
+
+    def append_row(self, row: dict[str, Any], counts: dict[str, Any]) -> None:
+        """Append the line of a row. `counts`: as `row` of `append`."""
+        line = line_of(row)
         if self._manifest is None and self._file.stream.isatty():
             line = json_on_a_terminal(line)
-        row = {name: getattr(completion, name) for name in _COUNTED}
-        self.append(line.encode("utf-8") + b"\n", row)
+        self.append(line.encode("utf-8") + b"\n", counts)
 
     def append(self, line: bytes, row: dict[str, Any]) -> None:
         """Append a finished line. `row` has at least the fields that totals are made of."""
@@ -403,7 +422,7 @@ class Writer:
             if self._moves:
                 lines = result_lines(files.enter_context(open(self.name, "rb")), self.name)
             for _, line, row in result_rows(lines, self.name, Past(), lambda row, place: None):
-                if row.get("finish_reason") != "error":
+                if not is_failed(row):
                     yield line
 
     def _write_manifest(self, name: str, *, finished: bool) -> None:

@@ -66,12 +66,18 @@ class Past:
     holes: int = 0
 
     def count(self, row: dict[str, Any]) -> None:
-        """Add one result line to the totals. A copy adds a sample, but no tokens."""
-        reasons, reason = self.totals["finish_reasons"], row["finish_reason"]
-        self.totals["samples"] += 1
-        reasons[reason] = reasons.get(reason, 0) + 1
-        for key in COUNTED if row.get("copy_of") is None else ():
-            self.totals[key] += row.get(key) or 0
+        """Add one result line to the totals. A copy adds a sample, but no tokens.
+
+        A total is None if a line has no such field, because `columns` left it out.
+        """
+        reasons = self.totals["finish_reasons"]
+        for one in samples_of(row):
+            reason = one["finish_reason"]
+            self.totals["samples"] += 1
+            reasons[reason] = reasons.get(reason, 0) + 1
+            for key in COUNTED if one.get("copy_of") is None else ():
+                known = self.totals[key] is not None and key in one
+                self.totals[key] = self.totals[key] + (one[key] or 0) if known else None
 
     def describe(self, name: str) -> list[str]:
         """Return the notes for the user before the run continues."""
@@ -166,6 +172,8 @@ def check_manifest(
                 continue
             if count is not None:
                 grown[key] = count, str(prompts.count)
+        elif key == "n" and now.get("group"):
+            bad.append(f"n: {old} before, {new} now; with `group` a line has all its samples")
         elif key in GROWING and _grows(before.get(key), now.get(key)):
             grown[key] = old, new
         else:
@@ -307,11 +315,11 @@ def fault_of_line(
     tokens, ids = row.get("tokens"), row.get("token_ids")
     if row["id"] not in known:
         return f'there is no prompt "{row["id"]}"'
-    if row.get("seed") != seed:
+    if row.get("seed") != seed and not results.get("columns"):
         return f"seed: {_show(row, 'seed')} before, {seed} now"
     if n is not None and not 0 <= row["sample"] < n:
         return f"sample {row['sample']} before, `n` {n} now"
-    if is_of_prompt(row):
+    if is_of_prompt(row) or results.get("columns"):
         return None
     if most is not None and not (isinstance(tokens, int) and 0 <= tokens <= most):
         return f"{_show(row, 'tokens')} tokens before, `sampling.max_new_tokens` {most} now"
@@ -427,12 +435,34 @@ def result_rows(
 
 def _check_row(row: dict[str, Any], place: str) -> None:
     """Raise UserError if a required field is missing or has another type."""
-    wanted = _FIELDS | {key: kind for key, kind in _OPTIONAL.items() if row.get(key) is not None}
-    for key, kind in wanted.items():
-        try:
-            kind(row.get(key))
-        except ValueError as error:
-            raise UserError(f'{place}: this is not a result line: field "{key}": {error}') from None
+    listed = row.get("samples", [])
+    if not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed):
+        raise UserError(f'{place}: this is not a result line: field "samples": a list is needed')
+    for one in samples_of(row):
+        present = {key: kind for key, kind in _OPTIONAL.items() if one.get(key) is not None}
+        for key, kind in (_FIELDS | present).items():
+            try:
+                kind(one.get(key))
+            except ValueError as error:
+                raise UserError(
+                    f'{place}: this is not a result line: field "{key}": {error}'
+                ) from None
+
+
+def samples_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the samples of a result line as lines of their own.
+
+    A line of a prompt with `group` has a list of samples, which is empty if the prompt failed.
+    Without the field "finish_reason", a sample failed if it has an error.
+    """
+    found = [dict(row)]
+    if isinstance(row.get("samples"), list):
+        shared = {key: value for key, value in row.items() if key != "samples"}
+        samples = row["samples"] or [{"error": row.get("error"), "finish_reason": "error"}]
+        found = [{"sample": at, **shared, **one} for at, one in enumerate(samples)]
+    for one in found:
+        one.setdefault("finish_reason", "unknown" if one.get("error") is None else "error")
+    return found
 
 
 def read_past(lines: Iterable[bytes], name: str, check: Check | None = None) -> Past:
@@ -443,15 +473,23 @@ def read_past(lines: Iterable[bytes], name: str, check: Check | None = None) -> 
     """
     past = Past()
     for number, _, row in result_rows(lines, name, past):
-        key = (row["id"], row["sample"])
-        if check is not None and (fault := check(row)) is not None:
+        samples = samples_of(row)
+        faults = () if check is None else filter(None, map(check, samples))
+        if (fault := next(iter(faults), None)) is not None:
             reason = "the manifest is damaged, and this line was written with other settings"
             raise UserError(f"{name}:{number}: {reason} ({fault}); {_REMEDY}")
-        if row["finish_reason"] == "error":
+        if is_failed(row):
             past.failed += 1
             continue
-        if key in past.done:
-            raise UserError(f'{name}:{number}: sample {key[1]} of "{key[0]}" occurs twice')
-        past.done.add(key)
+        for one in samples:
+            key = (one["id"], one["sample"])
+            if key in past.done:
+                raise UserError(f'{name}:{number}: sample {key[1]} of "{key[0]}" occurs twice')
+            past.done.add(key)
         past.count(row)
     return past
+
+
+def is_failed(row: Mapping[str, Any]) -> bool:
+    """Whether a result line is of a prompt or a sample that failed, which is tried again."""
+    return any(one["finish_reason"] == "error" for one in samples_of(row))

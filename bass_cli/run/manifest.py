@@ -74,6 +74,8 @@ def describe(
         "budget": job.budget,
     }
     results |= {"token_ids": job.token_ids, "bass": __version__.split(".")[0]}
+    if job.echo:
+        results |= {"echo": True}
     if shard is not None:
         results |= {"shard": str(shard)}
     if job.speculation.coupling == "maximal":

@@ -12,7 +12,7 @@ import math
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy
@@ -221,17 +221,9 @@ class RequestReader:
 
     def _messages(self, prompt: Prompt) -> Messages | None:
         """Return the conversation of a prompt; None if it is plain text."""
-        job, messages = self._job, prompt.messages
-        if prompt.token_ids is not None:
-            return None
-        if messages is None and job.chats:
-            messages = [{"role": "user", "content": prompt.text}]
-        if messages is None:
-            return None
-        if job.chat is False:
+        messages = chat_of(prompt, self._job)
+        if messages is not None and self._job.chat is False:
             raise UserError(f"{prompt.place}: the prompt has messages, but `chat=False` was given")
-        if job.system is not None and messages[0]["role"] not in SYSTEM_ROLES:
-            messages = [{"role": "system", "content": job.system}, *messages]
         return messages
 
     def _encode(self, prompt: Prompt, messages: Messages | None) -> list[int]:
@@ -255,6 +247,26 @@ class RequestReader:
         if not tokens:
             raise UserError(f"{prompt.place}: the prompt has no tokens")
         return tokens
+
+
+def chat_of(prompt: Prompt, job: Job) -> Messages | None:
+    """Return the messages that the chat template renders for a prompt; None if it is not used."""
+    messages = prompt.messages
+    if messages is None and job.chats and prompt.text is not None:
+        messages = [{"role": "user", "content": prompt.text}]
+    if messages and job.system is not None and messages[0]["role"] not in SYSTEM_ROLES:
+        messages = [{"role": "system", "content": job.system}, *messages]
+    return messages
+
+
+def with_echo(completion: Completion, prompt: Prompt, job: Job) -> Completion:
+    """Return a Completion with its prompt, if the job has `echo`."""
+    if not job.echo:
+        return completion
+    ids = completion.prompt_token_ids if prompt.token_ids is None else list(prompt.token_ids)
+    messages = chat_of(prompt, job)
+    echoed = None if messages is None else [dict(one) for one in messages]
+    return replace(completion, prompt=prompt.text, messages=echoed, prompt_token_ids=ids)
 
 
 _NO_ENTRIES = numpy.zeros((0, 1), dtype=numpy.int64)
@@ -458,9 +470,10 @@ class FinishedSample(NamedTuple):
     def completions(self) -> list[Completion]:
         """Make its Completion, or those of the samples that are copies of it."""
         drawn, copies = self._completion(), self.task.copies
-        if copies is None:
-            return [drawn]
-        return [drawn if sample == 0 else drawn.copied(sample) for sample in copies]
+        found = [drawn]
+        if copies is not None:
+            found = [drawn if sample == 0 else drawn.copied(sample) for sample in copies]
+        return [with_echo(one, self.task.prompt, self.task.job) for one in found]
 
     def _completion(self) -> Completion:
         task, row, ending = self.task, self.row, self.ending
@@ -780,7 +793,7 @@ class Conductor:
         except UserError as error:
             seed = job.sampling.seed
             failed = Completion.failed(prompt.id, str(error), seed=seed, meta=prompt.meta)
-            self._finished_queue.append((request, failed))
+            self._finished_queue.append((request, with_echo(failed, prompt, job)))
             return 0
         task.request, task.key = request, self._key_of(prompt.id)
         request.left += 1

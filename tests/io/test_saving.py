@@ -198,7 +198,7 @@ def test_run_can_be_resumed_after_a_full_disk(cli: Any, tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("".join(f"prompt {number}\n" for number in range(10)))
     output = tmp_path / "o.jsonl"
     before = b""
-    for most, what in ((100, "the manifest"), (3000, "the results"), (5000, "the results")):
+    for most, what in ((100, "the manifest"), (4500, "the results"), (6000, "the results")):
         with longest_file(most):
             full = cli(*command)
         assert full.exit_code == 3, full.stderr
