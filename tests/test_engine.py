@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -295,3 +296,15 @@ def test_a_fault_of_the_machine_is_raised_for_every_request(
     with pytest.raises(RuntimeError, match="a broken device"):
         engine.generate(["a"])
     engine.close()
+
+
+def test_examples_of_the_guide_run_here(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those that tests/test_guides.py does not run in a process of their own."""
+    page = (Path(__file__).parent.parent / "docs/guide/library.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"(?<!tested -->)\n```python\n(.*?)```", page, re.DOTALL)
+    for block in blocks[:-1]:  # the last one is examples/library.py's
+        name = "HuggingFaceTB/SmolLM2-135M-Instruct"
+        assert name in block
+        exec(compile(block.replace(name, str(model)), "library.md", "exec"), {"__name__": "guide"})
+    assert len(blocks) == 3
+    assert "(length)" in capsys.readouterr().out

@@ -417,3 +417,25 @@ pair: Pair = job.pair
     assert not errors
     lines = [int(line.split(":")[1]) for line in message.splitlines() if ": error:" in line]
     assert lines == [7, 8, 9], message
+
+
+def test_model_is_the_short_form_of_a_pair(tmp_path: Path) -> None:
+    long = Pair(name="small", target=str(tmp_path / "small"), draft="lookup")
+    assert Job(model=tmp_path / "small", n=2, dtype="bf16") == Job(pair=long, n=2, dtype="bf16")
+    long = Pair(name="m.x", target="o/m.x", draft="o/d", tokenizer="o/t")
+    assert Job(model="o/m.x", draft="o/d", tokenizer="o/t", device="cpu") == Job(
+        pair=long, device="cpu"
+    )
+    assert "model" not in Job(model="o/m").model_dump()
+    given: Any
+    for given, error, message in (
+        ({"pair": "smollm2", "model": "o/m"}, ValueError, "exclude each other"),
+        ({"draft": "none"}, ValueError, "`draft` belongs to `model`"),
+        ({"pair": "smollm2", "tokenizer": "o/t"}, ValueError, "`tokenizer` belongs to `model`"),
+        ({"model": 3}, ValueError, "a model's name or path is needed, not 3"),
+        ({"model": ""}, UserError, r"`pair\.target`: it is empty"),
+        ({"model": "o/m", "draft": ""}, UserError, r"`pair\.draft`: it is empty"),
+        ({"model": "smollm2"}, UserError, "is a pair; give it with `pair`"),
+    ):
+        with pytest.raises(error, match=message):
+            Job(**given)

@@ -14,6 +14,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import InitVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ from pydantic import (
 
 from bass_cli.config.chats import is_template, read_template, read_template_args, read_tools
 from bass_cli.config.draft_spec import check_draft, check_target
+from bass_cli.config.faults import first_fault
 from bass_cli.config.options import (
     CONTROLLERS,
     JOB,
@@ -271,6 +273,23 @@ def _set_fields(part: Strict) -> dict[str, Any]:
     return {key: getattr(part, key) for key in part.model_fields_set}
 
 
+def _with_pair(given: Any) -> Any:
+    """Make a pair of the fields `model`, `draft` and `tokenizer` of a job."""
+    short = ("model", "draft", "tokenizer")
+    if not isinstance(given, dict) or not any(given.get(name) is not None for name in short):
+        return given
+    model, draft, tokenizer = (given.get(name) for name in short)
+    if model is None:
+        name = "draft" if draft is not None else "tokenizer"
+        raise ValueError(f"`{name}` belongs to `model`; a pair has a {name} of its own")
+    if given.get("pair") is not None:
+        raise ValueError("`pair` and `model` exclude each other: a pair has a target already")
+    if not isinstance(model, (str, os.PathLike)):
+        raise ValueError(f"`model`: a model's name or path is needed, not {shown(model)}")
+    pair = pair_of_model(os.fspath(model), draft=draft, tokenizer=tokenizer)
+    return {"pair": pair} | {name: value for name, value in given.items() if name not in short}
+
+
 class Job(_Chats, JobOptions, frozen=True):
     """A run: which samples are drawn, and how.
 
@@ -278,6 +297,8 @@ class Job(_Chats, JobOptions, frozen=True):
 
     Args:
         pair: A Pair, the name of a packaged pair, or the path of a pair file.
+        model: In place of `pair`, the target: a hub id, a folder or a .gguf file.
+        draft, tokenizer: With `model`, the fields of its Pair. Default draft: lookup.
         budget: The time limit of each prompt, in seconds; None for none.
         batch_size: Rows of the batch, or "auto".
         threads: CPU threads; None for as many as are free.
@@ -285,11 +306,17 @@ class Job(_Chats, JobOptions, frozen=True):
         limit: The most prompts; None for all.
 
     Raises:
-        UserError: There is no such pair, or its file is wrong.
+        UserError: There is no such pair, its file is wrong, or `model` is not a model's name.
         ValueError: Another field has an invalid value.
     """
 
-    pair: _PairField
+    if TYPE_CHECKING:
+        model: InitVar[str | os.PathLike[str] | None] = None
+        draft: InitVar[str | None] = None
+        tokenizer: InitVar[str | None] = None
+        pair: _PairField = _PairField()
+    else:
+        pair: Pair
     sampling: Sampling = Sampling()
     speculation: Speculation = Speculation()
 
@@ -301,6 +328,7 @@ class Job(_Chats, JobOptions, frozen=True):
     @model_validator(mode="before")
     @classmethod
     def _as_the_pair_has_it(cls, given: Any) -> Any:
+        given = _with_pair(given)
         pair = given.get("pair") if isinstance(given, dict) else None
         if isinstance(pair, (str, os.PathLike)):
             pair = load_pair(pair)
@@ -352,6 +380,14 @@ def chosen_pair(args: PairArgs | DoctorArgs) -> Pair:
             "--pair (or BASS_PAIR) and --model (or BASS_MODEL) exclude each other: a pair has a "
             "target already"
         )
+    return pair_of_model(model)
+
+
+def pair_of_model(model: str, *, draft: str | None = None, tokenizer: str | None = None) -> Pair:
+    """Return the pair of a target. UserError if `model` is not a model's name.
+
+    `draft`, `tokenizer`: See Pair. Default draft: lookup.
+    """
     if not model:
         raise UserError("`pair.target`: it is empty; name a hub id, a folder or a .gguf file")
     if not is_unicode(model):
@@ -360,9 +396,15 @@ def chosen_pair(args: PairArgs | DoctorArgs) -> Pair:
     if is_pair or model.endswith(_PAIR_FILES):
         raise UserError(f'`pair.target`: "{model}" is a pair; give it with `pair` {model}')
     try:
-        return Pair(name=_model_name(model), target=model, draft=MODEL_DRAFT)
+        return Pair(
+            name=_model_name(model),
+            target=model,
+            draft=MODEL_DRAFT if draft is None else draft,
+            tokenizer=tokenizer,
+        )
     except ValidationError as error:
-        raise UserError(f"`pair.target`: {first_fault(error)[1]}") from None
+        path, reason = first_fault(error)
+        raise UserError(f"`pair.{'.'.join(path) or 'target'}`: {reason}") from None
 
 
 def _model_name(model: str) -> str:
@@ -484,18 +526,6 @@ def _check_keys(
     return lines
 
 
-def first_fault(error: ValidationError) -> tuple[tuple[str, ...], str]:
-    """Return the key path of the first fault, without pydantic's union steps, and a reason."""
-    fault = error.errors(include_url=False)[0]
-    own_steps = re.compile(r"literal\[|int$|function-")
-    path = tuple(
-        str(step)
-        for step in fault["loc"]
-        if not own_steps.match(str(step)) and not isinstance(step, int)
-    )
-    return path, reason_of(fault)
-
-
 def make_job(pair: Pair, **given: Any) -> Job:
     """Make a Job of a pair and options, by the names of their flags. None leaves the pair's value.
 
@@ -560,27 +590,3 @@ def parse_duration(text: str, key: str = "duration") -> float:
             "like 2s, 500ms or 1.5m"
         )
     return seconds
-
-
-# Messages for pydantic's errors about values of another type
-_NEEDED = {
-    **dict.fromkeys(("int_parsing", "int_type", "int_from_float"), "a whole number is needed"),
-    **dict.fromkeys(("float_parsing", "float_type"), "a number is needed"),
-    "finite_number": "a finite number is needed",
-    "string_type": "a text is needed",
-    "tuple_type": "a text or a list of texts is needed",
-    **dict.fromkeys(("bool_parsing", "bool_type"), "true or false is needed"),
-    **dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), "a mapping is needed"),
-    "string_too_short": "it is empty",
-}
-
-
-def reason_of(fault: Mapping[str, Any]) -> str:
-    """Describe one error of pydantic, with the value."""
-    kind, value = fault["type"], fault["input"]
-    if kind == "missing":
-        return "it is missing"
-    message = fault["msg"].removeprefix("Value error, ").replace("Input should", "it should")
-    reason = _NEEDED.get(kind) or message[:1].lower() + message[1:]
-    known = kind == "string_too_short" or (kind == "value_error" and isinstance(value, dict))
-    return reason if known or shown(value) in reason else f"{reason} (got {shown(value)})"

@@ -12,7 +12,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from bass_cli.config.job import Job, Pair, Sampling, first_fault
+from bass_cli.config.faults import first_fault
+from bass_cli.config.job import Job, Pair, Sampling
 from bass_cli.config.options import LINE
 from bass_cli.config.structure import merged
 

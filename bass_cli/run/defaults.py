@@ -12,7 +12,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from bass_cli.config.job import Job, Sampling, reason_of
+from bass_cli.config.faults import reason_of
+from bass_cli.config.job import Job, Sampling
 from bass_cli.errors import UserError
 from bass_cli.formats.checkpoint import Checkpoint
 from bass_cli.formats.sources import read_json

@@ -18,7 +18,8 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
 
-from bass_cli.config.job import Job, Sampling, first_fault
+from bass_cli.config.faults import first_fault
+from bass_cli.config.job import Job, Sampling
 from bass_cli.engine.contracts import RoundResult
 from bass_cli.engine.loop import Loop
 from bass_cli.errors import UserError
