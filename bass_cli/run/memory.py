@@ -32,7 +32,7 @@ _INTEGER = 8  # bytes of a token id
 # a few numbers a row.
 _CHOOSING = {"cpu": 36, "cuda": 4}
 # Bytes a logit of a row whose logits change (bass_kernels/processing.py), and of a token's count.
-_CHANGING, _COUNTED = {"cpu": 40, "cuda": 8}, 4
+_CHANGING, _COUNTED = {"cpu": 20, "cuda": 8}, 4
 # bytes a head, query and key, for scores and their exponentials
 _SCORES = {"cpu": 8, "cuda": 0}
 _LIBRARIES = {"cpu": 100 << 20, "cuda": 700 << 20}  # kernels, graphs, work space of libraries

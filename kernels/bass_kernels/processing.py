@@ -40,29 +40,32 @@ def process_logits(
 
     Returns: [N, U] float32; -inf for tokens that are not allowed.
     """
-    vocab, found = logits.shape[1], logits.float()
+    vocab, found = logits.shape[1], logits.to(torch.float32, copy=True)
     if counts is not None:
-        count = counts[rows, :vocab]
-        width = drafts.shape[1]
+        count, width = counts[rows, :vocab], drafts.shape[1]
         if width:
-            before = torch.arange(width, device=logits.device) < places[:, None]
             at = drafts[rows]
-            before = before & (at < vocab)
-            count = count.scatter_add(1, at.clamp(max=vocab - 1), GENERATED * before.int())
-        repetition, presence, frequency = penalties[:, rows, None]
-        repeated = torch.where(found > 0, found / repetition, found * repetition)
-        found = torch.where(count > 0, repeated, found)
-        generated = (count // GENERATED).float()
-        found = found - generated * frequency
-        found = found - (generated > 0) * presence
-    for bits in (allowed, masks):
-        if bits is not None:
-            by_place = bits.dim() == 3
-            line = bits[rows, places.clamp(max=bits.shape[1] - 1)] if by_place else bits[rows]
-            tokens = torch.arange(vocab, dtype=torch.int32, device=logits.device)
-            is_allowed = (line[:, tokens // BITS] >> (tokens % BITS)) & 1
-            found = found.masked_fill(is_allowed == 0, -torch.inf)
+            before = torch.arange(width, device=logits.device) < places[:, None]
+            count.scatter_add_(
+                1, at.clamp(max=vocab - 1), GENERATED * (before & (at < vocab)).int()
+            )
+        line, token = count.nonzero(as_tuple=True)  # few of them
+        repetition, presence, frequency = penalties[:, rows[line]]
+        x, generated = found[line, token], (count[line, token] // GENERATED).float()
+        x = torch.where(x > 0, x / repetition, x * repetition)
+        found[line, token] = x - generated * frequency - (generated > 0) * presence
+    if allowed is not None:
+        found.masked_fill_(~_unpacked(allowed, vocab)[rows], -torch.inf)
+    if masks is not None:
+        place = places.clamp(max=masks.shape[1] - 1)
+        found.masked_fill_(~_unpacked(masks[rows, place], vocab), -torch.inf)
     return found
+
+
+def _unpacked(bits: Tensor, vocab: int) -> Tensor:
+    """Return the first `vocab` bits of each line [N, words] int32, [N, vocab] bool."""
+    each = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return ((bits.view(torch.uint8)[..., None] >> each) & 1).flatten(1)[:, :vocab].bool()
 
 
 def add_bias(logits: Tensor, ids: Tensor, values: Tensor) -> Tensor:
