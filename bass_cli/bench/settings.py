@@ -114,9 +114,6 @@ def make_settings(args: BenchArgs) -> Settings:
     pair, specs = (
         (chosen_pair(args), None) if args.shape is None else _random_pair(args, args.shape)
     )
-    rivals = chosen_rivals(args.rivals)
-    if rivals and args.shape is not None:
-        raise UserError("`rivals`: rivals load files; give a pair instead of `shape`")
     words = _split(args.batch_sizes or default["batch_sizes"])
     batch_sizes = tuple(sorted({count(word, "batch_sizes", 1, most=1024) for word in words}))
     if not batch_sizes:
@@ -124,6 +121,9 @@ def make_settings(args: BenchArgs) -> Settings:
     tokens = count(args.new_tokens, "new_tokens", 128)
     given = job_options(args, max_new_tokens=tokens, batch_size=max(batch_sizes))
     job = make_job(pair, **given)
+    rivals = chosen_rivals(args.rivals, job)
+    if rivals and args.shape is not None:
+        raise UserError("`rivals`: rivals load files; give a pair instead of `shape`")
     _check_split(args, job)
     if acceptances and job.speculation.coupling != "shared":
         raise UserError("`coupling`: `acceptance` needs `coupling` shared")
@@ -294,9 +294,15 @@ def _attention(given: str | None) -> str:
     return found[0]
 
 
-def chosen_rivals(given: str | None) -> tuple[str, ...]:
-    """Return the engines of --rivals, each once."""
-    return _words(given or "", RIVALS, "rivals")
+def chosen_rivals(given: str | None, job: Job) -> tuple[str, ...]:
+    """Return the engines of --rivals, each once. UserError if they would sample differently."""
+    rivals = _words(given or "", RIVALS, "rivals")
+    if rivals and (job.sampling.changes_logits or job.sampling.min_p):
+        raise UserError(
+            "`rivals`: bass passes only temperature, top_p and top_k to other engines; leave out "
+            "the rivals, or penalties, min_p, bias and forbidden tokens"
+        )
+    return rivals
 
 
 def _words(text: str, known: tuple[str, ...], key: str) -> tuple[str, ...]:

@@ -108,7 +108,7 @@ def _run_job(args: BenchArgs, file: str, screen: Screen) -> None:
     from bass_cli.bench import jobs, rivals
     from bass_cli.bench.settings import chosen_rivals, count
 
-    engines, repeats = chosen_rivals(args.rivals), count(args.repeats, "repeats", 3)
+    engines, repeats = chosen_rivals(args.rivals, job), count(args.repeats, "repeats", 3)
 
     from bass_cli.run.plan import make_plan
 

@@ -85,10 +85,9 @@ _BATCH_SIZES = Option(
 _PLOT = Option("Draw a chart to this file; needs matplotlib", OUTPUT, "FILE.png")
 # The options of a Job that bass bench takes with and without --job
 MACHINE_AND_MODELS = ("model", "draft", "device", "dtype", "threads")
-DISTRIBUTION = ("temperature", "top_p", "top_k", "seed", "coupling")
-_PROCESSORS = (
-    *("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"),
-    *("bad_words", "allowed_token_ids"),
+DISTRIBUTION = (
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
+    *("frequency_penalty", "logit_bias", "allowed_token_ids", "seed", "coupling"),
 )
 
 _Pair: Any = args_of(*MACHINE_AND_MODELS)
@@ -96,7 +95,7 @@ _Distribution: Any = args_of(*DISTRIBUTION)
 _Samples: Any = args_of(
     *("n", "max_new_tokens", "stop", "stop_token_ids", "draft_length", "budget", "batch_size"),
     *("limit", "tensor_parallel", "token_ids", "logprobs", "logprobs_of"),
-    *("prompt_logprobs", *_PROCESSORS),
+    *("prompt_logprobs", "bad_words"),
     *("thinking", "max_thinking_tokens"),
 )
 _Texts: Any = args_of("chat", "prompt_column", "id_column", "strict_fields", "include_stop", "echo")
@@ -113,7 +112,7 @@ _WholeJob: Any = args_of(
 _Requests: Any = args_of(
     *("max_new_tokens", "stop", "stop_token_ids", "include_stop", "draft_length", "budget"),
     *("batch_size", "limit", "tensor_parallel", "thinking", "max_thinking_tokens"),
-    *_PROCESSORS,
+    "bad_words",
 )
 
 

@@ -190,7 +190,7 @@ class Processors:
         if sampling.allowed_token_ids is None:
             return numpy.full(self._words_of_bits, -1, dtype=numpy.int32)
         bits = numpy.zeros(self._words_of_bits * ops.BITS, dtype=numpy.uint8)
-        bits[list(sampling.allowed_token_ids)] = 1
+        bits[[id_ for id_ in sampling.allowed_token_ids if id_ < self.vocab]] = 1
         return numpy.packbits(bits, bitorder="little").view("<i4").astype(numpy.int32)
 
     def _word_lines(self, sampling: RowSampling) -> NDArray[numpy.int64]:
