@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import logging
 import threading
@@ -40,6 +41,7 @@ from bass_cli.run.requests import (
     plan_of,
 )
 from bass_cli.run.scheduler import Conductor
+from bass_cli.run.updates import NewWeights, Updated, Updates
 from bass_cli.system.host import is_refused_memory
 
 T = TypeVar("T")
@@ -168,6 +170,36 @@ class Engine:
                     yield one
         finally:
             self.close()
+
+    def update_weights(self, weights: NewWeights, model: Updated = "target") -> None:
+        """Write new weights into the target or the draft, in place.
+
+        It waits for the requests before it. Those after it wait for it and get samples of the new
+        weights. An iterable is read in the engine's thread. `fingerprint` changes.
+
+        Args:
+            weights, model: See Updates.update.
+
+        Raises:
+            UserError: See Updates.update.
+        """
+        if self._given is not None:
+            raise UserError("an engine that was given a loop has no models to update")
+
+        def write(models: Models, loop: Loop) -> None:
+            updates = Updates(models, self.plan.files)
+            try:
+                updates.update(weights, model)
+            finally:
+                self.plan = dataclasses.replace(self.plan, files=updates.files)
+
+        self.alone(write)
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies the target's weights. A result file is only continued with the same ones: see
+        `target_files` in its manifest."""
+        return self.plan.files.target.fingerprint()
 
     def alone(self, work: Callable[[Models, Loop], T]) -> T:
         """Call a function with the models and the loop while no request is in progress.

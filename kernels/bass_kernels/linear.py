@@ -52,7 +52,7 @@ def unpack(weight: Tensor) -> Tensor:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Multiply x [..., K] by a weight [N, K], which may be packed, and add bias [N]: [..., N] in
     x's dtype."""
-    if not is_packed(weight):
+    if weight.layout is torch.strided:
         return torch.nn.functional.linear(x, weight, bias)
     flat = x.reshape(-1, x.shape[-1])
     out = torch.ops.mkldnn._linear_pointwise(flat, weight, bias, "none", [], "")

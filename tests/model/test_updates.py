@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 import torch
 from chains import write_chain
-from checkpoints import FAMILIES, build_model, shallow, write_checkpoint, write_gguf, write_pair
+from checkpoints import (
+    FAMILIES,
+    build_model,
+    shallow,
+    write_checkpoint,
+    write_gguf,
+    write_pair,
+    write_tokenizer,
+)
 from heads import write_head
 from safetensors.torch import load_file
 from torch import Tensor
@@ -24,7 +32,9 @@ from bass_cli.formats.weights import load
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.runner import Runner
 from bass_cli.run.build import Models, build, load_models
+from bass_cli.run.engine import Engine
 from bass_cli.run.generate import generate
+from bass_cli.run.manifest import describe
 from bass_cli.run.pair import Files
 from bass_cli.run.plan import Plan, make_plan
 from bass_cli.run.updates import Updates
@@ -116,9 +126,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     write_pair(folder, prompts=1, num_hidden_layers=3)
     write_checkpoint("llama", folder / "target2", seed=7, shards=False)
     write_checkpoint("llama", folder / "draft2", seed=8, shards=False)
-    for name in ("target", "draft"):
-        for file in (folder / name).glob("tokenizer*"):
-            (folder / f"{name}2" / file.name).write_bytes(file.read_bytes())
+    for name in ("target2", "draft2"):
+        write_tokenizer(folder / name)
     for number in ("", "2"):
         seed = len(number)
         write_head(folder / f"dspark{number}", "dspark", seed=seed)
@@ -260,3 +269,44 @@ def test_update_of_a_draft_without_weights_is_refused(draft: str, place: Path) -
         Updates(load_models(plan), plan.files).update("draft2", "draft")
     with pytest.raises(UserError, match='"target" or "draft" is needed'):
         Updates(load_models(plan), plan.files).update("draft2", "both")  # type: ignore[arg-type]
+
+
+# The resident engine
+
+
+def test_engine_draws_with_new_weights_after_the_requests_before_the_update(place: Path) -> None:
+    plan, new = plan_of("target", "draft"), plan_of("target2", "draft")
+    prompts = ["the cat sat", "0123456789" * 15]  # the second is long enough to be copied from
+
+    def tokens(samples: Any) -> dict[Any, Any]:
+        return {(one.id, one.sample): one.token_ids for one in samples}
+
+    old, expected = tokens(generate(prompts, plan)), tokens(generate(prompts, new))
+    with Engine(plan.job) as engine:
+        known = engine.fingerprint
+        before = engine.generate(prompts)
+        first = next(before)
+        engine.update_weights("target2")  # while samples are in progress
+        after = engine.generate(prompts)
+        assert tokens([first, *before]) == old
+        assert tokens(after) == expected
+        assert engine.fingerprint == new.files.target.fingerprint() != known
+        engine.update_weights("draft2", model="draft")
+        assert tokens(engine.generate(prompts)) == expected
+        with pytest.raises(UserError, match="unknown for the family llama"):
+            engine.update_weights({"another": NORM})
+        assert tokens(engine.generate(prompts)) == expected
+        engine.update_weights(load_file("target/model.safetensors").items())
+        assert tokens(engine.generate(prompts)) == old
+        assert engine.fingerprint != known
+    with pytest.raises(UserError):
+        engine.update_weights("target")
+
+
+def test_manifest_after_an_update_is_that_of_the_new_weights(place: Path) -> None:
+    """So a file that was begun with other weights is not continued."""
+    with Engine(plan_of("target", "draft").job) as engine:
+        engine.update_weights("target2")
+        results = describe(engine.plan, {})["results"]
+    new = describe(plan_of("target2", "draft"), {})["results"]
+    assert [name for name in new if new[name] != results[name]] == ["target"]
