@@ -548,7 +548,8 @@ def make_job(pair: Pair, **given: Any) -> Job:
     except ValidationError as error:
         path, reason = first_fault(error)
         field = {"draft": "pair.draft", "speculation": "speculation.length"}.get(".".join(path))
-        raise UserError(f"`{field or '.'.join(path)}`: {reason}") from None
+        name = field or ".".join(path)  # empty for a rule about several fields of the job
+        raise UserError(f"`{name}`: {reason}" if name else reason) from None
 
 
 def pair_schema() -> dict[str, Any]:

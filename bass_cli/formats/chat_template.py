@@ -7,6 +7,7 @@ templates are found (hub_tokenizer.py, gguf_tokenizer.py), text to ids (tokenize
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -34,14 +35,14 @@ _FREE = ("role", "content", "tool_call_id", "reasoning_content", "reasoning", "t
 class ChatRequest(NamedTuple):
     """One conversation to render.
 
-    messages: if the last one is the assistant's, it is continued.
+    messages: if the last one is the assistant's, it is continued. None to check the rest only.
     tools: JSON schemas of tools, or None.
     args: values of the template's own variables.
     without_thinking: the texts that open and close the thinking part, if the answer must begin
         without one; else None.
     """
 
-    messages: Sequence[Mapping[str, Any]]
+    messages: Sequence[Mapping[str, Any]] | None
     tools: Sequence[Mapping[str, Any]] | None = None
     args: Mapping[str, Any] = {}
     without_thinking: tuple[str, str] | None = None
@@ -49,7 +50,8 @@ class ChatRequest(NamedTuple):
     @property
     def is_continued(self) -> bool:
         """Whether the last message is the assistant's, so that it is continued."""
-        return bool(self.messages) and self.messages[-1].get("role") == "assistant"
+        last = (self.messages or ({},))[-1]
+        return last.get("role") == "assistant"
 
 
 def renderer(
@@ -77,6 +79,8 @@ def renderer(
         template = for_tools if for_tools and request.tools is not None else default
         if fault := next(_faults(template, request), None):
             raise RefusalError(fault)
+        if request.messages is None:
+            return b""
         args, closing = dict(request.args), ""
         if request.without_thinking is not None:
             switch = next((one for one in _SWITCHES if one in _variables(template)), None)
@@ -122,13 +126,14 @@ def _faults(template: str, request: ChatRequest) -> Iterator[str]:
         known = sorted(_variables(template) - set(_OWN))
         hint = nearest(unknown[0], known) if known else "it has no variables of its own"
         yield f"it has no variable {unknown[0]}; {hint}"
-    for number, message in enumerate(request.messages):
+    for number, message in enumerate(request.messages or ()):
         for key in message:
             named = key in _FREE or (key == "name" and message.get("role") == "tool")
             if not named and not re.search(rf"\b{re.escape(str(key))}\b", template):
                 yield f"messages[{number}].{key}: it does not use this key"
 
 
+@functools.lru_cache(maxsize=2)
 def _variables(template: str) -> set[str]:
     """Return the names that a template reads and does not set itself."""
     environment = jinja2.Environment(extensions=[_Generation, jinja2.ext.loopcontrols])

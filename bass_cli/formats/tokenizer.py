@@ -191,6 +191,18 @@ class Tokenizer:
         except RefusalError as error:
             raise UserError(f"the chat template refuses the messages: {error}") from None
 
+    def check_chats(
+        self, tools: Sequence[Mapping[str, Any]] | None, args: Mapping[str, Any] | None
+    ) -> None:
+        """Raise UserError if the chat template is broken or does not use tools or variables."""
+        from bass_cli.formats.chat_template import ChatRequest
+
+        if self.has_chat_template and not (tools is None and args is None):
+            try:
+                self._rendered(ChatRequest(None, tools, args or {}))
+            except RefusalError as error:
+                raise UserError(f"{self.path}: the chat template: {error}") from None
+
     def with_template(self, template: str) -> Tokenizer:
         """Return the same tokenizer with another chat template."""
         digest = hashlib.sha256(f"{self.cached.fingerprint} {template}".encode()).hexdigest()

@@ -124,6 +124,8 @@ def open_files(job: Job, early: Callable[[], Tokenizer | None] = lambda: None) -
     if job.chats and not tokenizer.has_chat_template:
         wanted = "chat=True" if job.chat else "tools" if job.system is None else "system"
         raise UserError(f"`{wanted}`: {pair.target} has no chat template")
+    if job.template is not None or job.template_args or job.tools is not None:
+        tokenizer.check_chats(job.tools, job.template_args or {})
     if job.sampling.max_thinking_tokens is not None and tags_of(tokenizer) is None:
         raise UserError(
             f"`sampling.max_thinking_tokens`: {pair.target} has no thinking part that bass knows"

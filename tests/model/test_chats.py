@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import transformers
-from checkpoints import tokenizer_metadata, write_gguf, write_tokenizer
+from checkpoints import tokenizer_metadata, write_checkpoint, write_gguf, write_tokenizer
 from templates import CHATML, LLAMA3, MISTRAL, OPENED, THINKING
 
-from bass_cli.config.job import Job, load_pair
+from bass_cli.config.job import Job, load_pair, make_job
 from bass_cli.errors import UserError
 from bass_cli.formats.tokenizer import Tokenizer
 from bass_cli.io.prompts import prompts_of
+from bass_cli.run.pair import open_files
 from bass_cli.run.scheduler import RequestReader
 
 TAGS = ("<think>", "</think>")
@@ -92,6 +93,28 @@ def test_what_a_template_refuses_or_drops_is_an_error(
         ours.render(messages, args=args)
     with pytest.raises(UserError, match="it has no variable tools"):
         Tokenizer.load(folder).with_template(LLAMA3).render([USER], tools=[TOOL])
+
+
+@pytest.mark.parametrize(
+    ("template", "fields", "reason"),
+    [
+        (
+            LLAMA3,
+            {"template_args": {"date_strin": 1}},
+            'no variable date_strin; did you mean "date',
+        ),
+        (LLAMA3, {"tools": [TOOL]}, "it has no variable tools"),
+        ("{% if x %}{{ y }}", {}, "unexpected|Unexpected|expected"),
+    ],
+)
+def test_faults_of_a_whole_job_are_found_before_weights_are_loaded(
+    tmp_path: Path, template: str, fields: dict[str, Any], reason: str
+) -> None:
+    write_checkpoint("llama", tmp_path, shards=False, num_hidden_layers=2)
+    write_tokenizer(tmp_path)
+    job = Job(pair={"name": "x", "target": str(tmp_path)}, template=template, **fields)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=f"the chat template: .*({reason})"):
+        open_files(job)
 
 
 @pytest.mark.parametrize(
@@ -221,3 +244,8 @@ def test_a_template_for_tools_is_used_with_tools(folder: Path, tmp_path: Path) -
                 [SYSTEM, USER], tools=tools, tokenize=False, add_generation_prompt=True
             )
             assert ours.render([SYSTEM, USER], tools=tools) == text
+
+
+def test_a_fault_of_two_options_names_both() -> None:
+    with pytest.raises(UserError, match=r"^`system` and `chat=False` exclude each other"):
+        make_job(load_pair("smollm2"), system="x", chat=False)
