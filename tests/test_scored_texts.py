@@ -14,7 +14,7 @@ from checkpoints import write_checkpoint, write_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from bass_cli import Job, Pair, Sampling, UserError, score
+from bass_cli import Engine, Job, Pair, Sampling, UserError, generate, score
 from bass_cli.cli.commands import app
 from bass_cli.run import logprobs
 
@@ -154,3 +154,32 @@ def test_texts_that_do_not_fit_the_model_get_an_error_each(folder: Path) -> None
     assert found["a"].error is None
     assert "id 299: the model has the ids 0 to 298" in (found["ids"].error or "")
     assert "the model's context is" in (found["long"].error or "")
+
+
+def test_engine_scores_between_rounds_of_other_requests(folder: Path) -> None:
+    """Samples in progress do not change. Their own log-probabilities are found again."""
+    sampling = Sampling(seed=3, max_new_tokens=40, temperature=1.0, logprobs=2)
+    pair = Pair(name="tiny", target=str(folder), draft="lookup")
+    both = Job(pair=pair, device="cpu", n=3, sampling=sampling, batch_size=4)
+    wanted = {one.sample: one for one in generate(["the cat"], both)}
+    with Engine(both) as engine:
+        results = engine.generate(["the cat"])
+        first = next(results)
+        scored = engine.score("a dog", " sat", logprobs=3)
+        assert scored.token_ids == due(folder, {"prompt": "a dog", "completion": " sat"})[0]
+        found = {one.sample: one for one in (first, *results)}
+        for sample, one in wanted.items():
+            assert found[sample].token_ids == one.token_ids
+            again = engine.score("the cat", one.token_ids or [], logprobs=2)
+            assert again.token_logprobs == pytest.approx(one.token_logprobs, abs=1e-4)
+            assert [[id_ for id_, _ in place] for place in again.top_logprobs or ()] == [
+                [id_ for id_, _ in place] for place in one.top_logprobs or ()
+            ]
+        (alone,) = score([{"prompt": "a dog", "completion": " sat"}], job(folder, logprobs=3))
+        assert scored.token_logprobs == pytest.approx(alone.token_logprobs, abs=1e-5)
+        for wrong in ("", [5, 299]):
+            with pytest.raises(UserError, match="completion"):
+                engine.score("a dog", wrong)
+        assert engine.score({"prompt": "a dog"}, [5]).tokens == 1
+    with pytest.raises(UserError, match="closed"):
+        engine.score("a dog", " sat")

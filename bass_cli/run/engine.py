@@ -24,11 +24,12 @@ from bass_cli.config.job import Job, Sampling
 from bass_cli.engine.contracts import RoundResult
 from bass_cli.engine.loop import Loop
 from bass_cli.errors import UserError
-from bass_cli.io.prompts import Prompt, prompts_for
+from bass_cli.io.prompts import Prompt, prompts_for, prompts_of
 from bass_cli.io.results import Completion
 from bass_cli.lengths.costs import keep_learnt
 from bass_cli.reading import shown
 from bass_cli.run.build import READING, Models, halved, load_models, ready_loop
+from bass_cli.run.logprobs import COLUMN, score_text
 from bass_cli.run.plan import Plan
 from bass_cli.run.requests import (
     Call,
@@ -201,6 +202,37 @@ class Engine:
         `target_files` in its manifest."""
         return self.plan.files.target.fingerprint()
 
+    def score(
+        self, prompt: str | Mapping[str, Any], completion: str | Sequence[int], *, logprobs: int = 0
+    ) -> Completion:
+        """Return the target's log-probabilities of a given completion, as bass_cli.score does.
+
+        It runs between two rounds of the requests in progress, and does not change their samples.
+
+        Args:
+            prompt: A text, or a mapping like a line of a prompt file.
+            completion: A text, or token ids.
+            logprobs: How many likeliest tokens are listed for each place.
+
+        Raises:
+            UserError: The text has a mistake or is too long, or the engine is closed.
+        """
+        column = self.plan.job.prompt_column
+        given = {column: prompt} if isinstance(prompt, str) else prompt
+        listed = completion if isinstance(completion, str) else list(completion)
+        (text,) = prompts_of([{**given, COLUMN: listed}], column=column)
+
+        def run() -> None:
+            self._step(lambda: None)  # the loop may have to be made
+            call.run()
+            self._tell()
+
+        call = Call(lambda: score_text(text, self.plan, self._conductor.loop.target, top=logprobs))
+        self._start()
+        self._do(run)
+        found: Completion = self._outcome(call)
+        return found
+
     def alone(self, work: Callable[[Models, Loop], T]) -> T:
         """Call a function with the models and the loop while no request is in progress.
 
@@ -214,14 +246,18 @@ class Engine:
 
         call = Call(run)
         self._add(call)
+        value: T = self._outcome(call)
+        return value
+
+    def _outcome(self, call: Call) -> Any:
+        """Wait for a call, and return its value or raise its exception."""
         with self._news:
             self._news.wait_for(lambda: call.done or self._stopping)
         if call.error is not None:
             raise call.error
         if not call.done:
             raise self._refusal()
-        value: T = call.value
-        return value
+        return call.value
 
     def close(self) -> None:
         """End the requests in progress, and free the models. Their results raise UserError.
@@ -267,11 +303,15 @@ class Engine:
 
     def _add(self, request: Request | Call) -> None:
         """Add a request, for the thread."""
+        self._start()
+        self._do(lambda: self._conductor.add(request))
+
+    def _start(self) -> None:
+        """Start the thread at the first call."""
         if self._thread is None:
             self._load()
             self._thread = threading.Thread(target=self._run, daemon=True, name="bass engine")
             self._thread.start()
-        self._do(lambda: self._conductor.add(request))
 
     def _load(self) -> None:
         """Load the models, unless a loop was given."""

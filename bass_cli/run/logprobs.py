@@ -148,7 +148,7 @@ def _scored(
             target, spec = build(plan, models).target, plan.files.target.spec
             reader = RequestReader(plan.job, plan.files.tokenizer, context=spec.context)
             on_phase("scoring")
-            waiting = list[_Tokens]()
+            waiting, top = list[_Tokens](), plan.job.sampling.logprobs or 0
             for text in texts:
                 if (text.id, 0) in done:
                     continue
@@ -158,10 +158,10 @@ def _scored(
                     yield Completion.failed(text.id, str(error), seed=0, meta=text.meta)
                     continue
                 if waiting and sum(len(one.tokens) for one in (*waiting, one)) > _WINDOW:
-                    yield from _read(waiting, target, plan, column)
+                    yield from _read(waiting, target, plan, column, top)
                     waiting = []
                 waiting.append(one)
-            yield from _read(waiting, target, plan, column)
+            yield from _read(waiting, target, plan, column, top)
         finally:
             models.close()
 
@@ -186,23 +186,47 @@ def _tokens_of(text: Prompt, reader: RequestReader, plan: Plan, column: str) -> 
     return _Tokens(text, [*prompt, *ids], len(prompt))
 
 
-def read_together(target: Target, texts: Iterable[list[int]], top: int) -> Iterator[PromptLogprobs]:
+def score_text(text: Prompt, plan: Plan, target: Target, *, top: int) -> Completion:
+    """Score one text on a loaded target. UserError if it is wrong or too long.
+
+    Args:
+        text: Its `meta` has the completion.
+        top: How many likeliest tokens are listed for each place.
+    """
+    from bass_cli.run.scheduler import RequestReader
+
+    context = plan.files.target.spec.context
+    reader = RequestReader(plan.job, plan.files.tokenizer, context=context)
+    (found,) = _read([_tokens_of(text, reader, plan, COLUMN)], target, plan, COLUMN, top)
+    return found
+
+
+def _read_together(
+    target: Target, texts: Iterable[list[int]], top: int
+) -> Iterator[PromptLogprobs]:
     """Yield the log-probabilities of the tokens of texts, read in passes together."""
-    keys = []
-    for number, tokens in enumerate(texts):
-        keys.append(f"\0scored {number}")  # no prompt's id has a NUL
-        target.open(keys[-1], tokens, logprobs=top)
-    target.read_all()
-    for key in keys:
-        found = target.prompt_logprobs(key)
-        target.close(key)
-        assert found is not None
-        yield found
+    keys = list[str]()
+    try:
+        for number, tokens in enumerate(texts):
+            key = f"\0scored {number}"  # not the key of a prompt
+            target.open(key, tokens, logprobs=top)
+            keys.append(key)
+        target.read_all()
+        for key in keys:
+            found = target.prompt_logprobs(key)
+            assert found is not None
+            yield found
+    finally:
+        for key in keys:
+            target.close(key)
 
 
-def _read(texts: list[_Tokens], target: Target, plan: Plan, column: str) -> Iterator[Completion]:
-    began, top = time.monotonic(), plan.job.sampling.logprobs or 0
-    found = list(read_together(target, (one.tokens for one in texts), top))
+def _read(
+    texts: list[_Tokens], target: Target, plan: Plan, column: str, top: int
+) -> Iterator[Completion]:
+    """Yield the results of texts."""
+    began = time.monotonic()
+    found = list(_read_together(target, (one.tokens for one in texts), top))
     seconds = time.monotonic() - began
     for one, (scores, entries) in zip(texts, found, strict=True):
         numbers = scores[one.first - 1 :].tolist()
