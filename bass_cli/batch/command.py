@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Set
+from pathlib import Path
 
 from bass_cli.batch.answers import Answers, BatchFacts, RequestDigest, read_answers
 from bass_cli.batch.requests import Request, read_requests
@@ -25,7 +26,6 @@ from bass_cli.generation import (
     check_name,
     drawing_of,
     files_read,
-    files_written,
     read_job,
     with_rows_of,
     write_samples,
@@ -36,6 +36,7 @@ from bass_cli.io.linefile import LINES
 from bass_cli.io.prompts import Checked, Prompt, check
 from bass_cli.io.readers import Source, open_source
 from bass_cli.io.results import open_output
+from bass_cli.io.resume import manifest_path
 from bass_cli.io.saving import is_stream, refuse_shared_files
 from bass_cli.reading import shown
 
@@ -48,16 +49,8 @@ _DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "max_new_tokens": _WHOLE_CONTEXT}
 def run(args: BatchArgs, screen: Screen) -> bool:
     """Answer the requests; return whether all were answered."""
     out, errors = args.out, f"{args.out}.errors" if args.errors is None else args.errors
-    for what, path in (("the responses", out), ("`errors`", errors)):
-        if not path or is_stream(path):
-            raise UserError(f"{what}: a file is needed, so that a killed run can be continued")
     job = with_defaults(read_job(args, n=1))
-    written = [*files_written(out), ("`errors`", errors)]
-    refuse_shared_files(
-        written, [("the file of requests", args.prompts), *files_read(args.pair, job)]
-    )
-    for name in (out, errors):
-        check_name(name, overwrite=args.overwrite, suffixes=LINES)
+    _check_files(args, job, out, errors)
     served = args.model or job.pair.name
     stale = args.overwrite and os.path.exists(errors)
     job = with_rows_of(job, out, overwrite=args.overwrite)
@@ -84,8 +77,8 @@ def run(args: BatchArgs, screen: Screen) -> bool:
             n=job.n,
             spell=spelling(job.pair, wanted=batch.facts.needs_bytes),
         ) as answers:
-            if others := batch.facts.models - {served, job.pair.name, job.pair.target}:
-                screen.note(note_on(others, served))
+            for note in batch.notes({served, job.pair.name, job.pair.target}, served):
+                screen.note(note)
             answers.skip(batch.requests())
             summary = write_samples(
                 answers,
@@ -105,11 +98,32 @@ def run(args: BatchArgs, screen: Screen) -> bool:
     return not failed
 
 
+def _check_files(args: BatchArgs, job: Job, out: str, errors: str) -> None:
+    """Raise UserError if a file cannot be written, or would replace another one."""
+    for what, path in (("the responses", out), ("`errors`", errors)):
+        if not path or is_stream(path):
+            raise UserError(f"{what}: a file is needed, so that a killed run can be continued")
+    written: list[tuple[str, str | Path]] = [
+        ("the file of responses", out),
+        ("its manifest", manifest_path(out)),
+        ("`errors`", errors),
+        ("the manifest of `errors`", manifest_path(errors)),
+    ]
+    read = [("the file of requests", args.prompts), *files_read(args.pair, job)]
+    refuse_shared_files(written, read)
+    for name in (out, errors):
+        check_name(name, overwrite=args.overwrite, suffixes=LINES)
+
+
 class _Batch:
-    """The requests of a file, which is read again for each pass over them."""
+    """The requests of a file, which is read again for each pass over them.
+
+    Attributes:
+        unlimited: The number of prompts whose samples end only with the context.
+    """
 
     def __init__(self, source: Source, job: Job):
-        self.source, self._job = source, job
+        self.source, self._job, self.unlimited = source, job, 0
         self.digest, self.facts = RequestDigest(source, job.prompt_column), BatchFacts()
 
     def requests(self) -> Iterator[Request]:
@@ -125,9 +139,29 @@ class _Batch:
             for request in self.requests():
                 self.digest.add_request(request)
                 self.facts.add(request)
-                yield from request.prompts
+                for prompt in request.prompts:
+                    limit = prompt.own_job(self._job).sampling.max_new_tokens
+                    self.unlimited += limit == _WHOLE_CONTEXT
+                    yield prompt
 
         return check(prompts(), job=self._job)
+
+    def notes(self, known: Set[str], served: str) -> Iterator[str]:
+        """Yield notes for the user.
+
+        Args:
+            known: The names of the model that answers.
+            served: Its name in responses.
+        """
+        if others := sorted(self.facts.models - known):
+            more = f" and {len(others) - 1} other models" if others[1:] else ""
+            first = shown(others[0])
+            yield f"requests name the model {first}{more}; all are answered by {served}"
+        if self.unlimited:
+            yield (
+                f"chats without max_tokens: {self.unlimited}; a sample may fill the model's "
+                "context (`sampling.max_new_tokens` sets a limit)"
+            )
 
 
 def with_defaults(job: Job) -> Job:
@@ -139,13 +173,6 @@ def with_defaults(job: Job) -> Job:
     values = dict(own) | {k: v for k, v in _DEFAULTS.items() if k not in own.model_fields_set}
     sampling = Sampling.model_construct(_fields_set=own.model_fields_set, **values)
     return job.model_copy(update={"sampling": sampling})
-
-
-def note_on(others: Iterable[str], served: str) -> str:
-    """Return a note on requests that name other models than the one that answers them."""
-    first, *rest = sorted(others)
-    more = f" and {len(rest)} other models" if rest else ""
-    return f"requests name the model {shown(first)}{more}; all are answered by {served}"
 
 
 def spelling(pair: Pair, *, wanted: bool) -> Spell:

@@ -112,7 +112,7 @@ _WholeJob: Any = args_of(
 _Requests: Any = args_of(
     *("max_new_tokens", "stop", "stop_token_ids", "include_stop", "draft_length", "budget"),
     *("batch_size", "limit", "tensor_parallel", "thinking", "max_thinking_tokens"),
-    "bad_words",
+    *("logprobs_of", "bad_words"),
 )
 
 

@@ -457,9 +457,13 @@ def test_defaults_of_the_model_come_before_those_of_the_format(place: Path) -> N
     own = place / "own"
     shutil.copytree("model", own)
     (own / "generation_config.json").write_text(json.dumps({"temperature": 0.3, "eos_token_id": 2}))
-    write_requests(request("a"), request("b", temperature=1))
+    write_requests(
+        request("a"), request("b", temperature=1), request("c", max_tokens=None, stop="e")
+    )
     arguments = ("batch", "in.jsonl", "out.jsonl", *FLAGS, "--model", "own")
-    assert CliRunner().invoke(app, arguments).exit_code == 0
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0
+    assert "chats without max_tokens: 1" in result.stderr
     for name, temperature in (("a", 0.3), ("b", 1.0)):
         ((due,),) = samples({"id": name, "messages": HELLO}, temperature=temperature)
         (choice,) = lines()[name]["response"]["body"]["choices"]
