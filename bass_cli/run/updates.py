@@ -22,6 +22,7 @@ from bass_cli.errors import UserError
 from bass_cli.formats import weights as formats
 from bass_cli.formats.checkpoint import Checkpoint, open_checkpoint, open_head
 from bass_cli.formats.tensor_content import parts
+from bass_cli.models.capture import synchronise
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.families import Slot
 from bass_cli.models.spec import stored_dtype
@@ -61,19 +62,34 @@ class Updates:
             UserError: There is no such model, or a name, shape, type or number is wrong.
         """
         decoder = self._decoder(model)
-        if isinstance(weights, (str, os.PathLike)):
-            self._write_files(Path(weights).expanduser(), model, decoder)
-            return
+        synchronise(decoder.device)  # tensors may come from another stream
+        try:
+            if isinstance(weights, (str, os.PathLike)):
+                self._write_files(Path(weights).expanduser(), model, decoder)
+            else:
+                self._write_tensors(weights, model, decoder)
+        finally:
+            synchronise(decoder.device)
+
+    def _write_tensors(
+        self,
+        weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+        model: Updated,
+        decoder: Decoder,
+    ) -> None:
+        if not isinstance(weights, Iterable):
+            raise UserError(
+                f"weights: a folder or named tensors are needed, not {shown(weights)}; of a module "
+                "take state_dict()"
+            )
         written: dict[tuple[str, int], str] = {}
-        count = 0
         try:
             for pair in weights.items() if isinstance(weights, Mapping) else weights:
                 self._write_tensor(pair, model, decoder, written)
-                count += 1
         except UserError as error:
-            before = [f"the {count} tensors before it have been written"] if count else []
+            before = [f"tensors written before it: {len(written)}"] if written else []
             raise UserError(*error.args, *before) from None
-        if not count:
+        if not written:
             raise UserError("weights: there are no tensors; an iterator can be used only once")
 
     def _decoder(self, model: Updated) -> Decoder:

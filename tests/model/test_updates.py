@@ -240,6 +240,8 @@ NORM, Q = torch.ones(48), "model.layers.0.self_attn.q_proj.weight"
         ([("model.norm.weight", NORM, 1)], "pairs of a name and a tensor are needed"),
         ([("norm.weight", NORM), ("model.norm.weight", -NORM)], "other numbers for the same"),
         ([], "there are no tensors"),
+        ([("rotary_emb.inv_freq", NORM)], "there are no tensors"),
+        (torch.nn.Linear(1, 1), "a folder or named tensors are needed, not Linear("),
         ("nowhere", "nowhere"),
         ("target", "layers 3, not 1"),
     ],
@@ -257,7 +259,7 @@ def test_wrong_weights_are_refused(given: Any, message: str, updates: Updates, p
 
 def test_error_says_how_many_tensors_before_it_are_written(updates: Updates) -> None:
     known = updates.files.target.fingerprint()
-    with pytest.raises(UserError, match=r"unknown.*; the 1 tensors before it have been written"):
+    with pytest.raises(UserError, match=r"unknown.*; tensors written before it: 1$"):
         updates.update({"model.norm.weight": NORM, "another": NORM})
     assert updates.files.target.fingerprint() != known
 
