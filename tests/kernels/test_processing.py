@@ -35,7 +35,7 @@ SETTINGS = (
     RowSampling(repetition_penalty=1.7),
     RowSampling(repetition_penalty=0.8, frequency_penalty=-0.4),
     RowSampling(presence_penalty=1.1, frequency_penalty=0.6),
-    RowSampling(logit_bias=((0, -3.0), (74, 5.0))),
+    RowSampling(logit_bias=((3, -3.0), (74, 5.0))),
     RowSampling(bad_words=WORDS),
     RowSampling(allowed_token_ids=(0, 31, 32, 63, 64, 74)),
     EVERYTHING,
