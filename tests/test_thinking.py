@@ -19,7 +19,8 @@ from bass_cli.io.prompts import prompts_of
 from bass_cli.io.results import Completion
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.run.requests import Request
-from bass_cli.run.scheduler import Conductor, RequestReader
+from bass_cli.run.scheduler import Conductor
+from bass_cli.run.tasks import RequestReader
 
 USER = {"role": "user", "content": "2 + 2?"}
 # How a vocabulary has the tags: as tokens of text, as special tokens, or not at all

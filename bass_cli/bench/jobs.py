@@ -26,7 +26,7 @@ from bass_cli.bench.texts import reader_of, task_of
 from bass_cli.errors import MachineError, UserError
 from bass_cli.io.prompts import Prompt
 from bass_cli.run.plan import Plan
-from bass_cli.run.scheduler import Task
+from bass_cli.run.tasks import Task
 
 _POLL = 0.2  # seconds between two readings of a GPU's memory
 _OURS, _ON_RAY = "bass", "bass --ray"

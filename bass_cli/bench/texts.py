@@ -17,7 +17,7 @@ from bass_cli.io.readers import open_source
 from bass_cli.run.plan import Plan
 from bass_cli.run.profile import PASSAGES, joined
 from bass_cli.run.sampling import row_sampling
-from bass_cli.run.scheduler import RequestReader, Task
+from bass_cli.run.tasks import RequestReader, Task
 
 CHAT, EDITING = "chat", "editing"  # kinds of text
 QUESTIONS = (

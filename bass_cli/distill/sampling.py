@@ -26,7 +26,7 @@ from bass_cli.io.results import Completion, open_output
 from bass_cli.io.resume import read_manifest
 from bass_cli.reading import parse_object
 from bass_cli.run.plan import Plan
-from bass_cli.run.scheduler import RequestReader
+from bass_cli.run.tasks import RequestReader
 
 TURN, ANSWER, TEXT, FILE = "turn", "answer", "text", "file"  # kinds of prompts; begin their ids
 ENOUGH = 0.98  # share of the wanted tokens; the lengths of samples are only estimated

@@ -2,7 +2,7 @@
 
 A completion is decoded as the continuation of its prompt. A stop text that is one special token
 becomes an id that ends a sample. Not here: tokenizers (tokenizer.py), the other reasons why a
-sample ends (scheduler.py).
+sample ends (run/samples.py).
 """
 
 from __future__ import annotations

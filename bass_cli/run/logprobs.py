@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from bass_cli.engine.contracts import PromptLogprobs, Target
     from bass_cli.formats.tokenizer import Tokenizer
     from bass_cli.run.plan import Plan
-    from bass_cli.run.scheduler import RequestReader
+    from bass_cli.run.tasks import RequestReader
 
 COLUMN = "completion"  # the field with the completion
 GIVEN = "given"  # finish_reason of a text that was not generated
@@ -139,7 +139,7 @@ def _scored(
     on_bytes: Callable[[int, int], None],
 ) -> Iterator[Completion]:
     from bass_cli.run.build import build, load_models
-    from bass_cli.run.scheduler import RequestReader
+    from bass_cli.run.tasks import RequestReader
 
     on_phase("loading the weights")
     with plan.need.explained():

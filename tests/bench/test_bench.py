@@ -60,7 +60,7 @@ from bass_cli.models.decoder import Decoder
 from bass_cli.models.ranks import Share
 from bass_cli.run.build import Models
 from bass_cli.run.profile import PASSAGES
-from bass_cli.run.scheduler import RequestReader
+from bass_cli.run.tasks import RequestReader
 from bass_kernels.dispatch import SCHEDULES, schedule
 
 SET = {"shape": "tiny", "draft_shape": "tiny", "acceptance": ["0.7"]}

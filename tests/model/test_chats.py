@@ -17,7 +17,7 @@ from bass_cli.errors import UserError
 from bass_cli.formats.tokenizer import Tokenizer
 from bass_cli.io.prompts import prompts_of
 from bass_cli.run.pair import open_files
-from bass_cli.run.scheduler import RequestReader
+from bass_cli.run.tasks import RequestReader
 
 TAGS = ("<think>", "</think>")
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
