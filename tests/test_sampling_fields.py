@@ -58,7 +58,7 @@ def test_fields_of_a_line_equal_those_of_a_job(model: Path) -> None:
         for key, one in alone.items():
             assert together[key].token_ids == one.token_ids, name
             assert together[key].mean_logprob == pytest.approx(one.mean_logprob, abs=1e-5)
-        if name != "bad_words":  # which these samples have no reason to contain
+        if name in ("min_p", "presence_penalty", "logit_bias"):
             plain = drawn(model, line)
             assert any(plain[key].token_ids != one.token_ids for key, one in alone.items())
     assert all(set(together["allowed_token_ids", s].token_ids) <= {*ALLOWED} for s in range(2))
@@ -212,3 +212,18 @@ def test_greedy_job_equals_transformers(model: Path) -> None:
         allowed_token_ids=ALLOWED,
     )
     assert {tuple(one.token_ids) for one in found.values()} == {tuple(due)}
+
+
+def test_plan_counts_the_tables(model: Path) -> None:
+    """Also those of a line: counts of 4 bytes a token, and a copy of the logits."""
+    from bass_cli.io.prompts import Wanted
+    from bass_cli.run.plan import make_plan
+
+    pair = Pair(name="tiny", target=str(model), draft="none")
+    base = Job(pair=pair, device="cpu", batch_size=4)
+    penalised = base.model_copy(update={"sampling": Sampling(presence_penalty=1.0)})
+    due = 4 * VOCAB * (4 + 20)
+    plain = make_plan(base).parts["buffers"]
+    assert make_plan(penalised).parts["buffers"] - plain >= due
+    of_lines = make_plan(base, wanted=Wanted().with_prompt(penalised))
+    assert of_lines.parts["buffers"] - plain >= due

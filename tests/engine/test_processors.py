@@ -95,7 +95,11 @@ def test_processors_change_the_samples(pair, plainly):
     assert changed == {0, 1, 2, 4, 5}
 
 
-@pytest.mark.parametrize("drafter", ["model", "skip", "parallel", "lookup", "guess"])
+@pytest.mark.parametrize(
+    "drafter",
+    ["model", "parallel", "lookup"]
+    + [pytest.param(name, marks=pytest.mark.slow) for name in ("skip", "guess")],
+)
 def test_drafted_tokens_equal_plain_decoding(pair, plainly, drafter):
     target, draft = pair
     given = {

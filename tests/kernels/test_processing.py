@@ -217,7 +217,7 @@ def test_min_p_keeps_the_tokens_of_transformers(form, dtype, vocab, monkeypatch)
     torch.testing.assert_close(found.cpu(), expected, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("vocab", "each"), [(60, 3), (2100, 1)])
+@pytest.mark.parametrize(("vocab", "each"), [(60, 2), (2100, 1)])
 def test_samples_with_min_p_equal_the_definition(form, vocab, each):
     """The argmax of log p + noise, p by transformers' warpers, in some places of each row."""
     logits = 2 * randn(each * len(FLOORS), vocab, seed=vocab)
