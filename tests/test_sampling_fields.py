@@ -122,6 +122,8 @@ def test_ids_beyond_the_vocabulary_are_refused(model: Path, given: Any, said: st
         ("presence_penalty", True),
         ("logit_bias", {"a": 1}),
         ("logit_bias", {"5": "x"}),
+        ("logit_bias", {"5": 1e39}),
+        ("frequency_penalty", 1e39),
         ("logit_bias", [5]),
         ("bad_words", [""]),
         ("allowed_token_ids", []),

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.util
-import math
 import os
 import re
 from collections.abc import Mapping
@@ -54,6 +53,7 @@ if TYPE_CHECKING:
 DEFAULT_PAIR = "smollm2"
 MODEL_DRAFT = "lookup"  # the draft if only a target is given, because it needs no other files
 _PAIR_FILES = (".yaml", ".yml")
+_LARGEST_BIAS = 1000  # the largest number added to a logit
 _WEIGHTS = (".gguf", ".safetensors", ".bin")
 
 _OF_PAIR = (
@@ -130,10 +130,13 @@ class Sampling(Strict, SamplingOptions, frozen=True):
             if isinstance(key, bool) or not re.fullmatch(r"\d{1,9}", id_, re.ASCII):
                 raise ValueError(f"{shown(key)} is not a token id")
             with contextlib.suppress(ValueError, TypeError, OverflowError):
-                if not isinstance(number, bool) and math.isfinite(float(number)):
+                if not isinstance(number, bool) and abs(float(number)) <= _LARGEST_BIAS:
                     found[int(id_)] = float(number)
                     continue
-            raise ValueError(f"token {id_} needs a finite number, not {shown(number)}")
+            raise ValueError(
+                f"token {id_} needs a number from -{_LARGEST_BIAS} to {_LARGEST_BIAS}, not "
+                f"{shown(number)}"
+            )
         return dict(sorted(found.items())) or None
 
     @field_validator("stop_token_ids", "allowed_token_ids", mode="before")

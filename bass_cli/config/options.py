@@ -85,6 +85,7 @@ def switch(text: str, group: str, **more: Any) -> Any:
 
 Natural = Annotated[int, Ge(0), Le(LARGEST)]
 Count = Annotated[int, Ge(1), Le(LARGEST)]
+Penalty = Annotated[float, Ge(-1000), Le(1000)]
 TopK = Annotated[int, Ge(0), Le(MOST_LOGPROBS)]
 Name = Annotated[str, MinLen(1)]
 Dtype = Literal["auto", "bf16", "fp16", "fp32"]
@@ -281,21 +282,21 @@ class SamplingOptions(StructureOptions):
         default=0.0,
         rare=True,
     )
-    repetition_penalty: Annotated[float, Gt(0)] = flag(
+    repetition_penalty: Annotated[float, Ge(0.001), Le(1000)] = flag(
         "Divide the logits of tokens in the prompt or the sample by this; 1 changes nothing",
         SAMPLING,
         shown="the pair's, or {}",
         default=1.0,
         rare=True,
     )
-    presence_penalty: float = flag(
+    presence_penalty: Penalty = flag(
         "Subtract this from the logits of tokens in the sample",
         SAMPLING,
         shown="the pair's, or {}",
         default=0.0,
         rare=True,
     )
-    frequency_penalty: float = flag(
+    frequency_penalty: Penalty = flag(
         "Subtract this from the logits of tokens in the sample, for each time they occur",
         SAMPLING,
         shown="the pair's, or {}",
