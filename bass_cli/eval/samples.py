@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from bass_cli.errors import UserError, near_word
 from bass_cli.eval.tasks import TASKS
 from bass_cli.io.compressed import BrokenDataError
-from bass_cli.io.linefile import result_lines
+from bass_cli.io.linefile import live_path, result_lines
 from bass_cli.io.resume import read_manifest, samples_of
 from bass_cli.reading import finite, open_regular, parse_json, whole
 
@@ -121,8 +121,11 @@ def _records(path: str, notes: list[str]) -> Iterator[tuple[int, dict[str, Any]]
     """Yield the line number, from 1, and the JSON object of each line that is not blank."""
     broken: tuple[int, str] | None = None
     try:
-        with open_regular(path) as file:
-            stream = result_lines(file, path)
+        live = live_path(path)
+        if live != path:
+            notes.append(f"the run has not ended; its samples so far are in {live}")
+        with open_regular(live) as file:
+            stream = result_lines(file, live)
             for at, line in enumerate(iter(lambda: stream.readline(_LINE_BYTES + 1), b""), 1):
                 if len(line) > _LINE_BYTES:
                     raise UserError(f"{path}:{at}: the line has more than {_LINE_BYTES >> 20} MB")

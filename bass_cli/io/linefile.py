@@ -29,6 +29,12 @@ _BLOCK = 2**20
 _HOLE = bytes(64)
 
 
+def stem_of(output: str) -> str:
+    """Return an output's name without the suffix of its format."""
+    suffix = next((one for one in OUTPUTS if output.lower().endswith(one)), "")
+    return output[: len(output) - len(suffix)]
+
+
 def is_parquet_name(output: str) -> bool:
     """Whether an output of this name is a parquet file."""
     return Path(output).suffix.lower() == ".parquet"

@@ -27,7 +27,7 @@ from test_results import MANIFEST, SAMPLE, fill, manifest, sample
 
 from bass_cli.errors import MachineError, UserError
 from bass_cli.eval.samples import read_generations
-from bass_cli.io.linefile import result_lines
+from bass_cli.io.linefile import result_lines, stem_of
 from bass_cli.io.results import Completion, open_output
 from bass_cli.io.resume import manifest_path
 
@@ -242,6 +242,17 @@ def test_scores_read_every_format(tmp_path: Path) -> None:
         assert read.notes == ()
         found.append(read.rows)
     assert found[1:] == found[:1] * 3
+    writer = open_output(str(tmp_path / "p.parquet"), MANIFEST)
+    writer.write(sample("HumanEval/0", 0))
+    writer.close(finished=False)
+    read = read_generations(str(tmp_path / "p.parquet"))
+    assert len(read.rows) == 1
+    assert any("p.parquet.jsonl.zst" in note for note in read.notes)
+
+
+def test_names_beside_an_output_leave_out_the_suffix_of_its_format() -> None:
+    for name in ("a.b.jsonl", "a.b.jsonl.gz", "a.b.JSONL.zst", "a.b.parquet", "a.b"):
+        assert stem_of(name) == "a.b"
 
 
 def test_a_killed_process_goes_on_to_the_same_file(tmp_path: Path) -> None:
