@@ -19,6 +19,16 @@ from bass_cli.io.readers import open_source
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
+def load(name: str) -> Any:
+    """Return an example as a module."""
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 @pytest.fixture
 def demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The demo as a module, and the arguments for a tiny pair whose greedy samples soon repeat
@@ -34,11 +44,7 @@ def demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     (tmp_path / "p.jsonl").write_text(
         json.dumps({"id": "cat", "prompt": text, "reference": text}) + "\n"
     )
-    spec = importlib.util.spec_from_file_location("demo", EXAMPLES / "demo.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load("demo")
     module.arguments = ["--pair", str(tmp_path / "pair.yaml"), "--prompts", str(tmp_path / "p.jsonl"), "--n", "2",
                         "--tokens", "40", "--temperature", "0.01"]  # fmt: skip
     return module
@@ -88,3 +94,17 @@ def test_examples_are_prompts_and_edits_carry_what_they_edit() -> None:
         assert prompt.reference
         assert prompt.messages is not None
         assert prompt.reference in prompt.messages[-1]["content"]
+
+
+def test_roll_outs_learn_and_equal_those_of_a_fresh_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    rewards = load("rollouts").train(tmp_path, steps=6)
+    out = capsys.readouterr().out
+    assert out.splitlines()[-1].endswith("the same samples from the saved model: True")
+    assert rewards[-1] > 3 * rewards[0]
+    apart = [float(number) for number in re.findall(r"differ by (\S+) at most", out)]
+    assert len(apart) == 6
+    assert max(apart) < 1e-4
