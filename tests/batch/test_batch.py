@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from openai.types import Completion as TextCompletion
 from openai.types.chat import ChatCompletion
 from typer.testing import CliRunner
 
-from bass_cli import Completion, Job, Pair, Sampling, Speculation, generate
+from bass_cli import Completion, Engine, Job, Pair, Sampling
 from bass_cli.batch.requests import Request
 from bass_cli.batch.responses import answered
 from bass_cli.cli.commands import app
@@ -93,18 +94,21 @@ def fixed(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def samples(*prompts: dict[str, Any], n: int = 1, **sampling: Any) -> list[list[Completion]]:
-    """Return the samples of each prompt, drawn plainly with these settings of the whole job."""
+@pytest.fixture(scope="module")
+def engine(model: Path) -> Iterator[Engine]:
+    """Return an engine that decodes plainly, as the reference."""
+    pair = Pair(name="plain", target=str(model), draft="none")
+    with Engine(Job(pair=pair, device="cpu", dtype="fp32", threads=1)) as engine:
+        yield engine
+
+
+def samples(
+    engine: Engine, *prompts: dict[str, Any], n: int = 1, **sampling: Any
+) -> list[list[Completion]]:
+    """Return the samples of each prompt with these settings of the whole job."""
     given = {"temperature": 1.0, "top_p": 1.0, "max_new_tokens": 8} | sampling
-    job = Job(
-        pair=Pair(name="model", target="model", draft="none"),
-        n=n,
-        device="cpu",
-        dtype="fp32",
-        sampling=Sampling(**given),
-        speculation=Speculation(length=0),
-    )
-    drawn = sorted(generate(prompts, job), key=lambda one: one.sample)
+    drawn = list(engine.generate(prompts, n=n, sampling=Sampling(**given)))
+    drawn.sort(key=lambda one: one.sample)
     return [[one for one in drawn if one.id == prompt["id"]] for prompt in prompts]
 
 
@@ -137,7 +141,7 @@ FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def test_each_field_has_the_effect_of_a_job_setting(place: Path) -> None:
+def test_each_field_has_the_effect_of_a_job_setting(place: Path, engine: Engine) -> None:
     write_requests(
         *(request(f"chat {name}", **body) for name, (body, _) in FIELDS.items()),
         *(request(f"text {name}", COMPLETION, **body) for name, (body, _) in FIELDS.items()),
@@ -151,7 +155,7 @@ def test_each_field_has_the_effect_of_a_job_setting(place: Path) -> None:
     for name, (_, setting) in FIELDS.items():
         chat = {"id": f"chat {name}", "messages": HELLO}
         text = {"id": f"text {name}", "prompt": "the cat sat"}
-        for kind, due in zip(("chat", "text"), samples(chat, text, **setting), strict=True):
+        for kind, due in zip(("chat", "text"), samples(engine, chat, text, **setting), strict=True):
             body = rows[f"{kind} {name}"]["response"]["body"]
             found = [
                 (one["message"]["content"] if kind == "chat" else one["text"], one["finish_reason"])
@@ -170,7 +174,7 @@ def test_each_field_has_the_effect_of_a_job_setting(place: Path) -> None:
     assert len(texts) > len(FIELDS)
 
 
-def test_the_openai_package_parses_every_body(place: Path, model: Path) -> None:
+def test_the_openai_package_parses_every_body(place: Path, model: Path, engine: Engine) -> None:
     write_requests(
         request("chat", n=2, logprobs=True, top_logprobs=2),
         request("alone", logprobs=True),
@@ -183,7 +187,7 @@ def test_the_openai_package_parses_every_body(place: Path, model: Path) -> None:
     rows = lines()
     tokenizer = Tokenizer.load(model)
     chat = ChatCompletion.model_validate(rows["chat"]["response"]["body"])
-    (due,) = samples({"id": "chat", "messages": HELLO}, n=2, logprobs=2)
+    (due,) = samples(engine, {"id": "chat", "messages": HELLO}, n=2, logprobs=2)
     for choice, sample in zip(chat.choices, due, strict=True):
         assert choice.logprobs is not None
         content = choice.logprobs.content
@@ -217,7 +221,7 @@ def test_the_openai_package_parses_every_body(place: Path, model: Path) -> None:
         )
         assert logprobs.text_offset is not None
         assert len(logprobs.text_offset) == len(logprobs.token_logprobs or ())
-    (own,) = samples({"id": "text[1]", "prompt": "a dog"}, n=2, max_new_tokens=16)
+    (own,) = samples(engine, {"id": "text[1]", "prompt": "a dog"}, n=2, max_new_tokens=16)
     assert [choice.text for choice in text.choices[2:]] == [one.text for one in own]
     TextCompletion.model_validate(rows["plain"]["response"]["body"])
 
@@ -390,7 +394,9 @@ STRUCTURED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def test_prompts_may_be_token_ids_and_messages_may_have_parts(place: Path, model: Path) -> None:
+def test_prompts_may_be_token_ids_and_messages_may_have_parts(
+    place: Path, model: Path, engine: Engine
+) -> None:
     ids = Tokenizer.load(model).encode("the cat sat")
     parts = [{"role": "user", "content": [{"type": "text", "text": "the cat sat"}]}]
     write_requests(
@@ -404,6 +410,7 @@ def test_prompts_may_be_token_ids_and_messages_may_have_parts(place: Path, model
     assert set(lines("out.jsonl.errors")) == {"e"}
     found = {name: row["response"]["body"]["choices"] for name, row in lines().items()}
     ((text,), (of_ids,), (chat,)) = samples(
+        engine,
         {"id": "a", "prompt": "the cat sat"},
         {"id": "b[1]", "token_ids": ids[:2]},
         {"id": "c", "messages": HELLO},
@@ -413,7 +420,7 @@ def test_prompts_may_be_token_ids_and_messages_may_have_parts(place: Path, model
     assert found["c"][0]["message"]["content"] == chat.text
 
 
-def test_echo_puts_the_prompt_before_the_text(place: Path, model: Path) -> None:
+def test_echo_puts_the_prompt_before_the_text(place: Path, model: Path, engine: Engine) -> None:
     tokenizer = Tokenizer.load(model)
     ids = tokenizer.encode("the cat sat")
     write_requests(
@@ -423,7 +430,12 @@ def test_echo_puts_the_prompt_before_the_text(place: Path, model: Path) -> None:
     assert batch().exit_code == 0
     found = {name: row["response"]["body"]["choices"] for name, row in lines().items()}
     (due,) = samples(
-        {"id": "a", "prompt": "the cat sat"}, n=2, max_new_tokens=3, logprobs=2, prompt_logprobs=2
+        engine,
+        {"id": "a", "prompt": "the cat sat"},
+        n=2,
+        max_new_tokens=3,
+        logprobs=2,
+        prompt_logprobs=2,
     )
     for choice, sample in zip(found["a"], due, strict=True):
         assert choice["text"] == f"the cat sat{sample.text}"
@@ -453,7 +465,7 @@ def test_structured_requests_are_honoured(place: Path) -> None:
             assert re.fullmatch(regex, choice.message.content or ""), name
 
 
-def test_defaults_of_the_model_come_before_those_of_the_format(place: Path) -> None:
+def test_defaults_of_the_model_come_before_those_of_the_format(place: Path, engine: Engine) -> None:
     own = place / "own"
     shutil.copytree("model", own)
     (own / "generation_config.json").write_text(json.dumps({"temperature": 0.3, "eos_token_id": 2}))
@@ -465,7 +477,7 @@ def test_defaults_of_the_model_come_before_those_of_the_format(place: Path) -> N
     assert result.exit_code == 0
     assert "chats without max_tokens: 1" in result.stderr
     for name, temperature in (("a", 0.3), ("b", 1.0)):
-        ((due,),) = samples({"id": name, "messages": HELLO}, temperature=temperature)
+        ((due,),) = samples(engine, {"id": name, "messages": HELLO}, temperature=temperature)
         (choice,) = lines()[name]["response"]["body"]["choices"]
         assert choice["message"]["content"] == due.text
 
