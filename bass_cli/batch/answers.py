@@ -107,7 +107,8 @@ class Answers:
         if completion.finish_reason == "error":
             status, code = (400, "invalid_prompt") if completion.is_of_prompt else (500, "error")
             self._forget(request)
-            self._fail(request, Fault(str(completion.error), None, code, status))
+            fault = request.fault_of(str(completion.error), code=code, status=status)
+            self._fail(request, fault)
             return
         pending.samples[number][completion.sample] = completion
         pending.missing -= 1

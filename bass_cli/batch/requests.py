@@ -12,7 +12,7 @@ import functools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from bass_cli.config.job import Job
@@ -28,7 +28,10 @@ _KEYS = ("custom_id", "method", "url", "body")
 _MOST_LISTED = 20  # top_logprobs; OpenAI's own limit
 _FIELD = re.compile(r'field "([^"]+)": ')
 _KNOWN = frozenset((*LINE, *OWN))  # the fields of a prompt
-_PROMPT = ("messages", "prompt", "token_ids")  # of which a prompt has one
+# Fields of a prompt that are not made of a field of the same name
+_NAMES = {"id": "custom_id", "token_ids": "prompt", "max_new_tokens": "max_tokens"}
+# Fields that a prompt needs: a fault of one of them ends the search for faults
+_PROMPT = ("id", "messages", "prompt", "token_ids")
 # Fields that do not change a sample
 _RECORDED = (
     *("model", "user", "metadata", "store", "service_tier", "safety_identifier", "priority"),
@@ -94,6 +97,7 @@ class Request:
         logprobs: The number of likeliest tokens to report at each place, 0 for the token alone;
             None for no log-probabilities.
         echo: Whether the texts of a completion begin with their prompt.
+        names: The fields of its body, by the fields of a prompt that they set.
         fault: Why it is not answered; None if it can be.
     """
 
@@ -103,7 +107,13 @@ class Request:
     prompts: tuple[Prompt, ...] = ()
     logprobs: int | None = None
     echo: bool = False
+    names: Mapping[str, str] = field(default_factory=dict)
     fault: Fault | None = None
+
+    def fault_of(self, error: str, *, code: str, status: int) -> Fault:
+        """Return why samples of its prompts could not be drawn."""
+        place = self.prompts[0].place if self.prompts else ""
+        return explained(error.removeprefix(f"{place}: "), self.names, code, status)[1]
 
 
 def read_requests(
@@ -170,20 +180,21 @@ def _request(
         echo = url == COMPLETION and body.get("echo") is True and body.pop("echo")
     except _RefusedError as error:
         return Request(name, known, fault=error.fault)
-    fields, faults = _fields(body)
+    fields, names, faults = _fields(body)
     prompts = list[Prompt]()
     for number, item in enumerate(items):
         # an id of its own, because it fixes the prompt's random numbers
         own: dict[str, Any] = {"id": name if len(items) == 1 else f"{name}[{number}]"}
         own |= {} if logprobs is None else {"logprobs": logprobs}
         own |= {} if logprobs is None or not echo else {"prompt_logprobs": logprobs}
-        prompt, refused = _prompt((defaults if item else {}) | fields | item | own, place, job)
+        record = (defaults if item else {}) | fields | item | own
+        prompt, refused = _prompt(record, names, place, job)
         prompts += [] if prompt is None else [prompt]
         faults += refused
     if faults:
         message = "; ".join(dict.fromkeys(fault.message for fault in faults))
         return Request(name, known, model, fault=faults[0]._replace(message=message))
-    return Request(name, known, model, tuple(prompts), logprobs, echo)
+    return Request(name, known, model, tuple(prompts), logprobs, echo, names)
 
 
 def _body_of(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -241,9 +252,10 @@ def _text(given: Any) -> dict[str, Any]:
     raise _RefusedError("prompt", reason)
 
 
-def _fields(body: dict[str, Any]) -> tuple[dict[str, Any], list[Fault]]:
-    """Return the fields of a prompt that a body sets, and the faults of others."""
+def _fields(body: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str], list[Fault]]:
+    """Return the fields of a prompt that a body sets, their names there, and faults of others."""
     found: dict[str, Any] = {}
+    names: dict[str, str] = {}
     faults = []
     for name, value in body.items():
         if name in _RECORDED or _is_neutral(name, value):
@@ -252,6 +264,7 @@ def _fields(body: dict[str, Any]) -> tuple[dict[str, Any], list[Fault]]:
             given = _CONVERTED[name](value) if name in _CONVERTED else {name: value}
             if name not in (*_CONVERTED, *_SAME) or not _KNOWN.issuperset(given):
                 raise _RefusedError(name, "bass has no such setting", "unsupported_parameter")
+            names |= dict.fromkeys(given, name)
             for key, one in given.items():
                 if found.setdefault(key, one) != one:
                     raise _RefusedError(name, "another field of the body contradicts it")
@@ -261,7 +274,7 @@ def _fields(body: dict[str, Any]) -> tuple[dict[str, Any], list[Fault]]:
         found.pop("tools", None)
     if body.get("best_of") == body.get("n", 1):
         faults = [fault for fault in faults if fault.param != "best_of"]
-    return found, faults
+    return found, names, faults
 
 
 def _is_neutral(name: str, value: Any) -> bool:
@@ -271,25 +284,39 @@ def _is_neutral(name: str, value: Any) -> bool:
     )
 
 
-def _prompt(record: dict[str, Any], place: str, job: Job) -> tuple[Prompt | None, list[Fault]]:
+def _prompt(
+    record: dict[str, Any], names: Mapping[str, str], place: str, job: Job
+) -> tuple[Prompt | None, list[Fault]]:
     """Make a prompt of its fields; if any is refused, return a fault for each of them instead."""
     faults = list[Fault]()
     while True:
         try:
             (prompt,) = prompts_of([record])
             prompt.own_job(job)
+            if prompt.fault is not None:
+                raise UserError(prompt.fault)
         except UserError as error:
-            reason = str(error).removeprefix("prompts[0]: ")
-            field = _FIELD.match(reason)
-            name = field[1] if field else ""
-            theirs = _THEIRS.get(name, name) or None
-            reason = reason[field.end() :] if field else reason
-            faults.append(Fault(f'"{theirs}": {reason}' if theirs else reason, theirs))
+            name, fault = explained(str(error).removeprefix("prompts[0]: "), names)
+            faults.append(fault)
             if name in _PROMPT or name not in record:  # no more to find
                 return None, faults
             record = {key: value for key, value in record.items() if key != name}
             continue
         return (None if faults else replace(prompt, place=place)), faults
+
+
+def explained(
+    reason: str, names: Mapping[str, str], code: str = "invalid_value", status: int = 400
+) -> tuple[str, Fault]:
+    """Return the field of a prompt that a reason is about, "" if there is none, and the fault.
+
+    `names`: see Request. The fault names the field of the body.
+    """
+    found = _FIELD.match(reason)
+    if found is None:
+        return "", Fault(reason, None, code, status)
+    theirs = names.get(found[1], _NAMES.get(found[1], found[1]))
+    return found[1], Fault(f'"{theirs}": {reason[found.end() :]}', theirs, code, status)
 
 
 def _constraint(kind: str, value: Any, name: str) -> dict[str, Any]:
@@ -344,14 +371,6 @@ _SAME = (
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words"),
     "allowed_token_ids",
 )
-_THEIRS = {  # by the field of a prompt
-    "max_new_tokens": "max_tokens",
-    "include_stop": "include_stop_str_in_output",
-    "template_args": "chat_template_kwargs",
-    "token_ids": "prompt",
-    "json_schema": "response_format",
-    "json_object": "response_format",
-}
 _CONVERTED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "max_tokens": _renamed("max_new_tokens"),
     "max_completion_tokens": _renamed("max_new_tokens"),

@@ -238,6 +238,10 @@ REFUSED = {
     "many": ({"logprobs": True, "top_logprobs": 30}, ["top_logprobs"]),
     "format": ({"response_format": {"type": "xml"}}, ["response_format"]),
     "choice": ({"guided_choice": []}, ["guided_choice"]),
+    "regex": ({"guided_regex": "(("}, ["guided_regex"]),
+    "schema": ({"guided_json": {"type": "nope"}}, ["guided_json"]),
+    "half \ud800": ({}, ["custom_id"]),
+    "token": ({"logit_bias": {"9999": 1}}, ["logit_bias"]),
     "kinds": ({"structured_outputs": {"json": {}, "regex": "a"}}, ["structured_outputs"]),
 }
 
@@ -253,7 +257,7 @@ def test_refused_fields_are_named_in_the_error_file(place: Path) -> None:
     )
     result = batch("--errors", "failed.jsonl")
     assert result.exit_code == 1
-    assert "16 requests could not be answered; the reasons are in failed.jsonl" in result.stderr
+    assert "20 requests could not be answered; the reasons are in failed.jsonl" in result.stderr
     assert set(lines()) == {"fine"}
     rows = lines("failed.jsonl")
     assert set(rows) == {*REFUSED, "url", "method", "more", "long"}
