@@ -14,7 +14,7 @@ from checkpoints import write_checkpoint, write_tokenizer
 from templates import OPENED
 from typer.testing import CliRunner
 
-from bass_cli import generate
+from bass_cli import Engine, generate
 from bass_cli.cli.commands import app
 from bass_cli.config.job import Job
 from bass_cli.errors import UserError
@@ -141,3 +141,17 @@ def test_a_model_without_tags_refuses_the_limit(tmp_path: Path) -> None:
     job = Job(pair={"name": "x", "target": str(tmp_path)}, sampling={"max_thinking_tokens": 3})  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"`sampling.max_thinking_tokens`: .* has no thinking part"):
         list(generate(["a"], job))
+
+
+def test_a_stream_shows_the_answer_only(model: Path) -> None:
+    sampling = {"max_new_tokens": 24, "max_thinking_tokens": LIMIT}
+    pair = {"name": "t", "target": str(model / "target"), "draft": "lookup"}
+    with Engine(Job(pair=pair, n=3, device="cpu", sampling=sampling)) as engine:  # type: ignore[arg-type]
+        shown, whole = dict[int, str](), dict[int, Completion]()
+        for piece in engine.stream([{"messages": [USER]}]):
+            shown[piece.sample] = shown.get(piece.sample, "") + piece.text
+            if piece.completion is not None:
+                whole[piece.sample] = piece.completion
+    assert {sample: one.text for sample, one in whole.items()} == shown
+    assert all(one.reasoning is not None for one in whole.values())
+    assert any(shown.values())

@@ -99,7 +99,8 @@ _Samples: Any = args_of(
     *("thinking", "max_thinking_tokens"),
 )
 _Texts: Any = args_of("chat", "prompt_column", "id_column", "strict_fields", "include_stop", "echo")
-_Chats: Any = args_of("generation_config", "system", "template", "template_args", "tools")
+_Chats: Any = args_of("system", "template", "template_args", "tools")
+_Defaults: Any = args_of("generation_config")
 _Structure: Any = args_of("json_schema", "json_object", "regex", "grammar")
 _Target: Any = args_of("model", "device", "dtype", "threads", "tensor_parallel")
 _Scored: Any = args_of("chat", "prompt_column", "limit", "logprobs")
@@ -154,7 +155,7 @@ class SampleArgs(_Samples, _Distribution, PairArgs, _Quiet):
 
 
 @dataclass(kw_only=True, eq=False)
-class GenerateArgs(_Chats, _Structure, _Texts, SampleArgs):
+class GenerateArgs(_Chats, _Defaults, _Structure, _Texts, SampleArgs):
     prompts: str = flag(
         "A .jsonl, .json, .csv, .tsv, .txt or .parquet file, - for standard input, or "
         "hf:NAME[:CONFIG][:SPLIT]. All but .parquet may end in .gz or .zst. A .jsonl line looks "
@@ -192,7 +193,7 @@ class GenerateArgs(_Chats, _Structure, _Texts, SampleArgs):
 
 
 @dataclass(kw_only=True, eq=False)
-class BatchArgs(_Requests, _Chats, _Distribution, PairArgs, _Quiet):
+class BatchArgs(_Requests, _Chats, _Defaults, _Distribution, PairArgs, _Quiet):
     prompts: str = flag(
         "A .jsonl file of requests in OpenAI's batch format: custom_id, method, url, body.",
         "",

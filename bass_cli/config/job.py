@@ -564,6 +564,7 @@ def pair_schema() -> dict[str, Any]:
         properties = (schema if kind is Pair else schema["$defs"][kind.__name__])["properties"]
         for one in dataclasses.fields(kind):
             properties[one.name]["description"] = one.metadata["option"].text
+    schema["properties"]["tools"]["anyOf"].append({"type": "string"})  # the name of a file
     return schema
 
 
