@@ -166,9 +166,10 @@ class Engine:
             self._load()
             self._conductor.add(request)
             step = functools.partial(self._step, self._conductor.step)
-            for one in self._conductor.results(request, step):
-                if not together or (one.id, one.sample) not in done:
-                    yield one
+            with self.plan.need.explained():  # also errors of the caller's prompts
+                for one in self._conductor.results(request, step):
+                    if not together or (one.id, one.sample) not in done:
+                        yield one
         finally:
             self.close()
 
