@@ -91,6 +91,7 @@ class Conductor:
         self._requests = dict[Request, RequestReader]()  # admitted, and not finished
         self._tasks: dict[Task, None] = {}  # in progress, oldest first
         self._stopped = deque[Task]()  # in progress when the loop was left
+        self._keys = set[str]()  # of all these tasks
         self.reading = False  # a prompt is being read, and an error would lose it
         self._queue: deque[Task] = deque()  # tasks with samples that wait for a row
         self._waiting = 0  # the number of samples that wait
@@ -205,6 +206,7 @@ class Conductor:
                 self._waiting -= len(task.waiting)
             task.waiting.clear()
             self._forget(task)
+        self._keys -= {task.key for task in self._stopped if task.owner is request}
         self._stopped = deque(task for task in self._stopped if task.owner is not request)
         self._requests.pop(request, None)
         if not self._requests and self._ended_rows:
@@ -329,9 +331,11 @@ class Conductor:
 
     def _key_of(self, id_: str) -> str:
         """Return a key for a prompt in the loop; two requests may have the same id."""
-        open_ = {task.key for task in (*self._tasks, *self._stopped)}
-        keys = (f"{id_}\0{number}" for number in itertools.count())
-        return id_ if id_ not in open_ else next(key for key in keys if key not in open_)
+        others = (f"{id_}\0{number}" for number in itertools.count())
+        keys = itertools.chain([id_], others)
+        found = next(key for key in keys if key not in self._keys)
+        self._keys.add(found)
+        return found
 
     def _rule_of(self, job: Job) -> EndRule:
         """Return what ends the samples of a job. UserError if a stop cannot occur."""
@@ -362,8 +366,7 @@ class Conductor:
         else:
             self._leave_out(task)
             task.waiting.clear()
-            del self._tasks[task]
-            task.owner.left -= 1
+            self._remove(task)
         return len(task.tokens)
 
     def _swap_rows(self) -> None:
@@ -521,9 +524,13 @@ class Conductor:
     def _forget(self, task: Task) -> None:
         """Close a prompt if all its samples are finished."""
         if not task.waiting and not task.live and task in self._tasks:
-            del self._tasks[task]
-            task.owner.left -= 1
+            self._remove(task)
             self.loop.close(task.key)
+
+    def _remove(self, task: Task) -> None:
+        del self._tasks[task]
+        self._keys.discard(task.key)
+        task.owner.left -= 1
 
     def deliver(self) -> None:
         """Hand finished samples, in the order in which they ended, and new text to the requests."""
