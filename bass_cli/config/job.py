@@ -180,7 +180,8 @@ class Sampling(Strict, SamplingOptions, frozen=True):
         """Whether logits change before the temperature."""
         penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
         more = self.logit_bias or self.bad_words or self.allowed_token_ids or self.structure
-        return penalties != (1.0, 0.0, 0.0) or bool(more)
+        limited = self.max_thinking_tokens is not None
+        return penalties != (1.0, 0.0, 0.0) or limited or bool(more)
 
 
 class Speculation(Strict, SpeculationOptions, frozen=True):

@@ -24,6 +24,10 @@ _OPTIONS = {  # by option, as messages name it
     "sampling.repetition_penalty": "repetition_penalty repeat_penalty",
     **{f"sampling.{name}": name for name in ("top_p", "top_k", "stop_token_ids")},
     "sampling.include_stop": "include_stop include_stop_str_in_output",
+    "sampling.json_schema": "json_schema guided_json response_format structured_outputs",
+    "sampling.json_object": "json_object",
+    "sampling.regex": "regex guided_regex guided_choice",
+    "sampling.grammar": "grammar guided_grammar",
     **{"pair.target": "model", "pair.draft": "draft", "chat=True": "chat"},
     "template": "template chat_template",
     **{"speculation.length": "draft_length", "speculation.coupling": "coupling"},
@@ -39,17 +43,16 @@ _UNREADABLE = (
 )
 _OBJECTS = "reasoning thinking"  # settings if they are objects, else data
 _UNKNOWN = (
-    "tool_choice function_call parallel_tool_calls response_format logprobs top_logprobs "
+    "tool_choice function_call parallel_tool_calls logprobs top_logprobs "
     "prompt_logprobs best_of suffix "
     "typical_p length_penalty min_tokens min_new_tokens max_length "
     "num_beams use_beam_search eos_token_id ignore_eos skip_special_tokens "
     "modalities audio reasoning_effort verbosity web_search_options "
-    "structured_outputs guided_json guided_regex guided_choice guided_grammar grammar "
     "add_generation_prompt continue_final_message prediction repeat_last_n "
     "no_repeat_ngram_size "
     "diversity_penalty num_beam_groups encoder_repetition_penalty epsilon_cutoff eta_cutoff top_a "
     "tfs_z mirostat dynatemp_range dry_multiplier penalty_alpha guidance_scale negative_prompt "
-    "bad_words_ids truncate_prompt_tokens max_time num_ctx json_schema lora_request"
+    "bad_words_ids truncate_prompt_tokens max_time num_ctx lora_request"
 )
 
 
