@@ -260,3 +260,14 @@ def test_thinking_part_is_closed_at_its_limit_and_the_grammar_begins_after_it(
         if one.id == "both":
             assert re.fullmatch(REGEX, one.text)
     assert 6 in {one.reasoning_tokens for one in found[0]}
+
+
+def test_grammar_that_the_vocabulary_does_not_fit_is_named(model: Path, tmp_path: Path) -> None:
+    """For a job before its weights are loaded, for a line in its place of the output."""
+    bad = 'start: "a" b\nb: <nope>'
+    with pytest.raises(UserError, match=r"sampling.grammar`: line 2, column \d+: unknown special"):
+        list(generate(["a"], job(model, {"grammar": bad})))
+    prompts = [{"id": "x", "prompt": "a", "grammar": bad}, {"id": "y", "prompt": "a", "regex": "b"}]
+    found = {one.id: one for one in generate(prompts, job(model, {}, n=1))}
+    assert (found["x"].error or "").startswith('prompts[0]: field "grammar": line 2, column')
+    assert found["y"].text == "b"

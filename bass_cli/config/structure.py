@@ -23,6 +23,7 @@ FIELDS = ("json_schema", "json_object", "regex", "grammar")
 _MOST = 1 << 20  # bytes of a schema or a grammar
 # Without it llguidance allows only one of the ways to tokenise a text that the grammar fixes.
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
+_LONGEST = 300  # characters of a message
 _PLACE = re.compile(r"at (\d+)\((\d+)\): ")
 _COMPILED = re.compile(r'failed to compile JSON schema: |invalid regex ".*" \(in regex\): ')
 
@@ -56,19 +57,27 @@ class Structure(NamedTuple):
         """Raise ValueError with the library's message if it cannot be compiled; else as `lark`."""
         fault = _fault_of(self.lark())
         if fault:
-            # Only a grammar is quoted from the lines that the user wrote.
-            place = r"line \1, column \2: " if self.kind == "grammar" else ""
-            raise ValueError(_PLACE.sub(place, fault, count=1))
+            raise ValueError(brief_fault(fault, self.kind))
 
 
 @functools.lru_cache(maxsize=1024)
 def _fault_of(lark: str) -> str:
-    """Return the library's message about a grammar, in one line; empty if it compiles it."""
+    """Return the library's message about a grammar; empty if it compiles it."""
     found: str = _library().LLMatcher.validate_grammar(lark)
-    brief = _COMPILED.sub("", found.partition("\n   1 | ")[0], count=1)
+    return found
+
+
+def brief_fault(message: str, kind: str = "") -> str:
+    """Return a message of the library in one line, without the lines that it quotes.
+
+    `kind`: Of the structure. Only the place in a grammar is one in what the user wrote.
+    """
+    brief = _COMPILED.sub("", message.partition("\n   1 | ")[0], count=1)
     place = _PLACE.match(brief)
     after = brief.rpartition("\nerror: ")[2]  # of a regex, without the lines that show the place
-    return (place[0] if place and after != brief else "") + " ".join(after.split())
+    text = " ".join((after if place is None or after != brief else brief[place.end() :]).split())
+    text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
+    return f"line {place[1]}, column {place[2]}: {text}" if place and kind == "grammar" else text
 
 
 def structure_of(given: Any) -> Structure | None:

@@ -8,7 +8,6 @@ a batch's rows (engine/masks.py).
 from __future__ import annotations
 
 import functools
-import json
 import re
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, cast
@@ -16,7 +15,8 @@ from typing import Any, cast
 import numpy
 from numpy.typing import NDArray
 
-from bass_cli.config.structure import Structure
+from bass_cli.config.line import SettingError
+from bass_cli.config.structure import Structure, brief_fault
 from bass_cli.errors import UserError
 from bass_cli.formats.thinking import NEWLINES, Thinking
 from bass_cli.formats.tokenizer import Tokenizer
@@ -125,7 +125,7 @@ class Matcher:
     def check(self) -> str | None:
         """Set and return `fault` if the library gave up."""
         if self.inner is not None and self.inner.is_error():
-            reason = _brief(self.inner.get_error())
+            reason = brief_fault(self.inner.get_error())
             self.fault = f"the grammar could not be followed: {reason}"
             if reason.startswith("NoExtension"):
                 self.fault = "no token of the model continues the text in its grammar"
@@ -249,8 +249,8 @@ class Grammars:
             thinking: the thinking part before the first token.
 
         Raises:
-            UserError: the grammar does not fit this vocabulary, or the model has no
-                end-of-sequence token.
+            SettingError: the grammar does not fit this vocabulary.
+            UserError: the model has no end-of-sequence token.
         """
         if structure is None:
             return Matcher(None, self._vocabulary, thinking)
@@ -259,7 +259,7 @@ class Grammars:
 
             made = llguidance.LLMatcher(self._library, structure.lark())
             if made.is_error():
-                raise UserError(f"`{structure.kind}`: {_brief(made.get_error())}")
+                raise SettingError(structure.kind, brief_fault(made.get_error(), structure.kind))
             self._compiled[structure] = made
         return Matcher(self._compiled[structure].deep_copy(), self._vocabulary, thinking)
 
@@ -346,7 +346,3 @@ def _executor() -> Any:
     import llguidance
 
     return llguidance.LLExecutor()
-
-
-def _brief(message: str) -> str:
-    return json.dumps(message.partition("\n")[0], ensure_ascii=False)[1:-1]

@@ -109,14 +109,14 @@ def open_files(job: Job, early: Callable[[], Tokenizer | None] = lambda: None) -
     tokenizer.rows = target.spec.vocab
     sampling = job.sampling
     ending_ids(tokenizer, sampling.stop, sampling.stop_token_ids, vocab=target.spec.vocab)
+    draft_vocab = min(tokenizer.size, target.spec.vocab)
     try:
         row_sampling(sampling, tokenizer)
+        if sampling.structure is not None:
+            eos_ids = frozenset(target.eos_ids).union(tokenizer.eos_ids)
+            grammars_of(tokenizer, draft_vocab, eos_ids).matcher(sampling.structure)
     except SettingError as error:
         raise UserError(f"`sampling.{error.field}`: {error}") from None
-    draft_vocab = min(tokenizer.size, target.spec.vocab)
-    if sampling.structure is not None:
-        eos_ids = frozenset(target.eos_ids).union(tokenizer.eos_ids)
-        grammars_of(tokenizer, draft_vocab, eos_ids).matcher(sampling.structure)
     if draft is not None and draft_path is not None and not words.reads:
         other = Tokenizer.load(draft_path, vocabulary=draft.vocabulary)
         check_same_vocabulary(tokenizer, other)

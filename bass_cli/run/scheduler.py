@@ -415,7 +415,10 @@ class Conductor:
             return None
         vocab = self.loop.batch.processors.vocab
         grammars = grammars_of(self._tokenizer, vocab, frozenset(self._eos))
-        return grammars.matcher(structure, None if thinking is None else thinking.copy())
+        try:
+            return grammars.matcher(structure, None if thinking is None else thinking.copy())
+        except SettingError as error:
+            raise UserError(f'{task.prompt.place}: field "{error.field}": {error}') from None
 
     def _row(self, task: Task, sample: int) -> Row:
         row, rule = task.row(sample), self._rule_of(task.job)
