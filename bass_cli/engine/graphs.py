@@ -105,20 +105,26 @@ class Captured:
             return self._graphs.launch(step.shape)
 
     def _launch_stages(self, shape: Shape) -> Running:
-        """Launch the first stages. The host's work and the last stage are left to `wait`."""
+        """Launch the first stages. The host's work and the last stage are left to `proceed`."""
         drafts = self._graphs.launch((shape, "draft")) if shape.width else None
         self._graphs.replay((shape, "target"))
         host = self._stages[shape]
 
-        def finish() -> Tensor | None:
-            found = torch.zeros(shape.rows, 0) if drafts is None else drafts.wait()
-            assert found is not None
-            host(found)
-            with self._padded(shape.rows):
-                verdict = self._graphs.launch(shape)
-            return verdict.wait()
+        verdicts = list[Running]()
 
-        return Running(lambda: False, functools.cache(finish))
+        def proceed() -> None:
+            if not verdicts:
+                found = torch.zeros(shape.rows, 0) if drafts is None else drafts.wait()
+                assert found is not None
+                host(found)
+                with self._padded(shape.rows):
+                    verdicts.append(self._graphs.launch(shape))
+
+        def wait() -> Tensor | None:
+            proceed()
+            return verdicts[0].wait()
+
+        return Running(lambda: bool(verdicts) and verdicts[0].over(), wait, proceed)
 
     def prepare(
         self,

@@ -174,7 +174,7 @@ class Loop:
         side by side."""
         if not len(self.batch):
             self._ahead_policy.idle()
-        self._finish_stages()
+        self._proceed()
         self._follow(self.batch.swap_rows(ended, rows))
         self._ahead_policy.rows_ended(len(ended))
 
@@ -188,7 +188,7 @@ class Loop:
             drawn again.
         """
         back: list[Row] = []
-        self._finish_stages()
+        self._proceed()
         while True:
             change, fails = self.batch.grow()
             if change is not None:
@@ -199,10 +199,10 @@ class Loop:
             back += [self.batch.hosts[place] for place in surplus]
             self._follow(self.batch.swap_rows(surplus, ()))
 
-    def _finish_stages(self) -> None:
-        """Do what is left of a launched round, which needs the rows as they were."""
-        if self._in_flight is not None and self._in_flight.masked:
-            self._in_flight.running.wait()
+    def _proceed(self) -> None:
+        """Launch what is left of the round in flight, which needs the rows as they were."""
+        if self._in_flight is not None:
+            self._in_flight.running.proceed()
 
     def _follow(self, change: Change) -> None:
         """Apply a change of the batch's rows to target and drafter."""
@@ -268,12 +268,13 @@ class Loop:
         else:
             current = self._begin(deadline)
         self._in_flight = None
+        current.running.proceed()
         until = self._ahead_policy.until(deadline, current, self.clock)
         if not self._may_launch_ahead(current) or not self._next.in_time(until):
             return self._complete(current, late=late)
         assert self._captured is not None
         self._renew(self._captured)
-        following = self._next.take(until)
+        following = self._take(until)
         _, step = self._next.served(following, until)
         reaches = self.drafter.reaches(current.most, self._rounds.drafted(step.shape))
         if step.how == "replay" and reaches:
@@ -294,17 +295,22 @@ class Loop:
         """Launch a round with no other one in flight."""
         if self._captured is not None:
             self._renew(self._captured)
-        begun = self._next.take(deadline)
-        if self._captured is not None and self.batch.masked:
-            drafts = 0 if begun.drafts is None else begun.drafts.tokens.shape[1]
-            make_room(self.batch, cover(max(begun.width, drafts)))
-            self._renew(self._captured)
+        begun = self._take(deadline)
         looking = begun.lookup_seconds
         self._launch(begun, deadline)
         if self._ahead:
             self._ahead_policy.begins(begun.began - looking)
         self._next.reflect()
         return begun
+
+    def _take(self, deadline: float | None) -> Round:
+        """Return the request for the next round, for which there is room."""
+        taken = self._next.take(deadline)
+        if self._captured is not None and self.batch.masked:
+            drafts = 0 if taken.drafts is None else taken.drafts.tokens.shape[1]
+            make_room(self.batch, cover(max(taken.width, drafts)))
+            self._renew(self._captured)
+        return taken
 
     def _may_launch_ahead(self, current: Round) -> bool:
         """Return whether the next round may, and should, be launched before this one ends."""
@@ -340,7 +346,7 @@ class Loop:
         new.rows, new.changes = tuple(self.batch.hosts), self.batch.changes
         new.width = min(shape.width, self._rounds.most)
         new.places, new.cut = self._rounds.drafted(shape), shape.kind == "cut"
-        new.report, new.masked = shape.report, shape.masked
+        new.report = shape.report
 
     def _run(self, new: Round) -> Shape:
         """Run a round without graphs and return its shape."""

@@ -47,7 +47,6 @@ class Round:
     places: places for drafts in each row of the result, at least `width`.
     cut: whether only the likeliest drafts are verified (verify.py).
     report: what its result has besides tokens and their log-probabilities.
-    masked: whether a part of it is left to `running.wait` (graphs.Stages).
     steady: whether everything was replayed, or nothing is captured in this loop.
     capturing, waiting: as in RoundResult.
     """
@@ -63,7 +62,6 @@ class Round:
     places: int = 0
     cut: bool = False
     report: Report = NO_REPORT
-    masked: bool = False
     steady: bool = True
     capturing: float = 0.0
     waiting: float = 0.0
@@ -170,7 +168,6 @@ class NextRound:
             and not self.lengths.needs_result(width)
             and (self._drafter.on_device or not self.lengths.drafts)
             and self._batch.most_room() > 1
-            and not self._batch.masked  # the masks depend on that one's tokens
         )
 
     def reflect(self) -> None:

@@ -67,10 +67,12 @@ class Running(NamedTuple):
     over: returns whether the device has finished it.
     wait: waits, and returns its result on the host. The result is valid until the second replay
         after this one begins.
+    proceed: does the host's part and launches the rest, if something is left to launch.
     """
 
     over: Callable[[], bool]
     wait: Callable[[], Tensor | None]
+    proceed: Callable[[], None] = lambda: None
 
 
 class Graphs:

@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 from fakes import FakeGraphs, Ticks
+from test_ahead import Flights, Settled
 from test_captured import Tour
 from test_laws import distance, truncated
 from toys import AtOnce, Guess, Markov, drafter_for, drive, loop_for
@@ -232,3 +233,21 @@ def test_prepared_rounds_with_grammars_capture_nothing_later():
     captures = loop.graphs.captures
     run(loop, second)
     assert loop.graphs.captures == captures
+
+
+@pytest.mark.parametrize(("draft", "lengths"), [("model", Settled), ("none", lambda: Fixed(0)), ("parallel", lambda: Fixed(3))])  # fmt: skip
+def test_rounds_with_grammars_are_launched_ahead(draft, lengths, plainly):
+    """Drafts and target of the next round run before the tokens of the last one are known; rows
+    end and others come meanwhile."""
+    behind = 0
+    for batch in (2, 5):
+        drafter = DRAFTERS[draft]() if draft in DRAFTERS else draft
+        loop = captured(drafter, batch=batch, lengths=lengths())
+        loop._ahead_policy.pays = lambda waiting: True
+        flights = Flights(loop)
+        assert run(loop, rows_of(3, free=True, limit=9), ahead=True) == plainly
+        assert run(loop, rows_of(3, free=True, limit=9), ahead=True) == plainly
+        behind += flights.behind
+    shapes = [key for how, key in loop.graphs.done if how == "replay" and hasattr(key, "kind")]
+    assert any(shape.masked for shape in shapes)
+    assert behind > 20
