@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Container, Iterator
 from typing import Any
 
 from bass_cli.config.job import Job
+from bass_cli.config.line import SettingError
 from bass_cli.engine.batch import Row
 from bass_cli.engine.clock import Forecast
 from bass_cli.engine.contracts import DraftLength, PendingWork, RoundResult

@@ -235,7 +235,10 @@ def test_prepared_rounds_with_grammars_capture_nothing_later():
     assert loop.graphs.captures == captures
 
 
-@pytest.mark.parametrize(("draft", "lengths"), [("model", Settled), ("none", lambda: Fixed(0)), ("parallel", lambda: Fixed(3))])  # fmt: skip
+@pytest.mark.parametrize(
+    ("draft", "lengths"),
+    [("model", Settled), ("none", lambda: Fixed(0)), ("parallel", lambda: Fixed(3))],
+)
 def test_rounds_with_grammars_are_launched_ahead(draft, lengths, plainly):
     """Drafts and target of the next round run before the tokens of the last one are known; rows
     end and others come meanwhile."""

@@ -1,0 +1,63 @@
+"""Measure what a grammar costs: milliseconds a round of the same job with and without a schema.
+
+python benchmarks/grammars.py TARGET DRAFT [ROWS [DRAFT_LENGTH [NEW_TOKENS]]]
+
+The schema has no end within the tokens of the job, so that all rows stay live. Rounds that captured
+or compiled something do not count.
+"""
+
+import statistics
+import sys
+import time
+from typing import Any
+
+from bass_cli import Job, Pair, Sampling, Speculation, generate
+from bass_cli.engine.contracts import RoundResult
+
+PROMPT = "List twenty invented people as JSON, each with name, age and three hobbies."
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 40},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "hobbies": {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": 5},
+    },
+    "required": ["name", "age", "hobbies"],
+    "additionalProperties": False,
+}
+SCHEMA = {"type": "array", "items": PERSON, "minItems": 1000}
+
+
+def main() -> None:
+    """Run the job without, with, and again without the schema, to see the noise."""
+    target, draft = sys.argv[1:3]
+    rows, length, tokens = (
+        int(one) for one in (*sys.argv[3:], *("32", "4", "200")[len(sys.argv) - 3 :])
+    )
+    pair = Pair(name="measured", target=target, draft=draft)
+    for name, schema in (("without", None), ("with", SCHEMA), ("without", None)):
+        rounds = list[RoundResult]()
+        job = Job(
+            pair=pair,
+            n=rows,
+            batch_size=rows,
+            sampling=Sampling(max_new_tokens=tokens, json_schema=schema, seed=1),
+            speculation=Speculation(length=length if draft != "none" else 0),
+        )
+        prompt: dict[str, Any] = {"messages": [{"role": "user", "content": PROMPT}]}
+        began = time.perf_counter()
+        drawn = sum(one.tokens for one in generate([prompt], job, on_round=rounds.append))
+        steady = [one for one in rounds if one.steady and len(one.accepted) == rows]
+        each = statistics.median(one.seconds for one in steady) if steady else float("nan")
+        kept = statistics.mean(
+            1 + sum(one.accepted) / len(one.accepted) for one in steady or rounds
+        )
+        print(
+            f"{name} schema: {1e3 * each:.2f} ms a round of {rows} rows (median of {len(steady)}), "
+            f"{kept:.2f} tokens a row and round; {drawn} tokens in "
+            f"{time.perf_counter() - began:.1f} s with loading"
+        )
+
+
+if __name__ == "__main__":
+    main()
