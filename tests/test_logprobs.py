@@ -200,11 +200,15 @@ def test_command_resumes_and_refuses_other_numbers(folder: Path, tmp_path: Path)
     out.write_text("".join(f"{line}\n" for line in whole[:2]) + whole[2][:40])
     assert run(*args, "--logprobs", "2").exit_code == 0
 
-    def shown(texts: list[str]) -> list[tuple[Any, ...]]:
+    def found(texts: list[str]) -> dict[Any, Any]:
         every = (json.loads(text) for text in texts)
-        return sorted((line["id"], line["sample"], str(line["top_logprobs"])) for line in every)
+        return {(line["id"], line["sample"]): line["top_logprobs"] for line in every}
 
-    assert shown(out.read_text().splitlines()) == shown(whole)
+    after, before = found(out.read_text().splitlines()), found(whole)
+    assert after.keys() == before.keys()
+    for key, places in before.items():
+        for place, other in zip(places, after[key], strict=True):
+            assert place == [[id_, pytest.approx(number, abs=1e-5)] for id_, number in other]
     for other in ([], ["--logprobs"]):
         refused = run(*args, *other)
         assert refused.exit_code == 2

@@ -38,7 +38,7 @@ from bass_cli.models.heads import make_head
 from bass_cli.models.runner import Runner
 from bass_cli.models.spec import HeadSpec, head_parameters
 from bass_cli.run.build import Models, graphs_for, load_models, make_loop, make_models
-from bass_cli.run.memory import Need, footprint
+from bass_cli.run.memory import Extras, Need, footprint
 from bass_cli.run.pair import check_split
 from bass_cli.run.plan import Plan, device_of, dtype_of, make_plan
 from bass_cli.run.profile import LIMITS
@@ -152,7 +152,7 @@ def need_of(settings: Settings, plan: Plan | None, device: torch.device) -> Need
         kept_layers=settings.depth or 0,
         prompt_tokens=settings.prompt_tokens,
         ranks=ranks,
-        changes_logits=settings.job.sampling.changes_logits,
+        extras=Extras(settings.job.sampling.changes_logits),
     )
     need = Need(found, max(settings.batch_sizes), settings.new_tokens, device, _OPTIONS)
     need.check()

@@ -162,6 +162,8 @@ class Wanted(NamedTuple):
         new_tokens: The most new tokens of a sample.
         random: Whether any sample has a temperature above 0.
         changes_logits: Whether any sample has penalties, a bias or forbidden tokens.
+        top: The most likeliest tokens that are reported of a place.
+        scores: Whether any prompt is scored.
     """
 
     samples: int = 0
@@ -170,6 +172,8 @@ class Wanted(NamedTuple):
     new_tokens: int = 0
     random: bool = False
     changes_logits: bool = False
+    top: int = 0
+    scores: bool = False
 
     def with_prompt(self, job: Job) -> Wanted:
         """Add a prompt. `job`: the job with the prompt's own settings."""
@@ -181,6 +185,8 @@ class Wanted(NamedTuple):
             max(self.new_tokens, job.sampling.max_new_tokens),
             self.random or job.sampling.temperature > 0,
             self.changes_logits or job.sampling.changes_logits,
+            max(self.top, job.sampling.logprobs or 0),
+            self.scores or job.sampling.prompt_logprobs is not None,
         )
 
     def share(self, of: int) -> Wanted:

@@ -44,7 +44,7 @@ PATIENCE = 2
 # 3 ms of operations for the 1.5B.
 _PADDING = 0.15
 # Logits that are computed at once where a text is scored, with float32 copies: 64 MB each.
-_LOGITS = 1 << 24
+SCORED_LOGITS = 1 << 24
 
 
 def padded(tokens: int) -> int:
@@ -93,7 +93,7 @@ class Scores:
             following: the token after each of them.
         """
         tokens = torch.tensor(following, device=hidden.device)
-        each = max(_LOGITS // decoder.vocab, 1)
+        each = max(SCORED_LOGITS // decoder.vocab, 1)
         for lines, wanted in zip(hidden.split(each), tokens.split(each), strict=True):
             logits = decoder.logits(lines)
             scores = log_probability(logits, wanted)

@@ -18,10 +18,11 @@ import torch
 from bass_cli.engine.batch import beyond
 from bass_cli.errors import MachineError
 from bass_cli.models.kv_cache import ARENA
-from bass_cli.models.prefill import LONG, PASS
+from bass_cli.models.prefill import LONG, PASS, SCORED_LOGITS
 from bass_cli.models.ranks import part_of
 from bass_cli.models.spec import HeadSpec, Spec, head_parameters, parameters
 from bass_cli.system.host import free_memory, gigabytes, held_memory, is_refused_memory
+from bass_kernels.likeliest import GROUP
 
 # the usable share of the free memory; the rest is for other programs and for fragmentation
 _USABLE = 0.95
@@ -31,11 +32,30 @@ _INTEGER = 8  # bytes of a token id
 # vocabulary, 16 for truncation, 38 for maximal coupling with a draft model. GPU kernels write only
 # a few numbers a row.
 _CHOOSING = {"cpu": 36, "cuda": 4}
+# Bytes of finding the likeliest tokens (bass_kernels/likeliest.py), for each group and candidate
+_MAXIMUM, _CANDIDATE = 32, 48
 # Bytes a logit of a row whose logits change (bass_kernels/processing.py), and of a token's count.
 _CHANGING, _COUNTED = {"cpu": 20, "cuda": 8}, 4
 # bytes a head, query and key, for scores and their exponentials
 _SCORES = {"cpu": 8, "cuda": 0}
 _LIBRARIES = {"cpu": 100 << 20, "cuda": 700 << 20}  # kernels, graphs, work space of libraries
+
+
+class Extras(NamedTuple):
+    """What samples need besides sampling.
+
+    Args:
+        changes_logits: Whether rows have penalties, a bias, or forbidden tokens.
+        top: How many likeliest tokens are reported of each place.
+        scores: Whether prompts are scored.
+    """
+
+    changes_logits: bool = False
+    top: int = 0
+    scores: bool = False
+
+
+NO_EXTRAS = Extras()
 
 
 class Each(NamedTuple):
@@ -137,7 +157,7 @@ def footprint(
     kept_layers: int = 0,
     prompt_tokens: int = 0,
     ranks: int = 1,
-    changes_logits: bool = False,
+    extras: Extras = NO_EXTRAS,
 ) -> Footprint:
     """Compute the footprint of a pair, on the first device, which also has draft and logits.
 
@@ -147,7 +167,6 @@ def footprint(
         kept_layers: The number of the target's own layers that draft (layer skipping), else 0.
         prompt_tokens: The tokens of the longest prompt; 0 if unknown.
         ranks: The number of devices that the target is split over.
-        changes_logits: Whether rows have penalties, a bias, or forbidden tokens.
     """
     kind, places = device.type, longest + 1
     vocab = target.vocab * (1 if ranks == 1 else 2)  # parts and joined logits
@@ -169,7 +188,7 @@ def footprint(
     packed = kind == "cpu" and dtype == torch.float32
     token = Each(position, 2 * _INTEGER + scored)
     extra = beyond(longest) + SLACK  # positions of a row in addition to its new tokens
-    work = _logits(vocab, places, dtype, kind, changes=changes_logits)
+    work = _logits(vocab, places, dtype, kind, extras)
     work += max(map(operator.mul, fed, wide)) + scored * prompt_tokens + _INTEGER * ARENA[kind]
     return Footprint(
         weights=sum(
@@ -178,7 +197,8 @@ def footprint(
         + (0 if head is None else _head_weights(head, dtype, copied=packed, split=ranks > 1)),
         graphs=_LIBRARIES[kind],
         buffers=min(LONG.get(kind, (PASS, PASS))[1], max(prompt_tokens, 1))
-        * (max(wide) + max(scores) * prompt_tokens),
+        * (max(wide) + max(scores) * prompt_tokens)
+        + extras.scores * SCORED_LOGITS * (dtype.itemsize + 8),
         prompts=position * max(ARENA[kind], prompt_tokens),
         prompt=position * prompt_tokens,
         row=Each(extra * token.cache, work + extra * token.buffers),
@@ -187,10 +207,13 @@ def footprint(
     )
 
 
-def _logits(vocab: int, places: int, dtype: torch.dtype, kind: str, *, changes: bool) -> int:
+def _logits(vocab: int, places: int, dtype: torch.dtype, kind: str, extras: Extras) -> int:
     """Return the bytes of a row's logits at `places` places and of sampling from them."""
+    changes = extras.changes_logits
     each = dtype.itemsize + _CHOOSING[kind] + (_CHANGING[kind] if changes else 0)
-    return vocab * (places * each + (_COUNTED if changes else 0))
+    groups, candidates = vocab // GROUP, GROUP * extras.top
+    likeliest = _MAXIMUM * groups + _CANDIDATE * candidates if extras.top else 0
+    return vocab * (places * each + (_COUNTED if changes else 0)) + places * likeliest
 
 
 def _position(spec: Spec, layers: int, dtype: torch.dtype) -> int:

@@ -31,7 +31,7 @@ from bass_cli.io.prompts import Wanted
 from bass_cli.lengths.costs import Surface
 from bass_cli.models.block_allocator import BlockLayout
 from bass_cli.run.defaults import with_model_defaults
-from bass_cli.run.memory import SLACK, Footprint, Need, footprint, usable
+from bass_cli.run.memory import SLACK, Extras, Footprint, Need, footprint, usable
 from bass_cli.run.pair import (
     Files,
     check_ranks,
@@ -399,7 +399,7 @@ def _footprint(
     dtype: torch.dtype,
     wanted: Wanted | None = None,
 ) -> Footprint:
-    spec = files.target.spec
+    spec, own = files.target.spec, (wanted or Wanted()).with_prompt(job)
     return footprint(
         spec,
         None if files.draft is None else files.draft.spec,
@@ -411,7 +411,7 @@ def _footprint(
         kept_layers=spec.layers - len(files.skipped) if files.skipped else 0,
         prompt_tokens=prompt_tokens,
         ranks=job.tensor_parallel,
-        changes_logits=job.sampling.changes_logits or (wanted or Wanted()).changes_logits,
+        extras=Extras(own.changes_logits, own.top, own.scores),
     )
 
 

@@ -56,7 +56,7 @@ def test_scores_equal_log_softmax_of_transformers(models, monkeypatch, timed, ti
     theirs, decoder = models
     if DEVICE.type == "cpu":
         monkeypatch.setattr(prefill, "TILE", {"cpu": tile})
-    monkeypatch.setattr(prefill, "_LOGITS", 7 * decoder.vocab)
+    monkeypatch.setattr(prefill, "SCORED_LOGITS", 7 * decoder.vocab)
     runner = Runner(decoder, rows=2, span=8, lag=1)
     every = prompts(decoder.vocab)
     runner.open("plain", every[-1])  # the same first tokens as a prompt that is scored
