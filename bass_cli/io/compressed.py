@@ -35,6 +35,11 @@ def sniffed(stream: IO[bytes]) -> Kind | None:
     """Return the compression of a stream by its first bytes, and go back to its start."""
     start = stream.read(4)
     stream.seek(0)
+    return begun(start)
+
+
+def begun(start: bytes) -> Kind | None:
+    """Return the compression of data that begins like this; None if it is not compressed."""
     return next((kind for magic, kind in _MAGIC.items() if start.startswith(magic)), None)
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from bass_cli.errors import MachineError, UserError, nearest
-from bass_cli.io.compressed import BrokenDataError, Expanded, Kind, compression_of
+from bass_cli.io.compressed import BrokenDataError, Expanded, Kind, begun, compression_of
 from bass_cli.reading import RefusedJsonError, broken_json, os_errors_as, shown
 
 Records = Iterator[tuple[int, Any]]
@@ -171,9 +171,16 @@ def _spool(stream: IO[bytes], *, text: bool) -> Source:
     fault = f"stdin: input of more than {IN_MEMORY >> 20} MB needs a temporary file"
     remedy = "set TMPDIR to a folder with free space, or name a prompt file"
     spooled = tempfile.SpooledTemporaryFile(max_size=IN_MEMORY)  # noqa: SIM115
-    for block in _until_fault(stream):
-        with os_errors_as(MachineError, fault, remedy):
-            spooled.write(block)
+    with os_errors_as(UserError, "stdin: cannot read it"):
+        start = stream.peek(4) if isinstance(stream, io.BufferedReader) else b""
+    if (packed := begun(start)) is not None:
+        stream = io.BufferedReader(Expanded(stream, packed), _BLOCK)
+    try:
+        for block in _until_fault(stream):
+            with os_errors_as(MachineError, fault, remedy):
+                spooled.write(block)
+    except BrokenDataError as error:
+        raise UserError(f"stdin: {error}") from None
     source = Source("-", "txt", spooled)
     with source.open() as lines:
         return source if text else Source("-", format_of(lines), spooled)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import os
@@ -130,8 +131,14 @@ MESSAGES = st.lists(
     st.fixed_dictionaries({}, optional={"role": VALUES, "content": VALUES, "name": VALUES}),
     max_size=3,
 )
-KEYS = st.sampled_from(["id", "prompt", "messages", "reference", "meta", "prompt "]) | TEXTS
-OBJECTS = st.lists(st.tuples(KEYS, VALUES | MESSAGES), max_size=4)  # a key may come twice
+KEYS = TEXTS | st.sampled_from(
+    ["id", "prompt", "messages", "reference", "meta", "prompt ", "token_ids", "conversations"]
+)
+TURNS = st.lists(
+    st.fixed_dictionaries({}, optional={"from": st.just("human") | VALUES, "value": VALUES}),
+    max_size=3,
+)
+OBJECTS = st.lists(st.tuples(KEYS, VALUES | MESSAGES | TURNS), max_size=4)  # a key may come twice
 RAW = [
     b"1" * 5000,
     b'{"prompt": 1' + b"0" * 5000 + b"}",
@@ -171,14 +178,14 @@ CONTENTS = st.lists(st.tuples(LINES, ENDS).map(b"".join), max_size=4).map(b"".jo
     database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
-@given(CONTENTS, st.sampled_from(["jsonl", "json", "txt", "parquet", "-"]))
+@given(CONTENTS, st.sampled_from(["jsonl", "json", "txt", "csv", "tsv", "csv.gz", "parquet", "-"]))
 def test_any_bytes_are_prompts_or_an_error_with_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, kind: str
 ) -> None:
     """No other exception is raised, and the message has at most four terminal lines."""
     path = tmp_path / f"p.{kind}"
     monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(buffer=io.BytesIO(content)))
-    path.write_bytes(content)
+    path.write_bytes(gzip.compress(content) if kind == "csv.gz" else content)
     name = "stdin" if kind == "-" else str(path)
     found, said = parsed("-" if kind == "-" else str(path))
     if said is not None:
@@ -188,9 +195,10 @@ def test_any_bytes_are_prompts_or_an_error_with_a_line(
         assert len(reason) < 400
         assert "\n" not in reason
     for prompt in found:
-        assert (prompt.text is None) != (prompt.messages is None)
+        contents = (prompt.text, prompt.messages, prompt.token_ids)
+        assert sum(one is not None for one in contents) == 1
         assert prompt.place.startswith(f"{name}:")
-        assert isinstance(prompt.whole(), str)
+        assert isinstance(prompt.whole(), list if prompt.token_ids else str)
 
 
 def parsed(source: str) -> tuple[list[Prompt], str | None]:

@@ -6,7 +6,10 @@ Files are written by pandas, gzip and zstandard, and faults name file, line and 
 from __future__ import annotations
 
 import gzip
+import io
 import json
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +105,7 @@ def test_compressed_files_are_read_through_all_members(tmp_path: Path) -> None:
 
 def test_truncated_and_broken_compressed_files_are_refused(tmp_path: Path) -> None:
     """A reader that stopped quietly would lose prompts."""
-    content = b"".join(b'{"prompt": "%d"}\n' % number for number in range(20_000))
+    content = b"".join(b'{"prompt": "%d"}\n' % number for number in range(2_000))
     for kind, data in (("gz", gzip.compress(content)), ("zst", zstandard.compress(content))):
         path, word = tmp_path / f"p.jsonl.{kind}", {"gz": "gzip", "zst": "zstd"}[kind]
         for cut in (1, 3, len(data) // 2, len(data) - 1):
@@ -110,6 +113,20 @@ def test_truncated_and_broken_compressed_files_are_refused(tmp_path: Path) -> No
         assert f"the {word} data is broken" in fault(path, data + b"more")
         assert f"the {word} data is broken" in fault(path, content)
     assert fault(tmp_path / "p.jsonl.gz", b"") == "p.jsonl.gz: it contains no prompts"
+
+
+@pytest.mark.parametrize("kind", ["gz", "zst"])
+def test_standard_input_may_be_compressed(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    content = b'{"prompt": "one"}\n{"prompt": "two"}\n'
+    packed = gzip.compress(content) if kind == "gz" else zstandard.compress(content)
+    for data, texts in ((packed, ["one", "two"]), (packed[:-5], None)):
+        stream = io.BufferedReader(io.BytesIO(data))  # type: ignore[arg-type]
+        monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(buffer=stream))
+        if texts is None:
+            with pytest.raises(UserError, match=r"stdin: the (gzip|zstd) data is cut short"):
+                open_source("-")
+        else:
+            assert [prompt.text for prompt in read_prompts("-")] == texts
 
 
 def test_compressed_parquet_and_other_suffixes_are_refused(tmp_path: Path) -> None:
