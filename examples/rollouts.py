@@ -14,17 +14,20 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 import torch
 import transformers
 
-from bass_cli import Completion, Engine, Job, Pair, Sampling
+from bass_cli import Completion, Engine, Job, Sampling
 
-PROMPTS = ["The sea", "A cat", "My house", "In spring"]
+TEXTS = ["The sea", "A cat", "My house", "In spring"]
 LETTER = "e"  # the reward of a sample is the share of this letter in its tokens
 SAMPLES, TOKENS = 16, 16  # of a prompt; of a sample at the most
+Prompt = dict[str, Any]  # a line of a prompt file
 
 
 def make_model(folder: Path) -> transformers.LlamaForCausalLM:
@@ -54,10 +57,10 @@ def make_model(folder: Path) -> transformers.LlamaForCausalLM:
     return model
 
 
-def draw(engine: Engine, seed: int) -> list[Completion]:
+def draw(engine: Engine, prompts: Sequence[Prompt], seed: int) -> list[Completion]:
     """Draw SAMPLES samples of every prompt, ordered by prompt and number."""
     sampling = Sampling(temperature=1.0, top_p=1.0, max_new_tokens=TOKENS, seed=seed, logprobs=0)
-    samples = engine.generate(PROMPTS, n=SAMPLES, sampling=sampling)
+    samples = engine.generate(prompts, n=SAMPLES, sampling=sampling)
     return sorted(samples, key=lambda sample: (int(sample.id), sample.sample))
 
 
@@ -82,19 +85,19 @@ def train(folder: Path, steps: int) -> list[float]:
     """Train the model in `folder` and save it there. Return the mean reward of each step."""
     model = make_model(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    prompts = [ids for ids in tokenizer(PROMPTS).input_ids for _ in range(SAMPLES)]
+    ids = tokenizer(TEXTS).input_ids
+    prompts: list[Prompt] = [{"id": str(i), "token_ids": one} for i, one in enumerate(ids)]
     letter = tokenizer.convert_tokens_to_ids(LETTER)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     means = []
-    pair = Pair(name="rollouts", target=str(folder), draft="lookup")
-    job = Job(pair=pair, device="cpu", dtype="fp32", token_ids=True)
+    job = Job(model=folder, device="cpu", dtype="fp32", token_ids=True)
     with Engine(job) as engine:
         for step in range(steps):
-            drawn = draw(engine, seed=step)
+            drawn = draw(engine, prompts, seed=step)
             samples = [one.token_ids or [] for one in drawn]
             rewards = torch.tensor([ids.count(letter) / len(ids) for ids in samples])
             advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
-            found = log_probabilities(model, prompts, samples)
+            found = log_probabilities(model, [ids[int(one.id)] for one in drawn], samples)
             sums = torch.stack([one.sum() for one in found])
             optimizer.zero_grad()
             (-advantages * sums).mean().backward()
@@ -107,19 +110,21 @@ def train(folder: Path, steps: int) -> list[float]:
                 f"step {step}: mean reward {means[-1]:.3f}; log-probabilities of engine and "
                 f"trainer differ by {apart:.0e} at most"
             )
-        here = {(one.id, one.sample): one.token_ids for one in draw(engine, seed=steps)}
+        here = {(one.id, one.sample): one.token_ids for one in draw(engine, prompts, seed=steps)}
     model.save_pretrained(folder)
-    there = draw_in_fresh_process(folder, seed=steps)
+    there = draw_in_fresh_process(folder, prompts, seed=steps)
     print(f"`bass generate` draws the same samples from the saved model: {here == there}")
     return means
 
 
-def draw_in_fresh_process(folder: Path, seed: int) -> dict[tuple[str, int], list[int]]:
+def draw_in_fresh_process(
+    folder: Path, prompts: Sequence[Prompt], seed: int
+) -> dict[tuple[str, int], list[int]]:
     """Return the token ids of the samples of `draw` from the model in a folder, by prompt and
     number."""
-    prompts = folder / "prompts.txt"
-    prompts.write_text("\n".join(PROMPTS))
-    command = [sys.executable, "-m", "bass_cli", "generate", str(prompts), "--model", str(folder)]
+    file = folder / "prompts.jsonl"
+    file.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    command = [sys.executable, "-m", "bass_cli", "generate", str(file), "--model", str(folder)]
     command += f"--n {SAMPLES} --temperature 1 --top-p 1 --max-new-tokens {TOKENS}".split()
     command += f"--seed {seed} --device cpu --dtype fp32 --token-ids --quiet --out -".split()
     ended = subprocess.run(command, stdout=subprocess.PIPE, check=True)
