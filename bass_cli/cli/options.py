@@ -202,7 +202,8 @@ def reference() -> str:
         "This page is made from the declarations in `bass_cli/config`: "
         '`python -c "from bass_cli.cli.options import reference; print(reference(), end=str())"`.',
         "",
-        "Precedence: default, pair file, environment variable, flag. The variable of `--top-p` is "
+        "Precedence: default, the model's generation_config.json, pair file, environment variable, "
+        "flag. The variable of `--top-p` is "
         "`BASS_TOP_P`. An option of a job that a pair file can set has its key in the second "
         "column.",
     ]

@@ -154,7 +154,7 @@ class Supply(Iterator[Prompt]):
         if kind == TURN and done.finish_reason == "eos" and words and words not in self._known:
             self._known.add(words)
             id_ = f"{ANSWER}/{done.id.partition('/')[2]}.{done.sample}"
-            self._unanswered.append(_prompt(id_, None, [{"role": "user", "content": done.text}]))
+            self._unanswered.append(_prompt(id_, messages=[{"role": "user", "content": done.text}]))
 
     @property
     def done(self) -> set[tuple[str, int]]:
@@ -208,19 +208,24 @@ def kind_of(id_: str) -> str:
     return id_.partition("/")[0]
 
 
-def _prompt(id_: str, text: str | None, messages: list[dict[str, Any]] | None) -> Prompt:
-    """Make a prompt whose text is stored in its samples' lines, for training."""
-    meta = {"text": text} if messages is None else {"messages": messages}
-    return Prompt(id_, text, messages, meta, None, id_)
+# The parts of a prompt from which its tokens are made
+_PARTS = ("text", "messages", "token_ids", "tools", "template_args")
+
+
+def _prompt(id_: str, place: str = "", **parts: Any) -> Prompt:
+    """Make a prompt whose parts are stored in its samples' lines, for training."""
+    meta = {name: value for name, value in parts.items() if value is not None}
+    parts = {"text": None, "messages": None} | parts
+    return Prompt(id=id_, meta=meta, reference=None, place=place or id_, **parts)
 
 
 def _numbered(kind: str, text: str) -> Iterator[Prompt]:
-    return (_prompt(f"{kind}/{number}", text, None) for number in itertools.count())
+    return (_prompt(f"{kind}/{number}", text=text) for number in itertools.count())
 
 
 def _again(prompts: Callable[[], Iterator[Prompt]], passes: int | None) -> Iterator[Prompt]:
     return (
-        _prompt(f"{FILE}/{number}/{prompt.id}", prompt.text, prompt.messages)
+        _prompt(f"{FILE}/{number}/{prompt.id}", **{name: getattr(prompt, name) for name in _PARTS})
         for number in (itertools.count() if passes is None else range(passes))
         for prompt in prompts()
     )
@@ -350,8 +355,8 @@ def texts_of(path: Path, plan: Plan) -> list[Text]:
         if not one.token_ids:
             continue
         if one.id not in prompts:
-            text, messages = one.meta.get("text"), one.meta.get("messages")
-            prompt = Prompt(one.id, text, messages, {}, None, f"{path}: {json.dumps(one.id)}")
+            parts = {name: one.meta.get(name) for name in _PARTS}
+            prompt = _prompt(one.id, f"{path}: {json.dumps(one.id)}", **parts)
             prompts[one.id] = reader.take(prompt, (), now=0.0).tokens
         begin = prompts[one.id]
         found.append(Text(_origin(one.id), [*begin, *one.token_ids], len(begin)))
