@@ -150,9 +150,11 @@ def test_default_layers_are_those_of_the_paper(tmp_path):
     assert compared.seen
 
 
-def test_prompts_are_read_by_target_and_drafter(models):
+@pytest.mark.parametrize("logprobs", [None, 2])
+def test_prompts_are_read_by_target_and_drafter(models, logprobs):
     """Also shared prefixes that are copied (the token after them differs), a prompt that is a
-    prefix of another, prompts of several passes, and one with a deadline."""
+    prefix of another, prompts of several passes, one with a deadline, and prompts whose
+    log-probabilities are found."""
     theirs, reading, target, head = models("qwen3", "speculators")
     text = torch.randint(3, 290, (140,), generator=torch.Generator().manual_seed(3)).tolist()
     texts = (text, [*text[:131], 5, 6, 7], text[:40], [9], [*text[:139], 4], [*text, 8, 9])
@@ -165,8 +167,18 @@ def test_prompts_are_read_by_target_and_drafter(models):
     compared = Compared(loop, theirs, reading)
     for p in range(len(texts)):
         timed = loop.clock.now() + 1e6 if p in (2, 4) else None
-        assert loop.open(str(p), live[2 * p].tokens, deadline=timed)
+        given = logprobs if p % 2 else None
+        assert loop.open(str(p), live[2 * p].tokens, deadline=timed, logprobs=given)
     loop.swap_rows((), live)
+    for p, tokens in enumerate(texts) if logprobs else ():
+        found = loop.target.prompt_logprobs(str(p))
+        if p % 2 == 0:
+            assert found is None
+            continue
+        with torch.inference_mode():
+            due = theirs(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
+        own = due.gather(1, torch.tensor(tokens)[1:, None])[:, 0].numpy()
+        assert found[0] == pytest.approx(own, abs=1e-4)
     loop.round()
     loop.round()
     assert len(compared.seen) == 24
