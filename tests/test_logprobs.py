@@ -224,6 +224,8 @@ def test_flag_stands_alone_and_its_bounds_hold(folder: Path, tmp_path: Path) -> 
         line = json.loads(done.stdout)
         assert len(line["token_logprobs"]) == len(line["token_ids"]) == line["tokens"]
         assert "top_logprobs" not in line
+    noted = run(str(prompts), *flags, "--logprobs-of", "processed")
+    assert "only prompts with --logprobs of their own" in " ".join(noted.stderr.split())
     refused = run(str(prompts), *flags, "--logprobs", "65")
     assert refused.exit_code == 2
     assert "--logprobs (or BASS_LOGPROBS): " in refused.output

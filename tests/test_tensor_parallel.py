@@ -95,6 +95,23 @@ def halves() -> Iterator[tuple[Models, int]]:
     models.close()
 
 
+def test_split_target_scores_texts_as_the_whole(halves: tuple[Models, int]) -> None:
+    """Texts that share a pass, and one that is read at once."""
+    found = []
+    for plan, models in ((plan_of(), None), (plan_of(ranks=2), halves[0])):
+        target = build(plan, models).target
+        for key, tokens in (("a", [5, 6, 7, 8]), ("b", [9] * 90), ("c", [3, 4])):
+            in_time = (lambda count: True) if key == "c" else None
+            target.open(key, tokens, in_time, logprobs=3)
+        target.read_all()
+        found.append([target.prompt_logprobs(key) for key in "abc"])
+        for key in "abc":
+            target.close(key)
+    for whole, split in zip(*found, strict=True):
+        assert split[0] == pytest.approx(whole[0], abs=1e-5)
+        assert (split[1] >> 32 == whole[1] >> 32).all()
+
+
 @pytest.mark.parametrize(
     ("draft", "coupling", "length", "changes"),
     [

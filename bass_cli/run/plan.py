@@ -378,6 +378,11 @@ def _notes(job: Job, files: Files) -> Iterator[str]:
             f'pair "{job.pair.name}": the package of its target is not installed; the target is '
             f"{job.pair.fallback} from the Hugging Face hub"
         )
+    if job.sampling.logprobs_of == "processed" and job.sampling.logprobs is None:
+        yield (
+            "`sampling.logprobs_of` processed: only prompts with `logprobs` of their own have "
+            "log-probabilities; set `sampling.logprobs` for all"
+        )
     if (
         job.budget
         and job.speculation.coupling == "maximal"
