@@ -145,6 +145,22 @@ def test_rows_are_put_back_that_a_round_under_way_has(draft, length, ahead, due,
     assert seen.flown > 0
 
 
+@pytest.mark.parametrize(
+    ("draft", "length"), [pytest.param("none", 0, marks=pytest.mark.slow), ("draft", 2)]
+)
+def test_rows_that_are_put_back_follow_their_grammar_from_the_start(
+    draft, length, ahead, monkeypatch
+):
+    """Whole jobs with captured rounds that are launched ahead; ended rows leave meanwhile."""
+    regex = r"[a-z ,]{20,60}\.?"
+    whole = drawn(plan_of(draft="none", length=0, regex=regex, top_p=1.0))
+    assert len({len(ids) for ids, _ in whole.values()}) > 4
+    seen = Seen(monkeypatch)
+    assert drawn(plan_of(draft=draft, length=length, kept=20, regex=regex, top_p=1.0)) == whole
+    assert seen.back > 0
+    assert seen.flown > 0
+
+
 class Killed(BaseException):
     """The process is no more."""
 

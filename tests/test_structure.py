@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from bass_cli import Completion, Job, Pair, Sampling, Speculation, UserError, generate, load_pair
 from bass_cli.cli.commands import app
+from bass_cli.config.structure import Structure
 
 pytest.importorskip("llguidance")
 SCHEMA: dict[str, Any] = {
@@ -46,7 +47,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def job(model: Path, sampling: dict[str, Any], *, draft: str = "lookup", **more: Any) -> Job:
-    given = {"seed": 5, "max_new_tokens": 90, "temperature": 1.0, "top_p": 1.0} | sampling
+    given = {"seed": 5, "max_new_tokens": 70, "temperature": 1.0, "top_p": 1.0} | sampling
     return Job(
         pair=Pair(name="tiny", target=str(model), draft=draft),
         **{"n": 2, "device": "cpu", "token_ids": True, "sampling": Sampling(**given)} | more,
@@ -271,3 +272,8 @@ def test_grammar_that_the_vocabulary_does_not_fit_is_named(model: Path, tmp_path
     found = {one.id: one for one in generate(prompts, job(model, {}, n=1))}
     assert (found["x"].error or "").startswith('prompts[0]: field "grammar": line 2, column')
     assert found["y"].text == "b"
+
+
+def test_digits_of_a_regex_are_ascii() -> None:
+    """Python and llguidance know the digits of different versions of Unicode."""
+    assert "[0-9]" in Structure("regex", r"\d+").lark()

@@ -43,7 +43,8 @@ class Structure(NamedTuple):
         """
         ll = _library()
         if self.kind == "regex":
-            return f"start: /{ll.regex_to_lark(self.text, '')}/{_OPTIONS}"
+            # A digit is an ASCII one: which others there are depends on the version of Unicode.
+            return f"start: /{ll.regex_to_lark(self.text, 'd')}/{_OPTIONS}"
         if self.kind != "grammar":
             return f"start: %json {self.text}{_OPTIONS}"
         from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark

@@ -111,7 +111,7 @@ def exact(prompt, pattern, *sampling):
     ],
 )  # fmt: skip
 def test_free_places_have_the_exact_law(coupling, draft, length):
-    samples = 700
+    samples = 500
     loop = loop_for(
         Markov(TARGET, 1),
         DRAFTERS[draft](),
@@ -131,7 +131,7 @@ def test_free_places_have_the_exact_law(coupling, draft, length):
 def plainly():
     """The tokens of plain decoding, one row at a time."""
     loop = loop_for(Markov(TARGET, 1), "none", rows=1, lengths=Fixed(0))
-    return run(loop, rows_of(3, free=True, limit=9))
+    return run(loop, rows_of(2, free=True, limit=9))
 
 
 def test_plain_samples_match_their_regex(plainly):
@@ -150,7 +150,7 @@ def test_drafts_change_no_token(draft, plainly):
         rounds = []
         found = drive(
             loop,
-            rows_of(3, free=True, limit=9),
+            rows_of(2, free=True, limit=9),
             on_round=lambda done, hosts, rounds=rounds: (end_at_eos(done, hosts), rounds.append(done)),
         )  # fmt: skip
         assert found == plainly
@@ -194,7 +194,7 @@ def test_captured_rounds_give_the_same_tokens(draft, plainly):
     may be launched ahead."""
     drafter = DRAFTERS[draft]() if draft in DRAFTERS else draft
     loop = captured(drafter, batch=4, lengths=Tour())
-    rows = rows_of(3, free=True, limit=9)
+    rows = rows_of(2, free=True, limit=9)
     free = [row for row in rows if row.matcher is None]
     bound = [row for row in rows if row.matcher is not None]
     assert run(loop, [*free[:5], *bound, *free[5:]], ahead=True) == plainly
@@ -237,7 +237,11 @@ def test_prepared_rounds_with_grammars_capture_nothing_later():
 
 @pytest.mark.parametrize(
     ("draft", "lengths"),
-    [("model", Settled), ("none", lambda: Fixed(0)), ("parallel", lambda: Fixed(3))],
+    [
+        ("model", Settled),
+        ("none", lambda: Fixed(0)),
+        pytest.param("parallel", lambda: Fixed(3), marks=pytest.mark.slow),
+    ],
 )
 def test_rounds_with_grammars_are_launched_ahead(draft, lengths, plainly):
     """Drafts and target of the next round run before the tokens of the last one are known; rows
@@ -248,8 +252,8 @@ def test_rounds_with_grammars_are_launched_ahead(draft, lengths, plainly):
         loop = captured(drafter, batch=batch, lengths=lengths())
         loop._ahead_policy.pays = lambda waiting: True
         flights = Flights(loop)
-        assert run(loop, rows_of(3, free=True, limit=9), ahead=True) == plainly
-        assert run(loop, rows_of(3, free=True, limit=9), ahead=True) == plainly
+        assert run(loop, rows_of(2, free=True, limit=9), ahead=True) == plainly
+        assert run(loop, rows_of(2, free=True, limit=9), ahead=True) == plainly
         behind += flights.behind
     shapes = [key for how, key in loop.graphs.done if how == "replay" and hasattr(key, "kind")]
     assert any(shape.masked for shape in shapes)
