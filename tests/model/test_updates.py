@@ -4,6 +4,7 @@ transformers, and the samples of models that are loaded from the new files."""
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,14 @@ from bass_cli.run.plan import Plan, make_plan
 from bass_cli.run.updates import Updates
 
 CPU = torch.device("cpu")
-VOCAB = 1400  # of 1501 ids, for which a float32 head is packed on a CPU
+VOCAB = 1400  # of 1501 ids: the head has fewer rows than the tensor
 IDS = [5, 9, 7, 8, 3, 250, 6, 4, 11]
+
+
+@pytest.fixture(autouse=True)
+def packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pack every matrix on a CPU, also the small ones of these models."""
+    monkeypatch.setattr(sys.modules["bass_kernels.linear"], "_PACKED", 1)
 
 
 def loaded(path: Path, dtype: torch.dtype = torch.float32) -> Updates:
