@@ -369,10 +369,14 @@ class Engine:
 
     def _cancel(self, request: Request) -> None:
         """End a request."""
-        if not request.finished and not self._stopping:
-            request.cancelled = True
-            request.results.clear()
-            self._do(lambda: self._conductor.cancel(request))
+        if request.finished:
+            return
+        request.cancelled = True
+        request.results.clear()
+        with self._news:
+            if not self._stopping:
+                self._asked.append(lambda: self._conductor.cancel(request))
+                self._news.notify_all()
 
     def _do(self, work: Callable[[], None]) -> None:
         """Let the thread do something before its next round."""

@@ -1,0 +1,50 @@
+"""The resident engine on a GPU: its thread captures and replays rounds that several calls share.
+Float32."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import write_pair
+
+from bass_cli import Engine, Job, Sampling, generate, load_pair
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+PROMPTS = [f"the cat number {i} sat" for i in range(3)]
+
+
+def by_key(found: Any) -> dict[Any, Any]:
+    return {(one.id, one.sample): one.token_ids for one in found}
+
+
+def test_calls_share_captured_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_pair(tmp_path, prompts=3)
+    monkeypatch.chdir(tmp_path)
+    job = Job(
+        pair=load_pair("pair.yaml"),
+        n=4,
+        batch_size=8,
+        device="cuda",
+        dtype="fp32",
+        sampling=Sampling(max_new_tokens=60, temperature=1.5, seed=5),
+        token_ids=True,
+    )
+    wanted = by_key(generate(PROMPTS, job))
+    with Engine(job) as engine:
+        assert by_key(engine.generate(PROMPTS)) == wanted
+        others = by_key(engine.generate(PROMPTS, sampling=Sampling(seed=6)))
+        calls = [engine.generate(PROMPTS, sampling=Sampling(seed=seed)) for seed in (5, 6)]
+        assert [by_key(call) for call in calls] == [wanted, others]
+        endless = engine.generate(iter(PROMPTS * 100), n=8)
+        del endless
+        seconds = []
+        for _ in range(5):
+            began = time.perf_counter()
+            next(engine.stream(PROMPTS[:1], n=1))
+            seconds.append(time.perf_counter() - began)
+        assert min(seconds) < 0.1
+        assert engine.alone(lambda models, loop: len(loop.batch)) == 0
