@@ -375,6 +375,7 @@ _CONVERTED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "max_tokens": _renamed("max_new_tokens"),
     "max_completion_tokens": _renamed("max_new_tokens"),
     "include_stop_str_in_output": _renamed("include_stop"),
+    "thinking_token_budget": _renamed("max_thinking_tokens"),
     "chat_template_kwargs": _renamed("template_args"),
     "top_k": lambda value: {"top_k": 0 if value == -1 else value},  # vLLM's word for all
     "response_format": _response_format,

@@ -514,6 +514,30 @@ def test_a_file_for_vllm_run_batch_is_answered(place: Path) -> None:
         assert body.model == "model"
 
 
+def test_a_thinking_part_is_closed_at_its_budget(place: Path) -> None:
+    write_tokenizer(place / "thinker", extra=("<think>", "</think>"))
+    write_checkpoint("llama", place / "thinker", num_hidden_layers=1, vocab_size=330)
+    template = "{% for m in messages %}{{ m.content }}{% endfor %} <think>"
+    (place / "thinker" / "chat_template.jinja").write_text(template)
+    given = {"thinking_token_budget": 3, "guided_regex": "[ab]{2}", "logprobs": True}
+    write_requests(request("a", max_tokens=30, n=3, **given))
+    arguments = ("batch", "in.jsonl", "out.jsonl", *FLAGS, "--model", "thinker")
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.stderr
+    body = ChatCompletion.model_validate(lines()["a"]["response"]["body"])
+    for choice in body.choices:
+        assert re.fullmatch("[ab]{2}", choice.message.content or "")
+        assert choice.message.model_extra is not None
+        assert "reasoning_content" in choice.message.model_extra
+        assert choice.logprobs is not None
+        content = choice.logprobs.content or []
+        # the content is without line ends beside the tag
+        assert "".join(one.token for one in content).lstrip() == choice.message.content
+    assert body.usage is not None
+    assert body.usage.completion_tokens_details is not None
+    assert 0 < (body.usage.completion_tokens_details.reasoning_tokens or 0) <= 3 * 4
+
+
 def test_a_thinking_part_is_beside_the_content() -> None:
     sample = Completion(
         *("a", 0, "4", "eos", 4, -0.5, -1.0, 0.1, 1, 0, 0, 0, 7),
