@@ -59,6 +59,8 @@ def renderer(
 ) -> Callable[[ChatRequest], bytes]:
     """Return the function that renders a request in the child process, as UTF-8.
 
+    Without messages it returns the name of the variable that turns thinking on and off, if any.
+
     Args:
         special: special tokens by name (`bos_token`, ...), which templates may use.
         for_tools: the template for requests with tools, if it is another one.
@@ -79,11 +81,11 @@ def renderer(
         template = for_tools if for_tools and request.tools is not None else default
         if fault := next(_faults(template, request), None):
             raise RefusalError(fault)
+        switch = next((one for one in _SWITCHES if one in _variables(template)), None)
         if request.messages is None:
-            return b""
+            return (switch or "").encode()
         args, closing = dict(request.args), ""
         if request.without_thinking is not None:
-            switch = next((one for one in _SWITCHES if one in _variables(template)), None)
             args = args if switch is None else {switch: False} | args
         text: str = inner.apply_chat_template(
             list(request.messages),

@@ -192,16 +192,23 @@ class Tokenizer:
             raise UserError(f"the chat template refuses the messages: {error}") from None
 
     def check_chats(
-        self, tools: Sequence[Mapping[str, Any]] | None, args: Mapping[str, Any] | None
-    ) -> None:
-        """Raise UserError if the chat template is broken or does not use tools or variables."""
+        self,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        args: Mapping[str, Any] | None = None,
+    ) -> str | None:
+        """Return the template's variable that turns thinking on and off; None if it has none.
+
+        Raises:
+            UserError: the chat template is broken, or does not use tools or these variables.
+        """
         from bass_cli.formats.chat_template import ChatRequest
 
-        if self.has_chat_template and not (tools is None and args is None):
-            try:
-                self._rendered(ChatRequest(None, tools, args or {}))
-            except RefusalError as error:
-                raise UserError(f"{self.path}: the chat template: {error}") from None
+        if not self.has_chat_template:
+            return None
+        try:
+            return self._rendered(ChatRequest(None, tools, args or {})).decode() or None
+        except RefusalError as error:
+            raise UserError(f"{self.path}: the chat template: {error}") from None
 
     def with_template(self, template: str) -> Tokenizer:
         """Return the same tokenizer with another chat template."""

@@ -369,10 +369,12 @@ def _notes(job: Job, files: Files) -> Iterator[str]:
     yield from files.notes
     if files.tokenizer.path == files.target.path:
         yield from doubts_of(files.target.metadata)
-    if job.thinking == "off" and tags_of(files.tokenizer) is None:
-        template = files.tokenizer.cached.template or ""
-        if "enable_thinking" not in template:
-            yield "`thinking` off: the model has no thinking part that bass knows"
+    if job.thinking == "off" and (switch := files.tokenizer.check_chats()) is not None:
+        yield f"`thinking` off: {switch} is false in the chat template"
+    elif job.thinking == "off" and tags_of(files.tokenizer) is None:
+        yield "`thinking` off: the model has no thinking part that bass knows"
+    elif job.thinking == "off":
+        yield "`thinking` off: an empty thinking part is put before the answers of chats"
     if job.pair.target == job.pair.fallback:
         yield (
             f'pair "{job.pair.name}": the package of its target is not installed; the target is '

@@ -131,6 +131,8 @@ def test_thinking_is_turned_off_by_the_template_or_a_closed_part(
 ) -> None:
     ours = Tokenizer.load(folder).with_template(template)
     assert ours.render([USER], without_thinking=TAGS).endswith(end)
+    known = {THINKING: "enable_thinking", OPENED: None, CHATML: None}
+    assert ours.check_chats() == known.get(template, "thinking")
     begun = ours.render([USER, BEGUN], without_thinking=TAGS)  # a begun answer stays as it is
     assert begun.endswith("assistant\nIt is")
 
