@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from bass_cli import Completion, Job, Pair, Sampling, Speculation, generate
 from bass_cli.cli.commands import app
+from bass_cli.engine.loop import Loop
 from bass_cli.formats.tokenizer import Tokenizer
 
 PROMPTS = [{"id": "a", "prompt": "the cat"}, {"id": "b", "prompt": "a dog sat on the"}]
@@ -180,6 +181,32 @@ def test_each_prompt_has_its_own_numbers(folder: Path) -> None:
     assert (found["b"].token_ids, found["b"].prompt_logprobs) == (None, None)
     for id_, top in (("a", 2), ("c", 7)):
         assert {len(place) for place in found[id_].top_logprobs or ()} == {top}
+
+
+def test_numbers_are_found_again_with_fewer_rows(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory runs out in a round; the samples in progress are drawn again."""
+    asked = job(folder, logprobs=3, prompt_logprobs=1)
+    wanted = {(one.id, one.sample): one for one in generate(PROMPTS, asked)}
+    rounds, whole = [], Loop.round
+
+    def failing(loop: Loop, *args: Any, **words: Any) -> Any:
+        rounds.append(loop.batch.capacity)
+        if len(rounds) == 3:
+            raise MemoryError
+        return whole(loop, *args, **words)
+
+    monkeypatch.setattr(Loop, "round", failing)
+    found = {(one.id, one.sample): one for one in generate(PROMPTS, asked)}
+    assert min(rounds) < max(rounds)
+    for key, one in wanted.items():
+        assert found[key].token_ids == one.token_ids
+        assert found[key].token_logprobs == pytest.approx(one.token_logprobs, abs=1e-5)
+        assert [[id_ for id_, _ in place] for place in found[key].top_logprobs or ()] == [
+            [id_ for id_, _ in place] for place in one.top_logprobs or ()
+        ]
+        assert (found[key].prompt_logprobs is None) == (one.prompt_logprobs is None)
 
 
 def run(*args: str) -> Any:
