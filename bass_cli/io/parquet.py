@@ -34,18 +34,26 @@ def is_parquet(stream: IO[bytes]) -> bool:
 
 
 def write_parquet(lines: Iterable[bytes], again: Iterable[bytes], out: IO[bytes]) -> None:
-    """Write result lines to a stream.
+    """Write result lines to a stream. OSError if that fails.
 
     Args:
         lines: The lines, from which the columns are found.
         again: The same lines, which are written.
     """
-    import pyarrow.parquet
+    import pyarrow
 
     shape = _Shape()
     for line in lines:
         shape.add(parse_object(line))
-    schema = shape.schema()
+    try:
+        _write(again, shape.schema(), out)
+    except (pyarrow.ArrowException, OverflowError) as error:
+        raise OSError(f"pyarrow: {error}") from None
+
+
+def _write(again: Iterable[bytes], schema: pyarrow.Schema, out: IO[bytes]) -> None:
+    import pyarrow.parquet
+
     with pyarrow.parquet.ParquetWriter(out, schema, compression="zstd") as writer:
         rows, size = list[dict[str, Any]](), 0
         for line in again:
@@ -154,7 +162,7 @@ def _kind_of(key: str, value: Any) -> str:
 
 
 def _is_plain_message(message: Any) -> bool:
-    plain = isinstance(message, dict) and list(message) == ["role", "content"]
+    plain = isinstance(message, dict) and set(message) == {"role", "content"}
     return plain and all(isinstance(value, str) for value in message.values())
 
 

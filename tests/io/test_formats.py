@@ -27,6 +27,7 @@ from test_results import MANIFEST, SAMPLE, fill, manifest, sample
 
 from bass_cli.errors import MachineError, UserError
 from bass_cli.eval.samples import read_generations
+from bass_cli.io import results
 from bass_cli.io.linefile import result_lines, stem_of
 from bass_cli.io.results import Completion, open_output
 from bass_cli.io.resume import manifest_path
@@ -149,7 +150,7 @@ def test_file_cut_at_any_byte_ends_like_the_undisturbed_one(
     fill(whole / name)
     due = lines(whole / name)
     assert len(due) == 4
-    for end in range(0, len(content) + 1, 2 if name == "o.jsonl.gz" else 9):
+    for end in range(0, len(content) + 1, 3 if name == "o.jsonl.gz" else 9):
         (cut / name).unlink(missing_ok=True)
         (cut / live).write_bytes(content[:end])
         manifest_path(str(cut / name)).write_bytes(beside)
@@ -188,6 +189,23 @@ def test_failed_prompts_and_more_samples_extend_a_complete_file(tmp_path: Path, 
         writer.write(sample("z", 0))
     assert [row["id"] for row in lines(path)] == ["z"]
     assert names(tmp_path) == [name, f"{name}.manifest.json"]
+
+
+def test_full_disk_at_the_end_of_a_parquet_job_keeps_its_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "o.parquet"
+    with monkeypatch.context() as patch:
+        patch.setattr(results, "write_parquet", lambda *_: os.write(9999, b""))
+        writer = open_output(str(path), MANIFEST)
+        writer.write(sample("a", 0))
+        with pytest.raises(MachineError, match=r"o\.parquet: cannot write the results"):
+            writer.close(finished=True)
+    assert names(tmp_path) == ["o.parquet.jsonl.zst", "o.parquet.manifest.json"]
+    with open_output(str(path), MANIFEST) as writer:
+        assert writer.done == {("a", 0)}
+    assert [row["sample"] for row in lines(path)] == [0]
+    assert names(tmp_path) == ["o.parquet", "o.parquet.manifest.json"]
 
 
 def test_overwritten_parquet_that_is_killed_never_mixes_settings(tmp_path: Path) -> None:

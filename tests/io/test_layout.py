@@ -147,7 +147,7 @@ def test_invalid_columns_are_refused_before_a_model_is_read(
     assert f"--columns (or BASS_COLUMNS): {reason}" in done.stderr
 
 
-@pytest.mark.parametrize("name", ["g.jsonl", "g.jsonl.zst", "g.parquet"])
+@pytest.mark.parametrize("name", ["g.jsonl.zst", "g.parquet"])
 def test_group_writes_one_line_a_prompt_with_all_its_samples(place: Path, name: str) -> None:
     options = ("--token-ids", "--echo", "--logprobs", "2")
     plain, rows = by_key(run(place, "o.jsonl", *options)), run(place, name, "--group", *options)
