@@ -23,6 +23,7 @@ from bass_cli.formats.tokenizer import Tokenizer
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _EVERY = -1  # a word of a mask that allows 32 tokens
+_MOST_COMPILED = 256  # grammars that are kept; each takes about 0.1 MB and some milliseconds
 
 
 # What may come at a place before the answer: any token but the end; the opening tag or the answer;
@@ -260,6 +261,8 @@ class Grammars:
             made = llguidance.LLMatcher(self._library, structure.lark())
             if made.is_error():
                 raise SettingError(structure.kind, brief_fault(made.get_error(), structure.kind))
+            while len(self._compiled) >= _MOST_COMPILED:  # prompts may have grammars of their own
+                del self._compiled[next(iter(self._compiled))]
             self._compiled[structure] = made
         return Matcher(self._compiled[structure].deep_copy(), self._vocabulary, thinking)
 

@@ -182,3 +182,14 @@ def test_drafts_are_counted_up_to_the_end_of_the_thinking_part_and_the_grammar()
         assert thinker("ab", opened=True).allowed(drafts) == count
     assert thinker("ab", opened=True, limit=1).allowed([3, 3]) == 1
     assert thinker(None, opened=True, limit=1).allowed([EOS, END, 3]) == 3
+
+
+def test_few_compiled_grammars_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A million prompts may have as many grammars."""
+    monkeypatch.setattr("bass_cli.formats.grammars._MOST_COMPILED", 2)
+    words: Any = Words()
+    made = Grammars(words, vocab=len(WORDS), eos_ids=[EOS])
+    kept = [made.matcher(Structure("regex", pattern)) for pattern in ("a", "b", "c", "ab", "a")]
+    assert len(made._compiled) == 2
+    found = masks_of([(one, []) for one in kept], 1)
+    assert found == [[{0, 8}], [{1}], [{4}], [{0, 2, 8}], [{0, 8}]]
