@@ -10,7 +10,7 @@ bass_kernels/processing.py. Not here: temperature and truncation (sampling.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy
 import torch
@@ -126,27 +126,17 @@ class Processors:
             ops.count_prompts(self._counts, places, texts, lengths)
         if self.masks is not None:
             self.masks[places] = -1
-        if self._allowed is None and self._bias is None and self._bad_words is None:
+        distinct = {id(one): one for one in samplings}  # the rows of a prompt share theirs
+        lines = [(table, self._lines(table, distinct.values())) for table in self._sent_tables()]
+        if not lines:
             return
-        lines = {id(one): at for at, one in enumerate({id(one): one for one in samplings}.values())}
-        distinct = list({id(one): one for one in samplings}.values())
-        which = sender.send(numpy.array([lines[id(one)] for one in samplings], dtype=numpy.int64))
-
-        def write(table: Tensor, line_of: Callable[[RowSampling], NDArray[numpy.generic]]) -> None:
-            lines = numpy.stack([line_of(one) for one in distinct]).view(numpy.int64)
-            sent = sender.send(lines).view(_SENT.get(table.dtype, table.dtype))
-            table[places] = sent[which].to(table.dtype)
-
-        if self._allowed is not None:
-            write(self._allowed, self._allowed_line)
-        if self._bias is not None and self._bias_ids is not None:
-            size = self._bias.shape[1]
-            write(self._bias_ids, lambda one: _padded([i for i, _ in one.logit_bias], size, 0))
-            write(
-                self._bias, lambda one: _padded([number for _, number in one.logit_bias], size, 0.0)
-            )
-        if self._bad_words is not None:
-            write(self._bad_words, self._word_lines)
+        order = {key: at for at, key in enumerate(distinct)}
+        parts = [numpy.array([order[id(one)] for one in samplings], dtype=numpy.int64)]
+        parts += [part.view(numpy.int64).ravel() for _, part in lines]
+        which, *sent = sender.send(numpy.concatenate(parts)).split([len(part) for part in parts])
+        for (table, part), flat in zip(lines, sent, strict=True):
+            found = flat.view(_SENT.get(table.dtype, table.dtype)).view(part.shape)
+            table[places] = found[which].to(table.dtype)
 
     def process(
         self,
@@ -183,8 +173,23 @@ class Processors:
             ops.count_block(self._counts, block, accepted, alive)
 
     def _tables(self) -> tuple[Tensor | None, ...]:
-        bias = self._bias_ids, self._bias
-        return self._counts, self._allowed, *bias, self._bad_words, self.masks
+        return self._counts, self.masks, *self._sent_tables()
+
+    def _sent_tables(self) -> list[Tensor]:
+        """The tables whose lines the host makes."""
+        tables = self._allowed, self._bias_ids, self._bias, self._bad_words
+        return [table for table in tables if table is not None]
+
+    def _lines(self, table: Tensor, samplings: Iterable[RowSampling]) -> NDArray[numpy.generic]:
+        """Return the lines of a table for these settings, 8 bytes a number or pairs of int32."""
+        if table is self._allowed:
+            return numpy.stack([self._allowed_line(one) for one in samplings])
+        if table is self._bad_words:
+            return numpy.stack([self._word_lines(one) for one in samplings])
+        size, number = table.shape[1], int(table is self._bias)
+        return numpy.stack(
+            [_padded([entry[number] for entry in one.logit_bias], size) for one in samplings]
+        ).astype(numpy.float64 if number else numpy.int64)
 
     def _allowed_line(self, sampling: RowSampling) -> NDArray[numpy.int32]:
         if sampling.allowed_token_ids is None:
@@ -205,6 +210,6 @@ class Processors:
 _SENT = {torch.float32: torch.float64}
 
 
-def _padded(values: list[int] | list[float], size: int, value: float) -> NDArray[numpy.generic]:
-    """Return the values as an array of this size, filled up with `value`."""
-    return numpy.array([*values, *[value] * (size - len(values))])
+def _padded(values: list[int | float], size: int) -> NDArray[numpy.generic]:
+    """Return the values as an array of this size, filled up with 0."""
+    return numpy.array([*values, *[0] * (size - len(values))])
