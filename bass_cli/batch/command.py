@@ -124,13 +124,12 @@ class _Batch:
 
     def __init__(self, source: Source, job: Job):
         self.source, self._job, self.unlimited = source, job, 0
+        self._sets_none = job.sampling.max_new_tokens == _WHOLE_CONTEXT
         self.digest, self.facts = RequestDigest(source, job.prompt_column), BatchFacts()
 
     def requests(self) -> Iterator[Request]:
-        sets_none = self._job.sampling.max_new_tokens == _WHOLE_CONTEXT
-        return read_requests(
-            self.source, self._job, completion_tokens=COMPLETION_TOKENS if sets_none else None
-        )
+        most = COMPLETION_TOKENS if self._sets_none else None
+        return read_requests(self.source, self._job, completion_tokens=most)
 
     def check(self) -> Checked:
         """Read all requests; return the facts about their prompts."""
@@ -140,8 +139,7 @@ class _Batch:
                 self.digest.add_request(request)
                 self.facts.add(request)
                 for prompt in request.prompts:
-                    limit = prompt.own_job(self._job).sampling.max_new_tokens
-                    self.unlimited += limit == _WHOLE_CONTEXT
+                    self.unlimited += self._sets_none and "max_new_tokens" not in prompt.settings
                     yield prompt
 
         return check(prompts(), job=self._job)

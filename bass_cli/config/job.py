@@ -74,8 +74,9 @@ class Strict(BaseModel, frozen=True):
     @field_validator("*", mode="before")
     @classmethod
     def _no_switch_as_number(cls, value: Any, info: Any) -> Any:
-        kind = kind_of(cls.model_fields[info.field_name].annotation)
-        if isinstance(value, bool) and kind in (int, float):
+        if not isinstance(value, bool):  # first, because it is fast
+            return value
+        if kind_of(cls.model_fields[info.field_name].annotation) in (int, float):
             raise ValueError("a number is needed, not true or false")
         return value
 
