@@ -388,7 +388,7 @@ def _to_prompt(
         wanted = 'an object like {"prompt": "..."}'
         raise UserError(f"{place}: a prompt is {wanted}, not {kind_of(record)}")
     fields = {key: value for key, value in record.items() if value is not None}
-    text, messages, ids = _take_content(fields, column, place)
+    text, messages, ids = _take_content(fields, column, place, columns=columns)
     for name in HONOURED if ids is not None else ():
         if name in fields:
             refuse(place, name, "token ids are a whole prompt; leave it out")
@@ -438,13 +438,18 @@ def _take_id(fields: dict[str, Any], column: str | None, default: str, place: st
 
 
 def _take_content(
-    fields: dict[str, Any], column: str, place: str
+    fields: dict[str, Any], column: str, place: str, *, columns: bool
 ) -> tuple[str | None, list[dict[str, Any]] | None, list[int] | None]:
-    """Take the prompt out of `fields`: its text, its messages or its token ids."""
+    """Take the prompt out of `fields`: its text, its messages or its token ids.
+
+    `columns`: As in `_to_prompt`. Beside a prompt, such conversations and ids describe the data.
+    """
     names = dict.fromkeys((column, "messages", "conversations", "token_ids"))
     given = {name: fields.pop(name) for name in names if name in fields}
-    if isinstance(given.get("conversations"), str) and len(given) > 1:
-        fields["conversations"] = given.pop("conversations")  # a text about them
+    for name in ("conversations", "token_ids"):
+        data = columns or isinstance(given.get(name), str)
+        if data and name != column and given.keys() & {column, "messages"} and name in given:
+            fields[name] = given.pop(name)
     if not given:
         known = [shown(key)[1:-1] for key in itertools.islice(fields, _HINTS)]
         hint = f"; {nearest(column, known)}" if fields else ""

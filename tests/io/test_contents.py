@@ -111,6 +111,14 @@ def test_parquet_holds_nested_messages_conversations_and_ids(tmp_path: Path) -> 
         ]
 
 
+def test_columns_of_a_data_set_beside_its_prompts_are_carried(tmp_path: Path) -> None:
+    record = {"prompt": "a", "conversations": SHARE[:1], "token_ids": [1]}
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "train.jsonl").write_text(json.dumps(record) + "\n")
+    (prompt,) = read_prompts(f"hf:{tmp_path / 'd'}:train")
+    assert (prompt.text, prompt.meta) == ("a", {key: record[key] for key in list(record)[1:]})
+
+
 def test_id_column_names_the_field_with_ids(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text('{"task": 7, "prompt": "a", "id": "x"}\n{"prompt": "b"}\n')
