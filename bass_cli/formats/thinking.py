@@ -101,6 +101,7 @@ class Thinking:
         "_held",
         "_limit",
         "_phase",
+        "_split",
         "_tags",
         "_tokenizer",
         "answer",
@@ -119,6 +120,7 @@ class Thinking:
         self._phase = _Phase.OPEN if opened else _Phase.UNSURE
         self._held: list[int] = []  # unsure: all tokens; open: the last ones
         self._forced = 0  # tokens of `closing` that were generated
+        self._split: tuple[str, str] | None = None  # of a closed part
         self.count, self.answer = 0, 0
         self.end: int | None = None
 
@@ -207,9 +209,13 @@ class Thinking:
             ids: the generated tokens, all of which were fed.
             text: decodes them.
         """
+        if self._split is not None:
+            return self._split
         whole = text.decode(ids[: self.end])
         before, found, after = whole.rpartition(self._tags.end)
         if not (found and self.end):
             before, after = whole, ""
         bare = before.lstrip() if before.lstrip().startswith(self._tags.begin) else before
-        return bare.removeprefix(self._tags.begin).strip(NEWLINES), after
+        parts = bare.removeprefix(self._tags.begin).strip(NEWLINES), after
+        self._split = parts if self.end else None
+        return parts

@@ -114,8 +114,12 @@ class Sample:
         assert self.visible is not None
         if self.row.generated == self.visible.tokens:
             return ""
-        tokens = self.row.generated_tokens
+        tokens, thinking = self.row.generated_tokens, self.thinking
         self.visible.tokens = len(tokens)
+        if thinking is not None:
+            thinking.feed(tokens[thinking.count :])
+            if thinking.is_open:
+                return ""
         ending = Ending("length")
         so_far = FinishedSample(self.task, 0, self.row, ending, 0.0, self.thinking)
         return self.visible.new(so_far.parts(list(tokens))[0])

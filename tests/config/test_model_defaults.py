@@ -131,3 +131,14 @@ def test_commands_without_the_option_use_their_own_settings() -> None:
     assert read_job(EvaluateArgs(task="xsum")).generation_config == "none"
     assert read_job(ProfileArgs()).generation_config == "none"
     assert load_pair("smollm2").generation_config == "auto"
+
+
+def test_min_p_and_penalties_are_taken_too(model: Path) -> None:
+    settings(model, min_p=0.05, repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=0.0)
+    job, notes = with_model_defaults(job_of(model), open_checkpoint(model))
+    assert (job.sampling.min_p, job.sampling.repetition_penalty) == (0.05, 1.1)
+    assert (job.sampling.presence_penalty, job.sampling.frequency_penalty) == (0.5, 0.0)
+    assert "does not use" not in notes[0]
+    settings(model, repetition_penalty=0)
+    with pytest.raises(UserError, match=r'generation_config\.json: key "repetition_penalty"'):
+        with_model_defaults(job_of(model), open_checkpoint(model))
