@@ -97,10 +97,12 @@ def test_updated_model_gives_the_logits_of_transformers(family: str, tmp_path: P
     assert {name: id(tensor) for name, tensor in decoder.weights.items()} == before
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("given", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("given", "dtype"),
+    [(torch.float64, torch.bfloat16), (torch.float32, torch.float16), (torch.bfloat16,) * 2],
+)
 def test_tensors_of_any_dtype_become_those_of_loading(
-    dtype: torch.dtype, given: torch.dtype, tmp_path: Path
+    given: torch.dtype, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     """Norms, which stay float32, too."""
     for name, seed in (("old", 1), ("new", 2)):
@@ -138,7 +140,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     for number in ("", "2"):
         seed = len(number)
         write_head(folder / f"dspark{number}", "dspark", seed=seed)
-        write_head(folder / f"dflash{number}", "dflash", seed=seed)
         write_chain(folder / f"chain{number}", "authors", seed=seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -168,12 +169,10 @@ def drawn(plan: Plan, loop: Any = None) -> dict[Any, Any]:
 @pytest.mark.parametrize(
     ("draft", "after", "by"),
     [
-        ("draft", "draft2", "files"),
         ("draft", "draft2", "tensors"),
         ("lookup", "lookup", "tensors"),
         ("skip:1", "skip:1", "files"),
         ("heads:dspark", "heads:dspark2", "tensors"),
-        ("heads:dflash", "heads:dflash2", "tensors"),
         ("heads:chain", "heads:chain2", "files"),
         ("heads:chain", "heads:chain2", "tensors"),
     ],
@@ -301,7 +300,6 @@ def test_engine_draws_with_new_weights_after_the_requests_before_the_update(plac
         assert tokens(after) == expected
         assert engine.fingerprint == new.files.target.fingerprint() != known
         engine.update_weights("draft2", model="draft")
-        assert tokens(engine.generate(prompts)) == expected
         with pytest.raises(UserError, match="unknown for the family llama"):
             engine.update_weights({"another": NORM})
         assert tokens(engine.generate(prompts)) == expected
