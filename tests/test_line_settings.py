@@ -26,12 +26,15 @@ LINES: list[dict[str, Any]] = [
     {"id": "p2", "prompt": "dddddd", "temperature": 0, "n": 3},
     {"id": "p3", "prompt": "fgh", "stop": ["a", "bc"], "top_p": 0.6},
     {"id": "p4", "prompt": "bb", "k": 1},
+    {"id": "p5", "prompt": "cab", "min_p": 0.2, "repetition_penalty": 1.5},
+    {"id": "p6", "prompt": "cab", "frequency_penalty": 1.0, "logit_bias": {"3": 2.0, "4": -9.0}},
+    {"id": "p7", "prompt": "cab", "allowed_token_ids": [1, 2, 3, EOS], "stop_token_ids": [3]},
 ]
 BASE = {"n": 2, "max_new_tokens": 15, "seed": 4}
 
 
 class Special(Letters):
-    rows = VOCAB
+    rows = size = VOCAB
     special_tokens: dict[str, int] = {}  # noqa: RUF012
 
     def encode_part(self, text: str, most: int | None = None, **rest: Any) -> list[int]:
@@ -58,7 +61,10 @@ def expected() -> dict[Any, Any]:
         (plain,) = prompts(str(line["prompt"]))
         settings = job(**BASE | own)
         loop = loop_for(Markov(table(), 1), "none", rows=1, lengths=Fixed(0))
-        conductor = Conductor(settings, Special(), loop, context=1000, eos_ids={EOS})
+        stops = settings.sampling.stop_token_ids
+        conductor = Conductor(
+            settings, Special(), loop, context=1000, eos_ids={EOS}, stop_ids=stops
+        )
         named = next(prompts_of([{"id": line["id"], "prompt": plain.text}]))
         found |= by_key(list(conductor.run(iter([named]), ())))
     return found
@@ -68,7 +74,7 @@ def test_samples_equal_those_of_a_job_with_the_prompts_settings() -> None:
     given, wanted = list(prompts_of(LINES)), expected()
     counts = {line["id"]: line.get("n", 2) for line in LINES}
     assert set(wanted) == {(id_, i) for id_, n in counts.items() for i in range(n)}
-    assert [one.meta for one in given] == [{}] * 4 + [{"k": 1}]
+    assert [one.meta for one in given] == [{}] * 4 + [{"k": 1}] + [{}] * 3
     for rows in (1, 4, 30):
         assert drawn(given, rows=rows) == wanted
     done = {("p0", 1), ("p0", 4), ("p2", 0), ("p3", 0), ("p3", 1)}

@@ -7,7 +7,8 @@ other fields of a line.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -34,35 +35,55 @@ def checked_settings(given: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         SettingError: A value is not valid, whatever the job.
     """
-    own = _with(Job(pair=_ANY_PAIR), given)
-    return {name: _value(own, LINE[name]) for name in given}
+    own, sampling = _split(given)
+    with _named(given):
+        checked: dict[str, Any] = {"sampling": _sampling(sampling)} if sampling else {}
+        if own:
+            job = Job.model_validate({"pair": _ANY_PAIR, **own})
+            checked |= {name: getattr(job, name) for name in own}
+    return {name: _value(checked, LINE[name]) for name in given}
 
 
 def own_job(job: Job, settings: Mapping[str, Any]) -> Job:
     """Return the job of a prompt that has these settings of its own.
 
+    `settings`: as `checked_settings` returns them.
+
     Raises:
         SettingError: The settings contradict those of the job.
     """
-    return _with(job, settings) if settings else job
+    own, given = _split(settings)
+    if given:
+        with _named(settings):
+            own["sampling"] = _sampling(merged(dict(job.sampling), given))
+    return job.model_copy(update=own) if own else job
 
 
-def _with(job: Job, settings: Mapping[str, Any]) -> Job:
-    own, given = dict[str, Any](job), dict[str, Any]()
+def _split(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the settings that are fields of a Job, and those of its Sampling."""
+    own, sampling = dict[str, Any](), dict[str, Any]()
     for name, value in settings.items():
         part, _, key = LINE[name].rpartition(".")
-        (given if part else own)[key] = value
-    sampling = merged(dict(job.sampling), given)
+        (sampling if part else own)[key] = value
+    return own, sampling
+
+
+def _sampling(given: Mapping[str, Any]) -> Sampling:
+    # a line of data names no files
+    return Sampling.model_validate(given, context={"files": False})
+
+
+@contextlib.contextmanager
+def _named(settings: Mapping[str, Any]) -> Iterator[None]:
+    """Turn errors of pydantic into a SettingError."""
     try:
-        # a line of data names no files
-        own["sampling"] = Sampling.model_validate(sampling, context={"files": False})
-        return Job.model_validate(own)
+        yield
     except ValidationError as error:
         path, reason = first_fault(error)
         raise SettingError(path[-1] if path else next(iter(settings)), reason) from None
 
 
-def _value(job: Job, path: str) -> Any:
+def _value(checked: Mapping[str, Any], path: str) -> Any:
     part, _, key = path.rpartition(".")
-    value = getattr(getattr(job, part) if part else job, key)
+    value = getattr(checked[part], key) if part else checked[key]
     return list(value) if isinstance(value, tuple) else value

@@ -32,6 +32,7 @@ from bass_cli.io.messages import (
 from bass_cli.io.readers import Source, open_source
 from bass_cli.reading import is_unicode, parse_json, shown
 
+_MOST_OWN = 1000  # the most different settings of prompts that are kept
 _HINTS = 9  # how many field names an error message lists
 # The deepest nesting of a `meta` field. JSON reading and writing take two calls a level, and Python
 # allows 1,000.
@@ -261,6 +262,7 @@ def check(
             contradict the job's, or there is no job.
     """
     count, plain, wanted, own = 0, False, Wanted(), dict[str, Job]()
+    alike = True  # whether no prompt has settings of its own
     longest: str | list[int] = ""
     for prompt in prompts:
         if on_prompt is not None:
@@ -275,11 +277,13 @@ def check(
         else:
             key = repr(prompt.settings)
             if key not in own:
+                if len(own) >= _MOST_OWN:  # prompts may all have their own seed
+                    own.clear()
                 own[key] = prompt.own_job(job)
+            alike = alike and not prompt.settings
             wanted = wanted.with_prompt(own[key])
         count, plain = count + 1, plain or prompt.text is not None
         longest = max(longest, prompt.whole(), key=length)
-    alike = not own.keys() - {repr({})}
     return Checked(count, longest, plain, wanted=None if alike else wanted)
 
 

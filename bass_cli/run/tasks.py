@@ -99,6 +99,9 @@ class Task:
         )
 
 
+_MOST_OWN = 1000  # the most different settings of prompts that are kept
+
+
 class RequestReader:
     """Makes Tasks of a job's prompts.
 
@@ -136,6 +139,9 @@ class RequestReader:
                     f"{self._limit} that the batch has room for; raise "
                     "`sampling.max_new_tokens` of the job"
                 )
+            if len(self._own) >= _MOST_OWN:  # prompts may all have their own seed
+                self._own.clear()
+                self._samplings.clear()
             self._own[key] = own
         return self._own[key]
 
