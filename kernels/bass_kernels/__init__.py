@@ -6,9 +6,9 @@ row, V vocabulary, H query heads, K key/value heads, D head size, S slots of the
 keys (each row's own), T positions of the prompt store.
 """
 
-from . import acceptance, processing, reference, rounds, sampling
+from . import acceptance, likeliest, processing, reference, rounds, sampling
 from .dispatch import attention_schedule, by_device, has_triton, import_kernels, kind_for, use
-from .likeliest import likeliest_tokens, processed_entries, report_entries
+from .likeliest import processed_entries, report_entries
 from .linear import is_packed, linear, linear_add, norm_up, pack, project, unpack
 from .noise import SHARED, gumbel
 from .processing import BITS, add_bias, count_block, count_prompts, forbid_words
@@ -25,6 +25,7 @@ rope_write = by_device(reference.rope_write, "bass_kernels.pointwise")
 attention = by_device(reference.attention, "bass_kernels.ragged")
 sample = by_device(sampling.sample, "bass_kernels.sampling_kernels")
 sample_scored = by_device(sampling.sample_scored, "bass_kernels.sampling_kernels")
+likeliest_tokens = by_device(likeliest.likeliest_tokens, "bass_kernels.likeliest_kernels")
 draft_sample = by_device(acceptance.draft_sample, "bass_kernels.acceptance_kernels")
 process_logits = by_device(processing.process_logits, "bass_kernels.processing_kernels")
 log_probability = by_device(sampling.log_probability, "bass_kernels.processing_kernels")

@@ -30,7 +30,7 @@ def likeliest_tokens(
     """
     vocab = logits.shape[1]
     count = min(count, vocab)
-    maxima = _group_maxima(logits, wanted)
+    maxima = group_maxima(logits)
     every = torch.arange(maxima.shape[1], device=logits.device)
     groups = _places_of_largest(maxima, every, min(count, maxima.shape[1]))
     inside = torch.arange(GROUP, device=logits.device)
@@ -41,15 +41,14 @@ def likeliest_tokens(
     return tokens.gather(1, best), values.gather(1, best)
 
 
-def group_maxima(logits: Tensor, wanted: Tensor | None) -> Tensor:
-    """Return the largest logit of each group of GROUP tokens, [N, V / GROUP rounded up] float32.
-    `wanted`: as in `likeliest_tokens`."""
+def group_maxima(logits: Tensor) -> Tensor:
+    """Return the largest logit of each group of GROUP tokens, [N, V / GROUP rounded up] float32."""
     surplus = -logits.shape[1] % GROUP
     padded = torch.nn.functional.pad(logits, (0, surplus), value=-torch.inf) if surplus else logits
     return padded.unflatten(1, (-1, GROUP)).amax(-1).float()
 
 
-_group_maxima = by_device(group_maxima, "bass_kernels.likeliest_kernels")
+_likeliest = by_device(likeliest_tokens, "bass_kernels.likeliest_kernels")
 
 
 def _places_of_largest(values: Tensor, ids: Tensor, count: int) -> Tensor:
@@ -75,7 +74,7 @@ def report_entries(
         log-probability in the low half. If there are fewer tokens, the last ones have probability
         0.
     """
-    found, values = likeliest_tokens(logits, count, wanted)
+    found, values = _likeliest(logits, count, wanted)
     above = values - logits.gather(1, tokens[:, None]).float()
     return _entries(found, scores[:, None] + above, count)
 
@@ -95,7 +94,7 @@ def processed_entries(
     [N], then of the `count` likeliest ones. Otherwise as `report_entries`."""
     every, values = tokens[:, None], logits.gather(1, tokens[:, None]).float()
     if count:
-        found, others = likeliest_tokens(logits, count, wanted)
+        found, others = _likeliest(logits, count, wanted)
         every, values = torch.cat((every, found), 1), torch.cat((values, others), 1)
     scores = _normaliser(logits, temperature, top_k, top_p, min_p).log_probs(values, every)
     return _entries(every, scores, 1 + count)

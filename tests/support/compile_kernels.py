@@ -37,7 +37,7 @@ FLOATS = {"found_ptr", "score_ptr", "part_ptr", "peak_ptr", "mass_ptr", "cos_ptr
 INTEGERS = {"arrived_ptr", "count_ptr", "grouped_ptr", "table_ptr", "allowed_ptr", "mask_ptr"}
 LONGS = {"target_row_ptr", "position_ptr", "base_ptr", "start_ptr", "own_ptr", "token_ptr", "tokens_ptr", "slots_ptr",
          "top_k_ptr", "search_ptr", "draft_ptr", "length_ptr", "most_ptr", "origin_ptr", "accepted_ptr", "next_ptr",
-         "block_ptr", "begin_ptr", "place_ptr", "row_ptr", "text_ptr", "alive_ptr", "target_ptr"}  # fmt: skip
+         "block_ptr", "begin_ptr", "best_ptr", "place_ptr", "row_ptr", "text_ptr", "alive_ptr", "target_ptr"}  # fmt: skip
 NOISY = {"_pass", "_finish_row", "_draw", "_verify"}  # there, keys are those of the noise
 
 
@@ -103,6 +103,7 @@ if __name__ == "__main__":
     compile_one(pointwise._angles, HALF=64, BLOCK=64)
     for some in (False, True):
         compile_one(likeliest_kernels._group_maxima, SOME=some)
+        compile_one(likeliest_kernels._select, SOME=some, GROUPS=4096, WIDE=2048)
     compile_one(processing_kernels._log_probability, BLOCK=8192)
     compile_one(processing_kernels._process, BLOCK=4096)
     nothing = {"count_ptr": None, "allowed_ptr": None}
