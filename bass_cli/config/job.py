@@ -216,6 +216,11 @@ class _Chats(Strict, frozen=True):
     def _read(cls, value: Any, info: Any) -> Any:
         return None if value is None else _READ[info.field_name](value)
 
+    @field_validator("thinking", mode="before", check_fields=False)
+    @classmethod
+    def _thinking(cls, value: Any) -> Any:
+        return "off" if value is False else value  # YAML reads the word off as false
+
 
 _READ = {"template": read_template, "template_args": read_template_args, "tools": read_tools}
 

@@ -198,12 +198,12 @@ def test_a_pair_file_names_templates_and_tools_beside_it(tmp_path: Path) -> None
     (tmp_path / "tools.json").write_text(json.dumps([TOOL]))
     (tmp_path / "p.yaml").write_text(
         "target: x/y\ntemplate: t.jinja\ntools: tools.json\nsystem: Be brief.\n"
-        "template_args: {enable_thinking: false}\n"
+        "template_args: {enable_thinking: false}\nthinking: off\n"
     )
     pair = load_pair(tmp_path / "p.yaml")
     job = Job(pair=pair, system="Mine.")  # type: ignore[arg-type]
     assert (job.template, job.tools, job.system) == (CHATML, [TOOL], "Mine.")
-    assert job.template_args == {"enable_thinking": False}
+    assert (job.template_args, job.thinking) == ({"enable_thinking": False}, "off")
     assert Job.model_validate(job.model_dump()) == job  # the same after a second validation
 
 
