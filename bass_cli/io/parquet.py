@@ -76,10 +76,18 @@ def lines_of_parquet(stream: IO[bytes], name: str) -> Iterator[bytes]:
         schema = file.schema_arrow
         for batch in file.iter_batches(batch_size=256):
             for row in batch.to_pylist():
-                yield _encode(_unpacked(row, schema)).encode() + b"\n"
+                yield _line(_unpacked(row, schema)) + b"\n"
     except (pyarrow.ArrowException, OSError, ValueError, TypeError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"{name}: broken parquet: {reason}") from None
+
+
+def _line(row: dict[str, Any]) -> bytes:
+    """Format a row as JSON; lone surrogates are escaped."""
+    try:
+        return _encode(row).encode()
+    except UnicodeEncodeError:
+        return json.dumps(row, allow_nan=False).encode()
 
 
 class _Shape:

@@ -45,6 +45,7 @@ RICH = [
         top_logprobs=[[[5, -0.5]], [], [[7, -1.0], [8, -3.5]]],
         seed=2**63 - 1,
     ),
+    replace(SAMPLE, id="m", meta={"half": "\ud800"}, messages=[{"content": "c", "role": "user"}]),
     replace(SAMPLE, sample=1, mean_logprob=None, token_ids=[], token_logprobs=[], top_logprobs=[], meta={}),
     Completion.failed("b", "too long", seed=3, meta={"m": "x" * 5000}),
 ]  # fmt: skip
@@ -88,7 +89,7 @@ def test_other_libraries_read_the_lines_of_the_plain_file(tmp_path: Path, name: 
         assert found == [row["meta"] for row in due]
         logprobs = table["top_logprobs"].to_pylist()[0][2]
         assert logprobs == [{"id": 7, "logprob": -1.0}, {"id": 8, "logprob": -3.5}]
-        assert table["error"].to_pylist() == [None, None, "too long"]
+        assert table["error"].to_pylist() == [None, None, None, "too long"]
     else:
         assert (by_gzip if name.endswith("gz") else by_zstandard)(path) == due
         frame = pandas.read_json(path, lines=True, dtype=False)
