@@ -100,7 +100,8 @@ def show_all(ctx: typer.Context, wanted: bool) -> None:
     """Show the page with all options if it is wanted, and end the command."""
     if wanted:
         ctx.meta[ALL] = True
-        typer.echo(ctx.get_help(), color=ctx.color)
+        for one in ctx.get_help().split("\n"):
+            terminal.line(one, stdout=True)
         raise typer.Exit
 
 
