@@ -34,7 +34,7 @@ def tokenizer(
     folder: Path = tmp_path_factory.mktemp("tokenizer")
     kind, name = request.param, KINDS[request.param]
     write_tokenizer(
-        folder, extra=("<|im_start|>", "<|im_end|>", *(name if kind == "tokens" else ()))
+        folder, extra=("<|im_start|>", "<|im_end|>", "\n\nBut", *(name if kind == "tokens" else ()))
     )
     if kind == "special":
         import transformers
@@ -151,6 +151,9 @@ def test_stops_count_after_the_thinking_part(tokenizer: Tokenizer) -> None:
     kept = generated(tokenizer, None, text, stop=("\n\n",), include_stop=True)
     assert kept.text == "It sat.\n\n"
     assert generated(tokenizer, None, text, stop="the").text == "It sat.\n\n"
+    joined = "<think>a</think>\n\nBut it sat.\n\nBut"  # one token has newlines and text
+    found = generated(tokenizer, None, joined, stop=("\n\n", "\nBut"))
+    assert parts(found) == ("But it sat.", "a", "stop")
     (id_,) = tokenizer.encode_part("t")
     found = generated(tokenizer, None, "<think>t</think>a t", stop_token_ids=(id_,))
     assert parts(found) == ("a ", "t", "stop")

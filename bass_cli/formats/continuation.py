@@ -275,7 +275,12 @@ class StopDetector:
     """
 
     def __init__(
-        self, text: Continuation | Tokenizer, stops: Sequence[str], tokens: StopTokens | None = None
+        self,
+        text: Continuation | Tokenizer,
+        stops: Sequence[str],
+        tokens: StopTokens | None = None,
+        *,
+        skipped: str = "",
     ):
         """Prepare the search.
 
@@ -283,10 +288,12 @@ class StopDetector:
             text: decodes the ids.
             stops: the stop texts, at least one, none empty.
             tokens: the filter; None to decode after every block.
+            skipped: characters in which no stop text begins at the beginning of the text.
         """
         assert stops
         assert all(stops)
         self._text, self._stops, self._tokens = text, tuple(stops), tokens
+        self._skipped = skipped
         self._always = _any_id_completes(stops)
         self._needed = max(map(len, stops)) + _MARGIN  # characters that the tail must have
         self._ids: list[int] = []
@@ -318,7 +325,9 @@ class StopDetector:
         if not _has_any(tail, self._stops):
             return None
         whole = tail if self._tail == 0 else self._text.decode(self._ids[:end])
-        found = [(at, len(stop), stop) for stop in self._stops if (at := whole.find(stop)) >= 0]
+        start = len(whole) - len(whole.lstrip(self._skipped)) if self._skipped else 0
+        places = [(whole.find(stop, start), len(stop), stop) for stop in self._stops]
+        found = [place for place in places if place[0] >= 0]
         if not found:
             return None
         place, _, stop = min(found)

@@ -50,13 +50,16 @@ class EndRule:
         self.stop_ids = frozenset(stop_ids) - self.eos
         self.tokens: StopTokens | None = None  # made for the first prompt
 
-    def detector(self, text: Continuation) -> StopDetector | None:
-        """Make a stop detector for one sample of a prompt; None if there are no stop texts."""
+    def detector(self, text: Continuation, *, skipped: str = "") -> StopDetector | None:
+        """Make a stop detector for one sample of a prompt; None if there are no stop texts.
+
+        `skipped`: see StopDetector.
+        """
         if not self._stops:
             return None
         if self.tokens is None:
             self.tokens = StopTokens(text, self._stops)
-        return StopDetector(text, self._stops, self.tokens)
+        return StopDetector(text, self._stops, self.tokens, skipped=skipped)
 
 
 def suspects(rules: Iterable[EndRule], host_state: HostState) -> list[int]:
@@ -177,7 +180,7 @@ class Sample:
         if self.searched < thinking.answer:  # a new text begins there
             self.searched = thinking.answer
             before = self.row.generated_tokens[: thinking.answer]
-            self.stops = self.rule.detector(self.task.text.after(before))
+            self.stops = self.rule.detector(self.task.text.after(before), skipped=NEWLINES)
         return thinking.answer
 
 
