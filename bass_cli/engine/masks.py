@@ -19,10 +19,16 @@ _FEWEST = 8  # drafts that there is room for at first
 
 
 class TokenMasks:
-    """Sends the masks of one loop's rounds to `batch.processors`."""
+    """Sends the masks of one loop's rounds to `batch.processors`.
 
-    def __init__(self, batch: Batch):
-        self._batch = batch
+    Args:
+        defined: whether places after a forbidden draft, or after the end, must allow all tokens.
+            Else their masks are arbitrary. Block verification (maximal coupling) looks one place
+            beyond a draft, so there samples would depend on the masks of earlier rounds.
+    """
+
+    def __init__(self, batch: Batch, *, defined: bool):
+        self._batch, self._defined = batch, defined
         self._host = torch.zeros(0, dtype=torch.int32)  # where masks are made, line by line
 
     def fill(self, drafts: Sequence[Sequence[int]]) -> None:
@@ -38,6 +44,8 @@ class TokenMasks:
             if masks.device.type == "cuda":
                 self._host = self._host.pin_memory()
         host = self._host[:size].view(shape)
+        if self._defined:
+            host.fill_(-1)
         rows = zip(_matchers(self._batch), drafts, strict=True)
         fill([None if one[0] is None else (one[0], one[1]) for one in rows], host.numpy())
         masks[: shape[0], :places].copy_(host, non_blocking=True)

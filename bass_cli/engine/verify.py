@@ -57,7 +57,8 @@ class Rounds:
         may_stop: bool,
     ):
         self._batch, self._target, self._drafter = batch, target, drafter
-        self._coupling, self._simulated, self._masks = coupling, simulated, TokenMasks(batch)
+        self._coupling, self._simulated = coupling, simulated
+        self._masks = TokenMasks(batch, defined=coupling == "maximal")
         self.most = ALL
         self._bound = batch.tokens.new_full((), ALL)  # the same, where graphs read it
         self.stops = may_stop and drafter.stops_short

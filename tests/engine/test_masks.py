@@ -17,6 +17,7 @@ from words import EOS, SPECIAL, WORDS, allowed, matcher
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.loop import Loop
+from bass_cli.engine.masks import TokenMasks
 from bass_cli.engine.sampling import RowSampling
 from bass_cli.lengths.controllers import Bass, Fixed
 
@@ -258,3 +259,19 @@ def test_rounds_with_grammars_are_launched_ahead(draft, lengths, plainly):
     shapes = [key for how, key in loop.graphs.done if how == "replay" and hasattr(key, "kind")]
     assert any(shape.masked for shape in shapes)
     assert behind > 20
+
+
+def test_masks_under_maximal_coupling_do_not_depend_on_earlier_rounds():
+    """Block verification looks at the place after an accepted end, whose mask decides nothing else.
+    A resident engine must draw what a fresh process draws."""
+    batch = Batch(rows=1, context=64, device=torch.device("cpu"), vocab=V)
+    row = Row("0", 0, 0, [0], LENGTH)
+    row.matcher = matcher("(a|b|c)*")
+    batch.swap_rows((), [row])
+    masks, found = TokenMasks(batch), []
+    for earlier in ([0, 1, 2, 3], [4, 4, EOS, 4], [EOS, 5, 5, 5]):
+        masks.fill([earlier])
+        masks.fill([[0, EOS, 1, 2]])
+        found.append(batch.processors.masks.clone())
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
