@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import write_checkpoint, write_tokenizer
+from templates import CHATML
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
@@ -183,3 +184,32 @@ def test_engine_scores_between_rounds_of_other_requests(folder: Path) -> None:
         assert engine.score({"prompt": "a dog"}, [5]).tokens == 1
     with pytest.raises(UserError, match="closed"):
         engine.score("a dog", " sat")
+
+
+def test_thinking_off_scores_after_the_prompt_that_generate_makes(tmp_path: Path) -> None:
+    write_checkpoint("llama", tmp_path, shards=False, num_hidden_layers=1, vocab_size=320)
+    write_tokenizer(tmp_path, extra=("<|im_start|>", "<|im_end|>", "<think>", "</think>"))
+    (tmp_path / "chat_template.jinja").write_text(CHATML)
+    job = Job(model=tmp_path, device="cpu", chat=True, thinking="off", n=1,
+              sampling=Sampling(max_new_tokens=4, logprobs=0))  # fmt: skip
+    with Engine(job) as engine:
+        (drawn,) = engine.generate([{"id": "a", "prompt": "the cat"}])
+        assert drawn.token_ids is not None
+        scored = engine.score("the cat", drawn.token_ids)
+    (alone,) = score([{"prompt": "the cat", "completion": drawn.token_ids}], job)
+    for one in (scored, alone):
+        assert one.prompt_tokens == drawn.prompt_tokens
+        assert one.token_logprobs == pytest.approx(drawn.token_logprobs, abs=1e-4)
+
+
+def test_wrong_arguments_of_engine_score_are_named(folder: Path) -> None:
+    with Engine(Job(model=folder, device="cpu")) as engine:
+        for given, fault in (
+            ((None, "b"), "prompt: a text or a mapping is needed, not None"),
+            (("a", 5), 'field "completion": a text that is not empty'),
+            (({"prompt": "a", "temperature": 0.5}, "b"), 'field "temperature"'),
+        ):
+            with pytest.raises(UserError, match=fault):
+                engine.score(*given)
+        with pytest.raises(UserError, match="`logprobs`: it should be greater"):
+            engine.score("a", "b", logprobs=-1)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from bass_cli.config.job import Job
+from bass_cli.config.job import Job, Sampling
 from bass_cli.errors import UserError
 from bass_cli.io.prompts import Prompt, check, length, prompts_of
 from bass_cli.io.results import Completion, paired, rounded
@@ -80,7 +80,8 @@ def scoring_job(job: Job) -> Job:
             "n": 1,
             "batch_size": 1,
             "budget": None,
-            "sampling": job.sampling.model_copy(update={"max_new_tokens": 1, "stop": ()}),
+            "sampling": Sampling(max_new_tokens=1, logprobs=job.sampling.logprobs),
+            "generation_config": "none",
             "speculation": job.speculation.model_copy(
                 update={"length": "auto", "coupling": "shared"}
             ),
@@ -139,14 +140,12 @@ def _scored(
     on_bytes: Callable[[int, int], None],
 ) -> Iterator[Completion]:
     from bass_cli.run.build import build, load_models
-    from bass_cli.run.tasks import RequestReader
 
     on_phase("loading the weights")
     with plan.need.explained():
         models = load_models(plan, on_bytes)
         try:
-            target, spec = build(plan, models).target, plan.files.target.spec
-            reader = RequestReader(plan.job, plan.files.tokenizer, context=spec.context)
+            target, reader = build(plan, models).target, _reader_of(plan)
             on_phase("scoring")
             waiting, top = list[_Tokens](), plan.job.sampling.logprobs or 0
             for text in texts:
@@ -193,12 +192,16 @@ def score_text(text: Prompt, plan: Plan, target: Target, *, top: int) -> Complet
         text: Its `meta` has the completion.
         top: How many likeliest tokens are listed for each place.
     """
-    from bass_cli.run.scheduler import RequestReader
+    tokens = _tokens_of(text, _reader_of(plan), plan, COLUMN)
+    (found,) = _read([tokens], target, plan, COLUMN, top)
+    return found
+
+
+def _reader_of(plan: Plan) -> RequestReader:
+    from bass_cli.run.tasks import RequestReader
 
     context = plan.files.target.spec.context
-    reader = RequestReader(plan.job, plan.files.tokenizer, context=context)
-    (found,) = _read([_tokens_of(text, reader, plan, COLUMN)], target, plan, COLUMN, top)
-    return found
+    return RequestReader(plan.job, plan.files.tokenizer, context=context, tags=plan.tags)
 
 
 def _read_together(
