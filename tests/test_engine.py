@@ -149,6 +149,47 @@ def test_an_error_in_one_request_leaves_the_others_alone(engine: Engine) -> None
     settle(engine)
 
 
+def test_an_error_in_the_only_request_wakes_its_caller(engine: Engine) -> None:
+    for _ in range(3):
+        outcome: list[BaseException] = []
+
+        def draw(outcome: list[BaseException] = outcome) -> None:
+            try:
+                list(engine.generate(iter([{"prompt": "a", "n": 0}])))
+            except UserError as error:
+                outcome.append(error)
+
+        caller = threading.Thread(target=draw, daemon=True)
+        caller.start()
+        caller.join(SECONDS)
+        assert "greater than or equal to 1" in str(outcome[0])
+
+
+def test_two_first_calls_start_one_thread(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load, loads = Engine._load, itertools.count()
+
+    def slow(self: Engine) -> None:
+        time.sleep(0.1)
+        next(loads)
+        load(self)
+
+    with Engine(job(model), lazy=True) as engine:
+        monkeypatch.setattr(Engine, "_load", slow)
+        callers = [threading.Thread(target=lambda: list(engine.generate(["a"]))) for _ in range(3)]
+        for one in callers:
+            one.start()
+        for one in callers:
+            one.join(SECONDS)
+    assert next(loads) == 1
+
+
+def test_the_structure_of_a_call_replaces_that_of_the_job(model: Path) -> None:
+    sampling = Sampling(max_new_tokens=12, json_object=True)
+    with Engine(job(model, sampling=sampling)) as engine:
+        (found,) = engine.generate(["a"], n=1, sampling=Sampling(regex="[ab]{3}"))
+    assert re.fullmatch("[ab]{3}", found.text)
+
+
 def test_results_are_also_asynchronous(engine: Engine) -> None:
     alone = by_key(engine.generate(WORDS))
 
@@ -274,7 +315,11 @@ def test_memory_running_out_halves_the_rows_for_all_requests(
 
         monkeypatch.setattr(Loop, "round", fail)
         found = [engine.generate(WORDS), engine.generate(iter(WORDS))]
+        pieces = list(engine.stream(WORDS))
         assert [by_key(one) for one in found] == [alone] * 2
+    for one in (piece.completion for piece in pieces if piece.completion):
+        shown = (piece.text for piece in pieces if piece[:2] == (one.id, one.sample))
+        assert "".join(shown) == one.text
     assert ["going on with 3;" in note for note in notes] == [True]
 
 

@@ -21,10 +21,12 @@ from pydantic import ValidationError
 
 from bass_cli.config.faults import first_fault
 from bass_cli.config.job import Job, Sampling
+from bass_cli.config.line import SettingError, checked_settings
+from bass_cli.config.structure import merged
 from bass_cli.engine.contracts import RoundResult
 from bass_cli.engine.loop import Loop
 from bass_cli.errors import UserError
-from bass_cli.io.prompts import Prompt, prompts_for, prompts_of
+from bass_cli.io.prompts import Prompt, check, prompts_for, prompts_of
 from bass_cli.io.results import Completion
 from bass_cli.lengths.costs import keep_learnt
 from bass_cli.reading import shown
@@ -110,11 +112,16 @@ class Engine:
         self._asked = deque[Callable[[], None]]()  # for the thread, before its next round
         self._listeners = list[Callable[[], None]]()  # async callers that wait for news
         self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()  # two first calls may come at once
         self._stopping = self._closed = False
         self._error: BaseException | None = None
         if not lazy:
-            self._load()
-            self._step(lambda: None)
+            try:
+                self._load()
+                self._step(lambda: None)
+            except BaseException:
+                self.close()
+                raise
 
     def generate(
         self, prompts: Prompts, *, n: int | None = None, sampling: Sampling | None = None
@@ -220,8 +227,16 @@ class Engine:
         """
         column = self.plan.job.prompt_column
         given = {column: prompt} if isinstance(prompt, str) else prompt
-        listed = completion if isinstance(completion, str) else list(completion)
+        if not isinstance(given, Mapping):
+            raise UserError(f"prompt: a text or a mapping is needed, not {shown(prompt)}")
+        is_list = isinstance(completion, Iterable) and not isinstance(completion, str)
+        listed = list(completion) if is_list else completion
         (text,) = prompts_of([{**given, COLUMN: listed}], column=column)
+        check([text])
+        try:
+            checked_settings({"logprobs": logprobs})
+        except SettingError as error:
+            raise UserError(f"`logprobs`: {error}") from None
 
         def run() -> None:
             self._step(lambda: None)  # the loop may have to be made
@@ -309,10 +324,11 @@ class Engine:
 
     def _start(self) -> None:
         """Start the thread at the first call."""
-        if self._thread is None:
-            self._load()
-            self._thread = threading.Thread(target=self._run, daemon=True, name="bass engine")
-            self._thread.start()
+        with self._starting:
+            if self._thread is None and not self._stopping:
+                self._load()
+                self._thread = threading.Thread(target=self._run, daemon=True, name="bass engine")
+                self._thread.start()
 
     def _load(self) -> None:
         """Load the models, unless a loop was given."""
@@ -418,10 +434,12 @@ class Engine:
                     self._step(conductor.step)
         except BaseException as error:  # raised for every caller
             self._error = error
-            conductor.deliver()
-            with self._news:
-                self._stopping = True
-            self._tell()
+            try:
+                conductor.deliver()
+            finally:
+                with self._news:
+                    self._stopping = True
+                self._tell()
 
     def _step(self, step: Callable[[], None]) -> None:
         """Run a round; with half the rows if memory runs out, as long as that is possible."""
@@ -510,7 +528,7 @@ def _job_of_call(plan: Plan, n: int | None, sampling: Sampling | None) -> Job:
         if not isinstance(sampling, Sampling):
             raise UserError(f"sampling: a Sampling is needed, not {shown(sampling)}")
         given = {name: getattr(sampling, name) for name in sampling.model_fields_set}
-        own["sampling"] = plan.job.sampling.model_copy(update=given)
+        own["sampling"] = merged(dict(plan.job.sampling), given)
     try:
         job = Job.model_validate(own)
     except ValidationError as error:

@@ -300,6 +300,7 @@ class Conductor:
             self.deliver()
             request.error = error
             self._drop(request)
+            self._tell()
         self.reading = False
         return None
 
@@ -431,7 +432,9 @@ class Conductor:
         visible = None
         if task.owner.streams and not copied:
             begin = () if thinking is None or self._tags is None else (self._tags.begin,)
-            visible = VisibleText((*task.job.sampling.stop, *begin))
+            new = VisibleText((*task.job.sampling.stop, *begin))
+            visible = task.visible.setdefault(sample, new)  # kept if it is drawn again
+            visible.tokens = 0
         self._live[row] = Sample(task, row, rule, rule.detector(task.text), thinking, visible)
         task.live += 1
         return row

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from bass_cli.config.job import Job
 from bass_cli.config.line import SettingError
@@ -19,7 +19,7 @@ from bass_cli.formats.continuation import Continuation
 from bass_cli.formats.thinking import Tags, Thinking, is_opened
 from bass_cli.formats.tokenizer import Messages, Tokenizer
 from bass_cli.io.prompts import SYSTEM_ROLES, Prompt
-from bass_cli.run.requests import Request
+from bass_cli.run.requests import Request, VisibleText
 from bass_cli.run.sampling import report_of, row_sampling
 
 
@@ -42,6 +42,7 @@ class Task:
         live: The number of samples that have a row.
         started: Whether one of them has had a round.
         scores: The log-probabilities of its tokens, once sample 0 has ended, if they are wanted.
+        visible: The text of streamed samples that was shown, by sample.
         request: The request that it belongs to.
         key: Its key in the loop.
     """
@@ -63,6 +64,7 @@ class Task:
     request: Request | None = None
     key: str = ""
     scores: PromptLogprobs | None = None
+    visible: dict[int, VisibleText] = field(default_factory=dict)
 
     @property
     def owner(self) -> Request:
