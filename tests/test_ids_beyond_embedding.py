@@ -59,7 +59,8 @@ def test_prompt_with_an_id_beyond_the_embedding_is_one_error_line(tmp_path: Path
     ], job(folder, "lookup"))  # fmt: skip
     assert {key: [one.finish_reason for one in value] for key, value in found.items()} == {
         "late": ["error"], "last": ["length"] * 2, "chat": ["error"], "reference": ["error"]}  # fmt: skip
-    assert found["late"][0].error == found["chat"][0].error == LATE
+    assert found["late"][0].error == LATE
+    assert found["chat"][0].error == f"prompts[2]: {LATE}"
     assert found["reference"][0].error == f'field "reference": {LATE}'
     alone = drawn([{"id": "last", "prompt": "the cat <|im_end|> sat"}], job(folder, "lookup"))
     assert [one.token_ids for one in found["last"]] == [one.token_ids for one in alone["last"]]

@@ -214,8 +214,13 @@ def test_warm_up_captures_all_graphs_for_rounds_with_a_deadline(coupling, length
     )
     job = Job(pair=pair, n=3, speculation=speculation)
     spec = SimpleNamespace(context=999)
-    files = SimpleNamespace(target=SimpleNamespace(spec=spec))
-    plan = SimpleNamespace(job=job, device=torch.device("cpu"), files=files)
+    plan = SimpleNamespace(
+        job=job,
+        device=torch.device("cpu"),
+        files=SimpleNamespace(target=SimpleNamespace(spec=spec), tokenizer=None),
+        new_tokens=256,
+        samples_per_prompt=3,
+    )
     warm_up(loop, plan)
     assert loop.lengths is lengths
     loop.graphs.done.clear()

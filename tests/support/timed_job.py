@@ -173,7 +173,9 @@ def timed_job(length, *, chances=BLOCK, at_once=True, limit=8, seed=0, spread=0.
     plan = SimpleNamespace(
         job=Job(pair=pair, n=16, speculation=Speculation(length=length, max=limit)),
         device=torch.device("cpu"),
-        files=SimpleNamespace(target=SimpleNamespace(spec=spec)),
+        files=SimpleNamespace(target=SimpleNamespace(spec=spec), tokenizer=None),
+        new_tokens=256,
+        samples_per_prompt=16,
     )
     warm_up(loop, plan)
     graphs.done.clear()
