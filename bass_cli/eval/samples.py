@@ -99,7 +99,7 @@ def read_generations(path: str) -> GenerationFile:
     order: Counter[str] = Counter()
     for number, row in _records(path, notes):
         place = f"{path}:{number}"
-        for sample in samples_of(row) if isinstance(row.get("samples"), list) else [row]:
+        for sample in samples_of(row) if _is_ours(row) else [row]:
             one = _read_row(sample, place, number, order)
             key = (_bare(one.task_id), one.sample)
             if key in seen:
@@ -148,6 +148,11 @@ def _records(path: str, notes: list[str]) -> Iterator[tuple[int, dict[str, Any]]
         raise UserError(f"{path}: {error}") from None
     if broken is not None:
         notes.append(f"line {broken[0]}, the last one, is incomplete and was left out")
+
+
+def _is_ours(row: dict[str, Any]) -> bool:
+    """Whether the line is of bass, in a layout that may leave out the finish reason."""
+    return isinstance(row.get("samples"), list) or row.keys() >= {"id", "sample", "text"}
 
 
 def _parse(line: bytes) -> dict[str, Any] | str:

@@ -223,9 +223,11 @@ class Tokenizer:
     def embedded(self, ids: list[int]) -> list[int]:
         """Return the ids unchanged; UserError if one has no row in the model's embedding."""
         if self.rows is not None and ids and (largest := max(ids)) >= self.rows:
+            if largest >= self.size:  # given as an id
+                raise UserError(f"there is no token {largest}; the model has 0 to {self.rows - 1}")
             raise UserError(
                 f"token {shown(self.spelled(largest))} has id {largest}, but the model's embedding "
-                f"has {self.rows} rows, and its tokenizer {max(self.size, largest + 1)} ids"
+                f"has {self.rows} rows, and its tokenizer {self.size} ids"
             )
         return ids
 

@@ -224,6 +224,15 @@ def test_seconds_of_prompts_are_summed_only_if_they_ran_one_at_a_time(
     assert scored(path)["tokens_per_second"] == expected
 
 
+def test_lines_of_chosen_keys_are_scored() -> None:
+    """As `bass generate --columns text` writes them."""
+    rows = [
+        {"text": text, "id": "HumanEval/0", "sample": at} for at, text in enumerate(("+ 2", "+ 1"))
+    ]
+    report = scored(write("f.jsonl", rows))
+    assert (report["pass_first"], report["pass_all"]) == (0.0, 1.0)
+
+
 def test_null_fields_count_as_missing() -> None:
     rows = [
         {"task_id": None, "meta": {"task_id": "HumanEval/0"}, "solution": None, "completion": "+ 1"}
