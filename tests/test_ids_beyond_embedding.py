@@ -55,12 +55,14 @@ def test_prompt_with_an_id_beyond_the_embedding_is_one_error_line(tmp_path: Path
         {"id": "late", "prompt": "the cat <late> sat"},
         {"id": "last", "prompt": "the cat <|im_end|> sat"},
         {"id": "chat", "messages": [{"role": "user", "content": "the <late> cat"}]},
+        {"id": "ids", "token_ids": [5, 999]},
         {"id": "reference", "prompt": "the cat", "reference": "the <late> cat"},
     ], job(folder, "lookup"))  # fmt: skip
     assert {key: [one.finish_reason for one in value] for key, value in found.items()} == {
-        "late": ["error"], "last": ["length"] * 2, "chat": ["error"], "reference": ["error"]}  # fmt: skip
+        "late": ["error"], "last": ["length"] * 2, "chat": ["error"], "ids": ["error"], "reference": ["error"]}  # fmt: skip
     assert found["late"][0].error == LATE
     assert found["chat"][0].error == f"prompts[2]: {LATE}"
+    assert found["ids"][0].error == "there is no token 999; the model has 0 to 299"
     assert found["reference"][0].error == f'field "reference": {LATE}'
     alone = drawn([{"id": "last", "prompt": "the cat <|im_end|> sat"}], job(folder, "lookup"))
     assert [one.token_ids for one in found["last"]] == [one.token_ids for one in alone["last"]]
