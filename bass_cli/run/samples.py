@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy
 
@@ -134,16 +134,17 @@ class Sample:
         a stop text, or the token that completes a stop text.
         """
         row, eos, stop_ids = self.row, self.rule.eos, self.rule.stop_ids
-        numbers, new = row.numbers(), row.since(self.seen)
-        if row.matcher is not None and row.matcher.fault is not None:
-            row.cut(row.matcher.seen)  # the tokens of this round follow no grammar
-            return Ending("error", error=row.matcher.fault)
+        numbers, new, matcher = row.numbers(), row.since(self.seen), row.matcher
         limit, broken = numbers[LIMIT], numbers[BROKEN]
-        sound, fault = len(new), _NOT_FINITE
+        sound, fault = len(new), cast("str | None", None)
         if broken >= 0:
             sound = broken - self.seen
             fault = _FORBIDDEN if row.log_probabilities[broken] == -math.inf else _NOT_FINITE
-        keep, reason = min(sound, limit - self.seen), None if broken < 0 else "error"
+        # Tokens after the fault follow no grammar. The tokens before it may end the sample: a round
+        # that was launched early has followed them beyond its end.
+        if matcher is not None and matcher.fault is not None and matcher.seen - self.seen <= sound:
+            sound, fault = matcher.seen - self.seen, matcher.fault
+        keep, reason = min(sound, limit - self.seen), None if fault is None else "error"
         if self.seen + keep == limit:
             reason = "length"
         end = next((i for i, token in enumerate(new[:keep]) if token in eos), None)

@@ -5,6 +5,7 @@ import collections
 import itertools
 import re
 
+import numpy
 import pytest
 import torch
 from fakes import FakeGraphs, Ticks
@@ -20,6 +21,7 @@ from bass_cli.engine.loop import Loop
 from bass_cli.engine.masks import TokenMasks
 from bass_cli.engine.sampling import RowSampling
 from bass_cli.lengths.controllers import Bass, Fixed
+from bass_cli.run.samples import EndRule, Sample
 
 pytest.importorskip("llguidance")
 V, LENGTH = len(WORDS), 5
@@ -268,10 +270,30 @@ def test_masks_under_maximal_coupling_do_not_depend_on_earlier_rounds():
     row = Row("0", 0, 0, [0], LENGTH)
     row.matcher = matcher("(a|b|c)*")
     batch.swap_rows((), [row])
-    masks, found = TokenMasks(batch), []
+    masks, found = TokenMasks(batch, defined=True), []
     for earlier in ([0, 1, 2, 3], [4, 4, EOS, 4], [EOS, 5, 5, 5]):
         masks.fill([earlier])
         masks.fill([[0, EOS, 1, 2]])
         found.append(batch.processors.masks.clone())
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "due", "reason"),
+    [([0, EOS, 4], [0, EOS], "eos"), ([0, 5, 4], [0, 5, 4], "error"), ([4, 4, EOS], [4, 4], "length")],
+)  # fmt: skip
+def test_an_ended_sample_has_no_fault_of_its_grammar(tokens, due, reason):
+    """A round that was launched early follows the grammar before the host looks for the end."""
+    batch = Batch(rows=1, context=64, device=torch.device("cpu"), vocab=V)
+    row = Row("0", 0, 0, [0], 2 if reason == "length" else 8)
+    row.matcher = matcher("(a|b|c)*")
+    batch.swap_rows((), [row])
+    table = numpy.array([[2, *tokens, 0, 0, 0]])
+    batch.host_state.take(table, numpy.array([0]), width=2, num_drafts=2)
+    row.matcher.advance([*row.since(0), 5])
+    row.matcher.seen = 3
+    assert row.matcher.fault is not None
+    ending = Sample(None, row, EndRule([EOS], ()), None).check_end()
+    assert (ending.reason, row.generated_tokens) == (reason, due)
+    assert (ending.error is not None) == (reason == "error")
