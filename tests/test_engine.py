@@ -294,8 +294,10 @@ def test_requests_run_one_at_a_time_under_maximal_coupling(
     )
     wanted = by_key(generate(WORDS, given))
     with Engine(given) as engine:
-        calls = [engine.generate(WORDS) for _ in range(2)]
-        assert [by_key(call) for call in calls] == [wanted] * 2
+        calls = [engine.generate(given) for given in (WORDS, iter(WORDS), WORDS)]
+        assert [by_key(call) for call in calls] == [wanted] * 3
+        assert next(engine.generate(itertools.repeat("the cat"))).tokens  # and cancelled
+        assert by_key(engine.generate(iter(WORDS))) == wanted
 
 
 def test_memory_running_out_halves_the_rows_for_all_requests(

@@ -94,6 +94,7 @@ class Conductor:
         self._stopped = deque[Task]()  # in progress when the loop was left
         self._keys = set[str]()  # of all these tasks
         self.reading = False  # a prompt is being read, and an error would lose it
+        self._begun: tuple[int, int] | None = None  # of _take, if it waits for a prompt
         self._queue: deque[Task] = deque()  # tasks with samples that wait for a row
         self._waiting = 0  # the number of samples that wait
         self._crowded = False  # a row was preempted, and none has ended since
@@ -166,20 +167,25 @@ class Conductor:
     @property
     def waits(self) -> bool:
         """Whether nothing can be done before a request has a prompt that is ready."""
-        asked = (one for one in self._requests if not one.ended)
-        return not self._tasks and not self._stopped and not self._ended_rows and any(asked)
+        asked = any(not one.ended for one in self._requests)
+        busy = self._tasks or self._stopped or self._ended_rows
+        return self._begun is not None or (not busy and asked)
 
     def step(self) -> None:
         """Finish the round that was launched, and launch the next one.
 
         What has finished is delivered to the requests while the device runs the next round.
         """
-        if self._live:
-            self._round()
-            self._collect()
-        self._admit()
-        self._swap_rows()  # before new prompts, to free the space of finished ones
+        if self._begun is None:
+            if self._live:
+                self._round()
+                self._collect()
+            self._admit()
+            self._swap_rows()  # before new prompts, to free the space of finished ones
         self._take()
+        if self._begun is not None:
+            self.deliver()
+            return
         self._swap_rows()
         self._expire()
         self._grow()
@@ -210,6 +216,7 @@ class Conductor:
         self._keys -= {task.key for task in self._stopped if task.owner is request}
         self._stopped = deque(task for task in self._stopped if task.owner is not request)
         self._requests.pop(request, None)
+        self._begun = None
         if not self._requests and self._ended_rows:
             self._swap_rows()
 
@@ -270,9 +277,11 @@ class Conductor:
         """Open prompts for free rows.
 
         Without a budget, further prompts that fit into the same prefill pass are opened early, up
-        to twice the batch.
+        to twice the batch. Under maximal coupling samples depend on when a prompt is opened, so if
+        one is not ready yet, the next round waits for it.
         """
-        tokens, last, most = 0, 0, PASS if self._job.budget is None else 0
+        most = PASS if self._job.budget is None else 0
+        (tokens, last), self._begun = self._begun or (0, 0), None
         asked = deque(one for one in self._requests if not one.ended)
         while (self._stopped or asked) and self._wants_prompt(more=0 < tokens <= most - last):
             if self._stopped:
@@ -283,6 +292,8 @@ class Conductor:
                 request = asked.popleft()  # in turn
                 prompt = self._next_prompt(request)
                 if prompt is None:
+                    if self._maximal and request in self._requests and not request.ended:
+                        self._begun = tokens, last
                     continue
                 asked.append(request)
                 last = self._begin(request, prompt)
@@ -457,8 +468,7 @@ class Conductor:
 
     def _soonest(self) -> float | None:
         """The earliest deadline, before which the next round should end; None without one."""
-        deadlines = (task.deadline for task in self._tasks if task.deadline is not None)
-        return min(deadlines, default=None)
+        return min((t.deadline for t in self._tasks if t.deadline is not None), default=None)
 
     def _expire(self) -> None:
         """End the samples of prompts whose deadline has passed or would pass in any round.
