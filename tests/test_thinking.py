@@ -60,17 +60,19 @@ def spelled(tokenizer: Tokenizer, text: str) -> str:
 
 def generated(tokenizer: Tokenizer, prompt: Any, text: str, **settings: Any) -> Completion:
     """Return the sample of a model that generates this text after the prompt, and then ends."""
-    template, settings = settings.pop("template", None), {"max_new_tokens": 200} | settings
+    template, eos = settings.pop("template", None), settings.pop("eos", None)
+    settings = {"max_new_tokens": 200} | settings
     if template is not None:
         tokenizer = tokenizer.with_template(spelled(tokenizer, template))
     made = job(n=1, temperature=0.0, **settings)
     prompt = {"messages": [USER]} if prompt is None else prompt
-    conductor_of = {"context": 1000, "eos_ids": {2}, "tags": tags_of(tokenizer),
+    eos = 2 if eos is None else tokenizer.id_of(eos)
+    conductor_of = {"context": 1000, "eos_ids": {eos}, "tags": tags_of(tokenizer),
                     "stop_ids": made.sampling.stop_token_ids}  # fmt: skip
     reader = RequestReader(made, tokenizer, context=1000, tags=tags_of(tokenizer))
     (item,) = prompts_of([prompt])
     first = reader.take(item, [0], now=0.0).tokens
-    whole = [*first, *tokenizer.encode_part(spelled(tokenizer, text)), 2]
+    whole = [*first, *tokenizer.encode_part(spelled(tokenizer, text)), eos]
     table = torch.zeros(len(whole), 1, tokenizer.size)
     for at, following in enumerate(whole[1:]):
         table[at, 0, following] = 50.0
@@ -157,6 +159,13 @@ def test_stops_count_after_the_thinking_part(tokenizer: Tokenizer) -> None:
     (id_,) = tokenizer.encode_part("t")
     found = generated(tokenizer, None, "<think>t</think>a t", stop_token_ids=(id_,))
     assert parts(found) == ("a ", "t", "stop")
+
+
+@pytest.mark.parametrize("text", ["It sat.", "<think>a</think>It sat.", "<think>It sat."])
+def test_no_text_has_the_end_of_sequence_token(tokenizer: Tokenizer, text: str) -> None:
+    """Although this tokenizer does not call it special."""
+    found = generated(tokenizer, None, text, eos="<|im_end|>")
+    assert (found.text or found.reasoning, found.finish_reason) == ("It sat.", "eos")
 
 
 def test_a_limit_inside_of_the_part_leaves_no_answer(tokenizer: Tokenizer) -> None:

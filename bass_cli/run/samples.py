@@ -205,11 +205,13 @@ class FinishedSample(NamedTuple):
         thinking, task = self.thinking, self.task
         if thinking is not None:
             thinking.feed(tokens[thinking.count :])
+        # some tokenizers do not call their end-of-sequence token special: it would be in the text
+        told = tokens[:-1] if self.ending.reason == "eos" else tokens
         if thinking is None or not (thinking.end or thinking.is_open):
-            return self._text(tokens, task.text), None, 0
-        reasoning, after = thinking.split(tokens, task.text)
+            return self._text(told, task.text), None, 0
+        reasoning, after = thinking.split(told, task.text)
         end = len(tokens) if thinking.end is None else thinking.end
-        answer = self._text(tokens[end:], task.text.after(tokens[:end])) if thinking.end else ""
+        answer = self._text(told[end:], task.text.after(tokens[:end])) if thinking.end else ""
         return (after + answer).lstrip(NEWLINES), reasoning, end
 
     def _text(self, tokens: list[int], text: Continuation) -> str:
