@@ -160,8 +160,10 @@ def _kind_of(key: str, value: Any) -> str:
         return "samples"
     if key == "messages" and all(_is_plain_message(one) for one in value):
         return "messages"
+    if all(one is None for one in value):  # as the log-probabilities of a prompt of one token
+        return "empty"
     if all(type(one) is int for one in value):
-        return "ints" if value else "empty"
+        return "ints"
     if all(one is None or type(one) in (int, float) for one in value):
         return "floats"
     places = [place for place in value if place is not None]

@@ -96,6 +96,19 @@ def test_other_libraries_read_the_lines_of_the_plain_file(tmp_path: Path, name: 
         assert frame["text"].tolist() == [row["text"] for row in due]
 
 
+def test_a_prompt_of_one_token_does_not_change_the_columns(tmp_path: Path) -> None:
+    one = replace(SAMPLE, prompt_logprobs=[None], prompt_top_logprobs=[None])
+    two = {"prompt_logprobs": [None, -0.5], "prompt_top_logprobs": [None, [[5, -0.5]]]}
+    other = replace(SAMPLE, id="b", **two)
+    path = tmp_path / "o.parquet"
+    fill(path, one, other)
+    assert lines(path) == [json.loads(sample.to_line()) for sample in (one, other)]
+    schema = pyarrow.parquet.read_schema(path)
+    number, pair = pyarrow.float64(), schema.field("prompt_top_logprobs").type.value_type.value_type
+    assert schema.field("prompt_logprobs").type == pyarrow.list_(number)
+    assert [field.name for field in pair] == ["id", "logprob"]
+
+
 def test_hugging_face_datasets_read_all_formats(tmp_path: Path) -> None:
     for name in FORMATS:
         folder = tmp_path / name
