@@ -165,6 +165,17 @@ def test_an_error_in_the_only_request_wakes_its_caller(engine: Engine) -> None:
         assert "greater than or equal to 1" in str(outcome[0])
 
 
+def test_requests_with_a_budget_are_all_drawn(model: Path) -> None:
+    with Engine(job(model, budget=0.001)) as engine:
+        found = [engine.generate(WORDS), engine.generate(iter(WORDS))]
+        drawn: list[int] = []
+        caller = threading.Thread(target=lambda: drawn.extend(len(list(one)) for one in found))
+        caller.daemon = True
+        caller.start()
+        caller.join(SECONDS)
+        assert drawn == [9, 9]
+
+
 def test_two_first_calls_start_one_thread(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load, loads = Engine._load, itertools.count()
 

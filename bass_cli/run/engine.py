@@ -374,7 +374,8 @@ class Engine:
             source.read()
             self._do(lambda: None)
         if request.results and not request.cancelled:
-            return request.results.popleft()
+            with contextlib.suppress(IndexError):  # another thread took or cancelled it
+                return request.results.popleft()
         if request.error is not None:
             raise request.error
         if request.finished:

@@ -95,6 +95,7 @@ class Conductor:
         self._keys = set[str]()  # of all these tasks
         self.reading = False  # a prompt is being read, and an error would lose it
         self._begun: tuple[int, int] | None = None  # of _take, if it waits for a prompt
+        self._dry = False  # whether no request had a prompt that was ready
         self._queue: deque[Task] = deque()  # tasks with samples that wait for a row
         self._waiting = 0  # the number of samples that wait
         self._crowded = False  # a row was preempted, and none has ended since
@@ -167,7 +168,7 @@ class Conductor:
     @property
     def waits(self) -> bool:
         """Whether nothing can be done before a request has a prompt that is ready."""
-        asked = any(not one.ended for one in self._requests)
+        asked = self._dry and any(not one.ended for one in self._requests)
         busy = self._tasks or self._stopped or self._ended_rows
         return self._begun is not None or (not busy and asked)
 
@@ -299,6 +300,7 @@ class Conductor:
                 last = self._begin(request, prompt)
                 self.reading = False
             tokens += last
+        self._dry = not asked
 
     def _next_prompt(self, request: Request) -> Prompt | None:
         """Return the next prompt of a request; None if none is ready, or after the last one."""
@@ -487,8 +489,7 @@ class Conductor:
             if t.deadline is not None
             and (now >= t.deadline or (t.started and soonest > t.deadline))
         ]:
-            live = [sample for sample in map(self._live.get, hosts) if sample]
-            for one in live:
+            for one in [sample for sample in map(self._live.get, hosts) if sample]:
                 if one.task is task:
                     self._end(one, Ending("budget"))
             if task.waiting:
