@@ -588,11 +588,10 @@ def _results_of(
     one: FinishedSample | tuple[Request, Completion], request: Request
 ) -> list[Completion] | list[Piece]:
     """Return what a request gets when a sample is finished."""
-    shown, finished = 0, list[Completion]()
     if isinstance(one, FinishedSample):
         shown, finished = one.shown, one.completions()
     else:
-        finished = [one[1]]
+        shown, finished = 0, [one[1]]
     if not request.streams:
         return finished
     return [
