@@ -357,6 +357,7 @@ def wait_for_end(process: int) -> None:
     assert not is_alive(process)
 
 
+@pytest.mark.slow
 def test_followers_end_when_the_leader_is_killed(tmp_path: Path) -> None:
     ended = bass("os.getpid()", tmp_path / "o.jsonl")
     assert ended.returncode == -9

@@ -686,6 +686,7 @@ def test_a_target_that_cannot_be_split_is_found_before_anything_is_made() -> Non
     assert "tiny has attention heads 6, which 4 does not divide" in result.stderr
 
 
+@pytest.mark.slow
 def test_two_processes_are_measured_with_half_of_the_target_each() -> None:
     """With a split target, greedy drafts of its first layers give plain decoding's tokens."""
     words = (

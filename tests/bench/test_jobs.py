@@ -42,6 +42,7 @@ def bench(*arguments: str):
     return CliRunner().invoke(app, ["bench", *options, *arguments])
 
 
+@pytest.mark.slow
 def test_a_job_runs_beside_a_rival(place: Path) -> None:
     law = ("--n", "3", "--max-new-tokens", "6", "--draft-length", "2", "--no-chat", "--stop", "zz")
     result = bench(

@@ -160,6 +160,7 @@ def test_shards_work_on_ray_and_errors_name_the_node(cluster: Any, pair_folder: 
     assert not (place / "o.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_bench_measures_a_job_by_one_process_and_by_actors(cluster: Any, pair_folder: Any) -> None:
     pair_folder(prompts=2)
     flags = ("--n", "2", "--max-new-tokens", "4", "--pair", "pair.yaml", "--device", "cpu")

@@ -37,7 +37,7 @@ def test_all_kernels_compile_for_hopper(tmp_path, how):
     ("how", "kinds"),
     [
         pytest.param("whole", [("heads:head", "maximal")], marks=pytest.mark.slow),
-        ("quick", [("parallel:model", "shared")]),
+        pytest.param("quick", [("parallel:model", "shared")], marks=pytest.mark.slow),
         pytest.param("whole", [("heads:chain", "shared")], marks=pytest.mark.slow),
         pytest.param("whole", [("model", "shared"), ("lookup", "maximal")], marks=pytest.mark.slow),
     ],
