@@ -13,6 +13,7 @@ import errno
 import json
 import math
 import os
+import re
 import reprlib
 import stat
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ _BRIEF = reprlib.Repr()
 _BRIEF.maxstring = _BRIEF.maxother = 80
 # bytes; a pair file has a few hundred, and PyYAML parses this size in a second
 MOST_YAML = 1 << 16
+_LONGEST = 1_000_000  # seconds of a time
 _DEEPEST = 20  # levels of nesting in YAML; a pair file has two or three
 
 
@@ -214,3 +216,19 @@ class _Loader(yaml.SafeLoader):
             raise yaml.constructor.ConstructorError(
                 None, None, f"this is not a value of the type {kind}", node.start_mark
             ) from None
+
+
+def parse_duration(text: str, key: str = "duration") -> float:
+    """Parse "2s", "500ms", "1.5m" or "2" to seconds; UserError unless above 0, up to _LONGEST."""
+    match = re.fullmatch(
+        r"\s*([+-]?(?:\d{1,9}\.?\d{0,99}|\.\d{1,99}))\s*(ms|s|m|)\s*", text, re.ASCII
+    )
+    seconds = (
+        float(match[1]) * {"ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0}[match[2]] if match else 0.0
+    )
+    if not 0 < seconds <= _LONGEST:
+        raise UserError(
+            f'{key}: "{shown(text)[1:-1]}" is not a time above 0 and up to {_LONGEST} s; write it '
+            "like 2s, 500ms or 1.5m"
+        )
+    return seconds

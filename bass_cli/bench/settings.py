@@ -13,11 +13,12 @@ import torch
 
 from bass_cli.bench.shapes import AT_ONCE, HEADS, head_of, spec_of
 from bass_cli.config.commands import BenchArgs, job_options
-from bass_cli.config.job import Job, Pair, chosen_pair, make_job, parse_duration
+from bass_cli.config.job import Job, Pair, chosen_pair, make_job
 from bass_cli.config.options import CONTROLLERS
 from bass_cli.engine.verify import Rate
 from bass_cli.errors import UserError, nearest
 from bass_cli.models.spec import HeadSpec, Spec
+from bass_cli.reading import parse_duration
 
 PLAIN = "plain"
 # kinds of pairs

@@ -45,7 +45,15 @@ from bass_cli.config.options import (
 )
 from bass_cli.config.structure import FIELDS, Structure, merged, read_structure, structure_of
 from bass_cli.errors import UserError, nearest
-from bass_cli.reading import MOST_YAML, BrokenYamlError, is_unicode, parse_yaml, read_bytes, shown
+from bass_cli.reading import (
+    MOST_YAML,
+    BrokenYamlError,
+    is_unicode,
+    parse_duration,
+    parse_yaml,
+    read_bytes,
+    shown,
+)
 
 if TYPE_CHECKING:
     from bass_cli.config.commands import DoctorArgs, PairArgs
@@ -63,7 +71,6 @@ _OF_PAIR = (
     *(one.name for one in dataclasses.fields(ModelOptions)),
 )
 # seconds, 11 days; the operating system counts timeouts in milliseconds, in 31 bits
-_LONGEST = 1_000_000
 
 
 class Strict(BaseModel, frozen=True):
@@ -586,19 +593,3 @@ def _number_or(value: Any, words: tuple[str, ...], least: int, most: int) -> Any
         f"{shown(value)} is not valid; use {', '.join(words)} or a whole number from {least} to "
         f"{most}"
     )
-
-
-def parse_duration(text: str, key: str = "duration") -> float:
-    """Parse "2s", "500ms", "1.5m" or "2" to seconds; UserError unless above 0, up to _LONGEST."""
-    match = re.fullmatch(
-        r"\s*([+-]?(?:\d{1,9}\.?\d{0,99}|\.\d{1,99}))\s*(ms|s|m|)\s*", text, re.ASCII
-    )
-    seconds = (
-        float(match[1]) * {"ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0}[match[2]] if match else 0.0
-    )
-    if not 0 < seconds <= _LONGEST:
-        raise UserError(
-            f'{key}: "{shown(text)[1:-1]}" is not a time above 0 and up to {_LONGEST} s; write it '
-            "like 2s, 500ms or 1.5m"
-        )
-    return seconds

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bass_cli.config.commands import EvaluateArgs, ScoreArgs
-from bass_cli.config.job import parse_duration
 from bass_cli.errors import UserError
 from bass_cli.eval import report
 from bass_cli.eval.judging import Key, VerdictStore, isolation_of, judge, verdicts_path
@@ -38,7 +37,7 @@ from bass_cli.io.saving import (
     refuse_shared_files,
     write_json,
 )
-from bass_cli.reading import shown
+from bass_cli.reading import parse_duration, shown
 from bass_cli.sandbox.programs import DEFAULT_LIMITS, Isolation, Limits, Program, Sandbox
 
 _REPORT = {"task", "file", "problems", "statuses", "by_problem"}  # keys that identify a report

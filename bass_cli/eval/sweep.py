@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bass_cli.config.commands import EvaluateArgs
-from bass_cli.config.job import parse_duration
 from bass_cli.errors import UserError
 from bass_cli.eval.evaluation import Evaluation
 from bass_cli.eval.report import seconds
@@ -22,6 +21,7 @@ from bass_cli.eval.scoring import check_report
 from bass_cli.io.console import Screen
 from bass_cli.io.linefile import stem_of
 from bass_cli.io.saving import check_chart, save_chart, write_json
+from bass_cli.reading import parse_duration
 from bass_cli.system.threads import configure_threads
 
 if TYPE_CHECKING:

@@ -128,8 +128,9 @@ class Engine:
     ) -> Results[Completion]:
         """Draw samples of prompts; iterate over the results with `for` or `async for`.
 
-        A list is checked at the call, and its samples are drawn even while nobody iterates. Prompts
-        of another iterable are read by the iteration, as rows become free, so it may be endless.
+        A list is checked at the call, and its samples are drawn without waiting for the iteration.
+        Prompts of another iterable are read by the iteration, as rows become free, so it may be
+        endless.
         Closing the results, or dropping them, cancels the samples that are left.
 
         Args:
