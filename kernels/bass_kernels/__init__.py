@@ -12,6 +12,7 @@ from .likeliest import processed_entries, report_entries
 from .linear import is_packed, linear, linear_add, norm_up, pack, project, unpack
 from .noise import SHARED, gumbel
 from .processing import BITS, add_bias, count_block, count_prompts, forbid_words
+from .quantised import LAYOUTS, Quantised, Weight
 from .reference import Distances
 from .rounds import BINS, ChosenDrafts, ConfidenceStats
 from .sampling import COLDEST, HOTTEST, Distribution
@@ -47,6 +48,7 @@ __all__ = [
     "BITS",
     "COLDEST",
     "HOTTEST",
+    "LAYOUTS",
     "SHARED",
     "ChosenDrafts",
     "ConfidenceStats",
@@ -55,7 +57,9 @@ __all__ = [
     "Distribution",
     "Group",
     "Packed",
+    "Quantised",
     "Segments",
+    "Weight",
     "accept_chosen",
     "accept_shared",
     "activation",

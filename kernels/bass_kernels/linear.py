@@ -12,7 +12,8 @@ import functools
 import torch
 from torch import Tensor
 
-from . import dispatch, reference
+from . import dispatch, quantised, reference
+from .quantised import Quantised, Weight
 
 # Elements of a weight from which its packed product is faster. The packed product takes some 45 us
 # to start, in which a plain one reads a weight of this size from a processor's own cache.
@@ -23,6 +24,7 @@ _activation = dispatch.by_device(reference.activation, "bass_kernels.pointwise")
 _rope_write = dispatch.by_device(reference.rope_write, "bass_kernels.pointwise")
 
 Affine = tuple[Tensor, Tensor | None]  # weight and bias
+Map = tuple[Weight, Tensor | None]  # the same of a matrix
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -49,9 +51,11 @@ def unpack(weight: Tensor) -> Tensor:
     return weight.to_dense() if is_packed(weight) else weight
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Multiply x [..., K] by a weight [N, K], which may be packed, and add bias [N]: [..., N] in
-    x's dtype."""
+def linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    """Multiply x [..., K] by a weight [N, K], which may be packed or quantised, and add bias [N]:
+    [..., N] in x's dtype."""
+    if isinstance(weight, Quantised):
+        return quantised.linear(x, weight, bias)
     if weight.layout is torch.strided:
         return torch.nn.functional.linear(x, weight, bias)
     flat = x.reshape(-1, x.shape[-1])
@@ -62,7 +66,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def project(
     residual: Tensor,
     norm: Affine,
-    qkv: Affine,
+    qkv: Map,
     angles: tuple[Tensor, Tensor] | None,
     slots: Tensor,
     own: tuple[Tensor, Tensor],
@@ -86,19 +90,13 @@ def project(
 
 
 def norm_up(
-    residual: Tensor,
-    norm: Affine,
-    up: Affine,
-    *,
-    eps: float,
-    kind: str,
-    activation: str,
-    gated: bool,
+    residual: Tensor, norm: Affine, up: Map, *, eps: float, kind: str, activation: str, gated: bool
 ) -> Tensor:
     """Normalise the residual stream [..., N], multiply it by `up` and apply the activation: [...,
     inner]."""
     normed, (weight, bias) = _norm(None, residual, *norm, eps=eps, kind=kind)[0], up
-    if gated and bias is None and dispatch.kind_for(residual) == "triton":
+    fused = gated and bias is None and dispatch.kind_for(residual) == "triton"
+    if fused and isinstance(weight, Tensor):
         from . import linear_kernels
 
         if linear_kernels.gates(residual.numel() // residual.shape[-1], weight):
@@ -106,9 +104,9 @@ def norm_up(
     return _activation(linear(normed, weight, bias), activation, gated=gated)
 
 
-def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+def linear_add(x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor) -> Tensor:
     """Return residual + x W^T + bias, [..., N]. The residual may be overwritten."""
-    if dispatch.kind_for(x) == "reference":
+    if isinstance(weight, Quantised) or dispatch.kind_for(x) == "reference":
         return residual + linear(x, weight, bias)
     from . import linear_kernels
 
