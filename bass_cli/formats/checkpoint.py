@@ -17,7 +17,7 @@ import numpy
 import torch
 
 from bass_cli.errors import UserError, near_word
-from bass_cli.formats import gguf_config
+from bass_cli.formats import gguf_config, text_part
 from bass_cli.formats.backends import END_ROLES
 from bass_cli.formats.gguf_config import ARCHITECTURES, ROPE_FACTORS, spec_of_gguf
 from bass_cli.formats.head_config import head_of_config, notes_of_head, tokens_of
@@ -25,6 +25,7 @@ from bass_cli.formats.hf_config import mask_of, notes_of_config, spec_of_config
 from bass_cli.formats.sources import read_json
 from bass_cli.formats.tensor_content import DTYPES, QUANTISED, parts
 from bass_cli.formats.tensor_files import Entry, read_gguf, read_safetensors, read_torch
+from bass_cli.formats.text_part import bare_name, has_text_part, text_config
 from bass_cli.models import families
 from bass_cli.models.families import FAMILIES, Family, Slot
 from bass_cli.models.spec import HeadSpec, Spec, head_parameters, parameters
@@ -71,8 +72,9 @@ class Checkpoint:
     head: set if it is a drafter that reads a target's hidden states. Then `spec` is that of its
         layers.
     notes: for the user, about its configuration.
-    names: the published names of its family's tensors, without `prefix`, and their slots. In a GGUF
-        file the tensors have other names.
+    names: the published names of its family's tensors, without their prefix, and their slots. In a
+        GGUF file the tensors have other names.
+    prefixes: optional prefixes of published names, in the order in which they are tried.
     ignored: patterns of names that have no slot.
     written: checksums of tensors that were written after loading, by decoder tensor and first row.
     """
@@ -86,7 +88,7 @@ class Checkpoint:
     head: HeadSpec | None = None
     notes: tuple[str, ...] = ()
     names: Mapping[str, Slot] = field(default_factory=dict)
-    prefix: str = ""
+    prefixes: tuple[str, ...] = ()
     ignored: tuple[str, ...] = families.IGNORED
     written: Mapping[tuple[str, int], str] = field(default_factory=dict)
 
@@ -134,7 +136,7 @@ class Checkpoint:
         Raises:
             UserError: the family has no such tensor.
         """
-        bare = name.removeprefix(self.prefix)
+        bare = bare_name(name, self.prefixes)
         if (found := self.names.get(bare)) is not None:
             return found
         if any(re.search(pattern, bare) for pattern in self.ignored):
@@ -226,31 +228,47 @@ def open_checkpoint(path: Path) -> Checkpoint:
         vocabulary,
         notes=gguf_config.notes_of_gguf(metadata, place=str(path)),
         names=families.slots(spec, FAMILIES[spec.family].tensors),
-        prefix=FAMILIES[spec.family].prefix,
+        prefixes=(FAMILIES[spec.family].prefix,),
     )
 
 
 def _open_folder(path: Path) -> Checkpoint:
-    config = read_json(path / "config.json")
-    spec = spec_of_config(config, place=str(path / "config.json"))
+    config, place = read_json(path / "config.json"), str(path / "config.json")
+    spec = spec_of_config(config, place=place)
     family = FAMILIES[spec.family]
-    entries = {name.removeprefix(family.prefix): entry for name, entry in _entries(path).items()}
+    prefixes: tuple[str, ...] = (family.prefix,)
+    ignored: tuple[str, ...] = families.IGNORED
+    if has_text_part(config):
+        prefixes, ignored = text_part.PREFIXES, ignored + text_part.IGNORED
+    entries = _bare(_entries(path), prefixes, path)
     if spec.tied and _differs(entries, family):
         spec = replace(spec, tied=False)
     slots = families.slots(spec, family.tensors)
-    pieces = _assign(spec, slots, entries, path, families.IGNORED, parameters(spec))
+    pieces = _assign(spec, slots, entries, path, ignored, parameters(spec))
     generation = path / "generation_config.json"
     eos = _ids(read_json(generation), "eos_token_id", generation) if generation.exists() else ()
+    text = text_config(config, place=place)[0]
     return Checkpoint(
         path,
         spec,
-        eos or _ids(config, "eos_token_id", path / "config.json"),
+        eos or _ids({**text, **config}, "eos_token_id", path / "config.json"),
         {},
         pieces,
-        notes=notes_of_config(config, place=str(path / "config.json")),
+        notes=notes_of_config(config, place=place),
         names=slots,
-        prefix=family.prefix,
+        prefixes=prefixes,
+        ignored=ignored,
     )
+
+
+def _bare(entries: Mapping[str, Entry], prefixes: tuple[str, ...], path: Path) -> dict[str, Entry]:
+    """Return the tensors by their names without a prefix."""
+    found: dict[str, Entry] = {}
+    for name, entry in entries.items():
+        if (bare := bare_name(name, prefixes)) in found:
+            raise UserError(f'{path}: two tensors are the same one, "{bare}" and "{name}"')
+        found[bare] = entry
+    return found
 
 
 def open_head(path: Path, target: Spec) -> Checkpoint:
@@ -301,7 +319,7 @@ def open_head(path: Path, target: Spec) -> Checkpoint:
         head=head,
         notes=notes,
         names=slots,
-        prefix=family.prefix,
+        prefixes=(family.prefix,),
         ignored=ignored,
     )
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from bass_cli.errors import UserError, nearest
 from bass_cli.formats.config_keys import ROPE_TYPES, read_keys, unread
+from bass_cli.formats.text_part import has_text_part, text_config
 from bass_cli.models.families import CODEGEN_BLOCKS, FAMILIES, Family
 from bass_cli.models.spec import Norm, Rope, Spec
 from bass_cli.reading import finite, shown, truth, whole
@@ -107,7 +108,8 @@ def known(word: Any, choices: Mapping[str, Any] | tuple[str, ...], place: str, w
 
 def spec_of_config(config: Mapping[str, Any], *, place: str) -> Spec:
     """Return the Spec of a parsed config.json, in the layout of transformers 4 or 5. `place` is the
-    file's name, for errors."""
+    file's name, for errors. Of a multimodal model it is the text part's."""
+    config, place = text_config(config, place=place)
     name, family = _family(config, place)
     values = Values(
         {**family.defaults, **read_keys(config, family, place=place)}, family.keys, place
@@ -141,7 +143,14 @@ def spec_of_config(config: Mapping[str, Any], *, place: str) -> Spec:
 
 def notes_of_config(config: Mapping[str, Any], *, place: str) -> tuple[str, ...]:
     """Return notes about keys that `spec_of_config` did not use."""
-    return unread(config, _family(config, place)[1], place=place)
+    notes: tuple[str, ...] = ()
+    if has_text_part(config):
+        notes = (
+            f"{place}: only the text part of this {config['model_type']} model is loaded; prompts "
+            "cannot have images",
+        )
+        config, place = text_config(config, place=place)
+    return notes + unread(config, _family(config, place)[1], place=place)
 
 
 def _family(config: Mapping[str, Any], place: str) -> tuple[str, Family]:

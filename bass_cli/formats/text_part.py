@@ -1,0 +1,153 @@
+"""The text part of multimodal checkpoints: its configuration, and the names of its tensors.
+
+Vision and audio tensors are recognised by name and never read. Prompts are text only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from bass_cli.errors import UserError
+from bass_cli.reading import shown
+
+# The text model's type of each multimodal `model_type`, if its text_config names none.
+WRAPPERS = {
+    "gemma3": "gemma3_text",
+    "idefics3": "llama",
+    "internvl": "qwen2",
+    "llava": "llama",
+    "llava_next": "llama",
+    "llava_onevision": "qwen2",
+    "mistral3": "mistral",
+    "qwen2_vl": "qwen2_vl_text",
+    "qwen2_5_vl": "qwen2_5_vl_text",
+    "qwen3_vl": "qwen3_vl_text",
+    "smolvlm": "llama",
+}
+# Text models that are a known family by another name. With text only, the three positions of
+# multimodal rotary embedding are equal, so it is the plain one.
+RENAMED = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+_QWEN2_VL = {
+    "vocab_size": 152064,
+    "hidden_size": 8192,
+    "intermediate_size": 29568,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "max_window_layers": 80,
+    "rope_theta": 1e6,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-5,
+}
+# Values that a text_config may leave out: the defaults of its class in transformers. A plain
+# config.json always has them.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "gemma3_text": {
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+    },
+    "llama": {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 2048,
+    },
+    "mistral": {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 4096 * 32,
+    },
+    "qwen2": {
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 22016,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 32768,
+    },
+    "qwen2_vl_text": _QWEN2_VL,
+    "qwen2_5_vl_text": _QWEN2_VL,
+    "qwen3_vl_text": {
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 22016,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 128000,
+        "rope_theta": 5e5,
+    },
+}
+# Prefixes of text tensors in the order in which they are tried: old and new spellings.
+PREFIXES: tuple[str, ...] = (
+    "model.language_model.",
+    "language_model.model.",
+    "language_model.",
+    "model.text_model.",
+    "model.",
+)
+# Tensors of other parts, by their names without a prefix.
+IGNORED: tuple[str, ...] = (
+    r"^(vision_tower|vision_model|visual|multi_modal_projector|connector|embed_vision"
+    r"|audio_tower|embed_audio)\.",
+    r"^image_newline$",
+)
+_QUANTISED = ("quantization_config", "compression_config")
+
+
+def has_text_part(config: Mapping[str, Any]) -> bool:
+    """Return whether a parsed config.json describes a multimodal model that bass knows."""
+    kind = config.get("model_type")
+    return isinstance(kind, str) and kind in WRAPPERS
+
+
+def text_config(config: Mapping[str, Any], *, place: str) -> tuple[Mapping[str, Any], str]:
+    """Return the configuration of the text model and its place in messages. A config.json of a
+    text model is returned as it is.
+
+    Qwen2-VL's older files have the text model's keys at the top, beside `vision_config`.
+    """
+    if not has_text_part(config):
+        return config, place
+    wrapper, inner = config["model_type"], config.get("text_config")
+    if inner is None and wrapper in ("qwen2_vl", "qwen2_5_vl"):
+        inner = {k: v for k, v in config.items() if not _is_of_images(k) and k != "model_type"}
+    if not isinstance(inner, Mapping):
+        raise UserError(f'{place}: key "text_config": a mapping is needed, not {shown(inner)}')
+    kind = inner.get("model_type") or WRAPPERS[wrapper]
+    kind = f"{kind}_text" if kind in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl") else kind
+    found = {**DEFAULTS.get(kind, {}), **inner, "model_type": RENAMED.get(kind, kind)}
+    for key in ("rope_scaling", "rope_parameters"):
+        if isinstance(found.get(key), Mapping):
+            found[key] = _plain_rope(found[key])
+    tied = [one["tie_word_embeddings"] for one in (config, inner) if "tie_word_embeddings" in one]
+    # Without the key the tensors decide: a head that is there and differs is not tied.
+    found["tie_word_embeddings"] = not tied or True in tied
+    found |= {key: config[key] for key in _QUANTISED if config.get(key)}
+    return found, f"{place}: text_config"
+
+
+def _is_of_images(key: str) -> bool:
+    return key.startswith(("vision_", "image_", "video_"))
+
+
+def _plain_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return rotary parameters without those of multimodal positions."""
+    found = {key: value for key, value in rope.items() if not key.startswith("mrope_")}
+    for key in ("type", "rope_type"):
+        if found.get(key) == "mrope":
+            found[key] = "default"
+    return found
+
+
+def bare_name(name: str, prefixes: tuple[str, ...]) -> str:
+    """Return a tensor's name without the first of these prefixes that it has."""
+    return next((name.removeprefix(one) for one in prefixes if name.startswith(one)), name)
