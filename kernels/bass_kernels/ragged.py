@@ -24,6 +24,7 @@ _KEYS = 256  # keys from which one more split is worth its merge
 # Queries of one prompt from which causal.py is used: blocks of 128 queries of some 28 heads then
 # keep all processors of an H200 busy.
 _MANY = 640
+_BASE_2 = 1.4426950408889634  # log2(e): the kernel's exponentials have base 2
 
 
 class Cut(NamedTuple):
@@ -32,6 +33,15 @@ class Cut(NamedTuple):
 
     few: int
     most: int
+
+
+class Scores(NamedTuple):
+    """How scores become weights; see reference.attention."""
+
+    scale: float
+    window: int = 0
+    cap: float = 0.0
+    sinks: Tensor | None = None
 
 
 class Tiling(NamedTuple):
@@ -64,6 +74,8 @@ def attention(
     *,
     scale: float,
     window: int = 0,
+    cap: float = 0.0,
+    sinks: Tensor | None = None,
     next_weight: Tensor | None = None,
     splits: int | Cut | None = None,
     tile: tuple[int, int, int] | None = None,
@@ -82,17 +94,21 @@ def attention(
     if packed is not None and _schedule(segments) != "ragged":
         # the paper's schedules need equally many queries in each row
         q, segments = by_row(q, segments)
-        padded = attention(q, own, prompt, segments, scale=scale, window=window)
+        padded = attention(
+            q, own, prompt, segments, scale=scale, window=window, cap=cap, sinks=sinks
+        )
         return one_after_other(padded, packed)
     if _schedule(segments) == "split" and len(q) > 1:
         given: dict[str, Any] = {"scale": scale, "window": window, "splits": splits, "tile": tile}
+        given |= {"cap": cap, "sinks": sinks}
         found = [
             attention(q[at], own, prompt, _rows(segments, at), **given)
             for at in (slice(row, row + 1) for row in range(len(q)))
         ]
         return torch.cat(found)
     (rows, width), (heads, size) = _grid(q, segments), q.shape[2:]
-    if not window and (group := _one_prompt(q, segments)) is not None:
+    plain = not window and not cap and sinks is None
+    if plain and (group := _one_prompt(q, segments)) is not None:
         return _within(q, prompt, group, scale)
     kv_heads = own[0].shape[0]
     lines = width * (heads // kv_heads)
@@ -111,7 +127,8 @@ def attention(
         cut = _cut(units, tiling.lines, q.device)
         group_cut = Cut(0, 0)
     cut = _or_default(splits, cut)
-    return _launch(q, own, prompt, segments, tiling, cut, group_cut, scale, window, next_weight)
+    scores = Scores(scale, window, cap, sinks)
+    return _launch(q, own, prompt, segments, tiling, cut, group_cut, scores, next_weight)
 
 
 def _grid(q: Tensor, segments: Segments) -> tuple[int, int]:
@@ -156,8 +173,7 @@ def _launch(
     tiling: Tiling,
     cut: Cut,
     group_cut: Cut,
-    scale: float,
-    window: int,
+    scores: Scores,
     next_weight: Tensor | None,
 ) -> Tensor:
     (rows, width), (heads, size) = _grid(q, segments), q.shape[2:]
@@ -183,8 +199,10 @@ def _launch(
         out,
         *found,
         *((next_weight, blocks) if blocks else (out, 0)),
-        scale * 1.4426950408889634,
-        window,
+        out if scores.sinks is None else scores.sinks,
+        scores.scale / scores.cap if scores.cap else scores.scale * _BASE_2,
+        scores.cap * _BASE_2,
+        scores.window,
         rows,
         width,
         *positions.stride(),
@@ -199,6 +217,8 @@ def _launch(
         PACKED=packed is not None,
         PAD=triton.next_power_of_2(rows * width) if _schedule(segments) == "pad" else 0,
         WIDE="ieee" if q.dtype == torch.float32 else "tf32",
+        CAPPED=bool(scores.cap),
+        SINKS=scores.sinks is not None,
         PREFETCH=can_prefetch(q.device),
         **shape,
         **overlap(True, q.device),

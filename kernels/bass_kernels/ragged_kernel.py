@@ -40,8 +40,10 @@ def _blocks(
     mass,
     total,
     scale,
+    cap,
     window,
     inside,
+    CAPPED: tl.constexpr,
     WHOLE: tl.constexpr,
     PAD: tl.constexpr,
     D: tl.constexpr,
@@ -65,7 +67,9 @@ def _blocks(
             else:
                 keys = tl.load(key_ptr + grid, mask=(d < D)[None, :], other=0.0)
                 values = tl.load(value_ptr + grid, mask=(d < D)[None, :], other=0.0)
-            peak, mass, total = fold(q, keys, values, None, peak, mass, total, scale, WIDE)
+            peak, mass, total = fold(
+                q, keys, values, None, peak, mass, total, scale, WIDE, cap, CAPPED
+            )
         first = tl.maximum(first, whole)
     for block in range(first, last):
         place = block * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -84,7 +88,7 @@ def _blocks(
         values = tl.load(value_ptr + grid, mask=mask, other=0.0)
         if PAD:
             values = tl.where(there[:, None], values, 0.0).to(values.dtype)
-        peak, mass, total = fold(q, keys, values, seen, peak, mass, total, scale, WIDE)
+        peak, mass, total = fold(q, keys, values, seen, peak, mass, total, scale, WIDE, cap, CAPPED)
     return peak, mass, total
 
 
@@ -125,7 +129,9 @@ def attend(
     count_ptr,
     next_weight_ptr,
     prefetched,
+    sink_ptr,
     scale,
+    cap,
     window,
     rows,
     width,
@@ -154,6 +160,8 @@ def attend(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WIDE: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
     PREFETCH: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -247,12 +255,21 @@ def attend(
             tl.cdiv(blocks, tl.minimum(tl.maximum(blocks // many, min_splits), max_splits)), 1
         )
         used = tl.cdiv(blocks, share)
+        if SINKS:  # split 0 of a row holds them, also if it sees no key
+            used = tl.where(in_group, used, tl.maximum(used, 1))
 
         if split < tl.maximum(used, 1):
             low, high = split * share, tl.minimum((split + 1) * share, blocks)
             peak = tl.full([BLOCK_M], -1e30, tl.float32)
             mass = tl.zeros([BLOCK_M], tl.float32)
             total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            if SINKS:
+                first_own = split == 0
+                if SIZE > 1:
+                    first_own = first_own & (in_group == 0)
+                sink = tl.load(sink_ptr + head, mask=inside, other=0.0).to(tl.float32)
+                peak = tl.where(first_own, sink * 1.4426950408889634, peak)
+                mass = tl.where(first_own, 1.0, mass)
             offset = kv.to(tl.int64) * prompt_head + start * prompt_step
             peak, mass, total = _blocks(
                 q,
@@ -270,8 +287,10 @@ def attend(
                 mass,
                 total,
                 scale,
+                cap,
                 window,
                 inside,
+                CAPPED,
                 SIZE > 1,
                 PAD > 0,
                 D,
@@ -296,8 +315,10 @@ def attend(
                 mass,
                 total,
                 scale,
+                cap,
                 window,
                 inside,
+                CAPPED,
                 SIZE > 1,
                 PAD > 0,
                 D,
@@ -364,11 +385,25 @@ def attend(
 
 
 @triton.jit
-def fold(q, keys, values, seen, peak, mass, total, scale, WIDE: tl.constexpr):
+def fold(
+    q,
+    keys,
+    values,
+    seen,
+    peak,
+    mass,
+    total,
+    scale,
+    WIDE: tl.constexpr,
+    cap=0.0,
+    CAPPED: tl.constexpr = False,
+):
     """Fold more keys and values into the running softmax (peak, mass, total) (online softmax, arXiv
     1805.02867). `seen` [queries, keys]: mask, None if every query sees all keys. scale: of scores,
-    for base 2."""
+    for base 2. CAPPED: scores are cap * tanh(scale * score), also for base 2."""
     scores = tl.dot(q, tl.trans(keys), input_precision=WIDE) * scale
+    if CAPPED:
+        scores = cap - 2.0 * cap / (tl.exp(2.0 * scores) + 1.0)  # tanh(x) = 1 - 2 / (e^2x + 1)
     if seen is not None:
         scores = tl.where(seen, scores, -1e30)
     high = tl.maximum(peak, tl.max(scores, 1))

@@ -134,6 +134,8 @@ def attention(
     *,
     scale: float,
     window: int = 0,
+    cap: float = 0.0,
+    sinks: Tensor | None = None,
     next_weight: Tensor | None = None,
 ) -> Tensor:
     """Causal softmax attention over two segments, merged by log-sum-exp.
@@ -144,13 +146,18 @@ def attention(
         prompt: keys and values of the prompt store, [K, T, D] each. Each span is read once for all
             rows of its group.
         window: number of latest positions that a query sees, itself included; 0 for all.
+        cap: soft cap of scores, which become cap * tanh(score / cap); 0 for none (Gemma 2, arXiv
+            2408.00118).
+        sinks: [H], a score of each head that takes weight and adds no value (gpt-oss).
         next_weight: a weight that is read next. A GPU may prefetch it.
 
     Returns: [B, W, H D], or packed [1, M, H D].
     """
     if segments.packed is not None:
         rows_of_q, alone = by_row(q, segments)
-        found = attention(rows_of_q, own, prompt, alone, scale=scale, window=window)
+        found = attention(
+            rows_of_q, own, prompt, alone, scale=scale, window=window, cap=cap, sinks=sinks
+        )
         return one_after_other(found, segments.packed)
     keys, _ = own
     (rows, width, _heads, size), kv_heads = q.shape, keys.shape[0]
@@ -158,29 +165,31 @@ def attention(
     # [B, K, W H / K, D]: one matrix of queries for each key/value head.
     q = q.unflatten(2, (kv_heads, -1)).transpose(1, 2).reshape(rows, kv_heads, -1, size)
     everywhere = prompt[0].shape[1]
+    if sinks is not None:  # in the order of the queries' lines, [K, W H / K, 1]
+        sinks = sinks.float().view(kv_heads, 1, -1).expand(-1, width, -1).flatten(1)[..., None]
     if not segments.extent:
-        mixed = _inside(q, prompt, segments, window, width)
+        mixed = _inside(q, prompt, segments, window, width, cap, sinks)
         return _finish(mixed, width, keys.dtype)
-    total, peak, mass = _owned(q, own, segments, window, width)
+    total, peak, mass = _owned(q, own, segments, window, width, cap)
     if segments.groups is None or _many_short(segments.groups, rows):
         longest = (
             everywhere
             if segments.groups is None
             else max(group.length for group in segments.groups)
         )
-        part = _gathered(q, prompt, segments, window, width, longest)
+        part = _gathered(q, prompt, segments, window, width, longest, cap)
         total, peak, mass = _merge((total, peak, mass), part, slice(None))
-        return _finish(total / mass, width, keys.dtype)
+        return _finish(_divided(total, peak, mass, sinks), width, keys.dtype)
     for number, group in enumerate(segments.groups):
         span = slice(group.start, group.start + group.length)
         mask = _seen(segments, number, window) if window else None
-        part = _partial(q[group.rows], prompt[0][:, span], prompt[1][:, span], mask, width)
+        part = _partial(q[group.rows], prompt[0][:, span], prompt[1][:, span], mask, width, cap)
         total, peak, mass = _merge((total, peak, mass), part, group.rows)
-    return _finish(total / mass, width, keys.dtype)
+    return _finish(_divided(total, peak, mass, sinks), width, keys.dtype)
 
 
 def _owned(
-    q: Tensor, own: tuple[Tensor, Tensor], segments: Segments, window: int, width: int
+    q: Tensor, own: tuple[Tensor, Tensor], segments: Segments, window: int, width: int, cap: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Do `_partial` over the private keys of every row, copied side by side, `segments.extent` of
     each."""
@@ -199,28 +208,44 @@ def _owned(
 
     where = segments.once(("own", kv_heads, slots), index)
     keys, values = (functional.embedding(where, store.reshape(-1, size)) for store in own)
-    return _partial(q, keys, values, segments.once(("own", window), visible), width)
+    return _partial(q, keys, values, segments.once(("own", window), visible), width, cap)
 
 
 def _inside(
-    q: Tensor, prompt: tuple[Tensor, Tensor], segments: Segments, window: int, width: int
+    q: Tensor,
+    prompt: tuple[Tensor, Tensor],
+    segments: Segments,
+    window: int,
+    width: int,
+    cap: float,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Attention of queries that lie within their prompts' spans, [B, K, M, D]."""
     if segments.groups is None:
-        total, _, mass = _gathered(q, prompt, segments, window, width, prompt[0].shape[1])
-        return total / mass
+        found = _gathered(q, prompt, segments, window, width, prompt[0].shape[1], cap)
+        return _divided(*found, sinks)
     mixed = torch.empty_like(q)
     for number, group in enumerate(segments.groups):
         span = slice(group.start, group.start + group.length)
-        total, _, mass = _partial(
+        found = _partial(
             q[group.rows],
             prompt[0][:, span],
             prompt[1][:, span],
             _seen(segments, number, window),
             width,
+            cap,
         )
-        mixed[group.rows] = total / mass
+        mixed[group.rows] = _divided(*found, sinks)
     return mixed
+
+
+def _divided(total: Tensor, peak: Tensor, mass: Tensor, sinks: Tensor | None) -> Tensor:
+    """Return attention [B, K, M, D] from the sums of all segments, and of sinks [K, M, 1]."""
+    if sinks is None:
+        return total / mass
+    high = torch.maximum(peak, sinks)
+    ours = torch.exp(peak - high)
+    return total * ours / (mass * ours + torch.exp(sinks - high))
 
 
 def _finish(mixed: Tensor, width: int, dtype: torch.dtype) -> Tensor:
@@ -245,6 +270,7 @@ def _gathered(
     window: int,
     width: int,
     longest: int,
+    cap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Do `_partial` over every row's prompt span, all padded to the longest."""
     base = segments.base[:, None]
@@ -260,7 +286,8 @@ def _gathered(
 
     where = segments.once(("prompts", longest), index)
     keys, values = (store[:, where].transpose(0, 1) for store in prompt)
-    return _partial(q, keys, values, segments.once(("prompts", longest, window), visible), width)
+    mask = segments.once(("prompts", longest, window), visible)
+    return _partial(q, keys, values, mask, width, cap)
 
 
 def _seen(segments: Segments, number: int, window: int) -> Tensor:
@@ -284,7 +311,7 @@ def _visible(positions: Tensor, places: Tensor, window: int) -> Tensor:
 
 
 def _partial(
-    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, width: int
+    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, width: int, cap: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute unnormalised attention over one segment.
 
@@ -299,6 +326,8 @@ def _partial(
     if shared := keys.dim() == 3:
         q = q.transpose(0, 1).reshape(kv_heads, rows * queries, size)
     scores = q @ keys.float().transpose(-1, -2)
+    if cap:
+        scores = torch.tanh(scores / cap) * cap
     if mask is not None:
         grid = (
             scores.view(kv_heads, rows, width, -1, scores.shape[-1]).transpose(0, 1)

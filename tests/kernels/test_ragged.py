@@ -6,6 +6,7 @@ They run on a CUDA device if there is one, otherwise in Triton's interpreter.
 
 import contextlib
 from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 import torch
@@ -355,3 +356,78 @@ def test_splits_give_two_programs_a_processor_and_one_for_short_rows_of_large_ti
            256: ((1, 1), (1, 1))}  # fmt: skip
     for units, cuts in due.items():
         assert tuple(ragged._cut(units, lines, DEVICE) for lines in (16, 32)) == cuts
+
+
+def naive(given, *, scale, window=0, cap=0.0, sinks=None):
+    """Attention of each row's queries one by one, as the papers of Gemma 2 and gpt-oss define it:
+    the keys of its prompt and its own side by side, in float64."""
+    q, own, prompt, segments = given
+    rows, width, heads, size = q.shape
+    group = heads // own[0].shape[0]
+    out = torch.zeros(rows, width, heads, size, dtype=torch.float64)
+    for row in range(rows):
+        base, start, slot = (int(one[row]) for one in (segments.base, segments.start, segments.own))
+        for place in range(width):
+            position = int(segments.positions[row, place])
+            first = max(position - window + 1, 0) if window else 0
+            for head in range(heads):
+                keys, values = (
+                    torch.cat(
+                        [
+                            stored[head // group, start : start + base],
+                            mine[head // group, slot : slot + position - base + 1],
+                        ]
+                    )[first : position + 1].double()
+                    for stored, mine in zip(prompt, own, strict=True)
+                )
+                scores = keys @ q[row, place, head].double() * scale
+                if cap:
+                    scores = cap * torch.tanh(scores / cap)
+                if sinks is not None:
+                    scores = torch.cat([scores, sinks[head : head + 1].double()])
+                weights = scores.softmax(0)[: len(keys)]
+                out[row, place, head] = weights @ values
+    return out.flatten(2)
+
+
+CAPS_AND_SINKS = [
+    (1.5, False, 0, 1, None),
+    (0.0, True, 0, 3, None),
+    (2.0, True, 20, 1, 2),
+    (0.0, True, 0, 1, 2),
+    (1.5, True, 0, 2, 4),
+]
+
+
+@pytest.mark.parametrize(("cap", "sunk", "window", "splits", "members"), CAPS_AND_SINKS)
+def test_soft_caps_and_sinks_equal_their_formula(cap, sunk, window, splits, members):
+    given = case(2)
+    sinks = randn(6, seed=5) if sunk else None
+    wanted = naive(given, scale=0.25, window=window, cap=cap, sinks=sinks)
+    options = {"window": window, "cap": cap, "sinks": sinks, "scale": 0.25}
+    close(run(given, splits=splits, members=members, **options), wanted.float(), torch.float32)
+    found = reference.attention(*given, **options)
+    torch.testing.assert_close(found.double(), wanted, atol=1e-5, rtol=0)
+    plain = naive(given, scale=0.25, window=window)
+    assert not torch.allclose(plain, wanted, atol=1e-2)
+
+
+def test_sinks_and_caps_of_prompt_passes_equal_their_formula():
+    q, own, prompt, segments = case(1, spans=SPANS[:3], used=[0, 0, 0])
+    # tiles of prompts: queries inside of the spans, without private keys
+    inside = replace(
+        segments,
+        positions=torch.tensor([[5, 6], [40, 41], [109, 110]]),
+        groups=(ops.Group(3, 70, slice(0, 2)), ops.Group(80, 111, slice(2, 3))),
+        extent=0,
+        device_groups=None,
+    )
+    q, sinks = randn(3, 2, 6, 16, seed=4), randn(6, seed=5)
+    given = (q.cpu(), own, prompt, inside)
+    wanted = naive(given, scale=0.25, cap=1.5, sinks=sinks)
+    options = {"scale": 0.25, "cap": 1.5, "sinks": sinks}
+    found = reference.attention(*given, **options)
+    torch.testing.assert_close(found.double(), wanted, atol=1e-5, rtol=0)
+    unknown = reference.attention(*given[:3], replace(inside, groups=None), **options)
+    torch.testing.assert_close(unknown.double(), wanted, atol=1e-5, rtol=0)
+    close(run(given, **options), wanted.float(), torch.float32)

@@ -48,7 +48,7 @@ def kind(name, kernel):
         return "*i64"
     if name.endswith("_ptr"):
         return "*fp32" if name in FLOATS else "*bf16"
-    return "fp32" if name in ("eps", "scale") else "i32"
+    return "fp32" if name in ("eps", "scale", "cap") else "i32"
 
 
 def check_chain(code, *, begins):
@@ -139,6 +139,8 @@ if __name__ == "__main__":
             BLOCK_N=32,
             BLOCK_D=head,
             WIDE="tf32",
+            CAPPED=size == 1,
+            SINKS=not pad,
             PREFETCH=size == 1,
             EARLY=True,
         )
