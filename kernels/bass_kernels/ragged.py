@@ -91,24 +91,21 @@ def attention(
         Each of these is chosen by shape if None.
     """
     packed = segments.packed
+    given: dict[str, Any] = {"scale": scale, "window": window, "cap": cap, "sinks": sinks}
     if packed is not None and _schedule(segments) != "ragged":
         # the paper's schedules need equally many queries in each row
         q, segments = by_row(q, segments)
-        padded = attention(
-            q, own, prompt, segments, scale=scale, window=window, cap=cap, sinks=sinks
-        )
+        padded = attention(q, own, prompt, segments, **given)
         return one_after_other(padded, packed)
     if _schedule(segments) == "split" and len(q) > 1:
-        given: dict[str, Any] = {"scale": scale, "window": window, "splits": splits, "tile": tile}
-        given |= {"cap": cap, "sinks": sinks}
+        given |= {"splits": splits, "tile": tile}
         found = [
             attention(q[at], own, prompt, _rows(segments, at), **given)
             for at in (slice(row, row + 1) for row in range(len(q)))
         ]
         return torch.cat(found)
     (rows, width), (heads, size) = _grid(q, segments), q.shape[2:]
-    plain = not window and not cap and sinks is None
-    if plain and (group := _one_prompt(q, segments)) is not None:
+    if not (window or cap or sinks is not None) and (group := _one_prompt(q, segments)) is not None:
         return _within(q, prompt, group, scale)
     kv_heads = own[0].shape[0]
     lines = width * (heads // kv_heads)
@@ -127,7 +124,7 @@ def attention(
         cut = _cut(units, tiling.lines, q.device)
         group_cut = Cut(0, 0)
     cut = _or_default(splits, cut)
-    scores = Scores(scale, window, cap, sinks)
+    scores = Scores(**given)
     return _launch(q, own, prompt, segments, tiling, cut, group_cut, scores, next_weight)
 
 
