@@ -43,6 +43,12 @@ class Scores(NamedTuple):
     cap: float = 0.0
     sinks: Tensor | None = None
 
+    def arguments(self, nothing: Tensor) -> tuple[Tensor, float, float, int]:
+        """Return the kernel's sinks (else `nothing`), scale, cap and window."""
+        scale = self.scale / self.cap if self.cap else self.scale * _BASE_2
+        sinks = nothing if self.sinks is None else self.sinks
+        return sinks, scale, self.cap * _BASE_2, self.window
+
 
 class Tiling(NamedTuple):
     """`members`: rows of a shared-prefix group, 1 for no groups. `lines`: queries of one head a
@@ -116,14 +122,8 @@ def attention(
     tiling = _fitted(lines, members, size, q)
     if tile is not None:
         tiling = Tiling(tiling.members, tiling.lines, *tile)
-    if tiling.members > 1:
-        group_cut = _group_cut(triton.cdiv(rows, tiling.members) * kv_heads, q.device)
-        cut, group_cut = Cut(1, 2), _or_default(group_splits, group_cut)
-    else:
-        units = rows * kv_heads * triton.cdiv(lines, tiling.lines)
-        cut = _cut(units, tiling.lines, q.device)
-        group_cut = Cut(0, 0)
-    cut = _or_default(splits, cut)
+    cut, group_cut = _cuts(tiling, rows, kv_heads, lines, q.device)
+    cut, group_cut = _or_default(splits, cut), _or_default(group_splits, group_cut)
     scores = Scores(**given)
     return _launch(q, own, prompt, segments, tiling, cut, group_cut, scores, next_weight)
 
@@ -196,10 +196,7 @@ def _launch(
         out,
         *found,
         *((next_weight, blocks) if blocks else (out, 0)),
-        out if scores.sinks is None else scores.sinks,
-        scores.scale / scores.cap if scores.cap else scores.scale * _BASE_2,
-        scores.cap * _BASE_2,
-        scores.window,
+        *scores.arguments(out),
         rows,
         width,
         *positions.stride(),
@@ -303,6 +300,16 @@ def _cut(units: int, lines: int, device: torch.device) -> Cut:
     return Cut(two if lines <= 16 else one, two)
 
 
+def _cuts(
+    tiling: Tiling, rows: int, kv_heads: int, lines: int, device: torch.device
+) -> tuple[Cut, Cut]:
+    """Return the splits for the keys of rows and of shared-prefix groups."""
+    if tiling.members > 1:
+        return Cut(1, 2), _group_cut(triton.cdiv(rows, tiling.members) * kv_heads, device)
+    units = rows * kv_heads * triton.cdiv(lines, tiling.lines)
+    return _cut(units, tiling.lines, device), Cut(0, 0)
+
+
 def _group_cut(units: int, device: torch.device) -> Cut:
     """Return the splits for the keys of groups; `units`: groups of all rows times key/value heads.
     Aim at three programs for two processors. A processor holds two, and the programs for private
@@ -312,6 +319,9 @@ def _group_cut(units: int, device: torch.device) -> Cut:
 
 
 def _or_default(splits: int | Cut | None, default: Cut) -> Cut:
+    """Return `splits`, or the default if it is None or there are no such splits."""
+    if not default.most:
+        return default
     if isinstance(splits, int):
         return Cut(splits, splits)
     return default if splits is None else splits
