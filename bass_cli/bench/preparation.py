@@ -40,7 +40,7 @@ from bass_cli.models.spec import HeadSpec, head_parameters
 from bass_cli.run.build import Models, graphs_for, load_models, make_loop, make_models
 from bass_cli.run.memory import Extras, Need, footprint
 from bass_cli.run.pair import check_split
-from bass_cli.run.plan import Plan, device_of, dtype_of, make_plan
+from bass_cli.run.plan import Plan, device_of, dtype_of, layouts_of, make_plan
 from bass_cli.run.profile import LIMITS
 from bass_cli.run.profile import measure as profile
 from bass_cli.tensor_parallel.follower import Part
@@ -172,7 +172,13 @@ def build_models(settings: Settings, plan: Plan | None) -> Models:
     need = need_of(settings, None, device)
     needed = need.footprint.bytes(need.rows, need.new_tokens)
     part = Part(
-        source, job.tensor_parallel, dtype_of(job.dtype, device), device, spec.vocab, needed
+        source,
+        job.tensor_parallel,
+        dtype_of(job.dtype, device),
+        device,
+        spec.vocab,
+        needed,
+        layouts_of(job.dtype),
     )
     return make_models(part, functools.partial(_add_random_draft, settings))
 

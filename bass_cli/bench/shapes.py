@@ -22,7 +22,9 @@ from bass_cli.errors import UserError, nearest
 from bass_cli.formats.hf_config import spec_of_config
 from bass_cli.models.families import FAMILIES
 from bass_cli.models.ranks import Share, part_of
-from bass_cli.models.spec import HeadSpec, Spec, parameters, stored_dtype
+from bass_cli.models.spec import PLAIN, HeadSpec, Layouts, Spec, parameters, stored_dtype
+from bass_cli.models.weights import Named
+from bass_kernels import Quantised, Weight
 
 
 def spec_of(
@@ -167,22 +169,30 @@ def random_weights(
     seed: int,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
     whole: Mapping[str, tuple[int, ...]] | None = None,
-) -> dict[str, Tensor]:
-    """Make normal matrices, norms of 1 and biases of 0. A tied head is the embedding itself.
+    layouts: Layouts = PLAIN,
+) -> dict[str, Weight]:
+    """Make normal matrices, norms of 1 and biases of 0. A tied head that is not quantised is the
+    embedding itself.
 
     Args:
+        layouts: which matrices are quantised.
         shapes: shape by name; default: `parameters(spec)`.
         whole: with tensor parallelism, the shapes of the whole model. Matrices are scaled by its
             input sizes, so that the sum over all parts has the usual size.
     """
     generator = torch.Generator(device).manual_seed(seed)
-    weights: dict[str, Tensor] = {}
+    plain: dict[str, Tensor] = {}
+    weights: dict[str, Weight] = {}
     for name, shape in (shapes or parameters(spec)).items():
         if name == "head.weight" and spec.tied:
-            weights[name] = weights["embed.weight"]
+            weight = plain["embed.weight"]
         else:
-            weights[name] = torch.empty(shape, dtype=stored_dtype(name, dtype), device=device)
-            _fill(weights[name], name, spec, generator, inputs=(whole or {}).get(name, shape)[-1])
+            weight = torch.empty(shape, dtype=stored_dtype(name, dtype), device=device)
+            _fill(weight, name, spec, generator, inputs=(whole or {}).get(name, shape)[-1])
+        if name == "embed.weight":
+            plain[name] = weight
+        layout = layouts.of(name)
+        weights[name] = weight if layout is None else Quantised.of(weight, layout)
     return weights
 
 
@@ -193,9 +203,10 @@ def random_part(
     share: Share,
     *,
     dtype: torch.dtype,
+    layouts: Layouts = PLAIN,
     device: torch.device,
     on_read: Callable[[int], None] = lambda size: None,
-) -> tuple[Spec, dict[str, Tensor]]:
+) -> tuple[Spec, Named]:
     """Make one part of a random model for tensor parallelism, as a `Source` of follower.py.
 
     Each part has its own seed, so the parts form one random model. `scaled`: arguments `first` and
@@ -203,7 +214,12 @@ def random_part(
     """
     part = part_of(spec, share.ranks)
     weights = random_weights(
-        part, dtype=dtype, device=device, seed=seed + share.rank, whole=parameters(spec)
+        part,
+        dtype=dtype,
+        device=device,
+        seed=seed + share.rank,
+        whole=parameters(spec),
+        layouts=layouts,
     )
     if scaled is not None:
         scale_layers(weights, part, first=scaled[0], scale=scaled[1])
@@ -224,7 +240,7 @@ def _fill(
         weight.normal_(0.0, (LOGIT_SPREAD if head else 1.0) / inputs**0.5, generator=generator)
 
 
-def scale_layers(weights: dict[str, Tensor], spec: Spec, *, first: int, scale: float) -> None:
+def scale_layers(weights: Named, spec: Spec, *, first: int, scale: float) -> None:
     """Scale, in place, what layers `first` and later add to the residual stream.
 
     With a scale of 0 these layers have no effect.
@@ -233,5 +249,6 @@ def scale_layers(weights: dict[str, Tensor], spec: Spec, *, first: int, scale: f
     for i in range(first, spec.layers):
         for name in ("o", "down"):
             for kind in (".weight", ".bias"):
-                if f"layers.{i}.{name}{kind}" in weights:
-                    weights[f"layers.{i}.{name}{kind}"].mul_(scale)
+                weight = weights.get(f"layers.{i}.{name}{kind}")
+                if weight is not None:
+                    (weight.scales if isinstance(weight, Quantised) else weight).mul_(scale)

@@ -88,7 +88,7 @@ Count = Annotated[int, Ge(1), Le(LARGEST)]
 Penalty = Annotated[float, Ge(-1000), Le(1000)]
 TopK = Annotated[int, Ge(0), Le(MOST_LOGPROBS)]
 Name = Annotated[str, MinLen(1)]
-Dtype = Literal["auto", "bf16", "fp16", "fp32"]
+Dtype = Literal["auto", "bf16", "fp16", "fp32", "fp8", "int8"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +165,11 @@ class PairOptions(ModelOptions):
         choices=("lookup", "none"),
         default="none",
     )
-    dtype: Dtype = flag("Number format of weights and computation", default="auto")
+    dtype: Dtype = flag(
+        "Number format of weights and computation; fp8 and int8 store the layers' matrices in 8 "
+        "bits, quantised while they are loaded",
+        default="auto",
+    )
     tokenizer: Name | None = flag("Model whose tokenizer is used; default: the target's")
     fallback: Name | None = flag("Target to use if `target` is in a package that is not installed")
 
@@ -203,7 +207,8 @@ class JobOptions(ModelOptions):
     )
     device: Literal["auto", "cuda", "cpu"] = flag("Device to compute on", MACHINE, default="auto")
     dtype: Dtype = flag(
-        "Number format of weights and computation",
+        "Number format of weights and computation; fp8 and int8 store the layers' matrices in 8 "
+        "bits",
         MACHINE,
         shown="the pair's",
         rare=True,

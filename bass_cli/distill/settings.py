@@ -124,6 +124,8 @@ def sampling_job(args: DistillArgs, requested: int | None = None) -> tuple[Pair,
         raise UserError("`temperature` 0: all samples of a prompt would be equal; give one above 0")
     if job.dtype == "fp16":
         raise UserError("`dtype` fp16: its range is too small for training; use bf16 or fp32")
+    if job.dtype in ("fp8", "int8"):
+        raise UserError(f"`dtype` {job.dtype}: training needs 16 bits or more; use bf16 or fp32")
     return chosen, job
 
 

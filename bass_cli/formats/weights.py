@@ -4,7 +4,8 @@ time, and write new ones in place (update, write).
 The host holds at most one part of a tensor for each thread (besides the model on a CPU). A process
 of a split model reads the rows and columns of its own part (tensor parallelism of Megatron-LM,
 arXiv 1909.08053). Not here: reading a part (tensor_content.py), pairing stored tensors with the
-decoder's (checkpoint.py).
+decoder's (checkpoint.py). Matrices may be quantised while they are loaded (models/spec.py,
+Layouts).
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeGuard, TypeVar, overload
 
 import torch
 from torch import Tensor
 
+from bass_cli.errors import UserError
 from bass_cli.formats.checkpoint import Checkpoint, Piece
 from bass_cli.formats.tensor_content import (
     DTYPES,
@@ -29,11 +31,12 @@ from bass_cli.formats.tensor_content import (
     read_into,
     stage_for,
 )
+from bass_cli.formats.tensor_files import Entry
 from bass_cli.models.families import CODEGEN_BLOCKS, Slot
 from bass_cli.models.ranks import Share, part_of
-from bass_cli.models.spec import Spec, parameters, stored_dtype
+from bass_cli.models.spec import PLAIN, Layouts, Spec, parameters, stored_dtype
 from bass_cli.models.weights import Weights
-from bass_kernels import import_kernels
+from bass_kernels import Quantised, Weight, import_kernels
 
 _WORKERS = 4  # reading threads: they copy from the page cache as fast as a GPU can receive
 _BY_TOKENS = ("embed", "head")  # split by tokens
@@ -41,6 +44,7 @@ _Item = TypeVar("_Item")
 _Found = TypeVar("_Found")
 
 
+@overload
 def load(
     checkpoint: Checkpoint,
     *,
@@ -48,20 +52,49 @@ def load(
     device: torch.device,
     share: Share | None = None,
     names: Collection[str] | None = None,
+    on_read: Callable[[int], None] = ...,
+) -> dict[str, Tensor]: ...
+
+
+@overload
+def load(
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    layouts: Layouts,
+    share: Share | None = None,
+    names: Collection[str] | None = None,
+    on_read: Callable[[int], None] = ...,
+) -> dict[str, Weight]: ...
+
+
+def load(
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    layouts: Layouts = PLAIN,
+    share: Share | None = None,
+    names: Collection[str] | None = None,
     on_read: Callable[[int], None] = lambda size: None,
-) -> dict[str, Tensor]:
-    """Load a checkpoint's tensors to the device in their `stored_dtype`. A tied head is the
-    embedding itself.
+) -> dict[str, Tensor] | dict[str, Weight]:
+    """Load a checkpoint's tensors to the device in their `stored_dtype`, or quantised. A tied head
+    that is not quantised is the embedding itself.
 
     Args:
+        layouts: which matrices are quantised. Default: none.
         share: load this process's part of a split model. Default: the whole model.
         names: load these tensors only. Default: all.
         on_read: called with the number of stored bytes after each tensor.
+
+    Raises:
+        UserError: a matrix to be quantised has numbers that are not finite.
     """
     spec = checkpoint.spec
     shapes = checkpoint.shapes if share is None else parameters(part_of(spec, share.ranks))
     weights = {
-        name: torch.empty(shape, dtype=stored_dtype(name, dtype), device=device)
+        name: _empty(name, shape, dtype, layouts, device)
         for name, shape in shapes.items()
         if not (spec.tied and name == "head.weight") and (names is None or name in names)
     }
@@ -77,9 +110,23 @@ def load(
             missing[piece.slot.name] -= rows
             on_read(size)
     assert not any(missing.values()), missing
+    for name, weight in weights.items():
+        _check_finite(name, weight, checkpoint)
     if spec.tied:
-        weights["head.weight"] = weights["embed.weight"]
+        embed = weights["embed.weight"]
+        assert isinstance(embed, Tensor)
+        tied = embed if layouts.head is None else Quantised.of(embed, layouts.head)
+        weights["head.weight"] = tied
     return weights
+
+
+def _empty(
+    name: str, shape: tuple[int, ...], dtype: torch.dtype, layouts: Layouts, device: torch.device
+) -> Weight:
+    layout = layouts.of(name)
+    if layout is not None:
+        return Quantised.empty(shape, layout, device)
+    return torch.empty(shape, dtype=stored_dtype(name, dtype), device=device)
 
 
 def update(
@@ -98,6 +145,7 @@ def update(
         with weights.writing(group[0].slot.name) as whole:
             for piece in group:
                 _fill(whole, piece, checkpoint.spec, stage, share)
+            _check_finite(group[0].slot.name, whole, checkpoint)
 
     with _in_threads(device, fill, list(groups.values())) as filled:
         for _ in filled:
@@ -121,18 +169,18 @@ def write(
         spec: of the whole model.
         share: see `load`.
     """
-    cuts = list(_cuts(spec, slot, shape, share))
     with weights.writing(slot.name) as whole:
+        quantised = isinstance(whole, Quantised)
+        cuts = list(_cuts(spec, slot, shape, share, whole_rows=quantised))
         orders = [None if cut.order is None else cut.order.to(whole.device) for cut in cuts]
-        for begin, part in parts:
+        for begin, part in _whole_rows(parts, slot) if quantised else parts:
             for cut, order in zip(cuts, orders, strict=True):
                 first = max(cut.rows.start, begin)
                 rows = part[first - begin : max(cut.rows.stop - begin, 0)]
                 if cut.columns is not None:
                     rows = rows[:, cut.columns.start : cut.columns.stop]
                 if len(rows):
-                    target = whole[cut.first : cut.first + cut.taken]
-                    _place(target, rows, first - cut.rows.start, slot.how, order)
+                    _place(whole, cut, rows, first - cut.rows.start, slot.how, order)
 
 
 @contextlib.contextmanager
@@ -156,54 +204,94 @@ def _in_threads(
             torch.cuda.empty_cache()  # memory of the threads' streams is of no use to others
 
 
-def size_of(checkpoint: Checkpoint, share: Share | None = None) -> int:
+def _whole_rows(parts: Iterable[tuple[int, Tensor]], slot: Slot) -> Iterable[tuple[int, Tensor]]:
+    """Return parts of which each has whole rows of the target: rows of a transposed tensor are
+    put together first, because the scale of a target's row depends on all of them."""
+    if slot.how != "transpose":
+        return parts
+    return [(0, torch.cat([part.clone() for _, part in parts]))]
+
+
+def size_of(checkpoint: Checkpoint, share: Share | None = None, layouts: Layouts = PLAIN) -> int:
     """Return the bytes of the stored tensors that `load` reads."""
     if share is None:
         return checkpoint.size
     return sum(
         bytes_of(piece.entry, cut.rows, cut.columns)
         for piece in checkpoint.pieces
-        for cut in _cuts(checkpoint.spec, piece.slot, piece.entry.shape, share)
+        for cut in _cuts(
+            checkpoint.spec,
+            piece.slot,
+            piece.entry.shape,
+            share,
+            whole_rows=layouts.of(piece.slot.name) is not None,
+        )
     )
 
 
-def _rows_to_fill(spec: Spec, name: str, weight: Tensor, share: Share | None) -> int:
+def _rows_to_fill(spec: Spec, name: str, weight: Weight, share: Share | None) -> int:
     """Return how many rows of a process's tensor the checkpoint fills. The last part of a
     vocabulary may have more rows; they are set to 0."""
     found = None if share is None else held_part(spec, name, share)
     if found is None or found.dim == 1:
         return len(weight)
-    weight[found.size :] = 0
+    if isinstance(weight, Tensor):  # no quantised tensor is split by vocabulary
+        weight[found.size :] = 0
     return found.size
 
 
 def _fill(
-    whole: Tensor, piece: Piece, spec: Spec, stage: Stage, share: Share | None
+    whole: Weight, piece: Piece, spec: Spec, stage: Stage, share: Share | None
 ) -> tuple[int, int]:
     """Write a stored tensor, or this process's share of it, into its rows of the decoder's tensor.
     Return the numbers of rows written and bytes read."""
     entry, slot = piece
+    quantised = isinstance(whole, Quantised)
     rows = size = 0
     with entry.file.open("rb", buffering=0) as file, stage.stream():
-        for cut in _cuts(spec, slot, entry.shape, share):
-            target = whole[cut.first : cut.first + cut.taken]
-            as_stored = target.device.type == "cpu" and DTYPES.get(entry.dtype) is target.dtype
+        for cut in _cuts(spec, slot, entry.shape, share, whole_rows=quantised):
             read = bytes_of(entry, cut.rows, cut.columns)
-            if as_stored and not slot.how and cut.columns is None:
+            if _is_stored_so(whole, entry) and not slot.how and cut.columns is None:
                 width = read // max(len(cut.rows), 1)
+                target = whole[cut.first : cut.first + cut.taken]
                 read_into(file, entry, Bytes(cut.rows.start * width, read), target)
             else:
-                order = None if cut.order is None else cut.order.to(target.device)
-                for first, part in parts(file, entry, stage, cut.rows, cut.columns):
-                    _place(target, part, first, slot.how, order)
+                order = None if cut.order is None else cut.order.to(whole.device)
+                found = parts(file, entry, stage, cut.rows, cut.columns)
+                for first, part in _whole_rows(found, slot) if quantised else found:
+                    _place(whole, cut, part, first, slot.how, order)
             rows += cut.taken if cut.order is None else len(cut.rows)
             size += read
     return rows, size
 
 
-def _place(target: Tensor, part: Tensor, first: int, how: str, order: Tensor | None) -> None:
-    """Transform stored rows from `first` on and write them. `order`: the target's row of each."""
+def _is_stored_so(weight: Weight, entry: Entry) -> TypeGuard[Tensor]:
+    """Return whether a tensor on a CPU has the numbers of a file as they are stored."""
+    if isinstance(weight, Quantised) or weight.device.type != "cpu":
+        return False
+    return DTYPES.get(entry.dtype) is weight.dtype
+
+
+def _check_finite(name: str, weight: Weight, checkpoint: Checkpoint) -> None:
+    if isinstance(weight, Quantised) and not weight.scales.isfinite().all():
+        raise UserError(
+            f"{checkpoint.path}: {name} has numbers that are not finite, which {weight.layout} "
+            "cannot store; use a 16-bit `dtype` or another checkpoint"
+        )
+
+
+def _place(
+    whole: Weight, cut: Cut, part: Tensor, first: int, how: str, order: Tensor | None
+) -> None:
+    """Transform stored rows of a cut, from its row `first` on, and write them into a decoder's
+    tensor. `order`: the row of each in the cut's rows of that tensor."""
     last = first + len(part)
+    if isinstance(whole, Quantised):
+        places = first if order is None else order[first:last]
+        rows = part.T if how == "transpose" else part
+        whole.rows(cut.first, cut.first + cut.taken).write_rows(places, rows, cut.kept)
+        return
+    target = whole[cut.first : cut.first + cut.taken]
     if order is not None:
         target.index_copy_(0, order[first:last], part.to(target.device, target.dtype))
     elif how == "transpose" and part.dim() == 2:
@@ -272,6 +360,7 @@ class Cut(NamedTuple):
     rows, columns: of the stored tensor; None for all columns.
     first, taken: the part fills rows [first, first + taken) of the process's decoder tensor.
     order: the target row of each stored row, if rows are reordered.
+    kept: the columns of the target's whole rows that the process holds; None for all that are read.
     """
 
     rows: range
@@ -279,6 +368,7 @@ class Cut(NamedTuple):
     first: int
     taken: int
     order: Tensor | None = None
+    kept: range | None = None
 
 
 def held_part(spec: Spec, name: str, share: Share) -> HeldPart | None:
@@ -302,9 +392,16 @@ def held_part(spec: Spec, name: str, share: Share) -> HeldPart | None:
     return None
 
 
-def _cuts(spec: Spec, slot: Slot, shape: tuple[int, ...], share: Share | None) -> Iterator[Cut]:
+def _cuts(
+    spec: Spec, slot: Slot, shape: tuple[int, ...], share: Share | None, *, whole_rows: bool = False
+) -> Iterator[Cut]:
     """Yield the parts of a stored tensor of this shape that process `share` reads. None: the model
-    is not split."""
+    is not split.
+
+    Args:
+        whole_rows: read whole rows of the target, also where the process holds some of its columns
+            only. A quantised row has the scale of the whole row in all processes.
+    """
     found = None if share is None else held_part(spec, slot.name, share)
     order = order_of(spec, slot)
     every = range(shape[0])
@@ -314,6 +411,9 @@ def _cuts(spec: Spec, slot: Slot, shape: tuple[int, ...], share: Share | None) -
     elif found.dim == 1:
         (run,) = found.runs
         assert order is None
+        if whole_rows:
+            yield Cut(every, None, slot.first, slot.rows, kept=run)
+            return
         yield Cut(run if transposed else every, None if transposed else run, slot.first, slot.rows)
     elif order is not None:
         yield from _sorted_cuts(order + slot.first, found)

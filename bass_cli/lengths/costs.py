@@ -460,7 +460,7 @@ def profile_path(
     target: str,
     draft: str,
     device: torch.device,
-    dtype: torch.dtype,
+    dtype: str,
     threads: int | None = None,
     ranks: int = 1,
 ) -> Path:
@@ -473,14 +473,7 @@ def profile_path(
     Args:
         threads: CPU threads as requested; None: the default.
     """
-    identity = [
-        _device_name(device, threads),
-        target,
-        draft,
-        str(dtype),
-        __version__,
-        torch.__version__,
-    ]
+    identity = [_device_name(device, threads), target, draft, dtype, __version__, torch.__version__]
     if ranks > 1:
         identity.append(f"{ranks} ranks")
     return (

@@ -20,17 +20,18 @@ from torch.nn import functional
 import bass_kernels as ops
 from bass_cli.models.kv_cache import Layers, Pass
 from bass_cli.models.ranks import Ranks
-from bass_cli.models.spec import Rope, Spec
-from bass_cli.models.weights import Weights
+from bass_cli.models.spec import MAPS, Rope, Spec
+from bass_cli.models.weights import Named, Weights
+from bass_kernels import Quantised, Weight
 
-_MATRICES = (".qkv.weight", ".o.weight", ".up.weight", ".down.weight")
+_MATRICES = tuple(f".{name}.weight" for name in MAPS)
 
 
 class Decoder:
     """A decoder-only transformer over fused weights. It has no state of any sequence.
 
     Args:
-        weights: tensors of their `stored_dtype` on one device, by the names of
+        weights: tensors of their `stored_dtype`, or quantised, on one device, by the names of
             `parameters(spec)`. The decoder takes them out of the dict (see Weights).
         vocab: number of ids that the head keeps, the first ones. It is the tokenizer's size: the
             padding rows of a checkpoint must never be sampled. Default: all.
@@ -48,7 +49,7 @@ class Decoder:
     def __init__(
         self,
         spec: Spec,
-        weights: dict[str, Tensor],
+        weights: Named,
         *,
         vocab: int | None = None,
         shared: Decoder | None = None,
@@ -59,15 +60,15 @@ class Decoder:
         every = spec.vocab * (1 if ranks is None else ranks.share.ranks)
         self.vocab = min(vocab or every, every)
         self.reader: ReadsHidden | None = None
-        self.weights = self._weights = Weights(weights)
+        self.weights = self._weights = Weights(weights, tied=spec.tied)
         if "embed.weight" not in self._weights:
             assert shared is not None
             self._weights["embed.weight"] = shared._weights["embed.weight"]
-        embed = self._weights["embed.weight"]
+        embed = self._weights.plain("embed.weight")
         self.device, self.dtype = embed.device, embed.dtype
-        self._head: tuple[Tensor, Tensor | None]
+        self._head: tuple[Weight, Tensor | None]
         if "head.weight" in self._weights:
-            bias = self._weights.get("head.bias")
+            bias = self._weights.plain_or_none("head.bias")
             most = self.vocab if ranks is None else spec.vocab  # all parts have the same size
             self._head = (
                 self._weights.pack("head.weight", most),
@@ -79,6 +80,7 @@ class Decoder:
         for name in self._weights:
             if name.endswith(_MATRICES):
                 self._weights.pack(name)
+        self._quantised = any(isinstance(one, Quantised) for one in self._weights.values())
         self._frequencies = tuple(
             inverse_frequencies(rope, self.device) for rope in (spec.rope, spec.local_rope)
         )
@@ -126,7 +128,9 @@ class Decoder:
         logits."""
         aux_layers, reader = None, self.reader
         if reader is not None:
-            aux_layers = AuxHiddenLayers(reader.aux_layers, tokens, self._weights["embed.weight"])
+            aux_layers = AuxHiddenLayers(
+                reader.aux_layers, tokens, self._weights.plain("embed.weight")
+            )
         normed = self._normed(tokens, step, last, aux_layers)
         if reader is not None and aux_layers is not None:
             reader.read(tokens, aux_layers.hidden, step)
@@ -151,10 +155,11 @@ class Decoder:
         self, tokens: Tensor, step: Pass, last: int | None, aux_layers: AuxHiddenLayers | None
     ) -> Tensor | None:
         """The final norm's output [B, min(last, W), width], or None for last = 0."""
-        embed = self._weights["embed.weight"]
+        embed = self._weights.plain("embed.weight")
         alone = self.ranks is None  # the fused launches have no exchanges between processes
         if (
             alone
+            and not self._quantised
             and self._frequencies[0] is not None
             and supports_fused(self.spec, tokens, embed, step)
         ):
@@ -172,7 +177,9 @@ class Decoder:
         residual = embedded(tokens, embed, scale=self.spec.embed_scale)
         if self.spec.rope is None:
             places = step.positions.clamp(0, self.spec.context - 1)
-            residual = residual + functional.embedding(places, self._weights["positions.weight"])
+            residual = residual + functional.embedding(
+                places, self._weights.plain("positions.weight")
+            )
         angles = tuple(angles_of(step.positions, f) for f in self._frequencies)
         slots = step.slots()
         for slot, i in enumerate(self.layers):
@@ -198,16 +205,14 @@ class Decoder:
         q = ops.project(
             residual,
             self._affine(at + "norm1"),
-            self._affine(at + "qkv"),
+            self._map(at + "qkv"),
             angles[1 if spec.windows[i] and spec.local_rope else 0],
             slots,
             step.own(slot),
             heads=spec.heads,
             eps=spec.norm.eps,
             kind=spec.norm.kind,
-            norms=(self._weights[at + "q_norm.weight"], self._weights[at + "k_norm.weight"])
-            if spec.norm.qk
-            else None,
+            norms=self._weights.qk_norms(at) if spec.norm.qk else None,
         )
         return self.rest_of_layer(i, slot, q, residual, step)
 
@@ -219,6 +224,7 @@ class Decoder:
             q: queries [B, W, H, D].
         """
         spec, at, segments = self.spec, f"layers.{i}.", step.segments
+        following = self._weights[at + "o.weight"]
         mixed = ops.attention(
             q.view(*segments.positions.shape, *q.shape[2:]),  # a prefill's one row in tiles
             step.own(slot),
@@ -226,7 +232,7 @@ class Decoder:
             segments,
             scale=spec.query_scale,
             window=spec.windows[i],
-            next_weight=self._weights[at + "o.weight"],
+            next_weight=None if isinstance(following, Quantised) else following,
         ).view(*q.shape[:2], -1)
         if spec.norm.sandwich:
             residual = residual + self._norm(at + "post1", self._mapped(at + "o", mixed))
@@ -240,13 +246,13 @@ class Decoder:
     def _added(self, name: str, x: Tensor, residual: Tensor) -> Tensor:
         """Add the map `o` or `down` of x to the residual stream, which may be changed in place."""
         if self.ranks is None:
-            return ops.linear_add(x, *self._affine(name), residual)
+            return ops.linear_add(x, *self._map(name), residual)
         return residual + self._mapped(name, x)
 
     def _mapped(self, name: str, x: Tensor) -> Tensor:
         """Return the map `o` or `down` of x. In a split model each process has some of its
         columns, and the bias is added once, after the sum."""
-        weight, bias = self._affine(name)
+        weight, bias = self._map(name)
         if self.ranks is None:
             return ops.linear(x, weight, bias)
         found = self.ranks.sum(ops.linear(x, weight, None))
@@ -259,7 +265,7 @@ class Decoder:
         return ops.norm_up(
             residual,
             norm,
-            self._affine(at + "up"),
+            self._map(at + "up"),
             eps=spec.norm.eps,
             kind=spec.norm.kind,
             activation=spec.activation,
@@ -267,7 +273,12 @@ class Decoder:
         )
 
     def _affine(self, name: str) -> tuple[Tensor, Tensor | None]:
-        return self._weights[name + ".weight"], self._weights.get(name + ".bias")
+        """Return the weight and bias of a norm."""
+        return self._weights.plain(name + ".weight"), self._weights.plain_or_none(name + ".bias")
+
+    def _map(self, name: str) -> tuple[Weight, Tensor | None]:
+        """Return the weight and bias of a linear map."""
+        return self._weights[name + ".weight"], self._weights.plain_or_none(name + ".bias")
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         return ops.norm(
@@ -369,7 +380,7 @@ def supports_fused(spec: Spec, tokens: Tensor, like: Tensor, step: Pass) -> bool
 
 def run_fused(
     spec: Spec,
-    weights: dict[str, Tensor],
+    weights: Weights,
     layers: tuple[int, ...],
     frequencies: Tensor,
     tokens: Tensor,
@@ -382,13 +393,14 @@ def run_fused(
     from bass_kernels import fused_attention, products, residual
 
     eps, early = spec.norm.eps, _large(spec, len(layers))
-    norms = [weights[f"layers.{i}.norm1.weight"] for i in layers] + [weights["norm.weight"]]
+    norms = [weights.plain(f"layers.{i}.norm1.weight") for i in layers]
+    norms.append(weights.plain("norm.weight"))
     # any copy is made here, before the chain of launches
     segments = replace(step.segments, positions=step.positions.contiguous())
     stream, angles = residual.begin(
         tokens.flatten(),
         step.positions.flatten(),
-        weights["embed.weight"],
+        weights.plain("embed.weight"),
         norms[0],
         frequencies,
         scale=spec.embed_scale,
@@ -396,16 +408,17 @@ def run_fused(
     )
     for slot, i in enumerate(layers):
         at = f"layers.{i}."
-        qk = (
-            (weights[at + "q_norm.weight"], weights[at + "k_norm.weight"]) if spec.norm.qk else None
-        )
         qkv = products.project(
-            stream, weights[at + "qkv.weight"], weights.get(at + "qkv.bias"), eps=eps, early=early
+            stream,
+            weights.plain(at + "qkv.weight"),
+            weights.plain_or_none(at + "qkv.bias"),
+            eps=eps,
+            early=early,
         )
         mixed = fused_attention.attend(
             qkv,
             angles,
-            qk,
+            weights.qk_norms(at) if spec.norm.qk else None,
             segments,
             step.own(slot),
             step.prompt(slot),
@@ -416,13 +429,21 @@ def run_fused(
             early=early,
         )
         stream = products.add(
-            mixed, weights[at + "o.weight"], stream, weights[at + "norm2.weight"], early=early
+            mixed,
+            weights.plain(at + "o.weight"),
+            stream,
+            weights.plain(at + "norm2.weight"),
+            early=early,
         )
         inner = products.gate_up(
-            stream, weights[at + "up.weight"], eps=eps, activation=spec.activation, early=early
+            stream,
+            weights.plain(at + "up.weight"),
+            eps=eps,
+            activation=spec.activation,
+            early=early,
         )
         stream = products.add(
-            inner, weights[at + "down.weight"], stream, norms[slot + 1], early=early
+            inner, weights.plain(at + "down.weight"), stream, norms[slot + 1], early=early
         )
         if aux_layers is not None:
             aux_layers.take(i, stream.residual)

@@ -15,6 +15,7 @@ import bass_kernels as ops
 from bass_cli.models.decoder import Decoder, angles_of, inverse_frequencies
 from bass_cli.models.kv_cache import Layers, Pass
 from bass_cli.models.spec import HeadSpec
+from bass_cli.models.weights import Named
 
 
 class _HiddenStateDrafter:
@@ -28,18 +29,17 @@ class _HiddenStateDrafter:
             are used if it has none. `body.weights` holds them afterwards.
     """
 
-    def __init__(self, spec: HeadSpec, weights: dict[str, Tensor], target: Decoder):
+    def __init__(self, spec: HeadSpec, weights: Named, target: Decoder):
         self.spec, body, self._vocab = spec, spec.body, target.vocab
         self._first_layer = len(target.layers)  # its layers in the store come after the target's
         self._ids = None if spec.ids is None else torch.tensor(spec.ids, device=target.device)
         self.body = Decoder(body, weights, vocab=target.vocab, shared=target)
         own, query = self.body.weights, body.heads * body.head_size
-        self._fc, self._context_norm = own.pack("fc.weight"), own["context_norm.weight"]
+        self._fc, self._context_norm = own.pack("fc.weight"), own.plain("context_norm.weight")
         self._keys_values, self._norms = [], []
         for at in (f"layers.{i}." for i in range(body.layers)):
-            bias, norms = own.get(at + "qkv.bias"), None
-            if body.norm.qk:
-                norms = own[at + "q_norm.weight"], own[at + "k_norm.weight"]
+            bias = own.plain_or_none(at + "qkv.bias")
+            norms = own.qk_norms(at) if body.norm.qk else None
             self._keys_values.append(
                 (own.rows_from(at + "qkv.weight", query), None if bias is None else bias[query:])
             )
@@ -91,10 +91,10 @@ class FeatureHead(_HiddenStateDrafter):
 
     ahead = 0
 
-    def __init__(self, spec: HeadSpec, weights: dict[str, Tensor], target: Decoder):
+    def __init__(self, spec: HeadSpec, weights: Named, target: Decoder):
         super().__init__(spec, weights, target)
         own, self._after = self.body.weights, None
-        self._before = own.get("markov.before.weight")
+        self._before = own.plain_or_none("markov.before.weight")
         if self._before is not None:
             read = None if spec.ids is not None else target.vocab
             self._after = own.pack("markov.after.weight", read)
@@ -141,12 +141,12 @@ class ChainHead(_HiddenStateDrafter):
 
     ahead = 1  # a pair at position i has token i + 1
 
-    def __init__(self, spec: HeadSpec, weights: dict[str, Tensor], target: Decoder):
+    def __init__(self, spec: HeadSpec, weights: Named, target: Decoder):
         super().__init__(spec, weights, target)
         at = "layers.0."
         own = self.body.weights
-        self._qkv, self._bias = own[at + "qkv.weight"], own.get(at + "qkv.bias")
-        self._embed, self._token_norm = own["embed.weight"], own[at + "norm1.weight"]
+        self._qkv, self._bias = own[at + "qkv.weight"], own.plain_or_none(at + "qkv.bias")
+        self._embed, self._token_norm = own.plain("embed.weight"), own.plain(at + "norm1.weight")
 
     @property
     def cached(self) -> tuple[Layers, ...]:
@@ -229,6 +229,6 @@ class ChainHead(_HiddenStateDrafter):
 Head = FeatureHead | ChainHead
 
 
-def make_head(spec: HeadSpec, weights: dict[str, Tensor], target: Decoder) -> Head:
+def make_head(spec: HeadSpec, weights: Named, target: Decoder) -> Head:
     """Return the drafter that a spec describes. It takes the tensors out of `weights`."""
     return (FeatureHead if spec.block else ChainHead)(spec, weights, target)

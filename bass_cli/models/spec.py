@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     import torch
 
+# The linear maps of a layer
+MAPS = ("qkv", "o", "up", "down")
 _NORMS = {"norm", "norm1", "norm2", "post1", "post2", "q_norm", "k_norm", "context_norm"}
 
 
@@ -131,6 +133,28 @@ def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     import torch
 
     return torch.float32 if name.split(".")[-2] in _NORMS else dtype
+
+
+class Layouts(NamedTuple):
+    """In which layouts of `bass_kernels.Quantised` a decoder stores its matrices; None for plain
+    numbers.
+
+    layers: the linear maps of its layers.
+    head: its head. A tied head is stored apart from the embedding then.
+    """
+
+    layers: str | None = None
+    head: str | None = None
+
+    def of(self, name: str) -> str | None:
+        """Return the layout of a tensor of `parameters`."""
+        if name == "head.weight":
+            return self.head
+        layer = name.removesuffix(".weight").split(".")
+        return self.layers if name.endswith(".weight") and layer[-1] in MAPS else None
+
+
+PLAIN = Layouts()
 
 
 @dataclass(frozen=True, slots=True)

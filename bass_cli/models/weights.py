@@ -1,7 +1,8 @@
 """The tensors of a model by name, as its passes read them, and writing to them in place.
 
-Some matrices are packed on a CPU (bass_kernels.pack). A packed tensor cannot be written in part, so
-`writing` gives its plain form and packs it again. Not here: names of a checkpoint (families.py).
+Some matrices are quantised (bass_kernels.Quantised), and some are packed on a CPU
+(bass_kernels.pack). A packed tensor cannot be written in part, so `writing` gives its plain form
+and packs it again. Not here: names of a checkpoint (families.py).
 """
 
 from __future__ import annotations
@@ -13,31 +14,60 @@ import torch
 from torch import Tensor
 
 import bass_kernels as ops
+from bass_kernels import Quantised, Weight
+
+Named = dict[str, Tensor] | dict[str, Weight]  # tensors by name
 
 
-class Weights(dict[str, Tensor]):
+class Weights(dict[str, Weight]):
     """Tensors by the names of `parameters(spec)`. Their memory never moves, so captured graphs
     stay valid after a write.
 
     Args:
-        tensors: plain tensors. They are taken out of this dict, so that the plain form of a packed
-            matrix can be freed.
+        tensors: plain or quantised tensors. They are taken out of this dict, so that the plain
+            form of a packed matrix can be freed.
+        tied: whether the head is the embedding, or a quantised copy of it.
     """
 
-    def __init__(self, tensors: dict[str, Tensor]):
+    def __init__(self, tensors: Named, *, tied: bool = False):
         super().__init__(tensors)
         tensors.clear()
-        self._tied = "head.weight" in self and self["head.weight"] is self.get("embed.weight")
+        head = self.get("head.weight")
+        self._copied = head if tied and isinstance(head, Quantised) else None
+        plainly = head is not None and head is self.get("embed.weight")
+        self._tied = plainly or self._copied is not None
         # By packed matrix: its shape, and copies of its rows from a first one on.
         self._packed: dict[str, tuple[torch.Size, list[tuple[int, Tensor]]]] = {}
 
-    def pack(self, name: str, rows: int | None = None) -> Tensor:
+    def plain(self, name: str) -> Tensor:
+        """Return a tensor that is not quantised."""
+        found = self[name]
+        assert isinstance(found, Tensor), name
+        return found
+
+    def plain_or_none(self, name: str) -> Tensor | None:
+        """Return a tensor that is not quantised; None if there is none of this name."""
+        return self.plain(name) if name in self else None
+
+    def qk_norms(self, at: str) -> tuple[Tensor, Tensor]:
+        """Return the weights of the norms of q and k in the layer whose names begin with `at`."""
+        return self.plain(at + "q_norm.weight"), self.plain(at + "k_norm.weight")
+
+    def dtype_written(self, name: str) -> torch.dtype:
+        """Return the dtype in which new numbers are to be given: quantised tensors are made from
+        float32."""
+        found = self[name]
+        return torch.float32 if isinstance(found, Quantised) else found.dtype
+
+    def pack(self, name: str, rows: int | None = None) -> Weight:
         """Keep a matrix in its fastest layout only, and return it.
 
         Args:
             rows: the number of rows that are read, the first ones. Default: all.
         """
         whole = self[name]
+        if isinstance(whole, Quantised):
+            return whole.rows(0, rows)
         found = ops.pack(whole[:rows])
         if ops.is_packed(found):
             self._packed[name] = (whole.shape, [(0, found)])
@@ -45,17 +75,21 @@ class Weights(dict[str, Tensor]):
                 self[name] = found
         return found
 
-    def rows_from(self, name: str, first: int) -> Tensor:
+    def rows_from(self, name: str, first: int) -> Weight:
         """Return the rows of a matrix from `first` on in their fastest layout."""
-        whole = ops.unpack(self[name])
+        held = self[name]
+        if isinstance(held, Quantised):
+            return held.rows(first)
+        whole = ops.unpack(held)
         found = ops.pack(whole[first:])
-        if ops.is_packed(self[name]):  # else it is a view
+        if ops.is_packed(held):  # else it is a view
             self._packed[name][1].append((first, found))
         return found
 
     @contextlib.contextmanager
-    def writing(self, name: str) -> Iterator[Tensor]:
-        """Yield the whole plain tensor to write to. Afterwards its packed copies are renewed.
+    def writing(self, name: str) -> Iterator[Weight]:
+        """Yield the whole tensor to write to, plain or quantised. Afterwards its packed copies are
+        renewed.
 
         A tied head is the embedding. After an error in the block, a packed matrix is unchanged, and
         a plain one is as the block left it.
@@ -65,15 +99,20 @@ class Weights(dict[str, Tensor]):
         names = (name, "head.weight") if self._tied and name == "embed.weight" else (name,)
         with torch.inference_mode():
             whole = self[name]
+            if isinstance(whole, Quantised):
+                yield whole
+                return
             if ops.is_packed(whole):
-                whole = self._plain(name)
+                whole = self._unpacked(name)
             yield whole
             for one in names:
                 _, copies = self._packed.get(one, (None, []))
                 for first, copy in copies:
                     copy.copy_(ops.pack(whole[first : first + len(copy)]))
+            if name == "embed.weight" and self._copied is not None:
+                self._copied.write_rows(0, whole)
 
-    def _plain(self, name: str) -> Tensor:
+    def _unpacked(self, name: str) -> Tensor:
         """Return the plain form of a packed matrix; 0 in rows that are not read."""
         shape, copies = self._packed[name]
         first, copy = copies[0]

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from bass_cli.config.job import Job
 from bass_cli.drafts.factory import SHARPER, make_drafter
@@ -33,7 +32,8 @@ from bass_cli.models.heads import Head, make_head
 from bass_cli.models.kv_cache import ARENA
 from bass_cli.models.ranks import Share
 from bass_cli.models.runner import Runner
-from bass_cli.models.spec import Spec
+from bass_cli.models.spec import Layouts, Spec
+from bass_cli.models.weights import Named
 from bass_cli.run.pair import longest_draft
 from bass_cli.run.plan import Plan
 from bass_cli.run.sampling import row_sampling
@@ -89,7 +89,7 @@ def load_models(
     `on_bytes` is called with the bytes that are read, and the bytes in all.
     """
     files, ranks = plan.files, plan.job.tensor_parallel
-    whole = size_of(files.target, None if ranks == 1 else Share(0, ranks))
+    whole = size_of(files.target, None if ranks == 1 else Share(0, ranks), plan.layouts)
     whole += 0 if files.draft is None else files.draft.size
     done = 0
 
@@ -102,7 +102,8 @@ def load_models(
     if ranks > 1:
         source = functools.partial(read_part, files.target.path)
     vocab = min(files.tokenizer.size, files.target.spec.vocab)
-    part = Part(source, ranks, plan.dtype, plan.device, vocab, sum(plan.parts.values()))
+    needed = sum(plan.parts.values())
+    part = Part(source, ranks, plan.dtype, plan.device, vocab, needed, plan.layouts)
     return make_models(part, functools.partial(load_draft, plan, on_read=on_read), on_read)
 
 
@@ -121,7 +122,11 @@ def make_models(
     followers = Followers(part) if part.ranks > 1 else None
     with contextlib.nullcontext() if followers is None else followers.loading():
         spec, weights = part.source(
-            Share(0, part.ranks), dtype=part.dtype, device=part.device, on_read=on_read
+            Share(0, part.ranks),
+            dtype=part.dtype,
+            layouts=part.layouts,
+            device=part.device,
+            on_read=on_read,
         )
         ranks = None if followers is None else followers.ranks
         target = Decoder(spec, weights, vocab=part.vocab, ranks=ranks)
@@ -133,11 +138,13 @@ def _read_whole(
     share: Share,
     *,
     dtype: torch.dtype,
+    layouts: Layouts,
     device: torch.device,
     on_read: Callable[[int], None],
-) -> tuple[Spec, dict[str, Tensor]]:
+) -> tuple[Spec, Named]:
     """Load all of an opened checkpoint. See `Source`."""
-    return checkpoint.spec, load(checkpoint, dtype=dtype, device=device, on_read=on_read)
+    found = load(checkpoint, dtype=dtype, layouts=layouts, device=device, on_read=on_read)
+    return checkpoint.spec, found
 
 
 def load_draft(

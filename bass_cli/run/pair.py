@@ -134,7 +134,7 @@ def open_files(job: Job, early: Callable[[], Tokenizer | None] = lambda: None) -
 
 
 def costs_of(
-    job: Job, files: Files, device: torch.device, dtype: torch.dtype, note: Callable[[str], None]
+    job: Job, files: Files, device: torch.device, dtype: str, note: Callable[[str], None]
 ) -> tuple[Path | None, Surface | None]:
     """Return the file of round costs and its content, each None if there is none.
 

@@ -30,6 +30,7 @@ from bass_cli.io.cache import give_kernels_a_cache
 from bass_cli.io.prompts import Wanted
 from bass_cli.lengths.costs import Surface
 from bass_cli.models.block_allocator import BlockLayout
+from bass_cli.models.spec import PLAIN, Layouts
 from bass_cli.run.defaults import with_model_defaults
 from bass_cli.run.memory import SLACK, Extras, Footprint, Need, footprint, usable
 from bass_cli.run.pair import (
@@ -43,7 +44,9 @@ from bass_cli.run.pair import (
     tokens_of,
 )
 from bass_cli.system.host import free_memory, gigabytes, wake
+from bass_kernels import LAYOUTS
 
+# The formats of all numbers. The others (LAYOUTS of bass_kernels) are of matrices only.
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # The least positions of a row's first block. Larger blocks waste memory on short samples; smaller
 # ones are copied more often.
@@ -95,6 +98,11 @@ class Plan:
         """The ids that end a sample: `stop_token_ids`, and stop texts that are special tokens."""
         sampling = self.job.sampling
         return ending_ids(self.files.tokenizer, sampling.stop, sampling.stop_token_ids)
+
+    @property
+    def layouts(self) -> Layouts:
+        """The layouts of the target's weights."""
+        return layouts_of(self.job.dtype)
 
     @property
     def tags(self) -> Tags | None:
@@ -234,7 +242,6 @@ class Plan:
 
     def identity(self) -> dict[str, Any]:
         """Return what the results depend on besides the job, and versions, for the manifest."""
-        name = {dtype: name for name, dtype in DTYPES.items()}[self.dtype]
         path = self.files.target.path
         device = platform.machine()
         if self.device.type == "cuda":  # a plan of remote work needs no GPU here
@@ -245,7 +252,7 @@ class Plan:
             "target_files": self.files.target.fingerprint(),
             "vocabulary": self.files.tokenizer.fingerprint(),
             "device": self.device.type,
-            "dtype": name,
+            "dtype": name_of_dtype(self.dtype, self.layouts),
             "format": "gguf" if path.suffix == ".gguf" else "safetensors",
             "versions": {
                 "bass": __version__,
@@ -281,7 +288,9 @@ def make_plan(
     check_ranks(job, files, device)
     job, own = with_model_defaults(job, files.target)
     dtype, notes = dtype_of(job.dtype, device), [*_notes(job, files), *own]
-    profile, surface = costs_of(job, files, device, dtype, notes.append)
+    profile, surface = costs_of(
+        job, files, device, name_of_dtype(dtype, layouts_of(job.dtype)), notes.append
+    )
     tokens = tokens_of(longest_prompt, files.tokenizer, files.target.spec.context)
     found = _footprint(job, files, tokens, device=device, dtype=dtype, wanted=wanted)
     free = usable(free_memory(device))
@@ -433,6 +442,17 @@ def device_of(wanted: str) -> torch.device:
 
 
 def dtype_of(wanted: str, device: torch.device) -> torch.dtype:
-    if wanted == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return DTYPES[wanted]
+    """Return the dtype of activations, caches and all weights that are not quantised."""
+    if wanted in DTYPES:
+        return DTYPES[wanted]
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def layouts_of(wanted: str) -> Layouts:
+    """Return the layouts of a target's weights for a setting of `dtype`."""
+    return Layouts(wanted) if wanted in LAYOUTS else PLAIN
+
+
+def name_of_dtype(dtype: torch.dtype, layouts: Layouts) -> str:
+    """Return the word of `dtype` for what a model is stored in."""
+    return layouts.layers or {known: name for name, known in DTYPES.items()}[dtype]

@@ -25,7 +25,6 @@ from bass_cli.formats.tensor_content import parts
 from bass_cli.models.capture import synchronise
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.families import Slot
-from bass_cli.models.spec import stored_dtype
 from bass_cli.models.weights import Weights
 from bass_cli.reading import shown
 from bass_cli.run.build import Models
@@ -146,7 +145,7 @@ class Updates:
             return
         spec, shape = checkpoint.spec, checkpoint.stored_shape(slot)
         _check_kind(name, tensor, shape)
-        rows = _Rows(tensor.detach(), stored_dtype(slot.name, decoder.dtype), decoder.device)
+        rows = _Rows(tensor.detach(), decoder.weights.dtype_written(slot.name), decoder.device)
         checksum = rows.checksum()
         if checksum is None:
             raise UserError(f"tensor {shown(name)} has numbers that are not finite in {rows.dtype}")

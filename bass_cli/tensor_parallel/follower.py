@@ -29,7 +29,8 @@ from bass_cli.models.decoder import Decoder
 from bass_cli.models.families import Slot
 from bass_cli.models.ranks import Ranks, Share, part_of
 from bass_cli.models.runner import Runner
-from bass_cli.models.spec import Spec
+from bass_cli.models.spec import PLAIN, Layouts, Spec
+from bass_cli.models.weights import Named
 from bass_cli.system.host import free_memory, gigabytes, is_refused_memory
 
 # a call as sent: number of a runner, method, arguments; "capture", "replay", "update", "write" and
@@ -47,9 +48,10 @@ class Source(Protocol):
         share: Share,
         *,
         dtype: torch.dtype,
+        layouts: Layouts,
         device: torch.device,
         on_read: Callable[[int], None],
-    ) -> tuple[Spec, dict[str, torch.Tensor]]:
+    ) -> tuple[Spec, Named]:
         """Return the part's spec (ranks.part_of) and its weights.
 
         Args:
@@ -63,6 +65,7 @@ class Part(NamedTuple):
     ranks: number of processes.
     vocab: see Decoder.
     needed: bytes that each device must have free.
+    layouts: which matrices are quantised.
     """
 
     source: Source
@@ -71,6 +74,7 @@ class Part(NamedTuple):
     device: torch.device
     vocab: int
     needed: int
+    layouts: Layouts = PLAIN
 
 
 class JobSpec(NamedTuple):
@@ -147,7 +151,9 @@ def _follow(job: JobSpec, calls: BinaryIO, say: Callable[[Ready | Fault], None])
         )
     share, read = Share(job.rank, part.ranks), list[int]()
     ranks = Ranks(share)
-    spec, weights = part.source(share, dtype=part.dtype, device=device, on_read=read.append)
+    spec, weights = part.source(
+        share, dtype=part.dtype, layouts=part.layouts, device=device, on_read=read.append
+    )
     decoder = Decoder(spec, weights, vocab=part.vocab, ranks=ranks)
     say(Ready(sum(read)))
     pickle.load(calls)  # "join": all parts are loaded
@@ -162,12 +168,15 @@ def read_part(
     share: Share,
     *,
     dtype: torch.dtype,
+    layouts: Layouts,
     device: torch.device,
     on_read: Callable[[int], None],
-) -> tuple[Spec, dict[str, torch.Tensor]]:
+) -> tuple[Spec, Named]:
     """Load a part of a checkpoint on this machine. See `Source`."""
     checkpoint = open_checkpoint(path)
-    weights = formats.load(checkpoint, dtype=dtype, device=device, share=share, on_read=on_read)
+    weights = formats.load(
+        checkpoint, dtype=dtype, layouts=layouts, device=device, share=share, on_read=on_read
+    )
     return part_of(checkpoint.spec, share.ranks), weights
 
 

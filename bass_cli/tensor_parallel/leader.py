@@ -33,7 +33,7 @@ from bass_cli.models.decoder import Decoder
 from bass_cli.models.families import Slot
 from bass_cli.models.ranks import Ranks, Share
 from bass_cli.models.runner import Runner
-from bass_cli.models.spec import Spec, stored_dtype
+from bass_cli.models.spec import Spec
 from bass_cli.tensor_parallel.follower import CAPTURED, Fault, JobSpec, Part, Ready
 
 _NOTICE = 2.0  # seconds within which the death of a process is detected
@@ -163,7 +163,7 @@ class Followers:
             parts: contiguous, in the dtype that the model stores and on its device.
             slot, shape, spec: see formats.weights.write.
         """
-        dtype = stored_dtype(slot.name, decoder.dtype)
+        dtype = decoder.weights.dtype_written(slot.name)
         with self.taking_part():
             self.tell(0, "write", slot, shape, runs, dtype, spec)
             sent = ((first, self.ranks.broadcast(part)) for first, part in parts)

@@ -22,6 +22,8 @@ LAYOUTS = tuple(_KINDS)
 _LEAST = torch.finfo(torch.float32).tiny
 # Elements of a weight that a CPU converts at a time, so that they stay in its cache
 _CONVERTED = 1 << 17
+# Elements that are quantised at a time: some 100 MB of work space
+_QUANTISED = 1 << 23
 # Tokens up to which torch's product of int8 is faster on a CPU than converting the weight
 _FEW = 4
 
@@ -90,17 +92,19 @@ class Quantised:
             columns: of the given rows, those that this matrix has. Default: all. Scales are those
                 of the whole rows, so that the parts of a split matrix have the values of the whole.
         """
-        values, scales = quantise(rows.to(self.device), self.layout)
-        if columns is not None:
-            values = values[:, columns.start : columns.stop]
-        if isinstance(first, int):
-            self.values[first : first + len(rows)] = values
-            self.scales[first : first + len(rows)] = scales[:, 0]
-        else:  # as bytes: index_copy_ lacks float8
-            self.values.view(torch.uint8).index_copy_(
-                0, first, values.contiguous().view(torch.uint8)
-            )
-            self.scales.index_copy_(0, first, scales[:, 0])
+        step = max(_QUANTISED // rows.shape[1], 1)
+        for at, part in zip(range(0, len(rows), step), rows.split(step), strict=True):
+            values, scales = quantise(part.to(self.device), self.layout)
+            if columns is not None:
+                values = values[:, columns.start : columns.stop]
+            if isinstance(first, int):
+                self.values[first + at : first + at + len(part)] = values
+                self.scales[first + at : first + at + len(part)] = scales[:, 0]
+                continue
+            places = first[at : at + len(part)].to(self.device)
+            raw = values.contiguous().view(torch.uint8)  # index_copy_ lacks float8
+            self.values.view(torch.uint8).index_copy_(0, places, raw)
+            self.scales.index_copy_(0, places, scales[:, 0])
 
 
 Weight = Tensor | Quantised
