@@ -354,7 +354,7 @@ def test_flags_override_the_pair_and_none_keeps_it() -> None:
         ),
         ("budget", "-1s", "--budget (or BASS_BUDGET): "),
         ("device", "tpu", "--device (or BASS_DEVICE): it should be 'auto', 'cuda' or 'cpu'"),
-        ("dtype", "int8", "--dtype (or BASS_DTYPE): "),
+        ("dtype", "int4", "--dtype (or BASS_DTYPE): "),
         ("limit", 0, "--limit (or BASS_LIMIT): "),
     ],
 )
