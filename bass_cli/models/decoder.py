@@ -393,14 +393,14 @@ def run_fused(
     from bass_kernels import fused_attention, products, residual
 
     eps, early = spec.norm.eps, _large(spec, len(layers))
-    norms = [weights.plain(f"layers.{i}.norm1.weight") for i in layers]
-    norms.append(weights.plain("norm.weight"))
+    plain = weights.plain
+    norms = [plain(f"layers.{i}.norm1.weight") for i in layers] + [plain("norm.weight")]
     # any copy is made here, before the chain of launches
     segments = replace(step.segments, positions=step.positions.contiguous())
     stream, angles = residual.begin(
         tokens.flatten(),
         step.positions.flatten(),
-        weights.plain("embed.weight"),
+        plain("embed.weight"),
         norms[0],
         frequencies,
         scale=spec.embed_scale,
@@ -408,13 +408,8 @@ def run_fused(
     )
     for slot, i in enumerate(layers):
         at = f"layers.{i}."
-        qkv = products.project(
-            stream,
-            weights.plain(at + "qkv.weight"),
-            weights.plain_or_none(at + "qkv.bias"),
-            eps=eps,
-            early=early,
-        )
+        bias = weights.plain_or_none(at + "qkv.bias")
+        qkv = products.project(stream, plain(at + "qkv.weight"), bias, eps=eps, early=early)
         mixed = fused_attention.attend(
             qkv,
             angles,
@@ -429,21 +424,13 @@ def run_fused(
             early=early,
         )
         stream = products.add(
-            mixed,
-            weights.plain(at + "o.weight"),
-            stream,
-            weights.plain(at + "norm2.weight"),
-            early=early,
+            mixed, plain(at + "o.weight"), stream, plain(at + "norm2.weight"), early=early
         )
         inner = products.gate_up(
-            stream,
-            weights.plain(at + "up.weight"),
-            eps=eps,
-            activation=spec.activation,
-            early=early,
+            stream, plain(at + "up.weight"), eps=eps, activation=spec.activation, early=early
         )
         stream = products.add(
-            inner, weights.plain(at + "down.weight"), stream, norms[slot + 1], early=early
+            inner, plain(at + "down.weight"), stream, norms[slot + 1], early=early
         )
         if aux_layers is not None:
             aux_layers.take(i, stream.residual)
