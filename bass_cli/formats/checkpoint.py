@@ -19,11 +19,12 @@ import torch
 from bass_cli.errors import UserError, near_word
 from bass_cli.formats import gguf_config, text_part
 from bass_cli.formats.backends import END_ROLES
+from bass_cli.formats.gguf_blocks import QUANTISED
 from bass_cli.formats.gguf_config import ARCHITECTURES, ROPE_FACTORS, spec_of_gguf
 from bass_cli.formats.head_config import head_of_config, notes_of_head, tokens_of
 from bass_cli.formats.hf_config import mask_of, notes_of_config, spec_of_config
 from bass_cli.formats.sources import read_json
-from bass_cli.formats.tensor_content import DTYPES, QUANTISED, parts
+from bass_cli.formats.tensor_content import DTYPES, parts
 from bass_cli.formats.tensor_files import Entry, read_gguf, read_safetensors, read_torch
 from bass_cli.formats.text_part import bare_name, has_text_part, text_config
 from bass_cli.models import families

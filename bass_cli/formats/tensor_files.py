@@ -53,7 +53,7 @@ _Info = tuple[tuple[int, ...], int, int]
 class Entry(NamedTuple):
     """One stored tensor, in bytes [start, start + size) of `file`.
 
-    dtype: one of FLOATS or tensor_content.QUANTISED, or another name that cannot be loaded.
+    dtype: one of FLOATS or gguf_blocks.QUANTISED, or another name that cannot be loaded.
     shape: rows first.
     """
 

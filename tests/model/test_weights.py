@@ -22,8 +22,8 @@ from torch import Tensor
 from bass_cli.errors import MachineError, UserError
 from bass_cli.formats import tensor_content, weights
 from bass_cli.formats.checkpoint import open_checkpoint
+from bass_cli.formats.gguf_blocks import QUANTISED, dequantise
 from bass_cli.formats.sources import locate
-from bass_cli.formats.tensor_content import QUANTISED, dequantise
 from bass_cli.formats.tensor_files import read_gguf, read_texts
 from bass_cli.formats.weights import load
 from bass_cli.models.families import FAMILIES as FAMILIES_KNOWN
