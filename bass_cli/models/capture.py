@@ -30,6 +30,7 @@ class Graph(Protocol):
 
 # takes a function that has run before and a memory pool, returns its graph
 Capture = Callable[[Callable[[], None], Any], Graph]
+Note = Callable[[str], None]
 
 
 def capture(function: Callable[[], None], pool: Any) -> Graph:
@@ -133,13 +134,31 @@ class Graphs:
         libraries set up."""
         return key in self._warm
 
-    def compile(self, functions: Iterable[Callable[[], object]]) -> None:
-        """Compile the kernels that these functions launch, many at a time, without launching
-        them."""
-        if has_triton():
-            from bass_kernels.launch import compile_ahead
+    def compile(self, functions: Iterable[Callable[[], object]], note: Note | None = None) -> bool:
+        """Compile the kernels that these functions launch, many at a time, without launching them.
 
+        Args:
+            note: called with a line if that fails; kernels are then compiled when they first run.
+                None: raise the error.
+
+        Returns:
+            whether they are compiled.
+        """
+        if not has_triton():
+            return False
+        from bass_kernels.launch import compile_ahead
+
+        try:
             compile_ahead(functions)
+        except Exception as error:
+            if note is None:
+                raise
+            note(
+                "kernels will be compiled one by one, because compiling them together failed: "
+                f"{error}"
+            )
+            return False
+        return True
 
     def run(self, key: Hashable, function: Callable[[], Tensor | None]) -> Tensor | None:
         """Run `function` uncaptured and return its result on the host."""

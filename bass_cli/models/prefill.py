@@ -22,7 +22,7 @@ from bass_cli.models.block_allocator import Sender
 from bass_cli.models.capture import Graphs, SkiRental
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.kv_cache import KVCache, Span
-from bass_kernels import Group, log_probability, report_entries
+from bass_kernels import Group, compiling, log_probability, report_entries
 
 SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512)  # tokens of a captured pass, padding included
 # Maximum tokens of a pass. On an H200, computing about 230 tokens takes as long as reading the
@@ -199,7 +199,7 @@ class Passes:
             capture: whether this pass may be captured, which takes longer now and less later.
         """
         size = sum(tiled(len(part.tokens), self.tile) for part in parts)
-        if self.graphs is not None and size <= PASS:
+        if self.graphs is not None and size <= PASS and not compiling():
             serving = self._serving(self.graphs, padded(size), capture=capture)
             if serving is not None:
                 self._feed(self.graphs, serving, parts)

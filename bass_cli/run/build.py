@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from bass_cli.engine.loop import Loop
 from bass_cli.engine.verify import Cut, Rate
 from bass_cli.formats.grammars import grammars_of
 from bass_cli.formats.weights import Checkpoint, load, size_of
+from bass_cli.io.cache import give_kernels_a_cache
 from bass_cli.lengths.controllers import Fixed, make_lengths
 from bass_cli.models.block_allocator import BlockLayout
 from bass_cli.models.capture import Graphs
@@ -41,6 +43,7 @@ from bass_cli.system.host import give_back_memory
 from bass_cli.tensor_parallel.follower import Part, Source, read_part
 from bass_cli.tensor_parallel.leader import Followers, LedRunner
 
+COMPILING = "compiling kernels"
 WARMING = {"cpu": "warming up", "cuda": "warming up: compiling kernels, capturing graphs"}
 READING = {
     "cpu": "reading the first prompts",
@@ -50,6 +53,10 @@ _WARM_KEY = "\0"  # the key of the warm-up prompt
 # tokens of warm-up prompts, for the kernels of short and long prompts
 _WARM_PROMPTS = {"cpu": (33,), "cuda": (33, 128, 500)}
 _WARM_ROUNDS = 3
+# Numbers of rows besides the batch's, and draft lengths if a controller chooses, whose kernels are
+# compiled together. They cover 38 of the 44 forms of rounds of up to 64 or 256 rows and 16 drafts
+# (a 7B shape, compute capability 9.0). The others are compiled when they first run.
+_COMPILED_ROWS, _COMPILED_WIDTHS = (1, 8), (0, 2, 8)
 _CAPTURED = 16  # the longest draft length captured beforehand if the controller may choose
 
 
@@ -258,9 +265,13 @@ def _runner(
     return LedRunner(decoder, followers, lag, rows=rows, span=span, lag=lag, blocks=blocks)
 
 
-def ready_loop(plan: Plan, models: Models, on_phase: Callable[[str], None]) -> Loop:
-    """Build a loop, and warm it up if there is a budget."""
+def ready_loop(
+    plan: Plan, models: Models, on_phase: Callable[[str], None], on_note: Callable[[str], None]
+) -> Loop:
+    """Build a loop, compile its kernels, and warm it up if there is a budget."""
     loop = build(plan, models)
+    if compiles(loop) and models.followers is None:
+        compile_kernels(loop, plan, on_phase, on_note)
     if plan.job.budget is not None:
         on_phase(WARMING[plan.device.type])
         warm_up(loop, plan)
@@ -288,6 +299,54 @@ def lengths_for(plan: Plan) -> DraftLength:
         surface=plan.surface,
         at_once=plan.files.mask is not None,
     )
+
+
+def compiles(loop: Loop) -> bool:
+    """Whether the loop's rounds are captured, so that their kernels can be compiled before."""
+    return loop.graphs is not None and loop.graphs.enabled
+
+
+def compile_kernels(
+    loop: Loop, plan: Plan, on_phase: Callable[[str], None], on_note: Callable[[str], None]
+) -> None:
+    """Compile most kernels of prompts and rounds, many at a time, if the job is new here.
+
+    One after the other, the 40 to 80 kernels of a job take 10 to 20 s. The loop must be empty and
+    is left empty. If it fails, kernels are compiled when they first run. An empty file in Triton's
+    cache, with a digest of the job's shapes in its name, says that they were compiled before.
+    """
+    stamp = give_kernels_a_cache() / f"bass-{_digest_of_shapes(plan)}"
+    if stamp.exists():
+        return
+    longest = min(longest_draft(plan.job), loop.drafter.longest)
+    fixed = isinstance(plan.job.speculation.length, int)
+    widths = {0, longest} if fixed else {min(width, longest) for width in _COMPILED_WIDTHS}
+    rows = {min(count, loop.batch.capacity) for count in (*_COMPILED_ROWS, plan.rows)}
+
+    def work() -> None:
+        first, *others = _WARM_PROMPTS[plan.device.type]
+        with _rows_on(loop, plan, first, range(1)):
+            loop.prepare(rows, widths, catching_up=False, only_compile=True)
+        for tokens in others:
+            with _rows_on(loop, plan, tokens, range(1)):
+                pass
+
+    on_phase(COMPILING)
+    assert loop.graphs is not None
+    if loop.graphs.compile([work], on_note):
+        with contextlib.suppress(OSError):
+            stamp.touch()
+
+
+def _digest_of_shapes(plan: Plan) -> str:
+    """Return a digest of all that the forms of a job's kernels depend on."""
+    draft = plan.files.draft
+    parts = (
+        *(plan.versions, plan.dtype, plan.rows, plan.job.speculation, plan.job.sampling),
+        *(plan.files.target.spec, None if draft is None else (draft.spec, draft.head)),
+        *(plan.files.mask, plan.files.skipped, plan.job.pair.draft),
+    )
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
 def warm_up(loop: Loop, plan: Plan) -> None:
@@ -321,23 +380,43 @@ def warm_up(loop: Loop, plan: Plan) -> None:
 
 def _decode(loop: Loop, plan: Plan, tokens: int, *, widths: Iterable[int]) -> None:
     """Run a few rounds on a dummy prompt, then retire its rows."""
+    far = loop.clock.now() + 1e6
+    samples = range(min(plan.samples_per_prompt, loop.batch.capacity))
+    with _rows_on(loop, plan, tokens, samples, deadline=far, structured=True):
+        for width in widths:
+            loop.use(Fixed(width))
+            for _ in range(_WARM_ROUNDS):
+                if min(loop.batch.rooms()) > 0:
+                    loop.round(far)
+
+
+@contextlib.contextmanager
+def _rows_on(
+    loop: Loop,
+    plan: Plan,
+    tokens: int,
+    samples: Iterable[int],
+    *,
+    deadline: float | None = None,
+    structured: bool = False,
+) -> Iterator[None]:
+    """Make these samples of a dummy prompt live rows; on exit, retire them.
+
+    `structured`: The rows have the job's grammar.
+    """
     limit = plan.new_tokens
     prompt = [0] * max(1, min(tokens, plan.files.target.spec.context - limit))
-    far = loop.clock.now() + 1e6
-    loop.open(_WARM_KEY, prompt, deadline=far)
-    samples = range(min(plan.samples_per_prompt, loop.batch.capacity))
+    loop.open(_WARM_KEY, prompt, deadline=deadline)
     sampling = row_sampling(plan.job.sampling, plan.files.tokenizer)  # its graphs are captured
     rows = [Row(_WARM_KEY, sample, 0, list(prompt), limit, sampling) for sample in samples]
     structure = plan.job.sampling.structure
-    if structure is not None:
+    if structure is not None and structured:
         vocab, tokenizer = loop.batch.processors.vocab, plan.files.tokenizer
         for row in rows:
             row.matcher = grammars_of(tokenizer, vocab, plan.eos_ids).matcher(structure)
-    loop.admit(*rows)
-    loop.close(_WARM_KEY)
-    for width in widths:
-        loop.use(Fixed(width))
-        for _ in range(_WARM_ROUNDS):
-            if min(loop.batch.rooms()) > 0:
-                loop.round(far)
-    loop.retire(*range(len(loop.batch)))
+    try:
+        loop.admit(*rows)
+        yield
+    finally:
+        loop.close(_WARM_KEY)
+        loop.retire(*range(len(loop.batch)))

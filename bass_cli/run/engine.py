@@ -464,7 +464,7 @@ class Engine:
             loop = self._given
             if loop is None:
                 assert self._models is not None
-                loop = ready_loop(self.plan, self._models, self._on_phase)
+                loop = ready_loop(self.plan, self._models, self._on_phase, self._on_note)
             self._on_phase(READING[self.plan.device.type])  # the first round ends this phase
             self._conductor.resume(loop)
             self._ready = True

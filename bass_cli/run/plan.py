@@ -243,10 +243,6 @@ class Plan:
     def identity(self) -> dict[str, Any]:
         """Return what the results depend on besides the job, and versions, for the manifest."""
         path = self.files.target.path
-        device = platform.machine()
-        if self.device.type == "cuda":  # a plan of remote work needs no GPU here
-            there = torch.cuda.is_available()
-            device = torch.cuda.get_device_name(self.device) if there else "cuda"
         return {
             "target": self.job.pair.target,
             "target_files": self.files.target.fingerprint(),
@@ -254,12 +250,21 @@ class Plan:
             "device": self.device.type,
             "dtype": name_of_dtype(self.dtype, self.layouts),
             "format": "gguf" if path.suffix == ".gguf" else "safetensors",
-            "versions": {
-                "bass": __version__,
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-                "device": device,
-            },
+            "versions": self.versions,
+        }
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """The versions of bass, torch and Python, and the name of the device."""
+        device = platform.machine()
+        if self.device.type == "cuda":  # a plan of remote work needs no GPU here
+            there = torch.cuda.is_available()
+            device = torch.cuda.get_device_name(self.device) if there else "cuda"
+        return {
+            "bass": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "device": device,
         }
 
 

@@ -321,13 +321,7 @@ class _Bench:
 
         if real.graphs is not None and self.compiles:
             began = self.now()
-            try:
-                real.graphs.compile([work])
-            except Exception as error:
-                note(
-                    "kernels will be compiled one by one, because compiling them together failed: "
-                    f"{error}"
-                )
+            real.graphs.compile([work], note)
             # at least half of the time is for measuring
             self.deadline += max(self.now() - began - (self.deadline - began) / 2, 0.0)
 

@@ -7,7 +7,15 @@ keys (each row's own), T positions of the prompt store.
 """
 
 from . import acceptance, likeliest, processing, reference, rounds, sampling
-from .dispatch import attention_schedule, by_device, has_triton, import_kernels, kind_for, use
+from .dispatch import (
+    attention_schedule,
+    by_device,
+    compiling,
+    has_triton,
+    import_kernels,
+    kind_for,
+    use,
+)
 from .likeliest import processed_entries, report_entries
 from .linear import is_packed, linear, linear_add, norm_up, pack, project, unpack
 from .noise import SHARED, gumbel
@@ -69,6 +77,7 @@ __all__ = [
     "attention_schedule",
     "choose_drafts",
     "commit",
+    "compiling",
     "count_block",
     "count_prompts",
     "distance_gradient",

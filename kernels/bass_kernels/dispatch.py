@@ -8,7 +8,7 @@ import functools
 import importlib
 import importlib.util
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ SCHEDULES = ("ragged", "pad", "split")
 _USUAL = ("pointwise", "fused_attention", "ragged", "sampling_kernels", "round_kernels")
 _override: str | None = None
 _schedule = "ragged"
+_compiling = False
 _too_large: set[str] = set()  # ops for which the warning was logged
 
 
@@ -69,6 +70,22 @@ def import_kernels(device: torch.device) -> None:
         with contextlib.suppress(Exception):
             for name in _USUAL:
                 importlib.import_module(f"bass_kernels.{name}")
+
+
+def compiling() -> bool:
+    """Return whether launches are replaced by compilation now (launch.compile_ahead)."""
+    return _compiling
+
+
+@contextlib.contextmanager
+def compile_only() -> Iterator[None]:
+    """Let `compiling` return True inside this context."""
+    global _compiling
+    _compiling = True
+    try:
+        yield
+    finally:
+        _compiling = False
 
 
 def by_device(reference: Callable[..., Any], module: str) -> Callable[..., Any]:

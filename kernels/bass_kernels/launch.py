@@ -17,8 +17,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
+from . import dispatch
+
 _COMPILERS = 16  # maximum number of compiler threads
-_compiles_only = False  # whether `compile_ahead` runs
 Option = TypeVar("Option")
 _COUNTERS: dict[torch.device, list[Tensor]] = {}
 
@@ -157,25 +158,18 @@ def compile_ahead(works: Iterable[Callable[[], object]]) -> None:
     """Run `works` with kernel launches replaced by compilation, many kernels at a time; one after
     the other they take seconds each. Everything else in `works` runs, on outputs that no kernel has
     written. A work may call this function again."""
-    global _compiles_only
     if not hasattr(triton, "AsyncCompileMode"):  # before Triton 3.5
         return
     with contextlib.ExitStack() as stack:
-        if not _compiles_only:
+        if not dispatch.compiling():
             threads = min(_COMPILERS, len(os.sched_getaffinity(0)))
             pool = stack.enter_context(ThreadPoolExecutor(threads))
             stack.enter_context(triton.AsyncCompileMode(pool))
             stack.enter_context(_replaced("parse", _parse_alone(triton.JITFunction.parse)))
             stack.enter_context(_replaced("run", _compile_only(triton.JITFunction.run)))
-            _compiles_only = True
-            stack.callback(_end_compiling)
+            stack.enter_context(dispatch.compile_only())
         for work in works:
             work()
-
-
-def _end_compiling() -> None:
-    global _compiles_only
-    _compiles_only = False
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """Kernels compile for a Hopper GPU, and rounds compile all of their kernels ahead, without a GPU."""
 
+import ast
 import itertools
 import os
 import pathlib
@@ -8,7 +9,7 @@ import sys
 
 import pytest
 from chains import write_chain
-from checkpoints import write_checkpoint
+from checkpoints import write_checkpoint, write_tokenizer
 from heads import write_head
 
 pytest.importorskip("triton")
@@ -51,3 +52,21 @@ def test_rounds_compile_ahead_without_running(tmp_path, how, kinds):
     lines = run_compiling("compile_ahead.py", *given, cache=tmp_path / "cache")
     assert len(lines) == len(kinds)
     assert all(int(line.split()[0]) > 15 for line in lines)
+
+
+def test_a_job_compiles_its_kernels_together_before_its_first_round(tmp_path):
+    """Once for each machine. If it fails, the kernels are compiled when they first run."""
+    write_checkpoint("qwen2", tmp_path / "model")
+    write_tokenizer(tmp_path / "model")
+    lines = run_compiling("compile_job.py", str(tmp_path / "model"), cache=tmp_path / "cache")
+    first, later, second, refused = map(ast.literal_eval, lines)
+    assert first["kernels"] > 20
+    assert first["rows"] == 0
+    assert first["phases"] == ["compiling kernels"]
+    assert not first["notes"]
+    assert not later["kernels"], "rounds of the job need no other kernels"
+    assert second == {"kernels": 0, "rows": 0, "phases": [], "notes": []}
+    assert refused["rows"] == 0, "the loop is empty"
+    assert len(refused["phases"]) == 2, "what failed is tried again"
+    assert all("one by one" in note for note in refused["notes"])
+    assert len(refused["notes"]) == 2

@@ -16,7 +16,9 @@ from typer.testing import CliRunner
 from bass_cli.cli.commands import app
 from bass_cli.lengths import costs as store
 from bass_cli.lengths.controllers import Fixed, Goodput
+from bass_cli.models.capture import Graphs
 from bass_cli.run.profile import WIDTHS, drafting, filled, measure
+from bass_kernels import launch
 
 
 class Timed(Markov):
@@ -121,25 +123,25 @@ def test_unmeasured_points_are_filled_in():
     assert one.seconds(4, 0) == pytest.approx(0.014), "a single point is better than none"
 
 
-class Compiler:
-    """Graphs that take 40 seconds to compile, or fail."""
+def slow_compiler(monkeypatch, ticks, *, fails=False):
+    """Return Graphs whose kernels take 40 seconds to compile, or do not compile."""
 
-    enabled = True
-
-    def __init__(self, ticks, fails=False):
-        self._ticks, self._fails = ticks, fails
-
-    def compile(self, functions):
+    def compile_ahead(functions):
         for function in functions:
             function()
-        self._ticks.seconds += 40.0
-        if self._fails:
+        ticks.seconds += 40.0
+        if fails:
             raise RuntimeError("no such register")
 
+    monkeypatch.setattr(launch, "compile_ahead", compile_ahead)
+    graphs = Graphs(torch.device("cpu"))
+    graphs.enabled = True
+    return graphs
 
-def test_compiling_leaves_half_of_the_time_for_measuring():
+
+def test_compiling_leaves_half_of_the_time_for_measuring(monkeypatch):
     loop, ticks = timed_loop()
-    loop.graphs = Compiler(ticks)
+    loop.graphs = slow_compiler(monkeypatch, ticks)
     notes = []
     surface = measure(
         loop, PROMPTS, rows=(1, 8), coupling="shared", limit=1.6, now=ticks, note=notes.append
@@ -153,9 +155,9 @@ def test_compiling_leaves_half_of_the_time_for_measuring():
     assert ticks.seconds - whole < 45.0, "no more than it takes"
 
 
-def test_profile_works_if_compiling_ahead_fails():
+def test_profile_works_if_compiling_ahead_fails(monkeypatch):
     loop, ticks = timed_loop()
-    loop.graphs, notes = Compiler(ticks, fails=True), []
+    loop.graphs, notes = slow_compiler(monkeypatch, ticks, fails=True), []
     surface = measure(
         loop, PROMPTS, rows=(1, 8), coupling="shared", limit=20.0, now=ticks, note=notes.append
     )

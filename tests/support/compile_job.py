@@ -1,0 +1,74 @@
+"""Compile the kernels of a job's loop for a GPU that is not present, as the engine does before the
+first prompt. Run as a script, without the interpreter: FOLDER. One line for each step.
+"""
+
+import sys
+
+import triton
+from compile_ahead import Absent, Uncapturable, forget_all, noting, skip_code
+
+import bass_kernels as ops
+from bass_cli.config.job import Job
+from bass_cli.engine.batch import Row
+from bass_cli.engine.sampling import RowSampling
+from bass_cli.run import build
+from bass_cli.run.plan import make_plan
+
+
+def rounds_of(loop, rows, widths):
+    """Return the kernels that are compiled for rounds of these rows and draft lengths."""
+    compiled.clear()
+
+    def work():
+        loop.open("a", [5] * 33)
+        loop.admit(Row("a", 0, 0, [5] * 33, 40, sampling=RowSampling(temperature=0.8, top_p=0.95)))
+        loop.prepare(rows, widths, catching_up=False, only_compile=True)
+        loop.retire(0)
+        loop.close("a")
+
+    loop.graphs.compile([work])
+    return list(compiled)
+
+
+def main(folder):
+    job = Job(
+        pair={"name": "pair", "target": folder, "draft": folder},
+        n=8,
+        batch_size=8,
+        dtype="bf16",
+        device="cpu",
+        speculation={"length": 3},
+        sampling={"max_new_tokens": 16},
+    )
+    plan = make_plan(job)
+    models = build.load_models(plan)
+    ops.use("triton")
+    loop = ready(plan, models)
+    print({"kernels": rounds_of(loop, (1, 8), (0, 3))})
+    forget_all()
+    ready(plan, models)
+    triton.JITFunction._do_compile = refuse
+    ready(make_plan(job.model_copy(update={"batch_size": 4})), models, times=2)
+
+
+def ready(plan, models, *, times=1):
+    """Build loops, print what that compiled, and return the last one."""
+    compiled.clear()
+    phases, notes = [], []
+    for _ in range(times):
+        loop = build.ready_loop(plan, models, phases.append, notes.append)
+    kernels, rows = len(compiled), len(loop.batch)
+    print({"kernels": kernels, "rows": rows, "phases": phases, "notes": notes})
+    return loop
+
+
+def refuse(*given, **named):
+    raise RuntimeError("no compiler")
+
+
+if __name__ == "__main__":
+    triton.runtime.driver.set_active(Absent())
+    skip_code()
+    compiled = noting("_do_compile")
+    build.graphs_for = lambda device, followers: Uncapturable()
+    main(sys.argv[1])
