@@ -1,7 +1,7 @@
 """Draw the charts of the README from the figures in docs/data.
 
     python benchmarks/charts.py speed docs/data/speed-h100.json docs/speed.png
-    python benchmarks/charts.py deadlines docs/data/deadlines-h200.json docs/deadlines.png
+    python benchmarks/charts.py deadlines docs/data/deadlines-h100.json docs/deadlines.png
 
 `speed` is milliseconds per token against sequences decoded at once, `deadlines` the share of
 solved problems against the time limit. The data files hold measured figures; docs/PERFORMANCE.md
@@ -54,10 +54,6 @@ def deadlines(data):
             budgets = list(map(float, points))
             shares = [both[which] for both in points.values()]
             axes.plot(budgets, shares, linewidth=2.2, markersize=5, label=name, **STYLES[name])
-        for name, points in data["later"].items():  # single points of later runs
-            for budget, both in points.items():
-                color = STYLES[name]["color"]
-                axes.plot(float(budget), both[which], marker="*", markersize=13, color=color)
         axes.set_xscale("log", base=2)
         axes.set_xticks(budgets, [f"{budget:g}" for budget in budgets])
         axes.minorticks_off()

@@ -46,7 +46,10 @@ def main() -> None:
         )
         prompt: dict[str, Any] = {"messages": [{"role": "user", "content": PROMPT}]}
         began = time.perf_counter()
-        drawn = sum(one.tokens for one in generate([prompt], job, on_round=rounds.append))
+        samples = list(generate([prompt], job, on_round=rounds.append))
+        drawn = sum(one.tokens for one in samples)
+        for fault in {one.error for one in samples if one.error}:
+            sys.exit(f"{name} schema: {fault}")
         steady = [one for one in rounds if one.steady and len(one.accepted) == rows]
         each = statistics.median(one.seconds for one in steady) if steady else float("nan")
         kept = statistics.mean(
