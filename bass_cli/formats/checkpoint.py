@@ -13,18 +13,19 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy
 import torch
 
 from bass_cli.errors import UserError, near_word
 from bass_cli.formats import gguf_config, text_part
 from bass_cli.formats.backends import END_ROLES
+from bass_cli.formats.compound import Compound, Stored, content, entries_of, parts
 from bass_cli.formats.gguf_blocks import QUANTISED
 from bass_cli.formats.gguf_config import ARCHITECTURES, ROPE_FACTORS, spec_of_gguf
 from bass_cli.formats.head_config import head_of_config, notes_of_head, tokens_of
 from bass_cli.formats.hf_config import mask_of, notes_of_config, spec_of_config
+from bass_cli.formats.quantised_config import join
 from bass_cli.formats.sources import read_json
-from bass_cli.formats.tensor_content import DTYPES, parts
+from bass_cli.formats.tensor_content import DTYPES
 from bass_cli.formats.tensor_files import Entry, read_gguf, read_safetensors, read_torch
 from bass_cli.formats.text_part import bare_name, has_text_part, text_config
 from bass_cli.models import families
@@ -56,9 +57,9 @@ _OTHER_NAMES = "consolidated"  # Mistral's second copy, with other tensor names
 
 
 class Piece(NamedTuple):
-    """A stored tensor and its place in the decoder."""
+    """A stored tensor, or several that make one matrix, and the place in the decoder."""
 
-    entry: Entry
+    entry: Stored
     slot: Slot
 
 
@@ -103,6 +104,12 @@ class Checkpoint:
         """Bytes of the stored tensors that loading reads."""
         return sum(piece.entry.size for piece in self.pieces)
 
+    @property
+    def quantised_as(self) -> tuple[str, ...]:
+        """How its quantised matrices are stored, as "4 bits (GPTQ)"; empty if none is."""
+        layouts = [one.entry.layout for one in self.pieces if isinstance(one.entry, Compound)]
+        return tuple(dict.fromkeys(f"{one.bits} bits ({one.name})" for one in layouts))
+
     def fingerprint(self, mask: int | None = None) -> str:
         """Return a digest of the spec, the layout of the files and a sample of each tensor. It
         does not depend on their path.
@@ -116,13 +123,16 @@ class Checkpoint:
             digest.update(f"mask {mask}".encode())
         if self.head is not None:
             digest.update(repr(replace(self.head, body=plain)).encode())
-        by_file: dict[Path, list[Piece]] = {}
+        by_file: dict[Path, list[tuple[Entry, Slot]]] = {}
         for piece in self.pieces:
-            by_file.setdefault(piece.entry.file, []).append(piece)
+            if isinstance(piece.entry, Compound):
+                digest.update(repr(piece.entry.identity).encode())
+            for entry in entries_of(piece.entry):
+                by_file.setdefault(entry.file, []).append((entry, piece.slot))
         for path, pieces in sorted(by_file.items()):
             with path.open("rb") as file:
                 digest.update(f"{path.name} {file.seek(0, 2)}".encode())
-                for entry, slot in sorted(pieces, key=lambda piece: piece.entry.start):
+                for entry, slot in sorted(pieces, key=lambda piece: piece[0].start):
                     size = min(entry.size, _SAMPLE)
                     file.seek(entry.start + (entry.size - size) // 2)
                     digest.update(f"{slot.name} {slot.first} {entry.dtype}".encode())
@@ -210,8 +220,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
                 f'{path}: tensor "{ROPE_FACTORS}": one dimension of type F32 is needed, not '
                 f"{list(stored.shape)} of type {stored.dtype}"
             )
-        with path.open("rb", buffering=0) as file:
-            factors = tuple(next(parts(file, stored))[1].tolist())
+        factors = tuple(content(stored).tolist())
     shapes = {name: entry.shape for name, entry in entries.items()}
     spec = spec_of_gguf(metadata, shapes, place=str(path), rope_factors=factors)
     tensors = ARCHITECTURES[metadata["general.architecture"]].tensors
@@ -241,30 +250,35 @@ def _open_folder(path: Path) -> Checkpoint:
     ignored: tuple[str, ...] = families.IGNORED
     if has_text_part(config):
         prefixes, ignored = text_part.PREFIXES, ignored + text_part.IGNORED
-    entries = _bare(_entries(path), prefixes, path)
+    slots = families.slots(spec, family.tensors)
+    text = text_config(config, place=place)[0]
+    joined = join(
+        text, _entries(path), place=place, has_slot=lambda name: bare_name(name, prefixes) in slots
+    )
+    entries = _bare(joined.entries, prefixes, path)
     if spec.tied and _differs(entries, family):
         spec = replace(spec, tied=False)
-    slots = families.slots(spec, family.tensors)
     pieces = _assign(spec, slots, entries, path, ignored, parameters(spec))
     generation = path / "generation_config.json"
     eos = _ids(read_json(generation), "eos_token_id", generation) if generation.exists() else ()
-    text = text_config(config, place=place)[0]
     return Checkpoint(
         path,
         spec,
         eos or _ids({**text, **config}, "eos_token_id", path / "config.json"),
         {},
         pieces,
-        notes=notes_of_config(config, place=place),
+        notes=(*notes_of_config(config, place=place), *joined.notes),
         names=slots,
         prefixes=prefixes,
         ignored=ignored,
     )
 
 
-def _bare(entries: Mapping[str, Entry], prefixes: tuple[str, ...], path: Path) -> dict[str, Entry]:
+def _bare(
+    entries: Mapping[str, Stored], prefixes: tuple[str, ...], path: Path
+) -> dict[str, Stored]:
     """Return the tensors by their names without a prefix."""
-    found: dict[str, Entry] = {}
+    found: dict[str, Stored] = {}
     for name, entry in entries.items():
         if (bare := bare_name(name, prefixes)) in found:
             raise UserError(f'{path}: two tensors are the same one, "{bare}" and "{name}"')
@@ -285,7 +299,8 @@ def open_head(path: Path, target: Spec) -> Checkpoint:
     head = head_of_config(config, target, place=str(place))
     count = tokens_of(config, target.vocab, place=str(place))
     family = FAMILIES[head.body.family]
-    entries = {name.removeprefix(family.prefix): entry for name, entry in _entries(path).items()}
+    joined = join(config, _entries(path), place=str(place))
+    entries = {name.removeprefix(family.prefix): one for name, one in joined.entries.items()}
     slots = families.slots(head.body, family.tensors)
     own = {slots[name].name for name in entries if name in slots}
     # with a smaller vocabulary it cannot use the target's head
@@ -310,7 +325,7 @@ def open_head(path: Path, target: Spec) -> Checkpoint:
         slots = {name.replace("layers.0.", "midlayer."): slot for name, slot in slots.items()}
     ignored = families.IGNORED + _HEAD_IGNORED
     pieces = _assign(head.body, slots, entries, path, ignored, shapes)
-    notes = notes_of_head(config, place=str(place))
+    notes = (*notes_of_head(config, place=str(place)), *joined.notes)
     return Checkpoint(
         path,
         head.body,
@@ -325,11 +340,13 @@ def open_head(path: Path, target: Spec) -> Checkpoint:
     )
 
 
-def _draft_ids(entries: Mapping[str, Entry], count: int, vocab: int, path: Path) -> tuple[int, ...]:
+def _draft_ids(
+    entries: Mapping[str, Stored], count: int, vocab: int, path: Path
+) -> tuple[int, ...]:
     """Return the target's ids of a drafter's tokens. The tensor `d2t` holds target id minus drafter
     id."""
     entry = entries.get("d2t")
-    if entry is None:
+    if not isinstance(entry, Entry):
         raise UserError(
             f'{path}: tensor "d2t" is missing; it maps the {count} tokens of the drafter to the '
             "target's ids"
@@ -339,11 +356,8 @@ def _draft_ids(entries: Mapping[str, Entry], count: int, vocab: int, path: Path)
             f'{entry.file}: tensor "d2t": [{count}] of type I64 is needed, not '
             f"{list(entry.shape)} of type {entry.dtype}"
         )
-    with entry.file.open("rb", buffering=0) as file:
-        file.seek(entry.start)
-        offsets = numpy.frombuffer(file.read(entry.size), dtype="<i8")
-    ids = offsets + numpy.arange(count)
-    if ids.min() < 0 or ids.max() >= vocab or len(numpy.unique(ids)) < count:
+    ids = content(entry) + torch.arange(count)
+    if ids.min() < 0 or ids.max() >= vocab or len(ids.unique()) < count:
         raise UserError(
             f'{entry.file}: tensor "d2t" does not give {count} different ids below {vocab}'
         )
@@ -398,24 +412,25 @@ def _weight_map(index: Path) -> dict[str, str]:
     return listed
 
 
-def _differs(entries: Mapping[str, Entry], family: Family) -> bool:
+def _differs(entries: Mapping[str, Stored], family: Family) -> bool:
     """Return whether the files have a head with other content than the embedding. Then it is not
     tied, even if the config says so."""
     names = {ours: f"{theirs}.weight" for theirs, ours, _ in family.tensors}
     head, embed = entries.get(names["head"]), entries.get(names["embed"])
     if head is None or embed is None or head[0::3] == embed[0::3]:
         return False
-    if head[1:3] != embed[1:3] or head.dtype not in DTYPES or not head.size:
+    if isinstance(head, Compound) or isinstance(embed, Compound) or head[1:3] != embed[1:3]:
         return True
-    with head.file.open("rb", buffering=0) as one, embed.file.open("rb", buffering=0) as other:
-        pairs = zip(parts(one, head), parts(other, embed), strict=True)
-        return not all(torch.equal(a, b) for (_, a), (_, b) in pairs)
+    if head.dtype not in DTYPES or not head.size:
+        return True
+    pairs = zip(parts(head), parts(embed), strict=True)
+    return not all(torch.equal(a, b) for (_, a), (_, b) in pairs)
 
 
 def _assign(
     spec: Spec,
     slots: Mapping[str, Slot],
-    entries: Mapping[str, Entry],
+    entries: Mapping[str, Stored],
     path: Path,
     ignored: tuple[str, ...],
     shapes: Mapping[str, tuple[int, ...]],
@@ -439,18 +454,31 @@ def _assign(
     }
     if extra := [name for name in known if name not in slots]:
         raise UserError(f"{path}: {_few(extra)} unknown for the family {spec.family}")
-    for name, slot in wanted.items():
+    placed = {name: _turned(name, slot, entries[name]) for name, slot in wanted.items()}
+    for name, slot in placed.items():
         entry, shape = entries[name], _stored_shape(slot, shapes[slot.name])
         if entry.shape != shape:
             raise UserError(
                 f'{entry.file}: tensor "{name}" has shape {list(entry.shape)}, not {list(shape)}'
             )
-        if entry.dtype not in DTYPES and entry.dtype not in QUANTISED:
+        if isinstance(entry, Entry) and entry.dtype not in (*DTYPES, *QUANTISED):
             raise UserError(
                 f'{entry.file}: tensor "{name}" has the unsupported type {entry.dtype}; '
                 f"known: {', '.join((*DTYPES, *QUANTISED))}"
             )
-    return tuple(Piece(entries[name], slot) for name, slot in wanted.items())
+    return tuple(Piece(entries[name], slot) for name, slot in placed.items())
+
+
+def _turned(name: str, slot: Slot, stored: Stored) -> Slot:
+    """Return the slot of a matrix that may be stored with inputs first."""
+    if isinstance(stored, Entry) or not stored.layout.transposed or slot.how == "transpose":
+        return slot
+    if slot.how:
+        raise UserError(
+            f'{stored.file}: tensor "{name}" is stored as {stored.layout.name}, which is not '
+            "supported for this family"
+        )
+    return slot._replace(how="transpose")
 
 
 def _stored_shape(slot: Slot, shape: tuple[int, ...]) -> tuple[int, ...]:

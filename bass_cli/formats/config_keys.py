@@ -119,7 +119,8 @@ _OFF_IF_NULL = {
     "opt": ("do_layer_norm_before", "layer_norm_elementwise_affine"),
     "gpt2": ("scale_attn_weights",),
 }
-_QUANTISED = ("quantization_config", "compression_config")
+# Keys that say how weights are quantised (quantised_config.py).
+QUANTISED = ("quantization_config", "compression_config")
 # The keys that each rope type uses besides _EVERY_ROPE.
 ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -155,12 +156,6 @@ def read_keys(config: Mapping[str, Any], family: Family, *, place: str) -> dict[
     Raises:
         UserError: an unsupported key changes the computation, or two names of one key differ.
     """
-    for key in _QUANTISED:
-        if config.get(key):
-            raise UserError(
-                f'{place}: key "{key}": quantised safetensors are not supported; '
-                "use the original checkpoint or a GGUF file"
-            )
     refuse_others({key: config[key] for key in config.keys() - family.reads}, NEUTRAL, place=place)
     for key in _OFF_IF_NULL.get(str(config.get("model_type")), ()):
         if config.get(key, True) is None:
@@ -217,7 +212,7 @@ def unread(config: Mapping[str, Any], family: Family, *, place: str) -> tuple[st
     """Return notes about keys that bass does not use and that are not known to be harmless. Keys
     that are null need none."""
     known = family.reads | family.aliases.keys() | HARMLESS | NEUTRAL.keys()
-    known |= {"no_rope_layers", "auto_map", *_QUANTISED}
+    known |= {"no_rope_layers", "auto_map", *QUANTISED}
     if not config.get("use_sliding_window"):
         known |= {"max_window_layers"}
     if config.get("rotary_emb_base") == config.get("rope_theta"):

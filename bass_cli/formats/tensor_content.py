@@ -22,8 +22,8 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, dtype) for dtype, name in
 # Maximum elements and bytes of a part. Dequantising takes about 15 bytes an element meanwhile: on a
 # CPU that should stay in a core's cache. On a GPU a part takes about 40 launches, whose cost
 # exceeds that of their work.
-_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 24}
-_BYTES = 1 << 23
+ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 24}
+BYTES = 1 << 23
 
 
 class Bytes(NamedTuple):
@@ -81,7 +81,7 @@ class CudaStage(Stage):
         host, copied, count = self._pinned[0], self._copied[0], region.size
         copied.synchronize()
         if count > len(host):
-            host = torch.empty(max(count, _BYTES), dtype=torch.uint8, pin_memory=True)
+            host = torch.empty(max(count, BYTES), dtype=torch.uint8, pin_memory=True)
         read_into(file, entry, region, host[:count])
         raw = host[:count].to(self.device, non_blocking=True)
         copied.record()
@@ -117,7 +117,7 @@ def parts(
     line, inside = bytes_of(entry, range(1), columns), _first_byte(entry, columns)
     width = max(entry.size // entry.shape[0], 1)
     elements = max(math.prod(entry.shape) // entry.shape[0], 1)
-    step = max(min(_ELEMENTS[stage.device.type] * width // elements, _BYTES) // max(line, 1), 1)
+    step = max(min(ELEMENTS[stage.device.type] * width // elements, BYTES) // max(line, 1), 1)
     for first in range(rows.start, rows.stop, step):
         count = min(step, rows.stop - first)
         if line == width:

@@ -22,15 +22,8 @@ from torch import Tensor
 
 from bass_cli.errors import UserError
 from bass_cli.formats.checkpoint import Checkpoint, Piece
-from bass_cli.formats.tensor_content import (
-    DTYPES,
-    Bytes,
-    Stage,
-    bytes_of,
-    parts,
-    read_into,
-    stage_for,
-)
+from bass_cli.formats.compound import Stored, bytes_of, parts
+from bass_cli.formats.tensor_content import DTYPES, Bytes, Stage, read_into, stage_for
 from bass_cli.formats.tensor_files import Entry
 from bass_cli.models.families import CODEGEN_BLOCKS, Slot
 from bass_cli.models.ranks import Share, part_of
@@ -248,16 +241,14 @@ def _fill(
     entry, slot = piece
     quantised = isinstance(whole, Quantised)
     rows = size = 0
-    with entry.file.open("rb", buffering=0) as file, stage.stream():
+    with stage.stream():
         for cut in _cuts(spec, slot, entry.shape, share, whole_rows=quantised):
             read = bytes_of(entry, cut.rows, cut.columns)
-            if _is_stored_so(whole, entry) and not slot.how and cut.columns is None:
-                width = read // max(len(cut.rows), 1)
-                target = whole[cut.first : cut.first + cut.taken]
-                read_into(file, entry, Bytes(cut.rows.start * width, read), target)
+            if not slot.how and cut.columns is None and _is_stored_so(whole, entry):
+                _read_into(whole[cut.first : cut.first + cut.taken], entry, cut, read)
             else:
                 order = None if cut.order is None else cut.order.to(whole.device)
-                found = parts(file, entry, stage, cut.rows, cut.columns)
+                found = parts(entry, stage, cut.rows, cut.columns)
                 for first, part in _whole_rows(found, slot) if quantised else found:
                     _place(whole, cut, part, first, slot.how, order)
             rows += cut.taken if cut.order is None else len(cut.rows)
@@ -265,11 +256,20 @@ def _fill(
     return rows, size
 
 
-def _is_stored_so(weight: Weight, entry: Entry) -> TypeGuard[Tensor]:
+def _is_stored_so(weight: Weight, entry: Stored) -> TypeGuard[Tensor]:
     """Return whether a tensor on a CPU has the numbers of a file as they are stored."""
     if isinstance(weight, Quantised) or weight.device.type != "cpu":
         return False
-    return DTYPES.get(entry.dtype) is weight.dtype
+    return isinstance(entry, Entry) and DTYPES.get(entry.dtype) is weight.dtype
+
+
+def _read_into(target: Tensor, entry: Stored, cut: Cut, size: int) -> None:
+    """Read the rows of a cut as they are stored, `size` bytes."""
+    assert isinstance(entry, Entry)
+    with entry.file.open("rb", buffering=0) as file:
+        read_into(
+            file, entry, Bytes(cut.rows.start * (size // max(len(cut.rows), 1)), size), target
+        )
 
 
 def _check_finite(name: str, weight: Weight, checkpoint: Checkpoint) -> None:

@@ -293,6 +293,7 @@ def make_plan(
     check_ranks(job, files, device)
     job, own = with_model_defaults(job, files.target)
     dtype, notes = dtype_of(job.dtype, device), [*_notes(job, files), *own]
+    notes += _notes_on_weights(files, dtype)
     profile, surface = costs_of(
         job, files, device, name_of_dtype(dtype, layouts_of(job.dtype)), notes.append
     )
@@ -409,6 +410,20 @@ def _notes(job: Job, files: Files) -> Iterator[str]:
             f"`batch_size` {job.batch_size}: only {job.n} rows are used; with a budget and maximal "
             "coupling prompts run one at a time"
         )
+
+
+def _notes_on_weights(files: Files, dtype: torch.dtype) -> Iterator[str]:
+    """Yield a note on each model whose weights are dequantised while they are loaded."""
+    name = {known: name for name, known in DTYPES.items()}[dtype]
+    for one in (files.target, files.draft):
+        if one is not None and one.quantised_as:
+            spec, count = one.spec, sum(map(math.prod, one.shapes.values()))
+            count -= spec.vocab * spec.width * spec.tied
+            yield (
+                f"{one.path}: weights are stored in {' and '.join(one.quantised_as)}; bass "
+                f"dequantises them to {name}: {gigabytes(count * dtype.itemsize)} instead of "
+                f"{gigabytes(one.size)}"
+            )
 
 
 def _footprint(

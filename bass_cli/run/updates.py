@@ -21,7 +21,7 @@ from torch import Tensor
 from bass_cli.errors import UserError
 from bass_cli.formats import weights as formats
 from bass_cli.formats.checkpoint import Checkpoint, open_checkpoint, open_head
-from bass_cli.formats.tensor_content import parts
+from bass_cli.formats.compound import parts
 from bass_cli.models.capture import synchronise
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.families import Slot
@@ -128,8 +128,7 @@ class Updates:
             formats.update(decoder.weights, new, device=decoder.device)
         for entry, slot in new.pieces:
             for weights, lent in self._lent(model, slot):
-                with entry.file.open("rb", buffering=0) as file:
-                    formats.write(weights, lent, entry.shape, parts(file, entry), spec=new.spec)
+                formats.write(weights, lent, entry.shape, parts(entry), spec=new.spec)
         self._keep(model, replace(new, eos_ids=old.eos_ids))
 
     def _write_tensor(

@@ -175,7 +175,7 @@ REFUSED: dict[str, Any] = {
     "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "clip_qkv": 8.0, "rope_interleaved": True,
     "no_rope_layer_interval": 4, "no_rope_layers": [1, 0, 1], "embedding_multiplier": 12.0, "logits_scaling": 8.0,
     "residual_multiplier": 0.22, "attention_multiplier": 0.01, "partial_rotary_factor": 0.5,
-    "quantization_config": {"bits": 4}, "use_mrope": True, "rotary_pct": 0.25, "alibi": True, "use_qk_norm": True,
+    "use_mrope": True, "rotary_pct": 0.25, "alibi": True, "use_qk_norm": True,
     "sliding_window": 5, "layer_types": ["sliding_attention"] * 3,
 }  # fmt: skip
 NEUTRAL_VALUES: dict[str, Any] = {

@@ -237,7 +237,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (changed("llama-3.1", num_attention_heads=24), '"num_attention_heads": 24 does not divide the hidden size'),
     ({k: v for k, v in OLD["llama-3.1"].items() if k != "vocab_size"}, 'the key "vocab_size" is '
                                                                        'missing'),
-    (changed("llama-3.1", quantization_config={"bits": 4}), '"quantization_config".*GGUF'),
     (changed("qwen2-windows", layer_types=["full_attention"]), '"layer_types": 1 types for 4 '
                                                                'layers'),
     (changed("qwen2-windows", layer_types=["linear_attention"] * 4), '"layer_types": the type '

@@ -211,7 +211,7 @@ def test_published_names_have_slots_and_those_of_images_none(tmp_path: Path) -> 
     ({"text_config": {"model_type": "mamba"}}, 'config.json: text_config: key "model_type": the family "mamba"'),
     ({"text_config": {**_TEXT, "model_type": "llama", "hidden_size": 0}},
      'config.json: text_config: key "hidden_size": a number above 0'),
-    ({"quantization_config": {"quant_method": "unheard"}}, 'key "quantization_config"'),
+    ({"quantization_config": {"quant_method": "unheard"}}, 'key "quantization_config.quant_method"'),
 ])  # fmt: skip
 def test_faults_of_the_text_part_name_the_key(changes: dict, message: str, tmp_path: Path) -> None:
     write("llava", tmp_path)

@@ -114,7 +114,7 @@ def test_size_of_parts_does_not_change_the_weights(
         write_gguf("llama", tmp_path / "llama.gguf", kind="Q4_1")
     paths = [*(path for path in tmp_path.iterdir())]
     whole = [load(open_checkpoint(path), dtype=torch.bfloat16, device=CPU) for path in paths]
-    monkeypatch.setattr(tensor_content, "_ELEMENTS", {"cpu": 200})
+    monkeypatch.setattr(tensor_content, "ELEMENTS", {"cpu": 200})
     for path, wanted in zip(paths, whole, strict=True):
         got = load(open_checkpoint(path), dtype=torch.bfloat16, device=CPU)
         assert all(torch.equal(got[name], wanted[name]) for name in wanted)
@@ -322,7 +322,7 @@ def test_device_weights_equal_cpu_weights(
     kind: str, at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parts that alternate between pinned buffers and streams arrive in order."""
-    monkeypatch.setattr(tensor_content, "_ELEMENTS", {"cpu": 1 << 20, "cuda": at_once})
+    monkeypatch.setattr(tensor_content, "ELEMENTS", {"cpu": 1 << 20, "cuda": at_once})
     path = tmp_path / ("model" if kind == "safetensors" else "model.gguf")
     if kind == "safetensors":
         write_checkpoint("llama3", path)

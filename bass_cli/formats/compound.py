@@ -1,0 +1,322 @@
+"""Compound: a matrix that is stored as several tensors, numbers of few bits and their scales.
+
+Every element is (number - zero) * scale, computed in float32. A scale belongs to the whole matrix,
+a row, or a block of rows and columns. A few megabytes are unpacked at a time, on the device. Not
+here: which tensors belong together (quantised_config.py), single tensors (tensor_content.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bass_cli.formats import tensor_content
+from bass_cli.formats.gguf_blocks import fields
+from bass_cli.formats.tensor_content import DTYPES, Bytes, Stage
+from bass_cli.formats.tensor_files import Entry, opened
+
+# torch's types of the tensors of a compound, by their names in safetensors and torch files.
+TYPES: dict[str, torch.dtype] = {
+    **DTYPES,
+    **{
+        name: dtype
+        for short, dtype in {
+            "F8_E4M3": torch.float8_e4m3fn,
+            "F8_E8M0": torch.float8_e8m0fnu,
+            "I8": torch.int8,
+            "U8": torch.uint8,
+            "I32": torch.int32,
+            "I64": torch.int64,
+        }.items()
+        for name in (short, str(dtype))
+    },
+}
+# The numbers of e2m1 (sign, two bits of exponent, one of mantissa): OCP Microscaling Formats 1.0.
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+# The place in an int32 of each of eight columns, in AWQ's "gemm" version.
+_AWQ = (0, 4, 1, 5, 2, 6, 3, 7)
+_MOST_INT8 = 127  # bitsandbytes scales rows to this
+_BLOCK_OF_SCALES = 256  # scales that share a scale, where bitsandbytes quantises scales too
+
+Sides = Mapping[str, Tensor]
+
+
+class Grid(NamedTuple):
+    """The scales of a matrix, and zeros of the same shape or None: [R, C] float32.
+
+    R is 1, or the number of groups of rows; C the same of columns.
+    """
+
+    scales: Tensor
+    zeros: Tensor | None = None
+
+
+class Layout(NamedTuple):
+    """How the tensors of a compound make a matrix.
+
+    name: for users, such as "GPTQ".
+    bits: of a number.
+    unpack: converts rows of "values", [n, bytes] uint8, to numbers [n * unit, columns or more]
+        float32. The second argument has the other tensors.
+    grid: computes the scales from the other tensors.
+    group: the rows and the columns that share a scale.
+    unit: rows of the matrix in a row of "values".
+    transposed: whether the matrix is stored as [inputs, outputs].
+    offset: of the stored zeros.
+    """
+
+    name: str
+    bits: int
+    unpack: Callable[[Tensor, Sides], Tensor]
+    grid: Callable[[Sides], Grid]
+    group: tuple[int, int]
+    unit: int = 1
+    transposed: bool = False
+    offset: int = 0
+
+
+class Compound(NamedTuple):
+    """A matrix that is stored as several tensors.
+
+    shape: of the matrix as it is stored, [inputs, outputs] if the layout is transposed.
+    tensors: by role. "values" has the numbers, row by row, and "groups" the group of each input.
+    """
+
+    layout: Layout
+    shape: tuple[int, ...]
+    tensors: Mapping[str, Entry]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all its tensors."""
+        return sum(entry.size for entry in self.tensors.values())
+
+    @property
+    def file(self) -> Path:
+        """The file of its numbers, for messages."""
+        return self.tensors["values"].file
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """What its elements depend on besides the tensors, for fingerprints."""
+        layout = self.layout
+        return layout.name, layout.bits, layout.group, layout.offset
+
+
+Stored = Entry | Compound
+
+
+def entries_of(stored: Stored) -> tuple[Entry, ...]:
+    """Return the tensors in files that make a stored tensor."""
+    return tuple(stored.tensors.values()) if isinstance(stored, Compound) else (stored,)
+
+
+def bytes_of(stored: Stored, rows: range, columns: range | None) -> int:
+    """Return how many bytes `parts` reads: of a compound, whole rows and all scales."""
+    if isinstance(stored, Entry):
+        return tensor_content.bytes_of(stored, rows, columns)
+    values, unit = stored.tensors["values"], stored.layout.unit
+    lines = len(_lines(rows, unit))
+    return lines * _width(values) + stored.size - values.size
+
+
+def parts(
+    stored: Stored,
+    stage: Stage | None = None,
+    rows: range | None = None,
+    columns: range | None = None,
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield a stored tensor's rows in order, some at a time. See tensor_content.parts."""
+    stage = stage or Stage()
+    if isinstance(stored, Compound):
+        rows = range(stored.shape[0]) if rows is None else rows
+        yield from _unpacked(stored, stage, rows, columns)
+        return
+    with stored.file.open("rb", buffering=0) as file:
+        yield from tensor_content.parts(file, stored, stage, rows, columns)
+
+
+def content(entry: Entry, stage: Stage | None = None) -> Tensor:
+    """Return a copy of a whole small tensor, on the stage's device."""
+    with opened(entry.file) as file:
+        raw = (stage or Stage()).fetch(file, entry, Bytes(0, entry.size)).clone()
+    return raw.view(TYPES[entry.dtype]).view(entry.shape)
+
+
+def _unpacked(
+    stored: Compound, stage: Stage, rows: range, columns: range | None
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield rows of a compound, float32."""
+    layout, (_, width) = stored.layout, stored.shape
+    values, unit = stored.tensors["values"], layout.unit
+    sides = {
+        role: content(entry, stage) for role, entry in stored.tensors.items() if role != "values"
+    }
+    grid, groups = layout.grid(sides), sides.get("groups")
+    line = _width(values)
+    elements = tensor_content.ELEMENTS[stage.device.type] // (width * unit)
+    step = max(min(elements, tensor_content.BYTES // line), 1)
+    lines = _lines(rows, unit)
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(values.file.open("rb", buffering=0))
+        for first in range(lines.start, lines.stop, step):
+            count = min(step, lines.stop - first)
+            raw = stage.fetch(file, values, Bytes(first * line, count * line)).view(count, line)
+            inside = range(max(first * unit, rows.start), min((first + count) * unit, rows.stop))
+            numbers = layout.unpack(raw, sides)[:, :width]
+            numbers = numbers[inside.start - first * unit : inside.stop - first * unit]
+            if grid.zeros is not None:
+                numbers = numbers - _spread(grid.zeros, stored, inside, groups)
+            part = numbers * _spread(grid.scales, stored, inside, groups)
+            if columns is not None:
+                part = part[:, columns.start : columns.stop]
+            yield inside.start - rows.start, part
+
+
+def _spread(grid: Tensor, stored: Compound, rows: range, groups: Tensor | None) -> Tensor:
+    """Return the scales or zeros of some rows of a matrix, in a shape that broadcasts to them."""
+    transposed, (tall, wide) = stored.layout.transposed, stored.layout.group
+    if len(grid) > 1:
+        if transposed and groups is not None:
+            grid = grid[groups[rows.start : rows.stop].long()]
+        elif tall == 1:
+            grid = grid[rows.start : rows.stop]
+        else:
+            grid = grid[torch.arange(rows.start, rows.stop, device=grid.device) // tall]
+    if grid.shape[1] > 1 and not transposed:
+        if groups is not None:
+            return grid[:, groups.long()]
+        grid = grid.repeat_interleave(wide, 1)[:, : stored.shape[1]] if wide > 1 else grid
+    return grid
+
+
+def _width(values: Entry) -> int:
+    """Return the bytes of a row of numbers."""
+    return values.size // max(values.shape[0], 1)
+
+
+def _lines(rows: range, unit: int) -> range:
+    """Return the rows of "values" that hold these rows of the matrix."""
+    return range(rows.start // unit, -(-rows.stop // unit))
+
+
+# Numbers
+
+
+def e4m3(raw: Tensor, sides: Sides) -> Tensor:
+    """Unpack floats of 8 bits."""
+    return raw.view(torch.float8_e4m3fn).float()
+
+
+def int8(raw: Tensor, sides: Sides) -> Tensor:
+    """Unpack signed integers of 8 bits."""
+    return raw.view(torch.int8).float()
+
+
+def centred(raw: Tensor, sides: Sides, *, bits: int) -> Tensor:
+    """Unpack unsigned fields, the lowest first, minus half of their range (compressed-tensors)."""
+    return fields(raw, bits, 1).flatten(1).float().sub_(1 << (bits - 1))
+
+
+def e2m1(raw: Tensor, sides: Sides) -> Tensor:
+    """Unpack floats of 4 bits, the lower first."""
+    table = torch.tensor(_E2M1, device=raw.device)
+    return table[fields(raw, 4, 1).flatten(1).int()]
+
+
+def table(raw: Tensor, sides: Sides) -> Tensor:
+    """Unpack places in a table of 16 floats, the upper first (bitsandbytes)."""
+    places = torch.stack([raw >> 4, raw & 15], 2).flatten(1)
+    return sides["table"].float()[places.int()]
+
+
+def down_columns(raw: Tensor, sides: Sides, *, bits: int) -> Tensor:
+    """Unpack fields of int32 that follow each other down a column, the lowest first (GPTQ)."""
+    words = raw.view(torch.int32)
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=raw.device)
+    numbers = (words[:, None] >> shifts[:, None]) & ((1 << bits) - 1)
+    return numbers.flatten(0, 1).float()
+
+
+def along_rows(raw: Tensor, *, bits: int) -> Tensor:
+    """Unpack unsigned fields of int32 [n, words] along rows, the lowest first."""
+    return fields(raw.view(torch.uint8), bits, 1).flatten(1).float()
+
+
+def awq(raw: Tensor, sides: Sides) -> Tensor:
+    """Unpack fields of 4 bits in AWQ's order of the eight columns of an int32."""
+    found = fields(raw.view(torch.uint8), 4, 1).view(len(raw), -1, 8)
+    return found[..., torch.tensor(_AWQ, device=raw.device)].flatten(1).float()
+
+
+# Scales
+
+
+def _two(side: Tensor) -> Tensor:
+    """Return scales as [R, C] float32. A single number is [1, 1], a vector is a number a row."""
+    return (side.reshape(-1, 1) if side.dim() < 2 else side).float()
+
+
+def plain(sides: Sides) -> Grid:
+    """Scales, and perhaps zeros, are stored as they are."""
+    zeros = sides.get("zeros")
+    return Grid(_two(sides["scales"]), None if zeros is None else _two(zeros))
+
+
+def packed_zeros(sides: Sides, *, bits: int) -> Grid:
+    """Zeros are packed down columns, minus half of their range (compressed-tensors)."""
+    scales = _two(sides["scales"])
+    if "zeros" not in sides:
+        return Grid(scales)
+    found = down_columns(sides["zeros"].contiguous().view(torch.uint8), sides, bits=bits)
+    return Grid(scales, found[: len(scales)] - (1 << (bits - 1)))
+
+
+def divided(sides: Sides) -> Grid:
+    """Scales are divided by a scale of the matrix (NVFP4 of compressed-tensors)."""
+    return Grid(_two(sides["scales"]) / sides["whole"].float().reshape(1, 1))
+
+
+def multiplied(sides: Sides) -> Grid:
+    """Scales are multiplied by a scale of the matrix (NVFP4 of modelopt)."""
+    return Grid(_two(sides["scales"]) * sides["whole"].float().reshape(1, 1))
+
+
+def powers(sides: Sides) -> Grid:
+    """Scales are exponents of two, plus 127: e8m0 of OCP Microscaling Formats 1.0."""
+    exponents = sides["scales"].view(torch.uint8).int()
+    bits = torch.where(exponents == 0, 1 << 22, exponents << 23)  # 2^-127 has no normal form
+    return Grid(bits.view(torch.float32))
+
+
+def rows_of_int8(sides: Sides) -> Grid:
+    """Scales are the largest magnitudes of rows (bitsandbytes, 8 bits)."""
+    return Grid(_two(sides["scales"]) / _MOST_INT8)
+
+
+def gptq(sides: Sides, *, bits: int, offset: int) -> Grid:
+    """Zeros are packed along rows, minus `offset` (GPTQ; 1 in its first format)."""
+    scales = sides["scales"].float()
+    return Grid(scales, along_rows(sides["zeros"], bits=bits)[:, : scales.shape[1]] + offset)
+
+
+def awq_scales(sides: Sides) -> Grid:
+    """Zeros are packed as the numbers are (AWQ)."""
+    return Grid(sides["scales"].float(), awq(sides["zeros"], sides))
+
+
+def blocks(sides: Sides, *, shape: tuple[int, int], offset: float) -> Grid:
+    """Scales of blocks of a flattened matrix (bitsandbytes, 4 bits; arXiv 2305.14314).
+
+    They are numbers, or places in a table of numbers that are scaled in blocks in turn.
+    """
+    scales = sides["scales"]
+    if "scale_table" in sides:
+        outer = sides["scale_scales"].float().repeat_interleave(_BLOCK_OF_SCALES)
+        scales = sides["scale_table"].float()[scales.int()] * outer[: len(scales)] + offset
+    return Grid(scales.float().view(shape))

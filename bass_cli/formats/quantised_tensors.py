@@ -1,0 +1,283 @@
+"""The tensors of quantised matrices by module, the settings of config.json, and checks of both.
+
+Not here: the methods of quantisation (quantised_config.py), the meaning of numbers (compound.py).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, NamedTuple
+
+from bass_cli.errors import UserError
+from bass_cli.formats import compound
+from bass_cli.formats.compound import TYPES, Compound, Stored, content
+from bass_cli.formats.tensor_files import Entry
+from bass_cli.reading import shown, whole
+
+FLOATS = ("F64", "F32", "F16", "BF16")
+SCALES = ("F32", "F16", "BF16")
+E4M3, INT8, INT32, BYTE = "F8_E4M3", "I8", "I32", "U8"
+OTHERWISE = "use the original checkpoint or a GGUF file"
+
+
+class Joined(NamedTuple):
+    """The tensors of a folder after `join`: by name, and notes for the user."""
+
+    entries: dict[str, Stored]
+    notes: tuple[str, ...] = ()
+
+
+class Settings:
+    """Checked access to the keys of `quantization_config`, or of a mapping inside it.
+
+    Args:
+        place: the file and the key of the mapping, without the closing quotation mark.
+    """
+
+    def __init__(self, values: Any, place: str):
+        self._place = place
+        if not isinstance(values, Mapping):
+            raise UserError(f'{place}": a mapping is needed, not {shown(values)}')
+        self.values = values
+
+    def error(self, key: str, fault: str) -> UserError:
+        return UserError(f'{self._place}.{key}": {fault}')
+
+    def text(self, key: str, default: str | None = None) -> str:
+        value = self.values.get(key)
+        value = default if value is None else value
+        if not isinstance(value, str):
+            raise self.error(key, f"a text is needed, not {shown(value)}")
+        return value
+
+    def one_of(self, key: str, choices: Iterable[Any], default: Any = None) -> Any:
+        """Return a value that must be one of these."""
+        value = self.values.get(key)
+        value = default if value is None else value
+        if not any(type(value) is type(one) and value == one for one in choices):
+            listed = " or ".join(shown(one) for one in choices)
+            raise self.error(key, f"{shown(value)} is not supported, only {listed} is")
+        return value
+
+    def size(self, value: Any, key: str) -> int:
+        """Check a number of rows or columns that share a scale."""
+        try:
+            return whole(value, least=1)
+        except ValueError as error:
+            raise self.error(key, str(error)) from None
+
+    def names(self, key: str) -> tuple[str, ...]:
+        value = self.values.get(key)
+        value = [value] if isinstance(value, str) else value or []
+        if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+            raise self.error(key, f"a list of names is needed, not {shown(value)}")
+        return tuple(value)
+
+    def inside(self, key: str) -> Settings:
+        return Settings(self.values.get(key) or {}, f"{self._place}.{key}")
+
+    def refuse(self, key: str) -> None:
+        """Raise a UserError if the key is set."""
+        if value := self.values.get(key):
+            raise self.error(key, f"{shown(value)} is not supported; {OTHERWISE}")
+
+
+class Parts:
+    """The tensors of one module by their suffixes, and checks of them."""
+
+    def __init__(self, module: str, entries: dict[str, Entry]):
+        self.module, self.entries = module, entries
+
+    def name(self, suffix: str) -> str:
+        return f"{self.module}.{suffix}"
+
+    def error(self, suffix: str, fault: str) -> UserError:
+        file = self.entries.get(suffix, next(iter(self.entries.values()))).file
+        return UserError(f'{file}: tensor "{self.name(suffix)}" {fault}')
+
+    def __contains__(self, suffix: str) -> bool:
+        return suffix in self.entries
+
+    def get(self, suffix: str, types: Iterable[str], *shapes: tuple[int, ...]) -> Entry:
+        """Return a tensor of one of these types and shapes. No shape: any."""
+        entry = self.entries.get(suffix)
+        if entry is None:
+            raise self.error(suffix, "is missing; it belongs to a quantised weight")
+        allowed = [TYPES[one] for one in types]
+        if TYPES.get(entry.dtype) not in allowed:
+            raise self.error(suffix, f"has type {entry.dtype}, not {' or '.join(types)}")
+        if shapes and entry.shape not in shapes:
+            wanted = " or ".join(dict.fromkeys(str(list(shape)) for shape in shapes))
+            raise self.error(suffix, f"has shape {list(entry.shape)}, not {wanted}")
+        return entry
+
+    def matrix(self, suffix: str, types: Iterable[str]) -> Entry:
+        """Return a tensor of one of these types and of two dimensions, none of them 0."""
+        entry = self.get(suffix, types)
+        if len(entry.shape) != 2 or not entry.size:
+            raise self.error(suffix, f"has shape {list(entry.shape)}; a matrix is needed")
+        return entry
+
+
+class Method:
+    """A way of storing matrices in few bits.
+
+    Attributes:
+        values: the suffixes of tensors of numbers, each with the types that mark a quantised one.
+        sides: other suffixes that belong to a matrix.
+        unused: suffixes of tensors about activations and the cache, which bass does not use.
+        skips: the keys of the configuration with names of modules that are not quantised.
+    """
+
+    values: ClassVar[dict[str, tuple[str, ...]]] = {"weight": (E4M3, INT8, BYTE)}
+    sides: ClassVar[tuple[str, ...]] = ()
+    unused: ClassVar[tuple[str, ...]] = (
+        "input_scale",
+        "output_scale",
+        "q_scale",
+        "k_scale",
+        "v_scale",
+    )
+    skips: ClassVar[tuple[str, ...]] = ("modules_to_not_convert", "ignored_layers")
+
+    def __init__(self, settings: Settings):
+        self.settings = settings
+        self.skipped = {name for key in self.skips for name in settings.names(key)}
+
+    def compound(self, parts: Parts) -> Compound:
+        """Return the matrix of a module."""
+        raise NotImplementedError
+
+    def join(self, entries: Mapping[str, Entry], has_slot: Callable[[str], bool]) -> Joined:
+        """See the function of this name."""
+        found: dict[str, Stored] = {}
+        modules: dict[str, dict[str, Entry]] = {}
+        unused: list[str] = []
+        for name, entry in entries.items():
+            module, suffix = self._split(name, entry)
+            if suffix is None:
+                found[name] = entry
+            elif suffix in self.unused:
+                unused.append(suffix)
+            else:
+                modules.setdefault(module, {})[suffix] = entry
+        for module, tensors in modules.items():
+            parts = Parts(module, tensors)
+            if module in self.skipped:
+                raise parts.error(
+                    next(iter(tensors)), "belongs to a module that config.json lists as unquantised"
+                )
+            found[f"{module}.weight"] = self._joined(parts, found)
+        found, biases = self._without_empty_biases(found, modules, has_slot)
+        return Joined(found, tuple(self._notes(unused, biases, bool(modules))))
+
+    def _joined(self, parts: Parts, found: Mapping[str, Stored]) -> Compound:
+        if not any(suffix in parts for suffix in self.values):
+            side = next(iter(parts.entries))
+            plain = found.get(parts.name("weight"))
+            if isinstance(plain, Entry):
+                raise parts.error(
+                    side, f"has scales of a weight that is not quantised: it has type {plain.dtype}"
+                )
+            raise parts.error(next(iter(self.values)), f"is missing, but there is {shown(side)}")
+        return self.compound(parts)
+
+    def _split(self, name: str, entry: Entry) -> tuple[str, str | None]:
+        """Return the module and the suffix of a tensor; None for one that is stored as it is."""
+        module, suffix = self.split(name)
+        if suffix in self.values:
+            marks = [TYPES[one] for one in self.values[suffix]]
+            return module, suffix if TYPES.get(entry.dtype) in marks else None
+        return module, suffix if suffix in (*self.sides, *self.unused) else None
+
+    def split(self, name: str) -> tuple[str, str]:
+        """Return the module and the suffix of a tensor's name."""
+        module, _, suffix = name.rpartition(".")
+        return module, suffix
+
+    def _without_empty_biases(
+        self, found: dict[str, Stored], modules: Iterable[str], has_slot: Callable[[str], bool]
+    ) -> tuple[dict[str, Stored], int]:
+        """Leave out biases that are 0 and that the model does not have: some tools write one for
+        every quantised matrix."""
+        extra = [f"{module}.bias" for module in modules if not has_slot(f"{module}.bias")]
+        empty = set()
+        for name in extra:
+            entry = found.get(name)
+            if isinstance(entry, Entry) and entry.dtype in FLOATS and not content(entry).any():
+                empty.add(name)
+        return {name: one for name, one in found.items() if name not in empty}, len(empty)
+
+    def _notes(self, unused: list[str], biases: int, quantised: bool) -> Iterable[str]:
+        """Yield notes on what is not used."""
+        if not quantised:
+            yield "config.json has a `quantization_config`, but no weight is quantised"
+        if unused:
+            names = ", ".join(sorted(set(unused)))
+            yield (
+                f"{len(unused)} tensors with scales of activations or of the cache are not used "
+                f"({names}): bass does not quantise them by the file's scales"
+            )
+        if biases:
+            yield f"{biases} biases that are 0 are not used: the model has none there"
+        if self.settings.values.get("kv_cache_scheme"):
+            yield (
+                'key "quantization_config.kv_cache_scheme" is not used: the file\'s scales do not '
+                "quantise the cache"
+            )
+
+
+def grid_shape(shape: tuple[int, ...], group: tuple[int, int]) -> tuple[int, int]:
+    """Return the shape of the scales of groups of rows and columns."""
+    return math.ceil(shape[0] / group[0]), math.ceil(shape[1] / group[1])
+
+
+def scale_shapes(shape: tuple[int, ...], group: tuple[int, int]) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes that scales may be stored in."""
+    rows, columns = grid_shape(shape, group)
+    if (rows, columns) == (1, 1):
+        return ((1,), (), (1, 1))
+    return ((rows, columns), (rows,)) if columns == 1 else ((rows, columns),)
+
+
+def kind_of(values: Entry) -> tuple[str, Callable[..., Any]]:
+    """Return the name of the type of 8-bit numbers, and what unpacks them."""
+    if TYPES[values.dtype] is TYPES[INT8]:
+        return "int8", compound.int8
+    return "fp8", compound.e4m3
+
+
+def block_of(settings: Settings, key: str, given: Any) -> tuple[int, int]:
+    """Check the size of a block of rows and columns."""
+    if not isinstance(given, list) or len(given) != 2:
+        raise settings.error(key, f"two sizes are needed, not {shown(given)}")
+    return settings.size(given[0], key), settings.size(given[1], key)
+
+
+def groups_of(parts: Parts, suffix: str, inputs: int, size: int) -> Entry:
+    """Return the tensor with the group of each input. All groups must exist."""
+    entry = parts.get(suffix, (INT32, "I64"), (inputs,))
+    found, most = content(entry), math.ceil(inputs / size)
+    if found.min() < 0 or found.max() >= most:
+        raise parts.error(suffix, f"names a group that does not exist; there are {most}")
+    return entry
+
+
+def refuse_others(parts: Parts, *suffixes: str) -> None:
+    """Raise a UserError if the format of a module does not have one of these tensors."""
+    for suffix in suffixes:
+        if suffix in parts and suffix != "weight_shape":
+            raise parts.error(suffix, "does not belong to the format that config.json names")
+
+
+def matches(target: str, module: str) -> bool:
+    """Return whether a name of compressed-tensors matches a module: the whole name, or a regular
+    expression after "re:"."""
+    if not target.startswith("re:"):
+        return target == module
+    try:
+        return re.match(target[3:], module) is not None
+    except re.error:
+        return False

@@ -1,0 +1,376 @@
+"""Checkpoints whose weights are quantised: their numbers are those of the owning library or of the
+layout's definition, and faults are found before weights are read."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import quantised
+import torch
+from checkpoints import build_model, write_tokenizer
+from quantised import Scheme, blocks_of_fp8, save, write_quantised
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from bass_cli.config.job import Job
+from bass_cli.errors import UserError
+from bass_cli.formats import tensor_content
+from bass_cli.formats.checkpoint import open_checkpoint
+from bass_cli.formats.quantised_config import METHODS, REFUSED, join
+from bass_cli.formats.weights import load, size_of
+from bass_cli.models.ranks import Share
+from bass_cli.run.plan import make_plan
+
+CPU = torch.device("cpu")
+DOCS = Path(__file__).parents[2] / "docs"
+_INT = {"type": "int", "symmetric": True}
+_FLOAT = {"type": "float", "symmetric": True}
+# Schemes by name, and the largest relative error of the expected numbers: that of bfloat16 where
+# the owning library computes in it.
+OWN: dict[str, Callable[[], Scheme]] = {
+    "block fp8": blocks_of_fp8,
+    "block fp8, odd blocks": lambda: blocks_of_fp8(48),
+    "fp8 by tensor": lambda: quantised.rows_of_fp8("fp8", rows=False),
+    "fbgemm": lambda: quantised.rows_of_fp8("fbgemm_fp8", rows=True),
+    "modelopt fp8": lambda: quantised.rows_of_fp8("modelopt", rows=False),
+    "modelopt nvfp4": quantised.nvfp4_of_modelopt,
+    "gptq": quantised.gptq,
+    "gptq sym": lambda: quantised.gptq(asymmetric=False),
+    "gptq act-order": lambda: quantised.gptq(ordered=True),
+    "gptq v2": lambda: quantised.gptq(new=True),
+    "gptq 8 bits": lambda: quantised.gptq(8, 64),
+    "gptq 2 bits": lambda: quantised.gptq(2, 16),
+    "gptq one group": lambda: quantised.gptq(4, -1),
+    "awq": quantised.awq,
+}  # fmt: skip
+COMPRESSED: dict[str, tuple[dict[str, Any], float]] = {
+    "float-quantized channel": ({"num_bits": 8, **_FLOAT, "strategy": "channel"}, 1e-6),
+    "float-quantized tensor": ({"num_bits": 8, **_FLOAT, "strategy": "tensor"}, 1e-6),
+    "float-quantized block": (
+        {"num_bits": 8, **_FLOAT, "strategy": "block", "block_structure": [32, 16]}, 1e-6),
+    "int-quantized channel": ({"num_bits": 8, **_INT, "strategy": "channel"}, 1e-6),
+    "int-quantized asymmetric": (
+        {"num_bits": 8, "type": "int", "symmetric": False, "strategy": "channel"}, 1e-6),
+    "pack-quantized group": ({"num_bits": 4, **_INT, "strategy": "group", "group_size": 32}, 1e-6),
+    "pack-quantized asymmetric": (
+        {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 16}, 1e-6),
+    "pack-quantized channel": ({"num_bits": 8, **_INT, "strategy": "channel"}, 1e-6),
+    "nvfp4-pack-quantized": (
+        {"num_bits": 4, **_FLOAT, "strategy": "tensor_group", "group_size": 16}, 2.0**-7),
+    "mxfp4-pack-quantized": (
+        {"num_bits": 4, **_FLOAT, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"},
+        1e-6),
+    "mxfp8-quantized": (
+        {"num_bits": 8, **_FLOAT, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"},
+        1e-6),
+}  # fmt: skip
+BITS_AND_BYTES = {
+    "int8": ("int8", False),
+    "nf4": ("nf4", False),
+    "nf4 nested": ("nf4", True),
+    "fp4": ("fp4", True),
+}
+
+
+def scheme_of(name: str) -> tuple[Scheme, float]:
+    """Return a scheme and the bound of its error."""
+    if name in OWN:
+        return OWN[name](), 1e-6
+    if name in COMPRESSED:
+        pytest.importorskip("compressed_tensors")
+        weights, bound = COMPRESSED[name]
+        return quantised.compressed(name.split()[0], **weights), bound
+    pytest.importorskip("bitsandbytes")
+    kind, nested = BITS_AND_BYTES[name]
+    return quantised.bitsandbytes(kind, nested=nested), 1e-6
+
+
+def expected(model: Any, folder: Path) -> dict[str, Tensor]:
+    """Load the model's weights by way of an ordinary checkpoint."""
+    model.config.quantization_config = None
+    del model.config.quantization_config
+    model.save_pretrained(folder)
+    return load(open_checkpoint(folder), dtype=torch.float32, device=CPU)
+
+
+@pytest.mark.parametrize("name", [*OWN, *COMPRESSED, *BITS_AND_BYTES])
+def test_quantised_matrices_have_their_owners_numbers(name: str, tmp_path: Path) -> None:
+    scheme, bound = scheme_of(name)
+    model = write_quantised(tmp_path / "few", scheme)
+    checkpoint = open_checkpoint(tmp_path / "few")
+    read: list[int] = []
+    found = load(checkpoint, dtype=torch.float32, device=CPU, on_read=read.append)
+    wanted = expected(model, tmp_path / "plain")
+    assert found.keys() == wanted.keys()
+    for key, tensor in wanted.items():
+        torch.testing.assert_close(found[key], tensor, rtol=bound, atol=0, msg=key)
+    assert sum(read) == checkpoint.size == size_of(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "name", ["block fp8, odd blocks", "gptq act-order", "awq", "modelopt nvfp4"]
+)
+def test_shards_small_parts_and_a_tied_head_change_nothing(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values and scales lie in different files, and a part has a few rows."""
+    scheme, _ = scheme_of(name)
+    model = write_quantised(tmp_path / "few", scheme, family="qwen2", shards=3, head_dim=16)
+    wanted = expected(model, tmp_path / "plain")
+    monkeypatch.setattr(tensor_content, "ELEMENTS", {"cpu": 300})
+    checkpoint = open_checkpoint(tmp_path / "few")
+    assert checkpoint.spec.tied
+    found = load(checkpoint, dtype=torch.float32, device=CPU)
+    for key, tensor in wanted.items():
+        torch.testing.assert_close(found[key], tensor, rtol=1e-6, atol=0, msg=key)
+
+
+@pytest.mark.parametrize(
+    "name", ["block fp8, odd blocks", "gptq act-order", "awq", "fbgemm", "modelopt nvfp4"]
+)
+def test_parts_of_a_split_model_are_those_of_the_whole(name: str, tmp_path: Path) -> None:
+    scheme, _ = scheme_of(name)
+    write_quantised(tmp_path, scheme, family="qwen3")
+    checkpoint = open_checkpoint(tmp_path)
+    whole = load(checkpoint, dtype=torch.float32, device=CPU)
+    halves = [
+        load(checkpoint, dtype=torch.float32, device=CPU, share=Share(rank, 2)) for rank in (0, 1)
+    ]
+    for key in ("layers.1.o.weight", "layers.0.down.weight"):
+        assert torch.equal(torch.cat([half[key] for half in halves], 1), whole[key])
+    queries = torch.cat([half["layers.1.qkv.weight"][:32] for half in halves])
+    assert torch.equal(queries, whole["layers.1.qkv.weight"][:64])
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["block fp8", "float-quantized channel", "int-quantized channel", "pack-quantized group"],
+)
+def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """transformers dequantises on a CPU, to bfloat16 in some formats."""
+    scheme, _ = scheme_of(name)
+    pytest.importorskip("accelerate")
+    pytest.importorskip("compressed_tensors")
+    write_quantised(tmp_path / "few", scheme, vocab_size=304)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "few", dtype=torch.float32).eval()
+    ids = torch.arange(5, 25)[None]
+    with torch.no_grad():
+        wanted = theirs(ids).logits[0]
+    found = load(open_checkpoint(tmp_path / "few"), dtype=torch.float32, device=CPU)
+    plain = build_model("llama", **{**quantised.SIZES, "vocab_size": 304})
+    with torch.no_grad():
+        for i in range(2):
+            q, k, v = found[f"layers.{i}.qkv.weight"].split([64, 32, 32])
+            gate, up = found[f"layers.{i}.up.weight"].chunk(2)
+            layer = plain.model.layers[i]
+            parts = {"q_proj": q, "k_proj": k, "v_proj": v, "o_proj": found[f"layers.{i}.o.weight"]}
+            for key, tensor in parts.items():
+                getattr(layer.self_attn, key).weight.copy_(tensor)
+            parts = {
+                "gate_proj": gate,
+                "up_proj": up,
+                "down_proj": found[f"layers.{i}.down.weight"],
+            }
+            for key, tensor in parts.items():
+                getattr(layer.mlp, key).weight.copy_(tensor)
+        got = plain(ids).logits[0]
+    assert (got - wanted).abs().max() < 0.02 * wanted.std()
+
+
+# Faults
+
+
+def change(folder: Path, edit: Callable[[dict[str, Tensor]], None]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save(folder, tensors)
+
+
+def configure(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"] |= changes
+    path.write_text(json.dumps(config))
+
+
+UP = "model.layers.1.mlp.up_proj"
+FAULTS: dict[str, tuple[str, Callable[[Path], None], str]] = {
+    "no scales": (
+        "block fp8", lambda folder: change(folder, lambda t: t.pop(f"{UP}.weight_scale_inv")),
+        rf'model\.safetensors: tensor "{UP}\.weight_scale_inv" is missing'),
+    "no values": (
+        "block fp8", lambda folder: change(folder, lambda t: t.pop(f"{UP}.weight")),
+        rf'model\.safetensors: tensor "{UP}\.weight" is missing, but there is .weight_scale_inv'),
+    "plain values": (
+        "block fp8", lambda folder: change(folder, lambda t: t.update({f"{UP}.weight": torch.zeros(128, 64)})),
+        rf'tensor "{UP}\.weight_scale_inv" has scales of a weight that is not quantised: it has type F32'),
+    "shape of scales": (
+        "block fp8", lambda folder: configure(folder, weight_block_size=[16, 32]),
+        r'down_proj.weight_scale_inv" has shape \[2, 4\], not \[4, 4\]'),
+    "blocks": (
+        "block fp8", lambda folder: configure(folder, weight_block_size=[128]),
+        r'config\.json: key "quantization_config\.weight_block_size": two sizes are needed, not \[128\]'),
+    "shape": (
+        "gptq", lambda folder: change(folder, lambda t: t.update(
+            {f"{UP}.qweight": t[f"{UP}.qweight"][:4].clone(), f"{UP}.g_idx": t[f"{UP}.g_idx"][:32].clone(),
+             f"{UP}.scales": t[f"{UP}.scales"][:1].clone(), f"{UP}.qzeros": t[f"{UP}.qzeros"][:1].clone()})),
+        r'tensor "layers\.1\.mlp\.up_proj\.weight" has shape \[32, 128\], not \[64, 128\]'),
+    "groups": (
+        "gptq", lambda folder: change(folder, lambda t: t[f"{UP}.g_idx"].fill_(2)),
+        rf'tensor "{UP}\.g_idx" names a group that does not exist; there are 2'),
+    "type of scales": (
+        "gptq", lambda folder: change(folder, lambda t: t.update({f"{UP}.scales": t[f"{UP}.scales"].int()})),
+        rf'tensor "{UP}\.scales" has type I32, not F32 or F16 or BF16'),
+    "bits": ("gptq", lambda folder: configure(folder, bits=3), r'"quantization_config\.bits": 3 is not supported'),
+    "marlin": (
+        "gptq", lambda folder: configure(folder, checkpoint_format="marlin"),
+        r'"quantization_config\.checkpoint_format": .marlin. is not supported'),
+    "gemv": ("awq", lambda folder: configure(folder, version="gemv"), r'"quantization_config\.version": .gemv.'),
+    "ignored": (
+        "fbgemm", lambda folder: configure(folder, modules_to_not_convert=[UP]),
+        rf'tensor "{UP}\.weight.*" belongs to a module that config\.json lists as unquantised'),
+    "scale of activations' channels": (
+        "modelopt nvfp4", lambda folder: change(folder, lambda t: t.update({f"{UP}.pre_quant_scale": torch.ones(64)})),
+        "pre_quant_scale.* unknown for the family llama"),
+    "method": (
+        "awq", lambda folder: configure(folder, quant_method="squeeze"),
+        r'"quantization_config\.quant_method": .squeeze. is not supported; known: compressed-tensors, fp8'),
+    "no method": (
+        "awq", lambda folder: configure(folder, quant_method=None),
+        r'"quantization_config\.quant_method": a text is needed, not None'),
+    "torchao": (
+        "awq", lambda folder: configure(folder, quant_method="torchao"),
+        r'"quantization_config\.quant_method": "torchao" is not supported: torchao stores tensors of its own'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_name_file_and_tensor_or_key(fault: str, tmp_path: Path) -> None:
+    name, spoil, message = FAULTS[fault]
+    write_quantised(tmp_path, scheme_of(name)[0])
+    open_checkpoint(tmp_path)
+    spoil(tmp_path)
+    with pytest.raises(UserError, match=message) as error:
+        open_checkpoint(tmp_path)
+    assert str(tmp_path) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": "marlin-24"}, r'"quantization_config\.format": .marlin-24. is not supported'),
+        ({"transform_config": {"config_groups": {"R1": {}}}}, r'"quantization_config\.transform_config"'),
+        ({"sparsity_config": {"format": "sparse-24-bitmask"}}, r"sparsity_config\.format"),
+        ({"config_groups": {"a": {"targets": ["re:.*none.*"], "weights": {"num_bits": 4}}}},
+         'belongs to no group of "config_groups"'),
+    ],
+)  # fmt: skip
+def test_unsupported_settings_of_compressed_tensors(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    write_quantised(tmp_path, scheme_of("pack-quantized group")[0])
+    configure(tmp_path, **changes)
+    with pytest.raises(UserError, match=message):
+        open_checkpoint(tmp_path)
+
+
+def test_what_is_not_used_is_noted(tmp_path: Path) -> None:
+    write_quantised(tmp_path, scheme_of("fbgemm")[0])
+    configure(tmp_path, kv_cache_scheme={"num_bits": 8})
+    change(
+        tmp_path,
+        lambda t: (
+            t.update(
+                {"model.layers.0.self_attn.k_scale": torch.ones(1), f"{UP}.bias_of": torch.ones(1)}
+            )
+            or t.pop(f"{UP}.bias_of")
+        ),
+    )
+    notes = open_checkpoint(tmp_path).notes
+    assert any("15 tensors" in note and "input_scale, k_scale" in note for note in notes)
+    assert any("kv_cache_scheme" in note for note in notes)
+
+
+def test_biases_of_zeros_are_left_out(tmp_path: Path) -> None:
+    """GPTQ tools write a bias for every matrix, also for models without biases."""
+    model = write_quantised(tmp_path, scheme_of("gptq")[0], attention_bias=False, mlp_bias=False)
+    wanted = expected(model, tmp_path / "plain")
+    change(tmp_path, lambda t: t.update({f"{UP}.bias": torch.zeros(128, dtype=torch.float16)}))
+    checkpoint = open_checkpoint(tmp_path)
+    found = load(checkpoint, dtype=torch.float32, device=CPU)
+    assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
+    assert any("1 biases that are 0" in note for note in checkpoint.notes)
+    change(tmp_path, lambda t: t[f"{UP}.bias"].add_(1))
+    with pytest.raises(UserError, match=r"up_proj\.bias.* unknown for the family"):
+        open_checkpoint(tmp_path)
+
+
+def test_weights_that_are_not_quantised_are_read_as_stored(tmp_path: Path) -> None:
+    """A merged model may have kept the `quantization_config` of its base."""
+    model = build_model("llama")
+    wanted = expected(model, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    checkpoint = open_checkpoint(tmp_path)
+    found = load(checkpoint, dtype=torch.float32, device=CPU)
+    assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
+    assert any("no weight is quantised" in note for note in checkpoint.notes)
+
+
+def test_plan_says_what_dequantised_weights_take(tmp_path: Path) -> None:
+    write_quantised(tmp_path, scheme_of("gptq")[0])
+    write_tokenizer(tmp_path)
+    pair = {"name": "few", "target": str(tmp_path), "draft": "none"}
+    plan = make_plan(Job(pair=pair, n=1, device="cpu", batch_size=1, dtype="bf16"))
+    (note,) = [note for note in plan.notes if "dequantises" in note]
+    assert "weights are stored in 4 bits (GPTQ); bass dequantises them to bf16: 0.0 GB" in note
+
+
+ROW = re.compile(r"^\| (`.*?) \| (.*?) \|.*\| (dequantised|refused)[^|]* \|$", re.M)
+
+
+def test_table_of_quantised_checkpoints_is_true() -> None:
+    """Each method that is read or refused has its row, and each row that is read has a scheme
+    here."""
+    rows = ROW.findall((DOCS / "reference" / "quantised-checkpoints.md").read_text())
+    names = {read: {name for names, _, how in rows if (how == "refused") != read
+                    for name in re.findall("`(.*?)`", names)} for read in (True, False)}  # fmt: skip
+    assert names[True] == METHODS.keys()
+    assert names[False] - METHODS.keys() == REFUSED.keys()
+    formats = {one for names, text, how in rows if "compressed" in names and how == "dequantised"
+               for one in re.findall("`(.*?)`", text)}  # fmt: skip
+    assert formats == {name.split()[0] for name in COMPRESSED} | {"naive-quantized"}
+    refused = {one for names, text, how in rows if "compressed" in names and how == "refused"
+               for one in re.findall("`(.*?)`", text)}  # fmt: skip
+    for kind in refused:
+        settings = {"quant_method": "compressed-tensors", "format": kind}
+        with pytest.raises(UserError, match="is not supported"):
+            join({"quantization_config": settings}, {}, place="config.json")
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_methods_say_why(name: str) -> None:
+    config = {"quantization_config": {"quant_method": name}}
+    with pytest.raises(UserError, match=f'"{name}" is not supported: [a-z].*') as error:
+        join(config, {}, place="folder/config.json")
+    assert str(error.value).startswith('folder/config.json: key "quantization_config.quant_method"')
+
+
+def test_fingerprint_depends_on_values_scales_and_their_meaning(tmp_path: Path) -> None:
+    write_quantised(tmp_path, scheme_of("gptq")[0])
+    prints = [open_checkpoint(tmp_path).fingerprint()]
+    assert open_checkpoint(tmp_path).fingerprint() == prints[0]
+    configure(tmp_path, checkpoint_format="gptq_v2")
+    prints.append(open_checkpoint(tmp_path).fingerprint())
+    change(tmp_path, lambda t: t[f"{UP}.scales"].mul_(2))
+    prints.append(open_checkpoint(tmp_path).fingerprint())
+    change(tmp_path, lambda t: t[f"{UP}.qweight"].add_(1))
+    prints.append(open_checkpoint(tmp_path).fingerprint())
+    assert len(set(prints)) == 4
