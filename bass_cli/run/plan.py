@@ -292,11 +292,10 @@ def make_plan(
     files = open_files(job, tokenizer)
     check_ranks(job, files, device)
     job, own = with_model_defaults(job, files.target)
-    dtype, notes = dtype_of(job.dtype, device), [*_notes(job, files), *own]
-    notes += _notes_on_weights(files, dtype)
-    profile, surface = costs_of(
-        job, files, device, name_of_dtype(dtype, layouts_of(job.dtype)), notes.append
-    )
+    dtype = dtype_of(job.dtype, device)
+    notes = [*_notes(job, files, dtype), *own]
+    stored = name_of_dtype(dtype, layouts_of(job.dtype))
+    profile, surface = costs_of(job, files, device, stored, notes.append)
     tokens = tokens_of(longest_prompt, files.tokenizer, files.target.spec.context)
     found = _footprint(job, files, tokens, device=device, dtype=dtype, wanted=wanted)
     free = usable(free_memory(device))
@@ -379,9 +378,10 @@ def _growing(plan: Plan) -> Plan:
     return replace(fewer, kept=max(kept, room))
 
 
-def _notes(job: Job, files: Files) -> Iterator[str]:
+def _notes(job: Job, files: Files, dtype: torch.dtype) -> Iterator[str]:
     """Yield notes on settings that take no effect, and on the models' files."""
     yield from files.notes
+    yield from _notes_on_weights(files, dtype)
     if files.tokenizer.path == files.target.path:
         yield from doubts_of(files.target.metadata)
     if job.thinking == "off" and (switch := files.tokenizer.check_chats()) is not None:

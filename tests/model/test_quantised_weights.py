@@ -52,7 +52,7 @@ def test_matrices_of_layers_are_the_rounded_ones_of_loading(
     write_checkpoint(family, tmp_path, **shallow(family))
     checkpoint = open_checkpoint(tmp_path)
     whole = load(checkpoint, dtype=torch.float32, device=CPU)
-    monkeypatch.setattr(tensor_content, "_ELEMENTS", {"cpu": 200})
+    monkeypatch.setattr(tensor_content, "ELEMENTS", {"cpu": 200})
     read: list[int] = []
     found = quantised(checkpoint, layout, on_read=read.append)
     assert sum(read) == checkpoint.size == size_of(checkpoint, None, Layouts(layout))
