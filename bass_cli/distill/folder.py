@@ -48,6 +48,11 @@ def config_of(spec: Spec, *, eos_ids: Collection[int], place: str) -> dict[str, 
     UserError, beginning with `place`, if the family's configuration cannot express the Spec, which
     may come from another format.
     """
+    if spec.family not in _CLASSES:
+        raise UserError(
+            f"{place}: bass cannot train models of the family {spec.family}; known: "
+            f"{', '.join(_CLASSES)}"
+        )
     family, words = FAMILIES[spec.family], dict[str, Any]()
     activation = {"gelu_tanh": "gelu_pytorch_tanh"}.get(spec.activation, spec.activation)
     assert ACTIVATIONS[activation] == spec.activation

@@ -137,6 +137,13 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
         "mscale_all_dim",
         "truncate",
     ),
+    "longrope": (
+        "short_factor",
+        "long_factor",
+        "factor",
+        "attention_factor",
+        "original_max_position_embeddings",
+    ),
 }
 # "finetuned" says how a YaRN model was trained
 _EVERY_ROPE = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned")
@@ -160,7 +167,7 @@ def read_keys(config: Mapping[str, Any], family: Family, *, place: str) -> dict[
     for key in _OFF_IF_NULL.get(str(config.get("model_type")), ()):
         if config.get(key, True) is None:
             raise UserError(f'{place}: key "{key}": None is not supported, only True is')
-    layers = config.get("no_rope_layers")
+    layers = None if "no_rope_layers" in family.reads else config.get("no_rope_layers")
     if layers and not (isinstance(layers, list) and all(_equal(one, 1) for one in layers)):
         raise UserError(
             f'{place}: key "no_rope_layers": layers without rotary embedding are not supported'

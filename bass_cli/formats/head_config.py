@@ -171,6 +171,7 @@ def _body(config: Mapping[str, Any], target: Spec, place: str) -> Spec:
     _check_target("hidden_size", body.width, target.width, place)
     _check_target("vocab_size", body.vocab, target.vocab, place)
     plain = body.norm.kind == "rms" and not body.norm.sandwich and not body.parallel
+    plain = plain and body.unusual is None
     if not plain or body.rope is None or body.local_rope is not None or body.embed_scale != 1.0:
         raise UserError(
             f'{place}: key "model_type": layers like those of "{body.family}" are not supported in '

@@ -22,6 +22,7 @@ ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
     "relu": "relu",
+    "relu2": "relu2",
     "gelu": "gelu",
     "gelu_python": "gelu",
     "gelu_new": "gelu_tanh",
@@ -36,6 +37,7 @@ MASKS = ("pard_token", "ptd_token_id", "mask_token_id")
 # tensors are checked against it.
 _MOST = {"layers": 1 << 12, "head_size": 1 << 16}
 _LARGEST = 2**31 - 1  # of all other sizes
+_ORIGINAL = "original_max_position_embeddings"
 _KINDS = ("full_attention", "sliding_attention")  # of layers
 _Value = TypeVar("_Value")
 
@@ -115,14 +117,20 @@ def spec_of_config(config: Mapping[str, Any], *, place: str) -> Spec:
         {**family.defaults, **read_keys(config, family, place=place)}, family.keys, place
     )
     _refuse(values, family)
-    shape = shape_of(values, context=values.count("context"), vocab=values.count("vocab"))
+    shape = shape_of(values, context=_context(values), vocab=values.count("vocab"))
     activation = values.values.get(values.key("activation"))
     known(activation, ACTIVATIONS, place, f'key "{values.key("activation")}": the activation')
     biases = family.biases.union(
         *(names for flag, names in family.flags.items() if values.flag(flag))
     )
+    windows = _windows(values, shape["layers"], family)
+    unrotated = _unrotated(values, family, windows)
     rope, local, attention = _ropes(values, family, shape["head_size"])
-    scalar = values.number("query_pre_attn_scalar") if name == "gemma3_text" else shape["head_size"]
+    if attention != 1.0 and rope and (unrotated or rope.size < shape["head_size"]):
+        rope, attention = rope._replace(scale=attention), 1.0  # not for all of queries and keys
+    scales = _scales(values, family, shape)
+    # queries and keys each have the factor of their cosines and sines
+    scales["query_scale"] *= attention * attention
     return Spec(
         family=name,
         **shape,
@@ -132,13 +140,55 @@ def spec_of_config(config: Mapping[str, Any], *, place: str) -> Spec:
         activation=ACTIVATIONS[str(activation)],
         gated=family.gated,
         parallel=family.parallel,
-        windows=_windows(values, shape["layers"], family),
+        windows=windows,
         biases=biases,
-        # queries and keys each have the factor of their cosines and sines
-        query_scale=scalar**-0.5 * attention * attention,
-        embed_scale=shape["width"] ** 0.5 if name == "gemma3_text" else 1.0,
         tied=values.flag("tie_word_embeddings"),
+        unrotated=unrotated,
+        **scales,
     )
+
+
+def _scales(values: Values, family: Family, shape: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the scaling factors of a Spec, by its fields."""
+    if "attention_multiplier" in family.defaults:  # Granite
+        return {
+            "query_scale": values.number("attention_multiplier"),
+            "embed_scale": values.number("embedding_multiplier"),
+            "residual_scale": values.number("residual_multiplier"),
+            "logit_scale": values.number("logits_scaling"),
+        }
+    if "query_pre_attn_scalar" in family.defaults:  # Gemma
+        scalar = values.number("query_pre_attn_scalar")
+        return {"query_scale": scalar**-0.5, "embed_scale": shape["width"] ** 0.5}
+    return {"query_scale": shape["head_size"] ** -0.5}
+
+
+def _unrotated(values: Values, family: Family, windows: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the layers without rotary embedding."""
+    if family.unrotated == "full":
+        hybrid = values.values.get("sliding_window") is not None
+        return tuple(i for i, window in enumerate(windows) if hybrid and not window)
+    if family.unrotated == "listed":
+        return tuple(i for i, rotated in enumerate(_rotated(values, len(windows))) if not rotated)
+    return ()
+
+
+def _rotated(values: Values, layers: int) -> list[bool]:
+    """Return for each layer whether it has rotary embedding, as `no_rope_layers` lists it."""
+    listed = values.values.get("no_rope_layers")
+    if listed is None:
+        interval = values.count("no_rope_layer_interval")
+        return [(i + 1) % interval != 0 for i in range(layers)]
+    if (
+        not isinstance(listed, list)
+        or len(listed) < layers
+        or any(type(one) not in (int, bool) or one not in (0, 1) for one in listed)
+    ):
+        raise UserError(
+            f'{values.place}: key "no_rope_layers": a list of 0 and 1 for {layers} layers is '
+            f"needed, not {shown(listed)}"
+        )
+    return [bool(one) for one in listed[:layers]]
 
 
 def notes_of_config(config: Mapping[str, Any], *, place: str) -> tuple[str, ...]:
@@ -150,7 +200,13 @@ def notes_of_config(config: Mapping[str, Any], *, place: str) -> tuple[str, ...]
             "cannot have images",
         )
         config, place = text_config(config, place=place)
-    return notes + unread(config, _family(config, place)[1], place=place)
+    family, spec = _family(config, place)[1], spec_of_config(config, place=place)
+    if spec.context < config.get(family.keys["context"], spec.context):
+        notes += (
+            f"{place}: texts may have {spec.context} tokens: beyond that, LongRoPE changes the "
+            "rotary embedding of all tokens, which bass does not support",
+        )
+    return notes + unread(config, family, place=place)
 
 
 def _family(config: Mapping[str, Any], place: str) -> tuple[str, Family]:
@@ -215,6 +271,16 @@ def shape_of(values: Values, *, context: int, vocab: int) -> dict[str, Any]:
     }
 
 
+def _context(values: Values) -> int:
+    """Return the maximum number of positions. Beyond the original context LongRoPE would change
+    the rotary embedding of all positions, also of stored keys, so that is the limit."""
+    context = values.count("context")
+    scaling = values.mapping("rope_scaling") or values.mapping("rope_parameters")
+    if _rope_kind(scaling, values) != "longrope":
+        return context
+    return min(context, int(_with_original(scaling, values).number(_ORIGINAL)))
+
+
 def _refuse(values: Values, family: Family) -> None:
     """Raise a UserError for values that the decoder does not support."""
     projected = values.values.get("word_embed_proj_dim")
@@ -275,6 +341,8 @@ def _locals(values: Values, layers: int) -> tuple[bool, ...]:
     if "sliding_window_pattern" in values.values:
         pattern = values.count("sliding_window_pattern")
         return tuple(bool((i + 1) % pattern) for i in range(layers))
+    if "no_rope_layers" in values.values:
+        return tuple(not rotated for rotated in _rotated(values, layers))
     first = values.count("max_window_layers") if values.values.get("max_window_layers") else 0
     return tuple(i >= first for i in range(layers))
 
@@ -284,13 +352,13 @@ def _ropes(
 ) -> tuple[Rope | None, Rope | None, float]:
     """Return the rotary embedding, that of layers with a window if it differs, and the factor of
     cosines and sines."""
-    if family.rotary != "config":
+    if family.rotary not in ("config", "fraction"):
         size = values.count("rotary_dim") if family.rotary == "partial" else 0
         rope = Rope(10000.0, rotary_size(size, head_size, values.place)) if size else None
         return rope, None, 1.0
     older, given = values.mapping("rope_scaling"), values.mapping("rope_parameters")
     theta = values.number("rope_theta")
-    if "rope_local_base_freq" in family.defaults:  # Gemma: one for each layer type
+    if family.by_type:
         if older.keys() & set(_KINDS) or (given and not given.keys() & set(_KINDS)):
             raise UserError(
                 f'{values.place}: key "rope_parameters": an object with full_attention and '
@@ -299,62 +367,67 @@ def _ropes(
         kinds = Values(given, {}, f"{values.place}: rope_parameters")
         full = kinds.mapping("full_attention") | older
         rope, attention = _rope(full, values, theta, head_size)
-        local, other = _rope(
-            kinds.mapping("sliding_attention"),
-            values,
-            values.number("rope_local_base_freq"),
-            head_size,
-        )
-        return rope, local, _same_factor(attention, other, values.place)
+        local_theta = values.number("rope_local_base_freq", family.defaults["rope_theta"])
+        local, other = _rope(kinds.mapping("sliding_attention"), values, local_theta, head_size)
+        if attention == other:
+            return rope, local, attention
+        return rope._replace(scale=attention), local._replace(scale=other), 1.0
     scaling = older or given
     if scaling.keys() & set(_KINDS):  # transformers ignores them for these families, or fails
         raise UserError(
             f"{values.place}: rope parameters by layer type are not supported for this family"
         )
-    rope, attention = _rope(scaling, values, theta, head_size)
+    rope, attention = _rope(scaling, values, theta, head_size, family.rotary == "fraction")
     return rope, None, attention
 
 
-def _same_factor(full: float, local: float, place: str) -> float:
-    if full != local:
-        raise UserError(
-            f"{place}: rope_parameters: an attention_factor that differs by layer type is not "
-            f"supported ({full:g} and {local:g})"
-        )
-    return full
+def _rope_kind(scaling: Mapping[str, Any], values: Values) -> str:
+    """Return the rope type. Phi-3's older names of longrope are "su" and "yarn"."""
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if values.values.get("model_type") == "phi3" and kind in ("su", "yarn"):
+        kind = "longrope"
+    known(kind, tuple(ROPE_TYPES), values.place, "the rope type")
+    return str(kind)
+
+
+def _with_original(scaling: Mapping[str, Any], values: Values) -> Values:
+    """Return access to rotary parameters, with the original context, which either may have."""
+    original = (
+        values.values.get(_ORIGINAL)
+        or scaling.get(_ORIGINAL)
+        or values.values.get("max_position_embeddings")
+    )
+    return Values({**scaling, _ORIGINAL: original}, {}, f"{values.place}: rope_parameters")
 
 
 def _rope(
-    scaling: Mapping[str, Any], values: Values, theta: float, head_size: int
+    scaling: Mapping[str, Any],
+    values: Values,
+    theta: float,
+    head_size: int,
+    may_be_partial: bool = False,
 ) -> tuple[Rope, float]:
     """Return a rotary embedding and the factor of its cosines and sines."""
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    known(kind, tuple(ROPE_TYPES), values.place, "the rope type")
-    own = Values(
-        {
-            **scaling,
-            "original_max_position_embeddings": values.values.get(
-                "original_max_position_embeddings"
-            )
-            or scaling.get("original_max_position_embeddings")
-            or values.values.get("max_position_embeddings"),
-        },
-        {},
-        f"{values.place}: rope_parameters",
-    )
+    kind, own = _rope_kind(scaling, values), _with_original(scaling, values)
     partial = own.number("partial_rotary_factor", values.values.get("partial_rotary_factor") or 1.0)
-    if partial != 1.0:  # transformers ignores it for these families, or cannot run the model
+    if partial != 1.0 and not may_be_partial:
+        # transformers ignores it for these families, or cannot run the model
         raise UserError(
             f'{values.place}: key "partial_rotary_factor": {partial:g} is not supported for this '
             "family, only 1 is"
         )
-    theta, size = own.number("rope_theta", theta), rotary_size(head_size, head_size, own.place)
+    theta, size = (
+        own.number("rope_theta", theta),
+        rotary_size(head_size * partial, head_size, own.place),
+    )
     if kind == "linear":
         return Rope(theta, size, (own.number("factor"),) * (size // 2)), 1.0
     if kind == "llama3":
         return Rope(theta, size, _llama3(own, theta, size)), 1.0
     if kind == "yarn":
         return _yarn(own, theta, size)
+    if kind == "longrope":
+        return _longrope(own, theta, size, values)
     if kind == "dynamic":  # scales only beyond max_position_embeddings, bass's limit
         own.number("factor")
     return Rope(theta, size), 1.0
@@ -399,6 +472,22 @@ def _yarn(own: Values, theta: float, size: int) -> tuple[Rope, float]:
         scales = [yarn_scale(factor, own.number(key)) for key in ("mscale", "mscale_all_dim")]
         return Rope(theta, size, factors), scales[0] / scales[1]
     return Rope(theta, size, factors), yarn_scale(factor)
+
+
+def _longrope(own: Values, theta: float, size: int, values: Values) -> tuple[Rope, float]:
+    """Return LongRoPE's short factors (arXiv 2402.13753), for texts up to the original context."""
+    factors = own.values.get("short_factor")
+    if not isinstance(factors, list) or len(factors) != size // 2:
+        raise UserError(
+            f'{own.place}: key "short_factor": a list of {size // 2} numbers is needed, not '
+            f"{shown(factors)}"
+        )
+    listed = Values({f"short_factor[{i}]": one for i, one in enumerate(factors)}, {}, own.place)
+    rope = Rope(theta, size, tuple(listed.number(key) for key in listed.values))
+    original = own.number(_ORIGINAL)
+    factor = own.number("factor", values.count("context") / original)
+    usual = 1.0 if factor <= 1 else math.sqrt(1.0 + math.log(factor) / math.log(original))
+    return rope, own.number("attention_factor", usual)
 
 
 def rotary_size(size: float, head_size: int, place: str) -> int:

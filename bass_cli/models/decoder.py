@@ -149,6 +149,8 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [..., vocab] from the final norm's output [..., width]."""
         found = ops.linear(hidden, *self._head)
+        if self.spec.logit_scale != 1.0:
+            found = found / self.spec.logit_scale
         return found if self.ranks is None else self.ranks.join_logits(found, self.vocab)
 
     def _normed(
@@ -180,7 +182,11 @@ class Decoder:
             residual = residual + functional.embedding(
                 places, self._weights.plain("positions.weight")
             )
-        angles = tuple(angles_of(step.positions, f) for f in self._frequencies)
+        ropes = (self.spec.rope, self.spec.local_rope)
+        angles = tuple(
+            angles_of(step.positions, frequencies, 1.0 if rope is None else rope.scale)
+            for frequencies, rope in zip(self._frequencies, ropes, strict=True)
+        )
         slots = step.slots()
         for slot, i in enumerate(self.layers):
             residual = self._block(i, slot, residual, step, slots, angles)
@@ -202,11 +208,12 @@ class Decoder:
             slots: [B, W], where the tokens' keys and values go.
         """
         spec, at = self.spec, f"layers.{i}."
+        local = bool(spec.windows[i] and spec.local_rope)
         q = ops.project(
             residual,
-            self._affine(at + "norm1"),
+            self._affine(at + "norm1") if spec.norm.before else None,
             self._map(at + "qkv"),
-            angles[1 if spec.windows[i] and spec.local_rope else 0],
+            None if i in spec.unrotated else angles[local],
             slots,
             step.own(slot),
             heads=spec.heads,
@@ -245,6 +252,8 @@ class Decoder:
 
     def _added(self, name: str, x: Tensor, residual: Tensor) -> Tensor:
         """Add the map `o` or `down` of x to the residual stream, which may be changed in place."""
+        if self.spec.residual_scale != 1.0:
+            return residual + self._mapped(name, x) * self.spec.residual_scale
         if self.ranks is None:
             return ops.linear_add(x, *self._map(name), residual)
         return residual + self._mapped(name, x)
@@ -261,7 +270,8 @@ class Decoder:
     def _up(self, at: str, residual: Tensor) -> Tensor:
         """Return the feed-forward's inner values [B, W, inner]."""
         spec = self.spec
-        norm = self._affine(at + ("norm1" if spec.parallel else "norm2"))
+        name = at + ("norm1" if spec.parallel else "norm2")
+        norm = self._affine(name) if spec.norm.before else None
         return ops.norm_up(
             residual,
             norm,
@@ -297,9 +307,15 @@ def inverse_frequencies(rope: Rope | None, device: torch.device) -> Tensor | Non
     return inverse.to(device)
 
 
-def angles_of(positions: Tensor, inverse: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    """Return cos and sin, each [B, W, size / 2] float32. None without rotary embedding."""
-    return None if inverse is None else ops.angles(positions, inverse)
+def angles_of(
+    positions: Tensor, inverse: Tensor | None, scale: float = 1.0
+) -> tuple[Tensor, Tensor] | None:
+    """Return cos and sin times `scale`, each [B, W, size / 2] float32. None without rotary
+    embedding."""
+    if inverse is None:
+        return None
+    found: tuple[Tensor, Tensor] = ops.angles(positions, inverse)
+    return found if scale == 1.0 else (found[0] * scale, found[1] * scale)
 
 
 class ReadsHidden(Protocol):
@@ -360,6 +376,7 @@ def supports_fused(spec: Spec, tokens: Tensor, like: Tensor, step: Pass) -> bool
     from bass_kernels import dispatch, fused_attention, residual
 
     plain = spec.norm.kind == "rms" and not spec.norm.sandwich and not spec.parallel and spec.gated
+    plain = plain and spec.unusual is None
     rope = spec.rope is not None and spec.local_rope is None
     few = (
         step.prefill is None

@@ -42,7 +42,11 @@ class Family(NamedTuple):
     tensors: (checkpoint name, decoder name with ":" and a part if it is fused, transform).
     keys: the config's key for each word that the reader uses; "" if the config has none.
     defaults: values of keys that a config leaves out.
-    rotary: "config"; "partial" for the first `rotary_dim` dimensions; "" for learned positions.
+    rotary: "config"; "fraction" if the config may name a share of a head; "partial" for the first
+        `rotary_dim` dimensions; "" for learned positions.
+    by_type: layers with a window have their own rotary parameters in the config.
+    unrotated: layers without rotary embedding: "" for none; "listed" for those that the config
+        lists; "full" for those without a window, if there are windows.
     windows: "" for none; "all" for the same in every layer; "types" for the layers that the
         config names.
     biases: the linear maps that always have a bias.
@@ -65,6 +69,8 @@ class Family(NamedTuple):
     flags: Mapping[str, frozenset[str]] = {}
     aliases: Mapping[str, str] = {}
     eps: float | None = None
+    by_type: bool = False
+    unrotated: str = ""
 
     @property
     def reads(self) -> frozenset[str]:
@@ -150,6 +156,35 @@ _GEMMA_TENSORS = (
     *(row for row in _LLAMA_TENSORS if row[0] not in _GEMMA_NORMS),
     *((theirs, ours, "plus_one") for theirs, ours in _GEMMA_NORMS.items()),
 )
+_OLMO_TENSORS = (
+    *(row for row in _QWEN3_TENSORS if not row[0].endswith("_layernorm")),
+    ("layers.{}.post_attention_layernorm", "layers.{}.post1", ""),
+    ("layers.{}.post_feedforward_layernorm", "layers.{}.post2", ""),
+)
+# q and k with interleaved rotary dimensions
+_ERNIE_TENSORS = tuple(
+    (theirs, ours, "deinterleave" if ours.endswith((":q", ":k")) else how)
+    for theirs, ours, how in _LLAMA_TENSORS
+)
+_PHI_TENSORS = (
+    *(row for row in _LLAMA_TENSORS if ":" not in row[1]),
+    ("layers.{}.self_attn.qkv_proj", "layers.{}.qkv", ""),
+    ("layers.{}.mlp.gate_up_proj", "layers.{}.up", ""),
+)
+_GLM_TENSORS = (
+    *(row for row in _ERNIE_TENSORS if ".up:" not in row[1]),
+    ("layers.{}.mlp.gate_up_proj", "layers.{}.up", ""),
+)
+_GLM4_TENSORS = (
+    *_GLM_TENSORS,
+    ("layers.{}.post_self_attn_layernorm", "layers.{}.post1", ""),
+    ("layers.{}.post_mlp_layernorm", "layers.{}.post2", ""),
+)
+_ARCEE_TENSORS = tuple(
+    (theirs, ours.replace(":up", ""), how)
+    for theirs, ours, how in _LLAMA_TENSORS
+    if ours != "layers.{}.up:gate"
+)
 _OPT_TENSORS = (
     ("decoder.embed_tokens", "embed", ""),
     ("decoder.embed_positions", "positions", "skip_two"),
@@ -193,7 +228,7 @@ _CODEGEN_TENSORS = (
     ("h.{}.attn.qkv_proj", "layers.{}.qkv", "codegen"),
 )
 
-_ROPE_DEFAULTS = {
+_ROPE_DEFAULTS: dict[str, Any] = {
     "rope_theta": 10000.0,
     "rope_parameters": None,
     "rope_scaling": None,
@@ -242,6 +277,32 @@ _GEMMA_DEFAULTS = _ROPE_DEFAULTS | {
     "max_position_embeddings": 131072,
     "sliding_window_pattern": 6,
 }
+_LLAMA = Family(
+    "model.",
+    _LLAMA_TENSORS,
+    _LLAMA_KEYS,
+    _ROPE_DEFAULTS | {"sliding_window": None, "layer_types": None},
+    flags={"attention_bias": frozenset({"qkv", "o"}), "mlp_bias": frozenset({"up", "down"})},
+)
+_GLM = Family(
+    "model.",
+    _GLM_TENSORS,
+    _LLAMA_KEYS,
+    _ROPE_DEFAULTS
+    | {"num_key_value_heads": 2, "head_dim": 128, "partial_rotary_factor": 0.5}
+    | {"rms_norm_eps": 1.5625e-7, "attention_bias": True}
+    | {"sliding_window": None, "layer_types": None},
+    rotary="fraction",
+    flags={"attention_bias": frozenset({"qkv"})},
+)
+_OLMO2 = Family(
+    "model.",
+    _OLMO_TENSORS,
+    _LLAMA_KEYS,
+    _ROPE_DEFAULTS | {"rms_norm_eps": 1e-5, "sliding_window": None, "layer_types": None},
+    norm_extras={"qk": True, "sandwich": True, "before": False, "qk_wide": True},
+    flags={"attention_bias": frozenset({"qkv", "o"})},
+)
 _PARTIAL = Family(
     "transformer.",
     _GPTJ_TENSORS,
@@ -256,13 +317,7 @@ _PARTIAL = Family(
 )
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family(
-        "model.",
-        _LLAMA_TENSORS,
-        _LLAMA_KEYS,
-        _ROPE_DEFAULTS | {"sliding_window": None, "layer_types": None},
-        flags={"attention_bias": frozenset({"qkv", "o"}), "mlp_bias": frozenset({"up", "down"})},
-    ),
+    "llama": _LLAMA,
     "mistral": Family(
         "model.",
         _LLAMA_TENSORS,
@@ -294,6 +349,7 @@ FAMILIES: dict[str, Family] = {
         _GEMMA_DEFAULTS,
         norm_extras={"qk": True, "sandwich": True},
         windows="types",
+        by_type=True,
         flags={"attention_bias": frozenset({"qkv", "o"})},
     ),
     "opt": Family(
@@ -334,6 +390,69 @@ FAMILIES: dict[str, Family] = {
         gated=False,
         biases=_EVERY_MAP,
         aliases=_GPT_ALIASES,
+    ),
+    "olmo2": _OLMO2,
+    "olmo3": _OLMO2._replace(
+        defaults={**_OLMO2.defaults}
+        | {"rope_theta": 5e5, "sliding_window": 4096, "sliding_window_pattern": 4},
+        windows="types",
+        by_type=True,
+    ),
+    "exaone4": _OLMO2._replace(
+        defaults={**_OLMO2.defaults}
+        | {"num_key_value_heads": 32, "sliding_window": 4096, "sliding_window_pattern": 4},
+        norm_extras={"qk": True, "sandwich": True, "before": False},
+        windows="types",
+        unrotated="full",
+        flags={},
+    ),
+    "smollm3": _LLAMA._replace(
+        defaults=_ROPE_DEFAULTS
+        | {"rope_theta": 2e6, "num_key_value_heads": 4, "tie_word_embeddings": True}
+        | {"sliding_window": None, "use_sliding_window": False, "layer_types": None}
+        | {"no_rope_layers": None, "no_rope_layer_interval": 4},
+        windows="types",
+        unrotated="listed",
+    ),
+    "phi3": Family(
+        "model.",
+        _PHI_TENSORS,
+        _LLAMA_KEYS,
+        _ROPE_DEFAULTS
+        | {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096}
+        | {"sliding_window": None, "layer_types": None},
+        rotary="fraction",
+        windows="all",
+    ),
+    "glm": _GLM,
+    "glm4": _GLM._replace(tensors=_GLM4_TENSORS, norm_extras={"sandwich": True}),
+    "granite": _LLAMA._replace(
+        defaults={**_LLAMA.defaults}
+        | {"embedding_multiplier": 1.0, "attention_multiplier": 1.0}
+        | {"residual_multiplier": 1.0, "logits_scaling": 1.0}
+    ),
+    "seed_oss": _LLAMA._replace(
+        defaults={**_LLAMA.defaults}
+        | {"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True},
+        flags={
+            "attention_bias": frozenset({"qkv"}),
+            "attention_out_bias": frozenset({"o"}),
+            "mlp_bias": frozenset({"up", "down"}),
+        },
+    ),
+    "ernie4_5": Family(
+        "model.",
+        _ERNIE_TENSORS,
+        _LLAMA_KEYS,
+        _ROPE_DEFAULTS
+        | {"rope_theta": 5e5, "num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5}
+        | {"tie_word_embeddings": True, "sliding_window": None, "layer_types": None},
+        flags={"use_bias": _EVERY_MAP},
+    ),
+    "arcee": _LLAMA._replace(
+        tensors=_ARCEE_TENSORS,
+        defaults={**_LLAMA.defaults} | {"rms_norm_eps": 1e-5, "hidden_act": "relu2"},
+        gated=False,
     ),
     "gptj": _PARTIAL,
     "codegen": _PARTIAL._replace(tensors=_CODEGEN_TENSORS),

@@ -34,6 +34,11 @@ class Share(NamedTuple):
 
 def check_divisible(spec: Spec, ranks: int, *, model: str) -> None:
     """Raise a UserError unless this model can be split over so many devices."""
+    if spec.norm.qk_wide and ranks > 1:
+        raise UserError(
+            f"`tensor_parallel` {ranks}: {model} norms all its attention heads as one vector, "
+            "which cannot be split; leave out the option"
+        )
     for what, count in (("attention heads", spec.heads), ("feed-forward size", spec.inner)):
         if count % ranks:
             raise UserError(

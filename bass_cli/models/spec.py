@@ -22,12 +22,14 @@ class Rope(NamedTuple):
     """Rotary position embedding of the first `size` dimensions of a head (arXiv 2104.09864).
 
     `factors` ([size / 2], or None) divide the inverse frequencies. Every published scaling that
-    does not depend on the length (linear, Llama 3, YaRN) can be written so.
+    does not depend on the length (linear, Llama 3, YaRN) can be written so. `scale` multiplies
+    cosines and sines.
     """
 
     theta: float
     size: int
     factors: tuple[float, ...] | None = None
+    scale: float = 1.0
 
 
 class Norm(NamedTuple):
@@ -37,12 +39,16 @@ class Norm(NamedTuple):
     qk: whether each head's q and k are normed too.
     sandwich: whether the outputs of attention and feed-forward are normed too, before they are
         added to the residual stream (Gemma 3).
+    before: whether the inputs of attention and feed-forward are normed.
+    qk_wide: with `qk`, all heads of q (and all of k) are normed as one vector (OLMo 2).
     """
 
     kind: str
     eps: float
     qk: bool = False
     sandwich: bool = False
+    before: bool = True
+    qk_wide: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +62,9 @@ class Spec:
     parallel: attention and feed-forward read the same norm and are added together (GPT-J).
     biases: the linear maps with a bias, of "qkv", "o", "up", "down", "head".
     tied: the head is the embedding.
+    unrotated: the layers without rotary embedding.
+    residual_scale: factor of what attention and feed-forward add to the residual stream.
+    logit_scale: divisor of the logits.
     """
 
     family: str
@@ -78,6 +87,23 @@ class Spec:
     embed_scale: float = 1.0
     biases: frozenset[str] = frozenset()
     tied: bool = False
+    unrotated: tuple[int, ...] = ()
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+
+    @property
+    def unusual(self) -> str | None:
+        """The first difference that drafters of hidden states, distillation and the fused layers
+        do not support, as a noun; None if there is none."""
+        differences = {
+            "norms after attention and feed-forward only": not self.norm.before,
+            "norms over all heads": self.norm.qk_wide,
+            "layers without rotary embedding": bool(self.unrotated),
+            "scaled cosines": any(r and r.scale != 1.0 for r in (self.rope, self.local_rope)),
+            "a scaled residual stream": self.residual_scale != 1.0,
+            "scaled logits": self.logit_scale != 1.0,
+        }
+        return next((name for name, there in differences.items() if there), None)
 
 
 def parameters(spec: Spec) -> dict[str, tuple[int, ...]]:
@@ -107,15 +133,17 @@ def parameters(spec: Spec) -> dict[str, tuple[int, ...]]:
             shapes[f"layers.{i}.{name}.weight"] = shape
             if name in spec.biases:
                 shapes[f"layers.{i}.{name}.bias"] = shape[:1]
-        norms[f"layers.{i}.norm1"] = spec.width
-        if not spec.parallel:
+        if spec.norm.before:
+            norms[f"layers.{i}.norm1"] = spec.width
+        if spec.norm.before and not spec.parallel:
             norms[f"layers.{i}.norm2"] = spec.width
         if spec.norm.sandwich:
             norms |= {f"layers.{i}.post1": spec.width, f"layers.{i}.post2": spec.width}
         if spec.norm.qk:
+            wide = spec.norm.qk_wide
             shapes |= {
-                f"layers.{i}.q_norm.weight": (spec.head_size,),
-                f"layers.{i}.k_norm.weight": (spec.head_size,),
+                f"layers.{i}.q_norm.weight": (query if wide else spec.head_size,),
+                f"layers.{i}.k_norm.weight": (key if wide else spec.head_size,),
             }
     for name, size in norms.items():
         shapes[f"{name}.weight"] = (size,)

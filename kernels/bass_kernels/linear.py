@@ -65,7 +65,7 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
 
 def project(
     residual: Tensor,
-    norm: Affine,
+    norm: Affine | None,
     qkv: Map,
     angles: tuple[Tensor, Tensor] | None,
     slots: Tensor,
@@ -76,25 +76,48 @@ def project(
     eps: float,
     kind: str,
 ) -> Tensor:
-    """Normalise the residual stream [B, W, N], multiply it by the query, key and value weights, and
-    do `rope_write`. Returns q [B, W, H, D]."""
-    return _rope_write(
-        linear(_norm(None, residual, *norm, eps=eps, kind=kind)[0], *qkv),
-        angles,
-        slots,
-        own,
-        heads=heads,
-        norms=norms,
-        eps=eps,
+    """Normalise the residual stream [B, W, N] (if there is a norm), multiply it by the query, key
+    and value weights, and do `rope_write`. Returns q [B, W, H, D].
+
+    `norms` of H D and K D weights instead of D norm all heads of q and of k as one vector.
+    """
+    product = linear(_normed(residual, norm, eps, kind), *qkv)
+    if norms is not None and norms[0].numel() != own[0].shape[-1]:
+        product, norms = _norm_wide(product, norms, eps), None
+    return _rope_write(product, angles, slots, own, heads=heads, norms=norms, eps=eps)
+
+
+def _normed(residual: Tensor, norm: Affine | None, eps: float, kind: str) -> Tensor:
+    if norm is None:
+        return residual
+    found: Tensor = _norm(None, residual, *norm, eps=eps, kind=kind)[0]
+    return found
+
+
+def _norm_wide(qkv: Tensor, norms: tuple[Tensor, Tensor], eps: float) -> Tensor:
+    """Norm the queries and the keys of qkv [..., (H + 2K) D] as one vector each (RMS)."""
+    sizes = [weight.numel() for weight in norms]
+    parts = qkv.split((*sizes, sizes[1]), dim=-1)
+    normed = (
+        _norm(None, part, weight, None, eps=eps, kind="rms")[0]
+        for part, weight in zip(parts, norms, strict=False)
     )
+    return torch.cat((*normed, parts[2]), dim=-1)
 
 
 def norm_up(
-    residual: Tensor, norm: Affine, up: Map, *, eps: float, kind: str, activation: str, gated: bool
+    residual: Tensor,
+    norm: Affine | None,
+    up: Map,
+    *,
+    eps: float,
+    kind: str,
+    activation: str,
+    gated: bool,
 ) -> Tensor:
-    """Normalise the residual stream [..., N], multiply it by `up` and apply the activation: [...,
-    inner]."""
-    normed, (weight, bias) = _norm(None, residual, *norm, eps=eps, kind=kind)[0], up
+    """Normalise the residual stream [..., N] (if there is a norm), multiply it by `up` and apply
+    the activation: [..., inner]."""
+    normed, (weight, bias) = _normed(residual, norm, eps, kind), up
     fused = gated and bias is None and dispatch.kind_for(residual) == "triton"
     if fused and isinstance(weight, Tensor):
         from . import linear_kernels

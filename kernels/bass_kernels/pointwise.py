@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .launch import leading, let_next
 
-KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
+KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
 
 
 def embed(tokens: Tensor, weight: Tensor, *, scale: float = 1.0) -> Tensor:
@@ -132,6 +132,8 @@ def activate(value, KIND: tl.constexpr):
         value = value * tl.sigmoid(1.5957691216057308 * (value + 0.044715 * value * value * value))
     else:
         value = tl.maximum(value, 0.0)
+        if KIND == 4:
+            value = value * value
     return value
 
 

@@ -18,6 +18,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
     "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
     "relu": functional.relu,
+    "relu2": lambda x: functional.relu(x).square(),
 }
 # positions with padding, up to which prompt spans are copied into one padded block
 _GATHERED = 4096
@@ -59,8 +60,8 @@ def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def activation(x: Tensor, kind: str, *, gated: bool) -> Tensor:
-    """Apply silu, gelu, gelu_tanh or relu to x [..., N]. If gated, apply it to the first half of x
-    and multiply by the second half: [..., N / 2]."""
+    """Apply silu, gelu, gelu_tanh, relu or relu2 to x [..., N]. If gated, apply it to the first
+    half of x and multiply by the second half: [..., N / 2]."""
     if gated:
         gate, up = x.chunk(2, dim=-1)
         return _ACTIVATIONS[kind](gate) * up

@@ -9,6 +9,7 @@ import transformers
 from checkpoints import (
     FAMILIES,
     GGUF_FAMILIES,
+    TRAINED,
     tokenizer_metadata,
     write_checkpoint,
     write_gguf,
@@ -51,7 +52,7 @@ def same_logits(folder, theirs):
         )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TRAINED)
 def test_a_written_folder_is_read_back(tmp_path, family):
     theirs = write_checkpoint(family, tmp_path / "one", shards=False)
     write_tokenizer(tmp_path / "one")
@@ -103,3 +104,11 @@ def test_published_llama_factors_are_recognised(tmp_path):
     )
     assert first.rope == second.rope
     del theirs
+
+
+@pytest.mark.parametrize("family", sorted({*FAMILIES} - {*TRAINED}))
+def test_families_that_cannot_be_trained_are_refused(tmp_path, family):
+    write_checkpoint(family, tmp_path, shards=False)
+    message = f"m: bass cannot train models of the family {family}; known: llama, "
+    with pytest.raises(UserError, match=message):
+        config_of(open_checkpoint(tmp_path).spec, eos_ids=(), place="m")

@@ -6,7 +6,7 @@ import functools
 import numpy
 import pytest
 import torch
-from checkpoints import FAMILIES, write_checkpoint
+from checkpoints import TRAINED, write_checkpoint
 from toys import AtOnce, drive, loop_for, rows_for
 
 from bass_cli.distill.network import Model, run
@@ -71,7 +71,7 @@ def seen_by_drafting(decoder, widest):
     return found
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TRAINED)
 def test_training_logits_equal_drafting_logits(models, family):
     """The logits are equal up to the order of sums. Texts in one window do not affect each other,
     nor do masks of different anchors in a group."""

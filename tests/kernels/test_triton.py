@@ -72,7 +72,7 @@ def test_norm(dtype, kind, bias, size):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "relu", "relu2"])
 def test_activation(dtype, kind, gated):
     x = 2 * randn(3, 2, 2 * 1100, dtype=dtype)
     close(
@@ -209,6 +209,26 @@ def test_projection_to_queries_and_cache(dtype, size, rows, width):
     for found, wanted in zip(own, due_own, strict=True):
         assert torch.equal(found.isnan(), wanted.isnan())
         close(found.nan_to_num(), wanted.nan_to_num(), dtype, factor=1.5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_projection_with_norms_over_all_heads(dtype):
+    """No norm before, and queries and keys normed as one vector each (OLMo 2)."""
+    size, rows, width, heads, kv_heads, depth = 16, 3, 2, 6, 2, 40
+    x, weight = randn(rows, width, depth, dtype=dtype), randn(160, depth, dtype=dtype, seed=2) / 6
+    norms = tuple(1 + randn(count * size, seed=count) / 3 for count in (heads, kv_heads))
+    slots = torch.arange(rows * width, device=DEVICE).view(rows, width)
+    own = tuple(torch.zeros(kv_heads, 9, size, dtype=dtype, device=DEVICE) for _ in range(2))
+    q = ops.project(x, None, (weight, None), None, slots, own, heads=heads, norms=norms, eps=1e-6, kind="rms")  # fmt: skip
+    parts = (x.float() @ weight.float().T).split((96, 32, 32), -1)
+    due = [
+        part * (part.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * norm
+        for part, norm in zip(parts, norms, strict=False)
+    ]
+    close(q, due[0].view(rows, width, heads, size), dtype, factor=2)
+    keys = due[1].view(rows * width, kv_heads, size).transpose(0, 1)
+    close(own[0][:, : rows * width], keys, dtype, factor=2)
+    close(own[1][:, : rows * width], parts[2].reshape(-1, kv_heads, size).transpose(0, 1), dtype, factor=2)  # fmt: skip
 
 
 LAWS = [(0.0, 0, 1.0), (0.5, 0, 0.95), (0.8, 0, 0.95), (1.0, 0, 1.0), (1.0, 5, 1.0), (0.2, 0, 0.5), (1.5, 0, 0.9),

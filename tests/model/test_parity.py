@@ -123,6 +123,26 @@ def test_prefill_logits_equal_transformers(family: str, tmp_path: Path) -> None:
     ("gpt2", {"n_inner": None, "activation_function": "relu"}),
     ("gptj", {"tie_word_embeddings": True}),
     ("codegen", {"n_head": 4, "n_inner": 72, "rotary_dim": 16}),
+    ("olmo2", {"attention_bias": False, "num_key_value_heads": 6, "tie_word_embeddings": True}),
+    ("olmo3", {"layer_types": ["full_attention", "sliding_attention"] * 2}),
+    ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
+    ("exaone4", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0,
+                                     "high_freq_factor": 4.0, "original_max_position_embeddings": 64}}),
+    ("smollm3", {"no_rope_layers": None, "num_hidden_layers": 5, "mlp_bias": True, "attention_bias": True}),
+    ("smollm3", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 500.0,
+                                     "original_max_position_embeddings": 64}}),
+    ("phi3", {"sliding_window": None, "original_max_position_embeddings": 64, "partial_rotary_factor": 0.75,
+              "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 16, "rope_parameters": {
+                  "rope_type": "longrope", "rope_theta": 300.0, "partial_rotary_factor": 0.75,
+                  "short_factor": [1.0, 1.1, 1.3, 1.7, 2.0, 3.0], "long_factor": [2.0] * 6}}),
+    ("glm", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25, "rope_theta": 90.0}}),
+    ("glm4", {"attention_bias": False, "rope_parameters": {
+        "rope_type": "yarn", "factor": 4.0, "rope_theta": 500.0, "partial_rotary_factor": 0.5,
+        "original_max_position_embeddings": 64}}),
+    ("granite", {"attention_bias": False, "mlp_bias": True, "tie_word_embeddings": True}),
+    ("seed_oss", {"attention_bias": False, "mlp_bias": True}),
+    ("ernie4_5", {"use_bias": True, "tie_word_embeddings": False}),
+    ("arcee", {"mlp_bias": True, "attention_bias": True, "tie_word_embeddings": True}),
 ])  # fmt: skip
 def test_variants(family: str, overrides: dict, tmp_path: Path) -> None:
     model = write_checkpoint(family, tmp_path, shards=False, **overrides)
@@ -165,6 +185,13 @@ _MIXED = ["full_attention", "sliding_attention", "full_attention"]
     ("gemma3_text", {}, {"rope_scaling": {"rope_type": "linear", "factor": 3.0}}),
     ("gemma3_text", {}, {"rope_parameters": {"full_attention": None, "sliding_attention": _ROPE}}),
     ("gemma3_text", {}, {"rope_parameters": {"full_attention": _ROPE}, "rope_local_base_freq": 50.0}),
+    ("gemma3_text", {}, {"rope_parameters": {"full_attention": {**_YARN, "rope_theta": 300.0},
+                                             "sliding_attention": _ROPE}}),
+    ("olmo3", {}, {"rope_parameters": None, "rope_theta": 300.0, "rope_scaling": {**_YARN, "attention_factor": 1.3}}),
+    ("glm4", {}, {"rope_parameters": None, "rope_theta": 300.0, "partial_rotary_factor": 0.25}),
+    ("phi3", {}, {"rope_parameters": None, "rope_theta": 300.0, "original_max_position_embeddings": 64,
+                  "rope_scaling": {"type": "su", "short_factor": [1.5] * 4, "long_factor": [2.0] * 4,
+                                   "original_max_position_embeddings": 64}}),
     ("gemma3_text", {}, {"rope_parameters": {}, "rope_theta": 2e3, "rope_local_base_freq": 50.0}),
     # keys that another family reads
     ("opt", {}, {"rms_norm_eps": 0.5, "head_dim": 6, "num_key_value_heads": 2, "layer_norm_eps": 0.5}),

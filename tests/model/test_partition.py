@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import FAMILIES, write_checkpoint, write_gguf
+from checkpoints import FAMILIES, SPLIT, write_checkpoint, write_gguf
 
 from bass_cli.errors import UserError
 from bass_cli.formats.checkpoint import Checkpoint, open_checkpoint
@@ -51,7 +51,7 @@ def check_parts(checkpoint: Checkpoint, ranks: int) -> list[int]:
     return read
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SPLIT)
 def test_parts_of_a_checkpoint_add_up_to_the_whole(family: str, tmp_path: Path) -> None:
     write_checkpoint(family, tmp_path, shards=False, **(FEWER if family == "qwen2" else {}))
     checkpoint = open_checkpoint(tmp_path)
@@ -106,3 +106,12 @@ def test_sizes_that_cannot_be_split_are_refused(
     check_divisible(spec, 2, model="tiny")
     with pytest.raises(UserError, match=f"`tensor_parallel` 2: tiny has {reason}, "):
         check_divisible(replace(spec, **change), 2, model="tiny")
+
+
+@pytest.mark.parametrize("family", sorted({*FAMILIES} - {*SPLIT}))
+def test_models_that_norm_all_heads_together_are_not_split(family: str, tmp_path: Path) -> None:
+    write_checkpoint(family, tmp_path, shards=False)
+    spec = open_checkpoint(tmp_path).spec
+    check_divisible(spec, 1, model="m")
+    with pytest.raises(UserError, match="`tensor_parallel` 2: m norms all its attention heads"):
+        check_divisible(spec, 2, model="m")

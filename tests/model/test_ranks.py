@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import FAMILIES, write_checkpoint
+from checkpoints import SPLIT, write_checkpoint
 from torch import Tensor
 
 from bass_cli.formats.checkpoint import open_checkpoint
@@ -65,7 +65,7 @@ def logits_of(decoder: Decoder) -> Tensor:
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SPLIT)
 def test_split_model_gives_the_logits_of_the_whole(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

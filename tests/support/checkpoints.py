@@ -67,12 +67,32 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": ("OPT", {"vocab_size": 301, "hidden_size": 48, "num_attention_heads": 4, "num_hidden_layers": 3,
                     "ffn_dim": 80, "max_position_embeddings": 128, "word_embed_proj_dim": 48}),
     "starcoder2": ("Starcoder2", _SIZES | {"head_dim": 8, "sliding_window": 5}),
+    "olmo2": ("Olmo2", _SIZES | {"head_dim": 8, "attention_bias": True}),
+    "olmo3": ("Olmo3", _SIZES | {"head_dim": 8, "num_hidden_layers": 4, "sliding_window": 5, "rope_parameters": {
+        "full_attention": {"rope_type": "yarn", "factor": 8.0, "rope_theta": 500.0, "attention_factor": 1.2,
+                           "original_max_position_embeddings": 64},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}}),
+    "exaone4": ("Exaone4", _SIZES | {"head_dim": 8, "num_hidden_layers": 4, "sliding_window": 5}),
+    "smollm3": ("SmolLM3", _SIZES | {"head_dim": 8, "no_rope_layers": [1, 0, 1]}),
+    "phi3": ("Phi3", _SIZES | {"head_dim": 8, "sliding_window": 7}),
+    "glm": ("Glm", _SIZES),
+    "glm4": ("Glm4", _SIZES),
+    "granite": ("Granite", _SIZES | {"head_dim": 8, "attention_multiplier": 0.3, "embedding_multiplier": 3.0,
+                                     "residual_multiplier": 0.6, "logits_scaling": 2.0, "attention_bias": True}),
+    "seed_oss": ("SeedOss", _SIZES | {"attention_out_bias": True}),
+    "ernie4_5": ("Ernie4_5", _SIZES),
+    "arcee": ("Arcee", _SIZES | {"head_dim": 8}),
     "gpt2": ("GPT2", _GPT_SIZES | {"n_inner": 80}),
     "gptj": ("GPTJ", _GPT_SIZES | {"rotary_dim": 8}),
     "codegen": ("CodeGen", _GPT_SIZES | {"n_head": 8, "n_embd": 64, "rotary_dim": 4, "n_ctx": 128}),
 }  # fmt: skip
 FAMILIES: tuple[str, ...] = tuple(_KINDS)
+# Families that tensor parallelism supports: the others norm all heads as one vector.
+SPLIT = tuple(name for name in FAMILIES if name not in ("olmo2", "olmo3"))
 _CONFIGS = {"Gemma3": "Gemma3TextConfig"}
+# Families that `bass distill` trains
+TRAINED = ("llama", "llama3", "mistral", "qwen2", "qwen3", "gemma3_text", "opt", "starcoder2", "gpt2", "gptj",
+           "codegen")  # fmt: skip
 
 
 def build_model(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
@@ -112,8 +132,9 @@ def shallow(family: str) -> dict[str, Any]:
     """Overrides that leave two layers, of either kind where a family has two: what one adds, the
     next reads."""
     kinds = {"layer_types": ["sliding_attention", "full_attention"]}
+    both = ("gemma3_text", "olmo3", "exaone4")
     named = "n_layer" if "n_layer" in _KINDS[family][1] else "num_hidden_layers"
-    return {named: 2} | (kinds if family == "gemma3_text" else {})
+    return {named: 2} | (kinds if family in both else {})
 
 
 def write_tokenizer(folder: Path, *, extra: tuple[str, ...] = (), template: bool = True) -> None:

@@ -149,7 +149,8 @@ if __name__ == "__main__":
         compile_one(linear_kernels._stream, BIAS=True, SPLITS=splits, EVEN=splits == 1, WIDE="tf32")
     compile_one(pointwise._embed, SCALED=True, BLOCK=1024)
     compile_one(pointwise._norm, ADD=True, LAYER=True, BIAS=True, BLOCK=1024)
-    compile_one(pointwise._activation, KIND=2, GATED=True, BLOCK=1024)
+    for activation in (2, 4):
+        compile_one(pointwise._activation, KIND=activation, GATED=activation == 2, BLOCK=1024)
     compile_one(pointwise._rope_write, H=8, K=2, D=64, HALF=32, NORM=True, BLOCK=64, LEADS=True)
     tiled = {"EACH": 20, "N": 32, "DEEP": 128, "STAGES": 5, "WIDE": "tf32", "EARLY": True}
     compile_one(residual._begin, VOCAB=999, WIDTH=896, HALF=32, EARLY=True)
