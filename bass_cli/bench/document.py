@@ -135,7 +135,7 @@ def _decoder(name: str, decoder: Decoder) -> dict[str, Any]:
         "inner": spec.inner,
         "vocab": decoder.vocab,
         "parameters": count_parameters(spec),
-        "dtype": str(decoder.dtype).removeprefix("torch."),
+        "dtype": decoder.format.name,
     }
 
 

@@ -19,8 +19,11 @@ import torch
 from bass_cli.bench.figures import Run
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.spec import HeadSpec, head_parameters, parameters
+from bass_kernels import Quantised
 
 _MAPS = ("qkv.weight", "o.weight", "up.weight", "down.weight")
+# Operations of e4m3 for one of bfloat16, by NVIDIA's data sheets from Ada and Hopper on
+_FP8 = 2
 # (device name, dtype): measured bytes per second of a pass over the weights, and measured
 # floating-point operations per second of a large matrix product
 _KNOWN = {("H200", torch.bfloat16): (4.3e12, 790e12)}
@@ -41,9 +44,10 @@ class Ceilings(NamedTuple):
 class Sizes(NamedTuple):
     """Sizes of a decoder.
 
-    body, head: elements of the layers' matrices and of the output head. item: bytes of an element.
-    keys: elements of K and V for one position and layer. attention: operations for one query, key
-    and layer. windows: attention window of each layer, 0 if it has none.
+    body, head: elements of the layers' matrices and of the output head. item: bytes of an element
+    of K and V, and of a matrix that is not quantised. saved: bytes that quantising saves. keys:
+    elements of K and V for one position and layer. attention: operations for one query, key and
+    layer. windows: attention window of each layer, 0 if it has none.
     """
 
     body: int
@@ -52,6 +56,7 @@ class Sizes(NamedTuple):
     keys: int
     attention: int
     windows: tuple[int, ...]
+    saved: int = 0
 
 
 class FloorInputs(NamedTuple):
@@ -107,6 +112,18 @@ def sizes_of(decoder: Decoder, head: HeadSpec | None = None) -> Sizes:
         2 * spec.kv_heads * spec.head_size,
         4 * spec.heads * spec.head_size,
         tuple(spec.windows[i] for i in decoder.layers),
+        _saved(decoder),
+    )
+
+
+def _saved(decoder: Decoder) -> int:
+    """Return how many bytes less its quantised matrices have than plain ones."""
+    names = [f"layers.{i}.{name}" for i in decoder.layers for name in _MAPS]
+    found = [decoder.weights[name] for name in names] + [decoder.head]
+    return sum(
+        math.prod(one.shape) * decoder.dtype.itemsize - one.nbytes
+        for one in found
+        if isinstance(one, Quantised)
     )
 
 
@@ -130,7 +147,7 @@ def pass_work(sizes: Sizes, *, contexts: Sequence[int], shared: int, fed: int, l
     )
     products = 2 * rows * (sizes.body * fed + sizes.head * logits)
     return Work(
-        (sizes.body + sizes.head) * sizes.item + keys * sizes.keys * sizes.item,
+        (sizes.body + sizes.head + keys * sizes.keys) * sizes.item - sizes.saved,
         products + sizes.attention * fed * sum(map(sum, seen)),
     )
 
@@ -174,6 +191,16 @@ def _shared(rows: Sequence[int], prompts: Sequence[int], samples: int) -> int:
     """Count prompt positions that are read for another row of the same prompt."""
     groups = itertools.groupby(sorted(rows), key=lambda row: row // samples)
     return sum(prompts[next(members)] * sum(1 for _ in members) for _, members in groups)
+
+
+def ceilings_for(decoder: Decoder) -> Ceilings:
+    """Return the ceilings of a decoder's device for its number formats."""
+    found = ceilings_of(decoder.device, decoder.dtype)
+    quantised = (one for one in decoder.weights.values() if isinstance(one, Quantised))
+    fp8 = any(one.layout == "fp8" for one in quantised)
+    if not fp8 or decoder.device.type != "cuda":
+        return found
+    return found._replace(operations=_FP8 * found.operations)
 
 
 @functools.cache

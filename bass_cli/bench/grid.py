@@ -21,7 +21,7 @@ import bass_kernels as ops
 from bass_cli.bench import preparation, rivals
 from bass_cli.bench.document import cell, compare, document, draft_length, timing, words_of
 from bass_cli.bench.figures import Latency, latency
-from bass_cli.bench.floor import FloorInputs, ceilings_of, sizes_of
+from bass_cli.bench.floor import FloorInputs, ceilings_for, sizes_of
 from bass_cli.bench.preparation import Bench
 from bass_cli.bench.report import number
 from bass_cli.bench.runs import Key, Parts, Schedule, empty, fill, measure_parts
@@ -69,7 +69,7 @@ def _measure(settings: Settings, plan: Plan | None, screen: Screen) -> Iterator[
         loops = preparation.build_loops(
             models, settings, context=longest + settings.new_tokens, plan=plan
         )
-        ceilings = ceilings_of(models.target.device, models.target.dtype)
+        ceilings = ceilings_for(models.target)
         bench = Bench(settings, plan, models, loops, texts, ceilings, screen)
         preparation.grow(bench)
         yield from _benches(preparation.check(bench))

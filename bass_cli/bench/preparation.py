@@ -40,7 +40,7 @@ from bass_cli.models.spec import HeadSpec, head_parameters
 from bass_cli.run.build import Models, graphs_for, load_models, make_loop, make_models
 from bass_cli.run.memory import Extras, Need, footprint
 from bass_cli.run.pair import check_split
-from bass_cli.run.plan import Plan, device_of, dtype_of, layouts_of, make_plan
+from bass_cli.run.plan import Plan, device_of, draft_format_of, dtype_of, layouts_of, make_plan
 from bass_cli.run.profile import LIMITS
 from bass_cli.run.profile import measure as profile
 from bass_cli.tensor_parallel.follower import Part
@@ -141,10 +141,11 @@ def need_of(settings: Settings, plan: Plan | None, device: torch.device) -> Need
     if ranks > 1:
         check_split(target, ranks, device, model=settings.job.pair.target)
     head = draft if isinstance(draft, HeadSpec) else None
+    dtype = dtype_of(settings.job.dtype, device)
     found = footprint(
         target,
         draft.body if isinstance(draft, HeadSpec) else draft,
-        dtype=dtype_of(settings.job.dtype, device),
+        dtype=dtype,
         device=device,
         longest=settings.longest if head is None else max(settings.longest, head.block),
         at_once=parse_draft(settings.job.pair.draft).parallel,
@@ -153,6 +154,8 @@ def need_of(settings: Settings, plan: Plan | None, device: torch.device) -> Need
         prompt_tokens=settings.prompt_tokens,
         ranks=ranks,
         extras=Extras(settings.job.sampling.changes_logits),
+        layouts=layouts_of(settings.job.dtype),
+        draft_format=draft_format_of(settings.job, dtype),
     )
     need = Need(found, max(settings.batch_sizes), settings.new_tokens, device, _OPTIONS)
     need.check()
@@ -190,14 +193,18 @@ def _add_random_draft(settings: Settings, models: Models) -> Models:
         return models._replace(drafting=target.keep_layers(range(settings.depth)))
     if draft is None:
         return models
+    numbers = draft_format_of(settings.job, target.dtype)
     weights = functools.partial(
         random_weights,
-        dtype=target.dtype,
+        dtype=numbers.dtype,
+        layouts=numbers.layouts,
         device=target.device,
         seed=settings.job.sampling.seed + 1,
     )
     if isinstance(draft, HeadSpec):
-        head = make_head(draft, weights(draft.body, shapes=head_parameters(draft)), target)
+        head = make_head(
+            draft, weights(draft.body, shapes=head_parameters(draft)), target, numbers.layouts
+        )
         return models._replace(head=head, mask=draft.mask)
     mask = draft.vocab - 1 if parse_draft(settings.job.pair.draft).parallel else None
     return models._replace(drafting=Decoder(draft, weights(draft)), mask=mask)

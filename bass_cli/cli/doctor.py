@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from bass_cli.run.plan import Plan
 
 PACKAGES = ("torch", "triton", "transformers", "safetensors", "gguf", "datasets")
-BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 1, "int8": 1}  # of a weight
 _PATIENCE = 3.0  # seconds to wait for the hub
 OVERHEAD = 1.2  # memory of a job over that of its weights: KV cache and workspace
 
@@ -149,14 +149,19 @@ def _is_cached(model: str) -> bool:
 
 def weight_bytes(pair: Pair, device: str) -> int | None:
     """Estimate the memory of a pair's weights from the parameter counts in its models' names."""
-    width = BYTES.get(pair.dtype, 2 if device == "cuda" else 4)
-    counts = [
-        parameters_in(name)
-        for name in (pair.target, parse_draft(pair.draft).files)
-        if name is not None
-    ]
-    known = [count for count in counts if count is not None]
-    return sum(known) * width if len(known) == len(counts) else None
+    plain = 2 if device == "cuda" else 4
+    own = pair.draft_dtype
+    if own == "target" or (own == "auto" and pair.dtype not in ("fp8", "int8")):
+        own = pair.dtype
+    found = 0
+    for name, dtype in ((pair.target, pair.dtype), (parse_draft(pair.draft).files, own)):
+        if name is None:
+            continue
+        count = parameters_in(name)
+        if count is None:
+            return None
+        found += count * BYTES.get(dtype, plain)
+    return found
 
 
 def parameters_in(name: str) -> int | None:

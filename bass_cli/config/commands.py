@@ -84,7 +84,7 @@ _BATCH_SIZES = Option(
 )
 _PLOT = Option("Draw a chart to this file; needs matplotlib", OUTPUT, "FILE.png")
 # The options of a Job that bass bench takes with and without --job
-MACHINE_AND_MODELS = ("model", "draft", "device", "dtype", "threads")
+MACHINE_AND_MODELS = ("model", "draft", "device", "dtype", "draft_dtype", "threads")
 DISTRIBUTION = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "logit_bias", "allowed_token_ids", "seed", "coupling"),

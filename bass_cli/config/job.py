@@ -68,6 +68,7 @@ _OF_PAIR = (
     "sampling",
     "speculation",
     "dtype",
+    "draft_dtype",
     *(one.name for one in dataclasses.fields(ModelOptions)),
 )
 # seconds, 11 days; the operating system counts timeouts in milliseconds, in 31 bits
@@ -310,7 +311,7 @@ def _with_pair(given: Any) -> Any:
 class Job(_Chats, JobOptions, frozen=True):
     """A run: which samples are drawn, and how.
 
-    Fields of sampling, speculation and dtype that are not set come from the pair.
+    Fields of sampling, speculation, dtype and draft_dtype that are not set come from the pair.
 
     Args:
         pair: A Pair, the name of a packaged pair, or the path of a pair file.
@@ -559,6 +560,8 @@ def make_job(pair: Pair, **given: Any) -> Job:
         own["budget"] = parse_duration(own["budget"], "`budget`")
     if parts["pair"].get("draft") == "none" and "length" not in speculation:
         speculation["length"] = "auto"  # the pair's own length was for its draft
+    if "draft" in parts["pair"]:
+        own.setdefault("draft_dtype", "auto")  # the pair's own was for its draft
     try:
         parts["pair"] = Pair.model_validate({**dict(pair), **parts["pair"]})  # type: ignore[assignment]
         return Job.model_validate(parts | own)

@@ -89,6 +89,11 @@ Penalty = Annotated[float, Ge(-1000), Le(1000)]
 TopK = Annotated[int, Ge(0), Le(MOST_LOGPROBS)]
 Name = Annotated[str, MinLen(1)]
 Dtype = Literal["auto", "bf16", "fp16", "fp32", "fp8", "int8"]
+DraftDtype = Literal["auto", "target", "bf16", "fp16", "fp32", "fp8", "int8"]
+_DRAFT_DTYPE = (
+    "Number format of the draft: that of the target's activations (auto), that of the target "
+    "(target), or another; fp8 and int8 store its head in 8 bits too"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +175,7 @@ class PairOptions(ModelOptions):
         "bits, quantised while they are loaded",
         default="auto",
     )
+    draft_dtype: DraftDtype = flag(_DRAFT_DTYPE, default="auto")
     tokenizer: Name | None = flag("Model whose tokenizer is used; default: the target's")
     fallback: Name | None = flag("Target to use if `target` is in a package that is not installed")
 
@@ -213,6 +219,9 @@ class JobOptions(ModelOptions):
         shown="the pair's",
         rare=True,
         default="auto",
+    )
+    draft_dtype: DraftDtype = flag(
+        _DRAFT_DTYPE, DRAFTING, shown="the pair's", rare=True, default="auto"
     )
     threads: Count | None = flag(
         "CPU threads", MACHINE, shown="OMP_NUM_THREADS, or the number of free cores", rare=True

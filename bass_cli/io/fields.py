@@ -32,7 +32,18 @@ _OPTIONS = {  # by option, as messages name it
     "template": "template chat_template",
     **{"speculation.length": "draft_length", "speculation.coupling": "coupling"},
     **{name: name for name in ("budget", "pair", "batch_size", "tensor_parallel", "device")},
-    **{name: name for name in ("dtype", "threads", "limit", "prompt_column", "id_column", "echo")},
+    **{
+        name: name
+        for name in (
+            "dtype",
+            "draft_dtype",
+            "threads",
+            "limit",
+            "prompt_column",
+            "id_column",
+            "echo",
+        )
+    },
     "strict_fields": "strict_fields",
 }
 _AS_MESSAGE = "system_prompt system_message system_instruction"

@@ -20,7 +20,7 @@ from torch.nn import functional
 import bass_kernels as ops
 from bass_cli.models.kv_cache import Layers, Pass
 from bass_cli.models.ranks import Ranks
-from bass_cli.models.spec import MAPS, Rope, Spec
+from bass_cli.models.spec import MAPS, Format, Layouts, Rope, Spec
 from bass_cli.models.weights import Named, Weights
 from bass_kernels import Quantised, Weight
 
@@ -84,6 +84,20 @@ class Decoder:
         self._frequencies = tuple(
             inverse_frequencies(rope, self.device) for rope in (spec.rope, spec.local_rope)
         )
+
+    @property
+    def head(self) -> Weight:
+        """The matrix of the logits, [vocab, width]."""
+        return self._head[0]
+
+    @property
+    def format(self) -> Format:
+        """The number formats of its weights."""
+        matrix = self._weights[f"layers.{self.layers[0]}.qkv.weight"]
+        layouts = (
+            one.layout if isinstance(one, Quantised) else None for one in (matrix, self.head)
+        )
+        return Format(self.dtype, Layouts(*layouts))
 
     @property
     def context(self) -> int:

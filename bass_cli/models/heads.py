@@ -14,8 +14,9 @@ from torch import Tensor
 import bass_kernels as ops
 from bass_cli.models.decoder import Decoder, angles_of, inverse_frequencies
 from bass_cli.models.kv_cache import Layers, Pass
-from bass_cli.models.spec import HeadSpec
+from bass_cli.models.spec import PLAIN, HeadSpec, Layouts
 from bass_cli.models.weights import Named
+from bass_kernels import Quantised
 
 
 class _HiddenStateDrafter:
@@ -229,6 +230,14 @@ class ChainHead(_HiddenStateDrafter):
 Head = FeatureHead | ChainHead
 
 
-def make_head(spec: HeadSpec, weights: Named, target: Decoder) -> Head:
-    """Return the drafter that a spec describes. It takes the tensors out of `weights`."""
+def make_head(spec: HeadSpec, weights: Named, target: Decoder, layouts: Layouts = PLAIN) -> Head:
+    """Return the drafter that a spec describes. It takes the tensors out of `weights`.
+
+    Args:
+        layouts: if they have one for heads, a drafter without a head of its own gets a copy of the
+            target's in this layout. Default: it shares the target's.
+    """
+    if layouts.head is not None and "head.weight" not in weights:
+        copied = Quantised.of(target.weights.whole("head.weight"), layouts.head)
+        weights = {**weights, "head.weight": copied}
     return (FeatureHead if spec.block else ChainHead)(spec, weights, target)

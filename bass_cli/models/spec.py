@@ -6,7 +6,9 @@ Not here: the decoder (decoder.py), the names of a checkpoint's tensors (familie
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -167,7 +169,7 @@ class Layouts(NamedTuple):
     """In which layouts of `bass_kernels.Quantised` a decoder stores its matrices; None for plain
     numbers.
 
-    layers: the linear maps of its layers.
+    layers: the linear maps of its layers, and of a draft head's features.
     head: its head. A tied head is stored apart from the embedding then.
     """
 
@@ -178,11 +180,36 @@ class Layouts(NamedTuple):
         """Return the layout of a tensor of `parameters`."""
         if name == "head.weight":
             return self.head
-        layer = name.removesuffix(".weight").split(".")
-        return self.layers if name.endswith(".weight") and layer[-1] in MAPS else None
+        layer = name.removesuffix(".weight").split(".")[-1]
+        quantised = name.endswith(".weight") and layer in (*MAPS, "fc")
+        return self.layers if quantised else None
 
 
 PLAIN = Layouts()
+
+
+class Format(NamedTuple):
+    """The number formats of a model: the dtype of its activations, its cache and its plain weights,
+    and the layouts of the others."""
+
+    dtype: torch.dtype
+    layouts: Layouts = PLAIN
+
+    @property
+    def name(self) -> str:
+        """Its layout, or its dtype without the word torch, such as "bfloat16"."""
+        return self.layouts.layers or str(self.dtype).removeprefix("torch.")
+
+    def bytes_of(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
+        """Return the bytes of tensors of these names and shapes. The few norms count as others."""
+        from bass_kernels import quantised
+
+        found = 0
+        for name, shape in shapes.items():
+            layout = self.layouts.of(name)
+            plain = math.prod(shape) * self.dtype.itemsize
+            found += plain if layout is None else quantised.bytes_of(shape, layout)
+        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,11 @@ class Weights(dict[str, Weight]):
         """Return the weights of the norms of q and k in the layer whose names begin with `at`."""
         return self.plain(at + "q_norm.weight"), self.plain(at + "k_norm.weight")
 
+    def whole(self, name: str) -> Tensor:
+        """Return the plain form of a tensor that is not quantised; 0 in rows that are not read."""
+        found = self.plain(name)
+        return self._unpacked(name) if ops.is_packed(found) else found
+
     def dtype_written(self, name: str) -> torch.dtype:
         """Return the dtype in which new numbers are to be given: quantised tensors are made from
         float32."""

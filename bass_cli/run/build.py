@@ -161,18 +161,20 @@ def load_draft(
     first process has all of it."""
     files, draft, target = plan.files, plan.files.draft, models.target
     models = models._replace(drafting=None, head=None, mask=files.mask)
-    read = functools.partial(load, dtype=plan.dtype, device=plan.device)
+    dtype, layouts = plan.draft_format
+    read = functools.partial(load, dtype=dtype, device=plan.device)
     if draft is None:
         kept = [i for i in range(files.target.spec.layers) if i not in files.skipped]
         return models._replace(drafting=target.keep_layers(kept)) if files.skipped else models
-    weights = read(draft, on_read=on_read)
+    weights = read(draft, layouts=layouts, on_read=on_read)
     if draft.head is None:
         return models._replace(drafting=Decoder(draft.spec, weights, vocab=files.draft_vocab))
     if target.ranks is not None:  # a split target has no whole embedding to share
-        whole = read(files.target, names=("embed.weight", "head.weight", "head.bias"))
+        names, own = ("embed.weight", "head.weight", "head.bias"), Layouts(head=layouts.head)
+        whole = read(files.target, names=names, layouts=own)
         lent = whole if not draft.head.heads else {"embed.weight": whole["embed.weight"]}
         weights = lent | weights
-    return models._replace(head=make_head(draft.head, weights, target))
+    return models._replace(head=make_head(draft.head, weights, target, layouts))
 
 
 def build(plan: Plan, models: Models | None = None) -> Loop:

@@ -87,6 +87,8 @@ def describe(
             "max": speculation["max"],
             "draft_temperature": speculation["draft_temperature"],
         }
+        if job.draft_dtype != "auto":
+            results |= {"draft_dtype": job.draft_dtype}
         if (
             plan.surface is not None
             and plan.surface.measured

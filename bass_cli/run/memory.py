@@ -20,7 +20,7 @@ from bass_cli.errors import MachineError
 from bass_cli.models.kv_cache import ARENA
 from bass_cli.models.prefill import LONG, PASS, SCORED_LOGITS
 from bass_cli.models.ranks import part_of
-from bass_cli.models.spec import HeadSpec, Spec, head_parameters, parameters
+from bass_cli.models.spec import PLAIN, Format, HeadSpec, Layouts, Spec, head_parameters, parameters
 from bass_cli.system.host import free_memory, gigabytes, held_memory, is_refused_memory
 from bass_kernels.likeliest import GROUP
 
@@ -158,6 +158,8 @@ def footprint(
     prompt_tokens: int = 0,
     ranks: int = 1,
     extras: Extras = NO_EXTRAS,
+    layouts: Layouts = PLAIN,
+    draft_format: Format | None = None,
 ) -> Footprint:
     """Compute the footprint of a pair, on the first device, which also has draft and logits.
 
@@ -167,15 +169,19 @@ def footprint(
         kept_layers: The number of the target's own layers that draft (layer skipping), else 0.
         prompt_tokens: The tokens of the longest prompt; 0 if unknown.
         ranks: The number of devices that the target is split over.
+        layouts: Those of the target.
+        draft_format: That of the draft. Default: plain numbers of `dtype`.
     """
     kind, places = device.type, longest + 1
+    own, drafts = Format(dtype, layouts), draft_format or Format(dtype)
     vocab = target.vocab * (1 if ranks == 1 else 2)  # parts and joined logits
     target = part_of(target, ranks)
     models = [spec for spec in (target, draft) if spec is not None]
     # tokens of a row in one pass; a parallel draft takes missed tokens and as many masks
     fed = (places, 2 * longest if at_once and head is None else places)
-    position = sum(_position(spec, spec.layers, dtype) for spec in models)
-    position += _position(target, kept_layers, dtype)
+    position = _position(target, target.layers + kept_layers, dtype)
+    if draft is not None:
+        position += _position(draft, draft.layers, drafts.dtype)
     if head is not None and not head.block:  # the prompt cache also has hidden states
         position += head.body.width * dtype.itemsize
     prompt_tokens = min(prompt_tokens, target.context)
@@ -190,11 +196,13 @@ def footprint(
     extra = beyond(longest) + SLACK  # positions of a row in addition to its new tokens
     work = _logits(vocab, places, dtype, kind, extras)
     work += max(map(operator.mul, fed, wide)) + scored * prompt_tokens + _INTEGER * ARENA[kind]
+    weights = _weights(target, own, packed=packed)
+    if head is not None:
+        weights += _head_weights(head, drafts, copied=packed, split=ranks > 1)
+    elif draft is not None:
+        weights += _weights(draft, drafts, packed=packed)
     return Footprint(
-        weights=sum(
-            _weights(spec, dtype, packed=packed) for spec in (models if head is None else [target])
-        )
-        + (0 if head is None else _head_weights(head, dtype, copied=packed, split=ranks > 1)),
+        weights=weights,
         graphs=_LIBRARIES[kind],
         buffers=min(LONG.get(kind, (PASS, PASS))[1], max(prompt_tokens, 1))
         * (max(wide) + max(scores) * prompt_tokens)
@@ -221,25 +229,26 @@ def _position(spec: Spec, layers: int, dtype: torch.dtype) -> int:
     return 2 * layers * spec.kv_heads * spec.head_size * dtype.itemsize
 
 
-def _weights(spec: Spec, dtype: torch.dtype, *, packed: bool) -> int:
-    """Return the bytes of all weights. Packing copies a tied head."""
+def _weights(spec: Spec, own: Format, *, packed: bool) -> int:
+    """Return the bytes of all weights. Packing and quantising copy a tied head."""
     shapes = parameters(spec)
-    if spec.tied and not packed:
+    if spec.tied and not packed and own.layouts.head is None:
         del shapes["head.weight"]
-    return sum(map(math.prod, shapes.values())) * dtype.itemsize
+    return own.bytes_of(shapes)
 
 
-def _head_weights(head: HeadSpec, dtype: torch.dtype, *, copied: bool, split: bool) -> int:
+def _head_weights(head: HeadSpec, own: Format, *, copied: bool, split: bool) -> int:
     """Return the bytes of a draft head's weights.
 
     Packed weights have a copy of the key and value projections. If the target is split, the head
-    cannot share its embedding and output layer.
+    cannot share its embedding and output layer. A quantised head is a copy of the target's.
     """
-    body = head.body
-    own = (2 - head.embeds - head.heads) * body.vocab * body.width * split
-    keys = 2 * body.layers * body.kv_heads * body.head_size * head.inputs
-    loaded = sum(map(math.prod, head_parameters(head).values()))
-    return (loaded + keys * copied + own) * dtype.itemsize
+    body, shapes = head.body, head_parameters(head)
+    lent = {"embed.weight": split and not head.embeds}
+    lent["head.weight"] = not head.heads and (split or own.layouts.head is not None)
+    shapes |= {name: (body.vocab, body.width) for name, is_own in lent.items() if is_own}
+    keys = 2 * body.layers * body.kv_heads * body.head_size * head.inputs * own.dtype.itemsize
+    return own.bytes_of(shapes) + keys * (copied and own.layouts.layers is None)
 
 
 @dataclass(frozen=True, slots=True)

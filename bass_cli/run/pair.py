@@ -29,6 +29,8 @@ from bass_cli.models.ranks import check_divisible
 from bass_cli.models.spec import Spec, parameters
 from bass_cli.run.sampling import row_sampling
 
+# Formats of a draft that reads hidden states
+_OF_HEADS = ("auto", "target", "fp8", "int8")
 # Tokens drafted beyond those verified where rows are cut (docs/decisions/10-cutting.md): two gain
 # three quarters of what four gain. A pass takes two places for each, except for a whole block.
 _MORE, _WHOLE = 2, 4
@@ -117,6 +119,7 @@ def open_files(job: Job, early: Callable[[], Tokenizer | None] = lambda: None) -
             grammars_of(tokenizer, draft_vocab, eos_ids).matcher(sampling.structure)
     except SettingError as error:
         raise UserError(f"`sampling.{error.field}`: {error}") from None
+    _check_draft_dtype(job, draft)
     if draft is not None and draft_path is not None and not words.reads:
         other = Tokenizer.load(draft_path, vocabulary=draft.vocabulary)
         check_same_vocabulary(tokenizer, other)
@@ -131,6 +134,20 @@ def open_files(job: Job, early: Callable[[], Tokenizer | None] = lambda: None) -
             f"`sampling.max_thinking_tokens`: {pair.target} has no thinking part that bass knows"
         )
     return Files(target, tokenizer, draft, draft_vocab, mask, skipped)
+
+
+def _check_draft_dtype(job: Job, draft: Checkpoint | None) -> None:
+    """Raise a UserError if the draft has no numbers of its own, or cannot have this format."""
+    wanted = job.draft_dtype
+    if wanted != "auto" and draft is None:
+        raise UserError(
+            f"`draft_dtype` {wanted}: the draft {job.pair.draft} loads no weights; leave it out"
+        )
+    if draft is not None and draft.head is not None and wanted not in _OF_HEADS:
+        raise UserError(
+            f"`draft_dtype` {wanted}: a draft that reads hidden states computes in the target's "
+            f"format; use one of {', '.join(_OF_HEADS)}"
+        )
 
 
 def costs_of(

@@ -30,7 +30,7 @@ from bass_cli.io.cache import give_kernels_a_cache
 from bass_cli.io.prompts import Wanted
 from bass_cli.lengths.costs import Surface
 from bass_cli.models.block_allocator import BlockLayout
-from bass_cli.models.spec import PLAIN, Layouts
+from bass_cli.models.spec import PLAIN, Format, Layouts
 from bass_cli.run.defaults import with_model_defaults
 from bass_cli.run.memory import SLACK, Extras, Footprint, Need, footprint, usable
 from bass_cli.run.pair import (
@@ -103,6 +103,11 @@ class Plan:
     def layouts(self) -> Layouts:
         """The layouts of the target's weights."""
         return layouts_of(self.job.dtype)
+
+    @property
+    def draft_format(self) -> Format:
+        """The number formats of the draft."""
+        return draft_format_of(self.job, self.dtype)
 
     @property
     def tags(self) -> Tags | None:
@@ -294,8 +299,7 @@ def make_plan(
     job, own = with_model_defaults(job, files.target)
     dtype = dtype_of(job.dtype, device)
     notes = [*_notes(job, files, dtype), *own]
-    stored = name_of_dtype(dtype, layouts_of(job.dtype))
-    profile, surface = costs_of(job, files, device, stored, notes.append)
+    profile, surface = costs_of(job, files, device, _names_of_formats(job, dtype), notes.append)
     tokens = tokens_of(longest_prompt, files.tokenizer, files.target.spec.context)
     found = _footprint(job, files, tokens, device=device, dtype=dtype, wanted=wanted)
     free = usable(free_memory(device))
@@ -448,6 +452,8 @@ def _footprint(
         prompt_tokens=prompt_tokens,
         ranks=job.tensor_parallel,
         extras=Extras(own.changes_logits, own.top, own.scores),
+        layouts=layouts_of(job.dtype),
+        draft_format=draft_format_of(job, dtype),
     )
 
 
@@ -471,6 +477,22 @@ def dtype_of(wanted: str, device: torch.device) -> torch.dtype:
 def layouts_of(wanted: str) -> Layouts:
     """Return the layouts of a target's weights for a setting of `dtype`."""
     return Layouts(wanted) if wanted in LAYOUTS else PLAIN
+
+
+def draft_format_of(job: Job, dtype: torch.dtype) -> Format:
+    """Return the number formats of a job's draft, whose target computes in `dtype`."""
+    wanted = job.draft_dtype
+    if wanted == "target":
+        return Format(dtype, layouts_of(job.dtype))
+    if wanted in LAYOUTS:  # the head too: it is most of a small draft, and no distribution changes
+        return Format(dtype, Layouts(wanted, wanted))
+    return Format(DTYPES.get(wanted, dtype))
+
+
+def _names_of_formats(job: Job, dtype: torch.dtype) -> str:
+    """Return what the time of a round depends on: the formats of target and draft."""
+    name = name_of_dtype(dtype, layouts_of(job.dtype))
+    return name if job.draft_dtype == "auto" else f"{name}, draft {job.draft_dtype}"
 
 
 def name_of_dtype(dtype: torch.dtype, layouts: Layouts) -> str:

@@ -29,6 +29,7 @@ from bass_cli.models.weights import Weights
 from bass_cli.reading import shown
 from bass_cli.run.build import Models
 from bass_cli.run.pair import Files
+from bass_kernels import Quantised
 
 # Rows are converted, checked and sent some at a time: the most elements, by the kind of device.
 _ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 22}
@@ -169,16 +170,20 @@ class Updates:
         """Yield copies of a target's embedding and head that are to be written too.
 
         A draft head of a split target has a whole copy of what it has not of its own (load_draft).
-        Others share the target's tensors.
+        Others share the target's tensors, or have a quantised copy of its head (make_head).
         """
         head, followers = self.models.head, self.models.followers
-        if model != "target" or head is None or followers is None:
+        if model != "target" or head is None:
             return
+        held = head.body.weights
+        copies: tuple[str, ...] = ("embed.weight", "head.weight", "head.bias")
+        if followers is None:
+            copies = ("head.weight",) if isinstance(held.get("head.weight"), Quantised) else ()
         tied = self.files.target.spec.tied and slot.name in ("embed.weight", "head.weight")
         for name in ("embed.weight", "head.weight") if tied else (slot.name,):
             own = head.spec.embeds if name == "embed.weight" else head.spec.heads
-            if name in ("embed.weight", "head.weight", "head.bias") and not own:
-                yield head.body.weights, slot._replace(name=name)
+            if name in copies and not own:
+                yield held, slot._replace(name=name)
 
 
 class _Rows:

@@ -110,6 +110,12 @@ class Quantised:
 Weight = Tensor | Quantised
 
 
+def bytes_of(shape: tuple[int, ...], layout: str) -> int:
+    """Return the bytes of a quantised matrix of this shape [N, K]."""
+    dtype, _ = _KINDS[layout]
+    return shape[0] * (shape[1] * dtype.itemsize + torch.float32.itemsize)
+
+
 def quantise(x: Tensor, layout: str) -> tuple[Tensor, Tensor]:
     """Return x [..., K] in a layout's values, and the scale of each line, [..., 1] float32."""
     dtype, most = _KINDS[layout]
