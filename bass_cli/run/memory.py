@@ -191,16 +191,15 @@ def footprint(
     if head is not None:  # the hidden states that the head reads
         wide[0] += len(head.aux_layers) * target.width * dtype.itemsize
     scored = max(map(operator.mul, fed, scores))
-    packed = kind == "cpu" and dtype == torch.float32
     token = Each(position, 2 * _INTEGER + scored)
     extra = beyond(longest) + SLACK  # positions of a row in addition to its new tokens
     work = _logits(vocab, places, dtype, kind, extras)
     work += max(map(operator.mul, fed, wide)) + scored * prompt_tokens + _INTEGER * ARENA[kind]
-    weights = _weights(target, own, packed=packed)
+    weights = _weights(target, own, kind)
     if head is not None:
-        weights += _head_weights(head, drafts, copied=packed, split=ranks > 1)
+        weights += _head_weights(head, drafts, kind, split=ranks > 1)
     elif draft is not None:
-        weights += _weights(draft, drafts, packed=packed)
+        weights += _weights(draft, drafts, kind)
     return Footprint(
         weights=weights,
         graphs=_LIBRARIES[kind],
@@ -229,15 +228,20 @@ def _position(spec: Spec, layers: int, dtype: torch.dtype) -> int:
     return 2 * layers * spec.kv_heads * spec.head_size * dtype.itemsize
 
 
-def _weights(spec: Spec, own: Format, *, packed: bool) -> int:
+def _weights(spec: Spec, own: Format, kind: str) -> int:
     """Return the bytes of all weights. Packing and quantising copy a tied head."""
     shapes = parameters(spec)
-    if spec.tied and not packed and own.layouts.head is None:
+    if spec.tied and not _packs(own, kind) and own.layouts.head is None:
         del shapes["head.weight"]
     return own.bytes_of(shapes)
 
 
-def _head_weights(head: HeadSpec, own: Format, *, copied: bool, split: bool) -> int:
+def _packs(own: Format, kind: str) -> bool:
+    """Return whether plain matrices are packed (bass_kernels.pack)."""
+    return kind == "cpu" and own.dtype == torch.float32
+
+
+def _head_weights(head: HeadSpec, own: Format, kind: str, *, split: bool) -> int:
     """Return the bytes of a draft head's weights.
 
     Packed weights have a copy of the key and value projections. If the target is split, the head
@@ -248,7 +252,8 @@ def _head_weights(head: HeadSpec, own: Format, *, copied: bool, split: bool) -> 
     lent["head.weight"] = not head.heads and (split or own.layouts.head is not None)
     shapes |= {name: (body.vocab, body.width) for name, is_own in lent.items() if is_own}
     keys = 2 * body.layers * body.kv_heads * body.head_size * head.inputs * own.dtype.itemsize
-    return own.bytes_of(shapes) + keys * (copied and own.layouts.layers is None)
+    copied = _packs(own, kind) and own.layouts.layers is None
+    return own.bytes_of(shapes) + keys * copied
 
 
 @dataclass(frozen=True, slots=True)

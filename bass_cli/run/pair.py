@@ -119,7 +119,6 @@ def open_files(job: Job, early: Callable[[], Tokenizer | None] = lambda: None) -
             grammars_of(tokenizer, draft_vocab, eos_ids).matcher(sampling.structure)
     except SettingError as error:
         raise UserError(f"`sampling.{error.field}`: {error}") from None
-    _check_draft_dtype(job, draft)
     if draft is not None and draft_path is not None and not words.reads:
         other = Tokenizer.load(draft_path, vocabulary=draft.vocabulary)
         check_same_vocabulary(tokenizer, other)
@@ -136,7 +135,7 @@ def open_files(job: Job, early: Callable[[], Tokenizer | None] = lambda: None) -
     return Files(target, tokenizer, draft, draft_vocab, mask, skipped)
 
 
-def _check_draft_dtype(job: Job, draft: Checkpoint | None) -> None:
+def check_draft_dtype(job: Job, draft: Checkpoint | None) -> None:
     """Raise a UserError if the draft has no numbers of its own, or cannot have this format."""
     wanted = job.draft_dtype
     if wanted != "auto" and draft is None:

@@ -35,6 +35,7 @@ from bass_cli.run.defaults import with_model_defaults
 from bass_cli.run.memory import SLACK, Extras, Footprint, Need, footprint, usable
 from bass_cli.run.pair import (
     Files,
+    check_draft_dtype,
     check_ranks,
     costs_of,
     cut_of,
@@ -296,6 +297,7 @@ def make_plan(
     wake(device)  # while files are read
     files = open_files(job, tokenizer)
     check_ranks(job, files, device)
+    check_draft_dtype(job, files.draft)
     job, own = with_model_defaults(job, files.target)
     dtype = dtype_of(job.dtype, device)
     notes = [*_notes(job, files, dtype), *own]
@@ -352,6 +354,7 @@ def plan_of_others(job: Job) -> Plan:
     `job.device` must be "cuda" or "cpu".
     """
     device, files = torch.device(job.device), open_files(job)
+    check_draft_dtype(job, files.draft)
     job, _ = with_model_defaults(job, files.target)
     dtype, tokens = dtype_of(job.dtype, device), job.sampling.max_new_tokens
     found = _footprint(job, files, 0, device=device, dtype=dtype)
