@@ -173,7 +173,7 @@ def footprint(
         draft_format: That of the draft. Default: plain numbers of `dtype`.
     """
     kind, places = device.type, longest + 1
-    own, drafts = Format(dtype, layouts), draft_format or Format(dtype)
+    drafts = draft_format or Format(dtype)
     vocab = target.vocab * (1 if ranks == 1 else 2)  # parts and joined logits
     target = part_of(target, ranks)
     models = [spec for spec in (target, draft) if spec is not None]
@@ -186,8 +186,7 @@ def footprint(
         position += head.body.width * dtype.itemsize
     prompt_tokens = min(prompt_tokens, target.context)
     scores = [_SCORES[kind] * spec.heads for spec in models]
-    # float32 activations of a layer
-    wide = [4 * (4 * spec.inner + 8 * spec.width) for spec in models]
+    wide = [4 * (4 * spec.inner + 8 * spec.width) for spec in models]  # a layer in float32
     if head is not None:  # the hidden states that the head reads
         wide[0] += len(head.aux_layers) * target.width * dtype.itemsize
     scored = max(map(operator.mul, fed, scores))
@@ -195,11 +194,8 @@ def footprint(
     extra = beyond(longest) + SLACK  # positions of a row in addition to its new tokens
     work = _logits(vocab, places, dtype, kind, extras)
     work += max(map(operator.mul, fed, wide)) + scored * prompt_tokens + _INTEGER * ARENA[kind]
-    weights = _weights(target, own, kind)
-    if head is not None:
-        weights += _head_weights(head, drafts, kind, split=ranks > 1)
-    elif draft is not None:
-        weights += _weights(draft, drafts, kind)
+    weights = _weights(target, Format(dtype, layouts), kind)
+    weights += _draft_weights(draft, head, drafts, kind, split=ranks > 1)
     return Footprint(
         weights=weights,
         graphs=_LIBRARIES[kind],
@@ -234,6 +230,15 @@ def _weights(spec: Spec, own: Format, kind: str) -> int:
     if spec.tied and not _packs(own, kind) and own.layouts.head is None:
         del shapes["head.weight"]
     return own.bytes_of(shapes)
+
+
+def _draft_weights(
+    draft: Spec | None, head: HeadSpec | None, own: Format, kind: str, *, split: bool
+) -> int:
+    """Return the bytes of the weights of a draft model or a draft head; 0 without either."""
+    if head is not None:
+        return _head_weights(head, own, kind, split=split)
+    return 0 if draft is None else _weights(draft, own, kind)
 
 
 def _packs(own: Format, kind: str) -> bool:
