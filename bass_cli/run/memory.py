@@ -169,11 +169,9 @@ def footprint(
         kept_layers: The number of the target's own layers that draft (layer skipping), else 0.
         prompt_tokens: The tokens of the longest prompt; 0 if unknown.
         ranks: The number of devices that the target is split over.
-        layouts: Those of the target.
-        draft_format: That of the draft. Default: plain numbers of `dtype`.
+        layouts, draft_format: Of the target; of the draft. Default: plain numbers of `dtype`.
     """
-    kind, places = device.type, longest + 1
-    drafts = draft_format or Format(dtype)
+    kind, places, drafts = device.type, longest + 1, draft_format or Format(dtype)
     vocab = target.vocab * (1 if ranks == 1 else 2)  # parts and joined logits
     target = part_of(target, ranks)
     models = [spec for spec in (target, draft) if spec is not None]
@@ -194,10 +192,9 @@ def footprint(
     extra = beyond(longest) + SLACK  # positions of a row in addition to its new tokens
     work = _logits(vocab, places, dtype, kind, extras)
     work += max(map(operator.mul, fed, wide)) + scored * prompt_tokens + _INTEGER * ARENA[kind]
-    weights = _weights(target, Format(dtype, layouts), kind)
-    weights += _draft_weights(draft, head, drafts, kind, split=ranks > 1)
     return Footprint(
-        weights=weights,
+        weights=_weights(target, Format(dtype, layouts), kind)
+        + _draft_weights(draft, head, drafts, kind, split=ranks > 1),
         graphs=_LIBRARIES[kind],
         buffers=min(LONG.get(kind, (PASS, PASS))[1], max(prompt_tokens, 1))
         * (max(wide) + max(scores) * prompt_tokens)
