@@ -15,6 +15,7 @@ from triton.runtime.errors import OutOfResources
 from .launch import SPARE, after, card, fitting, overlap, processors, scratch
 from .pointwise import finite
 from .ragged_kernel import fold
+from .residual import magnitude
 from .segments import Segments
 
 _NEW = tl.constexpr(16)  # maximum number of new tokens a row
@@ -34,13 +35,14 @@ def attend(
     window: int = 0,
     splits: int | None = None,
     keys: int | None = None,
+    peaks: Tensor | None = None,
     early: bool = False,
 ) -> Tensor:
     """Compute attention [B W, H D] from qkv [B W, (H + 2K) D] and rope's angles [2, B W, half].
 
     segments.positions [B, W] must be contiguous and not before the row's private slot 0. Along a
     row they rise by one, or repeat if a token is fed again. `splits` of a row's keys and `keys` a
-    step: for tests."""
+    step: for tests. `peaks`: int32, raised to each token's largest magnitude as bits of float32."""
     rows, wide = segments.positions.shape
     kv_heads, _, size = own[0].shape
     units = rows * kv_heads
@@ -48,8 +50,9 @@ def attend(
     block_q, block_d = _block(wide * heads // kv_heads), _block(size)
     lines = units * splits * block_q
     keys, stages = tiling_for(qkv, block_q, block_d) if keys is None else (keys, 3)
-    shape = {"H": heads, "K": kv_heads, "D": size, "HALF": angles.shape[2]}
-    shape |= {"BLOCK_Q": block_q, "BLOCK_D": block_d, "KEYS": keys, "SPLITS": splits}
+    shape = {"H": heads, "K": kv_heads, "D": size, "HALF": angles.shape[2], "SPLITS": splits}
+    shape |= {"BLOCK_Q": block_q, "BLOCK_D": block_d, "KEYS": keys}
+    shape |= {"NORMS": norms is not None, "LARGEST": peaks is not None}
     out = qkv.new_empty(rows * wide, heads * size)
     assert wide <= _NEW.value
     assert segments.positions.is_contiguous()  # a copy's launch would not be waited for
@@ -63,16 +66,11 @@ def attend(
         segments.base,
         segments.start,
         segments.own,
-        out,
+        *(out, out if peaks is None else peaks),
         *scratch(out, splits, units, lines * block_d, 2 * lines),  # sums, peaks and masses
-        wide,
-        rows,
-        window,
-        eps,
-        scale * 1.4426950408889634,
+        *(wide, rows, window, eps, scale * 1.4426950408889634),
         *own[0].stride()[:2],
         *prompt[0].stride()[:2],
-        NORMS=norms is not None,
         WIDE="ieee" if qkv.dtype == torch.float32 else "tf32",
         **shape,
         num_warps=4,
@@ -164,6 +162,7 @@ def _attend(
     start_ptr,
     own_ptr,
     out_ptr,
+    bound_ptr,
     part_ptr,
     peak_ptr,
     arrived_ptr,
@@ -181,6 +180,7 @@ def _attend(
     D: tl.constexpr,
     HALF: tl.constexpr,
     NORMS: tl.constexpr,
+    LARGEST: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_D: tl.constexpr,
     KEYS: tl.constexpr,
@@ -313,4 +313,8 @@ def _attend(
                 mass += tl.load(mass_ptr + at, cache_modifier=".cg") * gain
             tl.store(arrived_ptr + cell, 0)
     if last:
-        tl.store(target, (total / mass[:, None]).to(out_ptr.dtype.element_ty), mask=real)
+        found = (total / mass[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(target, found, mask=real)
+        if LARGEST:
+            most = tl.max(tl.where(real, magnitude(found), 0), 1)
+            tl.atomic_max(bound_ptr + token, most, mask=inside, sem="relaxed")

@@ -3,6 +3,7 @@
 On a CPU in float32, weights are packed once: oneDNN's packed layout reads a weight matrix two to
 three times as fast as the plain layout if x has few rows, as in decoding. On a GPU, a launch of
 linear_kernels.py replaces the library's product and the separate ops where that is faster.
+Products with quantised weights are launches of quantised_products.py.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ _PACKED = 1 << 16
 _norm = dispatch.by_device(reference.norm, "bass_kernels.pointwise")
 _activation = dispatch.by_device(reference.activation, "bass_kernels.pointwise")
 _rope_write = dispatch.by_device(reference.rope_write, "bass_kernels.pointwise")
+_quantised = dispatch.by_device(quantised.linear, "bass_kernels.quantised_products")
 
 Affine = tuple[Tensor, Tensor | None]  # weight and bias
 Map = tuple[Weight, Tensor | None]  # the same of a matrix
@@ -55,7 +57,7 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     """Multiply x [..., K] by a weight [N, K], which may be packed or quantised, and add bias [N]:
     [..., N] in x's dtype."""
     if isinstance(weight, Quantised):
-        return quantised.linear(x, weight, bias)
+        return _quantised(x, weight, bias)
     if weight.layout is torch.strided:
         return torch.nn.functional.linear(x, weight, bias)
     flat = x.reshape(-1, x.shape[-1])
@@ -81,10 +83,25 @@ def project(
 
     `norms` of H D and K D weights instead of D norm all heads of q and of k as one vector.
     """
-    product = linear(_normed(residual, norm, eps, kind), *qkv)
+    product = _norm_linear(residual, norm, *qkv, eps, kind)
     if norms is not None and norms[0].numel() != own[0].shape[-1]:
         product, norms = _norm_wide(product, norms, eps), None
     return _rope_write(product, angles, slots, own, heads=heads, norms=norms, eps=eps)
+
+
+def _norm_linear(
+    residual: Tensor,
+    norm: Affine | None,
+    weight: Weight,
+    bias: Tensor | None,
+    eps: float,
+    kind: str,
+) -> Tensor:
+    if isinstance(weight, Quantised) and dispatch.kind_for(residual) == "triton":
+        from . import quantised_products
+
+        return quantised_products.norm_linear(residual, norm, weight, bias, eps=eps, kind=kind)
+    return linear(_normed(residual, norm, eps, kind), weight, bias)
 
 
 def _normed(residual: Tensor, norm: Affine | None, eps: float, kind: str) -> Tensor:
@@ -117,8 +134,15 @@ def norm_up(
 ) -> Tensor:
     """Normalise the residual stream [..., N] (if there is a norm), multiply it by `up` and apply
     the activation: [..., inner]."""
-    normed, (weight, bias) = _normed(residual, norm, eps, kind), up
+    weight, bias = up
     fused = gated and bias is None and dispatch.kind_for(residual) == "triton"
+    if fused and isinstance(weight, Quantised):
+        from . import quantised_products
+
+        return quantised_products.norm_up(
+            residual, norm, weight, eps=eps, kind=kind, activation=activation
+        )
+    normed = _normed(residual, norm, eps, kind)
     if fused and isinstance(weight, Tensor):
         from . import linear_kernels
 
@@ -129,8 +153,12 @@ def norm_up(
 
 def linear_add(x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor) -> Tensor:
     """Return residual + x W^T + bias, [..., N]. The residual may be overwritten."""
-    if isinstance(weight, Quantised) or dispatch.kind_for(x) == "reference":
+    if dispatch.kind_for(x) == "reference":
         return residual + linear(x, weight, bias)
+    if isinstance(weight, Quantised):
+        from . import quantised_products
+
+        return quantised_products.linear(x, weight, bias, residual)
     from . import linear_kernels
 
     if linear_kernels.streams(x.numel() // x.shape[-1], weight):

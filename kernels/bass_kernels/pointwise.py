@@ -100,13 +100,21 @@ def _norm(
         value = value.to(total_ptr.dtype.element_ty)
         tl.store(total_ptr + row + at, value, mask=inside)
         value = value.to(tl.float32)
+    out = normalise(value, at, size, weight_ptr, bias_ptr, eps, LAYER, BIAS)
+    tl.store(normed_ptr + row + at, out.to(normed_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def normalise(value, at, size, weight_ptr, bias_ptr, eps, LAYER: tl.constexpr, BIAS: tl.constexpr):
+    """Return the norm of a row of float32 values at places `at`, which are 0 from `size` on."""
+    inside = at < size
     if LAYER:
         value = tl.where(inside, value - tl.sum(value, 0) / size, 0.0)
     scale = tl.rsqrt(tl.sum(value * value, 0) / size + eps)
     out = value * scale * tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if BIAS:
         out += tl.load(bias_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(normed_ptr + row + at, out.to(normed_ptr.dtype.element_ty), mask=inside)
+    return out
 
 
 def activation(x: Tensor, kind: str, *, gated: bool) -> Tensor:

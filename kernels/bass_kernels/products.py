@@ -14,9 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import quantised_products
 from .launch import SPARE, after, card, fitting, overlap, processors, scratch
 from .pointwise import KINDS, activate
-from .residual import MOST_TOKENS, Stream, load_squares, store_stream
+from .quantised import Quantised, Weight
+from .residual import MOST_TOKENS, Stream, load_tiles, store_stream
 
 _M = tl.constexpr(MOST_TOKENS)
 
@@ -81,7 +83,7 @@ def _measured(lines: int, depth: int, weight: Tensor, *, pair: bool, split: bool
 
 def project(
     stream: Stream,
-    weight: Tensor,
+    weight: Weight,
     bias: Tensor | None,
     *,
     eps: float,
@@ -89,6 +91,8 @@ def project(
     early: bool = False,
 ) -> Tensor:
     """Return norm(stream) W^T + bias, [N, lines], for weight [lines, width]."""
+    if isinstance(weight, Quantised):
+        return quantised_products.project(stream, weight, bias, eps=eps, early=early)
     count, depth = stream.x.shape
     lines = len(weight)
     cut = cut or cut_for(lines, depth, weight)
@@ -111,15 +115,19 @@ def project(
 
 def add(
     x: Tensor,
-    weight: Tensor,
+    weight: Weight,
     stream: Stream,
     norm: Tensor,
     *,
+    peaks: Tensor | None = None,
     cut: Cut | None = None,
     early: bool = False,
 ) -> Stream:
     """Add x W^T to the stream and prepare it for the norm with weight `norm`. x: [N, depth],
-    weight: [width, depth]."""
+    weight: [width, depth]. `peaks` [most] int32, for fp8 weights: the largest magnitude of each
+    token of x, as the bits of float32."""
+    if isinstance(weight, Quantised):
+        return quantised_products.add(x, weight, stream, norm, peaks=peaks, early=early)
     count, depth = x.shape
     lines = len(weight)
     cut = cut or cut_for(lines, depth, weight, split=True)
@@ -129,7 +137,7 @@ def add(
         weight,
         norm,
         stream.residual,
-        *out,
+        *out.stores[:3],
         *_scratch(cut, lines, x),
         count,
         **_shape(cut, lines, depth, x, early),
@@ -139,15 +147,21 @@ def add(
 
 def gate_up(
     stream: Stream,
-    weight: Tensor,
+    weight: Weight,
     *,
     eps: float,
     activation: str,
+    peaks: Tensor | None = None,
     cut: Cut | None = None,
     early: bool = False,
 ) -> Tensor:
     """Return activation(norm(stream) G^T) * (norm(stream) U^T), [N, lines], for weight [2 lines,
-    width], G above U."""
+    width], G above U. `peaks` [most] int32, for quantised weights: raised to the largest magnitude
+    of each token of the result, as the bits of float32."""
+    if isinstance(weight, Quantised):
+        return quantised_products.gate_up(
+            stream, weight, eps=eps, activation=activation, peaks=peaks, early=early
+        )
     count, depth = stream.x.shape
     lines = len(weight) // 2
     cut = cut or cut_for(lines, depth, weight, pair=True)
@@ -215,7 +229,7 @@ def _project(
     tile, first, end, low, high = program_part(LINES, DEPTH, EACH, SPLITS, DEEP)
     row, line = tl.arange(0, _M), first + tl.arange(0, N)
     after(EARLY)
-    shares = load_squares(square_ptr, TILES)
+    shares = load_tiles(square_ptr, TILES, _M)
     total, _ = partial_product(
         x_ptr, weight_ptr, first, end, low, high, count, 0, DEPTH, N, DEEP, STAGES, WIDE
     )
@@ -273,12 +287,15 @@ def _add(
             sum_ptr,
             next_ptr,
             square_ptr,
+            square_ptr,
             tile,
             first,
             end,
             count,
             LINES,
             N,
+            _M,
+            False,
         )
 
 
@@ -304,7 +321,7 @@ def _gate_up(
     _tile, first, end, low, high = program_part(LINES, DEPTH, EACH, 1, DEEP)
     row, line = tl.arange(0, _M), first + tl.arange(0, N)
     after(EARLY)
-    shares = load_squares(square_ptr, TILES)
+    shares = load_tiles(square_ptr, TILES, _M)
     gates, ups = partial_product(
         x_ptr, weight_ptr, first, end, low, high, count, LINES, DEPTH, N, DEEP, STAGES, WIDE
     )

@@ -22,6 +22,7 @@ from bass_kernels import (
     pointwise,
     processing_kernels,
     products,
+    quantised_kernels,
     ragged_kernel,
     residual,
     round_kernels,
@@ -33,8 +34,16 @@ from bass_kernels import (
 FLOATS = {"found_ptr", "score_ptr", "part_ptr", "peak_ptr", "mass_ptr", "cos_ptr", "sin_ptr", "temperature_ptr",
           "top_p_ptr", "min_p_ptr", "edges_ptr", "q_edges_ptr", "stream_ptr", "sum_ptr", "square_ptr", "angle_ptr",
           "inverse_ptr", "below_ptr", "penalty_ptr", "maxima_ptr", "p_norm_ptr", "slope_ptr",
-          "norm_ptr", "q_norm_ptr", "k_norm_ptr"}  # fmt: skip
-INTEGERS = {"arrived_ptr", "count_ptr", "grouped_ptr", "table_ptr", "allowed_ptr", "mask_ptr"}
+          "norm_ptr", "q_norm_ptr", "k_norm_ptr", "weight_scale_ptr"}  # fmt: skip
+INTEGERS = {
+    "bound_ptr",
+    "arrived_ptr",
+    "count_ptr",
+    "grouped_ptr",
+    "table_ptr",
+    "allowed_ptr",
+    "mask_ptr",
+}
 LONGS = {"target_row_ptr", "position_ptr", "base_ptr", "start_ptr", "own_ptr", "token_ptr", "tokens_ptr", "slots_ptr",
          "top_k_ptr", "search_ptr", "draft_ptr", "length_ptr", "most_ptr", "origin_ptr", "accepted_ptr", "next_ptr",
          "block_ptr", "begin_ptr", "best_ptr", "place_ptr", "row_ptr", "text_ptr", "alive_ptr", "target_ptr"}  # fmt: skip
@@ -63,18 +72,22 @@ def check_chain(code, *, begins):
     assert all(re.match(r"ld\.global\.(L\w+::\w+\.)*cg\b", one) for one in early), early
 
 
-FORMS = []  # what is to be compiled: (kernel, constants)
+FORMS = []  # what is to be compiled: (kernel, types, constants)
 
 
-def compile_one(kernel, **constants):
-    FORMS.append((kernel, constants))
+def compile_one(kernel, types=None, **constants):
+    """Compile a form. `types`: of parameters whose types are not those of `kind`."""
+    FORMS.append((kernel, types or {}, constants))
 
 
 def compiled(place):
     """Compile the form at this index in FORMS and return it."""
-    kernel, constants = FORMS[place]
+    kernel, types, constants = FORMS[place]
     names = [parameter.name for parameter in kernel.params]
-    signature = {name: "constexpr" if name in constants else kind(name, kernel) for name in names}
+    signature = {
+        name: "constexpr" if name in constants else types.get(name) or kind(name, kernel)
+        for name in names
+    }
     source = ASTSource(
         fn=kernel,
         signature=signature,
@@ -87,6 +100,38 @@ def compiled(place):
     if constants.get("EARLY"):
         check_chain(code, begins=kernel is residual._begin)
     return f"{kernel.__name__} {constants}"
+
+
+def compile_8_bits():
+    """A stream's products and others, with e4m3 of the device, e4m3 as float16, and int8."""
+    for how, stored in (("E4M3", "*fp8e4nv"), ("ROUNDED", "*u8"), ("INT8", "*i8")):
+        weight = {"weight_ptr": stored, "largest_ptr": "*i32"}
+        factor = {"E4M3": "*fp8e4nv", "ROUNDED": "*fp16", "INT8": "*bf16"}[how]
+        ready = {"weight_ptr": stored, "largest_ptr": "*fp32", "x_ptr": factor}
+        form = {"DEPTH": 896, "L": 64, "DEEP": 128, "STAGES": 4, "WIDE": "tf32"}
+        form["HOW"] = getattr(quantised_kernels, how).value
+        few, many = form | {"T": 16, "EARLY": True}, form | {"T": 128, "EARLY": False}
+        shape = {"LINES": 1152, "BIAS": True}
+        stream = {"TILES": 14, "READY": False}
+        alone = {"TILES": 0, "READY": True}
+        linear, gate_up = quantised_kernels.linear_kernel, quantised_kernels.gate_up_kernel
+        compile_one(linear, weight, ADD=False, SPLITS=4, **shape, **stream, **few)
+        compile_one(linear, ready, ADD=True, SPLITS=1, **shape, **alone, **many)
+        shape = {"LINES": 4864, "ACTIVATION": 0}
+        compile_one(gate_up, weight, PEAKS=how != "INT8", **shape, **stream, **few)
+        compile_one(gate_up, ready, PEAKS=False, **shape, **alone, **many)
+        compile_one(quantised_kernels.add_kernel, weight, LARGEST=True, LINES=896, SPLITS=4, **few)
+    for norm in (True, False):
+        compile_one(
+            quantised_kernels.factor_kernel,
+            {"out_ptr": "*fp8e4nv", "scale_ptr": "*fp32"},
+            NORM=norm,
+            LAYER=norm,
+            BIAS=norm,
+            ROUND=True,
+            NATIVE=True,
+            BLOCK=1024,
+        )
 
 
 if __name__ == "__main__":
@@ -153,11 +198,11 @@ if __name__ == "__main__":
         compile_one(pointwise._activation, KIND=activation, GATED=activation == 2, BLOCK=1024)
     compile_one(pointwise._rope_write, H=8, K=2, D=64, HALF=32, NORM=True, BLOCK=64, LEADS=True)
     tiled = {"EACH": 20, "N": 32, "DEEP": 128, "STAGES": 5, "WIDE": "tf32", "EARLY": True}
-    compile_one(residual._begin, VOCAB=999, WIDTH=896, HALF=32, EARLY=True)
+    compile_one(residual._begin, M=16, PEAKS=48, VOCAB=999, WIDTH=896, HALF=32, EARLY=True)
     compile_one(products._project, TILES=28, LINES=1152, DEPTH=896, BIAS=True, SPLITS=1, **tiled)
     compile_one(products._add, LINES=896, DEPTH=4864, SPLITS=4, **tiled)
     compile_one(products._gate_up, TILES=28, LINES=4864, DEPTH=896, KIND=0, **tiled)
-    compile_one(residual._finish, WIDTH=896, TILES=28, EARLY=True)
+    compile_one(residual._finish, WIDTH=896, TILES=28, M=16, EARLY=True)
     compile_one(
         fused_attention._attend,
         H=14,
@@ -165,6 +210,7 @@ if __name__ == "__main__":
         D=64,
         HALF=32,
         NORMS=True,
+        LARGEST=True,
         BLOCK_Q=16,
         BLOCK_D=64,
         KEYS=64,
@@ -172,6 +218,7 @@ if __name__ == "__main__":
         WIDE="tf32",
         EARLY=True,
     )
+    compile_8_bits()
     compile_one(training_kernels._distances, BLOCK=4096)
     compile_one(training_kernels._distance_gradient, BLOCK=4096)
     compile_one(training_kernels._rotate, H=14, D=64, HALF=32, BACK=True, BLOCK_H=16, BLOCK_D=64)

@@ -23,11 +23,13 @@ from bass_kernels import (
     linear_kernels,
     pointwise,
     products,
+    quantised_products,
     ragged,
     residual,
     round_kernels,
     sampling_kernels,
 )
+from bass_kernels.quantised import Quantised
 from bass_kernels.rounds import BINS, ConfidenceStats
 from bass_kernels.segments import DeviceGroups, Packed, Segments
 
@@ -35,7 +37,7 @@ from bass_kernels.segments import DeviceGroups, Packed, Segments
 # specifications by capability).
 LIMITS = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 PROCESSORS = 128
-MODULES = (causal, linear_kernels, fused_attention, products, ragged)
+MODULES = (causal, linear_kernels, fused_attention, products, quantised_products, ragged)
 
 
 def empty(*shape, dtype):
@@ -78,6 +80,35 @@ def few_tokens(dtype, *, width=3584, inner=18944, heads=28, kv_heads=4, size=128
         stream, empty(2 * inner, width, dtype=dtype), eps=1e-6, activation="silu", early=early
     )
     residual.finish(stream, norm, eps=1e-6, early=early)
+
+
+def products_of_8_bits(dtype, *, layout, count, width=3584, inner=18944, heads=28, kv_heads=4):
+    """The products of a layer of a 7B model with 8-bit weights, of a stream and not."""
+    norm, size = empty(width, dtype=torch.float32), 128
+    ids, room = empty(count, dtype=torch.int64), quantised_products.room(count)
+    peaks = empty(2, room, dtype=torch.int32)
+    stream, _ = residual.begin(
+        ids, ids, empty(1000, width, dtype=dtype), norm, empty(64, dtype=torch.float32),
+        peaks=peaks, most=room, early=True,
+    )  # fmt: skip
+    qkv, o, up, down = (
+        Quantised.empty(shape, layout, torch.device("meta"))
+        for shape in (
+            ((heads + 2 * kv_heads) * size, width),
+            (width, heads * size),
+            (2 * inner, width),
+            (width, inner),
+        )
+    )
+    bias = empty(len(qkv), dtype=dtype)
+    products.project(stream, qkv, bias, eps=1e-6, early=True)
+    mixed = empty(count, heads * size, dtype=dtype)
+    stream = products.add(mixed, o, stream, norm, peaks=peaks[0], early=True)
+    products.gate_up(stream, up, eps=1e-6, activation="silu", peaks=peaks[1], early=True)
+    x, words = empty(300, width, dtype=dtype), {"eps": 1e-6, "kind": "rms"}
+    quantised_products.norm_linear(x, (norm, None), qkv, bias, **words)
+    quantised_products.norm_up(x, (norm, None), up, activation="silu", **words)
+    quantised_products.linear(empty(300, inner, dtype=dtype), down, None, x)
 
 
 def mix(dtype, *, heads, kv_heads, size, width):
@@ -197,6 +228,10 @@ def params(dtype):
 
 LAUNCHES = {
     "few-tokens": few_tokens,
+    "fp8": functools.partial(products_of_8_bits, layout="fp8", count=8),
+    "fp8-64": functools.partial(products_of_8_bits, layout="fp8", count=64),
+    "int8": functools.partial(products_of_8_bits, layout="int8", count=8),
+    "int8-64": functools.partial(products_of_8_bits, layout="int8", count=64),
     "mix-128": functools.partial(mix, heads=28, kv_heads=4, size=128, width=1),
     "mix-256": functools.partial(mix, heads=8, kv_heads=4, size=256, width=8),
     "stream": stream,
