@@ -30,7 +30,7 @@ from bass_cli.formats.tensor_files import Entry, read_gguf, read_safetensors, re
 from bass_cli.formats.text_part import bare_name, has_text_part, text_config
 from bass_cli.models import families
 from bass_cli.models.families import FAMILIES, Family, Slot
-from bass_cli.models.spec import HeadSpec, Spec, head_parameters, parameters
+from bass_cli.models.spec import HeadSpec, Layouts, Spec, head_parameters, parameters
 from bass_cli.reading import shown
 
 _FACTORS = 1 << 16  # maximum rotary factors, more than any head has dimensions
@@ -109,6 +109,14 @@ class Checkpoint:
         """How its quantised matrices are stored, as "4 bits (GPTQ)"; empty if none is."""
         layouts = [one.entry.layout for one in self.pieces if isinstance(one.entry, Compound)]
         return tuple(dict.fromkeys(f"{one.bits} bits ({one.name})" for one in layouts))
+
+    @property
+    def by_row(self) -> str | None:
+        """The layout of bass_kernels.Quantised in which all linear maps of its layers are stored;
+        None if there is none."""
+        maps = [one for one in self.pieces if Layouts("").of(one.slot.name) is not None]
+        kinds = {one.entry.by_row if isinstance(one.entry, Compound) else None for one in maps}
+        return kinds.pop() if len(kinds) == 1 else None
 
     def fingerprint(self, mask: int | None = None) -> str:
         """Return a digest of the spec, the layout of the files and a sample of each tensor. It

@@ -7,7 +7,6 @@ here: which tensors belong together (quantised_config.py), single tensors (tenso
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -102,6 +101,15 @@ class Compound(NamedTuple):
         return self.tensors["values"].file
 
     @property
+    def by_row(self) -> str | None:
+        """The layout of bass_kernels.Quantised that holds it as it is stored: 8 bits and one scale
+        a row. None if there is none."""
+        (tall, wide), (rows, columns) = self.layout.group, self.shape
+        if wide < columns or tall not in (1, rows) or "zeros" in self.tensors:
+            return None
+        return _BY_ROW.get(self.layout.unpack)
+
+    @property
     def identity(self) -> tuple[object, ...]:
         """What its elements depend on besides the tensors, for fingerprints."""
         layout = self.layout
@@ -109,6 +117,15 @@ class Compound(NamedTuple):
 
 
 Stored = Entry | Compound
+
+
+class StoredRows(NamedTuple):
+    """Rows of a matrix in 8 bits as they are stored: the number of rows before these, values [n, K]
+    and scales [n] float32."""
+
+    first: int
+    values: Tensor
+    scales: Tensor
 
 
 def entries_of(stored: Stored) -> tuple[Entry, ...]:
@@ -148,34 +165,53 @@ def content(entry: Entry, stage: Stage | None = None) -> Tensor:
     return raw.view(TYPES[entry.dtype]).view(entry.shape)
 
 
+def stored_rows(stored: Compound, stage: Stage, rows: range) -> Iterator[StoredRows]:
+    """Yield rows of a matrix that is stored `by_row`, on the stage's device. They are valid until
+    the next step."""
+    scales = stored.layout.grid(_sides(stored, stage)).scales.flatten()
+    scales = scales.expand(stored.shape[0])
+    dtype = TYPES[stored.tensors["values"].dtype]
+    for lines, raw in _lines_of(stored, stage, rows):
+        yield StoredRows(
+            lines.start - rows.start, raw.view(dtype), scales[lines.start : lines.stop]
+        )
+
+
 def _unpacked(
     stored: Compound, stage: Stage, rows: range, columns: range | None
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield rows of a compound, float32."""
-    layout, (_, width) = stored.layout, stored.shape
-    values, unit = stored.tensors["values"], layout.unit
-    sides = {
-        role: content(entry, stage) for role, entry in stored.tensors.items() if role != "values"
-    }
+    layout, sides, unit = stored.layout, _sides(stored, stage), stored.layout.unit
     grid, groups = layout.grid(sides), sides.get("groups")
-    line = _width(values)
-    elements = tensor_content.ELEMENTS[stage.device.type] // (width * unit)
+    for lines, raw in _lines_of(stored, stage, rows):
+        first = lines.start * unit
+        inside = range(max(first, rows.start), min(lines.stop * unit, rows.stop))
+        numbers = layout.unpack(raw, sides)[:, : stored.shape[1]]
+        numbers = numbers[inside.start - first : inside.stop - first]
+        if grid.zeros is not None:
+            numbers = numbers - _spread(grid.zeros, stored, inside, groups)
+        part = numbers * _spread(grid.scales, stored, inside, groups)
+        if columns is not None:
+            part = part[:, columns.start : columns.stop]
+        yield inside.start - rows.start, part
+
+
+def _sides(stored: Compound, stage: Stage) -> Sides:
+    """Return all tensors but the numbers."""
+    return {role: content(one, stage) for role, one in stored.tensors.items() if role != "values"}
+
+
+def _lines_of(stored: Compound, stage: Stage, rows: range) -> Iterator[tuple[range, Tensor]]:
+    """Yield the rows of "values" with these rows of the matrix, and their bytes, some at a time."""
+    values, unit = stored.tensors["values"], stored.layout.unit
+    line, lines = _width(values), _lines(rows, unit)
+    elements = tensor_content.ELEMENTS[stage.device.type] // (stored.shape[1] * unit)
     step = max(min(elements, tensor_content.BYTES // line), 1)
-    lines = _lines(rows, unit)
-    with contextlib.ExitStack() as stack:
-        file = stack.enter_context(values.file.open("rb", buffering=0))
+    with values.file.open("rb", buffering=0) as file:
         for first in range(lines.start, lines.stop, step):
             count = min(step, lines.stop - first)
-            raw = stage.fetch(file, values, Bytes(first * line, count * line)).view(count, line)
-            inside = range(max(first * unit, rows.start), min((first + count) * unit, rows.stop))
-            numbers = layout.unpack(raw, sides)[:, :width]
-            numbers = numbers[inside.start - first * unit : inside.stop - first * unit]
-            if grid.zeros is not None:
-                numbers = numbers - _spread(grid.zeros, stored, inside, groups)
-            part = numbers * _spread(grid.scales, stored, inside, groups)
-            if columns is not None:
-                part = part[:, columns.start : columns.stop]
-            yield inside.start - rows.start, part
+            raw = stage.fetch(file, values, Bytes(first * line, count * line))
+            yield range(first, first + count), raw.view(count, line)
 
 
 def _spread(grid: Tensor, stored: Compound, rows: range, groups: Tensor | None) -> Tensor:
@@ -253,6 +289,9 @@ def awq(raw: Tensor, sides: Sides) -> Tensor:
     found = fields(raw.view(torch.uint8), 4, 1).view(len(raw), -1, 8)
     return found[..., torch.tensor(_AWQ, device=raw.device)].flatten(1).float()
 
+
+# The layouts of bass_kernels.Quantised whose values are stored so
+_BY_ROW: dict[object, str] = {e4m3: "fp8", int8: "int8"}
 
 # Scales
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from bass_cli.errors import UserError
 from bass_cli.formats.checkpoint import Checkpoint, Piece
-from bass_cli.formats.compound import Stored, bytes_of, parts
+from bass_cli.formats.compound import Compound, Stored, bytes_of, parts, stored_rows
 from bass_cli.formats.tensor_content import DTYPES, Bytes, Stage, read_into, stage_for
 from bass_cli.formats.tensor_files import Entry
 from bass_cli.models.families import CODEGEN_BLOCKS, Slot
@@ -246,6 +246,8 @@ def _fill(
             read = bytes_of(entry, cut.rows, cut.columns)
             if not slot.how and cut.columns is None and _is_stored_so(whole, entry):
                 _read_into(whole[cut.first : cut.first + cut.taken], entry, cut, read)
+            elif isinstance(whole, Quantised) and _is_kept(entry, whole):
+                _write_kept(whole, entry, cut, stage)
             else:
                 order = None if cut.order is None else cut.order.to(whole.device)
                 found = parts(entry, stage, cut.rows, cut.columns)
@@ -270,6 +272,19 @@ def _read_into(target: Tensor, entry: Stored, cut: Cut, size: int) -> None:
         read_into(
             file, entry, Bytes(cut.rows.start * (size // max(len(cut.rows), 1)), size), target
         )
+
+
+def _is_kept(entry: Stored, whole: Quantised) -> TypeGuard[Compound]:
+    """Return whether a file has a matrix in the layout of its target."""
+    return isinstance(entry, Compound) and entry.by_row == whole.layout
+
+
+def _write_kept(whole: Quantised, stored: Compound, cut: Cut, stage: Stage) -> None:
+    """Write stored values and scales of a cut as they are."""
+    target = whole.rows(cut.first, cut.first + cut.taken)
+    for first, values, scales in stored_rows(stored, stage, cut.rows):
+        places = first if cut.order is None else cut.order[first : first + len(values)]
+        target.write_values(places, values, scales, cut.kept)
 
 
 def _check_finite(name: str, weight: Weight, checkpoint: Checkpoint) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from pydantic import ValidationError
 
 from bass_cli.config.faults import reason_of
@@ -38,6 +39,15 @@ _OTHERS: dict[str, tuple[Any, ...]] = {
     "penalty_repeat": (1,),
     **dict.fromkeys(("xtc_probability", "mirostat"), (0,)),
 }
+
+
+def with_stored_dtype(job: Job, target: Checkpoint, device: torch.device) -> Job:
+    """Return the job with the 8-bit format of the target's files, where `dtype` is auto and the
+    device is a GPU. On a CPU auto is float32, in which drafts change no token."""
+    kept = target.by_row
+    if job.dtype != "auto" or device.type != "cuda" or kept is None:
+        return job
+    return job.model_copy(update={"dtype": kept})
 
 
 def with_model_defaults(job: Job, target: Checkpoint) -> tuple[Job, list[str]]:

@@ -31,7 +31,7 @@ from bass_cli.io.prompts import Wanted
 from bass_cli.lengths.costs import Surface
 from bass_cli.models.block_allocator import BlockLayout
 from bass_cli.models.spec import PLAIN, Format, Layouts
-from bass_cli.run.defaults import with_model_defaults
+from bass_cli.run.defaults import with_model_defaults, with_stored_dtype
 from bass_cli.run.memory import SLACK, Extras, Footprint, Need, footprint, usable
 from bass_cli.run.pair import (
     Files,
@@ -298,7 +298,7 @@ def make_plan(
     files = open_files(job, tokenizer)
     check_ranks(job, files, device)
     check_draft_dtype(job, files.draft)
-    job, own = with_model_defaults(job, files.target)
+    job, own = with_model_defaults(with_stored_dtype(job, files.target, device), files.target)
     dtype = dtype_of(job.dtype, device)
     notes = [*_notes(job, files, dtype), *own]
     profile, surface = costs_of(job, files, device, _names_of_formats(job, dtype), notes.append)
@@ -355,7 +355,7 @@ def plan_of_others(job: Job) -> Plan:
     """
     device, files = torch.device(job.device), open_files(job)
     check_draft_dtype(job, files.draft)
-    job, _ = with_model_defaults(job, files.target)
+    job, _ = with_model_defaults(with_stored_dtype(job, files.target, device), files.target)
     dtype, tokens = dtype_of(job.dtype, device), job.sampling.max_new_tokens
     found = _footprint(job, files, 0, device=device, dtype=dtype)
     return Plan(job, files, device, dtype, found, free=0, most_rows=1, kept=tokens)
@@ -388,7 +388,7 @@ def _growing(plan: Plan) -> Plan:
 def _notes(job: Job, files: Files, dtype: torch.dtype) -> Iterator[str]:
     """Yield notes on settings that take no effect, and on the models' files."""
     yield from files.notes
-    yield from _notes_on_weights(files, dtype)
+    yield from _notes_on_weights(job, files, dtype)
     if files.tokenizer.path == files.target.path:
         yield from doubts_of(files.target.metadata)
     if job.thinking == "off" and (switch := files.tokenizer.check_chats()) is not None:
@@ -419,18 +419,24 @@ def _notes(job: Job, files: Files, dtype: torch.dtype) -> Iterator[str]:
         )
 
 
-def _notes_on_weights(files: Files, dtype: torch.dtype) -> Iterator[str]:
-    """Yield a note on each model whose weights are dequantised while they are loaded."""
-    name = {known: name for name, known in DTYPES.items()}[dtype]
-    for one in (files.target, files.draft):
-        if one is not None and one.quantised_as:
-            spec, count = one.spec, sum(map(math.prod, one.shapes.values()))
-            count -= spec.vocab * spec.width * spec.tied
-            yield (
-                f"{one.path}: weights are stored in {' and '.join(one.quantised_as)}; bass "
-                f"dequantises them to {name}: {gigabytes(count * dtype.itemsize)} instead of "
-                f"{gigabytes(one.size)}"
-            )
+def _notes_on_weights(job: Job, files: Files, dtype: torch.dtype) -> Iterator[str]:
+    """Yield a note on each model whose files have quantised weights: what they take when loaded."""
+    formats = Format(dtype, layouts_of(job.dtype)), draft_format_of(job, dtype)
+    for one, own in zip((files.target, files.draft), formats, strict=True):
+        if one is None or not one.quantised_as:
+            continue
+        shapes = dict(one.shapes)
+        if one.spec.tied and own.layouts.head is None:
+            del shapes["head.weight"]
+        layout = own.layouts.layers
+        if layout is None:
+            how = f"dequantises them to {name_of_dtype(*own)}"
+        else:
+            how = f"keeps them in {layout}" if layout == one.by_row else f"rounds them to {layout}"
+        yield (
+            f"{one.path}: weights are stored in {' and '.join(one.quantised_as)}; bass {how}: "
+            f"{gigabytes(own.bytes_of(shapes))} instead of {gigabytes(one.size)}"
+        )
 
 
 def _footprint(

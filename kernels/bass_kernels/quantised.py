@@ -95,16 +95,24 @@ class Quantised:
         step = max(_QUANTISED // rows.shape[1], 1)
         for at, part in zip(range(0, len(rows), step), rows.split(step), strict=True):
             values, scales = quantise(part.to(self.device), self.layout)
-            if columns is not None:
-                values = values[:, columns.start : columns.stop]
-            if isinstance(first, int):
-                self.values[first + at : first + at + len(part)] = values
-                self.scales[first + at : first + at + len(part)] = scales[:, 0]
-                continue
-            places = first[at : at + len(part)].to(self.device)
-            raw = values.contiguous().view(torch.uint8)  # index_copy_ lacks float8
-            self.values.view(torch.uint8).index_copy_(0, places, raw)
-            self.scales.index_copy_(0, places, scales[:, 0])
+            places = first + at if isinstance(first, int) else first[at : at + len(part)]
+            self.write_values(places, values, scales[:, 0], columns)
+
+    def write_values(
+        self, first: int | Tensor, values: Tensor, scales: Tensor, columns: range | None = None
+    ) -> None:
+        """Write rows that are quantised already, in place: values [n, K] of the layout's dtype and
+        scales [n] float32, on this device. `first`, `columns`: see `write_rows`."""
+        if columns is not None:
+            values = values[:, columns.start : columns.stop]
+        if isinstance(first, int):
+            self.values[first : first + len(values)] = values
+            self.scales[first : first + len(values)] = scales
+            return
+        places = first.to(self.device)
+        raw = values.contiguous().view(torch.uint8)  # index_copy_ lacks float8
+        self.values.view(torch.uint8).index_copy_(0, places, raw)
+        self.scales.index_copy_(0, places, scales)
 
 
 Weight = Tensor | Quantised

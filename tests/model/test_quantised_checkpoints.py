@@ -15,6 +15,7 @@ import torch
 from checkpoints import build_model, write_tokenizer
 from quantised import Scheme, blocks_of_fp8, save, write_quantised
 from safetensors.torch import load_file
+from test_updates import logits_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -24,8 +25,12 @@ from bass_cli.formats import tensor_content
 from bass_cli.formats.checkpoint import open_checkpoint
 from bass_cli.formats.quantised_config import METHODS, REFUSED, join
 from bass_cli.formats.weights import load, size_of
+from bass_cli.models.decoder import Decoder
 from bass_cli.models.ranks import Share
+from bass_cli.models.spec import PLAIN, Layouts
+from bass_cli.run.defaults import with_stored_dtype
 from bass_cli.run.plan import make_plan
+from bass_kernels import Quantised
 
 CPU = torch.device("cpu")
 DOCS = Path(__file__).parents[2] / "docs"
@@ -324,6 +329,118 @@ def test_weights_that_are_not_quantised_are_read_as_stored(tmp_path: Path) -> No
     assert any("no weight is quantised" in note for note in checkpoint.notes)
 
 
+# Kept in 8 bits
+
+KEPT = {
+    "fbgemm": "fp8",
+    "fp8 by tensor": "fp8",
+    "modelopt fp8": "fp8",
+    "float-quantized channel": "fp8",
+    "int-quantized channel": "int8",
+    "int8": "int8",
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_numbers_and_scales_by_row_are_kept(name: str, family: str, tmp_path: Path) -> None:
+    """Stored values are not rounded again: fused matrices join rows of several tensors."""
+    scheme, bound = scheme_of(name)
+    model = write_quantised(tmp_path / "few", scheme, family=family, shards=2)
+    checkpoint = open_checkpoint(tmp_path / "few")
+    assert checkpoint.by_row == KEPT[name]
+    layouts = Layouts(KEPT[name])
+    read: list[int] = []
+    found = load(checkpoint, dtype=torch.float32, layouts=layouts, device=CPU, on_read=read.append)
+    wanted = expected(model, tmp_path / "plain")
+    for key, tensor in wanted.items():
+        kept = found[key]
+        if layouts.of(key) is None:
+            assert isinstance(kept, Tensor)
+            assert torch.equal(kept, tensor)
+            continue
+        assert isinstance(kept, Quantised)
+        assert kept.layout == KEPT[name]
+        torch.testing.assert_close(kept.dequantise(), tensor, rtol=bound, atol=0, msg=key)
+    stored = [load_file(file) for file in sorted((tmp_path / "few").glob("*.safetensors"))]
+    (up,) = [one[f"{UP}.weight"] for one in stored if f"{UP}.weight" in one]
+    kept = found["layers.1.up.weight"]
+    assert isinstance(kept, Quantised)
+    assert torch.equal(kept.values.view(torch.uint8)[128:], up.view(torch.uint8))
+    assert sum(read) == checkpoint.size
+
+
+@pytest.mark.parametrize("name", ["fbgemm", "fp8 by tensor"])
+def test_parts_of_a_split_model_keep_the_scales_of_whole_rows(name: str, tmp_path: Path) -> None:
+    write_quantised(tmp_path, scheme_of(name)[0], family="qwen3")
+    checkpoint, layouts = open_checkpoint(tmp_path), Layouts("fp8")
+    options: dict[str, Any] = {"dtype": torch.float32, "layouts": layouts, "device": CPU}
+    whole = load(checkpoint, **options)
+    halves = [load(checkpoint, share=Share(rank, 2), **options) for rank in (0, 1)]
+    for key, dim in (("layers.1.o.weight", 1), ("layers.0.down.weight", 1)):
+        joined = torch.cat([half[key].dequantise() for half in halves], dim)
+        assert torch.equal(joined, whole[key].dequantise())
+
+
+@pytest.mark.parametrize(
+    "name", ["block fp8", "int-quantized asymmetric", "gptq 8 bits", "mxfp8-quantized"]
+)
+def test_other_checkpoints_in_8_bits_are_not_kept(name: str, tmp_path: Path) -> None:
+    write_quantised(tmp_path, scheme_of(name)[0])
+    assert open_checkpoint(tmp_path).by_row is None
+
+
+def test_checkpoint_with_a_plain_matrix_is_not_kept(tmp_path: Path) -> None:
+    """Then `dtype` auto would quantise that matrix."""
+    write_quantised(tmp_path, scheme_of("fbgemm")[0])
+
+    def leave(tensors: dict[str, Tensor]) -> None:
+        values, scale = tensors[f"{UP}.weight"], tensors.pop(f"{UP}.weight_scale")
+        tensors[f"{UP}.weight"] = (values.float() * scale).bfloat16()
+        del tensors[f"{UP}.input_scale"]
+
+    change(tmp_path, leave)
+    assert open_checkpoint(tmp_path).by_row is None
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "device", "wanted"),
+    [
+        ("fbgemm", "auto", "cuda", "fp8"),
+        ("int8", "auto", "cuda", "int8"),
+        ("fbgemm", "auto", "cpu", "auto"),
+        ("fbgemm", "bf16", "cuda", "bf16"),
+        ("block fp8", "auto", "cuda", "auto"),
+    ],
+)
+def test_auto_keeps_8_bits_on_a_gpu(
+    name: str, dtype: str, device: str, wanted: str, tmp_path: Path
+) -> None:
+    write_quantised(tmp_path, scheme_of(name)[0])
+    job = Job(pair={"name": "few", "target": str(tmp_path)}, n=1, dtype=dtype)
+    found = with_stored_dtype(job, open_checkpoint(tmp_path), torch.device(device))
+    assert found.dtype == wanted
+
+
+@pytest.mark.parametrize("name", ["fbgemm", "int8"])
+def test_kept_weights_give_the_dequantised_models_answers(name: str, tmp_path: Path) -> None:
+    """int8 up to rounding; fp8 rounds activations too."""
+    write_quantised(tmp_path, scheme_of(name)[0])
+    checkpoint = open_checkpoint(tmp_path)
+    plain, kept = (
+        logits_of(
+            Decoder(
+                checkpoint.spec,
+                load(checkpoint, dtype=torch.float32, device=CPU, layouts=layouts),
+                vocab=checkpoint.spec.vocab,
+            )
+        )
+        for layouts in (PLAIN, Layouts(KEPT[name]))
+    )
+    # e4m3 has a relative error of 1/16 at most, about 2.6 % on average; 8 maps add up to 7.4 %.
+    assert 0 < (plain - kept).std() < (0.08 if name == "fbgemm" else 1e-5) * plain.std()
+
+
 def test_plan_says_what_dequantised_weights_take(tmp_path: Path) -> None:
     write_quantised(tmp_path, scheme_of("gptq")[0])
     write_tokenizer(tmp_path)
@@ -333,7 +450,7 @@ def test_plan_says_what_dequantised_weights_take(tmp_path: Path) -> None:
     assert "weights are stored in 4 bits (GPTQ); bass dequantises them to bf16: 0.0 GB" in note
 
 
-ROW = re.compile(r"^\| (`.*?) \| (.*?) \|.*\| (dequantised|refused)[^|]* \|$", re.M)
+ROW = re.compile(r"^\| (`.*?) \| (.*?) \|.*\| (dequantised|kept|as|refused)[^|]* \|$", re.M)
 
 
 def test_table_of_quantised_checkpoints_is_true() -> None:
@@ -344,9 +461,11 @@ def test_table_of_quantised_checkpoints_is_true() -> None:
                     for name in re.findall("`(.*?)`", names)} for read in (True, False)}  # fmt: skip
     assert names[True] == METHODS.keys()
     assert names[False] - METHODS.keys() == REFUSED.keys()
-    formats = {one for names, text, how in rows if "compressed" in names and how == "dequantised"
+    formats = {one for names, text, how in rows if "compressed" in names and how != "refused"
                for one in re.findall("`(.*?)`", text)}  # fmt: skip
     assert formats == {name.split()[0] for name in COMPRESSED} | {"naive-quantized"}
+    kept = {one for names, _, how in rows if how == "kept" for one in re.findall("`(.*?)`", names)}
+    assert kept == {"compressed-tensors", "fp8", "fbgemm_fp8", "modelopt", "bitsandbytes"}
     refused = {one for names, text, how in rows if "compressed" in names and how == "refused"
                for one in re.findall("`(.*?)`", text)}  # fmt: skip
     for kind in refused:
