@@ -9,7 +9,7 @@ store (kv_cache.py).
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from typing import Protocol
 
@@ -80,7 +80,11 @@ class Decoder:
         for name in self._weights:
             if name.endswith(_MATRICES):
                 self._weights.pack(name)
-        self._quantised = any(isinstance(one, Quantised) for one in self._weights.values())
+        self._layouts = frozenset(
+            one.layout if isinstance(one, Quantised) else None
+            for name, one in self._weights.items()
+            if name.endswith(_MATRICES)
+        )
         self._frequencies = tuple(
             inverse_frequencies(rope, self.device) for rope in (spec.rope, spec.local_rope)
         )
@@ -175,9 +179,8 @@ class Decoder:
         alone = self.ranks is None  # the fused launches have no exchanges between processes
         if (
             alone
-            and not self._quantised
             and self._frequencies[0] is not None
-            and supports_fused(self.spec, tokens, embed, step)
+            and supports_fused(self.spec, tokens, embed, step, self._layouts)
         ):
             normed = run_fused(
                 self.spec,
@@ -377,9 +380,18 @@ class AuxHiddenLayers:
 # The layers in five launches each, for few tokens on a GPU (residual.py, products.py and
 # fused_attention.py of bass_kernels)
 
+_ONE_LAUNCH = 16  # rows, and tokens a row, of fused_attention
 
-def supports_fused(spec: Spec, tokens: Tensor, like: Tensor, step: Pass) -> bool:
-    """Return whether `run_fused` supports this pass over tokens [B, W].
+
+def supports_fused(
+    spec: Spec,
+    tokens: Tensor,
+    like: Tensor,
+    step: Pass,
+    layouts: Set[str | None] = frozenset({None}),
+) -> bool:
+    """Return whether `run_fused` supports this pass over tokens [B, W] with matrices in `layouts`,
+    None for a plain one.
 
     It must be a causal decoding pass of few tokens with the same number for each row, of a family
     with RMS norms, one rotary embedding and a gated feed-forward, and its queries and keys must
@@ -387,8 +399,11 @@ def supports_fused(spec: Spec, tokens: Tensor, like: Tensor, step: Pass) -> bool
     """
     if ops.kind_for(like) != "triton" or like.dtype == torch.float16:
         return False  # float16: the residual stream times a norm's weight may overflow
-    from bass_kernels import dispatch, fused_attention, residual
+    from bass_kernels import dispatch, fused_attention, quantised_products, residual
 
+    most = residual.MOST_TOKENS
+    if layouts != {None}:
+        most = quantised_products.MOST_TOKENS if len(layouts) == 1 else 0
     plain = spec.norm.kind == "rms" and not spec.norm.sandwich and not spec.parallel and spec.gated
     plain = plain and spec.unusual is None
     rope = spec.rope is not None and spec.local_rope is None
@@ -396,7 +411,7 @@ def supports_fused(spec: Spec, tokens: Tensor, like: Tensor, step: Pass) -> bool
         step.prefill is None
         and not step.mutual
         and step.segments.packed is None
-        and tokens.numel() <= residual.MOST_TOKENS
+        and tokens.numel() <= most
         and dispatch.schedule() == "ragged"
     )
     lines = tokens.shape[1] * spec.heads // spec.kv_heads
@@ -405,7 +420,12 @@ def supports_fused(spec: Spec, tokens: Tensor, like: Tensor, step: Pass) -> bool
         and plain
         and rope
         and spec.biases <= {"qkv"}
-        and fused_attention.fits(like, lines, spec.head_size)
+        and (
+            len(tokens) > _ONE_LAUNCH
+            or (
+                tokens.shape[1] <= _ONE_LAUNCH and fused_attention.fits(like, lines, spec.head_size)
+            )
+        )
     )
 
 
@@ -421,11 +441,16 @@ def run_fused(
     """Run the layers over tokens [B, W], write their keys and values, and return the final norm's
     output [B, W, width]. `frequencies` [size / 2]: inverse, of the rotary embedding. Positions must
     not lie before a row's private slot 0."""
-    from bass_kernels import fused_attention, products, residual
+    from bass_kernels import products, quantised_products, residual
 
     eps, early = spec.norm.eps, _large(spec, len(layers))
     plain = weights.plain
     norms = [plain(f"layers.{i}.norm1.weight") for i in layers] + [plain("norm.weight")]
+    some, most, peaks = weights[f"layers.{layers[0]}.o.weight"], residual.MOST_TOKENS, None
+    if isinstance(some, Quantised):
+        most = quantised_products.room(tokens.numel())
+        if some.layout == "fp8":  # of the outputs of attention and of the gated products
+            peaks = tokens.new_empty(2, len(layers), most, dtype=torch.int32)
     # any copy is made here, before the chain of launches
     segments = replace(step.segments, positions=step.positions.contiguous())
     stream, angles = residual.begin(
@@ -435,37 +460,75 @@ def run_fused(
         norms[0],
         frequencies,
         scale=spec.embed_scale,
+        peaks=peaks,
+        most=most,
         early=early,
     )
     for slot, i in enumerate(layers):
         at = f"layers.{i}."
         bias = weights.plain_or_none(at + "qkv.bias")
-        qkv = products.project(stream, plain(at + "qkv.weight"), bias, eps=eps, early=early)
-        mixed = fused_attention.attend(
-            qkv,
-            angles,
-            weights.qk_norms(at) if spec.norm.qk else None,
-            segments,
-            step.own(slot),
-            step.prompt(slot),
-            heads=spec.heads,
+        qkv = products.project(stream, weights[at + "qkv.weight"], bias, eps=eps, early=early)
+        norm = weights.qk_norms(at) if spec.norm.qk else None
+        peak, inner_peak = (None, None) if peaks is None else peaks[:, slot]
+        mixed, peak = _attend(spec, i, slot, qkv, angles, norm, segments, step, peak, early)
+        weight, norm2 = weights[at + "o.weight"], plain(at + "norm2.weight")
+        stream = products.add(mixed, weight, stream, norm2, peaks=peak, early=early)
+        inner = products.gate_up(
+            stream,
+            weights[at + "up.weight"],
             eps=eps,
-            scale=spec.query_scale,
-            window=spec.windows[i],
+            activation=spec.activation,
+            peaks=inner_peak,
             early=early,
         )
-        stream = products.add(
-            mixed, plain(at + "o.weight"), stream, plain(at + "norm2.weight"), early=early
-        )
-        inner = products.gate_up(
-            stream, plain(at + "up.weight"), eps=eps, activation=spec.activation, early=early
-        )
-        stream = products.add(
-            inner, plain(at + "down.weight"), stream, norms[slot + 1], early=early
-        )
+        weight = weights[at + "down.weight"]
+        stream = products.add(inner, weight, stream, norms[slot + 1], peaks=inner_peak, early=early)
         if aux_layers is not None:
             aux_layers.take(i, stream.residual)
     return residual.finish(stream, norms[-1], eps=eps, early=early).view(*tokens.shape, spec.width)
+
+
+def _attend(
+    spec: Spec,
+    layer: int,
+    slot: int,
+    qkv: Tensor,
+    angles: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    segments: ops.Segments,
+    step: Pass,
+    peaks: Tensor | None,
+    early: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Return attention [B W, H D] from the product qkv [B W, (H + 2K) D], and `peaks` if it has the
+    largest magnitudes of the result. Up to _ONE_LAUNCH rows take one launch. More rows may share
+    prompts, whose keys are read once for all of them by the launches of `ops.attention`."""
+    from bass_kernels import fused_attention
+
+    (rows, width), own, prompt = segments.positions.shape, step.own(slot), step.prompt(slot)
+    heads, eps, window = spec.heads, spec.norm.eps, spec.windows[layer]
+    if rows <= _ONE_LAUNCH:
+        mixed = fused_attention.attend(
+            qkv,
+            angles,
+            norms,
+            segments,
+            own,
+            prompt,
+            heads=heads,
+            eps=eps,
+            scale=spec.query_scale,
+            window=window,
+            peaks=peaks,
+            early=early,
+        )
+        return mixed, peaks
+    cos, sin = angles.view(2, rows, width, -1)
+    q = ops.rope_write(
+        qkv.view(rows, width, -1), (cos, sin), step.slots(), own, heads=heads, norms=norms, eps=eps
+    )
+    mixed = ops.attention(q, own, prompt, segments, scale=spec.query_scale, window=window)
+    return mixed.view(rows * width, -1), None
 
 
 def _large(spec: Spec, layers: int) -> bool:

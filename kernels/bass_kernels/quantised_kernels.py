@@ -128,6 +128,7 @@ def add_kernel(
     arrived_ptr,
     count,
     LARGEST: tl.constexpr,
+    READY: tl.constexpr,
     LINES: tl.constexpr,
     DEPTH: tl.constexpr,
     L: tl.constexpr,
@@ -145,10 +146,10 @@ def add_kernel(
         weight_scale_ptr + line, mask=line < LINES, other=0.0, cache_modifier=".cg"
     )
     after(EARLY)
-    scale = _token_scales(largest_ptr, token, count, 1, T, False, HOW)
+    scale = _token_scales(largest_ptr, token, count, 1, T, READY, HOW)
     total, _ = _multiply(
         x_ptr, weight_ptr, scale, first, low, high, count, 0, LINES, DEPTH, L, T, DEEP, STAGES, HOW,
-        False, WIDE,
+        READY, WIDE,
     )  # fmt: skip
     total, last = _sum_splits(total, part_ptr, arrived_ptr, L, T, SPLITS)
     if last:

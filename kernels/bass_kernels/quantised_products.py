@@ -122,7 +122,7 @@ def add(
     stream: Stream,
     norm: Tensor,
     *,
-    peaks: Tensor | None,
+    peaks: Tensor | None = None,
     tiling: Tiling | None = None,
     early: bool = False,
 ) -> Stream:
@@ -130,22 +130,27 @@ def add(
 
     Args:
         peaks: [most] int32, for fp8: the largest magnitude of each token of x, as bits of float32.
+            Without it x is rounded by a launch of its own.
     """
+    scales = None
+    if weight.layout == "fp8" and peaks is None:
+        x, scales = factor(x, weight)
     count, lines, most = len(x), len(weight), stream.squares.shape[1]
     tiling = (tiling or tiling_for(count, weight, x))._replace(tokens=most)
-    tiles = triton.cdiv(lines, tiling.lines)
-    out = Stream.empty(count, lines, tiles, x, most=most, largest=stream.largest is not None)
+    tiles, like = triton.cdiv(lines, tiling.lines), stream.x
+    out = Stream.empty(count, lines, tiles, like, most=most, largest=stream.largest is not None)
     kernels.add_kernel[(1, tiles, tiling.splits)](
         x,
         _bits(weight, x),
         weight.scales,
-        _peaks(weight, peaks, x),
+        _peaks(weight, peaks if scales is None else scales, x),
         norm,
         stream.residual,
         *out.stores,
-        *_scratch(x, tiling, tiles),
+        *_scratch(like, tiling, tiles),
         count,
         LARGEST=out.largest is not None,
+        READY=scales is not None,
         **_shape(weight, x, tiling, lines, early=early),
     )
     return out

@@ -12,6 +12,7 @@ from bass_cli.formats.weights import load
 from bass_cli.models.block_allocator import Change
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.runner import Runner
+from bass_cli.models.spec import Layouts
 
 # The interpreter takes 15 ms a program.
 TILE = 16 if DEVICE.type == "cuda" else 4
@@ -19,21 +20,26 @@ LENGTHS = (1, 3, TILE + 2)  # all but its last token are read: one more than a t
 
 
 @pytest.mark.parametrize(
-    ("family", "padded"),
+    ("family", "padded", "layout"),
     [
-        pytest.param("llama3", False, marks=pytest.mark.slow),
-        pytest.param("qwen2", False, marks=pytest.mark.slow),
-        ("qwen3", False),
-        ("gptj", False),
-        ("gemma3_text", False),
-        ("opt", False),
-        ("qwen2", True),
-        pytest.param("gemma3_text", True, marks=pytest.mark.slow),
+        pytest.param("llama3", False, None, marks=pytest.mark.slow),
+        pytest.param("qwen2", False, None, marks=pytest.mark.slow),
+        ("qwen3", False, None),
+        ("gptj", False, None),
+        ("gemma3_text", False, None),
+        ("opt", False, None),
+        ("qwen2", True, None),
+        pytest.param("gemma3_text", True, None, marks=pytest.mark.slow),
+        ("qwen2", False, "fp8"),
+        ("qwen3", False, "int8"),
+        pytest.param("gemma3_text", False, "fp8", marks=pytest.mark.slow),
     ],
 )
-def test_a_whole_decoder(family, padded, tmp_path, monkeypatch):
+def test_a_whole_decoder(family, padded, layout, tmp_path, monkeypatch):
     """Prefill, then rows of unequal length and widths 1 and 3, with these kernels and without.
-    `padded`: the kernels read prompts as in a graph, at places that only the device knows."""
+    `padded`: the kernels read prompts as in a graph, at places that only the device knows.
+    `layout`: of 8-bit weights. The first pass then takes attention in one launch, the wide one in
+    several, as with many rows."""
 
     write_checkpoint(family, tmp_path, **shallow(family))
     checkpoint = open_checkpoint(tmp_path)
@@ -49,7 +55,8 @@ def test_a_whole_decoder(family, padded, tmp_path, monkeypatch):
     logits = {}
     for kind in ("reference", "triton"):
         ops.use(kind)
-        decoder = Decoder(checkpoint.spec, load(checkpoint, dtype=torch.float32, device=DEVICE))
+        weights = load(checkpoint, dtype=torch.float32, device=DEVICE, layouts=Layouts(layout))
+        decoder = Decoder(checkpoint.spec, weights)
         runner = Runner(decoder, rows=3, span=40, lag=1, graphs=recorded(Again))
         if kind == "reference":
             runner._passes.graphs, runner._passes.tile = None, 1
@@ -60,7 +67,10 @@ def test_a_whole_decoder(family, padded, tmp_path, monkeypatch):
             torch.arange(12, device=DEVICE).view(3, 4),
             torch.tensor(LENGTHS, device=DEVICE)[:, None] - 1,
         )
+        monkeypatch.setattr("bass_cli.models.decoder._ONE_LAUNCH", 16)
         first = runner.forward(tokens[:, :1], places, [*LENGTHS])
+        if layout is not None:
+            monkeypatch.setattr("bass_cli.models.decoder._ONE_LAUNCH", 2)
         ends = [length + 3 for length in LENGTHS]
         rest = runner.forward(
             tokens[:, 1:],

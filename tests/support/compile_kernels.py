@@ -120,7 +120,15 @@ def compile_8_bits():
         shape = {"LINES": 4864, "ACTIVATION": 0}
         compile_one(gate_up, weight, PEAKS=how != "INT8", **shape, **stream, **few)
         compile_one(gate_up, ready, PEAKS=False, **shape, **alone, **many)
-        compile_one(quantised_kernels.add_kernel, weight, LARGEST=True, LINES=896, SPLITS=4, **few)
+        compile_one(
+            quantised_kernels.add_kernel,
+            weight,
+            LARGEST=True,
+            READY=False,
+            LINES=896,
+            SPLITS=4,
+            **few,
+        )
     for norm in (True, False):
         compile_one(
             quantised_kernels.factor_kernel,
