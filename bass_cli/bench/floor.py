@@ -20,6 +20,7 @@ from bass_cli.bench.figures import Run
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.spec import HeadSpec, head_parameters, parameters
 from bass_kernels import Quantised
+from bass_kernels.eight_bits import SCALE
 
 _MAPS = ("qkv.weight", "o.weight", "up.weight", "down.weight")
 # Operations of e4m3 for one of bfloat16, by NVIDIA's data sheets from Ada and Hopper on
@@ -47,7 +48,8 @@ class Sizes(NamedTuple):
     body, head: elements of the layers' matrices and of the output head. item: bytes of an element
     of K and V, and of a matrix that is not quantised. saved: bytes that quantising saves. keys:
     elements of K and V for one position and layer. attention: operations for one query, key and
-    layer. windows: attention window of each layer, 0 if it has none.
+    layer. windows: attention window of each layer, 0 if it has none. key_item: bytes of an element
+    of K and V with its part of a scale; None for `item`.
     """
 
     body: int
@@ -57,6 +59,7 @@ class Sizes(NamedTuple):
     attention: int
     windows: tuple[int, ...]
     saved: int = 0
+    key_item: float | None = None
 
 
 class FloorInputs(NamedTuple):
@@ -91,12 +94,15 @@ class Floor(NamedTuple):
     ends: tuple[float, ...]
 
 
-def sizes_of(decoder: Decoder, head: HeadSpec | None = None) -> Sizes:
+def sizes_of(decoder: Decoder, head: HeadSpec | None = None, *, eight_bits: bool = False) -> Sizes:
     """Return the sizes of a decoder, counting only the layers that it runs.
 
     For a drafter that reads hidden states of the target (`head`), the projection of these states
     and the drafter's own vocabulary are counted. The Markov bias of a DSpark is not counted, so
     its floor is slightly too low.
+
+    Args:
+        eight_bits: whether keys and values are stored in eight bits.
     """
     spec = decoder.spec
     of_layer = parameters(spec) if head is None else head_parameters(head)
@@ -113,6 +119,7 @@ def sizes_of(decoder: Decoder, head: HeadSpec | None = None) -> Sizes:
         4 * spec.heads * spec.head_size,
         tuple(spec.windows[i] for i in decoder.layers),
         _saved(decoder),
+        1 + SCALE / spec.head_size if eight_bits else None,
     )
 
 
@@ -145,9 +152,10 @@ def pass_work(sizes: Sizes, *, contexts: Sequence[int], shared: int, fed: int, l
         sum(layer) - (0 if window else shared)
         for layer, window in zip(seen, sizes.windows, strict=True)
     )
+    each = sizes.keys * (sizes.item if sizes.key_item is None else sizes.key_item)
     products = 2 * rows * (sizes.body * fed + sizes.head * logits)
     return Work(
-        (sizes.body + sizes.head + keys * sizes.keys) * sizes.item - sizes.saved,
+        (sizes.body + sizes.head) * sizes.item - sizes.saved + keys * each,
         products + sizes.attention * fed * sum(map(sum, seen)),
     )
 

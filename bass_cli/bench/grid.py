@@ -8,6 +8,7 @@ methods. They do not report their prefill time, so the time of a run of one toke
 
 from __future__ import annotations
 
+import functools
 import itertools
 import statistics
 import time
@@ -149,10 +150,11 @@ def _run(bench: Bench, schedule: Schedule) -> None:
 def _cell(bench: Bench, key: Key, schedule: Schedule) -> dict[str, Any]:
     runs, plain = schedule.runs[key], schedule.runs[key._replace(method=PLAIN)]
     drafter = bench.models.drafter if key.method != PLAIN else None
-    head = bench.models.head
+    head, job = bench.models.head, bench.settings.job
+    sizes = functools.partial(sizes_of, eight_bits=job.kv_dtype == "fp8")
     inputs = FloorInputs(
-        sizes_of(bench.models.target),
-        None if drafter is None else sizes_of(drafter, head.spec if head else None),
+        sizes(bench.models.target),
+        None if drafter is None else sizes(drafter, head.spec if head else None),
         bench.settings.samples_per_prompt,
         bench.ceilings,
         at_once=bench.loops.of(key.method).drafter.at_once,

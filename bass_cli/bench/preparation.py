@@ -148,6 +148,7 @@ def need_of(settings: Settings, plan: Plan | None, device: torch.device) -> Need
         dtype=dtype,
         device=device,
         longest=settings.longest if head is None else max(settings.longest, head.block),
+        eight_bits=settings.job.kv_dtype == "fp8",
         at_once=parse_draft(settings.job.pair.draft).parallel,
         head=head,
         kept_layers=settings.depth or 0,

@@ -84,7 +84,7 @@ _BATCH_SIZES = Option(
 )
 _PLOT = Option("Draw a chart to this file; needs matplotlib", OUTPUT, "FILE.png")
 # The options of a Job that bass bench takes with and without --job
-MACHINE_AND_MODELS = ("model", "draft", "device", "dtype", "draft_dtype", "threads")
+MACHINE_AND_MODELS = ("model", "draft", "device", "dtype", "draft_dtype", "kv_dtype", "threads")
 DISTRIBUTION = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "logit_bias", "allowed_token_ids", "seed", "coupling"),
@@ -102,7 +102,7 @@ _Texts: Any = args_of("chat", "prompt_column", "id_column", "strict_fields", "in
 _Chats: Any = args_of("system", "template", "template_args", "tools")
 _Defaults: Any = args_of("generation_config")
 _Structure: Any = args_of("json_schema", "json_object", "regex", "grammar")
-_Target: Any = args_of("model", "device", "dtype", "threads", "tensor_parallel")
+_Target: Any = args_of("model", "device", "dtype", "kv_dtype", "threads", "tensor_parallel")
 _Scored: Any = args_of("chat", "prompt_column", "limit", "logprobs")
 _WholeJob: Any = args_of(
     *("n", "max_new_tokens", "stop", "chat", "draft_length", "batch_size", "limit"),

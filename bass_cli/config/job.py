@@ -69,6 +69,7 @@ _OF_PAIR = (
     "speculation",
     "dtype",
     "draft_dtype",
+    "kv_dtype",
     *(one.name for one in dataclasses.fields(ModelOptions)),
 )
 # seconds, 11 days; the operating system counts timeouts in milliseconds, in 31 bits
@@ -311,7 +312,8 @@ def _with_pair(given: Any) -> Any:
 class Job(_Chats, JobOptions, frozen=True):
     """A run: which samples are drawn, and how.
 
-    Fields of sampling, speculation, dtype and draft_dtype that are not set come from the pair.
+    Fields of sampling, speculation, dtype, draft_dtype and kv_dtype that are not set come from the
+    pair.
 
     Args:
         pair: A Pair, the name of a packaged pair, or the path of a pair file.

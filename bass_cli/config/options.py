@@ -90,9 +90,14 @@ TopK = Annotated[int, Ge(0), Le(MOST_LOGPROBS)]
 Name = Annotated[str, MinLen(1)]
 Dtype = Literal["auto", "bf16", "fp16", "fp32", "fp8", "int8"]
 DraftDtype = Literal["auto", "target", "bf16", "fp16", "fp32", "fp8", "int8"]
+KvDtype = Literal["auto", "fp8"]
 _DRAFT_DTYPE = (
     "Number format of the draft: that of the target's activations (auto), that of the target "
     "(target), or another; fp8 and int8 store its head in 8 bits too"
+)
+_KV_DTYPE = (
+    "Number format of stored keys and values: that of computation (auto), or 8-bit floats, in half "
+    "the memory (fp8)"
 )
 
 
@@ -176,6 +181,7 @@ class PairOptions(ModelOptions):
         default="auto",
     )
     draft_dtype: DraftDtype = flag(_DRAFT_DTYPE, default="auto")
+    kv_dtype: KvDtype = flag(_KV_DTYPE, default="auto")
     tokenizer: Name | None = flag("Model whose tokenizer is used; default: the target's")
     fallback: Name | None = flag("Target to use if `target` is in a package that is not installed")
 
@@ -223,6 +229,7 @@ class JobOptions(ModelOptions):
     draft_dtype: DraftDtype = flag(
         _DRAFT_DTYPE, DRAFTING, shown="the pair's", rare=True, default="auto"
     )
+    kv_dtype: KvDtype = flag(_KV_DTYPE, MACHINE, shown="the pair's", rare=True, default="auto")
     threads: Count | None = flag(
         "CPU threads", MACHINE, shown="OMP_NUM_THREADS, or the number of free cores", rare=True
     )

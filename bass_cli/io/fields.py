@@ -44,6 +44,7 @@ _OPTIONS = {  # by option, as messages name it
             "echo",
         )
     },
+    "kv_dtype": "kv_dtype kv_cache_dtype cache_dtype",
     "strict_fields": "strict_fields",
 }
 _AS_MESSAGE = "system_prompt system_message system_instruction"

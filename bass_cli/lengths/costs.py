@@ -461,6 +461,7 @@ def profile_path(
     draft: str,
     device: torch.device,
     dtype: str,
+    kv_dtype: str = "auto",
     threads: int | None = None,
     ranks: int = 1,
 ) -> Path:
@@ -471,9 +472,12 @@ def profile_path(
     the machine.
 
     Args:
+        kv_dtype: as in the job.
         threads: CPU threads as requested; None: the default.
     """
     identity = [_device_name(device, threads), target, draft, dtype, __version__, torch.__version__]
+    if kv_dtype != "auto":  # files of older versions have none
+        identity.append(f"keys and values in {kv_dtype}")
     if ranks > 1:
         identity.append(f"{ranks} ranks")
     return (

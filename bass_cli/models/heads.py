@@ -152,7 +152,7 @@ class ChainHead(_HiddenStateDrafter):
     @property
     def cached(self) -> tuple[Layers, ...]:
         body = self.spec.body
-        return Layers(1, body.kv_heads, body.head_size), Layers(1, 1, body.width // 2)
+        return Layers(1, body.kv_heads, body.head_size), Layers(1, 1, body.width // 2, hidden=True)
 
     def read(self, tokens: Tensor, hidden: Tensor, step: Pass) -> None:
         """Write the features of the tokens [B, W] of `step` and the keys and values of their pairs

@@ -9,7 +9,7 @@ rejected. Not here: the blocks of a row (block_allocator.py), the tokens (runner
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bass_cli.models.block_allocator import BlockCopy, BlockLayout, Integers, Sender
 from bass_cli.system.host import free_memory
-from bass_kernels import DeviceGroups, Group, Packed, Segments
+from bass_kernels import DeviceGroups, Group, Packed, Segments, Store
 
 # Initial positions of the prompt store. It grows to twice its size, or to four times if a sixteenth
 # of the free memory suffices, because all graphs are captured again when it moves.
@@ -53,11 +53,15 @@ class Span:
 
 
 class Layers(NamedTuple):
-    """`number` layers of a store whose keys and values have one shape."""
+    """`number` layers of a store whose keys and values have one shape.
+
+    hidden: whether they hold hidden states, which are always stored in the model's dtype.
+    """
 
     number: int
     kv_heads: int
     head_size: int
+    hidden: bool = False
 
 
 class Pass(NamedTuple):
@@ -94,18 +98,19 @@ class Pass(NamedTuple):
             return self.prefill
         return self.segments.once("slots", lambda: self.segments.slots(self.positions))
 
-    def own(self, layer: int) -> tuple[Tensor, Tensor]:
+    def own(self, layer: int) -> Store:
         """Return the keys and values that the pass writes: the rows' private store, or in a
-        prefill the prompt store. [K, S, D] each."""
+        prefill the prompt store. [K, S, D] each, and in eight bits their scales."""
         if self.prefill is not None:
             return self.prompt(layer)
-        at = self.first + layer
-        return self.store.own_keys[at], self.store.own_values[at]
+        at, store = self.first + layer, self.store
+        return store.own_keys[at], store.own_values[at], *store.own_scales[at]
 
-    def prompt(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of the prompt store, [K, T, D] each."""
-        at = self.first + layer
-        return self.store.prompt_keys[at], self.store.prompt_values[at]
+    def prompt(self, layer: int) -> Store:
+        """Return the keys and values of the prompt store, [K, T, D] each, and in eight bits their
+        scales."""
+        at, store = self.first + layer, self.store
+        return store.prompt_keys[at], store.prompt_values[at], *store.prompt_scales[at]
 
 
 class KVCache:
@@ -117,10 +122,17 @@ class KVCache:
         first `blocks.extra` slots are scrap: rows that are not live write there, at base 0. The
         blocks of the rows follow. Default of `blocks`: one block of `span` slots for each row.
     prompt_keys, prompt_values: a tensor [K, T, D] for each layer. T grows.
+    own_scales, prompt_scales: for each layer in eight bits the scales of keys and of values, [K, S]
+        or [K, T] float16; nothing for others.
     version: changes when these tensors move, and when rows share a long prompt for the first
         time, because passes are launched differently from then on.
 
     A prompt's span is freed when it is closed and no row reads it.
+
+    Args:
+        dtype: of the model.
+        eight_bits: whether keys and values are stored as e4m3 numbers with scales
+            (bass_kernels/eight_bits.py), in place of the model's dtype.
     """
 
     def __init__(
@@ -132,26 +144,39 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         blocks: BlockLayout | None = None,
+        eight_bits: bool = False,
     ):
-        def zeros() -> list[Tensor]:
-            arena = ARENA.get(device.type, 1024)
-            return [
-                torch.zeros(heads, arena, size, dtype=dtype, device=device)
-                for count, heads, size in shapes
-                for _ in range(count)
-            ]
+        def zeros(layers: Layers, *places: int) -> list[Tensor]:
+            """Return numbers [*places, D], and in eight bits their scales [places]."""
+            if not eight_bits or layers.hidden:
+                return [torch.zeros(*places, layers.head_size, dtype=dtype, device=device)]
+            bits = torch.zeros(*places, layers.head_size, dtype=torch.uint8, device=device)
+            return [bits, torch.zeros(places, dtype=torch.float16, device=device)]
 
         blocks = blocks or BlockLayout(rows, 1, span, span)
         assert blocks.most * blocks.size >= span
         self._blocks, slots = blocks, blocks.extra + blocks.total * blocks.size
-        self._own = [
-            torch.zeros(count, 2, heads, slots, size, dtype=dtype, device=device)
-            for count, heads, size in shapes
-        ]
+        own = [zeros(layers, layers.number, 2, layers.kv_heads, slots) for layers in shapes]
+        self._own = [part for parts in own for part in parts]
         self.own_keys, self.own_values = (
-            [layer for block in self._own for layer in block[:, part]] for part in (0, 1)
+            [layer for parts in own for layer in parts[0][:, part]] for part in (0, 1)
         )
-        self.prompt_keys, self.prompt_values = zeros(), zeros()
+        self.own_scales: list[tuple[Tensor, ...]] = [
+            tuple(scales for part in parts[1:] for scales in part[layer])
+            for parts in own
+            for layer in range(len(parts[0]))
+        ]
+        arena = ARENA.get(device.type, 1024)
+        pairs = [
+            (zeros(layers, layers.kv_heads, arena), zeros(layers, layers.kv_heads, arena))
+            for layers in shapes
+            for _ in range(layers.number)
+        ]
+        self.prompt_keys = [keys[0] for keys, _ in pairs]
+        self.prompt_values = [values[0] for _, values in pairs]
+        self.prompt_scales: list[tuple[Tensor, ...]] = [
+            (*keys[1:], *values[1:]) for keys, values in pairs
+        ]
         self.span, self.version = span, 0
         self._sender = Sender(device)
         # in one tensor, so that one copy sets all three
@@ -184,7 +209,7 @@ class KVCache:
     def copy(self, source: Span, target: Span, count: int) -> None:
         """Copy the first `count` positions of one span to another."""
         old, new = (slice(span.start, span.start + count) for span in (source, target))
-        for layer in (*self.prompt_keys, *self.prompt_values):
+        for layer in self._prompt_parts():
             layer[:, new] = layer[:, old]
 
     def close(self, span: Span) -> None:
@@ -239,7 +264,7 @@ class KVCache:
         before it."""
         places = self._blocks.slots(copied)
         for own in self._own:
-            each = own[:, :, :, :1].numel() * own.element_size()
+            each = own[:, :, :, :1].numel() * own.element_size()  # numbers, or their scales
             at_once = max(_COPY_BYTES // max(each, 1), 1)
             for part in range(0, places.shape[1], at_once):
                 old, new = self._sender.send(places[:, part : part + at_once].copy())
@@ -315,8 +340,13 @@ class KVCache:
 
     def bytes(self) -> int:
         """Return the memory of the store in bytes."""
-        stores = (self.own_keys, self.own_values, self.prompt_keys, self.prompt_values)
-        return sum(t.numel() * t.element_size() for store in stores for t in store)
+        return sum(t.numel() * t.element_size() for t in (*self._own, *self._prompt_parts()))
+
+    def _prompt_parts(self) -> Iterator[Tensor]:
+        """Yield the tensors of the prompt store, [K, T, ...] each."""
+        yield from (*self.prompt_keys, *self.prompt_values)
+        for scales in self.prompt_scales:
+            yield from scales
 
     def _regroup(self) -> None:
         self._groups = None
@@ -348,17 +378,23 @@ class KVCache:
             raise MemoryError(
                 f"prompts need {needed} positions of the store, and it cannot grow from {have}"
             )
+
+        def grown(old: Tensor) -> Tensor:
+            new = old.new_zeros(old.shape[0], size, *old.shape[2:])
+            new[:, :have] = old
+            return new
+
         self.version += 1
         for store in (self.prompt_keys, self.prompt_values):
             for layer, old in enumerate(store):
-                store[layer] = old.new_zeros(old.shape[0], size, old.shape[2])
-                store[layer][:, :have] = old
+                store[layer] = grown(old)
+        self.prompt_scales = [tuple(map(grown, scales)) for scales in self.prompt_scales]
 
     def _takes(self, positions: int) -> int:
         """Return the bytes that the prompt store needs to grow by so many positions. One tensor
         exists twice meanwhile."""
-        each = [layer[:, :1].numel() * layer.element_size() for layer in self.prompt_keys]
-        return 2 * sum(each) * positions + max(each) * self.positions
+        each = [part[:, :1].numel() * part.element_size() for part in self._prompt_parts()]
+        return sum(each) * positions + max(each) * self.positions
 
     def _rows_by_span(self, rows: int) -> tuple[Group, ...]:
         if self._groups is None:

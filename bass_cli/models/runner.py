@@ -60,6 +60,7 @@ class Runner:
         graphs: for captured prefill passes. Default: new ones, unless the model is split.
         blocks: see KVCache.
         ahead: see ReadsHidden; needed if the reader is in another process.
+        eight_bits: see KVCache.
 
     packs: whether `forward_packed` is possible: not if the model is split.
     """
@@ -74,6 +75,7 @@ class Runner:
         graphs: Graphs | None = None,
         blocks: BlockLayout | None = None,
         ahead: int | None = None,
+        eight_bits: bool = False,
     ):
         self.decoder, self.lag, self.rows, self.device = decoder, lag, rows, decoder.device
         self.cache = KVCache(
@@ -83,6 +85,7 @@ class Runner:
             dtype=decoder.dtype,
             device=decoder.device,
             blocks=blocks,
+            eight_bits=eight_bits,
         )
         self._prompts: dict[str, Prompt] = {}
         self._unread: dict[str, Prompt] = {}  # prompts not fully stored, oldest first

@@ -218,7 +218,14 @@ def make_loop(
     if job.pair.draft == "none":
         drafting = head = None
     device, coupling = target.device, job.speculation.coupling
-    size = functools.partial(_runner, followers=followers, rows=rows, span=span, blocks=blocks)
+    size = functools.partial(
+        _runner,
+        followers=followers,
+        rows=rows,
+        span=span,
+        blocks=blocks,
+        eight_bits=job.kv_dtype == "fp8",
+    )
     runner = size(target if head is None else target.read_by(head), lag=1)
     drafts = runner if head is not None else None
     if drafting is not None and head is None:
@@ -260,11 +267,13 @@ def _runner(
     span: int,
     lag: int,
     blocks: BlockLayout | None,
+    eight_bits: bool,
 ) -> Runner:
     """Make a runner of a model; followers run the other parts of a split model."""
-    if followers is None or decoder.ranks is None:
-        return Runner(decoder, rows=rows, span=span, lag=lag, blocks=blocks)
-    return LedRunner(decoder, followers, lag, rows=rows, span=span, lag=lag, blocks=blocks)
+    make: Callable[..., Runner] = Runner
+    if followers is not None and decoder.ranks is not None:
+        make = functools.partial(LedRunner, followers=followers, number=lag)
+    return make(decoder, rows=rows, span=span, lag=lag, blocks=blocks, eight_bits=eight_bits)
 
 
 def ready_loop(

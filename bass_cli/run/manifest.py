@@ -73,6 +73,8 @@ def describe(
         "coupling": job.speculation.coupling,
         "budget": job.budget,
     }
+    if job.kv_dtype != "auto":
+        results |= {"kv_dtype": job.kv_dtype}
     results |= {"token_ids": job.token_ids, "bass": __version__.split(".")[0]}
     if job.echo:
         results |= {"echo": True}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ from bass_cli.models.prefill import LONG, PASS, SCORED_LOGITS
 from bass_cli.models.ranks import part_of
 from bass_cli.models.spec import PLAIN, Format, HeadSpec, Layouts, Spec, head_parameters, parameters
 from bass_cli.system.host import free_memory, gigabytes, held_memory, is_refused_memory
+from bass_kernels.eight_bits import SCALE
 from bass_kernels.likeliest import GROUP
 
 # the usable share of the free memory; the rest is for other programs and for fragmentation
@@ -152,6 +153,7 @@ def footprint(
     dtype: torch.dtype,
     device: torch.device,
     longest: int,
+    eight_bits: bool = False,
     at_once: bool = False,
     head: HeadSpec | None = None,
     kept_layers: int = 0,
@@ -164,6 +166,7 @@ def footprint(
     """Compute the footprint of a pair, on the first device, which also has draft and logits.
 
     Args:
+        eight_bits: Whether keys and values are stored in eight bits.
         at_once: Whether the draft model proposes all tokens in one pass.
         head: The draft head; None for other drafts.
         kept_layers: The number of the target's own layers that draft (layer skipping), else 0.
@@ -173,22 +176,19 @@ def footprint(
     """
     kind, places, drafts = device.type, longest + 1, draft_format or Format(dtype)
     vocab = target.vocab * (1 if ranks == 1 else 2)  # parts and joined logits
-    target = part_of(target, ranks)
+    target, prompt_tokens = part_of(target, ranks), min(prompt_tokens, target.context)
     models = [spec for spec in (target, draft) if spec is not None]
     # tokens of a row in one pass; a parallel draft takes missed tokens and as many masks
     fed = (places, 2 * longest if at_once and head is None else places)
-    position = _position(target, target.layers + kept_layers, dtype)
-    if draft is not None:
-        position += _position(draft, draft.layers, drafts.dtype)
-    if head is not None and not head.block:  # the prompt cache also has hidden states
-        position += head.body.width * dtype.itemsize
-    prompt_tokens = min(prompt_tokens, target.context)
+    own = () if draft is None else ((draft, draft.layers, drafts.dtype),)
+    caches = ((target, target.layers + kept_layers, dtype), *own)
+    position, copied = _position(caches, head, eight_bits=eight_bits)
     scores = [_SCORES[kind] * spec.heads for spec in models]
     wide = [4 * (4 * spec.inner + 8 * spec.width) for spec in models]  # a layer in float32
     if head is not None:  # the hidden states that the head reads
         wide[0] += len(head.aux_layers) * target.width * dtype.itemsize
     scored = max(map(operator.mul, fed, scores))
-    token = Each(position, 2 * _INTEGER + scored)
+    token = Each(position, 2 * _INTEGER + scored + (copied if kind == "cpu" else 0))
     extra = beyond(longest) + SLACK  # positions of a row in addition to its new tokens
     work = _logits(vocab, places, dtype, kind, extras)
     work += max(map(operator.mul, fed, wide)) + scored * prompt_tokens + _INTEGER * ARENA[kind]
@@ -198,7 +198,8 @@ def footprint(
         graphs=_LIBRARIES[kind],
         buffers=min(LONG.get(kind, (PASS, PASS))[1], max(prompt_tokens, 1))
         * (max(wide) + max(scores) * prompt_tokens)
-        + extras.scores * SCORED_LOGITS * (dtype.itemsize + 8),
+        + extras.scores * SCORED_LOGITS * (dtype.itemsize + 8)
+        + copied * prompt_tokens,
         prompts=position * max(ARENA[kind], prompt_tokens),
         prompt=position * prompt_tokens,
         row=Each(extra * token.cache, work + extra * token.buffers),
@@ -216,9 +217,24 @@ def _logits(vocab: int, places: int, dtype: torch.dtype, kind: str, extras: Extr
     return vocab * (places * each + (_COUNTED if changes else 0)) + places * likeliest
 
 
-def _position(spec: Spec, layers: int, dtype: torch.dtype) -> int:
-    """Return the bytes of a position's keys and values."""
-    return 2 * layers * spec.kv_heads * spec.head_size * dtype.itemsize
+def _position(
+    caches: Sequence[tuple[Spec, int, torch.dtype]], head: HeadSpec | None, *, eight_bits: bool
+) -> tuple[int, int]:
+    """Return the bytes of a position in the caches, and of a copy of its largest layer that is made
+    to read eight bits.
+
+    Args:
+        caches: For each model, the layers in its cache and its dtype; the target first.
+        head: The draft head; None for other drafts.
+    """
+    numbers = [2 * spec.kv_heads * spec.head_size for spec, _, _ in caches]
+    plain = [count * dtype.itemsize for count, (_, _, dtype) in zip(numbers, caches, strict=True)]
+    scales = [2 * SCALE * spec.kv_heads for spec, _, _ in caches]
+    each = list(map(operator.add, numbers, scales)) if eight_bits else plain
+    found = sum(size * layers for size, (_, layers, _) in zip(each, caches, strict=True))
+    if head is not None and not head.block:  # the prompt cache also has hidden states
+        found += head.body.width * caches[0][2].itemsize
+    return found, max(plain) * eight_bits
 
 
 def _weights(spec: Spec, own: Format, kind: str) -> int:

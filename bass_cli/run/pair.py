@@ -163,6 +163,7 @@ def costs_of(
             draft=pair.draft if files.draft is None else files.draft.fingerprint(files.mask),
             device=device,
             dtype=dtype,
+            kv_dtype=job.kv_dtype,
             threads=job.threads,
             ranks=job.tensor_parallel,
         )

@@ -455,6 +455,7 @@ def _footprint(
         dtype=dtype,
         device=device,
         longest=reach(job, files, device),
+        eight_bits=job.kv_dtype == "fp8",
         at_once=files.mask is not None,
         head=None if files.draft is None else files.draft.head,
         kept_layers=spec.layers - len(files.skipped) if files.skipped else 0,

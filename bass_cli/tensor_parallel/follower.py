@@ -321,6 +321,7 @@ class Follower:
         blocks: BlockLayout | None,
         ahead: int,
         layers: tuple[int, ...],
+        eight_bits: bool,
     ) -> None:
         self._runners.pop(number, None)  # free its memory before the new one allocates
         self._runners[number] = Runner(
@@ -330,6 +331,7 @@ class Follower:
             lag=lag,
             blocks=blocks,
             ahead=ahead,
+            eight_bits=eight_bits,
         )
 
     def _in_time(self, count: int) -> bool:

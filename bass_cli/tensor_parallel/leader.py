@@ -359,11 +359,14 @@ class LedRunner(Runner):
         span: int,
         lag: int,
         blocks: BlockLayout | None,
+        eight_bits: bool,
     ):
         self._followers, self._number = followers, number
         ahead = 0 if decoder.reader is None else decoder.reader.ahead
-        with self._led("begin", rows, span, lag, blocks, ahead, decoder.layers):
-            super().__init__(decoder, rows=rows, span=span, lag=lag, blocks=blocks)
+        with self._led("begin", rows, span, lag, blocks, ahead, decoder.layers, eight_bits):
+            super().__init__(
+                decoder, rows=rows, span=span, lag=lag, blocks=blocks, eight_bits=eight_bits
+            )
 
     @contextlib.contextmanager
     def _led(self, name: str, *given: Any) -> Iterator[None]:

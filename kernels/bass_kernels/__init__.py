@@ -16,6 +16,7 @@ from .dispatch import (
     kind_for,
     use,
 )
+from .eight_bits import Store
 from .likeliest import processed_entries, report_entries
 from .linear import is_packed, linear, linear_add, norm_up, pack, project, unpack
 from .noise import SHARED, gumbel
@@ -67,6 +68,7 @@ __all__ = [
     "Packed",
     "Quantised",
     "Segments",
+    "Store",
     "Weight",
     "accept_chosen",
     "accept_shared",

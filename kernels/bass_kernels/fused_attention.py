@@ -12,6 +12,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
+from .eight_bit_kernels import arguments, converts, encode, in_float16, load_scales
+from .eight_bits import Store
 from .launch import SPARE, after, card, fitting, overlap, processors, scratch
 from .pointwise import finite
 from .ragged_kernel import fold
@@ -26,8 +28,8 @@ def attend(
     angles: Tensor,
     norms: tuple[Tensor, Tensor] | None,
     segments: Segments,
-    own: tuple[Tensor, Tensor],
-    prompt: tuple[Tensor, Tensor],
+    own: Store,
+    prompt: Store,
     *,
     heads: int,
     eps: float,
@@ -60,8 +62,7 @@ def attend(
         qkv,
         angles,
         *(norms or (qkv, qkv)),
-        *own,
-        *prompt,
+        *arguments(own, prompt),
         segments.positions,
         segments.base,
         segments.start,
@@ -72,6 +73,7 @@ def attend(
         *own[0].stride()[:2],
         *prompt[0].stride()[:2],
         WIDE="ieee" if qkv.dtype == torch.float32 else "tf32",
+        NATIVE=converts(qkv.device),
         **shape,
         num_warps=4,
         num_stages=stages,
@@ -157,6 +159,12 @@ def _attend(
     value_ptr,
     prompt_key_ptr,
     prompt_value_ptr,
+    key_scale_ptr,
+    value_scale_ptr,
+    prompt_key_scale_ptr,
+    prompt_value_scale_ptr,
+    scale_head,
+    prompt_scale_head,
     position_ptr,
     base_ptr,
     start_ptr,
@@ -186,6 +194,7 @@ def _attend(
     KEYS: tl.constexpr,
     SPLITS: tl.constexpr,
     WIDE: tl.constexpr,
+    NATIVE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     cell, split = tl.program_id(0), tl.program_id(1)
@@ -214,6 +223,11 @@ def _attend(
     value_ptr += kv_head * key_head + own * key_step
     prompt_key_ptr += kv_head * prompt_head + start * prompt_step
     prompt_value_ptr += kv_head * prompt_head + start * prompt_step
+    if key_scale_ptr is not None:
+        key_scale_ptr += kv_head * scale_head + own
+        value_scale_ptr += kv_head * scale_head + own
+        prompt_key_scale_ptr += kv_head * prompt_scale_head + start
+        prompt_value_scale_ptr += kv_head * prompt_scale_head + start
     after(EARLY)
     q = _load_rotated(
         qkv_ptr,
@@ -230,6 +244,9 @@ def _attend(
         NORMS,
         BLOCK_D,
     )
+    if key_scale_ptr is not None:
+        q, q_scales = in_float16(q)
+        scale = scale * q_scales
     peak, mass = tl.full([BLOCK_Q], -1e30, tl.float32), tl.zeros([BLOCK_Q], tl.float32)
     total = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     for first in tl.range(low, tl.minimum(low + share, old), KEYS):
@@ -241,10 +258,19 @@ def _attend(
         keys = tl.load(spot, mask=mask, other=0.0)
         spot = tl.where(in_prompt, prompt_value_ptr + far, value_ptr + near) + d[None, :]
         values = tl.load(spot, mask=mask, other=0.0)
+        key_scales, value_scales = None, None
+        if key_scale_ptr is not None:
+            stored, near = at < base, at - base
+            spot = tl.where(stored, prompt_key_scale_ptr + at, key_scale_ptr + near)
+            key_scales = load_scales(spot, 0, at < old)
+            spot = tl.where(stored, prompt_value_scale_ptr + at, value_scale_ptr + near)
+            value_scales = load_scales(spot, 0, at < old)
         seen = (at < old)[None, :] & inside[:, None]
         if window > 0:
             seen = seen & (at[None, :] > position[:, None] - window)
-        peak, mass, total = fold(q, keys, values, seen, peak, mass, total, scale, WIDE)
+        peak, mass, total = fold(
+            q, keys, values, key_scales, value_scales, seen, peak, mass, total, scale, WIDE, NATIVE
+        )
     if split == SPLITS - 1:
         step = tl.arange(0, _NEW)
         here = position_ptr + row * wide + step
@@ -271,6 +297,14 @@ def _attend(
         values = tl.load(source + d[None, :], mask=mask, other=0.0)
         keys = (keys + (keys * 0 + values * 0)).to(values.dtype)  # see reference.rope_write
         values = finite(values)
+        key_scales, value_scales = None, None
+        if key_scale_ptr is not None:
+            keys, key_scales = encode(keys.to(tl.float32))
+            values, value_scales = encode(values.to(tl.float32))
+            at = (new - base)[:, None]
+            tl.store(key_scale_ptr + at, key_scales.to(tl.float16), mask=(step < wide)[:, None])
+            tl.store(value_scale_ptr + at, value_scales.to(tl.float16), mask=(step < wide)[:, None])
+            key_scales, value_scales = tl.sum(key_scales, 1), tl.sum(value_scales, 1)
         tl.store(key_ptr + place, keys, mask=mask)
         tl.store(value_ptr + place, values, mask=mask)
         # A repeated token, which fills a place, counts once.
@@ -282,7 +316,11 @@ def _attend(
         )
         if window > 0:
             seen = seen & (new[None, :] > position[:, None] - window)
-        peak, mass, total = fold(q, keys, values, seen, peak, mass, total, scale, WIDE)
+        peak, mass, total = fold(
+            q, keys, values, key_scales, value_scales, seen, peak, mass, total, scale, WIDE, NATIVE
+        )
+    if key_scale_ptr is not None:
+        total *= 0.00390625  # see fold
     target = out_ptr + token[:, None] * (H * D) + head[:, None] * D + d[None, :]
     real = inside[:, None] & (d < D)[None, :]
     mass_ptr = peak_ptr + rows * K * SPLITS * BLOCK_Q

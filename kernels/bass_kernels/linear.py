@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from . import dispatch, quantised, reference
+from .eight_bits import Store
 from .quantised import Quantised, Weight
 
 # Elements of a weight from which its packed product is faster. The packed product takes some 45 us
@@ -71,7 +72,7 @@ def project(
     qkv: Map,
     angles: tuple[Tensor, Tensor] | None,
     slots: Tensor,
-    own: tuple[Tensor, Tensor],
+    own: Store,
     *,
     heads: int,
     norms: tuple[Tensor, Tensor] | None,

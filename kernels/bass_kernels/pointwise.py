@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .eight_bit_kernels import arguments, encode
+from .eight_bits import Store
 from .launch import leading, let_next
 
 KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
@@ -190,14 +192,14 @@ def rope_write(
     qkv: Tensor,
     angles: tuple[Tensor, Tensor] | None,
     slots: Tensor,
-    own: tuple[Tensor, Tensor],
+    own: Store,
     *,
     heads: int,
     norms: tuple[Tensor, Tensor] | None,
     eps: float,
 ) -> Tensor:
     """Do reference.rope_write, one program a token and head."""
-    keys, values = own
+    keys = own[0]
     kv_heads, _, size = keys.shape
     rows, width = slots.shape
     qkv = qkv.contiguous()
@@ -213,8 +215,7 @@ def rope_write(
         q_norm,
         k_norm,
         q,
-        keys,
-        values,
+        *arguments(own),
         eps,
         width,
         slots.stride(0),
@@ -250,6 +251,9 @@ def _rope_write(
     q_ptr,
     keys_ptr,
     values_ptr,
+    key_scale_ptr,
+    value_scale_ptr,
+    scale_head,
     eps,
     width,
     slot_row,
@@ -301,9 +305,17 @@ def _rope_write(
     else:
         result = finite(raw)
     slot = tl.load(slots_ptr + row * slot_row + place * slot_place)
-    target = ((head + K * H - H) % K).to(tl.int64) * key_head + slot * key_slot + at
+    kv_head = ((head + K * H - H) % K).to(tl.int64)
+    target = kv_head * key_head + slot * key_slot + at
     if head < H:
         tl.store(q_ptr + (token.to(tl.int64) * H + head) * D + at, result, mask=inside)
+    elif key_scale_ptr is not None:
+        bits, unit = encode(result.to(tl.float32))
+        is_key = head < H + K
+        tl.store(tl.where(is_key, keys_ptr, values_ptr) + target, bits, mask=inside)
+        scales = tl.where(is_key, key_scale_ptr, value_scale_ptr)
+        spot = scales + kv_head * scale_head + slot + tl.arange(0, 1)
+        tl.store(spot, unit.to(tl.float16))
     elif head < H + K:
         tl.store(keys_ptr + target, result, mask=inside)
     else:

@@ -16,6 +16,8 @@ import triton
 from torch import Tensor
 
 from . import causal, dispatch
+from .eight_bit_kernels import arguments, converts
+from .eight_bits import Store, plain
 from .launch import SPARE, card, fitting, overlap, processors, scratch
 from .ragged_kernel import attend, can_prefetch, merge_rows, prefetch_blocks
 from .segments import Group, Segments, by_row, one_after_other
@@ -74,8 +76,8 @@ class Tiling(NamedTuple):
 
 def attention(
     q: Tensor,
-    own: tuple[Tensor, Tensor],
-    prompt: tuple[Tensor, Tensor],
+    own: Store,
+    prompt: Store,
     segments: Segments,
     *,
     scale: float,
@@ -149,12 +151,12 @@ def _one_prompt(q: Tensor, segments: Segments) -> Group | None:
     return groups[0] if groups[0].queries >= _MANY else None
 
 
-def _within(q: Tensor, prompt: tuple[Tensor, Tensor], group: Group, scale: float) -> Tensor:
+def _within(q: Tensor, prompt: Store, group: Group, scale: float) -> Tensor:
     """Compute attention [B, W, H D] of q [B, W, H, D], consecutive tiles whose first
     `group.queries` tokens are the last tokens of that prompt. Padding gives zeros."""
     rows, width, heads, size = q.shape
     span = slice(group.start, group.start + group.length)
-    keys, values = (store[:, span] for store in prompt)
+    keys, values = plain(*(part[:, span] for part in prompt), dtype=q.dtype)
     tokens, out = q.reshape(-1, heads, size), q.new_empty(rows * width, heads, size)
     out[group.queries :].zero_()
     many = slice(0, group.queries)
@@ -164,8 +166,8 @@ def _within(q: Tensor, prompt: tuple[Tensor, Tensor], group: Group, scale: float
 
 def _launch(
     q: Tensor,
-    own: tuple[Tensor, Tensor],
-    prompt: tuple[Tensor, Tensor],
+    own: Store,
+    prompt: Store,
     segments: Segments,
     tiling: Tiling,
     cut: Cut,
@@ -185,8 +187,7 @@ def _launch(
     found = _buffers(out, all_splits, units, cells, size, groups=group_cut.most > 0)
     attend[(group_units * group_cut.most + units * cut.most,)](
         q.contiguous(),
-        *own,
-        *prompt,
+        *arguments(own, prompt),
         positions,
         segments.base,
         segments.start,
@@ -213,6 +214,7 @@ def _launch(
         WIDE="ieee" if q.dtype == torch.float32 else "tf32",
         CAPPED=bool(scores.cap),
         SINKS=scores.sinks is not None,
+        NATIVE=converts(q.device),
         PREFETCH=can_prefetch(q.device),
         **shape,
         **overlap(True, q.device),

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .eight_bit_kernels import decode, in_float16, load_scales
 from .launch import after, card
 
 # a row's counter: arrivals modulo _FIELD, then the number of splits in use
@@ -28,6 +29,8 @@ def _blocks(
     q,
     key_ptr,
     value_ptr,
+    key_scale_ptr,
+    value_scale_ptr,
     key_step,
     first,
     whole,
@@ -50,6 +53,7 @@ def _blocks(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WIDE: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
     """Fold blocks first to last of one segment into the running softmax (peak, mass, total).
 
@@ -67,8 +71,23 @@ def _blocks(
             else:
                 keys = tl.load(key_ptr + grid, mask=(d < D)[None, :], other=0.0)
                 values = tl.load(value_ptr + grid, mask=(d < D)[None, :], other=0.0)
+            key_scales = load_scales(key_scale_ptr, place, None)
+            value_scales = load_scales(value_scale_ptr, place, None)
             peak, mass, total = fold(
-                q, keys, values, None, peak, mass, total, scale, WIDE, cap, CAPPED
+                q,
+                keys,
+                values,
+                key_scales,
+                value_scales,
+                None,
+                peak,
+                mass,
+                total,
+                scale,
+                WIDE,
+                NATIVE,
+                cap,
+                CAPPED,
             )
         first = tl.maximum(first, whole)
     for block in range(first, last):
@@ -76,11 +95,11 @@ def _blocks(
         at = offset + place
         there = at < end
         if PAD:
-            grid = (place % limit)[:, None] * key_step + d[None, :]
+            place = place % limit
             mask = (d < D)[None, :]
         else:
-            grid = place[:, None] * key_step + d[None, :]
             mask = there[:, None] & (d < D)[None, :]
+        grid = place[:, None] * key_step + d[None, :]
         keys = tl.load(key_ptr + grid, mask=mask, other=0.0)
         seen = there[None, :] & (at[None, :] <= position[:, None]) & inside[:, None]
         if window > 0:
@@ -88,7 +107,24 @@ def _blocks(
         values = tl.load(value_ptr + grid, mask=mask, other=0.0)
         if PAD:
             values = tl.where(there[:, None], values, 0.0).to(values.dtype)
-        peak, mass, total = fold(q, keys, values, seen, peak, mass, total, scale, WIDE, cap, CAPPED)
+        key_scales = load_scales(key_scale_ptr, place, there)
+        value_scales = load_scales(value_scale_ptr, place, there)
+        peak, mass, total = fold(
+            q,
+            keys,
+            values,
+            key_scales,
+            value_scales,
+            seen,
+            peak,
+            mass,
+            total,
+            scale,
+            WIDE,
+            NATIVE,
+            cap,
+            CAPPED,
+        )
     return peak, mass, total
 
 
@@ -115,6 +151,12 @@ def attend(
     value_ptr,
     prompt_key_ptr,
     prompt_value_ptr,
+    key_scale_ptr,
+    value_scale_ptr,
+    prompt_key_scale_ptr,
+    prompt_value_scale_ptr,
+    scale_head,
+    prompt_scale_head,
     position_ptr,
     base_ptr,
     start_ptr,
@@ -162,6 +204,7 @@ def attend(
     WIDE: tl.constexpr,
     CAPPED: tl.constexpr,
     SINKS: tl.constexpr,
+    NATIVE: tl.constexpr,
     PREFETCH: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -225,6 +268,16 @@ def attend(
         grid = places[:, None] * D + d[None, :]
         real = inside[:, None] & (d < D)[None, :]
         q = tl.load(q_ptr + grid, mask=real, other=0.0)
+        to_score = scale
+        if key_scale_ptr is not None:
+            q, to_score = in_float16(q)
+            to_score *= scale
+            at_prompt = kv.to(tl.int64) * prompt_scale_head + start
+            prompt_key_scale_ptr += at_prompt
+            prompt_value_scale_ptr += at_prompt
+            at_own = kv.to(tl.int64) * scale_head + own
+            key_scale_ptr += at_own
+            value_scale_ptr += at_own
 
         end = tl.max(position, 0) + 1  # the first position that no query of this tile sees
         common = 0  # every query of this tile sees all keys at earlier positions
@@ -275,6 +328,8 @@ def attend(
                 q,
                 prompt_key_ptr + offset,
                 prompt_value_ptr + offset,
+                prompt_key_scale_ptr,
+                prompt_value_scale_ptr,
                 prompt_step,
                 first + low,
                 tl.minimum(common, prompt_end) // BLOCK_N,
@@ -286,7 +341,7 @@ def attend(
                 peak,
                 mass,
                 total,
-                scale,
+                to_score,
                 cap,
                 window,
                 inside,
@@ -297,12 +352,15 @@ def attend(
                 BLOCK_N,
                 BLOCK_D,
                 WIDE,
+                NATIVE,
             )
             offset = kv.to(tl.int64) * key_head + own * key_step
             peak, mass, total = _blocks(
                 q,
                 key_ptr + offset,
                 value_ptr + offset,
+                key_scale_ptr,
+                value_scale_ptr,
                 key_step,
                 own_first + tl.maximum(low - prompt_blocks, 0),
                 tl.maximum(common - base, 0) // BLOCK_N,
@@ -314,7 +372,7 @@ def attend(
                 peak,
                 mass,
                 total,
-                scale,
+                to_score,
                 cap,
                 window,
                 inside,
@@ -325,7 +383,10 @@ def attend(
                 BLOCK_N,
                 BLOCK_D,
                 WIDE,
+                NATIVE,
             )
+            if key_scale_ptr is not None:
+                total *= 0.00390625  # see fold
 
             if PREFETCH:
                 prefetch_weight(next_weight_ptr, prefetched, tl.program_id(0), tl.num_programs(0))
@@ -389,19 +450,32 @@ def fold(
     q,
     keys,
     values,
+    key_scales,
+    value_scales,
     seen,
     peak,
     mass,
     total,
     scale,
     WIDE: tl.constexpr,
+    NATIVE: tl.constexpr,
     cap=0.0,
     CAPPED: tl.constexpr = False,
 ):
     """Fold more keys and values into the running softmax (peak, mass, total) (online softmax, arXiv
-    1805.02867). `seen` [queries, keys]: mask, None if every query sees all keys. scale: of scores,
-    for base 2. CAPPED: scores are cap * tanh(scale * score), also for base 2."""
+    1805.02867).
+
+    scale: of scores, for base 2; a number, or [queries, 1]. CAPPED: scores are cap * tanh(scale *
+    score), also for base 2. seen: mask [queries, keys], None if every query sees all keys.
+    key_scales, value_scales: [keys] float32, of keys and values in eight bits, which are multiplied
+    by scores and weights; None for others. Then `total` is 256 times too large, so that small
+    weights are still accurate in float16.
+    """
+    if key_scales is not None:
+        keys, values = decode(keys, q, NATIVE), decode(values, q, NATIVE)
     scores = tl.dot(q, tl.trans(keys), input_precision=WIDE) * scale
+    if key_scales is not None:
+        scores *= key_scales[None, :]
     if CAPPED:
         scores = cap - 2.0 * cap / (tl.exp(2.0 * scores) + 1.0)  # tanh(x) = 1 - 2 / (e^2x + 1)
     if seen is not None:
@@ -411,8 +485,11 @@ def fold(
     if seen is not None:
         weights = tl.where(seen, weights, 0.0)
     fade = tl.exp2(peak - high)
+    mass = mass * fade + tl.sum(weights, 1)
+    if value_scales is not None:
+        weights *= (value_scales * 256)[None, :]
     total = total * fade[:, None] + tl.dot(weights.to(values.dtype), values, input_precision=WIDE)
-    return high, mass * fade + tl.sum(weights, 1), total
+    return high, mass, total
 
 
 @triton.jit

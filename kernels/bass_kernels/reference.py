@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .eight_bits import Store, plain, write
 from .segments import Group, Segments, by_row, one_after_other
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -79,7 +80,7 @@ def rope_write(
     qkv: Tensor,
     angles: tuple[Tensor, Tensor] | None,
     slots: Tensor,
-    own: tuple[Tensor, Tensor],
+    own: Store,
     *,
     heads: int,
     norms: tuple[Tensor, Tensor] | None,
@@ -93,15 +94,14 @@ def rope_write(
         angles: cos and sin [B, W, R / 2] float32, for the first R of D dimensions, whose halves are
             rotated against each other.
         slots: [B, W], where in `own` to write.
-        own: keys and values, [K, S, D] each.
+        own: keys and values, [K, S, D] each; possibly in eight bits (see eight_bits.Store).
 
     Returns: q [B, W, H, D].
 
     A value that is not finite is stored as 0, with NaN in its key. Then a query that sees the key
     gives NaN, and other queries are not affected. (A NaN value with weight 0 would give NaN.)
     """
-    keys, values = own
-    kv_heads, _, size = keys.shape
+    kv_heads, _, size = own[0].shape
     qk, v = qkv.unflatten(-1, (-1, size)).split((heads + kv_heads, kv_heads), dim=2)
     if norms is not None:
         parts = zip(qk.split((heads, kv_heads), dim=2), norms, strict=True)
@@ -110,8 +110,8 @@ def rope_write(
         cos, sin = angles
         qk = rotate(qk, cos[:, :, None], sin[:, :, None])
     q, k = qk.split((heads, kv_heads), dim=2)
-    keys[:, slots] = (k + (k * 0 + v * 0)).movedim(2, 0)
-    values[:, slots] = v.nan_to_num(0.0, 0.0, 0.0).movedim(2, 0)
+    poisoned = (k + (k * 0 + v * 0)).movedim(2, 0)
+    write(own, slots, poisoned, v.nan_to_num(0.0, 0.0, 0.0).movedim(2, 0))
     return q
 
 
@@ -129,8 +129,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor
 
 def attention(
     q: Tensor,
-    own: tuple[Tensor, Tensor],
-    prompt: tuple[Tensor, Tensor],
+    own: Store,
+    prompt: Store,
     segments: Segments,
     *,
     scale: float,
@@ -143,9 +143,9 @@ def attention(
 
     Args:
         q: [B, W, H, D], or packed [1, M, H, D].
-        own: private keys and values, [K, S, D] each.
-        prompt: keys and values of the prompt store, [K, T, D] each. Each span is read once for all
-            rows of its group.
+        own: private keys and values, [K, S, D] each; possibly in eight bits.
+        prompt: keys and values of the prompt store, [K, T, D] each, in the form of `own`. Each span
+            is read once for all rows of its group.
         window: number of latest positions that a query sees, itself included; 0 for all.
         cap: soft cap of scores, which become cap * tanh(score / cap); 0 for none (Gemma 2, arXiv
             2408.00118).
@@ -160,9 +160,8 @@ def attention(
             rows_of_q, own, prompt, alone, scale=scale, window=window, cap=cap, sinks=sinks
         )
         return one_after_other(found, segments.packed)
-    keys, _ = own
-    (rows, width, _heads, size), kv_heads = q.shape, keys.shape[0]
-    q = q.float() * scale
+    (rows, width, _heads, size), kv_heads = q.shape, own[0].shape[0]
+    dtype, q = q.dtype, q.float() * scale
     # [B, K, W H / K, D]: one matrix of queries for each key/value head.
     q = q.unflatten(2, (kv_heads, -1)).transpose(1, 2).reshape(rows, kv_heads, -1, size)
     everywhere = prompt[0].shape[1]
@@ -170,7 +169,7 @@ def attention(
         sinks = sinks.float().view(kv_heads, 1, -1).expand(-1, width, -1).flatten(1)[..., None]
     if not segments.extent:
         mixed = _inside(q, prompt, segments, window, width, cap, sinks)
-        return _finish(mixed, width, keys.dtype)
+        return _finish(mixed, width, dtype)
     total, peak, mass = _owned(q, own, segments, window, width, cap)
     if segments.groups is None or _many_short(segments.groups, rows):
         longest = (
@@ -180,17 +179,22 @@ def attention(
         )
         part = _gathered(q, prompt, segments, window, width, longest, cap)
         total, peak, mass = _merge((total, peak, mass), part, slice(None))
-        return _finish(_divided(total, peak, mass, sinks), width, keys.dtype)
+        return _finish(_divided(total, peak, mass, sinks), width, dtype)
     for number, group in enumerate(segments.groups):
         span = slice(group.start, group.start + group.length)
         mask = _seen(segments, number, window) if window else None
-        part = _partial(q[group.rows], prompt[0][:, span], prompt[1][:, span], mask, width, cap)
+        part = _partial(q[group.rows], *_taken(prompt, span), mask, width, cap)
         total, peak, mass = _merge((total, peak, mass), part, group.rows)
-    return _finish(_divided(total, peak, mass, sinks), width, keys.dtype)
+    return _finish(_divided(total, peak, mass, sinks), width, dtype)
+
+
+def _taken(store: Store, slots: slice | Tensor) -> tuple[Tensor, Tensor]:
+    """Return the keys and values of all heads at these slots, [K, ..., D] each."""
+    return plain(*(part[:, slots] for part in store), dtype=torch.float32)
 
 
 def _owned(
-    q: Tensor, own: tuple[Tensor, Tensor], segments: Segments, window: int, width: int, cap: float
+    q: Tensor, own: Store, segments: Segments, window: int, width: int, cap: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Do `_partial` over the private keys of every row, copied side by side, `segments.extent` of
     each."""
@@ -208,13 +212,15 @@ def _owned(
         return _visible(segments.positions, places, window)
 
     where = segments.once(("own", kv_heads, slots), index)
-    keys, values = (functional.embedding(where, store.reshape(-1, size)) for store in own)
+    parts = [functional.embedding(where, store.reshape(-1, size)) for store in own[:2]]
+    parts += [scales.flatten()[where] for scales in own[2:]]
+    keys, values = plain(*parts, dtype=torch.float32)
     return _partial(q, keys, values, segments.once(("own", window), visible), width, cap)
 
 
 def _inside(
     q: Tensor,
-    prompt: tuple[Tensor, Tensor],
+    prompt: Store,
     segments: Segments,
     window: int,
     width: int,
@@ -229,12 +235,7 @@ def _inside(
     for number, group in enumerate(segments.groups):
         span = slice(group.start, group.start + group.length)
         found = _partial(
-            q[group.rows],
-            prompt[0][:, span],
-            prompt[1][:, span],
-            _seen(segments, number, window),
-            width,
-            cap,
+            q[group.rows], *_taken(prompt, span), _seen(segments, number, window), width, cap
         )
         mixed[group.rows] = _divided(*found, sinks)
     return mixed
@@ -265,13 +266,7 @@ def _many_short(groups: tuple[Group, ...], rows: int) -> bool:
 
 
 def _gathered(
-    q: Tensor,
-    prompt: tuple[Tensor, Tensor],
-    segments: Segments,
-    window: int,
-    width: int,
-    longest: int,
-    cap: float,
+    q: Tensor, prompt: Store, segments: Segments, window: int, width: int, longest: int, cap: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Do `_partial` over every row's prompt span, all padded to the longest."""
     base = segments.base[:, None]
@@ -286,7 +281,7 @@ def _gathered(
         return _visible(segments.positions, places(), window) & (places() < base)[:, None]
 
     where = segments.once(("prompts", longest), index)
-    keys, values = (store[:, where].transpose(0, 1) for store in prompt)
+    keys, values = (part.transpose(0, 1) for part in _taken(prompt, where))
     mask = segments.once(("prompts", longest, window), visible)
     return _partial(q, keys, values, mask, width, cap)
 

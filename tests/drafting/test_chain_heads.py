@@ -396,7 +396,7 @@ def test_memory_of_the_drafter_is_counted(here):
         loaded = make_head(
             head.head, weights, Decoder(target.spec, load(target, dtype=torch.bfloat16, device=CPU))
         )
-        assert sum(2 * n * heads * size for n, heads, size in loaded.cached) == 2 * 2 * size + 48
+        assert sum(2 * n * heads * size for n, heads, size, _ in loaded.cached) == 2 * 2 * size + 48
         assert head.mask() is None
 
 

@@ -52,10 +52,16 @@ def segments(rows, width, *, members=0):
     return Segments(empty(rows, width, dtype=torch.int64), base, start, own, None, 64, groups)
 
 
-def caches(rows, kv_heads, size, dtype):
-    return tuple(empty(kv_heads, 512 * rows, size, dtype=dtype) for _ in range(2)), tuple(
-        empty(kv_heads, 8192, size, dtype=dtype) for _ in range(2)
-    )
+def caches(rows, kv_heads, size, dtype, *, bits=16):
+    """Private and prompt store; of 8 bits with scales."""
+
+    def store(slots):
+        if bits == 16:
+            return tuple(empty(kv_heads, slots, size, dtype=dtype) for _ in range(2))
+        numbers = (empty(kv_heads, slots, size, dtype=torch.uint8) for _ in range(2))
+        return *numbers, *(empty(kv_heads, slots, dtype=torch.float16) for _ in range(2))
+
+    return store(512 * rows), store(8192)
 
 
 def few_tokens(dtype, *, width=3584, inner=18944, heads=28, kv_heads=4, size=128, early=True):
@@ -111,8 +117,8 @@ def products_of_8_bits(dtype, *, layout, count, width=3584, inner=18944, heads=2
     quantised_products.linear(empty(300, inner, dtype=dtype), down, None, x)
 
 
-def mix(dtype, *, heads, kv_heads, size, width):
-    own, prompt = caches(2, kv_heads, size, dtype)
+def mix(dtype, *, heads, kv_heads, size, width, bits=16):
+    own, prompt = caches(2, kv_heads, size, dtype, bits=bits)
     norms = empty(2, size, dtype=torch.float32)
     fused_attention.attend(
         empty(2 * width, (heads + 2 * kv_heads) * size, dtype=dtype),
@@ -154,8 +160,8 @@ def attend_long(dtype):
             causal.attention(q, keys, values, torch.empty_like(q), scale=0.1)
 
 
-def attend(dtype, *, size, rows, width, members=0):
-    own, prompt = caches(rows, 4, size, dtype)
+def attend(dtype, *, size, rows, width, members=0, bits=16):
+    own, prompt = caches(rows, 4, size, dtype, bits=bits)
     ragged.attention(
         empty(rows, width, 28, size, dtype=dtype),
         own,
@@ -165,9 +171,9 @@ def attend(dtype, *, size, rows, width, members=0):
     )
 
 
-def attend_packed(dtype, *, rows, tokens, widest):
+def attend_packed(dtype, *, rows, tokens, widest, bits=16):
     """As in a pass with unequal numbers of tokens."""
-    own, prompt = caches(rows, 4, 128, dtype)
+    own, prompt = caches(rows, 4, 128, dtype, bits=bits)
     begin, row, place = (empty(count, dtype=torch.int64) for count in (rows + 1, tokens, tokens))
     base, start, slots = empty(3, rows, dtype=torch.int64)
     positions, packed = empty(1, tokens, dtype=torch.int64), Packed(begin, row, place, widest)
@@ -191,7 +197,7 @@ def choose(dtype):
     round_kernels.accept_chosen(tokens[:, 1:], scores, chosen, chosen.tokens, told, stats, alive)
 
 
-def elementwise(dtype):
+def elementwise(dtype, *, bits=16):
     x, norm = empty(8, 3, 5376, dtype=dtype), empty(5376, dtype=torch.float32)
     pointwise.embed(empty(8, 3, dtype=torch.int64), empty(1000, 5376, dtype=dtype), scale=73.3)
     pointwise.norm(x, x, norm, norm, eps=1e-6, kind="layer")
@@ -201,7 +207,7 @@ def elementwise(dtype):
         empty(8, 3, 16 * 256, dtype=dtype),
         angles,
         empty(8, 3, dtype=torch.int64),
-        caches(8, 4, 256, dtype)[0],
+        caches(8, 4, 256, dtype, bits=bits)[0],
         heads=8,
         norms=tuple(empty(2, 256, dtype=torch.float32)),
         eps=1e-6,
@@ -246,6 +252,18 @@ LAUNCHES = {
     "choose": choose,
     "elementwise": elementwise,
     "laws": params,
+    "mix-128-in-8-bits": functools.partial(mix, heads=28, kv_heads=4, size=128, width=1, bits=8),
+    "mix-256-in-8-bits": functools.partial(mix, heads=8, kv_heads=4, size=256, width=8, bits=8),
+    "attend-128-in-8-bits": functools.partial(attend, size=128, rows=8, width=9, bits=8),
+    "attend-128-in-groups-in-8-bits": functools.partial(
+        attend, size=128, rows=16, width=1, members=8, bits=8
+    ),
+    "attend-128-packed-in-8-bits": functools.partial(
+        attend_packed, rows=32, tokens=160, widest=9, bits=8
+    ),
+    "attend-256-in-8-bits": functools.partial(attend, size=256, rows=4, width=1, bits=8),
+    "attend-256-wide-in-8-bits": functools.partial(attend, size=256, rows=4, width=9, bits=8),
+    "elementwise-in-8-bits": functools.partial(elementwise, bits=8),
 }
 
 
@@ -262,6 +280,8 @@ def pretend(capability):
         module.card = lambda device: card_of(capability)
         if hasattr(module, "processors"):
             module.processors = lambda device: PROCESSORS
+        if hasattr(module, "converts"):
+            module.converts = lambda device: capability >= 89
     launch._can_overlap = lambda device: capability >= 90
 
 
