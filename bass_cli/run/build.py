@@ -353,7 +353,8 @@ def _digest_of_shapes(plan: Plan) -> str:
     """Return a digest of all that the forms of a job's kernels depend on."""
     draft = plan.files.draft
     parts = (
-        *(plan.versions, plan.dtype, plan.rows, plan.job.speculation, plan.job.sampling),
+        *(plan.versions, plan.dtype, plan.layouts, plan.rows),
+        *(plan.job.speculation, plan.job.sampling),
         *(plan.files.target.spec, None if draft is None else (draft.spec, draft.head)),
         *(plan.files.mask, plan.files.skipped, plan.job.pair.draft),
     )
