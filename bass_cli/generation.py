@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from bass_cli.cluster.rays import Request, cluster_of, read_request, workers_on_ray
+from bass_cli.cluster.rays import Request, cluster_of, read_request, workers_of
 from bass_cli.cluster.worker import JobSpec
 from bass_cli.config.commands import GenerateArgs, LogprobsArgs, PairArgs, SampleArgs, job_options
 from bass_cli.config.job import Job, chosen_pair, make_job
@@ -137,7 +137,7 @@ def drawing_of(spec: JobSpec, screen: Screen, request: Request | None) -> Iterat
     if request is not None:
         with (
             cluster_of(request, job, screen) as cluster,
-            workers_on_ray(cluster, screen, spec) as workers,
+            workers_of(cluster, screen, spec) as workers,
         ):
             yield workers
         return

@@ -1,8 +1,8 @@
 """The processes of a job on many devices: messages and interfaces that drawing and training share.
 
 A driver starts a `Process` at each place of a `Fleet`, and then calls its `exchange` again and
-again. Drivers: worker_pool.py for samples, distill/group.py for training. Fleets: Ray's actors in
-rays.py, or a test's.
+again. Drivers: worker_pool.py for samples, distill/group.py for training. Fleets: processes of this
+machine in processes.py, Ray's actors in rays.py, or a test's.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import threading
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
+from bass_cli.config.job import Job
 from bass_cli.errors import MachineError, UserError
 
 POLL = 2.0  # seconds between two checks for places that appeared or vanished
@@ -28,6 +30,18 @@ class Place(NamedTuple):
 
     node: str | None
     number: int
+
+
+class Request(NamedTuple):
+    """The values of --ray and --actors.
+
+    Attributes:
+        address: "local", "auto" or HOST:PORT.
+        actors: The number of actors; None for all.
+    """
+
+    address: str
+    actors: int | None
 
 
 class Lost(NamedTuple):
@@ -81,6 +95,25 @@ class Fleet(Protocol):
 
     def stop(self, place: Place) -> None:
         """End the process; it causes no further events."""
+
+
+class Cluster(Protocol):
+    """Where the processes of a job run: this machine, or the nodes of a Ray cluster."""
+
+    @property
+    def job(self) -> Job:
+        """The job with the device that a process uses."""
+
+    def places(self) -> set[Place]:
+        """See Fleet.places."""
+
+    def fleet(self, kind: type[Process], spec: Any) -> AbstractContextManager[Fleet]:
+        """Return a context of a fleet without processes; it ends the processes.
+
+        Args:
+            kind: The class of the processes.
+            spec: The argument of its constructor.
+        """
 
 
 class Process(ABC):

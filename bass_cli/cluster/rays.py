@@ -1,4 +1,5 @@
-"""Run processes as Ray actors on this machine or on a cluster: one per GPU, or on CPUs.
+"""Run the processes of a job on this machine (processes.py), or as Ray actors on a cluster: one per
+GPU, or on CPUs.
 
 Only this file and bass_cli/ray.py use Ray, and they import it when it is needed. In order: the
 options, the connection, the fleet of actors, and a watch over Ray itself. What actors draw:
@@ -11,19 +12,17 @@ import contextlib
 import importlib.util
 import math
 import os
-import secrets
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from bass_cli.cluster.fleet import Fault, Lost, Place, Process
+from bass_cli.cluster.fleet import Cluster, Fault, Lost, Place, Process, Request
+from bass_cli.cluster.processes import ThisMachine
 from bass_cli.cluster.worker import JobSpec, Worker
 from bass_cli.cluster.worker_pool import WorkerPool
 from bass_cli.config.commands import BatchArgs, DistillArgs, SampleArgs
@@ -31,26 +30,12 @@ from bass_cli.config.job import Job
 from bass_cli.errors import MachineError, UserError
 from bass_cli.io.console import Screen
 from bass_cli.io.saving import is_stream
-from bass_cli.system.threads import usable_cores
 
 _PATIENCE = 5.0  # seconds to wait for a connection to a port of Ray
-_STORE = 100 * 2**20  # bytes of a local object store, for messages over 100 kB
 _INTERVAL = 0.5  # seconds between two connection attempts of RayWatch
 _REFUSED = 2  # attempts refused in a row: the process has died
 _SILENCE = 20.0  # seconds without any answer: the host or the network is gone
 _GRACE = 2.0  # seconds for the main thread to end the command
-
-
-class Request(NamedTuple):
-    """The values of --ray and --actors.
-
-    Attributes:
-        address: "local", "auto" or HOST:PORT.
-        actors: The number of actors; None for all.
-    """
-
-    address: str
-    actors: int | None
 
 
 def read_request(args: SampleArgs | BatchArgs | DistillArgs, job: Job, out: str) -> Request | None:
@@ -85,52 +70,63 @@ def read_request(args: SampleArgs | BatchArgs | DistillArgs, job: Job, out: str)
         )
     if is_stream(out):
         raise UserError("`ray` needs `out` FILE, so that a killed job can continue")
-    if importlib.util.find_spec("ray") is None:
-        raise UserError("`ray` needs the package ray: pip install 'bass-cli[ray]'")
+    if args.ray != "local" and importlib.util.find_spec("ray") is None:
+        raise UserError(
+            f"`ray` {args.ray} needs the package ray: pip install 'bass-cli[ray]'; `ray` local "
+            "uses the GPUs of this machine without it"
+        )
     return Request(args.ray, None if text == "all" else int(text))
 
 
-class Cluster(NamedTuple):
+class RayCluster(NamedTuple):
     """A connection to Ray, with the places of a job's actors."""
 
     ray: Any
     placement: Placement
     watch: RayWatch
 
-    def fleet(self, kind: type[Process], spec: Any) -> contextlib.closing[RayFleet]:
-        """Return a context of a fleet without actors; it ends the actors.
+    @property
+    def job(self) -> Job:
+        """See Cluster.job."""
+        return self.placement.job
 
-        Args:
-            kind: The class of the actors.
-            spec: The argument of its constructor.
-        """
+    def places(self) -> set[Place]:
+        """See Fleet.places."""
+        return self.placement.places()
+
+    def fleet(self, kind: type[Process], spec: Any) -> contextlib.closing[RayFleet]:
+        """See Cluster.fleet."""
         return contextlib.closing(RayFleet(self, kind, spec))
 
 
 @contextlib.contextmanager
 def cluster_of(request: Request, job: Job, screen: Screen) -> Iterator[Cluster]:
-    """Connect to the requested cluster; a local one is started, and ends with the block.
+    """Yield this machine, or connect to the requested cluster.
 
     Raises:
         UserError: There is no cluster at the address.
+        MachineError: This machine has fewer GPUs than processes.
     """
-    screen.phase("starting Ray" if request.address == "local" else "joining the cluster")
+    if request.address == "local":
+        yield ThisMachine(request, job)
+        return
+    screen.phase("joining the cluster")
     with (
         RayWatch(request.address, screen.error) as watch,
         open(os.devnull, "w") as discarded,
         # Ray prints reports about dead processes to standard output, which is for results.
         contextlib.redirect_stdout(discarded),
-        _connected(request, job.threads or 1) as ray,
+        _connected(request.address) as ray,
     ):
         watch.begin(_processes(ray))
-        yield Cluster(ray, Placement(ray.nodes, request, job), watch)
+        yield RayCluster(ray, Placement(ray.nodes, request, job), watch)
 
 
 @contextlib.contextmanager
-def workers_on_ray(cluster: Cluster, screen: Screen, spec: JobSpec) -> Iterator[WorkerPool]:
-    """Yield the workers of a job on the cluster; end all actors afterwards."""
-    job, prompts, wanted = cluster.placement.job, spec.prompts, spec.wanted
-    workers = max(len(cluster.placement.places()), 1)
+def workers_of(cluster: Cluster, screen: Screen, spec: JobSpec) -> Iterator[WorkerPool]:
+    """Yield the workers of a job on the cluster; end all of them afterwards."""
+    job, prompts, wanted = cluster.job, spec.prompts, spec.wanted
+    workers = max(len(cluster.places()), 1)
     if prompts is not None:
         prompts = math.ceil(prompts / workers)
     if wanted is not None:
@@ -143,77 +139,27 @@ def workers_on_ray(cluster: Cluster, screen: Screen, spec: JobSpec) -> Iterator[
 
 
 @contextlib.contextmanager
-def _connected(request: Request, threads: int) -> Iterator[Any]:
-    """Yield the module ray, connected. Signal handlers stay as they were.
+def _connected(address: str) -> Iterator[Any]:
+    """Yield the module ray, connected. Signal handlers stay as they were."""
+    _check_address(address)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    import ray
 
-    Args:
-        threads: CPU threads of an actor.
-    """
-    local = request.address == "local"
-    if not local:
-        _check_address(request.address)
-    with contextlib.ExitStack() as stack:
-        given: dict[str, Any] = {"address": request.address}
-        if local:
-            cores = usable_cores().most
-            given |= stack.enter_context(_private()) | {
-                "num_cpus": max(cores, (request.actors or 1) * threads),
-                "object_store_memory": _STORE,
-                "include_dashboard": False,
-            }
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # for a cluster that is started here
-        import ray
-
-        handler = signal.getsignal(signal.SIGTERM)
-        try:
-            ray.init(**given, log_to_driver=False, logging_level="ERROR")
-        except (
-            *(ConnectionError, RuntimeError, ValueError, TimeoutError, OSError),
-            ray.exceptions.RayError,
-        ) as error:
-            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise UserError(f"`ray` {request.address}: {first}") from None
-        stack.callback(ray.shutdown)
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    except (
+        *(ConnectionError, RuntimeError, ValueError, TimeoutError, OSError),
+        ray.exceptions.RayError,
+    ) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f"`ray` {address}: {first}") from None
+    try:
         with contextlib.suppress(ValueError):  # not in the main thread
             signal.signal(signal.SIGTERM, handler)
         yield ray
-
-
-@contextlib.contextmanager
-def _private() -> Iterator[dict[str, Any]]:
-    """Set up a cluster that only this command can use; yield arguments for ray.init.
-
-    It listens on the loopback interface and requires a token. Token, sockets and logs are in a
-    private folder.
-    """
-    short = "/tmp" if os.access("/tmp", os.W_OK) else None  # a socket path has at most 107 bytes
-    with tempfile.TemporaryDirectory("", "bass-ray-", short, ignore_cleanup_errors=True) as folder:
-        token = Path(folder, "token")
-        token.touch(0o600)
-        token.write_text(secrets.token_hex(32))
-        given: dict[str, str | None] = {
-            "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN_PATH": str(token),
-            "RAY_AUTH_TOKEN": None,  # it would take precedence
-            # With 1, which is Linux's default, Ray listens on all interfaces.
-            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-        }
-        if "ray" in sys.modules:  # Ray has read the variables already (only in tests)
-            given = {}
-        before = {name: os.environ.get(name) for name in given}
-        _set(given)
-        try:
-            yield {"_temp_dir": str(Path(folder, "ray"))}  # Ray lets all users read this folder
-        finally:
-            _set(before)
-
-
-def _set(variables: Mapping[str, str | None]) -> None:
-    for name, value in variables.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+    finally:
+        ray.shutdown()
 
 
 def _processes(ray: Any) -> dict[str, str]:
@@ -268,26 +214,14 @@ class Placement:
         found = [node["Resources"] for node in self._alive()]
         gpus = int(sum(each.get("GPU", 0) for each in found))
         self._gpu = job.device == "cuda" or (job.device == "auto" and gpus > 0)
-        local, most = request.address == "local", request.actors or 1
-        if local and self._gpu and gpus < most:
-            raise MachineError(
-                f"`actors` {most}: Ray sees {gpus} GPUs on this machine, and each actor takes one; "
-                "use fewer actors or `device` cpu"
-            )
-        # Actors of a local Ray share its cores. On a cluster their places are unknown.
-        self._cpus = job.threads or (max(usable_cores().most // most, 1) if local else 1)
+        self._cpus = job.threads or 1  # of an actor that runs anywhere
         self.job = job.model_copy(update={"device": "cuda" if self._gpu else "cpu"})
 
     def places(self) -> set[Place]:
         """Return the places for actors: the requested number, or one per GPU.
 
         On CPUs there is one per node, or as many as fit with --threads.
-
-        Raises:
-            MachineError: The local Ray's only node has died.
         """
-        if self._request.address == "local" and not self._alive():
-            raise MachineError("`ray` local: Ray's process on this machine (raylet) has died")
         if self._request.actors is not None:
             return {Place(None, number) for number in range(self._request.actors)}
         return {
@@ -326,7 +260,7 @@ class RayFleet:
     Ray does not restart an actor that dies; the driver of the job does.
     """
 
-    def __init__(self, cluster: Cluster, kind: type[Process], spec: Any):
+    def __init__(self, cluster: RayCluster, kind: type[Process], spec: Any):
         self._ray, self._placement, self._watch = cluster
         self._kind, self._spec = kind, spec
         self._actors: dict[Place, Any] = {}
@@ -383,9 +317,10 @@ class RayFleet:
 
 
 def address_here() -> str:
-    """Return the address at which other nodes reach this actor's node."""
-    import ray
-
+    """Return the address at which the job's other processes reach this one."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():  # a process of ThisMachine
+        return "127.0.0.1"
     return str(ray.util.get_node_ip_address())
 
 

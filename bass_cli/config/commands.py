@@ -66,8 +66,8 @@ _PAIR = Option(
     choices=packaged_pairs,
 )
 _RAY = Option(
-    "Draw with Ray actors, one per GPU: on this machine (local), or on the cluster that this "
-    "machine is a node of (auto, or HOST:PORT); needs bass-cli[ray]",
+    "Draw with one process per GPU: on this machine (local), or as Ray actors on the cluster that "
+    "this machine is a node of (auto, or HOST:PORT; needs bass-cli[ray])",
     MACHINE,
     "local|ADDRESS",
 )
@@ -336,8 +336,8 @@ class BenchArgs(_WholeJob, _Distribution, PairArgs, _Document, _Quiet):
     )
     ray: str | None = flag(
         _RAY,
-        text="Run the job once more with Ray actors: on this machine (local), or on a cluster "
-        "(auto, or HOST:PORT)",
+        text="Run the job once more with one process per GPU: on this machine (local), or as Ray "
+        "actors on a cluster (auto, or HOST:PORT)",
         group=WHOLE_JOB,
         variable=False,
         rare=True,
@@ -496,9 +496,9 @@ class DistillArgs(PairArgs, _Document, _Quiet):
     window_tokens: int | None = flag("Tokens in a window, a multiple of 8", TRAINING, shown="512")
     ray: str | None = flag(
         _RAY,
-        text="Draw and train with Ray actors, one for each GPU: on this machine (local), or on the "
-        "cluster it belongs to (auto, or HOST:PORT), with --out in a folder that all nodes "
-        "share; needs bass-cli[ray]",
+        text="Draw and train with one process for each GPU: on this machine (local), or as Ray "
+        "actors on the cluster it belongs to (auto, or HOST:PORT; needs bass-cli[ray]), with --out "
+        "in a folder that all nodes share",
     )
     actors: str | None = flag(_ACTORS)
     out: str | None = flag(

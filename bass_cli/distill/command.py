@@ -19,7 +19,8 @@ from typing import Any
 
 import yaml
 
-from bass_cli.cluster.rays import Cluster, cluster_of, read_request, workers_on_ray
+from bass_cli.cluster.fleet import Cluster
+from bass_cli.cluster.rays import cluster_of, read_request, workers_of
 from bass_cli.cluster.worker import JobSpec
 from bass_cli.config.commands import DistillArgs
 from bass_cli.config.job import Job, Pair
@@ -77,7 +78,7 @@ class _Distillation:
     Args:
         pair: the target, and the draft that the new one may start from.
         job: draws the samples.
-        cluster: Ray, if actors draw and train; this process then loads no weights.
+        cluster: where it is, if actors draw and train; this process then loads no weights.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class _Distillation:
         if cluster is None:
             configure_threads(job.threads, screen.note)
         screen.phase("checking the models", live=False)  # the hub's client shows what it fetches
-        self._plan = make_plan(job) if cluster is None else plan_of_others(cluster.placement.job)
+        self._plan = make_plan(job) if cluster is None else plan_of_others(cluster.job)
 
     def run(self) -> dict[str, Any]:
         """Fill the folder; return the report."""
@@ -250,7 +251,7 @@ class _Distillation:
             give_back_memory(plan.device)
             return
         source = {name: results[name] for name in results if name in ("prompts", "prompt_column")}
-        with workers_on_ray(self._cluster, screen, JobSpec(plan.job, source)) as workers:
+        with workers_of(self._cluster, screen, JobSpec(plan.job, source)) as workers:
             for note in workers.facts.notes:
                 screen.note(note)
             found = _as_json(workers.facts.manifest["results"])
@@ -276,7 +277,7 @@ class _Distillation:
         spec = TrainingSpec(
             replace(self._args, out=os.path.abspath(places.folder)),
             self._pair,
-            self._cluster.placement.job,
+            self._cluster.job,
             os.getcwd(),
             places.samples.stat().st_size,
             SECONDS,

@@ -207,6 +207,24 @@ def lacking_address_space() -> str | None:
     )
 
 
+def visible_gpus() -> list[str]:
+    """For each GPU that this process sees, return the value of CUDA_VISIBLE_DEVICES under which a
+    child sees that GPU alone. The driver's library is used, because importing torch takes seconds.
+    """
+    import ctypes
+
+    count = ctypes.c_int(0)
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+            return []
+    except (OSError, AttributeError):
+        return []
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = map(str, range(count.value)) if given is None else given.split(",")
+    return [name.strip() for name in names][: count.value]
+
+
 def gigabytes(count: int) -> str:
     """Format bytes as gigabytes."""
     return f"{count / 1e9:.1f} GB"

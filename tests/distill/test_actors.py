@@ -15,6 +15,7 @@ import torch
 from forked import BASS, Forked
 from safetensors.torch import load_file
 from test_command import FLAGS, bass, here, improved, killed  # noqa: F401 (a fixture)
+from test_processes import local_workers
 from test_rays import actors, cluster, until  # noqa: F401 (a fixture)
 from test_worker_pool import Fleet
 
@@ -168,20 +169,19 @@ def one_by_one(here):
     assert {key: here_[key] for key in both} == {key: there[key] for key in both}
 
 
-@pytest.mark.slow  # a Ray of its own: half a minute
-def test_a_local_ray_ends_with_ctrl_c(here):
+def test_processes_of_this_machine_train_and_end_with_ctrl_c(here):
     flags = (*FLAGS, "--minutes", "5", "--out", "out", "--ray", "local", "--actors", "2")
     with (here / "log").open("w") as log:
         child = Forked(f"import bass_cli.distill.command as m; m.SECONDS = 0.0; {BASS}", "distill",
                        *flags, cwd=here, stderr=log)  # fmt: skip
         until((here / "out/checkpoint.pt").exists, child)
-        assert len(actors(child.pid, "Rank")) == 2
+        assert len(local_workers(child.pid)) == 2
         child.send_signal(signal.SIGINT)
         assert child.wait(60) == 130, (here / "log").read_text()
     output = (here / "log").read_text()
     assert "interrupted; the same command resumes from here" in output
     assert "Traceback" not in output
-    until(lambda: not actors(child.pid, "Rank"))
+    until(lambda: not local_workers(child.pid))
 
 
 @pytest.mark.parametrize(("flags", "fault"), [
@@ -211,6 +211,6 @@ def test_a_driver_without_gpus_plans_for_those_of_the_actors(here):
 
 def test_without_ray_the_error_names_the_install_command(here, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    refused = bass("distill", *TRAINED, "--out", "out", "--ray", "local")
+    refused = bass("distill", *TRAINED, "--out", "out", "--ray", "auto")
     assert refused.exit_code == 2
     assert "pip install 'bass-cli[ray]'" in " ".join(refused.stderr.split())

@@ -1,0 +1,178 @@
+"""Run the processes of a job on this machine, without Ray: one per GPU, or on CPUs.
+
+A process is killed when its driver ends, however that ends. Processes on a cluster: rays.py. What
+runs in a process: worker.py, distill/group.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import pickle
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from bass_cli.cluster.fleet import Fault, Lost, Place, Process, Request
+from bass_cli.config.job import Job
+from bass_cli.errors import MachineError
+from bass_cli.system.host import visible_gpus
+from bass_cli.system.threads import usable_cores
+
+_CODE = (
+    "import sys; sys.path[:] = sys.argv[1:]; "
+    # before heavy modules, whose import takes seconds
+    "from bass_cli.system.signals import end_with_parent; end_with_parent(); "
+    "from bass_cli.cluster.processes import main; main()"
+)
+
+
+class ThisMachine:
+    """The places for a job's processes on this machine.
+
+    Attributes:
+        job: The job with the device that a process uses.
+
+    Raises:
+        MachineError: There are fewer GPUs than processes.
+    """
+
+    def __init__(self, request: Request, job: Job):
+        self._gpus = [] if job.device == "cpu" else visible_gpus()
+        on_gpus, cores = job.device == "cuda" or bool(self._gpus), usable_cores().most
+        count = request.actors or (len(self._gpus) if on_gpus else cores // (job.threads or cores))
+        if on_gpus and len(self._gpus) < max(count, 1):
+            raise MachineError(
+                f"`actors` {max(count, 1)}: this machine has {len(self._gpus)} GPUs, and each "
+                "actor takes one; use fewer actors or `device` cpu"
+            )
+        self._count = max(count, 1)
+        self._threads = job.threads or max(cores // self._count, 1)
+        self.job = job.model_copy(update={"device": "cuda" if on_gpus else "cpu"})
+
+    def places(self) -> set[Place]:
+        """Return the places: the requested number, or one per GPU.
+
+        On CPUs there is one, or as many as fit with --threads.
+        """
+        return {Place(None, number) for number in range(self._count)}
+
+    def environment(self, place: Place) -> dict[str, str]:
+        """Return the environment variables of the process at a place."""
+        own = {"OMP_NUM_THREADS": str(self._threads)}
+        if self._gpus:
+            own["CUDA_VISIBLE_DEVICES"] = self._gpus[place.number]
+        return {**os.environ, **own}
+
+    def fleet(self, kind: type[Process], spec: Any) -> contextlib.closing[ProcessFleet]:
+        """See Cluster.fleet."""
+        return contextlib.closing(ProcessFleet(self, kind, spec))
+
+
+class ProcessFleet:
+    """A Fleet of processes of this machine. For `kind` and `spec` see Cluster.fleet."""
+
+    def __init__(self, machine: ThisMachine, kind: type[Process], spec: Any):
+        self._machine, self._job = machine, pickle.dumps((kind, spec))
+        self._running: dict[Place, subprocess.Popen[bytes]] = {}
+        self._events = queue.SimpleQueue[tuple[subprocess.Popen[bytes], Place, Any]]()
+        self.places = machine.places
+
+    def start(self, place: Place) -> None:
+        started: Future[subprocess.Popen[bytes]] = Future()
+        threading.Thread(
+            target=self._start_and_listen, args=(place, started), daemon=True, name="listening"
+        ).start()
+        self._running[place] = process = started.result()
+        _send(process, self._job)
+
+    def ask(self, place: Place, given: Any, beat: float) -> None:
+        _send(self._running[place], pickle.dumps((given, beat)))
+
+    def wait(self, timeout: float) -> list[tuple[Place, Any]]:
+        found = []
+        with contextlib.suppress(queue.Empty):
+            found.append(self._events.get(timeout=timeout))
+            while True:  # and all other events that are there
+                found.append(self._events.get_nowait())
+        return [
+            (place, event) for process, place, event in found if self._running.get(place) is process
+        ]
+
+    def stop(self, place: Place) -> None:
+        process = self._running.pop(place, None)
+        if process is not None:
+            process.kill()
+            process.wait()
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
+
+    def close(self) -> None:
+        """End all processes."""
+        for place in list(self._running):
+            self.stop(place)
+
+    def _start_and_listen(self, place: Place, started: Future[subprocess.Popen[bytes]]) -> None:
+        """Start a process and listen to it in the same thread: the system kills the process when
+        the thread that started it ends (signals.end_with_parent)."""
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-c", _CODE, *sys.path],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,  # errors and notes are in its reports
+                env=self._machine.environment(place),
+                start_new_session=True,  # Ctrl-C reaches the driver only
+            )
+        except BaseException as error:
+            started.set_exception(error)
+            return
+        started.set_result(process)
+        assert process.stdout is not None
+        with process.stdout, contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):
+            while True:
+                self._events.put((process, place, pickle.load(process.stdout)))
+        self._events.put((process, place, Lost(_end_of(process.wait()))))
+
+
+def _send(process: subprocess.Popen[bytes], message: bytes) -> None:
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # the listening thread reports why
+        process.stdin.write(message)
+        process.stdin.flush()
+
+
+def _end_of(code: int) -> str:
+    if code >= 0:
+        return f"it ended with exit code {code}"
+    return f"it was killed by {signal.Signals(-code).name}"
+
+
+def main() -> None:
+    """Run a Process: read its class and argument, then calls, from standard input until it is
+    closed. Write results to standard output."""
+    channel = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # a stray print must not corrupt the results
+
+    def say(call: Callable[[], Any]) -> None:
+        try:
+            event = call()
+        except Exception as error:
+            event = Fault.of(error)
+        pickle.dump(event, channel)
+        channel.flush()
+
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        kind, spec = pickle.load(sys.stdin.buffer)
+        process: Process = kind(spec)
+        say(process.prepare)
+        while True:
+            say(functools.partial(process.exchange, *pickle.load(sys.stdin.buffer)))
+    os._exit(0)  # other threads may run
