@@ -80,6 +80,21 @@ def compile_one(kernel, types=None, **constants):
     FORMS.append((kernel, types or {}, constants))
 
 
+def compile_attention(kernel, bits, **constants):
+    """Compile a form that reads or writes keys and values of 16 bits, or of 8 bits with scales."""
+    names = [parameter.name for parameter in kernel.params]
+    scales = [name for name in names if name.endswith(("_scale_ptr", "scale_head"))]
+    if "NATIVE" in names:
+        constants["NATIVE"] = bits == 8
+    if bits == 16:
+        compile_one(kernel, **constants, **dict.fromkeys(scales))
+        return
+    stored = {name: "*u8" for name in names if re.fullmatch(r"(prompt_)?(key|value)s?_ptr", name)}
+    assert len(stored) in (2, 4)
+    types = {name: "*fp16" if name.endswith("_ptr") else "i32" for name in scales}
+    compile_one(kernel, stored | types, **constants)
+
+
 def compiled(place):
     """Compile the form at this index in FORMS and return it."""
     kernel, types, constants = FORMS[place]
@@ -173,14 +188,18 @@ if __name__ == "__main__":
         compile_one(acceptance_kernels._verify, POINT=point, BOUNDED=True, PLACES=8, **spread)
     # of heads of 128 the smallest: tiles of many lines take seconds each, and are compiled as
     # they are launched by compile_launches.py
-    for size, splits, pad, block, head in (
-        (1, 1, 0, 16, 128),
-        (1, 16, 64, 64, 64),
-        (2, 16, 0, 128, 64),
-        (8, 32, 0, 64, 64),
+    for size, splits, pad, block, head, bits in (
+        (1, 1, 0, 16, 128, 16),
+        (1, 16, 64, 64, 64, 16),
+        (2, 16, 0, 128, 64, 16),
+        (8, 32, 0, 64, 64, 16),
+        (1, 1, 0, 16, 128, 8),
+        (1, 16, 64, 64, 64, 8),
+        (8, 32, 0, 64, 64, 8),
     ):
-        compile_one(
+        compile_attention(
             ragged_kernel.attend,
+            bits,
             H=28,
             K=4,
             D=head,
@@ -204,28 +223,32 @@ if __name__ == "__main__":
     compile_one(pointwise._norm, ADD=True, LAYER=True, BIAS=True, BLOCK=1024)
     for activation in (2, 4):
         compile_one(pointwise._activation, KIND=activation, GATED=activation == 2, BLOCK=1024)
-    compile_one(pointwise._rope_write, H=8, K=2, D=64, HALF=32, NORM=True, BLOCK=64, LEADS=True)
+    rope = {"H": 8, "K": 2, "D": 64, "HALF": 32, "NORM": True, "BLOCK": 64, "LEADS": True}
+    for bits in (16, 8):
+        compile_attention(pointwise._rope_write, bits, **rope)
     tiled = {"EACH": 20, "N": 32, "DEEP": 128, "STAGES": 5, "WIDE": "tf32", "EARLY": True}
     compile_one(residual._begin, M=16, PEAKS=48, VOCAB=999, WIDTH=896, HALF=32, EARLY=True)
     compile_one(products._project, TILES=28, LINES=1152, DEPTH=896, BIAS=True, SPLITS=1, **tiled)
     compile_one(products._add, LINES=896, DEPTH=4864, SPLITS=4, **tiled)
     compile_one(products._gate_up, TILES=28, LINES=4864, DEPTH=896, KIND=0, **tiled)
     compile_one(residual._finish, WIDTH=896, TILES=28, M=16, EARLY=True)
-    compile_one(
-        fused_attention._attend,
-        H=14,
-        K=2,
-        D=64,
-        HALF=32,
-        NORMS=True,
-        LARGEST=True,
-        BLOCK_Q=16,
-        BLOCK_D=64,
-        KEYS=64,
-        SPLITS=8,
-        WIDE="tf32",
-        EARLY=True,
-    )
+    for bits in (16, 8):
+        compile_attention(
+            fused_attention._attend,
+            bits,
+            H=14,
+            K=2,
+            D=64,
+            HALF=32,
+            NORMS=True,
+            LARGEST=True,
+            BLOCK_Q=16,
+            BLOCK_D=64,
+            KEYS=64,
+            SPLITS=8,
+            WIDE="tf32",
+            EARLY=True,
+        )
     compile_8_bits()
     compile_one(training_kernels._distances, BLOCK=4096)
     compile_one(training_kernels._distance_gradient, BLOCK=4096)
