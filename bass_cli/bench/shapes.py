@@ -250,5 +250,5 @@ def scale_layers(weights: Named, spec: Spec, *, first: int, scale: float) -> Non
         for name in ("o", "down"):
             for kind in (".weight", ".bias"):
                 weight = weights.get(f"layers.{i}.{name}{kind}")
-                if weight is not None:
+                if isinstance(weight, (Tensor, Quantised)):
                     (weight.scales if isinstance(weight, Quantised) else weight).mul_(scale)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from bass_cli.run.plan import Plan
 
 PACKAGES = ("torch", "triton", "transformers", "safetensors", "gguf", "datasets")
-BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 1, "int8": 1}  # of a weight
+BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 1, "int8": 1, "file": 1}  # of a weight
 _PATIENCE = 3.0  # seconds to wait for the hub
 OVERHEAD = 1.2  # memory of a job over that of its weights: KV cache and workspace
 
@@ -150,7 +150,7 @@ def _is_cached(model: str) -> bool:
 def weight_bytes(pair: Pair, device: str) -> int | None:
     """Estimate the memory of a pair's weights from the parameter counts in its models' names."""
     plain = 2 if device == "cuda" else 4
-    own = pair.draft_dtype
+    own: str = pair.draft_dtype
     if own == "target" or (own == "auto" and pair.dtype not in ("fp8", "int8")):
         own = pair.dtype
     found = 0

@@ -88,7 +88,7 @@ Count = Annotated[int, Ge(1), Le(LARGEST)]
 Penalty = Annotated[float, Ge(-1000), Le(1000)]
 TopK = Annotated[int, Ge(0), Le(MOST_LOGPROBS)]
 Name = Annotated[str, MinLen(1)]
-Dtype = Literal["auto", "bf16", "fp16", "fp32", "fp8", "int8"]
+Dtype = Literal["auto", "bf16", "fp16", "fp32", "fp8", "int8", "file"]
 DraftDtype = Literal["auto", "target", "bf16", "fp16", "fp32", "fp8", "int8"]
 KvDtype = Literal["auto", "fp8"]
 _DRAFT_DTYPE = (
@@ -177,7 +177,7 @@ class PairOptions(ModelOptions):
     )
     dtype: Dtype = flag(
         "Number format of weights and computation; fp8 and int8 store the layers' matrices in 8 "
-        "bits, quantised while they are loaded",
+        "bits, quantised while they are loaded; file keeps the numbers of a GGUF file (CPU only)",
         default="auto",
     )
     draft_dtype: DraftDtype = flag(_DRAFT_DTYPE, default="auto")
@@ -220,7 +220,7 @@ class JobOptions(ModelOptions):
     device: Literal["auto", "cuda", "cpu"] = flag("Device to compute on", MACHINE, default="auto")
     dtype: Dtype = flag(
         "Number format of weights and computation; fp8 and int8 store the layers' matrices in 8 "
-        "bits",
+        "bits; file keeps the numbers of a GGUF file (CPU only)",
         MACHINE,
         shown="the pair's",
         rare=True,

@@ -11,6 +11,7 @@ Layouts).
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -23,13 +24,14 @@ from torch import Tensor
 from bass_cli.errors import UserError
 from bass_cli.formats.checkpoint import Checkpoint, Piece
 from bass_cli.formats.compound import Compound, Stored, bytes_of, parts, stored_rows
+from bass_cli.formats.grouped_weights import grouped_pieces, read_grouped
 from bass_cli.formats.tensor_content import DTYPES, Bytes, Stage, read_into, stage_for
 from bass_cli.formats.tensor_files import Entry
 from bass_cli.models.families import CODEGEN_BLOCKS, Slot
 from bass_cli.models.ranks import Share, part_of
-from bass_cli.models.spec import PLAIN, Layouts, Spec, parameters, stored_dtype
+from bass_cli.models.spec import FILE, PLAIN, Layouts, Spec, parameters, stored_dtype
 from bass_cli.models.weights import Weights
-from bass_kernels import Quantised, Weight, import_kernels
+from bass_kernels import Grouped, Quantised, Weight, Writable, import_kernels
 
 _WORKERS = 4  # reading threads: they copy from the page cache as fast as a GPU can receive
 _BY_TOKENS = ("embed", "head")  # split by tokens
@@ -76,7 +78,8 @@ def load(
     that is not quantised is the embedding itself.
 
     Args:
-        layouts: which matrices are quantised. Default: none.
+        layouts: which matrices are quantised. Default: none. With FILE, those that a GGUF file
+            stores in groups are `Grouped`, and the others are plain.
         share: load this process's part of a split model. Default: the whole model.
         names: load these tensors only. Default: all.
         on_read: called with the number of stored bytes after each tensor.
@@ -86,10 +89,12 @@ def load(
     """
     spec = checkpoint.spec
     shapes = checkpoint.shapes if share is None else parameters(part_of(spec, share.ranks))
+    wanted = [name for name in shapes if names is None or name in names]
+    grouped = _load_grouped(checkpoint, layouts, wanted, on_read)
     weights = {
-        name: _empty(name, shape, dtype, layouts, device)
-        for name, shape in shapes.items()
-        if not (spec.tied and name == "head.weight") and (names is None or name in names)
+        name: _empty(name, shapes[name], dtype, layouts, device)
+        for name in wanted
+        if not (spec.tied and name == "head.weight") and name not in grouped
     }
     pieces = [piece for piece in checkpoint.pieces if piece.slot.name in weights]
     missing = {name: _rows_to_fill(spec, name, weight, share) for name, weight in weights.items()}
@@ -105,19 +110,44 @@ def load(
     assert not any(missing.values()), missing
     for name, weight in weights.items():
         _check_finite(name, weight, checkpoint)
-    if spec.tied:
+    if spec.tied and "head.weight" not in grouped:
         embed = weights["embed.weight"]
         assert isinstance(embed, Tensor)
-        tied = embed if layouts.head is None else Quantised.of(embed, layouts.head)
-        weights["head.weight"] = tied
+        layout = layouts.head
+        if layout is None or layout == FILE:
+            weights["head.weight"] = embed
+        else:
+            weights["head.weight"] = Quantised.of(embed, layout)
+    return weights | grouped
+
+
+def _load_grouped(
+    checkpoint: Checkpoint, layouts: Layouts, names: Collection[str], on_read: Callable[[int], None]
+) -> dict[str, Weight]:
+    """Load the matrices among `names` that keep the numbers of a file."""
+    found = {
+        name: pieces
+        for name, pieces in grouped_pieces(checkpoint, layouts).items()
+        if name in names
+    }
+
+    def read(pieces: Sequence[Piece], stage: Stage) -> Grouped:
+        return read_grouped(pieces, functools.partial(order_of, checkpoint.spec), stage)
+
+    weights: dict[str, Weight] = {}
+    with _in_threads(torch.device("cpu"), read, list(found.values())) as matrices:
+        for (name, pieces), matrix in zip(found.items(), matrices, strict=True):
+            weights[name] = matrix
+            if pieces[0].slot.name == name:  # a tied head is read again with the embedding
+                on_read(sum(piece.entry.size for piece in pieces))
     return weights
 
 
 def _empty(
     name: str, shape: tuple[int, ...], dtype: torch.dtype, layouts: Layouts, device: torch.device
-) -> Weight:
+) -> Writable:
     layout = layouts.of(name)
-    if layout is not None:
+    if layout is not None and layout != FILE:
         return Quantised.empty(shape, layout, device)
     return torch.empty(shape, dtype=stored_dtype(name, dtype), device=device)
 
@@ -222,7 +252,7 @@ def size_of(checkpoint: Checkpoint, share: Share | None = None, layouts: Layouts
     )
 
 
-def _rows_to_fill(spec: Spec, name: str, weight: Weight, share: Share | None) -> int:
+def _rows_to_fill(spec: Spec, name: str, weight: Writable, share: Share | None) -> int:
     """Return how many rows of a process's tensor the checkpoint fills. The last part of a
     vocabulary may have more rows; they are set to 0."""
     found = None if share is None else held_part(spec, name, share)
@@ -234,7 +264,7 @@ def _rows_to_fill(spec: Spec, name: str, weight: Weight, share: Share | None) ->
 
 
 def _fill(
-    whole: Weight, piece: Piece, spec: Spec, stage: Stage, share: Share | None
+    whole: Writable, piece: Piece, spec: Spec, stage: Stage, share: Share | None
 ) -> tuple[int, int]:
     """Write a stored tensor, or this process's share of it, into its rows of the decoder's tensor.
     Return the numbers of rows written and bytes read."""
@@ -258,7 +288,7 @@ def _fill(
     return rows, size
 
 
-def _is_stored_so(weight: Weight, entry: Stored) -> TypeGuard[Tensor]:
+def _is_stored_so(weight: Writable, entry: Stored) -> TypeGuard[Tensor]:
     """Return whether a tensor on a CPU has the numbers of a file as they are stored."""
     if isinstance(weight, Quantised) or weight.device.type != "cpu":
         return False
@@ -296,7 +326,7 @@ def _check_finite(name: str, weight: Weight, checkpoint: Checkpoint) -> None:
 
 
 def _place(
-    whole: Weight, cut: Cut, part: Tensor, first: int, how: str, order: Tensor | None
+    whole: Writable, cut: Cut, part: Tensor, first: int, how: str, order: Tensor | None
 ) -> None:
     """Transform stored rows of a cut, from its row `first` on, and write them into a decoder's
     tensor. `order`: the row of each in the cut's rows of that tensor."""

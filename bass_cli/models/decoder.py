@@ -81,7 +81,7 @@ class Decoder:
             if name.endswith(_MATRICES):
                 self._weights.pack(name)
         self._layouts = frozenset(
-            one.layout if isinstance(one, Quantised) else None
+            None if isinstance(one, Tensor) else one.layout
             for name, one in self._weights.items()
             if name.endswith(_MATRICES)
         )
@@ -98,9 +98,7 @@ class Decoder:
     def format(self) -> Format:
         """The number formats of its weights."""
         matrix = self._weights[f"layers.{self.layers[0]}.qkv.weight"]
-        layouts = (
-            one.layout if isinstance(one, Quantised) else None for one in (matrix, self.head)
-        )
+        layouts = (None if isinstance(one, Tensor) else one.layout for one in (matrix, self.head))
         return Format(self.dtype, Layouts(*layouts))
 
     @property
@@ -256,7 +254,7 @@ class Decoder:
             segments,
             scale=spec.query_scale,
             window=spec.windows[i],
-            next_weight=None if isinstance(following, Quantised) else following,
+            next_weight=following if isinstance(following, Tensor) else None,
         ).view(*q.shape[:2], -1)
         if spec.norm.sandwich:
             residual = residual + self._norm(at + "post1", self._mapped(at + "o", mixed))
@@ -446,7 +444,8 @@ def run_fused(
     eps, early = spec.norm.eps, _large(spec, len(layers))
     plain = weights.plain
     norms = [plain(f"layers.{i}.norm1.weight") for i in layers] + [plain("norm.weight")]
-    some, most, peaks = weights[f"layers.{layers[0]}.o.weight"], residual.MOST_TOKENS, None
+    matrix = weights.writable
+    some, most, peaks = matrix(f"layers.{layers[0]}.o.weight"), residual.MOST_TOKENS, None
     if isinstance(some, Quantised):
         most = quantised_products.room(tokens.numel())
         if some.layout == "fp8":  # of the outputs of attention and of the gated products
@@ -467,21 +466,21 @@ def run_fused(
     for slot, i in enumerate(layers):
         at = f"layers.{i}."
         bias = weights.plain_or_none(at + "qkv.bias")
-        qkv = products.project(stream, weights[at + "qkv.weight"], bias, eps=eps, early=early)
+        qkv = products.project(stream, matrix(at + "qkv.weight"), bias, eps=eps, early=early)
         norm = weights.qk_norms(at) if spec.norm.qk else None
         peak, inner_peak = (None, None) if peaks is None else peaks[:, slot]
         mixed, peak = _attend(spec, i, slot, qkv, angles, norm, segments, step, peak, early)
-        weight, norm2 = weights[at + "o.weight"], plain(at + "norm2.weight")
+        weight, norm2 = matrix(at + "o.weight"), plain(at + "norm2.weight")
         stream = products.add(mixed, weight, stream, norm2, peaks=peak, early=early)
         inner = products.gate_up(
             stream,
-            weights[at + "up.weight"],
+            matrix(at + "up.weight"),
             eps=eps,
             activation=spec.activation,
             peaks=inner_peak,
             early=early,
         )
-        weight = weights[at + "down.weight"]
+        weight = matrix(at + "down.weight")
         stream = products.add(inner, weight, stream, norms[slot + 1], peaks=inner_peak, early=early)
         if aux_layers is not None:
             aux_layers.take(i, stream.residual)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bass_cli.models.block_allocator import BlockCopy, BlockLayout, Integers, Sender
 from bass_cli.system.host import free_memory
-from bass_kernels import DeviceGroups, Group, Packed, Segments, Store
+from bass_kernels import SPARE_KEYS, DeviceGroups, Group, Packed, Segments, Store
 
 # Initial positions of the prompt store. It grows to twice its size, or to four times if a sixteenth
 # of the free memory suffices, because all graphs are captured again when it moves.
@@ -156,6 +156,8 @@ class KVCache:
         blocks = blocks or BlockLayout(rows, 1, span, span)
         assert blocks.most * blocks.size >= span
         self._blocks, slots = blocks, blocks.extra + blocks.total * blocks.size
+        if device.type == "cpu":
+            slots += SPARE_KEYS
         own = [zeros(layers, layers.number, 2, layers.kv_heads, slots) for layers in shapes]
         self._own = [part for parts in own for part in parts]
         self.own_keys, self.own_values = (

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     import torch
 
+# The layout of matrices in the numbers of their file (bass_kernels.Grouped)
+FILE = "file"
 # The linear maps of a layer
 MAPS = ("qkv", "o", "up", "down")
 _NORMS = {"norm", "norm1", "norm2", "post1", "post2", "q_norm", "k_norm", "context_norm"}
@@ -166,8 +168,8 @@ def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
 
 
 class Layouts(NamedTuple):
-    """In which layouts of `bass_kernels.Quantised` a decoder stores its matrices; None for plain
-    numbers.
+    """In which layouts a decoder stores its matrices: those of `bass_kernels.Quantised`, or FILE;
+    None for plain numbers.
 
     layers: the linear maps of its layers, and of a draft head's features.
     head: its head. A tied head is stored apart from the embedding then.

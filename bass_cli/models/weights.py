@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import bass_kernels as ops
-from bass_kernels import Quantised, Weight
+from bass_kernels import Grouped, Quantised, Weight, Writable
 
 Named = dict[str, Tensor] | dict[str, Weight]  # tensors by name
 
@@ -54,15 +54,30 @@ class Weights(dict[str, Weight]):
         return self.plain(at + "q_norm.weight"), self.plain(at + "k_norm.weight")
 
     def whole(self, name: str) -> Tensor:
-        """Return the plain form of a tensor that is not quantised; 0 in rows that are not read."""
+        """Return the plain form of a tensor that is not quantised by row; 0 in rows that are not
+        read."""
+        held = self[name]
+        if isinstance(held, Grouped):
+            return held.dequantise()
         found = self.plain(name)
         return self._unpacked(name) if ops.is_packed(found) else found
 
     def dtype_written(self, name: str) -> torch.dtype:
         """Return the dtype in which new numbers are to be given: quantised tensors are made from
         float32."""
-        found = self[name]
+        found = self.writable(name)
         return torch.float32 if isinstance(found, Quantised) else found.dtype
+
+    @property
+    def fixed(self) -> bool:
+        """Whether matrices have the numbers of a file, which cannot be replaced."""
+        return any(isinstance(one, Grouped) for one in self.values())
+
+    def writable(self, name: str) -> Writable:
+        """Return a tensor whose numbers can be replaced."""
+        found = self[name]
+        assert not isinstance(found, Grouped), name
+        return found
 
     def pack(self, name: str, rows: int | None = None) -> Weight:
         """Keep a matrix in its fastest layout only, and return it.
@@ -73,6 +88,8 @@ class Weights(dict[str, Weight]):
         whole = self[name]
         if isinstance(whole, Quantised):
             return whole.rows(0, rows)
+        if isinstance(whole, Grouped):
+            return whole.first_rows(rows)
         found = ops.pack(whole[:rows])
         if ops.is_packed(found):
             self._packed[name] = (whole.shape, [(0, found)])
@@ -85,6 +102,7 @@ class Weights(dict[str, Weight]):
         held = self[name]
         if isinstance(held, Quantised):
             return held.rows(first)
+        assert isinstance(held, Tensor), name
         whole = ops.unpack(held)
         found = ops.pack(whole[first:])
         if ops.is_packed(held):  # else it is a view
@@ -92,7 +110,7 @@ class Weights(dict[str, Weight]):
         return found
 
     @contextlib.contextmanager
-    def writing(self, name: str) -> Iterator[Weight]:
+    def writing(self, name: str) -> Iterator[Writable]:
         """Yield the whole tensor to write to, plain or quantised. Afterwards its packed copies are
         renewed.
 
@@ -103,7 +121,7 @@ class Weights(dict[str, Weight]):
             name = "embed.weight"
         names = (name, "head.weight") if self._tied and name == "embed.weight" else (name,)
         with torch.inference_mode():
-            whole = self[name]
+            whole = self.writable(name)
             if isinstance(whole, Quantised):
                 yield whole
                 return

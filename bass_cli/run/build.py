@@ -34,7 +34,7 @@ from bass_cli.models.heads import Head, make_head
 from bass_cli.models.kv_cache import ARENA
 from bass_cli.models.ranks import Share
 from bass_cli.models.runner import Runner
-from bass_cli.models.spec import Layouts, Spec
+from bass_cli.models.spec import FILE, PLAIN, Layouts, Spec
 from bass_cli.models.weights import Named
 from bass_cli.run.pair import longest_draft
 from bass_cli.run.plan import Plan
@@ -166,6 +166,8 @@ def load_draft(
     if draft is None:
         kept = [i for i in range(files.target.spec.layers) if i not in files.skipped]
         return models._replace(drafting=target.keep_layers(kept)) if files.skipped else models
+    if draft.head is not None and layouts.layers == FILE:
+        layouts = PLAIN  # a draft head is no GGUF file
     weights = read(draft, layouts=layouts, on_read=on_read)
     if draft.head is None:
         return models._replace(drafting=Decoder(draft.spec, weights, vocab=files.draft_vocab))

@@ -22,6 +22,7 @@ from bass_cli.models.prefill import LONG, PASS, SCORED_LOGITS
 from bass_cli.models.ranks import part_of
 from bass_cli.models.spec import PLAIN, Format, HeadSpec, Layouts, Spec, head_parameters, parameters
 from bass_cli.system.host import free_memory, gigabytes, held_memory, is_refused_memory
+from bass_kernels import SPARE_KEYS
 from bass_kernels.eight_bits import SCALE
 from bass_kernels.likeliest import GROUP
 
@@ -39,6 +40,7 @@ _MAXIMUM, _CANDIDATE = 32, 48
 _CHANGING, _COUNTED = {"cpu": 20, "cuda": 8}, 4
 # bytes a head, query and key, for scores and their exponentials
 _SCORES = {"cpu": 8, "cuda": 0}
+_SPARE = {"cpu": SPARE_KEYS, "cuda": 0}  # positions behind the rows of the store
 _LIBRARIES = {"cpu": 100 << 20, "cuda": 700 << 20}  # kernels, graphs, work space of libraries
 
 
@@ -200,7 +202,7 @@ def footprint(
         * (max(wide) + max(scores) * prompt_tokens)
         + extras.scores * SCORED_LOGITS * (dtype.itemsize + 8)
         + copied * prompt_tokens,
-        prompts=position * max(ARENA[kind], prompt_tokens),
+        prompts=position * (max(ARENA[kind], prompt_tokens) + _SPARE[kind]),
         prompt=position * prompt_tokens,
         row=Each(extra * token.cache, work + extra * token.buffers),
         token=token,

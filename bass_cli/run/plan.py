@@ -21,16 +21,17 @@ from bass_cli.config.job import Job
 from bass_cli.engine.batch import beyond
 from bass_cli.engine.clock import expected
 from bass_cli.engine.verify import Cut
-from bass_cli.errors import MachineError
+from bass_cli.errors import MachineError, UserError
 from bass_cli.formats.continuation import ending_ids
 from bass_cli.formats.gguf_tokenizer import doubts_of
+from bass_cli.formats.grouped_weights import grouped_pieces
 from bass_cli.formats.thinking import Tags, tags_of
 from bass_cli.formats.tokenizer import Tokenizer
 from bass_cli.io.cache import give_kernels_a_cache
 from bass_cli.io.prompts import Wanted
 from bass_cli.lengths.costs import Surface
 from bass_cli.models.block_allocator import BlockLayout
-from bass_cli.models.spec import PLAIN, Format, Layouts
+from bass_cli.models.spec import FILE, PLAIN, Format, Layouts
 from bass_cli.run.defaults import with_model_defaults, with_stored_dtype
 from bass_cli.run.memory import SLACK, Extras, Footprint, Need, footprint, usable
 from bass_cli.run.pair import (
@@ -45,7 +46,7 @@ from bass_cli.run.pair import (
     tokens_of,
 )
 from bass_cli.system.host import free_memory, gigabytes, wake
-from bass_kernels import LAYOUTS
+from bass_kernels import LAYOUTS, grouped_works
 
 # The formats of all numbers. The others (LAYOUTS of bass_kernels) are of matrices only.
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -297,8 +298,7 @@ def make_plan(
     wake(device)  # while files are read
     files = open_files(job, tokenizer)
     check_ranks(job, files, device)
-    check_draft_dtype(job, files.draft)
-    job, own = with_model_defaults(with_stored_dtype(job, files.target, device), files.target)
+    job, own = _with_what_files_say(job, files, device)
     dtype = dtype_of(job.dtype, device)
     notes = [*_notes(job, files, dtype), *own]
     profile, surface = costs_of(job, files, device, _names_of_formats(job, dtype), notes.append)
@@ -336,6 +336,15 @@ def make_plan(
     return replace(plan, notes=tuple(notes))
 
 
+def _with_what_files_say(job: Job, files: Files, device: torch.device) -> tuple[Job, list[str]]:
+    """Return the job with the number format and the sampling settings of the models' files where
+    it has none of its own, and notes."""
+    check_draft_dtype(job, files.draft)
+    job, on_format = _with_format(with_stored_dtype(job, files.target, device), files, device)
+    job, on_sampling = with_model_defaults(job, files.target)
+    return job, [*on_sampling, *on_format]
+
+
 def _limit(job: Job, wanted: Wanted | None) -> int:
     """Return the most new tokens of a sample."""
     return job.sampling.max_new_tokens if wanted is None else wanted.new_tokens
@@ -354,8 +363,7 @@ def plan_of_others(job: Job) -> Plan:
     `job.device` must be "cuda" or "cpu".
     """
     device, files = torch.device(job.device), open_files(job)
-    check_draft_dtype(job, files.draft)
-    job, _ = with_model_defaults(with_stored_dtype(job, files.target, device), files.target)
+    job, _ = _with_what_files_say(job, files, device)
     dtype, tokens = dtype_of(job.dtype, device), job.sampling.max_new_tokens
     found = _footprint(job, files, 0, device=device, dtype=dtype)
     return Plan(job, files, device, dtype, found, free=0, most_rows=1, kept=tokens)
@@ -486,13 +494,15 @@ def dtype_of(wanted: str, device: torch.device) -> torch.dtype:
 
 def layouts_of(wanted: str) -> Layouts:
     """Return the layouts of a target's weights for a setting of `dtype`."""
+    if wanted == FILE:
+        return Layouts(FILE, FILE)
     return Layouts(wanted) if wanted in LAYOUTS else PLAIN
 
 
 def draft_format_of(job: Job, dtype: torch.dtype) -> Format:
     """Return the number formats of a job's draft, whose target computes in `dtype`."""
     wanted = job.draft_dtype
-    if wanted == "target":
+    if wanted == "target" or (wanted == "auto" and job.dtype == FILE):
         return Format(dtype, layouts_of(job.dtype))
     if wanted in LAYOUTS:  # the head too: it is most of a small draft, and no distribution changes
         return Format(dtype, Layouts(wanted, wanted))
@@ -503,6 +513,32 @@ def _names_of_formats(job: Job, dtype: torch.dtype) -> str:
     """Return what the time of a round depends on: the formats of target and draft."""
     name = name_of_dtype(dtype, layouts_of(job.dtype))
     return name if job.draft_dtype == "auto" else f"{name}, draft {job.draft_dtype}"
+
+
+def _with_format(job: Job, files: Files, device: torch.device) -> tuple[Job, list[str]]:
+    """Check `dtype` file; return the job with the format that can be used, and notes.
+
+    Raises:
+        UserError: the target is not stored so, or the device has no such products.
+    """
+    if job.dtype != FILE:
+        return job, []
+    if device.type != "cpu":
+        raise UserError(
+            "`dtype` file: a file's own numbers are used on a CPU only; on a GPU use fp8, int8 or "
+            "bf16, or `device` cpu"
+        )
+    path = files.target.path
+    if job.tensor_parallel > 1:
+        raise UserError("`dtype` file: the matrices cannot be split; use `tensor_parallel` 1")
+    if not grouped_pieces(files.target, layouts_of(FILE)):
+        raise UserError(
+            f"`dtype` file: {path} has no quantised GGUF matrices; use fp32, bf16 or int8"
+        )
+    if not grouped_works():
+        note = f"`dtype` file: torch has no fast product for it on this processor; {path} is fp32"
+        return job.model_copy(update={"dtype": "fp32"}), [note]
+    return job, []
 
 
 def name_of_dtype(dtype: torch.dtype, layouts: Layouts) -> str:

@@ -62,6 +62,11 @@ class Updates:
             UserError: There is no such model, or a name, shape, type or number is wrong.
         """
         decoder = self._decoder(model)
+        if decoder.weights.fixed:
+            raise UserError(
+                f"the {model} has the numbers of its file (`dtype` file), which cannot be "
+                "replaced; make the engine with `dtype` fp32"
+            )
         synchronise(decoder.device)  # tensors may come from another stream
         try:
             if isinstance(weights, (str, os.PathLike)):

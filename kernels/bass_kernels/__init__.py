@@ -6,7 +6,7 @@ row, V vocabulary, H query heads, K key/value heads, D head size, S slots of the
 keys (each row's own), T positions of the prompt store.
 """
 
-from . import acceptance, likeliest, processing, reference, rounds, sampling
+from . import acceptance, host, likeliest, processing, reference, rounds, sampling
 from .dispatch import (
     attention_schedule,
     by_device,
@@ -17,11 +17,13 @@ from .dispatch import (
     use,
 )
 from .eight_bits import Store
+from .grouped import GROUP, Grouped, grouped_works
+from .host import SPARE_KEYS
 from .likeliest import processed_entries, report_entries
 from .linear import is_packed, linear, linear_add, norm_up, pack, project, unpack
 from .noise import SHARED, gumbel
 from .processing import BITS, add_bias, count_block, count_prompts, forbid_words
-from .quantised import LAYOUTS, Quantised, Weight
+from .quantised import LAYOUTS, Quantised, Weight, Writable
 from .reference import Distances
 from .rounds import BINS, ChosenDrafts, ConfidenceStats
 from .sampling import COLDEST, HOTTEST, Distribution
@@ -31,8 +33,8 @@ embed = by_device(reference.embed, "bass_kernels.pointwise")
 norm = by_device(reference.norm, "bass_kernels.pointwise")
 activation = by_device(reference.activation, "bass_kernels.pointwise")
 angles = by_device(reference.angles, "bass_kernels.pointwise")
-rope_write = by_device(reference.rope_write, "bass_kernels.pointwise")
-attention = by_device(reference.attention, "bass_kernels.ragged")
+rope_write = by_device(host.rope_write, "bass_kernels.pointwise")
+attention = by_device(host.attention, "bass_kernels.ragged")
 sample = by_device(sampling.sample, "bass_kernels.sampling_kernels")
 sample_scored = by_device(sampling.sample_scored, "bass_kernels.sampling_kernels")
 likeliest_tokens = by_device(likeliest.likeliest_tokens, "bass_kernels.likeliest_kernels")
@@ -56,20 +58,24 @@ __all__ = [
     "BINS",
     "BITS",
     "COLDEST",
+    "GROUP",
     "HOTTEST",
     "LAYOUTS",
     "SHARED",
+    "SPARE_KEYS",
     "ChosenDrafts",
     "ConfidenceStats",
     "DeviceGroups",
     "Distances",
     "Distribution",
     "Group",
+    "Grouped",
     "Packed",
     "Quantised",
     "Segments",
     "Store",
     "Weight",
+    "Writable",
     "accept_chosen",
     "accept_shared",
     "activation",
@@ -88,6 +94,7 @@ __all__ = [
     "embed",
     "forbid_words",
     "gate_gradient",
+    "grouped_works",
     "gumbel",
     "has_triton",
     "import_kernels",

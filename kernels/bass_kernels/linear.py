@@ -13,8 +13,9 @@ import functools
 import torch
 from torch import Tensor
 
-from . import dispatch, quantised, reference
+from . import dispatch, grouped, host, quantised, reference
 from .eight_bits import Store
+from .grouped import Grouped
 from .quantised import Quantised, Weight
 
 # Elements of a weight from which its packed product is faster. The packed product takes some 45 us
@@ -23,7 +24,7 @@ _PACKED = 1 << 16
 
 _norm = dispatch.by_device(reference.norm, "bass_kernels.pointwise")
 _activation = dispatch.by_device(reference.activation, "bass_kernels.pointwise")
-_rope_write = dispatch.by_device(reference.rope_write, "bass_kernels.pointwise")
+_rope_write = dispatch.by_device(host.rope_write, "bass_kernels.pointwise")
 _quantised = dispatch.by_device(quantised.linear, "bass_kernels.quantised_products")
 
 Affine = tuple[Tensor, Tensor | None]  # weight and bias
@@ -55,10 +56,13 @@ def unpack(weight: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    """Multiply x [..., K] by a weight [N, K], which may be packed or quantised, and add bias [N]:
+    """Multiply x [..., K] by a weight [N, K], which may be packed, quantised or
+    grouped, and add bias [N]:
     [..., N] in x's dtype."""
     if isinstance(weight, Quantised):
         return _quantised(x, weight, bias)
+    if isinstance(weight, Grouped):
+        return grouped.linear(x, weight, bias)
     if weight.layout is torch.strided:
         return torch.nn.functional.linear(x, weight, bias)
     flat = x.reshape(-1, x.shape[-1])
@@ -136,6 +140,11 @@ def norm_up(
     """Normalise the residual stream [..., N] (if there is a norm), multiply it by `up` and apply
     the activation: [..., inner]."""
     weight, bias = up
+    if isinstance(weight, Grouped) and bias is None:  # the next product takes bfloat16 too
+        normed = _normed(residual, norm, eps, kind)
+        inner = weight.product(normed.view(-1, normed.shape[-1]))
+        inner = _activation(inner, activation, gated=gated)
+        return inner.view(*residual.shape[:-1], -1)
     fused = gated and bias is None and dispatch.kind_for(residual) == "triton"
     if fused and isinstance(weight, Quantised):
         from . import quantised_products
@@ -154,7 +163,10 @@ def norm_up(
 
 def linear_add(x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor) -> Tensor:
     """Return residual + x W^T + bias, [..., N]. The residual may be overwritten."""
-    if dispatch.kind_for(x) == "reference":
+    if isinstance(weight, Grouped) and bias is None:
+        residual.view(-1, residual.shape[-1]).add_(weight.product(x.reshape(-1, x.shape[-1])))
+        return residual
+    if isinstance(weight, Grouped) or dispatch.kind_for(x) == "reference":
         return residual + linear(x, weight, bias)
     if isinstance(weight, Quantised):
         from . import quantised_products

@@ -17,7 +17,7 @@ from torch import Tensor
 from . import quantised_products
 from .launch import SPARE, after, card, fitting, overlap, processors, scratch
 from .pointwise import KINDS, activate
-from .quantised import Quantised, Weight
+from .quantised import Quantised, Writable
 from .residual import MOST_TOKENS, Stream, load_tiles, store_stream
 
 _M = tl.constexpr(MOST_TOKENS)
@@ -83,7 +83,7 @@ def _measured(lines: int, depth: int, weight: Tensor, *, pair: bool, split: bool
 
 def project(
     stream: Stream,
-    weight: Weight,
+    weight: Writable,
     bias: Tensor | None,
     *,
     eps: float,
@@ -115,7 +115,7 @@ def project(
 
 def add(
     x: Tensor,
-    weight: Weight,
+    weight: Writable,
     stream: Stream,
     norm: Tensor,
     *,
@@ -147,7 +147,7 @@ def add(
 
 def gate_up(
     stream: Stream,
-    weight: Weight,
+    weight: Writable,
     *,
     eps: float,
     activation: str,

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .grouped import Grouped
+
 # By layout: the dtype of the values, and the largest value
 _KINDS = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
 LAYOUTS = tuple(_KINDS)
@@ -115,11 +117,14 @@ class Quantised:
         self.scales.index_copy_(0, places, scales)
 
 
-Weight = Tensor | Quantised
+Writable = Tensor | Quantised  # matrices whose rows can be written
+Weight = Writable | Grouped
 
 
 def bytes_of(shape: tuple[int, ...], layout: str) -> int:
-    """Return the bytes of a quantised matrix of this shape [N, K]."""
+    """Return the bytes of a quantised matrix of this shape [N, K]; at most, if it is grouped."""
+    if layout == Grouped.layout:
+        return Grouped.most_bytes(shape)
     dtype, _ = _KINDS[layout]
     return shape[0] * (shape[1] * dtype.itemsize + torch.float32.itemsize)
 

@@ -17,6 +17,7 @@ from bass_cli.models import kv_cache
 from bass_cli.models.block_allocator import BlockAllocator, BlockLayout
 from bass_cli.models.kv_cache import KVCache, Layers
 from bass_cli.models.runner import Runner
+from bass_kernels import SPARE_KEYS
 
 
 class _NoLayers:
@@ -123,13 +124,13 @@ def test_row_moves_without_a_copy_and_layers_are_plain_tensors():
         cache.swap_rows(begun=[([row], cache.reserve(4 + row))])
     for layer in (*cache.own_keys, *cache.own_values):
         assert layer.is_contiguous()
-        assert layer.shape == (2, 6 + 3 * 6, 4)
+        assert layer.shape == (2, 6 + 3 * 6 + SPARE_KEYS, 4)
     with Copies() as copies:
         cache.swap_rows(moved=[(2, 1)])
     assert copies.count == 1  # of the numbers that say where rows are
     positions = torch.tensor([[4], [6]])
     assert cache.decode(positions, [5, 7]).slots().tolist() == [[6], [18]]
-    assert cache.bytes() == 4 * (4 * 2 * 24 * 4 + 4 * 2 * 1024 * 4)
+    assert cache.bytes() == 4 * (4 * 2 * (24 + SPARE_KEYS) * 4 + 4 * 2 * 1024 * 4)
 
 
 @pytest.mark.parametrize("moved", [2**26, 1500, 1])
@@ -147,7 +148,7 @@ def test_rows_that_grow_keep_their_keys(moved, monkeypatch):
         blocks=allocator.blocks,
     )
     layers = (*cache.own_keys, *cache.own_values)
-    assert {layer.shape[1] for layer in layers} == {5 + 6 * 6}
+    assert {layer.shape[1] for layer in layers} == {5 + 6 * 6 + SPARE_KEYS}
     for layer in layers:
         layer.copy_(torch.randn(layer.shape, generator=whole))
     allocator.swap_rows((), (), range(4))

@@ -1,0 +1,204 @@
+"""Matrices in the numbers of a GGUF file: equal to the gguf package's, the logits of transformers,
+the samples with and without drafts, and what cannot be done with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from checkpoints import tokenizer_metadata, write_checkpoint, write_gguf, write_tokenizer
+from test_updates import IDS, logits_of
+from torch import Tensor
+from toys import drive, loop_for, plain
+
+from bass_cli.config.job import load_pair, make_job
+from bass_cli.engine.batch import Row
+from bass_cli.engine.sampling import RowSampling
+from bass_cli.errors import UserError
+from bass_cli.formats.checkpoint import open_checkpoint
+from bass_cli.formats.gguf_blocks import QUANTISED
+from bass_cli.formats.grouped_weights import numbers_of
+from bass_cli.formats.weights import load
+from bass_cli.lengths.controllers import Fixed
+from bass_cli.models.decoder import Decoder
+from bass_cli.models.spec import FILE, MAPS, Layouts
+from bass_cli.run import plan as plans
+from bass_cli.run.build import Models, load_models
+from bass_cli.run.pair import Files
+from bass_cli.run.plan import make_plan
+from bass_cli.run.updates import Updates
+from bass_kernels import GROUP, Grouped, grouped_works
+
+CPU = torch.device("cpu")
+AS_STORED = Layouts(FILE, FILE)
+needs_product = pytest.mark.skipif(not grouped_works(), reason="torch has no such product here")
+FOUR_BITS = ("Q4_0", "Q4_1", "Q4_K")
+ROUNDED = ("Q2_K", "Q3_K", "Q6_K")  # groups of 16
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_values_scales_and_minima_give_the_numbers_of_the_gguf_package(kind: str) -> None:
+    """Types with groups of 16 are rounded to 8 bits in groups of 32."""
+    size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1]
+    raw = torch.randint(
+        0, 256, (300, 3 * size), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
+    )
+    with np.errstate(all="ignore"):
+        whole = gguf.quants.dequantize(raw.numpy(), gguf.GGMLQuantizationType[kind])
+    wanted = torch.from_numpy(whole).unflatten(1, (-1, GROUP)).double()
+    values, scales, minima = numbers_of(raw, kind)
+    assert values.dtype == torch.int8
+    most = 8 if kind in FOUR_BITS else 128
+    assert -most <= int(values.min()) <= int(values.max()) < most
+    found = values.unflatten(1, (-1, GROUP)).double() * scales[..., None] + minima[..., None]
+    largest = wanted.abs().amax(-1, keepdim=True)
+    error = (found - wanted).abs() / largest.clamp(min=1e-30)
+    usual = (largest < 1e30).expand_as(error)  # random bytes give infinite scales too
+    assert usual.double().mean() > 0.9
+    assert error[usual].max() <= (0.51 / 127 if kind in ROUNDED else 1e-6)
+
+
+def stored(path: Path) -> dict[str, Any]:
+    return load(open_checkpoint(path), dtype=torch.float32, device=CPU, layouts=AS_STORED)
+
+
+@needs_product
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_logits_are_those_of_transformers_up_to_bfloat16(
+    family: str, kind: str, tmp_path: Path
+) -> None:
+    """Fused and reordered rows are in their places: a wrong one would change logits wholly."""
+    model = write_gguf(family, tmp_path / "tiny.gguf", kind=kind, seed=1)
+    weights = stored(tmp_path / "tiny.gguf")
+    matrices = {name for name, one in weights.items() if isinstance(one, Grouped)}
+    spec = open_checkpoint(tmp_path / "tiny.gguf").spec
+    maps = [name for name in MAPS if name != "o"]  # the writer stores rows of 48 as floats
+    assert matrices >= {"head.weight"} | {
+        f"layers.{i}.{name}.weight" for i in range(spec.layers) for name in maps
+    }
+    with torch.inference_mode():
+        expected = model(torch.tensor([IDS])).logits[0, 1:]
+        found = logits_of(Decoder(spec, weights))[:, : expected.shape[1]]
+    assert (found - expected).norm() < 0.02 * expected.norm()
+
+
+@needs_product
+def test_reading_counts_every_stored_byte_once(tmp_path: Path) -> None:
+    write_gguf("llama", tmp_path / "tiny.gguf", kind="Q4_1", tie_word_embeddings=True)
+    checkpoint, read = open_checkpoint(tmp_path / "tiny.gguf"), list[int]()
+    load(checkpoint, dtype=torch.float32, device=CPU, layouts=AS_STORED, on_read=read.append)
+    assert sum(read) == checkpoint.size
+
+
+@needs_product
+def test_scale_that_is_not_finite_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf("llama", path, kind="Q4_1")
+    entry = next(
+        piece.entry
+        for piece in open_checkpoint(path).pieces
+        if piece.slot.name == "layers.1.down.weight"
+    )
+    with path.open("r+b") as file:
+        file.seek(entry.start)
+        file.write(np.array([np.inf], np.float16).tobytes())
+    with pytest.raises(UserError, match=r"layers\.1\.down\.weight has scales that are not finite"):
+        stored(path)
+
+
+def rows() -> list[Row]:
+    """Two samples of each prompt, greedy and at temperature 0.9."""
+    prompts = [7, 3, 7, 3, 7, 3, 9], [3, 1, 4, 1, 5, 9, 2, 6]
+    return [
+        Row(str(p), s, 5, list(tokens), 40 - p, sampling=RowSampling(temperature=0.9 * s))
+        for p, tokens in enumerate(prompts)
+        for s in range(2)
+    ]
+
+
+@needs_product
+@pytest.mark.parametrize("coupling", ["shared", "maximal"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_drafts_change_no_sample(coupling: str, batch: int, tmp_path: Path) -> None:
+    """Shared coupling: all samples. Maximal coupling: greedy ones."""
+    write_gguf("llama", tmp_path / "tiny.gguf", kind="Q4_1", seed=3)
+    spec = open_checkpoint(tmp_path / "tiny.gguf").spec
+    target = Decoder(spec, stored(tmp_path / "tiny.gguf"))
+    expected, live = plain(target, rows()), rows()
+    draft = target.keep_layers(range(spec.layers - 1))
+    loop = loop_for(target, draft, rows=batch, lengths=Fixed(5), coupling=coupling)
+    found = drive(loop, live)
+    assert 0 < sum(row.accepted for row in live) < sum(row.drafted for row in live)
+    same = {key for key in expected if coupling == "shared" or key[1] == 0}
+    assert {key: found[key] for key in same} == {key: expected[key] for key in same}
+
+
+def write_model(path: Path, kind: str) -> Path:
+    """A file with a tokenizer."""
+    write_tokenizer(path.parent)
+    metadata = tokenizer_metadata(path.parent, pad_to=305)
+    write_gguf("llama", path, kind=kind, vocab_size=305, metadata=metadata)
+    return path
+
+
+def job_of(path: Path, **words: Any) -> Any:
+    pair = load_pair("smollm2").model_copy(update={"target": str(path), "draft": "none"})
+    return make_job(pair, dtype="file", device="cpu", n=1, max_new_tokens=4, **words)
+
+
+@needs_product
+def test_new_weights_are_refused_before_any_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf("llama", path, kind="Q4_0")
+    checkpoint, unused = open_checkpoint(path), None
+    decoder = Decoder(checkpoint.spec, stored(path))
+    files: Any = Files(checkpoint, unused, None, 0, None, frozenset())  # type: ignore[arg-type]
+    embed = decoder.weights.plain("embed.weight").clone()
+    for given in (path, {"model.embed_tokens.weight": torch.zeros_like(embed)}):
+        with pytest.raises(UserError, match="which cannot be replaced; make the engine with"):
+            Updates(Models(decoder), files).update(given)
+    assert torch.equal(decoder.weights.plain("embed.weight"), embed)
+
+
+def test_checkpoint_without_quantised_matrices_is_refused(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "tiny.gguf", "F16")
+    with pytest.raises(UserError, match=r"tiny\.gguf has no quantised GGUF matrices; use fp32"):
+        make_plan(job_of(path))
+    write_checkpoint("llama", tmp_path / "folder")
+    write_tokenizer(tmp_path / "folder")
+    with pytest.raises(UserError, match="folder has no quantised GGUF matrices"):
+        make_plan(job_of(tmp_path / "folder"))
+
+
+def test_a_gpu_is_refused_with_what_to_use_instead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_model(tmp_path / "tiny.gguf", "Q4_0")
+    monkeypatch.setattr(plans, "device_of", lambda wanted: torch.device("cuda"))
+    monkeypatch.setattr(plans, "wake", lambda device: None)
+    with pytest.raises(UserError, match="used on a CPU only; on a GPU use fp8, int8 or bf16"):
+        make_plan(job_of(path))
+
+
+def test_processor_without_the_product_uses_float32_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_model(tmp_path / "tiny.gguf", "Q4_0")
+    monkeypatch.setattr(plans, "grouped_works", lambda: False)
+    plan = make_plan(job_of(path))
+    assert any("torch has no fast product for it on this processor" in note for note in plan.notes)
+    assert plan.identity()["dtype"] == "fp32"
+    weights = load_models(plan).target.weights
+    assert all(isinstance(one, Tensor) for one in weights.values())
+
+
+@needs_product
+def test_plan_names_the_format_so_that_resume_finds_another_one(tmp_path: Path) -> None:
+    plan = make_plan(job_of(write_model(tmp_path / "tiny.gguf", "Q4_0")))
+    assert plan.identity()["dtype"] == "file"
+    assert plan.layouts == AS_STORED
