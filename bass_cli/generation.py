@@ -45,6 +45,7 @@ from bass_cli.io.saving import check_format, descriptor_of, is_stream, refuse_sh
 from bass_cli.reading import whole
 from bass_cli.run.generate import generate
 from bass_cli.run.manifest import Facts, facts_of
+from bass_cli.system.host import read_ahead
 from bass_cli.system.threads import CoreMonitor, configure_threads
 
 if TYPE_CHECKING:
@@ -141,7 +142,9 @@ def drawing_of(spec: JobSpec, screen: Screen, request: Request | None) -> Iterat
         ):
             yield workers
         return
-    tokenizer = begin(job.pair)  # loads in the background, while torch is imported
+    # both in the background, while torch is imported
+    tokenizer = begin(job.pair)
+    read_ahead(lambda: files_of(job.pair))
     configure_threads(job.threads, screen.note)
     from bass_cli.run.plan import make_plan
 

@@ -12,7 +12,7 @@ import importlib
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -244,16 +244,53 @@ def wake(device: torch.device) -> None:
 
 
 def expect(device: str | None) -> None:
-    """At the start of a command, import Triton and make its digest in a thread.
+    """At the start of a command, create the CUDA context, import Triton and make its digest, in
+    threads.
 
-    Does so only if there may be an NVIDIA GPU and `device` is not "cpu". Later, while the weights
-    are read, the job would have to wait for both.
+    Does so only if there may be an NVIDIA GPU and `device` is not "cpu". Later the job would have
+    to wait for each of them. For the context's thread see `wake`.
 
     Args:
         device: The value of --device, None if not given.
     """
     if device != "cpu" and any((ROOT / "dev" / name).exists() for name in _NVIDIA):
+        # Before 12.2, CUDA loads all of torch's kernels at once by default. torch sets this too.
+        os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")
+        threading.Thread(target=_retain_context, name="waking").start()
         threading.Thread(target=_digest_triton, name="digesting", daemon=True).start()
+
+
+def read_ahead(files: Callable[[], Iterable[Path]]) -> None:
+    """Have the system read files into the page cache, in a thread, while torch is imported.
+
+    Nothing is read if they take more than half of the free memory, or if the system has no such
+    call. Files that cannot be opened are left out.
+
+    Args:
+        files: Returns the files. It is called in the thread.
+    """
+    if hasattr(os, "posix_fadvise"):
+        threading.Thread(target=_read_ahead, args=(files,), name="reading", daemon=True).start()
+
+
+def _read_ahead(files: Callable[[], Iterable[Path]]) -> None:
+    with contextlib.suppress(OSError):
+        found = [(file, file.stat().st_size) for file in files() if file.is_file()]
+        if sum(size for _, size in found) <= host_memory().free / 2:
+            for file, size in found:
+                with file.open("rb") as opened:
+                    os.posix_fadvise(opened.fileno(), 0, size, os.POSIX_FADV_WILLNEED)
+
+
+def _retain_context() -> None:
+    """Create the first device's primary context, which torch then uses, without torch."""
+    import ctypes
+
+    device, context = ctypes.c_int(0), ctypes.c_void_p()
+    with contextlib.suppress(OSError, AttributeError):  # no driver; torch reports it if needed
+        driver = ctypes.CDLL("libcuda.so.1")
+        if not driver.cuInit(0) and not driver.cuDeviceGet(ctypes.byref(device), 0):
+            driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
 
 
 def _make_context(device: torch.device) -> None:

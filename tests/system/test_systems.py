@@ -5,6 +5,7 @@ Nothing ends in a traceback.
 
 from __future__ import annotations
 
+import ctypes
 import io
 import json
 import os
@@ -195,6 +196,77 @@ def test_triton_digest_is_made_in_a_thread_if_there_may_be_a_gpu(
         one.join(60)
     assert len(digested) == expected
     assert threading.main_thread() not in digested
+
+
+class CudaDriver:
+    """libcuda with one GPU. `code`: what cuInit returns."""
+
+    def __init__(self, code: int = 0):
+        self.code, self.retained = code, list[int]()
+
+    def cuInit(self, flags: int) -> int:  # noqa: N802
+        return self.code
+
+    def cuDeviceGet(self, device: Any, ordinal: int) -> int:  # noqa: N802
+        device._obj.value = 7 + ordinal
+        return 0
+
+    def cuDevicePrimaryCtxRetain(self, context: Any, device: Any) -> int:  # noqa: N802
+        self.retained.append(device.value)
+        return 0
+
+
+@pytest.mark.parametrize(("code", "expected"), [(0, [7]), (100, [])])
+def test_the_context_of_the_first_gpu_is_created_without_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, expected: list[int]
+) -> None:
+    driver = CudaDriver(code)
+    monkeypatch.setattr("triton.runtime.cache.triton_key", lambda: "digest")
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    monkeypatch.setattr(host, "ROOT", tmp_path)
+    monkeypatch.delenv("CUDA_MODULE_LOADING", raising=False)
+    host.expect(None)
+    assert "CUDA_MODULE_LOADING" not in os.environ, "there is no GPU"
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "nvidiactl").touch()
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")  # so that it is unset afterwards
+    before = set(threading.enumerate())
+    host.expect("cuda")
+    for one in set(threading.enumerate()) - before:
+        one.join(60)
+    assert driver.retained == expected
+
+
+def test_a_machine_without_a_driver_has_no_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", refuse)
+    host._retain_context()
+    assert host.visible_gpus() == []
+
+
+@pytest.mark.parametrize(("free", "expected"), [(10_000, 2), (2_000, 0)])
+def test_files_are_read_ahead_if_they_fit_into_half_of_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, expected: int
+) -> None:
+    files = [tmp_path / name for name in ("a", "b", "missing")]
+    for file in files[:2]:
+        file.write_bytes(bytes(1000 if file.name == "a" else 400))
+    advised: list[tuple[int, int, int]] = []
+
+    def advise(descriptor: int, *given: int) -> None:
+        assert os.fstat(descriptor).st_size == given[1]
+        advised.append(given)
+
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    monkeypatch.setattr(host, "host_memory", lambda: host.HostMemory(free, free))
+    before = set(threading.enumerate())
+    host.read_ahead(lambda: files)
+    for one in set(threading.enumerate()) - before:
+        one.join(60)
+    assert len(advised) == expected
+    assert all(given[2] == os.POSIX_FADV_WILLNEED for given in advised)
 
 
 @pytest.mark.parametrize("broken", [False, True])
