@@ -439,17 +439,13 @@ def run_fused(
     """Run the layers over tokens [B, W], write their keys and values, and return the final norm's
     output [B, W, width]. `frequencies` [size / 2]: inverse, of the rotary embedding. Positions must
     not lie before a row's private slot 0."""
-    from bass_kernels import products, quantised_products, residual
+    from bass_kernels import products, residual
 
     eps, early = spec.norm.eps, _large(spec, len(layers))
     plain = weights.plain
     norms = [plain(f"layers.{i}.norm1.weight") for i in layers] + [plain("norm.weight")]
     matrix = weights.writable
-    some, most, peaks = matrix(f"layers.{layers[0]}.o.weight"), residual.MOST_TOKENS, None
-    if isinstance(some, Quantised):
-        most = quantised_products.room(tokens.numel())
-        if some.layout == "fp8":  # of the outputs of attention and of the gated products
-            peaks = tokens.new_empty(2, len(layers), most, dtype=torch.int32)
+    most, peaks = _room(matrix(f"layers.{layers[0]}.o.weight"), tokens, len(layers))
     # any copy is made here, before the chain of launches
     segments = replace(step.segments, positions=step.positions.contiguous())
     stream, angles = residual.begin(
@@ -468,23 +464,37 @@ def run_fused(
         bias = weights.plain_or_none(at + "qkv.bias")
         qkv = products.project(stream, matrix(at + "qkv.weight"), bias, eps=eps, early=early)
         norm = weights.qk_norms(at) if spec.norm.qk else None
-        peak, inner_peak = (None, None) if peaks is None else peaks[:, slot]
-        mixed, peak = _attend(spec, i, slot, qkv, angles, norm, segments, step, peak, early)
+        found = (None,) * 4 if peaks is None else peaks[slot].unbind()
+        mixed = _attend(spec, i, slot, qkv, angles, norm, segments, step, found[0], early)
         weight, norm2 = matrix(at + "o.weight"), plain(at + "norm2.weight")
-        stream = products.add(mixed, weight, stream, norm2, peaks=peak, early=early)
-        inner = products.gate_up(
-            stream,
-            matrix(at + "up.weight"),
-            eps=eps,
-            activation=spec.activation,
-            peaks=inner_peak,
-            early=early,
+        stream = products.add(
+            mixed, weight, stream, norm2, peaks=found[0], largest=found[1], early=early
         )
-        weight = matrix(at + "down.weight")
-        stream = products.add(inner, weight, stream, norms[slot + 1], peaks=inner_peak, early=early)
+        weight, kind = matrix(at + "up.weight"), spec.activation
+        inner = products.gate_up(
+            stream, weight, eps=eps, activation=kind, peaks=found[2], early=early
+        )
+        weight, norm1 = matrix(at + "down.weight"), norms[slot + 1]
+        stream = products.add(
+            inner, weight, stream, norm1, peaks=found[2], largest=found[3], early=early
+        )
         if aux_layers is not None:
             aux_layers.take(i, stream.residual)
     return residual.finish(stream, norms[-1], eps=eps, early=early).view(*tokens.shape, spec.width)
+
+
+def _room(weight: Weight, tokens: Tensor, layers: int) -> tuple[int, Tensor | None]:
+    """Return for how many tokens a stream has room, and largest magnitudes [layers, 4, room] int32:
+    those of the outputs of attention, of the first addition, of the gated product, and of the
+    second addition. They are None if no product needs them."""
+    from bass_kernels import quantised_products, residual
+
+    if not isinstance(weight, Quantised):
+        return residual.MOST_TOKENS, None
+    count, room = tokens.numel(), quantised_products.room(tokens.numel())
+    if weight.layout != "fp8" or count > quantised_products.FEW_TOKENS:
+        return room, None
+    return room, tokens.new_empty(layers, 4, room, dtype=torch.int32)
 
 
 def _attend(
@@ -498,16 +508,16 @@ def _attend(
     step: Pass,
     peaks: Tensor | None,
     early: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Return attention [B W, H D] from the product qkv [B W, (H + 2K) D], and `peaks` if it has the
-    largest magnitudes of the result. Up to _ONE_LAUNCH rows take one launch. More rows may share
-    prompts, whose keys are read once for all of them by the launches of `ops.attention`."""
+) -> Tensor:
+    """Return attention [B W, H D] from the product qkv [B W, (H + 2K) D]. Up to _ONE_LAUNCH rows
+    take one launch. More rows may share prompts, whose keys are read once for all of them by the
+    launches of `ops.attention`."""
     from bass_kernels import fused_attention
 
     (rows, width), own, prompt = segments.positions.shape, step.own(slot), step.prompt(slot)
     heads, eps, window = spec.heads, spec.norm.eps, spec.windows[layer]
     if rows <= _ONE_LAUNCH:
-        mixed = fused_attention.attend(
+        return fused_attention.attend(
             qkv,
             angles,
             norms,
@@ -521,13 +531,13 @@ def _attend(
             peaks=peaks,
             early=early,
         )
-        return mixed, peaks
+    assert peaks is None
     cos, sin = angles.view(2, rows, width, -1)
     q = ops.rope_write(
         qkv.view(rows, width, -1), (cos, sin), step.slots(), own, heads=heads, norms=norms, eps=eps
     )
     mixed = ops.attention(q, own, prompt, segments, scale=spec.query_scale, window=window)
-    return mixed.view(rows * width, -1), None
+    return mixed.view(rows * width, -1)
 
 
 def _large(spec: Spec, layers: int) -> bool:

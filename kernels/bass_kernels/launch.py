@@ -49,7 +49,7 @@ def overlap(early: bool, device: torch.device) -> dict[str, Any]:
 
     With `early`, and on a device that supports it, a kernel may begin before the kernel ahead of it
     has finished. It must call `after` before it reads what other kernels wrote, and before it
-    writes anything.
+    writes anything. It may prefetch weights to L2 before.
 
     A chain of such launches begins with a kernel that calls `begin_chain` instead. Then any later
     kernel of the chain may read what was written before the chain even before `after`. The reason:

@@ -120,14 +120,16 @@ def add(
     norm: Tensor,
     *,
     peaks: Tensor | None = None,
+    largest: Tensor | None = None,
     cut: Cut | None = None,
     early: bool = False,
 ) -> Stream:
     """Add x W^T to the stream and prepare it for the norm with weight `norm`. x: [N, depth],
-    weight: [width, depth]. `peaks` [most] int32, for fp8 weights: the largest magnitude of each
-    token of x, as the bits of float32."""
+    weight: [width, depth]. `peaks` and `largest`: see quantised_products.add."""
     if isinstance(weight, Quantised):
-        return quantised_products.add(x, weight, stream, norm, peaks=peaks, early=early)
+        return quantised_products.add(
+            x, weight, stream, norm, peaks=peaks, largest=largest, early=early
+        )
     count, depth = x.shape
     lines = len(weight)
     cut = cut or cut_for(lines, depth, weight, split=True)
@@ -137,7 +139,7 @@ def add(
         weight,
         norm,
         stream.residual,
-        *out.stores[:3],
+        *out[:3],
         *_scratch(cut, lines, x),
         count,
         **_shape(cut, lines, depth, x, early),
@@ -156,8 +158,7 @@ def gate_up(
     early: bool = False,
 ) -> Tensor:
     """Return activation(norm(stream) G^T) * (norm(stream) U^T), [N, lines], for weight [2 lines,
-    width], G above U. `peaks` [most] int32, for quantised weights: raised to the largest magnitude
-    of each token of the result, as the bits of float32."""
+    width], G above U. `peaks`: see quantised_products.gate_up."""
     if isinstance(weight, Quantised):
         return quantised_products.gate_up(
             stream, weight, eps=eps, activation=activation, peaks=peaks, early=early
@@ -287,7 +288,6 @@ def _add(
             sum_ptr,
             next_ptr,
             square_ptr,
-            square_ptr,
             tile,
             first,
             end,
@@ -295,7 +295,6 @@ def _add(
             LINES,
             N,
             _M,
-            False,
         )
 
 

@@ -145,7 +145,8 @@ def round_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return tokens x [M, K] in e4m3, and their scales [M, 1] float32. Tokens are multiplied by the
     reciprocals of their scales: kernels have no time for divisions."""
     x, (dtype, most) = x.float(), _KINDS["fp8"]
-    scales = x.abs().amax(-1, keepdim=True) / most
+    # By a tensor, because CUDA multiplies by the reciprocal of a number instead
+    scales = x.abs().amax(-1, keepdim=True) / torch.full((), most, device=x.device)
     scales = torch.where(scales < _LEAST, 1.0, scales)
     return (x * scales.reciprocal()).to(dtype), scales
 

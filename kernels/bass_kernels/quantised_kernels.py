@@ -21,6 +21,7 @@ INT8 = tl.constexpr(2)  # whole numbers in the dtype of the tokens
 # (arXiv 2412.19437, section 3.3.2).
 _PROMOTED = tl.constexpr(128)
 _HIGHEST = tl.constexpr(448.0)  # of e4m3
+PREFETCHED = 512  # bytes of each row of a tile: two to four steps
 _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)  # the least scale, see quantised.py
 
 
@@ -39,7 +40,9 @@ def factor_kernel(
     ROUND: tl.constexpr,
     NATIVE: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    after(EARLY)
     row, at = tl.program_id(0), tl.arange(0, BLOCK)
     start, inside = row.to(tl.int64) * size, at < size
     value = tl.load(x_ptr + start + at, mask=inside, other=0.0)
@@ -70,11 +73,13 @@ def linear_kernel(
     count,
     eps,
     TILES: tl.constexpr,
+    LARGEST: tl.constexpr,
     BIAS: tl.constexpr,
     ADD: tl.constexpr,
     READY: tl.constexpr,
     LINES: tl.constexpr,
     DEPTH: tl.constexpr,
+    EACH: tl.constexpr,
     L: tl.constexpr,
     T: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -82,20 +87,24 @@ def linear_kernel(
     STAGES: tl.constexpr,
     HOW: tl.constexpr,
     WIDE: tl.constexpr,
+    ONCE: tl.constexpr,
+    PREFETCH: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    first, low, high = _part(DEPTH, L, SPLITS, DEEP)
+    first, end, low, high = _part(LINES, DEPTH, EACH, SPLITS, DEEP)
     token, line = tl.program_id(0) * T + tl.arange(0, T), first + tl.arange(0, L)
     weight_scale = tl.load(
-        weight_scale_ptr + line, mask=line < LINES, other=0.0, cache_modifier=".cg"
+        weight_scale_ptr + line, mask=line < end, other=0.0, cache_modifier=".cg"
     )
+    if PREFETCH:
+        _prefetch(weight_ptr, first, end, low, L, DEPTH)
     after(EARLY)
     if TILES > 0:
         squares = load_tiles(square_ptr, TILES, T)
-    scale = _token_scales(largest_ptr, token, count, TILES, T, READY, HOW)
+    scale = _token_scales(largest_ptr, token, count, LARGEST, T, READY, HOW)
     total, _ = _multiply(
-        x_ptr, weight_ptr, scale, first, low, high, count, 0, LINES, DEPTH, L, T, DEEP, STAGES, HOW,
-        READY, WIDE,
+        x_ptr, weight_ptr, scale, first, end, low, high, count, 0, DEPTH, L, T, DEEP, STAGES, HOW,
+        READY, WIDE, ONCE,
     )  # fmt: skip
     total, last = _sum_splits(total, part_ptr, arrived_ptr, L, T, SPLITS)
     if last:
@@ -103,10 +112,10 @@ def linear_kernel(
         if TILES > 0:
             total *= tl.rsqrt(tl.sum(squares, 0) / DEPTH + eps)[None, :]
         if BIAS:
-            bias = tl.load(bias_ptr + line, mask=line < LINES, other=0.0)
+            bias = tl.load(bias_ptr + line, mask=line < end, other=0.0)
             total += bias.to(tl.float32)[:, None]
         place = token.to(tl.int64)[None, :] * LINES + line[:, None]
-        inside = (token < count)[None, :] & (line < LINES)[:, None]
+        inside = (token < count)[None, :] & (line < end)[:, None]
         if ADD:
             total += tl.load(residual_ptr + place, mask=inside, other=0.0).to(tl.float32)
         tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=inside)
@@ -127,10 +136,11 @@ def add_kernel(
     part_ptr,
     arrived_ptr,
     count,
-    LARGEST: tl.constexpr,
+    PEAKS: tl.constexpr,
     READY: tl.constexpr,
     LINES: tl.constexpr,
     DEPTH: tl.constexpr,
+    EACH: tl.constexpr,
     L: tl.constexpr,
     T: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -138,43 +148,47 @@ def add_kernel(
     STAGES: tl.constexpr,
     HOW: tl.constexpr,
     WIDE: tl.constexpr,
+    ONCE: tl.constexpr,
+    PREFETCH: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    first, low, high = _part(DEPTH, L, SPLITS, DEEP)
+    first, end, low, high = _part(LINES, DEPTH, EACH, SPLITS, DEEP)
     token, line = tl.arange(0, T), first + tl.arange(0, L)
     weight_scale = tl.load(
-        weight_scale_ptr + line, mask=line < LINES, other=0.0, cache_modifier=".cg"
+        weight_scale_ptr + line, mask=line < end, other=0.0, cache_modifier=".cg"
     )
+    if PREFETCH:
+        _prefetch(weight_ptr, first, end, low, L, DEPTH)
     after(EARLY)
     scale = _token_scales(largest_ptr, token, count, 1, T, READY, HOW)
     total, _ = _multiply(
-        x_ptr, weight_ptr, scale, first, low, high, count, 0, LINES, DEPTH, L, T, DEEP, STAGES, HOW,
-        READY, WIDE,
+        x_ptr, weight_ptr, scale, first, end, low, high, count, 0, DEPTH, L, T, DEEP, STAGES, HOW,
+        READY, WIDE, ONCE,
     )  # fmt: skip
     total, last = _sum_splits(total, part_ptr, arrived_ptr, L, T, SPLITS)
     if last:
         added = tl.trans(total * scale[None, :] * weight_scale[:, None])
         added += tl.load(
             stream_ptr + token[:, None] * LINES + line[None, :],
-            mask=(token < count)[:, None] & (line < LINES)[None, :],
+            mask=(token < count)[:, None] & (line < end)[None, :],
             other=0.0,
         )
-        store_stream(
+        largest = store_stream(
             added,
-            tl.load(norm_ptr + line, mask=line < LINES, other=0.0).to(tl.float32),
+            tl.load(norm_ptr + line, mask=line < end, other=0.0).to(tl.float32),
             sum_ptr,
             next_ptr,
             square_ptr,
-            bound_ptr,
             tl.program_id(1),
             first,
-            LINES,
+            end,
             count,
             LINES,
             L,
             T,
-            LARGEST,
         )
+        if PEAKS:
+            tl.atomic_max(bound_ptr + token, largest, mask=token < count, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -189,38 +203,45 @@ def gate_up_kernel(
     count,
     eps,
     TILES: tl.constexpr,
+    LARGEST: tl.constexpr,
     PEAKS: tl.constexpr,
     READY: tl.constexpr,
     ACTIVATION: tl.constexpr,
     LINES: tl.constexpr,
     DEPTH: tl.constexpr,
+    EACH: tl.constexpr,
     L: tl.constexpr,
     T: tl.constexpr,
     DEEP: tl.constexpr,
     STAGES: tl.constexpr,
     HOW: tl.constexpr,
     WIDE: tl.constexpr,
+    ONCE: tl.constexpr,
+    PREFETCH: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    first, low, high = _part(DEPTH, L, 1, DEEP)
+    first, end, low, high = _part(LINES, DEPTH, EACH, 1, DEEP)
     token, line = tl.program_id(0) * T + tl.arange(0, T), first + tl.arange(0, L)
     weight_scale_ptr += line
-    gate_scale = tl.load(weight_scale_ptr, mask=line < LINES, other=0.0, cache_modifier=".cg")
-    up_scale = tl.load(weight_scale_ptr + LINES, mask=line < LINES, other=0.0, cache_modifier=".cg")
+    gate_scale = tl.load(weight_scale_ptr, mask=line < end, other=0.0, cache_modifier=".cg")
+    up_scale = tl.load(weight_scale_ptr + LINES, mask=line < end, other=0.0, cache_modifier=".cg")
+    if PREFETCH:
+        _prefetch(weight_ptr, first, end, low, L, DEPTH)
+        _prefetch(weight_ptr + LINES * DEPTH, first, end, low, L, DEPTH)
     after(EARLY)
     if TILES > 0:
         squares = load_tiles(square_ptr, TILES, T)
-    scale = _token_scales(largest_ptr, token, count, TILES, T, READY, HOW)
+    scale = _token_scales(largest_ptr, token, count, LARGEST, T, READY, HOW)
     gates, ups = _multiply(
-        x_ptr, weight_ptr, scale, first, low, high, count, LINES, LINES, DEPTH, L, T, DEEP, STAGES,
-        HOW, READY, WIDE,
+        x_ptr, weight_ptr, scale, first, end, low, high, count, LINES, DEPTH, L, T, DEEP, STAGES,
+        HOW, READY, WIDE, ONCE,
     )  # fmt: skip
     if TILES > 0:
         scale *= tl.rsqrt(tl.sum(squares, 0) / DEPTH + eps)
     gates = gates * scale[None, :] * gate_scale[:, None]
     ups = ups * scale[None, :] * up_scale[:, None]
     value = (activate(gates, ACTIVATION) * ups).to(out_ptr.dtype.element_ty)
-    inside = (token < count)[None, :] & (line < LINES)[:, None]
+    inside = (token < count)[None, :] & (line < end)[:, None]
     place = token.to(tl.int64)[None, :] * LINES + line[:, None]
     tl.store(out_ptr + place, value, mask=inside)
     if PEAKS:
@@ -234,11 +255,11 @@ def _multiply(
     weight_ptr,
     scale,
     first,
+    end,
     low,
     high,
     count,
     SECOND: tl.constexpr,
-    LINES: tl.constexpr,
     DEPTH: tl.constexpr,
     L: tl.constexpr,
     T: tl.constexpr,
@@ -247,10 +268,12 @@ def _multiply(
     HOW: tl.constexpr,
     READY: tl.constexpr,
     WIDE: tl.constexpr,
+    ONCE: tl.constexpr,
 ):
-    """Multiply L rows of a weight matrix [., DEPTH] by T tokens [., DEPTH] over the depth low to
-    high: [L, T] float32 without scales. If SECOND is not 0, also the rows SECOND further on.
-    READY: the tokens are rounded already."""
+    """Multiply rows first to end of a weight matrix [., DEPTH] by T tokens [., DEPTH] over the
+    depth low to high: [L, T] float32 without scales. If SECOND is not 0, also the rows SECOND
+    further on. READY: the tokens are rounded already. ONCE: no other program reads these rows."""
+    policy: tl.constexpr = "evict_first" if ONCE else ""
     line, token, place = tl.arange(0, L), tl.arange(0, T), tl.arange(0, DEEP)
     weight_ptr += first.to(tl.int64) * DEPTH  # offsets from here fit into 32 bits
     x_ptr += tl.program_id(0).to(tl.int64) * T * DEPTH
@@ -258,7 +281,7 @@ def _multiply(
     one, two = tl.zeros([L, T], tl.float32), tl.zeros([L, T], tl.float32)
     for start in tl.range(low, high, DEEP, num_stages=STAGES):
         real = (token < count - tl.program_id(0) * T)[:, None]
-        there = (line < LINES - first)[:, None]
+        there = (line < end - first)[:, None]
         if DEPTH % DEEP != 0:
             deep = (start + place < high)[None, :]
             real, there = real & deep, there & deep
@@ -268,10 +291,12 @@ def _multiply(
             x = x.to(tl.float8e4nv) if HOW == E4M3 else round_e4m3(x).to(tl.float16)
         x = tl.trans(x)
         spot = weight_ptr + start + line[:, None] * DEPTH + place[None, :]
-        one = _dot(tl.load(spot, mask=there, other=0.0), x, one, HOW, WIDE)
+        weight = tl.load(spot, mask=there, other=0.0, eviction_policy=policy)
+        one = _dot(weight, x, one, HOW, WIDE)
         if SECOND > 0:
             spot += SECOND * DEPTH
-            two = _dot(tl.load(spot, mask=there, other=0.0), x, two, HOW, WIDE)
+            weight = tl.load(spot, mask=there, other=0.0, eviction_policy=policy)
+            two = _dot(weight, x, two, HOW, WIDE)
     return one, two
 
 
@@ -283,19 +308,26 @@ def _dot(weight, x, total, HOW: tl.constexpr, WIDE: tl.constexpr):
     elif HOW == ROUNDED:
         total = tl.dot(widen_e4m3(weight), x, total)
     else:
-        total = tl.dot(weight.to(x.dtype), x, total, input_precision=WIDE)
+        total = tl.dot(widen_int8(weight).to(x.dtype), x, total, input_precision=WIDE)
     return total
 
 
 @triton.jit
-def _part(DEPTH: tl.constexpr, L: tl.constexpr, SPLITS: tl.constexpr, DEEP: tl.constexpr):
-    """Return the first row of this program's tile, and its depth low to high."""
+def _part(
+    LINES: tl.constexpr,
+    DEPTH: tl.constexpr,
+    EACH: tl.constexpr,
+    SPLITS: tl.constexpr,
+    DEEP: tl.constexpr,
+):
+    """Return this program's rows first to end of the weight, and its depth low to high."""
     low, high = 0, DEPTH
     if SPLITS > 1:
         share: tl.constexpr = ((DEPTH + DEEP - 1) // DEEP + SPLITS - 1) // SPLITS * DEEP
         low = tl.program_id(2) * share
         high = tl.minimum(low + share, DEPTH)
-    return tl.program_id(1) * L, low, high
+    first = tl.program_id(1) * EACH
+    return first, tl.minimum(first + EACH, LINES), low, high
 
 
 @triton.jit
@@ -325,19 +357,19 @@ def _token_scales(
     largest_ptr,
     token,
     count,
-    TILES: tl.constexpr,
+    LARGEST: tl.constexpr,
     T: tl.constexpr,
     READY: tl.constexpr,
     HOW: tl.constexpr,
 ):
     """Return the scales of tokens, [T]: loaded if READY, or those of the largest magnitudes
-    [TILES, T]; 1 for int8."""
+    [LARGEST, T]; 1 for int8."""
     if HOW == INT8:
         scale = tl.full([T], 1.0, tl.float32)
     elif READY:
         scale = tl.load(largest_ptr + token, mask=token < count, other=1.0)
     else:
-        scale = token_scale(tl.max(load_tiles(largest_ptr, TILES, T), 0))
+        scale = token_scale(tl.max(load_tiles(largest_ptr, LARGEST, T), 0))
     return scale
 
 
@@ -366,3 +398,31 @@ def widen_e4m3(bits):
     # sign, exponent and mantissa at their places in float16, whose exponents are 8 higher
     bits = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
     return bits.to(tl.float16, bitcast=True) * 256.0
+
+
+@triton.jit
+def widen_int8(numbers):
+    """Return int8 in float32. GPUs convert integers at an eighth of the rate of their additions, so
+    the number plus 128 becomes the last byte of a float32 of 2^23."""
+    bits = numbers.to(tl.int32) + (0x4B000000 + 128)
+    return bits.to(tl.float32, bitcast=True) - (8388608.0 + 128.0)
+
+
+@triton.jit
+def _prefetch(weight_ptr, first, end, low, L: tl.constexpr, DEPTH: tl.constexpr):
+    """Prefetch the first PREFETCHED bytes of rows first to end, from depth `low` on, to L2, without
+    waiting."""
+    line = first + tl.arange(0, L)
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred here;
+        setp.ne.s32 here, $2, 0;
+        @here cp.async.bulk.prefetch.L2.global [$1], 512;
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r",
+        [(weight_ptr + low).to(tl.int64) + line.to(tl.int64) * DEPTH, (line < end).to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )

@@ -26,8 +26,8 @@ _FINISH = tl.constexpr(512)  # columns a program of `finish`
 class Stream(NamedTuple):
     """The residual stream of N tokens before a norm. `residual`: [N, width] float32. `x`: [N,
     width], the residual times the norm's weight. `squares`: [tiles, most] float32, sums of squares
-    of the residual's tiles, for at least N tokens. `largest`: [tiles, most] int32, the largest
-    magnitudes of the tiles of `x` as the bits of float32; None if no product needs them."""
+    of the residual's tiles, for at least N tokens. `largest`: [any, most] int32, largest magnitudes
+    of parts of `x` as the bits of float32; None if no product needs them."""
 
     residual: Tensor
     x: Tensor
@@ -43,18 +43,11 @@ class Stream(NamedTuple):
         like: Tensor,
         *,
         most: int = MOST_TOKENS,
-        largest: bool = False,
+        largest: Tensor | None = None,
     ) -> Stream:
-        device = like.device
-        residual = torch.empty(count, width, dtype=torch.float32, device=device)
-        squares = torch.empty(tiles, most, dtype=torch.float32, device=device)
-        magnitudes = torch.empty(tiles, most, dtype=torch.int32, device=device) if largest else None
-        return cls(residual, like.new_empty(count, width), squares, magnitudes)
-
-    @property
-    def stores(self) -> tuple[Tensor, ...]:
-        """The tensors that `store_stream` writes."""
-        return *self[:3], self.squares if self.largest is None else self.largest
+        residual = torch.empty(count, width, dtype=torch.float32, device=like.device)
+        squares = torch.empty(tiles, most, dtype=torch.float32, device=like.device)
+        return cls(residual, like.new_empty(count, width), squares, largest)
 
 
 def begin(
@@ -79,7 +72,8 @@ def begin(
     """
     count, width = tokens.numel(), embed.shape[1]
     tiles = triton.cdiv(width, _BEGIN.value)
-    stream = Stream.empty(count, width, tiles, embed, most=most, largest=peaks is not None)
+    largest = None if peaks is None else peaks.new_empty(tiles, most)
+    stream = Stream.empty(count, width, tiles, embed, most=most, largest=largest)
     angles = torch.empty(2, count, len(inverse), dtype=torch.float32, device=embed.device)
     _begin[(tiles,)](
         tokens.contiguous(),
@@ -88,7 +82,8 @@ def begin(
         inverse,
         angles,
         norm,
-        *stream.stores,
+        *stream[:3],
+        tokens if largest is None else largest,
         tokens if peaks is None else peaks,
         count,
         torch.tensor(scale, dtype=embed.dtype).item(),
@@ -155,13 +150,12 @@ def _begin(
     )
     value = (value.to(tl.float32) * scale).to(value.dtype).to(tl.float32)
     weight = tl.load(norm_ptr + line, mask=line < WIDTH, other=0.0).to(tl.float32)
-    store_stream(
+    largest = store_stream(
         value,
         weight,
         sum_ptr,
         x_ptr,
         square_ptr,
-        largest_ptr,
         tile,
         tile * _BEGIN,
         WIDTH,
@@ -169,8 +163,9 @@ def _begin(
         WIDTH,
         _BEGIN,
         M,
-        PEAKS > 0,
     )
+    if PEAKS > 0:
+        tl.store(largest_ptr + tile * M + row, largest)
     for first in range(tile * _BEGIN, PEAKS, tl.num_programs(0) * _BEGIN):
         place = first + tl.arange(0, _BEGIN)
         tl.store(bound_ptr + place, place * 0, mask=place < PEAKS)
@@ -213,7 +208,6 @@ def store_stream(
     residual_ptr,
     x_ptr,
     square_ptr,
-    largest_ptr,
     tile,
     first,
     end,
@@ -221,10 +215,9 @@ def store_stream(
     WIDTH: tl.constexpr,
     N: tl.constexpr,
     M: tl.constexpr,
-    LARGEST: tl.constexpr,
 ):
     """Store a tile [M, N] of the residual stream, the same times the next norm's weight, and its
-    sum of squares. With LARGEST also the largest magnitude of each token."""
+    sum of squares. Return the largest magnitudes of the second, [M]."""
     row, line = tl.arange(0, M), first + tl.arange(0, N)
     inside = (row < count)[:, None] & (line < end)[None, :]
     value = tl.where(inside, value, 0.0)
@@ -233,8 +226,7 @@ def store_stream(
     scaled = (value * weight[None, :]).to(x_ptr.dtype.element_ty)
     tl.store(x_ptr + place, scaled, mask=inside)
     tl.store(square_ptr + tile * M + row, tl.sum(value * value, 1))
-    if LARGEST:
-        tl.store(largest_ptr + tile * M + row, tl.max(magnitude(scaled), 1))
+    return tl.max(magnitude(scaled), 1)
 
 
 @triton.jit

@@ -26,7 +26,8 @@ def due(x, weight):
     x, weights = x.float(), weight.values.double() * weight.scales.double()[:, None]
     if weight.layout == "int8":
         return x.double() @ weights.T
-    scales = x.abs().amax(1, keepdim=True) / 448
+    # by a tensor, because CUDA multiplies by the reciprocal of a number instead
+    scales = x.abs().amax(1, keepdim=True) / torch.full((), 448.0, device=x.device)
     return (x * (1 / scales)).to(torch.float8_e4m3fn).double() * scales.double() @ weights.T
 
 
@@ -74,11 +75,22 @@ def test_products_of_a_stream_match_the_definition(dtype, layout, tiling, count)
         assert torch.equal(peaks, magnitudes(inner, room))
 
     down = weight_of(300, 70, layout, seed=6)
-    longer = products.add(inner, down, stream, norm, peaks=peaks, tiling=tiling)
+    largest = torch.zeros_like(peaks)
+    found = {"peaks": peaks, "largest": largest, "tiling": tiling}
+    longer = products.add(inner, down, stream, norm, **found)
     close(longer.residual - stream.residual, due(inner, down), torch.float32, factor=4)
     close(longer.x, longer.residual.double() * norm.double(), dtype)
     close(longer.squares.sum(0)[:count], longer.residual.double().square().sum(1), dtype)
-    assert torch.equal(longer.largest.amax(0), magnitudes(longer.x, room))
+    assert torch.equal(largest, magnitudes(longer.x, room))
+    rounded = products.add(inner, down, stream, norm, tiling=tiling)
+    assert torch.equal(rounded.residual, longer.residual)
+    assert rounded.largest is None
+    alone = stream._replace(largest=None)
+    assert torch.equal(
+        products.project(alone, weight, None, eps=EPS, tiling=tiling),
+        products.project(stream, weight, None, eps=EPS, tiling=tiling),
+    )
+    assert torch.equal(products.gate_up(alone, both, eps=EPS, activation=kind, tiling=one), inner)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -68,9 +68,11 @@ def test_a_whole_decoder(family, padded, layout, tmp_path, monkeypatch):
             torch.tensor(LENGTHS, device=DEVICE)[:, None] - 1,
         )
         monkeypatch.setattr("bass_cli.models.decoder._ONE_LAUNCH", 16)
+        monkeypatch.setattr("bass_kernels.quantised_products.FEW_TOKENS", 16)
         first = runner.forward(tokens[:, :1], places, [*LENGTHS])
         if layout is not None:
             monkeypatch.setattr("bass_cli.models.decoder._ONE_LAUNCH", 2)
+            monkeypatch.setattr("bass_kernels.quantised_products.FEW_TOKENS", 8)
         ends = [length + 3 for length in LENGTHS]
         rest = runner.forward(
             tokens[:, 1:],
