@@ -22,6 +22,7 @@ from bass_cli.config.job import Job, Sampling, Speculation, load_pair
 from bass_cli.engine.batch import beyond
 from bass_cli.engine.loop import Loop
 from bass_cli.errors import MachineError
+from bass_cli.formats.checkpoint import open_checkpoint
 from bass_cli.models.runner import Runner
 from bass_cli.models.spec import Norm, Rope, Spec
 from bass_cli.run.build import build
@@ -180,14 +181,20 @@ def _held(loop: Loop) -> int:
     return sum(runner.cache.bytes() for runner in runners) + tokens.numel() * tokens.element_size()
 
 
-@pytest.mark.parametrize("draft", ["draft", "parallel:draft", "skip:1", "none"])
-def test_weights_and_caches_are_planned_to_the_byte(place: Path, draft: str) -> None:
+@pytest.mark.parametrize(
+    ("draft", "kv_dtype"),
+    [
+        *((draft, "auto") for draft in ("draft", "parallel:draft", "skip:1", "none")),
+        *((draft, "fp8") for draft in ("draft", "skip:1")),
+    ],
+)
+def test_weights_and_caches_are_planned_to_the_byte(place: Path, draft: str, kv_dtype: str) -> None:
     """Rows and tokens add to the plan what they add to the tensors, except for work space."""
     (place / "pair.yaml").write_text(f"target: target\ndraft: {draft}\n")
     write_mask(place / "draft", 300)
 
     def both(rows: int, tokens: int) -> tuple[int, int]:
-        wish = job(batch_size=rows, max_new_tokens=tokens)
+        wish = job(batch_size=rows, max_new_tokens=tokens, kv_dtype=kv_dtype)
         wish = wish.model_copy(
             update={"speculation": Speculation(length=4 if draft != "none" else 0)}
         )
@@ -201,8 +208,10 @@ def test_weights_and_caches_are_planned_to_the_byte(place: Path, draft: str) -> 
         sizes[5, 60][i] - sizes[5, 10][i] - sizes[2, 60][i] + sizes[2, 10][i] for i in (0, 1)
     )
     heads, places = 6, {"none": 1, "parallel:draft": 8}.get(draft, 5)
-    assert planned - held == 3 * 50 * (16 + 8 * heads * places), (
-        "two token ids; a head's scores and their exponentials"
+    spec = open_checkpoint(place / "target").spec
+    read = 2 * spec.kv_heads * spec.head_size * 4 if kv_dtype == "fp8" else 0
+    assert planned - held == 3 * 50 * (16 + 8 * heads * places + read), (
+        "two token ids; a head's scores and their exponentials; a layer's keys and values in float32"
     )
 
 
@@ -445,29 +454,45 @@ def test_prompt_cache_that_cannot_grow_is_refused_first(monkeypatch: pytest.Monk
     assert cache.bytes() == before
 
 
+LLAMA_8B = Spec(
+    family="llama",
+    layers=32,
+    width=4096,
+    heads=32,
+    kv_heads=8,
+    head_size=128,
+    inner=14336,
+    vocab=128256,
+    context=131072,
+    norm=Norm("rms", 1e-5),
+    activation="silu",
+    gated=True,
+    rope=Rope(5e5, 128),
+    windows=(0,) * 32,
+    query_scale=128**-0.5,
+)
+
+
 def test_plan_of_a_large_model_follows_its_sizes() -> None:
     """Llama 3.1 8B in bf16 on a GPU: 16.06 GB of weights, 131 kB a position."""
-    spec = Spec(
-        family="llama",
-        layers=32,
-        width=4096,
-        heads=32,
-        kv_heads=8,
-        head_size=128,
-        inner=14336,
-        vocab=128256,
-        context=131072,
-        norm=Norm("rms", 1e-5),
-        activation="silu",
-        gated=True,
-        rope=Rope(5e5, 128),
-        windows=(0,) * 32,
-        query_scale=128**-0.5,
-    )
-    found = footprint(spec, None, dtype=torch.bfloat16, device=torch.device("cuda"), longest=16)
+    found = footprint(LLAMA_8B, None, dtype=torch.bfloat16, device=torch.device("cuda"), longest=16)
     assert found.weights == pytest.approx(16.06e9, rel=0.001)
     assert found.token.cache == 131072
     need = Need(found, 64, 10**9, torch.device("cuda"))
     assert found.bytes(need.rows, need.new_tokens) == pytest.approx(
         64 * 131072 * 131072 + 16.06e9, rel=0.02
     )
+
+
+def test_keys_in_eight_bits_make_room_for_nearly_twice_the_rows() -> None:
+    """Llama 3.1 8B on a GPU of 80 GB, contexts of 8,000 tokens."""
+    found = [
+        footprint(
+            LLAMA_8B, None, dtype=torch.bfloat16, device=torch.device("cuda"), longest=0,
+            prompt_tokens=4000, eight_bits=eight_bits,
+        )
+        for eight_bits in (False, True)
+    ]  # fmt: skip
+    assert [one.token.cache for one in found] == [131072, 131072 * 130 // 256]
+    plain, small = (one.most_rows(4000, 76 << 30, samples=1) for one in found)
+    assert 1.9 < small / plain < 2.0

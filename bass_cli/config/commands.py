@@ -535,6 +535,13 @@ class DoctorArgs(_Document):
     tensor_parallel: int | None = flag(
         "Check --pair or --model split over K GPUs", MODELS, "K", variable=False
     )
+    kv_dtype: str | None = flag(
+        "Check --pair or --model with stored keys and values in this number format",
+        MODELS,
+        "auto|fp8",
+        shown="the pair's",
+        variable=False,
+    )
     threads: int | None = of_job("threads")
 
 

@@ -60,6 +60,12 @@ def test_doctor_and_pairs_describe_a_pair_file(place: Path) -> None:
     same = json.loads(cli("doctor", "--model", str(place / "model"), "--json").stdout)
     assert [same[key] for key in ("pair", "pair_draft", "pair_ready")] == ["model", "lookup", True]
     assert "sequences of up to 256 new tokens" in same["pair_rows"]
+    small = json.loads(cli("doctor", "--pair", file, "--kv-dtype", "fp8", "--json").stdout)
+    assert small["pair_memory_bytes"]["prompts"] < counts["prompts"] / 2
+    (place / "fp8.yaml").write_text("target: model\ndraft: lookup\nkv_dtype: fp8\n")
+    in_file = json.loads(cli("doctor", "--pair", str(place / "fp8.yaml"), "--json").stdout)
+    assert in_file["pair_memory_bytes"]["cache"] == small["pair_memory_bytes"]["cache"]
+    assert "--kv-dtype needs --pair" in cli("doctor", "--kv-dtype", "fp8").stderr
     plain = json.loads(
         cli("doctor", "--model", str(place / "model"), "--draft", "none", "--json").stdout
     )

@@ -241,9 +241,14 @@ def test_unwritable_profile_folder_is_no_error(tmp_path):
 
 def test_every_device_pair_and_dtype_has_a_file_of_its_own():
     base = {"target": "a", "draft": "b", "device": torch.device("cpu"), "dtype": "fp32"}
-    others = [{"target": "b", "draft": "a"}, {"draft": "lookup"}, {"dtype": "fp8"}]
+    others = [
+        {"target": "b", "draft": "a"},
+        {"draft": "lookup"},
+        {"dtype": "fp8"},
+        {"kv_dtype": "fp8"},
+    ]
     paths = {store.profile_path(**(base | change)) for change in [{}, *others]}
-    assert len(paths) == 4
+    assert len(paths) == 5
     assert store.profile_path(**base) in paths
 
 
