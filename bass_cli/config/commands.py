@@ -100,9 +100,9 @@ _Samples: Any = args_of(
 )
 _Texts: Any = args_of("chat", "prompt_column", "id_column", "strict_fields", "include_stop", "echo")
 _Chats: Any = args_of("system", "template", "template_args", "tools")
-_Defaults: Any = args_of("generation_config")
+_Defaults: Any = args_of("generation_config", "lora")
 _Structure: Any = args_of("json_schema", "json_object", "regex", "grammar")
-_Target: Any = args_of("model", "device", "dtype", "kv_dtype", "threads", "tensor_parallel")
+_Target: Any = args_of("model", "lora", "device", "dtype", "kv_dtype", "threads", "tensor_parallel")
 _Scored: Any = args_of("chat", "prompt_column", "limit", "logprobs")
 _WholeJob: Any = args_of(
     *("n", "max_new_tokens", "stop", "chat", "draft_length", "batch_size", "limit"),

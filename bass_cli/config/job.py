@@ -225,6 +225,17 @@ class _Chats(Strict, frozen=True):
     def _read(cls, value: Any, info: Any) -> Any:
         return None if value is None else _READ[info.field_name](value)
 
+    @field_validator("lora", mode="before", check_fields=False)
+    @classmethod
+    def _adapters(cls, value: Any) -> Any:
+        listed = [value] if isinstance(value, (str, os.PathLike)) else value
+        if not isinstance(listed, (list, tuple)):
+            raise ValueError(f"an adapter or a list of them is needed, not {shown(value)}")
+        named = [os.fspath(one) if isinstance(one, os.PathLike) else one for one in listed]
+        if not all(isinstance(one, str) and one for one in named):
+            raise ValueError(f"names of folders or hub ids are needed, not {shown(value)}")
+        return tuple(named)
+
     @field_validator("thinking", mode="before", check_fields=False)
     @classmethod
     def _thinking(cls, value: Any) -> Any:

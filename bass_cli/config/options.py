@@ -116,6 +116,15 @@ class ModelOptions:
         rare=True,
     )
 
+    # a tuple, as stop
+    lora: Sequence[str] = flag(
+        "LoRA adapter in PEFT's layout, merged into the target while it is loaded; :WEIGHT scales "
+        "it; may be repeated. BASS_LORA holds adapters with spaces between them",
+        MODELS,
+        "ID|FOLDER[:WEIGHT]",
+        default=(),
+        rare=True,
+    )
     system: Name | None = flag(
         "System message of prompts that have none; plain prompts become chats",
         CHAT,

@@ -18,11 +18,12 @@ import torch
 from bass_cli.errors import UserError, near_word
 from bass_cli.formats import gguf_config, text_part
 from bass_cli.formats.backends import END_ROLES
-from bass_cli.formats.compound import Compound, Stored, content, entries_of, parts
+from bass_cli.formats.compound import Adapted, Compound, Stored, content, entries_of, parts
 from bass_cli.formats.gguf_blocks import QUANTISED
 from bass_cli.formats.gguf_config import ARCHITECTURES, ROPE_FACTORS, spec_of_gguf
 from bass_cli.formats.head_config import head_of_config, notes_of_head, tokens_of
 from bass_cli.formats.hf_config import mask_of, notes_of_config, spec_of_config
+from bass_cli.formats.lora import Adapter, merge
 from bass_cli.formats.quantised_config import join
 from bass_cli.formats.sources import read_json
 from bass_cli.formats.tensor_content import DTYPES
@@ -78,6 +79,7 @@ class Checkpoint:
         GGUF file the tensors have other names.
     prefixes: optional prefixes of published names, in the order in which they are tried.
     ignored: patterns of names that have no slot.
+    adapters: LoRA adapters that are merged into its weights.
     written: checksums of tensors that were written after loading, by decoder tensor and first row.
     """
 
@@ -93,6 +95,7 @@ class Checkpoint:
     prefixes: tuple[str, ...] = ()
     ignored: tuple[str, ...] = families.IGNORED
     written: Mapping[tuple[str, int], str] = field(default_factory=dict)
+    adapters: tuple[Adapter, ...] = ()
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -107,7 +110,8 @@ class Checkpoint:
     @property
     def quantised_as(self) -> tuple[str, ...]:
         """How its quantised matrices are stored, as "4 bits (GPTQ)"; empty if none is."""
-        layouts = [one.entry.layout for one in self.pieces if isinstance(one.entry, Compound)]
+        bases = [_base(piece.entry) for piece in self.pieces]
+        layouts = [one.layout for one in bases if isinstance(one, Compound)]
         return tuple(dict.fromkeys(f"{one.bits} bits ({one.name})" for one in layouts))
 
     @property
@@ -133,7 +137,7 @@ class Checkpoint:
             digest.update(repr(replace(self.head, body=plain)).encode())
         by_file: dict[Path, list[tuple[Entry, Slot]]] = {}
         for piece in self.pieces:
-            if isinstance(piece.entry, Compound):
+            if not isinstance(piece.entry, Entry):
                 digest.update(repr(piece.entry.identity).encode())
             for entry in entries_of(piece.entry):
                 by_file.setdefault(entry.file, []).append((entry, piece.slot))
@@ -210,16 +214,24 @@ class Checkpoint:
         return mask_of(read_json(config), vocab=vocab, place=str(config))
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
+def open_checkpoint(path: Path, adapters: tuple[Adapter, ...] = ()) -> Checkpoint:
     """Read and check the headers of a folder (config.json and weights) or a .gguf file.
+
+    Args:
+        adapters: LoRA adapters that are merged into the weights while they are read.
 
     Raises:
         UserError: names the fault.
     """
     if path.is_dir():
-        return _open_folder(path)
+        return _open_folder(path, adapters)
     if path.suffix != ".gguf":
         raise UserError(f"{path}: a model is a folder with config.json, or a .gguf file")
+    if adapters:
+        raise UserError(
+            f"{path}: LoRA adapters cannot be merged into a GGUF file; name the folder of the "
+            "original checkpoint"
+        )
     metadata, entries, vocabulary = read_gguf(path)
     factors = None
     if (stored := entries.get(ROPE_FACTORS)) is not None:
@@ -250,7 +262,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     )
 
 
-def _open_folder(path: Path) -> Checkpoint:
+def _open_folder(path: Path, adapters: tuple[Adapter, ...]) -> Checkpoint:
     config, place = read_json(path / "config.json"), str(path / "config.json")
     spec = spec_of_config(config, place=place)
     family = FAMILIES[spec.family]
@@ -263,7 +275,14 @@ def _open_folder(path: Path) -> Checkpoint:
     joined = join(
         text, _entries(path), place=place, has_slot=lambda name: bare_name(name, prefixes) in slots
     )
-    entries = _bare(joined.entries, prefixes, path)
+    merged = merge(
+        _bare(joined.entries, prefixes, path),
+        adapters,
+        slots=slots,
+        bare=lambda name: bare_name(name, prefixes),
+        tied=spec.tied,
+    )
+    entries = merged.entries
     if spec.tied and _differs(entries, family):
         spec = replace(spec, tied=False)
     pieces = _assign(spec, slots, entries, path, ignored, parameters(spec))
@@ -275,10 +294,11 @@ def _open_folder(path: Path) -> Checkpoint:
         eos or _ids({**text, **config}, "eos_token_id", path / "config.json"),
         {},
         pieces,
-        notes=(*notes_of_config(config, place=place), *joined.notes),
+        notes=(*notes_of_config(config, place=place), *joined.notes, *merged.notes),
         names=slots,
         prefixes=prefixes,
         ignored=ignored,
+        adapters=adapters,
     )
 
 
@@ -427,7 +447,7 @@ def _differs(entries: Mapping[str, Stored], family: Family) -> bool:
     head, embed = entries.get(names["head"]), entries.get(names["embed"])
     if head is None or embed is None or head[0::3] == embed[0::3]:
         return False
-    if isinstance(head, Compound) or isinstance(embed, Compound) or head[1:3] != embed[1:3]:
+    if not isinstance(head, Entry) or not isinstance(embed, Entry) or head[1:3] != embed[1:3]:
         return True
     if head.dtype not in DTYPES or not head.size:
         return True
@@ -469,21 +489,28 @@ def _assign(
             raise UserError(
                 f'{entry.file}: tensor "{name}" has shape {list(entry.shape)}, not {list(shape)}'
             )
-        if isinstance(entry, Entry) and entry.dtype not in (*DTYPES, *QUANTISED):
+        base = _base(entry)
+        if isinstance(base, Entry) and base.dtype not in (*DTYPES, *QUANTISED):
             raise UserError(
-                f'{entry.file}: tensor "{name}" has the unsupported type {entry.dtype}; '
+                f'{entry.file}: tensor "{name}" has the unsupported type {base.dtype}; '
                 f"known: {', '.join((*DTYPES, *QUANTISED))}"
             )
     return tuple(Piece(entries[name], slot) for name, slot in placed.items())
 
 
+def _base(stored: Stored) -> Entry | Compound:
+    """Return a stored tensor without the changes of adapters."""
+    return stored.base if isinstance(stored, Adapted) else stored
+
+
 def _turned(name: str, slot: Slot, stored: Stored) -> Slot:
     """Return the slot of a matrix that may be stored with inputs first."""
-    if isinstance(stored, Entry) or not stored.layout.transposed or slot.how == "transpose":
+    base = _base(stored)
+    if isinstance(base, Entry) or not base.layout.transposed or slot.how == "transpose":
         return slot
     if slot.how:
         raise UserError(
-            f'{stored.file}: tensor "{name}" is stored as {stored.layout.name}, which is not '
+            f'{base.file}: tensor "{name}" is stored as {base.layout.name}, which is not '
             "supported for this family"
         )
     return slot._replace(how="transpose")

@@ -116,7 +116,67 @@ class Compound(NamedTuple):
         return layout.name, layout.bits, layout.group, layout.offset
 
 
-Stored = Entry | Compound
+class Factor(NamedTuple):
+    """A stored factor of a low-rank change, or its transpose."""
+
+    entry: Entry
+    transposed: bool = False
+
+    def read(self, stage: Stage) -> Tensor:
+        found = content(self.entry, stage).float()
+        return found.T if self.transposed else found
+
+
+class Delta(NamedTuple):
+    """A low-rank change of a matrix: scale * left [rows, rank] @ right [rank, columns].
+
+    magnitude: the norm that each row has after the change (DoRA); None for any.
+    """
+
+    left: Factor
+    right: Factor
+    scale: float
+    magnitude: Entry | None = None
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        own = self.left.entry, self.right.entry
+        return own if self.magnitude is None else (*own, self.magnitude)
+
+
+class Adapted(NamedTuple):
+    """A stored matrix with low-rank changes (lora.py)."""
+
+    base: Entry | Compound
+    deltas: tuple[Delta, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.base.shape
+
+    @property
+    def size(self) -> int:
+        """Bytes of all tensors that make it."""
+        changes = sum(entry.size for delta in self.deltas for entry in delta.entries)
+        return self.base.size + changes
+
+    @property
+    def file(self) -> Path:
+        return self.base.file
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """What its elements depend on besides the tensors, for fingerprints."""
+        base = self.base.identity if isinstance(self.base, Compound) else ()
+        return (*base, *(delta.scale for delta in self.deltas))
+
+    @property
+    def by_norm(self) -> bool:
+        """Whether a row's change depends on the whole row."""
+        return any(delta.magnitude is not None for delta in self.deltas)
+
+
+Stored = Entry | Compound | Adapted
 
 
 class StoredRows(NamedTuple):
@@ -130,6 +190,9 @@ class StoredRows(NamedTuple):
 
 def entries_of(stored: Stored) -> tuple[Entry, ...]:
     """Return the tensors in files that make a stored tensor."""
+    if isinstance(stored, Adapted):
+        changes = [entry for delta in stored.deltas for entry in delta.entries]
+        return (*entries_of(stored.base), *changes)
     return tuple(stored.tensors.values()) if isinstance(stored, Compound) else (stored,)
 
 
@@ -137,6 +200,9 @@ def bytes_of(stored: Stored, rows: range, columns: range | None) -> int:
     """Return how many bytes `parts` reads: of a compound, whole rows and all scales."""
     if isinstance(stored, Entry):
         return tensor_content.bytes_of(stored, rows, columns)
+    if isinstance(stored, Adapted):
+        base = bytes_of(stored.base, rows, None if stored.by_norm else columns)
+        return base + stored.size - stored.base.size
     values, unit = stored.tensors["values"], stored.layout.unit
     lines = len(_lines(rows, unit))
     return lines * _width(values) + stored.size - values.size
@@ -154,6 +220,9 @@ def parts(
         rows = range(stored.shape[0]) if rows is None else rows
         yield from _unpacked(stored, stage, rows, columns)
         return
+    if isinstance(stored, Adapted):
+        yield from _changed(stored, stage, rows or range(stored.shape[0]), columns)
+        return
     with stored.file.open("rb", buffering=0) as file:
         yield from tensor_content.parts(file, stored, stage, rows, columns)
 
@@ -163,6 +232,30 @@ def content(entry: Entry, stage: Stage | None = None) -> Tensor:
     with opened(entry.file) as file:
         raw = (stage or Stage()).fetch(file, entry, Bytes(0, entry.size)).clone()
     return raw.view(TYPES[entry.dtype]).view(entry.shape)
+
+
+def _changed(
+    stored: Adapted, stage: Stage, rows: range, columns: range | None
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield rows of a matrix with its changes, float32."""
+    kept = range(stored.shape[1]) if columns is None else columns
+    read = None if stored.by_norm else columns
+    factors = [
+        (delta.left.read(stage), delta.right.read(stage) * delta.scale) for delta in stored.deltas
+    ]
+    norms = [
+        None if delta.magnitude is None else content(delta.magnitude, stage).float().view(-1, 1)
+        for delta in stored.deltas
+    ]
+    for first, part in parts(stored.base, stage, rows, read):
+        at = slice(rows.start + first, rows.start + first + len(part))
+        whole = part.float()
+        for (left, right), norm in zip(factors, norms, strict=True):
+            change = left[at] @ (right if read is None else right[:, read.start : read.stop])
+            whole = whole + change
+            if norm is not None:
+                whole = whole * (norm[at] / whole.norm(dim=1, keepdim=True))
+        yield first, whole if read is columns else whole[:, kept.start : kept.stop]
 
 
 def stored_rows(stored: Compound, stage: Stage, rows: range) -> Iterator[StoredRows]:

@@ -341,10 +341,11 @@ class _BitsAndBytes(Method):
     values: ClassVar = {"weight": (INT8, BYTE)}
     sides: ClassVar = (
         "SCB",
+        "weight_format",
         *(f"weight.{one}" for one in ("absmax", "quant_map", "nested_absmax", "nested_quant_map")),
         *(f"{_QUANT_STATE}{one}" for one in ("nf4", "fp4")),
     )
-    unused: ClassVar = ("weight_format",)
+    unused: ClassVar = ()
     skips: ClassVar = ("llm_int8_skip_modules",)
 
     def split(self, name: str) -> tuple[str, str]:
@@ -356,6 +357,13 @@ class _BitsAndBytes(Method):
     def compound(self, parts: Parts) -> Compound:
         if "SCB" in parts:
             values = parts.matrix("weight", (INT8,))
+            kind = (
+                content(parts.get("weight_format", (BYTE,))) if "weight_format" in parts else None
+            )
+            if kind is not None and kind.any():
+                raise parts.error(
+                    "weight_format", "names an order of rows of some GPUs; only 0 is read"
+                )
             scales = parts.get("SCB", ("F32",), values.shape[:1], (values.shape[0], 1))
             group = (1, values.shape[1])
             layout = Layout("bitsandbytes int8", 8, compound.int8, compound.rows_of_int8, group)
@@ -455,4 +463,5 @@ def join(
             "quant_method",
             f"{shown(name)} is not supported; known: {', '.join(METHODS)}; {OTHERWISE}",
         )
-    return METHODS[name](settings).join(entries, has_slot)
+    joined = METHODS[name](settings).join(entries, has_slot)
+    return joined._replace(notes=tuple(f"{place}: {note}" for note in joined.notes))

@@ -213,7 +213,7 @@ class Method:
     def _notes(self, unused: list[str], biases: int, quantised: bool) -> Iterable[str]:
         """Yield notes on what is not used."""
         if not quantised:
-            yield "config.json has a `quantization_config`, but no weight is quantised"
+            yield "there is a quantization_config, but no weight is quantised"
         if unused:
             names = ", ".join(sorted(set(unused)))
             yield (
@@ -224,7 +224,7 @@ class Method:
             yield f"{biases} biases that are 0 are not used: the model has none there"
         if self.settings.values.get("kv_cache_scheme"):
             yield (
-                'key "quantization_config.kv_cache_scheme" is not used: the file\'s scales do not '
+                "kv_cache_scheme of quantization_config is not used: the file's scales do not "
                 "quantise the cache"
             )
 

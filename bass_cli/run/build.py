@@ -107,7 +107,7 @@ def load_models(
 
     source: Source = functools.partial(_read_whole, files.target)
     if ranks > 1:
-        source = functools.partial(read_part, files.target.path)
+        source = functools.partial(read_part, files.target.path, files.target.adapters)
     vocab = min(files.tokenizer.size, files.target.spec.vocab)
     needed = sum(plan.parts.values())
     part = Part(source, ranks, plan.dtype, plan.device, vocab, needed, plan.layouts)

@@ -66,6 +66,8 @@ def describe(
     }
     chats = {"system": job.system, "template_args": job.template_args, "tools": job.tools}
     results |= {name: value for name, value in chats.items() if value is not None}
+    if job.lora:
+        results |= {"lora": list(job.lora)}
     if job.thinking == "off" or (job.thinking == "auto" and plan.tags):
         results |= {"thinking": job.thinking}
     results |= {

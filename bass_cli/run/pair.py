@@ -21,6 +21,7 @@ from bass_cli.errors import MachineError, UserError
 from bass_cli.formats.checkpoint import Checkpoint, open_checkpoint, open_head
 from bass_cli.formats.continuation import ending_ids
 from bass_cli.formats.grammars import grammars_of
+from bass_cli.formats.lora import locate_adapters
 from bass_cli.formats.sources import locate
 from bass_cli.formats.thinking import tags_of
 from bass_cli.formats.tokenizer import Tokenizer, check_same_vocabulary
@@ -83,7 +84,7 @@ def open_files(job: Job, early: Callable[[], Tokenizer | None] = lambda: None) -
     """
     pair = job.pair
     target_path = locate(pair.target, folder=pair.folder, weights=True)
-    target = open_checkpoint(target_path)
+    target = open_checkpoint(target_path, locate_adapters(job.lora, pair.folder))
     words = parse_draft(pair.draft)
     draft_path = (
         None if words.files is None else locate(words.files, folder=pair.folder, weights=True)

@@ -22,6 +22,7 @@ import torch
 from bass_cli.errors import MachineError, UserError
 from bass_cli.formats import weights as formats
 from bass_cli.formats.checkpoint import open_checkpoint
+from bass_cli.formats.lora import Adapter
 from bass_cli.io import terminal
 from bass_cli.models.block_allocator import BlockLayout
 from bass_cli.models.capture import Graphs
@@ -165,6 +166,7 @@ def _follow(job: JobSpec, calls: BinaryIO, say: Callable[[Ready | Fault], None])
 
 def read_part(
     path: Path,
+    adapters: tuple[Adapter, ...],
     share: Share,
     *,
     dtype: torch.dtype,
@@ -173,7 +175,7 @@ def read_part(
     on_read: Callable[[int], None],
 ) -> tuple[Spec, Named]:
     """Load a part of a checkpoint on this machine. See `Source`."""
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(path, adapters)
     weights = formats.load(
         checkpoint, dtype=dtype, layouts=layouts, device=device, share=share, on_read=on_read
     )

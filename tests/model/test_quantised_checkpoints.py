@@ -299,7 +299,7 @@ def test_what_is_not_used_is_noted(tmp_path: Path) -> None:
     )
     notes = open_checkpoint(tmp_path).notes
     assert any("15 tensors" in note and "input_scale, k_scale" in note for note in notes)
-    assert any("kv_cache_scheme" in note for note in notes)
+    assert any("kv_cache_scheme" in note and "config.json" in note for note in notes)
 
 
 def test_biases_of_zeros_are_left_out(tmp_path: Path) -> None:
