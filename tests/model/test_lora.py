@@ -216,7 +216,8 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
               r"score\.weight. has no place in the target"),
     "type": (lambda f: change(f, lambda t: t.update({f"{Q}.lora_A.weight": torch.zeros(4, 48, dtype=torch.int8)})),
              r"lora_A\.weight. has type I8; floats are needed"),
-    "no weights": (lambda f: (f / "adapter_model.safetensors").unlink(), r"adapter_model\.safetensors or adapter_model\.bin"),
+    "no weights": (lambda f: (f / "adapter_model.safetensors").unlink(),
+                   r"adapter_model\.safetensors or adapter_model\.bin"),
     "no config": (lambda f: (f / "adapter_config.json").unlink(), r"adapter_config\.json"),
 }  # fmt: skip
 
