@@ -39,7 +39,7 @@ _HARMLESS = {
     "training": (
         "initializer_range init_std attention_dropout residual_dropout embedding_dropout "
         "hidden_dropout dropout activation_dropout classifier_dropout layerdrop resid_pdrop "
-        "embd_pdrop attn_pdrop"
+        "embd_pdrop attn_pdrop router_aux_loss_coef router_jitter_noise"
     ),
     "token ids, and defaults of generation, which bass sets by its own options": (
         "bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id "
@@ -70,6 +70,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "num_experts": (0, 1),
     "num_local_experts": (0, 1),
     "n_routed_experts": (0,),
+    "mlp_only_layers": ([],),
+    "decoder_sparse_step": (1,),
     "num_kv_shared_layers": (0,),
     "kv_sharing_modes": ({}, []),
     # attention
@@ -163,7 +165,8 @@ def read_keys(config: Mapping[str, Any], family: Family, *, place: str) -> dict[
     Raises:
         UserError: an unsupported key changes the computation, or two names of one key differ.
     """
-    refuse_others({key: config[key] for key in config.keys() - family.reads}, NEUTRAL, place=place)
+    others = config.keys() - family.reads - family.aliases.keys()
+    refuse_others({key: config[key] for key in others}, NEUTRAL, place=place)
     for key in _OFF_IF_NULL.get(str(config.get("model_type")), ()):
         if config.get(key, True) is None:
             raise UserError(f'{place}: key "{key}": None is not supported, only True is')

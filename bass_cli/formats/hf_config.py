@@ -15,7 +15,7 @@ from bass_cli.errors import UserError, nearest
 from bass_cli.formats.config_keys import ROPE_TYPES, read_keys, unread
 from bass_cli.formats.text_part import has_text_part, text_config
 from bass_cli.models.families import CODEGEN_BLOCKS, FAMILIES, Family
-from bass_cli.models.spec import Norm, Rope, Spec
+from bass_cli.models.spec import Experts, Norm, Rope, Spec
 from bass_cli.reading import finite, shown, truth, whole
 
 ACTIVATIONS = {
@@ -35,7 +35,7 @@ MASKS = ("pard_token", "ptd_token_id", "mask_token_id")
 
 # Upper limits, larger than in any model. A corrupt config must not take much memory before its
 # tensors are checked against it.
-_MOST = {"layers": 1 << 12, "head_size": 1 << 16}
+_MOST = {"layers": 1 << 12, "head_size": 1 << 16, "experts": 1 << 12}
 _LARGEST = 2**31 - 1  # of all other sizes
 _ORIGINAL = "original_max_position_embeddings"
 _KINDS = ("full_attention", "sliding_attention")  # of layers
@@ -144,8 +144,23 @@ def spec_of_config(config: Mapping[str, Any], *, place: str) -> Spec:
         biases=biases,
         tied=values.flag("tie_word_embeddings"),
         unrotated=unrotated,
+        experts=_experts(values, family),
         **scales,
     )
+
+
+def _experts(values: Values, family: Family) -> Experts | None:
+    """Return the mixture of experts; None for one feed-forward."""
+    if not family.mixture:
+        return None
+    count, chosen = values.count("experts"), values.count("chosen")
+    if chosen > count:
+        raise UserError(
+            f'{values.place}: key "{values.key("chosen")}": {chosen} is more than the number of '
+            f"experts, {count}"
+        )
+    normalised = family.mixture != "config" or values.flag("norm_topk_prob")
+    return Experts(count, chosen, normalised)
 
 
 def _scales(values: Values, family: Family, shape: Mapping[str, Any]) -> dict[str, Any]:

@@ -432,7 +432,10 @@ def held_part(spec: Spec, name: str, share: Share) -> HeldPart | None:
         return HeldPart(0, (queries, _shifted(keys, query), _shifted(keys, query + key)))
     if layer == "up":
         return HeldPart(0, (inner, _shifted(inner, spec.inner)) if spec.gated else (inner,))
-    if layer in ("o", "down") and kind == "weight":
+    if layer == "experts_up" and spec.experts is not None:
+        gates = range(0, 2 * spec.experts.total * spec.inner, spec.inner)  # gates and ups in turn
+        return HeldPart(0, tuple(_shifted(inner, first) for first in gates))
+    if layer in ("o", "down", "experts_down") and kind == "weight":
         return HeldPart(1, (queries if layer == "o" else inner,))
     return None
 

@@ -20,7 +20,7 @@ from torch.nn import functional
 import bass_kernels as ops
 from bass_cli.models.kv_cache import Layers, Pass
 from bass_cli.models.ranks import Ranks
-from bass_cli.models.spec import MAPS, Format, Layouts, Rope, Spec
+from bass_cli.models.spec import MAPS, Experts, Format, Layouts, Rope, Spec
 from bass_cli.models.weights import Named, Weights
 from bass_kernels import Quantised, Weight
 
@@ -260,6 +260,8 @@ class Decoder:
             residual = residual + self._norm(at + "post1", self._mapped(at + "o", mixed))
             mapped = self._mapped(at + "down", self._up(at, residual))
             return residual + self._norm(at + "post2", mapped)
+        if spec.experts is not None:
+            return self._mixed(at, spec.experts, self._added(at + "o", mixed, residual))
         inner = self._up(at, residual) if spec.parallel else None
         residual = self._added(at + "o", mixed, residual)
         inner = self._up(at, residual) if inner is None else inner
@@ -282,6 +284,31 @@ class Decoder:
         found = self.ranks.sum(ops.linear(x, weight, None))
         return found if bias is None else found.add_(bias)
 
+    def _mixed(self, at: str, experts: Experts, residual: Tensor) -> Tensor:
+        """Add the experts' feed-forward to the residual stream [B, W, width]. In a split model
+        each process has some of the inner dimensions of every expert."""
+        spec = self.spec
+        x = self._norm(at + "norm2", residual).flatten(0, 1)
+        ids, weights = ops.route(
+            x, *self._affine(at + "router"), chosen=experts.chosen, normalised=experts.normalised
+        )
+        down, bias = self._affine(at + "experts_down")
+        if self.ranks is not None and self.ranks.share.rank:
+            bias = None  # the first process adds it
+        found = ops.mix_experts(
+            x,
+            ids,
+            weights,
+            ops.Maps(*self._affine(at + "experts_up"), down, bias),
+            residual.flatten(0, 1) if self.ranks is None else None,
+            experts=experts.total,
+            activation=spec.activation,
+            clamp=None if experts.clamp is None else ops.Clamp(*experts.clamp),
+        )
+        if self.ranks is None:
+            return found.view(residual.shape)
+        return residual + self.ranks.sum(found).view(residual.shape)
+
     def _up(self, at: str, residual: Tensor) -> Tensor:
         """Return the feed-forward's inner values [B, W, inner]."""
         spec = self.spec
@@ -298,7 +325,7 @@ class Decoder:
         )
 
     def _affine(self, name: str) -> tuple[Tensor, Tensor | None]:
-        """Return the weight and bias of a norm."""
+        """Return the weight and bias of a norm, or of another map that is not quantised."""
         return self._weights.plain(name + ".weight"), self._weights.plain_or_none(name + ".bias")
 
     def _map(self, name: str) -> tuple[Weight, Tensor | None]:

@@ -45,6 +45,8 @@ class Family(NamedTuple):
     rotary: "config"; "fraction" if the config may name a share of a head; "partial" for the first
         `rotary_dim` dimensions; "" for learned positions.
     by_type: layers with a window have their own rotary parameters in the config.
+    mixture: "" for one feed-forward; "config" if the config says whether weights of experts are
+        normalised; "normalised"; "clamped" for gpt-oss's gated unit.
     unrotated: layers without rotary embedding: "" for none; "listed" for those that the config
         lists; "full" for those without a window, if there are windows.
     windows: "" for none; "all" for the same in every layer; "types" for the layers that the
@@ -71,6 +73,7 @@ class Family(NamedTuple):
     eps: float | None = None
     by_type: bool = False
     unrotated: str = ""
+    mixture: str = ""
 
     @property
     def reads(self) -> frozenset[str]:
@@ -179,6 +182,22 @@ _GLM4_TENSORS = (
     *_GLM_TENSORS,
     ("layers.{}.post_self_attn_layernorm", "layers.{}.post1", ""),
     ("layers.{}.post_mlp_layernorm", "layers.{}.post2", ""),
+)
+_MIXTURE_KEYS = {"experts": "num_local_experts", "chosen": "num_experts_per_tok"}
+_MIXTURE_ALIASES = {"num_experts": "num_local_experts"}
+_QWEN3_MOE_TENSORS = (
+    *(row for row in _QWEN3_TENSORS if ".mlp." not in row[0]),
+    ("layers.{}.mlp.gate", "layers.{}.router", ""),
+    ("layers.{}.mlp.experts.{}.gate_proj", "layers.{}.experts_up:gate", ""),
+    ("layers.{}.mlp.experts.{}.up_proj", "layers.{}.experts_up:up", ""),
+    ("layers.{}.mlp.experts.{}.down_proj", "layers.{}.experts_down", ""),
+)
+_MIXTRAL_TENSORS = (
+    *(row for row in _LLAMA_TENSORS if ".mlp." not in row[0]),
+    ("layers.{}.block_sparse_moe.gate", "layers.{}.router", ""),
+    ("layers.{}.block_sparse_moe.experts.{}.w1", "layers.{}.experts_up:gate", ""),
+    ("layers.{}.block_sparse_moe.experts.{}.w3", "layers.{}.experts_up:up", ""),
+    ("layers.{}.block_sparse_moe.experts.{}.w2", "layers.{}.experts_down", ""),
 )
 _ARCEE_TENSORS = tuple(
     (theirs, ours.replace(":up", ""), how)
@@ -449,6 +468,45 @@ FAMILIES: dict[str, Family] = {
         | {"tie_word_embeddings": True, "sliding_window": None, "layer_types": None},
         flags={"use_bias": _EVERY_MAP},
     ),
+    "qwen3_moe": Family(
+        "model.",
+        _QWEN3_MOE_TENSORS,
+        _LLAMA_KEYS | _MIXTURE_KEYS | {"inner": "moe_intermediate_size"},
+        _ROPE_DEFAULTS
+        | {"num_key_value_heads": 4, "use_sliding_window": False, "sliding_window": 4096}
+        | {"layer_types": None, "max_window_layers": None, "intermediate_size": 6144}
+        | {"num_local_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+        | {"norm_topk_prob": False},
+        norm_extras={"qk": True},
+        windows="all",
+        flags={"attention_bias": frozenset({"qkv", "o"})},
+        aliases=_MIXTURE_ALIASES,
+        mixture="config",
+    ),
+    "olmoe": Family(
+        "model.",
+        _QWEN3_MOE_TENSORS,
+        _LLAMA_KEYS | _MIXTURE_KEYS | {"experts": "num_experts"},
+        _ROPE_DEFAULTS
+        | {"rms_norm_eps": 1e-5, "sliding_window": None, "layer_types": None}
+        | {"num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False},
+        norm_extras={"qk": True, "qk_wide": True},
+        flags={"attention_bias": frozenset({"qkv", "o"})},
+        aliases={"num_local_experts": "num_experts"},
+        mixture="config",
+    ),
+    "mixtral": Family(
+        "model.",
+        _MIXTRAL_TENSORS,
+        _LLAMA_KEYS | _MIXTURE_KEYS,
+        _ROPE_DEFAULTS
+        | {"rope_theta": 1e6, "num_key_value_heads": 8, "rms_norm_eps": 1e-5}
+        | {"sliding_window": None, "layer_types": None}
+        | {"num_local_experts": 8, "num_experts_per_tok": 2},
+        windows="all",
+        aliases=_MIXTURE_ALIASES,
+        mixture="normalised",
+    ),
     "arcee": _LLAMA._replace(
         tensors=_ARCEE_TENSORS,
         defaults={**_LLAMA.defaults} | {"rms_norm_eps": 1e-5, "hidden_act": "relu2"},
@@ -474,10 +532,16 @@ def slots(spec: Spec, tensors: tuple[tuple[str, str, str], ...]) -> dict[str, Sl
     found = {}
     for theirs, ours, how in tensors:
         target, _, part = ours.partition(":")
+        experts = spec.experts.total if spec.experts and theirs.count("{}") == 2 else 1
         for i in range(spec.layers if "{}" in ours else 1):
             for kind in (".weight", ".bias"):
                 name = target.format(i) + kind
-                if name in shapes:
-                    first, rows = parts[part] if part else (0, shapes[name][0])
-                    found[theirs.format(i) + kind] = Slot(name, first, rows, how)
+                if name not in shapes:
+                    continue
+                every = shapes[name][0] // experts  # rows of one expert
+                first, rows = parts[part] if part else (0, every)
+                for expert in range(experts):
+                    found[theirs.format(i, expert) + kind] = Slot(
+                        name, expert * every + first, rows, how
+                    )
     return found

@@ -55,6 +55,21 @@ class Norm(NamedTuple):
     qk_wide: bool = False
 
 
+class Experts(NamedTuple):
+    """A mixture of experts in place of each layer's feed-forward.
+
+    total: number of experts; `Spec.inner` is the inner size of one.
+    chosen: experts of each token, those with the highest router logits.
+    normalised: the weights of the chosen experts are divided by their sum.
+    clamp: alpha and limit of gpt-oss's gated unit (bass_kernels.Clamp); None for the activation.
+    """
+
+    total: int
+    chosen: int
+    normalised: bool
+    clamp: tuple[float, float] | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Spec:
     """The shape of a decoder-only transformer and everything in which the known families differ.
@@ -64,11 +79,14 @@ class Spec:
     rope: None for learned absolute positions.
     local_rope: the rotary embedding of layers with a window, if they have their own.
     parallel: attention and feed-forward read the same norm and are added together (GPT-J).
-    biases: the linear maps with a bias, of "qkv", "o", "up", "down", "head".
+    biases: the linear maps with a bias, of "qkv", "o", "up", "down", "head",
+        "router", "experts_up", "experts_down".
     tied: the head is the embedding.
     unrotated: the layers without rotary embedding.
     residual_scale: factor of what attention and feed-forward add to the residual stream.
     logit_scale: divisor of the logits.
+    experts: None for one feed-forward.
+    sinks: each head has a score that takes weight in the softmax and adds no value (gpt-oss).
     """
 
     family: str
@@ -94,6 +112,8 @@ class Spec:
     unrotated: tuple[int, ...] = ()
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    experts: Experts | None = None
+    sinks: bool = False
 
     @property
     def unusual(self) -> str | None:
@@ -106,6 +126,8 @@ class Spec:
             "scaled cosines": any(r and r.scale != 1.0 for r in (self.rope, self.local_rope)),
             "a scaled residual stream": self.residual_scale != 1.0,
             "scaled logits": self.logit_scale != 1.0,
+            "experts": self.experts is not None,
+            "attention sinks": self.sinks,
         }
         return next((name for name, there in differences.items() if there), None)
 
@@ -113,7 +135,8 @@ class Spec:
 def parameters(spec: Spec) -> dict[str, tuple[int, ...]]:
     """Return the names and shapes of all tensors of a decoder, `head.weight` also if it is tied.
 
-    `qkv` stacks q, k, v by rows. A gated `up` stacks gate, then up.
+    `qkv` stacks q, k, v by rows. A gated `up` stacks gate, then up. `experts_up` and
+    `experts_down` stack the `up` and `down` of all experts by rows.
     """
     query, key = spec.heads * spec.head_size, spec.kv_heads * spec.head_size
     up = (2 if spec.gated else 1) * spec.inner
@@ -127,12 +150,18 @@ def parameters(spec: Spec) -> dict[str, tuple[int, ...]]:
         shapes["head.bias"] = (spec.vocab,)
     norms = {"norm": spec.width}
     for i in range(spec.layers):
-        maps = {
-            "qkv": (query + 2 * key, spec.width),
-            "o": (spec.width, query),
-            "up": (up, spec.width),
-            "down": (spec.width, spec.inner),
-        }
+        maps = {"qkv": (query + 2 * key, spec.width), "o": (spec.width, query)}
+        if spec.experts is None:
+            maps |= {"up": (up, spec.width), "down": (spec.width, spec.inner)}
+        else:
+            count = spec.experts.total
+            maps["router"] = count, spec.width
+            maps |= {
+                "experts_up": (count * up, spec.width),
+                "experts_down": (count * spec.width, spec.inner),
+            }
+        if spec.sinks:
+            shapes[f"layers.{i}.sinks.weight"] = (spec.heads,)
         for name, shape in maps.items():
             shapes[f"layers.{i}.{name}.weight"] = shape
             if name in spec.biases:

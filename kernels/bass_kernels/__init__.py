@@ -6,7 +6,7 @@ row, V vocabulary, H query heads, K key/value heads, D head size, S slots of the
 keys (each row's own), T positions of the prompt store.
 """
 
-from . import acceptance, host, likeliest, processing, reference, rounds, sampling
+from . import acceptance, experts, host, likeliest, processing, reference, rounds, sampling
 from .dispatch import (
     attention_schedule,
     by_device,
@@ -17,6 +17,7 @@ from .dispatch import (
     use,
 )
 from .eight_bits import Store
+from .experts import Clamp, Maps
 from .grouped import GROUP, Grouped, grouped_works
 from .host import SPARE_KEYS
 from .likeliest import processed_entries, report_entries
@@ -34,6 +35,8 @@ norm = by_device(reference.norm, "bass_kernels.pointwise")
 activation = by_device(reference.activation, "bass_kernels.pointwise")
 angles = by_device(reference.angles, "bass_kernels.pointwise")
 rope_write = by_device(host.rope_write, "bass_kernels.pointwise")
+route = by_device(experts.route, "bass_kernels.expert_kernels")
+mix_experts = by_device(experts.mix_experts, "bass_kernels.expert_kernels")
 attention = by_device(host.attention, "bass_kernels.ragged")
 sample = by_device(sampling.sample, "bass_kernels.sampling_kernels")
 sample_scored = by_device(sampling.sample_scored, "bass_kernels.sampling_kernels")
@@ -64,12 +67,14 @@ __all__ = [
     "SHARED",
     "SPARE_KEYS",
     "ChosenDrafts",
+    "Clamp",
     "ConfidenceStats",
     "DeviceGroups",
     "Distances",
     "Distribution",
     "Group",
     "Grouped",
+    "Maps",
     "Packed",
     "Quantised",
     "Segments",
@@ -104,6 +109,7 @@ __all__ = [
     "linear",
     "linear_add",
     "log_probability",
+    "mix_experts",
     "norm",
     "norm_up",
     "pack",
@@ -117,6 +123,7 @@ __all__ = [
     "report_entries",
     "rope_write",
     "rotate",
+    "route",
     "sample",
     "sample_scored",
     "unpack",

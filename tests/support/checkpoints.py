@@ -81,6 +81,10 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
                                      "residual_multiplier": 0.6, "logits_scaling": 2.0, "attention_bias": True}),
     "seed_oss": ("SeedOss", _SIZES | {"attention_out_bias": True}),
     "ernie4_5": ("Ernie4_5", _SIZES),
+    "qwen3_moe": ("Qwen3Moe", _SIZES | {"moe_intermediate_size": 40, "num_experts": 7, "num_experts_per_tok": 3,
+                                        "norm_topk_prob": True}),
+    "mixtral": ("Mixtral", _SIZES | {"num_local_experts": 5, "head_dim": 8, "sliding_window": 7}),
+    "olmoe": ("Olmoe", _SIZES | {"num_experts": 6, "num_experts_per_tok": 2, "head_dim": 8}),
     "arcee": ("Arcee", _SIZES | {"head_dim": 8}),
     "gpt2": ("GPT2", _GPT_SIZES | {"n_inner": 80}),
     "gptj": ("GPTJ", _GPT_SIZES | {"rotary_dim": 8}),
@@ -88,7 +92,7 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 FAMILIES: tuple[str, ...] = tuple(_KINDS)
 # Families that tensor parallelism supports: the others norm all heads as one vector.
-SPLIT = tuple(name for name in FAMILIES if name not in ("olmo2", "olmo3"))
+SPLIT = tuple(name for name in FAMILIES if name not in ("olmo2", "olmo3", "olmoe"))
 _CONFIGS = {"Gemma3": "Gemma3TextConfig"}
 # Families that `bass distill` trains
 TRAINED = ("llama", "llama3", "mistral", "qwen2", "qwen3", "gemma3_text", "opt", "starcoder2", "gpt2", "gptj",

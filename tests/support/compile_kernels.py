@@ -16,6 +16,7 @@ from triton.compiler import ASTSource
 
 from bass_kernels import (
     acceptance_kernels,
+    expert_kernels,
     fused_attention,
     likeliest_kernels,
     linear_kernels,
@@ -34,9 +35,12 @@ from bass_kernels import (
 FLOATS = {"found_ptr", "score_ptr", "part_ptr", "peak_ptr", "mass_ptr", "cos_ptr", "sin_ptr", "temperature_ptr",
           "top_p_ptr", "min_p_ptr", "edges_ptr", "q_edges_ptr", "stream_ptr", "sum_ptr", "square_ptr", "angle_ptr",
           "inverse_ptr", "below_ptr", "penalty_ptr", "maxima_ptr", "p_norm_ptr", "slope_ptr",
-          "norm_ptr", "q_norm_ptr", "k_norm_ptr", "weight_scale_ptr"}  # fmt: skip
+          "norm_ptr", "q_norm_ptr", "k_norm_ptr", "weight_scale_ptr", "share_ptr"}  # fmt: skip
 INTEGERS = {
     "bound_ptr",
+    "order_ptr",
+    "first_ptr",
+    "end_ptr",
     "arrived_ptr",
     "count_ptr",
     "grouped_ptr",
@@ -44,7 +48,8 @@ INTEGERS = {
     "allowed_ptr",
     "mask_ptr",
 }
-LONGS = {"target_row_ptr", "position_ptr", "base_ptr", "start_ptr", "own_ptr", "token_ptr", "tokens_ptr", "slots_ptr",
+LONGS = {"ids_ptr",
+         "target_row_ptr", "position_ptr", "base_ptr", "start_ptr", "own_ptr", "token_ptr", "tokens_ptr", "slots_ptr",
          "top_k_ptr", "search_ptr", "draft_ptr", "length_ptr", "most_ptr", "origin_ptr", "accepted_ptr", "next_ptr",
          "block_ptr", "begin_ptr", "best_ptr", "place_ptr", "row_ptr", "text_ptr", "alive_ptr", "target_ptr"}  # fmt: skip
 NOISY = {"_pass", "_finish_row", "_draw", "_verify"}  # there, keys are those of the noise
@@ -212,6 +217,17 @@ if __name__ == "__main__":
             PREFETCH=size == 1,
             EARLY=True,
         )
+    wide = {"WIDE": "tf32", "BLOCK_K": 64}
+    for normalised in (False, True):
+        of_router = {"BIAS": normalised, "CHOSEN": 8, "NORMALISED": normalised}
+        compile_one(expert_kernels._route, **of_router, BLOCK_E=128, BLOCK_C=8, **wide)
+    compile_one(expert_kernels._sort, BLOCK=512)
+    for rows, clamped in ((16, False), (64, True)):
+        tile = {"BIAS": clamped, "ROWS": rows, "COLUMNS": 64, **wide}
+        gated = {"KIND": 0, "CLAMPED": clamped, "ALPHA": 1.702, "LIMIT": 7.0}
+        compile_one(expert_kernels._up, CHOSEN=8, **gated, **tile)
+        compile_one(expert_kernels._down, **tile)
+    compile_one(expert_kernels._sum, ADD=True, CHOSEN=8, BLOCK=1024)
     compile_one(ragged_kernel.merge_rows, H=28, K=4, D=128, SPLITS=32, BLOCK_M=16, BLOCK_D=128)
     for splits in (1, 2):
         compile_one(linear_kernels._stream, BIAS=True, SPLITS=splits, EVEN=splits == 1, WIDE="tf32")

@@ -1,0 +1,114 @@
+"""The feed-forward of a mixture of experts in plain torch: the router, and the products of each
+token's experts. Their definition, the CPU path, and the reference of the kernel tests.
+
+A token's result has the same bits whatever tokens are beside it: products are done in tiles of a
+fixed number of rows.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from . import reference
+
+# Rows of a product. With a fixed number BLAS adds in one order for every row. More rows cost more
+# where an expert has one token, fewer where it has many.
+_ROWS = 4
+
+
+class Clamp(NamedTuple):
+    """The gated unit of gpt-oss: (up + 1) * gate * sigmoid(alpha * gate), with the gate at most
+    `limit` and up from -limit to limit."""
+
+    alpha: float
+    limit: float
+
+
+class Maps(NamedTuple):
+    """The weights of E experts: up [E * 2 inner, width] has the gate's rows, then up's, expert by
+    expert, with a bias [E * 2 inner]; down [E * width, inner] with a bias [E * width]."""
+
+    up: Tensor
+    up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+
+
+def route(
+    x: Tensor, router: Tensor, bias: Tensor | None, *, chosen: int, normalised: bool
+) -> tuple[Tensor, Tensor]:
+    """Choose experts for tokens x [T, width].
+
+    Args:
+        router: [E, width], with a bias [E].
+        chosen: experts of each token.
+        normalised: divide the weights of the chosen experts by their sum. That is also the softmax
+            of the chosen logits only, as in gpt-oss.
+
+    Returns:
+        Experts [T, chosen] int64, the likeliest first and of equal ones the lowest, and their
+        weights [T, chosen] float32.
+    """
+    logits = _in_tiles(x, router, bias)
+    found = logits.float().softmax(-1).sort(dim=-1, descending=True, stable=True)
+    weights, ids = found.values[:, :chosen], found.indices[:, :chosen]
+    return ids, weights / weights.sum(-1, keepdim=True) if normalised else weights
+
+
+def mix_experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    maps: Maps,
+    residual: Tensor | None = None,
+    *,
+    experts: int,
+    activation: str,
+    clamp: Clamp | None = None,
+) -> Tensor:
+    """Return the weighted sum of the experts' feed-forwards of tokens x [T, width], in x's dtype.
+
+    Args:
+        residual: [T, width], added to the sum. Default: nothing is added.
+        ids, weights: of `route`.
+        experts: number of experts, E.
+        activation: of the gate, unless there is a clamp.
+    """
+    (tokens, width), chosen = x.shape, ids.shape[1]
+    up, down = maps.up.view(experts, -1, width), maps.down.view(experts, width, -1)
+    up_bias, down_bias = (
+        None if bias is None else bias.view(experts, -1) for bias in (maps.up_bias, maps.down_bias)
+    )
+    parts, flat = x.new_empty(tokens * chosen, width), ids.flatten()
+    for expert in flat.unique().tolist():
+        pairs = (flat == expert).nonzero()[:, 0]
+        inner = _in_tiles(x[pairs // chosen], up[expert], _of(up_bias, expert))
+        inner = gate(inner, activation, clamp)
+        parts[pairs] = _in_tiles(inner, down[expert], _of(down_bias, expert))
+    parts = parts.view(tokens, chosen, width).float() * weights[..., None]
+    total = parts.sum(1)
+    return (total if residual is None else residual + total).to(x.dtype)
+
+
+def gate(x: Tensor, activation: str, clamp: Clamp | None) -> Tensor:
+    """Apply the gated unit to x [..., 2 inner], the gate before up: [..., inner]."""
+    if clamp is None:
+        return reference.activation(x, activation, gated=True)
+    gates, ups = x.chunk(2, dim=-1)
+    gates = gates.clamp(max=clamp.limit)
+    return (ups.clamp(-clamp.limit, clamp.limit) + 1) * (gates * (gates * clamp.alpha).sigmoid())
+
+
+def _of(bias: Tensor | None, expert: int) -> Tensor | None:
+    return None if bias is None else bias[expert]
+
+
+def _in_tiles(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the linear map of x [T, K], computed in tiles of _ROWS rows."""
+    padded = functional.pad(x, (0, 0, 0, -len(x) % _ROWS))
+    tiles = (functional.linear(tile, weight, bias) for tile in padded.split(_ROWS))
+    return torch.cat(list(tiles))[: len(x)]

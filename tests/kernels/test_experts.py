@@ -1,0 +1,159 @@
+"""Mixtures of experts: the definition against plain products token by token, and the Triton form
+against the definition."""
+
+import math
+
+import pytest
+import torch
+from test_triton import DEVICE, DTYPES, close, randn, triton  # noqa: F401 (a fixture)
+
+import bass_kernels as ops
+from bass_kernels import experts as definition
+
+SIZES = [(1, 5, 2, 40, 24), (7, 6, 3, 33, 70), (40, 9, 2, 64, 48), (3, 130, 8, 48, 16)]
+GATES = [("silu", None), ("gelu_tanh", None), ("silu", ops.Clamp(1.702, 0.4))]
+
+
+def maps_of(experts, width, inner, dtype, *, biased):
+    def made(rows, columns, seed):
+        return randn(rows, columns, dtype=dtype, seed=seed) / math.sqrt(columns)
+
+    biases = [randn(rows, dtype=dtype, seed=rows) / 3 for rows in (2 * experts * inner, experts * width)]  # fmt: skip
+    up, down = made(2 * experts * inner, width, 3), made(experts * width, inner, 4)
+    return ops.Maps(up, biases[0] if biased else None, down, biases[1] if biased else None)
+
+
+def by_hand(x, ids, weights, maps, activation, clamp):
+    """Each token alone, in float64."""
+    found = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    width, inner = x.shape[1], maps.down.shape[1]
+    for token, row in enumerate(x.double()):
+        for expert, weight in zip(ids[token].tolist(), weights[token].tolist(), strict=True):
+            first, middle = 2 * inner * expert, 2 * inner * expert + inner
+            gates = maps.up[first:middle].double() @ row
+            ups = maps.up[middle : middle + inner].double() @ row
+            if maps.up_bias is not None:
+                gates = gates + maps.up_bias[first:middle]
+                ups = ups + maps.up_bias[middle : middle + inner]
+            if clamp is None:
+                mixed = getattr(torch.nn.functional, activation.removesuffix("_tanh"))
+                mixed = mixed(gates, approximate="tanh") if "tanh" in activation else mixed(gates)
+                mixed = mixed * ups
+            else:
+                gates, ups = gates.clamp(max=clamp.limit), ups.clamp(-clamp.limit, clamp.limit)
+                mixed = (ups + 1) * gates * torch.sigmoid(clamp.alpha * gates)
+            rows = slice(width * expert, width * (expert + 1))
+            out = maps.down[rows].double() @ mixed
+            found[token] += weight * (out if maps.down_bias is None else out + maps.down_bias[rows])
+    return found
+
+
+@pytest.mark.parametrize("normalised", [False, True])
+@pytest.mark.parametrize("size", SIZES)
+def test_definition_of_the_router(size, normalised):
+    tokens, experts, chosen, width, _ = size
+    x, router = randn(tokens, width), randn(experts, width, seed=1)
+    bias = randn(experts, seed=2)
+    ids, weights = definition.route(x, router, bias, chosen=chosen, normalised=normalised)
+    logits = x @ router.T + bias
+    for token, row in enumerate(logits):
+        best = sorted(range(experts), key=lambda expert: -row[expert])[:chosen]
+        assert ids[token].tolist() == best
+        among = row[best] if normalised else row
+        due = row[best].exp() / among.exp().sum()
+        torch.testing.assert_close(weights[token], due, atol=1e-6, rtol=1e-5)
+
+
+def test_equal_logits_choose_the_first_experts():
+    x, router = torch.ones(2, 8, device=DEVICE), torch.ones(6, 8, device=DEVICE)
+    for route in (definition.route, ops.route):
+        ids, weights = route(x, router, None, chosen=3, normalised=True)
+        assert ids.tolist() == [[0, 1, 2]] * 2
+        torch.testing.assert_close(weights, torch.full_like(weights, 1 / 3))
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("activation", "clamp"), GATES)
+@pytest.mark.parametrize("size", SIZES[:3])
+def test_definition_of_the_experts(size, activation, clamp, biased):
+    tokens, experts, chosen, width, inner = size
+    x, maps = randn(tokens, width), maps_of(experts, width, inner, torch.float32, biased=biased)
+    ids, weights = definition.route(
+        x, randn(experts, width, seed=1), None, chosen=chosen, normalised=True
+    )
+    words = {"experts": experts, "activation": activation, "clamp": clamp}
+    found = definition.mix_experts(x, ids, weights, maps, **words)
+    due = by_hand(x, ids, weights, maps, activation, clamp)
+    torch.testing.assert_close(found.double(), due, atol=1e-5, rtol=1e-4)
+    added = definition.mix_experts(x, ids, weights, maps, 2 * x, **words)
+    torch.testing.assert_close(added, found + 2 * x, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("op", [
+    "definition",
+    pytest.param("op", marks=pytest.mark.skipif(
+        DEVICE.type == "cpu", reason="the interpreter's products depend on the row of a tile")),
+])  # fmt: skip
+def test_a_token_has_the_same_bits_whatever_tokens_are_beside_it(op):
+    """Plain and speculative decoding run a token with other numbers of tokens in the pass."""
+    experts, chosen, width, inner = 5, 2, 96, 56
+    mix, route = (
+        (definition.mix_experts, definition.route)
+        if op == "definition"
+        else (ops.mix_experts, ops.route)
+    )
+    x, maps = randn(23, width), maps_of(experts, width, inner, torch.float32, biased=True)
+    router = randn(experts, width, seed=1)
+
+    def run(rows):
+        ids, weights = route(rows, router, None, chosen=chosen, normalised=True)
+        return mix(rows, ids, weights, maps, rows, experts=experts, activation="silu")
+
+    alone = torch.cat([run(row[None]) for row in x])
+    for count in (2, 3, 9, 16, 23):
+        assert torch.equal(run(x[:count]), alone[:count])
+    assert torch.equal(run(x.flip(0)), alone.flip(0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normalised", [False, True])
+@pytest.mark.parametrize("size", SIZES)
+def test_router_equals_the_definition(size, normalised, dtype):
+    tokens, experts, chosen, width, _ = size
+    x, router = randn(tokens, width, dtype=dtype), randn(experts, width, dtype=dtype, seed=1)
+    bias = randn(experts, dtype=dtype, seed=2)
+    words = {"chosen": chosen, "normalised": normalised}
+    ids, weights = ops.route(x, router, bias, **words)
+    due_ids, due = definition.route(x, router, bias, **words)
+    assert (ids == due_ids).float().mean() > (0.98 if dtype is torch.float32 else 0.9)
+    assert sorted(ids[0].tolist()) == sorted(set(ids[0].tolist()))
+    close(weights, due, torch.float32 if dtype is torch.float32 else dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("activation", "clamp"), GATES)
+@pytest.mark.parametrize("size", SIZES)
+def test_experts_equal_the_definition(size, activation, clamp, biased, dtype):
+    tokens, experts, chosen, width, inner = size
+    x, maps = (
+        randn(tokens, width, dtype=dtype),
+        maps_of(experts, width, inner, dtype, biased=biased),
+    )
+    router = randn(experts, width, dtype=dtype, seed=1)
+    ids, weights = definition.route(x, router, None, chosen=chosen, normalised=True)
+    words = {"experts": experts, "activation": activation, "clamp": clamp}
+    found = ops.mix_experts(x, ids, weights, maps, x, **words)
+    wide = ops.Maps(*(None if one is None else one.float() for one in maps))
+    due = definition.mix_experts(x.float(), ids, weights, wide, x.float(), **words)
+    close(found, due, dtype, factor=2)
+
+
+def test_all_tokens_may_choose_the_same_experts():
+    """One expert has every token, in several tiles, and the others have none."""
+    x, maps = randn(200, 32), maps_of(4, 32, 16, torch.float32, biased=False)
+    ids = torch.tensor([[2, 0]], device=DEVICE).expand(200, -1)
+    weights = torch.tensor([[0.75, 0.25]], device=DEVICE).expand(200, -1).contiguous()
+    words = {"experts": 4, "activation": "silu"}
+    found = ops.mix_experts(x, ids, weights, maps, **words)
+    close(found, definition.mix_experts(x, ids, weights, maps, **words), torch.float32)
