@@ -132,12 +132,57 @@ class Spec:
         return next((name for name, there in differences.items() if there), None)
 
 
+class AttentionCall(NamedTuple):
+    """One call of attention in a pass of a model whose layers transformers runs.
+
+    layer: the decoder layer that makes it.
+    store: the layer of the key/value store that it reads.
+    writes: whether it writes that layer first; else an earlier call wrote it (Gemma 4).
+    key_size, value_size: of a head.
+    window: as in Spec.windows.
+    """
+
+    layer: int
+    store: int
+    writes: bool
+    kv_heads: int
+    key_size: int
+    value_size: int
+    window: int
+
+    @property
+    def size(self) -> int:
+        """The size of a head in the store. The smaller of the two is padded with zeros."""
+        return max(self.key_size, self.value_size)
+
+
+@dataclass(frozen=True, slots=True)
+class AnySpec(Spec):
+    """The shape of a model whose layers transformers runs (any_model.py).
+
+    weights: names and shapes of its parameters, a tied one once.
+    calls: its calls of attention, in the order of a pass.
+    tuples: whether its layers return tuples.
+    """
+
+    weights: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    calls: tuple[AttentionCall, ...] = ()
+    tuples: bool = False
+
+    @property
+    def stored(self) -> tuple[AttentionCall, ...]:
+        """The calls that write, one for each layer of the key/value store."""
+        return tuple(call for call in self.calls if call.writes)
+
+
 def parameters(spec: Spec) -> dict[str, tuple[int, ...]]:
     """Return the names and shapes of all tensors of a decoder, `head.weight` also if it is tied.
 
     `qkv` stacks q, k, v by rows. A gated `up` stacks gate, then up. `experts_up` and
     `experts_down` stack the `up` and `down` of all experts by rows.
     """
+    if isinstance(spec, AnySpec):
+        return dict(spec.weights)
     query, key = spec.heads * spec.head_size, spec.kv_heads * spec.head_size
     up = (2 if spec.gated else 1) * spec.inner
     shapes: dict[str, tuple[int, ...]] = {
