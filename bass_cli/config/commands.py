@@ -101,8 +101,11 @@ _Samples: Any = args_of(
 _Texts: Any = args_of("chat", "prompt_column", "id_column", "strict_fields", "include_stop", "echo")
 _Chats: Any = args_of("system", "template", "template_args", "tools")
 _Defaults: Any = args_of("generation_config", "lora")
+_Decoder: Any = args_of("decoder")
 _Structure: Any = args_of("json_schema", "json_object", "regex", "grammar")
-_Target: Any = args_of("model", "lora", "device", "dtype", "kv_dtype", "threads", "tensor_parallel")
+_Target: Any = args_of(
+    *("model", "lora", "decoder", "device", "dtype", "kv_dtype", "threads", "tensor_parallel")
+)
 _Scored: Any = args_of("chat", "prompt_column", "limit", "logprobs")
 _WholeJob: Any = args_of(
     *("n", "max_new_tokens", "stop", "chat", "draft_length", "batch_size", "limit"),
@@ -137,7 +140,7 @@ class PairArgs(_Pair):
 
 
 @dataclass(kw_only=True, eq=False)
-class SampleArgs(_Samples, _Distribution, PairArgs, _Quiet):
+class SampleArgs(_Samples, _Distribution, _Decoder, PairArgs, _Quiet):
     """The options of how samples are drawn: shared by `generate` and `eval`."""
 
     shard: str | None = flag(
@@ -193,7 +196,7 @@ class GenerateArgs(_Chats, _Defaults, _Structure, _Texts, SampleArgs):
 
 
 @dataclass(kw_only=True, eq=False)
-class BatchArgs(_Requests, _Chats, _Defaults, _Distribution, PairArgs, _Quiet):
+class BatchArgs(_Requests, _Chats, _Defaults, _Distribution, _Decoder, PairArgs, _Quiet):
     prompts: str = flag(
         "A .jsonl file of requests in OpenAI's batch format: custom_id, method, url, body.",
         "",
@@ -320,7 +323,7 @@ class ScoreArgs(JudgeArgs, _Quiet):
 
 
 @dataclass(kw_only=True, eq=False)
-class ProfileArgs(PairArgs, _Document, _Quiet):
+class ProfileArgs(_Decoder, PairArgs, _Document, _Quiet):
     batch_sizes: str | None = flag(
         _BATCH_SIZES, text="Batch sizes to measure", shown="1,2,4,8; on a GPU up to 64"
     )

@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import InitVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 from pydantic import (
@@ -305,18 +305,21 @@ def _set_fields(part: Strict) -> dict[str, Any]:
 
 def _with_pair(given: Any) -> Any:
     """Make a pair of the fields `model`, `draft` and `tokenizer` of a job."""
-    short = ("model", "draft", "tokenizer")
+    short = ("model", "draft", "tokenizer", "decoder")
     if not isinstance(given, dict) or not any(given.get(name) is not None for name in short):
         return given
-    model, draft, tokenizer = (given.get(name) for name in short)
+    model, *others = (given.get(name) for name in short)
+    named = {
+        name: value for name, value in zip(short[1:], others, strict=True) if value is not None
+    }
     if model is None:
-        name = "draft" if draft is not None else "tokenizer"
+        name = next(iter(named))
         raise ValueError(f"`{name}` belongs to `model`; a pair has a {name} of its own")
     if given.get("pair") is not None:
         raise ValueError("`pair` and `model` exclude each other: a pair has a target already")
     if not isinstance(model, (str, os.PathLike)):
         raise ValueError(f"`model`: a model's name or path is needed, not {shown(model)}")
-    pair = pair_of_model(os.fspath(model), draft=draft, tokenizer=tokenizer)
+    pair = pair_of_model(os.fspath(model), **named)
     return {"pair": pair} | {name: value for name, value in given.items() if name not in short}
 
 
@@ -329,7 +332,7 @@ class Job(_Chats, JobOptions, frozen=True):
     Args:
         pair: A Pair, the name of a packaged pair, or the path of a pair file.
         model: In place of `pair`, the target: a hub id, a folder or a .gguf file.
-        draft, tokenizer: With `model`, the fields of its Pair. Default draft: lookup.
+        draft, tokenizer, decoder: With `model`, the fields of its Pair. Default draft: lookup.
         budget: The time limit of each prompt, in seconds; None for none.
         batch_size: Rows of the batch, or "auto".
         threads: CPU threads; None for as many as are free.
@@ -345,6 +348,7 @@ class Job(_Chats, JobOptions, frozen=True):
         model: InitVar[str | os.PathLike[str] | None] = None
         draft: InitVar[str | None] = None
         tokenizer: InitVar[str | None] = None
+        decoder: InitVar[str | None] = None
         pair: _PairField = _PairField()
     else:
         pair: Pair
@@ -414,10 +418,16 @@ def chosen_pair(args: PairArgs | DoctorArgs) -> Pair:
     return pair_of_model(model)
 
 
-def pair_of_model(model: str, *, draft: str | None = None, tokenizer: str | None = None) -> Pair:
+def pair_of_model(
+    model: str,
+    *,
+    draft: str | None = None,
+    tokenizer: str | None = None,
+    decoder: Literal["auto", "native", "transformers"] = "auto",
+) -> Pair:
     """Return the pair of a target. UserError if `model` is not a model's name.
 
-    `draft`, `tokenizer`: See Pair. Default draft: lookup.
+    `draft`, `tokenizer`, `decoder`: See Pair. Default draft: lookup.
     """
     if not model:
         raise UserError("`pair.target`: it is empty; name a hub id, a folder or a .gguf file")
@@ -432,6 +442,7 @@ def pair_of_model(model: str, *, draft: str | None = None, tokenizer: str | None
             target=model,
             draft=MODEL_DRAFT if draft is None else draft,
             tokenizer=tokenizer,
+            decoder=decoder,
         )
     except ValidationError as error:
         path, reason = first_fault(error)

@@ -191,6 +191,13 @@ class PairOptions(ModelOptions):
     )
     draft_dtype: DraftDtype = flag(_DRAFT_DTYPE, default="auto")
     kv_dtype: KvDtype = flag(_KV_DTYPE, default="auto")
+    decoder: Literal["auto", "native", "transformers"] = flag(
+        "Whose layers run models: bass's own (native), those of transformers, or native where the "
+        "architecture has a native decoder (auto)",
+        MODELS,
+        default="auto",
+        rare=True,
+    )
     tokenizer: Name | None = flag("Model whose tokenizer is used; default: the target's")
     fallback: Name | None = flag("Target to use if `target` is in a package that is not installed")
 

@@ -22,14 +22,14 @@ from bass_cli.formats.compound import Adapted, Compound, Stored, content, entrie
 from bass_cli.formats.gguf_blocks import QUANTISED
 from bass_cli.formats.gguf_config import ARCHITECTURES, ROPE_FACTORS, spec_of_gguf
 from bass_cli.formats.head_config import head_of_config, notes_of_head, tokens_of
-from bass_cli.formats.hf_config import mask_of, notes_of_config, spec_of_config
+from bass_cli.formats.hf_config import is_native, mask_of, notes_of_config, spec_of_config
 from bass_cli.formats.lora import Adapter, merge
 from bass_cli.formats.quantised_config import join
 from bass_cli.formats.sources import read_json
 from bass_cli.formats.tensor_content import DTYPES
 from bass_cli.formats.tensor_files import Entry, read_gguf, read_safetensors, read_torch
 from bass_cli.formats.text_part import bare_name, has_text_part, text_config
-from bass_cli.models import families
+from bass_cli.models import any_probe, families
 from bass_cli.models.families import FAMILIES, Family, Slot
 from bass_cli.models.spec import HeadSpec, Layouts, Spec, head_parameters, parameters
 from bass_cli.reading import shown
@@ -214,17 +214,28 @@ class Checkpoint:
         return mask_of(read_json(config), vocab=vocab, place=str(config))
 
 
-def open_checkpoint(path: Path, adapters: tuple[Adapter, ...] = ()) -> Checkpoint:
+def open_checkpoint(
+    path: Path, adapters: tuple[Adapter, ...] = (), *, decoder: str = "auto"
+) -> Checkpoint:
     """Read and check the headers of a folder (config.json and weights) or a .gguf file.
 
     Args:
         adapters: LoRA adapters that are merged into the weights while they are read.
+        decoder: whose layers run it: "native", "transformers", or "auto" for native ones where the
+            architecture has them.
 
     Raises:
         UserError: names the fault.
     """
     if path.is_dir():
-        return _open_folder(path, adapters)
+        config, place = read_json(path / "config.json"), str(path / "config.json")
+        open_ = _open_any if _is_any(config, decoder, place) else _open_folder
+        return open_(path, config, adapters)
+    if decoder == "transformers":
+        raise UserError(
+            f"{path}: `pair.decoder` transformers: a .gguf file has a native decoder only; use a "
+            "folder with config.json and safetensors"
+        )
     if path.suffix != ".gguf":
         raise UserError(f"{path}: a model is a folder with config.json, or a .gguf file")
     if adapters:
@@ -262,8 +273,54 @@ def open_checkpoint(path: Path, adapters: tuple[Adapter, ...] = ()) -> Checkpoin
     )
 
 
-def _open_folder(path: Path, adapters: tuple[Adapter, ...]) -> Checkpoint:
-    config, place = read_json(path / "config.json"), str(path / "config.json")
+def _is_any(config: Mapping[str, Any], decoder: str, place: str) -> bool:
+    """Return whether transformers' layers run the model of a config.json. An unknown architecture
+    gets the error of native decoders."""
+    if decoder != "auto":
+        return decoder == "transformers"
+    if is_native(config, place=place):
+        return False
+    kinds = config.get("model_type"), text_config(config, place=place)[0].get("model_type")
+    return bool(config.get("auto_map")) or all(map(any_probe.is_known, kinds))
+
+
+def _open_any(path: Path, config: Mapping[str, Any], adapters: tuple[Adapter, ...]) -> Checkpoint:
+    """Open a folder whose model transformers' layers run. Its tensors keep their names."""
+    if adapters:
+        raise UserError(
+            f"{path}: LoRA adapters cannot be merged into a model that runs through transformers' "
+            "own layers; merge them into a checkpoint first"
+        )
+    spec = any_probe.spec_of_model(path, config)
+    pieces = tuple(
+        Piece(entry, Slot(name, 0, entry.shape[0] if entry.shape else 1))
+        for name, entry in _entries(path).items()
+    )
+    notes = [
+        f"{spec.family} runs through transformers' own layers",
+        any_probe.context_note(spec, config),
+    ]
+    return Checkpoint(
+        path,
+        spec,
+        _eos_ids(path, config),
+        {},
+        pieces,
+        notes=tuple(note for note in notes if note is not None),
+    )
+
+
+def _eos_ids(path: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the end-of-sequence ids that a folder's files name."""
+    generation = path / "generation_config.json"
+    eos = _ids(read_json(generation), "eos_token_id", generation) if generation.exists() else ()
+    return eos or _ids(config, "eos_token_id", path / "config.json")
+
+
+def _open_folder(
+    path: Path, config: Mapping[str, Any], adapters: tuple[Adapter, ...]
+) -> Checkpoint:
+    place = str(path / "config.json")
     spec = spec_of_config(config, place=place)
     family = FAMILIES[spec.family]
     prefixes: tuple[str, ...] = (family.prefix,)
@@ -286,12 +343,10 @@ def _open_folder(path: Path, adapters: tuple[Adapter, ...]) -> Checkpoint:
     if spec.tied and _differs(entries, family):
         spec = replace(spec, tied=False)
     pieces = _assign(spec, slots, entries, path, ignored, parameters(spec))
-    generation = path / "generation_config.json"
-    eos = _ids(read_json(generation), "eos_token_id", generation) if generation.exists() else ()
     return Checkpoint(
         path,
         spec,
-        eos or _ids({**text, **config}, "eos_token_id", path / "config.json"),
+        _eos_ids(path, {**text, **config}),
         {},
         pieces,
         notes=(*notes_of_config(config, place=place), *joined.notes, *merged.notes),

@@ -224,6 +224,16 @@ def notes_of_config(config: Mapping[str, Any], *, place: str) -> tuple[str, ...]
     return notes + unread(config, family, place=place)
 
 
+def is_native(config: Mapping[str, Any], *, place: str) -> bool:
+    """Return whether the architecture of a parsed config.json has a native decoder."""
+    text, place = text_config(config, place=place)
+    try:
+        _family(text, place)
+    except UserError:
+        return False
+    return True
+
+
 def _family(config: Mapping[str, Any], place: str) -> tuple[str, Family]:
     """Return a config's family and its name. Ministral is Mistral with layer types."""
     name = config.get("model_type")

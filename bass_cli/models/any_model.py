@@ -59,15 +59,11 @@ class AnyModel(Decoder):
         self.layers = tuple(range(spec.layers))
         self.vocab = min(vocab or spec.vocab, spec.vocab)
         embed, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+        bias = getattr(head, "bias", None)
         lent = {"embed.weight": embed.detach(), "head.weight": head.weight.detach()}
-        if getattr(head, "bias", None) is not None:
-            lent["head.bias"] = head.bias.detach()
         self.weights = self._weights = Weights(lent)
-        self._head = (
-            self._weights["head.weight"][: self.vocab],
-            self._weights["head.bias"][: self.vocab] if "head.bias" in self._weights else None,
-        )
-        self.device, self.dtype = embed.device, embed.dtype
+        self._head = head.weight[: self.vocab], None if bias is None else bias[: self.vocab]
+        self.device, self.dtype, self._rows = embed.device, embed.dtype, len(embed)
         self.model, self._base = model, base_of(model)
         self._logits = _with_module(model, model.base_model_prefix, _Given())
         self._calls = spec.calls
@@ -121,7 +117,7 @@ class AnyModel(Decoder):
         state = _Attention(self._calls, step, aux_layers)
         with torch.no_grad():
             found = self._base(
-                input_ids=tokens.clamp(max=len(self._weights["embed.weight"]) - 1),
+                input_ids=tokens.clamp(max=self._rows - 1),
                 position_ids=step.positions,
                 use_cache=False,
                 bass=state,

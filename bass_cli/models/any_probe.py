@@ -211,8 +211,6 @@ def _check_config(config: Any) -> None:
     """Raise RefusedError for what config.json tells."""
     if getattr(config, "is_encoder_decoder", False):
         raise RefusedError(_cannot(config, "it has an encoder"))
-    if getattr(config, "max_position_embeddings", None) is None:
-        raise RefusedError(_cannot(config, "it has no limit of positions"))
     kinds = getattr(config, "layer_types", None) or []
     others: dict[str, list[int]] = {}
     for layer, kind in enumerate(kinds):
@@ -221,6 +219,8 @@ def _check_config(config: Any) -> None:
     if others:
         kind, found = next(iter(others.items()))
         raise RefusedError(_cannot(config, f"{_has_state(found)} ({kind})"))
+    if getattr(config, "max_position_embeddings", None) is None:
+        raise RefusedError(_cannot(config, "it has no limit of positions"))
 
 
 def _of_layers(found: list[int]) -> str:

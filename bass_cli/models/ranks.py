@@ -22,7 +22,7 @@ import bass_kernels as ops
 from bass_cli.errors import MachineError, UserError
 from bass_cli.io import terminal
 from bass_cli.models.capture import capture
-from bass_cli.models.spec import Spec
+from bass_cli.models.spec import AnySpec, Spec
 
 
 class Share(NamedTuple):
@@ -38,6 +38,11 @@ def check_divisible(spec: Spec, ranks: int, *, model: str) -> None:
         raise UserError(
             f"`tensor_parallel` {ranks}: {model} norms all its attention heads as one vector, "
             "which cannot be split; leave out the option"
+        )
+    if isinstance(spec, AnySpec):
+        raise UserError(
+            f"`tensor_parallel` {ranks}: {model} runs through transformers' own layers, which are "
+            "not split; use 1"
         )
     for what, count in (("attention heads", spec.heads), ("feed-forward size", spec.inner)):
         if count % ranks:

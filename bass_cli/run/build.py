@@ -24,9 +24,11 @@ from bass_cli.engine.contracts import DraftLength
 from bass_cli.engine.loop import Loop
 from bass_cli.engine.verify import Cut, Rate
 from bass_cli.formats.grammars import grammars_of
+from bass_cli.formats.sources import read_json
 from bass_cli.formats.weights import Checkpoint, load, size_of
 from bass_cli.io.cache import give_kernels_a_cache
 from bass_cli.lengths.controllers import Fixed, make_lengths
+from bass_cli.models.any_model import load_any
 from bass_cli.models.block_allocator import BlockLayout
 from bass_cli.models.capture import Graphs
 from bass_cli.models.decoder import Decoder
@@ -34,7 +36,7 @@ from bass_cli.models.heads import Head, make_head
 from bass_cli.models.kv_cache import ARENA
 from bass_cli.models.ranks import Share
 from bass_cli.models.runner import Runner
-from bass_cli.models.spec import FILE, PLAIN, Layouts, Spec
+from bass_cli.models.spec import FILE, PLAIN, AnySpec, Layouts, Spec
 from bass_cli.models.weights import Named
 from bass_cli.run.pair import longest_draft
 from bass_cli.run.plan import Plan
@@ -109,9 +111,28 @@ def load_models(
     if ranks > 1:
         source = functools.partial(read_part, files.target.path, files.target.adapters)
     vocab = min(files.tokenizer.size, files.target.spec.vocab)
+    add_draft = functools.partial(load_draft, plan, on_read=on_read)
+    if isinstance(files.target.spec, AnySpec):
+        return add_draft(Models(_load_any(files.target, plan.dtype, plan.device, vocab, on_read)))
     needed = sum(plan.parts.values())
     part = Part(source, ranks, plan.dtype, plan.device, vocab, needed, plan.layouts)
-    return make_models(part, functools.partial(load_draft, plan, on_read=on_read), on_read)
+    return make_models(part, add_draft, on_read)
+
+
+def _load_any(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    vocab: int,
+    on_read: Callable[[int], None],
+) -> Decoder:
+    """Load a model whose layers transformers runs."""
+    spec = checkpoint.spec
+    assert isinstance(spec, AnySpec)
+    config = read_json(checkpoint.path / "config.json")
+    found = load_any(checkpoint.path, config, spec, dtype=dtype, device=device, vocab=vocab)
+    on_read(checkpoint.size)
+    return found
 
 
 def make_models(
@@ -166,6 +187,9 @@ def load_draft(
     if draft is None:
         kept = [i for i in range(files.target.spec.layers) if i not in files.skipped]
         return models._replace(drafting=target.keep_layers(kept)) if files.skipped else models
+    if isinstance(draft.spec, AnySpec):
+        drafting = _load_any(draft, dtype, plan.device, files.draft_vocab, on_read)
+        return models._replace(drafting=drafting)
     if draft.head is not None and layouts.layers == FILE:
         layouts = PLAIN  # a draft head is no GGUF file
     weights = read(draft, layouts=layouts, on_read=on_read)

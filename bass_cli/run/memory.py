@@ -20,7 +20,16 @@ from bass_cli.errors import MachineError
 from bass_cli.models.kv_cache import ARENA
 from bass_cli.models.prefill import LONG, PASS, SCORED_LOGITS
 from bass_cli.models.ranks import part_of
-from bass_cli.models.spec import PLAIN, Format, HeadSpec, Layouts, Spec, head_parameters, parameters
+from bass_cli.models.spec import (
+    PLAIN,
+    AnySpec,
+    Format,
+    HeadSpec,
+    Layouts,
+    Spec,
+    head_parameters,
+    parameters,
+)
 from bass_cli.system.host import free_memory, gigabytes, held_memory, is_refused_memory
 from bass_kernels import SPARE_KEYS
 from bass_kernels.eight_bits import SCALE
@@ -229,21 +238,30 @@ def _position(
         caches: For each model, the layers in its cache and its dtype; the target first.
         head: The draft head; None for other drafts.
     """
-    numbers = [2 * spec.kv_heads * spec.head_size for spec, _, _ in caches]
-    plain = [count * dtype.itemsize for count, (_, _, dtype) in zip(numbers, caches, strict=True)]
-    scales = [2 * SCALE * spec.kv_heads for spec, _, _ in caches]
-    each = list(map(operator.add, numbers, scales)) if eight_bits else plain
-    found = sum(size * layers for size, (_, layers, _) in zip(each, caches, strict=True))
+    found = largest = 0
+    for spec, layers, dtype in caches:
+        of_layers = _keys_of(spec)
+        plain = [2 * heads * size * dtype.itemsize for heads, size in of_layers]
+        small = [2 * heads * (size + SCALE) for heads, size in of_layers]
+        found += sum(small if eight_bits else plain) * layers // spec.layers
+        largest = max(largest, *plain)
     if head is not None and not head.block:  # the prompt cache also has hidden states
         found += head.body.width * caches[0][2].itemsize
-    return found, max(plain) * eight_bits
+    return found, largest * eight_bits
+
+
+def _keys_of(spec: Spec) -> list[tuple[int, int]]:
+    """Return the key/value heads of each layer of the store, and their size."""
+    if isinstance(spec, AnySpec):
+        return [(call.kv_heads, call.size) for call in spec.stored]
+    return [(spec.kv_heads, spec.head_size)] * spec.layers
 
 
 def _weights(spec: Spec, own: Format, kind: str) -> int:
     """Return the bytes of all weights. Packing and quantising copy a tied head."""
     shapes = parameters(spec)
     if spec.tied and not _packs(own, kind) and own.layouts.head is None:
-        del shapes["head.weight"]
+        shapes.pop("head.weight", None)
     return own.bytes_of(shapes)
 
 

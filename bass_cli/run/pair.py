@@ -27,7 +27,7 @@ from bass_cli.formats.thinking import tags_of
 from bass_cli.formats.tokenizer import Tokenizer, check_same_vocabulary
 from bass_cli.lengths.costs import Surface, load_surface, profile_path
 from bass_cli.models.ranks import check_divisible
-from bass_cli.models.spec import Spec, parameters
+from bass_cli.models.spec import AnySpec, Spec, parameters
 from bass_cli.run.sampling import row_sampling
 
 # Formats of a draft that reads hidden states
@@ -84,7 +84,8 @@ def open_files(job: Job, early: Callable[[], Tokenizer | None] = lambda: None) -
     """
     pair = job.pair
     target_path = locate(pair.target, folder=pair.folder, weights=True)
-    target = open_checkpoint(target_path, locate_adapters(job.lora, pair.folder))
+    adapters = locate_adapters(job.lora, pair.folder)
+    target = open_checkpoint(target_path, adapters, decoder=pair.decoder)
     words = parse_draft(pair.draft)
     draft_path = (
         None if words.files is None else locate(words.files, folder=pair.folder, weights=True)
@@ -93,15 +94,11 @@ def open_files(job: Job, early: Callable[[], Tokenizer | None] = lambda: None) -
     if draft_path is not None and words.reads:
         draft = open_head(draft_path, target.spec)
     elif draft_path is not None:
-        draft = open_checkpoint(draft_path)
+        draft = open_checkpoint(draft_path, decoder=pair.decoder)
     if draft is not None and (words.parallel or words.reads):
         mask = draft.mask()
     skipped = skipped_layers(words.model or "", target.spec.layers)
-    if pair.draft == "none" and job.speculation.length not in ("auto", 0):
-        raise UserError(
-            f'pair "{pair.name}": there is no draft, so draft length {job.speculation.length} has '
-            "no meaning"
-        )
+    _check_settings(job, target.spec, skipped)
     tokenizer = early()
     if tokenizer is None and pair.tokenizer:
         tokenizer = Tokenizer.load(locate(pair.tokenizer, folder=pair.folder))
@@ -143,10 +140,36 @@ def check_draft_dtype(job: Job, draft: Checkpoint | None) -> None:
         raise UserError(
             f"`draft_dtype` {wanted}: the draft {job.pair.draft} loads no weights; leave it out"
         )
+    if draft is not None and isinstance(draft.spec, AnySpec) and wanted in ("fp8", "int8"):
+        raise UserError(
+            f"`draft_dtype` {wanted}: the draft {job.pair.draft} runs through transformers' own "
+            "layers, which have no 8-bit form here; use bf16"
+        )
     if draft is not None and draft.head is not None and wanted not in _OF_HEADS:
         raise UserError(
             f"`draft_dtype` {wanted}: a draft that reads hidden states computes in the target's "
             f"format; use one of {', '.join(_OF_HEADS)}"
+        )
+
+
+def _check_settings(job: Job, spec: Spec, skipped: frozenset[int]) -> None:
+    """Raise UserError for a draft length without a draft, and for what a target whose layers
+    transformers runs does not support."""
+    if job.pair.draft == "none" and job.speculation.length not in ("auto", 0):
+        raise UserError(
+            f'pair "{job.pair.name}": there is no draft, so draft length '
+            f"{job.speculation.length} has no meaning"
+        )
+    if not isinstance(spec, AnySpec):
+        return
+    target = f"{job.pair.target} runs through transformers' own layers"
+    if job.dtype in ("fp8", "int8"):
+        raise UserError(f"`dtype` {job.dtype}: {target}, which have no 8-bit form here; use bf16")
+    readers = sorted({call.layer for call in spec.calls if not call.writes})
+    if skipped and readers:
+        raise UserError(
+            f"`pair.draft` {job.pair.draft}: {target}, and layer {readers[0]} reads the keys of an "
+            "earlier layer, so no layer can be skipped; use another draft"
         )
 
 

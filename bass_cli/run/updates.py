@@ -22,6 +22,7 @@ from bass_cli.errors import UserError
 from bass_cli.formats import weights as formats
 from bass_cli.formats.checkpoint import Checkpoint, open_checkpoint, open_head
 from bass_cli.formats.compound import parts
+from bass_cli.models.any_model import AnyModel
 from bass_cli.models.capture import synchronise
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.families import Slot
@@ -66,6 +67,11 @@ class Updates:
             raise UserError(
                 f"the {model} has the numbers of its file (`dtype` file), which cannot be "
                 "replaced; make the engine with `dtype` fp32"
+            )
+        if isinstance(decoder, AnyModel):
+            raise UserError(
+                f"weights: {decoder.spec.family} runs through transformers' own layers, whose "
+                "weights cannot be replaced; make a new engine"
             )
         synchronise(decoder.device)  # tensors may come from another stream
         try:

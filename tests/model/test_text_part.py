@@ -208,7 +208,8 @@ def test_published_names_have_slots_and_those_of_images_none(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("changes", "message"), [
     ({"text_config": None}, 'config.json: key "text_config": a mapping is needed, not None'),
-    ({"text_config": {"model_type": "mamba"}}, 'config.json: text_config: key "model_type": the family "mamba"'),
+    ({"text_config": {"model_type": "unheard"}}, 'key "model_type": the family "unheard"'),
+    ({"text_config": {"model_type": "mamba"}}, "this model keeps state outside of attention: layers 0, 1, 2"),
     ({"text_config": {**_TEXT, "model_type": "llama", "hidden_size": 0}},
      'config.json: text_config: key "hidden_size": a number above 0'),
     ({"quantization_config": {"quant_method": "unheard"}}, 'key "quantization_config.quant_method"'),
