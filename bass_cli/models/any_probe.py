@@ -48,6 +48,7 @@ _TEXT_NAMES = {
     r"^language_model\.model\.": "model.",
     r"^language_model\.lm_head\.": "lm_head.",
 }
+_OTHER = "its layers do not attend through transformers' AttentionInterface"
 _ROWS, _TOKENS = 1, 2  # of the pass over shapes
 
 
@@ -246,7 +247,8 @@ def _hollow(config: Any) -> Any:
                 config, attn_implementation=_PROBE, dtype=torch.float32
             )
     except Exception as error:
-        raise RefusedError(_cannot(config, _line(error))) from None
+        known = isinstance(error, KeyError) and error.args == (_PROBE,)
+        raise RefusedError(_cannot(config, _OTHER if known else _line(error))) from None
     finally:
         config._experts_implementation = experts
     made.config._experts_implementation = "batched_mm"
@@ -297,7 +299,7 @@ class _Recorder:
     def __init__(self, config: Any, layers: nn.ModuleList):
         self.config, self.found = config, list[_Recorded]()
         self._layer = {id(part): i for i, one in enumerate(layers) for part in one.modules()}
-        self.tuples = False
+        self._windows: dict[Any, int] = {}  # by the window that a layer's code passes on
 
     def attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: Any
@@ -313,14 +315,17 @@ class _Recorder:
         if strange:
             why = f"attention of layer {layer} depends on {strange[0]}"
             raise RefusedError(_cannot(self.config, why))
-        window = self._window(layer, mask)
+        window = self._window(layer, mask, options.get("sliding_window"))
         self.found.append(_Recorded(layer, key, value, window))
         shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
         return query.new_empty(shape)
 
-    def _window(self, layer: int, mask: Any) -> int:
-        """Return the window that a mask describes, 0 for none."""
+    def _window(self, layer: int, mask: Any, stated: Any) -> int:
+        """Return the window that a mask describes, 0 for none. Of a part of a mask it is that of
+        an earlier layer with the same `stated` window."""
         function = getattr(mask, "bass_function", None)
+        if function is None and stated in self._windows:
+            return self._windows[stated]
         if function is None:
             raise RefusedError(_cannot(self.config, f"layer {layer} has a mask of its own"))
         last = int(self.config.max_position_embeddings) - 1
@@ -329,7 +334,8 @@ class _Recorder:
         if width is None or any(seen != min(at + 1, width) for at, seen in found.items()):
             why = f"layer {layer} attends neither to all tokens before nor to a window of them"
             raise RefusedError(_cannot(self.config, why))
-        return 0 if width > last else width
+        window = self._windows[stated] = 0 if width > last else width
+        return window
 
 
 def _seen(function: Any, at: int) -> int | None:

@@ -1,0 +1,293 @@
+"""Models that run through transformers' own layers: with any draft, the tokens are those of plain
+decoding, and greedy ones those of `generate`; what our attention cannot run is refused."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from any_families import FAMILIES, REFUSED, build_any, config_of, is_installed, write_any
+from torch import Tensor
+from toys import AtOnce, Reactive, drive, loop_for, plain
+
+from bass_cli.engine.batch import Row
+from bass_cli.engine.sampling import RowSampling
+from bass_cli.errors import UserError
+from bass_cli.formats.checkpoint import Checkpoint, open_checkpoint
+from bass_cli.lengths.controllers import Fixed
+from bass_cli.models.any_model import AnyModel, load_any, prepare
+from bass_cli.models.any_probe import probe
+from bass_cli.models.block_allocator import Change
+from bass_cli.models.kv_cache import Layers
+from bass_cli.models.runner import Runner
+from bass_cli.models.spec import AnySpec
+
+CPU = torch.device("cpu")
+PROMPTS = ([7], [3, 1, 4, 1, 5, 9], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4, 5, 9, 0, 4, 5, 2])
+LIMIT = 8
+HERE = [family for family in FAMILIES if is_installed(family)]
+
+
+def load(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> AnyModel:
+    assert isinstance(checkpoint.spec, AnySpec)
+    config = json.loads((checkpoint.path / "config.json").read_text())
+    return load_any(checkpoint.path, config, checkpoint.spec, dtype=dtype, device=CPU)
+
+
+def rows(temperature: float) -> list[Row]:
+    return [
+        Row(str(p), 0, 3, list(tokens), LIMIT, sampling=RowSampling(temperature=temperature))
+        for p, tokens in enumerate(PROMPTS)
+    ]
+
+
+def generated(model: Any, tokens: list[int], **options: Any) -> list[int]:
+    """Greedy tokens of transformers' own `generate`."""
+    given = torch.tensor([tokens])
+    found = model.generate(
+        given,
+        attention_mask=torch.ones_like(given),
+        max_new_tokens=LIMIT,
+        do_sample=False,
+        **options,
+    )
+    return found[0, len(tokens) :].tolist()
+
+
+def noisy(decoder: AnyModel) -> AnyModel:
+    """A draft: the same model with noise on its weights, so that some drafts are accepted."""
+    model = copy.deepcopy(decoder.model)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(0.05 * parameter.std() * noise if parameter.dim() > 1 else 0.0)
+    return AnyModel(decoder.spec, model)
+
+
+def test_at_least_30_families_are_tested() -> None:
+    assert len(HERE) >= 30
+
+
+@pytest.mark.parametrize("family", HERE)
+def test_tokens_equal_plain_decoding_and_generate(family: str, tmp_path: Path) -> None:
+    model = write_any(family, tmp_path)
+    checkpoint = open_checkpoint(tmp_path, "transformers")
+    target = load(checkpoint)
+    draft, accepted = noisy(target), list[int]()
+    greedy, sampled = (plain(target, rows(temperature)) for temperature in (0.0, 0.8))
+    for p, tokens in enumerate(PROMPTS):
+        found = generated(model, tokens)
+        assert greedy[str(p), 0] == found
+    assert sampled != greedy
+    for drafter in (draft, AtOnce(draft, 5), "lookup"):
+        loop = loop_for(target, drafter, rows=3, lengths=Reactive())
+        assert (
+            drive(loop, rows(0.8), on_round=lambda done, _: accepted.extend(done.accepted))
+            == sampled
+        )
+    assert sum(accepted) > 0
+    loop = loop_for(target, draft, rows=2, lengths=Fixed(3), coupling="maximal")
+    assert drive(loop, rows(0.0)) == greedy
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma4_text", "deepseek_v3", "mimo_v2_flash"])
+def test_logits_of_all_places_equal_eager_attention(family: str, tmp_path: Path) -> None:
+    if not is_installed(family):
+        pytest.skip("this version of transformers lacks it")
+    model = write_any(family, tmp_path, seed=2)
+    target = load(open_checkpoint(tmp_path, "transformers"))
+    text = torch.randint(97, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+    with torch.inference_mode():
+        wanted = model(torch.tensor([text]), use_cache=False).logits[0]
+        runner = Runner(target, rows=1, span=40, lag=1)
+        runner.open("0", text[:21])
+        runner.follow(Change((), (), (((0,), "0"),)))
+        positions = torch.arange(20, 40)[None]
+        runner.forward(torch.tensor([text[:20]]), positions, [40])  # rejected drafts
+        got = runner.forward(torch.tensor([text[20:]]), positions, [40])[0]
+    assert wanted.std() > 0.1
+    torch.testing.assert_close(got, wanted[20:], atol=2e-4, rtol=0)
+
+
+def test_store_has_the_shape_of_each_layer() -> None:
+    shared = probe(config_of("gemma4_text"))
+    assert [call.store for call in shared.calls] == [0, 1, 2, 3, 1, 2] or len(shared.stored) < 6
+    assert {call.window for call in shared.calls} == {0, 5}
+    latent = probe(config_of("deepseek_v3"))
+    assert {(call.key_size, call.value_size, call.size) for call in latent.calls} == {(16, 12, 16)}
+    capped = AnyModel(latent, prepare(build_any("deepseek_v3")))
+    assert capped.cached == (Layers(3, 4, 16),)
+
+
+@pytest.mark.parametrize("family", [name for name in REFUSED if is_installed(name)])
+def test_families_are_refused_from_config_json_alone(family: str, tmp_path: Path) -> None:
+    try:
+        config_of(family).save_pretrained(tmp_path)
+    except ValueError as error:  # another version checks its values in another way
+        pytest.skip(str(error))
+    with pytest.raises(UserError) as found:  # there are no weights
+        open_checkpoint(tmp_path, "transformers")
+    message = str(found.value)
+    assert REFUSED[family][1] in message
+    assert f'"{family}" cannot run through transformers: ' in message
+
+
+def test_state_outside_of_attention_is_found_before_the_first_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    write_any("llama", tmp_path)
+    forward = LlamaMLP.forward
+
+    def shifted(self: Any, x: Tensor) -> Tensor:  # reads the token before, as RWKV does
+        before = torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]
+        return forward(self, 0.5 * (x + before))
+
+    checkpoint = open_checkpoint(tmp_path, "transformers")
+    load(checkpoint)
+    monkeypatch.setattr(LlamaMLP, "forward", shifted)
+    with pytest.raises(UserError, match=r"logits differ from those of its own attention.*layer 0"):
+        load(checkpoint)
+    with pytest.raises(UserError, match="state outside of attention"):
+        load(checkpoint, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "qwen3_moe"])
+def test_rounding_of_16_bits_passes_the_check(
+    family: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    write_any(family, tmp_path)
+    assert load(open_checkpoint(tmp_path, "transformers"), dtype).dtype == dtype
+
+
+def test_missing_tensor_is_named(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    build_any("olmo2").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r'"model\.layers.1.mlp.up_proj.weight" is missing'):
+        load(open_checkpoint(tmp_path, "transformers"))
+
+
+CODE = """
+from pathlib import Path
+Path("{mark}").write_text("ran")
+from transformers import LlamaConfig, LlamaForCausalLM
+class C(LlamaConfig):
+    model_type = "unheard"
+class M(LlamaForCausalLM):
+    config_class = C
+"""
+
+
+@pytest.mark.parametrize("kind", ["unheard", "olmo2"])
+def test_remote_code_never_runs(kind: str, tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    write_any("olmo2", tmp_path)
+    (tmp_path / "code.py").write_text(CODE.format(mark=mark))
+    file = tmp_path / "config.json"
+    maps = {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}
+    config = json.loads(file.read_text()) | {"model_type": kind, "auto_map": maps}
+    file.write_text(json.dumps(config))
+    if kind == "unheard":
+        with pytest.raises(UserError, match=r"\(auto_map\), which bass never runs"):
+            open_checkpoint(tmp_path)
+    else:
+        assert load(open_checkpoint(tmp_path)).spec.family == "olmo2"
+    assert not mark.exists()
+
+
+def test_native_decoder_is_the_default_where_there_is_one(tmp_path: Path) -> None:
+    write_any("llama", tmp_path)
+    assert not isinstance(open_checkpoint(tmp_path).spec, AnySpec)
+    assert isinstance(open_checkpoint(tmp_path, "transformers").spec, AnySpec)
+    other = tmp_path / "other"
+    write_any("olmo2", other)
+    found = open_checkpoint(other)
+    assert isinstance(found.spec, AnySpec)
+    assert found.notes == ("olmo2 runs through transformers' own layers",)
+    with pytest.raises(UserError, match='the family "olmo2" is not supported'):
+        open_checkpoint(other, "native")
+
+
+def test_context_of_long_ropes_is_where_results_do_not_depend_on_the_batch(tmp_path: Path) -> None:
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64}
+    write_any("phi3", tmp_path, original_max_position_embeddings=64, rope_parameters=rope | factors)
+    found = open_checkpoint(tmp_path)
+    assert found.spec.context == 64
+    assert "the context is 64 tokens, not 128" in found.notes[1]
+    load(found)
+
+
+def test_skipped_layers_equal_a_model_without_them(tmp_path: Path) -> None:
+    model = write_any("olmo2", tmp_path)
+    decoder = load(open_checkpoint(tmp_path)).keep_layers([0, 2])
+    assert decoder.cached == (Layers(2, 2, 8),)
+    model.model.layers = torch.nn.ModuleList([model.model.layers[0], model.model.layers[2]])
+    model.config.num_hidden_layers = 2
+    tokens = list(PROMPTS[2])
+    found = generated(model, tokens, use_cache=False)
+    assert plain(decoder, rows(0.0))["2", 0] == found
+
+
+class Reader:
+    """A drafter that keeps what it reads."""
+
+    aux_layers, ahead, cached = (2, 0), 0, ()
+
+    def __init__(self) -> None:
+        self.found: list[Tensor] = []
+
+    def read(self, tokens: Tensor, hidden: Tensor, step: Any) -> None:
+        self.found.append(hidden.clone())
+
+
+def test_drafters_read_the_outputs_of_layers(tmp_path: Path) -> None:
+    model = write_any("gpt_oss", tmp_path)
+    outputs: dict[int, Tensor] = {}
+    for i in (0, 2):
+        model.model.layers[i].register_forward_hook(
+            functools.partial(lambda i, _, __, out: outputs.update({i: out}), i)
+        )
+    tokens = torch.tensor([[5, 9, 2, 44]])
+    reader = Reader()
+    decoder = load(open_checkpoint(tmp_path)).read_by(reader)
+    with torch.inference_mode():
+        model(tokens)
+        cache = Runner(decoder, rows=1, span=8, lag=1).cache
+        span = cache.reserve(8)
+        places = torch.arange(4)
+        step = cache.fill(
+            places,
+            places + span.start,
+            torch.zeros(4, dtype=torch.int64),
+            torch.full((4,), 4),
+            places,
+            None,
+        )
+        decoder.read(tokens, step)
+    torch.testing.assert_close(
+        reader.found[0], torch.cat([outputs[2], outputs[0]], -1), atol=1e-4, rtol=0
+    )
+
+
+def test_widths_and_rows_do_not_change_tokens(tmp_path: Path) -> None:
+    write_any("gemma2", tmp_path)
+    target = load(open_checkpoint(tmp_path))
+    draft, wanted = noisy(target), plain(target, rows(0.8))
+    for count, width in itertools.product((1, 3), (1, 6)):
+        loop = loop_for(target, draft, rows=count, lengths=Fixed(width))
+        assert drive(loop, rows(0.8)) == wanted
