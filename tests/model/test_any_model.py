@@ -192,10 +192,10 @@ class M(LlamaForCausalLM):
 """
 
 
-@pytest.mark.parametrize("kind", ["unheard", "olmo2"])
+@pytest.mark.parametrize("kind", ["unheard", "gemma2"])
 def test_remote_code_never_runs(kind: str, tmp_path: Path) -> None:
     mark = tmp_path / "mark"
-    write_any("olmo2", tmp_path)
+    write_any("gemma2", tmp_path)
     (tmp_path / "code.py").write_text(CODE.format(mark=mark))
     file = tmp_path / "config.json"
     maps = {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}
@@ -205,7 +205,7 @@ def test_remote_code_never_runs(kind: str, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"\(auto_map\), which bass never runs"):
             open_checkpoint(tmp_path)
     else:
-        assert load(open_checkpoint(tmp_path)).spec.family == "olmo2"
+        assert load(open_checkpoint(tmp_path)).spec.family == "gemma2"
     assert not mark.exists()
 
 
@@ -214,11 +214,11 @@ def test_native_decoder_is_the_default_where_there_is_one(tmp_path: Path) -> Non
     assert not isinstance(open_checkpoint(tmp_path).spec, AnySpec)
     assert isinstance(open_checkpoint(tmp_path, "transformers").spec, AnySpec)
     other = tmp_path / "other"
-    write_any("olmo2", other)
+    write_any("gemma2", other)
     found = open_checkpoint(other)
     assert isinstance(found.spec, AnySpec)
-    assert found.notes == ("olmo2 runs through transformers' own layers",)
-    with pytest.raises(UserError, match='the family "olmo2" is not supported'):
+    assert found.notes == ("gemma2 runs through transformers' own layers",)
+    with pytest.raises(UserError, match='the family "gemma2" is not supported'):
         open_checkpoint(other, "native")
 
 
@@ -226,7 +226,7 @@ def test_context_of_long_ropes_is_where_results_do_not_depend_on_the_batch(tmp_p
     factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64}
     write_any("phi3", tmp_path, original_max_position_embeddings=64, rope_parameters=rope | factors)
-    found = open_checkpoint(tmp_path)
+    found = open_checkpoint(tmp_path, "transformers")
     assert found.spec.context == 64
     assert "the context is 64 tokens, not 128" in found.notes[1]
     load(found)
@@ -234,7 +234,7 @@ def test_context_of_long_ropes_is_where_results_do_not_depend_on_the_batch(tmp_p
 
 def test_skipped_layers_equal_a_model_without_them(tmp_path: Path) -> None:
     model = write_any("olmo2", tmp_path)
-    decoder = load(open_checkpoint(tmp_path)).keep_layers([0, 2])
+    decoder = load(open_checkpoint(tmp_path, "transformers")).keep_layers([0, 2])
     assert decoder.cached == (Layers(2, 2, 8),)
     model.model.layers = torch.nn.ModuleList([model.model.layers[0], model.model.layers[2]])
     model.config.num_hidden_layers = 2
@@ -264,7 +264,7 @@ def test_drafters_read_the_outputs_of_layers(tmp_path: Path) -> None:
         )
     tokens = torch.tensor([[5, 9, 2, 44]])
     reader = Reader()
-    decoder = load(open_checkpoint(tmp_path)).read_by(reader)
+    decoder = load(open_checkpoint(tmp_path, "transformers")).read_by(reader)
     with torch.inference_mode():
         model(tokens)
         cache = Runner(decoder, rows=1, span=8, lag=1).cache
@@ -286,7 +286,7 @@ def test_drafters_read_the_outputs_of_layers(tmp_path: Path) -> None:
 
 def test_widths_and_rows_do_not_change_tokens(tmp_path: Path) -> None:
     write_any("gemma2", tmp_path)
-    target = load(open_checkpoint(tmp_path))
+    target = load(open_checkpoint(tmp_path, "transformers"))
     draft, wanted = noisy(target), plain(target, rows(0.8))
     for count, width in itertools.product((1, 3), (1, 6)):
         loop = loop_for(target, draft, rows=count, lengths=Fixed(width))
