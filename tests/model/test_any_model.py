@@ -78,7 +78,7 @@ def test_at_least_30_families_are_tested() -> None:
 @pytest.mark.parametrize("family", HERE)
 def test_tokens_equal_plain_decoding_and_generate(family: str, tmp_path: Path) -> None:
     model = write_any(family, tmp_path)
-    checkpoint = open_checkpoint(tmp_path, "transformers")
+    checkpoint = open_checkpoint(tmp_path, decoder="transformers")
     target = load(checkpoint)
     draft, accepted = noisy(target), list[int]()
     greedy, sampled = (plain(target, rows(temperature)) for temperature in (0.0, 0.8))
@@ -102,7 +102,7 @@ def test_logits_of_all_places_equal_eager_attention(family: str, tmp_path: Path)
     if not is_installed(family):
         pytest.skip("this version of transformers lacks it")
     model = write_any(family, tmp_path, seed=2)
-    target = load(open_checkpoint(tmp_path, "transformers"))
+    target = load(open_checkpoint(tmp_path, decoder="transformers"))
     text = torch.randint(97, (40,), generator=torch.Generator().manual_seed(1)).tolist()
     with torch.inference_mode():
         wanted = model(torch.tensor([text]), use_cache=False).logits[0]
@@ -133,7 +133,7 @@ def test_families_are_refused_from_config_json_alone(family: str, tmp_path: Path
     except ValueError as error:  # another version checks its values in another way
         pytest.skip(str(error))
     with pytest.raises(UserError) as found:  # there are no weights
-        open_checkpoint(tmp_path, "transformers")
+        open_checkpoint(tmp_path, decoder="transformers")
     message = str(found.value)
     assert REFUSED[family][1] in message
     assert f'"{family}" cannot run through transformers: ' in message
@@ -151,7 +151,7 @@ def test_state_outside_of_attention_is_found_before_the_first_sample(
         before = torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]
         return forward(self, 0.5 * (x + before))
 
-    checkpoint = open_checkpoint(tmp_path, "transformers")
+    checkpoint = open_checkpoint(tmp_path, decoder="transformers")
     load(checkpoint)
     monkeypatch.setattr(LlamaMLP, "forward", shifted)
     with pytest.raises(UserError, match=r"logits differ from those of its own attention.*layer 0"):
@@ -166,7 +166,7 @@ def test_rounding_of_16_bits_passes_the_check(
     family: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     write_any(family, tmp_path)
-    assert load(open_checkpoint(tmp_path, "transformers"), dtype).dtype == dtype
+    assert load(open_checkpoint(tmp_path, decoder="transformers"), dtype).dtype == dtype
 
 
 def test_missing_tensor_is_named(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_missing_tensor_is_named(tmp_path: Path) -> None:
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(UserError, match=r'"model\.layers.1.mlp.up_proj.weight" is missing'):
-        load(open_checkpoint(tmp_path, "transformers"))
+        load(open_checkpoint(tmp_path, decoder="transformers"))
 
 
 CODE = """
@@ -212,21 +212,21 @@ def test_remote_code_never_runs(kind: str, tmp_path: Path) -> None:
 def test_native_decoder_is_the_default_where_there_is_one(tmp_path: Path) -> None:
     write_any("llama", tmp_path)
     assert not isinstance(open_checkpoint(tmp_path).spec, AnySpec)
-    assert isinstance(open_checkpoint(tmp_path, "transformers").spec, AnySpec)
+    assert isinstance(open_checkpoint(tmp_path, decoder="transformers").spec, AnySpec)
     other = tmp_path / "other"
     write_any("gemma2", other)
     found = open_checkpoint(other)
     assert isinstance(found.spec, AnySpec)
     assert found.notes == ("gemma2 runs through transformers' own layers",)
     with pytest.raises(UserError, match='the family "gemma2" is not supported'):
-        open_checkpoint(other, "native")
+        open_checkpoint(other, decoder="native")
 
 
 def test_context_of_long_ropes_is_where_results_do_not_depend_on_the_batch(tmp_path: Path) -> None:
     factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64}
     write_any("phi3", tmp_path, original_max_position_embeddings=64, rope_parameters=rope | factors)
-    found = open_checkpoint(tmp_path, "transformers")
+    found = open_checkpoint(tmp_path, decoder="transformers")
     assert found.spec.context == 64
     assert "the context is 64 tokens, not 128" in found.notes[1]
     load(found)
@@ -234,7 +234,7 @@ def test_context_of_long_ropes_is_where_results_do_not_depend_on_the_batch(tmp_p
 
 def test_skipped_layers_equal_a_model_without_them(tmp_path: Path) -> None:
     model = write_any("olmo2", tmp_path)
-    decoder = load(open_checkpoint(tmp_path, "transformers")).keep_layers([0, 2])
+    decoder = load(open_checkpoint(tmp_path, decoder="transformers")).keep_layers([0, 2])
     assert decoder.cached == (Layers(2, 2, 8),)
     model.model.layers = torch.nn.ModuleList([model.model.layers[0], model.model.layers[2]])
     model.config.num_hidden_layers = 2
@@ -264,7 +264,7 @@ def test_drafters_read_the_outputs_of_layers(tmp_path: Path) -> None:
         )
     tokens = torch.tensor([[5, 9, 2, 44]])
     reader = Reader()
-    decoder = load(open_checkpoint(tmp_path, "transformers")).read_by(reader)
+    decoder = load(open_checkpoint(tmp_path, decoder="transformers")).read_by(reader)
     with torch.inference_mode():
         model(tokens)
         cache = Runner(decoder, rows=1, span=8, lag=1).cache
@@ -286,7 +286,7 @@ def test_drafters_read_the_outputs_of_layers(tmp_path: Path) -> None:
 
 def test_widths_and_rows_do_not_change_tokens(tmp_path: Path) -> None:
     write_any("gemma2", tmp_path)
-    target = load(open_checkpoint(tmp_path, "transformers"))
+    target = load(open_checkpoint(tmp_path, decoder="transformers"))
     draft, wanted = noisy(target), plain(target, rows(0.8))
     for count, width in itertools.product((1, 3), (1, 6)):
         loop = loop_for(target, draft, rows=count, lengths=Fixed(width))
