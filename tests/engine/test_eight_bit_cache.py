@@ -22,7 +22,7 @@ from test_parity import PROMPTS, WIDTHS, ragged, texts_of
 from test_pieces import finish
 from test_pieces import loop_of as growing_loop
 from test_pieces import rows as unequal_rows
-from toys import AtOnce, Reactive, drive, loop_for, plain
+from toys import AtOnce, Reactive, drive, loop_for, plain, store_in_eight_bits
 from transformers import DynamicCache
 
 import bass_kernels as ops
@@ -45,11 +45,7 @@ NUMBERS = torch.tensor([numbers().get(bits, torch.nan) for bits in range(127)]) 
 def eight_bits():
     """Give every runner a cache in eight bits."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            runner_module,
-            "KVCache",
-            lambda *given, **w: KVCache(*given, **w | {"eight_bits": True}),
-        )
+        store_in_eight_bits(patch)
         yield
 
 

@@ -14,7 +14,7 @@ import triton
 from checkpoints import FAMILIES, write_checkpoint
 from safetensors.torch import load_file
 from test_exactness import rows
-from toys import SPAN, AtOnce, Reactive, drafter_for, drive
+from toys import SPAN, AtOnce, Reactive, drafter_for, drive, store_in_eight_bits
 
 import bass_kernels as ops
 from bass_cli.config.job import Job, Sampling, load_pair
@@ -149,6 +149,21 @@ def test_captured_rounds_equal_plain_decoding(decoders, family):
             assert drafter != "none" or sum(row.drafted for row in live) == 0
             assert all(len(row.log_probabilities) >= row.limit for row in live)
     assert kept > 0
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_captured_rounds_with_keys_in_eight_bits_equal_plain_decoding(
+    decoders, family, monkeypatch
+):
+    target, draft = decoders(family)
+    store_in_eight_bits(monkeypatch)
+    due = drive(loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False), rows())
+    for drafter in (draft, AtOnce(draft, 300), "lookup"):
+        loop = loop_for(target, drafter, batch=5, lengths=Fixed(3), graphs=True)
+        loop.prepare(range(1, 6), (0, 2, 3))
+        assert drive(loop, rows()) == due, drafter
+        assert loop.graphs.captures > 0
+        assert {keys.dtype for keys in loop.target.cache.own_keys} == {torch.uint8}
 
 
 @pytest.mark.parametrize("family", ["llama"])

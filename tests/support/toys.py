@@ -13,7 +13,9 @@ from bass_cli.engine.contracts import Drafter, DraftLength, Proposal
 from bass_cli.engine.loop import Loop
 from bass_cli.engine.sampling import RowSampling
 from bass_cli.lengths.controllers import Fixed
+from bass_cli.models import runner as runner_module
 from bass_cli.models.decoder import Decoder
+from bass_cli.models.kv_cache import KVCache
 from bass_cli.models.runner import Runner
 
 SPAN = 80
@@ -168,6 +170,15 @@ def drafter_for(draft, *, rows, span=SPAN, coupling="shared"):
     if isinstance(draft, str):
         return make_drafter(draft, **words, coupling=coupling, temperature=None)
     return draft
+
+
+def store_in_eight_bits(patch):
+    """Give every runner that is made from now on a cache in eight bits. patch: a MonkeyPatch."""
+    patch.setattr(
+        runner_module,
+        "KVCache",
+        lambda *given, **words: KVCache(*given, **words | {"eight_bits": True}),
+    )
 
 
 def plain(target, rows):
