@@ -17,6 +17,7 @@ from checkpoints import write_mask
 from test_kv_cache import store
 from typer.testing import CliRunner
 
+from bass_cli.bench.shapes import random_weights, spec_of
 from bass_cli.cli.commands import app
 from bass_cli.config.job import Job, Sampling, Speculation, load_pair
 from bass_cli.engine.batch import beyond
@@ -496,3 +497,18 @@ def test_keys_in_eight_bits_make_room_for_nearly_twice_the_rows() -> None:
     assert [one.token.cache for one in found] == [131072, 131072 * 130 // 256]
     plain, small = (one.most_rows(4000, 76 << 30, samples=1) for one in found)
     assert 1.9 < small / plain < 2.0
+
+
+def test_plan_of_a_mixture_counts_every_expert() -> None:
+    """Qwen3-30B-A3B in bf16: 61.06 GB of weights; with tiny sizes, to the byte."""
+    large = spec_of("qwen3-30b-a3b", option="--shape")
+    cuda = torch.device("cuda")
+    found = footprint(large, None, dtype=torch.bfloat16, device=cuda, longest=0)
+    assert found.weights == pytest.approx(61.06e9, rel=0.001)
+    assert footprint(
+        large, None, dtype=torch.bfloat16, device=cuda, longest=0, ranks=2
+    ).weights == pytest.approx(61.06e9 / 2, rel=0.01)
+    tiny, cpu = spec_of("tiny-moe", option="--shape"), torch.device("cpu")
+    weights = random_weights(tiny, dtype=torch.float32, device=cpu, seed=0)
+    planned = footprint(tiny, None, dtype=torch.float32, device=cpu, longest=0)
+    assert planned.weights == sum(one.nbytes for one in weights.values())

@@ -22,7 +22,8 @@ from bass_cli.models.spec import HeadSpec, head_parameters, parameters
 from bass_kernels import Quantised
 from bass_kernels.eight_bits import SCALE
 
-_MAPS = ("qkv.weight", "o.weight", "up.weight", "down.weight")
+_MAPS = ("qkv.weight", "o.weight", "up.weight", "down.weight", "router.weight")
+_EXPERTS = ("experts_up.weight", "experts_down.weight")
 # Operations of e4m3 for one of bfloat16, by NVIDIA's data sheets from Ada and Hopper on
 _FP8 = 2
 # (device name, dtype): measured bytes per second of a pass over the weights, and measured
@@ -49,7 +50,8 @@ class Sizes(NamedTuple):
     of K and V, and of a matrix that is not quantised. saved: bytes that quantising saves. keys:
     elements of K and V for one position and layer. attention: operations for one query, key and
     layer. windows: attention window of each layer, 0 if it has none. key_item: bytes of an element
-    of K and V with its part of a scale; None for `item`.
+    of K and V with its part of a scale; None for `item`. experts: elements of all experts'
+    matrices. chosen: share of the experts that a token chooses.
     """
 
     body: int
@@ -60,6 +62,13 @@ class Sizes(NamedTuple):
     windows: tuple[int, ...]
     saved: int = 0
     key_item: float | None = None
+    experts: int = 0
+    chosen: float = 0.0
+
+    def read(self, tokens: int) -> float:
+        """Return how many elements of experts a pass over so many tokens reads, if every expert is
+        equally likely and tokens choose independently."""
+        return self.experts * (1.0 - (1.0 - self.chosen) ** tokens)
 
 
 class FloorInputs(NamedTuple):
@@ -106,7 +115,14 @@ def sizes_of(decoder: Decoder, head: HeadSpec | None = None, *, eight_bits: bool
     """
     spec = decoder.spec
     of_layer = parameters(spec) if head is None else head_parameters(head)
-    body = sum(math.prod(of_layer[f"layers.{i}.{name}"]) for i in decoder.layers for name in _MAPS)
+    body, experts = (
+        sum(
+            math.prod(of_layer.get(f"layers.{i}.{name}", (0,)))
+            for i in decoder.layers
+            for name in names
+        )
+        for names in (_MAPS, _EXPERTS)
+    )
     aux_layers = 0 if head is None else len(head.aux_layers)
     known = min(decoder.vocab, spec.vocab)  # with tensor parallelism, a part of it
     if head is not None and head.ids is not None:
@@ -120,13 +136,15 @@ def sizes_of(decoder: Decoder, head: HeadSpec | None = None, *, eight_bits: bool
         tuple(spec.windows[i] for i in decoder.layers),
         _saved(decoder),
         1 + SCALE / spec.head_size if eight_bits else None,
+        experts,
+        0.0 if spec.experts is None else spec.experts.chosen / spec.experts.total,
     )
 
 
 def _saved(decoder: Decoder) -> int:
     """Return how many bytes less its quantised matrices have than plain ones."""
     names = [f"layers.{i}.{name}" for i in decoder.layers for name in _MAPS]
-    found = [decoder.weights[name] for name in names] + [decoder.head]
+    found = [decoder.weights[name] for name in names if name in decoder.weights] + [decoder.head]
     return sum(
         math.prod(one.shape) * decoder.dtype.itemsize - one.nbytes
         for one in found
@@ -153,9 +171,11 @@ def pass_work(sizes: Sizes, *, contexts: Sequence[int], shared: int, fed: int, l
         for layer, window in zip(seen, sizes.windows, strict=True)
     )
     each = sizes.keys * (sizes.item if sizes.key_item is None else sizes.key_item)
-    products = 2 * rows * (sizes.body * fed + sizes.head * logits)
+    active = sizes.body + sizes.experts * sizes.chosen
+    products = 2 * rows * (active * fed + sizes.head * logits)
+    weights = sizes.body + sizes.read(rows * fed) + sizes.head
     return Work(
-        (sizes.body + sizes.head) * sizes.item - sizes.saved + keys * each,
+        weights * sizes.item - sizes.saved + keys * each,
         products + sizes.attention * fed * sum(map(sum, seen)),
     )
 

@@ -4,7 +4,7 @@ copy on the host.
 `wide-310m` is not a published model: its few wide layers make a draft with few kernels for its
 bytes. `pard-0.5b` is qwen2.5-0.5b used as a draft that proposes all tokens in one pass.
 `dspark-8b`, `dflash-8b` and `eagle3-8b` are published drafters that read the hidden states of
-qwen3-8b. `tiny`, `dspark-tiny` and `eagle3-tiny` are for tests.
+qwen3-8b. `tiny`, `tiny-moe`, `dspark-tiny` and `eagle3-tiny` are for tests.
 """
 
 from __future__ import annotations
@@ -125,6 +125,8 @@ def _llama(factor: float, *, tied: bool = False) -> dict[str, Any]:
     }
 
 
+_EXPERTS = _THETA | {"head_dim": 128, "norm_topk_prob": True}
+_FEW_EXPERTS = _THETA | {"num_local_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True}
 SHAPES = {
     "qwen2.5-7b": Shape("qwen2", 28, 3584, 28, 4, 18944, 152064, 32768, _THETA),
     "qwen2.5-1.5b": Shape("qwen2", 28, 1536, 12, 2, 8960, 151936, 32768, _TIED),
@@ -137,6 +139,18 @@ SHAPES = {
     "opt-13b": Shape("opt", 40, 5120, 40, 40, 20480, 50272, 2048),
     "opt-125m": Shape("opt", 12, 768, 12, 12, 3072, 50272, 2048),
     "codegen-16b": Shape("codegen", 34, 6144, 24, 24, 24576, 51200, 2048),
+    "qwen3-30b-a3b": Shape(
+        "qwen3_moe",
+        48,
+        2048,
+        32,
+        4,
+        768,
+        151936,
+        40960,
+        _THETA | {"head_dim": 128, "norm_topk_prob": True},
+    ),
+    "tiny-moe": Shape("qwen3_moe", 4, 48, 6, 2, 40, 301, 512, _FEW_EXPERTS),
     "wide-310m": Shape("llama", 4, 2048, 16, 4, 8192, 152064, 32768, _TIED),
     "tiny": Shape("llama", 4, 48, 6, 2, 80, 301, 512, _THETA),
 }
@@ -247,7 +261,7 @@ def scale_layers(weights: Named, spec: Spec, *, first: int, scale: float) -> Non
     """
     assert not spec.norm.sandwich  # a norm after the projection would undo the scaling
     for i in range(first, spec.layers):
-        for name in ("o", "down"):
+        for name in ("o", "down", "experts_down"):
             for kind in (".weight", ".bias"):
                 weight = weights.get(f"layers.{i}.{name}{kind}")
                 if isinstance(weight, (Tensor, Quantised)):

@@ -195,7 +195,7 @@ def footprint(
     caches = ((target, target.layers + kept_layers, dtype), *own)
     position, copied = _position(caches, head, eight_bits=eight_bits)
     scores = [_SCORES[kind] * spec.heads for spec in models]
-    wide = [4 * (4 * spec.inner + 8 * spec.width) for spec in models]  # a layer in float32
+    wide = [4 * _wide(spec) for spec in models]  # a layer in float32
     if head is not None:  # the hidden states that the head reads
         wide[0] += len(head.aux_layers) * target.width * dtype.itemsize
     scored = max(map(operator.mul, fed, scores))
@@ -217,6 +217,15 @@ def footprint(
         token=token,
         context=target.context,
     )
+
+
+def _wide(spec: Spec) -> int:
+    """Return the numbers of a token that a layer has in work at once."""
+    if spec.experts is None:
+        return 4 * spec.inner + 8 * spec.width
+    # each of its experts' inner values and output, and the router's logits
+    chosen, total = spec.experts.chosen, spec.experts.total
+    return chosen * (4 * spec.inner + 3 * spec.width) + 8 * spec.width + 3 * total
 
 
 def _logits(vocab: int, places: int, dtype: torch.dtype, kind: str, extras: Extras) -> int:

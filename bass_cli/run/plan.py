@@ -431,6 +431,11 @@ def _notes_on_weights(job: Job, files: Files, dtype: torch.dtype) -> Iterator[st
     """Yield a note on each model whose files have quantised weights: what they take when loaded."""
     formats = Format(dtype, layouts_of(job.dtype)), draft_format_of(job, dtype)
     for one, own in zip((files.target, files.draft), formats, strict=True):
+        if one is not None and one.spec.experts is not None and own.layouts.layers is not None:
+            yield (
+                f"{one.path}: the experts stay in {name_of_dtype(own.dtype, PLAIN)}; "
+                f"{own.layouts.layers} is used for the other matrices only"
+            )
         if one is None or not one.quantised_as:
             continue
         shapes = dict(one.shapes)

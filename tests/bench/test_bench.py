@@ -170,7 +170,7 @@ def test_the_floor_follows_the_rounds() -> None:
 PUBLISHED = {
     "qwen2.5-7b": 7.616e9, "qwen2.5-1.5b": 1.544e9, "qwen2.5-0.5b": 0.494e9, "llama-3.1-8b": 8.030e9,
     "llama-3.2-1b": 1.236e9, "opt-13b": 12.85e9, "opt-125m": 125.2e6, "codegen-16b": 16.03e9, "wide-310m": 0.5546e9,
-    "pard-0.5b": 0.494e9, "qwen3-8b": 8.19e9, "llama-3.1-70b": 70.55e9,
+    "pard-0.5b": 0.494e9, "qwen3-8b": 8.19e9, "llama-3.1-70b": 70.55e9, "qwen3-30b-a3b": 30.53e9,
 }  # fmt: skip
 
 
@@ -180,7 +180,7 @@ def test_shapes_have_their_models_parameters(name: str, expected: float) -> None
 
 
 def test_every_shape_is_checked_and_takes_another_vocabulary() -> None:
-    assert set(SHAPES) == {*PUBLISHED, "tiny"}
+    assert set(SHAPES) == {*PUBLISHED, "tiny", "tiny-moe"}
     for name in SHAPES:
         assert spec_of(name, option="--shape", vocab=77).vocab == 77
     with pytest.raises(UserError, match=r'--draft-shape: .*"opt-12b"; did you mean "opt-1'):
@@ -234,6 +234,23 @@ def test_the_cost_of_a_decoder_counts_the_layers_it_runs() -> None:
     assert cost.body + 2 * cost.head + norms == count_parameters(spec)
     assert (half.body, half.head, len(half.windows)) == (cost.body / 2, cost.head, 2)
     assert (cost.item, cost.keys, cost.attention) == (4, 2 * 2 * 8, 4 * 6 * 8)
+
+
+def test_the_cost_of_a_mixture_grows_with_the_experts_that_are_read() -> None:
+    spec = spec_of("tiny-moe", option="--shape")  # 2 of 6 experts
+    cost = sizes_of(
+        Decoder(spec, random_weights(spec, dtype=torch.float32, device=torch.device("cpu"), seed=0))
+    )
+    norms = (2 * spec.layers + 1) * spec.width + 2 * spec.layers * spec.head_size
+    assert cost.body + cost.experts + 2 * cost.head + norms == count_parameters(spec)
+    assert cost.experts == 4 * 6 * 3 * 48 * 40
+    one, two = cost.read(1), cost.read(2)
+    assert one == pytest.approx(cost.experts / 3)
+    assert two == pytest.approx(cost.experts * (1 - 4 / 9))
+    found = pass_work(cost, contexts=(5,), shared=0, fed=1, logits=1)
+    assert found.bytes == pytest.approx((cost.body + one + cost.head + 5 * cost.keys * 4) * 4)
+    products = 2 * (cost.body + cost.experts / 3 + cost.head)
+    assert found.operations == pytest.approx(products + cost.attention * 5 * 4)
 
 
 # Prompts
