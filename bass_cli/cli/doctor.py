@@ -85,12 +85,9 @@ def _describe_pair(
             missing[place] = f"{missing[place]} and {role}" if place in missing else role
     size = weight_bytes(pair, memory["device"])
     fits = None if size is None else size * OVERHEAD <= memory["bytes"]
-    reasons = (
-        []
-        if fits is not False
-        else [f"needs more memory than the {gigabytes(memory['bytes'])} here"]
-    )
-    reasons += [f"{roles}: {place}" for place, roles in missing.items()]
+    reasons = [f"{roles}: {place}" for place, roles in missing.items()]
+    if fits is False and missing:  # else the plan below has the sizes of the files
+        reasons.insert(0, f"needs more memory than the {gigabytes(memory['bytes'])} here")
     plan = None
     if not reasons:
         from bass_cli.run.plan import make_plan
@@ -341,6 +338,7 @@ def _memory_plan(plan: Plan) -> dict[str, Any]:
     needed = sum(parts.values())
     listed = ", ".join(f"{part} {gigabytes(count)}" for part, count in parts.items())
     return {
+        **({"pair_notes": in_flags("; ".join(plan.notes))} if plan.notes else {}),
         "pair_rows": "; ".join(
             filter(
                 None,

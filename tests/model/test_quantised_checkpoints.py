@@ -188,6 +188,27 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     assert (got - wanted).abs().max() < 0.02 * wanted.std()
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize("name", [*OWN, *COMPRESSED, *BITS_AND_BYTES])
+def test_gpu_unpacks_the_numbers_of_a_cpu(name: str, tmp_path: Path) -> None:
+    """Products of scales are rounded alike; kept values and scales are the same bits."""
+    write_quantised(tmp_path, scheme_of(name)[0], shards=2)
+    checkpoint, device = open_checkpoint(tmp_path), torch.device("cuda")
+    wanted = load(checkpoint, dtype=torch.float32, device=CPU)
+    found = load(checkpoint, dtype=torch.float32, device=device)
+    for key, tensor in wanted.items():
+        torch.testing.assert_close(found[key].cpu(), tensor, rtol=1e-6, atol=0, msg=key)
+    if (kind := checkpoint.by_row) is None:
+        return
+    options: dict[str, Any] = {"dtype": torch.float32, "layouts": Layouts(kind)}
+    kept, there = (load(checkpoint, device=one, **options) for one in (CPU, device))
+    for key, matrix in kept.items():
+        if isinstance(matrix, Quantised):
+            values, scales = there[key].values.cpu(), there[key].scales.cpu()
+            assert torch.equal(values.view(torch.uint8), matrix.values.view(torch.uint8))
+            assert torch.equal(scales, matrix.scales)
+
+
 # Faults
 
 
