@@ -24,7 +24,7 @@ from bass_cli.formats.gguf_config import ARCHITECTURES, ROPE_FACTORS, spec_of_gg
 from bass_cli.formats.head_config import head_of_config, notes_of_head, tokens_of
 from bass_cli.formats.hf_config import is_native, mask_of, notes_of_config, spec_of_config
 from bass_cli.formats.lora import Adapter, merge
-from bass_cli.formats.quantised_config import join
+from bass_cli.formats.quantised_config import join, with_older_files
 from bass_cli.formats.sources import read_json
 from bass_cli.formats.tensor_content import DTYPES
 from bass_cli.formats.tensor_files import Entry, read_gguf, read_safetensors, read_torch
@@ -329,8 +329,12 @@ def _open_folder(
         prefixes, ignored = text_part.PREFIXES, ignored + text_part.IGNORED
     slots = families.slots(spec, family.tensors)
     text = text_config(config, place=place)[0]
+    settings, source = with_older_files(text, path)
     joined = join(
-        text, _entries(path), place=place, has_slot=lambda name: bare_name(name, prefixes) in slots
+        settings,
+        _entries(path),
+        place=source,
+        has_slot=lambda name: bare_name(name, prefixes) in slots,
     )
     merged = merge(
         _bare(joined.entries, prefixes, path),
@@ -548,7 +552,8 @@ def _assign(
         if isinstance(base, Entry) and base.dtype not in (*DTYPES, *QUANTISED):
             raise UserError(
                 f'{entry.file}: tensor "{name}" has the unsupported type {base.dtype}; '
-                f"known: {', '.join((*DTYPES, *QUANTISED))}"
+                f"known: {', '.join((*DTYPES, *QUANTISED))}, and others if config.json has a "
+                "quantization_config that describes them"
             )
     return tuple(Piece(entries[name], slot) for name, slot in placed.items())
 

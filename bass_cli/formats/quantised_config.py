@@ -11,8 +11,10 @@ import functools
 import math
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
+from bass_cli.errors import UserError
 from bass_cli.formats import compound
 from bass_cli.formats.compound import TYPES, Compound, Layout, content
 from bass_cli.formats.config_keys import QUANTISED
@@ -35,6 +37,7 @@ from bass_cli.formats.quantised_tensors import (
     refuse_others,
     scale_shapes,
 )
+from bass_cli.formats.sources import read_json
 from bass_cli.formats.tensor_files import Entry
 from bass_cli.reading import parse_object, shown, whole
 
@@ -421,6 +424,12 @@ def _by_row(parts: Parts, values: Entry, suffix: str) -> Compound:
     return Compound(layout, values.shape, {"values": values, "scales": scales})
 
 
+# By file: the method, and the key of its settings if they are not the whole file.
+OLDER_FILES = {
+    "quantize_config.json": ("gptq", ""),
+    "quant_config.json": ("awq", ""),
+    "hf_quant_config.json": ("modelopt", "quantization"),
+}
 METHODS: dict[str, type[Method]] = {
     "compressed-tensors": _CompressedTensors,
     "fp8": _Fp8,
@@ -430,6 +439,21 @@ METHODS: dict[str, type[Method]] = {
     "awq": _Awq,
     "bitsandbytes": _BitsAndBytes,
 }
+
+
+def with_older_files(config: Mapping[str, Any], folder: Path) -> tuple[Mapping[str, Any], str]:
+    """Return a config with the `quantization_config` that older tools wrote to a file beside it,
+    and the name of the file that has it."""
+    if any(config.get(key) for key in QUANTISED):
+        return config, str(folder / "config.json")
+    for name, (method, inner) in OLDER_FILES.items():
+        if (path := folder / name).exists():
+            whole_file = read_json(path)
+            found: Any = whole_file.get(inner) if inner else whole_file
+            if not isinstance(found, Mapping):
+                raise UserError(f'{path}: key "{inner}": a mapping is needed, not {shown(found)}')
+            return {**config, QUANTISED[0]: {"quant_method": method, **found}}, str(path)
+    return config, str(folder / "config.json")
 
 
 def join(
@@ -444,7 +468,7 @@ def join(
     Args:
         config: a parsed config.json.
         entries: stored tensors by full name.
-        place: the name of config.json, for errors.
+        place: the name of config.json or of an older file, for errors.
         has_slot: whether the model has a tensor of this name.
 
     Raises:

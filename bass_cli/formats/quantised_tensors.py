@@ -139,6 +139,7 @@ class Method:
         "q_scale",
         "k_scale",
         "v_scale",
+        "kv_scale",
     )
     skips: ClassVar[tuple[str, ...]] = ("modules_to_not_convert", "ignored_layers")
 
@@ -222,11 +223,12 @@ class Method:
             )
         if biases:
             yield f"{biases} biases that are 0 are not used: the model has none there"
-        if self.settings.values.get("kv_cache_scheme"):
-            yield (
-                "kv_cache_scheme of quantization_config is not used: the file's scales do not "
-                "quantise the cache"
-            )
+        for key in ("kv_cache_scheme", "kv_cache_quant_algo"):
+            if self.settings.values.get(key):
+                yield (
+                    f"{key} of quantization_config is not used: the file's scales do not "
+                    "quantise the cache"
+                )
 
 
 def grid_shape(shape: tuple[int, ...], group: tuple[int, int]) -> tuple[int, int]:

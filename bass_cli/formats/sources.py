@@ -42,6 +42,7 @@ _READ = (
     f"{_OLDER}.index.json",
     "config.json",
     "generation_config.json",
+    "*quant*_config.json",
     *TOKENIZER,
 )
 

@@ -24,10 +24,11 @@ from bass_cli.errors import UserError
 from bass_cli.formats import tensor_content
 from bass_cli.formats.checkpoint import open_checkpoint
 from bass_cli.formats.quantised_config import METHODS, REFUSED, join
-from bass_cli.formats.weights import load, size_of
+from bass_cli.formats.weights import load, size_of, update
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.ranks import Share
 from bass_cli.models.spec import PLAIN, Layouts
+from bass_cli.models.weights import Weights
 from bass_cli.run.defaults import with_stored_dtype
 from bass_cli.run.plan import make_plan
 from bass_kernels import Quantised
@@ -321,6 +322,66 @@ def test_what_is_not_used_is_noted(tmp_path: Path) -> None:
     notes = open_checkpoint(tmp_path).notes
     assert any("15 tensors" in note and "input_scale, k_scale" in note for note in notes)
     assert any("kv_cache_scheme" in note and "config.json" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "inner"),
+    [
+        ("gptq", "quantize_config.json", ""),
+        ("awq", "quant_config.json", ""),
+        ("modelopt nvfp4", "hf_quant_config.json", "quantization"),
+    ],
+)
+def test_settings_in_a_file_of_older_tools_are_read(
+    name: str, file: str, inner: str, tmp_path: Path
+) -> None:
+    write_quantised(tmp_path, scheme_of(name)[0])
+    wanted = load(open_checkpoint(tmp_path), dtype=torch.float32, device=CPU)
+    config = json.loads((tmp_path / "config.json").read_text())
+    settings = config.pop("quantization_config")
+    del settings["quant_method"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError):
+        open_checkpoint(tmp_path)
+    if name == "awq":
+        settings = {"w_bit": 4, "q_group_size": 32, "zero_point": True, "version": "GEMM"}
+    (tmp_path / file).write_text(json.dumps({inner: settings} if inner else settings))
+    found = load(open_checkpoint(tmp_path), dtype=torch.float32, device=CPU)
+    assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
+    wrong = {"modules_to_not_convert": 3, "ignore": 3}
+    (tmp_path / file).write_text(json.dumps({inner: wrong} if inner else wrong))
+    with pytest.raises(UserError, match=file):
+        open_checkpoint(tmp_path)
+
+
+def test_fp8_without_settings_says_what_is_missing(tmp_path: Path) -> None:
+    write_quantised(tmp_path, scheme_of("block fp8")[0])
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    change(tmp_path, lambda t: [t.pop(name) for name in list(t) if "scale" in name])
+    with pytest.raises(UserError, match=r"unsupported type F8_E4M3.* quantization_config"):
+        open_checkpoint(tmp_path)
+
+
+def test_update_writes_kept_numbers_in_place(tmp_path: Path) -> None:
+    """New weights of the same format are not rounded again; memory does not move."""
+    for seed, name in enumerate(("old", "new")):
+        write_quantised(tmp_path / name, scheme_of("fbgemm")[0], seed=seed)
+    old, new = (open_checkpoint(tmp_path / name) for name in ("old", "new"))
+    options: dict[str, Any] = {"dtype": torch.float32, "layouts": Layouts("fp8"), "device": CPU}
+    weights, wanted = Weights(load(old, **options)), load(new, **options)
+    before = {
+        key: one.values.data_ptr() for key, one in weights.items() if isinstance(one, Quantised)
+    }
+    update(weights, new, device=CPU)
+    for key, pointer in before.items():
+        found, right = weights[key], wanted[key]
+        assert isinstance(found, Quantised)
+        assert isinstance(right, Quantised)
+        assert found.values.data_ptr() == pointer
+        assert torch.equal(found.values.view(torch.uint8), right.values.view(torch.uint8))
+        assert torch.equal(found.scales, right.scales)
 
 
 def test_biases_of_zeros_are_left_out(tmp_path: Path) -> None:
