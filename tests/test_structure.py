@@ -200,6 +200,15 @@ def test_mistakes_of_a_line_name_file_line_and_field(tmp_path: Path) -> None:
         assert message in done.output.lower()
 
 
+def test_two_structures_of_a_line_are_named_as_its_fields(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text(json.dumps({"prompt": "b", "regex": "a", "json_object": True}) + "\n")
+    done = CliRunner().invoke(app, ["generate", str(path), "--model", str(tmp_path / "none")])
+    assert done.exit_code == 2
+    assert '"json_object" and "regex" exclude each other' in " ".join(done.output.split())
+    assert "--" not in done.output
+
+
 def test_pair_file_names_a_schema_beside_it_and_a_flag_replaces_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

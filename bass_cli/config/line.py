@@ -8,6 +8,7 @@ other fields of a line.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -80,6 +81,7 @@ def _named(settings: Mapping[str, Any]) -> Iterator[None]:
         yield
     except ValidationError as error:
         path, reason = first_fault(error)
+        reason = re.sub(r"`sampling\.(\w+)`", r'"\1"', reason)  # a line has fields, not options
         raise SettingError(path[-1] if path else next(iter(settings)), reason) from None
 
 

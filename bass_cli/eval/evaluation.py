@@ -35,7 +35,7 @@ from bass_cli.generation import (
     write_samples,
 )
 from bass_cli.io.console import Screen
-from bass_cli.io.linefile import stem_of
+from bass_cli.io.linefile import name_beside
 from bass_cli.io.prompts import Prompt, length
 from bass_cli.io.results import Completion, open_output
 from bass_cli.io.saving import is_stream, refuse_shared_files
@@ -193,7 +193,7 @@ class Evaluation:
 
     def report_path(self, out: str) -> str:
         """Return the path of the report on `out`."""
-        return self.report or f"{stem_of(out)}.report.json"
+        return self.report or name_beside(out, ".report.json")
 
     def prompts(self) -> Iterator[Prompt]:
         """Yield the task's prompts in the chosen format."""

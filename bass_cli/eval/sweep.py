@@ -19,7 +19,7 @@ from bass_cli.eval.evaluation import Evaluation
 from bass_cli.eval.report import seconds
 from bass_cli.eval.scoring import check_report
 from bass_cli.io.console import Screen
-from bass_cli.io.linefile import stem_of
+from bass_cli.io.linefile import name_beside, stem_of
 from bass_cli.io.saving import check_chart, save_chart, write_json
 from bass_cli.reading import parse_duration
 from bass_cli.system.threads import configure_threads
@@ -45,7 +45,7 @@ def sweep(args: EvaluateArgs, screen: Screen) -> tuple[dict[str, Any], bool]:
     """
     budgets = _budgets(args)
     evaluation = Evaluation(args, screen)
-    document_path = args.report or f"{stem_of(evaluation.out)}.sweep.json"
+    document_path = args.report or name_beside(evaluation.out, ".sweep.json")
     chart = _chart(args.plot, evaluation.out, screen)
     evaluation.report = None  # --report names the document; each file's report has its own name
     samples = [_file(evaluation.out, method, budget) for method in METHODS for budget in budgets]
@@ -92,7 +92,7 @@ def _budgets(args: EvaluateArgs) -> list[float]:
 def _chart(plot: str | None, out: str, screen: Screen) -> str | None:
     """Return the chart's path. None without matplotlib."""
     if plot is not None or importlib.util.find_spec("matplotlib") is not None:
-        return plot or f"{stem_of(out)}.sweep.png"
+        return plot or name_beside(out, ".sweep.png")
     screen.note("no chart will be drawn: it needs matplotlib (pip install 'bass-cli[plot]')")
     return None
 

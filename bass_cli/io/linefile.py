@@ -35,6 +35,13 @@ def stem_of(output: str) -> str:
     return output[: len(output) - len(suffix)]
 
 
+def name_beside(output: str, suffix: str) -> str:
+    """Return the name of a file on an output: o.jsonl gives o and the suffix. Other formats stay in
+    the name (o.jsonl.zst: o.zst), so that two outputs never share it."""
+    stem = stem_of(output)
+    return stem + output[len(stem) :].lower().removeprefix(LINES[0]) + suffix
+
+
 def is_parquet_name(output: str) -> bool:
     """Whether an output of this name is a parquet file."""
     return Path(output).suffix.lower() == ".parquet"

@@ -34,6 +34,7 @@ def tree(folder: Path) -> dict[str, tuple[int, bytes]]:
     ([*GENERATE, "--out", "x.jsonl"], "x.jsonl"), ([*GENERATE, "--out", "x.jsonl"], "x.jsonl.manifest.json"),
     ([*EVAL, "--out", "x.jsonl"], "x.jsonl"), ([*EVAL, "--out", "x.jsonl"], "x.jsonl.verdicts.jsonl"),
     ([*EVAL, "--out", "x.jsonl"], "x.report.json"), ([*EVAL, "--report", "x.json"], "x.json"),
+    ([*EVAL, "--out", "x.jsonl.zst"], "x.zst.report.json"), ([*EVAL, "--out", "x.parquet"], "x.parquet.report.json"),
     ([*SWEEP, "--report", "x.json"], "x.json"), ([*SWEEP, "--plot", "x.png"], "x.png"), (SWEEP, "o.sweep.json"),
     (SWEEP, "o.sweep.png"), (SWEEP, "o.plain-0.5s.jsonl"), (SWEEP, "o.plain-0.5s.report.json"),
     (SWEEP, "o.jsonl.verdicts.jsonl"), ([*SCORE, "--report", "x.json"], "x.json"), (SCORE, "f.jsonl.verdicts.jsonl"),
