@@ -186,7 +186,7 @@ def _parts(bench: Bench, key: Key, width: int, schedule: Schedule) -> Parts | No
     for _ in range(_ROUNDS):
         if min(row.room for row in rows) > width + 1:
             loop.round()
-    bench.parts[of] = measure_parts(loop, width, coupling=bench.settings.job.speculation.coupling)
+    bench.parts[of] = measure_parts(loop, width)
     empty(loop)
     return bench.parts[of]
 

@@ -235,16 +235,9 @@ def build_loops(
     if not drafts:
         return Loops(loop, None)
     assert isinstance(loop.target, Runner)
-    plain = Loop(
-        batch=loop.batch,
-        target=loop.target.without_reader(),
-        drafter=NoDrafter(),
-        lengths=Fixed(0),
-        coupling=job.speculation.coupling,
-        clock=Clock(),
-        graphs=graphs_for(models.target.device, models.followers),
-    )
-    return Loops(plain, loop)
+    graphs = graphs_for(models.target.device, models.followers)
+    target = loop.target.without_reader()
+    return Loops(loop.beside(NoDrafter(), target=target, clock=Clock(), graphs=graphs), loop)
 
 
 def grow(bench: Bench) -> None:
@@ -401,7 +394,6 @@ def surface(bench: Bench) -> Surface | None:
         loop,
         bench.prompts,
         rows=sorted(rows),
-        coupling=settings.job.speculation.coupling,
         limit=LIMITS[loop.batch.device.type],
         longest=settings.longest,
         tokens=settings.new_tokens,

@@ -90,7 +90,7 @@ def _transformers(job: Description) -> Generate:
         options = {"do_sample": True, **sampled}
     ends: dict[str, Any] = {"eos_token_id": job["eos"] or None, "pad_token_id": job["pad"]}
     if job["stop"]:
-        ends["tokenizer"] = transformers.AutoTokenizer.from_pretrained(job["tokenizer"])
+        ends["tokenizer"] = stop_tokenizer(Path(job["tokenizer"]))
         ends["stop_strings"] = job["stop"]
 
     def generate(
@@ -117,6 +117,21 @@ def _transformers(job: Description) -> Generate:
         return samples if exact else [_to_end(one, set(job["eos"]), job["pad"]) for one in samples]
 
     return generate
+
+
+def stop_tokenizer(path: Path) -> Any:
+    """Return the tokenizer of a folder or .gguf file in the form that transformers' stop strings
+    need. Its ids are those of bass."""
+    import tokenizers
+    import transformers
+
+    from bass_cli.formats.backends import load_backend
+    from bass_cli.formats.tokenizer import Tokenizer
+
+    backend = load_backend(Tokenizer.load(path).cached.content)
+    if isinstance(backend, tokenizers.Tokenizer):
+        return transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
+    return transformers.AutoTokenizer.from_pretrained(str(path))  # a SentencePiece model
 
 
 def _to_end(ids: list[int], ends: set[int], pad: int) -> list[int]:

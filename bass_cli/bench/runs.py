@@ -215,7 +215,7 @@ class Parts(NamedTuple):
 
 
 @torch.inference_mode()
-def measure_parts(loop: Loop, width: int, *, coupling: str) -> Parts:
+def measure_parts(loop: Loop, width: int) -> Parts:
     """Time the parts of a round at this draft length. The rows of the loop do not change."""
     batch, drafter, target = loop.batch, loop.drafter, loop.target
     graphs = loop.graphs is not None and loop.graphs.enabled
@@ -228,7 +228,9 @@ def measure_parts(loop: Loop, width: int, *, coupling: str) -> Parts:
         logits = target.forward(tokens, positions, batch.ends(width))
 
         def decide() -> None:
-            verdict = judge(proposal, logits, batch, coupling=coupling, simulated=loop.simulated)
+            verdict = judge(
+                proposal, logits, batch, coupling=loop.coupling, simulated=loop.simulated
+            )
             batch.commit(verdict.block, verdict.accepted)
 
         def seconds(part: Callable[[], object], captured: bool = graphs) -> float:

@@ -100,7 +100,6 @@ def _measure(plan: Plan, args: ProfileArgs, screen: Screen) -> dict[str, Any]:
         loop,
         prompts,
         rows=rows,
-        coupling=plan.job.speculation.coupling,
         limit=LIMITS[kind],
         context=plan.files.target.spec.context,
         note=screen.note,

@@ -63,7 +63,7 @@ class Loop:
     ):
         assert coupling in ("shared", "maximal")
         assert acceptance is None or coupling == "shared"
-        self.batch, self.clock, self.graphs = batch, clock, graphs
+        self.batch, self.clock, self.graphs, self.coupling = batch, clock, graphs, coupling
         self.target, self.drafter = target, drafter
         self.simulated = SimulatedAcceptance(acceptance, batch) if acceptance is not None else None
         self._followers: tuple[FollowsRows, ...] = (target, drafter)
@@ -117,6 +117,21 @@ class Loop:
         """Use this controller from the next round on, and forget what the drafter has learnt."""
         self._next.lengths = lengths
         self.drafter.forget()
+
+    def beside(
+        self, drafter: Drafter, *, target: Target, clock: Clock, graphs: Graphs | None
+    ) -> Loop:
+        """Return a loop over the same batch with another drafter, and with this loop's coupling and
+        controller. Only one of the two may have rows at a time."""
+        return Loop(
+            batch=self.batch,
+            target=target,
+            drafter=drafter,
+            lengths=self.lengths,
+            coupling=self.coupling,
+            clock=clock,
+            graphs=graphs,
+        )
 
     def shortest(self, deadline: float) -> float:
         """See NextRound.shortest."""

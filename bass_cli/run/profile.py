@@ -336,7 +336,6 @@ def measure(
     prompts: Sequence[Sequence[int]],
     *,
     rows: Sequence[int],
-    coupling: str,
     limit: float,
     longest: int = WIDTHS[-1],
     context: int | None = None,
@@ -355,7 +354,7 @@ def measure(
         tokens, samples: New tokens that rows have room for, and rows of a prompt.
         now, note: The clock, in seconds; called with a line if points were left out.
     """
-    made_up = _with_made_up_drafts(loop, coupling, now)
+    made_up = _with_made_up_drafts(loop, now)
     bench = _Bench(loop, made_up, prompts, now, now() + limit, tokens=tokens, samples=samples)
     rows, longest = sorted(set(rows)), min(longest, loop.drafter.longest)
     widths = [width for width in WIDTHS if width <= longest]
@@ -393,17 +392,10 @@ def measure(
     )
 
 
-def _with_made_up_drafts(loop: Loop, coupling: str, now: Callable[[], float]) -> Loop:
+def _with_made_up_drafts(loop: Loop, now: Callable[[], float]) -> Loop:
     """Make a loop over the same batch and target whose rounds take the target's time only."""
-    return Loop(
-        batch=loop.batch,
-        target=loop.target,
-        drafter=MadeUp(),
-        lengths=Fixed(0),
-        coupling=coupling,
-        clock=Clock(now),
-        graphs=Graphs(loop.batch.device),
-    )
+    graphs = Graphs(loop.batch.device)
+    return loop.beside(MadeUp(), target=loop.target, clock=Clock(now), graphs=graphs)
 
 
 def _order(

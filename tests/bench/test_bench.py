@@ -358,7 +358,7 @@ def test_parts_leave_the_rows_as_they_are() -> None:
         loop.round()
         before, lengths = [list(row.tokens) for row in rows], loop.batch.lengths.clone()
         if interrupt:
-            parts = measure_parts(loop, 3, coupling="shared")
+            parts = measure_parts(loop, 3)
             assert parts.width == 3
             assert min(parts.draft, parts.verify, parts.accept) > 0
             assert [row.tokens for row in rows] == before

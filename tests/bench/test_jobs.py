@@ -7,13 +7,16 @@ import os
 from pathlib import Path
 
 import pytest
-from checkpoints import write_checkpoint, write_tokenizer
+import torch
+from checkpoints import tokenizer_metadata, write_checkpoint, write_gguf, write_tokenizer
+from transformers import StopStringCriteria
 from typer.testing import CliRunner
 
 from bass_cli.bench import jobs
-from bass_cli.bench.rivals import _to_end
+from bass_cli.bench.rivals import _to_end, stop_tokenizer
 from bass_cli.cli.commands import app
 from bass_cli.errors import UserError
+from bass_cli.formats.tokenizer import Tokenizer
 
 
 @pytest.fixture
@@ -121,3 +124,26 @@ def test_padding_is_not_counted_as_tokens() -> None:
     assert _to_end([5, 6, 2, 2, 2], {2}, 2) == [5, 6, 2]
     assert _to_end([5, 6, 0, 0], {2}, 0) == [5, 6]
     assert _to_end([5, 6, 7], {2}, 0) == [5, 6, 7]
+
+
+@pytest.mark.parametrize("stored", ["folder", "file"])
+def test_stop_strings_of_transformers_need_no_more_than_the_targets_tokenizer(
+    tmp_path: Path, stored: str
+) -> None:
+    """A .gguf file has no tokenizer.json. The ids are those of bass."""
+    path = tmp_path / "model"
+    if stored == "folder":
+        write_checkpoint("llama", path)
+        write_tokenizer(path)
+    else:
+        write_tokenizer(tmp_path)
+        path = tmp_path / "model.gguf"
+        write_gguf("llama", path, metadata=tokenizer_metadata(tmp_path))
+    found, ours = stop_tokenizer(path), Tokenizer.load(path)
+    assert found.get_vocab() == {text: id_ for id_, text in ours.texts.items()}
+    stops = StopStringCriteria(found, [" sat"])
+    tokens = ours.encode_part("the cat sat")
+    assert [bool(stops(torch.tensor([ids]), None)) for ids in (tokens[:-1], tokens)] == [
+        False,
+        True,
+    ]

@@ -451,7 +451,7 @@ def test_shorter_vocabulary_uses_the_targets_ids(models, tmp_path, kind, couplin
 def test_profile_has_no_drafts_longer_than_a_block(models):
     _, _, target, head = models("qwen3", "dspark")
     loop = loop_of(target, head, rows=2, lengths=Fixed(0))
-    surface = measure(loop, [[3, 1, 4]], rows=[1, 2], coupling="shared", limit=2.0, tokens=20)
+    surface = measure(loop, [[3, 1, 4]], rows=[1, 2], limit=2.0, tokens=20)
     assert surface.widths == (0, 1, 2, 3, 4, 5)
 
 

@@ -57,7 +57,7 @@ def test_parallel_draft_is_measured_as_one_pass():
         lengths=Fixed(3),
     )
     loop.clock.now = ticks
-    surface = measure(loop, PROMPTS, rows=(8, 1, 4), coupling="shared", limit=100.0, now=ticks)
+    surface = measure(loop, PROMPTS, rows=(8, 1, 4), limit=100.0, now=ticks)
     for rows in (1, 4, 8):
         assert surface.draft_seconds(rows, 0) == 0
         for width in (1, 2, 4, 8, 16):
@@ -74,7 +74,7 @@ def test_unmeasured_draft_times_follow_the_kind_of_draft():
 
 def test_target_and_draft_are_measured_apart():
     loop, ticks = timed_loop()
-    surface = measure(loop, PROMPTS, rows=(8, 1, 4), coupling="shared", limit=100.0, now=ticks)
+    surface = measure(loop, PROMPTS, rows=(8, 1, 4), limit=100.0, now=ticks)
     assert (surface.rows, surface.measured) == ((1, 4, 8), True)
     for rows in (1, 4, 8):
         for width in (0, 1, 2, 4, 8, 16):
@@ -85,9 +85,7 @@ def test_target_and_draft_are_measured_apart():
     assert surface.acceptance == 1.0, "the toy drafts for itself"
     assert len(loop.batch) == 0
     assert loop.lengths.next(1) == 3, "the controller is back"
-    assert measure(loop, PROMPTS, rows=(2,), coupling="shared", limit=1.0, now=ticks).rows == (
-        2,
-    ), "again"
+    assert measure(loop, PROMPTS, rows=(2,), limit=1.0, now=ticks).rows == (2,), "again"
 
 
 def test_growth_with_the_context_is_measured():
@@ -100,9 +98,7 @@ def test_growth_with_the_context_is_measured():
         return forward(tokens, positions, ends, last=last)
 
     target.forward = slow
-    surface = measure(
-        loop, [[1, 2] * 20], rows=(1, 4), coupling="shared", limit=100.0, context=600, now=ticks
-    )
+    surface = measure(loop, [[1, 2] * 20], rows=(1, 4), limit=100.0, context=600, now=ticks)
     assert surface.growth[0] == pytest.approx(1e-5, rel=0.2)
     assert surface.growth[1] == pytest.approx(0.0, abs=1e-6)
 
@@ -110,16 +106,14 @@ def test_growth_with_the_context_is_measured():
 def test_unmeasured_points_are_filled_in():
     loop, ticks = timed_loop()
     notes = []
-    surface = measure(
-        loop, PROMPTS, rows=(1, 2, 4, 8), coupling="shared", limit=1.2, now=ticks, note=notes.append
-    )
+    surface = measure(loop, PROMPTS, rows=(1, 2, 4, 8), limit=1.2, now=ticks, note=notes.append)
     assert ticks.seconds < 1.7
     assert notes[0].endswith(" of 48 points were measured in time; the others are estimated"), (
         "nothing was compiled"
     )
     assert surface.verify_seconds(8, 16) == pytest.approx(0.01 + 0.001 * 8 * 17, rel=0.1)
     assert surface.draft_seconds(8, 16) == pytest.approx(0.002 * 16, rel=0.1)
-    one = measure(loop, PROMPTS, rows=(4,), coupling="shared", limit=0.0, now=ticks)
+    one = measure(loop, PROMPTS, rows=(4,), limit=0.0, now=ticks)
     assert one.seconds(4, 0) == pytest.approx(0.014), "a single point is better than none"
 
 
@@ -143,24 +137,20 @@ def test_compiling_leaves_half_of_the_time_for_measuring(monkeypatch):
     loop, ticks = timed_loop()
     loop.graphs = slow_compiler(monkeypatch, ticks)
     notes = []
-    surface = measure(
-        loop, PROMPTS, rows=(1, 8), coupling="shared", limit=1.6, now=ticks, note=notes.append
-    )
+    surface = measure(loop, PROMPTS, rows=(1, 8), limit=1.6, now=ticks, note=notes.append)
     assert 40.8 < ticks.seconds < 41.3
     assert "now that kernels are compiled" in notes[0]
     assert surface.verify_seconds(8, 16) == pytest.approx(0.01 + 0.001 * 8 * 17)
     assert len(loop.batch) == 0
     whole = ticks.seconds
-    measure(loop, PROMPTS, rows=(1, 8), coupling="shared", limit=200.0, now=ticks)
+    measure(loop, PROMPTS, rows=(1, 8), limit=200.0, now=ticks)
     assert ticks.seconds - whole < 45.0, "no more than it takes"
 
 
 def test_profile_works_if_compiling_ahead_fails(monkeypatch):
     loop, ticks = timed_loop()
     loop.graphs, notes = slow_compiler(monkeypatch, ticks, fails=True), []
-    surface = measure(
-        loop, PROMPTS, rows=(1, 8), coupling="shared", limit=20.0, now=ticks, note=notes.append
-    )
+    surface = measure(loop, PROMPTS, rows=(1, 8), limit=20.0, now=ticks, note=notes.append)
     assert "no such register" in notes[0]
     assert surface.verify_seconds(8, 16) == pytest.approx(0.01 + 0.001 * 8 * 17)
 
@@ -172,7 +162,7 @@ def test_measured_points_keep_steps_of_pass_times():
         return 0.01 + 0.006 * math.ceil(rows * width / 16)
 
     loop, ticks = timed_loop(target=target)
-    surface = measure(loop, PROMPTS, rows=(1, 2, 4, 8), coupling="shared", limit=100.0, now=ticks)
+    surface = measure(loop, PROMPTS, rows=(1, 2, 4, 8), limit=100.0, now=ticks)
     for rows, width in itertools.product((1, 2, 4, 8), WIDTHS):
         assert surface.verify_seconds(rows, width) == pytest.approx(target(rows, width + 1))
         assert surface.draft_seconds(rows, width) == pytest.approx(0.002 * width, abs=1e-9)
@@ -202,7 +192,7 @@ def test_draft_without_proposals_costs_nothing():
     ticks, table = Ticks(), torch.randn(1, 50, 50, generator=torch.Generator().manual_seed(0))
     loop = loop_for(Timed(table, 1, ticks, lambda rows, width: 0.01), "lookup", rows=2)
     loop.clock.now = ticks
-    surface = measure(loop, [[1, 2, 3]], rows=(2,), coupling="shared", limit=9.0, now=ticks)
+    surface = measure(loop, [[1, 2, 3]], rows=(2,), limit=9.0, now=ticks)
     assert surface.draft_seconds(2, 8) == pytest.approx(0.0, abs=1e-9)
     assert surface.acceptance is None
 
