@@ -254,7 +254,7 @@ class Decoder:
             segments,
             scale=spec.query_scale,
             window=spec.windows[i],
-            next_weight=following if isinstance(following, Tensor) else None,
+            next_weight=_stored(following),
         ).view(*q.shape[:2], -1)
         if spec.norm.sandwich:
             residual = residual + self._norm(at + "post1", self._mapped(at + "o", mixed))
@@ -336,6 +336,13 @@ class Decoder:
         return ops.norm(
             None, x, *self._affine(name), eps=self.spec.norm.eps, kind=self.spec.norm.kind
         )[0]
+
+
+def _stored(weight: Weight) -> Tensor | None:
+    """Return the tensor that holds a matrix, for prefetches; None if there are several."""
+    if isinstance(weight, Quantised):
+        return weight.values
+    return weight if isinstance(weight, Tensor) else None
 
 
 def inverse_frequencies(rope: Rope | None, device: torch.device) -> Tensor | None:
@@ -492,8 +499,10 @@ def run_fused(
         qkv = products.project(stream, matrix(at + "qkv.weight"), bias, eps=eps, early=early)
         norm = weights.qk_norms(at) if spec.norm.qk else None
         found = (None,) * 4 if peaks is None else peaks[slot].unbind()
-        mixed = _attend(spec, i, slot, qkv, angles, norm, segments, step, found[0], early)
         weight, norm2 = matrix(at + "o.weight"), plain(at + "norm2.weight")
+        mixed = _attend(
+            spec, i, slot, qkv, angles, norm, segments, step, found[0], _stored(weight), early
+        )
         stream = products.add(
             mixed, weight, stream, norm2, peaks=found[0], largest=found[1], early=early
         )
@@ -534,6 +543,7 @@ def _attend(
     segments: ops.Segments,
     step: Pass,
     peaks: Tensor | None,
+    next_weight: Tensor | None,
     early: bool,
 ) -> Tensor:
     """Return attention [B W, H D] from the product qkv [B W, (H + 2K) D]. Up to _ONE_LAUNCH rows
@@ -563,7 +573,9 @@ def _attend(
     q = ops.rope_write(
         qkv.view(rows, width, -1), (cos, sin), step.slots(), own, heads=heads, norms=norms, eps=eps
     )
-    mixed = ops.attention(q, own, prompt, segments, scale=spec.query_scale, window=window)
+    mixed = ops.attention(
+        q, own, prompt, segments, scale=spec.query_scale, window=window, next_weight=next_weight
+    )
     return mixed.view(rows * width, -1)
 
 
