@@ -264,8 +264,19 @@ class Decoder:
             return self._mixed(at, spec.experts, self._added(at + "o", mixed, residual))
         inner = self._up(at, residual) if spec.parallel else None
         residual = self._added(at + "o", mixed, residual)
-        inner = self._up(at, residual) if inner is None else inner
-        return self._added(at + "down", inner, residual)
+        if inner is not None or self.ranks is not None or spec.residual_scale != 1.0:
+            inner = self._up(at, residual) if inner is None else inner
+            return self._added(at + "down", inner, residual)
+        return ops.feed_forward(
+            residual,
+            self._affine(at + "norm2") if spec.norm.before else None,
+            self._map(at + "up"),
+            self._map(at + "down"),
+            eps=spec.norm.eps,
+            kind=spec.norm.kind,
+            activation=spec.activation,
+            gated=spec.gated,
+        )
 
     def _added(self, name: str, x: Tensor, residual: Tensor) -> Tensor:
         """Add the map `o` or `down` of x to the residual stream, which may be changed in place."""

@@ -21,7 +21,7 @@ from .experts import Clamp, Maps
 from .grouped import GROUP, Grouped, grouped_works
 from .host import SPARE_KEYS
 from .likeliest import processed_entries, report_entries
-from .linear import is_packed, linear, linear_add, norm_up, pack, project, unpack
+from .linear import feed_forward, is_packed, linear, linear_add, norm_up, pack, project, unpack
 from .noise import SHARED, gumbel
 from .processing import BITS, add_bias, count_block, count_prompts, forbid_words
 from .quantised import LAYOUTS, Quantised, Weight, Writable
@@ -97,6 +97,7 @@ __all__ = [
     "distances",
     "draft_sample",
     "embed",
+    "feed_forward",
     "forbid_words",
     "gate_gradient",
     "grouped_works",

@@ -180,6 +180,31 @@ def linear_add(x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor)
     return residual if bias is None else residual.add_(bias)
 
 
+def feed_forward(
+    residual: Tensor,
+    norm: Affine | None,
+    up: Map,
+    down: Map,
+    *,
+    eps: float,
+    kind: str,
+    activation: str,
+    gated: bool,
+) -> Tensor:
+    """Do `norm_up`, and add its product with `down` to the residual stream [..., N], which may be
+    overwritten."""
+    first, (second, bias) = up[0], down
+    fused = gated and up[1] is None and dispatch.kind_for(residual) == "triton"
+    if fused and isinstance(first, Quantised) and isinstance(second, Quantised):
+        from . import quantised_products
+
+        return quantised_products.feed_forward(
+            residual, norm, first, second, bias, eps=eps, kind=kind, activation=activation
+        )
+    inner = norm_up(residual, norm, up, eps=eps, kind=kind, activation=activation, gated=gated)
+    return linear_add(inner, second, bias, residual)
+
+
 @functools.cache
 def _packing_works() -> bool:
     """Return whether this build of torch has the packed product and it gives the plain product's

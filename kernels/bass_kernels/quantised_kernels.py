@@ -58,6 +58,39 @@ def factor_kernel(
     tl.store(out_ptr + start + at, value, mask=inside)
 
 
+@triton.jit
+def gated_factor_kernel(
+    both_ptr,
+    out_ptr,
+    scale_ptr,
+    size,
+    ACTIVATION: tl.constexpr,
+    NATIVE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Round activation(gate) * up of a token, [2 size], in two passes over it."""
+    row, lane = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    both_ptr += row * 2 * size
+    peaks = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, size, BLOCK):
+        value = _gated(both_ptr, first + lane, size, ACTIVATION)
+        peaks = tl.maximum(peaks, magnitude(value))
+    scale = token_scale(tl.max(peaks, 0))
+    tl.store(scale_ptr + row, scale)
+    inverse = tl.div_rn(1.0, scale)
+    for first in range(0, size, BLOCK):
+        value = _gated(both_ptr, first + lane, size, ACTIVATION).to(tl.float32) * inverse
+        value = value.to(tl.float8e4nv) if NATIVE else round_e4m3(value).to(tl.float16)
+        tl.store(out_ptr + row * size + first + lane, value, mask=first + lane < size)
+
+
+@triton.jit
+def _gated(both_ptr, at, size, ACTIVATION: tl.constexpr):
+    gate = tl.load(both_ptr + at, mask=at < size, other=0.0)
+    up = tl.load(both_ptr + size + at, mask=at < size, other=0.0).to(tl.float32)
+    return (activate(gate.to(tl.float32), ACTIVATION) * up).to(gate.dtype)
+
+
 @triton.jit(do_not_specialize=["count"])
 def linear_kernel(
     x_ptr,

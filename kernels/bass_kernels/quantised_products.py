@@ -265,6 +265,28 @@ def norm_up(
     return gated(rounded, scales, weight, like=residual, activation=activation)
 
 
+def feed_forward(
+    residual: Tensor,
+    norm: tuple[Tensor, Tensor | None] | None,
+    up: Quantised,
+    down: Quantised,
+    bias: Tensor | None,
+    *,
+    eps: float,
+    kind: str,
+    activation: str,
+) -> Tensor:
+    """Return the residual stream [..., K] plus its norm, gated product, down product and bias. If
+    the library multiplies, the gated activation is rounded in the launch that computes it."""
+    x, scales = factor(residual, up, norm, eps=eps, kind=kind)
+    if up.layout == down.layout == "fp8" and _library(x, up, residual):
+        both = product(x, scales, up, None, None, like=residual)
+        x, scales = gated_factor(both.view(len(x), -1), activation)
+        return product(x, scales, down, bias, residual, like=residual)
+    inner = gated(x, scales, up, like=residual, activation=activation)
+    return linear(inner, down, bias, residual)
+
+
 def product(
     x: Tensor,
     scales: Tensor | None,
@@ -403,6 +425,25 @@ def factor(
         **overlap(early, x.device),
     )
     return out, scales if round_tokens else None
+
+
+def gated_factor(both: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """Return activation(gate) * up of tokens [M, 2 K], gates first, as `factor` does for fp8."""
+    count, size = len(both), both.shape[1] // 2
+    dtype = torch.float8_e4m3fn if _native(both) else torch.float16
+    out = torch.empty(count, size, dtype=dtype, device=both.device)
+    scales = torch.empty(count, dtype=torch.float32, device=both.device)
+    kernels.gated_factor_kernel[(count,)](
+        both,
+        out,
+        scales,
+        size,
+        ACTIVATION=KINDS[activation],
+        NATIVE=_native(both),
+        BLOCK=min(4096, triton.next_power_of_2(size)),
+        num_warps=8,
+    )
+    return out, scales
 
 
 def _native(x: Tensor) -> bool:

@@ -156,6 +156,30 @@ def test_a_token_has_the_same_bits_beside_any_tokens(layout, dtype):
         assert torch.equal(added.residual.to(dtype), whole[:count]), count
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layouts", [("fp8", "fp8"), ("int8", "fp8"), ("int8", "int8")])
+def test_feed_forward_equals_its_parts(dtype, layouts):
+    """Also where the library multiplies: the gated activation is rounded as a separate launch
+    rounds it."""
+    x, norm = randn(70, 96, dtype=dtype), randn(96, seed=1) + 1
+    up, down = weight_of(2 * 80, 96, layouts[0]), weight_of(96, 80, layouts[1], seed=4)
+    words = {"eps": EPS, "kind": "rms", "activation": "silu"}
+    bias = randn(96, dtype=dtype, seed=5)
+    inner = ops.norm_up(x, (norm, None), (up, None), **words, gated=True)
+    found = ops.feed_forward(x.clone(), (norm, None), (up, None), (down, bias), **words, gated=True)
+    expected = ops.linear_add(inner, down, bias, x.clone())
+    bound = 1 if layouts[0] == "int8" or dtype == torch.float32 else 4
+    close(found, expected, dtype, factor=bound)
+
+
+def test_gated_factor_equals_activation_and_factor():
+    both = randn(5, 2 * 5000, seed=8)
+    expected = products.factor(ops.activation(both, "silu", gated=True), weight_of(16, 5000, "fp8"))
+    found = products.gated_factor(both, "silu")
+    assert torch.equal(found[1], expected[1])
+    assert torch.equal(found[0].float(), expected[0].float())
+
+
 def every_number():
     """All numbers of bfloat16 of at most 448, and float32 beside each tie of e4m3: [N, 64]."""
     some = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()

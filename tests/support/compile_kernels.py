@@ -144,6 +144,13 @@ def compile_8_bits():
         compile_one(gate_up, ready, PEAKS=False, **shape, **alone, **many)
         add = {"PEAKS": True, "READY": False, "LINES": 896, "SPLITS": 4}
         compile_one(quantised_kernels.add_kernel, weight, **add, **few)
+    compile_one(
+        quantised_kernels.gated_factor_kernel,
+        {"out_ptr": "*fp8e4nv", "scale_ptr": "*fp32"},
+        ACTIVATION=0,
+        NATIVE=True,
+        BLOCK=4096,
+    )
     for norm in (True, False):
         compile_one(
             quantised_kernels.factor_kernel,
