@@ -310,6 +310,9 @@ def pairs(args: PairsArgs) -> None:
 
             terminal.document(pair_schema(), indent=2)
             return
+        if args.models:
+            _print_architectures(args, screen)
+            return
         from bass_cli.cli.doctor import describe_pairs, pair_lines
 
         rows = describe_pairs(args.names or ())
@@ -318,6 +321,18 @@ def pairs(args: PairsArgs) -> None:
             return
         for line in pair_lines(rows):
             screen.say(line)
+
+
+def _print_architectures(args: PairsArgs, screen: Screen) -> None:
+    from bass_cli.models.support import architectures
+
+    table = architectures()
+    if args.json_document:
+        terminal.document([one._asdict() for one in table], indent=2)
+        return
+    width = max(len(one.name) for one in table)
+    for one in table:
+        screen.say(f"{one.name:{width}}  {one.how:12}  {one.reason}".rstrip())
 
 
 @app.command(cls=Command)

@@ -320,7 +320,7 @@ def _one_pair(job: Job, memory: dict[str, Any]) -> dict[str, Any]:
     if plan is not None:
         split = f" on each of {ranks} devices" if ranks > 1 else ""
         found["weights"] = gigabytes(plan.footprint.weights) + split
-        planned = _memory_plan(plan)
+        planned = {"pair_decoder": _decoder(plan), **_memory_plan(plan)}
     return {
         "pair": pair.name,
         "pair_target": pair.target,
@@ -330,6 +330,15 @@ def _one_pair(job: Job, memory: dict[str, Any]) -> dict[str, Any]:
         "pair_here": found["here"],
         "pair_ready": found["ready"],
     }
+
+
+def _decoder(plan: Plan) -> str:
+    """Return whose layers run the target."""
+    from bass_cli.models.spec import AnySpec
+
+    spec = plan.files.target.spec
+    how = "transformers' own layers" if isinstance(spec, AnySpec) else "native"
+    return f"{spec.family}: {how}"
 
 
 def _memory_plan(plan: Plan) -> dict[str, Any]:

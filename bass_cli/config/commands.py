@@ -522,6 +522,9 @@ class PairsArgs(_Document):
         choices=packaged_pairs,
     )
     schema: bool = switch("Print the JSON schema of pair files, for editors", OUTPUT)
+    models: bool = switch(
+        "Print which architectures run natively, through transformers, or not, and why", OUTPUT
+    )
 
 
 @dataclass(kw_only=True, eq=False)

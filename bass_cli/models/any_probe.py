@@ -48,7 +48,7 @@ _TEXT_NAMES = {
     r"^language_model\.model\.": "model.",
     r"^language_model\.lm_head\.": "lm_head.",
 }
-_OTHER = "its layers do not attend through transformers' AttentionInterface"
+_OTHER = "attend without transformers' AttentionInterface"
 _ROWS, _TOKENS = 1, 2  # of the pass over shapes
 
 
@@ -248,7 +248,9 @@ def _hollow(config: Any) -> Any:
             )
     except Exception as error:
         known = isinstance(error, KeyError) and error.args == (_PROBE,)
-        raise RefusedError(_cannot(config, _OTHER if known else _line(error))) from None
+        raise RefusedError(
+            _cannot(config, f"its layers {_OTHER}" if known else _line(error))
+        ) from None
     finally:
         config._experts_implementation = experts
     made.config._experts_implementation = "batched_mm"
@@ -409,8 +411,7 @@ def _record(model: Any, layers: nn.ModuleList) -> tuple[tuple[AttentionCall, ...
         hook.remove()
     silent = sorted(set(range(len(layers))) - {one.layer for one in recorder.found})
     if silent:
-        why = f"{_of_layers(silent)} do not attend through transformers' AttentionInterface"
-        raise RefusedError(_cannot(model.config, why))
+        raise RefusedError(_cannot(model.config, f"{_of_layers(silent)} {_OTHER}"))
     return _calls(recorder.found), bool(tuples and tuples[0])
 
 

@@ -21,6 +21,7 @@ from bass_cli.engine.sampling import RowSampling
 from bass_cli.errors import UserError
 from bass_cli.formats.checkpoint import Checkpoint, open_checkpoint
 from bass_cli.lengths.controllers import Fixed
+from bass_cli.models import support
 from bass_cli.models.any_model import AnyModel, load_any, prepare
 from bass_cli.models.any_probe import probe
 from bass_cli.models.block_allocator import Change
@@ -71,8 +72,17 @@ def noisy(decoder: AnyModel) -> AnyModel:
     return AnyModel(decoder.spec, model)
 
 
-def test_at_least_30_families_are_tested() -> None:
+def test_table_of_architectures_is_the_tested_one() -> None:
     assert len(HERE) >= 30
+    assert set(support.TESTED) == set(FAMILIES)
+    assert support.REFUSED.keys() == REFUSED.keys()
+    table = {one.name: one.how for one in support.architectures()}
+    assert (table["llama"], table["falcon"]) == ("native", "refused")
+    assert "transformers" in table.values()
+    page = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
+    rows = [f"| `{one.name}` | {one.how} | {one.reason} |" for one in support.architectures()]
+    lines = page.read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if line.startswith("| `")][1:] == rows, rows  # below the heading
 
 
 @pytest.mark.parametrize("family", HERE)
@@ -135,6 +145,7 @@ def test_families_are_refused_from_config_json_alone(family: str, tmp_path: Path
     with pytest.raises(UserError) as found:  # there are no weights
         open_checkpoint(tmp_path, decoder="transformers")
     message = str(found.value)
+    assert support.REFUSED[family].removeprefix("its layers ") in message
     assert REFUSED[family][1] in message
     assert f'"{family}" cannot run through transformers: ' in message
 

@@ -109,26 +109,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "starcoder2": {},
     "vaultgemma": _WINDOW,
 }  # fmt: skip
-# Families that are refused from their configuration alone, and a part of the reason
+# Families that are refused from their configuration alone: its values, and layers that are named
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "bart": ({}, "it has an encoder"),
-    "bloom": ({}, "layers 0, 1, 2 do not attend through"),
-    "deepseek_v32": (_SHARED_EXPERTS, "layers 0, 1, 2"),
-    "falcon": ({}, "its layers do not attend through"),
-    "falcon_h1": ({}, "keeps state outside of attention: layers 0, 1, 2"),
-    "jamba": ({}, "keeps state outside of attention: layers 0, 1, 2"),
-    "lfm2": ({"layer_types": ["conv", "full_attention", "conv"]},
-             "keeps state outside of attention: layers 0, 2"),
-    "llama4_text": (_EXPERTS, "layers 0, 1, 2"),
-    "mamba": ({}, "keeps state outside of attention: layers 0, 1, 2"),
-    "mpt": ({}, "layers 0, 1, 2 do not attend through"),
-    "nemotron": ({}, "its layers do not pass arguments on to attention"),
-    "qwen3_5_text": ({}, "keeps state outside of attention: layers 0, 1, 2"),
-    "qwen3_next": (_EXPERTS, "keeps state outside of attention: layers 0, 1, 2"),
-    "recurrent_gemma": ({}, "keeps state outside of attention: layers 0, 1"),
-    "rwkv": ({}, "layers 0, 1, 2 do not attend through"),
-    "stablelm": ({}, "its layers do not pass arguments on to attention"),
-}  # fmt: skip
+    "bart": ({}, ""),
+    "bloom": ({}, "layers 0, 1, 2 "),
+    "deepseek_v32": (_SHARED_EXPERTS, "layers 0, 1, 2 "),
+    "falcon": ({}, ""),
+    "falcon_h1": ({}, "layers 0, 1, 2 "),
+    "jamba": ({}, "layers 0, 1, 2 "),
+    "lfm2": ({"layer_types": ["conv", "full_attention", "conv"]}, "layers 0, 2 "),
+    "llama4_text": (_EXPERTS, "layers 0, 1, 2 "),
+    "mamba": ({}, "layers 0, 1, 2 "),
+    "mpt": ({}, "layers 0, 1, 2 "),
+    "nemotron": ({}, ""),
+    "qwen3_5_text": ({}, "layers 0, 1, 2 "),
+    "qwen3_next": (_EXPERTS, "layers 0, 1, 2 "),
+    "recurrent_gemma": ({}, "layers 0, 1 "),
+    "rwkv": ({}, "layers 0, 1, 2 "),
+    "stablelm": ({}, ""),
+}
 
 
 def is_installed(family: str) -> bool:
