@@ -1,0 +1,246 @@
+"""Targets and drafts in 8 bits: speculation gives the tokens of the same 8-bit target without
+drafts, and samples have its distribution."""
+
+import functools
+import json
+
+import pytest
+import torch
+from checkpoints import shallow, write_checkpoint
+from heads import write_head
+from reading import goes_on_and_is_plain, write_pair
+from test_exactness import drafter_of, rows
+from test_parallel import bass, lines
+from test_quantised_weights import with_rounding
+from toys import Reactive, drive, loop_for, plain
+
+from bass_cli.config.job import load_pair, make_job
+from bass_cli.engine.batch import Row
+from bass_cli.engine.sampling import RowSampling
+from bass_cli.errors import UserError
+from bass_cli.formats.checkpoint import open_checkpoint
+from bass_cli.formats.weights import load
+from bass_cli.lengths.controllers import Bass, Fixed
+from bass_cli.models.decoder import Decoder
+from bass_cli.models.spec import Layouts
+from bass_cli.run.build import load_models
+from bass_cli.run.memory import footprint
+from bass_cli.run.plan import make_plan
+from bass_kernels import LAYOUTS, Quantised
+
+CPU = torch.device("cpu")
+FAMILIES = ("llama", "gemma3_text", "gpt2")
+BATCHES = (1, lambda: Fixed(7)), (2, lambda: Fixed(3)), (5, Reactive), (5, Bass)
+
+
+def quantise_all(weights, layouts):
+    """Quantise loaded plain tensors, as loading does."""
+    return {
+        name: one if layouts.of(name) is None else Quantised.of(one, layouts.of(name))
+        for name, one in weights.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def decoders(tmp_path_factory):
+    """A function from a family and a layout to (target, draft). The draft is the target with noise
+    on its weights, with its head in 8 bits too."""
+
+    @functools.cache
+    def pair(family, layout):
+        folder = tmp_path_factory.mktemp(family)
+        write_checkpoint(family, folder, **shallow(family))
+        checkpoint, both = open_checkpoint(folder), []
+        for noise, layouts in ((0.0, Layouts(layout)), (0.2, Layouts(layout, layout))):
+            weights = load(checkpoint, dtype=torch.float32, device=CPU)
+            generator = torch.Generator().manual_seed(1)
+            if checkpoint.spec.tied:  # a random model with a tied head just repeats itself
+                weights["head.weight"] = torch.randn(
+                    weights["embed.weight"].shape, generator=generator
+                )
+            for name, one in weights.items():
+                if one.dim() > 1:
+                    weights[name] = one + noise * one.std() * torch.randn(
+                        one.shape, generator=generator
+                    )
+            both.append(Decoder(checkpoint.spec, quantise_all(weights, layouts)))
+        return tuple(both)
+
+    return pair
+
+
+@pytest.fixture(scope="module")
+def plainly(decoders):
+    return functools.cache(lambda *words: plain(decoders(*words)[0], rows()))
+
+
+@pytest.mark.parametrize("drafter", ["model", "skip", "parallel", "lookup"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shared_coupling_equals_plain_decoding(decoders, plainly, family, layout, drafter):
+    """Greedy and sampled rows of unequal lengths, alone and together, at several widths."""
+    target, draft = decoders(family, layout)
+    accepted = drafted = 0
+    for batch, lengths in BATCHES:
+        live = rows()
+        loop = loop_for(target, drafter_of(drafter, target, draft), rows=batch, lengths=lengths())
+        assert drive(loop, live) == plainly(family, layout), (batch, lengths())
+        accepted += sum(row.accepted for row in live)
+        drafted += sum(row.drafted for row in live)
+    if drafter != "lookup":
+        assert 0 < accepted < drafted
+
+
+@pytest.mark.parametrize("drafter", ["model", "skip", "parallel", "lookup"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_maximal_coupling_equals_plain_decoding_if_greedy(decoders, plainly, layout, drafter):
+    target, draft = decoders("llama", layout)
+    due = {key: tokens for key, tokens in plainly("llama", layout).items() if key[1] == 0}
+    for batch, lengths in ((2, Fixed(7)), (5, Bass())):
+        model = drafter_of(drafter, target, draft)
+        loop = loop_for(target, model, rows=batch, lengths=lengths, coupling="maximal")
+        found = drive(loop, rows())
+        assert {key: found[key] for key in due} == due
+
+
+def test_fp8_target_differs_from_the_plain_one(decoders, plainly, tmp_path):
+    """Else the equalities above would show nothing about 8 bits."""
+    write_checkpoint("llama", tmp_path, **shallow("llama"))
+    checkpoint = open_checkpoint(tmp_path)
+    whole = Decoder(checkpoint.spec, load(checkpoint, dtype=torch.float32, device=CPU))
+    assert plain(whole, rows()) != plainly("llama", "fp8")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_samples_have_the_distribution_of_the_rounded_model(layout, tmp_path):
+    """The first two tokens of 3000 samples under maximal coupling with an 8-bit draft, against
+    transformers' model with the same rounding, by a chi-square test over all pairs of tokens."""
+    ids, count, prompt, warm = 12, 3000, [3, 1, 4], 2.0
+    theirs = with_rounding(write_checkpoint("llama", tmp_path / "a", vocab_size=ids), layout)
+    write_checkpoint("llama", tmp_path / "b", seed=1, vocab_size=ids)
+    both = []
+    for name, layouts in (("a", Layouts(layout)), ("b", Layouts(layout, layout))):
+        checkpoint = open_checkpoint(tmp_path / name)
+        weights = load(checkpoint, dtype=torch.float32, device=CPU, layouts=layouts)
+        both.append(Decoder(checkpoint.spec, weights))
+    loop = loop_for(*both, rows=count, lengths=Fixed(2), coupling="maximal")
+    kept = []
+    found = drive(
+        loop,
+        [Row("0", s, 5, prompt, 2, sampling=RowSampling(temperature=warm)) for s in range(count)],
+        on_round=lambda done, _: kept.append(sum(done.accepted)),
+    )
+    with torch.inference_mode():
+        logits = theirs(torch.tensor([[*prompt, token] for token in range(ids)])).logits.double()
+    first, second = (logits[0, 2] / warm).softmax(-1), (logits[:, 3] / warm).softmax(-1)
+    law = (first[:, None] * second).flatten()
+    places = torch.tensor([ids * one + other for one, other in found.values()])
+    seen = places.bincount(minlength=ids * ids)
+    square = float(((seen - count * law) ** 2 / (count * law)).sum())
+    degrees = ids * ids - 1
+    assert square < degrees + 4 * (2 * degrees) ** 0.5
+    assert 0.1 * count < kept[0] < 1.9 * count
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_pair(tmp_path)
+    write_head(tmp_path / "head", "dspark")
+    return tmp_path
+
+
+@pytest.mark.parametrize(("dtype", "drafts"), [("int8", "int8"), ("fp8", "auto"), ("fp32", "fp8")])
+def test_resumed_run_with_a_draft_head_equals_plain_decoding(here, dtype, drafts):
+    """A drafter that reads hidden states, lookup, and a run that was killed within a line."""
+    text = f"target: target\ndraft: 'heads:head'\ndtype: {dtype}\ndraft_dtype: {drafts}\n"
+    (here / "pair.yaml").write_text(text)
+    goes_on_and_is_plain(here, ("--draft", "lookup"))
+    manifest = json.loads((here / "whole.jsonl.manifest.json").read_text())
+    assert manifest["results"]["dtype"] == dtype
+
+
+def test_result_file_is_not_continued_with_another_dtype(here):
+    flags = ("--pair", "pair.yaml", "--n", "2", "--max-new-tokens", "4", "--out", "o.jsonl")
+    assert bass(*flags, "--dtype", "int8", "--limit", "1").exit_code == 0
+    begun = lines(here / "o.jsonl")
+    refused = bass(*flags, "--dtype", "fp8")
+    assert refused.exit_code == 2
+    assert "dtype" in refused.stderr
+    assert lines(here / "o.jsonl") == begun
+    assert bass(*flags, "--dtype", "int8").exit_code == 0
+    whole = lines(here / "o.jsonl")
+    assert {key: whole[key] for key in begun} == begun
+    assert len(whole) > len(begun)
+
+
+def plan_of(**words):
+    return make_plan(make_job(load_pair("pair.yaml"), device="cpu", **words))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "layouts"),
+    [
+        ("auto", Layouts()),
+        ("target", Layouts("fp8")),
+        ("int8", Layouts("int8", "int8")),
+        ("fp8", Layouts("fp8", "fp8")),
+    ],
+)
+def test_draft_head_is_stored_as_draft_dtype_says(here, wanted, layouts):
+    """The memory plan counts its bytes. A quantised head is a copy of the target's."""
+    plan = plan_of(dtype="fp8", draft_dtype=wanted)
+    models = load_models(plan)
+    found = {one.layout for one in models.target.weights.values() if isinstance(one, Quantised)}
+    assert found == {"fp8"}
+    assert models.target.format.layouts == Layouts("fp8")
+    assert models.head.body.format.layouts == layouts
+    own = models.head.body.weights
+    names = {name for name, one in own.items() if isinstance(one, Quantised)}
+    assert ("fc.weight" in names) == (layouts.layers is not None)
+    assert isinstance(own["embed.weight"], torch.Tensor)
+    words = {"dtype": torch.float32, "device": torch.device("cuda"), "longest": 6}
+    words |= {"layouts": plan.layouts}
+    spec, head = plan.files.target.spec, plan.files.draft
+    alone = footprint(spec, None, **words).weights
+    both = footprint(spec, head.spec, head=head.head, draft_format=plan.draft_format, **words)
+    loaded = load(head, dtype=torch.float32, device=CPU, layouts=layouts)
+    expected = sum(one.nbytes for one in loaded.values())
+    if layouts.head is not None and "head.weight" not in loaded:
+        expected += own["head.weight"].nbytes
+    assert both.weights - alone == expected
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_plan_counts_the_bytes_of_a_quantised_target(here, layout):
+    plan = plan_of(dtype=layout, draft="none")
+    words = {"dtype": torch.float32, "device": torch.device("cuda"), "longest": 0}
+    found = footprint(plan.files.target.spec, None, layouts=plan.layouts, **words)
+    target = plan.files.target
+    loaded = load(target, dtype=torch.float32, device=CPU, layouts=plan.layouts)
+    tied = target.spec.tied
+    assert found.weights == sum(
+        one.nbytes for name, one in loaded.items() if not (tied and name == "head.weight")
+    )
+    assert found.weights < footprint(target.spec, None, **words).weights
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ({"draft": "lookup", "draft_dtype": "int8"}, "the draft lookup loads no weights"),
+        ({"draft": "skip:0", "draft_dtype": "fp8"}, "the draft skip:0 loads no weights"),
+        ({"draft_dtype": "bf16"}, "computes in the target's format; use one of auto, target"),
+    ],
+)
+def test_draft_dtype_without_meaning_is_refused(here, words, reason):
+    with pytest.raises(UserError, match=reason):
+        plan_of(**words)
+
+
+def test_another_draft_of_the_command_line_does_not_have_the_pairs_draft_dtype(here):
+    (here / "pair.yaml").write_text("target: target\ndraft: 'heads:head'\ndraft_dtype: int8\n")
+    assert plan_of().draft_format.layouts == Layouts("int8", "int8")
+    assert plan_of(draft="lookup").draft_format.layouts == Layouts()
+    given = plan_of(draft="heads:head", draft_dtype="fp8")
+    assert given.draft_format.layouts == Layouts("fp8", "fp8")
