@@ -248,14 +248,16 @@ class Decoder:
         spec, at, segments = self.spec, f"layers.{i}.", step.segments
         following = self._weights[at + "o.weight"]
         mixed = ops.attention(
-            q.view(*segments.positions.shape, *q.shape[2:]),  # a prefill's one row in tiles
+            # a prefill's one row in tiles
+            self._queries(q).view(*segments.positions.shape, *q.shape[2:]),
             step.own(slot),
             step.prompt(slot),
             segments,
             scale=spec.query_scale,
             window=spec.windows[i],
             next_weight=_stored(following),
-        ).view(*q.shape[:2], -1)
+        )
+        mixed = mixed.view(*q.shape[:2], -1).to(q.dtype)
         if spec.norm.sandwich:
             residual = residual + self._norm(at + "post1", self._mapped(at + "o", mixed))
             mapped = self._mapped(at + "down", self._up(at, residual))
@@ -277,6 +279,16 @@ class Decoder:
             activation=spec.activation,
             gated=spec.gated,
         )
+
+    def _queries(self, q: Tensor) -> Tensor:
+        """Return queries in the dtype that attention computes in.
+
+        On a CPU it is float64 if the next product rounds its input to e4m3. Sums in float32 differ
+        in their last bits by the width of a pass, which would move some numbers across a border
+        between two values (docs/decisions/20-eight-bit-weights.md).
+        """
+        plain_cpu = q.device.type == "cpu" and ops.kind_for(q) == "reference"
+        return q.double() if plain_cpu and "fp8" in self._layouts else q
 
     def _added(self, name: str, x: Tensor, residual: Tensor) -> Tensor:
         """Add the map `o` or `down` of x to the residual stream, which may be changed in place."""

@@ -161,12 +161,12 @@ def attention(
         )
         return one_after_other(found, segments.packed)
     (rows, width, _heads, size), kv_heads = q.shape, own[0].shape[0]
-    dtype, q = q.dtype, q.float() * scale
+    dtype, q = q.dtype, q.to(torch.promote_types(q.dtype, torch.float32)) * scale
     # [B, K, W H / K, D]: one matrix of queries for each key/value head.
     q = q.unflatten(2, (kv_heads, -1)).transpose(1, 2).reshape(rows, kv_heads, -1, size)
     everywhere = prompt[0].shape[1]
     if sinks is not None:  # in the order of the queries' lines, [K, W H / K, 1]
-        sinks = sinks.float().view(kv_heads, 1, -1).expand(-1, width, -1).flatten(1)[..., None]
+        sinks = sinks.to(q.dtype).view(kv_heads, 1, -1).expand(-1, width, -1).flatten(1)[..., None]
     if not segments.extent:
         mixed = _inside(q, prompt, segments, window, width, cap, sinks)
         return _finish(mixed, width, dtype)
@@ -321,7 +321,7 @@ def _partial(
     rows, kv_heads, queries, size = q.shape
     if shared := keys.dim() == 3:
         q = q.transpose(0, 1).reshape(kv_heads, rows * queries, size)
-    scores = q @ keys.float().transpose(-1, -2)
+    scores = q @ keys.to(q.dtype).transpose(-1, -2)
     if cap:
         scores = torch.tanh(scores / cap) * cap
     if mask is not None:
@@ -333,7 +333,7 @@ def _partial(
         grid.masked_fill_(~mask[:, None, :, None, :], _MASKED)
     peak = scores.amax(-1, keepdim=True)
     weights = torch.exp(scores.sub_(peak))
-    part = (weights @ values.float(), peak, weights.sum(-1, keepdim=True))
+    part = (weights @ values.to(q.dtype), peak, weights.sum(-1, keepdim=True))
     if shared:
         return tuple(t.view(kv_heads, rows, queries, -1).transpose(0, 1) for t in part)  # type: ignore[return-value]
     return part
