@@ -362,7 +362,10 @@ def capture(bench: Bench, batch: int) -> list[dict[str, Any]]:
             continue
         bench.screen.phase(f"batch {batch}: compiling kernels, capturing graphs")
         before, began = loop.graphs.captures, time.perf_counter()
-        loop.prepare([batch], range(longest + 1), each=each)
+        prepare = functools.partial(loop.prepare, [batch], range(longest + 1), each=each)
+        if bench.models.followers is None:  # they would run what this process only compiles
+            loop.graphs.compile([functools.partial(prepare, only_compile=True)], bench.screen.note)
+        prepare()
         found.append(
             {
                 "batch": batch,

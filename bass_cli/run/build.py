@@ -17,11 +17,13 @@ from typing import NamedTuple
 import torch
 
 from bass_cli.config.job import Job
+from bass_cli.config.structure import Structure
 from bass_cli.drafts.factory import SHARPER, make_drafter
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.contracts import DraftLength
 from bass_cli.engine.loop import Loop
+from bass_cli.engine.sampling import RowSampling
 from bass_cli.engine.verify import Cut, Rate
 from bass_cli.formats.grammars import grammars_of
 from bass_cli.formats.sources import read_json
@@ -360,12 +362,16 @@ def compile_kernels(
     widths = {0, longest} if fixed else {min(width, longest) for width in _COMPILED_WIDTHS}
     rows = {min(count, loop.batch.capacity) for count in (*_COMPILED_ROWS, plan.rows)}
 
+    # Without penalties and the like: they index tables by tokens that no kernel has written.
+    job = plan.job.sampling
+    sampling = RowSampling(temperature=job.temperature, top_k=job.top_k, top_p=job.top_p)
+
     def work() -> None:
         first, *others = _WARM_PROMPTS[plan.device.type]
-        with _rows_on(loop, plan, first, range(1)):
+        with _rows_on(loop, plan, first, range(1), sampling):
             loop.prepare(rows, widths, catching_up=False, only_compile=True)
         for tokens in others:
-            with _rows_on(loop, plan, tokens, range(1)):
+            with _rows_on(loop, plan, tokens, range(1), sampling):
                 pass
 
     on_phase(COMPILING)
@@ -377,12 +383,12 @@ def compile_kernels(
 
 def _digest_of_shapes(plan: Plan) -> str:
     """Return a digest of all that the forms of a job's kernels depend on."""
-    draft = plan.files.draft
+    draft, job = plan.files.draft, plan.job
     parts = (
-        *(plan.versions, plan.dtype, plan.layouts, plan.rows),
-        *(plan.job.speculation, plan.job.sampling),
+        *(plan.versions, plan.dtype, job.dtype, job.draft_dtype, job.kv_dtype, plan.rows),
+        *(job.speculation, job.sampling.temperature, job.sampling.top_k, job.sampling.top_p),
         *(plan.files.target.spec, None if draft is None else (draft.spec, draft.head)),
-        *(plan.files.mask, plan.files.skipped, plan.job.pair.draft),
+        *(plan.files.mask, plan.files.skipped, job.pair.draft),
     )
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
@@ -420,7 +426,9 @@ def _decode(loop: Loop, plan: Plan, tokens: int, *, widths: Iterable[int]) -> No
     """Run a few rounds on a dummy prompt, then retire its rows."""
     far = loop.clock.now() + 1e6
     samples = range(min(plan.samples_per_prompt, loop.batch.capacity))
-    with _rows_on(loop, plan, tokens, samples, deadline=far, structured=True):
+    sampling = row_sampling(plan.job.sampling, plan.files.tokenizer)  # its graphs are captured
+    structure = plan.job.sampling.structure
+    with _rows_on(loop, plan, tokens, samples, sampling, structure=structure, deadline=far):
         for width in widths:
             loop.use(Fixed(width))
             for _ in range(_WARM_ROUNDS):
@@ -434,21 +442,17 @@ def _rows_on(
     plan: Plan,
     tokens: int,
     samples: Iterable[int],
+    sampling: RowSampling,
     *,
+    structure: Structure | None = None,
     deadline: float | None = None,
-    structured: bool = False,
 ) -> Iterator[None]:
-    """Make these samples of a dummy prompt live rows; on exit, retire them.
-
-    `structured`: The rows have the job's grammar.
-    """
+    """Make these samples of a dummy prompt live rows; on exit, retire them."""
     limit = plan.new_tokens
     prompt = [0] * max(1, min(tokens, plan.files.target.spec.context - limit))
     loop.open(_WARM_KEY, prompt, deadline=deadline)
-    sampling = row_sampling(plan.job.sampling, plan.files.tokenizer)  # its graphs are captured
     rows = [Row(_WARM_KEY, sample, 0, list(prompt), limit, sampling) for sample in samples]
-    structure = plan.job.sampling.structure
-    if structure is not None and structured:
+    if structure is not None:
         vocab, tokenizer = loop.batch.processors.vocab, plan.files.tokenizer
         for row in rows:
             row.matcher = grammars_of(tokenizer, vocab, plan.eos_ids).matcher(structure)

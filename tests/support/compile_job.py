@@ -15,19 +15,31 @@ from bass_cli.run import build
 from bass_cli.run.plan import make_plan
 
 
-def rounds_of(loop, rows, widths):
-    """Return the kernels that are compiled for rounds of these rows and draft lengths."""
+def rounds_of(loop, rows, widths, *, prompts=True):
+    """Return the kernels that are compiled for a prompt, unless `prompts` is False, and for rounds
+    of these rows and draft lengths."""
     compiled.clear()
 
     def work():
         loop.open("a", [5] * 33)
         loop.admit(Row("a", 0, 0, [5] * 33, 40, sampling=RowSampling(temperature=0.8, top_p=0.95)))
+        if not prompts:
+            compiled.clear()
         loop.prepare(rows, widths, catching_up=False, only_compile=True)
         loop.retire(0)
         loop.close("a")
 
     loop.graphs.compile([work])
     return list(compiled)
+
+
+def empty_of(loop):
+    """Compile rounds with no row, as the bench does. Return how many kernels that compiled, and the
+    kernels that the same rounds with a row need then."""
+    forget_all()
+    compiled.clear()
+    loop.graphs.compile([lambda: loop.prepare((1, 8), (0, 3), only_compile=True)])
+    return len(compiled), rounds_of(loop, (1, 8), (0, 3), prompts=False)
 
 
 def main(folder):
@@ -45,6 +57,7 @@ def main(folder):
     ops.use("triton")
     loop = ready(plan, models)
     print({"kernels": rounds_of(loop, (1, 8), (0, 3))})
+    print({"empty": empty_of(loop)})
     forget_all()
     ready(plan, models)
     triton.JITFunction._do_compile = refuse
