@@ -216,6 +216,16 @@ def test_weights_and_caches_are_planned_to_the_byte(place: Path, draft: str, kv_
     )
 
 
+@pytest.mark.parametrize(("bias", "kv_dtype"), [(True, "fp8"), (True, "auto"), (False, "fp8")])
+def test_a_note_says_that_eight_bits_suit_keys_with_biases_less(
+    pair_folder: Any, bias: bool, kv_dtype: str
+) -> None:
+    pair_folder(prompts=1, attention_bias=bias)
+    notes = make_plan(job(kv_dtype=kv_dtype)).notes
+    noted = any(note.startswith("`kv_dtype` fp8: the keys of this model") for note in notes)
+    assert noted == (bias and kv_dtype == "fp8")
+
+
 def test_spans_end_with_the_context(place: Path) -> None:
     huge, bounded = make_plan(job(max_new_tokens=10**8)), make_plan(job(max_new_tokens=CONTEXT - 1))
     assert huge.span == bounded.span == CONTEXT - 1 + beyond(4)

@@ -397,6 +397,12 @@ def _notes(job: Job, files: Files, dtype: torch.dtype) -> Iterator[str]:
     """Yield notes on settings that take no effect, and on the models' files."""
     yield from files.notes
     yield from _notes_on_weights(job, files, dtype)
+    spec = files.target.spec
+    if job.kv_dtype == "fp8" and "qkv" in spec.biases and spec.rope is not None:
+        yield (
+            "`kv_dtype` fp8: the keys of this model have biases, so 8 bits change its distribution "
+            "more than that of other models (docs/guide/budgets-and-memory.md)"
+        )
     if files.tokenizer.path == files.target.path:
         yield from doubts_of(files.target.metadata)
     if job.thinking == "off" and (switch := files.tokenizer.check_chats()) is not None:
