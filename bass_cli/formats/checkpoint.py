@@ -31,7 +31,7 @@ from bass_cli.formats.tensor_files import Entry, read_gguf, read_safetensors, re
 from bass_cli.formats.text_part import bare_name, has_text_part, text_config
 from bass_cli.models import any_probe, families
 from bass_cli.models.families import FAMILIES, Family, Slot
-from bass_cli.models.spec import HeadSpec, Layouts, Spec, head_parameters, parameters
+from bass_cli.models.spec import AnySpec, HeadSpec, Layouts, Spec, head_parameters, parameters
 from bass_cli.reading import shown
 
 _FACTORS = 1 << 16  # maximum rotary factors, more than any head has dimensions
@@ -54,6 +54,9 @@ _HEAD_TENSORS = {
 _CHAIN_TENSORS = {"fc.weight": "fc.weight", "layers.0.hidden_norm.weight": "context_norm.weight"}
 _HEAD_IGNORED = (r"^confidence_head\.", r"^verifier_(norm|lm_head)\.", r"^(d2t|t2d)$")
 _INT64 = ("I64", "torch.int64")  # its names in the two formats
+# Modules of models that transformers runs, which adapters may replace.
+_ROLES = {"embed_tokens": "embed.weight", "lm_head": "head.weight"}
+_TRANSPOSED = ("gpt2", "openai-gpt", "gpt_bigcode")  # models with maps [inputs, outputs]
 _OTHER_NAMES = "consolidated"  # Mistral's second copy, with other tensor names
 
 
@@ -115,9 +118,16 @@ class Checkpoint:
         return tuple(dict.fromkeys(f"{one.bits} bits ({one.name})" for one in layouts))
 
     @property
+    def is_changed(self) -> bool:
+        """Whether tensors are dequantised or adapted while they are read."""
+        return bool(self.adapters) or any(not isinstance(one.entry, Entry) for one in self.pieces)
+
+    @property
     def by_row(self) -> str | None:
         """The layout of bass_kernels.Quantised in which all linear maps of its layers are stored;
         None if there is none."""
+        if isinstance(self.spec, AnySpec):
+            return None
         maps = [one for one in self.pieces if Layouts("").of(one.slot.name) is not None]
         kinds = {one.entry.by_row if isinstance(one.entry, Compound) else None for one in maps}
         return kinds.pop() if len(kinds) == 1 else None
@@ -286,19 +296,30 @@ def _is_any(config: Mapping[str, Any], decoder: str, place: str) -> bool:
 
 def _open_any(path: Path, config: Mapping[str, Any], adapters: tuple[Adapter, ...]) -> Checkpoint:
     """Open a folder whose model transformers' layers run. Its tensors keep their names."""
-    if adapters:
+    spec = any_probe.spec_of_model(path, config)
+    settings, source = with_older_files(config, path)
+    joined = join(settings, _entries(path), place=source)
+    slots = {
+        name: Slot(_ROLES.get(name.split(".")[-2], name), 0, one.shape[0] if one.shape else 1)
+        for name, one in joined.entries.items()
+        if "." in name
+    }
+    if adapters and (spec.tied or config.get("model_type") in _TRANSPOSED):
+        why = "ties its head" if spec.tied else "stores its maps transposed"
         raise UserError(
             f"{path}: LoRA adapters cannot be merged into a model that runs through transformers' "
-            "own layers; merge them into a checkpoint first"
+            f"own layers and {why}; merge them into a checkpoint first"
         )
-    spec = any_probe.spec_of_model(path, config)
+    merged = merge(joined.entries, adapters, slots=slots, bare=lambda name: name, tied=spec.tied)
     pieces = tuple(
-        Piece(entry, Slot(name, 0, entry.shape[0] if entry.shape else 1))
-        for name, entry in _entries(path).items()
+        Piece(one, Slot(name, 0, one.shape[0] if one.shape else 1))
+        for name, one in merged.entries.items()
     )
     notes = [
         f"{spec.family} runs through transformers' own layers",
         any_probe.context_note(spec, config),
+        *joined.notes,
+        *merged.notes,
     ]
     return Checkpoint(
         path,
@@ -307,6 +328,7 @@ def _open_any(path: Path, config: Mapping[str, Any], adapters: tuple[Adapter, ..
         {},
         pieces,
         notes=tuple(note for note in notes if note is not None),
+        adapters=adapters,
     )
 
 

@@ -67,6 +67,8 @@ class Layout(NamedTuple):
     unit: rows of the matrix in a row of "values".
     transposed: whether the matrix is stored as [inputs, outputs].
     offset: of the stored zeros.
+    stacked: number of experts whose matrices are stacked by rows; 0 for one matrix. transformers
+        has them as [experts, inputs, outputs].
     """
 
     name: str
@@ -77,6 +79,7 @@ class Layout(NamedTuple):
     unit: int = 1
     transposed: bool = False
     offset: int = 0
+    stacked: int = 0
 
 
 class Compound(NamedTuple):

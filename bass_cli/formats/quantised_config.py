@@ -43,6 +43,7 @@ from bass_cli.reading import parse_object, shown, whole
 
 _BITS = (2, 4, 8)  # whose fields do not cross bytes
 _GROUP_OF_SCALES = 256  # bitsandbytes
+_HALF_OF_GROUP = 16  # bytes of a group of 32 numbers in MXFP4
 _QUANT_STATE = "weight.quant_state.bitsandbytes__"
 _OTHERWISE = "use the original checkpoint or a GGUF file"
 # Methods that are refused, and why.
@@ -58,7 +59,6 @@ REFUSED = {
     "higgs": "its codebooks are not read",
     "spqr": "its sparse format is not read",
     "bitnet": "activations would have to be quantised too",
-    "mxfp4": "only models of experts are stored so, and bass has no such family",
 }
 
 
@@ -411,6 +411,40 @@ class _BitsAndBytes(Method):
         return Compound(layout, shape, tensors)
 
 
+class _Mxfp4(Method):
+    """MXFP4 of gpt-oss: the matrices of all experts of a layer in one tensor, in groups of 32."""
+
+    values: ClassVar = {"blocks": (BYTE,)}
+    sides: ClassVar = ("scales",)
+    unused: ClassVar = ()
+
+    def split(self, name: str) -> tuple[str, str]:
+        module, _, suffix = name.rpartition("_")
+        return module, suffix
+
+    def weight_of(self, module: str) -> str:
+        return module
+
+    def name_of(self, module: str, suffix: str) -> str:
+        return f"{module}_{suffix}"
+
+    def compound(self, parts: Parts) -> Compound:
+        values = parts.get("blocks", (BYTE,))
+        if len(values.shape) != 4 or not values.size or values.shape[-1] != _HALF_OF_GROUP:
+            raise parts.error(
+                "blocks", f"has shape {list(values.shape)}, not [experts, outputs, groups, 16]"
+            )
+        experts, outputs, count, half = values.shape
+        scales = parts.get("scales", (BYTE,), (experts, outputs, count))
+        rows = experts * outputs
+        layout = Layout("MXFP4", 4, compound.e2m1, compound.powers, (1, 2 * half), stacked=experts)
+        tensors = {
+            "values": values._replace(shape=(rows, count * half)),
+            "scales": scales._replace(shape=(rows, count)),
+        }
+        return Compound(layout, (rows, 2 * count * half), tensors)
+
+
 def _by_row(parts: Parts, values: Entry, suffix: str) -> Compound:
     """Return a matrix of 8-bit floats with a scale a row, or one for all rows."""
     rows, columns = values.shape
@@ -438,6 +472,7 @@ METHODS: dict[str, type[Method]] = {
     "gptq": _Gptq,
     "awq": _Awq,
     "bitsandbytes": _BitsAndBytes,
+    "mxfp4": _Mxfp4,
 }
 
 

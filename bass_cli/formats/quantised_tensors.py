@@ -87,11 +87,11 @@ class Settings:
 class Parts:
     """The tensors of one module by their suffixes, and checks of them."""
 
-    def __init__(self, module: str, entries: dict[str, Entry]):
-        self.module, self.entries = module, entries
+    def __init__(self, module: str, entries: dict[str, Entry], name_of: Callable[[str, str], str]):
+        self.module, self.entries, self._name_of = module, entries, name_of
 
     def name(self, suffix: str) -> str:
-        return f"{self.module}.{suffix}"
+        return self._name_of(self.module, suffix)
 
     def error(self, suffix: str, fault: str) -> UserError:
         file = self.entries.get(suffix, next(iter(self.entries.values()))).file
@@ -165,12 +165,12 @@ class Method:
             else:
                 modules.setdefault(module, {})[suffix] = entry
         for module, tensors in modules.items():
-            parts = Parts(module, tensors)
+            parts = Parts(module, tensors, self.name_of)
             if module in self.skipped:
                 raise parts.error(
                     next(iter(tensors)), "belongs to a module that config.json lists as unquantised"
                 )
-            found[f"{module}.weight"] = self._joined(parts, found)
+            found[self.weight_of(module)] = self._joined(parts, found)
         found, biases = self._without_empty_biases(found, modules, has_slot)
         return Joined(found, tuple(self._notes(unused, biases, bool(modules))))
 
@@ -192,6 +192,14 @@ class Method:
             marks = [TYPES[one] for one in self.values[suffix]]
             return module, suffix if TYPES.get(entry.dtype) in marks else None
         return module, suffix if suffix in (*self.sides, *self.unused) else None
+
+    def weight_of(self, module: str) -> str:
+        """Return the name of the matrix of a module."""
+        return f"{module}.weight"
+
+    def name_of(self, module: str, suffix: str) -> str:
+        """Return the name of a tensor of a module."""
+        return f"{module}.{suffix}"
 
     def split(self, name: str) -> tuple[str, str]:
         """Return the module and the suffix of a tensor's name."""

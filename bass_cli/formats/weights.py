@@ -23,7 +23,15 @@ from torch import Tensor
 
 from bass_cli.errors import UserError
 from bass_cli.formats.checkpoint import Checkpoint, Piece
-from bass_cli.formats.compound import Compound, Stored, bytes_of, parts, stored_rows
+from bass_cli.formats.compound import (
+    Adapted,
+    Compound,
+    Stored,
+    bytes_of,
+    content,
+    parts,
+    stored_rows,
+)
 from bass_cli.formats.grouped_weights import grouped_pieces, read_grouped
 from bass_cli.formats.tensor_content import DTYPES, Bytes, Stage, read_into, stage_for
 from bass_cli.formats.tensor_files import Entry
@@ -119,6 +127,36 @@ def load(
         else:
             weights["head.weight"] = Quantised.of(embed, layout)
     return weights | grouped
+
+
+def state_of(
+    checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device
+) -> dict[str, Tensor]:
+    """Load a checkpoint's tensors by their stored names, for layers of transformers. Quantised and
+    adapted matrices get this dtype; the others keep theirs."""
+
+    def read(piece: Piece, stage: Stage) -> Tensor:
+        with stage.stream():
+            return _whole(piece.entry, stage, dtype)
+
+    with _in_threads(device, read, checkpoint.pieces) as found:
+        names = [piece.slot.name for piece in checkpoint.pieces]
+        return dict(zip(names, found, strict=True))
+
+
+def _whole(stored: Stored, stage: Stage, dtype: torch.dtype) -> Tensor:
+    """Return a stored tensor in the order of transformers' parameters."""
+    if isinstance(stored, Entry):
+        return content(stored, stage)
+    base = stored.base if isinstance(stored, Adapted) else stored
+    layout = base.layout if isinstance(base, Compound) else None
+    found = torch.empty(stored.shape, dtype=dtype, device=stage.device)
+    for first, part in parts(stored, stage):
+        found[first : first + len(part)] = part
+    if layout is not None and layout.stacked:
+        found = found.view(layout.stacked, -1, found.shape[-1])
+        return found.transpose(1, 2).contiguous()
+    return found.T.contiguous() if layout is not None and layout.transposed else found
 
 
 def _load_grouped(

@@ -245,34 +245,43 @@ def load_any(
     dtype: torch.dtype,
     device: torch.device,
     vocab: int | None = None,
+    state: Mapping[str, Tensor] | None = None,
 ) -> AnyModel:
     """Load a model by transformers' own code, and compare its logits with its own attention's.
 
     Args:
         config: the content of its config.json.
+        state: its tensors by their stored names. Default: transformers reads the folder.
 
     Raises:
         UserError: tensors are missing, or the logits differ.
     """
     opened = open_config(path, config)
     with quiet():
-        model = _read(path, opened, dtype, device)
+        model = _read(path, opened, dtype, device, state)
         decoder = AnyModel(spec, prepare(model), vocab=vocab)
         check(decoder, place=str(path))
     return decoder
 
 
-def _read(path: Path, opened: Opened, dtype: torch.dtype, device: torch.device) -> Any:
-    from transformers import AutoModelForCausalLM
+def _read(
+    path: Path,
+    opened: Opened,
+    dtype: torch.dtype,
+    device: torch.device,
+    state: Mapping[str, Tensor] | None,
+) -> Any:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
-            path,
+        kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(opened.config)]
+        model, found = kind.from_pretrained(
+            path if state is None else None,
             config=opened.config,
+            state_dict=state,
             dtype=dtype,
             attn_implementation="eager",
             key_mapping=opened.names,
-            trust_remote_code=False,
             local_files_only=True,
             output_loading_info=True,
             **_placed(device),

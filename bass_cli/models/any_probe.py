@@ -82,18 +82,14 @@ def open_config(path: Path, config: Mapping[str, Any]) -> Opened:
     place, name = path / "config.json", config.get("model_type")
     if not is_known(name):
         raise UserError(f"{place}: {_unknown(config)}")
-    if config.get("quantization_config"):
-        method = dict(config["quantization_config"]).get("quant_method")
-        raise UserError(
-            f'{place}: key "quantization_config": {shown(method)} weights are not read for models '
-            "that run through transformers; use the checkpoint with 16-bit weights"
-        )
     with quiet():
         try:
             found = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
         except Exception as error:  # each configuration checks its values in its own way
             raise UserError(f"{place}: transformers refuses it: {_line(error)}") from None
     text = found.get_text_config(decoder=True)
+    if hasattr(text, "quantization_config"):
+        del text.quantization_config  # the weights are dequantised before transformers has them
     names = None if text is found else _TEXT_NAMES
     if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(

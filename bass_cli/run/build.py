@@ -27,7 +27,7 @@ from bass_cli.engine.sampling import RowSampling
 from bass_cli.engine.verify import Cut, Rate
 from bass_cli.formats.grammars import grammars_of
 from bass_cli.formats.sources import read_json
-from bass_cli.formats.weights import Checkpoint, load, size_of
+from bass_cli.formats.weights import Checkpoint, load, size_of, state_of
 from bass_cli.io.cache import give_kernels_a_cache
 from bass_cli.lengths.controllers import Fixed, make_lengths
 from bass_cli.models.any_model import load_any
@@ -131,8 +131,18 @@ def _load_any(
     """Load a model whose layers transformers runs."""
     spec = checkpoint.spec
     assert isinstance(spec, AnySpec)
-    config = read_json(checkpoint.path / "config.json")
-    found = load_any(checkpoint.path, config, spec, dtype=dtype, device=device, vocab=vocab)
+    path, state = checkpoint.path, None
+    if checkpoint.is_changed:
+        state = state_of(checkpoint, dtype=dtype, device=device)
+    found = load_any(
+        path,
+        read_json(path / "config.json"),
+        spec,
+        dtype=dtype,
+        device=device,
+        vocab=vocab,
+        state=state,
+    )
     on_read(checkpoint.size)
     return found
 

@@ -21,7 +21,7 @@ from bass_cli.errors import UserError
 from bass_cli.formats import tensor_content
 from bass_cli.formats.checkpoint import Checkpoint, open_checkpoint
 from bass_cli.formats.lora import Adapter, parse_adapter
-from bass_cli.formats.weights import load, size_of
+from bass_cli.formats.weights import load, size_of, state_of
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.ranks import Share
 from bass_cli.models.spec import Layouts
@@ -132,6 +132,22 @@ def test_adapters_of_quantised_targets_are_added_to_the_dequantised_numbers(
     merged = write_adapter(tmp_path / "lora", model, target_modules=EVERY)
     checkpoint = open_checkpoint(tmp_path / "base", (Adapter(tmp_path / "lora"),))
     assert near(logits_of(decoder_of(checkpoint)), merged)
+
+
+def test_layers_of_transformers_get_merged_weights(tmp_path: Path) -> None:
+    model = write_checkpoint("qwen3", tmp_path / "base")
+    merged = write_adapter(tmp_path / "lora", model, target_modules=EVERY, use_dora=True)
+    adapters = (Adapter(tmp_path / "lora"),)
+    checkpoint = open_checkpoint(tmp_path / "base", adapters, decoder="transformers")
+    state = state_of(checkpoint, dtype=torch.float32, device=CPU)
+    wanted = merged.state_dict()
+    assert state.keys() == wanted.keys()
+    for name, tensor in state.items():
+        torch.testing.assert_close(tensor, wanted[name], rtol=1e-5, atol=1e-6, msg=name)
+    for family in ("gpt2", "qwen2"):
+        write_checkpoint(family, tmp_path / family)
+        with pytest.raises(UserError, match=r"own layers and (ties its head|stores its maps)"):
+            open_checkpoint(tmp_path / family, adapters, decoder="transformers")
 
 
 def test_merged_matrices_are_quantised_after_merging(tmp_path: Path) -> None:

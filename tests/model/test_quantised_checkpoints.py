@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import quantised
 import torch
+from any_families import build_any
 from checkpoints import build_model, write_tokenizer
 from quantised import Scheme, blocks_of_fp8, save, write_quantised
 from safetensors.torch import load_file
@@ -22,12 +23,13 @@ from transformers import AutoModelForCausalLM
 from bass_cli.config.job import Job
 from bass_cli.errors import UserError
 from bass_cli.formats import tensor_content
-from bass_cli.formats.checkpoint import open_checkpoint
+from bass_cli.formats.checkpoint import Checkpoint, open_checkpoint
 from bass_cli.formats.quantised_config import METHODS, REFUSED, join
-from bass_cli.formats.weights import load, size_of, update
+from bass_cli.formats.weights import load, size_of, state_of, update
+from bass_cli.models.any_model import AnyModel, load_any
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.ranks import Share
-from bass_cli.models.spec import PLAIN, Layouts
+from bass_cli.models.spec import PLAIN, AnySpec, Layouts
 from bass_cli.models.weights import Weights
 from bass_cli.run.defaults import with_stored_dtype
 from bass_cli.run.plan import make_plan
@@ -409,6 +411,63 @@ def test_weights_that_are_not_quantised_are_read_as_stored(tmp_path: Path) -> No
     found = load(checkpoint, dtype=torch.float32, device=CPU)
     assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
     assert any("no weight is quantised" in note for note in checkpoint.notes)
+
+
+# Layers of transformers
+
+
+def load_transformers(folder: Path) -> tuple[AnyModel, Checkpoint]:
+    checkpoint = open_checkpoint(folder, decoder="transformers")
+    assert isinstance(checkpoint.spec, AnySpec)
+    config = json.loads((folder / "config.json").read_text())
+    state = state_of(checkpoint, dtype=torch.float32, device=CPU)
+    options: dict[str, Any] = {"dtype": torch.float32, "device": CPU, "state": state}
+    return load_any(folder, config, checkpoint.spec, **options), checkpoint
+
+
+@pytest.mark.parametrize("name", ["gptq act-order", "awq", "block fp8", "modelopt nvfp4", "fbgemm"])
+def test_layers_of_transformers_get_dequantised_weights(name: str, tmp_path: Path) -> None:
+    model = write_quantised(tmp_path, scheme_of(name)[0], shards=2)
+    found, _ = load_transformers(tmp_path)
+    wanted = dict(model.named_parameters())
+    for key, parameter in found.model.named_parameters():
+        torch.testing.assert_close(parameter, wanted[key], rtol=1e-6, atol=0, msg=key)
+
+
+def test_experts_of_gpt_oss_are_read_from_mxfp4(tmp_path: Path) -> None:
+    """The numbers are those of transformers' own conversion too."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    model = build_any("gpt_oss", hidden_size=64, intermediate_size=96)
+    stored: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if not key.endswith(("gate_up_proj", "down_proj")):
+                stored[key] = parameter.detach()
+                continue
+            blocks, scales, numbers = quantised.mxfp4_of_experts(parameter)
+            theirs = convert_moe_packed_tensors(blocks.clone(), scales, dtype=torch.float32)
+            torch.testing.assert_close(theirs, numbers, rtol=0, atol=0)
+            stored |= {f"{key}_blocks": blocks, f"{key}_scales": scales}
+            parameter.copy_(numbers)
+    settings = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    config = model.config.to_dict() | {"quantization_config": settings}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save(tmp_path, stored, shards=2)
+    found, checkpoint = load_transformers(tmp_path)
+    assert checkpoint.quantised_as == ("4 bits (MXFP4)",)
+    wanted = dict(model.named_parameters())
+    for key, parameter in found.model.named_parameters():
+        assert torch.equal(parameter, wanted[key]), key
+    tensors = [load_file(file) for file in sorted(tmp_path.glob("*.safetensors"))]
+    without = {
+        k: v for one in tensors for k, v in one.items() if "0.mlp.experts.down_proj_scales" not in k
+    }
+    for file in tmp_path.glob("*.safetensors*"):
+        file.unlink()
+    save(tmp_path, without)
+    with pytest.raises(UserError, match=r"layers\.0\.mlp\.experts\.down_proj_scales. is missing"):
+        open_checkpoint(tmp_path)
 
 
 # Kept in 8 bits

@@ -283,6 +283,24 @@ def _words(codes: Tensor, bits: int, *, down: bool, order: tuple[int, ...] | Non
     return found.T.contiguous() if down else found
 
 
+# MXFP4 of gpt-oss
+
+
+def mxfp4_of_experts(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantise the matrices of experts [E, inputs, outputs]. Return blocks, scales and numbers."""
+    turned = weight.transpose(1, 2)
+    grouped = turned.reshape(*turned.shape[:2], -1, 32)
+    exponents = (grouped.abs().amax(-1) / 6).log2().ceil()
+    scaled = grouped / torch.exp2(exponents)[..., None]
+    table = torch.tensor(E2M1)
+    nearest = (scaled.abs()[..., None] - table).abs().argmin(-1)
+    numbers = table[nearest] * torch.where(scaled < 0, -1.0, 1.0) * torch.exp2(exponents)[..., None]
+    codes = nearest + 8 * (scaled < 0)
+    blocks = (codes[..., 0::2] + 16 * codes[..., 1::2]).to(torch.uint8)
+    plain = numbers.flatten(2).transpose(1, 2)
+    return blocks, (exponents + 127).to(torch.uint8), plain
+
+
 # bitsandbytes: quantised and dequantised by the library itself
 
 
