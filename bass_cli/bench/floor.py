@@ -18,7 +18,7 @@ import torch
 
 from bass_cli.bench.figures import Run
 from bass_cli.models.decoder import Decoder
-from bass_cli.models.spec import HeadSpec, head_parameters, parameters
+from bass_cli.models.spec import AnySpec, HeadSpec, head_parameters, parameters
 from bass_kernels import Quantised
 from bass_kernels.eight_bits import SCALE
 
@@ -114,6 +114,8 @@ def sizes_of(decoder: Decoder, head: HeadSpec | None = None, *, eight_bits: bool
         eight_bits: whether keys and values are stored in eight bits.
     """
     spec = decoder.spec
+    if isinstance(spec, AnySpec):
+        return _sizes_of_any(decoder, spec)
     of_layer = parameters(spec) if head is None else head_parameters(head)
     body, experts = (
         sum(
@@ -149,6 +151,21 @@ def _saved(decoder: Decoder) -> int:
         math.prod(one.shape) * decoder.dtype.itemsize - one.nbytes
         for one in found
         if isinstance(one, Quantised)
+    )
+
+
+def _sizes_of_any(decoder: Decoder, spec: AnySpec) -> Sizes:
+    """Return the sizes of a decoder whose layers transformers runs. All experts of a mixture count,
+    so its floor is too high for few tokens."""
+    whole = sum(map(math.prod, parameters(spec).values()))
+    keys = sum(2 * call.kv_heads * call.size for call in spec.stored)
+    return Sizes(
+        whole - spec.vocab * spec.width * (1 if spec.tied else 2),
+        min(decoder.vocab, spec.vocab) * spec.width,
+        decoder.dtype.itemsize,
+        keys // spec.layers,
+        4 * spec.heads * spec.head_size,
+        spec.windows,
     )
 
 

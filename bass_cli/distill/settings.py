@@ -21,7 +21,7 @@ from bass_cli.distill.network import Source, source_of
 from bass_cli.distill.windows import FEWEST, Layout, thinned
 from bass_cli.errors import MachineError, UserError
 from bass_cli.formats.tokenizer import Tokenizer
-from bass_cli.models.spec import Spec, parameters
+from bass_cli.models.spec import AnySpec, Spec, parameters
 from bass_cli.run.pair import open_files
 from bass_cli.run.plan import Plan
 from bass_cli.system.host import free_memory, gigabytes
@@ -149,6 +149,11 @@ def wanted_tokens(args: DistillArgs, plan: Plan, requested: int | None, prompts:
 
 def find_source(args: DistillArgs, pair: Pair, plan: Plan) -> Source:
     """Return what the draft starts from; UserError if it does not fit the target."""
+    if isinstance(plan.files.target.spec, AnySpec):
+        raise UserError(
+            f"`model`: {pair.target} runs through transformers' own layers, and bass distill "
+            "trains native decoders only"
+        )
     if args.source is not None and args.layers is not None:
         raise UserError(
             "`source` and `layers` exclude each other: `layers` always takes layers of the target"

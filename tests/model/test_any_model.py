@@ -302,3 +302,18 @@ def test_widths_and_rows_do_not_change_tokens(tmp_path: Path) -> None:
     for count, width in itertools.product((1, 3), (1, 6)):
         loop = loop_for(target, draft, rows=count, lengths=Fixed(width))
         assert drive(loop, rows(0.8)) == wanted
+
+
+@pytest.mark.parametrize("family", ["gemma2", "olmo2"])
+def test_fused_norms_equal_the_modules_own(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bass_cli.models import any_model
+
+    model = build_any(family)
+    norms = {name: one for name, one in model.named_modules() if "norm" in name}
+    inputs = {name: torch.randn(2, 5, len(one.weight)) for name, one in norms.items()}
+    wanted = {name: one(inputs[name]) for name, one in norms.items()}
+    monkeypatch.setattr(any_model.ops, "kind_for", lambda _: "triton")
+    any_model._fuse_norms(model)
+    for name, one in norms.items():
+        assert "forward" in vars(one)
+        torch.testing.assert_close(one(inputs[name]), wanted[name], rtol=1e-5, atol=1e-6)
