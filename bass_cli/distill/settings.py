@@ -23,7 +23,7 @@ from bass_cli.errors import MachineError, UserError
 from bass_cli.formats.tokenizer import Tokenizer
 from bass_cli.models.spec import AnySpec, Spec, parameters
 from bass_cli.run.pair import open_files
-from bass_cli.run.plan import Plan
+from bass_cli.run.plan import Plan, device_of
 from bass_cli.system.host import free_memory, gigabytes
 
 _TOKENS = {"cpu": 50_000, "cuda": 10_000_000}
@@ -124,8 +124,10 @@ def sampling_job(args: DistillArgs, requested: int | None = None) -> tuple[Pair,
         raise UserError("`temperature` 0: all samples of a prompt would be equal; give one above 0")
     if job.dtype == "fp16":
         raise UserError("`dtype` fp16: its range is too small for training; use bf16 or fp32")
-    if job.dtype in ("fp8", "int8"):
+    if job.dtype in ("fp8", "int8", "file"):
         raise UserError(f"`dtype` {job.dtype}: training needs 16 bits or more; use bf16 or fp32")
+    if job.dtype == "auto" and device_of(job.device).type == "cpu":  # not a GGUF file's numbers
+        job = job.model_copy(update={"dtype": "fp32"})
     return chosen, job
 
 

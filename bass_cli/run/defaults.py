@@ -17,7 +17,10 @@ from bass_cli.config.faults import reason_of
 from bass_cli.config.job import Job, Sampling
 from bass_cli.errors import UserError
 from bass_cli.formats.checkpoint import Checkpoint
+from bass_cli.formats.grouped_weights import grouped_pieces
 from bass_cli.formats.sources import read_json
+from bass_cli.models.spec import FILE, Layouts
+from bass_kernels import grouped_works
 
 # Fields of Sampling that generation_config.json may set, if this version of Sampling has them
 _FIELDS = (
@@ -42,12 +45,15 @@ _OTHERS: dict[str, tuple[Any, ...]] = {
 
 
 def with_stored_dtype(job: Job, target: Checkpoint, device: torch.device) -> Job:
-    """Return the job with the 8-bit format of the target's files, where `dtype` is auto and the
-    device is a GPU. On a CPU auto is float32, in which drafts change no token."""
-    kept = target.by_row
-    if job.dtype != "auto" or device.type != "cuda" or kept is None:
+    """Return the job with the format of the target's files, where `dtype` is auto: on a GPU 8 bits
+    with scales by row, on a CPU the numbers of a GGUF file. Otherwise a CPU computes in float32.
+    In both formats of a CPU drafts change no token."""
+    if job.dtype != "auto":
         return job
-    return job.model_copy(update={"dtype": kept})
+    kept = target.by_row if device.type == "cuda" else None
+    if device.type == "cpu" and job.tensor_parallel == 1 and grouped_works():
+        kept = FILE if grouped_pieces(target, Layouts(FILE, FILE)) else None
+    return job if kept is None else job.model_copy(update={"dtype": kept})
 
 
 def with_model_defaults(job: Job, target: Checkpoint) -> tuple[Job, list[str]]:

@@ -87,10 +87,11 @@ class Grouped:
     def product(self, x: Tensor) -> Tensor:
         """Multiply x [M, K] of any float dtype by the matrix: [M, N] bfloat16."""
         x = x.bfloat16().contiguous()
-        if len(self.scales) * GROUP > self.shape[1]:
+        rows, width = self.shape
+        if self.scales.shape[0] * GROUP > width:
             x = torch.cat((x, x), 1)
         found = torch.ops.aten._weight_int4pack_mm_for_cpu(x, self.packed, GROUP, self.scales)
-        return found[:, : self.shape[0]]
+        return found if found.shape[1] == rows else found[:, :rows]
 
 
 def _pack(values: Tensor, bits: int) -> Tensor:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,6 +24,9 @@ from .segments import Segments
 SPARE_KEYS = 256
 """Slots that the private store needs behind its last row: `padded_keys` adds fewer."""
 _LINES = 8
+# torch multiplies without MKL, in another order, if lines * keys * head size is smaller. Heads of
+# small test models need more lines for that.
+_SMALL = 400
 _LANES = 16  # float32 numbers of a vector: the prompt's keys are padded to a multiple of it
 _HIDDEN = -1e30  # finite, as in reference.py
 
@@ -77,26 +79,41 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out
 
 
+class _Part(NamedTuple):
+    """Views for one product: queries and mixed [n, lines, D], scores and weights [n, lines, keys],
+    and the place of its keys: of a prompt's span (first, number), or of rows' private keys."""
+
+    place: tuple[int, int]
+    queries: Tensor
+    scores: Tensor
+    weights: Tensor
+    mixed: Tensor
+
+
 class _Room(NamedTuple):
-    """The tensors of a pass, which all layers use.
+    """The tensors of a pass, which all layers use, and the parts of its products.
 
-    Lines are a row's queries of one key/value head, W * H / K of them and padding. Keys are those
-    of the prompt, padded to one number, and then the private ones.
+    A line is one query of a row: W * H / K of them for each key/value head, and padding. Keys are
+    those of the prompt, padded to one number, and then the private ones.
 
-    queries: [K, B, lines, D], 0 in the padding. scores: [K, B, lines, keys].
-    mask: [B, lines, keys], what is added to the scores.
-    own: where the rows' private keys begin. step: their distance, None if it varies
-        or is negative.
-    prompt, private: numbers of keys.
+    queries: [K, B, W, H / K, D]. scores, weights: [K, B, lines, keys]. mask: [B, lines, keys],
+    what is added to the scores. mixed: [K, B, lines, D]. found: the same in the order of results,
+    [B, W, K, H / K, D].
+    alone: whether a row reads no prompt.
+    prompts: parts whose keys are in the prompt store. privates: the others; by key/value head if
+        `step`, the distance between the rows' first private keys, is not None, else by row.
     """
 
     queries: Tensor
     scores: Tensor
+    weights: Tensor
     mask: Tensor
-    own: Sequence[int]
+    mixed: Tensor
+    found: Tensor
+    alone: bool
+    prompts: list[_Part]
+    privates: list[_Part]
     step: int | None
-    prompt: int
-    private: int
 
 
 def attention(
@@ -140,75 +157,111 @@ def _supports(q: Tensor, keys: Tensor, segments: Segments) -> bool:
 def _decoded(q: Tensor, own: Store, prompt: Store, segments: Segments, scale: float) -> Tensor:
     """Return the attention of a decoding pass, [B, W, H D]."""
     (rows, width, heads, size), kv_heads = q.shape, own[0].shape[0]
-    room = segments.once(("host", kv_heads, heads), lambda: _room(q, kv_heads, segments))
-    queries, scores, group = room.queries, room.scores, heads // kv_heads
-    lines, used = queries.shape[2], width * group
-    by_head = q.view(rows, width, kv_heads, group, size).permute(2, 0, 1, 3, 4)
-    torch.mul(by_head, scale, out=queries[:, :, :used].view(by_head.shape))
-    assert segments.groups is not None
-    for start, length, members, _ in segments.groups:
-        keys = prompt[0][:, start : start + length].transpose(1, 2)
-        if isinstance(members, slice):
-            target = scores[:, members]
-            target = target.view(kv_heads, -1, target.shape[-1])[..., :length]
-            torch.bmm(queries[:, members].flatten(1, 2), keys, out=target)
-        else:
-            found = torch.bmm(queries[:, members].flatten(1, 2), keys)
-            scores[:, members, :, :length] = found.unflatten(1, (-1, lines))
-    for some, keys in _private(own[0], room):
-        torch.bmm(queries[some], keys.transpose(1, 2), out=scores[some][..., room.prompt :])
-    weights = torch.softmax(scores.add_(room.mask), -1)
-    mixed = torch.zeros_like(queries)
-    for start, length, members, _ in segments.groups:
-        values = prompt[1][:, start : start + length]
-        seen = weights[:, members, :, :length].flatten(1, 2)
-        if isinstance(members, slice):
-            torch.bmm(seen, values, out=mixed[:, members].view(kv_heads, -1, size))
-        else:
-            mixed[:, members] = torch.bmm(seen, values).unflatten(1, (-1, lines))
-    for some, values in _private(own[1], room):
-        mixed[some].baddbmm_(weights[some][..., room.prompt :], values)
-    by_row = mixed[:, :, :used].view(by_head.shape).permute(1, 2, 0, 3, 4)
-    return by_row.reshape(rows, width, heads * size)
+    key = ("host", kv_heads, heads, size)
+    room = segments.once(key, lambda: _room(q, kv_heads, segments))
+    by_head = q.view(rows, width, kv_heads, -1, size).permute(2, 0, 1, 3, 4)
+    torch.mul(by_head, scale, out=room.queries)
+    for (first, number), queries, scores, _, _ in room.prompts:
+        keys = prompt[0][:, first : first + number]
+        torch.bmm(queries, keys.transpose(1, 2), out=scores)
+    for part in room.privates:
+        torch.bmm(part.queries, _private(own[0], part, room).transpose(1, 2), out=part.scores)
+    torch.softmax(room.scores.add_(room.mask), -1, out=room.weights)
+    if room.alone:
+        room.mixed.zero_()
+    for (first, number), _, _, weights, mixed in room.prompts:
+        torch.bmm(weights, prompt[1][:, first : first + number], out=mixed)
+    for part in room.privates:
+        part.mixed.baddbmm_(part.weights, _private(own[1], part, room))
+    return room.found.reshape(rows, width, heads * size)
 
 
-def _private(store: Tensor, room: _Room) -> list[tuple[int | tuple[slice, int], Tensor]]:
-    """Return the private keys or values in as few parts as possible, each a view of the store: by
-    head [B, keys, D], or by row [K, keys, D]; with the index of its queries [K, B, ...]."""
-    kv_heads, _, size = store.shape
-    if room.step is not None and kv_heads <= len(room.own):
-        shape, stride = (len(room.own), room.private, size), (room.step * size, size, 1)
-        first, pitch = store.storage_offset() + room.own[0] * size, store.stride(0)
-        return [
-            (head, store.as_strided(shape, stride, first + head * pitch))
-            for head in range(kv_heads)
-        ]
-    return [
-        ((slice(None), row), store[:, start : start + room.private])
-        for row, start in enumerate(room.own)
-    ]
+def _private(store: Tensor, part: _Part, room: _Room) -> Tensor:
+    """Return a part's private keys or values, [n, keys, D], a view of the store."""
+    first, head = part.place
+    number = part.scores.shape[-1]
+    if room.step is None:
+        return store[:, first : first + number]
+    _, _, size = store.shape
+    shape = (len(part.queries), number, size)
+    begin = store.storage_offset() + head * store.stride(0) + first * size
+    return store.as_strided(shape, (room.step * size, size, 1), begin)
 
 
 def _room(q: Tensor, kv_heads: int, segments: Segments) -> _Room:
     rows, width, heads, size = q.shape
-    group = heads // kv_heads
-    lines = -(-width * group // _LINES) * _LINES
-    assert segments.groups is not None
-    longest = max((one.length for one in segments.groups), default=0)
+    group, groups = heads // kv_heads, segments.groups
+    assert groups is not None
+    unit = -(-max(_LINES, -(-_SMALL // size)) // _LINES) * _LINES
+    lines = -(-width * group // unit) * unit
+    longest = max((one.length for one in groups), default=0)
     prompt, private = -(-longest // _LANES) * _LANES, padded_keys(segments.extent)
+    queries, mixed = (q.new_zeros(kv_heads, rows, lines, size) for _ in range(2))
+    scores, weights = (q.new_zeros(kv_heads, rows, lines, prompt + private) for _ in range(2))
+    runs = [run for one in groups for run in _runs(one.start, one.length, one.rows)]
+    first = segments.own.tolist()
+    step = _distance(first)
+    prompts = [
+        _Part(
+            (start, length),
+            *(
+                whole[:, some].view(kv_heads, -1, whole.shape[-1])[..., :kept]
+                for whole, kept in (
+                    (queries, size),
+                    (scores, length),
+                    (weights, length),
+                    (mixed, size),
+                )
+            ),
+        )
+        for start, length, some in runs
+    ]
+    by_head = step is not None and kv_heads <= rows
+    privates = [
+        _Part(
+            (first[0], index) if by_head else (first[index], 0),
+            *(
+                (whole[index] if by_head else whole[:, index])[..., begin:]
+                for whole, begin in ((queries, 0), (scores, prompt), (weights, prompt), (mixed, 0))
+            ),
+        )
+        for index in range(kv_heads if by_head else rows)
+    ]
+    used, shape = width * group, (kv_heads, rows, width, group, size)
+    return _Room(
+        queries=queries[:, :, :used].view(shape),
+        scores=scores,
+        weights=weights,
+        mask=_mask(segments, lines, group, prompt, private),
+        mixed=mixed,
+        found=mixed[:, :, :used].view(shape).permute(1, 2, 0, 3, 4),
+        alone=sum(some.stop - some.start for _, _, some in runs) < rows,
+        prompts=prompts,
+        privates=privates,
+        step=step if by_head else None,
+    )
+
+
+def _runs(start: int, length: int, rows: slice | Tensor) -> list[tuple[int, int, slice]]:
+    """Return a prompt's span with the rows that read it: a slice, or one for each row."""
+    if isinstance(rows, slice):
+        return [(start, length, rows)]
+    return [(start, length, slice(row, row + 1)) for row in rows.tolist()]
+
+
+def _distance(own: list[int]) -> int | None:
+    """Return the distance between rows' private keys: None if it varies, or is negative, which no
+    view can have."""
+    steps = {after - before for before, after in itertools.pairwise(own)} or {0}
+    return min(steps) if len(steps) == 1 and min(steps) >= 0 else None
+
+
+def _mask(segments: Segments, lines: int, group: int, prompt: int, private: int) -> Tensor:
+    """Return what is added to the scores of each line of a row, [B, lines, keys]: 0 where it sees
+    the key. A private key is seen up to the query's own."""
     ahead = (segments.positions - segments.base[:, None]).repeat_interleave(group, 1)
-    ahead = torch.nn.functional.pad(ahead, (0, lines - width * group))
+    ahead = torch.nn.functional.pad(ahead, (0, lines - ahead.shape[1]))
     seen_own = torch.arange(private) <= ahead[..., None]
     seen = torch.arange(prompt) < segments.base[:, None, None]
     seen = torch.cat((seen.expand(-1, lines, -1), seen_own), -1)
-    own = segments.own.tolist()
-    steps = {after - before for before, after in itertools.pairwise(own)} or {0}
-    return _Room(
-        queries=q.new_zeros(kv_heads, rows, lines, size),
-        scores=q.new_zeros(kv_heads, rows, lines, prompt + private),
-        mask=torch.where(seen, 0.0, _HIDDEN),
-        own=own,
-        step=min(steps) if len(steps) == 1 and min(steps) >= 0 else None,
-        prompt=prompt,
-        private=private,
-    )
+    return torch.where(seen, 0.0, _HIDDEN)

@@ -26,6 +26,7 @@ from bass_cli.formats.weights import load
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.spec import FILE, MAPS, Layouts
+from bass_cli.run import defaults
 from bass_cli.run import plan as plans
 from bass_cli.run.build import Models, load_models
 from bass_cli.run.pair import Files
@@ -195,6 +196,26 @@ def test_processor_without_the_product_uses_float32_and_says_so(
     assert plan.identity()["dtype"] == "fp32"
     weights = load_models(plan).target.weights
     assert all(isinstance(one, Tensor) for one in weights.values())
+
+
+@needs_product
+@pytest.mark.parametrize(
+    ("kind", "wanted", "format_"),
+    [("Q4_0", "auto", "file"), ("Q4_0", "fp32", "fp32"), ("F16", "auto", "fp32")],
+)
+def test_auto_keeps_the_numbers_of_a_quantised_file(
+    kind: str, wanted: str, format_: str, tmp_path: Path
+) -> None:
+    job = job_of(write_model(tmp_path / "tiny.gguf", kind)).model_copy(update={"dtype": wanted})
+    assert make_plan(job).identity()["dtype"] == format_
+
+
+def test_auto_is_float32_on_a_processor_without_the_product(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(defaults, "grouped_works", lambda: False)
+    job = job_of(write_model(tmp_path / "tiny.gguf", "Q4_0")).model_copy(update={"dtype": "auto"})
+    assert make_plan(job).identity()["dtype"] == "fp32"
 
 
 @needs_product
