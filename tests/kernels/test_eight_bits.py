@@ -23,10 +23,10 @@ pytest.importorskip("triton")
 
 @pytest.fixture(params=["by integers", "by instructions"])
 def conversion(request, monkeypatch):
-    """Both ways to read e4m3 in a kernel; a device has one of them."""
+    """Both ways to read e4m3 in a kernel. The first one works on every device."""
     native = request.param == "by instructions"
-    if DEVICE.type == "cuda" and native != (torch.cuda.get_device_capability() >= (8, 9)):
-        pytest.skip("the other way on this device")
+    if DEVICE.type == "cuda" and native and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this device has no such instructions")
     for module in ("ragged", "fused_attention"):
         monkeypatch.setattr(f"bass_kernels.{module}.converts", lambda device: native)
 
