@@ -22,8 +22,8 @@ from typing import Any
 from bass_cli.cluster.fleet import Fault, Lost, Place, Process, Request
 from bass_cli.config.job import Job
 from bass_cli.errors import MachineError
-from bass_cli.system.host import visible_gpus
-from bass_cli.system.threads import usable_cores
+from bass_cli.system.host import expect, visible_gpus
+from bass_cli.system.threads import begin, usable_cores
 
 _CODE = (
     "import sys; sys.path[:] = sys.argv[1:]; "
@@ -79,7 +79,10 @@ class ProcessFleet:
     """A Fleet of processes of this machine. For `kind` and `spec` see Cluster.fleet."""
 
     def __init__(self, machine: ThisMachine, kind: type[Process], spec: Any):
-        self._machine, self._job = machine, pickle.dumps((kind, spec))
+        self._machine = machine
+        # the first part apart: unpickling the second one imports modules
+        first = pickle.dumps((machine.job.threads, machine.job.device))
+        self._job = first + pickle.dumps((kind, spec))
         self._running: dict[Place, subprocess.Popen[bytes]] = {}
         self._events = queue.SimpleQueue[tuple[subprocess.Popen[bytes], Place, Any]]()
         self.places = machine.places
@@ -170,6 +173,9 @@ def main() -> None:
         channel.flush()
 
     with contextlib.suppress(EOFError, BrokenPipeError):
+        threads, device = pickle.load(sys.stdin.buffer)
+        begin(threads)
+        expect(device)
         kind, spec = pickle.load(sys.stdin.buffer)
         process: Process = kind(spec)
         say(process.prepare)
