@@ -9,6 +9,7 @@ store (kv_cache.py).
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Sequence, Set
 from dataclasses import replace
 from typing import Protocol
@@ -435,8 +436,6 @@ class AuxHiddenLayers:
 # The layers in five launches each, for few tokens on a GPU (residual.py, products.py and
 # fused_attention.py of bass_kernels)
 
-_ONE_LAUNCH = 16  # rows, and tokens a row, of fused_attention
-
 
 def supports_fused(
     spec: Spec,
@@ -454,11 +453,8 @@ def supports_fused(
     """
     if ops.kind_for(like) != "triton" or like.dtype == torch.float16:
         return False  # float16: the residual stream times a norm's weight may overflow
-    from bass_kernels import dispatch, fused_attention, quantised_products, residual
+    from bass_kernels import dispatch, fused_attention, residual
 
-    most = residual.MOST_TOKENS
-    if layouts != {None}:
-        most = quantised_products.MOST_TOKENS if len(layouts) == 1 else 0
     plain = spec.norm.kind == "rms" and not spec.norm.sandwich and not spec.parallel and spec.gated
     plain = plain and spec.unusual is None
     rope = spec.rope is not None and spec.local_rope is None
@@ -466,7 +462,8 @@ def supports_fused(
         step.prefill is None
         and not step.mutual
         and step.segments.packed is None
-        and tokens.numel() <= most
+        and tokens.numel() <= residual.MOST_TOKENS
+        and len(layouts) == 1
         and dispatch.schedule() == "ragged"
     )
     lines = tokens.shape[1] * spec.heads // spec.kv_heads
@@ -475,12 +472,7 @@ def supports_fused(
         and plain
         and rope
         and spec.biases <= {"qkv"}
-        and (
-            len(tokens) > _ONE_LAUNCH
-            or (
-                tokens.shape[1] <= _ONE_LAUNCH and fused_attention.fits(like, lines, spec.head_size)
-            )
-        )
+        and fused_attention.fits(like, lines, spec.head_size)
     )
 
 
@@ -496,13 +488,16 @@ def run_fused(
     """Run the layers over tokens [B, W], write their keys and values, and return the final norm's
     output [B, W, width]. `frequencies` [size / 2]: inverse, of the rotary embedding. Positions must
     not lie before a row's private slot 0."""
-    from bass_kernels import products, residual
+    from bass_kernels import fused_attention, products, residual
 
     eps, early = spec.norm.eps, _large(spec, len(layers))
+    attend = functools.partial(
+        fused_attention.attend, heads=spec.heads, eps=eps, scale=spec.query_scale, early=early
+    )
     plain = weights.plain
     norms = [plain(f"layers.{i}.norm1.weight") for i in layers] + [plain("norm.weight")]
     matrix = weights.writable
-    most, peaks = _room(matrix(f"layers.{layers[0]}.o.weight"), tokens, len(layers))
+    peaks = _peaks(matrix(f"layers.{layers[0]}.o.weight"), len(layers))
     # any copy is made here, before the chain of launches
     segments = replace(step.segments, positions=step.positions.contiguous())
     stream, angles = residual.begin(
@@ -513,7 +508,6 @@ def run_fused(
         frequencies,
         scale=spec.embed_scale,
         peaks=peaks,
-        most=most,
         early=early,
     )
     for slot, i in enumerate(layers):
@@ -522,10 +516,9 @@ def run_fused(
         qkv = products.project(stream, matrix(at + "qkv.weight"), bias, eps=eps, early=early)
         norm = weights.qk_norms(at) if spec.norm.qk else None
         found = (None,) * 4 if peaks is None else peaks[slot].unbind()
+        own, prompt, window = step.own(slot), step.prompt(slot), spec.windows[i]
+        mixed = attend(qkv, angles, norm, segments, own, prompt, window=window, peaks=found[0])
         weight, norm2 = matrix(at + "o.weight"), plain(at + "norm2.weight")
-        mixed = _attend(
-            spec, i, slot, qkv, angles, norm, segments, step, found[0], _stored(weight), early
-        )
         stream = products.add(
             mixed, weight, stream, norm2, peaks=found[0], largest=found[1], early=early
         )
@@ -542,64 +535,16 @@ def run_fused(
     return residual.finish(stream, norms[-1], eps=eps, early=early).view(*tokens.shape, spec.width)
 
 
-def _room(weight: Weight, tokens: Tensor, layers: int) -> tuple[int, Tensor | None]:
-    """Return for how many tokens a stream has room, and largest magnitudes [layers, 4, room] int32:
-    those of the outputs of attention, of the first addition, of the gated product, and of the
-    second addition. They are None if no product needs them."""
-    from bass_kernels import quantised_products, residual
+def _peaks(weight: Weight, layers: int) -> Tensor | None:
+    """Return room for largest magnitudes, [layers, 4, most] int32: those of the outputs of
+    attention, of the first addition, of the gated product, and of the second addition. None if no
+    product needs them."""
+    from bass_kernels import residual
 
-    if not isinstance(weight, Quantised):
-        return residual.MOST_TOKENS, None
-    count, room = tokens.numel(), quantised_products.room(tokens.numel())
-    if weight.layout != "fp8" or count > quantised_products.FEW_TOKENS:
-        return room, None
-    return room, tokens.new_empty(layers, 4, room, dtype=torch.int32)
-
-
-def _attend(
-    spec: Spec,
-    layer: int,
-    slot: int,
-    qkv: Tensor,
-    angles: Tensor,
-    norms: tuple[Tensor, Tensor] | None,
-    segments: ops.Segments,
-    step: Pass,
-    peaks: Tensor | None,
-    next_weight: Tensor | None,
-    early: bool,
-) -> Tensor:
-    """Return attention [B W, H D] from the product qkv [B W, (H + 2K) D]. Up to _ONE_LAUNCH rows
-    take one launch. More rows may share prompts, whose keys are read once for all of them by the
-    launches of `ops.attention`."""
-    from bass_kernels import fused_attention
-
-    (rows, width), own, prompt = segments.positions.shape, step.own(slot), step.prompt(slot)
-    heads, eps, window = spec.heads, spec.norm.eps, spec.windows[layer]
-    if rows <= _ONE_LAUNCH:
-        return fused_attention.attend(
-            qkv,
-            angles,
-            norms,
-            segments,
-            own,
-            prompt,
-            heads=heads,
-            eps=eps,
-            scale=spec.query_scale,
-            window=window,
-            peaks=peaks,
-            early=early,
-        )
-    assert peaks is None
-    cos, sin = angles.view(2, rows, width, -1)
-    q = ops.rope_write(
-        qkv.view(rows, width, -1), (cos, sin), step.slots(), own, heads=heads, norms=norms, eps=eps
-    )
-    mixed = ops.attention(
-        q, own, prompt, segments, scale=spec.query_scale, window=window, next_weight=next_weight
-    )
-    return mixed.view(rows * width, -1)
+    if not isinstance(weight, Quantised) or weight.layout != "fp8":
+        return None
+    shape = layers, 4, residual.MOST_TOKENS
+    return torch.empty(shape, dtype=torch.int32, device=weight.device)
 
 
 def _large(spec: Spec, layers: int) -> bool:

@@ -2,7 +2,7 @@
 
 Weights are the left factor, so that their rows fill the 64-wide side of Hopper's tensor cores: in
 no other shape do they multiply e4m3. Tiles and accumulators are [L lines, T tokens]. The order of
-a sum depends on the weight alone, so a token has the same result whatever tokens are beside it.
+a sum depends on the tiling alone, so a token has the same result whatever tokens are beside it.
 """
 
 import torch

@@ -22,10 +22,7 @@ from .pointwise import KINDS
 from .quantised import Quantised
 from .residual import Stream
 
-MOST_TOKENS = 64  # of `project`, `add` and `gate_up`
-# Tokens up to which tokens are rounded where they are read: for 64 that takes the 28 layers of a 7B
-# 1.1 ms on an H100, launches of their own 0.2 ms.
-FEW_TOKENS = 16
+MOST_TOKENS = 16  # of `project`, `add` and `gate_up`
 _LINES = 64  # the rows of a tile of the weight, all of them or the first ones
 
 
@@ -77,8 +74,10 @@ def _measured(count: int, weight: Quantised, x: Tensor, *, pair: bool) -> Tiling
     others, whose depth is split."""
     lines, depth = len(weight) // (2 if pair else 1), weight.shape[1]
     if count > MOST_TOKENS:
-        splits = 1 if pair else max(1, min(4, processors(x.device) // triton.cdiv(lines, 64)))
-        return Tiling(_LINES, 128, splits, 128, 4, 3)
+        tokens = min(128, room(count))
+        tiles = triton.cdiv(lines, _LINES) * triton.cdiv(count, tokens)
+        splits = 1 if pair else max(1, min(4, 2 * processors(x.device) // tiles))
+        return Tiling(_LINES, tokens, splits, 128, 4, 3)
     programs = processors(x.device) * (3 if pair else 1)
     each = triton.cdiv(lines, programs * triton.cdiv(lines, programs * _LINES))
     splits = 1 if pair else max(1, min(4, depth // 512))
@@ -375,9 +374,9 @@ def gated(
 
 def _library(x: Tensor, weight: Quantised, like: Tensor) -> bool:
     """Return whether to use torch's product of e4m3 by rows: it takes matrices of whole blocks of
-    16, and gives bfloat16. On an H100 it takes the 28 layers of a 7B 3.8 / 4.2 / 6.1 ms for 128 /
-    256 / 512 tokens, with sums in float32 (use_fast_accum=False), and the kernels here 4.1 / 5.2 /
-    7.8 ms. It was not measured elsewhere."""
+    16, and gives bfloat16. On an H100 it takes the 28 layers of a 7B 3.8 / 3.8 / 4.2 / 6.1 ms for
+    64 / 128 / 256 / 512 tokens, with sums in float32 (use_fast_accum=False), and the kernels here
+    4.6 / 4.1 / 5.2 / 7.8 ms. It was not measured elsewhere."""
     return (
         len(x) > MOST_TOKENS
         and x.is_cuda

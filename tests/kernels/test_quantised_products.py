@@ -4,7 +4,7 @@ interpreter. The sizes are no multiples of the tiles'."""
 import pytest
 import torch
 from test_fused_decode import EPS
-from test_triton import DEVICE, close, randn, triton  # noqa: F401 (a fixture)
+from test_triton import BOUND, DEVICE, randn, triton  # noqa: F401 (a fixture)
 
 import bass_kernels as ops
 from bass_kernels import reference, residual
@@ -19,6 +19,17 @@ TILINGS = [None, Tiling(64, 16, 3, 64, 4), Tiling(16, 16, 2, 128, 4)]
 
 def weight_of(lines, depth, layout, seed=3):
     return Quantised.of(randn(lines, depth, seed=seed) / depth**0.5, layout)
+
+
+def close(found, expected, dtype, layout, factor=1):
+    """Compare by relative RMS error. A GPU's tensor cores sum 128 products of e4m3 with some 13
+    bits: an error of up to 4e-4 on an H100."""
+    found, expected = found.double().cpu(), expected.double().cpu()
+    bound = factor * BOUND[dtype]
+    if layout == "fp8" and DEVICE.type == "cuda":
+        bound = max(bound, 1e-3)
+    error = (found - expected).norm() / expected.norm()
+    assert error < bound, f"relative error {error:.2e}"
 
 
 def due(x, weight):
@@ -62,7 +73,7 @@ def test_products_of_a_stream_match_the_definition(dtype, layout, tiling, count)
     weight, bias = weight_of(75, 300, layout), randn(75, dtype=dtype, seed=4)
     for b in (bias, None):
         mapped = due(stream.x, weight) * scale + (0 if b is None else b.double())
-        close(products.project(stream, weight, b, eps=EPS, tiling=tiling), mapped, dtype)
+        close(products.project(stream, weight, b, eps=EPS, tiling=tiling), mapped, dtype, layout)
 
     both, room = weight_of(2 * 70, 300, layout, seed=7), products.room(count)
     peaks = torch.zeros(room, dtype=torch.int32, device=DEVICE)
@@ -71,16 +82,16 @@ def test_products_of_a_stream_match_the_definition(dtype, layout, tiling, count)
     for kind in ("gelu_tanh", "silu"):
         peaks.zero_()
         inner = products.gate_up(stream, both, eps=EPS, activation=kind, peaks=peaks, tiling=one)
-        close(inner, reference.activation(gate_and_up, kind, gated=True), dtype, factor=2)
+        close(inner, reference.activation(gate_and_up, kind, gated=True), dtype, layout, factor=2)
         assert torch.equal(peaks, magnitudes(inner, room))
 
     down = weight_of(300, 70, layout, seed=6)
     largest = torch.zeros_like(peaks)
     found = {"peaks": peaks, "largest": largest, "tiling": tiling}
     longer = products.add(inner, down, stream, norm, **found)
-    close(longer.residual - stream.residual, due(inner, down), torch.float32, factor=4)
-    close(longer.x, longer.residual.double() * norm.double(), dtype)
-    close(longer.squares.sum(0)[:count], longer.residual.double().square().sum(1), dtype)
+    close(longer.residual - stream.residual, due(inner, down), torch.float32, layout, factor=4)
+    close(longer.x, longer.residual.double() * norm.double(), dtype, layout)
+    close(longer.squares.sum(0)[:count], longer.residual.double().square().sum(1), dtype, layout)
     assert torch.equal(largest, magnitudes(longer.x, room))
     rounded = products.add(inner, down, stream, norm, tiling=tiling)
     assert torch.equal(rounded.residual, longer.residual)
@@ -106,7 +117,7 @@ def test_linear_matches_the_definition(dtype, layout, tiling, count, lines, dept
     bias, added = randn(lines, dtype=dtype, seed=5), randn(count, lines, dtype=dtype, seed=6)
     expected = due(x, weight) + bias.double() + added.double()
     found = products.linear(x[None], weight, bias, added[None], tiling=tiling)
-    close(found[0], expected, dtype)
+    close(found[0], expected, dtype, layout)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -130,7 +141,7 @@ def test_ops_of_a_layer_equal_the_reference(layout):
             found = call()
             ops.use("reference")
             expected = call()
-            close(found, expected, torch.float32, factor=4)
+            close(found, expected, torch.float32, layout, factor=4)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -169,7 +180,7 @@ def test_feed_forward_equals_its_parts(dtype, layouts):
     found = ops.feed_forward(x.clone(), (norm, None), (up, None), (down, bias), **words, gated=True)
     expected = ops.linear_add(inner, down, bias, x.clone())
     bound = 1 if layouts[0] == "int8" or dtype == torch.float32 else 4
-    close(found, expected, dtype, factor=bound)
+    close(found, expected, dtype, layouts[0], factor=bound)
 
 
 def test_gated_factor_equals_activation_and_factor():

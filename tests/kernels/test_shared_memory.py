@@ -14,7 +14,14 @@ import bass_kernels as ops
 from bass_kernels import dispatch, reference
 
 products = pytest.importorskip("bass_kernels.products")
-from bass_kernels import fused_attention, launch, linear_kernels, ragged  # noqa: E402
+from bass_kernels import (  # noqa: E402
+    fused_attention,
+    launch,
+    linear_kernels,
+    quantised,
+    quantised_products,
+    ragged,
+)
 
 SOME = ("86,float32,mix-256", "90,bfloat16,gate-up,attend-long", "120,float32,few-tokens")
 
@@ -49,7 +56,7 @@ def test_all_launches_fit_every_gpu(capability, dtype, tmp_path):
 
 
 def card(monkeypatch, shared, capability=(8, 6)):
-    for module in (linear_kernels, fused_attention, products, ragged):
+    for module in (linear_kernels, fused_attention, products, quantised_products, ragged):
         monkeypatch.setattr(module, "card", lambda device: launch.Card(capability, shared))
 
 
@@ -77,6 +84,31 @@ def test_hopper_gets_the_measured_launches(monkeypatch, dtype):
         (7, 8, 256),
     ):
         ragged._fitted(lines, members, size, like)
+
+
+@pytest.mark.parametrize("layout", quantised.LAYOUTS)
+@pytest.mark.parametrize(("count", "pair"), [(8, False), (64, False), (300, False), (64, True)])
+def test_hopper_gets_the_measured_tilings_of_8_bits(monkeypatch, layout, count, pair):
+    card(monkeypatch, 227 * 1024, (9, 0))
+    monkeypatch.setattr(quantised_products, "processors", lambda device: 132)
+    for lines, depth in ((4608, 3584), (37888, 3584), (3584, 18944)):
+        weight = quantised.Quantised.empty((lines, depth), layout, torch.device("meta"))
+        x = torch.empty(count, depth, dtype=torch.bfloat16, device="meta")
+        tiling = quantised_products.tiling_for(count, weight, x, pair=pair)
+        assert tiling == quantised_products._measured(count, weight, x, pair=pair)
+        assert tiling.tokens >= min(count, 64)
+
+
+@pytest.mark.parametrize("layout", quantised.LAYOUTS)
+def test_smaller_tilings_of_8_bits_give_the_same_products(monkeypatch, layout):
+    weight = quantised.Quantised.of(randn(75, 300, seed=3) / 17, layout)
+    x, found = randn(40, 300), []
+    for shared in (227, 40):
+        card(monkeypatch, shared * 1024, (8, 6))
+        product = quantised_products.linear(x, weight, None)
+        found.append((quantised_products.tiling_for(40, weight, x).deep, product))
+    assert found[0][0] > found[1][0]
+    close(found[1][1], found[0][1], torch.float32)
 
 
 def first_of(options, needs, shared):

@@ -38,8 +38,8 @@ LENGTHS = (1, 3, TILE + 2)  # all but its last token are read: one more than a t
 def test_a_whole_decoder(family, padded, layout, tmp_path, monkeypatch):
     """Prefill, then rows of unequal length and widths 1 and 3, with these kernels and without.
     `padded`: the kernels read prompts as in a graph, at places that only the device knows.
-    `layout`: of 8-bit weights. The first pass then takes attention in one launch, the wide one in
-    several, as with many rows."""
+    `layout`: of 8-bit weights. The first pass then takes five launches a layer, the wide one more,
+    as with many tokens."""
 
     write_checkpoint(family, tmp_path, **shallow(family))
     checkpoint = open_checkpoint(tmp_path)
@@ -67,12 +67,10 @@ def test_a_whole_decoder(family, padded, layout, tmp_path, monkeypatch):
             torch.arange(12, device=DEVICE).view(3, 4),
             torch.tensor(LENGTHS, device=DEVICE)[:, None] - 1,
         )
-        monkeypatch.setattr("bass_cli.models.decoder._ONE_LAUNCH", 16)
-        monkeypatch.setattr("bass_kernels.quantised_products.FEW_TOKENS", 16)
+        monkeypatch.setattr("bass_kernels.residual.MOST_TOKENS", 16)
         first = runner.forward(tokens[:, :1], places, [*LENGTHS])
         if layout is not None:
-            monkeypatch.setattr("bass_cli.models.decoder._ONE_LAUNCH", 2)
-            monkeypatch.setattr("bass_kernels.quantised_products.FEW_TOKENS", 8)
+            monkeypatch.setattr("bass_kernels.residual.MOST_TOKENS", 8)
         ends = [length + 3 for length in LENGTHS]
         rest = runner.forward(
             tokens[:, 1:],
@@ -80,4 +78,10 @@ def test_a_whole_decoder(family, padded, layout, tmp_path, monkeypatch):
             None if kind == "triton" else ends,
         )
         logits[kind] = torch.cat((first, rest), 1)
-    torch.testing.assert_close(logits["triton"], logits["reference"], atol=1e-4, rtol=1e-4)
+    if layout == "fp8" and DEVICE.type == "cuda":
+        # tensor cores sum e4m3 with 13 bits, so some tokens' numbers round to the e4m3 number
+        # beside: a difference of up to 6 % in 1 number of 300
+        error = (logits["triton"] - logits["reference"]).norm() / logits["reference"].norm()
+        assert error < 0.03
+    else:
+        torch.testing.assert_close(logits["triton"], logits["reference"], atol=1e-4, rtol=1e-4)

@@ -198,10 +198,8 @@ def test_fused_decode_serves_supported_passes_only():
     assert supports_fused(rich, few, like, step)
     assert not supports_fused(spec, many, like, step)
     for layout in ops.LAYOUTS:
-        assert supports_fused(spec, many, like, step, {layout})
-        assert supports_fused(spec, torch.zeros(64, 1), like, step, {layout})
-        assert not supports_fused(spec, torch.zeros(65, 1), like, step, {layout})
-        assert not supports_fused(spec, torch.zeros(2, 17), like, step, {layout})
+        assert supports_fused(spec, few, like, step, {layout})
+        assert not supports_fused(spec, many, like, step, {layout})
         assert not supports_fused(spec, few, like, step, {layout, None})
     assert not supports_fused(spec, few, like, prefill)
     assert not supports_fused(spec, few, like, block)
