@@ -74,9 +74,10 @@ def _wrapped(text: str, indent: str) -> list[str]:
 
 
 def _describe_pair(
-    pair: Pair, memory: dict[str, Any], ranks: int = 1, kv_dtype: str | None = None
+    pair: Pair, memory: dict[str, Any], job: Job | None = None
 ) -> tuple[dict[str, Any], Plan | None]:
-    """Describe a pair; also return the plan of a job with it, None if the pair cannot run here."""
+    """Describe a pair; also return the plan of a job with it, None if the pair cannot run here.
+    Default job: the pair's own."""
     draft = parse_draft(pair.draft).files
     models = {"target": pair.target} | ({"draft": draft} if draft else {})
     missing: dict[str, str] = {}
@@ -93,7 +94,7 @@ def _describe_pair(
         from bass_cli.run.plan import make_plan
 
         try:
-            plan = make_plan(make_job(pair, tensor_parallel=ranks, kv_dtype=kv_dtype))
+            plan = make_plan(make_job(pair) if job is None else job)
         except UserError as error:
             reasons.append(str(error))
     return {
@@ -303,19 +304,23 @@ def _chosen(args: DoctorArgs) -> Job | None:
             raise UserError("--tensor-parallel needs --pair or --model, the target that is split")
         if args.kv_dtype is not None:
             raise UserError("--kv-dtype needs --pair or --model, whose keys and values it is for")
+        if args.dtype is not None:
+            raise UserError("--dtype needs --pair or --model, whose weights it is for")
         return None
     return make_job(
         chosen_pair(args),
         draft=args.draft,
         tensor_parallel=args.tensor_parallel,
         kv_dtype=args.kv_dtype,
+        dtype=args.dtype,
     )
 
 
 def _one_pair(job: Job, memory: dict[str, Any]) -> dict[str, Any]:
     """Return the facts of one pair, with the memory plan of a job if it can run here."""
-    pair, ranks = job.pair, job.tensor_parallel
-    found, plan = _describe_pair(pair, memory, ranks, job.kv_dtype)
+    ranks = job.tensor_parallel
+    pair = job.pair.model_copy(update={"dtype": job.dtype, "draft_dtype": job.draft_dtype})
+    found, plan = _describe_pair(pair, memory, job)
     planned: dict[str, Any] = {}
     if plan is not None:
         split = f" on each of {ranks} devices" if ranks > 1 else ""

@@ -541,6 +541,13 @@ class DoctorArgs(_Document):
     tensor_parallel: int | None = flag(
         "Check --pair or --model split over K GPUs", MODELS, "K", variable=False
     )
+    dtype: str | None = flag(
+        "Check --pair or --model in this number format",
+        MODELS,
+        "auto|bf16|fp16|fp32|fp8|int8|file",
+        shown="the pair's",
+        variable=False,
+    )
     kv_dtype: str | None = flag(
         "Check --pair or --model with stored keys and values in this number format",
         MODELS,

@@ -369,7 +369,7 @@ class Need:
             return f"the largest that can be expected to fit: {', or '.join(found)}"
         return (
             f"the weights take {gigabytes(self.footprint.weights)}; use a smaller model, a "
-            "16-bit `dtype` or a machine with more memory"
+            "`dtype` of fewer bits (fp8, int8) or a machine with more memory"
         )
 
 

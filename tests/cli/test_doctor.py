@@ -66,6 +66,13 @@ def test_doctor_and_pairs_describe_a_pair_file(place: Path) -> None:
     in_file = json.loads(cli("doctor", "--pair", str(place / "fp8.yaml"), "--json").stdout)
     assert in_file["pair_memory_bytes"]["cache"] == small["pair_memory_bytes"]["cache"]
     assert "--kv-dtype needs --pair" in cli("doctor", "--kv-dtype", "fp8").stderr
+    eight, plain = (
+        json.loads(cli("doctor", "--pair", file, "--dtype", dtype, "--json").stdout)
+        for dtype in ("int8", "fp32")
+    )
+    bytes_of = [one["pair_memory_bytes"]["weights"] for one in (eight, plain)]
+    assert bytes_of[0] < bytes_of[1]
+    assert "--dtype needs --pair" in cli("doctor", "--dtype", "int8").stderr
     plain = json.loads(
         cli("doctor", "--model", str(place / "model"), "--draft", "none", "--json").stdout
     )

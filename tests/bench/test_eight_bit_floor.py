@@ -1,0 +1,58 @@
+"""`bass bench` with 8-bit weights: random matrices are quantised, and the floor counts their
+bytes."""
+
+import json
+import math
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from bass_cli.bench.floor import pass_work, sizes_of
+from bass_cli.bench.shapes import SHAPES, random_weights, scale_layers
+from bass_cli.cli.commands import app
+from bass_cli.models.decoder import Decoder
+from bass_cli.models.spec import MAPS, Layouts
+from bass_kernels import LAYOUTS, Quantised
+
+CPU = torch.device("cpu")
+
+
+def tiny(layouts):
+    spec = SHAPES["tiny"].spec()
+    words = {"dtype": torch.float32, "device": CPU, "seed": 3, "layouts": layouts}
+    return spec, random_weights(spec, **words)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_floor_reads_the_bytes_of_quantised_matrices(layout):
+    """One byte a number and four a row, instead of four bytes a number."""
+    spec, weights = tiny(Layouts(layout, layout))
+    maps = [weights[f"layers.{i}.{name}.weight"] for i in range(spec.layers) for name in MAPS]
+    assert all(isinstance(one, Quantised) for one in (*maps, weights["head.weight"]))
+    expected = sum(math.prod(one.shape) + 4 * len(one) for one in (*maps, weights["head.weight"]))
+    words = {"contexts": [0], "shared": 0, "fed": 1, "logits": 1}
+    assert pass_work(sizes_of(Decoder(spec, weights)), **words).bytes == expected
+    _, plain = tiny(Layouts())
+    assert pass_work(sizes_of(Decoder(spec, plain)), **words).bytes > 3 * expected
+
+
+def test_random_matrices_are_the_rounded_ones_without_quantisation():
+    _, plain = tiny(Layouts())
+    spec, weights = tiny(Layouts("int8"))
+    for name, one in weights.items():
+        if isinstance(one, Quantised):
+            assert torch.equal(one.dequantise(), Quantised.of(plain[name], "int8").dequantise())
+        else:
+            assert torch.equal(one, plain[name])
+    before = weights["layers.3.down.weight"].dequantise()
+    scale_layers(weights, spec, first=3, scale=0.5)
+    assert torch.equal(weights["layers.3.down.weight"].dequantise(), before / 2)
+
+
+def test_bench_of_a_shape_says_its_format():
+    flags = ["--shape", "tiny", "--dtype", "int8", "--batch-sizes", "1", "--new-tokens", "4"]
+    flags += ["--methods", "plain", "--repeats", "1", "--device", "cpu", "--json"]
+    found = CliRunner().invoke(app, ["bench", *flags])
+    assert found.exit_code == 0, found.stderr
+    assert json.loads(found.stdout)["pair"]["target"]["dtype"] == "int8"
