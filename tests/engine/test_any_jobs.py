@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 from any_families import write_any
+from chains import write_chain
 from checkpoints import write_mask, write_tokenizer
+from heads import write_head
 from typer.testing import CliRunner
 
 from bass_cli import Completion, Engine, Job, Pair, Sampling, Speculation, UserError, generate
@@ -85,6 +87,28 @@ def test_llama_through_transformers_equals_the_native_decoder(place: Path, tmp_p
         )
     ]
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("kind", ["dflash", "eagle3"])
+def test_drafters_of_hidden_states_draft_as_with_the_native_decoder(
+    tmp_path: Path, kind: str
+) -> None:
+    write_any("llama", tmp_path / "target", vocab_size=VOCAB)
+    write_tokenizer(tmp_path / "target")
+    if kind == "dflash":
+        write_head(tmp_path / "head", kind, width=32, vocab=VOCAB)
+    else:
+        write_chain(tmp_path / "head", "authors", width=32, vocab=VOCAB, target_layer_ids=[0, 1, 2])
+    found = []
+    for decoder in ("native", "transformers"):
+        target, heads = str(tmp_path / "target"), f"heads:{tmp_path / 'head'}"
+        pair = Pair(name="tiny", target=target, draft=heads, decoder=decoder)
+        given = job(tmp_path, speculation=Speculation(length=3), sampling=Sampling(temperature=0.0))
+        given = given.model_copy(update={"pair": pair})
+        lines = list(generate(list(WORDS), given))
+        found.append([(one.token_ids, one.drafted, one.accepted) for one in lines])
+    assert found[0] == found[1]
+    assert sum(drafted for _, drafted, _ in found[0]) > 0
 
 
 def test_log_probabilities_are_those_of_transformers(place: Path) -> None:
