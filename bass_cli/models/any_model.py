@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -326,6 +327,10 @@ def _read(
         raise UserError(
             f'{path}: tensor "{missing[0]}" is missing or has another shape'
             + (f", and {len(missing) - 1} more" if missing[1:] else "")
+        )
+    if unused := sorted(found["unexpected_keys"]):
+        logging.getLogger("bass").warning(
+            "%s: the model does not use %d of its tensors, such as %s", path, len(unused), unused[0]
         )
     return model.to(device)
 

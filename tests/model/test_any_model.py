@@ -317,3 +317,18 @@ def test_fused_norms_equal_the_modules_own(family: str, monkeypatch: pytest.Monk
     for name, one in norms.items():
         assert "forward" in vars(one)
         torch.testing.assert_close(one(inputs[name]), wanted[name], rtol=1e-5, atol=1e-6)
+
+
+def test_tensors_that_the_model_does_not_use_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    build_any("gemma2").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file(
+        {**load_file(file), "model.other.weight": torch.ones(3)}, file, metadata={"format": "pt"}
+    )
+    with caplog.at_level("WARNING", "bass"):
+        load(open_checkpoint(tmp_path))
+    assert "does not use 1 of its tensors, such as model.other.weight" in caplog.text
