@@ -150,6 +150,9 @@ SHAPES = {
         40960,
         _THETA | {"head_dim": 128, "norm_topk_prob": True},
     ),
+    "gpt-oss-20b": Shape(
+        "gpt_oss", 24, 2880, 64, 8, 2880, 201088, 131072, {"num_local_experts": 32}
+    ),
     "tiny-moe": Shape("qwen3_moe", 4, 48, 6, 2, 40, 301, 512, _FEW_EXPERTS),
     "wide-310m": Shape("llama", 4, 2048, 16, 4, 8192, 152064, 32768, _TIED),
     "tiny": Shape("llama", 4, 48, 6, 2, 80, 301, 512, _THETA),

@@ -26,6 +26,7 @@ from bass_cli.formats.hf_config import is_native, mask_of, notes_of_config, spec
 from bass_cli.formats.lora import Adapter, merge
 from bass_cli.formats.quantised_config import join, with_older_files
 from bass_cli.formats.sources import read_json
+from bass_cli.formats.stacked import is_stacked, unstack, upright
 from bass_cli.formats.tensor_content import DTYPES
 from bass_cli.formats.tensor_files import Entry, read_gguf, read_safetensors, read_torch
 from bass_cli.formats.text_part import bare_name, has_text_part, text_config
@@ -356,14 +357,15 @@ def _open_folder(
         settings,
         _entries(path),
         place=source,
-        has_slot=lambda name: bare_name(name, prefixes) in slots,
+        has_slot=lambda name: bare_name(name, prefixes) in slots or is_stacked(name),
     )
+    stored = joined.entries
+    if family.mixture == "clamped" and spec.experts is not None:
+        stored = unstack(stored, spec.experts.total)
+    bare = _bare(stored, prefixes, path)
+    slots = upright(slots, bare)
     merged = merge(
-        _bare(joined.entries, prefixes, path),
-        adapters,
-        slots=slots,
-        bare=lambda name: bare_name(name, prefixes),
-        tied=spec.tied,
+        bare, adapters, slots=slots, bare=lambda name: bare_name(name, prefixes), tied=spec.tied
     )
     entries = merged.entries
     if spec.tied and _differs(entries, family):
@@ -600,7 +602,7 @@ def _turned(name: str, slot: Slot, stored: Stored) -> Slot:
 
 def _stored_shape(slot: Slot, shape: tuple[int, ...]) -> tuple[int, ...]:
     rows, columns = slot.rows + 2 * (slot.how == "skip_two"), shape[1:]
-    return (*columns, rows) if slot.how == "transpose" else (rows, *columns)
+    return (*columns, rows) if slot.how in ("transpose", "pairs") else (rows, *columns)
 
 
 def _few(names: list[str]) -> str:

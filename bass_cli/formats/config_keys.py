@@ -54,7 +54,8 @@ _HARMLESS = {
     ),
     "rounding, copies of the context, a default that transformers writes and ignores": (
         "reorder_and_upcast_attn attention_softmax_in_fp32 scale_attention_softmax_in_fp32 "
-        "n_ctx seq_length max_sequence_length model_max_length _sliding_window_pattern"
+        "n_ctx seq_length initial_context_length experts_per_token max_sequence_length "
+        "model_max_length _sliding_window_pattern"
     ),
 }
 HARMLESS = frozenset(" ".join(_HARMLESS.values()).split())

@@ -145,6 +145,7 @@ def spec_of_config(config: Mapping[str, Any], *, place: str) -> Spec:
         tied=values.flag("tie_word_embeddings"),
         unrotated=unrotated,
         experts=_experts(values, family),
+        sinks=family.mixture == "clamped",
         **scales,
     )
 
@@ -160,7 +161,10 @@ def _experts(values: Values, family: Family) -> Experts | None:
             f"experts, {count}"
         )
     normalised = family.mixture != "config" or values.flag("norm_topk_prob")
-    return Experts(count, chosen, normalised)
+    clamp = None
+    if family.mixture == "clamped":
+        clamp = values.number("swiglu_alpha"), values.number("swiglu_limit")
+    return Experts(count, chosen, normalised, clamp)
 
 
 def _scales(values: Values, family: Family, shape: Mapping[str, Any]) -> dict[str, Any]:
@@ -397,7 +401,7 @@ def _ropes(
         if attention == other:
             return rope, local, attention
         return rope._replace(scale=attention), local._replace(scale=other), 1.0
-    scaling = older or given
+    scaling = older or given or family.rope
     if scaling.keys() & set(_KINDS):  # transformers ignores them for these families, or fails
         raise UserError(
             f"{values.place}: rope parameters by layer type are not supported for this family"

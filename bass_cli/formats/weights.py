@@ -379,6 +379,8 @@ def _place(
         target.index_copy_(0, order[first:last], part.to(target.device, target.dtype))
     elif how == "transpose" and part.dim() == 2:
         target[:, first:last] = part.T
+    elif how == "pairs" and part.dim() == 2:
+        target[:, first:last] = torch.cat((part[:, 0::2], part[:, 1::2]), 1).T
     elif how == "skip_two":
         kept = part[max(2 - first, 0) :]
         target[last - 2 - len(kept) : last - 2] = kept
@@ -406,7 +408,14 @@ def _codegen(spec: Spec, rows: int) -> Tensor:
     return fused.view(3, CODEGEN_BLOCKS, -1).transpose(0, 1).flatten()
 
 
+def _alternate(spec: Spec, rows: int) -> Tensor:
+    """Return the target row of each stored row of gpt-oss: gate and up take turns."""
+    row = torch.arange(rows)
+    return (row % 2) * (rows // 2) + row // 2
+
+
 _ORDERS: dict[str, Callable[[Spec, int], Tensor]] = {
+    "alternate": _alternate,
     "deinterleave": _deinterleave,
     "codegen": _codegen,
 }

@@ -256,6 +256,7 @@ class Decoder:
             segments,
             scale=spec.query_scale,
             window=spec.windows[i],
+            sinks=self._weights.plain(at + "sinks.weight") if spec.sinks else None,
             next_weight=_stored(following),
         )
         mixed = mixed.view(*q.shape[:2], -1).to(q.dtype)

@@ -26,7 +26,8 @@ class Slot(NamedTuple):
 
     how: "" for none; "transpose"; "plus_one" adds 1; "skip_two" drops the first two rows;
         "deinterleave" reorders the rotary dimensions of each head, even ones first; "codegen"
-        sorts fused blocks of q, v, k into q, k, v and deinterleaves q and k.
+        sorts fused blocks of q, v, k into q, k, v and deinterleaves q and k; "alternate" sorts
+        rows that alternate between gate and up; "pairs" does so after "transpose".
     """
 
     name: str
@@ -45,6 +46,7 @@ class Family(NamedTuple):
     rotary: "config"; "fraction" if the config may name a share of a head; "partial" for the first
         `rotary_dim` dimensions; "" for learned positions.
     by_type: layers with a window have their own rotary parameters in the config.
+    rope: rotary parameters if the config has none.
     mixture: "" for one feed-forward; "config" if the config says whether weights of experts are
         normalised; "normalised"; "clamped" for gpt-oss's gated unit.
     unrotated: layers without rotary embedding: "" for none; "listed" for those that the config
@@ -73,6 +75,7 @@ class Family(NamedTuple):
     eps: float | None = None
     by_type: bool = False
     unrotated: str = ""
+    rope: Mapping[str, Any] = {}
     mixture: str = ""
 
     @property
@@ -198,6 +201,13 @@ _MIXTRAL_TENSORS = (
     ("layers.{}.block_sparse_moe.experts.{}.w1", "layers.{}.experts_up:gate", ""),
     ("layers.{}.block_sparse_moe.experts.{}.w3", "layers.{}.experts_up:up", ""),
     ("layers.{}.block_sparse_moe.experts.{}.w2", "layers.{}.experts_down", ""),
+)
+_GPT_OSS_TENSORS = (
+    *(row for row in _LLAMA_TENSORS if ".mlp." not in row[0]),
+    ("layers.{}.self_attn.sinks", "layers.{}.sinks", ""),
+    ("layers.{}.mlp.router", "layers.{}.router", ""),
+    ("layers.{}.mlp.experts.{}.gate_up_proj", "layers.{}.experts_up", "pairs"),
+    ("layers.{}.mlp.experts.{}.down_proj", "layers.{}.experts_down", "transpose"),
 )
 _ARCEE_TENSORS = tuple(
     (theirs, ours.replace(":up", ""), how)
@@ -507,6 +517,29 @@ FAMILIES: dict[str, Family] = {
         aliases=_MIXTURE_ALIASES,
         mixture="normalised",
     ),
+    "gpt_oss": Family(
+        "model.",
+        _GPT_OSS_TENSORS,
+        _LLAMA_KEYS | _MIXTURE_KEYS,
+        _ROPE_DEFAULTS
+        | {"rope_theta": 150000.0, "num_key_value_heads": 8, "head_dim": 64}
+        | {"rms_norm_eps": 1e-5, "attention_bias": True, "layer_types": None}
+        | {"sliding_window": 128, "sliding_window_pattern": 2}
+        | {"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "num_experts_per_tok": 4},
+        windows="types",
+        biases=frozenset({"router", "experts_up", "experts_down"}),
+        flags={"attention_bias": frozenset({"qkv", "o"})},
+        aliases=_MIXTURE_ALIASES,
+        rope={
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        mixture="clamped",
+    ),
     "arcee": _LLAMA._replace(
         tensors=_ARCEE_TENSORS,
         defaults={**_LLAMA.defaults} | {"rms_norm_eps": 1e-5, "hidden_act": "relu2"},
@@ -541,7 +574,9 @@ def slots(spec: Spec, tensors: tuple[tuple[str, str, str], ...]) -> dict[str, Sl
                 every = shapes[name][0] // experts  # rows of one expert
                 first, rows = parts[part] if part else (0, every)
                 for expert in range(experts):
+                    # a bias is not transposed
+                    own = "alternate" if how == "pairs" and kind == ".bias" else how
                     found[theirs.format(i, expert) + kind] = Slot(
-                        name, expert * every + first, rows, how
+                        name, expert * every + first, rows, own
                     )
     return found

@@ -44,6 +44,11 @@ def check_divisible(spec: Spec, ranks: int, *, model: str) -> None:
             f"`tensor_parallel` {ranks}: {model} runs through transformers' own layers, which are "
             "not split; use 1"
         )
+    if spec.sinks and ranks > 1:
+        raise UserError(
+            f"`tensor_parallel` {ranks}: {model} has attention sinks, which bass does not split; "
+            "leave out the option"
+        )
     for what, count in (("attention heads", spec.heads), ("feed-forward size", spec.inner)):
         if count % ranks:
             raise UserError(

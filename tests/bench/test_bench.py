@@ -171,6 +171,7 @@ PUBLISHED = {
     "qwen2.5-7b": 7.616e9, "qwen2.5-1.5b": 1.544e9, "qwen2.5-0.5b": 0.494e9, "llama-3.1-8b": 8.030e9,
     "llama-3.2-1b": 1.236e9, "opt-13b": 12.85e9, "opt-125m": 125.2e6, "codegen-16b": 16.03e9, "wide-310m": 0.5546e9,
     "pard-0.5b": 0.494e9, "qwen3-8b": 8.19e9, "llama-3.1-70b": 70.55e9, "qwen3-30b-a3b": 30.53e9,
+    "gpt-oss-20b": 20.91e9,
 }  # fmt: skip
 
 

@@ -20,6 +20,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from bass_cli.errors import UserError
 from bass_cli.formats.gguf_config import ARCHITECTURES, spec_of_gguf
 from bass_cli.formats.hf_config import notes_of_config, spec_of_config
+from bass_cli.formats.stacked import unstack
+from bass_cli.formats.tensor_files import read_safetensors
 from bass_cli.models.families import FAMILIES, slots
 from bass_cli.models.spec import Norm, Rope, parameters
 
@@ -240,6 +242,9 @@ def test_slots_cover_every_row_of_the_decoder_once(family: str, tmp_path: Path) 
     if spec.experts is not None:  # transformers saves each expert's tensors
         model.save_pretrained(tmp_path)
         state = set(load_file(tmp_path / "model.safetensors"))
+    if spec.sinks:
+        entries = read_safetensors(tmp_path / "model.safetensors")
+        state = set(unstack(entries, spec.experts.total))
     assert named.keys() == {name.removeprefix(FAMILIES[spec.family].prefix) for name in state}
 
 

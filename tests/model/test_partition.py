@@ -109,9 +109,12 @@ def test_sizes_that_cannot_be_split_are_refused(
 
 
 @pytest.mark.parametrize("family", sorted({*FAMILIES} - {*SPLIT}))
-def test_models_that_norm_all_heads_together_are_not_split(family: str, tmp_path: Path) -> None:
+def test_models_that_cannot_be_split_are_refused(family: str, tmp_path: Path) -> None:
     write_checkpoint(family, tmp_path, shards=False)
     spec = open_checkpoint(tmp_path).spec
     check_divisible(spec, 1, model="m")
-    with pytest.raises(UserError, match="`tensor_parallel` 2: m norms all its attention heads"):
+    with pytest.raises(
+        UserError,
+        match=r"`tensor_parallel` 2: m (norms all its attention heads|has attention sinks)",
+    ):
         check_divisible(spec, 2, model="m")

@@ -83,7 +83,7 @@ def published(model: Any, folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "gpt_oss"])
 def test_updated_model_gives_the_logits_of_transformers(family: str, tmp_path: Path) -> None:
     """By all tensors, by some of them, and by files. Nothing moves in memory."""
     words = {"vocab_size": 1501, **shallow(family)}

@@ -85,14 +85,18 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
                                         "norm_topk_prob": True}),
     "mixtral": ("Mixtral", _SIZES | {"num_local_experts": 5, "head_dim": 8, "sliding_window": 7}),
     "olmoe": ("Olmoe", _SIZES | {"num_experts": 6, "num_experts_per_tok": 2, "head_dim": 8}),
+    "gpt_oss": ("GptOss", _SIZES | {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 6,
+                                    "swiglu_alpha": 1.3, "swiglu_limit": 0.7, "rope_parameters": {
+                                        "rope_type": "yarn", "factor": 8.0, "rope_theta": 500.0, "truncate": False,
+                                        "original_max_position_embeddings": 64}}),
     "arcee": ("Arcee", _SIZES | {"head_dim": 8}),
     "gpt2": ("GPT2", _GPT_SIZES | {"n_inner": 80}),
     "gptj": ("GPTJ", _GPT_SIZES | {"rotary_dim": 8}),
     "codegen": ("CodeGen", _GPT_SIZES | {"n_head": 8, "n_embd": 64, "rotary_dim": 4, "n_ctx": 128}),
 }  # fmt: skip
 FAMILIES: tuple[str, ...] = tuple(_KINDS)
-# Families that tensor parallelism supports: the others norm all heads as one vector.
-SPLIT = tuple(name for name in FAMILIES if name not in ("olmo2", "olmo3", "olmoe"))
+# Families that tensor parallelism supports: the others norm all heads as one vector, or have sinks.
+SPLIT = tuple(name for name in FAMILIES if name not in ("olmo2", "olmo3", "olmoe", "gpt_oss"))
 _CONFIGS = {"Gemma3": "Gemma3TextConfig"}
 # Families that `bass distill` trains
 TRAINED = ("llama", "llama3", "mistral", "qwen2", "qwen3", "gemma3_text", "opt", "starcoder2", "gpt2", "gptj",
