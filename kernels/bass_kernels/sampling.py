@@ -46,6 +46,7 @@ COLDEST, HOTTEST = 1e-30, 1e30
 """Temperatures below COLDEST count as 0: logits of some hundreds divided by 1e-36 are infinite in
 float32, and noise changes nothing below 1e-9. Temperatures above HOTTEST count as HOTTEST: a GPU's
 division by more than 8e37 gives 0, and at either all kept tokens are equally likely."""
+_LEAST = -80.0  # logarithm of the smallest term of a sum, over the largest
 _FIRST_SORTED = 128  # number of largest logits sorted first
 
 
@@ -136,7 +137,7 @@ def normaliser(
     temperature = _settled(temperature)
     scaled = _scale(logits, temperature)
     threshold = _threshold(scaled, temperature, top_k, top_p, min_p)
-    log_mass = scaled.masked_fill(scaled < threshold[:, None], -torch.inf).logsumexp(-1)
+    log_mass = logsumexp(scaled.masked_fill(scaled < threshold[:, None], -torch.inf))
     warm = temperature > 0
     only = torch.where(warm, -1, logits.argmax(-1))
     return Normaliser(torch.where(warm, temperature, 1.0), threshold, log_mass, only)
@@ -168,7 +169,19 @@ def log_probability(logits: Tensor, tokens: Tensor) -> Tensor:
     """Return log softmax(logits)[tokens], [...] float32, for logits [..., V] and tokens [...]: at T
     = 1, without truncation."""
     wide = logits.float()
-    return wide.gather(-1, tokens[..., None]).squeeze(-1) - wide.logsumexp(-1)
+    return wide.gather(-1, tokens[..., None]).squeeze(-1) - logsumexp(wide)
+
+
+def logsumexp(x: Tensor) -> Tensor:
+    """Return torch.logsumexp(x, -1) of x [..., V] float32.
+
+    On a CPU exp is up to 15 times slower where it underflows, as it does for most of a vocabulary
+    at a low temperature. Terms below e^-80 of the largest one change no sum of float32 numbers.
+    """
+    most = x.amax(-1, keepdim=True)
+    shift = torch.where(most.isinf(), 0.0, most)
+    found = (x - shift).clamp_(min=_LEAST).exp_().sum(-1).log_().add_(shift.squeeze(-1))
+    return torch.where(most.squeeze(-1) == -torch.inf, -torch.inf, found)
 
 
 def _settled(temperature: Tensor) -> Tensor:
@@ -190,7 +203,7 @@ def _threshold(
         return torch.maximum(least, scaled.amax(-1) + min_p.log())
     vocab = scaled.shape[1]
     count = min(vocab, max(_FIRST_SORTED, int(top_k.max())))
-    rest = scaled.logsumexp(-1)
+    rest = logsumexp(scaled)
     while True:
         top = scaled.topk(count, dim=-1).values
         least = torch.where(
@@ -200,7 +213,7 @@ def _threshold(
         limited = least > -torch.inf
         mass = rest
         if bool(limited.any()):
-            kept = scaled.masked_fill(scaled < least[:, None], -torch.inf).logsumexp(-1)
+            kept = logsumexp(scaled.masked_fill(scaled < least[:, None], -torch.inf))
             mass = torch.where(limited, kept, rest)
         cumulative = torch.exp(top - mass[:, None]).cumsum(-1)
         reached = cumulative >= top_p[:, None]

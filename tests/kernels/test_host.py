@@ -1,5 +1,5 @@
-"""Attention and rotary embedding on a CPU: equal to their definition, and the same bits for a token
-with other tokens, rows and more slots beside it."""
+"""Ops on a CPU: equal to their definition. Attention has the same bits for a token with other
+tokens, rows and more slots beside it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bass_kernels import SPARE_KEYS, Group, Segments, host, reference
+from bass_kernels.sampling import logsumexp
 
 HEADS, KV_HEADS, SIZE = 6, 2, 16
 
@@ -147,3 +148,19 @@ def test_value_that_is_not_finite_is_written_as_its_definition_says() -> None:
     assert keys[-1, 4].isnan().any()
     assert keys[:, 3].isfinite().all()
     assert values.isfinite().all()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.2, 0.01])
+def test_log_of_summed_exponentials_equals_that_of_float64(temperature: float) -> None:
+    """Also where most terms underflow."""
+    x = torch.randn(3, 5000, generator=torch.Generator().manual_seed(1)) * 4 / temperature
+    x[1, ::2] = -torch.inf
+    expected = x.double().logsumexp(-1)
+    assert ((logsumexp(x) - expected).abs() <= 1e-6 * expected.abs()).all()
+
+
+def test_log_of_summed_exponentials_keeps_what_is_not_finite() -> None:
+    inf, nan = torch.inf, torch.nan
+    found = logsumexp(torch.tensor([[-inf, -inf], [inf, 1.0], [nan, 1.0]]))
+    assert found[:2].tolist() == [-inf, inf]
+    assert found[2].isnan()
