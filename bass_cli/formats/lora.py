@@ -252,10 +252,12 @@ class _Opened:
         """Return alpha over rank, or over its root if the adapter is rank-stabilised (arXiv
         2312.03732)."""
         config = self._config
-        wanted = _of_module(config.get("rank_pattern"), module, config.get("r"))
+        wanted = _of_module(config.get("rank_pattern"), module, config.get("r"), self._place)
         if wanted != rank:
             raise self.error(module, f"has rank {rank}, but {self._place} says {shown(wanted)}")
-        alpha = _of_module(config.get("alpha_pattern"), module, config.get("lora_alpha"))
+        alpha = _of_module(
+            config.get("alpha_pattern"), module, config.get("lora_alpha"), self._place
+        )
         try:
             number = finite(alpha)
         except ValueError as error:
@@ -263,12 +265,18 @@ class _Opened:
         return number / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
-def _of_module(pattern: Any, module: str, default: Any) -> Any:
+def _of_module(pattern: Any, module: str, default: Any, place: str) -> Any:
     """Return a module's value of `rank_pattern` or `alpha_pattern`: names, or regular expressions
     that match the name's end."""
     for key, value in (pattern or {}).items():
-        if re.match(rf"(.*\.)?({key})$", module):
-            return value
+        try:
+            if re.match(rf"(.*\.)?({key})$", module):
+                return value
+        except re.error:
+            raise UserError(
+                f'{place}: keys "rank_pattern" and "alpha_pattern": {shown(key)} is not a regular '
+                "expression"
+            ) from None
     return default
 
 

@@ -249,6 +249,25 @@ def test_faults_name_file_and_tensor_or_key(fault: str, tmp_path: Path) -> None:
     assert str(tmp_path) in str(error.value)
 
 
+JUNK = (None, True, -1, 0, 3, 1e9, "x", "(", [], {}, [1], {"(": 1}, {"q_proj": "x"}, {1: 2})
+
+
+def test_junk_in_settings_is_an_error_of_the_user(tmp_path: Path) -> None:
+    model = write_checkpoint("llama", tmp_path / "base")
+    write_adapter(tmp_path / "lora", model, target_modules=["q_proj"])
+    path = tmp_path / "lora" / "adapter_config.json"
+    config, refused = json.loads(path.read_text()), list[str]()
+    for key in config:
+        for junk in JUNK:
+            path.write_text(json.dumps({**config, key: junk}))
+            try:
+                open_checkpoint(tmp_path / "base", (Adapter(tmp_path / "lora"),))
+            except UserError as error:
+                refused.append(str(error))
+    assert len(refused) > 50
+    assert all(str(tmp_path / "lora") in text for text in refused)
+
+
 def test_adapters_that_cannot_be_combined_are_refused(tmp_path: Path) -> None:
     base = tmp_path / "base"
     write_checkpoint("qwen2", base)

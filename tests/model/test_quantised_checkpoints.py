@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from bass_cli.errors import UserError
 from bass_cli.formats import tensor_content
 from bass_cli.formats.checkpoint import Checkpoint, open_checkpoint
 from bass_cli.formats.quantised_config import METHODS, REFUSED, join
+from bass_cli.formats.tensor_files import read_safetensors
 from bass_cli.formats.weights import load, size_of, state_of, update
 from bass_cli.models.any_model import AnyModel, load_any
 from bass_cli.models.decoder import Decoder
@@ -307,6 +308,51 @@ def test_unsupported_settings_of_compressed_tensors(
     configure(tmp_path, **changes)
     with pytest.raises(UserError, match=message):
         open_checkpoint(tmp_path)
+
+
+JUNK = (
+    None,
+    True,
+    False,
+    -1,
+    0,
+    3,
+    1e9,
+    "x",
+    "re:(",
+    [],
+    {},
+    [1],
+    [0, 0],
+    ["re:("],
+    {"a": 1},
+    {"weights": 2},
+)
+
+
+def edits(settings: Any) -> Iterator[Any]:
+    """Yield copies of nested settings in which one value is junk."""
+    if isinstance(settings, dict):
+        for key, value in settings.items():
+            for one in (*JUNK, *edits(value)):
+                yield {**settings, key: one}
+            yield {name: one for name, one in settings.items() if name != key}
+
+
+@pytest.mark.parametrize("name", [*OWN, *COMPRESSED, "nf4 nested"])
+def test_junk_in_settings_is_an_error_of_the_user(name: str, tmp_path: Path) -> None:
+    scheme, _ = scheme_of(name)
+    write_quantised(tmp_path, scheme, num_hidden_layers=1)
+    config = json.loads((tmp_path / "config.json").read_text())
+    entries = read_safetensors(tmp_path / "model.safetensors")
+    refused: list[str] = []
+    for settings in edits(config["quantization_config"]):
+        try:
+            join({"quantization_config": settings}, entries, place="config.json")
+        except UserError as error:
+            refused.append(str(error))
+    assert len(refused) > 10
+    assert all(len(text) < 500 for text in refused)
 
 
 def test_what_is_not_used_is_noted(tmp_path: Path) -> None:
