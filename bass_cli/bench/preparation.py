@@ -235,7 +235,7 @@ def build_loops(
     if not drafts:
         return Loops(loop, None)
     assert isinstance(loop.target, Runner)
-    graphs = graphs_for(models.target.device, models.followers)
+    graphs = graphs_for(models)
     target = loop.target.without_reader()
     return Loops(loop.beside(NoDrafter(), target=target, clock=Clock(), graphs=graphs), loop)
 
@@ -363,8 +363,7 @@ def capture(bench: Bench, batch: int) -> list[dict[str, Any]]:
         bench.screen.phase(f"batch {batch}: compiling kernels, capturing graphs")
         before, began = loop.graphs.captures, time.perf_counter()
         prepare = functools.partial(loop.prepare, [batch], range(longest + 1), each=each)
-        if bench.models.followers is None:  # they would run what this process only compiles
-            loop.graphs.compile([functools.partial(prepare, only_compile=True)], bench.screen.note)
+        loop.graphs.compile([functools.partial(prepare, only_compile=True)], bench.screen.note)
         prepare()
         found.append(
             {

@@ -54,6 +54,7 @@ class AnyModel(Decoder):
     """
 
     spec: AnySpec
+    compiles_ahead = False  # its embedding is torch's
 
     def __init__(self, spec: AnySpec, model: Any, *, vocab: int | None = None):
         self.spec, self.ranks, self.reader = spec, None, None

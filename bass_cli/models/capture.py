@@ -86,9 +86,18 @@ class Graphs:
     Args:
         wanted: whether to capture anything. Other devices than GPUs have no graphs.
         record: captures one function.
+        compiles: whether `compile` does something.
     """
 
-    def __init__(self, device: torch.device, *, wanted: bool = True, record: Capture = capture):
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        wanted: bool = True,
+        record: Capture = capture,
+        compiles: bool = True,
+    ):
+        self.compiles = compiles
         self.enabled, self.record, self._device = wanted and device.type == "cuda", record, device
         self.captures = 0
         # A graph, its result, and two host copies used in turn, because two replays may be in
@@ -144,7 +153,7 @@ class Graphs:
         Returns:
             whether they are compiled.
         """
-        if not has_triton():
+        if not self.compiles or not has_triton():
             return False
         from bass_kernels.launch import compile_ahead
 

@@ -45,7 +45,11 @@ class Decoder:
         weights: its tensors, which may be written between passes.
         layers: the layers that are run.
         reader: see `read_by`.
+        compiles_ahead: whether a pass may run with its kernels only compiled, on tokens that no
+            kernel has written: only kernels read tables by them.
     """
+
+    compiles_ahead = True
 
     def __init__(
         self,

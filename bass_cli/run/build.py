@@ -86,6 +86,13 @@ class Models(NamedTuple):
         """The draft model or the layers of the draft head; None if there is neither."""
         return self.drafting if self.head is None else self.head.body
 
+    @property
+    def compiles_ahead(self) -> bool:
+        """Whether all models have `compiles_ahead`, in this process alone: others would run what
+        this one only compiles."""
+        every = (self.target, self.drafting)
+        return self.followers is None and all(one is None or one.compiles_ahead for one in every)
+
     def close(self) -> None:
         """End the processes with parts of the target; the models cannot be used afterwards."""
         if self.followers is not None:
@@ -285,16 +292,18 @@ def make_loop(
         coupling=coupling,
         clock=Clock(),
         acceptance=acceptance,
-        graphs=graphs_for(device, followers),
+        graphs=graphs_for(models),
         cut=cut,
     )
 
 
-def graphs_for(device: torch.device, followers: Followers | None) -> Graphs:
+def graphs_for(models: Models) -> Graphs:
     """Make the graphs of a loop's rounds; followers take part in them."""
+    device, followers, compiles = models.target.device, models.followers, models.compiles_ahead
     if followers is None:
-        return Graphs(device)
-    return Graphs(device, wanted=followers.graphs.wanted, record=followers.graphs.capture)
+        return Graphs(device, compiles=compiles)
+    record = followers.graphs.capture
+    return Graphs(device, wanted=followers.graphs.wanted, record=record, compiles=compiles)
 
 
 def _runner(
@@ -319,7 +328,7 @@ def ready_loop(
 ) -> Loop:
     """Build a loop, compile its kernels, and warm it up if there is a budget."""
     loop = build(plan, models)
-    if compiles(loop) and models.followers is None:
+    if compiles(loop):
         compile_kernels(loop, plan, on_phase, on_note)
     if plan.job.budget is not None:
         on_phase(WARMING[plan.device.type])
@@ -352,7 +361,7 @@ def lengths_for(plan: Plan) -> DraftLength:
 
 def compiles(loop: Loop) -> bool:
     """Whether the loop's rounds are captured, so that their kernels can be compiled before."""
-    return loop.graphs is not None and loop.graphs.enabled
+    return loop.graphs is not None and loop.graphs.enabled and loop.graphs.compiles
 
 
 def compile_kernels(

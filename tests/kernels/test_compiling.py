@@ -8,9 +8,16 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from chains import write_chain
 from checkpoints import write_checkpoint, write_tokenizer
 from heads import write_head
+
+from bass_cli.formats.checkpoint import open_checkpoint
+from bass_cli.formats.weights import load
+from bass_cli.models.any_model import AnyModel
+from bass_cli.models.decoder import Decoder
+from bass_cli.run.build import Models, graphs_for
 
 pytest.importorskip("triton")
 
@@ -73,3 +80,18 @@ def test_a_job_compiles_its_kernels_together_before_its_first_round(tmp_path):
     assert len(refused["phases"]) == 2, "what failed is tried again"
     assert all("one by one" in note for note in refused["notes"])
     assert len(refused["notes"]) == 2
+
+
+def test_models_whose_embedding_is_torchs_are_not_compiled_ahead(tmp_path):
+    """Only kernels may read tables by tokens that no kernel has written."""
+    write_checkpoint("qwen2", tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    own = {"dtype": torch.float32, "device": torch.device("cpu")}
+    decoder, other = (Decoder(checkpoint.spec, load(checkpoint, **own)) for _ in range(2))
+    other.compiles_ahead = AnyModel.compiles_ahead
+    assert graphs_for(Models(decoder, decoder)).compiles
+    ran = []
+    for models in (Models(other), Models(decoder, other)):
+        graphs = graphs_for(models)
+        assert not graphs.compile([lambda: ran.append(1)])
+    assert not ran

@@ -83,5 +83,5 @@ if __name__ == "__main__":
     triton.runtime.driver.set_active(Absent())
     skip_code()
     compiled = noting("_do_compile")
-    build.graphs_for = lambda device, followers: Uncapturable()
+    build.graphs_for = lambda models: Uncapturable()
     main(sys.argv[1])
