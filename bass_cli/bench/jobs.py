@@ -25,6 +25,7 @@ from bass_cli.bench.figures import spread
 from bass_cli.bench.texts import reader_of, task_of
 from bass_cli.errors import MachineError, UserError
 from bass_cli.io.prompts import Prompt
+from bass_cli.models.spec import Format
 from bass_cli.run.plan import Plan
 from bass_cli.run.tasks import Task
 
@@ -102,7 +103,7 @@ def measure(
             "target": plan.job.pair.target,
             "draft": plan.job.pair.draft,
             "device": plan.device.type,
-            "dtype": str(plan.dtype).removeprefix("torch."),
+            "dtype": Format(plan.dtype, plan.layouts).name,
             "command": list(command),
             "on_ray": list(on_ray),
         },

@@ -50,7 +50,8 @@ def installed(rivals: Sequence[str], *, cuda: bool, note: Callable[[str], None])
 
 
 def describe(plan: Plan, *, longest: int, rows: int) -> dict[str, Any]:
-    """Describe a plan's target and sampling to a loader, as JSON.
+    """Describe a plan's target and sampling to a loader, as JSON. Of a target in fp8, vLLM
+    quantises its weights too; other rivals and formats compute in 16 bits.
 
     Args:
         longest: tokens of the longest prompt.
@@ -67,6 +68,7 @@ def describe(plan: Plan, *, longest: int, rows: int) -> dict[str, Any]:
         "rows": rows,
         "eos": eos,
         "pad": eos[0] if eos else 0,
+        **({"vllm": {"quantization": "fp8"}} if plan.layouts.layers == "fp8" else {}),
         **{key: getattr(sampling, key) for key in keys},
     }
 

@@ -6,13 +6,17 @@ import math
 
 import pytest
 import torch
+from checkpoints import write_pair
 from typer.testing import CliRunner
 
 from bass_cli.bench.floor import pass_work, sizes_of
+from bass_cli.bench.rivals import describe
 from bass_cli.bench.shapes import SHAPES, random_weights, scale_layers
 from bass_cli.cli.commands import app
+from bass_cli.config.job import load_pair, make_job
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.spec import MAPS, Layouts
+from bass_cli.run.plan import make_plan
 from bass_kernels import LAYOUTS, Quantised
 
 CPU = torch.device("cpu")
@@ -48,6 +52,16 @@ def test_random_matrices_are_the_rounded_ones_without_quantisation():
     before = weights["layers.3.down.weight"].dequantise()
     scale_layers(weights, spec, first=3, scale=0.5)
     assert torch.equal(weights["layers.3.down.weight"].dequantise(), before / 2)
+
+
+@pytest.mark.parametrize(("dtype", "given"), [("fp8", {"quantization": "fp8"}), ("int8", None)])
+def test_vllm_quantises_too_where_it_can(dtype, given, tmp_path, monkeypatch):
+    """Its activations have the dtype of ours."""
+    write_pair(tmp_path, prompts=1)
+    monkeypatch.chdir(tmp_path)
+    plan = make_plan(make_job(load_pair("pair.yaml"), device="cpu", dtype=dtype))
+    job = describe(plan, longest=9, rows=2)
+    assert (job.get("vllm"), job["dtype"]) == (given, "float32")
 
 
 def test_bench_of_a_shape_says_its_format():
