@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -229,6 +230,12 @@ def test_target_and_draft_may_both_be_multimodal(tmp_path: Path) -> None:
     pair = {"name": "p", "target": str(tmp_path / "target"), "draft": str(tmp_path / "draft")}
     plan = make_plan(Job(pair=pair, n=1, device="cpu", batch_size=1))
     assert sum("only the text part" in note for note in plan.notes) == 2
+
+
+def test_page_of_architectures_lists_the_wrappers() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "models.md").read_text()
+    (line,) = [line for line in page.splitlines() if line.startswith("Of a multimodal")]
+    assert re.findall("`(.*?)`", line) == [*WRAPPERS]
 
 
 def test_wrappers_exist_in_transformers() -> None:
