@@ -432,6 +432,8 @@ def gated_factor(both: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     dtype = torch.float8_e4m3fn if _native(both) else torch.float16
     out = torch.empty(count, size, dtype=dtype, device=both.device)
     scales = torch.empty(count, dtype=torch.float32, device=both.device)
+    # few steps, because each waits for its loads, and two programs a processor
+    block = min(8192, triton.next_power_of_2(size))
     kernels.gated_factor_kernel[(count,)](
         both,
         out,
@@ -439,8 +441,8 @@ def gated_factor(both: Tensor, activation: str) -> tuple[Tensor, Tensor]:
         size,
         ACTIVATION=KINDS[activation],
         NATIVE=_native(both),
-        BLOCK=min(4096, triton.next_power_of_2(size)),
-        num_warps=8,
+        BLOCK=block,
+        num_warps=max(1, block // 512),
     )
     return out, scales
 
