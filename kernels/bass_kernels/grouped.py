@@ -90,7 +90,7 @@ class Grouped:
         rows, width = self.shape
         if self.scales.shape[0] * GROUP > width:
             x = torch.cat((x, x), 1)
-        found = torch.ops.aten._weight_int4pack_mm_for_cpu(x, self.packed, GROUP, self.scales)
+        found = torch._weight_int4pack_mm_for_cpu(x, self.packed, GROUP, self.scales)
         return found if found.shape[1] == rows else found[:, :rows]
 
 
@@ -98,7 +98,7 @@ def _pack(values: Tensor, bits: int) -> Tensor:
     """Return rows of int8 values in torch's layout, with the planes side by side."""
     planes = values + 8 if bits == 4 else torch.cat(((values >> 4) + 8, values & 15), 1)
     planes = torch.nn.functional.pad(planes, (0, 0, 0, -len(values) % _UNIT)).int()
-    return torch.ops.aten._convert_weight_to_int4pack_for_cpu(planes, 1)
+    return torch._convert_weight_to_int4pack_for_cpu(planes, 1)
 
 
 def linear(x: Tensor, weight: Grouped, bias: Tensor | None) -> Tensor:
