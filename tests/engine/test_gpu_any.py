@@ -1,0 +1,51 @@
+"""Models that run through transformers' own layers on a GPU: captured rounds, drafts, fused norms.
+Float32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from any_families import write_any
+from checkpoints import write_tokenizer
+
+from bass_cli import Engine, Job, Pair, Sampling, Speculation, generate
+
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+PROMPTS = [f"the cat number {i} sat" for i in range(3)]
+
+
+def by_key(found: Any) -> dict[Any, Any]:
+    return {(one.id, one.sample): one.token_ids for one in found}
+
+
+# windows and soft caps; windows and sinks; keys and values of different sizes
+@pytest.mark.parametrize("family", ["gemma2", "granite_swa", "minicpm3"])
+def test_captured_rounds_with_drafts_equal_plain_decoding(family: str, tmp_path: Path) -> None:
+    for name, seed in (("target", 0), ("draft", 1)):
+        write_any(family, tmp_path / name, seed=seed, vocab_size=301)
+        write_tokenizer(tmp_path / name)
+
+    def job(draft: str, length: int) -> Job:
+        return Job(
+            pair=Pair(
+                name="tiny", target=str(tmp_path / "target"), draft=draft, decoder="transformers"
+            ),
+            n=4,
+            batch_size=8,
+            device="cuda",
+            dtype="fp32",
+            sampling=Sampling(max_new_tokens=40, temperature=1.0, seed=5),
+            speculation=Speculation(length=length),
+            token_ids=True,
+        )
+
+    wanted = by_key(generate(PROMPTS, job("none", 0)))
+    assert len(wanted) == 12
+    for draft in (str(tmp_path / "draft"), "lookup"):
+        with Engine(job(draft, 3)) as engine:
+            assert by_key(engine.generate(PROMPTS)) == wanted
+            assert by_key(engine.generate(PROMPTS)) == wanted  # rounds that are captured by now
