@@ -48,7 +48,7 @@ def job(place: Path, *, draft: str = "none", target: str = "target", **changes: 
     sampling = Sampling(seed=3, max_new_tokens=12, temperature=0.9, top_p=0.9)
     given = {"n": 2, "device": "cpu", "threads": 1, "sampling": sampling, "token_ids": True}
     words = draft.replace("draft", str(place / "draft"))
-    pair = Pair(name="tiny", target=str(place / target), draft=words)
+    pair = Pair(name="tiny", target=str(place / target), draft=words, decoder="transformers")
     return Job(**{"pair": pair} | given | changes)
 
 
@@ -150,6 +150,7 @@ def test_run_resumes_where_it_stopped(place: Path, tmp_path: Path) -> None:
 
     def bass(out: str, *flags: str) -> Any:
         given = ("--model", str(place / "target"), "--draft", str(place / "draft"), "--n", "2")
+        given += ("--decoder", "transformers")
         fixed = ("--max-new-tokens", "9", "--device", "cpu", "--token-ids", "--out", out)
         found = CliRunner().invoke(
             app, ["generate", str(tmp_path / "p.txt"), *given, *fixed, *flags]

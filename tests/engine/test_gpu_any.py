@@ -13,7 +13,6 @@ from checkpoints import write_tokenizer
 
 from bass_cli import Engine, Job, Pair, Sampling, Speculation, generate
 
-
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 PROMPTS = [f"the cat number {i} sat" for i in range(3)]
 
