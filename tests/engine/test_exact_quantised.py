@@ -26,6 +26,7 @@ from bass_cli.models.spec import Layouts
 from bass_cli.run.build import load_models
 from bass_cli.run.memory import footprint
 from bass_cli.run.plan import make_plan
+from bass_cli.run.updates import Updates
 from bass_kernels import LAYOUTS, Quantised
 
 CPU = torch.device("cpu")
@@ -209,6 +210,33 @@ def test_draft_head_is_stored_as_draft_dtype_says(here, wanted, layouts):
     if layouts.head is not None and "head.weight" not in loaded:
         expected += own["head.weight"].nbytes
     assert both.weights - alone == expected
+
+
+def test_copy_of_the_targets_head_follows_new_weights(here):
+    """A drafter without a head of its own reads an 8-bit copy of the target's. Updates by files and
+    by tensors renew it, where it is."""
+    write_head(here / "flash", "dflash", seed=1)
+    new = write_checkpoint("qwen3", here / "new", seed=5, use_sliding_window=False)
+    plan = plan_of(draft="heads:flash", draft_dtype="int8")
+    assert not plan.files.draft.head.heads
+    models = load_models(plan)
+    own, target = models.head.body.weights["head.weight"], models.target.weights
+    assert torch.equal(own.values, Quantised.of(target.whole("head.weight"), "int8").values)
+    expected = Quantised.of(new.lm_head.weight.detach(), "int8")
+    for given in (here / "new", {"lm_head.weight": new.lm_head.weight.detach()}):
+        own.write_rows(0, torch.zeros(own.shape))
+        Updates(models, plan.files).update(given)
+        assert models.head.body.weights["head.weight"] is own
+        assert torch.equal(own.values, expected.values)
+        assert torch.equal(own.scales, expected.scales)
+
+
+def test_split_target_has_the_samples_of_the_whole_one(here):
+    flags = ("--pair", "pair.yaml", "--n", "2", "--max-new-tokens", "8", "--dtype", "int8")
+    assert bass(*flags, "--draft", "none", "--out", "whole.jsonl").exit_code == 0
+    split = bass(*flags, "--draft", "lookup", "--tensor-parallel", "2", "--out", "split.jsonl")
+    assert split.exit_code == 0, split.stderr
+    assert lines(here / "split.jsonl") == lines(here / "whole.jsonl")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
