@@ -1,4 +1,4 @@
-"""Time a whole `bass generate` job, the same job on Ray, and other engines on the same prompts.
+"""Time a whole `bass generate` job, the same with actors, and other engines on the same prompts.
 
 Each run is a new process, timed from start to exit; the engines take turns. grid.py times rounds
 alone; rivals.py runs another engine.
@@ -40,7 +40,7 @@ class Ran:
     """Measurements of a process that succeeded. Fields are None if unknown.
 
     seconds: wall clock from start to exit. generating: seconds of decoding, as the engine reports.
-    starting: seconds outside of the job: Python, imports, checking the models, Ray and its actors,
+    starting: seconds outside of the job: Python, imports, checking the models, starting actors,
     exit; for a rival, loading too. busy: mean share of rows in use. host, gpu: peak bytes.
     """
 
@@ -68,7 +68,7 @@ def measure(
 
     Args:
         command: arguments of `bass` for the job, without --out.
-        on_ray: further arguments for a run on Ray; empty for none.
+        on_ray: further arguments for a run with actors; empty for none.
         engines: rivals that are installed.
 
     Raises:
@@ -211,7 +211,7 @@ def _run(engine: str, command: Sequence[str], cuda: bool) -> Ran:
         done["tokens"],
         done["samples"],
         done["usage"]["rows_busy"] if ours else None,
-        most if engine != _ON_RAY else None,  # on Ray the actors hold the models, not this process
+        most if engine != _ON_RAY else None,  # the actors hold the models, not this process
         peak[0],
     )
 

@@ -22,7 +22,7 @@ from bass_cli.io.saving import check_chart, refuse_shared_files
 from bass_cli.system.threads import configure_threads
 
 _OPTIONS = declared(BenchArgs)
-_ON_RAY = ("ray", "actors")  # run the job once more, on Ray
+_ON_RAY = ("ray", "actors")  # run the job once more, with actors
 _OF_A_JOB = [
     name for name, option in _OPTIONS.items() if option.group == WHOLE_JOB and name != "job"
 ]
