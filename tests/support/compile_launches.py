@@ -18,6 +18,7 @@ from triton.backends.compiler import GPUTarget
 from bass_kernels import (
     acceptance_kernels,
     causal,
+    expert_kernels,
     fused_attention,
     launch,
     linear_kernels,
@@ -29,6 +30,7 @@ from bass_kernels import (
     round_kernels,
     sampling_kernels,
 )
+from bass_kernels.experts import Maps
 from bass_kernels.quantised import Quantised
 from bass_kernels.rounds import BINS, ConfidenceStats
 from bass_kernels.segments import DeviceGroups, Packed, Segments
@@ -37,7 +39,15 @@ from bass_kernels.segments import DeviceGroups, Packed, Segments
 # specifications by capability).
 LIMITS = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 PROCESSORS = 128
-MODULES = (causal, linear_kernels, fused_attention, products, quantised_products, ragged)
+MODULES = (
+    causal,
+    expert_kernels,
+    linear_kernels,
+    fused_attention,
+    products,
+    quantised_products,
+    ragged,
+)
 
 
 def empty(*shape, dtype):
@@ -143,6 +153,22 @@ def stream(dtype):
     )
 
 
+def mixture(dtype):
+    """Experts of a decoding pass and of a prompt, in the shapes of Qwen3-30B-A3B and gpt-oss."""
+    for tokens, experts, chosen, width, inner in (
+        (8, 128, 8, 2048, 768),
+        (2048, 32, 4, 2880, 2880),
+    ):
+        x, router = empty(tokens, width, dtype=dtype), empty(experts, width, dtype=dtype)
+        ids, shares = expert_kernels.route(x, router, None, chosen=chosen, normalised=True)
+        up, down = (
+            empty(2 * experts * inner, width, dtype=dtype),
+            empty(experts * width, inner, dtype=dtype),
+        )
+        maps = Maps(up, None, down, empty(experts * width, dtype=dtype))
+        expert_kernels.mix_experts(x, ids, shares, maps, x, experts=experts, activation="silu")
+
+
 def gate_up(dtype):
     """As between the products for few tokens and the library's."""
     for inner, width in ((18944, 3584), (12288, 4096)):  # three and two programs a processor
@@ -242,6 +268,7 @@ LAUNCHES = {
     "mix-256": functools.partial(mix, heads=8, kv_heads=4, size=256, width=8),
     "stream": stream,
     "gate-up": gate_up,
+    "mixture": mixture,
     "attend-long": attend_long,
     "attend-128": functools.partial(attend, size=128, rows=8, width=9),
     "attend-128-in-groups": functools.partial(attend, size=128, rows=16, width=1, members=8),
