@@ -125,6 +125,8 @@ def test_split_target_scores_texts_as_the_whole(halves: tuple[Models, int]) -> N
         ("parallel:draft", "shared", 3, {}),
         ("heads:head", "shared", 3, {}),
         ("heads:chain", "maximal", 3, {}),
+        ("draft", "shared", 4, {"kv_dtype": "fp8"}),
+        ("heads:chain", "shared", 3, {"kv_dtype": "fp8"}),
     ],
 )
 def test_split_target_draws_the_tokens_of_the_whole(
