@@ -13,7 +13,7 @@ import pytest
 import quantised
 import torch
 from any_families import build_any
-from checkpoints import build_model, write_tokenizer
+from checkpoints import build_model, write_checkpoint, write_tokenizer
 from quantised import Scheme, blocks_of_fp8, save, write_quantised
 from safetensors.torch import load_file
 from test_updates import logits_of
@@ -575,6 +575,32 @@ def test_parts_of_a_split_model_keep_the_scales_of_whole_rows(name: str, tmp_pat
 def test_other_checkpoints_in_8_bits_are_not_kept(name: str, tmp_path: Path) -> None:
     write_quantised(tmp_path, scheme_of(name)[0])
     assert open_checkpoint(tmp_path).by_row is None
+
+
+@pytest.mark.parametrize("name", ["block fp8, odd blocks", "gptq", "fbgemm"])
+def test_matrices_of_experts_are_dequantised(name: str, tmp_path: Path) -> None:
+    """Published mixtures have tensors of their own for each expert."""
+    scheme = OWN[name]()
+    write_checkpoint("qwen3_moe", tmp_path, shards=False, hidden_size=64, moe_intermediate_size=32)
+    wanted: dict[str, Tensor] = {}
+    stored: dict[str, Tensor] = {}
+    for key, tensor in load_file(tmp_path / "model.safetensors").items():
+        if not key.endswith("_proj.weight"):
+            wanted[key] = stored[key] = tensor
+            continue
+        found = scheme.quantise(tensor)
+        wanted[key] = found.numbers
+        stored |= {key.removesuffix("weight") + one: part for one, part in found.tensors.items()}
+    save(tmp_path, wanted)
+    plain = load(open_checkpoint(tmp_path), dtype=torch.float32, device=CPU)
+    save(tmp_path, stored)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = scheme.config
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.by_row is None
+    for key, tensor in load(checkpoint, dtype=torch.float32, device=CPU).items():
+        torch.testing.assert_close(tensor, plain[key], rtol=1e-6, atol=0, msg=key)
 
 
 def test_checkpoint_with_a_plain_matrix_is_not_kept(tmp_path: Path) -> None:
