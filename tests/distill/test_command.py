@@ -195,6 +195,7 @@ def test_a_file_of_prompts_and_the_first_layers(here):
         (("--tokens", "0"), "--tokens (or BASS_TOKENS): give a number above 0 (got 0)"),
         (("--temperature", "0"), "--temperature 0: all samples"),
         (("--dtype", "fp16"), "--dtype fp16"),
+        (("--dtype", "int8"), "--dtype int8"),
         (("--layers", "9"), "--layers (or BASS_LAYERS): give a number from 1 to 3"),
         (("--layers", "1", "--from", "draft"), "--from and --layers exclude each other"),
         (("--from", "lookup"), '--from (or BASS_FROM): "lookup" is not a model'),
