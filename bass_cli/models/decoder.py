@@ -261,7 +261,7 @@ class Decoder:
             scale=spec.query_scale,
             window=spec.windows[i],
             sinks=self._weights.plain(at + "sinks.weight") if spec.sinks else None,
-            next_weight=_stored(following),
+            next_weight=following if isinstance(following, Tensor) else None,
         )
         mixed = mixed.view(*q.shape[:2], -1).to(q.dtype)
         if spec.norm.sandwich:
@@ -365,13 +365,6 @@ class Decoder:
         return ops.norm(
             None, x, *self._affine(name), eps=self.spec.norm.eps, kind=self.spec.norm.kind
         )[0]
-
-
-def _stored(weight: Weight) -> Tensor | None:
-    """Return the tensor that holds a matrix, for prefetches; None if there are several."""
-    if isinstance(weight, Quantised):
-        return weight.values
-    return weight if isinstance(weight, Tensor) else None
 
 
 def inverse_frequencies(rope: Rope | None, device: torch.device) -> Tensor | None:

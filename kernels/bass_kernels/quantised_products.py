@@ -23,6 +23,7 @@ from .quantised import Quantised
 from .residual import Stream
 
 MOST_TOKENS = 16  # of `project`, `add` and `gate_up`
+_LIBRARY_TOKENS = 128  # with more, see `_library`
 _LINES = 64  # the rows of a tile of the weight, all of them or the first ones
 
 
@@ -71,13 +72,12 @@ def tiling_for(count: int, weight: Quantised, x: Tensor, *, pair: bool = False) 
 def _measured(count: int, weight: Quantised, x: Tensor, *, pair: bool) -> Tiling:
     """Return the fastest tiling on an H100. Up to MOST_TOKENS tokens, programs have equally many
     rows of the weight, and all are resident at once: three a processor for gate and up, four for
-    others, whose depth is split."""
+    others, whose depth is split. Beyond, a step of a 7B with 64 sequences took 5.07 ms."""
     lines, depth = len(weight) // (2 if pair else 1), weight.shape[1]
     if count > MOST_TOKENS:
-        tokens = min(128, room(count))
-        tiles = triton.cdiv(lines, _LINES) * triton.cdiv(count, tokens)
-        splits = 1 if pair else max(1, min(4, 2 * processors(x.device) // tiles))
-        return Tiling(_LINES, tokens, splits, 128, 4, 3)
+        tiles = triton.cdiv(lines, _LINES)
+        splits = 1 if pair else max(1, min(4, 4 * processors(x.device) // tiles, depth // 512))
+        return Tiling(_LINES, min(128, room(count)), splits, 128, 4, 4)
     programs = processors(x.device) * (3 if pair else 1)
     each = triton.cdiv(lines, programs * triton.cdiv(lines, programs * _LINES))
     splits = 1 if pair else max(1, min(4, depth // 512))
@@ -121,7 +121,7 @@ def project(
         BIAS=bias is not None,
         ADD=False,
         READY=ready,
-        **_shape(weight, x, tiling, lines, early=early),
+        **_shape(weight, x, tiling, lines, once=True, early=early),
     )
     return out
 
@@ -163,7 +163,7 @@ def add(
         count,
         PEAKS=largest is not None,
         READY=ready,
-        **_shape(weight, x, tiling, lines, early=early),
+        **_shape(weight, x, tiling, lines, once=True, early=early),
     )
     return out
 
@@ -202,7 +202,7 @@ def gate_up(
         PEAKS=peaks is not None,
         READY=ready,
         ACTIVATION=KINDS[activation],
-        **_shape(weight, x, tiling, lines, early=early, pair=True),
+        **_shape(weight, x, tiling, lines, once=True, early=early, pair=True),
     )
     return out
 
@@ -329,7 +329,7 @@ def product(
         BIAS=bias is not None,
         ADD=residual is not None,
         READY=True,
-        **_shape(weight, x, tiling, lines, early=False),
+        **_shape(weight, x, tiling, lines, once=False),
     )
     return out
 
@@ -367,18 +367,19 @@ def gated(
         PEAKS=False,
         READY=True,
         ACTIVATION=KINDS[activation],
-        **_shape(weight, x, tiling, lines, early=False, pair=True),
+        **_shape(weight, x, tiling, lines, once=False, pair=True),
     )
     return out
 
 
 def _library(x: Tensor, weight: Quantised, like: Tensor) -> bool:
     """Return whether to use torch's product of e4m3 by rows: it takes matrices of whole blocks of
-    16, and gives bfloat16. On an H100 it takes the 28 layers of a 7B 3.8 / 3.8 / 4.2 / 6.1 ms for
-    64 / 128 / 256 / 512 tokens, with sums in float32 (use_fast_accum=False), and the kernels here
-    4.6 / 4.1 / 5.2 / 7.8 ms. It was not measured elsewhere."""
+    16, and gives bfloat16. On an H100, with sums in float32 (use_fast_accum=False), it takes the 28
+    layers of a 7B 3.8 / 4.2 / 6.1 ms for 64 / 256 / 512 tokens, and the kernels here 4.6 / 5.2 /
+    7.8 ms. It needs more launches around it, so a step with 64 sequences takes 5.84 ms with it and
+    5.07 ms with the kernels. It was not measured elsewhere."""
     return (
-        len(x) > MOST_TOKENS
+        len(x) > _LIBRARY_TOKENS
         and x.is_cuda
         and like.dtype == torch.bfloat16
         and card(x.device).capability[0] == 9
@@ -467,8 +468,17 @@ def _scratch(like: Tensor, tiling: Tiling, tiles: int) -> tuple[Tensor, ...]:
 
 
 def _shape(
-    weight: Quantised, x: Tensor, tiling: Tiling, lines: int, *, early: bool, pair: bool = False
+    weight: Quantised,
+    x: Tensor,
+    tiling: Tiling,
+    lines: int,
+    *,
+    once: bool,
+    early: bool = False,
+    pair: bool = False,
 ) -> dict[str, Any]:
+    """Return the launch options of a product. `once`: weights are read by one program and leave
+    the caches first."""
     how = kernels.INT8 if weight.layout == "int8" else kernels.ROUNDED
     if how == kernels.ROUNDED and _native(x):
         how = kernels.E4M3
@@ -486,7 +496,7 @@ def _shape(
         "STAGES": tiling.stages,
         "HOW": how.value,
         "WIDE": "ieee" if x.dtype == torch.float32 else "tf32",
-        "ONCE": len(x) <= tiling.tokens,
+        "ONCE": once,
         # before the kernel ahead is done; launches overlap on devices with bulk prefetches only
         "PREFETCH": options["EARLY"] and last >= kernels.PREFETCHED and depth % 16 == 0,
         "num_warps": tiling.warps,

@@ -108,11 +108,11 @@ def test_products_of_a_stream_match_the_definition(dtype, layout, tiling, count)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("tiling", TILINGS)
 @pytest.mark.parametrize(
-    ("count", "lines", "depth"), [(1, 150, 300), (3, 150, 300), (40, 150, 300), (70, 160, 304)]
+    ("count", "lines", "depth"), [(1, 150, 300), (3, 150, 300), (40, 150, 300), (130, 160, 304)]
 )
 def test_linear_matches_the_definition(dtype, layout, tiling, count, lines, depth):
-    """The last one is a product of the library on a Hopper GPU: more than 64 tokens, and sizes
-    that are multiples of 16."""
+    """The last one is a product of the library on a Hopper GPU: more than 128 tokens, and
+    sizes that are multiples of 16."""
     x, weight = randn(count, depth, dtype=dtype), weight_of(lines, depth, layout)
     bias, added = randn(lines, dtype=dtype, seed=5), randn(count, lines, dtype=dtype, seed=6)
     expected = due(x, weight) + bias.double() + added.double()
@@ -172,7 +172,7 @@ def test_a_token_has_the_same_bits_beside_any_tokens(layout, dtype):
 def test_feed_forward_equals_its_parts(dtype, layouts):
     """Also where the library multiplies: the gated activation is rounded as a separate launch
     rounds it."""
-    x, norm = randn(70, 96, dtype=dtype), randn(96, seed=1) + 1
+    x, norm = randn(130, 96, dtype=dtype), randn(96, seed=1) + 1
     up, down = weight_of(2 * 80, 96, layouts[0]), weight_of(96, 80, layouts[1], seed=4)
     words = {"eps": EPS, "kind": "rms", "activation": "silu"}
     bias = randn(96, dtype=dtype, seed=5)
