@@ -48,6 +48,7 @@ _TEXT_NAMES = {
     r"^language_model\.model\.": "model.",
     r"^language_model\.lm_head\.": "lm_head.",
 }
+_REMEDY = "docs/reference/models.md lists the architectures that run"
 _OTHER = "attend without transformers' AttentionInterface"
 _ROWS, _TOKENS = 1, 2  # of the pass over shapes
 
@@ -105,7 +106,7 @@ def _unknown(config: Mapping[str, Any]) -> str:
     name = f'key "model_type": {shown(config.get("model_type"))}'
     if config.get("auto_map"):
         return f"{name}: its code is a part of the checkpoint (auto_map), which bass never runs"
-    return f"{name} is unknown to bass and to transformers {transformers.__version__}"
+    return f"{name} is unknown to bass and to transformers {transformers.__version__}; {_REMEDY}"
 
 
 def spec_of_model(path: Path, config: Mapping[str, Any]) -> AnySpec:
@@ -118,7 +119,7 @@ def spec_of_model(path: Path, config: Mapping[str, Any]) -> AnySpec:
     try:
         return probe(opened.config)
     except RefusedError as error:
-        raise UserError(f"{path / 'config.json'}: {error}") from None
+        raise UserError(f"{path / 'config.json'}: {error}; {_REMEDY}") from None
 
 
 def probe(config: Any) -> AnySpec:

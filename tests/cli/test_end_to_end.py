@@ -196,14 +196,19 @@ def _no_draft(place: Path) -> None:
     (place / "pair.yaml").write_text("target: target\ndraft: nowhere.gguf\n")
 
 
-def _unknown_family(place: Path) -> None:
+def _refused_family(place: Path, name: str = "bloom") -> None:
     config = place / "target" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "bloom"}))
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": name}))
+
+
+def _unknown_family(place: Path) -> None:
+    _refused_family(place, "lama")
 
 
 @pytest.mark.parametrize(("spoil", "says"), [
     (_other_vocabulary, "is 'Ġcat' in"), (_cut_target, "safetensors"), (_cut_gguf, "target.gguf"),
-    (_no_draft, "nowhere.gguf"), (_unknown_family, "llama"),
+    (_no_draft, "nowhere.gguf"), (_refused_family, "models.md lists the architectures that run"),
+    (_unknown_family, "llama"),
 ])  # fmt: skip
 def test_wrong_models_are_refused_before_any_weights_are_read(
     place: Path, monkeypatch: pytest.MonkeyPatch, spoil: Any, says: str
