@@ -1,14 +1,14 @@
 """Checkpoint: a model on disk. It is opened and fully checked by its headers alone, before anything
 large is read.
 
-Not here: finding it (sources.py), file formats (tensor_files.py), loading (weights.py).
+Not here: finding it (sources.py), its weight files (weight_files.py), loading (weights.py).
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,8 +28,9 @@ from bass_cli.formats.quantised_config import join, with_older_files
 from bass_cli.formats.sources import read_json
 from bass_cli.formats.stacked import is_stacked, unstack, upright
 from bass_cli.formats.tensor_content import DTYPES
-from bass_cli.formats.tensor_files import Entry, read_gguf, read_safetensors, read_torch
+from bass_cli.formats.tensor_files import Entry, read_gguf
 from bass_cli.formats.text_part import bare_name, has_text_part, text_config
+from bass_cli.formats.weight_files import listed, read_folder
 from bass_cli.models import any_probe, families
 from bass_cli.models.families import FAMILIES, Family, Slot
 from bass_cli.models.spec import AnySpec, HeadSpec, Layouts, Spec, head_parameters, parameters
@@ -37,12 +38,6 @@ from bass_cli.reading import shown
 
 _FACTORS = 1 << 16  # maximum rotary factors, more than any head has dimensions
 _SAMPLE = 4096  # bytes of a tensor that identify it, from its middle
-_NAMED = 5  # maximum tensors in an error
-# Weight formats in order of preference: the single file, a pattern of shards, the reader.
-_FORMATS: tuple[tuple[str, str, Callable[[Path], dict[str, Entry]]], ...] = (
-    ("model.safetensors", "*.safetensors", read_safetensors),
-    ("pytorch_model.bin", "pytorch_model*.bin", read_torch),
-)
 _GGUF_MASKS = ("tokenizer.ggml.mask_token_id",)
 # A drafter's tensors besides those of its layers, and its tensors that bass does not use: the
 # confidence head, copies for training, maps between vocabularies.
@@ -58,7 +53,6 @@ _INT64 = ("I64", "torch.int64")  # its names in the two formats
 # Modules of models that transformers runs, which adapters may replace.
 _ROLES = {"embed_tokens": "embed.weight", "lm_head": "head.weight"}
 _TRANSPOSED = ("gpt2", "openai-gpt", "gpt_bigcode")  # models with maps [inputs, outputs]
-_OTHER_NAMES = "consolidated"  # Mistral's second copy, with other tensor names
 
 
 class Piece(NamedTuple):
@@ -299,7 +293,7 @@ def _open_any(path: Path, config: Mapping[str, Any], adapters: tuple[Adapter, ..
     """Open a folder whose model transformers' layers run. Its tensors keep their names."""
     spec = any_probe.spec_of_model(path, config)
     settings, source = with_older_files(config, path)
-    joined = join(settings, _entries(path), place=source)
+    joined = join(settings, read_folder(path), place=source)
     slots = {
         name: Slot(_ROLES.get(name.split(".")[-2], name), 0, one.shape[0] if one.shape else 1)
         for name, one in joined.entries.items()
@@ -355,7 +349,7 @@ def _open_folder(
     settings, source = with_older_files(text, path)
     joined = join(
         settings,
-        _entries(path),
+        read_folder(path),
         place=source,
         has_slot=lambda name: bare_name(name, prefixes) in slots or is_stacked(name),
     )
@@ -410,7 +404,7 @@ def open_head(path: Path, target: Spec) -> Checkpoint:
     head = head_of_config(config, target, place=str(place))
     count = tokens_of(config, target.vocab, place=str(place))
     family = FAMILIES[head.body.family]
-    joined = join(config, _entries(path), place=str(place))
+    joined = join(config, read_folder(path), place=str(place))
     entries = {name.removeprefix(family.prefix): one for name, one in joined.entries.items()}
     slots = families.slots(head.body, family.tensors)
     own = {slots[name].name for name in entries if name in slots}
@@ -486,43 +480,6 @@ def _ids(values: Mapping[str, Any], key: str, place: Path) -> tuple[int, ...]:
     return tuple(dict.fromkeys(listed))
 
 
-def _entries(folder: Path) -> dict[str, Entry]:
-    """Return all tensors of a folder's weight files: the single file, else those of its index, else
-    all that match the pattern of shards. The first format with files is used."""
-    for single, pattern, read in _FORMATS:
-        index, listed = folder / f"{single}.index.json", {}
-        if (folder / single).exists():
-            files = [folder / single]
-        elif index.exists():
-            listed = _weight_map(index)
-            files = [folder / name for name in sorted(set(listed.values()))]
-        else:
-            files = [
-                file
-                for file in sorted(folder.glob(pattern))
-                if not file.name.startswith(_OTHER_NAMES)
-            ]
-        entries = {name: entry for file in files for name, entry in read(file).items()}
-        if missing := [name for name in listed if name not in entries]:
-            raise UserError(f"{index}: {_few(missing)} not in the files that it lists")
-        if files:
-            return entries
-    raise UserError(f"{folder}: no weights found; files like model.safetensors are needed")
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    listed = read_json(index).get("weight_map")
-    if not isinstance(listed, dict):
-        raise UserError(f'{index}: key "weight_map": a mapping of tensors to files is needed')
-    for name in listed.values():
-        if not isinstance(name, str) or name in ("", "..") or Path(name).name != name:
-            raise UserError(
-                f'{index}: key "weight_map": the name of a file in the same folder is needed, not '
-                f"{shown(name)}"
-            )
-    return listed
-
-
 def _differs(entries: Mapping[str, Stored], family: Family) -> bool:
     """Return whether the files have a head with other content than the embedding. Then it is not
     tied, even if the config says so."""
@@ -557,14 +514,14 @@ def _assign(
         name: slot for name, slot in slots.items() if not (spec.tied and slot.name == "head.weight")
     }
     if missing := [name for name in wanted if name not in entries]:
-        raise UserError(f"{path}: {_few(missing)} missing")
+        raise UserError(f"{path}: {listed(missing)} missing")
     known = {
         name: entry
         for name, entry in entries.items()
         if not any(re.search(p, name) for p in ignored)
     }
     if extra := [name for name in known if name not in slots]:
-        raise UserError(f"{path}: {_few(extra)} unknown for the family {spec.family}")
+        raise UserError(f"{path}: {listed(extra)} unknown for the family {spec.family}")
     placed = {name: _turned(name, slot, entries[name]) for name, slot in wanted.items()}
     for name, slot in placed.items():
         entry, shape = entries[name], _stored_shape(slot, shapes[slot.name])
@@ -603,9 +560,3 @@ def _turned(name: str, slot: Slot, stored: Stored) -> Slot:
 def _stored_shape(slot: Slot, shape: tuple[int, ...]) -> tuple[int, ...]:
     rows, columns = slot.rows + 2 * (slot.how == "skip_two"), shape[1:]
     return (*columns, rows) if slot.how in ("transpose", "pairs") else (rows, *columns)
-
-
-def _few(names: list[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    quoted = ", ".join(f'"{name}"' for name in names[:_NAMED])
-    return f"tensors {quoted}{more} are" if len(names) > 1 else f"tensor {quoted} is"
