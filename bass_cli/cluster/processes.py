@@ -17,20 +17,23 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import IO, Any
 
 from bass_cli.cluster.fleet import Fault, Lost, Place, Process, Request
 from bass_cli.config.job import Job
 from bass_cli.errors import MachineError
+from bass_cli.reading import shown
 from bass_cli.system.host import expect, visible_gpus
 from bass_cli.system.threads import begin, usable_cores
 
 _CODE = (
-    "import sys; sys.path[:] = sys.argv[1:]; "
+    "import sys; results, *sys.path[:] = sys.argv[1:]; "
     # before heavy modules, whose import takes seconds
     "from bass_cli.system.signals import end_with_parent; end_with_parent(); "
-    "from bass_cli.cluster.processes import main; main()"
+    "from bass_cli.cluster.processes import main; main(int(results))"
 )
+_KEPT = 4096  # bytes of a process's output that are kept, for the last line before it ended
+_LAST = 1.0  # seconds for the rest of that output, which children of the process may hold open
 
 
 class ThisMachine:
@@ -125,24 +128,44 @@ class ProcessFleet:
     def _start_and_listen(self, place: Place, started: Future[subprocess.Popen[bytes]]) -> None:
         """Start a process and listen to it in the same thread: the system kills the process when
         the thread that started it ends (signals.end_with_parent)."""
+        reading, writing = os.pipe()  # results; anything may print to standard output
         try:
             process = subprocess.Popen(
-                [sys.executable, "-c", _CODE, *sys.path],
+                [sys.executable, "-c", _CODE, str(writing), *sys.path],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,  # errors and notes are in its reports
+                stderr=subprocess.STDOUT,
+                pass_fds=(writing,),
                 env=self._machine.environment(place),
                 start_new_session=True,  # Ctrl-C reaches the driver only
             )
         except BaseException as error:
+            os.close(reading)
             started.set_exception(error)
             return
+        finally:
+            os.close(writing)
+        printed = bytearray()
+        printing = threading.Thread(target=_keep_end, args=(process.stdout, printed), daemon=True)
+        printing.start()
         started.set_result(process)
-        assert process.stdout is not None
-        with process.stdout, contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):
+        with (
+            os.fdopen(reading, "rb") as results,
+            contextlib.suppress(EOFError, OSError, pickle.UnpicklingError),
+        ):
             while True:
-                self._events.put((process, place, pickle.load(process.stdout)))
-        self._events.put((process, place, Lost(_end_of(process.wait()))))
+                self._events.put((process, place, pickle.load(results)))
+        code = process.wait()
+        printing.join(_LAST)
+        self._events.put((process, place, Lost(_end_of(code, bytes(printed)))))
+
+
+def _keep_end(stream: IO[bytes], printed: bytearray) -> None:
+    """Read a stream to its end, so that its writer never waits. Keep the last bytes."""
+    with stream, contextlib.suppress(OSError):
+        while chunk := os.read(stream.fileno(), _KEPT):
+            printed += chunk
+            del printed[:-_KEPT]
 
 
 def _send(process: subprocess.Popen[bytes], message: bytes) -> None:
@@ -152,17 +175,22 @@ def _send(process: subprocess.Popen[bytes], message: bytes) -> None:
         process.stdin.flush()
 
 
-def _end_of(code: int) -> str:
-    if code >= 0:
-        return f"it ended with exit code {code}"
-    return f"it was killed by {signal.Signals(-code).name}"
+def _end_of(code: int, printed: bytes) -> str:
+    """Return how a process ended, and the last line that it printed."""
+    how = f"it ended with exit code {code}"
+    if code < 0:
+        names = {int(one): one.name for one in signal.Signals}
+        how = f"it was killed by {names.get(-code, f'signal {-code}')}"
+    lines = printed.decode(errors="replace").split("\n")
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return f"{how}; it printed last: {shown(last)}" if last else how
 
 
-def main() -> None:
+def main(results: int) -> None:
     """Run a Process: read its class and argument, then calls, from standard input until it is
-    closed. Write results to standard output."""
-    channel = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # a stray print must not corrupt the results
+    closed. Write results to the file descriptor `results`."""
+    os.set_inheritable(results, False)
+    channel = os.fdopen(results, "wb")
 
     def say(call: Callable[[], Any]) -> None:
         try:

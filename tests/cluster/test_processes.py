@@ -4,6 +4,7 @@ Tiny models, two processes."""
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import signal
 import time
@@ -68,7 +69,7 @@ def test_processes_answer_fail_die_and_start_again(monkeypatch: pytest.MonkeyPat
         found = events_of(fleet, 2)
         assert isinstance(found[first], Fault)
         assert "no such sample" in found[first].text
-        assert found[second] == Lost("it was killed by SIGKILL")
+        assert found[second] == Lost("it was killed by SIGKILL; it printed last: 'a stray line'")
         fleet.stop(second)
         fleet.start(second)
         assert events_of(fleet, 1)[second] == ("spec", "4", "7")
@@ -76,6 +77,36 @@ def test_processes_answer_fail_die_and_start_again(monkeypatch: pytest.MonkeyPat
         fleet.stop(second)
         assert not [at for at, _ in fleet.wait(0.5) if at == second], "stopped: no further events"
     assert not local_workers(os.getpid())
+
+
+def test_why_a_process_cannot_start_is_reported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    machine(monkeypatch, [])
+    module = tmp_path / "broken_here.py"
+    module.write_text("class Broken: pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    kind = importlib.import_module("broken_here").Broken
+    module.write_text("print('starting')\nraise ImportError('libcudart.so.99: cannot open')\n")
+    place = Place(None, 0)
+    with ThisMachine(Request("local", None), job()).fleet(kind, "long " * 100_000) as fleet:
+        fleet.start(place)
+        why = events_of(fleet, 1)[place].why
+    assert "exit code 1; it printed last: 'ImportError: libcudart.so.99: cannot open'" in why
+
+
+def test_what_python_prints_as_it_starts_is_no_result(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    machine(monkeypatch, [])
+    # more than a pipe holds
+    (tmp_path / "sitecustomize.py").write_text("print('starting\\n' * 20_000)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    place = Place(None, 0)
+    with ThisMachine(Request("local", None), job()).fleet(Echo, "spec") as fleet:
+        fleet.start(place)
+        assert events_of(fleet, 1) == {place: ("spec", "8", None)}
 
 
 def test_a_process_takes_a_gpu_if_there_is_one_else_its_share_of_cores(

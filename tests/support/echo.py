@@ -14,7 +14,7 @@ class Echo(Process):
         self._spec = spec
 
     def _check(self):
-        print("a stray line")
+        print("a stray line", flush=True)
         return self._spec, os.environ["OMP_NUM_THREADS"], os.environ.get("CUDA_VISIBLE_DEVICES")
 
     def exchange(self, given, beat):
