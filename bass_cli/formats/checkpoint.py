@@ -313,6 +313,7 @@ def _open_any(path: Path, config: Mapping[str, Any], adapters: tuple[Adapter, ..
     notes = [
         f"{spec.family} runs through transformers' own layers",
         any_probe.context_note(spec, config),
+        *text_part.notes_of_text(config, place=str(path / "config.json")),
         *joined.notes,
         *merged.notes,
     ]
@@ -328,10 +329,13 @@ def _open_any(path: Path, config: Mapping[str, Any], adapters: tuple[Adapter, ..
 
 
 def _eos_ids(path: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the end-of-sequence ids that a folder's files name."""
-    generation = path / "generation_config.json"
+    """Return the end-of-sequence ids that a folder's files name. Of a multimodal model, config.json
+    may name them for the text part only."""
+    generation, place = path / "generation_config.json", path / "config.json"
     eos = _ids(read_json(generation), "eos_token_id", generation) if generation.exists() else ()
-    return eos or _ids(config, "eos_token_id", path / "config.json")
+    text = config.get("text_config")
+    inner = _ids(text, "eos_token_id", place) if isinstance(text, Mapping) else ()
+    return eos or _ids(config, "eos_token_id", place) or inner
 
 
 def _open_folder(
@@ -368,7 +372,7 @@ def _open_folder(
     return Checkpoint(
         path,
         spec,
-        _eos_ids(path, {**text, **config}),
+        _eos_ids(path, config),
         {},
         pieces,
         notes=(*notes_of_config(config, place=place), *joined.notes, *merged.notes),

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from bass_cli.errors import UserError, nearest
 from bass_cli.formats.config_keys import ROPE_TYPES, read_keys, unread
-from bass_cli.formats.text_part import has_text_part, text_config
+from bass_cli.formats.text_part import notes_of_text, text_config
 from bass_cli.models.families import CODEGEN_BLOCKS, FAMILIES, Family
 from bass_cli.models.spec import Experts, Norm, Rope, Spec
 from bass_cli.reading import finite, shown, truth, whole
@@ -212,13 +212,8 @@ def _rotated(values: Values, layers: int) -> list[bool]:
 
 def notes_of_config(config: Mapping[str, Any], *, place: str) -> tuple[str, ...]:
     """Return notes about keys that `spec_of_config` did not use."""
-    notes: tuple[str, ...] = ()
-    if has_text_part(config):
-        notes = (
-            f"{place}: only the text part of this {config['model_type']} model is loaded; prompts "
-            "cannot have images",
-        )
-        config, place = text_config(config, place=place)
+    notes = notes_of_text(config, place=place)
+    config, place = text_config(config, place=place)
     family, spec = _family(config, place)[1], spec_of_config(config, place=place)
     if spec.context < config.get(family.keys["context"], spec.context):
         notes += (

@@ -109,6 +109,16 @@ def has_text_part(config: Mapping[str, Any]) -> bool:
     return isinstance(kind, str) and kind in WRAPPERS
 
 
+def notes_of_text(config: Mapping[str, Any], *, place: str) -> tuple[str, ...]:
+    """Return a note if a parsed config.json describes a multimodal model."""
+    if not has_text_part(config) and not config.get("text_config"):
+        return ()
+    return (
+        f"{place}: only the text part of this {config.get('model_type')} model is loaded; prompts "
+        "cannot have images",
+    )
+
+
 def text_config(config: Mapping[str, Any], *, place: str) -> tuple[Mapping[str, Any], str]:
     """Return the configuration of the text model and its place in messages. A config.json of a
     text model is returned as it is.

@@ -117,10 +117,13 @@ class AnyModel(Decoder):
     ) -> Tensor | None:
         """The final norm's output [B, min(last, W), width], or None for last = 0."""
         state = _Attention(self._calls, step, aux_layers)
+        # Drafts may lie beyond the context. A table of positions has no row for them, and some
+        # rotary embeddings would change for all rows.
+        positions = step.positions.clamp(0, self.spec.context - 1)
         with torch.no_grad():
             found = self._base(
                 input_ids=tokens.clamp(max=self._rows - 1),
-                position_ids=step.positions,
+                position_ids=positions,
                 use_cache=False,
                 bass=state,
             )

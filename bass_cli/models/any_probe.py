@@ -24,8 +24,8 @@ from bass_cli.reading import shown
 ATTENTION = "bass"  # the name of our attention in transformers' AttentionInterface
 _PROBE = "bass_probe"  # the same attention with masks that describe themselves
 _KINDS = ("full_attention", "sliding_attention")  # of layers that only attend
-# Rotary embeddings that depend on the longest sequence of a batch beyond this key's length.
-_BY_LENGTH = {"longrope": "original_max_position_embeddings", "dynamic": "max_position_embeddings"}
+# The key with the length beyond which LongRoPE depends on the longest sequence of a batch.
+_ORIGINAL = "original_max_position_embeddings"
 # Arguments of attention besides queries, keys, values and mask that change nothing or are used.
 _USED = {"scaling", "sliding_window", "softcap", "s_aux", "bass"}
 _HARMLESS = {
@@ -172,9 +172,9 @@ def _context(config: Any) -> int:
     """Return the maximum number of positions at which results do not depend on the batch."""
     context = int(config.max_position_embeddings)
     for rope in _ropes(config):
-        key = _BY_LENGTH.get(str(rope.get("rope_type")))
-        limit = rope.get(key) or getattr(config, key, None) if key else None
-        context = min(context, int(limit or context))
+        if rope.get("rope_type") == "longrope":
+            limit = rope.get(_ORIGINAL) or getattr(config, _ORIGINAL, None)
+            context = min(context, int(limit or context))
     return context
 
 
@@ -219,6 +219,9 @@ def _check_config(config: Any) -> None:
         raise RefusedError(_cannot(config, f"{_has_state(found)} ({kind})"))
     if getattr(config, "max_position_embeddings", None) is None:
         raise RefusedError(_cannot(config, "it has no limit of positions"))
+    if any(rope.get("rope_type") == "dynamic" for rope in _ropes(config)):
+        why = 'its rotary embedding ("dynamic") depends on the longest sequence of a batch'
+        raise RefusedError(_cannot(config, why))
 
 
 def _of_layers(found: list[int]) -> str:

@@ -15,6 +15,7 @@ import torch
 from any_families import FAMILIES, REFUSED, build_any, config_of, is_installed, write_any
 from torch import Tensor
 from toys import AtOnce, Reactive, drive, loop_for, plain
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from bass_cli.engine.batch import Row
 from bass_cli.engine.sampling import RowSampling
@@ -241,6 +242,47 @@ def test_context_of_long_ropes_is_where_results_do_not_depend_on_the_batch(tmp_p
     assert found.spec.context == 64
     assert "the context is 64 tokens, not 128" in found.notes[1]
     load(found)
+
+
+def _write_long_rope(folder: Path) -> None:
+    """LongRoPE with factors that change all positions beyond 32."""
+    original = "original_max_position_embeddings"
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, original: 32}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, **factors}
+    write_any("phi3", folder, original_max_position_embeddings=32, rope_parameters=rope)
+
+
+def _write_table(folder: Path) -> None:
+    """Learned positions, a table of 32."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
+    config = AutoConfig.for_model("gpt2", **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+@pytest.mark.parametrize("write", [_write_long_rope, _write_table])
+def test_drafts_beyond_the_context_change_no_token(write: Any, tmp_path: Path) -> None:
+    write(tmp_path)
+    target = load(open_checkpoint(tmp_path, decoder="transformers"))
+    assert target.context == 32
+
+    def full() -> list[Row]:
+        """Rows that end at the context's last position, after 29, 23 and 8 tokens."""
+        return [
+            Row(str(size), 0, 3, list(range(size)), 32 - size, sampling=RowSampling())
+            for size in (3, 9, 24)
+        ]
+
+    wanted = plain(target, full())
+    for drafter in (noisy(target), "lookup"):
+        assert drive(loop_for(target, drafter, rows=3, lengths=Fixed(5)), full()) == wanted
+
+
+def test_dynamic_rotary_embedding_is_refused(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    config_of("olmo", rope_parameters=rope).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="depends on the longest sequence of a batch"):
+        open_checkpoint(tmp_path)
 
 
 def test_skipped_layers_equal_a_model_without_them(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from any_families import write_any
 from checkpoints import write_tokenizer
 from safetensors.torch import load_file, save_file
 from test_parity import assert_same, decoder_of, expected, greedy
@@ -242,3 +243,22 @@ def test_wrappers_exist_in_transformers() -> None:
     assert {type(AutoConfig.for_model(name)).__module__.split(".")[0] for name in WRAPPERS} == {
         transformers.__name__
     }
+
+
+@pytest.mark.parametrize("outer", [{}, {"eos_token_id": None}])
+@pytest.mark.parametrize(("wrapper", "family"), [("llava", "llama"), ("paligemma", "gemma2")])
+def test_end_of_sequence_may_be_named_for_the_text_part_only(
+    wrapper: str, family: str, outer: dict[str, Any], tmp_path: Path
+) -> None:
+    """Natively (llama) and through transformers (gemma2)."""
+    write_any(family, tmp_path)
+    place = tmp_path / "config.json"
+    text = json.loads(place.read_text()) | {"eos_token_id": 5}
+    (tmp_path / "generation_config.json").unlink()
+    place.write_text(
+        json.dumps({"model_type": wrapper, "text_config": text, "vision_config": {}} | outer)
+    )
+    found = open_checkpoint(tmp_path)
+    assert found.eos_ids == (5,)
+    note = f"only the text part of this {wrapper} model is loaded; prompts cannot have images"
+    assert any(note in one for one in found.notes)
