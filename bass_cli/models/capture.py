@@ -164,7 +164,7 @@ class Graphs:
                 raise
             note(
                 "kernels will be compiled one by one, because compiling them together failed: "
-                f"{error}"
+                f"{type(error).__name__}: {error}"
             )
             return False
         return True

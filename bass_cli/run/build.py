@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -328,8 +329,10 @@ def ready_loop(
 ) -> Loop:
     """Build a loop, compile its kernels, and warm it up if there is a budget."""
     loop = build(plan, models)
-    if compiles(loop):
-        compile_kernels(loop, plan, on_phase, on_note)
+    if compiles(loop) and not compile_kernels(loop, plan, on_phase, on_note):
+        del loop  # an error may have left it with half of a row
+        give_back_memory(plan.device)
+        loop = build(plan, models)
     if plan.job.budget is not None:
         on_phase(WARMING[plan.device.type])
         warm_up(loop, plan)
@@ -366,16 +369,20 @@ def compiles(loop: Loop) -> bool:
 
 def compile_kernels(
     loop: Loop, plan: Plan, on_phase: Callable[[str], None], on_note: Callable[[str], None]
-) -> None:
+) -> bool:
     """Compile most kernels of prompts and rounds, many at a time, if the job is new here.
 
     One after the other, the 40 to 80 kernels of a job take 10 to 20 s. The loop must be empty and
-    is left empty. If it fails, kernels are compiled when they first run. An empty file in Triton's
-    cache, with a digest of the job's shapes in its name, says that they were compiled before.
+    is left empty. An empty file in Triton's cache, with a digest of the job's shapes in its name,
+    says that they were compiled before.
+
+    Returns:
+        False if it failed. Then the loop cannot be used, and kernels are compiled when they first
+        run.
     """
     stamp = give_kernels_a_cache() / f"bass-{_digest_of_shapes(plan)}"
-    if stamp.exists():
-        return
+    if os.path.exists(stamp):  # False if the folder cannot be searched
+        return True
     longest = min(longest_draft(plan.job), loop.drafter.longest)
     fixed = isinstance(plan.job.speculation.length, int)
     widths = {0, longest} if fixed else {min(width, longest) for width in _COMPILED_WIDTHS}
@@ -395,9 +402,11 @@ def compile_kernels(
 
     on_phase(COMPILING)
     assert loop.graphs is not None
-    if loop.graphs.compile([work], on_note):
-        with contextlib.suppress(OSError):
-            stamp.touch()
+    if not loop.graphs.compile([work], on_note):
+        return False
+    with contextlib.suppress(OSError):
+        stamp.touch()
+    return True
 
 
 def _digest_of_shapes(plan: Plan) -> str:
@@ -466,7 +475,10 @@ def _rows_on(
     structure: Structure | None = None,
     deadline: float | None = None,
 ) -> Iterator[None]:
-    """Make these samples of a dummy prompt live rows; on exit, retire them."""
+    """Make these samples of a dummy prompt live rows; on exit, retire them.
+
+    After an error the loop cannot be used.
+    """
     limit = plan.new_tokens
     prompt = [0] * max(1, min(tokens, plan.files.target.spec.context - limit))
     loop.open(_WARM_KEY, prompt, deadline=deadline)
@@ -475,9 +487,7 @@ def _rows_on(
         vocab, tokenizer = loop.batch.processors.vocab, plan.files.tokenizer
         for row in rows:
             row.matcher = grammars_of(tokenizer, vocab, plan.eos_ids).matcher(structure)
-    try:
-        loop.admit(*rows)
-        yield
-    finally:
-        loop.close(_WARM_KEY)
-        loop.retire(*range(len(loop.batch)))
+    loop.admit(*rows)
+    yield
+    loop.close(_WARM_KEY)
+    loop.retire(*range(len(loop.batch)))

@@ -13,11 +13,15 @@ from chains import write_chain
 from checkpoints import write_checkpoint, write_tokenizer
 from heads import write_head
 
+from bass_cli.config.job import Job
 from bass_cli.formats.checkpoint import open_checkpoint
 from bass_cli.formats.weights import load
 from bass_cli.models.any_model import AnyModel
 from bass_cli.models.decoder import Decoder
+from bass_cli.models.prefill import Passes
+from bass_cli.run import build
 from bass_cli.run.build import Models, graphs_for
+from bass_cli.run.plan import make_plan
 
 pytest.importorskip("triton")
 
@@ -80,6 +84,33 @@ def test_a_job_compiles_its_kernels_together_before_its_first_round(tmp_path):
     assert len(refused["phases"]) == 2, "what failed is tried again"
     assert all("one by one" in note for note in refused["notes"])
     assert len(refused["notes"]) == 2
+
+
+def test_a_loop_whose_compiling_failed_is_replaced(tmp_path, monkeypatch):
+    """An error in a prompt's pass leaves a row that only some parts of the loop have."""
+    write_checkpoint("qwen2", tmp_path / "model")
+    write_tokenizer(tmp_path / "model")
+    pair = {"name": "pair", "target": str(tmp_path / "model"), "draft": "lookup"}
+    job = Job(pair=pair, batch_size=2, device="cpu", sampling={"max_new_tokens": 16})
+    plan = make_plan(job)
+    models = build.load_models(plan)
+    real, notes, failed = Passes.run, [], []
+
+    def run(passes, *given, **named):
+        if not failed:
+            failed.append(passes)
+            raise ZeroDivisionError("no pass")
+        real(passes, *given, **named)
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "compiles", lambda loop: True)
+    monkeypatch.setattr(Passes, "run", run)
+    loop = build.ready_loop(plan, models, notes.append, notes.append)
+    assert "failed: ZeroDivisionError: no pass" in notes[-1]
+    assert loop.target._passes is not failed[0]
+    build.warm_up(loop, plan)
+    assert len(loop.batch) == 0
+    assert not list((tmp_path / "cache").glob("bass-*")), "it is tried again"
 
 
 def test_models_whose_embedding_is_torchs_are_not_compiled_ahead(tmp_path):
