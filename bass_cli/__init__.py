@@ -12,7 +12,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bass_cli.config.job import Job, Pair, Sampling, Speculation, load_pair
+    from bass_cli.config.job import Job, Pair, Speculation, load_pair
+    from bass_cli.config.sampling import Sampling
     from bass_cli.errors import MachineError, UserError
     from bass_cli.io.results import Completion
     from bass_cli.run.engine import Engine

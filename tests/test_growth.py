@@ -11,7 +11,8 @@ from fakes import FakeGraphs
 from heads import write_head
 from test_parallel import bass, lines
 
-from bass_cli.config.job import Job, Sampling, Speculation, load_pair
+from bass_cli.config.job import Job, Speculation, load_pair
+from bass_cli.config.sampling import Sampling
 from bass_cli.engine.loop import AheadPolicy, Loop
 from bass_cli.errors import MachineError
 from bass_cli.run.build import build

@@ -405,7 +405,8 @@ def test_mypy_accepts_valid_programs_only(tmp_path: Path) -> None:
     api = pytest.importorskip("mypy.api")
     good = """
 from pathlib import Path
-from bass_cli.config.job import Job, Pair, Sampling
+from bass_cli.config.job import Job, Pair
+from bass_cli.config.sampling import Sampling
 job = Job(pair="smollm2", n=2, sampling=Sampling(stop=["x"]))
 Job(pair=Path("x.yaml"), sampling=Sampling(stop=("x",)))
 pair: Pair = job.pair

@@ -12,8 +12,9 @@ import pytest
 from test_scheduler import EOS, VOCAB, Letters, by_key, job, prompts, run, table
 from toys import Markov, loop_for
 
-from bass_cli.config.job import Job, Pair, Sampling
+from bass_cli.config.job import Job, Pair
 from bass_cli.config.options import LINE
+from bass_cli.config.sampling import Sampling
 from bass_cli.errors import UserError
 from bass_cli.io.prompts import check, check_prompts, prompts_of, read_prompts
 from bass_cli.io.readers import open_source

@@ -19,7 +19,8 @@ from typer.testing import CliRunner
 
 from bass_cli.bench.shapes import random_weights, spec_of
 from bass_cli.cli.commands import app
-from bass_cli.config.job import Job, Sampling, Speculation, load_pair
+from bass_cli.config.job import Job, Speculation, load_pair
+from bass_cli.config.sampling import Sampling
 from bass_cli.engine.batch import beyond
 from bass_cli.engine.loop import Loop
 from bass_cli.errors import MachineError

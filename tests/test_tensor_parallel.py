@@ -23,7 +23,8 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from bass_cli.cli.commands import app
-from bass_cli.config.job import Job, Sampling, Speculation, load_pair
+from bass_cli.config.job import Job, Speculation, load_pair
+from bass_cli.config.sampling import Sampling
 from bass_cli.engine.batch import Change, Row
 from bass_cli.engine.loop import Loop
 from bass_cli.errors import MachineError, UserError

@@ -15,8 +15,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from bass_cli.config.faults import first_fault
-from bass_cli.config.job import Job, Pair, Sampling
+from bass_cli.config.job import Job, Pair
 from bass_cli.config.options import LINE
+from bass_cli.config.sampling import Sampling
 from bass_cli.config.structure import merged
 
 _ANY_PAIR = Pair(name="any", target="any")

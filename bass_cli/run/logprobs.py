@@ -12,7 +12,8 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from bass_cli.config.job import Job, Sampling
+from bass_cli.config.job import Job
+from bass_cli.config.sampling import Sampling
 from bass_cli.errors import UserError
 from bass_cli.io.prompts import Prompt, check, length, prompts_of
 from bass_cli.io.results import Completion, paired, rounded

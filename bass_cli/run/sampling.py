@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from bass_cli.config.job import Sampling
 from bass_cli.config.line import SettingError
+from bass_cli.config.sampling import Sampling
 from bass_cli.engine.host_state import Report
 from bass_cli.engine.sampling import RowSampling
 from bass_cli.formats.tokenizer import Tokenizer

@@ -18,7 +18,8 @@ from bass_cli.cli.doctor import parameters_in
 from bass_cli.cli.options import in_flags, reference
 from bass_cli.cli.profile import batch_sizes_of
 from bass_cli.config.draft_spec import Draft, parse_draft
-from bass_cli.config.job import Job, Pair, Sampling, load_pair, make_job, packaged_pairs
+from bass_cli.config.job import Job, Pair, load_pair, make_job, packaged_pairs
+from bass_cli.config.sampling import Sampling
 from bass_cli.errors import MachineError, UserError
 from bass_cli.eval.scoring import parse_ks
 from bass_cli.reading import parse_duration

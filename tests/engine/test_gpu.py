@@ -17,7 +17,8 @@ from test_exactness import rows
 from toys import SPAN, AtOnce, Reactive, drafter_for, drive, store_in_eight_bits
 
 import bass_kernels as ops
-from bass_cli.config.job import Job, Sampling, load_pair
+from bass_cli.config.job import Job, load_pair
+from bass_cli.config.sampling import Sampling
 from bass_cli.drafts.factory import NoDrafter
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.clock import Clock

@@ -13,7 +13,8 @@ import torch
 from checkpoints import write_mask, write_pair
 from killed import kill_in_two_parts
 
-from bass_cli.config.job import Job, Sampling, Speculation, load_pair
+from bass_cli.config.job import Job, Speculation, load_pair
+from bass_cli.config.sampling import Sampling
 from bass_cli.run.build import Models, build, load_draft, load_models
 from bass_cli.run.generate import generate
 from bass_cli.run.plan import Plan, make_plan

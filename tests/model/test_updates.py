@@ -25,7 +25,8 @@ from heads import write_head
 from safetensors.torch import load_file
 from torch import Tensor
 
-from bass_cli.config.job import Job, Sampling, Speculation, load_pair
+from bass_cli.config.job import Job, Speculation, load_pair
+from bass_cli.config.sampling import Sampling
 from bass_cli.engine.batch import Change
 from bass_cli.errors import UserError
 from bass_cli.formats.checkpoint import open_checkpoint
