@@ -26,8 +26,8 @@ _LEAST = torch.finfo(torch.float32).tiny
 _CONVERTED = 1 << 17
 # Elements that are quantised at a time: some 100 MB of work space
 _QUANTISED = 1 << 23
-# Tokens up to which torch's product of int8 is faster on a CPU than converting the weight
-_FEW = 4
+# On a CPU a line of MKL's product in float32 has the same bits for any multiple of 8 lines.
+_LINES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,25 +155,19 @@ def linear(x: Tensor, weight: Quantised, bias: Tensor | None) -> Tensor:
     """Multiply x [..., K] by a quantised weight [N, K] and add bias [N]: [..., N] in x's dtype.
 
     Products are summed in float32 and multiplied by the scales, those of the tokens first. On a CPU
-    the sum of fp8 products is exact, so a token's result does not depend on the other tokens.
+    a token's result does not depend on the other tokens: the sum of fp8 products is exact, and
+    tokens are multiplied with int8 weights in multiples of 8.
     """
     flat = x.reshape(-1, x.shape[-1])
     if weight.layout == "fp8":
         values, scales = round_tokens(flat)
         sums = _sums(values, weight.values, exact=True).mul_(scales)
     else:
-        sums = _int8_sums(flat, weight.values)
+        sums = _sums(flat, weight.values, exact=False)
     out = sums.mul_(weight.scales)
     if bias is not None:
         out += bias.float()
     return out.to(x.dtype).view(*x.shape[:-1], -1)
-
-
-def _int8_sums(x: Tensor, values: Tensor) -> Tensor:
-    """Return x [M, K] times int8 values [N, K]: [M, N] float32."""
-    if x.device.type == "cpu" and x.dtype == torch.float32 and len(x) <= _FEW:
-        return torch._weight_int8pack_mm(x, values, torch.ones(len(values)))
-    return _sums(x, values, exact=False)
 
 
 def _sums(x: Tensor, values: Tensor, *, exact: bool) -> Tensor:
@@ -186,6 +180,9 @@ def _sums(x: Tensor, values: Tensor, *, exact: bool) -> Tensor:
     if x.device.type != "cpu":
         return x.float() @ values.float().t()
     wide = torch.float64 if exact else torch.float32
-    x = x.to(wide)
+    lines, x = len(x), x.to(wide)
+    if not exact:
+        x = torch.nn.functional.pad(x, (0, 0, 0, -lines % _LINES))
     step = max(_CONVERTED // values.shape[1], 1)
-    return torch.cat([(x @ part.to(wide).t()).float() for part in values.split(step)], dim=-1)
+    found = [(x @ part.to(wide).t())[:lines].float() for part in values.split(step)]
+    return torch.cat(found, dim=-1)

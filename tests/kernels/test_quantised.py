@@ -128,10 +128,14 @@ def test_every_op_takes_quantised_weights(layout: str) -> None:
     assert torch.equal(own[1][0, :6].view(2, 3, 8), v)
 
 
-def test_fp8_product_of_a_token_does_not_depend_on_the_other_tokens() -> None:
-    x, weight = torch.randn(40, 300), Quantised.of(torch.randn(600, 300), "fp8")
+@pytest.mark.parametrize("shape", [(600, 300), (48, 32), (1200, 576), (576, 1536)])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_product_of_a_token_does_not_depend_on_the_other_tokens(
+    layout: str, shape: tuple[int, int]
+) -> None:
+    x, weight = torch.randn(40, shape[1]), Quantised.of(torch.randn(shape), layout)
     whole = ops.linear(x, weight, None)
-    for first, last in ((0, 1), (7, 9), (3, 8), (5, 38)):
+    for first, last in ((0, 1), (7, 9), (3, 7), (3, 8), (5, 38)):
         assert torch.equal(ops.linear(x[first:last], weight, None), whole[first:last])
 
 
