@@ -219,15 +219,15 @@ def parts(
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield a stored tensor's rows in order, some at a time. See tensor_content.parts."""
     stage = stage or Stage()
+    if isinstance(stored, Entry):
+        with stored.file.open("rb", buffering=0) as file:
+            yield from tensor_content.parts(file, stored, stage, rows, columns)
+        return
+    rows = range(stored.shape[0]) if rows is None else rows
     if isinstance(stored, Compound):
-        rows = range(stored.shape[0]) if rows is None else rows
         yield from _unpacked(stored, stage, rows, columns)
-        return
-    if isinstance(stored, Adapted):
-        yield from _changed(stored, stage, rows or range(stored.shape[0]), columns)
-        return
-    with stored.file.open("rb", buffering=0) as file:
-        yield from tensor_content.parts(file, stored, stage, rows, columns)
+    else:
+        yield from _changed(stored, stage, rows, columns)
 
 
 def content(entry: Entry, stage: Stage | None = None) -> Tensor:

@@ -102,23 +102,26 @@ class _CompressedTensors(Method):
         owner = self.settings if group.values.get("format") is None else group
         return str(owner.one_of("format", self._FORMATS))
 
-    def _group(self, parts: Parts) -> Settings:
+    def _group(self, module: str) -> Settings | None:
         """Return the settings of a module: a group that names it, else one that names a class."""
         by_class = None
         for group in self.groups:
             for target in group.names("targets"):
-                if matches(target, parts.module):
+                if matches(target, module):
                     return group
                 if target in ("Linear", "Embedding"):
                     by_class = by_class or group
-        if by_class is None:
+        return by_class
+
+    def leaves_out(self, module: str) -> bool:
+        return super().leaves_out(module) or self._group(module) is None
+
+    def compound(self, parts: Parts) -> Compound:
+        group = self._group(parts.module)
+        if group is None:
             raise parts.error(
                 next(iter(parts.entries)), 'belongs to no group of "config_groups" in config.json'
             )
-        return by_class
-
-    def compound(self, parts: Parts) -> Compound:
-        group = self._group(parts)
         weights, kind = group.inside("weights"), self._format(group)
         if kind in self._PLAIN:
             return self._eight_bits(parts, weights, kind)
@@ -158,7 +161,7 @@ class _CompressedTensors(Method):
         tensors = {"scales": parts.get("weight_scale", (BYTE,) if exponents else SCALES, *shapes)}
         if self._zeros(parts, weights):
             tensors["zeros"] = parts.get("weight_zero_point", (INT8, E4M3), *shapes)
-        refuse_others(parts, "weight_packed", "weight_shape", "weight_global_scale", "weight_g_idx")
+        refuse_others(parts, "weight_packed", "weight_global_scale", "weight_g_idx")
         name, unpack = kind_of(values)
         grid = compound.powers if exponents else compound.plain
         return Compound(
@@ -225,6 +228,8 @@ class _Fp8(Method):
     def compound(self, parts: Parts) -> Compound:
         values = parts.matrix("weight", (E4M3,))
         suffix = "weight_scale" if "weight_scale" in parts else "weight_scale_inv"
+        if suffix == "weight_scale":
+            refuse_others(parts, "weight_scale_inv")
         block = self.settings.values.get("weight_block_size")
         if block is None:
             return _by_row(parts, values, suffix)
@@ -268,6 +273,12 @@ class _Gptq(Method):
             settings.refuse(key)
         settings.one_of("pack_dtype", ("int32",), "int32")
         self._dynamic = settings.inside("dynamic")
+        self._patterns = {
+            str(key): str(key)[2:] if str(key)[:2] in ("-:", "+:") else str(key)
+            for key in self._dynamic.values
+        }
+        for pattern in self._patterns.values():
+            settings.check_pattern("dynamic", pattern)
         older = settings.text("format", "gptq")
         kind = settings.one_of("checkpoint_format", ("gptq", "gptq_v2"), older)
         self._offset = 0 if kind == "gptq_v2" else 1
@@ -284,6 +295,8 @@ class _Gptq(Method):
         }
         if "g_idx" in parts:
             tensors["groups"] = groups_of(parts, "g_idx", shape[0], count)
+        if self._is_excepted(parts.module):
+            raise parts.error("qweight", "belongs to a module that config.json leaves out")
         layout = Layout(
             "GPTQ",
             bits,
@@ -296,14 +309,27 @@ class _Gptq(Method):
         )
         return Compound(layout, shape, {"values": values, **tensors})
 
+    def _pattern(self, module: str) -> str | None:
+        """Return the first pattern of `dynamic` that matches a module: one after "-:" leaves the
+        module out, others give it numbers of its own."""
+        found = (key for key, one in self._patterns.items() if matches(f"re:{one}", module))
+        return next(found, None)
+
+    def leaves_out(self, module: str) -> bool:
+        # a list of quantised modules leaves out the others
+        by_list = bool(self.settings.values.get("modules_in_block_to_quantize"))
+        return by_list or super().leaves_out(module) or self._is_excepted(module)
+
+    def _is_excepted(self, module: str) -> bool:
+        return (self._pattern(module) or "").startswith("-:")
+
     def _numbers(self, module: str) -> tuple[int, int]:
         """Return the bits and the group size of a module. `dynamic` has exceptions by patterns."""
         own = self.settings
-        for pattern in self._dynamic.values:
-            if not pattern.startswith("-") and matches(f"re:{pattern.removeprefix('+:')}", module):
-                given = self._dynamic.inside(pattern).values
-                own = Settings({**own.values, **given}, f"{self._dynamic._place}.{pattern}")
-                break
+        pattern = self._pattern(module)
+        if pattern is not None:
+            given = self._dynamic.inside(pattern).values
+            own = Settings({**own.values, **given}, f"{self._dynamic._place}.{pattern}")
         size = own.values.get("group_size", 128)
         return own.one_of("bits", _BITS), size if size == -1 else own.size(size, "group_size")
 
@@ -417,6 +443,9 @@ class _Mxfp4(Method):
     values: ClassVar = {"blocks": (BYTE,)}
     sides: ClassVar = ("scales",)
     unused: ClassVar = ()
+
+    def leaves_out(self, module: str) -> bool:
+        return True  # this method is for experts only
 
     def split(self, name: str) -> tuple[str, str]:
         module, _, suffix = name.rpartition("_")

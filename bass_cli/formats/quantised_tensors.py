@@ -8,17 +8,20 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatchcase
 from typing import Any, ClassVar, NamedTuple
 
 from bass_cli.errors import UserError
 from bass_cli.formats import compound
 from bass_cli.formats.compound import TYPES, Compound, Stored, content
 from bass_cli.formats.tensor_files import Entry
+from bass_cli.formats.weight_files import listed
 from bass_cli.reading import shown, whole
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 SCALES = ("F32", "F16", "BF16")
 E4M3, INT8, INT32, BYTE = "F8_E4M3", "I8", "I32", "U8"
+_IN_LAYER = re.compile(r"\.\d+\.")  # names of tensors in layers have the layer's number
 OTHERWISE = "use the original checkpoint or a GGUF file"
 
 
@@ -73,7 +76,18 @@ class Settings:
         value = [value] if isinstance(value, str) else value or []
         if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
             raise self.error(key, f"a list of names is needed, not {shown(value)}")
+        for name in value:
+            if name.startswith("re:"):
+                self.check_pattern(key, name[3:])
         return tuple(value)
+
+    def check_pattern(self, key: str, pattern: str) -> None:
+        """Raise a UserError if a pattern for modules is not a regular expression."""
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            fault = f"{shown(pattern)} is not a regular expression: {error}"
+            raise self.error(key, fault) from None
 
     def inside(self, key: str) -> Settings:
         return Settings(self.values.get(key) or {}, f"{self._place}.{key}")
@@ -172,7 +186,28 @@ class Method:
                 )
             found[self.weight_of(module)] = self._joined(parts, found)
         found, biases = self._without_empty_biases(found, modules, has_slot)
-        return Joined(found, tuple(self._notes(unused, biases, bool(modules))))
+        plain = self._plain_matrices(found) if modules else []
+        return Joined(found, tuple(self._notes(unused, biases, plain, bool(modules))))
+
+    def leaves_out(self, module: str) -> bool:
+        """Return whether the settings except a module from quantisation. Their names may be parts
+        of a module's name, have wildcards, or be regular expressions after "re:"."""
+        return any(
+            matches(name, module) if name.startswith("re:") else fnmatchcase(module, f"*{name}*")
+            for name in self.skipped
+        )
+
+    def _plain_matrices(self, found: Mapping[str, Stored]) -> list[str]:
+        """Return the matrices of layers that are not quantised, though the settings say so."""
+        return [
+            name
+            for name, one in found.items()
+            if name.endswith(".weight")
+            and _IN_LAYER.search(name)
+            and isinstance(one, Entry)
+            and len(one.shape) == 2
+            and not self.leaves_out(name.removesuffix(".weight"))
+        ]
 
     def _joined(self, parts: Parts, found: Mapping[str, Stored]) -> Compound:
         if not any(suffix in parts for suffix in self.values):
@@ -219,10 +254,17 @@ class Method:
                 empty.add(name)
         return {name: one for name, one in found.items() if name not in empty}, len(empty)
 
-    def _notes(self, unused: list[str], biases: int, quantised: bool) -> Iterable[str]:
-        """Yield notes on what is not used."""
+    def _notes(
+        self, unused: list[str], biases: int, plain: list[str], quantised: bool
+    ) -> Iterable[str]:
+        """Yield notes on what is not used, and on matrices that are not quantised."""
         if not quantised:
             yield "there is a quantization_config, but no weight is quantised"
+        if plain:
+            yield (
+                f"{listed(plain)} stored without quantisation, though quantization_config does not "
+                "say so; bass reads what is stored"
+            )
         if unused:
             names = ", ".join(sorted(set(unused)))
             yield (
@@ -278,16 +320,11 @@ def groups_of(parts: Parts, suffix: str, inputs: int, size: int) -> Entry:
 def refuse_others(parts: Parts, *suffixes: str) -> None:
     """Raise a UserError if the format of a module does not have one of these tensors."""
     for suffix in suffixes:
-        if suffix in parts and suffix != "weight_shape":
+        if suffix in parts:
             raise parts.error(suffix, "does not belong to the format that config.json names")
 
 
 def matches(target: str, module: str) -> bool:
-    """Return whether a name of compressed-tensors matches a module: the whole name, or a regular
+    """Return whether a name of the settings matches a module: the whole name, or a regular
     expression after "re:"."""
-    if not target.startswith("re:"):
-        return target == module
-    try:
-        return re.match(target[3:], module) is not None
-    except re.error:
-        return False
+    return re.match(target[3:], module) is not None if target[:3] == "re:" else target == module

@@ -132,5 +132,5 @@ def test_plan_says_that_experts_are_not_stored_in_8_bits(dtype: str, tmp_path: P
     plan = make_plan(Job(pair=pair, n=1, device="cpu", batch_size=1, dtype=dtype))
     (note,) = [note for note in plan.notes if "experts" in note]
     assert (
-        note == f"{tmp_path}: the experts stay in fp32; {dtype} is used for the other matrices only"
+        note == f"{tmp_path}: the experts are in fp32; {dtype} is used for the other matrices only"
     )

@@ -265,6 +265,19 @@ FAULTS: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "ignored": (
         "fbgemm", lambda folder: configure(folder, modules_to_not_convert=[UP]),
         rf'tensor "{UP}\.weight.*" belongs to a module that config\.json lists as unquantised'),
+    "expression": (
+        "fbgemm", lambda folder: configure(folder, modules_to_not_convert=["re:("]),
+        r'"quantization_config\.modules_to_not_convert": .\(. is not a regular expression'),
+    "pattern": (
+        "gptq", lambda folder: configure(folder, dynamic={"-:(": {}}),
+        r'"quantization_config\.dynamic": .\(. is not a regular expression'),
+    "left out": (
+        "gptq", lambda folder: configure(folder, dynamic={"-:.*up_proj": {}}),
+        r'up_proj\.qweight" belongs to a module that config\.json leaves out'),
+    "two scales": (
+        "block fp8",
+        lambda folder: change(folder, lambda t: t.update({f"{UP}.weight_scale": torch.ones(1)})),
+        r'weight_scale_inv" does not belong to the format'),
     "scale of activations' channels": (
         "modelopt nvfp4", lambda folder: change(folder, lambda t: t.update({f"{UP}.pre_quant_scale": torch.ones(64)})),
         "pre_quant_scale.* unknown for the family llama"),
@@ -601,6 +614,11 @@ def test_matrices_of_experts_are_dequantised(name: str, tmp_path: Path) -> None:
     assert checkpoint.by_row is None
     for key, tensor in load(checkpoint, dtype=torch.float32, device=CPU).items():
         torch.testing.assert_close(tensor, plain[key], rtol=1e-6, atol=0, msg=key)
+    write_tokenizer(tmp_path)
+    pair = {"name": "few", "target": str(tmp_path), "draft": "none"}
+    plan = make_plan(Job(pair=pair, n=1, device="cpu", batch_size=1, dtype="int8"))
+    (note,) = [note for note in plan.notes if "weights are stored in" in note]
+    assert "bass dequantises the experts and stores the other matrices in int8: " in note
 
 
 def test_checkpoint_with_a_plain_matrix_is_not_kept(tmp_path: Path) -> None:
@@ -612,8 +630,41 @@ def test_checkpoint_with_a_plain_matrix_is_not_kept(tmp_path: Path) -> None:
         tensors[f"{UP}.weight"] = (values.float() * scale).bfloat16()
         del tensors[f"{UP}.input_scale"]
 
+    assert not [note for note in open_checkpoint(tmp_path).notes if "without quantisation" in note]
     change(tmp_path, leave)
-    assert open_checkpoint(tmp_path).by_row is None
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.by_row is None
+    (note,) = [note for note in checkpoint.notes if "without quantisation" in note]
+    assert f'tensor "{UP}.weight" is stored without quantisation, though' in note
+
+
+EXCEPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "name": ("fbgemm", {"modules_to_not_convert": [UP]}),
+    "part of a name": ("fbgemm", {"modules_to_not_convert": ["up_proj"]}),
+    "wildcard": ("modelopt fp8", {"ignore": ["model.layers.1*"]}),
+    "pattern of GPTQ": ("gptq", {"dynamic": {r"-:.*\.1\.mlp\.up.*": {}}}),
+    "expression": ("int-quantized channel", {"ignore": [r"re:.*layers\.1\..*up_proj"]}),
+    "no group": (
+        "int-quantized channel",
+        {"config_groups": {"a": {"targets": [r"re:(?!.*layers\.1\.mlp\.up)"], "weights": {
+            "num_bits": 8, **_INT, "strategy": "channel"}}}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", EXCEPTIONS)
+def test_matrix_that_settings_leave_out_has_no_note(kind: str, tmp_path: Path) -> None:
+    name, settings = EXCEPTIONS[kind]
+    write_quantised(tmp_path, scheme_of(name)[0])
+
+    def leave(tensors: dict[str, Tensor]) -> None:
+        for key in [key for key in tensors if key.startswith(f"{UP}.") and "bias" not in key]:
+            del tensors[key]
+        tensors[f"{UP}.weight"] = torch.zeros(128, 64)
+
+    change(tmp_path, leave)
+    assert any("without quantisation" in note for note in open_checkpoint(tmp_path).notes)
+    configure(tmp_path, **settings)
+    assert not [note for note in open_checkpoint(tmp_path).notes if "without quantisation" in note]
 
 
 @pytest.mark.parametrize(
