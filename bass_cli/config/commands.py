@@ -6,7 +6,7 @@ commands check the values.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, make_dataclass
 from typing import Any
 
@@ -276,6 +276,7 @@ class EvaluateArgs(SampleArgs, JudgeArgs):
         choices=("humaneval", "mbpp", "xsum"),
         default=MISSING,
     )
+    lora: Sequence[str] | None = of_job("lora")
     max_new_tokens: int | None = of_job("max_new_tokens", shown="512, for xsum 128")
     temperature: float | None = of_job("temperature", shown="the pair's, or 0.2")
     budgets: str | None = flag(

@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from bass_cli.cluster.rays import cluster_of, read_request, workers_of
 from bass_cli.cluster.worker import JobSpec
 from bass_cli.config.commands import DistillArgs
 from bass_cli.config.job import Job, Pair
+from bass_cli.config.options import ModelOptions
 from bass_cli.distill.folder import config_of
 from bass_cli.distill.group import Group, Rank, TrainingSpec
 from bass_cli.distill.network import Source
@@ -42,6 +43,7 @@ from bass_cli.distill.training import SECONDS, Places, TrainingRun
 from bass_cli.distill.windows import FEWEST
 from bass_cli.engine.clock import expected
 from bass_cli.errors import UserError
+from bass_cli.formats.lora import parse_adapter
 from bass_cli.formats.sources import locate
 from bass_cli.generation import files_read
 from bass_cli.io.console import Screen
@@ -292,10 +294,15 @@ def _as_json(content: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+# Settings of a target and its prompts, besides adapters, that a pair with a new draft keeps
+_KEPT = {one.name for one in fields(ModelOptions)} - {"lora"} | {"kv_dtype"}
+
+
 def _write_pair(places: Places, pair: Pair, draft_length: int) -> None:
     """Write the pair file of the target and its new draft.
 
-    Relative paths of the old pair file become absolute. draft_length: the longest that was trained.
+    Relative paths of the old pair file become absolute. Its other settings of the target and of
+    prompts are kept. draft_length: the longest that was trained.
     """
 
     def absolute(source: str) -> str:
@@ -308,6 +315,13 @@ def _write_pair(places: Places, pair: Pair, draft_length: int) -> None:
     words: dict[str, Any] = {"target": absolute(pair.target), "draft": "parallel:./draft"}
     if pair.tokenizer is not None:
         words["tokenizer"] = absolute(pair.tokenizer)
+    if pair.lora:
+        words["lora"] = [
+            absolute(source) + text.removeprefix(source)
+            for text in pair.lora
+            for source, _ in [parse_adapter(text)]
+        ]
+    words |= pair.model_dump(mode="json", include=_KEPT, exclude_defaults=True)
     words["speculation"] = {"max": draft_length}
     sampling = pair.sampling.model_dump(mode="json", exclude_unset=True)
     if sampling:

@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -15,6 +16,8 @@ from typer.testing import CliRunner
 
 from bass_cli.cli.commands import app
 from bass_cli.config.commands import DistillArgs
+from bass_cli.config.job import load_pair
+from bass_cli.distill.command import _write_pair
 from bass_cli.distill.sampling import lines_of
 from bass_cli.distill.settings import requested_tokens, sampling_job, training_of
 from bass_cli.formats.checkpoint import open_checkpoint
@@ -329,3 +332,30 @@ def test_one_prompt_is_refused_before_weights_are_read(here):
     assert done.exit_code == 2
     assert "at least 2 usable prompts are needed" in done.stderr
     assert "loading" not in done.stderr
+
+
+def test_pair_file_of_a_draft_keeps_the_settings_of_its_target(here):
+    """Without the adapters its target would be another model."""
+    (here / "sub" / "lora").mkdir(parents=True)
+    (here / "sub" / "chat.jinja").write_text(
+        "{% for one in messages %}{{ one.content }}{% endfor %}"
+    )
+    settings = {
+        "lora": ["lora", "lora:0.5", "someone/adapter"],
+        "template": "chat.jinja",
+        "template_args": {"short": True},
+        "system": "be brief",
+        "thinking": "off",
+        "kv_dtype": "fp8",
+        "generation_config": "none",
+    }
+    words = {"target": "../target", "draft": "../draft", **settings}
+    (here / "sub" / "pair.yaml").write_text(yaml.safe_dump(words))
+    before = load_pair(str(here / "sub" / "pair.yaml"))
+    (here / "out").mkdir()
+    places = SimpleNamespace(pair=here / "out" / "pair.yaml")
+    _write_pair(places, before, 4)
+    after = load_pair(str(places.pair))
+    lora = str(here / "sub" / "lora")
+    assert after.lora == (lora, f"{lora}:0.5", "someone/adapter")
+    assert all(getattr(after, name) == getattr(before, name) for name in {*settings} - {"lora"})
