@@ -173,20 +173,26 @@ class _Opened:
                 raise UserError(
                     f'{self._file}: tensor "{name}" has type {entry.dtype}; floats are needed'
                 )
-            self._take(name, bare(name.removeprefix(_PREFIX)), entry)
+            if not self._take(name, bare(name.removeprefix(_PREFIX)), entry):
+                raise UserError(
+                    f'{self._file}: tensor "{name}" is there under another name too; save the '
+                    "adapter again with PEFT's save_pretrained"
+                )
 
-    def _take(self, name: str, short: str, entry: Entry) -> None:
-        """Sort a tensor into `modules` or `saved`."""
+    def _take(self, name: str, short: str, entry: Entry) -> bool:
+        """Sort a tensor into `modules` or `saved`. Return whether it is the first of its place."""
         if (part := _FACTORS.match(short)) is not None:
             module = self.modules.setdefault(part["module"], _Module({}))
-            module.factors[part["side"]] = entry
             module.embedding = part["kind"] is not None
-        elif (part := _MAGNITUDE.match(short)) is not None:
-            self.modules.setdefault(part["module"], _Module({})).magnitude = entry
-        elif ".lora_" in short:
+            return module.factors.setdefault(part["side"], entry) is entry
+        if (part := _MAGNITUDE.match(short)) is not None:
+            module = self.modules.setdefault(part["module"], _Module({}))
+            first = module.magnitude is None
+            module.magnitude = entry
+            return first
+        if ".lora_" in short:
             raise UserError(f'{self._file}: tensor "{name}" is not supported')
-        else:
-            self.saved[_WRAPPERS.sub("", short)] = entry
+        return self.saved.setdefault(_WRAPPERS.sub("", short), entry) is entry
 
     @property
     def note(self) -> str:
