@@ -19,7 +19,8 @@ from . import causal, dispatch
 from .eight_bit_kernels import arguments, converts
 from .eight_bits import Store, plain
 from .launch import SPARE, card, fitting, overlap, processors, scratch
-from .ragged_kernel import attend, can_prefetch, merge_rows, prefetch_blocks
+from .prefetch import can_prefetch, prefetch_blocks
+from .ragged_kernel import attend, merge_rows
 from .segments import Group, Segments, by_row, one_after_other
 
 _KEYS = 256  # keys from which one more split is worth its merge
