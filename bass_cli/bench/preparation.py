@@ -156,7 +156,7 @@ def need_of(settings: Settings, plan: Plan | None, device: torch.device) -> Need
         ranks=ranks,
         extras=Extras(settings.job.sampling.changes_logits),
         layouts=layouts_of(settings.job.dtype),
-        draft_format=draft_format_of(settings.job, dtype),
+        draft_format=draft_format_of(settings.job, dtype, None),
     )
     need = Need(found, max(settings.batch_sizes), settings.new_tokens, device, _OPTIONS)
     need.check()
@@ -194,7 +194,7 @@ def _add_random_draft(settings: Settings, models: Models) -> Models:
         return models._replace(drafting=target.keep_layers(range(settings.depth)))
     if draft is None:
         return models
-    numbers = draft_format_of(settings.job, target.dtype)
+    numbers = draft_format_of(settings.job, target.dtype, None)
     weights = functools.partial(
         random_weights,
         dtype=numbers.dtype,

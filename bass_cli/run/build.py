@@ -39,7 +39,7 @@ from bass_cli.models.heads import Head, make_head
 from bass_cli.models.kv_cache import ARENA
 from bass_cli.models.ranks import Share
 from bass_cli.models.runner import Runner
-from bass_cli.models.spec import FILE, PLAIN, AnySpec, Layouts, Spec
+from bass_cli.models.spec import AnySpec, Layouts, Spec
 from bass_cli.models.weights import Named
 from bass_cli.run.pair import longest_draft
 from bass_cli.run.plan import Plan
@@ -210,8 +210,6 @@ def load_draft(
     if isinstance(draft.spec, AnySpec):
         drafting = _load_any(draft, dtype, plan.device, files.draft_vocab, on_read)
         return models._replace(drafting=drafting)
-    if draft.head is not None and layouts.layers == FILE:
-        layouts = PLAIN  # a draft head is no GGUF file
     weights = read(draft, layouts=layouts, on_read=on_read)
     if draft.head is None:
         return models._replace(drafting=Decoder(draft.spec, weights, vocab=files.draft_vocab))

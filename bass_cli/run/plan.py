@@ -22,6 +22,7 @@ from bass_cli.engine.batch import beyond
 from bass_cli.engine.clock import expected
 from bass_cli.engine.verify import Cut
 from bass_cli.errors import MachineError, UserError
+from bass_cli.formats.checkpoint import Checkpoint
 from bass_cli.formats.continuation import ending_ids
 from bass_cli.formats.gguf_tokenizer import doubts_of
 from bass_cli.formats.grouped_weights import grouped_pieces
@@ -109,7 +110,7 @@ class Plan:
     @property
     def draft_format(self) -> Format:
         """The number formats of the draft."""
-        return draft_format_of(self.job, self.dtype)
+        return draft_format_of(self.job, self.dtype, self.files.draft)
 
     @property
     def tags(self) -> Tags | None:
@@ -435,7 +436,7 @@ def _notes(job: Job, files: Files, dtype: torch.dtype) -> Iterator[str]:
 
 def _notes_on_weights(job: Job, files: Files, dtype: torch.dtype) -> Iterator[str]:
     """Yield a note on each model whose files have quantised weights: what they take when loaded."""
-    formats = Format(dtype, layouts_of(job.dtype)), draft_format_of(job, dtype)
+    formats = Format(dtype, layouts_of(job.dtype)), draft_format_of(job, dtype, files.draft)
     for one, own in zip((files.target, files.draft), formats, strict=True):
         if one is not None and one.spec.experts is not None and own.layouts.layers is not None:
             yield (
@@ -484,7 +485,7 @@ def _footprint(
         ranks=job.tensor_parallel,
         extras=Extras(own.changes_logits, own.top, own.scores),
         layouts=layouts_of(job.dtype),
-        draft_format=draft_format_of(job, dtype),
+        draft_format=draft_format_of(job, dtype, files.draft),
     )
 
 
@@ -512,11 +513,17 @@ def layouts_of(wanted: str) -> Layouts:
     return Layouts(wanted) if wanted in LAYOUTS else PLAIN
 
 
-def draft_format_of(job: Job, dtype: torch.dtype) -> Format:
-    """Return the number formats of a job's draft, whose target computes in `dtype`."""
+def draft_format_of(job: Job, dtype: torch.dtype, draft: Checkpoint | None) -> Format:
+    """Return the number formats of a job's draft, whose target computes in `dtype`.
+
+    Args:
+        draft: its files; None if it has none. One that is no quantised GGUF file is not `file`.
+    """
     wanted = job.draft_dtype
     if wanted == "target" or (wanted == "auto" and job.dtype == FILE):
-        return Format(dtype, layouts_of(job.dtype))
+        layouts = layouts_of(job.dtype)
+        plainly = layouts.layers == FILE and (draft is None or not grouped_pieces(draft, layouts))
+        return Format(dtype, PLAIN if plainly else layouts)
     if wanted in LAYOUTS:  # the head too: it is most of a small draft, and no distribution changes
         return Format(dtype, Layouts(wanted, wanted))
     return Format(DTYPES.get(wanted, dtype))

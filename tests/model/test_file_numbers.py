@@ -223,3 +223,21 @@ def test_plan_names_the_format_so_that_resume_finds_another_one(tmp_path: Path) 
     plan = make_plan(job_of(write_model(tmp_path / "tiny.gguf", "Q4_0")))
     assert plan.identity()["dtype"] == "file"
     assert plan.layouts == AS_STORED
+
+
+@needs_product
+@pytest.mark.parametrize("draft_dtype", ["auto", "target"])
+def test_plan_counts_a_draft_of_other_files_in_the_format_that_it_gets(
+    draft_dtype: str, tmp_path: Path
+) -> None:
+    target = write_model(tmp_path / "tiny.gguf", "Q4_0")
+    draft = write_model(tmp_path / "draft.gguf", "F16")
+    pair = load_pair("smollm2").model_copy(update={"target": str(target), "draft": str(draft)})
+    words = {"dtype": "file", "draft_dtype": draft_dtype, "device": "cpu", "n": 1}
+    plan = make_plan(make_job(pair, max_new_tokens=4, **words))
+    drafting, files = load_models(plan).drafting, plan.files.draft
+    assert drafting is not None
+    assert files is not None
+    assert not any(isinstance(one, Grouped) for one in drafting.weights.values())
+    assert plan.draft_format.layouts == Layouts()
+    assert plan.draft_format.bytes_of(files.shapes) >= files.size
