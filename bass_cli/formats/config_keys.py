@@ -157,6 +157,7 @@ _OFF_ELSEWHERE: dict[str, tuple[Any, ...]] = {
 }
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _LONGEST = 40  # maximum characters of a key or value in a note
+_REMEDY = "; `pair.decoder` transformers may run the model"
 _NAMED = 12  # maximum keys in a note
 
 
@@ -167,7 +168,7 @@ def read_keys(config: Mapping[str, Any], family: Family, *, place: str) -> dict[
         UserError: an unsupported key changes the computation, or two names of one key differ.
     """
     others = config.keys() - family.reads - family.aliases.keys()
-    refuse_others({key: config[key] for key in others}, NEUTRAL, place=place)
+    refuse_others({key: config[key] for key in others}, NEUTRAL, place=place, remedy=_REMEDY)
     for key in _OFF_IF_NULL.get(str(config.get("model_type")), ()):
         if config.get(key, True) is None:
             raise UserError(f'{place}: key "{key}": None is not supported, only True is')
@@ -195,17 +196,19 @@ def refuse_others(
     *,
     place: str,
     prefix: str = "",
+    remedy: str = "",
 ) -> None:
     """Raise a UserError if one of the keys in `neutral` has another value than None and these.
 
     Args:
         prefix: of the keys in the file.
+        remedy: the end of the message.
     """
     for key, values in neutral.items():
         if not is_neutral(found.get(key), values):
             only = f", only {' or '.join(map(repr, values))} is" if values else ""
             raise UserError(
-                f'{place}: key "{prefix}{key}": {shown(found[key])} is not supported{only}'
+                f'{place}: key "{prefix}{key}": {shown(found[key])} is not supported{only}{remedy}'
             )
 
 

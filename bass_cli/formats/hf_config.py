@@ -334,9 +334,9 @@ def _windows(values: Values, layers: int, family: Family) -> tuple[int, ...]:
         there = False
     window = values.count(key) if there else 0
     if types is None and "sliding_window_pattern" not in values.values:
-        return tuple(window if local else 0 for local in _locals(values, layers))
+        return tuple(window if local else 0 for local in _locals(values, layers, family))
     if types is None:
-        types = [_KINDS[local] for local in _locals(values, layers)]
+        types = [_KINDS[local] for local in _locals(values, layers, family)]
     _check_types(types, layers, values.place)
     if "sliding_attention" in types and not there:
         raise UserError(
@@ -360,14 +360,16 @@ def _check_types(types: Any, layers: int, place: str) -> None:
         raise UserError(f'{place}: key "layer_types": {len(types)} types for {layers} layers')
 
 
-def _locals(values: Values, layers: int) -> tuple[bool, ...]:
+def _locals(values: Values, layers: int, family: Family) -> tuple[bool, ...]:
     """Return for each layer whether it has a window, by the older keys."""
     if "sliding_window_pattern" in values.values:
         pattern = values.count("sliding_window_pattern")
         return tuple(bool((i + 1) % pattern) for i in range(layers))
     if "no_rope_layers" in values.values:
         return tuple(not rotated for rotated in _rotated(values, layers))
-    first = values.count("max_window_layers") if values.values.get("max_window_layers") else 0
+    # a family with the same window in all layers ignores the key
+    counted = family.windows == "types" and values.values.get("max_window_layers")
+    first = values.count("max_window_layers") if counted else 0
     return tuple(i >= first for i in range(layers))
 
 

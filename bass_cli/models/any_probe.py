@@ -91,12 +91,18 @@ def open_config(path: Path, config: Mapping[str, Any]) -> Opened:
     text = found.get_text_config(decoder=True)
     if hasattr(text, "quantization_config"):
         del text.quantization_config  # the weights are dequantised before transformers has them
-    names = None if text is found else _TEXT_NAMES
+    names = None
+    if text is not found:  # either part of config.json may say that the head is the embedding
+        names, text.tie_word_embeddings = _TEXT_NAMES, _is_tied(found) or _is_tied(text)
     if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(
             f'{place}: key "model_type": transformers has no language model for {shown(name)}'
         )
     return Opened(text, names)
+
+
+def _is_tied(config: Any) -> bool:
+    return bool(getattr(config, "tie_word_embeddings", False))
 
 
 def _unknown(config: Mapping[str, Any]) -> str:
@@ -209,6 +215,8 @@ def _check_config(config: Any) -> None:
     """Raise RefusedError for what config.json tells."""
     if getattr(config, "is_encoder_decoder", False):
         raise RefusedError(_cannot(config, "it has an encoder"))
+    if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
+        raise RefusedError(_cannot(config, "tokens of a prompt attend to later ones"))
     kinds = getattr(config, "layer_types", None) or []
     others: dict[str, list[int]] = {}
     for layer, kind in enumerate(kinds):

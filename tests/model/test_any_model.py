@@ -374,3 +374,21 @@ def test_tensors_that_the_model_does_not_use_are_named(
     with caplog.at_level("WARNING", "bass"):
         load(open_checkpoint(tmp_path))
     assert "does not use 1 of its tensors, such as model.other.weight" in caplog.text
+
+
+def test_a_mixture_with_dense_layers_runs_by_the_remedy_of_its_error(tmp_path: Path) -> None:
+    write_any("qwen3_moe", tmp_path, mlp_only_layers=[0])
+    with pytest.raises(UserError, match=r"`pair\.decoder` transformers may run the model"):
+        open_checkpoint(tmp_path)
+    assert load(open_checkpoint(tmp_path, decoder="transformers")).spec.layers == 3
+
+
+def test_windows_of_a_native_mixture_are_those_that_transformers_uses(tmp_path: Path) -> None:
+    """Qwen3-MoE has a window in all layers or in none; its config.json has max_window_layers."""
+    windows = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2}
+    write_any("qwen3_moe", tmp_path, **windows)
+    native, theirs = (
+        open_checkpoint(tmp_path, decoder=way).spec for way in ("auto", "transformers")
+    )
+    assert not isinstance(native, AnySpec)
+    assert native.windows == theirs.windows == (6, 6, 6)

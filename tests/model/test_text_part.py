@@ -25,8 +25,9 @@ from bass_cli.errors import UserError
 from bass_cli.formats.checkpoint import open_checkpoint
 from bass_cli.formats.hf_config import spec_of_config
 from bass_cli.formats.text_part import DEFAULTS, RENAMED, WRAPPERS
+from bass_cli.models.any_model import load_any
 from bass_cli.models.families import FAMILIES
-from bass_cli.models.spec import parameters
+from bass_cli.models.spec import AnySpec, parameters
 from bass_cli.run.plan import make_plan
 
 _TEXT = {"vocab_size": 301, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16,
@@ -246,11 +247,11 @@ def test_wrappers_exist_in_transformers() -> None:
 
 
 @pytest.mark.parametrize("outer", [{}, {"eos_token_id": None}])
-@pytest.mark.parametrize(("wrapper", "family"), [("llava", "llama"), ("paligemma", "gemma2")])
+@pytest.mark.parametrize(("wrapper", "family"), [("llava", "llama"), ("aya_vision", "cohere2")])
 def test_end_of_sequence_may_be_named_for_the_text_part_only(
     wrapper: str, family: str, outer: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Natively (llama) and through transformers (gemma2)."""
+    """Natively (llama) and through transformers (cohere2)."""
     write_any(family, tmp_path)
     place = tmp_path / "config.json"
     text = json.loads(place.read_text()) | {"eos_token_id": 5}
@@ -262,3 +263,32 @@ def test_end_of_sequence_may_be_named_for_the_text_part_only(
     assert found.eos_ids == (5,)
     note = f"only the text part of this {wrapper} model is loaded; prompts cannot have images"
     assert any(note in one for one in found.notes)
+
+
+def _wrapped(folder: Path, **outer: Any) -> None:
+    """Put the config.json of a text model into that of a multimodal one, without tied heads."""
+    place = folder / "config.json"
+    text = json.loads(place.read_text()) | {"tie_word_embeddings": False}
+    wrapper = {"model_type": "aya_vision", "text_config": text, "vision_config": {}}
+    place.write_text(json.dumps(wrapper | outer))
+
+
+def test_a_head_that_only_the_outer_config_ties_is_the_embedding(tmp_path: Path) -> None:
+    model = write_any("cohere2", tmp_path, tie_word_embeddings=True)
+    _wrapped(tmp_path, tie_word_embeddings=True)
+    found = open_checkpoint(tmp_path)
+    assert isinstance(found.spec, AnySpec)
+    config = json.loads((tmp_path / "config.json").read_text())
+    decoder = load_any(
+        tmp_path, config, found.spec, dtype=torch.float32, device=torch.device("cpu")
+    )
+    embedding = model.get_input_embeddings().weight
+    torch.testing.assert_close(decoder.weights["head.weight"], embedding, atol=0, rtol=0)
+
+
+def test_a_prefix_that_attends_to_later_tokens_is_refused(tmp_path: Path) -> None:
+    """transformers sets the key for PaliGemma if the file lacks it."""
+    write_any("gemma2", tmp_path)
+    _wrapped(tmp_path, model_type="paligemma")
+    with pytest.raises(UserError, match="tokens of a prompt attend to later ones"):
+        open_checkpoint(tmp_path)
