@@ -51,13 +51,15 @@ def installed(rivals: Sequence[str], *, cuda: bool, note: Callable[[str], None])
 
 def describe(plan: Plan, *, longest: int, rows: int) -> dict[str, Any]:
     """Describe a plan's target and sampling to a loader, as JSON. Of a target in fp8, vLLM
-    quantises its weights too; other rivals and formats compute in 16 bits.
+    quantises its weights too, if the files do not say another way; other rivals and formats compute
+    in 16 bits.
 
     Args:
         longest: tokens of the longest prompt.
         rows: samples that are generated at once.
     """
     sampling, eos = plan.job.sampling, sorted(plan.eos_ids | plan.stop_ids)
+    quantises = plan.layouts.layers == "fp8" and not plan.files.target.quantised_as
     keys = ("temperature", "top_p", "top_k", "seed", "max_new_tokens", "stop")
     return {
         "model": str(plan.files.target.path),
@@ -68,7 +70,7 @@ def describe(plan: Plan, *, longest: int, rows: int) -> dict[str, Any]:
         "rows": rows,
         "eos": eos,
         "pad": eos[0] if eos else 0,
-        **({"vllm": {"quantization": "fp8"}} if plan.layouts.layers == "fp8" else {}),
+        **({"vllm": {"quantization": "fp8"}} if quantises else {}),
         **{key: getattr(sampling, key) for key in keys},
     }
 

@@ -17,8 +17,9 @@ from bass_cli.config.job import Job, Pair, chosen_pair, make_job
 from bass_cli.config.options import CONTROLLERS
 from bass_cli.engine.verify import Rate
 from bass_cli.errors import UserError, nearest
-from bass_cli.models.spec import HeadSpec, Spec
+from bass_cli.models.spec import FILE, HeadSpec, Spec
 from bass_cli.reading import parse_duration
+from bass_cli.run.pair import check_format_of_draft
 
 PLAIN = "plain"
 # kinds of pairs
@@ -122,6 +123,7 @@ def make_settings(args: BenchArgs) -> Settings:
     tokens = count(args.new_tokens, "new_tokens", 128)
     given = job_options(args, max_new_tokens=tokens, batch_size=max(batch_sizes))
     job = make_job(pair, **given)
+    _check_formats(job, specs)
     rivals = chosen_rivals(args.rivals, job)
     if rivals and args.shape is not None:
         raise UserError("`rivals`: rivals load files; give a pair instead of `shape`")
@@ -173,6 +175,17 @@ def _check_split(args: BenchArgs, job: Job) -> None:
                 f"`{key}`: rivals, and round costs for table, are measured on one device "
                 "only; leave this option or `tensor_parallel` out"
             )
+
+
+def _check_formats(job: Job, specs: RandomSpecs | None) -> None:
+    """Refuse number formats that random weights cannot have. Those of a real pair are checked with
+    its files."""
+    if specs is None:
+        return
+    if job.dtype == FILE:
+        raise UserError("`dtype` file: random weights have no file; use fp32, bf16, int8 or fp8")
+    draft = specs[1]
+    check_format_of_draft(job, loads=draft is not None, reads_hidden=isinstance(draft, HeadSpec))
 
 
 def _check_combination(args: BenchArgs) -> None:

@@ -29,6 +29,7 @@ from bass_cli.lengths.costs import Surface, load_surface, profile_path
 from bass_cli.models.ranks import check_divisible
 from bass_cli.models.spec import AnySpec, Spec, parameters
 from bass_cli.run.sampling import row_sampling
+from bass_kernels import LAYOUTS
 
 # Formats of a draft that reads hidden states
 _OF_HEADS = ("auto", "target", "fp8", "int8")
@@ -135,17 +136,28 @@ def open_files(job: Job, early: Callable[[], Tokenizer | None] = lambda: None) -
 
 def check_draft_dtype(job: Job, draft: Checkpoint | None) -> None:
     """Raise a UserError if the draft has no numbers of its own, or cannot have this format."""
+    reads = draft is not None and draft.head is not None
+    check_format_of_draft(job, loads=draft is not None, reads_hidden=reads)
+    if draft is not None and isinstance(draft.spec, AnySpec) and job.draft_dtype in LAYOUTS:
+        raise UserError(
+            f"`draft_dtype` {job.draft_dtype}: the draft {job.pair.draft} runs through "
+            "transformers' own layers, which have no 8-bit form here; use bf16"
+        )
+
+
+def check_format_of_draft(job: Job, *, loads: bool, reads_hidden: bool) -> None:
+    """Raise a UserError if a draft of this kind cannot have the job's `draft_dtype`.
+
+    Args:
+        loads: whether it has weights of its own.
+        reads_hidden: whether it reads hidden states.
+    """
     wanted = job.draft_dtype
-    if wanted != "auto" and draft is None:
+    if wanted != "auto" and not loads:
         raise UserError(
             f"`draft_dtype` {wanted}: the draft {job.pair.draft} loads no weights; leave it out"
         )
-    if draft is not None and isinstance(draft.spec, AnySpec) and wanted in ("fp8", "int8"):
-        raise UserError(
-            f"`draft_dtype` {wanted}: the draft {job.pair.draft} runs through transformers' own "
-            "layers, which have no 8-bit form here; use bf16"
-        )
-    if draft is not None and draft.head is not None and wanted not in _OF_HEADS:
+    if reads_hidden and wanted not in _OF_HEADS:
         raise UserError(
             f"`draft_dtype` {wanted}: a draft that reads hidden states computes in the target's "
             f"format; use one of {', '.join(_OF_HEADS)}"

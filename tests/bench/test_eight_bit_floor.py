@@ -14,6 +14,7 @@ from bass_cli.bench.rivals import describe
 from bass_cli.bench.shapes import SHAPES, random_weights, scale_layers
 from bass_cli.cli.commands import app
 from bass_cli.config.job import load_pair, make_job
+from bass_cli.formats.checkpoint import Checkpoint
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.spec import MAPS, Layouts
 from bass_cli.run.plan import make_plan
@@ -62,6 +63,9 @@ def test_vllm_quantises_too_where_it_can(dtype, given, tmp_path, monkeypatch):
     plan = make_plan(make_job(load_pair("pair.yaml"), device="cpu", dtype=dtype))
     job = describe(plan, longest=9, rows=2)
     assert (job.get("vllm"), job["dtype"]) == (given, "float32")
+    # vLLM refuses another method than that of the files
+    monkeypatch.setattr(Checkpoint, "quantised_as", ("8 bits (compressed-tensors)",))
+    assert "vllm" not in describe(plan, longest=9, rows=2)
 
 
 def test_bench_of_a_shape_says_its_format():
@@ -70,3 +74,20 @@ def test_bench_of_a_shape_says_its_format():
     found = CliRunner().invoke(app, ["bench", *flags])
     assert found.exit_code == 0, found.stderr
     assert json.loads(found.stdout)["pair"]["target"]["dtype"] == "int8"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--dtype", "file"), "random weights have no file"),
+        (("--draft-dtype", "int8"), "the draft none loads no weights"),
+        (
+            ("--draft-shape", "dspark-8b", "--acceptance", "0.5", "--draft-dtype", "bf16"),
+            "a draft that reads hidden states computes in the target's format",
+        ),
+    ],
+)
+def test_formats_that_random_weights_cannot_have_are_refused(flags, message):
+    found = CliRunner().invoke(app, ["bench", "--shape", "qwen3-8b", "--device", "cpu", *flags])
+    assert found.exit_code == 2, found.output
+    assert message in found.stderr
