@@ -155,7 +155,7 @@ def need_of(settings: Settings, plan: Plan | None, device: torch.device) -> Need
         prompt_tokens=settings.prompt_tokens,
         ranks=ranks,
         extras=Extras(settings.job.sampling.changes_logits),
-        layouts=layouts_of(settings.job.dtype),
+        layouts=layouts_of(settings.job.dtype, None),
         draft_format=draft_format_of(settings.job, dtype, None),
     )
     need = Need(found, max(settings.batch_sizes), settings.new_tokens, device, _OPTIONS)
@@ -182,7 +182,7 @@ def build_models(settings: Settings, plan: Plan | None) -> Models:
         device,
         spec.vocab,
         needed,
-        layouts_of(job.dtype),
+        layouts_of(job.dtype, None),
     )
     return make_models(part, functools.partial(_add_random_draft, settings))
 

@@ -18,7 +18,7 @@ from bass_cli.formats.gguf_blocks import QUANTISED, groups_of
 from bass_cli.formats.tensor_content import Bytes, Stage
 from bass_cli.formats.tensor_files import Entry
 from bass_cli.models.families import Slot
-from bass_cli.models.spec import FILE, Layouts
+from bass_cli.models.spec import FILE, PLAIN, Layouts
 from bass_kernels import GROUP, Grouped
 
 _FOUR_BITS = ("Q4_0", "Q4_1", "Q4_K")
@@ -47,6 +47,13 @@ def grouped_pieces(checkpoint: Checkpoint, layouts: Layouts) -> dict[str, list[P
         for name, pieces in found.items()
         if all(_is_grouped(piece) for piece in pieces)
     }
+
+
+def file_layouts(checkpoint: Checkpoint) -> Layouts:
+    """Return the layouts of a model that keeps the numbers of its file: plain ones if the file has
+    no such matrix, and for a head that it stores as floats."""
+    found = grouped_pieces(checkpoint, Layouts(FILE, FILE))
+    return Layouts(FILE, FILE if "head.weight" in found else None) if found else PLAIN
 
 
 def _is_grouped(piece: Piece) -> bool:

@@ -18,9 +18,8 @@ from bass_cli.config.job import Job
 from bass_cli.config.sampling import Sampling
 from bass_cli.errors import UserError
 from bass_cli.formats.checkpoint import Checkpoint
-from bass_cli.formats.grouped_weights import grouped_pieces
+from bass_cli.formats.grouped_weights import file_layouts
 from bass_cli.formats.sources import read_json
-from bass_cli.models.spec import FILE, Layouts
 from bass_kernels import grouped_works
 
 # Fields of Sampling that generation_config.json may set, if this version of Sampling has them
@@ -53,7 +52,7 @@ def with_stored_dtype(job: Job, target: Checkpoint, device: torch.device) -> Job
         return job
     kept = target.by_row if device.type == "cuda" else None
     if device.type == "cpu" and job.tensor_parallel == 1 and grouped_works():
-        kept = FILE if grouped_pieces(target, Layouts(FILE, FILE)) else None
+        kept = file_layouts(target).layers
     return job if kept is None else job.model_copy(update={"dtype": kept})
 
 

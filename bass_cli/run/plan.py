@@ -25,7 +25,7 @@ from bass_cli.errors import MachineError, UserError
 from bass_cli.formats.checkpoint import Checkpoint
 from bass_cli.formats.continuation import ending_ids
 from bass_cli.formats.gguf_tokenizer import doubts_of
-from bass_cli.formats.grouped_weights import grouped_pieces
+from bass_cli.formats.grouped_weights import file_layouts
 from bass_cli.formats.thinking import Tags, tags_of
 from bass_cli.formats.tokenizer import Tokenizer
 from bass_cli.io.cache import give_kernels_a_cache
@@ -105,7 +105,7 @@ class Plan:
     @property
     def layouts(self) -> Layouts:
         """The layouts of the target's weights."""
-        return layouts_of(self.job.dtype)
+        return layouts_of(self.job.dtype, self.files.target)
 
     @property
     def draft_format(self) -> Format:
@@ -302,7 +302,7 @@ def make_plan(
     job, own = _with_what_files_say(job, files, device)
     dtype = dtype_of(job.dtype, device)
     notes = [*_notes(job, files, dtype), *own]
-    profile, surface = costs_of(job, files, device, _names_of_formats(job, dtype), notes.append)
+    profile, surface = costs_of(job, files, device, _formats_of(job, dtype, files), notes.append)
     tokens = tokens_of(longest_prompt, files.tokenizer, files.target.spec.context)
     found = _footprint(job, files, tokens, device=device, dtype=dtype, wanted=wanted)
     free = usable(free_memory(device))
@@ -436,7 +436,10 @@ def _notes(job: Job, files: Files, dtype: torch.dtype) -> Iterator[str]:
 
 def _notes_on_weights(job: Job, files: Files, dtype: torch.dtype) -> Iterator[str]:
     """Yield a note on each model whose files have quantised weights: what they take when loaded."""
-    formats = Format(dtype, layouts_of(job.dtype)), draft_format_of(job, dtype, files.draft)
+    formats = (
+        Format(dtype, layouts_of(job.dtype, files.target)),
+        draft_format_of(job, dtype, files.draft),
+    )
     for one, own in zip((files.target, files.draft), formats, strict=True):
         if one is not None and one.spec.experts is not None and own.layouts.layers is not None:
             yield (
@@ -484,7 +487,7 @@ def _footprint(
         prompt_tokens=prompt_tokens,
         ranks=job.tensor_parallel,
         extras=Extras(own.changes_logits, own.top, own.scores),
-        layouts=layouts_of(job.dtype),
+        layouts=layouts_of(job.dtype, files.target),
         draft_format=draft_format_of(job, dtype, files.draft),
     )
 
@@ -506,32 +509,28 @@ def dtype_of(wanted: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def layouts_of(wanted: str) -> Layouts:
-    """Return the layouts of a target's weights for a setting of `dtype`."""
+def layouts_of(wanted: str, checkpoint: Checkpoint | None) -> Layouts:
+    """Return the layouts of a model's weights for a setting of `dtype`. checkpoint: None for
+    random weights, which are in no file."""
     if wanted == FILE:
-        return Layouts(FILE, FILE)
+        return PLAIN if checkpoint is None else file_layouts(checkpoint)
     return Layouts(wanted) if wanted in LAYOUTS else PLAIN
 
 
 def draft_format_of(job: Job, dtype: torch.dtype, draft: Checkpoint | None) -> Format:
-    """Return the number formats of a job's draft, whose target computes in `dtype`.
-
-    Args:
-        draft: its files; None if it has none. One that is no quantised GGUF file is not `file`.
-    """
+    """Return the number formats of a job's draft, whose target computes in `dtype`. draft: see
+    `layouts_of`."""
     wanted = job.draft_dtype
     if wanted == "target" or (wanted == "auto" and job.dtype == FILE):
-        layouts = layouts_of(job.dtype)
-        plainly = layouts.layers == FILE and (draft is None or not grouped_pieces(draft, layouts))
-        return Format(dtype, PLAIN if plainly else layouts)
+        return Format(dtype, layouts_of(job.dtype, draft))
     if wanted in LAYOUTS:  # the head too: it is most of a small draft, and no distribution changes
         return Format(dtype, Layouts(wanted, wanted))
     return Format(DTYPES.get(wanted, dtype))
 
 
-def _names_of_formats(job: Job, dtype: torch.dtype) -> str:
+def _formats_of(job: Job, dtype: torch.dtype, files: Files) -> str:
     """Return what the time of a round depends on: the formats of target and draft."""
-    name = name_of_dtype(dtype, layouts_of(job.dtype))
+    name = name_of_dtype(dtype, layouts_of(job.dtype, files.target))
     return name if job.draft_dtype == "auto" else f"{name}, draft {job.draft_dtype}"
 
 
@@ -551,7 +550,7 @@ def _with_format(job: Job, files: Files, device: torch.device) -> tuple[Job, lis
     path = files.target.path
     if job.tensor_parallel > 1:
         raise UserError("`dtype` file: the matrices cannot be split; use `tensor_parallel` 1")
-    if not grouped_pieces(files.target, layouts_of(FILE)):
+    if file_layouts(files.target) == PLAIN:
         raise UserError(
             f"`dtype` file: {path} has no quantised GGUF matrices; use fp32, bf16 or int8"
         )

@@ -3,6 +3,7 @@ the samples with and without drafts, and what cannot be done with them."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from bass_cli.engine.sampling import RowSampling
 from bass_cli.errors import UserError
 from bass_cli.formats.checkpoint import open_checkpoint
 from bass_cli.formats.gguf_blocks import QUANTISED
-from bass_cli.formats.grouped_weights import numbers_of
+from bass_cli.formats.grouped_weights import file_layouts, numbers_of
 from bass_cli.formats.weights import load
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.models.decoder import Decoder
@@ -30,7 +31,7 @@ from bass_cli.run import defaults
 from bass_cli.run import plan as plans
 from bass_cli.run.build import Models, load_models
 from bass_cli.run.pair import Files
-from bass_cli.run.plan import make_plan
+from bass_cli.run.plan import layouts_of, make_plan
 from bass_cli.run.updates import Updates
 from bass_kernels import GROUP, Grouped, grouped_works
 
@@ -241,3 +242,13 @@ def test_plan_counts_a_draft_of_other_files_in_the_format_that_it_gets(
     assert not any(isinstance(one, Grouped) for one in drafting.weights.values())
     assert plan.draft_format.layouts == Layouts()
     assert plan.draft_format.bytes_of(files.shapes) >= files.size
+
+
+@needs_product
+def test_head_that_a_file_stores_as_floats_is_planned_as_floats(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(write_model(tmp_path / "tiny.gguf", "Q4_0"))
+    kept = tuple(one for one in checkpoint.pieces if one.slot.name != "head.weight")
+    floats = replace(checkpoint, pieces=kept, spec=replace(checkpoint.spec, tied=False))
+    assert file_layouts(checkpoint) == AS_STORED
+    assert file_layouts(floats) == Layouts(FILE, None)
+    assert layouts_of("file", floats).of("head.weight") is None
