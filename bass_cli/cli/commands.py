@@ -311,6 +311,8 @@ def pairs(args: PairsArgs) -> None:
             terminal.document(pair_schema(), indent=2)
             return
         if args.models:
+            if args.names:
+                raise UserError("--models prints all architectures; leave out the names of pairs")
             _print_architectures(args, screen)
             return
         from bass_cli.cli.doctor import describe_pairs, pair_lines

@@ -306,6 +306,8 @@ def _chosen(args: DoctorArgs) -> Job | None:
             raise UserError("--kv-dtype needs --pair or --model, whose keys and values it is for")
         if args.dtype is not None:
             raise UserError("--dtype needs --pair or --model, whose weights it is for")
+        if args.decoder is not None:
+            raise UserError("--decoder needs --pair or --model, whose layers it is for")
         return None
     return make_job(
         chosen_pair(args),
@@ -313,6 +315,7 @@ def _chosen(args: DoctorArgs) -> Job | None:
         tensor_parallel=args.tensor_parallel,
         kv_dtype=args.kv_dtype,
         dtype=args.dtype,
+        decoder=args.decoder,
     )
 
 

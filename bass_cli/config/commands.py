@@ -556,6 +556,13 @@ class DoctorArgs(_Document):
         shown="the pair's",
         variable=False,
     )
+    decoder: str | None = flag(
+        "Check --pair or --model with these layers",
+        MODELS,
+        "auto|native|transformers",
+        shown="the pair's",
+        variable=False,
+    )
     threads: int | None = of_job("threads")
 
 

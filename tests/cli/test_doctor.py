@@ -66,6 +66,10 @@ def test_doctor_and_pairs_describe_a_pair_file(place: Path) -> None:
     in_file = json.loads(cli("doctor", "--pair", str(place / "fp8.yaml"), "--json").stdout)
     assert in_file["pair_memory_bytes"]["cache"] == small["pair_memory_bytes"]["cache"]
     assert "--kv-dtype needs --pair" in cli("doctor", "--kv-dtype", "fp8").stderr
+    theirs = json.loads(cli("doctor", "--pair", file, "--decoder", "transformers", "--json").stdout)
+    assert theirs["pair_decoder"].endswith(": transformers' own layers")
+    assert "--decoder needs --pair" in cli("doctor", "--decoder", "native").stderr
+    assert "leave out the names of pairs" in cli("pairs", file, "--models").stderr
     eight, plain = (
         json.loads(cli("doctor", "--pair", file, "--dtype", dtype, "--json").stdout)
         for dtype in ("int8", "fp32")
