@@ -134,7 +134,7 @@ def test_samples_do_not_depend_on_what_their_rows_have_of_the_cache(
 @pytest.fixture
 def ahead(monkeypatch):
     """Every round that may is launched before the last one is over."""
-    monkeypatch.setattr("bass_cli.run.build.Graphs", lambda device: FakeGraphs())
+    monkeypatch.setattr("bass_cli.run.build.Graphs", lambda device, **given: FakeGraphs())
     monkeypatch.setattr(AheadPolicy, "pays", lambda worth, waiting: True)
 
 

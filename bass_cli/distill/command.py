@@ -38,6 +38,7 @@ from bass_cli.distill.settings import (
     sampling_job,
     training_of,
     wanted_tokens,
+    with_floats,
 )
 from bass_cli.distill.training import SECONDS, Places, TrainingRun
 from bass_cli.distill.windows import FEWEST
@@ -92,7 +93,8 @@ class _Distillation:
         if cluster is None:
             configure_threads(job.threads, screen.note)
         screen.phase("checking the models", live=False)  # the hub's client shows what it fetches
-        self._plan = make_plan(job) if cluster is None else plan_of_others(cluster.job)
+        self._job = with_floats(job if cluster is None else cluster.job)
+        self._plan = make_plan(self._job) if cluster is None else plan_of_others(self._job)
 
     def run(self) -> dict[str, Any]:
         """Fill the folder; return the report."""
@@ -279,7 +281,7 @@ class _Distillation:
         spec = TrainingSpec(
             replace(self._args, out=os.path.abspath(places.folder)),
             self._pair,
-            self._cluster.job,
+            self._job,
             os.getcwd(),
             places.samples.stat().st_size,
             SECONDS,

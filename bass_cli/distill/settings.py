@@ -126,9 +126,15 @@ def sampling_job(args: DistillArgs, requested: int | None = None) -> tuple[Pair,
         raise UserError("`dtype` fp16: its range is too small for training; use bf16 or fp32")
     if job.dtype in ("fp8", "int8", "file"):
         raise UserError(f"`dtype` {job.dtype}: training needs 16 bits or more; use bf16 or fp32")
-    if job.dtype == "auto" and device_of(job.device).type == "cpu":  # not a GGUF file's numbers
-        job = job.model_copy(update={"dtype": "fp32"})
     return chosen, job
+
+
+def with_floats(job: Job) -> Job:
+    """Return the job with a target of floats: not of a GGUF file's numbers, as "auto" is on a
+    CPU."""
+    if job.dtype == "auto" and device_of(job.device).type == "cpu":
+        return job.model_copy(update={"dtype": "fp32"})
+    return job
 
 
 def once(args: DistillArgs) -> bool:

@@ -42,8 +42,10 @@ _OPTIONS = {  # by option, as messages name it
             "prompt_column",
             "id_column",
             "echo",
+            "decoder",
         )
     },
+    "lora": "lora lora_request",
     "kv_dtype": "kv_dtype kv_cache_dtype cache_dtype",
     "strict_fields": "strict_fields",
 }
@@ -64,7 +66,7 @@ _UNKNOWN = (
     "no_repeat_ngram_size "
     "diversity_penalty num_beam_groups encoder_repetition_penalty epsilon_cutoff eta_cutoff top_a "
     "tfs_z mirostat dynatemp_range dry_multiplier penalty_alpha guidance_scale negative_prompt "
-    "bad_words_ids truncate_prompt_tokens max_time num_ctx lora_request"
+    "bad_words_ids truncate_prompt_tokens max_time num_ctx"
 )
 
 

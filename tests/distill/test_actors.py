@@ -201,6 +201,7 @@ def test_wrong_options_are_refused_before_models_are_read(here, monkeypatch, fla
 def test_a_driver_without_gpus_plans_for_those_of_the_actors(here):
     """Device and dtype are those of the actors, and all else is the same."""
     _, job = sampling_job(DistillArgs(pair="pair.yaml", out="out"))
+    assert job.dtype == "auto"  # until the device is known
     on_cpu, on_gpu = (plan_of_others(job.model_copy(update={"device": kind})).identity()
                       for kind in ("cpu", "cuda"))  # fmt: skip
     assert on_cpu == make_plan(job.model_copy(update={"device": "cpu"})).identity()

@@ -11,7 +11,7 @@ from test_ragged import case
 from test_triton import DEVICE, close, randn, triton  # noqa: F401 (a fixture)
 
 import bass_kernels as ops
-from bass_kernels import dispatch, reference
+from bass_kernels import dispatch, host, reference
 
 products = pytest.importorskip("bass_kernels.products")
 from bass_kernels import (  # noqa: E402
@@ -160,7 +160,7 @@ def test_a_launch_that_does_not_fit_uses_the_reference_with_one_warning(monkeypa
     """Also if the host does not know the rows of each prompt, as in a captured round."""
     monkeypatch.setattr(dispatch, "_too_large", set())
     given = case(3, torch.float32)
-    due = reference.attention(*given, scale=0.25)
+    due = host.attention(*given, scale=0.25)
     card(monkeypatch, 1024)
     assert not fused_attention.fits(given[0], 8, 16)
     with caplog.at_level(logging.WARNING):

@@ -29,8 +29,8 @@ class FakeGraphs(Graphs):
         self.enabled, self.ticks, self.done = True, ticks or Ticks(), []
         self._free = 0.0  # when the device will have finished its work
 
-    def compile(self, functions):
-        pass
+    def compile(self, functions, note=None):
+        return False
 
     def run(self, key, function):
         self.ticks.seconds += 0.05
