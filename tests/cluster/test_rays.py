@@ -6,6 +6,7 @@ Actors and driver are killed and a node joins; the file equals that of one undis
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import json
 import os
@@ -53,7 +54,14 @@ def bass(*arguments: str) -> tuple[int, str]:
 def driver(place: Path, *arguments: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "bass_cli", "generate", *FLAGS, *arguments]
     with (place / "log").open("ab") as log:
-        return subprocess.Popen(command, cwd=place, stderr=log, stdout=log)
+        return subprocess.Popen(
+            command,
+            cwd=place,
+            stderr=log,
+            stdout=log,
+            # a shell starts background jobs with SIGINT ignored
+            preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+        )
 
 
 def parent_of(process: int) -> int:
