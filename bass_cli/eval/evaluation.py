@@ -20,7 +20,8 @@ from bass_cli.errors import UserError
 from bass_cli.eval import scoring
 from bass_cli.eval.judging import check_verdicts, verdicts_path
 from bass_cli.eval.samples import read_generations
-from bass_cli.eval.tasks import Problem, PromptFormat, Task, load_task, prompt_format, shape_prompt
+from bass_cli.eval.tasks import load_task
+from bass_cli.eval.tasks.task import Problem, PromptFormat, Task, prompt_format, shape_prompt
 from bass_cli.generation import (
     Drawing,
     LocalBackend,

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bass_cli.eval.samples import COUNTED, Generation, GenerationFile
-from bass_cli.eval.tasks import Task
+from bass_cli.eval.tasks.task import Task
 from bass_cli.io.console import Screen
 
 PASSED = "passed"

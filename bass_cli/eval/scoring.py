@@ -26,7 +26,8 @@ from bass_cli.eval.samples import (
     guess_task,
     read_generations,
 )
-from bass_cli.eval.tasks import Task, load_task
+from bass_cli.eval.tasks import load_task
+from bass_cli.eval.tasks.task import Task
 from bass_cli.io.console import Screen
 from bass_cli.io.resume import manifest_path
 from bass_cli.io.saving import (

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import pytest
 
 from bass_cli.errors import UserError
-from bass_cli.eval.tasks import Problem
+from bass_cli.eval.tasks.task import Problem
 from bass_cli.sandbox.programs import DEFAULT_LIMITS, Ending, Limits, Program
 
 

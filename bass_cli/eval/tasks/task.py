@@ -1,0 +1,146 @@
+"""The base class of a task: its problems, its prompts, and how an answer is scored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal, NamedTuple, cast, get_args
+
+from bass_cli.errors import UserError, nearest
+from bass_cli.io.readers import open_source
+from bass_cli.reading import is_unicode
+from bass_cli.reading import whole as whole_number
+from bass_cli.sandbox.programs import Program
+
+PromptFormat = Literal["raw", "strip", "strip-nl", "chat"]
+# a check for each field, by name; it raises ValueError if the value has another type
+Fields = Mapping[str, Callable[[Any], Any]]
+
+
+class Problem(NamedTuple):
+    """One problem: the data set's own prompt, and all fields of its record."""
+
+    task_id: str
+    prompt: str
+    fields: Mapping[str, Any]
+
+
+class Defaults(NamedTuple):
+    """Sampling options of a task. The pair and the user can override them."""
+
+    temperature: float = 0.2
+    top_p: float = 0.95
+    max_new_tokens: int = 512
+
+
+def identity(value: Any) -> str:
+    """Return a record's identifier, a text or a whole number, as text."""
+    if not isinstance(value, str):
+        return str(whole_number(value))
+    if not is_unicode(value):
+        raise ValueError("it contains half of a surrogate pair, which is not valid text")
+    return value
+
+
+class Task:
+    """A set of problems, and how to prompt and score them.
+
+    Attributes:
+        executes: scoring runs programs (`program`). Otherwise texts are rated (`rate`).
+        stops: strings that end a completion. Chat answers do not use them.
+        source: the default data: a file, or hf:NAME[:CONFIG][:SPLIT].
+        needed, optional: checks of the fields of a record. Optional ones may be missing or null.
+        problems: problems by task_id, in the data set's order.
+
+    Args:
+        data: like `source`.
+
+    Raises:
+        UserError: the data is invalid.
+    """
+
+    name: ClassVar[str]
+    executes: ClassVar[bool] = True
+    defaults: ClassVar[Defaults] = Defaults()
+    stops: ClassVar[Sequence[str]]
+    source: ClassVar[str]
+    needed: ClassVar[Fields]
+    optional: ClassVar[Fields] = {}
+
+    def __init__(self, data: str | None = None) -> None:
+        self.problems = self._read(data or self.source)
+
+    def problem(self, record: dict[str, Any]) -> Problem:
+        """Return the problem of a record with valid fields. ValueError if it is no problem."""
+        raise NotImplementedError
+
+    def question(self, problem: Problem) -> str:
+        """Return the question for a chat model."""
+        raise NotImplementedError
+
+    def completion(self, problem: Problem, text: str, *, chat: bool) -> str:
+        """Return what a model's text adds after the data set's own prompt."""
+        raise NotImplementedError
+
+    def program(self, problem: Problem, text: str, *, whole: bool) -> Program:
+        """Return the program with a model's text, and its tests.
+
+        `whole`: the text is the whole program. Otherwise it continues the prompt.
+        """
+        raise NotImplementedError
+
+    def rate(self, problem: Problem, text: str) -> dict[str, float]:
+        """Return the scores of a text, as fractions of 1."""
+        raise NotImplementedError
+
+    def _read(self, source: str) -> dict[str, Problem]:
+        """Return the problems of the data by task_id. Errors name file, line and field."""
+        found: dict[str, Problem] = {}
+        for place, record in _records(source):
+            if not isinstance(record, dict):
+                raise UserError(f"{place}: a problem must be a JSON object")
+            for field, check in {**self.optional, **self.needed}.items():
+                if field in self.needed and field not in record:
+                    raise UserError(
+                        f'{place}: field "{field}": it is missing; {nearest(field, record)}'
+                    )
+                if field in self.needed or record.get(field) is not None:
+                    try:
+                        check(record[field])
+                    except ValueError as error:
+                        raise UserError(f'{place}: field "{field}": {error}') from None
+            try:
+                problem = self.problem(record)
+            except ValueError as error:
+                raise UserError(f"{place}: {error}") from None
+            if problem.task_id in found:
+                raise UserError(f'{place}: problem "{problem.task_id}" occurs twice in the data')
+            found[problem.task_id] = problem
+        if not found:
+            raise UserError(f"{source}: it contains no problems")
+        return found
+
+
+def _records(source: str) -> Iterator[tuple[str, Any]]:
+    opened = open_source(source)
+    if opened.kind == "txt":
+        raise UserError(
+            f"{source}: a text file has no fields; use a .jsonl, .json or .parquet file"
+        )
+    yield from ((f"{opened.label}:{line}", record) for line, record in opened.records())
+
+
+def prompt_format(name: str) -> PromptFormat:
+    """Return the prompt format of that name. UserError if there is none."""
+    if name not in get_args(PromptFormat):
+        raise UserError(
+            f'`prompt_format`: there is no "{name}"; {nearest(name, get_args(PromptFormat))}'
+        )
+    return cast(PromptFormat, name)
+
+
+def shape_prompt(prompt: str, form: PromptFormat) -> str:
+    """Return a completion prompt in a format.
+
+    "strip" removes white space at both ends, "strip-nl" removes newlines.
+    """
+    return {"strip": prompt.strip(), "strip-nl": prompt.strip("\n")}.get(form, prompt)
