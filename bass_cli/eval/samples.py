@@ -7,7 +7,7 @@ reads the manifest beside the file.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite
@@ -15,15 +15,13 @@ from typing import Any, NamedTuple
 
 from bass_cli.errors import UserError, near_word
 from bass_cli.eval.tasks import TASKS
-from bass_cli.io.compressed import BrokenDataError
-from bass_cli.io.linefile import live_path, result_lines
+from bass_cli.io.lines import read_records
 from bass_cli.io.resume import read_manifest, samples_of
-from bass_cli.reading import finite, open_regular, parse_json, whole
+from bass_cli.reading import finite, whole
 
 UNFINISHED = ("budget", "error")
 COUNTED = ("tokens", "rounds", "drafted", "accepted")
 PREFIXES = {"HumanEval/": "humaneval", "Mbpp/": "mbpp"}
-_LINE_BYTES = 1 << 26  # most bytes of a line; a small gzip file can hold a line of any length
 
 
 class Generation(NamedTuple):
@@ -97,7 +95,7 @@ def read_generations(path: str) -> GenerationFile:
     rows: list[Generation] = []
     seen: dict[tuple[str, int], int] = {}
     order: Counter[str] = Counter()
-    for number, row in _records(path, notes):
+    for number, _, row in read_records(path, notes):
         place = f"{path}:{number}"
         for sample in samples_of(row) if _is_ours(row) else [row]:
             one = _read_row(sample, place, number, order)
@@ -117,53 +115,9 @@ def read_generations(path: str) -> GenerationFile:
     return GenerationFile(path, tuple(rows), manifest, budget, tuple(notes))
 
 
-def _records(path: str, notes: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the line number, from 1, and the JSON object of each line that is not blank."""
-    broken: tuple[int, str] | None = None
-    try:
-        live = live_path(path)
-        if live != path:
-            notes.append(f"the run has not ended; its samples so far are in {live}")
-        with open_regular(live) as file:
-            stream = result_lines(file, live)
-            for at, line in enumerate(iter(lambda: stream.readline(_LINE_BYTES + 1), b""), 1):
-                if len(line) > _LINE_BYTES:
-                    raise UserError(f"{path}:{at}: the line has more than {_LINE_BYTES >> 20} MB")
-                if not line.strip():
-                    continue
-                if broken is not None:
-                    raise UserError(f"{path}:{broken[0]}: {broken[1]}")
-                value = _parse(line)
-                if isinstance(value, dict):
-                    yield at, value
-                else:
-                    broken = at, value
-            if not getattr(getattr(stream, "raw", None), "is_whole", True):
-                notes.append("the compressed data is cut short; later lines are missing")
-    except OSError as error:
-        raise UserError(
-            f"{path}: cannot read the generation file: {error.strerror or error}"
-        ) from None
-    except BrokenDataError as error:
-        raise UserError(f"{path}: {error}") from None
-    if broken is not None:
-        notes.append(f"line {broken[0]}, the last one, is incomplete and was left out")
-
-
 def _is_ours(row: dict[str, Any]) -> bool:
     """Whether the line is of bass, in a layout that may leave out the finish reason."""
     return isinstance(row.get("samples"), list) or row.keys() >= {"id", "sample", "text"}
-
-
-def _parse(line: bytes) -> dict[str, Any] | str:
-    """Return a line's object, or the reason why it has none."""
-    try:
-        value = parse_json(line.decode("utf-8-sig"))
-    except UnicodeDecodeError:
-        return "the text is not valid UTF-8"
-    except ValueError as error:
-        return str(error)
-    return value if isinstance(value, dict) else "a line must be a JSON object, {...}"
 
 
 def _read_row(row: dict[str, Any], place: str, number: int, order: Counter[str]) -> Generation:
