@@ -1,18 +1,18 @@
 """Build the report from outcomes: a dict for JSON, whose keys docs/EVAL.md explains. Show it.
 
 Shares are fractions of 1, times are in seconds. The table on the screen has percent, in the terms
-of the BASS paper (arXiv 2404.15778). The arithmetic (pass@k, ranking, statistics) is here too.
+of the BASS paper (arXiv 2404.15778). statistics.py has the arithmetic.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bass_cli.eval.samples import COUNTED, Generation, GenerationFile
+from bass_cli.eval.statistics import mean, overshoot, pass_at_k, ratio, spread
 from bass_cli.eval.tasks.task import Task
 from bass_cli.io.console import Screen
 
@@ -234,23 +234,6 @@ def _gaps(file: GenerationFile, problems: Mapping[str, Outcomes], known: int) ->
     return notes
 
 
-def pass_at_k(samples: int, passed: int, k: int) -> float | None:
-    """Return the chance that at least one of k samples passes.
-
-    The k samples are drawn without replacement from `samples`, of which `passed` pass. Computes
-    1 - C(n-c, k) / C(n, k) as a product, which neither overflows nor cancels (Chen et al. 2021,
-    arXiv 2107.03374, figure 3). None with fewer than k samples: then no unbiased estimate exists.
-    """
-    assert 0 <= passed <= samples
-    assert k >= 1
-    if samples < k:
-        return None
-    failed = samples - passed
-    if failed < k:
-        return 1.0
-    return 1.0 - math.prod(1.0 - k / number for number in range(failed + 1, samples + 1))
-
-
 def first_ranked(finished: Iterable[Generation]) -> Generation | None:
     """Return the sample with the highest mean log-probability (Pass@First of arXiv 2404.15778).
 
@@ -261,58 +244,6 @@ def first_ranked(finished: Iterable[Generation]) -> Generation | None:
         return -math.inf if one.mean_logprob is None else one.mean_logprob, -one.sample
 
     return max(finished, key=key, default=None)
-
-
-def mean(values: Iterable[float]) -> float | None:
-    """Return the arithmetic mean. None without values."""
-    found = list(values)
-    return math.fsum(found) / len(found) if found else None
-
-
-def ratio(part: float | None, whole: float | None) -> float | None:
-    """Return part / whole. None if either is unknown or the whole is 0."""
-    return part / whole if part is not None and whole else None
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    """Return a quantile, linear between neighbours (numpy's default definition)."""
-    ordered = sorted(values)
-    position = share * (len(ordered) - 1)
-    below = math.floor(position)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (position - below) * (ordered[above] - ordered[below])
-
-
-def spread(values: Sequence[float]) -> dict[str, float] | None:
-    """Return mean, median, p90 and max. None without values."""
-    if not values:
-        return None
-    return {
-        "mean": math.fsum(values) / len(values),
-        "median": statistics.median(values),
-        "p90": quantile(values, 0.9),
-        "max": max(values),
-    }
-
-
-def overshoot(values: Sequence[float]) -> dict[str, float] | None:
-    """Return statistics of how late problems were. None without values.
-
-    Args:
-        values: seconds beyond the deadline for each problem, negative if early.
-
-    Returns:
-        median, p90, p99 and max in seconds, and `share_over`, the fraction of late problems.
-    """
-    if not values:
-        return None
-    return {
-        "median": statistics.median(values),
-        "p90": quantile(values, 0.9),
-        "p99": quantile(values, 0.99),
-        "max": max(values),
-        "share_over": sum(value > 0 for value in values) / len(values),
-    }
 
 
 def show(document: dict[str, Any], screen: Screen) -> None:

