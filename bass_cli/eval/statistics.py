@@ -110,12 +110,12 @@ def bootstrap(values: Iterable[float], *, seed: int = SEED) -> Estimate | None:
     if len(found) < 2:
         return Estimate(middle, None, None, None, len(found), "bootstrap")
     distinct, counts = numpy.unique(found, return_counts=True)
-    generator, means = numpy.random.RandomState(seed), []
-    while (left := RESAMPLES - sum(map(len, means))) > 0:
-        size = min(left, max(1, _CELLS // len(distinct)))
-        drawn = generator.multinomial(len(found), counts / len(found), size=size)
-        means.append(drawn @ distinct / len(found))
-    everything = numpy.concatenate(means)
+    generator, size = numpy.random.RandomState(seed), max(1, _CELLS // len(distinct))
+    everything = numpy.empty(RESAMPLES)
+    for start in range(0, RESAMPLES, size):
+        block = everything[start : start + size]
+        drawn = generator.multinomial(len(found), counts / len(found), size=len(block))
+        block[:] = drawn @ distinct / len(found)
     tail = (1 - CONFIDENCE) / 2
     low, high = (float(one) for one in numpy.quantile(everything, (tail, 1 - tail)))
     error = float(everything.std(ddof=1))
