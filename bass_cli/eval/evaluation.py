@@ -128,7 +128,7 @@ class Evaluation:
         for out in samples:
             check_name(out, overwrite=overwrite)
             scoring.check_report(self.report_path(out), out, overwrite=overwrite)
-        if self.task.executes:
+        if not self.task.rates:
             check_verdicts(verdicts_path(self.out))
 
     def plan(self) -> Plan:
@@ -210,7 +210,7 @@ class Evaluation:
     def _content(self, problem: Problem) -> tuple[str | None, list[dict[str, Any]] | None]:
         """Return the prompt's text or its messages."""
         if self.form == "chat":
-            return None, [{"role": "user", "content": self.task.question(problem)}]
+            return None, list(self.task.messages(problem))
         return shape_prompt(problem.prompt, self.form), None
 
     def _shape(self, completion: Completion) -> Completion:

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from bass_cli.errors import MachineError, UserError
+from bass_cli.eval.tasks.task import Check
 from bass_cli.io.saving import check_place, open_locked, refuse_foreign
 from bass_cli.reading import finite, is_unicode, os_errors_as, parse_object, text, whole
 from bass_cli.sandbox.programs import Ending, Program, Sandbox
@@ -216,6 +217,34 @@ def judge(
             done += len(waiting[name])
             progress(done, total)
     return {key: store.verdicts[name] for key, name in digests.items()}
+
+
+def check_answers(
+    cases: Iterable[tuple[Key, str, Callable[[], Check]]],
+    store: VerdictStore,
+    *,
+    progress: Callable[[int, int], None],
+    total: int,
+) -> dict[Key, Verdict]:
+    """Return a verdict for each key, of answers that are compared without a program.
+
+    Args:
+        cases: for each key, everything that the check depends on, and the check.
+        store: verdicts that are known. Their checks are not run; new verdicts are added.
+        progress: called with the number of cases that have a verdict and the number of cases.
+        total: the number of cases.
+    """
+    found: dict[Key, Verdict] = {}
+    for (task_id, sample), content, check in cases:
+        name = hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()
+        verdict = store.verdicts.get(name)
+        if verdict is None:
+            status, detail = check()
+            verdict = Verdict(task_id, sample, name, status, detail[-DETAIL:], 0.0, {})
+        found[task_id, sample] = verdict._replace(task_id=task_id, sample=sample)
+        store.add(found[task_id, sample])
+        progress(len(found), total)
+    return found
 
 
 def _run(

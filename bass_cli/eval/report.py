@@ -25,7 +25,7 @@ Rating = dict[str, float]
 
 
 class Outcome(NamedTuple):
-    """A sample with the status of its verdict, or with its ratings if the task runs no programs."""
+    """A sample with the status of its verdict, or with its ratings if the task rates texts."""
 
     generation: Generation
     status: str
@@ -61,12 +61,12 @@ def build(
         ks: values of k for pass@k. Default: those of 1, 10 and 100 that have enough samples.
         isolation: how the programs were isolated.
     """
-    rows = [_problem(name, one, task.executes, file.budget) for name, one in problems.items()]
+    rows = [_problem(name, one, not task.rates, file.budget) for name, one in problems.items()]
     everything = [outcome for outcomes in problems.values() for outcome in outcomes]
     ranked = any(outcome.generation.mean_logprob is not None for outcome in everything)
     notes = [*file.notes, *_gaps(file, problems, len(task.problems))]
     notes += _unranked(everything) if ranked else [BY_ORDER]
-    quality = _passes(problems, rows, ks, notes) if task.executes else {"rouge": _rouge(rows)}
+    quality = _passes(problems, rows, ks, notes) if not task.rates else {"rouge": _rouge(rows)}
     return {
         "task": task.name,
         "file": file.path,
@@ -85,14 +85,14 @@ def build(
 
 
 def _problem(
-    task_id: str, outcomes: Outcomes, executes: bool, budget: float | None
+    task_id: str, outcomes: Outcomes, judged: bool, budget: float | None
 ) -> dict[str, Any]:
     finished = [outcome for outcome in outcomes if outcome.generation.finished]
     ranked_first = first_ranked(outcome.generation for outcome in finished)
     first = next((one for one in finished if one.generation is ranked_first), None)
     row: dict[str, Any] = {"task_id": task_id, "samples": len(outcomes), "finished": len(finished)}
     row["late"] = sum(outcome.generation.late for outcome in outcomes)
-    if executes:
+    if judged:
         row["passed"] = sum(outcome.passed for outcome in outcomes)
         row["pass_first"] = first is not None and first.passed
         row["pass_all"] = row["passed"] > 0

@@ -10,14 +10,21 @@ import functools
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from bass_cli.config.commands import EvaluateArgs, ScoreArgs
 from bass_cli.errors import UserError
 from bass_cli.eval import report
-from bass_cli.eval.judging import Key, VerdictStore, isolation_of, judge, verdicts_path
+from bass_cli.eval.judging import (
+    Key,
+    VerdictStore,
+    check_answers,
+    isolation_of,
+    judge,
+    verdicts_path,
+)
 from bass_cli.eval.report import Outcome
 from bass_cli.eval.samples import (
     Generation,
@@ -27,7 +34,7 @@ from bass_cli.eval.samples import (
     read_generations,
 )
 from bass_cli.eval.tasks import load_task
-from bass_cli.eval.tasks.task import Task
+from bass_cli.eval.tasks.task import Check, Task
 from bass_cli.io.console import Screen
 from bass_cli.io.resume import manifest_path
 from bass_cli.io.saving import (
@@ -109,10 +116,13 @@ def parse_ks(text: str) -> list[int]:
 
 
 def refuse_without_programs(task: Task, args: EvaluateArgs | ScoreArgs) -> None:
-    """Raise UserError for an option about programs if the task runs none."""
-    for key in ("k", "workers", "timeout", "rejudge") if not task.executes else ():
+    """Raise UserError for an option about programs or verdicts if the task has none."""
+    of_programs = () if task.executes else ("workers", "timeout")
+    of_verdicts = ("k", "rejudge") if task.rates else ()
+    for key in (*of_verdicts, *of_programs):
         if getattr(args, key):
-            raise UserError(f"`{key}`: {task.name} has no programs to run; leave it out")
+            what = "verdicts" if key in of_verdicts else "programs to run"
+            raise UserError(f"`{key}`: {task.name} has no {what}; leave it out")
 
 
 def check_report(path: str | None, samples: str, *, overwrite: bool, sweep: bool = False) -> None:
@@ -208,7 +218,7 @@ def score(
     """
     check_report(report_path, file.path, overwrite=options.overwrite)
     problems = by_problem(file, task.problems)
-    if task.executes:
+    if not task.rates:
         path = verdicts or verdicts_path(file.path)
         outcomes, isolation = _judge(task, problems, options, path, screen, announced=announced)
     else:
@@ -227,6 +237,8 @@ def _judge(
 ) -> tuple[dict[str, list[Outcome]], dict[str, str] | None]:
     """Get a verdict on every finished sample, from the verdict file or from the sandbox.
 
+    A task without programs compares the answers in this process.
+
     Returns:
         The outcomes by problem, and how the programs were isolated.
     """
@@ -243,15 +255,20 @@ def _judge(
     ):
         if store.verdicts:
             screen.note(
-                f"{store.path}: continuing, {len(store.verdicts)} programs have a verdict already"
+                f"{store.path}: continuing, {len(store.verdicts)} "
+                f"{'programs' if task.executes else 'answers'} have a verdict already"
             )
-        verdicts = judge(
-            _programs(task, problems),
-            store,
-            options.limits._asdict(),
-            progress=progress,
-            open_sandbox=open_sandbox,
-        )
+        if task.executes:
+            verdicts = judge(
+                _programs(task, problems),
+                store,
+                options.limits._asdict(),
+                progress=progress,
+                open_sandbox=open_sandbox,
+            )
+        else:
+            cases = _cases(task, problems)
+            verdicts = check_answers(cases, store, progress=progress, total=total)
     outcomes = {
         name: [
             Outcome(row, verdicts[name, row.sample].status)
@@ -271,6 +288,17 @@ def _programs(task: Task, problems: Problems) -> Iterator[tuple[Key, Program]]:
         for row in rows:
             if row.finished:
                 yield (name, row.sample), task.program(problem, row.text, whole=row.whole)
+
+
+def _cases(task: Task, problems: Problems) -> Iterator[tuple[Key, str, Callable[[], Check]]]:
+    """Yield the check of every finished sample, and everything that it depends on."""
+    for name, rows in problems.items():
+        problem = task.problems[name]
+        key = task.check_key(problem)
+        for row in rows:
+            if row.finished:
+                check = functools.partial(task.check, problem, row.text)
+                yield (name, row.sample), f"{key}\0{row.text}", check
 
 
 def check_sandbox(screen: Screen, *, consent: bool) -> None:

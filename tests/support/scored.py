@@ -33,7 +33,7 @@ class Isolation(NamedTuple):
 class Programs:
     """A task whose answers are programs; `tests` go after them."""
 
-    name, executes = "humaneval", True
+    name, executes, rates = "humaneval", True, False
 
     def __init__(self, problems: dict[str, Problem]) -> None:
         self.problems = problems
@@ -45,7 +45,7 @@ class Programs:
 class Texts:
     """A task whose answers are rated: by their length, so that a test knows the figures."""
 
-    name, executes = "xsum", False
+    name, executes, rates = "xsum", False, True
 
     def __init__(self, problems: dict[str, Problem]) -> None:
         self.problems, self.rated = problems, Counter[str]()

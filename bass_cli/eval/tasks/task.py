@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, cast, get_args
 
@@ -32,6 +33,13 @@ class Defaults(NamedTuple):
     max_new_tokens: int = 512
 
 
+class Check(NamedTuple):
+    """The verdict on an answer: "passed", "failed" or "no answer", and one line about it."""
+
+    status: str
+    detail: str = ""
+
+
 def identity(value: Any) -> str:
     """Return a record's identifier, a text or a whole number, as text."""
     if not isinstance(value, str):
@@ -45,7 +53,9 @@ class Task:
     """A set of problems, and how to prompt and score them.
 
     Attributes:
-        executes: scoring runs programs (`program`). Otherwise texts are rated (`rate`).
+        executes: scoring runs programs in the sandbox (`program`).
+        rates: scoring rates texts (`rate`), so that no sample passes or fails. A task that neither
+            executes nor rates compares answers (`check`).
         stops: strings that end a completion. Chat answers do not use them.
         source: the default data: a file, or hf:NAME[:CONFIG][:SPLIT].
         needed, optional: checks of the fields of a record. Optional ones may be missing or null.
@@ -60,6 +70,7 @@ class Task:
 
     name: ClassVar[str]
     executes: ClassVar[bool] = True
+    rates: ClassVar[bool] = False
     defaults: ClassVar[Defaults] = Defaults()
     stops: ClassVar[Sequence[str]]
     source: ClassVar[str]
@@ -77,6 +88,10 @@ class Task:
         """Return the question for a chat model."""
         raise NotImplementedError
 
+    def messages(self, problem: Problem) -> list[dict[str, str]]:
+        """Return the messages for a chat model."""
+        return [{"role": "user", "content": self.question(problem)}]
+
     def completion(self, problem: Problem, text: str, *, chat: bool) -> str:
         """Return what a model's text adds after the data set's own prompt."""
         raise NotImplementedError
@@ -87,6 +102,24 @@ class Task:
         `whole`: the text is the whole program. Otherwise it continues the prompt.
         """
         raise NotImplementedError
+
+    def check(self, problem: Problem, text: str) -> Check:
+        """Compare the answer in a model's text with the right one."""
+        raise NotImplementedError
+
+    def check_key(self, problem: Problem) -> str:
+        """Return everything that the result of `check` depends on beside the model's text.
+
+        A sample is checked again only if its text or this key has changed.
+        """
+        return json.dumps([self.name, dict(problem.fields)], default=str)
+
+    def answer(self, problem: Problem, text: str) -> str | None:
+        """Return the answer in a text, in a form in which equal answers are equal texts.
+
+        None if the text has no answer, or if the task has no rule to find it.
+        """
+        return None
 
     def rate(self, problem: Problem, text: str) -> dict[str, float]:
         """Return the scores of a text, as fractions of 1."""

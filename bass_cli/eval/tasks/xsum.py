@@ -17,7 +17,7 @@ class Xsum(Task):
     of words and the longest common subsequence, with stemming.
     """
 
-    name, executes = "xsum", False
+    name, executes, rates = "xsum", False, True
     defaults = Defaults(max_new_tokens=128)
     stops = ("\n\n", "\nArticle:")
     source = "hf:EdinburghNLP/xsum:test"
