@@ -7,6 +7,7 @@ keys (each row's own), T positions of the prompt store.
 """
 
 from . import acceptance, experts, host, likeliest, processing, reference, rounds, sampling
+from .delta_rule import DeltaState, DeltaWeights, delta_prompt, delta_round
 from .dispatch import (
     attention_schedule,
     by_device,
@@ -69,6 +70,8 @@ __all__ = [
     "ChosenDrafts",
     "Clamp",
     "ConfidenceStats",
+    "DeltaState",
+    "DeltaWeights",
     "DeviceGroups",
     "Distances",
     "Distribution",
@@ -93,6 +96,8 @@ __all__ = [
     "compiling",
     "count_block",
     "count_prompts",
+    "delta_prompt",
+    "delta_round",
     "distance_gradient",
     "distances",
     "draft_sample",
