@@ -23,6 +23,7 @@ drafts
 lengths
 run
 cluster
+rank
 generation ray
 batch | bench | eval | distill | logprobs
 cli __main__

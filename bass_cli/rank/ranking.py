@@ -1,0 +1,162 @@
+"""What a ranker sees, what it returns, and the order that follows from its scores.
+
+A Group has the finished samples of one prompt. It holds no tests of a task, so no ranker can use
+them. The rankers that need no model are made here by name; the others are in files of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from bass_cli.errors import UserError, nearest
+from bass_cli.rank.majority import votes
+from bass_cli.rank.static import checks_passed
+
+Scores = Sequence[float | None]
+
+LOGPROB = "logprob"
+REWARD = "reward:"
+# What each ranker scores, for messages and help
+WORDS: Mapping[str, str] = {
+    LOGPROB: "mean log-probability",
+    "static": "checks of the program",
+    "majority": "share of samples with the same answer",
+    "reverse": "log-probability of the prompt given the answer",
+    "tests": "agreement on generated tests",
+    f"{REWARD}MODEL": "a reward model",
+}
+
+
+class Candidate(NamedTuple):
+    """A finished sample as rankers see it.
+
+    Attributes:
+        text: What the model wrote.
+        finish_reason: None if unknown.
+        mean_logprob: None if unknown.
+        program: Python source with the sample's code; None if the sample is not code.
+        answer: The answer that was extracted from the text; None if nothing was extracted.
+    """
+
+    sample: int
+    text: str
+    finish_reason: str | None = None
+    mean_logprob: float | None = None
+    program: str | None = None
+    answer: str | None = None
+
+
+class Group(NamedTuple):
+    """The finished samples of one prompt.
+
+    Attributes:
+        prompt: The text of the prompt, without tests of a task; None if unknown.
+        entry_point: The name of the function that the prompt describes; None if unknown.
+    """
+
+    id: str
+    prompt: str | None
+    candidates: Sequence[Candidate]
+    entry_point: str | None = None
+
+
+class Ranker(Protocol):
+    """Scores samples.
+
+    Attributes:
+        name: Its key in `scores` of a result line.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def scores(self, groups: Iterable[Group]) -> Iterator[Scores]:
+        """Yield for each group a score of each candidate, in their order.
+
+        Higher is better. None: the sample has no score, and is ranked last. `groups` may be
+        iterated over more than once.
+        """
+
+
+class GroupRanker:
+    """A ranker that needs nothing but a function of one group."""
+
+    def __init__(self, name: str, rate: Callable[[Group], Scores]):
+        self.name, self._rate = name, rate
+
+    def scores(self, groups: Iterable[Group]) -> Iterator[Scores]:
+        """Yield the scores of each group."""
+        return map(self._rate, groups)
+
+
+def _logprobs(group: Group) -> Scores:
+    """Return mean log-probabilities, the ranking of the BASS paper (arXiv 2404.15778)."""
+    return [one.mean_logprob for one in group.candidates]
+
+
+def _static(group: Group) -> Scores:
+    return [
+        checks_passed(one.program, one.finish_reason, group.entry_point) for one in group.candidates
+    ]
+
+
+def _majority(group: Group) -> Scores:
+    return votes([(one.answer, one.program, one.text) for one in group.candidates])
+
+
+_WITHOUT_MODEL: Mapping[str, Callable[[Group], Scores]] = {
+    LOGPROB: _logprobs,
+    "static": _static,
+    "majority": _majority,
+}
+
+
+def parse_rankers(text: str, key: str) -> list[str]:
+    """Parse "logprob,static" to distinct names.
+
+    Args:
+        key: The option, for messages.
+
+    Raises:
+        UserError: A name is unknown or given twice.
+    """
+    names = [one.strip() for one in text.split(",")]
+    for name in names:
+        if name not in WORDS and not (name.startswith(REWARD) and name != REWARD):
+            raise UserError(f'{key}: there is no ranker "{name}"; {nearest(name, WORDS)}')
+        if name == f"{REWARD}MODEL":
+            raise UserError(f"{key}: {name}: give a model in place of MODEL")
+        if names.count(name) > 1:
+            raise UserError(f'{key}: "{name}" is given twice')
+    return names
+
+
+def needs_model(name: str) -> bool:
+    """Whether a ranker runs a model."""
+    return name not in _WITHOUT_MODEL
+
+
+def ranker_without_model(name: str) -> Ranker:
+    """Return a ranker that runs no model: logprob, static or majority."""
+    return GroupRanker(name, _WITHOUT_MODEL[name])
+
+
+def best_first(candidates: Sequence[Candidate], scores: Scores) -> list[int]:
+    """Return the indices of the candidates, the best one first.
+
+    Ties are broken by the mean log-probability, then by the lower sample number. Missing and NaN
+    values come last.
+    """
+
+    def key(at: int) -> tuple[float, float, int]:
+        one = candidates[at]
+        return _low(scores[at]), _low(one.mean_logprob), one.sample
+
+    return sorted(range(len(candidates)), key=key)
+
+
+def _low(value: float | None) -> float:
+    """Return a value whose ascending order is best first."""
+    return math.inf if value is None or math.isnan(value) else -value
