@@ -196,6 +196,9 @@ def judge(
         limits: limits of each program.
         open_sandbox: called only if programs are left to run.
         progress: called with the number of keys that have a verdict and the number of keys.
+
+    Raises:
+        UserError: the tests of a problem cannot be used.
     """
     waiting: dict[str, list[Key]] = {}
     texts: dict[str, Program] = {}
@@ -212,6 +215,11 @@ def judge(
     with contextlib.closing(_run(texts, open_sandbox)) as endings:
         for name, ending, isolation in endings:
             detail, seconds = ending.detail[-DETAIL:], round(ending.seconds, 3)
+            if ending.status == "unusable":
+                raise UserError(
+                    f'problem "{waiting[name][0][0]}" of the task\'s data: the set-up of its tests '
+                    f"failed: {detail}; correct that problem, or leave it out"
+                )
             for task_id, sample in waiting[name]:
                 store.add(Verdict(task_id, sample, name, ending.status, detail, seconds, isolation))
             done += len(waiting[name])

@@ -46,9 +46,10 @@ class Ending(NamedTuple):
 
     Attributes:
         status: a verdict: "passed", "failed", "timed out" (wall clock or processor time) or "out of
-            memory" (Python raised MemoryError). A supervisor also reports "refused" (the system
-            refused a layer, detail "LAYER: reason"), "lost" (the supervisor ended without a report)
-            and "starved" (timed out, and may have waited for a processor).
+            memory" (Python raised MemoryError); or "unusable", if the setup of the tests failed
+            before the program ran. A supervisor also reports "refused" (the system refused a layer,
+            detail "LAYER: reason"), "lost" (the supervisor ended without a report) and "starved"
+            (timed out, and may have waited for a processor).
         detail: one line about it, written in part by the program.
         seconds: wall-clock time.
         output: the start of what it printed.

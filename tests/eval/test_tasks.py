@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from bass_cli.errors import UserError
+from bass_cli.eval.judging import VerdictStore, judge
 from bass_cli.eval.tasks import load_task
 from bass_cli.eval.tasks.answers import code_in, names_of
 from bass_cli.eval.tasks.task import prompt_format, shape_prompt
-from bass_cli.sandbox.programs import Program
+from bass_cli.sandbox.programs import Program, Sandbox
 
 MBPP = {
     "task_id": 11,
@@ -293,3 +294,28 @@ def test_unknown_task_and_format_names_are_refused() -> None:
         load_task("humanevil")
     with pytest.raises(UserError, match='there is no "chatty"; did you mean "chat"'):
         prompt_format("chatty")
+
+
+def test_problem_whose_set_up_fails_is_an_error_and_not_a_verdict(tmp_path: Path) -> None:
+    """A faulty prompt must not count against the model."""
+    row = {
+        "task_id": "T/1",
+        "prompt": "TABLE = 1 / 0\ndef f():\n",
+        "entry_point": "f",
+        "test": "def check(f): f()",
+    }
+    (tmp_path / "data.jsonl").write_text(json.dumps(row) + "\n")
+    task = load_task("humaneval", str(tmp_path / "data.jsonl"))
+    program = task.program(task.problems["T/1"], "    return 1", whole=False)
+    with (
+        VerdictStore(str(tmp_path / "verdicts.jsonl")) as store,
+        pytest.raises(UserError, match=r'"T/1".*ZeroDivisionError'),
+    ):
+        judge(
+            [(("T/1", 0), program)],
+            store,
+            {},
+            open_sandbox=lambda: Sandbox(workers=1),
+            progress=lambda done, total: None,
+        )
+    assert (tmp_path / "verdicts.jsonl").read_text() == ""

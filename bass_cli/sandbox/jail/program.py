@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from . import Checks, JobSpec
 
-READY, REFUSED, RAISED, PASSED = b"+", b"#", b"!", b"="
+READY, REFUSED, RAISED, PASSED, OVERDUE, UNUSABLE = b"+", b"#", b"!", b"=", b">", b"?"
 STACK_BYTES = 64 << 20
 SPARE_TASKS = 64  # processes and threads that the same user may start elsewhere meanwhile
 # Seconds before the tests' process reports that the program's pipe was closed. Meanwhile the
@@ -93,28 +93,39 @@ def enter_tests(spec: JobSpec, checks: Checks, outlet: int, program: tuple[int, 
 
     _prepare(spec, outlet, name="tests", hidden=True)
     peer = Peer(*program, describe=describe, leave=leave, restricted=True)
+    scope = {"__name__": "tests", "__builtins__": __builtins__}
     try:
-        _run_tests(spec["text"].count("\n") + 1, checks, peer)
-        message = PASSED
-    except MemoryError:
-        message = RAISED + b"MemoryError"
-    except BaseException as error:  # SystemExit too: then the tests did not run to their end
-        message = RAISED + describe(error).encode("utf-8", "replace")
+        exec(compile_text(checks[1], "<setup>"), scope)
+    except BaseException as error:
+        message = UNUSABLE + describe(error).encode("utf-8", "replace")
+    else:
+        message = _run_tests(spec["text"].count("\n") + 1, checks, scope, peer)
     os.write(outlet, message)
     os._exit(0)
 
 
-def _run_tests(lines: int, checks: Checks, peer: Peer) -> None:
-    """Run the program's text in its process, then the tests here.
+def _run_tests(lines: int, checks: Checks, scope: dict[str, Any], peer: Peer) -> bytes:
+    """Run the program's text in its process, then the tests here. Returns the verdict's message.
 
     Args:
         lines: added to the tests' line numbers, so that program and tests count as one text.
         checks: tests, setup and names of the Program.
+        scope: the global names of the tests.
         peer: the connection to the program's process.
     """
-    tests, setup, names = checks
-    scope = {"__name__": "tests", "__builtins__": __builtins__}
-    exec(compile_text(setup, "<setup>"), scope)
+    try:
+        _call_tests(lines, checks, scope, peer)
+        return PASSED
+    except MemoryError:
+        return RAISED + b"MemoryError"
+    except BaseException as error:  # SystemExit too: then the tests did not run to their end
+        text = describe(error).encode("utf-8", "replace")
+        limit = getattr(error, "limit", None)
+        return RAISED + text if limit is None else OVERDUE + b"%a\n" % float(limit) + text
+
+
+def _call_tests(lines: int, checks: Checks, scope: dict[str, Any], peer: Peer) -> None:
+    tests, _, names = checks
     code = compile_text("\n" * lines + tests, "<tests>")
     found = peer.find(OBJECT, START)(names)
     scope.update((name, found[name]) for name in names if name in found)

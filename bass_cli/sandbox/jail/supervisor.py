@@ -249,6 +249,12 @@ class Watch:
             text = data[1:].decode("utf-8", "replace")
             if data[:1] == program.REFUSED:
                 self.verdict = "refused", text
+            elif data[:1] == program.UNUSABLE:
+                self.verdict = "unusable", text
+            elif data[:1] == program.OVERDUE:
+                limit, _, text = text.partition("\n")
+                starved = waited_seconds() > STARVED * float(limit)
+                self.verdict = "starved" if starved else "timed out", text
             elif data == program.PASSED:
                 self.verdict = "passed", ""
             elif data:
