@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -36,11 +36,18 @@ def reason_of(fault: Mapping[str, Any]) -> str:
 
 def first_fault(error: ValidationError) -> tuple[tuple[str, ...], str]:
     """Return the key path of the first fault, without pydantic's union steps, and a reason."""
+    path, reason = located_fault(error, ())
+    return tuple(map(str, path)), reason
+
+
+def located_fault(
+    error: ValidationError, items: Container[tuple[str | int, ...]]
+) -> tuple[tuple[str | int, ...], str]:
+    """Return the same, with the numbers of list items whose paths are in `items`."""
     fault = error.errors(include_url=False)[0]
     own_steps = re.compile(r"literal\[|int$|function-")
-    path = tuple(
-        str(step)
-        for step in fault["loc"]
-        if not own_steps.match(str(step)) and not isinstance(step, int)
-    )
+    path: tuple[str | int, ...] = ()
+    for step in fault["loc"]:
+        if (*path, step) in items if isinstance(step, int) else not own_steps.match(step):
+            path = (*path, step)
     return path, reason_of(fault)

@@ -16,7 +16,6 @@ from dataclasses import InitVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import yaml
 from pydantic import ValidationError, field_validator, model_validator
 
 from bass_cli.config.chats import is_template, read_template, read_template_args, read_tools
@@ -35,16 +34,9 @@ from bass_cli.config.options import (
 )
 from bass_cli.config.sampling import Sampling, Strict
 from bass_cli.config.structure import merged
+from bass_cli.config.yaml_file import parse_model
 from bass_cli.errors import UserError, nearest
-from bass_cli.reading import (
-    MOST_YAML,
-    BrokenYamlError,
-    is_unicode,
-    parse_duration,
-    parse_yaml,
-    read_bytes,
-    shown,
-)
+from bass_cli.reading import MOST_YAML, is_unicode, parse_duration, read_bytes, shown
 
 if TYPE_CHECKING:
     from bass_cli.config.commands import DoctorArgs, PairArgs
@@ -373,23 +365,14 @@ def _is_model(text: str) -> bool:
 
 
 def _parse_pair(content: bytes, place: str, folder: Path | None) -> Pair:
-    try:
-        node, data = parse_yaml(content)
-    except BrokenYamlError as error:
-        raise UserError(f"{place}:{error.line}: {error}") from None
-    if not isinstance(node, yaml.MappingNode):
-        raise UserError(f'{place}:1: a pair file is a mapping with at least the key "target"')
-    lines = _check_keys(node, Pair, place, ())
-    try:
-        pair = Pair.model_validate(
-            {"name": Path(place).stem, **data, "folder": folder}, context={"folder": folder}
-        )
-    except ValidationError as error:
-        path, reason = first_fault(error)
-        line = next(
-            (lines[path[:end]] for end in range(len(path), 0, -1) if path[:end] in lines), 1
-        )
-        raise UserError(f'{place}:{line}: key "{".".join(path)}": {reason}') from None
+    pair, _ = parse_model(
+        content,
+        Pair,
+        place,
+        kind='a pair file is a mapping with at least the key "target"',
+        defaults={"name": Path(place).stem},
+        set_by_reader={"folder": folder},
+    )
     if pair.fallback is None or _is_installed(pair.target):
         return pair
     return pair.model_copy(update={"target": pair.fallback})
@@ -404,38 +387,6 @@ def _is_installed(target: str) -> bool:
         or not module.isidentifier()
         or importlib.util.find_spec(module) is not None
     )
-
-
-def _check_keys(
-    node: yaml.MappingNode, model: type[Strict], place: str, path: tuple[str, ...]
-) -> dict[Any, int]:
-    """Return the line of every key, at any depth; UserError at an unknown or duplicate key."""
-    lines: dict[Any, int] = {}
-    known = {
-        name: field.annotation for name, field in model.model_fields.items() if name != "folder"
-    }
-    for key, value in node.value:
-        word = str(key.value)
-        here, line = (*path, word), key.start_mark.line + 1
-        if word not in known or not key.tag.endswith(":str"):
-            raise UserError(
-                f'{place}:{line}: unknown key "{shown(".".join(here))[1:-1]}"; '
-                f"{nearest(word, known)}"
-            )
-        if here in lines:
-            raise UserError(
-                f'{place}:{line}: key "{".".join(here)}" is given twice, first in line '
-                f"{lines[here]}"
-            )
-        lines[here] = line
-        inner = known[word]
-        if (
-            isinstance(value, yaml.MappingNode)
-            and isinstance(inner, type)
-            and issubclass(inner, Strict)
-        ):
-            lines |= _check_keys(value, inner, place, here)
-    return lines
 
 
 def make_job(pair: Pair, **given: Any) -> Job:

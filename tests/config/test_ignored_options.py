@@ -56,12 +56,12 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (["eval", *XSUM, "--out", "o.csv"], "--out o.csv: nothing is written as .csv;"),
     (["eval", *XSUM, "--report", "r.jsonl.gz"], "--report r.jsonl.gz: nothing is written as .jsonl.gz; "
                                                 "a report is one JSON"),
-    (["eval", *XSUM, "--k", "1"], "--k (or BASS_K): xsum has no programs to run; leave it out"),
+    (["eval", *XSUM, "--k", "1"], "--k (or BASS_K): xsum has no verdicts; leave it out"),
     (["eval", *XSUM, "--workers", "2"], "--workers (or BASS_WORKERS): xsum has no programs to "
                                         "run; leave it out"),
     (["eval", *XSUM, "--timeout", "2s"], "--timeout (or BASS_TIMEOUT): xsum has no programs to "
                                          "run; leave it out"),
-    (["eval", *XSUM, "--rejudge"], "--rejudge (or BASS_REJUDGE): xsum has no programs to run; "
+    (["eval", *XSUM, "--rejudge"], "--rejudge (or BASS_REJUDGE): xsum has no verdicts; "
                                    "leave it out"),
     (["eval", *XSUM, "--budgets", "1s", "--draft", "none", "--draft-length", "4"], "so draft length 4 has no meaning"),
     (["score", "f.jsonl", "--task", *XSUM, "--timeout", "2s"], "--timeout (or BASS_TIMEOUT): xsum "

@@ -1,0 +1,121 @@
+"""Read a YAML file into a pydantic model. A fault names file, line and key.
+
+Pair files and task files are read with this. It checks the keys of all parts that have a model of
+their own, also in lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar, get_args
+
+import yaml
+from pydantic import ValidationError
+
+from bass_cli.config.faults import located_fault
+from bass_cli.config.sampling import Strict
+from bass_cli.errors import UserError, nearest
+from bass_cli.reading import BrokenYamlError, parse_yaml, shown
+
+M = TypeVar("M", bound=Strict)
+KeyPath = tuple[str | int, ...]
+
+
+class Located(NamedTuple):
+    """The lines of a YAML file's keys, by their path; items of lists have a number in it."""
+
+    place: str
+    lines: Mapping[KeyPath, int]
+
+    def at(self, *path: str | int) -> str:
+        """Return the place of a key as "FILE:LINE: key "NAME"", for a message.
+
+        The line is that of the nearest key around it that the file has.
+        """
+        ends = range(len(path), 0, -1)
+        line = next((self.lines[path[:end]] for end in ends if path[:end] in self.lines), 1)
+        return f'{self.place}:{line}: key "{".".join(map(str, path))}"'
+
+
+def parse_model(
+    content: bytes,
+    model: type[M],
+    place: str,
+    *,
+    kind: str,
+    defaults: Mapping[str, Any],
+    set_by_reader: Mapping[str, Any],
+) -> tuple[M, Located]:
+    """Parse and validate a file.
+
+    Args:
+        content: the file.
+        model: the model of the file's top level.
+        place: the file's name in messages.
+        kind: what the file should be, for the message if it is no mapping.
+        defaults: values of keys that the file may leave out.
+        set_by_reader: values of fields that are not keys of the file. They are the context of the
+            validation too.
+
+    Returns:
+        The model, and the lines of its keys.
+
+    Raises:
+        UserError: the message names file, line and key, and the nearest valid key.
+    """
+    try:
+        node, data = parse_yaml(content)
+    except BrokenYamlError as error:
+        raise UserError(f"{place}:{error.line}: {error}") from None
+    if not isinstance(node, yaml.MappingNode):
+        raise UserError(f"{place}:1: {kind}")
+    located = Located(place, _lines_of(node, model, place, (), set(set_by_reader)))
+    try:
+        found = model.model_validate(
+            {**defaults, **data, **set_by_reader}, context=dict(set_by_reader)
+        )
+    except ValidationError as error:
+        path, reason = located_fault(error, located.lines)
+        raise UserError(f"{located.at(*path)}: {reason}") from None
+    return found, located
+
+
+def _lines_of(
+    node: yaml.MappingNode, model: type[Strict], place: str, path: KeyPath, hidden: set[str]
+) -> dict[KeyPath, int]:
+    """Return the line of every key, at any depth; UserError at an unknown or duplicate key."""
+    lines: dict[KeyPath, int] = {}
+    fields = model.model_fields.items()
+    known = {name: field.annotation for name, field in fields if name not in hidden}
+    for key, value in node.value:
+        word = str(key.value)
+        here, line = (*path, word), key.start_mark.line + 1
+        if word not in known or not key.tag.endswith(":str"):
+            unknown = shown(".".join(map(str, here)))[1:-1]
+            raise UserError(f'{place}:{line}: unknown key "{unknown}"; {nearest(word, known)}')
+        if here in lines:
+            raise UserError(
+                f'{place}:{line}: key "{".".join(map(str, here))}" is given twice, first in line '
+                f"{lines[here]}"
+            )
+        lines[here] = line
+        inner = next(_models_in(known[word]), None)
+        if inner is None:
+            continue
+        if isinstance(value, yaml.MappingNode):
+            lines |= _lines_of(value, inner, place, here, set())
+        elif isinstance(value, yaml.SequenceNode):
+            for number, item in enumerate(value.value):
+                at = (*here, number)
+                lines[at] = item.start_mark.line + 1
+                if isinstance(item, yaml.MappingNode):
+                    lines |= _lines_of(item, inner, place, at, set())
+    return lines
+
+
+def _models_in(annotation: Any) -> Iterator[type[Strict]]:
+    """Yield the models in an annotation, such as that of `tuple[Model, ...] | None`."""
+    if isinstance(annotation, type) and issubclass(annotation, Strict):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _models_in(part)
