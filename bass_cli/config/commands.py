@@ -252,6 +252,13 @@ class JudgeArgs(_Document):
     k: str | None = flag(
         "Estimate pass@k for these k", SCORING, "K,...", shown="1, 10 and 100, up to --n"
     )
+    rank_by: str | None = flag(
+        "Report Pass@First by each of these rankers: logprob, static, majority; or one whose "
+        "scores bass rank wrote into the file",
+        SCORING,
+        "NAME,...",
+        shown="logprob",
+    )
     allow_code_execution: bool = switch(
         "Run generated programs even if the sandbox is weak (bass doctor shows what is missing)",
         SCORING,

@@ -37,6 +37,7 @@ class Outcome(NamedTuple):
 
 
 Outcomes = Sequence[Outcome]
+Firsts = Mapping[str, Mapping[str, Generation]]
 
 
 def unjudged(generation: Generation) -> Outcome:
@@ -51,6 +52,7 @@ def build(
     *,
     ks: Sequence[int] | None,
     isolation: Mapping[str, str] | None,
+    firsts: Firsts | None = None,
 ) -> dict[str, Any]:
     """Return the report on a file.
 
@@ -60,6 +62,7 @@ def build(
         task: the task that the file answers.
         ks: values of k for pass@k. Default: those of 1, 10 and 100 that have enough samples.
         isolation: how the programs were isolated.
+        firsts: by ranker, then by task_id, the sample that is ranked first.
     """
     rows = [_problem(name, one, not task.rates, file.budget) for name, one in problems.items()]
     everything = [outcome for outcomes in problems.values() for outcome in outcomes]
@@ -67,6 +70,7 @@ def build(
     notes = [*file.notes, *_gaps(file, problems, len(task.problems))]
     notes += _unranked(everything) if ranked else [BY_ORDER]
     quality = _passes(problems, rows, ks, notes) if not task.rates else {"rouge": _rouge(rows)}
+    by = {} if firsts is None else {"pass_first_by": _passes_by(firsts, problems, rows)}
     return {
         "task": task.name,
         "file": file.path,
@@ -75,6 +79,7 @@ def build(
         "finished": sum(outcome.generation.finished for outcome in everything),
         "late": sum(outcome.generation.late for outcome in everything),
         **quality,
+        **by,
         "ranked_by": "mean_logprob" if ranked else "order",
         "notes": notes,
         **_timing(file, problems, rows),
@@ -161,6 +166,21 @@ def _passes(
         "pass_all": mean(row["pass_all"] for row in rows),
         "pass_at_k": at_k,
     }
+
+
+def _passes_by(
+    firsts: Firsts, problems: Mapping[str, Outcomes], rows: list[dict[str, Any]]
+) -> dict[str, float | None]:
+    """Return Pass@First by ranker, and add that of each problem to its row."""
+    for row in rows:
+        outcomes = problems[row["task_id"]]
+        row["pass_first_by"] = {
+            name: any(
+                one.generation is found.get(row["task_id"]) and one.passed for one in outcomes
+            )
+            for name, found in firsts.items()
+        }
+    return {name: mean(row["pass_first_by"][name] for row in rows) for name in firsts}
 
 
 def _pass_at_k(outcomes: Outcomes, k: int) -> float | None:
@@ -311,6 +331,8 @@ def _pass_lines(document: dict[str, Any], ranking: str) -> list[list[str]]:
         f"ranked by {ranking}"
     )
     at_k = [[f"pass@{k}", percent(value)] for k, value in document["pass_at_k"].items()]
+    by = [f"{name} {percent(value)}" for name, value in document.get("pass_first_by", {}).items()]
+    at_k = [["Pass@First by", ", ".join(by)], *at_k] if by else at_k
     return [["Pass@First", first], ["Pass@All", percent(document["pass_all"])], *at_k]
 
 

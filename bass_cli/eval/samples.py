@@ -33,6 +33,7 @@ class Generation(NamedTuple):
         seconds: time from the prompt's start to the sample's end.
         tokens, rounds, drafted, accepted: 0 for a copy of another sample.
         late: the sample ended by itself, but after the deadline.
+        scores: the line's own value, unchecked. `bass rank` writes scores by ranker.
     """
 
     line: int
@@ -48,6 +49,7 @@ class Generation(NamedTuple):
     drafted: int | None
     accepted: int | None
     late: bool = False
+    scores: Any = None
 
     @property
     def finished(self) -> bool:
@@ -135,9 +137,10 @@ def _read_row(row: dict[str, Any], place: str, number: int, order: Counter[str])
     counts: list[Any] = [0 if is_copy else _figure(row, key, whole, place) for key in COUNTED]
     logprob = _figure(row, "mean_logprob", finite, place)
     seconds = _figure(row, "seconds", partial(finite, least=0), place)
-    return Generation(
+    found = Generation(
         number, task_id, int(sample), text, is_whole, reason, logprob, seconds, *counts
     )
+    return found._replace(scores=row.get("scores"))
 
 
 def _bare(task_id: str) -> str:

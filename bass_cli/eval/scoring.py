@@ -25,6 +25,7 @@ from bass_cli.eval.judging import (
     judge,
     verdicts_path,
 )
+from bass_cli.eval.ranking import firsts_of, read_rankers
 from bass_cli.eval.report import Outcome
 from bass_cli.eval.samples import (
     Generation,
@@ -64,6 +65,7 @@ class Scoring(NamedTuple):
         consent: run programs in a weak sandbox too.
         rejudge: run all programs again.
         overwrite: let the report replace any file.
+        rankers: names of rankers, for Pass@First by each.
     """
 
     ks: list[int] | None
@@ -72,6 +74,7 @@ class Scoring(NamedTuple):
     consent: bool
     rejudge: bool
     overwrite: bool
+    rankers: Sequence[str] = ()
 
 
 def read_options(args: EvaluateArgs | ScoreArgs) -> Scoring:
@@ -100,6 +103,7 @@ def read_options(args: EvaluateArgs | ScoreArgs) -> Scoring:
         consent=args.allow_code_execution or args.allow_weak_sandbox,
         rejudge=args.rejudge,
         overwrite=args.overwrite,
+        rankers=read_rankers(args.rank_by),
     )
 
 
@@ -118,7 +122,7 @@ def parse_ks(text: str) -> list[int]:
 def refuse_without_programs(task: Task, args: EvaluateArgs | ScoreArgs) -> None:
     """Raise UserError for an option about programs or verdicts if the task has none."""
     of_programs = () if task.executes else ("workers", "timeout")
-    of_verdicts = ("k", "rejudge") if task.rates else ()
+    of_verdicts = ("k", "rejudge", "rank_by") if task.rates else ()
     for key in (*of_verdicts, *of_programs):
         if getattr(args, key):
             what = "verdicts" if key in of_verdicts else "programs to run"
@@ -218,12 +222,13 @@ def score(
     """
     check_report(report_path, file.path, overwrite=options.overwrite)
     problems = by_problem(file, task.problems)
+    firsts = firsts_of(options.rankers, task, file, problems)  # before any program is run
     if not task.rates:
         path = verdicts or verdicts_path(file.path)
         outcomes, isolation = _judge(task, problems, options, path, screen, announced=announced)
     else:
         outcomes, isolation = _rate(task, problems, screen), None
-    document = report.build(file, outcomes, task, ks=options.ks, isolation=isolation)
+    document = report.build(file, outcomes, task, ks=options.ks, isolation=isolation, firsts=firsts)
     report.show(document, screen)
     if report_path is not None:
         # Check again, because judging may have taken hours.

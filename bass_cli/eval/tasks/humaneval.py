@@ -48,8 +48,15 @@ class HumanEval(Task):
 
     def program(self, problem: Problem, text: str, *, whole: bool) -> Program:
         """Return the program. The tests use the prompt's helpers (such as `poly`) as set-up."""
-        body = text if whole else problem.prompt + text
+        body = self.source_of(problem, text, whole=whole)
         name = problem.fields["entry_point"]
         tests, setup = f"{problem.fields['test']}\ncheck({name})", runnable(problem.prompt)
         names = dict.fromkeys((name, *names_of(tests, setup)))
         return Program(with_imports(body, tests), tests, tuple(names), setup)
+
+    def entry_point(self, problem: Problem) -> str | None:
+        name: str = problem.fields["entry_point"]
+        return name
+
+    def source_of(self, problem: Problem, text: str, *, whole: bool) -> str:
+        return text if whole else problem.prompt + text

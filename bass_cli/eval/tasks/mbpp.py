@@ -54,6 +54,12 @@ class Mbpp(Task):
         tests, names = _tests(problem), _names(problem)
         return Program(with_imports(text, tests), tests, names, modules_of(tests, names))
 
+    def statement(self, problem: Problem) -> str:
+        return _sentence(problem.fields)
+
+    def source_of(self, problem: Problem, text: str, *, whole: bool) -> str:
+        return text
+
 
 def _sentence(fields: Mapping[str, Any]) -> str:
     return str(fields.get("text") or fields.get("prompt") or "").strip()

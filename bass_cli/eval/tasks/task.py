@@ -103,6 +103,24 @@ class Task:
         """
         raise NotImplementedError
 
+    def statement(self, problem: Problem) -> str:
+        """Return the prompt as rankers see it: without tests."""
+        return problem.prompt
+
+    def entry_point(self, problem: Problem) -> str | None:
+        """Return the name of the function that the prompt describes. None if tests alone name it.
+
+        Rankers use it, so it must not come from the tests.
+        """
+        return None
+
+    def source_of(self, problem: Problem, text: str, *, whole: bool) -> str | None:
+        """Return the program with a model's text, without tests. None if answers are no programs.
+
+        `whole`: see `program`.
+        """
+        return None
+
     def check(self, problem: Problem, text: str) -> Check:
         """Compare the answer in a model's text with the right one."""
         raise NotImplementedError
