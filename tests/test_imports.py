@@ -25,7 +25,7 @@ run
 cluster
 rank
 generation ray
-batch | bench | eval | distill | logprobs
+batch | bench | data | eval | distill | logprobs
 cli __main__
 """
 PLACES = {name: (number, group) for number, line in enumerate(LAYERS.strip().splitlines())

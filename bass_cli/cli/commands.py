@@ -24,6 +24,7 @@ from bass_cli.config.commands import (
     DistillArgs,
     DoctorArgs,
     EvaluateArgs,
+    FilterArgs,
     GenerateArgs,
     LogprobsArgs,
     MergeArgs,
@@ -242,6 +243,24 @@ def merge(args: MergeArgs) -> None:
 
         if not merge_parts(args.out, args.parts, overwrite=args.overwrite, note=screen.note):
             raise typer.Exit(1)
+
+
+@app.command("filter", cls=Command, epilog=EPILOG)
+@takes(FilterArgs)
+def filter_samples(args: FilterArgs) -> None:
+    """Copy the samples of a file that meet all criteria, and count what was dropped and why.
+
+    \b
+    Examples:
+      bass filter samples.jsonl --where 'finish_reason == "eos"' --out good.jsonl
+      bass filter samples.jsonl --unique near --min-tokens 20 --out new.parquet
+    """
+    with running(args, "interrupted; the output file was not written") as screen:
+        from bass_cli.data.filtering import filter_file
+
+        counts = filter_file(args, screen)
+        if args.json_document:
+            terminal.document(counts)
 
 
 @app.command("eval", cls=Command, epilog=EPILOG)

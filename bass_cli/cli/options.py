@@ -38,6 +38,7 @@ _PATHS = {
     "parts",
     "plot",
     "errors",
+    "schema",
 }
 # A field in a message; not in quoted text of a user or in a file's name
 _NAMED = re.compile(r"(?<![^ (])`([a-z_.]+(?:=True|=False)?)`(?![\"\w./])")

@@ -13,6 +13,7 @@ from typing import Any
 from bass_cli.config.options import (
     DRAFTING,
     JOB,
+    KEPT,
     MACHINE,
     MEASURED,
     MODELS,
@@ -242,6 +243,62 @@ class MergeArgs(_Quiet):
     out: str = flag("Output file for the merged samples.", "", "OUT", default=MISSING)
     parts: list[str] = flag("Files written with --shard.", "", "PART...", default=MISSING)
     overwrite: bool = switch("Replace OUT if it exists", OUTPUT)
+
+
+@dataclass(kw_only=True, eq=False)
+class FilterArgs(_Document, _Quiet):
+    file: str = flag(
+        "A file of samples (.jsonl, .jsonl.gz, .jsonl.zst, .parquet) of bass or of another tool; "
+        "- is standard input.",
+        "",
+        "FILE",
+        default=MISSING,
+    )
+    where: str | None = flag(
+        """Keep samples for which this is true, such as 'finish_reason == "eos" and tokens > 9'""",
+        KEPT,
+        "EXPR",
+    )
+    unique: str | None = flag(
+        "Keep the first of equal texts (exact), or of similar ones (near: Jaccard similarity of "
+        "8-character shingles, by MinHash)",
+        KEPT,
+        "exact|near[:0.8]",
+        choices=("exact", "near"),
+    )
+    within: str | None = flag(
+        "Compare texts of the same prompt, or of the whole file", KEPT, "prompt|file", "prompt"
+    )
+    valid_json: bool = switch("Keep texts that are JSON", KEPT)
+    schema: str | None = flag(
+        "Keep texts that are JSON and match this JSON schema (needs bass-cli[filter])", KEPT, "FILE"
+    )
+    min_tokens: int | None = flag("Least number of tokens", KEPT)
+    max_tokens: int | None = flag("Largest number of tokens", KEPT)
+    min_chars: int | None = flag("Least number of characters", KEPT)
+    max_chars: int | None = flag("Largest number of characters", KEPT)
+    key: str | None = flag(
+        "Key of the text that all options but --where read, such as meta.answer",
+        KEPT,
+        "KEY",
+        "text",
+    )
+    missing: str | None = flag(
+        "A sample without a key that is read, or with null there: stop with an error, or drop it",
+        KEPT,
+        "error|drop",
+        "error",
+    )
+    out: str | None = flag(
+        "Output file for the kept samples, with its manifest; - is standard output",
+        OUTPUT,
+        "FILE",
+        shown="-",
+    )
+    json_document: bool = switch(
+        "Print the counts as JSON to standard output; needs --out FILE", OUTPUT, flag="--json"
+    )
+    overwrite: bool = switch("Replace an existing output file", OUTPUT)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -581,6 +638,7 @@ COMMANDS: Mapping[str, type] = {
     "bench": BenchArgs,
     "logprobs": LogprobsArgs,
     "merge": MergeArgs,
+    "filter": FilterArgs,
     "eval": EvaluateArgs,
     "score": ScoreArgs,
     "pairs": PairsArgs,

@@ -20,8 +20,8 @@ DRAFTING, TRAINING = "Drafting (changes the speed, not the distribution)", "Trai
 MACHINE, PROMPTS, OUTPUT = "Time and machine", "Prompts and data", "Output"
 CHAT, STRUCTURE = "Chats and thinking", "Structured output (needs bass-cli[structure])"
 RANDOM, MEASURED = "Random weights, without any download", "What is measured"
-SCORING = "Scoring"
-HEADINGS = (MODELS, WHOLE_JOB, SAMPLES, SAMPLING, CHAT, STRUCTURE, DRAFTING, TRAINING,
+SCORING, KEPT = "Scoring", "What is kept"
+HEADINGS = (KEPT, MODELS, WHOLE_JOB, SAMPLES, SAMPLING, CHAT, STRUCTURE, DRAFTING, TRAINING,
             MACHINE, PROMPTS, OUTPUT, RANDOM, MEASURED, SCORING)  # fmt: skip
 
 LARGEST = 2**63 - 1  # the largest whole number

@@ -1,20 +1,25 @@
 """Read a file of samples line by line: of bass in any of its formats, or JSON lines of other tools.
 
-A killed run leaves a torn last line, which is left out with a note. io/resume.py reads the same
-files before a run continues them, and repairs them.
+A killed run leaves a torn last line, which is left out with a note. `write_lines` writes a whole
+file in one step. Files that a run continues are read and repaired by io/resume.py, and written
+line by line by io/results.py.
 """
 
 from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from typing import IO, Any
 
-from bass_cli.errors import UserError
-from bass_cli.io.compressed import BrokenDataError, Expanded, begun
-from bass_cli.io.linefile import live_path, result_lines
-from bass_cli.reading import open_regular, parse_json
+from bass_cli.errors import MachineError, UserError
+from bass_cli.io.compressed import BrokenDataError, Compressor, Expanded, begun, compression_of
+from bass_cli.io.linefile import is_parquet_name, live_path, result_lines
+from bass_cli.io.parquet import MAGIC as PARQUET
+from bass_cli.io.parquet import write_parquet
+from bass_cli.io.saving import replace_file
+from bass_cli.reading import open_regular, os_errors_as, parse_json
 
 LINE_BYTES = 1 << 26  # most bytes of a line; a small gzip file can hold a line of any length
 Record = tuple[int, bytes, dict[str, Any]]  # line number from 1, the line, its object
@@ -55,8 +60,12 @@ def read_records(
 def _standard_input() -> IO[bytes]:
     if sys.stdin is None:
         raise UserError("stdin: it is closed; name a file, or redirect one: < FILE")
-    stream = sys.stdin.buffer
-    kind = begun(stream.peek(4)) if isinstance(stream, io.BufferedReader) else None
+    found: Any = sys.stdin.buffer
+    stream = found if isinstance(found, io.BufferedReader) else io.BufferedReader(found)
+    start = stream.peek(4)
+    if start.startswith(PARQUET):
+        raise UserError("stdin: this is a parquet file, which is read by its name only")
+    kind = begun(start)
     return stream if kind is None else io.BufferedReader(Expanded(stream, kind, torn=True))
 
 
@@ -92,3 +101,37 @@ def _parse(line: bytes) -> dict[str, Any] | str:
     except ValueError as error:
         return str(error)
     return value if isinstance(value, dict) else "a line must be a JSON object, {...}"
+
+
+def write_lines(path: str, lines: Iterable[bytes]) -> None:
+    """Replace a file by result lines, in the format of its name; a reader never sees a part of it.
+
+    Args:
+        path: A name as `bass generate --out` takes it.
+        lines: Each with its line end. A parquet file's are held in a temporary file meanwhile.
+
+    Raises:
+        MachineError: The file cannot be written; it is as it was.
+    """
+
+    def write(out: IO[bytes]) -> None:
+        kind = compression_of(path)
+        if is_parquet_name(path):
+            with tempfile.TemporaryFile() as held:
+                held.writelines(lines)
+                write_parquet(_from_start(held), _from_start(held), out)
+        elif kind is None:
+            out.writelines(lines)
+        else:
+            compressor = Compressor(kind)
+            for line in lines:
+                out.write(compressor.add(line, flush=False))
+            out.write(compressor.end())
+
+    with os_errors_as(MachineError, f"{path}: cannot write the lines"):
+        replace_file(path, write).close()
+
+
+def _from_start(stream: IO[bytes]) -> Iterator[bytes]:
+    stream.seek(0)
+    yield from stream

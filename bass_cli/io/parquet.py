@@ -17,7 +17,7 @@ from bass_cli.reading import is_unicode, parse_object
 if TYPE_CHECKING:
     import pyarrow
 
-_MAGIC = b"PAR1"
+MAGIC = b"PAR1"
 _ROWS, _BYTES = 2048, 32 * 2**20  # the most rows and bytes of lines in a row group
 _ALWAYS = "error"
 _JSON = {b"bass": b"json"}  # metadata of a column whose texts hold JSON
@@ -30,7 +30,7 @@ def is_parquet(stream: IO[bytes]) -> bool:
     """Whether a stream begins like a parquet file; it is then at its start."""
     start = stream.read(4)
     stream.seek(0)
-    return start == _MAGIC
+    return start == MAGIC
 
 
 def write_parquet(lines: Iterable[bytes], again: Iterable[bytes], out: IO[bytes]) -> None:
