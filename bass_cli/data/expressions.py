@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import functools
 import operator
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -102,7 +103,7 @@ def read_key(text: str, option: str) -> Value:
 def _syntax(error: SyntaxError, source: str) -> str:
     if not source.strip():
         return "it is empty; write a condition, like tokens > 10"
-    if "Maybe you meant '=='" in (error.msg or ""):
+    if re.search(r"(?<![=<>!])=(?!=)", source[(error.offset or 1) - 1 :][:2]):
         return "= sets nothing here; compare with =="
     return f"it is no valid expression: {error.msg}"
 
