@@ -12,6 +12,8 @@ import symtable
 import warnings
 from collections.abc import Iterator
 
+from bass_cli.rank.code import DEFINITIONS, has_effect
+
 _CUT = ("length", "budget", "error")  # finish reasons of samples that did not end by themselves
 # Names that every module or class body has without binding them
 _IMPLICIT = {
@@ -20,7 +22,6 @@ _IMPLICIT = {
 }
 _KNOWN = frozenset(dir(builtins)) | _IMPLICIT
 _FAULTS = (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError)
-_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def checks_passed(program: str | None, finish_reason: str | None, entry_point: str | None) -> float:
@@ -134,17 +135,12 @@ class _EvaluatedOnly(ast.NodeTransformer):
 
 def _defines(tree: ast.Module, name: str) -> bool:
     """Return whether the module's last definition of a function has a body, beside a docstring."""
-    defined = [node for node in tree.body if isinstance(node, _SCOPES) and node.name == name]
+    defined = [node for node in tree.body if isinstance(node, DEFINITIONS) and node.name == name]
     if defined:
-        return any(map(_has_effect, defined[-1].body))
+        return any(map(has_effect, defined[-1].body))
     assigned = [node.targets for node in tree.body if isinstance(node, ast.Assign)]
     targets = (target for targets in assigned for target in targets)
     return any(isinstance(target, ast.Name) and target.id == name for target in targets)
-
-
-def _has_effect(statement: ast.stmt) -> bool:
-    is_constant = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
-    return not isinstance(statement, ast.Pass) and not is_constant
 
 
 def bare_program(program: str) -> str | None:
@@ -153,7 +149,7 @@ def bare_program(program: str) -> str | None:
     if tree is None:
         return None
     for node in ast.walk(tree):
-        if isinstance(node, (*_SCOPES, ast.Module)) and ast.get_docstring(node, clean=False):
+        if isinstance(node, (*DEFINITIONS, ast.Module)) and ast.get_docstring(node, clean=False):
             node.body = node.body[1:] or [ast.Pass()]
     try:
         return ast.unparse(tree)

@@ -12,8 +12,8 @@ import pytest
 from bass_cli.errors import UserError
 from bass_cli.eval.judging import VerdictStore, judge
 from bass_cli.eval.tasks import load_task
-from bass_cli.eval.tasks.answers import code_in, names_of
 from bass_cli.eval.tasks.task import prompt_format, shape_prompt
+from bass_cli.rank.code import code_in, names_of
 from bass_cli.sandbox.programs import Program, Sandbox
 
 MBPP = {

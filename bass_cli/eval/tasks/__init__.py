@@ -1,7 +1,7 @@
 """The tasks of `bass eval`, by name.
 
 task.py has the base class `Task`. A new task is a file with a subclass, and an entry in TASKS.
-answers.py finds the code in an answer and the names that tests take from a program.
+rank/code.py finds the code in an answer and the names that tests take from a program.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from bass_cli.eval.tasks.answers import as_body, code_in, names_of, runnable, with_imports
 from bass_cli.eval.tasks.task import Problem, Task
+from bass_cli.rank.code import as_body, code_in, names_of, runnable, with_imports
 from bass_cli.reading import text
 from bass_cli.sandbox.programs import Program
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from bass_cli.eval.tasks.answers import code_in, modules_of, names_of, with_imports
 from bass_cli.eval.tasks.task import Fields, Problem, Task, identity
+from bass_cli.rank.code import code_in, modules_of, names_of, with_imports
 from bass_cli.reading import text, texts
 from bass_cli.sandbox.programs import Program
 

@@ -31,7 +31,7 @@ _UNSEEN = re.compile(r"^[ \t\u00a0\u200b\ufeff]+", re.MULTILINE)
 _SPACES = str.maketrans({"\u00a0": " ", "\u200b": None, "\ufeff": None})
 _THOUGHTS = re.compile(r"\A(?:\s*<think>.*?|.*?\n[ \t]*)</think>", re.DOTALL)
 _PRE = re.compile(r"<pre\b[^>]{0,200}>(.*?)(?:</pre>|\Z)", re.DOTALL | re.IGNORECASE)
-_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 class Block(NamedTuple):
@@ -73,6 +73,21 @@ def parse(text: str) -> ast.Module | None:
         return None
 
 
+def source_in(prompt: str | None, text: str) -> str | None:
+    """Return the program of a sample, for prompts of no known task. None if it has no code.
+
+    An answer with a fenced block is a chat answer, whose code is `code_in`. Otherwise the text
+    continues the prompt if both together are Python with a definition.
+    """
+    if "```" in text or "~~~" in text:
+        return code_in(text)
+    whole = (prompt or "") + text
+    for source in (whole, text):
+        if (tree := parse(source)) is not None and _definitions(tree):
+            return source
+    return whole if _mentions_any(prompt or "") else None
+
+
 def as_body(code: str) -> str:
     """Return code that continues a function's head.
 
@@ -92,7 +107,7 @@ def _statements_outside(tree: ast.Module) -> Iterator[ast.AST]:
         node = waiting.pop()
         if isinstance(node, ast.stmt):
             yield node
-        if not isinstance(node, (*_DEFINITIONS, ast.expr)):
+        if not isinstance(node, (*DEFINITIONS, ast.expr)):
             waiting += ast.iter_child_nodes(node)
 
 
@@ -113,6 +128,11 @@ def _mentions(text: str, name: str) -> bool:
     return re.search(head, text, re.MULTILINE) is not None
 
 
+def _mentions_any(text: str) -> bool:
+    """Return whether a text begins a function or a class, as prompts of code do."""
+    return re.search(r"^(?:async\s+)?(?:def|class)\s+\w+\s*[\[(:]", text, re.MULTILINE) is not None
+
+
 def _definitions(tree: ast.Module) -> dict[str, bool]:
     """Return by name whether a module's functions, classes and lambdas have a body.
 
@@ -120,14 +140,15 @@ def _definitions(tree: ast.Module) -> dict[str, bool]:
     """
     found: dict[str, bool] = {}
     for node in tree.body:
-        if isinstance(node, _DEFINITIONS):
-            found[node.name] = found.get(node.name, False) or any(map(_has_effect, node.body))
+        if isinstance(node, DEFINITIONS):
+            found[node.name] = found.get(node.name, False) or any(map(has_effect, node.body))
         elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Lambda):
             found |= {one.id: True for one in node.targets if isinstance(one, ast.Name)}
     return found
 
 
-def _has_effect(statement: ast.stmt) -> bool:
+def has_effect(statement: ast.stmt) -> bool:
+    """Return whether a statement is more than `pass`, `...` or a docstring."""
     return not isinstance(statement, ast.Pass) and not (
         isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
     )
@@ -268,7 +289,7 @@ def _names(tree: ast.AST) -> tuple[list[str], set[str]]:
                 bound.add(node.id)
         elif isinstance(node, ast.arg):
             bound.add(node.arg)
-        elif isinstance(node, _DEFINITIONS):
+        elif isinstance(node, DEFINITIONS):
             bound.add(node.name)
         elif isinstance(node, ast.alias):
             bound.add(node.asname or node.name.split(".")[0])
@@ -281,7 +302,7 @@ def _globals(tree: ast.Module) -> set[str]:
     """Return the functions, classes and variables of a module, without its imports."""
     found = set()
     for node in tree.body:
-        if isinstance(node, _DEFINITIONS):
+        if isinstance(node, DEFINITIONS):
             found.add(node.name)
         elif isinstance(node, (ast.Assign, ast.AnnAssign)):
             found |= _names(node)[1]
