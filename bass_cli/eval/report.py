@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from bass_cli.eval import statistics
 from bass_cli.eval.samples import COUNTED, Generation, GenerationFile
-from bass_cli.eval.statistics import mean, overshoot, pass_at_k, ratio, spread
+from bass_cli.eval.statistics import FEW, Estimate, mean, overshoot, pass_at_k, ratio, spread
 from bass_cli.eval.tasks.task import Task
 from bass_cli.io.console import Screen
 
@@ -71,6 +72,8 @@ def build(
     notes += _unranked(everything) if ranked else [BY_ORDER]
     quality = _passes(problems, rows, ks, notes) if not task.rates else {"rouge": _rouge(rows)}
     by = {} if firsts is None else {"pass_first_by": _passes_by(firsts, problems, rows)}
+    estimates = _estimates(rows, {**quality, **by})
+    notes += _doubts(estimates)
     return {
         "task": task.name,
         "file": file.path,
@@ -80,6 +83,7 @@ def build(
         "late": sum(outcome.generation.late for outcome in everything),
         **quality,
         **by,
+        "estimates": {name: one.document() for name, one in estimates.items()},
         "ranked_by": "mean_logprob" if ranked else "order",
         "notes": notes,
         **_timing(file, problems, rows),
@@ -151,11 +155,12 @@ def _passes(
         fewest = min((len(one) for one in problems.values() if _could_run(one)), default=1)
         ks = [k for k in (1, 10, 100) if k <= fewest] or [1]
     at_k: dict[str, float | None] = {}
-    for k in ks:
-        estimates = [_pass_at_k(outcomes, k) for outcomes in problems.values()]
-        known = [estimate for estimate in estimates if estimate is not None]
-        few = len(estimates) - len(known)
-        at_k[str(k)] = None if few else mean(known)
+    for row, outcomes in zip(rows, problems.values(), strict=True):
+        row["pass_at_k"] = {str(k): _pass_at_k(outcomes, k) for k in ks}
+    for k in map(str, ks):
+        known = [row["pass_at_k"][k] for row in rows if row["pass_at_k"][k] is not None]
+        few = len(rows) - len(known)
+        at_k[k] = None if few else mean(known)
         if few:
             notes.append(
                 f"pass@{k} is unknown: {few} of {len(rows)} problems have fewer than {k} samples"
@@ -181,6 +186,40 @@ def _passes_by(
             for name, found in firsts.items()
         }
     return {name: mean(row["pass_first_by"][name] for row in rows) for name in firsts}
+
+
+def _estimates(rows: list[dict[str, Any]], quality: Mapping[str, Any]) -> dict[str, Estimate]:
+    """Return the figures over problems with their errors, by name, such as "pass@10".
+
+    Figures that are unknown are left out. Pass@First is the choice of a ranking, so its error is
+    the bootstrap's, over problems.
+    """
+    found: dict[str, Estimate | None] = {}
+    if "rouge" in quality:
+        for kind in ("first", "best", "mean"):
+            for name in MEASURES:
+                scores = ((row["rouge"] or {}).get(kind, {}).get(name, 0.0) for row in rows)
+                found[f"{kind}.{name}"] = statistics.share_of(scores)
+    else:
+        found["pass_first"] = statistics.bootstrap(row["pass_first"] for row in rows)
+        finished = [row["pass_first"] for row in rows if row["finished"]]
+        found["pass_first_of_finished"] = statistics.bootstrap(finished)
+        found["pass_all"] = statistics.share_of(row["pass_all"] for row in rows)
+        for k in (k for k, value in quality["pass_at_k"].items() if value is not None):
+            found[f"pass@{k}"] = statistics.share_of(row["pass_at_k"][k] for row in rows)
+        for by in quality.get("pass_first_by", ()):
+            chosen = (row["pass_first_by"][by] for row in rows)
+            found[f"pass_first_by.{by}"] = statistics.bootstrap(chosen)
+    return {name: one for name, one in found.items() if one is not None}
+
+
+def _doubts(estimates: Mapping[str, Estimate]) -> list[str]:
+    """Return a note if intervals of quality are too narrow."""
+    if max((one.problems for one in estimates.values()), default=FEW) < FEW:
+        return [f"intervals are too narrow with fewer than {FEW} problems"]
+    reason = "a figure is equal for all problems, so its interval has no width"
+    flat = any(one.standard_error == 0.0 for one in estimates.values())
+    return [f"{reason} and says nothing about other problems"] if flat else []
 
 
 def _pass_at_k(outcomes: Outcomes, k: int) -> float | None:
@@ -327,22 +366,33 @@ def _lines(document: dict[str, Any]) -> list[list[str]]:
 def _pass_lines(document: dict[str, Any], ranking: str) -> list[list[str]]:
     of_finished = percent(document["pass_first_of_finished"])
     first = (
-        f"{percent(document['pass_first'])} (of problems with a finished sample {of_finished}); "
+        f"{with_error(document, 'pass_first')} (of problems with a finished sample {of_finished}); "
         f"ranked by {ranking}"
     )
-    at_k = [[f"pass@{k}", percent(value)] for k, value in document["pass_at_k"].items()]
-    by = [f"{name} {percent(value)}" for name, value in document.get("pass_first_by", {}).items()]
-    at_k = [["Pass@First by", ", ".join(by)], *at_k] if by else at_k
-    return [["Pass@First", first], ["Pass@All", percent(document["pass_all"])], *at_k]
+    lines = [["Pass@First", first], ["Pass@All", with_error(document, "pass_all")]]
+    if by := document.get("pass_first_by"):
+        shown = (f"{name} {with_error(document, f'pass_first_by.{name}')}" for name in by)
+        lines.append(["Pass@First by", ", ".join(shown)])
+    return lines + [[f"pass@{k}", with_error(document, f"pass@{k}")] for k in document["pass_at_k"]]
 
 
 def _rouge_lines(document: dict[str, Any], ranking: str) -> list[list[str]]:
     kinds = {"first": f"first, by {ranking}", "best": "best", "mean": "mean"}
     values = {
-        kind: " / ".join(f"{100 * value:.1f}" for value in document["rouge"][kind].values())
+        kind: " / ".join(
+            with_error(document, f"{kind}.{name}").removesuffix(" %") for name in MEASURES
+        )
         for kind in kinds
     }
     return [["ROUGE-1/2/L", f"{values[kind]} ({words})"] for kind, words in kinds.items()]
+
+
+def with_error(document: Mapping[str, Any], figure: str) -> str:
+    """Return an estimate of a report in percent with its standard error, like "61.6 ± 3.8 %"."""
+    found = document["estimates"].get(figure)
+    if found is None or found["standard_error"] is None:
+        return percent(None if found is None else found["value"])
+    return f"{100 * found['value']:.1f} ± {100 * found['standard_error']:.1f} %"
 
 
 def _quality(row: dict[str, Any]) -> list[str]:

@@ -93,7 +93,12 @@ def test_pass_first_is_reported_by_each_ranker(task: Coded) -> None:
         {"logprob": False, "static": False, "majority": False},
     ]
     table = cli("f.jsonl", "--rank-by", "static,logprob").stdout
-    assert "static 33.3 %, logprob 0.0 %" in table
+    assert "static 33.3 ± 27." in table
+    assert "%, logprob 0.0 ± 0.0 %" in table
+    # one of three: the bootstrap's error is sqrt(1/3 x 2/3 / 3) = 0.272
+    static = report["estimates"]["pass_first_by.static"]
+    assert static["standard_error"] == pytest.approx((2 / 27) ** 0.5, rel=0.03)
+    assert report["estimates"]["pass_first_by.logprob"]["value"] == 0.0
 
 
 def test_figures_without_rankers_are_unchanged(task: Coded) -> None:
@@ -102,7 +107,7 @@ def test_figures_without_rankers_are_unchanged(task: Coded) -> None:
     ranked = json.loads(cli("f.jsonl", "--json", "--rank-by", "static").stdout)
     assert "pass_first_by" not in plain
     assert all("pass_first_by" not in row for row in plain["by_problem"])
-    del ranked["pass_first_by"]
+    del ranked["pass_first_by"], ranked["estimates"]["pass_first_by.static"]
     for row in ranked["by_problem"]:
         del row["pass_first_by"]
     assert ranked == plain

@@ -130,10 +130,11 @@ def test_report_on_a_file_of_bass() -> None:
     assert report["notes"] == [
         "the file has 4 of the 12 problems", "pass@3 is unknown: 3 of 4 problems have fewer "
                                              "than 3 samples",
+        "intervals are too narrow with fewer than 100 problems",
     ]  # fmt: skip
     assert report["by_problem"][1] == {
         "task_id": "HumanEval/1", "samples": 2, "finished": 1, "late": 0, "passed": 1, "pass_first": True, "pass_all": True,
-        "seconds_to_first": 0.5, "seconds_to_last": 0.5, "overshoot": 0.25,
+        "pass_at_k": {"1": 0.5, "2": 1.0, "3": None}, "seconds_to_first": 0.5, "seconds_to_last": 0.5, "overshoot": 0.25,
     }  # fmt: skip
     assert [row["overshoot"] for row in report["by_problem"]] == [-0.5, 0.25, 0.5, None]
     assert len(Sandbox.ran) == 3, "a sample that was cut off must not be run"
@@ -142,6 +143,24 @@ def test_report_on_a_file_of_bass() -> None:
         write("g.jsonl", rows, results={"task": "humaneval", "budget": 2.0, "n": 2}), "--k", "1,2,3"
     )
     assert again | {"file": "f.jsonl"} == report, "the order of a file's lines says nothing"
+
+
+def test_report_has_errors_and_intervals_over_problems() -> None:
+    write("f.jsonl", mixed(), results={"task": "humaneval", "budget": 2.0, "n": 2})
+    found = scored("f.jsonl", "--k", "1,3")["estimates"]
+    assert list(found) == ["pass_first", "pass_first_of_finished", "pass_all", "pass@1"], (
+        "pass@3 is unknown"
+    )
+    # by problem 1, 1, 0, 0 and 0.5, 0.5, 0, 0
+    assert found["pass_all"]["standard_error"] == pytest.approx((1 / 12) ** 0.5)
+    assert found["pass@1"]["standard_error"] == pytest.approx((1 / 48) ** 0.5)
+    assert found["pass@1"]["interval"] == pytest.approx([0.0, 0.25 + 1.959964 / 48**0.5])
+    # one of four: binomial with 4 draws of probability 1/4
+    first = found["pass_first"]
+    assert (first["value"], first["problems"], first["method"]) == (1 / 4, 4, "bootstrap")
+    assert first["standard_error"] == pytest.approx((3 / 64) ** 0.5, rel=0.03)
+    assert first["interval"] == [0.0, 0.75], "P(0) is 0.32, P(4) is 0.004, P(3) is 0.047"
+    assert found["pass_first_of_finished"]["problems"] == 2
 
 
 def test_samples_after_the_deadline_are_late_and_count_as_failed() -> None:
@@ -606,14 +625,14 @@ def test_summaries_are_rated_without_running_programs() -> None:
     assert report["by_problem"][1]["rouge"] is None
     assert (report["statuses"], report["isolation"]) == ({"not finished": 2, "rated": 3}, None)
     assert (Sandbox.opened, "pass_first" in report, SUMMARIES.rated["abcd"]) == (0, False, 1)
-    assert "20.0 / 30.0 / 10.0 (first, by mean log-probability)" in result.stderr
+    assert "20.0 ± 20.0 / 30.0 ± 30.0 / 10.0 ± 10.0 (first, by mean log-probability)" in result.stderr
 
 
 def test_report_goes_to_stdout_stderr_or_file(monkeypatch: pytest.MonkeyPatch) -> None:
     write("f.jsonl", mixed(), results={"budget": 2.0})
     result = cli("f.jsonl", ALLOW, "--report", "r.json", "--k", "1")
     assert result.exit_code == 0
-    for words in ("Pass@First", "25.0 % (of problems with a finished sample 50.0 %); ranked by "
+    for words in ("Pass@First", " % (of problems with a finished sample 50.0 %); ranked by "
                                 "mean log-probability",
                   "3 of 7 samples; 2 of 4 problems have one", "8.6 tokens/s, 1.91 accepted drafts "
                                                               "per round",
