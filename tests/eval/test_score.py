@@ -625,7 +625,9 @@ def test_summaries_are_rated_without_running_programs() -> None:
     assert report["by_problem"][1]["rouge"] is None
     assert (report["statuses"], report["isolation"]) == ({"not finished": 2, "rated": 3}, None)
     assert (Sandbox.opened, "pass_first" in report, SUMMARIES.rated["abcd"]) == (0, False, 1)
-    assert "20.0 ± 20.0 / 30.0 ± 30.0 / 10.0 ± 10.0 (first, by mean log-probability)" in result.stderr
+    assert (
+        "20.0 ± 20.0 / 30.0 ± 30.0 / 10.0 ± 10.0 (first, by mean log-probability)" in result.stderr
+    )
 
 
 def test_report_goes_to_stdout_stderr_or_file(monkeypatch: pytest.MonkeyPatch) -> None:
