@@ -26,6 +26,7 @@ cluster
 rank
 generation ray
 batch | bench | data | eval | distill | logprobs
+report
 cli __main__
 """
 PLACES = {name: (number, group) for number, line in enumerate(LAYERS.strip().splitlines())

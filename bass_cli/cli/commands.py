@@ -30,6 +30,7 @@ from bass_cli.config.commands import (
     MergeArgs,
     PairsArgs,
     ProfileArgs,
+    ReportArgs,
     ScoreArgs,
 )
 from bass_cli.errors import MachineError, UserError
@@ -310,6 +311,25 @@ def score(args: ScoreArgs) -> None:
         document = score_samples(args, screen)
         if args.json_document:
             terminal.document(document, allow_nan=False)
+
+
+@app.command(cls=Command, epilog=EPILOG)
+@takes(ReportArgs)
+def report(args: ReportArgs) -> None:
+    """Make one HTML page of samples: figures, charts, and every text with its verdict.
+
+    \b
+    Examples:
+      bass report samples.jsonl
+      bass report a.jsonl b.jsonl --out page.html
+      bass report samples.jsonl --serve
+
+    The page needs no network and no server. With --serve it follows a running job.
+    """
+    with running(args, "interrupted") as screen:
+        from bass_cli.report.command import run
+
+        run(args, screen)
 
 
 @app.command(cls=Command)

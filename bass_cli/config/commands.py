@@ -388,6 +388,30 @@ class ScoreArgs(JudgeArgs, _Quiet):
 
 
 @dataclass(kw_only=True, eq=False)
+class ReportArgs(_Quiet):
+    runs: list[str] = flag(
+        "Files of samples in any format that bass score reads, and reports of bass score and "
+        "bass eval, also of a sweep.",
+        "",
+        "RUN...",
+        default=MISSING,
+    )
+    out: str | None = flag("Output file for the page", OUTPUT, "FILE.html", shown="beside RUN")
+    serve: bool = switch(
+        "Instead of writing a file, serve the page on 127.0.0.1 and follow running jobs", OUTPUT
+    )
+    port: int | None = flag("Port for --serve", OUTPUT, shown="a free one")
+    task: str | None = flag("Task of the samples", SCORING, "TASK", shown="from the file")
+    data: str | None = flag(
+        "The task's data set, if it is not packaged", SCORING, "FILE|hf:NAME", shown="packaged"
+    )
+    timeout: str | None = flag(
+        "Time limit per program that bass score was given", SCORING, "TIME", shown="10s", rare=True
+    )
+    overwrite: bool = switch("Let --out replace a file that is not a page of bass report", OUTPUT)
+
+
+@dataclass(kw_only=True, eq=False)
 class ProfileArgs(_Decoder, PairArgs, _Document, _Quiet):
     batch_sizes: str | None = flag(
         _BATCH_SIZES, text="Batch sizes to measure", shown="1,2,4,8; on a GPU up to 64"
@@ -641,6 +665,7 @@ COMMANDS: Mapping[str, type] = {
     "filter": FilterArgs,
     "eval": EvaluateArgs,
     "score": ScoreArgs,
+    "report": ReportArgs,
     "pairs": PairsArgs,
     "doctor": DoctorArgs,
 }

@@ -16,7 +16,15 @@ from typing import Any, NamedTuple
 from bass_cli.errors import MachineError, UserError
 from bass_cli.eval.tasks.task import Check
 from bass_cli.io.saving import check_place, open_locked, refuse_foreign
-from bass_cli.reading import finite, is_unicode, os_errors_as, parse_object, text, whole
+from bass_cli.reading import (
+    finite,
+    is_unicode,
+    open_regular,
+    os_errors_as,
+    parse_object,
+    text,
+    whole,
+)
 from bass_cli.sandbox.programs import Ending, Program, Sandbox
 
 _BEGINNING = b'{"task_id": '  # every verdict starts like this
@@ -178,6 +186,25 @@ def _parse(line: bytes) -> Verdict | None:
         )
     except (ValueError, KeyError):
         return None
+
+
+def read_verdicts(path: str) -> dict[str, Verdict]:
+    """Return the verdicts of a file by their digest. Empty if the file is missing.
+
+    The file may be growing: it is not locked, and what is no verdict is passed over. UserError if
+    the file cannot be read.
+    """
+    found: dict[str, Verdict] = {}
+    with os_errors_as(UserError, f"{path}: cannot read the verdicts"):
+        try:
+            stream = open_regular(path)
+        except FileNotFoundError:
+            return found
+        with stream:
+            for line in stream:
+                if (verdict := _parse(line)) is not None:
+                    found[verdict.sha256] = verdict
+    return found
 
 
 def judge(

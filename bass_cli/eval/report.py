@@ -310,7 +310,7 @@ def show(document: dict[str, Any], screen: Screen) -> None:
     screen.say(f"{document['task']}: {document['file']}")
     screen.table(
         ("total", f"{document['problems']} problems, {document['samples']} samples"),
-        _lines(document),
+        lines(document),
     )
     rows = document["by_problem"]
     if len(rows) <= SHOWN:
@@ -333,11 +333,15 @@ def show(document: dict[str, Any], screen: Screen) -> None:
             screen.say(f"note: {note}")
 
 
-def _lines(document: dict[str, Any]) -> list[list[str]]:
-    """Return (name, value) lines. Figures that are unknown are left out."""
+def lines(document: dict[str, Any]) -> list[list[str]]:
+    """Return the figures over all problems as (name, value). Those that are unknown are left out.
+
+    A document without quality has neither `rouge` nor `pass_first`.
+    """
     by_logprob = document["ranked_by"] == "mean_logprob"
     ranking = "mean log-probability" if by_logprob else "order (no log-probabilities)"
-    shown = (_rouge_lines if "rouge" in document else _pass_lines)(document, ranking)
+    shown = _rouge_lines(document, ranking) if "rouge" in document else []
+    shown += _pass_lines(document, ranking) if "pass_first" in document else []
     answered = sum(row["finished"] > 0 for row in document["by_problem"])
     finished = (
         f"{document['finished']} of {document['samples']} samples"

@@ -86,12 +86,20 @@ class GenerationFile:
         return _number(_part(self.manifest, "totals").get("seconds"))
 
 
-def read_generations(path: str) -> GenerationFile:
+def read_generations(
+    path: str, *, by_id: bool = False, see: Callable[[dict[str, Any]], None] | None = None
+) -> GenerationFile:
     """Read a file of samples in any format that `bass generate` writes.
 
     A broken last line is left out with a note. UserError for all other faults.
+
+    Args:
+        path: the file.
+        by_id: read files that answer no task too: `id` names the prompt, and a line without a text
+            has an empty one. Such a file may have no samples yet.
+        see: called with the JSON object of each sample, in the order of `rows`.
     """
-    manifest = _read_manifest(path)
+    manifest = manifest_of(path)
     budget = _number(_part(manifest, "results").get("budget"))
     notes: list[str] = []
     rows: list[Generation] = []
@@ -100,7 +108,7 @@ def read_generations(path: str) -> GenerationFile:
     for number, _, row in read_records(path, notes):
         place = f"{path}:{number}"
         for sample in samples_of(row) if _is_ours(row) else [row]:
-            one = _read_row(sample, place, number, order)
+            one = _read_row(_named(sample) if by_id else sample, place, number, order)
             key = (_bare(one.task_id), one.sample)
             if key in seen:
                 raise UserError(
@@ -110,7 +118,9 @@ def read_generations(path: str) -> GenerationFile:
             seen[key] = number
             late = one.finished and budget is not None and (one.seconds or 0.0) > budget
             rows.append(one._replace(late=late))
-    if not rows:
+            if see is not None:
+                see(sample)
+    if not rows and not by_id:
         raise UserError(f"{path}: the file has no samples")
     if manifest.get("finished") is False:
         notes.append("the run that wrote the file did not finish")
@@ -120,6 +130,19 @@ def read_generations(path: str) -> GenerationFile:
 def _is_ours(row: dict[str, Any]) -> bool:
     """Whether the line is of bass, in a layout that may leave out the finish reason."""
     return isinstance(row.get("samples"), list) or row.keys() >= {"id", "sample", "text"}
+
+
+def _named(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a line in which a missing task_id is the id, and a missing text is empty."""
+    texts = row.keys() & {"completion", "solution", "text"}
+    more: dict[str, Any] = {} if texts else {"completion": ""}
+    meta = row.get("meta")
+    of_meta = meta.get("task_id") if isinstance(meta, dict) else None
+    if row.get("task_id") is None and of_meta is None and isinstance(row.get("id"), (str, int)):
+        more |= {"task_id": row["id"]}
+    if texts == {"text"} and "finish_reason" not in row:
+        more |= {"completion": row["text"]}
+    return {**row, **more} if more else row
 
 
 def _read_row(row: dict[str, Any], place: str, number: int, order: Counter[str]) -> Generation:
@@ -199,7 +222,7 @@ def _figure(row: dict[str, Any], key: str, check: Callable[[Any], Any], place: s
         raise UserError(f'{place}: field "{key}": {error}') from None
 
 
-def _read_manifest(path: str) -> dict[str, Any]:
+def manifest_of(path: str) -> dict[str, Any]:
     """Return the manifest beside the file. Empty if it cannot be read; scoring works without."""
     try:
         return read_manifest(path)

@@ -79,12 +79,7 @@ class Scoring(NamedTuple):
 
 def read_options(args: EvaluateArgs | ScoreArgs) -> Scoring:
     """Check the options of scoring. UserError if one is invalid."""
-    limits = DEFAULT_LIMITS
-    if args.timeout is not None:
-        seconds = parse_duration(args.timeout, "`timeout`")
-        # The limit on processor time grows with it, or a longer timeout would have no effect.
-        cpu_seconds = max(limits.cpu_seconds, math.ceil(seconds / 2))
-        limits = limits._replace(seconds=seconds, cpu_seconds=cpu_seconds)
+    limits = limits_of(args.timeout)
     if args.workers is not None and not 1 <= args.workers <= _MOST_WORKERS:
         # More would exceed a machine's limits on processes and files.
         raise UserError(
@@ -105,6 +100,17 @@ def read_options(args: EvaluateArgs | ScoreArgs) -> Scoring:
         overwrite=args.overwrite,
         rankers=read_rankers(args.rank_by),
     )
+
+
+def limits_of(timeout: str | None) -> Limits:
+    """Return the limits of each program. UserError if the time is invalid."""
+    limits = DEFAULT_LIMITS
+    if timeout is None:
+        return limits
+    seconds = parse_duration(timeout, "`timeout`")
+    # The limit on processor time grows with it, or a longer timeout would have no effect.
+    cpu_seconds = max(limits.cpu_seconds, math.ceil(seconds / 2))
+    return limits._replace(seconds=seconds, cpu_seconds=cpu_seconds)
 
 
 def parse_ks(text: str) -> list[int]:

@@ -1,0 +1,315 @@
+"""Read a file of samples for the report: lines, verdicts, the task's prompts, and the figures.
+
+The readers and the figures are those of eval/. Nothing is run and no model is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from bass_cli.errors import UserError
+from bass_cli.eval import report
+from bass_cli.eval.judging import Verdict, digest, isolation_of, read_verdicts
+from bass_cli.eval.report import Outcome
+from bass_cli.eval.samples import (
+    Generation,
+    GenerationFile,
+    by_problem,
+    guess_task,
+    manifest_of,
+    read_generations,
+)
+from bass_cli.eval.tasks import load_task
+from bass_cli.eval.tasks.task import Task
+from bass_cli.report.pieces import Pieces
+from bass_cli.report.sources import Source
+
+LOGPROB_DIGITS = 3  # decimals of a token's log-probability on the page: 0.1 % of a probability
+UNJUDGED = "not judged"
+_ERROR = re.compile(r"(?:line \d+: )?([A-Z]\w*(?:Error|Exception|Exit|Interrupt|Warning))\b")
+_SYNTAX = ("SyntaxError", "IndentationError", "TabError")
+# Keys of a line that the page shows beside the columns
+_SHOWN = ("error", "reasoning", "copy_of", "rank", "score", "scores")
+
+
+class Outlines(NamedTuple):
+    """The verdicts on the samples of a run, in the order of its lines.
+
+    Attributes:
+        statuses: the status of each sample; see Outcome.
+        kinds: what failed: "" if it passed or is unknown; see `failure_kind`.
+        details: the message of the tests.
+    """
+
+    statuses: list[str]
+    kinds: list[str]
+    details: list[str]
+
+
+@dataclass
+class Run:
+    """The samples of one file, and what is known about them.
+
+    Attributes:
+        source: where the samples come from.
+        file: the lines, in their order.
+        extras: JSON objects, one for each line: what only the view of a sample shows.
+        prompts: by prompt in the order of the lines: its text, the tests, other fields.
+        outlines: the verdicts.
+        figures: the report's document (docs/EVAL.md). Without verdicts it has no quality.
+        judged: the outcomes of the problems whose finished samples all have a verdict.
+        notes: sentences about what is missing.
+    """
+
+    source: Source
+    file: GenerationFile
+    extras: list[str]
+    prompts: dict[str, dict[str, Any]]
+    outlines: Outlines
+    figures: dict[str, Any]
+    judged: dict[str, list[Outcome]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+class Reader:
+    """Reads the samples of a source, again and again while a job runs.
+
+    Args:
+        source: the file.
+        task: the name of its task. Default: from the file.
+        data: the task's data.
+        limits: limits of each program, which verdicts depend on.
+    """
+
+    def __init__(
+        self, source: Source, *, task: str | None, data: str | None, limits: Mapping[str, Any]
+    ) -> None:
+        self.source, self._named, self._data, self._limits = source, task, data, limits
+        self._task: Task | None = None
+        self._why = ""  # why there is no task
+        self._tests: dict[str, str] = {}
+        self._digests: dict[tuple[str, str, bool], str] = {}
+        self._pieces: Pieces | None = None
+
+    def read(self) -> Run:
+        """Read the file and what is beside it. UserError if a line is invalid."""
+        extras: list[str] = []
+        prompts: dict[str, dict[str, Any]] = {}
+
+        def see(row: dict[str, Any]) -> None:
+            extras.append(self._extra(row))
+            _see_prompt(row, prompts)
+
+        if self._pieces is None:
+            self._pieces = Pieces(manifest_of(self.source.path))
+        file = read_generations(self.source.path, by_id=True, see=see)
+        if self._task is None and file.rows:
+            self._load_task(file)
+        named = dict.fromkeys(row.task_id for row in file.rows)
+        shown = {name: self._prompt(name, prompts.get(name, {})) for name in named}
+        known: dict[str, Verdict] = {}
+        for path in self.source.verdict_paths():
+            known = read_verdicts(path) | known
+        return self._run(file, extras, shown, known)
+
+    def _run(
+        self,
+        file: GenerationFile,
+        extras: list[str],
+        prompts: dict[str, dict[str, Any]],
+        known: Mapping[str, Verdict],
+    ) -> Run:
+        notes = list(self._pieces.notes) if self._pieces else []
+        if self._why:
+            notes.append(self._why)
+        found = [self._verdict(row, known) for row in file.rows]
+        statuses = [
+            verdict.status if verdict else UNJUDGED if row.finished else report.unjudged(row).status
+            for row, verdict in zip(file.rows, found, strict=True)
+        ]
+        details = [verdict.detail if verdict else "" for verdict in found]
+        kinds = [failure_kind(*one) for one in zip(statuses, details, strict=True)]
+        judged = self._judged(file, statuses, notes)
+        figures = _figures(file, statuses)
+        if judged and self._task is not None:
+            isolation = isolation_of(verdict for verdict in found if verdict)
+            quality = report.build(file, judged, self._task, ks=ks_of(judged), isolation=isolation)
+            figures |= {key: quality[key] for key in quality.keys() - figures.keys()}
+            figures |= {key: quality[key] for key in ("task", "isolation")}
+            figures["judged"] = quality["by_problem"]
+            notes += [note for note in quality["notes"] if note not in notes]
+        elif fits(self.source.report, file):
+            figures |= self.source.report
+            notes += [one for one in figures["notes"] if one not in notes]
+        notes += [note for note in file.notes if note not in notes]
+        outlines = Outlines(statuses, kinds, details)
+        return Run(self.source, file, extras, prompts, outlines, figures, judged, notes)
+
+    def _judged(
+        self, file: GenerationFile, statuses: Sequence[str], notes: list[str]
+    ) -> dict[str, list[Outcome]]:
+        """Return the outcomes of the problems whose finished samples all have a verdict."""
+        if self._task is None or not self._task.executes:
+            return {}
+        status = {id(row): one for row, one in zip(file.rows, statuses, strict=True)}
+        groups = by_problem(file, self._task.problems)
+        outcomes = {
+            name: [Outcome(row, status[id(row)]) for row in rows] for name, rows in groups.items()
+        }
+        judged = {
+            name: rows
+            for name, rows in outcomes.items()
+            if all(one.status != UNJUDGED for one in rows)
+        }
+        if missing := sum(one == UNJUDGED for one in statuses):
+            notes.append(
+                f"{missing} finished samples have no verdict; run bass score {file.path}"
+                + (f". The quality is that of {len(judged)} problems" if judged else "")
+            )
+        return judged
+
+    def _load_task(self, file: GenerationFile) -> None:
+        """Load the task, if the file answers one. Its data may be missing here."""
+        try:
+            name = self._named or guess_task(file)
+        except UserError:
+            return
+        try:
+            task = load_task(name, self._data)
+            by_problem(file, task.problems)
+        except UserError as error:
+            if self._named or self._data:
+                raise
+            self._why = f"prompts and verdicts are not shown, because the task is unknown: {error}"
+            return
+        self._task = task
+
+    def _prompt(self, name: str, seen: dict[str, Any]) -> dict[str, Any]:
+        """Return what the page shows of a prompt: its own fields, and those of the task."""
+        if self._task is None:
+            return seen
+        problems = self._task.problems
+        bare = name.removeprefix("Mbpp/")
+        found = next((one for one in (name, bare, f"Mbpp/{bare}") if one in problems), None)
+        if found is None:
+            return seen
+        problem = problems[found]
+        if self._task.executes and found not in self._tests:
+            self._tests[found] = self._task.program(problem, "", whole=False).tests
+        tests = {"tests": self._tests[found]} if self._tests.get(found) else {}
+        return {"prompt": problem.prompt, **seen, **tests}
+
+    def _verdict(self, row: Generation, known: Mapping[str, Verdict]) -> Verdict | None:
+        """Return the verdict on a sample. None if its program has none."""
+        if not known or self._task is None or not self._task.executes or not row.finished:
+            return None
+        key = row.task_id, row.text, row.whole
+        if key not in self._digests:
+            problems = self._task.problems
+            bare = row.task_id.removeprefix("Mbpp/")
+            names = (row.task_id, bare, f"Mbpp/{bare}")
+            problem = next(problems[name] for name in names if name in problems)
+            program = self._task.program(problem, row.text, whole=row.whole)
+            self._digests[key] = digest(program, self._limits)
+        return known.get(self._digests[key])
+
+    def _extra(self, row: Mapping[str, Any]) -> str:
+        """Return the JSON object of what only the view of a sample shows."""
+        found = {key: row[key] for key in _SHOWN if row.get(key) is not None}
+        text, judged = row.get("text"), row.get("solution") or row.get("completion")
+        if isinstance(text, str) and isinstance(judged, str) and text != judged:
+            found["raw"] = text
+        numbers = row.get("token_logprobs")
+        if isinstance(numbers, list) and numbers:
+            found["token_logprobs"] = [_rounded(one) for one in numbers]
+            whole = text if isinstance(text, str) else judged
+            if self._pieces is not None and isinstance(whole, str):
+                found |= self._pieces.of(row.get("token_ids"), whole)
+        return packed(found) if found else "{}"
+
+
+def packed(value: Any) -> str:
+    """Return a value as JSON. NaN and infinity, which JSON cannot hold, become null."""
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except ValueError:
+        return packed(_finite(value))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): _finite(inner) for key, inner in value.items()}
+    return [_finite(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+
+
+def _rounded(number: Any) -> float | None:
+    known = isinstance(number, (int, float)) and math.isfinite(number)
+    return round(float(number), LOGPROB_DIGITS) if known else None
+
+
+def _see_prompt(row: Mapping[str, Any], prompts: dict[str, dict[str, Any]]) -> None:
+    """Keep what a line says about its prompt, from the first line that says it."""
+    meta = row.get("meta")
+    name = row.get("task_id")
+    if name is None and isinstance(meta, dict):
+        name = meta.get("task_id")
+    known = prompts.setdefault(str(row.get("id") if name is None else name), {})
+    for key in ("prompt", "messages", "meta"):
+        if row.get(key):
+            known.setdefault(key, row[key])
+
+
+def _figures(file: GenerationFile, statuses: Sequence[str]) -> dict[str, Any]:
+    """Return the figures that need no task: counts, times, speed and acceptance."""
+    groups: dict[str, list[Outcome]] = {}
+    for row, status in zip(file.rows, statuses, strict=True):
+        groups.setdefault(row.task_id, []).append(Outcome(row, status))
+    found = report.build(file, groups, _Samples(groups), ks=None, isolation=None)  # type: ignore[arg-type]
+    return {key: value for key, value in found.items() if key != "rouge"}
+
+
+class _Samples:
+    """A task that scores nothing, so that a report has the other figures only."""
+
+    name, executes = "samples", False
+
+    def __init__(self, problems: Mapping[str, Any]) -> None:
+        self.problems = problems
+
+
+def ks_of(problems: Mapping[str, Sequence[Outcome]]) -> list[int]:
+    """Return the values of k of the curve of pass@k: at most 12, up to the samples of a problem."""
+    most = min(map(len, problems.values()), default=1)
+    steps = (1, 2, 3, 4, 5, 6, 8, 10, 16, 20, 32, 50, 64, 100, 128, 200, 256, 512, 1000)
+    return sorted({*(one for one in steps if one <= most), most})
+
+
+def fits(document: Mapping[str, Any], file: GenerationFile) -> bool:
+    """Whether a report was made from the samples of this file as they are now."""
+    finished = sum(row.finished for row in file.rows)
+    return (document.get("samples"), document.get("finished")) == (len(file.rows), finished)
+
+
+def failure_kind(status: str, detail: str) -> str:
+    """Return what failed: syntax, assertion, time, memory, or the name of the exception.
+
+    Empty for a sample that passed, that was not judged, or that did not finish.
+    """
+    if status in ("timed out", "out of memory"):
+        return "time" if status == "timed out" else "memory"
+    if status != "failed":
+        return ""
+    found = _ERROR.match(detail)
+    if found is None:
+        return "other"
+    if found[1] in _SYNTAX:
+        return "syntax"
+    known = {"AssertionError": "assertion", "MemoryError": "memory"}
+    return known.get(found[1], found[1])

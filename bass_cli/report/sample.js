@@ -1,0 +1,173 @@
+// The view of a prompt: its samples, alone or beside those of another run.
+
+class View {
+  constructor(app) {
+    this.app = app;
+    this.box = document.getElementById("detail");
+    this.ticket = 0;
+    this.shades = [true, false]; // of one run alone, and of two beside each other
+    this.prompt = matchMedia("(min-width: 761px)").matches; // whether the prompt is shown
+  }
+
+  get shade() {
+    return this.shades[this.app.b < 0 ? 0 : 1];
+  }
+
+  toggleShade() {
+    this.shades[this.app.b < 0 ? 0 : 1] = !this.shade;
+    this.show();
+  }
+
+  async show() {
+    const ticket = ++this.ticket;
+    const { data, a, b, opened } = this.app;
+    if (opened === null) {
+      const hint = "Choose a prompt: click it, or press j and k. Press ? for all keys.";
+      this.box.replaceChildren(element("p", { class: "hint" }, hint));
+      return;
+    }
+    const runs = (b < 0 ? [a] : [a, b]).filter((run) => data.runs[run]);
+    const sides = await Promise.all(runs.map((run) => this.load(run, opened)));
+    if (ticket !== this.ticket) return;
+    const spans = sides.length === 2 && sides[0].row && sides[1].row ? differing(sides[0].text, sides[1].text) : [[], []];
+    const known = sides.find((one) => one.prompt) || { prompt: {} };
+    this.box.replaceChildren(
+      this.heading(),
+      this.promptBlock(known.prompt),
+      element("div", { class: `sides${sides.length > 1 ? " two" : ""}` }, ...sides.map((side, number) => this.side(side, spans[number], sides.length > 1))),
+      ...this.after(known.prompt),
+    );
+    this.box.scrollTop = 0;
+  }
+
+  // Read what is shown of one run's sample.
+  async load(run, id) {
+    const known = this.app.data.runs[run];
+    const prompt = known.places.get(id);
+    if (prompt === undefined) return { run, samples: [] };
+    const samples = known.of[prompt];
+    const place = Math.min(this.app.sample, samples.length - 1);
+    const row = samples[place];
+    const [text, extra, fields] = await Promise.all([known.texts.at(row), known.extras.at(row), known.prompts.at(prompt)]);
+    return { run, samples, place, row: row + 1, text: text || "", extra: extra || {}, prompt: fields || {} };
+  }
+
+  heading() {
+    const { table, opened } = this.app;
+    const place = table.cursor < 0 ? "" : `${(table.cursor + 1).toLocaleString("en")} of ${table.list.length.toLocaleString("en")}`;
+    return element(
+      "div",
+      { class: "heading" },
+      element("button", { class: "back", onclick: () => this.app.close() }, "‹ prompts"),
+      element("h2", {}, isolated(shortId(opened))),
+      element("span", { class: "place" }, place),
+      element("button", { title: "Previous prompt (k)", onclick: () => table.move(table.cursor - 1) }, "↑"),
+      element("button", { title: "Next prompt (j)", onclick: () => table.move(table.cursor + 1) }, "↓"),
+    );
+  }
+
+  promptBlock(fields) {
+    const text = promptText(fields);
+    if (text === "") return element("p", { class: "note" }, "The prompt's text is not in the file (bass generate --echo writes it).");
+    return element("details", { open: this.prompt, ontoggle: (event) => { this.prompt = event.target.open; } }, element("summary", {}, "Prompt"), textBlock(text, this.hits(text), "prompt-text"));
+  }
+
+  after(fields) {
+    const blocks = [];
+    if (fields.tests) blocks.push(element("details", {}, element("summary", {}, "Tests"), textBlock(fields.tests)));
+    if (fields.meta) blocks.push(element("details", {}, element("summary", {}, "Other fields of the prompt"), textBlock(JSON.stringify(fields.meta, null, 2))));
+    return blocks;
+  }
+
+  // Spans of the words of the search.
+  hits(text) {
+    const { words } = this.app.table;
+    if (!words) return [];
+    const spans = [];
+    for (const found of text.matchAll(searchPattern(words, "giu"))) {
+      spans.push([found.index, found.index + found[0].length, "hit", ""]);
+      if (spans.length >= 1000) break; // more would slow the page down
+    }
+    return spans;
+  }
+
+  side(side, spans, named) {
+    const { head } = this.app;
+    const name = head.runs[side.run].name;
+    const box = element("article", { class: "side" });
+    if (named) box.append(element("h3", {}, isolated(name)));
+    if (!side.samples.length) {
+      box.append(element("p", { class: "hint" }, "This run has no sample of the prompt."));
+      return box;
+    }
+    const known = this.app.data.runs[side.run];
+    box.append(this.chips(known, side), this.verdict(known, side.row - 1), this.facts(known, side.row - 1, side.extra));
+    const { extra, text } = side;
+    if (extra.error) box.append(element("p", { class: "message fail" }, isolated(String(extra.error))));
+    if (extra.reasoning) box.append(element("details", {}, element("summary", {}, "Thinking"), textBlock(String(extra.reasoning), this.hits(String(extra.reasoning)))));
+    if (typeof extra.raw === "string") {
+      box.append(element("h4", {}, "The model's text"), this.shaded(extra.raw, extra, this.hits(extra.raw)), element("h4", {}, "What was judged"), textBlock(text, [...this.hits(text), ...spans]));
+    } else box.append(this.shaded(text, extra, [...this.hits(text), ...spans]));
+    return box;
+  }
+
+  chips(known, side) {
+    const chips = side.samples.map((sample, place) => {
+      const mark = markOf(known, sample);
+      const words = { pass: "passed", fail: "failed", cut: "cut", error: "error", open: "" }[mark];
+      return element("button", { class: `sample ${mark}`, "aria-pressed": String(place === side.place), title: `sample ${known.columns.sample[sample]} ${words}`, onclick: () => this.app.choose(place) }, String(known.columns.sample[sample]));
+    });
+    return element("div", { class: "chips", role: "group", "aria-label": "Samples" }, ...chips);
+  }
+
+  verdict(known, sample) {
+    const status = known.status(sample);
+    const kind = known.kind(sample);
+    const mark = known.passed(sample) ? "pass" : known.judged(sample) ? "fail" : "open";
+    const box = element("p", { class: `message ${mark}` }, element("b", {}, isolated(status)));
+    if (kind && kind !== "other") box.append(" · ", isolated(kind));
+    const detail = known.detail(sample);
+    if (detail) box.append(element("code", {}, isolated(detail)));
+    return box;
+  }
+
+  facts(known, sample, extra) {
+    const { columns } = known;
+    const number = (value, digits) => (value === null || value === undefined ? null : value.toLocaleString("en", { maximumFractionDigits: digits }));
+    const drafted = columns.drafted[sample];
+    const rows = [
+      ["end", columns.reason[sample] || null],
+      ["tokens", number(columns.tokens[sample], 0)],
+      ["mean log-prob.", number(columns.mean_logprob[sample], 4)],
+      ["seconds", number(columns.seconds[sample], 2)],
+      ["rounds", number(columns.rounds[sample], 0)],
+      ["drafted", drafted === null ? null : `${number(drafted, 0)}, accepted ${number(columns.accepted[sample], 0)}`],
+      ["copy of", extra.copy_of ?? null],
+      ["rank", extra.rank ?? null],
+      ["score", extra.score ?? null],
+      ["scores", extra.scores ? JSON.stringify(extra.scores) : null],
+    ];
+    const shown = rows.filter(([, value]) => value !== null && value !== undefined);
+    return element("dl", { class: "facts" }, ...shown.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, isolated(String(value))))));
+  }
+
+  // A text with its tokens shaded by their log-probabilities, if the file has them.
+  shaded(text, extra, spans) {
+    if (!extra.token_logprobs) return textBlock(text, spans);
+    const box = element("div", { class: this.shade ? "with-shades" : "" });
+    const { spans: tokens, after } = tokenSpans(text, extra);
+    const toggle = element("button", { class: "small", "aria-pressed": String(this.shade), onclick: () => this.toggleShade() }, "shade unlikely tokens (s)");
+    if (!extra.pieces) {
+      box.append(toggle, textBlock(text, spans), element("p", { class: "note" }, "Log-probabilities by token, in order; where each begins in the text is unknown here:"), this.strip(extra.token_logprobs.map((one, number) => [number, one])));
+      return box;
+    }
+    box.append(toggle, textBlock(text, this.shade ? [...tokens, ...spans] : spans));
+    if (after.length) box.append(element("p", { class: "note" }, "Tokens after the text (the end of the sample, or a stop text):"), this.strip(after));
+    return box;
+  }
+
+  strip(tokens) {
+    const most = 2000; // more elements would slow the page down
+    return element("div", { class: "strip" }, ...tokens.slice(0, most).map(([number, logprob]) => element("span", { class: `token ${shadeOf(logprob)}`, title: tokenTitle(number, logprob) }, typeof logprob === "number" ? logprob.toFixed(2) : "?")));
+  }
+}
