@@ -39,6 +39,11 @@ def test_the_wheel_contains_every_module_kernel_and_pair(wheel: Path) -> None:
         for base, package in ((ROOT, "bass_cli"), (ROOT / "kernels", "bass_kernels"))
         for path in (base / package).rglob("*.py")
     }
+    due |= {
+        f"bass_cli/report/{path.name}"
+        for path in (ROOT / "bass_cli" / "report").iterdir()
+        if path.suffix in (".html", ".css", ".js")
+    }
     due |= {f"bass_cli/configs/{path.name}" for path in (ROOT / "configs").glob("*.yaml")}
     assert due | {"bass_cli/py.typed"} <= held
     assert [name for name in held if name.startswith(("tests", "benchmarks"))] == []
@@ -48,7 +53,7 @@ def test_the_metadata_names_extras_and_has_no_placeholders(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
     (name,) = (one for one in archive.namelist() if one.endswith("/METADATA"))
     about = message_from_string(archive.read(name).decode())
-    assert {"all", "dev", "plot", "ray", "structure", "xsum"} == set(
+    assert {"all", "dev", "plot", "ray", "report", "structure", "xsum"} == set(
         about.get_all("Provides-Extra", [])
     )
     assert about["License-Expression"] == "Apache-2.0"

@@ -390,8 +390,8 @@ class ScoreArgs(JudgeArgs, _Quiet):
 @dataclass(kw_only=True, eq=False)
 class ReportArgs(_Quiet):
     runs: list[str] = flag(
-        "Files of samples in any format that bass score reads, and reports of bass score and "
-        "bass eval, also of a sweep.",
+        "Files of samples (.jsonl, .jsonl.gz, .jsonl.zst, .parquet) of any tool, with the fields "
+        "id and text, or task_id and completion or solution; also reports (.json) on them.",
         "",
         "RUN...",
         default=MISSING,
@@ -406,7 +406,11 @@ class ReportArgs(_Quiet):
         "The task's data set, if it is not packaged", SCORING, "FILE|hf:NAME", shown="packaged"
     )
     timeout: str | None = flag(
-        "Time limit per program that bass score was given", SCORING, "TIME", shown="10s", rare=True
+        "Time limit per program that the verdicts were made with",
+        SCORING,
+        "TIME",
+        shown="10s",
+        rare=True,
     )
     overwrite: bool = switch("Let --out replace a file that is not a page of bass report", OUTPUT)
 

@@ -17,20 +17,20 @@ function figure(chart) {
   drawn.setAttribute("role", "img");
   drawn.setAttribute("aria-label", chart.title);
   const made = element("figure", {}, element("figcaption", {}, isolated(chart.title)), drawn);
-  if (chart.series.length > 1) made.append(legend(chart));
+  if (chart.series.length > 1 && chart.series.length <= SERIES) made.append(legend(chart));
   if (chart.note) made.append(element("p", { class: "note" }, isolated(chart.note)));
   return made;
 }
 
 function legend(chart) {
   const items = chart.series.map((one, number) =>
-    element("li", {}, svg("svg", { class: "key", width: 18, height: 10 }, svg("line", { x1: 0, x2: 18, y1: 5, y2: 5, class: lineClass(number) })), isolated(one.name)),
+    element("li", {}, svg("svg", { class: "key", width: 18, height: 10 }, svg("line", { x1: 0, x2: 18, y1: 5, y2: 5, class: lineClass(one.color ?? number, one.dashed) })), isolated(one.name)),
   );
   return element("ul", { class: "legend" }, ...items);
 }
 
-function lineClass(number) {
-  return `line series${number % SERIES}${number >= SERIES ? " dashed" : ""}`;
+function lineClass(number, dashed) {
+  return `line series${number % SERIES}${dashed ?? number >= SERIES ? " dashed" : ""}`;
 }
 
 function drawLines(chart) {
@@ -53,7 +53,7 @@ function drawLines(chart) {
       if (path && one.step) path += `H${x.at(px)}`;
       path += `${path ? "L" : "M"}${x.at(px)},${y.at(py)}`;
     }
-    drawn.append(svg("path", { d: path, class: lineClass(number) }));
+    drawn.append(svg("path", { d: path, class: lineClass(one.color ?? number, one.dashed) }));
     for (const [px, py, low, high] of one.step ? [] : one.points) {
       const title = svg("title", {});
       title.textContent = `${one.name}: ${px}, ${py}${low === undefined ? "" : ` (${low} to ${high})`}`;

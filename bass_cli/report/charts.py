@@ -24,9 +24,10 @@ Chart = dict[str, Any]
 def charts_of(runs: Sequence[Run]) -> list[Chart]:
     """Return the charts that the data of these runs allows.
 
-    The kinds are line, bars (a histogram) and rows (words). Each chart is {"kind", "title", "x", "y": {"label", ...}, "series", "note"}.
-    A series of lines has points [x, y, low, high], where low and high may be missing. A series of
-    bars or rows has a value for each of the chart's labels.
+    Each chart is {"kind", "title", "x", "y": {"label", ...}, "series", "note"}. The kinds are line,
+    bars (a histogram) and rows (words). A series of lines has points [x, y, low, high], where low
+    and high may be missing, and perhaps "step" and the look of its line. A series of bars or rows
+    has a value for each of the chart's labels.
     """
     makers: list[Callable[[Sequence[Run]], Chart | None]] = [
         _pass_curve,
@@ -55,9 +56,12 @@ def _pass_curve(runs: Sequence[Run]) -> Chart | None:
     best = max(series, key=lambda one: one["points"][-1][1])
     (k, first, *_), (most, last, *_) = best["points"][0], best["points"][-1]
     whose = f" in {best['name']}" if len(series) > 1 else ""
+    title = f"pass@k rises from {first:.1f} % (k = {k}) to {last:.1f} % (k = {most}){whose}"
+    if first == last:
+        title = f"pass@k is {first:.1f} % for every k{whose}"
     return {
         "kind": "line",
-        "title": f"pass@k rises from {first:.1f} % (k = {k}) to {last:.1f} % (k = {most}){whose}",
+        "title": title,
         "x": {"label": "k, samples of a problem", "log": True},
         "y": {"label": "pass@k, %", "least": 0},
         "series": series,
@@ -101,7 +105,7 @@ def _quality_by_budget(runs: Sequence[Run]) -> Chart | None:
     at_least = [(p[1], one["name"]) for one in series for p in one["points"] if p[0] == least]
     value, method = max(at_least)
     title = f"{name} within {least:g} s is highest with {method}: {value:.1f} %"
-    if len(series) == 1:
+    if len(series) == 1 or not value:
         title = f"{name} is {value:.1f} % within {least:g} s per prompt"
     return {
         "kind": "line",
@@ -135,12 +139,13 @@ def _quality(run: Run) -> tuple[float, list[float]] | None:
 
 def _quality_by_time(runs: Sequence[Run]) -> Chart | None:
     series, found = [], None
-    for run in runs:
+    for number, run in enumerate(runs):
         steps = {kind: _steps(run.judged, kind) for kind in ("Pass@All", "Pass@First")}
         for kind, points in steps.items():
             if points and (kind == "Pass@First" or len(runs) <= _FEW):
                 name = f"{kind}, {run.source.name}" if len(runs) > 1 else kind
-                series.append({"name": name, "points": points, "step": True})
+                look = {"color": number, "dashed": kind == "Pass@All"}
+                series.append({"name": name, "points": points, "step": True, **look})
         if found is None and steps["Pass@All"]:
             found = steps["Pass@All"]
     if not series or found is None:

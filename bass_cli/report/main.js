@@ -18,7 +18,7 @@ class App {
     this.head = head;
     this.data = new Data();
     this.a = 0;
-    this.b = -1;
+    this.b = head.runs.length === 2 ? 1 : -1; // of two runs, both are shown
     this.opened = null; // the id of a prompt
     this.sample = 0; // which of its samples, in their order
     this.tab = "summary";
@@ -173,7 +173,7 @@ class App {
 
 function summary(head) {
   const tiles = head.runs.length > 1 ? [ranking(head.runs)] : head.runs.map((run) => element("div", { class: "tiles" }, ...run.headline.map(([name, value]) => element("div", { class: "tile" }, element("b", {}, value), element("span", {}, name)))));
-  const remarks = notes(head.runs.flatMap((run) => run.notes.map((note) => (head.runs.length > 1 ? `${run.name}: ${note}` : note))));
+  const remarks = remarksOf(head.runs);
   const charts = element("section", { class: "charts" }, ...head.charts.map(figure));
   const rows = (pick) => {
     const names = [...new Set(head.runs.flatMap((run) => pick(run).map(([name]) => name)))];
@@ -199,7 +199,12 @@ function ranking(runs) {
   return element("div", { class: "wide ranking" }, element("table", {}, element("thead", {}, top), element("tbody", {}, ...rows)));
 }
 
-function notes(texts) {
+// The notes of all runs; one that all of them have is shown once.
+function remarksOf(runs) {
+  const texts = [...new Set(runs.flatMap((run) => run.notes))].map((note) => {
+    const having = runs.filter((run) => run.notes.includes(note));
+    return having.length === runs.length ? note : `${having.map((run) => run.name).join(", ")}: ${note}`;
+  });
   return texts.length ? [element("ul", { class: "notes" }, ...texts.map((text) => element("li", {}, isolated(text))))] : [];
 }
 
