@@ -16,6 +16,7 @@ import pytest
 from checkpoints import write_checkpoint, write_tokenizer
 
 from bass_cli import Completion, Engine, Job, Pair, Sampling, Speculation, UserError, generate
+from bass_cli.engine.loop import Loop
 
 WORDS = ("the cat", "a dog sat", "it ran")
 SECONDS = 60  # the most that a test waits
@@ -73,6 +74,29 @@ def test_second_call_starts_at_once(engine: Engine) -> None:
 
     seconds()
     assert min(seconds() for _ in range(3)) < 0.5
+
+
+def test_an_idle_engine_captures_what_requests_needed_and_then_rests(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, busy = [3], list[bool]()
+
+    def capture(loop: Loop) -> bool:
+        busy.append(bool(len(loop.batch)))
+        left[0] -= 1
+        return left[0] >= 0
+
+    monkeypatch.setattr(Loop, "capture_prompts", capture)
+    assert len(list(engine.generate(["a"], n=2))) == 2
+    settle(engine)
+    wait_until = time.monotonic() + 5
+    while left[0] >= 0 and time.monotonic() < wait_until:
+        time.sleep(0.01)
+    assert left[0] < 0
+    assert not any(busy)
+    calls = len(busy)
+    time.sleep(0.05)
+    assert len(busy) == calls
 
 
 def test_requests_with_the_same_ids_share_the_batch(engine: Engine, model: Path) -> None:

@@ -42,6 +42,9 @@ class ModelRows(Drafter):
     def prepare_prompts(self) -> None:
         self.runner.prepare_prompts()
 
+    def capture_prompts(self) -> bool:
+        return self.runner.capture_prompts()
+
     @property
     def version(self) -> int:
         return self.runner.version

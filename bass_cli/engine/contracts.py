@@ -217,6 +217,9 @@ class Target(FollowsRows, Protocol):
     def prepare_prompts(self) -> None:
         """Capture the passes over prompts now rather than when they are first needed."""
 
+    def capture_prompts(self) -> bool:
+        """Capture a pass over prompts that was needed before. Return whether there was one."""
+
     def forward(
         self,
         tokens: Tensor,
@@ -300,6 +303,10 @@ class Drafter(ABC):
 
     def prepare_prompts(self) -> None:
         """Capture the passes over prompts now rather than when they are first needed."""
+
+    def capture_prompts(self) -> bool:
+        """Capture a pass over prompts that was needed before. Return whether there was one."""
+        return False
 
     def expect(self, batch: Batch, length: int) -> int:
         """Prepare for `propose(batch, length)`; with length 0 for a round without drafts.

@@ -446,6 +446,12 @@ class Loop:
             catch_up=sizes if catching_up and self.drafter.catches_up else None,
         )
 
+    def capture_prompts(self) -> bool:
+        """Capture a pass over prompts that ran uncaptured. Return whether there was one."""
+        if self._captured is None:
+            return False
+        return self.target.capture_prompts() or self.drafter.capture_prompts()
+
     @torch.inference_mode()
     def catch_up(self, width: int, deadline: float | None = None) -> None:
         """Feed the drafter what it must read before it can draft `width` tokens. The time is not

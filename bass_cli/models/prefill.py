@@ -228,6 +228,17 @@ class Passes:
             if not self.graphs.holds(size):
                 self._feed(self.graphs, size, ())
 
+    def capture_next(self) -> bool:
+        """Capture one size that passes needed and did not have. Return whether there was one."""
+        if self.graphs is None:
+            return False
+        self.graphs.renew(self._cache.positions)
+        wanted = (size for size in self._rental.wanted() if not self.graphs.holds(size))
+        size = next(wanted, None)
+        if size is not None:
+            self._feed(self.graphs, size, ())
+        return size is not None
+
     def _serving(self, graphs: Graphs, size: int, *, capture: bool) -> int | None:
         """Return the size of the graph for a pass of this size: an existing one, or `size` itself
         if a capture is due and allowed. None if the pass should run uncaptured."""

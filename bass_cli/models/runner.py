@@ -197,6 +197,11 @@ class Runner:
         """Capture the prefill passes now. See Passes.prepare."""
         self._passes.prepare()
 
+    @torch.inference_mode()
+    def capture_prompts(self) -> bool:
+        """Capture a prefill pass that was needed. See Passes.capture_next."""
+        return self._passes.capture_next()
+
     def close(self, key: str) -> None:
         """Accept no further rows for this prompt."""
         self._close(key)

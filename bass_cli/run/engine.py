@@ -425,6 +425,7 @@ class Engine:
         conductor = self._conductor
         try:
             while True:
+                self._capture_while_idle()
                 with self._news:
                     if conductor.idle or conductor.waits:
                         self._news.wait_for(lambda: self._asked or self._stopping)
@@ -443,6 +444,19 @@ class Engine:
                 with self._news:
                     self._stopping = True
                 self._tell()
+
+    def _capture_while_idle(self) -> None:
+        """Capture the passes over prompts that the last requests needed, one at a time, until a
+        request comes. Else the next request of the same size would wait for it."""
+        more = [True]
+
+        def capture() -> None:
+            more[0] = self._conductor.loop.capture_prompts()
+
+        while self._ready and self._conductor.idle and more[0]:
+            if self._asked or self._stopping:
+                return
+            self._step(capture)
 
     def _step(self, step: Callable[[], None]) -> None:
         """Run a round; with half the rows if memory runs out, as long as that is possible."""
