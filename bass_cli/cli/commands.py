@@ -30,6 +30,7 @@ from bass_cli.config.commands import (
     MergeArgs,
     PairsArgs,
     ProfileArgs,
+    RankArgs,
     ReportArgs,
     ScoreArgs,
 )
@@ -330,6 +331,24 @@ def report(args: ReportArgs) -> None:
         from bass_cli.report.command import run
 
         run(args, screen)
+
+
+@app.command(cls=Command, epilog=EPILOG)
+@takes(RankArgs)
+def rank(args: RankArgs) -> None:
+    """Rank the samples of each prompt, and write rank and scores into their lines.
+
+    \b
+    Examples:
+      bass rank samples.jsonl --by static
+      bass rank samples.jsonl --by majority --best 1 --out best.jsonl
+    """
+    with running(args, "interrupted; the file was not changed") as screen:
+        from bass_cli.eval.rank_command import rank_samples
+
+        counts = rank_samples(args, screen)
+        if args.json_document:
+            terminal.document(counts)
 
 
 @app.command(cls=Command)

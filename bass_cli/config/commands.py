@@ -302,6 +302,52 @@ class FilterArgs(_Document, _Quiet):
 
 
 @dataclass(kw_only=True, eq=False)
+class RankArgs(_Document, _Quiet):
+    file: str = flag(
+        "A file of samples (.jsonl, .jsonl.gz, .jsonl.zst, .parquet) of bass or of another tool.",
+        "",
+        "FILE",
+        default=MISSING,
+    )
+    by: str | None = flag(
+        "Rankers: logprob, static, majority. Ranks are those of the first; scores are written for "
+        "all",
+        SCORING,
+        "NAME,...",
+        shown="logprob",
+    )
+    best: int | None = flag(
+        "Keep only the K best samples of each prompt", KEPT, "K", shown="all samples"
+    )
+    task: str | None = flag(
+        "Task of the samples, which says how their text is read",
+        SCORING,
+        "humaneval|mbpp|xsum",
+        shown="from the manifest",
+    )
+    data: str | None = flag("The task's data set, if it is not packaged", PROMPTS, "FILE|hf:NAME")
+    prompts: str | None = flag(
+        "The prompts of the samples, for samples of no task that were drawn without --echo",
+        PROMPTS,
+        "FILE",
+    )
+    prompt_column: str | None = of_job("prompt_column")
+    answer: str | None = flag(
+        "Regular expression for majority: the answer is its last match in the text, or the group "
+        "in it",
+        SCORING,
+        "REGEX",
+    )
+    out: str | None = flag(
+        "Output file for the ranked samples, with its manifest", OUTPUT, "FILE", shown="FILE itself"
+    )
+    json_document: bool = switch(
+        "Print the counts as JSON to standard output", OUTPUT, flag="--json"
+    )
+    overwrite: bool = switch("Replace an existing output file", OUTPUT)
+
+
+@dataclass(kw_only=True, eq=False)
 class JudgeArgs(_Document):
     """The options of scoring, shared by `eval` and `score`."""
 
@@ -668,6 +714,7 @@ COMMANDS: Mapping[str, type] = {
     "merge": MergeArgs,
     "filter": FilterArgs,
     "eval": EvaluateArgs,
+    "rank": RankArgs,
     "score": ScoreArgs,
     "report": ReportArgs,
     "pairs": PairsArgs,

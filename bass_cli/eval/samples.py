@@ -108,8 +108,8 @@ def read_generations(
     for number, _, row in read_records(path, notes):
         place = f"{path}:{number}"
         for sample in samples_of(row) if _is_ours(row) else [row]:
-            one = _read_row(_named(sample) if by_id else sample, place, number, order)
-            key = (_bare(one.task_id), one.sample)
+            one = read_row(_named(sample) if by_id else sample, place, number, order)
+            key = (bare_id(one.task_id), one.sample)
             if key in seen:
                 raise UserError(
                     f'{place}: sample {one.sample} of "{one.task_id}" is in the file '
@@ -145,14 +145,14 @@ def _named(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, **more} if more else row
 
 
-def _read_row(row: dict[str, Any], place: str, number: int, order: Counter[str]) -> Generation:
+def read_row(row: dict[str, Any], place: str, number: int, order: Counter[str]) -> Generation:
     """Check a line. `order` counts the lines without a sample number for each problem."""
     task_id = _task_id(row, place)
     is_whole, text = _text(row, place)
     sample = _figure(row, "sample", whole, place)
     if sample is None:
-        sample = order[_bare(task_id)]
-        order[_bare(task_id)] += 1
+        sample = order[bare_id(task_id)]
+        order[bare_id(task_id)] += 1
     reason = row.get("finish_reason")
     if reason is not None and not isinstance(reason, str):
         raise UserError(f'{place}: field "finish_reason": it must be a text')
@@ -166,7 +166,7 @@ def _read_row(row: dict[str, Any], place: str, number: int, order: Counter[str])
     return found._replace(scores=row.get("scores"))
 
 
-def _bare(task_id: str) -> str:
+def bare_id(task_id: str) -> str:
     """Return a task_id without the prefix "Mbpp/" that some tools add."""
     return task_id.removeprefix("Mbpp/")
 
@@ -271,7 +271,7 @@ def by_problem(file: GenerationFile, known: Collection[str]) -> dict[str, list[G
     """
     groups: dict[str, list[Generation]] = {}
     for row in file.rows:
-        bare = _bare(row.task_id)
+        bare = bare_id(row.task_id)
         found = next((name for name in (row.task_id, bare, f"Mbpp/{bare}") if name in known), None)
         if found is None:
             name = row.task_id[:80]

@@ -62,6 +62,20 @@ class Group(NamedTuple):
     entry_point: str | None = None
 
 
+class Standing(NamedTuple):
+    """The rank of a sample among those of its prompt, from 1, and its scores by ranker."""
+
+    rank: int
+    scores: Mapping[str, float | None]
+
+
+class Members(NamedTuple):
+    """The samples of one prompt. `unfinished` are not scored, and come after the others."""
+
+    group: Group
+    unfinished: Sequence[Candidate]
+
+
 class Ranker(Protocol):
     """Scores samples.
 
@@ -160,3 +174,24 @@ def best_first(candidates: Sequence[Candidate], scores: Scores) -> list[int]:
 def _low(value: float | None) -> float:
     """Return a value whose ascending order is best first."""
     return math.inf if value is None or math.isnan(value) else -value
+
+
+def standings_of(
+    members: Members, first: str, scores: Mapping[str, Scores]
+) -> Iterator[tuple[int, Standing]]:
+    """Yield the samples of a prompt with their standings, the best one first.
+
+    Unfinished samples follow the finished ones, by their mean log-probability, without scores.
+
+    Args:
+        first: The ranker whose scores decide.
+        scores: By ranker, in the order of the group's candidates.
+    """
+    candidates, rank = members.group.candidates, 0
+    for rank, at in enumerate(best_first(candidates, scores[first]), 1):
+        own = {name: of_ranker[at] for name, of_ranker in scores.items()}
+        yield candidates[at].sample, Standing(rank, own)
+    rest = members.unfinished
+    for at in best_first(rest, [one.mean_logprob for one in rest]):
+        rank += 1
+        yield rest[at].sample, Standing(rank, dict.fromkeys(scores))

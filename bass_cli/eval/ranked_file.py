@@ -1,0 +1,273 @@
+"""The samples of a file by prompt, for `bass rank`, and its lines with ranks and scores.
+
+The lines are copied to a temporary file, so only their places are held in memory, and the file may
+be replaced by its own ranked lines. ranking.py says what rankers see of a task's problem.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import IO, Any, NamedTuple
+
+from bass_cli.errors import UserError, near_word
+from bass_cli.eval.ranking import group_of
+from bass_cli.eval.samples import UNFINISHED, Generation, bare_id, read_row
+from bass_cli.eval.tasks.task import Task
+from bass_cli.io.lines import read_records
+from bass_cli.io.prompts import Prompt
+from bass_cli.io.results import line_of
+from bass_cli.io.resume import Past, is_of_prompt, samples_of
+from bass_cli.rank.code import source_in
+from bass_cli.rank.ranking import Candidate, Group, Members, Standing
+from bass_cli.reading import finite, parse_object, whole
+
+_SAMPLES = "samples"
+Row = dict[str, Any]
+
+
+class _Line(NamedTuple):
+    """The place of a line in the copy, its number in the file, and its samples' numbers.
+
+    Without samples it is the line of a prompt that could not be run.
+    """
+
+    id: str
+    start: int
+    size: int
+    number: int
+    samples: tuple[int, ...]
+
+
+class RankedFile:
+    """A file of samples.
+
+    Args:
+        path: The file, in any format of bass, or with lines of other tools.
+        task: The task of the samples; None if there is none.
+        prompts: The prompts by id, for files of no task; None: those in the lines, if any.
+        answer: A regular expression whose last match in a text is the answer; a group in it is
+            the answer alone.
+        exclusive: Whether the file will be replaced, so that no other process may read or write.
+
+    Attributes:
+        notes: What was left out, such as a torn last line.
+        totals: Those of a manifest, for the lines that `lines` has yielded.
+        kept, dropped: The numbers of samples that `lines` has kept and dropped.
+
+    Raises:
+        UserError: A line is wrong, or another process writes to the file.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        task: Task | None = None,
+        prompts: Mapping[str, str] | None = None,
+        answer: re.Pattern[str] | None = None,
+        exclusive: bool = False,
+    ):
+        self.path, self.notes = path, list[str]()
+        self._task, self._prompts, self._answer = task, prompts, answer
+        self._copy: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - held with the object
+        self._lines = list[_Line]()
+        self._of_prompt: dict[str, list[_Line]] = {}
+        self._past = Past()
+        self.kept = self.dropped = 0
+        self._read(exclusive=exclusive)
+
+    def __len__(self) -> int:
+        return len(self._of_prompt)
+
+    def _read(self, *, exclusive: bool) -> None:
+        kind = (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB
+
+        def lock(stream: IO[bytes]) -> None:
+            # the lock lasts as long as this copy, also when the file has been read
+            self._lock = os.fdopen(os.dup(stream.fileno()), "rb")
+            try:
+                fcntl.flock(stream, kind)
+            except BlockingIOError:
+                raise UserError(f"{self.path}: another process is using this file") from None
+
+        seen: dict[tuple[str, int], int] = {}
+        order: Counter[str] = Counter()
+        start = 0
+        for number, line, row in read_records(self.path, self.notes, on_open=lock):
+            id_ = self._id(row, number)
+            numbers = tuple(self._numbers(row, number, id_, order))
+            for one in numbers:
+                if (id_, one) in seen:
+                    raise UserError(
+                        f'{self.path}:{number}: sample {one} of "{id_}" is in the file twice, '
+                        f"first in line {seen[id_, one]}"
+                    )
+                seen[id_, one] = number
+            self._copy.write(line)
+            found = _Line(id_, start, len(line), number, numbers)
+            start += len(line)
+            self._lines.append(found)
+            if numbers:
+                self._of_prompt.setdefault(id_, []).append(found)
+        if not self._lines:
+            raise UserError(f"{self.path}: the file has no samples")
+
+    def _id(self, row: Row, number: int) -> str:
+        """Return what the samples of a prompt share: the id of the prompt or the problem."""
+        id_ = row.get("id", row.get("task_id"))
+        if not isinstance(id_, (str, int)) or isinstance(id_, bool):
+            raise UserError(f'{self.path}:{number}: field "id" (or "task_id"): a text is needed')
+        return str(id_)
+
+    def _numbers(self, row: Row, number: int, id_: str, order: Counter[str]) -> Iterator[int]:
+        """Yield the numbers of a line's samples; without numbers they follow the file's order."""
+        every = samples_of(row)
+        if len(every) == 1 and is_of_prompt(every[0]):
+            return
+        for one in every:
+            if "sample" not in one:
+                one["sample"] = order[id_]
+                order[id_] += 1
+            try:
+                yield whole(one["sample"])
+            except ValueError as error:
+                raise UserError(f'{self.path}:{number}: field "sample": {error}') from None
+
+    def _row(self, line: _Line) -> Row:
+        self._copy.seek(line.start)
+        return parse_object(self._copy.read(line.size))
+
+    def members(self) -> Iterator[Members]:
+        """Yield the samples of each prompt, in the order of the prompts' first lines."""
+        for id_, lines in self._of_prompt.items():
+            found = [
+                (line, dict(one) | {"sample": at})
+                for line in lines
+                for one, at in zip(samples_of(self._row(line)), line.samples, strict=True)
+            ]
+            yield self._members(id_, found)
+
+    def _members(self, id_: str, found: Sequence[tuple[_Line, Row]]) -> Members:
+        if self._task is None:
+            prompt = self._prompt_of(id_, found[0][1])
+            every = [self._candidate(line, row, prompt) for line, row in found]
+            entry_point = None
+        else:
+            rows = [
+                read_row(row, f"{self.path}:{line.number}", line.number, Counter())
+                for line, row in found
+            ]
+            group = group_of(self._task, self._problem(rows[0]), rows)
+            prompt, entry_point, every = group.prompt, group.entry_point, list(group.candidates)
+        finished = [one for one in every if one.finish_reason not in UNFINISHED]
+        unfinished = [one for one in every if one.finish_reason in UNFINISHED]
+        return Members(Group(id_, prompt, finished, entry_point), unfinished)
+
+    def _problem(self, row: Generation) -> Any:
+        assert self._task is not None
+        known, bare = self._task.problems, bare_id(row.task_id)
+        for name in (row.task_id, bare, f"Mbpp/{bare}"):
+            if name in known:
+                return known[name]
+        near = near_word(row.task_id[:80], known)
+        hint = f'; did you mean "{near}"?' if near else ""
+        raise UserError(f'{self.path}:{row.line}: unknown task_id "{row.task_id[:80]}"{hint}')
+
+    def _prompt_of(self, id_: str, row: Row) -> str | None:
+        """Return the text of a prompt: of the prompt file, or of its line if it was echoed."""
+        if self._prompts is not None:
+            if id_ not in self._prompts:
+                raise UserError(f'`prompts`: there is no prompt "{id_}", which {self.path} has')
+            return self._prompts[id_]
+        if isinstance(row.get("prompt"), str):
+            text: str = row["prompt"]
+            return text
+        messages = row.get("messages")
+        return text_of(messages) if isinstance(messages, list) else None
+
+    def _candidate(self, line: _Line, row: Row, prompt: str | None) -> Candidate:
+        place = f"{self.path}:{line.number}"
+        key = next((one for one in ("text", "completion", "solution") if row.get(one)), "text")
+        text, number = row.get(key), None
+        if not isinstance(text, str):
+            reason = "it is missing" if text is None else "a text is needed"
+            raise UserError(f'{place}: field "{key}": {reason}')
+        with contextlib.suppress(ValueError):  # missing, null or not finite
+            number = finite(row.get("mean_logprob"))
+        reason = row["finish_reason"]
+        return Candidate(
+            row["sample"],
+            text,
+            None if reason == "unknown" else reason,
+            number,
+            text if key == "solution" else source_in(prompt, text),
+            self._answer_in(text),
+        )
+
+    def _answer_in(self, text: str) -> str | None:
+        if self._answer is None:
+            return None
+        matches = list(self._answer.finditer(text))
+        return matches[-1][self._answer.groups and 1] or "" if matches else ""
+
+    def lines(
+        self, standings: Mapping[tuple[str, int], Standing], best: int | None
+    ) -> Iterator[bytes]:
+        """Yield the lines with `rank` and `scores`, in the order of the file.
+
+        Args:
+            standings: By prompt id and sample number.
+            best: Only samples up to this rank are kept; None: all.
+        """
+        for line in self._lines:
+            read = self._row(line)
+            row = self._ranked(read, line, standings, best) if line.samples else read
+            if row is not None:
+                if any(key in row for key in ("finish_reason", _SAMPLES)):
+                    self._past.count(row)
+                yield line_of(row).encode() + b"\n"
+
+    def _ranked(
+        self, row: Row, line: _Line, standings: Mapping[tuple[str, int], Standing], best: int | None
+    ) -> Row | None:
+        """Return a line with ranks; None if none of its samples is kept."""
+        listed = isinstance(row.get(_SAMPLES), list)
+        kept = list[Row]()
+        for one, at in zip(row[_SAMPLES] if listed else [row], line.samples, strict=True):
+            standing = standings[line.id, at]
+            if best is not None and standing.rank > best:
+                self.dropped += 1
+                continue
+            self.kept += 1
+            before = one.get("scores") if isinstance(one.get("scores"), dict) else {}
+            # a line of a prompt may leave the numbers to the order, which would change
+            number = {"sample": at} if listed and "sample" not in one and best else {}
+            own = {"rank": standing.rank, "scores": {**before, **standing.scores}}
+            kept.append({**number, **one, **own})
+        if not kept:
+            return None
+        return {**row, _SAMPLES: kept} if listed else kept[0]
+
+    @property
+    def totals(self) -> dict[str, Any]:
+        """Return the totals of the lines that were yielded."""
+        return self._past.totals
+
+
+def text_of(messages: Sequence[Any]) -> str:
+    """Return the user's messages of a chat as one text."""
+    asked = (one for one in messages if isinstance(one, dict) and one.get("role") == "user")
+    return "\n\n".join(str(one.get("content") or "") for one in asked)
+
+
+def prompt_text(prompt: Prompt) -> str | None:
+    """Return a prompt as one text; None if it has only token ids."""
+    if prompt.text is not None:
+        return prompt.text
+    return None if prompt.messages is None else text_of(prompt.messages)
