@@ -10,7 +10,8 @@ import contextlib
 import errno
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -30,8 +31,10 @@ from bass_cli.config.commands import (
     MergeArgs,
     PairsArgs,
     ProfileArgs,
+    PublishArgs,
     RankArgs,
     ReportArgs,
+    SampleArgs,
     ScoreArgs,
 )
 from bass_cli.errors import MachineError, UserError
@@ -120,10 +123,12 @@ def generate(args: GenerateArgs) -> None:
         expect(args.device)
     remedy = "" if args.out in (None, "-") else "; run the same command again to continue"
     with running(args, f"interrupted{remedy}") as screen:
+        upload = _publication(args, screen, args.out or "-")
         from bass_cli.generation import generate_samples
 
         if not generate_samples(args, screen):
             raise typer.Exit(1)
+        upload(args.out)
 
 
 @app.command(cls=Command, epilog=EPILOG)
@@ -265,6 +270,54 @@ def filter_samples(args: FilterArgs) -> None:
             terminal.document(counts)
 
 
+@app.command(cls=Command, epilog=EPILOG)
+@takes(PublishArgs)
+def publish(args: PublishArgs) -> None:
+    """Upload a file of samples with its manifest and a data card to the Hugging Face hub, as a
+    private data set.
+
+    \b
+    Example:
+      bass publish samples.jsonl hf://me/my-samples
+
+    The card says which model generated the samples and how. It needs a token with write access
+    (hf auth login, or HF_TOKEN).
+    """
+    with running(args, "interrupted; nothing was published") as screen:
+        from bass_cli.data.publishing import Publication, check_samples
+
+        check_samples(args.file)
+        screen.phase("publishing")
+        place = Publication(args.target, public=args.public)
+        screen.note(f"published: {place.upload(args.file, note=screen.note)}")
+
+
+def _publication(args: SampleArgs, screen: Screen, out: str) -> Callable[..., None]:
+    """Check --publish; return a function that uploads a file of samples and further files.
+
+    `out`: The output, which must be a file.
+    """
+    if args.publish is None:
+        if args.public:
+            raise UserError("`public` needs `publish`")
+        return lambda *files: None
+    from bass_cli.io.saving import is_stream
+
+    if is_stream(out):
+        raise UserError("`publish` needs `out` FILE, which is uploaded")
+    if args.shard is not None:
+        raise UserError("`publish`: a shard is a part of a job; use bass publish after bass merge")
+    from bass_cli.data.publishing import Publication
+
+    place = Publication(args.publish, public=args.public)
+
+    def upload(samples: str, *more: Path) -> None:
+        screen.phase("publishing")
+        screen.note(f"published: {place.upload(samples, more=more, note=screen.note)}")
+
+    return upload
+
+
 @app.command("eval", cls=Command, epilog=EPILOG)
 @takes(EvaluateArgs)
 def evaluate(args: EvaluateArgs) -> None:
@@ -286,13 +339,20 @@ def evaluate(args: EvaluateArgs) -> None:
         from bass_cli.eval.evaluation import Evaluation
         from bass_cli.eval.sweep import sweep
 
-        document, complete = (
-            Evaluation(args, screen).run() if args.budgets is None else sweep(args, screen)
-        )
+        if args.budgets is not None:
+            if args.publish is not None:
+                raise UserError("`publish`: a sweep has several files; use bass publish for each")
+            document, complete = sweep(args, screen)
+        else:
+            evaluation = Evaluation(args, screen)
+            upload = _publication(args, screen, evaluation.out)
+            document, complete = evaluation.run()
         if args.json_document:
             terminal.document(document, allow_nan=False)
         if not complete:
             raise typer.Exit(1)
+        if args.budgets is None:
+            upload(evaluation.out, Path(evaluation.report_path(evaluation.out)))
 
 
 @app.command(cls=Command, epilog=EPILOG)

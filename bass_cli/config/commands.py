@@ -83,6 +83,7 @@ _ACTORS = Option(
 _BATCH_SIZES = Option(
     "Numbers of sequences decoded at once", MEASURED, "N,...", "1,2,4,8; on a GPU also 16"
 )
+_PUBLIC = Option("Let everybody read the published data set", OUTPUT, shown="private", rare=True)
 _PLOT = Option("Draw a chart to this file; needs matplotlib", OUTPUT, "FILE.png")
 # The options of a Job that bass bench takes with and without --job
 MACHINE_AND_MODELS = ("model", "draft", "device", "dtype", "draft_dtype", "kv_dtype", "threads")
@@ -156,6 +157,14 @@ class SampleArgs(_Samples, _Distribution, _Decoder, PairArgs, _Quiet):
     actors: str | None = flag(_ACTORS)
     resume: bool = switch("Fail if there is no output file to continue", OUTPUT, rare=True)
     overwrite: bool = switch("Replace an existing output file", OUTPUT)
+    publish: str | None = flag(
+        "When the run is complete, upload --out, its manifest and a data card to the Hugging Face "
+        "hub, as bass publish does",
+        OUTPUT,
+        "hf://USER/NAME",
+        rare=True,
+    )
+    public: bool = flag(_PUBLIC, default=False)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -299,6 +308,23 @@ class FilterArgs(_Document, _Quiet):
         "Print the counts as JSON to standard output; needs --out FILE", OUTPUT, flag="--json"
     )
     overwrite: bool = switch("Replace an existing output file", OUTPUT)
+
+
+@dataclass(kw_only=True, eq=False)
+class PublishArgs(_Quiet):
+    file: str = flag(
+        "A finished file of samples of bass generate, eval, merge or filter.",
+        "",
+        "FILE",
+        default=MISSING,
+    )
+    target: str = flag(
+        "The data set: it is created, or gets the files in place of those of the same names.",
+        "",
+        "hf://USER/NAME",
+        default=MISSING,
+    )
+    public: bool = flag(_PUBLIC, rare=False, default=False)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -713,6 +739,7 @@ COMMANDS: Mapping[str, type] = {
     "logprobs": LogprobsArgs,
     "merge": MergeArgs,
     "filter": FilterArgs,
+    "publish": PublishArgs,
     "eval": EvaluateArgs,
     "rank": RankArgs,
     "score": ScoreArgs,
