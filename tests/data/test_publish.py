@@ -24,7 +24,18 @@ from bass_cli.cli.commands import app
 from bass_cli.data import publishing
 from bass_cli.data.card import MARK
 
-RUN = ("generate", "p.jsonl", "--model", "org/model", "--n", "2", "--temperature", "0.5", "--out", "s.jsonl")
+RUN = (
+    "generate",
+    "p.jsonl",
+    "--model",
+    "org/model",
+    "--n",
+    "2",
+    "--temperature",
+    "0.5",
+    "--out",
+    "s.jsonl",
+)
 
 
 @pytest.fixture
@@ -54,7 +65,9 @@ def bass(hub: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    Path("p.jsonl").write_text('{"prompt": "a", "level": 1}\n{"id": "b", "prompt": "B", "level": 2}\n')
+    Path("p.jsonl").write_text(
+        '{"prompt": "a", "level": 1}\n{"id": "b", "prompt": "B", "level": 2}\n'
+    )
     loaded.clear()
 
     def run(*words: str, code: int = 0) -> str:
@@ -69,7 +82,9 @@ def head_of(card: bytes) -> Any:
     return yaml.safe_load(card.decode().split("---\n")[1])
 
 
-def test_a_run_publishes_samples_manifest_and_card_in_one_private_commit(bass: Any, hub: FakeHub) -> None:
+def test_a_run_publishes_samples_manifest_and_card_in_one_private_commit(
+    bass: Any, hub: FakeHub
+) -> None:
     hub.licences["org/model"] = "apache-2.0"
     said = bass(*RUN, "--publish", "hf://me/mine")
     assert "published: http://127.0.0.1:" in said
@@ -79,7 +94,9 @@ def test_a_run_publishes_samples_manifest_and_card_in_one_private_commit(bass: A
     files = hub.files["me/mine"]
     assert sorted(files) == ["README.md", "s.jsonl", "s.jsonl.manifest.json"]
     assert files["s.jsonl"] == Path("s.jsonl").read_bytes()
-    assert json.loads(files["s.jsonl.manifest.json"]) == json.loads(Path("s.jsonl.manifest.json").read_text())
+    assert json.loads(files["s.jsonl.manifest.json"]) == json.loads(
+        Path("s.jsonl.manifest.json").read_text()
+    )
     head, card = head_of(files["README.md"]), files["README.md"].decode()
     assert head == {
         "pretty_name": "mine",
@@ -87,10 +104,16 @@ def test_a_run_publishes_samples_manifest_and_card_in_one_private_commit(bass: A
         "task_categories": ["text-generation"],
         "tags": ["synthetic", "bass"],
         "size_categories": ["n<1K"],
-        "configs": [{"config_name": "default", "data_files": [{"split": "train", "path": "s.jsonl"}]}],
+        "configs": [
+            {"config_name": "default", "data_files": [{"split": "train", "path": "s.jsonl"}]}
+        ],
     }
     assert "**A model generated these texts.**" in card
-    rows = dict(line.strip("| ").split(" | ") for line in card.splitlines() if line.startswith("| ") and "`" in line)
+    rows = dict(
+        line.strip("| ").split(" | ")
+        for line in card.splitlines()
+        if line.startswith("| ") and "`" in line
+    )
     assert {key: rows[key] for key in ("target", "n", "seed", "temperature", "prompts", "samples", "tokens")} == {
         "target": "`org/model`", "n": "`2`", "seed": "`0`", "temperature": "`0.5`", "prompts": "`2`",
         "samples": "`4`", "tokens": "`12`",
@@ -110,21 +133,41 @@ def test_datasets_loads_what_was_published(bass: Any, hub: FakeHub, tmp_path: Pa
         for name, content in hub.files["me/mine"].items():
             (folder / name).write_bytes(content)
         found = datasets.load_dataset(str(folder), split="train", cache_dir=str(tmp_path / "cache"))
-        assert sorted(zip(found["id"], found["sample"], strict=True)) == [("0", 0), ("0", 1), ("b", 0), ("b", 1)]
+        assert sorted(zip(found["id"], found["sample"], strict=True)) == [
+            ("0", 0),
+            ("0", 1),
+            ("b", 0),
+            ("b", 1),
+        ]
         assert set(found["text"]) == {"a/0/0", "a/1/0", "B/0/0", "B/1/0"}
 
 
 @pytest.mark.parametrize(
     ("token", "words", "code", "message"),
     [
-        (None, (), 2, "hf://me/mine: there is no token of the hub; log in with hf auth login, or set HF_TOKEN"),
+        (
+            None,
+            (),
+            2,
+            "hf://me/mine: there is no token of the hub; log in with hf auth login, or set HF_TOKEN",
+        ),
         ("bad", (), 2, "the hub refuses it: "),
         ("weak", (), 2, "the token may only read"),
-        ("good", ("--publish", "hf://you/mine"), 2, 'the token is of me, who cannot write to "you"; known: me'),
+        (
+            "good",
+            ("--publish", "hf://you/mine"),
+            2,
+            'the token is of me, who cannot write to "you"; known: me',
+        ),
         ("good", ("--publish", "me/mine"), 2, "write a data set as hf://USER/NAME"),
         ("good", ("--publish", "hf://mine"), 2, "write a data set as hf://USER/NAME"),
         ("good", ("--publish", "hf://me/a b"), 2, "write a data set as hf://USER/NAME; "),
-        ("good", ("--publish", "hf://me/open"), 2, "this data set exists and is public; add --public"),
+        (
+            "good",
+            ("--publish", "hf://me/open"),
+            2,
+            "this data set exists and is public; add --public",
+        ),
         ("good", ("--shard", "1/2"), 2, "a shard is a part of a job"),
         ("good", ("--out", "-"), 2, "--publish needs --out FILE"),
         ("good", ("--out", "/dev/stdout"), 2, "--publish needs --out FILE"),
@@ -148,8 +191,9 @@ def test_a_run_that_failed_publishes_nothing(bass: Any, hub: FakeHub) -> None:
     Path("p.jsonl").write_text('{"prompt": "a"}\n{"prompt": "FAIL"}\n')
     bass(*RUN, "--publish", "hf://me/mine", code=1)
     assert (hub.private, hub.commits) == ({}, [])
-    assert "s.jsonl: 1 prompts or samples failed; run its command again, or leave them out with bass filter" in bass(
-        "publish", "s.jsonl", "hf://me/mine", code=2
+    assert (
+        "s.jsonl: 1 prompts or samples failed; run its command again, or leave them out with bass filter"
+        in bass("publish", "s.jsonl", "hf://me/mine", code=2)
     )
     bass("filter", "s.jsonl", "--where", 'finish_reason != "error"', "--out", "f.jsonl")
     bass("publish", "f.jsonl", "hf://me/mine")
@@ -158,12 +202,24 @@ def test_a_run_that_failed_publishes_nothing(bass: Any, hub: FakeHub) -> None:
 
 
 def test_an_evaluation_publishes_its_report_too(bass: Any, hub: FakeHub) -> None:
-    words = ("eval", "humaneval", "--model", "org/model", "--limit", "1", "--n", "1", "--allow-code-execution")
+    words = (
+        "eval",
+        "humaneval",
+        "--model",
+        "org/model",
+        "--limit",
+        "1",
+        "--n",
+        "1",
+        "--allow-code-execution",
+    )
     bass(*words, "--out", "e.jsonl", "--publish", "hf://me/mine")
     names = ["README.md", "e.jsonl", "e.jsonl.manifest.json", "e.report.json"]
     assert sorted(hub.files["me/mine"]) == names
     assert b"| task | `humaneval` |" in hub.files["me/mine"]["README.md"]
-    assert "a sweep has several files" in bass(*words, "--budgets", "1s", "--publish", "hf://me/mine", code=2)
+    assert "a sweep has several files" in bass(
+        *words, "--budgets", "1s", "--publish", "hf://me/mine", code=2
+    )
     assert "--public needs --publish" in bass(*words, "--public", code=2)
 
 
@@ -180,7 +236,9 @@ def test_files_that_are_not_complete_are_refused(bass: Any, hub: FakeHub) -> Non
     ):
         manifest.unlink() if changed is None else manifest.write_text(json.dumps(changed))
         assert message in bass("publish", "s.jsonl", "hf://me/mine", code=2)
-    assert "none.jsonl: cannot read it: No such file" in bass("publish", "none.jsonl", "hf://me/mine", code=2)
+    assert "none.jsonl: cannot read it: No such file" in bass(
+        "publish", "none.jsonl", "hf://me/mine", code=2
+    )
     assert hub.requests == []
 
 
@@ -194,7 +252,9 @@ def test_failures_of_a_moment_are_tried_again(bass: Any, hub: FakeHub) -> None:
     assert "s.jsonl is complete; publish it with bass publish" in said
     assert len(hub.failures["/commit/"]) == 4  # five attempts
     hub.failures = {"/commit/": [403]}
-    assert "hf://me/other: the hub refuses it: " in bass("publish", "s.jsonl", "hf://me/other", code=2)
+    assert "hf://me/other: the hub refuses it: " in bass(
+        "publish", "s.jsonl", "hf://me/other", code=2
+    )
 
 
 def test_publishing_again_replaces_files_but_no_card_of_a_person(bass: Any, hub: FakeHub) -> None:

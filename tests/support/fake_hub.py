@@ -17,7 +17,10 @@ class FakeHub:
     """The state of the hub. `failures`: statuses of the next answers, by a part of the path."""
 
     def __init__(self) -> None:
-        self.users: dict[str, dict[str, Any]] = {"good": user("me", "write"), "weak": user("me", "read")}
+        self.users: dict[str, dict[str, Any]] = {
+            "good": user("me", "write"),
+            "weak": user("me", "read"),
+        }
         self.private: dict[str, bool] = {}  # by data set
         self.files: dict[str, dict[str, bytes]] = {}
         self.commits: list[str] = []
@@ -26,7 +29,9 @@ class FakeHub:
         self.requests: list[str] = []
         self.address = ""
 
-    def answer(self, method: str, path: str, token: str | None, body: bytes) -> tuple[int, dict[str, str], Any]:
+    def answer(
+        self, method: str, path: str, token: str | None, body: bytes
+    ) -> tuple[int, dict[str, str], Any]:
         """Return status, headers and JSON (or bytes)."""
         self.requests.append(f"{method} {path}")
         for part, statuses in self.failures.items():
@@ -75,7 +80,15 @@ class FakeHub:
                 assert line["key"] == "file"
                 self.files[name][line["value"]["path"]] = base64.b64decode(line["value"]["content"])
             self.commits.append(lines[0]["value"]["summary"])
-            return 200, {}, {"success": True, "commitUrl": f"{self.address}/datasets/{name}/commit/{1:040}", "commitOid": "1" * 40}
+            return (
+                200,
+                {},
+                {
+                    "success": True,
+                    "commitUrl": f"{self.address}/datasets/{name}/commit/{1:040}",
+                    "commitOid": "1" * 40,
+                },
+            )
         info = {"id": name, "private": self.private[name], "tags": [], "siblings": [], "sha": "1" * 40,
                 "downloads": 0, "likes": 0}  # fmt: skip
         return 200, {}, info
