@@ -6,8 +6,18 @@ row, V vocabulary, H query heads, K key/value heads, D head size, S slots of the
 keys (each row's own), T positions of the prompt store.
 """
 
-from . import acceptance, experts, host, likeliest, processing, reference, rounds, sampling
-from .delta_rule import DeltaState, DeltaWeights, delta_prompt, delta_round
+from . import (
+    acceptance,
+    delta_rule,
+    experts,
+    host,
+    likeliest,
+    processing,
+    reference,
+    rounds,
+    sampling,
+)
+from .delta_rule import DeltaState, DeltaWeights
 from .dispatch import (
     attention_schedule,
     by_device,
@@ -38,6 +48,8 @@ angles = by_device(reference.angles, "bass_kernels.pointwise")
 rope_write = by_device(host.rope_write, "bass_kernels.pointwise")
 route = by_device(experts.route, "bass_kernels.expert_kernels")
 mix_experts = by_device(experts.mix_experts, "bass_kernels.expert_kernels")
+delta_round = by_device(delta_rule.delta_round, "bass_kernels.delta_kernels")
+delta_prompt = by_device(delta_rule.delta_prompt, "bass_kernels.delta_prompt_kernels")
 attention = by_device(host.attention, "bass_kernels.ragged")
 sample = by_device(sampling.sample, "bass_kernels.sampling_kernels")
 sample_scored = by_device(sampling.sample_scored, "bass_kernels.sampling_kernels")

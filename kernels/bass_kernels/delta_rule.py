@@ -148,12 +148,13 @@ def delta_prompt(
         before = torch.arange(first - kernel_size + 1, first, device=qkv.device)
         past = state.inputs[slot, before % size].where((before >= 0)[:, None], 0)
         every = torch.cat((past, torch.cat((qkv[own], gates[own]), -1)))
-        kept = torch.arange(first + count - kernel_size + 1, first + count, device=qkv.device)
+        behind = first + count
+        kept = torch.arange(max(first, behind - kernel_size + 1), behind, device=qkv.device)
         tokens = _prepared(every, weights, state.state.shape)
         initial = state.state[slot] if first else torch.zeros_like(state.state[slot])
         outputs, final = _chunked([one.movedim(0, 1) for one in tokens], initial)
         state.state[slot] = final
-        state.inputs[slot, kept % size] = every[1 - kernel_size :]
+        state.inputs[slot, kept % size] = every[-len(kept) :]
         out[own] = _gated_norm(outputs.movedim(0, 1), z[own], weights.norm, eps).to(out.dtype)
     return out
 

@@ -16,6 +16,8 @@ from triton.compiler import ASTSource
 
 from bass_kernels import (
     acceptance_kernels,
+    delta_kernels,
+    delta_prompt_kernels,
     expert_kernels,
     fused_attention,
     likeliest_kernels,
@@ -165,6 +167,25 @@ def compile_8_bits():
         )
 
 
+def compile_delta_rule():
+    """Gated DeltaNet. Heads of the published models have 128 dimensions, which compile slowly."""
+    types = {"decay_ptr": "*fp32", "state_ptr": "*fp32", "advance_ptr": "*i64", "parts_ptr": "*i64"}
+    types |= {"factor_ptr": "*fp32", "inverse_ptr": "*fp32"}
+    heads = {"H": 48, "K": 16, "DK": 64, "DV": 64, "SIZE": 4, "BLOCK_K": 64}
+    small = {"H": 3, "K": 1, "DK": 5, "DV": 7, "SIZE": 2, "BLOCK_K": 8}
+    columns = delta_kernels._COLUMNS
+    compile_one(
+        delta_kernels._round, types | {"out_ptr": "*fp32"}, **heads, BLOCK_V=columns, NORM=False
+    )
+    compile_one(delta_kernels._round, types, **small, BLOCK_V=8, NORM=True)
+    compile_one(delta_kernels._gated_norm, DV=64, BLOCK_V=64)
+    options = {"BLOCK_P": 8, "WIDE": "tf32"}
+    compile_one(delta_prompt_kernels._prepare, types, **heads, **options, BLOCK_V=64)
+    compile_one(
+        delta_prompt_kernels._scan, types, **heads, **options, BLOCK_V=delta_prompt_kernels._COLUMNS
+    )
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "quick":
         compiler.CUDABackend.make_cubin = lambda self, source, *rest: b""
@@ -269,6 +290,7 @@ if __name__ == "__main__":
             EARLY=True,
         )
     compile_8_bits()
+    compile_delta_rule()
     compile_one(training_kernels._distances, BLOCK=4096)
     compile_one(training_kernels._distance_gradient, BLOCK=4096)
     compile_one(training_kernels._rotate, H=14, D=64, HALF=32, BACK=True, BLOCK_H=16, BLOCK_D=64)

@@ -1,0 +1,312 @@
+"""Triton: prompts of Gated DeltaNet in chunks (arXiv 2412.06464, section 3.3). Definition:
+delta_rule.py.
+
+Three launches: all chunks at once are prepared (convolution, gates, and the inverse of each chunk's
+triangular system); then each part's state passes through its chunks in order; then the gated norm.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .delta_kernels import gated_norm, load_filter, log_decay_of, sizes_of
+from .delta_rule import CHUNK, UNIT_EPS, DeltaState, DeltaWeights
+
+_CHUNK = tl.constexpr(CHUNK)
+_UNIT_EPS = tl.constexpr(UNIT_EPS)
+_COLUMNS = 32  # value columns of a program of `_scan`
+
+
+def delta_prompt(
+    qkv: Tensor,
+    gates: Tensor,
+    z: Tensor,
+    weights: DeltaWeights,
+    state: DeltaState,
+    *,
+    parts: Tensor,
+    eps: float,
+    columns: int = _COLUMNS,
+    warps: int = 4,
+    stages: int = 1,
+) -> Tensor:
+    """Do delta_rule.delta_prompt. `columns`, `warps` and `stages` of `_scan`: for measurements."""
+    (tokens, channels), (_, heads, _, value_size) = qkv.shape, state.state.shape
+    chunks = tokens // CHUNK + len(parts)  # at most
+    sizes = sizes_of(weights, state)
+    parts = parts.contiguous()
+    prepared = torch.empty(tokens, channels, dtype=qkv.dtype, device=qkv.device)
+    factors = torch.empty(2, tokens, heads, dtype=torch.float32, device=qkv.device)
+    inverse = torch.empty(chunks, heads, CHUNK, CHUNK, dtype=torch.float32, device=qkv.device)
+    shared = (parts, state.state, state.inputs, state.inputs.shape[1], len(parts), tokens)
+    options = {"BLOCK_P": triton.next_power_of_2(len(parts))}
+    options["WIDE"] = "ieee" if qkv.dtype == torch.float32 else "tf32"
+    _prepare[(chunks, heads)](
+        *(qkv, gates, *weights[:3], prepared, factors, inverse, *shared),
+        *(qkv.stride(0), gates.stride(0)),
+        **sizes,
+        **options,
+        BLOCK_V=triton.next_power_of_2(value_size),
+        num_warps=8,
+    )
+    out = torch.zeros(tokens, heads * value_size, dtype=qkv.dtype, device=qkv.device)
+    block = max(16, min(columns, triton.next_power_of_2(value_size)))
+    _scan[(len(parts), heads, triton.cdiv(value_size, block))](
+        *(qkv, gates, prepared, factors, inverse, out, *shared),
+        *(qkv.stride(0), gates.stride(0)),
+        **sizes,
+        **options,
+        BLOCK_V=block,
+        num_warps=warps,
+        num_stages=stages,
+    )
+    gated_norm(out, z, weights.norm, out, eps=eps, size=value_size)
+    return out
+
+
+@triton.jit
+def _row(qkv_ptr, input_ptr, row, begin, first, places, at, inside, step, LINES: tl.constexpr):
+    """Load channels `at` of rows of a part, in float32. Negative rows are inputs before the part, 0
+    before the first position."""
+    own, past = (row >= 0)[:, None] & inside, (row < 0) & (first + row >= 0)
+    place = tl.where(past, first + row, 0) % places
+    spot = qkv_ptr + (begin + row).to(tl.int64)[:, None] * step + at[None, :]
+    found = tl.load(spot, mask=own, other=0.0).to(tl.float32)
+    spot = input_ptr + place[:, None] * LINES + at[None, :]
+    return found + tl.load(spot, mask=past[:, None] & inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _convolved(
+    qkv_ptr,
+    filter_ptr,
+    input_ptr,
+    row,
+    count,
+    begin,
+    first,
+    places,
+    at,
+    known,
+    step,
+    LINES: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """Return silu of the convolution for rows [T] of a part and channels `at` [N]: [T, N]."""
+    inside = (row < count)[:, None] & known[None, :]
+    total = tl.zeros([row.shape[0], at.shape[0]], tl.float32)
+    for place in tl.static_range(4):
+        weight = load_filter(filter_ptr, at, known, place, SIZE)
+        x = _row(qkv_ptr, input_ptr, row - 3 + place, begin, first, places, at, inside, step, LINES)
+        total += x * weight[None, :]
+    return total * tl.sigmoid(total)
+
+
+@triton.jit
+def _unit(x):
+    """Divide rows by their Euclidean norm."""
+    return x * tl.rsqrt(tl.sum(x * x, 1) + _UNIT_EPS)[:, None]
+
+
+@triton.jit
+def _times(x, y, total, WIDE: tl.constexpr):
+    """Return total + x y, for x in the model's dtype and y in float32. With 16 bits x is exact, and
+    y is the sum of two such numbers."""
+    if x.dtype == tl.float32:
+        return tl.dot(x, y, total, input_precision=WIDE)
+    high = y.to(x.dtype)
+    total = tl.dot(x, high, total)
+    return tl.dot(x, (y - high.to(tl.float32)).to(x.dtype), total)
+
+
+@triton.jit
+def _decay(total):
+    """Return exp(total_i - total_j) for j <= i, else 0."""
+    at = tl.arange(0, _CHUNK)
+    lower = at[:, None] >= at[None, :]
+    return tl.where(lower, tl.exp(tl.where(lower, total[:, None] - total[None, :], 0.0)), 0.0)
+
+
+@triton.jit(do_not_specialize=["places", "parts", "tokens"])
+def _prepare(
+    qkv_ptr,
+    gate_ptr,
+    filter_ptr,
+    decay_ptr,
+    bias_ptr,
+    prepared_ptr,
+    factor_ptr,
+    inverse_ptr,
+    parts_ptr,
+    state_ptr,
+    input_ptr,
+    places,
+    parts,
+    tokens,
+    qkv_step,
+    gate_step,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    chunk, head = tl.program_id(0), tl.program_id(1)
+    # the part of this chunk: the first whose chunks end after it
+    place = tl.arange(0, BLOCK_P)
+    counts = tl.load(parts_ptr + place * 4 + 2, mask=place < parts, other=0).to(tl.int32)
+    chunks = tl.cdiv(counts, _CHUNK)
+    part = tl.sum((tl.cumsum(chunks, 0) <= chunk).to(tl.int32), 0)
+    if part < parts:
+        row = tl.arange(0, _CHUNK) + _CHUNK * (chunk - tl.sum(tl.where(place < part, chunks, 0), 0))
+        slot = tl.load(parts_ptr + part * 4)
+        begin = tl.load(parts_ptr + part * 4 + 1).to(tl.int32)
+        count = tl.load(parts_ptr + part * 4 + 2).to(tl.int32)
+        first = tl.load(parts_ptr + part * 4 + 3).to(tl.int32)
+        group: tl.constexpr = H // K
+        channels: tl.constexpr = 2 * K * DK + H * DV
+        lines: tl.constexpr = channels + 2 * H
+        i, j = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+        q_at, k_at = head // group * DK + i, (K + head // group) * DK + i
+        v_at = 2 * K * DK + head * DV + j
+        inputs = input_ptr + slot * places * lines
+        token = (begin + row).to(tl.int64)
+        real = row < count
+        line = prepared_ptr + token[:, None] * channels
+        value = _convolved(
+            *(qkv_ptr, filter_ptr, inputs, row, count, begin, first, places),
+            *(v_at, j < DV, qkv_step, lines, SIZE),
+        )
+        stored = prepared_ptr.dtype.element_ty
+        tl.store(line + v_at[None, :], value.to(stored), mask=real[:, None] & (j < DV)[None, :])
+        key = _convolved(
+            *(qkv_ptr, filter_ptr, inputs, row, count, begin, first, places),
+            *(k_at, i < DK, qkv_step, lines, SIZE),
+        )
+        key = _unit(key).to(stored)
+        if head % group == 0:
+            query = _convolved(
+                *(qkv_ptr, filter_ptr, inputs, row, count, begin, first, places),
+                *(q_at, i < DK, qkv_step, lines, SIZE),
+            )
+            query = (_unit(query) * (DK**-0.5)).to(stored)
+            inside = real[:, None] & (i < DK)[None, :]
+            tl.store(line + q_at[None, :], query, mask=inside)
+            tl.store(line + k_at[None, :], key, mask=inside)
+        spot = gate_ptr + token * gate_step + head
+        beta = tl.load(spot, mask=real, other=0.0).to(tl.float32)
+        gate = tl.load(spot + H, mask=real, other=0.0).to(tl.float32)
+        rate = tl.exp(tl.load(decay_ptr + head).to(tl.float32))
+        log_decay = log_decay_of(gate, rate, tl.load(bias_ptr + head).to(tl.float32))
+        total = tl.cumsum(tl.where(real, log_decay, 0.0), 0)
+        beta = tl.where(real, tl.sigmoid(beta), 0.0)
+        spot = factor_ptr + token * H + head
+        tl.store(spot, total, mask=real)
+        tl.store(spot + tokens.to(tl.int64) * H, beta, mask=real)
+        # the inverse of 1 + A by forward substitution: row i is e_i - sum over j < i of A_ij row_j
+        at = tl.arange(0, _CHUNK)
+        below = tl.dot(key, tl.trans(key), input_precision=WIDE) * beta[:, None] * _decay(total)
+        below = tl.where(at[:, None] > at[None, :], below, 0.0)
+        inverse = (at[:, None] == at[None, :]).to(tl.float32)
+        for one in range(1, tl.minimum(_CHUNK, count)):
+            weight = tl.sum(tl.where(at[:, None] == one, below, 0.0), 0)
+            found = tl.sum(weight[:, None] * inverse, 0)
+            inverse -= tl.where(at[:, None] == one, found[None, :], 0.0)
+        matrix = inverse_ptr + (chunk.to(tl.int64) * H + head) * (_CHUNK * _CHUNK)
+        tl.store(matrix + at[:, None] * _CHUNK + at[None, :], inverse)
+
+
+@triton.jit(do_not_specialize=["places", "parts", "tokens"])
+def _scan(
+    qkv_ptr,
+    gate_ptr,
+    prepared_ptr,
+    factor_ptr,
+    inverse_ptr,
+    out_ptr,
+    parts_ptr,
+    state_ptr,
+    input_ptr,
+    places,
+    parts,
+    tokens,
+    qkv_step,
+    gate_step,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    part, head, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    slot = tl.load(parts_ptr + part * 4)
+    begin = tl.load(parts_ptr + part * 4 + 1).to(tl.int32)
+    count = tl.load(parts_ptr + part * 4 + 2).to(tl.int32)
+    first = tl.load(parts_ptr + part * 4 + 3).to(tl.int32)
+    if count > 0:
+        place = tl.arange(0, BLOCK_P)
+        counts = tl.load(parts_ptr + place * 4 + 2, mask=place < part, other=0).to(tl.int32)
+        chunk = tl.sum(tl.cdiv(counts, _CHUNK), 0)
+        group: tl.constexpr = H // K
+        channels: tl.constexpr = 2 * K * DK + H * DV
+        lines: tl.constexpr = channels + 2 * H
+        at, i = tl.arange(0, _CHUNK), tl.arange(0, BLOCK_K)
+        j = block * BLOCK_V + tl.arange(0, BLOCK_V)
+        q_at, k_at = head // group * DK + i, (K + head // group) * DK + i
+        v_at = 2 * K * DK + head * DV + j
+        keys, values = (i < DK)[None, :], (j < DV)[None, :]
+        tile = state_ptr + (slot * H + head) * (DK * DV) + i[:, None] * DV + j[None, :]
+        whole = (i < DK)[:, None] & values
+        state = tl.load(tile, mask=whole, other=0.0)
+        state = tl.where(first > 0, state, 0.0)
+        for low in range(0, count, _CHUNK):
+            token, real = (begin + low + at).to(tl.int64), (low + at < count)[:, None]
+            line = prepared_ptr + token[:, None] * channels
+            key = tl.load(line + k_at[None, :], mask=real & keys, other=0.0)
+            query = tl.load(line + q_at[None, :], mask=real & keys, other=0.0)
+            value = tl.load(line + v_at[None, :], mask=real & values, other=0.0).to(tl.float32)
+            spot = factor_ptr + token * H + head
+            last = factor_ptr + (begin + tl.minimum(low + _CHUNK, count) - 1).to(tl.int64) * H
+            end = tl.load(last + head)
+            total = tl.load(spot, mask=low + at < count, other=0.0)
+            total = tl.where(low + at < count, total, end)
+            spot += tokens.to(tl.int64) * H
+            beta = tl.load(spot, mask=low + at < count, other=0.0)
+            matrix = inverse_ptr + (chunk.to(tl.int64) * H + head) * (_CHUNK * _CHUNK)
+            inverse = tl.load(matrix + at[:, None] * _CHUNK + at[None, :])
+            begun = tl.exp(total)[:, None]
+            nothing = tl.zeros([_CHUNK, BLOCK_V], tl.float32)
+            right = beta[:, None] * (value - begun * _times(key, state, nothing, WIDE))
+            change = tl.dot(inverse, right, input_precision=WIDE)
+            within = tl.dot(query, tl.trans(key), input_precision=WIDE) * _decay(total)
+            found = begun * _times(query, state, nothing, WIDE)
+            found = tl.dot(within, change, found, input_precision=WIDE)
+            target = out_ptr + token[:, None] * (H * DV) + head * DV + j[None, :]
+            tl.store(target, found.to(out_ptr.dtype.element_ty), mask=real & values)
+            change *= tl.exp(end - total)[:, None]
+            state = _times(tl.trans(key), change, state * tl.exp(end), WIDE)
+            chunk += 1
+        tl.store(tile, state, mask=whole)
+        # the inputs that the convolution of the next tokens reads
+        for row in range(tl.maximum(count - SIZE + 1, 0), count):
+            kept = input_ptr + (slot * places + (first + row) % places) * lines
+            source = qkv_ptr + (begin + row).to(tl.int64) * qkv_step
+            gate = gate_ptr + (begin + row).to(tl.int64) * gate_step + head
+            tl.store(kept + v_at, tl.load(source + v_at, mask=j < DV), mask=j < DV)
+            if block == 0:
+                tl.store(kept + channels + head, tl.load(gate))
+                tl.store(kept + channels + H + head, tl.load(gate + H))
+                if head % group == 0:
+                    tl.store(kept + q_at, tl.load(source + q_at, mask=i < DK), mask=i < DK)
+                    tl.store(kept + k_at, tl.load(source + k_at, mask=i < DK), mask=i < DK)
