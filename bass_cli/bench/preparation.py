@@ -38,7 +38,7 @@ from bass_cli.models.heads import make_head
 from bass_cli.models.runner import Runner
 from bass_cli.models.spec import HeadSpec, head_parameters
 from bass_cli.run.build import Models, graphs_for, load_models, make_loop, make_models
-from bass_cli.run.memory import Extras, Need, footprint
+from bass_cli.run.memory import Extras, Need, footprint, widest
 from bass_cli.run.pair import check_split
 from bass_cli.run.plan import Plan, device_of, draft_format_of, dtype_of, layouts_of, make_plan
 from bass_cli.run.profile import LIMITS
@@ -227,6 +227,7 @@ def build_loops(
         rows=max(settings.batch_sizes),
         span=settings.new_tokens + beyond(reach),
         context=context + beyond(reach),
+        width=widest(reach),
         lengths=Fixed(0),
         cut=cut,
         sharper=SHARPER if settings.depth is None else 1.0,

@@ -358,8 +358,8 @@ def _open_folder(
         has_slot=lambda name: bare_name(name, prefixes) in slots or is_stacked(name),
     )
     stored = joined.entries
-    if family.mixture == "clamped" and spec.experts is not None:
-        stored = unstack(stored, spec.experts.total)
+    if spec.experts is not None:
+        stored = unstack(stored, spec.experts.total, halves=family.mixture != "clamped")
     bare = _bare(stored, prefixes, path)
     slots = upright(slots, bare)
     merged = merge(

@@ -36,6 +36,9 @@ _HARMLESS = {
         "summary_proj_to_labels summary_first_dropout summary_last_dropout _num_labels "
         "n_special predict_special_tokens"
     ),
+    "a format that bass always has, and layers that predict further tokens": (
+        "mamba_ssm_dtype mtp_num_hidden_layers mtp_use_dedicated_embeddings"
+    ),
     "training": (
         "initializer_range init_std attention_dropout residual_dropout embedding_dropout "
         "hidden_dropout dropout activation_dropout classifier_dropout layerdrop resid_pdrop "

@@ -12,15 +12,8 @@ from typing import Any, NamedTuple
 
 from bass_cli.errors import UserError
 from bass_cli.formats.config_keys import is_neutral, name_keys, refuse_others
-from bass_cli.formats.hf_config import (
-    ACTIVATIONS,
-    Values,
-    known,
-    rotary_size,
-    shape_of,
-    yarn_factors,
-    yarn_scale,
-)
+from bass_cli.formats.config_values import Values, known
+from bass_cli.formats.hf_config import ACTIVATIONS, rotary_size, shape_of, yarn_factors, yarn_scale
 from bass_cli.models.families import FAMILIES
 from bass_cli.models.spec import Norm, Rope, Spec
 from bass_cli.reading import shown

@@ -14,7 +14,8 @@ from typing import Any
 
 from bass_cli.errors import UserError
 from bass_cli.formats.config_keys import HARMLESS, name_keys, refuse_others
-from bass_cli.formats.hf_config import Values, known, mask_of, notes_of_config, spec_of_config
+from bass_cli.formats.config_values import Values, known
+from bass_cli.formats.hf_config import mask_of, notes_of_config, spec_of_config
 from bass_cli.models.spec import HeadSpec, Spec
 from bass_cli.reading import shown
 

@@ -1,5 +1,4 @@
-"""Read config.json as a Spec: checked access to values, and the rules for sizes, windows and rotary
-embedding.
+"""Read config.json as a Spec: the rules for sizes, windows, layer types and rotary embedding.
 
 The differences between families are data in families.py. gguf_config.py reads GGUF metadata with
 the same functions.
@@ -8,15 +7,16 @@ the same functions.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
-from bass_cli.errors import UserError, nearest
+from bass_cli.errors import UserError
 from bass_cli.formats.config_keys import ROPE_TYPES, read_keys, unread
+from bass_cli.formats.config_values import Values, known
 from bass_cli.formats.text_part import notes_of_text, text_config
 from bass_cli.models.families import CODEGEN_BLOCKS, FAMILIES, Family
-from bass_cli.models.spec import Experts, Norm, Rope, Spec
-from bass_cli.reading import finite, shown, truth, whole
+from bass_cli.models.spec import Experts, Norm, Recurrent, Rope, Spec
+from bass_cli.reading import shown
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -33,79 +33,9 @@ ACTIVATIONS = {
 MASKS = ("pard_token", "ptd_token_id", "mask_token_id")
 
 
-# Upper limits, larger than in any model. A corrupt config must not take much memory before its
-# tensors are checked against it.
-_MOST = {"layers": 1 << 12, "head_size": 1 << 16, "experts": 1 << 12}
-_LARGEST = 2**31 - 1  # of all other sizes
 _ORIGINAL = "original_max_position_embeddings"
 _KINDS = ("full_attention", "sliding_attention")  # of layers
-_Value = TypeVar("_Value")
-
-
-class Values:
-    """Checked access to the values of a config or of metadata.
-
-    Args:
-        keys: the file's key for each word that callers use.
-        place: the file's name, for errors. A UserError names it and the file's own key.
-    """
-
-    def __init__(self, values: Mapping[str, Any], keys: Mapping[str, str], place: str):
-        self.values, self._keys, self.place = values, keys, place
-
-    def key(self, word: str) -> str:
-        return self._keys.get(word, word)
-
-    def number(self, word: str, default: float | None = None) -> float:
-        """Return a finite number above 0. A value of None means the default."""
-        return self._checked(word, default, _above_0)
-
-    def count(self, word: str, default: int | None = None) -> int:
-        """Return a whole number above 0, at most the limit for this word."""
-        return self._checked(
-            word, default, lambda value: _whole(_above_0(value), _MOST.get(word, _LARGEST))
-        )
-
-    def flag(self, word: str) -> bool:
-        """Return a boolean; False if it is missing."""
-        return self._checked(word, False, truth)
-
-    def mapping(self, word: str) -> dict[str, Any]:
-        """Return an object; an empty one if it is missing."""
-        value = self.values.get(word) or {}
-        if not isinstance(value, Mapping):
-            raise UserError(f'{self.place}: key "{word}": a mapping is needed, not {shown(value)}')
-        return dict(value)
-
-    def _checked(self, word: str, default: Any, check: Callable[[Any], _Value]) -> _Value:
-        value = self.values.get(self.key(word))
-        value = default if value is None else value
-        if value is None:
-            raise UserError(f'{self.place}: the key "{self.key(word)}" is missing')
-        try:
-            return check(value)
-        except ValueError as error:
-            raise UserError(f'{self.place}: key "{self.key(word)}": {error}') from None
-
-
-def _above_0(value: Any) -> float:
-    if isinstance(value, (int, float)) and value > 0:
-        return finite(value)
-    raise ValueError(f"a number above 0 is needed, not {shown(value)}")
-
-
-def _whole(value: float, most: int) -> int:
-    """Convert to an integer. 8.0 is accepted for 8."""
-    return whole(int(value) if value.is_integer() else value, least=1, most=most)
-
-
-def known(word: Any, choices: Mapping[str, Any] | tuple[str, ...], place: str, what: str) -> None:
-    """Raise a UserError that lists the choices unless the word is one of them."""
-    if not isinstance(word, str) or word not in choices:
-        given = word if isinstance(word, str) else shown(word)
-        close = nearest(given, choices)
-        listed = "" if close.startswith("known") else f"; known: {', '.join(choices)}"
-        raise UserError(f'{place}: {what} "{given[:80]}" is not supported; {close}{listed}')
+_HYBRID_KINDS = ("full_attention", "linear_attention")
 
 
 def spec_of_config(config: Mapping[str, Any], *, place: str) -> Spec:
@@ -123,7 +53,8 @@ def spec_of_config(config: Mapping[str, Any], *, place: str) -> Spec:
     biases = family.biases.union(
         *(names for flag, names in family.flags.items() if values.flag(flag))
     )
-    windows = _windows(values, shape["layers"], family)
+    recurrent = _recurrent(values, shape["layers"], family)
+    windows = (0,) * shape["layers"] if recurrent else _windows(values, shape["layers"], family)
     unrotated = _unrotated(values, family, windows)
     rope, local, attention = _ropes(values, family, shape["head_size"])
     if attention != 1.0 and rope and (unrotated or rope.size < shape["head_size"]):
@@ -146,8 +77,41 @@ def spec_of_config(config: Mapping[str, Any], *, place: str) -> Spec:
         unrotated=unrotated,
         experts=_experts(values, family),
         sinks=family.mixture == "clamped",
+        output_gate=family.recurrent,
+        recurrent=recurrent,
         **scales,
     )
+
+
+def _recurrent(values: Values, layers: int, family: Family) -> Recurrent | None:
+    """Return the layers with the gated delta rule; None for a family without such layers."""
+    if not family.recurrent:
+        return None
+    types, place = values.values.get("layer_types"), values.place
+    if types is None:
+        interval = values.count("full_attention_interval")
+        types = [_HYBRID_KINDS[(i + 1) % interval != 0] for i in range(layers)]
+    _check_types(types, layers, place, _HYBRID_KINDS)
+    if len(set(types)) == 1:
+        raise UserError(
+            f'{place}: key "layer_types": all layers are {types[0]}, but this family needs layers '
+            f"of both kinds, {' and '.join(_HYBRID_KINDS)}"
+        )
+    if not values.flag("attn_output_gate"):
+        raise UserError(
+            f'{place}: key "attn_output_gate": False is not supported for this family, only True is'
+        )
+    if values.values.get("sliding_window") is not None:
+        raise UserError(f'{place}: key "sliding_window": windows are not supported for this family')
+    words = ("key_heads", "value_heads", "key_size", "value_size", "kernel")
+    key_heads, value_heads, *sizes = (values.count(word) for word in words)
+    if value_heads % key_heads:
+        raise UserError(
+            f'{place}: key "{values.key("key_heads")}": {key_heads} does not divide the number of '
+            f"value heads, {value_heads}"
+        )
+    named = tuple(i for i, kind in enumerate(types) if kind == "linear_attention")
+    return Recurrent(named, key_heads, value_heads, *sizes)
 
 
 def _experts(values: Values, family: Family) -> Experts | None:
@@ -161,10 +125,11 @@ def _experts(values: Values, family: Family) -> Experts | None:
             f"experts, {count}"
         )
     normalised = family.mixture != "config" or values.flag("norm_topk_prob")
+    shared = values.count("shared") if "shared" in family.keys else 0
     clamp = None
     if family.mixture == "clamped":
         clamp = values.number("swiglu_alpha"), values.number("swiglu_limit")
-    return Experts(count, chosen, normalised, clamp)
+    return Experts(count, chosen, normalised, clamp, shared)
 
 
 def _scales(values: Values, family: Family, shape: Mapping[str, Any]) -> dict[str, Any]:
@@ -337,7 +302,7 @@ def _windows(values: Values, layers: int, family: Family) -> tuple[int, ...]:
         return tuple(window if local else 0 for local in _locals(values, layers, family))
     if types is None:
         types = [_KINDS[local] for local in _locals(values, layers, family)]
-    _check_types(types, layers, values.place)
+    _check_types(types, layers, values.place, _KINDS)
     if "sliding_attention" in types and not there:
         raise UserError(
             f'{values.place}: key "layer_types": some layers have sliding_attention, but there is '
@@ -350,12 +315,12 @@ def _windows(values: Values, layers: int, family: Family) -> tuple[int, ...]:
     return tuple(window if kind == "sliding_attention" else 0 for kind in types)
 
 
-def _check_types(types: Any, layers: int, place: str) -> None:
-    """Raise a UserError unless this is a list with the type of each layer."""
+def _check_types(types: Any, layers: int, place: str, kinds: tuple[str, ...]) -> None:
+    """Raise a UserError unless this is a list with the type of each layer, one of `kinds`."""
     if not isinstance(types, list):
         raise UserError(f'{place}: key "layer_types": a list is needed, not {shown(types)}')
     for kind in types:
-        known(kind, ("full_attention", "sliding_attention"), place, 'key "layer_types": the type')
+        known(kind, kinds, place, 'key "layer_types": the type')
     if len(types) != layers:
         raise UserError(f'{place}: key "layer_types": {len(types)} types for {layers} layers')
 

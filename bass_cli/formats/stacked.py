@@ -1,7 +1,8 @@
-"""Tensors of gpt-oss that hold all experts of a layer, as one entry for each expert.
+"""Tensors that hold all experts of a layer, as one entry for each expert.
 
-Published files have the experts' matrices in MXFP4, [outputs, inputs] (quantised_config.py joins
-their numbers and scales). Files of transformers have them in plain numbers, [inputs, outputs].
+Published files of gpt-oss have the experts' matrices in MXFP4, [outputs, inputs]
+(quantised_config.py joins their numbers and scales). Files of transformers have them in plain
+numbers, [inputs, outputs]. Those of Qwen3.5 have plain numbers, [outputs, inputs], gate before up.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from bass_cli.reading import shown
 _EXPERTS = re.compile(
     r"(?P<layer>.*layers\.\d+\.mlp\.experts)\.(?P<map>gate_up_proj|down_proj)(?P<kind>|_bias)"
 )
-_SINKS = re.compile(r".*layers\.\d+\.self_attn\.sinks")
 # Transforms of matrices that are stored as [outputs, inputs]
 _UPRIGHT = {"pairs": "alternate", "transpose": ""}
 
@@ -28,9 +28,14 @@ def is_stacked(name: str) -> bool:
     return _EXPERTS.fullmatch(name) is not None
 
 
-def unstack(entries: Mapping[str, Stored], experts: int) -> dict[str, Stored]:
+def unstack(
+    entries: Mapping[str, Stored], experts: int, *, halves: bool = False
+) -> dict[str, Stored]:
     """Return the entries with those of experts split, `experts.3.down_proj.weight` for the fourth
     part of `experts.down_proj`.
+
+    Args:
+        halves: whether a part of `gate_up_proj` becomes two entries, `gate_proj` and `up_proj`.
 
     Raises:
         UserError: a tensor does not have this number of experts.
@@ -39,7 +44,7 @@ def unstack(entries: Mapping[str, Stored], experts: int) -> dict[str, Stored]:
     for name, entry in entries.items():
         match = _EXPERTS.fullmatch(name)
         if match is None:
-            found[f"{name}.weight" if _SINKS.fullmatch(name) else name] = entry
+            found[name] = entry
             continue
         assert not isinstance(entry, Adapted)
         total = entry.layout.stacked if isinstance(entry, Compound) else (*entry.shape, 0)[0]
@@ -49,11 +54,25 @@ def unstack(entries: Mapping[str, Stored], experts: int) -> dict[str, Stored]:
                 f"size must be the number of experts, {experts}"
             )
         kind = match["kind"].removeprefix("_") or "weight"
+        names = [match["map"]]
+        if halves and names == ["gate_up_proj"]:
+            names = ["gate_proj", "up_proj"]
         for expert in range(experts):
-            found[f"{match['layer']}.{expert}.{match['map']}.{kind}"] = _part(
-                entry, expert, experts
-            )
+            part = _part(entry, expert, experts)
+            for number, own in enumerate(names):
+                half = part if len(names) == 1 else _half(part, number, name)
+                found[f"{match['layer']}.{expert}.{own}.{kind}"] = half
     return found
+
+
+def _half(entry: Entry | Compound, number: int, name: str) -> Entry:
+    """Return the first or the second half of the rows of a plain entry, a part of tensor `name`."""
+    if isinstance(entry, Compound) or entry.shape[0] % 2:
+        raise UserError(
+            f'{entry.file}: tensor "{name}": an even number of rows in plain numbers is needed for '
+            f"this family, not {shown(list(entry.shape))} for each expert"
+        )
+    return _rows(entry, number, 2)
 
 
 def upright(slots: Mapping[str, Slot], entries: Mapping[str, Stored]) -> dict[str, Slot]:

@@ -22,6 +22,8 @@ WRAPPERS = {
     "mistral3": "mistral",
     "qwen2_vl": "qwen2_vl_text",
     "qwen2_5_vl": "qwen2_5_vl_text",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
     "qwen3_vl": "qwen3_vl_text",
     "smolvlm": "llama",
 }
@@ -76,6 +78,21 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "qwen2_vl_text": _QWEN2_VL,
     "qwen2_5_vl_text": _QWEN2_VL,
+    "qwen3_5_text": {
+        "vocab_size": 248320,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "max_position_embeddings": 32768,
+    },
+    "qwen3_5_moe_text": {
+        "vocab_size": 248320,
+        "hidden_size": 2048,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 16,
+        "max_position_embeddings": 32768,
+    },
     "qwen3_vl_text": {
         "vocab_size": 151936,
         "hidden_size": 4096,

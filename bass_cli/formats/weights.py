@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -414,7 +415,47 @@ def _alternate(spec: Spec, rows: int) -> Tensor:
     return (row % 2) * (rows // 2) + row // 2
 
 
+def _gated(spec: Spec, rows: int) -> Tensor:
+    """Return the target row of each stored row of a query projection with an output gate: all
+    gates, then all queries. Each stored head has its query, then its gate."""
+    row, size = torch.arange(rows), spec.head_size
+    head, place = row // (2 * size), row % (2 * size)
+    return head * size + torch.where(place < size, place + rows // 2, place - size)
+
+
+def _delta(spec: Spec, rows: int) -> Tensor:
+    """Return the target row of each of Qwen3-Next's fused rows. Each key head has its query, its
+    key, and the values and gates of its value heads; they become q, k, v, gate."""
+    recurrent = spec.recurrent
+    assert recurrent is not None
+    values = recurrent.values // recurrent.key_heads  # of a key head
+    sizes = [recurrent.key_size, recurrent.key_size, values, values]
+    return _by_head(recurrent.key_heads, sizes)
+
+
+def _delta_gates(spec: Spec, rows: int) -> Tensor:
+    """Return the target row of each stored row of Qwen3-Next's beta and decay, which are fused by
+    key head."""
+    assert spec.recurrent is not None
+    heads = spec.recurrent.key_heads
+    return _by_head(heads, [rows // 2 // heads] * 2)
+
+
+def _by_head(heads: int, sizes: Sequence[int]) -> Tensor:
+    """Return the target row of rows that are stored head by head, each head with parts of these
+    sizes, and become part by part."""
+    firsts = itertools.accumulate((heads * size for size in sizes), initial=0)
+    parts = [
+        first + torch.arange(heads * size).view(heads, size)
+        for first, size in zip(firsts, sizes, strict=False)
+    ]
+    return torch.cat(parts, 1).flatten()
+
+
 _ORDERS: dict[str, Callable[[Spec, int], Tensor]] = {
+    "gated": _gated,
+    "delta": _delta,
+    "delta_gates": _delta_gates,
     "alternate": _alternate,
     "deinterleave": _deinterleave,
     "codegen": _codegen,

@@ -31,7 +31,8 @@ from bass_cli.models.any_probe import (
 )
 from bass_cli.models.block_allocator import Change
 from bass_cli.models.capture import Graphs
-from bass_cli.models.decoder import AuxHiddenLayers, Decoder
+from bass_cli.models.decoder import Decoder
+from bass_cli.models.hidden import AuxHiddenLayers
 from bass_cli.models.kv_cache import Layers, Pass
 from bass_cli.models.runner import Runner
 from bass_cli.models.spec import AnySpec, AttentionCall

@@ -9,23 +9,23 @@ store (kv_cache.py).
 from __future__ import annotations
 
 import copy
-import functools
-from collections.abc import Sequence, Set
-from dataclasses import replace
-from typing import Protocol
+import itertools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 import bass_kernels as ops
+from bass_cli.models.fused_decode import run_fused, supports_fused
+from bass_cli.models.hidden import AuxHiddenLayers, ReadsHidden
 from bass_cli.models.kv_cache import Layers, Pass
 from bass_cli.models.ranks import Ranks
-from bass_cli.models.spec import MAPS, Experts, Format, Layouts, Rope, Spec
+from bass_cli.models.spec import EVERY_MAP, Experts, Format, Layouts, Recurrent, Rope, Spec
 from bass_cli.models.weights import Named, Weights
-from bass_kernels import Quantised, Weight
+from bass_kernels import Weight
 
-_MATRICES = tuple(f".{name}.weight" for name in MAPS)
+_MATRICES = tuple(f".{name}.weight" for name in EVERY_MAP)
 
 
 class Decoder:
@@ -102,7 +102,8 @@ class Decoder:
     @property
     def format(self) -> Format:
         """The number formats of its weights."""
-        matrix = self._weights[f"layers.{self.layers[0]}.qkv.weight"]
+        name = "qkv" if self.layers[0] in self.spec.attention_layers else "delta_in"
+        matrix = self._weights[f"layers.{self.layers[0]}.{name}.weight"]
         layouts = (None if isinstance(one, Tensor) else one.layout for one in (matrix, self.head))
         return Format(self.dtype, Layouts(*layouts))
 
@@ -112,9 +113,15 @@ class Decoder:
         return self.spec.context
 
     @property
+    def recurrent(self) -> Recurrent | None:
+        """Its recurrent layers; None if it has none."""
+        return self.spec.recurrent
+
+    @property
     def cached(self) -> tuple[Layers, ...]:
         """The layers of its key/value store, its reader's last."""
-        own = Layers(len(self.layers), self.spec.kv_heads, self.spec.head_size)
+        stored = sum(i in self.spec.attention_layers for i in self.layers)
+        own = Layers(stored, self.spec.kv_heads, self.spec.head_size)
         return (own,) if self.reader is None else (own, *self.reader.cached)
 
     def keep_layers(self, layers: Sequence[int]) -> Decoder:
@@ -207,9 +214,13 @@ class Decoder:
             angles_of(step.positions, frequencies, 1.0 if rope is None else rope.scale)
             for frequencies, rope in zip(self._frequencies, ropes, strict=True)
         )
-        slots = step.slots()
-        for slot, i in enumerate(self.layers):
-            residual = self._block(i, slot, residual, step, slots, angles)
+        slots, attending, recurrent = step.slots(), itertools.count(), itertools.count()
+        attention = self.spec.attention_layers
+        for i in self.layers:
+            if i in attention:
+                residual = self._block(i, next(attending), residual, step, slots, angles)
+            else:
+                residual = self._delta_block(i, next(recurrent), residual, step)
             if aux_layers is not None:
                 aux_layers.take(i, residual)
         if last == 0:
@@ -229,7 +240,7 @@ class Decoder:
         """
         spec, at = self.spec, f"layers.{i}."
         local = bool(spec.windows[i] and spec.local_rope)
-        q = ops.project(
+        q, gate = ops.project(
             residual,
             self._affine(at + "norm1") if spec.norm.before else None,
             self._map(at + "qkv"),
@@ -240,15 +251,40 @@ class Decoder:
             eps=spec.norm.eps,
             kind=spec.norm.kind,
             norms=self._weights.qk_norms(at) if spec.norm.qk else None,
+            gated=spec.output_gate,
         )
-        return self.rest_of_layer(i, slot, q, residual, step)
+        return self.rest_of_layer(i, slot, q, residual, step, gate)
 
-    def rest_of_layer(self, i: int, slot: int, q: Tensor, residual: Tensor, step: Pass) -> Tensor:
+    def _delta_block(self, i: int, number: int, residual: Tensor, step: Pass) -> Tensor:
+        """Return the residual stream [B, W, width] after layer i, which is recurrent.
+
+        Args:
+            number: of the layer among the recurrent ones.
+        """
+        assert step.states is not None
+        at, plain, eps = f"layers.{i}.", self._weights.plain, self.spec.norm.eps
+        x = self._norm(at + "norm1", residual)
+        mixed = step.states.run(
+            number,
+            ops.linear(x, *self._map(at + "delta_in")),
+            ops.linear(x, *self._affine(at + "delta_gates")),
+            ops.DeltaWeights(
+                plain(at + "conv.weight").flatten(1),
+                *(plain(f"{at}{name}.weight") for name in ("decay", "step_bias", "delta_norm")),
+            ),
+            eps=eps,
+        )
+        return self._feed_forward(at, at + "delta_out", mixed, residual)
+
+    def rest_of_layer(
+        self, i: int, slot: int, q: Tensor, residual: Tensor, step: Pass, gate: Tensor | None = None
+    ) -> Tensor:
         """Run layer i from attention on. Its keys are written already. The residual stream may be
         changed in place.
 
         Args:
             q: queries [B, W, H, D].
+            gate: [B, W, H D], of the outputs of attention; None for no gate.
         """
         spec, at, segments = self.spec, f"layers.{i}.", step.segments
         following = self._weights[at + "o.weight"]
@@ -264,14 +300,27 @@ class Decoder:
             next_weight=following if isinstance(following, Tensor) else None,
         )
         mixed = mixed.view(*q.shape[:2], -1).to(q.dtype)
+        if gate is not None:
+            mixed = mixed * gate.sigmoid()
+        return self._feed_forward(at, at + "o", mixed, residual)
+
+    def _feed_forward(self, at: str, name: str, mixed: Tensor, residual: Tensor) -> Tensor:
+        """Add the output of attention, or of a recurrent layer, and the feed-forward to the
+        residual stream, which may be changed in place.
+
+        Args:
+            at: the begin of the layer's names.
+            name: the map of `mixed` [B, W, ...] to the residual stream.
+        """
+        spec = self.spec
         if spec.norm.sandwich:
-            residual = residual + self._norm(at + "post1", self._mapped(at + "o", mixed))
+            residual = residual + self._norm(at + "post1", self._mapped(name, mixed))
             mapped = self._mapped(at + "down", self._up(at, residual))
             return residual + self._norm(at + "post2", mapped)
         if spec.experts is not None:
-            return self._mixed(at, spec.experts, self._added(at + "o", mixed, residual))
+            return self._mixed(at, spec.experts, self._added(name, mixed, residual))
         inner = self._up(at, residual) if spec.parallel else None
-        residual = self._added(at + "o", mixed, residual)
+        residual = self._added(name, mixed, residual)
         if inner is not None or self.ranks is not None or spec.residual_scale != 1.0:
             inner = self._up(at, residual) if inner is None else inner
             return self._added(at + "down", inner, residual)
@@ -334,9 +383,18 @@ class Decoder:
             activation=spec.activation,
             clamp=None if experts.clamp is None else ops.Clamp(*experts.clamp),
         )
+        if experts.shared:
+            found = found + self._shared_expert(at, x)
         if self.ranks is None:
             return found.view(residual.shape)
         return residual + self.ranks.sum(found).view(residual.shape)
+
+    def _shared_expert(self, at: str, x: Tensor) -> Tensor:
+        """Return the output [T, width] of the expert of all tokens x [T, width]."""
+        inner = ops.linear(x, *self._map(at + "shared_up"))
+        inner = ops.activation(inner, self.spec.activation, gated=True)
+        found = ops.linear(inner, *self._map(at + "shared_down"))
+        return found * ops.linear(x, *self._affine(at + "shared_gate")).sigmoid()
 
     def _up(self, at: str, residual: Tensor) -> Tensor:
         """Return the feed-forward's inner values [B, W, inner]."""
@@ -387,167 +445,3 @@ def angles_of(
         return None
     found: tuple[Tensor, Tensor] = ops.angles(positions, inverse)
     return found if scale == 1.0 else (found[0] * scale, found[1] * scale)
-
-
-class ReadsHidden(Protocol):
-    """A drafter that reads the outputs of the layers `aux_layers` of a decoder, pass by pass.
-
-    cached: its own layers in the decoder's key/value store, after the decoder's.
-    ahead: how many tokens after a position its keys and values there depend on, 0 or 1.
-    """
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]: ...
-
-    @property
-    def ahead(self) -> int: ...
-
-    @property
-    def cached(self) -> tuple[Layers, ...]: ...
-
-    def read(self, tokens: Tensor, hidden: Tensor, step: Pass) -> None:
-        """Read the layers' outputs for the tokens [B, W] of `step`.
-
-        Args:
-            hidden: [B, W, len(aux_layers) * width], one layer after the other.
-        """
-
-
-class AuxHiddenLayers:
-    """The outputs of `layers` in one pass over tokens [B, W]: `hidden` [B, W, layers * width], in
-    the dtype of `like`, the embedding. They are copies, because later layers may be added to the
-    residual stream in place."""
-
-    def __init__(self, layers: tuple[int, ...], tokens: Tensor, like: Tensor):
-        self._place = {layer: place for place, layer in enumerate(layers)}
-        self._width = like.shape[1]
-        self.hidden = like.new_empty(*tokens.shape, len(layers) * self._width)
-
-    def take(self, layer: int, residual: Tensor) -> None:
-        """Copy the residual stream [..., width] after `layer`, if that is one of `layers`."""
-        place = self._place.get(layer)
-        if place is not None:
-            part = self.hidden.unflatten(-1, (-1, self._width))[:, :, place]
-            part.copy_(residual.view(part.shape))
-
-
-# The layers in five launches each, for few tokens on a GPU (residual.py, products.py and
-# fused_attention.py of bass_kernels)
-
-
-def supports_fused(
-    spec: Spec,
-    tokens: Tensor,
-    like: Tensor,
-    step: Pass,
-    layouts: Set[str | None] = frozenset({None}),
-) -> bool:
-    """Return whether `run_fused` supports this pass over tokens [B, W] with matrices in `layouts`,
-    None for a plain one.
-
-    It must be a causal decoding pass of few tokens with the same number for each row, of a family
-    with RMS norms, one rotary embedding and a gated feed-forward, and its queries and keys must
-    fit the device's shared memory.
-    """
-    if ops.kind_for(like) != "triton" or like.dtype == torch.float16:
-        return False  # float16: the residual stream times a norm's weight may overflow
-    from bass_kernels import dispatch, fused_attention, residual
-
-    plain = spec.norm.kind == "rms" and not spec.norm.sandwich and not spec.parallel and spec.gated
-    plain = plain and spec.unusual is None
-    rope = spec.rope is not None and spec.local_rope is None
-    few = (
-        step.prefill is None
-        and not step.mutual
-        and step.segments.packed is None
-        and tokens.numel() <= residual.MOST_TOKENS
-        and len(layouts) == 1
-        and dispatch.schedule() == "ragged"
-    )
-    lines = tokens.shape[1] * spec.heads // spec.kv_heads
-    return (
-        few
-        and plain
-        and rope
-        and spec.biases <= {"qkv"}
-        and fused_attention.fits(like, lines, spec.head_size)
-    )
-
-
-def run_fused(
-    spec: Spec,
-    weights: Weights,
-    layers: tuple[int, ...],
-    frequencies: Tensor,
-    tokens: Tensor,
-    step: Pass,
-    aux_layers: AuxHiddenLayers | None = None,
-) -> Tensor:
-    """Run the layers over tokens [B, W], write their keys and values, and return the final norm's
-    output [B, W, width]. `frequencies` [size / 2]: inverse, of the rotary embedding. Positions must
-    not lie before a row's private slot 0."""
-    from bass_kernels import fused_attention, products, residual
-
-    eps, early = spec.norm.eps, _large(spec, len(layers))
-    attend = functools.partial(
-        fused_attention.attend, heads=spec.heads, eps=eps, scale=spec.query_scale, early=early
-    )
-    plain = weights.plain
-    norms = [plain(f"layers.{i}.norm1.weight") for i in layers] + [plain("norm.weight")]
-    matrix = weights.writable
-    peaks = _peaks(matrix(f"layers.{layers[0]}.o.weight"), len(layers))
-    # any copy is made here, before the chain of launches
-    segments = replace(step.segments, positions=step.positions.contiguous())
-    stream, angles = residual.begin(
-        tokens.flatten(),
-        step.positions.flatten(),
-        plain("embed.weight"),
-        norms[0],
-        frequencies,
-        scale=spec.embed_scale,
-        peaks=peaks,
-        early=early,
-    )
-    for slot, i in enumerate(layers):
-        at = f"layers.{i}."
-        bias = weights.plain_or_none(at + "qkv.bias")
-        qkv = products.project(stream, matrix(at + "qkv.weight"), bias, eps=eps, early=early)
-        norm = weights.qk_norms(at) if spec.norm.qk else None
-        found = (None,) * 4 if peaks is None else peaks[slot].unbind()
-        own, prompt, window = step.own(slot), step.prompt(slot), spec.windows[i]
-        mixed = attend(qkv, angles, norm, segments, own, prompt, window=window, peaks=found[0])
-        weight, norm2 = matrix(at + "o.weight"), plain(at + "norm2.weight")
-        stream = products.add(
-            mixed, weight, stream, norm2, peaks=found[0], largest=found[1], early=early
-        )
-        weight, kind = matrix(at + "up.weight"), spec.activation
-        inner = products.gate_up(
-            stream, weight, eps=eps, activation=kind, peaks=found[2], early=early
-        )
-        weight, norm1 = matrix(at + "down.weight"), norms[slot + 1]
-        stream = products.add(
-            inner, weight, stream, norm1, peaks=found[2], largest=found[3], early=early
-        )
-        if aux_layers is not None:
-            aux_layers.take(i, stream.residual)
-    return residual.finish(stream, norms[-1], eps=eps, early=early).view(*tokens.shape, spec.width)
-
-
-def _peaks(weight: Weight, layers: int) -> Tensor | None:
-    """Return room for largest magnitudes, [layers, 4, most] int32: those of the outputs of
-    attention, of the first addition, of the gated product, and of the second addition. None if no
-    product needs them."""
-    from bass_kernels import residual
-
-    if not isinstance(weight, Quantised) or weight.layout != "fp8":
-        return None
-    shape = layers, 4, residual.MOST_TOKENS
-    return torch.empty(shape, dtype=torch.int32, device=weight.device)
-
-
-def _large(spec: Spec, layers: int) -> bool:
-    """Return whether launches should overlap. On an H200 that gains 2 % with models of 1.5B and
-    7B, and costs as much with drafts."""
-    queries = spec.heads * spec.head_size
-    maps = spec.width * (2 * queries + 2 * spec.kv_heads * spec.head_size + 3 * spec.inner)
-    return layers * maps >= 1_000_000_000

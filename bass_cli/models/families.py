@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from bass_cli.models import tensor_names
 from bass_cli.models.spec import Spec, parameters
 
 # Buffers in some checkpoints that are no weights.
@@ -17,6 +18,7 @@ IGNORED = (
     r"rotary_emb\.inv_freq$",
     r"attn\.(masked_)?bias$",
     r"attn\.(causal_mask|embed_positions)$",
+    r"^mtp\.",  # layers that predict further tokens
 )
 
 
@@ -27,7 +29,9 @@ class Slot(NamedTuple):
     how: "" for none; "transpose"; "plus_one" adds 1; "skip_two" drops the first two rows;
         "deinterleave" reorders the rotary dimensions of each head, even ones first; "codegen"
         sorts fused blocks of q, v, k into q, k, v and deinterleaves q and k; "alternate" sorts
-        rows that alternate between gate and up; "pairs" does so after "transpose".
+        rows that alternate between gate and up; "pairs" does so after "transpose"; "gated" sorts
+        heads of query and output gate; "delta" and "delta_gates" sort Qwen3-Next's rows by key
+        head.
     """
 
     name: str
@@ -53,6 +57,7 @@ class Family(NamedTuple):
         lists; "full" for those without a window, if there are windows.
     windows: "" for none; "all" for the same in every layer; "types" for the layers that the
         config names.
+    recurrent: the config names layers with the gated delta rule, and attention has an output gate.
     biases: the linear maps that always have a bias.
     flags: config keys that switch biases on, with their linear maps.
     aliases: other names of keys.
@@ -77,6 +82,7 @@ class Family(NamedTuple):
     unrotated: str = ""
     rope: Mapping[str, Any] = {}
     mixture: str = ""
+    recurrent: bool = False
 
     @property
     def reads(self) -> frozenset[str]:
@@ -85,6 +91,7 @@ class Family(NamedTuple):
         return frozenset(keys - {""})
 
 
+_WITHOUT_SUFFIX = ("sinks", "A_log", "dt_bias")  # names of tensors that do not end in .weight
 CODEGEN_BLOCKS = 4  # CodeGen's fused qkv rows are this many blocks of q, v, k
 
 _EVERY_MAP = frozenset({"qkv", "o", "up", "down"})
@@ -125,137 +132,15 @@ _GPT_KEYS = {
     "activation": "activation_function",
     "vocab": "vocab_size",
 }
-_LLAMA_TENSORS = (
-    ("embed_tokens", "embed", ""),
-    ("norm", "norm", ""),
-    ("lm_head", "head", ""),
-    ("layers.{}.self_attn.q_proj", "layers.{}.qkv:q", ""),
-    ("layers.{}.self_attn.k_proj", "layers.{}.qkv:k", ""),
-    ("layers.{}.self_attn.v_proj", "layers.{}.qkv:v", ""),
-    ("layers.{}.self_attn.o_proj", "layers.{}.o", ""),
-    ("layers.{}.mlp.gate_proj", "layers.{}.up:gate", ""),
-    ("layers.{}.mlp.up_proj", "layers.{}.up:up", ""),
-    ("layers.{}.mlp.down_proj", "layers.{}.down", ""),
-    ("layers.{}.input_layernorm", "layers.{}.norm1", ""),
-    ("layers.{}.post_attention_layernorm", "layers.{}.norm2", ""),
-)
-_QWEN3_TENSORS = (
-    *_LLAMA_TENSORS,
-    ("layers.{}.self_attn.q_norm", "layers.{}.q_norm", ""),
-    ("layers.{}.self_attn.k_norm", "layers.{}.k_norm", ""),
-)
-_STARCODER_TENSORS = (
-    *(row for row in _LLAMA_TENSORS if ".mlp." not in row[0]),
-    ("layers.{}.mlp.c_fc", "layers.{}.up", ""),
-    ("layers.{}.mlp.c_proj", "layers.{}.down", ""),
-)
-_GEMMA_NORMS = {
-    "norm": "norm",
-    "layers.{}.self_attn.q_norm": "layers.{}.q_norm",
-    "layers.{}.self_attn.k_norm": "layers.{}.k_norm",
-    "layers.{}.input_layernorm": "layers.{}.norm1",
-    "layers.{}.post_attention_layernorm": "layers.{}.post1",
-    "layers.{}.pre_feedforward_layernorm": "layers.{}.norm2",
-    "layers.{}.post_feedforward_layernorm": "layers.{}.post2",
-}
-_GEMMA_TENSORS = (
-    *(row for row in _LLAMA_TENSORS if row[0] not in _GEMMA_NORMS),
-    *((theirs, ours, "plus_one") for theirs, ours in _GEMMA_NORMS.items()),
-)
-_OLMO_TENSORS = (
-    *(row for row in _QWEN3_TENSORS if not row[0].endswith("_layernorm")),
-    ("layers.{}.post_attention_layernorm", "layers.{}.post1", ""),
-    ("layers.{}.post_feedforward_layernorm", "layers.{}.post2", ""),
-)
-# q and k with interleaved rotary dimensions
-_ERNIE_TENSORS = tuple(
-    (theirs, ours, "deinterleave" if ours.endswith((":q", ":k")) else how)
-    for theirs, ours, how in _LLAMA_TENSORS
-)
-_PHI_TENSORS = (
-    *(row for row in _LLAMA_TENSORS if ":" not in row[1]),
-    ("layers.{}.self_attn.qkv_proj", "layers.{}.qkv", ""),
-    ("layers.{}.mlp.gate_up_proj", "layers.{}.up", ""),
-)
-_GLM_TENSORS = (
-    *(row for row in _ERNIE_TENSORS if ".up:" not in row[1]),
-    ("layers.{}.mlp.gate_up_proj", "layers.{}.up", ""),
-)
-_GLM4_TENSORS = (
-    *_GLM_TENSORS,
-    ("layers.{}.post_self_attn_layernorm", "layers.{}.post1", ""),
-    ("layers.{}.post_mlp_layernorm", "layers.{}.post2", ""),
-)
 _MIXTURE_KEYS = {"experts": "num_local_experts", "chosen": "num_experts_per_tok"}
 _MIXTURE_ALIASES = {"num_experts": "num_local_experts"}
-_QWEN3_MOE_TENSORS = (
-    *(row for row in _QWEN3_TENSORS if ".mlp." not in row[0]),
-    ("layers.{}.mlp.gate", "layers.{}.router", ""),
-    ("layers.{}.mlp.experts.{}.gate_proj", "layers.{}.experts_up:gate", ""),
-    ("layers.{}.mlp.experts.{}.up_proj", "layers.{}.experts_up:up", ""),
-    ("layers.{}.mlp.experts.{}.down_proj", "layers.{}.experts_down", ""),
-)
-_MIXTRAL_TENSORS = (
-    *(row for row in _LLAMA_TENSORS if ".mlp." not in row[0]),
-    ("layers.{}.block_sparse_moe.gate", "layers.{}.router", ""),
-    ("layers.{}.block_sparse_moe.experts.{}.w1", "layers.{}.experts_up:gate", ""),
-    ("layers.{}.block_sparse_moe.experts.{}.w3", "layers.{}.experts_up:up", ""),
-    ("layers.{}.block_sparse_moe.experts.{}.w2", "layers.{}.experts_down", ""),
-)
-_GPT_OSS_TENSORS = (
-    *(row for row in _LLAMA_TENSORS if ".mlp." not in row[0]),
-    ("layers.{}.self_attn.sinks", "layers.{}.sinks", ""),
-    ("layers.{}.mlp.router", "layers.{}.router", ""),
-    ("layers.{}.mlp.experts.{}.gate_up_proj", "layers.{}.experts_up", "pairs"),
-    ("layers.{}.mlp.experts.{}.down_proj", "layers.{}.experts_down", "transpose"),
-)
-_ARCEE_TENSORS = tuple(
-    (theirs, ours.replace(":up", ""), how)
-    for theirs, ours, how in _LLAMA_TENSORS
-    if ours != "layers.{}.up:gate"
-)
-_OPT_TENSORS = (
-    ("decoder.embed_tokens", "embed", ""),
-    ("decoder.embed_positions", "positions", "skip_two"),
-    ("lm_head", "head", ""),
-    ("decoder.final_layer_norm", "norm", ""),
-    ("decoder.layers.{}.self_attn.q_proj", "layers.{}.qkv:q", ""),
-    ("decoder.layers.{}.self_attn.k_proj", "layers.{}.qkv:k", ""),
-    ("decoder.layers.{}.self_attn.v_proj", "layers.{}.qkv:v", ""),
-    ("decoder.layers.{}.self_attn.out_proj", "layers.{}.o", ""),
-    ("decoder.layers.{}.fc1", "layers.{}.up", ""),
-    ("decoder.layers.{}.fc2", "layers.{}.down", ""),
-    ("decoder.layers.{}.self_attn_layer_norm", "layers.{}.norm1", ""),
-    ("decoder.layers.{}.final_layer_norm", "layers.{}.norm2", ""),
-)
-_GPT_TENSORS = (
-    ("wte", "embed", ""),
-    ("lm_head", "head", ""),
-    ("ln_f", "norm", ""),
-    ("h.{}.ln_1", "layers.{}.norm1", ""),
-)
-_GPT2_TENSORS = (
-    *_GPT_TENSORS,
-    ("wpe", "positions", ""),
-    ("h.{}.ln_2", "layers.{}.norm2", ""),
-    ("h.{}.attn.c_attn", "layers.{}.qkv", "transpose"),
-    ("h.{}.attn.c_proj", "layers.{}.o", "transpose"),
-    ("h.{}.mlp.c_fc", "layers.{}.up", "transpose"),
-    ("h.{}.mlp.c_proj", "layers.{}.down", "transpose"),
-)
-_GPTJ_TENSORS = (
-    *_GPT_TENSORS,
-    ("h.{}.attn.q_proj", "layers.{}.qkv:q", "deinterleave"),
-    ("h.{}.attn.v_proj", "layers.{}.qkv:v", ""),
-    ("h.{}.attn.k_proj", "layers.{}.qkv:k", "deinterleave"),
-    ("h.{}.attn.out_proj", "layers.{}.o", ""),
-    ("h.{}.mlp.fc_in", "layers.{}.up", ""),
-    ("h.{}.mlp.fc_out", "layers.{}.down", ""),
-)
-_CODEGEN_TENSORS = (
-    *(row for row in _GPTJ_TENSORS if ":" not in row[1]),
-    ("h.{}.attn.qkv_proj", "layers.{}.qkv", "codegen"),
-)
+_HYBRID_KEYS = _LLAMA_KEYS | {
+    "kernel": "linear_conv_kernel_dim",
+    "key_heads": "linear_num_key_heads",
+    "value_heads": "linear_num_value_heads",
+    "key_size": "linear_key_head_dim",
+    "value_size": "linear_value_head_dim",
+}
 
 _ROPE_DEFAULTS: dict[str, Any] = {
     "rope_theta": 10000.0,
@@ -306,16 +191,49 @@ _GEMMA_DEFAULTS = _ROPE_DEFAULTS | {
     "max_position_embeddings": 131072,
     "sliding_window_pattern": 6,
 }
+_HYBRID_DEFAULTS = _ROPE_DEFAULTS | {
+    "partial_rotary_factor": 0.25,
+    "head_dim": 256,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "layer_types": None,
+    "full_attention_interval": 4,
+    "attn_output_gate": True,
+    "sliding_window": None,
+}
+_QWEN3_5 = Family(
+    "model.",
+    tensor_names.QWEN3_5,
+    _HYBRID_KEYS,
+    _HYBRID_DEFAULTS | {"num_key_value_heads": 4},
+    norm_extras={"qk": True},
+    rotary="fraction",
+    flags={"attention_bias": frozenset({"qkv", "o"})},
+    recurrent=True,
+)
+_QWEN3_5_MOE = _QWEN3_5._replace(
+    tensors=tensor_names.QWEN3_5_MOE,
+    keys=_HYBRID_KEYS
+    | {"inner": "moe_intermediate_size", "shared": "shared_expert_intermediate_size"}
+    | {"experts": "num_experts", "chosen": "num_experts_per_tok"},
+    defaults=_HYBRID_DEFAULTS
+    | {"num_key_value_heads": 2, "num_experts": 256, "num_experts_per_tok": 8}
+    | {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512},
+    mixture="normalised",
+)
 _LLAMA = Family(
     "model.",
-    _LLAMA_TENSORS,
+    tensor_names.LLAMA,
     _LLAMA_KEYS,
     _ROPE_DEFAULTS | {"sliding_window": None, "layer_types": None},
     flags={"attention_bias": frozenset({"qkv", "o"}), "mlp_bias": frozenset({"up", "down"})},
 )
 _GLM = Family(
     "model.",
-    _GLM_TENSORS,
+    tensor_names.GLM,
     _LLAMA_KEYS,
     _ROPE_DEFAULTS
     | {"num_key_value_heads": 2, "head_dim": 128, "partial_rotary_factor": 0.5}
@@ -326,7 +244,7 @@ _GLM = Family(
 )
 _OLMO2 = Family(
     "model.",
-    _OLMO_TENSORS,
+    tensor_names.OLMO,
     _LLAMA_KEYS,
     _ROPE_DEFAULTS | {"rms_norm_eps": 1e-5, "sliding_window": None, "layer_types": None},
     norm_extras={"qk": True, "sandwich": True, "before": False, "qk_wide": True},
@@ -334,7 +252,7 @@ _OLMO2 = Family(
 )
 _PARTIAL = Family(
     "transformer.",
-    _GPTJ_TENSORS,
+    tensor_names.GPTJ,
     _GPT_KEYS,
     _GPT_DEFAULTS | {"rotary_dim": 64},
     norm="layer",
@@ -349,14 +267,14 @@ FAMILIES: dict[str, Family] = {
     "llama": _LLAMA,
     "mistral": Family(
         "model.",
-        _LLAMA_TENSORS,
+        tensor_names.LLAMA,
         _LLAMA_KEYS,
         _ROPE_DEFAULTS | {"num_key_value_heads": 8, "sliding_window": 4096, "layer_types": None},
         windows="types",
     ),
     "qwen2": Family(
         "model.",
-        _LLAMA_TENSORS,
+        tensor_names.LLAMA,
         _LLAMA_KEYS,
         _ROPE_DEFAULTS | _WINDOW_DEFAULTS,
         windows="types",
@@ -364,7 +282,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3": Family(
         "model.",
-        _QWEN3_TENSORS,
+        tensor_names.QWEN3,
         _LLAMA_KEYS,
         _ROPE_DEFAULTS | _WINDOW_DEFAULTS | {"head_dim": 128},
         norm_extras={"qk": True},
@@ -373,7 +291,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma3_text": Family(
         "model.",
-        _GEMMA_TENSORS,
+        tensor_names.GEMMA,
         _LLAMA_KEYS | {"activation": "hidden_activation"},
         _GEMMA_DEFAULTS,
         norm_extras={"qk": True, "sandwich": True},
@@ -383,7 +301,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "opt": Family(
         "model.",
-        _OPT_TENSORS,
+        tensor_names.OPT,
         _OPT_KEYS,
         {
             "tie_word_embeddings": True,
@@ -401,7 +319,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "starcoder2": Family(
         "model.",
-        _STARCODER_TENSORS,
+        tensor_names.STARCODER,
         _LLAMA_KEYS | {"eps": "norm_epsilon"},
         _ROPE_DEFAULTS | _STARCODER_DEFAULTS,
         norm="layer",
@@ -411,7 +329,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "gpt2": Family(
         "transformer.",
-        _GPT2_TENSORS,
+        tensor_names.GPT2,
         _GPT_KEYS,
         _GPT_DEFAULTS | {"tie_word_embeddings": True},
         norm="layer",
@@ -445,7 +363,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "phi3": Family(
         "model.",
-        _PHI_TENSORS,
+        tensor_names.PHI,
         _LLAMA_KEYS,
         _ROPE_DEFAULTS
         | {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096}
@@ -454,7 +372,7 @@ FAMILIES: dict[str, Family] = {
         windows="all",
     ),
     "glm": _GLM,
-    "glm4": _GLM._replace(tensors=_GLM4_TENSORS, norm_extras={"sandwich": True}),
+    "glm4": _GLM._replace(tensors=tensor_names.GLM4, norm_extras={"sandwich": True}),
     "granite": _LLAMA._replace(
         defaults={**_LLAMA.defaults}
         | {"embedding_multiplier": 1.0, "attention_multiplier": 1.0}
@@ -471,7 +389,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "ernie4_5": Family(
         "model.",
-        _ERNIE_TENSORS,
+        tensor_names.ERNIE,
         _LLAMA_KEYS,
         _ROPE_DEFAULTS
         | {"rope_theta": 5e5, "num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5}
@@ -480,7 +398,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3_moe": Family(
         "model.",
-        _QWEN3_MOE_TENSORS,
+        tensor_names.QWEN3_MOE,
         _LLAMA_KEYS | _MIXTURE_KEYS | {"inner": "moe_intermediate_size"},
         _ROPE_DEFAULTS
         | {"num_key_value_heads": 4, "use_sliding_window": False, "sliding_window": 4096}
@@ -495,7 +413,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "olmoe": Family(
         "model.",
-        _QWEN3_MOE_TENSORS,
+        tensor_names.QWEN3_MOE,
         _LLAMA_KEYS | _MIXTURE_KEYS | {"experts": "num_experts"},
         _ROPE_DEFAULTS
         | {"rms_norm_eps": 1e-5, "sliding_window": None, "layer_types": None}
@@ -507,7 +425,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "mixtral": Family(
         "model.",
-        _MIXTRAL_TENSORS,
+        tensor_names.MIXTRAL,
         _LLAMA_KEYS | _MIXTURE_KEYS,
         _ROPE_DEFAULTS
         | {"rope_theta": 1e6, "num_key_value_heads": 8, "rms_norm_eps": 1e-5}
@@ -519,7 +437,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "gpt_oss": Family(
         "model.",
-        _GPT_OSS_TENSORS,
+        tensor_names.GPT_OSS,
         _LLAMA_KEYS | _MIXTURE_KEYS,
         _ROPE_DEFAULTS
         | {"rope_theta": 150000.0, "num_key_value_heads": 8, "head_dim": 64}
@@ -540,28 +458,29 @@ FAMILIES: dict[str, Family] = {
         },
         mixture="clamped",
     ),
+    "qwen3_5_text": _QWEN3_5,
+    "qwen3_5_moe_text": _QWEN3_5_MOE,
+    "qwen3_next": _QWEN3_5_MOE._replace(
+        tensors=tensor_names.QWEN3_NEXT,
+        defaults={**_QWEN3_5_MOE.defaults}
+        | {"num_experts": 512, "num_experts_per_tok": 10, "norm_topk_prob": True}
+        | {"intermediate_size": 5632},
+        mixture="config",
+    ),
     "arcee": _LLAMA._replace(
-        tensors=_ARCEE_TENSORS,
+        tensors=tensor_names.ARCEE,
         defaults={**_LLAMA.defaults} | {"rms_norm_eps": 1e-5, "hidden_act": "relu2"},
         gated=False,
     ),
     "gptj": _PARTIAL,
-    "codegen": _PARTIAL._replace(tensors=_CODEGEN_TENSORS),
+    "codegen": _PARTIAL._replace(tensors=tensor_names.CODEGEN),
 }
 
 
 def slots(spec: Spec, tensors: tuple[tuple[str, str, str], ...]) -> dict[str, Slot]:
     """Map checkpoint names, without the family's prefix, to Slots, for all tensors of
     `parameters(spec)`."""
-    shapes = parameters(spec)
-    query, key = spec.heads * spec.head_size, spec.kv_heads * spec.head_size
-    parts = {
-        "q": (0, query),
-        "k": (query, key),
-        "v": (query + key, key),
-        "gate": (0, spec.inner),
-        "up": (spec.inner if spec.gated else 0, spec.inner),
-    }
+    shapes, parts = parameters(spec), _parts(spec)
     found = {}
     for theirs, ours, how in tensors:
         target, _, part = ours.partition(":")
@@ -576,7 +495,33 @@ def slots(spec: Spec, tensors: tuple[tuple[str, str, str], ...]) -> dict[str, Sl
                 for expert in range(experts):
                     # a bias is not transposed
                     own = "alternate" if how == "pairs" and kind == ".bias" else how
-                    found[theirs.format(i, expert) + kind] = Slot(
+                    suffix = "" if theirs.endswith(_WITHOUT_SUFFIX) else kind
+                    found[theirs.format(i, expert) + suffix] = Slot(
                         name, expert * every + first, rows, own
                     )
+    return found
+
+
+def _parts(spec: Spec) -> dict[str, tuple[int, int]]:
+    """Return the first row and the number of rows of each part of a fused tensor."""
+    query, key = spec.heads * spec.head_size, spec.kv_heads * spec.head_size
+    query *= 2 if spec.output_gate else 1
+    shared = 0 if spec.experts is None else spec.experts.shared
+    found = {
+        "q": (0, query),
+        "k": (query, key),
+        "v": (query + key, key),
+        "gate": (0, spec.inner),
+        "up": (spec.inner if spec.gated else 0, spec.inner),
+        "shared_gate": (0, shared),
+        "shared_up": (shared, shared),
+    }
+    if (recurrent := spec.recurrent) is not None:
+        heads = recurrent.value_heads
+        found |= {
+            "mixed": (0, recurrent.channels),
+            "z": (recurrent.channels, recurrent.values),
+            "beta": (0, heads),
+            "decay": (heads, heads),
+        }
     return found

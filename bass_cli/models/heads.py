@@ -32,7 +32,8 @@ class _HiddenStateDrafter:
 
     def __init__(self, spec: HeadSpec, weights: Named, target: Decoder):
         self.spec, body, self._vocab = spec, spec.body, target.vocab
-        self._first_layer = len(target.layers)  # its layers in the store come after the target's
+        # its layers in the store come after the target's
+        self._first_layer = sum(layers.number for layers in target.cached)
         self._ids = None if spec.ids is None else torch.tensor(spec.ids, device=target.device)
         self.body = Decoder(body, weights, vocab=target.vocab, shared=target)
         own, query = self.body.weights, body.heads * body.head_size

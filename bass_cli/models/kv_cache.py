@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from bass_cli.models.block_allocator import BlockCopy, BlockLayout, Integers, Sender
+from bass_cli.models.recurrent import RecurrentStates, StatePass
 from bass_cli.system.host import free_memory
 from bass_kernels import SPARE_KEYS, DeviceGroups, Group, Packed, Segments, Store
 
@@ -74,6 +75,7 @@ class Pass(NamedTuple):
     following: [1, W], in a prefill, the token after each.
     first: the store's layer that is layer 0 of the pass.
     mutual: whether a token also attends to later tokens of its block.
+    states: of the recurrent layers; None without such layers.
     """
 
     positions: Tensor
@@ -83,6 +85,7 @@ class Pass(NamedTuple):
     first: int = 0
     mutual: bool = False
     following: Tensor | None = None
+    states: StatePass | None = None
 
     def block(self, first: int) -> Pass:
         """Return a pass of the same tokens as blocks without a causal mask, over the store's
@@ -133,6 +136,7 @@ class KVCache:
         dtype: of the model.
         eight_bits: whether keys and values are stored as e4m3 numbers with scales
             (bass_kernels/eight_bits.py), in place of the model's dtype.
+        states: of recurrent layers, which this object does not move (see Runner).
     """
 
     def __init__(
@@ -145,6 +149,7 @@ class KVCache:
         device: torch.device,
         blocks: BlockLayout | None = None,
         eight_bits: bool = False,
+        states: RecurrentStates | None = None,
     ):
         def zeros(layers: Layers, *places: int) -> list[Tensor]:
             """Return numbers [*places, D], and in eight bits their scales [places]."""
@@ -179,7 +184,7 @@ class KVCache:
         self.prompt_scales: list[tuple[Tensor, ...]] = [
             (*keys[1:], *values[1:]) for keys, values in pairs
         ]
-        self.span, self.version = span, 0
+        self.span, self.version, self.states = span, 0, states
         self._sender = Sender(device)
         # in one tensor, so that one copy sets all three
         self._places = torch.zeros(3, rows, dtype=torch.int64, device=device)
@@ -217,6 +222,8 @@ class KVCache:
     def close(self, span: Span) -> None:
         """Accept no further rows for this span."""
         span.open = False
+        if self.states is not None:
+            self.states.drop(span)
         self._collect(span)
 
     def swap_rows(
@@ -309,8 +316,9 @@ class KVCache:
         device_groups = self._group_tables.of(rows) if self._sharing else None
         base, start, own = self._places[:, :rows]
         segments = Segments(positions, base, start, own, groups, extent, device_groups, packed)
+        states = None if self.states is None else self.states.decode(positions, packed)
         # a row may be fed the end of its prompt again: those keys are in the span already
-        return Pass(positions, segments, self, None)
+        return Pass(positions, segments, self, None, states=states)
 
     def fill(
         self,
@@ -333,7 +341,28 @@ class KVCache:
             groups: the tiles by prompt; None in a captured pass.
         """
         segments = Segments(positions.view(len(ends), -1), ends, starts, starts, groups, 0)
-        return Pass(positions[None], segments, self, slots[None], following=following[None])
+        states = None
+        if self.states is not None:
+            states = self.states.fill(self._parts(groups, len(positions) // len(ends)))
+        return Pass(
+            positions[None], segments, self, slots[None], following=following[None], states=states
+        )
+
+    def _parts(
+        self, groups: tuple[Group, ...] | None, tile: int
+    ) -> list[tuple[Span, int, int, int]]:
+        """Return the parts of a prefill, as RecurrentStates.fill takes them. `tile`: its tokens."""
+        assert self.states is not None
+        assert groups is not None, "passes with recurrent layers are not captured"
+        spans = {span.start: span for span in self._spans if span.length}
+        found = []
+        for group in groups:
+            span = spans[group.start]
+            assert self.states.take(span), "more prompts than slots for their states"
+            assert isinstance(group.rows, slice)
+            first = group.length - group.queries
+            found.append((span, group.rows.start * tile, group.queries, first))
+        return found
 
     @property
     def positions(self) -> int:
@@ -341,8 +370,10 @@ class KVCache:
         return self.prompt_keys[0].shape[1]
 
     def bytes(self) -> int:
-        """Return the memory of the store in bytes."""
-        return sum(t.numel() * t.element_size() for t in (*self._own, *self._prompt_parts()))
+        """Return the memory of the store in bytes, with the recurrent states."""
+        states = 0 if self.states is None else self.states.bytes()
+        parts = (*self._own, *self._prompt_parts())
+        return states + sum(t.numel() * t.element_size() for t in parts)
 
     def _prompt_parts(self) -> Iterator[Tensor]:
         """Yield the tensors of the prompt store, [K, T, ...] each."""

@@ -39,6 +39,11 @@ def check_divisible(spec: Spec, ranks: int, *, model: str) -> None:
             f"`tensor_parallel` {ranks}: {model} norms all its attention heads as one vector, "
             "which cannot be split; leave out the option"
         )
+    if spec.recurrent is not None and ranks > 1:
+        raise UserError(
+            f"`tensor_parallel` {ranks}: {model} has recurrent layers (linear_attention), which "
+            "bass does not split; use 1"
+        )
     if isinstance(spec, AnySpec):
         raise UserError(
             f"`tensor_parallel` {ranks}: {model} runs through transformers' own layers, which are "

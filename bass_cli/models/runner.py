@@ -19,10 +19,13 @@ from bass_cli.models.capture import Graphs
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.kv_cache import KVCache, Span
 from bass_cli.models.prefill import PASS, Part, Passes, Scores, alone, tiled
+from bass_cli.models.recurrent import RecurrentStates
 from bass_kernels import Packed
 
 # tokens of a prefill pass if a deadline may stop it between passes: about as long as a round
 _TIMED_PASS = {"cpu": 64}
+# The most tokens of a row in a pass: the longest draft length of a job, and the pending token
+_WIDEST = 65
 # Minimum length of a common prefix to copy instead of computing it. A copy takes two launches a
 # layer, in which an H200 reads about 60 tokens of a small model.
 _COPIED = 128
@@ -61,6 +64,7 @@ class Runner:
         blocks: see KVCache.
         ahead: see ReadsHidden; needed if the reader is in another process.
         eight_bits: see KVCache.
+        width: the most tokens of a row in a pass. Only recurrent layers need it.
 
     packs: whether `forward_packed` is possible: not if the model is split.
     """
@@ -76,8 +80,18 @@ class Runner:
         blocks: BlockLayout | None = None,
         ahead: int | None = None,
         eight_bits: bool = False,
+        width: int = _WIDEST,
     ):
         self.decoder, self.lag, self.rows, self.device = decoder, lag, rows, decoder.device
+        states = None
+        if decoder.recurrent is not None:
+            states = RecurrentStates(
+                decoder.recurrent,
+                rows=rows,
+                width=width,
+                dtype=decoder.dtype,
+                device=decoder.device,
+            )
         self.cache = KVCache(
             decoder.cached,
             rows=rows,
@@ -86,11 +100,14 @@ class Runner:
             device=decoder.device,
             blocks=blocks,
             eight_bits=eight_bits,
+            states=states,
         )
         self._prompts: dict[str, Prompt] = {}
         self._unread: dict[str, Prompt] = {}  # prompts not fully stored, oldest first
         self._newest: dict[tuple[int, ...], Prompt] = {}  # by their first tokens
-        graphs = graphs or Graphs(decoder.device, wanted=decoder.ranks is None)
+        # Parts of prompts are known to the host only, so passes over states are not captured.
+        wanted = decoder.ranks is None and states is None
+        graphs = graphs or Graphs(decoder.device, wanted=wanted)
         self.packs = decoder.ranks is None
         self._passes = Passes(decoder, self.cache, graphs if graphs.enabled else None)
         reader = decoder.reader
@@ -134,6 +151,7 @@ class Runner:
             if not in_time(min(prompt.left, most)):
                 self._close(key)
                 return False
+            self._with_slots([prompt], [])
             self._run([prompt], [self._part(prompt, most)], capture=False)
         return True
 
@@ -152,17 +170,40 @@ class Runner:
         return None if prompt.scores is None else prompt.scores.found()
 
     @torch.inference_mode()
-    def read(self) -> bool:
+    def read(self, due: Sequence[Prompt] = ()) -> bool:
         """Run one prefill pass over the open prompts, oldest first. Return whether tokens are
-        left."""
+        left.
+
+        Args:
+            due: prompts with rows that wait for their recurrent states. They are read first.
+        """
         # A prompt waits until the prefix that it copies is stored.
         waiting = [one for one in self._unread.values() if self._copy(one) and one.left]
+        waiting = self._with_slots(waiting, due)
         if waiting and (most := alone(waiting[0].left, self.device.type)):
             self._run(waiting[:1], [self._part(waiting[0], most)], capture=False)
         elif waiting:
             self._run(waiting, list(self._parts(waiting)), capture=True)
         self._unread = {key: prompt for key, prompt in self._unread.items() if prompt.left}
         return bool(self._unread)
+
+    def _with_slots(self, waiting: list[Prompt], due: Sequence[Prompt]) -> list[Prompt]:
+        """Return the prompts that the next pass may read, in order. With recurrent layers, these
+        are the ones with a slot for their state. A prompt that has been read loses its slot to
+        one that is due; if none is due, to any."""
+        states = self.cache.states
+        if states is None:
+            return waiting
+        read = {one.span for one in self._prompts.values() if not one.left and one not in due}
+
+        def turn(prompt: Prompt) -> int:
+            return 0 if prompt in due else 1 if states.has(prompt.span) else 2
+
+        return [
+            one
+            for one in sorted(waiting, key=turn)
+            if states.take(one.span, read if one in due or not due else ())
+        ]
 
     def _run(self, prompts: Sequence[Prompt], parts: Sequence[Part], *, capture: bool) -> None:
         """Run a pass over parts of the first prompts, and score those that want it."""
@@ -213,6 +254,8 @@ class Runner:
     @torch.inference_mode()
     def follow(self, change: Change) -> None:
         """Apply a Change to the rows. Prefill the prompts of rows that begin."""
+        if self.cache.states is not None:
+            self._begin_states(self.cache.states, change)
         while any(key in self._unread for _, key in change.begun):
             self.read()
         self.cache.swap_rows(
@@ -222,6 +265,24 @@ class Runner:
             runs=change.runs,
             copied=change.copied,
         )
+
+    def _begin_states(self, states: RecurrentStates, change: Change) -> None:
+        """Apply a Change to the recurrent states. A prompt whose state has gone is read again."""
+        states.swap_rows(
+            change.ended, change.moved, [row for rows, _ in change.begun for row in rows]
+        )
+        waiting = [(rows, self._prompts[key]) for rows, key in change.begun]
+        for _, key in change.begun:
+            prompt = self._prompts[key]
+            if not prompt.left and prompt.span.length and not states.has(prompt.span):
+                prompt.read, self._unread[key] = 0, prompt
+        while waiting:
+            for rows, prompt in waiting:
+                if not prompt.left:
+                    states.begin(rows, prompt.span, prompt.span.length)
+            waiting = [one for one in waiting if one[1].left]
+            if waiting:
+                self.read([prompt for _, prompt in waiting])
 
     @property
     def version(self) -> int:
@@ -262,8 +323,8 @@ class Runner:
 
     def _like(self, tokens: Sequence[int], span: Span) -> Prompt | None:
         """Return the newest stored prompt with the same first tokens, if there is one."""
-        if span.length < _COPIED:
-            return None
+        if span.length < _COPIED or self.cache.states is not None:
+            return None  # a recurrent state is known after a whole prompt only
         found = self._newest.get(tuple(tokens[:_COPIED]))
         return found if found is not None and found.span.taken else None
 

@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 FILE = "file"
 # The linear maps of a layer
 MAPS = ("qkv", "o", "up", "down")
+# Those of recurrent layers and of shared experts too
+EVERY_MAP = (*MAPS, "delta_in", "delta_out", "shared_up", "shared_down")
 _NORMS = {"norm", "norm1", "norm2", "post1", "post2", "q_norm", "k_norm", "context_norm"}
+# Tensors of recurrent layers that stay float32: exp(A_log) multiplies the logarithm of a decay.
+_DECAYS = {"delta_norm", "decay", "step_bias"}
 
 
 class Rope(NamedTuple):
@@ -62,12 +66,48 @@ class Experts(NamedTuple):
     chosen: experts of each token, those with the highest router logits.
     normalised: the weights of the chosen experts are divided by their sum.
     clamp: alpha and limit of gpt-oss's gated unit (bass_kernels.Clamp); None for the activation.
+    shared: inner size of the expert that every token has besides the chosen ones, with a gate of
+        its own; 0 for none.
     """
 
     total: int
     chosen: int
     normalised: bool
     clamp: tuple[float, float] | None = None
+    shared: int = 0
+
+
+class Recurrent(NamedTuple):
+    """Layers with the gated delta rule (arXiv 2412.06464) in place of attention.
+
+    layers: their indexes.
+    key_heads, value_heads: heads of queries and keys, and of values. Each key head serves as many
+        consecutive value heads.
+    key_size, value_size: of a head.
+    kernel: inputs of the causal convolution of queries, keys and values.
+    """
+
+    layers: tuple[int, ...]
+    key_heads: int
+    value_heads: int
+    key_size: int
+    value_size: int
+    kernel: int
+
+    @property
+    def keys(self) -> int:
+        """Numbers of all keys of a token."""
+        return self.key_heads * self.key_size
+
+    @property
+    def values(self) -> int:
+        """Numbers of all values of a token."""
+        return self.value_heads * self.value_size
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.keys + self.values
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +127,9 @@ class Spec:
     logit_scale: divisor of the logits.
     experts: None for one feed-forward.
     sinks: each head has a score that takes weight in the softmax and adds no value (gpt-oss).
+    output_gate: the outputs of attention are multiplied by the sigmoid of a gate, a linear map of
+        the layer's input.
+    recurrent: the layers without attention; None if all have it.
     """
 
     family: str
@@ -114,6 +157,14 @@ class Spec:
     logit_scale: float = 1.0
     experts: Experts | None = None
     sinks: bool = False
+    output_gate: bool = False
+    recurrent: Recurrent | None = None
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers with attention, in order: those that have keys and values."""
+        others = () if self.recurrent is None else self.recurrent.layers
+        return tuple(i for i in range(self.layers) if i not in others)
 
     @property
     def unusual(self) -> str | None:
@@ -128,6 +179,8 @@ class Spec:
             "scaled logits": self.logit_scale != 1.0,
             "experts": self.experts is not None,
             "attention sinks": self.sinks,
+            "recurrent layers": self.recurrent is not None,
+            "gated attention": self.output_gate,
         }
         return next((name for name, there in differences.items() if there), None)
 
@@ -178,13 +231,13 @@ class AnySpec(Spec):
 def parameters(spec: Spec) -> dict[str, tuple[int, ...]]:
     """Return the names and shapes of all tensors of a decoder, `head.weight` also if it is tied.
 
-    `qkv` stacks q, k, v by rows. A gated `up` stacks gate, then up. `experts_up` and
-    `experts_down` stack the `up` and `down` of all experts by rows.
+    `qkv` stacks q, k, v by rows, after the output gate if there is one. A gated `up` stacks gate,
+    then up. `experts_up` and `experts_down` stack the `up` and `down` of all experts by rows.
+    `delta_in` stacks q, k, v and the gate of the outputs, `delta_gates` beta, then the decay.
     """
     if isinstance(spec, AnySpec):
         return dict(spec.weights)
     query, key = spec.heads * spec.head_size, spec.kv_heads * spec.head_size
-    up = (2 if spec.gated else 1) * spec.inner
     shapes: dict[str, tuple[int, ...]] = {
         "embed.weight": (spec.vocab, spec.width),
         "head.weight": (spec.vocab, spec.width),
@@ -195,16 +248,17 @@ def parameters(spec: Spec) -> dict[str, tuple[int, ...]]:
         shapes["head.bias"] = (spec.vocab,)
     norms = {"norm": spec.width}
     for i in range(spec.layers):
-        maps = {"qkv": (query + 2 * key, spec.width), "o": (spec.width, query)}
-        if spec.experts is None:
-            maps |= {"up": (up, spec.width), "down": (spec.width, spec.inner)}
+        recurrent = None if i in spec.attention_layers else spec.recurrent
+        if recurrent is None:
+            gates = query if spec.output_gate else 0
+            maps: dict[str, tuple[int, ...]]
+            maps = {"qkv": (gates + query + 2 * key, spec.width), "o": (spec.width, query)}
         else:
-            count = spec.experts.total
-            maps["router"] = count, spec.width
-            maps |= {
-                "experts_up": (count * up, spec.width),
-                "experts_down": (count * spec.width, spec.inner),
-            }
+            maps = _delta_maps(recurrent, spec.width)
+            own = {"decay": recurrent.value_heads, "step_bias": recurrent.value_heads}
+            own |= {"delta_norm": recurrent.value_size}
+            shapes |= {f"layers.{i}.{name}.weight": (size,) for name, size in own.items()}
+        maps |= _feed_forward_maps(spec)
         if spec.sinks:
             shapes[f"layers.{i}.sinks.weight"] = (spec.heads,)
         for name, shape in maps.items():
@@ -217,7 +271,7 @@ def parameters(spec: Spec) -> dict[str, tuple[int, ...]]:
             norms[f"layers.{i}.norm2"] = spec.width
         if spec.norm.sandwich:
             norms |= {f"layers.{i}.post1": spec.width, f"layers.{i}.post2": spec.width}
-        if spec.norm.qk:
+        if spec.norm.qk and recurrent is None:
             wide = spec.norm.qk_wide
             shapes |= {
                 f"layers.{i}.q_norm.weight": (query if wide else spec.head_size,),
@@ -230,15 +284,45 @@ def parameters(spec: Spec) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def _feed_forward_maps(spec: Spec) -> dict[str, tuple[int, ...]]:
+    """Return the names and shapes of the maps of a layer's feed-forward."""
+    up = (2 if spec.gated else 1) * spec.inner
+    if spec.experts is None:
+        return {"up": (up, spec.width), "down": (spec.width, spec.inner)}
+    count, shared = spec.experts.total, spec.experts.shared
+    found = {
+        "router": (count, spec.width),
+        "experts_up": (count * up, spec.width),
+        "experts_down": (count * spec.width, spec.inner),
+    }
+    if shared:
+        found |= {
+            "shared_gate": (1, spec.width),
+            "shared_up": (2 * shared, spec.width),
+            "shared_down": (spec.width, shared),
+        }
+    return dict(found)
+
+
+def _delta_maps(recurrent: Recurrent, width: int) -> dict[str, tuple[int, ...]]:
+    """Return the names and shapes of the maps of a recurrent layer, and of its convolution."""
+    return {
+        "delta_in": (recurrent.channels + recurrent.values, width),
+        "delta_gates": (2 * recurrent.value_heads, width),
+        "conv": (recurrent.channels, 1, recurrent.kernel),
+        "delta_out": (width, recurrent.values),
+    }
+
+
 def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of a tensor of `parameters` in a decoder of `dtype`.
 
     Norms stay float32, in which they are computed: in bfloat16 the factor 1 + w of Gemma's norms
-    would have 8 significant bits.
+    would have 8 significant bits. So do the decays of recurrent layers.
     """
     import torch
 
-    return torch.float32 if name.split(".")[-2] in _NORMS else dtype
+    return torch.float32 if name.split(".")[-2] in _NORMS | _DECAYS else dtype
 
 
 class Layouts(NamedTuple):
@@ -257,7 +341,7 @@ class Layouts(NamedTuple):
         if name == "head.weight":
             return self.head
         layer = name.removesuffix(".weight").split(".")[-1]
-        quantised = name.endswith(".weight") and layer in (*MAPS, "fc")
+        quantised = name.endswith(".weight") and layer in (*EVERY_MAP, "fc")
         return self.layers if quantised else None
 
 

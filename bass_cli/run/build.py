@@ -41,7 +41,8 @@ from bass_cli.models.ranks import Share
 from bass_cli.models.runner import Runner
 from bass_cli.models.spec import AnySpec, Layouts, Spec
 from bass_cli.models.weights import Named
-from bass_cli.run.pair import longest_draft
+from bass_cli.run.memory import widest
+from bass_cli.run.pair import longest_draft, reach
 from bass_cli.run.plan import Plan
 from bass_cli.run.sampling import row_sampling
 from bass_cli.system.host import give_back_memory
@@ -230,6 +231,7 @@ def build(plan: Plan, models: Models | None = None) -> Loop:
         span=plan.span,
         context=ARENA[plan.device.type],
         blocks=plan.blocks,
+        width=widest(reach(plan.job, plan.files, plan.device)),
         lengths=lengths_for(plan),
         cut=plan.cut,
     )
@@ -242,6 +244,7 @@ def make_loop(
     rows: int,
     span: int,
     context: int,
+    width: int,
     lengths: DraftLength,
     blocks: BlockLayout | None = None,
     cut: Cut | None = None,
@@ -254,6 +257,7 @@ def make_loop(
         rows: The rows of the batch.
         span: The positions of a row's private KV.
         context: The positions that the batch has at first.
+        width: The most tokens of a row in a pass of the target.
         blocks: The blocks of the rows' private KV. Default: one a row.
         sharper: See `factor` of make_drafter.
         cut, acceptance: See Loop.
@@ -269,14 +273,13 @@ def make_loop(
         span=span,
         blocks=blocks,
         eight_bits=job.kv_dtype == "fp8",
+        width=width,
     )
     runner = size(target if head is None else target.read_by(head), lag=1)
-    drafts = runner if head is not None else None
-    if drafting is not None and head is None:
-        drafts = size(drafting, lag=2)
+    drafts = None if drafting is None else size(drafting, lag=2)
     drafter = make_drafter(
         job.pair.draft,
-        runner=drafts,
+        runner=drafts if head is None else runner,
         mask=mask,
         head=head,
         coupling=coupling,
@@ -314,9 +317,10 @@ def _runner(
     lag: int,
     blocks: BlockLayout | None,
     eight_bits: bool,
+    width: int,
 ) -> Runner:
     """Make a runner of a model; followers run the other parts of a split model."""
-    make: Callable[..., Runner] = Runner
+    make: Callable[..., Runner] = functools.partial(Runner, width=width)
     if followers is not None and decoder.ranks is not None:
         make = functools.partial(LedRunner, followers=followers, number=lag)
     return make(decoder, rows=rows, span=span, lag=lag, blocks=blocks, eight_bits=eight_bits)

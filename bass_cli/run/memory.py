@@ -16,10 +16,12 @@ from typing import NamedTuple
 import torch
 
 from bass_cli.engine.batch import beyond
+from bass_cli.engine.sizes import cover
 from bass_cli.errors import MachineError
 from bass_cli.models.kv_cache import ARENA
 from bass_cli.models.prefill import LONG, PASS, SCORED_LOGITS
 from bass_cli.models.ranks import part_of
+from bass_cli.models.recurrent import PROMPTS, state_shapes
 from bass_cli.models.spec import (
     PLAIN,
     AnySpec,
@@ -191,8 +193,8 @@ def footprint(
     models = [spec for spec in (target, draft) if spec is not None]
     # tokens of a row in one pass; a parallel draft takes missed tokens and as many masks
     fed = (places, 2 * longest if at_once and head is None else places)
-    own = () if draft is None else ((draft, draft.layers, drafts.dtype),)
-    caches = ((target, target.layers + kept_layers, dtype), *own)
+    caches = [(target, target.layers + kept_layers, dtype)]
+    caches += [] if draft is None else [(draft, draft.layers, drafts.dtype)]
     position, copied = _position(caches, head, eight_bits=eight_bits)
     scores = [_SCORES[kind] * spec.heads for spec in models]
     wide = [4 * _wide(spec) for spec in models]  # a layer in float32
@@ -200,7 +202,7 @@ def footprint(
         wide[0] += len(head.aux_layers) * target.width * dtype.itemsize
     scored = max(map(operator.mul, fed, scores))
     token = Each(position, 2 * _INTEGER + scored + (copied if kind == "cpu" else 0))
-    extra = beyond(longest) + SLACK  # positions of a row in addition to its new tokens
+    extra, state = beyond(longest) + SLACK, state_bytes(target, widest(longest), dtype)  # a row's
     work = _logits(vocab, places, dtype, kind, extras)
     work += max(map(operator.mul, fed, wide)) + scored * prompt_tokens + _INTEGER * ARENA[kind]
     return Footprint(
@@ -211,21 +213,40 @@ def footprint(
         * (max(wide) + max(scores) * prompt_tokens)
         + extras.scores * SCORED_LOGITS * (dtype.itemsize + 8)
         + copied * prompt_tokens,
-        prompts=position * (max(ARENA[kind], prompt_tokens) + _SPARE[kind]),
+        prompts=position * (max(ARENA[kind], prompt_tokens) + _SPARE[kind]) + PROMPTS * state,
         prompt=position * prompt_tokens,
-        row=Each(extra * token.cache, work + extra * token.buffers),
+        row=Each(extra * token.cache + state, work + extra * token.buffers),
         token=token,
         context=target.context,
     )
 
 
+def widest(longest: int) -> int:
+    """Return the most tokens of a row in a pass with drafts of up to `longest` tokens."""
+    return cover(longest) + 1
+
+
+def state_bytes(spec: Spec, width: int, dtype: torch.dtype) -> int:
+    """Return the bytes of a row's recurrent states: of each layer the state in float32, and the
+    inputs of passes of up to `width` tokens. 0 without recurrent layers."""
+    if spec.recurrent is None:
+        return 0
+    state, inputs = map(math.prod, state_shapes(spec.recurrent, width))
+    return len(spec.recurrent.layers) * (4 * state + inputs * dtype.itemsize)
+
+
 def _wide(spec: Spec) -> int:
     """Return the numbers of a token that a layer has in work at once."""
+    recurrent = spec.recurrent
+    # queries and keys by value head, values, and copies of all
+    delta = 0 if recurrent is None else 4 * (2 * recurrent.key_size * recurrent.value_heads)
+    delta += 0 if recurrent is None else 4 * (recurrent.channels + 2 * recurrent.values)
     if spec.experts is None:
-        return 4 * spec.inner + 8 * spec.width
+        return max(4 * spec.inner, delta) + 8 * spec.width
     # each of its experts' inner values and output, and the router's logits
     chosen, total = spec.experts.chosen, spec.experts.total
-    return chosen * (4 * spec.inner + 3 * spec.width) + 8 * spec.width + 3 * total
+    inner = chosen * (4 * spec.inner + 3 * spec.width) + 3 * total + 3 * spec.experts.shared
+    return max(inner, delta) + 8 * spec.width
 
 
 def _logits(vocab: int, places: int, dtype: torch.dtype, kind: str, extras: Extras) -> int:
@@ -263,7 +284,7 @@ def _keys_of(spec: Spec) -> list[tuple[int, int]]:
     """Return the key/value heads of each layer of the store, and their size."""
     if isinstance(spec, AnySpec):
         return [(call.kv_heads, call.size) for call in spec.stored]
-    return [(spec.kv_heads, spec.head_size)] * spec.layers
+    return [(spec.kv_heads, spec.head_size)] * len(spec.attention_layers)
 
 
 def _weights(spec: Spec, own: Format, kind: str) -> int:

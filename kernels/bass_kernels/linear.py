@@ -86,16 +86,25 @@ def project(
     norms: tuple[Tensor, Tensor] | None,
     eps: float,
     kind: str,
-) -> Tensor:
+    gated: bool = False,
+) -> tuple[Tensor, Tensor | None]:
     """Normalise the residual stream [B, W, N] (if there is a norm), multiply it by the query, key
-    and value weights, and do `rope_write`. Returns q [B, W, H, D].
+    and value weights, and do `rope_write`.
 
     `norms` of H D and K D weights instead of D norm all heads of q and of k as one vector.
+
+    Args:
+        gated: whether the H D rows of a gate come before the query weights.
+
+    Returns: q [B, W, H, D], and the gate [B, W, H D] or None.
     """
-    product = _norm_linear(residual, norm, *qkv, eps, kind)
+    product, gate = _norm_linear(residual, norm, *qkv, eps, kind), None
+    if gated:
+        size = heads * own[0].shape[-1]
+        gate, product = product.split((size, product.shape[-1] - size), -1)
     if norms is not None and norms[0].numel() != own[0].shape[-1]:
         product, norms = _norm_wide(product, norms, eps), None
-    return _rope_write(product, angles, slots, own, heads=heads, norms=norms, eps=eps)
+    return _rope_write(product, angles, slots, own, heads=heads, norms=norms, eps=eps), gate
 
 
 def _norm_linear(

@@ -118,7 +118,7 @@ def test_every_op_takes_quantised_weights(layout: str) -> None:
     got = ops.norm_up(x, (norm, None), (quantised, None), **options)
     assert torch.equal(got, torch.nn.functional.silu(gate) * up)
     own = torch.zeros(1, 8, 8), torch.zeros(1, 8, 8)
-    queries = ops.project(
+    queries, _ = ops.project(
         x, (norm, None), (quantised, None), None, torch.arange(6).view(2, 3), own,
         heads=1, norms=None, eps=1e-5, kind="rms",
     )  # fmt: skip

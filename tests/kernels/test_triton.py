@@ -179,7 +179,7 @@ def test_projection_to_queries_and_cache(dtype, size, rows, width):
         for _ in range(2)
     ]
     due_own = [torch.full_like(t, torch.nan, dtype=torch.float32) for t in own]
-    q = ops.project(
+    q, _ = ops.project(
         x,
         (scale, None),
         (weight, bias),
@@ -219,7 +219,8 @@ def test_projection_with_norms_over_all_heads(dtype):
     norms = tuple(1 + randn(count * size, seed=count) / 3 for count in (heads, kv_heads))
     slots = torch.arange(rows * width, device=DEVICE).view(rows, width)
     own = tuple(torch.zeros(kv_heads, 9, size, dtype=dtype, device=DEVICE) for _ in range(2))
-    q = ops.project(x, None, (weight, None), None, slots, own, heads=heads, norms=norms, eps=1e-6, kind="rms")  # fmt: skip
+    options = {"heads": heads, "norms": norms, "eps": 1e-6, "kind": "rms"}
+    q, _ = ops.project(x, None, (weight, None), None, slots, own, **options)
     parts = (x.float() @ weight.float().T).split((96, 32, 32), -1)
     due = [
         part * (part.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * norm

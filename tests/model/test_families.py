@@ -23,7 +23,7 @@ from bass_cli.formats.hf_config import notes_of_config, spec_of_config
 from bass_cli.formats.stacked import unstack
 from bass_cli.formats.tensor_files import read_safetensors
 from bass_cli.models.families import FAMILIES, slots
-from bass_cli.models.spec import Norm, Rope, parameters
+from bass_cli.models.spec import Experts, Norm, Recurrent, Rope, parameters
 
 # As on the hub, from the days of transformers 4: flat rope keys, many values left to defaults.
 OLD: dict[str, dict[str, Any]] = {
@@ -106,6 +106,25 @@ OLD: dict[str, dict[str, Any]] = {
         "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 16, "rms_norm_eps": 1e-5, "rope_theta": 1000000,
         "rope_scaling": {"rope_type": "llama3", "factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
                          "original_max_position_embeddings": 8192}, "tie_word_embeddings": False},
+    "qwen3-next-80b-a3b": {
+        "model_type": "qwen3_next", "hidden_size": 2048, "intermediate_size": 5120, "num_hidden_layers": 48,
+        "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "vocab_size": 151936,
+        "max_position_embeddings": 262144, "rms_norm_eps": 1e-6, "rope_theta": 10000000, "rope_scaling": None,
+        "partial_rotary_factor": 0.25, "full_attention_interval": 4, "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+        "linear_value_head_dim": 128, "decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": 512,
+        "norm_topk_prob": True, "num_experts": 512, "num_experts_per_tok": 10, "attention_bias": False,
+        "shared_expert_intermediate_size": 512, "hidden_act": "silu", "tie_word_embeddings": False},
+    "qwen3.5-27b": {
+        "model_type": "qwen3_5_text", "attention_bias": False, "attn_output_gate": True, "eos_token_id": 248044,
+        "full_attention_interval": 4, "head_dim": 256, "hidden_act": "silu", "hidden_size": 5120,
+        "intermediate_size": 17408, "layer_types": ([*["linear_attention"] * 3, "full_attention"]) * 16,
+        "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 48, "linear_value_head_dim": 128, "max_position_embeddings": 262144,
+        "mamba_ssm_dtype": "float32", "mlp_only_layers": [], "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": False, "num_attention_heads": 24, "num_hidden_layers": 64,
+        "num_key_value_heads": 4, "rms_norm_eps": 1e-6, "vocab_size": 248320, "rope_parameters": {
+            "rope_theta": 10000000, "rope_type": "default", "partial_rotary_factor": 0.25}},
     "opt-125m": {
         "model_type": "opt", "hidden_size": 768, "ffn_dim": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
         "vocab_size": 50272, "max_position_embeddings": 2048, "word_embed_proj_dim": 768, "activation_function": "relu",
@@ -194,6 +213,15 @@ def test_values_that_matter() -> None:
     assert (granite.residual_scale, granite.logit_scale) == (0.22, 16.0)
     exaone = spec_of_config(OLD["exaone-4.0-32b"], place="")
     assert exaone.unrotated == tuple(range(3, 64, 4))
+    following = spec_of_config(OLD["qwen3-next-80b-a3b"], place="")
+    assert following.recurrent is not None
+    assert following.recurrent.layers[:4] == (0, 1, 2, 4)
+    assert following.attention_layers == tuple(range(3, 48, 4))
+    assert (following.inner, following.experts) == (512, Experts(512, 10, True, shared=512))
+    hybrid = spec_of_config(OLD["qwen3.5-27b"], place="")
+    layers = tuple(i for i in range(64) if i % 4 != 3)
+    assert hybrid.recurrent == Recurrent(layers, 16, 48, 128, 128, 4)
+    assert (hybrid.rope, hybrid.output_gate) == (Rope(1e7, 64), True)
     codegen = spec_of_config(OLD["codegen"], place="")
     assert (codegen.inner, codegen.rope, codegen.parallel, codegen.biases) == (
         4096, Rope(10000.0, 32), True, {"up", "down", "head"})  # fmt: skip
@@ -291,6 +319,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
      'key "short_factor": a list of 64 numbers is needed, not None'),
     (changed("llama-3.1", rope_scaling={"type": "longrope", "short_factor": [1.0] * 63 + [0]}),
      r'key "short_factor.63.": a number above 0 is needed, not 0'),
+    (changed("qwen3-next-80b-a3b", layer_types=["mamba"] * 48),
+     'key "layer_types": the type "mamba" is not supported; .*known: full_attention, linear_attention'),
+    (changed("qwen3-next-80b-a3b", layer_types=["linear_attention"] * 48), "needs layers of both kinds"),
+    (changed("qwen3-next-80b-a3b", attn_output_gate=False), '"attn_output_gate": False is not supported'),
+    (changed("qwen3-next-80b-a3b", sliding_window=64), '"sliding_window": windows are not supported'),
+    (changed("qwen3-next-80b-a3b", linear_num_key_heads=7), '7 does not divide the number of value heads, 32'),
+    (changed("qwen3-next-80b-a3b", mlp_only_layers=[3]), '"mlp_only_layers": .* is not supported, only'),
     (changed("smollm3", no_rope_layers=[1, 2]), '"no_rope_layers": a list of 0 and 1 for 36 layers is needed'),
     (changed("llama-3.1", rope_scaling={"type": "su", "factor": 2.0}), 'rope type "su" is not supported'),
     (changed("llama-3.1", rope_scaling={"type": "dynamic"}), 'rope_parameters: the key "factor" is missing'),

@@ -177,7 +177,7 @@ def test_token_fed_twice_is_attended_to_once():
 
 def test_fused_decode_serves_supported_passes_only():
     from bass_cli.bench.shapes import spec_of
-    from bass_cli.models.decoder import supports_fused
+    from bass_cli.models.fused_decode import supports_fused
     from bass_cli.models.spec import Norm
 
     spec, like = spec_of("tiny", option="--shape"), randn(1)

@@ -24,7 +24,7 @@ class _NoLayers:
     """A minimal decoder, as a Runner uses it."""
 
     cached, dtype, device = (Layers(1, 1, 2),), torch.float32, torch.device("cpu")
-    reader = ranks = None
+    reader = ranks = recurrent = None
 
     def forward(self, tokens, step, *, last=None):
         return None

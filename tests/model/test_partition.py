@@ -115,6 +115,6 @@ def test_models_that_cannot_be_split_are_refused(family: str, tmp_path: Path) ->
     check_divisible(spec, 1, model="m")
     with pytest.raises(
         UserError,
-        match=r"`tensor_parallel` 2: m (norms all its attention heads|has attention sinks)",
+        match=r"`tensor_parallel` 2: m (norms all its attention heads|has attention sinks|has recurrent layers)",
     ):
         check_divisible(spec, 2, model="m")

@@ -20,7 +20,7 @@ from bass_cli.formats.checkpoint import Checkpoint, open_checkpoint
 from bass_cli.formats.weights import held_part, load, size_of
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.ranks import Share
-from bass_cli.models.spec import MAPS, Layouts
+from bass_cli.models.spec import EVERY_MAP, MAPS, Layouts
 from bass_cli.run.build import Models
 from bass_cli.run.pair import Files
 from bass_cli.run.updates import Updates
@@ -57,7 +57,8 @@ def test_matrices_of_layers_are_the_rounded_ones_of_loading(
     found = quantised(checkpoint, layout, on_read=read.append)
     assert sum(read) == checkpoint.size == size_of(checkpoint, None, Layouts(layout))
     matrices = {name for name, one in found.items() if isinstance(one, Quantised)}
-    maps = {f"layers.{i}.{name}.weight" for i in range(checkpoint.spec.layers) for name in MAPS}
+    layers = range(checkpoint.spec.layers)
+    maps = {f"layers.{i}.{name}.weight" for i in layers for name in EVERY_MAP}
     assert matrices == maps & found.keys()  # a mixture of experts has no "up" and "down"
     assert {name.split(".")[2] for name in matrices} >= {"qkv", "o"}
     for name, one in found.items():
@@ -121,7 +122,8 @@ def with_rounding(model: Any, layout: str) -> Any:
         module.forward = forward
 
     for name, module in model.named_modules():
-        if isinstance(module, (torch.nn.Linear, Conv1D)) and "lm_head" not in name:
+        plain = name.endswith(("lm_head", "in_proj_a", "in_proj_b", "in_proj_ba", "expert_gate"))
+        if isinstance(module, (torch.nn.Linear, Conv1D)) and not plain:
             replace(module)
     return model
 

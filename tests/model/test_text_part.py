@@ -46,6 +46,9 @@ _QWEN = {
     "intermediate_size": 48,
 }
 _MROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 700.0}
+_HYBRID = {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+           "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12, "rope_parameters": {
+               **_MROPE, "mrope_section": [1, 1, 0], "mrope_interleaved": True, "partial_rotary_factor": 0.25}}  # fmt: skip
 # wrapper: what its text_config says besides the sizes, its vision_config
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gemma3": ({"query_pre_attn_scalar": 24, "sliding_window": 4,
@@ -60,8 +63,14 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen2_5_vl": ({"head_dim": 8, "rope_parameters": _MROPE}, _QWEN),
     "qwen3_vl": ({"rope_parameters": {**_MROPE, "mrope_section": [2, 3, 3], "mrope_interleaved": True}},
                  {**_QWEN, "hidden_size": 32, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}),
+    "qwen3_5": (_HYBRID, {**_QWEN, "num_position_embeddings": 16}),
+    "qwen3_5_moe": ({**_HYBRID, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+                     "shared_expert_intermediate_size": 20}, {**_QWEN, "num_position_embeddings": 16}),
     "smolvlm": ({"model_type": "llama"}, _VISION),
 }  # fmt: skip
+
+
+_ZERO_CENTRED = ("gemma3", "qwen3_5", "qwen3_5_moe")  # their norms store the weight minus one
 
 
 def build(wrapper: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
@@ -76,7 +85,7 @@ def build(wrapper: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             wide = 0.3 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5
-            one = parameter.dim() == 1 and name.endswith("weight") and wrapper != "gemma3"
+            one = parameter.dim() == 1 and name.endswith("weight") and wrapper not in _ZERO_CENTRED
             parameter.copy_(noise * (0.5 if "embed_tokens" in name else wide) + one)
     return model.eval().float()
 

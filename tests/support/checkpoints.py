@@ -53,6 +53,20 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+_HYBRID = _SIZES | {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+_HYBRID_EXPERTS = {key: value for key, value in _HYBRID.items() if key != "intermediate_size"} | {
+    "num_experts": 7,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 24,
+}
 _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", _SIZES | {"head_dim": 8, "attention_bias": True, "mlp_bias": True}),
     "llama3": ("Llama", _SIZES | {"head_dim": 16, "rope_parameters": _LLAMA3, "tie_word_embeddings": True}),
@@ -89,15 +103,30 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
                                     "swiglu_alpha": 1.3, "swiglu_limit": 0.7, "rope_parameters": {
                                         "rope_type": "yarn", "factor": 8.0, "rope_theta": 500.0, "truncate": False,
                                         "original_max_position_embeddings": 64}}),
+    "qwen3_5_text": ("Qwen3_5", _HYBRID),
+    "qwen3_5_moe_text": ("Qwen3_5Moe", _HYBRID_EXPERTS | {"linear_num_value_heads": 2}),
+    "qwen3_next": ("Qwen3Next", _HYBRID_EXPERTS | {"linear_value_head_dim": 12, "norm_topk_prob": True,
+                                                  "attention_bias": True}),
     "arcee": ("Arcee", _SIZES | {"head_dim": 8}),
     "gpt2": ("GPT2", _GPT_SIZES | {"n_inner": 80}),
     "gptj": ("GPTJ", _GPT_SIZES | {"rotary_dim": 8}),
     "codegen": ("CodeGen", _GPT_SIZES | {"n_head": 8, "n_embd": 64, "rotary_dim": 4, "n_ctx": 128}),
 }  # fmt: skip
 FAMILIES: tuple[str, ...] = tuple(_KINDS)
-# Families that tensor parallelism supports: the others norm all heads as one vector, or have sinks.
-SPLIT = tuple(name for name in FAMILIES if name not in ("olmo2", "olmo3", "olmoe", "gpt_oss"))
-_CONFIGS = {"Gemma3": "Gemma3TextConfig"}
+# Families with recurrent layers
+HYBRID = tuple(name for name in FAMILIES if "linear_num_key_heads" in _KINDS[name][1])
+# Families that tensor parallelism supports: the others norm all heads as one vector, have sinks, or
+# have recurrent layers.
+SPLIT = tuple(
+    name for name in FAMILIES if name not in ("olmo2", "olmo3", "olmoe", "gpt_oss", *HYBRID)
+)
+_CONFIGS = {
+    "Gemma3": "Gemma3TextConfig",
+    "Qwen3_5": "Qwen3_5TextConfig",
+    "Qwen3_5Moe": "Qwen3_5MoeTextConfig",
+}
+# Families whose norms store their weight minus one
+_ZERO_CENTRED = ("gemma3_text", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 # Families that `bass distill` trains
 TRAINED = ("llama", "llama3", "mistral", "qwen2", "qwen3", "gemma3_text", "opt", "starcoder2", "gpt2", "gptj",
            "codegen")  # fmt: skip
@@ -118,7 +147,9 @@ def build_model(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedMo
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.dim() == 1:
-                parameter.copy_(0.3 * noise + (name.endswith("weight") and family != "gemma3_text"))
+                parameter.copy_(
+                    0.3 * noise + (name.endswith("weight") and family not in _ZERO_CENTRED)
+                )
             else:
                 parameter.copy_(
                     noise * (0.5 if "emb" in name or "wte" in name else parameter.shape[-1] ** -0.5)
@@ -139,10 +170,12 @@ def write_checkpoint(
 def shallow(family: str) -> dict[str, Any]:
     """Overrides that leave two layers, of either kind where a family has two: what one adds, the
     next reads."""
-    kinds = {"layer_types": ["sliding_attention", "full_attention"]}
-    both = ("gemma3_text", "olmo3", "exaone4")
+    kinds = ["sliding_attention", "full_attention"]
+    if family in HYBRID:
+        kinds[0] = "linear_attention"
+    both = ("layer_types" in _KINDS[family][1]) or family in ("olmo3", "exaone4")
     named = "n_layer" if "n_layer" in _KINDS[family][1] else "num_hidden_layers"
-    return {named: 2} | (kinds if family in both else {})
+    return {named: 2} | ({"layer_types": kinds} if both else {})
 
 
 def write_tokenizer(folder: Path, *, extra: tuple[str, ...] = (), template: bool = True) -> None:

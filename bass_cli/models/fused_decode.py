@@ -1,0 +1,139 @@
+"""A pass of few tokens on a GPU in five launches a layer (residual.py, products.py and
+fused_attention.py of bass_kernels), for families that allow it.
+
+Not here: the layers op by op (decoder.py).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Set
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+import bass_kernels as ops
+from bass_cli.models.hidden import AuxHiddenLayers
+from bass_cli.models.kv_cache import Pass
+from bass_cli.models.spec import Spec
+from bass_cli.models.weights import Weights
+from bass_kernels import Quantised, Weight
+
+
+def supports_fused(
+    spec: Spec,
+    tokens: Tensor,
+    like: Tensor,
+    step: Pass,
+    layouts: Set[str | None] = frozenset({None}),
+) -> bool:
+    """Return whether `run_fused` supports this pass over tokens [B, W] with matrices in `layouts`,
+    None for a plain one.
+
+    It must be a causal decoding pass of few tokens with the same number for each row, of a family
+    with RMS norms, one rotary embedding and a gated feed-forward, and its queries and keys must
+    fit the device's shared memory.
+    """
+    if ops.kind_for(like) != "triton" or like.dtype == torch.float16:
+        return False  # float16: the residual stream times a norm's weight may overflow
+    from bass_kernels import dispatch, fused_attention, residual
+
+    plain = spec.norm.kind == "rms" and not spec.norm.sandwich and not spec.parallel and spec.gated
+    plain = plain and spec.unusual is None
+    rope = spec.rope is not None and spec.local_rope is None
+    few = (
+        step.prefill is None
+        and not step.mutual
+        and step.segments.packed is None
+        and tokens.numel() <= residual.MOST_TOKENS
+        and len(layouts) == 1
+        and dispatch.schedule() == "ragged"
+    )
+    lines = tokens.shape[1] * spec.heads // spec.kv_heads
+    return (
+        few
+        and plain
+        and rope
+        and spec.biases <= {"qkv"}
+        and fused_attention.fits(like, lines, spec.head_size)
+    )
+
+
+def run_fused(
+    spec: Spec,
+    weights: Weights,
+    layers: tuple[int, ...],
+    frequencies: Tensor,
+    tokens: Tensor,
+    step: Pass,
+    aux_layers: AuxHiddenLayers | None = None,
+) -> Tensor:
+    """Run the layers over tokens [B, W], write their keys and values, and return the final norm's
+    output [B, W, width]. `frequencies` [size / 2]: inverse, of the rotary embedding. Positions must
+    not lie before a row's private slot 0."""
+    from bass_kernels import fused_attention, products, residual
+
+    eps, early = spec.norm.eps, _large(spec, len(layers))
+    attend = functools.partial(
+        fused_attention.attend, heads=spec.heads, eps=eps, scale=spec.query_scale, early=early
+    )
+    plain = weights.plain
+    norms = [plain(f"layers.{i}.norm1.weight") for i in layers] + [plain("norm.weight")]
+    matrix = weights.writable
+    peaks = _peaks(matrix(f"layers.{layers[0]}.o.weight"), len(layers))
+    # any copy is made here, before the chain of launches
+    segments = replace(step.segments, positions=step.positions.contiguous())
+    stream, angles = residual.begin(
+        tokens.flatten(),
+        step.positions.flatten(),
+        plain("embed.weight"),
+        norms[0],
+        frequencies,
+        scale=spec.embed_scale,
+        peaks=peaks,
+        early=early,
+    )
+    for slot, i in enumerate(layers):
+        at = f"layers.{i}."
+        bias = weights.plain_or_none(at + "qkv.bias")
+        qkv = products.project(stream, matrix(at + "qkv.weight"), bias, eps=eps, early=early)
+        norm = weights.qk_norms(at) if spec.norm.qk else None
+        found = (None,) * 4 if peaks is None else peaks[slot].unbind()
+        own, prompt, window = step.own(slot), step.prompt(slot), spec.windows[i]
+        mixed = attend(qkv, angles, norm, segments, own, prompt, window=window, peaks=found[0])
+        weight, norm2 = matrix(at + "o.weight"), plain(at + "norm2.weight")
+        stream = products.add(
+            mixed, weight, stream, norm2, peaks=found[0], largest=found[1], early=early
+        )
+        weight, kind = matrix(at + "up.weight"), spec.activation
+        inner = products.gate_up(
+            stream, weight, eps=eps, activation=kind, peaks=found[2], early=early
+        )
+        weight, norm1 = matrix(at + "down.weight"), norms[slot + 1]
+        stream = products.add(
+            inner, weight, stream, norm1, peaks=found[2], largest=found[3], early=early
+        )
+        if aux_layers is not None:
+            aux_layers.take(i, stream.residual)
+    return residual.finish(stream, norms[-1], eps=eps, early=early).view(*tokens.shape, spec.width)
+
+
+def _peaks(weight: Weight, layers: int) -> Tensor | None:
+    """Return room for largest magnitudes, [layers, 4, most] int32: those of the outputs of
+    attention, of the first addition, of the gated product, and of the second addition. None if no
+    product needs them."""
+    from bass_kernels import residual
+
+    if not isinstance(weight, Quantised) or weight.layout != "fp8":
+        return None
+    shape = layers, 4, residual.MOST_TOKENS
+    return torch.empty(shape, dtype=torch.int32, device=weight.device)
+
+
+def _large(spec: Spec, layers: int) -> bool:
+    """Return whether launches should overlap. On an H200 that gains 2 % with models of 1.5B and
+    7B, and costs as much with drafts."""
+    queries = spec.heads * spec.head_size
+    maps = spec.width * (2 * queries + 2 * spec.kv_heads * spec.head_size + 3 * spec.inner)
+    return layers * maps >= 1_000_000_000
