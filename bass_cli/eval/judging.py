@@ -59,7 +59,12 @@ def verdicts_path(path: str) -> str:
 def digest(program: Program, limits: Mapping[str, Any]) -> str:
     """Return the SHA-256 of everything that a verdict depends on: program and limits."""
     text = json.dumps(dict(limits), sort_keys=True, default=str) + "\n" + "\0".join(_texts(program))
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+    return content_digest(text)
+
+
+def content_digest(content: str) -> str:
+    """Return the SHA-256 of everything that a verdict depends on, as one text."""
+    return hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _texts(program: Program) -> tuple[str, ...]:
@@ -271,7 +276,7 @@ def check_answers(
     """
     found: dict[Key, Verdict] = {}
     for (task_id, sample), content, check in cases:
-        name = hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()
+        name = content_digest(content)
         verdict = store.verdicts.get(name)
         if verdict is None:
             status, detail = check()

@@ -49,7 +49,7 @@ def unjudged(generation: Generation) -> Outcome:
 def build(
     file: GenerationFile,
     problems: Mapping[str, Outcomes],
-    task: Task,
+    task: Task | None,
     *,
     ks: Sequence[int] | None,
     isolation: Mapping[str, str] | None,
@@ -60,22 +60,25 @@ def build(
     Args:
         file: the generation file.
         problems: by task_id, the outcomes of a problem's samples in order of sample number.
-        task: the task that the file answers.
+        task: the task that the file answers. None: the report has no quality.
         ks: values of k for pass@k. Default: those of 1, 10 and 100 that have enough samples.
         isolation: how the programs were isolated.
         firsts: by ranker, then by task_id, the sample that is ranked first.
     """
-    rows = [_problem(name, one, not task.rates, file.budget) for name, one in problems.items()]
+    judged = task is not None and not task.rates
+    rows = [_problem(name, one, judged, file.budget) for name, one in problems.items()]
     everything = [outcome for outcomes in problems.values() for outcome in outcomes]
     ranked = any(outcome.generation.mean_logprob is not None for outcome in everything)
-    notes = [*file.notes, *_gaps(file, problems, len(task.problems))]
+    notes = [*file.notes, *_gaps(file, problems, len(task.problems if task else problems))]
     notes += _unranked(everything) if ranked else [BY_ORDER]
-    quality = _passes(problems, rows, ks, notes) if not task.rates else {"rouge": _rouge(rows)}
+    quality: dict[str, Any] = {}
+    if task is not None:
+        quality = _passes(problems, rows, ks, notes) if judged else {"rouge": _rouge(rows)}
     by = {} if firsts is None else {"pass_first_by": _passes_by(firsts, problems, rows)}
-    estimates = _estimates(rows, {**quality, **by})
+    estimates = _estimates(rows, {**quality, **by}) if quality else {}
     notes += _doubts(estimates)
     return {
-        "task": task.name,
+        "task": task.name if task else None,
         "file": file.path,
         "problems": len(rows),
         "samples": len(everything),

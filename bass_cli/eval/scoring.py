@@ -21,6 +21,8 @@ from bass_cli.eval.judging import (
     Key,
     VerdictStore,
     check_answers,
+    content_digest,
+    digest,
     isolation_of,
     judge,
     verdicts_path,
@@ -35,7 +37,7 @@ from bass_cli.eval.samples import (
     read_generations,
 )
 from bass_cli.eval.tasks import load_task
-from bass_cli.eval.tasks.task import Check, Task
+from bass_cli.eval.tasks.task import Check, Problem, Task
 from bass_cli.io.console import Screen
 from bass_cli.io.resume import manifest_path
 from bass_cli.io.saving import (
@@ -309,7 +311,26 @@ def _cases(task: Task, problems: Problems) -> Iterator[tuple[Key, str, Callable[
         for row in rows:
             if row.finished:
                 check = functools.partial(task.check, problem, row.text)
-                yield (name, row.sample), f"{key}\0{row.text}", check
+                yield (name, row.sample), _checked(key, row), check
+
+
+def verdict_digest(task: Task, problem: Problem, row: Generation, limits: Mapping[str, Any]) -> str:
+    """Return the digest of the verdict on a sample, by which a verdict file has it.
+
+    Args:
+        task: a task that gives verdicts.
+        problem: the sample's problem.
+        row: the sample.
+        limits: limits of each program.
+    """
+    if task.executes:
+        return digest(task.program(problem, row.text, whole=row.whole), limits)
+    return content_digest(_checked(task.check_key(problem), row))
+
+
+def _checked(key: str, row: Generation) -> str:
+    """Return everything that the check of an answer depends on."""
+    return f"{key}\0{row.text}"
 
 
 def check_sandbox(screen: Screen, *, consent: bool) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bass_cli.eval.report import Outcome, first_ranked
-from bass_cli.eval.statistics import Estimate, pass_at_k, quantile, share_of
+from bass_cli.eval.statistics import quantile
 from bass_cli.report.runs import Run
 
 _POINTS = 120  # most steps of a curve: one for about four pixels of a chart
@@ -44,11 +44,9 @@ def charts_of(runs: Sequence[Run]) -> list[Chart]:
 def _pass_curve(runs: Sequence[Run]) -> Chart | None:
     series: list[dict[str, Any]] = []
     for run in runs:
-        points = []
-        for k in map(int, run.figures.get("pass_at_k", {})):
-            estimate = share_of(_estimates(run.judged, k))
-            if estimate is not None:
-                points.append([k, *_with_bounds(estimate)])
+        estimates = run.figures["estimates"]
+        ks = [int(k) for k in run.figures.get("pass_at_k", {}) if f"pass@{k}" in estimates]
+        points = [[k, *_with_bounds(estimates[f"pass@{k}"])] for k in sorted(ks)]
         if len(points) > 1:
             series.append({"name": run.source.name, "points": points})
     if not series:
@@ -69,21 +67,9 @@ def _pass_curve(runs: Sequence[Run]) -> Chart | None:
     }
 
 
-def _with_bounds(estimate: Estimate) -> list[float]:
+def _with_bounds(estimate: Mapping[str, Any]) -> list[float]:
     """Return the value and, if they are known, the bounds of its interval, in percent."""
-    bounds = (estimate.low, estimate.high)
-    return [_percent(one) for one in (estimate.value, *bounds) if one is not None]
-
-
-def _estimates(judged: Mapping[str, Sequence[Outcome]], k: int) -> list[float]:
-    """Return pass@k of each problem. Empty if it is unknown for one of them."""
-    found = [
-        pass_at_k(len(outcomes), sum(one.passed for one in outcomes), k)
-        if any(one.generation.finish_reason != "error" for one in outcomes)
-        else 0.0
-        for outcomes in judged.values()
-    ]
-    return [] if None in found else [one for one in found if one is not None]
+    return [_percent(one) for one in (estimate["value"], *(estimate["interval"] or ()))]
 
 
 def _quality_by_budget(runs: Sequence[Run]) -> Chart | None:
@@ -125,16 +111,13 @@ def _method(run: Run) -> str:
 
 
 def _quality(run: Run) -> tuple[float, list[float]] | None:
-    """Return Pass@First, or ROUGE-L of the first, in percent, with its interval if it is known."""
-    if "rouge" in run.figures:
-        return _percent(run.figures["rouge"]["first"]["rougeL"]), []
-    if run.judged:
-        estimate = share_of(row["pass_first"] for row in run.figures["judged"])
-        if estimate is not None:
-            value, *bounds = _with_bounds(estimate)
-            return value, bounds
-    first = run.figures.get("pass_first")
-    return None if first is None else (_percent(first), [])
+    """Return Pass@First, or ROUGE-L of the first, in percent, with the bounds of its interval."""
+    estimates = run.figures["estimates"]
+    found = estimates.get("first.rougeL" if "rouge" in run.figures else "pass_first")
+    if found is None:
+        return None
+    value, *bounds = _with_bounds(found)
+    return value, bounds
 
 
 def _quality_by_time(runs: Sequence[Run]) -> Chart | None:

@@ -12,6 +12,8 @@ async function expand(encoded) {
   return JSON.parse(await new Response(stream).text());
 }
 
+const AHEAD = 4; // chunks that are expanded at a time, so that the page stays responsive
+
 // A list in chunks, of which each is expanded at its first use.
 class ChunkedList {
   constructor() {
@@ -34,6 +36,15 @@ class ChunkedList {
     const chunk = this.chunks[low];
     if (!chunk || place >= chunk.start + chunk.count) return undefined;
     return (await this.items(chunk))[place - chunk.start];
+  }
+
+  // Expand all chunks in order, the next ones while one is used.
+  async *each() {
+    for (let place = 0; place < this.chunks.length; place++) {
+      for (const chunk of this.chunks.slice(place, place + AHEAD)) this.items(chunk);
+      const chunk = this.chunks[place];
+      yield [chunk.start, await this.items(chunk)];
+    }
   }
 
   async items(chunk) {
@@ -164,6 +175,11 @@ class Data {
     return place === undefined ? null : known.summaries[place];
   }
 
+  // Expand the texts of these runs, so that a search need not wait for them.
+  async prepare(runs) {
+    for (const run of runs) for await (const _ of this.runs[run].texts.each());
+  }
+
   // Return the ids of the prompts whose id, own text or samples contain the words, in any case.
   // `stopped` is called between chunks, and ends the search if it returns true.
   async search(words, runs, stopped) {
@@ -171,17 +187,15 @@ class Data {
     const found = new Set(this.ids.filter((id) => pattern.test(id)));
     for (const run of runs) {
       const { ids, prompts, texts, columns } = this.runs[run];
-      for (const chunk of prompts.chunks) {
-        const items = await prompts.items(chunk);
+      for await (const [start, items] of prompts.each()) {
         items.forEach((item, place) => {
-          if (pattern.test(promptText(item))) found.add(ids[chunk.start + place]);
+          if (pattern.test(promptText(item))) found.add(ids[start + place]);
         });
         if (stopped()) return null;
       }
-      for (const chunk of texts.chunks) {
-        const items = await texts.items(chunk);
+      for await (const [start, items] of texts.each()) {
         for (let place = 0; place < items.length; place++) {
-          if (pattern.test(items[place])) found.add(ids[columns.prompt[chunk.start + place]]);
+          if (pattern.test(items[place])) found.add(ids[columns.prompt[start + place]]);
         }
         if (stopped()) return null;
       }

@@ -134,13 +134,11 @@ def _headline(run: Run) -> list[list[str]]:
     """Return the few figures that are shown large, as [name, value]."""
     figures = run.figures
     shown: list[list[str]] = []
-    if "pass_first" in figures:
-        shown.append(["Pass@First", report.percent(figures["pass_first"])])
-        if (first := figures["pass_at_k"].get("1")) is not None:
-            shown.append(["pass@1", report.percent(first)])
-        shown.append(["Pass@All", report.percent(figures["pass_all"])])
-    if "rouge" in figures:
-        shown.append(["ROUGE-L of the first", f"{100 * figures['rouge']['first']['rougeL']:.1f}"])
+    names = {"Pass@First": "pass_first", "pass@1": "pass@1", "Pass@All": "pass_all"}
+    names |= {"ROUGE-L of the first": "first.rougeL"}
+    for name, key in names.items():
+        if key in figures["estimates"]:
+            shown.append([name, report.with_error(figures, key)])
     shown.append(["samples", f"{figures['samples']:,}"])
     if figures["tokens_per_second"] is not None:
         shown.append(["tokens a second", f"{figures['tokens_per_second']:.0f}"])

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from bass_cli.errors import UserError
 from bass_cli.eval import report
-from bass_cli.eval.judging import Verdict, digest, isolation_of, read_verdicts
+from bass_cli.eval.judging import Verdict, isolation_of, read_verdicts
 from bass_cli.eval.report import Outcome
 from bass_cli.eval.samples import (
     Generation,
@@ -24,6 +24,7 @@ from bass_cli.eval.samples import (
     manifest_of,
     read_generations,
 )
+from bass_cli.eval.scoring import verdict_digest
 from bass_cli.eval.tasks import load_task
 from bass_cli.eval.tasks.task import Task
 from bass_cli.report.pieces import Pieces
@@ -140,8 +141,11 @@ class Reader:
             isolation = isolation_of(verdict for verdict in found if verdict)
             quality = report.build(file, judged, self._task, ks=ks_of(judged), isolation=isolation)
             figures |= {key: quality[key] for key in quality.keys() - figures.keys()}
-            figures |= {key: quality[key] for key in ("task", "isolation")}
-            figures["judged"] = quality["by_problem"]
+            figures |= {key: quality[key] for key in ("task", "isolation", "estimates")}
+            if fits(self.source.report, file):  # it may have Pass@First by several rankers
+                beside = self.source.report
+                figures = {**beside, **figures}
+                figures["estimates"] = {**beside.get("estimates", {}), **figures["estimates"]}
             notes += [note for note in quality["notes"] if note not in notes]
         elif fits(self.source.report, file):
             figures |= self.source.report
@@ -154,7 +158,7 @@ class Reader:
         self, file: GenerationFile, statuses: Sequence[str], notes: list[str]
     ) -> dict[str, list[Outcome]]:
         """Return the outcomes of the problems whose finished samples all have a verdict."""
-        if self._task is None or not self._task.executes:
+        if self._task is None or self._task.rates:
             return {}
         status = {id(row): one for row, one in zip(file.rows, statuses, strict=True)}
         groups = by_problem(file, self._task.problems)
@@ -206,7 +210,7 @@ class Reader:
 
     def _verdict(self, row: Generation, known: Mapping[str, Verdict]) -> Verdict | None:
         """Return the verdict on a sample. None if its program has none."""
-        if not known or self._task is None or not self._task.executes or not row.finished:
+        if not known or self._task is None or self._task.rates or not row.finished:
             return None
         key = row.task_id, row.text, row.whole
         if key not in self._digests:
@@ -214,8 +218,7 @@ class Reader:
             bare = row.task_id.removeprefix("Mbpp/")
             names = (row.task_id, bare, f"Mbpp/{bare}")
             problem = next(problems[name] for name in names if name in problems)
-            program = self._task.program(problem, row.text, whole=row.whole)
-            self._digests[key] = digest(program, self._limits)
+            self._digests[key] = verdict_digest(self._task, problem, row, self._limits)
         return known.get(self._digests[key])
 
     def _extra(self, row: Mapping[str, Any]) -> str:
@@ -271,17 +274,7 @@ def _figures(file: GenerationFile, statuses: Sequence[str]) -> dict[str, Any]:
     groups: dict[str, list[Outcome]] = {}
     for row, status in zip(file.rows, statuses, strict=True):
         groups.setdefault(row.task_id, []).append(Outcome(row, status))
-    found = report.build(file, groups, _Samples(groups), ks=None, isolation=None)  # type: ignore[arg-type]
-    return {key: value for key, value in found.items() if key != "rouge"}
-
-
-class _Samples:
-    """A task that scores nothing, so that a report has the other figures only."""
-
-    name, executes = "samples", False
-
-    def __init__(self, problems: Mapping[str, Any]) -> None:
-        self.problems = problems
+    return report.build(file, groups, None, ks=None, isolation=None)
 
 
 def ks_of(problems: Mapping[str, Sequence[Outcome]]) -> list[int]:

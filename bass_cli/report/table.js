@@ -52,6 +52,7 @@ class Table {
     for (const [value, [text]] of Object.entries(ORDERS)) order.append(element("option", { value }, text));
     order.addEventListener("change", () => this.update());
     const search = document.getElementById("search");
+    search.addEventListener("focus", () => this.app.data.prepare(this.searched));
     let waiting = 0;
     search.addEventListener("input", () => {
       clearTimeout(waiting);
@@ -65,6 +66,10 @@ class Table {
     return [data.summary(a, id) || EMPTY, b < 0 ? undefined : data.summary(b, id)];
   }
 
+  get searched() {
+    return [this.app.a, this.app.b].filter((run) => this.app.data.runs[run]);
+  }
+
   async search(words) {
     const ticket = ++this.ticket;
     this.words = words;
@@ -75,8 +80,7 @@ class Table {
       return;
     }
     count.textContent = "searching…";
-    const runs = this.app.b < 0 ? [this.app.a] : [this.app.a, this.app.b];
-    const found = await this.app.data.search(words, runs, () => ticket !== this.ticket);
+    const found = await this.app.data.search(words, this.searched, () => ticket !== this.ticket);
     if (found === null || ticket !== this.ticket) return;
     this.found = found;
     this.update();
