@@ -12,7 +12,6 @@ from bass_cli.io.console import Screen
 from bass_cli.io.linefile import name_beside
 from bass_cli.io.resume import manifest_path
 from bass_cli.io.saving import (
-    check_format,
     check_place,
     is_stream,
     refuse_foreign,
@@ -83,7 +82,8 @@ def _check_out(out: str, inputs: list[str | None], *, overwrite: bool) -> None:
     """Raise UserError if the page cannot be written, or would replace another kind of file."""
     if is_stream(out):
         raise UserError(f"`out` {out}: give a file name, such as page.html")
-    check_format("`out`", out, suffixes=(".html", ".htm"), written="a page is an HTML file")
+    if not out.lower().endswith((".html", ".htm")):
+        raise UserError(f"`out` {out}: a page is an HTML file; use a name that ends in .html")
     check_place(f"`out` {out}", out)
     read = [("the file", path) for path in inputs if path is not None]
     read += [("the manifest", str(manifest_path(path))) for _, path in read]

@@ -43,7 +43,7 @@ class Follower:
         self._runs: list[Run | None] = [None] * len(readers)
         self._problem = ""
         self._version = 0
-        self._epoch = 0  # the number of times that a file was replaced
+        self._epoch = 0  # the number of times that a file came or was replaced
         self._rest = 0.0  # when files may be read again
         self._head: dict[str, Any] = {}
 
@@ -72,12 +72,17 @@ class Follower:
                 "chunks": chunks,
             }
 
+    @property
+    def _present(self) -> list[Run]:
+        """The files that could be read; chunks number these."""
+        return [run for run in self._runs if run is not None]
+
     def _counts(self) -> list[int]:
-        return [0 if run is None else len(run.file.rows) for run in self._runs]
+        return [len(run.file.rows) for run in self._present]
 
     def _seen(self, seen: str) -> tuple[list[int], bool]:
         """Return how many samples of each file a page has, and whether it must drop them."""
-        nothing = [0] * len(self._readers)
+        nothing = [0] * len(self._present)
         try:
             epoch, _, counts = json.loads(seen)
             known = [min(int(a), b) for a, b in zip(counts, self._counts(), strict=True)]
@@ -86,11 +91,10 @@ class Follower:
         return (known, False) if epoch == self._epoch else (nothing, True)
 
     def _chunks(self, counts: Sequence[int]) -> Iterator[Chunk]:
-        for number, (run, start) in enumerate(zip(self._runs, counts, strict=True)):
-            if run is not None:
-                if start < len(run.file.rows):
-                    yield from chunks_of(run, number, start)
-                yield verdicts_of(run, number)
+        for number, (run, start) in enumerate(zip(self._present, counts, strict=True)):
+            if start < len(run.file.rows):
+                yield from chunks_of(run, number, start)
+            yield verdicts_of(run, number)
 
     def _refresh(self) -> None:
         """Read the files that have changed."""
@@ -111,12 +115,12 @@ class Follower:
                 self._states[number] = None
                 continue
             before = self._runs[number]
-            if before is not None and not _continues(before, found):
+            if before is None or not _continues(before, found):
                 self._epoch += 1
             self._runs[number] = found
         if changed:
             self._problem = "; ".join(problems)
-            self._head = head_of([run for run in self._runs if run is not None])
+            self._head = head_of(self._present)
             self._version += 1
         spent = time.monotonic() - began
         self._rest = began + spent / _BUSY
