@@ -42,6 +42,7 @@ from bass_cli.io.readers import Source
 from bass_cli.io.results import STANDARD_OUTPUT, Completion, open_output
 from bass_cli.io.resume import PromptDigest, check_output_place, manifest_path, read_manifest
 from bass_cli.io.saving import check_format, descriptor_of, is_stream, refuse_shared_files
+from bass_cli.rank.best_of import BestWriter, read_best_of
 from bass_cli.reading import whole
 from bass_cli.run.generate import generate
 from bass_cli.run.manifest import Facts, facts_of
@@ -167,7 +168,8 @@ def generate_samples(args: GenerateArgs, screen: Screen) -> bool:
         files_written(out), [("the prompt file", args.prompts), *files_read(args.pair, job)]
     )
     check_name(out, overwrite=args.overwrite)
-    columns = read_columns(args.columns, job)
+    best = read_best_of(args.best_of, args.rank_by, job.n)
+    columns = read_columns(args.columns, job, ranked=bool(best))
     job = with_rows_of(job, out, overwrite=args.overwrite)
     shard, request = read_shard(args, job), read_request(args, job, out)
     source = source_of(args.prompts, args.prompt_column, screen, args.separator, args.id_column)
@@ -180,15 +182,9 @@ def generate_samples(args: GenerateArgs, screen: Screen) -> bool:
         job=job,
         on_prompt=digest.add,
     )
-    known = digest.record() if digest.count else source.name  # a dataset is not read before
-    reading = {"separator": source.separator, "id_column": source.id_column}
-    identity = {
-        "prompts": known,
-        "prompt_column": job.prompt_column,
-        **{key: value for key, value in reading.items() if value is not None},
-        **({} if columns is None else {"columns": list(columns)}),
-        **({"group": True} if args.group else {}),
-    }
+    columns_of = {} if columns is None else {"columns": list(columns)}
+    layout = columns_of | ({"group": True} if args.group else {}) | best
+    identity = _identity(source, digest, job.prompt_column) | layout
 
     def prompts() -> Iterator[Prompt]:
         return held_by(shard, read_prompts(source, column=job.prompt_column, limit=job.limit))
@@ -209,15 +205,29 @@ def generate_samples(args: GenerateArgs, screen: Screen) -> bool:
         tell(job, drawing.facts, screen, plain=checked.plain, notes=checked.notes)
         found = prompts()
         output: SampleWriter = writer
-        if columns is not None or args.group:
+        laid: LayoutWriter | BestWriter
+        if columns is not None or args.group or best:
             output = laid = LayoutWriter(writer, columns=columns, group=args.group, n=job.n)
+            if best:
+                output = laid = BestWriter(laid, **best, n=job.n, prompts=prompts)
             found = laid.expect(found)
         summary = write_samples(
             output, drawing, job, found, checked.count, screen, wanted=checked.wanted
         )
+        if isinstance(output, BestWriter):
+            writer.totals["dropped"] = output.dropped
+            screen.note(output.describe())
     if args.json_summary:
         terminal.document(summary | {"file": writer.totals})
     return writer.finished
+
+
+def _identity(source: Source, digest: PromptDigest, column: str) -> dict[str, Any]:
+    """Return what identifies the prompts, for the manifest."""
+    known = digest.record() if digest.count else source.name  # a dataset is not read before
+    reading = {"separator": source.separator, "id_column": source.id_column}
+    given = {key: value for key, value in reading.items() if value is not None}
+    return {"prompts": known, "prompt_column": column, **given}
 
 
 def source_of(

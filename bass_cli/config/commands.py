@@ -199,6 +199,19 @@ class GenerateArgs(_Chats, _Defaults, _Structure, _Texts, SampleArgs):
         shown="all",
         rare=True,
     )
+    best_of: int | None = flag(
+        "Draw n samples of each prompt and keep only the K best, with rank and scores",
+        OUTPUT,
+        "K",
+        shown="all n",
+    )
+    rank_by: str | None = flag(
+        "How --best-of ranks: log-probability, checks of the program, or the most frequent answer",
+        OUTPUT,
+        "logprob|static|majority",
+        shown="logprob",
+        rare=True,
+    )
     group: bool = switch("Write one line for each prompt, with its n samples", OUTPUT)
     json_summary: bool = switch(
         "Print a summary as JSON to standard output; needs --out FILE", OUTPUT, flag="--json"

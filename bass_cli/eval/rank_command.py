@@ -13,7 +13,7 @@ from typing import Any
 
 from bass_cli.config.commands import RankArgs
 from bass_cli.errors import UserError
-from bass_cli.eval.ranked_file import RankedFile, prompt_text
+from bass_cli.eval.ranked_file import RankedFile
 from bass_cli.eval.tasks import load_task
 from bass_cli.eval.tasks.task import Task
 from bass_cli.io.console import Screen
@@ -34,6 +34,7 @@ from bass_cli.rank.ranking import (
     Ranker,
     Standing,
     parse_rankers,
+    prompt_text,
     ranker_without_model,
     standings_of,
 )

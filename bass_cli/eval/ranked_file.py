@@ -17,14 +17,20 @@ from typing import IO, Any, NamedTuple
 
 from bass_cli.errors import UserError, near_word
 from bass_cli.eval.ranking import group_of
-from bass_cli.eval.samples import UNFINISHED, Generation, bare_id, read_row
+from bass_cli.eval.samples import Generation, bare_id, read_row
 from bass_cli.eval.tasks.task import Task
 from bass_cli.io.lines import read_records
-from bass_cli.io.prompts import Prompt
 from bass_cli.io.results import line_of
 from bass_cli.io.resume import Past, is_of_prompt, samples_of
-from bass_cli.rank.code import source_in
-from bass_cli.rank.ranking import Candidate, Group, Members, Standing
+from bass_cli.rank.ranking import (
+    UNFINISHED,
+    Candidate,
+    Group,
+    Members,
+    Standing,
+    candidate_of,
+    text_of,
+)
 from bass_cli.reading import finite, parse_object, whole
 
 _SAMPLES = "samples"
@@ -196,25 +202,20 @@ class RankedFile:
         key = next((one for one in ("text", "completion", "solution") if row.get(one)), "text")
         text, number = row.get(key), None
         if not isinstance(text, str):
-            reason = "it is missing" if text is None else "a text is needed"
-            raise UserError(f'{place}: field "{key}": {reason}')
+            fault = "it is missing" if text is None else "a text is needed"
+            raise UserError(f'{place}: field "{key}": {fault}')
         with contextlib.suppress(ValueError):  # missing, null or not finite
             number = finite(row.get("mean_logprob"))
-        reason = row["finish_reason"]
-        return Candidate(
-            row["sample"],
-            text,
-            None if reason == "unknown" else reason,
-            number,
-            text if key == "solution" else source_in(prompt, text),
-            self._answer_in(text),
-        )
+        reason = None if row["finish_reason"] == "unknown" else row["finish_reason"]
+        answer = self._answer_in(text)
+        found = candidate_of(prompt, row["sample"], text, reason, number, answer=answer)
+        return found._replace(program=text) if key == "solution" else found
 
     def _answer_in(self, text: str) -> str | None:
         if self._answer is None:
             return None
         matches = list(self._answer.finditer(text))
-        return matches[-1][self._answer.groups and 1] or "" if matches else ""
+        return str(matches[-1][1 if self._answer.groups else 0] or "") if matches else ""
 
     def lines(
         self, standings: Mapping[tuple[str, int], Standing], best: int | None
@@ -258,16 +259,3 @@ class RankedFile:
     def totals(self) -> dict[str, Any]:
         """Return the totals of the lines that were yielded."""
         return self._past.totals
-
-
-def text_of(messages: Sequence[Any]) -> str:
-    """Return the user's messages of a chat as one text."""
-    asked = (one for one in messages if isinstance(one, dict) and one.get("role") == "user")
-    return "\n\n".join(str(one.get("content") or "") for one in asked)
-
-
-def prompt_text(prompt: Prompt) -> str | None:
-    """Return a prompt as one text; None if it has only token ids."""
-    if prompt.text is not None:
-        return prompt.text
-    return None if prompt.messages is None else text_of(prompt.messages)

@@ -289,8 +289,13 @@ def _gaps(file: GenerationFile, problems: Mapping[str, Outcomes], known: int) ->
     notes = []
     if len(problems) != known:
         notes.append(f"the file has {len(problems)} of the {known} problems")
-    n = file.setting("n")
-    if isinstance(n, int):
+    n, best = file.setting("n"), file.setting("best_of")
+    if isinstance(best, int):
+        notes.append(
+            f"only the {best} best of {n} samples of each problem are in the file, ranked by "
+            f"{file.setting('rank_by')}; pass@k describes the kept samples"
+        )
+    elif isinstance(n, int):
         short = sum(_could_run(one) and len(one) < n for one in problems.values())
         notes += [f"{short} problems have fewer than the {n} requested samples"] if short else []
     return notes

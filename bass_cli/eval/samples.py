@@ -17,9 +17,9 @@ from bass_cli.errors import UserError, near_word
 from bass_cli.eval.tasks import TASKS
 from bass_cli.io.lines import read_records
 from bass_cli.io.resume import read_manifest, samples_of
+from bass_cli.rank.ranking import UNFINISHED
 from bass_cli.reading import finite, whole
 
-UNFINISHED = ("budget", "error")
 COUNTED = ("tokens", "rounds", "drafted", "accepted")
 PREFIXES = {"HumanEval/": "humaneval", "Mbpp/": "mbpp"}
 

@@ -6,7 +6,7 @@ samples share, and `samples`, a list with the other keys of each. io/resume.py r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from bass_cli.config.job import Job
@@ -19,6 +19,7 @@ _OF_PROMPT = ("id", "seed", "prompt_tokens", "meta", "prompt", "messages", "prom
               "prompt_logprobs", "prompt_top_logprobs")  # fmt: skip
 _SAMPLES = "samples"
 _OF_OTHERS = ("task_id", "completion", "perplexity")  # keys that other commands set
+_OF_RANKS = ("rank", "scores")
 # What a job needs for a key: the option, and whether it is set
 _NEEDS: dict[str, tuple[str, Callable[[Job], object]]] = {
     "token_ids": ("`token_ids`", lambda job: job.token_ids or job.sampling.logprobs is not None),
@@ -38,10 +39,12 @@ _NEEDS: dict[str, tuple[str, Callable[[Job], object]]] = {
 }
 
 
-def read_columns(text: str | None, job: Job) -> tuple[str, ...] | None:
+def read_columns(text: str | None, job: Job, *, ranked: bool) -> tuple[str, ...] | None:
     """Parse "id,text"; None if it is None. UserError at a key that no line of the job would have.
 
     Lines may set log-probabilities of their own, but a key needs the option of the job.
+
+    `ranked`: Whether samples are ranked.
     """
     if text is None:
         return None
@@ -50,6 +53,8 @@ def read_columns(text: str | None, job: Job) -> tuple[str, ...] | None:
     for name in names:
         if name not in known:
             raise UserError(f'`columns`: "{name}" is not a key of a line; {nearest(name, known)}')
+        if name in _OF_RANKS and not ranked:
+            raise UserError(f'`columns`: no line has "{name}" without `best_of`')
         option, is_set = _NEEDS.get(name, ("", lambda job: True))
         if not is_set(job):
             raise UserError(f'`columns`: no line has "{name}" without {option}')
@@ -99,8 +104,19 @@ class LayoutWriter:
             if len(samples) < self._own.get(completion.id, self._n):
                 return
         self._waiting.pop(completion.id, None)
+        self._write_prompt(samples)
+
+    def write_samples(self, samples: Sequence[Completion]) -> None:
+        """Append the lines of samples of one prompt, or its line if a line has all of them."""
+        if self._group and samples:
+            self._write_prompt(samples)
+            return
+        for one in samples:
+            self.write(one)
+
+    def _write_prompt(self, samples: Sequence[Completion]) -> None:
         rows = [one.row() for one in sorted(samples, key=lambda one: one.sample)]
-        self._writer.append_row(self._grouped(rows, completion), {_SAMPLES: rows})
+        self._writer.append_row(self._grouped(rows, samples[-1]), {_SAMPLES: rows})
 
     def _grouped(self, rows: list[dict[str, Any]], last: Completion) -> dict[str, Any]:
         """Return the line of a prompt."""

@@ -117,10 +117,7 @@ def merge(out: str, paths: Sequence[str], *, overwrite: bool, note: Callable[[st
             how = "part by part" if order is None else "by the numbers in their ids"
             note(f"{why}; prompts are ordered {how}")
         _refuse_unknown(parts, ids)
-        missing = [
-            *_missing_shards(parts, ids),
-            *_missing_samples(parts, ids, results.get("n"), own),
-        ]
+        missing = [*_missing_shards(parts, ids), *_missing_samples(parts, ids, results, own)]
         if ids is None:  # prompts without any line are unknown
             missing += [
                 f"{part.path}: the run that wrote it did not finish"
@@ -267,15 +264,19 @@ def _missing_shards(parts: Sequence[_Part], ids: Collection[str] | None) -> Iter
 
 
 def _missing_samples(
-    parts: Sequence[_Part], ids: Collection[str] | None, n: object, own: Mapping[str, int]
+    parts: Sequence[_Part],
+    ids: Collection[str] | None,
+    results: Mapping[str, Any],
+    own: Mapping[str, int],
 ) -> Iterator[str]:
     """Describe the samples without a line in the given shards.
 
     Args:
-        n: Samples of a prompt.
-        own: The same by id, for prompts with a number of their own.
+        results: The settings of the job. With `best_of` a prompt has that many samples.
+        own: Samples of a prompt by id, for prompts with a number of their own.
     """
     given = {part.shard: part for part in parts}
+    n, best = results.get("n"), results.get("best_of")
     known = [id_ for part in parts for id_ in part.lines] if ids is None else ids
     lost: dict[str, list[int]] = {}
     for id_ in known:
@@ -285,6 +286,8 @@ def _missing_samples(
             continue
         there = {line.sample for line in lines}
         wanted = range(own.get(id_, n if isinstance(n, int) else 0))
+        if isinstance(best, int) and len(there) >= min(best, len(wanted)):
+            continue
         if gone := [one for one in wanted if one not in there]:
             lost[id_] = gone
     if lost:

@@ -96,6 +96,9 @@ class Completion:
     With `echo` there are `prompt`, if it was a text, `messages`, if the chat template was used, or
     `prompt_token_ids`.
 
+    `rank` is the place among the samples of the prompt, from 1, and `scores` has the scores by
+    ranker. `bass generate` sets them with `best_of`.
+
     `copy_of` is the number of the sample that this one is a copy of. `task_id` and `completion` are
     set by evaluations, for public scorers.
     """
@@ -129,6 +132,8 @@ class Completion:
     completion: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
+    rank: int | None = None
+    scores: dict[str, float | None] | None = None
 
     @classmethod
     def failed(cls, prompt_id: str, error: str, *, seed: int, meta: dict[str, Any]) -> Completion:
@@ -230,7 +235,7 @@ _OPTIONAL = (
     *("token_ids", "token_logprobs", "top_logprobs"),
     *("prompt_token_ids", "prompt_logprobs", "prompt_top_logprobs", "perplexity"),
     *("reasoning", "reasoning_tokens", "error", "copy_of", "task_id", "completion"),
-    *("prompt", "messages"),
+    *("prompt", "messages", "rank", "scores"),
 )
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=str).encode
 

@@ -174,6 +174,8 @@ def check_manifest(
                 grown[key] = count, str(prompts.count)
         elif key == "n" and now.get("group"):
             bad.append(f"n: {old} before, {new} now; with `group` a line has all its samples")
+        elif key == "n" and now.get("best_of"):
+            bad.append(f"n: {old} before, {new} now; with `best_of` other samples may be the best")
         elif key in GROWING and _grows(before.get(key), now.get(key)):
             grown[key] = old, new
         else:

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from bass_cli.errors import UserError, nearest
+from bass_cli.io.prompts import Prompt
+from bass_cli.rank.code import source_in
 from bass_cli.rank.majority import votes
 from bass_cli.rank.static import checks_passed
 
 Scores = Sequence[float | None]
 
 LOGPROB = "logprob"
+UNFINISHED = ("budget", "error")  # finish reasons of samples that are not scored
 REWARD = "reward:"
 # What each ranker scores, for messages and help
 WORDS: Mapping[str, str] = {
@@ -74,6 +77,33 @@ class Members(NamedTuple):
 
     group: Group
     unfinished: Sequence[Candidate]
+
+
+def candidate_of(
+    prompt: str | None,
+    sample: int,
+    text: str,
+    finish_reason: str | None,
+    mean_logprob: float | None,
+    *,
+    answer: str | None = None,
+) -> Candidate:
+    """Return a sample of no known task. Its code, if it has some, may continue the prompt."""
+    program = source_in(prompt, text)
+    return Candidate(sample, text, finish_reason, mean_logprob, program, answer)
+
+
+def prompt_text(prompt: Prompt) -> str | None:
+    """Return a prompt as one text; None if it has only token ids."""
+    if prompt.text is not None:
+        return prompt.text
+    return None if prompt.messages is None else text_of(prompt.messages)
+
+
+def text_of(messages: Sequence[Any]) -> str:
+    """Return the user's messages of a chat as one text."""
+    asked = (one for one in messages if isinstance(one, dict) and one.get("role") == "user")
+    return "\n\n".join(str(one.get("content") or "") for one in asked)
 
 
 class Ranker(Protocol):
