@@ -53,14 +53,19 @@ def code_in(text: str, name: str | None = None) -> str:
     """
     text = text[:MOST].replace("\r\n", "\n").replace("\r", "\n")
     text = _UNSEEN.sub(lambda found: found[0].translate(_SPACES), text)
-    answer = _THOUGHTS.sub("", text, count=1)  # a reasoning model drafts code before it answers
-    text = answer if answer.strip() else text
+    text = without_thoughts(text)  # a reasoning model drafts code before it answers
     if _rank(Block(text, "", parse(text)), name) < 2:
         return text
-    blocks = list(_blocks(text))
+    blocks = list(blocks_in(text))
     if not blocks:
         return _unfenced(text)
     return min(blocks, key=lambda block: _rank(block, name)).text.removesuffix("\n")
+
+
+def without_thoughts(text: str) -> str:
+    """Return the text after `</think>`. Unchanged if nothing follows it."""
+    answer = _THOUGHTS.sub("", text, count=1)
+    return answer if answer.strip() else text
 
 
 def parse(text: str) -> ast.Module | None:
@@ -154,7 +159,7 @@ def has_effect(statement: ast.stmt) -> bool:
     )
 
 
-def _blocks(text: str) -> Iterator[Block]:
+def blocks_in(text: str) -> Iterator[Block]:
     """Yield the fenced, indented and HTML code blocks.
 
     HTML tags count as text, because models write them right before a fence.
@@ -169,7 +174,7 @@ def _blocks(text: str) -> Iterator[Block]:
         if token.type == "fence":
             yield _fenced(token.content, token.info.strip("{. \t"), token, lines)
         elif token.type == "code_block" and token.content.startswith(("```", "~~~")):
-            yield from _blocks(token.content)  # the whole answer is indented
+            yield from blocks_in(token.content)  # the whole answer is indented
         elif token.type == "code_block" and (tree := parse(token.content)) and _definitions(tree):
             yield Block(token.content, "", tree)
     for found in _PRE.finditer(text):

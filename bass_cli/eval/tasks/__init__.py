@@ -1,10 +1,12 @@
 """The tasks of `bass eval`, by name.
 
-task.py has the base class `Task`. A new task is a file with a subclass, and an entry in TASKS.
+A task is a YAML file (own.py), or a subclass of `Task` (task.py) with an entry in TASKS.
 rank/code.py finds the code in an answer and the names that tests take from a program.
 """
 
 from __future__ import annotations
+
+import importlib.resources
 
 from bass_cli.errors import UserError, nearest
 from bass_cli.eval.tasks.humaneval import HumanEval
@@ -15,16 +17,36 @@ from bass_cli.eval.tasks.xsum import Xsum
 TASKS: dict[str, type[Task]] = {task.name: task for task in (HumanEval, Mbpp, Xsum)}
 
 
+def packaged_tasks() -> list[str]:
+    """Return the names of the task files that bass has."""
+    files = importlib.resources.files("bass_cli.eval.tasks").iterdir()
+    return sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))
+
+
+def task_names() -> list[str]:
+    """Return the names of the tasks that bass has."""
+    return [*TASKS, *packaged_tasks()]
+
+
 def load_task(name: str, data: str | None = None) -> Task:
     """Load a task and its problems.
 
     Args:
-        name: a key of TASKS.
+        name: one of `task_names`, or a task file (.yaml).
         data: a file, or hf:NAME[:CONFIG][:SPLIT]. Default: the task's own data set.
 
     Raises:
-        UserError: the name is unknown, or the data is invalid.
+        UserError: the name is unknown, or the file or the data is invalid.
     """
-    if name not in TASKS:
-        raise UserError(f'there is no task "{name}"; {nearest(name, TASKS)}')
-    return TASKS[name](data)
+    if name in TASKS:
+        return TASKS[name](data)
+    from bass_cli.eval.tasks.own import OwnTask  # pydantic and the reader of YAML take a while
+    from bass_cli.eval.tasks.task_file import SUFFIXES, read_packaged, read_task_file
+
+    if name.endswith(SUFFIXES):
+        return OwnTask(read_task_file(name), data)
+    if name in packaged_tasks():
+        return OwnTask(read_packaged(name), data)
+    raise UserError(
+        f'there is no task "{name}"; {nearest(name, task_names())} (a task file ends in .yaml)'
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, cast, get_args
 
 from bass_cli.errors import UserError, nearest
@@ -56,6 +56,8 @@ class Task:
         executes: scoring runs programs in the sandbox (`program`).
         rates: scoring rates texts (`rate`), so that no sample passes or fails. A task that neither
             executes nor rates compares answers (`check`).
+        has_prompt, has_question: whether there is a text to continue, and a question for chats.
+        prompt_format: the default format. "auto" chooses by the model.
         stops: strings that end a completion. Chat answers do not use them.
         source: the default data: a file, or hf:NAME[:CONFIG][:SPLIT].
         needed, optional: checks of the fields of a record. Optional ones may be missing or null.
@@ -68,12 +70,15 @@ class Task:
         UserError: the data is invalid.
     """
 
-    name: ClassVar[str]
-    executes: ClassVar[bool] = True
-    rates: ClassVar[bool] = False
-    defaults: ClassVar[Defaults] = Defaults()
-    stops: ClassVar[Sequence[str]]
-    source: ClassVar[str]
+    name: str
+    executes: bool = True
+    rates: bool = False
+    has_prompt: bool = True
+    has_question: bool = True
+    prompt_format: str = "auto"
+    defaults: Defaults = Defaults()
+    stops: Sequence[str]
+    source: str
     needed: ClassVar[Fields]
     optional: ClassVar[Fields] = {}
 
@@ -83,6 +88,29 @@ class Task:
     def problem(self, record: dict[str, Any]) -> Problem:
         """Return the problem of a record with valid fields. ValueError if it is no problem."""
         raise NotImplementedError
+
+    def problem_at(self, record: dict[str, Any], place: str, number: int) -> Problem:
+        """Return the problem of a record, whose fields are checked here.
+
+        Args:
+            record: the record.
+            place: its file and line, for messages.
+            number: its number from 1.
+        """
+        for field, check in {**self.optional, **self.needed}.items():
+            if field in self.needed and field not in record:
+                raise UserError(
+                    f'{place}: field "{field}": it is missing; {nearest(field, record)}'
+                )
+            if field in self.needed or record.get(field) is not None:
+                try:
+                    check(record[field])
+                except ValueError as error:
+                    raise UserError(f'{place}: field "{field}": {error}') from None
+        try:
+            return self.problem(record)
+        except ValueError as error:
+            raise UserError(f"{place}: {error}") from None
 
     def question(self, problem: Problem) -> str:
         """Return the question for a chat model."""
@@ -121,6 +149,15 @@ class Task:
         """
         return None
 
+    @property
+    def trial(self) -> Program | None:
+        """A program that must pass before any other is worth running. None if there is none."""
+        return None
+
+    def notes_on(self, details: Iterable[str]) -> list[str]:
+        """Return notes on the details of all verdicts, for the user."""
+        return []
+
     def check(self, problem: Problem, text: str) -> Check:
         """Compare the answer in a model's text with the right one."""
         raise NotImplementedError
@@ -146,23 +183,8 @@ class Task:
     def _read(self, source: str) -> dict[str, Problem]:
         """Return the problems of the data by task_id. Errors name file, line and field."""
         found: dict[str, Problem] = {}
-        for place, record in _records(source):
-            if not isinstance(record, dict):
-                raise UserError(f"{place}: a problem must be a JSON object")
-            for field, check in {**self.optional, **self.needed}.items():
-                if field in self.needed and field not in record:
-                    raise UserError(
-                        f'{place}: field "{field}": it is missing; {nearest(field, record)}'
-                    )
-                if field in self.needed or record.get(field) is not None:
-                    try:
-                        check(record[field])
-                    except ValueError as error:
-                        raise UserError(f'{place}: field "{field}": {error}') from None
-            try:
-                problem = self.problem(record)
-            except ValueError as error:
-                raise UserError(f"{place}: {error}") from None
+        for number, (place, record) in enumerate(records_of(source), 1):
+            problem = self.problem_at(record, place, number)
             if problem.task_id in found:
                 raise UserError(f'{place}: problem "{problem.task_id}" occurs twice in the data')
             found[problem.task_id] = problem
@@ -171,13 +193,17 @@ class Task:
         return found
 
 
-def _records(source: str) -> Iterator[tuple[str, Any]]:
+def records_of(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the records of a source with their places. UserError for one that is no object."""
     opened = open_source(source)
     if opened.kind == "txt":
         raise UserError(
             f"{source}: a text file has no fields; use a .jsonl, .json or .parquet file"
         )
-    yield from ((f"{opened.label}:{line}", record) for line, record in opened.records())
+    for line, record in opened.records():
+        if not isinstance(record, dict):
+            raise UserError(f"{opened.label}:{line}: a problem must be a JSON object")
+        yield f"{opened.label}:{line}", record
 
 
 def prompt_format(name: str) -> PromptFormat:

@@ -1,0 +1,79 @@
+"""Compare answers with the right ones: normalised texts, numbers and letters of choices."""
+
+from __future__ import annotations
+
+import re
+import string
+import unicodedata
+from fractions import Fraction
+
+from bass_cli.eval.tasks.task_file import Choice, Exact, Numeric
+
+_ARTICLES = re.compile(r"\b(?:a|an|the)\b", re.IGNORECASE)
+# A sign counts only if no number, word or bracket ends right before it: "10-3" is 10 and 3.
+_NUMBER = re.compile(
+    r"(?P<sign>(?<![\w.)\]])[-+\u2212])?\s?\\?[$\u20ac\u00a3]?\s?(?P<second>[-\u2212])?"
+    r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)"
+    r"(?P<power>[eE][-+]?[0-9]{1,3}(?![0-9]))?\s?(?P<percent>\\?%)?"
+)
+_MOST_DIGITS = 1000  # of a number; a longer one is no answer, and takes quadratic time
+_AFTER_WORD = r"(?i:answers?|choice|option)\b[^A-Za-z0-9]*(?:(?i:is|would be)\b[^A-Za-z0-9]*)?"
+
+
+def normalised(text: str, how: Exact) -> str:
+    """Return a text in the form in which equal answers are equal."""
+    text = unicodedata.normalize("NFC", text)
+    if how.ignore_case:
+        text = text.casefold()
+    if how.ignore_punctuation:
+        text = text.translate(str.maketrans("", "", string.punctuation))
+    if how.ignore_articles:
+        text = _ARTICLES.sub(" ", text)
+    return " ".join(text.split())
+
+
+def number_in(text: str, how: Numeric) -> Fraction | None:
+    """Return the first or last number of a text, exactly. None if there is none.
+
+    Commas between thousands and a currency sign are left out.
+    """
+    found = list(_NUMBER.finditer(text))
+    if not found:
+        return None
+    one = found[0 if how.match == "first" else -1]
+    digits = one["digits"].replace(",", "")
+    if len(digits) > _MOST_DIGITS:
+        return None
+    value = Fraction(digits + (one["power"] or ""))
+    if one["sign"] in ("-", "\u2212") or one["second"]:
+        value = -value
+    return value / 100 if one["percent"] and how.percent == "fraction" else value
+
+
+def are_close(number: Fraction, right: Fraction, how: Numeric) -> bool:
+    """Return whether a number equals the right one within the larger tolerance, exactly."""
+    share = Fraction(str(how.relative_tolerance)) * abs(right)
+    return abs(number - right) <= max(Fraction(str(how.tolerance)), share)
+
+
+def letter_in(text: str, how: Choice) -> str | None:
+    """Return the letter of the choice in a text. None if there is none.
+
+    In this order: the last letter after "answer", "choice" or "option"; a letter at the start; the
+    last letter alone, in brackets or before punctuation; a text that is only the letter.
+    """
+    letter = rf"([{how.letters}])"
+    alone = r"(?![\w'])"
+    # The letter A before a word is an article.
+    ended = r"(?=\s*(?:$|[).:,;\]*\n]))"
+    rules = (
+        rf"{_AFTER_WORD}{letter}{alone}",
+        rf"\A[^\w]*{letter}{ended}",
+        rf"(?<![\w'])(?:[(\[*]\s*)?{letter}{ended}",
+    )
+    for number, rule in enumerate(rules):
+        found = re.findall(rule, text)
+        if found:
+            return str(found[0 if number == 1 else -1])
+    bare = re.sub(r"[\W_]", "", text).upper()
+    return bare if len(bare) == 1 and bare in how.letters else None

@@ -1,0 +1,347 @@
+"""A task that a YAML file describes: one of bass (gsm8k), or one of a user.
+
+task_file.py has the keys, templates.py renders the prompts, extraction.py finds answers, and
+comparing.py compares them.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from bass_cli.errors import UserError, nearest
+from bass_cli.eval.tasks.comparing import are_close, letter_in, normalised, number_in
+from bass_cli.eval.tasks.extraction import Finder, SlowRuleError
+from bass_cli.eval.tasks.task import Check, Defaults, Problem, Task, identity, records_of
+from bass_cli.eval.tasks.task_file import Extract, Loaded, TaskFile, compile_pattern, templates_of
+from bass_cli.eval.tasks.templates import Key, TemplateError, Templates
+from bass_cli.rank.code import modules_of, names_of, with_imports
+from bass_cli.reading import shown
+from bass_cli.sandbox.programs import Program
+
+_PATTERN: Key = ("check", "regex", "pattern")
+_TARGET: Key = ("examples", "target")
+_SHOWN: tuple[Key, ...] = (("prompt",), ("question",))  # the templates that examples have
+R = TypeVar("R")
+# In the detail of a verdict if a check function raised, or returned neither True nor False
+FAULT = "the check function"
+# The program's process has no part in this. The record is JSON, because it may have no Python form.
+_CALL = """import json
+try:
+    result = {name}(json.loads({answer!r}), json.loads({record!r}))
+except BaseException as error:
+    raise RuntimeError(f"{fault} raised {{type(error).__name__}}: {{error}}") from None
+if result is not True and result is not False:
+    raise RuntimeError(f"{fault} returned {{result!r}}, not True or False")
+assert result, "{name} returned False"
+"""
+
+
+class Rendered(NamedTuple):
+    """A record, its place for messages, and the texts of its templates by key."""
+
+    place: str
+    record: Mapping[str, Any]
+    texts: Mapping[Key, Any]
+
+    def text(self, *key: str) -> str:
+        """Return the text of a key. Empty if the file does not have the key."""
+        return str(self.texts.get(key, ""))
+
+    def is_same(self, other: Rendered) -> bool:
+        """Return whether both have the same prompt and the same question."""
+        keys: tuple[Key, Key] = ("prompt",), ("question",)
+        return all(self.text(*key).strip() == other.text(*key).strip() for key in keys)
+
+
+class OwnTask(Task):
+    """A task of a YAML file. See docs/guide/tasks.md.
+
+    Args:
+        loaded: the file.
+        data: replaces the file's data.
+
+    Raises:
+        UserError: the data does not fit the file.
+    """
+
+    def __init__(self, loaded: Loaded, data: str | None = None) -> None:
+        options = self._options = loaded.options
+        self._located, self._source = loaded.located, loaded.source
+        self.name, self.stops = options.name, options.stop
+        self.executes = options.check.program is not None or options.check.function is not None
+        self.defaults = Defaults(**options.sampling.model_dump())
+        self.prompt_format = options.prompt_format
+        self.has_prompt = options.prompt is not None
+        self.has_question = options.question is not None
+        self.source = _beside(options.folder, options.data)
+        self._finder = Finder()
+        self._rules = options.extract or _usual_rules(options)
+        lists: dict[Key, str] = {} if options.answers is None else {("answers",): options.answers}
+        self._templates = Templates(options.fields, dict(templates_of(options)), lists)
+        self._pool: _Pool | None = None
+        super().__init__(data)
+        if options.examples is not None:
+            pool = self._pool = _Pool(self, loaded, data or self.source)
+            self.problems = {
+                name: one._replace(prompt=pool.before(_of(one)) + one.prompt)
+                for name, one in self.problems.items()
+            }
+
+    def problem_at(self, record: dict[str, Any], place: str, number: int) -> Problem:
+        field = self._options.id
+        task_id = f"{self.name}/{number}"
+        if field is not None:
+            key = self._located.at("id")
+            if field not in record:
+                hint = nearest(field, record)
+                raise UserError(f"{place}: {key}: there is no field {shown(field)}; {hint}")
+            try:
+                task_id = identity(record[field])
+            except ValueError as error:
+                raise UserError(f"{place}: {key}: field {shown(field)}: {error}") from None
+        rendered = self.render(self._templates, record, place)
+        problem = Problem(task_id, rendered.text("prompt"), {"rendered": rendered})
+        self._refuse_unusable(problem)
+        return problem
+
+    def render(self, templates: Templates, record: Mapping[str, Any], place: str) -> Rendered:
+        """Render a record. UserError names its place, and the key of the template."""
+        try:
+            return Rendered(place, record, templates.render(record))
+        except TemplateError as error:
+            raise UserError(f"{place}: {self._located.at(*error.key)}: {error}") from None
+
+    def question(self, problem: Problem) -> str:
+        return _of(problem).text("question")
+
+    def messages(self, problem: Problem) -> list[dict[str, str]]:
+        options = self._options
+        found = [] if options.system is None else [{"role": "system", "content": options.system}]
+        if self._pool is not None and self._pool.options.chat:
+            found += self._pool.turns(_of(problem))
+        return [*found, {"role": "user", "content": self.question(problem)}]
+
+    def completion(self, problem: Problem, text: str, *, chat: bool) -> str:
+        """Return the text unchanged, so that a changed rule can find the answer in it."""
+        return text
+
+    def answer(self, problem: Problem, text: str) -> str | None:
+        found = None if self._options.check.program is not None else self._find(problem, text)
+        return None if found is None else self._comparable(found)
+
+    def check_key(self, problem: Problem) -> str:
+        rules = [rule.model_dump() for rule in self._rules]
+        right = self._right(problem), _of(problem).text(*_PATTERN)
+        return json.dumps([rules, self._options.check.model_dump(), right])
+
+    def check(self, problem: Problem, text: str) -> Check:
+        found = self._find(problem, text)
+        if found is None:
+            return Check("no answer", "no rule of `extract` finds an answer")
+        answer = self._comparable(found)
+        if answer is None:
+            return Check("no answer", f"{shown(found)} has no {self._what}")
+        if self._options.check.regex is not None:
+            pattern, whole = _of(problem).text(*_PATTERN), self._options.check.regex.whole
+            match = functools.partial(self._finder.matches, pattern, answer, whole=whole)
+            passed, wanted = self._limited(problem, _PATTERN, match), f"a match of {shown(pattern)}"
+        else:
+            right = [str(self._comparable(one)) for one in self._right(problem)]
+            passed = any(self._is_equal(answer, one) for one in right)
+            wanted = " or ".join(map(shown, right))
+        return Check("passed" if passed else "failed", f"{shown(answer)}, expected {wanted}")
+
+    def program(self, problem: Problem, text: str, *, whole: bool) -> Program:
+        """Return the program: the answer and the tests of the file, or the check function.
+
+        A text that no rule finds an answer in is used as it is. `whole`: the text has the prefix.
+        """
+        rendered, function = _of(problem), self._options.check.function
+        if function is not None:
+            found = self._find(problem, text)
+            answer = json.dumps(text if found is None else found)
+            record = json.dumps(rendered.record)
+            call = _CALL.format(name=function.name, answer=answer, record=record, fault=FAULT)
+            return Program("", call, (), self._source)
+        assert self._options.check.program is not None
+        of_check = ("check", "program")
+        tests, setup = rendered.text(*of_check, "tests"), rendered.text(*of_check, "setup")
+        names = self._options.check.program.names or names_of(tests, setup)
+        found = self._find(problem, text, next(iter(names), None))
+        code = text if found is None else found
+        body = code if whole else rendered.text(*of_check, "prefix") + code
+        setup = modules_of(tests, names) + setup
+        return Program(with_imports(body, tests), tests, tuple(names), setup)
+
+    @property
+    def trial(self) -> Program | None:
+        """The check function's file, without a call."""
+        return None if self._options.check.function is None else Program("", "", (), self._source)
+
+    def notes_on(self, details: Iterable[str]) -> list[str]:
+        faults = [detail for detail in details if FAULT in detail]
+        if not faults:
+            return []
+        return [f"{len(faults)} samples failed by a fault of the check, such as: {faults[0]}"]
+
+    def _find(self, problem: Problem, text: str, name: str | None = None) -> str | None:
+        """Return the answer in a text. `name`: the function that code must define."""
+        find = functools.partial(self._finder.find, self._rules, text, name)
+        return self._limited(problem, ("extract",), find)
+
+    def _limited(self, problem: Problem, key: Key, call: Callable[[], R]) -> R:
+        try:
+            return call()
+        except SlowRuleError as error:
+            raise UserError(
+                f"{self._located.at(*key)}: on a sample of {problem.task_id}: {error}; simplify "
+                "the expression, and score the file again"
+            ) from None
+
+    def _comparable(self, text: str) -> str | None:
+        """Return a text in the form in which it is compared. None if it has no such form."""
+        check = self._options.check
+        if check.numeric is not None:
+            number = number_in(text, check.numeric)
+            return None if number is None else str(number)
+        if check.choice is not None:
+            return letter_in(text, check.choice)
+        if check.exact is not None:
+            return normalised(text, check.exact) or None
+        return text
+
+    def _is_equal(self, answer: str, right: str) -> bool:
+        if (how := self._options.check.numeric) is not None:
+            return are_close(Fraction(answer), Fraction(right), how)
+        return answer == right
+
+    @property
+    def _what(self) -> str:
+        """What an answer must have."""
+        check = self._options.check
+        return "number" if check.numeric else "letter of a choice" if check.choice else "text"
+
+    def _right(self, problem: Problem) -> list[str]:
+        """Return the right answers of a problem. Empty if the check needs none."""
+        if self._options.answers is not None:
+            return list(_of(problem).texts[("answers",)])
+        return [_of(problem).text("answer")] if self._options.answer is not None else []
+
+    def _refuse_unusable(self, problem: Problem) -> None:
+        """Raise UserError if a problem has no prompt, or a right answer cannot be compared."""
+        rendered = _of(problem)
+        for key in ("prompt", "question"):
+            if (key,) in rendered.texts and not rendered.text(key).strip():
+                raise UserError(f"{rendered.place}: {self._located.at(key)}: the text is empty")
+        for right in self._right(problem):
+            if self._comparable(right) is None:
+                key = self._located.at("answer" if self._options.answers is None else "answers")
+                reason = f"the right answer {shown(right)} has no {self._what}"
+                raise UserError(f"{rendered.place}: {key}: {reason}")
+        if self._options.check.regex is not None:
+            try:
+                compile_pattern(rendered.text(*_PATTERN))
+            except ValueError as error:
+                key = self._located.at(*_PATTERN)
+                raise UserError(f"{rendered.place}: {key}: {error}") from None
+
+
+class _Pool:
+    """The examples of a task, rendered when they are first used.
+
+    Args:
+        task: the task.
+        loaded: its file.
+        source: the task's own data.
+    """
+
+    def __init__(self, task: OwnTask, loaded: Loaded, source: str) -> None:
+        options = loaded.options
+        assert options.examples is not None
+        self.options, self._task, self._located = options.examples, task, loaded.located
+        texts = {key: text for key, text in templates_of(options) if key in _SHOWN}
+        texts[_TARGET] = self.options.target
+        self._templates = Templates(options.fields, texts, {})
+        at = ("examples", "records")
+        if self.options.records is not None:
+            self._records = [
+                (self._located.at(*at, number), record)
+                for number, record in enumerate(self.options.records)
+            ]
+        else:
+            other = self.options.data
+            self._records = list(
+                records_of(source if other is None else _beside(options.folder, other))
+            )
+        self._order = list(range(len(self._records)))
+        if self.options.records is None or self.options.number is not None:
+            self._order.sort(key=functools.partial(_hash, self.options.seed))
+        self._rendered: dict[int, Rendered] = {}
+
+    def before(self, asked: Rendered) -> str:
+        """Return the text before a raw prompt: the examples, each with its target."""
+        return "".join(
+            one.text("prompt") + one.text(*_TARGET) + self.options.separator
+            for one in self._chosen(asked)
+        )
+
+    def turns(self, asked: Rendered) -> list[dict[str, str]]:
+        """Return the examples as turns of a chat."""
+        return [
+            turn
+            for one in self._chosen(asked)
+            for turn in (
+                {"role": "user", "content": one.text("question")},
+                {"role": "assistant", "content": one.text(*_TARGET).strip()},
+            )
+        ]
+
+    def _chosen(self, asked: Rendered) -> list[Rendered]:
+        """Return the examples for a problem, which is never one of them.
+
+        UserError if there are too few. Examples in the file may be all the others that there are.
+        """
+        wanted, found = self.options.count, list[Rendered]()
+        for number in self._order:
+            if len(found) == wanted:
+                break
+            if number not in self._rendered:
+                place, record = self._records[number]
+                self._rendered[number] = self._task.render(self._templates, record, place)
+            if not self._rendered[number].is_same(asked):
+                found.append(self._rendered[number])
+        if (len(found) < wanted and self.options.number is not None) or not found:
+            raise UserError(
+                f"{asked.place}: {self._located.at('examples', 'number')}: {wanted} examples are "
+                f"needed beside the asked problem, and there are {len(found)}"
+            )
+        return found
+
+
+def _of(problem: Problem) -> Rendered:
+    rendered: Rendered = problem.fields["rendered"]
+    return rendered
+
+
+def _usual_rules(options: TaskFile) -> tuple[Extract, ...]:
+    """Return the rules of a file that has none."""
+    return (Extract(code="python"),) if options.check.program is not None else ()
+
+
+def _beside(folder: Path | None, source: str) -> str:
+    """Return a source of data, relative to the folder of the file that names it."""
+    if source.startswith("hf:") or folder is None:
+        return source
+    return os.path.join(folder, os.path.expanduser(source))
+
+
+def _hash(seed: int, number: int) -> bytes:
+    """Return the key that sorts examples: the same on every machine and Python version."""
+    return hashlib.sha256(f"{seed}:{number}".encode()).digest()
