@@ -419,10 +419,10 @@ class JudgeArgs(_Document):
 @dataclass(kw_only=True, eq=False)
 class EvaluateArgs(SampleArgs, JudgeArgs):
     task: str = flag(
-        "humaneval or mbpp (programs), or xsum (summaries).",
+        "humaneval or mbpp (programs), gsm8k (numbers), xsum (summaries), or a task file (.yaml).",
         "",
-        "TASK",
-        choices=("humaneval", "mbpp", "xsum"),
+        "TASK|FILE",
+        choices=("humaneval", "mbpp", "gsm8k", "xsum"),
         default=MISSING,
     )
     lora: Sequence[str] | None = of_job("lora")
@@ -464,7 +464,7 @@ class ScoreArgs(JudgeArgs, _Quiet):
         default=MISSING,
     )
     task: str | None = flag(
-        "Task of the samples", SCORING, "humaneval|mbpp|xsum", shown="from the file"
+        "Task of the samples", SCORING, "humaneval|mbpp|gsm8k|xsum|FILE.yaml", shown="from the file"
     )
     report: str | None = flag("Write the report to this file as JSON", OUTPUT, "FILE")
     overwrite: bool = switch(

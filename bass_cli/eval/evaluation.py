@@ -122,7 +122,12 @@ class Evaluation:
         outputs = [*more, ("the verdicts", verdicts_path(self.out))]
         for out in samples:
             outputs += [*files_written(out), ("`report`", self.report_path(out))]
-        inputs = [("the data", self._args.data), *files_read(self._args.pair, self.job)]
+        inputs = [
+            ("the data", self._args.data),
+            ("the task file", self._args.task),
+            *(("a file of the task", file) for file in self.task.files),
+            *files_read(self._args.pair, self.job),
+        ]
         refuse_shared_files(outputs, inputs)
         overwrite = self._args.overwrite
         for out in samples:
@@ -261,7 +266,7 @@ class Evaluation:
 
     def _check_sandbox(self) -> None:
         if self.task.executes:
-            scoring.check_sandbox(self._screen, consent=self.scoring.consent)
+            scoring.check_sandbox(self.task, self._screen, consent=self.scoring.consent)
 
     def _show_facts(self, facts: Facts) -> None:
         plain = self.form != "chat"

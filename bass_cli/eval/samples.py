@@ -14,7 +14,7 @@ from math import isfinite
 from typing import Any, NamedTuple
 
 from bass_cli.errors import UserError, near_word
-from bass_cli.eval.tasks import TASKS
+from bass_cli.eval.tasks import task_names
 from bass_cli.io.lines import read_records
 from bass_cli.io.resume import read_manifest, samples_of
 from bass_cli.rank.ranking import UNFINISHED
@@ -249,6 +249,11 @@ def guess_task(file: GenerationFile) -> str:
     """
     named = file.setting("task")
     if isinstance(named, str):
+        if named not in task_names():
+            raise UserError(
+                f'{file.path}: its samples are of the task "{named}", which is a task file; name '
+                "it with `task` FILE.yaml"
+            )
         return named
     task_id = file.rows[0].task_id
     if task_id.isdigit():
@@ -256,7 +261,7 @@ def guess_task(file: GenerationFile) -> str:
     for prefix, task in PREFIXES.items():
         if task_id.startswith(prefix):
             return task
-    *names, last = TASKS
+    *names, last = task_names()
     reason = (
         f'the task_id "{task_id[:80]}" does not determine the task; add `task` '
         f"{', '.join(names)} or {last}"

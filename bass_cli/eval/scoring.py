@@ -188,6 +188,7 @@ def score_samples(args: ScoreArgs, screen: Screen) -> dict[str, Any]:
             ("the generation file", path),
             ("its manifest", manifest_path(path)),
             ("the data", args.data),
+            ("the task file", args.task),
         ],
     )
     check_report(args.report, path, overwrite=args.overwrite)
@@ -258,7 +259,9 @@ def _judge(
 
     def open_sandbox() -> Sandbox:
         sandbox = Sandbox(workers=options.workers, limits=options.limits)
-        _announce(sandbox.isolation, options.consent, None if announced else screen)
+        if not announced:
+            _announce(sandbox.isolation, options.consent, screen)
+            _run_trial(sandbox, task)
         return sandbox
 
     total = sum(row.finished for rows in problems.values() for row in rows)
@@ -282,6 +285,8 @@ def _judge(
         else:
             cases = _cases(task, problems)
             verdicts = check_answers(cases, store, progress=progress, total=total)
+    for note in task.notes_on(verdict.detail for verdict in verdicts.values()):
+        screen.note(note)
     outcomes = {
         name: [
             Outcome(row, verdicts[name, row.sample].status)
@@ -333,20 +338,29 @@ def _checked(key: str, row: Generation) -> str:
     return f"{key}\0{row.text}"
 
 
-def check_sandbox(screen: Screen, *, consent: bool) -> None:
-    """Say how programs will be isolated.
+def check_sandbox(task: Task, screen: Screen, *, consent: bool) -> None:
+    """Say how programs will be isolated, and run the task's trial.
 
-    MachineError if they cannot run, or if the sandbox is weak and there is no consent.
+    Raises:
+        MachineError: programs cannot run, or the sandbox is weak and there is no consent.
+        UserError: the trial failed.
     """
     with Sandbox(workers=1) as sandbox:
         _announce(sandbox.isolation, consent, screen)
+        _run_trial(sandbox, task)
 
 
-def _announce(isolation: Isolation, consent: bool, screen: Screen | None) -> None:
+def _run_trial(sandbox: Sandbox, task: Task) -> None:
+    if task.trial is None:
+        return
+    for place, ending in sandbox.run([task.trial]):
+        if not ending.passed:
+            raise UserError(f"{place}: it cannot be loaded in the sandbox: {ending.detail}")
+
+
+def _announce(isolation: Isolation, consent: bool, screen: Screen) -> None:
     if not consent:
         isolation.refuse_weakness()
-    if screen is None:
-        return
     screen.note(f"programs run in a sandbox ({isolation})")
     for warning in isolation.warnings():
         screen.note(f"warning: {warning}")

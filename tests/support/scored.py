@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import pytest
 
 from bass_cli.errors import UserError
-from bass_cli.eval.tasks.task import Problem
+from bass_cli.eval.tasks.task import Problem, Task
 from bass_cli.sandbox.programs import DEFAULT_LIMITS, Ending, Limits, Program
 
 
@@ -30,7 +30,7 @@ class Isolation(NamedTuple):
         """There is none that counts."""
 
 
-class Programs:
+class Programs(Task):
     """A task whose answers are programs; `tests` go after them."""
 
     name, executes, rates = "humaneval", True, False
@@ -42,7 +42,7 @@ class Programs:
         return Program(("" if whole else problem.prompt) + text + "\n" + problem.fields["tests"])
 
 
-class Texts:
+class Texts(Task):
     """A task whose answers are rated: by their length, so that a test knows the figures."""
 
     name, executes, rates = "xsum", False, True

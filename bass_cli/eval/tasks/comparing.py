@@ -12,7 +12,7 @@ from bass_cli.eval.tasks.task_file import Choice, Exact, Numeric
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b", re.IGNORECASE)
 # A sign counts only if no number, word or bracket ends right before it: "10-3" is 10 and 3.
 _NUMBER = re.compile(
-    r"(?P<sign>(?<![\w.)\]])[-+\u2212])?\s?\\?[$\u20ac\u00a3]?\s?(?P<second>[-\u2212])?"
+    r"(?P<sign>(?<![\w.)\]])[-+\u2212])?(?:\\?[$\u20ac\u00a3]\s?(?P<second>[-\u2212])?)?"
     r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)"
     r"(?P<power>[eE][-+]?[0-9]{1,3}(?![0-9]))?\s?(?P<percent>\\?%)?"
 )

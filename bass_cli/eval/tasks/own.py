@@ -10,7 +10,7 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -26,6 +26,7 @@ from bass_cli.reading import shown
 from bass_cli.sandbox.programs import Program
 
 _PATTERN: Key = ("check", "regex", "pattern")
+_PROGRAM: Key = ("check", "program")
 _TARGET: Key = ("examples", "target")
 _SHOWN: tuple[Key, ...] = (("prompt",), ("question",))  # the templates that examples have
 R = TypeVar("R")
@@ -81,6 +82,7 @@ class OwnTask(Task):
         self.has_prompt = options.prompt is not None
         self.has_question = options.question is not None
         self.source = _beside(options.folder, options.data)
+        self.files = list(self._files_read())
         self._finder = Finder()
         self._rules = options.extract or _usual_rules(options)
         lists: dict[Key, str] = {} if options.answers is None else {("answers",): options.answers}
@@ -93,6 +95,14 @@ class OwnTask(Task):
                 name: one._replace(prompt=pool.before(_of(one)) + one.prompt)
                 for name, one in self.problems.items()
             }
+
+    def _files_read(self) -> Iterator[str]:
+        options = self._options
+        yield self.source
+        if options.examples is not None and options.examples.data is not None:
+            yield _beside(options.folder, options.examples.data)
+        if options.check.function is not None:
+            yield _beside(options.folder, options.check.function.file)
 
     def problem_at(self, record: dict[str, Any], place: str, number: int) -> Problem:
         field = self._options.id
@@ -117,6 +127,9 @@ class OwnTask(Task):
             return Rendered(place, record, templates.render(record))
         except TemplateError as error:
             raise UserError(f"{place}: {self._located.at(*error.key)}: {error}") from None
+
+    def statement(self, problem: Problem) -> str:
+        return _of(problem).text("prompt") or self.question(problem)
 
     def question(self, problem: Problem) -> str:
         return _of(problem).text("question")
@@ -170,20 +183,36 @@ class OwnTask(Task):
             record = json.dumps(rendered.record)
             call = _CALL.format(name=function.name, answer=answer, record=record, fault=FAULT)
             return Program("", call, (), self._source)
-        assert self._options.check.program is not None
-        of_check = ("check", "program")
-        tests, setup = rendered.text(*of_check, "tests"), rendered.text(*of_check, "setup")
-        names = self._options.check.program.names or names_of(tests, setup)
-        found = self._find(problem, text, next(iter(names), None))
-        code = text if found is None else found
-        body = code if whole else rendered.text(*of_check, "prefix") + code
+        options = self._options.check.program
+        assert options is not None
+        tests, setup = rendered.text(*_PROGRAM, "tests"), rendered.text(*_PROGRAM, "setup")
+        names = options.names or names_of(tests, setup)
+        body = self._body(problem, text, next(iter(names), None), whole=whole)
         setup = modules_of(tests, names) + setup
         return Program(with_imports(body, tests), tests, tuple(names), setup)
 
+    def entry_point(self, problem: Problem) -> str | None:
+        options = self._options.check.program
+        return options.names[0] if options is not None and options.names else None
+
+    def source_of(self, problem: Problem, text: str, *, whole: bool) -> str | None:
+        if self._options.check.program is None:
+            return None
+        return self._body(problem, text, self.entry_point(problem), whole=whole)
+
+    def _body(self, problem: Problem, text: str, name: str | None, *, whole: bool) -> str:
+        """Return the program of a text, without tests. `name`: the function that it defines."""
+        found = self._find(problem, text, name)
+        code = text if found is None else found
+        return code if whole else _of(problem).text(*_PROGRAM, "prefix") + code
+
     @property
-    def trial(self) -> Program | None:
+    def trial(self) -> tuple[str, Program] | None:
         """The check function's file, without a call."""
-        return None if self._options.check.function is None else Program("", "", (), self._source)
+        if self._options.check.function is None:
+            return None
+        key = self._located.at("check", "function", "file")
+        return f"{key}: {self._options.check.function.file}", Program("", "", (), self._source)
 
     def notes_on(self, details: Iterable[str]) -> list[str]:
         faults = [detail for detail in details if FAULT in detail]
@@ -317,7 +346,8 @@ class _Pool:
                 self._rendered[number] = self._task.render(self._templates, record, place)
             if not self._rendered[number].is_same(asked):
                 found.append(self._rendered[number])
-        if (len(found) < wanted and self.options.number is not None) or not found:
+        all_others = self.options.records is not None and self.options.number is None
+        if not found or (len(found) < wanted and not all_others):
             raise UserError(
                 f"{asked.place}: {self._located.at('examples', 'number')}: {wanted} examples are "
                 f"needed beside the asked problem, and there are {len(found)}"

@@ -60,6 +60,7 @@ class Task:
         prompt_format: the default format. "auto" chooses by the model.
         stops: strings that end a completion. Chat answers do not use them.
         source: the default data: a file, or hf:NAME[:CONFIG][:SPLIT].
+        files: names of local files that the task is read from, beside its data.
         needed, optional: checks of the fields of a record. Optional ones may be missing or null.
         problems: problems by task_id, in the data set's order.
 
@@ -79,6 +80,7 @@ class Task:
     defaults: Defaults = Defaults()
     stops: Sequence[str]
     source: str
+    files: Sequence[str] = ()
     needed: ClassVar[Fields]
     optional: ClassVar[Fields] = {}
 
@@ -150,8 +152,11 @@ class Task:
         return None
 
     @property
-    def trial(self) -> Program | None:
-        """A program that must pass before any other is worth running. None if there is none."""
+    def trial(self) -> tuple[str, Program] | None:
+        """A program that must pass before any other is worth running, and its place for messages.
+
+        None if there is none.
+        """
         return None
 
     def notes_on(self, details: Iterable[str]) -> list[str]:
