@@ -321,7 +321,7 @@ def _publication(args: SampleArgs, screen: Screen, out: str) -> Callable[..., No
 @app.command("eval", cls=Command, epilog=EPILOG)
 @takes(EvaluateArgs)
 def evaluate(args: EvaluateArgs) -> None:
-    """Draw samples for humaneval, mbpp or xsum and score them. --budget sets a time limit
+    """Draw samples for a task and score them. --budget sets a time limit
     for each prompt.
 
     \b

@@ -419,7 +419,7 @@ class JudgeArgs(_Document):
 @dataclass(kw_only=True, eq=False)
 class EvaluateArgs(SampleArgs, JudgeArgs):
     task: str = flag(
-        "humaneval or mbpp (programs), gsm8k (numbers), xsum (summaries), or a task file (.yaml).",
+        "humaneval, mbpp (programs), gsm8k (numbers), xsum (summaries), or a file (.yaml).",
         "",
         "TASK|FILE",
         choices=("humaneval", "mbpp", "gsm8k", "xsum"),

@@ -157,7 +157,7 @@ class OwnTask(Task):
     def check(self, problem: Problem, text: str) -> Check:
         found = self._find(problem, text)
         if found is None:
-            return Check("no answer", "no rule of `extract` finds an answer")
+            return Check("no answer", 'no rule of "extract" finds an answer')
         answer = self._comparable(found)
         if answer is None:
             return Check("no answer", f"{shown(found)} has no {self._what}")

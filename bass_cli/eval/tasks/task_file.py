@@ -61,10 +61,10 @@ class Extract(Strict, frozen=True):
             raise ValueError(f"{what}; give one of {', '.join(_RULES)}")
         fields = self.model_fields_set
         if "until" in fields and self.after is None:
-            raise ValueError("`until` belongs to `after`")
+            raise ValueError('"until" belongs to "after"')
         if self.group is not None:
             if self.regex is None:
-                raise ValueError("`group` belongs to `regex`")
+                raise ValueError('"group" belongs to "regex"')
             pattern = re.compile(self.regex)
             names = [*range(pattern.groups + 1), *pattern.groupindex]
             if self.group not in names:
@@ -206,7 +206,7 @@ class Examples(Strict, frozen=True):
     @model_validator(mode="after")
     def _one_source(self) -> Examples:
         if self.records is not None and self.data is not None:
-            raise ValueError("`records` and `data` exclude each other")
+            raise ValueError('"records" and "data" exclude each other')
         return self
 
     @property
@@ -281,20 +281,20 @@ class TaskFile(Strict, frozen=True):
     @model_validator(mode="after")
     def _rules_between_keys(self) -> TaskFile:
         if self.prompt is None and self.question is None:
-            raise ValueError("it needs the key `prompt` (for raw text) or `question` (for chats)")
+            raise ValueError('it needs the key "prompt" (for raw text) or "question" (for chats)')
         if self.answer is not None and self.answers is not None:
-            raise ValueError("`answer` and `answers` exclude each other")
+            raise ValueError('"answer" and "answers" exclude each other')
         given = self.answer is not None or self.answers is not None
         if self.check.needs_answer and not given:
-            raise ValueError("it needs the key `answer`, which the check compares with")
+            raise ValueError('it needs the key "answer", which the check compares with')
         if given and not self.check.needs_answer:
-            raise ValueError("`answer` has no effect with this check; leave it out")
+            raise ValueError('"answer" has no effect with this check; leave it out')
         if self.question is None and self.system is not None:
-            raise ValueError("`system` belongs to chats, which need the key `question`")
+            raise ValueError('"system" belongs to chats, which need the key "question"')
         if self.question is None and self.prompt_format == "chat":
-            raise ValueError("`prompt_format` chat needs the key `question`")
+            raise ValueError('"prompt_format" chat needs the key "question"')
         if self.prompt is None and self.prompt_format not in ("auto", "chat"):
-            raise ValueError(f"`prompt_format` {self.prompt_format} needs the key `prompt`")
+            raise ValueError(f'"prompt_format" {self.prompt_format} needs the key "prompt"')
         return self
 
 
