@@ -18,6 +18,7 @@ import bass_kernels as ops
 from bass_cli.drafts.factory import make_drafter
 from bass_cli.engine.batch import Batch, Row, beyond
 from bass_cli.engine.clock import Clock
+from bass_cli.engine.contracts import Drafter
 from bass_cli.engine.loop import Loop
 from bass_cli.engine.sampling import RowSampling
 from bass_cli.formats.checkpoint import open_checkpoint, open_head
@@ -54,7 +55,7 @@ def rows(n=3):
 
 def loop_of(target, draft, *, lengths, total, batch=5, graphs=True, limit=LIMIT, beside=BESIDE):
     """Return a loop whose rows share this many blocks; None: each row has all its blocks from
-    the beginning."""
+    the beginning. draft: a model, a draft head, a word, or a drafter."""
     blocks, ticks = (
         total and BlockLayout(total, MOST, -(-(limit + beside) // MOST), beside),
         Ticks(),
@@ -65,7 +66,7 @@ def loop_of(target, draft, *, lengths, total, batch=5, graphs=True, limit=LIMIT,
         drafter = make_drafter(
             "heads:x", runner=runner, head=draft, coupling="shared", temperature=None
         )
-    elif isinstance(draft, str):
+    elif isinstance(draft, (str, Drafter)):
         drafter = drafter_for(draft, rows=batch)
     else:
         at_once = isinstance(draft, AtOnce)

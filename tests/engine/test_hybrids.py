@@ -1,0 +1,234 @@
+"""Models with recurrent layers: tokens with drafts equal plain decoding's, for ragged acceptance, every
+width, many prompts, and rows that are put back; the state after many rounds; the distribution."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import pytest
+import torch
+from checkpoints import HYBRID, shallow, write_checkpoint
+from test_laws import distance
+from test_pieces import again, finish, loop_of
+from toys import drive, loop_for, plain
+
+from bass_cli.engine.batch import Row
+from bass_cli.engine.contracts import Drafter, DraftLength, Proposal
+from bass_cli.engine.sampling import RowSampling
+from bass_cli.formats.checkpoint import open_checkpoint
+from bass_cli.formats.weights import load
+from bass_cli.lengths.controllers import Fixed
+from bass_cli.models.block_allocator import Change
+from bass_cli.models.decoder import Decoder
+from bass_cli.models.recurrent import PROMPTS
+from bass_cli.models.runner import Runner
+
+VOCAB = 301
+# More prompts than slots for their states, of unequal lengths; the first has one token.
+TEXTS = [[3 + (7 * p + 3 * t) % 290 for t in range(1 + 5 * p)] for p in range(PROMPTS + 2)]
+
+
+class Oracle(Drafter):
+    """Propose what plain decoding gives, with one wrong token at a place that depends on round and
+    row, so that rows accept different numbers of drafts."""
+
+    def __init__(self, due, vocab=VOCAB):
+        self._due, self._vocab, self._rounds = due, vocab, 0
+
+    def propose(self, batch, length):
+        self._rounds += 1
+        lines = torch.zeros(len(batch), length, dtype=torch.int64)
+        for place, row in enumerate(batch.hosts):
+            text = self._due[row.key, row.sample][row.generated :][:length]
+            lines[place, : len(text)] = torch.tensor(text, dtype=torch.int64)
+            wrong = (5 * self._rounds + 3 * place) % (length + 2)
+            if wrong < length:
+                lines[place, wrong] = (lines[place, wrong] + 1) % self._vocab
+        return Proposal(lines, None)
+
+
+class InTurn(DraftLength):
+    """Return these draft lengths in turn."""
+
+    def __init__(self, *lengths):
+        self._lengths, self._at = lengths, 0
+
+    def next(self, rows, inputs=None):
+        return self._lengths[self._at % len(self._lengths)]
+
+    def observe(self, done):
+        self._at += 1
+
+
+def rows(texts=TEXTS, n=2, limit=14):
+    """Return n samples of each prompt with unequal limits: sample 0 greedy, the others sampled."""
+    return [
+        Row(
+            str(p),
+            s,
+            5,
+            list(tokens),
+            limit - (s + p) % 3,
+            sampling=RowSampling(temperature=0.9 * min(s, 1), top_p=0.98),
+        )
+        for p, tokens in enumerate(texts)
+        for s in range(n)
+    ]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A function from a family to its model in transformers, and its decoder."""
+
+    @functools.cache
+    def both(family, **overrides):
+        folder = tmp_path_factory.mktemp(family)
+        model = write_checkpoint(family, folder, **shallow(family), **overrides)
+        checkpoint = open_checkpoint(folder)
+        weights = load(checkpoint, dtype=torch.float32, device=torch.device("cpu"))
+        return model, Decoder(checkpoint.spec, weights)
+
+    return both
+
+
+@pytest.fixture(scope="module")
+def due(models):
+    """A function from a family to the tokens of plain decoding for rows()."""
+    return functools.cache(lambda family: plain(models(family)[1], rows()))
+
+
+@pytest.mark.parametrize("family", HYBRID)
+def test_greedy_tokens_equal_those_of_transformers(models, due, family):
+    model, _ = models(family)
+    for p in (0, PROMPTS + 1):
+        tokens = due(family)[str(p), 0]
+        ids = torch.tensor([TEXTS[p]])
+        with torch.inference_mode():
+            found = model.generate(
+                ids, max_new_tokens=len(tokens), do_sample=False, eos_token_id=None
+            )
+        assert found[0, len(TEXTS[p]) :].tolist() == tokens
+
+
+@pytest.mark.parametrize("lengths", [(1, 2, 3, 4, 5, 6, 7, 8, 9, 0), (3,), (9,)])
+@pytest.mark.parametrize(("family", "batch"), [*zip(HYBRID, (5, 20, 1), strict=True)])
+def test_tokens_with_drafts_equal_plain_decoding(models, due, family, batch, lengths):
+    _, target = models(family)
+    accepted = set()
+    loop = loop_for(target, Oracle(due(family)), rows=batch, lengths=InTurn(*lengths))
+    found = drive(loop, rows(), on_round=lambda done, _: accepted.add(done.accepted))
+    assert found == due(family)
+    ragged = [len({*one}) for one in accepted]
+    assert batch == 1 or max(ragged) > 2, "rows accepted equally many: this run showed nothing"
+
+
+@pytest.mark.parametrize("coupling", ["shared", "maximal"])
+def test_other_drafts_equal_plain_decoding(models, due, coupling, tmp_path):
+    """Lookup, and a draft model with attention only, as point masses or sampled."""
+    _, target = models(HYBRID[0])
+    write_checkpoint("llama", tmp_path, **shallow("llama"))
+    weights = load(open_checkpoint(tmp_path), dtype=torch.float32, device=torch.device("cpu"))
+    draft = Decoder(open_checkpoint(tmp_path).spec, weights)
+    sure = {key: tokens for key, tokens in due(HYBRID[0]).items() if key[1] == 0}
+    for drafter in (draft, "lookup"):
+        loop = loop_for(target, drafter, rows=4, lengths=Fixed(3), coupling=coupling)
+        found = drive(loop, rows())
+        if coupling == "shared":
+            assert found == due(HYBRID[0])
+        assert {key: found[key] for key in sure} == sure
+
+
+def test_rows_that_are_put_back_are_drawn_again(models):
+    _, target = models(HYBRID[1])
+    given = rows(TEXTS[2:5], n=2, limit=50)
+    wanted = plain(target, [again(row) for row in given])
+    loop = loop_of(target, Oracle(wanted), lengths=InTurn(4, 2, 6), total=7, graphs=False)
+    found, back, _, _ = finish(loop, given)
+    assert back > 0
+    assert found == wanted
+
+
+def test_prompt_is_read_once_for_its_samples_and_again_if_its_state_has_gone(models):
+    _, target = models(HYBRID[0])
+    runner, read = Runner(target, rows=2, span=20, lag=1), []
+    passes = runner._passes.run
+    runner._passes.run = lambda parts, capture: (
+        read.extend(len(part.tokens) for part in parts),
+        passes(parts, capture=capture),
+    )
+    for p, text in enumerate(TEXTS):
+        runner.open(str(p), text)
+    runner.follow(Change((), (), (((0, 1), "3"),)))
+    assert read.count(len(TEXTS[3]) - 1) == 1
+    for p in (4, 5):  # their states take no other's
+        runner.follow(Change((0,), (), (((0,), str(p)),)))
+    runner.follow(Change((0,), (), (((0,), "3"),)))
+    assert read.count(len(TEXTS[3]) - 1) == 1
+    for p in range(4, PROMPTS + 2):
+        runner.follow(Change((0,), (), (((0,), str(p)),)))
+    runner.follow(Change((0,), (), (((0,), "1"),)))
+    runner.follow(Change((0,), (), (((0,), "2"),)))
+    runner.follow(Change((0,), (), (((0,), "3"),)))
+    assert read.count(len(TEXTS[3]) - 1) == 2
+
+
+@torch.inference_mode()
+def test_state_after_2000_rounds_is_that_of_a_fresh_pass(models):
+    """Rounds of 1 to 9 tokens, of which a part is accepted; the rejected ones are other tokens."""
+    _, target = models(HYBRID[0])
+    count, batch = 2000, 2
+    generator = torch.Generator().manual_seed(3)
+    widths = torch.randint(1, 10, (count,), generator=generator).tolist()
+    luck = torch.rand(batch, count, generator=generator).tolist()
+    kept = [
+        [1 + (chance < 0.2) * (width // 2) for chance, width in zip(one, widths, strict=True)]
+        for one in luck
+    ]
+    most = max(map(sum, kept)) + 20
+    texts = torch.randint(VOCAB, (batch, most), generator=generator)
+    runner = Runner(target, rows=batch, span=most, lag=1, width=9)
+    lengths = [5, 11]
+    for row, length in enumerate(lengths):
+        runner.open(str(row), texts[row, :length].tolist())
+        runner.follow(Change((), (), (((row,), str(row)),)))
+    ends = torch.tensor(lengths)
+    for number, width in enumerate(widths):
+        positions = ends[:, None] - 1 + torch.arange(width)
+        tokens = texts.gather(1, positions)
+        accepted = torch.tensor([one[number] for one in kept])
+        drafts = torch.arange(width) >= accepted[:, None]
+        tokens = torch.where(drafts, (tokens + 1 + number) % VOCAB, tokens)
+        runner.feed(tokens, positions, (positions[:, -1] + 1).tolist())
+        ends = ends + accepted
+    last = ends[:, None] - 1
+    runner.feed(texts.gather(1, last), last, ends.tolist())
+    fresh = Runner(target, rows=batch, span=20, lag=1)
+    for row, end in enumerate(ends.tolist()):
+        fresh.open(str(row), texts[row, :end].tolist())
+        fresh.follow(Change((), (), (((row,), str(row)),)))
+    for found, wanted in zip(runner.cache.states._layers, fresh.cache.states._layers, strict=True):
+        assert wanted.state[:batch].std() > 1e-3
+        torch.testing.assert_close(found.state[:batch], wanted.state[:batch], atol=1e-4, rtol=0)
+
+
+def test_distribution_under_maximal_coupling_is_the_targets(models):
+    """Against the products of transformers' own probabilities of all texts of three tokens. The
+    drafts are point masses, half of them rejected."""
+    vocab, draws, prompt = 5, 2000, [3, 1, 4]
+    model, target = models(HYBRID[2], vocab_size=vocab)
+    law = {}
+    for tokens in itertools.product(range(vocab), repeat=3):
+        with torch.inference_mode():
+            logits = model(torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[0]
+        chances = logits[len(prompt) - 1 : -1].double().softmax(-1)
+        law[tokens] = float(chances[range(3), list(tokens)].prod())
+    given = [
+        Row("0", s, 2, list(prompt), 3, sampling=RowSampling(temperature=1.0)) for s in range(draws)
+    ]
+    guess = {("0", s): [s % vocab] * 12 for s in range(draws)}
+    loop = loop_for(target, Oracle(guess, vocab), rows=draws, lengths=Fixed(2), coupling="maximal")
+    found = drive(loop, given)
+    away, bound = distance(law, list(found.values()))
+    assert away < bound
+    assert sum(row.accepted for row in given) > 100
