@@ -111,7 +111,16 @@ class LocalBackend:
             cores.update()
             accepted, rows = sum(done.accepted), len(done.accepted)
             capacity = done.capacity or self.facts.rows
-            screen.round(accepted, rows, done.seconds, done.capturing, capacity)
+            screen.round(
+                accepted,
+                rows,
+                done.seconds,
+                done.capturing,
+                capacity,
+                width=done.width,
+                waiting=done.waiting,
+                plain=done.plain,
+            )
 
         return generate(
             prompts,

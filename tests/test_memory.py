@@ -392,7 +392,7 @@ def test_a_job_that_runs_out_of_memory_twice_ends_with_the_same_lines(
     due, written = sorted(_samples(place / "o.jsonl")), place / "o.jsonl"
     totals = json.loads((place / "o.jsonl.manifest.json").read_text())["totals"]
     _steal(monkeypatch, *calls)
-    result = bass(*FLAGS, *flags, "--overwrite")
+    result = bass(*FLAGS, *flags, "--overwrite", "--verbose")
     assert (result.exit_code, result.stderr.count("memory ran out with")) == (0, 2)
     last = result.stderr.rindex("going on with ")  # these rows are what the share is of
     left, of = re.findall(r"(?:going on with|rows busy: \d+% of) (\d+)", result.stderr[last:])

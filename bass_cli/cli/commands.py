@@ -20,6 +20,7 @@ from bass_cli import __version__
 from bass_cli.cli.help import EPILOG, Command, Group
 from bass_cli.cli.options import in_flags, takes
 from bass_cli.config.commands import (
+    COMMANDS,
     BatchArgs,
     BenchArgs,
     DistillArgs,
@@ -493,16 +494,35 @@ def running(args: Any, interrupted: str) -> Iterator[Screen]:
         interrupted: The message after SIGINT or SIGTERM.
     """
     document = getattr(args, "json_document", False)
-    screen = Screen(getattr(args, "quiet", False), document=document, render=in_flags)
+    quiet, verbose = getattr(args, "quiet", False), getattr(args, "verbose", False)
+    screen = Screen(quiet, document=document, render=in_flags, verbose=verbose)
     if (reason := unsupported()) is not None:
         screen.error(reason)
         raise typer.Exit(3)
     with signals.in_command(lambda: screen.error(interrupted)):
         try:
-            with _explained(screen, interrupted):
+            with _explained(screen, interrupted), _logged(args, screen):
                 yield screen
         except BrokenPipeError:  # the reader of the output has gone
             raise typer.Exit(signals.READER_GONE) from None
+
+
+@contextlib.contextmanager
+def _logged(args: Any, screen: Screen) -> Iterator[None]:
+    """Write the events of the block to the file of --log, if there is one."""
+    if getattr(args, "verbose", False) and args.quiet:
+        raise UserError("`quiet` and `verbose` contradict each other; give one of them")
+    if getattr(args, "log", None) is None:
+        yield
+        return
+    from bass_cli.io.runlog import RunLog
+    from bass_cli.io.saving import refuse_shared_files
+
+    others = [(f"`{name}`", getattr(args, name, None)) for name in ("prompts", "out", "report")]
+    refuse_shared_files([("`log`", args.log)], others)
+    command = next(name for name, kind in COMMANDS.items() if kind is type(args))
+    with RunLog(args.log, command, render=screen.render) as screen.log:
+        yield
 
 
 @contextlib.contextmanager

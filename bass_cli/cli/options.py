@@ -39,6 +39,7 @@ _PATHS = {
     "plot",
     "errors",
     "schema",
+    "log",
 }
 # A field in a message; not in quoted text of a user or in a file's name
 _NAMED = re.compile(r"(?<![^ (])`([a-z_.]+(?:=True|=False)?)`(?![\"\w./])")

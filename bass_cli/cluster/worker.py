@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bass_cli.cluster.fleet import Fault, Process
 from bass_cli.config.job import Job
-from bass_cli.io.console import Usage
 from bass_cli.io.prompts import Prompt, Shard, Wanted
 from bass_cli.io.results import Completion
+from bass_cli.io.usage import Usage
 from bass_cli.run.manifest import Facts
 from bass_cli.system.threads import CoreMonitor, configure_threads
 

@@ -15,9 +15,10 @@ from typing import Any
 from bass_cli.cluster.fleet import BEAT_OF_ALL, POLL, WAIT, Fault, Fleet, Lost, Place
 from bass_cli.cluster.worker import Part, Ready, Report
 from bass_cli.errors import MachineError
-from bass_cli.io.console import Screen, together
+from bass_cli.io.console import Screen
 from bass_cli.io.prompts import Prompt
 from bass_cli.io.results import Completion
+from bass_cli.io.usage import together
 from bass_cli.run.manifest import Facts
 
 _BEAT = 0.1  # seconds between two reports of a worker

@@ -128,6 +128,21 @@ class _Quiet:
 
 
 @dataclass(kw_only=True, eq=False)
+class _Run(_Quiet):
+    """The options of commands that draw or score samples with a model."""
+
+    verbose: bool = switch(
+        "Show speed, accepted drafts, busy rows and where the seconds went", OUTPUT, rare=True
+    )
+    log: str | None = flag(
+        "Append what happens, with times, to this file: a JSON object a line",
+        OUTPUT,
+        "FILE",
+        rare=True,
+    )
+
+
+@dataclass(kw_only=True, eq=False)
 class _Document:
     json_document: bool = switch(
         "Print one JSON document instead of the table", OUTPUT, flag="--json"
@@ -142,7 +157,7 @@ class PairArgs(_Pair):
 
 
 @dataclass(kw_only=True, eq=False)
-class SampleArgs(_Samples, _Distribution, _Decoder, PairArgs, _Quiet):
+class SampleArgs(_Samples, _Distribution, _Decoder, PairArgs, _Run):
     """The options of how samples are drawn: shared by `generate` and `eval`."""
 
     shard: str | None = flag(
@@ -219,7 +234,7 @@ class GenerateArgs(_Chats, _Defaults, _Structure, _Texts, SampleArgs):
 
 
 @dataclass(kw_only=True, eq=False)
-class BatchArgs(_Requests, _Chats, _Defaults, _Distribution, _Decoder, PairArgs, _Quiet):
+class BatchArgs(_Requests, _Chats, _Defaults, _Distribution, _Decoder, PairArgs, _Run):
     prompts: str = flag(
         "A .jsonl file of requests in OpenAI's batch format: custom_id, method, url, body.",
         "",
@@ -238,7 +253,7 @@ class BatchArgs(_Requests, _Chats, _Defaults, _Distribution, _Decoder, PairArgs,
 
 
 @dataclass(kw_only=True, eq=False)
-class LogprobsArgs(_Scored, _Chats, _Target, _Quiet):
+class LogprobsArgs(_Scored, _Chats, _Target, _Run):
     prompts: str = flag(
         "A file of prompts with completions, in any format that bass generate reads, such as "
         'lines {"id": "a", "prompt": "a text", "completion": " goes on"}.',

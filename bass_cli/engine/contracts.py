@@ -86,6 +86,8 @@ class RoundResult(NamedTuple):
     capacity: rows of the batch; 0 if not filled in.
     waiting: seconds, not included in `seconds`, in which the device waited because the controller
         needed the tokens of the round before.
+    plain: seconds of a plain round of the same rows by the controller's measured costs; 0 if
+        unknown.
     """
 
     width: int
@@ -98,6 +100,7 @@ class RoundResult(NamedTuple):
     capturing: float = 0.0
     capacity: int = 0
     waiting: float = 0.0
+    plain: float = 0.0
 
     @property
     def num_drafts(self) -> tuple[int, ...]:
@@ -359,6 +362,11 @@ class DraftLength(ABC):
 
     exact: bool = False
     stops: bool = False
+
+    @property
+    def plain(self) -> float:
+        """Seconds of a plain round of the last rows, by measured costs; 0 if unknown."""
+        return 0.0
 
     @abstractmethod
     def next(self, rows: int, inputs: ControllerInput = DEFAULT_INPUT) -> int:

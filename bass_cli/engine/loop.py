@@ -402,6 +402,7 @@ class Loop:
             rows=rows,
             capturing=ended.capturing,
             waiting=ended.waiting,
+            plain=self.lengths.plain,
         )
         if done.steady:
             self.clock.observe(ended.length, seconds)

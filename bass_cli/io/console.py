@@ -1,7 +1,7 @@
 """Show progress, notes and errors of a command on standard error, and its results on stdout.
 
-A Screen chooses the lines, estimates the time left, and counts where the seconds of a run go and
-how busy its rows are. io/terminal.py writes all text.
+A Screen chooses the lines and estimates the time left; io/usage.py counts where the seconds go.
+io/terminal.py writes all text. With a RunLog (io/runlog.py) all events go to a file too.
 """
 
 from __future__ import annotations
@@ -9,21 +9,21 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bass_cli.errors import UserError, spelled
 from bass_cli.io import terminal
 from bass_cli.io.terminal import INTERVAL, Display
+from bass_cli.io.usage import Gain, Usage, describe
 from bass_cli.system.host import gigabytes
 
 if TYPE_CHECKING:
     from bass_cli.io.results import Completion
+    from bass_cli.io.runlog import RunLog
 
 _LEAST_SECONDS = 0.5  # of decoding, before a speed is shown
 _LEAST, _SHARE = 3, 0.02  # items, and share of all items, that are done before an estimate
-_LAST = 0.05  # the share of samples in which rows empty at the end of any job
 
 
 class Screen:
@@ -34,13 +34,23 @@ class Screen:
         document: Standard output gets a JSON document, so text for people goes to stderr.
         render: Changes a message before it is shown. Messages name options by their fields, and
             the command line shows flags.
+        verbose: The summary has the acceptance rate, busy rows and where the seconds went.
+
+    Attributes:
+        log: Gets all events, if it is set.
     """
 
     def __init__(
-        self, quiet: bool = False, *, document: bool = False, render: Callable[[str], str] = str
+        self,
+        quiet: bool = False,
+        *,
+        document: bool = False,
+        render: Callable[[str], str] = str,
+        verbose: bool = False,
     ) -> None:
-        self._quiet, self._document = quiet, document
+        self._quiet, self._document, self._verbose = quiet, document, verbose
         self.render = render
+        self.log: RunLog | None = None
         self._display = Display(quiet=quiet)
         self._bytes = (0, 0)  # read so far and in all, in this phase
         self._counting = False  # whether the progress is of something other than samples
@@ -55,7 +65,7 @@ class Screen:
         self._reasons: dict[str, int] = {}
         self._estimate, self._live = Estimate(total), True
         self._beside: Callable[[], str] | None = None
-        self._usage = Usage(rows, total)
+        self._usage, self._gain = Usage(rows, total), Gain()
 
     def phase(self, name: str, *, live: bool = True) -> None:
         """Show the name of a phase, until something else is shown.
@@ -64,6 +74,8 @@ class Screen:
         """
         began, self._bytes = time.monotonic(), (0, 0)
         self._usage.phase(name)
+        if self.log is not None:
+            self.log.phase(name)
 
         def lines() -> list[str]:
             spent, (done, whole) = time.monotonic() - began, self._bytes
@@ -99,6 +111,8 @@ class Screen:
         """
         self._reset(total, rows)
         self._live, self._beside = live, beside
+        if self.log is not None:
+            self.log.event("sampling", samples=total, rows=rows)
         self._show_samples()
 
     def round(
@@ -108,6 +122,10 @@ class Screen:
         seconds: float,
         capturing: float = 0.0,
         capacity: int | None = None,
+        *,
+        width: int = 0,
+        waiting: float = 0.0,
+        plain: float = 0.0,
     ) -> None:
         """Count a finished round.
 
@@ -117,8 +135,23 @@ class Screen:
             seconds: Its time, without `capturing`.
             capturing: Seconds of capturing graphs.
             capacity: The rows of the batch, if they have changed.
+            width: Its draft length.
+            waiting: Seconds in which the device waited for the host, not part of `seconds`.
+            plain: Seconds of a plain round of these rows; 0 if unknown.
         """
         self._usage.round(rows, seconds, capturing, capacity)
+        self._gain.round(width, rows, accepted, seconds + waiting, plain)
+        if self.log is not None:
+            self.log.round(
+                rows=rows,
+                tokens=accepted + rows,
+                accepted=accepted,
+                drafted=width * rows,
+                seconds=seconds,
+                capturing=capturing,
+                waiting=waiting,
+                samples=self._samples,
+            )
         if self._decoding is None:
             self._begin_decoding(time.monotonic() - seconds)
         self.rounds(accepted + rows, rows, accepted)
@@ -187,17 +220,27 @@ class Screen:
 
     def note(self, message: str) -> None:
         """Show a note above the progress display, unless quiet."""
-        self._display.message(self.render(message))
+        message = self.render(message)
+        if self.log is not None:
+            self.log.event("note", text=message)
+        self._display.message(message)
 
     def error(self, message: str | UserError) -> None:
         """Show an error, even if quiet."""
         self._display.hide()
         lines = message.lines if isinstance(message, UserError) else [message]
-        terminal.error(*map(self.render, lines))
+        lines = [self.render(line) for line in lines]
+        if self.log is not None:
+            self.log.event("error", text="; ".join(lines))
+        terminal.error(*lines)
 
     def summary(self, output: str) -> dict[str, Any]:
-        """Return the figures of this run; acceptance is None if nothing was drafted."""
-        seconds = time.monotonic() - self._began
+        """Return the figures of this run.
+
+        Acceptance is None if nothing was drafted, `without_drafts_seconds` also if the cost of
+        plain rounds is not known.
+        """
+        seconds, gain = time.monotonic() - self._began, self._gain.seconds
         decoding = 0.0 if self._decoding is None else time.monotonic() - self._decoding
         return {
             "output": output,
@@ -205,6 +248,7 @@ class Screen:
             "tokens": self._tokens,
             "seconds": round(seconds, 3),
             "decoding_seconds": round(decoding, 3),
+            "without_drafts_seconds": None if gain is None else round(seconds + gain, 1),
             "tokens_per_second": round(self._tokens / decoding, 2)
             if self._tokens and decoding > 0
             else None,
@@ -215,9 +259,13 @@ class Screen:
         }
 
     def close(self, summary: dict[str, Any] | None = None) -> None:
-        """End the progress display and show the summary in two or three lines."""
+        """End the progress display and show the summary, in two lines unless verbose."""
         self._display.hide()
-        if summary is None or self._quiet:
+        if summary is None:
+            return
+        if self.log is not None:
+            self.log.event("summary", **summary)
+        if self._quiet:
             return
         reasons = ", ".join(
             f"{count} {reason}" for reason, count in summary["finish_reasons"].items()
@@ -225,20 +273,29 @@ class Screen:
         terminal.line(
             f"{summary['samples']} samples ({reasons or 'nothing to do'}) in {summary['output']}"
         )
-        speed = f"{summary['tokens']} tokens in {summary['seconds']:.1f} s"
-        if (
-            summary["tokens_per_second"] is not None
-            and summary["decoding_seconds"] >= _LEAST_SECONDS
-        ):
-            speed += f", {summary['tokens_per_second']:.1f} a second once the models were loaded"
+        known = summary["decoding_seconds"] >= _LEAST_SECONDS
+        if self._verbose:
+            self._show_details(summary, known=known)
+        took = f"{summary['tokens']} tokens in {summary['seconds']:.1f} s"
+        if (plain := summary["without_drafts_seconds"]) is not None and known:
+            took += f"; without drafts about {plain:.{1 if plain < 100 else 0}f} s (an estimate)"
+        terminal.line(took)
+
+    @staticmethod
+    def _show_details(summary: dict[str, Any], *, known: bool) -> None:
+        """Show speed, acceptance, busy rows and phases. `known`: whether the speed is known."""
+        if summary["tokens_per_second"] is not None and known:
+            terminal.line(
+                f"{summary['tokens_per_second']:.1f} tokens a second once the models were loaded"
+            )
         if summary["acceptance_rate"] is not None:
-            speed += (
-                f"; drafts accepted: {summary['accepted_per_round']:.2f} a round, "
+            terminal.line(
+                f"drafts accepted: {summary['accepted_per_round']:.2f} a round, "
                 f"{summary['acceptance_rate']:.0%}"
             )
-        terminal.line(speed)
         if summary["usage"]["rounds"]:
-            terminal.line(describe(summary["usage"]))
+            for line in describe(summary["usage"]):
+                terminal.line(line)
 
     def say(self, line: str) -> None:
         """Write a line of results to stdout."""
@@ -332,124 +389,3 @@ def clock(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-class Usage:
-    """Counts of one run, from now on.
-
-    Args:
-        capacity: The rows of the batch.
-        total: The number of samples to come; None if unknown.
-    """
-
-    def __init__(self, capacity: int, total: int | None):
-        self._capacity = capacity
-        self._early = None if total is None else total * (1 - _LAST)
-        self._phases: dict[str, float] = defaultdict(float)
-        self._phase, self._since = "starting", time.monotonic()
-        self._begun = False  # whether there was a round
-        self._rounds = self._live = self._most = 0  # live rows: of all rounds, of the fullest
-        self._places = 0  # the sum of capacities over all rounds
-        self._full = self._draining = self._capturing = 0.0
-        self._samples, self._busy_early = 0, (0, 0)
-
-    def phase(self, name: str) -> None:
-        """Begin a phase; it ends with the next phase or the first round."""
-        self._end_phase(time.monotonic())
-        self._phase = name
-
-    def round(
-        self, rows: int, seconds: float, capturing: float = 0.0, capacity: int | None = None
-    ) -> None:
-        """Count a finished round.
-
-        Args:
-            rows: Its live rows.
-            seconds: Its time, without `capturing`.
-            capturing: Seconds of capturing graphs for it.
-            capacity: The rows of the batch from now on; fewer after memory ran out.
-        """
-        if capacity is not None and capacity != self._capacity:
-            self._capacity, self._most = capacity, 0
-        if not self._begun:
-            self._end_phase(time.monotonic() - seconds - capturing)
-            self._begun, self._phase = True, "between rounds"
-        self._rounds += 1
-        self._live += rows
-        self._places += self._capacity
-        self._capturing += capturing
-        self._draining += seconds
-        if rows >= self._most:  # the batch was not draining until now
-            self._most = rows
-            self._full, self._draining = self._full + self._draining, 0.0
-
-    def sample(self) -> None:
-        """Count a finished sample."""
-        self._samples += 1
-        if self._early is not None and self._samples <= self._early:
-            self._busy_early = (self._live, self._places)
-
-    def summary(self) -> dict[str, Any]:
-        """Return the counts.
-
-        `rows`: the rows of the batch at the end. `rows_busy`: the mean share of live rows over all
-        rounds. `rows_busy_early`: the same before the last 5 % of samples; None if there were no
-        such rounds. `phases`: seconds by phase.
-        """
-        phases = dict(self._phases)
-        phases[self._phase] = self._phases[self._phase] + time.monotonic() - self._since
-        if self._begun:
-            rounds = {
-                "decoding": self._full,
-                "draining": self._draining,
-                "capturing graphs": self._capturing,
-            }
-            rest = phases.pop("between rounds") - sum(rounds.values())
-            phases |= {**rounds, "between rounds": max(rest, 0.0)}
-        return {
-            "rows": self._capacity,
-            "rounds": self._rounds,
-            "rows_busy": self._share(self._live, self._places),
-            "rows_busy_early": self._share(*self._busy_early),
-            "phases": {name: round(seconds, 3) for name, seconds in phases.items()},
-        }
-
-    @staticmethod
-    def _share(live: int, places: int) -> float | None:
-        return round(live / places, 4) if places else None
-
-    def _end_phase(self, when: float) -> None:
-        spent = max(when - self._since, 0.0)
-        self._phases[self._phase] += spent
-        self._since += spent
-
-
-def together(usages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the summaries of several processes; rows and seconds are summed."""
-    phases: dict[str, float] = {}
-    for usage in usages:
-        for name, seconds in usage["phases"].items():
-            phases[name] = round(phases.get(name, 0.0) + seconds, 3)
-    places = sum(one["rounds"] * one["rows"] for one in usages)
-    live = sum(one["rounds"] * one["rows"] * (one["rows_busy"] or 0.0) for one in usages)
-    return {
-        "rows": sum(one["rows"] for one in usages),
-        "rounds": sum(one["rounds"] for one in usages),
-        "rows_busy": round(live / places, 4) if places else None,
-        "rows_busy_early": None,
-        "phases": phases,
-        "actors": len(usages),
-    }
-
-
-def describe(usage: dict[str, Any]) -> str:
-    """Return a summary with rounds as a line of text. It has no seconds if every phase is shorter
-    than 0.05 s."""
-    early = usage["rows_busy_early"]
-    until = "" if early is None else f" ({early:.0%} until the last 5% of samples)"
-    phases = ", ".join(
-        f"{name} {seconds:.1f}" for name, seconds in usage["phases"].items() if seconds >= 0.05
-    )
-    whose = f" of {usage['actors']} actors together" if "actors" in usage else ""
-    spent = f"; seconds{whose}: {phases}" if phases else ""
-    return f"rows busy: {usage['rows_busy']:.0%} of {usage['rows']}{until}{spent}"

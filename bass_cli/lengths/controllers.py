@@ -201,6 +201,10 @@ class Goodput(DraftLength):
     def drafts(self) -> bool:
         return not self._decided or self._next[0] > 0
 
+    @property
+    def plain(self) -> float:
+        return self._plain
+
     def needs_result(self, width: int) -> bool:
         """See DraftLength.needs_result. True at the beginning, after a probe and after catching
         up; a plain round says nothing about drafts."""

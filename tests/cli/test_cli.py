@@ -54,7 +54,13 @@ def test_only_results_on_stdout(cli: Any) -> None:
         ("b", 1, "B/1/0"),
     ]
     assert "4 samples (4 eos)" in result.stderr
-    assert "2.00 a round, 50%" in result.stderr
+    assert "accepted" not in result.stderr
+    verbose = cli("generate", "p.jsonl", "--n", "2", "--verbose")
+    assert "drafts accepted: 2.00 a round, 50%" in verbose.stderr
+    assert "rows busy: 100% of 2" in verbose.stderr
+    assert verbose.stdout == result.stdout
+    both = cli("generate", "p.jsonl", "--quiet", "--verbose")
+    assert (both.exit_code, "--quiet and --verbose contradict" in both.stderr) == (2, True)
     quiet = cli("generate", "p.jsonl", "--n", "2", "--quiet")
     assert (quiet.stdout, quiet.stderr) == (result.stdout, "")
 

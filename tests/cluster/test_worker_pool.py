@@ -17,9 +17,10 @@ from bass_cli.cluster.worker import Part, Ready, Report
 from bass_cli.cluster.worker_pool import WorkerPool
 from bass_cli.config.job import Job, Pair
 from bass_cli.errors import MachineError, UserError
-from bass_cli.io.console import Screen, Usage
+from bass_cli.io.console import Screen
 from bass_cli.io.prompts import Prompt
 from bass_cli.io.results import Completion
+from bass_cli.io.usage import Usage
 from bass_cli.run.manifest import Facts
 
 Event = Ready | Report | Fault | Lost

@@ -156,10 +156,12 @@ def test_a_speed_over_too_short_a_time_is_not_printed(
 ) -> None:
     for seconds, shown in ((0.01, False), (0.4, False), (0.6, True), (60.0, True)):
         now[0] = 0.0
-        screen = Screen()
+        screen = Screen(verbose=True)
         screen.start(1)
-        screen.round(1, 1, 0.0)
+        screen.round(1, 1, 0.001, width=4, plain=0.1)
         now[0] = seconds
         screen.advance(Completion("a", 0, "", "eos", 30, None, None, 0.0, 10, 40, 20, 0, 1))
         screen.close(screen.summary("o.jsonl"))
-        assert ("a second once the models were loaded" in capsys.readouterr().err) is shown
+        written = capsys.readouterr().err
+        assert ("a second once the models were loaded" in written) is shown
+        assert ("without drafts" in written) is shown

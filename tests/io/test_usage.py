@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from bass_cli.io.console import Usage, describe
+from bass_cli.io.usage import Gain, Usage, describe
 
 
 @pytest.fixture
@@ -52,11 +52,11 @@ def test_every_second_is_in_one_phase_and_rows_are_counted(now: list[float]) -> 
     assert found["rows_busy"] == pytest.approx(18 / 24)
     assert found["rows_busy_early"] == pytest.approx(15 / 16, abs=1e-4)
     assert (found["rows"], found["rounds"]) == (4, 6)
-    assert describe(found) == (
-        "rows busy: 75% of 4 (94% until the last 5% of samples); seconds: starting 1.0, loading the "
-        "weights 5.0, reading the first prompts 2.0, decoding 5.0, draining 3.0, capturing graphs "
-        "0.5, between rounds 1.0"
-    )
+    assert describe(found) == [
+        "rows busy: 75% of 4 (94% until the last 5% of samples)",
+        "seconds: starting 1.0, loading the weights 5.0, reading the first prompts 2.0, decoding "
+        "5.0, draining 3.0, capturing graphs 0.5, between rounds 1.0",
+    ]
 
 
 def test_the_line_of_a_very_short_run_has_no_empty_list_of_seconds(now: list[float]) -> None:
@@ -64,8 +64,8 @@ def test_the_line_of_a_very_short_run_has_no_empty_list_of_seconds(now: list[flo
     for seconds in (0.01, 0.02):
         now[0] += seconds
         usage.round(2, seconds)
-    assert describe(usage.summary()) == "rows busy: 100% of 2"
-    assert describe(usage.summary() | {"actors": 3}) == "rows busy: 100% of 2"
+    assert describe(usage.summary()) == ["rows busy: 100% of 2"]
+    assert describe(usage.summary() | {"actors": 3}) == ["rows busy: 100% of 2"]
 
 
 def test_a_run_without_rounds_has_its_phases(now: list[float]) -> None:
@@ -95,3 +95,22 @@ def test_busy_rows_are_relative_to_the_capacity(now: list[float]) -> None:
     found = usage.summary()
     assert (found["rows"], found["rows_busy"]) == (4, round(30 / 32, 4))
     assert (found["phases"]["decoding"], found["phases"]["draining"]) == (5.0, 1.0)
+
+
+def test_the_gain_of_drafts_is_what_plain_rounds_would_have_taken() -> None:
+    """10 tokens a row in plain rounds of 0.1 s, against 4 rounds: 2 plain ones and 2 of 0.3 s."""
+    gain = Gain()
+    assert gain.seconds is None  # nothing was drafted
+    for _ in range(2):
+        gain.round(0, 2, 0, 0.1, 0.1)
+    assert gain.seconds is None
+    for _ in range(2):
+        gain.round(4, 2, 6, 0.3, 0.1)  # 3 accepted drafts and one more token in each row
+    assert gain.seconds == pytest.approx(10 * 0.1 - (2 * 0.1 + 2 * 0.3))
+    for _ in range(8):
+        gain.round(4, 2, 0, 0.3, 0.1)  # drafts that cost more than they save
+    assert gain.seconds == pytest.approx(0.2 - 8 * 0.2)
+    gain.round(4, 2, 8, 0.1, 0.0)  # a round without a known cost
+    assert gain.seconds == pytest.approx(0.2 - 8 * 0.2)
+    gain.round(4, 2, 8, 0.1, 0.0)
+    assert gain.seconds is None  # more than 5 % of the seconds

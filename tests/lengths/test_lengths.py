@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+from devices import device, surface_of
 
 from bass_cli.config.options import CONTROLLERS
 from bass_cli.drafts.factory import NoDrafter
@@ -12,6 +13,7 @@ from bass_cli.engine.batch import Batch
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.contracts import ControllerInput, Proposal, RoundResult
 from bass_cli.engine.round import HostDrafts
+from bass_cli.io.usage import Gain
 from bass_cli.lengths.controllers import Bass, Budget, Fixed, Goodput, make_lengths
 from bass_cli.lengths.costs import make_surface
 
@@ -226,3 +228,24 @@ def test_longest_draft_is_used_if_the_controller_does_not_trim(controller):
     batch = Batch(rows=4, context=64, device=torch.device("cpu"))
     found = HostDrafts(batch, Found(), learns_before=True).propose(7, controller)
     assert (found.tokens.shape, found.num_drafts) == ((4, 5), (0, 3, 5, 1))
+
+
+@pytest.mark.parametrize("profile", [False, True])
+def test_the_gain_of_drafts_is_estimated_from_measured_plain_rounds(profile):
+    """400 rounds of 8 rows on a device with known costs, which vary by 5 %: what plain decoding of
+    the same tokens takes is known exactly."""
+    rng, cost = random.Random(4), device("wide-310m")
+    surface = surface_of(cost) if profile else None
+    lengths, gain, saved = Goodput(limit=32, surface=surface), Gain(), 0.0
+    for _ in range(400):
+        width = lengths.next(8)
+        accepted = tuple(min(int(rng.expovariate(0.3)), width) for _ in range(8))
+        seconds = cost(8, width) * rng.uniform(0.95, 1.05)
+        done = RoundResult(width, accepted, seconds, plain=lengths.plain)
+        gain.round(width, 8, sum(accepted), seconds, done.plain)
+        lengths.observe(done)
+        saved += cost(8, 0) * (1 + sum(accepted) / 8) - seconds if width else 0.0
+    assert saved > 0.3
+    assert gain.seconds == pytest.approx(saved, rel=0.1)
+    assert Fixed(4).plain == 0.0
+    assert Bass().plain == 0.0
