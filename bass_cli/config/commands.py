@@ -505,6 +505,12 @@ class ReportArgs(_Quiet):
     data: str | None = flag(
         "The task's data set, if it is not packaged", SCORING, "FILE|hf:NAME", shown="packaged"
     )
+    model: str | None = of_job(
+        "model",
+        text="The target, if it is not where it was: its tokenizer places log-probabilities",
+        shown="from the file",
+        variable=False,
+    )
     timeout: str | None = flag(
         "Time limit per program that the verdicts were made with",
         SCORING,

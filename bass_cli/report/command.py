@@ -51,7 +51,8 @@ def run(args: ReportArgs, screen: Screen) -> None:
     sources = find_sources(args.runs)
     if len(sources) > _MOST_RUNS:
         raise UserError(f"a page shows at most {_MOST_RUNS} files (got {len(sources)})")
-    readers = [Reader(one, task=args.task, data=args.data, limits=limits) for one in sources]
+    how = {"task": args.task, "data": args.data, "model": args.model}
+    readers = [Reader(one, limits=limits, **how) for one in sources]
     if args.serve:
         from bass_cli.report.server import serve
 

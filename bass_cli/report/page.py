@@ -141,7 +141,7 @@ def _headline(run: Run) -> list[list[str]]:
             shown.append([name, report.with_error(figures, key)])
     shown.append(["samples", f"{figures['samples']:,}"])
     if figures["tokens_per_second"] is not None:
-        shown.append(["tokens a second", f"{figures['tokens_per_second']:.0f}"])
+        shown.append(["tokens a second", f"{figures['tokens_per_second']:,.0f}"])
     if figures["acceptance_rate"] is not None:
         shown.append(["accepted drafts", report.percent(figures["acceptance_rate"])])
     return shown

@@ -25,13 +25,14 @@ class Pieces:
 
     Args:
         manifest: of the file of samples; it names the target.
+        model: the target here, if it is at another place than the manifest says.
     """
 
-    def __init__(self, manifest: Mapping[str, Any]) -> None:
+    def __init__(self, manifest: Mapping[str, Any], model: str | None = None) -> None:
         self.notes: list[str] = []
         self._tokenizer: Tokenizer | None = None
         self._texts: dict[int, str] = {}
-        self._manifest, self._tried = manifest, False
+        self._manifest, self._model, self._tried = manifest, model, False
 
     def of(self, ids: Any, text: str) -> dict[str, Any]:
         """Return {"pieces": the length of each token's text, in UTF-16 units}.
@@ -65,26 +66,32 @@ class Pieces:
         from bass_cli.formats.sources import locate
         from bass_cli.formats.tokenizer import Tokenizer
 
-        results = self._manifest.get("results")
-        target = results.get("target") if isinstance(results, dict) else None
-        job = self._manifest.get("job")
-        pair = job.get("pair") if isinstance(job, dict) else None
-        folder = pair.get("folder") if isinstance(pair, dict) else None
-        own = pair.get("tokenizer") if isinstance(pair, dict) else None
+        results, pair = _part(self._manifest, "results"), _part(self._manifest, "job", "pair")
+        target = self._model or pair.get("tokenizer") or results.get("target")
+        folder = pair.get("folder") if self._model is None else None
         if not isinstance(target, str):
             self.notes.append("tokens are not shown: the manifest names no target")
             return None
         try:
-            found = Tokenizer.load(
-                locate(own or target, folder=Path(folder) if folder else None, fetch=False)
-            )
-            if found.fingerprint() == results.get("vocabulary"):  # type: ignore[union-attr]
-                self._tokenizer = found
-            else:
-                self.notes.append(f"tokens are not shown: {target} has another tokenizer now")
+            path = locate(target, folder=Path(folder) if folder else None, fetch=False)
+            found = Tokenizer.load(path)
         except UserError as error:
-            self.notes.append(f"tokens are not shown: {error}")
+            self.notes.append(
+                f"tokens are not shown: {error}; the option `model` says where the target is now"
+            )
+            return None
+        if found.fingerprint() != results.get("vocabulary"):
+            self.notes.append(f"tokens are not shown: {target} has another tokenizer")
+            return None
+        self._tokenizer = found
         return self._tokenizer
+
+
+def _part(document: Any, *keys: str) -> dict[str, Any]:
+    """Return a part of a manifest. Empty if it is missing."""
+    for key in keys:
+        document = document.get(key) if isinstance(document, dict) else None
+    return document if isinstance(document, dict) else {}
 
 
 def _in_context(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:

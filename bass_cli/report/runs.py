@@ -85,13 +85,21 @@ class Reader:
         task: the name of its task. Default: from the file.
         data: the task's data.
         limits: limits of each program, which verdicts depend on.
+        model: where the target's tokenizer is. Default: from the manifest.
     """
 
     def __init__(
-        self, source: Source, *, task: str | None, data: str | None, limits: Mapping[str, Any]
+        self,
+        source: Source,
+        *,
+        task: str | None = None,
+        data: str | None = None,
+        limits: Mapping[str, Any],
+        model: str | None = None,
     ) -> None:
         self.source, self._named, self._data, self._limits = source, task, data, limits
         self._task: Task | None = None
+        self._model = model
         self._why = ""  # why there is no task
         self._tests: dict[str, str] = {}
         self._digests: dict[tuple[str, str, bool], str] = {}
@@ -107,7 +115,7 @@ class Reader:
             _see_prompt(row, prompts)
 
         if self._pieces is None:
-            self._pieces = Pieces(manifest_of(self.source.path))
+            self._pieces = Pieces(manifest_of(self.source.path), self._model)
         file = read_generations(self.source.path, by_id=True, see=see)
         if self._task is None and file.rows:
             self._load_task(file)
@@ -205,8 +213,10 @@ class Reader:
         problem = problems[found]
         if self._task.executes and found not in self._tests:
             self._tests[found] = self._task.program(problem, "", whole=False).tests
-        tests = {"tests": self._tests[found]} if self._tests.get(found) else {}
-        return {"prompt": problem.prompt, **seen, **tests}
+        more: dict[str, Any] = {"tests": self._tests[found]} if self._tests.get(found) else {}
+        if not self._task.executes:
+            more = {"problem": dict(problem.fields)}
+        return {"prompt": problem.prompt, **seen, **more}
 
     def _verdict(self, row: Generation, known: Mapping[str, Verdict]) -> Verdict | None:
         """Return the verdict on a sample. None if its program has none."""
@@ -279,7 +289,9 @@ def _figures(file: GenerationFile, statuses: Sequence[str]) -> dict[str, Any]:
 
 def ks_of(problems: Mapping[str, Sequence[Outcome]]) -> list[int]:
     """Return the values of k of the curve of pass@k: at most 12, up to the samples of a problem."""
-    most = min(map(len, problems.values()), default=1)
+    # a prompt that could not be run has one line, whatever n is
+    drawn = (rows for rows in problems.values() if rows[0].generation.finish_reason != "error")
+    most = min(map(len, drawn), default=1)
     steps = (1, 2, 3, 4, 5, 6, 8, 10, 16, 20, 32, 50, 64, 100, 128, 200, 256, 512, 1000)
     return sorted({*(one for one in steps if one <= most), most})
 

@@ -75,6 +75,7 @@ class View {
   after(fields) {
     const blocks = [];
     if (fields.tests) blocks.push(element("details", {}, element("summary", {}, "Tests"), textBlock(fields.tests)));
+    if (fields.problem) blocks.push(element("details", {}, element("summary", {}, "The problem's fields"), textBlock(JSON.stringify(fields.problem, null, 2))));
     if (fields.meta) blocks.push(element("details", {}, element("summary", {}, "Other fields of the prompt"), textBlock(JSON.stringify(fields.meta, null, 2))));
     return blocks;
   }
@@ -112,10 +113,12 @@ class View {
   }
 
   chips(known, side) {
+    const { first, n } = known.summaries[known.columns.prompt[side.row - 1]];
     const chips = side.samples.map((sample, place) => {
       const mark = markOf(known, sample);
+      const likeliest = n > 1 && sample === first && known.columns.mean_logprob[sample] !== null;
       const words = { pass: "passed", fail: "failed", cut: "cut", error: "error", open: "" }[mark];
-      return element("button", { class: `sample ${mark}`, "aria-pressed": String(place === side.place), title: `sample ${known.columns.sample[sample]} ${words}`, onclick: () => this.app.choose(place) }, String(known.columns.sample[sample]));
+      return element("button", { class: `sample ${mark}`, "aria-pressed": String(place === side.place), title: `sample ${known.columns.sample[sample]} ${words}${likeliest ? ", the likeliest" : ""}`, onclick: () => this.app.choose(place) }, String(known.columns.sample[sample]), likeliest ? element("sup", {}, "★") : null);
     });
     return element("div", { class: "chips", role: "group", "aria-label": "Samples" }, ...chips);
   }
@@ -158,11 +161,13 @@ class View {
     const { spans: tokens, after } = tokenSpans(text, extra);
     const toggle = element("button", { class: "small", "aria-pressed": String(this.shade), onclick: () => this.toggleShade() }, "shade unlikely tokens (s)");
     if (!extra.pieces) {
-      box.append(toggle, textBlock(text, spans), element("p", { class: "note" }, "Log-probabilities by token, in order; where each begins in the text is unknown here:"), this.strip(extra.token_logprobs.map((one, number) => [number, one])));
+      const unknown = "Log-probabilities by token, in order; where each begins in the text is unknown here:";
+      const strip = this.shade ? [element("p", { class: "note" }, unknown), this.strip(extra.token_logprobs.map((one, number) => [number, one]))] : [];
+      box.append(toggle, textBlock(text, spans), ...strip);
       return box;
     }
     box.append(toggle, textBlock(text, this.shade ? [...tokens, ...spans] : spans));
-    if (after.length) box.append(element("p", { class: "note" }, "Tokens after the text (the end of the sample, or a stop text):"), this.strip(after));
+    if (after.length && this.shade) box.append(element("p", { class: "note" }, "Tokens after the text (the end of the sample, or a stop text):"), this.strip(after));
     return box;
   }
 

@@ -1,7 +1,7 @@
 // The table of prompts: filters, order, search, and the rows that are in sight.
 
 const ROW = 50; // height of a row in pixels, as in the style
-const MARKS = 20; // most samples that have a mark each
+const MARKS = 20; // most samples of a row that have a mark each
 
 const FILTERS = [
   ["all", "all", () => true],
@@ -160,7 +160,7 @@ class Table {
     if (!summary.n) return element("span", { class: "mark none" });
     const known = this.app.data.runs[run];
     const samples = known.of[known.places.get(id)];
-    if (samples.length > MARKS) {
+    if (samples.length * (this.app.b < 0 ? 1 : 2) > MARKS) {
       const bar = element("span", { class: "share" });
       const part = element("span", {});
       part.style.width = `${(100 * summary.passed) / summary.n}%`;

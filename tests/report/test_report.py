@@ -306,6 +306,12 @@ def test_token_log_probabilities_are_shown_with_the_length_of_each_token(tmp_pat
     page = reported("f.jsonl")
     assert "pieces" not in page.runs()[0]["extras"][0]
     assert any("another tokenizer" in note for note in page.head["runs"][0]["notes"])
+    manifest["results"]["target"] = "/gone/model"
+    write_manifest("f.jsonl", manifest)
+    (note,) = reported("f.jsonl").head["runs"][0]["notes"]
+    assert "/gone/model" in note
+    assert "`model`" in note
+    assert "pieces" in reported("f.jsonl", model=str(folder)).runs()[0]["extras"][0]
 
 
 def test_tokens_that_do_not_spell_the_text_are_not_placed(tmp_path: Path) -> None:
