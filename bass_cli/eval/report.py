@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from bass_cli.eval import statistics
 from bass_cli.eval.samples import COUNTED, Generation, GenerationFile
+from bass_cli.eval.setting import setting_of
 from bass_cli.eval.statistics import FEW, Estimate, mean, overshoot, pass_at_k, ratio, spread
 from bass_cli.eval.tasks.task import Task
 from bass_cli.io.console import Screen
@@ -92,6 +93,7 @@ def build(
         **_timing(file, problems, rows),
         "statuses": dict(sorted(Counter(outcome.status for outcome in everything).items())),
         "isolation": dict(isolation) if isolation else None,
+        "setting": setting_of(file),
         "by_problem": rows,
     }
 

@@ -37,7 +37,8 @@ from bass_cli.reading import open_regular, parse_object
 _NAMED = 5  # the most prompts that a message names
 _NUMBERED = re.compile(r"(.*?)([0-9]{1,18})", re.DOTALL)  # a prompt's id
 _GREW = "if prompts were added to the file, run the command of each part again"
-_OF_A_RUN = ("finished", "totals", "last_run")  # keys of a manifest that describe one run
+# Keys of a manifest that describe one run
+_OF_A_RUN = ("finished", "totals", "last_run", "begun", "written")
 # Words for the final note, by finish_reason
 _UNFINISHED = {"error": "with an error", "budget": "that the budget truncated"}
 
@@ -132,7 +133,8 @@ def merge(out: str, paths: Sequence[str], *, overwrite: bool, note: Callable[[st
                 "distribution of a single run, but are not equal to it"
             )
         manifest = {key: value for key, value in parts[0].manifest.items() if key not in _OF_A_RUN}
-        with open_output(out, manifest | {"results": results}, overwrite=overwrite) as writer:
+        manifest |= {"results": results, **_dates(parts)}
+        with open_output(out, manifest, overwrite=overwrite) as writer:
             writer.complete = not missing
             for part, line in _in_order(parts, order):
                 content = part.line(line)
@@ -207,6 +209,16 @@ def _check_one_job(parts: Sequence[_Part]) -> None:
         if part.shard in taken:
             raise UserError(f"{part.path}: {taken[part.shard]} is also shard {part.shard}")
         taken[part.shard] = part.path
+
+
+def _dates(parts: Sequence[_Part]) -> dict[str, str | None]:
+    """Return when the first part was begun and when the last one was written, None if unknown."""
+    found: dict[str, str | None] = {}
+    for key, choose in (("begun", min), ("written", max)):
+        values = [part.manifest.get(key) for part in parts]
+        known = [value for value in values if isinstance(value, str)]
+        found[key] = choose(known) if len(known) == len(parts) else None
+    return found
 
 
 def _prompts_of(

@@ -39,6 +39,8 @@ from bass_cli.io.resume import (
     known_seconds,
     manifest_path,
     mark,
+    now,
+    origin_of,
     read_past,
     result_rows,
     write_manifest,
@@ -278,6 +280,8 @@ class Writer:
         self._begun = False  # whether this run has changed the file
         self._idle = False  # whether the lines of a parquet file stay as they are
         self._gone = False  # whether the file lost its name
+        self._origin: dict[str, Any] = {"begun": now(), "written": None}  # see origin_of
+        self._added = False  # whether this run has added a line
         self._synced = time.monotonic()
 
     def __enter__(self) -> Writer:
@@ -306,6 +310,7 @@ class Writer:
             self._begin(appending=True)
         with self._refusals():
             self._file.add(line)
+        self._added = True
         self._past.count(row)
         if self._manifest is not None and time.monotonic() - self._synced >= SYNC_SECONDS:
             with self._refusals():
@@ -397,6 +402,8 @@ class Writer:
         if self._manifest is None:
             return
         self.confirm()
+        if self._past.end or self._past.done:
+            self._origin = origin_of(self.name)
         with self._refusals():
             remove_drafts(self.name)
             past = self._past
@@ -432,7 +439,10 @@ class Writer:
 
     def _write_manifest(self, name: str, *, finished: bool) -> None:
         rest = {"finished": finished, "totals": self.totals}
-        write_manifest(name, (self._manifest or {}) | rest)
+        manifest = {"begun": self._origin["begun"], "written": now()} | (self._manifest or {})
+        if not self._added:
+            manifest |= self._origin
+        write_manifest(name, manifest | rest)
 
     def _sync(self) -> None:
         self._file.sync()

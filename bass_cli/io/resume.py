@@ -13,6 +13,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any
 
@@ -385,6 +386,23 @@ def known_seconds(output: str, samples: int) -> float | None:
         return finite(totals["seconds"], least=0) if totals["samples"] == samples else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def origin_of(output: str) -> dict[str, Any]:
+    """Return when and by what the file's lines were written, as its manifest says.
+
+    A run that adds no line keeps these keys. The dates are None if unknown.
+    """
+    manifest: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):
+        manifest = read_manifest(output)
+    kept = {key: manifest[key] for key in ("versions", "origin") if key in manifest}
+    return kept | {key: manifest.get(key) for key in ("begun", "written")}
+
+
+def now() -> str:
+    """Return the time as text: UTC, in seconds, like 2026-11-26T00:10:00+00:00."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def _grows(before: Any, now: int | None) -> bool:

@@ -6,8 +6,12 @@ compares manifests.
 
 from __future__ import annotations
 
+import importlib.metadata
+import json
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bass_cli import __version__
@@ -48,6 +52,7 @@ def describe(
     """Make the manifest of a plan.
 
     "results" has every setting that changes result lines; a resumed run must have the same.
+    "origin" has what a paper names besides: revisions, commit, processor, driver.
 
     Args:
         source: Identifies the prompts.
@@ -100,4 +105,27 @@ def describe(
         ):
             # it decides the draft lengths, which change the samples
             results |= {"profile": plan.surface.digest()}
-    return {"results": results, "job": job.model_dump(mode="json"), "versions": versions}
+    return {
+        "results": results,
+        "job": job.model_dump(mode="json"),
+        "versions": versions | {"transformers": importlib.metadata.version("transformers")},
+        "origin": {"commit": _commit(), **plan.origin},
+    }
+
+
+def _commit() -> str | None:
+    """Return the commit of this installation of bass, with "-dirty" if its clone has changes.
+
+    None if it is not a clone and was not installed from one by its address.
+    """
+    folder = Path(__file__).resolve().parents[2]
+    command = ("git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40")
+    try:
+        if (folder / ".git").exists():
+            # without tags, describe gives the commit
+            found = subprocess.run((*command, "--exclude=*"), capture_output=True, timeout=5)
+            return found.stdout.decode().strip() or None
+        address = importlib.metadata.distribution("bass-cli").read_text("direct_url.json")
+        return str(json.loads(address or "{}")["vcs_info"]["commit_id"])
+    except (ImportError, OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError):
+        return None

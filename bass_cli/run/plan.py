@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import platform
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -46,7 +47,7 @@ from bass_cli.run.pair import (
     reach,
     tokens_of,
 )
-from bass_cli.system.host import free_memory, gigabytes, wake
+from bass_cli.system.host import driver_version, free_memory, gigabytes, processor_name, wake
 from bass_kernels import LAYOUTS, grouped_works
 
 # The formats of all numbers. The others (LAYOUTS of bass_kernels) are of matrices only.
@@ -274,6 +275,29 @@ class Plan:
             "python": platform.python_version(),
             "device": device,
         }
+
+    @property
+    def origin(self) -> dict[str, str | None]:
+        """Where the models come from and where they run, for readers of the manifest.
+
+        A revision is the commit of a hub repository, or "files:" and a digest of the weights.
+        """
+        draft = self.files.draft
+        on_gpu = self.device.type == "cuda"
+        return {
+            "revision": _revision(self.files.target),
+            "draft_revision": None if draft is None else _revision(draft),
+            "processor": processor_name(),
+            "driver": driver_version() if on_gpu else None,
+        }
+
+
+def _revision(model: Checkpoint) -> str:
+    """Return the commit of a model from the hub, else "files:" and a digest of its weights."""
+    for folder in (model.path, *model.path.absolute().parents):
+        if folder.parent.name == "snapshots" and re.fullmatch("[0-9a-f]{40}", folder.name):
+            return folder.name
+    return f"files:{model.fingerprint()}"
 
 
 def make_plan(

@@ -10,6 +10,8 @@ import contextlib
 import gc
 import importlib
 import os
+import platform
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -205,6 +207,21 @@ def lacking_address_space() -> str | None:
         f"ulimit -v allows {limit / 1e6:.0f} MB of address space, but loading torch takes "
         f"{_LEAST_ADDRESS_SPACE / 1e6:.0f} MB; raise the limit (ulimit -v unlimited)"
     )
+
+
+def processor_name() -> str | None:
+    """Return the name of the processor, as Linux or macOS gives it. None if unknown."""
+    for text in system_text(ROOT / "proc/cpuinfo").splitlines():
+        if text.startswith("model name"):
+            return text.partition(":")[2].strip() or None
+    return platform.processor() or None
+
+
+def driver_version() -> str | None:
+    """Return the version of NVIDIA's kernel driver, such as "570.124.06". None if unknown."""
+    text = system_text(ROOT / "proc/driver/nvidia/version")
+    found = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", text)
+    return found and found[1]
 
 
 def visible_gpus() -> list[str]:

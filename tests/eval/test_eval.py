@@ -82,6 +82,8 @@ def without_times(report: dict[str, Any]) -> dict[str, Any]:
     kept["by_problem"] = [
         {k: v for k, v in row.items() if not k.startswith(timed)} for row in report["by_problem"]
     ]
+    dates = ("begun", "written")
+    kept["setting"] = {k: v for k, v in report["setting"].items() if k not in dates}
     return kept
 
 

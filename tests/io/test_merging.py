@@ -106,8 +106,9 @@ def test_merged_file_equals_single_run() -> None:
         json.loads(Path(f"{name}.jsonl.manifest.json").read_text()) for name in ("all", "single")
     )
     assert merged.pop("totals") == single.pop("totals") | {"seconds": 4.5}
+    dates = ("begun", "written")
     del single["last_run"]
-    assert merged == single
+    assert merged | dict.fromkeys(dates) == single | dict.fromkeys(dates)
     # and it can be continued as that run: nothing is missing
     with open_output("all.jsonl", manifest(None), resume=True) as writer:
         assert len(writer.done) == len(IDS) * N
@@ -137,6 +138,23 @@ def test_without_the_prompt_file_order_is_by_number_or_part(
     message = merge("all.jsonl", "one less.jsonl", "3.jsonl", "--overwrite", code=1)
     assert "missing: shard 2/3" in message
     assert f'missing: 1 samples of 1 prompts: "{lines[0].id}" (0)' in message
+
+
+def test_merged_manifest_has_the_dates_of_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in (2, 1, 3):
+        monkeypatch.setattr("bass_cli.io.results.now", lambda number=number: f"day {number}")
+        write(f"part-{number}.jsonl", f"{number}/3")
+    monkeypatch.setattr("bass_cli.io.results.now", lambda: "day 9")
+    parts = [f"part-{number}.jsonl" for number in (1, 2, 3)]
+    merge("out.jsonl", *parts)
+    merged = json.loads(Path("out.jsonl.manifest.json").read_text())
+    assert (merged["begun"], merged["written"]) == ("day 1", "day 3")
+    old = Path("part-2.jsonl.manifest.json")
+    known = json.loads(old.read_text())
+    old.write_text(json.dumps({key: value for key, value in known.items() if key != "begun"}))
+    merge("again.jsonl", *parts)
+    merged = json.loads(Path("again.jsonl.manifest.json").read_text())
+    assert (merged["begun"], merged["written"]) == (None, "day 3")
 
 
 def test_missing_lines_are_named_and_can_be_drawn(place: Path) -> None:

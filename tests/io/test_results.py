@@ -115,6 +115,35 @@ def test_overwrite_replaces_the_file_only_when_the_run_begins(tmp_path: Path) ->
     assert json.loads(manifest_path(str(path)).read_text())["results"]["seed"] == 1
 
 
+def test_manifest_has_the_dates_and_versions_of_the_runs_that_wrote_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "out.jsonl"
+
+    def run(day: int, *samples: Completion, **named: Any) -> list[Any]:
+        monkeypatch.setattr("bass_cli.io.results.now", lambda: f"day {day}")
+        given = manifest() | {"versions": {"bass": str(day)}, "origin": {"commit": str(day)}}
+        with open_output(str(path), given, **named) as writer:
+            for one in samples:
+                writer.write(one)
+        found = json.loads(manifest_path(str(path)).read_text())
+        return [
+            found["begun"],
+            found["written"],
+            found["versions"]["bass"],
+            found["origin"]["commit"],
+        ]
+
+    assert run(1, sample("a", 0)) == ["day 1", "day 1", "1", "1"]
+    assert run(2, sample("a", 1)) == ["day 1", "day 2", "2", "2"]
+    assert run(3) == ["day 1", "day 2", "2", "2"], "a run that draws nothing wrote no line"
+    assert run(4, sample("b", 0), overwrite=True) == ["day 4", "day 4", "4", "4"]
+    old = json.loads(manifest_path(str(path)).read_text())
+    del old["begun"], old["written"]
+    manifest_path(str(path)).write_text(json.dumps(old))  # as older versions wrote it
+    assert run(5, sample("b", 1)) == [None, "day 5", "5", "5"]
+
+
 def test_a_run_that_never_begins_leaves_no_file(tmp_path: Path) -> None:
     with (
         pytest.raises(RuntimeError, match="no model"),

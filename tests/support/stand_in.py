@@ -34,6 +34,7 @@ def make_plan(job: Any, **_: Any) -> Any:
     return types.SimpleNamespace(
         job=job,
         identity=lambda: dict(identity),
+        origin={"revision": "files:1"},
         notes=(),
         surface=None,
         tags=None,
