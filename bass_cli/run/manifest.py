@@ -88,29 +88,34 @@ def describe(
     if shard is not None:
         results |= {"shard": str(shard)}
     if job.speculation.coupling == "maximal":
-        speculation = job.speculation.model_dump(mode="json")
-        draft_files = plan.files.draft and plan.files.draft.fingerprint(plan.files.mask)
-        results |= {"draft": job.pair.draft, "draft_files": draft_files}
-        results |= {"batch_size": plan.rows, "draft_length": speculation["length"]}
-        results |= {
-            "max": speculation["max"],
-            "draft_temperature": speculation["draft_temperature"],
-        }
-        if job.draft_dtype != "auto":
-            results |= {"draft_dtype": job.draft_dtype}
-        if (
-            plan.surface is not None
-            and plan.surface.measured
-            and speculation["length"] in _PROFILED
-        ):
-            # it decides the draft lengths, which change the samples
-            results |= {"profile": plan.surface.digest()}
+        results |= _of_maximal(plan)
     return {
         "results": results,
         "job": job.model_dump(mode="json"),
         "versions": versions | {"transformers": importlib.metadata.version("transformers")},
         "origin": {"commit": _commit(), **plan.origin},
     }
+
+
+def _of_maximal(plan: Plan) -> dict[str, Any]:
+    """Return the settings that change samples under maximal coupling alone."""
+    job = plan.job
+    speculation = job.speculation.model_dump(mode="json")
+    draft_files = plan.files.draft and plan.files.draft.fingerprint(plan.files.mask)
+    found: dict[str, Any] = {
+        "draft": job.pair.draft,
+        "draft_files": draft_files,
+        "batch_size": plan.rows,
+        "draft_length": speculation["length"],
+        "max": speculation["max"],
+        "draft_temperature": speculation["draft_temperature"],
+    }
+    if job.draft_dtype != "auto":
+        found |= {"draft_dtype": job.draft_dtype}
+    if plan.surface is not None and plan.surface.measured and speculation["length"] in _PROFILED:
+        # it decides the draft lengths, which change the samples
+        found |= {"profile": plan.surface.digest()}
+    return found
 
 
 def _commit() -> str | None:
