@@ -24,7 +24,8 @@ MANIFEST: dict[str, Any] = {
     },
     "job": {"kv_dtype": "auto", "batch_size": "auto", "pair": {"draft": "b/draft"}, "speculation": {"length": "auto"}},
     "versions": {"bass": "0.1", "torch": "2.9", "transformers": "5.1", "python": "3.12", "device": "NVIDIA H100"},
-    "origin": {"commit": "c0ffee", "revision": "1" * 40, "draft_revision": "2" * 40, "processor": "Xeon", "driver": "570.1"},
+    "origin": {"commit": "c0ffee", "revision": "1" * 40, "draft_revision": "2" * 40, "processor": "Xeon",
+               "driver": "570.1"},
     "begun": "2026-11-26T00:00:00+00:00",
     "written": "2026-11-26T01:00:00+00:00",
 }  # fmt: skip
