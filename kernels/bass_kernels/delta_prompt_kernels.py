@@ -17,6 +17,8 @@ from .delta_rule import CHUNK, UNIT_EPS, DeltaState, DeltaWeights
 
 _CHUNK = tl.constexpr(CHUNK)
 _UNIT_EPS = tl.constexpr(UNIT_EPS)
+# Size of the blocks that are inverted by substitution, the smallest of a tensor core's product.
+_BLOCK = tl.constexpr(16)
 _COLUMNS = 32  # value columns of a program of `_scan`
 
 
@@ -49,6 +51,7 @@ def delta_prompt(
         *(qkv.stride(0), gates.stride(0)),
         **sizes,
         **options,
+        EXACT="ieee" if qkv.dtype == torch.float32 else "tf32x3",
         BLOCK_V=triton.next_power_of_2(value_size),
         num_warps=8,
     )
@@ -130,6 +133,37 @@ def _decay(total):
     return tl.where(lower, tl.exp(tl.where(lower, total[:, None] - total[None, :], 0.0)), 0.0)
 
 
+@triton.jit
+def _inverse(below, EXACT: tl.constexpr):
+    """Return the inverse of 1 + below, for a strictly lower triangular matrix [_CHUNK, _CHUNK].
+
+    The blocks on the diagonal are inverted by forward substitution: row i of the inverse is e_i
+    minus the sum over j < i of below_ij row_j. With these inverses D and N = D times the rest of
+    `below`, the whole inverse is (1 - N) (1 + N^2) D, because N^4 = 0 for four blocks.
+    """
+    blocks: tl.constexpr = _CHUNK // _BLOCK
+    one, other = (
+        tl.arange(0, blocks)[:, None, None, None],
+        tl.arange(0, blocks)[None, None, :, None],
+    )
+    whole = tl.reshape(below, [blocks, _BLOCK, blocks, _BLOCK])
+    small = tl.sum(tl.where(one == other, whole, 0.0), 2)
+    rest = tl.reshape(tl.where(one == other, 0.0, whole), [_CHUNK, _CHUNK])
+    row = tl.arange(0, _BLOCK)[None, :, None]
+    inverse = tl.where(row == tl.arange(0, _BLOCK)[None, None, :], small * 0.0 + 1.0, 0.0)
+    for step in range(1, _BLOCK):
+        weight = tl.sum(tl.where(row == step, small, 0.0), 1)
+        found = tl.sum(weight[:, :, None] * inverse, 1)
+        inverse -= tl.where(row == step, found[:, None, :], 0.0)
+    diagonal = tl.where(one == other, inverse[:, :, None, :], 0.0)
+    diagonal = tl.reshape(diagonal, [_CHUNK, _CHUNK])
+    rest = tl.dot(diagonal, rest, input_precision=EXACT)
+    found = diagonal + tl.dot(
+        tl.dot(rest, rest, input_precision=EXACT), diagonal, input_precision=EXACT
+    )
+    return found - tl.dot(rest, found, input_precision=EXACT)
+
+
 @triton.jit(do_not_specialize=["places", "parts", "tokens"])
 def _prepare(
     qkv_ptr,
@@ -157,6 +191,7 @@ def _prepare(
     BLOCK_V: tl.constexpr,
     BLOCK_P: tl.constexpr,
     WIDE: tl.constexpr,
+    EXACT: tl.constexpr,
 ):
     chunk, head = tl.program_id(0), tl.program_id(1)
     # the part of this chunk: the first whose chunks end after it
@@ -210,15 +245,9 @@ def _prepare(
         spot = factor_ptr + token * H + head
         tl.store(spot, total, mask=real)
         tl.store(spot + tokens.to(tl.int64) * H, beta, mask=real)
-        # the inverse of 1 + A by forward substitution: row i is e_i - sum over j < i of A_ij row_j
         at = tl.arange(0, _CHUNK)
         below = tl.dot(key, tl.trans(key), input_precision=WIDE) * beta[:, None] * _decay(total)
-        below = tl.where(at[:, None] > at[None, :], below, 0.0)
-        inverse = (at[:, None] == at[None, :]).to(tl.float32)
-        for one in range(1, tl.minimum(_CHUNK, count)):
-            weight = tl.sum(tl.where(at[:, None] == one, below, 0.0), 0)
-            found = tl.sum(weight[:, None] * inverse, 0)
-            inverse -= tl.where(at[:, None] == one, found[None, :], 0.0)
+        inverse = _inverse(tl.where(at[:, None] > at[None, :], below, 0.0), EXACT)
         matrix = inverse_ptr + (chunk.to(tl.int64) * H + head) * (_CHUNK * _CHUNK)
         tl.store(matrix + at[:, None] * _CHUNK + at[None, :], inverse)
 

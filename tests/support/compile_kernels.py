@@ -180,7 +180,9 @@ def compile_delta_rule():
     compile_one(delta_kernels._round, types, **small, BLOCK_V=8, NORM=True)
     compile_one(delta_kernels._gated_norm, DV=64, BLOCK_V=64)
     options = {"BLOCK_P": 8, "WIDE": "tf32"}
-    compile_one(delta_prompt_kernels._prepare, types, **heads, **options, BLOCK_V=64)
+    compile_one(
+        delta_prompt_kernels._prepare, types, **heads, **options, EXACT="tf32x3", BLOCK_V=64
+    )
     compile_one(
         delta_prompt_kernels._scan, types, **heads, **options, BLOCK_V=delta_prompt_kernels._COLUMNS
     )
