@@ -173,10 +173,12 @@ def _prepared(inputs: Tensor, weights: DeltaWeights, shape: torch.Size) -> tuple
     q, k, v = functional.silu(total).split((keys, keys, values), -1)
     group = heads * key_size // keys
     q, k = (one.unflatten(-1, (-1, key_size)).repeat_interleave(group, -2) for one in (q, k))
-    beta, gate = gates[..., kernel_size - 1 :, :].chunk(2, -1)
-    log_decay = -weights.decay.float().exp() * functional.softplus(gate + weights.bias.float())
-    query = _unit(q) * key_size**-0.5
-    return query, _unit(k), v.unflatten(-1, (heads, value_size)), log_decay, beta.sigmoid()
+    # Gates are few, so float64 is cheap. In float32 torch's result for an element may differ in the
+    # last bit by its place in a tensor, so by the width of a round.
+    beta, gate = gates[..., kernel_size - 1 :, :].double().chunk(2, -1)
+    log_decay = -weights.decay.double().exp() * functional.softplus(gate + weights.bias.double())
+    query, value = _unit(q) * key_size**-0.5, v.unflatten(-1, (heads, value_size))
+    return query, _unit(k), value, log_decay.float(), beta.sigmoid().float()
 
 
 def _unit(x: Tensor) -> Tensor:
@@ -186,7 +188,7 @@ def _unit(x: Tensor) -> Tensor:
 
 def _step(state: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
     """Return the state [B, H, Dk, Dv] after one more token."""
-    state = state * log_decay.exp()[..., None, None]
+    state = state * log_decay.double().exp().float()[..., None, None]
     change = (value - (state * key[..., None]).sum(-2)) * beta[..., None]
     return state + key[..., None] * change[..., None, :]
 
