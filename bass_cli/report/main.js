@@ -36,6 +36,7 @@ class App {
     const added = this.head.chunks.map(([run, kind, start, count], place) => [run, kind, start, count, encoded(place)]);
     for (const one of added) await this.data.add(...one);
     this.refresh();
+    if (this.head.runs.some((run) => run.task)) document.getElementById("order").value = "id";
     this.table.update();
     this.follow(location.hash);
     document.body.dataset.ready = "1";

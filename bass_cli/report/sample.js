@@ -166,7 +166,7 @@ class View {
       box.append(toggle, textBlock(text, spans), ...strip);
       return box;
     }
-    box.append(toggle, textBlock(text, this.shade ? [...tokens, ...spans] : spans));
+    box.append(toggle, textBlock(text, this.shade ? [...tokens, ...spans.filter((one) => one[2] !== "differs")] : spans));
     if (after.length && this.shade) box.append(element("p", { class: "note" }, "Tokens after the text (the end of the sample, or a stop text):"), this.strip(after));
     return box;
   }

@@ -152,7 +152,7 @@ class Table {
     row.style.top = `${place * ROW}px`;
     const marks = element("span", { class: "marks" }, this.marks(this.app.a, id, one));
     if (other) marks.append(element("span", { class: "and" }), this.marks(this.app.b, id, other));
-    row.append(isolated(shortId(id), "id"), marks, element("span", { class: "facts" }, facts(one)));
+    row.append(isolated(shortId(id), "id"), marks, element("span", { class: "facts" }, facts(one, other)));
     return row;
   }
 
@@ -196,8 +196,9 @@ function markOf(run, sample) {
   return run.isCut(sample) ? "cut" : "open";
 }
 
-function facts(one) {
-  const parts = [one.judged ? `${one.passed} of ${one.n} pass` : `${one.n} sample${one.n === 1 ? "" : "s"}`];
+function facts(one, other) {
+  const passed = other && other.judged ? `${one.passed} and ${other.passed}` : one.passed;
+  const parts = [one.judged ? `${passed} of ${one.n} pass` : `${one.n} sample${one.n === 1 ? "" : "s"}`];
   if (one.tokens) parts.push(`up to ${one.tokens} tokens`);
   if (one.logprob !== null) parts.push(`log-prob. ${one.logprob.toFixed(2)}`);
   if (one.cut) parts.push(`${one.cut} cut`);

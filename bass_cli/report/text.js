@@ -106,6 +106,8 @@ function differing(a, b) {
   while (same < least - start && one[one.length - 1 - same].text === other[other.length - 1 - same].text) same++;
   const [left, right] = [one.slice(start, one.length - same), other.slice(start, other.length - same)];
   const kept = left.length * right.length <= most ? commonLines(left, right) : [new Set(), new Set()];
+  const shared = one.slice(0, start).concat(one.slice(one.length - same), left.filter((_, place) => kept[0].has(place)));
+  if (!shared.some((line) => line.text.trim() !== "")) return [[], []]; // marks would say nothing
   return [left, right].map((lines, side) => lines.filter((_, place) => !kept[side].has(place)).map((line) => [line.start, line.start + line.text.length, "differs", ""]));
 }
 
