@@ -66,7 +66,7 @@ def setting_of(file: GenerationFile) -> dict[str, Any]:
         "written": manifest.get("written"),
     }
     optional = _OPTIONAL - ({"machine.driver"} if results.get("device") == "cuda" else set())
-    missing = [key for key, value in _flat(setting).items() if value is None]
+    missing = [key for key, value in flat(setting).items() if value is None]
     missing = [key for key in missing if key not in optional]
     note = f"not recorded: {', '.join(missing)}" if missing else None
     return _finite(setting | {"note": note if manifest else "the file has no manifest"})
@@ -80,7 +80,7 @@ def _finite(setting: dict[str, Any]) -> dict[str, Any]:
 
 def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return the settings in which two runs differ, with both values, by dotted key."""
-    one, other = _flat(a), _flat(b)
+    one, other = flat(a), flat(b)
     return {
         key: (one.get(key), other.get(key))
         for key in {**one, **other}
@@ -88,7 +88,7 @@ def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any
     }
 
 
-def _flat(setting: Mapping[str, Any]) -> dict[str, Any]:
+def flat(setting: Mapping[str, Any]) -> dict[str, Any]:
     """Return a setting with the keys of its parts, like "sampling.temperature"."""
     flat: dict[str, Any] = {}
     for key, value in setting.items():

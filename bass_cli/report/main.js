@@ -183,9 +183,10 @@ function summary(head) {
   const tables = [
     ["Figures", rows((run) => run.figures), true],
     ["Settings", rows((run) => Object.entries(run.settings)), head.runs.length > 1],
+    ["The run", rows((run) => Object.entries(run.run)), false],
   ];
   const made = `bass ${head.version}${head.made ? ` · ${head.made}` : ""}`;
-  return [...tiles, ...remarks, charts, ...tables.map(([name, cells, open]) => grid(name, cells, head.runs, open)), element("footer", {}, made)];
+  return [...tiles, ...remarks, charts, ...tables.filter(([, cells]) => cells.length).map(([name, cells, open]) => grid(name, cells, head.runs, open)), element("footer", {}, made)];
 }
 
 // The main figures of several runs, one below the other.

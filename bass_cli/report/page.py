@@ -11,7 +11,7 @@ import base64
 import hashlib
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from importlib import resources
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from bass_cli import __version__
 from bass_cli.errors import MachineError
 from bass_cli.eval import report
+from bass_cli.eval.setting import OF_A_RUN, flat, setting_of
 from bass_cli.report.charts import charts_of
 from bass_cli.report.runs import Run, packed
 
@@ -119,10 +120,11 @@ def head_of(runs: Sequence[Run]) -> dict[str, Any]:
                 "judged": bool(run.judged),
                 "headline": _headline(run),
                 "figures": report.lines(run.figures),
-                "settings": settings_of(run),
+                "settings": settings,
+                "run": of_run,
                 "notes": run.notes,
             }
-            for run in runs
+            for run, (settings, of_run) in ((run, settings_of(run)) for run in runs)
         ],
         "charts": charts_of(runs),
         "version": __version__,
@@ -147,31 +149,24 @@ def _headline(run: Run) -> list[list[str]]:
     return shown
 
 
-def settings_of(run: Run) -> dict[str, str]:
-    """Return the settings that the manifest has, by name, as text. Values that are null are left
-    out."""
-    manifest = run.file.manifest
-    found: dict[str, Any] = dict(manifest["results"]) if _has(manifest, "results") else {}
-    job = manifest["job"] if _has(manifest, "job") else {}
-    if isinstance(job.get("pair"), dict):
-        found |= {"pair": job["pair"].get("name"), "draft": job["pair"].get("draft")}
-    found |= {"batch_size": job.get("batch_size")} if "batch_size" in job else {}
-    if isinstance(job.get("speculation"), dict):
-        found |= {"draft_length": job["speculation"].get("length")}
-    versions = manifest["versions"] if _has(manifest, "versions") else {}
-    found |= {f"version of {key}": value for key, value in versions.items() if key != "device"}
-    found |= {"machine": versions["device"]} if "device" in versions else {}
-    totals = manifest["totals"] if _has(manifest, "totals") else {}
-    found |= {"seconds of the run": totals.get("seconds")}
+def settings_of(run: Run) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the settings of a run, and what belongs to the run alone, by name, as text.
+
+    What is not recorded is left out.
+    """
+    found = flat(setting_of(run.file))
+    totals = run.file.manifest.get("totals")
+    of_run = {key: found.pop(key, None) for key in OF_A_RUN}
+    of_run |= {"seconds": totals.get("seconds")} if isinstance(totals, dict) else {}
+    return _texts(found), _texts(of_run)
+
+
+def _texts(values: Mapping[str, Any]) -> dict[str, str]:
     return {
-        key.replace("_", " "): value if isinstance(value, str) else packed(value)
-        for key, value in found.items()
+        key.replace("_", " ").replace(".", ": "): value if isinstance(value, str) else packed(value)
+        for key, value in values.items()
         if value is not None and value != []
     }
-
-
-def _has(manifest: dict[str, Any], key: str) -> bool:
-    return isinstance(manifest.get(key), dict)
 
 
 def render(runs: Sequence[Run]) -> bytes:

@@ -97,7 +97,7 @@ def test_figures_equal_those_of_score_and_verdicts_are_shown() -> None:
     assert shown["Pass@First"].startswith(f"{100 * score['pass_first']:.1f} ±")
     assert shown["Pass@All"].startswith(f"{100 * score['pass_all']:.1f} ±")
     assert shown["pass@1"].startswith(f"{100 * score['pass_at_k']['1']:.1f} ±")
-    assert head["settings"]["task"] == "humaneval"
+    assert head["settings"]["n"] == "2"
     details = data["verdicts"]["details"]
     assert "SyntaxError" in details["words"][details["at"][2]]
     assert data["prompts"][1]["prompt"] == "n = 1 "
@@ -393,10 +393,14 @@ def test_settings_of_the_manifest_are_listed() -> None:
     job = Job.model_validate(
         {"pair": {"name": "p", "target": "t", "draft": "lookup"}, "n": 4}
     ).model_dump(mode="json")
-    write("f.jsonl", [line(0, 0, "+ 1")], results={"temperature": 0.2, "stop": ["\n"]}, job=job,
-          versions={"bass": "1", "device": "a card"})  # fmt: skip
-    settings = reported("f.jsonl").head["runs"][0]["settings"]
-    assert settings["temperature"] == "0.2"
-    assert settings["stop"] == '["\\n"]'
+    results = {"target": "a/model", "temperature": 0.2, "stop": ["\n"], "n": 4}
+    write("f.jsonl", [line(0, 0, "+ 1")], results=results, job=job, totals={"seconds": 12.5},
+          versions={"bass": "1", "device": "a card"}, begun="2026-11-26")  # fmt: skip
+    (head,) = reported("f.jsonl").head["runs"]
+    settings = head["settings"]
+    assert settings["model"] == "a/model"
+    assert settings["sampling: temperature"] == "0.2"
+    assert settings["sampling: stop"] == '["\\n"]'
     assert settings["draft"] == "lookup"
-    assert settings["machine"] == "a card"
+    assert settings["machine: device"] == "a card"
+    assert head["run"] | {"note": ""} == {"begun": "2026-11-26", "seconds": "12.5", "note": ""}
