@@ -51,7 +51,8 @@ class Batch:
     launch.
 
     Args:
-        vocab: the number of the target's logits; only rows with logits processors need it.
+        vocab: the number of the target's ids; only rows with logits processors need it.
+        columns: the number of its logits of a place. Default: vocab.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Batch:
         device: torch.device,
         blocks: BlockLayout | None = None,
         vocab: int = 0,
+        columns: int = 0,
     ):
         self.capacity, self.device = rows, device
         self._sender = Sender(device)
@@ -73,7 +75,7 @@ class Batch:
         self._host = Columns(rows)
         self._fixed = torch.from_numpy(self._host.whole.copy()).to(device)
         self._alive, self._params, self._penalties = params_of(self._fixed, rows)
-        self.processors = Processors(rows, vocab, device)
+        self.processors = Processors(rows, vocab, device, columns=columns or vocab)
         self.host_state = HostState(rows)
         self.hosts: list[Row] = []
         self._moves = 0  # of `tokens` to another address

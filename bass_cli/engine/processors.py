@@ -36,15 +36,16 @@ class Processors:
         version: changes when a table is made or moves.
 
     Args:
-        vocab: the number of logits V. 0 if unknown: then no row may ask for a table.
+        vocab: the number of ids. 0 if unknown: then no row may ask for a table.
+        columns: the number of logits V of a place, not less than `vocab`; those beyond are -inf.
     """
 
-    def __init__(self, rows: int, vocab: int, device: torch.device):
-        self._rows, self.vocab, self._device = rows, vocab, device
+    def __init__(self, rows: int, vocab: int, device: torch.device, *, columns: int):
+        self._rows, self.vocab, self._device, self._columns = rows, vocab, device, columns
         self.version = 0
         self.min_p = False
         self.masks: Tensor | None = None
-        self._words_of_bits = 2 * -(-vocab // (2 * ops.BITS))  # even, for copies as int64
+        self._words_of_bits = 2 * -(-columns // (2 * ops.BITS))  # even, for copies as int64
         self._counts: Tensor | None = None  # [rows + 1, V] int32 (processing.count_prompts)
         self._allowed: Tensor | None = None  # [rows, numbers] int32
         self._bias_ids: Tensor | None = None  # [rows, K] int64, and the numbers [rows, K] float32
@@ -71,7 +72,7 @@ class Processors:
             self.min_p = True
             self.version += 1
         if any(one.penalties != PLAIN.penalties for one in samplings) and self._counts is None:
-            self._counts = self._table((self._rows + 1, self.vocab), 0, torch.int32)
+            self._counts = self._table((self._rows + 1, self._columns), 0, torch.int32)
         if any(one.allowed_token_ids is not None for one in samplings) and self._allowed is None:
             self._allowed = self._table((self._rows, self._words_of_bits), -1, torch.int32)
         if most := max((len(one.logit_bias) for one in samplings), default=0):

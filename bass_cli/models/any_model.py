@@ -60,7 +60,7 @@ class AnyModel(Decoder):
     def __init__(self, spec: AnySpec, model: Any, *, vocab: int | None = None):
         self.spec, self.ranks, self.reader = spec, None, None
         self.layers = tuple(range(spec.layers))
-        self.vocab = min(vocab or spec.vocab, spec.vocab)
+        self.vocab = self.columns = min(vocab or spec.vocab, spec.vocab)
         embed, head = model.get_input_embeddings().weight, model.get_output_embeddings()
         bias = getattr(head, "bias", None)
         lent = {"embed.weight": embed.detach(), "head.weight": head.weight.detach()}

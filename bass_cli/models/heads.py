@@ -98,7 +98,7 @@ class FeatureHead(_HiddenStateDrafter):
         own, self._after = self.body.weights, None
         self._before = own.plain_or_none("markov.before.weight")
         if self._before is not None:
-            read = None if spec.ids is not None else target.vocab
+            read = None if spec.ids is not None else target.columns
             self._after = own.pack("markov.after.weight", read)
 
     @property

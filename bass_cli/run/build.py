@@ -286,8 +286,16 @@ def make_loop(
         temperature=job.speculation.draft_temperature,
         factor=sharper,
     )
+    batch = Batch(
+        rows=rows,
+        context=context,
+        device=device,
+        blocks=blocks,
+        vocab=target.vocab,
+        columns=target.columns,
+    )
     return Loop(
-        batch=Batch(rows=rows, context=context, device=device, blocks=blocks, vocab=target.vocab),
+        batch=batch,
         target=runner,
         drafter=drafter,
         lengths=lengths,
