@@ -152,7 +152,7 @@ def log_probs(model: Model, tokens: Tensor, first: int, last: int) -> Tensor:
     rows = len(tokens)
     positions = torch.arange(first, last, device=tokens.device).expand(rows, -1)
     logits = model.runner.forward(tokens[:, first:last], positions, [last] * rows)
-    return logits.float().log_softmax(-1)
+    return logits[..., : model.runner.decoder.vocab].float().log_softmax(-1)
 
 
 def mean(found: list[Tensor]) -> float:
