@@ -337,6 +337,7 @@ def _finite(loop: Loop) -> bool:
     """Return whether the target's logits for the pending tokens are finite and not all equal."""
     tokens, positions = loop.batch.last(1)
     logits = loop.target.forward(tokens, positions, loop.batch.ends(0)).float()
+    logits = logits[..., : loop.batch.processors.vocab]
     return bool(logits.isfinite().all() and (logits.std(-1) > 0).all())
 
 

@@ -52,7 +52,7 @@ class Batch:
 
     Args:
         vocab: the number of the target's ids; only rows with logits processors need it.
-        columns: the number of its logits of a place. Default: vocab.
+        columns: the number of its logits in a place. Default: vocab.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Batch:
         self._host = Columns(rows)
         self._fixed = torch.from_numpy(self._host.whole.copy()).to(device)
         self._alive, self._params, self._penalties = params_of(self._fixed, rows)
-        self.processors = Processors(rows, vocab, device, columns=columns or vocab)
+        self.processors = Processors(rows, (vocab, columns or vocab), device)
         self.host_state = HostState(rows)
         self.hosts: list[Row] = []
         self._moves = 0  # of `tokens` to another address

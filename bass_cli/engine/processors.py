@@ -36,16 +36,17 @@ class Processors:
         version: changes when a table is made or moves.
 
     Args:
-        vocab: the number of ids. 0 if unknown: then no row may ask for a table.
-        columns: the number of logits V of a place, not less than `vocab`; those beyond are -inf.
+        sizes: the number of ids `vocab`, and of logits V of a place, of which those beyond `vocab`
+            are -inf. 0 if unknown: then no row may ask for a table.
     """
 
-    def __init__(self, rows: int, vocab: int, device: torch.device, *, columns: int):
-        self._rows, self.vocab, self._device, self._columns = rows, vocab, device, columns
+    def __init__(self, rows: int, sizes: tuple[int, int], device: torch.device):
+        self._rows, self._device = rows, device
+        self.vocab, self._columns = sizes
         self.version = 0
         self.min_p = False
         self.masks: Tensor | None = None
-        self._words_of_bits = 2 * -(-columns // (2 * ops.BITS))  # even, for copies as int64
+        self._words_of_bits = 2 * -(-self._columns // (2 * ops.BITS))  # even, for copies as int64
         self._counts: Tensor | None = None  # [rows + 1, V] int32 (processing.count_prompts)
         self._allowed: Tensor | None = None  # [rows, numbers] int32
         self._bias_ids: Tensor | None = None  # [rows, K] int64, and the numbers [rows, K] float32

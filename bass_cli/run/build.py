@@ -265,7 +265,6 @@ def make_loop(
     target, drafting, head, mask, followers = models
     if job.pair.draft == "none":
         drafting = head = None
-    device, coupling = target.device, job.speculation.coupling
     size = functools.partial(
         _runner,
         followers=followers,
@@ -282,24 +281,17 @@ def make_loop(
         runner=drafts if head is None else runner,
         mask=mask,
         head=head,
-        coupling=coupling,
+        coupling=job.speculation.coupling,
         temperature=job.speculation.draft_temperature,
         factor=sharper,
     )
-    batch = Batch(
-        rows=rows,
-        context=context,
-        device=device,
-        blocks=blocks,
-        vocab=target.vocab,
-        columns=target.columns,
-    )
+    sizes = {"vocab": target.vocab, "columns": target.columns}
     return Loop(
-        batch=batch,
+        batch=Batch(rows=rows, context=context, device=target.device, blocks=blocks, **sizes),
         target=runner,
         drafter=drafter,
         lengths=lengths,
-        coupling=coupling,
+        coupling=job.speculation.coupling,
         clock=Clock(),
         acceptance=acceptance,
         graphs=graphs_for(models),
