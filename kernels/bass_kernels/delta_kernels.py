@@ -13,11 +13,13 @@ import triton.language as tl
 from torch import Tensor
 
 from .delta_rule import UNIT_EPS, DeltaState, DeltaWeights
+from .launch import scratch
 
 FILTER = 4
 """Largest kernel size of the convolution. Shorter filters are padded with zeros."""
 _FILTER = tl.constexpr(FILTER)
 _UNIT_EPS = tl.constexpr(UNIT_EPS)
+_TOKENS = tl.constexpr(4)  # tokens that are normed at once
 _COLUMNS = 32  # value columns of a program
 _WARPS = 1  # so that sums over the rows of the state need no barrier
 
@@ -35,25 +37,27 @@ def delta_round(
     eps: float,
     columns: int = _COLUMNS,
     warps: int = _WARPS,
+    registers: int | None = None,
 ) -> Tensor:
-    """Do delta_rule.delta_round. `columns` of a program and its `warps`: for measurements."""
+    """Do delta_rule.delta_round. `columns` of a program, its `warps`, and the most `registers` of a
+    thread: for measurements."""
     rows, width, _ = qkv.shape
     heads, value_size = state.state.shape[1], state.state.shape[3]
     block = min(columns, triton.next_power_of_2(value_size))
     blocks = triton.cdiv(value_size, block)
     out = torch.empty(rows, width, heads * value_size, dtype=qkv.dtype, device=qkv.device)
-    found = out if blocks == 1 else torch.empty_like(out, dtype=torch.float32)
     _round[(rows * heads, blocks)](
-        *(qkv, gates, z, found, *weights, *state, slots, positions, advance),
+        *(qkv, gates, z, out, *weights, *state, slots, positions, advance),
+        *scratch(out, blocks, rows * heads, out.numel()),
         *(width, *qkv.stride()[:2], *gates.stride()[:2], *z.stride()[:2], positions.stride(0)),
         *(state.inputs.shape[1], eps),
         **sizes_of(weights, state),
         BLOCK_V=block,
-        NORM=blocks == 1,
+        BLOCKS=blocks,
+        BLOCK_N=triton.next_power_of_2(value_size),
         num_warps=warps,
+        **({} if registers is None else {"maxnreg": registers}),
     )
-    if blocks > 1:
-        gated_norm(found, z, weights.norm, out, eps=eps, size=value_size)
     return out
 
 
@@ -66,7 +70,7 @@ def gated_norm(
     _gated_norm[(z.numel() // z.shape[-1], z.shape[-1] // size)](
         *(found, z, norm, out, width, 0 if z.dim() == 2 else z.stride(0), z.stride(-2), eps),
         DV=size,
-        BLOCK_V=triton.next_power_of_2(size),
+        BLOCK_N=triton.next_power_of_2(size),
         num_warps=1,
     )
 
@@ -120,12 +124,12 @@ def log_decay_of(gate, rate, bias):
 
 
 @triton.jit
-def gate_output(out, z_ptr, norm_ptr, j, inside, eps, DV: tl.constexpr):
-    """Return norm(out) * silu(z) for one head of one token."""
-    scale = tl.rsqrt(tl.sum(out * out, 0) / DV + eps)
-    z = tl.load(z_ptr + j, mask=inside, other=0.0).to(tl.float32)
-    weight = tl.load(norm_ptr + j, mask=inside, other=0.0).to(tl.float32)
-    return out * scale * weight * (z * tl.sigmoid(z))
+def gate_output(found, spot, norm_ptr, n, inside, eps, DV: tl.constexpr):
+    """Return norm(found) * silu(z) for one head of T tokens, [T, N]. `spot`: where z is."""
+    scale = tl.rsqrt(tl.sum(found * found, 1) / DV + eps)[:, None]
+    z = tl.load(spot, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(norm_ptr + n, mask=n < DV, other=0.0).to(tl.float32)[None, :]
+    return found * scale * weight * (z * tl.sigmoid(z))
 
 
 @triton.jit(do_not_specialize=["width", "places", "position_row"])
@@ -143,6 +147,8 @@ def _round(
     slots_ptr,
     position_ptr,
     advance_ptr,
+    found_ptr,
+    arrived_ptr,
     width,
     qkv_row,
     qkv_step,
@@ -160,14 +166,16 @@ def _round(
     SIZE: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    NORM: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
     row, head = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     block = tl.program_id(1)
     i, j = tl.arange(0, BLOCK_K), block * BLOCK_V + tl.arange(0, BLOCK_V)
     keys, values = i < DK, j < DV
     slot = tl.load(slots_ptr + row)
-    out_ptr += row * width * (H * DV) + head * DV
+    own = row * width * (H * DV) + head * DV
+    out_ptr += own
     if slot < 0:
         for step in range(width):
             nothing = tl.zeros([BLOCK_V], tl.float32).to(out_ptr.dtype.element_ty)
@@ -271,12 +279,32 @@ def _round(
             found = decay * found + tl.sum(key * query, 0) * change
             if step + 1 < width:
                 state = decay * state + key[:, None] * change[None, :]
-            if NORM:
-                found = gate_output(found, z_ptr + step * z_step, norm_ptr, j, values, eps, DV)
-            tl.store(out_ptr + step * (H * DV) + j, found.to(out_ptr.dtype.element_ty), mask=values)
+            place = step * (H * DV) + j
+            if BLOCKS > 1:
+                tl.store(found_ptr + own + place, found, mask=values)
+            else:
+                spot = z_ptr + step * z_step + j[None, :]
+                normed = gate_output(found[None, :], spot, norm_ptr, j, values[None, :], eps, DV)
+                normed = normed.to(out_ptr.dtype.element_ty)
+                tl.store(out_ptr + place[None, :], normed, mask=values[None, :])
             q0, q1, q2 = q1, q2, q3
             k0, k1, k2 = k1, k2, k3
             v0, v1, v2 = v1, v2, v3
+        if BLOCKS > 1:  # the last program of a head to finish norms what all have found
+            tl.debug_barrier()
+            if tl.atomic_add(arrived_ptr + tl.program_id(0), 1) == BLOCKS - 1:
+                n = tl.arange(0, BLOCK_N)
+                for low in range(0, width, _TOKENS):
+                    t = low + tl.arange(0, _TOKENS)
+                    inside = (t < width)[:, None] & (n < DV)[None, :]
+                    target = t[:, None] * (H * DV) + n[None, :]
+                    all_found = tl.load(
+                        found_ptr + own + target, mask=inside, other=0.0, cache_modifier=".cg"
+                    )
+                    gate = z_ptr + t[:, None] * z_step + n[None, :]
+                    normed = gate_output(all_found, gate, norm_ptr, n, inside, eps, DV)
+                    tl.store(out_ptr + target, normed.to(out_ptr.dtype.element_ty), mask=inside)
+                tl.store(arrived_ptr + tl.program_id(0), 0)
 
 
 @triton.jit(do_not_specialize=["width"])
@@ -290,12 +318,12 @@ def _gated_norm(
     z_step,
     eps,
     DV: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    j = tl.arange(0, BLOCK_V)
-    at = (token * tl.num_programs(1) + head) * DV + j
-    found = tl.load(found_ptr + at, mask=j < DV, other=0.0)
+    n = tl.arange(0, BLOCK_N)[None, :]
+    at = (token * tl.num_programs(1) + head) * DV + n
+    found = tl.load(found_ptr + at, mask=n < DV, other=0.0).to(tl.float32)
     z_ptr += token // width * z_row + token % width * z_step + head * DV
-    found = gate_output(found, z_ptr, norm_ptr, j, j < DV, eps, DV)
-    tl.store(out_ptr + at, found.to(out_ptr.dtype.element_ty), mask=j < DV)
+    found = gate_output(found, z_ptr + n, norm_ptr, tl.arange(0, BLOCK_N), n < DV, eps, DV)
+    tl.store(out_ptr + at, found.to(out_ptr.dtype.element_ty), mask=n < DV)

@@ -34,8 +34,10 @@ def delta_prompt(
     columns: int = _COLUMNS,
     warps: int = 4,
     stages: int = 1,
+    first_warps: int = 8,
 ) -> Tensor:
-    """Do delta_rule.delta_prompt. `columns`, `warps` and `stages` of `_scan`: for measurements."""
+    """Do delta_rule.delta_prompt. `columns`, `warps` and `stages` of `_scan`, and `first_warps` of
+    `_prepare`: for measurements."""
     (tokens, channels), (_, heads, _, value_size) = qkv.shape, state.state.shape
     chunks = tokens // CHUNK + len(parts)  # at most
     sizes = sizes_of(weights, state)
@@ -53,7 +55,7 @@ def delta_prompt(
         **options,
         EXACT="ieee" if qkv.dtype == torch.float32 else "tf32x3",
         BLOCK_V=triton.next_power_of_2(value_size),
-        num_warps=8,
+        num_warps=first_warps,
     )
     out = torch.zeros(tokens, heads * value_size, dtype=qkv.dtype, device=qkv.device)
     block = max(16, min(columns, triton.next_power_of_2(value_size)))

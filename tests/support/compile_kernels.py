@@ -174,11 +174,10 @@ def compile_delta_rule():
     heads = {"H": 48, "K": 16, "DK": 64, "DV": 64, "SIZE": 4, "BLOCK_K": 64}
     small = {"H": 3, "K": 1, "DK": 5, "DV": 7, "SIZE": 2, "BLOCK_K": 8}
     columns = delta_kernels._COLUMNS
-    compile_one(
-        delta_kernels._round, types | {"out_ptr": "*fp32"}, **heads, BLOCK_V=columns, NORM=False
-    )
-    compile_one(delta_kernels._round, types, **small, BLOCK_V=8, NORM=True)
-    compile_one(delta_kernels._gated_norm, DV=64, BLOCK_V=64)
+    split = {"BLOCK_V": columns, "BLOCKS": 2, "BLOCK_N": 64}
+    compile_one(delta_kernels._round, types, **heads, **split)
+    compile_one(delta_kernels._round, types, **small, BLOCK_V=8, BLOCKS=1, BLOCK_N=8)
+    compile_one(delta_kernels._gated_norm, {"found_ptr": "*bf16"}, DV=64, BLOCK_N=64)
     options = {"BLOCK_P": 8, "WIDE": "tf32"}
     compile_one(
         delta_prompt_kernels._prepare, types, **heads, **options, EXACT="tf32x3", BLOCK_V=64

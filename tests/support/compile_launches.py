@@ -18,6 +18,8 @@ from triton.backends.compiler import GPUTarget
 from bass_kernels import (
     acceptance_kernels,
     causal,
+    delta_kernels,
+    delta_prompt_kernels,
     expert_kernels,
     fused_attention,
     launch,
@@ -30,6 +32,7 @@ from bass_kernels import (
     round_kernels,
     sampling_kernels,
 )
+from bass_kernels.delta_rule import DeltaState, DeltaWeights, places
 from bass_kernels.experts import Maps
 from bass_kernels.quantised import Quantised
 from bass_kernels.rounds import BINS, ConfidenceStats
@@ -223,6 +226,28 @@ def choose(dtype):
     round_kernels.accept_chosen(tokens[:, 1:], scores, chosen, chosen.tokens, told, stats, alive)
 
 
+def delta(dtype, *, heads=48, key_heads=16, size=128):
+    """Gated DeltaNet in rounds of 4 tokens and in a prompt, in the shape of Qwen3.8-27B."""
+    channels, floats = (2 * key_heads + heads) * size, empty(heads, dtype=torch.float32)
+    weights = DeltaWeights(
+        empty(channels, 4, dtype=dtype), floats, floats, empty(size, dtype=dtype)
+    )
+    state = DeltaState(
+        empty(8, heads, size, size, dtype=torch.float32),
+        empty(8, places(4, 4), channels + 2 * heads, dtype=dtype),
+    )
+    row, eight = empty(8, 4, dtype=torch.int64), empty(8, dtype=torch.int64)
+
+    def inputs(*tokens):
+        sizes = channels, 2 * heads, heads * size
+        return empty(*tokens, sum(sizes), dtype=dtype).split(sizes, -1)
+
+    options = {"slots": eight, "positions": row, "advance": eight, "eps": 1e-6}
+    delta_kernels.delta_round(*inputs(8, 4), weights, state, **options)
+    parts = empty(8, 4, dtype=torch.int64)
+    delta_prompt_kernels.delta_prompt(*inputs(512), weights, state, parts=parts, eps=1e-6)
+
+
 def elementwise(dtype, *, bits=16):
     x, norm = empty(8, 3, 5376, dtype=dtype), empty(5376, dtype=torch.float32)
     pointwise.embed(empty(8, 3, dtype=torch.int64), empty(1000, 5376, dtype=dtype), scale=73.3)
@@ -277,6 +302,7 @@ LAUNCHES = {
     "attend-256-wide": functools.partial(attend, size=256, rows=4, width=9),
     "attend-256-in-groups": functools.partial(attend, size=256, rows=16, width=1, members=8),
     "choose": choose,
+    "delta": delta,
     "elementwise": elementwise,
     "laws": params,
     "mix-128-in-8-bits": functools.partial(mix, heads=28, kv_heads=4, size=128, width=1, bits=8),
