@@ -425,7 +425,9 @@ class JudgeArgs(_Document):
     workers: int | None = flag(
         "Programs that run at the same time", SCORING, shown="the number of cores", rare=True
     )
-    timeout: str | None = flag("Time limit per program", SCORING, "TIME", shown="10s", rare=True)
+    timeout: str | None = flag(
+        "Time limit per program", SCORING, "TIME", shown="10s, or as EvalPlus", rare=True
+    )
     rejudge: bool = switch(
         "Run all programs again, even those that have a verdict", SCORING, rare=True
     )
@@ -434,10 +436,11 @@ class JudgeArgs(_Document):
 @dataclass(kw_only=True, eq=False)
 class EvaluateArgs(SampleArgs, JudgeArgs):
     task: str = flag(
-        "humaneval, mbpp (programs), gsm8k (numbers), xsum (summaries), or a file (.yaml).",
+        "humaneval, humaneval+, mbpp, mbpp+ (programs), gsm8k (numbers), xsum (summaries), or a "
+        "file (.yaml).",
         "",
         "TASK|FILE",
-        choices=("humaneval", "mbpp", "gsm8k", "xsum"),
+        choices=("humaneval", "humaneval+", "mbpp", "mbpp+", "gsm8k", "xsum"),
         default=MISSING,
     )
     lora: Sequence[str] | None = of_job("lora")
@@ -479,7 +482,10 @@ class ScoreArgs(JudgeArgs, _Quiet):
         default=MISSING,
     )
     task: str | None = flag(
-        "Task of the samples", SCORING, "humaneval|mbpp|gsm8k|xsum|FILE.yaml", shown="from the file"
+        "Task of the samples",
+        SCORING,
+        "humaneval|humaneval+|mbpp|mbpp+|gsm8k|xsum|FILE.yaml",
+        shown="from the file",
     )
     report: str | None = flag("Write the report to this file as JSON", OUTPUT, "FILE")
     overwrite: bool = switch(

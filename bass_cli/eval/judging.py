@@ -40,6 +40,7 @@ class Verdict(NamedTuple):
         sha256: of the limits and the program.
         seconds: how long the program ran.
         isolation: what kept the program from the network, files and processes.
+        tests: "base" or "plus" if the task has two sets of tests, else empty.
     """
 
     task_id: str
@@ -49,6 +50,7 @@ class Verdict(NamedTuple):
     detail: str
     seconds: float
     isolation: dict[str, str]
+    tests: str = ""
 
 
 def verdicts_path(path: str) -> str:
@@ -144,7 +146,10 @@ class VerdictStore:
         if place in self._written:
             return
         with self._as_machine_error():
-            self._stream.write(json.dumps(verdict._asdict()).encode("ascii") + b"\n")
+            row = verdict._asdict()
+            if not verdict.tests:
+                del row["tests"]
+            self._stream.write(json.dumps(row).encode("ascii") + b"\n")
             self._stream.flush()
         self._written.add(place)
         self.verdicts[verdict.sha256] = verdict
@@ -188,6 +193,7 @@ def _parse(line: bytes) -> Verdict | None:
             text(row["detail"]),
             finite(row["seconds"]),
             {key: text(word) for key, word in isolation.items()},
+            text(row.get("tests", "")),
         )
     except (ValueError, KeyError):
         return None
@@ -217,6 +223,7 @@ def judge(
     store: VerdictStore,
     limits: Mapping[str, Any],
     *,
+    tests: str = "",
     open_sandbox: Callable[[], Sandbox],
     progress: Callable[[int, int], None],
 ) -> dict[Key, Verdict]:
@@ -226,6 +233,7 @@ def judge(
         programs: (key, program) pairs.
         store: verdicts that are known. Their programs are not run; new verdicts are added.
         limits: limits of each program.
+        tests: see Verdict.
         open_sandbox: called only if programs are left to run.
         progress: called with the number of keys that have a verdict and the number of keys.
 
@@ -238,7 +246,7 @@ def judge(
     for key, program in programs:
         name = digests[key] = digest(program, limits)
         if name in store.verdicts:
-            store.add(store.verdicts[name]._replace(task_id=key[0], sample=key[1]))
+            store.add(store.verdicts[name]._replace(task_id=key[0], sample=key[1], tests=tests))
             continue
         waiting.setdefault(name, []).append(key)
         texts.setdefault(name, program)
@@ -252,8 +260,9 @@ def judge(
                     f'problem "{waiting[name][0][0]}" of the task\'s data: the set-up of its tests '
                     f"failed: {detail}; correct that problem, or leave it out"
                 )
+            verdict = Verdict("", 0, name, ending.status, detail, seconds, isolation, tests)
             for task_id, sample in waiting[name]:
-                store.add(Verdict(task_id, sample, name, ending.status, detail, seconds, isolation))
+                store.add(verdict._replace(task_id=task_id, sample=sample))
             done += len(waiting[name])
             progress(done, total)
     return {key: store.verdicts[name] for key, name in digests.items()}

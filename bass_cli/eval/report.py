@@ -27,11 +27,15 @@ Rating = dict[str, float]
 
 
 class Outcome(NamedTuple):
-    """A sample with the status of its verdict, or with its ratings if the task rates texts."""
+    """A sample with the status of its verdict, or with its ratings if the task rates texts.
+
+    `base`: the status by the base tests alone, if the task has them.
+    """
 
     generation: Generation
     status: str
     rating: Rating | None = None
+    base: str | None = None
 
     @property
     def passed(self) -> bool:
@@ -75,6 +79,8 @@ def build(
     quality: dict[str, Any] = {}
     if task is not None:
         quality = _passes(problems, rows, ks, notes) if judged else {"rouge": _rouge(rows)}
+        if task.has_base:
+            quality["base"] = _base(problems, rows, ks)
     by = {} if firsts is None else {"pass_first_by": _passes_by(firsts, problems, rows)}
     estimates = _estimates(rows, {**quality, **by}) if quality else {}
     notes += _doubts(estimates)
@@ -225,6 +231,21 @@ def _doubts(estimates: Mapping[str, Estimate]) -> list[str]:
     reason = "a figure is equal for all problems, so its interval has no width"
     flat = any(one.standard_error == 0.0 for one in estimates.values())
     return [f"{reason} and says nothing about other problems"] if flat else []
+
+
+def _base(
+    problems: Mapping[str, Outcomes], rows: list[dict[str, Any]], ks: Sequence[int] | None
+) -> dict[str, Any]:
+    """Return the figures of `_passes` and the statuses by the base tests. Adds them to the rows."""
+    based = {
+        name: [one._replace(status=one.base or one.status) for one in outcomes]
+        for name, outcomes in problems.items()
+    }
+    of_base = [_problem(name, outcomes, True, None) for name, outcomes in based.items()]
+    for row, one in zip(rows, of_base, strict=True):
+        row["base"] = {key: one[key] for key in ("passed", "pass_first", "pass_all")}
+    statuses = Counter(one.status for outcomes in based.values() for one in outcomes)
+    return {**_passes(based, of_base, ks, []), "statuses": dict(sorted(statuses.items()))}
 
 
 def _pass_at_k(outcomes: Outcomes, k: int) -> float | None:
@@ -387,6 +408,11 @@ def _pass_lines(document: dict[str, Any], ranking: str) -> list[list[str]]:
     if by := document.get("pass_first_by"):
         shown = (f"{name} {with_error(document, f'pass_first_by.{name}')}" for name in by)
         lines.append(["Pass@First by", ", ".join(shown)])
+    if base := document.get("base"):
+        figures = {"Pass@First": base["pass_first"], "Pass@All": base["pass_all"]}
+        figures |= {f"pass@{k}": value for k, value in base["pass_at_k"].items()}
+        parts = (f"{name} {percent(value)}" for name, value in figures.items())
+        lines.append(["base tests", ", ".join(parts)])
     return lines + [[f"pass@{k}", with_error(document, f"pass@{k}")] for k in document["pass_at_k"]]
 
 

@@ -19,6 +19,7 @@ from bass_cli.errors import UserError
 from bass_cli.eval import report
 from bass_cli.eval.judging import (
     Key,
+    Verdict,
     VerdictStore,
     check_answers,
     content_digest,
@@ -28,7 +29,7 @@ from bass_cli.eval.judging import (
     verdicts_path,
 )
 from bass_cli.eval.ranking import firsts_of, read_rankers
-from bass_cli.eval.report import Outcome
+from bass_cli.eval.report import PASSED, Outcome
 from bass_cli.eval.samples import (
     Generation,
     GenerationFile,
@@ -49,7 +50,7 @@ from bass_cli.io.saving import (
     write_json,
 )
 from bass_cli.reading import parse_duration, shown
-from bass_cli.sandbox.programs import DEFAULT_LIMITS, Isolation, Limits, Program, Sandbox
+from bass_cli.sandbox.programs import Isolation, Limits, Sandbox
 
 _REPORT = {"task", "file", "problems", "statuses", "by_problem"}  # keys that identify a report
 _SWEEP = {"task", "pair", "n", "budgets", "reports"}
@@ -63,7 +64,7 @@ class Scoring(NamedTuple):
     Attributes:
         ks: values of k for pass@k. Default: see report.build.
         workers: programs at once. Default: the number of cores.
-        limits: limits of each program.
+        timeout: seconds for each program. Default: the task's.
         consent: run programs in a weak sandbox too.
         rejudge: run all programs again.
         overwrite: let the report replace any file.
@@ -72,7 +73,7 @@ class Scoring(NamedTuple):
 
     ks: list[int] | None
     workers: int | None
-    limits: Limits
+    timeout: float | None
     consent: bool
     rejudge: bool
     overwrite: bool
@@ -81,7 +82,7 @@ class Scoring(NamedTuple):
 
 def read_options(args: EvaluateArgs | ScoreArgs) -> Scoring:
     """Check the options of scoring. UserError if one is invalid."""
-    limits = limits_of(args.timeout)
+    timeout = read_timeout(args.timeout)
     if args.workers is not None and not 1 <= args.workers <= _MOST_WORKERS:
         # More would exceed a machine's limits on processes and files.
         raise UserError(
@@ -96,7 +97,7 @@ def read_options(args: EvaluateArgs | ScoreArgs) -> Scoring:
     return Scoring(
         ks=None if args.k is None else parse_ks(args.k),
         workers=args.workers,
-        limits=limits,
+        timeout=timeout,
         consent=args.allow_code_execution or args.allow_weak_sandbox,
         rejudge=args.rejudge,
         overwrite=args.overwrite,
@@ -104,15 +105,18 @@ def read_options(args: EvaluateArgs | ScoreArgs) -> Scoring:
     )
 
 
-def limits_of(timeout: str | None) -> Limits:
-    """Return the limits of each program. UserError if the time is invalid."""
-    limits = DEFAULT_LIMITS
+def read_timeout(timeout: str | None) -> float | None:
+    """Return the time limit of a program in seconds. UserError if it is invalid."""
+    return None if timeout is None else parse_duration(timeout, "`timeout`")
+
+
+def limits_of(task: Task, timeout: float | None) -> Limits:
+    """Return the limits of a program of the task. `timeout`: see Scoring."""
     if timeout is None:
-        return limits
-    seconds = parse_duration(timeout, "`timeout`")
+        return task.limits
     # The limit on processor time grows with it, or a longer timeout would have no effect.
-    cpu_seconds = max(limits.cpu_seconds, math.ceil(seconds / 2))
-    return limits._replace(seconds=seconds, cpu_seconds=cpu_seconds)
+    cpu_seconds = max(task.limits.cpu_seconds, math.ceil(timeout / 2))
+    return task.limits._replace(seconds=timeout, cpu_seconds=cpu_seconds)
 
 
 def parse_ks(text: str) -> list[int]:
@@ -257,55 +261,89 @@ def _judge(
         The outcomes by problem, and how the programs were isolated.
     """
 
-    def open_sandbox() -> Sandbox:
-        sandbox = Sandbox(workers=options.workers, limits=options.limits)
-        if not announced:
-            _announce(sandbox.isolation, options.consent, screen)
-            _run_trial(sandbox, task)
-        return sandbox
-
-    total = sum(row.finished for rows in problems.values() for row in rows)
-    with (
-        VerdictStore(path, anew=options.rejudge) as store,
-        screen.counting("verdicts", total) as progress,
-    ):
+    with VerdictStore(path, anew=options.rejudge) as store:
         if store.verdicts:
             screen.note(
                 f"{store.path}: continuing, {len(store.verdicts)} "
                 f"{'programs' if task.executes else 'answers'} have a verdict already"
             )
         if task.executes:
-            verdicts = judge(
-                _programs(task, problems),
-                store,
-                options.limits._asdict(),
-                progress=progress,
-                open_sandbox=open_sandbox,
-            )
+            verdicts, base = _run(task, problems, options, store, screen, announced=announced)
         else:
-            cases = _cases(task, problems)
-            verdicts = check_answers(cases, store, progress=progress, total=total)
+            total = sum(row.finished for rows in problems.values() for row in rows)
+            with screen.counting("verdicts", total) as progress:
+                cases = _cases(task, problems)
+                verdicts = check_answers(cases, store, progress=progress, total=total)
+            base = {}
     for note in task.notes_on(verdict.detail for verdict in verdicts.values()):
         screen.note(note)
     outcomes = {
         name: [
-            Outcome(row, verdicts[name, row.sample].status)
+            Outcome(
+                row,
+                verdicts[name, row.sample].status,
+                base=base[name, row.sample].status if base else None,
+            )
             if row.finished
             else report.unjudged(row)
             for row in rows
         ]
         for name, rows in problems.items()
     }
-    return outcomes, isolation_of(verdicts.values())
+    return outcomes, isolation_of([*verdicts.values(), *base.values()])
 
 
-def _programs(task: Task, problems: Problems) -> Iterator[tuple[Key, Program]]:
-    """Yield the program of every finished sample. Unfinished and late samples are not run."""
-    for name, rows in problems.items():
-        problem = task.problems[name]
-        for row in rows:
-            if row.finished:
-                yield (name, row.sample), task.program(problem, row.text, whole=row.whole)
+def _run(
+    task: Task,
+    problems: Problems,
+    options: Scoring,
+    store: VerdictStore,
+    screen: Screen,
+    *,
+    announced: bool,
+) -> tuple[dict[Key, Verdict], dict[Key, Verdict]]:
+    """Run the program of every finished sample. Unfinished and late samples are not run.
+
+    If the task has base tests, they run first. A sample that fails them has failed, and its other
+    tests do not run.
+
+    Returns:
+        The verdicts, and those of the base tests, which are empty if the task has none.
+    """
+
+    def open_sandbox() -> Sandbox:
+        nonlocal announced
+        sandbox = Sandbox(workers=options.workers, limits=limits)
+        if not announced:
+            _announce(sandbox.isolation, options.consent, screen)
+            _run_trial(sandbox, task)
+        announced = True
+        return sandbox
+
+    limits = limits_of(task, options.timeout)
+    waiting = [(name, row) for name, rows in problems.items() for row in rows if row.finished]
+    verdicts: dict[Key, Verdict] = {}
+    base: dict[Key, Verdict] = {}
+    for tests in ("base", "plus") if task.has_base else ("",):
+        make = task.base_program if tests == "base" else task.program
+        with screen.counting(f"{tests} verdicts".strip(), len(waiting)) as progress:
+            verdicts |= judge(
+                (
+                    ((name, row.sample), make(task.problems[name], row.text, whole=row.whole))
+                    for name, row in waiting
+                ),
+                store,
+                limits._asdict(),
+                tests=tests,
+                progress=progress,
+                open_sandbox=open_sandbox,
+            )
+        if tests == "base":
+            base = dict(verdicts)
+            waiting = [
+                (name, row) for name, row in waiting if base[name, row.sample].status == PASSED
+            ]
+    return verdicts, base
 
 
 def _cases(task: Task, problems: Problems) -> Iterator[tuple[Key, str, Callable[[], Check]]]:
@@ -319,18 +357,41 @@ def _cases(task: Task, problems: Problems) -> Iterator[tuple[Key, str, Callable[
                 yield (name, row.sample), _checked(key, row), check
 
 
-def verdict_digest(task: Task, problem: Problem, row: Generation, limits: Mapping[str, Any]) -> str:
-    """Return the digest of the verdict on a sample, by which a verdict file has it.
+def verdict_digests(
+    task: Task, problem: Problem, row: Generation, timeout: float | None
+) -> tuple[str, ...]:
+    """Return the digests by which a verdict file has the verdicts on a sample.
 
     Args:
         task: a task that gives verdicts.
         problem: the sample's problem.
         row: the sample.
-        limits: limits of each program.
+        timeout: see Scoring.
+
+    Returns:
+        One digest, or those of the base tests and of the plus tests.
     """
-    if task.executes:
-        return digest(task.program(problem, row.text, whole=row.whole), limits)
-    return content_digest(_checked(task.check_key(problem), row))
+    if not task.executes:
+        return (content_digest(_checked(task.check_key(problem), row)),)
+    limits = limits_of(task, timeout)._asdict()
+    makes = [task.base_program, task.program] if task.has_base else [task.program]
+    return tuple(digest(make(problem, row.text, whole=row.whole), limits) for make in makes)
+
+
+def find_verdict(
+    digests: Sequence[str], known: Mapping[str, Verdict]
+) -> tuple[Verdict | None, str | None]:
+    """Return the verdict on a sample and the status by its base tests. None for what is unknown.
+
+    Args:
+        digests: see verdict_digests.
+        known: verdicts by digest.
+    """
+    *before, last = (known.get(one) for one in digests)
+    base = before[0] if before else None
+    if before and (base is None or base.status != PASSED):
+        return base, base and base.status
+    return last, base and base.status
 
 
 def _checked(key: str, row: Generation) -> str:

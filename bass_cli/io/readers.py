@@ -50,6 +50,7 @@ class Source:
 
     `kind` is a file format or "hf". `spooled` is the content of standard input. `separator` stands
     between the prompts of a text file; None if each line is one. `compression` is the file's.
+    `constants`: JSON may have NaN and Infinity, as Python writes it.
     `id_column` is the field with the id of every prompt; None for "id", where there is one.
     """
 
@@ -59,6 +60,7 @@ class Source:
     separator: str | None = None
     compression: Kind | None = None
     id_column: str | None = None
+    constants: bool = False
 
     def records(self) -> Records:
         """Yield the records in order, one at a time; UserError at a fault of the format.
@@ -71,6 +73,9 @@ class Source:
         with self.open() as stream:
             if self.separator is not None:
                 yield from _read_pieces(stream, self.label, self.separator)
+            elif self.constants and self.kind in ("jsonl", "json"):
+                read = _read_json if self.kind == "json" else _read_jsonl
+                yield from read(stream, self.label, _PYTHON_DECODER)
             else:
                 yield from _READERS[self.kind](stream, self.label)
 
@@ -343,18 +348,19 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _DECODER = json.JSONDecoder(parse_constant=_no_constant, object_pairs_hook=_without_duplicates)
+_PYTHON_DECODER = json.JSONDecoder(object_pairs_hook=_without_duplicates)
 
 
-def _read_jsonl(stream: IO[bytes], name: str) -> Records:
+def _read_jsonl(stream: IO[bytes], name: str, decoder: json.JSONDecoder = _DECODER) -> Records:
     """Yield one JSON value a line; skip blank lines."""
     for number, line in _read_txt(stream, name):
         try:
-            yield number, _DECODER.decode(line)
+            yield number, decoder.decode(line)
         except (ValueError, RecursionError) as error:
             raise UserError(f"{name}:{number}: {broken_json(error)}") from None
 
 
-def _read_json(stream: IO[bytes], name: str) -> Records:
+def _read_json(stream: IO[bytes], name: str, decoder: json.JSONDecoder = _DECODER) -> Records:
     """Yield the items of one JSON list, each with the line on which it starts."""
     content = stream.read(_LONGEST_LIST + 1)
     if len(content) > _LONGEST_LIST:
@@ -381,7 +387,7 @@ def _read_json(stream: IO[bytes], name: str) -> Records:
     following = sign(position + 1)
     while following != "]":
         try:
-            value, end = _DECODER.raw_decode(text, position)
+            value, end = decoder.raw_decode(text, position)
         except (ValueError, RecursionError) as error:
             here = error.lineno if isinstance(error, json.JSONDecodeError) else line
             raise UserError(f"{name}:{here}: {broken_json(error, with_line=False)}") from None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from bass_cli.config.commands import ReportArgs
 from bass_cli.errors import MachineError, UserError
-from bass_cli.eval.scoring import limits_of
+from bass_cli.eval.scoring import read_timeout
 from bass_cli.io.console import Screen
 from bass_cli.io.linefile import name_beside
 from bass_cli.io.resume import manifest_path
@@ -47,12 +47,12 @@ def run(args: ReportArgs, screen: Screen) -> None:
         raise MachineError(
             "bass report needs jinja2, which is not installed: pip install 'bass-cli[report]'"
         )
-    limits = limits_of(args.timeout)._asdict()
+    timeout = read_timeout(args.timeout)
     sources = find_sources(args.runs)
     if len(sources) > _MOST_RUNS:
         raise UserError(f"a page shows at most {_MOST_RUNS} files (got {len(sources)})")
     how = {"task": args.task, "data": args.data, "model": args.model}
-    readers = [Reader(one, limits=limits, **how) for one in sources]
+    readers = [Reader(one, timeout=timeout, **how) for one in sources]
     if args.serve:
         from bass_cli.report.server import serve
 

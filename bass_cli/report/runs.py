@@ -24,7 +24,7 @@ from bass_cli.eval.samples import (
     manifest_of,
     read_generations,
 )
-from bass_cli.eval.scoring import verdict_digest
+from bass_cli.eval.scoring import find_verdict, verdict_digests
 from bass_cli.eval.tasks import load_task
 from bass_cli.eval.tasks.task import Task
 from bass_cli.report.pieces import Pieces
@@ -84,7 +84,7 @@ class Reader:
         source: the file.
         task: the name of its task. Default: from the file.
         data: the task's data.
-        limits: limits of each program, which verdicts depend on.
+        timeout: the time limit of programs, which verdicts depend on. Default: the task's.
         model: where the target's tokenizer is. Default: from the manifest.
     """
 
@@ -94,15 +94,15 @@ class Reader:
         *,
         task: str | None = None,
         data: str | None = None,
-        limits: Mapping[str, Any],
+        timeout: float | None = None,
         model: str | None = None,
     ) -> None:
-        self.source, self._named, self._data, self._limits = source, task, data, limits
+        self.source, self._named, self._data, self._timeout = source, task, data, timeout
         self._task: Task | None = None
         self._model = model
         self._why = ""  # why there is no task
         self._tests: dict[str, str] = {}
-        self._digests: dict[tuple[str, str, bool], str] = {}
+        self._digests: dict[tuple[str, str, bool], tuple[str, ...]] = {}
         self._pieces: Pieces | None = None
 
     def read(self) -> Run:
@@ -136,14 +136,15 @@ class Reader:
         notes = list(self._pieces.notes) if self._pieces else []
         if self._why:
             notes.append(self._why)
-        found = [self._verdict(row, known) for row in file.rows]
+        verdicts = [self._verdict(row, known) for row in file.rows]
+        found = [verdict for verdict, _ in verdicts]
         statuses = [
             verdict.status if verdict else UNJUDGED if row.finished else report.unjudged(row).status
             for row, verdict in zip(file.rows, found, strict=True)
         ]
         details = [verdict.detail if verdict else "" for verdict in found]
         kinds = [failure_kind(*one) for one in zip(statuses, details, strict=True)]
-        judged = self._judged(file, statuses, notes)
+        judged = self._judged(file, statuses, [base for _, base in verdicts], notes)
         figures = _figures(file, statuses)
         if judged and self._task is not None:
             isolation = isolation_of(verdict for verdict in found if verdict)
@@ -163,16 +164,19 @@ class Reader:
         return Run(self.source, file, extras, prompts, outlines, figures, judged, notes)
 
     def _judged(
-        self, file: GenerationFile, statuses: Sequence[str], notes: list[str]
+        self,
+        file: GenerationFile,
+        statuses: Sequence[str],
+        bases: Sequence[str | None],
+        notes: list[str],
     ) -> dict[str, list[Outcome]]:
         """Return the outcomes of the problems whose finished samples all have a verdict."""
         if self._task is None or self._task.rates:
             return {}
-        status = {id(row): one for row, one in zip(file.rows, statuses, strict=True)}
+        lines = zip(file.rows, statuses, bases, strict=True)
+        outcome = {id(row): Outcome(row, status, base=base) for row, status, base in lines}
         groups = by_problem(file, self._task.problems)
-        outcomes = {
-            name: [Outcome(row, status[id(row)]) for row in rows] for name, rows in groups.items()
-        }
+        outcomes = {name: [outcome[id(row)] for row in rows] for name, rows in groups.items()}
         judged = {
             name: rows
             for name, rows in outcomes.items()
@@ -218,18 +222,20 @@ class Reader:
             more = {"problem": dict(problem.fields)}
         return {"prompt": problem.prompt, **seen, **more}
 
-    def _verdict(self, row: Generation, known: Mapping[str, Verdict]) -> Verdict | None:
-        """Return the verdict on a sample. None if its program has none."""
+    def _verdict(
+        self, row: Generation, known: Mapping[str, Verdict]
+    ) -> tuple[Verdict | None, str | None]:
+        """Return the verdict on a sample, and the status by base tests, as `find_verdict` does."""
         if not known or self._task is None or self._task.rates or not row.finished:
-            return None
+            return None, None
         key = row.task_id, row.text, row.whole
         if key not in self._digests:
             problems = self._task.problems
             bare = row.task_id.removeprefix("Mbpp/")
             names = (row.task_id, bare, f"Mbpp/{bare}")
             problem = next(problems[name] for name in names if name in problems)
-            self._digests[key] = verdict_digest(self._task, problem, row, self._limits)
-        return known.get(self._digests[key])
+            self._digests[key] = verdict_digests(self._task, problem, row, self._timeout)
+        return find_verdict(self._digests[key], known)
 
     def _extra(self, row: Mapping[str, Any]) -> str:
         """Return the JSON object of what only the view of a sample shows."""

@@ -44,7 +44,8 @@ class Program(NamedTuple):
         names: global names of the program that the tests use. Plain data is copied; for other
             objects the tests get a proxy. These names replace builtins and names of `setup`.
         setup: trusted text that runs first in the tests' process. It cannot use `names`. If it
-            fails, the program does not run, and the ending is "unusable".
+            fails, the program does not run, and the ending is "unusable". A time limit should leave
+            room for sending values: `transfer_seconds(value)` measures that.
     """
 
     text: str

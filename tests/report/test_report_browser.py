@@ -215,7 +215,7 @@ def test_a_page_that_is_served_follows_the_file(tab: Tab, monkeypatch: pytest.Mo
     monkeypatch.setattr(server, "INTERVAL", 0.05)
     write("f.jsonl", [line(0, 0, "first")])
     (source,) = find_sources(["f.jsonl"])
-    with Server(Follower([Reader(source, limits={})]), 0) as running:
+    with Server(Follower([Reader(source)]), 0) as running:
         threading.Thread(target=running.serve_forever, args=(0.01,)).start()
         try:
             page = tab.open(running.address)

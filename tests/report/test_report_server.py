@@ -26,7 +26,7 @@ def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def follower(*paths: str) -> Follower:
-    return Follower([Reader(one, limits={}) for one in find_sources(paths)])
+    return Follower([Reader(one) for one in find_sources(paths)])
 
 
 @pytest.fixture

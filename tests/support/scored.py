@@ -33,7 +33,8 @@ class Isolation(NamedTuple):
 class Programs(Task):
     """A task whose answers are programs; `tests` go after them."""
 
-    name, executes, rates = "humaneval", True, False
+    name, executes, rates, has_base = "humaneval", True, False, False
+    limits = DEFAULT_LIMITS
 
     def __init__(self, problems: dict[str, Problem]) -> None:
         self.problems = problems
@@ -45,7 +46,7 @@ class Programs(Task):
 class Texts(Task):
     """A task whose answers are rated: by their length, so that a test knows the figures."""
 
-    name, executes, rates = "xsum", False, True
+    name, executes, rates, has_base = "xsum", False, True, False
 
     def __init__(self, problems: dict[str, Problem]) -> None:
         self.problems, self.rated = problems, Counter[str]()

@@ -11,10 +11,15 @@ import importlib.resources
 from bass_cli.errors import UserError, nearest
 from bass_cli.eval.tasks.humaneval import HumanEval
 from bass_cli.eval.tasks.mbpp import Mbpp
+from bass_cli.eval.tasks.plus import HumanEvalPlus, MbppPlus
 from bass_cli.eval.tasks.task import Task
 from bass_cli.eval.tasks.xsum import Xsum
 
-TASKS: dict[str, type[Task]] = {task.name: task for task in (HumanEval, Mbpp, Xsum)}
+TASKS: dict[str, type[Task]] = {
+    task.name: task for task in (HumanEval, HumanEvalPlus, Mbpp, MbppPlus, Xsum)
+}
+# other names of tasks, for shells and file names
+ALIASES = {"humaneval-plus": "humaneval+", "mbpp-plus": "mbpp+"}
 
 
 def packaged_tasks() -> list[str]:
@@ -32,12 +37,13 @@ def load_task(name: str, data: str | None = None) -> Task:
     """Load a task and its problems.
 
     Args:
-        name: one of `task_names`, or a task file (.yaml).
+        name: one of `task_names`, a key of ALIASES, or a task file (.yaml).
         data: a file, or hf:NAME[:CONFIG][:SPLIT]. Default: the task's own data set.
 
     Raises:
         UserError: the name is unknown, or the file or the data is invalid.
     """
+    name = ALIASES.get(name, name)
     if name in TASKS:
         return TASKS[name](data)
     from bass_cli.eval.tasks.own import OwnTask  # pydantic and the reader of YAML take a while

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
-from bass_cli.eval.tasks.task import Problem, Task
+from bass_cli.eval.tasks.task import Fields, Problem, Task
 from bass_cli.rank.code import as_body, code_in, names_of, runnable, with_imports
 from bass_cli.reading import text
 from bass_cli.sandbox.programs import Program
@@ -19,7 +19,7 @@ class HumanEval(Task):
 
     name = "humaneval"
     stops = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
-    needed = dict.fromkeys(("task_id", "prompt", "entry_point", "test"), text)
+    needed: ClassVar[Fields] = dict.fromkeys(("task_id", "prompt", "entry_point", "test"), text)
 
     def __init__(self, data: str | None = None) -> None:
         if data is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, cast, get_args
@@ -10,7 +11,7 @@ from bass_cli.errors import UserError, nearest
 from bass_cli.io.readers import open_source
 from bass_cli.reading import is_unicode
 from bass_cli.reading import whole as whole_number
-from bass_cli.sandbox.programs import Program
+from bass_cli.sandbox.programs import DEFAULT_LIMITS, Limits, Program
 
 PromptFormat = Literal["raw", "strip", "strip-nl", "chat"]
 # a check for each field, by name; it raises ValueError if the value has another type
@@ -58,6 +59,9 @@ class Task:
             executes nor rates compares answers (`check`).
         has_prompt, has_question: whether there is a text to continue, and a question for chats.
         prompt_format: the default format. "auto" chooses by the model.
+        has_base: a sample runs the tests of `base_program` first, then those of `program`.
+        limits: limits of a program.
+        constants: the data may have NaN and Infinity, which Python's JSON has.
         stops: strings that end a completion. Chat answers do not use them.
         source: the default data: a file, or hf:NAME[:CONFIG][:SPLIT].
         files: names of local files that the task is read from, beside its data.
@@ -74,6 +78,9 @@ class Task:
     name: str
     executes: bool = True
     rates: bool = False
+    has_base: bool = False
+    limits: Limits = DEFAULT_LIMITS
+    constants: bool = False
     has_prompt: bool = True
     has_question: bool = True
     prompt_format: str = "auto"
@@ -163,6 +170,10 @@ class Task:
         """Return notes on the details of all verdicts, for the user."""
         return []
 
+    def base_program(self, problem: Problem, text: str, *, whole: bool) -> Program:
+        """Return the program with the original tests, in a task that adds tests to a data set."""
+        raise NotImplementedError
+
     def check(self, problem: Problem, text: str) -> Check:
         """Compare the answer in a model's text with the right one."""
         raise NotImplementedError
@@ -188,7 +199,7 @@ class Task:
     def _read(self, source: str) -> dict[str, Problem]:
         """Return the problems of the data by task_id. Errors name file, line and field."""
         found: dict[str, Problem] = {}
-        for number, (place, record) in enumerate(records_of(source), 1):
+        for number, (place, record) in enumerate(records_of(source, constants=self.constants), 1):
             problem = self.problem_at(record, place, number)
             if problem.task_id in found:
                 raise UserError(f'{place}: problem "{problem.task_id}" occurs twice in the data')
@@ -198,9 +209,12 @@ class Task:
         return found
 
 
-def records_of(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the records of a source with their places. UserError for one that is no object."""
-    opened = open_source(source)
+def records_of(source: str, *, constants: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the records of a source with their places. UserError for one that is no object.
+
+    `constants`: see Task.
+    """
+    opened = dataclasses.replace(open_source(source), constants=constants)
     if opened.kind == "txt":
         raise UserError(
             f"{source}: a text file has no fields; use a .jsonl, .json or .parquet file"

@@ -93,7 +93,11 @@ def enter_tests(spec: JobSpec, checks: Checks, outlet: int, program: tuple[int, 
 
     _prepare(spec, outlet, name="tests", hidden=True)
     peer = Peer(*program, describe=describe, leave=leave, restricted=True)
-    scope = {"__name__": "tests", "__builtins__": __builtins__}
+    scope = {
+        "__name__": "tests",
+        "__builtins__": __builtins__,
+        "transfer_seconds": peer.transfer_seconds,
+    }
     try:
         exec(compile_text(checks[1], "<setup>"), scope)
     except BaseException as error:
@@ -265,7 +269,7 @@ def compile_text(text: str, name: str = "<program>") -> types.CodeType:
 
 
 def describe(error: BaseException) -> str:
-    """Return one line about an exception: line number, class and text.
+    """Return one line about an exception: line number, class and text, or its `about`.
 
     The program may have defined the exception's class, so this may run code of the program. In
     the tests' process, a description from the program's process (calls.py) is returned as it is.
@@ -280,6 +284,8 @@ def describe(error: BaseException) -> str:
     except BaseException:
         line = line or 0
     try:
+        if about := getattr(error, "about", None):
+            return str(about)[:2000]
         text = getattr(error, "described", None) or f"{type(error).__name__}: {error}".rstrip(
             ": \n"
         )
