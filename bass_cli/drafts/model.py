@@ -1,10 +1,10 @@
 """Drafters with a model of their own, or the target with layers skipped: token by token, or all
 drafts of a round in one pass; and how drafts are sampled under each coupling.
 
-Their caches repair themselves. The first step of a round feeds each row's last tokens again: after
-full acceptance the cache lacks the last draft, and otherwise feeding it only writes the same key.
-Rounds without drafts leave the cache behind; `catch_up` feeds what else it lacks. Not here:
-drafters that read the target's hidden states (heads.py), the target's side (engine/verify.py).
+The first step of a round feeds each row's last tokens again: after full acceptance the cache lacks
+the last draft, and otherwise feeding it only writes the same key. `catch_up` feeds the tokens of
+rounds without drafts. A recurrent state cannot go back: there, each step of a round feeds the
+tokens of all its steps again. Not here: drafters that read hidden states (heads.py).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import bass_kernels as ops
 from bass_cli.engine.batch import Batch, Change
 from bass_cli.engine.contracts import Drafter, InTime, Proposal
 from bass_cli.engine.sampling import SamplingParams
+from bass_cli.models.recurrent import RecurrentStates
 from bass_cli.models.runner import Runner
 
 
@@ -69,8 +70,27 @@ class ModelRows(Drafter):
             self._fed[list(places)] = self.runner.cache.base(places[0])
 
     def catch_up(self, batch: Batch, behind: Tensor, count: int) -> None:
+        if (states := self._states) is not None:
+            for first in range(0, count, states.width):
+                width = min(states.width, count - first)
+                starts = self._starts(batch, 2)
+                self.runner.feed(*batch.following(starts, width), batch.ends(width))
+                states.note_read(torch.minimum(starts + width, batch.lengths[: batch.rows]))
+            return
         tokens, positions = batch.last(count, self.runner.cache.bases(batch.rows), behind=behind)
         self.runner.feed(tokens, positions, batch.ends(-2))
+
+    @property
+    def _states(self) -> RecurrentStates | None:
+        """The model's recurrent states; None if it has none."""
+        return self.runner.cache.states
+
+    def _starts(self, batch: Batch, least: int) -> Tensor:
+        """Return where the next pass begins if the model has recurrent layers, [B] int64: at the
+        first token that was not read, and at least `least` tokens before the row's end."""
+        assert self._states is not None
+        latest = (batch.lengths[: batch.rows] - least).clamp(min=0)
+        return torch.minimum(self._states.read(batch.rows), latest)
 
 
 class ModelDrafter(ModelRows):
@@ -102,6 +122,8 @@ class ModelDrafter(ModelRows):
         if length == 0:
             return 0
         missing = int((ends - fed).max()) - 2
+        if missing > 0 and self._states is not None:
+            self._states.send_read(fed)
         fed[:] = ends + length - 1
         return max(missing, 0)
 
@@ -122,8 +144,13 @@ class ModelDrafter(ModelRows):
         # Step by step, so that each line is contiguous.
         places = lengths + batch.steps(0, length)[:, None]
         first = batch.last(2, self.runner.cache.bases(batch.rows))
+        starts = None if self._states is None else self._starts(batch, 2)
+        drafts = list[Tensor]()
 
         def logits_of(step: int, last: Tensor | None) -> Tensor:
+            if starts is not None:
+                drafts.extend(() if last is None else (last,))
+                return self._from_start(batch, starts, drafts)
             fed = first if last is None else (last[:, None], places[step - 1][:, None])
             return self.runner.forward(*fed, batch.ends(step), last=1)[:, 0]
 
@@ -132,6 +159,18 @@ class ModelDrafter(ModelRows):
         )
         self._fed -= length - found.tokens.shape[1]  # `expect` has counted all of them
         return found
+
+    def _from_start(self, batch: Batch, starts: Tensor, drafts: Sequence[Tensor]) -> Tensor:
+        """Return logits [B, V] after these drafts [B] each, of a model with recurrent layers: from
+        a pass over each row's text from `starts` [B] on, and the drafts."""
+        assert self._states is not None
+        width = 2 + len(drafts)
+        after = torch.stack([*drafts], 1) if drafts else None
+        tokens, positions = batch.following(starts, width, after)
+        last = batch.lengths[: batch.rows] - 1 + len(drafts) - starts
+        logits = self.runner.forward_at(tokens, positions, batch.ends(width - 1), last[:, None])
+        self._states.note_read(starts + width)
+        return logits[:, 0]
 
 
 class ParallelDrafter(ModelRows):
@@ -171,9 +210,24 @@ class ParallelDrafter(ModelRows):
     def propose(self, batch: Batch, length: int) -> Proposal:
         if length == 0:
             return Proposal.empty(batch)
-        logits = self.runner.forward(*self._input(batch, length), last=length)
+        if self._states is not None:
+            logits = self._from_start(self._states, batch, length)
+        else:
+            logits = self.runner.forward(*self._input(batch, length), last=length)
         params = batch.params.at(self._temperature)
         return propose_at_once(logits, params, batch, coupling=self._coupling)
+
+    def _from_start(self, states: RecurrentStates, batch: Batch, length: int) -> Tensor:
+        """Return the logits [B, length, V] of a model with recurrent layers. A row that accepted
+        few drafts has more masks than it needs."""
+        starts, width = self._starts(batch, 1), 2 * length
+        masks = batch.tokens.new_full((batch.rows, width), self._mask)
+        tokens, positions = batch.following(starts, width, masks)
+        lengths = batch.lengths[: batch.rows]
+        places = (lengths - 1 - starts)[:, None] + batch.steps(0, length)
+        logits = self.runner.forward_at(tokens, positions, batch.ends(width), places)
+        states.note_read(lengths)
+        return logits
 
     def _input(self, batch: Batch, length: int) -> tuple[Tensor, Tensor, list[int] | None]:
         """Return the tokens of a pass and their positions, [B, 2 length] each, and the rows'

@@ -397,3 +397,20 @@ class Batch:
         elif behind is not None or count > 1:  # a row has at least one token
             positions = positions.clamp(min=0)
         return self.tokens[: self.rows].gather(1, positions), positions
+
+    def following(
+        self, starts: Tensor, count: int, after: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the `count` tokens of each row from its position `starts` [B] on, and their
+        positions, [B, count] each.
+
+        Args:
+            after: [B, N], tokens after a row's end. Default: arbitrary ones.
+        """
+        positions = starts[:, None] + self.steps(0, count)
+        tokens = self.tokens[: self.rows].gather(1, positions)
+        if after is not None:
+            beyond = positions - self.lengths[: self.rows, None]
+            drafts = after.gather(1, beyond.clamp(0, after.shape[1] - 1))
+            tokens = torch.where(beyond < 0, tokens, drafts)
+        return tokens, positions

@@ -124,8 +124,12 @@ class Decoder:
 
     @property
     def recurrent(self) -> Recurrent | None:
-        """Its recurrent layers; None if it has none."""
-        return self.spec.recurrent
+        """The recurrent layers that are run; None if there is none."""
+        recurrent = self.spec.recurrent
+        if recurrent is None:
+            return None
+        kept = tuple(i for i in recurrent.layers if i in self.layers)
+        return recurrent._replace(layers=kept) if kept else None
 
     @property
     def cached(self) -> tuple[Layers, ...]:

@@ -92,7 +92,7 @@ class RecurrentStates:
         dtype: torch.dtype,
         device: torch.device,
     ):
-        self._rows, self._width = rows, width
+        self._rows, self.width = rows, width
         state, inputs = (
             torch.zeros(len(recurrent.layers), rows + PROMPTS, *shape, dtype=kind, device=device)
             for shape, kind in zip(
@@ -104,6 +104,7 @@ class RecurrentStates:
         # By slot: the number of tokens that its state has. The last place is that of slot -1, of
         # rows that are not live.
         self._counts = torch.zeros(rows + PROMPTS + 1, dtype=torch.int64, device=device)
+        self._read = self._counts.clone()  # see `read`
         self._slots = torch.full((rows,), -1, dtype=torch.int64, device=device)
         self._host: Integers = numpy.arange(rows)
         self._live = numpy.zeros(rows, dtype=bool)
@@ -133,7 +134,7 @@ class RecurrentStates:
                 part[:, slot] = part[:, self._of_prompt[prompt]]
             if not length:
                 self._whole[0][:, slot] = 0
-            self._counts[slot] = length
+            self._counts[slot] = self._read[slot] = length
 
     def has(self, prompt: Hashable) -> bool:
         """Return whether a prompt has a slot."""
@@ -172,11 +173,24 @@ class RecurrentStates:
         if packed is not None:
             first = positions[0][packed.begin[:-1], None]
             positions = first + torch.arange(packed.widest, device=positions.device)
-        assert positions.shape[1] <= self._width
+        assert positions.shape[1] <= self.width
         slots = self._slots[: len(positions)]
         advance = positions[:, 0] - self._counts[slots]
         self._counts[slots] = positions[:, 0]
         return StatePass(self._layers, slots, positions, advance, packed)
+
+    def read(self, rows: int) -> Tensor:
+        """Return how many tokens of each row's text were read, [rows] int64, as a drafter noted
+        them. A pass may begin at any token up to that one, but not before the last pass."""
+        return self._read[self._slots[:rows]]
+
+    def note_read(self, read: Tensor) -> None:
+        """Set what `read` returns, [rows] int64."""
+        self._read[self._slots[: len(read)]] = read
+
+    def send_read(self, read: Integers) -> None:
+        """Set what `read` returns from the host's record."""
+        self.note_read(self._sender.send(read.copy()))
 
     def fill(self, parts: Sequence[tuple[Hashable, int, int, int]]) -> StatePass:
         """Return a pass over parts of prompts.

@@ -317,6 +317,15 @@ class Runner:
         assert logits is not None
         return logits[0]
 
+    def forward_at(
+        self, tokens: Tensor, positions: Tensor, ends: Sequence[int] | None, places: Tensor
+    ) -> Tensor:
+        """Do `forward`, but return logits [B, N, V] of these places [B, N] of each row."""
+        hidden = self.decoder.read(tokens, self.cache.decode(positions, ends))
+        assert hidden is not None
+        index = places[..., None].expand(*places.shape, hidden.shape[-1])
+        return self.decoder.logits(hidden.gather(1, index))
+
     def feed(self, tokens: Tensor, positions: Tensor, ends: Sequence[int] | None) -> None:
         """Write the keys and values of tokens [B, W] at positions [B, W], without logits."""
         self.decoder.forward(tokens, self.cache.decode(positions, ends), last=0)

@@ -254,8 +254,7 @@ def make_loop(
     """Build a loop with an empty batch for a job's draft, coupling and draft temperature.
 
     Args:
-        rows: The rows of the batch.
-        span: The positions of a row's private KV.
+        rows, span: The rows of the batch, and the positions of a row's private KV.
         context: The positions that the batch has at first.
         width: The most tokens of a row in a pass of the target.
         blocks: The blocks of the rows' private KV. Default: one a row.
@@ -275,7 +274,8 @@ def make_loop(
         width=width,
     )
     runner = size(target if head is None else target.read_by(head), lag=1)
-    drafts = None if drafting is None else size(drafting, lag=2)
+    wide = width if mask is None else 2 * width  # missed tokens, and as many masks
+    drafts = size(drafting, lag=2, width=wide) if drafting else None
     drafter = make_drafter(
         job.pair.draft,
         runner=drafts if head is None else runner,

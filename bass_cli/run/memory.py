@@ -202,7 +202,7 @@ def footprint(
         wide[0] += len(head.aux_layers) * target.width * dtype.itemsize
     scored = max(map(operator.mul, fed, scores))
     token = Each(position, 2 * _INTEGER + scored + (copied if kind == "cpu" else 0))
-    extra, state = beyond(longest) + SLACK, state_bytes(target, widest(longest), dtype)  # a row's
+    extra, state = beyond(longest) + SLACK, _states(caches, longest, at_once=at_once)  # a row's
     work = _logits(vocab, places, dtype, kind, extras)
     work += max(map(operator.mul, fed, wide)) + scored * prompt_tokens + _INTEGER * ARENA[kind]
     return Footprint(
@@ -224,6 +224,15 @@ def footprint(
 def widest(longest: int) -> int:
     """Return the most tokens of a row in a pass with drafts of up to `longest` tokens."""
     return cover(longest) + 1
+
+
+def _states(caches: Sequence[tuple[Spec, int, torch.dtype]], longest: int, *, at_once: bool) -> int:
+    """Return the bytes of a row's recurrent states in all models. See _position."""
+    widths = widest(longest), widest(longest) * (2 if at_once else 1)
+    return sum(
+        state_bytes(spec, width, dtype) * layers // spec.layers
+        for (spec, layers, dtype), width in zip(caches, widths, strict=False)
+    )
 
 
 def state_bytes(spec: Spec, width: int, dtype: torch.dtype) -> int:

@@ -100,7 +100,6 @@ def open_files(job: Job, early: Callable[[], Tokenizer | None] = lambda: None) -
         mask = draft.mask()
     skipped = skipped_layers(words.model or "", target.spec.layers)
     _check_settings(job, target.spec, skipped)
-    _check_recurrent(job, target.spec, None if draft is None else draft.spec, skipped)
     tokenizer = early()
     if tokenizer is None and pair.tokenizer:
         tokenizer = Tokenizer.load(locate(pair.tokenizer, folder=pair.folder))
@@ -173,6 +172,11 @@ def _check_settings(job: Job, spec: Spec, skipped: frozenset[int]) -> None:
             f'pair "{job.pair.name}": there is no draft, so draft length '
             f"{job.speculation.length} has no meaning"
         )
+    if skipped.issuperset(spec.attention_layers):
+        raise UserError(
+            f"`pair.draft` {job.pair.draft}: no layer with attention is left; keep one of "
+            f"{', '.join(map(str, spec.attention_layers))}"
+        )
     if not isinstance(spec, AnySpec):
         return
     target = f"{job.pair.target} runs through transformers' own layers"
@@ -184,20 +188,6 @@ def _check_settings(job: Job, spec: Spec, skipped: frozenset[int]) -> None:
             f"`pair.draft` {job.pair.draft}: {target}, and layer {readers[0]} reads the keys of an "
             "earlier layer, so no layer can be skipped; use another draft"
         )
-
-
-def _check_recurrent(job: Job, target: Spec, draft: Spec | None, skipped: frozenset[int]) -> None:
-    """Raise a UserError if the draft has recurrent layers. A draft reads its tokens again after
-    each round, and a recurrent state cannot go back."""
-    own = target if skipped else draft
-    if own is None or own.recurrent is None:
-        return
-    layers = ", ".join(map(str, own.recurrent.layers[:3]))
-    raise UserError(
-        f"`pair.draft` {job.pair.draft}: the draft has recurrent layers (linear_attention: {layers}"
-        f"{', ...' if len(own.recurrent.layers) > 3 else ''}), whose state cannot go back to an "
-        "earlier token; use lookup, or a draft model with attention only"
-    )
 
 
 def costs_of(

@@ -9,8 +9,7 @@ import re
 
 import pytest
 import torch
-from checkpoints import FAMILIES as EVERY
-from checkpoints import HYBRID, shallow, write_checkpoint, write_gguf, write_tokenizer
+from checkpoints import FAMILIES, shallow, write_checkpoint, write_gguf, write_tokenizer
 from test_ahead import Settled, ready
 from test_captured import Tour, captured, rows
 from toys import AtOnce, Reactive, drive, loop_for, plain
@@ -28,9 +27,6 @@ from bass_cli.lengths.controllers import Fixed
 from bass_cli.models import decoder
 from bass_cli.models.decoder import Decoder
 from bass_cli.run.plan import make_plan
-
-# Models without recurrent layers, which may draft too
-FAMILIES = tuple(name for name in EVERY if name not in HYBRID)
 
 MASK = 300  # no token of the tokenizer's
 
@@ -86,7 +82,9 @@ class Compared:
         self._loop, self._model, self._mask, self.seen = loop, model, mask, []
         self._runner, self._propose = loop.drafter.runner, loop.drafter.propose
         self._forward, self._logits = self._runner.forward, None
+        self._forward_at = self._runner.forward_at
         self._runner.forward, loop.drafter.propose = self.forward, self.propose
+        self._runner.forward_at = self.forward_at
 
     def forward(self, tokens, positions, ends, *, last=None):
         assert tokens.shape[1] == 2 * last
@@ -95,6 +93,12 @@ class Compared:
             "those before are the prompt's, and shared"
         )
         self._logits = self._forward(tokens, positions, ends, last=last)
+        return self._logits
+
+    def forward_at(self, tokens, positions, ends, places):
+        """With recurrent layers, a pass begins after the tokens that were read."""
+        assert tokens.shape[1] == 2 * places.shape[1]
+        self._logits = self._forward_at(tokens, positions, ends, places)
         return self._logits
 
     def propose(self, batch, length):

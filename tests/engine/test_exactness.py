@@ -10,8 +10,7 @@ import itertools
 
 import pytest
 import torch
-from checkpoints import FAMILIES as EVERY
-from checkpoints import HYBRID, shallow, write_checkpoint
+from checkpoints import FAMILIES, shallow, write_checkpoint
 from devices import device, surface_of
 from toys import AtOnce, Reactive, drive, loop_for, plain
 
@@ -21,9 +20,6 @@ from bass_cli.formats.checkpoint import open_checkpoint
 from bass_cli.formats.weights import load
 from bass_cli.lengths.controllers import Bass, Fixed, make_lengths
 from bass_cli.models.decoder import Decoder
-
-# Models without recurrent layers, which may draft too
-FAMILIES = tuple(name for name in EVERY if name not in HYBRID)
 
 SURFACE = surface_of(device("wide-310m"), acceptance=0.7)
 

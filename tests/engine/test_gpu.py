@@ -11,8 +11,7 @@ import pytest
 import test_processors
 import torch
 import triton
-from checkpoints import FAMILIES as EVERY
-from checkpoints import HYBRID, write_checkpoint
+from checkpoints import FAMILIES, write_checkpoint
 from safetensors.torch import load_file
 from test_exactness import rows
 from toys import SPAN, AtOnce, Reactive, drafter_for, drive, store_in_eight_bits
@@ -53,9 +52,6 @@ from bass_kernels import (
     sampling_kernels,
     truncation,
 )
-
-# Models without recurrent layers, which may draft too
-FAMILIES = tuple(name for name in EVERY if name not in HYBRID)
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 CUDA = torch.device("cuda")

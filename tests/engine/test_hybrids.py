@@ -9,9 +9,10 @@ import itertools
 import pytest
 import torch
 from checkpoints import HYBRID, shallow, write_checkpoint
+from test_captured import Tour
 from test_laws import distance
 from test_pieces import again, finish, loop_of
-from toys import drive, loop_for, plain
+from toys import AtOnce, drive, loop_for, plain
 
 from bass_cli.engine.batch import Row
 from bass_cli.engine.contracts import Drafter, DraftLength, Proposal
@@ -92,6 +93,19 @@ def models(tmp_path_factory):
     return both
 
 
+def noisy(target):
+    """Return a model with noise on the target's matrices, so that some of its drafts are
+    accepted."""
+    generator = torch.Generator().manual_seed(1)
+    weights = {
+        name: one + 0.1 * one.std() * torch.randn(one.shape, generator=generator)
+        if one.dim() == 2
+        else one.clone()
+        for name, one in ((name, target.weights.whole(name)) for name in target.weights)
+    }
+    return Decoder(target.spec, weights)
+
+
 @pytest.fixture(scope="module")
 def due(models):
     """A function from a family to the tokens of plain decoding for rows()."""
@@ -147,6 +161,34 @@ def test_rows_that_are_put_back_are_drawn_again(models):
     found, back, _, _ = finish(loop, given)
     assert back > 0
     assert found == wanted
+
+
+def test_draft_that_is_the_target_is_accepted_after_plain_rounds(models):
+    """Token by token. Plain rounds leave the draft's state behind by several tokens, of which
+    rows lack different numbers."""
+    _, target = models(HYBRID[0])
+    seen, live = [], rows(TEXTS[:4], n=1, limit=70)
+    lengths = InTurn(3, 0, 0, 0, 0, 3, 0, 3, 3, 0, 0, 8, 1)
+    wanted = plain(target, [again(row) for row in live])
+    loop = loop_for(target, target, rows=3, lengths=lengths)
+    assert drive(loop, live, on_round=lambda done, _: seen.append(done)) == wanted
+    assert sum(done.width for done in seen) > 60
+    assert all(kept == done.width for done in seen for kept in done.accepted)
+
+
+def test_captured_rounds_launched_ahead_equal_plain_decoding(models):
+    """With every kind of draft of a hybrid model, padding rows, and rows that are put back."""
+    _, target = models(HYBRID[2])
+    draft = noisy(target)
+    given = rows(TEXTS[1:4], n=2, limit=50)
+    wanted, accepted = plain(target, [again(row) for row in given]), 0
+    for drafter in (draft, AtOnce(draft, 300), "lookup"):
+        loop = loop_of(target, drafter, lengths=Tour(), total=9)
+        live = [again(row) for row in given]
+        found, _, _, _ = finish(loop, live)
+        assert found == wanted
+        accepted += sum(row.accepted for row in live) if drafter != "lookup" else 0
+    assert accepted > 20
 
 
 def test_prompt_is_read_once_for_its_samples_and_again_if_its_state_has_gone(models):

@@ -169,13 +169,13 @@ def write_checkpoint(
 
 def shallow(family: str) -> dict[str, Any]:
     """Overrides that leave two layers, of either kind where a family has two: what one adds, the
-    next reads."""
+    next reads. Without its last layer, a hybrid model still has attention."""
     kinds = ["sliding_attention", "full_attention"]
     if family in HYBRID:
-        kinds[0] = "linear_attention"
+        kinds = ["linear_attention", "full_attention", "linear_attention"]
     both = ("layer_types" in _KINDS[family][1]) or family in ("olmo3", "exaone4")
     named = "n_layer" if "n_layer" in _KINDS[family][1] else "num_hidden_layers"
-    return {named: 2} | ({"layer_types": kinds} if both else {})
+    return {named: len(kinds) if both else 2} | ({"layer_types": kinds} if both else {})
 
 
 def write_tokenizer(folder: Path, *, extra: tuple[str, ...] = (), template: bool = True) -> None:
