@@ -159,7 +159,7 @@ def test_the_shell_completes_names_of_tasks() -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ("generate p.txt --colour 4", "there is no option --colour; see bass generate --help"),
+        ("generate p.txt --zigzag 4", "there is no option --zigzag; see bass generate --help"),
         ("generate p.txt --temprature 1", 'no option --temprature; did you mean "--temperature"?'),
         (
             "generate p.txt --max-tokens 9",
