@@ -356,7 +356,7 @@ class PublishArgs(_Quiet):
 
 
 @dataclass(kw_only=True, eq=False)
-class RankArgs(_Document, _Quiet):
+class RankArgs(_Target, _Document, _Quiet):
     file: str = flag(
         "A file of samples (.jsonl, .jsonl.gz, .jsonl.zst, .parquet) of bass or of another tool.",
         "",
@@ -364,11 +364,27 @@ class RankArgs(_Document, _Quiet):
         default=MISSING,
     )
     by: str | None = flag(
-        "Rankers: logprob, static, majority. Ranks are those of the first; scores are written for "
-        "all",
+        "Rankers: logprob, static, majority; with a model: reverse, tests, reward:MODEL. Ranks "
+        "are those of the first; scores are written for all",
         SCORING,
         "NAME,...",
         shown="logprob",
+    )
+    pair: str | None = flag(
+        _PAIR, text="The pair of the target, for reverse and tests", shown="none"
+    )
+    seed: int | None = of_job("seed", text="Seed of the generated tests")
+    reward_batch: int | None = flag(
+        "Texts that a reward model reads at once", MACHINE, shown="8", rare=True
+    )
+    allow_code_execution: bool = switch(
+        "For tests: run programs even if the sandbox is weak", SCORING, rare=True
+    )
+    workers: int | None = flag(
+        "For tests: programs that run at the same time",
+        SCORING,
+        shown="the number of cores",
+        rare=True,
     )
     best: int | None = flag(
         "Keep only the K best samples of each prompt", KEPT, "K", shown="all samples"

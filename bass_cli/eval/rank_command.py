@@ -5,9 +5,10 @@ ranked_file.py reads and writes the lines; rank/ has the rankers.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from bass_cli.errors import UserError
 from bass_cli.eval.ranked_file import RankedFile
 from bass_cli.eval.tasks import load_task
 from bass_cli.eval.tasks.task import Task
+from bass_cli.generation import read_job
 from bass_cli.io.console import Screen
 from bass_cli.io.linefile import OUTPUTS, live_path
 from bass_cli.io.lines import write_lines
@@ -30,14 +32,20 @@ from bass_cli.io.resume import (
 from bass_cli.io.saving import check_format, is_stream, refuse_shared_files
 from bass_cli.rank.ranking import (
     LOGPROB,
+    REWARD,
     Group,
     Ranker,
+    Scores,
     Standing,
+    needs_model,
     parse_rankers,
     prompt_text,
     ranker_without_model,
     standings_of,
 )
+from bass_cli.rank.store import ScoreStore, digest_of
+from bass_cli.system.host import expect
+from bass_cli.system.threads import begin, configure_threads
 
 Standings = dict[tuple[str, int], Standing]
 
@@ -49,6 +57,9 @@ def rank_samples(args: RankArgs, screen: Screen) -> dict[str, Any]:
         UserError: An option or a line is wrong. The file is as it was.
     """
     names = parse_rankers(args.by or LOGPROB, "`by`")
+    if any(map(needs_model, names)):
+        begin(args.threads)
+        expect(args.device)
     out = _check_files(args)
     if args.best is not None and args.best < 1:
         raise UserError(f"`best`: a whole number from 1 on is needed, not {args.best}")
@@ -63,14 +74,15 @@ def rank_samples(args: RankArgs, screen: Screen) -> dict[str, Any]:
         answer=answer,
         exclusive=out == args.file,
     )
-    rankers = [ranker_without_model(name) for name in names]
-    standings = _standings(file, rankers, screen)
-    if out != args.file:
-        manifest_path(out).unlink(missing_ok=True)  # an old one must not describe the new lines
-    write_lines(out, file.lines(standings, args.best))
-    if manifest is not None:
-        own = _own_manifest(manifest, file, names, args)
-        write_manifest(out, own)
+    rankers = [_ranker(name, args, screen) for name in names]
+    with contextlib.ExitStack() as kept:
+        store = None
+        if any(map(needs_model, names)):
+            store = kept.enter_context(ScoreStore(f"{out}.scores.jsonl"))
+            if len(store):
+                screen.note(f"{store.path}: continuing, {len(store)} prompts have scores already")
+        scores = {ranker.name: _scores(ranker, file, store, screen) for ranker in rankers}
+        _write(args, out, file, _standings(file, names, scores), manifest)
     for note in file.notes:
         screen.note(f"{args.file}: {note}")
     counts = {"prompts": len(file), "samples": file.kept + file.dropped, "kept": file.kept,
@@ -107,6 +119,37 @@ def _check_files(args: RankArgs) -> str:
         raise UserError(f"{out}: it exists; use `overwrite` to replace it, or give another name")
     check_output_place(out, overwrite=args.overwrite)
     return out
+
+
+def _ranker(name: str, args: RankArgs, screen: Screen) -> Ranker:
+    """Return a ranker of this name."""
+    if not needs_model(name):
+        return ranker_without_model(name)
+    configure_threads(args.threads, screen.note)
+    if name.startswith(REWARD):
+        from bass_cli.rank.reward import BATCH, RewardRanker
+
+        batch = BATCH if args.reward_batch is None else args.reward_batch
+        if batch < 1:
+            raise UserError(f"`reward_batch`: a whole number from 1 on is needed, not {batch}")
+        device, dtype = args.device or "auto", args.dtype or "auto"
+        return RewardRanker(name, device=device, dtype=dtype, batch=batch, on_phase=screen.phase)
+    if args.pair is None and args.model is None:
+        raise UserError(f"`by` {name}: it runs the target; name it with `pair` or `model`")
+    job = read_job(args)
+    if name == "reverse":
+        from bass_cli.rank.reverse import ReverseRanker
+
+        return ReverseRanker(job, on_phase=screen.phase, on_bytes=screen.bytes_read)
+    from bass_cli.rank.agreement import AgreementRanker
+
+    return AgreementRanker(
+        job,
+        consent=args.allow_code_execution,
+        workers=args.workers,
+        on_phase=screen.phase,
+        on_bytes=screen.bytes_read,
+    )
 
 
 def _pattern(text: str | None) -> re.Pattern[str] | None:
@@ -155,38 +198,72 @@ def _prompts_of(args: RankArgs) -> dict[str, str] | None:
 class _Groups:
     """The groups of a file, which can be iterated over again."""
 
-    def __init__(self, file: RankedFile):
-        self._file = file
+    def __init__(self, file: RankedFile, without: Set[str] = frozenset()):
+        self._file, self._without = file, without
 
     def __iter__(self) -> Iterator[Group]:
-        return (one.group for one in self._file.members())
+        every = (one.group for one in self._file.members())
+        return (group for group in every if group.id not in self._without)
 
 
-def _standings(file: RankedFile, rankers: Sequence[Ranker], screen: Screen) -> Standings:
-    """Return the standing of each sample by prompt id and number."""
-    found: Standings = {}
-    every = [ranker.scores(_Groups(file)) for ranker in rankers]
-    with screen.counting("prompts ranked", len(file)) as progress:
-        for done, members in enumerate(file.members(), 1):
-            scores = {
-                ranker.name: next(of_ranker)
-                for ranker, of_ranker in zip(rankers, every, strict=True)
-            }
-            for sample, standing in standings_of(members, rankers[0].name, scores):
-                found[members.group.id, sample] = standing
-            progress(done, len(file))
+def _scores(
+    ranker: Ranker, file: RankedFile, store: ScoreStore | None, screen: Screen
+) -> dict[str, Scores]:
+    """Return the scores of each prompt by id. Those of the store are not computed again."""
+    kept = store if needs_model(ranker.name) else None
+    found: dict[str, Scores] = {}
+    for group in _Groups(file) if kept is not None else ():
+        if (known := kept.get(digest_of(ranker, group))) is not None:  # type: ignore[union-attr]
+            found[group.id] = known
+    left = _Groups(file, without=frozenset(found))
+    if len(found) == len(file):
+        return found
+    with screen.counting(f"prompts ranked by {ranker.name}", len(file)) as progress:
+        for group, scores in zip(left, ranker.scores(left), strict=True):
+            found[group.id] = scores
+            if kept is not None:
+                kept.add(ranker.name, digest_of(ranker, group), scores)
+            progress(len(found), len(file))
     return found
 
 
-def _own_manifest(
-    manifest: Mapping[str, Any], file: RankedFile, names: Sequence[str], args: RankArgs
-) -> dict[str, Any]:
+def _standings(
+    file: RankedFile, names: Sequence[str], scores: Mapping[str, Mapping[str, Scores]]
+) -> Standings:
+    """Return the standing of each sample by prompt id and number."""
+    found: Standings = {}
+    for members in file.members():
+        id_ = members.group.id
+        of_group = {name: scores[name][id_] for name in names}
+        for sample, standing in standings_of(members, names[0], of_group):
+            found[id_, sample] = standing
+    return found
+
+
+def _write(
+    args: RankArgs,
+    out: str,
+    file: RankedFile,
+    standings: Standings,
+    manifest: dict[str, Any] | None,
+) -> None:
+    """Write the ranked lines, then their manifest if the file has one."""
+    if out != args.file:
+        manifest_path(out).unlink(missing_ok=True)  # an old one must not describe the new lines
+    write_lines(out, file.lines(standings, args.best))
+    if manifest is not None:
+        write_manifest(out, _own_manifest(manifest, file, args))
+
+
+def _own_manifest(manifest: Mapping[str, Any], file: RankedFile, args: RankArgs) -> dict[str, Any]:
     """Return the manifest of the ranked lines.
 
     With `best` its results are those of `bass generate --best-of K --rank-by NAME`.
     """
     totals = file.totals | {"seconds": known_seconds(args.file, file.kept + file.dropped)}
-    own = {"ranked": {"by": list(names), "answer": args.answer}}
+    names = parse_rankers(args.by or LOGPROB, "`by`")
+    model = {"pair": args.pair, "model": args.model} if any(map(needs_model, names)) else {}
+    own = {"ranked": {"by": names, "answer": args.answer, **model}}
     if args.best is None:
         return {**manifest, "totals": totals, **own}
     results = {**manifest["results"], "best_of": args.best, "rank_by": names[0]}

@@ -79,6 +79,16 @@ class Members(NamedTuple):
     unfinished: Sequence[Candidate]
 
 
+def needed_prompt(group: Group, name: str) -> str:
+    """Return the prompt of a group. UserError if it is unknown."""
+    if not group.prompt:
+        raise UserError(
+            f'{name}: the text of the prompt "{group.id}" is unknown; name the file with '
+            "`prompts`, or draw with `echo`"
+        )
+    return group.prompt
+
+
 def candidate_of(
     prompt: str | None,
     sample: int,
@@ -116,6 +126,10 @@ class Ranker(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def identity(self) -> Any:
+        """What the scores depend on besides the group, such as a model; JSON can hold it."""
+
     def scores(self, groups: Iterable[Group]) -> Iterator[Scores]:
         """Yield for each group a score of each candidate, in their order.
 
@@ -128,7 +142,7 @@ class GroupRanker:
     """A ranker that needs nothing but a function of one group."""
 
     def __init__(self, name: str, rate: Callable[[Group], Scores]):
-        self.name, self._rate = name, rate
+        self.name, self._rate, self.identity = name, rate, None
 
     def scores(self, groups: Iterable[Group]) -> Iterator[Scores]:
         """Yield the scores of each group."""
