@@ -66,19 +66,17 @@ def rank_samples(args: RankArgs, screen: Screen) -> dict[str, Any]:
     answer = _pattern(args.answer)
     manifest = _manifest_of(args.file)
     task = _task_of(args, manifest, names)
-    screen.phase("reading the samples")
-    file = RankedFile(
-        args.file,
-        task=task,
-        prompts=None if task is not None else _prompts_of(args),
-        answer=answer,
-        exclusive=out == args.file,
-    )
     rankers = [_ranker(name, args, screen) for name in names]
-    with contextlib.ExitStack() as kept:
+    screen.phase("reading the samples")
+    with contextlib.ExitStack() as opened:
+        prompts = None if task is not None else _prompts_of(args)
+        held = RankedFile(
+            args.file, task=task, prompts=prompts, answer=answer, exclusive=out == args.file
+        )
+        file = opened.enter_context(held)
         store = None
         if any(map(needs_model, names)):
-            store = kept.enter_context(ScoreStore(f"{out}.scores.jsonl"))
+            store = opened.enter_context(ScoreStore(f"{out}.scores.jsonl"))
             if len(store):
                 screen.note(f"{store.path}: continuing, {len(store)} prompts have scores already")
         scores = {ranker.name: _scores(ranker, file, store, screen) for ranker in rankers}

@@ -91,6 +91,14 @@ class RankedFile:
     def __len__(self) -> int:
         return len(self._of_prompt)
 
+    def __enter__(self) -> RankedFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Remove the copy, and let other processes use the file."""
+        self._copy.close()
+        self._lock.close()
+
     def _read(self, *, exclusive: bool) -> None:
         kind = (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB
 

@@ -126,7 +126,7 @@ def test_prompt(group: Group) -> str:
             "needs a task that names it, such as humaneval"
         )
     head = prompt.rstrip()
-    body = "" if parse(head) is None else "\n    pass"
+    body = "\n    pass" if parse(f"{head}\n    pass") is not None else ""
     name = group.entry_point
     return f"{head}{body}\n\n# check the correctness of {name}\nassert {name}("
 
@@ -141,7 +141,8 @@ def tests_in(texts: Iterable[str], name: str) -> list[str]:
         found = (
             _assertion(part, name) for part in re.split(r"\n(?=assert\b)", f"assert {name}({text}")
         )
-        counts.update(dict.fromkeys(islice((one for one in found if one), PER_DRAWING)))
+        distinct = dict.fromkeys(islice((one for one in found if one), PER_DRAWING))
+        counts.update(distinct.keys())
     return [test for test, _ in counts.most_common(MOST)]
 
 

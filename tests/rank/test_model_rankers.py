@@ -1,0 +1,308 @@
+"""Rankers that run a model or programs, against transformers and against Python itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import write_checkpoint, write_tokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+)
+from typer.testing import CliRunner
+
+from bass_cli import Job, Pair, Sampling
+from bass_cli.cli.commands import app
+from bass_cli.errors import UserError
+from bass_cli.rank import agreement
+from bass_cli.rank.agreement import AgreementRanker, passed_tests, test_prompt, tests_in
+from bass_cli.rank.ranking import Candidate, Group, Scores, candidate_of
+from bass_cli.rank.reverse import ReverseRanker, context_of
+from bass_cli.rank.reward import RewardRanker
+from bass_cli.rank.store import ScoreStore, digest_of
+from bass_cli.sandbox.programs import Sandbox
+
+test_prompt.__test__ = tests_in.__test__ = False  # type: ignore[attr-defined]
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_checkpoint("llama", folder, seed=0, max_position_embeddings=128)
+    write_tokenizer(folder)
+    return folder
+
+
+def job(folder: Path) -> Job:
+    return Job(pair=Pair(name="tiny", target=str(folder), draft="none"), device="cpu", n=2)
+
+
+def group(id_: str, prompt: str | None, *texts: str) -> Group:
+    candidates = [candidate_of(prompt, at, text, "eos", -0.1) for at, text in enumerate(texts)]
+    return Group(id_, prompt, candidates)
+
+
+@torch.inference_mode()
+def due(folder: Path, context: str, prompt: str) -> float:
+    """Return the mean log-probability of the prompt's tokens after the context."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    before = tokenizer(context).input_ids
+    ids = tokenizer(prompt, add_special_tokens=False).input_ids
+    logits = model(torch.tensor([before + ids])).logits[0, len(before) - 1 : -1, : len(tokenizer)]
+    scores = logits.double().log_softmax(-1)
+    return float(scores[torch.arange(len(ids)), torch.tensor(ids)].mean())
+
+
+def test_reverse_is_the_probability_of_the_prompt_after_the_sample(folder: Path) -> None:
+    groups = [
+        group("a", "the cat sat", "a mat", "the other cat", "a mat"),
+        group("b", "x", "too long " * 60, "y"),
+    ]
+    first, second = ReverseRanker(job(folder)).scores(groups)
+    after = "\n\nThe text above is the answer to this request:\n"
+    wanted = [due(folder, text + after, "the cat sat") for text in ("a mat", "the other cat")]
+    assert first == pytest.approx([*wanted, wanted[0]], abs=1e-4)
+    assert second[0] is None
+    assert second[1] == pytest.approx(due(folder, "y" + after, "x"), abs=1e-4)
+
+
+def test_reverse_shows_no_words_of_the_prompt_in_code() -> None:
+    prompt = 'def f(x):\n    """Add one."""\n'
+    one = candidate_of(prompt, 0, "    return x + 1  # Add one.\n", "eos", None)
+    after = "\n\n# Write a docstring for the above function\n"
+    assert context_of(one) == "def f(x):\n    return x + 1" + after
+    broken = candidate_of(prompt, 0, "    return x +\n", "eos", None)
+    assert context_of(broken) == "return x +" + after
+
+
+def classifier(folder: Path, labels: int, *, template: bool, pad: int | None = None) -> Any:
+    torch.manual_seed(labels)
+    config = LlamaConfig(
+        vocab_size=304, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=2, num_labels=labels, max_position_embeddings=96, pad_token_id=pad,
+    )  # fmt: skip
+    model = LlamaForSequenceClassification(config).eval()
+    with torch.no_grad():
+        model.score.weight.normal_()
+    model.save_pretrained(folder)
+    write_tokenizer(folder, template=template)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("labels", "template", "pad"), [(1, True, 0), (1, False, None), (2, True, 2), (2, False, 0)]
+)
+def test_reward_is_the_logit_of_transformers(
+    tmp_path: Path, labels: int, template: bool, pad: int | None
+) -> None:
+    model = classifier(tmp_path, labels, template=template, pad=pad)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    texts = ["the mat", "a cat", "the mat", "written down", "the", "way too long " * 40]
+    ranker = RewardRanker(f"reward:{tmp_path}", device="cpu", dtype="fp32", batch=2)
+    (found,) = ranker.scores([group("a", "the cat", *texts)])
+    wanted: list[float] = []
+    for text in texts[:-1]:
+        shown = (f"<s>[user] the cat</s>[assistant] {text}</s>",) if template else ("the cat", text)
+        ids = tokenizer(*shown, add_special_tokens=not template, return_tensors="pt").input_ids
+        model.config.pad_token_id = None
+        with torch.inference_mode():
+            logits = model(ids).logits[0]
+        wanted.append(float(logits[0] if labels == 1 else logits[1] - logits[0]))
+    assert list(found)[:-1] == pytest.approx(wanted, abs=1e-5)
+    assert found[-1] is None
+    assert len(set(wanted)) > 3
+
+
+def test_wrong_reward_models_are_refused(tmp_path: Path) -> None:
+    classifier(tmp_path, 3, template=True)
+    with pytest.raises(UserError, match="3 outputs"):
+        list(RewardRanker(f"reward:{tmp_path}", device="cpu").scores([group("a", "x", "y")]))
+    with pytest.raises(UserError, match="cannot be loaded"):
+        list(RewardRanker("reward:/no/model", device="cpu").scores([group("a", "x", "y")]))
+    with pytest.raises(UserError, match="runs in auto, bf16"):
+        RewardRanker("reward:x", dtype="fp8")
+
+
+@pytest.mark.parametrize("ranker", ["reverse", "reward:/no/model"])
+def test_unknown_prompts_are_refused(folder: Path, ranker: str) -> None:
+    made: Any = ReverseRanker(job(folder)) if ranker == "reverse" else None
+    made = made or RewardRanker(f"reward:{folder}", device="cpu", dtype="fp32")
+    with pytest.raises(UserError, match="unknown"):
+        list(made.scores([group("a", None, "y")]))
+
+
+HEAD = 'def double(x):\n    """Return twice x."""\n'
+BODIES = ["    return 2 * x\n", "    return x + x\n", "    return x * x\n", "    while True: pass\n",
+          "    return 2 *\n", "    raise SystemExit\n"]  # fmt: skip
+DRAWN = [
+    "2) == 4\nassert double(0) == 0\nassert double('a') == 'aa'\nassert other(1)",
+    "2) == 4\nassert double(\n    3\n) == 6, 'six'\n\nprint(1)",
+    "1) == 3\nassert True\nassert double(0) ==\nassert math.isclose(double(0.5), 1)",
+]
+TESTS = ["double(2) == 4", "double(0) == 0", "double('a') == 'aa'", "double(3) == 6",
+         "double(1) == 3", "math.isclose(double(0.5), 1)"]  # fmt: skip
+
+
+def programs() -> Group:
+    candidates = [Candidate(at, body, "eos", None, HEAD + body) for at, body in enumerate(BODIES)]
+    return Group("d", HEAD, [*candidates, Candidate(9, "no code")], "double")
+
+
+def test_tests_are_the_valid_assertions_on_the_function() -> None:
+    assert tests_in(DRAWN, "double") == TESTS
+    many = "0) == 0\n" + "".join(f"assert double({at}) == 0\n" for at in range(1, 9))
+    assert tests_in([many], "double") == [f"double({at}) == 0" for at in range(5)]
+    assert tests_in([], "double") == []
+
+
+@pytest.mark.parametrize(
+    ("prompt", "head"),
+    [
+        (HEAD, f"{HEAD}    pass"),
+        ("def f(x):\n", "def f(x):\n    pass"),
+        ("import os\n", "import os"),
+    ],
+)
+def test_model_is_asked_for_tests_after_a_whole_function(prompt: str, head: str) -> None:
+    asked = test_prompt(Group("a", prompt, [], "f"))
+    assert asked == f"{head}\n\n# check the correctness of f\nassert f("
+    with pytest.raises(UserError, match="no known function"):
+        test_prompt(Group("a", prompt, []))
+
+
+def reference(program: str | None, test: str) -> bool:
+    """Run a test of a program that ends, in this process."""
+    scope: dict[str, Any] = {}
+    try:
+        exec(f"import math\n{program}", scope)
+        return bool(eval(test, scope))
+    except BaseException:
+        return False
+
+
+def test_score_is_passed_tests_times_samples_that_agree(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model's drawing is replaced; the programs run in the real sandbox."""
+    monkeypatch.setattr(agreement, "_drawn", lambda engine, groups: [DRAWN for _ in groups])
+    monkeypatch.setattr(agreement, "_SECONDS", 0.5)
+    vectors = [
+        tuple(reference(one.program, test) and "while" not in one.text for test in TESTS)
+        if "while" not in one.text and one.program
+        else (False,) * len(TESTS)
+        for one in programs().candidates
+    ]
+    assert sum(vectors[0]) == 5
+    ranker = AgreementRanker(job(folder), consent=True, workers=2)
+    (found,) = ranker.scores([programs()])
+    assert found == [float(sum(one) * vectors.count(one)) for one in vectors]
+    assert found[:3] == [10, 10, sum(vectors[2])]
+
+
+def test_a_loop_in_one_test_leaves_the_results_of_the_others() -> None:
+    body = "    while x == 3: pass\n    return 2 * x\n"
+    one = Group("d", HEAD, [Candidate(0, body, "eos", None, HEAD + body)], "double")
+    limits = agreement.DEFAULT_LIMITS._replace(seconds=0.7, cpu_seconds=1)
+    with Sandbox(workers=2, limits=limits) as sandbox:
+        (found,) = passed_tests(one, TESTS[:4], sandbox, sandbox)
+    assert found == (True, True, True, False)
+
+
+class Counting:
+    """A ranker that stops after some groups."""
+
+    name, identity = "reverse", {"target": "t"}
+
+    def __init__(self, most: int):
+        self.scored, self._most = list[str](), most
+
+    def scores(self, groups: Iterable[Group]) -> Iterator[Scores]:
+        for one in groups:
+            if len(self.scored) == self._most:
+                raise KeyboardInterrupt
+            self.scored.append(one.id)
+            yield [float(len(candidate.text)) for candidate in one.candidates]
+
+
+def test_interrupted_ranking_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [
+        {"id": id_, "sample": at, "text": "x" * (at + 1), "finish_reason": "eos", "prompt": "p"}
+        for id_ in "abc"
+        for at in range(2)
+    ]
+    content = "".join(json.dumps(row) + "\n" for row in rows)
+    Path("f.jsonl").write_text(content)
+    made: list[Counting] = []
+
+    def rank(most: int) -> Any:
+        made.append(Counting(most))
+        monkeypatch.setattr("bass_cli.eval.rank_command._ranker", lambda *args: made[-1])
+        return CliRunner().invoke(app, ["rank", "f.jsonl", "--by", "reverse", "--model", "m"])
+
+    assert rank(2).exit_code == 130
+    assert Path("f.jsonl").read_text() == content
+    with open("f.jsonl.scores.jsonl", "ab") as stream:
+        stream.write(b'{"ranker": "reve')  # a line that a kill cut
+    assert rank(9).exit_code == 0
+    assert [one.scored for one in made] == [["a", "b"], ["c"]]
+    found = [json.loads(line) for line in Path("f.jsonl").read_text().splitlines()]
+    assert [row["rank"] for row in found] == [2, 1] * 3
+    assert not Path("f.jsonl.scores.jsonl").exists()
+
+
+def test_scores_depend_on_model_prompt_and_samples(tmp_path: Path) -> None:
+    base = group("a", "p", "x", "y")
+    ranker = Counting(9)
+    others = [group("a", "q", "x", "y"), group("a", "p", "x", "z"), group("b", "p", "x", "y")]
+    digests = {digest_of(ranker, one) for one in [base, *others]}
+    ranker.identity = {"target": "u"}
+    assert len(digests | {digest_of(ranker, base)}) == 5
+    path = tmp_path / "s.jsonl"
+    path.write_text("somebody's file\n")
+    with pytest.raises(UserError, match="is not a file of scores"):
+        ScoreStore(str(path))
+
+
+def test_command_ranks_by_reverse_with_a_model(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    texts = ["a mat", "the other cat"]
+    rows = [
+        {"id": "a", "sample": at, "text": text, "finish_reason": "eos", "prompt": "the cat sat"}
+        for at, text in enumerate(texts)
+    ]
+    Path("f.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["rank", "f.jsonl", "--by", "reverse", "--device", "cpu"]
+    missing = CliRunner().invoke(app, words)
+    assert missing.exit_code == 2
+    assert "name it with --pair or --model" in " ".join(missing.stderr.split())
+    done = CliRunner().invoke(app, [*words, "--model", str(folder), "--dtype", "fp32"])
+    assert done.exit_code == 0, done.output
+    found = [json.loads(line) for line in Path("f.jsonl").read_text().splitlines()]
+    after = "\n\nThe text above is the answer to this request:\n"
+    wanted = [due(folder, text + after, "the cat sat") for text in texts]
+    assert [row["scores"]["reverse"] for row in found] == pytest.approx(wanted, abs=1e-4)
+    assert [row["rank"] for row in found] == ([1, 2] if wanted[0] > wanted[1] else [2, 1])
+
+
+def test_tests_are_drawn_by_the_model(folder: Path) -> None:
+    """The tiny model writes no valid assertion, so no sample has a better score."""
+    tiny = job(folder).model_copy(update={"sampling": Sampling(seed=5)})
+    short = Group("d", "def f(x):\n", [Candidate(0, "", "eos", None, "def f(x): return 1")], "f")
+    (found,) = AgreementRanker(tiny, consent=True, workers=1).scores([short])
+    assert found == [0.0]
