@@ -31,7 +31,8 @@ def votes(answers: Iterable[Answer]) -> list[float]:
     A sample without an answer gets 0, and its vote counts for no other sample.
 
     Args:
-        answers: The extracted answer if there is one, else the program, else the whole text.
+        answers: The extracted answer if there is one, else the program (empty if the sample has
+            none that is whole), else the whole text.
     """
     keys = [_key(*one) for one in answers]
     counts = Counter(key for key in keys if key is not None)
@@ -41,7 +42,7 @@ def votes(answers: Iterable[Answer]) -> list[float]:
 def _key(answer: str | None, program: str | None, text: str) -> Hashable:
     """Return what equal answers have in common; None without an answer."""
     if answer is None and program is not None:
-        return bare_program(program) or program.strip() or None
+        return bare_program(program) or None
     return normalised(found_in(text) if answer is None else answer)
 
 

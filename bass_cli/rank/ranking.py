@@ -14,7 +14,7 @@ from bass_cli.errors import UserError, nearest
 from bass_cli.io.prompts import Prompt
 from bass_cli.rank.code import source_in
 from bass_cli.rank.majority import votes
-from bass_cli.rank.static import checks_passed
+from bass_cli.rank.static import checks_passed, is_whole
 
 Scores = Sequence[float | None]
 
@@ -161,7 +161,13 @@ def _static(group: Group) -> Scores:
 
 
 def _majority(group: Group) -> Scores:
-    return votes([(one.answer, one.program, one.text) for one in group.candidates])
+    """Return shares of votes. A program that is invalid or has no body is no answer."""
+
+    def program(one: Candidate) -> str | None:
+        whole = one.program is None or is_whole(one.program, group.entry_point)
+        return one.program if whole else ""
+
+    return votes([(one.answer, program(one), one.text) for one in group.candidates])
 
 
 _WITHOUT_MODEL: Mapping[str, Callable[[Group], Scores]] = {

@@ -42,6 +42,12 @@ def checks_passed(program: str | None, finish_reason: str | None, entry_point: s
     return float(ended + 1 + (not undefined_names(tree)) + defines)
 
 
+def is_whole(program: str, entry_point: str | None) -> bool:
+    """Return whether a program compiles and defines the entry point with a body."""
+    tree = compiled(program)
+    return tree is not None and (entry_point is None or _defines(tree, entry_point))
+
+
 def compiled(program: str) -> ast.Module | None:
     """Return the syntax tree of a program; None if this interpreter would refuse it."""
     try:

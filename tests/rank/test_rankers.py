@@ -161,6 +161,12 @@ def test_majority_of_programs_ignores_comments_docstrings_and_layout():
     assert scores_of("majority", *programs) == [2 / 3, 2 / 3, 1 / 3]
 
 
+def test_programs_without_a_body_have_no_vote():
+    bodies = ["    pass\n", "    pass\n", "    return sum(numbers\n", "    return sum(numbers)\n"]
+    scores = scores_of("majority", *map(code, bodies), entry_point="total")
+    assert scores == [0, 0, 0, 0.25]
+
+
 def test_logprob_order_is_that_of_the_paper():
     candidates = [Candidate(at, "", mean_logprob=one) for at, one in enumerate([-2, None, -1, -1])]
     scores = scores_of("logprob", *candidates)
