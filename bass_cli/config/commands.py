@@ -469,12 +469,12 @@ class EvaluateArgs(SampleArgs, JudgeArgs):
         "TIME,...",
     )
     prompt_format: str | None = flag(
-        "Use the task's prompt as it is (raw), as a question to a chat model (chat), without "
-        "surrounding whitespace (strip), or without surrounding newlines (strip-nl)",
+        "Ask the task's question in a chat (chat), or continue its prompt as it is (raw), without "
+        "outer newlines (strip-nl) or whitespace (strip). auto: chat for instruct models, else raw",
         PROMPTS,
         "FORMAT",
-        shown="raw",
-        choices=("raw", "strip", "strip-nl", "chat"),
+        shown="the file's, or auto",
+        choices=("auto", "raw", "strip", "strip-nl", "chat"),
     )
     out: str | None = flag(
         "Output file for the samples",

@@ -10,18 +10,18 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from bass_cli.cluster.rays import read_request
 from bass_cli.cluster.worker import JobSpec
 from bass_cli.config.commands import EvaluateArgs
 from bass_cli.config.job import Job
 from bass_cli.errors import UserError
-from bass_cli.eval import scoring
+from bass_cli.eval import prompt_format, scoring
 from bass_cli.eval.judging import check_verdicts, verdicts_path
 from bass_cli.eval.samples import read_generations
 from bass_cli.eval.tasks import load_task
-from bass_cli.eval.tasks.task import Problem, PromptFormat, Task, prompt_format, shape_prompt
+from bass_cli.eval.tasks.task import Problem, PromptFormat, Task, shape_prompt
 from bass_cli.generation import (
     Drawing,
     LocalBackend,
@@ -60,13 +60,15 @@ class Evaluation:
         self._args, self._screen, self.report = args, screen, args.report
         self.failed = False  # whether a prompt could not be run
         self.scoring = scoring.read_options(args)
-        self.form: PromptFormat = prompt_format(args.prompt_format or "raw")
         screen.phase("reading the task's data", live=False)
         self.task: Task = load_task(args.task, args.data)
         scoring.refuse_without_programs(self.task, args)
-        self.job = self._job()
+        self.job = self._job("raw")
         self.shard = read_shard(args, self.job)
-        self.out = args.out or self._default_out()
+        self._format = self._choose_format()
+        self.form: PromptFormat = self._format.form
+        self.job = self._job(self.form)
+        self.out = args.out or self._default_out(self.form)
         if is_stream(self.out):
             raise UserError(
                 f"`out` {self.out}: give a file name, because the file is scored afterwards"
@@ -166,7 +168,7 @@ class Evaluation:
         """Write the missing samples of all prompts to `out`."""
         with open_output(
             out,
-            drawing.facts.manifest,
+            drawing.facts.manifest | {"prompt_format_reason": self._format.recorded},
             resume=self._args.resume,
             overwrite=self._args.overwrite,
             prompt_ids=lambda: {problem.task_id: {} for problem in self.problems},
@@ -223,14 +225,36 @@ class Evaluation:
         text = self.task.completion(problem, completion.text, chat=self.form == "chat")
         return dataclasses.replace(completion, task_id=completion.id, completion=text)
 
-    def _job(self) -> Job:
+    def _choose_format(self) -> prompt_format.Choice:
+        """Return the format of prompts. A file of an earlier run keeps its own."""
+        args, task = self._args, self.task
+        name = prompt_format.read_format(args.prompt_format, task)
+        if name != prompt_format.AUTO:
+            return prompt_format.Choice(cast(PromptFormat, name), None, None)
+        outs = [args.out] if args.out else [self._default_out("raw"), self._default_out("chat")]
+        chosen = None if args.overwrite else prompt_format.of_earlier_file(outs)
+        if chosen is None:
+            self._screen.phase("checking the models", live=False)
+            try:
+                chosen = prompt_format.for_model(task, self.job)
+            except UserError as error:
+                if args.ray is None:
+                    raise
+                raise UserError(
+                    f"`prompt_format` auto: the model cannot be read on this machine: {error}",
+                    "name the format: chat for an instruct model, raw for a base model",
+                ) from None
+        self._screen.note(f"prompt format {chosen.form}: {chosen.reason}")
+        return chosen
+
+    def _job(self, form: PromptFormat) -> Job:
         defaults: dict[str, Any] = self.task.defaults._asdict()
-        chat = self.form == "chat"
+        chat = form == "chat"
         if not chat:
             defaults["stop"] = list(self.task.stops)
         return read_job(self._args, defaults, chat=True if chat else None)
 
-    def _default_out(self) -> str:
+    def _default_out(self, form: PromptFormat) -> str:
         """Return a file name with the options that determine the samples.
 
         So different evaluations have different files. Options with the task's own value are left
@@ -238,7 +262,7 @@ class Evaluation:
         """
         job, own = self.job, self.task.defaults
         sampling = job.sampling
-        parts = [self.task.name, job.pair.name, self.form]
+        parts = [self.task.name, job.pair.name, form]
         if self._args.data:
             parts.append(Path(self._args.data.removeprefix("hf:").split(":")[0]).stem)
         parts += [f"t{sampling.temperature:g}", f"n{job.n}", f"s{sampling.seed}"]

@@ -63,6 +63,8 @@ def bass(*arguments: str) -> Any:
             "12",
             "--device",
             "cpu",
+            "--prompt-format",
+            "raw",
             *arguments,
         ],
     )
@@ -163,7 +165,7 @@ def test_pass_at_k_is_reported_for_every_k_up_to_n() -> None:
 
 def test_default_file_names_differ_when_options_differ() -> None:
     variants: list[list[str]] = [
-        [], ["--temperature", "0"], ["--seed", "1"], ["--n", "2"], ["--prompt-format", "chat"],
+        [], ["--temperature", "0"], ["--seed", "1"], ["--n", "2"], ["--prompt-format", "raw"],
         ["--budget", "9s"], ["--top-p", "0.5"], ["--top-k", "3"], ["--max-new-tokens", "5"],
         ["--limit", "2"], ["--shard", "1/2"], ["--coupling", "maximal"], ["--model", "target"],
     ]  # fmt: skip

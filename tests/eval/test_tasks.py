@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from bass_cli.errors import UserError
 from bass_cli.eval.judging import VerdictStore, judge
+from bass_cli.eval.prompt_format import read_format
 from bass_cli.eval.tasks import load_task
-from bass_cli.eval.tasks.task import prompt_format, shape_prompt
+from bass_cli.eval.tasks.task import PromptFormat, shape_prompt
 from bass_cli.rank.code import code_in, names_of
 from bass_cli.sandbox.programs import Program, Sandbox
 
@@ -57,12 +58,12 @@ def test_humaneval_is_packaged_and_its_programs_are_those_of_its_own_scorer() ->
         assert not passes(task.program(problem, "", whole=False))
 
 
-@pytest.mark.parametrize("form", ["raw", "strip", "strip-nl"])
-def test_completion_follows_the_original_prompt_in_every_format(form: str) -> None:
+@pytest.mark.parametrize("form", get_args(PromptFormat)[:3])
+def test_completion_follows_the_original_prompt_in_every_format(form: PromptFormat) -> None:
     """Public scorers append it to the data set's own prompt, whatever the model was shown."""
     task = load_task("humaneval")
     for problem in list(task.problems.values())[:20]:
-        shown = shape_prompt(problem.prompt, prompt_format(form))
+        shown = shape_prompt(problem.prompt, form)
         assert shown.strip() == problem.prompt.strip()
         text = ("" if shown.endswith("\n") else "\n") + problem.fields["canonical_solution"]
         assert passes(
@@ -293,7 +294,7 @@ def test_unknown_task_and_format_names_are_refused() -> None:
     with pytest.raises(UserError, match='there is no task "humanevil"; did you mean "humaneval"'):
         load_task("humanevil")
     with pytest.raises(UserError, match='there is no "chatty"; did you mean "chat"'):
-        prompt_format("chatty")
+        read_format("chatty", load_task("humaneval"))
 
 
 def test_problem_whose_set_up_fails_is_an_error_and_not_a_verdict(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal, NamedTuple, cast, get_args
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from bass_cli.errors import UserError, nearest
 from bass_cli.io.readers import open_source
@@ -223,15 +223,6 @@ def records_of(source: str, *, constants: bool = False) -> Iterator[tuple[str, d
         if not isinstance(record, dict):
             raise UserError(f"{opened.label}:{line}: a problem must be a JSON object")
         yield f"{opened.label}:{line}", record
-
-
-def prompt_format(name: str) -> PromptFormat:
-    """Return the prompt format of that name. UserError if there is none."""
-    if name not in get_args(PromptFormat):
-        raise UserError(
-            f'`prompt_format`: there is no "{name}"; {nearest(name, get_args(PromptFormat))}'
-        )
-    return cast(PromptFormat, name)
 
 
 def shape_prompt(prompt: str, form: PromptFormat) -> str:
