@@ -65,10 +65,8 @@ class Evaluation:
         scoring.refuse_without_programs(self.task, args)
         self.job = self._job("raw")
         self.shard = read_shard(args, self.job)
-        self._format = self._choose_format()
-        self.form: PromptFormat = self._format.form
-        self.job = self._job(self.form)
-        self.out = args.out or self._default_out(self.form)
+        self._format = self._known_format()
+        self._use_format()
         if is_stream(self.out):
             raise UserError(
                 f"`out` {self.out}: give a file name, because the file is scored afterwards"
@@ -103,6 +101,8 @@ class Evaluation:
         """
         self.check_outputs([self.out])
         self._check_sandbox()
+        if self.choose_format():
+            self.check_outputs([self.out])
         self.job = with_rows_of(self.job, self.out, overwrite=self._args.overwrite)
         longest, count = self.longest_prompt(), len(self.problems)
         spec = JobSpec(self.job, self._source(), count, longest, self.shard)
@@ -168,7 +168,8 @@ class Evaluation:
         """Write the missing samples of all prompts to `out`."""
         with open_output(
             out,
-            drawing.facts.manifest | {"prompt_format_reason": self._format.recorded},
+            drawing.facts.manifest
+            | {"prompt_format_reason": self._format and self._format.recorded},
             resume=self._args.resume,
             overwrite=self._args.overwrite,
             prompt_ids=lambda: {problem.task_id: {} for problem in self.problems},
@@ -225,18 +226,37 @@ class Evaluation:
         text = self.task.completion(problem, completion.text, chat=self.form == "chat")
         return dataclasses.replace(completion, task_id=completion.id, completion=text)
 
-    def _choose_format(self) -> prompt_format.Choice:
-        """Return the format of prompts. A file of an earlier run keeps its own."""
+    def _known_format(self) -> prompt_format.Choice | None:
+        """Return the format that the user, the task or a file of an earlier run has.
+
+        None if the model decides.
+        """
         args, task = self._args, self.task
         name = prompt_format.read_format(args.prompt_format, task)
         if name != prompt_format.AUTO:
             return prompt_format.Choice(cast(PromptFormat, name), None, None)
         outs = [args.out] if args.out else [self._default_out("raw"), self._default_out("chat")]
-        chosen = None if args.overwrite else prompt_format.of_earlier_file(outs)
-        if chosen is None:
+        return None if args.overwrite else prompt_format.of_earlier_file(outs)
+
+    def _use_format(self) -> None:
+        """Set what depends on the format. It counts as raw until it is known."""
+        self.form: PromptFormat = "raw" if self._format is None else self._format.form
+        self.job = self._job(self.form)
+        self.out = self._args.out or self._default_out(self.form)
+
+    def choose_format(self) -> bool:
+        """Choose the format of prompts by the model, if nothing else has done so, and say why.
+
+        This reads files of the model, so it comes after the checks of options and outputs.
+
+        Returns:
+            Whether the format was chosen now, so that the default name of the file may be another.
+        """
+        args, known = self._args, self._format is not None
+        if self._format is None:
             self._screen.phase("checking the models", live=False)
             try:
-                chosen = prompt_format.for_model(task, self.job)
+                self._format = prompt_format.for_model(self.task, self.job)
             except UserError as error:
                 if args.ray is None:
                     raise
@@ -244,8 +264,10 @@ class Evaluation:
                     f"`prompt_format` auto: the model cannot be read on this machine: {error}",
                     "name the format: chat for an instruct model, raw for a base model",
                 ) from None
-        self._screen.note(f"prompt format {chosen.form}: {chosen.reason}")
-        return chosen
+            self._use_format()
+        if self._format.reason is not None:
+            self._screen.note(f"prompt format {self.form}: {self._format.reason}")
+        return not known
 
     def _job(self, form: PromptFormat) -> Job:
         defaults: dict[str, Any] = self.task.defaults._asdict()

@@ -45,14 +45,10 @@ def sweep(args: EvaluateArgs, screen: Screen) -> tuple[dict[str, Any], bool]:
     """
     budgets = _budgets(args)
     evaluation = Evaluation(args, screen)
-    document_path = args.report or name_beside(evaluation.out, ".sweep.json")
-    chart = _chart(args.plot, evaluation.out, screen)
     evaluation.report = None  # --report names the document; each file's report has its own name
-    samples = [_file(evaluation.out, method, budget) for method in METHODS for budget in budgets]
-    evaluation.check_outputs(samples, ("`report`", document_path), ("`plot`", chart))
-    if chart is not None:
-        check_chart(chart, overwrite=args.overwrite)
-    check_report(document_path, evaluation.out, overwrite=args.overwrite, sweep=True)
+    document_path, chart = _outputs(evaluation, args, budgets, screen)
+    if evaluation.choose_format():
+        document_path, chart = _outputs(evaluation, args, budgets, screen)
     configure_threads(evaluation.job.threads, screen.note)
     plan = evaluation.plan()
     files = _generate(evaluation, plan, budgets, screen)
@@ -76,6 +72,21 @@ def sweep(args: EvaluateArgs, screen: Screen) -> tuple[dict[str, Any], bool]:
         _draw(document, chart)
         screen.note(f"drawn: {chart}")
     return document, not evaluation.failed
+
+
+def _outputs(
+    evaluation: Evaluation, args: EvaluateArgs, budgets: list[float], screen: Screen
+) -> tuple[str, str | None]:
+    """Check that all outputs can be written. Returns the document's path and the chart's."""
+    out = evaluation.out
+    document_path = args.report or name_beside(out, ".sweep.json")
+    chart = _chart(args.plot, out, screen)
+    samples = [_file(out, method, budget) for method in METHODS for budget in budgets]
+    evaluation.check_outputs(samples, ("`report`", document_path), ("`plot`", chart))
+    if chart is not None:
+        check_chart(chart, overwrite=args.overwrite)
+    check_report(document_path, out, overwrite=args.overwrite, sweep=True)
+    return document_path, chart
 
 
 def _budgets(args: EvaluateArgs) -> list[float]:

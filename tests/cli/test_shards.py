@@ -89,7 +89,7 @@ def test_an_evaluation_in_shards(pair_folder: Any) -> None:
     flags = ("--pair", "pair.yaml", "--limit", "6", "--n", "1", "--max-new-tokens", "4")
     for number in (1, 2):
         bass("eval", "humaneval", *flags, "--shard", f"{number}/2")
-    names = [f"humaneval-pair-raw-t0.2-n1-s0-max4-first6-{number}of2.jsonl" for number in (1, 2)]
+    names = [f"humaneval-pair-chat-t0.2-n1-s0-max4-first6-{number}of2.jsonl" for number in (1, 2)]
     bass("merge", "all.jsonl", *names)
     bass("eval", "humaneval", *flags, "--out", "whole.jsonl")
     assert work_of(place / "all.jsonl") == work_of(place / "whole.jsonl")

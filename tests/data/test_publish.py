@@ -212,6 +212,7 @@ def test_an_evaluation_publishes_its_report_too(bass: Any, hub: FakeHub) -> None
         "--n",
         "1",
         "--allow-code-execution",
+        *("--prompt-format", "raw"),
     )
     bass(*words, "--out", "e.jsonl", "--publish", "hf://me/mine")
     names = ["README.md", "e.jsonl", "e.jsonl.manifest.json", "e.report.json"]
