@@ -153,7 +153,7 @@ def test_n_and_out_have_short_options() -> None:
 def test_the_shell_completes_names_of_tasks() -> None:
     environment = {"_BASS_COMPLETE": "complete_bash", "COMP_WORDS": "bass eval ", "COMP_CWORD": "2"}
     result = CliRunner().invoke(app, [], prog_name="bass", env=environment)
-    assert result.stdout.split() == ["humaneval", "mbpp", "gsm8k", "xsum"]
+    assert result.stdout.split() == ["humaneval", "humaneval+", "mbpp", "mbpp+", "gsm8k", "xsum"]
 
 
 @pytest.mark.parametrize(

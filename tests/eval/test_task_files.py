@@ -101,7 +101,7 @@ def test_answers_to_the_examples_get_the_expected_verdicts(name: str) -> None:
 def test_every_example_has_a_test() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.yaml")} == set(ANSWERS)
     assert packaged_tasks() == ["gsm8k"]
-    assert task_names() == ["humaneval", "mbpp", "xsum", "gsm8k"]
+    assert {"humaneval", "mbpp", "xsum", "gsm8k"} <= set(task_names())
 
 
 def test_examples_are_drawn_scored_resumed_and_scored_again(model: list[str]) -> None:
