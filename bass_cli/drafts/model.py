@@ -277,6 +277,7 @@ def propose_chain(
         else:
             token = params.sample_tokens(logits, at)
         tokens.append(token)
+        batch.announce(step, token)
         if goes_on is not None and not goes_on(scores[-1].exp()):
             break
     return Proposal(
@@ -289,7 +290,7 @@ def propose_chain(
 def _processed(logits: Tensor, batch: Batch, drafts: Sequence[Tensor]) -> Tensor:
     """Return a draft's logits [N, U] as the rows' processors change them after the drafts [B] each.
     N is a multiple of B, row after row."""
-    if not batch.processors.active:
+    if not batch.processors.active(masked=False):
         return logits
     rows = torch.arange(batch.rows, device=logits.device)
     rows = rows.repeat_interleave(len(logits) // batch.rows)

@@ -44,6 +44,8 @@ class Batch:
     reports: what rounds report; it covers the reports of all live rows (of the last ones if none is
         live).
     masked: whether a live row has a grammar (one of the last rows if none is live).
+    early: [steps, rows] int64 on the host, the drafts of a round with grammars as they come, -1
+        where they have not come. None: not needed.
 
     Rows after the live ones are padding rows: one token long, never advanced. `pad` includes some
     of them in device operations, so that a captured graph serves several numbers of live rows.
@@ -82,6 +84,7 @@ class Batch:
         self.changes = 0
         self.reports = NO_REPORT
         self.masked = False
+        self.early: Tensor | None = None
         self._padded: int | None = None
 
     def __len__(self) -> int:
@@ -97,6 +100,12 @@ class Batch:
     def rows(self) -> int:
         """Rows that device operations take: the live ones, or the number set by `pad`."""
         return len(self.hosts) if self._padded is None else self._padded
+
+    def announce(self, step: int, drafts: Tensor) -> None:
+        """Send the drafts [B] of a step to the host before the round's other ones are made, if a
+        grammar needs them there."""
+        if self.early is not None and self.masked:
+            self.early[step, : len(drafts)].copy_(drafts, non_blocking=True)
 
     def pad(self, rows: int | None) -> None:
         """Let device operations take the first `rows` rows; None: the live ones."""
@@ -337,7 +346,7 @@ class Batch:
     def process(self, logits: Tensor, drafts: Tensor) -> Tensor:
         """Return the target's logits [B, k + 1, V] of the places after each row's end, as the rows'
         processors change them. drafts: [B, k]. They are the same tensor if none does."""
-        if not self.processors.active:
+        if not self.processors.active(masked=self.masked):
             return logits
         (rows, width), device = logits.shape[:2], self.device
         index = torch.arange(rows, device=device).repeat_interleave(width)
@@ -351,9 +360,11 @@ class Batch:
         of the row's drafts.
 
         Args:
-            masked: whether the masks of each place apply; not to a draft's logits.
+            masked: whether the masks of each place apply, if a row has a grammar; not to a draft's
+                logits.
         """
-        if not self.processors.active:
+        masked = masked and self.masked
+        if not self.processors.active(masked=masked):
             return logits
         texts, lengths = self._texts
         return self.processors.process(

@@ -57,7 +57,7 @@ class Captured:
             masked=lambda: batch.masked,
         )
         self.capturing, self.steady = 0.0, True
-        self._stages: dict[Shape, Callable[[Tensor], None]] = {}  # the host's, by shape
+        self._stages: dict[Shape, Callable[[Running], None]] = {}  # the host's, by shape
 
     @property
     def rows(self) -> int:
@@ -106,7 +106,8 @@ class Captured:
 
     def _launch_stages(self, shape: Shape) -> Running:
         """Launch the first stages. The host's work and the last stage are left to `proceed`."""
-        drafts = self._graphs.launch((shape, "draft")) if shape.width else None
+        none = torch.zeros(shape.rows, 0)
+        drafts = self._graphs.launch((shape, "draft")) if shape.width else _ended(none)
         self._graphs.replay((shape, "target"))
         host = self._stages[shape]
 
@@ -114,9 +115,7 @@ class Captured:
 
         def proceed() -> None:
             if not verdicts:
-                found = torch.zeros(shape.rows, 0) if drafts is None else drafts.wait()
-                assert found is not None
-                host(found)
+                host(drafts)
                 with self._padded(shape.rows):
                     verdicts.append(self._graphs.launch(shape))
 
@@ -232,21 +231,25 @@ class Stages:
 
     draft: proposes, and returns the drafts [B, k].
     target: runs the target.
-    host: gets the drafts on the host, while the device runs the target.
+    host: gets the drafts that are coming to the host, while the device runs the target.
     verdict: returns the round's result.
     """
 
     draft: Callable[[], Tensor]
     target: Callable[[], None]
-    host: Callable[[Tensor], None]
+    host: Callable[[Running], None]
     verdict: Callable[[], Tensor]
 
     def __call__(self) -> Tensor:
         """Do all of it, one part after the other."""
         drafts = self.draft()
         self.target()
-        self.host(drafts.cpu())
+        self.host(_ended(drafts.cpu()))
         return self.verdict()
+
+
+def _ended(result: Tensor) -> Running:
+    return Running(lambda: True, lambda: result)
 
 
 class Step(NamedTuple):

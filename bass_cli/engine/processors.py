@@ -53,10 +53,13 @@ class Processors:
         self._bias: Tensor | None = None
         self._bad_words: Tensor | None = None  # [rows, M, S] int64
 
-    @property
-    def active(self) -> bool:
-        """Whether logits change at all."""
-        return any(table is not None for table in self._tables())
+    def active(self, *, masked: bool) -> bool:
+        """Whether logits change at all. masked: whether masks apply."""
+        return (
+            (masked and self.masks is not None)
+            or self._counts is not None
+            or bool(self._sent_tables())
+        )
 
     def use_masks(self, places: int) -> None:
         """Make room for masks of `places` places of each row, all of which allow everything."""

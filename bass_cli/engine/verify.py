@@ -23,6 +23,7 @@ from bass_cli.engine.masks import TokenMasks
 from bass_cli.engine.round import HostDrafts
 from bass_cli.engine.sampling import SamplingParams, noise_key
 from bass_cli.engine.sizes import LONGEST
+from bass_cli.models.capture import Running
 
 ALL = 2**31 - 1  # no bound: more drafts than any round has
 
@@ -117,7 +118,11 @@ class Rounds:
             nonlocal logits
             logits = self._logits(proposal.tokens)
 
-        def host(drafts: Tensor) -> None:
+        def host(coming: Running) -> None:
+            if shape.kind == "round":
+                self._masks.follow(shape.width, coming.over)
+            drafts = coming.wait()
+            assert drafts is not None
             self._masks.fill(drafts[: len(self._batch)].tolist())
 
         def verdict() -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from typing import Any, cast
 
 import numpy
@@ -123,6 +123,12 @@ class Matcher:
         begin = self.thinking.begin_id
         return answer if begin is None else answer | self._vocabulary.mask((begin,))
 
+    @property
+    def is_in_answer(self) -> bool:
+        """Whether the next token must follow the grammar."""
+        open_ = self.thinking is None or self.thinking.answers
+        return open_ and self.inner is not None and self.fault is None
+
     def check(self) -> str | None:
         """Set and return `fault` if the library gave up."""
         if self.inner is not None and self.inner.is_error():
@@ -133,7 +139,11 @@ class Matcher:
         return self.fault
 
 
-def fill(rows: Sequence[tuple[Matcher, Sequence[int]] | None], masks: NDArray[numpy.int32]) -> None:
+def fill(
+    rows: Sequence[tuple[Matcher, Sequence[int]] | None],
+    masks: NDArray[numpy.int32],
+    made: Container[int] = (),
+) -> None:
     """Write the allowed tokens of each row's places, on several threads.
 
     A place's mask is that after the drafts before it. After a draft that is forbidden, or that
@@ -143,10 +153,13 @@ def fill(rows: Sequence[tuple[Matcher, Sequence[int]] | None], masks: NDArray[nu
         rows: the matcher and the drafts of each row; None for a row of free text.
         masks: [B, W, 2 ceil(V / 64)] int32; bit i % 32 of word i // 32 is token i. Each place
             must allow some token already.
+        made: lines whose masks DraftMasks has made.
     """
     width, wanted = masks.shape[1], list[tuple[Any, int, list[int]]]()
     before = list[tuple[Matcher, int, list[int], int]]()  # rows with places before their answer
     for line, one in enumerate(rows):
+        if line in made:
+            continue
         if one is None or one[0].fault is not None:
             masks[line] = _EVERY
             continue
@@ -172,6 +185,48 @@ def fill(rows: Sequence[tuple[Matcher, Sequence[int]] | None], masks: NDArray[nu
     for line, one in enumerate(rows):
         if one is not None and one[0].check() is not None:
             masks[line] = _EVERY
+
+
+class DraftMasks:
+    """The masks of a round's places, made one after the other while its drafts are still coming.
+    They are those of `fill`.
+
+    Args:
+        rows: the matchers of the rows that are in their answer, by line.
+        masks: as in `fill`.
+    """
+
+    def __init__(self, rows: Mapping[int, Matcher], masks: NDArray[numpy.int32]):
+        self._rows, self._masks = rows, masks
+        self._alive, self._taken = dict(rows), dict.fromkeys(rows, 0)
+        self._place = 0
+        self._write()
+
+    def take(self, drafts: Sequence[int]) -> None:
+        """Go on to the next place, after the next draft of each line."""
+        self._place += 1
+        for line, matcher in list(self._alive.items()):
+            known = matcher.known([drafts[line]])
+            if known and matcher.inner.try_consume_tokens(known) == 1:
+                self._taken[line] += 1
+            else:
+                del self._alive[line]
+        self._write()
+
+    def close(self) -> None:
+        """Take the drafts back from the matchers."""
+        for line, count in self._taken.items():
+            if count:
+                self._rows[line].inner.rollback(count)
+            if self._rows[line].check() is not None:
+                self._masks[line] = _EVERY
+
+    def _write(self) -> None:
+        width = self._masks.shape[1]
+        _compute(
+            [(one.inner, line * width + self._place, []) for line, one in self._alive.items()],
+            self._masks,
+        )
 
 
 def _compute(wanted: list[tuple[Any, int, list[int]]], masks: NDArray[numpy.int32]) -> None:

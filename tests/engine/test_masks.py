@@ -20,6 +20,8 @@ from bass_cli.engine.clock import Clock
 from bass_cli.engine.loop import Loop
 from bass_cli.engine.masks import TokenMasks
 from bass_cli.engine.sampling import RowSampling
+from bass_cli.engine.sizes import LONGEST
+from bass_cli.formats.grammars import DraftMasks, fill
 from bass_cli.lengths.controllers import Bass, Fixed
 from bass_cli.run.samples import EndRule, Sample
 
@@ -191,12 +193,15 @@ def test_log_probabilities_are_the_targets_own():
         assert row.log_probabilities == pytest.approx(due, abs=1e-5)
 
 
+@pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("draft", ["model", "lookup", "none"])
-def test_captured_rounds_give_the_same_tokens(draft, plainly):
-    """The host makes masks between the graphs of a round. Rounds without such rows stay whole, and
-    may be launched ahead."""
+def test_captured_rounds_give_the_same_tokens(draft, early, plainly):
+    """The host makes masks between the graphs of a round, or with `early` while drafts come, as on
+    a GPU. Rounds without such rows stay whole, and may be launched ahead."""
     drafter = DRAFTERS[draft]() if draft in DRAFTERS else draft
     loop = captured(drafter, batch=4, lengths=Tour())
+    if early:
+        loop.batch.early = torch.full((LONGEST, 4), -1)
     rows = rows_of(2, free=True, limit=9)
     free = [row for row in rows if row.matcher is None]
     bound = [row for row in rows if row.matcher is not None]
@@ -261,6 +266,59 @@ def test_rounds_with_grammars_are_launched_ahead(draft, lengths, plainly):
     shapes = [key for how, key in loop.graphs.done if how == "replay" and hasattr(key, "kind")]
     assert any(shape.masked for shape in shapes)
     assert behind > 20
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_masks_made_while_drafts_come_are_those_made_at_once(seed):
+    """Also after a forbidden draft, an end, and an id that the vocabulary lacks. The matchers do
+    not move."""
+    random = numpy.random.default_rng(seed)
+    patterns = [pattern for _, pattern, *_ in KINDS for _ in range(12)]
+    drafts = random.choice([*range(V), *range(5), *range(5), V + 3], (len(patterns), 5)).tolist()
+    found = []
+    for early in (True, False):
+        masks = numpy.full((len(patterns), 6, 2), -1, dtype=numpy.int32)
+        rows = {line: matcher(pattern) for line, pattern in enumerate(patterns)}
+        if early:
+            made = DraftMasks(rows, masks)
+            for step in range(5):
+                made.take([line[step] for line in drafts])
+            made.close()
+            fill([(rows[line], drafts[line]) for line in rows], masks, rows)
+        else:
+            fill([(rows[line], drafts[line]) for line in rows], masks)
+        again = numpy.full((len(patterns), 6, 2), -1, dtype=numpy.int32)
+        fill([(rows[line], drafts[line]) for line in rows], again)
+        found += [masks, again]
+    assert len(numpy.unique(found[0], axis=0)) > 5
+    for other in found[1:]:
+        assert (found[0] == other).all()
+
+
+def test_early_masks_wait_for_drafts_and_do_without_those_that_never_come():
+    batch = Batch(rows=2, context=64, device=torch.device("cpu"), vocab=V)
+    rows = [Row(name, 0, 0, [0], LENGTH) for name in "ab"]
+    for row in rows:
+        row.matcher = matcher("(a|b|c)*")
+    batch.swap_rows((), rows)
+    batch.early, drafts, found = torch.full((LONGEST, 2), -1), [[0, 1], [1, EOS]], []
+    for coming in (True, False):
+        masks, looks = TokenMasks(batch, defined=True), 0
+
+        def is_over(coming=coming):
+            nonlocal looks
+            looks += 1
+            if coming and looks % 3 == 0:  # each step comes at the third look
+                step = looks // 3 - 1
+                batch.early[step] = torch.tensor([line[step] for line in drafts])
+            return not coming
+
+        masks.follow(2, is_over)
+        assert looks == (6 if coming else 1)
+        masks.fill(drafts)
+        assert (batch.early == -1).all()
+        found.append(batch.processors.masks.clone())
+    assert torch.equal(*found)
 
 
 def test_masks_under_maximal_coupling_do_not_depend_on_earlier_rounds():

@@ -126,6 +126,7 @@ def test_processors_equal_those_of_transformers(form, dtype):
 def test_masks_forbid_tokens_of_one_place(form):
     batch = batch_of((EVERYTHING, RowSampling()), ([1], [2]))  # the last row moves to the front
     batch.processors.use_masks(2)
+    batch.masked = True  # as if a row had a grammar
     batch.processors.masks[0, 1] = 0
     batch.processors.masks[0, 1, 2] = 1 << 3  # token 67
     logits, drafts = randn(2, 3, VOCAB, seed=1), torch.zeros(2, 2, dtype=torch.int64, device=DEVICE)
@@ -156,7 +157,7 @@ def test_prompt_of_a_new_row_replaces_the_counts_of_the_old_one(form):
 
 def test_rows_without_processors_leave_the_logits_alone():
     batch = batch_of((RowSampling(min_p=0.1), RowSampling()), ([1], [2]))
-    assert batch.processors.active  # the first row, which has ended, had processors
+    assert batch.processors.active(masked=False)  # the first row, which has ended, had processors
     fresh = Batch(rows=1, context=9, device=DEVICE)
     fresh.swap_rows([], [Row("0", 0, 0, [1], 3)])
     logits = randn(1, 2, VOCAB, seed=1)
