@@ -18,12 +18,21 @@ import torch
 
 from bass_cli.bench.figures import Run
 from bass_cli.models.decoder import Decoder
-from bass_cli.models.spec import AnySpec, HeadSpec, head_parameters, parameters
+from bass_cli.models.spec import (
+    EVERY_MAP,
+    AnySpec,
+    HeadSpec,
+    Recurrent,
+    head_parameters,
+    parameters,
+)
 from bass_kernels import Quantised
 from bass_kernels.eight_bits import SCALE
 
-_MAPS = ("qkv.weight", "o.weight", "up.weight", "down.weight", "router.weight")
+_MAPS = tuple(f"{name}.weight" for name in (*EVERY_MAP, "router", "delta_gates", "shared_gate"))
 _EXPERTS = ("experts_up.weight", "experts_down.weight")
+_STATE_BYTES = 8  # of an element of a recurrent state: it is read and written in float32
+_DELTA = 7  # operations of the gated delta rule on an element: decay, S^T k, the update, S^T q
 # Operations of e4m3 for one of bfloat16, by NVIDIA's data sheets from Ada and Hopper on
 _FP8 = 2
 # (device name, dtype): measured bytes per second of a pass over the weights, and measured
@@ -51,7 +60,8 @@ class Sizes(NamedTuple):
     elements of K and V for one position and layer. attention: operations for one query, key and
     layer. windows: attention window of each layer, 0 if it has none. key_item: bytes of an element
     of K and V with its part of a scale; None for `item`. experts: elements of all experts'
-    matrices. chosen: share of the experts that a token chooses.
+    matrices. chosen: share of the experts that a token chooses. state: elements, of 4 bytes, of a
+    row's recurrent states, which a pass reads and writes once.
     """
 
     body: int
@@ -64,6 +74,7 @@ class Sizes(NamedTuple):
     key_item: float | None = None
     experts: int = 0
     chosen: float = 0.0
+    state: int = 0
 
     def read(self, tokens: int) -> float:
         """Return how many elements of experts a pass over so many tokens reads, if every expert is
@@ -135,12 +146,20 @@ def sizes_of(decoder: Decoder, head: HeadSpec | None = None, *, eight_bits: bool
         decoder.dtype.itemsize,
         2 * spec.kv_heads * spec.head_size,
         4 * spec.heads * spec.head_size,
-        tuple(spec.windows[i] for i in decoder.layers),
+        tuple(spec.windows[i] for i in decoder.layers if i in spec.attention_layers),
         _saved(decoder),
         1 + SCALE / spec.head_size if eight_bits else None,
         experts,
         0.0 if spec.experts is None else spec.experts.chosen / spec.experts.total,
+        _state(decoder.recurrent),
     )
+
+
+def _state(recurrent: Recurrent | None) -> int:
+    """Return the elements of a row's recurrent states."""
+    if recurrent is None:
+        return 0
+    return len(recurrent.layers) * recurrent.values * recurrent.key_size
 
 
 def _saved(decoder: Decoder) -> int:
@@ -192,8 +211,8 @@ def pass_work(sizes: Sizes, *, contexts: Sequence[int], shared: int, fed: int, l
     products = 2 * rows * (active * fed + sizes.head * logits)
     weights = sizes.body + sizes.read(rows * fed) + sizes.head
     return Work(
-        weights * sizes.item - sizes.saved + keys * each,
-        products + sizes.attention * fed * sum(map(sum, seen)),
+        weights * sizes.item - sizes.saved + keys * each + _STATE_BYTES * rows * sizes.state,
+        products + sizes.attention * fed * sum(map(sum, seen)) + _DELTA * rows * fed * sizes.state,
     )
 
 

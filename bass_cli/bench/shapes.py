@@ -4,7 +4,7 @@ copy on the host.
 `wide-310m` is not a published model: its few wide layers make a draft with few kernels for its
 bytes. `pard-0.5b` is qwen2.5-0.5b used as a draft that proposes all tokens in one pass.
 `dspark-8b`, `dflash-8b` and `eagle3-8b` are published drafters that read the hidden states of
-qwen3-8b. `tiny`, `tiny-moe`, `dspark-tiny` and `eagle3-tiny` are for tests.
+qwen3-8b. `tiny`, `tiny-moe`, `tiny-hybrid`, `dspark-tiny` and `eagle3-tiny` are for tests.
 """
 
 from __future__ import annotations
@@ -127,6 +127,9 @@ def _llama(factor: float, *, tied: bool = False) -> dict[str, Any]:
 
 _EXPERTS = _THETA | {"head_dim": 128, "norm_topk_prob": True}
 _FEW_EXPERTS = _THETA | {"num_local_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True}
+_HYBRID = {"rope_theta": 1e7, "head_dim": 256}
+_FEW_HEADS = {"linear_num_key_heads": 2, "linear_num_value_heads": 6}
+_FEW_HEADS |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "head_dim": 16}
 SHAPES = {
     "qwen2.5-7b": Shape("qwen2", 28, 3584, 28, 4, 18944, 152064, 32768, _THETA),
     "qwen2.5-1.5b": Shape("qwen2", 28, 1536, 12, 2, 8960, 151936, 32768, _TIED),
@@ -153,6 +156,19 @@ SHAPES = {
     "gpt-oss-20b": Shape(
         "gpt_oss", 24, 2880, 64, 8, 2880, 201088, 131072, {"num_local_experts": 32}
     ),
+    "qwen3.5-27b": Shape(
+        "qwen3_5_text",
+        64,
+        5120,
+        24,
+        4,
+        17408,
+        248320,
+        262144,
+        _HYBRID | {"linear_num_value_heads": 48},
+    ),
+    "qwen3.5-35b-a3b": Shape("qwen3_5_moe_text", 40, 2048, 16, 2, 512, 248320, 262144, _HYBRID),
+    "tiny-hybrid": Shape("qwen3_5_text", 4, 48, 6, 2, 80, 301, 512, _THETA | _FEW_HEADS),
     "tiny-moe": Shape("qwen3_moe", 4, 48, 6, 2, 40, 301, 512, _FEW_EXPERTS),
     "wide-310m": Shape("llama", 4, 2048, 16, 4, 8192, 152064, 32768, _TIED),
     "tiny": Shape("llama", 4, 48, 6, 2, 80, 301, 512, _THETA),
@@ -264,7 +280,7 @@ def scale_layers(weights: Named, spec: Spec, *, first: int, scale: float) -> Non
     """
     assert not spec.norm.sandwich  # a norm after the projection would undo the scaling
     for i in range(first, spec.layers):
-        for name in ("o", "down", "experts_down"):
+        for name in ("o", "delta_out", "down", "experts_down", "shared_down"):
             for kind in (".weight", ".bias"):
                 weight = weights.get(f"layers.{i}.{name}{kind}")
                 if isinstance(weight, (Tensor, Quantised)):

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import write_checkpoint, write_tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import bass_kernels as ops
@@ -57,6 +58,7 @@ from bass_cli.io import saving
 from bass_cli.io.console import Screen
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.models.decoder import Decoder
+from bass_cli.models.families import FAMILIES
 from bass_cli.models.ranks import Share
 from bass_cli.run.build import Models
 from bass_cli.run.profile import PASSAGES
@@ -175,13 +177,44 @@ PUBLISHED = {
 }  # fmt: skip
 
 
+HYBRID = ("qwen3.5-27b", "qwen3.5-35b-a3b")
+
+
+@pytest.mark.parametrize("name", HYBRID)
+def test_shapes_of_hybrids_have_the_parameters_of_transformers(name: str) -> None:
+    """Of a model without memory (the meta device), made of the same sizes."""
+    shape = SHAPES[name]
+    keys = FAMILIES[shape.family].keys
+    sizes = {keys[word]: size for word, size in shape._asdict().items() if keys.get(word)}
+    with torch.device("meta"):
+        config = AutoConfig.for_model(shape.family, **sizes, **shape.more)
+        model = AutoModelForCausalLM.from_config(config)
+    assert count_parameters(spec_of(name, option="--shape")) == model.num_parameters()
+
+
+def test_floor_of_a_hybrid_counts_its_states_and_the_keys_of_attention_only() -> None:
+    spec = spec_of("tiny-hybrid", option="--shape")
+    weights = random_weights(spec, dtype=torch.float32, device=torch.device("cpu"), seed=0)
+    others = sum(
+        one.numel()
+        for name, one in weights.items()
+        if name.split(".")[-2] in ("conv", "decay", "step_bias") or "norm" in name
+    )
+    cost = sizes_of(Decoder(spec, weights))
+    assert cost.body + 2 * cost.head + others == count_parameters(spec)
+    assert (len(cost.windows), cost.state) == (1, 3 * 6 * 8 * 8)
+    found = pass_work(cost, contexts=(5, 7), shared=0, fed=2, logits=2)
+    weights_read = 4 * (cost.body + cost.head)
+    assert found.bytes == weights_read + 4 * 12 * cost.keys + 2 * 2 * 4 * cost.state
+
+
 @pytest.mark.parametrize(("name", "expected"), PUBLISHED.items())
 def test_shapes_have_their_models_parameters(name: str, expected: float) -> None:
     assert count_parameters(spec_of(name, option="--shape")) == pytest.approx(expected, rel=0.005)
 
 
 def test_every_shape_is_checked_and_takes_another_vocabulary() -> None:
-    assert set(SHAPES) == {*PUBLISHED, "tiny", "tiny-moe"}
+    assert set(SHAPES) == {*PUBLISHED, *HYBRID, "tiny", "tiny-moe", "tiny-hybrid"}
     for name in SHAPES:
         assert spec_of(name, option="--shape", vocab=77).vocab == 77
     with pytest.raises(UserError, match=r'--draft-shape: .*"opt-12b"; did you mean "opt-1'):
