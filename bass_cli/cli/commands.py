@@ -348,8 +348,7 @@ def evaluate(args: EvaluateArgs) -> None:
             evaluation = Evaluation(args, screen)
             upload = _publication(args, screen, evaluation.out)
             document, complete = evaluation.run()
-        if args.json_document:
-            terminal.document(document, allow_nan=False)
+        _print_figures(args, document)
         if not complete:
             raise typer.Exit(1)
         if args.budgets is None:
@@ -370,9 +369,20 @@ def score(args: ScoreArgs) -> None:
     with running(args, interrupted) as screen:
         from bass_cli.eval.scoring import score_samples
 
-        document = score_samples(args, screen)
-        if args.json_document:
-            terminal.document(document, allow_nan=False)
+        reports = score_samples(args, screen)
+        _print_figures(args, reports[0] if len(reports) == 1 else {"reports": reports})
+
+
+def _print_figures(args: EvaluateArgs | ScoreArgs, document: dict[str, Any]) -> None:
+    """Print a report, or a document with "reports", in the format for programs and papers."""
+    from bass_cli.eval.tables import read_format, render, table_of
+
+    form = read_format(args.format, json_document=args.json_document)
+    if form == "json":
+        terminal.document(document, allow_nan=False)
+    elif form != "table":
+        for line in render(table_of(document.get("reports", [document])), form):
+            terminal.line(line, stdout=True)
 
 
 @app.command(cls=Command, epilog=EPILOG)
@@ -493,7 +503,9 @@ def running(args: Any, interrupted: str) -> Iterator[Screen]:
         args: The options of the command.
         interrupted: The message after SIGINT or SIGTERM.
     """
-    document = getattr(args, "json_document", False)
+    document = getattr(args, "json_document", False) or (
+        getattr(args, "format", None) not in (None, "table")
+    )
     quiet, verbose = getattr(args, "quiet", False), getattr(args, "verbose", False)
     screen = Screen(quiet, document=document, render=in_flags, verbose=verbose)
     if (reason := unsupported()) is not None:

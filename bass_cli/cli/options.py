@@ -29,6 +29,7 @@ _PATHS = {
     "tools",
     "prompts",
     "file",
+    "files",
     "names",
     "pair",
     "job",

@@ -421,6 +421,13 @@ class RankArgs(_Target, _Document, _Quiet):
 class JudgeArgs(_Document):
     """The options of scoring, shared by `eval` and `score`."""
 
+    format: str | None = flag(
+        "Print the figures as table, md, latex, csv or json",
+        OUTPUT,
+        "FORMAT",
+        shown="table",
+        choices=("table", "md", "latex", "csv", "json"),
+    )
     data: str | None = flag("The task's data set, if it is not packaged", PROMPTS, "FILE|hf:NAME")
     k: str | None = flag(
         "Estimate pass@k for these k", SCORING, "K,...", shown="1, 10 and 100, up to --n"
@@ -490,11 +497,11 @@ class EvaluateArgs(SampleArgs, JudgeArgs):
 
 @dataclass(kw_only=True, eq=False)
 class ScoreArgs(JudgeArgs, _Quiet):
-    file: str = flag(
-        "A .jsonl, .jsonl.gz, .jsonl.zst or .parquet file of samples: from bass, or with the "
-        "fields task_id and completion or solution.",
+    files: list[str] = flag(
+        "Files of samples (.jsonl, .jsonl.gz, .jsonl.zst, .parquet): from bass, or with the "
+        "fields task_id and completion or solution. Several files make one table.",
         "",
-        "FILE",
+        "FILE...",
         default=MISSING,
     )
     task: str | None = flag(
@@ -503,7 +510,7 @@ class ScoreArgs(JudgeArgs, _Quiet):
         "humaneval|humaneval+|mbpp|mbpp+|gsm8k|xsum|FILE.yaml",
         shown="from the file",
     )
-    report: str | None = flag("Write the report to this file as JSON", OUTPUT, "FILE")
+    report: str | None = flag("Write the report to this file as JSON; for one FILE", OUTPUT, "FILE")
     overwrite: bool = switch(
         "Let --report replace a file that is not an earlier report on these samples", OUTPUT
     )

@@ -37,6 +37,7 @@ from bass_cli.eval.samples import (
     guess_task,
     read_generations,
 )
+from bass_cli.eval.tables import read_format, table_of
 from bass_cli.eval.tasks import load_task
 from bass_cli.eval.tasks.task import Check, Problem, Task
 from bass_cli.io.console import Screen
@@ -89,11 +90,10 @@ def read_options(args: EvaluateArgs | ScoreArgs) -> Scoring:
             f"`workers`: it should be a whole number from 1 to {_MOST_WORKERS} "
             f"(got {shown(args.workers)})"
         )
-    if args.json_document and args.report is not None and descriptor_of(args.report) == 1:
-        raise UserError(
-            f"`report` {args.report}: `json_document` prints the report there too; leave one of "
-            "the two out"
-        )
+    form = read_format(args.format, json_document=args.json_document)
+    if form != "table" and args.report is not None and descriptor_of(args.report) == 1:
+        option = "`json_document` prints the report" if args.json_document else "`format` prints"
+        raise UserError(f"`report` {args.report}: {option} there too; leave one of the two out")
     return Scoring(
         ks=None if args.k is None else parse_ks(args.k),
         workers=args.workers,
@@ -181,26 +181,49 @@ def _is_report(content: bytes, *, name: str, sweep: bool) -> bool:
     )
 
 
-def score_samples(args: ScoreArgs, screen: Screen) -> dict[str, Any]:
-    """Run `bass score`: check the options and the file's lines, then score. Returns the report."""
-    path, options = args.file, read_options(args)
+def score_samples(args: ScoreArgs, screen: Screen) -> list[dict[str, Any]]:
+    """Run `bass score`: check the options and all lines, then score. Returns a report a file."""
+    options = read_options(args)
     if args.overwrite and args.report is None:
         raise UserError("`overwrite`: it needs `report` FILE; add that or leave `overwrite` out")
+    for path in (path for path in args.files if path.endswith(verdicts_path(""))):
+        raise UserError(f"{path}: it holds verdicts, not samples; leave it out")
+    several = len(args.files) > 1
+    if several and args.report is not None:
+        raise UserError("`report`: it is for one file; `format` json prints all reports")
     refuse_shared_files(
-        [("the verdicts", verdicts_path(path)), ("`report`", args.report)],
         [
-            ("the generation file", path),
-            ("its manifest", manifest_path(path)),
+            *(("the verdicts", verdicts_path(path)) for path in args.files),
+            ("`report`", args.report),
+        ],
+        [
+            *(("the generation file", path) for path in args.files),
+            *(("its manifest", manifest_path(path)) for path in args.files),
             ("the data", args.data),
             ("the task file", args.task),
         ],
     )
-    check_report(args.report, path, overwrite=args.overwrite)
-    screen.phase("reading the file and the task's data", live=False)
-    file = read_generations(path)
-    task = load_task(args.task or guess_task(file), args.data)
-    refuse_without_programs(task, args)
-    return score(file, task, options, report_path=args.report, screen=screen)
+    check_report(args.report, args.files[0], overwrite=args.overwrite)
+    screen.phase("reading the files and the task's data", live=False)
+    files = [read_generations(path) for path in args.files]
+    load = functools.cache(functools.partial(load_task, data=args.data))
+    tasks = [load(args.task or guess_task(file)) for file in files]
+    for task in tasks:
+        refuse_without_programs(task, args)
+    for file, task in zip(files, tasks, strict=True):
+        by_problem(file, task.problems)  # an unknown problem is an error before anything is run
+    documents = [
+        score(file, task, options, report_path=args.report, screen=screen, alone=not several)
+        for file, task in zip(files, tasks, strict=True)
+    ]
+    if several:
+        table = table_of(documents)
+        screen.table(table.columns, [table.texts(row) for row in table.rows])
+        screen.say(table.caption)
+        for one in documents:
+            for note in one["notes"]:
+                screen.say(f"note: {one['file']}: {note}")
+    return documents
 
 
 def score(
@@ -212,6 +235,7 @@ def score(
     screen: Screen,
     verdicts: str | None = None,
     announced: bool = False,
+    alone: bool = True,
 ) -> dict[str, Any]:
     """Score the samples of a file and show the figures.
 
@@ -225,6 +249,7 @@ def score(
         screen: for progress and figures.
         verdicts: file for the verdicts, which several calls may share. Default: beside `file`.
         announced: `check_sandbox` has already said how programs are isolated.
+        alone: show the figures; otherwise the caller shows those of several files.
 
     Returns:
         The report (docs/EVAL.md).
@@ -242,7 +267,8 @@ def score(
     else:
         outcomes, isolation = _rate(task, problems, screen), None
     document = report.build(file, outcomes, task, ks=options.ks, isolation=isolation, firsts=firsts)
-    report.show(document, screen)
+    if alone:
+        report.show(document, screen)
     if report_path is not None:
         # Check again, because judging may have taken hours.
         check_report(report_path, file.path, overwrite=options.overwrite)

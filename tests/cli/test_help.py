@@ -176,7 +176,7 @@ def test_the_shell_completes_names_of_tasks() -> None:
         ("generate p.txt q.txt", "got unexpected extra argument"),
         ("generate p.txt --pair=", "--pair (or BASS_PAIR): it is empty"),
         ("merge a.jsonl ''", "PART...: it is empty; see bass merge --help"),
-        ("score ''", "FILE: it is empty; see bass score --help"),
+        ("score ''", "FILE...: it is empty; see bass score --help"),
         ("merge a.jsonl", "PART...: it is missing; see bass merge --help"),
     ],
 )
