@@ -484,10 +484,7 @@ class EvaluateArgs(SampleArgs, JudgeArgs):
         choices=("auto", "raw", "strip", "strip-nl", "chat"),
     )
     out: str | None = flag(
-        "Output file for the samples",
-        OUTPUT,
-        "FILE",
-        shown="named after the task, the pair and the options",
+        "Output file for the samples", OUTPUT, "FILE", shown="named after task, pair and options"
     )
     report: str | None = flag(
         "Write the report to this file, as JSON", OUTPUT, "FILE", shown="beside --out"
