@@ -90,30 +90,33 @@ def delta_round(
         S_t = a_t S_(t-1) + k_t (b_t (v_t - a_t S_(t-1)^T k_t))^T.
     """
     kernel_size, size = weights.convolution.shape[1], state.inputs.shape[1]
-    live, slot = slots >= 0, slots.clamp(min=0)
-    most = int(advance.max()) if len(advance) else 0
+    out = torch.zeros_like(z, dtype=qkv.dtype)
+    rows = (slots >= 0).nonzero()[:, 0]
+    if not len(rows):
+        return out
+    given = torch.cat((qkv, gates), -1)[rows]
+    slots, positions, advance = slots[rows], positions[rows], advance[rows]
+    most = int(advance.max())
     before = positions[:, :1] + torch.arange(-most - kernel_size + 1, 0, device=qkv.device)
-    past = state.inputs[slot[:, None], before % size]
-    given = torch.cat((qkv, gates), -1)
-    written = live.nonzero()[:, 0]
-    state.inputs[slot[written, None], positions[written] % size] = given[written]
-    past = past.where((before >= 0)[..., None], 0)
+    past = state.inputs[slots[:, None], before % size].where((before >= 0)[..., None], 0)
+    state.inputs[slots[:, None], positions % size] = given
     tokens = _prepared(torch.cat((past, given), 1), weights, state.state.shape)
-    current = state.state[slot]
+    current = state.state[slots]
+    for place in range(most):
+        used = (place >= most - advance).nonzero()[:, 0]
+        some = current if len(used) == len(rows) else current[used]
+        _step(some, *(one[used, place] for one in tokens[1:]))
+        if len(used) < len(rows):
+            current[used] = some
+    if most:
+        state.state[slots] = current
     outputs = []
-    for place in range(most + qkv.shape[1]):
+    for place in range(most, most + qkv.shape[1]):
         query, *token = (one[:, place] for one in tokens)
-        following = _step(current, *token)
-        if place < most:
-            used = place >= most - advance
-            current = following.where(used[:, None, None, None], current)
-        else:
-            current = following
-            outputs.append((following * query[..., None]).sum(-2))
-        if place == most - 1:
-            state.state[slot[written]] = current[written]
-    found = _gated_norm(torch.stack(outputs, 1), z, weights.norm, eps)
-    return found.where(live[:, None, None], 0).to(qkv.dtype)
+        _step(current, *token)
+        outputs.append(_times(query, current))
+    out[rows] = _gated_norm(torch.stack(outputs, 1), z[rows], weights.norm, eps).to(out.dtype)
+    return out
 
 
 def delta_prompt(
@@ -186,11 +189,16 @@ def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + UNIT_EPS)
 
 
-def _step(state: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
-    """Return the state [B, H, Dk, Dv] after one more token."""
-    state = state * log_decay.double().exp().float()[..., None, None]
-    change = (value - (state * key[..., None]).sum(-2)) * beta[..., None]
-    return state + key[..., None] * change[..., None, :]
+def _step(state: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor) -> None:
+    """Add one more token to the state [B, H, Dk, Dv], in place."""
+    state.mul_(log_decay.double().exp().float()[..., None, None])
+    change = (value - _times(key, state)) * beta[..., None]
+    state.addcmul_(key[..., None], change[..., None, :])
+
+
+def _times(x: Tensor, state: Tensor) -> Tensor:
+    """Return S^T x for x [B, H, Dk]: [B, H, Dv]."""
+    return (x[..., None, :] @ state)[..., 0, :]
 
 
 def _gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -188,7 +188,7 @@ def test_padding_rows_read_and_write_nothing():
         state,
         slots=torch.tensor([-1, 1, -1]),
         positions=torch.tensor([[0, 1], [0, 1], [7, 8]]),
-        advance=torch.tensor([0, 0, 2]),
+        advance=torch.tensor([1000, 0, -5]),
         eps=EPS,
     )
     assert (found[[0, 2]] == 0).all()
