@@ -15,6 +15,7 @@ from typing import Any
 from bass_cli.config.commands import RankArgs
 from bass_cli.errors import UserError
 from bass_cli.eval.ranked_file import RankedFile
+from bass_cli.eval.samples import known_task
 from bass_cli.eval.tasks import load_task
 from bass_cli.eval.tasks.task import Task
 from bass_cli.generation import read_job
@@ -180,7 +181,7 @@ def _task_of(
         return None
     if args.prompts is not None:
         raise UserError(f"`prompts`: the task {name} has its own prompts; leave it out")
-    return load_task(name, args.data)
+    return load_task(args.task or known_task(name, args.file), args.data)
 
 
 def _prompts_of(args: RankArgs) -> dict[str, str] | None:

@@ -249,12 +249,7 @@ def guess_task(file: GenerationFile) -> str:
     """
     named = file.setting("task")
     if isinstance(named, str):
-        if named not in task_names():
-            raise UserError(
-                f'{file.path}: its samples are of the task "{named}", which is a task file; name '
-                "it with `task` FILE.yaml"
-            )
-        return named
+        return known_task(named, file.path)
     task_id = file.rows[0].task_id
     if task_id.isdigit():
         return "mbpp"
@@ -267,6 +262,14 @@ def guess_task(file: GenerationFile) -> str:
         f"{', '.join(names)} or {last}"
     )
     raise UserError(f"{file.path}:{file.rows[0].line}: {reason}")
+
+
+def known_task(name: str, path: str) -> str:
+    """Return the name of a task in a file's manifest. UserError if it is that of a task file."""
+    if name in task_names():
+        return name
+    reason = f'its samples are of the task "{name}", which is a task file'
+    raise UserError(f"{path}: {reason}; name it with `task` FILE.yaml")
 
 
 def by_problem(file: GenerationFile, known: Collection[str]) -> dict[str, list[Generation]]:

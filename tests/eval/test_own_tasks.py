@@ -211,6 +211,15 @@ def test_numbers_are_compared_by_value(
 
 @pytest.mark.parametrize(
     ("text", "expected"),
+    [("1,200.50", "1200.5"), ("-.25", "-0.25"), ("12e-4", "0.0012"), ("3e2", "300"), ("-0", "0")],
+)
+def test_equal_numbers_are_equal_answers(text: str, expected: str) -> None:
+    one = task([{"q": "x", "a": "1"}], check="numeric")
+    assert one.answer(one.problems["t/1"], text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
     [
         (" B", "B"),
         ("(B) because A is wrong", "B"),

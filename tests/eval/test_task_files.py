@@ -114,15 +114,19 @@ def test_examples_are_drawn_scored_resumed_and_scored_again(model: list[str]) ->
         content = Path(f"{name}.jsonl").read_bytes()
         scored = report_of(bass("score", f"{name}.jsonl", "--task", file, "--json"))
         assert scored["statuses"] == report["statuses"]
+        page = bass("report", f"{name}.jsonl", "--task", file, "--out", f"{name}.html")
+        assert page.exit_code == 0, page.stderr
+        assert "have no verdict" not in page.stderr
     again = bass("eval", file, *model, "--json", "--out", f"{name}.jsonl")
     assert json.loads(again.stdout) == report
     assert Path(f"{name}.jsonl").read_bytes() == content
-    refused = bass("score", "capitals.jsonl")
-    assert refused.exit_code == 2
-    assert (
-        'capitals.jsonl: its samples are of the task "capitals", which is a task file; name it '
-        "with --task FILE.yaml" in refused.stderr
-    )
+    for command in (("score", "capitals.jsonl"), ("rank", "capitals.jsonl", "--by", "majority")):
+        refused = bass(*command)
+        assert refused.exit_code == 2
+        assert (
+            'capitals.jsonl: its samples are of the task "capitals", which is a task file; name it '
+            "with --task FILE.yaml" in refused.stderr
+        )
 
 
 def test_changed_check_keeps_samples_and_changed_prompt_refuses_them(model: list[str]) -> None:

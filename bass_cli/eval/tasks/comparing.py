@@ -50,6 +50,16 @@ def number_in(text: str, how: Numeric) -> Fraction | None:
     return value / 100 if one["percent"] and how.percent == "fraction" else value
 
 
+def decimal(number: Fraction) -> str:
+    """Return a number of `number_in` as a decimal fraction, exactly, without trailing zeros."""
+    places = 0
+    while 10**places % number.denominator:
+        places += 1
+    digits = str(abs(number.numerator) * 10**places // number.denominator).rjust(places + 1, "0")
+    whole, rest = digits[: len(digits) - places], digits[len(digits) - places :]
+    return ("-" if number < 0 else "") + whole + ("." + rest if rest else "")
+
+
 def are_close(number: Fraction, right: Fraction, how: Numeric) -> bool:
     """Return whether a number equals the right one within the larger tolerance, exactly."""
     share = Fraction(str(how.relative_tolerance)) * abs(right)

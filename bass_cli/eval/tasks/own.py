@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from bass_cli.errors import UserError, nearest
-from bass_cli.eval.tasks.comparing import are_close, letter_in, normalised, number_in
+from bass_cli.eval.tasks.comparing import are_close, decimal, letter_in, normalised, number_in
 from bass_cli.eval.tasks.extraction import Finder, SlowRuleError
 from bass_cli.eval.tasks.task import Check, Defaults, Problem, Task, identity, records_of
 from bass_cli.eval.tasks.task_file import Extract, Loaded, TaskFile, compile_pattern, templates_of
@@ -88,13 +88,13 @@ class OwnTask(Task):
         lists: dict[Key, str] = {} if options.answers is None else {("answers",): options.answers}
         self._templates = Templates(options.fields, dict(templates_of(options)), lists)
         self._pool: _Pool | None = None
+        self._rendered: dict[str, Rendered] = {}
         super().__init__(data)
         if options.examples is not None:
             pool = self._pool = _Pool(self, loaded, data or self.source)
-            self.problems = {
-                name: one._replace(prompt=pool.before(_of(one)) + one.prompt)
-                for name, one in self.problems.items()
-            }
+            for name, one in self.problems.items() if self.has_prompt else ():
+                before = pool.before(self._rendered[name])
+                self.problems[name] = one._replace(prompt=before + one.prompt)
 
     def _files_read(self) -> Iterator[str]:
         options = self._options
@@ -117,9 +117,15 @@ class OwnTask(Task):
             except ValueError as error:
                 raise UserError(f"{place}: {key}: field {shown(field)}: {error}") from None
         rendered = self.render(self._templates, record, place)
-        problem = Problem(task_id, rendered.text("prompt"), {"rendered": rendered})
-        self._refuse_unusable(problem)
+        # Without a prompt for raw text, lists and pages show the question.
+        prompt = rendered.text("prompt") or rendered.text("question")
+        self._rendered.setdefault(task_id, rendered)
+        problem = Problem(task_id, prompt, record)
+        self._refuse_unusable(rendered)
         return problem
+
+    def _of(self, problem: Problem) -> Rendered:
+        return self._rendered[problem.task_id]
 
     def render(self, templates: Templates, record: Mapping[str, Any], place: str) -> Rendered:
         """Render a record. UserError names its place, and the key of the template."""
@@ -129,16 +135,16 @@ class OwnTask(Task):
             raise UserError(f"{place}: {self._located.at(*error.key)}: {error}") from None
 
     def statement(self, problem: Problem) -> str:
-        return _of(problem).text("prompt") or self.question(problem)
+        return self._of(problem).text("prompt") or self.question(problem)
 
     def question(self, problem: Problem) -> str:
-        return _of(problem).text("question")
+        return self._of(problem).text("question")
 
     def messages(self, problem: Problem) -> list[dict[str, str]]:
         options = self._options
         found = [] if options.system is None else [{"role": "system", "content": options.system}]
         if self._pool is not None and self._pool.options.chat:
-            found += self._pool.turns(_of(problem))
+            found += self._pool.turns(self._of(problem))
         return [*found, {"role": "user", "content": self.question(problem)}]
 
     def completion(self, problem: Problem, text: str, *, chat: bool) -> str:
@@ -151,7 +157,7 @@ class OwnTask(Task):
 
     def check_key(self, problem: Problem) -> str:
         rules = [rule.model_dump() for rule in self._rules]
-        right = self._right(problem), _of(problem).text(*_PATTERN)
+        right = self._right(self._of(problem)), self._of(problem).text(*_PATTERN)
         return json.dumps([rules, self._options.check.model_dump(), right])
 
     def check(self, problem: Problem, text: str) -> Check:
@@ -162,11 +168,11 @@ class OwnTask(Task):
         if answer is None:
             return Check("no answer", f"{shown(found)} has no {self._what}")
         if self._options.check.regex is not None:
-            pattern, whole = _of(problem).text(*_PATTERN), self._options.check.regex.whole
+            pattern, whole = self._of(problem).text(*_PATTERN), self._options.check.regex.whole
             match = functools.partial(self._finder.matches, pattern, answer, whole=whole)
             passed, wanted = self._limited(problem, _PATTERN, match), f"a match of {shown(pattern)}"
         else:
-            right = [str(self._comparable(one)) for one in self._right(problem)]
+            right = [str(self._comparable(one)) for one in self._right(self._of(problem))]
             passed = any(self._is_equal(answer, one) for one in right)
             wanted = " or ".join(map(shown, right))
         return Check("passed" if passed else "failed", f"{shown(answer)}, expected {wanted}")
@@ -176,7 +182,7 @@ class OwnTask(Task):
 
         A text that no rule finds an answer in is used as it is. `whole`: the text has the prefix.
         """
-        rendered, function = _of(problem), self._options.check.function
+        rendered, function = self._of(problem), self._options.check.function
         if function is not None:
             found = self._find(problem, text)
             answer = json.dumps(text if found is None else found)
@@ -204,7 +210,7 @@ class OwnTask(Task):
         """Return the program of a text, without tests. `name`: the function that it defines."""
         found = self._find(problem, text, name)
         code = text if found is None else found
-        return code if whole else _of(problem).text(*_PROGRAM, "prefix") + code
+        return code if whole else self._of(problem).text(*_PROGRAM, "prefix") + code
 
     @property
     def trial(self) -> tuple[str, Program] | None:
@@ -239,7 +245,7 @@ class OwnTask(Task):
         check = self._options.check
         if check.numeric is not None:
             number = number_in(text, check.numeric)
-            return None if number is None else str(number)
+            return None if number is None else decimal(number)
         if check.choice is not None:
             return letter_in(text, check.choice)
         if check.exact is not None:
@@ -257,19 +263,18 @@ class OwnTask(Task):
         check = self._options.check
         return "number" if check.numeric else "letter of a choice" if check.choice else "text"
 
-    def _right(self, problem: Problem) -> list[str]:
+    def _right(self, rendered: Rendered) -> list[str]:
         """Return the right answers of a problem. Empty if the check needs none."""
         if self._options.answers is not None:
-            return list(_of(problem).texts[("answers",)])
-        return [_of(problem).text("answer")] if self._options.answer is not None else []
+            return list(rendered.texts[("answers",)])
+        return [rendered.text("answer")] if self._options.answer is not None else []
 
-    def _refuse_unusable(self, problem: Problem) -> None:
+    def _refuse_unusable(self, rendered: Rendered) -> None:
         """Raise UserError if a problem has no prompt, or a right answer cannot be compared."""
-        rendered = _of(problem)
         for key in ("prompt", "question"):
             if (key,) in rendered.texts and not rendered.text(key).strip():
                 raise UserError(f"{rendered.place}: {self._located.at(key)}: the text is empty")
-        for right in self._right(problem):
+        for right in self._right(rendered):
             if self._comparable(right) is None:
                 key = self._located.at("answer" if self._options.answers is None else "answers")
                 reason = f"the right answer {shown(right)} has no {self._what}"
@@ -353,11 +358,6 @@ class _Pool:
                 f"needed beside the asked problem, and there are {len(found)}"
             )
         return found
-
-
-def _of(problem: Problem) -> Rendered:
-    rendered: Rendered = problem.fields["rendered"]
-    return rendered
 
 
 def _usual_rules(options: TaskFile) -> tuple[Extract, ...]:
