@@ -21,6 +21,7 @@ from bass_cli.models.fused_decode import run_fused, supports_fused
 from bass_cli.models.hidden import AuxHiddenLayers, ReadsHidden
 from bass_cli.models.kv_cache import Layers, Pass
 from bass_cli.models.ranks import Ranks
+from bass_cli.models.recurrent import StatePass
 from bass_cli.models.spec import EVERY_MAP, Experts, Format, Layouts, Recurrent, Rope, Spec
 from bass_cli.models.weights import Named, Weights
 from bass_kernels import Weight
@@ -231,12 +232,13 @@ class Decoder:
             for frequencies, rope in zip(self._frequencies, ropes, strict=True)
         )
         slots, attending, recurrent = step.slots(), itertools.count(), itertools.count()
+        states = None if self.recurrent is None else step.begin_states()
         attention = self.spec.attention_layers
         for i in self.layers:
-            if i in attention:
+            if states is None or i in attention:
                 residual = self._block(i, next(attending), residual, step, slots, angles)
             else:
-                residual = self._delta_block(i, next(recurrent), residual, step)
+                residual = self._delta_block(i, next(recurrent), residual, states)
             if aux_layers is not None:
                 aux_layers.take(i, residual)
         if last == 0:
@@ -271,16 +273,15 @@ class Decoder:
         )
         return self.rest_of_layer(i, slot, q, residual, step, gate)
 
-    def _delta_block(self, i: int, number: int, residual: Tensor, step: Pass) -> Tensor:
+    def _delta_block(self, i: int, number: int, residual: Tensor, states: StatePass) -> Tensor:
         """Return the residual stream [B, W, width] after layer i, which is recurrent.
 
         Args:
             number: of the layer among the recurrent ones.
         """
-        assert step.states is not None
         at, plain, eps = f"layers.{i}.", self._weights.plain, self.spec.norm.eps
         x = self._norm(at + "norm1", residual)
-        mixed = step.states.run(
+        mixed = states.run(
             number,
             ops.linear(x, *self._map(at + "delta_in")),
             ops.linear(x, *self._affine(at + "delta_gates")),

@@ -75,7 +75,7 @@ class Pass(NamedTuple):
     following: [1, W], in a prefill, the token after each.
     first: the store's layer that is layer 0 of the pass.
     mutual: whether a token also attends to later tokens of its block.
-    states: of the recurrent layers; None without such layers.
+    states: in a prefill, those of the recurrent layers; None without such layers.
     """
 
     positions: Tensor
@@ -94,6 +94,14 @@ class Pass(NamedTuple):
         last = self.positions[:, -1:].expand_as(self.positions)
         segments = replace(self.segments, positions=last)
         return self._replace(segments=segments, first=first, mutual=True)
+
+    def begin_states(self) -> StatePass:
+        """Return what the recurrent layers need. The rows' states roll forward to the first tokens,
+        so it is called once in a pass, by the model that has such layers."""
+        if self.states is not None:
+            return self.states
+        assert self.store.states is not None
+        return self.store.states.decode(self.positions, self.segments.packed)
 
     def slots(self) -> Tensor:
         """Return the slots in `own` of the tokens' keys and values, in the shape of `positions`."""
@@ -316,9 +324,8 @@ class KVCache:
         device_groups = self._group_tables.of(rows) if self._sharing else None
         base, start, own = self._places[:, :rows]
         segments = Segments(positions, base, start, own, groups, extent, device_groups, packed)
-        states = None if self.states is None else self.states.decode(positions, packed)
         # a row may be fed the end of its prompt again: those keys are in the span already
-        return Pass(positions, segments, self, None, states=states)
+        return Pass(positions, segments, self, None)
 
     def fill(
         self,

@@ -5,25 +5,30 @@ from __future__ import annotations
 
 import functools
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
+from chains import write_chain
 from checkpoints import HYBRID, shallow, write_checkpoint
+from heads import write_head
 from test_captured import Tour
 from test_laws import distance
 from test_pieces import again, finish, loop_of
 from toys import AtOnce, drive, loop_for, plain
 
-from bass_cli.engine.batch import Row
+from bass_cli.engine.batch import Row, beyond
 from bass_cli.engine.contracts import Drafter, DraftLength, Proposal
 from bass_cli.engine.sampling import RowSampling
-from bass_cli.formats.checkpoint import open_checkpoint
+from bass_cli.formats.checkpoint import open_checkpoint, open_head
 from bass_cli.formats.weights import load
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.models.block_allocator import Change
 from bass_cli.models.decoder import Decoder
+from bass_cli.models.heads import make_head
 from bass_cli.models.recurrent import PROMPTS
 from bass_cli.models.runner import Runner
+from bass_cli.run.memory import SLACK, footprint, state_bytes, widest
 
 VOCAB = 301
 # More prompts than slots for their states, of unequal lengths; the first has one token.
@@ -189,6 +194,42 @@ def test_captured_rounds_launched_ahead_equal_plain_decoding(models):
         assert found == wanted
         accepted += sum(row.accepted for row in live) if drafter != "lookup" else 0
     assert accepted > 20
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark", "authors"])
+def test_drafts_that_read_hidden_states_equal_plain_decoding(models, kind, tmp_path):
+    """Their own layers come after the target's attention layers in the store. The definition of
+    such a drafter makes the same drafts with an attention-only target (test_feature_heads.py)."""
+    _, target = models(HYBRID[0])
+    (write_chain if kind == "authors" else write_head)(tmp_path, kind)
+    checkpoint = open_head(tmp_path, target.spec)
+    weights = load(checkpoint, dtype=torch.float32, device=torch.device("cpu"))
+    head = make_head(checkpoint.head, weights, target)
+    given = rows(TEXTS[1:4], n=2, limit=40)
+    wanted = plain(target, [again(row) for row in given])
+    loop = loop_of(target, head, lengths=InTurn(3, 5, 0, 1), total=9)
+    live = [again(row) for row in given]
+    found, _, _, _ = finish(loop, live)
+    assert found == wanted
+    assert sum(row.drafted for row in live) > 100
+    stored = loop.target.cache.own_keys
+    assert len(stored) == 1 + sum(layers.number for layers in head.cached)
+
+
+def test_plan_counts_the_bytes_of_the_states(models):
+    for family in HYBRID:
+        spec = models(family)[1].spec
+        runner = Runner(models(family)[1], rows=3, span=20, lag=1, width=widest(5))
+        held = runner.cache.states.bytes()
+        words = {"dtype": torch.float32, "device": torch.device("cpu"), "longest": 5}
+        found = footprint(spec, None, **words)
+        without = footprint(replace(spec, recurrent=None), None, **words)
+        assert (3 + PROMPTS) * state_bytes(spec, widest(5), torch.float32) == held
+        extra = beyond(5) + SLACK
+        assert found.row.cache == extra * found.token.cache + held // (3 + PROMPTS)
+        assert found.token.cache < without.token.cache  # keys of attention layers only
+        doubled = footprint(spec, spec, **words)
+        assert doubled.row.cache == 2 * found.row.cache
 
 
 def test_prompt_is_read_once_for_its_samples_and_again_if_its_state_has_gone(models):
