@@ -117,7 +117,7 @@ class LocalBackend:
                 done.seconds,
                 done.capturing,
                 capacity,
-                width=done.width,
+                drafted=sum(done.num_drafts),
                 waiting=done.waiting,
                 plain=done.plain,
             )

@@ -123,7 +123,7 @@ class Screen:
         capturing: float = 0.0,
         capacity: int | None = None,
         *,
-        width: int = 0,
+        drafted: int = 0,
         waiting: float = 0.0,
         plain: float = 0.0,
     ) -> None:
@@ -135,18 +135,18 @@ class Screen:
             seconds: Its time, without `capturing`.
             capturing: Seconds of capturing graphs.
             capacity: The rows of the batch, if they have changed.
-            width: Its draft length.
+            drafted: The drafts of all rows.
             waiting: Seconds in which the device waited for the host, not part of `seconds`.
             plain: Seconds of a plain round of these rows; 0 if unknown.
         """
         self._usage.round(rows, seconds, capturing, capacity)
-        self._gain.round(width, rows, accepted, seconds + waiting, plain)
+        self._gain.round(drafted, rows, accepted, seconds + waiting, plain)
         if self.log is not None:
             self.log.round(
                 rows=rows,
                 tokens=accepted + rows,
                 accepted=accepted,
-                drafted=width * rows,
+                drafted=drafted,
                 seconds=seconds,
                 capturing=capturing,
                 waiting=waiting,
@@ -264,7 +264,7 @@ class Screen:
         if summary is None:
             return
         if self.log is not None:
-            self.log.event("summary", **summary)
+            self.log.summary(summary)
         if self._quiet:
             return
         reasons = ", ".join(

@@ -13,7 +13,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from types import TracebackType
 from typing import Any, TextIO
@@ -103,6 +103,11 @@ class RunLog:
             self._sums[name] = self._sums.get(name, 0) + value
         if now - self._since >= EVERY:
             self._end_rounds()
+
+    def summary(self, figures: Mapping[str, Any]) -> None:
+        """Write the figures of the run, after its last rounds."""
+        self._end_rounds()
+        self.event("summary", **figures)
 
     def _end_rounds(self) -> None:
         """Write the sums of the rounds since the last such line."""

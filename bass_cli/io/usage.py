@@ -147,17 +147,17 @@ class Gain:
     def __init__(self) -> None:
         self._drafted = self._unknown = self._plain = 0.0
 
-    def round(self, width: int, rows: int, accepted: int, seconds: float, plain: float) -> None:
+    def round(self, drafted: int, rows: int, accepted: int, seconds: float, plain: float) -> None:
         """Count a finished round.
 
         Args:
-            width: Its draft length.
+            drafted: The drafts of all rows.
             rows: Its live rows.
             accepted: The accepted drafts of all rows.
             seconds: Its time.
             plain: Seconds of a plain round of these rows; 0 if unknown.
         """
-        if not width or not rows:
+        if not drafted or not rows:
             return
         if plain <= 0:
             self._unknown += seconds

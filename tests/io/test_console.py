@@ -158,7 +158,7 @@ def test_a_speed_over_too_short_a_time_is_not_printed(
         now[0] = 0.0
         screen = Screen(verbose=True)
         screen.start(1)
-        screen.round(1, 1, 0.001, width=4, plain=0.1)
+        screen.round(1, 1, 0.001, drafted=4, plain=0.1)
         now[0] = seconds
         screen.advance(Completion("a", 0, "", "eos", 30, None, None, 0.0, 10, 40, 20, 0, 1))
         screen.close(screen.summary("o.jsonl"))

@@ -95,7 +95,7 @@ def test_rounds_are_summed_over_a_second(place: Path, monkeypatch: pytest.Monkey
         screen.start(8, rows=4)
         for at in range(10):
             now[0] += 0.3
-            screen.round(2, 4 - at // 5, 0.2, 0.05 if at == 0 else 0.0, width=3, waiting=0.01)
+            screen.round(2, 4 - at // 5, 0.2, 0.05 if at == 0 else 0.0, drafted=12, waiting=0.01)
     assert [(line["name"], line["seconds"]) for line in events(kind="phase ended")] == [
         ("loading the weights", 2.3)
     ]

@@ -105,12 +105,12 @@ def test_the_gain_of_drafts_is_what_plain_rounds_would_have_taken() -> None:
         gain.round(0, 2, 0, 0.1, 0.1)
     assert gain.seconds is None
     for _ in range(2):
-        gain.round(4, 2, 6, 0.3, 0.1)  # 3 accepted drafts and one more token in each row
+        gain.round(8, 2, 6, 0.3, 0.1)  # 3 accepted drafts and one more token in each row
     assert gain.seconds == pytest.approx(10 * 0.1 - (2 * 0.1 + 2 * 0.3))
     for _ in range(8):
-        gain.round(4, 2, 0, 0.3, 0.1)  # drafts that cost more than they save
+        gain.round(8, 2, 0, 0.3, 0.1)  # drafts that cost more than they save
     assert gain.seconds == pytest.approx(0.2 - 8 * 0.2)
-    gain.round(4, 2, 8, 0.1, 0.0)  # a round without a known cost
+    gain.round(8, 2, 8, 0.1, 0.0)  # a round without a known cost
     assert gain.seconds == pytest.approx(0.2 - 8 * 0.2)
-    gain.round(4, 2, 8, 0.1, 0.0)
+    gain.round(8, 2, 8, 0.1, 0.0)
     assert gain.seconds is None  # more than 5 % of the seconds

@@ -242,7 +242,7 @@ def test_the_gain_of_drafts_is_estimated_from_measured_plain_rounds(profile):
         accepted = tuple(min(int(rng.expovariate(0.3)), width) for _ in range(8))
         seconds = cost(8, width) * rng.uniform(0.95, 1.05)
         done = RoundResult(width, accepted, seconds, plain=lengths.plain)
-        gain.round(width, 8, sum(accepted), seconds, done.plain)
+        gain.round(8 * width, 8, sum(accepted), seconds, done.plain)
         lengths.observe(done)
         saved += cost(8, 0) * (1 + sum(accepted) / 8) - seconds if width else 0.0
     assert saved > 0.3
