@@ -199,11 +199,12 @@ def generate_samples(args: GenerateArgs, screen: Screen) -> bool:
         return held_by(shard, read_prompts(source, column=job.prompt_column, limit=job.limit))
 
     spec = JobSpec(job, identity, checked.count, checked.longest, shard, checked.wanted)
+    expected = None if best else samples_of_job(checked.count, job, checked.wanted)
     with (
         drawing_of(spec, screen, request) as drawing,
         open_output(
             out,
-            drawing.facts.manifest | {"source": source.name},
+            drawing.facts.manifest | {"source": source.name, "expected": expected},
             resume=args.resume,
             overwrite=args.overwrite,
             prompt_ids=lambda: {prompt.id: prompt.settings for prompt in prompts()},
@@ -363,9 +364,8 @@ def write_samples(
         shape: Changes a Completion before it is written.
     """
     together = job.draws_together
-    samples = None if count is None else count * job.n
+    samples = samples_of_job(count, job, wanted)
     if wanted is not None:
-        samples = wanted.samples
         together = job.speculation.coupling == "maximal" and wanted.random
     complete, rest = _from_first_missing(prompts, writer.done, job.n, together=together)
     if together and writer.done and rest is not None:
@@ -401,6 +401,16 @@ def write_samples(
     screen.close(None if rest is None else summary)
     _tell_failed(failed, screen)
     return summary
+
+
+def samples_of_job(count: int | None, job: Job, wanted: Wanted | None) -> int | None:
+    """Return the number of samples that a job draws in all; None if unknown.
+
+    For `count` and `wanted` see `write_samples`.
+    """
+    if wanted is not None:
+        return wanted.samples
+    return None if count is None else count * job.n
 
 
 def _tell_failed(failed: Mapping[str, str | None], screen: Screen) -> None:

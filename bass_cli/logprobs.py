@@ -90,7 +90,7 @@ def score_file(args: LogprobsArgs, screen: Screen) -> bool:
     facts = facts_of(plan, identity | {"completion_column": column})
     with open_output(
         out,
-        facts.manifest | {"source": source.name},
+        facts.manifest | {"source": source.name, "expected": digest.count},
         resume=args.resume,
         overwrite=args.overwrite,
         prompts=digest,

@@ -37,6 +37,7 @@ from bass_cli.config.commands import (
     ReportArgs,
     SampleArgs,
     ScoreArgs,
+    WatchArgs,
 )
 from bass_cli.errors import MachineError, UserError
 from bass_cli.io import terminal
@@ -250,6 +251,29 @@ def merge(args: MergeArgs) -> None:
         from bass_cli.io.merging import merge as merge_parts
 
         if not merge_parts(args.out, args.parts, overwrite=args.overwrite, note=screen.note):
+            raise typer.Exit(1)
+
+
+@app.command(cls=Command, epilog=EPILOG)
+@takes(WatchArgs)
+def watch(args: WatchArgs) -> None:
+    """Show the progress of jobs from their files, until they have ended: samples, speed, time left,
+    the last text.
+
+    \b
+    Examples:
+      bass watch samples.jsonl
+      bass watch part-1.jsonl part-2.jsonl --once
+
+    The jobs are not disturbed. The exit code is 1 if one has stopped before its end.
+    """
+    with running(args, "no longer watching; the jobs go on") as screen:
+        from bass_cli.data.watching import watch as watch_files
+
+        found, whole = watch_files(args.names, screen, once=args.once, document=args.json_document)
+        if args.json_document:
+            terminal.document(found)
+        if not whole:
             raise typer.Exit(1)
 
 

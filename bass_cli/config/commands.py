@@ -339,6 +339,20 @@ class FilterArgs(_Document, _Quiet):
 
 
 @dataclass(kw_only=True, eq=False)
+class WatchArgs:
+    names: list[str] = flag(
+        "Files of samples that jobs write (their --out); several files of shards, too.",
+        "",
+        "FILE...",
+        default=MISSING,
+    )
+    once: bool = switch("Show the progress once, instead of until the jobs have ended", OUTPUT)
+    json_document: bool = switch(
+        "Print one JSON document when the jobs have ended; with --once now", OUTPUT, flag="--json"
+    )
+
+
+@dataclass(kw_only=True, eq=False)
 class PublishArgs(_Quiet):
     file: str = flag(
         "A finished file of samples of bass generate, eval, merge or filter.",
@@ -798,6 +812,7 @@ COMMANDS: Mapping[str, type] = {
     "bench": BenchArgs,
     "logprobs": LogprobsArgs,
     "merge": MergeArgs,
+    "watch": WatchArgs,
     "filter": FilterArgs,
     "publish": PublishArgs,
     "eval": EvaluateArgs,

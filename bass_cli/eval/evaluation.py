@@ -169,7 +169,10 @@ class Evaluation:
         with open_output(
             out,
             drawing.facts.manifest
-            | {"prompt_format_reason": self._format and self._format.recorded},
+            | {
+                "prompt_format_reason": self._format and self._format.recorded,
+                "expected": len(self.problems) * self.job.n,
+            },
             resume=self._args.resume,
             overwrite=self._args.overwrite,
             prompt_ids=lambda: {problem.task_id: {} for problem in self.problems},

@@ -38,7 +38,7 @@ _NAMED = 5  # the most prompts that a message names
 _NUMBERED = re.compile(r"(.*?)([0-9]{1,18})", re.DOTALL)  # a prompt's id
 _GREW = "if prompts were added to the file, run the command of each part again"
 # Keys of a manifest that describe one run
-_OF_A_RUN = ("finished", "totals", "last_run", "begun", "written")
+_OF_A_RUN = ("finished", "totals", "last_run", "expected", "begun", "written")
 # Words for the final note, by finish_reason
 _UNFINISHED = {"error": "with an error", "budget": "that the budget truncated"}
 
