@@ -173,9 +173,8 @@ def generate_samples(args: GenerateArgs, screen: Screen) -> bool:
     """Run `bass generate`; return whether no prompt and no sample failed."""
     out = output_of(args)
     job = read_job(args)
-    refuse_shared_files(
-        files_written(out), [("the prompt file", args.prompts), *files_read(args.pair, job)]
-    )
+    read = [("the prompt file", args.prompts), *files_read(args.pair, job)]
+    refuse_shared_files(files_written(out), read)
     check_name(out, overwrite=args.overwrite)
     best = read_best_of(args.best_of, args.rank_by, job.n)
     columns = read_columns(args.columns, job, ranked=bool(best))
