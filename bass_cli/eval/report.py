@@ -308,7 +308,7 @@ def _unranked(everything: Outcomes) -> list[str]:
 
 
 def _gaps(file: GenerationFile, problems: Mapping[str, Outcomes], known: int) -> list[str]:
-    """Return notes about missing problems, and about samples missing by the manifest's n."""
+    """Return notes about missing problems, and about numbers of samples that differ."""
     notes = []
     if len(problems) != known:
         notes.append(f"the file has {len(problems)} of the {known} problems")
@@ -321,6 +321,10 @@ def _gaps(file: GenerationFile, problems: Mapping[str, Outcomes], known: int) ->
     elif isinstance(n, int):
         short = sum(_could_run(one) and len(one) < n for one in problems.values())
         notes += [f"{short} problems have fewer than the {n} requested samples"] if short else []
+    else:
+        sizes = [len(one) for one in problems.values() if _could_run(one)]
+        if sizes and min(sizes) < max(sizes):
+            notes.append(f"problems have {min(sizes)} to {max(sizes)} samples")
     return notes
 
 

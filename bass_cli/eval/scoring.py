@@ -6,6 +6,7 @@ programs, and report.py builds the report.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
@@ -28,6 +29,7 @@ from bass_cli.eval.judging import (
     judge,
     verdicts_path,
 )
+from bass_cli.eval.mixing import SettingCheck
 from bass_cli.eval.ranking import firsts_of, read_rankers
 from bass_cli.eval.report import PASSED, Outcome
 from bass_cli.eval.samples import (
@@ -205,7 +207,7 @@ def score_samples(args: ScoreArgs, screen: Screen) -> list[dict[str, Any]]:
     )
     check_report(args.report, args.files[0], overwrite=args.overwrite)
     screen.phase("reading the files and the task's data", live=False)
-    files = [read_generations(path) for path in args.files]
+    files = [read_checked(path) for path in args.files]
     load = functools.cache(functools.partial(load_task, data=args.data))
     tasks = [load(args.task or guess_task(file)) for file in files]
     for task in tasks:
@@ -224,6 +226,13 @@ def score_samples(args: ScoreArgs, screen: Screen) -> list[dict[str, Any]]:
             for note in one["notes"]:
                 screen.say(f"note: {one['file']}: {note}")
     return documents
+
+
+def read_checked(path: str) -> GenerationFile:
+    """Read a file of samples. UserError if it is broken or mixes settings."""
+    check = SettingCheck()
+    file = read_generations(path, see=check)
+    return dataclasses.replace(file, notes=(*file.notes, *check.refuse_mix(file)))
 
 
 def score(
