@@ -53,7 +53,7 @@ def test_the_metadata_names_extras_and_has_no_placeholders(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
     (name,) = (one for one in archive.namelist() if one.endswith("/METADATA"))
     about = message_from_string(archive.read(name).decode())
-    assert {"all", "dev", "filter", "plot", "ray", "report", "structure", "xsum"} == set(
+    assert {"all", "dev", "filter", "ifeval", "plot", "ray", "report", "structure", "xsum"} == set(
         about.get_all("Provides-Extra", [])
     )
     assert about["License-Expression"] == "Apache-2.0"

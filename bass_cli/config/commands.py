@@ -473,15 +473,17 @@ class JudgeArgs(_Document):
 @dataclass(kw_only=True, eq=False)
 class EvaluateArgs(SampleArgs, JudgeArgs):
     task: str = flag(
-        "humaneval, humaneval+, mbpp, mbpp+ (programs), gsm8k (numbers), xsum (summaries), or a "
-        "file (.yaml).",
+        "humaneval, humaneval+, mbpp, mbpp+ (programs), gsm8k (numbers), ifeval (instructions), "
+        "xsum (summaries), or a file (.yaml).",
         "",
         "TASK|FILE",
-        choices=("humaneval", "humaneval+", "mbpp", "mbpp+", "gsm8k", "xsum"),
+        choices=("humaneval", "humaneval+", "mbpp", "mbpp+", "gsm8k", "ifeval", "xsum"),
         default=MISSING,
     )
     lora: Sequence[str] | None = of_job("lora")
-    max_new_tokens: int | None = of_job("max_new_tokens", shown="512, for xsum 128")
+    max_new_tokens: int | None = of_job(
+        "max_new_tokens", shown="512, for xsum 128, for ifeval 1280"
+    )
     temperature: float | None = of_job("temperature", shown="the pair's, or 0.2")
     budgets: str | None = flag(
         "Compare plain decoding, one sample at a time and the batch under each of these time "
@@ -518,7 +520,7 @@ class ScoreArgs(JudgeArgs, _Quiet):
     task: str | None = flag(
         "Task of the samples",
         SCORING,
-        "humaneval|humaneval+|mbpp|mbpp+|gsm8k|xsum|FILE.yaml",
+        "humaneval|humaneval+|mbpp|mbpp+|gsm8k|ifeval|xsum|FILE.yaml",
         shown="from the file",
     )
     report: str | None = flag("Write the report to this file as JSON; for one FILE", OUTPUT, "FILE")

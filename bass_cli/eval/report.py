@@ -81,6 +81,12 @@ def build(
         quality = _passes(problems, rows, ks, notes) if judged else {"rouge": _rouge(rows)}
         if task.has_base:
             quality["base"] = _base(problems, rows, ks)
+        quality |= task.figures(
+            {
+                name: [one.generation.text if one.generation.finished else None for one in outcomes]
+                for name, outcomes in problems.items()
+            }
+        )
     by = {} if firsts is None else {"pass_first_by": _passes_by(firsts, problems, rows)}
     estimates = _estimates(rows, {**quality, **by}) if quality else {}
     notes += _doubts(estimates)
@@ -412,6 +418,9 @@ def _pass_lines(document: dict[str, Any], ranking: str) -> list[list[str]]:
     if by := document.get("pass_first_by"):
         shown = (f"{name} {with_error(document, f'pass_first_by.{name}')}" for name in by)
         lines.append(["Pass@First by", ", ".join(shown)])
+    for way, found in document.get("instructions", {}).items():
+        prompt, instruction = percent(found["prompt"]), percent(found["instruction"])
+        lines.append([f"{way} accuracy", f"prompt {prompt}, instruction {instruction}"])
     if base := document.get("base"):
         figures = {"Pass@First": base["pass_first"], "Pass@All": base["pass_all"]}
         figures |= {f"pass@{k}": value for k, value in base["pass_at_k"].items()}

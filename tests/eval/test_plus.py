@@ -187,7 +187,7 @@ def test_canonical_solution_that_fails_is_an_error(tmp_path: Path, sandbox_folde
     [
         ({"plus_input": [1, 2]}, r'plus.jsonl:1: field "plus_input": a list of lists of arguments is needed'),
         ({"base_input": None}, r'plus.jsonl:1: field "base_input": it is missing'),
-        ({"plus_input": None}, r'plus.jsonl:1: field "plus_input": it is missing.*or `test`'),
+        ({"plus_input": None}, r'plus.jsonl:1: field "plus_input": it is missing.*or "test"'),
         ({"atol": "0"}, r'plus.jsonl:1: field "atol": a finite number is needed'),
     ],
 )  # fmt: skip

@@ -39,6 +39,9 @@ class Programs(Task):
     def __init__(self, problems: dict[str, Problem]) -> None:
         self.problems = problems
 
+    def figures(self, responses: Any) -> dict[str, Any]:
+        return {}
+
     def program(self, problem: Problem, text: str, *, whole: bool) -> Program:
         return Program(("" if whole else problem.prompt) + text + "\n" + problem.fields["tests"])
 
@@ -50,6 +53,9 @@ class Texts(Task):
 
     def __init__(self, problems: dict[str, Problem]) -> None:
         self.problems, self.rated = problems, Counter[str]()
+
+    def figures(self, responses: Any) -> dict[str, Any]:
+        return {}
 
     def rate(self, problem: Problem, text: str) -> dict[str, float]:
         self.rated[text] += 1

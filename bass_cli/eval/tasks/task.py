@@ -192,6 +192,14 @@ class Task:
         """
         return None
 
+    def figures(self, responses: Mapping[str, Sequence[str | None]]) -> dict[str, Any]:
+        """Return more figures for the report, which JSON can hold.
+
+        Args:
+            responses: by task_id, the samples' texts. None: the sample is not finished.
+        """
+        return {}
+
     def rate(self, problem: Problem, text: str) -> dict[str, float]:
         """Return the scores of a text, as fractions of 1."""
         raise NotImplementedError
