@@ -422,7 +422,7 @@ def report(args: ReportArgs) -> None:
 
     The page needs no network and no server. With --serve it follows a running job.
     """
-    with running(args, "interrupted") as screen:
+    with running(args, "the server has ended" if args.serve else "interrupted") as screen:
         from bass_cli.report.command import run
 
         run(args, screen)
