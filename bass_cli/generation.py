@@ -110,6 +110,7 @@ class LocalBackend:
         def on_round(done: RoundResult) -> None:
             cores.update()
             accepted, rows = sum(done.accepted), len(done.accepted)
+            drafted = sum(done.num_drafts)
             capacity = done.capacity or self.facts.rows
             screen.round(
                 accepted,
@@ -117,10 +118,12 @@ class LocalBackend:
                 done.seconds,
                 done.capturing,
                 capacity,
-                drafted=sum(done.num_drafts),
+                drafted=drafted,
                 waiting=done.waiting,
                 plain=done.plain,
             )
+            if drafted:
+                screen.drafts(done.num_drafts, done.accepted)
 
         return generate(
             prompts,

@@ -212,6 +212,8 @@ class Worker(Process):
                     accepted=before.accepted + accepted,
                 )
                 self._usage.round(busy, done.seconds, done.capturing, self._report.rows)
+                if done.width:
+                    self._usage.drafts(done.num_drafts, done.accepted)
 
         return on_round
 

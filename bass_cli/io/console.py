@@ -156,6 +156,10 @@ class Screen:
             self._begin_decoding(time.monotonic() - seconds)
         self.rounds(accepted + rows, rows, accepted)
 
+    def drafts(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """Count the drafts of a round by their place: how many each row had, and kept."""
+        self._usage.drafts(drafted, accepted)
+
     def rounds(self, tokens: int, rows: int, accepted: int) -> None:
         """Count rounds by their tokens, live rows and accepted drafts, each summed."""
         if self._decoding is None:

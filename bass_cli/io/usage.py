@@ -6,8 +6,9 @@ io/console.py shows the counts; processes of other machines send theirs (`togeth
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 _LAST = 0.05  # the share of samples in which rows empty at the end of any job
@@ -34,6 +35,8 @@ class Usage:
         self._places = 0  # the sum of capacities over all rounds
         self._full = self._draining = self._capturing = 0.0
         self._samples, self._busy_early = 0, (0, 0)
+        # of all rows and rounds with drafts: how many were drafted, how many of them accepted
+        self._drafted, self._accepted = Counter[int](), Counter[int]()
 
     def phase(self, name: str) -> None:
         """Begin a phase; it ends with the next phase or the first round."""
@@ -65,6 +68,11 @@ class Usage:
             self._most = rows
             self._full, self._draining = self._full + self._draining, 0.0
 
+    def drafts(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """Count the drafts of a round by their place: how many each row had, and kept."""
+        self._drafted.update(map(max, drafted, accepted))
+        self._accepted.update(accepted)
+
     def sample(self) -> None:
         """Count a finished sample."""
         self._samples += 1
@@ -76,7 +84,8 @@ class Usage:
 
         `rows`: the rows of the batch at the end. `rows_busy`: the mean share of live rows over all
         rounds. `rows_busy_early`: the same before the last 5 % of samples; None if there were no
-        such rounds. `phases`: seconds by phase.
+        such rounds. `phases`: seconds by phase. `by_place`, if there were drafts: how many tokens
+        were drafted and accepted at the first place of a draft, at the second, and so on.
         """
         phases = dict(self._phases)
         phases[self._phase] = self._phases[self._phase] + time.monotonic() - self._since
@@ -94,7 +103,20 @@ class Usage:
             "rows_busy": self._share(self._live, self._places),
             "rows_busy_early": self._share(*self._busy_early),
             "phases": {name: round(seconds, 3) for name, seconds in phases.items()},
+            **self._by_place(),
         }
+
+    def _by_place(self) -> dict[str, Any]:
+        most = max(self._drafted, default=0)
+        counts = {"drafted": self._drafted, "accepted": self._accepted}
+        by_place = {
+            name: [
+                sum(rows for length, rows in found.items() if length >= place)
+                for place in range(1, most + 1)
+            ]
+            for name, found in counts.items()
+        }
+        return {"by_place": by_place} if most else {}
 
     @staticmethod
     def _share(live: int, places: int) -> float | None:
@@ -114,6 +136,11 @@ def together(usages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             phases[name] = round(phases.get(name, 0.0) + seconds, 3)
     places = sum(one["rounds"] * one["rows"] for one in usages)
     live = sum(one["rounds"] * one["rows"] * (one["rows_busy"] or 0.0) for one in usages)
+    drafted = [one["by_place"] for one in usages if "by_place" in one]
+    by_place = {
+        name: [sum(column) for column in zip_longest(*(one[name] for one in drafted), fillvalue=0)]
+        for name in ("drafted", "accepted")
+    }
     return {
         "rows": sum(one["rows"] for one in usages),
         "rounds": sum(one["rounds"] for one in usages),
@@ -121,6 +148,7 @@ def together(usages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "rows_busy_early": None,
         "phases": phases,
         "actors": len(usages),
+        **({"by_place": by_place} if drafted else {}),
     }
 
 

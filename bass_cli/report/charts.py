@@ -37,6 +37,7 @@ def charts_of(runs: Sequence[Run]) -> list[Chart]:
         _finish_reasons,
         _lengths,
         _acceptance,
+        _acceptance_by_place,
     ]
     return [chart for chart in (make(runs) for make in makers) if chart is not None]
 
@@ -279,8 +280,48 @@ def _acceptance(runs: Sequence[Run]) -> Chart | None:
         "accepted tokens per round, mean of a sample",
         values,
     )
-    note = "Samples with drafts. Acceptance by place in the draft is not recorded in result lines."
+    note = "Samples with drafts."
+    if not any(_by_place(run) for run in runs):
+        note += " Acceptance by place in the draft is not recorded."
     return {**chart, "note": note}
+
+
+def _acceptance_by_place(runs: Sequence[Run]) -> Chart | None:
+    series = [
+        {"name": run.source.name, "color": number, "points": points}
+        for number, run in enumerate(runs)
+        if (points := _by_place(run))
+    ]
+    if not series:
+        return None
+    points = _by_place(next(run for run in runs if _by_place(run)))
+    (_, first), (place, last) = points[0], points[-1]
+    whose = f" in {series[0]['name']}" if len(runs) > 1 else ""
+    title = f"The first drafted token is accepted in {first:.0f} % of drafts{whose}"
+    if place > 1:
+        title += f", token {place} in {last:.0f} %"
+    return {
+        "kind": "line",
+        "title": title,
+        "x": {"label": "place in the draft", "least": 0},
+        "y": {"label": "accepted of the tokens drafted there, %", "least": 0},
+        "series": series,
+        "note": "Counts of the last run of each file. A token counts only if all before it do.",
+    }
+
+
+def _by_place(run: Run) -> list[list[float]]:
+    """Return [place, share that was accepted in percent], from the manifest. Empty if unknown."""
+    usage = run.file.manifest.get("last_run")
+    counts = usage.get("by_place") if isinstance(usage, dict) else None
+    if not isinstance(counts, dict):
+        return []
+    try:
+        pairs = list(zip(counts["drafted"], counts["accepted"], strict=True))
+        return [[place, _percent(accepted / drafted)] for place, (drafted, accepted) in
+                enumerate(pairs, 1) if drafted]  # fmt: skip
+    except (KeyError, TypeError, ValueError):
+        return []
 
 
 def _histogram(title: str, label: str, values: Mapping[str, Sequence[float]]) -> Chart:

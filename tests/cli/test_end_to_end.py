@@ -75,6 +75,14 @@ def test_output_does_not_depend_on_draft_batch_or_order(place: Path) -> None:
         assert samples(place / f"{name}.jsonl") == due, name
     rows = [json.loads(line) for line in (place / "model.jsonl").read_bytes().splitlines()]
     assert sum(row["drafted"] for row in rows) > 0
+    by_place = json.loads((place / "model.jsonl.manifest.json").read_text())["last_run"]["by_place"]
+    assert sum(by_place["drafted"]) == sum(row["drafted"] for row in rows)
+    # lines leave out accepted tokens after a sample's end
+    assert (
+        sum(row["accepted"] for row in rows)
+        <= sum(by_place["accepted"])
+        <= sum(by_place["drafted"])
+    )
 
 
 def test_maximal_coupling_refuses_to_resume_with_a_changed_draft(place: Path) -> None:

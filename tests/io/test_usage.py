@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from bass_cli.io.usage import Gain, Usage, describe
+from bass_cli.io.usage import Gain, Usage, describe, together
 
 
 @pytest.fixture
@@ -114,3 +114,17 @@ def test_the_gain_of_drafts_is_what_plain_rounds_would_have_taken() -> None:
     assert gain.seconds == pytest.approx(0.2 - 8 * 0.2)
     gain.round(8, 2, 8, 0.1, 0.0)
     assert gain.seconds is None  # more than 5 % of the seconds
+
+
+def test_drafts_are_counted_by_their_place() -> None:
+    """A row with 3 drafts of which 1 is accepted has drafts at places 1 to 3, and keeps place 1."""
+    one, other, plain = Usage(2, 2), Usage(1, 1), Usage(1, 1)
+    one.drafts((3, 3), (1, 3))
+    one.drafts((0, 2), (0, 0))
+    other.drafts((4,), (4,))
+    found = one.summary()["by_place"]
+    assert found == {"drafted": [3, 3, 2], "accepted": [2, 1, 1]}
+    assert "by_place" not in plain.summary()
+    usages = [usage.summary() for usage in (one, other, plain)]
+    assert together(usages)["by_place"] == {"drafted": [4, 4, 3, 1], "accepted": [3, 2, 2, 1]}
+    assert "by_place" not in together([plain.summary()])

@@ -404,3 +404,19 @@ def test_settings_of_the_manifest_are_listed() -> None:
     assert settings["draft"] == "lookup"
     assert settings["machine: device"] == "a card"
     assert head["run"] | {"note": ""} == {"begun": "2026-11-26", "seconds": "12.5", "note": ""}
+
+
+def test_acceptance_by_place_comes_from_the_manifest() -> None:
+    usage = {"by_place": {"drafted": [40, 20, 0], "accepted": [30, 5, 0]}}
+    write("f.jsonl", [line(0, 0, "+ 1")], results={}, last_run=usage)
+    charts = {chart["x"]["label"]: chart for chart in reported("f.jsonl").head["charts"]}
+    assert charts["place in the draft"]["series"][0]["points"] == [[1, 75.0], [2, 25.0]]
+    assert charts["place in the draft"]["title"].startswith(
+        "The first drafted token is accepted in 75 %"
+    )
+    for broken in ({"by_place": {"drafted": ["x"], "accepted": [1]}}, {"by_place": 3}, []):
+        write("f.jsonl", [line(0, 0, "+ 1")], results={}, last_run=broken)
+        found = {chart["x"]["label"]: chart for chart in reported("f.jsonl").head["charts"]}
+        assert "place in the draft" not in found
+        note = next(chart["note"] for label, chart in found.items() if label.startswith("accepted"))
+        assert "not recorded" in note
