@@ -12,7 +12,7 @@ from bass_cli.errors import UserError
 from bass_cli.eval.tasks import extraction, load_task, templates
 from bass_cli.eval.tasks.own import OwnTask
 
-EXAMPLES = Path(__file__).parent.parent.parent / "examples" / "tasks"
+ROOT = Path(__file__).parent.parent.parent
 BASE: dict[str, Any] = {
     "data": "d.jsonl",
     "prompt": "Q: {{ q }}\nA:",
@@ -198,7 +198,16 @@ def test_thoughts_are_left_out() -> None:
         ("3.15", "3.14159", {"tolerance": 1e-4}, "failed"),
         ("101", "100", {"relative_tolerance": 0.01}, "passed"),
         ("101.1", "100", {"relative_tolerance": 0.01}, "failed"),
+        ("1,2,3", "3", {}, "passed"),
+        ("-1,2,3", "-1", {"match": "first"}, "passed"),
+        ("12,34", "34", {}, "passed"),
+        ("1,2345", "2345", {}, "passed"),
+        ("18, or 19,", "19", {}, "passed"),
+        ("1,234.", "1234", {}, "passed"),
+        ("\\$1,234.5\\%", "1234.5", {}, "passed"),
+        ("x2 y", "2", {}, "passed"),
         ("9" * 5000, "9", {}, "no answer"),
+        ("1" + ",111" * 300000 + "1", "1", {}, "failed"),  # in linear time
         ("none", "1", {}, "no answer"),
     ],
 )
@@ -415,3 +424,32 @@ def test_gsm8k_takes_the_marked_number_else_the_last(text: str, expected: str) -
     assert problem.prompt.count("Question:") == 5
     assert problem.prompt.endswith("Question: How many?\nAnswer:")
     assert len(one.messages(problem)) == 1
+
+
+def test_multiple_choice_task_of_the_guide() -> None:
+    guide = (ROOT / "docs" / "guide" / "tasks.md").read_text()
+    text = guide.split("```yaml\n")[1].split("```")[0]
+    assert text.count("hf:cais/mmlu:anatomy:") == 2
+    for split in ("test", "dev"):
+        text = text.replace(f"hf:cais/mmlu:anatomy:{split}", f"{split}.jsonl")
+    Path("m.yaml").write_text(text)
+    for name, numbers in (("test", range(2)), ("dev", range(2, 9))):
+        records = [
+            {"question": f"Question {i}?", "choices": ["w", "x", "y", "z"], "answer": i % 4}
+            for i in numbers
+        ]
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    one = load_task("m.yaml")
+    problem = one.problems["m/2"]
+    *examples, asked = problem.prompt.split("\n\n")
+    assert asked == "Question 1?\nA. w\nB. x\nC. y\nD. z\nAnswer:"
+    assert len(examples) == 5
+    for example in examples:
+        number = int(example.removeprefix("Question ")[0])
+        assert example.endswith(f"D. z\nAnswer: {'ABCD'[number % 4]}")
+    assert [one.check(problem, text).status for text in (" B", "A. w", "none")] == [
+        "passed",
+        "failed",
+        "no answer",
+    ]
+    assert len(one.messages(problem)) == 11

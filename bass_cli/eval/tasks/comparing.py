@@ -5,17 +5,20 @@ from __future__ import annotations
 import re
 import string
 import unicodedata
+from collections import deque
 from fractions import Fraction
 
 from bass_cli.eval.tasks.task_file import Choice, Exact, Numeric
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b", re.IGNORECASE)
-# A sign counts only if no number, word or bracket ends right before it: "10-3" is 10 and 3.
+# Digits with commas are matched as one, so that no text takes quadratic time. A sign counts only if
+# no number, word or bracket ends right before it: "10-3" is 10 and 3.
 _NUMBER = re.compile(
     r"(?P<sign>(?<![\w.)\]])[-+\u2212])?(?:\\?[$\u20ac\u00a3]\s?(?P<second>[-\u2212])?)?"
-    r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)"
+    r"(?P<whole>[0-9][0-9,]*|(?=\.[0-9]))(?P<places>\.[0-9]+)?"
     r"(?P<power>[eE][-+]?[0-9]{1,3}(?![0-9]))?\s?(?P<percent>\\?%)?"
 )
+_GROUPED = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+")
 _MOST_DIGITS = 1000  # of a number; a longer one is no answer, and takes quadratic time
 _AFTER_WORD = r"(?i:answers?|choice|option)\b[^A-Za-z0-9]*(?:(?i:is|would be)\b[^A-Za-z0-9]*)?"
 
@@ -37,17 +40,23 @@ def number_in(text: str, how: Numeric) -> Fraction | None:
 
     Commas between thousands and a currency sign are left out.
     """
-    found = list(_NUMBER.finditer(text))
-    if not found:
+    every = _NUMBER.finditer(text)
+    found = next(every, None) if how.match == "first" else next(iter(deque(every, 1)), None)
+    if found is None:
         return None
-    one = found[0 if how.match == "first" else -1]
-    digits = one["digits"].replace(",", "")
-    if len(digits) > _MOST_DIGITS:
+    digits, places = found["whole"].rstrip(","), found["places"] or ""
+    negative = found["sign"] in ("-", "\u2212") or found["second"] is not None
+    if _GROUPED.fullmatch(digits):
+        digits = digits.replace(",", "")
+    elif "," in digits:  # a list of numbers without spaces
+        before, _, after = digits.partition(",") if how.match == "first" else digits.rpartition(",")
+        digits, places = (before, "") if how.match == "first" else (after, places)
+        negative = negative and how.match == "first"
+    if len(digits) + len(places) > _MOST_DIGITS:
         return None
-    value = Fraction(digits + (one["power"] or ""))
-    if one["sign"] in ("-", "\u2212") or one["second"]:
-        value = -value
-    return value / 100 if one["percent"] and how.percent == "fraction" else value
+    value = Fraction((digits or "0") + places + (found["power"] or ""))
+    value = -value if negative else value
+    return value / 100 if found["percent"] and how.percent == "fraction" else value
 
 
 def decimal(number: Fraction) -> str:

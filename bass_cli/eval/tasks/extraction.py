@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -44,6 +45,7 @@ class Finder:
         self._call = Limited(_run, seconds=_SECONDS, memory=_MEMORY)
         # The check and the ranking of a sample ask for the same answer.
         self._found = functools.lru_cache(maxsize=4096)(self._find)
+        self.find((), "")  # fork now, because a process with a model on a GPU is slow to fork
 
     def find(self, rules: Sequence[Extract], text: str, name: str | None = None) -> str | None:
         """Return the answer by the first rule that finds one, without white space at its ends.
@@ -115,12 +117,7 @@ def _by_rule(rule: Extract, text: str, name: str | None) -> str | None:
 
 def _chosen(found: Iterator[Any], rule: Extract) -> Any:
     """Return the first or the last of several; the last by default. None if there is none."""
-    if rule.match == "first":
-        return next(found, None)
-    last = None
-    for last in found:  # noqa: B007 - only the last one is kept
-        pass
-    return last
+    return next(found, None) if rule.match == "first" else next(iter(deque(found, 1)), None)
 
 
 def _code(rule: Extract, text: str, name: str | None) -> str | None:
