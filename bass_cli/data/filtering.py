@@ -6,6 +6,7 @@ its samples (--group) keeps those that meet the criteria, and is dropped with th
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections import Counter
@@ -38,6 +39,7 @@ _SAMPLES = "samples"
 _MISSING = "a key is missing"  # the reason under --missing drop
 _WHERE = "the expression is false"
 _DEFAULT_KEY = "text"
+_TICK = 256  # lines between two reports of the progress: some milliseconds
 
 
 class Criterion(NamedTuple):
@@ -59,13 +61,12 @@ def filter_file(args: FilterArgs, screen: Screen) -> dict[str, Any]:
     criteria = read_criteria(args)
     _check_files(args, out)
     filtering = Filtering(args.file, criteria, drop_missing=args.missing == "drop")
-    screen.phase("filtering", live=out != "-" or not sys.stdout.isatty())
-    if out == "-":
-        _print(filtering.lines(screen))
+    if out == "-":  # without progress, which would stand between the lines
+        _print(filtering.lines())
     else:
         manifest = _manifest(args)
-        manifest_path(out).unlink(missing_ok=True)  # an old one must not describe the new lines
-        write_lines(out, filtering.lines(screen))
+        with screen.watching(filtering.progress, filtering.share) as tick:
+            write_lines(out, _without_manifest(filtering.lines(tick), out))
         own = {"finished": True, "totals": filtering.totals, "filtered": filtering.counts()}
         write_manifest(out, manifest | own)
     for note in filtering.notes:
@@ -73,6 +74,12 @@ def filter_file(args: FilterArgs, screen: Screen) -> dict[str, Any]:
     for one in filtering.describe("standard output" if out == "-" else out):
         screen.note(one)
     return filtering.counts()
+
+
+def _without_manifest(lines: Iterator[bytes], out: str) -> Iterator[bytes]:
+    """Yield the lines; then remove an old manifest, before the output has the new lines."""
+    yield from lines
+    manifest_path(out).unlink(missing_ok=True)
 
 
 def _print(lines: Iterator[bytes]) -> None:
@@ -201,17 +208,35 @@ class Filtering:
         self._read = self._kept = 0
         self._dropped = Counter[str]()
         self._past = Past()
+        self._file: IO[bytes] | None = None  # for the progress
         self.notes: list[str] = []
 
-    def lines(self, screen: Screen) -> Iterator[bytes]:
-        """Yield the kept lines. A line that is kept whole is the line of the file, byte by byte."""
-        opened: list[IO[bytes]] = []
+    def progress(self) -> str:
+        """Return how far the pass has come."""
+        return f"{self._read} samples read, {self._kept} kept"
+
+    def share(self) -> float | None:
+        """Return the share of the file that has been read; None if unknown."""
+        with contextlib.suppress(OSError, ValueError):  # ValueError: the file is closed
+            if self._file is not None:
+                size = os.fstat(self._file.fileno()).st_size
+                return min(self._file.tell() / size, 1.0) if size else None
+        return None
+
+    def _opened(self, file: IO[bytes]) -> None:
+        self._file = file
+
+    def lines(self, tick: Callable[[], None] = lambda: None) -> Iterator[bytes]:
+        """Yield the kept lines. A line that is kept whole is the line of the file, byte by byte.
+
+        `tick`: Called now and then, when the progress has changed.
+        """
         for number, line, row in read_records(
-            self._path, self.notes, what="the file", on_open=opened.append
+            self._path, self.notes, what="the file", on_open=self._opened
         ):
             kept = self._kept_part(row, f"{_name(self._path)}:{number}")
-            if opened and number % 256 == 0:
-                screen.bytes_read(opened[0].tell(), os.fstat(opened[0].fileno()).st_size)
+            if number % _TICK == 0:
+                tick()
             if kept is None:
                 continue
             if any(key in kept for key in ("finish_reason", _SAMPLES)):

@@ -191,6 +191,8 @@ class Screen:
         returns a second line to show.
         """
         self._counting = True
+        if self.log is not None:
+            self.log.phase(what)
         began, counted, estimate = time.monotonic(), (0, total), Estimate(total)
 
         def lines() -> list[str]:

@@ -303,6 +303,17 @@ def test_mistakes_are_named_and_nothing_is_written(words: tuple[str, ...], messa
     assert {path: path.read_bytes() for path in Path().iterdir()} == before
 
 
+def test_an_output_that_is_not_replaced_keeps_its_manifest() -> None:
+    bass("s.jsonl", "--where", "tokens > 4", "--out", "o.jsonl")
+    before = {path: path.read_bytes() for path in Path().iterdir()}
+    bass(
+        "s.jsonl", "--where", "mean_logprob < 0", "--out", "o.jsonl", "--overwrite", code=2
+    )  # fails in line 5
+    assert {path: path.read_bytes() for path in Path().iterdir()} == before
+    bass("s.jsonl", "--where", "tokens > 8", "--out", "o.jsonl", "--overwrite")
+    assert json.loads(Path("o.jsonl.manifest.json").read_text())["totals"]["samples"] == 1
+
+
 def test_broken_lines_are_errors_except_for_a_torn_last_one() -> None:
     good = b"".join(map(line, ROWS))
     Path("torn.jsonl").write_bytes(good + b'{"id": "d", "sam')
