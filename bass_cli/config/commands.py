@@ -406,7 +406,7 @@ class RankArgs(_Target, _Document, _Quiet):
     task: str | None = flag(
         "Task of the samples, which says how their text is read",
         SCORING,
-        "humaneval|mbpp|xsum",
+        "humaneval|humaneval+|mbpp|mbpp+|gsm8k|xsum|FILE.yaml",
         shown="from the manifest",
     )
     data: str | None = flag("The task's data set, if it is not packaged", PROMPTS, "FILE|hf:NAME")
@@ -447,8 +447,7 @@ class JudgeArgs(_Document):
         "Estimate pass@k for these k", SCORING, "K,...", shown="1, 10 and 100, up to --n"
     )
     rank_by: str | None = flag(
-        "Report Pass@First by each of these rankers: logprob, static, majority; or one whose "
-        "scores bass rank wrote into the file",
+        "Pass@First by each of these: logprob, static, majority, reverse, tests, reward:MODEL",
         SCORING,
         "NAME,...",
         shown="logprob",

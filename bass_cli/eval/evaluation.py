@@ -19,6 +19,7 @@ from bass_cli.config.job import Job
 from bass_cli.errors import UserError
 from bass_cli.eval import prompt_format, scoring
 from bass_cli.eval.judging import check_verdicts, verdicts_path
+from bass_cli.eval.ranking import lacks_scores
 from bass_cli.eval.samples import read_generations
 from bass_cli.eval.tasks import load_task
 from bass_cli.eval.tasks.task import Problem, PromptFormat, Task, shape_prompt
@@ -39,7 +40,9 @@ from bass_cli.io.console import Screen
 from bass_cli.io.linefile import name_beside
 from bass_cli.io.prompts import Prompt, length
 from bass_cli.io.results import Completion, open_output
+from bass_cli.io.resume import read_manifest
 from bass_cli.io.saving import is_stream, refuse_shared_files
+from bass_cli.rank.ranking import needs_model
 from bass_cli.run.manifest import Facts, facts_of
 
 if TYPE_CHECKING:
@@ -72,6 +75,11 @@ class Evaluation:
                 f"`out` {self.out}: give a file name, because the file is scored afterwards"
             )
         self.request = read_request(args, self.job, self.out)
+        if args.budgets is not None and any(map(needs_model, self.scoring.rankers)):
+            raise UserError(
+                "`rank_by` and `budgets`: rankers that run a model cannot be used with several "
+                "budgets; run bass rank for each file, then bass score"
+            )
         if self.request is not None and args.budgets is not None:
             raise UserError("`ray` and `budgets` cannot be used together; leave one of the two out")
         if self.job.tensor_parallel > 1 and args.budgets is not None:
@@ -190,6 +198,7 @@ class Evaluation:
 
     def score(self, out: str) -> dict[str, Any]:
         """Score the samples in `out`. Returns the report."""
+        self._rank(out)
         found = scoring.score(
             read_generations(out),
             self.task,
@@ -202,6 +211,27 @@ class Evaluation:
         # The other files of a sweep share these verdicts.
         self.scoring = self.scoring._replace(rejudge=False)
         return found
+
+    def _rank(self, out: str) -> None:
+        """Write ranks and scores into the samples if a ranker runs a model, and they lack some."""
+        names = [name for name in self.scoring.rankers if needs_model(name)]
+        if not names or not lacks_scores(names, read_generations(out)):
+            return
+        from bass_cli.eval.rank_command import Ranking, make_ranker, rank_lines
+
+        rankers = [
+            make_ranker(
+                name,
+                self._screen,
+                job=self.job,
+                device=self.job.device,
+                dtype=self.job.dtype,
+                consent=self.scoring.consent,
+                workers=self.scoring.workers,
+            )
+            for name in self.scoring.rankers
+        ]
+        rank_lines(out, out, Ranking(rankers), self.task, read_manifest(out), self._screen)
 
     def report_path(self, out: str) -> str:
         """Return the path of the report on `out`."""

@@ -10,9 +10,10 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bass_cli.config.commands import RankArgs
+from bass_cli.config.job import Job
 from bass_cli.errors import UserError
 from bass_cli.eval.ranked_file import RankedFile
 from bass_cli.eval.samples import known_task
@@ -51,6 +52,22 @@ from bass_cli.system.threads import begin, configure_threads
 Standings = dict[tuple[str, int], Standing]
 
 
+class Ranking(NamedTuple):
+    """How a file is ranked.
+
+    Attributes:
+        rankers: Ranks are those of the first; scores are written for all.
+        best: Only the best samples of each prompt are kept; None: all.
+        answer: See RankedFile.
+        prompts: See RankedFile.
+    """
+
+    rankers: Sequence[Ranker]
+    best: int | None = None
+    answer: re.Pattern[str] | None = None
+    prompts: Mapping[str, str] | None = None
+
+
 def rank_samples(args: RankArgs, screen: Screen) -> dict[str, Any]:
     """Run `bass rank`; return the counts of prompts and samples.
 
@@ -67,27 +84,52 @@ def rank_samples(args: RankArgs, screen: Screen) -> dict[str, Any]:
     answer = _pattern(args.answer)
     manifest = _manifest_of(args.file)
     task = _task_of(args, manifest, names)
-    rankers = [_ranker(name, args, screen) for name in names]
+    ranking = Ranking(
+        [_ranker_of(name, args, screen) for name in names],
+        best=args.best,
+        answer=answer,
+        prompts=None if task is not None else _prompts_of(args),
+    )
+    return rank_lines(args.file, out, ranking, task, manifest, screen)
+
+
+def rank_lines(
+    path: str,
+    out: str,
+    ranking: Ranking,
+    task: Task | None,
+    manifest: Mapping[str, Any] | None,
+    screen: Screen,
+) -> dict[str, Any]:
+    """Write the lines of a file with rank and scores; return the counts.
+
+    Args:
+        path, out: The file and the output, which may be the same.
+        manifest: That of the file; None if it has none.
+    """
+    rankers = ranking.rankers
     screen.phase("reading the samples")
     with contextlib.ExitStack() as opened:
-        prompts = None if task is not None else _prompts_of(args)
         held = RankedFile(
-            args.file, task=task, prompts=prompts, answer=answer, exclusive=out == args.file
+            path, task=task, prompts=ranking.prompts, answer=ranking.answer, exclusive=out == path
         )
-        file = opened.enter_context(held)
-        store = None
-        if any(map(needs_model, names)):
+        file, store = opened.enter_context(held), None
+        if any(needs_model(ranker.name) for ranker in rankers):
             store = opened.enter_context(ScoreStore(f"{out}.scores.jsonl"))
             if len(store):
                 screen.note(f"{store.path}: continuing, {len(store)} prompts have scores already")
         scores = {ranker.name: _scores(ranker, file, store, screen) for ranker in rankers}
-        _write(args, out, file, _standings(file, names, scores), manifest)
+        if out != path:
+            manifest_path(out).unlink(missing_ok=True)  # an old one must not describe the new lines
+        write_lines(out, file.lines(_standings(file, list(scores), scores), ranking.best))
+        if manifest is not None:
+            write_manifest(out, _own_manifest(manifest, file, ranking))
     for note in file.notes:
-        screen.note(f"{args.file}: {note}")
+        screen.note(f"{path}: {note}")
     counts = {"prompts": len(file), "samples": file.kept + file.dropped, "kept": file.kept,
-              "dropped": file.dropped, "by": names}  # fmt: skip
+              "dropped": file.dropped, "by": list(scores)}  # fmt: skip
     screen.note(
-        f"{out}: ranked {counts['samples']} samples of {len(file)} prompts by {names[0]}; "
+        f"{out}: ranked {counts['samples']} samples of {len(file)} prompts by {rankers[0].name}; "
         f"{file.kept} kept, {file.dropped} dropped"
     )
     return counts
@@ -120,22 +162,53 @@ def _check_files(args: RankArgs) -> str:
     return out
 
 
-def _ranker(name: str, args: RankArgs, screen: Screen) -> Ranker:
-    """Return a ranker of this name."""
+def _ranker_of(name: str, args: RankArgs, screen: Screen) -> Ranker:
+    """Return the ranker of a name with the command's options."""
+    own = needs_model(name) and not name.startswith(REWARD)
+    if own and args.pair is None and args.model is None:
+        raise UserError(f"`by` {name}: it runs the target; name it with `pair` or `model`")
+    if needs_model(name):
+        configure_threads(args.threads, screen.note)
+    return make_ranker(
+        name,
+        screen,
+        job=read_job(args) if own else None,
+        device=args.device or "auto",
+        dtype=args.dtype or "auto",
+        batch=args.reward_batch,
+        consent=args.allow_code_execution,
+        workers=args.workers,
+    )
+
+
+def make_ranker(
+    name: str,
+    screen: Screen,
+    *,
+    job: Job | None,
+    device: str,
+    dtype: str,
+    batch: int | None = None,
+    consent: bool = False,
+    workers: int | None = None,
+) -> Ranker:
+    """Return the ranker of a name.
+
+    Args:
+        job: Its target is that of reverse and tests.
+        device, dtype, batch: Those of a reward model.
+        consent, workers: Of the sandbox, for tests.
+    """
     if not needs_model(name):
         return ranker_without_model(name)
-    configure_threads(args.threads, screen.note)
     if name.startswith(REWARD):
         from bass_cli.rank.reward import BATCH, RewardRanker
 
-        batch = BATCH if args.reward_batch is None else args.reward_batch
+        batch = BATCH if batch is None else batch
         if batch < 1:
             raise UserError(f"`reward_batch`: a whole number from 1 on is needed, not {batch}")
-        device, dtype = args.device or "auto", args.dtype or "auto"
         return RewardRanker(name, device=device, dtype=dtype, batch=batch, on_phase=screen.phase)
-    if args.pair is None and args.model is None:
-        raise UserError(f"`by` {name}: it runs the target; name it with `pair` or `model`")
-    job = read_job(args)
+    assert job is not None
     if name == "reverse":
         from bass_cli.rank.reverse import ReverseRanker
 
@@ -143,11 +216,7 @@ def _ranker(name: str, args: RankArgs, screen: Screen) -> Ranker:
     from bass_cli.rank.agreement import AgreementRanker
 
     return AgreementRanker(
-        job,
-        consent=args.allow_code_execution,
-        workers=args.workers,
-        on_phase=screen.phase,
-        on_bytes=screen.bytes_read,
+        job, consent=consent, workers=workers, on_phase=screen.phase, on_bytes=screen.bytes_read
     )
 
 
@@ -239,32 +308,19 @@ def _standings(
     return found
 
 
-def _write(
-    args: RankArgs,
-    out: str,
-    file: RankedFile,
-    standings: Standings,
-    manifest: dict[str, Any] | None,
-) -> None:
-    """Write the ranked lines, then their manifest if the file has one."""
-    if out != args.file:
-        manifest_path(out).unlink(missing_ok=True)  # an old one must not describe the new lines
-    write_lines(out, file.lines(standings, args.best))
-    if manifest is not None:
-        write_manifest(out, _own_manifest(manifest, file, args))
-
-
-def _own_manifest(manifest: Mapping[str, Any], file: RankedFile, args: RankArgs) -> dict[str, Any]:
+def _own_manifest(
+    manifest: Mapping[str, Any], file: RankedFile, ranking: Ranking
+) -> dict[str, Any]:
     """Return the manifest of the ranked lines.
 
     With `best` its results are those of `bass generate --best-of K --rank-by NAME`.
     """
-    totals = file.totals | {"seconds": known_seconds(args.file, file.kept + file.dropped)}
-    names = parse_rankers(args.by or LOGPROB, "`by`")
-    model = {"pair": args.pair, "model": args.model} if any(map(needs_model, names)) else {}
-    own = {"ranked": {"by": names, "answer": args.answer, **model}}
-    if args.best is None:
+    totals = file.totals | {"seconds": known_seconds(file.path, file.kept + file.dropped)}
+    by = {ranker.name: ranker.identity for ranker in ranking.rankers}
+    pattern = None if ranking.answer is None else ranking.answer.pattern
+    own = {"ranked": {"by": by, "answer": pattern}}
+    if ranking.best is None:
         return {**manifest, "totals": totals, **own}
-    results = {**manifest["results"], "best_of": args.best, "rank_by": names[0]}
+    best = {"best_of": ranking.best, "rank_by": next(iter(by))}
     totals["dropped"] = file.dropped
-    return {**manifest, "results": results, "totals": totals, **own}
+    return {**manifest, "results": {**manifest["results"], **best}, "totals": totals, **own}

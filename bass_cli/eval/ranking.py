@@ -6,7 +6,7 @@ run a model are not run here: their scores are read from the lines, where `bass 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from bass_cli.errors import UserError
@@ -61,8 +61,16 @@ def firsts_of(
     return firsts
 
 
+def lacks_scores(names: Iterable[str], file: GenerationFile) -> bool:
+    """Return whether a finished sample has no score of one of these rankers in its line."""
+    scores: Iterable[Any] = (row.scores for row in file.rows if row.finished)
+    return any(not isinstance(one, dict) or not one.keys() >= set(names) for one in scores)
+
+
 def group_of(task: Task, problem: Problem, rows: Sequence[Generation]) -> Group:
     """Return what rankers see of a problem and its finished samples."""
+    answers = [task.answer(problem, row.text) for row in rows]
+    has_rule = any(answer is not None for answer in answers)
     candidates = [
         Candidate(
             row.sample,
@@ -70,9 +78,10 @@ def group_of(task: Task, problem: Problem, rows: Sequence[Generation]) -> Group:
             row.finish_reason,
             row.mean_logprob,
             task.source_of(problem, row.text, whole=row.whole),
-            task.answer(problem, row.text),
+            # an empty answer has no vote
+            "" if answer is None and has_rule else answer,
         )
-        for row in rows
+        for row, answer in zip(rows, answers, strict=True)
     ]
     statement, entry_point = task.statement(problem), task.entry_point(problem)
     return Group(problem.task_id, statement, candidates, entry_point)

@@ -49,7 +49,7 @@ STANDINGS = {("a", 2): 1, ("a", 1): 2, ("a", 0): 3, ("b", 2): 1, ("b", 0): 2, ("
 
 
 @pytest.fixture(autouse=True)
-def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
@@ -101,7 +101,7 @@ def test_only_the_best_are_kept_in_another_file() -> None:
     assert manifest["results"] == {"n": 3, "seed": 0, "best_of": 1, "rank_by": "majority"}
     assert manifest["totals"]["samples"] == 3
     assert manifest["totals"]["dropped"] == 4
-    assert manifest["ranked"]["by"] == ["majority"]
+    assert manifest["ranked"]["by"] == {"majority": None}
 
 
 def test_kept_file_is_not_continued_by_a_run_without_best_of() -> None:

@@ -250,7 +250,7 @@ def test_interrupted_ranking_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     def rank(most: int) -> Any:
         made.append(Counting(most))
-        monkeypatch.setattr("bass_cli.eval.rank_command._ranker", lambda *args: made[-1])
+        monkeypatch.setattr("bass_cli.eval.rank_command._ranker_of", lambda *args: made[-1])
         return CliRunner().invoke(app, ["rank", "f.jsonl", "--by", "reverse", "--model", "m"])
 
     assert rank(2).exit_code == 130
@@ -306,3 +306,37 @@ def test_tests_are_drawn_by_the_model(folder: Path) -> None:
     short = Group("d", "def f(x):\n", [Candidate(0, "", "eos", None, "def f(x): return 1")], "f")
     (found,) = AgreementRanker(tiny, consent=True, workers=1).scores([short])
     assert found == [0.0]
+
+
+def test_eval_scores_its_samples_with_the_model(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    heads = ["def f(x):\n", "def g(y):\n"]
+    problems = [
+        {"task_id": f"Tiny/{head[4]}", "prompt": head, "entry_point": head[4],
+         "test": "def check(f):\n    pass\n"}
+        for head in heads
+    ]  # fmt: skip
+    Path("t.jsonl").write_text("".join(json.dumps(one) + "\n" for one in problems))
+    words = ["eval", "humaneval", "--model", str(folder), "--draft", "none", "--device", "cpu",
+             "--data", "t.jsonl", "--n", "2", "--max-new-tokens", "8", "--prompt-format", "raw",
+             "--dtype", "fp32", "--out", "o.jsonl", "--allow-code-execution", "--json",
+             "--rank-by", "static,reverse"]  # fmt: skip
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    assert list(json.loads(done.stdout)["pass_first_by"]) == ["static", "reverse"]
+    rows = [json.loads(line) for line in Path("o.jsonl").read_text().splitlines()]
+    for row in rows:
+        prompt = heads[row["id"] == "Tiny/g"]
+        one = candidate_of(prompt, 0, row["completion"], "eos", None)
+        one = one._replace(program=prompt + row["completion"])
+        wanted = due(folder, context_of(one), prompt)
+        assert row["scores"]["reverse"] == pytest.approx(wanted, abs=1e-4)
+    monkeypatch.setattr("bass_cli.eval.rank_command.rank_lines", None)  # it is not called again
+    assert CliRunner().invoke(app, words).exit_code == 0
+    several = CliRunner().invoke(app, [*words, "--budgets", "1s,2s"])
+    assert several.exit_code == 2
+    assert "rankers that run a model cannot be used with several budgets" in " ".join(
+        several.stderr.split()
+    )

@@ -131,6 +131,10 @@ class MbppPlus(_Plus, Mbpp):
             prompt = f'"""\n{prompt.strip()}\n{record["test_list"][0]}\n"""\n'
         return Problem(f"Mbpp/{number}", prompt, record)
 
+    def statement(self, problem: Problem) -> str:
+        lines = problem.prompt.strip().strip("\"'").strip().split("\n")
+        return "\n".join(line for line in lines if not line.startswith("assert"))
+
     def question(self, problem: Problem) -> str:
         lines = problem.prompt.strip().strip("\"'").strip().split("\n")
         tests = [line for line in lines if line.startswith("assert")]
