@@ -118,15 +118,15 @@ function shortened(label) {
 // A scale from values to places, with ticks at round numbers.
 function axis(given, values, from, to) {
   let low = given.least ?? Math.min(...values);
-  let high = given.most ?? Math.max(...values);
+  let high = Math.max(...values);
   if (given.log) {
     if (low === high) [low, high] = [low / 2, high * 2];
     const at = (value) => round(from + ((Math.log(value) - Math.log(low)) / (Math.log(high) - Math.log(low))) * (to - from));
     return { at, ticks: [] };
   }
   if (high <= low) high = low + 1;
-  const step = roundStep((high - low) / 5);
-  high = given.most ?? Math.ceil(high / step - 1e-9) * step;
+  const step = Math.max(roundStep((high - low) / 5), given.whole ? 1 : 0);
+  high = low + Math.ceil((high - low) / step - 1e-9) * step;
   const ticks = [];
   for (let value = low; value <= high + step / 1e6; value += step) ticks.push(Number(value.toPrecision(6)));
   return { at: (value) => round(from + ((value - low) / (high - low)) * (to - from)), ticks };

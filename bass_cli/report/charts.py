@@ -186,9 +186,9 @@ def _steps(judged: Mapping[str, Sequence[Outcome]], kind: str) -> list[list[floa
 
 def _failures(runs: Sequence[Run]) -> Chart | None:
     counts = {run.source.name: Counter(filter(None, run.outlines.kinds)) for run in runs}
-    if not any(counts.values()):
-        return None
     total = sum(counts.values(), Counter[str]())
+    if len(total) < 2:  # one kind says nothing
+        return None
     kind, number = total.most_common(1)[0]
     share = number / total.total()
     names = {"time": "the time limit", "memory": "the memory limit", "syntax": "syntax errors"}
@@ -303,8 +303,8 @@ def _acceptance_by_place(runs: Sequence[Run]) -> Chart | None:
     return {
         "kind": "line",
         "title": title,
-        "x": {"label": "place in the draft", "least": 0},
-        "y": {"label": "accepted of the tokens drafted there, %", "least": 0},
+        "x": {"label": "place in the draft", "least": 1, "whole": True},
+        "y": {"label": "accepted there, %", "least": 0},
         "series": series,
         "note": "Counts of the last run of each file. A token counts only if all before it do.",
     }

@@ -33,6 +33,7 @@ from bass_cli.report.sources import Source
 LOGPROB_DIGITS = 3  # decimals of a token's log-probability on the page: 0.1 % of a probability
 UNJUDGED = "not judged"
 _ERROR = re.compile(r"(?:line \d+: )?([A-Z]\w*(?:Error|Exception|Exit|Interrupt|Warning))\b")
+_WRONG = re.compile(r"input \d+: returned ")  # see eval/tasks/plus_check.py
 _SYNTAX = ("SyntaxError", "IndentationError", "TabError")
 # Keys of a line that the page shows beside the columns
 _SHOWN = ("error", "reasoning", "copy_of", "rank", "score", "scores")
@@ -143,7 +144,11 @@ class Reader:
             for row, verdict in zip(file.rows, found, strict=True)
         ]
         details = [verdict.detail if verdict else "" for verdict in found]
-        kinds = [failure_kind(*one) for one in zip(statuses, details, strict=True)]
+        runs_programs = self._task is None or self._task.executes
+        kinds = [
+            failure_kind(*one) if runs_programs else "wrong answer" if one[0] == "failed" else ""
+            for one in zip(statuses, details, strict=True)
+        ]
         judged = self._judged(file, statuses, [base for _, base in verdicts], notes)
         figures = _figures(file, statuses)
         if judged and self._task is not None:
@@ -319,7 +324,7 @@ def failure_kind(status: str, detail: str) -> str:
         return ""
     found = _ERROR.match(detail)
     if found is None:
-        return "other"
+        return "wrong answer" if _WRONG.match(detail) else "other"
     if found[1] in _SYNTAX:
         return "syntax"
     known = {"AssertionError": "assertion", "MemoryError": "memory"}

@@ -38,6 +38,8 @@ class View {
       ...this.after(known.prompt),
     );
     this.box.scrollTop = 0;
+    const prompt = this.box.querySelector(".prompt-text");
+    if (prompt) prompt.scrollTop = prompt.scrollHeight; // the question is at the end
   }
 
   // Read what is shown of one run's sample.

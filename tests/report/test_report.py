@@ -119,7 +119,8 @@ def test_charts_equal_counting_by_hand() -> None:
     counts = dict(zip(ends["labels"], ends["series"][0]["counts"], strict=True))
     assert counts == {"eos": 4, "length": 1, "budget": 1}
     failures = by_label["what failed"]
-    assert sum(failures["series"][0]["counts"]) == 3  # one did not finish, two passed
+    counts = dict(zip(failures["labels"], failures["series"][0]["counts"], strict=True))
+    assert counts == {"assertion": 2, "syntax": 1}  # one did not finish, two passed
     lengths = next(chart for label, chart in by_label.items() if label.startswith("length"))
     assert sum(lengths["series"][0]["counts"]) == 6
 
@@ -333,6 +334,7 @@ def test_tokens_that_do_not_spell_the_text_are_not_placed(tmp_path: Path) -> Non
     ("failed", "line 3: AssertionError: got TypeError", "assertion"),
     ("failed", "line 13: NameError: name 'x' is not defined", "NameError"),
     ("failed", "line 1: MemoryError", "memory"), ("failed", "exit code 1", "other"),
+    ("failed", "input 1: returned 6, not -6", "wrong answer"), ("failed", "TypeError: no (input 3)", "TypeError"),
 ])  # fmt: skip
 def test_failures_are_named_by_what_failed(status: str, detail: str, kind: str) -> None:
     assert failure_kind(status, detail) == kind
