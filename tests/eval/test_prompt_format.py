@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from checkpoints import write_checkpoint, write_tokenizer
+from templates import CHATML, LLAMA3, MISTRAL, OPENED, THINKING
 from typer.testing import CliRunner
 
 from bass_cli.cli.commands import app
@@ -15,6 +16,7 @@ from bass_cli.config.job import Job, pair_of_model
 from bass_cli.errors import UserError
 from bass_cli.eval import prompt_format
 from bass_cli.eval.tasks import load_task
+from bass_cli.formats.tokenizer import Tokenizer
 
 NAME = "tiny-{}-t0.2-n1-s0-max2.jsonl"
 TASK = """name: tiny
@@ -70,6 +72,32 @@ def test_instruct_models_get_chats_and_base_models_raw_text(models: Path) -> Non
     )
     assert choice(models / "plain").form == "raw"
     assert str(choice(models / "plain").reason).endswith("/plain has no chat template")
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        (CHATML, "<|im_end|>"),
+        (THINKING, "<|im_end|>"),
+        (OPENED, "<|im_end|>"),
+        (LLAMA3, "<|eot_id|>"),
+        (MISTRAL, "</s>"),
+    ],
+    ids=["chatml", "thinking", "opened", "llama3", "mistral"],
+)
+def test_templates_in_the_style_of_published_ones_end_answers_by_their_token(
+    tmp_path: Path, template: str, end: str
+) -> None:
+    tokens = ("<|endoftext|>", "<|im_end|>", "<|eot_id|>")
+    write_checkpoint("llama", tmp_path / "model", shards=False)
+    write_tokenizer(tmp_path / "model", extra=tokens)
+    job = Job(pair=pair_of_model(str(tmp_path / "model")), template=template)
+    ids = Tokenizer.load(tmp_path / "model")
+    for token in (*tokens, "</s>"):
+        config = json.dumps({"eos_token_id": ids.id_of(token)})
+        (tmp_path / "model" / "generation_config.json").write_text(config)
+        found = prompt_format.for_model(load_task("t.yaml"), job)
+        assert found.form == ("chat" if token == end else "raw"), found.reason
 
 
 def test_tasks_with_one_text_do_not_depend_on_the_model(models: Path) -> None:

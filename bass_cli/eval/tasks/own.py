@@ -172,7 +172,9 @@ class OwnTask(Task):
             match = functools.partial(self._finder.matches, pattern, answer, whole=whole)
             passed, wanted = self._limited(problem, _PATTERN, match), f"a match of {shown(pattern)}"
         else:
-            right = [str(self._comparable(one)) for one in self._right(self._of(problem))]
+            right = dict.fromkeys(
+                str(self._comparable(one)) for one in self._right(self._of(problem))
+            )
             passed = any(self._is_equal(answer, one) for one in right)
             wanted = " or ".join(map(shown, right))
         return Check("passed" if passed else "failed", f"{shown(answer)}, expected {wanted}")
