@@ -227,6 +227,10 @@ def _estimates(rows: list[dict[str, Any]], quality: Mapping[str, Any]) -> dict[s
         for by in quality.get("pass_first_by", ()):
             chosen = (row["pass_first_by"][by] for row in rows)
             found[f"pass_first_by.{by}"] = statistics.bootstrap(chosen)
+    if "base" in quality:
+        of_base = _estimates([{**row, **row["base"]} for row in rows], quality["base"])
+        del of_base["pass_first_of_finished"]
+        found |= {f"base.{name}": one for name, one in of_base.items()}
     return {name: one for name, one in found.items() if one is not None}
 
 
@@ -248,10 +252,11 @@ def _base(
         for name, outcomes in problems.items()
     }
     of_base = [_problem(name, outcomes, True, None) for name, outcomes in based.items()]
+    figures = _passes(based, of_base, ks, [])
     for row, one in zip(rows, of_base, strict=True):
-        row["base"] = {key: one[key] for key in ("passed", "pass_first", "pass_all")}
+        row["base"] = {key: one[key] for key in ("passed", "pass_first", "pass_all", "pass_at_k")}
     statuses = Counter(one.status for outcomes in based.values() for one in outcomes)
-    return {**_passes(based, of_base, ks, []), "statuses": dict(sorted(statuses.items()))}
+    return {**figures, "statuses": dict(sorted(statuses.items()))}
 
 
 def _pass_at_k(outcomes: Outcomes, k: int) -> float | None:
@@ -422,9 +427,9 @@ def _pass_lines(document: dict[str, Any], ranking: str) -> list[list[str]]:
         prompt, instruction = percent(found["prompt"]), percent(found["instruction"])
         lines.append([f"{way} accuracy", f"prompt {prompt}, instruction {instruction}"])
     if base := document.get("base"):
-        figures = {"Pass@First": base["pass_first"], "Pass@All": base["pass_all"]}
-        figures |= {f"pass@{k}": value for k, value in base["pass_at_k"].items()}
-        parts = (f"{name} {percent(value)}" for name, value in figures.items())
+        names = {"pass_first": "Pass@First", "pass_all": "Pass@All"}
+        names |= {f"pass@{k}": f"pass@{k}" for k in base["pass_at_k"]}
+        parts = (f"{name} {with_error(document, f'base.{key}')}" for key, name in names.items())
         lines.append(["base tests", ", ".join(parts)])
     return lines + [[f"pass@{k}", with_error(document, f"pass@{k}")] for k in document["pass_at_k"]]
 

@@ -178,6 +178,8 @@ def name_of(figure: str) -> str:
     """Return the name of a figure as papers print it."""
     if found := _ROUGE.fullmatch(figure):
         return f"ROUGE-{found[2]} {found[1]}"
+    if figure.startswith("base."):
+        return f"{name_of(figure.removeprefix('base.'))} base"
     if figure.startswith("pass_first_by."):
         return f"Pass@First by {figure.removeprefix('pass_first_by.')}"
     return NAMES.get(figure, figure)

@@ -315,11 +315,13 @@ def test_report_and_verdict_lines_have_both_sets_of_tests(
         {"1": pytest.approx(2 / 3)},
     )
     assert base["statuses"] == {"failed": 2, "passed": 4}
-    assert [row["base"] for row in report["by_problem"]] == [
-        {"passed": 2, "pass_first": True, "pass_all": True}
-    ] * 2
+    of_base = {"passed": 2, "pass_first": True, "pass_all": True, "pass_at_k": {"1": 2 / 3}}
+    assert [row["base"] for row in report["by_problem"]] == [of_base] * 2
+    assert report["estimates"]["base.pass@1"]["value"] == pytest.approx(2 / 3)
+    table = CliRunner().invoke(app, [*command[:-2], "--format", "csv", "--allow-code-execution"])
+    assert ",pass@1 base," in table.stdout.splitlines()[0]
     assert [row["pass_first"] for row in report["by_problem"]] == [False, True]
-    assert "base tests  Pass@First 100.0 %, Pass@All 100.0 %, pass@1 66.7 %" in " ".join(
+    assert "Pass@First 100.0 ± 0.0 %, Pass@All 100.0 ± 0.0 %, pass@1 66.7 ± 0.0 %" in " ".join(
         first.stderr.split("\n")
     )
     lines = [json.loads(line) for line in Path(f"{path}.verdicts.jsonl").read_text().splitlines()]
