@@ -447,7 +447,7 @@ class JudgeArgs(_Document):
         "Estimate pass@k for these k", SCORING, "K,...", shown="1, 10 and 100, up to --n"
     )
     rank_by: str | None = flag(
-        "Pass@First by each of these: logprob, static, majority, reverse, tests, reward:MODEL",
+        "Rankers: static, majority, reverse, tests, reward:MODEL",
         SCORING,
         "NAME,...",
         shown="logprob",
