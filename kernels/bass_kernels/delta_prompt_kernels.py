@@ -1,8 +1,8 @@
 """Triton: prompts of Gated DeltaNet in chunks (arXiv 2412.06464, section 3.3). Definition:
 delta_rule.py.
 
-Three launches: all chunks at once are prepared (convolution, gates, and the inverse of each chunk's
-triangular system); then each part's state passes through its chunks in order; then the gated norm.
+Four launches: the convolution; the gates and the inverse of each chunk's triangular system, for all
+chunks at once; the state of each part through its chunks in order; and the gated norm.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ _CHUNK = tl.constexpr(CHUNK)
 _UNIT_EPS = tl.constexpr(UNIT_EPS)
 # Size of the blocks that are inverted by substitution, the smallest of a tensor core's product.
 _BLOCK = tl.constexpr(16)
+# Products of float32 numbers: of the chunks, and of the inverses, whose errors would add up.
+_WIDE, _EXACT = "tf32", "tf32x3"
 _COLUMNS = 32  # value columns of a program of `_scan`
 
 
@@ -34,10 +36,8 @@ def delta_prompt(
     columns: int = _COLUMNS,
     warps: int = 4,
     stages: int = 1,
-    first_warps: int = 8,
 ) -> Tensor:
-    """Do delta_rule.delta_prompt. `columns`, `warps` and `stages` of `_scan`, and `first_warps` of
-    `_prepare`: for measurements."""
+    """Do delta_rule.delta_prompt. `columns`, `warps` and `stages` of `_scan`: for measurements."""
     (tokens, channels), (_, heads, _, value_size) = qkv.shape, state.state.shape
     chunks = tokens // CHUNK + len(parts)  # at most
     sizes = sizes_of(weights, state)
@@ -46,24 +46,29 @@ def delta_prompt(
     factors = torch.empty(2, tokens, heads, dtype=torch.float32, device=qkv.device)
     inverse = torch.empty(chunks, heads, CHUNK, CHUNK, dtype=torch.float32, device=qkv.device)
     shared = (parts, state.state, state.inputs, state.inputs.shape[1], len(parts), tokens)
-    options = {"BLOCK_P": triton.next_power_of_2(len(parts))}
-    options["WIDE"] = "ieee" if qkv.dtype == torch.float32 else "tf32"
-    _prepare[(chunks, heads)](
-        *(qkv, gates, *weights[:3], prepared, factors, inverse, *shared),
-        *(qkv.stride(0), gates.stride(0)),
-        **sizes,
+    options = sizes | {"BLOCK_P": triton.next_power_of_2(len(parts))}
+    block = max(sizes["BLOCK_K"], triton.next_power_of_2(value_size))
+    _convolve[(chunks, 2 * sizes["K"] + heads)](
+        *(qkv, weights.convolution, prepared, *shared, qkv.stride(0)),
         **options,
-        EXACT="ieee" if qkv.dtype == torch.float32 else "tf32x3",
-        BLOCK_V=triton.next_power_of_2(value_size),
-        num_warps=first_warps,
+        BLOCK=block,
+        num_warps=8,
+    )
+    precise = qkv.dtype == torch.float32
+    _solve[(chunks, heads)](
+        *(gates, weights.decay, weights.bias, prepared, factors, inverse, *shared, gates.stride(0)),
+        **options,
+        WIDE="ieee" if precise else _WIDE,
+        EXACT="ieee" if precise else _EXACT,
+        num_warps=4,
     )
     out = torch.zeros(tokens, heads * value_size, dtype=qkv.dtype, device=qkv.device)
     block = max(16, min(columns, triton.next_power_of_2(value_size)))
     _scan[(len(parts), heads, triton.cdiv(value_size, block))](
         *(qkv, gates, prepared, factors, inverse, out, *shared),
         *(qkv.stride(0), gates.stride(0)),
-        **sizes,
         **options,
+        WIDE="ieee" if precise else _WIDE,
         BLOCK_V=block,
         num_warps=warps,
         num_stages=stages,
@@ -82,38 +87,6 @@ def _row(qkv_ptr, input_ptr, row, begin, first, places, at, inside, step, LINES:
     found = tl.load(spot, mask=own, other=0.0).to(tl.float32)
     spot = input_ptr + place[:, None] * LINES + at[None, :]
     return found + tl.load(spot, mask=past[:, None] & inside, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _convolved(
-    qkv_ptr,
-    filter_ptr,
-    input_ptr,
-    row,
-    count,
-    begin,
-    first,
-    places,
-    at,
-    known,
-    step,
-    LINES: tl.constexpr,
-    SIZE: tl.constexpr,
-):
-    """Return silu of the convolution for rows [T] of a part and channels `at` [N]: [T, N]."""
-    inside = (row < count)[:, None] & known[None, :]
-    total = tl.zeros([row.shape[0], at.shape[0]], tl.float32)
-    for place in tl.static_range(4):
-        weight = load_filter(filter_ptr, at, known, place, SIZE)
-        x = _row(qkv_ptr, input_ptr, row - 3 + place, begin, first, places, at, inside, step, LINES)
-        total += x * weight[None, :]
-    return total * tl.sigmoid(total)
-
-
-@triton.jit
-def _unit(x):
-    """Divide rows by their Euclidean norm."""
-    return x * tl.rsqrt(tl.sum(x * x, 1) + _UNIT_EPS)[:, None]
 
 
 @triton.jit
@@ -166,11 +139,71 @@ def _inverse(below, EXACT: tl.constexpr):
     return found - tl.dot(rest, found, input_precision=EXACT)
 
 
+@triton.jit
+def _find_part(parts_ptr, parts, chunk, BLOCK_P: tl.constexpr):
+    """Return the part of a chunk, and the chunks of earlier parts. It is `parts` after the last."""
+    place = tl.arange(0, BLOCK_P)
+    counts = tl.load(parts_ptr + place * 4 + 2, mask=place < parts, other=0).to(tl.int32)
+    chunks = tl.cdiv(counts, _CHUNK)
+    part = tl.sum((tl.cumsum(chunks, 0) <= chunk).to(tl.int32), 0)
+    return tl.minimum(part, parts), tl.sum(tl.where(place < part, chunks, 0), 0)
+
+
 @triton.jit(do_not_specialize=["places", "parts", "tokens"])
-def _prepare(
+def _convolve(
     qkv_ptr,
-    gate_ptr,
     filter_ptr,
+    prepared_ptr,
+    parts_ptr,
+    state_ptr,
+    input_ptr,
+    places,
+    parts,
+    tokens,
+    qkv_step,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Compute one head of queries, keys or values for the tokens of a chunk."""
+    chunk, head = tl.program_id(0), tl.program_id(1)
+    part, earlier = _find_part(parts_ptr, parts, chunk, BLOCK_P)
+    if part < parts:
+        row = tl.arange(0, _CHUNK) + _CHUNK * (chunk - earlier)
+        slot = tl.load(parts_ptr + part * 4)
+        begin = tl.load(parts_ptr + part * 4 + 1).to(tl.int32)
+        count = tl.load(parts_ptr + part * 4 + 2).to(tl.int32)
+        first = tl.load(parts_ptr + part * 4 + 3).to(tl.int32)
+        channels: tl.constexpr = 2 * K * DK + H * DV
+        lines: tl.constexpr = channels + 2 * H
+        i = tl.arange(0, BLOCK)
+        known = i < tl.where(head < 2 * K, DK, DV)
+        at = tl.where(head < 2 * K, head * DK, 2 * K * DK + (head - 2 * K) * DV) + i
+        inside = (row < count)[:, None] & known[None, :]
+        inputs = input_ptr + slot * places * lines
+        total = tl.zeros([_CHUNK, BLOCK], tl.float32)
+        for place in tl.static_range(4):
+            weight = load_filter(filter_ptr, at, known, place, SIZE)
+            shifted = row - 3 + place
+            x = _row(qkv_ptr, inputs, shifted, begin, first, places, at, inside, qkv_step, lines)
+            total += x * weight[None, :]
+        total *= tl.sigmoid(total)
+        if head < 2 * K:
+            total *= tl.rsqrt(tl.sum(total * total, 1) + _UNIT_EPS)[:, None]
+        if head < K:
+            total *= DK**-0.5
+        target = prepared_ptr + (begin + row).to(tl.int64)[:, None] * channels + at[None, :]
+        tl.store(target, total.to(prepared_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["places", "parts", "tokens"])
+def _solve(
+    gate_ptr,
     decay_ptr,
     bias_ptr,
     prepared_ptr,
@@ -182,7 +215,6 @@ def _prepare(
     places,
     parts,
     tokens,
-    qkv_step,
     gate_step,
     H: tl.constexpr,
     K: tl.constexpr,
@@ -190,53 +222,19 @@ def _prepare(
     DV: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
     BLOCK_P: tl.constexpr,
     WIDE: tl.constexpr,
     EXACT: tl.constexpr,
 ):
+    """Compute the gates of a chunk for one head, and the inverse of its triangular system."""
     chunk, head = tl.program_id(0), tl.program_id(1)
-    # the part of this chunk: the first whose chunks end after it
-    place = tl.arange(0, BLOCK_P)
-    counts = tl.load(parts_ptr + place * 4 + 2, mask=place < parts, other=0).to(tl.int32)
-    chunks = tl.cdiv(counts, _CHUNK)
-    part = tl.sum((tl.cumsum(chunks, 0) <= chunk).to(tl.int32), 0)
+    part, earlier = _find_part(parts_ptr, parts, chunk, BLOCK_P)
     if part < parts:
-        row = tl.arange(0, _CHUNK) + _CHUNK * (chunk - tl.sum(tl.where(place < part, chunks, 0), 0))
-        slot = tl.load(parts_ptr + part * 4)
+        at, i = tl.arange(0, _CHUNK), tl.arange(0, BLOCK_K)
+        row = at + _CHUNK * (chunk - earlier)
         begin = tl.load(parts_ptr + part * 4 + 1).to(tl.int32)
-        count = tl.load(parts_ptr + part * 4 + 2).to(tl.int32)
-        first = tl.load(parts_ptr + part * 4 + 3).to(tl.int32)
-        group: tl.constexpr = H // K
-        channels: tl.constexpr = 2 * K * DK + H * DV
-        lines: tl.constexpr = channels + 2 * H
-        i, j = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
-        q_at, k_at = head // group * DK + i, (K + head // group) * DK + i
-        v_at = 2 * K * DK + head * DV + j
-        inputs = input_ptr + slot * places * lines
+        real = row < tl.load(parts_ptr + part * 4 + 2).to(tl.int32)
         token = (begin + row).to(tl.int64)
-        real = row < count
-        line = prepared_ptr + token[:, None] * channels
-        value = _convolved(
-            *(qkv_ptr, filter_ptr, inputs, row, count, begin, first, places),
-            *(v_at, j < DV, qkv_step, lines, SIZE),
-        )
-        stored = prepared_ptr.dtype.element_ty
-        tl.store(line + v_at[None, :], value.to(stored), mask=real[:, None] & (j < DV)[None, :])
-        key = _convolved(
-            *(qkv_ptr, filter_ptr, inputs, row, count, begin, first, places),
-            *(k_at, i < DK, qkv_step, lines, SIZE),
-        )
-        key = _unit(key).to(stored)
-        if head % group == 0:
-            query = _convolved(
-                *(qkv_ptr, filter_ptr, inputs, row, count, begin, first, places),
-                *(q_at, i < DK, qkv_step, lines, SIZE),
-            )
-            query = (_unit(query) * (DK**-0.5)).to(stored)
-            inside = real[:, None] & (i < DK)[None, :]
-            tl.store(line + q_at[None, :], query, mask=inside)
-            tl.store(line + k_at[None, :], key, mask=inside)
         spot = gate_ptr + token * gate_step + head
         beta = tl.load(spot, mask=real, other=0.0).to(tl.float32)
         gate = tl.load(spot + H, mask=real, other=0.0).to(tl.float32)
@@ -247,7 +245,10 @@ def _prepare(
         spot = factor_ptr + token * H + head
         tl.store(spot, total, mask=real)
         tl.store(spot + tokens.to(tl.int64) * H, beta, mask=real)
-        at = tl.arange(0, _CHUNK)
+        channels: tl.constexpr = 2 * K * DK + H * DV
+        k_at = (K + head // (H // K)) * DK + i
+        line = prepared_ptr + token[:, None] * channels + k_at[None, :]
+        key = tl.load(line, mask=real[:, None] & (i < DK)[None, :], other=0.0)
         below = tl.dot(key, tl.trans(key), input_precision=WIDE) * beta[:, None] * _decay(total)
         inverse = _inverse(tl.where(at[:, None] > at[None, :], below, 0.0), EXACT)
         matrix = inverse_ptr + (chunk.to(tl.int64) * H + head) * (_CHUNK * _CHUNK)

@@ -178,13 +178,10 @@ def compile_delta_rule():
     compile_one(delta_kernels._round, types, **heads, **split)
     compile_one(delta_kernels._round, types, **small, BLOCK_V=8, BLOCKS=1, BLOCK_N=8)
     compile_one(delta_kernels._gated_norm, {"found_ptr": "*bf16"}, DV=64, BLOCK_N=64)
-    options = {"BLOCK_P": 8, "WIDE": "tf32"}
-    compile_one(
-        delta_prompt_kernels._prepare, types, **heads, **options, EXACT="tf32x3", BLOCK_V=64
-    )
-    compile_one(
-        delta_prompt_kernels._scan, types, **heads, **options, BLOCK_V=delta_prompt_kernels._COLUMNS
-    )
+    heads["BLOCK_P"] = 8
+    compile_one(delta_prompt_kernels._convolve, types, **heads, BLOCK=64)
+    compile_one(delta_prompt_kernels._solve, types, **heads, WIDE="tf32", EXACT="tf32x3")
+    compile_one(delta_prompt_kernels._scan, types, **heads, WIDE="tf32", BLOCK_V=32)
 
 
 if __name__ == "__main__":
