@@ -345,6 +345,26 @@ def test_endless_template_is_an_error_that_names_its_key(monkeypatch: pytest.Mon
         ({"extract": {"regex": "a", "until": "b"}}, '"until" belongs to "after"'),
         ({"examples": {"number": 3}}, 't.yaml:5: key "examples.target": it is missing'),
         ({"examples": {"target": "x", "number": 0}}, 't.yaml:5: key "examples.number": it should'),
+        (
+            {"examples": {"target": "x", "records": [{"q": "y"}], "seed": 1}},
+            't.yaml:5: key "examples": "seed" has no effect, because all "records" are used',
+        ),
+        (
+            {"prompt": None, "question": "{{ q }}", "stop": "x"},
+            '"stop" belongs to raw prompts, which need the key "prompt"',
+        ),
+        (
+            {
+                "prompt": None,
+                "question": "{{ q }}",
+                "examples": {"target": "x", "records": [{"q": "y"}], "chat": False},
+            },
+            '"examples" have no effect with "chat" false and no "prompt"',
+        ),
+        (
+            {"examples": {"target": "{{ b }}", "records": [{"q": "y"}]}},
+            'key "examples.records.0": t.yaml:5: key "examples.target": \'b\' is undefined',
+        ),
         ({"name": "a/b"}, "t.yaml:5: key \"name\": 'a/b' is no name of a task"),
         ({"sampling": {"temperature": True}}, 'key "sampling.temperature": a number is needed, no'),
         ({"fields": {"a b": "x"}}, "key \"fields\": 'a b' is no name that a template can use"),

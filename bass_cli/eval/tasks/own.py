@@ -37,9 +37,9 @@ _CALL = """import json
 try:
     result = {name}(json.loads({answer!r}), json.loads({record!r}))
 except BaseException as error:
-    raise RuntimeError(f"{fault} raised {{type(error).__name__}}: {{error}}") from None
+    raise RuntimeError(f"{fault} raised {{type(error).__name__}}: {{error}}"[:200]) from None
 if result is not True and result is not False:
-    raise RuntimeError(f"{fault} returned {{result!r}}, not True or False")
+    raise RuntimeError(f"{fault} returned {{result!r:.100}}, not True or False")
 assert result, "{name} returned False"
 """
 
@@ -224,7 +224,7 @@ class OwnTask(Task):
 
     def notes_on(self, details: Iterable[str]) -> list[str]:
         faults = [detail for detail in details if FAULT in detail]
-        if not faults:
+        if not faults or self._options.check.function is None:
             return []
         return [f"{len(faults)} samples failed by a fault of the check, such as: {faults[0]}"]
 

@@ -207,6 +207,8 @@ class Examples(Strict, frozen=True):
     def _one_source(self) -> Examples:
         if self.records is not None and self.data is not None:
             raise ValueError('"records" and "data" exclude each other')
+        if "seed" in self.model_fields_set and self.records is not None and self.number is None:
+            raise ValueError('"seed" has no effect, because all "records" are used')
         return self
 
     @property
@@ -291,11 +293,21 @@ class TaskFile(Strict, frozen=True):
             raise ValueError('"answer" has no effect with this check; leave it out')
         if self.question is None and self.system is not None:
             raise ValueError('"system" belongs to chats, which need the key "question"')
+        self._refuse_keys_without_effect()
         if self.question is None and self.prompt_format == "chat":
             raise ValueError('"prompt_format" chat needs the key "question"')
         if self.prompt is None and self.prompt_format not in ("auto", "chat"):
             raise ValueError(f'"prompt_format" {self.prompt_format} needs the key "prompt"')
         return self
+
+    def _refuse_keys_without_effect(self) -> None:
+        """Raise ValueError for keys of raw prompts in a file that has chats only."""
+        if self.prompt is not None:
+            return
+        if self.stop:
+            raise ValueError('"stop" belongs to raw prompts, which need the key "prompt"')
+        if self.examples is not None and not self.examples.chat:
+            raise ValueError('"examples" have no effect with "chat" false and no "prompt"')
 
 
 class Loaded(NamedTuple):
