@@ -158,7 +158,7 @@ def drawing_of(spec: JobSpec, screen: Screen, request: Request | None) -> Iterat
     # both in the background, while torch is imported
     tokenizer = begin(job.pair)
     read_ahead(lambda: files_of(job.pair))
-    configure_threads(job.threads, screen.note)
+    configure_threads(job.threads, screen.detail)
     from bass_cli.run.plan import make_plan
 
     screen.phase("checking the models", live=False)  # the hub's client shows downloads

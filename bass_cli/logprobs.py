@@ -83,7 +83,7 @@ def score_file(args: LogprobsArgs, screen: Screen) -> bool:
 
     longest = longest_of(added(), job, column)
     tokenizer = begin(job.pair)
-    configure_threads(job.threads, screen.note)
+    configure_threads(job.threads, screen.detail)
     screen.phase("checking the models", live=False)
     plan = make_plan(job, longest_prompt=longest, prompts=digest.count, tokenizer=tokenizer)
     identity = {"prompts": digest.record(), "prompt_column": job.prompt_column}

@@ -314,7 +314,7 @@ def publish(args: PublishArgs) -> None:
         check_samples(args.file)
         screen.phase("publishing")
         place = Publication(args.target, public=args.public)
-        screen.note(f"published: {place.upload(args.file, note=screen.note)}")
+        screen.say(place.upload(args.file, note=screen.note))
 
 
 def _publication(args: SampleArgs, screen: Screen, out: str) -> Callable[..., None]:

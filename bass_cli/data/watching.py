@@ -295,7 +295,7 @@ def lines_of(files: Sequence[WatchedFile]) -> list[str]:
     speed = f", {sum(rate[0] for rate in rates):.0f} a second" if rates else ""
     lefts = [one.left for one in files if one.state == "running"]
     times = [left for left in lefts if left is not None]
-    left = f", about {clock(max(times))} left" if times and len(times) == len(lefts) else ""
+    left = f", about {clock(max(*times, 1.0))} left" if times and len(times) == len(lefts) else ""
     every = f"all {len(files)}: {samples}{of} samples, {tokens} tokens{speed}{left}"
     return [*(one.line() for one in files), every]
 

@@ -49,7 +49,7 @@ def sweep(args: EvaluateArgs, screen: Screen) -> tuple[dict[str, Any], bool]:
     document_path, chart = _outputs(evaluation, args, budgets, screen)
     if evaluation.choose_format():
         document_path, chart = _outputs(evaluation, args, budgets, screen)
-    configure_threads(evaluation.job.threads, screen.note)
+    configure_threads(evaluation.job.threads, screen.detail)
     plan = evaluation.plan()
     files = _generate(evaluation, plan, budgets, screen)
     reports = []

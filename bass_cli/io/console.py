@@ -231,6 +231,13 @@ class Screen:
             self.log.event("note", text=message)
         self._display.message(message)
 
+    def detail(self, message: str) -> None:
+        """Log a note; show it only if verbose."""
+        if self._verbose:
+            self.note(message)
+        elif self.log is not None:
+            self.log.event("note", text=self.render(message))
+
     def error(self, message: str | UserError) -> None:
         """Show an error, even if quiet."""
         self._display.hide()

@@ -151,6 +151,14 @@ def test_tables_escape_control_characters(tmp_path: Path) -> None:
         assert "\\x1b[31mred" in found
 
 
+def test_details_are_shown_only_if_verbose(capsys: pytest.CaptureFixture[str]) -> None:
+    for verbose in (False, True):
+        Screen(verbose=verbose).detail("2 threads")
+        assert capsys.readouterr().err == ("2 threads\n" if verbose else "")
+    Screen(True, verbose=True).detail("2 threads")
+    assert capsys.readouterr().err == ""
+
+
 def test_a_speed_over_too_short_a_time_is_not_printed(
     now: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:

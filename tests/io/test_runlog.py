@@ -89,6 +89,7 @@ def test_rounds_are_summed_over_a_second(place: Path, monkeypatch: pytest.Monkey
     with RunLog("run.log", "generate") as log:
         screen = Screen(quiet=True)
         screen.log = log
+        screen.detail("2 threads")
         now[0] = 101.0
         screen.phase("loading the weights")
         now[0] = 103.0
@@ -99,6 +100,7 @@ def test_rounds_are_summed_over_a_second(place: Path, monkeypatch: pytest.Monkey
     assert [(line["name"], line["seconds"]) for line in events(kind="phase ended")] == [
         ("loading the weights", 2.3)
     ]
+    assert [line["text"] for line in events(kind="note")] == ["2 threads"]
     rounds = events(kind="rounds")
     assert [line["rounds"] for line in rounds] == [4, 4, 2]
     assert rounds[0] == {
