@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,6 +23,7 @@ from bass_cli.config.commands import (
     COMMANDS,
     BatchArgs,
     BenchArgs,
+    CompareArgs,
     DistillArgs,
     DoctorArgs,
     EvaluateArgs,
@@ -45,6 +46,9 @@ from bass_cli.io.console import Screen
 from bass_cli.system import signals
 from bass_cli.system.host import expect, is_refused_memory, unsupported
 from bass_cli.system.threads import begin
+
+if TYPE_CHECKING:
+    from bass_cli.eval.tables import Table
 
 app = typer.Typer(
     cls=Group,
@@ -397,15 +401,44 @@ def score(args: ScoreArgs) -> None:
         _print_figures(args, reports[0] if len(reports) == 1 else {"reports": reports})
 
 
+@app.command(cls=Command, epilog=EPILOG)
+@takes(CompareArgs)
+def compare(args: CompareArgs) -> None:
+    """Compare two runs on the same problems: paired differences with their intervals, and the
+    problems that differ.
+
+    \b
+    Example:
+      bass compare a.jsonl b.jsonl
+    """
+    interrupted = "interrupted; the verdicts so far are kept; run the same command to continue"
+    with running(args, interrupted) as screen:
+        from bass_cli.eval import comparing
+
+        document = comparing.compare(args, screen)
+        _print_table(args, document, lambda: comparing.table_of(document))
+
+
 def _print_figures(args: EvaluateArgs | ScoreArgs, document: dict[str, Any]) -> None:
     """Print a report, or a document with "reports", in the format for programs and papers."""
-    from bass_cli.eval.tables import read_format, render, table_of
+    from bass_cli.eval.tables import table_of
+
+    _print_table(args, document, lambda: table_of(document.get("reports", [document])))
+
+
+def _print_table(
+    args: CompareArgs | EvaluateArgs | ScoreArgs,
+    document: dict[str, Any],
+    table: Callable[[], Table],
+) -> None:
+    """Print a document or its table in the format that the options name."""
+    from bass_cli.eval.tables import read_format, render
 
     form = read_format(args.format, json_document=args.json_document)
     if form == "json":
         terminal.document(document, allow_nan=False)
     elif form != "table":
-        for line in render(table_of(document.get("reports", [document])), form):
+        for line in render(table(), form):
             terminal.line(line, stdout=True)
 
 

@@ -30,6 +30,8 @@ _PATHS = {
     "prompts",
     "file",
     "files",
+    "a",
+    "b",
     "names",
     "pair",
     "job",

@@ -529,6 +529,23 @@ class ScoreArgs(JudgeArgs, _Quiet):
 
 
 @dataclass(kw_only=True, eq=False)
+class CompareArgs(JudgeArgs, _Quiet):
+    a: str = flag(
+        "A file of samples as bass score takes it, or a report (.json) on one.",
+        "",
+        "A",
+        default=MISSING,
+    )
+    b: str = flag("Another one, on the same problems.", "", "B", default=MISSING)
+    task: str | None = flag(
+        "Task of the samples",
+        SCORING,
+        "humaneval|humaneval+|mbpp|mbpp+|gsm8k|xsum|FILE.yaml",
+        shown="from the file",
+    )
+
+
+@dataclass(kw_only=True, eq=False)
 class ReportArgs(_Quiet):
     runs: list[str] = flag(
         "Files of samples (.jsonl, .jsonl.gz, .jsonl.zst, .parquet) of any tool, with the fields "
@@ -819,6 +836,7 @@ COMMANDS: Mapping[str, type] = {
     "eval": EvaluateArgs,
     "rank": RankArgs,
     "score": ScoreArgs,
+    "compare": CompareArgs,
     "report": ReportArgs,
     "pairs": PairsArgs,
     "doctor": DoctorArgs,

@@ -21,6 +21,11 @@ from bass_cli.io.console import Screen
 PASSED = "passed"
 MEASURES = ("rouge1", "rouge2", "rougeL")
 BY_ORDER = "ranked by order: the file has no log-probabilities"
+TOO_NARROW = f"intervals are too narrow with fewer than {FEW} problems"
+NO_WIDTH = (
+    "a figure is equal for all problems, so its interval has no width and says nothing about other "
+    "problems"
+)
 SHOWN = 20  # most problems that are shown; more would push the figures off the screen
 
 Rating = dict[str, float]
@@ -206,41 +211,60 @@ def _passes_by(
 
 
 def _estimates(rows: list[dict[str, Any]], quality: Mapping[str, Any]) -> dict[str, Estimate]:
-    """Return the figures over problems with their errors, by name, such as "pass@10".
+    """Return the figures over problems with their errors, by name: see `value_of`.
 
     Figures that are unknown are left out. Pass@First is the choice of a ranking, so its error is
     the bootstrap's, over problems.
     """
     found: dict[str, Estimate | None] = {}
     if "rouge" in quality:
-        for kind in ("first", "best", "mean"):
-            for name in MEASURES:
-                scores = ((row["rouge"] or {}).get(kind, {}).get(name, 0.0) for row in rows)
-                found[f"{kind}.{name}"] = statistics.share_of(scores)
+        names = [f"{kind}.{one}" for kind in ("first", "best", "mean") for one in MEASURES]
     else:
-        found["pass_first"] = statistics.bootstrap(row["pass_first"] for row in rows)
-        finished = [row["pass_first"] for row in rows if row["finished"]]
-        found["pass_first_of_finished"] = statistics.bootstrap(finished)
-        found["pass_all"] = statistics.share_of(row["pass_all"] for row in rows)
-        for k in (k for k, value in quality["pass_at_k"].items() if value is not None):
-            found[f"pass@{k}"] = statistics.share_of(row["pass_at_k"][k] for row in rows)
-        for by in quality.get("pass_first_by", ()):
-            chosen = (row["pass_first_by"][by] for row in rows)
-            found[f"pass_first_by.{by}"] = statistics.bootstrap(chosen)
-    if "base" in quality:
-        of_base = _estimates([{**row, **row["base"]} for row in rows], quality["base"])
-        del of_base["pass_first_of_finished"]
-        found |= {f"base.{name}": one for name, one in of_base.items()}
+        names = _names_of(quality)
+        of_base = _names_of(quality.get("base", {}))
+        names += [f"base.{name}" for name in of_base if name != "pass_first_of_finished"]
+    for name in names:
+        values = [one for row in rows if (one := value_of(row, name)) is not None]
+        is_choice = "pass_first" in name
+        found[name] = statistics.bootstrap(values) if is_choice else statistics.share_of(values)
     return {name: one for name, one in found.items() if one is not None}
+
+
+def _names_of(passes: Mapping[str, Any]) -> list[str]:
+    known = ("pass_first", "pass_first_of_finished", "pass_all")
+    names = [name for name in known if name in passes]
+    names += [f"pass@{k}" for k, one in passes.get("pass_at_k", {}).items() if one is not None]
+    return names + [f"pass_first_by.{name}" for name in passes.get("pass_first_by", ())]
+
+
+def value_of(row: Mapping[str, Any], figure: str) -> float | None:
+    """Return a figure of one problem. None if it is unknown, or if the problem does not count.
+
+    Args:
+        row: a row of a report's "by_problem".
+        figure: a key of a report's "estimates", such as "pass@10", "base.pass_all",
+            "pass_first_by.static" or "first.rougeL"; or "seconds_to_first", "seconds_to_last".
+    """
+    kind, _, rest = figure.partition(".")
+    if kind == "base":
+        return value_of({"finished": row["finished"], **row["base"]}, rest)
+    if kind == "pass_first_by":
+        return float(row["pass_first_by"][rest])
+    if kind == "pass_first_of_finished":
+        return float(row["pass_first"]) if row["finished"] else None
+    if kind.startswith("pass@"):
+        found: float | None = row["pass_at_k"].get(kind.removeprefix("pass@"))
+        return found
+    if rest in MEASURES:
+        return float((row["rouge"] or {}).get(kind, {}).get(rest, 0.0))
+    return None if row[kind] is None else float(row[kind])
 
 
 def _doubts(estimates: Mapping[str, Estimate]) -> list[str]:
     """Return a note if intervals of quality are too narrow."""
     if max((one.problems for one in estimates.values()), default=FEW) < FEW:
-        return [f"intervals are too narrow with fewer than {FEW} problems"]
-    reason = "a figure is equal for all problems, so its interval has no width"
-    flat = any(one.standard_error == 0.0 for one in estimates.values())
-    return [f"{reason} and says nothing about other problems"] if flat else []
+        return [TOO_NARROW]
+    return [NO_WIDTH] if any(one.standard_error == 0.0 for one in estimates.values()) else []
 
 
 def _base(

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bass_cli.config.commands import EvaluateArgs, ScoreArgs
+from bass_cli.config.commands import CompareArgs, EvaluateArgs, ScoreArgs
 from bass_cli.errors import UserError
 from bass_cli.eval import report
 from bass_cli.eval.judging import (
@@ -83,7 +83,7 @@ class Scoring(NamedTuple):
     rankers: Sequence[str] = ()
 
 
-def read_options(args: EvaluateArgs | ScoreArgs) -> Scoring:
+def read_options(args: CompareArgs | EvaluateArgs | ScoreArgs) -> Scoring:
     """Check the options of scoring. UserError if one is invalid."""
     timeout = read_timeout(args.timeout)
     if args.workers is not None and not 1 <= args.workers <= _MOST_WORKERS:
@@ -93,16 +93,17 @@ def read_options(args: EvaluateArgs | ScoreArgs) -> Scoring:
             f"(got {shown(args.workers)})"
         )
     form = read_format(args.format, json_document=args.json_document)
-    if form != "table" and args.report is not None and descriptor_of(args.report) == 1:
+    report = None if isinstance(args, CompareArgs) else args.report
+    if form != "table" and report is not None and descriptor_of(report) == 1:
         option = "`json_document` prints the report" if args.json_document else "`format` prints"
-        raise UserError(f"`report` {args.report}: {option} there too; leave one of the two out")
+        raise UserError(f"`report` {report}: {option} there too; leave one of the two out")
     return Scoring(
         ks=None if args.k is None else parse_ks(args.k),
         workers=args.workers,
         timeout=timeout,
         consent=args.allow_code_execution or args.allow_weak_sandbox,
         rejudge=args.rejudge,
-        overwrite=args.overwrite,
+        overwrite=not isinstance(args, CompareArgs) and args.overwrite,
         rankers=read_rankers(args.rank_by),
     )
 
@@ -133,7 +134,7 @@ def parse_ks(text: str) -> list[int]:
     return sorted({int(part) for part in parts})
 
 
-def refuse_without_programs(task: Task, args: EvaluateArgs | ScoreArgs) -> None:
+def refuse_without_programs(task: Task, args: CompareArgs | EvaluateArgs | ScoreArgs) -> None:
     """Raise UserError for an option about programs or verdicts if the task has none."""
     of_programs = () if task.executes else ("workers", "timeout")
     of_verdicts = ("k", "rejudge", "rank_by") if task.rates else ()
@@ -188,35 +189,14 @@ def score_samples(args: ScoreArgs, screen: Screen) -> list[dict[str, Any]]:
     options = read_options(args)
     if args.overwrite and args.report is None:
         raise UserError("`overwrite`: it needs `report` FILE; add that or leave `overwrite` out")
-    for path in (path for path in args.files if path.endswith(verdicts_path(""))):
-        raise UserError(f"{path}: it holds verdicts, not samples; leave it out")
     several = len(args.files) > 1
     if several and args.report is not None:
         raise UserError("`report`: it is for one file; `format` json prints all reports")
-    refuse_shared_files(
-        [
-            *(("the verdicts", verdicts_path(path)) for path in args.files),
-            ("`report`", args.report),
-        ],
-        [
-            *(("the generation file", path) for path in args.files),
-            *(("its manifest", manifest_path(path)) for path in args.files),
-            ("the data", args.data),
-            ("the task file", args.task),
-        ],
-    )
+    read = read_files(args.files, args, screen, report=args.report)
     check_report(args.report, args.files[0], overwrite=args.overwrite)
-    screen.phase("reading the files and the task's data", live=False)
-    files = [read_checked(path) for path in args.files]
-    load = functools.cache(functools.partial(load_task, data=args.data))
-    tasks = [load(args.task or guess_task(file)) for file in files]
-    for task in tasks:
-        refuse_without_programs(task, args)
-    for file, task in zip(files, tasks, strict=True):
-        by_problem(file, task.problems)  # an unknown problem is an error before anything is run
     documents = [
         score(file, task, options, report_path=args.report, screen=screen, alone=not several)
-        for file, task in zip(files, tasks, strict=True)
+        for file, task in read
     ]
     if several:
         table = table_of(documents)
@@ -226,6 +206,44 @@ def score_samples(args: ScoreArgs, screen: Screen) -> list[dict[str, Any]]:
             for note in one["notes"]:
                 screen.say(f"note: {one['file']}: {note}")
     return documents
+
+
+def read_files(
+    paths: Sequence[str],
+    args: ScoreArgs | CompareArgs,
+    screen: Screen,
+    *,
+    report: str | None = None,
+) -> list[tuple[GenerationFile, Task]]:
+    """Read files of samples with their tasks. UserError for every mistake in them.
+
+    Args:
+        paths: the files.
+        args: `task` and `data`, and options that a task without programs refuses.
+        screen: for the phase.
+        report: a file that will be written, which must be none of those that are read.
+    """
+    for path in (path for path in paths if path.endswith(verdicts_path(""))):
+        raise UserError(f"{path}: it holds verdicts, not samples; leave it out")
+    verdicts = [("the verdicts", verdicts_path(path)) for path in paths]
+    refuse_shared_files(
+        [*verdicts, ("`report`", report)],
+        [
+            *(("the generation file", path) for path in paths),
+            *(("its manifest", manifest_path(path)) for path in paths),
+            ("the data", args.data),
+            ("the task file", args.task),
+        ],
+    )
+    screen.phase("reading the files and the task's data", live=False)
+    load = functools.cache(functools.partial(load_task, data=args.data))
+    found = []
+    for file in map(read_checked, paths):
+        task = load(args.task or guess_task(file))
+        refuse_without_programs(task, args)
+        by_problem(file, task.problems)  # an unknown problem is an error before anything is run
+        found.append((file, task))
+    return found
 
 
 def read_checked(path: str) -> GenerationFile:

@@ -73,7 +73,7 @@ class Figure(NamedTuple):
         if self.value is None:
             return "", ""
         if self.unit == "":
-            return f"{self.value:g}", ""
+            return f"{self.value:.0f}", ""
         scale, digits = (100.0, 1) if self.unit == "%" else (1.0, 3)
         sign = "+" if signed else ""
         error = "" if self.error is None else f"{scale * self.error:.{digits}f}"
@@ -159,8 +159,12 @@ def _method(report: Mapping[str, Any]) -> dict[str, Any]:
 def _figures(report: Mapping[str, Any]) -> list[str]:
     """Return the figures of a report, without one that only repeats another."""
     found = report["estimates"]
-    same = found.get("pass_first_of_finished") == found.get("pass_first")
-    return [name for name in found if not (same and name == "pass_first_of_finished")]
+    return [
+        name
+        for name in found
+        if not name.endswith("pass_first_of_finished")
+        or found[name] != found[name.removesuffix("_of_finished")]
+    ]
 
 
 def _estimate(report: Mapping[str, Any], name: str) -> Figure:
@@ -286,26 +290,27 @@ def latex(text: str) -> str:
 
 
 def _csv(table: Table) -> list[str]:
-    """Return lines of CSV. A figure has four columns: value, standard error, and the interval.
+    """Return lines of CSV.
 
-    Shares are fractions of 1. What is unknown is empty.
+    A figure has four columns if it has errors: value, standard error, and both ends of the
+    interval. Shares are fractions of 1. What is unknown is empty.
     """
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
+    wide = [
+        any(isinstance(row[at], Figure) and row[at][1] is not None for row in table.rows)
+        for at in range(len(table.columns))
+    ]
     header: list[str] = []
-    for at, name in enumerate(table.columns):
-        if not table.is_number(at):
-            header.append(spelled(name))
-            continue
-        name = name.removesuffix(" (%)")
-        header += [name, f"{name} standard error", f"{name} low", f"{name} high"]
+    for name, has_errors in zip(table.columns, wide, strict=True):
+        name = spelled(name.removesuffix(" (%)"))
+        header.append(name)
+        header += [f"{name} {more}" for more in ("standard error", "low", "high") if has_errors]
     writer.writerow(header)
     for row in table.rows:
         cells: list[Any] = []
-        for at, one in enumerate(row):
-            if isinstance(one, Figure):
-                cells += one[:4]
-            else:
-                cells += [spelled(one), *([""] * 3 if table.is_number(at) else [])]
+        for one, has_errors in zip(row, wide, strict=True):
+            found = one[:4] if isinstance(one, Figure) else (spelled(one), "", "", "")
+            cells += found if has_errors else found[:1]
         writer.writerow(cells)
     return out.getvalue().splitlines()
