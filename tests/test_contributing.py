@@ -4,13 +4,14 @@ stands."""
 import importlib.util
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from toys import Markov, drive, loop_for, plain, rows_for
 
 from bass_cli.engine.contracts import Drafter, DraftLength, RoundResult
-from bass_cli.models import families
+from bass_cli.models import families, tensor_names
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -60,8 +61,10 @@ def test_the_drafter_and_the_controller_work(coupling, tmp_path):
 
 
 def test_the_family_is_one():
-    names = {**vars(families)}
-    exec(re.search(r"( *_PHI3_TENSORS = .*?\n) *\"phi3\"", TEXT, re.DOTALL)[1].strip(), names)
+    names = {**vars(tensor_names)}
+    exec(re.search(r"( *PHI3 = .*?\n) *\"phi3\"", TEXT, re.DOTALL)[1].strip(), names)
+    assert names["PHI3"] == tensor_names.PHI
+    names = {**vars(families), "tensor_names": SimpleNamespace(PHI3=names["PHI3"])}
     family = eval(re.search(r'"phi3": (Family\(.*\)),$', TEXT, re.MULTILINE)[1], names)
     assert {ours for _, ours, _ in family.tensors} == {
         ours.partition(":")[0] for _, ours, _ in families.FAMILIES["llama"].tensors
