@@ -59,7 +59,9 @@ class StatePass(NamedTuple):
             found = ops.delta_prompt(qkv, gates, z, weights, state, parts=self.parts, eps=eps)
             return found[None]
         if self.packed is not None:
-            given = (*(one[0][self.packed.by_row] for one in given),)
+            # clamped, because the counts are arbitrary where rounds run only to compile kernels
+            index = self.packed.by_row.clamp(0, mixed.shape[1] - 1)
+            given = (*(one[0][index] for one in given),)
         qkv, z, gates = given
         found = ops.delta_round(
             qkv,
@@ -72,7 +74,9 @@ class StatePass(NamedTuple):
             advance=self.advance,
             eps=eps,
         )
-        return found if self.packed is None else found[self.packed.row, self.packed.place][None]
+        if self.packed is None:
+            return found
+        return found[self.packed.row, self.packed.place.clamp(0, found.shape[1] - 1)][None]
 
 
 class RecurrentStates:
@@ -171,7 +175,7 @@ class RecurrentStates:
             positions: [B, W], or [1, M] if `packed`.
         """
         if packed is not None:
-            first = positions[0][packed.begin[:-1], None]
+            first = positions[0][packed.begin[:-1, None].clamp(0, positions.shape[1] - 1)]
             positions = first + torch.arange(packed.widest, device=positions.device)
         assert positions.shape[1] <= self.width
         slots = self._slots[: len(positions)]

@@ -13,13 +13,16 @@ from chains import write_chain
 from checkpoints import HYBRID, shallow, write_checkpoint
 from heads import write_head
 from test_captured import Tour
+from test_cutting import watched
 from test_laws import distance
 from test_pieces import again, finish, loop_of
 from toys import AtOnce, drive, loop_for, plain
 
+import bass_kernels as ops
 from bass_cli.engine.batch import Row, beyond
 from bass_cli.engine.contracts import Drafter, DraftLength, Proposal
 from bass_cli.engine.sampling import RowSampling
+from bass_cli.engine.verify import Cut
 from bass_cli.formats.checkpoint import open_checkpoint, open_head
 from bass_cli.formats.weights import load
 from bass_cli.lengths.controllers import Fixed
@@ -194,6 +197,31 @@ def test_captured_rounds_launched_ahead_equal_plain_decoding(models):
         assert found == wanted
         accepted += sum(row.accepted for row in live) if drafter != "lookup" else 0
     assert accepted > 20
+
+
+def test_cut_rounds_equal_plain_decoding(models, due):
+    """The target verifies different numbers of drafts of the rows, one row after the other."""
+    _, target = models(HYBRID[0])
+    loop = loop_for(target, AtOnce(noisy(target), 300), rows=5, lengths=Fixed(2), cut=Cut(16, 0, 3))
+    seen = watched(loop)
+    assert drive(loop, rows()) == due(HYBRID[0])
+    assert any(len(set(counts)) > 1 for _, _, counts, _ in seen)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", HYBRID)
+def test_gpu_kernels_give_the_same_tokens(models, family):
+    """In Triton's interpreter, with ragged acceptance and with drafts of a hybrid model."""
+    _, target = models(family)
+    given = rows(TEXTS[1:3], n=2, limit=6)
+    wanted = plain(target, [again(row) for row in given])
+    ops.use("triton")
+    try:
+        for draft in (Oracle(wanted), noisy(target)):
+            loop = loop_for(target, draft, rows=3, lengths=InTurn(2, 3))
+            assert drive(loop, [again(row) for row in given]) == wanted
+    finally:
+        ops.use(None)
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark", "authors"])

@@ -58,7 +58,7 @@ _HYBRID = _SIZES | {
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 6,
-    "linear_key_head_dim": 8,
+    "linear_key_head_dim": 16,  # Triton's products take at least as many
     "linear_value_head_dim": 8,
 }
 _HYBRID_EXPERTS = {key: value for key, value in _HYBRID.items() if key != "intermediate_size"} | {
