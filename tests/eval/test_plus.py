@@ -235,6 +235,7 @@ def test_hub_layout_has_the_base_tests_of_the_data_set(
         for text in (right, half):
             programs[name, text == right, "base"] = task.base_program(problem, text, whole=False)
             programs[name, text == right, "plus"] = task.program(problem, text, whole=False)
+    assert task.limits.seconds == 30
     assert problem.prompt == '"""\nWrite a function to add one.\nassert f(1) == 2\n"""\n'
     with Sandbox(workers=4, limits=task.limits) as sandbox:
         found = dict(sandbox.run(programs.items()))
@@ -266,6 +267,7 @@ def test_question_of_mbpp_plus_has_the_sentence_and_the_test(tmp_path: Path) -> 
         "Write a function to share. Your code should pass this test:\n\n```python\nassert f((1,)) == 2\n```\n\n"
         "Answer with the whole code, its imports included, in one block."
     )
+    assert task.statement(problem) == "Write a function to share.", "rankers see no tests"
     answer = "```python\ndef similar_elements(a, b):\n    return a\n```"
     assert (
         task.completion(problem, answer, chat=True) == "def similar_elements(a, b):\n    return a"

@@ -56,6 +56,9 @@ class _Plus(Task):
     def __init__(self, data: str | None = None) -> None:
         self._setups: dict[tuple[str, str], str] = {}
         Task.__init__(self, data or _cached(self.file))
+        if not any(_has_inputs(problem.fields) for problem in self.problems.values()):
+            # Tests of the hub's layout do not limit time. An endless loop need not run for long.
+            self.limits = self.limits._replace(seconds=30.0, cpu_seconds=15)
 
     def program(self, problem: Problem, text: str, *, whole: bool) -> Program:
         return self._program(problem, text if whole else problem.prompt + text, "plus")
@@ -131,18 +134,14 @@ class MbppPlus(_Plus, Mbpp):
             prompt = f'"""\n{prompt.strip()}\n{record["test_list"][0]}\n"""\n'
         return Problem(f"Mbpp/{number}", prompt, record)
 
-    def statement(self, problem: Problem) -> str:
-        lines = problem.prompt.strip().strip("\"'").strip().split("\n")
-        return "\n".join(line for line in lines if not line.startswith("assert"))
-
     def question(self, problem: Problem) -> str:
-        lines = problem.prompt.strip().strip("\"'").strip().split("\n")
-        tests = [line for line in lines if line.startswith("assert")]
-        asked = "\n".join(line for line in lines if line not in tests)
+        asked, tests = _parts(problem)
         if tests:
-            code = "\n".join(tests)
-            asked += f" Your code should pass this test:\n\n```python\n{code}\n```"
+            asked += f" Your code should pass this test:\n\n```python\n{tests}\n```"
         return f"{asked}\n\nAnswer with the whole code, its imports included, in one block."
+
+    def statement(self, problem: Problem) -> str:
+        return _parts(problem)[0]
 
     def completion(self, problem: Problem, text: str, *, chat: bool) -> str:
         return code_in(text, _function(problem)) if chat else text
@@ -168,6 +167,13 @@ def _check_layout(record: dict[str, Any]) -> None:
             f'field "{missing[0]}": it is missing; a problem has {", ".join(own)} (EvalPlus\'s '
             'files), or "test" (the hub\'s data sets)'
         )
+
+
+def _parts(problem: Problem) -> tuple[str, str]:
+    """Return the sentence and the tests of an MBPP prompt, which is a docstring."""
+    lines = problem.prompt.strip().strip("\"'").strip().split("\n")
+    tests = [line for line in lines if line.startswith("assert")]
+    return "\n".join(line for line in lines if line not in tests), "\n".join(tests)
 
 
 def _function(problem: Problem) -> str | None:
