@@ -187,6 +187,16 @@ def test_two_runs_are_beside_each_other_with_the_lines_that_differ(tab: Tab) -> 
     playwright.expect(sides).to_have_count(1)
 
 
+def test_a_browser_without_the_newest_decoder_shows_the_texts(tab: Tab) -> None:
+    """Uint8Array.fromBase64 is of 2025."""
+    tab.context.add_init_script("delete Uint8Array.fromBase64")
+    page = tab.open(page_of(write("a.jsonl", rows(2))))
+    assert page.evaluate("typeof Uint8Array.fromBase64") == "undefined"
+    page.keyboard.press("2")
+    page.keyboard.press("j")
+    assert page.locator("#detail article pre.text").text_content() == "text 0.0\n<b>bold</b>"
+
+
 def test_a_phone_shows_the_list_or_a_prompt(
     chromium: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
