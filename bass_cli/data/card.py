@@ -22,7 +22,7 @@ _LARGEST = "n>100M"
 _SETTINGS = (
     *("target", "dtype", "lora", "task", "n", "seed", "temperature", "top_p", "top_k", "min_p"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "max_new_tokens", "stop"),
-    *("system", "thinking", "budget", "coupling", "filter"),
+    *("system", "thinking", "budget", "coupling", "filter", "best_of", "rank_by"),
 )
 _EMPTY: tuple[Any, ...] = (None, [], {}, "")
 

@@ -142,7 +142,8 @@ class WatchedFile:
         results = self._manifest.get("results")
         results = results if isinstance(results, dict) else {}
         n, prompts = results.get("n"), results.get("prompts")
-        n = n if type(n) is int else 1
+        n, best = n if type(n) is int else 1, results.get("best_of")
+        n = min(n, best) if type(best) is int else n
         complete = sum(count >= n for count in self._by_prompt.values())
         known = prompts.get("count") if isinstance(prompts, dict) else None
         limit = results.get("limit")

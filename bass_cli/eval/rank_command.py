@@ -322,5 +322,5 @@ def _own_manifest(
     if ranking.best is None:
         return {**manifest, "totals": totals, **own}
     best = {"best_of": ranking.best, "rank_by": next(iter(by))}
-    totals["dropped"] = file.dropped
-    return {**manifest, "results": {**manifest["results"], **best}, "totals": totals, **own}
+    own |= {"results": {**manifest["results"], **best}, "expected": None}
+    return {**manifest, "totals": totals | {"dropped": file.dropped}, **own}

@@ -88,6 +88,16 @@ def test_a_file_is_followed_from_its_first_line_to_its_end(path: str) -> None:
     assert fresh.document() == one.document()
 
 
+def test_prompts_of_which_the_best_samples_are_kept_are_complete() -> None:
+    results = RESULTS | {"n": 8, "best_of": 2, "rank_by": "logprob"}
+    one = WatchedFile("o.jsonl")
+    with begin("o.jsonl", results=results, expected=None) as writer:
+        for number in range(3):
+            writer.write(sample(number))
+        one.look(1.0)
+        assert figures(one, "expected", "prompts_complete", "prompts") == [None, 1, 3]
+
+
 def test_half_a_line_waits_for_its_end() -> None:
     one, line = WatchedFile("o.jsonl"), json.dumps(sample(0).row()).encode() + b"\n"
     with open("o.jsonl", "wb", buffering=0) as stream:

@@ -189,3 +189,39 @@ def test_rankers_see_no_tests_in_mbpp_prompts(tmp_path: Path) -> None:
     assert group.prompt == "Add two."
     assert group.entry_point is None
     assert group.candidates[0].program == "def add(a): ..."
+
+
+NUMBERS = """
+data: numbers.jsonl
+id: name
+prompt: "{{ ask }} ="
+answers: "[right]"
+extract: {regex: 'so (\\S+)'}
+check:
+  numeric: {}
+"""
+
+
+def test_majority_uses_the_answers_that_a_task_file_extracts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Samples without an answer have no vote, although their texts are equal."""
+    monkeypatch.chdir(tmp_path)
+    Path("numbers.yaml").write_text(NUMBERS)
+    Path("numbers.jsonl").write_text('{"name": "a", "ask": "6 * 200", "right": "1200"}\n')
+    texts = ["so 7", "no idea", "no idea", "no idea", "well, so 1,200", "first so 1200.0"]
+    rows = [
+        {"task_id": "a", "sample": at, "completion": text, "mean_logprob": -0.1 * at}
+        for at, text in enumerate(texts)
+    ]
+    write("f.jsonl", rows)
+    done = cli("f.jsonl", "--task", "numbers.yaml", "--rank-by", "logprob,majority", "--json")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["pass_first_by"] == {"logprob": 0.0, "majority": 1.0}
+    ranked = CliRunner().invoke(
+        app, ["rank", "f.jsonl", "--task", "numbers.yaml", "--by", "majority"]
+    )
+    assert ranked.exit_code == 0, ranked.output
+    found = [json.loads(line) for line in Path("f.jsonl").read_text().splitlines()]
+    assert [row["scores"]["majority"] for row in found] == [1 / 6, 0, 0, 0, 2 / 6, 2 / 6]
+    assert [row["rank"] for row in found] == [3, 4, 5, 6, 1, 2]
