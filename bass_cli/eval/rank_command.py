@@ -318,7 +318,7 @@ def _own_manifest(
     totals = file.totals | {"seconds": known_seconds(file.path, file.kept + file.dropped)}
     by = {ranker.name: ranker.identity for ranker in ranking.rankers}
     pattern = None if ranking.answer is None else ranking.answer.pattern
-    own = {"ranked": {"by": by, "answer": pattern}}
+    own: dict[str, Any] = {"ranked": {"by": by, "answer": pattern}}
     if ranking.best is None:
         return {**manifest, "totals": totals, **own}
     best = {"best_of": ranking.best, "rank_by": next(iter(by))}
