@@ -44,6 +44,7 @@ _SETTINGS = {
     "commit": "commit",
     "machine.device": "device",
 }
+_OF_METHOD = ("draft", "draft_length", "batch_size")
 # Of these the caption names the values that all rows share.
 _CAPTION = ("n", "sampling.temperature", "sampling.top_p", "seed", "budget", "prompt_format")
 _LATEX = {
@@ -122,8 +123,10 @@ def table_of(reports: Sequence[Mapping[str, Any]]) -> Table:
     equal, a column has the names of the files.
     """
     settings = [flat(one["setting"]) | _method(one) for one in reports]
-    names = {**({"method": "method"} if any("method" in one for one in settings) else {})}
-    names |= _SETTINGS
+    names = _SETTINGS
+    if any("method" in one for one in settings):  # it says what the draft and the batch are
+        names = {"method": "method", **_SETTINGS}
+        names = {key: name for key, name in names.items() if key not in _OF_METHOD}
     varied = [key for key in names if len({str(one.get(key)) for one in settings}) > 1]
     heads: list[tuple[str, ...]] = [
         (_model(one), *(_word(setting.get(key)) for key in varied))

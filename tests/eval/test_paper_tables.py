@@ -121,9 +121,10 @@ def test_unfinished_samples_have_a_column() -> None:
 def test_sweep_has_a_row_for_each_method_and_budget() -> None:
     report = json.loads(cli(run("f.jsonl", [2, 1]), "--json").stdout)
     del report["by_problem"]
-    reports = [report | {"method": method, "budget": 1.0} for method in ("plain", "batched")]
+    reports = [report | {"method": method, "setting": report["setting"] | {"draft": draft}}
+               for method, draft in (("plain", "none"), ("batched", "lookup"))]  # fmt: skip
     table = table_of(reports)
-    assert table.columns[:2] == ("model", "method")
+    assert table.columns[:3] == ("model", "method", "Pass@First (%)")
     assert [row[1] for row in table.rows] == ["plain", "batched"]
 
 
