@@ -29,7 +29,7 @@ from bass_cli.formats.sources import read_json
 from bass_cli.formats.stacked import is_stacked, unstack, upright
 from bass_cli.formats.tensor_content import DTYPES
 from bass_cli.formats.tensor_files import Entry, read_gguf
-from bass_cli.formats.text_part import bare_name, has_text_part, text_config
+from bass_cli.formats.text_part import bare_name, has_names_of_text_part, text_config
 from bass_cli.formats.weight_files import listed, read_folder
 from bass_cli.models import any_probe, families
 from bass_cli.models.families import FAMILIES, Family, Slot
@@ -346,7 +346,7 @@ def _open_folder(
     family = FAMILIES[spec.family]
     prefixes: tuple[str, ...] = (family.prefix,)
     ignored: tuple[str, ...] = families.IGNORED
-    if has_text_part(config):
+    if has_names_of_text_part(config):
         prefixes, ignored = text_part.PREFIXES, ignored + text_part.IGNORED
     slots = families.slots(spec, family.tensors)
     text = text_config(config, place=place)[0]

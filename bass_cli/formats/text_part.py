@@ -103,6 +103,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "rope_theta": 5e5,
     },
 }
+# Text models whose own files may have rotary parameters and names of the multimodal model
+_MULTIMODAL_ROPE = ("qwen3_5_text", "qwen3_5_moe_text")
 # Prefixes of text tensors in the order in which they are tried: old and new spellings.
 PREFIXES: tuple[str, ...] = (
     "model.language_model.",
@@ -126,6 +128,12 @@ def has_text_part(config: Mapping[str, Any]) -> bool:
     return isinstance(kind, str) and kind in WRAPPERS
 
 
+def has_names_of_text_part(config: Mapping[str, Any]) -> bool:
+    """Return whether the tensors of a parsed config.json's model may have the names of a text part,
+    beside tensors of other parts."""
+    return has_text_part(config) or config.get("model_type") in _MULTIMODAL_ROPE
+
+
 def notes_of_text(config: Mapping[str, Any], *, place: str) -> tuple[str, ...]:
     """Return a note if a parsed config.json describes a multimodal model."""
     if not has_text_part(config) and not config.get("text_config"):
@@ -143,6 +151,8 @@ def text_config(config: Mapping[str, Any], *, place: str) -> tuple[Mapping[str, 
     Qwen2-VL's older files have the text model's keys at the top, beside `vision_config`.
     """
     if not has_text_part(config):
+        if config.get("model_type") in _MULTIMODAL_ROPE:
+            config = dict(config) | _plain_ropes(config)
         return config, place
     wrapper, inner = config["model_type"], config.get("text_config")
     if inner is None and wrapper in ("qwen2_vl", "qwen2_5_vl"):
@@ -152,9 +162,7 @@ def text_config(config: Mapping[str, Any], *, place: str) -> tuple[Mapping[str, 
     kind = inner.get("model_type") or WRAPPERS[wrapper]
     kind = f"{kind}_text" if kind in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl") else kind
     found = {**DEFAULTS.get(kind, {}), **inner, "model_type": RENAMED.get(kind, kind)}
-    for key in ("rope_scaling", "rope_parameters"):
-        if isinstance(found.get(key), Mapping):
-            found[key] = _plain_rope(found[key])
+    found |= _plain_ropes(found)
     tied = [one["tie_word_embeddings"] for one in (config, inner) if "tie_word_embeddings" in one]
     # Without the key the tensors decide: a head that is there and differs is not tied.
     found["tie_word_embeddings"] = not tied or True in tied
@@ -164,6 +172,12 @@ def text_config(config: Mapping[str, Any], *, place: str) -> tuple[Mapping[str, 
 
 def _is_of_images(key: str) -> bool:
     return key.startswith(("vision_", "image_", "video_"))
+
+
+def _plain_ropes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys with rotary parameters, without those of multimodal positions."""
+    keys = ("rope_scaling", "rope_parameters")
+    return {key: _plain_rope(config[key]) for key in keys if isinstance(config.get(key), Mapping)}
 
 
 def _plain_rope(rope: Mapping[str, Any]) -> dict[str, Any]:

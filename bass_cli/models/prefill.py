@@ -85,6 +85,11 @@ class Scores:
         self.top = top
         self._scores, self._entries = list[Tensor](), list[Tensor]()
 
+    @property
+    def count(self) -> int:
+        """The number of tokens that were scored."""
+        return sum(map(len, self._scores))
+
     def add(self, decoder: Decoder, hidden: Tensor, following: Sequence[int]) -> None:
         """Score the tokens that follow those of a pass.
 
@@ -104,7 +109,7 @@ class Scores:
     def found(self) -> tuple[NDArray[numpy.float32], NDArray[numpy.int64]]:
         """Return the log-probabilities of all tokens but the first, [T - 1], and the likeliest
         tokens in the place of each, [T - 1, top] (bass_kernels.report_entries)."""
-        count = sum(map(len, self._scores))
+        count = self.count
         scores = torch.cat(self._scores) if count else torch.zeros(0)
         entries = torch.cat(self._entries) if self._entries else torch.zeros(count, self.top).long()
         return scores.float().cpu().numpy(), entries.cpu().numpy()

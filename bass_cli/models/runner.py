@@ -212,7 +212,8 @@ class Runner:
             self._passes.run(parts, capture=capture)
             return
         for (prompt, part), hidden in zip(both, self._passes.read(parts), strict=True):
-            if prompt.scores is not None:
+            # a prompt that is read again, for its recurrent state, has its scores already
+            if prompt.scores is not None and part.first == prompt.scores.count:
                 prompt.scores.add(self.decoder, hidden, [*part.tokens[1:], part.behind])
 
     def _parts(self, waiting: Iterable[Prompt]) -> Iterator[Part]:

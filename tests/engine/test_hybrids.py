@@ -284,6 +284,22 @@ def test_prompt_is_read_once_for_its_samples_and_again_if_its_state_has_gone(mod
     assert read.count(len(TEXTS[3]) - 1) == 2
 
 
+def test_prompt_that_is_read_again_is_scored_once(models):
+    model, target = models(HYBRID[0])
+    runner = Runner(target, rows=2, span=20, lag=1)
+    for p, text in enumerate(TEXTS):
+        runner.open(str(p), text, logprobs=0)
+    for p in (*range(PROMPTS + 2), 3):
+        runner.follow(Change((0,) if p else (), (), (((0,), str(p)),)))
+    runner.follow(Change((0,), (), (((0,), "3"),)))
+    for p in (3, PROMPTS + 1):
+        found, _ = runner.prompt_logprobs(str(p))
+        with torch.inference_mode():
+            logits = model(torch.tensor([TEXTS[p]]), use_cache=False).logits[0, :-1]
+        wanted = logits.log_softmax(-1)[range(len(TEXTS[p]) - 1), TEXTS[p][1:]]
+        torch.testing.assert_close(torch.from_numpy(found), wanted, atol=1e-4, rtol=0)
+
+
 @torch.inference_mode()
 def test_state_after_2000_rounds_is_that_of_a_fresh_pass(models):
     """Rounds of 1 to 9 tokens, of which a part is accepted; the rejected ones are other tokens."""

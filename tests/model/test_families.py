@@ -124,7 +124,8 @@ OLD: dict[str, dict[str, Any]] = {
         "mamba_ssm_dtype": "float32", "mlp_only_layers": [], "mtp_num_hidden_layers": 1,
         "mtp_use_dedicated_embeddings": False, "num_attention_heads": 24, "num_hidden_layers": 64,
         "num_key_value_heads": 4, "rms_norm_eps": 1e-6, "vocab_size": 248320, "rope_parameters": {
-            "rope_theta": 10000000, "rope_type": "default", "partial_rotary_factor": 0.25}},
+            "rope_theta": 10000000, "rope_type": "default", "partial_rotary_factor": 0.25,
+            "mrope_section": [11, 11, 10], "mrope_interleaved": True}},
     "opt-125m": {
         "model_type": "opt", "hidden_size": 768, "ffn_dim": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
         "vocab_size": 50272, "max_position_embeddings": 2048, "word_embed_proj_dim": 768, "activation_function": "relu",

@@ -175,6 +175,18 @@ def test_sparse_text_configs_have_the_defaults_of_transformers(kind: str) -> Non
     assert sparse == dataclasses.replace(wide, tied=True)
 
 
+def test_language_model_may_keep_the_names_of_the_multimodal_one(tmp_path: Path) -> None:
+    """As transformers accepts it for Qwen3.5, beside tensors of images, which are not read."""
+    model = write("qwen3_5", tmp_path, spelling="memory")
+    config = json.loads((tmp_path / "config.json").read_text())["text_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    names = load_file(tmp_path / "model.safetensors").keys()
+    assert any(name.startswith("model.visual.") for name in names)
+    assert "model.language_model.norm.weight" in names
+    assert_same(decoder_of(tmp_path), model)
+    assert open_checkpoint(tmp_path).notes == ()
+
+
 def test_other_parts_are_neither_loaded_nor_counted(tmp_path: Path) -> None:
     write("gemma3", tmp_path)
     checkpoint = open_checkpoint(tmp_path)
