@@ -59,6 +59,9 @@ class ChunkedList {
 
 const COLUMNS = ["prompt", "sample", "reason", "finished", "digest", "tokens", "seconds", "mean_logprob", "rounds", "drafted", "accepted"];
 
+// Statuses of samples that no verdict was made on.
+const UNSCORED = new Set(["not judged", "rated", "not finished", "late"]);
+
 // The samples of one file.
 class Run {
   constructor() {
@@ -71,6 +74,7 @@ class Run {
     this.prompts = new ChunkedList();
     this.statuses = this.kinds = this.details = { words: [], at: [] };
     this.summaries = [];
+    this.scored = false; // whether any sample has a verdict
   }
 
   addColumns(added) {
@@ -92,6 +96,7 @@ class Run {
 
   addVerdicts(verdicts) {
     Object.assign(this, verdicts);
+    this.scored = this.statuses.words.some((word) => !UNSCORED.has(word));
     this.summarize(this.ids.keys());
   }
 
@@ -112,7 +117,7 @@ class Run {
   }
 
   judged(sample) {
-    return this.status(sample) !== "not judged" && this.status(sample) !== "rated";
+    return this.scored && this.status(sample) !== "not judged" && this.status(sample) !== "rated";
   }
 
   isCut(sample) {

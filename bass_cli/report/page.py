@@ -113,7 +113,6 @@ def head_of(runs: Sequence[Run]) -> dict[str, Any]:
         "runs": [
             {
                 "name": run.source.name,
-                "path": run.source.path,
                 "task": run.figures["task"],
                 "samples": len(run.file.rows),
                 "prompts": len(run.prompts),

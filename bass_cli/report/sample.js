@@ -27,7 +27,8 @@ class View {
       return;
     }
     const runs = (b < 0 ? [a] : [a, b]).filter((run) => data.runs[run]);
-    const sides = await Promise.all(runs.map((run) => this.load(run, opened)));
+    const number = this.number(runs, opened);
+    const sides = await Promise.all(runs.map((run) => this.load(run, opened, number)));
     if (ticket !== this.ticket) return;
     const spans = sides.length === 2 && sides[0].row && sides[1].row ? differing(sides[0].text, sides[1].text) : [[], []];
     const known = sides.find((one) => one.prompt) || { prompt: {} };
@@ -42,13 +43,24 @@ class View {
     if (prompt) prompt.scrollTop = prompt.scrollHeight; // the question is at the end
   }
 
+  // The number of the chosen sample, by which two runs show the same one.
+  number(runs, id) {
+    for (const run of runs) {
+      const known = this.app.data.runs[run];
+      const samples = known.of[known.places.get(id)] || [];
+      if (samples.length) return known.columns.sample[samples[Math.min(this.app.sample, samples.length - 1)]];
+    }
+    return 0;
+  }
+
   // Read what is shown of one run's sample.
-  async load(run, id) {
+  async load(run, id, number) {
     const known = this.app.data.runs[run];
     const prompt = known.places.get(id);
     if (prompt === undefined) return { run, samples: [] };
     const samples = known.of[prompt];
-    const place = Math.min(this.app.sample, samples.length - 1);
+    const same = samples.findIndex((sample) => known.columns.sample[sample] === number);
+    const place = same >= 0 ? same : Math.min(this.app.sample, samples.length - 1);
     const row = samples[place];
     const [text, extra, fields] = await Promise.all([known.texts.at(row), known.extras.at(row), known.prompts.at(prompt)]);
     return { run, samples, place, row: row + 1, text: text || "", extra: extra || {}, prompt: fields || {} };

@@ -3,7 +3,8 @@
 
 // Control, format and separator characters, and halves of surrogate pairs. Line ends and tabs are
 // shown as such; joiners (U+200C, U+200D) belong to words and emoji.
-const HIDDEN = /(?![\n\t\u200C\u200D])[\p{Cc}\p{Cf}\p{Cs}\p{Zl}\p{Zp}]/gu;
+// A run of one character is one match, so that a text of nothing else is shown at once.
+const HIDDEN = /((?![\n\t\u200C\u200D])[\p{Cc}\p{Cf}\p{Cs}\p{Zl}\p{Zp}])\1*/gu;
 
 function element(tag, properties, ...children) {
   const made = document.createElement(tag);
@@ -22,7 +23,9 @@ function appendVisible(parent, text) {
   for (const found of text.matchAll(HIDDEN)) {
     if (found.index > end) parent.append(text.slice(end, found.index));
     const code = found[0].codePointAt(0).toString(16).toUpperCase().padStart(4, "0");
-    parent.append(element("span", { class: "hidden-character", title: "an unseen character" }, `U+${code}`));
+    const count = found[0].length / found[1].length;
+    const name = count > 1 ? `U+${code} × ${count}` : `U+${code}`;
+    parent.append(element("span", { class: "hidden-character", title: "an unseen character" }, name));
     end = found.index + found[0].length;
   }
   if (end < text.length) parent.append(text.slice(end));

@@ -171,6 +171,32 @@ def test_search_filters_and_order_choose_the_prompts(tab: Tab) -> None:
     ]
 
 
+def test_a_file_without_verdicts_has_no_filter_for_failures(tab: Tab) -> None:
+    lines = rows(4)
+    lines[0]["finish_reason"] = "budget"
+    lines[1]["text"] = "\0" * 300_000 + "end"
+    page = tab.open(page_of(write("f.jsonl", lines)))
+    page.keyboard.press("2")
+    assert page.locator("#filters .chip").all_inner_texts() == ["all 4", "cut 2"]
+    page.keyboard.press("j")
+    page.keyboard.press("l")
+    expected = "U+0000 × 300000end"
+    playwright.expect(page.locator("#detail article pre.text")).to_have_text(expected)
+
+
+def test_two_runs_show_the_same_sample_number(tab: Tab) -> None:
+    some = [row for row in rows(2, n=3) if row["sample"] != 1]
+    page = tab.open(page_of(write("a.jsonl", rows(2, n=3)), write("b.jsonl", some)))
+    page.keyboard.press("2")
+    page.keyboard.press("j")
+    texts = page.locator("#detail article pre.text")
+    for keys, left, right in (("", "0.0", "0.0"), ("ll", "0.2", "0.2")):
+        for key in keys:
+            page.keyboard.press(key)
+        for side, text in ((0, left), (1, right)):
+            playwright.expect(texts.nth(side)).to_contain_text(f"text {text}")
+
+
 def test_two_runs_are_beside_each_other_with_the_lines_that_differ(tab: Tab) -> None:
     one, other = rows(4), rows(4)
     other[2]["text"] = "text 1.0\nanother line"
