@@ -98,6 +98,7 @@ class Publication:
     def _check(self) -> HfApi:
         """Check the token, the owner and the visibility; return the hub's client."""
         from huggingface_hub import HfApi, constants, get_token
+        from huggingface_hub.utils import disable_progress_bars
 
         login = "log in with hf auth login, or set HF_TOKEN to a token with write access"
         if constants.HF_HUB_OFFLINE:
@@ -108,6 +109,7 @@ class Publication:
             raise UserError(f"hf://{self.name}: there is no token of the hub; {login}")
         # It would print a line about each retry, and a bar for each file.
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+        disable_progress_bars()
         api = HfApi()
         user = self._try(api.whoami, login)
         owner, owners = self.name.split("/")[0], [str(user.get("name"))]

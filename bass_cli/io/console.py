@@ -143,6 +143,8 @@ class Screen:
         self._gain.round(drafted, rows, accepted, seconds + waiting, plain)
         if self.log is not None:
             self.log.round(
+                self._samples,
+                rounds=1,
                 rows=rows,
                 tokens=accepted + rows,
                 accepted=accepted,
@@ -150,18 +152,23 @@ class Screen:
                 seconds=seconds,
                 capturing=capturing,
                 waiting=waiting,
-                samples=self._samples,
             )
         if self._decoding is None:
             self._begin_decoding(time.monotonic() - seconds)
-        self.rounds(accepted + rows, rows, accepted)
+        self._count_rounds(accepted + rows, rows, accepted)
 
     def drafts(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Count the drafts of a round by their place: how many each row had, and kept."""
         self._usage.drafts(drafted, accepted)
 
     def rounds(self, tokens: int, rows: int, accepted: int) -> None:
-        """Count rounds by their tokens, live rows and accepted drafts, each summed."""
+        """Count rounds of other processes by their tokens, live rows and accepted drafts, each
+        summed."""
+        if self.log is not None:
+            self.log.round(self._samples, tokens=tokens, accepted=accepted, row_rounds=rows)
+        self._count_rounds(tokens, rows, accepted)
+
+    def _count_rounds(self, tokens: int, rows: int, accepted: int) -> None:
         if self._decoding is None:
             self._begin_decoding(time.monotonic())
         self._live_tokens += tokens

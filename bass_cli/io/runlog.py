@@ -87,8 +87,8 @@ class RunLog:
         self._phase = name, time.monotonic()
         self.event("phase", name=name)
 
-    def round(self, *, samples: int, **sums: float) -> None:
-        """Count a finished round.
+    def round(self, samples: int, **sums: float) -> None:
+        """Count a finished round, or several of other processes.
 
         Args:
             samples: Samples that have finished so far.
@@ -97,9 +97,9 @@ class RunLog:
         now = time.monotonic()
         if self._phase is not None:
             self._end_phase()
-            self._since = now - sums["seconds"] - sums["capturing"]
+            self._since = now - sums.get("seconds", 0.0) - sums.get("capturing", 0.0)
         self._samples = samples
-        for name, value in {"rounds": 1, **sums}.items():
+        for name, value in sums.items():
             self._sums[name] = self._sums.get(name, 0) + value
         if now - self._since >= EVERY:
             self._end_rounds()
@@ -113,11 +113,12 @@ class RunLog:
         """Write the sums of the rounds since the last such line."""
         now, sums = time.monotonic(), self._sums
         if sums:
-            spent = sums["seconds"] + sums["capturing"] + sums["waiting"]
             numbers = {name: round(value, 4) for name, value in sums.items()}
-            numbers["rows"] = round(sums["rows"] / sums["rounds"], 2)  # a mean
-            between = round(max(now - self._since - spent, 0.0), 4)
-            self.event("rounds", **numbers, between=between, samples=self._samples)
+            if "seconds" in sums:
+                spent = sums["seconds"] + sums["capturing"] + sums["waiting"]
+                numbers["rows"] = round(sums["rows"] / sums["rounds"], 2)  # a mean
+                numbers["between"] = round(max(now - self._since - spent, 0.0), 4)
+            self.event("rounds", **numbers, samples=self._samples)
         self._since, self._sums = now, {}
 
     def _end_phase(self) -> None:

@@ -111,6 +111,26 @@ def test_rounds_are_summed_over_a_second(place: Path, monkeypatch: pytest.Monkey
     assert sum(line["tokens"] for line in rounds) == 2 * 10 + 4 * 5 + 3 * 5
 
 
+def test_rounds_of_other_processes_are_summed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    with RunLog("run.log", "generate") as log:
+        screen = Screen(quiet=True)
+        screen.log = log
+        screen.start(8, rows=4)
+        for _ in range(5):
+            now[0] += 0.4
+            screen.rounds(20, 8, 12)
+    numbers = [
+        {key: line[key] for key in ("tokens", "accepted", "row_rounds")}
+        for line in events(kind="rounds")
+    ]
+    assert numbers == [
+        {"tokens": 60, "accepted": 36, "row_rounds": 24},
+        {"tokens": 40, "accepted": 24, "row_rounds": 16},
+    ]
+
+
 def test_warnings_and_errors_are_logged_and_shown(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
