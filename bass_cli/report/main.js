@@ -5,7 +5,7 @@ const KEYS = [
   ["j or ↓, k or ↑", "next, previous prompt"],
   ["l or →, h or ←", "next, previous sample"],
   ["Home, End", "first, last prompt"],
-  ["/", "search"],
+  ["/", "search; Enter opens the first prompt that was found"],
   ["Esc", "leave the search, close a prompt or this list"],
   ["b", "another run beside this one, or none"],
   ["s", "shade unlikely tokens"],

@@ -58,7 +58,12 @@ class Table {
       clearTimeout(waiting);
       waiting = setTimeout(() => this.search(search.value), 150);
     });
-    document.getElementById("tools").addEventListener("submit", (event) => event.preventDefault());
+    document.getElementById("tools").addEventListener("submit", (event) => {
+      event.preventDefault();
+      search.blur(); // so that keys move between the prompts that were found
+      this.move(0);
+    });
+    document.getElementById("tools").addEventListener("change", (event) => event.target.blur());
   }
 
   pair(id) {

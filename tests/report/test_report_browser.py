@@ -164,7 +164,8 @@ def test_search_filters_and_order_choose_the_prompts(tab: Tab) -> None:
     assert shown(page)[0] == "prompt 39"
     page.fill("#search", "text 7.1")
     playwright.expect(count).to_have_text("1 of 40 prompts")
-    page.locator(".prompt").click()
+    page.locator("#search").press("Enter")
+    playwright.expect(page.locator("#detail h2")).to_have_text("prompt 7")
     page.locator("#detail").get_by_role("button", name="1", exact=True).click()
     assert page.locator("#detail article mark, #detail article .hit").all_inner_texts() == [
         "text 7.1"
