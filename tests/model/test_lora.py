@@ -49,6 +49,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "transposed maps": ("gpt2", {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}),
     "reordered rows": ("gptj", {"target_modules": ["q_proj", "k_proj", "fc_in"]}),
     "fused rows": ("codegen", {"target_modules": ["qkv_proj"]}),
+    "recurrent layers": ("qwen3_5_text", {"target_modules": [
+        "q_proj", "in_proj_qkv", "in_proj_z", "in_proj_a", "out_proj", "up_proj"]}),
+    "rows by key head": ("qwen3_next", {"target_modules": ["q_proj", "in_proj_qkvz", "in_proj_ba"]}),
     "dora": ("llama", {"target_modules": EVERY, "use_dora": True}),
 }  # fmt: skip
 
