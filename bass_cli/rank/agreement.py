@@ -38,7 +38,10 @@ _SAMPLING = Sampling(
 )
 _TOGETHER = 64  # prompts whose tests are drawn together, to fill the batch
 _LINES = 8  # lines of one test
-_SECONDS = 2.0  # of a test that runs alone, after all tests together took too long
+# Limits of all tests of a program together, which take milliseconds if each of them ends, and of
+# one test alone
+_TOGETHER_LIMITS = DEFAULT_LIMITS._replace(seconds=6.0, cpu_seconds=3)
+_ALONE_LIMITS = DEFAULT_LIMITS._replace(seconds=2.0, cpu_seconds=1)
 _BITS = re.compile(r"AssertionError: tests ([01]+)$")
 
 Vector = tuple[bool, ...]
@@ -91,11 +94,10 @@ class AgreementRanker:
 
         for group in groups:  # a fault is found before a model is loaded
             test_prompt(group)
-        short = DEFAULT_LIMITS._replace(seconds=_SECONDS, cpu_seconds=1)
         waiting = iter(groups)
         with (
-            Sandbox(workers=self._workers) as sandbox,
-            Sandbox(workers=self._workers, limits=short) as alone,
+            Sandbox(workers=self._workers, limits=_TOGETHER_LIMITS) as sandbox,
+            Sandbox(workers=self._workers, limits=_ALONE_LIMITS) as alone,
         ):
             if not self._consent:
                 sandbox.isolation.refuse_weakness()

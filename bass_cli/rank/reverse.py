@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from bass_cli.config.job import Job
-from bass_cli.io.prompts import Prompt, prompts_of
+from bass_cli.io.prompts import prompts_of
 from bass_cli.rank.ranking import Candidate, Group, Scores, needed_prompt
-from bass_cli.rank.static import bare_program
+from bass_cli.rank.static import bare_program, is_whole
 from bass_cli.run.logprobs import COLUMN, longest_of, score, scoring_job
 
 # Between the sample and the prompt: for programs the words of arXiv 2211.16490, section 3
@@ -48,11 +48,15 @@ class ReverseRanker:
     def scores(self, groups: Iterable[Group]) -> Iterator[Scores]:
         """Yield the mean log-probability of the prompt's tokens after each sample.
 
-        None for a sample that does not fit into the model's context with the prompt.
+        None for a sample that does not fit into the model's context with the prompt, and for a
+        program that does not compile or has no body: it answers nothing, whatever its score.
         """
         from bass_cli.run.plan import make_plan
 
-        longest, count = longest_of(_texts(groups), self._job, COLUMN), len(list(_texts(groups)))
+        count = sum(1 for _ in _texts(groups))
+        if not count:  # no sample answers anything
+            return _by_group(groups, {}, iter(()))
+        longest = longest_of(prompts_of(_texts(groups)), self._job, COLUMN)
         plan = make_plan(self._job, longest_prompt=longest, prompts=count)
         results = score(_texts(groups), plan, on_phase=self._on_phase, on_bytes=self._on_bytes)
         return _by_group(groups, {}, results)
@@ -64,26 +68,31 @@ def _by_group(
     """Yield the scores of each group. Results of texts that cannot be scored come early."""
     first = 0
     for group in groups:
-        texts = list(dict.fromkeys(map(context_of, group.candidates)))
+        every = [_text_of(one, group) for one in group.candidates]
+        texts = list(dict.fromkeys(text for text in every if text is not None))
         ids = [str(first + at) for at in range(len(texts))]
         first += len(texts)
         while not found.keys() >= set(ids):
             one = next(results)
             found[one.id] = one.mean_logprob
         by_text = {text: found.pop(id_) for text, id_ in zip(texts, ids, strict=True)}
-        yield [by_text[context_of(one)] for one in group.candidates]
+        yield [None if text is None else by_text[text] for text in every]
 
 
-def _texts(groups: Iterable[Group]) -> Iterator[Prompt]:
-    """Yield the distinct texts of each group, numbered through."""
-
-    def every() -> Iterator[dict[str, str]]:
-        for group in groups:
-            prompt = needed_prompt(group, "reverse")
-            for text in dict.fromkeys(map(context_of, group.candidates)):
+def _texts(groups: Iterable[Group]) -> Iterator[dict[str, str]]:
+    """Yield the distinct texts of each group."""
+    for group in groups:
+        prompt = needed_prompt(group, "reverse")
+        for text in dict.fromkeys(_text_of(one, group) for one in group.candidates):
+            if text is not None:
                 yield {"prompt": text, COLUMN: prompt}
 
-    return prompts_of(every())
+
+def _text_of(candidate: Candidate, group: Group) -> str | None:
+    """Return the text before the prompt; None if the sample is a program that answers nothing."""
+    program = candidate.program
+    whole = program is None or is_whole(program, group.entry_point)
+    return context_of(candidate) if whole else None
 
 
 def context_of(candidate: Candidate) -> str:
@@ -92,10 +101,9 @@ def context_of(candidate: Candidate) -> str:
     A program has the prompt's head, but no docstrings and comments, which would give the prompt
     away.
     """
-    bare = None if candidate.program is None else bare_program(candidate.program)
-    if bare is not None:
-        return bare + _AFTER_CODE
-    return candidate.text.strip() + (_AFTER_TEXT if candidate.program is None else _AFTER_CODE)
+    if candidate.program is not None:
+        return (bare_program(candidate.program) or candidate.text) + _AFTER_CODE
+    return candidate.text.strip() + _AFTER_TEXT
 
 
 def model_identity(job: Job) -> dict[str, Any]:

@@ -99,7 +99,7 @@ def test_a_killed_run_goes_on_to_the_same_samples(place: Path, options: tuple[st
     bass(place, "whole.jsonl", "--best-of", "2", *options)
     lines = Path("whole.jsonl").read_bytes().splitlines(keepends=True)
     manifest = Path("whole.jsonl.manifest.json").read_bytes()
-    for content in (b"", lines[0], lines[0] + lines[1][:40], b"".join(lines[:3])):
+    for content in (lines[0] + lines[1][:40], b"".join(lines[:3])):
         Path("cut.jsonl").write_bytes(content)
         Path("cut.jsonl.manifest.json").write_bytes(manifest)
         bass(place, "cut.jsonl", "--best-of", "2", "--batch-size", "3", *options)

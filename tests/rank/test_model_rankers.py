@@ -26,6 +26,7 @@ from bass_cli.rank.agreement import AgreementRanker, passed_tests, test_prompt, 
 from bass_cli.rank.ranking import Candidate, Group, Scores, candidate_of
 from bass_cli.rank.reverse import ReverseRanker, context_of
 from bass_cli.rank.reward import RewardRanker
+from bass_cli.rank.static import compiled
 from bass_cli.rank.store import ScoreStore, digest_of
 from bass_cli.sandbox.programs import Sandbox
 
@@ -84,8 +85,17 @@ def test_reverse_shows_no_words_of_the_prompt_in_code() -> None:
     one = candidate_of(prompt, 0, "    return x + 1  # Add one.\n", "eos", None)
     after = "\n\n# Write a docstring for the above function\n"
     assert context_of(one) == "def f(x):\n    return x + 1" + after
-    broken = candidate_of(prompt, 0, "    return x +\n", "eos", None)
-    assert context_of(broken) == "return x +" + after
+
+
+def test_programs_that_answer_nothing_have_no_reverse_score(folder: Path) -> None:
+    prompt = "def f(x):\n"
+    bodies = ["    pass\n", "    return x +\n", "    return x\n"]
+    candidates = [Candidate(at, body, "eos", None, prompt + body) for at, body in enumerate(bodies)]
+    ranker = ReverseRanker(job(folder))
+    (found,) = ranker.scores([Group("a", prompt, candidates, "f")])
+    context = "def f(x):\n    return x" + "\n\n# Write a docstring for the above function\n"
+    assert list(found) == [None, None, pytest.approx(due(folder, context, prompt), abs=1e-4)]
+    assert list(ranker.scores([Group("a", prompt, candidates[:2], "f")])) == [[None, None]]
 
 
 def classifier(folder: Path, labels: int, *, template: bool, pad: int | None = None) -> Any:
@@ -145,8 +155,8 @@ def test_unknown_prompts_are_refused(folder: Path, ranker: str) -> None:
 
 
 HEAD = 'def double(x):\n    """Return twice x."""\n'
-BODIES = ["    return 2 * x\n", "    return x + x\n", "    return x * x\n", "    while True: pass\n",
-          "    return 2 *\n", "    raise SystemExit\n"]  # fmt: skip
+BODIES = ["    return 2 * x\n", "    return x + x\n", "    return x * x\n", "    return 2 *\n",
+          "    raise SystemExit\n"]  # fmt: skip
 DRAWN = [
     "2) == 4\nassert double(0) == 0\nassert double('a') == 'aa'\nassert other(1)",
     "2) == 4\nassert double(\n    3\n) == 6, 'six'\n\nprint(1)",
@@ -198,11 +208,8 @@ def test_score_is_passed_tests_times_samples_that_agree(
 ) -> None:
     """The model's drawing is replaced; the programs run in the real sandbox."""
     monkeypatch.setattr(agreement, "_drawn", lambda engine, groups: [DRAWN for _ in groups])
-    monkeypatch.setattr(agreement, "_SECONDS", 0.5)
     vectors = [
-        tuple(reference(one.program, test) and "while" not in one.text for test in TESTS)
-        if "while" not in one.text and one.program
-        else (False,) * len(TESTS)
+        tuple(one.program is not None and reference(one.program, test) for test in TESTS)
         for one in programs().candidates
     ]
     assert sum(vectors[0]) == 5
@@ -329,10 +336,10 @@ def test_eval_scores_its_samples_with_the_model(
     rows = [json.loads(line) for line in Path("o.jsonl").read_text().splitlines()]
     for row in rows:
         prompt = heads[row["id"] == "Tiny/g"]
-        one = candidate_of(prompt, 0, row["completion"], "eos", None)
-        one = one._replace(program=prompt + row["completion"])
-        wanted = due(folder, context_of(one), prompt)
-        assert row["scores"]["reverse"] == pytest.approx(wanted, abs=1e-4)
+        one = Candidate(0, row["completion"], "eos", None, prompt + row["completion"])
+        wanted = due(folder, context_of(one), prompt) if compiled(one.program or "") else None
+        assert row["scores"]["reverse"] == (wanted and pytest.approx(wanted, abs=1e-4))
+        assert row["rank"] in (1, 2)
     monkeypatch.setattr("bass_cli.eval.rank_command.rank_lines", None)  # it is not called again
     assert CliRunner().invoke(app, words).exit_code == 0
     several = CliRunner().invoke(app, [*words, "--budgets", "1s,2s"])
