@@ -76,27 +76,17 @@ def test_second_call_starts_at_once(engine: Engine) -> None:
     assert min(seconds() for _ in range(3)) < 0.5
 
 
-def test_an_idle_engine_captures_what_requests_needed_and_then_rests(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+def test_only_a_resident_engine_captures_prompts_early(
+    model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    left, busy = [3], list[bool]()
-
-    def capture(loop: Loop) -> bool:
-        busy.append(bool(len(loop.batch)))
-        left[0] -= 1
-        return left[0] >= 0
-
-    monkeypatch.setattr(Loop, "capture_prompts", capture)
-    assert len(list(engine.generate(["a"], n=2))) == 2
-    settle(engine)
-    wait_until = time.monotonic() + 5
-    while left[0] >= 0 and time.monotonic() < wait_until:
-        time.sleep(0.01)
-    assert left[0] < 0
-    assert not any(busy)
-    calls = len(busy)
-    time.sleep(0.05)
-    assert len(busy) == calls
+    called: list[Loop] = []
+    monkeypatch.setattr(Loop, "capture_early", lambda loop: called.append(loop))
+    assert len(list(generate(WORDS, job(model)))) > 0
+    assert not called
+    with Engine(job(model)) as engine:
+        for _ in range(2):
+            assert len(list(engine.generate(["a"], n=1))) == 1
+    assert len(called) == 1
 
 
 def test_requests_with_the_same_ids_share_the_batch(engine: Engine, model: Path) -> None:

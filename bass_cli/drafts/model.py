@@ -43,8 +43,8 @@ class ModelRows(Drafter):
     def prepare_prompts(self) -> None:
         self.runner.prepare_prompts()
 
-    def capture_prompts(self) -> bool:
-        return self.runner.capture_prompts()
+    def capture_early(self) -> None:
+        self.runner.capture_early()
 
     @property
     def version(self) -> int:

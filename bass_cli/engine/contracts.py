@@ -220,8 +220,8 @@ class Target(FollowsRows, Protocol):
     def prepare_prompts(self) -> None:
         """Capture the passes over prompts now rather than when they are first needed."""
 
-    def capture_prompts(self) -> bool:
-        """Capture a pass over prompts that was needed before. Return whether there was one."""
+    def capture_early(self) -> None:
+        """Capture each pass over prompts when its size first comes: more requests follow."""
 
     def forward(
         self,
@@ -307,9 +307,8 @@ class Drafter(ABC):
     def prepare_prompts(self) -> None:
         """Capture the passes over prompts now rather than when they are first needed."""
 
-    def capture_prompts(self) -> bool:
-        """Capture a pass over prompts that was needed before. Return whether there was one."""
-        return False
+    def capture_early(self) -> None:
+        """Capture each pass over prompts when its size first comes: more requests follow."""
 
     def expect(self, batch: Batch, length: int) -> int:
         """Prepare for `propose(batch, length)`; with length 0 for a round without drafts.

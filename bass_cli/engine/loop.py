@@ -447,11 +447,11 @@ class Loop:
             catch_up=sizes if catching_up and self.drafter.catches_up else None,
         )
 
-    def capture_prompts(self) -> bool:
-        """Capture a pass over prompts that ran uncaptured. Return whether there was one."""
-        if self._captured is None:
-            return False
-        return self.target.capture_prompts() or self.drafter.capture_prompts()
+    def capture_early(self) -> None:
+        """Capture each pass over prompts when its size first comes: more requests follow."""
+        if self._captured is not None:
+            self.target.capture_early()
+            self.drafter.capture_early()
 
     @torch.inference_mode()
     def catch_up(self, width: int, deadline: float | None = None) -> None:

@@ -227,10 +227,6 @@ class SkiRental(Generic[_Key]):
         times, lost = self._lost.get(wanted, (0, 0.0))
         self._lost[wanted] = times + 1, lost + loss
 
-    def wanted(self) -> Iterable[_Key]:
-        """Return what something else served since the start or the last `restart`."""
-        return [key for key, (times, _) in self._lost.items() if times]
-
     def restart(self, wanted: _Key, lost: float) -> None:
         """Count this loss only: what was lost before has paid for a capture."""
         self._lost[wanted] = 0, lost

@@ -184,9 +184,12 @@ class Passes:
     captures.
 
     A captured pass is padded: it uses the smallest graph that is large enough.
+
+    patience: uncaptured passes of a size that come before its capture, and 1.
     """
 
     def __init__(self, decoder: Decoder, cache: KVCache, graphs: Graphs | None):
+        self.patience = PATIENCE
         self._decoder, self._cache, self._sender = decoder, cache, Sender(decoder.device)
         self.tile = TILE.get(decoder.device.type, 1)
         self.graphs, self._rental = graphs, SkiRental[int]()
@@ -233,17 +236,6 @@ class Passes:
             if not self.graphs.holds(size):
                 self._feed(self.graphs, size, ())
 
-    def capture_next(self) -> bool:
-        """Capture one size that passes needed and did not have. Return whether there was one."""
-        if self.graphs is None:
-            return False
-        self.graphs.renew(self._cache.positions)
-        wanted = (size for size in self._rental.wanted() if not self.graphs.holds(size))
-        size = next(wanted, None)
-        if size is not None:
-            self._feed(self.graphs, size, ())
-        return size is not None
-
     def _serving(self, graphs: Graphs, size: int, *, capture: bool) -> int | None:
         """Return the size of the graph for a pass of this size: an existing one, or `size` itself
         if a capture is due and allowed. None if the pass should run uncaptured."""
@@ -252,7 +244,7 @@ class Passes:
             return size
         larger = next((one for one in SIZES if one > size and graphs.holds(one)), None)
         self._rental.lose(size, 1.0 if larger is None else _PADDING * (larger - size) / PASS)
-        return size if capture and self._rental.pays(size, PATIENCE) else larger
+        return size if capture and self._rental.pays(size, self.patience) else larger
 
     def _feed(self, graphs: Graphs, size: int, parts: Sequence[Part]) -> None:
         """Run the pass of this size on `parts`. Capture it if there is no graph. The host does not
@@ -269,7 +261,7 @@ class Passes:
         graphs.run(size, function)
         graphs.capture(size, function)
         # If the store moves, the next pass that has no graph of any size captures it again.
-        self._rental.restart(size, PATIENCE - 1)
+        self._rental.restart(size, self.patience - 1)
 
     def _run(self, table: Table, groups: tuple[Group, ...] | None = None) -> None:
         step = self._cache.fill(*table[1:], groups)

@@ -239,10 +239,9 @@ class Runner:
         """Capture the prefill passes now. See Passes.prepare."""
         self._passes.prepare()
 
-    @torch.inference_mode()
-    def capture_prompts(self) -> bool:
-        """Capture a prefill pass that was needed. See Passes.capture_next."""
-        return self._passes.capture_next()
+    def capture_early(self) -> None:
+        """Capture each prefill pass when its size first comes."""
+        self._passes.patience = 1
 
     def close(self, key: str) -> None:
         """Accept no further rows for this prompt."""

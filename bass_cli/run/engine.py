@@ -108,6 +108,7 @@ class Engine:
         )
         self._given = loop
         self._models: Models | None = None
+        self._keeps = not lazy  # many requests follow; a job draws with a lazy engine
         self._ready = False  # whether the conductor has a loop
         self._news = threading.Condition()
         self._asked = deque[Callable[[], None]]()  # for the thread, before its next round
@@ -425,7 +426,6 @@ class Engine:
         conductor = self._conductor
         try:
             while True:
-                self._capture_while_idle()
                 with self._news:
                     if conductor.idle or conductor.waits:
                         self._news.wait_for(lambda: self._asked or self._stopping)
@@ -444,19 +444,6 @@ class Engine:
                 with self._news:
                     self._stopping = True
                 self._tell()
-
-    def _capture_while_idle(self) -> None:
-        """Capture the passes over prompts that the last requests needed, one at a time, until a
-        request comes. Else the next request of the same size would wait for it."""
-        more = [True]
-
-        def capture() -> None:
-            more[0] = self._conductor.loop.capture_prompts()
-
-        while self._ready and self._conductor.idle and more[0]:
-            if self._asked or self._stopping:
-                return
-            self._step(capture)
 
     def _step(self, step: Callable[[], None]) -> None:
         """Run a round; with half the rows if memory runs out, as long as that is possible."""
@@ -480,6 +467,8 @@ class Engine:
             if loop is None:
                 assert self._models is not None
                 loop = ready_loop(self.plan, self._models, self._on_phase, self._on_note)
+            if self._keeps:
+                loop.capture_early()
             self._on_phase(READING[self.plan.device.type])  # the first round ends this phase
             self._conductor.resume(loop)
             self._ready = True

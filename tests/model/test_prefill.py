@@ -338,22 +338,17 @@ def test_size_is_captured_after_enough_passes_but_never_under_a_deadline(decoder
     assert seen == [0, 0, 0, 0, 0, 1, 1, 2, 2, 2]
 
 
-def test_needed_sizes_are_captured_one_by_one_between_requests(decoders, monkeypatch):
-    monkeypatch.setattr(prompts, "PATIENCE", 8)
+def test_sizes_are_captured_at_once_if_more_requests_follow(decoders, monkeypatch):
+    monkeypatch.setattr(prompts, "PATIENCE", 2)
     _, runner = runners(decoders("qwen2"), 1)
-    assert not runner.capture_prompts()
-    for length in (12, 60, 61):
+    runner.capture_early()
+    seen = []
+    for length in (12, 60, 61, 11):
         runner.open("x", text(length))
         runner.read()
         runner.close("x")
-    assert captures(runner) == 0
-    assert [runner.capture_prompts() for _ in range(4)] == [True, True, False, False]
-    assert captures(runner) == 2
-    monkeypatch.setattr(runner._passes, "_run", lambda *_: pytest.fail("not captured"))
-    for length in (9, 58):
-        runner.open("x", text(length))
-        runner.read()
-        runner.close("x")
+        seen.append(captures(runner))
+    assert seen == [1, 2, 2, 2]
 
 
 def test_larger_graph_is_used_until_padding_costs_a_capture(decoders, monkeypatch):
