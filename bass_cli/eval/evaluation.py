@@ -20,7 +20,6 @@ from bass_cli.errors import UserError
 from bass_cli.eval import prompt_format, scoring
 from bass_cli.eval.judging import check_verdicts, verdicts_path
 from bass_cli.eval.ranking import lacks_scores
-from bass_cli.eval.samples import read_generations
 from bass_cli.eval.tasks import load_task
 from bass_cli.eval.tasks.task import Problem, PromptFormat, Task, shape_prompt
 from bass_cli.generation import (
@@ -200,7 +199,7 @@ class Evaluation:
         """Score the samples in `out`. Returns the report."""
         self._rank(out)
         found = scoring.score(
-            read_generations(out),
+            scoring.read_checked(out),
             self.task,
             self.scoring,
             report_path=self.report_path(out),
@@ -215,7 +214,7 @@ class Evaluation:
     def _rank(self, out: str) -> None:
         """Write ranks and scores into the samples if a ranker runs a model, and they lack some."""
         names = [name for name in self.scoring.rankers if needs_model(name)]
-        if not names or not lacks_scores(names, read_generations(out)):
+        if not names or not lacks_scores(names, scoring.read_checked(out)):
             return
         from bass_cli.eval.rank_command import Ranking, make_ranker, rank_lines
 

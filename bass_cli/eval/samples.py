@@ -107,6 +107,8 @@ def read_generations(
     order: Counter[str] = Counter()
     for number, _, row in read_records(path, notes):
         place = f"{path}:{number}"
+        if not all(isinstance(one, dict) for one in _listed(row)):
+            raise UserError(f'{place}: field "samples": it must be a list of JSON objects')
         for sample in samples_of(row) if _is_ours(row) else [row]:
             one = read_row(_named(sample) if by_id else sample, place, number, order)
             key = (bare_id(one.task_id), one.sample)
@@ -125,6 +127,11 @@ def read_generations(
     if manifest.get("finished") is False:
         notes.append("the run that wrote the file did not finish")
     return GenerationFile(path, tuple(rows), manifest, budget, tuple(notes))
+
+
+def _listed(row: dict[str, Any]) -> list[Any]:
+    found = row.get("samples")
+    return found if isinstance(found, list) else []
 
 
 def _is_ours(row: dict[str, Any]) -> bool:

@@ -114,6 +114,11 @@ def test_what_only_looks_like_a_mix_is_scored() -> None:
     assert cli("i.jsonl").exit_code == 0
 
 
+def test_samples_that_are_no_objects_are_an_error() -> None:
+    write("f.jsonl", [foreign(0) | {"samples": [1]}])
+    assert 'f.jsonl:1: field "samples": it must be a list of JSON objects' in refused("f.jsonl")
+
+
 def test_numbers_of_samples_that_differ_have_a_note() -> None:
     write("f.jsonl", [foreign(0), foreign(0), foreign(1)])
     assert "problems have 1 to 2 samples" in notes("f.jsonl")
