@@ -26,7 +26,7 @@ _CHARACTERS = 10_000  # of an expression; parsing takes 0.1 s then
 _NODES = 1_000  # of an expression
 _BITS = 1_024  # of a whole number that arithmetic gives; the largest float has as many
 _PATTERN = 1_000  # characters of a regex; compiling one takes 20 ms then
-_PATIENCE = 1.0  # seconds of one regex search, which takes microseconds unless it backtracks
+PATIENCE = 1.0  # seconds of one regex search, which takes microseconds unless it backtracks
 _WORDS = {"true": True, "false": False, "null": None}  # JSON's own words, besides Python's
 _ARITHMETIC: dict[type[ast.operator], tuple[str, Callable[[Any, Any], Any]]] = {
     ast.Add: ("+", operator.add),
@@ -284,11 +284,11 @@ class _Compiler:
         def value(row: Row) -> bool:
             text = _text(inner(row), column, "matches() needs a text")
             try:
-                return compiled.search(text, timeout=_PATIENCE) is not None
+                return compiled.search(text, timeout=PATIENCE) is not None
             except TimeoutError:
                 raise NoValueError(
                     self.column(pattern),
-                    f"the regex takes more than {_PATIENCE:g} s on this text; write it without "
+                    f"the regex takes more than {PATIENCE:g} s on this text; write it without "
                     "repetitions inside repetitions",
                 ) from None
 

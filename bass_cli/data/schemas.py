@@ -1,15 +1,18 @@
 """Check texts that should hold JSON: whether they parse, and whether they match a JSON schema.
 
 A schema is checked by the jsonschema package. References to other documents are not followed, so
-nothing is fetched.
+nothing is fetched. A regex of a schema has the time limit of those in expressions.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
+import regex
+
+from bass_cli.data.expressions import PATIENCE
 from bass_cli.errors import MachineError, UserError
 from bass_cli.reading import parse_json, read_bytes, shown
 
@@ -54,6 +57,7 @@ def schema_check(path: str) -> Callable[[Any], bool]:
             f"`schema` {path}: it is no valid schema: {shown(error.message)[1:-1]}"
             + (f" (at {place})" if place else "")
         ) from None
+    kind = jsonschema.validators.extend(kind, {"pattern": _pattern})
     validator = kind(schema, registry=referencing.Registry())
 
     def matches(text: Any) -> bool:
@@ -65,10 +69,27 @@ def schema_check(path: str) -> Callable[[Any], bool]:
                 f"`schema` {path}: it refers to {error.ref}, which is not in the file; put it "
                 'under "$defs"'
             ) from None
+        except TimeoutError:
+            raise UserError(
+                f"`schema` {path}: a pattern takes more than {PATIENCE:g} s on this text; write it "
+                "without repetitions inside repetitions"
+            ) from None
+        except regex.error as error:
+            raise UserError(f"`schema` {path}: a pattern is not valid: {error}") from None
         except RecursionError:
             return False  # the value or the schema nests deeper than Python's stack
 
     return matches
+
+
+def _pattern(validator: Any, pattern: str, value: Any, schema: Any) -> Iterator[Exception]:
+    """Check the keyword "pattern", as jsonschema does, but with a time limit."""
+    from jsonschema import ValidationError
+
+    if not validator.is_type(value, "string"):
+        return
+    if regex.search(pattern, value, timeout=PATIENCE) is None:
+        yield ValidationError(f"{pattern} does not match")
 
 
 def _parsed(text: Any) -> tuple[bool, Any]:

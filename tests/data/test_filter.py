@@ -330,6 +330,31 @@ def test_broken_lines_are_errors_except_for_a_torn_last_one() -> None:
     )
 
 
+def test_patterns_of_a_schema_match_as_jsonschema_does_and_have_a_time_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import jsonschema
+
+    pattern = {"type": "string", "pattern": r"^\d+(px|em)$|^auto"}
+    Path("p.json").write_text(json.dumps(pattern))
+    values = ["12px", "px", "12pxx", "automatic", "x auto", "", "٣px", 5]
+    write(
+        "v.jsonl",
+        [{"id": "a", "sample": at, "text": json.dumps(one)} for at, one in enumerate(values)],
+    )
+    due = [
+        f"a{at}"
+        for at, one in enumerate(values)
+        if jsonschema.Draft202012Validator(pattern).is_valid(one)
+    ]
+    assert kept("--schema", "p.json", file="v.jsonl") == due != []
+    monkeypatch.setattr("bass_cli.data.schemas.PATIENCE", 0.1)
+    Path("p.json").write_text('{"pattern": "(a|aa)+$"}')
+    write("v.jsonl", [{"text": json.dumps("a" * 80 + "b")}])
+    found = bass("v.jsonl", "--schema", "p.json", code=2).stderr
+    assert "v.jsonl:1: --schema p.json: a pattern takes more than 0.1 s on this text" in found
+
+
 def test_numbers_that_json_lacks_are_no_valid_json() -> None:
     texts = [
         "1",
