@@ -28,7 +28,7 @@ from bass_cli.eval.scoring import find_verdict, verdict_digests
 from bass_cli.eval.tasks import load_task
 from bass_cli.eval.tasks.task import Task
 from bass_cli.report.pieces import Pieces
-from bass_cli.report.sources import Source
+from bass_cli.report.sources import Source, quality_of
 
 LOGPROB_DIGITS = 3  # decimals of a token's log-probability on the page: 0.1 % of a probability
 UNJUDGED = "not judged"
@@ -156,14 +156,11 @@ class Reader:
             quality = report.build(file, judged, self._task, ks=ks_of(judged), isolation=isolation)
             figures |= {key: quality[key] for key in quality.keys() - figures.keys()}
             figures |= {key: quality[key] for key in ("task", "isolation", "estimates")}
-            if fits(self.source.report, file):  # it may have Pass@First by several rankers
-                beside = self.source.report
-                figures = {**beside, **figures}
-                figures["estimates"] = {**beside.get("estimates", {}), **figures["estimates"]}
             notes += [note for note in quality["notes"] if note not in notes]
-        elif fits(self.source.report, file):
-            figures |= self.source.report
-            notes += [one for one in figures["notes"] if one not in notes]
+        if fits(self.source.report, file):  # it has ROUGE, or Pass@First by several rankers
+            beside = quality_of(self.source.report)
+            estimates = {**beside.get("estimates", {}), **figures["estimates"]}
+            figures = {**beside, **figures, "estimates": estimates}
         notes += [note for note in file.notes if note not in notes]
         outlines = Outlines(statuses, kinds, details)
         return Run(self.source, file, extras, prompts, outlines, figures, judged, notes)

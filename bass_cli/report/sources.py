@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from bass_cli.errors import UserError
 from bass_cli.eval.judging import verdicts_path
 from bass_cli.io.linefile import journal_of, name_beside, stem_of
 from bass_cli.io.resume import manifest_path
-from bass_cli.reading import parse_object, read_bytes
+from bass_cli.reading import finite, parse_object, read_bytes
 
 _REPORT_BYTES = 1 << 28  # most bytes of a report; a problem takes some 300
 _BY_METHOD = re.compile(r"\.(plain|single|batched)-([0-9.e+-]+)s$")  # see eval/sweep.py
@@ -126,6 +126,37 @@ def _with_report(path: str) -> Source:
 
 def _report_path(path: str) -> str:
     return name_beside(path, ".report.json")
+
+
+def quality_of(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the figures of quality in a report's document: estimates, and the values by name.
+
+    Empty if the document has none, or if one of them has the wrong type.
+    """
+
+    def share(value: Any) -> float | None:
+        return None if value is None else finite(value)
+
+    try:
+        found: dict[str, Any] = {
+            "estimates": {
+                str(name): {
+                    "value": finite(one["value"]),
+                    "standard_error": share(one["standard_error"]),
+                    "interval": one["interval"] and [finite(bound) for bound in one["interval"]],
+                }
+                for name, one in document["estimates"].items()
+            }
+        }
+        for key in ("pass_first", "pass_first_of_finished", "pass_all"):
+            found |= {key: share(document[key])} if "pass_first" in document else {}
+        at_k = document.get("pass_at_k", {})
+        found |= {"pass_at_k": {k: share(at_k[k]) for k in sorted(at_k, key=int)}}
+        if by := document.get("pass_first_by"):
+            found |= {"pass_first_by": {name: share(value) for name, value in by.items()}}
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return {}
+    return found | ({"rouge": document["rouge"]} if "rouge" in document else {})
 
 
 def _short_names(paths: list[str]) -> list[str]:

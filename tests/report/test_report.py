@@ -422,3 +422,29 @@ def test_acceptance_by_place_comes_from_the_manifest() -> None:
         assert "place in the draft" not in found
         note = next(chart["note"] for label, chart in found.items() if label.startswith("accepted"))
         assert "not recorded" in note
+
+
+@pytest.mark.parametrize("change", [
+    {"estimates": 3}, {"estimates": {"pass_first": {"value": "x"}}}, {"estimates": None}, {"pass_at_k": [1]},
+    {"pass_at_k": {"one": 1.0}}, {"pass_first": "all"}, {"pass_first_by": {"static": {}}}, {"samples": "6"},
+])  # fmt: skip
+def test_a_damaged_report_beside_the_file_is_left_out(change: dict[str, Any]) -> None:
+    path = judged()
+    document = json.loads(Path("f.report.json").read_text())
+    Path(f"{path}.verdicts.jsonl").unlink()
+    assert dict(reported(path).head["runs"][0]["headline"])["Pass@First"].startswith("33.3")
+    Path("f.report.json").write_text(json.dumps(document | change))
+    assert "Pass@First" not in dict(reported(path).head["runs"][0]["headline"])
+
+
+def test_pass_first_by_several_rankers_comes_from_the_report() -> None:
+    path = judged()
+    assert (
+        cli(
+            "score", path, ALLOW, "--rank-by", "logprob,static", "--report", "f.report.json"
+        ).exit_code
+        == 0
+    )
+    figures = dict(reported(path).head["runs"][0]["figures"])
+    assert figures["Pass@First by"].startswith("logprob 33.3")
+    assert "static" in figures["Pass@First by"]
