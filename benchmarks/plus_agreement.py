@@ -1,9 +1,10 @@
 """Compare bass's verdicts on HumanEval+ or MBPP+ with those of the installed evalplus package.
 
     python benchmarks/plus_agreement.py mbpp+ MbppPlus.jsonl --every 3 --changed 2
+    python benchmarks/plus_agreement.py humaneval+ HumanEvalPlus.jsonl --samples FILE --first 2
 
-The programs are the canonical solutions, and solutions that are changed in one place. evalplus has
-no real sandbox.
+The programs are the canonical solutions and solutions that are changed in one place, or a model's
+samples. evalplus has no real sandbox.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from evalplus.eval import MBPP_OUTPUT_NOT_NONE_TASKS, PASS, untrusted_check
 from evalplus.gen.util import trusted_exec
 from mutants import mutants
 
+from bass_cli.eval.samples import read_generations
 from bass_cli.eval.tasks import load_task
 from bass_cli.eval.tasks.task import Problem, Task
 from bass_cli.sandbox.programs import Program, Sandbox
@@ -29,13 +31,28 @@ from bass_cli.sandbox.programs import Program, Sandbox
 SETS = ("base", "plus")
 
 
-def programs_of(
-    task: Task, problem: Problem, number: int, changed: int
-) -> dict[tuple[str, str, str], Program]:
-    """Return the programs of a problem by (task_id, set of tests, text)."""
+def changed_solutions(problem: Problem, number: int, changed: int) -> list[str]:
+    """Return the canonical solution of a problem, and `changed` solutions that differ from it."""
     fields = problem.fields
     right = fields["prompt"] + fields["canonical_solution"]
-    texts = [right, *mutants(right, fields["entry_point"], changed, number)]
+    return [right, *mutants(right, fields["entry_point"], changed, number)]
+
+
+def samples_of(path: str, task: Task, first: int) -> dict[str, list[str]]:
+    """Return the first samples of each problem in a file, as whole programs."""
+    known = set(task.problems)
+    found: dict[str, list[str]] = {}
+    for row in read_generations(path).rows:
+        if row.task_id in known and row.sample < first:
+            text = row.text if row.whole else task.problems[row.task_id].prompt + row.text
+            found.setdefault(row.task_id, []).append(text)
+    return found
+
+
+def programs_of(
+    task: Task, problem: Problem, texts: list[str]
+) -> dict[tuple[str, str, str], Program]:
+    """Return the programs of a problem by (task_id, set of tests, text)."""
     makes = dict(zip(SETS, (task.base_program, task.program), strict=True))
     return {
         (problem.task_id, which, text): makes[which](problem, text, whole=True)
@@ -71,6 +88,8 @@ def main() -> None:
     parser.add_argument("file", help="problems in EvalPlus's layout")
     parser.add_argument("--every", type=int, default=1, help="use every n-th problem")
     parser.add_argument("--changed", type=int, default=2, help="changed solutions of each problem")
+    parser.add_argument("--samples", help="a file of samples, in place of changed solutions")
+    parser.add_argument("--first", type=int, default=2, help="samples of each problem")
     parser.add_argument(
         "--without", nargs="*", default=[], help="problems to leave out, by task_id"
     )
@@ -79,8 +98,13 @@ def main() -> None:
     chosen = [one for one in task.problems.values() if one.task_id not in args.without]
     chosen = chosen[:: args.every]
     programs: dict[tuple[str, str, str], Program] = {}
+    samples = samples_of(args.samples, task, args.first) if args.samples else None
     for number, problem in enumerate(chosen):
-        programs |= programs_of(task, problem, number, args.changed)
+        if samples is None:
+            texts = changed_solutions(problem, number, args.changed)
+        else:
+            texts = samples.get(problem.task_id, [])
+        programs |= programs_of(task, problem, texts)
     with Sandbox(limits=task.limits) as sandbox:
         ours = dict(sandbox.run(programs.items()))
     pairs: Counter[tuple[bool, bool]] = Counter()

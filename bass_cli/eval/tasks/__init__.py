@@ -54,6 +54,5 @@ def load_task(name: str, data: str | None = None) -> Task:
         return OwnTask(read_task_file(name), data)
     if name in packaged_tasks():
         return OwnTask(read_packaged(name), data)
-    raise UserError(
-        f'there is no task "{name}"; {nearest(name, task_names())} (a task file ends in .yaml)'
-    )
+    near = nearest(name, [*task_names(), *ALIASES])
+    raise UserError(f'there is no task "{name}"; {near} (a task file ends in .yaml)')
