@@ -40,7 +40,8 @@ class Program(NamedTuple):
         tests: the tests. They pass if they run to their end without an exception. Without tests a
             program passes if its process says that the text ran to its end. An exception of the
             tests with an attribute `limit` (seconds) says that the program exceeded that time
-            limit. Then the program runs again alone if it waited for a processor.
+            limit. Then the program runs again alone if it waited for a processor. An attribute
+            `about` is the verdict's detail.
         names: global names of the program that the tests use. Plain data is copied; for other
             objects the tests get a proxy. These names replace builtins and names of `setup`.
         setup: trusted text that runs first in the tests' process. It cannot use `names`. If it

@@ -51,6 +51,11 @@ def test_slow_calls_time_out_and_the_details_name_the_input(endings: dict[Key, E
     slow = endings["HumanEval/1000", "sleeps on a plus input", "plus"]
     assert (slow.status, slow.detail) == ("timed out", "input 1 took more than 1 s")
     assert slow.seconds < 20
+    endless = endings["HumanEval/1000", "never starts", "base"]
+    assert (endless.status, endless.detail) == (
+        "timed out",
+        "all inputs together took more than 4 s",
+    )
     assert (
         endings["HumanEval/1000", "wrong only on plus inputs", "plus"].detail
         == "input 1: returned 6, not -6"
