@@ -323,4 +323,4 @@ def _own_manifest(
         return {**manifest, "totals": totals, **own}
     best = {"best_of": ranking.best, "rank_by": next(iter(by))}
     own |= {"results": {**manifest["results"], **best}, "expected": None}
-    return {**manifest, "totals": totals | {"dropped": file.dropped}, **own}
+    return {**manifest, "totals": totals | {"dropped": file.dropped, "seconds": None}, **own}

@@ -332,6 +332,8 @@ def _decoding_seconds(file: GenerationFile, problems: Mapping[str, Outcomes]) ->
     They are in the manifest. Without it they are the sum of the problems' times if prompts ran one
     at a time, which they do with a budget and no --batch-size.
     """
+    if file.setting("best_of") is not None:  # the seconds are those of all samples
+        return None
     if file.total_seconds is not None or file.budget is None or not file.one_at_a_time:
         return file.total_seconds
     return sum(max(_end_times(outcomes), default=0.0) for outcomes in problems.values())
@@ -350,7 +352,7 @@ def _gaps(file: GenerationFile, problems: Mapping[str, Outcomes], known: int) ->
     n, best = file.setting("n"), file.setting("best_of")
     if isinstance(best, int):
         notes.append(
-            f"only the {best} best of {n} samples of each problem are in the file, ranked by "
+            f"only the best {best} of {n} samples of each problem are in the file, ranked by "
             f"{file.setting('rank_by')}; pass@k describes the kept samples"
         )
     elif isinstance(n, int):

@@ -101,6 +101,7 @@ def test_only_the_best_are_kept_in_another_file() -> None:
     assert manifest["results"] == {"n": 3, "seed": 0, "best_of": 1, "rank_by": "majority"}
     assert manifest["totals"]["samples"] == 3
     assert manifest["totals"]["dropped"] == 4
+    assert manifest["totals"]["seconds"] is None  # those of the run are of all samples
     assert manifest["ranked"]["by"] == {"majority": None}
 
 

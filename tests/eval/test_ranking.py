@@ -225,3 +225,13 @@ def test_majority_uses_the_answers_that_a_task_file_extracts(
     found = [json.loads(line) for line in Path("f.jsonl").read_text().splitlines()]
     assert [row["scores"]["majority"] for row in found] == [1 / 6, 0, 0, 0, 2 / 6, 2 / 6]
     assert [row["rank"] for row in found] == [3, 4, 5, 6, 1, 2]
+
+
+def test_files_of_the_best_samples_say_so(task: Coded) -> None:
+    """Their speed is unknown, because the seconds are those of all samples."""
+    best = [row for row in rows() if row["sample"] == 0]
+    results = {"n": 3, "best_of": 1, "rank_by": "static"}
+    write("f.jsonl", best, results=results, totals={"samples": 3, "seconds": 1.0}, finished=True)
+    report = json.loads(cli("f.jsonl", "--json").stdout)
+    assert report["tokens_per_second"] is None
+    assert any("only the best 1 of 3 samples" in note for note in report["notes"])
