@@ -17,10 +17,7 @@ from .delta_rule import CHUNK, UNIT_EPS, DeltaState, DeltaWeights
 
 _CHUNK = tl.constexpr(CHUNK)
 _UNIT_EPS = tl.constexpr(UNIT_EPS)
-# Size of the blocks that are inverted by substitution, the smallest of a tensor core's product.
-_BLOCK = tl.constexpr(16)
-# Products of float32 numbers: of the chunks, and of the inverses, whose errors would add up.
-_WIDE, _EXACT = "tf32", "tf32x3"
+_WIDE = "tf32"  # how products of float32 numbers are computed, unless the model is float32
 _COLUMNS = 32  # value columns of a program of `_scan`
 
 
@@ -55,11 +52,11 @@ def delta_prompt(
         num_warps=8,
     )
     precise = qkv.dtype == torch.float32
+    # An earlier form with eight warps failed on an H100 with an illegal access (Triton 3.6).
     _solve[(chunks, heads)](
         *(gates, weights.decay, weights.bias, prepared, factors, inverse, *shared, gates.stride(0)),
         **options,
         WIDE="ieee" if precise else _WIDE,
-        EXACT="ieee" if precise else _EXACT,
         num_warps=4,
     )
     out = torch.zeros(tokens, heads * value_size, dtype=qkv.dtype, device=qkv.device)
@@ -106,37 +103,6 @@ def _decay(total):
     at = tl.arange(0, _CHUNK)
     lower = at[:, None] >= at[None, :]
     return tl.where(lower, tl.exp(tl.where(lower, total[:, None] - total[None, :], 0.0)), 0.0)
-
-
-@triton.jit
-def _inverse(below, EXACT: tl.constexpr):
-    """Return the inverse of 1 + below, for a strictly lower triangular matrix [_CHUNK, _CHUNK].
-
-    The blocks on the diagonal are inverted by forward substitution: row i of the inverse is e_i
-    minus the sum over j < i of below_ij row_j. With these inverses D and N = D times the rest of
-    `below`, the whole inverse is (1 - N) (1 + N^2) D, because N^4 = 0 for four blocks.
-    """
-    blocks: tl.constexpr = _CHUNK // _BLOCK
-    one, other = (
-        tl.arange(0, blocks)[:, None, None, None],
-        tl.arange(0, blocks)[None, None, :, None],
-    )
-    whole = tl.reshape(below, [blocks, _BLOCK, blocks, _BLOCK])
-    small = tl.sum(tl.where(one == other, whole, 0.0), 2)
-    rest = tl.reshape(tl.where(one == other, 0.0, whole), [_CHUNK, _CHUNK])
-    row = tl.arange(0, _BLOCK)[None, :, None]
-    inverse = tl.where(row == tl.arange(0, _BLOCK)[None, None, :], small * 0.0 + 1.0, 0.0)
-    for step in range(1, _BLOCK):
-        weight = tl.sum(tl.where(row == step, small, 0.0), 1)
-        found = tl.sum(weight[:, :, None] * inverse, 1)
-        inverse -= tl.where(row == step, found[:, None, :], 0.0)
-    diagonal = tl.where(one == other, inverse[:, :, None, :], 0.0)
-    diagonal = tl.reshape(diagonal, [_CHUNK, _CHUNK])
-    rest = tl.dot(diagonal, rest, input_precision=EXACT)
-    found = diagonal + tl.dot(
-        tl.dot(rest, rest, input_precision=EXACT), diagonal, input_precision=EXACT
-    )
-    return found - tl.dot(rest, found, input_precision=EXACT)
 
 
 @triton.jit
@@ -224,7 +190,6 @@ def _solve(
     BLOCK_K: tl.constexpr,
     BLOCK_P: tl.constexpr,
     WIDE: tl.constexpr,
-    EXACT: tl.constexpr,
 ):
     """Compute the gates of a chunk for one head, and the inverse of its triangular system."""
     chunk, head = tl.program_id(0), tl.program_id(1)
@@ -250,7 +215,13 @@ def _solve(
         line = prepared_ptr + token[:, None] * channels + k_at[None, :]
         key = tl.load(line, mask=real[:, None] & (i < DK)[None, :], other=0.0)
         below = tl.dot(key, tl.trans(key), input_precision=WIDE) * beta[:, None] * _decay(total)
-        inverse = _inverse(tl.where(at[:, None] > at[None, :], below, 0.0), EXACT)
+        below = tl.where(at[:, None] > at[None, :], below, 0.0)
+        # Forward substitution: row i of the inverse of 1 + below is e_i - sum of below_ij row_j.
+        inverse = (at[:, None] == at[None, :]).to(tl.float32)
+        for step in range(1, _CHUNK):
+            weight = tl.sum(tl.where(at[:, None] == step, below, 0.0), 0)
+            found = tl.sum(weight[:, None] * inverse, 0)
+            inverse -= tl.where(at[:, None] == step, found[None, :], 0.0)
         matrix = inverse_ptr + (chunk.to(tl.int64) * H + head) * (_CHUNK * _CHUNK)
         tl.store(matrix + at[:, None] * _CHUNK + at[None, :], inverse)
 

@@ -180,7 +180,7 @@ def compile_delta_rule():
     compile_one(delta_kernels._gated_norm, {"found_ptr": "*bf16"}, DV=64, BLOCK_N=64)
     heads["BLOCK_P"] = 8
     compile_one(delta_prompt_kernels._convolve, types, **heads, BLOCK=64)
-    compile_one(delta_prompt_kernels._solve, types, **heads, WIDE="tf32", EXACT="tf32x3")
+    compile_one(delta_prompt_kernels._solve, types, **heads, WIDE="tf32")
     compile_one(delta_prompt_kernels._scan, types, **heads, WIDE="tf32", BLOCK_V=32)
 
 
