@@ -553,6 +553,8 @@ def _turned(name: str, slot: Slot, stored: Stored) -> Slot:
     base = _base(stored)
     if isinstance(base, Entry) or not base.layout.transposed or slot.how == "transpose":
         return slot
+    if slot.how in ("gated", "delta", "delta_gates"):  # of models that are never split
+        return slot._replace(turned=True)
     if slot.how:
         raise UserError(
             f'{base.file}: tensor "{name}" is stored as {base.layout.name}, which is not '
@@ -563,4 +565,5 @@ def _turned(name: str, slot: Slot, stored: Stored) -> Slot:
 
 def _stored_shape(slot: Slot, shape: tuple[int, ...]) -> tuple[int, ...]:
     rows, columns = slot.rows + 2 * (slot.how == "skip_two"), shape[1:]
-    return (*columns, rows) if slot.how in ("transpose", "pairs") else (rows, *columns)
+    turned = slot.turned or slot.how in ("transpose", "pairs")
+    return (*columns, rows) if turned else (rows, *columns)

@@ -242,7 +242,7 @@ def write(
                 if cut.columns is not None:
                     rows = rows[:, cut.columns.start : cut.columns.stop]
                 if len(rows):
-                    _place(whole, cut, rows, first - cut.rows.start, slot.how, order)
+                    _place(whole, cut, rows, first - cut.rows.start, slot, order)
 
 
 @contextlib.contextmanager
@@ -269,7 +269,7 @@ def _in_threads(
 def _whole_rows(parts: Iterable[tuple[int, Tensor]], slot: Slot) -> Iterable[tuple[int, Tensor]]:
     """Return parts of which each has whole rows of the target: rows of a transposed tensor are
     put together first, because the scale of a target's row depends on all of them."""
-    if slot.how != "transpose":
+    if slot.how != "transpose" and not slot.turned:
         return parts
     return [(0, torch.cat([part.clone() for _, part in parts]))]
 
@@ -321,8 +321,8 @@ def _fill(
                 order = None if cut.order is None else cut.order.to(whole.device)
                 found = parts(entry, stage, cut.rows, cut.columns)
                 for first, part in _whole_rows(found, slot) if quantised else found:
-                    _place(whole, cut, part, first, slot.how, order)
-            rows += cut.taken if cut.order is None else len(cut.rows)
+                    _place(whole, cut, part, first, slot, order)
+            rows += cut.taken if cut.order is None or slot.turned else len(cut.rows)
             size += read
     return rows, size
 
@@ -365,19 +365,24 @@ def _check_finite(name: str, weight: Weight, checkpoint: Checkpoint) -> None:
 
 
 def _place(
-    whole: Writable, cut: Cut, part: Tensor, first: int, how: str, order: Tensor | None
+    whole: Writable, cut: Cut, part: Tensor, first: int, slot: Slot, order: Tensor | None
 ) -> None:
     """Transform stored rows of a cut, from its row `first` on, and write them into a decoder's
     tensor. `order`: the row of each in the cut's rows of that tensor."""
-    last = first + len(part)
+    last, how = first + len(part), "transpose" if slot.turned else slot.how
+    if order is not None and not slot.turned:
+        order = order[first:last]
     if isinstance(whole, Quantised):
-        places = first if order is None else order[first:last]
+        places = first if order is None else order
         rows = part.T if how == "transpose" else part
         whole.rows(cut.first, cut.first + cut.taken).write_rows(places, rows, cut.kept)
         return
     target = whole[cut.first : cut.first + cut.taken]
     if order is not None:
-        target.index_copy_(0, order[first:last], part.to(target.device, target.dtype))
+        part = part.to(target.device, target.dtype)
+        if slot.turned:
+            target, part = target[:, first:last], part.T
+        target.index_copy_(0, order, part)
     elif how == "transpose" and part.dim() == 2:
         target[:, first:last] = part.T
     elif how == "pairs" and part.dim() == 2:

@@ -32,12 +32,14 @@ class Slot(NamedTuple):
         rows that alternate between gate and up; "pairs" does so after "transpose"; "gated" sorts
         heads of query and output gate; "delta" and "delta_gates" sort Qwen3-Next's rows by key
         head.
+    turned: whether the tensor is stored as [inputs, outputs], besides `how`.
     """
 
     name: str
     first: int
     rows: int
     how: str = ""
+    turned: bool = False
 
 
 class Family(NamedTuple):

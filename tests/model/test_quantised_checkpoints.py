@@ -122,6 +122,29 @@ def test_quantised_matrices_have_their_owners_numbers(name: str, tmp_path: Path)
     assert sum(read) == checkpoint.size == size_of(checkpoint)
 
 
+@pytest.mark.parametrize("name", ["block fp8, odd blocks", "gptq act-order", "awq"])
+def test_matrices_of_hybrid_models_have_their_owners_numbers(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of query and output gate are sorted, also where inputs are stored first; with the
+    numbers themselves, and rounded to 8 bits."""
+    scheme, _ = scheme_of(name)
+    kinds = ["linear_attention", "full_attention"]
+    sizes = {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "layer_types": kinds}
+    model = write_quantised(tmp_path / "few", scheme, family="qwen3_5_text", **sizes)
+    wanted = expected(model, tmp_path / "plain")
+    monkeypatch.setattr(tensor_content, "ELEMENTS", {"cpu": 300})
+    checkpoint = open_checkpoint(tmp_path / "few")
+    found = load(checkpoint, dtype=torch.float32, device=CPU)
+    assert found.keys() == wanted.keys()
+    for key, tensor in wanted.items():
+        torch.testing.assert_close(found[key], tensor, rtol=1e-6, atol=0, msg=key)
+    small = load(checkpoint, dtype=torch.float32, device=CPU, layouts=Layouts("int8"))
+    for key in ("layers.1.qkv.weight", "layers.0.delta_in.weight"):
+        error = small[key].dequantise() - wanted[key]
+        assert (error.abs() <= 0.51 / 127 * wanted[key].abs().amax(1, keepdim=True)).all()
+
+
 @pytest.mark.parametrize(
     "name", ["block fp8, odd blocks", "gptq act-order", "awq", "modelopt nvfp4"]
 )
