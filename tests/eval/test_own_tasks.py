@@ -76,7 +76,9 @@ def test_data_is_beside_the_file_and_can_be_replaced(place: Path) -> None:
     task()
     (place / "inner").mkdir()
     (place / "t.yaml").rename(place / "inner" / "t.yaml")
-    with pytest.raises(UserError, match=r"inner/d\.jsonl: there is no such"):
+    with pytest.raises(
+        UserError, match=r'inner/t\.yaml:1: key "data": .*/inner/d\.jsonl: there is no such'
+    ):
         load_task("inner/t.yaml")
     assert len(load_task("inner/t.yaml", "d.jsonl").problems) == 6
 

@@ -21,6 +21,7 @@ from bass_cli.eval.tasks.extraction import Finder, SlowRuleError
 from bass_cli.eval.tasks.task import Check, Defaults, Problem, Task, identity, records_of
 from bass_cli.eval.tasks.task_file import Extract, Loaded, TaskFile, compile_pattern, templates_of
 from bass_cli.eval.tasks.templates import Key, TemplateError, Templates
+from bass_cli.io.readers import open_source
 from bass_cli.rank.code import modules_of, names_of, with_imports
 from bass_cli.reading import shown
 from bass_cli.sandbox.programs import Program
@@ -89,6 +90,8 @@ class OwnTask(Task):
         self._templates = Templates(options.fields, dict(templates_of(options)), lists)
         self._pool: _Pool | None = None
         self._rendered: dict[str, Rendered] = {}
+        if data is None:
+            _check_source(self.source, self._located.at("data"))
         super().__init__(data)
         if options.examples is not None:
             pool = self._pool = _Pool(self, loaded, data or self.source)
@@ -312,10 +315,10 @@ class _Pool:
                 for number, record in enumerate(self.options.records)
             ]
         else:
-            other = self.options.data
-            self._records = list(
-                records_of(source if other is None else _beside(options.folder, other))
-            )
+            if self.options.data is not None:
+                source = _beside(options.folder, self.options.data)
+                _check_source(source, self._located.at("examples", "data"))
+            self._records = list(records_of(source))
         self._order = list(range(len(self._records)))
         if self.options.records is None or self.options.number is not None:
             self._order.sort(key=functools.partial(_hash, self.options.seed))
@@ -372,6 +375,14 @@ def _beside(folder: Path | None, source: str) -> str:
     if source.startswith("hf:") or folder is None:
         return source
     return os.path.join(folder, os.path.expanduser(source))
+
+
+def _check_source(source: str, key: str) -> None:
+    """Raise UserError with the place of the key if a source of data cannot be opened."""
+    try:
+        open_source(source)
+    except UserError as error:
+        raise UserError(f"{key}: {error}") from None
 
 
 def _hash(seed: int, number: int) -> bytes:

@@ -10,6 +10,7 @@ import ast
 import importlib.resources
 import os
 import re
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -396,6 +397,8 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
     if not is_unicode(pattern):
         raise ValueError("it contains half of a surrogate pair, which is not valid text")
     try:
-        return re.compile(pattern)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about future meanings of rare expressions
+            return re.compile(pattern)
     except (re.error, RecursionError, OverflowError) as error:
         raise ValueError(f"{shown(pattern)} is no regular expression: {error}") from None
