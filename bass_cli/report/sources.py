@@ -154,7 +154,7 @@ def quality_of(document: Mapping[str, Any]) -> dict[str, Any]:
         found |= {"pass_at_k": {k: share(at_k[k]) for k in sorted(at_k, key=int)}}
         if by := document.get("pass_first_by"):
             found |= {"pass_first_by": {name: share(value) for name, value in by.items()}}
-    except (AttributeError, KeyError, TypeError, ValueError):
+    except (AttributeError, LookupError, TypeError, ValueError):
         return {}
     return found | ({"rouge": document["rouge"]} if "rouge" in document else {})
 
