@@ -73,7 +73,9 @@ class _Plus(Task):
         setup = self._setups.get((problem.task_id, which))
         if setup is None:
             setup = self._setups[problem.task_id, which] = _setup(problem, which)
-        return Program(program, f"{_CHECK}({name})", (name,), setup)
+        count = len(problem.fields[f"{which}_input"])
+        about = f"# {count} {which} inputs, compared with the canonical solution"
+        return Program(program, f"{about}\n{_CHECK}({name})", (name,), setup)
 
     def _hub_program(self, problem: Problem, program: str, which: str) -> Program:
         """Return the program with tests of the hub's layout."""
