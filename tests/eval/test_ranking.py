@@ -16,6 +16,7 @@ from bass_cli.eval.ranking import firsts_of, group_of
 from bass_cli.eval.samples import by_problem, read_generations
 from bass_cli.eval.tasks.humaneval import HumanEval
 from bass_cli.eval.tasks.mbpp import Mbpp
+from bass_cli.eval.tasks.plus import MbppPlus
 from bass_cli.eval.tasks.task import Problem
 
 
@@ -235,3 +236,15 @@ def test_files_of_the_best_samples_say_so(task: Coded) -> None:
     report = json.loads(cli("f.jsonl", "--json").stdout)
     assert report["tokens_per_second"] is None
     assert any("only the best 1 of 3 samples" in note for note in report["notes"])
+
+
+def test_rankers_see_no_tests_in_mbpp_plus_prompts(tmp_path: Path) -> None:
+    record = {"task_id": 2, "prompt": "Add two.", "code": "def add(a): return a + 2",
+              "test_list": ["assert add(1) == 3"], "test": "assert add(2) == 4"}  # fmt: skip
+    data = tmp_path / "plus.jsonl"
+    data.write_text(json.dumps(record))
+    task = MbppPlus(str(data))
+    (problem,) = task.problems.values()
+    assert "assert" in problem.prompt
+    group = group_of(task, problem._replace(fields=Untold(problem.fields)), [])
+    assert (group.prompt, group.entry_point) == ("Add two.", None)
