@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import numpy
 from numpy.typing import NDArray
@@ -53,7 +55,10 @@ class NearDuplicates:
         self._threshold = threshold
         self._rows = band_rows(threshold)
         self._bands = PERMUTATIONS // self._rows
-        self._buckets: dict[bytes, list[int]] = {}  # numbers of signatures, by band
+        # The last text of each bucket, and for each text and band the text before it in its
+        # bucket, -1 for none: half the memory of lists.
+        self._last: dict[bytes, int] = {}
+        self._before = numpy.empty((_FIRST_ROOM, self._bands), numpy.int32)
         self._signatures = numpy.empty((_FIRST_ROOM, PERMUTATIONS), numpy.uint32)
         self._count = 0
 
@@ -64,20 +69,28 @@ class NearDuplicates:
         """
         found = signature(text)
         keys = self._keys(found, _digest(within))
-        near = sorted({one for key in keys for one in self._buckets.get(key, ())})
+        last = [self._last.get(key, -1) for key in keys]
+        near = sorted(self._in_buckets(last))
         if near:
             alike = (self._signatures[near] == found).mean(axis=1)
             if alike.max() >= self._threshold:
                 return True
         if self._count == len(self._signatures):
-            self._signatures = numpy.concatenate(
-                [self._signatures, numpy.empty_like(self._signatures)]
-            )
-        self._signatures[self._count] = found
-        for key in keys:
-            self._buckets.setdefault(key, []).append(self._count)
+            self._signatures = _doubled(self._signatures)
+            self._before = _doubled(self._before)
+        self._signatures[self._count], self._before[self._count] = found, last
+        self._last.update(dict.fromkeys(keys, self._count))
         self._count += 1
         return False
+
+    def _in_buckets(self, last: Sequence[int]) -> set[int]:
+        """Return all texts of the buckets. `last`: the last text of each band's, or -1."""
+        found = set[int]()
+        for band, text in enumerate(last):
+            while text >= 0:
+                found.add(text)
+                text = int(self._before[text, band])
+        return found
 
     def _keys(self, found: Signature, within: bytes) -> list[bytes]:
         """Return the keys of the bands of a signature."""
@@ -90,6 +103,10 @@ class NearDuplicates:
             ).digest()
             for band in range(self._bands)
         ]
+
+
+def _doubled(rows: NDArray[Any]) -> NDArray[Any]:
+    return numpy.concatenate([rows, numpy.empty_like(rows)])
 
 
 def band_rows(threshold: float) -> int:
