@@ -18,6 +18,10 @@ from .delta_rule import CHUNK, UNIT_EPS, DeltaState, DeltaWeights
 _CHUNK = tl.constexpr(CHUNK)
 _UNIT_EPS = tl.constexpr(UNIT_EPS)
 _WIDE = "tf32"  # how products of float32 numbers are computed, unless the model is float32
+# Warps of kernels with products. From four warps on they use Hopper's wgmma, and an earlier form of
+# these kernels failed on an H100 with an illegal access (Triton 3.6, numbers of 16 bits). Triton's
+# issue 11366 and flash-linear-attention's pull request 988 report the same for kernels like these.
+_WARPS = 2
 _COLUMNS = 32  # value columns of a program of `_scan`
 
 
@@ -31,7 +35,7 @@ def delta_prompt(
     parts: Tensor,
     eps: float,
     columns: int = _COLUMNS,
-    warps: int = 4,
+    warps: int = _WARPS,
     stages: int = 1,
 ) -> Tensor:
     """Do delta_rule.delta_prompt. `columns`, `warps` and `stages` of `_scan`: for measurements."""
@@ -52,12 +56,11 @@ def delta_prompt(
         num_warps=8,
     )
     precise = qkv.dtype == torch.float32
-    # An earlier form with eight warps failed on an H100 with an illegal access (Triton 3.6).
     _solve[(chunks, heads)](
         *(gates, weights.decay, weights.bias, prepared, factors, inverse, *shared, gates.stride(0)),
         **options,
         WIDE="ieee" if precise else _WIDE,
-        num_warps=4,
+        num_warps=_WARPS,
     )
     out = torch.zeros(tokens, heads * value_size, dtype=qkv.dtype, device=qkv.device)
     block = max(16, min(columns, triton.next_power_of_2(value_size)))
