@@ -263,10 +263,12 @@ def _random_pair(args: BenchArgs, shape: str) -> tuple[Pair, RandomSpecs]:
         draft = f"parallel:{name}" if name in AT_ONCE else name
         spec = spec_of(name, option="`draft_shape`", vocab=target.vocab, others=HEADS)
     elif depth is not None:
-        if not 1 <= depth < target.layers:
+        least = target.attention_layers[0] + 1  # a draft needs a layer with attention
+        if not least <= depth < target.layers:
             raise UserError(
-                f"`depth`: give a number from 1 to {target.layers - 1}, because {shape} has "
-                f"{target.layers} layers (got {depth})"
+                f"`depth`: give a number from {least} to {target.layers - 1}, because {shape} has "
+                f"{target.layers} layers, of which number {least} is the first with attention "
+                f"(got {depth})"
             )
         draft = f"the first {depth} of {target.layers} layers"
     whole = shape if draft == "none" else f"{shape} + {draft}"

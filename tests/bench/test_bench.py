@@ -674,6 +674,7 @@ BAD: list[tuple[list[str], str]] = [
     (["--shape", "tiny", "--depth", "2"], "--depth and --scale must be given together"),
     (["--shape", "tiny", "--depth", "4", "--scale", "1"], "from 1 to 3, because tiny has 4 layers "
                                                           "(got 4)"),
+    (["--shape", "qwen3.5-27b", "--depth", "3", "--scale", "0"], "give a number from 4 to 63, because qwen3.5-27b has 64"),
     (["--shape", "tiny", "--depth", "2", "--scale", "-1"], "--scale (or BASS_SCALE): give a number of at least 0"),
     (["--shape", "tiny", "--draft-shape", "tiny", "--acceptance", "1.5"], "0.93/0.9/0.87 by position in a draft (got 1.5)"),
     (["--acceptance", "0.5"], "--acceptance (or BASS_ACCEPTANCE): this option needs --shape NAME"),
