@@ -55,8 +55,8 @@ JOBS = {
     "resumed": ("--n 2 --limit 3 --batch-size 3", "--n 4 --draft lookup"),
     "no token ids": ("--n 4 --draft-length 2 --batch-size auto",),
     "humaneval": (
-        "eval humaneval --pair {pair} --limit 2 --n 2 --max-new-tokens 24 --token-ids "
-        "--allow-code-execution --allow-weak-sandbox",
+        "eval humaneval --pair {pair} --limit 2 --n 2 --max-new-tokens 24 --prompt-format raw "
+        "--token-ids --allow-code-execution --allow-weak-sandbox",
     ),
 }
 
