@@ -217,5 +217,6 @@ function searchPattern(words, flags) {
 function promptText(prompt) {
   if (typeof prompt.prompt === "string") return prompt.prompt;
   if (!Array.isArray(prompt.messages)) return "";
-  return prompt.messages.map((one) => `${one.role}: ${typeof one.content === "string" ? one.content : JSON.stringify(one.content)}`).join("\n\n");
+  const content = (one) => (typeof one.content === "string" ? one.content : JSON.stringify(one.content));
+  return prompt.messages.map((one) => (one && one.role ? `${one.role}: ${content(one)}` : JSON.stringify(one))).join("\n\n");
 }

@@ -73,7 +73,9 @@ class Pieces:
             self.notes.append("tokens are not shown: the manifest names no target")
             return None
         try:
-            path = locate(target, folder=Path(folder) if folder else None, fetch=False)
+            path = locate(
+                target, folder=Path(folder) if isinstance(folder, str) else None, fetch=False
+            )
             found = Tokenizer.load(path)
         except UserError as error:
             self.notes.append(
