@@ -551,7 +551,7 @@ def test_captured_rounds_end_only_rows_with_non_finite_logits(decoders, coupling
         t for tokens in due.values() for t in set(tokens[:-1])
     ).most_common()[-1][0]
     broken = copy.copy(target)
-    broken._weights = dict(target._weights)
+    broken._weights = copy.copy(target._weights)
     broken._weights["embed.weight"] = target._weights["embed.weight"].clone()
     broken._weights["embed.weight"][token] = torch.nan
     for drafter, batch in ((draft, 5), (broken, 3), ("lookup", 2), ("none", 1)):
@@ -580,7 +580,7 @@ def test_overlapping_launches_equal_plain_decoding(decoders, monkeypatch):
     that reads them early."""
     target, draft = decoders("qwen2")
     due = drive(loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False), rows())
-    monkeypatch.setattr("bass_cli.models.decoder._large", lambda spec, layers: True)
+    monkeypatch.setattr("bass_cli.models.fused_decode._large", lambda spec, layers: True)
     for _ in range(3):
         for drafter, batch, length in (
             (draft, 3, 3),
