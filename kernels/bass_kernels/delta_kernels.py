@@ -19,9 +19,8 @@ FILTER = 4
 """Largest kernel size of the convolution. Shorter filters are padded with zeros."""
 _FILTER = tl.constexpr(FILTER)
 _UNIT_EPS = tl.constexpr(UNIT_EPS)
+_FEW = 48  # states of one row of the 27B, which was measured with 1, 8 and 64 rows
 _TOKENS = tl.constexpr(4)  # tokens that are normed at once
-_COLUMNS = 32  # value columns of a program
-_WARPS = 1  # so that sums over the rows of the state need no barrier
 
 
 def delta_round(
@@ -35,14 +34,12 @@ def delta_round(
     positions: Tensor,
     advance: Tensor,
     eps: float,
-    columns: int = _COLUMNS,
-    warps: int = _WARPS,
-    registers: int | None = None,
+    tile: tuple[int, int] | None = None,
 ) -> Tensor:
-    """Do delta_rule.delta_round. `columns` of a program, its `warps`, and the most `registers` of a
-    thread: for measurements."""
+    """Do delta_rule.delta_round. `tile`: see `tile_for`; for tests and measurements."""
     rows, width, _ = qkv.shape
     heads, value_size = state.state.shape[1], state.state.shape[3]
+    columns, warps = tile or tile_for(rows * heads, width)
     block = min(columns, triton.next_power_of_2(value_size))
     blocks = triton.cdiv(value_size, block)
     out = torch.empty(rows, width, heads * value_size, dtype=qkv.dtype, device=qkv.device)
@@ -56,9 +53,17 @@ def delta_round(
         BLOCKS=blocks,
         BLOCK_N=triton.next_power_of_2(value_size),
         num_warps=warps,
-        **({} if registers is None else {"maxnreg": registers}),
     )
     return out
+
+
+def tile_for(states: int, width: int) -> tuple[int, int]:
+    """Return the value columns of a program, and its warps. On an H100 with heads of 128 x 128, so
+    many states (rows times heads) and `width` tokens, these were the fastest of (16, 1), (32, 1),
+    (32, 2), (64, 2), (64, 4) and (128, 4). A single warp needs no barrier."""
+    if states <= 2 * _FEW:
+        return 16, 1
+    return (128, 4) if width == 1 and states >= 16 * _FEW else (32, 1)
 
 
 def gated_norm(
@@ -84,7 +89,8 @@ def sizes_of(weights: DeltaWeights, state: DeltaState) -> dict[str, int]:
     _, heads, key_size, value_size = state.state.shape
     key_heads = (channels - heads * value_size) // (2 * key_size)
     sizes = {"H": heads, "K": key_heads, "DK": key_size, "DV": value_size, "SIZE": size}
-    return sizes | {"BLOCK_K": triton.next_power_of_2(key_size)}
+    # a product of matrices has at least 16 inner dimensions
+    return sizes | {"BLOCK_K": max(16, triton.next_power_of_2(key_size))}
 
 
 @triton.jit

@@ -14,15 +14,15 @@ from torch import Tensor
 
 from .delta_kernels import gated_norm, load_filter, log_decay_of, sizes_of
 from .delta_rule import CHUNK, UNIT_EPS, DeltaState, DeltaWeights
+from .launch import card
 
 _CHUNK = tl.constexpr(CHUNK)
 _UNIT_EPS = tl.constexpr(UNIT_EPS)
 _WIDE = "tf32"  # how products of float32 numbers are computed, unless the model is float32
-# Warps of kernels with products. From four warps on they use Hopper's wgmma, and an earlier form of
-# these kernels failed on an H100 with an illegal access (Triton 3.6, numbers of 16 bits). Triton's
-# issue 11366 and flash-linear-attention's pull request 988 report the same for kernels like these.
-_WARPS = 2
-_COLUMNS = 32  # value columns of a program of `_scan`
+# Value columns of a program of `_scan`, by the least shared memory of a program on the GPU. With 32
+# columns and numbers of 16 bits Triton 3.6 compiles it wrongly for Hopper: an illegal access, as in
+# Triton's issue 11366. With 64 an H100 gives the definition's results.
+_COLUMNS = {150 * 1024: 64, 0: 32}
 
 
 def delta_prompt(
@@ -34,11 +34,9 @@ def delta_prompt(
     *,
     parts: Tensor,
     eps: float,
-    columns: int = _COLUMNS,
-    warps: int = _WARPS,
-    stages: int = 1,
+    columns: int | None = None,
 ) -> Tensor:
-    """Do delta_rule.delta_prompt. `columns`, `warps` and `stages` of `_scan`: for measurements."""
+    """Do delta_rule.delta_prompt. `columns` of a program of `_scan`: for measurements."""
     (tokens, channels), (_, heads, _, value_size) = qkv.shape, state.state.shape
     chunks = tokens // CHUNK + len(parts)  # at most
     sizes = sizes_of(weights, state)
@@ -60,18 +58,19 @@ def delta_prompt(
         *(gates, weights.decay, weights.bias, prepared, factors, inverse, *shared, gates.stride(0)),
         **options,
         WIDE="ieee" if precise else _WIDE,
-        num_warps=_WARPS,
+        num_warps=4,
     )
     out = torch.zeros(tokens, heads * value_size, dtype=qkv.dtype, device=qkv.device)
-    block = max(16, min(columns, triton.next_power_of_2(value_size)))
+    shared_memory = card(qkv.device).shared
+    block = columns or next(most for least, most in _COLUMNS.items() if shared_memory >= least)
     _scan[(len(parts), heads, triton.cdiv(value_size, block))](
         *(qkv, gates, prepared, factors, inverse, out, *shared),
         *(qkv.stride(0), gates.stride(0)),
         **options,
         WIDE="ieee" if precise else _WIDE,
         BLOCK_V=block,
-        num_warps=warps,
-        num_stages=stages,
+        num_warps=4,
+        num_stages=1,
     )
     gated_norm(out, z, weights.norm, out, eps=eps, size=value_size)
     return out

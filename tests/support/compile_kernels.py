@@ -173,15 +173,14 @@ def compile_delta_rule():
     types |= {"factor_ptr": "*fp32", "inverse_ptr": "*fp32"}
     heads = {"H": 48, "K": 16, "DK": 64, "DV": 64, "SIZE": 4, "BLOCK_K": 64}
     small = {"H": 3, "K": 1, "DK": 5, "DV": 7, "SIZE": 2, "BLOCK_K": 8}
-    columns = delta_kernels._COLUMNS
-    split = {"BLOCK_V": columns, "BLOCKS": 2, "BLOCK_N": 64}
+    split = {"BLOCK_V": 32, "BLOCKS": 2, "BLOCK_N": 64}
     compile_one(delta_kernels._round, types, **heads, **split)
     compile_one(delta_kernels._round, types, **small, BLOCK_V=8, BLOCKS=1, BLOCK_N=8)
     compile_one(delta_kernels._gated_norm, {"found_ptr": "*bf16"}, DV=64, BLOCK_N=64)
     heads["BLOCK_P"] = 8
     compile_one(delta_prompt_kernels._convolve, types, **heads, BLOCK=64)
     compile_one(delta_prompt_kernels._solve, types, **heads, WIDE="tf32")
-    compile_one(delta_prompt_kernels._scan, types, **heads, WIDE="tf32", BLOCK_V=32)
+    compile_one(delta_prompt_kernels._scan, types, **heads, WIDE="tf32", BLOCK_V=64)
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ LIMITS = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 PROCESSORS = 128
 MODULES = (
     causal,
+    delta_prompt_kernels,
     expert_kernels,
     linear_kernels,
     fused_attention,
