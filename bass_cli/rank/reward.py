@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from bass_cli.errors import MachineError, UserError
 from bass_cli.rank.ranking import REWARD, Group, Scores, needed_prompt
+from bass_cli.reading import is_unicode
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +53,9 @@ class RewardRanker:
         return {"model": self.name, "dtype": self._dtype}
 
     def scores(self, groups: Iterable[Group]) -> Iterator[Scores]:
-        """Yield the scores of each group. None for a text that is longer than the model can read.
+        """Yield the scores of each group.
+
+        None for a text that is longer than the model can read, or that is no valid Unicode.
 
         Raises:
             UserError: A prompt is unknown, or the model is no classifier with one or two outputs.
@@ -103,10 +106,11 @@ class _Classifier:
         on_phase("scoring with the reward model")
 
     def rate(self, prompt: str, texts: Sequence[str], batch: int) -> list[float | None]:
-        """Return a score for each text; None for one that is too long."""
-        inputs = [self._inputs(prompt, text) for text in texts]
+        """Return a score for each text; None for one that is too long or no valid Unicode."""
         found: list[float | None] = [None] * len(texts)
-        short = [at for at, one in enumerate(inputs) if len(one["input_ids"]) <= self._longest]
+        valid = [at for at, text in enumerate(texts) if is_unicode(prompt + text)]
+        inputs = {at: self._inputs(prompt, texts[at]) for at in valid}
+        short = [at for at in valid if len(inputs[at]["input_ids"]) <= self._longest]
 
         def size(at: int) -> int:
             return len(inputs[at]["input_ids"])
@@ -125,7 +129,10 @@ class _Classifier:
         if tokenizer.chat_template is None:
             return dict(tokenizer(prompt, text, padding=False, truncation=False))
         messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": text}]
-        rendered = tokenizer.apply_chat_template(messages, tokenize=False)
+        try:
+            rendered = tokenizer.apply_chat_template(messages, tokenize=False)
+        except Exception as error:  # of the template's own language
+            raise UserError(f"reward: the model's chat template fails: {error}") from None
         # the template has written the special tokens
         return dict(tokenizer(rendered, add_special_tokens=False, truncation=False))
 

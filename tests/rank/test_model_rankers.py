@@ -120,19 +120,19 @@ def test_reward_is_the_logit_of_transformers(
 ) -> None:
     model = classifier(tmp_path, labels, template=template, pad=pad)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    texts = ["the mat", "a cat", "the mat", "written down", "the", "way too long " * 40]
+    texts = ["the mat", "a cat", "the mat", "written down", "the", "way too long " * 40, "\ud800"]
     ranker = RewardRanker(f"reward:{tmp_path}", device="cpu", dtype="fp32", batch=2)
     (found,) = ranker.scores([group("a", "the cat", *texts)])
     wanted: list[float] = []
-    for text in texts[:-1]:
+    for text in texts[:-2]:
         shown = (f"<s>[user] the cat</s>[assistant] {text}</s>",) if template else ("the cat", text)
         ids = tokenizer(*shown, add_special_tokens=not template, return_tensors="pt").input_ids
         model.config.pad_token_id = None
         with torch.inference_mode():
             logits = model(ids).logits[0]
         wanted.append(float(logits[0] if labels == 1 else logits[1] - logits[0]))
-    assert list(found)[:-1] == pytest.approx(wanted, abs=1e-5)
-    assert found[-1] is None
+    assert list(found)[:-2] == pytest.approx(wanted, abs=1e-5)
+    assert list(found)[-2:] == [None, None]
     assert len(set(wanted)) > 3
 
 
