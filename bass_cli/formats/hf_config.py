@@ -103,6 +103,12 @@ def _recurrent(values: Values, layers: int, family: Family) -> Recurrent | None:
         )
     if values.values.get("sliding_window") is not None:
         raise UserError(f'{place}: key "sliding_window": windows are not supported for this family')
+    activation = values.values.get("hidden_act")
+    if ACTIVATIONS.get(str(activation)) != "silu":
+        raise UserError(
+            f'{place}: key "hidden_act": {shown(activation)} is not supported for this family, '
+            "only silu is, which its convolution applies too"
+        )
     words = ("key_heads", "value_heads", "key_size", "value_size", "kernel")
     key_heads, value_heads, *sizes = (values.count(word) for word in words)
     if value_heads % key_heads:

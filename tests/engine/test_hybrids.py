@@ -133,7 +133,7 @@ def test_greedy_tokens_equal_those_of_transformers(models, due, family):
         assert found[0, len(TEXTS[p]) :].tolist() == tokens
 
 
-@pytest.mark.parametrize("lengths", [(1, 2, 3, 4, 5, 6, 7, 8, 9, 0), (3,), (9,)])
+@pytest.mark.parametrize("lengths", [(1, 2, 3, 4, 5, 6, 7, 8, 9, 0), (9,)])
 @pytest.mark.parametrize(("family", "batch"), [*zip(HYBRID, (5, 20, 1), strict=True)])
 def test_tokens_with_drafts_equal_plain_decoding(models, due, family, batch, lengths):
     _, target = models(family)
@@ -188,7 +188,7 @@ def test_captured_rounds_launched_ahead_equal_plain_decoding(models):
     """With every kind of draft of a hybrid model, padding rows, and rows that are put back."""
     _, target = models(HYBRID[2])
     draft = noisy(target)
-    given = rows(TEXTS[1:4], n=2, limit=50)
+    given = rows(TEXTS[1:4], n=2, limit=36)
     wanted, accepted = plain(target, [again(row) for row in given]), 0
     for drafter in (draft, AtOnce(draft, 300), "lookup"):
         loop = loop_of(target, drafter, lengths=Tour(), total=9)
@@ -233,13 +233,13 @@ def test_drafts_that_read_hidden_states_equal_plain_decoding(models, kind, tmp_p
     checkpoint = open_head(tmp_path, target.spec)
     weights = load(checkpoint, dtype=torch.float32, device=torch.device("cpu"))
     head = make_head(checkpoint.head, weights, target)
-    given = rows(TEXTS[1:4], n=2, limit=40)
+    given = rows(TEXTS[1:4], n=2, limit=30)
     wanted = plain(target, [again(row) for row in given])
     loop = loop_of(target, head, lengths=InTurn(3, 5, 0, 1), total=9)
     live = [again(row) for row in given]
     found, _, _, _ = finish(loop, live)
     assert found == wanted
-    assert sum(row.drafted for row in live) > 100
+    assert sum(row.drafted for row in live) > 60
     stored = loop.target.cache.own_keys
     assert len(stored) == 1 + sum(layers.number for layers in head.cached)
 
@@ -342,7 +342,7 @@ def test_state_after_2000_rounds_is_that_of_a_fresh_pass(models):
 def test_distribution_under_maximal_coupling_is_the_targets(models):
     """Against the products of transformers' own probabilities of all texts of three tokens. The
     drafts are point masses, half of them rejected."""
-    vocab, draws, prompt = 5, 2000, [3, 1, 4]
+    vocab, draws, prompt = 5, 1500, [3, 1, 4]
     model, target = models(HYBRID[2], vocab_size=vocab)
     law = {}
     for tokens in itertools.product(range(vocab), repeat=3):

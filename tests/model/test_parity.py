@@ -142,6 +142,10 @@ def test_prefill_logits_equal_transformers(family: str, tmp_path: Path) -> None:
     ("granite", {"attention_bias": False, "mlp_bias": True, "tie_word_embeddings": True}),
     ("seed_oss", {"attention_bias": False, "mlp_bias": True}),
     ("ernie4_5", {"use_bias": True, "tie_word_embeddings": False}),
+    ("qwen3_5_text", {"tie_word_embeddings": True, "attention_bias": True, "linear_conv_kernel_dim": 3,
+                      "layer_types": None, "num_hidden_layers": 5}),
+    ("qwen3_next", {"norm_topk_prob": False, "attention_bias": False, "linear_num_key_heads": 6,
+                    "layer_types": ["full_attention", "linear_attention", "full_attention", "linear_attention"]}),
     ("arcee", {"mlp_bias": True, "attention_bias": True, "tie_word_embeddings": True}),
 ])  # fmt: skip
 def test_variants(family: str, overrides: dict, tmp_path: Path) -> None:
