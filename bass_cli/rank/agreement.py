@@ -26,10 +26,10 @@ from bass_cli.sandbox.programs import DEFAULT_LIMITS, Program, Sandbox
 if TYPE_CHECKING:
     from bass_cli.run.engine import Engine
 
-DRAWINGS = 16  # texts with tests for each prompt; CodeT draws 100
-PER_DRAWING = 5  # tests of a text that are used: later ones are worse (CodeT, section 3.2)
+DRAWINGS = 16  # texts with tests for each prompt: as many as samples in the usual job
+PER_DRAWING = 5  # tests of a text that are used; a text with many tests repeats itself
 MOST = 40  # tests of a prompt, the most frequent ones; each costs time for each sample
-# CodeT's sampling, which gives diverse tests; a test has about 20 tokens
+# A high temperature gives diverse tests; a test has about 20 tokens
 _SAMPLING = Sampling(
     temperature=0.8,
     top_p=0.95,
@@ -51,7 +51,7 @@ class AgreementRanker:
     """The ranker "tests".
 
     A sample's score is the number of tests that it passes, times the number of samples that pass
-    exactly the same tests (CodeT, equation 2).
+    exactly the same tests, as in CodeT.
 
     Args:
         job: Its target draws the tests.

@@ -1,7 +1,8 @@
 """Score a sample by the target's log-probability of the prompt, given the sample.
 
-This is the reviewer of Zhang et al. 2022 (arXiv 2211.16490): a good answer lets the model recover
-the request. A general text such as `pass` is likely after any prompt, and explains none.
+This is the idea of the reviewer of Zhang et al. 2022 (arXiv 2211.16490): a good answer lets the
+model recover the request. A general text such as `pass` is likely after any prompt, and explains
+none.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from bass_cli.rank.ranking import Candidate, Group, Scores, needed_prompt
 from bass_cli.rank.static import bare_program, is_whole
 from bass_cli.run.logprobs import COLUMN, longest_of, score, scoring_job
 
-# Between the sample and the prompt: for programs the words of arXiv 2211.16490, section 3
+# Between the sample and the prompt. A program's prompt is mostly a docstring.
 _AFTER_CODE = "\n\n# Write a docstring for the above function\n"
 _AFTER_TEXT = "\n\nThe text above is the answer to this request:\n"
 
