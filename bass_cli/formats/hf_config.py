@@ -116,6 +116,10 @@ def _recurrent(values: Values, layers: int, family: Family) -> Recurrent | None:
             f'{place}: key "{values.key("key_heads")}": {key_heads} does not divide the number of '
             f"value heads, {value_heads}"
         )
+    if sizes[2] < 2:
+        raise UserError(
+            f'{place}: key "{values.key("kernel")}": a number of at least 2 is needed, not 1'
+        )
     named = tuple(i for i, kind in enumerate(types) if kind == "linear_attention")
     return Recurrent(named, key_heads, value_heads, *sizes)
 

@@ -326,6 +326,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (changed("qwen3-next-80b-a3b", attn_output_gate=False), '"attn_output_gate": False is not supported'),
     (changed("qwen3-next-80b-a3b", sliding_window=64), '"sliding_window": windows are not supported'),
     (changed("qwen3-next-80b-a3b", hidden_act="gelu"), "\"hidden_act\": 'gelu' is not supported .*, only silu"),
+    (changed("qwen3-next-80b-a3b", linear_conv_kernel_dim=1), '"linear_conv_kernel_dim": a number of at least 2'),
     (changed("qwen3-next-80b-a3b", linear_num_key_heads=7), '7 does not divide the number of value heads, 32'),
     (changed("qwen3-next-80b-a3b", mlp_only_layers=[3]), '"mlp_only_layers": .* is not supported, only'),
     (changed("smollm3", no_rope_layers=[1, 2]), '"no_rope_layers": a list of 0 and 1 for 36 layers is needed'),
