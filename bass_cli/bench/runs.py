@@ -25,6 +25,7 @@ from bass_cli.engine.loop import Loop
 from bass_cli.engine.sizes import bucket
 from bass_cli.engine.verify import judge
 from bass_cli.models.capture import Capture, capture, synchronise
+from bass_cli.models.runner import Runner
 
 LEAST_TOKENS = 16  # of a row; fewer would measure little of a method
 # share of the time limit for warm-up and runs; the rest is for timing the parts of rounds
@@ -216,8 +217,10 @@ class Parts(NamedTuple):
 
 @torch.inference_mode()
 def measure_parts(loop: Loop, width: int) -> Parts:
-    """Time the parts of a round at this draft length. The rows of the loop do not change."""
+    """Time the parts of a round at this draft length. The rows of the loop do not change, but their
+    recurrent states are not valid afterwards."""
     batch, drafter, target = loop.batch, loop.drafter, loop.target
+    states = target.cache.states if isinstance(target, Runner) else None
     graphs = loop.graphs is not None and loop.graphs.enabled
     record = capture if loop.graphs is None else loop.graphs.record
     loop.catch_up(width)
@@ -233,6 +236,16 @@ def measure_parts(loop: Loop, width: int) -> Parts:
             )
             batch.commit(verdict.block, verdict.accepted)
 
+        def verified(part: Callable[[], object]) -> Callable[[], object]:
+            """Let the target's states roll forward, as in a round that follows another one."""
+
+            def run() -> object:
+                if states is not None:
+                    states.step_back(batch.rows, width + 1)
+                return part()
+
+            return run
+
         def seconds(part: Callable[[], object], captured: bool = graphs) -> float:
             return _replayed(part, record) if captured else _called(part, batch.device)
 
@@ -242,12 +255,12 @@ def measure_parts(loop: Loop, width: int) -> Parts:
             else 0.0
         )
         verify, choice = (
-            seconds(lambda: target.forward(tokens, positions, batch.ends(width))),
+            seconds(verified(lambda: target.forward(tokens, positions, batch.ends(width)))),
             seconds(decide),
         )
         whole = draft + verify + choice
         if graphs:
-            whole = seconds(loop.function(Shape("round", batch.rows, width))) + (
+            whole = seconds(verified(loop.function(Shape("round", batch.rows, width)))) + (
                 0.0 if drafter.on_device else draft
             )
         return Parts(width, draft, verify, choice, whole)

@@ -196,6 +196,12 @@ class RecurrentStates:
         """Set what `read` returns from the host's record."""
         self.note_read(self._sender.send(read.copy()))
 
+    def step_back(self, rows: int, tokens: int) -> None:
+        """Let the next pass roll the rows' states forward by `tokens` tokens, as after a round that
+        accepted them. This is for timing: the states are not valid afterwards."""
+        slots = self._slots[:rows]
+        self._counts[slots] = self._counts[slots] - tokens
+
     def fill(self, parts: Sequence[tuple[Hashable, int, int, int]]) -> StatePass:
         """Return a pass over parts of prompts.
 

@@ -60,6 +60,7 @@ from bass_cli.lengths.controllers import Fixed
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.families import FAMILIES
 from bass_cli.models.ranks import Share
+from bass_cli.models.recurrent import RecurrentStates
 from bass_cli.run.build import Models
 from bass_cli.run.profile import PASSAGES
 from bass_cli.run.tasks import RequestReader
@@ -206,6 +207,29 @@ def test_floor_of_a_hybrid_counts_its_states_and_the_keys_of_attention_only() ->
     found = pass_work(cost, contexts=(5, 7), shared=0, fed=2, logits=2)
     weights_read = 4 * (cost.body + cost.head)
     assert found.bytes == weights_read + 4 * 12 * cost.keys + 2 * 2 * 4 * cost.state
+
+
+def test_timed_passes_of_a_hybrid_roll_its_states_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a round. Without that a pass would not write its states."""
+    given = settings(shape="tiny-hybrid", methods="plain")
+    spec = spec_of("tiny-hybrid", option="--shape")
+    words = {"dtype": torch.float32, "device": torch.device("cpu"), "seed": 0}
+    loop = build_loops(
+        Models(Decoder(spec, random_weights(spec, **words))), given, context=40
+    ).plain
+    fill(loop, rows_for([[1, 2, 3], [9, 8, 7, 6]], 2, given))
+    loop.round()
+    advanced, decode = list[list[int]](), RecurrentStates.decode
+
+    def noted(self: RecurrentStates, *given: Any) -> Any:
+        found = decode(self, *given)
+        advanced.append(found.advance.tolist())
+        return found
+
+    monkeypatch.setattr(RecurrentStates, "decode", noted)
+    measure_parts(loop, 0)
+    assert len(advanced) > 3
+    assert all(one == [1, 1] for one in advanced)
 
 
 @pytest.mark.parametrize(("name", "expected"), PUBLISHED.items())
