@@ -20,8 +20,8 @@ _CHUNK = tl.constexpr(CHUNK)
 _UNIT_EPS = tl.constexpr(UNIT_EPS)
 _WIDE = "tf32"  # how products of float32 numbers are computed, unless the model is float32
 # Value columns of a program of `_scan`, by the least shared memory of a program on the GPU. With 32
-# columns and numbers of 16 bits Triton 3.6 compiles it wrongly for Hopper: an illegal access, as in
-# Triton's issue 11366. With 64 an H100 gives the definition's results.
+# columns and 16 bits it failed on an H100 with an illegal access (Triton 3.6; issue 11366
+# of Triton is alike). With 64 it gave the definition's results.
 _COLUMNS = {150 * 1024: 64, 0: 32}
 
 
