@@ -264,11 +264,11 @@ def _random_pair(args: BenchArgs, shape: str) -> tuple[Pair, RandomSpecs]:
         spec = spec_of(name, option="`draft_shape`", vocab=target.vocab, others=HEADS)
     elif depth is not None:
         least = target.attention_layers[0] + 1  # a draft needs a layer with attention
+        first = "" if least == 1 else f", number {least} the first with attention"
         if not least <= depth < target.layers:
             raise UserError(
                 f"`depth`: give a number from {least} to {target.layers - 1}, because {shape} has "
-                f"{target.layers} layers, of which number {least} is the first with attention "
-                f"(got {depth})"
+                f"{target.layers} layers{first} (got {depth})"
             )
         draft = f"the first {depth} of {target.layers} layers"
     whole = shape if draft == "none" else f"{shape} + {draft}"
