@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -75,6 +75,9 @@ class Experts(NamedTuple):
     normalised: bool
     clamp: tuple[float, float] | None = None
     shared: int = 0
+
+    def __repr__(self) -> str:
+        return _described("Experts", self._asdict(), {"shared": 0})
 
 
 class Recurrent(NamedTuple):
@@ -160,6 +163,11 @@ class Spec:
     output_gate: bool = False
     recurrent: Recurrent | None = None
 
+    def __repr__(self) -> str:
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        later = {"output_gate": False, "recurrent": None}
+        return _described(type(self).__name__, values, later)
+
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """The layers with attention, in order: those that have keys and values."""
@@ -209,7 +217,7 @@ class AttentionCall(NamedTuple):
         return max(self.key_size, self.value_size)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class AnySpec(Spec):
     """The shape of a model whose layers transformers runs (any_model.py).
 
@@ -226,6 +234,21 @@ class AnySpec(Spec):
     def stored(self) -> tuple[AttentionCall, ...]:
         """The calls that write, one for each layer of the key/value store."""
         return tuple(call for call in self.calls if call.writes)
+
+
+def _described(name: str, values: Mapping[str, Any], later: Mapping[str, Any]) -> str:
+    """Return fields as text like a dataclass's repr, on which fingerprints of models depend.
+
+    Files of samples and profiles have fingerprints of earlier versions of bass. So a field that was
+    added since is left out at its default.
+
+    Args:
+        name: of the class.
+        values: all fields.
+        later: the fields that were added, with their defaults.
+    """
+    shown = {key: value for key, value in values.items() if later.get(key, ...) != value}
+    return f"{name}({', '.join(f'{key}={value!r}' for key, value in shown.items())})"
 
 
 def parameters(spec: Spec) -> dict[str, tuple[int, ...]]:

@@ -7,6 +7,7 @@ import json
 import struct
 import threading
 from collections.abc import Callable
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from bass_cli.formats.sources import locate
 from bass_cli.formats.tensor_files import read_gguf, read_texts
 from bass_cli.formats.weights import load
 from bass_cli.models.families import FAMILIES as FAMILIES_KNOWN
-from bass_cli.models.spec import parameters
+from bass_cli.models.spec import AnySpec, Experts, Norm, Spec, parameters
 from bass_kernels import dispatch
 
 CPU = torch.device("cpu")
@@ -362,6 +363,33 @@ def test_end_of_sequence_ids(tmp_path: Path) -> None:
     assert open_checkpoint(tmp_path).eos_ids == (5,)
     edit_json(tmp_path / "config.json", eos_token_id=None)
     assert open_checkpoint(tmp_path).eos_ids == ()
+
+
+def test_specs_are_described_as_in_earlier_versions() -> None:
+    """Their text is part of fingerprints, by which earlier files are continued and profiles found."""
+    norm, experts = Norm("rms", 1e-5), Experts(8, 2, True)
+    shape = (2, 8, 2, 1, 4, 16, 32, 64)
+    spec = Spec("llama", *shape, norm, "silu", True, None, (0, 0), 0.5, experts=experts)
+    text = (
+        "(family='llama', layers=2, width=8, heads=2, kv_heads=1, head_size=4, inner=16, vocab=32, "
+        "context=64, norm=Norm(kind='rms', eps=1e-05, qk=False, sandwich=False, before=True, "
+        "qk_wide=False), activation='silu', gated=True, rope=None, windows=(0, 0), "
+        "query_scale=0.5, local_rope=None, parallel=False, embed_scale=1.0, biases=frozenset(), "
+        "tied=False, unrotated=(), residual_scale=1.0, logit_scale=1.0, experts=Experts(total=8, "
+        "chosen=2, normalised=True, clamp=None), sinks=False"
+    )
+    assert repr(spec) == f"Spec{text})"
+    assert (
+        repr(AnySpec(*spec_values(spec))) == f"AnySpec{text}, weights=(), calls=(), tuples=False)"
+    )
+    new = replace(spec, output_gate=True, experts=experts._replace(shared=4))
+    assert (
+        repr(new) == f"Spec{text.replace('clamp=None', 'clamp=None, shared=4')}, output_gate=True)"
+    )
+
+
+def spec_values(spec: Spec) -> list[Any]:
+    return [getattr(spec, one.name) for one in fields(spec)]
 
 
 def test_fingerprint_follows_content_not_place(tmp_path: Path) -> None:
