@@ -1,7 +1,7 @@
 """Define the exceptions for mistakes of the user and limits of the machine, and message helpers.
 
 The helpers escape quoted text and suggest the nearest valid word. This module imports the standard
-library only. Errors are printed in io/terminal.py; cli/commands.py has their exit codes.
+library only. Errors are printed in io/terminal.py; cli/running.py has their exit codes.
 """
 
 from __future__ import annotations

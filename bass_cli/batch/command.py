@@ -16,7 +16,7 @@ from bass_cli.batch.requests import Request, read_requests
 from bass_cli.batch.responses import Spell
 from bass_cli.cluster.rays import read_request
 from bass_cli.cluster.worker import JobSpec
-from bass_cli.config.commands import BatchArgs
+from bass_cli.config.drawing_commands import BatchArgs
 from bass_cli.config.job import Job, Pair
 from bass_cli.config.sampling import Sampling
 from bass_cli.errors import UserError

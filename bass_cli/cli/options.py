@@ -1,7 +1,7 @@
 """Make the flags, environment variables and completions of commands from their declared options.
 
-The declarations are in config/options.py and config/commands.py. Below the command line, messages
-name an option by its field; `in_flags` shows the flag.
+The declarations are in config/options.py and in the classes that config/commands.py lists. Below
+the command line, messages name an option by its field; `in_flags` shows the flag.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def takes(kind: type[Args]) -> Callable[[Callable[[Args], None]], Callable[..., 
     typer reads the options from the signature that is made here.
 
     Args:
-        kind: A dataclass of config/commands.py; each field is an option or an argument.
+        kind: A dataclass of COMMANDS; each field is an option or an argument.
     """
 
     def command_of(body: Callable[[Args], None]) -> Callable[..., None]:

@@ -39,7 +39,8 @@ from bass_cli.errors import UserError, nearest
 from bass_cli.reading import MOST_YAML, is_unicode, parse_duration, read_bytes, shown
 
 if TYPE_CHECKING:
-    from bass_cli.config.commands import DoctorArgs, PairArgs
+    from bass_cli.config.command_options import PairArgs
+    from bass_cli.config.machine_commands import DoctorArgs
 
 DEFAULT_PAIR = "smollm2"
 MODEL_DRAFT = "lookup"  # the draft if only a target is given, because it needs no other files

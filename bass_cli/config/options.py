@@ -2,7 +2,8 @@
 
 config/job.py makes the models of a job from these classes, with validation and the schema of pair
 files; cli/options.py makes flags, environment variables and help pages. The options of single
-commands are in config/commands.py. Nothing heavy is imported, because `bass --help` needs this.
+commands are in the classes that config/commands.py lists. Nothing heavy is imported, because
+`bass --help` needs this.
 """
 
 from __future__ import annotations

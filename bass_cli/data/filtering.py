@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from bass_cli import __version__
-from bass_cli.config.commands import FilterArgs
+from bass_cli.config.data_commands import FilterArgs
 from bass_cli.data.duplicates import THRESHOLD, ExactDuplicates, NearDuplicates
 from bass_cli.data.expressions import NoValueError, Row, compile_expression, read_key
 from bass_cli.data.schemas import holds_json, schema_check

@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from bass_cli.config.commands import CompareArgs
+from bass_cli.config.evaluation_commands import CompareArgs
 from bass_cli.errors import UserError
 from bass_cli.eval import scoring, statistics
 from bass_cli.eval.report import NO_WIDTH, SHOWN, TOO_NARROW, value_of

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from bass_cli.cluster.rays import read_request
 from bass_cli.cluster.worker import JobSpec
-from bass_cli.config.commands import EvaluateArgs
+from bass_cli.config.evaluation_commands import EvaluateArgs
 from bass_cli.config.job import Job
 from bass_cli.errors import UserError
 from bass_cli.eval import prompt_format, scoring

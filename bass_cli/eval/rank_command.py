@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bass_cli.config.commands import RankArgs
+from bass_cli.config.evaluation_commands import RankArgs
 from bass_cli.config.job import Job
 from bass_cli.errors import UserError
 from bass_cli.eval.ranked_file import RankedFile

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bass_cli.config.commands import CompareArgs, EvaluateArgs, ScoreArgs
+from bass_cli.config.evaluation_commands import CompareArgs, EvaluateArgs, ScoreArgs
 from bass_cli.errors import UserError
 from bass_cli.eval import report
 from bass_cli.eval.judging import (

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bass_cli.config.commands import EvaluateArgs
+from bass_cli.config.evaluation_commands import EvaluateArgs
 from bass_cli.errors import UserError
 from bass_cli.eval.evaluation import Evaluation
 from bass_cli.eval.report import seconds

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from bass_cli.config.commands import ReportArgs
+from bass_cli.config.evaluation_commands import ReportArgs
 from bass_cli.errors import MachineError, UserError
 from bass_cli.eval.scoring import read_timeout
 from bass_cli.io.console import Screen

@@ -1,7 +1,7 @@
 """Signal handling of the command: Ctrl-C, SIGTERM and a closed output pipe.
 
 The console script imports this module first, so it imports nothing slow. The final message of a
-command: cli/commands.py.
+command: cli/running.py.
 """
 
 from __future__ import annotations

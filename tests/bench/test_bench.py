@@ -50,7 +50,7 @@ from bass_cli.bench.shapes import (
 )
 from bass_cli.bench.texts import lengths_of, prompts_for, rows_for
 from bass_cli.cli.commands import app
-from bass_cli.config.commands import BenchArgs
+from bass_cli.config.speed_commands import BenchArgs
 from bass_cli.engine.contracts import Proposal
 from bass_cli.errors import UserError
 from bass_cli.formats.tokenizer import Tokenizer

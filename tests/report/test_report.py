@@ -18,7 +18,7 @@ from scored import Programs, Texts, adding, install, line, write
 from typer.testing import CliRunner
 
 from bass_cli.cli.commands import app
-from bass_cli.config.commands import ReportArgs
+from bass_cli.config.evaluation_commands import ReportArgs
 from bass_cli.config.job import Job
 from bass_cli.errors import UserError
 from bass_cli.eval.tasks.task import Problem

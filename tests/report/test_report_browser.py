@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from scored import line, write
 
-from bass_cli.config.commands import ReportArgs
+from bass_cli.config.evaluation_commands import ReportArgs
 from bass_cli.io.console import Screen
 from bass_cli.report import server
 from bass_cli.report.command import run
