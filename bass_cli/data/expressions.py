@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import ast
 import functools
+import io
+import math
 import operator
 import re
+import tokenize
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -26,6 +29,9 @@ _CHARACTERS = 10_000  # of an expression; parsing takes 0.1 s then
 _NODES = 1_000  # of an expression
 _BITS = 1_024  # of a whole number that arithmetic gives; the largest float has as many
 _PATTERN = 1_000  # characters of a regex; compiling one takes 20 ms then
+_COPIES = 100_000  # copies of a part, as counts like {9} make them; they take 30 MB then
+_COUNT = re.compile(r"\{\s*(\d+)")
+_RECURSION = re.compile(r"\(\?(?:R\)|\d+\)|&|P>)")
 PATIENCE = 1.0  # seconds of one regex search, which takes microseconds unless it backtracks
 _WORDS = {"true": True, "false": False, "null": None}  # JSON's own words, besides Python's
 _ARITHMETIC: dict[type[ast.operator], tuple[str, Callable[[Any, Any], Any]]] = {
@@ -71,6 +77,7 @@ def compile_expression(text: str) -> Callable[[Row], bool]:
             tree = ast.parse(source, mode="eval")
         if sum(1 for _ in ast.walk(tree)) > _NODES:
             raise UserError(f"`where`: it has more than {_NODES} parts")
+        _refuse_comment(source, skipped)
         compiler = _Compiler(source, skipped)
         value = compiler.value(tree.body)
     except SyntaxError as error:
@@ -98,6 +105,29 @@ def read_key(text: str, option: str) -> Value:
     if path is None:
         raise UserError(f'`{option}` "{shown(text)[1:-1]}": write a key, like text or meta.answer')
     return functools.partial(_look_up, path=path, column=1)
+
+
+def _refuse_comment(source: str, skipped: int) -> None:
+    """Raise UserError at a #, after which Python would ignore the rest of the expression."""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            column = token.start[1] + skipped + 1
+            raise UserError(f"`where` column {column}: # begins a comment; leave it out")
+
+
+def compile_regex(pattern: str) -> Any:
+    """Compile a regex whose searches have a limit of time. ValueError if it is not valid.
+
+    Recursive patterns and large products of counts are refused, because they fill the memory.
+    """
+    if _RECURSION.search(pattern):
+        raise ValueError("a pattern that contains itself is not allowed")
+    if math.prod(max(int(count[:9]), 1) for count in _COUNT.findall(pattern)) > _COPIES:
+        raise ValueError(f"its counts make more than {_COPIES} copies; write * or + instead")
+    try:
+        return regex.compile(pattern)
+    except (regex.error, RecursionError, OverflowError, ValueError) as error:
+        raise ValueError(str(error) or "nested too deep") from None
 
 
 def _syntax(error: SyntaxError, source: str) -> str:
@@ -304,11 +334,9 @@ class _Compiler:
         if len(node.value) > _PATTERN:
             raise self.refuse(node, f"the regex has more than {_PATTERN} characters")
         try:
-            return regex.compile(node.value)
-        except (regex.error, RecursionError, OverflowError, ValueError) as error:
-            raise self.refuse(
-                node, f"the regex is not valid: {error or 'nested too deep'}"
-            ) from None
+            return compile_regex(node.value)
+        except ValueError as error:
+            raise self.refuse(node, f"the regex is not valid: {error}") from None
 
     def _has(self, node: ast.Call) -> Value:
         (argument,) = self._arguments(node, 1)
@@ -433,8 +461,21 @@ def _lower(value: Any, column: int) -> str:
 
 
 def _equal(left: Any, right: Any) -> bool:
-    """Compare two JSON values; true is not 1, as in JSON."""
-    return isinstance(left, bool) is isinstance(right, bool) and bool(left == right)
+    """Compare two JSON values; true is not 1, as in JSON. Values of any depth are compared."""
+    pairs = [(left, right)]
+    while pairs:
+        one, two = pairs.pop()
+        if isinstance(one, list) and isinstance(two, list) and len(one) == len(two):
+            pairs += zip(one, two, strict=True)
+        elif isinstance(one, Mapping) and isinstance(two, Mapping) and one.keys() == two.keys():
+            pairs += ((one[key], two[key]) for key in one)
+        elif (
+            isinstance(one, (list, Mapping))
+            or isinstance(one, bool) is not isinstance(two, bool)
+            or one != two
+        ):
+            return False
+    return True
 
 
 def _within(left: Any, right: Any, at: int, column: int) -> bool:

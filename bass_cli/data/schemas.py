@@ -6,13 +6,12 @@ nothing is fetched. A regex of a schema has the time limit of those in expressio
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-import regex
-
-from bass_cli.data.expressions import PATIENCE
+from bass_cli.data.expressions import PATIENCE, compile_regex
 from bass_cli.errors import MachineError, UserError
 from bass_cli.reading import parse_json, read_bytes, shown
 
@@ -57,7 +56,7 @@ def schema_check(path: str) -> Callable[[Any], bool]:
             f"`schema` {path}: it is no valid schema: {shown(error.message)[1:-1]}"
             + (f" (at {place})" if place else "")
         ) from None
-    kind = jsonschema.validators.extend(kind, {"pattern": _pattern})
+    kind = jsonschema.validators.extend(kind, _WITH_REGEX)
     validator = kind(schema, registry=referencing.Registry())
 
     def matches(text: Any) -> bool:
@@ -74,7 +73,7 @@ def schema_check(path: str) -> Callable[[Any], bool]:
                 f"`schema` {path}: a pattern takes more than {PATIENCE:g} s on this text; write it "
                 "without repetitions inside repetitions"
             ) from None
-        except regex.error as error:
+        except _PatternError as error:
             raise UserError(f"`schema` {path}: a pattern is not valid: {error}") from None
         except RecursionError:
             return False  # the value or the schema nests deeper than Python's stack
@@ -82,14 +81,60 @@ def schema_check(path: str) -> Callable[[Any], bool]:
     return matches
 
 
+class _PatternError(Exception):
+    """A regex of the schema is not valid."""
+
+
+@functools.lru_cache(maxsize=1_000)
+def _compiled(pattern: str) -> Any:
+    try:
+        return compile_regex(pattern)
+    except ValueError as error:
+        raise _PatternError(error) from None
+
+
+def _occurs(pattern: str, text: str) -> bool:
+    """Search for a regex of the schema. TimeoutError if that takes more than PATIENCE."""
+    return _compiled(pattern).search(text, timeout=PATIENCE) is not None
+
+
 def _pattern(validator: Any, pattern: str, value: Any, schema: Any) -> Iterator[Exception]:
-    """Check the keyword "pattern", as jsonschema does, but with a time limit."""
     from jsonschema import ValidationError
 
-    if not validator.is_type(value, "string"):
-        return
-    if regex.search(pattern, value, timeout=PATIENCE) is None:
+    if validator.is_type(value, "string") and not _occurs(pattern, value):
         yield ValidationError(f"{pattern} does not match")
+
+
+def _pattern_properties(
+    validator: Any, patterns: dict[str, Any], value: Any, schema: Any
+) -> Iterator[Exception]:
+    if not validator.is_type(value, "object"):
+        return
+    for pattern, inner in patterns.items():
+        for key in value:
+            if _occurs(pattern, key):
+                yield from validator.descend(value[key], inner, path=key, schema_path=pattern)
+
+
+def _additional_properties(
+    validator: Any, inner: Any, value: Any, schema: dict[str, Any]
+) -> Iterator[Exception]:
+    if not validator.is_type(value, "object"):
+        return
+    patterns = schema.get("patternProperties", {})
+    for key in value:
+        if key not in schema.get("properties", {}) and not any(
+            _occurs(pattern, key) for pattern in patterns
+        ):
+            yield from validator.descend(value[key], inner, path=key)
+
+
+# The keywords with a regex, which are checked as jsonschema does, but with a time limit
+_WITH_REGEX = {
+    "pattern": _pattern,
+    "patternProperties": _pattern_properties,
+    "additionalProperties": _additional_properties,
+}
 
 
 def _parsed(text: Any) -> tuple[bool, Any]:

@@ -45,6 +45,8 @@ def value(text: str, row: dict[str, Any] = ROW) -> bool:
         ("has(meta.level) and not has(meta.size) and not has(error) and not has(no.such)", True),
         ("error == null and error != 0 and done == true and done != 1", True),
         ("  tokens\n > 3", True),
+        ('"#" in text or "ello" in text  ', True),
+        ("done not in [[1]] and [done] == [true] and [done] != [1] and 7.0 in [tokens]", True),
         ("true and True and not false and None == null", True),
     ],
 )
@@ -138,6 +140,12 @@ def test_a_value_of_another_type_is_an_error_and_not_missing(text: str, message:
         ("has(1)", r"has\(\) takes a key"),
         ("key(text) == 1", r"key\(\) takes a name in quotes"),
         ("matches(text, text)", "must be a text in quotes"),
+        ("tokens > 1 # and done", "column 12: # begins a comment"),
+        ("  tokens > 1 # a\n and done", "column 14: # begins a comment"),
+        ('matches(text, "(?:(?:a{99}){99}){99}")', "column 15: .* more than 100000 copies"),
+        (f'matches(text, "a{{{10**9}}}")', "more than 100000 copies"),
+        ('matches(text, "a(?R)?b")', "a pattern that contains itself"),
+        ('matches(text, "(?<x>a(?&x)?b)")', "a pattern that contains itself"),
         ('matches(text, "(")', "column 15: the regex is not valid: missing"),
         (r'matches(text, "\bword")', 'write a regex with a backslash as r"'),
         (f'matches(text, "{"a" * 1001}")', "more than 1000 characters"),
@@ -156,6 +164,14 @@ def test_no_attribute_of_a_python_object_is_reached() -> None:
     for text in ("text.__class__ == 1", "meta.keys == 1", "meta.__class__.__mro__ == 1"):
         with pytest.raises(NoValueError, match=r"no object|no key"):
             value(text)
+
+
+def test_deep_values_are_compared() -> None:
+    deep: Any = [1]
+    for _ in range(100_000):
+        deep = [deep]
+    row = {"a": deep, "b": [deep], "c": {"x": [1, {"y": True}]}, "d": {"x": [1, {"y": 1}]}}
+    assert value("a != b and [a] == b and c == c and c != d and a in b", row)
 
 
 def test_a_regex_that_backtracks_ends_after_its_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:

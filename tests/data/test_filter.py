@@ -355,6 +355,39 @@ def test_patterns_of_a_schema_match_as_jsonschema_does_and_have_a_time_limit(
     assert "v.jsonl:1: --schema p.json: a pattern takes more than 0.1 s on this text" in found
 
 
+def test_keys_of_a_schema_match_as_jsonschema_does_and_have_a_time_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import jsonschema
+
+    schema = {
+        "properties": {"n": True},
+        "patternProperties": {"^x": {"type": "integer"}, "y$": {"minimum": 3}},
+        "additionalProperties": {"type": "string"},
+    }
+    values: list[Any] = [{}, {"n": 1.5}, {"x": 1}, {"x": "a"}, {"y": 2}, {"y": "a"}, {"xy": 2}]
+    values += [{"xy": 4}, {"other": 1}, {"other": "a"}, 5]
+    write("v.jsonl", [{"text": json.dumps(one), "value": at} for at, one in enumerate(values)])
+    for extra in (schema["additionalProperties"], False):
+        found = schema | {"additionalProperties": extra}
+        Path("p.json").write_text(json.dumps(found))
+        validator = jsonschema.Draft202012Validator(found)
+        due = [at for at, one in enumerate(values) if validator.is_valid(one)]
+        lines = bass("v.jsonl", "--schema", "p.json").stdout.splitlines()
+        assert [json.loads(line)["value"] for line in lines] == due != []
+    monkeypatch.setattr("bass_cli.data.schemas.PATIENCE", 0.1)
+    write("v.jsonl", [{"text": json.dumps({"a" * 80 + "b": 1})}])
+    for keyword in ("true", "false"):
+        content = (
+            f'{{"additionalProperties": {keyword}, "patternProperties": {{"(a|aa)+$": true}}}}'
+        )
+        Path("p.json").write_text(content)
+        assert "takes more than 0.1 s" in bass("v.jsonl", "--schema", "p.json", code=2).stderr
+    Path("p.json").write_text('{"pattern": "(?:a{999}){999}"}')
+    write("v.jsonl", [{"text": '"a"'}])
+    assert "a pattern is not valid" in bass("v.jsonl", "--schema", "p.json", code=2).stderr
+
+
 def test_numbers_that_json_lacks_are_no_valid_json() -> None:
     texts = [
         "1",
