@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import random
+import re
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +216,45 @@ def test_all_25_kinds_of_the_paper_are_here() -> None:
     assert len(INSTRUCTIONS) == 25
     covered = {case[0] for case in (*CASES, *WITH_PACKAGES)}
     assert covered | {"length_constraints:number_sentences"} == set(INSTRUCTIONS)
+
+
+def published(name: str, response: str, number: int) -> bool:
+    """Return the result of a check by its published regular expressions."""
+    if name == "detectable_content:number_placeholders":
+        return len(re.findall(r"\[.*?\]", response)) >= number
+    if name == "detectable_content:postscript":
+        return bool(re.findall(r"\s*p\.\s?s\..*$", response.lower(), flags=re.MULTILINE))
+    if name == "detectable_format:number_bullet_lists":
+        stars = re.findall(r"^\s*\*[^\*].*$", response, flags=re.MULTILINE)
+        dashes = re.findall(r"^\s*-.*$", response, flags=re.MULTILINE)
+        return len(stars) + len(dashes) == number
+    found = re.findall(r"<<[^\n]+>>", response)
+    return any(one.lstrip("<").rstrip(">").strip() for one in found)
+
+
+LINEAR = {
+    "detectable_content:number_placeholders": "[] a\n",
+    "detectable_content:postscript": "Ps. \n",
+    "detectable_format:number_bullet_lists": "*- a\n",
+    "detectable_format:title": "<> a\n",
+}
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_checks_in_linear_time_have_the_published_results(name: str) -> None:
+    """A response may be one character to its end, such as newlines or opening brackets."""
+    generator, number = random.Random(0), 2
+    given = {"num_placeholders": number, "num_bullets": number, "postscript_marker": "P.S."}
+    results = set()
+    for _ in range(3000):
+        response = "x" + "".join(generator.choices(LINEAR[name], k=generator.randrange(14)))
+        results.add(follows(name, response, given))
+        assert follows(name, response, given) == published(name, response, number), response
+    assert results == {True, False}
+    start = time.process_time()
+    for one in "[<*- \n":
+        follows(name, "x" + 100_000 * one, given)
+    assert time.process_time() - start < 2, "seconds; the published expressions take ten"
 
 
 def test_loose_accuracy_forgives_introductions_remarks_and_emphasis() -> None:

@@ -435,7 +435,10 @@ GSM8K = [
         ("1450\n#### 145", "failed"),
         ("#### -1450", "failed"),
         ("I do not know.", "no answer"),
+        (100_000 * "#" + " 1450", "passed"),  # within the limit on time, which is an error
+        ("\\boxed{" + 100_000 * "1", "no answer"),
     ],
+    ids=lambda value: value[:40],
 )
 def test_gsm8k_takes_the_marked_number_else_the_last(text: str, expected: str) -> None:
     Path("g.jsonl").write_text("".join(json.dumps(one) + "\n" for one in GSM8K))

@@ -20,7 +20,9 @@ from bass_cli.reading import text, texts, whole
 Arguments = Mapping[str, Any]
 RELATIONS = ("less than", "at least")
 OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")  # constrained_response
-_POSTSCRIPTS = {"P.P.S": r"\s*p\.\s?p\.\s?s.*$", "P.S.": r"\s*p\.\s?s\..*$"}
+# Without the white space before and the text after, which the published ones match too: both may be
+# empty, and white space would take quadratic time.
+_POSTSCRIPTS = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
 _ENDS_WORDS = frozenset(".,?!'\"")  # characters that end a paragraph's first word
 _FENCES = ("```json", "```Json", "```JSON", "```")
 _DETECTION = "langdetect"  # the package that detects languages, as in the published checks
@@ -162,18 +164,30 @@ def _first_word(response: str, given: Arguments) -> bool:
 
 
 def _placeholders(response: str, given: Arguments) -> bool:
-    return len(re.findall(r"\[.*?\]", response)) >= int(given["num_placeholders"])
+    return _count_brackets(response) >= int(given["num_placeholders"])
+
+
+def _count_brackets(response: str) -> int:
+    """Count the matches of `\\[.*?\\]` in linear time."""
+    found = 0
+    for line in response.split("\n"):
+        start = line.find("[")
+        while start >= 0 and (end := line.find("]", start)) >= 0:
+            found += 1
+            start = line.find("[", end)
+    return found
 
 
 def _postscript(response: str, given: Arguments) -> bool:
     marker = given["postscript_marker"].strip()
-    pattern = _POSTSCRIPTS.get(marker, rf"\s*{marker.lower()}.*$")
+    pattern = _POSTSCRIPTS.get(marker, marker.lower())
     return re.search(pattern, response.lower(), flags=re.MULTILINE) is not None
 
 
 def _bullets(response: str, given: Arguments) -> bool:
-    stars = re.findall(r"^\s*\*[^\*].*$", response, flags=re.MULTILINE)
-    dashes = re.findall(r"^\s*-.*$", response, flags=re.MULTILINE)
+    # The published ones have \s, which also matches the blank lines before, in quadratic time.
+    stars = re.findall(r"^[^\S\n]*\*[^\*].*$", response, flags=re.MULTILINE)
+    dashes = re.findall(r"^[^\S\n]*-.*$", response, flags=re.MULTILINE)
     return len(stars) + len(dashes) == int(given["num_bullets"])
 
 
@@ -206,7 +220,11 @@ def _json(response: str, given: Arguments) -> bool:
 
 
 def _title(response: str, given: Arguments) -> bool:
-    return any(one.lstrip("<").rstrip(">").strip() for one in re.findall(r"<<[^\n]+>>", response))
+    for line in response.split("\n"):  # the match of `<<[^\n]+>>` in linear time
+        start, end = line.find("<<"), line.rfind(">>")
+        if 0 <= start < end - 2 and line[start:end].lstrip("<").rstrip(">").strip():
+            return True
+    return False
 
 
 def _two_responses(response: str, given: Arguments) -> bool:
