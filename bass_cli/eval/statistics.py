@@ -149,18 +149,17 @@ def _differences(a: Sequence[float], b: Sequence[float]) -> list[float]:
 def pass_at_k(samples: int, passed: int, k: int) -> float | None:
     """Return the chance that at least one of k samples passes.
 
-    The k samples are drawn without replacement from `samples`, of which `passed` pass. Computes
-    1 - C(n-c, k) / C(n, k) as a product, which neither overflows nor cancels (Chen et al. 2021,
-    arXiv 2107.03374, figure 3). None with fewer than k samples: then no unbiased estimate exists.
+    The k samples are drawn without replacement from `samples`, of which `passed` pass. This is
+    1 - C(n-c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, figure 3), rounded once, so that
+    equal shares of different numbers of samples are equal. None with fewer than k samples: then no
+    unbiased estimate exists.
     """
     assert 0 <= passed <= samples
     assert k >= 1
     if samples < k:
         return None
-    failed = samples - passed
-    if failed < k:
-        return 1.0
-    return 1.0 - math.prod(1.0 - k / number for number in range(failed + 1, samples + 1))
+    every = math.comb(samples, k)
+    return (every - math.comb(samples - passed, k)) / every
 
 
 def mean(values: Iterable[float]) -> float | None:

@@ -26,6 +26,10 @@ def test_pass_at_k_equals_the_share_of_draws_with_a_pass() -> None:
         assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, draws)) / len(draws), abs=1e-12)
 
 
+def test_pass_at_1_is_the_share_that_passes_exactly() -> None:
+    assert all(pass_at_k(n, c, 1) == c / n for n in range(1, 40) for c in range(n + 1))
+
+
 def test_pass_at_k_equals_the_published_estimator() -> None:
     for n in (1, 2, 3, 8, 16, 200):
         for k in (1, 2, 3, 10, 100):
