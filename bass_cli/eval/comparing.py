@@ -146,7 +146,7 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
         "settings": {key: {"a": one, "b": other} for key, (one, other) in settings.items()},
         "figures": {name: found for name, found in figures.items() if found is not None},
         "differing": _differing(names, rows),
-        "notes": _notes(a, b, len(rows), settings),
+        "notes": _notes(a, b, rows, settings),
     }
 
 
@@ -209,11 +209,20 @@ def _differing(
 
 
 def _notes(
-    a: Mapping[str, Any], b: Mapping[str, Any], problems: int, settings: Mapping[str, Any]
+    a: Mapping[str, Any],
+    b: Mapping[str, Any],
+    rows: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]],
+    settings: Mapping[str, Any],
 ) -> list[str]:
     own = (TOO_NARROW, NO_WIDTH)  # of one run's intervals, not of the differences
     notes = [f"{one['file']}: {note}" for one in (a, b) for note in one["notes"] if note not in own]
-    notes += [TOO_NARROW] if problems < statistics.FEW else []
+    notes += [TOO_NARROW] if len(rows) < statistics.FEW else []
+    if uneven := sum(one["samples"] != other["samples"] for one, other in rows):
+        kept = "the means" if "rouge" in a else "pass@k"
+        notes.append(
+            f"{uneven} problems have different numbers of samples in A and B, which changes all "
+            f"figures of quality except {kept}"
+        )
     machines = [one["setting"]["machine"]["device"] for one in (a, b)]
     if machines[0] != machines[1]:
         notes.append(f"times are of different machines: {machines[0]} and {machines[1]}")

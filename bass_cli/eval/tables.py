@@ -54,6 +54,8 @@ _LATEX = {
     **{"[": "{[}", "*": "{*}"},  # after a line break they would be its argument
     **{"`": r"\textasciigrave{}", '"': "{''}", "±": r"$\pm$", "−": "$-$"},
 }
+# A text that spreadsheets would run as a formula. Intervals, which only look like one, are none.
+_FORMULA = re.compile(r"[=@+\-](?![0-9.]+ to [-+][0-9.]+\Z)")
 _MARKDOWN = re.compile(r"([\\`*_\[\]<>|~$&#])")
 
 
@@ -140,16 +142,20 @@ def table_of(reports: Sequence[Mapping[str, Any]]) -> Table:
     if len(set(heads)) < len(heads):
         heads = [(*head, one["file"]) for one, head in zip(reports, heads, strict=True)]
         columns.append("file")
+    sizes = {(one["task"], one["problems"]) for one in reports}
+    uneven = len(sizes) > len(tasks)  # rows on different problems cannot be compared
     figures = list(dict.fromkeys(name for one in reports for name in _figures(one)))
     unfinished = any(one["finished"] < one["samples"] for one in reports)
     rows: list[tuple[Cell, ...]] = [
         (
             *head,
+            *([Figure(one["problems"], unit="")] if uneven else []),
             *([Figure(one["finished"] / one["samples"])] if unfinished else []),
             *(_estimate(one, name) for name in figures),
         )
         for one, head in zip(reports, heads, strict=True)
     ]
+    columns += ["problems"] if uneven else []
     columns += ["finished (%)"] if unfinished else []
     columns += [f"{name_of(name)} (%)" for name in figures]
     return Table(_caption(reports, settings, tasks), tuple(columns), tuple(rows))
@@ -296,7 +302,8 @@ def _csv(table: Table) -> list[str]:
     """Return lines of CSV.
 
     A figure has four columns if it has errors: value, standard error, and both ends of the
-    interval. Shares are fractions of 1. What is unknown is empty.
+    interval. Shares are fractions of 1. What is unknown is empty. A text that a spreadsheet would
+    run as a formula gets an apostrophe in front.
     """
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
@@ -306,14 +313,20 @@ def _csv(table: Table) -> list[str]:
     ]
     header: list[str] = []
     for name, has_errors in zip(table.columns, wide, strict=True):
-        name = spelled(name.removesuffix(" (%)"))
+        name = _plain(name.removesuffix(" (%)"))
         header.append(name)
         header += [f"{name} {more}" for more in ("standard error", "low", "high") if has_errors]
     writer.writerow(header)
     for row in table.rows:
         cells: list[Any] = []
         for one, has_errors in zip(row, wide, strict=True):
-            found = one[:4] if isinstance(one, Figure) else (spelled(one), "", "", "")
+            found = one[:4] if isinstance(one, Figure) else (_plain(one), "", "", "")
             cells += found if has_errors else found[:1]
         writer.writerow(cells)
     return out.getvalue().splitlines()
+
+
+def _plain(text: str) -> str:
+    """Return a text for a cell of CSV."""
+    text = spelled(text)
+    return f"'{text}" if _FORMULA.match(text) else text

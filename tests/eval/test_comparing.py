@@ -161,6 +161,27 @@ def test_summaries_are_compared_by_rouge() -> None:
     assert "best ROUGE-L A" in cli("a.jsonl", "b.jsonl").stdout
 
 
+def test_equal_shares_of_different_numbers_of_samples_are_equal() -> None:
+    """1 of 2 samples and 4 of 8 are the same pass@1."""
+    files = []
+    for name, n in (("a", 2), ("b", 8)):
+        rows = [
+            line(i, s, "+ 1" if s < n // 2 else "+ 2", mean_logprob=-1.0 - s, seed=0)
+            for i in range(3)
+            for s in range(n)
+        ]
+        files.append(write(f"{name}.jsonl", rows, results=MANIFEST | {"n": n}))
+    found = compared(*files, "--k", "1")
+    one = found["figures"]["pass@1"]
+    assert (one["a_better"], one["b_better"], one["equal"]) == (0, 0, 3)
+    assert found["differing"] == []
+    assert any(
+        note.startswith("3 problems have different numbers of samples in A and B")
+        and note.endswith("except pass@k")
+        for note in found["notes"]
+    )
+
+
 def test_table_is_for_papers_too() -> None:
     run("a.jsonl", A)
     run("b.jsonl", B)

@@ -108,6 +108,30 @@ def test_csv_has_fractions_errors_and_intervals() -> None:
     assert result.stderr == ""
 
 
+def test_csv_has_no_formula_for_a_spreadsheet() -> None:
+    table = Table(
+        "",
+        ("=a", "x (%)"),
+        tuple(
+            (text, Figure(-0.5))
+            for text in ("=1+1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "-1.5 to +2.0", "a=b")
+        ),
+    )
+    header, *rows = csv.reader(render(table, "csv"))
+    assert header[0] == "'=a"
+    assert [row[0] for row in rows] == [
+        "'=1+1", "'+cmd|' /C calc'!A0", "'-2+3", "'@SUM(A1)", "-1.5 to +2.0", "a=b",
+    ]  # fmt: skip
+    assert {row[1] for row in rows} == {"-0.5"}, "a number stays a number"
+
+
+def test_rows_on_different_numbers_of_problems_show_them() -> None:
+    run("a.jsonl", [2, 0])
+    run("b.jsonl", [2, 0, 1])
+    shown = list(csv.DictReader(cli("a.jsonl", "b.jsonl", "--format", "csv").stdout.splitlines()))
+    assert [row["problems"] for row in shown] == ["2", "3"]
+
+
 def test_unfinished_samples_have_a_column() -> None:
     write("f.jsonl", [line(0, 0, "+ 1"), line(0, 1, "+ 1", reason="budget")])
     (row,) = csv.DictReader(
