@@ -81,6 +81,7 @@ _COLUMNS = {
     "token_ids": "ints",
     "token_logprobs": "floats",
     "top_logprobs": "pairs",
+    "token_drafted": "ints",
     "prompt_token_ids": "ints",
     "prompt_logprobs": "floats",
     "prompt_top_logprobs": "pairs",

@@ -180,9 +180,14 @@ def test_a_limit_inside_of_the_part_leaves_no_answer(tokenizer: Tokenizer) -> No
 
 
 def test_log_probabilities_are_those_of_the_answer(tokenizer: Tokenizer) -> None:
-    found = generated(tokenizer, None, "<think>a cat</think>\n\nIt is 4.", logprobs=0)
+    found = generated(
+        tokenizer, None, "<think>a cat</think>\n\nIt is 4.", logprobs=0, token_drafted=True
+    )
     assert found.token_logprobs is not None
     assert found.token_ids is not None
+    assert found.token_drafted is not None
+    assert len(found.token_drafted) == len(found.token_ids) == found.tokens
+    assert sum(found.token_drafted) == found.accepted
     assert found.reasoning_tokens is not None
     answer = found.token_logprobs[found.reasoning_tokens :]
     assert tokenizer.decode(found.token_ids[found.reasoning_tokens :]) == "\n\nIt is 4."

@@ -24,7 +24,7 @@ from bass_cli.config.options import OUTPUT, PROMPTS, flag, switch
 
 _Samples: Any = args_of(
     *("n", "max_new_tokens", "stop", "stop_token_ids", "draft_length", "budget", "batch_size"),
-    *("limit", "tensor_parallel", "token_ids", "logprobs", "logprobs_of"),
+    *("limit", "tensor_parallel", "token_ids", "token_drafted", "logprobs", "logprobs_of"),
     *("prompt_logprobs", "bad_words"),
     *("thinking", "max_thinking_tokens"),
 )

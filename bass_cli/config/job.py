@@ -247,6 +247,14 @@ class Job(_Chats, JobOptions, frozen=True):
                 raise ValueError(f"`{name}` and `chat=False` exclude each other")
         return self
 
+    @model_validator(mode="after")
+    def _drafted_tokens(self) -> Job:
+        if self.token_drafted and not self.token_ids and self.sampling.logprobs is None:
+            raise ValueError(
+                "`token_drafted` needs the tokens; set `token_ids` or `sampling.logprobs` too"
+            )
+        return self
+
     @property
     def chats(self) -> bool | None:
         """Whether prompts use the chat template; None if only prompts with messages do."""

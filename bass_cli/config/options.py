@@ -267,6 +267,11 @@ class JobOptions(ModelOptions):
     )
     echo: bool = switch("Add the prompt, and the messages of a chat, to each line", OUTPUT)
     token_ids: bool = switch("Add the generated token ids to each line", OUTPUT)
+    token_drafted: bool = switch(
+        "Add to each line which tokens were accepted drafts; with token ids or log-probabilities",
+        OUTPUT,
+        rare=True,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

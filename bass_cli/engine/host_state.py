@@ -84,6 +84,7 @@ class HostState:
     numbers: [rows, 7] int64, columns as named above.
     tokens: [rows, span] int32, the generated tokens.
     scores: [rows, span] float32, their log-probabilities.
+    from_draft: [rows, span] bool, whether each was an accepted draft.
     entries: what reports add (bass_kernels.report_entries), for each of Report.parts [rows, span,
         columns] int64; no column if no row has such a report.
     news: the tokens of the last round.
@@ -93,6 +94,7 @@ class HostState:
         self.numbers: Integers = numpy.zeros((rows, 7), dtype=numpy.int64)
         self.tokens = numpy.zeros((rows, 0), dtype=numpy.int32)
         self.scores = numpy.zeros((rows, 0), dtype=numpy.float32)
+        self.from_draft = numpy.zeros((rows, 0), dtype=bool)
         self.entries: list[Integers] = [
             numpy.zeros((rows, 0, 0), dtype=numpy.int64) for _ in NO_REPORT.parts
         ]
@@ -105,6 +107,7 @@ class HostState:
             return
         more = ((0, 0), (0, max(limit + _SLACK, 2 * span) - span))
         self.tokens, self.scores = numpy.pad(self.tokens, more), numpy.pad(self.scores, more)
+        self.from_draft = numpy.pad(self.from_draft, more)
 
     def move(self, sources: list[int], targets: list[int]) -> None:
         """Move rows to other places."""
@@ -112,6 +115,7 @@ class HostState:
         self.numbers[targets] = self.numbers[sources]
         self.tokens[targets, :used] = self.tokens[sources, :used]
         self.scores[targets, :used] = self.scores[sources, :used]
+        self.from_draft[targets, :used] = self.from_draft[sources, :used]
         for entries in self.entries:
             if entries.size:
                 entries[targets, :used] = entries[sources, :used]
@@ -141,18 +145,21 @@ class HostState:
         scores = table[:, width + 2 : 2 * width + 3].astype(numpy.int32).view(numpy.float32)
         counts = accepted + 1
         generated = self._generated(places)
-        columns = generated[:, None] + numpy.arange(width + 1)
+        steps = numpy.arange(width + 1)
+        columns = generated[:, None] + steps
         columns = columns.clip(
             max=self.tokens.shape[1] - 1
         )  # clips only what lies beyond a limit; it is never read
-        self.tokens[places[:, None], columns] = block
-        self.scores[places[:, None], columns] = scores
-        at = 2 * width + 3
+        at = places[:, None] * self.tokens.shape[1] + columns  # in the flat views
+        self.tokens.reshape(-1)[at] = block
+        self.scores.reshape(-1)[at] = scores
+        self.from_draft.reshape(-1)[at] = steps < accepted[:, None]
+        first = 2 * width + 3
         for part, size in enumerate(report.parts):
             if size:
-                entries = table[:, at : at + (width + 1) * size].reshape(*block.shape, size)
+                entries = table[:, first : first + (width + 1) * size].reshape(*block.shape, size)
                 self._room_for(part, size)[places[:, None], columns, :size] = entries
-                at += (width + 1) * size
+                first += (width + 1) * size
         self._note_broken(places, scores, generated, counts)
         self.numbers[places, LENGTH] += counts
         self.numbers[places, ROUNDS] += 1
@@ -213,6 +220,7 @@ class Row:
 
     __slots__ = (
         "_entries",
+        "_from_draft",
         "_generated",
         "_host_state",
         "_numbers",
@@ -245,6 +253,7 @@ class Row:
         self.prompt, self.report = tokens, report
         self.matcher: Matcher | None = None
         self._entries: Integers = numpy.zeros((0, 0), dtype=numpy.int64)  # while it is not live
+        self._from_draft = numpy.zeros(0, dtype=bool)  # while it is not live
         self._tokens: list[int] | None = None  # built when first read
         self._generated, self._scores = list[int](), list[float]()
         self._numbers = [len(tokens), len(tokens), limit, 0, 0, 0, -1]  # used while it is not live
@@ -265,6 +274,7 @@ class Row:
         self._numbers = self.numbers()
         if self.report.columns:
             self._entries = self.entries().copy()
+        self._from_draft = self.from_draft().copy()
         self._host_state, self.place = None, -1
 
     def cut(self, generated: int) -> None:
@@ -294,6 +304,12 @@ class Row:
         own, processed = self.report.parts
         part, columns = (1, processed) if processed else (0, own)
         return self._host_state.entries[part][self.place, : self.generated, :columns]
+
+    def from_draft(self) -> NDArray[numpy.bool_]:
+        """Return whether each generated token was an accepted draft, [generated] bool."""
+        state = self._host_state
+        marks = self._from_draft if state is None else state.from_draft[self.place]
+        return marks[: self.generated]
 
     def numbers(self) -> list[int]:
         """Return its line of HostState.numbers."""

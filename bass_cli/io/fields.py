@@ -42,6 +42,7 @@ _OPTIONS = {  # by option, as messages name it
             "prompt_column",
             "id_column",
             "echo",
+            "token_drafted",
             "decoder",
         )
     },

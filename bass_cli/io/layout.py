@@ -25,6 +25,7 @@ _NEEDS: dict[str, tuple[str, Callable[[Job], object]]] = {
     "token_ids": ("`token_ids`", lambda job: job.token_ids or job.sampling.logprobs is not None),
     "token_logprobs": ("`sampling.logprobs`", lambda job: job.sampling.logprobs is not None),
     "top_logprobs": ("`sampling.logprobs`", lambda job: job.sampling.logprobs),
+    "token_drafted": ("`token_drafted`", lambda job: job.token_drafted),
     "prompt": ("`echo`", lambda job: job.echo),
     "messages": ("`echo`", lambda job: job.echo),
     "prompt_token_ids": (

@@ -86,6 +86,9 @@ class Completion:
     number for the likeliest tokens in the place of each, likeliest first. They are rounded to
     LOGPROB_DIGITS decimals. A token of probability 0 is not listed.
 
+    `token_drafted` has 1 for each of `token_ids` that was an accepted draft, and 0 for each token
+    of the target. Its sum is `accepted`, so a copy has zeros.
+
     `prompt_token_ids`, `prompt_logprobs` and `prompt_top_logprobs` are the same for the tokens of
     the prompt. Only sample 0 has them. The first token has no number, but None.
 
@@ -122,6 +125,7 @@ class Completion:
     token_ids: list[int] | None = None
     token_logprobs: list[float] | None = None
     top_logprobs: list[Pairs] | None = None
+    token_drafted: list[int] | None = None
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: list[float | None] | None = None
     prompt_top_logprobs: list[Pairs | None] | None = None
@@ -158,6 +162,7 @@ class Completion:
             drafted=0,
             accepted=0,
             copy_of=self.sample,
+            token_drafted=self.token_drafted and [0] * len(self.token_drafted),
             prompt_token_ids=None,
             prompt_logprobs=None,
             prompt_top_logprobs=None,
@@ -234,7 +239,7 @@ def reported(
 
 NAMES = tuple(entry.name for entry in fields(Completion))
 _OPTIONAL = (
-    *("token_ids", "token_logprobs", "top_logprobs"),
+    *("token_ids", "token_logprobs", "top_logprobs", "token_drafted"),
     *("prompt_token_ids", "prompt_logprobs", "prompt_top_logprobs", "perplexity"),
     *("reasoning", "reasoning_tokens", "error", "copy_of", "task_id", "completion"),
     *("prompt", "messages", "rank", "scores"),

@@ -332,6 +332,9 @@ def fault_of_line(
         return f"token_ids: {change} now"
     if (row.get("token_logprobs") is not None) != scored:
         return f"logprobs: {'without before, with' if scored else 'with before, without'} now"
+    if (row.get("token_drafted") is not None) != bool(results.get("token_drafted")):
+        change = "with before, without" if "token_drafted" in row else "without before, with"
+        return f"token_drafted: {change} now"
     if row["finish_reason"] == "budget" and results.get("budget") is None:
         return "budget: with one before, without one now"
     return None

@@ -9,6 +9,7 @@ const KEYS = [
   ["Esc", "leave the search, close a prompt or this list"],
   ["b", "another run beside this one, or none"],
   ["s", "shade unlikely tokens"],
+  ["d", "underline tokens that were drafted"],
   ["t", "dark or light"],
   ["?", "this list"],
 ];
@@ -257,7 +258,8 @@ function pressed(app, event) {
     Object.assign(actions, {
       Home: () => table.move(0),
       End: () => table.move(table.list.length - 1),
-      s: () => app.view.toggleShade(),
+      s: () => app.view.toggle("shade"),
+      d: () => app.view.toggle("underline"),
       b: () => app.beside(app.b >= 0 || app.head.runs.length < 2 ? -1 : app.a === 0 ? 1 : 0),
     });
     if (app.opened !== null) for (const [key, step] of [["l", 1], ["ArrowRight", 1], ["h", -1], ["ArrowLeft", -1]]) actions[key] = () => app.choose(app.sample + step);

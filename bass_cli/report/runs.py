@@ -245,9 +245,12 @@ class Reader:
         text, judged = row.get("text"), row.get("solution") or row.get("completion")
         if isinstance(text, str) and isinstance(judged, str) and text != judged:
             found["raw"] = text
-        numbers = row.get("token_logprobs")
+        numbers, drafted = row.get("token_logprobs"), row.get("token_drafted")
         if isinstance(numbers, list) and numbers:
             found["token_logprobs"] = [_rounded(one) for one in numbers]
+        if isinstance(drafted, list) and drafted:
+            found["token_drafted"] = [int(one == 1) for one in drafted]
+        if "token_logprobs" in found or "token_drafted" in found:
             whole = text if isinstance(text, str) else judged
             if self._pieces is not None and isinstance(whole, str):
                 found |= self._pieces.of(row.get("token_ids"), whole)

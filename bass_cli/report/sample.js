@@ -5,16 +5,18 @@ class View {
     this.app = app;
     this.box = document.getElementById("detail");
     this.ticket = 0;
-    this.shades = [true, false]; // of one run alone, and of two beside each other
+    // Whether unlikely tokens are shaded, and drafted ones underlined: of one run alone, and of two
+    // beside each other.
+    this.marks = { shade: [true, false], underline: [true, false] };
     this.prompt = matchMedia("(min-width: 761px)").matches; // whether the prompt is shown
   }
 
-  get shade() {
-    return this.shades[this.app.b < 0 ? 0 : 1];
+  marked(kind) {
+    return this.marks[kind][this.app.b < 0 ? 0 : 1];
   }
 
-  toggleShade() {
-    this.shades[this.app.b < 0 ? 0 : 1] = !this.shade;
+  toggle(kind) {
+    this.marks[kind][this.app.b < 0 ? 0 : 1] = !this.marked(kind);
     this.show();
   }
 
@@ -168,25 +170,43 @@ class View {
     return element("dl", { class: "facts" }, ...shown.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, isolated(String(value))))));
   }
 
-  // A text with its tokens shaded by their log-probabilities, if the file has them.
+  // A text with its tokens shaded by their log-probabilities and underlined if they were drafted, as
+  // far as the file says.
   shaded(text, extra, spans) {
-    if (!extra.token_logprobs) return textBlock(text, spans);
-    const box = element("div", { class: this.shade ? "with-shades" : "" });
-    const { spans: tokens, after } = tokenSpans(text, extra);
-    const toggle = element("button", { class: "small", "aria-pressed": String(this.shade), onclick: () => this.toggleShade() }, "shade unlikely tokens (s)");
-    if (!extra.pieces) {
-      const unknown = "Log-probabilities by token, in order; where each begins in the text is unknown here:";
-      const strip = this.shade ? [element("p", { class: "note" }, unknown), this.strip(extra.token_logprobs.map((one, number) => [number, one]))] : [];
-      box.append(toggle, textBlock(text, spans), ...strip);
+    const { token_logprobs: logprobs, token_drafted: drafts, pieces } = extra;
+    if (!logprobs && !drafts) return textBlock(text, spans);
+    const shade = Boolean(logprobs) && this.marked("shade");
+    const underline = Boolean(drafts) && this.marked("underline");
+    const tokens = tokensOf(extra, shade, underline);
+    const box = element("div", {}, element("div", { class: "row" }, logprobs ? this.markSwitch("shade", "shade unlikely tokens (s)") : null, drafts ? this.markSwitch("underline", "underline drafted tokens (d)") : null));
+    if (underline) box.append(draftLegend(drafts));
+    const marked = shade || underline;
+    if (!pieces) {
+      box.append(textBlock(text, spans));
+      if (marked) box.append(element("p", { class: "note" }, "Tokens in order; where each begins in the text is unknown here:"), strip(tokens));
       return box;
     }
-    box.append(toggle, textBlock(text, this.shade ? [...tokens, ...spans.filter((one) => one[2] !== "differs")] : spans));
-    if (after.length && this.shade) box.append(element("p", { class: "note" }, "Tokens after the text (the end of the sample, or a stop text):"), this.strip(after));
+    const { spans: placed, after } = tokenSpans(text, pieces, tokens);
+    const others = shade ? spans.filter((one) => one[2] !== "differs") : spans;
+    box.append(textBlock(text, marked ? [...placed, ...others] : spans));
+    if (after.length && marked) box.append(element("p", { class: "note" }, "Tokens after the text (the end of the sample, or a stop text):"), strip(after));
     return box;
   }
 
-  strip(tokens) {
-    const most = 2000; // more elements would slow the page down
-    return element("div", { class: "strip" }, ...tokens.slice(0, most).map(([number, logprob]) => element("span", { class: `token ${shadeOf(logprob)}`, title: tokenTitle(number, logprob) }, typeof logprob === "number" ? logprob.toFixed(2) : "?")));
+  markSwitch(kind, text) {
+    return element("button", { class: "small", "aria-pressed": String(this.marked(kind)), onclick: () => this.toggle(kind) }, text);
   }
+}
+
+function draftLegend(drafts) {
+  const count = drafts.reduce((sum, one) => sum + one, 0);
+  const key = element("span", { class: "drafted" }, "underlined");
+  return element("p", { class: "note" }, key, `: drafted and accepted, ${count.toLocaleString("en")} of ${drafts.length.toLocaleString("en")} tokens. The others are the target's own.`);
+}
+
+// Tokens one after the other: the log-probability of each, or a point if it is unknown.
+function strip(tokens) {
+  const most = 2000; // more elements would slow the page down
+  const shown = tokens.slice(0, most).map(({ logprob, className, title }) => element("span", { class: className, title }, typeof logprob === "number" ? logprob.toFixed(2) : "·"));
+  return element("div", { class: "strip" }, ...shown);
 }

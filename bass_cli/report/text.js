@@ -67,24 +67,36 @@ function textBlock(text, spans, className) {
   return text === "" ? (block.append(element("i", {}, "empty")), block) : appendMarked(block, text, spans || []);
 }
 
-// The spans of the tokens of a text, shaded by how unlikely each is, and the tokens after the text.
-function tokenSpans(text, extra) {
+// What is shown of each token, in order: {logprob, drafted, className, title}. `shade`: by how unlikely
+// it is. `underline`: whether it was an accepted draft.
+function tokensOf(extra, shade, underline) {
+  const { token_logprobs: logprobs = [], token_drafted: drafts = [] } = extra;
+  return Array.from({ length: Math.max(logprobs.length, drafts.length) }, (_, number) => {
+    const [logprob, drafted] = [logprobs[number], drafts[number]];
+    const className = `token ${shade ? shadeOf(logprob) : ""} ${underline && drafted ? "drafted" : ""}`;
+    return { logprob, drafted, className, title: tokenTitle(number, logprob, drafted) };
+  });
+}
+
+// The spans of tokens in a text, and the tokens after the text.
+function tokenSpans(text, pieces, tokens) {
   const spans = [];
   const after = [];
   let start = 0;
-  (extra.pieces || []).forEach((length, number) => {
-    const logprob = extra.token_logprobs[number];
-    const title = tokenTitle(number, logprob);
-    if (start < text.length && length) spans.push([start, Math.min(start + length, text.length), `token ${shadeOf(logprob)}`, title]);
-    else if (start >= text.length) after.push([number, logprob]);
+  tokens.forEach((token, number) => {
+    const length = pieces[number] || 0;
+    if (start < text.length && length) spans.push([start, Math.min(start + length, text.length), token.className, token.title]);
+    else if (start >= text.length) after.push(token);
     start += length;
   });
   return { spans, after };
 }
 
-function tokenTitle(number, logprob) {
-  if (typeof logprob !== "number") return `token ${number}: log-probability unknown`;
-  return `token ${number}: log-probability ${logprob}, probability ${percentOf(Math.exp(logprob))}`;
+function tokenTitle(number, logprob, drafted) {
+  const parts = [];
+  if (typeof logprob === "number") parts.push(`log-probability ${logprob}, probability ${percentOf(Math.exp(logprob))}`);
+  if (drafted !== undefined) parts.push(drafted ? "an accepted draft" : "the target's own");
+  return `token ${number}: ${parts.join(", ") || "log-probability unknown"}`;
 }
 
 // Ten shades: none for a token that is nearly certain, the darkest below a probability of 0.1 %.

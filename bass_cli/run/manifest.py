@@ -83,8 +83,7 @@ def describe(
     if job.kv_dtype != "auto":
         results |= {"kv_dtype": job.kv_dtype}
     results |= {"token_ids": job.token_ids, "bass": __version__.split(".")[0]}
-    if job.echo:
-        results |= {"echo": True}
+    results |= {name: True for name in ("echo", "token_drafted") if getattr(job, name)}
     if shard is not None:
         results |= {"shard": str(shard)}
     if job.speculation.coupling == "maximal":

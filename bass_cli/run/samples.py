@@ -256,6 +256,7 @@ class FinishedSample(NamedTuple):
             prompt_tokens=len(task.tokens),
             meta=task.prompt.meta,
             token_ids=list(tokens) if ids or top is not None else None,
+            token_drafted=self._drafted() if task.job.token_drafted else None,
             prompt_token_ids=None if scored is None else list(task.tokens),
             prompt_logprobs=None if scored is None else [None, *rounded(scored[0])],
             prompt_top_logprobs=[None, *paired(scored[1])]
@@ -266,6 +267,9 @@ class FinishedSample(NamedTuple):
             error=ending.error and ending.error.replace("{}", str(len(scores) + 1)),
             **reported(top, scores, entries, processed=sampling.logprobs_of == "processed"),
         )
+
+    def _drafted(self) -> list[int]:
+        return [] if self.row is None else self.row.from_draft().astype(int).tolist()
 
 
 def with_echo(completion: Completion, prompt: Prompt, job: Job) -> Completion:

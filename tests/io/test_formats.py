@@ -44,6 +44,7 @@ RICH = [
         token_ids=[1, 2, 3],
         token_logprobs=[-0.5, 0.0, -1.25],
         top_logprobs=[[[5, -0.5]], [], [[7, -1.0], [8, -3.5]]],
+        token_drafted=[1, 1, 0],
         seed=2**63 - 1,
     ),
     replace(SAMPLE, id="m", meta={"half": "\ud800"}, messages=[{"content": "c", "role": "user"}]),

@@ -315,6 +315,21 @@ def test_token_log_probabilities_are_shown_with_the_length_of_each_token(tmp_pat
     assert "pieces" in reported("f.jsonl", model=str(folder)).runs()[0]["extras"][0]
 
 
+def test_drafted_tokens_are_shown_with_and_without_log_probabilities(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    tokenizer = Tokenizer.load(tmp_path)
+    ids = tokenizer.encode_part("the mat")
+    results = {"target": str(tmp_path), "vocabulary": tokenizer.fingerprint()}
+    row = {"id": "a", "sample": 0, "text": "the mat", "finish_reason": "eos", "token_ids": ids}
+    marks = [1, *[0] * (len(ids) - 1)]
+    given = (marks, [1, "<b>", None, 2], "1", None)
+    lines = [row | {"sample": at, "token_drafted": one} for at, one in enumerate(given)]
+    write("f.jsonl", lines, results=results)
+    extras = reported("f.jsonl").runs()[0]["extras"]
+    assert [extra.get("token_drafted") for extra in extras] == [marks, [1, 0, 0, 0], None, None]
+    assert [sum(extra.get("pieces", [])) for extra in extras] == [7, 7, 0, 0]
+
+
 def test_tokens_that_do_not_spell_the_text_are_not_placed(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     tokenizer = Tokenizer.load(tmp_path)

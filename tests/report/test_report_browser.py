@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import write_tokenizer
 from scored import line, write
 
 from bass_cli.config.evaluation_commands import ReportArgs
+from bass_cli.formats.tokenizer import Tokenizer
 from bass_cli.io.console import Screen
 from bass_cli.report import server
 from bass_cli.report.command import run
@@ -222,6 +224,45 @@ def test_a_browser_without_the_newest_decoder_shows_the_texts(tab: Tab) -> None:
     page.keyboard.press("2")
     page.keyboard.press("j")
     assert page.locator("#detail article pre.text").text_content() == "text 0.0\n<b>bold</b>"
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_drafted_tokens_are_underlined_with_a_legend_and_a_switch(
+    chromium: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logprobs: bool, theme: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_tokenizer(tmp_path)
+    tokenizer = Tokenizer.load(tmp_path)
+    ids = [*tokenizer.encode_part("the cat sat"), 2]
+    marks = [place % 2 for place in range(len(ids))]
+    marks[-1] = 1  # the end of the sample comes after the text
+    row = {"id": "a", "sample": 0, "text": "the cat sat", "finish_reason": "eos",
+           "token_ids": ids, "token_drafted": marks}  # fmt: skip
+    row |= {"token_logprobs": [-3.0] * len(ids)} if logprobs else {}
+    results = {"target": str(tmp_path), "vocabulary": tokenizer.fingerprint()}
+    tab = Tab(chromium, color_scheme=theme, viewport={"width": 900, "height": 700})
+    page = tab.open(page_of(write("f.jsonl", [row], results=results)))
+    page.keyboard.press("2")
+    page.keyboard.press("j")
+    drafted = page.locator("#detail pre.text .drafted")
+    expected = [tokenizer.decode([id_]) for id_, mark in zip(ids, marks, strict=True) if mark][:-1]
+    playwright.expect(drafted).to_have_count(len(expected))
+    assert drafted.all_text_contents() == expected
+    playwright.expect(page.locator("#detail .strip .drafted")).to_have_count(1)
+    playwright.expect(page.locator("#detail article .note").first).to_contain_text(
+        f"{sum(marks)} of {len(ids)} tokens"
+    )
+    line = "getComputedStyle(document.querySelector('pre.text .drafted')).textDecorationLine"
+    assert page.evaluate(line) == "underline"
+    assert page.locator("#detail .shade4").count() == (len(ids) if logprobs else 0)
+    page.keyboard.press("d")
+    playwright.expect(page.locator("#detail .drafted")).to_have_count(0)
+    assert page.locator("#detail pre.text").text_content() == "the cat sat"
+    page.get_by_role("button", name="underline drafted tokens").click()
+    playwright.expect(drafted).to_have_count(len(expected))
+    assert tab.faults == []
+    tab.context.close()
 
 
 def test_a_phone_shows_the_list_or_a_prompt(
