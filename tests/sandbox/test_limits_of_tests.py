@@ -67,3 +67,18 @@ def test_program_cannot_claim_to_be_out_of_time(sandbox: Sandbox) -> None:
     text = "class Slow(Exception):\n    limit = 0.0\ndef f():\n    raise Slow('slow')"
     [(_, ending)] = sandbox.run([(0, Program(text, "f()", ("f",)))])
     assert ending.status == "failed"
+
+
+def test_program_cannot_read_an_iterator_whose_transfer_was_measured(sandbox: Sandbox) -> None:
+    setup = "expected = iter([41, 42])\ntransfer_seconds([expected])"
+    text = """
+def f():
+    import gc
+    for one in gc.get_objects():
+        if type(one).__name__ == "Peer":
+            return one.request("next", one.find(b"o", 0))
+"""
+    tests = "assert f() == 41"
+    [(_, ending)] = sandbox.run([(0, Program(text, tests, ("f",), setup))])
+    assert ending.status == "failed"
+    assert "IndexError" in ending.detail, "the request arrived, and there is no such object"
