@@ -406,6 +406,18 @@ def test_file_of_a_check_function_must_define_it() -> None:
         assert message in str(caught.value)
 
 
+@pytest.mark.parametrize("key", ["name: gsm8k\n", ""], ids=["key", "file name"])
+def test_name_of_a_task_of_bass_is_refused(key: str) -> None:
+    """`bass score` finds the task by its name in the manifest."""
+    Path("gsm8k.yaml").write_text(
+        key + 'data: d.jsonl\nprompt: "{{ q }}"\nanswer: "1"\ncheck: exact\n'
+    )
+    with pytest.raises(
+        UserError, match=r"gsm8k\.yaml.*: gsm8k is a task of bass.*such as my-gsm8k"
+    ):
+        load_task("gsm8k.yaml")
+
+
 def test_unknown_task_and_missing_file_are_named() -> None:
     with pytest.raises(UserError, match='there is no task "gsm9k"; did you mean "gsm8k"'):
         load_task("gsm9k")

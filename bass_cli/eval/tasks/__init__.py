@@ -51,7 +51,13 @@ def load_task(name: str, data: str | None = None) -> Task:
     from bass_cli.eval.tasks.task_file import SUFFIXES, read_packaged, read_task_file
 
     if name.endswith(SUFFIXES):
-        return OwnTask(read_task_file(name), data)
+        loaded = read_task_file(name)
+        if (own := loaded.options.name) in {*task_names(), *ALIASES}:
+            raise UserError(
+                f"{loaded.located.at('name')}: {own} is a task of bass, which `bass score` would "
+                f"take for these samples; use another name, such as my-{own}"
+            )
+        return OwnTask(loaded, data)
     if name in packaged_tasks():
         return OwnTask(read_packaged(name), data)
     near = nearest(name, [*task_names(), *ALIASES])
