@@ -20,7 +20,7 @@ if not torch.cuda.is_available():
 # them when all others are done.
 LONGEST = (
     "test_rays", "test_tensor_parallel", "test_compiling", "test_sandbox_parts", "test_laws",
-    "test_sandbox", "test_bench", "test_pieces", "test_weights", "test_memory", "test_crashes",
+    "test_sandbox", "test_bench", "test_document", "test_pieces", "test_weights", "test_memory", "test_crashes",
     "test_growth", "test_feature_heads", "test_systems", "test_chain_heads", "test_actors",
     "test_exchange",
 )  # fmt: skip

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_bench import SET, bench, measured, settings
+from benches import SET, bench, measured, settings
 
 from bass_cli.bench import grid
 from bass_cli.bench.document import compare

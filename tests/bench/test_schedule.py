@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_bench import SCALED, bench, settings
+from benches import SCALED, bench, settings
 
 from bass_cli.bench import grid, report
 from bass_cli.bench.figures import Run, Step
