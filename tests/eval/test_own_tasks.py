@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bass_cli.errors import UserError
-from bass_cli.eval.tasks import extraction, load_task, templates
+from bass_cli.eval.tasks import extraction, load_task, own, templates
 from bass_cli.eval.tasks.own import OwnTask
 
 ROOT = Path(__file__).parent.parent.parent
@@ -22,9 +22,16 @@ BASE: dict[str, Any] = {
 RECORDS = [{"q": f"question {i}", "a": f"answer {i}"} for i in range(6)]
 
 
+@pytest.fixture(scope="module")
+def finder() -> extraction.Finder:
+    return extraction.Finder()
+
+
 @pytest.fixture(autouse=True)
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def place(finder: extraction.Finder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder. All tasks share a finder, because each has a child process."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(own, "Finder", lambda: finder)
     return tmp_path
 
 
@@ -309,6 +316,7 @@ def test_slow_expression_is_an_error_that_names_key_and_problem(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(extraction, "_SECONDS", 0.2)
+    monkeypatch.setattr(own, "Finder", extraction.Finder)  # with this limit
     one = task(extract={"regex": "(x+x+)+y"})
     with pytest.raises(UserError, match=r'key "extract": on a sample of t/1: it takes more than'):
         status(one, "x" * 60)
@@ -434,6 +442,15 @@ GSM8K = [
 ]
 
 
+@pytest.fixture(scope="module")
+def gsm8k(tmp_path_factory: pytest.TempPathFactory) -> OwnTask:
+    path = tmp_path_factory.mktemp("gsm8k") / "g.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in GSM8K))
+    loaded = load_task("gsm8k", str(path))
+    assert isinstance(loaded, OwnTask)
+    return loaded
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -452,15 +469,15 @@ GSM8K = [
     ],
     ids=lambda value: value[:40],
 )
-def test_gsm8k_takes_the_marked_number_else_the_last(text: str, expected: str) -> None:
-    Path("g.jsonl").write_text("".join(json.dumps(one) + "\n" for one in GSM8K))
-    one = load_task("gsm8k", "g.jsonl")
-    problem = one.problems["gsm8k/2"]
-    assert one.check(problem, text).status == expected
-    assert one.check(problem, str(GSM8K[1]["answer"])).status == "passed"
+def test_gsm8k_takes_the_marked_number_else_the_last(
+    gsm8k: OwnTask, text: str, expected: str
+) -> None:
+    problem = gsm8k.problems["gsm8k/2"]
+    assert gsm8k.check(problem, text).status == expected
+    assert gsm8k.check(problem, str(GSM8K[1]["answer"])).status == "passed"
     assert problem.prompt.count("Question:") == 5
     assert problem.prompt.endswith("Question: How many?\nAnswer:")
-    assert len(one.messages(problem)) == 1
+    assert len(gsm8k.messages(problem)) == 1
 
 
 def test_multiple_choice_task_of_the_guide() -> None:
