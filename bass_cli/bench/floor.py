@@ -136,12 +136,12 @@ def sizes_of(decoder: Decoder, head: HeadSpec | None = None, *, eight_bits: bool
         )
         for names in (_MAPS, _EXPERTS)
     )
-    aux_layers = 0 if head is None else len(head.aux_layers)
+    projected = 0 if head is None else head.fc_inputs
     known = min(decoder.vocab, spec.vocab)  # with tensor parallelism, a part of it
     if head is not None and head.ids is not None:
         known = len(head.ids)
     return Sizes(
-        body + aux_layers * spec.width**2,
+        body + projected * spec.width,
         known * spec.width,
         decoder.dtype.itemsize,
         2 * spec.kv_heads * spec.head_size,

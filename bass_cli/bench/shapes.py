@@ -4,7 +4,8 @@ copy on the host.
 `wide-310m` is not a published model: its few wide layers make a draft with few kernels for its
 bytes. `pard-0.5b` is qwen2.5-0.5b used as a draft that proposes all tokens in one pass.
 `dspark-8b`, `dflash-8b` and `eagle3-8b` are published drafters that read the hidden states of
-qwen3-8b. `tiny`, `tiny-moe`, `tiny-hybrid`, `dspark-tiny` and `eagle3-tiny` are for tests.
+qwen3-8b; `mtp-27b` and `mtp-35b-a3b` the layers that predict further tokens of qwen3.5-27b and
+qwen3.5-35b-a3b. Names with `tiny` are for tests.
 """
 
 from __future__ import annotations
@@ -22,7 +23,15 @@ from bass_cli.errors import UserError, nearest
 from bass_cli.formats.hf_config import spec_of_config
 from bass_cli.models.families import FAMILIES
 from bass_cli.models.ranks import Share, part_of
-from bass_cli.models.spec import PLAIN, HeadSpec, Layouts, Spec, parameters, stored_dtype
+from bass_cli.models.spec import (
+    PLAIN,
+    HeadSpec,
+    Layouts,
+    Spec,
+    parameters,
+    prediction_layer,
+    stored_dtype,
+)
 from bass_cli.models.weights import Named
 from bass_kernels import Quantised, Weight
 
@@ -183,6 +192,9 @@ HEADS: dict[str, tuple[str, Callable[[Spec], HeadSpec]]] = {
     ),
     "dflash-8b": ("qwen3-8b", partial(_head, layers=5, aux_layers=_AUX_LAYERS, block=16, first=1)),
     "eagle3-8b": ("qwen3-8b", partial(_chain, aux_layers=(1, 17, 32), vocab=32000)),
+    "mtp-27b": ("qwen3.5-27b", prediction_layer),
+    "mtp-35b-a3b": ("qwen3.5-35b-a3b", prediction_layer),
+    "mtp-tiny": ("tiny-hybrid", prediction_layer),
     "eagle3-tiny": ("tiny", partial(_chain, aux_layers=(0, 1, 2), vocab=150)),
     "dspark-tiny": ("tiny", partial(_head, layers=2, aux_layers=(0, 2), block=7, first=0, rank=8)),
 }

@@ -1,5 +1,5 @@
-"""Parse a pair's `draft`: none, lookup, lookup:SOURCES, a model, skip:LAYERS, parallel:MODEL or
-heads:PATH.
+"""Parse a pair's `draft`: none, lookup, lookup:SOURCES, mtp, a model, skip:LAYERS,
+parallel:MODEL or heads:PATH.
 
 Only the text is checked here. run/pair.py opens the model; drafts/ has the drafters.
 """
@@ -13,6 +13,7 @@ from bass_cli.errors import UserError, nearest
 
 SOURCES = ("own", "siblings", "prompt", "reference")
 _LOOKUP, _SKIP, _PARALLEL, _HEADS = "lookup", "skip:", "parallel:", "heads:"
+MTP = "mtp"
 _RUN = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?", re.ASCII)
 
 
@@ -21,7 +22,7 @@ class Draft(NamedTuple):
 
     Args:
         sources: The texts in which tokens are looked up; empty for other drafts.
-        model: A hub id, folder, file or skip:LAYERS; None for lookup, or without a draft.
+        model: A hub id, folder, file, skip:LAYERS or mtp; None for lookup, or without a draft.
         parallel: Whether the model drafts all tokens in one pass.
         reads: Whether it is a draft head, which reads the target's hidden states.
     """
@@ -34,7 +35,8 @@ class Draft(NamedTuple):
     @property
     def files(self) -> str | None:
         """The model to load in addition to the target; None if there is none."""
-        return None if self.model is None or self.model.startswith(_SKIP) else self.model
+        own = self.model is None or self.model == MTP or self.model.startswith(_SKIP)
+        return None if own else self.model
 
 
 def parse_draft(text: str) -> Draft:
@@ -44,6 +46,8 @@ def parse_draft(text: str) -> Draft:
     """
     if text == "none":
         return Draft((), None)
+    if text == MTP:
+        return Draft((), MTP, reads=True)
     if text.startswith(_PARALLEL):
         what = "a hub id, a folder or a .gguf file of a model that was trained to draft in one pass"
         return Draft((), _behind(_PARALLEL, "MODEL", what, text), parallel=True)
@@ -112,7 +116,7 @@ def _behind(prefix: str, word: str, what: str, text: str) -> str:
     """Return the model after a prefix."""
     model = text.removeprefix(prefix).strip()
     others = (_SKIP, _PARALLEL, _HEADS)
-    if not model or model == "none" or _is_lookup(model) or model.startswith(others):
+    if not model or model in ("none", MTP) or _is_lookup(model) or model.startswith(others):
         raise ValueError(f'"{text}": write it like {prefix}{word}, with {what}')
     return model
 

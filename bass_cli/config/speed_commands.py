@@ -78,7 +78,7 @@ class BenchArgs(_WholeJob, DistributionArgs, PairArgs, DocumentArgs, QuietArgs):
     )
     draft_shape: str | None = flag(
         "The same for the draft, with --acceptance; pard-0.5b, dspark-8b and dflash-8b draft "
-        "in one pass, eagle3-8b drafts token by token",
+        "in one pass, eagle3-8b, mtp-27b and mtp-35b-a3b token by token",
         RANDOM,
         "NAME",
         rare=True,

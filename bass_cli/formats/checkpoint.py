@@ -261,7 +261,7 @@ def open_checkpoint(
     spec = spec_of_gguf(metadata, shapes, place=str(path), rope_factors=factors)
     tensors = ARCHITECTURES[metadata["general.architecture"]].tensors
     slots = families.slots(spec, tensors)
-    pieces = _assign(spec, slots, entries, path, gguf_config.IGNORED, parameters(spec))
+    pieces = assign(spec, slots, entries, path, gguf_config.IGNORED, parameters(spec))
     eos = [
         id_ for role in END_ROLES for id_ in _ids(metadata, f"tokenizer.ggml.{role}_token_id", path)
     ]
@@ -360,7 +360,7 @@ def _open_folder(
     stored = joined.entries
     if spec.experts is not None:
         stored = unstack(stored, spec.experts.total, halves=family.mixture != "clamped")
-    bare = _bare(stored, prefixes, path)
+    bare = without_prefix(stored, prefixes, path)
     slots = upright(slots, bare)
     merged = merge(
         bare, adapters, slots=slots, bare=lambda name: bare_name(name, prefixes), tied=spec.tied
@@ -368,7 +368,7 @@ def _open_folder(
     entries = merged.entries
     if spec.tied and _differs(entries, family):
         spec = replace(spec, tied=False)
-    pieces = _assign(spec, slots, entries, path, ignored, parameters(spec))
+    pieces = assign(spec, slots, entries, path, ignored, parameters(spec))
     return Checkpoint(
         path,
         spec,
@@ -383,7 +383,7 @@ def _open_folder(
     )
 
 
-def _bare(
+def without_prefix(
     entries: Mapping[str, Stored], prefixes: tuple[str, ...], path: Path
 ) -> dict[str, Stored]:
     """Return the tensors by their names without a prefix."""
@@ -433,7 +433,7 @@ def open_head(path: Path, target: Spec) -> Checkpoint:
     if not head.block and any(name.startswith("midlayer.") for name in entries):
         slots = {name.replace("layers.0.", "midlayer."): slot for name, slot in slots.items()}
     ignored = families.IGNORED + _HEAD_IGNORED
-    pieces = _assign(head.body, slots, entries, path, ignored, shapes)
+    pieces = assign(head.body, slots, entries, path, ignored, shapes)
     notes = (*notes_of_head(config, place=str(place)), *joined.notes)
     return Checkpoint(
         path,
@@ -499,7 +499,7 @@ def _differs(entries: Mapping[str, Stored], family: Family) -> bool:
     return not all(torch.equal(a, b) for (_, a), (_, b) in pairs)
 
 
-def _assign(
+def assign(
     spec: Spec,
     slots: Mapping[str, Slot],
     entries: Mapping[str, Stored],

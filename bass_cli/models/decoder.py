@@ -236,7 +236,7 @@ class Decoder:
         attention = self.spec.attention_layers
         for i in self.layers:
             if states is None or i in attention:
-                residual = self._block(i, next(attending), residual, step, slots, angles)
+                residual = self.block(i, next(attending), residual, step, slots, angles)
             else:
                 residual = self._delta_block(i, next(recurrent), residual, states)
             if aux_layers is not None:
@@ -247,7 +247,7 @@ class Decoder:
             residual = residual[:, -last:]
         return self.normed(residual)
 
-    def _block(
+    def block(
         self, i: int, slot: int, residual: Tensor, step: Pass, slots: Tensor, angles: tuple
     ) -> Tensor:
         """Return the residual stream [B, W, width] after layer i.

@@ -1,5 +1,6 @@
 """Drafters that read their target's hidden states: DFlash (arXiv 2602.06036) and DSpark, which
-draft a block of tokens in one pass, and EAGLE-3 (arXiv 2503.01840), which drafts token by token.
+draft a block of tokens in one pass; EAGLE-3 (arXiv 2503.01840) and the multi-token-prediction layer
+of a checkpoint (arXiv 2412.19437, 2.2), which draft token by token.
 
 What they keep of a token is in the target's store, after the target's layers, so the store alone
 handles prompts, moved rows and rejected drafts. Not here: sampling (drafts/heads.py), configs
@@ -22,8 +23,8 @@ from bass_kernels import Quantised
 class _HiddenStateDrafter:
     """The common part of such drafters for `target` (see ReadsHidden).
 
-    The outputs of some layers of the target, concatenated, become one context feature a token
-    (`fc`), which has its own norm. The drafter's layers project it to keys and values.
+    The outputs of some layers of the target become one context feature a token, which has its own
+    norm. The drafter's layers project it to keys and values.
 
     Args:
         weights: tensors by the names of `head_parameters(spec)`. The target's embedding and head
@@ -36,7 +37,7 @@ class _HiddenStateDrafter:
         self._first_layer = sum(layers.number for layers in target.cached)
         self._ids = None if spec.ids is None else torch.tensor(spec.ids, device=target.device)
         self.body = Decoder(body, weights, vocab=target.vocab, shared=target)
-        own, query = self.body.weights, body.heads * body.head_size
+        own, query = self.body.weights, body.heads * body.head_size * (1 + body.output_gate)
         self._fc, self._context_norm = own.pack("fc.weight"), own.plain("context_norm.weight")
         self._keys_values, self._norms = [], []
         for at in (f"layers.{i}." for i in range(body.layers)):
@@ -47,6 +48,7 @@ class _HiddenStateDrafter:
             )
             self._norms.append(norms)
         self._frequencies = inverse_frequencies(body.rope, self.body.device)
+        self._scale = 1.0 if body.rope is None else body.rope.scale
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
@@ -62,6 +64,9 @@ class _HiddenStateDrafter:
 
     def _normed(self, features: Tensor) -> Tensor:
         return _norm(features, self._context_norm, self.spec)
+
+    def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:
+        return angles_of(positions, self._frequencies, self._scale)
 
     def _write(
         self,
@@ -109,7 +114,7 @@ class FeatureHead(_HiddenStateDrafter):
     def read(self, tokens: Tensor, hidden: Tensor, step: Pass) -> None:
         """Write the keys and values of the tokens [B, W] of `step`. See ReadsHidden."""
         context = self._normed(ops.linear(hidden, self._fc, None))
-        angles, slots = angles_of(step.positions, self._frequencies), step.slots()
+        angles, slots = self._angles(step.positions), step.slots()
         for i in range(self.spec.body.layers):
             self._write(i, context, angles, slots, step)
 
@@ -131,8 +136,8 @@ class FeatureHead(_HiddenStateDrafter):
 
 
 class ChainHead(_HiddenStateDrafter):
-    """An EAGLE-3 drafter. Its one layer takes a token's embedding beside the feature of the token
-    before it.
+    """A drafter of one layer that drafts token by token. It takes a token's embedding beside the
+    feature of the token before it.
 
     The pair of feature f_i (from the target's layers) and token i + 1 is at position i. Its key and
     value need no attention, so every pass of the target writes them for all tokens with a feature.
@@ -145,10 +150,11 @@ class ChainHead(_HiddenStateDrafter):
 
     def __init__(self, spec: HeadSpec, weights: Named, target: Decoder):
         super().__init__(spec, weights, target)
-        at = "layers.0."
         own = self.body.weights
-        self._qkv, self._bias = own[at + "qkv.weight"], own.plain_or_none(at + "qkv.bias")
-        self._embed, self._token_norm = own.plain("embed.weight"), own.plain(at + "norm1.weight")
+        self._embed, self._input_norm = (
+            own.plain("embed.weight"),
+            own.plain("layers.0.norm1.weight"),
+        )
 
     @property
     def cached(self) -> tuple[Layers, ...]:
@@ -159,7 +165,7 @@ class ChainHead(_HiddenStateDrafter):
         """Write the features of the tokens [B, W] of `step` and the keys and values of their pairs
         (see ReadsHidden). In a prefill the token after each feature is known. Rows pair their
         first token with the feature before it, which is in the store."""
-        features = ops.linear(hidden, self._fc, None)
+        features = self._features(hidden)
         if step.following is not None:
             pairs, tokens, positions = features, step.following, step.positions
             slots = step.slots()
@@ -170,8 +176,7 @@ class ChainHead(_HiddenStateDrafter):
         parts, own = features.chunk(2, -1), step.own(self._first_layer + 1)
         for store, part in zip(own, parts, strict=True):
             store[0, step.slots()] = part
-        angles = angles_of(positions, self._frequencies)
-        self._write(0, self._joined(tokens, self._normed(pairs)), angles, slots, step)
+        self._write(0, self._inputs(tokens, pairs), self._angles(positions), slots, step)
 
     def found(self, step: Pass, positions: Tensor) -> Tensor:
         """Return the stored features [B, 1, width] at positions [B, 1] of the rows of `step`, from
@@ -198,14 +203,42 @@ class ChainHead(_HiddenStateDrafter):
             features: [B, 1, width] of the tokens before them. May be overwritten.
 
         Returns:
-            Logits [B, U] of the next token, over the drafter's own vocabulary, and the layer's
-            output [B, 1, width], which stands in for the next feature.
+            Logits [B, U] of the next token, over the drafter's own vocabulary, and [B, 1, width],
+            which stands in for the next feature.
         """
+        raise NotImplementedError
+
+    def _features(self, hidden: Tensor) -> Tensor:
+        """Return the features [B, W, width] of the outputs of the target's layers."""
+        raise NotImplementedError
+
+    def _inputs(self, tokens: Tensor, features: Tensor) -> Tensor:
+        """Return the input of the layer's projections for pairs [B, W]."""
+        raise NotImplementedError
+
+    def _slots(self, step: Pass, positions: Tensor) -> Tensor:
+        """Return the slots of pairs at positions [B, W]. Pairs inside a row's prompt are stored
+        already, and go to slot 0, the scrap slot of rows that are not live."""
+        slots = positions + (step.segments.own - step.segments.base)[:, None]
+        return slots.masked_fill(positions < step.segments.base[:, None], 0)
+
+
+class EagleHead(ChainHead):
+    """An EAGLE-3 drafter. `fc` combines several layers of the target to a feature. The layer's
+    projections take the embedding beside it."""
+
+    def __init__(self, spec: HeadSpec, weights: Named, target: Decoder):
+        super().__init__(spec, weights, target)
+        own, at = self.body.weights, "layers.0."
+        self._qkv, self._bias = own[at + "qkv.weight"], own.plain_or_none(at + "qkv.bias")
+
+    def draft(self, tokens: Tensor, features: Tensor, step: Pass) -> tuple[Tensor, Tensor]:
+        """See ChainHead. The layer's output stands in for the next feature."""
         body, layer = self.spec.body, step._replace(first=self._first_layer)
         normed = self._normed(features)
         q = ops.rope_write(
             ops.linear(self._joined(tokens, normed), self._qkv, self._bias),
-            angles_of(step.positions, self._frequencies),
+            self._angles(step.positions),
             self._slots(step, step.positions),
             layer.own(0),
             heads=body.heads,
@@ -216,16 +249,50 @@ class ChainHead(_HiddenStateDrafter):
         output = self.body.rest_of_layer(0, 0, q, residual, layer)
         return self.body.logits(self.body.normed(output))[:, 0], output
 
-    def _slots(self, step: Pass, positions: Tensor) -> Tensor:
-        """Return the slots of pairs at positions [B, W]. Pairs inside a row's prompt are stored
-        already, and go to slot 0, the scrap slot of rows that are not live."""
-        slots = positions + (step.segments.own - step.segments.base)[:, None]
-        return slots.masked_fill(positions < step.segments.base[:, None], 0)
+    def _features(self, hidden: Tensor) -> Tensor:
+        return ops.linear(hidden, self._fc, None)
+
+    def _inputs(self, tokens: Tensor, features: Tensor) -> Tensor:
+        return self._joined(tokens, self._normed(features))
 
     def _joined(self, tokens: Tensor, normed: Tensor) -> Tensor:
         """Return the input of the layer's projections, [B, W, 2 width]."""
-        embedded = _norm(ops.embed(tokens, self._embed), self._token_norm, self.spec)
+        embedded = _norm(ops.embed(tokens, self._embed), self._input_norm, self.spec)
         return torch.cat((embedded, normed), -1)
+
+
+class PredictionHead(ChainHead):
+    """The multi-token-prediction layer of a checkpoint (MTP; DeepSeek-V3, arXiv 2412.19437, section
+    2.2, in the form of Qwen3-Next).
+
+    A feature is the output of the target's final norm. The residual stream begins at
+    fc [norm(embedding), norm(feature)]. The output of the layer's own final norm gives the logits,
+    and stands in for the next feature.
+    """
+
+    def __init__(self, spec: HeadSpec, weights: Named, target: Decoder):
+        super().__init__(spec, weights, target)
+        self._target, self._token_norm = target, self.body.weights.plain("token_norm.weight")
+
+    def draft(self, tokens: Tensor, features: Tensor, step: Pass) -> tuple[Tensor, Tensor]:
+        """See ChainHead."""
+        slots, angles = self._slots(step, step.positions), self._angles(step.positions)
+        layer = step._replace(first=self._first_layer)
+        residual = self._joined(tokens, features)
+        output = self.body.block(0, 0, residual, layer, slots, (angles, None))
+        normed = self.body.normed(output)
+        return self.body.logits(normed)[:, 0], normed
+
+    def _features(self, hidden: Tensor) -> Tensor:
+        return self._target.normed(hidden)
+
+    def _inputs(self, tokens: Tensor, features: Tensor) -> Tensor:
+        return _norm(self._joined(tokens, features), self._input_norm, self.spec)
+
+    def _joined(self, tokens: Tensor, features: Tensor) -> Tensor:
+        """Return the residual stream before the layer, [B, W, width]."""
+        embedded = _norm(ops.embed(tokens, self._embed), self._token_norm, self.spec)
+        return ops.linear(torch.cat((embedded, self._normed(features)), -1), self._fc, None)
 
 
 Head = FeatureHead | ChainHead
@@ -241,4 +308,5 @@ def make_head(spec: HeadSpec, weights: Named, target: Decoder, layouts: Layouts 
     if layouts.head is not None and "head.weight" not in weights:
         copied = Quantised.of(target.weights.whole("head.weight"), layouts.head)
         weights = {**weights, "head.weight": copied}
-    return (FeatureHead if spec.block else ChainHead)(spec, weights, target)
+    kind = FeatureHead if spec.block else PredictionHead if spec.joins else EagleHead
+    return kind(spec, weights, target)

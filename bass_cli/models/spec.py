@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -21,7 +21,8 @@ FILE = "file"
 MAPS = ("qkv", "o", "up", "down")
 # Those of recurrent layers and of shared experts too
 EVERY_MAP = (*MAPS, "delta_in", "delta_out", "shared_up", "shared_down")
-_NORMS = {"norm", "norm1", "norm2", "post1", "post2", "q_norm", "k_norm", "context_norm"}
+_NORMS = {"norm", "norm1", "norm2", "post1", "post2", "q_norm", "k_norm"}
+_NORMS |= {"context_norm", "token_norm"}
 # Tensors of recurrent layers that stay float32: exp(A_log) multiplies the logarithm of a decay.
 _DECAYS = {"delta_norm", "decay", "step_bias"}
 
@@ -399,7 +400,7 @@ class Format(NamedTuple):
 class HeadSpec:
     """A drafter that reads the outputs of some layers of a target.
 
-    kind: "dflash", "dspark" or "eagle3".
+    kind: "dflash", "dspark", "eagle3" or "mtp".
     body: its own layers.
     aux_layers: the target's layers that it reads, from 0.
     block: places of a block, the anchor and masks; 0 if it drafts token by token.
@@ -430,9 +431,26 @@ class HeadSpec:
 
     @property
     def inputs(self) -> int:
-        """Columns of its qkv projection. A drafter that drafts token by token reads an embedding
-        beside each feature."""
-        return self.body.width * (1 if self.block else 2)
+        """Columns of its qkv projection. An EAGLE-3 reads an embedding beside each feature."""
+        return self.body.width * (1 if self.block or self.joins else 2)
+
+    @property
+    def joins(self) -> bool:
+        """Whether `fc` maps an embedding beside a hidden state to the input of its layer."""
+        return self.kind == "mtp"
+
+    @property
+    def fc_inputs(self) -> int:
+        """Columns of `fc`."""
+        return self.body.width * (2 if self.joins else len(self.aux_layers))
+
+
+def prediction_layer(target: Spec) -> HeadSpec:
+    """Return the multi-token-prediction layer of a target: a layer like the target's layers with
+    attention, which reads the output of the last layer."""
+    window = target.windows[target.attention_layers[0]]
+    body = replace(target, layers=1, windows=(window,), recurrent=None, tied=False)
+    return HeadSpec("mtp", body, (target.layers - 1,))
 
 
 def head_parameters(head: HeadSpec) -> dict[str, tuple[int, ...]]:
@@ -447,8 +465,10 @@ def head_parameters(head: HeadSpec) -> dict[str, tuple[int, ...]]:
     for name, shape in shapes.items():
         if name.endswith(".qkv.weight"):
             shapes[name] = shape[0], head.inputs
-    shapes["fc.weight"] = width, len(head.aux_layers) * width
+    shapes["fc.weight"] = width, head.fc_inputs
     shapes["context_norm.weight"] = (width,)
+    if head.joins:
+        shapes["token_norm.weight"] = (width,)
     if head.rank:
         shapes["markov.before.weight"] = vocab, head.rank
         shapes["markov.after.weight"] = known, head.rank

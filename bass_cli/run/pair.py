@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from bass_cli.config.draft_spec import parse_draft, skipped_layers
+from bass_cli.config.draft_spec import MTP, parse_draft, skipped_layers
 from bass_cli.config.job import Job
 from bass_cli.config.line import SettingError
 from bass_cli.engine.verify import CHEAP, Cut
@@ -22,6 +22,7 @@ from bass_cli.formats.checkpoint import Checkpoint, open_checkpoint, open_head
 from bass_cli.formats.continuation import ending_ids
 from bass_cli.formats.grammars import grammars_of
 from bass_cli.formats.lora import locate_adapters
+from bass_cli.formats.mtp import open_mtp
 from bass_cli.formats.sources import locate
 from bass_cli.formats.thinking import tags_of
 from bass_cli.formats.tokenizer import Tokenizer, check_same_vocabulary
@@ -92,7 +93,9 @@ def open_files(job: Job, early: Callable[[], Tokenizer | None] = lambda: None) -
         None if words.files is None else locate(words.files, folder=pair.folder, weights=True)
     )
     draft, mask = None, None
-    if draft_path is not None and words.reads:
+    if words.model == MTP:
+        draft = open_mtp(target)
+    elif draft_path is not None and words.reads:
         draft = open_head(draft_path, target.spec)
     elif draft_path is not None:
         draft = open_checkpoint(draft_path, decoder=pair.decoder)

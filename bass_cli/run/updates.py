@@ -22,6 +22,7 @@ from bass_cli.errors import UserError
 from bass_cli.formats import weights as formats
 from bass_cli.formats.checkpoint import Checkpoint, open_checkpoint, open_head
 from bass_cli.formats.compound import parts
+from bass_cli.formats.mtp import open_mtp
 from bass_cli.models.any_model import AnyModel
 from bass_cli.models.capture import synchronise
 from bass_cli.models.decoder import Decoder
@@ -131,7 +132,12 @@ class Updates:
         """Write all tensors of a folder or file. The ids that end a sample stay those of the old
         checkpoint."""
         old, followers = self._checkpoint(model), self.models.followers
-        new = open_checkpoint(path) if old.head is None else open_head(path, self.files.target.spec)
+        if old.head is None:
+            new = open_checkpoint(path)
+        elif old.head.joins:
+            new = open_mtp(open_checkpoint(path))
+        else:
+            new = open_head(path, self.files.target.spec)
         new.check_replaces(old)
         self._keep(model, replace(old, written={("", 0): uuid.uuid4().hex}))  # until all is written
         if model == "target" and followers is not None:
