@@ -69,7 +69,7 @@ class App {
     }
     if (known && this.data.known.has(known)) {
       this.opened = known;
-      this.sample = Number(sample) || 0;
+      this.sample = Math.max(0, Math.trunc(Number(sample)) || 0);
       this.table.cursor = this.table.list.indexOf(known);
     }
     this.select(tab === "samples" ? "samples" : "summary");

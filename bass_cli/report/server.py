@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -85,8 +86,9 @@ class Follower:
         nothing = [0] * len(self._present)
         try:
             epoch, _, counts = json.loads(seen)
-            known = [min(int(a), b) for a, b in zip(counts, self._counts(), strict=True)]
-        except (ValueError, TypeError):
+            pairs = zip(counts, self._counts(), strict=True)
+            known = [max(0, min(int(a), b)) for a, b in pairs]
+        except (ValueError, TypeError, OverflowError, RecursionError):
             return nothing, True
         return (known, False) if epoch == self._epoch else (nothing, True)
 
@@ -156,6 +158,11 @@ class Server(ThreadingHTTPServer):
         self.page = render_live(INTERVAL)
         self.hosts = {f"{name}:{self.server_port}" for name in (HOST, "localhost")}
         self.address = f"http://{HOST}:{self.server_port}/{self.word}/"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Ignore a page that was closed before it had its answer; show other errors."""
+        if not isinstance(sys.exc_info()[1], (ConnectionError, TimeoutError)):
+            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -144,6 +144,13 @@ def test_keys_move_between_prompts_and_samples(tab: Tab) -> None:
     assert page.evaluate("document.activeElement.id") == "search"
 
 
+@pytest.mark.parametrize("sample", ["-1", "0.5", "99", "x", "1e999"])
+def test_an_address_with_a_wrong_sample_shows_one_that_exists(tab: Tab, sample: str) -> None:
+    page = tab.open(f"{page_of(write('f.jsonl', rows(2)))}#/samples/prompt%201/{sample}")
+    number = 1 if sample in ("99", "1e999") else 0
+    playwright.expect(page.locator("#detail article pre.text")).to_contain_text(f"text 1.{number}")
+
+
 def test_search_filters_and_order_choose_the_prompts(tab: Tab) -> None:
     page = tab.open(page_of(write("f.jsonl", rows(40))))
     count = page.locator("#count")

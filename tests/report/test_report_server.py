@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
+import struct
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -154,7 +156,11 @@ def test_a_file_that_is_missing_or_broken_is_a_problem_until_it_is_there() -> No
 
 
 @pytest.mark.parametrize(
-    "seen", ["x", "[]", "[0,1]", "[0,1,[1,2,3]]", '[0,1,["a"]]', "{}", "[0,1,[99]]"]
+    "seen",
+    [
+        *("x", "[]", "[0,1]", "[0,1,[1,2,3]]", '[0,1,["a"]]', "{}", "[0,1,[99]]"),
+        *("[1,1,[1e999]]", "[1,1,[99]]", "[" * 50_000),
+    ],
 )
 def test_a_strange_request_gets_the_whole_or_nothing_wrong(seen: str) -> None:
     write("f.jsonl", [line(0, 0, "a")])
@@ -164,3 +170,40 @@ def test_a_strange_request_gets_the_whole_or_nothing_wrong(seen: str) -> None:
     assert update is not None
     texts = [run["texts"] for run in runs_of(update["chunks"])]
     assert texts == [["a"]] if update["reset"] else texts == [[]]
+
+
+def test_a_page_that_claims_less_than_nothing_gets_all_samples() -> None:
+    write("f.jsonl", [line(0, 0, "a"), line(0, 1, "b")])
+    following = follower("f.jsonl")
+    first = following.update("")
+    assert first is not None
+    epoch = json.loads(first["seen"])[0]
+    update = following.update(json.dumps([epoch, 0, [-1]]))
+    assert update is not None
+    assert [run["texts"] for run in runs_of(update["chunks"])] == [["a", "b"]]
+
+
+def test_a_page_that_is_closed_before_its_answer_prints_nothing(
+    running: Server, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone, closed = threading.Event(), threading.Event()
+
+    def slow(seen: str) -> dict[str, Any]:
+        gone.wait(10)
+        return {"text": "x" * 10_000_000}
+
+    whole = running.shutdown_request
+
+    def noted(request: Any) -> None:
+        whole(request)
+        closed.set()
+
+    monkeypatch.setattr(running.follower, "update", slow)
+    monkeypatch.setattr(running, "shutdown_request", noted)
+    with socket.create_connection(("127.0.0.1", running.server_port)) as connection:
+        host = f"127.0.0.1:{running.server_port}"
+        connection.sendall(f"GET /{running.word}/data HTTP/1.0\r\nHost: {host}\r\n\r\n".encode())
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    gone.set()
+    assert closed.wait(10)
+    assert capfd.readouterr().err == ""
