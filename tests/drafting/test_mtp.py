@@ -22,6 +22,7 @@ from test_pieces import loop_of as loop_of_blocks
 from toys import drive, plain
 
 import bass_kernels as ops
+from bass_cli.config.job import Job, Pair
 from bass_cli.engine.batch import Row
 from bass_cli.engine.sampling import RowSampling
 from bass_cli.errors import UserError
@@ -32,7 +33,10 @@ from bass_cli.lengths.controllers import Fixed
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.heads import make_head
 from bass_cli.models.runner import Runner
+from bass_cli.run.build import load_models
 from bass_cli.run.memory import footprint
+from bass_cli.run.plan import make_plan
+from bass_cli.run.updates import Updates
 
 CPU = torch.device("cpu")
 NORMS = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
@@ -121,13 +125,13 @@ class Layer:
         self.norms["norm"] = self.model.norm.weight.detach()
 
 
-def write(folder, family, *, near=None, tokenizer=False, **keys):
+def write(folder, family, *, near=None, tokenizer=False, layer_seed=1, **keys):
     """Save a target with its layer in one checkpoint; return both.
 
     near: share of noise in target and layer whose other part depends on the last token alone.
     """
     model = write_checkpoint(family, folder, shards=False, **shallow(family), **keys)
-    layer = Layer(model)
+    layer = Layer(model, layer_seed)
     if near is not None:
         with torch.no_grad():
             for name, one in model.named_parameters():
@@ -273,6 +277,27 @@ def test_command_draws_the_tokens_of_plain_decoding(tmp_path, monkeypatch):
     assert lines(tmp_path / "mtp.jsonl") == lines(tmp_path / "plain.jsonl")
     found = [json.loads(line) for line in (tmp_path / "mtp.jsonl").read_text().splitlines()]
     assert 0 < sum(one["accepted"] for one in found) < sum(one["drafted"] for one in found)
+
+
+def test_layer_of_another_checkpoint_is_written_in_place(tmp_path):
+    """By its folder and by tensors. With 8-bit numbers the layer is stored in them."""
+    for seed, name in enumerate(("one", "two")):
+        write(tmp_path / name, HYBRID[0], layer_seed=seed, tokenizer=True)
+    pair = Pair(name="x", target=str(tmp_path / "one"), draft="mtp")
+    plan = make_plan(Job(pair=pair, device="cpu", batch_size=2), prompts=1)
+    models = load_models(plan)
+    updates, name = Updates(models, plan.files), "layers.0.up.weight"
+    loaded = models.head.body.weights.whole(name).clone()
+    updates.update(str(tmp_path / "two"), "draft")
+    written = models.head.body.weights.whole(name)
+    tensors = load_file(tmp_path / "two" / "model.safetensors")
+    parts = [tensors[f"mtp.layers.0.mlp.{part}_proj.weight"] for part in ("gate", "up")]
+    assert torch.equal(written, torch.cat(parts))
+    assert not torch.equal(written, loaded)
+    updates.update({"mtp.layers.0.mlp.up_proj.weight": torch.zeros(80, 48)}, "draft")
+    assert not models.head.body.weights.whole(name)[80:].any()
+    small = make_plan(Job(pair=pair, device="cpu", batch_size=2, draft_dtype="int8"), prompts=1)
+    assert load_models(small).head.body.weights[name].layout == "int8"
 
 
 def test_checkpoint_without_the_layer_is_refused(tmp_path):
