@@ -399,6 +399,8 @@ def write_samples(
     finally:
         summary = screen.summary(writer.name)
         summary["usage"] = drawing.usage() or summary["usage"]
+        if isinstance(writer, BestWriter):
+            summary["kept"] = writer.kept
         writer.add_run(summary["decoding_seconds"], summary["usage"])
     writer.confirm()  # before the summary says that the samples are in the file
     screen.close(None if rest is None else summary)
@@ -427,7 +429,8 @@ def _progress(writer: SampleWriter, *, complete: bool) -> list[str]:
     if not writer.done:
         return []
     state = "complete" if complete else "continuing"
-    return [f"{writer.name}: {state}, {len(writer.done)} samples are there already"]
+    where = "done" if isinstance(writer, BestWriter) else "there"  # dropped ones are not there
+    return [f"{writer.name}: {state}, {len(writer.done)} samples are {where} already"]
 
 
 def _from_first_missing(

@@ -34,7 +34,7 @@ class WatchedFile:
     """What is known of the samples of one file.
 
     Attributes:
-        samples, tokens, rounds, accepted: Sums over the lines read so far.
+        samples, tokens, rounds, drafted, accepted: Sums over the lines read so far.
         reasons: Samples by finish reason.
         last: The id, the number and the text of the last sample.
         state: "not begun", "running", "finished", "stopped" (its process has ended too early), or
@@ -51,7 +51,8 @@ class WatchedFile:
         self._reset()
 
     def _reset(self) -> None:
-        self.samples = self.tokens = self.rounds = self.accepted = 0
+        self.samples = self.tokens = self.rounds = 0
+        self.drafted = self.accepted = 0
         self.reasons = Counter[str]()
         self.last: tuple[str, int, str] | None = None
         self._by_prompt = Counter[str]()
@@ -110,6 +111,7 @@ class WatchedFile:
             if one.get("copy_of") is None:
                 self.tokens += _number(one, "tokens")
                 self.rounds += _number(one, "rounds")
+                self.drafted += _number(one, "drafted")
                 self.accepted += _number(one, "accepted")
             if is_ours:
                 self.reasons[str(one.get("finish_reason"))] += 1
@@ -152,6 +154,12 @@ class WatchedFile:
         is_whole = type(known) is int and results.get("shard") is None
         return complete, known if is_whole else None
 
+    @property
+    def _is_filtered(self) -> bool:
+        """Whether `bass filter` wrote the file, which lacks samples of its prompts."""
+        results = self._manifest.get("results")
+        return isinstance(results, dict) and bool(results.get("filter"))
+
     def rate(self) -> tuple[float, float] | None:
         """Return tokens and samples a second over the last minute; None if not watched for long.
 
@@ -192,13 +200,15 @@ class WatchedFile:
             "state": self.state,
             "samples": self.samples,
             "expected": self.expected,
-            "prompts_complete": complete,
+            "prompts_complete": None if self._is_filtered else complete,
             "prompts": prompts,
             "tokens": self.tokens,
             "finish_reasons": dict(sorted(self.reasons.items())),
             "tokens_per_second": None if rate is None else round(rate[0], 2),
             "seconds_left": None if self.left is None else round(self.left, 1),
-            "accepted_per_round": round(self.accepted / self.rounds, 3) if self.rounds else None,
+            "accepted_per_round": round(self.accepted / self.rounds, 3)
+            if self.rounds and self.drafted
+            else None,
             "last": None if self.last is None else dict(zip(_LAST, self.last, strict=True)),
         }
 
@@ -213,8 +223,9 @@ class WatchedFile:
         of = "" if prompts is None else f" of {prompts}"
         found = [f"{self.path}: {_STATES[self.state]}", f"  {', '.join(self._progress())}"]
         if self.reasons:
-            found.append(f"  {complete}{of} prompts complete; ended by: {reasons}")
-        if self.rounds:
+            whole = "" if self._is_filtered else f"{complete}{of} prompts complete; "
+            found.append(f"  {whole}ended by: {reasons}")
+        if self.rounds and self.drafted:
             found.append(f"  drafts accepted: {self.accepted / self.rounds:.2f} a round")
         if self.last is not None:
             id_, sample, text = self.last

@@ -290,8 +290,10 @@ class Screen:
         reasons = ", ".join(
             f"{count} {reason}" for reason, count in summary["finish_reasons"].items()
         )
+        kept = f", {summary['kept']} of them kept" if "kept" in summary else ""
         terminal.line(
-            f"{summary['samples']} samples ({reasons or 'nothing to do'}) in {summary['output']}"
+            f"{summary['samples']} samples ({reasons or 'nothing to do'}){kept} in "
+            f"{summary['output']}"
         )
         known = summary["decoding_seconds"] >= _LEAST_SECONDS
         if self._verbose:

@@ -67,6 +67,7 @@ class BestWriter:
 
     Attributes:
         dropped: The number of samples that were not kept, in all runs of the file.
+        kept: The number of samples that this run has written.
     """
 
     def __init__(
@@ -88,8 +89,12 @@ class BestWriter:
         known = {one.id: one.samples(n) for one in (prompts() if there else ()) if one.id in there}
         complete = {id_ for id_, count in known.items() if there[id_] >= min(best_of, count)}
         self.done = frozenset((id_, sample) for id_ in complete for sample in range(known[id_]))
-        self._there = frozenset(one for one in writer.done if one[0] not in complete)
+        self._there: dict[str, set[int]] = {}
+        for id_, sample in writer.done:
+            if id_ not in complete:
+                self._there.setdefault(id_, set()).add(sample)
         self.dropped = len(self.done) - sum(there[id_] for id_ in complete)
+        self.kept = 0
 
     def expect(self, prompts: Iterable[Prompt]) -> Iterator[Prompt]:
         """Yield the prompts, and note the text and the number of samples of each."""
@@ -105,6 +110,7 @@ class BestWriter:
         if completion.is_of_prompt:
             del self._own[id_], self._prompts[id_]
             self._writer.write(completion)
+            self.kept += 1
             return
         waiting = self._waiting.setdefault(id_, [])
         waiting.append(completion)
@@ -113,7 +119,13 @@ class BestWriter:
         del self._waiting[id_], self._own[id_]
         kept = self._best_of(id_, sorted(waiting, key=lambda one: one.sample))
         self.dropped += len(waiting) - len(kept)
-        self._writer.write_samples([one for one in kept if (id_, one.sample) not in self._there])
+        there = self._there.get(id_, set())
+        new = [one for one in kept if one.sample not in there]
+        # In number formats with rounding, the samples that are drawn again may differ a little, and
+        # so may their ranks. No more than the wanted number is written all the same.
+        new = sorted(new, key=lambda one: one.rank or 0)[: max(len(kept) - len(there), 0)]
+        self._writer.write_samples(sorted(new, key=lambda one: one.sample))
+        self.kept += len(new)
 
     def _best_of(self, id_: str, samples: list[Completion]) -> list[Completion]:
         """Return the samples that are kept, in the order of their numbers."""
@@ -136,8 +148,10 @@ class BestWriter:
     def describe(self) -> str:
         """Return how many samples were dropped, in a sentence."""
         kept = "the best sample" if self._best == 1 else f"the {self._best} best samples"
+        verb = "is" if self._best == 1 else "are"
         return (
-            f"{self.dropped} samples were dropped; {kept} of each prompt by {self._name} are kept"
+            f"{self.dropped} samples were dropped; {kept} of each prompt by {self._name} {verb} "
+            "kept"
         )
 
     def add_run(self, seconds: float, usage: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,18 @@ def test_prompts_of_which_the_best_samples_are_kept_are_complete() -> None:
             writer.write(sample(number))
         one.look(1.0)
         assert figures(one, "expected", "prompts_complete", "prompts") == [None, 1, 3]
+
+
+def test_filtered_files_have_no_complete_prompts_and_files_without_drafts_no_acceptance() -> None:
+    one = WatchedFile("o.jsonl")
+    with begin("o.jsonl", results=RESULTS | {"filter": [{"where": "tokens > 1"}]}) as writer:
+        writer.write(replace(sample(0), drafted=0, accepted=0))
+        one.look(1.0)
+        assert figures(one, "prompts_complete", "accepted_per_round") == [None, None]
+        shown = "\n".join(one.lines())
+        assert "ended by: 1 eos" in shown
+        assert "complete" not in shown
+        assert "accepted" not in shown
 
 
 def test_half_a_line_waits_for_its_end() -> None:
