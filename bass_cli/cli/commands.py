@@ -310,7 +310,7 @@ def publish(args: PublishArgs) -> None:
 
 
 def _publication(args: SampleArgs, screen: Screen, out: str) -> Callable[..., None]:
-    """Check --publish; return a function that uploads a file of samples and further files.
+    """Check --publish; return a function that uploads a file of samples and reports on it.
 
     `out`: The output, which must be a file.
     """
@@ -328,9 +328,9 @@ def _publication(args: SampleArgs, screen: Screen, out: str) -> Callable[..., No
 
     place = Publication(args.publish, public=args.public)
 
-    def upload(samples: str, *more: Path) -> None:
+    def upload(samples: str, *reports: Path) -> None:
         screen.phase("publishing")
-        screen.note(f"published: {place.upload(samples, more=more, note=screen.note)}")
+        screen.note(f"published: {place.upload(samples, reports=reports, note=screen.note)}")
 
     return upload
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import re
 import time
 from collections.abc import Callable, Iterable
@@ -30,8 +31,10 @@ _ATTEMPTS = 5  # with waits of 1, 2, 4 and 8 s between them: the hub is often ba
 _PATIENCE = 20.0  # seconds to wait for the hub's first answer, as for data sets
 _CARD = "README.md"
 _CLIENTS = ("httpx", "httpcore", "requests", "urllib3")  # modules of network errors
-# Keys of a manifest whose values may be paths of this machine; only their last part is published
-_PATHS = ("target", "draft", "tokenizer", "folder", "source", "filtered_from", "template", "lora")
+# Keys of manifests and reports whose values may be paths of this machine; only their last part is
+# published
+_PATHS = ("target", "draft", "tokenizer", "folder", "source", "filtered_from", "template", "lora",
+          "prompts", "model", "file")  # fmt: skip
 _T = TypeVar("_T")
 
 
@@ -53,13 +56,13 @@ class Publication:
         self._api = self._check()
 
     def upload(
-        self, samples: str, *, more: Iterable[Path] = (), note: Callable[[str], None]
+        self, samples: str, *, reports: Iterable[Path] = (), note: Callable[[str], None]
     ) -> str:
         """Upload a finished file of samples, its manifest and the card; return the address.
 
         Args:
             samples: The file.
-            more: Further files, such as a report. Those that do not exist are left out.
+            reports: JSON documents on the samples. Those that do not exist are left out.
             note: Called with notes for the user.
 
         Raises:
@@ -76,7 +79,7 @@ class Publication:
         contents: dict[str, str | bytes] = {
             Path(samples).name: samples,
             manifest_path(samples).name: _encoded(_portable(manifest)),
-            **{path.name: str(path) for path in more if path.is_file()},
+            **{path.name: _report(path) for path in reports if path.is_file()},
             **({} if own_card else {_CARD: card.encode()}),
         }
 
@@ -269,16 +272,26 @@ def _is_passing(error: Exception) -> bool:
     return isinstance(error, (ConnectionError, TimeoutError)) or bool(kinds & set(_CLIENTS))
 
 
+def _report(path: Path) -> bytes:
+    with os_errors_as(UserError, f"{path}: cannot read the report"):
+        content = path.read_bytes()
+    try:
+        return _encoded(_portable(json.loads(content)))
+    except ValueError:
+        raise UserError(f"{path}: this is not a JSON document; make the report again") from None
+
+
 def _portable(value: Any, key: str = "") -> Any:
-    """Return a manifest in which paths of this machine are names."""
+    """Return a manifest or a report in which paths of this machine are names."""
     if isinstance(value, dict):
         return {one: _portable(inner, one) for one, inner in value.items()}
     if isinstance(value, list):
         return [_portable(inner, key) for inner in value]
-    if isinstance(value, str) and key in _PATHS and value.startswith(("/", "~", "./", "../")):
-        return Path(value).name
+    if isinstance(value, str) and key in _PATHS:
+        begins = value.startswith(("/", "~", "./", "../"))
+        return Path(value).name if begins or os.path.exists(value) else value
     return value
 
 
-def _encoded(manifest: dict[str, Any]) -> bytes:
-    return (json.dumps(manifest, indent=2) + "\n").encode()
+def _encoded(document: Any) -> bytes:
+    return (json.dumps(document, indent=2) + "\n").encode()

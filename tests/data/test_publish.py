@@ -285,3 +285,24 @@ def test_paths_of_the_machine_are_not_published(bass: Any, hub: FakeHub, tmp_pat
     assert manifest["results"]["stop"] == ["/tmp"]  # a setting, not a path
     assert str(tmp_path).encode() not in files["README.md"] + files["s.jsonl.manifest.json"]
     assert head_of(files["README.md"])["license"] == "mit"
+
+
+def test_paths_in_reports_and_relative_paths_are_not_published(
+    bass: Any, hub: FakeHub, tmp_path: Path
+) -> None:
+    model = tmp_path / "secret" / "model"
+    model.mkdir(parents=True)
+    Path("private").mkdir()
+    words = ("--model", str(model), "--limit", "1", "--n", "1", "--allow-code-execution")
+    out = ("--out", str(Path("private/e.jsonl").absolute()), "--prompt-format", "raw")
+    bass("eval", "humaneval", *words, *out, "--publish", "hf://me/mine")
+    files = hub.files["me/mine"]
+    report = json.loads(files["e.report.json"])
+    assert (report["file"], report["setting"]["model"]) == ("e.jsonl", "model")
+    assert str(tmp_path).encode() not in files["e.report.json"]
+    assert json.loads(Path("private/e.report.json").read_text())["pass_at_k"] == report["pass_at_k"]
+    Path("p.jsonl").rename("private/p.jsonl")
+    words = ("--model", "org/model", "--n", "1", "--out", "private/s.jsonl")
+    bass("generate", "private/p.jsonl", *words, "--publish", "hf://me/other")
+    found = json.loads(hub.files["me/other"]["s.jsonl.manifest.json"])
+    assert (found["source"], found["results"]["target"]) == ("p.jsonl", "org/model")
