@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import regex
 
 from bass_cli.config.evaluation_commands import RankArgs
 from bass_cli.config.job import Job
@@ -64,7 +65,7 @@ class Ranking(NamedTuple):
 
     rankers: Sequence[Ranker]
     best: int | None = None
-    answer: re.Pattern[str] | None = None
+    answer: Any = None
     prompts: Mapping[str, str] | None = None
 
 
@@ -124,7 +125,7 @@ def rank_lines(
         write_lines(out, file.lines(_standings(file, list(scores), scores), ranking.best))
         if manifest is not None:
             write_manifest(out, _own_manifest(manifest, file, ranking))
-    for note in file.notes:
+    for note in (*file.notes, *_without_scores(scores)):
         screen.note(f"{path}: {note}")
     counts = {"prompts": len(file), "samples": file.kept + file.dropped, "kept": file.kept,
               "dropped": file.dropped, "by": list(scores)}  # fmt: skip
@@ -220,10 +221,10 @@ def make_ranker(
     )
 
 
-def _pattern(text: str | None) -> re.Pattern[str] | None:
+def _pattern(text: str | None) -> Any:
     try:
-        return None if text is None else re.compile(text)
-    except re.error as error:
+        return None if text is None else regex.compile(text)
+    except regex.error as error:
         raise UserError(f"`answer`: this is not a regular expression: {error}") from None
 
 
@@ -293,6 +294,17 @@ def _scores(
                 kept.add(ranker.name, digest_of(ranker, group), scores)
             progress(len(found), len(file))
     return found
+
+
+def _without_scores(scores: Mapping[str, Mapping[str, Scores]]) -> Iterator[str]:
+    """Yield a note for each ranker that could not score some of the finished samples."""
+    for name, by_prompt in scores.items():
+        every = [score for found in by_prompt.values() for score in found]
+        if missing := every.count(None):
+            yield (
+                f"{missing} of {len(every)} finished samples have no score by {name}; they come "
+                "after those with one"
+            )
 
 
 def _standings(

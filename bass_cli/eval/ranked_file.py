@@ -9,9 +9,8 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import re
 import tempfile
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any, NamedTuple
 
@@ -34,6 +33,7 @@ from bass_cli.rank.ranking import (
 from bass_cli.reading import finite, parse_object, whole
 
 _SAMPLES = "samples"
+_PATIENCE = 1.0  # seconds of one search for the answer, as in bass filter
 Row = dict[str, Any]
 
 
@@ -58,7 +58,7 @@ class RankedFile:
         task: The task of the samples; None if there is none.
         prompts: The prompts by id, for files of no task; None: those in the lines, if any.
         answer: A regular expression whose last match in a text is the answer; a group in it is
-            the answer alone.
+            the answer alone. It is one of the regex package, whose searches have a time limit.
         exclusive: Whether the file will be replaced, so that no other process may read or write.
 
     Attributes:
@@ -76,7 +76,7 @@ class RankedFile:
         *,
         task: Task | None = None,
         prompts: Mapping[str, str] | None = None,
-        answer: re.Pattern[str] | None = None,
+        answer: Any = None,
         exclusive: bool = False,
     ):
         self.path, self.notes = path, list[str]()
@@ -215,15 +215,21 @@ class RankedFile:
         with contextlib.suppress(ValueError):  # missing, null or not finite
             number = finite(row.get("mean_logprob"))
         reason = None if row["finish_reason"] == "unknown" else row["finish_reason"]
-        answer = self._answer_in(text)
+        answer = self._answer_in(text, place)
         found = candidate_of(prompt, row["sample"], text, reason, number, answer=answer)
         return found._replace(program=text) if key == "solution" else found
 
-    def _answer_in(self, text: str) -> str | None:
+    def _answer_in(self, text: str, place: str) -> str | None:
         if self._answer is None:
             return None
-        matches = list(self._answer.finditer(text))
-        return str(matches[-1][1 if self._answer.groups else 0] or "") if matches else ""
+        try:
+            found = deque(self._answer.finditer(text, timeout=_PATIENCE), maxlen=1)
+        except TimeoutError:
+            raise UserError(
+                f"{place}: `answer`: the regular expression takes more than {_PATIENCE:g} s on "
+                "this text; write it without repetitions inside repetitions"
+            ) from None
+        return str(found[0][1 if self._answer.groups else 0] or "") if found else ""
 
     def lines(
         self, standings: Mapping[tuple[str, int], Standing], best: int | None

@@ -159,6 +159,26 @@ def test_code_of_no_task_continues_its_prompt() -> None:
     assert ranks(load("g.jsonl")) == ranks(load("f.jsonl"))
 
 
+def test_an_expression_that_backtracks_ends_after_its_time_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("bass_cli.eval.ranked_file._PATIENCE", 0.1)
+    save("f.jsonl", [sample("a", 0, "a" * 80 + "b", -0.1)])
+    before = Path("f.jsonl").read_bytes()
+    said = bass("f.jsonl", "--by", "majority", "--answer", "(a|aa)+$", fails=True)
+    assert "f.jsonl:1: --answer: the regular expression takes more than 0.1 s" in said
+    assert Path("f.jsonl").read_bytes() == before
+
+
+def test_samples_without_a_score_are_counted() -> None:
+    save(
+        "f.jsonl", [sample("a", 0, "x", None), sample("a", 1, "x", -0.5), sample("b", 0, "y", None)]
+    )
+    said = bass("f.jsonl", "--by", "logprob,majority")
+    assert "2 of 3 finished samples have no score by logprob; they come after those" in said
+    assert "no score by majority" not in said
+
+
 def test_answers_are_those_of_the_expression() -> None:
     texts = ["Answer: 4 (not 5)", "Answer: 5 5", "Answer: 5.0 4", "Answer: none"]
     save("f.jsonl", [sample("a", at, text, None) for at, text in enumerate(texts)])
