@@ -397,10 +397,9 @@ def write_samples(
                 if completion.finish_reason == "error":
                     failed.setdefault(completion.id, completion.error)
     finally:
-        summary = screen.summary(writer.name)
+        kept = {"kept": writer.kept} if isinstance(writer, BestWriter) else {}
+        summary = screen.summary(writer.name) | kept
         summary["usage"] = drawing.usage() or summary["usage"]
-        if isinstance(writer, BestWriter):
-            summary["kept"] = writer.kept
         writer.add_run(summary["decoding_seconds"], summary["usage"])
     writer.confirm()  # before the summary says that the samples are in the file
     screen.close(None if rest is None else summary)
