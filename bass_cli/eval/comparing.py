@@ -88,7 +88,30 @@ def _read_report(path: str) -> dict[str, Any]:
             f'{path}: it has no "{min(missing)}": it is no report on samples, or one of an older '
             "version; name the file of samples instead"
         )
+    try:
+        _check_report(found)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{path}: the report is damaged ({type(error).__name__}: {error}); name the file of "
+            "samples instead"
+        ) from None
     return found
+
+
+def _check_report(report: dict[str, Any]) -> None:
+    """Compare a report with itself, which reads all that a comparison needs.
+
+    Raises an exception of any kind if something is missing or of another type.
+    """
+    _Run.of_report(report)
+    report["setting"]["prompt_format"], report["setting"]["prompts"]
+    document = differences(report, report)
+    table_of(document)
+    for one in report["by_problem"][:1]:
+        names = ("pass_first",) if "passed" in one else ("first.rougeL", "best.rougeL")
+        for name in names:
+            document["figures"][name]
+    json.dumps(document, allow_nan=False)
 
 
 class _Run(NamedTuple):

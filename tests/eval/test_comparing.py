@@ -182,6 +182,34 @@ def test_equal_shares_of_different_numbers_of_samples_are_equal() -> None:
     )
 
 
+def test_damaged_reports_are_named() -> None:
+    reports = []
+    for name in ("a", "b"):
+        run(f"{name}.jsonl", A[:2])
+        options = ["score", f"{name}.jsonl", ALLOW, "--json"]
+        reports.append(json.loads(CliRunner().invoke(app, options).stdout))
+    Path("b.json").write_text(json.dumps(reports[1]))
+    places: list[tuple[tuple[Any, ...], Any]] = [
+        (("samples",), None), (("estimates",), 1), (("estimates", "pass_first"), None), (("notes",), None),
+        (("setting",), []), (("setting", "prompts"), None), (("setting", "machine"), "x"),
+        (("setting", "machine", "device"), None), (("setting", "n"), float("inf")), (("by_problem", 0), {}),
+        (("by_problem", 0, "samples"), None), (("by_problem", 0, "pass_at_k"), []), (("by_problem", 0, "pass_all"), "x"),
+    ]  # fmt: skip
+    for (*path, last), value in places:
+        damaged = json.loads(json.dumps(reports[0]))
+        part = damaged
+        for key in path:
+            part = part[key]
+        if value is None:
+            del part[last]
+        else:
+            part[last] = value
+        Path("a.json").write_text(json.dumps(damaged))
+        result = cli("a.json", "b.json")
+        assert result.exit_code == 2, (path, last, result.output)
+        assert "a.json: the report is damaged" in result.stderr, (path, last)
+
+
 def test_table_is_for_papers_too() -> None:
     run("a.jsonl", A)
     run("b.jsonl", B)
