@@ -174,6 +174,36 @@ def test_programs_can_neither_read_the_results_nor_fake_a_verdict(
     assert not any(ending.passed for ending in found.values()), found
 
 
+EMPTY = {
+    "a list": "return [[]]",
+    "an object that is empty later on": "class A:\n        n = 3\n        def __len__(self):\n"
+    "            self.n -= 1\n            return max(self.n, 0)\n"
+    "        def __getitem__(self, at): return 0.0\n    return [A()]",
+    "close": "return [x % 1.0 + 1e-9]",
+}
+
+
+def test_empty_results_are_not_close_to_a_list_of_one_float(
+    tmp_path: Path, sandbox_folders: Path
+) -> None:
+    """EvalPlus passes them, because numpy.allclose compares no numbers."""
+    record = {
+        **HUMANEVAL[0].record, "prompt": "def double(x):\n", "canonical_solution": "    return [x % 1.0]\n",
+        "base_input": [[3.5]], "plus_input": [[7.125]], "atol": 1e-6,
+    }  # fmt: skip
+    (tmp_path / "plus.jsonl").write_text(json.dumps(record))
+    task = load_task("humaneval+", str(tmp_path / "plus.jsonl"))
+    [problem] = task.problems.values()
+    with Sandbox(workers=2, limits=task.limits) as sandbox:
+        found = dict(
+            sandbox.run(
+                (name, task.program(problem, f"    {text}\n", whole=False))
+                for name, text in EMPTY.items()
+            )
+        )
+    assert [name for name, ending in found.items() if ending.passed] == ["close"], found
+
+
 def test_canonical_solution_that_fails_is_an_error(tmp_path: Path, sandbox_folders: Path) -> None:
     record = {**HUMANEVAL[0].record, "canonical_solution": "def double(x): return 1 // 0"}
     (tmp_path / "plus.jsonl").write_text(json.dumps(record))
