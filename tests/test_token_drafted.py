@@ -177,3 +177,18 @@ def test_other_layouts_have_the_same_marks(
     for one in row["samples"]:
         assert len(one["token_drafted"]) == one["tokens"]
         assert sum(one["token_drafted"]) == one["accepted"]
+
+
+def test_tables_of_ray_have_the_marks(folders: dict[str, str]) -> None:
+    import pyarrow
+
+    import bass_cli.ray
+
+    drawer = bass_cli.ray.Drawer(job(folders, "itself", n=2))
+    table = drawer(pyarrow.table({"id": ["a"], "prompt": ["the cat"]}))
+    assert table.schema.field("token_drafted").type == pyarrow.list_(pyarrow.int64())
+    rows = table.select(["token_drafted", "tokens", "accepted"]).to_pylist()
+    assert len(rows) == 2
+    for row in rows:
+        assert len(row["token_drafted"]) == row["tokens"]
+        assert sum(row["token_drafted"]) == row["accepted"] > 0
