@@ -163,8 +163,8 @@ class WatchedFile:
     def rate(self) -> tuple[float, float] | None:
         """Return tokens and samples a second over the last minute; None if not watched for long.
 
-        Before that it is the mean of this run: the manifest is written when a run begins, with the
-        totals before it.
+        Before that it is the mean of a run that is running: the manifest is written when a run
+        begins, with the totals before it.
         """
         if self.state == "finished":
             totals = self._manifest.get("totals")
@@ -175,6 +175,8 @@ class WatchedFile:
         if self._marks and self._marks[-1][0] - self._marks[0][0] >= _LEAST_WINDOW:
             (began, tokens, samples), (now, more, further) = self._marks[0], self._marks[-1]
             return (more - tokens) / (now - began), (further - samples) / (now - began)
+        if self.state != "running":  # the time since the manifest was written may be years
+            return None
         try:
             before = self._manifest["totals"]
             spent = time.time() - manifest_path(self.path).stat().st_mtime

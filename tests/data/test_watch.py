@@ -99,6 +99,20 @@ def test_prompts_of_which_the_best_samples_are_kept_are_complete() -> None:
         assert figures(one, "expected", "prompts_complete", "prompts") == [None, 1, 3]
 
 
+def test_a_job_that_is_not_running_has_no_speed_at_first() -> None:
+    path = "o.jsonl"
+    with begin(path, totals={"tokens": 0, "samples": 0}) as writer:
+        writer.write(sample(0))
+    manifest = Path(f"{path}.manifest.json")
+    killed = json.loads(manifest.read_text()) | {"finished": False}
+    killed["totals"] = {"tokens": 0, "samples": 0}
+    manifest.write_text(json.dumps(killed))
+    os.utime(manifest, (time.time() - 60, time.time() - 60))
+    one = WatchedFile(path)
+    one.look(0.0)
+    assert figures(one, "state", "tokens", "tokens_per_second") == ["unknown", 10, None]
+
+
 def test_filtered_files_have_no_complete_prompts_and_files_without_drafts_no_acceptance() -> None:
     one = WatchedFile("o.jsonl")
     with begin("o.jsonl", results=RESULTS | {"filter": [{"where": "tokens > 1"}]}) as writer:
