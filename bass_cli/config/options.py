@@ -176,9 +176,10 @@ class PairOptions(ModelOptions):
     )
     draft: Name = flag(
         "The draft: a model (like --model), parallel:MODEL (drafts all tokens in one pass), "
-        "heads:PATH (reads the target's hidden states), mtp (the multi-token-prediction layer in "
-        "the target's checkpoint), lookup[:SOURCES] (copies from earlier text; sources: own, "
-        "siblings, prompt, reference), skip:LAYERS (the target without these layers), or none",
+        "heads:PATH (reads the target's hidden states), mtp (the layer of the "
+        "target's checkpoint that predicts further tokens), lookup[:SOURCES] (copies from earlier "
+        "text; sources: own, siblings, prompt, reference), skip:LAYERS (the target without these "
+        "layers), or none",
         MODELS,
         "MODEL|HOW",
         shown="the pair's",

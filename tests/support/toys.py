@@ -29,6 +29,7 @@ class Markov:
 
     def __init__(self, table, lag):
         self.table, self.lag, self.cache = table, lag, self
+        self.states = None  # no recurrent ones
         self._bases, self._prompts = {}, {}
 
     def open(self, key, tokens, in_time=None):
