@@ -29,7 +29,8 @@ from bass_cli.engine.batch import Change, Row
 from bass_cli.engine.loop import Loop
 from bass_cli.errors import MachineError, UserError
 from bass_cli.formats.weights import size_of
-from bass_cli.models.ranks import Share, _store
+from bass_cli.models.partition import Share
+from bass_cli.models.ranks import _store
 from bass_cli.run.build import Models, build, load_draft, load_models
 from bass_cli.run.generate import generate
 from bass_cli.run.plan import Plan, make_plan

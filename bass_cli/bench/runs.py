@@ -220,7 +220,6 @@ def measure_parts(loop: Loop, width: int) -> Parts:
     """Time the parts of a round at this draft length. The rows of the loop do not change, but their
     recurrent states are not valid afterwards."""
     batch, drafter, target = loop.batch, loop.drafter, loop.target
-    states = target.cache.states if isinstance(target, Runner) else None
     graphs = loop.graphs is not None and loop.graphs.enabled
     record = capture if loop.graphs is None else loop.graphs.record
     loop.catch_up(width)
@@ -240,8 +239,8 @@ def measure_parts(loop: Loop, width: int) -> Parts:
             """Let the target's states roll forward, as in a round that follows another one."""
 
             def run() -> object:
-                if states is not None:
-                    states.step_back(batch.rows, width + 1)
+                if isinstance(target, Runner):
+                    target.step_back(batch.rows, width + 1)
                 return part()
 
             return run

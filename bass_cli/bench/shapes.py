@@ -22,7 +22,7 @@ from torch import Tensor
 from bass_cli.errors import UserError, nearest
 from bass_cli.formats.hf_config import spec_of_config
 from bass_cli.models.families import FAMILIES
-from bass_cli.models.ranks import Share, part_of
+from bass_cli.models.partition import Share, part_of
 from bass_cli.models.spec import (
     PLAIN,
     HeadSpec,

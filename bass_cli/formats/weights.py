@@ -37,13 +37,12 @@ from bass_cli.formats.grouped_weights import grouped_pieces, read_grouped
 from bass_cli.formats.tensor_content import DTYPES, Bytes, Stage, read_into, stage_for
 from bass_cli.formats.tensor_files import Entry
 from bass_cli.models.families import CODEGEN_BLOCKS, Slot
-from bass_cli.models.ranks import Share, part_of
+from bass_cli.models.partition import HeldPart, Share, held_part, part_of, shifted
 from bass_cli.models.spec import FILE, PLAIN, Layouts, Spec, parameters, stored_dtype
 from bass_cli.models.weights import Weights
 from bass_kernels import Grouped, Quantised, Weight, Writable, import_kernels
 
 _WORKERS = 4  # reading threads: they copy from the page cache as fast as a GPU can receive
-_BY_TOKENS = ("embed", "head")  # split by tokens
 _Item = TypeVar("_Item")
 _Found = TypeVar("_Found")
 
@@ -475,23 +474,6 @@ def order_of(spec: Spec, slot: Slot) -> Tensor | None:
 # The parts of a split model
 
 
-class HeldPart(NamedTuple):
-    """The part of a tensor that a process holds: these runs of indexes of dimension `dim`, in its
-    order.
-
-    Heads, feed-forward and vocabulary are split: maps into them by rows, maps out of them by
-    columns, embedding and head by tokens. Norms, learned positions and biases of summed outputs are
-    not split.
-    """
-
-    dim: int
-    runs: tuple[range, ...]
-
-    @property
-    def size(self) -> int:
-        return sum(map(len, self.runs))
-
-
 class Cut(NamedTuple):
     """A part of a stored tensor that a process reads.
 
@@ -507,30 +489,6 @@ class Cut(NamedTuple):
     taken: int
     order: Tensor | None = None
     kept: range | None = None
-
-
-def held_part(spec: Spec, name: str, share: Share) -> HeldPart | None:
-    """Return what process `share` holds of a tensor of `parameters(spec)`; None if all of it."""
-    part, (rank, ranks) = part_of(spec, share.ranks), share
-    layer, kind = name.split(".")[-2:]
-    if layer in _BY_TOKENS:
-        first = min(rank * part.vocab, spec.vocab)
-        return HeldPart(0, (range(first, min(first + part.vocab, spec.vocab)),))
-    size, query, key = spec.head_size, spec.heads * spec.head_size, spec.kv_heads * spec.head_size
-    queries = range(rank * part.heads * size, (rank + 1) * part.heads * size)
-    first = rank * spec.kv_heads // ranks * size
-    keys = range(first, first + part.kv_heads * size)
-    inner = range(rank * part.inner, (rank + 1) * part.inner)
-    if layer == "qkv":
-        return HeldPart(0, (queries, _shifted(keys, query), _shifted(keys, query + key)))
-    if layer == "up":
-        return HeldPart(0, (inner, _shifted(inner, spec.inner)) if spec.gated else (inner,))
-    if layer == "experts_up" and spec.experts is not None:
-        gates = range(0, 2 * spec.experts.total * spec.inner, spec.inner)  # gates and ups in turn
-        return HeldPart(0, tuple(_shifted(inner, first) for first in gates))
-    if layer in ("o", "down", "experts_down") and kind == "weight":
-        return HeldPart(1, (queries if layer == "o" else inner,))
-    return None
 
 
 def _cuts(
@@ -560,7 +518,7 @@ def _cuts(
         yield from _sorted_cuts(order + slot.first, found)
     else:
         for rows, first in _within(found, range(slot.first, slot.first + slot.rows)):
-            stored = _shifted(rows, -slot.first)
+            stored = shifted(rows, -slot.first)
             yield Cut(
                 every if transposed else stored, stored if transposed else None, first, len(stored)
             )
@@ -590,7 +548,3 @@ def _sorted_cuts(order: Tensor, found: HeldPart) -> Iterator[Cut]:
             if places[begin] >= 0:
                 yield Cut(range(begin, end), None, 0, found.size, places[begin:end])
             begin = end
-
-
-def _shifted(run: range, by: int) -> range:
-    return range(run.start + by, run.stop + by)

@@ -12,8 +12,7 @@ import os
 import socket
 import sys
 import time
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
@@ -22,62 +21,7 @@ import bass_kernels as ops
 from bass_cli.errors import MachineError, UserError
 from bass_cli.io import terminal
 from bass_cli.models.capture import capture
-from bass_cli.models.spec import AnySpec, Spec
-
-
-class Share(NamedTuple):
-    """The part of process `rank` out of `ranks`."""
-
-    rank: int
-    ranks: int
-
-
-def check_divisible(spec: Spec, ranks: int, *, model: str) -> None:
-    """Raise a UserError unless this model can be split over so many devices."""
-    if spec.norm.qk_wide and ranks > 1:
-        raise UserError(
-            f"`tensor_parallel` {ranks}: {model} norms all its attention heads as one vector, "
-            "which cannot be split; leave out the option"
-        )
-    if spec.recurrent is not None and ranks > 1:
-        raise UserError(
-            f"`tensor_parallel` {ranks}: {model} has recurrent layers (linear_attention), which "
-            "bass does not split; use 1"
-        )
-    if isinstance(spec, AnySpec):
-        raise UserError(
-            f"`tensor_parallel` {ranks}: {model} runs through transformers' own layers, which are "
-            "not split; use 1"
-        )
-    if spec.sinks and ranks > 1:
-        raise UserError(
-            f"`tensor_parallel` {ranks}: {model} has attention sinks, which bass does not split; "
-            "leave out the option"
-        )
-    for what, count in (("attention heads", spec.heads), ("feed-forward size", spec.inner)):
-        if count % ranks:
-            raise UserError(
-                f"`tensor_parallel` {ranks}: {model} has {what} {count}, which {ranks} does not "
-                "divide; use another number"
-            )
-    if spec.kv_heads % ranks and ranks % spec.kv_heads:
-        raise UserError(
-            f"`tensor_parallel` {ranks}: {model} has key/value heads {spec.kv_heads}, which "
-            f"neither divides {ranks} nor is divided by it; use another number"
-        )
-
-
-def part_of(spec: Spec, ranks: int) -> Spec:
-    """Return the spec of one process's part. With fewer key/value heads than processes, several
-    processes hold the same head. The vocabulary is rounded up, and the last parts are padded."""
-    return replace(
-        spec,
-        heads=spec.heads // ranks,
-        kv_heads=max(spec.kv_heads // ranks, 1),
-        inner=spec.inner // ranks,
-        vocab=-(-spec.vocab // ranks),
-    )
-
+from bass_cli.models.partition import Share
 
 # Processes wait for each other inside passes only. A longer wait means that one hangs.
 _PATIENCE = datetime.timedelta(minutes=10)

@@ -284,6 +284,12 @@ class Runner:
             if waiting:
                 self.read([prompt for _, prompt in waiting])
 
+    def step_back(self, rows: int, tokens: int) -> None:
+        """Let the next pass roll recurrent states forward by `tokens` tokens, for timing. See
+        RecurrentStates.step_back. Without recurrent layers nothing happens."""
+        if self.cache.states is not None:
+            self.cache.states.step_back(rows, tokens)
+
     @property
     def version(self) -> int:
         """Changes when memory that captured graphs read has moved. See KVCache."""

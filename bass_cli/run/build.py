@@ -37,7 +37,7 @@ from bass_cli.models.capture import Graphs
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.heads import Head, make_head
 from bass_cli.models.kv_cache import ARENA
-from bass_cli.models.ranks import Share
+from bass_cli.models.partition import Share
 from bass_cli.models.runner import Runner
 from bass_cli.models.spec import AnySpec, Layouts, Spec
 from bass_cli.models.weights import Named
@@ -320,10 +320,12 @@ def _runner(
     width: int,
 ) -> Runner:
     """Make a runner of a model; followers run the other parts of a split model."""
-    make: Callable[..., Runner] = functools.partial(Runner, width=width)
+    make: Callable[..., Runner] = Runner
     if followers is not None and decoder.ranks is not None:
         make = functools.partial(LedRunner, followers=followers, number=lag)
-    return make(decoder, rows=rows, span=span, lag=lag, blocks=blocks, eight_bits=eight_bits)
+    return make(
+        decoder, rows=rows, span=span, lag=lag, blocks=blocks, eight_bits=eight_bits, width=width
+    )
 
 
 def ready_loop(

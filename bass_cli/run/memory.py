@@ -19,8 +19,8 @@ from bass_cli.engine.batch import beyond
 from bass_cli.engine.sizes import cover
 from bass_cli.errors import MachineError
 from bass_cli.models.kv_cache import ARENA
+from bass_cli.models.partition import part_of
 from bass_cli.models.prefill import LONG, PASS, SCORED_LOGITS
-from bass_cli.models.ranks import part_of
 from bass_cli.models.recurrent import PROMPTS, state_shapes
 from bass_cli.models.spec import (
     PLAIN,

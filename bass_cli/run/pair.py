@@ -27,7 +27,7 @@ from bass_cli.formats.sources import locate
 from bass_cli.formats.thinking import tags_of
 from bass_cli.formats.tokenizer import Tokenizer, check_same_vocabulary
 from bass_cli.lengths.costs import Surface, load_surface, profile_path
-from bass_cli.models.ranks import check_divisible
+from bass_cli.models.partition import check_divisible
 from bass_cli.models.spec import AnySpec, Spec, parameters
 from bass_cli.run.sampling import row_sampling
 from bass_kernels import LAYOUTS

@@ -28,7 +28,8 @@ from bass_cli.models.block_allocator import BlockLayout
 from bass_cli.models.capture import Graphs
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.families import Slot
-from bass_cli.models.ranks import Ranks, Share, part_of
+from bass_cli.models.partition import Share, part_of
+from bass_cli.models.ranks import Ranks
 from bass_cli.models.runner import Runner
 from bass_cli.models.spec import PLAIN, Layouts, Spec
 from bass_cli.models.weights import Named
@@ -310,6 +311,8 @@ class Follower:
             self._runners[number].read_all()
         elif name == "close":
             self._runners[number].close(*given)
+        elif name == "step_back":
+            self._runners[number].step_back(*given)
         else:
             assert name == "follow"
             self._runners[number].follow(*given)
@@ -324,6 +327,7 @@ class Follower:
         ahead: int,
         layers: tuple[int, ...],
         eight_bits: bool,
+        width: int,
     ) -> None:
         self._runners.pop(number, None)  # free its memory before the new one allocates
         self._runners[number] = Runner(
@@ -334,6 +338,7 @@ class Follower:
             blocks=blocks,
             ahead=ahead,
             eight_bits=eight_bits,
+            width=width,
         )
 
     def _in_time(self, count: int) -> bool:

@@ -31,7 +31,8 @@ from bass_cli.models.block_allocator import BlockLayout, Change
 from bass_cli.models.capture import Graph, capture
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.families import Slot
-from bass_cli.models.ranks import Ranks, Share
+from bass_cli.models.partition import Share
+from bass_cli.models.ranks import Ranks
 from bass_cli.models.runner import Runner
 from bass_cli.models.spec import Spec
 from bass_cli.tensor_parallel.follower import CAPTURED, Fault, JobSpec, Part, Ready
@@ -360,12 +361,20 @@ class LedRunner(Runner):
         lag: int,
         blocks: BlockLayout | None,
         eight_bits: bool,
+        width: int,
     ):
         self._followers, self._number = followers, number
         ahead = 0 if decoder.reader is None else decoder.reader.ahead
-        with self._led("begin", rows, span, lag, blocks, ahead, decoder.layers, eight_bits):
+        given = rows, span, lag, blocks, ahead, decoder.layers, eight_bits, width
+        with self._led("begin", *given):
             super().__init__(
-                decoder, rows=rows, span=span, lag=lag, blocks=blocks, eight_bits=eight_bits
+                decoder,
+                rows=rows,
+                span=span,
+                lag=lag,
+                blocks=blocks,
+                eight_bits=eight_bits,
+                width=width,
             )
 
     @contextlib.contextmanager
@@ -400,6 +409,10 @@ class LedRunner(Runner):
     def close(self, key: str) -> None:
         with self._led("close", key):
             super().close(key)
+
+    def step_back(self, rows: int, tokens: int) -> None:
+        with self._led("step_back", rows, tokens):
+            super().step_back(rows, tokens)
 
     def follow(self, change: Change) -> None:
         with self._led("follow", change):

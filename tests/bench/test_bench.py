@@ -30,7 +30,7 @@ from bass_cli.io import saving
 from bass_cli.io.console import Screen
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.models.decoder import Decoder
-from bass_cli.models.ranks import Share
+from bass_cli.models.partition import Share
 from bass_cli.run.build import Models
 from bass_cli.run.profile import PASSAGES
 from bass_cli.run.tasks import RequestReader

@@ -23,7 +23,7 @@ from bass_cli.formats.checkpoint import Checkpoint, open_checkpoint
 from bass_cli.formats.lora import Adapter, parse_adapter
 from bass_cli.formats.weights import load, size_of, state_of
 from bass_cli.models.decoder import Decoder
-from bass_cli.models.ranks import Share
+from bass_cli.models.partition import Share
 from bass_cli.models.spec import Layouts
 from bass_cli.run.plan import make_plan
 

@@ -12,8 +12,8 @@ from checkpoints import FAMILIES, SPLIT, write_checkpoint, write_gguf
 
 from bass_cli.errors import UserError
 from bass_cli.formats.checkpoint import Checkpoint, open_checkpoint
-from bass_cli.formats.weights import held_part, load, size_of
-from bass_cli.models.ranks import Share, check_divisible, part_of
+from bass_cli.formats.weights import load, size_of
+from bass_cli.models.partition import Share, check_divisible, held_part, part_of
 from bass_cli.models.spec import parameters
 
 CPU = torch.device("cpu")
@@ -115,6 +115,6 @@ def test_models_that_cannot_be_split_are_refused(family: str, tmp_path: Path) ->
     check_divisible(spec, 1, model="m")
     with pytest.raises(
         UserError,
-        match=r"`tensor_parallel` 2: m (norms all its attention heads|has attention sinks|has recurrent layers)",
+        match=r"`tensor_parallel` 2: m (norms all its attention heads|has attention sinks)",
     ):
         check_divisible(spec, 2, model="m")

@@ -29,7 +29,7 @@ from bass_cli.formats.tensor_files import read_safetensors
 from bass_cli.formats.weights import load, size_of, state_of, update
 from bass_cli.models.any_model import AnyModel, load_any
 from bass_cli.models.decoder import Decoder
-from bass_cli.models.ranks import Share
+from bass_cli.models.partition import Share
 from bass_cli.models.spec import PLAIN, AnySpec, Layouts
 from bass_cli.models.weights import Weights
 from bass_cli.run.defaults import with_stored_dtype

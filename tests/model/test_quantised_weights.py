@@ -17,9 +17,9 @@ from transformers.pytorch_utils import Conv1D
 from bass_cli.errors import UserError
 from bass_cli.formats import tensor_content
 from bass_cli.formats.checkpoint import Checkpoint, open_checkpoint
-from bass_cli.formats.weights import held_part, load, size_of
+from bass_cli.formats.weights import load, size_of
 from bass_cli.models.decoder import Decoder
-from bass_cli.models.ranks import Share
+from bass_cli.models.partition import Share, held_part
 from bass_cli.models.spec import EVERY_MAP, MAPS, Layouts
 from bass_cli.run.build import Models
 from bass_cli.run.pair import Files

@@ -17,7 +17,8 @@ from bass_cli.formats.weights import load
 from bass_cli.models import ranks as module
 from bass_cli.models.block_allocator import Change
 from bass_cli.models.decoder import Decoder
-from bass_cli.models.ranks import Ranks, Share, part_of
+from bass_cli.models.partition import Share, part_of
+from bass_cli.models.ranks import Ranks
 from bass_cli.models.runner import Runner
 
 CPU = torch.device("cpu")

@@ -115,11 +115,8 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 FAMILIES: tuple[str, ...] = tuple(_KINDS)
 # Families with recurrent layers
 HYBRID = tuple(name for name in FAMILIES if "linear_num_key_heads" in _KINDS[name][1])
-# Families that tensor parallelism supports: the others norm all heads as one vector, have sinks, or
-# have recurrent layers.
-SPLIT = tuple(
-    name for name in FAMILIES if name not in ("olmo2", "olmo3", "olmoe", "gpt_oss", *HYBRID)
-)
+# Families that tensor parallelism supports: the others norm all heads as one vector, or have sinks.
+SPLIT = tuple(name for name in FAMILIES if name not in ("olmo2", "olmo3", "olmoe", "gpt_oss"))
 _CONFIGS = {
     "Gemma3": "Gemma3TextConfig",
     "Qwen3_5": "Qwen3_5TextConfig",
