@@ -20,7 +20,7 @@ from bass_cli.engine.verify import Rate
 from bass_cli.errors import UserError, nearest
 from bass_cli.models.spec import FILE, HeadSpec, Spec
 from bass_cli.reading import parse_duration
-from bass_cli.run.pair import check_format_of_draft
+from bass_cli.run.pair import check_format_of_draft, choose_draft
 
 PLAIN = "plain"
 # kinds of pairs
@@ -124,6 +124,7 @@ def make_settings(args: BenchArgs) -> Settings:
     tokens = count(args.new_tokens, "new_tokens", 128)
     given = job_options(args, max_new_tokens=tokens, batch_size=max(batch_sizes))
     job = make_job(pair, **given)
+    job = choose_draft(job) if specs is None else job  # whether there is one decides the methods
     _check_formats(job, specs)
     rivals = chosen_rivals(args.rivals, job)
     if rivals and args.shape is not None:

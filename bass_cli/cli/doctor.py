@@ -100,7 +100,7 @@ def _describe_pair(
     return {
         "name": pair.name,
         "target": pair.target,
-        "draft": pair.draft,
+        "draft": pair.draft if plan is None else plan.job.pair.draft,
         "weight_bytes": size,
         "weights": "unknown" if size is None else f"about {gigabytes(size)}",
         "fits": fits,
@@ -332,7 +332,7 @@ def _one_pair(job: Job, memory: dict[str, Any]) -> dict[str, Any]:
     return {
         "pair": pair.name,
         "pair_target": pair.target,
-        "pair_draft": pair.draft,
+        "pair_draft": found["draft"],
         "pair_weights": found["weights"],
         **planned,
         "pair_here": found["here"],

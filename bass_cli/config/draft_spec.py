@@ -1,5 +1,5 @@
-"""Parse a pair's `draft`: none, lookup, lookup:SOURCES, mtp, a model, skip:LAYERS,
-parallel:MODEL or heads:PATH.
+"""Parse a pair's `draft`: none, lookup, lookup:SOURCES, mtp, mtp-or-lookup, mtp-or-none, a model,
+skip:LAYERS, parallel:MODEL or heads:PATH.
 
 Only the text is checked here. run/pair.py opens the model; drafts/ has the drafters.
 """
@@ -14,6 +14,8 @@ from bass_cli.errors import UserError, nearest
 SOURCES = ("own", "siblings", "prompt", "reference")
 _LOOKUP, _SKIP, _PARALLEL, _HEADS = "lookup", "skip:", "parallel:", "heads:"
 MTP = "mtp"
+# Drafts that depend on the target's checkpoint: the draft if it has no layer for mtp
+OTHERWISE = {"mtp-or-lookup": "lookup", "mtp-or-none": "none"}
 _RUN = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?", re.ASCII)
 
 
@@ -25,12 +27,15 @@ class Draft(NamedTuple):
         model: A hub id, folder, file, skip:LAYERS or mtp; None for lookup, or without a draft.
         parallel: Whether the model drafts all tokens in one pass.
         reads: Whether it is a draft head, which reads the target's hidden states.
+        otherwise: The draft if the target's checkpoint has no layer for mtp; None if the draft does
+            not depend on it.
     """
 
     sources: tuple[str, ...]
     model: str | None
     parallel: bool = False
     reads: bool = False
+    otherwise: str | None = None
 
     @property
     def files(self) -> str | None:
@@ -46,8 +51,8 @@ def parse_draft(text: str) -> Draft:
     """
     if text == "none":
         return Draft((), None)
-    if text == MTP:
-        return Draft((), MTP, reads=True)
+    if text == MTP or text in OTHERWISE:
+        return Draft((), MTP, reads=True, otherwise=OTHERWISE.get(text))
     if text.startswith(_PARALLEL):
         what = "a hub id, a folder or a .gguf file of a model that was trained to draft in one pass"
         return Draft((), _behind(_PARALLEL, "MODEL", what, text), parallel=True)
@@ -116,7 +121,8 @@ def _behind(prefix: str, word: str, what: str, text: str) -> str:
     """Return the model after a prefix."""
     model = text.removeprefix(prefix).strip()
     others = (_SKIP, _PARALLEL, _HEADS)
-    if not model or model in ("none", MTP) or _is_lookup(model) or model.startswith(others):
+    own = ("none", MTP, *OTHERWISE)
+    if not model or model in own or _is_lookup(model) or model.startswith(others):
         raise ValueError(f'"{text}": write it like {prefix}{word}, with {what}')
     return model
 

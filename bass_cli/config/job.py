@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from bass_cli.config.machine_commands import DoctorArgs
 
 DEFAULT_PAIR = "smollm2"
-MODEL_DRAFT = "lookup"  # the draft if only a target is given, because it needs no other files
+MODEL_DRAFT = "mtp-or-lookup"  # the draft if only a target is given: it needs no other files
 _PAIR_FILES = (".yaml", ".yml")
 _WEIGHTS = (".gguf", ".safetensors", ".bin")
 
@@ -195,7 +195,8 @@ class Job(_Chats, JobOptions, frozen=True):
     Args:
         pair: A Pair, the name of a packaged pair, or the path of a pair file.
         model: In place of `pair`, the target: a hub id, a folder or a .gguf file.
-        draft, tokenizer, decoder: With `model`, the fields of its Pair. Default draft: lookup.
+        draft, tokenizer, decoder: With `model`, the fields of its Pair. Default draft: mtp if the
+            checkpoint has that layer, else lookup.
         budget: The time limit of each prompt, in seconds; None for none.
         batch_size: Rows of the batch, or "auto".
         threads: CPU threads; None for as many as are free.
@@ -298,7 +299,8 @@ def pair_of_model(
 ) -> Pair:
     """Return the pair of a target. UserError if `model` is not a model's name.
 
-    `draft`, `tokenizer`, `decoder`: See Pair. Default draft: lookup.
+    `draft`, `tokenizer`, `decoder`: See Pair. Default draft: mtp if the checkpoint has that layer,
+    else lookup.
     """
     if not model:
         raise UserError("`pair.target`: it is empty; name a hub id, a folder or a .gguf file")

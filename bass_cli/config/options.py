@@ -168,7 +168,7 @@ class PairOptions(ModelOptions):
     name: Name = flag("Name of the pair; default: the file's name", default=MISSING)
     target: Name = flag(
         "The target, instead of --pair: a Hugging Face hub id, a folder with safetensors, or "
-        "a .gguf file. Default draft: lookup",
+        "a .gguf file. Default draft: mtp-or-lookup",
         MODELS,
         "ID|FOLDER|FILE",
         flag="--model",
@@ -179,12 +179,12 @@ class PairOptions(ModelOptions):
         "heads:PATH (reads the target's hidden states), mtp (the layer of the "
         "target's checkpoint that predicts further tokens), lookup[:SOURCES] (copies from earlier "
         "text; sources: own, siblings, prompt, reference), skip:LAYERS (the target without these "
-        "layers), or none",
+        "layers), none, or mtp-or-lookup and mtp-or-none (mtp if the checkpoint has that layer)",
         MODELS,
         "MODEL|HOW",
         shown="the pair's",
-        choices=("lookup", "mtp", "none"),
-        default="none",
+        choices=("lookup", "mtp", "none", "mtp-or-lookup", "mtp-or-none"),
+        default="mtp-or-none",
     )
     dtype: Dtype = flag(
         "Number format of weights and computation; fp8 and int8 store the layers' matrices in 8 "

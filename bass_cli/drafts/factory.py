@@ -48,6 +48,7 @@ def make_drafter(
         head: layers that read the target's hidden states.
     """
     words = parse_draft(draft)
+    assert words.otherwise is None  # it was chosen with the files
     if words.model is None:
         return LookupDrafter(words.sources) if words.sources else NoDrafter()
     assert runner is not None

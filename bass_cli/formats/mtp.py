@@ -31,6 +31,10 @@ _INSTEAD = "use another draft, such as lookup"
 _FIELD = "`pair.draft` mtp"
 
 
+class NoLayerError(UserError):
+    """The target's checkpoint has no multi-token-prediction layer that could be read."""
+
+
 def open_mtp(target: Checkpoint) -> Checkpoint:
     """Read and check the headers of the multi-token-prediction layer of an opened target.
 
@@ -38,23 +42,24 @@ def open_mtp(target: Checkpoint) -> Checkpoint:
     head. Its input is the output of the target's final norm.
 
     Raises:
-        UserError: the checkpoint has no such layer, or one that is not supported.
+        NoLayerError: the checkpoint has no such layer, or files or a family for which it is not
+            read.
+        UserError: the layer is damaged or not supported.
     """
     path, spec = target.path, target.spec
     known = tuple(name for name, family in FAMILIES.items() if family.recurrent)
     if not path.is_dir():
-        raise UserError(
+        raise NoLayerError(
             f"{path}: {_FIELD}: the layer is read from a folder with config.json and safetensors, "
             f"not from a GGUF file; {_INSTEAD}"
         )
     if isinstance(spec, AnySpec) or spec.family not in known:
-        raise UserError(
+        raise NoLayerError(
             f"{path}: {_FIELD}: the layer is read for native models of the families "
             f"{', '.join(known)}, not for {spec.family}; {_INSTEAD}"
         )
     place = path / "config.json"
     text, inner = text_config(read_json(place), place=str(place))
-    _check_keys(Values(text, {}, inner))
     head = prediction_layer(spec)
     shapes, slots = head_parameters(head), _slots(head)
     settings, source = with_older_files(text, path)
@@ -70,10 +75,11 @@ def open_mtp(target: Checkpoint) -> Checkpoint:
         if name.startswith(_PREFIX)
     }
     if not entries:
-        raise UserError(
+        raise NoLayerError(
             f"{path}: {_FIELD}: the checkpoint has no multi-token-prediction layer (tensors "
             f'"{_PREFIX}*"); {_INSTEAD}'
         )
+    _check_keys(Values(text, {}, inner))
     if spec.experts is not None:
         entries = unstack(entries, spec.experts.total, halves=True)
     return Checkpoint(

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from bass_cli.config.draft_spec import MTP, parse_draft, skipped_layers
-from bass_cli.config.job import Job
+from bass_cli.config.job import Job, Pair
 from bass_cli.config.line import SettingError
 from bass_cli.engine.verify import CHEAP, Cut
 from bass_cli.errors import MachineError, UserError
@@ -22,7 +22,7 @@ from bass_cli.formats.checkpoint import Checkpoint, open_checkpoint, open_head
 from bass_cli.formats.continuation import ending_ids
 from bass_cli.formats.grammars import grammars_of
 from bass_cli.formats.lora import locate_adapters
-from bass_cli.formats.mtp import open_mtp
+from bass_cli.formats.mtp import NoLayerError, open_mtp
 from bass_cli.formats.sources import locate
 from bass_cli.formats.thinking import tags_of
 from bass_cli.formats.tokenizer import Tokenizer, check_same_vocabulary
@@ -51,6 +51,8 @@ class Files(NamedTuple):
         draft_vocab: The number of ids that the draft may propose.
         mask: The mask token of a parallel draft; None for other drafts.
         skipped: The target's layers that a draft of the kind skip:LAYERS skips.
+        taken: The pair's `draft`, chosen if it depends on the target's checkpoint.
+        on_draft: A note to the user on that choice; None if there is nothing to say.
     """
 
     target: Checkpoint
@@ -59,12 +61,16 @@ class Files(NamedTuple):
     draft_vocab: int
     mask: int | None
     skipped: frozenset[int]
+    taken: str = "none"
+    on_draft: str | None = None
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes to the user on the models' configurations, without duplicates."""
         opened = (self.target,) if self.draft is None else (self.target, self.draft)
         notes = dict.fromkeys(note for one in opened for note in one.notes)
+        if self.on_draft is not None:
+            notes[self.on_draft] = None
         vocab = self.target.spec.vocab
         beyond = [id_ for id_ in self.target.eos_ids or self.tokenizer.eos_ids if id_ >= vocab]
         if beyond:
@@ -88,13 +94,14 @@ def open_files(job: Job, early: Callable[[], Tokenizer | None] = lambda: None) -
     target_path = locate(pair.target, folder=pair.folder, weights=True)
     adapters = locate_adapters(job.lora, pair.folder)
     target = open_checkpoint(target_path, adapters, decoder=pair.decoder)
-    words = parse_draft(pair.draft)
+    taken, draft, on_draft = _taken(pair, target)
+    job = with_draft(job, taken)
+    words, mask = parse_draft(taken), None
     draft_path = (
         None if words.files is None else locate(words.files, folder=pair.folder, weights=True)
     )
-    draft, mask = None, None
     if words.model == MTP:
-        draft = open_mtp(target)
+        assert draft is not None
     elif draft_path is not None and words.reads:
         draft = open_head(draft_path, target.spec)
     elif draft_path is not None:
@@ -134,7 +141,48 @@ def open_files(job: Job, early: Callable[[], Tokenizer | None] = lambda: None) -
         raise UserError(
             f"`sampling.max_thinking_tokens`: {pair.target} has no thinking part that bass knows"
         )
-    return Files(target, tokenizer, draft, draft_vocab, mask, skipped)
+    return Files(target, tokenizer, draft, draft_vocab, mask, skipped, taken, on_draft)
+
+
+def choose_draft(job: Job) -> Job:
+    """Return the job with a draft that does not depend on the target's checkpoint.
+
+    Only then the target's headers are read. UserError as in `open_files`.
+    """
+    pair = job.pair
+    if parse_draft(pair.draft).otherwise is None:
+        return job
+    path = locate(pair.target, folder=pair.folder, weights=True)
+    return with_draft(job, _taken(pair, open_checkpoint(path, decoder=pair.decoder))[0])
+
+
+def with_draft(job: Job, taken: str) -> Job:
+    """Return the job with this draft."""
+    return job.model_copy(update={"pair": job.pair.model_copy(update={"draft": taken})})
+
+
+def _taken(pair: Pair, target: Checkpoint) -> tuple[str, Checkpoint | None, str | None]:
+    """Choose the draft of a pair for an opened target.
+
+    Returns: the draft, the layer of the target's checkpoint if it is mtp, and a note to the user if
+        the draft was chosen here.
+    """
+    words = parse_draft(pair.draft)
+    if words.model != MTP:
+        return pair.draft, None, None
+    if words.otherwise is None:
+        return MTP, open_mtp(target), None
+    try:
+        layer = open_mtp(target)
+    except NoLayerError:
+        return words.otherwise, None, None
+    except UserError as error:
+        return words.otherwise, None, f"the draft is {words.otherwise}, not mtp: {error}"
+    note = (
+        "the draft is mtp, the layer of the target's checkpoint that predicts further tokens; "
+        f"`pair.draft` {words.otherwise} leaves it out"
+    )
+    return MTP, layer, note
 
 
 def check_draft_dtype(job: Job, draft: Checkpoint | None) -> None:

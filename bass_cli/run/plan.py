@@ -46,6 +46,7 @@ from bass_cli.run.pair import (
     open_files,
     reach,
     tokens_of,
+    with_draft,
 )
 from bass_cli.system.host import driver_version, free_memory, gigabytes, processor_name, wake
 from bass_kernels import LAYOUTS, grouped_works
@@ -362,8 +363,9 @@ def make_plan(
 
 
 def _with_what_files_say(job: Job, files: Files, device: torch.device) -> tuple[Job, list[str]]:
-    """Return the job with the number format and the sampling settings of the models' files where
-    it has none of its own, and notes."""
+    """Return the job with the draft, the number format and the sampling settings of the models'
+    files where it has none of its own, and notes."""
+    job = with_draft(job, files.taken)
     check_draft_dtype(job, files.draft)
     job, on_format = _with_format(with_stored_dtype(job, files.target, device), files, device)
     job, on_sampling = with_model_defaults(job, files.target)

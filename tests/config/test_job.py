@@ -234,7 +234,7 @@ def test_a_pair_file_is_read_with_its_folder_and_defaults(tmp_path: Path) -> Non
     assert (pair.name, pair.target, pair.draft, pair.folder) == (
         "mine",
         "./model",
-        "none",
+        "mtp-or-none",
         tmp_path,
     )
     assert (pair.sampling.stop, pair.sampling.temperature, pair.sampling.top_p) == (
@@ -387,11 +387,15 @@ def test_models_are_frozen_and_strict() -> None:
         ("parallel:amd/PARD-Qwen2.5-0.5B", Draft((), "amd/PARD-Qwen2.5-0.5B", parallel=True)),
         ("parallel: ./draft.gguf", Draft((), "./draft.gguf", parallel=True)),
         ("parallels/model", Draft((), "parallels/model")),
+        ("mtp", Draft((), "mtp", reads=True)),
+        ("mtp-or-lookup", Draft((), "mtp", reads=True, otherwise="lookup")),
+        ("mtp-or-none", Draft((), "mtp", reads=True, otherwise="none")),
+        ("mtp-or-others", Draft((), "mtp-or-others")),
     ],
 )
 def test_drafts_are_parsed(text: str, due: Draft) -> None:
     assert parse_draft(text) == due
-    assert due.files == (None if text.startswith("skip:") else due.model)
+    assert due.files == (None if text.startswith("skip:") or due.reads else due.model)
 
 
 @pytest.mark.parametrize(
@@ -416,6 +420,7 @@ def test_drafts_are_parsed(text: str, due: Draft) -> None:
         ("parallel:lookup:own", "write it like parallel:MODEL"),
         ("parallel:skip:4-9", "write it like parallel:MODEL"),
         ("parallel:none", "write it like parallel:MODEL"),
+        ("parallel:mtp-or-none", "write it like parallel:MODEL"),
         ("parallel:parallel:a/b", "write it like parallel:MODEL"),
     ],
 )

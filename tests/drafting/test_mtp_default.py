@@ -1,0 +1,117 @@
+"""The layer of a checkpoint is the draft where a pair names none: which draft is taken, what the
+commands show, files that were begun with another draft, and all of a run with it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from checkpoints import HYBRID, shallow, write_checkpoint, write_tokenizer
+from reading import FLAGS, goes_on_and_is_plain
+from test_mtp import write
+from test_parallel import bass, lines
+from typer.testing import CliRunner
+
+from bass_cli.bench.settings import make_settings
+from bass_cli.cli.commands import app
+from bass_cli.config.job import Job, Pair, load_pair
+from bass_cli.config.speed_commands import BenchArgs
+from bass_cli.run.plan import make_plan
+
+SMALL = {"device": "cpu", "batch_size": 2}
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A target with its layer, a pair file that names no draft, and prompts."""
+    write(tmp_path / "target", HYBRID[0], near=0.5, tokenizer=True)
+    (tmp_path / "pair.yaml").write_text("target: target\n")
+    (tmp_path / "p.txt").write_text("".join(f"the cat number {n} sat\n" for n in range(5)))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def taken(**given):
+    """Return the draft of a plan, and the notes that name it."""
+    plan = make_plan(Job(**SMALL, **given), prompts=1)
+    assert (plan.files.draft is not None) == (plan.job.pair.draft == "mtp")
+    return plan.job.pair.draft, [note for note in plan.notes if "the draft is" in note]
+
+
+def test_layer_is_the_draft_where_none_is_named(here):
+    layer = "the draft is mtp, the layer of the target's checkpoint that predicts further tokens; "
+    assert taken(model="target") == ("mtp", [f"{layer}`pair.draft` lookup leaves it out"])
+    in_file = [f"{layer}`pair.draft` none leaves it out"]
+    assert taken(pair="pair.yaml") == ("mtp", in_file)
+    assert taken(pair=Pair(name="x", target="target")) == ("mtp", in_file)
+    assert taken(model="target", draft="mtp") == ("mtp", [])
+    assert taken(model="target", draft="lookup") == ("lookup", [])
+    assert taken(model="target", draft="none") == ("none", [])
+
+
+def test_other_checkpoints_keep_their_default(tmp_path):
+    """A hybrid without the layer, though its config.json counts one, and another family."""
+    for family in (HYBRID[0], "llama"):
+        folder = tmp_path / family
+        write_checkpoint(family, folder, mtp_num_hidden_layers=1, **shallow(family))
+        write_tokenizer(folder)
+        assert taken(model=str(folder)) == ("lookup", [])
+        assert taken(pair=Pair(name="x", target=str(folder))) == ("none", [])
+
+
+def test_layer_that_is_not_supported_is_left_out_with_a_note(here):
+    config = here / "target" / "config.json"
+    keys = json.loads(config.read_text())
+    config.write_text(json.dumps(keys | {"mtp_num_hidden_layers": 2}))
+    draft, (note,) = taken(model="target")
+    assert draft == "lookup"
+    assert note.startswith("the draft is lookup, not mtp: ")
+    assert 'config.json: key "mtp_num_hidden_layers": `pair.draft` mtp supports 1 only' in note
+
+
+def test_commands_show_which_draft_is_taken(here):
+    def shown(*words):
+        found = CliRunner().invoke(app, [*words, "--json"])
+        assert found.exit_code == 0, found.stderr
+        return json.loads(found.stdout)
+
+    found = shown("doctor", "--model", "target")
+    assert found["pair_draft"] == "mtp"
+    assert "--draft lookup leaves it out" in found["pair_notes"]
+    assert shown("pairs", "pair.yaml")[0]["draft"] == "mtp"
+
+
+def test_bench_measures_the_layer(here):
+    words = {"device": "cpu", "batch_sizes": "1"}
+    settings = make_settings(BenchArgs(pair="pair.yaml", **words))
+    assert (settings.job.pair.draft, len(settings.methods) > 1) == ("mtp", True)
+    write_checkpoint(HYBRID[0], here / "plain", **shallow(HYBRID[0]))
+    (here / "plain.yaml").write_text("target: plain\n")
+    settings = make_settings(BenchArgs(pair="plain.yaml", **words))
+    assert (settings.job.pair.draft, settings.methods) == ("none", ("plain",))
+
+
+def test_resumed_run_equals_plain_decoding(here):
+    """With the default draft: killed within a line, and with lengths that `auto` chooses."""
+    assert load_pair("pair.yaml").draft == "mtp-or-none"
+    goes_on_and_is_plain(here, ("--draft-length", "auto"))
+    manifest = json.loads((here / "whole.jsonl.manifest.json").read_text())
+    assert manifest["job"]["pair"]["draft"] == "mtp"
+    revisions = [manifest["origin"][name] for name in ("revision", "draft_revision")]
+    assert all(one.startswith("files:") for one in revisions)
+    assert revisions[0] != revisions[1]
+
+
+def test_file_begun_with_another_draft_is_continued(here):
+    """Under shared coupling no draft changes a sample. Under maximal coupling it does."""
+    due = bass(*FLAGS, "--out", "due.jsonl")
+    assert due.exit_code == 0, due.stderr
+    assert "the draft is mtp" in due.stderr
+    assert "--draft none leaves it out" in due.stderr
+    for coupling, code in (("shared", 0), ("maximal", 2)):
+        words = (*FLAGS, "--coupling", coupling, "--out", f"{coupling}.jsonl")
+        assert bass(*words, "--draft", "lookup", "--limit", "2").exit_code == 0
+        found = bass(*words, "--limit", "2" if code else "5")
+        assert found.exit_code == code, found.stderr
+    assert lines(here / "shared.jsonl") == lines(here / "due.jsonl")
+    assert 'draft: "lookup" before, "mtp" now' in found.stderr
