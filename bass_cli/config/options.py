@@ -179,7 +179,7 @@ class PairOptions(ModelOptions):
         "heads:PATH (reads the target's hidden states), mtp (the layer of the "
         "target's checkpoint that predicts further tokens), lookup[:SOURCES] (copies from earlier "
         "text; sources: own, siblings, prompt, reference), skip:LAYERS (the target without these "
-        "layers), none, or mtp-or-lookup and mtp-or-none (mtp if the checkpoint has that layer)",
+        "layers), none, or mtp only if the checkpoint has it: mtp-or-lookup, mtp-or-none",
         MODELS,
         "MODEL|HOW",
         shown="the pair's",
