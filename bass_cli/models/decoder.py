@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import bass_kernels as ops
-from bass_cli.models.fused_decode import run_fused, supports_fused
+from bass_cli.models.fused_decode import run_fused, supports_fused, supports_peers
 from bass_cli.models.hidden import AuxHiddenLayers, ReadsHidden
 from bass_cli.models.kv_cache import Layers, Pass
 from bass_cli.models.ranks import Ranks
@@ -203,12 +203,16 @@ class Decoder:
     ) -> Tensor | None:
         """The final norm's output [B, min(last, W), width], or None for last = 0."""
         embed = self._weights.plain("embed.weight")
-        alone = self.ranks is None  # the fused launches have no exchanges between processes
+        embedded = ops.embed if self.ranks is None else self.ranks.embed
         if (
-            alone
-            and self._frequencies[0] is not None
+            self._frequencies[0] is not None
             and supports_fused(self.spec, tokens, embed, step, self._layouts)
+            and self._sums_fused()
         ):
+            parts = None
+            if self.ranks is not None:
+                assert self.ranks.peers is not None
+                parts = self.ranks.peers, embedded(tokens, embed, scale=self.spec.embed_scale)
             normed = run_fused(
                 self.spec,
                 self._weights,
@@ -217,9 +221,9 @@ class Decoder:
                 tokens,
                 step,
                 aux_layers,
+                parts,
             )
             return None if last == 0 else normed[:, -(last or tokens.shape[1]) :].contiguous()
-        embedded = ops.embed if self.ranks is None else self.ranks.embed
         residual = embedded(tokens, embed, scale=self.spec.embed_scale)
         if self.spec.rope is None:
             places = step.positions.clamp(0, self.spec.context - 1)
@@ -246,6 +250,15 @@ class Decoder:
         if last is not None:
             residual = residual[:, -last:]
         return self.normed(residual)
+
+    def _sums_fused(self) -> bool:
+        """Return whether the fused launches can add the parts of a split model."""
+        if self.ranks is None:
+            return True
+        names = (f"layers.{self.layers[0]}.{name}.weight" for name in ("o", "down"))
+        return self.ranks.peers is not None and supports_peers(
+            [self._weights.writable(name) for name in names], self.ranks.peers
+        )
 
     def block(
         self, i: int, slot: int, residual: Tensor, step: Pass, slots: Tensor, angles: tuple
@@ -368,7 +381,10 @@ class Decoder:
             return residual + self._mapped(name, x) * self.spec.residual_scale
         if self.ranks is None:
             return ops.linear_add(x, *self._map(name), residual)
-        return residual + self._mapped(name, x)
+        weight, bias = self._map(name)
+        if bias is not None:
+            return residual + self._mapped(name, x)
+        return self.ranks.add(ops.linear(x, weight, None), residual)
 
     def _mapped(self, name: str, x: Tensor) -> Tensor:
         """Return the map `o` or `down` of x. In a split model each process has some of its
@@ -404,7 +420,7 @@ class Decoder:
             found = found + self._shared_expert(at, x)
         if self.ranks is None:
             return found.view(residual.shape)
-        return residual + self.ranks.sum(found).view(residual.shape)
+        return self.ranks.add(found, residual.flatten(0, 1)).view(residual.shape)
 
     def _shared_expert(self, at: str, x: Tensor) -> Tensor:
         """Return the output [T, width] of the expert of all tokens x [T, width]."""

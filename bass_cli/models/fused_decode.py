@@ -7,8 +7,9 @@ Not here: the layers op by op (decoder.py).
 from __future__ import annotations
 
 import functools
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,7 +19,10 @@ from bass_cli.models.hidden import AuxHiddenLayers
 from bass_cli.models.kv_cache import Pass
 from bass_cli.models.spec import Spec
 from bass_cli.models.weights import Weights
-from bass_kernels import Quantised, Weight
+from bass_kernels import Quantised, Weight, Writable
+
+if TYPE_CHECKING:
+    from bass_kernels.peers import Peers
 
 
 def supports_fused(
@@ -60,6 +64,14 @@ def supports_fused(
     )
 
 
+def supports_peers(weights: Sequence[Writable], peers: Peers) -> bool:
+    """Return whether `run_fused` can add the parts of all processes in the launches of these
+    products, whose outputs are summed."""
+    from bass_kernels import products
+
+    return all(products.adds_at_once(weight, peers) for weight in weights)
+
+
 def run_fused(
     spec: Spec,
     weights: Weights,
@@ -68,10 +80,15 @@ def run_fused(
     tokens: Tensor,
     step: Pass,
     aux_layers: AuxHiddenLayers | None = None,
+    parts: tuple[Peers, Tensor] | None = None,
 ) -> Tensor:
     """Run the layers over tokens [B, W], write their keys and values, and return the final norm's
-    output [B, W, width]. `frequencies` [size / 2]: inverse, of the rotary embedding. Positions must
-    not lie before a row's private slot 0."""
+    output [B, W, width]. Positions must not lie before a row's private slot 0.
+
+    Args:
+        frequencies: [size / 2], inverse, of the rotary embedding.
+        parts: of a split model, the peers and the embedded tokens [B, W, width].
+    """
     from bass_kernels import fused_attention, products, residual
 
     eps, early = spec.norm.eps, _large(spec, len(layers))
@@ -84,16 +101,13 @@ def run_fused(
     peaks = _peaks(matrix(f"layers.{layers[0]}.o.weight"), len(layers))
     # any copy is made here, before the chain of launches
     segments = replace(step.segments, positions=step.positions.contiguous())
-    stream, angles = residual.begin(
-        tokens.flatten(),
-        step.positions.flatten(),
-        plain("embed.weight"),
-        norms[0],
-        frequencies,
-        scale=spec.embed_scale,
-        peaks=peaks,
-        early=early,
-    )
+    peers, ids, embed, scale = None, tokens.flatten(), plain("embed.weight"), spec.embed_scale
+    if parts is not None:
+        peers, embed, scale = parts[0], parts[1].view(-1, spec.width), 1.0
+        ids = torch.arange(len(embed), device=embed.device)
+    add = functools.partial(products.add, peers=peers, early=early)
+    given = ids, step.positions.flatten(), embed, norms[0], frequencies
+    stream, angles = residual.begin(*given, scale=scale, peaks=peaks, early=early)
     for slot, i in enumerate(layers):
         at = f"layers.{i}."
         bias = weights.plain_or_none(at + "qkv.bias")
@@ -103,17 +117,13 @@ def run_fused(
         own, prompt, window = step.own(slot), step.prompt(slot), spec.windows[i]
         mixed = attend(qkv, angles, norm, segments, own, prompt, window=window, peaks=found[0])
         weight, norm2 = matrix(at + "o.weight"), plain(at + "norm2.weight")
-        stream = products.add(
-            mixed, weight, stream, norm2, peaks=found[0], largest=found[1], early=early
-        )
+        stream = add(mixed, weight, stream, norm2, peaks=found[0], largest=found[1])
         weight, kind = matrix(at + "up.weight"), spec.activation
         inner = products.gate_up(
             stream, weight, eps=eps, activation=kind, peaks=found[2], early=early
         )
         weight, norm1 = matrix(at + "down.weight"), norms[slot + 1]
-        stream = products.add(
-            inner, weight, stream, norm1, peaks=found[2], largest=found[3], early=early
-        )
+        stream = add(inner, weight, stream, norm1, peaks=found[2], largest=found[3])
         if aux_layers is not None:
             aux_layers.take(i, stream.residual)
     return residual.finish(stream, norms[-1], eps=eps, early=early).view(*tokens.shape, spec.width)

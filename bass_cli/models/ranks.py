@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, distributed
@@ -22,6 +22,11 @@ from bass_cli.errors import MachineError, UserError
 from bass_cli.io import terminal
 from bass_cli.models.capture import capture
 from bass_cli.models.partition import Share
+from bass_cli.models.peer_memory import add_parts, open_peers, patient, try_peers
+from bass_kernels import has_triton
+
+if TYPE_CHECKING:
+    from bass_kernels.peers import Peers
 
 # Processes wait for each other inside passes only. A longer wait means that one hangs.
 _PATIENCE = datetime.timedelta(minutes=10)
@@ -30,11 +35,16 @@ _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 class Ranks:
-    """The member of a group in process `share`. A process can be in one group at a time."""
+    """The member of a group in process `share`. A process can be in one group at a time.
+
+    peers: for sums of a few tokens inside kernels; None if they go through NCCL or gloo.
+    """
 
     def __init__(self, share: Share):
         self.share = share
+        self.peers: Peers | None = None
         self._store: distributed.TCPStore | None = None
+        self._name = ""
 
     def meet(self) -> int:
         """Open the group in the first process. Return the port of this host where the others
@@ -54,7 +64,8 @@ class Ranks:
     def join(self, port: int, device: torch.device) -> None:
         """Join the group at a port. Returns when all members have joined."""
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)  # nothing leaves this host
-        store = self._store or _store(port, first=False)
+        store = self._store = self._store or _store(port, first=False)
+        self._name = f"bass-{port}"
         distributed.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=store,
@@ -62,6 +73,33 @@ class Ranks:
             world_size=self.share.ranks,
             timeout=_PATIENCE,
         )
+
+    def reach_peers(self, device: torch.device) -> str | None:
+        """Set up `peers` if all processes can reach each other's memory. All must call this
+        together, after `join`. Return why not; None if they can, or have no GPUs."""
+        if device.type != "cuda" or not has_triton():
+            return None
+        assert self._store is not None
+        if not self._all(self._is_common(device), device):
+            return "the GPUs differ"  # kernels are chosen by the device, in each process alone
+        peers, reason = None, "in another process"
+        try:
+            peers = open_peers(self.share, device, self._name, self._store)
+        except (RuntimeError, ImportError, AttributeError, TypeError) as error:
+            reason = str(error).split("\n")[0]
+        if not self._all(peers is not None, device):
+            return f"GPUs cannot reach each other's memory ({reason})"
+        assert peers is not None
+        if not self._all(try_peers(peers), device):
+            return "sums through it were wrong in a trial"
+        self.peers = patient(peers)
+        return None
+
+    def _is_common(self, device: torch.device) -> bool:
+        """Return whether this GPU has the processors that all GPUs have on average."""
+        found = torch.cuda.get_device_properties(device)
+        own = torch.tensor([found.major, found.minor, found.multi_processor_count], device=device)
+        return torch.equal(self.sum(own.clone()), own * self.share.ranks)
 
     def can_capture(self, device: torch.device) -> bool:
         """Return whether CUDA graphs can hold exchanges: the same answer in all processes, which
@@ -126,12 +164,20 @@ class Ranks:
             if lost and world is not None and distributed.get_backend() == "nccl":
                 world.abort()  # ends kernels that wait for the lost processes
             distributed.destroy_process_group()
-        self._store = None
+        self._store = self.peers = None
 
     def sum(self, part: Tensor) -> Tensor:
-        """Add the parts of all processes, in place. The result is bitwise equal in all."""
+        """Add the parts of all processes, possibly in place. The result is bitwise equal in all."""
+        if self.peers is not None and self.peers.takes(part):
+            return add_parts(part, None, self.peers)
         _finish(distributed.all_reduce(part, async_op=not part.is_cuda))
         return part
+
+    def add(self, part: Tensor, residual: Tensor) -> Tensor:
+        """Return the residual, which all processes have, plus `sum`."""
+        if self.peers is not None and self.peers.takes(part):
+            return add_parts(part, residual, self.peers)
+        return residual + self.sum(part)
 
     def embed(self, tokens: Tensor, weight: Tensor, *, scale: float) -> Tensor:
         """Compute ops.embed of tokens [B, W] from this process's part [V / K, width] of the

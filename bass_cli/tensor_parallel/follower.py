@@ -160,6 +160,7 @@ def _follow(job: JobSpec, calls: BinaryIO, say: Callable[[Ready | Fault], None])
     say(Ready(sum(read)))
     pickle.load(calls)  # "join": all parts are loaded
     ranks.join(job.port, device)
+    ranks.reach_peers(device)
     ranks.can_capture(device)
     with torch.inference_mode():
         Follower(decoder, ranks, calls, Graphs(device)).run()

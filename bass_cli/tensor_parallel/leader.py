@@ -124,7 +124,13 @@ class Followers:
                 raise self._fault
             self.tell("join")
             self.ranks.join(self._port, self._part.device)
+            reason = self.ranks.reach_peers(self._part.device)
             self.graphs.wanted = self.ranks.can_capture(self._part.device)
+        if reason is not None:
+            terminal.line(
+                f"bass: tensor parallel over {self._part.ranks} devices: sums of a few tokens go "
+                f"through NCCL, because {reason}; rounds are slower"
+            )
         if self._part.device.type == "cuda" and not self.graphs.wanted:
             terminal.line(
                 f"bass: tensor parallel over {self._part.ranks} devices: no CUDA graphs, because "

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from . import quantised_products
 from .launch import SPARE, after, card, fitting, overlap, processors, scratch
+from .peers import Peers, add_tile
 from .pointwise import KINDS, activate
 from .quantised import Quantised, Writable
 from .residual import MOST_TOKENS, Stream, load_tiles, store_stream
@@ -121,12 +122,19 @@ def add(
     *,
     peaks: Tensor | None = None,
     largest: Tensor | None = None,
+    peers: Peers | None = None,
     cut: Cut | None = None,
     early: bool = False,
 ) -> Stream:
     """Add x W^T to the stream and prepare it for the norm with weight `norm`. x: [N, depth],
-    weight: [width, depth]. `peaks` and `largest`: see quantised_products.add."""
+    weight: [width, depth]. `peaks` and `largest`: see quantised_products.add.
+
+    Args:
+        peers: add the products of all processes of a split model. The programs that complete tiles
+            wait for each other across GPUs, so `adds_at_once` must hold.
+    """
     if isinstance(weight, Quantised):
+        assert peers is None
         return quantised_products.add(
             x, weight, stream, norm, peaks=peaks, largest=largest, early=early
         )
@@ -141,10 +149,25 @@ def add(
         stream.residual,
         *out[:3],
         *_scratch(cut, lines, x),
+        *((x, x, 0, 0) if peers is None else peers.arguments()),
         count,
+        RANK=0 if peers is None else peers.rank,
+        RANKS=1 if peers is None else peers.ranks,
         **_shape(cut, lines, depth, x, early),
     )
     return out
+
+
+def adds_at_once(weight: Writable, peers: Peers) -> bool:
+    """Return whether `add` may wait for peers: the parts of a product fit into an exchange, and all
+    programs that complete tiles are resident at once, beside one that does not."""
+    if isinstance(weight, Quantised):
+        return False
+    lines, depth = weight.shape
+    cut = cut_for(lines, depth, weight, split=True)
+    each = (MOST_TOKENS + 32) * weight.element_size() * cut.deep * (cut.stages - 1) + SPARE
+    resident = processors(weight.device) * max(1, card(weight.device).shared // each)
+    return cut.tiles(lines) < resident and MOST_TOKENS * lines <= peers.capacity
 
 
 def gate_up(
@@ -257,7 +280,13 @@ def _add(
     square_ptr,
     part_ptr,
     arrived_ptr,
+    address_ptr,
+    state_ptr,
+    capacity,
+    limit,
     count,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
     LINES: tl.constexpr,
     DEPTH: tl.constexpr,
     EACH: tl.constexpr,
@@ -282,6 +311,19 @@ def _add(
     )
     total, last = sum_splits(total, part_ptr, arrived_ptr, tile, N, SPLITS)
     if last:
+        if RANKS > 1:
+            total = add_tile(
+                total,
+                row[:, None] * LINES + line[None, :],
+                (row < count)[:, None] & (line < end)[None, :],
+                address_ptr,
+                state_ptr,
+                capacity,
+                limit,
+                tl.num_programs(0),
+                RANK,
+                RANKS,
+            )
         store_stream(
             total + residual,
             weight,

@@ -89,7 +89,7 @@ def begin(
         torch.tensor(scale, dtype=embed.dtype).item(),
         M=most,
         PEAKS=0 if peaks is None else peaks.numel(),
-        VOCAB=len(embed),
+        VOCAB=max(len(embed), most),  # one form for all numbers of tokens that are embedded already
         WIDTH=width,
         HALF=len(inverse),
         num_warps=4,

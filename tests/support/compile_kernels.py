@@ -22,6 +22,7 @@ from bass_kernels import (
     fused_attention,
     likeliest_kernels,
     linear_kernels,
+    peers,
     pointwise,
     processing_kernels,
     products,
@@ -49,11 +50,13 @@ INTEGERS = {
     "table_ptr",
     "allowed_ptr",
     "mask_ptr",
+    "state_ptr",
 }
 LONGS = {"ids_ptr",
          "target_row_ptr", "position_ptr", "base_ptr", "start_ptr", "own_ptr", "token_ptr", "tokens_ptr", "slots_ptr",
          "top_k_ptr", "search_ptr", "draft_ptr", "length_ptr", "most_ptr", "origin_ptr", "accepted_ptr", "next_ptr",
-         "block_ptr", "begin_ptr", "best_ptr", "place_ptr", "row_ptr", "text_ptr", "alive_ptr", "target_ptr"}  # fmt: skip
+         "block_ptr", "begin_ptr", "best_ptr", "place_ptr", "row_ptr", "text_ptr", "alive_ptr", "target_ptr",
+         "address_ptr"}  # fmt: skip
 NOISY = {"_pass", "_finish_row", "_draw", "_verify"}  # there, keys are those of the noise
 
 
@@ -266,7 +269,13 @@ if __name__ == "__main__":
     tiled = {"EACH": 20, "N": 32, "DEEP": 128, "STAGES": 5, "WIDE": "tf32", "EARLY": True}
     compile_one(residual._begin, M=16, PEAKS=48, VOCAB=999, WIDTH=896, HALF=32, EARLY=True)
     compile_one(products._project, TILES=28, LINES=1152, DEPTH=896, BIAS=True, SPLITS=1, **tiled)
-    compile_one(products._add, LINES=896, DEPTH=4864, SPLITS=4, **tiled)
+    for ranks in (2, 1):
+        group = {"RANK": ranks - 1, "RANKS": ranks}
+        compile_one(products._add, LINES=896, DEPTH=4864, SPLITS=4, **group, **tiled)
+    word = dict.fromkeys(("part_ptr", "residual_ptr", "out_ptr"), "*i32")
+    for how in range(3):
+        group = {"RANK": 1, "RANKS": 2 + how}
+        compile_one(peers._add, word, ADD=how > 0, KIND=how, BLOCK=256, **group)
     compile_one(products._gate_up, TILES=28, LINES=4864, DEPTH=896, KIND=0, **tiled)
     compile_one(residual._finish, WIDTH=896, TILES=28, M=16, EARLY=True)
     for bits in (16, 8):
