@@ -26,7 +26,7 @@ from bass_cli.engine.loop import Loop
 from bass_cli.errors import MachineError
 from bass_cli.formats.checkpoint import open_checkpoint
 from bass_cli.models.runner import Runner
-from bass_cli.models.spec import Norm, Rope, Spec
+from bass_cli.models.spec import Layouts, Norm, Rope, Spec
 from bass_cli.run.build import build
 from bass_cli.run.generate import generate
 from bass_cli.run.manifest import describe
@@ -523,3 +523,14 @@ def test_plan_of_a_mixture_counts_every_expert() -> None:
     weights = random_weights(tiny, dtype=torch.float32, device=cpu, seed=0)
     planned = footprint(tiny, None, dtype=torch.float32, device=cpu, longest=0)
     assert planned.weights == sum(one.nbytes for one in weights.values())
+
+
+@pytest.mark.parametrize("layout", ["int8", "fp8"])
+def test_plan_of_a_mixture_in_8_bits_counts_bytes_of_experts(layout: str) -> None:
+    tiny, cpu = spec_of("tiny-moe", option="--shape"), torch.device("cpu")
+    words: dict[str, Any] = {"dtype": torch.float32, "device": cpu, "layouts": Layouts(layout)}
+    weights = random_weights(tiny, seed=0, **words)
+    planned = footprint(tiny, None, longest=0, **words)
+    assert planned.weights == sum(one.nbytes for one in weights.values())
+    plain = footprint(tiny, None, longest=0, **words | {"layouts": Layouts()})
+    assert planned.weights < plain.weights / 2

@@ -60,7 +60,8 @@ class Sizes(NamedTuple):
     elements of K and V for one position and layer. attention: operations for one query, key and
     layer. windows: attention window of each layer, 0 if it has none. key_item: bytes of an element
     of K and V with its part of a scale; None for `item`. experts: elements of all experts'
-    matrices. chosen: share of the experts that a token chooses. state: elements, of 4 bytes, of a
+    matrices. chosen: share of the experts that a token chooses. expert_item: bytes of an element of
+    experts with its part of a scale; None for `item`. state: elements, of 4 bytes, of a
     row's recurrent states, which a pass reads and writes once.
     """
 
@@ -75,6 +76,7 @@ class Sizes(NamedTuple):
     experts: int = 0
     chosen: float = 0.0
     state: int = 0
+    expert_item: float | None = None
 
     def read(self, tokens: int) -> float:
         """Return how many elements of experts a pass over so many tokens reads, if every expert is
@@ -152,7 +154,17 @@ def sizes_of(decoder: Decoder, head: HeadSpec | None = None, *, eight_bits: bool
         experts,
         0.0 if spec.experts is None else spec.experts.chosen / spec.experts.total,
         _state(decoder.recurrent),
+        _expert_item(decoder, experts),
     )
+
+
+def _expert_item(decoder: Decoder, elements: int) -> float | None:
+    """Return the bytes of an element of its experts, if they are quantised."""
+    names = [f"layers.{i}.{name}" for i in decoder.layers for name in _EXPERTS]
+    found = [decoder.weights[name] for name in names if name in decoder.weights]
+    if not any(isinstance(one, Quantised) for one in found):
+        return None
+    return sum(one.nbytes for one in found) / elements
 
 
 def _state(recurrent: Recurrent | None) -> int:
@@ -209,9 +221,10 @@ def pass_work(sizes: Sizes, *, contexts: Sequence[int], shared: int, fed: int, l
     each = sizes.keys * (sizes.item if sizes.key_item is None else sizes.key_item)
     active = sizes.body + sizes.experts * sizes.chosen
     products = 2 * rows * (active * fed + sizes.head * logits)
-    weights = sizes.body + sizes.read(rows * fed) + sizes.head
+    weights = float((sizes.body + sizes.head) * sizes.item - sizes.saved)
+    weights += sizes.read(rows * fed) * (sizes.expert_item or sizes.item)
     return Work(
-        weights * sizes.item - sizes.saved + keys * each + _STATE_BYTES * rows * sizes.state,
+        weights + keys * each + _STATE_BYTES * rows * sizes.state,
         products + sizes.attention * fed * sum(map(sum, seen)) + _DELTA * rows * fed * sizes.state,
     )
 

@@ -121,8 +121,8 @@ class Checkpoint:
     def by_row(self) -> str | None:
         """The layout of bass_kernels.Quantised in which all linear maps of its layers are stored;
         None if there is none."""
-        if isinstance(self.spec, AnySpec) or self.spec.experts is not None:
-            return None  # no layout holds the matrices of experts
+        if isinstance(self.spec, AnySpec):
+            return None
         maps = [one for one in self.pieces if Layouts("").of(one.slot.name) is not None]
         kinds = {one.entry.by_row if isinstance(one.entry, Compound) else None for one in maps}
         return kinds.pop() if len(kinds) == 1 else None

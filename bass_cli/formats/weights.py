@@ -268,7 +268,7 @@ def _in_threads(
 def _whole_rows(parts: Iterable[tuple[int, Tensor]], slot: Slot) -> Iterable[tuple[int, Tensor]]:
     """Return parts of which each has whole rows of the target: rows of a transposed tensor are
     put together first, because the scale of a target's row depends on all of them."""
-    if slot.how != "transpose" and not slot.turned:
+    if slot.how not in ("transpose", "pairs") and not slot.turned:
         return parts
     return [(0, torch.cat([part.clone() for _, part in parts]))]
 
@@ -373,7 +373,9 @@ def _place(
         order = order[first:last]
     if isinstance(whole, Quantised):
         places = first if order is None else order
-        rows = part.T if how == "transpose" else part
+        rows = part.T if how in ("transpose", "pairs") else part
+        if how == "pairs":
+            rows = torch.cat((rows[0::2], rows[1::2]))
         whole.rows(cut.first, cut.first + cut.taken).write_rows(places, rows, cut.kept)
         return
     target = whole[cut.first : cut.first + cut.taken]

@@ -21,6 +21,8 @@ FILE = "file"
 MAPS = ("qkv", "o", "up", "down")
 # Those of recurrent layers and of shared experts too
 EVERY_MAP = (*MAPS, "delta_in", "delta_out", "shared_up", "shared_down")
+# Those of a mixture's experts, which are stacked
+EXPERT_MAPS = ("experts_up", "experts_down")
 _NORMS = {"norm", "norm1", "norm2", "post1", "post2", "q_norm", "k_norm"}
 _NORMS |= {"context_norm", "token_norm"}
 # Tensors of recurrent layers that stay float32: exp(A_log) multiplies the logarithm of a decay.
@@ -365,7 +367,7 @@ class Layouts(NamedTuple):
         if name == "head.weight":
             return self.head
         layer = name.removesuffix(".weight").split(".")[-1]
-        quantised = name.endswith(".weight") and layer in (*EVERY_MAP, "fc")
+        quantised = name.endswith(".weight") and layer in (*EVERY_MAP, *EXPERT_MAPS, "fc")
         return self.layers if quantised else None
 
 

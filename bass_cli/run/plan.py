@@ -467,11 +467,6 @@ def _notes_on_weights(job: Job, files: Files, dtype: torch.dtype) -> Iterator[st
         draft_format_of(job, dtype, files.draft),
     )
     for one, own in zip((files.target, files.draft), formats, strict=True):
-        if one is not None and one.spec.experts is not None and own.layouts.layers is not None:
-            yield (
-                f"{one.path}: the experts are in {name_of_dtype(own.dtype, PLAIN)}; "
-                f"{own.layouts.layers} is used for the other matrices only"
-            )
         if one is None or not one.quantised_as:
             continue
         shapes = dict(one.shapes)
@@ -480,8 +475,6 @@ def _notes_on_weights(job: Job, files: Files, dtype: torch.dtype) -> Iterator[st
         layout = own.layouts.layers
         if layout is None:
             how = f"dequantises them to {name_of_dtype(*own)}"
-        elif one.spec.experts is not None:
-            how = f"dequantises the experts and stores the other matrices in {layout}"
         else:
             how = f"keeps them in {layout}" if layout == one.by_row else f"rounds them to {layout}"
         yield (

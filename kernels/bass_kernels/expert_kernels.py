@@ -1,28 +1,42 @@
 """Triton: mixtures of experts. Definitions: experts.py.
 
-A pass makes five launches: the router; the pairs of a token and one of its experts, sorted by
-expert; the products of each expert's pairs with `up` and `down`; and each token's weighted sum.
-Everything that depends on the tokens is read on the device, so a captured pass serves any choice of
-experts. Programs of experts without a token return at once.
+A pass makes six launches: the router's logits, and the experts of each token; the pairs of a token
+and one of its experts, sorted by expert; the products of each expert's pairs with `up` and `down`;
+and each token's weighted sum. Everything that depends on the tokens is read on the device, so a
+captured pass serves any choice of experts. Programs of experts without a token return at once.
+
+Weights are the left factor, as in quantised_kernels.py. With fp8, a launch more rounds tokens, and
+the inner values are rounded where they are read, with the largest magnitudes that `_up` found.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import quantised_products
 from .experts import Clamp, Maps
 from .launch import SPARE, card, fitting
 from .pointwise import KINDS, activate
+from .quantised import Quantised
+from .quantised_kernels import E4M3, PLAIN, ROUNDED, dot, round_e4m3, token_scale
+from .residual import magnitude
 
-_TOKENS = tl.constexpr(16)  # tokens of a program of the router
-_FEW = 16  # rows of a tile, the fewest of a tensor core's product
-_MANY = 64  # rows of a tile if experts have many tokens, as in a prefill
-_MANY_FROM = 32  # pairs for each expert, on average, from which tiles have _MANY rows
+_FEW = 16  # tokens of a tile, the fewest of a tensor core's product
+_MANY = 64  # tokens of a tile if experts have many, as in a prefill
+_MANY_FROM = 32  # pairs for each expert, on average, from which tiles have _MANY tokens
 _PAIRS = 1024  # pairs that a program of `_sort` reads at once
-_COLUMNS, _DEPTH = 64, 64  # tile of weights
+_LINES = 64  # rows of a tile of weights
+_DEPTH = 64  # inputs of a step; twice as many in 8 bits
+# The router: up to so many tokens, its inputs are split over programs. One program would read the
+# whole matrix of few tokens.
+_SPLIT_TOKENS = 256
+_SPLIT_DEPTH = 256  # inputs of a split
+_MOST_SPLITS = 16
 
 
 def route(
@@ -30,85 +44,162 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Do experts.route."""
     (tokens, width), experts = x.shape, len(router)
-    ids = torch.empty(tokens, chosen, dtype=torch.int64, device=x.device)
-    shares = torch.empty(tokens, chosen, dtype=torch.float32, device=x.device)
-    _route[(triton.cdiv(tokens, _TOKENS.value),)](
+    few = tokens <= _SPLIT_TOKENS
+    splits = min(_MOST_SPLITS, triton.cdiv(width, _SPLIT_DEPTH)) if few else 1
+    lines = 16 if few else _LINES
+    parts = torch.empty(splits, tokens, experts, dtype=torch.float32, device=x.device)
+    _logits[(triton.cdiv(tokens, _FEW), triton.cdiv(experts, lines), splits)](
         x.contiguous(),
         router,
-        router if bias is None else bias,
-        ids,
-        shares,
+        parts,
         tokens,
         width,
         experts,
-        BIAS=bias is not None,
-        CHOSEN=chosen,
-        NORMALISED=normalised,
-        BLOCK_E=max(16, triton.next_power_of_2(experts)),
-        BLOCK_C=triton.next_power_of_2(chosen),
+        SPLITS=splits,
+        TOKENS=_FEW,
+        LINES=lines,
         BLOCK_K=_DEPTH,
         WIDE=_wide(x),
         num_warps=4,
-        num_stages=_stages(x, max(16, triton.next_power_of_2(experts)) + _TOKENS.value),
+        num_stages=_stages((lines + _FEW) * _DEPTH * x.element_size(), x),
+    )
+    ids = torch.empty(tokens, chosen, dtype=torch.int64, device=x.device)
+    shares = torch.empty(tokens, chosen, dtype=torch.float32, device=x.device)
+    _choose[(tokens,)](
+        parts,
+        x if bias is None else bias,
+        ids,
+        shares,
+        x,
+        tokens,
+        experts,
+        SPLITS=splits,
+        BIAS=bias is not None,
+        CHOSEN=chosen,
+        NORMALISED=normalised,
+        BLOCK_E=triton.next_power_of_2(experts),
+        BLOCK_C=triton.next_power_of_2(chosen),
+        num_warps=1,
     )
     return ids, shares
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _route(
+def _logits(
     x_ptr,
     router_ptr,
-    bias_ptr,
-    ids_ptr,
-    share_ptr,
+    part_ptr,
     tokens,
     width,
     experts,
+    SPLITS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    LINES: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Write the sums of one split of the inputs, for a tile of tokens and experts."""
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    expert = tl.program_id(1) * LINES + tl.arange(0, LINES)
+    share = tl.cdiv(tl.cdiv(width, BLOCK_K), SPLITS) * BLOCK_K
+    low = tl.program_id(2) * share
+    high = tl.minimum(low + share, width)
+    real, known = token < tokens, expert < experts
+    x_lines = x_ptr + token.to(tl.int64)[:, None] * width
+    lines = router_ptr + expert[:, None] * width
+    logits = tl.zeros([TOKENS, LINES], tl.float32)
+    for start in range(low, high, BLOCK_K):
+        at = start + tl.arange(0, BLOCK_K)
+        inside = (at < high)[None, :]
+        x = tl.load(x_lines + at[None, :], mask=real[:, None] & inside, other=0.0)
+        w = tl.load(lines + at[None, :], mask=known[:, None] & inside, other=0.0)
+        logits = tl.dot(x, tl.trans(w), logits, input_precision=WIDE)
+    place = (tl.program_id(2) * tokens + token).to(tl.int64)[:, None] * experts + expert[None, :]
+    tl.store(part_ptr + place, logits, mask=real[:, None] & known[None, :])
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _choose(
+    part_ptr,
+    bias_ptr,
+    ids_ptr,
+    share_ptr,
+    x_ptr,
+    tokens,
+    experts,
+    SPLITS: tl.constexpr,
     BIAS: tl.constexpr,
     CHOSEN: tl.constexpr,
     NORMALISED: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    WIDE: tl.constexpr,
 ):
-    token = tl.program_id(0) * _TOKENS + tl.arange(0, _TOKENS)
+    """Choose the experts of one token."""
+    token = tl.program_id(0).to(tl.int64)
     expert, choice = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_C)
-    real, known = token < tokens, expert < experts
-    lines = x_ptr + token.to(tl.int64)[:, None] * width
-    logits = tl.zeros([_TOKENS, BLOCK_E], tl.float32)
-    for start in range(0, width, BLOCK_K):
-        at = start + tl.arange(0, BLOCK_K)
-        inside = at < width
-        x = tl.load(lines + at[None, :], mask=real[:, None] & inside[None, :], other=0.0)
-        w = tl.load(
-            router_ptr + expert[:, None] * width + at[None, :],
-            mask=known[:, None] & inside[None, :],
-            other=0.0,
-        )
-        logits = tl.dot(x, tl.trans(w), logits, input_precision=WIDE)
+    known = expert < experts
+    logits = tl.zeros([BLOCK_E], tl.float32)
+    for split in tl.static_range(SPLITS):
+        line = part_ptr + (split * tokens + token) * experts
+        logits += tl.load(line + expert, mask=known, other=0.0)
     if BIAS:
-        logits += tl.load(bias_ptr + expert, mask=known, other=0.0).to(tl.float32)[None, :]
+        logits += tl.load(bias_ptr + expert, mask=known, other=0.0).to(tl.float32)
     # the definition's logits have the dtype of x
     logits = logits.to(x_ptr.dtype.element_ty).to(tl.float32)
-    logits = tl.where(known[None, :], logits, float("-inf"))
-    peak = tl.max(logits, 1)
-    mass = tl.sum(tl.exp(logits - peak[:, None]), 1)
-    ids = tl.zeros([_TOKENS, BLOCK_C], tl.int32)
-    shares = tl.zeros([_TOKENS, BLOCK_C], tl.float32)
+    logits = tl.where(known, logits, float("-inf"))
+    peak = tl.max(logits, 0)
+    mass = tl.sum(tl.exp(logits - peak), 0)
+    ids = tl.zeros([BLOCK_C], tl.int32)
+    shares = tl.zeros([BLOCK_C], tl.float32)
     for place in tl.static_range(CHOSEN):
-        best = tl.max(logits, 1)
-        found = tl.min(tl.where(logits == best[:, None], expert[None, :], experts - 1), 1)
-        here = choice[None, :] == place
-        ids = tl.where(here, found[:, None], ids)
-        shares = tl.where(here, tl.exp(best - peak)[:, None], shares)
-        logits = tl.where(expert[None, :] == found[:, None], float("-inf"), logits)
+        best = tl.max(logits, 0)
+        found = tl.min(tl.where(logits == best, expert, experts - 1), 0)
+        ids = tl.where(choice == place, found, ids)
+        shares = tl.where(choice == place, tl.exp(best - peak), shares)
+        logits = tl.where(expert == found, float("-inf"), logits)
     if NORMALISED:
-        mass = tl.sum(shares, 1)
-    places = token.to(tl.int64)[:, None] * CHOSEN + choice[None, :]
-    mask = real[:, None] & (choice < CHOSEN)[None, :]
-    tl.store(ids_ptr + places, ids.to(tl.int64), mask=mask)
-    tl.store(share_ptr + places, shares / mass[:, None], mask=mask)
+        mass = tl.sum(shares, 0)
+    places = token * CHOSEN + choice
+    tl.store(ids_ptr + places, ids.to(tl.int64), mask=choice < CHOSEN)
+    tl.store(share_ptr + places, shares / mass, mask=choice < CHOSEN)
+
+
+class _Factor(NamedTuple):
+    """A weight as the kernels read it: its values, its scales, and how it is multiplied."""
+
+    values: Tensor
+    scales: Tensor
+    how: int
+    depth: int  # inputs of a step
+
+    @classmethod
+    def of(cls, weight: Tensor | Quantised, x: Tensor) -> _Factor:
+        if isinstance(weight, Tensor):
+            return cls(weight, weight, PLAIN.value, _DEPTH)
+        values, how = quantised_products.as_factor(weight, x)
+        return cls(values, weight.scales, how, 2 * _DEPTH)
+
+    @property
+    def rounds(self) -> bool:
+        """Whether the other factor is rounded to e4m3."""
+        return self.how in (E4M3.value, ROUNDED.value)
+
+    def tile(self, x: Tensor, tokens: int, *, pair: bool) -> dict[str, Any]:
+        """Return the launch options of a product with tiles of so many tokens. `pair`: of gate and
+        up."""
+        lines = _LINES * (2 if pair else 1) * self.values.element_size()
+        # beside the stages, the factors of a step as tensor cores read them
+        least = 0 if self.how == PLAIN.value else 2 * (_LINES + tokens) * self.depth
+        return {
+            "HOW": self.how,
+            "ROUND": self.rounds,
+            "TOKENS": tokens,
+            "LINES": _LINES,
+            "BLOCK_K": self.depth,
+            "WIDE": _wide(x),
+            "num_warps": 4,
+            "num_stages": _stages((lines + tokens * x.element_size()) * self.depth, x, least),
+        }
 
 
 def mix_experts(
@@ -125,16 +216,23 @@ def mix_experts(
     """Do experts.mix_experts."""
     (tokens, width), chosen = x.shape, ids.shape[1]
     pairs, inner = tokens * chosen, maps.down.shape[1]
-    order = _sorted_pairs(ids, experts)
-    rows = _FEW if pairs <= _MANY_FROM * experts else _MANY
-    tile = {"ROWS": rows, "COLUMNS": _COLUMNS, "BLOCK_K": _DEPTH, "WIDE": _wide(x), "num_warps": 4}
+    peaks = torch.empty(pairs, dtype=torch.int32, device=x.device)
+    order = _sorted_pairs(ids, experts, peaks)
+    count = _FEW if pairs <= _MANY_FROM * experts else _MANY
     mixed, parts = x.new_empty(pairs, inner), x.new_empty(pairs, width)
-    _up[(triton.cdiv(inner, _COLUMNS), experts)](
-        x.contiguous(),
-        maps.up,
-        maps.up if maps.up_bias is None else maps.up_bias,
+    up, down = _Factor.of(maps.up, x), _Factor.of(maps.down, x)
+    rounded, scales = x.contiguous(), None
+    if isinstance(maps.up, Quantised):
+        rounded, scales = quantised_products.factor(rounded, maps.up)
+    _up[(triton.cdiv(inner, _LINES), experts)](
+        rounded,
+        x if scales is None else scales,
+        up.values,
+        up.scales,
+        x if maps.up_bias is None else maps.up_bias,
         *order,
         mixed,
+        peaks,
         width,
         inner,
         CHOSEN=chosen,
@@ -143,20 +241,21 @@ def mix_experts(
         CLAMPED=clamp is not None,
         ALPHA=0.0 if clamp is None else clamp.alpha,
         LIMIT=0.0 if clamp is None else clamp.limit,
-        num_stages=_stages(x, 2 * _COLUMNS + rows),
-        **tile,
+        PEAKS=down.rounds,
+        **up.tile(rounded, count, pair=True),
     )
-    _down[(triton.cdiv(width, _COLUMNS), experts)](
+    _down[(triton.cdiv(width, _LINES), experts)](
         mixed,
-        maps.down,
-        maps.down if maps.down_bias is None else maps.down_bias,
+        peaks,
+        down.values,
+        down.scales,
+        x if maps.down_bias is None else maps.down_bias,
         *order,
         parts,
         width,
         inner,
         BIAS=maps.down_bias is not None,
-        num_stages=_stages(x, _COLUMNS + rows),
-        **tile,
+        **down.tile(x, count, pair=False),
     )
     out = torch.empty_like(x)
     _sum[(tokens, triton.cdiv(width, 1024))](
@@ -173,13 +272,15 @@ def mix_experts(
     return out
 
 
-def _sorted_pairs(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def _sorted_pairs(ids: Tensor, experts: int, peaks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the pairs of ids [T, chosen] sorted by expert, [T * chosen], and where those of each
-    expert begin and end, [E] each; all int32."""
+    expert begin and end, [E] each; all int32. Set peaks [T * chosen] to 0."""
     order = torch.empty(ids.numel(), dtype=torch.int32, device=ids.device)
     first, end = torch.empty(2, experts, dtype=torch.int32, device=ids.device)
     block = min(_PAIRS, max(16, triton.next_power_of_2(ids.numel())))
-    _sort[(experts,)](ids.contiguous(), order, first, end, ids.numel(), BLOCK=block, num_warps=4)
+    _sort[(experts,)](
+        ids.contiguous(), order, peaks, first, end, ids.numel(), BLOCK=block, num_warps=4
+    )
     return order, first, end
 
 
@@ -187,14 +288,14 @@ def _wide(x: Tensor) -> str:
     return "ieee" if x.dtype == torch.float32 else "tf32"
 
 
-def _stages(x: Tensor, lines: int) -> int:
-    """Return four pipeline stages of `lines` rows of _DEPTH elements, or as many as fit."""
-    size = lines * _DEPTH * x.element_size()
-    return fitting(range(4, 0, -1), lambda stages: size * stages + SPARE, card(x.device).shared)
+def _stages(size: int, x: Tensor, least: int = 0) -> int:
+    """Return four pipeline stages of `size` bytes beside `least` bytes, or as many as fit."""
+    spare = SPARE + least
+    return fitting(range(4, 0, -1), lambda stages: size * stages + spare, card(x.device).shared)
 
 
 @triton.jit(do_not_specialize=["pairs"])
-def _sort(ids_ptr, order_ptr, first_ptr, end_ptr, pairs, BLOCK: tl.constexpr):
+def _sort(ids_ptr, order_ptr, peak_ptr, first_ptr, end_ptr, pairs, BLOCK: tl.constexpr):
     """Write the pairs of one expert in order, after those of the experts before it."""
     expert = tl.program_id(0)
     first = tl.program_id(0) * 0
@@ -209,6 +310,7 @@ def _sort(ids_ptr, order_ptr, first_ptr, end_ptr, pairs, BLOCK: tl.constexpr):
         own = (found == expert).to(tl.int32)
         place = end + tl.cumsum(own, 0) - own
         tl.store(order_ptr + place, pair, mask=own != 0)
+        tl.store(peak_ptr + place, 0, mask=own != 0)
         end += tl.sum(own, 0)
     tl.store(first_ptr + expert, first)
     tl.store(end_ptr + expert, end)
@@ -217,12 +319,15 @@ def _sort(ids_ptr, order_ptr, first_ptr, end_ptr, pairs, BLOCK: tl.constexpr):
 @triton.jit
 def _up(
     x_ptr,
+    scale_ptr,
     weight_ptr,
+    weight_scale_ptr,
     bias_ptr,
     order_ptr,
     first_ptr,
     end_ptr,
     out_ptr,
+    peak_ptr,
     width,
     inner,
     CHOSEN: tl.constexpr,
@@ -231,55 +336,69 @@ def _up(
     CLAMPED: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    PEAKS: tl.constexpr,
+    HOW: tl.constexpr,
+    ROUND: tl.constexpr,
+    TOKENS: tl.constexpr,
+    LINES: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Write the gated inner values of one expert's pairs, in the order of the sorted pairs."""
+    """Write the gated inner values of one expert's pairs, in the order of the sorted pairs. PEAKS:
+    raise the largest magnitude of each pair."""
     expert = tl.program_id(1)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    column = tl.program_id(0) * LINES + tl.arange(0, LINES)
     known = column < inner
     line = expert.to(tl.int64) * 2 * inner + column
     gate_lines = weight_ptr + line[:, None] * width
     up_lines = weight_ptr + (line + inner)[:, None] * width
     last = tl.load(end_ptr + expert)
-    for row in range(tl.load(first_ptr + expert), last, ROWS):
-        place = row + tl.arange(0, ROWS)
+    for row in range(tl.load(first_ptr + expert), last, TOKENS):
+        place = row + tl.arange(0, TOKENS)
         real = place < last
         token = tl.load(order_ptr + place, mask=real, other=0) // CHOSEN
         x_lines = x_ptr + token.to(tl.int64)[:, None] * width
-        gates = tl.zeros([ROWS, COLUMNS], tl.float32)
-        ups = tl.zeros([ROWS, COLUMNS], tl.float32)
+        gates = tl.zeros([LINES, TOKENS], tl.float32)
+        ups = tl.zeros([LINES, TOKENS], tl.float32)
         for start in range(0, width, BLOCK_K):
             at = start + tl.arange(0, BLOCK_K)
             inside = at < width
             mask = known[:, None] & inside[None, :]
             x = tl.load(x_lines + at[None, :], mask=real[:, None] & inside[None, :], other=0.0)
+            x = tl.trans(x)
             w = tl.load(gate_lines + at[None, :], mask=mask, other=0.0)
-            gates = tl.dot(x, tl.trans(w), gates, input_precision=WIDE)
+            gates = dot(w, x, gates, HOW, WIDE)
             w = tl.load(up_lines + at[None, :], mask=mask, other=0.0)
-            ups = tl.dot(x, tl.trans(w), ups, input_precision=WIDE)
+            ups = dot(w, x, ups, HOW, WIDE)
+        if ROUND:
+            scale = tl.load(scale_ptr + token, mask=real, other=1.0)[None, :]
+            gates, ups = gates * scale, ups * scale
+        if HOW != PLAIN:
+            gates *= tl.load(weight_scale_ptr + line, mask=known, other=0.0)[:, None]
+            ups *= tl.load(weight_scale_ptr + line + inner, mask=known, other=0.0)[:, None]
         if BIAS:
-            gates += tl.load(bias_ptr + line, mask=known, other=0.0).to(tl.float32)[None, :]
-            ups += tl.load(bias_ptr + line + inner, mask=known, other=0.0).to(tl.float32)[None, :]
+            gates += tl.load(bias_ptr + line, mask=known, other=0.0).to(tl.float32)[:, None]
+            ups += tl.load(bias_ptr + line + inner, mask=known, other=0.0).to(tl.float32)[:, None]
         if CLAMPED:
             gates = tl.minimum(gates, LIMIT)
             ups = tl.minimum(tl.maximum(ups, -LIMIT), LIMIT) + 1.0
             gates = gates * tl.sigmoid(ALPHA * gates)
         else:
             gates = activate(gates, KIND)
-        tl.store(
-            out_ptr + place.to(tl.int64)[:, None] * inner + column[None, :],
-            (gates * ups).to(out_ptr.dtype.element_ty),
-            mask=real[:, None] & known[None, :],
-        )
+        value = (gates * ups).to(out_ptr.dtype.element_ty)
+        here = real[None, :] & known[:, None]
+        tl.store(out_ptr + place.to(tl.int64)[None, :] * inner + column[:, None], value, mask=here)
+        if PEAKS:
+            peak = tl.max(tl.where(here, magnitude(value), 0), 0)
+            tl.atomic_max(peak_ptr + place, peak, mask=real, sem="relaxed")
 
 
 @triton.jit
 def _down(
     x_ptr,
+    peak_ptr,
     weight_ptr,
+    weight_scale_ptr,
     bias_ptr,
     order_ptr,
     first_ptr,
@@ -288,38 +407,51 @@ def _down(
     width,
     inner,
     BIAS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    HOW: tl.constexpr,
+    ROUND: tl.constexpr,
+    TOKENS: tl.constexpr,
+    LINES: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     """Write one expert's outputs for its pairs, each at the index of its pair."""
     expert = tl.program_id(1)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    column = tl.program_id(0) * LINES + tl.arange(0, LINES)
     known = column < width
     line = expert.to(tl.int64) * width + column
     weight_lines = weight_ptr + line[:, None] * inner
     last = tl.load(end_ptr + expert)
-    for row in range(tl.load(first_ptr + expert), last, ROWS):
-        place = row + tl.arange(0, ROWS)
+    for row in range(tl.load(first_ptr + expert), last, TOKENS):
+        place = row + tl.arange(0, TOKENS)
         real = place < last
         pair = tl.load(order_ptr + place, mask=real, other=0)
         x_lines = x_ptr + place.to(tl.int64)[:, None] * inner
-        total = tl.zeros([ROWS, COLUMNS], tl.float32)
+        scale = tl.full([TOKENS], 1.0, tl.float32)
+        if ROUND:
+            scale = token_scale(tl.load(peak_ptr + place, mask=real, other=0))
+        inverse = tl.div_rn(1.0, scale)[:, None]
+        total = tl.zeros([LINES, TOKENS], tl.float32)
         for start in range(0, inner, BLOCK_K):
             at = start + tl.arange(0, BLOCK_K)
             inside = at < inner
             x = tl.load(x_lines + at[None, :], mask=real[:, None] & inside[None, :], other=0.0)
+            if HOW == E4M3:
+                x = (x.to(tl.float32) * inverse).to(tl.float8e4nv)
+            elif HOW == ROUNDED:
+                x = round_e4m3(x.to(tl.float32) * inverse).to(tl.float16)
             w = tl.load(
                 weight_lines + at[None, :], mask=known[:, None] & inside[None, :], other=0.0
             )
-            total = tl.dot(x, tl.trans(w), total, input_precision=WIDE)
+            total = dot(w, tl.trans(x), total, HOW, WIDE)
+        if HOW != PLAIN:
+            total *= scale[None, :]
+            total *= tl.load(weight_scale_ptr + line, mask=known, other=0.0)[:, None]
         if BIAS:
-            total += tl.load(bias_ptr + line, mask=known, other=0.0).to(tl.float32)[None, :]
+            total += tl.load(bias_ptr + line, mask=known, other=0.0).to(tl.float32)[:, None]
         tl.store(
-            out_ptr + pair.to(tl.int64)[:, None] * width + column[None, :],
+            out_ptr + pair.to(tl.int64)[None, :] * width + column[:, None],
             total.to(out_ptr.dtype.element_ty),
-            mask=real[:, None] & known[None, :],
+            mask=real[None, :] & known[:, None],
         )
 
 

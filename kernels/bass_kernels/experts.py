@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from . import reference
+from . import quantised, reference
+from .quantised import Quantised, Writable
 
 # Rows of a product. With a fixed number BLAS adds in one order for every row. More rows cost more
 # where an expert has one token, fewer where it has many.
@@ -30,11 +31,12 @@ class Clamp(NamedTuple):
 
 class Maps(NamedTuple):
     """The weights of E experts: up [E * 2 inner, width] has the gate's rows, then up's, expert by
-    expert, with a bias [E * 2 inner]; down [E * width, inner] with a bias [E * width]."""
+    expert, with a bias [E * 2 inner]; down [E * width, inner] with a bias [E * width]. Both may be
+    quantised."""
 
-    up: Tensor
+    up: Writable
     up_bias: Tensor | None
-    down: Tensor
+    down: Writable
     down_bias: Tensor | None
 
 
@@ -79,16 +81,11 @@ def mix_experts(
         activation: of the gate, unless there is a clamp.
     """
     (tokens, width), chosen = x.shape, ids.shape[1]
-    up, down = maps.up.view(experts, -1, width), maps.down.view(experts, width, -1)
-    up_bias, down_bias = (
-        None if bias is None else bias.view(experts, -1) for bias in (maps.up_bias, maps.down_bias)
-    )
     parts, flat = x.new_empty(tokens * chosen, width), ids.flatten()
     for expert in flat.unique().tolist():
-        pairs = (flat == expert).nonzero()[:, 0]
-        inner = _in_tiles(x[pairs // chosen], up[expert], _of(up_bias, expert))
-        inner = gate(inner, activation, clamp)
-        parts[pairs] = _in_tiles(inner, down[expert], _of(down_bias, expert))
+        pairs, part = (flat == expert).nonzero()[:, 0], (expert, experts)
+        inner = _product(x[pairs // chosen], maps.up, maps.up_bias, *part)
+        parts[pairs] = _product(gate(inner, activation, clamp), maps.down, maps.down_bias, *part)
     parts = parts.view(tokens, chosen, width).float() * weights[..., None]
     total = parts.sum(1)
     return (total if residual is None else residual + total).to(x.dtype)
@@ -103,8 +100,14 @@ def gate(x: Tensor, activation: str, clamp: Clamp | None) -> Tensor:
     return (ups.clamp(-clamp.limit, clamp.limit) + 1) * (gates * (gates * clamp.alpha).sigmoid())
 
 
-def _of(bias: Tensor | None, expert: int) -> Tensor | None:
-    return None if bias is None else bias[expert]
+def _product(x: Tensor, weight: Writable, bias: Tensor | None, expert: int, experts: int) -> Tensor:
+    """Return the linear map of x [T, K] by one expert's rows of a weight [E * N, K]."""
+    every = len(weight) // experts
+    first, last = expert * every, (expert + 1) * every
+    own = None if bias is None else bias[first:last]
+    if isinstance(weight, Quantised):
+        return quantised.linear(x, weight.rows(first, last), own)
+    return _in_tiles(x, weight[first:last], own)
 
 
 def _in_tiles(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -17,6 +17,7 @@ from .residual import load_tiles, magnitude, store_stream
 E4M3 = tl.constexpr(0)  # tensor cores take e4m3
 ROUNDED = tl.constexpr(1)  # e4m3 numbers as float16
 INT8 = tl.constexpr(2)  # whole numbers in the dtype of the tokens
+PLAIN = tl.constexpr(3)  # weights in the dtype of the tokens, without scales
 # Tensor cores sum e4m3 products with some 13 bits, so sums of this many are added in float32
 # (arXiv 2412.19437, section 3.3.2).
 _PROMOTED = tl.constexpr(128)
@@ -325,23 +326,26 @@ def _multiply(
         x = tl.trans(x)
         spot = weight_ptr + start + line[:, None] * DEPTH + place[None, :]
         weight = tl.load(spot, mask=there, other=0.0, eviction_policy=policy)
-        one = _dot(weight, x, one, HOW, WIDE)
+        one = dot(weight, x, one, HOW, WIDE)
         if SECOND > 0:
             spot += SECOND * DEPTH
             weight = tl.load(spot, mask=there, other=0.0, eviction_policy=policy)
-            two = _dot(weight, x, two, HOW, WIDE)
+            two = dot(weight, x, two, HOW, WIDE)
     return one, two
 
 
 @triton.jit
-def _dot(weight, x, total, HOW: tl.constexpr, WIDE: tl.constexpr):
+def dot(weight, x, total, HOW: tl.constexpr, WIDE: tl.constexpr):
+    """Add the product of a weight [L, K] and tokens [K, T] to a total [L, T], without scales."""
     if HOW == E4M3:
         most: tl.constexpr = _PROMOTED if weight.shape[1] > _PROMOTED else weight.shape[1]
         total = tl.dot(weight, x, total, max_num_imprecise_acc=most)
     elif HOW == ROUNDED:
         total = tl.dot(widen_e4m3(weight), x, total)
-    else:
+    elif HOW == INT8:
         total = tl.dot(widen_int8(weight).to(x.dtype), x, total, input_precision=WIDE)
+    else:
+        total = tl.dot(weight, x, total, input_precision=WIDE)
     return total
 
 

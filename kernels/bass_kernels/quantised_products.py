@@ -454,11 +454,18 @@ def _native(x: Tensor) -> bool:
     return x.device.type != "cpu" and card(x.device).capability >= (8, 9)
 
 
+def as_factor(weight: Quantised, x: Tensor) -> tuple[Tensor, int]:
+    """Return the weight's values as the kernels take them, and how they are multiplied with
+    tokens x."""
+    if weight.layout == "int8":
+        return weight.values, kernels.INT8.value
+    if _native(x):
+        return weight.values, kernels.E4M3.value
+    return weight.values.view(torch.uint8), kernels.ROUNDED.value
+
+
 def _bits(weight: Quantised, x: Tensor) -> Tensor:
-    """Return the weight's values as the kernels take them."""
-    if weight.layout == "int8" or _native(x):
-        return weight.values
-    return weight.values.view(torch.uint8)
+    return as_factor(weight, x)[0]
 
 
 def _scratch(like: Tensor, tiling: Tiling, tiles: int) -> tuple[Tensor, ...]:
@@ -479,9 +486,6 @@ def _shape(
 ) -> dict[str, Any]:
     """Return the launch options of a product. `once`: weights are read by one program and leave
     the caches first."""
-    how = kernels.INT8 if weight.layout == "int8" else kernels.ROUNDED
-    if how == kernels.ROUNDED and _native(x):
-        how = kernels.E4M3
     depth, options = weight.shape[1], overlap(early, x.device)
     share = triton.cdiv(triton.cdiv(depth, tiling.deep), tiling.splits) * tiling.deep
     last = depth - share * (tiling.splits - 1)
@@ -494,7 +498,7 @@ def _shape(
         "SPLITS": tiling.splits,
         "DEEP": tiling.deep,
         "STAGES": tiling.stages,
-        "HOW": how.value,
+        "HOW": as_factor(weight, x)[1],
         "WIDE": "ieee" if x.dtype == torch.float32 else "tf32",
         "ONCE": once,
         # before the kernel ahead is done; launches overlap on devices with bulk prefetches only

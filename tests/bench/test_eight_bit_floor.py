@@ -42,6 +42,24 @@ def test_floor_reads_the_bytes_of_quantised_matrices(layout):
     assert pass_work(sizes_of(Decoder(spec, plain)), **words).bytes > 3 * expected
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_floor_of_a_mixture_reads_the_bytes_of_its_quantised_experts(layout):
+    """A token reads two of six experts."""
+    spec = SHAPES["tiny-moe"].spec()
+    words = {"dtype": torch.float32, "device": CPU, "seed": 3, "layouts": Layouts(layout)}
+    weights = random_weights(spec, **words)
+    expected = 4 * len(weights["head.weight"]) * spec.width
+    for i in range(spec.layers):
+        for name, share in {"qkv": 1, "o": 1, "experts_up": 3, "experts_down": 3}.items():
+            one = weights[f"layers.{i}.{name}.weight"]
+            assert isinstance(one, Quantised)
+            expected += (math.prod(one.shape) + 4 * len(one)) / share
+        expected += 4 * spec.experts.total * spec.width  # the router
+    words = {"contexts": [0], "shared": 0, "fed": 1, "logits": 1}
+    found = pass_work(sizes_of(Decoder(spec, weights)), **words).bytes
+    assert found == pytest.approx(expected, rel=1e-9)
+
+
 def test_random_matrices_are_the_rounded_ones_without_quantisation():
     _, plain = tiny(Layouts())
     spec, weights = tiny(Layouts("int8"))

@@ -31,6 +31,8 @@ from bass_kernels import LAYOUTS, Quantised
 
 CPU = torch.device("cpu")
 FAMILIES = ("llama", "gemma3_text", "gpt2")
+DRAFTERS = ("model", "skip", "parallel", "lookup")
+MIXTURES = ("qwen3_moe", "model"), ("gpt_oss", "lookup")
 BATCHES = (1, lambda: Fixed(7)), (2, lambda: Fixed(3)), (5, Reactive), (5, Bass)
 
 
@@ -75,9 +77,11 @@ def plainly(decoders):
     return functools.cache(lambda *words: plain(decoders(*words)[0], rows()))
 
 
-@pytest.mark.parametrize("drafter", ["model", "skip", "parallel", "lookup"])
+CASES = [(family, drafter) for family in FAMILIES for drafter in DRAFTERS]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "drafter"), [*CASES, *MIXTURES])
 def test_shared_coupling_equals_plain_decoding(decoders, plainly, family, layout, drafter):
     """Greedy and sampled rows of unequal lengths, alone and together, at several widths."""
     target, draft = decoders(family, layout)
@@ -92,7 +96,7 @@ def test_shared_coupling_equals_plain_decoding(decoders, plainly, family, layout
         assert 0 < accepted < drafted
 
 
-@pytest.mark.parametrize("drafter", ["model", "skip", "parallel", "lookup"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_maximal_coupling_equals_plain_decoding_if_greedy(decoders, plainly, layout, drafter):
     target, draft = decoders("llama", layout)

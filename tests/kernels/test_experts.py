@@ -8,6 +8,7 @@ import torch
 from test_triton import DEVICE, DTYPES, close, randn, triton  # noqa: F401 (a fixture)
 
 import bass_kernels as ops
+from bass_kernels import Quantised
 from bass_kernels import experts as definition
 
 SIZES = [(1, 5, 2, 40, 24), (7, 6, 3, 33, 70), (40, 9, 2, 64, 48), (3, 130, 8, 48, 16)]
@@ -157,3 +158,86 @@ def test_all_tokens_may_choose_the_same_experts():
     words = {"experts": 4, "activation": "silu"}
     found = ops.mix_experts(x, ids, weights, maps, **words)
     close(found, definition.mix_experts(x, ids, weights, maps, **words), torch.float32)
+
+
+def in_8_bits(maps, layout):
+    up, down = (Quantised.of(one, layout) for one in (maps.up, maps.down))
+    return maps._replace(up=up, down=down)
+
+
+def rounded(x, layout):
+    """Tokens x as they are multiplied with weights of a layout: with fp8 the nearest e4m3 numbers,
+    over the scale of each token, times that scale."""
+    if layout == "int8":
+        return x
+    scale = x.abs().amax(-1, keepdim=True) / 448
+    return (x / scale).to(torch.float8_e4m3fn).to(x.dtype) * scale
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("layout", ops.LAYOUTS)
+def test_experts_in_8_bits_multiply_rounded_tokens_by_rounded_weights(layout, biased):
+    """Each expert's maps alone, in float64, with the rounding that this test does itself."""
+    tokens, experts, chosen, width, inner = 9, 5, 2, 40, 24
+    plain = maps_of(experts, width, inner, torch.float32, biased=biased)
+    maps, x = in_8_bits(plain, layout), randn(tokens, width)
+    ids, weights = definition.route(
+        x, randn(experts, width, seed=1), None, chosen=chosen, normalised=True
+    )
+    found = definition.mix_experts(x, ids, weights, maps, experts=experts, activation="silu")
+
+    def product(row, weight, bias, expert, every):
+        part = slice(expert * every, (expert + 1) * every)
+        lines = weight[part].double()
+        scales = lines.abs().amax(1, keepdim=True) / {"int8": 127, "fp8": 448}[layout]
+        lines = lines / scales
+        if layout == "fp8":
+            lines = lines.float().to(torch.float8_e4m3fn).double()
+        out = (lines.round() if layout == "int8" else lines) * scales @ rounded(row, layout)
+        return out if bias is None else out + bias[part]
+
+    for token, row in enumerate(x.double()):
+        total = torch.zeros(width, dtype=torch.float64, device=x.device)
+        for expert, weight in zip(ids[token].tolist(), weights[token].tolist(), strict=True):
+            gates, ups = product(row, plain.up, plain.up_bias, expert, 2 * inner).chunk(2)
+            mixed = torch.nn.functional.silu(gates) * ups
+            total += weight * product(mixed, plain.down, plain.down_bias, expert, width)
+        close(found[token], total, torch.float32, factor=2000 if layout == "fp8" else 2)
+
+
+@pytest.mark.parametrize("layout", ops.LAYOUTS)
+def test_a_token_has_the_same_bits_in_8_bits_whatever_tokens_are_beside_it(layout):
+    experts, chosen, width, inner = 5, 2, 96, 56
+    maps = in_8_bits(maps_of(experts, width, inner, torch.float32, biased=True), layout)
+    x, router = randn(23, width).cpu(), randn(experts, width, seed=1).cpu()
+    maps = in_8_bits(
+        ops.Maps(
+            *(one.cpu() for one in maps_of(experts, width, inner, torch.float32, biased=True))
+        ),
+        layout,
+    )
+
+    def run(rows):
+        ids, weights = definition.route(rows, router, None, chosen=chosen, normalised=True)
+        return definition.mix_experts(rows, ids, weights, maps, experts=experts, activation="silu")
+
+    alone = torch.cat([run(row[None]) for row in x])
+    for count in (2, 3, 9, 16, 23):
+        assert torch.equal(run(x[:count]), alone[:count])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", ops.LAYOUTS)
+@pytest.mark.parametrize(("activation", "clamp"), GATES[::2])
+@pytest.mark.parametrize("size", [*SIZES, (200, 4, 2, 32, 16)])
+def test_experts_in_8_bits_equal_the_definition(size, activation, clamp, layout, dtype):
+    """A number at the border of two values of e4m3 may be rounded to the other one."""
+    tokens, experts, chosen, width, inner = size
+    x = randn(tokens, width, dtype=dtype)
+    maps = in_8_bits(maps_of(experts, width, inner, dtype, biased=clamp is not None), layout)
+    router = randn(experts, width, dtype=dtype, seed=1)
+    ids, weights = definition.route(x, router, None, chosen=chosen, normalised=True)
+    words = {"experts": experts, "activation": activation, "clamp": clamp}
+    found = ops.mix_experts(x, ids, weights, maps, x, **words)
+    due = definition.mix_experts(x, ids, weights, maps, x, **words)
+    close(found, due, dtype, factor=2 if layout == "int8" else 2 if dtype != torch.float32 else 500)

@@ -614,7 +614,9 @@ def test_other_checkpoints_in_8_bits_are_not_kept(name: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["block fp8, odd blocks", "gptq", "fbgemm"])
-def test_matrices_of_experts_are_dequantised(name: str, tmp_path: Path) -> None:
+def test_matrices_of_experts_are_dequantised_kept_or_rounded_by_row(
+    name: str, tmp_path: Path
+) -> None:
     """Published mixtures have tensors of their own for each expert."""
     scheme = OWN[name]()
     write_checkpoint("qwen3_moe", tmp_path, shards=False, hidden_size=64, moe_intermediate_size=32)
@@ -634,14 +636,23 @@ def test_matrices_of_experts_are_dequantised(name: str, tmp_path: Path) -> None:
     config["quantization_config"] = scheme.config
     (tmp_path / "config.json").write_text(json.dumps(config))
     checkpoint = open_checkpoint(tmp_path)
-    assert checkpoint.by_row is None
     for key, tensor in load(checkpoint, dtype=torch.float32, device=CPU).items():
         torch.testing.assert_close(tensor, plain[key], rtol=1e-6, atol=0, msg=key)
+    assert checkpoint.by_row == ("fp8" if name == "fbgemm" else None)
+    if checkpoint.by_row is not None:  # its numbers are kept
+        words = {"dtype": torch.float32, "device": CPU, "layouts": Layouts("fp8")}
+        for key, one in load(checkpoint, **words).items():
+            if isinstance(one, Quantised):
+                torch.testing.assert_close(one.dequantise(), plain[key], rtol=1e-6, atol=0)
     write_tokenizer(tmp_path)
     pair = {"name": "few", "target": str(tmp_path), "draft": "none"}
     plan = make_plan(Job(pair=pair, n=1, device="cpu", batch_size=1, dtype="int8"))
     (note,) = [note for note in plan.notes if "weights are stored in" in note]
-    assert "bass dequantises the experts and stores the other matrices in int8: " in note
+    assert "bass rounds them to int8: " in note
+    planned = plan.footprint.weights
+    loaded = load(checkpoint, dtype=torch.float32, device=CPU, layouts=Layouts("int8"))
+    assert planned == sum(one.nbytes for one in loaded.values())
+    assert isinstance(loaded["layers.0.experts_down.weight"], Quantised)
 
 
 def test_checkpoint_with_a_plain_matrix_is_not_kept(tmp_path: Path) -> None:

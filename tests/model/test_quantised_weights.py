@@ -10,7 +10,7 @@ import pytest
 import torch
 from checkpoints import FAMILIES, build_model, shallow, write_checkpoint, write_gguf
 from safetensors.torch import load_file, save_file
-from test_updates import IDS, logits_of
+from test_updates import IDS, logits_of, published
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
@@ -20,7 +20,7 @@ from bass_cli.formats.checkpoint import Checkpoint, open_checkpoint
 from bass_cli.formats.weights import load, size_of
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.partition import Share, held_part
-from bass_cli.models.spec import EVERY_MAP, MAPS, Layouts
+from bass_cli.models.spec import EVERY_MAP, EXPERT_MAPS, MAPS, Layouts
 from bass_cli.run.build import Models
 from bass_cli.run.pair import Files
 from bass_cli.run.updates import Updates
@@ -58,7 +58,7 @@ def test_matrices_of_layers_are_the_rounded_ones_of_loading(
     assert sum(read) == checkpoint.size == size_of(checkpoint, None, Layouts(layout))
     matrices = {name for name, one in found.items() if isinstance(one, Quantised)}
     layers = range(checkpoint.spec.layers)
-    maps = {f"layers.{i}.{name}.weight" for i in layers for name in EVERY_MAP}
+    maps = {f"layers.{i}.{name}.weight" for i in layers for name in (*EVERY_MAP, *EXPERT_MAPS)}
     assert matrices == maps & found.keys()  # a mixture of experts has no "up" and "down"
     assert {name.split(".")[2] for name in matrices} >= {"qkv", "o"}
     for name, one in found.items():
@@ -71,7 +71,7 @@ def test_matrices_of_layers_are_the_rounded_ones_of_loading(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gptj", "codegen"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gptj", "codegen", "qwen3_moe"])
 def test_parts_of_a_split_model_have_the_values_of_the_whole(
     family: str, layout: str, tmp_path: Path
 ) -> None:
@@ -103,6 +103,45 @@ def test_gguf_blocks_are_dequantised_and_quantised_by_row(tmp_path: Path) -> Non
         assert torch.equal(found[f"layers.1.{name}.weight"].values.float(), values)
 
 
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, layout: str) -> Tensor:
+    """Multiply x [..., K] by a rounded weight [N, K]. With fp8, x is rounded too."""
+    values, scales = rounded(weight, layout)
+    tokens: Tensor | float = 1.0
+    if layout == "fp8":
+        x, tokens = rounded(x, layout)
+    out = (x.double() @ values.double().T * tokens * scales[:, 0]).float()
+    return out if bias is None else out + bias
+
+
+def round_experts(module: Any, layout: str) -> None:
+    """Let a module of all experts multiply rounded weights, token by token."""
+    clamped = hasattr(module, "gate_up_proj_bias")  # gpt-oss, which has [inputs, outputs]
+    maps = []
+    for name in ("gate_up_proj", "down_proj"):
+        weight = getattr(module, name).data
+        bias = getattr(module, f"{name}_bias", [None] * len(weight))
+        maps.append((weight.transpose(1, 2) if clamped else weight, bias))
+    (ups, up_bias), (downs, down_bias) = maps
+
+    def one(x: Tensor, expert: int) -> Tensor:
+        both = product(x, ups[expert], up_bias[expert], layout)
+        if clamped:
+            inner = module._apply_gate(both)
+        else:
+            gate, up = both.chunk(2)
+            inner = module.act_fn(gate) * up
+        return product(inner, downs[expert], down_bias[expert], layout)
+
+    def forward(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        rows = [
+            sum(weight * one(token, expert) for expert, weight in zip(chosen, shares, strict=True))
+            for token, chosen, shares in zip(x, ids.tolist(), weights, strict=True)
+        ]
+        return torch.stack(rows)  # type: ignore[arg-type]
+
+    module.forward = forward
+
+
 def with_rounding(model: Any, layout: str) -> Any:
     """A model of transformers whose layers multiply rounded weights, and with fp8 also rounded
     activations. Maps that are fused in our decoder have the same rows, so the same scales."""
@@ -110,21 +149,14 @@ def with_rounding(model: Any, layout: str) -> Any:
     def replace(module: Any) -> None:
         conv = isinstance(module, Conv1D)
         weight = module.weight.data.T if conv else module.weight.data
-        values, scales = rounded(weight, layout)
-
-        def forward(x: Tensor) -> Tensor:
-            tokens: Tensor | float = 1.0
-            if layout == "fp8":
-                x, tokens = rounded(x, layout)
-            out = (x.double() @ values.double().T * tokens * scales[:, 0]).float()
-            return out if module.bias is None else out + module.bias
-
-        module.forward = forward
+        module.forward = lambda x: product(x, weight, module.bias, layout)
 
     for name, module in model.named_modules():
         plain = name.endswith(("lm_head", "in_proj_a", "in_proj_b", "in_proj_ba", "expert_gate"))
         if isinstance(module, (torch.nn.Linear, Conv1D)) and not plain:
             replace(module)
+        if type(module).__name__.endswith("Experts"):
+            round_experts(module, layout)
     return model
 
 
@@ -157,7 +189,7 @@ def loaded(path: Path, layout: str) -> Updates:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", ["qwen2", "gpt2", "codegen", "gemma3_text"])
+@pytest.mark.parametrize("family", ["qwen2", "gpt2", "codegen", "gemma3_text", "qwen3_moe"])
 def test_updated_model_has_the_weights_of_a_loaded_one(
     family: str, layout: str, tmp_path: Path
 ) -> None:
@@ -166,7 +198,8 @@ def test_updated_model_has_the_weights_of_a_loaded_one(
     write_checkpoint(family, tmp_path / "old", seed=1, **words)
     write_checkpoint(family, tmp_path / "new", seed=2, **words)
     expected = loaded(tmp_path / "new", layout).models.target.weights
-    for given in (build_model(family, seed=2, **words).state_dict(), tmp_path / "new"):
+    tensors = published(build_model(family, seed=2, **words), tmp_path / "published")
+    for given in (tensors, tmp_path / "new"):
         updates = loaded(tmp_path / "old", layout)
         weights = updates.models.target.weights
         places = {

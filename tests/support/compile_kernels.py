@@ -170,6 +170,37 @@ def compile_8_bits():
         )
 
 
+def compile_experts():
+    """Mixtures of experts in 16 bits, e4m3 of the device, e4m3 as float16, and int8."""
+    wide = {"WIDE": "tf32"}
+    for splits, normalised in ((8, False), (1, True)):
+        tile = {"SPLITS": splits, "TOKENS": 16, "LINES": 16, "BLOCK_K": 64}
+        compile_one(expert_kernels._logits, **tile, **wide)
+        chosen = {"BIAS": normalised, "CHOSEN": 8, "NORMALISED": normalised}
+        compile_one(expert_kernels._choose, SPLITS=splits, **chosen, BLOCK_E=128, BLOCK_C=8)
+    peaks = {"peak_ptr": "*i32"}
+    compile_one(expert_kernels._sort, peaks, BLOCK=512)
+    stored = {"PLAIN": "*bf16", "E4M3": "*fp8e4nv", "ROUNDED": "*u8", "INT8": "*i8"}
+    factors = {"E4M3": "*fp8e4nv", "ROUNDED": "*fp16"}
+    for how, tokens, clamped in (
+        ("PLAIN", 16, False),
+        ("PLAIN", 64, True),
+        ("E4M3", 16, True),
+        ("E4M3", 64, False),
+        ("ROUNDED", 16, False),
+        ("INT8", 16, False),
+    ):
+        types = peaks | {"weight_ptr": stored[how], "scale_ptr": "*fp32"}
+        tile = {"HOW": getattr(quantised_kernels, how).value, "ROUND": how in factors}
+        tile |= {"BIAS": clamped, "TOKENS": tokens, "LINES": 64, "BLOCK_K": 64, **wide}
+        gated = {"KIND": 0, "CLAMPED": clamped, "ALPHA": 1.702, "LIMIT": 7.0, "CHOSEN": 8}
+        gated["PEAKS"] = how in factors
+        factor = {"x_ptr": factors.get(how, "*bf16")}
+        compile_one(expert_kernels._up, types | factor, **gated, **tile)
+        compile_one(expert_kernels._down, types, **tile)
+    compile_one(expert_kernels._sum, ADD=True, CHOSEN=8, BLOCK=1024)
+
+
 def compile_delta_rule():
     """Gated DeltaNet. Heads of the published models have 128 dimensions, which compile slowly."""
     types = {"decay_ptr": "*fp32", "state_ptr": "*fp32", "advance_ptr": "*i64", "parts_ptr": "*i64"}
@@ -245,17 +276,7 @@ if __name__ == "__main__":
             PREFETCH=size == 1,
             EARLY=True,
         )
-    wide = {"WIDE": "tf32", "BLOCK_K": 64}
-    for normalised in (False, True):
-        of_router = {"BIAS": normalised, "CHOSEN": 8, "NORMALISED": normalised}
-        compile_one(expert_kernels._route, **of_router, BLOCK_E=128, BLOCK_C=8, **wide)
-    compile_one(expert_kernels._sort, BLOCK=512)
-    for rows, clamped in ((16, False), (64, True)):
-        tile = {"BIAS": clamped, "ROWS": rows, "COLUMNS": 64, **wide}
-        gated = {"KIND": 0, "CLAMPED": clamped, "ALPHA": 1.702, "LIMIT": 7.0}
-        compile_one(expert_kernels._up, CHOSEN=8, **gated, **tile)
-        compile_one(expert_kernels._down, **tile)
-    compile_one(expert_kernels._sum, ADD=True, CHOSEN=8, BLOCK=1024)
+    compile_experts()
     compile_one(ragged_kernel.merge_rows, H=28, K=4, D=128, SPLITS=32, BLOCK_M=16, BLOCK_D=128)
     for splits in (1, 2):
         compile_one(linear_kernels._stream, BIAS=True, SPLITS=splits, EVEN=splits == 1, WIDE="tf32")

@@ -157,18 +157,22 @@ def stream(dtype):
     )
 
 
-def mixture(dtype):
-    """Experts of a decoding pass and of a prompt, in the shapes of Qwen3-30B-A3B and gpt-oss."""
+def mixture(dtype, *, layout=None):
+    """Experts of a decoding pass and of a prompt, in the shapes of Qwen3-30B-A3B and gpt-oss.
+    layout: of weights in 8 bits."""
+
+    def matrix(*shape):
+        if layout is None:
+            return empty(*shape, dtype=dtype)
+        return Quantised.empty(shape, layout, torch.device("meta"))
+
     for tokens, experts, chosen, width, inner in (
         (8, 128, 8, 2048, 768),
         (2048, 32, 4, 2880, 2880),
     ):
         x, router = empty(tokens, width, dtype=dtype), empty(experts, width, dtype=dtype)
         ids, shares = expert_kernels.route(x, router, None, chosen=chosen, normalised=True)
-        up, down = (
-            empty(2 * experts * inner, width, dtype=dtype),
-            empty(experts * width, inner, dtype=dtype),
-        )
+        up, down = matrix(2 * experts * inner, width), matrix(experts * width, inner)
         maps = Maps(up, None, down, empty(experts * width, dtype=dtype))
         expert_kernels.mix_experts(x, ids, shares, maps, x, experts=experts, activation="silu")
 
@@ -295,6 +299,8 @@ LAUNCHES = {
     "stream": stream,
     "gate-up": gate_up,
     "mixture": mixture,
+    "mixture-fp8": functools.partial(mixture, layout="fp8"),
+    "mixture-int8": functools.partial(mixture, layout="int8"),
     "attend-long": attend_long,
     "attend-128": functools.partial(attend, size=128, rows=8, width=9),
     "attend-128-in-groups": functools.partial(attend, size=128, rows=16, width=1, members=8),
