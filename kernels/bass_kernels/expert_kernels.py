@@ -1,12 +1,10 @@
 """Triton: mixtures of experts. Definitions: experts.py.
 
-A pass makes six launches: the router's logits, and the experts of each token; the pairs of a token
-and one of its experts, sorted by expert; the products of each expert's pairs with `up` and `down`;
-and each token's weighted sum. Everything that depends on the tokens is read on the device, so a
-captured pass serves any choice of experts. Programs of experts without a token return at once.
-
-Weights are the left factor, as in quantised_kernels.py. With fp8, a launch more rounds tokens, and
-the inner values are rounded where they are read, with the largest magnitudes that `_up` found.
+A pass makes six launches: the router's logits and choice; the pairs of a token and one of its
+experts, sorted by expert; the products of each expert's pairs with `up` and `down`; and each
+token's weighted sum. All that depends on the tokens is read on the device, so a captured pass
+serves any choice. Weights are the left factor, as in quantised_kernels.py. With fp8, a launch more
+rounds tokens, and inner values are rounded where they are read.
 """
 
 from __future__ import annotations
