@@ -255,7 +255,14 @@ def mix_experts(
         BIAS=maps.down_bias is not None,
         **down.tile(x, count, pair=False),
     )
-    out = torch.empty_like(x)
+    return _weighted_sum(parts, weights, residual)
+
+
+def _weighted_sum(parts: Tensor, weights: Tensor, residual: Tensor | None) -> Tensor:
+    """Return the sums of parts [T * chosen, width] by tokens, with weights [T, chosen], and the
+    residual stream [T, width]."""
+    (tokens, chosen), width = weights.shape, parts.shape[1]
+    out = parts.new_empty(tokens, width)
     _sum[(tokens, triton.cdiv(width, 1024))](
         parts,
         weights,
