@@ -173,27 +173,17 @@ class ChainHead(_HiddenStateDrafter):
             positions = step.positions - 1
             pairs = torch.cat((self.found(step, positions[:, :1]), features[:, :-1]), 1)
             slots = self._slots(step, positions)
-        parts, own = features.chunk(2, -1), step.own(self._first_layer + 1)
-        for store, part in zip(own, parts, strict=True):
-            store[0, step.slots()] = part
+        ops.write_hidden(features, step.slots(), step.own(self._first_layer + 1))
         self._write(0, self._inputs(tokens, pairs), self._angles(positions), slots, step)
 
     def found(self, step: Pass, positions: Tensor) -> Tensor:
         """Return the stored features [B, 1, width] at positions [B, 1] of the rows of `step`, from
         the prompt or the row's private store. Zeros before position 0."""
-        segments = step.segments
-        own = (positions + (segments.own - segments.base)[:, None]).clamp(min=0)
-        prompt = (positions + segments.start[:, None]).clamp(min=0)
-        inside = (positions >= segments.base[:, None])[..., None]
         layer = self._first_layer + 1
-        found = torch.cat(
-            [
-                torch.where(inside, mine[0, own], shared[0, prompt])
-                for mine, shared in zip(step.own(layer), step.prompt(layer), strict=True)
-            ],
-            -1,
+        found: Tensor = ops.read_hidden(
+            positions, step.segments, step.own(layer), step.prompt(layer)
         )
-        return found.masked_fill((positions < 0)[..., None], 0.0)
+        return found
 
     def draft(self, tokens: Tensor, features: Tensor, step: Pass) -> tuple[Tensor, Tensor]:
         """Draft one token for each row.

@@ -45,6 +45,8 @@ embed = by_device(reference.embed, "bass_kernels.pointwise")
 norm = by_device(reference.norm, "bass_kernels.pointwise")
 activation = by_device(reference.activation, "bass_kernels.pointwise")
 angles = by_device(reference.angles, "bass_kernels.pointwise")
+write_hidden = by_device(reference.write_hidden, "bass_kernels.pointwise")
+read_hidden = by_device(reference.read_hidden, "bass_kernels.pointwise")
 rope_write = by_device(host.rope_write, "bass_kernels.pointwise")
 route = by_device(experts.route, "bass_kernels.expert_kernels")
 mix_experts = by_device(experts.mix_experts, "bass_kernels.expert_kernels")
@@ -136,6 +138,7 @@ __all__ = [
     "process_logits",
     "processed_entries",
     "project",
+    "read_hidden",
     "rejection_sample",
     "report",
     "report_entries",
@@ -146,4 +149,5 @@ __all__ = [
     "sample_scored",
     "unpack",
     "use",
+    "write_hidden",
 ]

@@ -1,5 +1,5 @@
-"""Triton: embedding, residual + norm, gated activation, and rope with the cache write. Definitions:
-reference.py."""
+"""Triton: embedding, residual + norm, gated activation, rope with the cache write, and a store of
+hidden states. Definitions: reference.py."""
 
 import torch
 import triton
@@ -9,6 +9,7 @@ from torch import Tensor
 from .eight_bit_kernels import arguments, encode
 from .eight_bits import Store
 from .launch import leading, let_next
+from .segments import Segments
 
 KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
 
@@ -43,6 +44,103 @@ def _embed(
     if SCALED:
         value = (value.to(tl.float32) * scale).to(value.dtype)
     tl.store(out_ptr + row * size + at, value, mask=at < size)
+
+
+def write_hidden(hidden: Tensor, slots: Tensor, store: Store) -> None:
+    """Do reference.write_hidden."""
+    first, second = store
+    size, width = first.shape[-1], slots.shape[1]
+    _write_hidden[(slots.numel(), triton.cdiv(size, 1024))](
+        hidden.contiguous(),
+        slots,
+        first,
+        second,
+        size,
+        width,
+        slots.stride(0),
+        slots.stride(1),
+        first.stride(1),
+        BLOCK=1024,
+        num_warps=4,
+    )
+
+
+@triton.jit(do_not_specialize=["width", "slot_row"])
+def _write_hidden(
+    x_ptr,
+    slots_ptr,
+    out_ptr,
+    second_ptr,
+    size,
+    width,
+    slot_row,
+    slot_place,
+    out_slot,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slots_ptr + token // width * slot_row + token % width * slot_place)
+    source, target, inside = token * 2 * size + at, slot * out_slot + at, at < size
+    tl.store(out_ptr + target, tl.load(x_ptr + source, mask=inside), mask=inside)
+    tl.store(second_ptr + target, tl.load(x_ptr + source + size, mask=inside), mask=inside)
+
+
+def read_hidden(positions: Tensor, segments: Segments, own: Store, prompt: Store) -> Tensor:
+    """Do reference.read_hidden."""
+    size, width = own[0].shape[-1], positions.shape[1]
+    out = own[0].new_empty(*positions.shape, 2 * size)
+    _read_hidden[(positions.numel(), triton.cdiv(size, 1024))](
+        positions,
+        segments.base,
+        segments.start,
+        segments.own,
+        *own,
+        *prompt,
+        out,
+        size,
+        width,
+        positions.stride(0),
+        positions.stride(1),
+        own[0].stride(1),
+        BLOCK=1024,
+        num_warps=4,
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["width", "position_row"])
+def _read_hidden(
+    position_ptr,
+    base_ptr,
+    start_ptr,
+    own_ptr,
+    key_ptr,
+    value_ptr,
+    prompt_key_ptr,
+    prompt_value_ptr,
+    out_ptr,
+    size,
+    width,
+    position_row,
+    position_place,
+    slot_size,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row, place = token // width, token % width
+    position = tl.load(position_ptr + row * position_row + place * position_place)
+    base = tl.load(base_ptr + row)
+    private = position >= base
+    own = tl.load(own_ptr + row) - base
+    slot = position + tl.where(private, own, tl.load(start_ptr + row))
+    source, inside = slot * slot_size + at, at < tl.where(position >= 0, size, 0)
+    first = tl.where(private, key_ptr, prompt_key_ptr)
+    second = tl.where(private, value_ptr, prompt_value_ptr)
+    target = out_ptr + token * 2 * size + at
+    tl.store(target, tl.load(first + source, mask=inside, other=0.0), mask=at < size)
+    tl.store(target + size, tl.load(second + source, mask=inside, other=0.0), mask=at < size)
 
 
 def norm(

@@ -33,6 +33,27 @@ def embed(tokens: Tensor, weight: Tensor, *, scale: float = 1.0) -> Tensor:
     return found if scale == 1.0 else found * torch.tensor(scale, dtype=weight.dtype)
 
 
+def write_hidden(hidden: Tensor, slots: Tensor, store: Store) -> None:
+    """Write hidden states [B, W, N] to the slots [B, W] of a store of two halves [1, S, N / 2]."""
+    for half, part in zip(store, hidden.chunk(2, -1), strict=True):
+        half[0, slots] = part
+
+
+def read_hidden(positions: Tensor, segments: Segments, own: Store, prompt: Store) -> Tensor:
+    """Return the hidden states [B, W, N] at positions [B, W] of rows whose queries are not packed:
+    from the halves [1, T, N / 2] of the prompt store before a row's base, else from those of its
+    private store. Zeros before position 0."""
+    base, start, first = segments.base[:, None], segments.start[:, None], segments.own[:, None]
+    inside, count = positions >= base, prompt[0].shape[1]
+    at = (positions - base + first).masked_fill(~inside, 0)
+    shared = (positions + start).clamp(0, count - 1)
+    halves = (
+        torch.where(inside[..., None], mine[0, at], theirs[0, shared])
+        for mine, theirs in zip(own, prompt, strict=True)
+    )
+    return torch.cat([*halves], -1).masked_fill((positions < 0)[..., None], 0.0)
+
+
 def norm(
     x: Tensor | None,
     residual: Tensor,

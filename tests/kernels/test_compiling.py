@@ -10,8 +10,9 @@ import sys
 import pytest
 import torch
 from chains import write_chain
-from checkpoints import write_checkpoint, write_tokenizer
+from checkpoints import HYBRID, write_checkpoint, write_tokenizer
 from heads import write_head
+from test_mtp import write
 
 from bass_cli.config.job import Job
 from bass_cli.formats.checkpoint import open_checkpoint
@@ -41,7 +42,7 @@ def run_compiling(script, *arguments, cache):
 
 
 @pytest.mark.parametrize(
-    ("how", "forms"), [("quick", 48), pytest.param("whole", 89, marks=pytest.mark.slow)]
+    ("how", "forms"), [("quick", 50), pytest.param("whole", 91, marks=pytest.mark.slow)]
 )
 def test_all_kernels_compile_for_hopper(tmp_path, how, forms):
     assert len(run_compiling("compile_kernels.py", how, cache=tmp_path)) == forms
@@ -65,6 +66,15 @@ def test_rounds_compile_ahead_without_running(tmp_path, how, kinds):
     lines = run_compiling("compile_ahead.py", *given, cache=tmp_path / "cache")
     assert len(lines) == len(kinds)
     assert all(int(line.split()[0]) > 15 for line in lines)
+
+
+@pytest.mark.slow
+def test_rounds_with_the_layer_of_a_hybrid_compile_ahead_without_running(tmp_path):
+    """No table is read at positions that no kernel has written."""
+    write(tmp_path, HYBRID[0])
+    given = ("quick", str(tmp_path), "mtp", "shared")
+    (line,) = run_compiling("compile_ahead.py", *given, cache=tmp_path / "cache")
+    assert {"'_read_hidden'", "'_write_hidden'"} <= {one.strip("[],") for one in line.split()}
 
 
 def test_a_job_compiles_its_kernels_together_before_its_first_round(tmp_path):

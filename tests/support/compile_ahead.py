@@ -24,6 +24,7 @@ from bass_cli.engine.loop import Loop
 from bass_cli.engine.sampling import RowSampling
 from bass_cli.engine.verify import Cut
 from bass_cli.formats.checkpoint import open_checkpoint, open_head
+from bass_cli.formats.mtp import open_mtp
 from bass_cli.formats.weights import load
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.models.capture import Graphs
@@ -80,8 +81,9 @@ def loop_for(folder, draft, coupling):
     checkpoint = open_checkpoint(folder)
     words = {"dtype": torch.bfloat16, "device": torch.device("cpu")}
     target, head = Decoder(checkpoint.spec, load(checkpoint, **words)), None
-    if draft.startswith("heads:"):
-        opened = open_head(folder / draft.removeprefix("heads:"), checkpoint.spec)
+    if draft == "mtp" or draft.startswith("heads:"):
+        path = folder / draft.removeprefix("heads:")
+        opened = open_mtp(checkpoint) if draft == "mtp" else open_head(path, checkpoint.spec)
         head = make_head(opened.head, load(opened, **words), target)
         target = target.read_by(head)
     whole = Runner(target, rows=5, span=64, lag=1)

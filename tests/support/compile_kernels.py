@@ -281,6 +281,8 @@ if __name__ == "__main__":
     for splits in (1, 2):
         compile_one(linear_kernels._stream, BIAS=True, SPLITS=splits, EVEN=splits == 1, WIDE="tf32")
     compile_one(pointwise._embed, SCALED=True, BLOCK=1024)
+    compile_one(pointwise._write_hidden, BLOCK=1024)
+    compile_one(pointwise._read_hidden, BLOCK=1024)
     compile_one(pointwise._norm, ADD=True, LAYER=True, BIAS=True, BLOCK=1024)
     for activation in (2, 4):
         compile_one(pointwise._activation, KIND=activation, GATED=activation == 2, BLOCK=1024)
