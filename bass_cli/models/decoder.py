@@ -207,7 +207,7 @@ class Decoder:
         if (
             self._frequencies[0] is not None
             and supports_fused(self.spec, tokens, embed, step, self._layouts)
-            and self._sums_fused()
+            and self._sums_fused(embed)
         ):
             parts = None
             if self.ranks is not None:
@@ -251,13 +251,13 @@ class Decoder:
             residual = residual[:, -last:]
         return self.normed(residual)
 
-    def _sums_fused(self) -> bool:
+    def _sums_fused(self, embed: Tensor) -> bool:
         """Return whether the fused launches can add the parts of a split model."""
         if self.ranks is None:
             return True
         names = (f"layers.{self.layers[0]}.{name}.weight" for name in ("o", "down"))
         return self.ranks.peers is not None and supports_peers(
-            [self._weights.writable(name) for name in names], self.ranks.peers
+            [self._weights.writable(name) for name in names], embed, self.ranks.peers
         )
 
     def block(

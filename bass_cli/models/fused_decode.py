@@ -64,12 +64,12 @@ def supports_fused(
     )
 
 
-def supports_peers(weights: Sequence[Writable], peers: Peers) -> bool:
+def supports_peers(weights: Sequence[Writable], like: Tensor, peers: Peers) -> bool:
     """Return whether `run_fused` can add the parts of all processes in the launches of these
     products, whose outputs are summed."""
     from bass_kernels import products
 
-    return all(products.adds_at_once(weight, peers) for weight in weights)
+    return all(products.adds_at_once(weight, like, peers) for weight in weights)
 
 
 def run_fused(

@@ -134,9 +134,8 @@ def add(
             wait for each other across GPUs, so `adds_at_once` must hold.
     """
     if isinstance(weight, Quantised):
-        assert peers is None
         return quantised_products.add(
-            x, weight, stream, norm, peaks=peaks, largest=largest, early=early
+            x, weight, stream, norm, peaks=peaks, largest=largest, peers=peers, early=early
         )
     count, depth = x.shape
     lines = len(weight)
@@ -158,16 +157,23 @@ def add(
     return out
 
 
-def adds_at_once(weight: Writable, peers: Peers) -> bool:
+def adds_at_once(weight: Writable, x: Tensor, peers: Peers) -> bool:
     """Return whether `add` may wait for peers: the parts of a product fit into an exchange, and all
-    programs that complete tiles are resident at once, beside one that does not."""
-    if isinstance(weight, Quantised):
-        return False
+    programs that complete tiles are resident at once, beside one that does not.
+
+    Args:
+        x: any tensor in the tokens' dtype.
+    """
     lines, depth = weight.shape
-    cut = cut_for(lines, depth, weight, split=True)
-    each = (MOST_TOKENS + 32) * weight.element_size() * cut.deep * (cut.stages - 1) + SPARE
-    resident = processors(weight.device) * max(1, card(weight.device).shared // each)
-    return cut.tiles(lines) < resident and MOST_TOKENS * lines <= peers.capacity
+    if isinstance(weight, Quantised):
+        tiles, each = quantised_products.tiles_at_once(weight, x)
+    else:
+        cut = cut_for(lines, depth, weight, split=True)
+        tiles = cut.tiles(lines)
+        each = (MOST_TOKENS + 32) * weight.element_size() * cut.deep * (cut.stages - 1) + SPARE
+    # a program of four warps has at most half of a processor's registers
+    resident = processors(x.device) * max(1, min(2, card(x.device).shared // each))
+    return tiles < resident and MOST_TOKENS * lines <= peers.capacity
 
 
 def gate_up(

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from .launch import after
+from .peers import add_tile
 from .pointwise import activate, normalise
 from .residual import load_tiles, magnitude, store_stream
 
@@ -169,7 +170,13 @@ def add_kernel(
     bound_ptr,
     part_ptr,
     arrived_ptr,
+    address_ptr,
+    state_ptr,
+    capacity,
+    limit,
     count,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
     PEAKS: tl.constexpr,
     READY: tl.constexpr,
     LINES: tl.constexpr,
@@ -202,11 +209,14 @@ def add_kernel(
     total, last = _sum_splits(total, part_ptr, arrived_ptr, L, T, SPLITS)
     if last:
         added = tl.trans(total * scale[None, :] * weight_scale[:, None])
-        added += tl.load(
-            stream_ptr + token[:, None] * LINES + line[None, :],
-            mask=(token < count)[:, None] & (line < end)[None, :],
-            other=0.0,
-        )
+        place = token[:, None] * LINES + line[None, :]
+        inside = (token < count)[:, None] & (line < end)[None, :]
+        if RANKS > 1:
+            added = add_tile(
+                added, place, inside, address_ptr, state_ptr, capacity, limit, tl.num_programs(1),
+                RANK, RANKS,
+            )  # fmt: skip
+        added += tl.load(stream_ptr + place, mask=inside, other=0.0)
         largest = store_stream(
             added,
             tl.load(norm_ptr + line, mask=line < end, other=0.0).to(tl.float32),

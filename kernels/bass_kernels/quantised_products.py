@@ -18,6 +18,7 @@ from torch import Tensor
 from . import pointwise
 from . import quantised_kernels as kernels
 from .launch import SPARE, card, fitting, overlap, processors, scratch
+from .peers import Peers
 from .pointwise import KINDS
 from .quantised import Quantised
 from .residual import Stream
@@ -59,14 +60,26 @@ def tiling_for(count: int, weight: Quantised, x: Tensor, *, pair: bool = False) 
     """Return the tiling for `count` tokens x, or the nearest that fits the device. `pair`: the
     weight is gate and up."""
 
-    def needs(tiling: Tiling) -> int:
-        lines, tokens = tiling.block, tiling.tokens
-        step = (2 if pair else 1) * lines + tokens * x.element_size()
-        # beside the stages, the factors of one step as tensor cores read them
-        loop = (step * tiling.stages + 2 * (lines + tokens)) * tiling.deep
-        return max(loop, 4 * lines * tokens) + SPARE
+    return fitting(
+        _measured(count, weight, x, pair=pair).smaller(),
+        lambda tiling: _shared(tiling, x, pair=pair),
+        card(x.device).shared,
+    )
 
-    return fitting(_measured(count, weight, x, pair=pair).smaller(), needs, card(x.device).shared)
+
+def _shared(tiling: Tiling, x: Tensor, *, pair: bool = False) -> int:
+    """Return the bytes of shared memory of a program."""
+    lines, tokens = tiling.block, tiling.tokens
+    step = (2 if pair else 1) * lines + tokens * x.element_size()
+    # beside the stages, the factors of one step as tensor cores read them
+    loop = (step * tiling.stages + 2 * (lines + tokens)) * tiling.deep
+    return max(loop, 4 * lines * tokens) + SPARE
+
+
+def tiles_at_once(weight: Quantised, x: Tensor) -> tuple[int, int]:
+    """Return the tiles of `add`, and the bytes of shared memory of a program of four warps."""
+    tiling = tiling_for(MOST_TOKENS, weight, x)
+    return triton.cdiv(len(weight), tiling.lines), _shared(tiling, x)
 
 
 def _measured(count: int, weight: Quantised, x: Tensor, *, pair: bool) -> Tiling:
@@ -134,6 +147,7 @@ def add(
     *,
     peaks: Tensor | None = None,
     largest: Tensor | None = None,
+    peers: Peers | None = None,
     tiling: Tiling | None = None,
     early: bool = False,
 ) -> Stream:
@@ -160,7 +174,10 @@ def add(
         *out[:3],
         x if largest is None else largest,
         *_scratch(like, tiling, tiles),
+        *((like, like, 0, 0) if peers is None else peers.arguments()),
         count,
+        RANK=0 if peers is None else peers.rank,
+        RANKS=1 if peers is None else peers.ranks,
         PEAKS=largest is not None,
         READY=ready,
         **_shape(weight, x, tiling, lines, once=True, early=early),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from test_triton import DEVICE
 
-from bass_kernels import has_triton
+from bass_kernels import Quantised, has_triton
 
 if not has_triton():
     pytest.skip("Triton is missing", allow_module_level=True)
@@ -96,8 +96,8 @@ def test_parts_that_are_taken():
         assert not peers.takes(part.to(DEVICE))
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_products_of_all_processes_are_added_to_the_stream(rank, monkeypatch):
+@pytest.mark.parametrize(("rank", "layout"), [(0, None), (1, None), (1, "int8")])
+def test_products_of_all_processes_are_added_to_the_stream(rank, layout, monkeypatch):
     """The depth is split between the processes, and then between programs."""
     generator = torch.Generator().manual_seed(4)
     count, lines, depth = 3, 48, 300
@@ -112,12 +112,16 @@ def test_products_of_all_processes_are_added_to_the_stream(rank, monkeypatch):
     buffers[rank][1, other, : count * lines] = packets(parts[other], 7)
     own = slice(rank * depth, (rank + 1) * depth)
     stream = Stream(before, torch.empty_like(before), torch.empty(2, 16, device=DEVICE))
-    assert products.adds_at_once(weight[:32, own], peers)
+    assert products.adds_at_once(weight[:32, own], x, peers)
     monkeypatch.setattr(products, "processors", lambda device: 2)  # two tiles, and one program more
-    assert products.adds_at_once(weight[:, own], peers._replace(capacity=16 * lines))
-    assert not products.adds_at_once(weight[:, own], peers._replace(capacity=15 * lines))
-    given = x[:, own].contiguous(), weight[:, own].contiguous(), stream, norm
-    found = products.add(*given, peers=peers)
+    assert products.adds_at_once(weight[:, own], x, peers._replace(capacity=16 * lines))
+    assert not products.adds_at_once(weight[:, own], x, peers._replace(capacity=15 * lines))
+    matrix = weight[:, own].contiguous()
+    if layout is not None:
+        matrix = Quantised.of(matrix, layout)
+        parts[rank] = x[:, own] @ matrix.dequantise().T
+    assert products.adds_at_once(matrix, x, peers._replace(capacity=16 * lines))
+    found = products.add(x[:, own].contiguous(), matrix, stream, norm, peers=peers)
     expected = before + parts[0] + parts[1]
     torch.testing.assert_close(found.residual, expected, rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(found.x, expected * norm, rtol=1e-5, atol=1e-4)

@@ -148,7 +148,9 @@ def compile_8_bits():
         compile_one(gate_up, weight, PEAKS=how != "INT8", **shape, **stream, **few)
         compile_one(gate_up, ready, PEAKS=False, **shape, **alone, **many)
         add = {"PEAKS": True, "READY": False, "LINES": 896, "SPLITS": 4}
-        compile_one(quantised_kernels.add_kernel, weight, **add, **few)
+        for ranks in (2, 1):
+            group = {"RANK": ranks - 1, "RANKS": ranks}
+            compile_one(quantised_kernels.add_kernel, weight, **group, **add, **few)
     compile_one(
         quantised_kernels.gated_factor_kernel,
         {"out_ptr": "*fp8e4nv", "scale_ptr": "*fp32"},
