@@ -5,7 +5,6 @@ import collections
 import copy
 import functools
 import gc
-import itertools
 
 import pytest
 import test_processors
@@ -17,25 +16,20 @@ from test_exactness import rows
 from toys import SPAN, AtOnce, Reactive, drafter_for, drive, store_in_eight_bits
 
 import bass_kernels as ops
-from bass_cli.config.job import Job, load_pair
-from bass_cli.config.sampling import Sampling
 from bass_cli.drafts.factory import NoDrafter
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.contracts import Proposal
 from bass_cli.engine.loop import Loop
 from bass_cli.engine.round import HostDrafts
-from bass_cli.engine.sampling import RowSampling
 from bass_cli.engine.verify import Cut
 from bass_cli.formats.checkpoint import open_checkpoint
 from bass_cli.formats.weights import load
 from bass_cli.lengths.controllers import Bass, Fixed
-from bass_cli.models import prefill as prompts
 from bass_cli.models.capture import Graphs
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.runner import Runner
 from bass_cli.run.build import Models
-from bass_cli.run.generate import generate
 from bass_cli.run.pair import Files
 from bass_cli.run.updates import Updates
 from bass_kernels import (
@@ -477,70 +471,6 @@ def test_nothing_is_freed_while_a_graph_is_captured():
     assert gc.isenabled()
 
 
-def text(length, seed=0):
-    return torch.randint(
-        3, 300, (length,), generator=torch.Generator().manual_seed(1000 * seed + length)
-    ).tolist()
-
-
-def job_of(lengths, seed):
-    return [
-        Row(f"{seed}-{n}", s, 5, text(n, seed), 9 + s, sampling=RowSampling(temperature=0.7 * s))
-        for n in lengths
-        for s in range(2)
-    ]
-
-
-@pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "mistral", "gptj"])
-def test_prompts_read_by_graphs_give_the_same_tokens(decoders, family, monkeypatch):
-    """Each size is captured once, then replayed with other tokens at other places, and once more
-    after the memory has moved."""
-    target, draft = decoders(family)
-    jobs = [functools.partial(job_of, (1, 2, 15, 16, 17, 18, 33, 60), seed) for seed in range(3)]
-    monkeypatch.setattr(prompts, "PATIENCE", 10**9)
-    due = [
-        drive(loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False), job())
-        for job in jobs
-    ]
-    monkeypatch.setattr(prompts, "PATIENCE", 0)
-    loop = loop_for(target, draft, batch=5, lengths=Fixed(3), graphs=True)
-    runners = loop.target, loop.drafter.runner
-    before = [0, 0]  # captures for the store that moved
-    for number, job in enumerate(jobs):
-        if number == 2:
-            before = [runner._passes.graphs.captures for runner in runners]
-            for runner in runners:
-                runner.cache._grow(20_000)
-        assert drive(loop, job()) == due[number], f"job {number}"
-        for runner, moved in zip(runners, before, strict=True):
-            graphs = runner._passes.graphs
-            assert graphs.captures - moved == len(graphs._held) > 0
-
-
-def test_prepared_prompts_are_not_captured_again(decoders):
-    target, draft = decoders("llama")
-    loop = loop_for(target, draft, batch=3, lengths=Fixed(3), graphs=True)
-    loop.target.prepare_prompts()
-    loop.drafter.prepare_prompts()
-    due = drive(
-        loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False), job_of((9, 40, 90), 0)
-    )
-    assert drive(loop, job_of((9, 40, 90), 0)) == due
-    assert loop.target._passes.graphs.captures == len(prompts.SIZES)
-
-
-def test_admitting_rows_does_not_block_the_host(decoders):
-    loop = loop_for(decoders("llama")[0], "none", batch=4, lengths=Fixed(0), graphs=False)
-    loop.open("p", [1, 2, 3])
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        loop.admit(*(Row("p", s, 0, [1, 2, 3], 5) for s in range(4)))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert loop.batch.lengths.tolist() == [3, 3, 3, 3]
-    assert loop.batch.tokens[3, :3].tolist() == [1, 2, 3]
-
-
 @pytest.mark.parametrize("coupling", ["shared", "maximal"])
 def test_captured_rounds_end_only_rows_with_non_finite_logits(decoders, coupling):
     """NaN for one token: a row that gets it has no log-probability after it; rejected drafts
@@ -618,60 +548,6 @@ def test_kernel_that_does_not_fit_falls_back_to_plain_torch(decoders, monkeypatc
     loop = loop_for(target, draft, batch=3, lengths=Fixed(3), graphs=True)
     assert drive(loop, rows()) == due
     assert loop.graphs.captures > 0
-
-
-class Thief:
-    """Take the device's memory when the passes number `calls` of any model begin, and give it
-    back when an allocation was refused. Passes that only compile kernels do not count. During a
-    capture nothing can be taken, so there more is requested than exists."""
-
-    def __init__(self, monkeypatch, calls):
-        self.refused, forward, count = 0, Runner.forward, itertools.count(1)
-
-        def short(runner, *given, **named):
-            if ops.compiling() or next(count) not in calls:
-                return forward(runner, *given, **named)
-            taken, asked = None, 1 << 50
-            if not torch.cuda.is_current_stream_capturing():
-                torch.cuda.empty_cache()
-                free = torch.cuda.mem_get_info()[0]
-                asked = 1 << 28
-                taken = torch.empty(max(free - asked // 2, 1), dtype=torch.uint8, device=CUDA)
-            with pytest.raises(torch.OutOfMemoryError) as found:
-                torch.empty(asked, dtype=torch.uint8, device=CUDA)
-            self.refused += 1
-            del taken
-            raise found.value
-
-        monkeypatch.setattr(Runner, "forward", short)
-
-
-@pytest.mark.parametrize("calls", [(3, 10), (1, 2), (7, 8)], ids=str)
-def test_job_that_runs_out_of_memory_twice_gives_the_same_lines(pair_folder, monkeypatch, calls):
-    """In uncaptured rounds and in captures: rows are halved, and unfinished samples are drawn
-    again."""
-    pair_folder(prompts=5)
-    job = Job(
-        pair=load_pair("pair.yaml"),
-        n=6,
-        sampling=Sampling(max_new_tokens=40),
-        device="cuda",
-        dtype="fp32",
-        token_ids=True,
-    )
-    texts = [f"the cat number {i} sat" for i in range(5)]
-
-    def lines(note=lambda text: None):
-        drawn = list(generate(texts, job, on_note=note))
-        found = {(one.id, one.sample): (one.token_ids, one.finish_reason) for one in drawn}
-        assert len(found) == len(drawn) == 30
-        return found
-
-    due, notes = lines(), []
-    thief = Thief(monkeypatch, calls)
-    assert lines(notes.append) == due
-    assert thief.refused == len(notes) == 2
-    assert ["with 30 rows" in notes[0], "with 15 rows" in notes[1]] == [True, True]
 
 
 @pytest.mark.parametrize("place", ["cpu", "cuda"])
