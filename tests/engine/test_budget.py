@@ -218,7 +218,13 @@ def test_each_prompt_has_a_budget_of_its_own():
 
 @pytest.mark.parametrize(
     ("draft_length", "stalls"),
-    [(0, [20]), (1, [20, 21, 22]), (4, list(range(20, 30))), (0, list(range(20, 30))), (4, [20])],
+    [
+        (0, [20]),
+        (1, [20, 21, 22]),
+        (4, list(range(20, 30))),
+        pytest.param(0, list(range(20, 30)), marks=pytest.mark.slow),
+        pytest.param(4, [20], marks=pytest.mark.slow),
+    ],
 )
 def test_stall_costs_only_the_prompts_in_progress(stalls, draft_length):
     """50 ms a prompt, rounds of 5 ms, and some of 0.17 s: later prompts have as many rounds as
@@ -336,20 +342,20 @@ SURFACE = make_surface(
     [
         ("bass", 2),
         ("table", None),
-        ("table", 2),
-        ("table", 7),
-        ("auto", None),
         ("auto", 7),
         ("lookup", None),
-        ("lookup", 7),
         ("lookup, auto", 2),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("table", 2), ("table", 7), ("auto", None), ("lookup", 7))
+        ),
     ],
 )
 def test_budget_under_maximal_coupling_only_truncates_samples(name, rows):
     """Whatever the machine's speed, the output is a prefix of what a run without a clock gives.
     Draft lengths are part of the samples there, so the clock does not shorten them, and the time
-    of one prompt does not affect the next. Batch sizes decide which rows run together: each
-    controller and each drafter meets all three of them."""
+    of one prompt does not affect the next. Batch sizes decide which rows run together: in
+    `make test-slow` each controller and each drafter meets all three of them."""
 
     def drawn(budget, seed, **costs):
         draft, lengths = (make() for make in MAXIMAL[name])
