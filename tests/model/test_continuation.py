@@ -13,7 +13,7 @@ import pytest
 import torch
 from checkpoints import sentencepiece_metadata, write_gguf, write_sentencepiece, write_tokenizer
 from test_scheduler import job, prompts
-from test_tokenizer import by_definition, in_blocks
+from test_stop_texts import by_definition, in_blocks
 from toys import Guess, Markov, loop_for
 
 from bass_cli.config.job import load_pair
