@@ -96,6 +96,28 @@ def test_two_gpus_give_the_tokens_of_one(
         assert "replay" not in told
 
 
+@pytest.mark.parametrize("length", [2, 12])
+def test_sums_of_a_few_tokens_go_through_peers_memory(
+    length: int, halves: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inside the products with up to 16 tokens, after them with more. NCCL sums nothing."""
+    plan, followers, calls = plan_of("draft", length, 2), halves.followers, list[object]()
+    assert followers is not None
+    if followers.ranks.peers is None:
+        pytest.skip("these GPUs cannot reach each other's memory")
+    monkeypatch.setattr(followers.graphs, "wanted", False)
+    monkeypatch.setattr("bass_cli.models.ranks.distributed.all_reduce", calls.append)
+    before = followers.ranks.peers.state[0].item()
+    found = {
+        (one.id, one.sample): one.token_ids
+        for one in generate(PROMPTS, plan, loop=build(plan, halves))
+    }
+    alone = plan_of("draft", length, 1)
+    assert found == {(one.id, one.sample): one.token_ids for one in generate(PROMPTS, alone)}
+    assert not calls
+    assert followers.ranks.peers.state[0].item() > before + 100
+
+
 def test_killed_process_ends_the_command(tmp_path: Path) -> None:
     out, began = tmp_path / "o.jsonl", time.monotonic()
     ended = kill_in_two_parts(
