@@ -25,6 +25,9 @@ from .residual import Stream
 
 MOST_TOKENS = 16  # of `project`, `add` and `gate_up`
 _LIBRARY_TOKENS = 128  # with more, see `_library`
+# The library multiplies blocks of so many tokens. On an H100 the layers of an 8B take it 20 %
+# longer for 448 tokens than for 512, so tokens are padded to whole blocks.
+_LIBRARY_BLOCK = 128
 _LINES = 64  # the rows of a tile of the weight, all of them or the first ones
 
 
@@ -85,12 +88,13 @@ def tiles_at_once(weight: Quantised, x: Tensor) -> tuple[int, int]:
 def _measured(count: int, weight: Quantised, x: Tensor, *, pair: bool) -> Tiling:
     """Return the fastest tiling on an H100. Up to MOST_TOKENS tokens, programs have equally many
     rows of the weight, and all are resident at once: three a processor for gate and up, four for
-    others, whose depth is split. Beyond, a step of a 7B with 64 sequences took 5.07 ms."""
+    others, whose depth is split. Beyond, six stages and two splits were the best of 70 tilings for
+    64 tokens and the layers of a 7B: 112 us a layer, with four and four 119."""
     lines, depth = len(weight) // (2 if pair else 1), weight.shape[1]
     if count > MOST_TOKENS:
         tiles = triton.cdiv(lines, _LINES)
-        splits = 1 if pair else max(1, min(4, 4 * processors(x.device) // tiles, depth // 512))
-        return Tiling(_LINES, min(128, room(count)), splits, 128, 4, 4)
+        splits = 1 if pair else max(1, min(2, 4 * processors(x.device) // tiles, depth // 512))
+        return Tiling(_LINES, min(128, room(count)), splits, 128, 4, 6)
     programs = processors(x.device) * (3 if pair else 1)
     each = triton.cdiv(lines, programs * triton.cdiv(lines, programs * _LINES))
     splits = 1 if pair else max(1, min(4, depth // 512))
@@ -247,7 +251,7 @@ def linear(
     tiling: Tiling | None = None,
 ) -> Tensor:
     """Return x W^T + bias + residual, [..., N], for x [..., K]."""
-    rounded, scales = factor(x, weight)
+    rounded, scales = factor(x, weight, early=True, block=_block(x, weight))
     return product(rounded, scales, weight, bias, residual, like=x, tiling=tiling)
 
 
@@ -262,7 +266,8 @@ def norm_linear(
 ) -> Tensor:
     """Return the norm of the residual stream [..., K] (if there is one) times W^T, and bias: [...,
     N]."""
-    rounded, scales = factor(residual, weight, norm, eps=eps, kind=kind)
+    block = _block(residual, weight)
+    rounded, scales = factor(residual, weight, norm, eps=eps, kind=kind, early=True, block=block)
     return product(rounded, scales, weight, bias, None, like=residual)
 
 
@@ -277,7 +282,8 @@ def norm_up(
 ) -> Tensor:
     """Return the gated product of the norm of the residual stream [..., K], if there is one: [...,
     inner]."""
-    rounded, scales = factor(residual, weight, norm, eps=eps, kind=kind)
+    block = _block(residual, weight)
+    rounded, scales = factor(residual, weight, norm, eps=eps, kind=kind, early=True, block=block)
     return gated(rounded, scales, weight, like=residual, activation=activation)
 
 
@@ -294,10 +300,11 @@ def feed_forward(
 ) -> Tensor:
     """Return the residual stream [..., K] plus its norm, gated product, down product and bias. If
     the library multiplies, the gated activation is rounded in the launch that computes it."""
-    x, scales = factor(residual, up, norm, eps=eps, kind=kind)
-    if up.layout == down.layout == "fp8" and _library(x, up, residual):
+    block = _block(residual, up)
+    x, scales = factor(residual, up, norm, eps=eps, kind=kind, early=True, block=block)
+    if up.layout == down.layout == "fp8" and _library(residual, up):
         both = product(x, scales, up, None, None, like=residual)
-        x, scales = gated_factor(both.view(len(x), -1), activation)
+        x, scales = gated_factor(both.view(_count(residual), -1), activation, block=block)
         return product(x, scales, down, bias, residual, like=residual)
     inner = gated(x, scales, up, like=residual, activation=activation)
     return linear(inner, down, bias, residual)
@@ -313,10 +320,14 @@ def product(
     like: Tensor,
     tiling: Tiling | None = None,
 ) -> Tensor:
-    """Return the product of tokens [M, K] from `factor`: [..., N] in the shape and dtype of `like`
-    [..., any]."""
-    count, lines = len(x), len(weight)
-    if tiling is None and scales is not None and _library(x, weight, like):
+    """Return the product of tokens from `factor`: [..., N] in the shape and dtype of `like` [...,
+    any].
+
+    Args:
+        x, scales: [at least M, K] and [at least M], for the M tokens of `like`.
+    """
+    count, lines = _count(like), len(weight)
+    if tiling is None and scales is not None and _library(like, weight):
         found = torch._scaled_mm(
             x,
             weight.values.t(),
@@ -324,7 +335,8 @@ def product(
             scale_b=weight.scales[None],
             bias=bias,
             out_dtype=like.dtype,
-        ).view(*like.shape[:-1], lines)
+        )
+        found = found[:count].view(*like.shape[:-1], lines)
         return found if residual is None else found.add_(residual)
     tiling = tiling or tiling_for(count, weight, x)
     out = like.new_empty(*like.shape[:-1], lines)
@@ -346,7 +358,7 @@ def product(
         BIAS=bias is not None,
         ADD=residual is not None,
         READY=True,
-        **_shape(weight, x, tiling, lines, once=False),
+        **_shape(weight, x, tiling, lines, once=False, early=True),
     )
     return out
 
@@ -360,10 +372,10 @@ def gated(
     activation: str,
     tiling: Tiling | None = None,
 ) -> Tensor:
-    """Return activation(x G^T) * (x U^T) of tokens [M, K] from `factor`: [..., lines] in the shape
-    and dtype of `like` [..., any]."""
-    count, lines = len(x), len(weight) // 2
-    if tiling is None and scales is not None and _library(x, weight, like):
+    """Return activation(x G^T) * (x U^T) of tokens from `factor`: [..., lines] in the shape and
+    dtype of `like` [..., any]. `x`, `scales`: see `product`."""
+    count, lines = _count(like), len(weight) // 2
+    if tiling is None and scales is not None and _library(like, weight):
         both = product(x, scales, weight, None, None, like=like)
         return pointwise.activation(both, activation, gated=True)
     tiling = tiling or tiling_for(count, weight, x, pair=True)
@@ -384,24 +396,35 @@ def gated(
         PEAKS=False,
         READY=True,
         ACTIVATION=KINDS[activation],
-        **_shape(weight, x, tiling, lines, once=False, pair=True),
+        **_shape(weight, x, tiling, lines, once=False, early=True, pair=True),
     )
     return out
 
 
-def _library(x: Tensor, weight: Quantised, like: Tensor) -> bool:
-    """Return whether to use torch's product of e4m3 by rows: it takes matrices of whole blocks of
-    16, and gives bfloat16. On an H100, with sums in float32 (use_fast_accum=False), it takes the 28
-    layers of a 7B 3.8 / 4.2 / 6.1 ms for 64 / 256 / 512 tokens, and the kernels here 4.6 / 5.2 /
-    7.8 ms. It needs more launches around it, so a step with 64 sequences takes 5.84 ms with it and
-    5.07 ms with the kernels. It was not measured elsewhere."""
+def _library(x: Tensor, weight: Quantised) -> bool:
+    """Return whether to multiply x [..., K] by torch's product of e4m3 by rows: it takes matrices
+    of whole blocks of 16, and gives bfloat16. On an H100, with sums in float32
+    (use_fast_accum=False), it takes the 28 layers of a 7B 3.8 / 4.2 / 6.1 ms for 64 / 256 / 512
+    tokens, and the kernels here 4.6 / 5.2 / 7.8 ms. It needs more launches around it, so a step
+    with 64 sequences takes 5.84 ms with it and 5.07 ms with the kernels. It was not measured
+    elsewhere."""
     return (
-        len(x) > _LIBRARY_TOKENS
+        _count(x) > _LIBRARY_TOKENS
         and x.is_cuda
-        and like.dtype == torch.bfloat16
+        and x.dtype == torch.bfloat16
         and card(x.device).capability[0] == 9
         and not any(size % 16 for size in weight.shape)
     )
+
+
+def _block(x: Tensor, weight: Quantised) -> int:
+    """Return the number of tokens whose multiples the product of x takes fastest."""
+    return _LIBRARY_BLOCK if weight.layout == "fp8" and _library(x, weight) else 1
+
+
+def _count(x: Tensor) -> int:
+    """Return the number of tokens of x [..., any]."""
+    return x.shape[:-1].numel()
 
 
 def factor(
@@ -412,18 +435,21 @@ def factor(
     eps: float = 0.0,
     kind: str = "rms",
     early: bool = False,
+    block: int = 1,
 ) -> tuple[Tensor, Tensor | None]:
     """Return x [..., K], or its norm, as the product's factor [M, K], and the scales of its tokens
-    [M] float32 for fp8."""
+    [M] float32 for fp8. With `block`, M is rounded up to a multiple of it, for fp8; what is beyond
+    x's tokens is not set."""
     flat = x.reshape(-1, x.shape[-1]).contiguous()
     round_tokens, (count, size) = weight.layout == "fp8", flat.shape
     if norm is None and not round_tokens:
         return flat, None
     dtype = (torch.float8_e4m3fn if _native(x) else torch.float16) if round_tokens else x.dtype
-    out = torch.empty(flat.shape, dtype=dtype, device=x.device)
-    scales = torch.empty(count if round_tokens else 1, dtype=torch.float32, device=x.device)
+    padded = triton.cdiv(count, block) * block if round_tokens else count
+    out = torch.empty(padded, size, dtype=dtype, device=x.device)
+    scales = torch.empty(padded if round_tokens else 1, dtype=torch.float32, device=x.device)
     weights = (flat, None) if norm is None else norm
-    block = triton.next_power_of_2(size)
+    at_once = triton.next_power_of_2(size)
     kernels.factor_kernel[(count,)](
         flat,
         weights[0],
@@ -437,21 +463,22 @@ def factor(
         BIAS=weights[1] is not None,
         ROUND=round_tokens,
         NATIVE=_native(x),
-        BLOCK=block,
-        num_warps=min(16, max(1, block // 512)),
+        BLOCK=at_once,
+        num_warps=min(16, max(1, at_once // 512)),
         **overlap(early, x.device),
     )
     return out, scales if round_tokens else None
 
 
-def gated_factor(both: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+def gated_factor(both: Tensor, activation: str, *, block: int = 1) -> tuple[Tensor, Tensor]:
     """Return activation(gate) * up of tokens [M, 2 K], gates first, as `factor` does for fp8."""
     count, size = len(both), both.shape[1] // 2
     dtype = torch.float8_e4m3fn if _native(both) else torch.float16
-    out = torch.empty(count, size, dtype=dtype, device=both.device)
-    scales = torch.empty(count, dtype=torch.float32, device=both.device)
+    padded = triton.cdiv(count, block) * block
+    out = torch.empty(padded, size, dtype=dtype, device=both.device)
+    scales = torch.empty(padded, dtype=torch.float32, device=both.device)
     # few steps, because each waits for its loads, and two programs a processor
-    block = min(8192, triton.next_power_of_2(size))
+    at_once = min(8192, triton.next_power_of_2(size))
     kernels.gated_factor_kernel[(count,)](
         both,
         out,
@@ -459,8 +486,8 @@ def gated_factor(both: Tensor, activation: str) -> tuple[Tensor, Tensor]:
         size,
         ACTIVATION=KINDS[activation],
         NATIVE=_native(both),
-        BLOCK=block,
-        num_warps=max(1, block // 512),
+        BLOCK=at_once,
+        num_warps=max(1, at_once // 512),
     )
     return out, scales
 

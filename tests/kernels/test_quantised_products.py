@@ -1,6 +1,8 @@
 """Products with 8-bit weights against their definition in plain torch, on a CUDA device or in Triton's
 interpreter. The sizes are no multiples of the tiles'."""
 
+from functools import partial
+
 import pytest
 import torch
 from test_fused_decode import EPS
@@ -189,6 +191,26 @@ def test_gated_factor_equals_activation_and_factor():
     found = products.gated_factor(both, "silu")
     assert torch.equal(found[1], expected[1])
     assert torch.equal(found[0].float(), expected[0].float())
+
+
+@pytest.mark.parametrize("layout", ["int8", "fp8"])
+def test_tokens_padded_to_a_block_have_the_products_of_tokens_without(layout):
+    x, weight = randn(5, 96), weight_of(2 * 40, 96, layout)
+    plain, padded = products.factor(x, weight), products.factor(x, weight, block=8)
+    assert len(padded[0]) == (8 if layout == "fp8" else 5)
+    for make in (partial(products.product, bias=None, residual=None), gated_silu):
+        expected = make(*plain, weight, like=x)
+        assert torch.equal(make(*padded, weight, like=x), expected)
+    both = randn(5, 2 * 96, seed=8)
+    rounded, scales = products.gated_factor(both, "silu", block=8)
+    assert len(rounded) == len(scales) == 8
+    expected = products.gated_factor(both, "silu")
+    assert torch.equal(rounded[:5].float(), expected[0].float())
+    assert torch.equal(scales[:5], expected[1])
+
+
+def gated_silu(x, scales, weight, *, like):
+    return products.gated(x, scales, weight, like=like, activation="silu")
 
 
 def every_number():
