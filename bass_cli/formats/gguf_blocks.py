@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_MXFP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice e2m1's values
 _SCALES = 12  # bytes of the sixteen packed 6-bit scales and minima of Q4_K and Q5_K
 
 
@@ -147,18 +148,25 @@ def _q6_k(blocks: Tensor) -> Groups:
 
 
 def _iq4_nl(blocks: Tensor) -> Groups:
-    return Groups(_looked_up(_nibbles(blocks[:, 2:], 16))[:, None], _half(blocks, 0))
+    return Groups(_looked_up(_nibbles(blocks[:, 2:], 16), _IQ4)[:, None], _half(blocks, 0))
 
 
 def _iq4_xs(blocks: Tensor) -> Groups:
     low = fields(blocks[:, 4:8], 4, 1).flatten(1)
     high = fields(blocks[:, 2:4], 2, 1).flatten(1)
     scales = _half(blocks, 0) * ((low | (high << 4)).float() - 32)[..., None]
-    return Groups(_looked_up(_nibbles(blocks[:, 8:], 16)).view(-1, 8, 32), scales)
+    return Groups(_looked_up(_nibbles(blocks[:, 8:], 16), _IQ4).view(-1, 8, 32), scales)
 
 
-def _looked_up(places: Tensor) -> Tensor:
-    return torch.tensor(_IQ4, dtype=torch.int8, device=places.device)[places.int()]
+def _mxfp4(blocks: Tensor) -> Groups:
+    exponents = blocks[:, :1].int()  # the scale is 2^(exponent - 128), perhaps subnormal
+    bits = torch.where(exponents < 2, (1 << 21) << exponents.clamp(max=1), (exponents - 1) << 23)
+    values = _looked_up(_nibbles(blocks[:, 1:], 16), _MXFP4)
+    return Groups(values[:, None], bits.view(torch.float32)[..., None])
+
+
+def _looked_up(places: Tensor, table: tuple[int, ...]) -> Tensor:
+    return torch.tensor(table, dtype=torch.int8, device=places.device)[places.int()]
 
 
 # By the name of a type: bytes of a block, and what decodes blocks [n, bytes].
@@ -175,5 +183,6 @@ BLOCKS: dict[str, tuple[int, Callable[[Tensor], Groups]]] = {
     "Q6_K": (210, _q6_k),
     "IQ4_NL": (18, _iq4_nl),
     "IQ4_XS": (136, _iq4_xs),
+    "MXFP4": (17, _mxfp4),
 }
 QUANTISED = tuple(BLOCKS)

@@ -1,25 +1,42 @@
-"""The families of GGUF files: their tensor names as data, and their metadata as a Spec.
+"""Read the metadata of a GGUF file as a Spec.
 
 GGUF differs from safetensors: Llama's q and k rows are interleaved, Gemma's norms have 1 added,
 GPT-2's weights are transposed already, Llama 3's rotary scaling is a tensor. No tensor is read
-here.
+here. Not here: the names of tensors (gguf_tensors.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from bass_cli.errors import UserError
 from bass_cli.formats.config_keys import is_neutral, name_keys, refuse_others
 from bass_cli.formats.config_values import Values, known
-from bass_cli.formats.hf_config import ACTIVATIONS, rotary_size, shape_of, yarn_factors, yarn_scale
+from bass_cli.formats.gguf_tensors import (
+    ARCHITECTURES,
+    MIXTRAL,
+    Architecture,
+    Rows,
+    is_mixture,
+    name_in_file,
+    rows_of,
+)
+from bass_cli.formats.hf_config import (
+    ACTIVATIONS,
+    experts_of,
+    recurrent_of,
+    rotary_size,
+    shape_of,
+    yarn_factors,
+    yarn_scale,
+)
 from bass_cli.models.families import FAMILIES
-from bass_cli.models.spec import Norm, Rope, Spec
+from bass_cli.models.spec import Norm, Recurrent, Rope, Spec
 from bass_cli.reading import shown
 
 ROPE_FACTORS = "rope_freqs.weight"
-IGNORED = (r"^rope_freqs\.weight$",)
+_IGNORED = (r"^rope_freqs\.weight$",)
 
 # Keys, after the architecture's name, that llama.cpp does not read for these architectures or that
 # do not change the computation (src/llama-arch.cpp and src/models of llama.cpp).
@@ -41,7 +58,7 @@ _OTHERS = (
     "leading_dense_block_count use_parallel_residual expert_count expert_used_count "
     "expert_feed_forward_length expert_shared_feed_forward_length "
     "expert_chunk_feed_forward_length expert_shared_count expert_group_count "
-    "expert_group_used_count expert_weights_norm expert_gating_func expert_group_scale "
+    "expert_group_used_count expert_weights_norm expert_group_scale "
     "expert_latent_length experts_per_group moe_every_n_layers moe_latent_size "
     "interleave_moe_layer_step nextn_predict_layers n_deepstack_layers deepstack_mapping "
     "hidden_activation activation_sparsity_scale altup.active_idx altup.num_inputs "
@@ -74,6 +91,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention.output_scale": (1,),
     "attention.value_scale": (1,),
     "expert_weights_scale": (1,),
+    "expert_gating_func": (1,),  # softmax
     "rope.scaling.yarn_ext_factor": (1, -1),
     "rope.scaling.yarn_attn_factor": (1,),
     "rope.scaling.yarn_beta_fast": (32,),
@@ -103,76 +121,29 @@ _WORDS = {
     "context": "context_length",
     "kv_heads": "attention.head_count_kv",
     "head_size": "attention.key_length",
-    "inner": "feed_forward_length",
     "window": "attention.sliding_window",
     "rotary": "rope.dimension_count",
     "theta": "rope.freq_base",
     "local_theta": "rope.freq_base_swa",
 }
-_BLOCK = "blk.{}."
-_LAYER = "layers.{}."
-_TENSORS = (
-    ("token_embd", "embed", ""),
-    ("output_norm", "norm", ""),
-    ("output", "head", ""),
-    *(
-        (_BLOCK + theirs, _LAYER + ours, "")
-        for theirs, ours in (
-            ("attn_q", "qkv:q"),
-            ("attn_k", "qkv:k"),
-            ("attn_v", "qkv:v"),
-            ("attn_output", "o"),
-            ("ffn_gate", "up:gate"),
-            ("ffn_up", "up:up"),
-            ("ffn_down", "down"),
-            ("attn_norm", "norm1"),
-            ("ffn_norm", "norm2"),
-        )
-    ),
-)
-_LLAMA_TENSORS = tuple(
-    (theirs, ours, "deinterleave" if theirs.endswith(("attn_q", "attn_k")) else how)
-    for theirs, ours, how in _TENSORS
-)
-_QK_TENSORS = (
-    (_BLOCK + "attn_q_norm", _LAYER + "q_norm", ""),
-    (_BLOCK + "attn_k_norm", _LAYER + "k_norm", ""),
-)
-_GEMMA_TENSORS = (
-    *_TENSORS,
-    *_QK_TENSORS,
-    (_BLOCK + "post_attention_norm", _LAYER + "post1", ""),
-    (_BLOCK + "post_ffw_norm", _LAYER + "post2", ""),
-)
-_STARCODER_TENSORS = tuple(row for row in _TENSORS if row[1] != _LAYER + "up:gate")
-_GPT2_TENSORS = (
-    *(row for row in _TENSORS if ":" not in row[1]),
-    ("position_embd", "positions", ""),
-    (_BLOCK + "attn_qkv", _LAYER + "qkv", ""),
-    (_BLOCK + "ffn_up", _LAYER + "up", ""),
-)
-
-
-class Architecture(NamedTuple):
-    """A value of general.architecture: the family, whose other properties are in FAMILIES, and the
-    tensors (name in the file, decoder name, transform; see families.Family)."""
-
-    family: str
-    tensors: tuple[tuple[str, str, str], ...]
-
-
-ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture("llama", _LLAMA_TENSORS),
-    "qwen2": Architecture("qwen2", _TENSORS),
-    "qwen3": Architecture("qwen3", (*_TENSORS, *_QK_TENSORS)),
-    "gemma3": Architecture("gemma3_text", _GEMMA_TENSORS),
-    "starcoder2": Architecture("starcoder2", _STARCODER_TENSORS),
-    "gpt2": Architecture("gpt2", _GPT2_TENSORS),
+_MIXTURE_WORDS = {"experts": "expert_count", "chosen": "expert_used_count"}
+_SHARED = "expert_shared_feed_forward_length"
+_NORMALISED = "expert_weights_norm"
+_RECURRENT_WORDS = {
+    "kernel": "ssm.conv_kernel",
+    "key_heads": "ssm.group_count",
+    "value_heads": "ssm.time_step_rank",
+    "key_size": "ssm.state_size",
+    "values": "ssm.inner_size",  # of all value heads
+    "interval": "full_attention_interval",
+    "further": "nextn_predict_layers",
 }
+_RECURRENT_LAYERS = "attention.recurrent_layers"
+# Sections of the rotary embedding have positions of their own in images only.
+_SECTIONS = "rope.dimension_sections"
 # Gemma 3 27B, by its layers: the one size that scales queries by width / heads. The metadata has no
 # key for it.
 _GEMMA_27B_LAYERS = 62
-_GEMMA_PATTERN = 6  # every sixth layer has no window
 _GEMMA_LOCAL_THETA = 10000.0
 
 
@@ -190,21 +161,18 @@ def spec_of_gguf(
         place: the file's name, for errors.
         rope_factors: the content of the tensor `rope_freqs.weight`, if there is one.
     """
-    name = metadata.get("general.architecture")
-    known(name, ARCHITECTURES, place, 'key "general.architecture": the family')
-    kind = ARCHITECTURES[str(name)]
-    family = FAMILIES[kind.family]
-    rms = "rms_" if family.norm == "rms" else ""
-    words = _WORDS | {"eps": f"attention.layer_norm_{rms}epsilon"}
-    keys = {word: f"{name}.{key}" for word, key in words.items()}
-    values = Values(_flatten(metadata), keys, place)
-    _refuse(values, str(name))
+    kind = architecture_of(metadata, place=place)
+    name, family = str(metadata["general.architecture"]), FAMILIES[kind.family]
+    keys = {word: f"{name}.{key}" for word, key in _words(kind).items()}
+    values = Values({**kind.constants, **_flatten(metadata)}, keys, place)
+    _refuse(values, name, kind)
     if "token_embd.weight" not in shapes:
         raise UserError(f'{place}: the tensor "token_embd.weight" is missing')
     shape = shape_of(values, context=values.count("context"), vocab=shapes["token_embd.weight"][0])
+    shape["layers"] -= _further_layers(values, shape["layers"], kind)
     rope, local, attention = None, None, 1.0
     if family.rotary:
-        rope, attention = _rope(values, str(name), shape, rope_factors)
+        rope, attention = _rope(values, name, kind, shape, rope_factors)
     gemma = kind.family == "gemma3_text"
     if gemma and rope:
         local = Rope(values.number("local_theta", _GEMMA_LOCAL_THETA), rope.size)
@@ -218,12 +186,91 @@ def spec_of_gguf(
         local_rope=local,
         activation=ACTIVATIONS[family.defaults[family.keys["activation"]]],
         gated=family.gated,
-        windows=_windows(values, shape["layers"]) if gemma else (0,) * shape["layers"],
+        windows=_windows(values, shape["layers"], kind),
         query_scale=scalar**-0.5 * attention * attention,
         embed_scale=shape["width"] ** 0.5 if gemma else 1.0,
-        biases=_biases(kind.tensors, shapes),
+        biases=_biases(rows_of(kind, shapes), shapes, shape["layers"]),
         tied="output.weight" not in shapes,
+        experts=experts_of(values, family),
+        sinks=family.mixture == "clamped",
+        output_gate=family.recurrent,
+        recurrent=_recurrent(values, shape["layers"]) if family.recurrent else None,
     )
+
+
+def architecture_of(metadata: Mapping[str, Any], *, place: str) -> Architecture:
+    """Return the architecture of a file's metadata. Mixtral is "llama" with experts."""
+    name = metadata.get("general.architecture")
+    known(name, ARCHITECTURES, place, 'key "general.architecture": the family')
+    mixtral = name == "llama" and metadata.get("llama.expert_count")
+    return MIXTRAL if mixtral else ARCHITECTURES[str(name)]
+
+
+def ignored_in(metadata: Mapping[str, Any], layers: int) -> tuple[str, ...]:
+    """Return patterns of the names of tensors that are not loaded.
+
+    Args:
+        layers: of the Spec. Further layers predict further tokens.
+    """
+    name = metadata["general.architecture"]
+    count = metadata.get(f"{name}.block_count")
+    count = count if isinstance(count, int) else layers
+    return (*_IGNORED, *(rf"^blk\.{i}\." for i in range(layers, count)))
+
+
+def _words(kind: Architecture) -> dict[str, str]:
+    """Return the keys that the reader uses, after the architecture's name, by its words."""
+    family = FAMILIES[kind.family]
+    rms = "rms_" if family.norm == "rms" else ""
+    words = {**_WORDS, "inner": kind.inner, "eps": f"attention.layer_norm_{rms}epsilon"}
+    if is_mixture(kind):
+        words |= _MIXTURE_WORDS
+    if "shared" in family.keys:
+        words["shared"] = _SHARED
+    return words | _RECURRENT_WORDS if family.recurrent else words
+
+
+def _further_layers(values: Values, layers: int, kind: Architecture) -> int:
+    """Return how many of the file's last layers predict further tokens."""
+    if not FAMILIES[kind.family].recurrent or not values.values.get(values.key("further")):
+        return 0
+    if (found := values.count("further")) < layers:
+        return found
+    raise UserError(
+        f'{values.place}: key "{values.key("further")}": {found} is not below the number of '
+        f"layers, {layers}"
+    )
+
+
+def _recurrent(values: Values, layers: int) -> Recurrent:
+    """Return the layers with the gated delta rule."""
+    key = f"{values.values['general.architecture']}.{_RECURRENT_LAYERS}"
+    flags = values.values.get(key)
+    if flags is None:
+        interval = values.count("interval", 4)  # llama.cpp's default
+        flags = [(i + 1) % interval != 0 for i in range(layers)]
+    if (
+        not isinstance(flags, list)
+        or len(flags) < layers
+        or any(not isinstance(flag, bool) for flag in flags)
+    ):
+        raise UserError(
+            f'{values.place}: key "{key}": true or false for each of {layers} layers is needed, '
+            f"not {shown(flags)}"
+        )
+    if len(set(flags[:layers])) == 1:
+        raise UserError(
+            f'{values.place}: key "{key}": layers of both kinds are needed, with attention and '
+            "recurrent ones"
+        )
+    heads, size = values.count("value_heads"), values.count("values")
+    if size % heads:
+        raise UserError(
+            f'{values.place}: key "{values.key("values")}": {size} is not a multiple of the number '
+            f"of value heads, {heads}"
+        )
+    named = tuple(i for i in range(layers) if flags[i])
+    return recurrent_of(values, named, value_size=size // heads)
 
 
 def _flatten(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -262,14 +309,25 @@ def notes_of_gguf(metadata: Mapping[str, Any], *, place: str) -> tuple[str, ...]
 def reads(name: str) -> frozenset[str]:
     """Return the keys, after the architecture's name, that `spec_of_gguf` uses."""
     kind = ARCHITECTURES[name]
-    keys = {key for word, key in _WORDS.items() if word not in ("window", "local_theta")}
-    keys |= {"attention.value_length", *(_SCALING if FAMILIES[kind.family].rotary else ())}
-    if kind.family == "gemma3_text":
-        keys |= {_WORDS["window"], _WORDS["window"] + "_pattern", _WORDS["local_theta"]}
+    family, words = FAMILIES[kind.family], _words(kind)
+    if kind.family != "gemma3_text":
+        del words["local_theta"]
+    if not kind.pattern:
+        del words["window"]
+    # Some architectures store the size of their other layers, of which they have none.
+    # files of mixtures may have the size of other layers too, of which they have none
+    keys = {*words.values(), "feed_forward_length", "attention.value_length"}
+    keys |= {*(_SCALING if family.rotary else ())}
+    if name == "llama" or is_mixture(kind):
+        keys |= {*_MIXTURE_WORDS.values(), _NORMALISED}
+    if kind.pattern:
+        keys.add(_WORDS["window"] + "_pattern")
+    if family.recurrent:
+        keys |= {_RECURRENT_LAYERS, _SECTIONS}
     return frozenset(keys)
 
 
-def _refuse(values: Values, name: str) -> None:
+def _refuse(values: Values, name: str, kind: Architecture) -> None:
     """Raise a UserError for values that the decoder does not support."""
     prefix = f"{name}."
     own = {
@@ -290,6 +348,12 @@ def _refuse(values: Values, name: str) -> None:
             f'{values.place}: key "split.count": a GGUF file in several pieces is not supported; '
             "merge them"
         )
+    normalised = own.get(_NORMALISED)
+    if is_mixture(kind) and normalised is not None and normalised is not _is_normalised(kind):
+        raise UserError(
+            f'{values.place}: key "{prefix}{_NORMALISED}": {shown(normalised)} is not supported '
+            "for this architecture, and llama.cpp does not read it"
+        )
     sizes = [values.values.get(f"{name}.attention.{part}_length") for part in ("key", "value")]
     if sizes[0] != sizes[1]:
         raise UserError(
@@ -298,20 +362,33 @@ def _refuse(values: Values, name: str) -> None:
         )
 
 
+def _is_normalised(kind: Architecture) -> bool:
+    """Return whether llama.cpp divides the weights of chosen experts by their sum."""
+    return FAMILIES[kind.family].mixture != "config" or bool(kind.constants["norm_topk_prob"])
+
+
 def _is_zero(value: Any) -> bool:
     return not any(value) if isinstance(value, list) else is_neutral(value, (0, False, ""))
 
 
 def _rope(
-    values: Values, name: str, shape: Mapping[str, int], factors: tuple[float, ...] | None
+    values: Values,
+    name: str,
+    kind: Architecture,
+    shape: Mapping[str, int],
+    factors: tuple[float, ...] | None,
 ) -> tuple[Rope, float]:
-    """Return the rotary embedding and the factor of cosines and sines, by llama.cpp's rules: a
-    missing type means linear, an old key may hold the factor, and a factor of 0 means 1."""
+    """Return the rotary embedding and the factor of the scale of queries and keys, by llama.cpp's
+    rules: a missing type means linear, an old key may hold the factor, and a factor of 0 means 1.
+
+    One rule is that of the published model: gpt-oss does not round YaRN's first and last dimension,
+    which metadata does not say and llama.cpp ignores.
+    """
     size = rotary_size(values.count("rotary", shape["head_size"]), shape["head_size"], values.place)
     key = f"{name}.rope.scaling.type"
-    kind = values.values.get(key)
-    kind = "linear" if kind is None else kind
-    known(kind, ("none", "linear", "yarn"), values.place, f'key "{key}": the rope type')
+    scaled = values.values.get(key)
+    scaled = "linear" if scaled is None else scaled
+    known(scaled, ("none", "linear", "yarn"), values.place, f'key "{key}": the rope type')
     if factors is not None and name != "llama":
         raise UserError(
             f'{values.place}: the tensor "{ROPE_FACTORS}" is not supported for this architecture'
@@ -324,9 +401,9 @@ def _rope(
     theta, attention = values.number("theta", 10000.0), _or_one(values, "rope.scaling.attn_factor")
     stored = next((f"rope.{key}" for key in ("scaling.factor", "scale_linear")
                    if values.values.get(f"{name}.rope.{key}") is not None), None)  # fmt: skip
-    factor = 1.0 if stored is None or kind == "none" else _or_one(values, stored)
+    factor = 1.0 if stored is None or scaled == "none" else _or_one(values, stored)
     scaling: tuple[float, ...] | None = None
-    if kind == "yarn":
+    if scaled == "yarn":
         scaling = yarn_factors(
             theta,
             size,
@@ -334,19 +411,24 @@ def _rope(
             original=_or(values, "rope.scaling.original_context_length", shape["context"]),
             fast=32.0,
             slow=1.0,
+            truncate=FAMILIES[kind.family].rope.get("truncate", True),
             place=values.place,
         )
         attention *= yarn_scale(factor)
     elif factor != 1.0:
         scaling = (factor,) * (size // 2)
-    if attention != 1.0 and (size != shape["head_size"] or name == "gemma3"):
+    if attention != 1.0 and name == "gemma3":
         raise UserError(
             f'{values.place}: key "{key}": an attention factor ({attention:g}) is not supported '
-            "for this architecture, or for heads that are only partly rotary"
+            "for this architecture"
         )
     if factors is not None and scaling is not None:
         scaling = tuple(one * other for one, other in zip(factors, scaling, strict=True))
-    return Rope(theta, size, scaling or factors), attention
+    rope = Rope(theta, size, scaling or factors)
+    # for some dimensions of a head it multiplies cosines and sines
+    return (
+        (rope, attention) if size == shape["head_size"] else (rope._replace(scale=attention), 1.0)
+    )
 
 
 def _or(values: Values, suffix: str, default: float) -> float:
@@ -359,10 +441,11 @@ def _or_one(values: Values, suffix: str) -> float:
     return _or(values, suffix, 1.0)
 
 
-def _windows(values: Values, layers: int) -> tuple[int, ...]:
-    """Return the window of each layer of Gemma, 0 for none. llama.cpp ignores the windows of the
-    other families, so bass does too."""
-    if not values.values.get(values.key("window")):
+def _windows(values: Values, layers: int, kind: Architecture) -> tuple[int, ...]:
+    """Return the window of each layer, 0 for none. llama.cpp ignores windows of most
+    architectures, so bass does too."""
+    optional = kind.family == "gemma3_text" and not values.values.get(values.key("window"))
+    if not kind.pattern or optional:
         return (0,) * layers
     window, stored = values.count("window"), values.values.get(values.key("window") + "_pattern")
     if isinstance(stored, list):
@@ -372,15 +455,16 @@ def _windows(values: Values, layers: int) -> tuple[int, ...]:
                 f"{layers}"
             )
         return tuple(window if local else 0 for local in stored)
-    pattern = values.count(values.key("window") + "_pattern") if stored else _GEMMA_PATTERN
+    pattern = values.count(values.key("window") + "_pattern") if stored else kind.pattern
     return tuple(window if (i + 1) % pattern else 0 for i in range(layers))
 
 
-def _biases(tensors: tuple[tuple[str, str, str], ...], shapes: Collection[str]) -> frozenset[str]:
+def _biases(rows: Rows, shapes: Collection[str], layers: int) -> frozenset[str]:
     """Return the linear maps with a bias in the file."""
     targets = (
         ours.split(":")[0].rpartition(".")[2]
-        for theirs, ours, _ in tensors
-        if theirs.format(0) + ".bias" in shapes
+        for theirs, ours, _ in rows
+        if any(name_in_file(theirs, i) + ".bias" in shapes for i in range(layers))
     )
-    return frozenset(targets) & {"qkv", "o", "up", "down", "head"}
+    experts = {"router", "experts_up", "experts_down"}
+    return frozenset(targets) & {"qkv", "o", "up", "down", "head", *experts}

@@ -7,7 +7,7 @@ file stores as floats are not loaded here (weights.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,10 +15,10 @@ from torch import Tensor
 from bass_cli.errors import UserError
 from bass_cli.formats.checkpoint import Checkpoint, Piece
 from bass_cli.formats.gguf_blocks import QUANTISED, groups_of
+from bass_cli.formats.orders import columns_of, order_of
 from bass_cli.formats.tensor_content import Bytes, Stage
 from bass_cli.formats.tensor_files import Entry
-from bass_cli.models.families import Slot
-from bass_cli.models.spec import FILE, PLAIN, Layouts
+from bass_cli.models.spec import FILE, PLAIN, Layouts, Spec
 from bass_kernels import GROUP, Grouped
 
 _FOUR_BITS = ("Q4_0", "Q4_1", "Q4_K")
@@ -26,7 +26,7 @@ _FOUR_BITS = ("Q4_0", "Q4_1", "Q4_K")
 # them least.
 _MIDDLE = {"Q4_1": 8, "Q4_K": 8, "Q5_1": 16, "Q5_K": 16}
 # Ways in which only the order of rows changes
-_ORDERED = ("", "deinterleave", "codegen")
+_ORDERED = ("", "deinterleave", "codegen", "gated", "delta", "tiled")
 # Stored bytes that are converted at a time: it takes about 40 bytes of memory for each
 _BYTES = 1 << 20
 
@@ -45,7 +45,7 @@ def grouped_pieces(checkpoint: Checkpoint, layouts: Layouts) -> dict[str, list[P
     return {
         name: pieces
         for name, pieces in found.items()
-        if all(_is_grouped(piece) for piece in pieces)
+        if all(_is_grouped(piece, checkpoint.spec) for piece in pieces)
     }
 
 
@@ -56,19 +56,19 @@ def file_layouts(checkpoint: Checkpoint) -> Layouts:
     return Layouts(FILE, FILE if "head.weight" in found else None) if found else PLAIN
 
 
-def _is_grouped(piece: Piece) -> bool:
+def _is_grouped(piece: Piece, spec: Spec) -> bool:
     entry, slot = piece
-    return isinstance(entry, Entry) and entry.dtype in QUANTISED and slot.how in _ORDERED
+    ordered = slot.how in _ORDERED
+    if slot.how == "tiled_columns" and spec.recurrent is not None:
+        ordered = spec.recurrent.value_size % GROUP == 0  # groups are moved whole
+    return isinstance(entry, Entry) and entry.dtype in QUANTISED and ordered
 
 
-def read_grouped(
-    pieces: Sequence[Piece], order_of: Callable[[Slot], Tensor | None], stage: Stage
-) -> Grouped:
+def read_grouped(pieces: Sequence[Piece], spec: Spec, stage: Stage) -> Grouped:
     """Read a matrix from its stored tensors, which are its rows.
 
     Args:
-        order_of: returns the target row of each stored row of a slot; None if they keep their
-            order.
+        spec: of the whole model.
 
     Raises:
         UserError: a scale is not finite.
@@ -81,16 +81,18 @@ def read_grouped(
     scales, minima = (torch.empty(rows, width // GROUP) for _ in range(2))
     for entry, slot in pieces:
         assert isinstance(entry, Entry)
-        order = order_of(slot)
+        order, source = order_of(spec, slot), columns_of(spec, slot)
         places = slot.first + (torch.arange(slot.rows) if order is None else order)
         pitch = entry.size // slot.rows
         with entry.file.open("rb", buffering=0) as file:
             for some in torch.arange(slot.rows).split(max(_BYTES // pitch, 1)):
                 region = Bytes(int(some[0]) * pitch, len(some) * pitch)
                 raw = stage.fetch(file, entry, region).view(len(some), pitch)
-                for whole, part in zip(
-                    (values, scales, minima), numbers_of(raw, entry.dtype), strict=True
-                ):
+                found = numbers_of(raw, entry.dtype)
+                if source is not None:
+                    groups = source[::GROUP] // GROUP
+                    found = found[0][:, source], found[1][:, groups], found[2][:, groups]
+                for whole, part in zip((values, scales, minima), found, strict=True):
                     whole[places[some]] = part
         if not (scales[places].isfinite().all() and minima[places].isfinite().all()):
             raise UserError(

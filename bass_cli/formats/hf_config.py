@@ -75,7 +75,7 @@ def spec_of_config(config: Mapping[str, Any], *, place: str) -> Spec:
         biases=biases,
         tied=values.flag("tie_word_embeddings"),
         unrotated=unrotated,
-        experts=_experts(values, family),
+        experts=experts_of(values, family),
         sinks=family.mixture == "clamped",
         output_gate=family.recurrent,
         recurrent=recurrent,
@@ -109,22 +109,31 @@ def _recurrent(values: Values, layers: int, family: Family) -> Recurrent | None:
             f'{place}: key "hidden_act": {shown(activation)} is not supported for this family, '
             "only silu is, which its convolution applies too"
         )
-    words = ("key_heads", "value_heads", "key_size", "value_size", "kernel")
-    key_heads, value_heads, *sizes = (values.count(word) for word in words)
+    named = tuple(i for i, kind in enumerate(types) if kind == "linear_attention")
+    return recurrent_of(values, named, value_size=values.count("value_size"))
+
+
+def recurrent_of(values: Values, layers: tuple[int, ...], *, value_size: int) -> Recurrent:
+    """Return these recurrent layers with the sizes of the configuration.
+
+    Args:
+        value_size: of a value head.
+    """
+    key_heads, value_heads = values.count("key_heads"), values.count("value_heads")
     if value_heads % key_heads:
         raise UserError(
-            f'{place}: key "{values.key("key_heads")}": {key_heads} does not divide the number of '
-            f"value heads, {value_heads}"
+            f'{values.place}: key "{values.key("key_heads")}": {key_heads} does not divide the '
+            f"number of value heads, {value_heads}"
         )
-    if sizes[2] < 2:
+    if (kernel := values.count("kernel")) < 2:
         raise UserError(
-            f'{place}: key "{values.key("kernel")}": a number of at least 2 is needed, not 1'
+            f'{values.place}: key "{values.key("kernel")}": a number of at least 2 is needed, not 1'
         )
-    named = tuple(i for i, kind in enumerate(types) if kind == "linear_attention")
-    return Recurrent(named, key_heads, value_heads, *sizes)
+    key_size = values.count("key_size")
+    return Recurrent(layers, key_heads, value_heads, key_size, value_size, kernel)
 
 
-def _experts(values: Values, family: Family) -> Experts | None:
+def experts_of(values: Values, family: Family) -> Experts | None:
     """Return the mixture of experts; None for one feed-forward."""
     if not family.mixture:
         return None

@@ -11,8 +11,6 @@ Layouts).
 from __future__ import annotations
 
 import contextlib
-import functools
-import itertools
 import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -34,9 +32,10 @@ from bass_cli.formats.compound import (
     stored_rows,
 )
 from bass_cli.formats.grouped_weights import grouped_pieces, read_grouped
+from bass_cli.formats.orders import columns_of, order_of
 from bass_cli.formats.tensor_content import DTYPES, Bytes, Stage, read_into, stage_for
 from bass_cli.formats.tensor_files import Entry
-from bass_cli.models.families import CODEGEN_BLOCKS, Slot
+from bass_cli.models.families import Slot
 from bass_cli.models.partition import HeldPart, Share, held_part, part_of, shifted
 from bass_cli.models.spec import FILE, PLAIN, Layouts, Spec, parameters, stored_dtype
 from bass_cli.models.weights import Weights
@@ -170,7 +169,7 @@ def _load_grouped(
     }
 
     def read(pieces: Sequence[Piece], stage: Stage) -> Grouped:
-        return read_grouped(pieces, functools.partial(order_of, checkpoint.spec), stage)
+        return read_grouped(pieces, checkpoint.spec, stage)
 
     weights: dict[str, Weight] = {}
     with _in_threads(torch.device("cpu"), read, list(found.values())) as matrices:
@@ -371,6 +370,10 @@ def _place(
     last, how = first + len(part), "transpose" if slot.turned else slot.how
     if order is not None and not slot.turned:
         order = order[first:last]
+    if cut.source is not None:
+        part = part[:, cut.source.to(part.device)]
+    if how.endswith("decay"):
+        part = part.float().neg().log()
     if isinstance(whole, Quantised):
         places = first if order is None else order
         rows = part.T if how in ("transpose", "pairs") else part
@@ -395,84 +398,6 @@ def _place(
         target[first:last] = part.float() + 1 if how == "plus_one" else part
 
 
-def _deinterleave(spec: Spec, rows: int) -> Tensor:
-    """Return the target row of each stored row of q or k: in every head, even rotary dimensions
-    come first."""
-    assert spec.rope is not None
-    place = torch.arange(spec.head_size)
-    rotary = place[: spec.rope.size]
-    place[: spec.rope.size] = rotary // 2 + (rotary % 2) * (spec.rope.size // 2)
-    return (torch.arange(0, rows, spec.head_size)[:, None] + place).flatten()
-
-
-def _codegen(spec: Spec, rows: int) -> Tensor:
-    """Return the target row of each of CodeGen's fused rows: blocks of q, v, k, in that order,
-    become q, k, v, with q and k deinterleaved."""
-    width = rows // 3
-    reordered = _deinterleave(spec, width)
-    q, v, k = (part * width for part in (0, 2, 1))
-    fused = torch.stack([reordered + q, torch.arange(width) + v, reordered + k])
-    return fused.view(3, CODEGEN_BLOCKS, -1).transpose(0, 1).flatten()
-
-
-def _alternate(spec: Spec, rows: int) -> Tensor:
-    """Return the target row of each stored row of gpt-oss: gate and up take turns."""
-    row = torch.arange(rows)
-    return (row % 2) * (rows // 2) + row // 2
-
-
-def _gated(spec: Spec, rows: int) -> Tensor:
-    """Return the target row of each stored row of a query projection with an output gate: all
-    gates, then all queries. Each stored head has its query, then its gate."""
-    row, size = torch.arange(rows), spec.head_size
-    head, place = row // (2 * size), row % (2 * size)
-    return head * size + torch.where(place < size, place + rows // 2, place - size)
-
-
-def _delta(spec: Spec, rows: int) -> Tensor:
-    """Return the target row of each of Qwen3-Next's fused rows. Each key head has its query, its
-    key, and the values and gates of its value heads; they become q, k, v, gate."""
-    recurrent = spec.recurrent
-    assert recurrent is not None
-    values = recurrent.values // recurrent.key_heads  # of a key head
-    sizes = [recurrent.key_size, recurrent.key_size, values, values]
-    return _by_head(recurrent.key_heads, sizes)
-
-
-def _delta_gates(spec: Spec, rows: int) -> Tensor:
-    """Return the target row of each stored row of Qwen3-Next's beta and decay, which are fused by
-    key head."""
-    assert spec.recurrent is not None
-    heads = spec.recurrent.key_heads
-    return _by_head(heads, [rows // 2 // heads] * 2)
-
-
-def _by_head(heads: int, sizes: Sequence[int]) -> Tensor:
-    """Return the target row of rows that are stored head by head, each head with parts of these
-    sizes, and become part by part."""
-    firsts = itertools.accumulate((heads * size for size in sizes), initial=0)
-    parts = [
-        first + torch.arange(heads * size).view(heads, size)
-        for first, size in zip(firsts, sizes, strict=False)
-    ]
-    return torch.cat(parts, 1).flatten()
-
-
-_ORDERS: dict[str, Callable[[Spec, int], Tensor]] = {
-    "gated": _gated,
-    "delta": _delta,
-    "delta_gates": _delta_gates,
-    "alternate": _alternate,
-    "deinterleave": _deinterleave,
-    "codegen": _codegen,
-}
-
-
-def order_of(spec: Spec, slot: Slot) -> Tensor | None:
-    """Return the target row of each stored row of a slot; None if rows keep their order."""
-    return _ORDERS[slot.how](spec, slot.rows) if slot.how in _ORDERS else None
-
-
 # The parts of a split model
 
 
@@ -483,6 +408,7 @@ class Cut(NamedTuple):
     first, taken: the part fills rows [first, first + taken) of the process's decoder tensor.
     order: the target row of each stored row, if rows are reordered.
     kept: the columns of the target's whole rows that the process holds; None for all that are read.
+    source: the stored column of each target column, if columns are reordered.
     """
 
     rows: range
@@ -491,6 +417,7 @@ class Cut(NamedTuple):
     taken: int
     order: Tensor | None = None
     kept: range | None = None
+    source: Tensor | None = None
 
 
 def _cuts(
@@ -508,7 +435,7 @@ def _cuts(
     every = range(shape[0])
     transposed = slot.how == "transpose" and len(shape) == 2
     if found is None:
-        yield Cut(every, None, slot.first, slot.rows, order)
+        yield Cut(every, None, slot.first, slot.rows, order, source=columns_of(spec, slot))
     elif found.dim == 1:
         (run,) = found.runs
         assert order is None

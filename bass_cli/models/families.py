@@ -1,7 +1,7 @@
 """The known families as data: their keys of config.json, and their tensors by name.
 
 `slots` maps each checkpoint tensor to a decoder tensor and names a transform (weights.py performs
-it). Not here: reading a config (hf_config.py), the names in GGUF files (gguf_config.py). No tensor
+it). Not here: reading a config (hf_config.py), the names in GGUF files (gguf_tensors.py). No tensor
 is read.
 """
 
@@ -31,7 +31,8 @@ class Slot(NamedTuple):
         sorts fused blocks of q, v, k into q, k, v and deinterleaves q and k; "alternate" sorts
         rows that alternate between gate and up; "pairs" does so after "transpose"; "gated" sorts
         heads of query and output gate; "delta" and "delta_gates" sort Qwen3-Next's rows by key
-        head.
+        head; "tiled" and "tiled_columns" sort value heads, of which files have the first ones of
+        all key heads first; "decay" is log(-x), and "tiled_decay" is both.
     turned: whether the tensor is stored as [inputs, outputs], besides `how`.
     """
 
@@ -93,7 +94,11 @@ class Family(NamedTuple):
         return frozenset(keys - {""})
 
 
-_WITHOUT_SUFFIX = ("sinks", "A_log", "dt_bias")  # names of tensors that do not end in .weight
+# Names of tensors that are not followed by .weight
+_WITHOUT_SUFFIX = (
+    *("self_attn.sinks", "linear_attn.A_log", "linear_attn.dt_bias"),
+    *("attn_sinks.weight", "ssm_a", "ssm_dt.bias"),
+)
 CODEGEN_BLOCKS = 4  # CodeGen's fused qkv rows are this many blocks of q, v, k
 
 _EVERY_MAP = frozenset({"qkv", "o", "up", "down"})

@@ -2,7 +2,7 @@
 
 Each row is the checkpoint's name, the decoder's name with ":" and a part if it is fused, and a
 transform. families.py explains the transforms and says which family has which rows. The names in
-GGUF files are in formats/gguf_config.py.
+GGUF files are in formats/gguf_tensors.py.
 """
 
 LLAMA = (

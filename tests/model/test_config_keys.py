@@ -24,10 +24,10 @@ from bass_cli.config.job import Job
 from bass_cli.errors import UserError
 from bass_cli.formats.checkpoint import open_checkpoint
 from bass_cli.formats.config_keys import HARMLESS, NEUTRAL, ROPE_TYPES
-from bass_cli.formats.gguf_config import ARCHITECTURES
 from bass_cli.formats.gguf_config import HARMLESS as GGUF_HARMLESS
 from bass_cli.formats.gguf_config import NEUTRAL as GGUF_NEUTRAL
 from bass_cli.formats.gguf_config import reads as gguf_reads
+from bass_cli.formats.gguf_tensors import ARCHITECTURES
 from bass_cli.formats.head_config import head_of_config, notes_of_head
 from bass_cli.formats.hf_config import notes_of_config, spec_of_config
 from bass_cli.models.families import FAMILIES
@@ -244,7 +244,7 @@ def test_every_gguf_key_is_read_harmless_or_refused(name: str) -> None:
 @pytest.mark.parametrize(("key", "value", "accepted"), [
     ("attention.causal", False, True), ("logit_scale", 0.06, 1.0), ("residual_scale", 0.2, 1.0),
     ("embedding_scale", 12.0, 0.0), ("use_parallel_residual", True, False), ("attention.clamp_kqv", 8.0, 0.0),
-    ("attention.scale", 0.01, 0.0), ("attention.max_alibi_bias", 8.0, 0.0), ("expert_count", 8, 0),
+    ("attention.scale", 0.01, 0.0), ("attention.max_alibi_bias", 8.0, 0.0), ("expert_shared_count", 1, 0),
     ("rope.dimension_sections", [16, 24, 24, 0], [0, 0, 0, 0]), ("rope.scaling.alpha", 1000.0, 0.0),
     ("rope.scaling.yarn_beta_fast", 8.0, 32.0), ("rope.scaling.yarn_log_multiplier", 0.1, 0.0),
     ("nextn_predict_layers", 1, 0), ("attn_logit_softcapping", 50.0, 0.0), ("rope.dimension_count_swa", 4, 8),

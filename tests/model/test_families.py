@@ -18,7 +18,8 @@ from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from bass_cli.errors import UserError
-from bass_cli.formats.gguf_config import ARCHITECTURES, spec_of_gguf
+from bass_cli.formats.gguf_config import reads, spec_of_gguf
+from bass_cli.formats.gguf_tensors import ARCHITECTURES
 from bass_cli.formats.hf_config import notes_of_config, spec_of_config
 from bass_cli.formats.stacked import unstack
 from bass_cli.formats.tensor_files import read_safetensors
@@ -149,6 +150,11 @@ GGUF = {
     "general.architecture": "llama", "llama.block_count": 2, "llama.context_length": 64, "llama.embedding_length": 32,
     "llama.feed_forward_length": 48, "llama.attention.head_count": 4, "llama.attention.head_count_kv": 2,
     "llama.attention.layer_norm_rms_epsilon": 1e-5,
+}  # fmt: skip
+GGUF_MORE = {
+    "expert_count": 3, "expert_used_count": 2, "expert_feed_forward_length": 8, "expert_shared_feed_forward_length": 8,
+    "attention.sliding_window": 5, "ssm.conv_kernel": 4, "ssm.group_count": 2, "ssm.time_step_rank": 4,
+    "ssm.state_size": 8, "ssm.inner_size": 16, "full_attention_interval": 2,
 }  # fmt: skip
 EMBEDDING = {"token_embd.weight": (77, 32)}
 
@@ -283,6 +289,8 @@ def test_gguf_slots_cover_the_decoder(name: str) -> None:
     eps = "layer_norm_rms_epsilon" if FAMILIES[kind.family].norm == "rms" else "layer_norm_epsilon"
     metadata = {key.replace("llama.", f"{name}."): value for key, value in GGUF.items()}
     metadata |= {"general.architecture": name, f"{name}.attention.{eps}": 1e-5}
+    more = {} if name == "llama" else GGUF_MORE
+    metadata |= {f"{name}.{key}": value for key, value in more.items() if key in reads(name)}
     if name == "gpt2":
         del metadata["gpt2.attention.head_count_kv"]
     spec = spec_of_gguf(metadata, {**EMBEDDING, "blk.0.attn_q.bias": (32,)}, place="x.gguf")
@@ -429,13 +437,17 @@ def test_refusals_name_file_key_and_choices(config: dict[str, Any], message: str
 
 @pytest.mark.parametrize(("change", "message"), [
     ({"general.architecture": "mamba"}, 'the family "mamba" is not supported.*known: llama, qwen2'),
-    ({"llama.expert_count": 8}, '"llama.expert_count": 8 is not supported'),
+    ({"llama.expert_count": 8}, 'the key "llama.expert_used_count" is missing'),
+    ({"llama.expert_count": 2, "llama.expert_used_count": 3}, '"llama.expert_used_count": 3 is more than the number of'),
+    ({"llama.expert_count": 8, "llama.expert_used_count": 2, "llama.expert_weights_norm": False},
+     '"llama.expert_weights_norm": False is not supported'),
+    ({"llama.expert_count": 8, "llama.expert_used_count": 2, "llama.expert_weights_scale": 2.5},
+     '"llama.expert_weights_scale": 2.5 is not supported'),
     ({"split.count": 3}, '"split.count"'),
     ({"llama.rope.scaling.type": "longrope"}, 'the rope type "longrope"'),
     ({"llama.rope.scaling.type": ""}, 'the rope type "" is not supported'),
     ({"llama.rope.scaling.type": "yarn", "llama.rope.freq_base": 1.0}, 'YaRN is undefined for rope_theta 1'),
     ({"llama.rope.scaling.factor": -2.0}, '"llama.rope.scaling.factor": a number above 0'),
-    ({"llama.rope.dimension_count": 4, "llama.rope.scaling.attn_factor": 1.5}, "for heads that are only partly rotary"),
     ({"llama.attention.value_length": 9}, '"llama.attention.value_length": 9 differs'),
     ({"llama.context_length": None}, 'the key "llama.context_length" is missing'),
     ({"llama.attention.head_count_kv": [2, 1]}, r'"llama.attention.head_count_kv": a number above 0 is needed'),
@@ -452,6 +464,26 @@ def test_refusals_name_file_key_and_choices(config: dict[str, Any], message: str
 def test_gguf_refusals(change: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as error:
         spec_of_gguf({**GGUF, **change}, EMBEDDING, place="x.gguf")
+    assert str(error.value).startswith("x.gguf")
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"ssm.group_count": 3}, '"qwen35.ssm.group_count": 3 does not divide the number of value heads, 4'),
+    ({"ssm.inner_size": 18}, '"qwen35.ssm.inner_size": 18 is not a multiple of the number of value heads, 4'),
+    ({"ssm.conv_kernel": 1}, '"qwen35.ssm.conv_kernel": a number of at least 2'),
+    ({"ssm.state_size": None}, 'the key "qwen35.ssm.state_size" is missing'),
+    ({"attention.recurrent_layers": [True]}, r'"qwen35.attention.recurrent_layers": true or false for each of 2 layers'),
+    ({"attention.recurrent_layers": [True, True]}, '"qwen35.attention.recurrent_layers": layers of both kinds'),
+    ({"nextn_predict_layers": 2}, '"qwen35.nextn_predict_layers": 2 is not below the number of layers, 2'),
+    ({"expert_count": 2}, '"qwen35.expert_count": 2 is not supported'),
+])  # fmt: skip
+def test_gguf_refusals_of_hybrids(change: dict[str, Any], message: str) -> None:
+    metadata = {key.replace("llama.", "qwen35."): value for key, value in GGUF.items()}
+    more = {key: value for key, value in GGUF_MORE.items() if not key.startswith("expert")}
+    more |= {"attention.sliding_window": 0, **change}
+    metadata |= {f"qwen35.{key}": value for key, value in more.items()}
+    with pytest.raises(UserError, match=message) as error:
+        spec_of_gguf({**metadata, "general.architecture": "qwen35"}, EMBEDDING, place="x.gguf")
     assert str(error.value).startswith("x.gguf")
 
 

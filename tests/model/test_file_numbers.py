@@ -60,7 +60,7 @@ def test_values_scales_and_minima_give_the_numbers_of_the_gguf_package(kind: str
     largest = wanted.abs().amax(-1, keepdim=True)
     error = (found - wanted).abs() / largest.clamp(min=1e-30)
     usual = (largest < 1e30).expand_as(error)  # random bytes give infinite scales too
-    assert usual.double().mean() > 0.9
+    assert usual.double().mean() > (0.85 if kind == "MXFP4" else 0.9)  # its scales are exponents
     assert error[usual].max() <= (0.51 / 127 if kind in ROUNDED else 1e-6)
 
 

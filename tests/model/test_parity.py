@@ -7,7 +7,9 @@ import importlib.util
 import json
 import math
 from pathlib import Path
+from typing import Any
 
+import gguf_layouts
 import pytest
 import torch
 from checkpoints import (
@@ -17,10 +19,15 @@ from checkpoints import (
     write_checkpoint,
     write_gguf,
 )
+from gguf_layouts import MIXED
+from llama_cpp_logits import FAMILIES as STORED
+from llama_cpp_logits import IDS, POSITIONS, TOKENS
+from llama_cpp_logits import write as write_for_llama_cpp
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from bass_cli.formats.checkpoint import open_checkpoint
+from bass_cli.formats.gguf_tensors import ARCHITECTURES, rows_of
 from bass_cli.formats.sources import locate
 from bass_cli.formats.tokenizer import Tokenizer
 from bass_cli.formats.weights import load
@@ -284,6 +291,69 @@ def test_gguf(family: str, kind: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     model = write_gguf(family, path, kind=kind)
     assert_same(decoder_of(path), model)
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q8_0"])
+@pytest.mark.parametrize("family", MIXED)
+def test_gguf_of_mixtures_and_hybrids(family: str, kind: str, tmp_path: Path) -> None:
+    """Experts of a layer in one tensor, and value heads in the order of llama.cpp."""
+    path = tmp_path / "model.gguf"
+    model = write_gguf(family, path, kind=kind)
+    assert_same(decoder_of(path), model)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe_text"])
+def test_gguf_with_other_names_and_a_layer_that_predicts(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gate and up in one tensor, the older name of a fused map, a gate without its dimension of 1,
+    and a further layer with tensors of its own, which is not loaded."""
+    usual = gguf_layouts.stored_as
+
+    def other(arch: str, name: str, tensor: Tensor, config: Any) -> dict[str, Tensor]:
+        block = ".".join(name.split(".")[1:3]).replace("layers.", "blk.")
+        if name.endswith("gate_up_proj"):
+            return {f"{block}.ffn_gate_up_exps.weight": tensor}
+        if name.endswith("in_proj_qkvz.weight"):
+            return {f"{block}.ssm_in.weight": tensor}
+        found = usual(arch, name, tensor, config)
+        if name.endswith("shared_expert_gate.weight"):
+            return {key: part[0] for key, part in found.items()}
+        if name == "model.norm.weight":
+            found |= {f"blk.{config.num_hidden_layers}.nextn.enorm.weight": tensor}
+        return found
+
+    monkeypatch.setattr(gguf_layouts, "stored_as", other)
+    arch, path = MIXED[family][0], tmp_path / "model.gguf"
+    further = {f"{arch}.block_count": 5, f"{arch}.nextn_predict_layers": 1}
+    model = write_gguf(family, path, kind="F32", metadata=further)
+    assert_same(decoder_of(path), model)
+
+
+def test_gguf_with_queries_keys_and_values_in_one_tensor(tmp_path: Path) -> None:
+    names = ["blk.0.attn_qkv.weight", "blk.1.attn_qkv.weight"]
+    for arch, fused in (("qwen3moe", True), ("gpt-oss", True), ("llama", False), ("qwen35", False)):
+        rows = {ours for _, ours, _ in rows_of(ARCHITECTURES[arch], names)}
+        assert ("layers.{}.qkv" in rows) == fused
+        assert ("layers.{}.qkv:q" in rows) != fused
+
+
+@pytest.mark.parametrize("family", STORED)
+def test_gguf_logits_equal_those_of_llama_cpp(family: str, tmp_path: Path) -> None:
+    """Stored logits, by tests/support/llama_cpp_logits.py. They hold the conventions of files: the
+    sign of a decay, the order of heads, norms with 1 added."""
+    write_for_llama_cpp(family, tmp_path / "model.gguf")
+    decoder = decoder_of(tmp_path / "model.gguf")
+    runner = Runner(decoder, rows=1, span=len(TOKENS), lag=1)
+    runner.open("0", TOKENS[:1])
+    runner.follow(Change((), (), (((0,), "0"),)))
+    with torch.inference_mode():
+        positions = torch.arange(len(TOKENS))[None]
+        logits = runner.forward(torch.tensor([TOKENS]), positions, [len(TOKENS)])[0]
+    content = json.loads((Path(__file__).parent / "data" / "llama_cpp_logits.json").read_text())
+    wanted = torch.tensor(content["logits"][family])
+    assert wanted.std() > 0.1
+    torch.testing.assert_close(logits[list(POSITIONS), :IDS], wanted, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])

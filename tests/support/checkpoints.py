@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import gguf_layouts
 import numpy as np
 import pytest
 import torch
@@ -350,19 +351,25 @@ def write_gguf(
         "qwen3": {"use_sliding_window": False},
         "starcoder2": {"sliding_window": None},
     }
-    model = build_model(family, seed=seed, **{**wide, **plain.get(family, {}), **overrides})
-    arch = GGUF_FAMILIES[family]
+    mixed, own = gguf_layouts.MIXED.get(family, (None, plain.get(family, {})))
+    model = build_model(family, seed=seed, **{**wide, **own, **overrides})
+    arch = mixed or GGUF_FAMILIES[family]
     writer = gguf.GGUFWriter(path, arch)
-    for key, value in {**_metadata(arch, model.config), **(metadata or {})}.items():
-        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+    described = _metadata(arch, model.config) if mixed is None else _mixed(arch, model.config)
+    for key, value in {**described, **(metadata or {})}.items():
+        of = gguf.GGUFValueType.get_type(value)
+        whole = of == gguf.GGUFValueType.INT32 and value >= 0  # as the converter writes them
+        writer.add_key_value(key, value, gguf.GGUFValueType.UINT32 if whole else of)
     if family == "llama3":
         inverse = model.model.rotary_emb.inv_freq
         plain_inverse = 500.0 ** (-torch.arange(0, 16, 2).float() / 16)
         writer.add_tensor("rope_freqs.weight", (plain_inverse / inverse).numpy())
     tied = model.config.tie_word_embeddings
     for name, parameter in model.named_parameters():
-        if not (tied and name.startswith("lm_head")):
-            _write_tensor(writer, arch, name, parameter, kind, model.config)
+        if tied and name.startswith("lm_head"):
+            continue
+        write = _write_tensor if mixed is None else _write_parts
+        write(writer, arch, name, parameter, kind, model.config)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -394,8 +401,32 @@ def _metadata(arch: str, config: Any) -> dict[str, Any]:
     if arch == "gemma3":
         values |= {"attention.sliding_window": config.sliding_window, "rope.scaling.type": "linear",
                    "rope.scaling.factor": 8.0}  # fmt: skip
-    ids = {"tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.eot_token_id": 7}
-    return {f"{arch}.{key}": value for key, value in values.items()} | ids
+    return {f"{arch}.{key}": value for key, value in values.items()} | _IDS
+
+
+_IDS = {"tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.eot_token_id": 7}
+
+
+def _mixed(arch: str, config: Any) -> dict[str, Any]:
+    own = gguf_layouts.metadata(arch, config).items()
+    return {f"{arch}.{key}": value for key, value in own} | _IDS
+
+
+def _write_parts(
+    writer: Any, arch: str, name: str, parameter: torch.Tensor, kind: str, config: Any
+) -> None:
+    """Write the tensors that hold a parameter, which takes on the rounded values."""
+    places = torch.arange(parameter.numel()).view(parameter.shape)
+    parts = gguf_layouts.stored_as(arch, name, parameter.detach(), config)
+    at = gguf_layouts.stored_as(arch, name, places, config)
+    for stored_name, part in parts.items():
+        values = gguf_layouts.changed(arch, stored_name, part).contiguous()
+        plain = values.dim() == 1 or any(one in stored_name for one in (".bias", "conv1d", "_inp"))
+        stored, rounded = _quantised(values.numpy(), "F32" if plain else kind)
+        writer.add_tensor(stored_name, stored[0], raw_dtype=stored[1])
+        if not plain:
+            with torch.no_grad():
+                parameter.view(-1)[at[stored_name].reshape(-1)] = rounded.reshape(-1)
 
 
 def _write_tensor(
