@@ -431,16 +431,19 @@ def _cuts(
             only. A quantised row has the scale of the whole row in all processes.
     """
     found = None if share is None else held_part(spec, slot.name, share)
-    order = order_of(spec, slot)
+    order, source = order_of(spec, slot), columns_of(spec, slot)
     every = range(shape[0])
     transposed = slot.how == "transpose" and len(shape) == 2
     if found is None:
-        yield Cut(every, None, slot.first, slot.rows, order, source=columns_of(spec, slot))
+        yield Cut(every, None, slot.first, slot.rows, order, source=source)
     elif found.dim == 1:
         (run,) = found.runs
         assert order is None
         if whole_rows:
-            yield Cut(every, None, slot.first, slot.rows, kept=run)
+            yield Cut(every, None, slot.first, slot.rows, kept=run, source=source)
+            return
+        if source is not None:
+            yield Cut(every, None, slot.first, slot.rows, source=source[run.start : run.stop])
             return
         yield Cut(run if transposed else every, None if transposed else run, slot.first, slot.rows)
     elif order is not None:

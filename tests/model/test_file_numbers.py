@@ -90,6 +90,27 @@ def test_logits_are_those_of_transformers_up_to_bfloat16(
 
 
 @needs_product
+@pytest.mark.parametrize("family", ["qwen3_5_moe_text", "qwen3_next"])
+def test_matrices_of_hybrids_have_their_rows_and_columns_in_place(
+    family: str, tmp_path: Path
+) -> None:
+    """Against the same file in float32, whose logits are those of transformers."""
+    sizes = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
+    write_gguf(family, tmp_path / "tiny.gguf", kind="Q8_0", seed=1, **sizes)
+    plain = load(open_checkpoint(tmp_path / "tiny.gguf"), dtype=torch.float32, device=CPU)
+    found = {
+        name: one
+        for name, one in stored(tmp_path / "tiny.gguf").items()
+        if isinstance(one, Grouped)
+    }
+    kept = {"delta_in", "delta_out", "qkv", "o", "shared_up", "head"}
+    assert {name.split(".")[-2] for name in found} >= kept
+    for name, one in found.items():
+        error = (one.dequantise() - plain[name]).abs().amax()
+        assert error < 0.01 * plain[name].abs().amax(), name
+
+
+@needs_product
 def test_reading_counts_every_stored_byte_once(tmp_path: Path) -> None:
     write_gguf("llama", tmp_path / "tiny.gguf", kind="Q4_1", tie_word_embeddings=True)
     checkpoint, read = open_checkpoint(tmp_path / "tiny.gguf"), list[int]()
