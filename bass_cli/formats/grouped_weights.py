@@ -18,7 +18,7 @@ from bass_cli.formats.gguf_blocks import QUANTISED, groups_of
 from bass_cli.formats.orders import columns_of, order_of
 from bass_cli.formats.tensor_content import Bytes, Stage
 from bass_cli.formats.tensor_files import Entry
-from bass_cli.models.spec import FILE, PLAIN, Layouts, Spec
+from bass_cli.models.spec import EXPERT_MAPS, FILE, PLAIN, Layouts, Spec
 from bass_kernels import GROUP, Grouped
 
 _FOUR_BITS = ("Q4_0", "Q4_1", "Q4_K")
@@ -65,7 +65,7 @@ def _is_grouped(piece: Piece, spec: Spec) -> bool:
 
 
 def read_grouped(pieces: Sequence[Piece], spec: Spec, stage: Stage) -> Grouped:
-    """Read a matrix from its stored tensors, which are its rows.
+    """Read a matrix from its stored tensors, which are its rows. Those of experts are stacked.
 
     Args:
         spec: of the whole model.
@@ -73,6 +73,17 @@ def read_grouped(pieces: Sequence[Piece], spec: Spec, stage: Stage) -> Grouped:
     Raises:
         UserError: a scale is not finite.
     """
+    if spec.experts is None or pieces[0].slot.name.split(".")[-2] not in EXPERT_MAPS:
+        return _read_matrix(pieces, spec, stage)
+    every = sum(piece.slot.rows for piece in pieces) // spec.experts.total
+    parts: list[list[Piece]] = [[] for _ in range(spec.experts.total)]
+    for piece in pieces:
+        number, first = divmod(piece.slot.first, every)
+        parts[number].append(piece._replace(slot=piece.slot._replace(first=first)))
+    return Grouped.stack([_read_matrix(part, spec, stage) for part in parts])
+
+
+def _read_matrix(pieces: Sequence[Piece], spec: Spec, stage: Stage) -> Grouped:
     rows = sum(piece.slot.rows for piece in pieces)
     width = pieces[0].entry.shape[-1]
     kinds = {piece.entry.dtype for piece in pieces if isinstance(piece.entry, Entry)}

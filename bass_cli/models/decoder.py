@@ -24,7 +24,7 @@ from bass_cli.models.ranks import Ranks
 from bass_cli.models.recurrent import StatePass
 from bass_cli.models.spec import EVERY_MAP, Experts, Format, Layouts, Recurrent, Rope, Spec
 from bass_cli.models.weights import Named, Weights
-from bass_kernels import Weight, Writable
+from bass_kernels import Weight
 
 # A device's logits have a multiple of this many columns. With an odd number, cuBLAS takes a product
 # that reads single elements: an H100 took 1.00 ms for 8 tokens of a 7B with 151,665 ids, and needs
@@ -403,14 +403,14 @@ class Decoder:
         ids, weights = ops.route(
             x, *self._affine(at + "router"), chosen=experts.chosen, normalised=experts.normalised
         )
-        down, bias = self._writable(at + "experts_down")
+        down, bias = self._map(at + "experts_down")
         if self.ranks is not None and self.ranks.share.rank:
             bias = None  # the first process adds it
         found = ops.mix_experts(
             x,
             ids,
             weights,
-            ops.Maps(*self._writable(at + "experts_up"), down, bias),
+            ops.Maps(*self._map(at + "experts_up"), down, bias),
             residual.flatten(0, 1) if self.ranks is None else None,
             experts=experts.total,
             activation=spec.activation,
@@ -451,11 +451,6 @@ class Decoder:
     def _map(self, name: str) -> tuple[Weight, Tensor | None]:
         """Return the weight and bias of a linear map."""
         return self._weights[name + ".weight"], self._weights.plain_or_none(name + ".bias")
-
-    def _writable(self, name: str) -> tuple[Writable, Tensor | None]:
-        """Return the weight and bias of the maps of experts."""
-        weight = self._weights.writable(name + ".weight")
-        return weight, self._weights.plain_or_none(name + ".bias")
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         return ops.norm(

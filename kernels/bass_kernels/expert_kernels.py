@@ -18,6 +18,7 @@ from torch import Tensor
 
 from . import quantised_products
 from .experts import Clamp, Maps
+from .grouped import Grouped
 from .launch import SPARE, card, fitting
 from .pointwise import KINDS, activate
 from .quantised import Quantised
@@ -218,6 +219,8 @@ def mix_experts(
     order = _sorted_pairs(ids, experts, peaks)
     count = _FEW if pairs <= _MANY_FROM * experts else _MANY
     mixed, parts = x.new_empty(pairs, inner), x.new_empty(pairs, width)
+    assert not isinstance(maps.up, Grouped)  # on a CPU only
+    assert not isinstance(maps.down, Grouped)
     up, down = _Factor.of(maps.up, x), _Factor.of(maps.down, x)
     rounded, scales = x.contiguous(), None
     if isinstance(maps.up, Quantised):

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from . import quantised, reference
-from .quantised import Quantised, Writable
+from . import grouped, quantised, reference
+from .grouped import Grouped
+from .quantised import Quantised, Weight
 
 # Rows of a product. With a fixed number BLAS adds in one order for every row. More rows cost more
 # where an expert has one token, fewer where it has many.
@@ -32,11 +33,11 @@ class Clamp(NamedTuple):
 class Maps(NamedTuple):
     """The weights of E experts: up [E * 2 inner, width] has the gate's rows, then up's, expert by
     expert, with a bias [E * 2 inner]; down [E * width, inner] with a bias [E * width]. Both may be
-    quantised."""
+    quantised, or on a CPU stacked groups."""
 
-    up: Writable
+    up: Weight
     up_bias: Tensor | None
-    down: Writable
+    down: Weight
     down_bias: Tensor | None
 
 
@@ -100,11 +101,13 @@ def gate(x: Tensor, activation: str, clamp: Clamp | None) -> Tensor:
     return (ups.clamp(-clamp.limit, clamp.limit) + 1) * (gates * (gates * clamp.alpha).sigmoid())
 
 
-def _product(x: Tensor, weight: Writable, bias: Tensor | None, expert: int, experts: int) -> Tensor:
+def _product(x: Tensor, weight: Weight, bias: Tensor | None, expert: int, experts: int) -> Tensor:
     """Return the linear map of x [T, K] by one expert's rows of a weight [E * N, K]."""
     every = len(weight) // experts
     first, last = expert * every, (expert + 1) * every
     own = None if bias is None else bias[first:last]
+    if isinstance(weight, Grouped):
+        return grouped.linear(x, weight.rows(first, last), own)
     if isinstance(weight, Quantised):
         return quantised.linear(x, weight.rows(first, last), own)
     return _in_tiles(x, weight[first:last], own)

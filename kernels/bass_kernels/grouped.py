@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -34,8 +35,9 @@ class Grouped:
 
     Args:
         packed: torch's opaque layout of the planes side by side.
-        scales: [planes * K / 32, N rounded up, 2] bfloat16, scale and minimum of each plane.
-        shape: N and K.
+        scales: [planes * K / 32, N rounded up, 2] bfloat16, scale and minimum of each plane; for E
+            matrices on each other [E, ...].
+        shape: N and K, with the rows of all matrices.
     """
 
     packed: Tensor
@@ -58,6 +60,14 @@ class Grouped:
         packed = torch.cat([_pack(part, bits) for part in values.split(_PACKED)])
         return cls(packed, factors.transpose(0, 1).contiguous().bfloat16(), tuple(values.shape))
 
+    @classmethod
+    def stack(cls, parts: Sequence[Grouped]) -> Grouped:
+        """Put matrices of one shape on each other, such as those of experts. They can be multiplied
+        one by one (`rows`)."""
+        shape = len(parts) * len(parts[0]), parts[0].shape[1]
+        packed = torch.cat([part.packed for part in parts])
+        return cls(packed, torch.stack([part.scales for part in parts]), shape)
+
     layout: ClassVar[str] = "file"
 
     def __len__(self) -> int:
@@ -78,11 +88,26 @@ class Grouped:
 
     def dequantise(self) -> Tensor:
         """Return the matrix, [N, K] float32, each number rounded to bfloat16."""
+        if self.scales.dim() == 4:
+            every = len(self) // len(self.scales)
+            firsts = range(0, len(self), every)
+            return torch.cat([self.rows(first, first + every).dequantise() for first in firsts])
         return self.product(torch.eye(self.shape[1])).t().float()
 
     def first_rows(self, rows: int | None) -> Grouped:
         """Return the first rows of the matrix, in the same memory. Default: all."""
         return Grouped(self.packed, self.scales, (min(rows or len(self), len(self)), self.shape[1]))
+
+    def rows(self, first: int, last: int) -> Grouped:
+        """Return rows `first` to `last` - 1, which are one of the stacked matrices, in the same
+        memory."""
+        every = len(self) // len(self.scales)
+        assert self.scales.dim() == 4
+        assert first % every == 0
+        assert last == first + every
+        number, padded = first // every, len(self.packed) // len(self.scales)
+        packed = self.packed[number * padded : (number + 1) * padded]
+        return Grouped(packed, self.scales[number], (every, self.shape[1]))
 
     def product(self, x: Tensor) -> Tensor:
         """Multiply x [M, K] of any float dtype by the matrix: [M, N] bfloat16."""

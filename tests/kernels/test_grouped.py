@@ -89,3 +89,15 @@ def test_first_rows_share_the_memory_of_the_matrix() -> None:
 def test_processor_without_a_fast_product_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "NO AVX")
     assert not grouped.grouped_works.__wrapped__()
+
+
+def test_stacked_matrices_have_the_products_of_each() -> None:
+    """Of 50 rows, which torch pads, in both numbers of bits."""
+    for bits in (4, 8):
+        values, scales, minima = numbers(50, 96, bits)
+        parts = [Grouped.of(values, factor * scales, minima, bits) for factor in (1, 2)]
+        stacked, x = Grouped.stack(parts), torch.randn(3, 96)
+        assert (len(stacked), stacked.shape) == (100, (100, 96))
+        for i, part in enumerate(parts):
+            assert torch.equal(stacked.rows(50 * i, 50 * i + 50).product(x), part.product(x))
+        assert torch.equal(stacked.dequantise(), torch.cat([part.dequantise() for part in parts]))

@@ -90,20 +90,30 @@ def test_logits_are_those_of_transformers_up_to_bfloat16(
 
 
 @needs_product
-@pytest.mark.parametrize("family", ["qwen3_5_moe_text", "qwen3_next"])
-def test_matrices_of_hybrids_have_their_rows_and_columns_in_place(
-    family: str, tmp_path: Path
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        ("qwen3_5_moe_text", "Q8_0"),
+        ("qwen3_next", "Q5_1"),
+        ("mixtral", "Q4_1"),
+        ("gpt_oss", "MXFP4"),
+    ],
+)
+def test_matrices_of_mixtures_and_hybrids_have_their_rows_and_columns_in_place(
+    family: str, kind: str, tmp_path: Path
 ) -> None:
     """Against the same file in float32, whose logits are those of transformers."""
-    sizes = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
-    write_gguf(family, tmp_path / "tiny.gguf", kind="Q8_0", seed=1, **sizes)
+    hybrid = family.startswith("qwen")
+    sizes = {"linear_key_head_dim": 32, "linear_value_head_dim": 32} if hybrid else {}
+    write_gguf(family, tmp_path / "tiny.gguf", kind=kind, seed=1, **sizes)
     plain = load(open_checkpoint(tmp_path / "tiny.gguf"), dtype=torch.float32, device=CPU)
     found = {
         name: one
         for name, one in stored(tmp_path / "tiny.gguf").items()
         if isinstance(one, Grouped)
     }
-    kept = {"delta_in", "delta_out", "qkv", "o", "shared_up", "head"}
+    kept = {"qkv", "o", "experts_up", "experts_down", "head"}
+    kept |= {"delta_in", "delta_out", "shared_up"} if hybrid else set()
     assert {name.split(".")[-2] for name in found} >= kept
     for name, one in found.items():
         error = (one.dequantise() - plain[name]).abs().amax()
@@ -145,11 +155,14 @@ def rows() -> list[Row]:
 
 
 @needs_product
-@pytest.mark.parametrize("coupling", ["shared", "maximal"])
-@pytest.mark.parametrize("batch", [1, 3])
-def test_drafts_change_no_sample(coupling: str, batch: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "coupling", "batch"), [
+    ("llama", "shared", 1), ("llama", "shared", 3), ("llama", "maximal", 1), ("llama", "maximal", 3),
+    ("qwen3_moe", "shared", 3),
+])  # fmt: skip
+def test_drafts_change_no_sample(family: str, coupling: str, batch: int, tmp_path: Path) -> None:
     """Shared coupling: all samples. Maximal coupling: greedy ones."""
-    write_gguf("llama", tmp_path / "tiny.gguf", kind="Q4_1", seed=3)
+    layers = {"num_hidden_layers": 2} if family == "qwen3_moe" else {}
+    write_gguf(family, tmp_path / "tiny.gguf", kind="Q4_1", seed=3, **layers)
     spec = open_checkpoint(tmp_path / "tiny.gguf").spec
     target = Decoder(spec, stored(tmp_path / "tiny.gguf"))
     expected, live = plain(target, rows()), rows()

@@ -84,6 +84,14 @@ def test_quantised_columns_are_cut_at_block_ends(tmp_path: Path) -> None:
     assert sum(check_parts(checkpoint, 2)) == checkpoint.size + whole
 
 
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_moe"])
+def test_parts_of_a_gguf_file_add_up_to_the_whole(family: str, tmp_path: Path) -> None:
+    """Value heads in llama.cpp's order and experts in one tensor are split by head and inner size."""
+    sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 4} if "5" in family else {}
+    write_gguf(family, tmp_path / "tiny.gguf", kind="Q8_0", **sizes)
+    check_parts(open_checkpoint(tmp_path / "tiny.gguf"), 2)
+
+
 def test_three_parts_of_an_odd_vocabulary(tmp_path: Path) -> None:
     write_checkpoint("llama3", tmp_path, vocab_size=7, num_attention_heads=6, num_key_value_heads=3,
                      intermediate_size=81)  # fmt: skip
