@@ -43,7 +43,7 @@ def delta_round(
     block = min(columns, triton.next_power_of_2(value_size))
     blocks = triton.cdiv(value_size, block)
     out = torch.empty(rows, width, heads * value_size, dtype=qkv.dtype, device=qkv.device)
-    _round[(rows * heads, blocks)](
+    _round[(rows * heads * blocks,)](
         *(qkv, gates, z, out, *weights, *state, slots, positions, advance),
         *scratch(out, blocks, rows * heads, out.numel()),
         *(width, *qkv.stride()[:2], *gates.stride()[:2], *z.stride()[:2], positions.stride(0)),
@@ -63,7 +63,7 @@ def tile_for(states: int, width: int) -> tuple[int, int]:
     (32, 2), (64, 2), (64, 4) and (128, 4). A single warp needs no barrier."""
     if states <= 2 * _FEW:
         return 16, 1
-    return (128, 4) if width == 1 and states >= 16 * _FEW else (32, 1)
+    return (128, 4) if width == 1 and states >= 8 * _FEW else (32, 1)
 
 
 def gated_norm(
@@ -175,8 +175,9 @@ def _round(
     BLOCKS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    row, head = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
-    block = tl.program_id(1)
+    # the programs of a state run side by side: each reads a part of the same pages of memory
+    unit_at, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
+    row, head = (unit_at // H).to(tl.int64), unit_at % H
     i, j = tl.arange(0, BLOCK_K), block * BLOCK_V + tl.arange(0, BLOCK_V)
     keys, values = i < DK, j < DV
     slot = tl.load(slots_ptr + row)
@@ -197,7 +198,8 @@ def _round(
         input_ptr += slot * places * lines
         tile = state_ptr + (slot * H + head) * (DK * DV) + i[:, None] * DV + j[None, :]
         real = keys[:, None] & values[None, :]
-        state = tl.load(tile, mask=real, other=0.0)
+        # no later launch of this pass reads the state, so it need not stay in the L2 cache
+        state = tl.load(tile, mask=real, other=0.0, eviction_policy="evict_first")
         rate = tl.exp(tl.load(decay_ptr + head).to(tl.float32))
         bias = tl.load(bias_ptr + head).to(tl.float32)
         kf0 = load_filter(filter_ptr, k_at, keys, 0, SIZE)
@@ -249,7 +251,7 @@ def _round(
             v0, v1, v2, v3 = v1, v2, v3, v4
             raw_beta, raw_gate = next_beta, next_gate
         if advance > 0:
-            tl.store(tile, state, mask=real)
+            tl.store(tile, state, mask=real, eviction_policy="evict_first")
         # new tokens
         qf0 = load_filter(filter_ptr, q_at, keys, 0, SIZE)
         qf1 = load_filter(filter_ptr, q_at, keys, 1, SIZE)
@@ -298,7 +300,7 @@ def _round(
             v0, v1, v2 = v1, v2, v3
         if BLOCKS > 1:  # the last program of a head to finish norms what all have found
             tl.debug_barrier()
-            if tl.atomic_add(arrived_ptr + tl.program_id(0), 1) == BLOCKS - 1:
+            if tl.atomic_add(arrived_ptr + unit_at, 1) == BLOCKS - 1:
                 n = tl.arange(0, BLOCK_N)
                 for low in range(0, width, _TOKENS):
                     t = low + tl.arange(0, _TOKENS)
@@ -310,7 +312,7 @@ def _round(
                     gate = z_ptr + t[:, None] * z_step + n[None, :]
                     normed = gate_output(all_found, gate, norm_ptr, n, inside, eps, DV)
                     tl.store(out_ptr + target, normed.to(out_ptr.dtype.element_ty), mask=inside)
-                tl.store(arrived_ptr + tl.program_id(0), 0)
+                tl.store(arrived_ptr + unit_at, 0)
 
 
 @triton.jit(do_not_specialize=["width"])

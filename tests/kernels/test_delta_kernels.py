@@ -87,6 +87,92 @@ def test_a_round(shape, width, dtype):
     )
 
 
+@pytest.mark.parametrize(("width", "most"), [(2, 9), (18, 18)])
+def test_rounds_of_more_tokens_than_a_chunk(width, most):
+    """A narrow round after a wide one, and one that is wider than a chunk."""
+    weights, state, given = layer_of(
+        SHAPES[0], (2, width), torch.float32, slots=2, width=max(width, most)
+    )
+    first = torch.tensor([30, 7])
+    compare(
+        "delta_round",
+        weights,
+        state,
+        given,
+        torch.float32,
+        [],
+        slots=torch.tensor([1, 0]).to(DEVICE),
+        positions=(first[:, None] + torch.arange(width)).to(DEVICE),
+        advance=torch.tensor([most, 7]).to(DEVICE),
+    )
+
+
+def fresh_pass(tokens, weights, shape):
+    """The state after tokens [T, C + 2H], token by token in float64: [H, Dk, Dv]."""
+    key_heads, heads, key_size, value_size = shape
+    filters, decay, bias, _ = (one.double().cpu() for one in weights)
+    channels, size = filters.shape
+    tokens = tokens.double().cpu()
+    padded = torch.cat((tokens.new_zeros(size - 1, tokens.shape[1]), tokens))[:, :channels]
+    state = torch.zeros(heads, key_size, value_size, dtype=torch.float64)
+    for place, token in enumerate(tokens):
+        mixed = (padded[place : place + size].T * filters).sum(1)
+        mixed = mixed * mixed.sigmoid()
+        key = mixed[key_heads * key_size : 2 * key_heads * key_size].view(key_heads, key_size)
+        key = key / (key.square().sum(1, keepdim=True) + 1e-6).sqrt()
+        key = key.repeat_interleave(heads // key_heads, 0)
+        value = mixed[2 * key_heads * key_size :].view(heads, value_size)
+        beta, gate = token[channels:].chunk(2)
+        state *= (-decay.exp() * torch.log1p((gate + bias).exp())).exp()[:, None, None]
+        change = value - torch.einsum("hk,hkv->hv", key, state)
+        state += torch.einsum("hk,hv->hkv", key, beta.sigmoid()[:, None] * change)
+    return state
+
+
+def test_the_state_after_many_rounds_is_that_of_a_fresh_pass():
+    """Rounds of 1 to 5 tokens, of which some are accepted. Slow decays: the state
+    remembers hundreds of tokens."""
+    shape, rounds, width, rows = (1, 2, 8, 16), 2000 if CUDA else 5, 5, 2 if CUDA else 1
+    weights, state, _ = layer_of(shape, (1, 1), torch.float32, slots=rows, width=width)
+    weights = weights._replace(decay=torch.full_like(weights.decay, -5.0))
+    state = DeltaState(*(torch.zeros_like(one).to(DEVICE) for one in state))
+    lines, values = weights.convolution.shape[0] + 4, 2 * 16
+    generator = torch.Generator().manual_seed(0)
+    slots, eps = torch.arange(rows, device=DEVICE), EPS
+    first, advance = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64)
+    kept = [[] for _ in range(rows)]
+    for _ in range(rounds):
+        now = int(torch.randint(1, width + 1, (1,), generator=generator))
+        given = torch.randn(rows, now, lines + values, generator=generator)
+        ops.delta_round(
+            *given.to(DEVICE).split((lines - 4, 4, values), -1),
+            weights,
+            state,
+            slots=slots,
+            positions=(first[:, None] + torch.arange(now)).to(DEVICE),
+            advance=advance.to(DEVICE),
+            eps=eps,
+        )
+        advance = torch.randint(1, now + 1, (rows,), generator=generator)
+        for row, count in enumerate(advance.tolist()):
+            kept[row].append(given[row, :count, :lines])
+        first = first + advance
+    given = torch.randn(rows, 1, lines + values, generator=generator).to(DEVICE)
+    ops.delta_round(
+        *given.split((lines - 4, 4, values), -1),
+        weights,
+        state,
+        slots=slots,
+        positions=first[:, None].to(DEVICE),
+        advance=advance.to(DEVICE),
+        eps=eps,
+    )
+    for row in range(rows):
+        due = fresh_pass(torch.cat(kept[row]), weights, shape)
+        error = (state.state[row].double().cpu() - due).norm() / due.norm()
+        assert error < (1e-4 if CUDA else 1e-5), f"relative error {error:.2e}"
+
+
 def test_a_round_with_a_shorter_filter():
     weights, state, given = layer_of(
         (1, 2, 8, 8), (1, 2), torch.float32, slots=1, width=2, kernel_size=2
