@@ -7,6 +7,7 @@ prompt may be open. Not here: the place of a tensor in the decoder (formats/weig
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import uuid
@@ -22,7 +23,7 @@ from bass_cli.errors import UserError
 from bass_cli.formats import weights as formats
 from bass_cli.formats.checkpoint import Checkpoint, open_checkpoint, open_head
 from bass_cli.formats.compound import parts
-from bass_cli.formats.mtp import open_mtp
+from bass_cli.formats.mtp import NoLayerError, open_mtp
 from bass_cli.models.any_model import AnyModel
 from bass_cli.models.capture import synchronise
 from bass_cli.models.decoder import Decoder
@@ -53,7 +54,8 @@ class Updates:
         self.files, self.models = files, models
 
     def update(self, weights: NewWeights, model: Updated = "target") -> None:
-        """Write new weights into the target or the draft.
+        """Write new weights into the target or the draft. A draft of the target's own checkpoint
+        (mtp) is written with the target, where the new weights have it.
 
         Args:
             weights: A folder or a .gguf file with the same model. All of its headers are checked
@@ -77,7 +79,8 @@ class Updates:
         synchronise(decoder.device)  # tensors may come from another stream
         try:
             if isinstance(weights, (str, os.PathLike)):
-                self._write_files(Path(weights).expanduser(), model, decoder)
+                for one, new in self._opened(Path(weights).expanduser(), model).items():
+                    self._write_files(new, one, self._decoder(one))
             else:
                 self._write_tensors(weights, model, decoder)
         finally:
@@ -94,7 +97,7 @@ class Updates:
                 f"weights: a folder or named tensors are needed, not {shown(weights)}; of a module "
                 "take state_dict()"
             )
-        written: dict[tuple[str, int], str] = {}
+        written: dict[tuple[str, str, int], str] = {}
         try:
             for pair in weights.items() if isinstance(weights, Mapping) else weights:
                 self._write_tensor(pair, model, decoder, written)
@@ -128,17 +131,34 @@ class Updates:
         else:
             self.files = self.files._replace(draft=checkpoint)
 
-    def _write_files(self, path: Path, model: Updated, decoder: Decoder) -> None:
-        """Write all tensors of a folder or file. The ids that end a sample stay those of the old
-        checkpoint."""
-        old, followers = self._checkpoint(model), self.models.followers
+    @property
+    def _has_layer(self) -> bool:
+        """Whether the draft is the layer of the target's checkpoint (mtp)."""
+        draft = self.files.draft
+        return draft is not None and draft.head is not None and draft.head.joins
+
+    def _opened(self, path: Path, model: Updated) -> dict[Updated, Checkpoint]:
+        """Open a folder or file with new weights. Return the checkpoint of each model that it
+        replaces, after all headers were checked."""
+        old = self._checkpoint(model)
         if old.head is None:
             new = open_checkpoint(path)
         elif old.head.joins:
             new = open_mtp(open_checkpoint(path))
         else:
             new = open_head(path, self.files.target.spec)
-        new.check_replaces(old)
+        found = {model: new}
+        if model == "target" and self._has_layer:
+            with contextlib.suppress(NoLayerError):
+                found["draft"] = open_mtp(new)
+        for one, checkpoint in found.items():
+            checkpoint.check_replaces(self._checkpoint(one))
+        return found
+
+    def _write_files(self, new: Checkpoint, model: Updated, decoder: Decoder) -> None:
+        """Write all tensors of a checkpoint. The ids that end a sample stay those of the old
+        one."""
+        old, followers = self._checkpoint(model), self.models.followers
         self._keep(model, replace(old, written={("", 0): uuid.uuid4().hex}))  # until all is written
         if model == "target" and followers is not None:
             followers.update(decoder, new)
@@ -150,15 +170,17 @@ class Updates:
         self._keep(model, replace(new, eos_ids=old.eos_ids))
 
     def _write_tensor(
-        self, pair: Any, model: Updated, decoder: Decoder, written: dict[tuple[str, int], str]
+        self, pair: Any, model: Updated, decoder: Decoder, written: dict[tuple[str, str, int], str]
     ) -> None:
         """Check a pair of a name and a tensor and write it, unless loading ignores the name.
 
-        `written`: checksums of this update, by decoder tensor and first row. It is changed.
+        `written`: checksums of this update, by model, decoder tensor and first row. It is changed.
         """
         checkpoint, followers = self._checkpoint(model), self.models.followers
         name, tensor = _named(pair)
         if (slot := checkpoint.slot_of(name)) is None:
+            if model == "target" and self._has_layer:  # which may be a tensor of the layer
+                self._write_tensor(pair, "draft", self._decoder("draft"), written)
             return
         spec, shape = checkpoint.spec, checkpoint.stored_shape(slot)
         _check_kind(name, tensor, shape)
@@ -168,7 +190,7 @@ class Updates:
             raise UserError(f"tensor {shown(name)} has numbers that are not finite in {rows.dtype}")
         tied = spec.tied and slot.name == "head.weight"
         key = ("embed.weight" if tied else slot.name, slot.first)
-        if written.setdefault(key, checksum) != checksum:
+        if written.setdefault((model, *key), checksum) != checksum:
             raise UserError(
                 f"tensor {shown(name)}: a tensor before it has other numbers for the same weights; "
                 "the head may be tied to the embedding"

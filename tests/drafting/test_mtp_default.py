@@ -3,9 +3,11 @@ commands show, files that were begun with another draft, and all of a run with i
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
+import torch
 from checkpoints import HYBRID, shallow, write_checkpoint, write_tokenizer
 from reading import FLAGS, goes_on_and_is_plain
 from test_mtp import write
@@ -16,6 +18,7 @@ from bass_cli.bench.settings import make_settings
 from bass_cli.cli.commands import app
 from bass_cli.config.job import Job, Pair, load_pair
 from bass_cli.config.speed_commands import BenchArgs
+from bass_cli.models.runner import Runner
 from bass_cli.run.plan import make_plan
 
 SMALL = {"device": "cpu", "batch_size": 2}
@@ -115,3 +118,22 @@ def test_file_begun_with_another_draft_is_continued(here):
         assert found.exit_code == code, found.stderr
     assert lines(here / "shared.jsonl") == lines(here / "due.jsonl")
     assert 'draft: "lookup" before, "mtp" now' in found.stderr
+
+
+def test_run_that_runs_out_of_memory_ends_with_the_same_lines(here, monkeypatch):
+    """Half the rows go on, with the layer's keys and hidden states in a smaller store."""
+    words = (*FLAGS, "--draft-length", "3", "--batch-size", "8")
+    assert bass(*words, "--draft", "none", "--draft-length", "0", "--out", "due").exit_code == 0
+    forward, count = Runner.forward, itertools.count(1)
+
+    def short(self, *given, **named):
+        if next(count) in (4, 9):
+            torch.empty(1 << 60, dtype=torch.uint8)
+        return forward(self, *given, **named)
+
+    monkeypatch.setattr(Runner, "forward", short)
+    found = bass(*words, "--out", "halved")
+    assert (found.exit_code, found.stderr.count("memory ran out with")) == (0, 2), found.stderr
+    assert lines(here / "halved") == lines(here / "due")
+    accepted = (json.loads(line)["accepted"] for line in (here / "halved").read_text().splitlines())
+    assert sum(accepted) > 0
