@@ -412,22 +412,28 @@ class Decoder:
             weights,
             ops.Maps(*self._map(at + "experts_up"), down, bias),
             residual.flatten(0, 1) if self.ranks is None else None,
+            self._shared_expert(at, x) if experts.shared else None,
             experts=experts.total,
             activation=spec.activation,
             clamp=None if experts.clamp is None else ops.Clamp(*experts.clamp),
         )
-        if experts.shared:
-            found = found + self._shared_expert(at, x)
         if self.ranks is None:
             return found.view(residual.shape)
         return self.ranks.add(found, residual.flatten(0, 1)).view(residual.shape)
 
-    def _shared_expert(self, at: str, x: Tensor) -> Tensor:
-        """Return the output [T, width] of the expert of all tokens x [T, width]."""
-        inner = ops.linear(x, *self._map(at + "shared_up"))
-        inner = ops.activation(inner, self.spec.activation, gated=True)
+    def _shared_expert(self, at: str, x: Tensor) -> ops.Shared:
+        """Return the output of the expert of all tokens x [T, width], and its gate."""
+        inner = ops.norm_up(
+            x,
+            None,
+            self._map(at + "shared_up"),
+            eps=0.0,
+            kind="rms",
+            activation=self.spec.activation,
+            gated=True,
+        )
         found = ops.linear(inner, *self._map(at + "shared_down"))
-        return found * ops.linear(x, *self._affine(at + "shared_gate")).sigmoid()
+        return ops.Shared(found, self._weights.plain(at + "shared_gate.weight"))
 
     def _up(self, at: str, residual: Tensor) -> Tensor:
         """Return the feed-forward's inner values [B, W, inner]."""

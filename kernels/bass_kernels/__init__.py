@@ -28,7 +28,7 @@ from .dispatch import (
     use,
 )
 from .eight_bits import Store
-from .experts import Clamp, Maps
+from .experts import Clamp, Maps, Shared
 from .grouped import GROUP, Grouped, grouped_works
 from .host import SPARE_KEYS
 from .likeliest import processed_entries, report_entries
@@ -95,6 +95,7 @@ __all__ = [
     "Packed",
     "Quantised",
     "Segments",
+    "Shared",
     "Store",
     "Weight",
     "Writable",

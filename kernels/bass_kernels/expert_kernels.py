@@ -3,8 +3,8 @@
 A pass makes six launches: the router's logits and choice; the pairs of a token and one of its
 experts, sorted by expert; the products of each expert's pairs with `up` and `down`; and each
 token's weighted sum. All that depends on the tokens is read on the device, so a captured pass
-serves any choice. Weights are the left factor, as in quantised_kernels.py. With fp8, a launch more
-rounds tokens, and inner values are rounded where they are read.
+serves any choice. Launches after the first begin early (launch.overlap). Weights are the left
+factor, as in quantised_kernels.py; for fp8 a launch more rounds tokens.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from . import quantised_products
-from .experts import Clamp, Maps
+from .experts import Clamp, Maps, Shared
 from .grouped import Grouped
-from .launch import SPARE, card, fitting
+from .launch import SPARE, after, card, fitting, leading, let_next, overlap
 from .pointwise import KINDS, activate
 from .quantised import Quantised
 from .quantised_kernels import E4M3, PLAIN, ROUNDED, dot, round_e4m3, token_scale
@@ -59,6 +59,7 @@ def route(
         LINES=lines,
         BLOCK_K=_DEPTH,
         WIDE=_wide(x),
+        **leading(x.device),
         num_warps=4,
         num_stages=_stages((lines + _FEW) * _DEPTH * x.element_size(), x),
     )
@@ -79,6 +80,7 @@ def route(
         BLOCK_E=triton.next_power_of_2(experts),
         BLOCK_C=triton.next_power_of_2(chosen),
         num_warps=1,
+        **overlap(True, x.device),
     )
     return ids, shares
 
@@ -96,8 +98,10 @@ def _logits(
     LINES: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WIDE: tl.constexpr,
+    LEADS: tl.constexpr,
 ):
     """Write the sums of one split of the inputs, for a tile of tokens and experts."""
+    let_next(LEADS)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     expert = tl.program_id(1) * LINES + tl.arange(0, LINES)
     share = tl.cdiv(tl.cdiv(width, BLOCK_K), SPLITS) * BLOCK_K
@@ -132,8 +136,10 @@ def _choose(
     NORMALISED: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Choose the experts of one token."""
+    after(EARLY)
     token = tl.program_id(0).to(tl.int64)
     expert, choice = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_C)
     known = expert < experts
@@ -197,6 +203,7 @@ class _Factor(NamedTuple):
             "BLOCK_K": self.depth,
             "WIDE": _wide(x),
             "num_warps": 4,
+            **overlap(True, x.device),
             "num_stages": _stages((lines + tokens * x.element_size()) * self.depth, x, least),
         }
 
@@ -207,6 +214,7 @@ def mix_experts(
     weights: Tensor,
     maps: Maps,
     residual: Tensor | None = None,
+    shared: Shared | None = None,
     *,
     experts: int,
     activation: str,
@@ -224,7 +232,7 @@ def mix_experts(
     up, down = _Factor.of(maps.up, x), _Factor.of(maps.down, x)
     rounded, scales = x.contiguous(), None
     if isinstance(maps.up, Quantised):
-        rounded, scales = quantised_products.factor(rounded, maps.up)
+        rounded, scales = quantised_products.factor(rounded, maps.up, early=True)
     _up[(triton.cdiv(inner, _LINES), experts)](
         rounded,
         x if scales is None else scales,
@@ -258,24 +266,31 @@ def mix_experts(
         BIAS=maps.down_bias is not None,
         **down.tile(x, count, pair=False),
     )
-    return _weighted_sum(parts, weights, residual)
+    return _weighted_sum(x, parts, weights, residual, shared)
 
 
-def _weighted_sum(parts: Tensor, weights: Tensor, residual: Tensor | None) -> Tensor:
-    """Return the sums of parts [T * chosen, width] by tokens, with weights [T, chosen], and the
-    residual stream [T, width]."""
-    (tokens, chosen), width = weights.shape, parts.shape[1]
-    out = parts.new_empty(tokens, width)
+def _weighted_sum(
+    x: Tensor, parts: Tensor, weights: Tensor, residual: Tensor | None, shared: Shared | None
+) -> Tensor:
+    """Return the sums of parts [T * chosen, width] by tokens, with weights [T, chosen], of the
+    residual stream [T, width], and of the expert of all tokens x [T, width]."""
+    (tokens, width), chosen = x.shape, weights.shape[1]
+    out = torch.empty_like(x)
     _sum[(tokens, triton.cdiv(width, 1024))](
         parts,
         weights,
         out if residual is None else residual.contiguous(),
+        x.contiguous(),
+        x if shared is None else shared.gate,
+        x if shared is None else shared.output.contiguous(),
         out,
         width,
         ADD=residual is not None,
+        SHARED=shared is not None,
         CHOSEN=chosen,
         BLOCK=1024,
         num_warps=4,
+        **overlap(True, x.device),
     )
     return out
 
@@ -287,7 +302,15 @@ def _sorted_pairs(ids: Tensor, experts: int, peaks: Tensor) -> tuple[Tensor, Ten
     first, end = torch.empty(2, experts, dtype=torch.int32, device=ids.device)
     block = min(_PAIRS, max(16, triton.next_power_of_2(ids.numel())))
     _sort[(experts,)](
-        ids.contiguous(), order, peaks, first, end, ids.numel(), BLOCK=block, num_warps=4
+        ids.contiguous(),
+        order,
+        peaks,
+        first,
+        end,
+        ids.numel(),
+        BLOCK=block,
+        num_warps=4,
+        **overlap(True, ids.device),
     )
     return order, first, end
 
@@ -303,8 +326,18 @@ def _stages(size: int, x: Tensor, least: int = 0) -> int:
 
 
 @triton.jit(do_not_specialize=["pairs"])
-def _sort(ids_ptr, order_ptr, peak_ptr, first_ptr, end_ptr, pairs, BLOCK: tl.constexpr):
+def _sort(
+    ids_ptr,
+    order_ptr,
+    peak_ptr,
+    first_ptr,
+    end_ptr,
+    pairs,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     """Write the pairs of one expert in order, after those of the experts before it."""
+    after(EARLY)
     expert = tl.program_id(0)
     first = tl.program_id(0) * 0
     for start in range(0, pairs, BLOCK):
@@ -351,9 +384,11 @@ def _up(
     LINES: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WIDE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Write the gated inner values of one expert's pairs, in the order of the sorted pairs. PEAKS:
     raise the largest magnitude of each pair."""
+    after(EARLY)
     expert = tl.program_id(1)
     column = tl.program_id(0) * LINES + tl.arange(0, LINES)
     known = column < inner
@@ -421,8 +456,10 @@ def _down(
     LINES: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WIDE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Write one expert's outputs for its pairs, each at the index of its pair."""
+    after(EARLY)
     expert = tl.program_id(1)
     column = tl.program_id(0) * LINES + tl.arange(0, LINES)
     known = column < width
@@ -468,13 +505,19 @@ def _sum(
     x_ptr,
     share_ptr,
     residual_ptr,
+    token_ptr,
+    gate_ptr,
+    shared_ptr,
     out_ptr,
     width,
     ADD: tl.constexpr,
+    SHARED: tl.constexpr,
     CHOSEN: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Write the weighted sum of one token's outputs, in the order of its experts."""
+    after(EARLY)
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
@@ -483,6 +526,17 @@ def _sum(
         pair = token * CHOSEN + choice
         part = tl.load(x_ptr + pair * width + at, mask=inside, other=0.0).to(tl.float32)
         total += tl.load(share_ptr + pair) * part
+    if SHARED:
+        products = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, width, BLOCK):
+            place = start + tl.arange(0, BLOCK)
+            value = tl.load(token_ptr + token * width + place, mask=place < width, other=0.0)
+            weight = tl.load(gate_ptr + place, mask=place < width, other=0.0)
+            products += value.to(tl.float32) * weight.to(tl.float32)
+        # the definition's gate has the dtype of x
+        gate = tl.sum(products, 0).to(token_ptr.dtype.element_ty).to(tl.float32)
+        part = tl.load(shared_ptr + token * width + at, mask=inside, other=0.0).to(tl.float32)
+        total += tl.sigmoid(gate) * part
     if ADD:
         total += tl.load(residual_ptr + token * width + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * width + at, total.to(out_ptr.dtype.element_ty), mask=inside)

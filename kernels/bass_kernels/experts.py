@@ -41,6 +41,14 @@ class Maps(NamedTuple):
     down_bias: Tensor | None
 
 
+class Shared(NamedTuple):
+    """The expert of all tokens: its output [T, width], and the weight [1, width] of the gate whose
+    sigmoid multiplies it."""
+
+    output: Tensor
+    gate: Tensor
+
+
 def route(
     x: Tensor, router: Tensor, bias: Tensor | None, *, chosen: int, normalised: bool
 ) -> tuple[Tensor, Tensor]:
@@ -68,6 +76,7 @@ def mix_experts(
     weights: Tensor,
     maps: Maps,
     residual: Tensor | None = None,
+    shared: Shared | None = None,
     *,
     experts: int,
     activation: str,
@@ -77,6 +86,7 @@ def mix_experts(
 
     Args:
         residual: [T, width], added to the sum. Default: nothing is added.
+        shared: the expert of all tokens, added to the sum. Default: there is none.
         ids, weights: of `route`.
         experts: number of experts, E.
         activation: of the gate, unless there is a clamp.
@@ -89,6 +99,9 @@ def mix_experts(
         parts[pairs] = _product(gate(inner, activation, clamp), maps.down, maps.down_bias, *part)
     parts = parts.view(tokens, chosen, width).float() * weights[..., None]
     total = parts.sum(1)
+    if shared is not None:
+        gates = _in_tiles(x, shared.gate, None).float().sigmoid()
+        total = total + gates * shared.output.float()
     return (total if residual is None else residual + total).to(x.dtype)
 
 

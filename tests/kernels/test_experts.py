@@ -226,6 +226,26 @@ def test_a_token_has_the_same_bits_in_8_bits_whatever_tokens_are_beside_it(layou
         assert torch.equal(run(x[:count]), alone[:count])
 
 
+@pytest.mark.parametrize("op", [definition.mix_experts, ops.mix_experts])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_expert_of_all_tokens_is_added_times_its_gate(op, dtype):
+    tokens, experts, chosen, width, inner = 5, 4, 2, 1060, 24
+    x, maps = (
+        randn(tokens, width, dtype=dtype),
+        maps_of(experts, width, inner, dtype, biased=False),
+    )
+    ids = torch.tensor([[1, 3]], device=DEVICE).expand(tokens, -1).contiguous()
+    weights = randn(tokens, chosen).abs()
+    shared = ops.Shared(
+        randn(tokens, width, dtype=dtype, seed=5), randn(1, width, dtype=dtype) / 30
+    )
+    words = {"experts": experts, "activation": "silu"}
+    found = op(x, ids, weights, maps, x, shared, **words)
+    gates = torch.sigmoid(x.double() @ shared.gate.double().T)
+    due = op(x, ids, weights, maps, x, **words).double() + gates * shared.output.double()
+    close(found, due, dtype, factor=2)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", ops.LAYOUTS)
 @pytest.mark.parametrize(("activation", "clamp"), GATES[::2])

@@ -177,11 +177,13 @@ def compile_experts():
     wide = {"WIDE": "tf32"}
     for splits, normalised in ((8, False), (1, True)):
         tile = {"SPLITS": splits, "TOKENS": 16, "LINES": 16, "BLOCK_K": 64}
-        compile_one(expert_kernels._logits, **tile, **wide)
+        compile_one(expert_kernels._logits, **tile, LEADS=True, **wide)
         chosen = {"BIAS": normalised, "CHOSEN": 8, "NORMALISED": normalised}
-        compile_one(expert_kernels._choose, SPLITS=splits, **chosen, BLOCK_E=128, BLOCK_C=8)
+        compile_one(
+            expert_kernels._choose, SPLITS=splits, **chosen, BLOCK_E=128, BLOCK_C=8, EARLY=True
+        )
     peaks = {"peak_ptr": "*i32"}
-    compile_one(expert_kernels._sort, peaks, BLOCK=512)
+    compile_one(expert_kernels._sort, peaks, BLOCK=512, EARLY=True)
     stored = {"PLAIN": "*bf16", "E4M3": "*fp8e4nv", "ROUNDED": "*u8", "INT8": "*i8"}
     factors = {"E4M3": "*fp8e4nv", "ROUNDED": "*fp16"}
     for how, tokens, clamped in (
@@ -194,13 +196,23 @@ def compile_experts():
     ):
         types = peaks | {"weight_ptr": stored[how], "scale_ptr": "*fp32"}
         tile = {"HOW": getattr(quantised_kernels, how).value, "ROUND": how in factors}
-        tile |= {"BIAS": clamped, "TOKENS": tokens, "LINES": 64, "BLOCK_K": 64, **wide}
+        tile |= {
+            "BIAS": clamped,
+            "TOKENS": tokens,
+            "LINES": 64,
+            "BLOCK_K": 64,
+            "EARLY": True,
+            **wide,
+        }
         gated = {"KIND": 0, "CLAMPED": clamped, "ALPHA": 1.702, "LIMIT": 7.0, "CHOSEN": 8}
         gated["PEAKS"] = how in factors
         factor = {"x_ptr": factors.get(how, "*bf16")}
         compile_one(expert_kernels._up, types | factor, **gated, **tile)
         compile_one(expert_kernels._down, types, **tile)
-    compile_one(expert_kernels._sum, ADD=True, CHOSEN=8, BLOCK=1024)
+    types = {"token_ptr": "*bf16"}
+    for shared in (False, True):
+        form = {"ADD": True, "SHARED": shared, "CHOSEN": 8, "BLOCK": 1024, "EARLY": True}
+        compile_one(expert_kernels._sum, types, **form)
 
 
 def compile_delta_rule():
