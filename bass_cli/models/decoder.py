@@ -96,6 +96,7 @@ class Decoder:
         for name in self._weights:
             if name.endswith(_MATRICES):
                 self._weights.pack(name)
+        self._inputs = self._join_inputs() if self.device.type == "cuda" else {}
         self._layouts = frozenset(
             None if isinstance(one, Tensor) else one.layout
             for name, one in self._weights.items()
@@ -104,6 +105,19 @@ class Decoder:
         self._frequencies = tuple(
             inverse_frequencies(rope, self.device) for rope in (spec.rope, spec.local_rope)
         )
+
+    def _join_inputs(self) -> dict[int, Tensor]:
+        """Join the two maps of the input of each recurrent layer, which are then one product.
+
+        With 8 or 64 tokens on an H100 the second map, of 96 rows, takes 9 us of a layer's 320 if it
+        is alone.
+        """
+        layers = () if self.spec.recurrent is None else self.spec.recurrent.layers
+        names = ("delta_in.weight", "delta_gates.weight")
+        joined = {i: self._weights.join(*(f"layers.{i}.{name}" for name in names)) for i in layers}
+        if layers:
+            torch.cuda.empty_cache()  # the memory of the separate matrices fits no joined one
+        return {i: one for i, one in joined.items() if one is not None}
 
     @property
     def head(self) -> Weight:
@@ -294,10 +308,17 @@ class Decoder:
         """
         at, plain, eps = f"layers.{i}.", self._weights.plain, self.spec.norm.eps
         x = self._norm(at + "norm1", residual)
+        if i in self._inputs:
+            rows = len(self._inputs[i]), len(plain(at + "delta_gates.weight"))
+            whole = ops.linear(x, self._inputs[i], None)
+            inner, gates = whole.split((rows[0] - rows[1], rows[1]), -1)
+        else:
+            inner = ops.linear(x, *self._map(at + "delta_in"))
+            gates = ops.linear(x, *self._affine(at + "delta_gates"))
         mixed = states.run(
             number,
-            ops.linear(x, *self._map(at + "delta_in")),
-            ops.linear(x, *self._affine(at + "delta_gates")),
+            inner,
+            gates,
             ops.DeltaWeights(
                 plain(at + "conv.weight").flatten(1),
                 *(plain(f"{at}{name}.weight") for name in ("decay", "step_bias", "delta_norm")),

@@ -109,6 +109,22 @@ class Weights(dict[str, Weight]):
             self._packed[name][1].append((first, found))
         return found
 
+    def join(self, *names: str) -> Tensor | None:
+        """Move plain matrices [., width] of one dtype into one tensor, of which they become views.
+
+        Returns:
+            That tensor, the rows of the first matrix first, or None if a matrix is not plain.
+        """
+        parts = [self[name] for name in names]
+        if not all(isinstance(one, Tensor) and not ops.is_packed(one) for one in parts):
+            return None
+        plain = [self.plain(name) for name in names]
+        if len({one.dtype for one in plain}) > 1:
+            return None
+        whole = torch.cat(plain)
+        self.update(zip(names, whole.split([len(one) for one in plain]), strict=True))
+        return whole
+
     @contextlib.contextmanager
     def writing(self, name: str) -> Iterator[Writable]:
         """Yield the whole tensor to write to, plain or quantised. Afterwards its packed copies are

@@ -134,6 +134,21 @@ def test_greedy_tokens_equal_those_of_transformers(models, due, family):
         assert found[0, len(TEXTS[p]) :].tolist() == tokens
 
 
+def test_joined_maps_give_the_tokens_of_separate_ones(models, due):
+    """As on a GPU, where both maps of a recurrent layer's input are one product."""
+    _, target = models(HYBRID[0])
+    other = Decoder(target.spec, {name: one.clone() for name, one in target.weights.items()})
+    other._inputs = other._join_inputs()
+    assert [*other._inputs] == [*target.spec.recurrent.layers]
+    for name, one in target.weights.items():
+        assert torch.equal(other.weights.plain(name), one)
+    assert plain(other, rows()) == due(HYBRID[0])
+    first = f"layers.{target.spec.recurrent.layers[0]}.delta_gates.weight"
+    with other.weights.writing(first) as gates:
+        gates.fill_(7.0)
+    assert (other._inputs[target.spec.recurrent.layers[0]][-len(gates) :] == 7.0).all()
+
+
 @pytest.mark.parametrize("lengths", [(1, 2, 3, 4, 5, 6, 7, 8, 9, 0), (9,)])
 @pytest.mark.parametrize(("family", "batch"), [*zip(HYBRID, (5, 20, 1), strict=True)])
 def test_tokens_with_drafts_equal_plain_decoding(models, due, family, batch, lengths):
