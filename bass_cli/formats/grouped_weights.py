@@ -53,7 +53,16 @@ def file_layouts(checkpoint: Checkpoint) -> Layouts:
     """Return the layouts of a model that keeps the numbers of its file: plain ones if the file has
     no such matrix, and for a head that it stores as floats."""
     found = grouped_pieces(checkpoint, Layouts(FILE, FILE))
-    return Layouts(FILE, FILE if "head.weight" in found else None) if found else PLAIN
+    if not found:
+        return PLAIN
+    bits = tuple((name, _bits(pieces)) for name, pieces in found.items())
+    return Layouts(FILE, FILE if "head.weight" in found else None, bits)
+
+
+def _bits(pieces: Sequence[Piece]) -> int:
+    """Return the bits of the numbers of a matrix with these tensors."""
+    kinds = {piece.entry.dtype for piece in pieces if isinstance(piece.entry, Entry)}
+    return 4 if kinds <= {*_FOUR_BITS} else 8
 
 
 def _is_grouped(piece: Piece, spec: Spec) -> bool:
@@ -86,8 +95,7 @@ def read_grouped(pieces: Sequence[Piece], spec: Spec, stage: Stage) -> Grouped:
 def _read_matrix(pieces: Sequence[Piece], spec: Spec, stage: Stage) -> Grouped:
     rows = sum(piece.slot.rows for piece in pieces)
     width = pieces[0].entry.shape[-1]
-    kinds = {piece.entry.dtype for piece in pieces if isinstance(piece.entry, Entry)}
-    bits = 4 if kinds <= {*_FOUR_BITS} else 8
+    bits = _bits(pieces)
     values = torch.empty(rows, width, dtype=torch.int8)
     scales, minima = (torch.empty(rows, width // GROUP) for _ in range(2))
     for entry, slot in pieces:

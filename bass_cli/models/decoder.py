@@ -129,8 +129,10 @@ class Decoder:
         """The number formats of its weights."""
         name = "qkv" if self.layers[0] in self.spec.attention_layers else "delta_in"
         matrix = self._weights[f"layers.{self.layers[0]}.{name}.weight"]
-        layouts = (None if isinstance(one, Tensor) else one.layout for one in (matrix, self.head))
-        return Format(self.dtype, Layouts(*layouts))
+        layers, head = (
+            None if isinstance(one, Tensor) else one.layout for one in (matrix, self.head)
+        )
+        return Format(self.dtype, Layouts(layers, head))
 
     @property
     def context(self) -> int:

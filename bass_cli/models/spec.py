@@ -357,10 +357,13 @@ class Layouts(NamedTuple):
 
     layers: the linear maps of its layers, and of a draft head's features.
     head: its head. A tied head is stored apart from the embedding then.
+    bits: of a file, the matrices whose numbers are kept, with their bits. Others are plain
+        numbers. Empty: not known.
     """
 
     layers: str | None = None
     head: str | None = None
+    bits: tuple[tuple[str, int], ...] = ()
 
     def of(self, name: str) -> str | None:
         """Return the layout of a tensor of `parameters`."""
@@ -388,13 +391,17 @@ class Format(NamedTuple):
 
     def bytes_of(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
         """Return the bytes of tensors of these names and shapes. The few norms count as others."""
-        from bass_kernels import quantised
+        from bass_kernels import Grouped, quantised
 
-        found = 0
+        found, bits = 0, dict(self.layouts.bits)
         for name, shape in shapes.items():
             layout = self.layouts.of(name)
-            plain = math.prod(shape) * self.dtype.itemsize
-            found += plain if layout is None else quantised.bytes_of(shape, layout)
+            if layout is None or (bits and name not in bits):
+                found += math.prod(shape) * self.dtype.itemsize
+            elif bits:
+                found += Grouped.bytes_of(shape, bits[name])
+            else:
+                found += quantised.bytes_of(shape, layout)
         return found
 
 

@@ -74,9 +74,11 @@ class Grouped:
         return self.shape[0]
 
     @staticmethod
-    def most_bytes(shape: tuple[int, ...]) -> int:
-        """Return the bytes of a matrix of this shape in 8 bits."""
-        return math.prod(shape) * (GROUP + 2 * 2 * torch.bfloat16.itemsize) // GROUP
+    def bytes_of(shape: tuple[int, ...], bits: int = 8) -> int:
+        """Return the bytes of a matrix of this shape in 4 or 8 bits, without the rows that are
+        padded."""
+        planes = bits // 4
+        return planes * math.prod(shape) * (GROUP // 2 + 2 * torch.bfloat16.itemsize) // GROUP
 
     @property
     def device(self) -> torch.device:

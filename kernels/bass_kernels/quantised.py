@@ -124,7 +124,7 @@ Weight = Writable | Grouped
 def bytes_of(shape: tuple[int, ...], layout: str) -> int:
     """Return the bytes of a quantised matrix of this shape [N, K]; at most, if it is grouped."""
     if layout == Grouped.layout:
-        return Grouped.most_bytes(shape)
+        return Grouped.bytes_of(shape)
     dtype, _ = _KINDS[layout]
     return shape[0] * (shape[1] * dtype.itemsize + torch.float32.itemsize)
 

@@ -26,7 +26,7 @@ from bass_cli.formats.grouped_weights import file_layouts, numbers_of
 from bass_cli.formats.weights import load
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.models.decoder import Decoder
-from bass_cli.models.spec import FILE, MAPS, Layouts
+from bass_cli.models.spec import FILE, MAPS, Format, Layouts
 from bass_cli.run import defaults
 from bass_cli.run import plan as plans
 from bass_cli.run.build import Models, load_models
@@ -257,7 +257,7 @@ def test_auto_is_float32_on_a_processor_without_the_product(
 def test_plan_names_the_format_so_that_resume_finds_another_one(tmp_path: Path) -> None:
     plan = make_plan(job_of(write_model(tmp_path / "tiny.gguf", "Q4_0")))
     assert plan.identity()["dtype"] == "file"
-    assert plan.layouts == AS_STORED
+    assert plan.layouts[:2] == AS_STORED[:2]
 
 
 @needs_product
@@ -279,10 +279,23 @@ def test_plan_counts_a_draft_of_other_files_in_the_format_that_it_gets(
 
 
 @needs_product
+@pytest.mark.parametrize(("family", "kind"), [("qwen3_moe", "Q4_1"), ("gpt_oss", "MXFP4")])
+def test_plan_counts_the_bytes_of_the_matrices_as_they_are_kept(
+    family: str, kind: str, tmp_path: Path
+) -> None:
+    """Experts in 4 or 8 bits. Only rows up to the next multiple of 16 are not counted."""
+    write_gguf(family, tmp_path / "tiny.gguf", kind=kind)
+    checkpoint = open_checkpoint(tmp_path / "tiny.gguf")
+    planned = Format(torch.float32, file_layouts(checkpoint)).bytes_of(checkpoint.shapes)
+    held = sum(one.nbytes for one in stored(tmp_path / "tiny.gguf").values())
+    assert 0.97 * held < planned <= held
+
+
+@needs_product
 def test_head_that_a_file_stores_as_floats_is_planned_as_floats(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(write_model(tmp_path / "tiny.gguf", "Q4_0"))
     kept = tuple(one for one in checkpoint.pieces if one.slot.name != "head.weight")
     floats = replace(checkpoint, pieces=kept, spec=replace(checkpoint.spec, tied=False))
-    assert file_layouts(checkpoint) == AS_STORED
-    assert file_layouts(floats) == Layouts(FILE, None)
+    assert file_layouts(checkpoint)[:2] == AS_STORED[:2]
+    assert file_layouts(floats)[:2] == (FILE, None)
     assert layouts_of("file", floats).of("head.weight") is None
