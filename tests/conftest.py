@@ -2,11 +2,9 @@
 set before triton is imported."""
 
 import gc
-import inspect
 import itertools
 import os
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,44 +42,15 @@ def pytest_unconfigure():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def no_idle_checks():
-    """Turn off the interpreter's overflow checks. They compute integer sums and products twice, a
-    quarter of its time, and the result is only used in debug mode, which is off."""
-    interpreter = pytest.importorskip("triton.runtime.interpreter")
-    builder = interpreter.interpreter_builder
-    assert not builder.options.debug
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def builtins_found_once():
-    """Search Triton's builtins once. The interpreter searches its whole language for them at every
-    call of a device function; only whether they are patched already can change."""
-    if torch.cuda.is_available():  # the interpreter is not used
-        yield
-        return
-    interpreter = pytest.importorskip("triton.runtime.interpreter")
-    language = interpreter.tl
-    places = (
-        language, language.core, language.tensor, language.math,
-        language.core.tensor_descriptor_base,
-    )  # fmt: skip
-    builtins = {
-        place: [one for one in inspect.getmembers(place) if language.core.is_builtin(one[1])]
-        for place in places
-    }
-    assert len(builtins[language]) > 50
-
-    def patch_builtins(place, builder, scope):
-        for name, member in builtins[place]:
-            if getattr(place, name) is member:
-                interpreter._patch_attr(place, name, member, builder, scope)
+def fast_interpreter():
+    """Make Triton's interpreter faster, where it is used. Returns the patch."""
+    pytest.importorskip("triton")
+    from fast_interpreter import speed_up
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_patch_builtin", patch_builtins)
-        yield
+        if not torch.cuda.is_available():
+            speed_up(patch)
+        yield patch
 
 
 @pytest.fixture(scope="session")
