@@ -256,8 +256,8 @@ class Goodput(DraftLength):
         self._unlearnt = done, self._inputs
         if self._line is not None:
             self._account(done, self._line)
-        # The next length depends on what a lookup found.
-        self._decided = self._decided and not done.lookup_seconds
+        # The next length depends on what a lookup found, and on the first known cost.
+        self._decided = self._decided and self._costs.known and not done.lookup_seconds
         if done.width == 0:
             self._probes.idle += 1
             return
@@ -337,7 +337,10 @@ class Goodput(DraftLength):
         rows, took = len(done.accepted), done.seconds - done.lookup_seconds
         if done.steady:
             padded = inputs.padded or rows
-            self._costs.learn(padded, done.width, took, inputs.context, free=inputs.free)
+            replayed = inputs.padded > 0
+            self._costs.learn(
+                padded, done.width, took, inputs.context, free=inputs.free, warm=replayed
+            )
         if done.width:
             self._acceptance.follow(done.rows or inputs.samples or tuple(range(rows)))
             if done.drafted is not None and not inputs.free:

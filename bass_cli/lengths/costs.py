@@ -255,11 +255,23 @@ class RoundCost:
         return found
 
     def learn(
-        self, rows: int, width: int, seconds: float, context: float | None, *, free: bool = False
+        self,
+        rows: int,
+        width: int,
+        seconds: float,
+        context: float | None,
+        *,
+        free: bool = False,
+        warm: bool = False,
     ) -> None:
         """Learn from a round that took `seconds`. Ignore times that are not above 0 and finite:
-        the system clock was set or stood still."""
-        first, self._first = self._first, False
+        the system clock was set or stood still.
+
+        Args:
+            warm: the round replayed a graph, so it was no slower than later ones, even if it is
+                the first.
+        """
+        first, self._first = self._first and not warm, False
         if self._frozen or first or not 0 < seconds < math.inf:
             return
         self._met[rows] += 1
@@ -316,14 +328,16 @@ class RoundCost:
         return abs(float(apart @ plain)) / float(plain[0] + _NOISE**2) ** 0.5
 
     def surface(self, *, acceptance: float) -> Surface | None:
-        """Return what was learnt for row counts that occurred often. None if the surface is a
-        measured one, or no row count occurred often."""
-        often = sorted(rows for rows, times in self._met.items() if times >= _ENOUGH)
+        """Return what was learnt for row counts that occurred often, and the estimates for fewer
+        rows. None if the surface is a measured one, or no row count occurred often."""
+        often = {rows for rows, times in self._met.items() if times >= _ENOUGH}
         if self._surface.measured or not often:
             return None
-        parts = [self._scaled(rows, None, False) for rows in often]
+        most = max(often)
+        rows = sorted(often | {2**power for power in range(most.bit_length()) if 2**power < most})
+        parts = [self._scaled(count, None, False) for count in rows]
         return make_surface(
-            often,
+            rows,
             self._choices.tolist(),
             verify=[(plain + places).tolist() for plain, places, _ in parts],
             draft=[draft.tolist() for _, _, draft in parts],
