@@ -90,7 +90,8 @@ def _benches(bench: Bench) -> Iterator[dict[str, Any]]:
         if len(acceptances) > 1:
             bench.screen.note(f"acceptance set to {words_of(acceptance)}")
         surface = preparation.surface(bench)
-        yield _grid(replace(bench, failures=[], surface=surface, acceptance=acceptance))
+        new = replace(bench, failures=[], learnt={}, surface=surface, acceptance=acceptance)
+        yield _grid(new)
 
 
 def _grid(bench: Bench) -> dict[str, Any]:

@@ -75,7 +75,8 @@ class Bench:
     failures: reasons why the figures are wrong, collected during the bench. surface: cost of
     rounds for controllers; None if it was not measured. parts: times of the parts of a round, by
     (batch size, whether decoding is plain, draft length). texts: by kind; one kind "" without a
-    name, unless several kinds are measured.
+    name, unless several kinds are measured. learnt: by cell, what controllers have learnt of costs
+    in its last run; its next run begins from it, as later jobs of a pair do.
     """
 
     settings: Settings
@@ -90,6 +91,7 @@ class Bench:
     acceptance: Sequence[Rate] = ()
     surface: Surface | None = None
     parts: dict[tuple[int, bool, int], Parts] = field(default_factory=dict)
+    learnt: dict[Key, Surface] = field(default_factory=dict)
 
     @property
     def prompts(self) -> list[list[int]]:
@@ -106,20 +108,24 @@ class Bench:
     def run(self, key: Key, rows: list[Row]) -> Run:
         """Run these new rows of a cell with a new draft-length controller."""
         loop = self.loops.of(key.method)
-        loop.use(self.lengths(key.method))
+        lengths = self.lengths(key)
+        loop.use(lengths)
         texts = enumerate(self.texts[key.text])
         prefill = fill(loop, rows, {f"{key.text}{i}": text.reference for i, text in texts})
-        return decode(loop, rows, prefill=prefill)
+        done = decode(loop, rows, prefill=prefill)
+        if isinstance(learnt := lengths.learned(), Surface):
+            self.learnt[key] = learnt
+        return done
 
-    def lengths(self, method: str) -> DraftLength:
-        speculation = self.settings.job.speculation
+    def lengths(self, key: Key) -> DraftLength:
+        speculation, method = self.settings.job.speculation, key.method
         if method in CONTROLLERS:
             drafter = self.loops.of(method).drafter
             return make_lengths(
                 method,
                 limit=min(speculation.max, drafter.longest),
                 coupling=speculation.coupling,
-                surface=self.surface,
+                surface=self.learnt.get(key, self.surface),
                 at_once=drafter.at_once,
             )
         return Fixed(0 if method == PLAIN else int(method))
@@ -382,7 +388,7 @@ def capture(bench: Bench, batch: int) -> list[dict[str, Any]]:
 def surface(bench: Bench) -> Surface | None:
     """Return the cost of rounds: the pair's profile, or a new measurement if a method needs one.
 
-    Otherwise None: `bass` and `auto` then start without a profile, as in a pair's first job.
+    Otherwise None: the first run of `auto` then starts without costs, as in a pair's first job.
     """
     settings, plan, loop = bench.settings, bench.plan, bench.loops.speculative
     if plan is not None and plan.surface is not None and plan.surface.measured:

@@ -88,6 +88,10 @@ class RoundResult(NamedTuple):
         needed the tokens of the round before.
     plain: seconds of a plain round of the same rows by the controller's measured costs; 0 if
         unknown.
+    padded: the field of that name in the ControllerInput from which the round was chosen; 0 if not
+        filled in. A later one may have been made before the round ended, for fewer rows.
+    wanted: the draft length that the controller returned for this round; -1 if not filled in. A
+        round has another one if a row has too little room, or if a near graph serves it.
     """
 
     width: int
@@ -101,6 +105,8 @@ class RoundResult(NamedTuple):
     capacity: int = 0
     waiting: float = 0.0
     plain: float = 0.0
+    padded: int = 0
+    wanted: int = -1
 
     @property
     def num_drafts(self) -> tuple[int, ...]:

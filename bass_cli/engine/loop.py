@@ -403,6 +403,8 @@ class Loop:
             capturing=ended.capturing,
             waiting=ended.waiting,
             plain=self.lengths.plain,
+            padded=ended.padded,
+            wanted=ended.wanted,
         )
         if done.steady:
             self.clock.observe(ended.length, seconds)

@@ -35,13 +35,14 @@ _NOTHING = Running(lambda: True, lambda: None)
 
 @dataclass(slots=True, eq=False)
 class Round:
-    """One round, from the request to its result. The first four fields are the request; `Loop` sets
+    """One round, from the request to its result. The first six fields are the request; `Loop` sets
     the others when it launches the round.
 
     width: draft length; after the launch, drafts of each row (their mean number if `cut`).
     drafts: drafts from the host; None if the device drafts.
     looked_up: whether the host looked up drafts.
     lookup_seconds: time in which the device waited for them.
+    padded, wanted: as in RoundResult.
     running: the work on the device, which began at `began`.
     rows: its rows, of the batch after `changes` changes.
     places: places for drafts in each row of the result, at least `width`.
@@ -55,6 +56,8 @@ class Round:
     drafts: Proposal | None
     looked_up: bool
     lookup_seconds: float
+    padded: int = 0
+    wanted: int = -1
     running: Running = _NOTHING
     began: float = 0.0
     rows: tuple[Row, ...] = ()
@@ -213,11 +216,13 @@ class NextRound:
 
     def _make_request(self, deadline: float | None) -> Round:
         inputs = self._inputs(deadline)
-        width = self._width(inputs, deadline)
+        wanted = self.lengths.next(len(inputs.rooms), inputs)
+        width = self._width(wanted, inputs, deadline)
         began = self._clock.now()
         drafts = self.host_drafts.propose(width, self.lengths)
         looked_up = not self._drafter.on_device and width > 0
-        return Round(width, drafts, looked_up, self._clock.now() - began)
+        waited = self._clock.now() - began
+        return Round(width, drafts, looked_up, waited, padded=inputs.padded, wanted=wanted)
 
     def _inputs(self, deadline: float | None) -> ControllerInput:
         rooms, work, captured = self._batch.rooms(), self.pending_work, self._captured
@@ -244,15 +249,15 @@ class NextRound:
             padded=padded,
         )
 
-    def _width(self, inputs: ControllerInput, deadline: float | None) -> int:
+    def _width(self, wanted: int, inputs: ControllerInput, deadline: float | None) -> int:
         """Return the draft length of the next round.
 
-        It is the length that the controller returns, limited by the drafter, by the row with the
-        most room, and by `deadline`. Time for capturing counts. With graphs it is one of the
-        captured lengths unless it must be exact. Under maximal coupling the clock has no influence,
-        because the length affects the samples.
+        It is `wanted`, the length that the controller returned, limited by the drafter, by the row
+        with the most room, and by `deadline`. Time for capturing counts. With graphs it is one of
+        the captured lengths unless it must be exact. Under maximal coupling the clock has no
+        influence, because the length affects the samples.
         """
-        captured, wanted = self._captured, self.lengths.next(len(inputs.rooms), inputs)
+        captured = self._captured
         wanted = max(0, min(wanted, self._drafter.longest, max(inputs.rooms) - 1))
         if self._maximal:
             return wanted

@@ -189,6 +189,7 @@ class Goodput(DraftLength):
         self._costs = RoundCost(self._choices, surface, frozen=frozen, at_once=at_once)
         self._acceptance = Acceptance(limit, surface.acceptance if surface is not None else None)
         self._inputs, self._rows, self._frozen = DEFAULT_INPUT, 0, frozen
+        self._runs = numpy.ones(len(self._choices))  # by choice: 0 if another length ran in place
         self._line: Array | None = None  # seconds of a round with each choice, for the live rows
         self._plain = self._pace = 0.0  # seconds of a plain round; fewest seconds a token of a row
         self._last = 0  # index of the last choice made by goodput
@@ -253,9 +254,16 @@ class Goodput(DraftLength):
 
     def observe(self, done: RoundResult) -> None:
         self._learn()
-        self._unlearnt = done, self._inputs
-        if self._line is not None:
-            self._account(done, self._line)
+        if done.wanted in self._choices:  # a round of another length shows nothing about this one
+            self._runs[self._choices.index(done.wanted)] = done.width == done.wanted
+        inputs, line = self._inputs, self._line
+        if done.padded not in (0, inputs.padded) and not self._frozen:
+            inputs = inputs._replace(padded=done.padded)  # the next round has fewer rows
+            if line is not None:
+                line = self._costs.line(done.padded, inputs.context, free=inputs.free)
+        self._unlearnt = done, inputs
+        if line is not None:
+            self._account(done, line)
         # The next length depends on what a lookup found, and on the first known cost.
         self._decided = self._decided and self._costs.known and not done.lookup_seconds
         if done.width == 0:
@@ -299,6 +307,12 @@ class Goodput(DraftLength):
         paces = line * self._acceptance.rounds(self._rows, inputs.rooms)[[*self._choices]]
         self._pace, unsure = float(paces.min()), self._acceptance.unsure
         paces += first_use(self._choices, inputs, line, self._affordable, unsure)
+        if self._last and not unsure:
+            # A length may cost one standard deviation less than estimated. So lengths that may be
+            # the best are tried, and each try makes their estimates better.
+            rows = inputs.padded or self._rows
+            spread = self._costs.spread(rows, self._last, inputs.context) * self._runs
+            paces[1:] *= numpy.exp(-spread[1:])
         best = int(paces.argmin())
         stays = paces[self._last] <= paces[best] * (1 + (_STAY if best else _LEAVE))
         self._last = self._last if stays else best
@@ -351,7 +365,7 @@ class Goodput(DraftLength):
 
     def _account(self, done: RoundResult, line: Array) -> None:
         """Record what drafting or a lookup gained in this round against plain decoding."""
-        plain, taken = self._plain, done.seconds
+        plain, taken = float(line[0]), done.seconds
         looked_up = done.lookup_seconds > 0 and not self._frozen
         if self._frozen or not done.steady:
             taken = float(numpy.interp(done.width, self._choices, line))

@@ -192,6 +192,8 @@ def read_surface(text: str | bytes) -> Surface:
 _SPREAD = {True: (0.0, 0.15, 0.15), False: (0.0, 0.5, 1.0)}
 _TOGETHER = {True: 0.1, False: 0.5}
 _ANYTHING = 100.0  # prior variance if nothing was ever measured
+_EXACT = 1e-9  # least variance of a choice's offset where lines are evened out
+_STEPS = 0.05  # prior standard deviation of a choice's cost around the sum of its parts
 _NOISE = 0.03  # relative noise of one round's seconds
 # Process noise: each part, and all of them together, drift by 0.4 % a round.
 _DRIFTED = 0.004**2 * (numpy.eye(3) + 1)
@@ -210,7 +212,8 @@ class RoundCost:
 
     A round's cost is the sum of three parts: a plain pass, the pass over the drafts, and drafting.
     A Kalman filter tracks the logarithms of a correction factor for each part, so that observed
-    sums correct the parts.
+    sums correct the parts. Each choice's cost also has an offset from the sum by number of rows,
+    because passes take steps (tiles of products) that three parts cannot follow.
 
     Args:
         surface: the first estimate. None: nothing is known before the first round.
@@ -235,6 +238,8 @@ class RoundCost:
         self._covariance: Array = numpy.diag(trust) ** 2 + _TOGETHER[self._surface.measured] ** 2
         if not self.known:
             self._covariance += _ANYTHING
+        # By rows: offsets of the logarithms of costs, and their variances, [2, choices].
+        self._offsets: dict[int, Array] = {}
         # By rows: seconds at the surface's context, and seconds for one more token of context.
         self._parts: dict[int, tuple[Array, Array]] = {}
         self._met: Counter[int] = Counter()  # rounds by rows
@@ -251,8 +256,9 @@ class RoundCost:
         Args:
             free: the host has the drafts; the round makes none.
         """
-        found: Array = self._scaled(rows, context, free).sum(0)
-        return found
+        offset, variance = self._offset(rows)
+        line = self._scaled(rows, context, free).sum(0) * numpy.exp(offset)
+        return _evened(line, 1 / (variance + _EXACT))
 
     def learn(
         self,
@@ -277,24 +283,25 @@ class RoundCost:
         self._met[rows] += 1
         place = int(abs(self._choices - width).argmin())
         parts = self._scaled(rows, context, free)[:, place]
-        ratio = math.log(seconds) - math.log(float(parts.sum()))
+        offset, own = self._offset(rows)[:, place]
+        ratio = math.log(seconds) - math.log(float(parts.sum())) - offset
         most = _STUMBLE if self.known else _FURTHEST
         ratio = min(max(ratio, -most), most)
-        moved, shares, off, noise = self._moved(parts, ratio)
+        moved, shares, off, noise = self._moved(parts, ratio, _NOISE**2 + own)
         if self.known and off * off > _SURPRISE**2 * (shares @ self._covariance @ shares + noise):
-            noise = _SHARE * off * off
+            noise = _SHARE * off * off + own
             self._covariance = self._covariance + noise
             moved, shares, off, noise = self._moved(parts, ratio, noise)
         seen = self._covariance @ shares
         gain = seen / (shares @ seen + noise)
+        share = own / (shares @ seen + noise)
+        self._offset(rows)[:, place] += share * off, -share * own
         moved = numpy.log(self._factors) + moved
         self._factors = numpy.exp(moved.clip(-_FURTHEST, _FURTHEST))
         self._covariance = self._covariance - numpy.outer(gain, seen) + _DRIFTED
         self.known = True
 
-    def _moved(
-        self, parts: Array, ratio: float, noise: float = _NOISE**2
-    ) -> tuple[Array, Array, float, float]:
+    def _moved(self, parts: Array, ratio: float, noise: float) -> tuple[Array, Array, float, float]:
         """Compute one update of the filter.
 
         A sum of exponentials is not linear: a part of which little is known may become most of a
@@ -327,6 +334,19 @@ class RoundCost:
         plain = self._covariance[0]
         return abs(float(apart @ plain)) / float(plain[0] + _NOISE**2) ** 0.5
 
+    def spread(self, rows: int, place: int, context: float | None = None) -> Array:
+        """Return how uncertain each choice's cost is relative to that of the choice at `place`,
+        [choices]: standard deviations of logarithms. 0 if frozen."""
+        parts = self._scaled(rows, context, False)
+        if self._frozen:
+            return numpy.zeros(len(self._choices))
+        shares, (_, own) = parts / parts.sum(0), self._offset(rows)
+        apart = shares - shares[:, place : place + 1]
+        variance = (apart * (self._covariance @ apart)).sum(0) + own + own[place]
+        variance[place] = 0.0
+        found: Array = variance.clip(0.0) ** 0.5
+        return found
+
     def surface(self, *, acceptance: float) -> Surface | None:
         """Return what was learnt for row counts that occurred often, and the estimates for fewer
         rows. None if the surface is a measured one, or no row count occurred often."""
@@ -335,15 +355,22 @@ class RoundCost:
             return None
         most = max(often)
         rows = sorted(often | {2**power for power in range(most.bit_length()) if 2**power < most})
-        parts = [self._scaled(count, None, False) for count in rows]
+        drafts = [self._scaled(count, None, False)[2] for count in rows]
+        lines = [self.line(count) for count in rows]
         return make_surface(
             rows,
             self._choices.tolist(),
-            verify=[(plain + places).tolist() for plain, places, _ in parts],
-            draft=[draft.tolist() for _, _, draft in parts],
+            verify=[(line - draft).tolist() for line, draft in zip(lines, drafts, strict=True)],
+            draft=[draft.tolist() for draft in drafts],
             acceptance=acceptance,
             measured=False,
         )
+
+    def _offset(self, rows: int) -> Array:
+        if rows not in self._offsets:
+            spread = numpy.where(self._choices, 0.0 if self._frozen else _STEPS, 0.0)
+            self._offsets[rows] = numpy.stack((0 * spread, spread**2))
+        return self._offsets[rows]
 
     def _scaled(self, rows: int, context: float | None, free: bool) -> Array:
         """Return the seconds of the three parts, [3, choices]."""
@@ -458,6 +485,23 @@ def _even(line: Sequence[float]) -> list[float]:
     return [
         (high + low) / 2 for high, low in zip(itertools.accumulate(line, max), ahead, strict=True)
     ]
+
+
+def _evened(line: Array, weights: Array) -> Array:
+    """Return the rising line that is closest to this one by weighted squares (isotonic regression,
+    pooling adjacent violators)."""
+    if (line[1:] >= line[:-1]).all():
+        return line
+    blocks: list[tuple[float, float, int]] = []  # mean, weight, length
+    for value, weight in zip(line.tolist(), weights.tolist(), strict=True):
+        block = value, weight, 1
+        while blocks and blocks[-1][0] > block[0]:
+            mean, heavy, length = blocks.pop()
+            both = heavy + block[1]
+            mean += (block[0] - mean) * block[1] / both
+            block = mean, both, length + block[2]
+        blocks.append(block)
+    return numpy.repeat([mean for mean, _, _ in blocks], [length for *_, length in blocks])
 
 
 Note = Callable[[str], None]

@@ -210,6 +210,31 @@ def test_launching_ahead_does_not_slow_a_job_down(host):
     assert seconds(True) <= (1.005 if host < 0.0005 else 0.97) * seconds(False)
 
 
+def test_result_names_the_rows_and_the_length_its_own_round_was_chosen_for():
+    """Rows end while a round is in flight: the next one is chosen for fewer rows before it ends."""
+    chosen, served = [], []
+
+    class Noted(Fixed):
+        def next(self, rows, inputs):
+            chosen.append((inputs.padded, super().next(rows, inputs)))
+            return chosen[-1][1]
+
+        def observe(self, done):
+            served.append((done.padded, done.wanted))
+
+    loop = Simulated(Noted(3), 0.5, rows=8)
+    flights = ready(loop)
+    loop.admit(*(Row("0", s, 0, [1], 20 + 8 * s) for s in range(8)))
+    while len(loop.batch):
+        loop.round(ahead=True)
+        ended = [i for i, row in enumerate(loop.batch.hosts) if row.room <= 0]
+        if ended:
+            loop.retire(*ended)
+    assert flights.behind > 10
+    assert served == chosen[: len(served)]
+    assert len({padded for padded, _ in served}) > 2
+
+
 def test_auto_without_a_drafter_always_launches_ahead():
     """Without a drafter there is nothing to learn: after its first rounds `auto` never waits for
     a result."""

@@ -5,7 +5,10 @@ import math
 import random
 import statistics
 
+import numpy
+
 from bass_cli.engine.contracts import ControllerInput, RoundResult
+from bass_cli.engine.sizes import bucket
 from bass_cli.lengths.costs import make_surface
 
 STEPS = {"qwen2.5-0.5b": 0.77e-3, "wide-310m": 0.40e-3}  # seconds of a draft step
@@ -154,3 +157,87 @@ class _Graphs:
 
 def rate_of(row, tokens):
     return row[2](tokens - row[1]) if callable(row[2]) else row[2]
+
+
+def tiled(tokens, *, tile):
+    """Return the tokens of a pass after rounding up to whole tiles of a product."""
+    return -(-tokens // tile) * tile
+
+
+def accelerator(*, plain, token, knee=0, beyond=0.0, tile=1, block, row=0.0, capacity=64):
+    """Return a GPU's seconds of a round by (rows, width), with graphs for buckets of rows and a
+    draft of one block: its cost is the same for any length.
+
+    plain: milliseconds of a pass. token, beyond: of each of its tokens, and of those above `knee`.
+    tile: tokens that a pass is rounded up to. block, row: milliseconds of a block, and of a row in it.
+    """
+
+    def cost(rows, width):
+        padded = bucket(rows, capacity)
+        tokens = tiled(padded * (width + 1), tile=tile)
+        drafting = block + row * padded if width else 0.0
+        return (plain + token * tokens + beyond * max(tokens - knee, 0) + drafting) / 1e3
+
+    return cost
+
+
+def run_captured(controller, cost, by_place, *, limits, capacity, seed=0, gap=0.0, feeding=0.0):
+    """Run samples of these `limits` of tokens through `capacity` rows of a loop with graphs.
+
+    A round is launched before the last one ends, with the rows that are live then, unless the
+    controller needs that one's result.
+
+    Args:
+        by_place: the probability by position in the draft that it is accepted. Whether it is
+            depends on the sample's position and `seed` only, so all lengths have the same luck.
+        gap: seconds in which the device waits for the host if a round is not launched ahead.
+        feeding: seconds that drafting costs once for every plain round before it.
+
+    Returns: mean seconds until a sample had its tokens, and the rounds: (rows, width, seconds).
+    """
+    chance = numpy.random.default_rng(seed)
+    luck = chance.random((len(limits), max(limits) + len(by_place) + 1))
+    place, room = numpy.zeros(len(limits), dtype=int), numpy.array(limits)
+    live, waiting = list(range(len(limits)))[:capacity], list(range(len(limits)))[capacity:]
+    now, ends, rounds, missed, flying = 0.0, [], [], 0, None
+
+    def launch():
+        nonlocal missed
+        rows, left = len(live), room[live]
+        padded = bucket(rows, capacity)
+        inputs = ControllerInput(
+            float(left.sum() + room[waiting].sum()) / rows,
+            catch_up=feeding * missed,
+            samples=tuple(live),
+            rooms=tuple(left.tolist()),
+            padded=padded,
+        )
+        width = max(0, min(controller.next(rows, inputs), int(left.max()) - 1))
+        missed = 0 if width else missed + 1
+        took = cost(rows, width) * chance.uniform(0.99, 1.01)
+        return tuple(live), width, took, padded, inputs.catch_up if width else 0.0
+
+    while live:
+        if flying is None:
+            flying, now = launch(), now + gap
+            controller.reflect()
+        rows, width, took, padded, fed = flying
+        ahead = not controller.needs_result(width)
+        flying, now = launch() if ahead else None, now + took + fed
+        rows = [row for row in rows if room[row] > 0]
+        at = place[rows][:, None] + numpy.arange(width)
+        hit = luck[numpy.array(rows)[:, None], at] < numpy.array(by_place[:width])
+        kept = hit.cumprod(1).sum(1)
+        place[rows] += kept + 1
+        room[rows] -= kept + 1
+        waits = 0.0 if ahead else gap
+        done = RoundResult(width, tuple(kept.tolist()), took, waiting=waits, padded=padded)
+        controller.observe(done._replace(rows=tuple(rows)))
+        if ahead:
+            controller.reflect()
+        rounds.append((len(rows), width, took))
+        ends += [now for row in rows if room[row] <= 0]
+        live = [row for row in live if room[row] > 0]
+        while waiting and len(live) < capacity:
+            live.append(waiting.pop(0))
+    return statistics.fmean(ends), rounds

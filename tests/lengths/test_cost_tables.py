@@ -1,0 +1,78 @@
+"""`auto` on accelerators with graphs and a draft of one block: in the first job of a pair and in
+later ones, against the best fixed length chosen afterwards, and against plain decoding."""
+
+import statistics
+
+import numpy
+import pytest
+from devices import accelerator, run_captured
+
+from bass_cli.engine.sizes import bucket
+from bass_cli.lengths.controllers import Fixed, Goodput
+
+LATER = 3  # jobs after the first one of a pair
+# The published acceptance of a DSpark on code and on chat, and a poor one.
+CODE = (0.94, 0.91, 0.88, 0.86, 0.83, 0.81, 0.78)
+CHAT = (0.80, 0.77, 0.75, 0.73, 0.71, 0.68, 0.66)
+POOR = (0.5, 0.45, 0.4, 0.4, 0.4, 0.4, 0.4)
+# A pass of an 8B in 8 bits on an H100: tokens, and milliseconds besides 0.016 for each row. 448
+# tokens take longer than 512.
+PASS = (8, 48, 64, 256, 320, 384, 448, 512), (4.1, 5.0, 5.1, 7.4, 10.5, 9.9, 13.0, 11.6)
+
+
+def h100(rows, width):
+    """Return the seconds of a round with a DSpark, as measured with 8 and 64 rows."""
+    padded = bucket(rows, 64)
+    verify = numpy.interp(padded * (width + 1), *PASS) + 0.016 * padded
+    block = 1.0 + (0.0156 + 0.0033 * width) * padded if width else 0.0
+    return float(verify + block) / 1e3
+
+
+TABLES = {
+    "measured": h100,
+    "in tiles": accelerator(plain=4.2, token=0.0155, block=1.15, row=0.012, tile=128),
+    "16 bits": accelerator(plain=5.2, token=0.0065, knee=200, beyond=0.013, block=1.7, row=0.014),
+    "flat at first": accelerator(plain=8, token=0.005, knee=300, beyond=0.01, block=0.5, row=0.003),
+}
+COSTLY = accelerator(plain=1.5, token=0.0425, block=2.5, row=0.028)
+
+
+def seconds(controller, cost, by_place, rows, seed, *, tokens=128):
+    """Return the mean seconds of the rows of one job."""
+    return run_captured(
+        controller, cost, by_place, limits=[tokens] * rows, capacity=rows, seed=seed, gap=0.25e-3
+    )[0]
+
+
+@pytest.mark.parametrize("rows", [8, 64])
+@pytest.mark.parametrize("by_place", [CODE, CHAT], ids=["code", "chat"])
+@pytest.mark.parametrize("table", TABLES)
+def test_auto_is_within_two_percent_of_the_best_length_once_the_pair_has_run(table, by_place, rows):
+    """The first job of a pair has one more plain round, and must try lengths: it may lose 6 % of
+    so few tokens. Each later job begins with what the one before it has learnt."""
+    cost, losses, slower, learnt = TABLES[table], [], [], None
+    for seed in range(1 + LATER):
+        fixed = [seconds(Fixed(k), cost, by_place, rows, seed) for k in (0, 2, 3, 4, 5, 6, 7)]
+        auto = Goodput(limit=7, at_once=True, surface=learnt)
+        found = seconds(auto, cost, by_place, rows, seed)
+        losses.append(found / min(fixed) - 1)
+        slower.append(found / fixed[0] - 1)
+        learnt = auto.learned()
+        assert learnt is not None
+    assert losses[0] < 0.06
+    assert statistics.fmean(losses[1:]) < 0.02, losses
+    assert statistics.fmean(slower[1:]) < 0.02, slower
+
+
+@pytest.mark.parametrize("rows", [8, 64])
+@pytest.mark.parametrize("by_place", [CHAT, POOR], ids=["chat", "poor"])
+def test_no_job_of_256_rounds_is_slower_than_plain_decoding_by_more_than_two_percent(
+    by_place, rows
+):
+    """A round with drafts takes up to five plain ones, so none pays. Noise may add half a percent."""
+    learnt = None
+    for seed in range(1 + LATER):
+        plain = seconds(Fixed(0), COSTLY, by_place, rows, seed, tokens=256)
+        auto = Goodput(limit=7, at_once=True, surface=learnt)
+        assert seconds(auto, COSTLY, by_place, rows, seed, tokens=256) < 1.025 * plain
+        learnt = auto.learned()
