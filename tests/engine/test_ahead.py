@@ -191,11 +191,11 @@ def test_goodput_waits_for_a_result_that_carries_information():
 
 @pytest.mark.parametrize("host", [0.0, 0.0001, 0.0005])
 def test_launching_ahead_does_not_slow_a_job_down(host):
-    """Eight rows, 128 samples of 128 tokens. The host takes almost no time, and rows that end
-    cost nothing."""
+    """Eight rows, 128 samples of 128 tokens, four times: which drafts are accepted by chance differs
+    between the two. The host takes almost no time, and rows that end cost nothing."""
 
-    def seconds(ahead):
-        loop = Simulated(Goodput(limit=8), 0.8, rows=8)
+    def seconds(ahead, seed):
+        loop = Simulated(Goodput(limit=8), 0.8, rows=8, seed=seed)
         waiting = [Row(str(n), 0, 0, [1] * 20, 128) for n in range(128)]
         while waiting or len(loop.batch):
             while waiting and len(loop.batch) < 8:
@@ -207,7 +207,8 @@ def test_launching_ahead_does_not_slow_a_job_down(host):
                     loop.retire(index)
         return loop.clock.now()
 
-    assert seconds(True) <= (1.005 if host < 0.0005 else 0.97) * seconds(False)
+    ahead, alone = (sum(seconds(way, seed) for seed in range(4)) for way in (True, False))
+    assert ahead <= (1.005 if host < 0.0005 else 0.97) * alone
 
 
 def test_result_names_the_rows_and_the_length_its_own_round_was_chosen_for():

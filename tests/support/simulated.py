@@ -62,9 +62,9 @@ class Finder(NoDrafter):
 class Simulated(Loop):
     """Each draft is accepted with probability `rate`; see FakeGraphs for the times."""
 
-    def __init__(self, lengths, rate, *, rows=8, drafter=None, graphs=None):
+    def __init__(self, lengths, rate, *, rows=8, drafter=None, graphs=None, seed=0):
         graphs = graphs or FakeGraphs(Ticks())
-        self._chance, self._rate = random.Random(0), rate
+        self._chance, self._rate = random.Random(seed), rate
         batch = Batch(rows=rows, context=1024, device=torch.device("cpu"))
         super().__init__(
             batch=batch,
