@@ -52,6 +52,21 @@ def test_layer_is_the_draft_where_none_is_named(here):
     assert taken(model="target", draft="none") == ("none", [])
 
 
+def test_longest_draft_is_shorter_if_it_is_not_set(here):
+    """A further token of a draft takes memory of every row with recurrent layers."""
+
+    def longest(draft, **speculation):
+        pair = Pair(name="x", target="target", draft=draft, speculation=speculation)
+        return make_plan(Job(**SMALL, pair=pair), prompts=1).longest
+
+    assert [longest(draft) for draft in ("mtp-or-none", "mtp", "lookup")] == [8, 8, 32]
+    assert [longest("mtp", max=16), longest("mtp", length=12), longest("mtp", length=3)] == [
+        16,
+        12,
+        3,
+    ]
+
+
 def test_other_checkpoints_keep_their_default(tmp_path):
     """A hybrid without the layer, though its config.json counts one, and another family."""
     for family in (HYBRID[0], "llama"):
