@@ -37,7 +37,7 @@ _OF_HEADS = ("auto", "target", "fp8", "int8")
 # Tokens drafted beyond those verified where rows are cut (docs/decisions/10-cutting.md): two gain
 # three quarters of what four gain. A pass takes two places for each, except for a whole block.
 _MORE, _WHOLE = 2, 4
-# The longest draft of mtp, if `speculation.max` is not set. Each further token takes another pass of
+# The longest draft of mtp, if `speculation.max` is not set. Each further token takes a pass of
 # the layer, and 2 MB of every sequence of a 27B with recurrent layers: 80 GB hold 61 sequences of
 # 1,024 new tokens with drafts up to 8, and 44 with drafts up to 32. Where a draft token takes a
 # twentieth of a round, longer drafts pay at acceptance rates above 0.8 only.
