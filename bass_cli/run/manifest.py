@@ -6,6 +6,7 @@ compares manifests.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
 import subprocess
@@ -92,7 +93,7 @@ def describe(
         "results": results,
         "job": job.model_dump(mode="json"),
         "versions": versions | {"transformers": importlib.metadata.version("transformers")},
-        "origin": {"commit": _commit(), **plan.origin},
+        "origin": {"commit": _commit(__file__), **plan.origin},
     }
 
 
@@ -117,12 +118,14 @@ def _of_maximal(plan: Plan) -> dict[str, Any]:
     return found
 
 
-def _commit() -> str | None:
-    """Return the commit of this installation of bass, with "-dirty" if its clone has changes.
+@functools.cache
+def _commit(code: str) -> str | None:
+    """Return the commit of the installation with this file, with "-dirty" if its clone has changes.
 
-    None if it is not a clone and was not installed from one by its address.
+    None if it is not a clone and was not installed from one by its address. It is found once in a
+    process: the code that runs is loaded.
     """
-    folder = Path(__file__).resolve().parents[2]
+    folder = Path(code).resolve().parents[2]
     command = ("git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40")
     try:
         if (folder / ".git").exists():

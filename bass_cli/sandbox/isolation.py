@@ -6,6 +6,7 @@ Layers are tried on an empty program. programs.py runs the untrusted programs.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import pwd
@@ -173,25 +174,33 @@ def interpreter_paths() -> tuple[list[str], list[tuple[str, str]]]:
 
     Parents come before the folders in them.
     """
-    code = (
-        "import json, sys; print(json.dumps([sys.path, [sys.prefix, sys.base_prefix, "
-        "sys.exec_prefix]]))"
-    )
-    try:
-        done = subprocess.run(
-            [sys.executable, "-I", "-c", code], capture_output=True, text=True, env={}, check=True
-        )
-        path, prefixes = json.loads(done.stdout.splitlines()[-1])
-    except (OSError, ValueError, IndexError, subprocess.CalledProcessError) as error:
-        reason = f"{sys.executable} does not start without its environment variables ({error})"
-        raise MachineError(f"programs cannot be run on this system: {reason}") from None
+    path, prefixes = _paths_of(sys.executable)
     named = [os.path.abspath(one) for one in [*SYSTEM, *prefixes, *path] if os.path.exists(one)]
     places: dict[str, str] = {}
     for place in sorted({*named, *map(os.path.realpath, named)}, key=len):
         real = os.path.realpath(place)
         if place not in NEVER and not any(Path(place).is_relative_to(other) for other in places):
             places[place] = real
-    return path, list(places.items())
+    return [*path], list(places.items())
+
+
+@functools.cache
+def _paths_of(executable: str) -> tuple[list[str], list[str]]:
+    """Return sys.path and prefixes of an interpreter that starts without variables. It starts
+    once in this process, not for each sandbox."""
+    code = (
+        "import json, sys; print(json.dumps([sys.path, [sys.prefix, sys.base_prefix, "
+        "sys.exec_prefix]]))"
+    )
+    try:
+        done = subprocess.run(
+            [executable, "-I", "-c", code], capture_output=True, text=True, env={}, check=True
+        )
+        path, prefixes = json.loads(done.stdout.splitlines()[-1])
+    except (OSError, ValueError, IndexError, subprocess.CalledProcessError) as error:
+        reason = f"{executable} does not start without its environment variables ({error})"
+        raise MachineError(f"programs cannot be run on this system: {reason}") from None
+    return path, prefixes
 
 
 def choose_users(count: int) -> list[int]:

@@ -104,21 +104,25 @@ def test_commit_is_that_of_the_clone_or_of_the_installed_address(
     code = tmp_path / "bass_cli" / "run" / "manifest.py"
     code.parent.mkdir(parents=True)
     code.write_text("1")
-    monkeypatch.setattr(manifest, "__file__", str(code))
+
+    def found() -> str | None:
+        manifest._commit.cache_clear()
+        return manifest._commit(str(code))
+
     address = SimpleNamespace(
         read_text=lambda name: '{"url": "x", "vcs_info": {"commit_id": "c1"}}'
     )
     monkeypatch.setattr(manifest.importlib.metadata, "distribution", lambda name: address)
-    assert manifest._commit() == "c1"
+    assert found() == "c1"
     monkeypatch.setattr(address, "read_text", lambda name: None)  # installed from an index
-    assert manifest._commit() is None
+    assert found() is None
     git("init", "-q")
     git("add", ".")
     git("commit", "-qm", "first")
     git("tag", "v1", "-m", "a tag must not replace the commit")
-    assert manifest._commit() == git("rev-parse", "HEAD")
+    assert found() == git("rev-parse", "HEAD")
     code.write_text("2")
-    assert manifest._commit() == git("rev-parse", "HEAD") + "-dirty"
+    assert found() == git("rev-parse", "HEAD") + "-dirty"
 
 
 def test_driver_and_processor_are_read_from_the_system(
