@@ -8,7 +8,7 @@ It is torch's symmetric memory, without multicast. Not here: what kernels do wit
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, distributed
@@ -25,17 +25,21 @@ _CAPACITY = 1 << 18
 _TRIAL, _PATIENT = 20_000_000, 600_000_000
 
 
-def open_peers(share: Share, device: torch.device, name: str, store: distributed.Store) -> Peers:
+def open_peers(share: Share, device: torch.device, name: Any, store: distributed.Store) -> Peers:
     """Allocate this process's buffer and map those of the others.
 
     Args:
-        name: of the group, unique among groups of this process.
+        name: a str, of the group, unique among groups of this process.
         store: of the group.
 
     Raises:
         RuntimeError: GPUs cannot reach each other's memory.
     """
-    from torch._C._distributed_c10d import _SymmetricMemory
+    from torch._C._distributed_c10d import (
+        _register_process_group,
+        _SymmetricMemory,
+        _unregister_process_group,
+    )
 
     from bass_kernels.peers import Peers
 
@@ -45,12 +49,19 @@ def open_peers(share: Share, device: torch.device, name: str, store: distributed
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     rank, ranks = share
     index = torch.device(device.type, torch.cuda.current_device())
-    _SymmetricMemory.set_group_info(name, rank, ranks, distributed.PrefixStore(name, store))
     size = 2 * ranks * _CAPACITY
-    buffer = _SymmetricMemory.empty_strided_p2p([size], [1], torch.int64, index, name)
+    buffer = _SymmetricMemory.empty_strided_p2p([size], [1], torch.int64, index)
     buffer.zero_()
     torch.cuda.synchronize()
-    handle = _SymmetricMemory.rendezvous(buffer)
+    # Versions of torch find a group by one of these two. The group's own name is "0" each time, and
+    # torch keeps the store of the first group of a name.
+    _SymmetricMemory.set_group_info(name, rank, ranks, distributed.PrefixStore(name, store))
+    world: Any = distributed.group.WORLD
+    _register_process_group(name, world)
+    try:
+        handle = _SymmetricMemory.rendezvous(buffer, name)
+    finally:
+        _unregister_process_group(name)
     mapped = [handle.get_buffer(one, [size], torch.int64) for one in range(ranks)]
     addresses = torch.tensor([one.data_ptr() for one in mapped], device=device)
     state = torch.tensor([1, 0], dtype=torch.int32, device=device)
