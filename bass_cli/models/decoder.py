@@ -354,7 +354,7 @@ class Decoder:
         )
         mixed = mixed.view(*q.shape[:2], -1).to(q.dtype)
         if gate is not None:
-            mixed = mixed * gate.sigmoid()
+            mixed = ops.gate_outputs(mixed, gate)
         return self._feed_forward(at, at + "o", mixed, residual)
 
     def _feed_forward(self, at: str, name: str, mixed: Tensor, residual: Tensor) -> Tensor:

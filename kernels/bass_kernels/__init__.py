@@ -45,6 +45,7 @@ embed = by_device(reference.embed, "bass_kernels.pointwise")
 norm = by_device(reference.norm, "bass_kernels.pointwise")
 activation = by_device(reference.activation, "bass_kernels.pointwise")
 angles = by_device(reference.angles, "bass_kernels.pointwise")
+gate_outputs = by_device(reference.gate_outputs, "bass_kernels.pointwise")
 write_hidden = by_device(reference.write_hidden, "bass_kernels.pointwise")
 read_hidden = by_device(reference.read_hidden, "bass_kernels.pointwise")
 rope_write = by_device(host.rope_write, "bass_kernels.pointwise")
@@ -120,6 +121,7 @@ __all__ = [
     "feed_forward",
     "forbid_words",
     "gate_gradient",
+    "gate_outputs",
     "grouped_works",
     "gumbel",
     "has_triton",

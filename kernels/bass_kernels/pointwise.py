@@ -260,6 +260,29 @@ def _activation(x_ptr, out_ptr, size, KIND: tl.constexpr, GATED: tl.constexpr, B
     tl.store(out_ptr + row * size + at, value.to(out_ptr.dtype.element_ty), mask=inside)
 
 
+def gate_outputs(x: Tensor, gate: Tensor) -> Tensor:
+    """Do reference.gate_outputs."""
+    size, rows = x.shape[-1], x.numel() // x.shape[-1]
+    x = x.contiguous()
+    gate = gate.flatten(0, -2) if gate.dim() > 2 else gate
+    out = torch.empty_like(x)
+    _gate_outputs[(rows, triton.cdiv(size, 1024))](
+        x, gate, out, size, gate.stride(0), BLOCK=1024, num_warps=4
+    )
+    return out
+
+
+@triton.jit
+def _gate_outputs(x_ptr, gate_ptr, out_ptr, size, gate_row, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    value = tl.load(x_ptr + row * size + at, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + row * gate_row + at, mask=inside, other=0.0).to(tl.float32)
+    found = value * tl.sigmoid(gate)
+    tl.store(out_ptr + row * size + at, found.to(out_ptr.dtype.element_ty), mask=inside)
+
+
 def angles(positions: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
     """Do reference.angles, one program a position."""
     half = len(inverse)
@@ -300,7 +323,8 @@ def rope_write(
     keys = own[0]
     kv_heads, _, size = keys.shape
     rows, width = slots.shape
-    qkv = qkv.contiguous()
+    if qkv.stride(2) != 1 or qkv.stride(0) != width * qkv.stride(1):
+        qkv = qkv.contiguous()  # a part of each line of a product is read where it is
     q = qkv.new_empty(rows, width, heads, size)
     cos, sin = angles if angles is not None else (qkv, qkv)
     half = cos.shape[-1] if angles is not None else 0
@@ -316,6 +340,7 @@ def rope_write(
         *arguments(own),
         eps,
         width,
+        qkv.stride(1),
         slots.stride(0),
         slots.stride(1),
         keys.stride(0),
@@ -354,6 +379,7 @@ def _rope_write(
     scale_head,
     eps,
     width,
+    qkv_token,
     slot_row,
     slot_place,
     key_head,
@@ -371,7 +397,7 @@ def _rope_write(
     row, place = token // width, token % width
     at = tl.arange(0, BLOCK)
     inside = at < D
-    source = qkv_ptr + token.to(tl.int64) * (H + 2 * K) * D + head * D
+    source = qkv_ptr + token.to(tl.int64) * qkv_token + head * D
     raw = tl.load(source + at, mask=inside, other=0.0)
     if head < H + K:
         value = raw.to(tl.float32)

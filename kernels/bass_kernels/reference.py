@@ -90,6 +90,11 @@ def activation(x: Tensor, kind: str, *, gated: bool) -> Tensor:
     return _ACTIVATIONS[kind](x)
 
 
+def gate_outputs(x: Tensor, gate: Tensor) -> Tensor:
+    """Multiply the outputs of attention x [..., N] by the sigmoid of their gate [..., N]."""
+    return x * gate.sigmoid()
+
+
 def angles(positions: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
     """Return cos and sin, [..., half] float32 each, of positions [...] int64 times frequencies
     inverse [half] float32."""

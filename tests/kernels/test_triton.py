@@ -88,7 +88,8 @@ def test_activation(dtype, kind, gated):
 )
 def test_rope_and_cache_write(dtype, size, rotated, norms):
     heads, kv_heads, rows, width, span = 6, 2, 3, 4, 11
-    qkv = randn(rows, width, (heads + 2 * kv_heads) * size, dtype=dtype)
+    # a part of each line, as with a gate before it
+    qkv = randn(rows, width, 7 + (heads + 2 * kv_heads) * size, dtype=dtype)[..., 7:]
     positions = torch.tensor([[3, 4, 5, 6], [0, 1, 2, 3], [7, 8, 9, 10]], device=DEVICE)
     turns = positions[..., None] * (0.3 + torch.arange(rotated // 2, device=DEVICE))
     angles = (turns.cos(), turns.sin()) if rotated else None
@@ -115,6 +116,13 @@ def test_rope_and_cache_write(dtype, size, rotated, norms):
     for found, wanted in zip(own, due_own, strict=True):
         assert torch.equal(found.isnan(), wanted.isnan())
         close(found.nan_to_num(), wanted.nan_to_num(), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gate_of_the_outputs_of_attention(dtype):
+    x, line = randn(2, 3, 1100, dtype=dtype), randn(2, 3, 1500, dtype=dtype, seed=1)
+    found = ops.gate_outputs(x, line[..., :1100])
+    close(found, x.double() * line[..., :1100].double().sigmoid(), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -300,6 +300,7 @@ if __name__ == "__main__":
     compile_one(pointwise._norm, ADD=True, LAYER=True, BIAS=True, BLOCK=1024)
     for activation in (2, 4):
         compile_one(pointwise._activation, KIND=activation, GATED=activation == 2, BLOCK=1024)
+    compile_one(pointwise._gate_outputs, BLOCK=1024)
     rope = {"H": 8, "K": 2, "D": 64, "HALF": 32, "NORM": True, "BLOCK": 64, "LEADS": True}
     for bits in (16, 8):
         compile_attention(pointwise._rope_write, bits, **rope)
