@@ -32,7 +32,7 @@ from bass_cli.engine.loop import Loop
 from bass_cli.engine.verify import Rate
 from bass_cli.io.console import Screen
 from bass_cli.lengths.controllers import Fixed, make_lengths
-from bass_cli.lengths.costs import Surface
+from bass_cli.lengths.costs import Surface, arithmetic_of
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.heads import make_head
 from bass_cli.models.runner import Runner
@@ -127,6 +127,7 @@ class Bench:
                 coupling=speculation.coupling,
                 surface=self.learnt.get(key, self.surface),
                 at_once=drafter.at_once,
+                arithmetic=arithmetic_of(self.loops.of(method).batch.device),
             )
         return Fixed(0 if method == PLAIN else int(method))
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import numpy
 
 from bass_cli.engine.contracts import DEFAULT_INPUT, ControllerInput, DraftLength, RoundResult
+from bass_cli.engine.graphs import ARITHMETIC
 from bass_cli.engine.sizes import LONGEST, WIDTHS
 from bass_cli.lengths.acceptance import Acceptance
 from bass_cli.lengths.costs import Array, RoundCost, Surface
@@ -26,6 +27,7 @@ def make_lengths(
     coupling: str,
     surface: Surface | None = None,
     at_once: bool = False,
+    arithmetic: float = ARITHMETIC,
 ) -> DraftLength:
     """Return the controller for a draft length: an integer, "bass", "table", "bass+table" or
     "auto".
@@ -37,11 +39,12 @@ def make_lengths(
     Args:
         surface: what is known of this pair on this device. A table needs one.
         at_once: one pass of the draft model makes all drafts of a round.
+        arithmetic: see RoundCost.
     """
     if isinstance(length, int):
         return Fixed(min(length, limit))
     if length == "auto" and coupling == "shared":
-        return Goodput(limit=limit, surface=surface, at_once=at_once)
+        return Goodput(limit=limit, surface=surface, at_once=at_once, arithmetic=arithmetic)
     if length == "auto" and surface is not None and surface.measured:
         return Goodput(limit=limit, surface=surface, frozen=True)
     if length in ("auto", "bass"):
@@ -173,6 +176,7 @@ class Goodput(DraftLength):
         surface: the cost of rounds, a profile or a first estimate.
         frozen: never use measured times (maximal coupling); only acceptance is learnt.
         at_once: one pass makes all drafts.
+        arithmetic: see RoundCost.
     """
 
     stops = True
@@ -184,9 +188,12 @@ class Goodput(DraftLength):
         surface: Surface | None = None,
         frozen: bool = False,
         at_once: bool = False,
+        arithmetic: float = ARITHMETIC,
     ):
         self._choices = (*(k for k in _CHOICES if k < limit), limit)
-        self._costs = RoundCost(self._choices, surface, frozen=frozen, at_once=at_once)
+        self._costs = RoundCost(
+            self._choices, surface, frozen=frozen, at_once=at_once, arithmetic=arithmetic
+        )
         self._acceptance = Acceptance(limit, surface.acceptance if surface is not None else None)
         self._inputs, self._rows, self._frozen = DEFAULT_INPUT, 0, frozen
         self._runs = numpy.ones(len(self._choices))  # by choice: 0 if another length ran in place

@@ -19,6 +19,7 @@ from torch.nn import functional
 import bass_kernels as ops
 from bass_cli.models.fused_decode import run_fused, supports_fused, supports_peers
 from bass_cli.models.hidden import AuxHiddenLayers, ReadsHidden
+from bass_cli.models.host_decode import run_host, supports_host
 from bass_cli.models.kv_cache import Layers, Pass
 from bass_cli.models.ranks import Ranks
 from bass_cli.models.recurrent import StatePass
@@ -240,17 +241,24 @@ class Decoder:
                 parts,
             )
             return None if last == 0 else normed[:, -(last or tokens.shape[1]) :].contiguous()
+        ropes = (self.spec.rope, self.spec.local_rope)
+        angles = tuple(
+            angles_of(step.positions, frequencies, 1.0 if rope is None else rope.scale)
+            for frequencies, rope in zip(self._frequencies, ropes, strict=True)
+        )
+        alone = self.ranks is None
+        if alone and angles[0] is not None and supports_host(self.spec, embed, step, self._layouts):
+            found = run_host(
+                self.spec, self._weights, self.layers, angles[0], tokens, step, aux_layers
+            )
+            if found is not None:
+                return None if last == 0 else found[:, -(last or tokens.shape[1]) :]
         residual = embedded(tokens, embed, scale=self.spec.embed_scale)
         if self.spec.rope is None:
             places = step.positions.clamp(0, self.spec.context - 1)
             residual = residual + functional.embedding(
                 places, self._weights.plain("positions.weight")
             )
-        ropes = (self.spec.rope, self.spec.local_rope)
-        angles = tuple(
-            angles_of(step.positions, frequencies, 1.0 if rope is None else rope.scale)
-            for frequencies, rope in zip(self._frequencies, ropes, strict=True)
-        )
         slots, attending, recurrent = step.slots(), itertools.count(), itertools.count()
         states = None if self.recurrent is None else step.begin_states()
         attention = self.spec.attention_layers

@@ -9,9 +9,9 @@ rejected. Not here: the blocks of a row (block_allocator.py), the tokens (runner
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -117,6 +117,11 @@ class Pass(NamedTuple):
         at, store = self.first + layer, self.store
         return store.own_keys[at], store.own_values[at], *store.own_scales[at]
 
+    def own_pair(self, layer: int) -> Tensor:
+        """Return the keys and values of the rows' private store in one tensor, [2, K, S, D]. The
+        store must not have eight bits."""
+        return self.store.own_pairs[self.first + layer]
+
     def prompt(self, layer: int) -> Store:
         """Return the keys and values of the prompt store, [K, T, D] each, and in eight bits their
         scales."""
@@ -132,6 +137,7 @@ class KVCache:
         shape are views of one tensor [layers, 2, K, S, D], so that a row grows by one copy. The
         first `blocks.extra` slots are scrap: rows that are not live write there, at base 0. The
         blocks of the rows follow. Default of `blocks`: one block of `span` slots for each row.
+    own_pairs: both in one tensor [2, K, S, D] for each layer.
     prompt_keys, prompt_values: a tensor [K, T, D] for each layer. T grows.
     own_scales, prompt_scales: for each layer in eight bits the scales of keys and of values, [K, S]
         or [K, T] float16; nothing for others.
@@ -176,6 +182,7 @@ class KVCache:
         self.own_keys, self.own_values = (
             [layer for parts in own for layer in parts[0][:, part]] for part in (0, 1)
         )
+        self.own_pairs = [layer for parts in own for layer in parts[0]]
         self.own_scales: list[tuple[Tensor, ...]] = [
             tuple(scales for part in parts[1:] for scales in part[layer])
             for parts in own
@@ -204,6 +211,8 @@ class KVCache:
         self._of_row: list[Span | None] = [None] * rows
         self._spans: list[Span] = []
         self._groups: tuple[Group, ...] | None = None
+        # What attention keeps from pass to pass of so many rows, until these change
+        self._kept, self._kept_rows = dict[Hashable, Any](), 0
         self._group_tables = GroupTables(rows, device)
         self._sharing = False
 
@@ -323,7 +332,11 @@ class KVCache:
             groups = self._rows_by_span(rows)
         device_groups = self._group_tables.of(rows) if self._sharing else None
         base, start, own = self._places[:, :rows]
-        segments = Segments(positions, base, start, own, groups, extent, device_groups, packed)
+        if self._kept_rows != rows:
+            self._kept, self._kept_rows = {}, rows
+        segments = Segments(
+            positions, base, start, own, groups, extent, device_groups, packed, self._kept
+        )
         # a row may be fed the end of its prompt again: those keys are in the span already
         return Pass(positions, segments, self, None)
 
@@ -389,7 +402,7 @@ class KVCache:
             yield from scales
 
     def _regroup(self) -> None:
-        self._groups = None
+        self._groups, self._kept = None, {}
         shared = [
             sorted(span.rows)
             for span in self._spans
@@ -425,6 +438,7 @@ class KVCache:
             return new
 
         self.version += 1
+        self._kept = {}
         for store in (self.prompt_keys, self.prompt_values):
             for layer, old in enumerate(store):
                 store[layer] = grown(old)

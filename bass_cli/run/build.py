@@ -31,6 +31,7 @@ from bass_cli.formats.sources import read_json
 from bass_cli.formats.weights import Checkpoint, load, size_of, state_of
 from bass_cli.io.cache import give_kernels_a_cache
 from bass_cli.lengths.controllers import Fixed, make_lengths
+from bass_cli.lengths.costs import arithmetic_of
 from bass_cli.models.any_model import load_any
 from bass_cli.models.block_allocator import BlockLayout
 from bass_cli.models.capture import Graphs
@@ -363,6 +364,7 @@ def lengths_for(plan: Plan) -> DraftLength:
         coupling=speculation.coupling,
         surface=plan.surface,
         at_once=plan.files.mask is not None,
+        arithmetic=arithmetic_of(plan.device),
     )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ _LINES = 8
 _SMALL = 400
 _LANES = 16  # float32 numbers of a vector: the prompt's keys are padded to a multiple of it
 _HIDDEN = -1e30  # finite, as in reference.py
+_ROOMS = 8  # kept for later passes: one for each width of the rounds that follow each other
 
 
 def padded_keys(count: int) -> int:
@@ -91,30 +93,56 @@ class _Part(NamedTuple):
     mixed: Tensor
 
 
-class _Room(NamedTuple):
-    """The tensors of a pass, which all layers use, and the parts of its products.
+# Keys, transposed [n, D, keys], and values [n, keys, D] of a part in the store of one layer.
+_Views = list[tuple[Tensor, Tensor]]
+
+
+class Room(NamedTuple):
+    """The tensors of passes of the same rows and width, which all layers use, and the parts of
+    their products.
 
     A line is one query of a row: W * H / K of them for each key/value head, and padding. Keys are
     those of the prompt, padded to one number, and then the private ones.
 
     queries: [K, B, W, H / K, D]. scores, weights: [K, B, lines, keys]. mask: [B, lines, keys],
-    what is added to the scores. mixed: [K, B, lines, D]. found: the same in the order of results,
-    [B, W, K, H / K, D].
+    what is added to the scores. places: [lines], the place of each line's query in its row. mixed:
+    [K, B, lines, D]. found: the same in the order of results, [B, W, K, H / K, D].
     alone: whether a row reads no prompt.
     prompts: parts whose keys are in the prompt store. privates: the others; by key/value head if
         `step`, the distance between the rows' first private keys, is not None, else by row.
+    owner: the pass whose positions are in the mask.
+    known: the views of layers.
     """
 
     queries: Tensor
     scores: Tensor
     weights: Tensor
     mask: Tensor
+    places: Tensor
     mixed: Tensor
     found: Tensor
     alone: bool
     prompts: list[_Part]
     privates: list[_Part]
     step: int | None
+    owner: list[object]
+    known: dict[int, _Views]
+
+    def views_of(self, layer: int, own: Store, prompt: Store) -> _Views:
+        """Do `views` once for each layer, which must have the same stores each time."""
+        if layer not in self.known:
+            self.known[layer] = self.views(own, prompt)
+        return self.known[layer]
+
+    def views(self, own: Store, prompt: Store) -> _Views:
+        """Return the keys and values of all parts in the stores of one layer, prompts first."""
+        found = []
+        for part in self.prompts:
+            first, number = part.place
+            found.append(tuple(store[:, first : first + number] for store in prompt[:2]))
+        for part in self.privates:
+            found.append(tuple(_private(store, part, self) for store in own[:2]))
+        return [(keys.transpose(1, 2), values) for keys, values in found]
 
 
 def attention(
@@ -131,7 +159,7 @@ def attention(
 ) -> Tensor:
     """Do `reference.attention`."""
     plain = not window and not cap and sinks is None
-    if plain and _supports(q, own[0], segments):
+    if plain and q.dtype == torch.float32 and supports(q, own, segments):
         found = _decoded(q, own, prompt, segments, scale)
         # a row that sees a key of NaN, or stands before one in the store, is computed below
         if math.isfinite(float(found.sum())):
@@ -145,40 +173,45 @@ def _is_float32_on_cpu(x: Tensor) -> bool:
     return x.dtype == torch.float32 and x.device.type == "cpu"
 
 
-def _supports(q: Tensor, keys: Tensor, segments: Segments) -> bool:
-    """Return whether this is a decoding pass whose padded private keys lie within the store."""
-    if keys.dtype not in (torch.float32, torch.uint8) or not _is_float32_on_cpu(q):
+def supports(like: Tensor, own: Store, segments: Segments) -> bool:
+    """Return whether this is a decoding pass in float32 whose padded private keys lie within the
+    store. `like`: a tensor on its device."""
+    if own[0].dtype not in (torch.float32, torch.uint8) or like.device.type != "cpu":
         return False
     if segments.packed is not None or segments.groups is None or not segments.extent:
         return False
     last = segments.once("last own", lambda: int(segments.own.max()))
-    return bool(last + padded_keys(segments.extent) <= keys.shape[1])
+    return bool(last + padded_keys(segments.extent) <= own[0].shape[1])
 
 
 def _decoded(q: Tensor, own: Store, prompt: Store, segments: Segments, scale: float) -> Tensor:
     """Return the attention of a decoding pass, [B, W, H D]."""
-    (rows, width, heads, size), kv_heads = q.shape, own[0].shape[0]
     own, prompt = (dequantised(*store, dtype=torch.float32) for store in (own, prompt))
-    key = ("host", kv_heads, heads, size)
-    room = segments.once(key, lambda: _room(q, kv_heads, segments))
+    room = room_of(segments, q.shape, own[0].shape[0])
+    found = attend(q, room, room.views(own, prompt), scale)
+    return found.reshape(*q.shape[:2], -1)
+
+
+def attend(q: Tensor, room: Room, views: _Views, scale: float) -> Tensor:
+    """Return the attention of a decoding pass for queries q [B, W, H, D]: a view of `room`,
+    [B, W, K, H / K, D], which the next call overwrites."""
+    (rows, width, _, size), kv_heads = q.shape, room.scores.shape[0]
     by_head = q.view(rows, width, kv_heads, -1, size).permute(2, 0, 1, 3, 4)
     torch.mul(by_head, scale, out=room.queries)
-    for (first, number), queries, scores, _, _ in room.prompts:
-        keys = prompt[0][:, first : first + number]
-        torch.bmm(queries, keys.transpose(1, 2), out=scores)
-    for part in room.privates:
-        torch.bmm(part.queries, _private(own[0], part, room).transpose(1, 2), out=part.scores)
+    number = len(room.prompts)
+    for part, (keys, _) in zip((*room.prompts, *room.privates), views, strict=True):
+        torch.bmm(part.queries, keys, out=part.scores)
     torch.softmax(room.scores.add_(room.mask), -1, out=room.weights)
     if room.alone:
         room.mixed.zero_()
-    for (first, number), _, _, weights, mixed in room.prompts:
-        torch.bmm(weights, prompt[1][:, first : first + number], out=mixed)
-    for part in room.privates:
-        part.mixed.baddbmm_(part.weights, _private(own[1], part, room))
-    return room.found.reshape(rows, width, heads * size)
+    for part, (_, values) in zip(room.prompts, views, strict=False):
+        torch.bmm(part.weights, values, out=part.mixed)
+    for part, (_, values) in zip(room.privates, views[number:], strict=True):
+        part.mixed.baddbmm_(part.weights, values)
+    return room.found
 
 
-def _private(store: Tensor, part: _Part, room: _Room) -> Tensor:
+def _private(store: Tensor, part: _Part, room: Room) -> Tensor:
     """Return a part's private keys or values, [n, keys, D], a view of the store."""
     first, head = part.place
     number = part.scores.shape[-1]
@@ -190,16 +223,35 @@ def _private(store: Tensor, part: _Part, room: _Room) -> Tensor:
     return store.as_strided(shape, (room.step * size, size, 1), begin)
 
 
-def _room(q: Tensor, kv_heads: int, segments: Segments) -> _Room:
-    rows, width, heads, size = q.shape
-    group, groups = heads // kv_heads, segments.groups
+def room_of(segments: Segments, shape: Sequence[int], kv_heads: int) -> Room:
+    """Return the room of a pass with queries of this shape [B, W, H, D], with its mask. It is made
+    once for all passes of the same rows and width while their private keys fit."""
+    private = padded_keys(segments.extent)
+    kept, key = segments.kept, (*shape, kv_heads, private)
+    room: Room | None = kept.get(key)
+    if room is None:
+        if len(kept) == _ROOMS:
+            kept.clear()
+        room = kept[key] = _room(segments, shape, kv_heads)
+    owner = segments.once("owner", object)
+    if room.owner != [owner]:
+        ahead = (segments.positions - segments.base[:, None])[:, room.places, None]
+        hidden = torch.arange(private) > ahead
+        torch.mul(hidden, _HIDDEN, out=room.mask[..., -private:])
+        room.owner[:] = [owner]
+    return room
+
+
+def _room(segments: Segments, shape: Sequence[int], kv_heads: int) -> Room:
+    (rows, width, heads, size), groups = shape, segments.groups
     assert groups is not None
+    group = heads // kv_heads
     unit = -(-max(_LINES, -(-_SMALL // size)) // _LINES) * _LINES
     lines = -(-width * group // unit) * unit
     longest = max((one.length for one in groups), default=0)
     prompt, private = -(-longest // _LANES) * _LANES, padded_keys(segments.extent)
-    queries, mixed = (q.new_zeros(kv_heads, rows, lines, size) for _ in range(2))
-    scores, weights = (q.new_zeros(kv_heads, rows, lines, prompt + private) for _ in range(2))
+    queries, mixed = (torch.zeros(kv_heads, rows, lines, size) for _ in range(2))
+    scores, weights = (torch.zeros(kv_heads, rows, lines, prompt + private) for _ in range(2))
     runs = [run for one in groups for run in _runs(one.start, one.length, one.rows)]
     first = segments.own.tolist()
     step = _distance(first)
@@ -229,18 +281,23 @@ def _room(q: Tensor, kv_heads: int, segments: Segments) -> _Room:
         )
         for index in range(kv_heads if by_head else rows)
     ]
-    used, shape = width * group, (kv_heads, rows, width, group, size)
-    return _Room(
-        queries=queries[:, :, :used].view(shape),
+    used, heads_shape = width * group, (kv_heads, rows, width, group, size)
+    outside = torch.arange(prompt) >= segments.base[:, None, None]
+    mask = torch.nn.functional.pad(outside * _HIDDEN, (0, private)).expand(-1, lines, -1)
+    return Room(
+        queries=queries[:, :, :used].view(heads_shape),
         scores=scores,
         weights=weights,
-        mask=_mask(segments, lines, group, prompt, private),
+        mask=mask.contiguous(),
+        places=(torch.arange(lines) // group).where(torch.arange(lines) < used, 0),
         mixed=mixed,
-        found=mixed[:, :, :used].view(shape).permute(1, 2, 0, 3, 4),
+        found=mixed[:, :, :used].view(heads_shape).permute(1, 2, 0, 3, 4),
         alone=sum(some.stop - some.start for _, _, some in runs) < rows,
         prompts=prompts,
         privates=privates,
         step=step if by_head else None,
+        owner=[],
+        known={},
     )
 
 
@@ -256,14 +313,3 @@ def _distance(own: list[int]) -> int | None:
     view can have."""
     steps = {after - before for before, after in itertools.pairwise(own)} or {0}
     return min(steps) if len(steps) == 1 and min(steps) >= 0 else None
-
-
-def _mask(segments: Segments, lines: int, group: int, prompt: int, private: int) -> Tensor:
-    """Return what is added to the scores of each line of a row, [B, lines, keys]: 0 where it sees
-    the key. A private key is seen up to the query's own."""
-    ahead = (segments.positions - segments.base[:, None]).repeat_interleave(group, 1)
-    ahead = torch.nn.functional.pad(ahead, (0, lines - ahead.shape[1]))
-    seen_own = torch.arange(private) <= ahead[..., None]
-    seen = torch.arange(prompt) < segments.base[:, None, None]
-    seen = torch.cat((seen.expand(-1, lines, -1), seen_own), -1)
-    return torch.where(seen, 0.0, _HIDDEN)

@@ -84,6 +84,7 @@ class Segments:
     (rows are tiles of prompts). Slots at positions beyond a query's are masked, so rejected drafts
     need no erasing. device_groups: the groups for the Triton kernels, or None. packed: the queries'
     rows if rows have different numbers of queries; then positions and the pass's tokens are [1, M].
+    kept: for later passes of the same rows: what depends on base, start, own and groups only.
     """
 
     positions: Tensor
@@ -94,6 +95,7 @@ class Segments:
     extent: int
     device_groups: DeviceGroups | None = None
     packed: Packed | None = None
+    kept: dict[Hashable, Any] = field(default_factory=dict, repr=False)
     _known: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     def once(self, what: Hashable, make: Callable[[], Any]) -> Any:

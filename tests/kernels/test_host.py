@@ -10,9 +10,13 @@ import torch
 from torch import Tensor
 
 from bass_kernels import SPARE_KEYS, Group, Segments, host, linear, pack, reference
-from bass_kernels.sampling import logsumexp
+from bass_kernels.noise import SHARED, bits_all, gumbel
+from bass_kernels.sampling import logsumexp, sample
 
 HEADS, KV_HEADS, SIZE = 6, 2, 16
+# Of six rows: no top-k and no top-p
+PLAIN_LIMITS = torch.zeros(6).long(), torch.ones(6)
+PLACES = torch.arange(6)
 
 
 class Case(NamedTuple):
@@ -85,7 +89,7 @@ CASES = {
 def test_attention_equals_its_definition(name: str) -> None:
     prompts, rows, width, slots = CASES[name]
     q, own, prompt, segments = case_of(prompts, rows, width, slots=slots)
-    assert host._supports(q, own[0], segments)
+    assert host.supports(q, own, segments)
     expected = reference.attention(q, own, prompt, segments, scale=0.3)
     found = host.attention(q, own, prompt, segments, scale=0.3)
     assert found.shape == expected.shape
@@ -164,6 +168,36 @@ def test_log_of_summed_exponentials_keeps_what_is_not_finite() -> None:
     found = logsumexp(torch.tensor([[-inf, -inf], [inf, 1.0], [nan, 1.0]]))
     assert found[:2].tolist() == [-inf, inf]
     assert found[2].isnan()
+
+
+def test_first_largest_logit_is_that_of_argmax() -> None:
+    """Ties within a block and across blocks, a largest one behind the last block, and no number."""
+    x = torch.randn(6, 128 * 130 + 5, generator=torch.Generator().manual_seed(1))
+    x[1, [700, 900, 7000]], x[2, [70, 71]], x[3, -2], x[4, [300, -1]] = 9.0, 9.0, 9.0, 9.0
+    finite = x.clone()
+    x[5, 4000] = torch.nan
+    for one in (finite, x):
+        found = sample(one, torch.zeros(6), *PLAIN_LIMITS, torch.zeros(6, 2).long(), PLACES)
+        assert torch.equal(found, one.argmax(-1))
+
+
+@pytest.mark.parametrize("top_p", [0.9, 0.999])
+def test_sample_among_sorted_logits_is_that_of_the_whole_vocabulary(top_p: float) -> None:
+    """By the definition in float64, with a tie of the last kept tokens in row 2."""
+    logits = torch.randn(6, 2000, generator=torch.Generator().manual_seed(1)) * 4
+    logits[2, :300] = 15.0
+    temperature, keys = torch.tensor([1.0, 0.6, 1.0, 0.0, 0.9, 0.3]), torch.arange(12).view(6, 2)
+    found = sample(logits, temperature, PLAIN_LIMITS[0], torch.full((6,), top_p), keys, PLACES)
+    for row in range(6):
+        if temperature[row] == 0:
+            assert found[row] == logits[row].argmax()
+            continue
+        probs = (logits[row].double() / temperature[row].double()).softmax(-1)
+        falling = probs.sort(descending=True).values
+        last = falling[int((falling.cumsum(0) < top_p).sum())]
+        noise = gumbel(bits_all(keys[row : row + 1], PLACES[row : row + 1], 2000, stream=SHARED))[0]
+        scores = (probs.log() + noise).masked_fill(probs < last - 1e-12, -torch.inf)
+        assert found[row] == scores.argmax()
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(1536, 576), (576, 1536), (896, 896)])
