@@ -21,7 +21,7 @@ from bass_cli.formats.backends import END_ROLES
 from bass_cli.formats.compound import Adapted, Compound, Stored, content, entries_of, parts
 from bass_cli.formats.gguf_blocks import QUANTISED
 from bass_cli.formats.gguf_config import ROPE_FACTORS, architecture_of, ignored_in, spec_of_gguf
-from bass_cli.formats.gguf_tensors import rows_of, split_entries
+from bass_cli.formats.gguf_tensors import fitted, split_entries
 from bass_cli.formats.head_config import head_of_config, notes_of_head, tokens_of
 from bass_cli.formats.hf_config import is_native, mask_of, notes_of_config, spec_of_config
 from bass_cli.formats.lora import Adapter, merge
@@ -260,9 +260,9 @@ def open_checkpoint(
         factors = tuple(content(stored).tolist())
     shapes = {name: entry.shape for name, entry in entries.items()}
     spec = spec_of_gguf(metadata, shapes, place=str(path), rope_factors=factors)
-    rows = rows_of(architecture_of(metadata, place=str(path)), shapes)
+    kind = fitted(architecture_of(metadata, place=str(path)), shapes)
     entries = split_entries(entries, 0 if spec.experts is None else spec.experts.total)
-    slots, ignored = families.slots(spec, rows), ignored_in(metadata, spec.layers)
+    slots, ignored = families.slots(spec, kind.tensors), ignored_in(metadata, spec.layers)
     pieces = assign(spec, slots, entries, path, ignored, parameters(spec))
     eos = [
         id_ for role in END_ROLES for id_ in _ids(metadata, f"tokenizer.ggml.{role}_token_id", path)

@@ -18,9 +18,9 @@ from bass_cli.formats.gguf_tensors import (
     MIXTRAL,
     Architecture,
     Rows,
+    fitted,
     is_mixture,
     name_in_file,
-    rows_of,
 )
 from bass_cli.formats.hf_config import (
     ACTIVATIONS,
@@ -189,7 +189,7 @@ def spec_of_gguf(
         windows=_windows(values, shape["layers"], kind),
         query_scale=scalar**-0.5 * attention * attention,
         embed_scale=shape["width"] ** 0.5 if gemma else 1.0,
-        biases=_biases(rows_of(kind, shapes), shapes, shape["layers"]),
+        biases=_biases(fitted(kind, shapes).tensors, shapes, shape["layers"]),
         tied="output.weight" not in shapes,
         experts=experts_of(values, family),
         sinks=family.mixture == "clamped",

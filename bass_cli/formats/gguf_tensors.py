@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 
 from bass_cli.errors import UserError
 from bass_cli.formats.tensor_files import Entry
-from bass_cli.models.families import FAMILIES
+from bass_cli.models import families
+from bass_cli.models.families import FAMILIES, Slot
+from bass_cli.models.spec import HeadSpec, head_parameters
 from bass_cli.reading import shown
 
 Rows = tuple[tuple[str, str, str], ...]
@@ -98,6 +100,15 @@ _OTHERWISE = {
 }
 
 
+# Of a layer that predicts further tokens, besides those of its attention and feed-forward
+_PREDICTION = {
+    "nextn.eh_proj": "fc",
+    "nextn.enorm": "token_norm",
+    "nextn.hnorm": "context_norm",
+    "nextn.shared_head_norm": "norm",
+}
+
+
 class Architecture(NamedTuple):
     """A value of general.architecture.
 
@@ -173,8 +184,8 @@ ARCHITECTURES: dict[str, Architecture] = {
 MIXTRAL = Architecture("mixtral", _deinterleaved(_MIXTURE))
 
 
-def rows_of(kind: Architecture, names: Collection[str]) -> Rows:
-    """Return the rows of an architecture that fit the names of a file's tensors."""
+def fitted(kind: Architecture, names: Collection[str]) -> Architecture:
+    """Return an architecture with the rows that fit the names of a file's tensors."""
     rows = kind.tensors
     for other, (instead, replaced) in _OTHERWISE.items():
         if any(f".{other}." in name for name in names):
@@ -182,7 +193,25 @@ def rows_of(kind: Architecture, names: Collection[str]) -> Rows:
             gone = [row for row in rows if row[0] in left_out]
             if gone and not any(how for _, _, how in gone):  # parts in the decoder's order
                 rows = (*(row for row in rows if row not in gone), *instead)
-    return rows
+    return kind._replace(tensors=rows)
+
+
+def prediction_slots(kind: Architecture, head: HeadSpec, layer: int) -> dict[str, Slot]:
+    """Map the names of a multi-token-prediction layer's tensors in a file to Slots.
+
+    Args:
+        layer: its number in the file.
+    """
+    shapes = head_parameters(head)
+    found = {
+        name.replace("blk.0.", f"blk.{layer}.", 1): slot
+        for name, slot in families.slots(head.body, kind.tensors).items()
+        if name.startswith("blk.") and slot.name in shapes
+    }
+    return found | {
+        f"blk.{layer}.{theirs}.weight": Slot(f"{ours}.weight", 0, shapes[f"{ours}.weight"][0])
+        for theirs, ours in _PREDICTION.items()
+    }
 
 
 def name_in_file(theirs: str, layer: int) -> str:

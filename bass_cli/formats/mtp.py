@@ -9,9 +9,12 @@ from __future__ import annotations
 from bass_cli.errors import UserError
 from bass_cli.formats.checkpoint import Checkpoint, assign, without_prefix
 from bass_cli.formats.config_values import Values
+from bass_cli.formats.gguf_config import architecture_of
+from bass_cli.formats.gguf_tensors import fitted, prediction_slots, split_entries
 from bass_cli.formats.quantised_config import join, with_older_files
 from bass_cli.formats.sources import read_json
 from bass_cli.formats.stacked import is_stacked, unstack
+from bass_cli.formats.tensor_files import read_gguf
 from bass_cli.formats.text_part import bare_name, text_config
 from bass_cli.formats.weight_files import read_folder
 from bass_cli.models import families
@@ -48,16 +51,13 @@ def open_mtp(target: Checkpoint) -> Checkpoint:
     """
     path, spec = target.path, target.spec
     known = tuple(name for name, family in FAMILIES.items() if family.recurrent)
-    if not path.is_dir():
-        raise NoLayerError(
-            f"{path}: {_FIELD}: the layer is read from a folder with config.json and safetensors, "
-            f"not from a GGUF file; {_INSTEAD}"
-        )
     if isinstance(spec, AnySpec) or spec.family not in known:
         raise NoLayerError(
             f"{path}: {_FIELD}: the layer is read for native models of the families "
             f"{', '.join(known)}, not for {spec.family}; {_INSTEAD}"
         )
+    if not path.is_dir():
+        return _open_in_file(target)
     place = path / "config.json"
     text, inner = text_config(read_json(place), place=str(place))
     head = prediction_layer(spec)
@@ -94,6 +94,36 @@ def open_mtp(target: Checkpoint) -> Checkpoint:
         prefixes=target.prefixes,
         ignored=_IGNORED,
     )
+
+
+def _open_in_file(target: Checkpoint) -> Checkpoint:
+    """Open the layer in a GGUF file, which is its last one."""
+    path, head, layer = target.path, prediction_layer(target.spec), target.spec.layers
+    metadata, entries, _ = read_gguf(path)
+    key = f"{metadata['general.architecture']}.nextn_predict_layers"
+    if not metadata.get(key):
+        raise NoLayerError(
+            f'{path}: {_FIELD}: the file has no multi-token-prediction layer (key "{key}"); '
+            f"{_INSTEAD}"
+        )
+    if metadata[key] != 1:
+        raise UserError(
+            f'{path}: key "{key}": {_FIELD} supports 1 only, not {shown(metadata[key])}; {_INSTEAD}'
+        )
+    kind = fitted(architecture_of(metadata, place=str(path)), entries)
+    experts = 0 if target.spec.experts is None else target.spec.experts.total
+    own = {
+        name: entry
+        for name, entry in split_entries(entries, experts).items()
+        if name.startswith(f"blk.{layer}.")
+    }
+    slots = prediction_slots(kind, head, layer)
+    pieces = assign(head.body, slots, own, path, (), head_parameters(head))
+    names = _slots(head)
+    return Checkpoint(
+        path, head.body, (), {}, pieces, head=head, names=names, prefixes=target.prefixes,
+        ignored=_IGNORED,
+    )  # fmt: skip
 
 
 def _check_keys(values: Values) -> None:

@@ -540,6 +540,8 @@ def draft_format_of(job: Job, dtype: torch.dtype, draft: Checkpoint | None) -> F
     """Return the number formats of a job's draft, whose target computes in `dtype`. draft: see
     `layouts_of`."""
     wanted = job.draft_dtype
+    if job.dtype == FILE and wanted in ("target", "auto") and draft is not None and draft.head:
+        return Format(dtype)  # parts of its matrices are multiplied, which groups do not have
     if wanted == "target" or (wanted == "auto" and job.dtype == FILE):
         return Format(dtype, layouts_of(job.dtype, draft))
     if wanted in LAYOUTS:  # the head too: it is most of a small draft, and no distribution changes

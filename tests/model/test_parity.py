@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from bass_cli.formats.checkpoint import open_checkpoint
-from bass_cli.formats.gguf_tensors import ARCHITECTURES, rows_of
+from bass_cli.formats.gguf_tensors import ARCHITECTURES, fitted
 from bass_cli.formats.sources import locate
 from bass_cli.formats.tokenizer import Tokenizer
 from bass_cli.formats.weights import load
@@ -333,7 +333,7 @@ def test_gguf_with_other_names_and_a_layer_that_predicts(
 def test_gguf_with_queries_keys_and_values_in_one_tensor(tmp_path: Path) -> None:
     names = ["blk.0.attn_qkv.weight", "blk.1.attn_qkv.weight"]
     for arch, fused in (("qwen3moe", True), ("gpt-oss", True), ("llama", False), ("qwen35", False)):
-        rows = {ours for _, ours, _ in rows_of(ARCHITECTURES[arch], names)}
+        rows = {ours for _, ours, _ in fitted(ARCHITECTURES[arch], names).tensors}
         assert ("layers.{}.qkv" in rows) == fused
         assert ("layers.{}.qkv:q" in rows) != fused
 
