@@ -20,7 +20,8 @@ from bass_cli.engine.verify import Rate
 from bass_cli.errors import UserError, nearest
 from bass_cli.models.spec import FILE, HeadSpec, Spec
 from bass_cli.reading import parse_duration
-from bass_cli.run.pair import check_format_of_draft, choose_draft
+from bass_cli.run.pair import check_format_of_draft, choose_draft, with_draft_format
+from bass_cli.run.plan import device_of
 
 PLAIN = "plain"
 # kinds of pairs
@@ -125,7 +126,7 @@ def make_settings(args: BenchArgs) -> Settings:
     given = job_options(args, max_new_tokens=tokens, batch_size=max(batch_sizes))
     job = make_job(pair, **given)
     job = choose_draft(job) if specs is None else job  # whether there is one decides the methods
-    _check_formats(job, specs)
+    job = _with_formats(job, specs)
     rivals = chosen_rivals(args.rivals, job)
     if rivals and args.shape is not None:
         raise UserError("`rivals`: rivals load files; give a pair instead of `shape`")
@@ -179,15 +180,17 @@ def _check_split(args: BenchArgs, job: Job) -> None:
             )
 
 
-def _check_formats(job: Job, specs: RandomSpecs | None) -> None:
-    """Refuse number formats that random weights cannot have. Those of a real pair are checked with
-    its files."""
+def _with_formats(job: Job, specs: RandomSpecs | None) -> Job:
+    """Return the job with the number formats of random weights. UserError for those that they
+    cannot have. Those of a real pair are chosen with its files."""
     if specs is None:
-        return
+        return job
     if job.dtype == FILE:
         raise UserError("`dtype` file: random weights have no file; use fp32, bf16, int8 or fp8")
     draft = specs[1]
-    check_format_of_draft(job, loads=draft is not None, reads_hidden=isinstance(draft, HeadSpec))
+    head = draft if isinstance(draft, HeadSpec) else None
+    check_format_of_draft(job, loads=draft is not None, reads_hidden=head is not None)
+    return with_draft_format(job, head, device_of(job.device))
 
 
 def _check_combination(args: BenchArgs) -> None:

@@ -93,8 +93,8 @@ Dtype = Literal["auto", "bf16", "fp16", "fp32", "fp8", "int8", "file"]
 DraftDtype = Literal["auto", "target", "bf16", "fp16", "fp32", "fp8", "int8"]
 KvDtype = Literal["auto", "fp8"]
 _DRAFT_DTYPE = (
-    "Number format of the draft: that of the target's activations (auto), that of the target "
-    "(target), or another; fp8 and int8 store its head in 8 bits too"
+    "Number format of the draft: that of the target's activations, for mtp fp8 on a GPU that has "
+    "it (auto), that of the target (target), or another; fp8 and int8 store its head in 8 bits too"
 )
 _KV_DTYPE = (
     "Number format of stored keys and values: that of computation (auto), or 8-bit floats, in half "

@@ -28,10 +28,11 @@ from bass_cli.formats.thinking import tags_of
 from bass_cli.formats.tokenizer import Tokenizer, check_same_vocabulary
 from bass_cli.lengths.costs import Surface, load_surface, profile_path
 from bass_cli.models.partition import check_divisible
-from bass_cli.models.spec import AnySpec, Spec, parameters
+from bass_cli.models.spec import AnySpec, HeadSpec, Spec, parameters
 from bass_cli.run.sampling import row_sampling
 from bass_kernels import LAYOUTS
 
+_E4M3 = (8, 9)  # the compute capability from which GPUs compute with e4m3 numbers
 # Formats of a draft that reads hidden states
 _OF_HEADS = ("auto", "target", "fp8", "int8")
 # Tokens drafted beyond those verified where rows are cut (docs/decisions/10-cutting.md): two gain
@@ -205,6 +206,21 @@ def check_draft_dtype(job: Job, draft: Checkpoint | None) -> None:
             f"`draft_dtype` {job.draft_dtype}: the draft {job.pair.draft} runs through "
             "transformers' own layers, which have no 8-bit form here; use bf16"
         )
+
+
+def with_draft_format(job: Job, head: HeadSpec | None, device: torch.device) -> Job:
+    """Return the job with the layer of mtp and its copy of the head in fp8, if `draft_dtype` is
+    auto, the target has 16 bits or fewer, and the GPU computes with such numbers.
+
+    On an H100 a round of Qwen3.5-27B with three drafts takes 7 % less then: a draft token reads the
+    head, which has three quarters of its weights.
+    """
+    wide = job.dtype not in ("auto", "bf16", "fp8", "int8")
+    if head is None or not head.joins or job.draft_dtype != "auto" or wide:
+        return job
+    here = device.type == "cuda" and torch.cuda.is_available()  # not if others run the job
+    native = here and torch.cuda.get_device_capability(device) >= _E4M3
+    return job.model_copy(update={"draft_dtype": "fp8"}) if native else job
 
 
 def check_format_of_draft(job: Job, *, loads: bool, reads_hidden: bool) -> None:

@@ -47,6 +47,7 @@ from bass_cli.run.pair import (
     reach,
     tokens_of,
     with_draft,
+    with_draft_format,
 )
 from bass_cli.system.host import driver_version, free_memory, gigabytes, processor_name, wake
 from bass_kernels import LAYOUTS, grouped_works
@@ -367,6 +368,8 @@ def _with_what_files_say(job: Job, files: Files, device: torch.device) -> tuple[
     files where it has none of its own, and notes."""
     job = with_draft(job, files.taken)
     check_draft_dtype(job, files.draft)
+    if files.draft is not None:
+        job = with_draft_format(job, files.draft.head, device)
     job, on_format = _with_format(with_stored_dtype(job, files.target, device), files, device)
     job, on_sampling = with_model_defaults(job, files.target)
     return job, [*on_sampling, *on_format]

@@ -4,6 +4,7 @@ quantised; and new weights for target and layer together."""
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import quantised
@@ -15,14 +16,18 @@ from test_mtp import write
 from bass_cli.config.job import Job, Speculation
 from bass_cli.config.sampling import Sampling
 from bass_cli.errors import UserError
+from bass_cli.models.spec import Format, Layouts, head_parameters
 from bass_cli.run.build import load_models
 from bass_cli.run.engine import Engine
 from bass_cli.run.generate import generate
+from bass_cli.run.memory import footprint
+from bass_cli.run.pair import with_draft_format
 from bass_cli.run.plan import make_plan
 from bass_cli.run.updates import Updates
 
 PROMPTS = ["the cat sat", "a", "the cat number 2 sat on the mat, then the other cat sat there"]
 UP = "layers.0.up.weight"
+MAPS = tuple(f"{name}.weight" for name in ("qkv", "o", "up", "down", "fc"))
 # Matrices of the layer, in checkpoints that have some of them quantised
 WHOLE = ("lm_head", "embed_tokens", "conv1d", "mtp.fc", "in_proj_a", "in_proj_b")
 
@@ -64,6 +69,36 @@ def test_draft_in_8_bits_draws_the_tokens_of_plain_decoding(place, layout):
     models = load_models(make_plan(job_of(place, draft_dtype=layout)))
     held = models.head.body.weights
     assert [held[name].layout for name in (UP, "head.weight")] == [layout, layout]
+
+
+def test_format_of_the_layer_on_a_gpu_is_fp8_where_it_has_that(place, monkeypatch):
+    """The plan counts a copy of the head. Other formats are those that are asked for."""
+    cuda, head = torch.device("cuda"), make_plan(job_of(place)).files.draft.head
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert with_draft_format(job_of(place), head, cuda).draft_dtype == "auto"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+    def found(capability, **given):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        job = job_of(place, **given)
+        return with_draft_format(job, head, cuda).draft_dtype
+
+    assert [found((9, 0)), found((8, 9), dtype="bf16"), found((9, 0), dtype="int8")] == ["fp8"] * 3
+    assert [found((8, 0)), found((9, 0), dtype="fp32"), found((9, 0), dtype="fp16")] == ["auto"] * 3
+    assert found((9, 0), draft_dtype="target") == "target"
+    assert with_draft_format(job_of(place), head, torch.device("cpu")).draft_dtype == "auto"
+    assert with_draft_format(job_of(place), None, cuda).draft_dtype == "auto"
+    words = {"dtype": torch.bfloat16, "device": cuda, "longest": 3, "head": head}
+    target = make_plan(job_of(place)).files.target.spec
+    plain, small = (
+        footprint(target, head.body, **words, draft_format=Format(torch.bfloat16, layouts)).weights
+        for layouts in (Layouts(), Layouts("fp8", "fp8"))
+    )
+    shapes = {name: math.prod(shape) for name, shape in head_parameters(head).items()}
+    saved = sum(count for name, count in shapes.items() if name.endswith(MAPS))
+    rows, copy = target.vocab, target.vocab * target.width
+    assert small - plain == pytest.approx(copy + 4 * rows - saved, abs=4 * 1000)
 
 
 def test_layer_of_files_in_8_bits_is_read(tmp_path):
