@@ -361,7 +361,9 @@ def _open_folder(
     )
     stored = joined.entries
     if spec.experts is not None:
-        stored = unstack(stored, spec.experts.total, halves=family.mixture != "clamped")
+        stored = unstack(
+            stored, spec.experts.total, halves=not any(".gate_up_proj" in one for one in slots)
+        )
     bare = without_prefix(stored, prefixes, path)
     slots = upright(slots, bare)
     merged = merge(

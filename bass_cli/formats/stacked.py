@@ -2,7 +2,8 @@
 
 Published files of gpt-oss have the experts' matrices in MXFP4, [outputs, inputs]
 (quantised_config.py joins their numbers and scales). Files of transformers have them in plain
-numbers, [inputs, outputs]. Those of Qwen3.5 have plain numbers, [outputs, inputs], gate before up.
+numbers, [inputs, outputs], as do those of Qwen3-VL. Those of Qwen3.5 have plain numbers, [outputs,
+inputs], gate before up.
 """
 
 from __future__ import annotations
@@ -79,10 +80,19 @@ def upright(slots: Mapping[str, Slot], entries: Mapping[str, Stored]) -> dict[st
     """Return the slots, changed for experts that are stored as [outputs, inputs]."""
     return {
         name: slot._replace(how=_UPRIGHT.get(slot.how, slot.how))
-        if isinstance(entries.get(name), Compound)
+        if _is_upright(slot, entries.get(name))
         else slot
         for name, slot in slots.items()
     }
+
+
+def _is_upright(slot: Slot, entry: Stored | None) -> bool:
+    """Return whether a matrix of an expert is stored as [outputs, inputs], not [inputs, outputs].
+    Plain numbers of a square matrix are taken as [inputs, outputs]."""
+    if isinstance(entry, Compound):
+        return True
+    sizes = () if entry is None or slot.how != "transpose" else entry.shape
+    return len(sizes) == 2 and sizes[0] == slot.rows != sizes[1]
 
 
 def _part(entry: Entry | Compound, expert: int, experts: int) -> Entry | Compound:

@@ -25,6 +25,7 @@ WRAPPERS = {
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
     "qwen3_vl": "qwen3_vl_text",
+    "qwen3_vl_moe": "qwen3_vl_moe_text",
     "smolvlm": "llama",
 }
 # Text models that are a known family by another name. With text only, the three positions of
@@ -102,7 +103,23 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 128000,
         "rope_theta": 5e5,
     },
+    "qwen3_vl_moe_text": {
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "max_position_embeddings": 128000,
+        "rope_theta": 5e5,
+        "intermediate_size": 5632,
+        "tie_word_embeddings": True,
+        "num_local_experts": 60,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+    },
 }
+# Wrappers whose text_config may have the model_type of the wrapper
+_WITHOUT_SUFFIX = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 # Text models whose own files may have rotary parameters and names of the multimodal model
 _MULTIMODAL_ROPE = ("qwen3_5_text", "qwen3_5_moe_text")
 # Prefixes of text tensors in the order in which they are tried: old and new spellings.
@@ -160,7 +177,7 @@ def text_config(config: Mapping[str, Any], *, place: str) -> tuple[Mapping[str, 
     if not isinstance(inner, Mapping):
         raise UserError(f'{place}: key "text_config": a mapping is needed, not {shown(inner)}')
     kind = inner.get("model_type") or WRAPPERS[wrapper]
-    kind = f"{kind}_text" if kind in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl") else kind
+    kind = f"{kind}_text" if kind in _WITHOUT_SUFFIX else kind
     found = {**DEFAULTS.get(kind, {}), **inner, "model_type": RENAMED.get(kind, kind)}
     found |= _plain_ropes(found)
     tied = [one["tie_word_embeddings"] for one in (config, inner) if "tie_word_embeddings" in one]

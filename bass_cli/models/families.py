@@ -270,6 +270,22 @@ _PARTIAL = Family(
     aliases=_GPT_ALIASES,
 )
 
+_QWEN3_MOE = Family(
+    "model.",
+    tensor_names.QWEN3_MOE,
+    _LLAMA_KEYS | _MIXTURE_KEYS | {"inner": "moe_intermediate_size"},
+    _ROPE_DEFAULTS
+    | {"num_key_value_heads": 4, "use_sliding_window": False, "sliding_window": 4096}
+    | {"layer_types": None, "max_window_layers": None, "intermediate_size": 6144}
+    | {"num_local_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+    | {"norm_topk_prob": False},
+    norm_extras={"qk": True},
+    windows="all",
+    flags={"attention_bias": frozenset({"qkv", "o"})},
+    aliases=_MIXTURE_ALIASES,
+    mixture="config",
+)
+
 FAMILIES: dict[str, Family] = {
     "llama": _LLAMA,
     "mistral": Family(
@@ -403,20 +419,9 @@ FAMILIES: dict[str, Family] = {
         | {"tie_word_embeddings": True, "sliding_window": None, "layer_types": None},
         flags={"use_bias": _EVERY_MAP},
     ),
-    "qwen3_moe": Family(
-        "model.",
-        tensor_names.QWEN3_MOE,
-        _LLAMA_KEYS | _MIXTURE_KEYS | {"inner": "moe_intermediate_size"},
-        _ROPE_DEFAULTS
-        | {"num_key_value_heads": 4, "use_sliding_window": False, "sliding_window": 4096}
-        | {"layer_types": None, "max_window_layers": None, "intermediate_size": 6144}
-        | {"num_local_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
-        | {"norm_topk_prob": False},
-        norm_extras={"qk": True},
-        windows="all",
-        flags={"attention_bias": frozenset({"qkv", "o"})},
-        aliases=_MIXTURE_ALIASES,
-        mixture="config",
+    "qwen3_moe": _QWEN3_MOE,
+    "qwen3_vl_moe_text": _QWEN3_MOE._replace(
+        tensors=tensor_names.QWEN3_VL_MOE, mixture="normalised"
     ),
     "olmoe": Family(
         "model.",

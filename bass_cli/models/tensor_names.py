@@ -73,6 +73,12 @@ QWEN3_MOE = (
     ("layers.{}.mlp.experts.{}.up_proj", "layers.{}.experts_up:up", ""),
     ("layers.{}.mlp.experts.{}.down_proj", "layers.{}.experts_down", ""),
 )
+# Qwen3-VL's mixtures, of which transformers stores the experts as [inputs, outputs]
+QWEN3_VL_MOE = (
+    *(row for row in QWEN3_MOE if ".experts." not in row[0]),
+    ("layers.{}.mlp.experts.{}.gate_up_proj", "layers.{}.experts_up", "transpose"),
+    ("layers.{}.mlp.experts.{}.down_proj", "layers.{}.experts_down", "transpose"),
+)
 MIXTRAL = (
     *(row for row in LLAMA if ".mlp." not in row[0]),
     ("layers.{}.block_sparse_moe.gate", "layers.{}.router", ""),
