@@ -9,7 +9,9 @@ inputs], gate before up.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+
+from torch import Tensor
 
 from bass_cli.errors import UserError
 from bass_cli.formats.compound import Adapted, Compound, Stored
@@ -64,6 +66,34 @@ def unstack(
                 half = part if len(names) == 1 else _half(part, number, name)
                 found[f"{match['layer']}.{expert}.{own}.{kind}"] = half
     return found
+
+
+def split_tensor(
+    name: str, tensor: Tensor, experts: int, *, halves: bool
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parts of a tensor of all experts [experts, ...] with the names that `unstack` gives
+    them.
+
+    Raises:
+        UserError: the tensor does not have this number of experts, or `halves` are not whole.
+    """
+    match = _EXPERTS.fullmatch(name)
+    assert match is not None, name
+    both = halves and match["map"] == "gate_up_proj"
+    if tensor.dim() < 2 or len(tensor) != experts or (both and tensor.shape[1] % 2):
+        raise UserError(
+            f'tensor "{name}" has shape {shown(list(tensor.shape))}; the first size must be the '
+            f"number of experts, {experts}" + both * ", and the second one even"
+        )
+    kind = match["kind"].removeprefix("_") or "weight"
+    for expert, part in enumerate(tensor):
+        own = (
+            zip(("gate_proj", "up_proj"), part.chunk(2), strict=True)
+            if both
+            else [(match["map"], part)]
+        )
+        for word, rows in own:
+            yield f"{match['layer']}.{expert}.{word}.{kind}", rows
 
 
 def _half(entry: Entry | Compound, number: int, name: str) -> Entry:

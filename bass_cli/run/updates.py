@@ -24,6 +24,7 @@ from bass_cli.formats import weights as formats
 from bass_cli.formats.checkpoint import Checkpoint, open_checkpoint, open_head
 from bass_cli.formats.compound import parts
 from bass_cli.formats.mtp import NoLayerError, open_mtp
+from bass_cli.formats.stacked import is_stacked, split_tensor
 from bass_cli.models.any_model import AnyModel
 from bass_cli.models.capture import synchronise
 from bass_cli.models.decoder import Decoder
@@ -60,7 +61,8 @@ class Updates:
         Args:
             weights: A folder or a .gguf file with the same model. All of its headers are checked
                 before anything is written. Or tensors by their published names, all or some of
-                them, of any float dtype on any device. Each is checked before it is written.
+                them, of any float dtype on any device. Each is checked before it is written. The
+                experts of a layer may be one tensor, as in a module of transformers.
 
         Raises:
             UserError: There is no such model, or a name, shape, type or number is wrong.
@@ -100,7 +102,8 @@ class Updates:
         written: dict[tuple[str, str, int], str] = {}
         try:
             for pair in weights.items() if isinstance(weights, Mapping) else weights:
-                self._write_tensor(pair, model, decoder, written)
+                for one in self._by_expert(pair, model):
+                    self._write_tensor(one, model, decoder, written)
         except UserError as error:
             before = [f"tensors written before it: {len(written)}"] if written else []
             raise UserError(*error.args, *before) from None
@@ -204,6 +207,20 @@ class Updates:
         for weights, lent in self._lent(model, slot):
             formats.write(weights, lent, shape, rows.parts(), spec=spec)
         self._keep(model, replace(checkpoint, written={**checkpoint.written, key: checksum}))
+
+    def _by_expert(self, pair: Any, model: Updated) -> Iterator[tuple[str, Tensor]]:
+        """Yield a pair of a name and a tensor, or those of each expert if it is a tensor of all
+        experts of a layer, as a module of transformers has it."""
+        checkpoint, (name, tensor) = self._checkpoint(model), _named(pair)
+        experts = checkpoint.spec.experts
+        if experts is None or not is_stacked(name) or not isinstance(tensor, Tensor):
+            yield name, tensor
+            return
+        halves = not any(".gate_up_proj." in one for one in checkpoint.names)
+        for own, part in split_tensor(name, tensor, experts.total, halves=halves):
+            slot = checkpoint.slot_of(own)
+            shape = part.shape if slot is None else checkpoint.stored_shape(slot)
+            yield own, part.T if part.shape != shape and part.shape[::-1] == shape else part
 
     def _lent(self, model: Updated, slot: Slot) -> Iterator[tuple[Weights, Slot]]:
         """Yield copies of a target's embedding and head that are to be written too.

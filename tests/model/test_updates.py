@@ -84,7 +84,7 @@ def published(model: Any, folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "gpt_oss"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_updated_model_gives_the_logits_of_transformers(family: str, tmp_path: Path) -> None:
     """By all tensors, by some of them, and by files. Nothing moves in memory."""
     words = {"vocab_size": 1501, **shallow(family)}
@@ -108,6 +108,21 @@ def test_updated_model_gives_the_logits_of_transformers(family: str, tmp_path: P
     fresh = loaded(tmp_path / "new").models.target
     assert torch.equal(logits_of(decoder), logits_of(fresh))
     assert {name: id(tensor) for name, tensor in decoder.weights.items()} == before
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "olmoe", "gpt_oss", "qwen3_5_moe_text"])
+def test_tensors_of_all_experts_are_written_for_each(family: str, tmp_path: Path) -> None:
+    """The state_dict of transformers' module has one tensor for all experts of a layer."""
+    words = {"vocab_size": 1501, **shallow(family)}
+    write_checkpoint(family, tmp_path, seed=1, **words)
+    new = build_model(family, seed=2, **words)
+    tensors = dict(new.state_dict())
+    name = next(name for name in tensors if name.endswith("experts.gate_up_proj"))
+    updates = loaded(tmp_path)
+    updates.update(tensors)
+    assert near(logits_of(updates.models.target), new)
+    with pytest.raises(UserError, match=r"the first size must be the number of experts, \d+"):
+        updates.update({name: tensors[name][1:]})
 
 
 @pytest.mark.parametrize(
