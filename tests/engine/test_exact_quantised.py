@@ -80,8 +80,17 @@ def plainly(decoders):
 CASES = [(family, drafter) for family in FAMILIES for drafter in DRAFTERS]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("family", "drafter"), [*CASES, *MIXTURES])
+# In `make test` each family and each drafter has both layouts, by turns.
+@pytest.mark.parametrize(
+    ("family", "drafter", "layout"),
+    [
+        pytest.param(
+            *case, layout, marks=pytest.mark.slow if (at // len(DRAFTERS) + at + other) % 2 else ()
+        )
+        for at, case in enumerate([*CASES, *MIXTURES])
+        for other, layout in enumerate(LAYOUTS)
+    ],
+)
 def test_shared_coupling_equals_plain_decoding(decoders, plainly, family, layout, drafter):
     """Greedy and sampled rows of unequal lengths, alone and together, at several widths."""
     target, draft = decoders(family, layout)

@@ -168,11 +168,13 @@ def test_shared_coupling_equals_plain_decoding(decoders, plainly, family, drafte
 
 
 # What a family and a drafter do to each other's caches shows under shared coupling above; here
-# batches and controllers go by turns.
+# batches, controllers and, in `make test`, drafters go by turns.
 @pytest.mark.parametrize(
     ("family", "drafter"),
     [
-        (family, drafter)
+        pytest.param(
+            family, drafter, marks=() if family in WIDELY or at == turn % 4 else pytest.mark.slow
+        )
         for turn, family in enumerate(FAMILIES)
         for at, drafter in enumerate(DRAFTERS)
         if family in WIDELY or at % 2 == turn % 2

@@ -86,8 +86,18 @@ def test_table_of_architectures_is_the_tested_one() -> None:
     assert [line for line in lines if line.startswith("| `")][1:] == rows, rows  # below the heading
 
 
-@pytest.mark.parametrize("family", HERE)
-def test_tokens_equal_plain_decoding_and_generate(family: str, tmp_path: Path) -> None:
+# The drafters of a family: in `make test` one of three, which alternate, elsewhere all of them.
+@pytest.mark.parametrize(
+    ("family", "kinds"),
+    [
+        case
+        for at, family in enumerate(HERE)
+        for case in ((family, (at % 3,)), pytest.param(family, (0, 1, 2), marks=pytest.mark.slow))
+    ],
+)
+def test_tokens_equal_plain_decoding_and_generate(
+    family: str, kinds: tuple[int, ...], tmp_path: Path
+) -> None:
     model = write_any(family, tmp_path)
     checkpoint = open_checkpoint(tmp_path, decoder="transformers")
     target = load(checkpoint)
@@ -97,13 +107,14 @@ def test_tokens_equal_plain_decoding_and_generate(family: str, tmp_path: Path) -
         found = generated(model, tokens)
         assert greedy[str(p), 0] == found
     assert sampled != greedy
-    for drafter in (draft, AtOnce(draft, 5), "lookup"):
+    drafters = (draft, AtOnce(draft, 5), "lookup")
+    for drafter in (drafters[kind] for kind in kinds):
         loop = loop_for(target, drafter, rows=3, lengths=Reactive())
         assert (
             drive(loop, rows(0.8), on_round=lambda done, _: accepted.extend(done.accepted))
             == sampled
         )
-    assert sum(accepted) > 0
+    assert sum(accepted) > 0 or kinds == (2,), "a lookup may find nothing"
     loop = loop_for(target, draft, rows=2, lengths=Fixed(3), coupling="maximal")
     assert drive(loop, rows(0.0)) == greedy
 

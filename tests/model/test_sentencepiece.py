@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import sentencepiece
 from sentencepiece import SentencePieceProcessor
+from thinned import thinned
 
 from bass_cli.errors import UserError
 from bass_cli.formats.backends import saved
@@ -50,10 +51,24 @@ def texts(count: int) -> list[str]:
     return ["", " ", "  ", *("".join(rng.choices(PIECES, k=rng.randint(0, 10))) for _ in range(count))]  # fmt: skip
 
 
-OPTIONS = list(itertools.product(("bpe", "unigram"), (True, False), (True, False), (True, False)))
+BOTH = (True, False)
+OPTIONS = list(itertools.product(("bpe", "unigram"), BOTH, BOTH, BOTH))
+# In `make test` each two values meet.
+PAIRS = (
+    ("bpe", True, True, True),
+    ("bpe", False, False, False),
+    ("unigram", True, False, False),
+    ("unigram", False, True, False),
+    ("unigram", False, False, True),
+)
 
 
-@pytest.mark.parametrize(("kind", "fallback", "prefix", "trim"), OPTIONS)
+def test_each_two_options_meet() -> None:
+    for one, other in itertools.combinations(range(4), 2):
+        assert len({(case[one], case[other]) for case in PAIRS}) == 4
+
+
+@pytest.mark.parametrize(("kind", "fallback", "prefix", "trim"), thinned(OPTIONS, PAIRS))
 def test_ids_and_texts_are_those_of_sentencepiece(
     tmp_path: Path, kind: str, fallback: bool, prefix: bool, trim: bool
 ) -> None:

@@ -1,0 +1,17 @@
+"""Divide the cases of a parametrised test between `make test` and `make test-slow`."""
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
+
+
+def thinned(cases: Iterable[Any], kept: Collection[Any] | int) -> list[Any]:
+    """Mark all cases slow but those in `kept`, or but every `kept`-th one. A case is a tuple of
+    values, or one value that is no tuple."""
+    return [
+        case
+        if (at % kept == 0 if isinstance(kept, int) else case in kept)
+        else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
+        for at, case in enumerate(cases)
+    ]
