@@ -25,6 +25,8 @@ from bass_cli.models.families import FAMILIES, Slot, slots
 from bass_cli.models.spec import Rope, Spec, parameters
 
 WEIGHTS = "model.safetensors"
+_EXACT = ("A_log", "dt_bias")  # an error of A_log changes the logarithm of each decay
+_RECURRENT = ("key_heads", "value_heads", "key_size", "value_size", "kernel")
 _SIZES = ("layers", "width", "heads", "kv_heads", "head_size", "inner", "vocab", "context", "eps",
           "activation")  # fmt: skip
 _LLAMA3 = (8192, 1.0, 4.0)  # original context, low and high factor of all published Llama 3.x
@@ -33,6 +35,7 @@ _CLASSES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "opt": "OPTForCausalLM",
     "starcoder2": "Starcoder2ForCausalLM",
@@ -67,6 +70,12 @@ def config_of(spec: Spec, *, eos_ids: Collection[int], place: str) -> dict[str, 
         "tie_word_embeddings": spec.tied,
         "eos_token_id": list(eos_ids) or None,
     }
+    if spec.recurrent is not None:
+        words |= {family.keys[name]: getattr(spec.recurrent, name) for name in _RECURRENT}
+        words["layer_types"] = [
+            "full_attention" if layer in spec.attention_layers else "linear_attention"
+            for layer in range(spec.layers)
+        ]
     if spec.family == "gemma3_text":
         # a whole number in all published sizes
         words["query_pre_attn_scalar"] = round(spec.query_scale**-2)
@@ -137,8 +146,11 @@ def _near(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def stored(spec: Spec, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor with the name and the layout of the family's safetensors."""
+def stored(
+    spec: Spec, weights: Mapping[str, Tensor], dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor with the name and the layout of the family's safetensors, in `dtype`;
+    decays of recurrent layers in float32."""
     family = FAMILIES[spec.family]
     shapes = parameters(spec)
     for name, slot in slots(spec, family.tensors).items():
@@ -146,7 +158,9 @@ def stored(spec: Spec, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Ten
         if spec.tied and slot.name == "head.weight":
             continue
         part = weights[slot.name][slot.first : slot.first + slot.rows]
-        yield family.prefix * (not name.startswith("lm_head")) + name, _back(spec, slot, part)
+        exact = spec.recurrent is not None and name.endswith(_EXACT)
+        named = family.prefix * (not name.startswith("lm_head")) + name
+        yield named, _back(spec, slot, part).to(torch.float32 if exact else dtype)
 
 
 def _back(spec: Spec, slot: Slot, part: Tensor) -> Tensor:
@@ -173,7 +187,7 @@ def write_folder(
     from safetensors.torch import save
 
     folder.mkdir(exist_ok=True)
-    tensors = {name: part.to("cpu", dtype).clone() for name, part in stored(spec, weights)}
+    tensors = {name: part.to("cpu").clone() for name, part in stored(spec, weights, dtype)}
     write_file(folder / WEIGHTS, save(tensors, {"format": "pt"}))
     file = saved(tokenizer.content)
     write_file(folder / file.name, file.content)

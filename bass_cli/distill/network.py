@@ -16,12 +16,13 @@ from torch import Tensor
 from torch.nn import functional
 
 import bass_kernels as ops
+from bass_cli.distill.recurrence import Paths, delta_layer
 from bass_cli.distill.windows import Windows
 from bass_cli.errors import UserError
 from bass_cli.formats.checkpoint import Checkpoint
 from bass_cli.formats.weights import load
 from bass_cli.models.decoder import inverse_frequencies
-from bass_cli.models.spec import Rope, Spec, parameters
+from bass_cli.models.spec import Experts, Rope, Spec, parameters, stored_dtype
 from bass_kernels import reference
 
 Weights = Mapping[str, Tensor]
@@ -49,7 +50,9 @@ class Model(NamedTuple):
         Embedding and head are not cast: few rows of the embedding are read, and Head casts itself.
         """
         layers = {
-            name: weight if name.startswith(("embed.", "head.")) else weight.to(self.dtype)
+            name: weight
+            if name.startswith(("embed.", "head."))
+            else weight.to(stored_dtype(name, self.dtype))
             for name, weight in self.weights.items()
         }
         return self._replace(weights=layers)
@@ -106,11 +109,16 @@ class Source:
     def spec(self) -> Spec:
         """The student's Spec; its vocabulary has one row more if the mask token needs it."""
         spec = self.checkpoint.spec
+        recurrent = spec.recurrent
+        if recurrent is not None:
+            kept = tuple(layer for layer in recurrent.layers if layer < self.layers)
+            recurrent = recurrent._replace(layers=kept)
         return replace(
             spec,
             layers=self.layers,
             windows=spec.windows[: self.layers],
             vocab=max(spec.vocab, self.mask + 1),
+            recurrent=recurrent,
         )
 
 
@@ -132,8 +140,22 @@ def source_of(
             f"`layers`: give a number from 1 to {spec.layers}, the layers of "
             f"{checkpoint.path} (got {layers})"
         )
+    least = first_whole(spec)
+    if layers is not None and layers < least:
+        raise UserError(
+            f"`layers`: the first {layers} layers of {checkpoint.path} are recurrent, and a draft "
+            f"needs layers of both kinds; give at least {least}"
+        )
     chosen = max(size, vocab) if mask is None else mask
     return Source(checkpoint, layers or spec.layers, chosen, mask is not None, vocab, size)
+
+
+def first_whole(spec: Spec) -> int:
+    """Return the fewest first layers that have every kind of layer of a model."""
+    kinds = {spec.attention_layers[:1]}
+    if spec.recurrent is not None:
+        kinds.add(spec.recurrent.layers[:1])
+    return 1 + max(layer for first in kinds for layer in first)
 
 
 def student_weights(source: Source, device: torch.device) -> dict[str, Tensor]:
@@ -178,6 +200,7 @@ class _Pass:
         self._angles = {rope: self._angles_of(rope) for rope in (spec.rope, spec.local_rope)}
         masks = model.mask is not None and windows.layout.groups > 0
         self._biases = {window: self._biases_of(window, masks) for window in set(spec.windows)}
+        self._paths = Paths.of(windows, masks=masks) if spec.recurrent is not None else None
 
     def output(self) -> Tensor:
         spec, embedding = self._spec, self._weights["embed.weight"]
@@ -194,16 +217,12 @@ class _Pass:
 
     def _layer(self, number: int, residual: Tensor) -> Tensor:
         """Run a layer; return the residual stream [B, T, width]."""
-        spec, at, window = self._spec, f"layers.{number}.", self._spec.windows[number]
+        spec, at = self._spec, f"layers.{number}."
         normed = self._norm(at + "norm1", residual)
-        qkv = self._linear(at + "qkv", normed).unflatten(-1, (-1, spec.head_size))
-        q, k, v = qkv.split((spec.heads, spec.kv_heads, spec.kv_heads), dim=2)
-        if spec.norm.qk:
-            q, k = self._norm(at + "q_norm", q), self._norm(at + "k_norm", k)
-        angles = self._angles[spec.local_rope if window and spec.local_rope else spec.rope]
-        if angles is not None:
-            q, k = _Rotated.apply(q, *angles), _Rotated.apply(k, *angles)
-        mixed = self._linear(at + "o", self._mix(q, k, v, *self._biases[window]))
+        if number in spec.attention_layers:
+            mixed = self._attention(number, normed)
+        else:
+            mixed = self._recurrent(at, normed)
         if spec.parallel:
             return residual + mixed + self._feed(at, normed)
         if spec.norm.sandwich:
@@ -213,6 +232,45 @@ class _Pass:
         if spec.norm.sandwich:
             fed = self._norm(at + "post2", fed)
         return residual + fed
+
+    def _attention(self, number: int, normed: Tensor) -> Tensor:
+        """Return what the attention of a layer adds to the residual stream, [B, T, width]."""
+        spec, at, window = self._spec, f"layers.{number}.", self._spec.windows[number]
+        qkv, gate = self._linear(at + "qkv", normed), None
+        if spec.output_gate:
+            size = spec.heads * spec.head_size
+            gate, qkv = qkv.split((size, qkv.shape[-1] - size), -1)
+        qkv = qkv.unflatten(-1, (-1, spec.head_size))
+        q, k, v = qkv.split((spec.heads, spec.kv_heads, spec.kv_heads), dim=2)
+        if spec.norm.qk:
+            q, k = self._norm(at + "q_norm", q), self._norm(at + "k_norm", k)
+        angles = self._angles[spec.local_rope if window and spec.local_rope else spec.rope]
+        if angles is not None:
+            q, k = _Rotated.apply(q, *angles), _Rotated.apply(k, *angles)
+        mixed = self._mix(q, k, v, *self._biases[window])
+        return self._linear(at + "o", mixed if gate is None else mixed * gate.sigmoid())
+
+    def _recurrent(self, at: str, normed: Tensor) -> Tensor:
+        """Return what a recurrent layer adds to the residual stream, [B, T, width]."""
+        recurrent, weights = self._spec.recurrent, self._weights
+        assert recurrent is not None
+        assert self._paths is not None
+        qkv, z = self._linear(at + "delta_in", normed).split(
+            (recurrent.channels, recurrent.values), -1
+        )
+        found = delta_layer(
+            qkv,
+            self._linear(at + "delta_gates", normed),
+            z,
+            ops.DeltaWeights(
+                weights[at + "conv.weight"].flatten(1),
+                *(weights[f"{at}{name}.weight"] for name in ("decay", "step_bias", "delta_norm")),
+            ),
+            recurrent,
+            self._paths,
+            eps=self._spec.norm.eps,
+        )
+        return self._linear(at + "delta_out", found)
 
     def _mix(
         self, q: Tensor, k: Tensor, v: Tensor, of_text: Tensor, of_masks: Tensor | None
@@ -238,16 +296,45 @@ class _Pass:
         return torch.cat((text, mixed.unflatten(0, (-1, groups)).flatten(1, 2)), 1)
 
     def _feed(self, at: str, normed: Tensor) -> Tensor:
-        spec, inner = self._spec, self._linear(at + "up", normed)
+        spec = self._spec
+        if spec.experts is not None:
+            return self._experts(at, spec.experts, normed)
+        inner = self._linear(at + "up", normed)
         if spec.gated and spec.activation == "silu":
             inner = _Gated.apply(inner)
         else:
             inner = reference.activation(inner, spec.activation, gated=spec.gated)
         return self._linear(at + "down", inner)
 
+    def _experts(self, at: str, experts: Experts, normed: Tensor) -> Tensor:
+        """Return the output of the experts, which have no gradient: only targets have them."""
+        x, spec = normed.flatten(0, 1), self._spec
+        ids, shares = ops.route(
+            x, *self._map(at + "router"), chosen=experts.chosen, normalised=experts.normalised
+        )
+        shared = None
+        if experts.shared:
+            inner = reference.activation(self._linear(at + "shared_up", x), "silu", gated=True)
+            own = self._linear(at + "shared_down", inner)
+            shared = ops.Shared(own, self._weights[at + "shared_gate.weight"])
+        found = ops.mix_experts(
+            x,
+            ids,
+            shares,
+            ops.Maps(*self._map(at + "experts_up"), *self._map(at + "experts_down")),
+            None,
+            shared,
+            experts=experts.total,
+            activation=spec.activation,
+            clamp=None if experts.clamp is None else ops.Clamp(*experts.clamp),
+        )
+        return found.view(normed.shape)
+
+    def _map(self, name: str) -> tuple[Tensor, Tensor | None]:
+        return self._weights[name + ".weight"], self._weights.get(name + ".bias")
+
     def _linear(self, name: str, x: Tensor) -> Tensor:
-        bias = self._weights.get(name + ".bias")
-        return functional.linear(x, self._weights[name + ".weight"], bias)
+        return functional.linear(x, *self._map(name))
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         weight, size = self._weights[name + ".weight"].to(x.dtype), x.shape[-1:]

@@ -18,7 +18,7 @@ from bass_cli.config.draft_spec import parse_draft
 from bass_cli.config.job import Job, Pair, chosen_pair, make_job
 from bass_cli.config.speed_commands import DistillArgs
 from bass_cli.distill.agreement import ELEMENTS
-from bass_cli.distill.network import Source, source_of
+from bass_cli.distill.network import Source, first_whole, source_of
 from bass_cli.distill.windows import FEWEST, Layout, thinned
 from bass_cli.errors import MachineError, UserError
 from bass_cli.formats.tokenizer import Tokenizer
@@ -37,6 +37,9 @@ _LINE = 16  # bytes of a token in the sample file: its id and its text
 # means in a checkpoint, twice while one replaces another, and the draft.
 _TRAINED, _KEPT = 16, 2 * 12 + 2
 _MARGIN = 0.9  # of the free memory
+# Differences that a target may have (Spec.unusual). A draft may not have experts.
+_TARGETS = ("experts", "recurrent layers", "gated attention")
+_MATRICES = 8  # of the size of an attention mask, in float32, that a recurrent layer has at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +166,11 @@ def find_source(args: DistillArgs, pair: Pair, plan: Plan) -> Source:
             f"`model`: {pair.target} runs through transformers' own layers, and bass distill "
             "trains native decoders only"
         )
+    if (unusual := plan.files.target.spec.unusual_besides(*_TARGETS)) is not None:
+        raise UserError(
+            f"`model`: {pair.target} has {unusual}, and bass distill does not run such targets; "
+            "its draft can be a published one (docs/DRAFTS.md)"
+        )
     if args.source is not None and args.layers is not None:
         raise UserError(
             "`source` and `layers` exclude each other: `layers` always takes layers of the target"
@@ -178,7 +186,7 @@ def find_source(args: DistillArgs, pair: Pair, plan: Plan) -> Source:
         )
     if model is None or args.layers is not None:
         spec, tokenizer = plan.files.target.spec, plan.files.tokenizer
-        layers = -(-spec.layers // _QUARTER) if args.layers is None else args.layers
+        layers = args.layers or max(-(-spec.layers // _QUARTER), first_whole(spec))
         vocab, size = min(tokenizer.size, spec.vocab), tokenizer.size
         return source_of(plan.files.target, layers=layers, mask=None, vocab=vocab, size=size)
     drafting = pair.model_copy(update={"draft": model})
@@ -228,7 +236,7 @@ def windows_at_once(
     guesses = 5 * 4 * min(ELEMENTS, training.layout.tokens * training.windows * source.vocab)
     heads = 4 * spec.vocab * spec.width + item * source.vocab * plan.files.target.spec.width
     free = int(_MARGIN * free) - item * weights_of(spec) - guesses - heads
-    masks = _attention_masks(plan, training, item)
+    masks = _attention_masks(plan, source, training, item)
     each = training.layout.tokens * _activations(spec, item) + masks
     return max(min(free // each, training.windows), 0)
 
@@ -249,11 +257,20 @@ def _activations(spec: Spec, item: int) -> int:
     """
     heads, keys = spec.heads * spec.head_size, 2 * spec.kv_heads * spec.head_size
     layer = 6 * spec.width + 5 * heads + 8 * keys + 5 * spec.inner
-    return spec.layers * layer * item
+    recurrent = spec.recurrent
+    if recurrent is None:
+        return spec.layers * layer * item
+    # Projections of all recurrent layers, and the float32 values of one.
+    kept = len(recurrent.layers) * (recurrent.channels + 3 * recurrent.values) * item
+    return spec.layers * layer * item + kept + 4 * 6 * (recurrent.channels + recurrent.values)
 
 
-def _attention_masks(plan: Plan, training: Training, item: int) -> int:
-    """Return the bytes of a window's attention masks, for student and target together."""
+def _attention_masks(plan: Plan, source: Source, training: Training, item: int) -> int:
+    """Return the bytes of a window's attention masks, for student and target together, and of the
+    matrices of the same size in a recurrent layer."""
     layout, spec = training.layout, plan.files.target.spec
     pairs = layout.groups * layout.masks * (layout.window + layout.masks) + layout.window**2
-    return 3 * spec.heads * pairs * item
+    found = 3 * spec.heads * pairs * item
+    every = (spec.recurrent, source.spec.recurrent)
+    heads = max(0 if one is None else one.value_heads for one in every)
+    return found + _MATRICES * 4 * heads * pairs

@@ -181,6 +181,10 @@ class Spec:
     def unusual(self) -> str | None:
         """The first difference that drafters of hidden states, distillation and the fused layers
         do not support, as a noun; None if there is none."""
+        return self.unusual_besides()
+
+    def unusual_besides(self, *supported: str) -> str | None:
+        """Return the first of these differences that is not among the `supported` ones."""
         differences = {
             "norms after attention and feed-forward only": not self.norm.before,
             "norms over all heads": self.norm.qk_wide,
@@ -193,7 +197,8 @@ class Spec:
             "recurrent layers": self.recurrent is not None,
             "gated attention": self.output_gate,
         }
-        return next((name for name, there in differences.items() if there), None)
+        found = (name for name, there in differences.items() if there and name not in supported)
+        return next(found, None)
 
 
 class AttentionCall(NamedTuple):

@@ -115,7 +115,7 @@ def delta_round(
         query, *token = (one[:, place] for one in tokens)
         _step(current, *token)
         outputs.append(_times(query, current))
-    out[rows] = _gated_norm(torch.stack(outputs, 1), z[rows], weights.norm, eps).to(out.dtype)
+    out[rows] = gated_norm(torch.stack(outputs, 1), z[rows], weights.norm, eps).to(out.dtype)
     return out
 
 
@@ -158,27 +158,41 @@ def delta_prompt(
         outputs, final = _chunked([one.movedim(0, 1) for one in tokens], initial)
         state.state[slot] = final
         state.inputs[slot, kept % size] = every[-len(kept) :]
-        out[own] = _gated_norm(outputs.movedim(0, 1), z[own], weights.norm, eps).to(out.dtype)
+        out[own] = gated_norm(outputs.movedim(0, 1), z[own], weights.norm, eps).to(out.dtype)
     return out
 
 
 def _prepared(inputs: Tensor, weights: DeltaWeights, shape: torch.Size) -> tuple[Tensor, ...]:
-    """Return query and key [..., T, H, Dk], value [..., T, H, Dv], log of the decay, and beta
-    [..., T, H], all float32, of the last T tokens of inputs [..., T + kernel size - 1, C + 2H]."""
+    """Return the tokens (see `delta_tokens`) of the last T tokens of inputs
+    [..., T + kernel size - 1, C + 2H]."""
     heads, key_size, value_size = shape[1:]
     channels, kernel_size = weights.convolution.shape
     mixed, gates = inputs.float().split((channels, 2 * heads), -1)
     count = inputs.shape[-2] - kernel_size + 1
     filters = weights.convolution.float()
     total = sum(mixed[..., at : at + count, :] * filters[:, at] for at in range(kernel_size))
+    return delta_tokens(total, gates[..., kernel_size - 1 :, :], weights, key_size, value_size)
+
+
+def delta_tokens(
+    convolved: Tensor, gates: Tensor, weights: DeltaWeights, key_size: int, value_size: int
+) -> tuple[Tensor, ...]:
+    """Return query and key [..., T, H, Dk], value [..., T, H, Dv], log of the decay, and beta
+    [..., T, H], all float32. Gradients reach all inputs.
+
+    Args:
+        convolved: [..., T, C] float32, the output of the convolution.
+        gates: [..., T, 2H], see `delta_round`.
+    """
+    heads = gates.shape[-1] // 2
     values = heads * value_size
-    keys = (channels - values) // 2
-    q, k, v = functional.silu(total).split((keys, keys, values), -1)
+    keys = (convolved.shape[-1] - values) // 2
+    q, k, v = functional.silu(convolved).split((keys, keys, values), -1)
     group = heads * key_size // keys
     q, k = (one.unflatten(-1, (-1, key_size)).repeat_interleave(group, -2) for one in (q, k))
     # Gates are few, so float64 is cheap. In float32 torch's result for an element may differ in the
     # last bit by its place in a tensor, so by the width of a round.
-    beta, gate = gates[..., kernel_size - 1 :, :].double().chunk(2, -1)
+    beta, gate = gates.double().chunk(2, -1)
     log_decay = -weights.decay.double().exp() * functional.softplus(gate + weights.bias.double())
     query, value = _unit(q) * key_size**-0.5, v.unflatten(-1, (heads, value_size))
     return query, _unit(k), value, log_decay.float(), beta.sigmoid().float()
@@ -201,7 +215,7 @@ def _times(x: Tensor, state: Tensor) -> Tensor:
     return (x[..., None, :] @ state)[..., 0, :]
 
 
-def _gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+def gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return the RMS norm of heads x [..., H, Dv], times silu(z [..., H Dv]): [..., H Dv]."""
     normed = functional.rms_norm(x, weight.shape, weight.float(), eps)
     return normed.flatten(-2) * functional.silu(z.float())

@@ -56,8 +56,11 @@ def seen_by_drafting(decoder, widest):
     found = []
     loop = loop_for(decoder, AtOnce(decoder, MASK), rows=3, lengths=Fixed(widest))
     runner, propose, logits = loop.drafter.runner, loop.drafter.propose, []
-    forward = runner.forward
-    runner.forward = lambda *given, **words: logits.append(forward(*given, **words)) or logits[-1]
+
+    def noted(forward):
+        return lambda *given, **words: logits.append(forward(*given, **words)) or logits[-1]
+
+    runner.forward, runner.forward_at = noted(runner.forward), noted(runner.forward_at)
 
     def watched(batch, length):
         proposal = propose(batch, length)

@@ -127,7 +127,7 @@ _CONFIGS = {
 _ZERO_CENTRED = ("gemma3_text", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 # Families that `bass distill` trains
 TRAINED = ("llama", "llama3", "mistral", "qwen2", "qwen3", "gemma3_text", "opt", "starcoder2", "gpt2", "gptj",
-           "codegen")  # fmt: skip
+           "codegen", "qwen3_5_text")  # fmt: skip
 
 
 def build_model(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
