@@ -279,6 +279,8 @@ class Decoder:
         """Return whether the fused launches can add the parts of a split model."""
         if self.ranks is None:
             return True
+        if self.spec.experts is not None:
+            return False
         names = (f"layers.{self.layers[0]}.{name}.weight" for name in ("o", "down"))
         return self.ranks.peers is not None and supports_peers(
             [self._weights.writable(name) for name in names], embed, self.ranks.peers

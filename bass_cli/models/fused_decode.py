@@ -1,5 +1,5 @@
 """A pass of few tokens on a GPU in five launches a layer (residual.py, products.py and
-fused_attention.py of bass_kernels), for families that allow it.
+fused_attention.py of bass_kernels), for families that allow it. Experts take more.
 
 Not here: the layers op by op (decoder.py).
 """
@@ -23,6 +23,7 @@ from bass_kernels import Quantised, Weight, Writable
 
 if TYPE_CHECKING:
     from bass_kernels.peers import Peers
+    from bass_kernels.residual import Stream
 
 
 def supports_fused(
@@ -44,7 +45,8 @@ def supports_fused(
     from bass_kernels import dispatch, fused_attention, residual
 
     plain = spec.norm.kind == "rms" and not spec.norm.sandwich and not spec.parallel and spec.gated
-    plain = plain and spec.unusual is None
+    plain = plain and replace(spec, experts=None).unusual is None
+    plain = plain and (spec.experts is None or not (spec.experts.shared or spec.experts.clamp))
     rope = spec.rope is not None and spec.local_rope is None
     few = (
         step.prefill is None
@@ -118,15 +120,49 @@ def run_fused(
         mixed = attend(qkv, angles, norm, segments, own, prompt, window=window, peaks=found[0])
         weight, norm2 = matrix(at + "o.weight"), plain(at + "norm2.weight")
         stream = add(mixed, weight, stream, norm2, peaks=found[0], largest=found[1])
-        weight, kind = matrix(at + "up.weight"), spec.activation
-        inner = products.gate_up(
-            stream, weight, eps=eps, activation=kind, peaks=found[2], early=early
-        )
-        weight, norm1 = matrix(at + "down.weight"), norms[slot + 1]
-        stream = add(inner, weight, stream, norm1, peaks=found[2], largest=found[3])
+        norm1 = norms[slot + 1]
+        if spec.experts is not None:
+            stream = _add_experts(spec, weights, at, stream, norm1, early=early)
+        else:
+            inner = products.gate_up(
+                stream, matrix(at + "up.weight"), eps=eps, activation=spec.activation,
+                peaks=found[2], early=early,
+            )  # fmt: skip
+            weight = matrix(at + "down.weight")
+            stream = add(inner, weight, stream, norm1, peaks=found[2], largest=found[3])
         if aux_layers is not None:
             aux_layers.take(i, stream.residual)
     return residual.finish(stream, norms[-1], eps=eps, early=early).view(*tokens.shape, spec.width)
+
+
+def _add_experts(
+    spec: Spec, weights: Weights, at: str, stream: Stream, norm1: Tensor, *, early: bool
+) -> Stream:
+    """Add the experts' feed-forward to the stream, and prepare it for the norm with weight
+    `norm1`.
+
+    Args:
+        at: the begin of the layer's names.
+    """
+    from bass_kernels import expert_kernels, residual
+
+    experts = spec.experts
+    assert experts is not None
+    x = residual.finish(stream, weights.plain(at + "norm2.weight"), eps=spec.norm.eps, early=early)
+    router = weights.plain(at + "router.weight")
+    chosen = experts.chosen, experts.normalised
+    ids, shares = ops.route(x, router, None, chosen=chosen[0], normalised=chosen[1])
+    up, down = (weights[f"{at}experts_{name}.weight"] for name in ("up", "down"))
+    return expert_kernels.add_experts(
+        x,
+        ids,
+        shares,
+        ops.Maps(up, None, down, None),
+        stream,
+        norm1,
+        expert_kernels.Mixture(experts.total, spec.activation, None),
+        rounds=isinstance(up, Quantised) and up.layout == "fp8",
+    )
 
 
 def _peaks(weight: Weight, layers: int) -> Tensor | None:

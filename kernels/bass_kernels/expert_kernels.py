@@ -23,12 +23,13 @@ from .launch import SPARE, after, card, fitting, leading, let_next, overlap
 from .pointwise import KINDS, activate
 from .quantised import Quantised
 from .quantised_kernels import E4M3, PLAIN, ROUNDED, dot, round_e4m3, token_scale
-from .residual import magnitude
+from .residual import Stream, magnitude
 
 _FEW = 16  # tokens of a tile, the fewest of a tensor core's product
 _MANY = 64  # tokens of a tile if experts have many, as in a prefill
 _MANY_FROM = 32  # pairs for each expert, on average, from which tiles have _MANY tokens
 _PAIRS = 1024  # pairs that a program of `_sort` reads at once
+_SUMMED = 1024  # columns of a program that sums the outputs of experts
 _LINES = 64  # rows of a tile of weights
 _DEPTH = 64  # inputs of a step; twice as many where `tile` says so
 # The router: up to so many tokens, its inputs are split over programs. One program would read the
@@ -169,6 +170,14 @@ def _choose(
     tl.store(share_ptr + places, shares / mass, mask=choice < CHOSEN)
 
 
+class Mixture(NamedTuple):
+    """The number of experts, and their gated unit: see experts.mix_experts."""
+
+    experts: int
+    activation: str
+    clamp: Clamp | None
+
+
 class _Factor(NamedTuple):
     """A weight as the kernels read it: its values, its scales, and how it is multiplied."""
 
@@ -226,8 +235,57 @@ def mix_experts(
     clamp: Clamp | None = None,
 ) -> Tensor:
     """Do experts.mix_experts."""
+    mixture = Mixture(experts, activation, clamp)
+    parts = _outputs(x, ids, maps, mixture)
+    return _weighted_sum(x, parts, weights, residual, shared)
+
+
+def add_experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    maps: Maps,
+    stream: Stream,
+    norm: Tensor,
+    mixture: Mixture,
+    *,
+    rounds: bool,
+) -> Stream:
+    """Add the weighted sum of the experts' feed-forwards of tokens x [N, width] to the stream, and
+    prepare it for the norm with weight `norm`.
+
+    Args:
+        ids, weights: of `route`.
+        rounds: whether the next product rounds its input to e4m3.
+    """
+    (tokens, width), most = x.shape, stream.squares.shape[1]
+    parts = _outputs(x, ids, maps, mixture)
+    tiles = triton.cdiv(width, _SUMMED)
+    largest = torch.empty(tiles, most, dtype=torch.int32, device=x.device) if rounds else None
+    out = Stream.empty(tokens, width, tiles, x, most=most, largest=largest)
+    _add_sum[(tokens, tiles)](
+        parts,
+        weights,
+        stream.residual,
+        norm,
+        *out[:3],
+        ids if largest is None else largest,
+        width,
+        M=most,
+        PEAKS=rounds,
+        CHOSEN=ids.shape[1],
+        BLOCK=_SUMMED,
+        num_warps=4,
+        **overlap(True, x.device),
+    )
+    return out
+
+
+def _outputs(x: Tensor, ids: Tensor, maps: Maps, mixture: Mixture) -> Tensor:
+    """Return the outputs of the experts of tokens x [T, width], [T * chosen, width]."""
     (tokens, width), chosen = x.shape, ids.shape[1]
-    pairs, inner = tokens * chosen, maps.down.shape[1]
+    (experts, activation, clamp), inner = mixture, maps.down.shape[1]
+    pairs = tokens * chosen
     peaks = torch.empty(pairs, dtype=torch.int32, device=x.device)
     order = _sorted_pairs(ids, experts, peaks)
     count = _FEW if pairs <= _MANY_FROM * experts else _MANY
@@ -271,7 +329,7 @@ def mix_experts(
         BIAS=maps.down_bias is not None,
         **down.tile(x, count, pair=False),
     )
-    return _weighted_sum(x, parts, weights, residual, shared)
+    return parts
 
 
 def _weighted_sum(
@@ -281,7 +339,7 @@ def _weighted_sum(
     residual stream [T, width], and of the expert of all tokens x [T, width]."""
     (tokens, width), chosen = x.shape, weights.shape[1]
     out = torch.empty_like(x)
-    _sum[(tokens, triton.cdiv(width, 1024))](
+    _sum[(tokens, triton.cdiv(width, _SUMMED))](
         parts,
         weights,
         out if residual is None else residual.contiguous(),
@@ -293,7 +351,7 @@ def _weighted_sum(
         ADD=residual is not None,
         SHARED=shared is not None,
         CHOSEN=chosen,
-        BLOCK=1024,
+        BLOCK=_SUMMED,
         num_warps=4,
         **overlap(True, x.device),
     )
@@ -526,11 +584,7 @@ def _sum(
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
-    total = tl.zeros([BLOCK], tl.float32)
-    for choice in tl.static_range(CHOSEN):
-        pair = token * CHOSEN + choice
-        part = tl.load(x_ptr + pair * width + at, mask=inside, other=0.0).to(tl.float32)
-        total += tl.load(share_ptr + pair) * part
+    total = _weighted(x_ptr, share_ptr, token, at, width, CHOSEN, BLOCK)
     if SHARED:
         products = tl.zeros([BLOCK], tl.float32)
         for start in range(0, width, BLOCK):
@@ -545,3 +599,47 @@ def _sum(
     if ADD:
         total += tl.load(residual_ptr + token * width + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * width + at, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _weighted(x_ptr, share_ptr, token, at, width, CHOSEN: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the weighted sum of one token's outputs at columns `at`, [BLOCK] float32."""
+    total = tl.zeros([BLOCK], tl.float32)
+    for choice in tl.static_range(CHOSEN):
+        pair = token * CHOSEN + choice
+        part = tl.load(x_ptr + pair * width + at, mask=at < width, other=0.0).to(tl.float32)
+        total += tl.load(share_ptr + pair) * part
+    return total
+
+
+@triton.jit
+def _add_sum(
+    x_ptr,
+    share_ptr,
+    stream_ptr,
+    norm_ptr,
+    sum_ptr,
+    next_ptr,
+    square_ptr,
+    bound_ptr,
+    width,
+    M: tl.constexpr,
+    PEAKS: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Add the weighted sum of one token's outputs to the stream."""
+    after(EARLY)
+    token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = tile * BLOCK + tl.arange(0, BLOCK)
+    inside = at < width
+    total = _weighted(x_ptr, share_ptr, token, at, width, CHOSEN, BLOCK)
+    total += tl.load(stream_ptr + token * width + at, mask=inside, other=0.0)
+    norm = tl.load(norm_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    scaled = (total * norm).to(next_ptr.dtype.element_ty)
+    tl.store(sum_ptr + token * width + at, total, mask=inside)
+    tl.store(next_ptr + token * width + at, scaled, mask=inside)
+    tl.store(square_ptr + tile * M + token, tl.sum(total * total, 0))
+    if PEAKS:
+        tl.store(bound_ptr + tile * M + token, tl.max(magnitude(scaled), 0))

@@ -32,6 +32,8 @@ LENGTHS = (1, 3, TILE + 2)  # all but its last token are read: one more than a t
         pytest.param("gemma3_text", True, None, marks=pytest.mark.slow),
         ("qwen2", False, "fp8"),
         ("qwen3", False, "int8"),
+        ("qwen3_moe", False, None),
+        ("qwen3_moe", False, "fp8"),
         pytest.param("gemma3_text", False, "fp8", marks=pytest.mark.slow),
     ],
 )

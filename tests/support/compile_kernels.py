@@ -213,6 +213,9 @@ def compile_experts():
     for shared in (False, True):
         form = {"ADD": True, "SHARED": shared, "CHOSEN": 8, "BLOCK": 1024, "EARLY": True}
         compile_one(expert_kernels._sum, types, **form)
+    types = {"bound_ptr": "*i32", "next_ptr": "*bf16"}
+    form = {"M": 16, "PEAKS": True, "CHOSEN": 8, "BLOCK": 1024, "EARLY": True}
+    compile_one(expert_kernels._add_sum, types, **form)
 
 
 def compile_delta_rule():
