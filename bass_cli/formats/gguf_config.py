@@ -343,11 +343,6 @@ def _refuse(values: Values, name: str, kind: Architecture) -> None:
         and (key in _TRUE_IF_MISSING or not _is_zero(value))
     }
     refuse_others(set_here, NEUTRAL, place=values.place, prefix=prefix)
-    if values.values.get("split.count") and values.count("split.count") > 1:
-        raise UserError(
-            f'{values.place}: key "split.count": a GGUF file in several pieces is not supported; '
-            "merge them"
-        )
     normalised = own.get(_NORMALISED)
     if is_mixture(kind) and normalised is not None and normalised is not _is_normalised(kind):
         raise UserError(

@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import glob
 import hashlib
 import itertools
 import math
 import mmap
 import os
 import pickle
+import re
 import struct
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
@@ -46,6 +49,9 @@ _ENTRIES = 1 << 16  # most fields or tensors of a file; a model has hundreds
 _ITEMS = 1 << 22  # most numbers in one array; a vocabulary has hundreds of thousands
 _LENGTH = struct.Struct("<Q")
 _EMBEDDING = "token_embd.weight"
+# Names of the pieces of a model, and their keys
+_PIECE = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+_PIECES, _NUMBER = "split.count", "split.no"
 # A tensor in a GGUF header: shape, rows first; number of its type; offset in bytes.
 _Info = tuple[tuple[int, ...], int, int]
 
@@ -196,16 +202,21 @@ class Header(NamedTuple):
 
 
 def read_gguf(path: Path) -> Header:
-    """Read the header of a GGUF file. The result is cached: do not change it.
+    """Read the header of a GGUF file, or of all pieces of one. The result is cached: do not change
+    it.
 
     Raises:
-        UserError: the file cannot be read or its header is corrupt.
+        UserError: a file cannot be read or its header is corrupt, or the file is not the first
+            piece.
     """
-    identity: tuple[int, ...] = ()
-    with contextlib.suppress(OSError):  # _read_gguf reports the error
-        status = path.stat()
-        identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
-    return _read_gguf(path, identity)
+    identity: list[int] = []
+    named = _PIECE.fullmatch(path.name)
+    others = [] if named is None else path.parent.glob(f"{glob.escape(named['stem'])}-*.gguf")
+    for file in (path, *sorted(others)):
+        with contextlib.suppress(OSError):  # _read_gguf reports the error
+            status = file.stat()
+            identity += [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns]
+    return _read_gguf(path, tuple(identity))
 
 
 def read_texts(path: Path, texts: Texts) -> list[bytes]:
@@ -231,6 +242,32 @@ def read_texts(path: Path, texts: Texts) -> list[bytes]:
 # Tokenizer and checkpoint read the same header. Two entries: a target and a draft.
 @functools.lru_cache(maxsize=2)
 def _read_gguf(path: Path, identity: tuple[int, ...]) -> Header:
+    metadata, entries, digest = _read_piece(path)
+    for other in _other_pieces(path, metadata):
+        for name, entry in _read_piece(other, piece_of=(path, metadata))[1].items():
+            if name in entries:
+                raise UserError(f'{other}: tensor "{name}" is in {entries[name].file.name} too')
+            entries[name] = entry
+    total = metadata.get("split.tensors.count")
+    if total is not None and total != len(entries):
+        raise UserError(
+            f'{path}: key "split.tensors.count": {total!r}, but all pieces have {len(entries)} '
+            "tensors; download the pieces again"
+        )
+    rows = entries[_EMBEDDING].shape[:1] if _EMBEDDING in entries else ()
+    named = [metadata.get(f"general.{key}") for key in ("architecture", "name")]
+    digest.update(repr((*named, rows)).encode())
+    return Header(metadata, entries, digest.hexdigest())
+
+
+def _read_piece(
+    path: Path, piece_of: tuple[Path, dict[str, Any]] | None = None
+) -> tuple[dict[str, Any], dict[str, Entry], hashlib._Hash]:
+    """Return metadata and tensors of one file, and a digest of the tokenizer's keys.
+
+    Args:
+        piece_of: the first piece and its metadata, if the file is another one.
+    """
     with opened(path) as file:
         total = os.fstat(file.fileno()).st_size
         if total < 24:
@@ -239,6 +276,13 @@ def _read_gguf(path: Path, identity: tuple[int, ...]) -> Header:
             )
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             metadata, infos, end, digest = _gguf_header(path, data)
+    first, known = piece_of or (path, metadata)
+    count = metadata.get(_PIECES)
+    if piece_of is not None and (count, metadata.get(_NUMBER)) != (known[_PIECES], _number(path)):
+        raise UserError(
+            f'{path}: keys "{_PIECES}" and "{_NUMBER}": {count!r} and {metadata.get(_NUMBER)!r} '
+            f"do not fit its name; it is not a piece of {first.name}"
+        )
     alignment = metadata.get("general.alignment", _ALIGNMENT)
     if type(alignment) is not int or alignment < 1:
         raise UserError(f'{path}: key "general.alignment": {alignment!r} is not valid')
@@ -247,11 +291,42 @@ def _read_gguf(path: Path, identity: tuple[int, ...]) -> Header:
         name: _gguf_entry(path, name, dims, kind, begin + offset)
         for name, (dims, kind, offset) in infos.items()
     }
-    check_places(path, total, entries)
-    rows = infos[_EMBEDDING][0][:1] if _EMBEDDING in infos else ()
-    named = [metadata.get(f"general.{key}") for key in ("architecture", "name")]
-    digest.update(repr((*named, rows)).encode())
-    return Header(metadata, entries, digest.hexdigest())
+    if entries or count in (None, 0, 1):  # the first of several pieces may have no tensors
+        check_places(path, total, entries)
+    return metadata, entries, digest
+
+
+def _other_pieces(path: Path, metadata: Mapping[str, Any]) -> list[Path]:
+    """Return the files of the other pieces of a model whose first file this is; none if it is
+    whole."""
+    count = metadata.get(_PIECES)
+    if count in (None, 0, 1):
+        return []
+    if type(count) is not int or not 1 < count <= _ENTRIES:
+        raise UserError(f'{path}: key "{_PIECES}": a number of pieces is needed, not {count!r}')
+    named = _PIECE.fullmatch(path.name)
+    if named is None or int(named["count"]) != count or metadata.get(_NUMBER) != _number(path):
+        raise UserError(
+            f'{path}: key "{_PIECES}": the file is one of {count} pieces; give all of them their '
+            f"own names, which end in -00001-of-{count:05}.gguf and so on"
+        )
+    pieces = [
+        path.with_name(f"{named['stem']}-{number:05}-of-{count:05}.gguf")
+        for number in range(1, count + 1)
+    ]
+    if path != pieces[0]:
+        raise UserError(f"{path}: the file is one of {count} pieces; name the first, {pieces[0]}")
+    if missing := [piece for piece in pieces if not piece.exists()]:
+        raise UserError(
+            f"{missing[0]}: the file is missing; {path.name} is one of {count} pieces of a model"
+        )
+    return pieces[1:]
+
+
+def _number(path: Path) -> int | None:
+    """Return the number of a piece by its name, from 0."""
+    named = _PIECE.fullmatch(path.name)
+    return None if named is None else int(named["number"]) - 1
 
 
 def _gguf_header(

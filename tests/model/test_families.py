@@ -443,7 +443,6 @@ def test_refusals_name_file_key_and_choices(config: dict[str, Any], message: str
      '"llama.expert_weights_norm": False is not supported'),
     ({"llama.expert_count": 8, "llama.expert_used_count": 2, "llama.expert_weights_scale": 2.5},
      '"llama.expert_weights_scale": 2.5 is not supported'),
-    ({"split.count": 3}, '"split.count"'),
     ({"llama.rope.scaling.type": "longrope"}, 'the rope type "longrope"'),
     ({"llama.rope.scaling.type": ""}, 'the rope type "" is not supported'),
     ({"llama.rope.scaling.type": "yarn", "llama.rope.freq_base": 1.0}, 'YaRN is undefined for rope_theta 1'),
@@ -456,7 +455,6 @@ def test_refusals_name_file_key_and_choices(config: dict[str, Any], message: str
     ({"llama.block_count": 2.5}, '"llama.block_count": a whole number from 1 to 4096 is needed, '
                                  'not 2.5'),
     ({"llama.attention.key_length": 2**40, "llama.attention.value_length": 2**40}, '"llama.attention.key_length": a whole'),
-    ({"split.count": "3"}, '"split.count": a number above 0 is needed'),
     ({"llama.rope.scaling.type": 2.0}, 'the rope type "2.0"'),
     ({"llama.rope.dimension_count": 7}, "from 2 to 8 .the size of a head., not 7"),
     ({"llama.rope.dimension_count": 2**31}, '"llama.rope.dimension_count": a whole number'),
