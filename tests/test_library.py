@@ -421,7 +421,7 @@ pair: Pair = job.pair
 
 
 def test_model_is_the_short_form_of_a_pair(tmp_path: Path) -> None:
-    long = Pair(name="small", target=str(tmp_path / "small"), draft="lookup")
+    long = Pair(name="small", target=str(tmp_path / "small"), draft="mtp-or-lookup")
     assert Job(model=tmp_path / "small", n=2, dtype="bf16") == Job(pair=long, n=2, dtype="bf16")
     long = Pair(name="m.x", target="o/m.x", draft="o/d", tokenizer="o/t")
     assert Job(model="o/m.x", draft="o/d", tokenizer="o/t", device="cpu") == Job(

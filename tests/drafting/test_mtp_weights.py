@@ -71,6 +71,13 @@ def test_draft_in_8_bits_draws_the_tokens_of_plain_decoding(place, layout):
     assert [held[name].layout for name in (UP, "head.weight")] == [layout, layout]
 
 
+def test_keys_in_8_bits_give_the_tokens_of_plain_decoding(place):
+    """Those of the layer too. Hidden states stay whole."""
+    tokens, accepted = drawn(job_of(place, kv_dtype="fp8"))
+    assert tokens == drawn(job_of(place, "none", kv_dtype="fp8"))[0]
+    assert accepted > 0
+
+
 def test_format_of_the_layer_on_a_gpu_is_fp8_where_it_has_that(place, monkeypatch):
     """The plan counts a copy of the head. Other formats are those that are asked for."""
     cuda, head = torch.device("cuda"), make_plan(job_of(place)).files.draft.head
