@@ -69,13 +69,26 @@ def open_peers(share: Share, device: torch.device, name: Any, store: distributed
 
 
 def try_peers(peers: Peers) -> bool:
-    """Return whether sums are right: in this process, after the exchanges of all processes."""
-    right = True
+    """Return whether sums are right in this process, alone and inside a product. All processes
+    must call this together."""
+    from bass_kernels import products
+    from bass_kernels.residual import Stream
+
+    right, device = True, peers.addresses.device
     for number in range(4):  # each half of the buffers twice
-        parts = [_example(rank, number, peers.addresses.device) for rank in range(peers.ranks)]
+        parts = [_example(rank, number, device) for rank in range(peers.ranks)]
         found = add_parts(parts[peers.rank], parts[0], peers)
         expected = parts[0].float() + torch.stack(parts).float().sum(0)
         right = right and torch.equal(found.float(), expected)
+    matrices = [part.view(25, 200) for part in parts]
+    before = torch.ones(16, 24, device=device)
+    stream = Stream(before, matrices[0], torch.ones(1, 16, device=device))  # `add` reads the first
+    own = matrices[peers.rank]
+    norm = torch.ones(24, device=device)
+    for _ in range(2):
+        found = products.add(own[:16].contiguous(), own[:24], stream, norm, peers=peers).residual
+        due = before + sum(one[:16].float() @ one[:24].float().T for one in matrices)
+        right = right and torch.equal(found, due)
     return right
 
 

@@ -112,7 +112,7 @@ class Ranks:
 
         def exchange() -> None:
             self.broadcast(first.copy_(part))
-            self.sum(total.copy_(part))
+            total.copy_(self.sum(part.clone()))
             self._gather(every, part)
 
         exchange()  # the first exchange sets up connections, which cannot be captured
