@@ -260,7 +260,7 @@ def open_checkpoint(
         factors = tuple(content(stored).tolist())
     shapes = {name: entry.shape for name, entry in entries.items()}
     spec = spec_of_gguf(metadata, shapes, place=str(path), rope_factors=factors)
-    kind = fitted(architecture_of(metadata, place=str(path)), shapes)
+    kind = fitted(architecture_of(metadata, shapes, place=str(path)), shapes)
     entries = split_entries(entries, 0 if spec.experts is None else spec.experts.total)
     slots, ignored = families.slots(spec, kind.tensors), ignored_in(metadata, spec.layers)
     pieces = assign(spec, slots, entries, path, ignored, parameters(spec))

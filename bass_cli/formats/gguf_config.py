@@ -7,6 +7,7 @@ here. Not here: the names of tensors (gguf_tensors.py).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -139,6 +140,8 @@ _RECURRENT_WORDS = {
     "further": "nextn_predict_layers",
 }
 _RECURRENT_LAYERS = "attention.recurrent_layers"
+# Tensors of layers that keep a state, which other architectures have
+_STATE = re.compile(r"blk\.(\d+)\.(ssm|shortconv|time_mix)_?")
 # Sections of the rotary embedding have positions of their own in images only.
 _SECTIONS = "rope.dimension_sections"
 # Gemma 3 27B, by its layers: the one size that scales queries by width / heads. The metadata has no
@@ -161,7 +164,7 @@ def spec_of_gguf(
         place: the file's name, for errors.
         rope_factors: the content of the tensor `rope_freqs.weight`, if there is one.
     """
-    kind = architecture_of(metadata, place=place)
+    kind = architecture_of(metadata, shapes, place=place)
     name, family = str(metadata["general.architecture"]), FAMILIES[kind.family]
     keys = {word: f"{name}.{key}" for word, key in _words(kind).items()}
     values = Values({**kind.constants, **_flatten(metadata)}, keys, place)
@@ -198,10 +201,28 @@ def spec_of_gguf(
     )
 
 
-def architecture_of(metadata: Mapping[str, Any], *, place: str) -> Architecture:
-    """Return the architecture of a file's metadata. Mixtral is "llama" with experts."""
+def architecture_of(
+    metadata: Mapping[str, Any], names: Collection[str], *, place: str
+) -> Architecture:
+    """Return the architecture of a file's metadata. Mixtral is "llama" with experts.
+
+    Args:
+        names: of the file's tensors.
+
+    Raises:
+        UserError: bass does not read it; names its recurrent layers.
+    """
     name = metadata.get("general.architecture")
-    known(name, ARCHITECTURES, place, 'key "general.architecture": the family')
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        found = {int(one[1]) for tensor in names if (one := _STATE.match(tensor))}
+        layers = ", ".join(str(i) for i in sorted(found))
+        given = name if isinstance(name, str) else shown(name)
+        why = f": it keeps state outside of attention in layers {layers}" if found else ""
+        raise UserError(
+            f'{place}: key "general.architecture": the family "{given[:80]}" is not supported'
+            f"{why}; known: {', '.join(ARCHITECTURES)}; a folder with config.json and safetensors "
+            "may run (docs/reference/models.md)"
+        )
     mixtral = name == "llama" and metadata.get("llama.expert_count")
     return MIXTRAL if mixtral else ARCHITECTURES[str(name)]
 

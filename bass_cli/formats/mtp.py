@@ -110,7 +110,7 @@ def _open_in_file(target: Checkpoint) -> Checkpoint:
         raise UserError(
             f'{path}: key "{key}": {_FIELD} supports 1 only, not {shown(metadata[key])}; {_INSTEAD}'
         )
-    kind = fitted(architecture_of(metadata, place=str(path)), entries)
+    kind = fitted(architecture_of(metadata, entries, place=str(path)), entries)
     experts = 0 if target.spec.experts is None else target.spec.experts.total
     own = {
         name: entry

@@ -465,6 +465,24 @@ def test_gguf_refusals(change: dict[str, Any], message: str) -> None:
     assert str(error.value).startswith("x.gguf")
 
 
+def test_gguf_of_other_recurrent_layers_is_refused_by_its_layers() -> None:
+    names = (
+        "blk.0.ssm_in.weight",
+        "blk.1.attn_q.weight",
+        "blk.10.ssm_a",
+        "blk.2.shortconv.conv.weight",
+    )
+    shapes = {**EMBEDDING, **dict.fromkeys(names, (1, 1))}
+    message = 'the family "granitehybrid" is not supported: it keeps state outside of attention in layers 0, 2, 10; '
+    with pytest.raises(
+        UserError, match=f"{message}known: llama, .*a folder with config.json"
+    ) as error:
+        spec_of_gguf({**GGUF, "general.architecture": "granitehybrid"}, shapes, place="x.gguf")
+    assert str(error.value).startswith('x.gguf: key "general.architecture"')
+    with pytest.raises(UserError, match='the family "gemma4" is not supported; known: llama, '):
+        spec_of_gguf({**GGUF, "general.architecture": "gemma4"}, EMBEDDING, place="x.gguf")
+
+
 @pytest.mark.parametrize(("change", "message"), [
     ({"ssm.group_count": 3}, '"qwen35.ssm.group_count": 3 does not divide the number of value heads, 4'),
     ({"ssm.inner_size": 18}, '"qwen35.ssm.inner_size": 18 is not a multiple of the number of value heads, 4'),
