@@ -39,8 +39,8 @@ _OF_HEADS = ("auto", "target", "fp8", "int8")
 # three quarters of what four gain. A pass takes two places for each, except for a whole block.
 _MORE, _WHOLE = 2, 4
 # The longest draft of mtp, if `speculation.max` is not set. Each further token takes a pass of
-# the layer, and 2 MB of every sequence of a 27B with recurrent layers: 80 GB hold 61 sequences of
-# 1,024 new tokens with drafts up to 8, and 44 with drafts up to 32. Where a draft token takes a
+# the layer, and 2 MB of every sequence of a 27B with recurrent layers: 80 GB hold 58 sequences of
+# 1,024 new tokens with drafts up to 8, and 41 with drafts up to 32. Where a draft token takes a
 # twentieth of a round, longer drafts pay at acceptance rates above 0.8 only.
 _LONGEST_MTP = 8
 # The largest draft, as a share of the target's size, for which that pays: the two extra tokens take
