@@ -27,7 +27,7 @@ from bass_cli.config.machine_commands import DoctorArgs
 from bass_cli.config.options import packaged_pairs
 from bass_cli.errors import MachineError, UserError, spelled
 from bass_cli.io.cache import cache_folder, give_kernels_a_cache, is_writable, temporary_folder
-from bass_cli.system.host import free_memory, gigabytes, host_memory
+from bass_cli.system.host import free_memory, gigabytes, gpu_fault, host_memory
 from bass_cli.system.threads import configure_threads
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ def available_memory() -> dict[str, Any]:
     """Return the device that --device auto chooses, and its total memory in bytes."""
     import torch
 
-    if torch.cuda.is_available():
+    if gpu_fault() is None:
         return {"device": "cuda", "bytes": torch.cuda.get_device_properties(0).total_memory}
     return {"device": "cpu", "bytes": host_memory().total}
 

@@ -49,7 +49,14 @@ from bass_cli.run.pair import (
     with_draft,
     with_draft_format,
 )
-from bass_cli.system.host import driver_version, free_memory, gigabytes, processor_name, wake
+from bass_cli.system.host import (
+    driver_version,
+    free_memory,
+    gigabytes,
+    gpu_fault,
+    processor_name,
+    wake,
+)
 from bass_kernels import LAYOUTS, grouped_works
 
 # The formats of all numbers. The others (LAYOUTS of bass_kernels) are of matrices only.
@@ -426,6 +433,8 @@ def _growing(plan: Plan) -> Plan:
 def _notes(job: Job, files: Files, dtype: torch.dtype) -> Iterator[str]:
     """Yield notes on settings that take no effect, and on the models' files."""
     yield from files.notes
+    if job.device == "auto" and torch.cuda.is_available() and (fault := gpu_fault()):
+        yield f"{fault}: the CPU is used"
     yield from _notes_on_weights(job, files, dtype)
     spec = files.target.spec
     if job.kv_dtype == "fp8" and "qkv" in spec.biases and spec.rope is not None:
@@ -515,10 +524,12 @@ def _footprint(
 
 
 def device_of(wanted: str) -> torch.device:
-    """Return the device for a setting: "auto", "cuda" or "cpu"."""
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise MachineError("`device` cuda: this machine has no CUDA device that torch can use")
-    if wanted == "cpu" or not torch.cuda.is_available():
+    """Return the device for a setting: "auto", "cuda" or "cpu". "auto" is the CPU if the GPU
+    is too old."""
+    fault = None if wanted == "cpu" else gpu_fault()
+    if wanted == "cuda" and fault is not None:
+        raise MachineError(f"`device` cuda: {fault}")
+    if wanted == "cpu" or fault is not None:
         return torch.device("cpu")
     give_kernels_a_cache()
     return torch.device("cuda")

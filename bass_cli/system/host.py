@@ -45,6 +45,8 @@ _REFUSALS = (
 _NVIDIA = ("nvidiactl", "dxg")  # in /dev of Linux, and of Linux on Windows
 # Bytes from which on a limit means no limit: version 1 of control groups writes 2^63 minus a page.
 _UNLIMITED = 1 << 60
+# The compute capability that Triton (README, compatibility) and products in bfloat16 need
+_LEAST_CAPABILITY = (8, 0)
 _LEAST_ADDRESS_SPACE = 900_000_000  # bytes; a tiny job needs 960 MB
 
 
@@ -53,6 +55,21 @@ class HostMemory(NamedTuple):
 
     total: int
     free: int
+
+
+def gpu_fault() -> str | None:
+    """Return why bass cannot run on a CUDA device; None if it can."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return "this machine has no CUDA device that torch can use"
+    found = torch.cuda.get_device_capability()
+    if found >= _LEAST_CAPABILITY:
+        return None
+    return (
+        f"{torch.cuda.get_device_name()} has compute capability {'.'.join(map(str, found))}, and "
+        f"bass needs {'.'.join(map(str, _LEAST_CAPABILITY))} or later"
+    )
 
 
 def unsupported() -> str | None:

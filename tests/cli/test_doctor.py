@@ -18,7 +18,9 @@ from typer.testing import CliRunner
 
 from bass_cli.cli import doctor as machine
 from bass_cli.cli.commands import app
+from bass_cli.config.job import load_pair, make_job
 from bass_cli.errors import MachineError
+from bass_cli.run.plan import make_plan
 from bass_cli.sandbox.isolation import Isolation
 from bass_cli.system.host import host_memory
 
@@ -160,3 +162,17 @@ def test_whether_the_hub_can_be_reached(server: str, monkeypatch: pytest.MonkeyP
     assert machine._hub() == f"{server} can be reached"
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     assert machine._hub().startswith("http://127.0.0.1:9 cannot be reached (")
+
+
+def test_gpu_that_is_too_old_is_not_used(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`auto` takes the CPU, with a note; `cuda` is an error with the reason."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda *_: (7, 5))
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda *_: "Tesla T4")
+    reason = "Tesla T4 has compute capability 7.5, and bass needs 8.0 or later"
+    file = str(place / "mine.yaml")
+    facts = json.loads(cli("doctor", "--pair", file, "--json").stdout)
+    assert (facts["device"], facts["kernels"], facts["pair_ready"]) == ("cpu", "plain torch", True)
+    assert f"{reason}: the CPU is used" in make_plan(make_job(load_pair(file))).notes
+    with pytest.raises(MachineError, match=f"`device` cuda: {reason}"):
+        make_plan(make_job(load_pair(file), device="cuda"))
