@@ -30,12 +30,12 @@ SLOW = {
 # Words of this project's former private vocabulary, which the field does not use. They match as
 # whole words or parts of snake_case names, in singular and plural.
 BANNED = (
-    "asks", "backlog", "colds", "crew", "dummies", "foregone", "forgone", "imposed", "ladder",
-    "lawful", "ledger", "meant", "outlook", "seat", "warden", "wherever", "whoever",
+    "asked", "asks", "backlog", "colds", "crew", "dummies", "foregone", "forgone", "imposed",
+    "ladder", "landed", "lawful", "ledger", "makers", "meant", "outlook", "seat", "settle", "warden",
+    "wherever", "whoever",
 )  # fmt: skip
 BANNED_IN_KERNELS = (
-    "asked", "cold", "dummy", "flight", "intake", "law", "nobody", "offer", "tap", "turn",
-    "unsound",
+    "cold", "dummy", "flight", "intake", "law", "nobody", "offer", "tap", "turn", "unsound",
 )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from bass_cli.io.resume import manifest_path, read_manifest, samples_of
 from bass_cli.io.terminal import Display
 from bass_cli.reading import open_regular, parse_object
 
-_PERIOD = 0.5  # seconds between two looks at the files, on a terminal
+_PERIOD = 0.5  # seconds between two reads of the files, on a terminal
 _LINES_PERIOD = 30.0  # seconds between two reports elsewhere, as for the progress of a job
 _WINDOW = 60.0  # seconds that the speed is a mean of
 _LEAST_WINDOW = 2.0  # seconds of it before there is a speed
@@ -45,7 +45,7 @@ class WatchedFile:
         self.path, self.state = path, "not begun"
         self._stream: IO[bytes] | None = None
         self._file: IO[bytes] | None = None
-        self._was_locked, self._unlocked = False, 0  # the number of looks since the lock is gone
+        self._was_locked, self._unlocked = False, 0  # the number of reads since the lock is gone
         self._manifest: dict[str, Any] = {}
         self._marks: deque[tuple[float, int, int]] = deque()  # time, tokens, samples
         self._reset()
@@ -59,7 +59,7 @@ class WatchedFile:
         self._torn = b""
         self._marks.clear()
 
-    def look(self, now: float) -> None:
+    def read(self, now: float) -> None:
         """Read what is new. `now`: seconds of a clock that never goes back."""
         with contextlib.suppress(OSError, ValueError):
             self._manifest = read_manifest(self.path)
@@ -88,7 +88,7 @@ class WatchedFile:
         self._file, self._stream = open_regular(live), None
 
     def _read(self, live: str) -> None:
-        """Count the whole lines that follow; a part of a line waits for the next look."""
+        """Count the whole lines that follow; a part of a line waits for the next read."""
         assert self._file is not None
         if self._stream is None:
             if not os.fstat(self._file.fileno()).st_size:
@@ -127,7 +127,7 @@ class WatchedFile:
             self._was_locked, self._unlocked = True, 0
             return "running"
         self._unlocked += 1
-        # A job writes its manifest before it unlocks the file, so the next look decides.
+        # A job writes its manifest before it unlocks the file, so the next read decides.
         if self._was_locked and locked is False:
             return "stopped" if self._unlocked > 1 else "running"
         return "unknown"
@@ -281,7 +281,7 @@ def watch(paths: Sequence[str], screen: Screen, *, once: bool, document: bool) -
         while True:
             now = time.monotonic()
             for one in files:
-                one.look(now)
+                one.read(now)
             ended = once or all(one.state in ("finished", "stopped") for one in files)
             if not (on_terminal or ended or document) and now - printed >= _LINES_PERIOD:
                 printed = now

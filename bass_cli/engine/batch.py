@@ -237,11 +237,11 @@ class Batch:
         and never the longest row, so that one row always finishes.
         """
         generated = self.generated()
-        worth = generated.astype(numpy.float64)
-        worth[longest := int(generated.argmax())] = numpy.inf
+        value = generated.astype(numpy.float64)
+        value[longest := int(generated.argmax())] = numpy.inf
         size = int(self.allocator.blocks.needed(generated[place : place + 1])[0])
-        others = self.allocator.rows_to_evict(size, worth, grows=place)
-        return others if place == longest or worth[others].sum() <= worth[place] else [place]
+        others = self.allocator.rows_to_evict(size, value, grows=place)
+        return others if place == longest or value[others].sum() <= value[place] else [place]
 
     def _write(
         self,

@@ -35,7 +35,7 @@ class Matcher:
     """The state of one sample in its grammar, after `seen` generated tokens.
 
     The grammar begins where the answer does, after the sample's thinking part. The tokens that
-    close that part at its limit are asked for here too, also without a grammar.
+    close that part at its limit are needed here too, also without a grammar.
 
     fault: why the sample cannot go on: no token continues it, or the grammar is too complex for
         the library. None if it can. Else every token is allowed, and the sample must end.

@@ -255,7 +255,7 @@ def check(
 ) -> Checked:
     """Read all prompts and return facts about them.
 
-    `job`: The job that they are for; None if it has one length and law for all prompts.
+    `job`: The job that they are for; None if all prompts have one length and one distribution.
 
     Raises:
         UserError: There are messages, but the job's `chat` is False; a prompt's own settings

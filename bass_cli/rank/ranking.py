@@ -112,8 +112,8 @@ def prompt_text(prompt: Prompt) -> str | None:
 
 def text_of(messages: Sequence[Any]) -> str:
     """Return the user's messages of a chat as one text."""
-    asked = (one for one in messages if isinstance(one, dict) and one.get("role") == "user")
-    return "\n\n".join(str(one.get("content") or "") for one in asked)
+    questions = (one for one in messages if isinstance(one, dict) and one.get("role") == "user")
+    return "\n\n".join(str(one.get("content") or "") for one in questions)
 
 
 class Ranker(Protocol):

@@ -29,7 +29,7 @@ def charts_of(runs: Sequence[Run]) -> list[Chart]:
     and high may be missing, and perhaps "step" and the look of its line. A series of bars or rows
     has a value for each of the chart's labels.
     """
-    makers: list[Callable[[Sequence[Run]], Chart | None]] = [
+    chart_functions: list[Callable[[Sequence[Run]], Chart | None]] = [
         _pass_curve,
         _quality_by_budget,
         _quality_by_time,
@@ -39,7 +39,7 @@ def charts_of(runs: Sequence[Run]) -> list[Chart]:
         _acceptance,
         _acceptance_by_place,
     ]
-    return [chart for chart in (make(runs) for make in makers) if chart is not None]
+    return [chart for chart in (make(runs) for make in chart_functions) if chart is not None]
 
 
 def _pass_curve(runs: Sequence[Run]) -> Chart | None:

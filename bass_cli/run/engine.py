@@ -55,7 +55,7 @@ _LATER = object()
 
 
 class Engine:
-    """The loaded models of a job, which draws samples whenever it is asked.
+    """The loaded models of a job, which draws samples for any number of requests.
 
         with Engine(Job(pair="smollm2")) as engine:
             for sample in engine.generate(["The capital of France is"], n=8):
@@ -111,7 +111,7 @@ class Engine:
         self._keeps = not lazy  # many requests follow; a job draws with a lazy engine
         self._ready = False  # whether the conductor has a loop
         self._news = threading.Condition()
-        self._asked = deque[Callable[[], None]]()  # for the thread, before its next round
+        self._calls = deque[Callable[[], None]]()  # for the thread, before its next round
         self._listeners = list[Callable[[], None]]()  # async callers that wait for news
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()  # two first calls may come at once
@@ -368,8 +368,8 @@ class Engine:
 
     def _has_news(self, request: Request, source: Fed | None) -> bool:
         """Whether `_taken` has something to do."""
-        asked = source is not None and source.wanted
-        return bool(request.results) or request.finished or self._stopping or asked
+        wanted = source is not None and source.wanted
+        return bool(request.results) or request.finished or self._stopping or wanted
 
     def _taken(self, request: Request, source: Fed | None) -> Any:
         """Return the next result, None after the last one, or _LATER after reading a prompt."""
@@ -395,7 +395,7 @@ class Engine:
         request.results.clear()
         with self._news:
             if not self._stopping:
-                self._asked.append(lambda: self._conductor.cancel(request))
+                self._calls.append(lambda: self._conductor.cancel(request))
                 self._news.notify_all()
 
     def _do(self, work: Callable[[], None]) -> None:
@@ -403,7 +403,7 @@ class Engine:
         with self._news:
             if self._stopping:
                 raise self._refusal()
-            self._asked.append(work)
+            self._calls.append(work)
             self._news.notify_all()
 
     def _refusal(self) -> Exception:
@@ -428,11 +428,11 @@ class Engine:
             while True:
                 with self._news:
                     if conductor.idle or conductor.waits:
-                        self._news.wait_for(lambda: self._asked or self._stopping)
+                        self._news.wait_for(lambda: self._calls or self._stopping)
                     if self._stopping:
                         return
-                    asked, self._asked = self._asked, deque()
-                for work in asked:
+                    calls, self._calls = self._calls, deque()
+                for work in calls:
                     work()
                 if not conductor.idle:
                     self._step(conductor.step)

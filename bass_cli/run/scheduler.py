@@ -168,9 +168,9 @@ class Conductor:
     @property
     def waits(self) -> bool:
         """Whether nothing can be done before a request has a prompt that is ready."""
-        asked = self._dry and any(not one.ended for one in self._requests)
+        requested = self._dry and any(not one.ended for one in self._requests)
         busy = self._tasks or self._stopped or self._ended_rows
-        return self._begun is not None or (not busy and asked)
+        return self._begun is not None or (not busy and requested)
 
     def step(self) -> None:
         """Finish the round that was launched, and launch the next one.
@@ -283,24 +283,24 @@ class Conductor:
         """
         most = PASS if self._job.budget is None else 0
         (tokens, last), self._begun = self._begun or (0, 0), None
-        asked = deque(one for one in self._requests if not one.ended)
-        while (self._stopped or asked) and self._wants_prompt(more=0 < tokens <= most - last):
+        requests = deque(one for one in self._requests if not one.ended)
+        while (self._stopped or requests) and self._wants_prompt(more=0 < tokens <= most - last):
             if self._stopped:
                 task = self._stopped.popleft()
                 task.restart(self.loop.clock.now())
                 last = self._open(task)
             else:
-                request = asked.popleft()  # in turn
+                request = requests.popleft()  # in turn
                 prompt = self._next_prompt(request)
                 if prompt is None:
                     if self._maximal and request in self._requests and not request.ended:
                         self._begun = tokens, last
                     continue
-                asked.append(request)
+                requests.append(request)
                 last = self._begin(request, prompt)
                 self.reading = False
             tokens += last
-        self._dry = not asked
+        self._dry = not requests
 
     def _next_prompt(self, request: Request) -> Prompt | None:
         """Return the next prompt of a request; None if none is ready, or after the last one."""

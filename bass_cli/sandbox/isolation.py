@@ -141,20 +141,20 @@ def find_layers(
         wanted: consider only these layers.
     """
     if sys.platform != "linux":
-        return _settle(attempt, ())
+        return _allowed_layers(attempt, ())
     offered = [layer for layer in LAYERS if wanted is None or layer in wanted]
     without = tuple(layer for layer in offered if layer != "user")
     within = tuple(layer for layer in offered if layer != "uid")
     if os.geteuid():
-        return _settle(attempt, within)
-    layers = _settle(attempt, without)
+        return _allowed_layers(attempt, within)
+    layers = _allowed_layers(attempt, without)
     if "user" not in offered or {"pid", "mount"} & set(offered) <= set(layers):
         return layers
-    other = _settle(attempt, within)
+    other = _allowed_layers(attempt, within)
     return other if len(other) > len(layers) else layers
 
 
-def _settle(
+def _allowed_layers(
     attempt: Callable[[tuple[str, ...]], Ending], layers: tuple[str, ...]
 ) -> tuple[str, ...]:
     while True:

@@ -132,7 +132,7 @@ def main() -> None:
 def _end_with_leader() -> None:
     """End this process when the leader's end of the pipe closes, even in the middle of a pass."""
     poll = select.poll()
-    poll.register(0, 0)  # no events asked for: poll always reports a closed pipe
+    poll.register(0, 0)  # no events: poll always reports a closed pipe
     poll.poll()
     os._exit(0)
 

@@ -63,13 +63,13 @@ def figures(one: WatchedFile, *keys: str) -> list[Any]:
 @pytest.mark.parametrize("path", ["o.jsonl", "o.jsonl.gz", "o.jsonl.zst", "o.parquet"])
 def test_a_file_is_followed_from_its_first_line_to_its_end(path: str) -> None:
     one = WatchedFile(path)
-    one.look(0.0)
+    one.read(0.0)
     assert (one.state, one.samples) == ("not begun", 0)
     with begin(path) as writer:
-        one.look(1.0)
+        one.read(1.0)
         for number in range(6):
             writer.write(sample(number))
-            one.look(2.0 + number)
+            one.read(2.0 + number)
             assert (one.state, one.samples) == ("running", number + 1)
         assert one.document() == {
             "file": path, "state": "running", "samples": 6, "expected": 6, "prompts_complete": 3, "prompts": 3,
@@ -77,7 +77,7 @@ def test_a_file_is_followed_from_its_first_line_to_its_end(path: str) -> None:
             "accepted_per_round": 1.5, "last": {"id": "2", "sample": 1, "text": "text 5"},
         }  # fmt: skip
         writer.add_run(20.0, {})
-    one.look(9.0)
+    one.read(9.0)
     assert figures(one, "state", "samples", "tokens", "tokens_per_second") == [
         "finished",
         6,
@@ -85,7 +85,7 @@ def test_a_file_is_followed_from_its_first_line_to_its_end(path: str) -> None:
         3.0,
     ]
     fresh = WatchedFile(path)
-    fresh.look(0.0)
+    fresh.read(0.0)
     assert fresh.document() == one.document()
 
 
@@ -95,7 +95,7 @@ def test_prompts_of_which_the_best_samples_are_kept_are_complete() -> None:
     with begin("o.jsonl", results=results, expected=None) as writer:
         for number in range(3):
             writer.write(sample(number))
-        one.look(1.0)
+        one.read(1.0)
         assert figures(one, "expected", "prompts_complete", "prompts") == [None, 1, 3]
 
 
@@ -109,7 +109,7 @@ def test_a_job_that_is_not_running_has_no_speed_at_first() -> None:
     manifest.write_text(json.dumps(killed))
     os.utime(manifest, (time.time() - 60, time.time() - 60))
     one = WatchedFile(path)
-    one.look(0.0)
+    one.read(0.0)
     assert figures(one, "state", "tokens", "tokens_per_second") == ["unknown", 10, None]
 
 
@@ -117,7 +117,7 @@ def test_filtered_files_have_no_complete_prompts_and_files_without_drafts_no_acc
     one = WatchedFile("o.jsonl")
     with begin("o.jsonl", results=RESULTS | {"filter": [{"where": "tokens > 1"}]}) as writer:
         writer.write(replace(sample(0), drafted=0, accepted=0))
-        one.look(1.0)
+        one.read(1.0)
         assert figures(one, "prompts_complete", "accepted_per_round") == [None, None]
         shown = "\n".join(one.lines())
         assert "ended by: 1 eos" in shown
@@ -129,13 +129,13 @@ def test_half_a_line_waits_for_its_end() -> None:
     one, line = WatchedFile("o.jsonl"), json.dumps(sample(0).row()).encode() + b"\n"
     with open("o.jsonl", "wb", buffering=0) as stream:
         stream.write(line + line[:30])
-        one.look(0.0)
+        one.read(0.0)
         assert one.samples == 1
         stream.write(line[30:50])
-        one.look(1.0)
+        one.read(1.0)
         assert one.samples == 1
         stream.write(line[50:] + b"{]\n" + line)
-        one.look(2.0)
+        one.read(2.0)
     assert (one.samples, one.tokens, one.state) == (3, 30, "unknown")
 
 
@@ -143,56 +143,56 @@ def test_a_file_that_was_replaced_or_cut_is_read_from_its_start() -> None:
     line = json.dumps(sample(0).row()).encode() + b"\n"
     Path("o.jsonl").write_bytes(3 * line)
     one = WatchedFile("o.jsonl")
-    one.look(0.0)
+    one.read(0.0)
     Path("new").write_bytes(2 * line)
     os.replace("new", "o.jsonl")
-    one.look(1.0)
+    one.read(1.0)
     assert (one.samples, one.rate()) == (2, None)
     os.truncate("o.jsonl", len(line))
-    one.look(2.0)
+    one.read(2.0)
     assert one.samples == 1
 
 
 def test_a_run_that_ends_without_its_manifest_has_stopped() -> None:
     writer, one = begin("o.jsonl"), WatchedFile("o.jsonl")
     writer.write(sample(0))
-    one.look(0.0)
+    one.read(0.0)
     assert one.state == "running"
     writer._file.stream.close()  # as a kill does
-    one.look(1.0)
+    one.read(1.0)
     assert one.state == "running"  # the manifest may follow
-    one.look(2.0)
+    one.read(2.0)
     assert one.state == "stopped"
     late = WatchedFile("o.jsonl")  # begun to watch after the kill
-    late.look(0.0)
+    late.read(0.0)
     assert late.state == "unknown"
     with begin("o.jsonl") as writer:  # the job goes on
-        one.look(3.0)
+        one.read(3.0)
         assert one.state == "running"
         writer.write(sample(1))
-    one.look(4.0)
+    one.read(4.0)
     assert (one.state, one.samples) == ("finished", 2)
 
 
 def test_the_speed_is_that_of_the_last_minute() -> None:
     with begin("o.jsonl", expected=1_000) as writer:
         one = WatchedFile("o.jsonl")
-        one.look(0.0)
+        one.read(0.0)
         for second in range(1, 31):  # one sample a second, then two
             writer.write(sample(second, tokens=10))
-            one.look(float(second))
+            one.read(float(second))
         assert one.rate() == (10.0, 1.0)
         assert one.left == 970.0
         for second in range(31, 121):
             writer.write(sample(2 * second, tokens=10))
             writer.write(sample(2 * second + 1, tokens=10))
-            one.look(float(second))
+            one.read(float(second))
         assert one.rate() == (20.0, 2.0)
         for second in range(121, 151):
-            one.look(float(second))
+            one.read(float(second))
         assert one.rate() == pytest.approx((10.0, 1.0))
         for second in range(151, 200):
-            one.look(float(second))
+            one.read(float(second))
         assert (one.rate(), one.left) == ((0.0, 0.0), None)
 
 
@@ -206,7 +206,7 @@ def test_the_first_look_has_the_mean_of_this_run() -> None:
         began = time.time() - 60.0
         os.utime("o.jsonl.manifest.json", (began, began))
         one = WatchedFile("o.jsonl")
-        one.look(0.0)
+        one.read(0.0)
         assert one.rate() == pytest.approx((0.5, 0.05), rel=0.1)
         assert one.left == pytest.approx(20.0, rel=0.1)
 
@@ -222,7 +222,7 @@ def test_copies_and_lines_of_prompts_are_counted_as_in_the_totals() -> None:
     copy = sample(2).copied(1).row()
     Path("o.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (group, failed, copy)))
     one = WatchedFile("o.jsonl")
-    one.look(0.0)
+    one.read(0.0)
     assert (one.samples, one.tokens, dict(one.reasons)) == (4, 20, {"eos": 3, "error": 1})
 
 
@@ -233,7 +233,7 @@ def test_several_files_have_a_line_each_and_one_for_all() -> None:
             first.write(sample(int(seconds)))
             second.write(sample(int(seconds)))
             for one in files:
-                one.look(seconds)
+                one.read(seconds)
         assert lines_of(files) == [
             "a.jsonl: running, 3 of 6 samples, 30 tokens, 5 a second, about 0:06 left",
             "b.jsonl: running, 3 of 4 samples, 30 tokens, 5 a second, about 0:02 left",

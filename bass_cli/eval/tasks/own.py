@@ -324,25 +324,25 @@ class _Pool:
             self._order.sort(key=functools.partial(_hash, self.options.seed))
         self._rendered: dict[int, Rendered] = {}
 
-    def before(self, asked: Rendered) -> str:
+    def before(self, problem: Rendered) -> str:
         """Return the text before a raw prompt: the examples, each with its target."""
         return "".join(
             one.text("prompt") + one.text(*_TARGET) + self.options.separator
-            for one in self._chosen(asked)
+            for one in self._chosen(problem)
         )
 
-    def turns(self, asked: Rendered) -> list[dict[str, str]]:
+    def turns(self, problem: Rendered) -> list[dict[str, str]]:
         """Return the examples as turns of a chat."""
         return [
             turn
-            for one in self._chosen(asked)
+            for one in self._chosen(problem)
             for turn in (
                 {"role": "user", "content": one.text("question")},
                 {"role": "assistant", "content": one.text(*_TARGET).strip()},
             )
         ]
 
-    def _chosen(self, asked: Rendered) -> list[Rendered]:
+    def _chosen(self, problem: Rendered) -> list[Rendered]:
         """Return the examples for a problem, which is never one of them.
 
         UserError if there are too few. Examples in the file may be all the others that there are.
@@ -354,13 +354,13 @@ class _Pool:
             if number not in self._rendered:
                 place, record = self._records[number]
                 self._rendered[number] = self._task.render(self._templates, record, place)
-            if not self._rendered[number].is_same(asked):
+            if not self._rendered[number].is_same(problem):
                 found.append(self._rendered[number])
         all_others = self.options.records is not None and self.options.number is None
         if not found or (len(found) < wanted and not all_others):
             raise UserError(
-                f"{asked.place}: {self._located.at('examples', 'number')}: {wanted} examples are "
-                f"needed beside the asked problem, and there are {len(found)}"
+                f"{problem.place}: {self._located.at('examples', 'number')}: {wanted} examples are "
+                f"needed beside the problem itself, and there are {len(found)}"
             )
         return found
 

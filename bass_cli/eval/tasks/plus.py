@@ -137,10 +137,10 @@ class MbppPlus(_Plus, Mbpp):
         return Problem(f"Mbpp/{number}", prompt, record)
 
     def question(self, problem: Problem) -> str:
-        asked, tests = _parts(problem)
+        question, tests = _parts(problem)
         if tests:
-            asked += f" Your code should pass this test:\n\n```python\n{tests}\n```"
-        return f"{asked}\n\nAnswer with the whole code, its imports included, in one block."
+            question += f" Your code should pass this test:\n\n```python\n{tests}\n```"
+        return f"{question}\n\nAnswer with the whole code, its imports included, in one block."
 
     def statement(self, problem: Problem) -> str:
         return _parts(problem)[0]

@@ -186,11 +186,11 @@ class CheckOptions(Strict, frozen=True):
 
 
 class Examples(Strict, frozen=True):
-    """Solved problems that come before the asked one.
+    """Solved problems that come before the problem of the prompt.
 
     records: the examples. `data`: a file of them, or hf:NAME. Default: the task's own data.
     number: how many are used. Default: all `records`, or 5.
-    seed: chooses them. All problems have the same examples. The asked problem is never one of them.
+    seed: chooses them. All problems have the same examples, but a problem is never its own.
     target: a template of the text that follows the prompt of an example.
     separator: the text after each example of a raw prompt.
     chat: whether chats have them too, as earlier turns.
