@@ -7,6 +7,7 @@ import numpy
 import pytest
 from devices import accelerator, run_captured
 
+from bass_cli.engine.contracts import DraftLength
 from bass_cli.engine.sizes import bucket
 from bass_cli.lengths.controllers import Fixed, Goodput
 
@@ -76,3 +77,48 @@ def test_no_job_of_256_rounds_is_slower_than_plain_decoding_by_more_than_two_per
         auto = Goodput(limit=7, at_once=True, surface=learnt)
         assert seconds(auto, COSTLY, by_place, rows, seed, tokens=256) < 1.025 * plain
         learnt = auto.learned()
+
+
+class Best(DraftLength):
+    """The best length for each number of rows, with the true costs and acceptance."""
+
+    def __init__(self, cost, by_place):
+        self._cost, self._tokens = cost, numpy.append(0, numpy.cumprod(by_place)).cumsum() + 1
+
+    def needs_result(self, width):
+        return False
+
+    def next(self, rows, inputs):
+        return min(range(len(self._tokens)), key=lambda k: self._cost(rows, k) / self._tokens[k])
+
+    def observe(self, done):
+        pass
+
+
+def test_drafting_begins_again_when_rows_run_out():
+    """With 128 rows no draft pays; with 16 and fewer it does. Samples have unequal lengths, and the
+    draft model must read what it has missed."""
+    rates = (0.85, 0.82, 0.83, 0.83, 0.83, 0.83, 0.85, 0.85)
+
+    def cost(rows, width):
+        padded = bucket(rows, 128)
+        drafting = 1.1 + 0.054 * padded * width if width else 0.0  # verification included
+        return (1.7 + 0.02 * padded + drafting) / 1e3
+
+    spent = dict.fromkeys(("plain", "auto", "best"), 0.0)
+    for seed in range(3):
+        limits = numpy.random.default_rng(seed).lognormal(4.5, 0.6, 400).clip(10, 512)
+        for name, lengths in {
+            "plain": Fixed(0),
+            "auto": Goodput(limit=8, at_once=True),
+            "best": Best(cost, rates),
+        }.items():
+            _, rounds = run_captured(
+                lengths, cost, rates, limits=limits.astype(int).tolist(), capacity=128, seed=seed,
+                gap=0.25e-3, feeding=1e-6,
+            )  # fmt: skip
+            end = max(i for i, (rows, _, _) in enumerate(rounds) if rows > 64)
+            spent[name] += sum(took for _, _, took in rounds[end:])
+            assert name == "plain" or rounds[end][1] <= 1, "not with half of the rows"
+    assert spent["best"] < 0.85 * spent["plain"]
+    assert spent["auto"] < 1.06 * spent["best"]

@@ -191,7 +191,7 @@ def run_captured(controller, cost, by_place, *, limits, capacity, seed=0, gap=0.
         by_place: the probability by position in the draft that it is accepted. Whether it is
             depends on the sample's position and `seed` only, so all lengths have the same luck.
         gap: seconds in which the device waits for the host if a round is not launched ahead.
-        feeding: seconds that drafting costs once for every plain round before it.
+        feeding: seconds in which the draft model reads a token that it lacks, after plain rounds.
 
     Returns: mean seconds until a sample had its tokens, and the rounds: (rows, width, seconds).
     """
@@ -207,7 +207,7 @@ def run_captured(controller, cost, by_place, *, limits, capacity, seed=0, gap=0.
         padded = bucket(rows, capacity)
         inputs = ControllerInput(
             float(left.sum() + room[waiting].sum()) / rows,
-            catch_up=feeding * missed,
+            catch_up=feeding * rows * min(missed, int(place[live].max())),
             samples=tuple(live),
             rooms=tuple(left.tolist()),
             padded=padded,
