@@ -194,6 +194,7 @@ def spec_of_gguf(
         embed_scale=shape["width"] ** 0.5 if gemma else 1.0,
         biases=_biases(fitted(kind, shapes).tensors, shapes, shape["layers"]),
         tied="output.weight" not in shapes,
+        unrotated=_unrotated(kind, shape["layers"]),
         experts=experts_of(values, family),
         sinks=family.mixture == "clamped",
         output_gate=family.recurrent,
@@ -473,6 +474,12 @@ def _windows(values: Values, layers: int, kind: Architecture) -> tuple[int, ...]
         return tuple(window if local else 0 for local in stored)
     pattern = values.count(values.key("window") + "_pattern") if stored else kind.pattern
     return tuple(window if (i + 1) % pattern else 0 for i in range(layers))
+
+
+def _unrotated(kind: Architecture, layers: int) -> tuple[int, ...]:
+    """Return the layers without rotary embedding, which llama.cpp's code says."""
+    interval = kind.constants.get("no_rope_layer_interval")
+    return tuple(i for i in range(layers) if interval and not (i + 1) % interval)
 
 
 def _biases(rows: Rows, shapes: Collection[str], layers: int) -> frozenset[str]:

@@ -145,6 +145,21 @@ ARCHITECTURES: dict[str, Architecture] = {
         "starcoder2", tuple(row for row in _TENSORS if row[1] != _LAYER + "up:gate")
     ),
     "gpt2": Architecture("gpt2", _GPT2),
+    # of Phi-3 those without factors for long texts, such as Phi-4
+    "phi3": Architecture(
+        "phi3",
+        (
+            *(row for row in (*_HEADS, *_ATTENTION, *_SECOND_NORM) if ":" not in row[1]),
+            *_in_layers(("attn_qkv", "qkv"), ("ffn_up", "up"), ("ffn_down", "down")),
+        ),
+    ),
+    "smollm3": Architecture(
+        "smollm3", _deinterleaved(_TENSORS), constants={"no_rope_layer_interval": 4}
+    ),
+    "seed_oss": Architecture(
+        "seed_oss",
+        (*_HEADS, *_ATTENTION, *_FEED_FORWARD, *_in_layers(("post_attention_norm", "norm2"))),
+    ),
     "qwen3moe": Architecture(
         "qwen3_moe", (*_MIXTURE, *_QK_NORMS), _OF_EXPERT, constants=_NORMALISED
     ),

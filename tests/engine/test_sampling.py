@@ -39,7 +39,7 @@ def naive(logits, temperature, top_k, top_p):
     return p
 
 
-MIXED = [
+LAYOUTS = [
     (1.0, 0, 1.0),
     (0.3, 0, 0.9),
     (0.0, 0, 0.5),
@@ -54,10 +54,10 @@ MIXED = [
 @pytest.mark.parametrize("vocab", [5, 127, 1000])
 def test_processed_distribution_equals_naive_definition(vocab):
     generator = torch.Generator().manual_seed(vocab)
-    logits = torch.randn(len(MIXED), vocab, generator=generator) * 3
-    columns = [torch.tensor(column) for column in zip(*MIXED, strict=True)]
+    logits = torch.randn(len(LAYOUTS), vocab, generator=generator) * 3
+    columns = [torch.tensor(column) for column in zip(*LAYOUTS, strict=True)]
     law = sampling.process(logits, columns[0], columns[1], columns[2])
-    for row, mixed in enumerate(MIXED):
+    for row, mixed in enumerate(LAYOUTS):
         torch.testing.assert_close(
             law[row].double(), naive(logits[row], *mixed), atol=2e-6, rtol=1e-4
         )
@@ -85,11 +85,11 @@ def test_sample_is_the_argmax_of_log_probability_plus_noise(temperature, top_k, 
 
 
 def test_row_in_a_mixed_batch_samples_as_if_alone():
-    logits = torch.randn(len(MIXED), 90, generator=torch.Generator().manual_seed(4)) * 2
-    columns = [torch.tensor(column) for column in zip(*MIXED, strict=True)]
-    keys, positions = keys_for(len(MIXED)), torch.arange(len(MIXED)) + 9
+    logits = torch.randn(len(LAYOUTS), 90, generator=torch.Generator().manual_seed(4)) * 2
+    columns = [torch.tensor(column) for column in zip(*LAYOUTS, strict=True)]
+    keys, positions = keys_for(len(LAYOUTS)), torch.arange(len(LAYOUTS)) + 9
     together = ops.sample(logits, *columns, keys, positions)
-    for row in range(len(MIXED)):
+    for row in range(len(LAYOUTS)):
         one = slice(row, row + 1)
         assert (
             together[row]

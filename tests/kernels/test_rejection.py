@@ -27,7 +27,14 @@ DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE.type == "c
 # temperature, top_k, top_p
 # keys whose first test number at position 0 is 0, and the largest below 1
 ZERO, LARGEST = (1067759, 6), (323239, 0)
-MIXED = [(0.0, 0, 1.0), (0.5, 0, 0.95), (1.0, 0, 1.0), (1.0, 5, 1.0), (0.8, 3, 0.9), (1.5, 40, 0.8)]
+LAYOUTS = [
+    (0.0, 0, 1.0),
+    (0.5, 0, 0.95),
+    (1.0, 0, 1.0),
+    (1.0, 5, 1.0),
+    (0.8, 3, 0.9),
+    (1.5, 40, 0.8),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -111,7 +118,7 @@ def compare(drafts, given, logits, mixed, keys, lengths, most=None):
     [(DTYPES[0], 70, 9, 2, 1), (DTYPES[-1], 1100, 300, 1, 3)],
 )
 def test_drafts_and_verdicts_equal_the_definition(small_chunks, dtype, vocab, smaller, width, seed):
-    mixed = MIXED[width - 1 : width + 3]
+    mixed = LAYOUTS[width - 1 : width + 3]
     rows = len(mixed)
     logits = (2 * randn(rows, width + 1, vocab, seed=seed)).to(dtype)
     guess = (
@@ -142,7 +149,7 @@ def test_drafts_and_verdicts_equal_the_definition(small_chunks, dtype, vocab, sm
 
 @pytest.mark.parametrize("width", [0, 2])
 def test_point_masses_and_plain_rounds(width):
-    mixed = MIXED[:4]
+    mixed = LAYOUTS[:4]
     logits = 2 * randn(4, width + 1, 70, seed=5)
     drafts = logits[:, :width].topk(2).indices[..., 0]
     drafts[2:, width // 2 :] = 11  # unlikely
@@ -155,7 +162,7 @@ def test_point_masses_and_plain_rounds(width):
 def test_drafts_beyond_the_limit_have_no_effect(point, most):
     """The result equals the round with fewer drafts: a row that accepts them all samples its next
     token from the target's distribution."""
-    mixed, width = MIXED[1:4], 2
+    mixed, width = LAYOUTS[1:4], 2
     guess = 2 * randn(3, width, 70, seed=5)
     logits = torch.cat((guess + 0.3 * randn(3, width, 70, seed=6), randn(3, 1, 70, seed=7)), 1)
     keys, lengths = keys_for(3, 8), torch.arange(3, device=DEVICE) * 5 + 2
@@ -226,7 +233,7 @@ def test_equal_distributions_always_accept_and_an_empty_residual_uses_the_target
     empty, the token is sampled from p."""
     logits, mixed = (
         randn(1, 1, 70).expand(4, 2, 70).contiguous(),
-        [MIXED[row] for row in (1, 2, 3, 4)],
+        [LAYOUTS[row] for row in (1, 2, 3, 4)],
     )
     keys, lengths = keys_for(4, 9), torch.full((4,), 6, device=DEVICE)
     (tokens, dist), (_, due_dist) = drafted(logits[:, :1], mixed, keys, lengths)

@@ -8,11 +8,11 @@ import bass_kernels as ops
 from bass_kernels import sampling
 
 pytest.importorskip("triton")
-from test_rejection import DEVICE, DTYPES, MIXED, columns, randn
+from test_rejection import DEVICE, DTYPES, LAYOUTS, columns, randn
 
 from bass_kernels import truncation
 
-MORE = [*MIXED, (0.2, 0, 0.5), (0.0, 4, 0.3), (1.0, 1, 1.0), (1.0, 0, 0.01), (2.0, 9999, 0.99)]
+MORE = [*LAYOUTS, (0.2, 0, 0.5), (0.0, 4, 0.3), (1.0, 1, 1.0), (1.0, 0, 0.01), (2.0, 9999, 0.99)]
 
 
 @pytest.fixture(autouse=True)

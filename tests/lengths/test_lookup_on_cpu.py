@@ -23,7 +23,7 @@ TABLES = {
 }
 LOOKUP = 0.3e-3  # seconds
 # How often a row finds drafts, how many, and how often one is right
-CHAT, WRONG, MIXED = (0.4, (1, 1, 2, 3, 4), 0.35), (0.5, (1, 2, 4), 0.05), (0.5, (2, 4, 6), 0.6)
+CHAT, WRONG, LAYOUTS = (0.4, (1, 1, 2, 3, 4), 0.35), (0.5, (1, 2, 4), 0.05), (0.5, (2, 4, 6), 0.6)
 COPYING = (0.9, (8, 16), 0.9)
 
 
@@ -72,7 +72,7 @@ def right(count: int, rate: float, uniform: Callable[[], float]) -> int:
 def test_lookups_that_gain_little_lose_at_most_three_percent(table: str, rows: int) -> None:
     """The worst of jobs of 96 tokens, which have 2.7 plain rounds to lose. With the first estimate
     for a GPU, whose passes of 40 tokens cost as much as of 8, jobs had 0.49 to 0.9 of the speed."""
-    for text in (CHAT, WRONG, MIXED):
+    for text in (CHAT, WRONG, LAYOUTS):
         found = [speed(table, rows, text, tokens=96, seed=seed) for seed in range(12)]
         assert min(found) > 0.96, (text, found)
         assert statistics.fmean(found) > 0.97, (text, found)

@@ -19,7 +19,7 @@ from checkpoints import (
     write_checkpoint,
     write_gguf,
 )
-from gguf_layouts import MIXED
+from gguf_layouts import LAYOUTS
 from llama_cpp_logits import FAMILIES as STORED
 from llama_cpp_logits import IDS, POSITIONS, TOKENS
 from llama_cpp_logits import write as write_for_llama_cpp
@@ -294,7 +294,7 @@ def test_gguf(family: str, kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["F16", "Q8_0"])
-@pytest.mark.parametrize("family", MIXED)
+@pytest.mark.parametrize("family", LAYOUTS)
 def test_gguf_of_mixtures_and_hybrids(family: str, kind: str, tmp_path: Path) -> None:
     """Experts of a layer in one tensor, and value heads in the order of llama.cpp."""
     path = tmp_path / "model.gguf"
@@ -324,7 +324,7 @@ def test_gguf_with_other_names_and_a_layer_that_predicts(
         return found
 
     monkeypatch.setattr(gguf_layouts, "stored_as", other)
-    arch, path = MIXED[family][0], tmp_path / "model.gguf"
+    arch, path = LAYOUTS[family][0], tmp_path / "model.gguf"
     further = {f"{arch}.block_count": 5, f"{arch}.nextn_predict_layers": 1}
     model = write_gguf(family, path, kind="F32", metadata=further)
     assert_same(decoder_of(path), model)

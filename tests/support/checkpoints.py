@@ -351,7 +351,7 @@ def write_gguf(
         "qwen3": {"use_sliding_window": False},
         "starcoder2": {"sliding_window": None},
     }
-    mixed, own = gguf_layouts.MIXED.get(family, (None, plain.get(family, {})))
+    mixed, own = gguf_layouts.LAYOUTS.get(family, (None, plain.get(family, {})))
     model = build_model(family, seed=seed, **{**wide, **own, **overrides})
     arch = mixed or GGUF_FAMILIES[family]
     writer = gguf.GGUFWriter(path, arch)

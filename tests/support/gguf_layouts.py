@@ -1,4 +1,5 @@
-"""How GGUF files store mixtures and hybrids: names, orders of rows, and metadata, for tests to write.
+"""How GGUF files store mixtures, hybrids and some other families: names, orders of rows, and
+metadata, for tests to write.
 
 Written from llama.cpp's converter and checked against llama.cpp (llama_cpp_logits.py). No tests here.
 """
@@ -11,7 +12,13 @@ import torch
 from torch import Tensor
 
 # By family: its architecture in GGUF files, and what such files need of a tiny configuration
-MIXED: dict[str, tuple[str, dict[str, Any]]] = {
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "phi3": ("phi3", {"sliding_window": None, "head_dim": 16}),
+    "smollm3": (
+        "smollm3",
+        {"head_dim": 16, "num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]},
+    ),
+    "seed_oss": ("seed_oss", {"attention_out_bias": False}),
     "qwen3_moe": ("qwen3moe", {"moe_intermediate_size": 64}),
     "olmoe": ("olmoe", {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 12}),
     "mixtral": ("llama", {"sliding_window": None, "head_dim": 16}),
@@ -31,6 +38,7 @@ HYBRID = ("qwen35", "qwen35moe", "qwen3next")
 _NAMES = {
     "embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output",
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up",
     "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm", "self_attn.sinks": "attn_sinks.weight",
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
@@ -66,13 +74,16 @@ def stored_as(arch: str, name: str, tensor: Tensor, config: Any) -> dict[str, Te
         bare, suffix = own, ""
     if arch in ("qwen35", "qwen35moe") and "linear_attn." in own:
         tensor = _tiled(bare, tensor, config)
-    if arch == "llama" and bare in ("self_attn.q_proj", "self_attn.k_proj"):  # halves to pairs
+    if arch in ("llama", "smollm3") and bare in (
+        "self_attn.q_proj",
+        "self_attn.k_proj",
+    ):  # halves to pairs
         heads = config.num_attention_heads if "q_" in bare else config.num_key_value_heads
         halves = tensor.unflatten(0, (heads, 2, -1))
         tensor = halves.transpose(1, 2).reshape(tensor.shape)
     if bare == "linear_attn.conv1d":
         tensor = tensor.flatten(1)
-    after = "post_attention_norm" if arch in ("gpt-oss", *HYBRID) else "ffn_norm"
+    after = "post_attention_norm" if arch in ("gpt-oss", "seed_oss", *HYBRID) else "ffn_norm"
     theirs = after if bare == "post_attention_layernorm" else _NAMES[bare]
     return {block + theirs + (f".{suffix}" if suffix else ""): tensor}
 
@@ -124,7 +135,7 @@ def metadata(arch: str, config: Any) -> dict[str, Any]:
     }  # fmt: skip
     if "intermediate_size" in config.to_dict():
         values["feed_forward_length"] = config.intermediate_size
-    if arch != "qwen35":
+    if arch not in ("qwen35", "phi3", "smollm3", "seed_oss"):
         count = getattr(config, "num_local_experts", None) or config.num_experts
         values |= {"expert_count": count, "expert_used_count": config.num_experts_per_tok}
     if arch == "gpt-oss":

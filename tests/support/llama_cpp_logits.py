@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 from checkpoints import GGUF_FAMILIES, write_gguf
-from gguf_layouts import HYBRID, MIXED
+from gguf_layouts import HYBRID, LAYOUTS
 
 OUT = Path(__file__).parent.parent / "model" / "data" / "llama_cpp_logits.json"
 VOCAB = 301
@@ -36,12 +36,12 @@ OVERRIDES = {
 }  # fmt: skip
 # llama.cpp reads GELU from a table in float16, which moves logits by 3e-3
 _GELU = ("gemma3_text", "starcoder2", "gpt2")
-FAMILIES = (*(name for name in GGUF_FAMILIES if name not in _GELU), *MIXED)
+FAMILIES = (*(name for name in GGUF_FAMILIES if name not in _GELU), *LAYOUTS)
 
 
 def write(family: str, path: Path) -> None:
     """A file with a vocabulary, which llama.cpp needs."""
-    arch = MIXED[family][0] if family in MIXED else GGUF_FAMILIES[family]
+    arch = LAYOUTS[family][0] if family in LAYOUTS else GGUF_FAMILIES[family]
     texts = ["<pad>", "<s>", "</s>", *(f"t{i}" for i in range(3, VOCAB))]
     vocabulary: dict[str, Any] = {
         "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2",
