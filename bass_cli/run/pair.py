@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from bass_cli.config.draft_spec import MTP, parse_draft, skipped_layers
-from bass_cli.config.job import Job, Pair
+from bass_cli.config.job import Job
 from bass_cli.config.line import SettingError
 from bass_cli.engine.verify import CHEAP, Cut
 from bass_cli.errors import MachineError, UserError
@@ -100,7 +100,7 @@ def open_files(job: Job, early: Callable[[], Tokenizer | None] = lambda: None) -
     target_path = locate(pair.target, folder=pair.folder, weights=True)
     adapters = locate_adapters(job.lora, pair.folder)
     target = open_checkpoint(target_path, adapters, decoder=pair.decoder)
-    taken, draft, on_draft = _taken(pair, target)
+    taken, draft, on_draft = _taken(job, target)
     job = with_draft(job, taken)
     words, mask = parse_draft(taken), None
     draft_path = (
@@ -159,7 +159,7 @@ def choose_draft(job: Job) -> Job:
     if parse_draft(pair.draft).otherwise is None:
         return job
     path = locate(pair.target, folder=pair.folder, weights=True)
-    return with_draft(job, _taken(pair, open_checkpoint(path, decoder=pair.decoder))[0])
+    return with_draft(job, _taken(job, open_checkpoint(path, decoder=pair.decoder))[0])
 
 
 def with_draft(job: Job, taken: str) -> Job:
@@ -173,17 +173,20 @@ def with_draft(job: Job, taken: str) -> Job:
     return found.model_copy(update={"speculation": own})
 
 
-def _taken(pair: Pair, target: Checkpoint) -> tuple[str, Checkpoint | None, str | None]:
-    """Choose the draft of a pair for an opened target.
+def _taken(job: Job, target: Checkpoint) -> tuple[str, Checkpoint | None, str | None]:
+    """Choose the draft of a job for an opened target.
 
     Returns: the draft, the layer of the target's checkpoint if it is mtp, and a note to the user if
         the draft was chosen here.
     """
-    words = parse_draft(pair.draft)
+    draft = job.pair.draft
+    words = parse_draft(draft)
     if words.model != MTP:
-        return pair.draft, None, None
+        return draft, None, None
     if words.otherwise is None:
         return MTP, open_mtp(target), None
+    if job.speculation.length == 0:  # the layer would take memory for nothing
+        return words.otherwise, None, None
     try:
         layer = open_mtp(target)
     except NoLayerError:

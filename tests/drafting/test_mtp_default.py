@@ -50,6 +50,7 @@ def test_layer_is_the_draft_where_none_is_named(here):
     assert taken(model="target", draft="mtp") == ("mtp", [])
     assert taken(model="target", draft="lookup") == ("lookup", [])
     assert taken(model="target", draft="none") == ("none", [])
+    assert taken(model="target", speculation={"length": 0}) == ("lookup", [])
 
 
 def test_longest_draft_is_shorter_if_it_is_not_set(here):
