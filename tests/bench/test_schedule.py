@@ -137,6 +137,7 @@ def test_default_on_a_cpu_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> N
     assert settings(**SCALED | nothing, time_limit="5m").time_limit == 300.0
     assert settings(**SCALED | nothing | {"repeats": "3"}).time_limit is None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     on_gpu = settings(**SCALED | nothing, device="auto")
     assert (on_gpu.time_limit, on_gpu.prompt_tokens) == (None, 300)
     result = bench("--shape", "tiny", "--time-limit", "soon")
