@@ -139,6 +139,13 @@ _RECURRENT_WORDS = {
     "interval": "full_attention_interval",
     "further": "nextn_predict_layers",
 }
+# Read for Granite. Other architectures may have neutral values only.
+_SCALES = {
+    "attention": "attention.scale",
+    "embedding": "embedding_scale",
+    "residual": "residual_scale",
+    "logit": "logit_scale",
+}
 _RECURRENT_LAYERS = "attention.recurrent_layers"
 # Tensors of layers that keep a state, which other architectures have
 _STATE = re.compile(r"blk\.(\d+)\.(ssm|shortconv|time_mix)_?")
@@ -190,8 +197,10 @@ def spec_of_gguf(
         activation=ACTIVATIONS[family.defaults[family.keys["activation"]]],
         gated=family.gated,
         windows=_windows(values, shape["layers"], kind),
-        query_scale=scalar**-0.5 * attention * attention,
-        embed_scale=shape["width"] ** 0.5 if gemma else 1.0,
+        query_scale=_or(values, _SCALES["attention"], scalar**-0.5) * attention * attention,
+        embed_scale=shape["width"] ** 0.5 if gemma else _or_one(values, _SCALES["embedding"]),
+        residual_scale=_or_one(values, _SCALES["residual"]),
+        logit_scale=_or_one(values, _SCALES["logit"]),
         biases=_biases(fitted(kind, shapes).tensors, shapes, shape["layers"]),
         tied="output.weight" not in shapes,
         unrotated=_unrotated(kind, shape["layers"]),
@@ -342,6 +351,8 @@ def reads(name: str) -> frozenset[str]:
     keys |= {*(_SCALING if family.rotary else ())}
     if name == "llama" or is_mixture(kind):
         keys |= {*_MIXTURE_WORDS.values(), _NORMALISED}
+    if "attention_multiplier" in family.defaults:
+        keys |= {*_SCALES.values()}
     if kind.pattern:
         keys.add(_WORDS["window"] + "_pattern")
     if family.recurrent:

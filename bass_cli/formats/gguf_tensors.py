@@ -41,7 +41,7 @@ _FEED_FORWARD = _in_layers(("ffn_gate", "up:gate"), ("ffn_up", "up:up"), ("ffn_d
 _SECOND_NORM = _in_layers(("ffn_norm", "norm2"))
 _TENSORS = (*_HEADS, *_ATTENTION, *_FEED_FORWARD, *_SECOND_NORM)
 _QK_NORMS = _in_layers(("attn_q_norm", "q_norm"), ("attn_k_norm", "k_norm"))
-_GEMMA_NORMS = _in_layers(("post_attention_norm", "post1"), ("post_ffw_norm", "post2"))
+_NORMS_AFTER = _in_layers(("post_attention_norm", "post1"), ("post_ffw_norm", "post2"))
 _EXPERTS = _in_layers(
     ("ffn_gate_inp", "router"),
     ("ffn_gate_exps[{}]", "experts_up:gate"),
@@ -140,7 +140,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture("llama", _deinterleaved(_TENSORS)),
     "qwen2": Architecture("qwen2", _TENSORS),
     "qwen3": Architecture("qwen3", (*_TENSORS, *_QK_NORMS)),
-    "gemma3": Architecture("gemma3_text", (*_TENSORS, *_QK_NORMS, *_GEMMA_NORMS), pattern=6),
+    "gemma3": Architecture("gemma3_text", (*_TENSORS, *_QK_NORMS, *_NORMS_AFTER), pattern=6),
     "starcoder2": Architecture(
         "starcoder2", tuple(row for row in _TENSORS if row[1] != _LAYER + "up:gate")
     ),
@@ -159,6 +159,16 @@ ARCHITECTURES: dict[str, Architecture] = {
     "seed_oss": Architecture(
         "seed_oss",
         (*_HEADS, *_ATTENTION, *_FEED_FORWARD, *_in_layers(("post_attention_norm", "norm2"))),
+    ),
+    "granite": Architecture("granite", _deinterleaved(_TENSORS)),
+    "ernie4_5": Architecture("ernie4_5", _deinterleaved(_TENSORS)),
+    "glm4": Architecture(
+        "glm4",
+        (
+            *_deinterleaved((*_HEADS, *_ATTENTION, *_SECOND_NORM)),
+            *_in_layers(("ffn_up", "up"), ("ffn_down", "down")),
+            *_NORMS_AFTER,
+        ),
     ),
     "qwen3moe": Architecture(
         "qwen3_moe", (*_MIXTURE, *_QK_NORMS), _OF_EXPERT, constants=_NORMALISED

@@ -19,6 +19,9 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 16, "num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]},
     ),
     "seed_oss": ("seed_oss", {"attention_out_bias": False}),
+    "granite": ("granite", {"head_dim": 16}),
+    "ernie4_5": ("ernie4_5", {}),
+    "glm4": ("glm4", {}),
     "qwen3_moe": ("qwen3moe", {"moe_intermediate_size": 64}),
     "olmoe": ("olmoe", {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 12}),
     "mixtral": ("llama", {"sliding_window": None, "head_dim": 16}),
@@ -39,6 +42,7 @@ _NAMES = {
     "embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output",
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
     "self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up",
+    "post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm",
     "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm", "self_attn.sinks": "attn_sinks.weight",
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
@@ -74,7 +78,7 @@ def stored_as(arch: str, name: str, tensor: Tensor, config: Any) -> dict[str, Te
         bare, suffix = own, ""
     if arch in ("qwen35", "qwen35moe") and "linear_attn." in own:
         tensor = _tiled(bare, tensor, config)
-    if arch in ("llama", "smollm3") and bare in (
+    if arch in ("llama", "smollm3", "granite") and bare in (
         "self_attn.q_proj",
         "self_attn.k_proj",
     ):  # halves to pairs
@@ -135,13 +139,18 @@ def metadata(arch: str, config: Any) -> dict[str, Any]:
     }  # fmt: skip
     if "intermediate_size" in config.to_dict():
         values["feed_forward_length"] = config.intermediate_size
-    if arch not in ("qwen35", "phi3", "smollm3", "seed_oss"):
+    if hasattr(config, "num_experts_per_tok"):
         count = getattr(config, "num_local_experts", None) or config.num_experts
         values |= {"expert_count": count, "expert_used_count": config.num_experts_per_tok}
     if arch == "gpt-oss":
         values |= {"rope.scaling.type": "yarn", "rope.scaling.factor": rope["factor"],
                    "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
                    "attention.sliding_window": config.sliding_window}  # fmt: skip
+    if arch == "granite":
+        values |= {"attention.scale": config.attention_multiplier, "embedding_scale": config.embedding_multiplier,
+                   "residual_scale": config.residual_multiplier, "logit_scale": config.logits_scaling}  # fmt: skip
+    if arch == "glm4":
+        values["rope.dimension_count"] = int(config.head_dim * rope["partial_rotary_factor"])
     inner = getattr(
         config, "moe_intermediate_size", config.intermediate_size if arch == "gpt-oss" else 0
     )
