@@ -101,19 +101,25 @@ def _read_matrix(pieces: Sequence[Piece], spec: Spec, stage: Stage) -> Grouped:
     for entry, slot in pieces:
         assert isinstance(entry, Entry)
         order, source = order_of(spec, slot), columns_of(spec, slot)
-        places = slot.first + (torch.arange(slot.rows) if order is None else order)
+        mine = slice(slot.first, slot.first + slot.rows)
+        places = None if order is None else slot.first + order
         pitch = entry.size // slot.rows
         with entry.file.open("rb", buffering=0) as file:
-            for some in torch.arange(slot.rows).split(max(_BYTES // pitch, 1)):
-                region = Bytes(int(some[0]) * pitch, len(some) * pitch)
-                raw = stage.fetch(file, entry, region).view(len(some), pitch)
+            step = max(_BYTES // pitch, 1)
+            for first in range(0, slot.rows, step):
+                last = min(first + step, slot.rows)
+                region = Bytes(first * pitch, (last - first) * pitch)
+                raw = stage.fetch(file, entry, region).view(last - first, pitch)
                 found = numbers_of(raw, entry.dtype)
                 if source is not None:
                     groups = source[::GROUP] // GROUP
                     found = found[0][:, source], found[1][:, groups], found[2][:, groups]
                 for whole, part in zip((values, scales, minima), found, strict=True):
-                    whole[places[some]] = part
-        if not (scales[places].isfinite().all() and minima[places].isfinite().all()):
+                    if places is None:  # much faster than rows by number
+                        whole[slot.first + first : slot.first + last] = part
+                    else:
+                        whole[places[first:last]] = part
+        if not (scales[mine].isfinite().all() and minima[mine].isfinite().all()):
             raise UserError(
                 f"{entry.file}: {slot.name} has scales that are not finite; the file is damaged"
             )

@@ -56,8 +56,10 @@ class Grouped:
         if bits == 8:
             high = torch.stack((16 * scales, torch.zeros_like(scales)), -1)
             factors = torch.cat((high, torch.stack((scales, minima + 8 * scales), -1)), 1)
-        factors = torch.nn.functional.pad(factors, (0, 0, 0, 0, 0, -len(values) % _UNIT))
-        packed = torch.cat([_pack(part, bits) for part in values.split(_PACKED)])
+        if len(values) % _UNIT:
+            factors = torch.nn.functional.pad(factors, (0, 0, 0, 0, 0, -len(values) % _UNIT))
+        parts = [_pack(part, bits) for part in values.split(_PACKED)]
+        packed = parts[0] if len(parts) == 1 else torch.cat(parts)
         return cls(packed, factors.transpose(0, 1).contiguous().bfloat16(), tuple(values.shape))
 
     @classmethod
@@ -124,8 +126,9 @@ class Grouped:
 def _pack(values: Tensor, bits: int) -> Tensor:
     """Return rows of int8 values in torch's layout, with the planes side by side."""
     planes = values + 8 if bits == 4 else torch.cat(((values >> 4) + 8, values & 15), 1)
-    planes = torch.nn.functional.pad(planes, (0, 0, 0, -len(values) % _UNIT)).int()
-    return torch._convert_weight_to_int4pack_for_cpu(planes, 1)
+    if len(values) % _UNIT:
+        planes = torch.nn.functional.pad(planes, (0, 0, 0, -len(values) % _UNIT))
+    return torch._convert_weight_to_int4pack_for_cpu(planes.int(), 1)
 
 
 def linear(x: Tensor, weight: Grouped, bias: Tensor | None) -> Tensor:
