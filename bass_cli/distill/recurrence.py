@@ -160,9 +160,9 @@ def _recurrence(tokens: list[Tensor], paths: Paths) -> Tensor:
 
 def _decay(ends: Tensor, begins: Tensor, allowed: Tensor) -> Tensor:
     """Return the decay [..., T, S] float32 from each begin [..., S] to each end [..., T], both sums
-    of logarithms; 0 where it is not `allowed`."""
-    apart = ends[..., :, None] - begins[..., None, :]
-    return apart.masked_fill(~allowed, -torch.inf).exp().float()
+    of logarithms in float64; 0 where it is not `allowed`."""
+    apart = (ends[..., :, None] - begins[..., None, :]).float()
+    return apart.masked_fill(~allowed, -torch.inf).exp()
 
 
 def _changes(right: Tensor, beta: Tensor, similar: Tensor) -> Tensor:

@@ -39,7 +39,9 @@ _TRAINED, _KEPT = 16, 2 * 12 + 2
 _MARGIN = 0.9  # of the free memory
 # Differences that a target may have (Spec.unusual). A draft may not have experts.
 _TARGETS = ("experts", "recurrent layers", "gated attention")
-_MATRICES = 8  # of the size of an attention mask, in float32, that a recurrent layer has at once
+# Matrices of the size of an attention mask, in float32, that one recurrent layer has at once in the
+# backward pass: decays, products of keys and queries, the system, and their gradients.
+_MATRICES = 16
 
 
 @dataclass(frozen=True, slots=True)
