@@ -62,9 +62,9 @@ def test_the_drafter_and_the_controller_work(coupling, tmp_path):
 
 def test_the_family_is_one():
     names = {**vars(tensor_names)}
-    exec(re.search(r"( *PHI3 = .*?\n) *\"phi3\"", TEXT, re.DOTALL)[1].strip(), names)
-    assert names["PHI3"] == tensor_names.PHI
-    names = {**vars(families), "tensor_names": SimpleNamespace(PHI3=names["PHI3"])}
+    exec(re.search(r"( *PHI = .*?\n) *\"phi3\"", TEXT, re.DOTALL)[1].strip(), names)
+    assert names["PHI"] == tensor_names.PHI
+    names = {**vars(families), "tensor_names": SimpleNamespace(PHI=names["PHI"])}
     family = eval(re.search(r'"phi3": (Family\(.*\)),$', TEXT, re.MULTILINE)[1], names)
     assert {ours for _, ours, _ in family.tensors} == {
         ours.partition(":")[0] for _, ours, _ in families.FAMILIES["llama"].tensors
