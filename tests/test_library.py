@@ -185,7 +185,8 @@ def test_limit_applies_to_every_kind_of_prompts(model: Path, kind: Any) -> None:
     assert [one.id for one in generate(given, job(model, limit=1, n=1))] == ["0"]
 
 
-@pytest.mark.parametrize(("length", "budget"), [("bass", None), (4, None), ("bass", 60.0)])
+@pytest.mark.parametrize(("length", "budget"), [
+    (4, None), ("bass", 60.0), pytest.param("bass", None, marks=pytest.mark.slow)])  # fmt: skip
 def test_resume_under_maximal_coupling_equals_undisturbed_run(
     model: Path, tmp_path: Path, length: Any, budget: float | None
 ) -> None:

@@ -7,6 +7,7 @@ from simulated import Simulated
 from test_ahead import Flights, Settled, ready
 from test_captured import captured, pair  # noqa: F401 (a fixture)
 from test_scheduler import Letters, job, prompts
+from thinned import thinned
 from toys import plain
 
 from bass_cli.drafts.factory import NoDrafter
@@ -75,7 +76,7 @@ def test_every_prompt_of_a_batch_gets_its_first_round():
     assert max(one.seconds for one in found) <= 0.05 + 2 * ROUND
 
 
-@pytest.mark.parametrize("budget", [0.02, 0.06, 0.11, 0.4])
+@pytest.mark.parametrize("budget", thinned([0.02, 0.06, 0.4, 0.11], 2))
 def test_samples_are_prefixes_of_plain_decoding(pair, budget):
     """A draft model, changing lengths and rows that end in the middle do not affect the tokens,
     and no launched round is dropped."""

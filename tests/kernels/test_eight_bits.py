@@ -306,9 +306,13 @@ def test_rope_and_cache_write(dtype, size, rotated, norms):
     assert own[2].isnan().sum() == 2
 
 
-@pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize(
-    ("wide", "window", "norms"), [(1, 0, True), (3, 0, False), (2, 20, True), (16, 75, False)]
+    ("wide", "window", "norms", "splits"),
+    [
+        pytest.param(*case, splits, marks=pytest.mark.slow if (at // 2 + other) % 2 else ())
+        for at, case in enumerate([(1, 0, True), (3, 0, False), (2, 20, True), (16, 75, False)])
+        for other, splits in enumerate((1, 3))
+    ],
 )
 def test_fused_attention(conversion, splits, wide, window, norms, monkeypatch):
     """Attention with rope and cache write in one. New keys are rounded before they are read."""
