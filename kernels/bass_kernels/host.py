@@ -227,7 +227,8 @@ def room_of(segments: Segments, shape: Sequence[int], kv_heads: int) -> Room:
     """Return the room of a pass with queries of this shape [B, W, H, D], with its mask. It is made
     once for all passes of the same rows and width while their private keys fit."""
     private = padded_keys(segments.extent)
-    kept, key = segments.kept, (*shape, kv_heads, private)
+    # a tensor of inference mode cannot be written outside of it
+    kept, key = segments.kept, (*shape, kv_heads, private, torch.is_inference_mode_enabled())
     room: Room | None = kept.get(key)
     if room is None:
         if len(kept) == _ROOMS:

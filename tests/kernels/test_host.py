@@ -3,6 +3,7 @@ tokens, rows and more slots beside it."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -116,6 +117,14 @@ def test_attention_of_a_token_has_the_same_bits_in_every_pass() -> None:
         found = host.attention(*case, scale=0.3)[row]
         for place, expected in enumerate(alone):
             assert torch.equal(found[place], expected), (name, place)
+
+
+def test_passes_in_and_outside_of_inference_mode_may_follow_each_other() -> None:
+    q, own, prompt, segments = case_of([40], [(0, 3, 1)], 1, slots=[5])
+    with torch.inference_mode():
+        first = host.attention(q, own, prompt, segments, scale=0.3)
+    again = replace(segments, positions=segments.positions.clone())  # a later pass of the row
+    assert torch.equal(host.attention(q, own, prompt, again, scale=0.3), first)
 
 
 def test_row_that_sees_a_key_of_nan_is_nan_and_others_are_not() -> None:
