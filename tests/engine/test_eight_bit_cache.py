@@ -333,7 +333,7 @@ def test_whole_jobs_resume_and_equal_plain_decoding(tmp_path, monkeypatch):
     monkeypatch.setenv("BASS_KV_DTYPE", "fp8")
     write_pair(tmp_path)
     write_chain(tmp_path / "head", "authors")
-    goes_on_and_is_plain(tmp_path, ("--draft", "lookup"))
+    goes_on_and_is_plain(tmp_path, ("--draft", "lookup", "--draft-length", "4"))
     manifest = json.loads((tmp_path / "plain.jsonl.manifest.json").read_text())
     assert manifest["results"]["kv_dtype"] == "fp8"
     found = bass(*FLAGS, "--kv-dtype", "auto", "--draft", "none", "--out", "plain.jsonl")

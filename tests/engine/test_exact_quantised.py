@@ -169,7 +169,7 @@ def test_resumed_run_with_a_draft_head_equals_plain_decoding(here, dtype, drafts
     """A drafter that reads hidden states, lookup, and a run that was killed within a line."""
     text = f"target: target\ndraft: 'heads:head'\ndtype: {dtype}\ndraft_dtype: {drafts}\n"
     (here / "pair.yaml").write_text(text)
-    goes_on_and_is_plain(here, ("--draft", "lookup"))
+    goes_on_and_is_plain(here, ("--draft", "lookup", "--draft-length", "4"))
     manifest = json.loads((here / "whole.jsonl.manifest.json").read_text())
     assert manifest["results"]["dtype"] == dtype
 
