@@ -14,13 +14,15 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-# Files whose tests take longest, 9 to 37 s each. They start first; otherwise one process still runs
+# Files whose tests take longest, 9 to 50 s each. They start first; otherwise one process still runs
 # them when all others are done.
 LONGEST = (
-    "test_rays", "test_tensor_parallel", "test_compiling", "test_sandbox_parts", "test_laws",
-    "test_sandbox", "test_bench", "test_document", "test_pieces", "test_weights", "test_memory", "test_crashes",
-    "test_growth", "test_feature_heads", "test_systems", "test_chain_heads", "test_actors",
-    "test_exchange",
+    "test_rays", "test_exactness", "test_tensor_parallel", "test_parallel", "test_compiling",
+    "test_laws", "test_exact_quantised", "test_eval", "test_any_model", "test_eight_bits",
+    "test_controllers", "test_feature_heads", "test_hybrids", "test_sandbox", "test_processes",
+    "test_pieces", "test_growth", "test_budget", "test_chain_heads", "test_sandbox_parts",
+    "test_bench", "test_document", "test_weights", "test_memory", "test_crashes", "test_systems",
+    "test_actors", "test_exchange",
 )  # fmt: skip
 
 
