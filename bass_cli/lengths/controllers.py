@@ -252,7 +252,8 @@ class Goodput(DraftLength):
         likely = self._lookups.find(float((plain * tokens - line).max()) / plain)
         once = first_use(range(most + 1), inputs, line, self._affordable, self._acceptance.unsure)
         # Drafts are not found in every round, so a one-time cost must pay within the expected gain.
-        once[once > max(plain * likely, 0.0)] = numpy.inf
+        # That gain is a mean over lookups, so it is not saved twice over.
+        once[once > _CAUTION * max(plain * likely, 0.0)] = numpy.inf
         paces = line / tokens + once
         best = int((paces <= paces.min() * (1 + _STAY)).argmax())
         if best == 0:
