@@ -24,7 +24,7 @@ def supports_host(spec: Spec, like: Tensor, step: Pass, layouts: Set[str | None]
     """Return whether `run_host` supports a pass with matrices in `layouts`, None for a plain one.
 
     It must be a causal decoding pass with the same number of tokens for each row, of a family with
-    RMS norms, one rotary embedding and a gated feed-forward.
+    RMS norms, one rotary embedding and a gated feed-forward. Keys and values must be float32.
     """
     norm, few = spec.norm, spec.unusual is None and spec.biases <= {"qkv"}
     return (
@@ -37,6 +37,7 @@ def supports_host(spec: Spec, like: Tensor, step: Pass, layouts: Set[str | None]
         and step.prefill is None
         and not step.mutual
         and ops.kind_for(like) == "reference"
+        and step.own(0)[0].dtype == torch.float32
         and host.supports(like, step.own(0), step.segments)
     )
 
