@@ -536,16 +536,16 @@ def yarn_factors(
         )
         if truncate:
             first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, size - 1)
+        if first == last:
+            last += 0.001
+        shares = (min(max((j - first) / (last - first), 0.0), 1.0) for j in range(size // 2))
+        return tuple(1.0 / (share / factor + 1.0 - share) for share in shares)
     except (ValueError, ArithmeticError):
         raise UserError(
-            f"{place}: YaRN is undefined for rope_theta {theta:g}, an original context of "
-            f"{original:g}, beta_slow {slow:g} and beta_fast {fast:g}"
+            f"{place}: YaRN is undefined for factor {factor:g}, rope_theta {theta:g}, an original "
+            f"context of {original:g}, beta_slow {slow:g} and beta_fast {fast:g}"
         ) from None
-    first, last = max(first, 0), min(last, size - 1)
-    if first == last:
-        last += 0.001
-    shares = (min(max((j - first) / (last - first), 0.0), 1.0) for j in range(size // 2))
-    return tuple(1.0 / (share / factor + 1.0 - share) for share in shares)
 
 
 def yarn_scale(factor: float, scale: float = 1.0) -> float:
