@@ -32,6 +32,7 @@ _SMALL = 400
 _LANES = 16  # float32 numbers of a vector: the prompt's keys are padded to a multiple of it
 _HIDDEN = -1e30  # finite, as in reference.py
 _ROOMS = 8  # kept for later passes: one for each width of the rounds that follow each other
+_KEPT_BYTES = 32 << 20  # of all of them; the memory plan counts those of one pass
 
 
 def padded_keys(count: int) -> int:
@@ -127,6 +128,10 @@ class Room(NamedTuple):
     step: int | None
     owner: list[object]
     known: dict[int, _Views]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(one.nbytes for one in (self.scores, self.weights, self.mask, self.mixed))
 
     def views_of(self, layer: int, own: Store, prompt: Store) -> _Views:
         """Do `views` once for each layer, which must have the same stores each time."""
@@ -225,15 +230,19 @@ def _private(store: Tensor, part: _Part, room: Room) -> Tensor:
 
 def room_of(segments: Segments, shape: Sequence[int], kv_heads: int) -> Room:
     """Return the room of a pass with queries of this shape [B, W, H, D], with its mask. It is made
-    once for all passes of the same rows and width while their private keys fit."""
+    once for a pass. A small one is kept for all passes of the same rows and width while their
+    private keys fit."""
     private = padded_keys(segments.extent)
     # a tensor of inference mode cannot be written outside of it
     kept, key = segments.kept, (*shape, kv_heads, private, torch.is_inference_mode_enabled())
     room: Room | None = kept.get(key)
     if room is None:
-        if len(kept) == _ROOMS:
-            kept.clear()
-        room = kept[key] = _room(segments, shape, kv_heads)
+        room = segments.once(key, lambda: _room(segments, shape, kv_heads))
+        if room.nbytes <= _KEPT_BYTES:
+            taken = room.nbytes + sum(one.nbytes for one in kept.values())
+            if len(kept) == _ROOMS or taken > _KEPT_BYTES:
+                kept.clear()
+            kept[key] = room
     owner = segments.once("owner", object)
     if room.owner != [owner]:
         ahead = (segments.positions - segments.base[:, None])[:, room.places, None]

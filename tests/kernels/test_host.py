@@ -4,7 +4,7 @@ tokens, rows and more slots beside it."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def case_of(
     """
     starts = [sum(prompts[:i]) + 3 * i for i in range(len(prompts))]
     generator = torch.Generator().manual_seed(9)
-    prompt = torch.randn(2, KV_HEADS, 2000, SIZE, generator=generator)
+    prompt = torch.randn(2, KV_HEADS, max(2000, sum(prompts)), SIZE, generator=generator)
     for start, length in zip(starts, prompts, strict=True):
         numbers = torch.Generator().manual_seed(length)
         prompt[:, :, start : start + length] = torch.randn(
@@ -125,6 +125,21 @@ def test_passes_in_and_outside_of_inference_mode_may_follow_each_other() -> None
         first = host.attention(q, own, prompt, segments, scale=0.3)
     again = replace(segments, positions=segments.positions.clone())  # a later pass of the row
     assert torch.equal(host.attention(q, own, prompt, again, scale=0.3), first)
+
+
+def test_tensors_kept_for_later_passes_take_bounded_memory() -> None:
+    """Rounds of several widths, of 5 MB each with a short prompt and 36 MB with a long one."""
+    for length, widths in ((2000, range(1, 9)), (14_000, range(3, 5))):
+        kept: dict[Any, Any] = {}
+        for width in widths:
+            rows = [(0, 8, place) for place in range(4)]
+            q, own, prompt, segments = case_of([length], rows, width, slots=[0, 40, 80, 120])
+            segments = replace(segments, kept=kept)
+            expected = reference.attention(q, own, prompt, segments, scale=0.3)
+            found = host.attention(q, own, prompt, segments, scale=0.3)
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+            assert sum(one.nbytes for one in kept.values()) <= 32 << 20
+            assert bool(kept) == (length == 2000)
 
 
 def test_row_that_sees_a_key_of_nan_is_nan_and_others_are_not() -> None:
