@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from . import elementwise
 from .eight_bits import Store, plain, write
 from .segments import Group, Segments, by_row, one_after_other
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": functional.silu,
-    "gelu": functional.gelu,
-    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "silu": elementwise.silu,
+    "gelu": elementwise.gelu,
+    "gelu_tanh": elementwise.gelu_tanh,
     "relu": functional.relu,
     "relu2": lambda x: functional.relu(x).square(),
 }
@@ -92,7 +93,7 @@ def activation(x: Tensor, kind: str, *, gated: bool) -> Tensor:
 
 def gate_outputs(x: Tensor, gate: Tensor) -> Tensor:
     """Multiply the outputs of attention x [..., N] by the sigmoid of their gate [..., N]."""
-    return x * gate.sigmoid()
+    return x * elementwise.sigmoid(gate)
 
 
 def angles(positions: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:

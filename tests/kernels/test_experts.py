@@ -226,6 +226,28 @@ def test_a_token_has_the_same_bits_in_8_bits_whatever_tokens_are_beside_it(layou
         assert torch.equal(run(x[:count]), alone[:count])
 
 
+def test_gate_of_the_expert_of_all_tokens_has_the_same_bits_whatever_tokens_are_beside_it():
+    tokens, experts, width, inner = 41, 4, 32, 16
+    x, output = (randn(tokens, width, dtype=torch.float32, seed=seed).cpu() for seed in (1, 2))
+    router, gate = randn(experts, width).cpu(), randn(1, width).cpu()
+    maps = ops.Maps(
+        *(
+            None if one is None else one.cpu()
+            for one in maps_of(experts, width, inner, torch.float32, biased=False)
+        )
+    )
+
+    def run(first, last):
+        rows, shared = x[first:last], ops.Shared(output[first:last], gate)
+        ids, weights = definition.route(rows, router, None, chosen=2, normalised=True)
+        words = {"experts": experts, "activation": "silu"}
+        return definition.mix_experts(rows, ids, weights, maps, None, shared, **words)
+
+    alone = torch.cat([run(at, at + 1) for at in range(tokens)])
+    for first, last in ((0, 2), (0, 17), (5, 37), (0, 41)):
+        assert torch.equal(run(first, last), alone[first:last])
+
+
 @pytest.mark.parametrize("op", [definition.mix_experts, ops.mix_experts])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_expert_of_all_tokens_is_added_times_its_gate(op, dtype):
