@@ -26,7 +26,8 @@ from bass_cli.run.tasks import Task, chat_of
 _NO_ENTRIES = numpy.zeros((0, 1), dtype=numpy.int64)
 _NOT_FINITE = (
     "the target's logits for token {} are not finite: its weights are broken, or its values are "
-    "too large for the dtype (bf16 and fp32 have a larger range than fp16)"
+    "too large for the dtype (bf16 and fp32 have a larger range than fp16), or with "
+    "`tensor_parallel` on GPUs a process was stopped for minutes (then draw again)"
 )
 
 
