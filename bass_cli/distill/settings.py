@@ -188,7 +188,8 @@ def find_source(args: DistillArgs, pair: Pair, plan: Plan) -> Source:
         )
     if model is None or args.layers is not None:
         spec, tokenizer = plan.files.target.spec, plan.files.tokenizer
-        layers = args.layers or max(-(-spec.layers // _QUARTER), first_whole(spec))
+        default = max(-(-spec.layers // _QUARTER), first_whole(spec))
+        layers = default if args.layers is None else args.layers
         vocab, size = min(tokenizer.size, spec.vocab), tokenizer.size
         return source_of(plan.files.target, layers=layers, mask=None, vocab=vocab, size=size)
     drafting = pair.model_copy(update={"draft": model})

@@ -200,6 +200,7 @@ def test_a_file_of_prompts_and_the_first_layers(here):
         (("--dtype", "fp16"), "--dtype fp16"),
         (("--dtype", "int8"), "--dtype int8"),
         (("--layers", "9"), "--layers (or BASS_LAYERS): give a number from 1 to 3"),
+        (("--layers", "0"), "--layers (or BASS_LAYERS): give a number from 1 to 3"),
         (("--layers", "1", "--from", "draft"), "--from and --layers exclude each other"),
         (("--from", "lookup"), '--from (or BASS_FROM): "lookup" is not a model'),
         (("--from", "heads:x"), '--from (or BASS_FROM): "heads:x" is not a model'),
