@@ -163,13 +163,14 @@ def choose_draft(job: Job) -> Job:
 
 
 def with_draft(job: Job, taken: str) -> Job:
-    """Return the job with this draft, and for mtp with its longest draft, if that is not set."""
+    """Return the job with this draft, and for mtp with its longest draft, if that is not set and
+    a controller chooses the length."""
     found = job.model_copy(update={"pair": job.pair.model_copy(update={"draft": taken})})
     speculation = job.speculation
-    if taken != MTP or "max" in speculation.model_fields_set:
+    fixed = isinstance(speculation.length, int)
+    if taken != MTP or fixed or "max" in speculation.model_fields_set:
         return found
-    length = speculation.length if isinstance(speculation.length, int) else 0
-    own = speculation.model_copy(update={"max": max(_LONGEST_MTP, length)})
+    own = speculation.model_copy(update={"max": _LONGEST_MTP})
     return found.model_copy(update={"speculation": own})
 
 

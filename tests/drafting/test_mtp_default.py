@@ -136,6 +136,15 @@ def test_file_begun_with_another_draft_is_continued(here):
     assert 'draft: "lookup" before, "mtp" now' in found.stderr
 
 
+def test_file_of_maximal_coupling_with_a_fixed_length_keeps_its_longest_draft(here):
+    """Files from before mtp had a limit of its own name 32, which a fixed length does not use."""
+    words = (*FLAGS, "--coupling", "maximal", "--draft", "mtp", "--draft-length", "4")
+    found = bass(*words, "--limit", "2", "--out", "fixed.jsonl")
+    assert found.exit_code == 0, found.stderr
+    manifest = json.loads((here / "fixed.jsonl.manifest.json").read_text())
+    assert manifest["results"]["max"] == 32
+
+
 def test_run_that_runs_out_of_memory_ends_with_the_same_lines(here, monkeypatch):
     """Half the rows go on, with the layer's keys and hidden states in a smaller store."""
     words = (*FLAGS, "--draft-length", "3", "--batch-size", "8")
