@@ -374,6 +374,8 @@ class Goodput(DraftLength):
     def _account(self, done: RoundResult, line: Array) -> None:
         """Record what drafting or a lookup gained in this round against plain decoding."""
         plain, taken = float(line[0]), done.seconds
+        if not self._frozen:  # a gain counts by measured plain rounds if they are faster
+            plain *= math.exp(-max(self._costs.unchecked, 0.0))
         looked_up = done.lookup_seconds > 0 and not self._frozen
         if self._frozen or not done.steady:
             taken = float(numpy.interp(done.width, self._choices, line))

@@ -205,8 +205,6 @@ _SHARE = 0.25
 _STUMBLE = math.log(2)  # a round counts as at most twice, or at least half, its predicted time
 _ITERATED = 4  # linearisations of an update; a fifth would move the parts by less than 1 %
 _ENOUGH = 8  # rounds of a row count that make its costs worth storing for another job
-
-
 # The same as ARITHMETIC on a CPU. Measured with SmolLM2-135M on 2 cores: 3 tokens with the numbers
 # of a GGUF file, 20 to 30 in float32. Jobs take the same time with any value between these.
 _ON_CPU = 10.0
@@ -255,6 +253,7 @@ class RoundCost:
         # By rows: seconds at the surface's context, and seconds for one more token of context.
         self._parts: dict[int, tuple[Array, Array]] = {}
         self._met: Counter[int] = Counter()  # rounds by rows
+        self._checked = 0.0  # logarithm of the plain factor by plain rounds; the newest counts half
         # The first round is slower than all others (caches, libraries), so an unmeasured estimate
         # ignores it.
         self._first = not self._surface.measured
@@ -299,6 +298,9 @@ class RoundCost:
         ratio = math.log(seconds) - math.log(float(parts.sum())) - offset
         most = _STUMBLE if self.known else _FURTHEST
         ratio = min(max(ratio, -most), most)
+        if place == 0 or not self.known:
+            factor = math.log(self._factors[0]) + ratio
+            self._checked = (self._checked + factor) / 2 if self.known else factor
         moved, shares, off, noise = self._moved(parts, ratio, _NOISE**2 + own)
         if self.known and off * off > _SURPRISE**2 * (shares @ self._covariance @ shares + noise):
             noise = _SHARE * off * off + own
@@ -336,23 +338,30 @@ class RoundCost:
             moved = seen / (shares @ seen + noise) * off
         return moved, shares, off, noise
 
+    @property
+    def unchecked(self) -> float:
+        """Logarithm of the estimate of plain rounds over those measured. Rounds with drafts that
+        take longer than predicted raise the estimate too."""
+        return math.log(self._factors[0]) - self._checked
+
     def uncertainty(self, rows: int, place: int, context: float | None = None) -> float:
-        """Return how much a plain round would reduce the uncertainty of this choice's cost
-        relative to a plain round's, as a standard deviation. 0 if frozen."""
+        """Return how much a plain round would reduce the uncertainty of this choice's cost relative
+        to its own, as a standard deviation; at least `unchecked`. 0 if frozen."""
         if self._frozen:
             return 0.0
         parts = self._scaled(rows, context, False)[:, place]
         apart = parts / parts.sum() - (1.0, 0.0, 0.0)
         plain = self._covariance[0]
-        return abs(float(apart @ plain)) / float(plain[0] + _NOISE**2) ** 0.5
+        gain = abs(float(apart @ plain)) / float(plain[0] + _NOISE**2) ** 0.5
+        return max(abs(self.unchecked), gain)
 
     def spread(self, rows: int, place: int, context: float | None = None) -> Array:
         """Return how uncertain each choice's cost is relative to that of the choice at `place`,
         [choices]: standard deviations of logarithms. 0 if frozen."""
-        parts = self._scaled(rows, context, False)
         if self._frozen:
             return numpy.zeros(len(self._choices))
-        shares, (_, own) = parts / parts.sum(0), self._offset(rows)
+        parts, (_, own) = self._scaled(rows, context, False), self._offset(rows)
+        shares = parts / parts.sum(0)
         apart = shares - shares[:, place : place + 1]
         variance = (apart * (self._covariance @ apart)).sum(0) + own + own[place]
         variance[place] = 0.0

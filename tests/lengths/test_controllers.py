@@ -315,6 +315,25 @@ def test_costs_learnt_on_a_busy_device_do_little_harm(rows):
     assert min(found) > 0.96, found
 
 
+def test_later_job_whose_drafts_are_slower_than_learnt_does_not_lose():
+    """The first job stopped drafting early, so its costs of drafts are too low. Those of the
+    second job then counted as a slow device, and it drafted at a loss of up to a fifth."""
+
+    def stepped(rows, width):  # 8 tokens a tile; drafts of more than two take a second kernel
+        tokens = devices.tiled(rows * (width + 1), tile=8)
+        return (5 + 0.25 * tokens + (0.1 if width else 0.0) + (2.5 if width > 2 else 0.0)) / 1e3
+
+    rates, options = [0.7] * 16, {"noise": 0.05, "feeding": 1.5e-3}
+    plain, found = run_batch(Fixed(0), stepped, rates, noise=0.0).mean, []
+    for seed in range(12):
+        first = Goodput(limit=8, at_once=True)
+        run_batch(first, stepped, rates, seed=seed, **options)
+        later = Goodput(limit=8, at_once=True, surface=first.learned())
+        found.append(plain / run_batch(later, stepped, rates, seed=seed + 99, **options).mean)
+    assert min(found) > 0.93, found
+    assert statistics.fmean(found) > 0.97, found
+
+
 def dear(rows, width):
     """Return seconds of a round of Qwen2.5-Coder 1.5B with the 0.5B as draft on an H200: a draft
     step takes half a plain round."""

@@ -2,6 +2,7 @@
 it follows a device."""
 
 import json
+import math
 
 import pytest
 from devices import device, surface_of
@@ -167,3 +168,18 @@ def test_expensive_draft_does_not_count_as_a_slow_device(width):
     line = costs.line(8)
     assert line[0] == pytest.approx(1.0, abs=0.02)
     assert line[(0, 2, 4, 12).index(width)] == pytest.approx(2.0, abs=0.05)
+
+
+def test_plain_estimate_that_only_slow_rounds_with_drafts_raise_is_not_certain():
+    """An earlier job's costs of drafts are far too low. A slow round with drafts may mean a slow
+    device, so it raises the estimate of plain rounds, which were measured and did not change."""
+    costs = RoundCost((0, 2, 4), surface_of(lambda rows, width: 1.0 + 0.01 * width))
+    for _ in range(20):
+        costs.learn(8, 0, 1.0, None)
+    assert costs.uncertainty(8, 2) < 0.05
+    for _ in range(3):
+        costs.learn(8, 4, 3.0, None)
+    raised = costs.line(8)[0]
+    assert raised > 1.2, "else this test shows nothing"
+    assert costs.unchecked == pytest.approx(math.log(raised), abs=0.02)
+    assert costs.uncertainty(8, 2) >= costs.unchecked
