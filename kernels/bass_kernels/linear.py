@@ -56,13 +56,16 @@ def unpack(weight: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    """Multiply x [..., K] by a weight [N, K], which may be packed, quantised or
-    grouped, and add bias [N]:
-    [..., N] in x's dtype."""
+    """Multiply x [..., K] by a weight [N, K], which may be packed, quantised or grouped, and add
+    bias [N]: [..., N].
+
+    The result has x's dtype, or that of a plain weight: x is bfloat16 after a grouped matrix.
+    """
     if isinstance(weight, Quantised):
         return _quantised(x, weight, bias)
     if isinstance(weight, Grouped):
         return grouped.linear(x, weight, bias)
+    x = x.to(weight.dtype)
     if weight.layout is torch.strided:
         return torch.nn.functional.linear(x, weight, bias)
     flat = x.reshape(-1, x.shape[-1])

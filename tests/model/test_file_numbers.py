@@ -90,6 +90,25 @@ def test_logits_are_those_of_transformers_up_to_bfloat16(
 
 
 @needs_product
+@pytest.mark.parametrize(("family", "sizes", "plainly"), [
+    ("qwen2", {"intermediate_size": 104}, "down"), ("granite", {"intermediate_size": 104}, "down"),
+    ("qwen3_next", {}, "shared_down"),
+])  # fmt: skip
+def test_matrix_stored_as_floats_may_follow_one_in_groups(
+    family: str, sizes: dict[str, int], plainly: str, tmp_path: Path
+) -> None:
+    """Rows that are no multiple of 32 are stored as floats."""
+    model = write_gguf(family, tmp_path / "tiny.gguf", kind="Q8_0", seed=1, **sizes)
+    weights, spec = stored(tmp_path / "tiny.gguf"), open_checkpoint(tmp_path / "tiny.gguf").spec
+    assert isinstance(weights[f"layers.0.{plainly.replace('down', 'up')}.weight"], Grouped)
+    assert isinstance(weights[f"layers.0.{plainly}.weight"], Tensor)
+    with torch.inference_mode():
+        expected = model(torch.tensor([IDS])).logits[0, 1:]
+        found = logits_of(Decoder(spec, weights))[:, : expected.shape[1]]
+    assert (found - expected).norm() < 0.02 * expected.norm()
+
+
+@needs_product
 @pytest.mark.parametrize(
     ("family", "kind"),
     [
