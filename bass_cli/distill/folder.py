@@ -54,7 +54,7 @@ def config_of(spec: Spec, *, eos_ids: Collection[int], place: str) -> dict[str, 
     if spec.family not in _CLASSES:
         raise UserError(
             f"{place}: bass cannot train models of the family {spec.family}; known: "
-            f"{', '.join(_CLASSES)}"
+            f"{', '.join(_CLASSES)}; give a model of one of them as `source`"
         )
     family, words = FAMILIES[spec.family], dict[str, Any]()
     activation = {"gelu_tanh": "gelu_pytorch_tanh"}.get(spec.activation, spec.activation)

@@ -143,8 +143,8 @@ def source_of(
     least = first_whole(spec)
     if layers is not None and layers < least:
         raise UserError(
-            f"`layers`: the first {layers} layers of {checkpoint.path} are recurrent, and a draft "
-            f"needs layers of both kinds; give at least {least}"
+            f"`layers`: the first {layers} layers of {checkpoint.path} are all of one kind, and a "
+            f"draft needs attention and recurrent layers; give at least {least}"
         )
     chosen = max(size, vocab) if mask is None else mask
     return Source(checkpoint, layers or spec.layers, chosen, mask is not None, vocab, size)

@@ -103,10 +103,10 @@ def test_from_a_hybrid_target_to_a_draft_that_changes_no_sample(
         (
             "qwen3_5_text",
             ("--layers", "1"),
-            "recurrent, and a draft needs layers of both kinds; give",
+            "are all of one kind, and a draft needs attention and recurrent layers; give",
         ),
         ("granite", (), "has a scaled residual stream"),
-        ("qwen3_5_moe_text", (), "cannot train models of the family qwen3_5_moe_text"),
+        ("qwen3_5_moe_text", (), "codegen; give a model of one of them as --from"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_before_sampling(
