@@ -94,7 +94,8 @@ def _measured(count: int, weight: Quantised, x: Tensor, *, pair: bool) -> Tiling
     if count > MOST_TOKENS:
         tiles = triton.cdiv(lines, _LINES)
         splits = 1 if pair else max(1, min(2, 4 * processors(x.device) // tiles, depth // 512))
-        return Tiling(_LINES, min(128, room(count)), splits, 128, 4, 6)
+        tokens = min(128, room(count))
+        return Tiling(_LINES, tokens, splits, 128, 4, 6 if tokens <= 64 else 4)
     programs = processors(x.device) * (3 if pair else 1)
     each = triton.cdiv(lines, programs * triton.cdiv(lines, programs * _LINES))
     splits = 1 if pair else max(1, min(4, depth // 512))

@@ -104,7 +104,7 @@ def test_a_model_needs_no_pair_file(cli: Any, tmp_path: Path) -> None:
     assert (pair.name, pair.target, pair.draft, pair.folder) == (
         "t",
         "models/t.gguf",
-        "lookup",
+        "mtp-or-lookup",
         None,
     )
     manifest = json.loads((tmp_path / "o.jsonl.manifest.json").read_text())

@@ -8,17 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import build_model, write_checkpoint, write_tokenizer
+from checkpoints import build_model, write_checkpoint
 from safetensors.torch import load_file, save_file
 from test_parity import assert_same, decoder_of
 from torch import Tensor
 
-from bass_cli.config.job import Job
 from bass_cli.errors import UserError
 from bass_cli.formats.checkpoint import open_checkpoint
 from bass_cli.formats.hf_config import spec_of_config
 from bass_cli.models.spec import Experts, Rope
-from bass_cli.run.plan import make_plan
 
 EXPERTS, WIDTH, INNER = 3, 64, 96
 SIZES = {"hidden_size": WIDTH, "intermediate_size": INNER, "num_local_experts": EXPERTS}
@@ -122,15 +120,3 @@ def test_plain_experts_need_their_tensors(tmp_path: Path) -> None:
     save_file(tensors, file)
     with pytest.raises(UserError, match=r"layers\.0\.mlp\.experts\.0\.down_proj\.weight.*missing"):
         open_checkpoint(tmp_path)
-
-
-@pytest.mark.parametrize("dtype", ["fp8", "int8"])
-def test_plan_says_that_experts_are_not_stored_in_8_bits(dtype: str, tmp_path: Path) -> None:
-    write_checkpoint("qwen3_moe", tmp_path, shards=False)
-    write_tokenizer(tmp_path)
-    pair = {"name": "p", "target": str(tmp_path), "draft": "none"}
-    plan = make_plan(Job(pair=pair, n=1, device="cpu", batch_size=1, dtype=dtype))
-    (note,) = [note for note in plan.notes if "experts" in note]
-    assert (
-        note == f"{tmp_path}: the experts are in fp32; {dtype} is used for the other matrices only"
-    )
