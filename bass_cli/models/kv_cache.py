@@ -196,9 +196,7 @@ class KVCache:
         ]
         self.prompt_keys = [keys[0] for keys, _ in pairs]
         self.prompt_values = [values[0] for _, values in pairs]
-        self.prompt_scales: list[tuple[Tensor, ...]] = [
-            (*keys[1:], *values[1:]) for keys, values in pairs
-        ]
+        self.prompt_scales = [(*keys[1:], *values[1:]) for keys, values in pairs]
         self.span, self.version, self.states = span, 0, states
         self._sender = Sender(device)
         # in one tensor, so that one copy sets all three

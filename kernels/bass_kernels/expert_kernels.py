@@ -1,7 +1,7 @@
 """Triton: mixtures of experts. Definitions: experts.py.
 
-A pass makes six launches: the router's logits and choice; the pairs of a token and one of its
-experts, sorted by expert; the products of each expert's pairs with `up` and `down`; and each
+A pass makes six launches: the two of the router (router_kernels.py); the pairs of a token and one
+of its experts, sorted by expert; the products of each expert's pairs with `up` and `down`; and each
 token's weighted sum. All that depends on the tokens is read on the device, so a captured pass
 serves any choice. Launches after the first begin early (launch.overlap). Weights are the left
 factor, as in quantised_kernels.py; for fp8 a launch more rounds tokens.
@@ -19,7 +19,7 @@ from torch import Tensor
 from . import quantised_products
 from .experts import Clamp, Maps, Shared
 from .grouped import Grouped
-from .launch import SPARE, after, card, fitting, leading, let_next, overlap
+from .launch import after, input_precision, overlap, stages_that_fit
 from .pointwise import KINDS, activate
 from .quantised import Quantised
 from .quantised_kernels import E4M3, PLAIN, ROUNDED, dot, round_e4m3, token_scale
@@ -32,142 +32,6 @@ _PAIRS = 1024  # pairs that a program of `_sort` reads at once
 _SUMMED = 1024  # columns of a program that sums the outputs of experts
 _LINES = 64  # rows of a tile of weights
 _DEPTH = 64  # inputs of a step; twice as many where `tile` says so
-# The router: up to so many tokens, its inputs are split over programs. One program would read the
-# whole matrix of few tokens.
-_SPLIT_TOKENS = 256
-_SPLIT_DEPTH = 256  # inputs of a split
-_MOST_SPLITS = 16
-
-
-def route(
-    x: Tensor, router: Tensor, bias: Tensor | None, *, chosen: int, normalised: bool
-) -> tuple[Tensor, Tensor]:
-    """Do experts.route."""
-    (tokens, width), experts = x.shape, len(router)
-    few = tokens <= _SPLIT_TOKENS
-    splits = min(_MOST_SPLITS, triton.cdiv(width, _SPLIT_DEPTH)) if few else 1
-    lines = 16 if few else _LINES
-    parts = torch.empty(splits, tokens, experts, dtype=torch.float32, device=x.device)
-    _logits[(triton.cdiv(tokens, _FEW), triton.cdiv(experts, lines), splits)](
-        x.contiguous(),
-        router,
-        parts,
-        tokens,
-        width,
-        experts,
-        SPLITS=splits,
-        TOKENS=_FEW,
-        LINES=lines,
-        BLOCK_K=_DEPTH,
-        WIDE=_wide(x),
-        **leading(x.device),
-        num_warps=4,
-        num_stages=_stages((lines + _FEW) * _DEPTH * x.element_size(), x),
-    )
-    ids = torch.empty(tokens, chosen, dtype=torch.int64, device=x.device)
-    shares = torch.empty(tokens, chosen, dtype=torch.float32, device=x.device)
-    _choose[(tokens,)](
-        parts,
-        x if bias is None else bias,
-        ids,
-        shares,
-        x,
-        tokens,
-        experts,
-        SPLITS=splits,
-        BIAS=bias is not None,
-        CHOSEN=chosen,
-        NORMALISED=normalised,
-        BLOCK_E=triton.next_power_of_2(experts),
-        BLOCK_C=triton.next_power_of_2(chosen),
-        num_warps=1,
-        **overlap(True, x.device),
-    )
-    return ids, shares
-
-
-@triton.jit(do_not_specialize=["tokens"])
-def _logits(
-    x_ptr,
-    router_ptr,
-    part_ptr,
-    tokens,
-    width,
-    experts,
-    SPLITS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    LINES: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    WIDE: tl.constexpr,
-    LEADS: tl.constexpr,
-):
-    """Write the sums of one split of the inputs, for a tile of tokens and experts."""
-    let_next(LEADS)
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    expert = tl.program_id(1) * LINES + tl.arange(0, LINES)
-    share = tl.cdiv(tl.cdiv(width, BLOCK_K), SPLITS) * BLOCK_K
-    low = tl.program_id(2) * share
-    high = tl.minimum(low + share, width)
-    real, known = token < tokens, expert < experts
-    x_lines = x_ptr + token.to(tl.int64)[:, None] * width
-    lines = router_ptr + expert[:, None] * width
-    logits = tl.zeros([TOKENS, LINES], tl.float32)
-    for start in range(low, high, BLOCK_K):
-        at = start + tl.arange(0, BLOCK_K)
-        inside = (at < high)[None, :]
-        x = tl.load(x_lines + at[None, :], mask=real[:, None] & inside, other=0.0)
-        w = tl.load(lines + at[None, :], mask=known[:, None] & inside, other=0.0)
-        logits = tl.dot(x, tl.trans(w), logits, input_precision=WIDE)
-    place = (tl.program_id(2) * tokens + token).to(tl.int64)[:, None] * experts + expert[None, :]
-    tl.store(part_ptr + place, logits, mask=real[:, None] & known[None, :])
-
-
-@triton.jit(do_not_specialize=["tokens"])
-def _choose(
-    part_ptr,
-    bias_ptr,
-    ids_ptr,
-    share_ptr,
-    x_ptr,
-    tokens,
-    experts,
-    SPLITS: tl.constexpr,
-    BIAS: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    NORMALISED: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """Choose the experts of one token."""
-    after(EARLY)
-    token = tl.program_id(0).to(tl.int64)
-    expert, choice = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_C)
-    known = expert < experts
-    logits = tl.zeros([BLOCK_E], tl.float32)
-    for split in tl.static_range(SPLITS):
-        line = part_ptr + (split * tokens + token) * experts
-        logits += tl.load(line + expert, mask=known, other=0.0)
-    if BIAS:
-        logits += tl.load(bias_ptr + expert, mask=known, other=0.0).to(tl.float32)
-    # the definition's logits have the dtype of x
-    logits = logits.to(x_ptr.dtype.element_ty).to(tl.float32)
-    logits = tl.where(known, logits, float("-inf"))
-    peak = tl.max(logits, 0)
-    mass = tl.sum(tl.exp(logits - peak), 0)
-    ids = tl.zeros([BLOCK_C], tl.int32)
-    shares = tl.zeros([BLOCK_C], tl.float32)
-    for place in tl.static_range(CHOSEN):
-        best = tl.max(logits, 0)
-        found = tl.min(tl.where(logits == best, expert, experts - 1), 0)
-        ids = tl.where(choice == place, found, ids)
-        shares = tl.where(choice == place, tl.exp(best - peak), shares)
-        logits = tl.where(expert == found, float("-inf"), logits)
-    if NORMALISED:
-        mass = tl.sum(shares, 0)
-    places = token * CHOSEN + choice
-    tl.store(ids_ptr + places, ids.to(tl.int64), mask=choice < CHOSEN)
-    tl.store(share_ptr + places, shares / mass, mask=choice < CHOSEN)
 
 
 class Mixture(NamedTuple):
@@ -209,16 +73,17 @@ class _Factor(NamedTuple):
         lines = _LINES * (2 if pair else 1) * self.values.element_size()
         # beside the stages, the factors of a step as tensor cores read them
         least = 0 if plain else 2 * (_LINES + tokens) * deep
+        size = (lines + tokens * x.element_size()) * deep
         return {
             "HOW": self.how,
             "ROUND": self.rounds,
             "TOKENS": tokens,
             "LINES": _LINES,
             "BLOCK_K": deep,
-            "WIDE": _wide(x),
+            "WIDE": input_precision(x),
             "num_warps": 4,
             **overlap(True, x.device),
-            "num_stages": _stages((lines + tokens * x.element_size()) * deep, x, least, most=most),
+            "num_stages": stages_that_fit(size, x, least, most=most),
         }
 
 
@@ -376,16 +241,6 @@ def _sorted_pairs(ids: Tensor, experts: int, peaks: Tensor) -> tuple[Tensor, Ten
         **overlap(True, ids.device),
     )
     return order, first, end
-
-
-def _wide(x: Tensor) -> str:
-    return "ieee" if x.dtype == torch.float32 else "tf32"
-
-
-def _stages(size: int, x: Tensor, least: int = 0, *, most: int = 4) -> int:
-    """Return `most` pipeline stages of `size` bytes beside `least` bytes, or as many as fit."""
-    spare = SPARE + least
-    return fitting(range(most, 0, -1), lambda stages: size * stages + spare, card(x.device).shared)
 
 
 @triton.jit(do_not_specialize=["pairs"])

@@ -215,3 +215,13 @@ def _trait(parameter: Any, argument: Any) -> object:
     if hasattr(argument, "block_shape"):  # a tensor descriptor
         return argument.base.dtype, tuple(argument.block_shape)
     return type(argument) if parameter.do_not_specialize else argument
+
+
+def input_precision(x: Tensor) -> str:
+    return "ieee" if x.dtype == torch.float32 else "tf32"
+
+
+def stages_that_fit(size: int, x: Tensor, least: int = 0, *, most: int = 4) -> int:
+    """Return `most` pipeline stages of `size` bytes beside `least` bytes, or as many as fit."""
+    spare = SPARE + least
+    return fitting(range(most, 0, -1), lambda stages: size * stages + spare, card(x.device).shared)

@@ -39,7 +39,7 @@ CONTROLLERS = (
 # ropes, GPT-2's learned positions. What a family may break, caches and positions, shows at any
 # lengths, so the others have those that differ most: one row that is refilled, rows that move,
 # all at once after full, partial and no drafts. Of family, drafter and controller each two meet,
-# and each controller has both batches: the batch moves rows whoever drafts. All with all are
+# and each controller has both batches: the batch moves rows with any drafter. All with all are
 # `make test-slow`'s.
 WIDELY = ("llama", "gemma3_text", "gpt2")
 LENGTHS = (lambda: Fixed(1), lambda: Fixed(3), lambda: Fixed(7), Bass, Reactive, *CONTROLLERS)

@@ -88,7 +88,7 @@ def test_damaged_safetensors_header_is_refused(fault: str, models: Path, tmp_pat
 
 
 def instead(path: Path, kind: str) -> None:
-    """Something that is no file in place of a file; nobody writes to the pipe, and the device
+    """Something that is no file in place of a file; nothing writes to the pipe, and the device
     has no end."""
     path.unlink()
     {

@@ -93,7 +93,7 @@ def test_fused_products_match_the_definition(dtype, cut, count):
 )
 def test_fused_attention_matches_the_definition(dtype, splits, wide, window, norms):
     """Attention with rope and cache write in one, for rows on two prompts and none; slots that
-    nobody may see are loud, and what is written was NaN."""
+    no row may read are loud, and what is written was NaN."""
     given = case(wide, dtype)
     q, own, clean, segments = given
     _q, mine, prompt, _segments = poisoned(given)

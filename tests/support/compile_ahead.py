@@ -133,7 +133,7 @@ def hold(folder, draft, coupling, compiled, asked):
     ops.use("triton")
     torch.use_deterministic_algorithms(
         True
-    )  # memory that nobody has filled is NaN, or a place far outside
+    )  # memory that was not written is NaN, or a place far outside
     torch.utils.deterministic.fill_uninitialized_memory = True
 
     def work():

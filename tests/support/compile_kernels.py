@@ -30,6 +30,7 @@ from bass_kernels import (
     ragged_kernel,
     residual,
     round_kernels,
+    router_kernels,
     sampling_kernels,
     training_kernels,
     truncation,
@@ -177,10 +178,10 @@ def compile_experts():
     wide = {"WIDE": "tf32"}
     for splits, normalised in ((8, False), (1, True)):
         tile = {"SPLITS": splits, "TOKENS": 16, "LINES": 16, "BLOCK_K": 64}
-        compile_one(expert_kernels._logits, **tile, LEADS=True, **wide)
+        compile_one(router_kernels._logits, **tile, LEADS=True, **wide)
         chosen = {"BIAS": normalised, "CHOSEN": 8, "NORMALISED": normalised}
         compile_one(
-            expert_kernels._choose, SPLITS=splits, **chosen, BLOCK_E=128, BLOCK_C=8, EARLY=True
+            router_kernels._choose, SPLITS=splits, **chosen, BLOCK_E=128, BLOCK_C=8, EARLY=True
         )
     peaks = {"peak_ptr": "*i32"}
     compile_one(expert_kernels._sort, peaks, BLOCK=512, EARLY=True)

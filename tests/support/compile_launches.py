@@ -30,6 +30,7 @@ from bass_kernels import (
     ragged,
     residual,
     round_kernels,
+    router_kernels,
     sampling_kernels,
 )
 from bass_kernels.delta_rule import DeltaState, DeltaWeights, places
@@ -45,7 +46,7 @@ PROCESSORS = 128
 MODULES = (
     causal,
     delta_prompt_kernels,
-    expert_kernels,
+    launch,
     linear_kernels,
     fused_attention,
     products,
@@ -171,7 +172,7 @@ def mixture(dtype, *, layout=None):
         (2048, 32, 4, 2880, 2880),
     ):
         x, router = empty(tokens, width, dtype=dtype), empty(experts, width, dtype=dtype)
-        ids, shares = expert_kernels.route(x, router, None, chosen=chosen, normalised=True)
+        ids, shares = router_kernels.route(x, router, None, chosen=chosen, normalised=True)
         up, down = matrix(2 * experts * inner, width), matrix(experts * width, inner)
         maps = Maps(up, None, down, empty(experts * width, dtype=dtype))
         expert_kernels.mix_experts(x, ids, shares, maps, x, experts=experts, activation="silu")

@@ -155,7 +155,7 @@ def run_forked(
 
 def _serve(requests: socket.socket) -> str:
     """Fork for one request after the other; returns in the processes that were asked for, what
-    they are to run, and ends this one when nobody can ask any more."""
+    they are to run, and ends this one when no more requests can come."""
     while True:
         text, passed, _, _ = socket.recv_fds(requests, _LARGEST, 4)
         with contextlib.suppress(ChildProcessError):

@@ -1,4 +1,4 @@
-"""Processes that train a tiny model together, without whoever begins and watches them elsewhere.
+"""Processes that train a tiny model together, without the program that begins and watches them.
 No tests."""
 
 from __future__ import annotations
