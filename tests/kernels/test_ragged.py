@@ -364,7 +364,7 @@ def naive(given, *, scale, window=0, cap=0.0, sinks=None):
     q, own, prompt, segments = given
     rows, width, heads, size = q.shape
     group = heads // own[0].shape[0]
-    out = torch.zeros(rows, width, heads, size, dtype=torch.float64)
+    out = torch.zeros(rows, width, heads, size, dtype=torch.float64, device=q.device)
     for row in range(rows):
         base, start, slot = (int(one[row]) for one in (segments.base, segments.start, segments.own))
         for place in range(width):
@@ -417,13 +417,13 @@ def test_sinks_and_caps_of_prompt_passes_equal_their_formula():
     # tiles of prompts: queries inside of the spans, without private keys
     inside = replace(
         segments,
-        positions=torch.tensor([[5, 6], [40, 41], [109, 110]]),
+        positions=torch.tensor([[5, 6], [40, 41], [109, 110]], device=DEVICE),
         groups=(ops.Group(3, 70, slice(0, 2)), ops.Group(80, 111, slice(2, 3))),
         extent=0,
         device_groups=None,
     )
     q, sinks = randn(3, 2, 6, 16, seed=4), randn(6, seed=5)
-    given = (q.cpu(), own, prompt, inside)
+    given = (q, own, prompt, inside)
     wanted = naive(given, scale=0.25, cap=1.5, sinks=sinks)
     options = {"scale": 0.25, "cap": 1.5, "sinks": sinks}
     found = reference.attention(*given, **options)

@@ -502,6 +502,7 @@ def test_locate_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     assert locate("org/model", folder=None) == tmp_path
     assert any(
         "pytorch_model" in pattern for pattern in asked[-1]
