@@ -94,7 +94,7 @@ def models_of(
         layouts = Layouts(layout, layout if head else None)
         weights = load(checkpoint, dtype=dtype_of("auto", device), device=device, layouts=layouts)
         decoder = Decoder(checkpoint.spec, weights, vocab=vocab)
-        runner = Runner(decoder, rows=len(rows), span=len(rows[0]) + 8, lag=1)
+        runner = Runner(decoder, rows=len(rows), span=len(rows[0]) + 8, pending=1)
         for place, row in enumerate(rows):
             runner.open(str(place), row[:2])
             runner.follow(Change((), (), (((place,), str(place)),)))

@@ -31,7 +31,7 @@ SLOW = {
 # whole words or parts of snake_case names, in singular and plural.
 BANNED = (
     "asked", "asks", "backlog", "colds", "crew", "dummies", "foregone", "forgone", "imposed",
-    "ladder", "landed", "lawful", "ledger", "makers", "meant", "outlook", "seat", "settle", "warden",
+    "ladder", "lag", "landed", "lawful", "ledger", "makers", "meant", "outlook", "seat", "settle", "warden",
     "wherever", "whoever",
 )  # fmt: skip
 BANNED_IN_KERNELS = (

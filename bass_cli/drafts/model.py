@@ -35,7 +35,7 @@ class ModelRows(Drafter):
     catches_up = True
 
     def __init__(self, runner: Runner, *, coupling: str, temperature: float | None = None):
-        assert runner.lag == 2
+        assert runner.pending == 2
         self.runner, self._coupling, self._temperature = runner, coupling, temperature
         # By row: positions in the cache, those of rejected drafts included.
         self._fed = numpy.zeros(runner.rows, dtype=numpy.int64)

@@ -423,7 +423,7 @@ def _ragged(decoder: AnyModel, texts: list[list[int]]) -> tuple[Tensor, list[Ten
     there: prompts first, then passes of each of _WIDTHS."""
     count, device = sum(_WIDTHS), decoder.device
     runner = Runner(
-        decoder, rows=len(texts), span=count, lag=1, graphs=Graphs(device, wanted=False)
+        decoder, rows=len(texts), span=count, pending=1, graphs=Graphs(device, wanted=False)
     )
     for row, (text, size) in enumerate(zip(texts, _CHECKED, strict=True)):
         runner.open(str(row), text[:size])

@@ -58,8 +58,8 @@ class Runner:
     begins.
 
     Args:
-        lag: tokens at a prompt's end that the rows are fed, not the prefill: 1 for a target (the
-            pending token), 2 for a draft model, whose first step feeds a row's last two tokens.
+        pending: pending tokens, at a prompt's end, that the rows are fed instead of the prefill: 1
+            for a target, 2 for a draft model, whose first step feeds a row's last two tokens.
         graphs: for captured prefill passes. Default: new ones, unless the model is split.
         blocks: see KVCache.
         ahead: see ReadsHidden; needed if the reader is in another process.
@@ -75,14 +75,14 @@ class Runner:
         *,
         rows: int,
         span: int,
-        lag: int,
+        pending: int,
         graphs: Graphs | None = None,
         blocks: BlockLayout | None = None,
         ahead: int | None = None,
         eight_bits: bool = False,
         width: int = _WIDEST,
     ):
-        self.decoder, self.lag, self.rows, self.device = decoder, lag, rows, decoder.device
+        self.decoder, self.pending, self.rows, self.device = decoder, pending, rows, decoder.device
         states = None
         if decoder.recurrent is not None:
             states = RecurrentStates(
@@ -95,7 +95,7 @@ class Runner:
         self.cache = KVCache(
             decoder.cached,
             rows=rows,
-            span=span + lag,
+            span=span + pending,
             dtype=decoder.dtype,
             device=decoder.device,
             blocks=blocks,
@@ -129,17 +129,17 @@ class Runner:
             in_time: if given, prefill now. It is called before each pass with a number of tokens,
                 and returns whether there is time for them.
             logprobs: if given, find the log-probability of each token, and so many likeliest ones
-                in its place, for `prompt_logprobs`. It needs a lag of 1.
+                in its place, for `prompt_logprobs`. It needs 1 pending token.
 
         Returns:
             False if there was no time; then nothing is stored.
         """
         assert key not in self._prompts
         assert tokens
-        span = self.cache.reserve(max(len(tokens) - self.lag, 0))
+        span = self.cache.reserve(max(len(tokens) - self.pending, 0))
         prompt = self._prompts[key] = Prompt(tokens, span, self._like(tokens, span))
         if logprobs is not None:
-            assert self.lag == 1
+            assert self.pending == 1
             prompt.scores, prompt.like = Scores(logprobs), None  # what is copied has no logits
         self._remember(prompt)
         if in_time is None and prompt.left:
@@ -371,6 +371,6 @@ class Runner:
     def _part(self, prompt: Prompt, most: int) -> Part:
         """Take the next tokens of a prompt, up to `most`, and count them as read."""
         first, prompt.read = prompt.read, min(prompt.read + most, prompt.span.length)
-        # without a lag no token follows the last one
+        # without pending tokens no token follows the last one
         behind = prompt.tokens[prompt.read] if prompt.read < len(prompt.tokens) else 0
         return Part(prompt.tokens[first : prompt.read], prompt.span, first, behind)

@@ -274,9 +274,9 @@ def make_loop(
         eight_bits=job.kv_dtype == "fp8",
         width=width,
     )
-    runner = size(target if head is None else target.read_by(head), lag=1)
+    runner = size(target if head is None else target.read_by(head), pending=1)
     wide = width if mask is None else 2 * width  # missed tokens, and as many masks
-    drafts = size(drafting, lag=2, width=wide) if drafting else None
+    drafts = size(drafting, pending=2, width=wide) if drafting else None
     drafter = make_drafter(
         job.pair.draft,
         runner=drafts if head is None else runner,
@@ -315,7 +315,7 @@ def _runner(
     followers: Followers | None,
     rows: int,
     span: int,
-    lag: int,
+    pending: int,
     blocks: BlockLayout | None,
     eight_bits: bool,
     width: int,
@@ -323,9 +323,15 @@ def _runner(
     """Make a runner of a model; followers run the other parts of a split model."""
     make: Callable[..., Runner] = Runner
     if followers is not None and decoder.ranks is not None:
-        make = functools.partial(LedRunner, followers=followers, number=lag)
+        make = functools.partial(LedRunner, followers=followers, number=pending)
     return make(
-        decoder, rows=rows, span=span, lag=lag, blocks=blocks, eight_bits=eight_bits, width=width
+        decoder,
+        rows=rows,
+        span=span,
+        pending=pending,
+        blocks=blocks,
+        eight_bits=eight_bits,
+        width=width,
     )
 
 

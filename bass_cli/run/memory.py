@@ -39,7 +39,7 @@ from bass_kernels.likeliest import GROUP
 
 # the usable share of the free memory; the rest is for other programs and for fragmentation
 _USABLE = 0.95
-SLACK = 3  # positions of a row for its pending token and a draft's lag of two
+SLACK = 3  # positions of a row: the target's pending token, and a draft's two
 _INTEGER = 8  # bytes of a token id
 # Bytes a logit, without the logit itself. Measured on a CPU: 36 for the noise of the whole
 # vocabulary, 16 for truncation, 38 for maximal coupling with a draft model. GPU kernels write only

@@ -364,20 +364,20 @@ class LedRunner(Runner):
         *,
         rows: int,
         span: int,
-        lag: int,
+        pending: int,
         blocks: BlockLayout | None,
         eight_bits: bool,
         width: int,
     ):
         self._followers, self._number = followers, number
         ahead = 0 if decoder.reader is None else decoder.reader.ahead
-        given = rows, span, lag, blocks, ahead, decoder.layers, eight_bits, width
+        given = rows, span, pending, blocks, ahead, decoder.layers, eight_bits, width
         with self._led("begin", *given):
             super().__init__(
                 decoder,
                 rows=rows,
                 span=span,
-                lag=lag,
+                pending=pending,
                 blocks=blocks,
                 eight_bits=eight_bits,
                 width=width,

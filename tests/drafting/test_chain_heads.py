@@ -259,7 +259,7 @@ def test_gpu_kernels_give_the_same_drafts(models):
     for form in ("reference", "triton"):
         ops.use(form)
         try:
-            runner = Runner(target.read_by(head), rows=3, span=30, lag=1)
+            runner = Runner(target.read_by(head), rows=3, span=30, pending=1)
             runner.open("0", [5, 6, 7, 8, 9])
             runner.open("1", [4])
             runner.follow(Change((), (), (((0, 1), "0"), ((2,), "1"))))
@@ -288,7 +288,7 @@ def test_gpu_kernels_give_the_same_drafts(models):
 def test_new_row_writes_to_no_other_row(models):
     """Its first pair lies in the prompt: the places before its own belong to another row."""
     _, _, target, head = models("qwen3", "authors")
-    runner = Runner(target.read_by(head), rows=3, span=30, lag=1)
+    runner = Runner(target.read_by(head), rows=3, span=30, pending=1)
     runner.open("0", [5, 6, 7, 8, 9])
     runner.follow(Change((), (), (((0, 1, 2), "0"),)))
     store = (*runner.cache.own_keys, *runner.cache.own_values)

@@ -78,7 +78,7 @@ def loop_of(
     target, head, *, rows, lengths, coupling="shared", acceptance=None, graphs=None, cut=None
 ):
     """Return a loop whose drafter reads its target, on their device."""
-    runner = Runner(target.read_by(head), rows=rows, span=SPAN, lag=1)
+    runner = Runner(target.read_by(head), rows=rows, span=SPAN, pending=1)
     drafter = make_drafter("heads:x", runner=runner, head=head, coupling=coupling, temperature=None)
     return Loop(
         batch=Batch(rows=rows, context=128, device=target.device, vocab=target.vocab),
@@ -276,7 +276,7 @@ def test_gpu_kernels_give_the_same_drafts(models, monkeypatch, width):
     for form in ("reference", "triton"):
         ops.use(form)
         try:
-            runner = Runner(target.read_by(head), rows=1, span=30, lag=1)
+            runner = Runner(target.read_by(head), rows=1, span=30, pending=1)
             runner.open("0", [5, 6, 7, 8, 9])
             runner.follow(Change((), (), (((0,), "0"),)))
             with torch.inference_mode(), DEVICE:

@@ -254,7 +254,7 @@ def test_plan_counts_weights_keys_and_hidden_states(models):
         without = footprint(target.spec, None, **words)
         found = footprint(target.spec, head.spec.body, head=head.spec, **words)
         held, plainly = (
-            Runner(one, rows=3, span=20, lag=1).cache.bytes()
+            Runner(one, rows=3, span=20, pending=1).cache.bytes()
             for one in (target.read_by(head), target)
         )
         stored = 3 * 20

@@ -45,8 +45,10 @@ class Timed(Markov):
     """A toy model whose passes take `each` seconds and `token` seconds for each token of a row.
     It reads prompts in chunks. `keys`: the open prompts."""
 
-    def __init__(self, work, *, each=0.02, token=0.004, prefill=0.001, jitter=0.0, chunk=4, lag=1):
-        super().__init__(table(), lag)
+    def __init__(
+        self, work, *, each=0.02, token=0.004, prefill=0.001, jitter=0.0, chunk=4, pending=1
+    ):
+        super().__init__(table(), pending)
         self._work, self._each, self._token, self._prefill, self._jitter = (
             work,
             each,
@@ -260,7 +262,7 @@ def test_prefill_of_the_draft_model_is_given_up_too():
     """The draft takes 0.01 s a token, so 30 tokens are too many, and the next prompt begins.
     Nothing of the first prompt is left: it may come again."""
     work = Work()
-    runner = Timed(work, prefill=0.01, lag=2)
+    runner = Timed(work, prefill=0.01, pending=2)
     draft = make_drafter("model", runner=runner, coupling="shared", temperature=None)
     found = run(work, ["a" * 30, "b", "c" * 30, "d"], budget=0.1, draft=draft)
     assert [c.tokens for c in found if c.id in ("p0", "p2")] == [0] * 6
@@ -293,8 +295,8 @@ def test_deadline_stops_an_asynchronous_prefill(slow, monkeypatch):
     work = Launched()
     monkeypatch.setattr(loop_module, "synchronise", work.wait)
     target, runner = (
-        Launching(work, prefill=0.01 if slow == model else 1e-4, lag=lag)
-        for model, lag in (("target", 1), ("draft", 2))
+        Launching(work, prefill=0.01 if slow == model else 1e-4, pending=pending)
+        for model, pending in (("target", 1), ("draft", 2))
     )
     loop = loop_for(target, runner, rows=3, lengths=Fixed(4))
     loop.clock.now = work

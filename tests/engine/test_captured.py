@@ -81,7 +81,7 @@ def captured(
         batch=Batch(rows=batch, context=128, device=torch.device("cpu"), vocab=target.vocab),
         coupling=coupling,
         drafter=drafter_for(draft, rows=batch, span=span, coupling=coupling),
-        target=Runner(target, rows=batch, span=span, lag=1),
+        target=Runner(target, rows=batch, span=span, pending=1),
         lengths=lengths,
         clock=Clock(ticks),
         graphs=FakeGraphs(ticks),

@@ -185,8 +185,8 @@ def test_no_cutting_without_support_by_drafter_and_target(pair):
     """Drafts made one after the other or on the host; a target that needs equal numbers of
     tokens."""
     target, draft = pair
-    toy = Markov(torch.randn(3, 12, 12, generator=torch.Generator().manual_seed(0)), lag=1)
-    slow = Markov(toy.table, lag=2)
+    toy = Markov(torch.randn(3, 12, 12, generator=torch.Generator().manual_seed(0)), pending=1)
+    slow = Markov(toy.table, pending=2)
     for one, drafter in ((target, draft), (target, "lookup"), (toy, AtOnce(slow, 3))):
         loop = loop_for(one, drafter, rows=3, lengths=Fixed(3), cut=ALWAYS)
         seen = watched(loop)

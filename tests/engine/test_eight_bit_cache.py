@@ -127,7 +127,7 @@ def test_passes_of_one_and_of_eight_tokens_store_the_same_bits():
     tokens = torch.randint(40000, (48,), generator=torch.Generator().manual_seed(5))
     found = []
     for width in (1, 8):
-        runner, logits = Runner(decoder, rows=1, span=40, lag=1), []
+        runner, logits = Runner(decoder, rows=1, span=40, pending=1), []
         runner.open("0", tokens[:24].tolist())
         runner.follow(Change((), (), (((0,), "0"),)))
         for first in range(23, 47, width):
@@ -219,7 +219,7 @@ def test_chunked_prompts_store_what_whole_ones_store(decoders, tile, monkeypatch
         monkeypatch.setattr(runner_module, "PASS", passes)
         monkeypatch.setattr(runner_module, "_COPIED", copied)
         monkeypatch.setattr("bass_cli.models.prefill.TILE", {"cpu": tile})
-        runner = Runner(target, rows=2, span=60, lag=1)
+        runner = Runner(target, rows=2, span=60, pending=1)
         for key, tokens in given.items():
             runner.open(key, tokens)
         while runner.read():

@@ -159,13 +159,16 @@ def test_rounds_fit_into_the_cache_of_a_row(tmp_path):
     limit, longest = 23, 17
     span, ticks = limit + cover(longest) + 1, Ticks()
     drafter = make_drafter(
-        "model", runner=Runner(model, rows=2, span=span, lag=2), coupling="shared", temperature=None
+        "model",
+        runner=Runner(model, rows=2, span=span, pending=2),
+        coupling="shared",
+        temperature=None,
     )
     loop = Loop(
         batch=Batch(rows=2, context=64, device=torch.device("cpu")),
         drafter=drafter,
         coupling="shared",
-        target=Runner(model, rows=2, span=span, lag=1),
+        target=Runner(model, rows=2, span=span, pending=1),
         lengths=Bass(start=17, limit=longest),
         clock=Clock(ticks),
         graphs=FakeGraphs(ticks),

@@ -83,7 +83,7 @@ def loop_for(
 ):
     return Loop(
         batch=Batch(rows=batch, context=128, device=CUDA, vocab=target.vocab),
-        target=Runner(target, rows=batch, span=SPAN, lag=1),
+        target=Runner(target, rows=batch, span=SPAN, pending=1),
         drafter=drafter_for(draft, rows=batch, span=SPAN, coupling=coupling),
         lengths=lengths,
         coupling=coupling,

@@ -49,7 +49,7 @@ def world(tmp_path_factory):
 def loop_for(target, draft, *, batch, lengths, graphs, coupling="shared"):
     return Loop(
         batch=Batch(rows=batch, context=128, device=CUDA, vocab=target.vocab),
-        target=Runner(target, rows=batch, span=SPAN, lag=1),
+        target=Runner(target, rows=batch, span=SPAN, pending=1),
         drafter=drafter_for(draft, rows=batch, span=SPAN, coupling=coupling),
         lengths=lengths,
         coupling=coupling,

@@ -31,7 +31,9 @@ DEVICE = torch.device("cuda")
 
 def loop_of(target, head, *, batch, lengths):
     """Return a loop; without a head one of plain, uncaptured decoding."""
-    runner = Runner(target if head is None else target.read_by(head), rows=batch, span=SPAN, lag=1)
+    runner = Runner(
+        target if head is None else target.read_by(head), rows=batch, span=SPAN, pending=1
+    )
     words = {"runner": runner, "head": head, "coupling": "shared", "temperature": None}
     return Loop(
         batch=Batch(rows=batch, context=128, device=DEVICE, vocab=target.vocab),

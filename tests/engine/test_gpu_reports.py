@@ -46,7 +46,7 @@ def models(tmp_path_factory):
 def loop_of(target, draft, coupling):
     return Loop(
         batch=Batch(rows=6, context=128, device=CUDA, vocab=target.vocab),
-        target=Runner(target, rows=6, span=SPAN, lag=1),
+        target=Runner(target, rows=6, span=SPAN, pending=1),
         drafter=drafter_for(draft, rows=6, coupling=coupling),
         lengths=Fixed(3),
         coupling=coupling,

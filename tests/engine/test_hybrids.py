@@ -263,7 +263,7 @@ def test_drafts_that_read_hidden_states_equal_plain_decoding(models, kind, tmp_p
 def test_plan_counts_the_bytes_of_the_states(models):
     for family in HYBRID:
         spec = models(family)[1].spec
-        runner = Runner(models(family)[1], rows=3, span=20, lag=1, width=widest(5))
+        runner = Runner(models(family)[1], rows=3, span=20, pending=1, width=widest(5))
         held = runner.cache.states.bytes()
         words = {"dtype": torch.float32, "device": torch.device("cpu"), "longest": 5}
         found = footprint(spec, None, **words)
@@ -278,7 +278,7 @@ def test_plan_counts_the_bytes_of_the_states(models):
 
 def test_prompt_is_read_once_for_its_samples_and_again_if_its_state_has_gone(models):
     _, target = models(HYBRID[0])
-    runner, read = Runner(target, rows=2, span=20, lag=1), []
+    runner, read = Runner(target, rows=2, span=20, pending=1), []
     passes = runner._passes.run
     runner._passes.run = lambda parts, capture: (
         read.extend(len(part.tokens) for part in parts),
@@ -302,7 +302,7 @@ def test_prompt_is_read_once_for_its_samples_and_again_if_its_state_has_gone(mod
 
 def test_prompt_that_is_read_again_is_scored_once(models):
     model, target = models(HYBRID[0])
-    runner = Runner(target, rows=2, span=20, lag=1)
+    runner = Runner(target, rows=2, span=20, pending=1)
     for p, text in enumerate(TEXTS):
         runner.open(str(p), text, logprobs=0)
     for p in (*range(PROMPTS + 2), 3):
@@ -331,7 +331,7 @@ def test_state_after_many_rounds_is_that_of_a_fresh_pass(models, count):
     ]
     most = max(map(sum, kept)) + 20
     texts = torch.randint(VOCAB, (batch, most), generator=generator)
-    runner = Runner(target, rows=batch, span=most, lag=1, width=9)
+    runner = Runner(target, rows=batch, span=most, pending=1, width=9)
     lengths = [5, 11]
     for row, length in enumerate(lengths):
         runner.open(str(row), texts[row, :length].tolist())
@@ -347,7 +347,7 @@ def test_state_after_many_rounds_is_that_of_a_fresh_pass(models, count):
         ends = ends + accepted
     last = ends[:, None] - 1
     runner.feed(texts.gather(1, last), last, ends.tolist())
-    fresh = Runner(target, rows=batch, span=20, lag=1)
+    fresh = Runner(target, rows=batch, span=20, pending=1)
     for row, end in enumerate(ends.tolist()):
         fresh.open(str(row), texts[row, :end].tolist())
         fresh.follow(Change((), (), (((row,), str(row)),)))

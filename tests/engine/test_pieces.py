@@ -61,7 +61,9 @@ def loop_of(target, draft, *, lengths, total, batch=5, graphs=True, limit=LIMIT,
         Ticks(),
     )
     words = {"rows": batch, "span": limit + beside - 3, "blocks": blocks}
-    runner = Runner(target.read_by(draft) if isinstance(draft, Head) else target, lag=1, **words)
+    runner = Runner(
+        target.read_by(draft) if isinstance(draft, Head) else target, pending=1, **words
+    )
     if isinstance(draft, Head):
         drafter = make_drafter(
             "heads:x", runner=runner, head=draft, coupling="shared", temperature=None
@@ -72,7 +74,7 @@ def loop_of(target, draft, *, lengths, total, batch=5, graphs=True, limit=LIMIT,
         at_once = isinstance(draft, AtOnce)
         drafter = make_drafter(
             "parallel:model" if at_once else "model",
-            runner=Runner(draft.model if at_once else draft, lag=2, **words),
+            runner=Runner(draft.model if at_once else draft, pending=2, **words),
             mask=draft.mask if at_once else None,
             coupling="shared",
             temperature=None,

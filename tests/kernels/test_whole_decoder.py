@@ -59,7 +59,7 @@ def test_a_whole_decoder(family, padded, layout, tmp_path, monkeypatch):
         ops.use(kind)
         weights = load(checkpoint, dtype=torch.float32, device=DEVICE, layouts=Layouts(layout))
         decoder = Decoder(checkpoint.spec, weights)
-        runner = Runner(decoder, rows=3, span=40, lag=1, graphs=recorded(Again))
+        runner = Runner(decoder, rows=3, span=40, pending=1, graphs=recorded(Again))
         if kind == "reference":
             runner._passes.graphs, runner._passes.tile = None, 1
         for row, length in enumerate(LENGTHS):

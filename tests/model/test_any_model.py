@@ -128,7 +128,7 @@ def test_logits_of_all_places_equal_eager_attention(family: str, tmp_path: Path)
     text = torch.randint(97, (40,), generator=torch.Generator().manual_seed(1)).tolist()
     with torch.inference_mode():
         wanted = model(torch.tensor([text]), use_cache=False).logits[0]
-        runner = Runner(target, rows=1, span=40, lag=1)
+        runner = Runner(target, rows=1, span=40, pending=1)
         runner.open("0", text[:21])
         runner.follow(Change((), (), (((0,), "0"),)))
         positions = torch.arange(20, 40)[None]
@@ -331,7 +331,7 @@ def test_drafters_read_the_outputs_of_layers(tmp_path: Path) -> None:
     decoder = load(open_checkpoint(tmp_path, decoder="transformers")).read_by(reader)
     with torch.inference_mode():
         model(tokens)
-        cache = Runner(decoder, rows=1, span=8, lag=1).cache
+        cache = Runner(decoder, rows=1, span=8, pending=1).cache
         span = cache.reserve(8)
         places = torch.arange(4)
         step = cache.fill(

@@ -55,7 +55,7 @@ def logits_of(
 ) -> list[Tensor]:
     """Feed each row (its prompt, and tokens after it) `width` tokens at a time; the logits of each
     row, [tokens, V]."""
-    runner = Runner(decoder, rows=len(rows), span=40, lag=1)
+    runner = Runner(decoder, rows=len(rows), span=40, pending=1)
     for row, (prompt, _) in enumerate(rows):
         runner.open(str(row), prompt)
         runner.follow(Change((), (), (((row,), str(row)),)))

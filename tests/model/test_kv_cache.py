@@ -259,7 +259,7 @@ def admitted_together_and_one_by_one(groups):
     rows one by one."""
     loops = []
     for together in (True, False):
-        runners = [Runner(_NoLayers(), rows=6, span=30, lag=lag) for lag in (1, 2)]
+        runners = [Runner(_NoLayers(), rows=6, span=30, pending=pending) for pending in (1, 2)]
         drafter = make_drafter("model", runner=runners[1], coupling="shared", temperature=None)
         loop = Loop(
             batch=Batch(rows=6, context=8, device=torch.device("cpu")),

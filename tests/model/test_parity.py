@@ -68,7 +68,7 @@ def ragged(decoder: Decoder, texts: list[list[int]]) -> list[Tensor]:
 
     Before each pass the rows are fed junk at the same places, like drafts that are rejected.
     """
-    runner = Runner(decoder, rows=len(texts), span=sum(WIDTHS), lag=1)
+    runner = Runner(decoder, rows=len(texts), span=sum(WIDTHS), pending=1)
     for row, (text, size) in enumerate(zip(texts, PROMPTS, strict=True)):
         runner.open(str(row), text[:size])
         runner.follow(Change((), (), (((row,), str(row)),)))
@@ -106,7 +106,7 @@ def test_prefill_logits_equal_transformers(family: str, tmp_path: Path) -> None:
     model = write_checkpoint(family, tmp_path, seed=3)
     decoder = decoder_of(tmp_path)
     text = texts_of(decoder.spec.vocab)[1]
-    cache = Runner(decoder, rows=1, span=1, lag=1).cache
+    cache = Runner(decoder, rows=1, span=1, pending=1).cache
     span, found = cache.reserve(len(text)), []
     for part in (Part(text[:13], span, 0), Part(text[13:], span, 13)):
         numbers, groups = laid_out([part], len(part.tokens), 1, 0)
@@ -343,7 +343,7 @@ def test_gguf_logits_equal_those_of_llama_cpp(family: str, tmp_path: Path) -> No
     sign of a decay, the order of heads, norms with 1 added."""
     write_for_llama_cpp(family, tmp_path / "model.gguf")
     decoder = decoder_of(tmp_path / "model.gguf")
-    runner = Runner(decoder, rows=1, span=len(TOKENS), lag=1)
+    runner = Runner(decoder, rows=1, span=len(TOKENS), pending=1)
     runner.open("0", TOKENS[:1])
     runner.follow(Change((), (), (((0,), "0"),)))
     with torch.inference_mode():
@@ -374,7 +374,7 @@ def test_gguf_logits_equal_transformers_reading_the_same_file(family: str, tmp_p
 @torch.inference_mode()
 def greedy(decoder: Decoder, prompts: list[list[int]], count: int) -> list[list[int]]:
     """Draw `count` ids for each row by plain greedy decoding, all rows in one ragged batch."""
-    runner = Runner(decoder, rows=len(prompts), span=count, lag=1)
+    runner = Runner(decoder, rows=len(prompts), span=count, pending=1)
     rows = [list(prompt) for prompt in prompts]
     for row, prompt in enumerate(prompts):
         runner.open(str(row), prompt)

@@ -70,9 +70,9 @@ def text(length, seed=0):
 
 
 def logits_of(runner, row, tokens, rows):
-    """Logits after a prompt's last `lag` tokens, which rows compute themselves; other rows feed
+    """Logits after a prompt's last `pending` tokens, which rows compute themselves; other rows feed
     token 0 after theirs."""
-    width = min(runner.lag, len(tokens))
+    width = min(runner.pending, len(tokens))
     places = [runner.cache.base(other) for other in range(rows)]
     places[row] = len(tokens) - width
     fed = torch.zeros(rows, width, dtype=torch.int64)
@@ -81,10 +81,11 @@ def logits_of(runner, row, tokens, rows):
     return runner.forward(fed, positions, [place + width for place in places])[row]
 
 
-def runners(decoder, lag, rows=2):
+def runners(decoder, pending, rows=2):
     """One decoder that prefills in plain torch, and one that uses graphs."""
     both = [
-        Runner(decoder, rows=rows, span=60, lag=lag, graphs=graphs) for graphs in (None, recorded())
+        Runner(decoder, rows=rows, span=60, pending=pending, graphs=graphs)
+        for graphs in (None, recorded())
     ]
     both[0]._passes.tile = 1
     return both
@@ -110,16 +111,17 @@ def keys(runner):
 
 
 @pytest.mark.parametrize(
-    ("family", "lag"), [("qwen2", 1), ("mistral", 2), ("gemma3_text", 1), ("gptj", 2), ("opt", 1)]
+    ("family", "pending"),
+    [("qwen2", 1), ("mistral", 2), ("gemma3_text", 1), ("gptj", 2), ("opt", 1)],
 )
 @pytest.mark.parametrize("tile", [1, 16])
-def test_waiting_prompts_are_prefilled_together(decoders, family, lag, tile, monkeypatch):
+def test_waiting_prompts_are_prefilled_together(decoders, family, pending, tile, monkeypatch):
     """Many short ones and long ones (some longer than a pass, and than a window), in passes that
     split them at any place: what is stored is what each alone would have stored."""
     monkeypatch.setattr(runner_module, "PASS", 48)
     lengths = (1, 2, 3, 5, 17, 31, 100, 4, 4, 49, 16, 33)
     given = {f"p{i}": text(length, seed=i) for i, length in enumerate(lengths)}
-    alone, together = (Runner(decoders(family), rows=2, span=60, lag=lag) for _ in range(2))
+    alone, together = (Runner(decoders(family), rows=2, span=60, pending=pending) for _ in range(2))
     alone._passes.tile, together._passes.tile = 1, tile
     for key, tokens in given.items():
         alone.open(key, tokens)
@@ -130,10 +132,10 @@ def test_waiting_prompts_are_prefilled_together(decoders, family, lag, tile, mon
     passes = 1
     while together.read():
         passes += 1
-    padded = [-(-max(n - lag, 0) // tile) * tile for n in lengths]
+    padded = [-(-max(n - pending, 0) // tile) * tile for n in lengths]
     assert passes == -(-sum(padded) // 48)
     due, found = keys(alone), keys(together)
-    assert [value.shape[3] for value in found.values()] == [max(n - lag, 0) for n in lengths]
+    assert [value.shape[3] for value in found.values()] == [max(n - pending, 0) for n in lengths]
     for key, value in due.items():
         torch.testing.assert_close(found[key], value, atol=1e-5, rtol=1e-4)
 
@@ -152,7 +154,9 @@ def test_common_prefix_of_prompts_is_computed_once(decoders, monkeypatch):
         "same": header + text(5),
         "inside": header[:40],
     }
-    alone, together = (Runner(decoders("gemma3_text"), rows=2, span=60, lag=1) for _ in range(2))
+    alone, together = (
+        Runner(decoders("gemma3_text"), rows=2, span=60, pending=1) for _ in range(2)
+    )
     monkeypatch.setattr(alone, "_like", lambda *_: None)
     for key, tokens in given.items():
         for runner in (alone, together):
@@ -188,7 +192,7 @@ def test_common_prefix_of_prompts_is_computed_once(decoders, monkeypatch):
 def test_waiting_prompts_take_fewer_passes(decoders):
     """Products run once over all of them: the launches too are those of one prompt, but for
     attention in plain torch."""
-    alone, together = (Runner(decoders("qwen2"), rows=2, span=60, lag=1) for _ in range(2))
+    alone, together = (Runner(decoders("qwen2"), rows=2, span=60, pending=1) for _ in range(2))
     alone.open("p0", text(30))
     one = count_operations(alone.read)
     for i in range(8):
@@ -200,13 +204,13 @@ def test_waiting_prompts_take_fewer_passes(decoders):
 def test_row_begins_after_its_prompt_is_stored(decoders):
     """Prompts that wait are read at the latest when a row of one of them begins, as far as
     needed (tiles of 39 tokens have 48); one that is closed before is not read at all."""
-    runner = Runner(decoders("qwen2"), rows=2, span=60, lag=1)
+    runner = Runner(decoders("qwen2"), rows=2, span=60, pending=1)
     for key, length in (("a", 40), ("gone", 2000), ("b", 40), ("c", 1000)):
         runner.open(key, text(length))
     runner.close("gone")
     runner.follow(Change((), (), (((0,), "b"),)))
     assert [(key, prompt.read) for key, prompt in runner._unread.items()] == [("c", 512 - 96)]
-    eager = Runner(decoders("qwen2"), rows=1, span=60, lag=1)
+    eager = Runner(decoders("qwen2"), rows=1, span=60, pending=1)
     eager.open("b", text(40))
     eager.follow(Change((), (), (((0,), "b"),)))
     torch.testing.assert_close(
@@ -215,13 +219,13 @@ def test_row_begins_after_its_prompt_is_stored(decoders):
 
 
 @pytest.mark.parametrize(
-    ("family", "lag"), [("qwen2", 1), ("mistral", 2), ("gemma3_text", 1), ("gptj", 2)]
+    ("family", "pending"), [("qwen2", 1), ("mistral", 2), ("gemma3_text", 1), ("gptj", 2)]
 )
-def test_rows_read_the_keys_of_an_ordinary_prefill(decoders, family, lag, monkeypatch):
+def test_rows_read_the_keys_of_an_ordinary_prefill(decoders, family, pending, monkeypatch):
     """Twice each length: captured, then replayed at another place and with other tokens, a
     neighbour on either side."""
     monkeypatch.setattr(cache, "ARENA", {"cpu": 128})
-    eager, graphed = runners(decoders(family), lag, rows=3)
+    eager, graphed = runners(decoders(family), pending, rows=3)
     for turn in range(2):
         for length in LENGTHS if turn else (3, 35):
             given = [text(7), text(length, seed=turn + 1), text(20)]
@@ -304,7 +308,7 @@ def test_prompt_one_token_longer_than_the_largest_pass(decoders):
 
 def test_padding_leaves_neighbouring_slots_unchanged(decoders):
     """The keys of padding tokens go to a slot that no prompt uses."""
-    runner = Runner(decoders("qwen2"), rows=2, span=60, lag=1, graphs=recorded())
+    runner = Runner(decoders("qwen2"), rows=2, span=60, pending=1, graphs=recorded())
     store, touched = runner.cache.prompt_keys[2], torch.zeros(1024, dtype=torch.bool)
     for length in (17, 33, 18, 20, 2, 19, 34):  # captured, then replayed, in tiles not full
         store.fill_(7.0)
@@ -437,8 +441,8 @@ def test_whole_jobs_give_the_same_tokens(decoders):
     due = drive(loop_for(target, "none", rows=1, lengths=Fixed(0)), copies())
     for batch in (3, 7):
         both = [
-            Runner(d, rows=batch, span=SPAN, lag=lag, graphs=recorded())
-            for d, lag in ((target, 1), (draft, 2))
+            Runner(d, rows=batch, span=SPAN, pending=pending, graphs=recorded())
+            for d, pending in ((target, 1), (draft, 2))
         ]
         loop = loop_for(both[0], both[1], rows=batch, lengths=Fixed(3))
         assert drive(loop, copies()) == due

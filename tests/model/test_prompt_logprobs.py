@@ -57,7 +57,7 @@ def test_scores_equal_log_softmax_of_transformers(models, monkeypatch, timed, ti
     if DEVICE.type == "cpu":
         monkeypatch.setattr(prefill, "TILE", {"cpu": tile})
     monkeypatch.setattr(prefill, "SCORED_LOGITS", 7 * decoder.vocab)
-    runner = Runner(decoder, rows=2, span=8, lag=1)
+    runner = Runner(decoder, rows=2, span=8, pending=1)
     every = prompts(decoder.vocab)
     runner.open("plain", every[-1])  # the same first tokens as a prompt that is scored
     for number, tokens in enumerate(every):
@@ -71,7 +71,7 @@ def test_scores_equal_log_softmax_of_transformers(models, monkeypatch, timed, ti
 
 
 def test_without_likeliest_tokens_there_are_no_entries(models):
-    runner = Runner(models[1], rows=1, span=8, lag=1)
+    runner = Runner(models[1], rows=1, span=8, pending=1)
     runner.open("a", [5, 6, 7], logprobs=0)
     runner.read_all()
     scores, entries = runner.prompt_logprobs("a")

@@ -51,7 +51,7 @@ class Exchanges:
 def logits_of(decoder: Decoder) -> Tensor:
     """Logits of three rows with unequal prompts in two passes of three tokens. The second pass
     overwrites rejected tokens of the first."""
-    runner = Runner(decoder, rows=3, span=12, lag=1)
+    runner = Runner(decoder, rows=3, span=12, pending=1)
     for row, prompt in enumerate(PROMPTS):
         runner.open(str(row), prompt)
     runner.follow(Change((), (), tuple(((row,), str(row)) for row in range(3))))

@@ -63,7 +63,7 @@ def loaded(path: Path, dtype: torch.dtype = torch.float32) -> Updates:
 @torch.inference_mode()
 def logits_of(decoder: Decoder) -> Tensor:
     """Logits of all places after the first of IDS."""
-    runner = Runner(decoder, rows=1, span=16, lag=1)
+    runner = Runner(decoder, rows=1, span=16, pending=1)
     runner.open("a", IDS[:2])
     runner.follow(Change((), (), (((0,), "a"),)))
     tokens, positions = torch.tensor([IDS[1:]]), torch.arange(1, len(IDS))[None]

@@ -24,8 +24,8 @@ from bass_kernels import launch
 class Timed(Markov):
     """A toy model with passes of `cost(rows, width)` seconds."""
 
-    def __init__(self, table, lag, ticks, cost):
-        super().__init__(table, lag)
+    def __init__(self, table, pending, ticks, cost):
+        super().__init__(table, pending)
         self._ticks, self._cost = ticks, cost
 
     def forward(self, tokens, positions, ends, *, last=None):

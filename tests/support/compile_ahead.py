@@ -86,11 +86,11 @@ def loop_for(folder, draft, coupling):
         opened = open_mtp(checkpoint) if draft == "mtp" else open_head(path, checkpoint.spec)
         head = make_head(opened.head, load(opened, **words), target)
         target = target.read_by(head)
-    whole = Runner(target, rows=5, span=64, lag=1)
+    whole = Runner(target, rows=5, span=64, pending=1)
     runner = None if head is None else whole
     mask = 5 if draft.startswith("parallel:") else None
     if draft == "model" or mask is not None:
-        runner = Runner(target.keep_layers([0]), rows=5, span=64, lag=2)
+        runner = Runner(target.keep_layers([0]), rows=5, span=64, pending=2)
     words = {"runner": runner, "head": head, "mask": mask, "temperature": None}
     drafter = make_drafter(draft, coupling=coupling, **words)
     return Loop(

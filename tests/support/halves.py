@@ -103,7 +103,7 @@ def _split_logits(rank: int, peers: object) -> Tensor:
 @torch.inference_mode()
 def logits_of(decoder: Decoder) -> Tensor:
     """Return logits of rows of unequal lengths, at one token and then at three."""
-    runner = Runner(decoder, rows=3, span=40, lag=1)
+    runner = Runner(decoder, rows=3, span=40, pending=1)
     for row, length in enumerate(LENGTHS):
         runner.open(str(row), [5 + i % 7 for i in range(length)])
         runner.follow(Change((), (), (((row,), str(row)),)))

@@ -56,7 +56,7 @@ def has_the_targets_law(theirs, target, head):
     of transformers' model, by a chi-square test. Some drafts are accepted, and some are not."""
     count, prompt, warm = 3000, [3, 1, 4], 2.0
     device = target.device
-    runner = Runner(target.read_by(head), rows=count, span=14, lag=1)
+    runner = Runner(target.read_by(head), rows=count, span=14, pending=1)
     loop = Loop(
         batch=Batch(rows=count, context=24, device=device),
         target=runner,

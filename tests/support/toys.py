@@ -27,13 +27,13 @@ class Markov:
 
     version, rows, device, packs = 0, 1 << 18, torch.device("cpu"), False
 
-    def __init__(self, table, lag):
-        self.table, self.lag, self.cache = table, lag, self
+    def __init__(self, table, pending):
+        self.table, self.pending, self.cache = table, pending, self
         self.states = None  # no recurrent ones
         self._bases, self._prompts = {}, {}
 
     def open(self, key, tokens, in_time=None):
-        self._prompts[key] = max(len(tokens) - self.lag, 0)
+        self._prompts[key] = max(len(tokens) - self.pending, 0)
         return in_time is None or in_time(len(tokens))
 
     def close(self, key):
@@ -143,7 +143,7 @@ def loop_for(target, draft, *, rows, lengths=None, coupling="shared", acceptance
     """Return a Loop on the CPU. target: a Decoder or a toy; draft: a Decoder, a toy runner,
     either AtOnce, a drafter, or the name of one: "none", "lookup", "lookup:SOURCES"."""
     if isinstance(target, Decoder):
-        target = Runner(target, rows=rows, span=SPAN, lag=1)
+        target = Runner(target, rows=rows, span=SPAN, pending=1)
     draft = drafter_for(draft, rows=rows, coupling=coupling)
     vocab = target.decoder.vocab if isinstance(target, Runner) else target.table.shape[-1]
     return Loop(
@@ -165,7 +165,7 @@ def drafter_for(draft, *, rows, span=SPAN, coupling="shared"):
         at_once = isinstance(draft, AtOnce)
         model = draft.model if at_once else draft
         if isinstance(model, Decoder):
-            model = Runner(model, rows=rows, span=span, lag=2)
+            model = Runner(model, rows=rows, span=span, pending=2)
         words = {"runner": model, "mask": draft.mask if at_once else None}
         draft = "parallel:model" if at_once else "model"
     if isinstance(draft, str):
