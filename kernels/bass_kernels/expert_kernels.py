@@ -26,8 +26,11 @@ from .quantised_kernels import E4M3, PLAIN, ROUNDED, dot, round_e4m3, token_scal
 from .residual import Stream, magnitude
 
 _FEW = 16  # tokens of a tile, the fewest of a tensor core's product
-_MANY = 64  # tokens of a tile if experts have many, as in a prefill
-_MANY_FROM = 32  # pairs for each expert, on average, from which tiles have _MANY tokens
+_MANY = 64  # tokens of a tile if experts have many
+# Pairs for each expert, on average, up to which tiles have _FEW tokens. An expert with more pairs
+# than a tile has its weights read once more, and not from L2: the programs that run at once read
+# more than it holds. With random choices of 6 on average, 1 expert in 5000 has more than 16.
+_FEW_UP_TO = 6
 _PAIRS = 1024  # pairs that a program of `_sort` reads at once
 _SUMMED = 1024  # columns of a program that sums the outputs of experts
 _LINES = 64  # rows of a tile of weights
@@ -146,6 +149,12 @@ def add_experts(
     return out
 
 
+def _tokens_of_tile(pairs: int, experts: int) -> int:
+    """Return the tokens of a product's tile if `pairs` pairs of a token and an expert are chosen
+    among so many experts."""
+    return _FEW if pairs <= _FEW_UP_TO * experts else _MANY
+
+
 def _outputs(x: Tensor, ids: Tensor, maps: Maps, mixture: Mixture) -> Tensor:
     """Return the outputs of the experts of tokens x [T, width], [T * chosen, width]."""
     (tokens, width), chosen = x.shape, ids.shape[1]
@@ -153,7 +162,7 @@ def _outputs(x: Tensor, ids: Tensor, maps: Maps, mixture: Mixture) -> Tensor:
     pairs = tokens * chosen
     peaks = torch.empty(pairs, dtype=torch.int32, device=x.device)
     order = _sorted_pairs(ids, experts, peaks)
-    count = _FEW if pairs <= _MANY_FROM * experts else _MANY
+    count = _tokens_of_tile(pairs, experts)
     mixed, parts = x.new_empty(pairs, inner), x.new_empty(pairs, width)
     assert not isinstance(maps.up, Grouped)  # on a CPU only
     assert not isinstance(maps.down, Grouped)
@@ -161,7 +170,8 @@ def _outputs(x: Tensor, ids: Tensor, maps: Maps, mixture: Mixture) -> Tensor:
     rounded, scales = x.contiguous(), None
     if isinstance(maps.up, Quantised):
         rounded, scales = quantised_products.factor(rounded, maps.up, early=True)
-    _up[(triton.cdiv(inner, _LINES), experts)](
+    tile = up.tile(rounded, count, pair=True)
+    _up[(triton.cdiv(inner, tile["LINES"]), experts)](
         rounded,
         x if scales is None else scales,
         up.values,
@@ -179,9 +189,10 @@ def _outputs(x: Tensor, ids: Tensor, maps: Maps, mixture: Mixture) -> Tensor:
         ALPHA=0.0 if clamp is None else clamp.alpha,
         LIMIT=0.0 if clamp is None else clamp.limit,
         PEAKS=down.rounds,
-        **up.tile(rounded, count, pair=True),
+        **tile,
     )
-    _down[(triton.cdiv(width, _LINES), experts)](
+    tile = down.tile(x, count, pair=False)
+    _down[(triton.cdiv(width, tile["LINES"]), experts)](
         mixed,
         peaks,
         down.values,
@@ -192,7 +203,7 @@ def _outputs(x: Tensor, ids: Tensor, maps: Maps, mixture: Mixture) -> Tensor:
         width,
         inner,
         BIAS=maps.down_bias is not None,
-        **down.tile(x, count, pair=False),
+        **tile,
     )
     return parts
 
