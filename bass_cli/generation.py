@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from bass_cli.cluster.rays import Request, cluster_of, read_request, workers_of
 from bass_cli.cluster.worker import JobSpec
 from bass_cli.config.command_options import PairArgs, job_options
-from bass_cli.config.drawing_commands import GenerateArgs, LogprobsArgs, SampleArgs
 from bass_cli.config.job import Job, chosen_pair, make_job
+from bass_cli.config.sample_commands import GenerateArgs, LogprobsArgs, SampleArgs
 from bass_cli.errors import UserError
 from bass_cli.formats.sources import files_of
 from bass_cli.formats.tokenizer import begin

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING
 
-from bass_cli.config.drawing_commands import LogprobsArgs
+from bass_cli.config.sample_commands import LogprobsArgs
 from bass_cli.errors import UserError
 from bass_cli.formats.tokenizer import begin
 from bass_cli.generation import (

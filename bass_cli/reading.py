@@ -48,7 +48,10 @@ def os_errors_as(kind: type[UserError], fault: str, remedy: str = "") -> Iterato
 
 def open_regular(path: str | Path) -> BinaryIO:
     """Open a regular file for reading. OSError for a folder, a pipe or a device."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except ValueError as error:  # no file can have this name
+        raise OSError(errno.EINVAL, str(error)) from None
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return os.fdopen(descriptor, "rb")
     os.close(descriptor)

@@ -19,7 +19,7 @@ from bass_cli.bench.preparation import Bench, build_loops, build_models
 from bass_cli.bench.runs import Key
 from bass_cli.bench.settings import make_settings
 from bass_cli.bench.texts import texts_for
-from bass_cli.config.speed_commands import BenchArgs
+from bass_cli.config.machine_commands import BenchArgs
 from bass_cli.engine.batch import Row
 from bass_cli.engine.host_state import Report
 from bass_cli.io.console import Screen

@@ -11,13 +11,12 @@ import os
 from collections.abc import Iterator, Set
 from pathlib import Path
 
-from bass_cli.batch.answers import Answers, BatchFacts, RequestDigest, read_answers
 from bass_cli.batch.requests import Request, read_requests
-from bass_cli.batch.responses import Spell
+from bass_cli.batch.responses import Answers, BatchFacts, RequestDigest, Spell, read_answers
 from bass_cli.cluster.rays import read_request
 from bass_cli.cluster.worker import JobSpec
-from bass_cli.config.drawing_commands import BatchArgs
 from bass_cli.config.job import Job, Pair
+from bass_cli.config.sample_commands import BatchArgs
 from bass_cli.config.sampling import Sampling
 from bass_cli.errors import UserError
 from bass_cli.formats.grammars import bytes_of

@@ -14,8 +14,8 @@ import torch
 from bass_cli.bench.shapes import AT_ONCE, HEADS, head_of, spec_of
 from bass_cli.config.command_options import job_options
 from bass_cli.config.job import Job, Pair, chosen_pair, make_job
+from bass_cli.config.machine_commands import BenchArgs
 from bass_cli.config.options import CONTROLLERS
-from bass_cli.config.speed_commands import BenchArgs
 from bass_cli.engine.verify import Rate
 from bass_cli.errors import UserError, nearest
 from bass_cli.models.spec import FILE, HeadSpec, Spec

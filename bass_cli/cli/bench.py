@@ -11,8 +11,8 @@ from bass_cli.bench import report
 from bass_cli.cli.options import flag_of
 from bass_cli.cluster.rays import read_request
 from bass_cli.config.command_options import DISTRIBUTION, MACHINE_AND_MODELS
+from bass_cli.config.machine_commands import BenchArgs
 from bass_cli.config.options import WHOLE_JOB, declared
-from bass_cli.config.speed_commands import BenchArgs
 from bass_cli.errors import UserError
 from bass_cli.generation import escape, files_read, read_job, texts_of_environment
 from bass_cli.io import terminal

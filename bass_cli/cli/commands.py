@@ -19,8 +19,6 @@ from bass_cli import __version__
 from bass_cli.cli.help import EPILOG, Command, Group
 from bass_cli.cli.options import takes
 from bass_cli.cli.running import running
-from bass_cli.config.data_commands import FilterArgs, MergeArgs, PublishArgs, WatchArgs
-from bass_cli.config.drawing_commands import BatchArgs, GenerateArgs, LogprobsArgs, SampleArgs
 from bass_cli.config.evaluation_commands import (
     CompareArgs,
     EvaluateArgs,
@@ -28,8 +26,23 @@ from bass_cli.config.evaluation_commands import (
     ReportArgs,
     ScoreArgs,
 )
-from bass_cli.config.machine_commands import DoctorArgs, PairsArgs
-from bass_cli.config.speed_commands import BenchArgs, DistillArgs, ProfileArgs
+from bass_cli.config.machine_commands import (
+    BenchArgs,
+    DistillArgs,
+    DoctorArgs,
+    PairsArgs,
+    ProfileArgs,
+)
+from bass_cli.config.sample_commands import (
+    BatchArgs,
+    FilterArgs,
+    GenerateArgs,
+    LogprobsArgs,
+    MergeArgs,
+    PublishArgs,
+    SampleArgs,
+    WatchArgs,
+)
 from bass_cli.errors import UserError
 from bass_cli.io import terminal
 from bass_cli.io.console import Screen

@@ -223,7 +223,7 @@ def _sentence(error: Any, context: Any) -> str:
     if kind == "MissingParameter":
         return f"{name}{variable}: it is missing"
     if hasattr(error.__cause__, "errors"):  # newer versions of typer check values with pydantic
-        from bass_cli.config.faults import reason_of
+        from bass_cli.config.validation import reason_of
 
         return f"{name}{variable}: {reason_of(error.__cause__.errors(include_url=False)[0])}"
     return f"{name}{variable}: {_lowered(error.message)}"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from bass_cli.config.command_options import job_options
 from bass_cli.config.job import Job, chosen_pair, make_job
-from bass_cli.config.speed_commands import ProfileArgs
+from bass_cli.config.machine_commands import ProfileArgs
 from bass_cli.errors import MachineError, UserError
 from bass_cli.io.console import Screen
 from bass_cli.system.threads import configure_threads

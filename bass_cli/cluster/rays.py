@@ -25,9 +25,9 @@ from bass_cli.cluster.fleet import Cluster, Fault, Lost, Place, Process, Request
 from bass_cli.cluster.processes import ThisMachine
 from bass_cli.cluster.worker import JobSpec, Worker
 from bass_cli.cluster.worker_pool import WorkerPool
-from bass_cli.config.drawing_commands import BatchArgs, SampleArgs
 from bass_cli.config.job import Job
-from bass_cli.config.speed_commands import DistillArgs
+from bass_cli.config.machine_commands import DistillArgs
+from bass_cli.config.sample_commands import BatchArgs, SampleArgs
 from bass_cli.errors import MachineError, UserError
 from bass_cli.io.console import Screen
 from bass_cli.io.saving import is_stream

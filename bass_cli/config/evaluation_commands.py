@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
 
 from bass_cli.config.command_options import PAIR, PLOT, DocumentArgs, QuietArgs, TargetArgs, of_job
-from bass_cli.config.drawing_commands import SampleArgs
 from bass_cli.config.options import KEPT, MACHINE, OUTPUT, PROMPTS, SCORING, flag, switch
+from bass_cli.config.sample_commands import SampleArgs
 
 
 @dataclass(kw_only=True, eq=False)

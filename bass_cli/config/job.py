@@ -18,9 +18,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ValidationError, field_validator, model_validator
 
-from bass_cli.config.chats import is_template, read_template, read_template_args, read_tools
 from bass_cli.config.draft_spec import check_draft, check_target
-from bass_cli.config.faults import first_fault
+from bass_cli.config.file_options import (
+    is_template,
+    merged,
+    read_template,
+    read_template_args,
+    read_tools,
+)
 from bass_cli.config.options import (
     CONTROLLERS,
     JOB,
@@ -32,11 +37,10 @@ from bass_cli.config.options import (
     SpeculationOptions,
     packaged_pairs,
 )
-from bass_cli.config.sampling import Sampling, Strict
-from bass_cli.config.structure import merged
-from bass_cli.config.yaml_file import parse_model
+from bass_cli.config.sampling import Sampling
+from bass_cli.config.validation import Strict, first_fault, parse_model
 from bass_cli.errors import UserError, nearest
-from bass_cli.reading import MOST_YAML, is_unicode, parse_duration, read_bytes, shown
+from bass_cli.reading import MOST_YAML, is_unicode, os_errors_as, parse_duration, read_bytes, shown
 
 if TYPE_CHECKING:
     from bass_cli.config.command_options import PairArgs
@@ -353,11 +357,8 @@ def load_pair(name_or_file: str | os.PathLike[str]) -> Pair:
                 f'there is no pair "{name_or_file}"; {known} (a pair file ends in .yaml; a model '
                 "is given as `pair.target`)"
             )
-    try:
+    with os_errors_as(UserError, f"{name_or_file}: cannot read the pair file"):
         content = read_bytes(path, MOST_YAML)
-    except (OSError, ValueError) as error:  # ValueError: no file can have this name
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"{name_or_file}: cannot read the pair file: {reason}") from None
     return _parse_pair(content, name_or_file, path.parent.absolute())
 
 

@@ -14,11 +14,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from bass_cli.config.faults import first_fault
+from bass_cli.config.file_options import merged
 from bass_cli.config.job import Job, Pair
 from bass_cli.config.options import LINE
 from bass_cli.config.sampling import Sampling
-from bass_cli.config.structure import merged
+from bass_cli.config.validation import first_fault
 
 _ANY_PAIR = Pair(name="any", target="any")
 

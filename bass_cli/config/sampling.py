@@ -1,7 +1,4 @@
-"""Define Sampling, the part of a job that says how tokens are drawn. See job.py.
-
-`Strict` is the base of all parts of a job.
-"""
+"""Define Sampling, the part of a job that says how tokens are drawn. See job.py."""
 
 from __future__ import annotations
 
@@ -10,28 +7,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
+from pydantic import ValidationInfo, field_validator, model_validator
 
-from bass_cli.config.options import SamplingOptions, kind_of
-from bass_cli.config.structure import FIELDS, Structure, read_structure, structure_of
+from bass_cli.config.file_options import FIELDS, Structure, read_structure, structure_of
+from bass_cli.config.options import SamplingOptions
+from bass_cli.config.validation import Strict
 from bass_cli.reading import is_unicode, shown
 
 _LARGEST_BIAS = 1000  # the largest number added to a logit
-
-
-class Strict(BaseModel, frozen=True):
-    """The base of all parts of a job: frozen, and unknown fields are errors."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _no_switch_as_number(cls, value: Any, info: Any) -> Any:
-        if not isinstance(value, bool):  # first, because it is fast
-            return value
-        if kind_of(cls.model_fields[info.field_name].annotation) in (int, float):
-            raise ValueError("a number is needed, not true or false")
-        return value
 
 
 class Sampling(Strict, SamplingOptions, frozen=True):

@@ -23,8 +23,8 @@ from bass_cli.cluster.fleet import Cluster
 from bass_cli.cluster.rays import cluster_of, read_request, workers_of
 from bass_cli.cluster.worker import JobSpec
 from bass_cli.config.job import Job, Pair
+from bass_cli.config.machine_commands import DistillArgs
 from bass_cli.config.options import ModelOptions
-from bass_cli.config.speed_commands import DistillArgs
 from bass_cli.distill.folder import config_of
 from bass_cli.distill.group import Group, Rank, TrainingSpec
 from bass_cli.distill.network import Source

@@ -16,7 +16,7 @@ from typing import Any
 from bass_cli.config.command_options import job_options
 from bass_cli.config.draft_spec import parse_draft
 from bass_cli.config.job import Job, Pair, chosen_pair, make_job
-from bass_cli.config.speed_commands import DistillArgs
+from bass_cli.config.machine_commands import DistillArgs
 from bass_cli.distill.agreement import ELEMENTS
 from bass_cli.distill.network import Source, first_whole, source_of
 from bass_cli.distill.windows import FEWEST, Layout, thinned

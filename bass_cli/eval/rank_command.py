@@ -22,8 +22,7 @@ from bass_cli.eval.tasks import load_task
 from bass_cli.eval.tasks.task import Task
 from bass_cli.generation import read_job
 from bass_cli.io.console import Screen
-from bass_cli.io.linefile import OUTPUTS, live_path
-from bass_cli.io.lines import write_lines
+from bass_cli.io.linefile import OUTPUTS, live_path, write_lines
 from bass_cli.io.prompts import open_prompts, read_prompts
 from bass_cli.io.resume import (
     check_output_place,

@@ -18,7 +18,7 @@ from bass_cli.errors import UserError, near_word
 from bass_cli.eval.ranking import group_of
 from bass_cli.eval.samples import Generation, bare_id, read_row
 from bass_cli.eval.tasks.task import Task
-from bass_cli.io.lines import read_records
+from bass_cli.io.linefile import read_records
 from bass_cli.io.results import line_of
 from bass_cli.io.resume import Past, is_of_prompt, samples_of
 from bass_cli.rank.ranking import (

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from bass_cli.errors import UserError, near_word
 from bass_cli.eval.tasks import task_names
-from bass_cli.io.lines import read_records
+from bass_cli.io.linefile import read_records
 from bass_cli.io.resume import read_manifest, samples_of
 from bass_cli.rank.ranking import UNFINISHED
 from bass_cli.reading import finite, whole

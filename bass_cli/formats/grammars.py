@@ -1,6 +1,6 @@
 """Follow a grammar token by token: which tokens of a vocabulary may come next in a sample's text.
 
-llguidance does the work, for JSON schemas, regexes and grammars alike (config/structure.py). It
+llguidance does the work, for JSON schemas, regexes and grammars alike (config/file_options.py). It
 needs the bytes of every token, which are derived here from the tokenizer. Not here: the masks of
 a batch's rows (engine/masks.py).
 """
@@ -15,8 +15,8 @@ from typing import Any, cast
 import numpy
 from numpy.typing import NDArray
 
+from bass_cli.config.file_options import Structure, brief_fault
 from bass_cli.config.line import SettingError
-from bass_cli.config.structure import Structure, brief_fault
 from bass_cli.errors import UserError
 from bass_cli.formats.thinking import NEWLINES, Thinking
 from bass_cli.formats.tokenizer import Tokenizer

@@ -17,7 +17,7 @@ from bass_cli.config.draft_spec import parse_draft
 from bass_cli.config.job import Pair
 from bass_cli.errors import UserError
 from bass_cli.io.readers import refusal
-from bass_cli.reading import parse_object, read_bytes
+from bass_cli.reading import os_errors_as, parse_object, read_bytes
 
 _WANTED = ["*.safetensors", "*.json", "tokenizer*", "*.txt", "*.model", "*.jinja"]
 _UNWANTED = ["*/*", "consolidated*"]
@@ -170,8 +170,7 @@ def read_json(path: Path, *, most: int = _CONFIG_BYTES) -> dict[str, Any]:
         UserError: the file cannot be read or holds something else.
     """
     try:
-        return parse_object(read_bytes(path, most))
-    except OSError as error:
-        raise UserError(f"{path}: cannot read the file: {error.strerror}") from None
+        with os_errors_as(UserError, f"{path}: cannot read the file"):
+            return parse_object(read_bytes(path, most))
     except ValueError as error:
         raise UserError(f"{path}: {error}") from None

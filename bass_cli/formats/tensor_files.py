@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from bass_cli.errors import UserError
-from bass_cli.reading import LARGEST, open_regular, parse_object, text, whole
+from bass_cli.reading import LARGEST, open_regular, os_errors_as, parse_object, text, whole
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -440,10 +440,8 @@ def opened(path: Path) -> BinaryIO:
     Raises:
         UserError: it cannot be opened.
     """
-    try:
+    with os_errors_as(UserError, f"{path}: cannot read the file"):
         return open_regular(path)
-    except OSError as error:
-        raise UserError(f"{path}: cannot read the file: {error.strerror}") from None
 
 
 def check_places(

@@ -29,7 +29,7 @@ from bass_cli.formats.hub_tokenizer import (
 from bass_cli.formats.limits import Limited, RefusalError, check_growth, refusals
 from bass_cli.formats.tensor_files import read_gguf
 from bass_cli.io.cache import cache_folder, read_cached, write_cached
-from bass_cli.reading import parse_json, read_bytes
+from bass_cli.reading import os_errors_as, parse_json, read_bytes
 
 _CONVERSION = 6  # increase it when the readers return other parts for the same files
 _PADDING = re.compile(r"\[PAD\d+\]")  # GGUF writers' text for embedding rows without a token
@@ -161,10 +161,8 @@ def _digest_of(folder: Path) -> str:
     """
     digest = hashlib.sha256()
     for path in sorted({path for one in FILES for path in folder.glob(one) if not path.is_dir()}):
-        try:
+        with os_errors_as(UserError, f"{path}: cannot read the file"):
             content = read_bytes(path, LARGEST_FILE)
-        except OSError as error:
-            raise UserError(f"{path}: cannot read the file: {error.strerror}") from None
         digest.update(f"{path.relative_to(folder)} {len(content)}\n".encode() + content)
     return digest.hexdigest()
 

@@ -15,19 +15,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from bass_cli.config.chats import checked_tools, read_template_args
+from bass_cli.config.file_options import checked_tools, read_template_args
 from bass_cli.config.job import Job
 from bass_cli.config.line import SettingError, checked_settings, own_job
 from bass_cli.config.options import LINE
 from bass_cli.errors import UserError, nearest
-from bass_cli.io.fields import HONOURED, OWN, refusal_of, reserved_name
-from bass_cli.io.messages import (
+from bass_cli.io.fields import (
+    HONOURED,
+    OWN,
     SYSTEM_ROLES,
     check_text,
     checked_messages,
     from_sharegpt,
     kind_of,
+    refusal_of,
     refuse,
+    reserved_name,
 )
 from bass_cli.io.readers import Source, open_source
 from bass_cli.reading import is_unicode, parse_json, shown

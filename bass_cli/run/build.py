@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import torch
 
+from bass_cli.config.file_options import Structure
 from bass_cli.config.job import Job
-from bass_cli.config.structure import Structure
 from bass_cli.drafts.factory import SHARPER, make_drafter
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.clock import Clock

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from bass_cli.config.faults import reason_of
 from bass_cli.config.job import Job
 from bass_cli.config.sampling import Sampling
+from bass_cli.config.validation import reason_of
 from bass_cli.errors import UserError
 from bass_cli.formats.checkpoint import Checkpoint
 from bass_cli.formats.grouped_weights import file_layouts

@@ -19,11 +19,11 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
 
-from bass_cli.config.faults import first_fault
+from bass_cli.config.file_options import merged
 from bass_cli.config.job import Job
 from bass_cli.config.line import SettingError, checked_settings
 from bass_cli.config.sampling import Sampling
-from bass_cli.config.structure import merged
+from bass_cli.config.validation import first_fault
 from bass_cli.engine.contracts import RoundResult
 from bass_cli.engine.loop import Loop
 from bass_cli.errors import UserError

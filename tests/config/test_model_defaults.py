@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 
 from bass_cli import generate
 from bass_cli.cli.commands import app
-from bass_cli.config.drawing_commands import GenerateArgs
 from bass_cli.config.evaluation_commands import EvaluateArgs
 from bass_cli.config.job import Job, load_pair
+from bass_cli.config.machine_commands import ProfileArgs
+from bass_cli.config.sample_commands import GenerateArgs
 from bass_cli.config.sampling import Sampling
-from bass_cli.config.speed_commands import ProfileArgs
 from bass_cli.errors import UserError
 from bass_cli.formats.checkpoint import Checkpoint, open_checkpoint
 from bass_cli.generation import read_job

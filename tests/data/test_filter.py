@@ -13,8 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from bass_cli.cli.commands import app
-from bass_cli.io.linefile import result_lines
-from bass_cli.io.lines import write_lines
+from bass_cli.io.linefile import result_lines, write_lines
 from bass_cli.io.resume import check_manifest
 
 ROWS: list[dict[str, Any]] = [
@@ -348,7 +347,7 @@ def test_patterns_of_a_schema_match_as_jsonschema_does_and_have_a_time_limit(
         if jsonschema.Draft202012Validator(pattern).is_valid(one)
     ]
     assert kept("--schema", "p.json", file="v.jsonl") == due != []
-    monkeypatch.setattr("bass_cli.data.schemas.PATIENCE", 0.1)
+    monkeypatch.setattr("bass_cli.data.filtering.PATIENCE", 0.1)
     Path("p.json").write_text('{"pattern": "(a|aa)+$"}')
     write("v.jsonl", [{"text": json.dumps("a" * 80 + "b")}])
     found = bass("v.jsonl", "--schema", "p.json", code=2).stderr
@@ -375,7 +374,7 @@ def test_keys_of_a_schema_match_as_jsonschema_does_and_have_a_time_limit(
         due = [at for at, one in enumerate(values) if validator.is_valid(one)]
         lines = bass("v.jsonl", "--schema", "p.json").stdout.splitlines()
         assert [json.loads(line)["value"] for line in lines] == due != []
-    monkeypatch.setattr("bass_cli.data.schemas.PATIENCE", 0.1)
+    monkeypatch.setattr("bass_cli.data.filtering.PATIENCE", 0.1)
     write("v.jsonl", [{"text": json.dumps({"a" * 80 + "b": 1})}])
     for keyword in ("true", "false"):
         content = (

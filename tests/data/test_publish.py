@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 import bass_cli.run
 from bass_cli.cli.commands import app
 from bass_cli.data import publishing
-from bass_cli.data.card import MARK
+from bass_cli.data.publishing import MARK
 
 RUN = (
     "generate",

@@ -20,7 +20,7 @@ from test_rays import actors, cluster, until  # noqa: F401 (a fixture)
 from test_worker_pool import Fleet
 
 from bass_cli.cluster.worker_pool import WorkerPool
-from bass_cli.config.speed_commands import DistillArgs
+from bass_cli.config.machine_commands import DistillArgs
 from bass_cli.distill import command
 from bass_cli.distill.group import Rank
 from bass_cli.distill.sampling import Supply, draw, lines_of

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from bass_cli.cli.commands import app
 from bass_cli.config.job import load_pair
-from bass_cli.config.speed_commands import DistillArgs
+from bass_cli.config.machine_commands import DistillArgs
 from bass_cli.distill.command import _write_pair
 from bass_cli.distill.sampling import lines_of
 from bass_cli.distill.settings import requested_tokens, sampling_job, training_of

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from bass_cli.bench.settings import make_settings
 from bass_cli.cli.commands import app
 from bass_cli.config.job import Job, Pair, load_pair
-from bass_cli.config.speed_commands import BenchArgs
+from bass_cli.config.machine_commands import BenchArgs
 from bass_cli.models.runner import Runner
 from bass_cli.run.plan import make_plan
 

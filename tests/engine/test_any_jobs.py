@@ -239,7 +239,7 @@ def test_settings_without_support_are_refused_before_weights_are_read(
 
 
 def test_distilling_needs_a_native_target(place: Path) -> None:
-    from bass_cli.config.speed_commands import DistillArgs
+    from bass_cli.config.machine_commands import DistillArgs
 
     given = job(place)
     with pytest.raises(UserError, match=r"`model`: .* own layers, and bass distill trains native"):

@@ -8,7 +8,7 @@ import torch
 from checkpoints import write_checkpoint, write_tokenizer
 from toys import SPAN, AtOnce, drafter_for, drive
 
-from bass_cli.config.structure import Structure
+from bass_cli.config.file_options import Structure
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.loop import Loop

@@ -12,8 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from bass_cli.cli.commands import app
-from bass_cli.io.linefile import result_lines
-from bass_cli.io.lines import write_lines
+from bass_cli.io.linefile import result_lines, write_lines
 from bass_cli.io.resume import check_manifest, read_manifest
 
 MANIFEST = {
@@ -250,7 +249,7 @@ def test_failed_write_leaves_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: str, write: Callable[..., Any]) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("bass_cli.io.lines.replace_file", full)
+    monkeypatch.setattr("bass_cli.io.linefile.replace_file", full)
     result = CliRunner().invoke(app, ["rank", "f.jsonl"])
     assert result.exit_code == 3
     assert Path("f.jsonl").read_bytes() == before

@@ -11,7 +11,7 @@ import pytest
 from checkpoints import tokenizer_metadata, write_gguf, write_sentencepiece, write_tokenizer
 from words import EOS, WORDS, Words, allowed, grammars
 
-from bass_cli.config.structure import Structure
+from bass_cli.config.file_options import Structure
 from bass_cli.errors import UserError
 from bass_cli.formats.grammars import Grammars, Matcher, fill, token_bytes
 from bass_cli.formats.thinking import Tags, Thinking

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from bass_cli.bench import grid
 from bass_cli.bench.settings import make_settings
 from bass_cli.cli.commands import app
-from bass_cli.config.speed_commands import BenchArgs
+from bass_cli.config.machine_commands import BenchArgs
 from bass_cli.io.console import Screen
 
 SET = {"shape": "tiny", "draft_shape": "tiny", "acceptance": ["0.7"]}

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any, ClassVar
 
-from bass_cli.config.structure import Structure
+from bass_cli.config.file_options import Structure
 from bass_cli.formats.grammars import Grammars, Matcher
 
 # "é" is two bytes, which are tokens too; "ab" and "é" can be tokenised in several ways.

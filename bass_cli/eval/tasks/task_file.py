@@ -17,8 +17,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, field_validator, model_validator
 
-from bass_cli.config.sampling import Strict
-from bass_cli.config.yaml_file import Located, parse_model
+from bass_cli.config.validation import Located, Strict, parse_model
 from bass_cli.errors import UserError, nearest
 from bass_cli.reading import MOST_YAML, is_unicode, read_bytes, shown
 

@@ -1,21 +1,81 @@
-"""Read a YAML file into a pydantic model. A fault names file, line and key.
+"""Validate the parts of a job, and name file, line and key of a fault. `Strict` is their base.
 
-Pair files and task files are read with this. It checks the keys of all parts that have a model of
-their own, also in lists.
+pydantic does the work; its errors are described in the words of this project. Pair files and task
+files are read here: the keys of all parts that have a model of their own are checked, also in
+lists.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Container, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar, get_args
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
-from bass_cli.config.faults import located_fault
-from bass_cli.config.sampling import Strict
+from bass_cli.config.options import kind_of
 from bass_cli.errors import UserError, nearest
 from bass_cli.reading import BrokenYamlError, parse_yaml, shown
+
+
+class Strict(BaseModel, frozen=True):
+    """The base of all parts of a job: frozen, and unknown fields are errors."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_switch_as_number(cls, value: Any, info: Any) -> Any:
+        if not isinstance(value, bool):  # first, because it is fast
+            return value
+        if kind_of(cls.model_fields[info.field_name].annotation) in (int, float):
+            raise ValueError("a number is needed, not true or false")
+        return value
+
+
+# Messages for pydantic's errors about values of another type
+_NEEDED = {
+    **dict.fromkeys(("int_parsing", "int_type", "int_from_float"), "a whole number is needed"),
+    **dict.fromkeys(("float_parsing", "float_type"), "a number is needed"),
+    "finite_number": "a finite number is needed",
+    "string_type": "a text is needed",
+    "tuple_type": "a text or a list of texts is needed",
+    **dict.fromkeys(("bool_parsing", "bool_type"), "true or false is needed"),
+    **dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), "a mapping is needed"),
+    "string_too_short": "it is empty",
+}
+
+
+def reason_of(fault: Mapping[str, Any]) -> str:
+    """Describe one error of pydantic, with the value."""
+    kind, value = fault["type"], fault["input"]
+    if kind == "missing":
+        return "it is missing"
+    message = fault["msg"].removeprefix("Value error, ").replace("Input should", "it should")
+    reason = _NEEDED.get(kind) or message[:1].lower() + message[1:]
+    known = kind == "string_too_short" or (kind == "value_error" and isinstance(value, dict))
+    return reason if known or shown(value) in reason else f"{reason} (got {shown(value)})"
+
+
+def first_fault(error: ValidationError) -> tuple[tuple[str, ...], str]:
+    """Return the key path of the first fault, without pydantic's union steps, and a reason."""
+    path, reason = located_fault(error, ())
+    return tuple(map(str, path)), reason
+
+
+def located_fault(
+    error: ValidationError, items: Container[tuple[str | int, ...]]
+) -> tuple[tuple[str | int, ...], str]:
+    """Return the same, with the numbers of list items whose paths are in `items`."""
+    fault = error.errors(include_url=False)[0]
+    own_steps = re.compile(r"literal\[|int$|function-")
+    path: tuple[str | int, ...] = ()
+    for step in fault["loc"]:
+        if (*path, step) in items if isinstance(step, int) else not own_steps.match(step):
+            path = (*path, step)
+    return path, reason_of(fault)
+
 
 M = TypeVar("M", bound=Strict)
 KeyPath = tuple[str | int, ...]

@@ -1,8 +1,8 @@
-"""Read and check what a sample's text must match: a JSON schema, a regex or a grammar.
+"""Read options whose values may be files: chat templates, tools, schemas, regexes and grammars.
 
-llguidance compiles all of them, as grammars in its Lark dialect. Nothing here needs a tokenizer,
-so mistakes are found before a model is loaded. formats/grammars.py follows a grammar token by
-token.
+llguidance compiles schemas, regexes and grammars alike, in its Lark dialect. Nothing here needs a
+tokenizer, so mistakes are found before a model is loaded. formats/chat_template.py renders
+templates; formats/grammars.py follows a grammar token by token.
 """
 
 from __future__ import annotations
@@ -15,17 +15,81 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bass_cli.errors import MachineError
-from bass_cli.reading import parse_object, read_bytes, shown
+from bass_cli.errors import MachineError, UserError
+from bass_cli.reading import parse_json, parse_object, read_bytes, shown
 
+_MOST_OF_CHATS = 1 << 24  # bytes of a file with a template or tools
+_MOST = 1 << 20  # bytes of a schema or a grammar
 # The fields of sampling, of which a sample has at most one
 FIELDS = ("json_schema", "json_object", "regex", "grammar")
-_MOST = 1 << 20  # bytes of a schema or a grammar
 # Without it llguidance allows only one of the ways to tokenise a text that the grammar fixes.
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 _LONGEST = 300  # characters of a message
 _PLACE = re.compile(r"at (\d+)\((\d+)\): ")
 _COMPILED = re.compile(r'failed to compile JSON schema: |invalid regex ".*" \(in regex\): ')
+
+
+def read_template(value: Any) -> Any:
+    """Return the template in a file of this name. A text with {{ or {% is a template itself.
+
+    Raises:
+        UserError: the file cannot be read, or it is no template.
+    """
+    if not isinstance(value, (str, os.PathLike)) or is_template(value):
+        return value
+    try:
+        text = _text_of(value, _MOST_OF_CHATS)
+    except ValueError as error:
+        raise UserError(f"`template`: {error}") from None
+    if not is_template(text):
+        raise UserError(f"{value}: it is not a chat template, because it has neither {{{{ nor {{%")
+    return text
+
+
+def is_template(value: Any) -> bool:
+    """Whether a value is a template, not the name of a file."""
+    return isinstance(value, str) and ("{{" in value or "{%" in value)
+
+
+def read_template_args(value: Any) -> Any:
+    """Return the object in a JSON text; ValueError if it is none. Other objects stay."""
+    value = parse_json(value) if isinstance(value, str) else value
+    if not isinstance(value, Mapping):
+        raise ValueError(
+            f'an object such as {{"enable_thinking": false}} is needed, not {shown(value)}'
+        )
+    return value
+
+
+def read_tools(value: Any) -> Any:
+    """Return the tools in a file of this name, or the list itself.
+
+    Raises:
+        UserError: the file cannot be read, or has no list of tools.
+        ValueError: the value is no list of tools.
+    """
+    if not isinstance(value, (str, os.PathLike)):
+        return checked_tools(value)
+    try:
+        text = _text_of(value, _MOST_OF_CHATS)
+    except ValueError as error:
+        raise UserError(f"`tools`: {error}") from None
+    try:
+        return checked_tools(parse_json(text))
+    except ValueError as error:
+        raise UserError(f"{value}: {error}") from None
+
+
+def checked_tools(tools: Any) -> Any:
+    """Return the list of the schemas of tools; ValueError if it is none."""
+    if not isinstance(tools, (list, tuple)) or not tools:
+        raise ValueError("a list with at least one schema of a tool is needed")
+    for number, tool in enumerate(tools):
+        inner = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str):
+            wanted = '{"type": "function", "function": {"name": "...", "parameters": {...}}}'
+            raise ValueError(f"tool {number} is not an object like {wanted}")
+    return tools
 
 
 class Structure(NamedTuple):
@@ -134,7 +198,8 @@ def read_structure(
     text = str(value)
     is_text = text.lstrip().startswith("{") if field == "json_schema" else ":" in text
     if isinstance(value, os.PathLike) or (files and field != "regex" and not is_text):
-        value, place = _read(value, folder)
+        path = Path(folder or "") / os.path.expanduser(value)
+        value, place = _text_of(path, _MOST), f"{path}: "
     try:
         if field == "json_schema":
             value = json.dumps(parse_object(value), ensure_ascii=False)
@@ -146,16 +211,15 @@ def read_structure(
     return value
 
 
-def _read(path: str | os.PathLike[str], folder: Path | None) -> tuple[str, str]:
-    """Return the text of a file, and its place for messages."""
-    whole = Path(folder or "") / Path(path).expanduser()
+def _text_of(path: str | os.PathLike[str], most: int) -> str:
+    """Return the text of a file of at most `most` bytes; ValueError if it cannot be read."""
+    path = Path(os.path.expanduser(path))
     try:
-        return read_bytes(whole, _MOST).decode(), f"{whole}: "
+        return read_bytes(path, most).decode()
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ValueError(f"{whole}: the file is not valid UTF-8") from None
-    except (OSError, ValueError) as error:  # ValueError: no file can have this name
-        reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"cannot read the file {shown(os.fspath(path))}: {reason}") from None
+        raise ValueError(f"{path} is not valid UTF-8") from None
 
 
 def _library() -> Any:
