@@ -26,6 +26,11 @@ from typing import Any
 
 # Functions that are timed, by module, and their names in the time line.
 STEPS = {
+    "bass_cli.system.threads": {"choose": "idle cores", "_load_libraries": "torch's libraries"},
+    "bass_cli.system.host": {
+        "_retain_context": "CUDA's context",
+        "_read_ahead": "files read ahead",
+    },
     "bass_cli.run.plan": {"make_plan": "plan"},
     "bass_cli.formats.checkpoint": {"open_checkpoint": "headers"},
     "bass_cli.formats.tokenizer": {
@@ -33,13 +38,25 @@ STEPS = {
         "Tokenizer.encode": "text encoded",
     },
     "bass_cli.run.manifest": {"describe": "manifest, fingerprints"},
-    "bass_cli.run.build": {"load_models": "weights", "build": "loop", "warm_up": "warming up"},
+    "bass_cli.run.build": {
+        "load_models": "weights",
+        "build": "loop",
+        "warm_up": "warming up",
+        "compile_kernels": "kernels compiled together",
+    },
     "bass_cli.formats.weights": {"load": "weights of a model"},
     "bass_cli.engine.loop": {"Loop.open": "prompt read by the models", "Loop.round": "round"},
     "bass_cli.engine.graphs": {"Graphs.capture": "graph captured"},
     "torch.cuda": {"_lazy_init": "CUDA's context"},
     "triton.compiler.compiler": {"compile": "kernel compiled or loaded"},
 }
+WHOLE = (
+    "numpy",
+    "torch",
+    "triton",
+    "bass_cli.run.plan",
+    "bass_cli.run.engine",
+)  # imports shown as steps
 _SHOWN = 3  # how many of each kind
 
 
@@ -71,7 +88,10 @@ class Watch:
             return spec
 
         def exec_module(module):
-            _, (_, seconds, _, within) = self.timed(lambda: load(module))
+            _, times = self.timed(lambda: load(module))
+            _, seconds, _, within = times
+            if name in WHOLE:
+                self.note(times, f"import {name}")
             self.own.imports = getattr(self.own, "imports", 0.0) + seconds - within
             self.imports[name.partition(".")[0]] += seconds - within
             for path, label in STEPS.get(name, {}).items():
@@ -81,6 +101,10 @@ class Watch:
         loader.exec_module = exec_module
         return spec
 
+    def note(self, times, label, depth=1):
+        other = threading.current_thread() is not threading.main_thread()
+        self.steps.append((*times, "  " * depth + label + " +" * other))
+
     def wrap(self, holder, name, label):
         plain = vars(holder).get(name)
         function = getattr(plain, "__func__", plain)
@@ -88,9 +112,8 @@ class Watch:
         def call(*args, **named):
             depth = self.own.depth = getattr(self.own, "depth", 0) + 1
             found, times = self.timed(lambda: function(*args, **named))
+            self.note(times, label, depth)
             self.own.depth -= 1
-            other = threading.current_thread() is not threading.main_thread()
-            self.steps.append((*times, "  " * depth + label + " +" * other))
             return found
 
         if plain is not None:  # otherwise this version has no such step

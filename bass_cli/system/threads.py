@@ -241,7 +241,8 @@ def begin(wanted: int | None) -> None:
 def _load_libraries() -> None:
     """Load torch's libraries in the order in which `import torch` loads them.
 
-    If that fails, `import torch` does it.
+    If that fails, `import torch` does it. Other threads run meanwhile: they would wait for
+    `ctypes.CDLL(file)`, but not for the system's `dlopen` called as a foreign function.
     """
     import ctypes
     import importlib.util
@@ -249,9 +250,11 @@ def _load_libraries() -> None:
     spec = importlib.util.find_spec("torch")
     if spec is not None and spec.origin is not None:
         folder = Path(spec.origin).parent / "lib"
-        with contextlib.suppress(OSError):
-            ctypes.CDLL(str(folder / "libtorch_global_deps.so"), mode=ctypes.RTLD_GLOBAL)
-            ctypes.CDLL(str(folder / "libtorch.so"))
+        with contextlib.suppress(OSError, AttributeError):  # a system without `dlopen`
+            load = ctypes.CDLL(None).dlopen
+            load.argtypes, load.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
+            load(os.fsencode(folder / "libtorch_global_deps.so"), os.RTLD_NOW | os.RTLD_GLOBAL)
+            load(os.fsencode(folder / "libtorch.so"), os.RTLD_NOW)
 
 
 def configure_threads(wanted: int | None, note: Note) -> Threads:
