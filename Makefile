@@ -4,6 +4,7 @@
 # make test       what README.md and CI run: 10 minutes on 2 cores
 # make test-slow  tests marked slow: the full Triton interpreter, Ray under kills, compiling for other GPUs
 # make test-gpu   kernels, captured rounds and training on a CUDA device
+# make test-sanitize   kernels under NVIDIA's compute-sanitizer: memory, shared memory, barriers
 # make lint       ruff and mypy
 # make bench      measure speed on this CPU against transformers
 # make clean      remove .venv and build output
@@ -12,7 +13,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.set-up
 
-.PHONY: setup demo test test-fast test-slow test-gpu lint bench clean
+.PHONY: setup demo test test-fast test-slow test-gpu test-sanitize lint bench clean
 
 setup: $(STAMP)
 
@@ -49,6 +50,9 @@ test-gpu: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -n auto --maxprocesses 8 --deselect $(ALONE) $(GPU)
 	$(BIN)/python -m pytest -rs $(ALONE) tests/engine/test_gpu_ranks.py
 	$(BIN)/python benchmarks/plain.py
+
+test-sanitize: setup
+	$(BIN)/python tests/kernels/sanitize.py memcheck racecheck initcheck synccheck
 
 lint: setup
 	$(BIN)/python -m ruff check .
