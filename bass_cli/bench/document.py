@@ -37,7 +37,7 @@ from bass_cli.bench.preparation import Bench
 from bass_cli.bench.runs import Key, Parts
 from bass_cli.bench.settings import PLAIN, SCALED, Settings
 from bass_cli.bench.shapes import count_parameters
-from bass_cli.config.options import CONTROLLERS
+from bass_cli.config.speculation import CONTROLLERS
 from bass_cli.engine.verify import Rate
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.spec import head_parameters

@@ -22,8 +22,7 @@ from bass_cli.bench.runs import Key, Parts, Schedule, decode, empty, fill
 from bass_cli.bench.settings import PLAIN, Settings
 from bass_cli.bench.shapes import random_part, random_weights
 from bass_cli.bench.texts import Text, rows_for
-from bass_cli.config.draft_spec import parse_draft
-from bass_cli.config.options import CONTROLLERS
+from bass_cli.config.speculation import CONTROLLERS, needs_profile, parse_draft
 from bass_cli.drafts.factory import SHARPER, NoDrafter
 from bass_cli.engine.batch import Row, beyond
 from bass_cli.engine.clock import Clock
@@ -156,7 +155,7 @@ def need_of(settings: Settings, plan: Plan | None, device: torch.device) -> Need
         device=device,
         longest=settings.longest if head is None else max(settings.longest, head.block),
         eight_bits=settings.job.kv_dtype == "fp8",
-        at_once=parse_draft(settings.job.pair.draft).parallel,
+        at_once=parse_draft(settings.job.pair.draft).kind.parallel,
         head=head,
         kept_layers=settings.depth or 0,
         prompt_tokens=settings.prompt_tokens,
@@ -214,7 +213,7 @@ def _add_random_draft(settings: Settings, models: Models) -> Models:
             draft, weights(draft.body, shapes=head_parameters(draft)), target, numbers.layouts
         )
         return models._replace(head=head, mask=draft.mask)
-    mask = draft.vocab - 1 if parse_draft(settings.job.pair.draft).parallel else None
+    mask = draft.vocab - 1 if parse_draft(settings.job.pair.draft).kind.parallel else None
     return models._replace(drafting=Decoder(draft, weights(draft)), mask=mask)
 
 
@@ -394,9 +393,7 @@ def surface(bench: Bench) -> Surface | None:
     settings, plan, loop = bench.settings, bench.plan, bench.loops.speculative
     if plan is not None and plan.surface is not None and plan.surface.measured:
         return plan.surface
-    if loop is None or not (
-        settings.controllers or any("table" in method for method in settings.methods)
-    ):
+    if loop is None or not (settings.controllers or needs_profile(settings.methods)):
         return None
     bench.screen.phase("measuring what rounds cost")
     most = max(settings.batch_sizes)

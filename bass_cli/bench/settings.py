@@ -15,7 +15,7 @@ from bass_cli.bench.shapes import AT_ONCE, HEADS, head_of, spec_of
 from bass_cli.config.command_options import job_options
 from bass_cli.config.job import Job, Pair, chosen_pair, make_job
 from bass_cli.config.machine_commands import BenchArgs
-from bass_cli.config.options import CONTROLLERS
+from bass_cli.config.speculation import CONTROLLERS, needs_profile
 from bass_cli.engine.verify import Rate
 from bass_cli.errors import UserError, nearest
 from bass_cli.models.spec import FILE, HeadSpec, Spec
@@ -31,7 +31,8 @@ REAL, SET, SCALED, NO_DRAFT = (
     "scaled layers",
     "random weights, no draft",
 )
-_CONTROLLED = "plain,1,2,3,4,5,6,8,12,bass,table,bass+table,auto"  # --controllers
+_AUTO, *_OTHERS = CONTROLLERS
+_CONTROLLED = ",".join(("plain,1,2,3,4,5,6,8,12", *_OTHERS, _AUTO))  # --controllers
 RIVALS = ("transformers", "vllm")
 ATTENTION = ("ragged", "pad", "split")  # the schedules of bass_kernels
 _GPU = {"batch_sizes": "1,2,4,8,16", "methods": "plain,2,4,6,8,bass,auto", "prompt_tokens": 300}
@@ -171,7 +172,7 @@ def _check_split(args: BenchArgs, job: Job) -> None:
     for key, given in (
         ("rivals", args.rivals),
         ("controllers", args.controllers),
-        ("methods", "table" in (args.methods or "")),
+        ("methods", needs_profile(_split(args.methods or ""))),
     ):
         if given:
             raise UserError(

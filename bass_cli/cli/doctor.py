@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 from bass_cli import __version__
 from bass_cli.cli.options import in_flags
-from bass_cli.config.draft_spec import parse_draft
 from bass_cli.config.job import Job, Pair, chosen_pair, load_pair, make_job
 from bass_cli.config.machine_commands import DoctorArgs
 from bass_cli.config.options import packaged_pairs
+from bass_cli.config.speculation import parse_draft
 from bass_cli.errors import MachineError, UserError, spelled
 from bass_cli.io.cache import cache_folder, give_kernels_a_cache, is_writable, temporary_folder
 from bass_cli.system.host import free_memory, gigabytes, gpu_fault, host_memory

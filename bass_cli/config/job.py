@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ValidationError, field_validator, model_validator
 
-from bass_cli.config.draft_spec import check_draft, check_target
 from bass_cli.config.file_options import (
     is_template,
     merged,
@@ -27,7 +26,6 @@ from bass_cli.config.file_options import (
     read_tools,
 )
 from bass_cli.config.options import (
-    CONTROLLERS,
     JOB,
     MOST_DRAFTS,
     MOST_ROWS,
@@ -38,6 +36,7 @@ from bass_cli.config.options import (
     packaged_pairs,
 )
 from bass_cli.config.sampling import Sampling
+from bass_cli.config.speculation import CONTROLLERS, check_draft, check_target
 from bass_cli.config.validation import Strict, first_fault, parse_model
 from bass_cli.errors import UserError, nearest
 from bass_cli.reading import MOST_YAML, is_unicode, os_errors_as, parse_duration, read_bytes, shown
@@ -72,7 +71,7 @@ class Speculation(Strict, SpeculationOptions, frozen=True):
     @field_validator("length", mode="before")
     @classmethod
     def _length(cls, value: Any) -> Any:
-        return _number_or(value, CONTROLLERS, 0, MOST_DRAFTS)
+        return _number_or(value, tuple(CONTROLLERS), 0, MOST_DRAFTS)
 
     @model_validator(mode="after")
     def _within_max(self) -> Speculation:

@@ -33,6 +33,7 @@ from bass_cli.config.options import (
     packaged_pairs,
     switch,
 )
+from bass_cli.config.speculation import CONTROLLERS
 
 _BATCH_SIZES = Option(
     "Numbers of sequences decoded at once", MEASURED, "N,...", "1,2,4,8; on a GPU also 16"
@@ -100,13 +101,13 @@ class BenchArgs(_WholeJob, DistributionArgs, PairArgs, DocumentArgs, QuietArgs):
     )
     batch_sizes: str | None = flag(_BATCH_SIZES)
     methods: str | None = flag(
-        "Methods to compare: plain, draft lengths, bass, table, bass+table, auto",
+        f"Methods to compare: plain, draft lengths, {', '.join(CONTROLLERS)}",
         MEASURED,
         "METHOD,...",
         shown="plain,2,4,8,auto; on a GPU also 6 and bass",
     )
     controllers: bool = switch(
-        "Compare every controller (auto, bass, table, bass+table) with all fixed lengths",
+        f"Compare every controller ({', '.join(CONTROLLERS)}) with all fixed lengths",
         MEASURED,
         rare=True,
     )

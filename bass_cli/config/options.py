@@ -15,6 +15,14 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, ge
 
 from annotated_types import Ge, Gt, Le, MinLen
 
+from bass_cli.config.speculation import (
+    CONTROLLERS,
+    DRAFT_HELP,
+    DRAFT_WORDS,
+    LENGTH_HELP,
+    Controller,
+)
+
 # Headings of the help pages
 MODELS, WHOLE_JOB, SAMPLES, SAMPLING = "Models", "A whole job", "The target's samples", "Sampling"
 DRAFTING, TRAINING = "Drafting (changes the speed, not the distribution)", "Training"
@@ -29,8 +37,6 @@ LARGEST = 2**63 - 1  # the largest whole number
 MOST_ROWS = 1_000_000  # the most samples of a prompt, and rows; no device holds as many
 MOST_DRAFTS = 64  # the longest draft length
 MOST_LOGPROBS = 64  # the most likeliest tokens of a place
-Controller = Literal["auto", "bass", "table", "bass+table"]
-CONTROLLERS: tuple[str, ...] = get_args(Controller)
 
 
 def packaged_pairs() -> list[str]:
@@ -175,15 +181,11 @@ class PairOptions(ModelOptions):
         default=MISSING,
     )
     draft: Name = flag(
-        "The draft: a model (like --model), parallel:MODEL (drafts all tokens in one pass), "
-        "heads:PATH (reads the target's hidden states), mtp (the layer of the "
-        "target's checkpoint that predicts further tokens), lookup[:SOURCES] (copies from earlier "
-        "text; sources: own, siblings, prompt, reference), skip:LAYERS (the target without these "
-        "layers), none, or mtp only if the checkpoint has it: mtp-or-lookup, mtp-or-none",
+        DRAFT_HELP,
         MODELS,
         "MODEL|HOW",
         shown="the pair's",
-        choices=("lookup", "mtp", "none", "mtp-or-lookup", "mtp-or-none"),
+        choices=DRAFT_WORDS,
         default="mtp-or-none",
     )
     dtype: Dtype = flag(
@@ -423,12 +425,10 @@ class SpeculationOptions:
     """The options of drafting and verification."""
 
     length: Controller | Annotated[int, Ge(0), Le(MOST_DRAFTS)] = flag(
-        "Tokens drafted per round: auto (from the measured cost of a round and the acceptance "
-        "rate), bass (Algorithm 1 of the paper), table (by batch size, from bass profile), "
-        "bass+table, or a number; 0 is plain decoding",
+        f"Tokens drafted per round: {LENGTH_HELP}, or a number; 0 is plain decoding",
         DRAFTING,
         "N|HOW",
-        choices=CONTROLLERS,
+        choices=tuple(CONTROLLERS),
         flag="--draft-length",
         default="auto",
     )

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from bass_cli.config.command_options import job_options
-from bass_cli.config.draft_spec import parse_draft
 from bass_cli.config.job import Job, Pair, chosen_pair, make_job
 from bass_cli.config.machine_commands import DistillArgs
+from bass_cli.config.speculation import parse_draft
 from bass_cli.distill.agreement import ELEMENTS
 from bass_cli.distill.network import Source, first_whole, source_of
 from bass_cli.distill.windows import FEWEST, Layout, thinned
@@ -181,7 +181,7 @@ def find_source(args: DistillArgs, pair: Pair, plan: Plan) -> Source:
         words = parse_draft(args.source or pair.draft)
     except ValueError as error:
         raise UserError(f"`source`: {error}") from None
-    model = None if words.reads else words.files  # heads cannot run by themselves
+    model = None if words.kind.reads else words.files  # heads cannot run by themselves
     if args.source is not None and model is None:
         raise UserError(
             f'`source`: "{args.source}" is not a model; give a folder, a .gguf file or a hub id'

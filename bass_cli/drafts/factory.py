@@ -1,20 +1,50 @@
-"""Make the drafter for a pair's `draft` setting. What a drafter is: engine/contracts.py."""
+"""Make the drafter for a pair's `draft` by its declaration in config/speculation.py. What a drafter
+is: engine/contracts.py."""
 
 from __future__ import annotations
 
-from bass_cli.config.draft_spec import parse_draft
-from bass_cli.drafts.heads import ChainDrafter, HeadDrafter
-from bass_cli.drafts.model import ModelDrafter, ParallelDrafter
-from bass_cli.drafts.ngram import LookupDrafter
+import pkgutil
+from typing import Any, NamedTuple
+
+from bass_cli.config.speculation import parse_draft
 from bass_cli.engine.batch import Batch
 from bass_cli.engine.contracts import Drafter, Proposal
-from bass_cli.models.heads import ChainHead, Head
+from bass_cli.models.heads import Head
 from bass_cli.models.runner import Runner
 
 # Factor on the rows' temperatures for a draft model. The draft's distribution is at best the mean
 # of the target's possible ones; their median, which agrees most often, is sharper. Measured in
 # docs/decisions/09-draft-temperature.md.
 SHARPER = 0.9
+
+
+class DraftParts(NamedTuple):
+    """What a drafter may be made of.
+
+    Args:
+        argument: What follows the word of `draft`.
+        coupling: "shared" or "maximal".
+        temperature: Replaces the rows' own temperatures, unless theirs is 0.
+        factor: Of the rows' temperatures, for a separate model that drafts token by token. Other
+            models were trained to draft, or are parts of the target.
+        runner: Runs the drafter's model: a draft model or the target with layers skipped, with 2
+            pending tokens; or with `head` the target itself, with 1. None if no model drafts.
+        mask: The id of the model's mask token, for a model that drafts in one pass.
+        head: Layers that read the target's hidden states.
+    """
+
+    argument: str
+    coupling: str
+    temperature: float | None
+    factor: float = 1.0
+    runner: Runner | None = None
+    mask: int | None = None
+    head: Head | None = None
+
+    @property
+    def how(self) -> dict[str, Any]:
+        """The arguments that all drafters with a model have."""
+        return {"coupling": self.coupling, "temperature": self.temperature}
 
 
 class NoDrafter(Drafter):
@@ -24,6 +54,11 @@ class NoDrafter(Drafter):
 
     def propose(self, batch: Batch, length: int) -> Proposal:
         return Proposal.empty(batch)
+
+
+def make_none(parts: DraftParts) -> Drafter:
+    """Make the drafter of "none"."""
+    return NoDrafter()
 
 
 def make_drafter(
@@ -36,29 +71,14 @@ def make_drafter(
     mask: int | None = None,
     head: Head | None = None,
 ) -> Drafter:
-    """Make the drafter for a pair's `draft` (config/draft_spec.py).
-
-    Args:
-        runner: holds the drafter's model, if it has one: a draft model or the target with layers
-            skipped, with 2 pending tokens; or with `head` the target itself, with 1.
-        temperature: replaces the rows' own temperatures, unless theirs is 0.
-        factor: of the rows' temperatures, for a separate model that drafts token by token. Other
-            models were trained to draft, or are parts of the target.
-        mask: id of the model's mask token, for a model that drafts in one pass.
-        head: layers that read the target's hidden states.
-    """
-    words = parse_draft(draft)
-    assert words.otherwise is None  # it was chosen with the files
-    if words.model is None:
-        return LookupDrafter(words.sources) if words.sources else NoDrafter()
-    assert runner is not None
-    assert words.reads == (head is not None)
-    if isinstance(head, ChainHead):
-        return ChainDrafter(runner, head, coupling=coupling, temperature=temperature)
-    if head is not None:
-        return HeadDrafter(runner, head, coupling=coupling, temperature=temperature)
-    assert words.parallel == (mask is not None)
-    if mask is not None:
-        return ParallelDrafter(runner, mask=mask, coupling=coupling, temperature=temperature)
-    factor = 1.0 if words.files is None else factor
-    return ModelDrafter(runner, coupling=coupling, temperature=temperature, factor=factor)
+    """Make the drafter for a pair's `draft`. For the other arguments see DraftParts."""
+    kind, argument, otherwise = parse_draft(draft)
+    assert otherwise is None  # it was chosen with the files
+    assert (kind.weights is None) or runner is not None
+    assert kind.reads == (head is not None)
+    assert head is not None or kind.parallel == (mask is not None)
+    factor = factor if kind.weights == "model" else 1.0
+    parts = DraftParts(argument, coupling, temperature, factor, runner, mask, head)
+    drafter = pkgutil.resolve_name(kind.make)(parts)
+    assert isinstance(drafter, Drafter)
+    return drafter

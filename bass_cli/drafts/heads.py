@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from bass_cli.drafts.factory import DraftParts
 from bass_cli.drafts.model import propose_at_once, propose_chain
 from bass_cli.engine.batch import Batch
 from bass_cli.engine.contracts import Drafter, Proposal
@@ -111,3 +112,12 @@ class ChainDrafter(ReadingDrafter[ChainHead]):
         return propose_chain(
             logits_of, places, params, batch, coupling=self._coupling, goes_on=goes_on
         )
+
+
+def make(parts: DraftParts) -> Drafter:
+    """Make the drafter for the parts' head."""
+    assert parts.runner is not None
+    assert parts.head is not None
+    if isinstance(parts.head, ChainHead):
+        return ChainDrafter(parts.runner, parts.head, **parts.how)
+    return HeadDrafter(parts.runner, parts.head, **parts.how)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import bass_kernels as ops
+from bass_cli.drafts.factory import DraftParts
 from bass_cli.engine.batch import Batch, Change
 from bass_cli.engine.contracts import Drafter, InTime, Proposal
 from bass_cli.engine.sampling import SamplingParams
@@ -239,6 +240,19 @@ class ParallelDrafter(ModelRows):
             torch.cat((positions, batch.places(0, length - 1)), 1),
             batch.ends(length - 1),
         )
+
+
+def make(parts: DraftParts) -> Drafter:
+    """Make the drafter of a model, or of the target with layers skipped."""
+    assert parts.runner is not None
+    return ModelDrafter(parts.runner, factor=parts.factor, **parts.how)
+
+
+def make_parallel(parts: DraftParts) -> Drafter:
+    """Make the drafter of a model that drafts in one pass."""
+    assert parts.runner is not None
+    assert parts.mask is not None
+    return ParallelDrafter(parts.runner, mask=parts.mask, **parts.how)
 
 
 def propose_chain(

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 import numpy
 import torch
 
-from bass_cli.config.draft_spec import SOURCES
+from bass_cli.config.speculation import SOURCES, parse_sources
+from bass_cli.drafts.factory import DraftParts
 from bass_cli.engine.batch import Batch, Change, Row
 from bass_cli.engine.contracts import Drafter, InTime, Proposal, SkippedDrafts
 
@@ -140,6 +141,11 @@ class LookupDrafter(Drafter):
             guess = guesses.pop(0)
             accepted, known = guess.judged(row, len(guess.tokens))
             self._acceptance.learn(guess.matched[: min(known, accepted + 1)], accepted)
+
+
+def make(parts: DraftParts) -> Drafter:
+    """Make the drafter of "lookup", or "lookup:" and its sources."""
+    return LookupDrafter(parse_sources(parts.argument) if parts.argument else SOURCES)
 
 
 @dataclass(slots=True, eq=False)

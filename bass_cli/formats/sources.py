@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bass_cli.config.draft_spec import parse_draft
 from bass_cli.config.job import Pair
+from bass_cli.config.speculation import parse_draft
 from bass_cli.errors import UserError
 from bass_cli.io.readers import refusal
 from bass_cli.reading import os_errors_as, parse_object, read_bytes

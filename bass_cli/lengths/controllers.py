@@ -9,15 +9,36 @@ lose against plain decoding.
 from __future__ import annotations
 
 import math
+import pkgutil
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy
 
+from bass_cli.config.speculation import CONTROLLERS
 from bass_cli.engine.contracts import DEFAULT_INPUT, ControllerInput, DraftLength, RoundResult
 from bass_cli.engine.graphs import ARITHMETIC
 from bass_cli.engine.sizes import LONGEST, WIDTHS
 from bass_cli.lengths.acceptance import Acceptance
 from bass_cli.lengths.costs import Array, RoundCost, Surface
+
+
+class LengthParts(NamedTuple):
+    """What a controller may be made of.
+
+    Args:
+        limit: The longest draft.
+        coupling: "shared" or "maximal".
+        surface: What is known of this pair on this device.
+        at_once: Whether one pass of the draft model makes all drafts of a round.
+        arithmetic: See RoundCost.
+    """
+
+    limit: int
+    coupling: str
+    surface: Surface | None = None
+    at_once: bool = False
+    arithmetic: float = ARITHMETIC
 
 
 def make_lengths(
@@ -29,29 +50,50 @@ def make_lengths(
     at_once: bool = False,
     arithmetic: float = ARITHMETIC,
 ) -> DraftLength:
-    """Return the controller for a draft length: an integer, "bass", "table", "bass+table" or
-    "auto".
-
-    "auto" chooses by goodput, which depends on timing. Under maximal coupling the samples depend on
-    the draft lengths. There it uses the costs of a profile unchanged, so that a seed gives the same
-    samples twice; without a profile it is Algorithm 1.
-
-    Args:
-        surface: what is known of this pair on this device. A table needs one.
-        at_once: one pass of the draft model makes all drafts of a round.
-        arithmetic: see RoundCost.
-    """
+    """Return the controller for a draft length: an integer, or a word of CONTROLLERS
+    (config/speculation.py). For the other arguments see LengthParts."""
     if isinstance(length, int):
         return Fixed(min(length, limit))
-    if length == "auto" and coupling == "shared":
-        return Goodput(limit=limit, surface=surface, at_once=at_once, arithmetic=arithmetic)
-    if length == "auto" and surface is not None and surface.measured:
-        return Goodput(limit=limit, surface=surface, frozen=True)
-    if length in ("auto", "bass"):
-        return Bass(limit=limit)
-    assert surface is not None, "a table is made from a profile"
-    table = Table(surface, limit=limit)
-    return table if length == "table" else Capped(Bass(limit=limit), table)
+    kind = next(kind for word, kind in CONTROLLERS.items() if word == length)
+    parts = LengthParts(limit, coupling, surface, at_once, arithmetic)
+    controller = pkgutil.resolve_name(kind.make)(parts)
+    assert isinstance(controller, DraftLength)
+    return controller
+
+
+def make_auto(parts: LengthParts) -> DraftLength:
+    """Make the controller of "auto", which chooses by goodput.
+
+    Goodput depends on timing. Under maximal coupling the samples depend on the draft lengths. There
+    it uses the costs of a profile unchanged, so that a seed gives the same samples twice; without a
+    profile it is Algorithm 1.
+    """
+    if parts.coupling == "shared":
+        return Goodput(
+            limit=parts.limit,
+            surface=parts.surface,
+            at_once=parts.at_once,
+            arithmetic=parts.arithmetic,
+        )
+    if parts.surface is not None and parts.surface.measured:
+        return Goodput(limit=parts.limit, surface=parts.surface, frozen=True)
+    return make_bass(parts)
+
+
+def make_bass(parts: LengthParts) -> Bass:
+    """Make the controller of "bass"."""
+    return Bass(limit=parts.limit)
+
+
+def make_table(parts: LengthParts) -> Table:
+    """Make the controller of "table"."""
+    assert parts.surface is not None, "a table is made from a profile"
+    return Table(parts.surface, limit=parts.limit)
+
+
+def make_capped(parts: LengthParts) -> DraftLength:
+    """Make the controller of "bass+table"."""
+    return Capped(make_bass(parts), make_table(parts))
 
 
 class Fixed(DraftLength):

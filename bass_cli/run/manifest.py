@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from bass_cli import __version__
 from bass_cli.config.job import Job
+from bass_cli.config.speculation import CONTROLLERS
 from bass_cli.io.prompts import Shard
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 # The sampling settings of every manifest. Later ones are left out at their defaults, so that files
 # of older versions can be continued.
 _ALWAYS = ("temperature", "top_p", "top_k", "seed", "stop", "max_new_tokens")
-_PROFILED = ("auto", "table", "bass+table")  # draft lengths that depend on a profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,8 @@ def _of_maximal(plan: Plan) -> dict[str, Any]:
     }
     if job.draft_dtype != "auto":
         found |= {"draft_dtype": job.draft_dtype}
-    if plan.surface is not None and plan.surface.measured and speculation["length"] in _PROFILED:
+    kind = CONTROLLERS.get(speculation["length"])
+    if plan.surface is not None and plan.surface.measured and kind is not None and kind.profile:
         # it decides the draft lengths, which change the samples
         found |= {"profile": plan.surface.digest()}
     return found

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-from bass_cli.config.draft_spec import MTP, parse_draft, skipped_layers
 from bass_cli.config.job import Job
 from bass_cli.config.line import SettingError
+from bass_cli.config.speculation import Draft, needs_profile, parse_draft, parse_layers
 from bass_cli.engine.verify import CHEAP, Cut
 from bass_cli.errors import MachineError, UserError
 from bass_cli.formats.checkpoint import Checkpoint, open_checkpoint, open_head
@@ -102,19 +102,17 @@ def open_files(job: Job, early: Callable[[], Tokenizer | None] = lambda: None) -
     target = open_checkpoint(target_path, adapters, decoder=pair.decoder)
     taken, draft, on_draft = _taken(job, target)
     job = with_draft(job, taken)
-    words, mask = parse_draft(taken), None
-    draft_path = (
-        None if words.files is None else locate(words.files, folder=pair.folder, weights=True)
-    )
-    if words.model == MTP:
-        assert draft is not None
-    elif draft_path is not None and words.reads:
+    parsed, mask, draft_path = parse_draft(taken), None, None
+    kind = parsed.kind
+    if parsed.files is not None:
+        draft_path = locate(parsed.files, folder=pair.folder, weights=True)
+    if draft_path is not None and kind.reads:
         draft = open_head(draft_path, target.spec)
     elif draft_path is not None:
         draft = open_checkpoint(draft_path, decoder=pair.decoder)
-    if draft is not None and (words.parallel or words.reads):
+    if draft is not None and (kind.parallel or kind.reads):
         mask = draft.mask()
-    skipped = skipped_layers(words.model or "", target.spec.layers)
+    skipped = _skipped_layers(parsed, target.spec.layers)
     _check_settings(job, target.spec, skipped)
     tokenizer = early()
     if tokenizer is None and pair.tokenizer:
@@ -134,7 +132,8 @@ def open_files(job: Job, early: Callable[[], Tokenizer | None] = lambda: None) -
             grammars_of(tokenizer, draft_vocab, eos_ids).matcher(sampling.structure)
     except SettingError as error:
         raise UserError(f"`sampling.{error.field}`: {error}") from None
-    if draft is not None and draft_path is not None and not words.reads:
+    if draft is not None and kind.weights == "model":
+        assert draft_path is not None
         other = Tokenizer.load(draft_path, vocabulary=draft.vocabulary)
         check_same_vocabulary(tokenizer, other)
         draft_vocab = min(draft_vocab, other.size, draft.spec.vocab)
@@ -168,7 +167,7 @@ def with_draft(job: Job, taken: str) -> Job:
     found = job.model_copy(update={"pair": job.pair.model_copy(update={"draft": taken})})
     speculation = job.speculation
     fixed = isinstance(speculation.length, int)
-    if taken != MTP or fixed or "max" in speculation.model_fields_set:
+    if parse_draft(taken).kind.weights != "layer" or fixed or "max" in speculation.model_fields_set:
         return found
     own = speculation.model_copy(update={"max": _LONGEST_MTP})
     return found.model_copy(update={"speculation": own})
@@ -181,24 +180,39 @@ def _taken(job: Job, target: Checkpoint) -> tuple[str, Checkpoint | None, str | 
         the draft was chosen here.
     """
     draft = job.pair.draft
-    words = parse_draft(draft)
-    if words.model != MTP:
+    kind, _, otherwise = parse_draft(draft)
+    if kind.weights != "layer":
         return draft, None, None
-    if words.otherwise is None:
-        return MTP, open_mtp(target), None
+    if otherwise is None:
+        return draft, open_mtp(target), None
     if job.speculation.length == 0:  # the layer would take memory for nothing
-        return words.otherwise, None, None
+        return otherwise, None, None
     try:
         layer = open_mtp(target)
     except NoLayerError:
-        return words.otherwise, None, None
+        return otherwise, None, None
     except UserError as error:
-        return words.otherwise, None, f"the draft is {words.otherwise}, not mtp: {error}"
-    note = (
-        "the draft is mtp, the layer of the target's checkpoint that predicts further tokens; "
-        f"`pair.draft` {words.otherwise} leaves it out"
-    )
-    return MTP, layer, note
+        return otherwise, None, f"the draft is {otherwise}, not {kind.word}: {error}"
+    note = f"the draft is {kind.word}, {kind.text}; `pair.draft` {otherwise} leaves it out"
+    return kind.word, layer, note
+
+
+def _skipped_layers(draft: Draft, layers: int) -> frozenset[int]:
+    """Return the target's layers that a draft skips; none unless it is skip:LAYERS.
+
+    UserError unless they are some, but not all, of the target's layers.
+    """
+    if draft.kind.weights != "target":
+        return frozenset()
+    runs = parse_layers(draft.argument)
+    inside = all(last < layers for _, last in runs)
+    found = {layer for first, last in runs for layer in range(first, last + 1) if inside}
+    if not inside or len(found) == layers:
+        raise UserError(
+            f'draft "skip:{draft.argument}": the target has layers 0 to {layers - 1}; skip at '
+            "least one and not all"
+        )
+    return frozenset(found)
 
 
 def check_draft_dtype(job: Job, draft: Checkpoint | None) -> None:
@@ -293,12 +307,13 @@ def costs_of(
         surface = load_surface(profile, ignored.append)
         for text in ignored:
             note(text)
-    if "table" in str(job.speculation.length) and job.tensor_parallel > 1:
+    needed = needs_profile([job.speculation.length])
+    if needed and job.tensor_parallel > 1:
         raise UserError(
             f"`speculation.length` {job.speculation.length} and `tensor_parallel` exclude each "
             "other: bass profile measures one device; use auto or bass"
         )
-    if "table" in str(job.speculation.length) and not (surface and surface.measured):
+    if needed and not (surface and surface.measured):
         missing = f'pair "{pair.name}" has no profile on this device yet'
         raise UserError(
             f"`speculation.length` {job.speculation.length}: {ignored[0] if ignored else missing}; "

@@ -6,9 +6,10 @@ from __future__ import annotations
 import ast
 import json
 import os
+import pkgutil
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from typer.testing import CliRunner
@@ -17,9 +18,9 @@ from bass_cli.cli.commands import app
 from bass_cli.cli.doctor import parameters_in
 from bass_cli.cli.options import in_flags, reference
 from bass_cli.cli.profile import batch_sizes_of
-from bass_cli.config.draft_spec import Draft, parse_draft
 from bass_cli.config.job import Job, Pair, load_pair, make_job, packaged_pairs
 from bass_cli.config.sampling import Sampling
+from bass_cli.config.speculation import CONTROLLERS, DRAFTS, Controller, parse_draft
 from bass_cli.errors import MachineError, UserError
 from bass_cli.eval.scoring import parse_ks
 from bass_cli.reading import parse_duration
@@ -375,27 +376,43 @@ def test_models_are_frozen_and_strict() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "due"),
+    ("text", "word", "argument", "files"),
     [
-        ("none", Draft((), None)),
-        ("Qwen/Qwen2.5-0.5B", Draft((), "Qwen/Qwen2.5-0.5B")),
-        ("skip:1-3", Draft((), "skip:1-3")),
-        ("lookup", Draft(("own", "siblings", "prompt", "reference"), None)),
-        ("lookup:own, prompt", Draft(("own", "prompt"), None)),
-        ("lookups/model", Draft((), "lookups/model")),
-        ("a+b/c", Draft((), "a+b/c")),
-        ("parallel:amd/PARD-Qwen2.5-0.5B", Draft((), "amd/PARD-Qwen2.5-0.5B", parallel=True)),
-        ("parallel: ./draft.gguf", Draft((), "./draft.gguf", parallel=True)),
-        ("parallels/model", Draft((), "parallels/model")),
-        ("mtp", Draft((), "mtp", reads=True)),
-        ("mtp-or-lookup", Draft((), "mtp", reads=True, otherwise="lookup")),
-        ("mtp-or-none", Draft((), "mtp", reads=True, otherwise="none")),
-        ("mtp-or-others", Draft((), "mtp-or-others")),
+        ("none", "none", "", None),
+        ("Qwen/Qwen2.5-0.5B", "", "Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-0.5B"),
+        ("skip:1-3", "skip", "1-3", None),
+        ("lookup", "lookup", "", None),
+        ("lookup:own, prompt", "lookup", "own, prompt", None),
+        ("lookups/model", "", "lookups/model", "lookups/model"),
+        ("a+b/c", "", "a+b/c", "a+b/c"),
+        ("parallel:amd/PARD", "parallel", "amd/PARD", "amd/PARD"),
+        ("parallel: ./draft.gguf", "parallel", "./draft.gguf", "./draft.gguf"),
+        ("parallels/model", "", "parallels/model", "parallels/model"),
+        ("heads:a/b", "heads", "a/b", "a/b"),
+        ("mtp", "mtp", "", None),
+        ("mtp:x", "", "mtp:x", "mtp:x"),
+        ("mtp-or-others", "", "mtp-or-others", "mtp-or-others"),
     ],
 )
-def test_drafts_are_parsed(text: str, due: Draft) -> None:
-    assert parse_draft(text) == due
-    assert due.files == (None if text.startswith("skip:") or due.reads else due.model)
+def test_drafts_are_parsed(text: str, word: str, argument: str, files: str | None) -> None:
+    found = parse_draft(text)
+    assert (found.kind.word, found.argument, found.otherwise) == (word, argument, None)
+    assert found.files == files
+    assert found.kind.reads == (word in ("heads", "mtp"))
+    assert found.kind.parallel == (word == "parallel")
+
+
+def test_drafts_that_depend_on_the_checkpoint_are_parsed() -> None:
+    mtp = parse_draft("mtp")
+    assert parse_draft("mtp-or-lookup") == mtp._replace(otherwise="lookup")
+    assert parse_draft("mtp-or-none") == mtp._replace(otherwise="none")
+
+
+def test_declared_drafts_and_controllers_can_be_made() -> None:
+    assert tuple(CONTROLLERS) == get_args(Controller)
+    assert len({kind.word for kind in DRAFTS}) == len(DRAFTS)
+    for kind in (*DRAFTS, *CONTROLLERS.values(), parse_draft("a/b").kind):
+        assert callable(pkgutil.resolve_name(kind.make))
 
 
 @pytest.mark.parametrize(

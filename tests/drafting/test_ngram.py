@@ -8,7 +8,7 @@ import pytest
 import torch
 from toys import Markov, Reactive, drive, loop_for, plain, rows_for
 
-from bass_cli.config.draft_spec import SOURCES
+from bass_cli.config.speculation import SOURCES
 from bass_cli.drafts.ngram import SIZES, EstimatedAcceptance, Index, LookupDrafter, follow
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.lengths.controllers import Bass, Fixed, Goodput

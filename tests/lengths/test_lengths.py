@@ -7,7 +7,7 @@ import pytest
 import torch
 from devices import device, surface_of
 
-from bass_cli.config.options import CONTROLLERS
+from bass_cli.config.speculation import CONTROLLERS
 from bass_cli.drafts.factory import NoDrafter
 from bass_cli.engine.batch import Batch
 from bass_cli.engine.clock import Clock
