@@ -1,25 +1,28 @@
 """`bass eval`: draw samples for a task's prompts into a file that can be resumed, then score it.
 
-generation.py draws the samples, scoring.py scores them, and sweep.py runs several budgets.
+generation.py draws the samples, scoring.py scores them, and sweep.py runs several budgets. An
+instruct model gets the task's question through its chat template, because it was trained on chats.
+A base model gets the raw prompt. A file is always continued in its own format of prompts.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import glob
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast, get_args
 
 from bass_cli.cluster.rays import read_request
 from bass_cli.cluster.worker import JobSpec
 from bass_cli.config.evaluation_commands import EvaluateArgs
 from bass_cli.config.job import Job
-from bass_cli.errors import UserError
-from bass_cli.eval import prompt_format, scoring
-from bass_cli.eval.judging import check_verdicts, verdicts_path
+from bass_cli.errors import UserError, nearest
+from bass_cli.eval import scoring
 from bass_cli.eval.ranking import lacks_scores
+from bass_cli.eval.stores import check_verdicts, verdicts_path
 from bass_cli.eval.tasks import load_task
 from bass_cli.eval.tasks.task import Problem, PromptFormat, Task, shape_prompt
 from bass_cli.generation import (
@@ -36,10 +39,10 @@ from bass_cli.generation import (
     write_samples,
 )
 from bass_cli.io.console import Screen
-from bass_cli.io.linefile import name_beside
+from bass_cli.io.linefile import name_beside, stem_of
 from bass_cli.io.prompts import Prompt, length
 from bass_cli.io.results import Completion, open_output
-from bass_cli.io.resume import read_manifest
+from bass_cli.io.resume import manifest_path, read_manifest
 from bass_cli.io.saving import is_stream, refuse_shared_files
 from bass_cli.rank.ranking import needs_model
 from bass_cli.run.manifest import Facts, facts_of
@@ -258,17 +261,17 @@ class Evaluation:
         text = self.task.completion(problem, completion.text, chat=self.form == "chat")
         return dataclasses.replace(completion, task_id=completion.id, completion=text)
 
-    def _known_format(self) -> prompt_format.Choice | None:
+    def _known_format(self) -> FormatChoice | None:
         """Return the format that the user, the task or a file of an earlier run has.
 
         None if the model decides.
         """
         args, task = self._args, self.task
-        name = prompt_format.read_format(args.prompt_format, task)
-        if name != prompt_format.AUTO:
-            return prompt_format.Choice(cast(PromptFormat, name), None, None)
+        name = read_format(args.prompt_format, task)
+        if name != AUTO:
+            return FormatChoice(cast(PromptFormat, name), None, None)
         outs = [args.out] if args.out else [self._default_out("raw"), self._default_out("chat")]
-        return None if args.overwrite else prompt_format.of_earlier_file(outs)
+        return None if args.overwrite else format_of_earlier_file(outs)
 
     def _use_format(self) -> None:
         """Set what depends on the format. It counts as raw until it is known."""
@@ -288,7 +291,7 @@ class Evaluation:
         if self._format is None:
             self._screen.phase("checking the models", live=False)
             try:
-                self._format = prompt_format.for_model(self.task, self.job)
+                self._format = choose_by_model(self.task, self.job)
             except UserError as error:
                 if args.ray is None:
                     raise
@@ -361,3 +364,109 @@ class Evaluation:
         ]
         digest = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
         return {"task": self.task.name, "prompt_format": self.form, "prompts": digest}
+
+
+AUTO = "auto"
+_FORMATS: tuple[str, ...] = get_args(PromptFormat)
+# Words of a conversation by which the text between two of its turns is found
+_QUESTION, _ANSWER, _NEXT = "What is one and one?", "It is two.", "And one more?"
+
+
+class FormatChoice(NamedTuple):
+    """A format, the reason for the user, and the reason for the manifest.
+
+    Both reasons are None if the user or the task names the format.
+    """
+
+    form: PromptFormat
+    reason: str | None
+    recorded: str | None
+
+
+def read_format(given: str | None, task: Task) -> str:
+    """Return the format that the user or the task names: "auto" or a PromptFormat.
+
+    UserError if there is none of that name, or the task has no text for it.
+    """
+    name = task.prompt_format if given is None else given
+    known = (AUTO, *_FORMATS)
+    if name not in known:
+        raise UserError(f'`prompt_format`: there is no "{name}"; {nearest(name, known)}')
+    if name == "chat" and not task.has_question:
+        raise UserError(f"`prompt_format` chat: {task.name} has no question for chats; use raw")
+    if name not in (AUTO, "chat") and not task.has_prompt:
+        raise UserError(f"`prompt_format` {name}: {task.name} has no raw prompt; use chat")
+    return name
+
+
+def format_of_earlier_file(outs: Iterable[str]) -> FormatChoice | None:
+    """Return the format in which one of these files, or of the files of its sweep, was begun.
+
+    None if there is no such file, or its manifest does not say.
+    """
+    for out in outs:
+        stem = stem_of(out)
+        swept = glob.glob(f"{glob.escape(stem)}.*-*s{out[len(stem) :]}.manifest.json")
+        for manifest in (str(manifest_path(out)), *sorted(swept)):
+            file = manifest.removesuffix(".manifest.json")
+            try:
+                found = read_manifest(file)
+                form = found["results"]["prompt_format"]
+            except (OSError, ValueError, KeyError, TypeError):
+                continue
+            if form in _FORMATS and Path(file).exists():
+                earlier = found.get("prompt_format_reason")
+                return FormatChoice(cast(PromptFormat, form), f"{file} was begun in it", earlier)
+    return None
+
+
+def choose_by_model(task: Task, job: Job) -> FormatChoice:
+    """Choose between chat and raw by the task and the job's target.
+
+    UserError if the target's files cannot be read.
+    """
+    if not task.has_question:
+        is_chat, reason = False, f"{task.name} has no question for chats"
+    elif not task.has_prompt:
+        is_chat, reason = True, f"{task.name} has a question for chats only"
+    else:
+        is_chat, reason = _answers_chats(job)
+    return FormatChoice("chat" if is_chat else "raw", reason, reason)
+
+
+def _answers_chats(job: Job) -> tuple[bool, str]:
+    """Return whether the target is an instruct model, and why.
+
+    It is one if its chat template ends an answer with a token that also ends its samples. Some
+    base models have a chat template too, but their samples end with another token.
+    """
+    from bass_cli.formats.checkpoint import open_checkpoint
+    from bass_cli.formats.sources import locate
+    from bass_cli.formats.tokenizer import Tokenizer
+
+    pair = job.pair
+    path = locate(pair.target, folder=pair.folder, weights=True)
+    checkpoint = open_checkpoint(path, decoder=pair.decoder)
+    if pair.tokenizer:
+        tokenizer = Tokenizer.load(locate(pair.tokenizer, folder=pair.folder))
+    else:
+        tokenizer = Tokenizer.load(path, vocabulary=checkpoint.vocabulary)
+    if job.template is not None:
+        tokenizer = tokenizer.with_template(job.template)
+    if not tokenizer.has_chat_template:
+        return False, f"{pair.target} has no chat template"
+    words = (("user", _QUESTION), ("assistant", _ANSWER), ("user", _NEXT))
+    messages: list[dict[str, Any]] = [{"role": role, "content": text} for role, text in words]
+    try:
+        text = tokenizer.render(messages, tools=job.tools, args=job.template_args)
+    except UserError as error:
+        return False, f"{pair.target}: {error}"
+    between = text.partition(_ANSWER)[2].partition(_NEXT)[0]
+    ids = checkpoint.eos_ids or tokenizer.eos_ids
+    ends = [one for one in map(tokenizer.spelled, ids) if one and one in between]
+    if not ends:
+        return False, (
+            f"{pair.target} is no instruct model: its chat template ends answers with a token that "
+            "does not end its samples"
+        )
+    return True, f"{pair.target} is an instruct model: its chat template ends answers by {ends[0]}"

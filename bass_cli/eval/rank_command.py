@@ -1,6 +1,6 @@
 """`bass rank`: write rank and scores into the lines of a file, and keep the best samples.
 
-ranked_file.py reads and writes the lines; rank/ has the rankers.
+ranking.py reads and writes the lines; rank/ has the rankers.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import regex
 from bass_cli.config.evaluation_commands import RankArgs
 from bass_cli.config.job import Job
 from bass_cli.errors import UserError
-from bass_cli.eval.ranked_file import RankedFile
+from bass_cli.eval.ranking import RankedFile
 from bass_cli.eval.samples import known_task
+from bass_cli.eval.stores import ScoreStore, digest_of
 from bass_cli.eval.tasks import load_task
 from bass_cli.eval.tasks.task import Task
 from bass_cli.generation import read_job
@@ -45,7 +46,6 @@ from bass_cli.rank.ranking import (
     ranker_without_model,
     standings_of,
 )
-from bass_cli.rank.store import ScoreStore, digest_of
 from bass_cli.system.host import expect
 from bass_cli.system.threads import begin, configure_threads
 

@@ -6,7 +6,6 @@ of the BASS paper (arXiv 2404.15778). statistics.py has the arithmetic.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ from bass_cli.eval.setting import setting_of
 from bass_cli.eval.statistics import FEW, Estimate, mean, overshoot, pass_at_k, ratio, spread
 from bass_cli.eval.tasks.task import Task
 from bass_cli.io.console import Screen
+from bass_cli.rank.ranking import low
 
 PASSED = "passed"
 MEASURES = ("rouge1", "rouge2", "rougeL")
@@ -370,11 +370,7 @@ def first_ranked(finished: Iterable[Generation]) -> Generation | None:
 
     Samples without one come last. The lowest sample number wins a tie. None without samples.
     """
-
-    def key(one: Generation) -> tuple[float, int]:
-        return -math.inf if one.mean_logprob is None else one.mean_logprob, -one.sample
-
-    return max(finished, key=key, default=None)
+    return min(finished, key=lambda one: (low(one.mean_logprob), one.sample), default=None)
 
 
 def show(document: dict[str, Any], screen: Screen) -> None:

@@ -72,18 +72,18 @@ class GenerationFile:
 
     def setting(self, key: str) -> Any:
         """Return a value of the manifest's "results". None if it is missing."""
-        return _part(self.manifest, "results").get(key)
+        return part_of(self.manifest, "results").get(key)
 
     @property
     def one_at_a_time(self) -> bool:
         """Whether prompts with a budget ran one after the other."""
         together = self.setting("coupling") == "maximal"
-        return together or _part(self.manifest, "job").get("batch_size", "auto") == "auto"
+        return together or part_of(self.manifest, "job").get("batch_size", "auto") == "auto"
 
     @property
     def total_seconds(self) -> float | None:
         """Seconds of the whole generation. None if unknown."""
-        return _number(_part(self.manifest, "totals").get("seconds"))
+        return _number(part_of(self.manifest, "totals").get("seconds"))
 
 
 def read_generations(
@@ -100,7 +100,7 @@ def read_generations(
         see: called with the JSON object of each sample, in the order of `rows`.
     """
     manifest = manifest_of(path)
-    budget = _number(_part(manifest, "results").get("budget"))
+    budget = _number(part_of(manifest, "results").get("budget"))
     notes: list[str] = []
     rows: list[Generation] = []
     seen: dict[tuple[str, int], int] = {}
@@ -178,6 +178,23 @@ def bare_id(task_id: str) -> str:
     return task_id.removeprefix("Mbpp/")
 
 
+def find_problem(task_id: str, known: Collection[str]) -> str | None:
+    """Return the task's own name of a problem, with or without "Mbpp/". None if it is unknown."""
+    bare = bare_id(task_id)
+    return next((name for name in (task_id, bare, f"Mbpp/{bare}") if name in known), None)
+
+
+def known_problem(row: Generation, path: str, known: Collection[str]) -> str:
+    """Return the task's own name of a sample's problem. UserError if it is unknown."""
+    found = find_problem(row.task_id, known)
+    if found is None:
+        name = row.task_id[:80]
+        near = near_word(name, known)
+        hint = f'; did you mean "{near}"?' if near else ""
+        raise UserError(f'{path}:{row.line}: unknown task_id "{name}"{hint}')
+    return found
+
+
 def _task_id(row: dict[str, Any], place: str) -> str:
     """Return a line's task_id.
 
@@ -237,9 +254,11 @@ def manifest_of(path: str) -> dict[str, Any]:
         return {}
 
 
-def _part(manifest: dict[str, Any], key: str) -> dict[str, Any]:
-    part = manifest.get(key)
-    return part if isinstance(part, dict) else {}
+def part_of(manifest: Any, *keys: str) -> dict[str, Any]:
+    """Return a part of a manifest. Empty if it is missing or, in a damaged file, no object."""
+    for key in keys:
+        manifest = manifest.get(key) if isinstance(manifest, dict) else None
+    return manifest if isinstance(manifest, dict) else {}
 
 
 def _number(value: Any) -> float | None:
@@ -286,14 +305,7 @@ def by_problem(file: GenerationFile, known: Collection[str]) -> dict[str, list[G
     """
     groups: dict[str, list[Generation]] = {}
     for row in file.rows:
-        bare = bare_id(row.task_id)
-        found = next((name for name in (row.task_id, bare, f"Mbpp/{bare}") if name in known), None)
-        if found is None:
-            name = row.task_id[:80]
-            near = near_word(name, known)
-            hint = f'; did you mean "{near}"?' if near else ""
-            raise UserError(f'{file.path}:{row.line}: unknown task_id "{name}"{hint}')
-        groups.setdefault(found, []).append(row)
+        groups.setdefault(known_problem(row, file.path, known), []).append(row)
     return {
         name: sorted(groups[name], key=lambda row: row.sample) for name in known if name in groups
     }

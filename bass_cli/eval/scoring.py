@@ -18,18 +18,7 @@ from typing import Any, NamedTuple
 from bass_cli.config.evaluation_commands import CompareArgs, EvaluateArgs, ScoreArgs
 from bass_cli.errors import UserError
 from bass_cli.eval import report
-from bass_cli.eval.judging import (
-    Key,
-    Verdict,
-    VerdictStore,
-    check_answers,
-    content_digest,
-    digest,
-    isolation_of,
-    judge,
-    verdicts_path,
-)
-from bass_cli.eval.mixing import SettingCheck
+from bass_cli.eval.judging import Key, check_answers, content_digest, digest, isolation_of, judge
 from bass_cli.eval.ranking import firsts_of, read_rankers
 from bass_cli.eval.report import PASSED, Outcome
 from bass_cli.eval.samples import (
@@ -39,6 +28,8 @@ from bass_cli.eval.samples import (
     guess_task,
     read_generations,
 )
+from bass_cli.eval.setting import SettingCheck
+from bass_cli.eval.stores import Verdict, VerdictStore, verdicts_path
 from bass_cli.eval.tables import read_format, table_of
 from bass_cli.eval.tasks import load_task
 from bass_cli.eval.tasks.task import Check, Problem, Task

@@ -3,7 +3,7 @@
 The checks cover the kind of file, its permissions and suffix, whether another program's file would
 be replaced, and whether an output is also an input; they open nothing for writing. After a kill or
 a power cut a replaced file has its old or its new content. Files that grow line by line
-(io/results.py, eval/judging.py) are locked; they can be found under a new name, and copied.
+(io/results.py, eval/stores.py) are locked; they can be found under a new name, and copied.
 """
 
 from __future__ import annotations

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any
 from bass_cli.config.job import Job
 from bass_cli.config.sampling import Sampling
 from bass_cli.errors import UserError
-from bass_cli.rank.code import modules_of, parse
+from bass_cli.rank.code import compiled, modules_of, parse
 from bass_cli.rank.ranking import Group, Scores, needed_prompt
 from bass_cli.rank.reverse import model_identity
-from bass_cli.rank.static import compiled
 from bass_cli.sandbox.programs import DEFAULT_LIMITS, Program, Sandbox
 
 if TYPE_CHECKING:

@@ -17,8 +17,6 @@ from bass_cli.io.prompts import Prompt
 from bass_cli.io.results import Completion
 from bass_cli.rank.ranking import (
     LOGPROB,
-    UNFINISHED,
-    Group,
     Members,
     candidate_of,
     needs_model,
@@ -134,11 +132,9 @@ class BestWriter:
             candidate_of(prompt, one.sample, one.text, one.finish_reason, one.mean_logprob)
             for one in samples
         ]
-        finished = [one for one in every if one.finish_reason not in UNFINISHED]
-        unfinished = [one for one in every if one.finish_reason in UNFINISHED]
-        group = Group(id_, prompt, finished)
-        (scores,) = self._ranker.scores([group])
-        standings = dict(standings_of(Members(group, unfinished), self._name, {self._name: scores}))
+        members = Members.of(id_, prompt, every)
+        (scores,) = self._ranker.scores([members.group])
+        standings = dict(standings_of(members, self._name, {self._name: scores}))
         return [
             replace(one, rank=standings[one.sample].rank, scores=dict(standings[one.sample].scores))
             for one in samples

@@ -12,8 +12,8 @@ from typing import Any
 
 from bass_cli.config.job import Job
 from bass_cli.io.prompts import prompts_of
+from bass_cli.rank.code import bare_program, is_whole
 from bass_cli.rank.ranking import Candidate, Group, Scores, needed_prompt
-from bass_cli.rank.static import bare_program, is_whole
 from bass_cli.run.logprobs import COLUMN, longest_of, score, scoring_job
 
 # Between the sample and the prompt. A program's prompt is mostly a docstring.

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bass_cli.eval.report import Outcome, first_ranked
+from bass_cli.eval.samples import part_of
 from bass_cli.eval.statistics import quantile
 from bass_cli.report.runs import Run
 
@@ -106,9 +107,7 @@ def _quality_by_budget(runs: Sequence[Run]) -> Chart | None:
 def _method(run: Run) -> str:
     if run.source.method is not None:
         return METHODS[run.source.method]
-    results = run.file.manifest.get("results")
-    target = results.get("target") if isinstance(results, dict) else None
-    return str(target or "all runs")
+    return str(run.file.setting("target") or "all runs")
 
 
 def _quality(run: Run) -> tuple[float, list[float]] | None:
@@ -312,10 +311,7 @@ def _acceptance_by_place(runs: Sequence[Run]) -> Chart | None:
 
 def _by_place(run: Run) -> list[list[float]]:
     """Return [place, share that was accepted in percent], from the manifest. Empty if unknown."""
-    usage = run.file.manifest.get("last_run")
-    counts = usage.get("by_place") if isinstance(usage, dict) else None
-    if not isinstance(counts, dict):
-        return []
+    counts = part_of(run.file.manifest, "last_run", "by_place")
     try:
         pairs = list(zip(counts["drafted"], counts["accepted"], strict=True))
         return [[place, _percent(accepted / drafted)] for place, (drafted, accepted) in

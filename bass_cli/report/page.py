@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from bass_cli import __version__
 from bass_cli.errors import MachineError
 from bass_cli.eval import report
+from bass_cli.eval.samples import part_of
 from bass_cli.eval.setting import OF_A_RUN, flat, setting_of
 from bass_cli.report.charts import charts_of
 from bass_cli.report.runs import Run, packed
@@ -154,9 +155,8 @@ def settings_of(run: Run) -> tuple[dict[str, str], dict[str, str]]:
     What is not recorded is left out.
     """
     found = flat(setting_of(run.file))
-    totals = run.file.manifest.get("totals")
     of_run = {key: found.pop(key, None) for key in OF_A_RUN}
-    of_run |= {"seconds": totals.get("seconds")} if isinstance(totals, dict) else {}
+    of_run["seconds"] = part_of(run.file.manifest, "totals").get("seconds")
     return _texts(found), _texts(of_run)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bass_cli.errors import UserError
+from bass_cli.eval.samples import part_of
 
 if TYPE_CHECKING:
     from bass_cli.formats.tokenizer import Tokenizer
@@ -66,7 +67,7 @@ class Pieces:
         from bass_cli.formats.sources import locate
         from bass_cli.formats.tokenizer import Tokenizer
 
-        results, pair = _part(self._manifest, "results"), _part(self._manifest, "job", "pair")
+        results, pair = part_of(self._manifest, "results"), part_of(self._manifest, "job", "pair")
         target = self._model or pair.get("tokenizer") or results.get("target")
         folder = pair.get("folder") if self._model is None else None
         if not isinstance(target, str):
@@ -87,13 +88,6 @@ class Pieces:
             return None
         self._tokenizer = found
         return self._tokenizer
-
-
-def _part(document: Any, *keys: str) -> dict[str, Any]:
-    """Return a part of a manifest. Empty if it is missing."""
-    for key in keys:
-        document = document.get(key) if isinstance(document, dict) else None
-    return document if isinstance(document, dict) else {}
 
 
 def _in_context(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:

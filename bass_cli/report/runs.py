@@ -14,17 +14,20 @@ from typing import Any, NamedTuple
 
 from bass_cli.errors import UserError
 from bass_cli.eval import report
-from bass_cli.eval.judging import Verdict, isolation_of, read_verdicts
+from bass_cli.eval.judging import isolation_of
 from bass_cli.eval.report import Outcome
 from bass_cli.eval.samples import (
     Generation,
     GenerationFile,
     by_problem,
+    find_problem,
     guess_task,
+    known_problem,
     manifest_of,
     read_generations,
 )
 from bass_cli.eval.scoring import find_verdict, verdict_digests
+from bass_cli.eval.stores import Verdict, read_verdicts
 from bass_cli.eval.tasks import load_task
 from bass_cli.eval.tasks.task import Task
 from bass_cli.report.pieces import Pieces
@@ -212,8 +215,7 @@ class Reader:
         if self._task is None:
             return seen
         problems = self._task.problems
-        bare = name.removeprefix("Mbpp/")
-        found = next((one for one in (name, bare, f"Mbpp/{bare}") if one in problems), None)
+        found = find_problem(name, problems)
         if found is None:
             return seen
         problem = problems[found]
@@ -233,9 +235,7 @@ class Reader:
         key = row.task_id, row.text, row.whole
         if key not in self._digests:
             problems = self._task.problems
-            bare = row.task_id.removeprefix("Mbpp/")
-            names = (row.task_id, bare, f"Mbpp/{bare}")
-            problem = next(problems[name] for name in names if name in problems)
+            problem = problems[known_problem(row, self.source.path, problems)]
             self._digests[key] = verdict_digests(self._task, problem, row, self._timeout)
         return find_verdict(self._digests[key], known)
 

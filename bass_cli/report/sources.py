@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bass_cli.errors import UserError
-from bass_cli.eval.judging import verdicts_path
+from bass_cli.eval.stores import verdicts_path
 from bass_cli.io.linefile import journal_of, name_beside, stem_of
 from bass_cli.io.resume import manifest_path
 from bass_cli.reading import finite, parse_object, read_bytes

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from bass_cli.cli.commands import app
 from bass_cli.errors import MachineError, UserError
-from bass_cli.eval.tasks import instructions, load_task
-from bass_cli.eval.tasks.instructions import INSTRUCTIONS, follows, follows_loosely
+from bass_cli.eval.tasks import ifeval, load_task
+from bass_cli.eval.tasks.ifeval import INSTRUCTIONS, follows, follows_loosely
 
 # instruction, arguments, responses that follow it, responses that do not
 CASES: list[tuple[str, dict[str, Any], list[str], list[str]]] = [
@@ -202,7 +202,7 @@ def test_responses_follow_by_langdetect_and_nltk(
 def test_sentences_are_counted_by_punkt() -> None:
     pytest.importorskip("nltk")
     try:
-        instructions._sentences()
+        ifeval._sentences()
     except LookupError:
         pytest.skip("NLTK's data punkt_tab is not installed")
     name, given = (
@@ -394,7 +394,7 @@ def test_sentences_without_punkts_data_are_refused_by_name(
         raise LookupError(language)
 
     monkeypatch.setattr(punkt, "PunktTokenizer", missing)
-    instructions._sentences.cache_clear()
+    ifeval._sentences.cache_clear()
     name, given = (
         "length_constraints:number_sentences",
         {"num_sentences": 3, "relation": "at least"},

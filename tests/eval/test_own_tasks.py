@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bass_cli.errors import UserError
-from bass_cli.eval.tasks import extraction, load_task, own, templates
+from bass_cli.eval.tasks import answers, load_task, own, task_file
 from bass_cli.eval.tasks.own import OwnTask
 
 ROOT = Path(__file__).parent.parent.parent
@@ -23,12 +23,12 @@ RECORDS = [{"q": f"question {i}", "a": f"answer {i}"} for i in range(6)]
 
 
 @pytest.fixture(scope="module")
-def finder() -> extraction.Finder:
-    return extraction.Finder()
+def finder() -> answers.Finder:
+    return answers.Finder()
 
 
 @pytest.fixture(autouse=True)
-def place(finder: extraction.Finder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def place(finder: answers.Finder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder. All tasks share a finder, because each has a child process."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(own, "Finder", lambda: finder)
@@ -167,7 +167,7 @@ def test_rules_find_the_answer(rule: Any, expected: str | None) -> None:
 
 def test_code_is_found_by_language_and_place() -> None:
     text = "```json\n[1]\n```\n```python\nx = 1\n```\n```json\n[2]\n```\n"
-    finder = extraction.Finder()
+    finder = answers.Finder()
     for keys, expected in [
         ({"code": "json"}, "[1]\n"),
         ({"code": "json", "match": "last"}, "[2]\n"),
@@ -175,7 +175,7 @@ def test_code_is_found_by_language_and_place() -> None:
         ({"code": "python"}, "x = 1"),
         ({"code": "rust"}, None),
     ]:
-        assert finder.find([extraction.Extract(**keys)], text) == expected
+        assert finder.find([answers.Extract(**keys)], text) == expected
 
 
 def test_thoughts_are_left_out() -> None:
@@ -315,8 +315,8 @@ def test_changed_rules_and_answers_change_the_key_of_a_check() -> None:
 def test_slow_expression_is_an_error_that_names_key_and_problem(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(extraction, "_SECONDS", 0.2)
-    monkeypatch.setattr(own, "Finder", extraction.Finder)  # with this limit
+    monkeypatch.setattr(answers, "_SECONDS", 0.2)
+    monkeypatch.setattr(own, "Finder", answers.Finder)  # with this limit
     one = task(extract={"regex": "(x+x+)+y"})
     with pytest.raises(UserError, match=r'key "extract": on a sample of t/1: it takes more than'):
         status(one, "x" * 60)
@@ -324,7 +324,7 @@ def test_slow_expression_is_an_error_that_names_key_and_problem(
 
 
 def test_endless_template_is_an_error_that_names_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(templates, "_SECONDS", 0.2)
+    monkeypatch.setattr(task_file, "_SECONDS", 0.2)
     endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     with pytest.raises(UserError, match=r't\.yaml:2: key "prompt": it takes more than 0\.2 s'):
         task(prompt=endless, answer="x")

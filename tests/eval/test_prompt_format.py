@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from bass_cli.cli.commands import app
 from bass_cli.config.job import Job, pair_of_model
 from bass_cli.errors import UserError
-from bass_cli.eval import prompt_format
+from bass_cli.eval import evaluation
 from bass_cli.eval.tasks import load_task
 from bass_cli.formats.tokenizer import Tokenizer
 
@@ -51,8 +51,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def choice(folder: Path, task: str = "t.yaml") -> prompt_format.Choice:
-    return prompt_format.for_model(load_task(task), Job(pair=pair_of_model(str(folder))))
+def choice(folder: Path, task: str = "t.yaml") -> evaluation.FormatChoice:
+    return evaluation.choose_by_model(load_task(task), Job(pair=pair_of_model(str(folder))))
 
 
 def bass(model: Path, *arguments: str) -> Any:
@@ -96,7 +96,7 @@ def test_templates_in_the_style_of_published_ones_end_answers_by_their_token(
     for token in (*tokens, "</s>"):
         config = json.dumps({"eos_token_id": ids.id_of(token)})
         (tmp_path / "model" / "generation_config.json").write_text(config)
-        found = prompt_format.for_model(load_task("t.yaml"), job)
+        found = evaluation.choose_by_model(load_task("t.yaml"), job)
         assert found.form == ("chat" if token == end else "raw"), found.reason
 
 
@@ -109,18 +109,18 @@ def test_tasks_with_one_text_do_not_depend_on_the_model(models: Path) -> None:
         "tiny has a question for chats only",
     )
     with pytest.raises(UserError, match="`prompt_format` chat: tiny has no question for chats"):
-        prompt_format.read_format("chat", load_task("raw.yaml"))
+        evaluation.read_format("chat", load_task("raw.yaml"))
     with pytest.raises(UserError, match="`prompt_format` strip: tiny has no raw prompt; use chat"):
-        prompt_format.read_format("strip", load_task("chat.yaml"))
+        evaluation.read_format("strip", load_task("chat.yaml"))
 
 
 def test_option_comes_before_the_task_file_and_that_before_the_model() -> None:
     Path("t.yaml").write_text(f"{TASK}prompt_format: strip\n")
     task = load_task("t.yaml")
-    assert prompt_format.read_format(None, task) == "strip"
-    assert prompt_format.read_format("raw", task) == "raw"
-    assert prompt_format.read_format("auto", task) == "auto"
-    assert prompt_format.read_format(None, load_task("humaneval")) == "auto"
+    assert evaluation.read_format(None, task) == "strip"
+    assert evaluation.read_format("raw", task) == "raw"
+    assert evaluation.read_format("auto", task) == "auto"
+    assert evaluation.read_format(None, load_task("humaneval")) == "auto"
 
 
 def test_choice_and_reason_are_shown_and_written_to_the_manifest(models: Path) -> None:

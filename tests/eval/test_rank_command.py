@@ -161,7 +161,7 @@ def test_code_of_no_task_continues_its_prompt() -> None:
 def test_an_expression_that_backtracks_ends_after_its_time_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("bass_cli.eval.ranked_file._PATIENCE", 0.1)
+    monkeypatch.setattr("bass_cli.eval.ranking._PATIENCE", 0.1)
     save("f.jsonl", [sample("a", 0, "a" * 80 + "b", -0.1)])
     before = Path("f.jsonl").read_bytes()
     said = bass("f.jsonl", "--by", "majority", "--answer", "(a|aa)+$", fails=True)

@@ -14,9 +14,7 @@ from typer.testing import CliRunner
 from bass_cli.cli.commands import app
 from bass_cli.eval.ranking import firsts_of, group_of
 from bass_cli.eval.samples import by_problem, read_generations
-from bass_cli.eval.tasks.humaneval import HumanEval
-from bass_cli.eval.tasks.mbpp import Mbpp
-from bass_cli.eval.tasks.plus import MbppPlus
+from bass_cli.eval.tasks.programming import HumanEval, Mbpp, MbppPlus
 from bass_cli.eval.tasks.task import Problem
 
 

@@ -15,9 +15,10 @@ from typer.testing import CliRunner
 
 from bass_cli.cli.commands import app
 from bass_cli.errors import MachineError
-from bass_cli.eval.judging import Verdict, VerdictStore, isolation_of, judge
+from bass_cli.eval.judging import isolation_of, judge
 from bass_cli.eval.report import BY_ORDER
 from bass_cli.eval.samples import by_problem, read_generations
+from bass_cli.eval.stores import Verdict, VerdictStore
 from bass_cli.io.resume import manifest_path
 from bass_cli.sandbox.programs import Program
 

@@ -10,8 +10,9 @@ from typing import Any, get_args
 import pytest
 
 from bass_cli.errors import UserError
-from bass_cli.eval.judging import VerdictStore, judge
-from bass_cli.eval.prompt_format import read_format
+from bass_cli.eval.evaluation import read_format
+from bass_cli.eval.judging import judge
+from bass_cli.eval.stores import VerdictStore
 from bass_cli.eval.tasks import load_task
 from bass_cli.eval.tasks.task import PromptFormat, shape_prompt
 from bass_cli.rank.code import code_in, names_of

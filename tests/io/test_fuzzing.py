@@ -26,9 +26,10 @@ from bass_cli.cli.doctor import place_of
 from bass_cli.config.job import load_pair
 from bass_cli.errors import UserError
 from bass_cli.eval import report
-from bass_cli.eval.judging import Verdict, VerdictStore, isolation_of
+from bass_cli.eval.judging import isolation_of
 from bass_cli.eval.report import Outcome
 from bass_cli.eval.samples import by_problem, guess_task, read_generations
+from bass_cli.eval.stores import Verdict, VerdictStore
 from bass_cli.eval.tasks import load_task
 from bass_cli.formats.checkpoint import open_checkpoint
 from bass_cli.formats.gguf_config import spec_of_gguf

@@ -18,7 +18,7 @@ from test_interruption import start
 from test_results import MANIFEST, fill, keys, manifest, sample
 
 from bass_cli.errors import MachineError
-from bass_cli.eval.judging import Verdict, VerdictStore
+from bass_cli.eval.stores import Verdict, VerdictStore
 from bass_cli.io import results as outputs
 from bass_cli.io import saving
 from bass_cli.io.resume import ATTRIBUTE, manifest_path

@@ -21,13 +21,13 @@ from typer.testing import CliRunner
 from bass_cli import Job, Pair, Sampling
 from bass_cli.cli.commands import app
 from bass_cli.errors import UserError
+from bass_cli.eval.stores import ScoreStore, digest_of
 from bass_cli.rank import agreement
 from bass_cli.rank.agreement import AgreementRanker, passed_tests, test_prompt, tests_in
+from bass_cli.rank.code import compiled
 from bass_cli.rank.ranking import Candidate, Group, Scores, candidate_of
 from bass_cli.rank.reverse import ReverseRanker, context_of
 from bass_cli.rank.reward import RewardRanker
-from bass_cli.rank.static import compiled
-from bass_cli.rank.store import ScoreStore, digest_of
 from bass_cli.sandbox.programs import Sandbox
 
 test_prompt.__test__ = tests_in.__test__ = False  # type: ignore[attr-defined]

@@ -3,16 +3,18 @@
 import pytest
 
 from bass_cli.errors import UserError
-from bass_cli.rank.majority import found_in, normalised, votes
+from bass_cli.rank.code import bare_program, checks_passed, compiled, undefined_names
 from bass_cli.rank.ranking import (
     Candidate,
     Group,
     best_first,
+    found_in,
     needs_model,
+    normalised,
     parse_rankers,
     ranker_without_model,
+    votes,
 )
-from bass_cli.rank.static import bare_program, checks_passed, compiled, undefined_names
 
 HEAD = 'def total(numbers):\n    """Return the sum.\n\n    >>> total([1, 2])\n    3\n    """\n'
 

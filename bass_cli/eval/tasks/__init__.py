@@ -9,10 +9,8 @@ from __future__ import annotations
 import importlib.resources
 
 from bass_cli.errors import UserError, nearest
-from bass_cli.eval.tasks.humaneval import HumanEval
 from bass_cli.eval.tasks.ifeval import IfEval
-from bass_cli.eval.tasks.mbpp import Mbpp
-from bass_cli.eval.tasks.plus import HumanEvalPlus, MbppPlus
+from bass_cli.eval.tasks.programming import HumanEval, HumanEvalPlus, Mbpp, MbppPlus
 from bass_cli.eval.tasks.task import Task
 from bass_cli.eval.tasks.xsum import Xsum
 

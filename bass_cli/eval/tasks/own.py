@@ -1,7 +1,6 @@
 """A task that a YAML file describes: one of bass (gsm8k), or one of a user.
 
-task_file.py has the keys, templates.py renders the prompts, extraction.py finds answers, and
-comparing.py compares them.
+task_file.py has the keys and renders the prompts; answers.py finds and compares the answers.
 """
 
 from __future__ import annotations
@@ -16,11 +15,26 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from bass_cli.errors import UserError, nearest
-from bass_cli.eval.tasks.comparing import are_close, decimal, letter_in, normalised, number_in
-from bass_cli.eval.tasks.extraction import Finder, SlowRuleError
+from bass_cli.eval.tasks.answers import (
+    Finder,
+    SlowRuleError,
+    are_close,
+    decimal,
+    letter_in,
+    normalised,
+    number_in,
+)
 from bass_cli.eval.tasks.task import Check, Defaults, Problem, Task, identity, records_of
-from bass_cli.eval.tasks.task_file import Extract, Loaded, TaskFile, compile_pattern, templates_of
-from bass_cli.eval.tasks.templates import Key, TemplateError, Templates
+from bass_cli.eval.tasks.task_file import (
+    Extract,
+    Key,
+    Loaded,
+    TaskFile,
+    TemplateError,
+    Templates,
+    compile_pattern,
+    templates_of,
+)
 from bass_cli.io.readers import open_source
 from bass_cli.rank.code import modules_of, names_of, with_imports
 from bass_cli.reading import shown

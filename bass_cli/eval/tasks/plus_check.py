@@ -1,9 +1,9 @@
 """EvalPlus's check of a function, as text that runs in the tests' process of the sandbox.
 
-plus.py sends the text of this file as the set-up of the tests. So it imports little, and nothing of
-bass. The program never runs here, and it never sees this process's values. The semantics are those
-of evalplus 0.3.1 (arXiv 2305.01210): its time limits, its tolerance for floats, and its rules for
-single problems.
+programming.py sends the text of this file as the set-up of the tests. So it imports little, and
+nothing of bass. The program never runs here, and it never sees this process's values. The semantics
+are those of evalplus 0.3.1 (arXiv 2305.01210): its time limits, its tolerance for floats, and its
+rules for single problems.
 """
 
 from __future__ import annotations

