@@ -3,6 +3,7 @@ stands."""
 
 import importlib.util
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,13 +11,20 @@ import pytest
 import torch
 from toys import Markov, drive, loop_for, plain, rows_for
 
+from bass_cli.drafts.factory import DraftParts
 from bass_cli.engine.contracts import Drafter, DraftLength, RoundResult
+from bass_cli.lengths.controllers import LengthParts
 from bass_cli.models import families, tensor_names
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 SHOWN = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-NEW = {"bass_cli/drafts/repeat.py"}
+NEW = {"bass_cli/drafts/repeat.py", "bass_cli/lengths/alternate.py"}
+
+
+def made_by(name, parts, folder):
+    """Return what the function `make` beside a class in one of the code blocks makes of parts."""
+    return sys.modules[shown(name, folder).__module__].make(parts)
 
 
 def shown(name, folder):
@@ -27,6 +35,7 @@ def shown(name, folder):
     spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
     (folder / f"{name}.py").write_text("from __future__ import annotations\n" + code)
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return getattr(module, name)
 
@@ -44,8 +53,8 @@ def test_every_file_and_test_that_it_names_is_there():
 def test_the_drafter_and_the_controller_work(coupling, tmp_path):
     # that repeats itself
     table = 3 * torch.randn(2, 6, 6, generator=torch.Generator().manual_seed(0)) + 3 * torch.eye(6)
-    drafter: Drafter = shown("RepeatDrafter", tmp_path)()
-    lengths: DraftLength = shown("Alternate", tmp_path)(limit=3)
+    drafter: Drafter = made_by("RepeatDrafter", DraftParts("", coupling, None), tmp_path)
+    lengths: DraftLength = made_by("Alternate", LengthParts(3, coupling), tmp_path)
     greedy = {"temperature": 0.0} if coupling == "maximal" else {}
 
     def rows():

@@ -486,7 +486,7 @@ def test_schema_of_pair_files_knows_every_key_with_its_bounds() -> None:
     sampling = schema["$defs"]["Sampling"]["properties"]
     assert (sampling["temperature"]["minimum"], sampling["top_p"]["maximum"]) == (0, 1)
     length = schema["$defs"]["Speculation"]["properties"]["length"]["anyOf"]
-    assert length[0]["enum"] == ["auto", "bass", "table", "bass+table"]
+    assert length[0]["enum"] == list(CONTROLLERS)
     assert (length[1]["minimum"], length[1]["maximum"]) == (0, 64)
 
 
