@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -255,6 +256,20 @@ def test_split_target_with_graphs_draws_the_tokens_of_the_whole(
     replayed = sum(message[1] == "replay" for message in graphs.told)
     assert replayed == graphs.count("replay") > 10
     assert graphs.count("capture") == sum(message[1] == "capture" for message in graphs.told) > 0
+
+
+@pytest.mark.parametrize("checks", [0, 25])
+def test_results_are_not_used_once_sums_may_lack_a_part(
+    checks: int, halves: tuple[Models, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a wait of kernels that has ended at its limit."""
+    plan, followers = plan_of("none", length="auto", ranks=2), halves[0].followers
+    assert followers is not None
+    answers = chain(repeat(None, checks), repeat(1))
+    monkeypatch.setattr(followers, "_broken", False)  # restored afterwards, for other tests
+    monkeypatch.setattr(followers.ranks, "missed", lambda: next(answers))
+    with pytest.raises(MachineError, match="process 1 of 0 to 1: it has not answered"):
+        drawn(plan, load_draft(plan, halves[0]))
 
 
 def test_rows_grow_and_are_put_back_equally_in_all_processes(

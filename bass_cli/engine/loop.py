@@ -371,6 +371,8 @@ class Loop:
         self.catch_up(self._rounds.drafted(shape))
         new.began = self.clock.now()
         table, shape = self._rounds.run(shape, new.drafts, self.lengths)
+        if self.graphs is not None:
+            self.graphs.check()
         new.running = Running(lambda: True, lambda: table)
         return shape
 

@@ -86,6 +86,7 @@ class Graphs:
     Args:
         wanted: whether to capture anything. Other devices than GPUs have no graphs.
         record: captures one function.
+        check: raises an error if results that the device has finished may not be used.
         compiles: whether `compile` does something.
     """
 
@@ -95,9 +96,10 @@ class Graphs:
         *,
         wanted: bool = True,
         record: Capture = capture,
+        check: Callable[[], None] = lambda: None,
         compiles: bool = True,
     ):
-        self.compiles = compiles
+        self.compiles, self.check = compiles, check
         self.enabled, self.record, self._device = wanted and device.type == "cuda", record, device
         self.captures = 0
         # A graph, its result, and two host copies used in turn, because two replays may be in
@@ -174,6 +176,7 @@ class Graphs:
         found = function()
         self._warm[key] = None if found is None else found.cpu()
         synchronise(self._device)
+        self.check()
         return self._warm[key]
 
     def capture(self, key: Hashable, function: Callable[[], Tensor | None]) -> None:
@@ -208,6 +211,7 @@ class Graphs:
 
         def wait() -> Tensor | None:
             done.synchronize()
+            self.check()
             return host
 
         return Running(done.query, wait)

@@ -63,9 +63,11 @@ def open_peers(share: Share, device: torch.device, name: Any, store: distributed
     finally:
         _unregister_process_group(name)
     mapped = [handle.get_buffer(one, [size], torch.int64) for one in range(ranks)]
-    addresses = torch.tensor([one.data_ptr() for one in mapped], device=device)
+    flags = torch.zeros(2, dtype=torch.int32).pin_memory()
+    addresses = torch.tensor([one.data_ptr() for one in (*mapped, flags)], device=device)
     state = torch.tensor([1, 0], dtype=torch.int32, device=device)
-    return Peers(rank, ranks, addresses, state, _CAPACITY, _TRIAL, (buffer, handle, mapped))
+    held = buffer, handle, mapped
+    return Peers(rank, ranks, addresses, state, flags, _CAPACITY, _TRIAL, held)
 
 
 def try_peers(peers: Peers) -> bool:

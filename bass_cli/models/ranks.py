@@ -157,6 +157,17 @@ class Ranks:
         found = torch.tensor([int(answer)], device=device)
         return int(self.sum(found)) == self.share.ranks
 
+    def end_waits(self) -> None:
+        """End the waits of kernels for processes that are lost. Sums are not numbers from then on.
+        Any thread may call this."""
+        if (peers := self.peers) is not None:  # another thread may leave the group meanwhile
+            peers.end_waits()
+
+    def missed(self) -> int | None:
+        """Return the rank of a process for which kernels wait no longer: results since then must
+        not be used. None: there is none."""
+        return None if self.peers is None else self.peers.missed
+
     def leave(self, *, lost: bool = False) -> None:
         """Leave the group. `lost`: other processes may have ended already."""
         if distributed.is_initialized():

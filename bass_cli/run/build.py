@@ -305,8 +305,13 @@ def graphs_for(models: Models) -> Graphs:
     device, followers, compiles = models.target.device, models.followers, models.compiles_ahead
     if followers is None:
         return Graphs(device, compiles=compiles)
-    record = followers.graphs.capture
-    return Graphs(device, wanted=followers.graphs.wanted, record=record, compiles=compiles)
+    return Graphs(
+        device,
+        wanted=followers.graphs.wanted,
+        record=followers.graphs.capture,
+        check=followers.check,
+        compiles=compiles,
+    )
 
 
 def _runner(

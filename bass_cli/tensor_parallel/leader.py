@@ -201,6 +201,7 @@ class Followers:
             )
         try:
             yield
+            self.check()
         except BaseException as error:
             self._broken = True
             if not isinstance(error, Exception) or isinstance(error, UserError):
@@ -211,6 +212,23 @@ class Followers:
                 raise self._fault from None
             raise
 
+    def check(self) -> None:
+        """Raise an error if sums may lack a process's part, so that results may not be used.
+
+        Raises:
+            MachineError: a process has died, or has not answered for long.
+        """
+        if self._fault:
+            self._broken = True
+            raise self._fault
+        if (rank := self.ranks.missed()) is not None:
+            self._broken = True
+            ranks = self._part.ranks
+            raise MachineError(
+                f"tensor parallel over {ranks} devices: process {rank} of 0 to {ranks - 1}: it has "
+                "not answered for some minutes; it is stopped, or hangs"
+            )
+
     def close(self) -> None:
         """End all processes, stopped ones too, and free what they hold."""
         if not self._fault:
@@ -220,6 +238,7 @@ class Followers:
         self._broken = True
         for process in list(self._processes.values()):
             process.kill()
+        self.ranks.end_waits()
         if self._leave(_GRACE + _NOTICE, lost=True):  # `_listen` gives up first
             self._over.set()  # if not, `_listen` ends this process, which waits for its device
         for process in self._processes.values():
@@ -268,6 +287,7 @@ class Followers:
         with self._news:
             self._fault = self._fault or kind(*text.split("\n"))  # one line an argument
             self._news.notify_all()
+        self.ranks.end_waits()
         if not self._over.wait(_GRACE) and rank in self.read:
             # The main thread may wait for its device, which no exception can interrupt. Results
             # are written line by line, so the output file is valid.

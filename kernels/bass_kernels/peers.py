@@ -21,6 +21,7 @@ from .launch import processors
 # How packets hold numbers: one float32, or two of 16 bits
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _BLOCK = 256  # the least words of a program
+_LOOKS = tl.constexpr(256)  # a waiting program reads `flags` once in so many looks at packets
 # Programs of `add` a processor. They are all resident at once, because they wait for programs of
 # the peers that wait for them.
 _RESIDENT = 4
@@ -29,12 +30,15 @@ _RESIDENT = 4
 class Peers(NamedTuple):
     """What the kernels of a process need to exchange parts with its peers.
 
-    addresses: [ranks] int64, of the buffers of all processes, as this process reaches them. Each
-        is [2, ranks, capacity] int64, at first zeros.
+    addresses: [ranks + 1] int64, of the buffers of all processes, as this process reaches them, and
+        of `flags`. Each buffer is [2, ranks, capacity] int64, at first zeros.
     state: [2] int32: the number of the next exchange, at first 1, and how many programs have ended
         it, 0 between launches.
     capacity: words of 4 bytes of a part.
-    limit: times that a program looks for packets of a peer. Then the sum is NaN.
+    flags: [2] int32 of the host, which the device reaches: whether waits are to end, and 1 + the
+        rank of a peer for whose packets a program waits no longer. At first zeros.
+    limit: times that a program looks for packets of a peer. If it finds none, or `end_waits` was
+        called, the sum is NaN.
     held: what owns the memory behind `addresses`.
     """
 
@@ -42,6 +46,7 @@ class Peers(NamedTuple):
     ranks: int
     addresses: Tensor
     state: Tensor
+    flags: Tensor
     capacity: int
     limit: int
     held: object = None
@@ -58,6 +63,17 @@ class Peers(NamedTuple):
             and part.data_ptr() % 4 == 0
             and 0 < words <= self.capacity // (self.ranks - 1)
         )
+
+    def end_waits(self) -> None:
+        """Let programs that wait for packets give up, now and in later launches. Any thread may
+        call this while kernels run, because it calls nothing of CUDA."""
+        self.flags[0] = 1
+
+    @property
+    def missed(self) -> int | None:
+        """The rank of a peer for whose packets a program waits no longer: sums are NaN since."""
+        rank: int = self.flags.tolist()[1]
+        return rank - 1 if rank else None
 
     def arguments(self) -> tuple[Any, ...]:
         """Return the arguments of a kernel with exchanges, except RANK and RANKS."""
@@ -183,7 +199,8 @@ def receive(
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
 ):
-    """Wait for the words of a peer at the places `at`, and return them."""
+    """Wait for the words of a peer at the places `at`, and return them; NaN if the host ends the
+    wait, or at its limit."""
     buffer = tl.load(address_ptr + RANK).to(tl.pointer_type(tl.int64))
     place = buffer + ((number & 1) * RANKS + PEER) * capacity + at
     packet = tl.load(place, mask=inside, other=0, volatile=True)
@@ -193,6 +210,11 @@ def receive(
         packet = tl.load(place, mask=inside, other=0, volatile=True)
         missing = tl.sum((inside & ((packet >> 32).to(tl.int32) != number)).to(tl.int32))
         polls += 1
+        if polls % _LOOKS == 0:
+            flag_ptr = tl.load(address_ptr + RANKS).to(tl.pointer_type(tl.int32))
+            polls = tl.where(tl.load(flag_ptr, volatile=True) != 0, limit, polls)
+    if missing > 0:
+        tl.store(tl.load(address_ptr + RANKS).to(tl.pointer_type(tl.int32)) + 1, PEER + 1)
     # these bits are NaN in float32, and twice in bfloat16 and float16
     return tl.where(missing > 0, 0x7FFF7FFF, packet.to(tl.int32))
 

@@ -3,6 +3,7 @@ when a process dies. Float32."""
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import write_mask, write_pair
-from killed import kill_in_two_parts
+from killed import kill_in_two_parts, stop_in_two_parts
 
 from bass_cli.config.job import Job, Speculation, load_pair
 from bass_cli.config.sampling import Sampling
@@ -131,3 +132,17 @@ def test_killed_process_ends_the_command(tmp_path: Path) -> None:
     assert ended.returncode == 3, ended.stderr
     assert "process 1 of 0 to 1: it was killed by SIGKILL" in ended.stderr
     assert time.monotonic() - began < 120  # with all that comes before
+
+
+def test_ctrl_c_ends_the_command_while_kernels_wait_for_a_stopped_process(tmp_path: Path) -> None:
+    ended, seconds = stop_in_two_parts(
+        *("--pair", "pair.yaml", "--draft", "none", "--n", "16", "--max-new-tokens", "100"),
+        *("--dtype", "fp32", "--batch-size", "4", "--device", "cuda"),
+        numbers=[signal.SIGINT],
+        call="replay",
+        out=tmp_path / "o.jsonl",
+        timeout=120.0,
+    )
+    assert ended.returncode == 130, ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert seconds < 15

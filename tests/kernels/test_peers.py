@@ -1,5 +1,7 @@
 """Sums through peers' memory: what a process sends and what it adds, by the definition of packets."""
 
+import time
+
 import pytest
 import torch
 from test_triton import DEVICE
@@ -34,9 +36,11 @@ def group(ranks: int, rank: int, number: int, limit: int = 10) -> tuple[Peers, l
         torch.full((2, ranks, CAPACITY), (number - 2) << 32, dtype=torch.int64, device=DEVICE)
         for _ in range(ranks)
     ]
-    addresses = torch.tensor([one.data_ptr() for one in buffers], device=DEVICE)
+    flags = torch.zeros(2, dtype=torch.int32)
+    flags = flags.pin_memory() if DEVICE.type == "cuda" else flags
+    addresses = torch.tensor([one.data_ptr() for one in (*buffers, flags)], device=DEVICE)
     state = torch.tensor([number, 0], dtype=torch.int32, device=DEVICE)
-    return Peers(rank, ranks, addresses, state, CAPACITY, limit), buffers
+    return Peers(rank, ranks, addresses, state, flags, CAPACITY, limit), buffers
 
 
 def rounded_sum(parts: list[torch.Tensor], residual: torch.Tensor | None) -> torch.Tensor:
@@ -81,6 +85,25 @@ def test_part_that_never_comes_is_not_a_number():
     found = add(part, None, peers)
     assert (found[:, :256] == 2).all()  # of the first program
     assert found[:, 512:].isnan().all()
+    assert peers.missed == 1
+
+
+def test_host_ends_the_wait_for_a_part_and_hears_whose_it_was():
+    """The wait would otherwise take ten minutes."""
+    peers, buffers = group(4, 2, 5, limit=600_000_000)
+    part = torch.ones(1, 200, device=DEVICE)
+    for other in (0, 1):
+        buffers[2][1, other, :200] = packets(part, 5)
+    assert peers.missed is None
+    peers.end_waits()
+    began = time.monotonic()
+    assert add(part, None, peers).isnan().all()
+    assert peers.missed == 3
+    assert time.monotonic() - began < 60
+    assert peers.state.tolist() == [6, 0]
+    # parts that are there are still added
+    buffers[2][0, :, :200] = packets(part, 6)
+    assert (add(part, None, peers) == 4).all()
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="only parts on a GPU are taken")

@@ -51,11 +51,13 @@ def be(what: str, number: str) -> None:
         torch.from_file(f"buffer{one}", shared=True, size=size, dtype=torch.int64)
         for one in range(2)
     ]
+    flags = torch.zeros(2, dtype=torch.int32)
     own = peers.Peers(
         rank,
         2,
-        torch.tensor([one.data_ptr() for one in buffers]),
+        torch.tensor([one.data_ptr() for one in (*buffers, flags)]),
         torch.tensor([1, 0], dtype=torch.int32),
+        flags,
         _CAPACITY,
         _LIMIT,
     )
