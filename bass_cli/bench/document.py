@@ -8,7 +8,6 @@ for JSON. A key without a meaning for a method is None.
 from __future__ import annotations
 
 import math
-import os
 import platform
 import statistics
 from collections.abc import Sequence
@@ -36,12 +35,12 @@ from bass_cli.bench.floor import Ceilings, FloorInputs, floor_of
 from bass_cli.bench.preparation import Bench
 from bass_cli.bench.runs import Key, Parts
 from bass_cli.bench.settings import PLAIN, SCALED, Settings
-from bass_cli.bench.shapes import count_parameters
 from bass_cli.config.speculation import CONTROLLERS
 from bass_cli.engine.verify import Rate
 from bass_cli.models.decoder import Decoder
-from bass_cli.models.spec import head_parameters
+from bass_cli.models.spec import count_parameters, head_parameters
 from bass_cli.run.build import Models
+from bass_cli.sandbox.programs import available_cores
 
 
 def document(bench: Bench) -> dict[str, Any]:
@@ -66,9 +65,7 @@ def _machine(device: torch.device, ceilings: Ceilings) -> dict[str, Any]:
         "name": torch.cuda.get_device_name(device)
         if cuda
         else platform.processor() or platform.machine(),
-        "cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
+        "cores": available_cores(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,

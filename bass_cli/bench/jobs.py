@@ -22,12 +22,12 @@ from typing import Any
 
 from bass_cli.bench import rivals
 from bass_cli.bench.figures import spread
-from bass_cli.bench.texts import reader_of, task_of
+from bass_cli.bench.texts import task_of
 from bass_cli.errors import MachineError, UserError
 from bass_cli.io.prompts import Prompt
 from bass_cli.models.spec import Format
 from bass_cli.run.plan import Plan
-from bass_cli.run.tasks import Task
+from bass_cli.run.tasks import RequestReader, Task
 
 _POLL = 0.2  # seconds between two readings of a GPU's memory
 _OURS, _ON_RAY = "bass", "bass --ray"
@@ -75,7 +75,7 @@ def measure(
         UserError: a prompt cannot be run.
         MachineError: a process failed; the message ends with its last line of output.
     """
-    reader = reader_of(plan)
+    reader = RequestReader.of(plan)
     try:
         tasks = [task_of(reader, prompt) for prompt in prompts]
     except UserError as error:

@@ -10,7 +10,6 @@ qwen3.5-35b-a3b. Names with `tiny` are for tests.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -58,16 +57,6 @@ def head_of(name: str, target: Spec, *, option: str) -> HeadSpec:
     if (target.width, target.layers, target.vocab) != sizes:
         raise UserError(f"{option}: {name} works with {shape} only, whose hidden states it reads")
     return head(expected)
-
-
-def count_parameters(spec: Spec) -> int:
-    """Count the parameters; a tied head counts once."""
-    shapes = parameters(spec)
-    return sum(
-        math.prod(shape)
-        for name, shape in shapes.items()
-        if not (spec.tied and name == "head.weight")
-    )
 
 
 class Shape(NamedTuple):
@@ -137,6 +126,7 @@ def _llama(factor: float, *, tied: bool = False) -> dict[str, Any]:
 _EXPERTS = _THETA | {"head_dim": 128, "norm_topk_prob": True}
 _FEW_EXPERTS = _THETA | {"num_local_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True}
 _HYBRID = {"rope_theta": 1e7, "head_dim": 256}
+_MANY_HEADS = _HYBRID | {"linear_num_value_heads": 48}
 _FEW_HEADS = {"linear_num_key_heads": 2, "linear_num_value_heads": 6}
 _FEW_HEADS |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "head_dim": 16}
 SHAPES = {
@@ -151,31 +141,11 @@ SHAPES = {
     "opt-13b": Shape("opt", 40, 5120, 40, 40, 20480, 50272, 2048),
     "opt-125m": Shape("opt", 12, 768, 12, 12, 3072, 50272, 2048),
     "codegen-16b": Shape("codegen", 34, 6144, 24, 24, 24576, 51200, 2048),
-    "qwen3-30b-a3b": Shape(
-        "qwen3_moe",
-        48,
-        2048,
-        32,
-        4,
-        768,
-        151936,
-        40960,
-        _THETA | {"head_dim": 128, "norm_topk_prob": True},
-    ),
+    "qwen3-30b-a3b": Shape("qwen3_moe", 48, 2048, 32, 4, 768, 151936, 40960, _EXPERTS),
     "gpt-oss-20b": Shape(
         "gpt_oss", 24, 2880, 64, 8, 2880, 201088, 131072, {"num_local_experts": 32}
     ),
-    "qwen3.5-27b": Shape(
-        "qwen3_5_text",
-        64,
-        5120,
-        24,
-        4,
-        17408,
-        248320,
-        262144,
-        _HYBRID | {"linear_num_value_heads": 48},
-    ),
+    "qwen3.5-27b": Shape("qwen3_5_text", 64, 5120, 24, 4, 17408, 248320, 262144, _MANY_HEADS),
     "qwen3.5-35b-a3b": Shape("qwen3_5_moe_text", 40, 2048, 16, 2, 512, 248320, 262144, _HYBRID),
     "tiny-hybrid": Shape("qwen3_5_text", 4, 48, 6, 2, 80, 301, 512, _THETA | _FEW_HEADS),
     "tiny-moe": Shape("qwen3_moe", 4, 48, 6, 2, 40, 301, 512, _FEW_EXPERTS),

@@ -78,7 +78,7 @@ def texts_for(settings: Settings, plan: Plan | None) -> dict[str, list[Text]]:
     try:
         for kind in settings.texts:
             assert plan is not None
-            reader, chat = reader_of(plan), plan.files.tokenizer.has_chat_template
+            reader, chat = RequestReader.of(plan), plan.files.tokenizer.has_chat_template
             found[kind] = [_text(reader, kind, i, chat=chat) for i in range(count)]
             longest = max(len(text.tokens) for text in found[kind])
             _check_room(longest, settings, plan.files.target.spec.context)
@@ -110,7 +110,7 @@ def _check_room(longest: int, settings: Settings, context: int) -> None:
 def _real_prompts(plan: Plan, file: str | None, lengths: list[int]) -> list[list[int]]:
     if file is None:
         return [joined(plan.files.tokenizer, i, length) for i, length in enumerate(lengths)]
-    reader, prompts = reader_of(plan), read_prompts(open_source(file), limit=len(lengths))
+    reader, prompts = RequestReader.of(plan), read_prompts(open_source(file), limit=len(lengths))
     given = [task_of(reader, prompt).tokens for prompt in prompts]
     return [given[i % len(given)] for i in range(len(lengths))]
 
@@ -167,8 +167,3 @@ def task_of(reader: RequestReader, prompt: Prompt) -> Task:
         reason = str(error)
         place = "" if reason.startswith(prompt.place) else f"{prompt.place}: "
         raise UserError(f"{place}{reason}") from None
-
-
-def reader_of(plan: Plan) -> RequestReader:
-    """Return the reader of a plan's prompts."""
-    return RequestReader(plan.job, plan.files.tokenizer, context=plan.files.target.spec.context)

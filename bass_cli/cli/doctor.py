@@ -6,7 +6,6 @@ all files of a pair are here: then run/plan.py checks their headers.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import importlib.util
 import os
@@ -27,7 +26,8 @@ from bass_cli.config.options import packaged_pairs
 from bass_cli.config.speculation import parse_draft
 from bass_cli.errors import MachineError, UserError, spelled
 from bass_cli.io.cache import cache_folder, give_kernels_a_cache, is_writable, temporary_folder
-from bass_cli.system.host import free_memory, gigabytes, gpu_fault, host_memory
+from bass_cli.sandbox.programs import available_cores
+from bass_cli.system.host import free_memory, gigabytes, gpu_fault, host_memory, processor_name
 from bass_cli.system.threads import configure_threads
 
 if TYPE_CHECKING:
@@ -185,20 +185,19 @@ def describe_machine(args: DoctorArgs) -> dict[str, Any]:
 
     memory, pairs = available_memory(), describe_pairs()
     cuda = memory["device"] == "cuda"
+    processor = processor_name() or platform.machine()
     return {
         "bass": __version__,
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
         "python": platform.python_version(),
         **{package: _version(package) for package in PACKAGES},
         "device": memory["device"],
-        "device_name": torch.cuda.get_device_name(0) if cuda else _processor(),
+        "device_name": torch.cuda.get_device_name(0) if cuda else processor,
         "memory": gigabytes(memory["bytes"]),
         "memory_bytes": memory["bytes"],
         **_free(torch.device(memory["device"])),
-        "cpu": _processor(),
-        "cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
+        "cpu": processor,
+        "cores": available_cores(),
         "threads": threads.number,
         "threads_why": in_flags(threads.why),
         "kernels": "triton" if cuda and importlib.util.find_spec("triton") else "plain torch",
@@ -209,16 +208,6 @@ def describe_machine(args: DoctorArgs) -> dict[str, Any]:
         "ready": [one["name"] for one in pairs if one["ready"]],
         **({} if chosen is None else _one_pair(chosen, memory)),
     }
-
-
-def _processor() -> str:
-    with contextlib.suppress(OSError):
-        named = re.search(
-            r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE
-        )
-        if named:
-            return named[1]
-    return platform.processor() or platform.machine()
 
 
 def _free(device: torch.device) -> dict[str, Any]:
@@ -296,27 +285,24 @@ def _hub() -> str:
     return f"{constants.ENDPOINT} {found[-1]}"
 
 
+# Options that belong to a pair, and what they are about
+_OF_PAIR = {
+    "draft": "the target that it drafts for",
+    "tensor_parallel": "the target that is split",
+    "kv_dtype": "whose keys and values it is for",
+    "dtype": "whose weights it is for",
+    "decoder": "whose layers it is for",
+}
+
+
 def _chosen(args: DoctorArgs) -> Job | None:
+    values: dict[str, Any] = {name: getattr(args, name) for name in _OF_PAIR}
+    given = {name: value for name, value in values.items() if value is not None}
     if args.pair is None and args.model is None:
-        if args.draft is not None:
-            raise UserError("--draft needs --pair or --model, the target that it drafts for")
-        if args.tensor_parallel is not None:
-            raise UserError("--tensor-parallel needs --pair or --model, the target that is split")
-        if args.kv_dtype is not None:
-            raise UserError("--kv-dtype needs --pair or --model, whose keys and values it is for")
-        if args.dtype is not None:
-            raise UserError("--dtype needs --pair or --model, whose weights it is for")
-        if args.decoder is not None:
-            raise UserError("--decoder needs --pair or --model, whose layers it is for")
+        for name in given:
+            raise UserError(f"`{name}` needs `pair` or `model`, {_OF_PAIR[name]}")
         return None
-    return make_job(
-        chosen_pair(args),
-        draft=args.draft,
-        tensor_parallel=args.tensor_parallel,
-        kv_dtype=args.kv_dtype,
-        dtype=args.dtype,
-        decoder=args.decoder,
-    )
+    return make_job(chosen_pair(args), **given)
 
 
 def _one_pair(job: Job, memory: dict[str, Any]) -> dict[str, Any]:

@@ -327,7 +327,7 @@ def lines_of(path: Path) -> Iterator[Completion]:
 
 def usable(prompts: Iterator[Prompt], plan: Plan, screen: Screen) -> list[Prompt]:
     """Return the prompts that the target can run; UserError if there are none."""
-    reader, found, faults = _reader(plan), list[Prompt](), list[str]()
+    reader, found, faults = RequestReader.of(plan), list[Prompt](), list[str]()
     for prompt in prompts:
         for name in prompt.settings:
             raise UserError(
@@ -348,7 +348,7 @@ def usable(prompts: Iterator[Prompt], plan: Plan, screen: Screen) -> list[Prompt
 
 def texts_of(path: Path, plan: Plan) -> list[Text]:
     """Return the token ids of every sample behind those of its prompt."""
-    reader = _reader(plan)
+    reader = RequestReader.of(plan)
     prompts: dict[str, list[int]] = {}
     found = []
     for one in lines_of(path):
@@ -361,10 +361,6 @@ def texts_of(path: Path, plan: Plan) -> list[Text]:
         begin = prompts[one.id]
         found.append(Text(_origin(one.id), [*begin, *one.token_ids], len(begin)))
     return found
-
-
-def _reader(plan: Plan) -> RequestReader:
-    return RequestReader(plan.job, plan.files.tokenizer, context=plan.files.target.spec.context)
 
 
 def _origin(id_: str) -> str:

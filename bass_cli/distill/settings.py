@@ -22,7 +22,7 @@ from bass_cli.distill.network import Source, first_whole, source_of
 from bass_cli.distill.windows import FEWEST, Layout, thinned
 from bass_cli.errors import MachineError, UserError
 from bass_cli.formats.tokenizer import Tokenizer
-from bass_cli.models.spec import AnySpec, Spec, parameters
+from bass_cli.models.spec import AnySpec, Spec, count_parameters
 from bass_cli.run.pair import open_files
 from bass_cli.run.plan import Plan, device_of
 from bass_cli.system.host import free_memory, gigabytes
@@ -207,7 +207,10 @@ def find_source(args: DistillArgs, pair: Pair, plan: Plan) -> Source:
 def check_disk(source: Source, out: Path, tokens: int) -> None:
     """Raise MachineError if the disk has too little room for samples, checkpoint and draft."""
     place = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
-    need, free = _KEPT * weights_of(source.spec) + _LINE * tokens, shutil.disk_usage(place).free
+    need, free = (
+        _KEPT * count_parameters(source.spec) + _LINE * tokens,
+        shutil.disk_usage(place).free,
+    )
     if need > free:
         raise MachineError(
             f"{out}: samples, checkpoints and draft take up to {gigabytes(need)}, but only "
@@ -219,9 +222,9 @@ def check_memory(plan: Plan, source: Source, training: Training) -> None:
     """Raise MachineError if the device has too little memory for the training."""
     if windows_at_once(plan, source, training, free_memory(plan.device), loaded=False) < 1:
         raise MachineError(
-            f"training a draft of {weights_of(source.spec) / 1e6:.0f} million weights takes more "
-            f"than the {gigabytes(free_memory(plan.device))} of free memory; start from a smaller "
-            "model (`source`), or give fewer `layers` or `window_tokens`"
+            f"training a draft of {count_parameters(source.spec) / 1e6:.0f} million weights takes "
+            f"more than the {gigabytes(free_memory(plan.device))} of free memory; start from a "
+            "smaller model (`source`), or give fewer `layers` or `window_tokens`"
         )
 
 
@@ -234,22 +237,14 @@ def windows_at_once(
     already in memory.
     """
     spec, item = source.spec, plan.dtype.itemsize
-    free -= (_TRAINED - 4 * loaded) * weights_of(spec)
-    free -= 0 if loaded else item * weights_of(plan.files.target.spec)
+    free -= (_TRAINED - 4 * loaded) * count_parameters(spec)
+    free -= 0 if loaded else item * count_parameters(plan.files.target.spec)
     guesses = 5 * 4 * min(ELEMENTS, training.layout.tokens * training.windows * source.vocab)
     heads = 4 * spec.vocab * spec.width + item * source.vocab * plan.files.target.spec.width
-    free = int(_MARGIN * free) - item * weights_of(spec) - guesses - heads
+    free = int(_MARGIN * free) - item * count_parameters(spec) - guesses - heads
     masks = _attention_masks(plan, source, training, item)
     each = training.layout.tokens * _activations(spec, item) + masks
     return max(min(free // each, training.windows), 0)
-
-
-def weights_of(spec: Spec) -> int:
-    """Count the weights; a tied head counts once."""
-    shapes = parameters(spec)
-    if spec.tied:
-        del shapes["head.weight"]
-    return sum(math.prod(shape) for shape in shapes.values())
 
 
 def _activations(spec: Spec, item: int) -> int:

@@ -259,6 +259,14 @@ def _described(name: str, values: Mapping[str, Any], later: Mapping[str, Any]) -
     return f"{name}({', '.join(f'{key}={value!r}' for key, value in shown.items())})"
 
 
+def count_parameters(spec: Spec) -> int:
+    """Return the number of parameters. A tied head counts once."""
+    shapes = parameters(spec)
+    if spec.tied:
+        shapes.pop("head.weight", None)
+    return sum(map(math.prod, shapes.values()))
+
+
 def parameters(spec: Spec) -> dict[str, tuple[int, ...]]:
     """Return the names and shapes of all tensors of a decoder, `head.weight` also if it is tied.
 

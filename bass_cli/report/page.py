@@ -17,7 +17,6 @@ from importlib import resources
 from typing import Any, NamedTuple
 
 from bass_cli import __version__
-from bass_cli.errors import MachineError
 from bass_cli.eval import report
 from bass_cli.eval.samples import part_of
 from bass_cli.eval.setting import OF_A_RUN, flat, setting_of
@@ -184,13 +183,9 @@ def render_live(interval: float) -> bytes:
 
 
 def _page(head: dict[str, Any], chunks: Sequence[Chunk]) -> bytes:
-    try:
-        from jinja2 import Environment, PackageLoader, StrictUndefined
-        from markupsafe import Markup
-    except ImportError:
-        raise MachineError(
-            "bass report needs jinja2, which is not installed: pip install 'bass-cli[report]'"
-        ) from None
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup
+
     folder = resources.files("bass_cli.report")
     style = (folder / "page.css").read_text(encoding="utf-8")
     parts = [(folder / name).read_text(encoding="utf-8") for name in _SCRIPTS]

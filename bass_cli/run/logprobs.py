@@ -201,8 +201,7 @@ def score_text(text: Prompt, plan: Plan, target: Target, *, top: int) -> Complet
 def _reader_of(plan: Plan) -> RequestReader:
     from bass_cli.run.tasks import RequestReader
 
-    context = plan.files.target.spec.context
-    return RequestReader(plan.job, plan.files.tokenizer, context=context, tags=plan.tags)
+    return RequestReader.of(plan, tags=plan.tags)
 
 
 def _read_together(

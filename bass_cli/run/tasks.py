@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from bass_cli.config.job import Job
 from bass_cli.config.line import SettingError
@@ -21,6 +22,9 @@ from bass_cli.formats.tokenizer import Messages, Tokenizer
 from bass_cli.io.prompts import SYSTEM_ROLES, Prompt
 from bass_cli.run.requests import Request, VisibleText
 from bass_cli.run.sampling import report_of, row_sampling
+
+if TYPE_CHECKING:
+    from bass_cli.run.plan import Plan
 
 
 @dataclass(slots=True, eq=False)
@@ -127,6 +131,12 @@ class RequestReader:
         self._tags = tags
         self._own: dict[str, Job] = {}  # by a prompt's own settings
         self._samplings: dict[int, RowSampling] = {}  # by id of a job, which is kept above
+
+    @classmethod
+    def of(cls, plan: Plan, *, tags: Tags | None = None) -> RequestReader:
+        """Return the reader of a plan's prompts."""
+        context = plan.files.target.spec.context
+        return cls(plan.job, plan.files.tokenizer, context=context, tags=tags)
 
     def job_of(self, prompt: Prompt) -> Job:
         """Return the job with a prompt's own settings. UserError if it cannot have them."""

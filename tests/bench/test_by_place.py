@@ -14,14 +14,14 @@ from bass_cli.bench import grid
 from bass_cli.bench.figures import Run, Step
 from bass_cli.bench.floor import Ceilings, FloorInputs, Sizes, floor_of, sizes_of
 from bass_cli.bench.preparation import build_loops, build_models, need_of
-from bass_cli.bench.shapes import count_parameters, head_of, spec_of
+from bass_cli.bench.shapes import head_of, spec_of
 from bass_cli.drafts.heads import HeadDrafter
 from bass_cli.drafts.model import ParallelDrafter
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.verify import SimulatedAcceptance
 from bass_cli.errors import UserError
 from bass_cli.io.console import Screen
-from bass_cli.models.spec import head_parameters
+from bass_cli.models.spec import count_parameters, head_parameters
 
 
 def test_profile_gives_a_rate_for_each_position() -> None:

@@ -12,19 +12,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from bass_cli.bench.floor import pass_work, sizes_of
 from bass_cli.bench.preparation import build_loops
 from bass_cli.bench.runs import fill, measure_parts
-from bass_cli.bench.shapes import (
-    LOGIT_SPREAD,
-    SHAPES,
-    count_parameters,
-    random_weights,
-    scale_layers,
-    spec_of,
-)
+from bass_cli.bench.shapes import LOGIT_SPREAD, SHAPES, random_weights, scale_layers, spec_of
 from bass_cli.bench.texts import rows_for
 from bass_cli.errors import UserError
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.families import FAMILIES
 from bass_cli.models.recurrent import RecurrentStates
+from bass_cli.models.spec import count_parameters
 from bass_cli.run.build import Models
 
 PUBLISHED = {

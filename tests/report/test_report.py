@@ -27,8 +27,7 @@ from bass_cli.io.console import Screen
 from bass_cli.io.layout import LayoutWriter
 from bass_cli.io.results import Completion, open_output
 from bass_cli.report.command import run
-from bass_cli.report.pieces import Pieces
-from bass_cli.report.runs import failure_kind
+from bass_cli.report.runs import Pieces, failure_kind
 
 ALLOW = "--allow-code-execution"
 HOSTILE = [
