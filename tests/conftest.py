@@ -4,6 +4,7 @@ set before triton is imported."""
 import gc
 import itertools
 import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -12,6 +13,11 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# Compiled files are kept in __pycache__, which git ignores, also where the environment says not to
+# write them: every process of the tests would compile the tests, or the package, again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 
 # Files whose tests take longest, 9 to 50 s each. They start first; otherwise one process still runs
@@ -75,6 +81,22 @@ def own_cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_children():
+    """Call tokenizers, templates and rules in this process, as systems other than Linux do. A fork
+    of a process that has imported all tests takes 50 ms, and tests would make thousands. Commands
+    in processes of their own have the children, and so have tests with the fixture `children`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("bass_cli.formats.limits.IN_CHILD", False)
+        yield
+
+
+@pytest.fixture
+def children(monkeypatch):
+    """Call tokenizers, templates and rules in child processes, which have limits."""
+    monkeypatch.setattr("bass_cli.formats.limits.IN_CHILD", sys.platform == "linux")
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 and for types only."""
 
 import ast
+import functools
 import graphlib
 import sys
 from pathlib import Path
@@ -56,15 +57,20 @@ def imported(module, path):
             yield ours if ours in FILES else ours.rpartition(".")[0] or ours
 
 
-EDGES = sorted(
-    {
-        (one, other)
-        for one, path in FILES.items()
-        for other in imported(one, path)
-        if one != "__init__"
-    }
-)
-INNER = [(one, other) for one, other in EDGES if other in FILES and other != "bass_cli"]
+@functools.cache
+def edges():
+    return sorted(
+        {
+            (one, other)
+            for one, path in FILES.items()
+            for other in imported(one, path)
+            if one != "__init__"
+        }
+    )
+
+
+def inner_edges():
+    return [(one, other) for one, other in edges() if other in FILES and other != "bass_cli"]
 
 
 def place(module):
@@ -81,7 +87,7 @@ def test_imports_go_down():
     """A new module needs an entry in LAYERS, or a package that has one."""
     assert [
         edge
-        for edge in INNER
+        for edge in inner_edges()
         if place(edge[1]) >= place(edge[0]) and place(edge[1]) != place(edge[0])
     ] == []
 
@@ -93,13 +99,13 @@ def test_packages_have_no_import_cycle():
         )
 
     graph = graphlib.TopologicalSorter()
-    for one, other in INNER:
+    for one, other in inner_edges():
         graph.add(package(one), *{package(other)} - {package(one)})
     assert len(list(graph.static_order())) > 20  # otherwise CycleError names the cycle
 
 
 def test_jail_modules_need_only_the_standard_library():
-    others = {other.split(".")[0] for one, other in EDGES if one.startswith("sandbox.jail.")} - {
+    others = {other.split(".")[0] for one, other in edges() if one.startswith("sandbox.jail.")} - {
         "sandbox"
     }
     assert others <= sys.stdlib_module_names

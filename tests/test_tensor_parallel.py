@@ -119,16 +119,16 @@ def test_split_target_scores_texts_as_the_whole(halves: tuple[Models, int]) -> N
     ("draft", "coupling", "length", "changes"),
     [
         ("none", "shared", "auto", {}),
-        ("draft", "shared", 4, {}),
+        pytest.param("draft", "shared", 4, {}, marks=pytest.mark.slow),
         ("draft", "maximal", "auto", {}),
         ("draft", "shared", "auto", {"budget": 600.0}),
-        ("lookup", "shared", "auto", {}),
+        pytest.param("lookup", "shared", "auto", {}, marks=pytest.mark.slow),
         ("lookup", "maximal", 4, {}),
-        ("skip:1", "shared", 3, {}),
+        pytest.param("skip:1", "shared", 3, {}, marks=pytest.mark.slow),
         ("parallel:draft", "shared", 3, {}),
         ("heads:head", "shared", 3, {}),
-        ("heads:chain", "maximal", 3, {}),
-        ("draft", "shared", 4, {"kv_dtype": "fp8"}),
+        pytest.param("heads:chain", "maximal", 3, {}, marks=pytest.mark.slow),
+        pytest.param("draft", "shared", 4, {"kv_dtype": "fp8"}, marks=pytest.mark.slow),
         ("heads:chain", "shared", 3, {"kv_dtype": "fp8"}),
     ],
 )
@@ -229,10 +229,10 @@ class LedFakes(FakeGraphs):
 @pytest.mark.parametrize(
     ("draft", "coupling", "length"),
     [
-        ("none", "shared", "auto"),
+        pytest.param("none", "shared", "auto", marks=pytest.mark.slow),
         ("draft", "maximal", "auto"),
-        ("skip:1", "shared", 3),
-        ("heads:chain", "shared", 3),
+        pytest.param("skip:1", "shared", 3, marks=pytest.mark.slow),
+        pytest.param("heads:chain", "shared", 3, marks=pytest.mark.slow),
     ],
 )
 def test_split_target_with_graphs_draws_the_tokens_of_the_whole(
@@ -349,6 +349,7 @@ def tokens_in(out: Path) -> dict[tuple[str, int], list[int]]:
     return {(line["id"], line["sample"]): line["token_ids"] for line in lines}
 
 
+@pytest.mark.slow
 def test_killed_follower_is_named_and_the_command_resumes(tmp_path: Path) -> None:
     out, whole = tmp_path / "o.jsonl", tmp_path / "whole.jsonl"
     ended = bass("follower", out)

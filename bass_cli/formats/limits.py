@@ -27,6 +27,7 @@ from typing import Any
 from bass_cli.errors import UserError
 from bass_cli.reading import parse_object
 
+IN_CHILD = sys.platform == "linux"  # whether functions run in a child process, which has limits
 _BRIEF = 1000  # most characters of an error message from the child
 # Bytes of the allocations that use up free memory, and how many there are at most. Each writes to
 # one or two pages, which the two processes then do not share: at most 128 MB and 0.1 s. Pieces of
@@ -72,7 +73,7 @@ class Limited:
             UserError: the function raised a UserError.
             RefusalError: the function exceeded a limit, or raised another error.
         """
-        if sys.platform != "linux":
+        if not IN_CHILD:
             kind, value = _answer(self._function, argument, self._memory)
         else:
             with self._lock:

@@ -17,9 +17,10 @@ from forked import run_forked
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.parametrize("times", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("script", "count"), [("kills", "--kills"), ("power_cuts", "--cuts")])
 def test_kills_and_power_cuts_lose_and_duplicate_no_sample(
-    tmp_path: Path, script: str, count: str
+    tmp_path: Path, script: str, count: str, times: int
 ) -> None:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("BASS_")}
     environment["TMPDIR"] = str(tmp_path)
@@ -28,12 +29,14 @@ def test_kills_and_power_cuts_lose_and_duplicate_no_sample(
         f"import runpy, sys; sys.path.insert(0, {path!r}); "
         f"runpy.run_path({path + '/' + script + '.py'!r}, run_name='__main__')"
     )
-    found = run_forked(code, count, "3", "--json", cwd=tmp_path, env=environment, timeout=280)
+    found = run_forked(
+        code, count, str(times), "--json", cwd=tmp_path, env=environment, timeout=280
+    )
     assert found.stdout, found.stderr
     figures = json.loads(found.stdout)
     assert (found.returncode, figures["faults"]) == (0, [])
     assert {key: figures[key] for key in (count[2:], "lost", "doubled", "changed")} == {
-        count[2:]: 3,
+        count[2:]: times,
         "lost": 0,
         "doubled": 0,
         "changed": 0,

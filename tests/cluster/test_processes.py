@@ -153,6 +153,7 @@ def test_visible_gpus_have_the_names_that_a_child_needs(monkeypatch: pytest.Monk
     assert visible_gpus() == []
 
 
+@pytest.mark.slow
 def test_the_file_is_the_same_after_a_killed_process_and_ctrl_c(pair_folder: Any) -> None:
     place = pair_folder(prompts=28)
     out, log = place / "o.jsonl", place / "log"
@@ -179,6 +180,7 @@ def plain(log: Path) -> str:
     return " ".join(word for word in log.read_text().split() if not word.isdigit())
 
 
+@pytest.mark.slow
 def test_processes_end_with_a_driver_that_is_killed(pair_folder: Any) -> None:
     place = pair_folder(prompts=14)
     flags = ("--out", "o.jsonl", "--max-new-tokens", "40", "--ray", "local", "--actors", "2")

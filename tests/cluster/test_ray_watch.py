@@ -37,6 +37,7 @@ def test_a_dead_process_is_named_within_5_s() -> None:
     one.close()
 
 
+@pytest.mark.slow
 def test_a_blocked_command_is_ended_with_exit_code_3() -> None:
     code = """
 import sys, time

@@ -132,6 +132,7 @@ def test_the_file_is_the_same_after_kills_and_a_new_node(cluster: Any, pair_fold
     cluster.remove_node(late)
 
 
+@pytest.mark.slow
 def test_shards_work_on_ray_and_errors_name_the_node(cluster: Any, pair_folder: Any) -> None:
     place = pair_folder(prompts=4)
     flags = ("--ray", cluster.address, "--actors", "1", "--out", "o.jsonl", "--shard", "1/2")

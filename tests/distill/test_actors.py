@@ -169,6 +169,7 @@ def one_by_one(here):
     assert {key: here_[key] for key in both} == {key: there[key] for key in both}
 
 
+@pytest.mark.slow
 def test_processes_of_this_machine_train_and_end_with_ctrl_c(here):
     flags = (*FLAGS, "--minutes", "5", "--out", "out", "--ray", "local", "--actors", "2")
     with (here / "log").open("w") as log:

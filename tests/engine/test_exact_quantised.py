@@ -12,6 +12,7 @@ from reading import goes_on_and_is_plain, write_pair
 from test_exactness import drafter_of, rows
 from test_parallel import bass, lines
 from test_quantised_weights import with_rounding
+from thinned import thinned
 from toys import Reactive, drive, loop_for, plain
 
 from bass_cli.config.job import load_pair, make_job
@@ -164,7 +165,10 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize(("dtype", "drafts"), [("int8", "int8"), ("fp8", "auto"), ("fp32", "fp8")])
+@pytest.mark.parametrize(
+    ("dtype", "drafts"),
+    thinned([("int8", "int8"), ("fp8", "auto"), ("fp32", "fp8")], [("fp8", "auto")]),
+)
 def test_resumed_run_with_a_draft_head_equals_plain_decoding(here, dtype, drafts):
     """A drafter that reads hidden states, lookup, and a run that was killed within a line."""
     text = f"target: target\ndraft: 'heads:head'\ndtype: {dtype}\ndraft_dtype: {drafts}\n"

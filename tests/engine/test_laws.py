@@ -187,12 +187,16 @@ CONTROLLERS = {
     "reactive": Reactive,
     "auto": lambda: make_lengths("auto", limit=4, coupling="maximal", surface=CHEAP),
 }
-# Under maximal coupling, where drafts and lengths affect the samples, every pair; under shared
-# coupling, where samples equal plain decoding (test_exactness.py), each controller and the
-# drafters that are not held there; the others in `make test-slow`.
+# Under maximal coupling, where drafts and lengths affect the samples, `make test` has each drafter
+# with one controller and `make test-slow` every pair; under shared coupling, where samples equal
+# plain decoding (test_exactness.py), each controller and the drafters that are not held there.
 HELD = ("model", "lookup")
 COMBINED = (
-    *(("maximal", *both) for both in itertools.product(DRAFTERS, CONTROLLERS)),
+    *(
+        pytest.param("maximal", draft, lengths, marks=pytest.mark.slow if at % 3 != other else ())
+        for at, draft in enumerate(DRAFTERS)
+        for other, lengths in enumerate(CONTROLLERS)
+    ),
     *(
         pytest.param(
             "shared",

@@ -130,7 +130,9 @@ def finish(loop, rows):
     return out, back, sum(grown), last
 
 
-@pytest.mark.parametrize(("graphs", "total"), [(True, 2 * MOST + 1), (False, MOST)])
+@pytest.mark.parametrize(
+    ("graphs", "total"), [(True, 2 * MOST + 1), pytest.param(False, MOST, marks=pytest.mark.slow)]
+)
 def test_growing_rows_give_the_tokens_of_plain_decoding(pair, graphs, total):
     """With every drafter, and whether or not rounds are launched ahead."""
     target, draft = pair

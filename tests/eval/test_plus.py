@@ -183,6 +183,7 @@ EMPTY = {
 }
 
 
+@pytest.mark.slow
 def test_empty_results_are_not_close_to_a_list_of_one_float(
     tmp_path: Path, sandbox_folders: Path
 ) -> None:

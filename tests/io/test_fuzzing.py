@@ -365,6 +365,7 @@ def test_data_of_tasks(tmp_path: Path, content: bytes) -> None:
 
 @settings(FUZZ, max_examples=40)
 @given(data=st.data())
+@pytest.mark.usefixtures("children")  # as libraries may end the process
 def test_tokenizers(tokenizer: Path, tmp_path: Path, data: st.DataObject) -> None:
     for file in tokenizer.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())

@@ -27,7 +27,6 @@ from bass_cli.models.partition import Share
 from bass_cli.models.spec import Layouts
 from bass_cli.run.plan import make_plan
 
-peft = pytest.importorskip("peft")
 CPU = torch.device("cpu")
 EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 # Configurations by name: the family, and arguments of LoraConfig.
@@ -58,6 +57,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def write_adapter(folder: Path, model: Any, *, seed: int = 0, **config: Any) -> Any:
     """Save a random adapter of a model as PEFT does. Return PEFT's own merged model."""
+    peft = pytest.importorskip("peft")
     made = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=4, **config))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -100,6 +100,7 @@ def test_several_adapters_add_up_with_their_weights(tmp_path: Path) -> None:
     for i, modules in enumerate((["q_proj", "up_proj"], ["up_proj", "down_proj"])):
         write_adapter(tmp_path / str(i), build_model("llama"), seed=i, target_modules=modules)
         adapters.append(Adapter(tmp_path / str(i), (1.0, -0.5)[i]))
+    peft = pytest.importorskip("peft")
     made = peft.PeftModel.from_pretrained(build_model("llama"), tmp_path / "0", adapter_name="a")
     made.load_adapter(tmp_path / "1", adapter_name="b")
     for name, module in made.named_modules():

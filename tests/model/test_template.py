@@ -19,9 +19,12 @@ from bass_cli.formats.tokenizer import Tokenizer
 
 MESSAGES = [{"role": "user", "content": "the cat"}]
 HELLO = [{"role": "user", "content": "hello"}]
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux", reason="elsewhere templates are rendered in the process itself"
-)
+pytestmark = [
+    pytest.mark.usefixtures("children"),
+    pytest.mark.skipif(
+        sys.platform != "linux", reason="elsewhere templates are rendered in the process itself"
+    ),
+]
 # Each misbehaves for "the cat" only: a Python loop, a call in C that never returns, memory in one
 # allocation, and memory in small steps.
 NESTED = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"

@@ -19,6 +19,8 @@ from bass_cli.errors import UserError
 from bass_cli.formats.limits import Limited
 from bass_cli.formats.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.usefixtures("children")
+
 
 def edited(
     folder: Path,

@@ -325,7 +325,9 @@ def test_oversized_report_is_discarded() -> None:
     os.close(inlet)
 
 
-@pytest.mark.parametrize("layers", [None, "mount,network,uid,landlock,seccomp"])
+@pytest.mark.parametrize(
+    "layers", [None, pytest.param("mount,network,uid,landlock,seccomp", marks=pytest.mark.slow)]
+)
 def test_silent_supervisor_is_killed(
     sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, layers: str | None
 ) -> None:

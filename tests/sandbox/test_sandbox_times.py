@@ -30,7 +30,7 @@ TREES = {  # processes that use more or less than a second together, but none al
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("layers", [None, "pid"])
+@pytest.mark.parametrize("layers", [None, pytest.param("pid", marks=pytest.mark.slow)])
 def test_processor_time_of_all_processes_counts(sandbox: Sandbox, layers: str | None) -> None:
     need_namespaces(sandbox)
     limits = Limits(seconds=60, cpu_seconds=1)
@@ -45,6 +45,7 @@ def test_processor_time_of_all_processes_counts(sandbox: Sandbox, layers: str | 
     assert verdicts["less"].passed
 
 
+@pytest.mark.slow
 def test_many_spinning_processes_do_not_time_out_a_neighbour() -> None:
     spinners = SPIN + "for _ in range(30):\n    if not os.fork(): break\nspin(99)"
     with Sandbox(workers=2, limits=Limits(seconds=10, cpu_seconds=2)) as made:
@@ -100,7 +101,7 @@ WAITS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("layers", [None, "pid"])
+@pytest.mark.parametrize("layers", [None, pytest.param("pid", marks=pytest.mark.slow)])
 def test_program_that_waited_for_a_processor_is_starved(
     sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, layers: str | None
 ) -> None:

@@ -54,7 +54,11 @@ def ended(code: str, numbers: list[int]) -> tuple[int, str, float]:
     return process.returncode, text, time.monotonic() - since
 
 
-@pytest.mark.parametrize("code", [_BLOCKED, _CLEANING], ids=["blocked", "cleaning up"])
+@pytest.mark.parametrize(
+    "code",
+    [_BLOCKED, pytest.param(_CLEANING, marks=pytest.mark.slow)],
+    ids=["blocked", "cleaning up"],
+)
 def test_the_first_signal_ends_the_command_within_5_s(code: str) -> None:
     returned, text, seconds = ended(code, [signal.SIGTERM])
     assert (returned, text) == (130, "interrupted\n")
