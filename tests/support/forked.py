@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import gc
 import importlib
 import json
 import os
@@ -207,5 +208,6 @@ def _become(request: dict, streams: list[int]) -> str:
 if __name__ == "__main__":
     for name in ("pydantic", "torch", "typer", "yaml"):  # for those that are forked
         importlib.import_module(name)
+    gc.freeze()
     # at the top, so that it ends as Python ends
     exec(_serve(socket.socket(fileno=int(sys.argv[1]))), {"__name__": "__main__"})
