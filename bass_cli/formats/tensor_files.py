@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from bass_cli.errors import UserError
 from bass_cli.reading import LARGEST, open_regular, os_errors_as, parse_object, text, whole
+from bass_cli.system.postponed import complete_torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -129,6 +130,7 @@ def read_torch(path: Path) -> dict[str, Entry]:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    complete_torch()
     entries: dict[str, Entry] = {}
     try:
         with opened(path) as file:

@@ -9,6 +9,7 @@ measures the cores and loads torch's libraries while other modules are imported.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import re
 import sys
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from bass_cli.system import host
 from bass_cli.system.host import control_groups, lacking_address_space, system_text
+from bass_cli.system.postponed import import_torch
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -36,6 +38,22 @@ _FREE = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "1"}
 _SHARED = {"OMP_WAIT_POLICY": "PASSIVE"}
 # torch searches all packages for other kinds of devices, which takes 30 ms. bass uses none of them.
 _NO_OTHER_DEVICES = ("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+
+# Modules with machine code that a job imports before torch. The system loads one library at a time,
+# so their import would wait until torch's are loaded.
+_COMPILED = (
+    *(
+        "array",
+        "csv",
+        "ctypes",
+        "decimal",
+        "hashlib",
+        "mmap",
+        "multiprocessing.connection",
+        "numpy",
+    ),
+    *("pickle", "pydantic_core", "queue", "resource", "tokenizers", "yaml", "zoneinfo"),
+)
 
 
 class Cores(NamedTuple):
@@ -216,13 +234,14 @@ def begin(wanted: int | None) -> None:
     """Start `configure_threads` early, in a thread.
 
     The thread chooses the number of threads, and loads torch's libraries while the main thread
-    imports other modules.
+    imports other modules. Those with machine code are imported here, before that.
     """
     if "torch" in sys.modules or lacking_address_space() is not None:
         return
     from concurrent.futures import Future
 
     choice: Future[_Choice] = Future()
+    imported = threading.Event()
 
     def run() -> None:
         try:
@@ -232,10 +251,16 @@ def begin(wanted: int | None) -> None:
             return
         os.environ.update(found[1])
         choice.set_result(found)
+        imported.wait()
         _load_libraries()
 
     threading.Thread(target=run, name="loading torch", daemon=True).start()
     _begun.append((wanted, choice))
+    try:
+        for name in _COMPILED:
+            importlib.import_module(name)
+    finally:
+        imported.set()
 
 
 def _load_libraries() -> None:
@@ -277,12 +302,15 @@ def configure_threads(wanted: int | None, note: Note) -> Threads:
 
         raise MachineError(reason)
     begun = _begun.pop() if _begun else None
+    is_command = begun is not None and "torch" not in sys.modules
     if begun is not None and begun[0] == wanted:
         chosen, waiting = begun[1].result()
     else:
         chosen, waiting = choose(wanted)
     os.environ.update(waiting)
     os.environ.setdefault(*_NO_OTHER_DEVICES)
+    if is_command:
+        import_torch()
 
     import torch
 

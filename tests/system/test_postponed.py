@@ -1,0 +1,79 @@
+"""Commands import torch without the modules that a job does not use, which can still be used."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_STEPS = {
+    "postponed": """
+print([n for n in ('torch.export', 'torch.distributions', 'torch._refs', 'torch.masked')
+       if n in sys.modules])
+""",
+    # a module within a postponed one is imported first
+    "used": """
+from torch.distributions.kl import kl_divergence
+normal = torch.distributions.Normal
+print(float(kl_divergence(normal(0.0, 1.0), normal(1.0, 1.0))))
+print(torch.export.Dim('n').__name__, sys.modules['torch.export'] is torch.export)
+""",
+    "missing": """
+for place in (torch, torch.nn):
+    try:
+        place.missing
+    except AttributeError as error:
+        print(error)
+""",
+    # torch has no such form of `dot` in C++
+    "without memory": """
+x = torch.empty(4, device='meta')
+try:
+    torch.dot(x, x)
+except NotImplementedError:
+    print('not registered')
+import transformers
+print(torch.dot(x, x).shape)
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """The lines that each step prints in a process that has imported torch as a command does.
+
+    The module transformers is an empty one.
+    """
+    folder = tmp_path_factory.mktemp("modules")
+    Path(folder, "transformers.py").touch()
+    code = (
+        f"import sys\nsys.path.insert(0, {str(folder)!r})\n"
+        "from bass_cli.system.postponed import import_torch\nimport_torch()\nimport torch\n"
+        + "".join(f"print('#', {name!r}){step}" for name, step in _STEPS.items())
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    parts = [part.splitlines() for part in done.stdout.split("# ")[1:]]
+    return {name: lines for name, *lines in parts}
+
+
+def test_modules_that_a_job_does_not_use_are_not_imported(printed: dict[str, list[str]]) -> None:
+    assert printed["postponed"] == ["[]"]
+
+
+def test_postponed_modules_are_imported_when_they_are_used(printed: dict[str, list[str]]) -> None:
+    assert printed["used"] == ["0.5", "n True"]
+
+
+def test_names_that_torch_does_not_have_are_errors(printed: dict[str, list[str]]) -> None:
+    assert printed["missing"] == [
+        "module 'torch' has no attribute 'missing'",
+        "module 'torch.nn' has no attribute 'missing'",
+    ]
+
+
+def test_an_import_of_transformers_registers_operations_without_memory(
+    printed: dict[str, list[str]],
+) -> None:
+    assert printed["without memory"] == ["not registered", "torch.Size([])"]
