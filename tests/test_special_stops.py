@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from bass_cli import Job, Pair, Sampling, Speculation, UserError, generate
 from bass_cli.cli.commands import app
-from bass_cli.formats.continuation import special_stops
+from bass_cli.formats.completion_text import special_stops
 from bass_cli.formats.tokenizer import Tokenizer as BassTokenizer
 
 END, CALL, VOCAB = "<|halt|>", "<call>", 301  # a special token, an added one that is ordinary
@@ -214,7 +214,7 @@ def test_invalid_stop_is_refused_early_from_every_source(
 
 def test_ordinary_tokens_that_spell_a_special_one_stop_too(model: Path) -> None:
     """Models that were not trained on a template write such text."""
-    from bass_cli.formats.continuation import Continuation
+    from bass_cli.formats.completion_text import Continuation
     from bass_cli.run.samples import EndRule
 
     tokenizer = BassTokenizer.load(model)

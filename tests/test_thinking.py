@@ -13,7 +13,7 @@ from templates import CHATML, OPENED, THINKING
 from test_scheduler import job
 from toys import Guess, Markov, loop_for
 
-from bass_cli.formats.thinking import Tags, Thinking, is_opened, tags_of
+from bass_cli.formats.completion_text import Tags, Thinking, is_opened, tags_of
 from bass_cli.formats.tokenizer import Tokenizer
 from bass_cli.io.prompts import prompts_of
 from bass_cli.io.results import Completion

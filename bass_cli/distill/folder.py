@@ -18,7 +18,7 @@ from torch import Tensor
 from bass_cli.errors import UserError
 from bass_cli.formats.backends import saved
 from bass_cli.formats.hf_config import ACTIVATIONS, spec_of_config
-from bass_cli.formats.tokenizer_files import CachedTokenizer
+from bass_cli.formats.tokenizer import CachedTokenizer
 from bass_cli.formats.weights import order_of
 from bass_cli.io.saving import write_file
 from bass_cli.models.families import FAMILIES, Slot, slots

@@ -1,7 +1,7 @@
 """Checkpoint: a model on disk. It is opened and fully checked by its headers alone, before anything
 large is read.
 
-Not here: finding it (sources.py), its weight files (weight_files.py), loading (weights.py).
+Not here: finding it (sources.py), its weight files (tensor_files.py), loading (weights.py).
 """
 
 from __future__ import annotations
@@ -17,21 +17,19 @@ import torch
 
 from bass_cli.errors import UserError, near_word
 from bass_cli.formats import gguf_config, text_part
+from bass_cli.formats.arrangement import is_stacked, unstack, upright
 from bass_cli.formats.backends import END_ROLES
 from bass_cli.formats.compound import Adapted, Compound, Stored, content, entries_of, parts
 from bass_cli.formats.gguf_blocks import QUANTISED
 from bass_cli.formats.gguf_config import ROPE_FACTORS, architecture_of, ignored_in, spec_of_gguf
 from bass_cli.formats.gguf_tensors import fitted, split_entries
-from bass_cli.formats.head_config import head_of_config, notes_of_head, tokens_of
 from bass_cli.formats.hf_config import is_native, mask_of, notes_of_config, spec_of_config
 from bass_cli.formats.lora import Adapter, merge
 from bass_cli.formats.quantised_config import join, with_older_files
 from bass_cli.formats.sources import read_json
-from bass_cli.formats.stacked import is_stacked, unstack, upright
 from bass_cli.formats.tensor_content import DTYPES
-from bass_cli.formats.tensor_files import Entry, read_gguf
+from bass_cli.formats.tensor_files import Entry, listed, read_folder, read_gguf
 from bass_cli.formats.text_part import bare_name, has_names_of_text_part, text_config
-from bass_cli.formats.weight_files import listed, read_folder
 from bass_cli.models import any_probe, families
 from bass_cli.models.families import FAMILIES, Family, Slot
 from bass_cli.models.spec import AnySpec, HeadSpec, Layouts, Spec, head_parameters, parameters
@@ -40,17 +38,6 @@ from bass_cli.reading import shown
 _FACTORS = 1 << 16  # maximum rotary factors, more than any head has dimensions
 _SAMPLE = 4096  # bytes of a tensor that identify it, from its middle
 _GGUF_MASKS = ("tokenizer.ggml.mask_token_id",)
-# A drafter's tensors besides those of its layers, and its tensors that bass does not use: the
-# confidence head, copies for training, maps between vocabularies.
-_HEAD_TENSORS = {
-    "fc.weight": "fc.weight",
-    "hidden_norm.weight": "context_norm.weight",
-    "markov_head.markov_w1.weight": "markov.before.weight",
-    "markov_head.markov_w2.weight": "markov.after.weight",
-}
-_CHAIN_TENSORS = {"fc.weight": "fc.weight", "layers.0.hidden_norm.weight": "context_norm.weight"}
-_HEAD_IGNORED = (r"^confidence_head\.", r"^verifier_(norm|lm_head)\.", r"^(d2t|t2d)$")
-_INT64 = ("I64", "torch.int64")  # its names in the two formats
 # Modules of models that transformers runs, which adapters may replace.
 _ROLES = {"embed_tokens": "embed.weight", "lm_head": "head.weight"}
 _TRANSPOSED = ("gpt2", "openai-gpt", "gpt_bigcode")  # models with maps [inputs, outputs]
@@ -397,84 +384,6 @@ def without_prefix(
             raise UserError(f'{path}: two tensors are the same one, "{bare}" and "{name}"')
         found[bare] = entry
     return found
-
-
-def open_head(path: Path, target: Spec) -> Checkpoint:
-    """Read and check the headers of a folder with a drafter that reads this target's hidden states.
-
-    Raises:
-        UserError: names the fault.
-    """
-    if not path.is_dir():
-        raise UserError(f"{path}: a drafter that reads hidden states is a folder with config.json")
-    place = path / "config.json"
-    config = read_json(place)
-    head = head_of_config(config, target, place=str(place))
-    count = tokens_of(config, target.vocab, place=str(place))
-    family = FAMILIES[head.body.family]
-    joined = join(config, read_folder(path), place=str(place))
-    entries = {name.removeprefix(family.prefix): one for name, one in joined.entries.items()}
-    slots = families.slots(head.body, family.tensors)
-    own = {slots[name].name for name in entries if name in slots}
-    # with a smaller vocabulary it cannot use the target's head
-    head = replace(
-        head,
-        embeds="embed.weight" in own,
-        heads="head.weight" in own or count is not None,
-        ids=None if count is None else _draft_ids(entries, count, target.vocab, path),
-    )
-    shapes = head_parameters(head)
-    slots = {
-        name: slot._replace(rows=shapes[slot.name][0]) if slot.name == "head.weight" else slot
-        for name, slot in slots.items()
-        if slot.name in shapes
-    }
-    slots |= {
-        theirs: Slot(ours, 0, shapes[ours][0])
-        for theirs, ours in (_HEAD_TENSORS if head.block else _CHAIN_TENSORS).items()
-        if ours in shapes
-    }
-    if not head.block and any(name.startswith("midlayer.") for name in entries):
-        slots = {name.replace("layers.0.", "midlayer."): slot for name, slot in slots.items()}
-    ignored = families.IGNORED + _HEAD_IGNORED
-    pieces = assign(head.body, slots, entries, path, ignored, shapes)
-    notes = (*notes_of_head(config, place=str(place)), *joined.notes)
-    return Checkpoint(
-        path,
-        head.body,
-        (),
-        {},
-        pieces,
-        head=head,
-        notes=notes,
-        names=slots,
-        prefixes=(family.prefix,),
-        ignored=ignored,
-    )
-
-
-def _draft_ids(
-    entries: Mapping[str, Stored], count: int, vocab: int, path: Path
-) -> tuple[int, ...]:
-    """Return the target's ids of a drafter's tokens. The tensor `d2t` holds target id minus drafter
-    id."""
-    entry = entries.get("d2t")
-    if not isinstance(entry, Entry):
-        raise UserError(
-            f'{path}: tensor "d2t" is missing; it maps the {count} tokens of the drafter to the '
-            "target's ids"
-        )
-    if entry.dtype not in _INT64 or entry.shape != (count,):
-        raise UserError(
-            f'{entry.file}: tensor "d2t": [{count}] of type I64 is needed, not '
-            f"{list(entry.shape)} of type {entry.dtype}"
-        )
-    ids = content(entry) + torch.arange(count)
-    if ids.min() < 0 or ids.max() >= vocab or len(ids.unique()) < count:
-        raise UserError(
-            f'{entry.file}: tensor "d2t" does not give {count} different ids below {vocab}'
-        )
-    return tuple(ids.tolist())
 
 
 def _ids(values: Mapping[str, Any], key: str, place: Path) -> tuple[int, ...]:

@@ -12,8 +12,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from bass_cli.errors import UserError
-from bass_cli.formats.config_keys import is_neutral, name_keys, refuse_others
-from bass_cli.formats.config_values import Values, known
+from bass_cli.formats.config_keys import Values, is_neutral, known, name_keys, refuse_others
 from bass_cli.formats.gguf_tensors import (
     ARCHITECTURES,
     MIXTRAL,

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from bass_cli.config.file_options import Structure, brief_fault
 from bass_cli.config.line import SettingError
 from bass_cli.errors import UserError
-from bass_cli.formats.thinking import NEWLINES, Thinking
+from bass_cli.formats.completion_text import NEWLINES, Thinking
 from bass_cli.formats.tokenizer import Tokenizer
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")

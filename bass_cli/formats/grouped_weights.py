@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from bass_cli.errors import UserError
+from bass_cli.formats.arrangement import columns_of, order_of
 from bass_cli.formats.checkpoint import Checkpoint, Piece
 from bass_cli.formats.gguf_blocks import QUANTISED, groups_of
-from bass_cli.formats.orders import columns_of, order_of
 from bass_cli.formats.tensor_content import Bytes, Stage
 from bass_cli.formats.tensor_files import Entry
 from bass_cli.models.spec import EXPERT_MAPS, FILE, PLAIN, Layouts, Spec

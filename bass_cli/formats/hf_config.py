@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bass_cli.errors import UserError
-from bass_cli.formats.config_keys import ROPE_TYPES, read_keys, unread
-from bass_cli.formats.config_values import Values, known
+from bass_cli.formats.config_keys import ROPE_TYPES, Values, known, read_keys, unread
 from bass_cli.formats.text_part import notes_of_text, text_config
 from bass_cli.models.families import CODEGEN_BLOCKS, FAMILIES, Family
 from bass_cli.models.spec import Experts, Norm, Recurrent, Rope, Spec

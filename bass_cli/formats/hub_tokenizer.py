@@ -3,7 +3,7 @@
 It is read from tokenizer.json if that exists, else from tokenizer.model (SentencePiece), else from
 vocab.json with merges.txt. The other files add names of special tokens, BOS and EOS rules, tokens
 that tokenizer.json lacks, and the chat template. Python code in a folder is never run. Not here:
-GGUF files (gguf_tokenizer.py), the cache (tokenizer_files.py).
+GGUF files (gguf_tokenizer.py), the cache (tokenizer.py).
 """
 
 from __future__ import annotations

@@ -14,8 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 from bass_cli.errors import UserError
 from bass_cli.formats import compound
 from bass_cli.formats.compound import TYPES, Compound, Stored, content
-from bass_cli.formats.tensor_files import Entry
-from bass_cli.formats.weight_files import listed
+from bass_cli.formats.tensor_files import Entry, listed
 from bass_cli.reading import shown, whole
 
 FLOATS = ("F64", "F32", "F16", "BF16")

@@ -1,7 +1,7 @@
 """Find a model, from a pair's `target` or `draft` to a path on this machine. Read its JSON files.
 
 Models of the Hugging Face hub are downloaded if needed. Not here: what the files mean
-(checkpoint.py, tokenizer_files.py).
+(checkpoint.py, tokenizer.py).
 """
 
 from __future__ import annotations

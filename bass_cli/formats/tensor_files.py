@@ -1,10 +1,10 @@
 """Read the headers of tensor files: names, types, shapes and places of their tensors.
 
-Formats: safetensors, torch's zip format, and GGUF with its metadata (the reader of the gguf package
-takes 3 to 10 s for a large vocabulary). Each header is checked against the file's size, so a
-truncated or corrupt file is a UserError before anything large is read. torch is imported for its
-own format only. Not here: a tensor's content (tensor_content.py), the meaning of names
-(families.py) and of metadata (gguf_config.py).
+Formats: safetensors, torch's zip format, both in a folder, and GGUF with its metadata (the reader
+of the gguf package takes 3 to 10 s for a large vocabulary). Each header is checked against the
+file's size, so a truncated or corrupt file is a UserError before anything large is read. torch is
+imported for its own format only. Not here: a tensor's content (tensor_content.py), the meaning of
+names (families.py) and of metadata (gguf_config.py).
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ import pickle
 import re
 import struct
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from bass_cli.errors import UserError
-from bass_cli.reading import LARGEST, open_regular, os_errors_as, parse_object, text, whole
+from bass_cli.formats.sources import read_json
+from bass_cli.reading import LARGEST, open_regular, os_errors_as, parse_object, shown, text, whole
 from bass_cli.system.postponed import complete_torch
 
 if TYPE_CHECKING:
@@ -470,3 +471,60 @@ def check_places(
             raise UserError(
                 f'{path}: the header is corrupt: tensors "{name}" and "{other}" overlap'
             )
+
+
+_NAMED = 5  # maximum tensors in an error
+_OTHER_NAMES = "consolidated"  # Mistral's second copy, with other tensor names
+# Weight formats in order of preference: the single file, a pattern of shards, the reader.
+_FORMATS: tuple[tuple[str, str, Callable[[Path], dict[str, Entry]]], ...] = (
+    ("model.safetensors", "*.safetensors", read_safetensors),
+    ("pytorch_model.bin", "pytorch_model*.bin", read_torch),
+)
+
+
+def read_folder(folder: Path) -> dict[str, Entry]:
+    """Return all tensors of a folder's weight files: the single file, else those of its index, else
+    all that match the pattern of shards. The first format with files is used.
+
+    Raises:
+        UserError: there are none, or a file or tensor of the index is missing.
+    """
+    for single, pattern, read in _FORMATS:
+        index, named = folder / f"{single}.index.json", {}
+        if (folder / single).exists():
+            files = [folder / single]
+        elif index.exists():
+            named = _weight_map(index)
+            files = [folder / name for name in sorted(set(named.values()))]
+        else:
+            files = [
+                file
+                for file in sorted(folder.glob(pattern))
+                if not file.name.startswith(_OTHER_NAMES)
+            ]
+        entries = {name: entry for file in files for name, entry in read(file).items()}
+        if missing := [name for name in named if name not in entries]:
+            raise UserError(f"{index}: {listed(missing)} not in the files that it lists")
+        if files:
+            return entries
+    raise UserError(f"{folder}: no weights found; files like model.safetensors are needed")
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    found = read_json(index).get("weight_map")
+    if not isinstance(found, dict):
+        raise UserError(f'{index}: key "weight_map": a mapping of tensors to files is needed')
+    for name in found.values():
+        if not isinstance(name, str) or name in ("", "..") or Path(name).name != name:
+            raise UserError(
+                f'{index}: key "weight_map": the name of a file in the same folder is needed, not '
+                f"{shown(name)}"
+            )
+    return found
+
+
+def listed(names: list[str]) -> str:
+    """Return names of tensors as the subject of a sentence, with its verb."""
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    quoted = ", ".join(f'"{name}"' for name in names[:_NAMED])
+    return f"tensors {quoted}{more} are" if len(names) > 1 else f"tensor {quoted} is"

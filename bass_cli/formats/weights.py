@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from bass_cli.errors import UserError
+from bass_cli.formats.arrangement import columns_of, order_of
 from bass_cli.formats.checkpoint import Checkpoint, Piece
 from bass_cli.formats.compound import (
     Adapted,
@@ -32,7 +33,6 @@ from bass_cli.formats.compound import (
     stored_rows,
 )
 from bass_cli.formats.grouped_weights import grouped_pieces, read_grouped
-from bass_cli.formats.orders import columns_of, order_of
 from bass_cli.formats.tensor_content import DTYPES, Bytes, Stage, read_into, stage_for
 from bass_cli.formats.tensor_files import Entry
 from bass_cli.models.families import Slot

@@ -4,7 +4,7 @@ of a checkpoint (arXiv 2412.19437, 2.2), which draft token by token.
 
 What they keep of a token is in the target's store, after the target's layers, so the store alone
 handles prompts, moved rows and rejected drafts. Not here: sampling (drafts/heads.py), configs
-(head_config.py).
+(formats/draft_heads.py).
 """
 
 from __future__ import annotations

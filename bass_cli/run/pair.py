@@ -18,13 +18,12 @@ from bass_cli.config.line import SettingError
 from bass_cli.config.speculation import Draft, needs_profile, parse_draft, parse_layers
 from bass_cli.engine.verify import CHEAP, Cut
 from bass_cli.errors import MachineError, UserError
-from bass_cli.formats.checkpoint import Checkpoint, open_checkpoint, open_head
-from bass_cli.formats.continuation import ending_ids
+from bass_cli.formats.checkpoint import Checkpoint, open_checkpoint
+from bass_cli.formats.completion_text import ending_ids, tags_of
+from bass_cli.formats.draft_heads import NoLayerError, open_head, open_mtp
 from bass_cli.formats.grammars import grammars_of
 from bass_cli.formats.lora import locate_adapters
-from bass_cli.formats.mtp import NoLayerError, open_mtp
 from bass_cli.formats.sources import locate
-from bass_cli.formats.thinking import tags_of
 from bass_cli.formats.tokenizer import Tokenizer, check_same_vocabulary
 from bass_cli.lengths.costs import Surface, load_surface, profile_path
 from bass_cli.models.partition import check_divisible

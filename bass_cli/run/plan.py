@@ -24,10 +24,9 @@ from bass_cli.engine.clock import expected
 from bass_cli.engine.verify import Cut
 from bass_cli.errors import MachineError, UserError
 from bass_cli.formats.checkpoint import Checkpoint
-from bass_cli.formats.continuation import ending_ids
+from bass_cli.formats.completion_text import Tags, ending_ids, tags_of
 from bass_cli.formats.gguf_tokenizer import doubts_of
 from bass_cli.formats.grouped_weights import file_layouts
-from bass_cli.formats.thinking import Tags, tags_of
 from bass_cli.formats.tokenizer import Tokenizer
 from bass_cli.io.cache import give_kernels_a_cache
 from bass_cli.io.prompts import Wanted

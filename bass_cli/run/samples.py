@@ -16,8 +16,13 @@ import numpy
 from bass_cli.config.job import Job
 from bass_cli.engine.batch import Row
 from bass_cli.engine.host_state import BROKEN, LENGTH, LIMIT, PROMPT, HostState
-from bass_cli.formats.continuation import Continuation, StopDetector, StopTokens
-from bass_cli.formats.thinking import NEWLINES, Thinking
+from bass_cli.formats.completion_text import (
+    NEWLINES,
+    Continuation,
+    StopDetector,
+    StopTokens,
+    Thinking,
+)
 from bass_cli.io.prompts import Prompt
 from bass_cli.io.results import Completion, paired, reported, rounded
 from bass_cli.run.requests import VisibleText

@@ -21,9 +21,8 @@ from bass_cli.engine.clock import Forecast
 from bass_cli.engine.contracts import DraftLength, PendingWork, RoundResult
 from bass_cli.engine.loop import Loop
 from bass_cli.errors import UserError
-from bass_cli.formats.continuation import ending_ids
+from bass_cli.formats.completion_text import Tags, ending_ids
 from bass_cli.formats.grammars import Matcher, grammars_of
-from bass_cli.formats.thinking import Tags
 from bass_cli.formats.tokenizer import Tokenizer
 from bass_cli.io.prompts import Prompt
 from bass_cli.io.results import Completion

@@ -16,8 +16,7 @@ from bass_cli.engine.batch import Row
 from bass_cli.engine.contracts import PromptLogprobs
 from bass_cli.engine.sampling import RowSampling
 from bass_cli.errors import UserError
-from bass_cli.formats.continuation import Continuation
-from bass_cli.formats.thinking import Tags, Thinking, is_opened
+from bass_cli.formats.completion_text import Continuation, Tags, Thinking, is_opened
 from bass_cli.formats.tokenizer import Messages, Tokenizer
 from bass_cli.io.prompts import SYSTEM_ROLES, Prompt
 from bass_cli.run.requests import Request, VisibleText

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from bass_cli.errors import UserError
 from bass_cli.formats import weights as formats
-from bass_cli.formats.checkpoint import Checkpoint, open_checkpoint, open_head
+from bass_cli.formats.arrangement import is_stacked, split_tensor
+from bass_cli.formats.checkpoint import Checkpoint, open_checkpoint
 from bass_cli.formats.compound import parts
-from bass_cli.formats.mtp import NoLayerError, open_mtp
-from bass_cli.formats.stacked import is_stacked, split_tensor
+from bass_cli.formats.draft_heads import NoLayerError, open_head, open_mtp
 from bass_cli.models.any_model import AnyModel
 from bass_cli.models.capture import synchronise
 from bass_cli.models.decoder import Decoder

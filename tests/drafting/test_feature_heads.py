@@ -28,8 +28,8 @@ from bass_cli.engine.loop import Loop
 from bass_cli.engine.sampling import RowSampling
 from bass_cli.engine.verify import CHEAP, Cut
 from bass_cli.errors import UserError
-from bass_cli.formats.checkpoint import open_checkpoint, open_head
-from bass_cli.formats.head_config import head_of_config
+from bass_cli.formats.checkpoint import open_checkpoint
+from bass_cli.formats.draft_heads import head_of_config, open_head
 from bass_cli.formats.weights import load
 from bass_cli.lengths.controllers import Fixed, Goodput
 from bass_cli.models import decoder

@@ -27,7 +27,7 @@ from bass_cli.engine.batch import Row
 from bass_cli.engine.sampling import RowSampling
 from bass_cli.errors import UserError
 from bass_cli.formats.checkpoint import open_checkpoint
-from bass_cli.formats.mtp import open_mtp
+from bass_cli.formats.draft_heads import open_mtp
 from bass_cli.formats.weights import load
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.models.decoder import Decoder

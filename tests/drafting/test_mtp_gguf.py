@@ -15,7 +15,7 @@ from transformers import AutoConfig
 
 from bass_cli.errors import UserError
 from bass_cli.formats.checkpoint import open_checkpoint
-from bass_cli.formats.mtp import NoLayerError, open_mtp
+from bass_cli.formats.draft_heads import NoLayerError, open_mtp
 from bass_cli.formats.weights import load
 from bass_cli.run.build import load_models
 from bass_cli.run.plan import make_plan

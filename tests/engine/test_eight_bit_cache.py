@@ -29,7 +29,8 @@ from transformers import DynamicCache
 import bass_kernels as ops
 from bass_cli.engine.batch import Row
 from bass_cli.engine.sampling import RowSampling
-from bass_cli.formats.checkpoint import open_checkpoint, open_head
+from bass_cli.formats.checkpoint import open_checkpoint
+from bass_cli.formats.draft_heads import open_head
 from bass_cli.formats.sources import locate
 from bass_cli.formats.weights import load
 from bass_cli.lengths.controllers import Bass, Fixed

@@ -16,7 +16,7 @@ from bass_cli.engine.batch import Batch
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.loop import Loop
 from bass_cli.formats.checkpoint import open_checkpoint
-from bass_cli.formats.mtp import open_mtp
+from bass_cli.formats.draft_heads import open_mtp
 from bass_cli.formats.weights import load
 from bass_cli.lengths.controllers import Bass, Fixed
 from bass_cli.models.capture import Graphs

@@ -23,7 +23,8 @@ from bass_cli.engine.batch import Row, beyond
 from bass_cli.engine.contracts import Drafter, DraftLength, Proposal
 from bass_cli.engine.sampling import RowSampling
 from bass_cli.engine.verify import Cut
-from bass_cli.formats.checkpoint import open_checkpoint, open_head
+from bass_cli.formats.checkpoint import open_checkpoint
+from bass_cli.formats.draft_heads import open_head
 from bass_cli.formats.weights import load
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.models.block_allocator import Change

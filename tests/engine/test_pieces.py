@@ -21,7 +21,8 @@ from bass_cli.engine.clock import Clock
 from bass_cli.engine.contracts import Drafter
 from bass_cli.engine.loop import Loop
 from bass_cli.engine.sampling import RowSampling
-from bass_cli.formats.checkpoint import open_checkpoint, open_head
+from bass_cli.formats.checkpoint import open_checkpoint
+from bass_cli.formats.draft_heads import open_head
 from bass_cli.formats.weights import load
 from bass_cli.lengths.controllers import Bass, Fixed
 from bass_cli.models.block_allocator import BlockLayout

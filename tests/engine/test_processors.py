@@ -18,7 +18,8 @@ from toys import AtOnce, Guess, Markov, drive, loop_for, plain
 from bass_cli.engine.batch import Row
 from bass_cli.engine.host_state import LIMIT
 from bass_cli.engine.sampling import RowSampling
-from bass_cli.formats.checkpoint import open_checkpoint, open_head
+from bass_cli.formats.checkpoint import open_checkpoint
+from bass_cli.formats.draft_heads import open_head
 from bass_cli.formats.weights import load
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.models.decoder import Decoder

@@ -13,7 +13,7 @@ import pytest
 from checkpoints import write_tokenizer
 from hostile_text import FILE, check_harmless
 
-from bass_cli.formats import tokenizer_files
+from bass_cli.formats import tokenizer
 from bass_cli.formats.tokenizer import Tokenizer
 from bass_cli.io import cache
 from bass_cli.io.cache import read_cached, write_cached
@@ -222,13 +222,13 @@ def test_another_users_entry_does_not_change_a_tokenizer(folder: Path, tmp_path:
     expected = Tokenizer.load(model).encode("the cat sat")
     (entry,) = (folder / "tokenizers").iterdir()
     key = entry.stem
-    settled = tokenizer_files._parse(entry.read_bytes(), key)
+    settled = tokenizer._parse(entry.read_bytes(), key)
     content = json.loads(settled.content)
     vocabulary = content["model"]["vocab"]
     turned = dict(zip(vocabulary, reversed(vocabulary.values()), strict=True))
     content["model"]["vocab"] = turned
     forged = settled._replace(content=json.dumps(content).encode())
-    entry.write_bytes(tokenizer_files._entry(forged, key))
+    entry.write_bytes(tokenizer._entry(forged, key))
     assert Tokenizer.load(model).encode("the cat sat") != expected  # it would be believed
     os.chown(entry, OTHER, OTHER)
     assert Tokenizer.load(model).encode("the cat sat") == expected
@@ -260,6 +260,6 @@ def test_a_cache_entry_of_another_shape_is_replaced(
     _, facts, content = whole.split(b"\n", 2)
     other = json.loads(facts) | change if isinstance(change, dict) else [1]
     rest = json.dumps(other).encode() + b"\n" + content
-    entry.write_bytes(tokenizer_files._sum(entry.stem, rest) + b"\n" + rest)
+    entry.write_bytes(tokenizer._sum(entry.stem, rest) + b"\n" + rest)
     assert Tokenizer.load(model).cached == expected.cached
     assert entry.read_bytes() == whole

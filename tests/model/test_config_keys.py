@@ -24,11 +24,11 @@ from bass_cli.config.job import Job
 from bass_cli.errors import UserError
 from bass_cli.formats.checkpoint import open_checkpoint
 from bass_cli.formats.config_keys import HARMLESS, NEUTRAL, ROPE_TYPES
+from bass_cli.formats.draft_heads import head_of_config, notes_of_head
 from bass_cli.formats.gguf_config import HARMLESS as GGUF_HARMLESS
 from bass_cli.formats.gguf_config import NEUTRAL as GGUF_NEUTRAL
 from bass_cli.formats.gguf_config import reads as gguf_reads
 from bass_cli.formats.gguf_tensors import ARCHITECTURES
-from bass_cli.formats.head_config import head_of_config, notes_of_head
 from bass_cli.formats.hf_config import notes_of_config, spec_of_config
 from bass_cli.models.families import FAMILIES
 from bass_cli.run.plan import make_plan

@@ -17,7 +17,7 @@ from test_stop_texts import by_definition, in_blocks
 from toys import Guess, Markov, loop_for
 
 from bass_cli.config.job import load_pair
-from bass_cli.formats.continuation import Continuation, Stop, StopDetector, StopTokens
+from bass_cli.formats.completion_text import Continuation, Stop, StopDetector, StopTokens
 from bass_cli.formats.sources import locate
 from bass_cli.formats.tokenizer import Tokenizer
 from bass_cli.io.results import Completion

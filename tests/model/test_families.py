@@ -18,10 +18,10 @@ from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from bass_cli.errors import UserError
+from bass_cli.formats.arrangement import unstack
 from bass_cli.formats.gguf_config import reads, spec_of_gguf
 from bass_cli.formats.gguf_tensors import ARCHITECTURES
 from bass_cli.formats.hf_config import notes_of_config, spec_of_config
-from bass_cli.formats.stacked import unstack
 from bass_cli.formats.tensor_files import read_safetensors
 from bass_cli.models.families import FAMILIES, slots
 from bass_cli.models.spec import Experts, Norm, Recurrent, Rope, parameters

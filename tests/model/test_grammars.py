@@ -13,8 +13,8 @@ from words import EOS, WORDS, Words, allowed, grammars
 
 from bass_cli.config.file_options import Structure
 from bass_cli.errors import UserError
+from bass_cli.formats.completion_text import Tags, Thinking
 from bass_cli.formats.grammars import Grammars, Matcher, fill, token_bytes
-from bass_cli.formats.thinking import Tags, Thinking
 from bass_cli.formats.tokenizer import Tokenizer
 
 pytest.importorskip("llguidance")

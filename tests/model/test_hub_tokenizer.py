@@ -15,7 +15,7 @@ from checkpoints import write_sentencepiece, write_tokenizer
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from bass_cli.errors import UserError
-from bass_cli.formats.continuation import Continuation
+from bass_cli.formats.completion_text import Continuation
 from bass_cli.formats.tokenizer import Tokenizer
 
 PIECES = ["the", " cat", "  ", "\n", "\t", " 12345", "é", "e\u0301", "🙂", "▁", "don't", "I'LL", "中文", "\u3000", "ﬁ", "X",

@@ -18,7 +18,7 @@ from thinned import thinned
 
 from bass_cli.errors import UserError
 from bass_cli.formats.backends import saved
-from bass_cli.formats.continuation import Continuation, StopDetector
+from bass_cli.formats.completion_text import Continuation, StopDetector
 from bass_cli.formats.tokenizer import Tokenizer
 
 CORPUS = ["the cat sat on the mat, then the other cat sat there.", "def f(x): return x if x else y",

@@ -11,7 +11,7 @@ from test_tokenizer import tokenizer  # noqa: F401
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
-from bass_cli.formats.continuation import Stop, StopDetector
+from bass_cli.formats.completion_text import Stop, StopDetector
 from bass_cli.formats.tokenizer import Tokenizer
 
 

@@ -23,8 +23,8 @@ from bass_cli.engine.clock import Clock
 from bass_cli.engine.loop import Loop
 from bass_cli.engine.sampling import RowSampling
 from bass_cli.engine.verify import Cut
-from bass_cli.formats.checkpoint import open_checkpoint, open_head
-from bass_cli.formats.mtp import open_mtp
+from bass_cli.formats.checkpoint import open_checkpoint
+from bass_cli.formats.draft_heads import open_head, open_mtp
 from bass_cli.formats.weights import load
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.models.capture import Graphs

@@ -1,22 +1,35 @@
-"""Read config.json of a drafter that reads a target's hidden states as a HeadSpec: DFlash (arXiv
-2602.06036), DSpark and EAGLE-3 (arXiv 2503.01840), in their authors' layout and in that of the
-speculators library.
+"""Open drafters that read a target's hidden states: DFlash (arXiv 2602.06036), DSpark and EAGLE-3
+(arXiv 2503.01840) in folders of their own, and the multi-token-prediction layer of a target's own
+checkpoint, the tensors `mtp.*`.
 
-Not here: the sizes of the layers (hf_config.py), tensors (checkpoint.py), the computation
-(models/heads.py).
+config.json is read in the authors' layout and in that of the speculators library. Not here: the
+sizes of the layers (hf_config.py), the computation (models/heads.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import torch
+
 from bass_cli.errors import UserError
-from bass_cli.formats.config_keys import HARMLESS, name_keys, refuse_others
-from bass_cli.formats.config_values import Values, known
+from bass_cli.formats.arrangement import is_stacked, unstack
+from bass_cli.formats.checkpoint import Checkpoint, assign, without_prefix
+from bass_cli.formats.compound import Stored, content
+from bass_cli.formats.config_keys import HARMLESS, Values, known, name_keys, refuse_others
+from bass_cli.formats.gguf_config import architecture_of
+from bass_cli.formats.gguf_tensors import fitted, prediction_slots, split_entries
 from bass_cli.formats.hf_config import mask_of, notes_of_config, spec_of_config
-from bass_cli.models.spec import HeadSpec, Spec
+from bass_cli.formats.quantised_config import join, with_older_files
+from bass_cli.formats.sources import read_json
+from bass_cli.formats.tensor_files import Entry, read_folder, read_gguf
+from bass_cli.formats.text_part import bare_name, text_config
+from bass_cli.models import families
+from bass_cli.models.families import FAMILIES, Slot
+from bass_cli.models.spec import AnySpec, HeadSpec, Spec, head_parameters, prediction_layer
 from bass_cli.reading import shown
 
 # the kind of each class that a config may name; speculators configs name the kind itself
@@ -71,6 +84,29 @@ _NESTED = ("dflash_config", "dspark_config", "eagle_config")
 # A key of layer numbers, the mapping that may have it, and its number of the first layer's output
 _Candidate = tuple[str, Mapping[str, Any], int]
 _LONGEST = 64  # maximum places of a block, more than bass drafts in a round
+# A drafter's tensors besides those of its layers, and its tensors that bass does not use: the
+# confidence head, copies for training, maps between vocabularies.
+_HEAD_TENSORS = {
+    "fc.weight": "fc.weight",
+    "hidden_norm.weight": "context_norm.weight",
+    "markov_head.markov_w1.weight": "markov.before.weight",
+    "markov_head.markov_w2.weight": "markov.after.weight",
+}
+_CHAIN_TENSORS = {"fc.weight": "fc.weight", "layers.0.hidden_norm.weight": "context_norm.weight"}
+_HEAD_IGNORED = (r"^confidence_head\.", r"^verifier_(norm|lm_head)\.", r"^(d2t|t2d)$")
+_INT64 = ("I64", "torch.int64")  # torch's type by its names in the two formats
+
+# The multi-token-prediction layer of a target's own checkpoint
+_MTP = "mtp."
+_MTP_IGNORED = (r"^(?!mtp\.)",)  # the target's own tensors
+# Its tensors besides those of its layer. Norms store their weight minus one, as the target's.
+_MTP_TENSORS = {
+    "mtp.fc.weight": ("fc.weight", ""),
+    "mtp.pre_fc_norm_embedding.weight": ("token_norm.weight", "plus_one"),
+    "mtp.pre_fc_norm_hidden.weight": ("context_norm.weight", "plus_one"),
+}
+_INSTEAD = "use another draft, such as lookup"
+_FIELD = "`pair.draft` mtp"
 
 
 def head_of_config(config: Mapping[str, Any], target: Spec, *, place: str) -> HeadSpec:
@@ -275,3 +311,196 @@ def _rank(values: Values, kind: str) -> int:
     if kind == "dflash":
         raise UserError(f'{values.place}: key "markov_rank": {rank} is not supported in a DFlash')
     return rank
+
+
+def open_head(path: Path, target: Spec) -> Checkpoint:
+    """Read and check the headers of a folder with a drafter that reads this target's hidden states.
+
+    Raises:
+        UserError: names the fault.
+    """
+    if not path.is_dir():
+        raise UserError(f"{path}: a drafter that reads hidden states is a folder with config.json")
+    place = path / "config.json"
+    config = read_json(place)
+    head = head_of_config(config, target, place=str(place))
+    count = tokens_of(config, target.vocab, place=str(place))
+    family = FAMILIES[head.body.family]
+    joined = join(config, read_folder(path), place=str(place))
+    entries = {name.removeprefix(family.prefix): one for name, one in joined.entries.items()}
+    slots = families.slots(head.body, family.tensors)
+    own = {slots[name].name for name in entries if name in slots}
+    # with a smaller vocabulary it cannot use the target's head
+    head = replace(
+        head,
+        embeds="embed.weight" in own,
+        heads="head.weight" in own or count is not None,
+        ids=None if count is None else _draft_ids(entries, count, target.vocab, path),
+    )
+    shapes = head_parameters(head)
+    slots = {
+        name: slot._replace(rows=shapes[slot.name][0]) if slot.name == "head.weight" else slot
+        for name, slot in slots.items()
+        if slot.name in shapes
+    }
+    slots |= {
+        theirs: Slot(ours, 0, shapes[ours][0])
+        for theirs, ours in (_HEAD_TENSORS if head.block else _CHAIN_TENSORS).items()
+        if ours in shapes
+    }
+    if not head.block and any(name.startswith("midlayer.") for name in entries):
+        slots = {name.replace("layers.0.", "midlayer."): slot for name, slot in slots.items()}
+    ignored = families.IGNORED + _HEAD_IGNORED
+    pieces = assign(head.body, slots, entries, path, ignored, shapes)
+    notes = (*notes_of_head(config, place=str(place)), *joined.notes)
+    return Checkpoint(
+        path,
+        head.body,
+        (),
+        {},
+        pieces,
+        head=head,
+        notes=notes,
+        names=slots,
+        prefixes=(family.prefix,),
+        ignored=ignored,
+    )
+
+
+def _draft_ids(
+    entries: Mapping[str, Stored], count: int, vocab: int, path: Path
+) -> tuple[int, ...]:
+    """Return the target's ids of a drafter's tokens. The tensor `d2t` holds target id minus drafter
+    id."""
+    entry = entries.get("d2t")
+    if not isinstance(entry, Entry):
+        raise UserError(
+            f'{path}: tensor "d2t" is missing; it maps the {count} tokens of the drafter to the '
+            "target's ids"
+        )
+    if entry.dtype not in _INT64 or entry.shape != (count,):
+        raise UserError(
+            f'{entry.file}: tensor "d2t": [{count}] of type I64 is needed, not '
+            f"{list(entry.shape)} of type {entry.dtype}"
+        )
+    ids = content(entry) + torch.arange(count)
+    if ids.min() < 0 or ids.max() >= vocab or len(ids.unique()) < count:
+        raise UserError(
+            f'{entry.file}: tensor "d2t" does not give {count} different ids below {vocab}'
+        )
+    return tuple(ids.tolist())
+
+
+class NoLayerError(UserError):
+    """The target's checkpoint has no multi-token-prediction layer that could be read."""
+
+
+def open_mtp(target: Checkpoint) -> Checkpoint:
+    """Read and check the headers of the multi-token-prediction layer of an opened target.
+
+    It has one layer like the target's layers with attention, and uses the target's embedding and
+    head. Its input is the output of the target's final norm.
+
+    Raises:
+        NoLayerError: the checkpoint has no such layer, or files or a family for which it is not
+            read.
+        UserError: the layer is damaged or not supported.
+    """
+    path, spec = target.path, target.spec
+    known = tuple(name for name, family in FAMILIES.items() if family.recurrent)
+    if isinstance(spec, AnySpec) or spec.family not in known:
+        raise NoLayerError(
+            f"{path}: {_FIELD}: the layer is read for native models of the families "
+            f"{', '.join(known)}, not for {spec.family}; {_INSTEAD}"
+        )
+    if not path.is_dir():
+        return _open_in_file(target)
+    place = path / "config.json"
+    text, inner = text_config(read_json(place), place=str(place))
+    head = prediction_layer(spec)
+    shapes, slots = head_parameters(head), _mtp_slots(head)
+    settings, source = with_older_files(text, path)
+    joined = join(
+        settings,
+        read_folder(path),
+        place=source,
+        has_slot=lambda name: bare_name(name, target.prefixes) in slots or is_stacked(name),
+    )
+    entries = {
+        name: entry
+        for name, entry in without_prefix(joined.entries, target.prefixes, path).items()
+        if name.startswith(_MTP)
+    }
+    if not entries:
+        raise NoLayerError(
+            f"{path}: {_FIELD}: the checkpoint has no multi-token-prediction layer (tensors "
+            f'"{_MTP}*"); {_INSTEAD}'
+        )
+    _check_keys(Values(text, {}, inner))
+    if spec.experts is not None:
+        entries = unstack(entries, spec.experts.total, halves=True)
+    return Checkpoint(
+        path,
+        head.body,
+        (),
+        {},
+        assign(head.body, slots, entries, path, (), shapes),
+        head=head,
+        notes=joined.notes,
+        names=slots,
+        prefixes=target.prefixes,
+        ignored=_MTP_IGNORED,
+    )
+
+
+def _open_in_file(target: Checkpoint) -> Checkpoint:
+    """Open the layer in a GGUF file, which is its last one."""
+    path, head, layer = target.path, prediction_layer(target.spec), target.spec.layers
+    metadata, entries, _ = read_gguf(path)
+    key = f"{metadata['general.architecture']}.nextn_predict_layers"
+    if not metadata.get(key):
+        raise NoLayerError(
+            f'{path}: {_FIELD}: the file has no multi-token-prediction layer (key "{key}"); '
+            f"{_INSTEAD}"
+        )
+    if metadata[key] != 1:
+        raise UserError(
+            f'{path}: key "{key}": {_FIELD} supports 1 only, not {shown(metadata[key])}; {_INSTEAD}'
+        )
+    kind = fitted(architecture_of(metadata, entries, place=str(path)), entries)
+    experts = 0 if target.spec.experts is None else target.spec.experts.total
+    own = {
+        name: entry
+        for name, entry in split_entries(entries, experts).items()
+        if name.startswith(f"blk.{layer}.")
+    }
+    slots = prediction_slots(kind, head, layer)
+    pieces = assign(head.body, slots, own, path, (), head_parameters(head))
+    names = _mtp_slots(head)
+    return Checkpoint(
+        path, head.body, (), {}, pieces, head=head, names=names, prefixes=target.prefixes,
+        ignored=_MTP_IGNORED,
+    )  # fmt: skip
+
+
+def _check_keys(values: Values) -> None:
+    """Check the keys of config.json that describe the layer."""
+    for key, supported in (
+        ("mtp_num_hidden_layers", (None, 0, 1)),
+        ("mtp_use_dedicated_embeddings", (None, False)),
+    ):
+        if (found := values.values.get(key)) not in supported:
+            raise UserError(
+                f'{values.place}: key "{key}": {_FIELD} supports {supported[-1]} only, not '
+                f"{shown(found)}; {_INSTEAD}"
+            )
+
+
+def _mtp_slots(head: HeadSpec) -> dict[str, Slot]:
+    """Return the published names of its tensors, without the checkpoint's prefix."""
+    shapes = head_parameters(head)
+    layers = families.slots(head.body, FAMILIES[head.body.family].tensors)
+    found = {f"{_MTP}{name}": slot for name, slot in layers.items() if slot.name in shapes}
+    return found | {
+        theirs: Slot(ours, 0, shapes[ours][0], how) for theirs, (ours, how) in _MTP_TENSORS.items()
+    }
