@@ -25,10 +25,10 @@ from bass_cli.formats.gguf_config import ROPE_FACTORS, architecture_of, ignored_
 from bass_cli.formats.gguf_tensors import fitted, split_entries
 from bass_cli.formats.hf_config import is_native, mask_of, notes_of_config, spec_of_config
 from bass_cli.formats.lora import Adapter, merge
-from bass_cli.formats.quantised_config import join, with_older_files
+from bass_cli.formats.quantised_config import read_joined
 from bass_cli.formats.sources import read_json
 from bass_cli.formats.tensor_content import DTYPES
-from bass_cli.formats.tensor_files import Entry, listed, read_folder, read_gguf
+from bass_cli.formats.tensor_files import Entry, listed, read_gguf
 from bass_cli.formats.text_part import bare_name, has_names_of_text_part, text_config
 from bass_cli.models import any_probe, families
 from bass_cli.models.families import FAMILIES, Family, Slot
@@ -71,9 +71,9 @@ class Checkpoint:
 
     path: Path
     spec: Spec
-    eos_ids: tuple[int, ...]
-    metadata: Mapping[str, Any]
     pieces: tuple[Piece, ...]
+    eos_ids: tuple[int, ...] = ()
+    metadata: Mapping[str, Any] = field(default_factory=dict)
     vocabulary: str | None = None
     head: HeadSpec | None = None
     notes: tuple[str, ...] = ()
@@ -257,10 +257,10 @@ def open_checkpoint(
     return Checkpoint(
         path,
         spec,
-        tuple(dict.fromkeys(eos)),
-        metadata,
         pieces,
-        vocabulary,
+        eos_ids=tuple(dict.fromkeys(eos)),
+        metadata=metadata,
+        vocabulary=vocabulary,
         notes=gguf_config.notes_of_gguf(metadata, place=str(path)),
         names=families.slots(spec, FAMILIES[spec.family].tensors),
         prefixes=(FAMILIES[spec.family].prefix,),
@@ -281,8 +281,7 @@ def _is_any(config: Mapping[str, Any], decoder: str, place: str) -> bool:
 def _open_any(path: Path, config: Mapping[str, Any], adapters: tuple[Adapter, ...]) -> Checkpoint:
     """Open a folder whose model transformers' layers run. Its tensors keep their names."""
     spec = any_probe.spec_of_model(path, config)
-    settings, source = with_older_files(config, path)
-    joined = join(settings, read_folder(path), place=source)
+    joined = read_joined(path, config)
     slots = {
         name: Slot(_ROLES.get(name.split(".")[-2], name), 0, one.shape[0] if one.shape else 1)
         for name, one in joined.entries.items()
@@ -309,9 +308,8 @@ def _open_any(path: Path, config: Mapping[str, Any], adapters: tuple[Adapter, ..
     return Checkpoint(
         path,
         spec,
-        _eos_ids(path, config),
-        {},
         pieces,
+        eos_ids=_eos_ids(path, config),
         notes=tuple(note for note in notes if note is not None),
         adapters=adapters,
     )
@@ -339,12 +337,8 @@ def _open_folder(
         prefixes, ignored = text_part.PREFIXES, ignored + text_part.IGNORED
     slots = families.slots(spec, family.tensors)
     text = text_config(config, place=place)[0]
-    settings, source = with_older_files(text, path)
-    joined = join(
-        settings,
-        read_folder(path),
-        place=source,
-        has_slot=lambda name: bare_name(name, prefixes) in slots or is_stacked(name),
+    joined = read_joined(
+        path, text, has_slot=lambda name: bare_name(name, prefixes) in slots or is_stacked(name)
     )
     stored = joined.entries
     if spec.experts is not None:
@@ -363,9 +357,8 @@ def _open_folder(
     return Checkpoint(
         path,
         spec,
-        _eos_ids(path, config),
-        {},
         pieces,
+        eos_ids=_eos_ids(path, config),
         notes=(*notes_of_config(config, place=place), *joined.notes, *merged.notes),
         names=slots,
         prefixes=prefixes,

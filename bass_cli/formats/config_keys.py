@@ -8,12 +8,12 @@ classes and the modelling code of transformers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 from bass_cli.errors import UserError, nearest
 from bass_cli.models.families import FAMILIES, Family
-from bass_cli.reading import finite, shown, truth, whole
+from bass_cli.reading import finite, shown, text, truth, whole
 
 # Upper limits, larger than in any model. A corrupt config must not take much memory before its
 # tensors are checked against it.
@@ -23,49 +23,79 @@ _Value = TypeVar("_Value")
 
 
 class Values:
-    """Checked access to the values of a config or of metadata.
+    """Checked access to the values of a config, of metadata, or of a mapping inside them.
 
     Args:
-        keys: the file's key for each word that callers use.
-        place: the file's name, for errors. A UserError names it and the file's own key.
+        values: the mapping.
+        place: the file's name. A UserError names it and the file's own key.
+        keys: the file's key for each word that callers use, if it differs.
+        within: the beginning of the keys in the file that `values` leaves out.
     """
 
-    def __init__(self, values: Mapping[str, Any], keys: Mapping[str, str], place: str):
-        self.values, self._keys, self.place = values, keys, place
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        place: str,
+        *,
+        keys: Mapping[str, str] | None = None,
+        within: str = "",
+    ):
+        self.values, self.place, self.within, self._keys = values, place, within, keys or {}
 
     def key(self, word: str) -> str:
         return self._keys.get(word, word)
 
-    def number(self, word: str, default: float | None = None) -> float:
-        """Return a finite number above 0. A value of None means the default."""
-        return self._checked(word, default, _above_0)
-
-    def count(self, word: str, default: int | None = None) -> int:
-        """Return a whole number above 0, at most the limit for this word."""
-        return self._checked(
-            word, default, lambda value: _whole(_above_0(value), _MOST.get(word, _LARGEST))
-        )
-
-    def flag(self, word: str) -> bool:
-        """Return a boolean; False if it is missing."""
-        return self._checked(word, False, truth)
-
-    def mapping(self, word: str) -> dict[str, Any]:
-        """Return an object; an empty one if it is missing."""
-        value = self.values.get(word) or {}
-        if not isinstance(value, Mapping):
-            raise UserError(f'{self.place}: key "{word}": a mapping is needed, not {shown(value)}')
-        return dict(value)
-
-    def _checked(self, word: str, default: Any, check: Callable[[Any], _Value]) -> _Value:
+    def get(self, word: str, default: Any = None) -> Any:
+        """Return a value as it is. A value of None means the default."""
         value = self.values.get(self.key(word))
-        value = default if value is None else value
+        return default if value is None else value
+
+    def error(self, word: str, fault: str) -> UserError:
+        """Return the error to raise for a key."""
+        return UserError(f'{self.place}: key "{self.within}{self.key(word)}": {fault}')
+
+    def checked(self, word: str, default: Any, check: Callable[[Any], _Value]) -> _Value:
+        """Return what `check` makes of a value. Its ValueError becomes the error of the key."""
+        value = self.get(word, default)
         if value is None:
-            raise UserError(f'{self.place}: the key "{self.key(word)}" is missing')
+            key = f"{self.within}{self.key(word)}"
+            raise UserError(f'{self.place}: the key "{key}" is missing')
         try:
             return check(value)
         except ValueError as error:
-            raise UserError(f'{self.place}: key "{self.key(word)}": {error}') from None
+            raise self.error(word, str(error)) from None
+
+    def number(self, word: str, default: float | None = None) -> float:
+        """Return a finite number above 0."""
+        return self.checked(word, default, _above_0)
+
+    def count(self, word: str, default: int | None = None) -> int:
+        """Return a whole number above 0, at most the limit for this word."""
+        return self.checked(
+            word, default, lambda value: _whole(_above_0(value), _MOST.get(word, _LARGEST))
+        )
+
+    def flag(self, word: str, default: bool = False) -> bool:
+        return self.checked(word, default, truth)
+
+    def text(self, word: str, default: str | None = None) -> str:
+        return self.checked(word, default, text)
+
+    def mapping(self, word: str) -> dict[str, Any]:
+        """Return an object; an empty one if it is missing."""
+        if not isinstance(value := self.get(word) or {}, Mapping):
+            raise self.error(word, f"a mapping is needed, not {shown(value)}")
+        return dict(value)
+
+    def known(self, word: str, choices: Collection[str], what: str, default: Any = None) -> str:
+        """Return one of these words; else the error lists them. `what`: what the word names."""
+        value = self.get(word, default)
+        if isinstance(value, str) and value in choices:
+            return value
+        given = value if isinstance(value, str) else shown(value)
+        close = nearest(given, choices)
+        listed = "" if close.startswith("known") else f"; known: {', '.join(choices)}"
+        raise self.error(word, f'{what} "{given[:80]}" is not supported; {close}{listed}')
 
 
 def _above_0(value: Any) -> float:
@@ -79,15 +109,6 @@ def _whole(value: float, most: int) -> int:
     return whole(int(value) if value.is_integer() else value, least=1, most=most)
 
 
-def known(word: Any, choices: Mapping[str, Any] | tuple[str, ...], place: str, what: str) -> None:
-    """Raise a UserError that lists the choices unless the word is one of them."""
-    if not isinstance(word, str) or word not in choices:
-        given = word if isinstance(word, str) else shown(word)
-        close = nearest(given, choices)
-        listed = "" if close.startswith("known") else f"; known: {', '.join(choices)}"
-        raise UserError(f'{place}: {what} "{given[:80]}" is not supported; {close}{listed}')
-
-
 # Keys that cannot change the logits of a causal language model: any value is accepted.
 _HARMLESS = {
     "bookkeeping": (
@@ -99,10 +120,9 @@ _HARMLESS = {
     "outputs and the cache of transformers": (
         "return_dict output_hidden_states output_attentions torchscript use_cache "
         "cache_implementation tie_last_hidden_states attn_implementation _attn_implementation "
-        "_attn_implementation_autoset experts_implementation chunk_size_feed_forward "
-        "use_bfloat16 tf_legacy_loss pretraining_tp use_return_dict output_past "
-        "_attn_implementation_internal _flash_attn_2_enabled use_flash_attn "
-        "output_router_logits"
+        "_attn_implementation_autoset experts_implementation chunk_size_feed_forward use_bfloat16 "
+        "tf_legacy_loss pretraining_tp use_return_dict output_past _attn_implementation_internal "
+        "_flash_attn_2_enabled use_flash_attn output_router_logits"
     ),
     "heads for other tasks": (
         "id2label label2id num_labels problem_type is_decoder tie_encoder_decoder "
@@ -119,15 +139,14 @@ _HARMLESS = {
         "embd_pdrop attn_pdrop router_aux_loss_coef router_jitter_noise"
     ),
     "token ids, and defaults of generation, which bass sets by its own options": (
-        "bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id "
-        "decoder_start_token_id forced_bos_token_id forced_eos_token_id bad_words_ids "
-        "begin_suppress_tokens suppress_tokens diversity_penalty do_sample early_stopping "
-        "encoder_no_repeat_ngram_size encoder_repetition_penalty epsilon_cutoff eta_cutoff "
-        "exponential_decay_length_penalty length_penalty max_length min_length "
-        "no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_scores "
-        "remove_invalid_values repetition_penalty return_dict_in_generate temperature top_k "
-        "top_p typical_p assistant_confidence_threshold assistant_lookbehind "
-        "num_assistant_tokens num_assistant_tokens_schedule target_lookbehind"
+        "bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id "
+        "forced_bos_token_id forced_eos_token_id bad_words_ids begin_suppress_tokens "
+        "suppress_tokens diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size "
+        "encoder_repetition_penalty epsilon_cutoff eta_cutoff exponential_decay_length_penalty "
+        "length_penalty max_length min_length no_repeat_ngram_size num_beam_groups num_beams "
+        "num_return_sequences output_scores remove_invalid_values repetition_penalty "
+        "return_dict_in_generate temperature top_k top_p typical_p assistant_confidence_threshold "
+        "assistant_lookbehind num_assistant_tokens num_assistant_tokens_schedule target_lookbehind"
     ),
     "rounding, copies of the context, a default that transformers writes and ignores": (
         "reorder_and_upcast_attn attention_softmax_in_fp32 scale_attention_softmax_in_fp32 "
@@ -244,16 +263,15 @@ def read_keys(config: Mapping[str, Any], family: Family, *, place: str) -> dict[
     Raises:
         UserError: an unsupported key changes the computation, or two names of one key differ.
     """
+    given = Values(config, place)
     others = config.keys() - family.reads - family.aliases.keys()
     refuse_others({key: config[key] for key in others}, NEUTRAL, place=place, remedy=_REMEDY)
     for key in _OFF_IF_NULL.get(str(config.get("model_type")), ()):
         if config.get(key, True) is None:
-            raise UserError(f'{place}: key "{key}": None is not supported, only True is')
+            raise given.error(key, "None is not supported, only True is")
     layers = None if "no_rope_layers" in family.reads else config.get("no_rope_layers")
     if layers and not (isinstance(layers, list) and all(_equal(one, 1) for one in layers)):
-        raise UserError(
-            f'{place}: key "no_rope_layers": layers without rotary embedding are not supported'
-        )
+        raise given.error("no_rope_layers", "layers without rotary embedding are not supported")
     read = {key: value for key, value in config.items() if key in family.reads}
     for alias, key in family.aliases.items():
         if (value := config.get(alias)) is None:
@@ -284,9 +302,8 @@ def refuse_others(
     for key, values in neutral.items():
         if not is_neutral(found.get(key), values):
             only = f", only {' or '.join(map(repr, values))} is" if values else ""
-            raise UserError(
-                f'{place}: key "{prefix}{key}": {shown(found[key])} is not supported{only}{remedy}'
-            )
+            fault = f"{shown(found[key])} is not supported{only}{remedy}"
+            raise Values(found, place, within=prefix).error(key, fault)
 
 
 def is_neutral(value: Any, values: tuple[Any, ...]) -> bool:

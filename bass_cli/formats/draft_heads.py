@@ -17,15 +17,15 @@ import torch
 
 from bass_cli.errors import UserError
 from bass_cli.formats.arrangement import is_stacked, unstack
-from bass_cli.formats.checkpoint import Checkpoint, assign, without_prefix
+from bass_cli.formats.checkpoint import Checkpoint, Piece, assign, without_prefix
 from bass_cli.formats.compound import Stored, content
-from bass_cli.formats.config_keys import HARMLESS, Values, known, name_keys, refuse_others
+from bass_cli.formats.config_keys import HARMLESS, Values, name_keys, refuse_others
 from bass_cli.formats.gguf_config import architecture_of
 from bass_cli.formats.gguf_tensors import fitted, prediction_slots, split_entries
 from bass_cli.formats.hf_config import mask_of, notes_of_config, spec_of_config
-from bass_cli.formats.quantised_config import join, with_older_files
+from bass_cli.formats.quantised_config import read_joined
 from bass_cli.formats.sources import read_json
-from bass_cli.formats.tensor_files import Entry, read_folder, read_gguf
+from bass_cli.formats.tensor_files import Entry, read_gguf
 from bass_cli.formats.text_part import bare_name, text_config
 from bass_cli.models import families
 from bass_cli.models.families import FAMILIES, Slot
@@ -128,20 +128,18 @@ def head_of_config(config: Mapping[str, Any], target: Spec, *, place: str) -> He
     Raises:
         UserError: a value is unknown or does not fit the target.
     """
-    kind = _kind(config, place)
-    values = Values(config, {}, place)
+    values = Values(config, place)
+    kind = _kind(values)
     if kind == "eagle3":
         return _chain(values, target)
     nested = values.mapping("dspark_config") | values.mapping("dflash_config")
-    own = Values({**nested, **config}, {}, place)
+    own = Values({**nested, **config}, place)
     refuse_others(own.values, _ONLY_OF_BLOCKS, place=place)
-    body = _body(config, target, place)
+    body = _body(values, target)
     block, first = own.count("block_size"), 0 if _from_anchor(own, kind) else 1
     if not first < block <= _LONGEST:
-        raise UserError(
-            f'{place}: key "block_size": from {first + 1} to {_LONGEST} places are supported, not '
-            f"{block}"
-        )
+        places = f"from {first + 1} to {_LONGEST} places are supported, not {block}"
+        raise own.error("block_size", places)
     key = "target_layer_ids"
     candidates: list[_Candidate] = [(key, nested, 0), (key, config, 0)]
     if "speculators_model_type" in config:
@@ -166,8 +164,8 @@ def _chain(values: Values, target: Spec) -> HeadSpec:
     config, place, nested = values.values, values.place, values.mapping("eagle_config")
     layers = {**config, **values.mapping("transformer_layer_config"), **nested}
     refuse_others(layers, _ONLY_OF_CHAINS, place=place)
-    body = _body(config, target, place)
-    _check_target("target_hidden_size", config.get("target_hidden_size"), target.width, place)
+    body = _body(values, target)
+    _check_target(values, "target_hidden_size", values.get("target_hidden_size"), target.width)
     key = "eagle_aux_hidden_state_layer_ids"
     aux_layers = _aux_layers(
         [("target_layer_ids", config, 0), (key, nested, 0), (key, config, 1)], target.layers, place
@@ -182,91 +180,85 @@ def _chain(values: Values, target: Spec) -> HeadSpec:
     return HeadSpec("eagle3", body, aux_layers, norms_residual=values.flag("norm_before_residual"))
 
 
-def _kind(config: Mapping[str, Any], place: str) -> str:
-    key = "speculators_model_type"
-    word = config.get(key)
-    if word is None:
-        key = "architectures"
-        classes = config.get(key)
-        if not isinstance(classes, list) or not classes:
-            raise UserError(
-                f'{place}: the key "{key}" (or speculators_model_type) is missing; it names the '
-                "kind of a drafter that reads hidden states; to use an ordinary draft model, leave "
-                'out "heads:"'
-            )
-        known(classes[0], tuple(_CLASSES), place, f'key "{key}": the drafter')
-        return _CLASSES[classes[0]]
-    known(word, _KINDS, place, f'key "{key}": the drafter')
-    return str(word)
+def _kind(values: Values) -> str:
+    if values.get("speculators_model_type") is not None:
+        return values.known("speculators_model_type", _KINDS, "the drafter")
+    classes = values.get("architectures")
+    if not isinstance(classes, list) or not classes:
+        raise UserError(
+            f'{values.place}: the key "architectures" (or speculators_model_type) is missing; it '
+            "names the kind of a drafter that reads hidden states; to use an ordinary draft model, "
+            'leave out "heads:"'
+        )
+    first = Values({"architectures": classes[0]}, values.place)
+    return _CLASSES[first.known("architectures", _CLASSES, "the drafter")]
 
 
-def _body(config: Mapping[str, Any], target: Spec, place: str) -> Spec:
+def _body(values: Values, target: Spec) -> Spec:
     """Return the Spec of its layers. Check that they can run as a block on the target's
     embedding."""
-    layers, place = _layers(config, place)
-    body = replace(spec_of_config(layers, place=place), tied=False)
-    _check_target("hidden_size", body.width, target.width, place)
-    _check_target("vocab_size", body.vocab, target.vocab, place)
+    layers = _layers(values)
+    body = replace(spec_of_config(layers.values, place=layers.place), tied=False)
+    _check_target(layers, "hidden_size", body.width, target.width)
+    _check_target(layers, "vocab_size", body.vocab, target.vocab)
     plain = body.norm.kind == "rms" and not body.norm.sandwich and not body.parallel
     plain = plain and body.unusual is None
     if not plain or body.rope is None or body.local_rope is not None or body.embed_scale != 1.0:
-        raise UserError(
-            f'{place}: key "model_type": layers like those of "{body.family}" are not supported in '
-            "such a drafter; known: llama, qwen2, qwen3"
+        raise layers.error(
+            "model_type",
+            f'layers like those of "{body.family}" are not supported in such a drafter; known: '
+            "llama, qwen2, qwen3",
         )
     if any(body.windows):
-        raise UserError(f'{place}: key "sliding_window": layers with a window are not supported')
+        raise layers.error("sliding_window", "layers with a window are not supported")
     if target.embed_scale != 1.0:
         raise UserError(
-            f'{place}: the target\'s family "{target.family}" scales its embedding; drafters that '
-            "read hidden states are not supported for it"
+            f'{layers.place}: the target\'s family "{target.family}" scales its embedding; '
+            "drafters that read hidden states are not supported for it"
         )
     return body
 
 
-def _check_target(key: str, ours: Any, theirs: int, place: str) -> None:
+def _check_target(values: Values, key: str, ours: Any, theirs: int) -> None:
     if ours not in (None, theirs):
-        raise UserError(
-            f'{place}: key "{key}": the drafter was trained for a target of {shown(ours)}, and '
-            f"this one has {theirs}"
-        )
+        trained = f"the drafter was trained for a target of {shown(ours)}"
+        raise values.error(key, f"{trained}, and this one has {theirs}")
 
 
-def _layers(config: Mapping[str, Any], place: str) -> tuple[dict[str, Any], str]:
-    """Return the configuration of its layers, without the drafter's keys, and its place for
-    errors."""
-    if "transformer_layer_config" not in config:
+def _layers(values: Values) -> Values:
+    """Return the configuration of its layers, without the drafter's keys."""
+    if "transformer_layer_config" not in values.values:
         own = _OWN - {"num_hidden_layers"}
-        return {key: value for key, value in config.items() if key not in own}, place
-    layers = Values(config, {}, place).mapping("transformer_layer_config")
-    return layers, f"{place}: transformer_layer_config"
+        found = {key: value for key, value in values.values.items() if key not in own}
+        return Values(found, values.place)
+    layers = values.mapping("transformer_layer_config")
+    return Values(layers, f"{values.place}: transformer_layer_config")
 
 
 def notes_of_head(config: Mapping[str, Any], *, place: str) -> tuple[str, ...]:
     """Return notes about keys that `head_of_config` did not use. The folder's own code (auto_map)
     needs none: bass implements it."""
-    layers, inner = _layers(config, place)
-    layers.pop("auto_map", None)
+    values = Values(config, place)
+    layers = _layers(values)
     found = {
         f"{name}.{key}": value
         for name in _NESTED
-        for key, value in Values(config, {}, place).mapping(name).items()
+        for key, value in values.mapping(name).items()
         if key not in _OWN
     }
-    if inner != place:
-        known_keys = _OWN | HARMLESS | {"auto_map"}
-        found |= {key: value for key, value in config.items() if key not in known_keys}
-    return notes_of_config(layers, place=inner) + name_keys(found, place)
+    if layers.place != place:
+        known = _OWN | HARMLESS | {"auto_map"}
+        found |= {key: value for key, value in config.items() if key not in known}
+    inner = {key: value for key, value in layers.values.items() if key != "auto_map"}
+    return notes_of_config(inner, place=layers.place) + name_keys(found, place)
 
 
-def tokens_of(config: Mapping[str, Any], vocab: int, *, place: str) -> int | None:
+def _tokens_of(config: Mapping[str, Any], vocab: int, *, place: str) -> int | None:
     """Return how many of the target's `vocab` tokens its head has; None for all."""
-    key = "draft_vocab_size"
-    if config.get(key) is None:
-        return None
-    count = Values(config, {}, place).count(key)
+    values = Values(config, place)
+    count = values.count("draft_vocab_size", vocab)
     if count > vocab:
-        raise UserError(f'{place}: key "{key}": the target has {vocab} tokens, not {count}')
+        raise values.error("draft_vocab_size", f"the target has {vocab} tokens, not {count}")
     return count if count < vocab else None
 
 
@@ -275,7 +267,7 @@ def _from_anchor(values: Values, kind: str) -> bool:
     found = {
         key: values.flag(key) == meaning
         for key, meaning in (("sample_from_anchor", True), ("dspark_bonus_anchor", False))
-        if values.values.get(key) is not None
+        if values.get(key) is not None
     }
     if len(set(found.values())) > 1:
         raise UserError(f'{values.place}: keys "{", ".join(found)}" contradict each other')
@@ -295,10 +287,9 @@ def _aux_layers(
             or not all(type(one) is int and shift <= one < layers + shift for one in found)
             or sorted(set(found)) != found
         ):
-            raise UserError(
-                f'{place}: key "{key}": rising numbers of the target\'s layers, from {shift} to '
-                f"{layers - 1 + shift}, are needed, not {shown(found)}"
-            )
+            numbers = f"from {shift} to {layers - 1 + shift}"
+            needed = f"rising numbers of the target's layers, {numbers}, are needed"
+            raise Values(source, place).error(key, f"{needed}, not {shown(found)}")
         return tuple(one - shift for one in found)
     return None
 
@@ -309,7 +300,7 @@ def _rank(values: Values, kind: str) -> int:
         return 0
     rank = values.count("markov_rank")
     if kind == "dflash":
-        raise UserError(f'{values.place}: key "markov_rank": {rank} is not supported in a DFlash')
+        raise values.error("markov_rank", f"{rank} is not supported in a DFlash")
     return rank
 
 
@@ -324,9 +315,9 @@ def open_head(path: Path, target: Spec) -> Checkpoint:
     place = path / "config.json"
     config = read_json(place)
     head = head_of_config(config, target, place=str(place))
-    count = tokens_of(config, target.vocab, place=str(place))
+    count = _tokens_of(config, target.vocab, place=str(place))
     family = FAMILIES[head.body.family]
-    joined = join(config, read_folder(path), place=str(place))
+    joined = read_joined(path, config)
     entries = {name.removeprefix(family.prefix): one for name, one in joined.entries.items()}
     slots = families.slots(head.body, family.tensors)
     own = {slots[name].name for name in entries if name in slots}
@@ -351,16 +342,12 @@ def open_head(path: Path, target: Spec) -> Checkpoint:
     if not head.block and any(name.startswith("midlayer.") for name in entries):
         slots = {name.replace("layers.0.", "midlayer."): slot for name, slot in slots.items()}
     ignored = families.IGNORED + _HEAD_IGNORED
-    pieces = assign(head.body, slots, entries, path, ignored, shapes)
-    notes = (*notes_of_head(config, place=str(place)), *joined.notes)
     return Checkpoint(
         path,
         head.body,
-        (),
-        {},
-        pieces,
+        assign(head.body, slots, entries, path, ignored, shapes),
         head=head,
-        notes=notes,
+        notes=(*notes_of_head(config, place=str(place)), *joined.notes),
         names=slots,
         prefixes=(family.prefix,),
         ignored=ignored,
@@ -419,11 +406,9 @@ def open_mtp(target: Checkpoint) -> Checkpoint:
     text, inner = text_config(read_json(place), place=str(place))
     head = prediction_layer(spec)
     shapes, slots = head_parameters(head), _mtp_slots(head)
-    settings, source = with_older_files(text, path)
-    joined = join(
-        settings,
-        read_folder(path),
-        place=source,
+    joined = read_joined(
+        path,
+        text,
         has_slot=lambda name: bare_name(name, target.prefixes) in slots or is_stacked(name),
     )
     entries = {
@@ -436,18 +421,22 @@ def open_mtp(target: Checkpoint) -> Checkpoint:
             f"{path}: {_FIELD}: the checkpoint has no multi-token-prediction layer (tensors "
             f'"{_MTP}*"); {_INSTEAD}'
         )
-    _check_keys(Values(text, {}, inner))
+    _check_keys(Values(text, inner))
     if spec.experts is not None:
         entries = unstack(entries, spec.experts.total, halves=True)
+    return _opened(target, head, assign(head.body, slots, entries, path, (), shapes), joined.notes)
+
+
+def _opened(
+    target: Checkpoint, head: HeadSpec, pieces: tuple[Piece, ...], notes: tuple[str, ...] = ()
+) -> Checkpoint:
     return Checkpoint(
-        path,
+        target.path,
         head.body,
-        (),
-        {},
-        assign(head.body, slots, entries, path, (), shapes),
+        pieces,
         head=head,
-        notes=joined.notes,
-        names=slots,
+        notes=notes,
+        names=_mtp_slots(head),
         prefixes=target.prefixes,
         ignored=_MTP_IGNORED,
     )
@@ -475,12 +464,7 @@ def _open_in_file(target: Checkpoint) -> Checkpoint:
         if name.startswith(f"blk.{layer}.")
     }
     slots = prediction_slots(kind, head, layer)
-    pieces = assign(head.body, slots, own, path, (), head_parameters(head))
-    names = _mtp_slots(head)
-    return Checkpoint(
-        path, head.body, (), {}, pieces, head=head, names=names, prefixes=target.prefixes,
-        ignored=_MTP_IGNORED,
-    )  # fmt: skip
+    return _opened(target, head, assign(head.body, slots, own, path, (), head_parameters(head)))
 
 
 def _check_keys(values: Values) -> None:
@@ -489,11 +473,9 @@ def _check_keys(values: Values) -> None:
         ("mtp_num_hidden_layers", (None, 0, 1)),
         ("mtp_use_dedicated_embeddings", (None, False)),
     ):
-        if (found := values.values.get(key)) not in supported:
-            raise UserError(
-                f'{values.place}: key "{key}": {_FIELD} supports {supported[-1]} only, not '
-                f"{shown(found)}; {_INSTEAD}"
-            )
+        if (found := values.get(key)) not in supported:
+            only = f"{_FIELD} supports {supported[-1]} only, not {shown(found)}"
+            raise values.error(key, f"{only}; {_INSTEAD}")
 
 
 def _mtp_slots(head: HeadSpec) -> dict[str, Slot]:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from bass_cli.errors import UserError
-from bass_cli.formats.config_keys import Values, is_neutral, known, name_keys, refuse_others
+from bass_cli.formats.config_keys import Values, is_neutral, name_keys, refuse_others
 from bass_cli.formats.gguf_tensors import (
     ARCHITECTURES,
     MIXTRAL,
@@ -56,27 +56,24 @@ HARMLESS = frozenset(
 _OTHERS = (
     "embedding_length_out embedding_length_per_layer_input features_length "
     "leading_dense_block_count use_parallel_residual expert_count expert_used_count "
-    "expert_feed_forward_length expert_shared_feed_forward_length "
-    "expert_chunk_feed_forward_length expert_shared_count expert_group_count "
-    "expert_group_used_count expert_weights_norm expert_group_scale "
-    "expert_latent_length experts_per_group moe_every_n_layers moe_latent_size "
+    "expert_feed_forward_length expert_shared_feed_forward_length expert_chunk_feed_forward_length "
+    "expert_shared_count expert_group_count expert_group_used_count expert_weights_norm "
+    "expert_group_scale expert_latent_length experts_per_group moe_every_n_layers moe_latent_size "
     "interleave_moe_layer_step nextn_predict_layers n_deepstack_layers deepstack_mapping "
     "hidden_activation activation_sparsity_scale altup.active_idx altup.num_inputs "
-    "decoder_block_count attn_logit_softcapping router_logit_softcapping "
-    "final_logit_softcapping swin_norm rescale_every_n_layers time_mix_extra_dim "
-    "time_decay_extra_dim token_shift_count full_attention_interval swiglu_clamp_exp "
-    "swiglu_clamp_shexp num_loops hash_layer_count attn_res.block_size "
-    "attention.max_alibi_bias attention.clamp_kqv attention.group_norm_epsilon "
+    "decoder_block_count attn_logit_softcapping router_logit_softcapping final_logit_softcapping "
+    "swin_norm rescale_every_n_layers time_mix_extra_dim time_decay_extra_dim token_shift_count "
+    "full_attention_interval swiglu_clamp_exp swiglu_clamp_shexp num_loops hash_layer_count "
+    "attn_res.block_size attention.max_alibi_bias attention.clamp_kqv attention.group_norm_epsilon "
     "attention.group_norm_groups attention.q_lora_rank attention.kv_lora_rank "
-    "attention.decay_lora_rank attention.iclr_lora_rank "
-    "attention.value_residual_mix_lora_rank attention.gate_lora_rank "
-    "attention.relative_buckets_count attention.scale attention.temperature_length "
-    "attention.temperature_scale attention.key_length_mla attention.value_length_mla "
-    "attention.key_length_swa attention.value_length_swa attention.shared_kv_layers "
-    "attention.recurrent_layers attention.rope_pattern attention.compress_ratios "
-    "attention.indexer.top_k rope.dimension_sections rope.dimension_count_swa "
-    "rope.scaling.alpha rope.scaling.yarn_log_multiplier ssm.conv_kernel ssm.inner_size "
-    "ssm.state_size ssm.time_step_rank ssm.group_count ssm.dt_b_c_rms kda.head_dim "
+    "attention.decay_lora_rank attention.iclr_lora_rank attention.value_residual_mix_lora_rank "
+    "attention.gate_lora_rank attention.relative_buckets_count attention.scale "
+    "attention.temperature_length attention.temperature_scale attention.key_length_mla "
+    "attention.value_length_mla attention.key_length_swa attention.value_length_swa "
+    "attention.shared_kv_layers attention.recurrent_layers attention.rope_pattern "
+    "attention.compress_ratios attention.indexer.top_k rope.dimension_sections "
+    "rope.dimension_count_swa rope.scaling.alpha rope.scaling.yarn_log_multiplier ssm.conv_kernel "
+    "ssm.inner_size ssm.state_size ssm.time_step_rank ssm.group_count ssm.dt_b_c_rms kda.head_dim "
     "wkv.head_size posnet.embedding_length posnet.block_count convnext.embedding_length "
     "convnext.block_count shortconv.l_cache dense_2_feat_in dense_2_feat_out dense_3_feat_in "
     "dense_3_feat_out"
@@ -172,16 +169,16 @@ def spec_of_gguf(
     """
     kind = architecture_of(metadata, shapes, place=place)
     name, family = str(metadata["general.architecture"]), FAMILIES[kind.family]
-    keys = {word: f"{name}.{key}" for word, key in _words(kind).items()}
-    values = Values({**kind.constants, **_flatten(metadata)}, keys, place)
-    _refuse(values, name, kind)
+    own = {**kind.constants, **_flatten(_own(metadata, name))}
+    values = Values(own, place, keys=_words(kind), within=f"{name}.")
+    _refuse(values, kind)
     if "token_embd.weight" not in shapes:
         raise UserError(f'{place}: the tensor "token_embd.weight" is missing')
     shape = shape_of(values, context=values.count("context"), vocab=shapes["token_embd.weight"][0])
     shape["layers"] -= _further_layers(values, shape["layers"], kind)
     rope, local, attention = None, None, 1.0
     if family.rotary:
-        rope, attention = _rope(values, name, kind, shape, rope_factors)
+        rope, attention = _rope(values, kind, shape, rope_factors)
     gemma = kind.family == "gemma3_text"
     if gemma and rope:
         local = Rope(values.number("local_theta", _GEMMA_LOCAL_THETA), rope.size)
@@ -262,20 +259,16 @@ def _words(kind: Architecture) -> dict[str, str]:
 
 def _further_layers(values: Values, layers: int, kind: Architecture) -> int:
     """Return how many of the file's last layers predict further tokens."""
-    if not FAMILIES[kind.family].recurrent or not values.values.get(values.key("further")):
+    if not FAMILIES[kind.family].recurrent or not values.get("further"):
         return 0
     if (found := values.count("further")) < layers:
         return found
-    raise UserError(
-        f'{values.place}: key "{values.key("further")}": {found} is not below the number of '
-        f"layers, {layers}"
-    )
+    raise values.error("further", f"{found} is not below the number of layers, {layers}")
 
 
 def _recurrent(values: Values, layers: int) -> Recurrent:
     """Return the layers with the gated delta rule."""
-    key = f"{values.values['general.architecture']}.{_RECURRENT_LAYERS}"
-    flags = values.values.get(key)
+    flags = values.get(_RECURRENT_LAYERS)
     if flags is None:
         interval = values.count("interval", 4)  # llama.cpp's default
         flags = [(i + 1) % interval != 0 for i in range(layers)]
@@ -284,54 +277,48 @@ def _recurrent(values: Values, layers: int) -> Recurrent:
         or len(flags) < layers
         or any(not isinstance(flag, bool) for flag in flags)
     ):
-        raise UserError(
-            f'{values.place}: key "{key}": true or false for each of {layers} layers is needed, '
-            f"not {shown(flags)}"
-        )
+        needed = f"true or false for each of {layers} layers is needed, not {shown(flags)}"
+        raise values.error(_RECURRENT_LAYERS, needed)
     if len(set(flags[:layers])) == 1:
-        raise UserError(
-            f'{values.place}: key "{key}": layers of both kinds are needed, with attention and '
-            "recurrent ones"
-        )
+        needed = "layers of both kinds are needed, with attention and recurrent ones"
+        raise values.error(_RECURRENT_LAYERS, needed)
     heads, size = values.count("value_heads"), values.count("values")
     if size % heads:
-        raise UserError(
-            f'{values.place}: key "{values.key("values")}": {size} is not a multiple of the number '
-            f"of value heads, {heads}"
+        raise values.error(
+            "values", f"{size} is not a multiple of the number of value heads, {heads}"
         )
     named = tuple(i for i in range(layers) if flags[i])
     return recurrent_of(values, named, value_size=size // heads)
 
 
-def _flatten(metadata: Mapping[str, Any]) -> dict[str, Any]:
+def _own(metadata: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the values of the architecture, by their keys after its name."""
+    prefix = f"{name}."
+    return {
+        key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)
+    }
+
+
+def _flatten(own: Mapping[str, Any]) -> dict[str, Any]:
     """Replace lists of equal integers, one for each layer, by that integer."""
 
     def same(value: Any) -> bool:
-        return (
-            isinstance(value, list)
-            and value != []
-            and type(value[0]) is int
-            and value.count(value[0]) == len(value)
-        )
+        return isinstance(value, list) and {*map(type, value)} == {int} and len(set(value)) == 1
 
-    return {key: value[0] if same(value) else value for key, value in metadata.items()}
+    return {key: value[0] if same(value) else value for key, value in own.items()}
 
 
 def notes_of_gguf(metadata: Mapping[str, Any], *, place: str) -> tuple[str, ...]:
     """Return notes about keys of the architecture that `spec_of_gguf` did not use."""
     name = str(metadata.get("general.architecture"))
-    found = {
-        key: value
-        for key, value in metadata.items()
-        if key.startswith(f"{name}.")
-        and key.removeprefix(f"{name}.") not in HARMLESS | NEUTRAL.keys() | reads(name)
-    }
-    window = f"{name}.attention.sliding_window"
-    notes = name_keys({key: value for key, value in found.items() if key != window}, place)
-    if found.get(window):
+    known = HARMLESS | NEUTRAL.keys() | reads(name)
+    found = {key: value for key, value in _own(metadata, name).items() if key not in known}
+    window = found.pop(_WORDS["window"], None)
+    notes = name_keys({f"{name}.{key}": value for key, value in found.items()}, place)
+    if window:
         notes += (
-            f'{place}: key "{window}": {shown(found[window])} is not used, as in llama.cpp: all '
-            "layers of this architecture attend to the whole context",
+            f'{place}: key "{name}.{_WORDS["window"]}": {shown(window)} is not used, as in '
+            "llama.cpp: all layers of this architecture attend to the whole context",
         )
     return notes
 
@@ -344,7 +331,6 @@ def reads(name: str) -> frozenset[str]:
         del words["local_theta"]
     if not kind.pattern:
         del words["window"]
-    # Some architectures store the size of their other layers, of which they have none.
     # files of mixtures may have the size of other layers too, of which they have none
     keys = {*words.values(), "feed_forward_length", "attention.value_length"}
     keys |= {*(_SCALING if family.rotary else ())}
@@ -359,33 +345,29 @@ def reads(name: str) -> frozenset[str]:
     return frozenset(keys)
 
 
-def _refuse(values: Values, name: str, kind: Architecture) -> None:
+def _refuse(values: Values, kind: Architecture) -> None:
     """Raise a UserError for values that the decoder does not support."""
-    prefix = f"{name}."
-    own = {
-        key.removeprefix(prefix): value
-        for key, value in values.values.items()
-        if key.startswith(prefix)
-    }
+    used = reads(values.within.removesuffix("."))
     set_here = {
         key: value
-        for key, value in own.items()
-        if key not in reads(name)
-        and not (key in _SAME and value == own.get(_SAME[key]))
+        for key, value in values.values.items()
+        if key not in used
+        and not (key in _SAME and value == values.get(_SAME[key]))
         and (key in _TRUE_IF_MISSING or not _is_zero(value))
     }
-    refuse_others(set_here, NEUTRAL, place=values.place, prefix=prefix)
-    normalised = own.get(_NORMALISED)
+    refuse_others(set_here, NEUTRAL, place=values.place, prefix=values.within)
+    normalised = values.get(_NORMALISED)
     if is_mixture(kind) and normalised is not None and normalised is not _is_normalised(kind):
-        raise UserError(
-            f'{values.place}: key "{prefix}{_NORMALISED}": {shown(normalised)} is not supported '
-            "for this architecture, and llama.cpp does not read it"
+        raise values.error(
+            _NORMALISED,
+            f"{shown(normalised)} is not supported for this architecture, and llama.cpp does not "
+            "read it",
         )
-    sizes = [values.values.get(f"{name}.attention.{part}_length") for part in ("key", "value")]
-    if sizes[0] != sizes[1]:
-        raise UserError(
-            f'{values.place}: key "{name}.attention.value_length": {shown(sizes[1])} differs from '
-            f"key_length, {shown(sizes[0])}, which is not supported"
+    size, other = values.get("attention.key_length"), values.get("attention.value_length")
+    if size != other:
+        raise values.error(
+            "attention.value_length",
+            f"{shown(other)} differs from key_length, {shown(size)}, which is not supported",
         )
 
 
@@ -399,11 +381,7 @@ def _is_zero(value: Any) -> bool:
 
 
 def _rope(
-    values: Values,
-    name: str,
-    kind: Architecture,
-    shape: Mapping[str, int],
-    factors: tuple[float, ...] | None,
+    values: Values, kind: Architecture, shape: Mapping[str, int], factors: tuple[float, ...] | None
 ) -> tuple[Rope, float]:
     """Return the rotary embedding and the factor of the scale of queries and keys, by llama.cpp's
     rules: a missing type means linear, an old key may hold the factor, and a factor of 0 means 1.
@@ -412,11 +390,9 @@ def _rope(
     which metadata does not say and llama.cpp ignores.
     """
     size = rotary_size(values.count("rotary", shape["head_size"]), shape["head_size"], values.place)
-    key = f"{name}.rope.scaling.type"
-    scaled = values.values.get(key)
-    scaled = "linear" if scaled is None else scaled
-    known(scaled, ("none", "linear", "yarn"), values.place, f'key "{key}": the rope type')
-    if factors is not None and name != "llama":
+    key = "rope.scaling.type"
+    scaled = values.known(key, ("none", "linear", "yarn"), "the rope type", "linear")
+    if factors is not None and values.within != "llama.":
         raise UserError(
             f'{values.place}: the tensor "{ROPE_FACTORS}" is not supported for this architecture'
         )
@@ -426,8 +402,8 @@ def _rope(
             f"{size // 2} are needed"
         )
     theta, attention = values.number("theta", 10000.0), _or_one(values, "rope.scaling.attn_factor")
-    stored = next((f"rope.{key}" for key in ("scaling.factor", "scale_linear")
-                   if values.values.get(f"{name}.rope.{key}") is not None), None)  # fmt: skip
+    names = ("rope.scaling.factor", "rope.scale_linear")
+    stored = next((name for name in names if values.get(name) is not None), None)
     factor = 1.0 if stored is None or scaled == "none" else _or_one(values, stored)
     scaling: tuple[float, ...] | None = None
     if scaled == "yarn":
@@ -444,11 +420,9 @@ def _rope(
         attention *= yarn_scale(factor)
     elif factor != 1.0:
         scaling = (factor,) * (size // 2)
-    if attention != 1.0 and name == "gemma3":
-        raise UserError(
-            f'{values.place}: key "{key}": an attention factor ({attention:g}) is not supported '
-            "for this architecture"
-        )
+    if attention != 1.0 and kind.family == "gemma3_text":
+        fault = f"an attention factor ({attention:g}) is not supported for this architecture"
+        raise values.error(key, fault)
     if factors is not None and scaling is not None:
         scaling = tuple(one * other for one, other in zip(factors, scaling, strict=True))
     rope = Rope(theta, size, scaling or factors)
@@ -460,8 +434,7 @@ def _rope(
 
 def _or(values: Values, suffix: str, default: float) -> float:
     """Return the number of a key after the architecture's name. 0 means the default."""
-    key = f"{values.values['general.architecture']}.{suffix}"
-    return values.number(key) if values.values.get(key) not in (None, 0) else default
+    return default if values.get(suffix, 0) == 0 else values.number(suffix)
 
 
 def _or_one(values: Values, suffix: str) -> float:
@@ -471,10 +444,11 @@ def _or_one(values: Values, suffix: str) -> float:
 def _windows(values: Values, layers: int, kind: Architecture) -> tuple[int, ...]:
     """Return the window of each layer, 0 for none. llama.cpp ignores windows of most
     architectures, so bass does too."""
-    optional = kind.family == "gemma3_text" and not values.values.get(values.key("window"))
+    optional = kind.family == "gemma3_text" and not values.get("window")
     if not kind.pattern or optional:
         return (0,) * layers
-    window, stored = values.count("window"), values.values.get(values.key("window") + "_pattern")
+    window, key = values.count("window"), values.key("window") + "_pattern"
+    stored = values.get(key)
     if isinstance(stored, list):
         if len(stored) != layers:
             raise UserError(
@@ -482,7 +456,7 @@ def _windows(values: Values, layers: int, kind: Architecture) -> tuple[int, ...]
                 f"{layers}"
             )
         return tuple(window if local else 0 for local in stored)
-    pattern = values.count(values.key("window") + "_pattern") if stored else kind.pattern
+    pattern = values.count(key) if stored else kind.pattern
     return tuple(window if (i + 1) % pattern else 0 for i in range(layers))
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bass_cli.errors import UserError
-from bass_cli.formats.config_keys import ROPE_TYPES, Values, known, read_keys, unread
+from bass_cli.formats.config_keys import ROPE_TYPES, Values, read_keys, unread
 from bass_cli.formats.text_part import notes_of_text, text_config
 from bass_cli.models.families import CODEGEN_BLOCKS, FAMILIES, Family
 from bass_cli.models.spec import Experts, Norm, Recurrent, Rope, Spec
@@ -42,13 +42,11 @@ def spec_of_config(config: Mapping[str, Any], *, place: str) -> Spec:
     file's name, for errors. Of a multimodal model it is the text part's."""
     config, place = text_config(config, place=place)
     name, family = _family(config, place)
-    values = Values(
-        {**family.defaults, **read_keys(config, family, place=place)}, family.keys, place
-    )
+    read = read_keys(config, family, place=place)
+    values = Values({**family.defaults, **read}, place, keys=family.keys)
     _refuse(values, family)
     shape = shape_of(values, context=_context(values), vocab=values.count("vocab"))
-    activation = values.values.get(values.key("activation"))
-    known(activation, ACTIVATIONS, place, f'key "{values.key("activation")}": the activation')
+    activation = values.known("activation", ACTIVATIONS, "the activation")
     biases = family.biases.union(
         *(names for flag, names in family.flags.items() if values.flag(flag))
     )
@@ -67,7 +65,7 @@ def spec_of_config(config: Mapping[str, Any], *, place: str) -> Spec:
         norm=Norm(family.norm, family.eps or values.number("eps"), **family.norm_extras),
         rope=rope,
         local_rope=local,
-        activation=ACTIVATIONS[str(activation)],
+        activation=ACTIVATIONS[activation],
         gated=family.gated,
         parallel=family.parallel,
         windows=windows,
@@ -86,27 +84,29 @@ def _recurrent(values: Values, layers: int, family: Family) -> Recurrent | None:
     """Return the layers with the gated delta rule; None for a family without such layers."""
     if not family.recurrent:
         return None
-    types, place = values.values.get("layer_types"), values.place
+    types = values.get("layer_types")
     if types is None:
         interval = values.count("full_attention_interval")
         types = [_HYBRID_KINDS[(i + 1) % interval != 0] for i in range(layers)]
-    _check_types(types, layers, place, _HYBRID_KINDS)
+    _check_types(types, layers, values, _HYBRID_KINDS)
     if len(set(types)) == 1:
-        raise UserError(
-            f'{place}: key "layer_types": all layers are {types[0]}, but this family needs layers '
-            f"of both kinds, {' and '.join(_HYBRID_KINDS)}"
+        raise values.error(
+            "layer_types",
+            f"all layers are {types[0]}, but this family needs layers of both kinds, "
+            f"{' and '.join(_HYBRID_KINDS)}",
         )
     if not values.flag("attn_output_gate"):
-        raise UserError(
-            f'{place}: key "attn_output_gate": False is not supported for this family, only True is'
+        raise values.error(
+            "attn_output_gate", "False is not supported for this family, only True is"
         )
-    if values.values.get("sliding_window") is not None:
-        raise UserError(f'{place}: key "sliding_window": windows are not supported for this family')
-    activation = values.values.get("hidden_act")
+    if values.get("sliding_window") is not None:
+        raise values.error("sliding_window", "windows are not supported for this family")
+    activation = values.get("hidden_act")
     if ACTIVATIONS.get(str(activation)) != "silu":
-        raise UserError(
-            f'{place}: key "hidden_act": {shown(activation)} is not supported for this family, '
-            "only silu is, which its convolution applies too"
+        raise values.error(
+            "hidden_act",
+            f"{shown(activation)} is not supported for this family, only silu is, which its "
+            "convolution applies too",
         )
     named = tuple(i for i, kind in enumerate(types) if kind == "linear_attention")
     return recurrent_of(values, named, value_size=values.count("value_size"))
@@ -120,14 +120,11 @@ def recurrent_of(values: Values, layers: tuple[int, ...], *, value_size: int) ->
     """
     key_heads, value_heads = values.count("key_heads"), values.count("value_heads")
     if value_heads % key_heads:
-        raise UserError(
-            f'{values.place}: key "{values.key("key_heads")}": {key_heads} does not divide the '
-            f"number of value heads, {value_heads}"
+        raise values.error(
+            "key_heads", f"{key_heads} does not divide the number of value heads, {value_heads}"
         )
     if (kernel := values.count("kernel")) < 2:
-        raise UserError(
-            f'{values.place}: key "{values.key("kernel")}": a number of at least 2 is needed, not 1'
-        )
+        raise values.error("kernel", "a number of at least 2 is needed, not 1")
     key_size = values.count("key_size")
     return Recurrent(layers, key_heads, value_heads, key_size, value_size, kernel)
 
@@ -138,10 +135,7 @@ def experts_of(values: Values, family: Family) -> Experts | None:
         return None
     count, chosen = values.count("experts"), values.count("chosen")
     if chosen > count:
-        raise UserError(
-            f'{values.place}: key "{values.key("chosen")}": {chosen} is more than the number of '
-            f"experts, {count}"
-        )
+        raise values.error("chosen", f"{chosen} is more than the number of experts, {count}")
     normalised = family.mixture != "config" or values.flag("norm_topk_prob")
     shared = values.count("shared") if "shared" in family.keys else 0
     clamp = None
@@ -168,7 +162,7 @@ def _scales(values: Values, family: Family, shape: Mapping[str, Any]) -> dict[st
 def _unrotated(values: Values, family: Family, windows: tuple[int, ...]) -> tuple[int, ...]:
     """Return the layers without rotary embedding."""
     if family.unrotated == "full":
-        hybrid = values.values.get("sliding_window") is not None
+        hybrid = values.get("sliding_window") is not None
         return tuple(i for i, window in enumerate(windows) if hybrid and not window)
     if family.unrotated == "listed":
         return tuple(i for i, rotated in enumerate(_rotated(values, len(windows))) if not rotated)
@@ -177,7 +171,7 @@ def _unrotated(values: Values, family: Family, windows: tuple[int, ...]) -> tupl
 
 def _rotated(values: Values, layers: int) -> list[bool]:
     """Return for each layer whether it has rotary embedding, as `no_rope_layers` lists it."""
-    listed = values.values.get("no_rope_layers")
+    listed = values.get("no_rope_layers")
     if listed is None:
         interval = values.count("no_rope_layer_interval")
         return [(i + 1) % interval != 0 for i in range(layers)]
@@ -186,9 +180,9 @@ def _rotated(values: Values, layers: int) -> list[bool]:
         or len(listed) < layers
         or any(type(one) not in (int, bool) or one not in (0, 1) for one in listed)
     ):
-        raise UserError(
-            f'{values.place}: key "no_rope_layers": a list of 0 and 1 for {layers} layers is '
-            f"needed, not {shown(listed)}"
+        raise values.error(
+            "no_rope_layers",
+            f"a list of 0 and 1 for {layers} layers is needed, not {shown(listed)}",
         )
     return [bool(one) for one in listed[:layers]]
 
@@ -218,11 +212,10 @@ def is_native(config: Mapping[str, Any], *, place: str) -> bool:
 
 def _family(config: Mapping[str, Any], place: str) -> tuple[str, Family]:
     """Return a config's family and its name. Ministral is Mistral with layer types."""
-    name = config.get("model_type")
-    if name == "ministral":
-        name = "mistral"
-    known(name, FAMILIES, place, 'key "model_type": the family')
-    return str(name), FAMILIES[str(name)]
+    if config.get("model_type") == "ministral":
+        config = {"model_type": "mistral"}
+    name = Values(config, place).known("model_type", FAMILIES, "the family")
+    return name, FAMILIES[name]
 
 
 def mask_of(
@@ -239,10 +232,8 @@ def mask_of(
         if (value := values.get(key)) is None:
             continue
         if type(value) is not int or not 0 <= value < vocab:
-            raise UserError(
-                f'{place}: key "{key}": the id of a mask token, from 0 to {vocab - 1}, is needed, '
-                f"not {shown(value)}"
-            )
+            needed = f"the id of a mask token, from 0 to {vocab - 1}, is needed"
+            raise Values(values, place).error(key, f"{needed}, not {shown(value)}")
         return value
     others = f" (or {', '.join(keys[1:])})" if keys[1:] else ""
     raise UserError(
@@ -257,15 +248,11 @@ def shape_of(values: Values, *, context: int, vocab: int) -> dict[str, Any]:
     width, heads = values.count("width"), values.count("heads")
     kv_heads = values.count("kv_heads", heads)
     if heads % kv_heads:
-        raise UserError(
-            f'{values.place}: key "{values.key("kv_heads")}": {kv_heads} does not divide the '
-            f"number of attention heads, {heads}"
+        raise values.error(
+            "kv_heads", f"{kv_heads} does not divide the number of attention heads, {heads}"
         )
-    if not values.values.get(values.key("head_size")) and width % heads:
-        raise UserError(
-            f'{values.place}: key "{values.key("heads")}": {heads} does not divide the hidden '
-            f"size, {width}"
-        )
+    if not values.get("head_size") and width % heads:
+        raise values.error("heads", f"{heads} does not divide the hidden size, {width}")
     return {
         "layers": values.count("layers"),
         "width": width,
@@ -290,57 +277,49 @@ def _context(values: Values) -> int:
 
 def _refuse(values: Values, family: Family) -> None:
     """Raise a UserError for values that the decoder does not support."""
-    projected = values.values.get("word_embed_proj_dim")
-    if projected not in (None, values.values.get(values.key("width"))):
-        raise UserError(
-            f'{values.place}: key "word_embed_proj_dim": {shown(projected)} is not supported, '
-            "only hidden_size"
+    projected = values.get("word_embed_proj_dim")
+    if projected not in (None, values.get("width")):
+        raise values.error(
+            "word_embed_proj_dim", f"{shown(projected)} is not supported, only hidden_size"
         )
     if family.tensors is FAMILIES["codegen"].tensors and values.count("heads") % CODEGEN_BLOCKS:
-        raise UserError(
-            f'{values.place}: key "{values.key("heads")}": the number of heads must be a multiple '
-            f"of {CODEGEN_BLOCKS}"
-        )
+        raise values.error("heads", f"the number of heads must be a multiple of {CODEGEN_BLOCKS}")
 
 
 def _windows(values: Values, layers: int, family: Family) -> tuple[int, ...]:
     """Return the window of each layer, 0 for none, from `layer_types` or the older keys."""
-    types, key = values.values.get("layer_types"), "sliding_window"
-    there = values.values.get(key) is not None
+    types, key = values.get("layer_types"), "sliding_window"
+    there = values.get(key) is not None
     if "use_sliding_window" in family.defaults and not values.flag("use_sliding_window"):
         there = False
     if not family.windows:
         if there and values.count(key) < values.count("context"):
-            raise UserError(
-                f'{values.place}: key "{key}": windows are not supported for this family'
-            )
+            raise values.error(key, "windows are not supported for this family")
         there = False
     window = values.count(key) if there else 0
     if types is None and "sliding_window_pattern" not in values.values:
         return tuple(window if local else 0 for local in _locals(values, layers, family))
     if types is None:
         types = [_KINDS[local] for local in _locals(values, layers, family)]
-    _check_types(types, layers, values.place, _KINDS)
+    _check_types(types, layers, values, _KINDS)
     if "sliding_attention" in types and not there:
-        raise UserError(
-            f'{values.place}: key "layer_types": some layers have sliding_attention, but there is '
-            "no window (sliding_window)"
+        raise values.error(
+            "layer_types",
+            "some layers have sliding_attention, but there is no window (sliding_window)",
         )
     if family.windows != "types" and window and "full_attention" in types:
-        raise UserError(
-            f'{values.place}: key "layer_types": all layers of this family need the same window'
-        )
+        raise values.error("layer_types", "all layers of this family need the same window")
     return tuple(window if kind == "sliding_attention" else 0 for kind in types)
 
 
-def _check_types(types: Any, layers: int, place: str, kinds: tuple[str, ...]) -> None:
+def _check_types(types: Any, layers: int, values: Values, kinds: tuple[str, ...]) -> None:
     """Raise a UserError unless this is a list with the type of each layer, one of `kinds`."""
     if not isinstance(types, list):
-        raise UserError(f'{place}: key "layer_types": a list is needed, not {shown(types)}')
+        raise values.error("layer_types", f"a list is needed, not {shown(types)}")
     for kind in types:
-        known(kind, kinds, place, 'key "layer_types": the type')
+        Values({"layer_types": kind}, values.place).known("layer_types", kinds, "the type")
     if len(types) != layers:
-        raise UserError(f'{place}: key "layer_types": {len(types)} types for {layers} layers')
+        raise values.error("layer_types", f"{len(types)} types for {layers} layers")
 
 
 def _locals(values: Values, layers: int, family: Family) -> tuple[bool, ...]:
@@ -351,7 +330,7 @@ def _locals(values: Values, layers: int, family: Family) -> tuple[bool, ...]:
     if "no_rope_layers" in values.values:
         return tuple(not rotated for rotated in _rotated(values, layers))
     # a family with the same window in all layers ignores the key
-    counted = family.windows == "types" and values.values.get("max_window_layers")
+    counted = family.windows == "types" and values.get("max_window_layers")
     first = values.count("max_window_layers") if counted else 0
     return tuple(i >= first for i in range(layers))
 
@@ -369,11 +348,12 @@ def _ropes(
     theta = values.number("rope_theta")
     if family.by_type:
         if older.keys() & set(_KINDS) or (given and not given.keys() & set(_KINDS)):
-            raise UserError(
-                f'{values.place}: key "rope_parameters": an object with full_attention and '
-                "sliding_attention is needed (and no such keys in rope_scaling)"
+            raise values.error(
+                "rope_parameters",
+                "an object with full_attention and "
+                "sliding_attention is needed (and no such keys in rope_scaling)",
             )
-        kinds = Values(given, {}, f"{values.place}: rope_parameters")
+        kinds = Values(given, f"{values.place}: rope_parameters")
         full = kinds.mapping("full_attention") | older
         rope, attention = _rope(full, values, theta, head_size)
         local_theta = values.number("rope_local_base_freq", family.defaults["rope_theta"])
@@ -393,20 +373,17 @@ def _ropes(
 def _rope_kind(scaling: Mapping[str, Any], values: Values) -> str:
     """Return the rope type. Phi-3's older names of longrope are "su" and "yarn"."""
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if values.values.get("model_type") == "phi3" and kind in ("su", "yarn"):
+    if values.get("model_type") == "phi3" and kind in ("su", "yarn"):
         kind = "longrope"
-    known(kind, tuple(ROPE_TYPES), values.place, "the rope type")
-    return str(kind)
+    return Values({"rope_type": kind}, values.place).known("rope_type", ROPE_TYPES, "the rope type")
 
 
 def _with_original(scaling: Mapping[str, Any], values: Values) -> Values:
     """Return access to rotary parameters, with the original context, which either may have."""
     original = (
-        values.values.get(_ORIGINAL)
-        or scaling.get(_ORIGINAL)
-        or values.values.get("max_position_embeddings")
+        values.get(_ORIGINAL) or scaling.get(_ORIGINAL) or values.get("max_position_embeddings")
     )
-    return Values({**scaling, _ORIGINAL: original}, {}, f"{values.place}: rope_parameters")
+    return Values({**scaling, _ORIGINAL: original}, f"{values.place}: rope_parameters")
 
 
 def _rope(
@@ -418,12 +395,11 @@ def _rope(
 ) -> tuple[Rope, float]:
     """Return a rotary embedding and the factor of its cosines and sines."""
     kind, own = _rope_kind(scaling, values), _with_original(scaling, values)
-    partial = own.number("partial_rotary_factor", values.values.get("partial_rotary_factor") or 1.0)
+    partial = own.number("partial_rotary_factor", values.get("partial_rotary_factor") or 1.0)
     if partial != 1.0 and not may_be_partial:
         # transformers ignores it for these families, or cannot run the model
-        raise UserError(
-            f'{values.place}: key "partial_rotary_factor": {partial:g} is not supported for this '
-            "family, only 1 is"
+        raise values.error(
+            "partial_rotary_factor", f"{partial:g} is not supported for this family, only 1 is"
         )
     theta, size = (
         own.number("rope_theta", theta),
@@ -451,9 +427,7 @@ def _llama3(own: Values, theta: float, size: int) -> tuple[float, ...]:
     """
     low, high = own.number("low_freq_factor"), own.number("high_freq_factor")
     if high <= low:
-        raise UserError(
-            f'{own.place}: key "high_freq_factor": {high:g} is not above low_freq_factor, {low:g}'
-        )
+        raise own.error("high_freq_factor", f"{high:g} is not above low_freq_factor, {low:g}")
     factor, original = own.number("factor"), own.number("original_max_position_embeddings")
     divisors = []
     for j in range(0, size, 2):
@@ -464,7 +438,7 @@ def _llama3(own: Values, theta: float, size: int) -> tuple[float, ...]:
 
 
 def _yarn(own: Values, theta: float, size: int) -> tuple[Rope, float]:
-    factor, attention = own.number("factor"), own.values.get("attention_factor")
+    factor, attention = own.number("factor"), own.get("attention_factor")
     factors = yarn_factors(
         theta,
         size,
@@ -472,12 +446,12 @@ def _yarn(own: Values, theta: float, size: int) -> tuple[Rope, float]:
         original=own.number("original_max_position_embeddings"),
         fast=own.number("beta_fast", 32.0),
         slow=own.number("beta_slow", 1.0),
-        truncate=own.values.get("truncate") is None or own.flag("truncate"),
+        truncate=own.get("truncate") is None or own.flag("truncate"),
         place=own.place,
     )
     if attention is not None:
         return Rope(theta, size, factors), own.number("attention_factor")
-    if own.values.get("mscale") and own.values.get("mscale_all_dim"):
+    if own.get("mscale") and own.get("mscale_all_dim"):
         scales = [yarn_scale(factor, own.number(key)) for key in ("mscale", "mscale_all_dim")]
         return Rope(theta, size, factors), scales[0] / scales[1]
     return Rope(theta, size, factors), yarn_scale(factor)
@@ -485,13 +459,12 @@ def _yarn(own: Values, theta: float, size: int) -> tuple[Rope, float]:
 
 def _longrope(own: Values, theta: float, size: int, values: Values) -> tuple[Rope, float]:
     """Return LongRoPE's short factors (arXiv 2402.13753), for texts up to the original context."""
-    factors = own.values.get("short_factor")
+    factors = own.get("short_factor")
     if not isinstance(factors, list) or len(factors) != size // 2:
-        raise UserError(
-            f'{own.place}: key "short_factor": a list of {size // 2} numbers is needed, not '
-            f"{shown(factors)}"
+        raise own.error(
+            "short_factor", f"a list of {size // 2} numbers is needed, not {shown(factors)}"
         )
-    listed = Values({f"short_factor[{i}]": one for i, one in enumerate(factors)}, {}, own.place)
+    listed = Values({f"short_factor[{i}]": one for i, one in enumerate(factors)}, own.place)
     rope = Rope(theta, size, tuple(listed.number(key) for key in listed.values))
     original = own.number(_ORIGINAL)
     factor = own.number("factor", values.count("context") / original)

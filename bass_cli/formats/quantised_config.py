@@ -38,7 +38,7 @@ from bass_cli.formats.quantised_tensors import (
     scale_shapes,
 )
 from bass_cli.formats.sources import read_json
-from bass_cli.formats.tensor_files import Entry
+from bass_cli.formats.tensor_files import Entry, read_folder
 from bass_cli.reading import parse_object, shown, whole
 
 _BITS = (2, 4, 8)  # whose fields do not cross bytes
@@ -505,7 +505,15 @@ METHODS: dict[str, type[Method]] = {
 }
 
 
-def with_older_files(config: Mapping[str, Any], folder: Path) -> tuple[Mapping[str, Any], str]:
+def read_joined(
+    folder: Path, config: Mapping[str, Any], has_slot: Callable[[str], bool] = lambda name: True
+) -> Joined:
+    """Return all tensors of a folder. Those of each quantised matrix are joined; see `join`."""
+    settings, place = _with_older_files(config, folder)
+    return join(settings, read_folder(folder), place=place, has_slot=has_slot)
+
+
+def _with_older_files(config: Mapping[str, Any], folder: Path) -> tuple[Mapping[str, Any], str]:
     """Return a config with the `quantization_config` that older tools wrote to a file beside it,
     and the name of the file that has it."""
     if any(config.get(key) for key in QUANTISED):

@@ -91,7 +91,7 @@ def test_a_greedy_default_and_other_settings_are_only_noted(model: Path) -> None
 def test_a_gguf_file_has_its_own_keys(model: Path) -> None:
     found = {"general.sampling.temp": 0.3, "general.sampling.penalty_repeat": 1.1}
     target = open_checkpoint(model)
-    gguf = Checkpoint(Path("m.gguf"), target.spec, (), found, ())
+    gguf = Checkpoint(Path("m.gguf"), target.spec, (), metadata=found)
     job, notes = with_model_defaults(job_of(model), gguf)
     assert job.sampling.temperature == 0.3
     assert notes[0].startswith("m.gguf: temperature 0.3 are the model's own")

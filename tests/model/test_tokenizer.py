@@ -19,7 +19,7 @@ from forked import run_forked
 from tokenizers import Tokenizer as Backend
 
 from bass_cli.errors import UserError
-from bass_cli.formats import tokenizer
+from bass_cli.formats import tokenizer as tokenizer_module
 from bass_cli.formats.tokenizer import Tokenizer, check_same_vocabulary
 
 TEXT = "the cat sat 🙂 – naïve,\n\n  x == 12;"
@@ -215,13 +215,13 @@ def converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Use a new cache folder; return a list of the paths whose files were read."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     calls: list[Path] = []
-    made = tokenizer.read_files
+    made = tokenizer_module.read_files
 
     def counted(path: Path, key: str) -> bytes:
         calls.append(path)
         return made(path, key)
 
-    monkeypatch.setattr(tokenizer, "read_files", counted)
+    monkeypatch.setattr(tokenizer_module, "read_files", counted)
     return calls
 
 
