@@ -159,21 +159,11 @@ def unstack(
             found[name] = entry
             continue
         assert not isinstance(entry, Adapted)
-        total = entry.layout.stacked if isinstance(entry, Compound) else (*entry.shape, 0)[0]
-        if total != experts:
-            raise UserError(
-                f'{entry.file}: tensor "{name}" has shape {shown(list(entry.shape))}; the first '
-                f"size must be the number of experts, {experts}"
-            )
-        kind = match["kind"].removeprefix("_") or "weight"
-        names = [match["map"]]
-        if halves and names == ["gate_up_proj"]:
-            names = ["gate_proj", "up_proj"]
-        for expert in range(experts):
-            part = _part(entry, expert, experts)
-            for number, own in enumerate(names):
-                half = part if len(names) == 1 else _half(part, number, name)
-                found[f"{match['layer']}.{expert}.{own}.{kind}"] = half
+        words, kind = _words(match, halves)
+        for expert, part in enumerate(parts_of_experts(name, entry, experts)):
+            for number, word in enumerate(words):
+                half = part if len(words) == 1 else _half(part, number, name)
+                found[f"{match['layer']}.{expert}.{word}.{kind}"] = half
     return found
 
 
@@ -188,21 +178,23 @@ def split_tensor(
     """
     match = _EXPERTS.fullmatch(name)
     assert match is not None, name
-    both = halves and match["map"] == "gate_up_proj"
-    if tensor.dim() < 2 or len(tensor) != experts or (both and tensor.shape[1] % 2):
+    words, kind = _words(match, halves)
+    if tensor.dim() < 2 or len(tensor) != experts or tensor.shape[1] % len(words):
+        even = ", and the second one even" if len(words) == 2 else ""
         raise UserError(
             f'tensor "{name}" has shape {shown(list(tensor.shape))}; the first size must be the '
-            f"number of experts, {experts}" + both * ", and the second one even"
+            f"number of experts, {experts}{even}"
         )
-    kind = match["kind"].removeprefix("_") or "weight"
     for expert, part in enumerate(tensor):
-        own = (
-            zip(("gate_proj", "up_proj"), part.chunk(2), strict=True)
-            if both
-            else [(match["map"], part)]
-        )
-        for word, rows in own:
+        for word, rows in zip(words, part.chunk(len(words)), strict=True):
             yield f"{match['layer']}.{expert}.{word}.{kind}", rows
+
+
+def _words(match: re.Match[str], halves: bool) -> tuple[tuple[str, ...], str]:
+    """Return the words for an expert's part or its halves in names, and the kind of tensor."""
+    split = halves and match["map"] == "gate_up_proj"
+    words = ("gate_proj", "up_proj") if split else (match["map"],)
+    return words, match["kind"].removeprefix("_") or "weight"
 
 
 def _half(entry: Entry | Compound, number: int, name: str) -> Entry:
@@ -232,6 +224,21 @@ def _is_upright(slot: Slot, entry: Stored | None) -> bool:
         return True
     sizes = () if entry is None or slot.how != "transpose" else entry.shape
     return len(sizes) == 2 and sizes[0] == slot.rows != sizes[1]
+
+
+def parts_of_experts(name: str, entry: Entry | Compound, experts: int) -> list[Entry | Compound]:
+    """Return the parts of a tensor of all experts of a layer, one for each.
+
+    Raises:
+        UserError: the tensor does not have this number of experts.
+    """
+    total = entry.layout.stacked if isinstance(entry, Compound) else (*entry.shape, 0)[0]
+    if total != experts or len(entry.shape) < 2:
+        raise UserError(
+            f'{entry.file}: tensor "{name}" has shape {shown(list(entry.shape))}; the first size '
+            f"must be the number of experts, {experts}"
+        )
+    return [_part(entry, expert, experts) for expert in range(experts)]
 
 
 def _part(entry: Entry | Compound, expert: int, experts: int) -> Entry | Compound:

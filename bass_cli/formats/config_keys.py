@@ -20,6 +20,7 @@ from bass_cli.reading import finite, shown, text, truth, whole
 _MOST = {"layers": 1 << 12, "head_size": 1 << 16, "experts": 1 << 12}
 _LARGEST = 2**31 - 1  # of all other sizes
 _Value = TypeVar("_Value")
+_Self = TypeVar("_Self", bound="Values")
 
 
 class Values:
@@ -83,9 +84,13 @@ class Values:
 
     def mapping(self, word: str) -> dict[str, Any]:
         """Return an object; an empty one if it is missing."""
+        return dict(self.inside(word).values)
+
+    def inside(self: _Self, word: str) -> _Self:
+        """Return access to the object of a key."""
         if not isinstance(value := self.get(word) or {}, Mapping):
             raise self.error(word, f"a mapping is needed, not {shown(value)}")
-        return dict(value)
+        return type(self)(value, self.place, within=f"{self.within}{self.key(word)}.")
 
     def known(self, word: str, choices: Collection[str], what: str, default: Any = None) -> str:
         """Return one of these words; else the error lists them. `what`: what the word names."""
@@ -96,6 +101,11 @@ class Values:
         close = nearest(given, choices)
         listed = "" if close.startswith("known") else f"; known: {', '.join(choices)}"
         raise self.error(word, f'{what} "{given[:80]}" is not supported; {close}{listed}')
+
+
+def without_prefix(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Return the values whose keys have this prefix, by the rest of their keys."""
+    return {k.removeprefix(prefix): value for k, value in values.items() if k.startswith(prefix)}
 
 
 def _above_0(value: Any) -> float:

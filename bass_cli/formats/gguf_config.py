@@ -12,7 +12,13 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from bass_cli.errors import UserError
-from bass_cli.formats.config_keys import Values, is_neutral, name_keys, refuse_others
+from bass_cli.formats.config_keys import (
+    Values,
+    is_neutral,
+    name_keys,
+    refuse_others,
+    without_prefix,
+)
 from bass_cli.formats.gguf_tensors import (
     ARCHITECTURES,
     MIXTRAL,
@@ -169,7 +175,7 @@ def spec_of_gguf(
     """
     kind = architecture_of(metadata, shapes, place=place)
     name, family = str(metadata["general.architecture"]), FAMILIES[kind.family]
-    own = {**kind.constants, **_flatten(_own(metadata, name))}
+    own = {**kind.constants, **_flatten(without_prefix(metadata, f"{name}."))}
     values = Values(own, place, keys=_words(kind), within=f"{name}.")
     _refuse(values, kind)
     if "token_embd.weight" not in shapes:
@@ -291,14 +297,6 @@ def _recurrent(values: Values, layers: int) -> Recurrent:
     return recurrent_of(values, named, value_size=size // heads)
 
 
-def _own(metadata: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the values of the architecture, by their keys after its name."""
-    prefix = f"{name}."
-    return {
-        key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)
-    }
-
-
 def _flatten(own: Mapping[str, Any]) -> dict[str, Any]:
     """Replace lists of equal integers, one for each layer, by that integer."""
 
@@ -311,8 +309,9 @@ def _flatten(own: Mapping[str, Any]) -> dict[str, Any]:
 def notes_of_gguf(metadata: Mapping[str, Any], *, place: str) -> tuple[str, ...]:
     """Return notes about keys of the architecture that `spec_of_gguf` did not use."""
     name = str(metadata.get("general.architecture"))
+    own = without_prefix(metadata, f"{name}.")
     known = HARMLESS | NEUTRAL.keys() | reads(name)
-    found = {key: value for key, value in _own(metadata, name).items() if key not in known}
+    found = {key: value for key, value in own.items() if key not in known}
     window = found.pop(_WORDS["window"], None)
     notes = name_keys({f"{name}.{key}": value for key, value in found.items()}, place)
     if window:

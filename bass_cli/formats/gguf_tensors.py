@@ -11,12 +11,11 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from bass_cli.errors import UserError
+from bass_cli.formats.arrangement import parts_of_experts
 from bass_cli.formats.tensor_files import Entry
 from bass_cli.models import families
 from bass_cli.models.families import FAMILIES, Slot
 from bass_cli.models.spec import HeadSpec, head_parameters
-from bass_cli.reading import shown
 
 Rows = tuple[tuple[str, str, str], ...]
 
@@ -262,16 +261,9 @@ def split_entries(entries: Mapping[str, Entry], experts: int) -> dict[str, Entry
         if match is None or not experts:
             found[name] = entry._replace(shape=_shape(name, entry.shape))
             continue
-        if entry.shape[0] != experts or len(entry.shape) < 2:
-            raise UserError(
-                f'{entry.file}: tensor "{name}" has shape {shown(list(entry.shape))}; the first '
-                f"size must be the number of experts, {experts}"
-            )
-        size = entry.size // experts
-        for expert in range(experts):
-            found[f"{match['name']}[{expert}].{match['kind']}"] = entry._replace(
-                shape=entry.shape[1:], start=entry.start + expert * size, size=size
-            )
+        for expert, part in enumerate(parts_of_experts(name, entry, experts)):
+            assert isinstance(part, Entry)
+            found[f"{match['name']}[{expert}].{match['kind']}"] = part
     return found
 
 

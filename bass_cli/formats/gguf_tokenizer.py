@@ -7,6 +7,7 @@ them, and the cases where the model's own tokenizer is followed instead. Not her
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -34,6 +35,7 @@ from bass_cli.formats.backends import (
     end_ids,
     post_processor,
 )
+from bass_cli.formats.config_keys import Values, without_prefix
 from bass_cli.formats.gguf_pretokenizers import PRE_TOKENIZERS, PreTokenizer
 from bass_cli.formats.tensor_files import Texts, read_gguf, read_texts
 from bass_cli.reading import shown
@@ -73,21 +75,18 @@ def read_gguf_tokenizer(path: Path) -> TokenizerParts:
         UserError: the file has no tokenizer, or its tokenizer is damaged or of an unknown kind.
     """
     source = _Source(path, read_gguf(path).metadata)
-    model = source.text("model")
-    if model is None:
+    model = source.text("model", "")
+    if not model:
         raise UserError(
             f'{path}: key "{_KEY}model" is missing: the file has no tokenizer; {_REMEDY}'
         )
     if model not in _KINDS:
-        raise UserError(
-            f'{path}: key "{_KEY}model": the tokenizer {shown(model)} is not supported; known: '
-            f"{', '.join(_KINDS)}; {_REMEDY}"
+        raise source.error(
+            "model",
+            f"the tokenizer {shown(model)} is not supported; known: {', '.join(_KINDS)}; {_REMEDY}",
         )
     if source.numbers("suppress_tokens"):
-        raise UserError(
-            f'{path}: key "{_KEY}suppress_tokens": tokens that must not be generated are not '
-            "supported"
-        )
+        raise source.error("suppress_tokens", "tokens that must not be generated are not supported")
     vocabulary, kind = _vocabulary(source), _KINDS[model]
     tokenizer, add_bos = kind.build(source, vocabulary)
     roles = _roles(source, vocabulary, model)
@@ -124,44 +123,36 @@ def doubts_of(metadata: Mapping[str, Any]) -> list[str]:
     ]
 
 
-class _Source:
-    """Metadata of a file by key. Methods raise a UserError if a value has the wrong type."""
+class _Source(Values):
+    """Checked access to the tokenizer's keys in a file's metadata."""
 
     def __init__(self, path: Path, metadata: Mapping[str, Any]):
+        super().__init__(without_prefix(metadata, _KEY), str(path), within=_KEY)
         self.path, self.metadata = path, metadata
 
-    def text(self, key: str) -> str | None:
-        return self._value(key, str, "a text")
-
-    def flag(self, key: str, default: bool) -> bool:
-        value = self._value(key, bool, "true or false")
-        return default if value is None else value
-
     def numbers(self, key: str) -> list[Any]:
-        return self._value(key, list, "a list of numbers") or []
+        return self.checked(key, [], functools.partial(_typed, list, "a list of numbers"))
 
     def texts(self, key: str) -> list[bytes]:
         """Return the strings of an array; UserError if it is missing."""
-        value = self._value(key, Texts, "a list of texts")
-        if value is None:
+        if self.get(key) is None:
             raise UserError(f'{self.path}: key "{_KEY}{key}" is missing; {_REMEDY}')
+        value = self.checked(key, None, functools.partial(_typed, Texts, "a list of texts"))
         if value.length > _MOST_TOKENS:
-            raise UserError(
-                f'{self.path}: key "{_KEY}{key}" has {value.length} entries; the limit is '
-                f"{_MOST_TOKENS}"
-            )
+            raise self.error(key, f"it has {value.length} entries; the limit is {_MOST_TOKENS}")
         return read_texts(self.path, value)
 
     def id(self, key: str, vocabulary: _Vocabulary) -> int | None:
         """Return a token id; None if the key is missing or its id is not a token, as llama.cpp."""
-        value = self._value(key, int, "a token id or a list of them")
-        return value if value is not None and 0 <= value < len(vocabulary.texts) else None
+        check = functools.partial(_typed, int, "a token id or a list of them")
+        value: int = self.checked(key, -1, check)
+        return value if 0 <= value < len(vocabulary.texts) else None
 
-    def _value(self, key: str, kind: type, what: str) -> Any:
-        value = self.metadata.get(_KEY + key)
-        if value is not None and type(value) is not kind:
-            raise UserError(f'{self.path}: key "{_KEY}{key}": {what} is needed, not {shown(value)}')
-        return value
+
+def _typed(kind: type, what: str, value: Any) -> Any:
+    if type(value) is not kind:
+        raise ValueError(f"{what} is needed, not {shown(value)}")
+    return value
 
 
 class _Vocabulary(NamedTuple):
@@ -187,7 +178,7 @@ class _Vocabulary(NamedTuple):
 def _vocabulary(source: _Source) -> _Vocabulary:
     raws = source.texts("tokens")
     if not raws:
-        raise UserError(f'{source.path}: key "{_KEY}tokens": there are no tokens')
+        raise source.error("tokens", "there are no tokens")
     texts = [
         raw.decode("utf-8", "replace") if raw else f"[EMPTY_{id_}]" for id_, raw in enumerate(raws)
     ]
@@ -195,10 +186,7 @@ def _vocabulary(source: _Source) -> _Vocabulary:
         texts = _unique(source, raws, texts)
     kinds = source.numbers("token_type") or [_NORMAL] * len(texts)
     if len(kinds) < len(texts):
-        raise UserError(
-            f'{source.path}: key "{_KEY}token_type" has {len(kinds)} entries for {len(texts)} '
-            "tokens"
-        )
+        raise source.error("token_type", f"it has {len(kinds)} entries for {len(texts)} tokens")
     kinds = [
         _CONTROL if text in _CONTROL_TEXTS and kind != _UNUSED else kind
         for text, kind in zip(texts, kinds, strict=False)
@@ -215,9 +203,8 @@ def _unique(source: _Source, raws: list[bytes], texts: list[str]) -> list[str]:
     first = dict[bytes, int]()
     for id_, raw in enumerate(raws):
         if first.setdefault(raw, id_) != id_ and raw:
-            raise UserError(
-                f'{source.path}: key "{_KEY}tokens": ids {first[raw]} and {id_} have the same text '
-                f"{shown(texts[id_])}"
+            raise source.error(
+                "tokens", f"ids {first[raw]} and {id_} have the same text {shown(texts[id_])}"
             )
     return [
         text if "\ufffd" not in text or text.encode() == raw else f"[INVALID_{id_}]"
@@ -364,11 +351,12 @@ def _byte_decoder(vocabulary: _Vocabulary) -> decoders.Decoder:
 
 
 def _pre_tokenizer(source: _Source) -> PreTokenizer:
-    name = "gemma4" if source.text("model") == "gemma4" else source.text("pre") or "default"
+    name = "gemma4" if source.text("model") == "gemma4" else source.text("pre", "") or "default"
     if name not in PRE_TOKENIZERS:
-        raise UserError(
-            f'{source.path}: key "{_KEY}pre": the pre-tokenizer {shown(name)} is unknown; '
-            f"{nearest(name, PRE_TOKENIZERS)}; {_REMEDY}"
+        raise source.error(
+            "pre",
+            f"the pre-tokenizer {shown(name)} is unknown; "
+            f"{nearest(name, PRE_TOKENIZERS)}; {_REMEDY}",
         )
     return PRE_TOKENIZERS[name]
 
@@ -381,9 +369,8 @@ def _merges(source: _Source, vocabulary: _Vocabulary) -> list[tuple[str, str]]:
         cut = text.find(" ", 1)
         left, right = text[:cut], text[cut + 1 :]
         if cut < 0 or left not in known or right not in known or left + right not in known:
-            raise UserError(
-                f'{source.path}: key "{_KEY}merges": entry {rank}, {shown(text)}, is not two '
-                "tokens that make a third"
+            raise source.error(
+                "merges", f"entry {rank}, {shown(text)}, is not two tokens that make a third"
             )
         found.setdefault((left, right))
     return list(found)
@@ -392,12 +379,11 @@ def _merges(source: _Source, vocabulary: _Vocabulary) -> list[tuple[str, str]]:
 def _scores(source: _Source, vocabulary: _Vocabulary) -> list[float]:
     scores = source.numbers("scores")
     if len(scores) < len(vocabulary.texts):
-        raise UserError(
-            f'{source.path}: key "{_KEY}scores" has {len(scores)} entries for '
-            f"{len(vocabulary.texts)} tokens"
+        raise source.error(
+            "scores", f"it has {len(scores)} entries for {len(vocabulary.texts)} tokens"
         )
     if wrong := [score for score in scores if not math.isfinite(score)]:
-        raise UserError(f'{source.path}: key "{_KEY}scores": {wrong[0]} is not a finite number')
+        raise source.error("scores", f"{wrong[0]} is not a finite number")
     return [float(score) for score in scores]
 
 
@@ -406,10 +392,7 @@ def _sentencepiece(source: _Source, vocabulary: _Vocabulary) -> tuple[Tokenizer,
     scores = _scores(source, vocabulary)
     pieces = {vocabulary.texts[id_]: id_ for id_ in vocabulary.of(0, _NORMAL, _USER_DEFINED)}
     if (longest := max(map(len, pieces), default=0)) > _LONGEST:
-        raise UserError(
-            f'{source.path}: key "{_KEY}tokens": a token has {longest} characters; the limit is '
-            f"{_LONGEST}"
-        )
+        raise source.error("tokens", f"a token has {longest} characters; the limit is {_LONGEST}")
     ranked = [
         (-scores[id_], pieces[text[:cut]], pieces[text[cut:]], text[:cut], text[cut:])
         for text, id_ in pieces.items()

@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 
 from bass_cli.errors import UserError
 from bass_cli.formats.compound import Adapted, Compound, Delta, Factor, Stored
+from bass_cli.formats.config_keys import Values, refuse_others
 from bass_cli.formats.sources import locate, read_json
 from bass_cli.formats.tensor_content import DTYPES
 from bass_cli.formats.tensor_files import Entry, read_safetensors, read_torch
 from bass_cli.models.families import Slot
-from bass_cli.reading import finite, shown, whole
+from bass_cli.reading import finite, shown
 
 _CONFIG = "adapter_config.json"
 _FILES = (("adapter_model.safetensors", read_safetensors), ("adapter_model.bin", read_torch))
@@ -264,10 +265,7 @@ class _Opened:
         alpha = _of_module(
             config.get("alpha_pattern"), module, config.get("lora_alpha"), self._place
         )
-        try:
-            number = finite(alpha)
-        except ValueError as error:
-            raise UserError(f'{self._place}: key "lora_alpha": {error}') from None
+        number = Values({"lora_alpha": alpha}, self._place).checked("lora_alpha", None, finite)
         return number / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
@@ -288,20 +286,13 @@ def _of_module(pattern: Any, module: str, default: Any, place: str) -> Any:
 
 def _check_config(config: Mapping[str, Any], place: str) -> None:
     """Raise a UserError for settings that are not supported."""
-    for key, values in _ONLY.items():
-        value = config.get(key)
-        if value is None or value is False or any(value == one for one in values):
-            continue
-        listed = " or ".join(shown(one) for one in values if one not in ([], {}))
-        only = f", only {listed} is" if listed else ""
-        raise UserError(f'{place}: key "{key}": {shown(value)} is not supported{only}')
-    try:
-        whole(config.get("r"), least=1)
-    except ValueError as error:
-        raise UserError(f'{place}: key "r": {error}') from None
+    values = Values(config, place)
+    refuse_others(
+        {key: value for key, value in config.items() if value is not False}, _ONLY, place=place
+    )
+    values.count("r")
     for key in ("rank_pattern", "alpha_pattern"):
-        if not isinstance(config.get(key) or {}, Mapping):
-            raise UserError(f'{place}: key "{key}": a mapping is needed')
+        values.mapping(key)
 
 
 def _tensors(folder: Path) -> tuple[Path, dict[str, Entry]]:

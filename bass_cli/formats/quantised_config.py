@@ -14,10 +14,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from bass_cli.errors import UserError
 from bass_cli.formats import compound
 from bass_cli.formats.compound import TYPES, Compound, Layout, content
-from bass_cli.formats.config_keys import QUANTISED
+from bass_cli.formats.config_keys import QUANTISED, Values
 from bass_cli.formats.quantised_tensors import (
     BYTE,
     E4M3,
@@ -45,7 +44,6 @@ _BITS = (2, 4, 8)  # whose fields do not cross bytes
 _GROUP_OF_SCALES = 256  # bitsandbytes
 _HALF_OF_GROUP = 16  # bytes of a group of 32 numbers in MXFP4
 _QUANT_STATE = "weight.quant_state.bitsandbytes__"
-_OTHERWISE = "use the original checkpoint or a GGUF file"
 # Methods that are refused, and why.
 REFUSED = {
     "torchao": "torchao stores tensors of its own classes",
@@ -99,7 +97,7 @@ class _CompressedTensors(Method):
 
     def _format(self, group: Settings) -> str:
         """Return the format of a group: its own, else the one of all groups."""
-        owner = self.settings if group.values.get("format") is None else group
+        owner = self.settings if group.get("format") is None else group
         return str(owner.one_of("format", self._FORMATS))
 
     def _group(self, module: str) -> Settings | None:
@@ -132,7 +130,7 @@ class _CompressedTensors(Method):
     def _shares(self, weights: Settings, shape: tuple[int, ...]) -> tuple[int, int]:
         """Return the rows and columns that share a scale."""
         known = ("tensor", "channel", "group", "tensor_group", "block")
-        size = weights.values.get("group_size")
+        size = weights.get("group_size")
         default = "tensor" if size is None else "channel" if size == -1 else "group"
         strategy = weights.one_of("strategy", known, default)
         if strategy == "tensor":
@@ -141,14 +139,14 @@ class _CompressedTensors(Method):
             return 1, shape[1]
         if strategy != "block":
             return 1, weights.size(size, "group_size")
-        given = weights.values.get("block_structure")
+        given = weights.get("block_structure")
         if isinstance(given, str):  # older files: "128x128"
             given = [int(one) for one in re.findall(r"\d+", given)]
         return block_of(weights, "block_structure", given)
 
     def _zeros(self, parts: Parts, weights: Settings) -> bool:
         """Return whether the matrix has zero points."""
-        if not weights.values.get("symmetric", True) and "weight_zero_point" not in parts:
+        if not weights.get("symmetric", True) and "weight_zero_point" not in parts:
             raise parts.error("weight_zero_point", "is missing; the weight is not symmetric")
         return "weight_zero_point" in parts
 
@@ -204,10 +202,7 @@ class _CompressedTensors(Method):
         values = parts.matrix("weight_packed", (BYTE,))
         shape = (values.shape[0], 2 * values.shape[1])
         nvidia = kind.startswith("nv")
-        group = (
-            1,
-            weights.size(weights.values.get("group_size", 16 if nvidia else 32), "group_size"),
-        )
+        group = (1, weights.size(weights.get("group_size", 16 if nvidia else 32), "group_size"))
         types = (E4M3,) if nvidia else (BYTE, "F8_E8M0")
         tensors = {"scales": parts.get("weight_scale", types, grid_shape(shape, group))}
         if nvidia:
@@ -230,7 +225,7 @@ class _Fp8(Method):
         suffix = "weight_scale" if "weight_scale" in parts else "weight_scale_inv"
         if suffix == "weight_scale":
             refuse_others(parts, "weight_scale_inv")
-        block = self.settings.values.get("weight_block_size")
+        block = self.settings.get("weight_block_size")
         if block is None:
             return _by_row(parts, values, suffix)
         group = block_of(self.settings, "weight_block_size", block)
@@ -317,7 +312,7 @@ class _Gptq(Method):
 
     def leaves_out(self, module: str) -> bool:
         # a list of quantised modules leaves out the others
-        by_list = bool(self.settings.values.get("modules_in_block_to_quantize"))
+        by_list = bool(self.settings.get("modules_in_block_to_quantize"))
         return by_list or super().leaves_out(module) or self._is_excepted(module)
 
     def _is_excepted(self, module: str) -> bool:
@@ -329,8 +324,9 @@ class _Gptq(Method):
         pattern = self._pattern(module)
         if pattern is not None:
             given = self._dynamic.inside(pattern).values
-            own = Settings({**own.values, **given}, f"{self._dynamic._place}.{pattern}")
-        size = own.values.get("group_size", 128)
+            within = f"{self._dynamic.within}{pattern}."
+            own = Settings({**own.values, **given}, own.place, within=within)
+        size = own.get("group_size", 128)
         return own.one_of("bits", _BITS), size if size == -1 else own.size(size, "group_size")
 
 
@@ -520,10 +516,8 @@ def _with_older_files(config: Mapping[str, Any], folder: Path) -> tuple[Mapping[
         return config, str(folder / "config.json")
     for name, (method, inner) in OLDER_FILES.items():
         if (path := folder / name).exists():
-            whole_file = read_json(path)
-            found: Any = whole_file.get(inner) if inner else whole_file
-            if not isinstance(found, Mapping):
-                raise UserError(f'{path}: key "{inner}": a mapping is needed, not {shown(found)}')
+            whole_file = Values(read_json(path), str(path))
+            found = whole_file.mapping(inner) if inner else whole_file.values
             return {**config, QUANTISED[0]: {"quant_method": method, **found}}, str(path)
     return config, str(folder / "config.json")
 
@@ -550,7 +544,7 @@ def join(
     key = next((key for key in QUANTISED if config.get(key)), None)
     if key is None:
         return Joined(dict(entries))
-    settings = Settings(config[key], f'{place}: key "{key}')
+    settings = Settings(config, place).inside(key)
     name = settings.text("quant_method", "compressed-tensors" if key == QUANTISED[1] else None)
     if name in REFUSED:
         raise settings.error("quant_method", f'"{name}" is not supported: {REFUSED[name]}')

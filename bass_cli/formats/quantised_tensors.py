@@ -14,8 +14,9 @@ from typing import Any, ClassVar, NamedTuple
 from bass_cli.errors import UserError
 from bass_cli.formats import compound
 from bass_cli.formats.compound import TYPES, Compound, Stored, content
+from bass_cli.formats.config_keys import Values
 from bass_cli.formats.tensor_files import Entry, listed
-from bass_cli.reading import shown, whole
+from bass_cli.reading import shown, texts, whole
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 SCALES = ("F32", "F16", "BF16")
@@ -31,33 +32,12 @@ class Joined(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-class Settings:
-    """Checked access to the keys of `quantization_config`, or of a mapping inside it.
-
-    Args:
-        place: the file and the key of the mapping, without the closing quotation mark.
-    """
-
-    def __init__(self, values: Any, place: str):
-        self._place = place
-        if not isinstance(values, Mapping):
-            raise UserError(f'{place}": a mapping is needed, not {shown(values)}')
-        self.values = values
-
-    def error(self, key: str, fault: str) -> UserError:
-        return UserError(f'{self._place}.{key}": {fault}')
-
-    def text(self, key: str, default: str | None = None) -> str:
-        value = self.values.get(key)
-        value = default if value is None else value
-        if not isinstance(value, str):
-            raise self.error(key, f"a text is needed, not {shown(value)}")
-        return value
+class Settings(Values):
+    """Checked access to the keys of `quantization_config`, or of a mapping inside it."""
 
     def one_of(self, key: str, choices: Iterable[Any], default: Any = None) -> Any:
         """Return a value that must be one of these."""
-        value = self.values.get(key)
-        value = default if value is None else value
+        value = self.get(key, default)
         if not any(type(value) is type(one) and value == one for one in choices):
             listed = " or ".join(shown(one) for one in choices)
             raise self.error(key, f"{shown(value)} is not supported, only {listed} is")
@@ -71,14 +51,12 @@ class Settings:
             raise self.error(key, str(error)) from None
 
     def names(self, key: str) -> tuple[str, ...]:
-        value = self.values.get(key)
-        value = [value] if isinstance(value, str) else value or []
-        if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-            raise self.error(key, f"a list of names is needed, not {shown(value)}")
-        for name in value:
+        value = self.get(key) or []
+        found = self.checked(key, [], lambda _: texts([value] if isinstance(value, str) else value))
+        for name in found:
             if name.startswith("re:"):
                 self.check_pattern(key, name[3:])
-        return tuple(value)
+        return tuple(found)
 
     def check_pattern(self, key: str, pattern: str) -> None:
         """Raise a UserError if a pattern for modules is not a regular expression."""
@@ -87,9 +65,6 @@ class Settings:
         except re.error as error:
             fault = f"{shown(pattern)} is not a regular expression: {error}"
             raise self.error(key, fault) from None
-
-    def inside(self, key: str) -> Settings:
-        return Settings(self.values.get(key) or {}, f"{self._place}.{key}")
 
     def refuse(self, key: str) -> None:
         """Raise a UserError if the key is set."""
@@ -273,7 +248,7 @@ class Method:
         if biases:
             yield f"{biases} biases that are 0 are not used: the model has none there"
         for key in ("kv_cache_scheme", "kv_cache_quant_algo"):
-            if self.settings.values.get(key):
+            if self.settings.get(key):
                 yield (
                     f"{key} of quantization_config is not used: the file's scales do not "
                     "quantise the cache"

@@ -215,16 +215,14 @@ _UNREADABLE = (
 )
 _OBJECTS = "reasoning thinking"  # settings if they are objects, else data
 _UNKNOWN = (
-    "tool_choice function_call parallel_tool_calls logprobs top_logprobs "
-    "prompt_logprobs best_of suffix "
-    "typical_p length_penalty min_tokens min_new_tokens max_length "
-    "num_beams use_beam_search eos_token_id ignore_eos skip_special_tokens "
-    "modalities audio reasoning_effort verbosity web_search_options "
-    "add_generation_prompt continue_final_message prediction repeat_last_n "
-    "no_repeat_ngram_size "
-    "diversity_penalty num_beam_groups encoder_repetition_penalty epsilon_cutoff eta_cutoff top_a "
-    "tfs_z mirostat dynatemp_range dry_multiplier penalty_alpha guidance_scale negative_prompt "
-    "bad_words_ids truncate_prompt_tokens max_time num_ctx"
+    "tool_choice function_call parallel_tool_calls logprobs top_logprobs prompt_logprobs best_of "
+    "suffix typical_p length_penalty min_tokens min_new_tokens max_length num_beams "
+    "use_beam_search eos_token_id ignore_eos skip_special_tokens modalities audio reasoning_effort "
+    "verbosity web_search_options add_generation_prompt continue_final_message prediction "
+    "repeat_last_n no_repeat_ngram_size diversity_penalty num_beam_groups "
+    "encoder_repetition_penalty epsilon_cutoff eta_cutoff top_a tfs_z mirostat dynatemp_range "
+    "dry_multiplier penalty_alpha guidance_scale negative_prompt bad_words_ids "
+    "truncate_prompt_tokens max_time num_ctx"
 )
 
 
