@@ -220,29 +220,12 @@ def post_processor(
 # `special_eog_ids`).
 
 # A token with one of these texts ends a sample, even if the file says that it is not special.
-END_TEXTS = (
-    "<|eot_id|>",
-    "<|im_end|>",
-    "<|end|>",
-    "<|return|>",
-    "<|call|>",
-    "<|flush|>",
-    "<|calls|>",
-    "<end_of_turn>",
-    "<|endoftext|>",
-    "<|eom_id|>",
-    "<EOT>",
-    "_<EOT>",
-    "[EOT]",
-    "[EOS]",
-    "<|end_of_text|>",
-    "<end_of_utterance>",
-    "<eos>",
-    "<turn|>",
-    "<|tool_response>",
-    "<｜end▁of▁sentence｜>",
-    "[e~[",
+_END_TEXTS = (
+    "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> "
+    "<|endoftext|> <|eom_id|> <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> "
+    "<turn|> <|tool_response> <｜end▁of▁sentence｜> [e~["
 )
+END_TEXTS = tuple(_END_TEXTS.split())
 # These end a sample too, unless the file names a token for the role.
 ROLE_TEXTS: dict[str, tuple[str, ...]] = {
     "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),

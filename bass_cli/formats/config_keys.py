@@ -166,60 +166,41 @@ _HARMLESS = {
 }
 HARMLESS = frozenset(" ".join(_HARMLESS.values()).split())
 # Keys that change the computation in some model's code, with the values that do not.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+_NEUTRAL_IF_FALSE = (
     # other shapes of a model
-    "is_encoder_decoder": (False,),
-    "add_cross_attention": (False,),
-    "pruned_heads": ({},),
-    "per_layer_config": ({},),
-    "text_config": ({},),
-    "vision_config": ({},),
-    "num_experts": (0, 1),
-    "num_local_experts": (0, 1),
-    "n_routed_experts": (0,),
-    "mlp_only_layers": ([],),
-    "decoder_sparse_step": (1,),
-    "num_kv_shared_layers": (0,),
-    "kv_sharing_modes": ({}, []),
+    "is_encoder_decoder add_cross_attention "
     # attention
-    "is_causal": (True,),
-    "use_bidirectional_attention": (False,),
-    "attention_chunk_size": (0,),
-    "attn_logit_softcapping": (),
-    "final_logit_softcapping": (),
-    "clip_qkv": (),
-    "alibi": (False,),
-    "use_alibi": (False,),
-    "use_qk_norm": (False,),
-    "qk_layernorm": (False,),
-    "attention_sink_bias": (False,),
-    "attn_output_gate": (False,),
-    "scale_attn_weights": (True,),
-    "scale_attn_by_inverse_layer_idx": (False,),
-    "v_head_dim": (),
+    "use_bidirectional_attention alibi use_alibi use_qk_norm qk_layernorm attention_sink_bias "
+    "attn_output_gate scale_attn_by_inverse_layer_idx "
     # positions
-    "rotary": (True,),
-    "use_rope": (True,),
-    "rope_interleaved": (False,),
-    "use_mrope": (False,),
-    "no_rope_layer_interval": (0,),
-    "rotary_pct": (1,),
-    "rope_percent": (1,),
+    "rope_interleaved use_mrope "
+    # the order of a layer
+    "_remove_final_layer_norm parallel_attn use_parallel_residual"
+)
+_NEUTRAL_IF_TRUE = (
+    "is_causal scale_attn_weights rotary use_rope do_layer_norm_before "
+    "layer_norm_elementwise_affine"
+)
+_NEUTRAL_IF_1 = (
+    "decoder_sparse_step rotary_pct rope_percent embedding_multiplier residual_multiplier "
+    "logits_scaling logit_scale scale_emb"
+)
+_NEUTRAL_IF_0 = "n_routed_experts num_kv_shared_layers attention_chunk_size no_rope_layer_interval"
+_NEUTRAL_IF_NULL = (
+    "attn_logit_softcapping final_logit_softcapping clip_qkv v_head_dim attention_multiplier "
+    "scale_depth dim_model_base"
+)
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(_NEUTRAL_IF_FALSE.split(), (False,)),
+    **dict.fromkeys(_NEUTRAL_IF_TRUE.split(), (True,)),
+    **dict.fromkeys(_NEUTRAL_IF_1.split(), (1,)),
+    **dict.fromkeys(_NEUTRAL_IF_0.split(), (0,)),
+    **dict.fromkeys(_NEUTRAL_IF_NULL.split(), ()),
+    **dict.fromkeys(("pruned_heads", "per_layer_config", "text_config", "vision_config"), ({},)),
+    **dict.fromkeys(("num_experts", "num_local_experts"), (0, 1)),
+    "mlp_only_layers": ([],),
+    "kv_sharing_modes": ({}, []),
     "position_embedding_type": ("absolute", "rope"),
-    # factors and the order of a layer
-    "attention_multiplier": (),
-    "embedding_multiplier": (1,),
-    "residual_multiplier": (1,),
-    "logits_scaling": (1,),
-    "logit_scale": (1,),
-    "scale_emb": (1,),
-    "scale_depth": (),
-    "dim_model_base": (),
-    "do_layer_norm_before": (True,),
-    "_remove_final_layer_norm": (False,),
-    "layer_norm_elementwise_affine": (True,),
-    "parallel_attn": (False,),
-    "use_parallel_residual": (False,),
     "mlp_type": ("default",),
     "norm_type": ("layer_norm", "rms_norm"),
 }
@@ -231,29 +212,16 @@ _OFF_IF_NULL = {
 # Keys that say how weights are quantised (quantised_config.py).
 QUANTISED = ("quantization_config", "compression_config")
 # The keys that each rope type uses besides _EVERY_ROPE.
+_ORIGINAL = "original_max_position_embeddings"
 ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
     "dynamic": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": (
-        "factor",
-        "original_max_position_embeddings",
-        "attention_factor",
-        "beta_fast",
-        "beta_slow",
-        "mscale",
-        "mscale_all_dim",
-        "truncate",
-    ),
-    "longrope": (
-        "short_factor",
-        "long_factor",
-        "factor",
-        "attention_factor",
-        "original_max_position_embeddings",
-    ),
-}
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
+    "yarn": ("factor", _ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale",
+             "mscale_all_dim", "truncate"),
+    "longrope": ("short_factor", "long_factor", "factor", "attention_factor", _ORIGINAL),
+}  # fmt: skip
 # "finetuned" says how a YaRN model was trained
 _EVERY_ROPE = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned")
 # Keys of some families that configs of other families repeat, with the values that need no note.

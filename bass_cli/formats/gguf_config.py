@@ -46,19 +46,13 @@ _IGNORED = (r"^rope_freqs\.weight$",)
 
 # Keys, after the architecture's name, that llama.cpp does not read for these architectures or that
 # do not change the computation (src/llama-arch.cpp and src/models of llama.cpp).
-HARMLESS = frozenset(
-    {
-        "vocab_size",  # the embedding's size is used
-        "tensor_data_layout",
-        "pooling_type",
-        "decoder_start_token_id",
-        "classifier.output_labels",
-        "classifier.pooling_type",
-        "rope.scaling.finetuned",
-        "attention.layer_norm_epsilon",
-        "attention.layer_norm_rms_epsilon",
-    }
+_HARMLESS = (
+    "vocab_size "  # the embedding's size is used
+    "tensor_data_layout pooling_type decoder_start_token_id classifier.output_labels "
+    "classifier.pooling_type rope.scaling.finetuned attention.layer_norm_epsilon "
+    "attention.layer_norm_rms_epsilon"
 )
+HARMLESS = frozenset(_HARMLESS.split())
 _OTHERS = (
     "embedding_length_out embedding_length_per_layer_input features_length "
     "leading_dense_block_count use_parallel_residual expert_count expert_used_count "

@@ -31,92 +31,46 @@ WRAPPERS = {
 # Text models that are a known family by another name. With text only, the three positions of
 # multimodal rotary embedding are equal, so it is the plain one.
 RENAMED = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+# Sizes that a text_config may leave out: the defaults of its class in transformers. A plain
+# config.json always has them.
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+          "num_attention_heads", "max_position_embeddings")  # fmt: skip
+_SIZES_OF = {
+    "gemma3_text": (262208, 2304, 9216, 26, 8, None),
+    "llama": (32000, 4096, 11008, 32, 32, 2048),
+    "mistral": (32000, 4096, 14336, 32, 32, 4096 * 32),
+    "qwen2": (151936, 4096, 22016, 32, 32, 32768),
+    "qwen2_vl_text": (152064, 8192, 29568, 80, 64, 32768),
+    "qwen2_5_vl_text": (152064, 8192, 29568, 80, 64, 32768),
+    "qwen3_5_text": (248320, 4096, 12288, 32, 16, 32768),
+    "qwen3_5_moe_text": (248320, 2048, None, 40, 16, 32768),
+    "qwen3_vl_text": (151936, 4096, 22016, 32, 32, 128000),
+    "qwen3_vl_moe_text": (151936, 2048, 5632, 24, 16, 128000),
+}
 _QWEN2_VL = {
-    "vocab_size": 152064,
-    "hidden_size": 8192,
-    "intermediate_size": 29568,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
     "num_key_value_heads": 8,
     "max_window_layers": 80,
     "rope_theta": 1e6,
-    "max_position_embeddings": 32768,
     "rms_norm_eps": 1e-5,
 }
-# Values that a text_config may leave out: the defaults of its class in transformers. A plain
-# config.json always has them.
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "gemma3_text": {
-        "vocab_size": 262208,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
-    },
-    "llama": {
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "max_position_embeddings": 2048,
-    },
-    "mistral": {
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "max_position_embeddings": 4096 * 32,
-    },
-    "qwen2": {
-        "vocab_size": 151936,
-        "hidden_size": 4096,
-        "intermediate_size": 22016,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "max_position_embeddings": 32768,
-    },
+# The same for other keys
+_OTHERS_OF: dict[str, dict[str, Any]] = {
     "qwen2_vl_text": _QWEN2_VL,
     "qwen2_5_vl_text": _QWEN2_VL,
-    "qwen3_5_text": {
-        "vocab_size": 248320,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 16,
-        "max_position_embeddings": 32768,
-    },
-    "qwen3_5_moe_text": {
-        "vocab_size": 248320,
-        "hidden_size": 2048,
-        "num_hidden_layers": 40,
-        "num_attention_heads": 16,
-        "max_position_embeddings": 32768,
-    },
-    "qwen3_vl_text": {
-        "vocab_size": 151936,
-        "hidden_size": 4096,
-        "intermediate_size": 22016,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "max_position_embeddings": 128000,
-        "rope_theta": 5e5,
-    },
+    "qwen3_vl_text": {"rope_theta": 5e5},
     "qwen3_vl_moe_text": {
-        "vocab_size": 151936,
-        "hidden_size": 2048,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 16,
         "num_key_value_heads": 16,
-        "max_position_embeddings": 128000,
         "rope_theta": 5e5,
-        "intermediate_size": 5632,
         "tie_word_embeddings": True,
         "num_local_experts": 60,
         "num_experts_per_tok": 4,
         "moe_intermediate_size": 1408,
     },
+}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    kind: {key: size for key, size in zip(_SIZES, sizes, strict=True) if size is not None}
+    | _OTHERS_OF.get(kind, {})
+    for kind, sizes in _SIZES_OF.items()
 }
 # Wrappers whose text_config may have the model_type of the wrapper
 _WITHOUT_SUFFIX = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
