@@ -48,6 +48,11 @@ def spelled(text: str) -> str:
     )
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, or the name of its type if it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return a clause for an error message: the nearest known word, or all known words."""
     choices = list(known)

@@ -14,7 +14,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
 from bass_cli.batch.requests import CHAT, Fault, Request
@@ -235,9 +234,7 @@ class Answers:
     def __enter__(self) -> Answers:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         finished = kind is None
         try:  # without errors there is no file of errors
             self._errors.close(finished=finished and self._changed)

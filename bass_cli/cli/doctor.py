@@ -24,7 +24,7 @@ from bass_cli.config.job import Job, Pair, chosen_pair, load_pair, make_job
 from bass_cli.config.machine_commands import DoctorArgs
 from bass_cli.config.options import packaged_pairs
 from bass_cli.config.speculation import parse_draft
-from bass_cli.errors import MachineError, UserError, spelled
+from bass_cli.errors import MachineError, UserError, first_line, spelled
 from bass_cli.io.cache import cache_folder, give_kernels_a_cache, is_writable, temporary_folder
 from bass_cli.sandbox.programs import available_cores
 from bass_cli.system.host import free_memory, gigabytes, gpu_fault, host_memory, processor_name
@@ -273,10 +273,7 @@ def _hub() -> str:
             get_session().head(constants.ENDPOINT, timeout=_PATIENCE)
             found.append("can be reached")
         except Exception as error:  # the type depends on the hub package's HTTP client
-            found.append(
-                "cannot be reached "
-                f"({(str(error).strip().splitlines() or [type(error).__name__])[0]})"
-            )
+            found.append(f"cannot be reached ({first_line(error)})")
 
     # In a thread, because the name lookup has no time limit.
     connecting = threading.Thread(target=connect, daemon=True)

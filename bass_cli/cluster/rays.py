@@ -28,7 +28,7 @@ from bass_cli.cluster.worker_pool import WorkerPool
 from bass_cli.config.job import Job
 from bass_cli.config.machine_commands import DistillArgs
 from bass_cli.config.sample_commands import BatchArgs, SampleArgs
-from bass_cli.errors import MachineError, UserError
+from bass_cli.errors import MachineError, UserError, first_line
 from bass_cli.io.console import Screen
 from bass_cli.io.saving import is_stream
 
@@ -153,7 +153,7 @@ def _connected(address: str) -> Iterator[Any]:
         *(ConnectionError, RuntimeError, ValueError, TimeoutError, OSError),
         ray.exceptions.RayError,
     ) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        first = first_line(error)
         raise UserError(f"`ray` {address}: {first}") from None
     try:
         with contextlib.suppress(ValueError):  # not in the main thread

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import yaml
 
 from bass_cli import __version__
-from bass_cli.errors import MachineError, UserError
+from bass_cli.errors import MachineError, UserError, first_line
 from bass_cli.io.linefile import live_path
 from bass_cli.io.resume import manifest_path, read_manifest
 from bass_cli.io.saving import is_stream
@@ -280,7 +280,7 @@ class Publication:
             try:
                 return work()
             except Exception as error:
-                line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                line = first_line(error)
                 if not _is_passing(error):
                     if not _is_of_hub(error):
                         raise

@@ -21,6 +21,7 @@ from bass_cli.formats.backends import (
     pieces_content,
     post_processor,
 )
+from bass_cli.formats.config_keys import Values
 from bass_cli.formats.limits import check_growth
 from bass_cli.formats.sources import TOKENIZER, read_json
 from bass_cli.reading import parse_object, read_bytes
@@ -114,11 +115,13 @@ class Settings:
 
     def flag(self, name: str) -> bool | None:
         """Return a flag of tokenizer_config.json; None if it is not set."""
-        value = self.config.get(name)
-        if value is not None and type(value) is not bool:
-            place = self.folder / "tokenizer_config.json"
-            raise UserError(f'{place}: key "{name}": true or false is needed, not {value!r}')
-        return value
+        given = Values(self.config, str(self.folder / "tokenizer_config.json"))
+        return None if given.get(name) is None else given.flag(name)
+
+    @property
+    def special_texts(self) -> list[str]:
+        """The texts of all special tokens that the files name, in order."""
+        return sorted({text for text in (*self.special.values(), *self.extra) if text})
 
     def name_ends(self, texts: Mapping[int, str]) -> None:
         """Take BOS and EOS from the model's configuration if the tokenizer's files omit them.
@@ -135,7 +138,7 @@ class Settings:
 
     def added_tokens(self) -> list[dict[str, Any]]:
         """Return the tokens that other files add, as in tokenizer.json's `added_tokens`, by id."""
-        names = {*self.special.values(), *self.extra}
+        names = self.special_texts
         found = []
         table = self.config.get("added_tokens_decoder")
         place = self.folder / "tokenizer_config.json"
@@ -146,14 +149,14 @@ class Settings:
                         f'{place}: key "added_tokens_decoder": {key!r} is not the id of a token'
                     )
                 flags = token if isinstance(token, dict) else {}
-                found.append(_added(int(key), text, names, flags))
+                found.append(_added(int(key), text, special=text in names, flags=flags))
         else:
             for text, id_ in self.read("added_tokens.json").items():
                 if type(id_) is not int or id_ < 0:
                     raise UserError(
                         f"{self.folder / 'added_tokens.json'}: token {text!r}: {id_!r} is not an id"
                     )
-                found.append(_added(id_, text, names, {}))
+                found.append(_added(id_, text, special=text in names))
         return sorted(found, key=lambda token: int(token["id"]))
 
     def template(self, name: str = "default") -> str | None:
@@ -188,10 +191,14 @@ def _text(token: Any) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _added(id_: int, text: str, names: set[str | None], flags: Mapping[str, Any]) -> dict[str, Any]:
-    usual = dict.fromkeys(_FIELDS, False) | {"special": text in names}
-    given = {name: bool(flags[name]) for name in _FIELDS if name in flags}
-    return {"id": id_, "content": text} | usual | given
+def _added(
+    id_: int, text: str, *, special: bool, flags: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return an added token; `flags`: those that a file gives it."""
+    given = {name: bool(flag) for name, flag in (flags or {}).items() if name in _FIELDS}
+    return (
+        {"id": id_, "content": text} | dict.fromkeys(_FIELDS, False) | {"special": special} | given
+    )
 
 
 # tokenizer.json
@@ -202,33 +209,33 @@ def _fast(settings: Settings, raw: bytes) -> bytes:
 
     The result is `raw` itself if they change nothing.
     """
-    content = parse_object(raw)
+    original, content = parse_object(raw), parse_object(raw)
     check_growth(raw)
     backend = load_backend(raw)
     texts = {id_: text for text, id_ in backend.get_vocab().items()}
     settings.name_ends(texts)
-    known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
     missing = [
         token
         for token in settings.added_tokens()
         if token["content"] not in known and texts.get(token["id"]) in (None, token["content"])
     ]
-    changed = _add(settings, content, backend, missing)
-    changed |= _mark_special(settings, content, backend)
-    backend = load_backend(json.dumps(content).encode()) if changed else backend
-    changed |= _surround(settings, content, backend)
+    if missing:
+        _add(settings, content, backend, missing)
+    _mark_special(settings, content, backend)
+    if content != original:
+        backend = load_backend(json.dumps(content).encode())
+    _surround(settings, content, backend)
     for name in ("truncation", "padding"):  # a prompt is never cut or filled
-        changed |= content.get(name) is not None
-        content[name] = None
-    return json.dumps(content).encode() if changed else raw
+        if content.get(name) is not None:
+            content[name] = None
+    return raw if content == original else json.dumps(content).encode()
 
 
 def _add(
     settings: Settings, content: dict[str, Any], backend: Any, missing: list[dict[str, Any]]
-) -> bool:
-    """Add tokens with the ids that the configuration gives them; return whether there are any."""
-    if not missing:
-        return False
+) -> None:
+    """Add tokens with the ids that the configuration gives them."""
     vocabulary = content["model"].get("vocab")
     # The library gives added tokens consecutive ids after the model's vocabulary. Tokens in that
     # vocabulary keep their ids, so the new tokens are added there too if it is a table of ids.
@@ -247,32 +254,27 @@ def _add(
             {token["content"]: token["id"] for token in missing} | held | vocabulary
         )
     content["added_tokens"] = [*(content.get("added_tokens") or []), *missing]
-    return True
 
 
-def _mark_special(settings: Settings, content: dict[str, Any], backend: Any) -> bool:
-    """Make the tokens special that the configuration names; return whether this changes anything.
+def _mark_special(settings: Settings, content: dict[str, Any], backend: Any) -> None:
+    """Make the tokens special that the configuration names.
 
     Special tokens are matched whole in texts, as a chat template needs, and are left out of
     decoded text.
     """
-    tokens = content.setdefault("added_tokens", []) or []
-    content["added_tokens"] = tokens
+    tokens = content.get("added_tokens") or []
     held = {token["content"]: token for token in tokens}
-    changed = False
-    for text in sorted({text for text in (*settings.special.values(), *settings.extra) if text}):
+    for text in settings.special_texts:
         if text in held:
-            changed |= not held[text]["special"]
             held[text]["special"] = True
         elif (id_ := backend.token_to_id(text)) is not None:
-            flags = dict.fromkeys(_FIELDS, False) | {"special": True}
-            tokens.append({"id": id_, "content": text} | flags)
-            changed = True
-    return changed
+            tokens.append(_added(id_, text, special=True))
+    if tokens:
+        content["added_tokens"] = tokens
 
 
-def _surround(settings: Settings, content: dict[str, Any], backend: Any) -> bool:
-    """Make the post-processor follow the BOS and EOS flags; return whether it was changed."""
+def _surround(settings: Settings, content: dict[str, Any], backend: Any) -> None:
+    """Make the post-processor follow the BOS and EOS flags."""
     before, after = _surroundings(backend)
     wanted = list(before), list(after)
     flagged = settings.kind in _FLAGGED
@@ -286,11 +288,9 @@ def _surround(settings: Settings, content: dict[str, Any], backend: Any) -> bool
             side.insert(0 if name == "bos" else len(side), id_)
         elif there and not flag:
             del side[place]
-    if wanted == (before, after):
-        return False
-    named = [[(id_, backend.id_to_token(id_)) for id_ in side] for side in wanted]
-    content["post_processor"] = post_processor(*named)
-    return True
+    if wanted != (before, after):
+        named = [[(id_, backend.id_to_token(id_)) for id_ in side] for side in wanted]
+        content["post_processor"] = post_processor(*named)
 
 
 def _surroundings(backend: Any) -> tuple[list[int], list[int]]:
@@ -334,11 +334,10 @@ def _pieces(settings: Settings, model: bytes) -> bytes:
     added = {token["id"]: token for token in settings.added_tokens()}
     texts |= {id_: token["content"] for id_, token in added.items()}
     ids = {text: id_ for id_, text in texts.items()}
-    special = {text for text in (*settings.special.values(), *settings.extra) if text}
-    for text in sorted(special & ids.keys()):
-        flags = dict.fromkeys(_FIELDS, False)
-        token = added.setdefault(ids[text], {"id": ids[text], "content": text} | flags)
-        token["special"] = True
+    for text in settings.special_texts:
+        if text in ids:
+            token = added.setdefault(ids[text], _added(ids[text], text, special=True))
+            token["special"] = True
 
     def around(name: str, usual: bool) -> list[int]:
         id_ = ids.get(settings.special.get(f"{name}_token", ""))

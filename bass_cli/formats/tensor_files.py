@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
-from bass_cli.errors import UserError
+from bass_cli.errors import UserError, first_line
 from bass_cli.formats.sources import read_json
 from bass_cli.reading import LARGEST, open_regular, os_errors_as, parse_object, shown, text, whole
 from bass_cli.system.postponed import complete_torch
@@ -156,7 +156,7 @@ def read_torch(path: Path) -> dict[str, Entry]:
         ) from None
     # a broken pickle, or one from before the zip format, may raise anything
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise UserError(
             f"{path}: torch cannot read the file (truncated, or in the format of torch before "
             f"1.6): {reason}"

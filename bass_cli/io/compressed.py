@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -43,7 +44,27 @@ def begun(start: bytes) -> Kind | None:
     return next((kind for magic, kind in _MAGIC.items() if start.startswith(magic)), None)
 
 
-class Expanded(io.RawIOBase):
+class Chunks(io.RawIOBase):
+    """Chunks of bytes as a stream; an empty chunk is its end."""
+
+    def __init__(self, chunks: Iterable[bytes] = ()):
+        self._chunks, self._rest = iter(chunks), b""  # rest: bytes that did not fit
+
+    def readable(self) -> bool:
+        return True
+
+    def next_chunk(self) -> bytes:
+        return next(self._chunks, b"")
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill a buffer; return the number of bytes, 0 at the end."""
+        self._rest = self._rest or self.next_chunk()
+        size = min(len(self._rest), len(buffer))
+        buffer[:size], self._rest = self._rest[:size], self._rest[size:]
+        return size
+
+
+class Expanded(Chunks):
     """The content of a compressed stream, which is read from its present position.
 
     Args:
@@ -58,29 +79,21 @@ class Expanded(io.RawIOBase):
     """
 
     def __init__(self, stream: IO[bytes], kind: Kind, *, torn: bool = False):
+        super().__init__()
         self._stream, self._kind, self._torn = stream, kind, torn
         self._member: Any = None
-        self._rest = b""  # expanded bytes that did not fit
         self._behind = b""  # compressed bytes after the end of a member
         self.is_whole, self.members = True, 0
 
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """Fill a buffer; return the number of bytes, 0 at the end."""
-        while not self._rest:
-            chunk = self._behind or self._stream.read(_CHUNK)
+    def next_chunk(self) -> bytes:
+        """Return expanded bytes; none at the end."""
+        while chunk := self._behind or self._stream.read(_CHUNK):
             self._behind = b""
-            if not chunk:
-                if not self.is_whole and not self._torn:
-                    raise BrokenDataError(f"the {_NAMES[self._kind]} data is cut short")
-                return 0
-            self._rest = self._expand(chunk)
-        size = min(len(self._rest), len(buffer))
-        buffer[:size] = self._rest[:size]
-        self._rest = self._rest[size:]
-        return size
+            if found := self._expand(chunk):
+                return found
+        if not self.is_whole and not self._torn:
+            raise BrokenDataError(f"the {_NAMES[self._kind]} data is cut short")
+        return b""
 
     def _expand(self, chunk: bytes) -> bytes:
         if self._member is None:

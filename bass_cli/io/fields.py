@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from bass_cli.config.options import LINE
+from bass_cli.config.options import JOB, LINE
 from bass_cli.errors import UserError, nearest
 from bass_cli.reading import parse_json, shown
 
@@ -171,41 +171,23 @@ def _checked_calls(calls: Any, here: str, place: str) -> list[dict[str, Any]]:
 
 # Settings and parts of a prompt that other tools read, or that hold for a whole run. Ignoring such
 # a field would give wrong samples, so it is refused, with what to use instead.
-_OPTIONS = {  # by option, as messages name it
-    "sampling.max_new_tokens": "max_new_tokens max_tokens max_completion_tokens max_output_tokens "
+_OTHER_NAMES = {  # by option, as messages name it
+    "sampling.max_new_tokens": "max_tokens max_completion_tokens max_output_tokens "
     "max_tokens_to_sample n_predict num_predict max_gen_len max_gen_toks",
-    "sampling.stop": "stop stop_sequences stop_strings stop_words stopping_strings stop_token",
-    "n": "n num_return_sequences num_samples num_completions candidate_count",
-    "sampling.temperature": "temperature do_sample greedy",
-    "sampling.seed": "seed random_seed",
-    "sampling.repetition_penalty": "repetition_penalty repeat_penalty",
-    **{f"sampling.{name}": name for name in ("top_p", "top_k", "stop_token_ids")},
-    "sampling.include_stop": "include_stop include_stop_str_in_output",
-    "sampling.json_schema": "json_schema guided_json response_format structured_outputs",
-    "sampling.json_object": "json_object",
-    "sampling.regex": "regex guided_regex guided_choice",
-    "sampling.grammar": "grammar guided_grammar",
-    **{"pair.target": "model", "pair.draft": "draft", "chat=True": "chat"},
-    "template": "template chat_template",
-    **{"speculation.length": "draft_length", "speculation.coupling": "coupling"},
-    **{name: name for name in ("budget", "pair", "batch_size", "tensor_parallel", "device")},
-    **{
-        name: name
-        for name in (
-            "dtype",
-            "draft_dtype",
-            "threads",
-            "limit",
-            "prompt_column",
-            "id_column",
-            "echo",
-            "token_drafted",
-            "decoder",
-        )
-    },
-    "lora": "lora lora_request",
-    "kv_dtype": "kv_dtype kv_cache_dtype cache_dtype",
-    "strict_fields": "strict_fields",
+    "sampling.stop": "stop_sequences stop_strings stop_words stopping_strings stop_token",
+    "n": "num_return_sequences num_samples num_completions candidate_count",
+    "sampling.temperature": "do_sample greedy",
+    "sampling.seed": "random_seed",
+    "sampling.repetition_penalty": "repeat_penalty",
+    "sampling.include_stop": "include_stop_str_in_output",
+    "sampling.json_schema": "guided_json response_format structured_outputs",
+    "sampling.regex": "guided_regex guided_choice",
+    "sampling.grammar": "guided_grammar",
+    "chat=True": "chat",
+    "pair": "pair",
+    "template": "chat_template",
+    "lora": "lora_request",
+    "kv_dtype": "kv_cache_dtype cache_dtype",
 }
 _AS_MESSAGE = "system_prompt system_message system_instruction"
 _TOOLS = "functions"
@@ -226,27 +208,7 @@ _UNKNOWN = (
 )
 
 
-def _instead(option: str) -> str:
-    """Return what to use instead of another name of this option."""
-    field = option.rpartition(".")[2]
-    if field in LINE:
-        return f'bass calls it "{field}"'
-    return f"set it for the whole run with `{option}`"
-
-
 _IDS = "prompt_token_ids input_ids"
-# The reason by reserved name
-RESERVED = {
-    **{name: _instead(option) for option, names in _OPTIONS.items() for name in names.split()},
-    **dict.fromkeys(_AS_MESSAGE.split(), 'use "system"'),
-    **dict.fromkeys(_TOOLS.split(), 'use "tools"'),
-    **dict.fromkeys(_ARGS.split(), 'put it into "template_args": {...}'),
-    **dict.fromkeys(_IDS.split(), 'use "token_ids"'),
-    "chat_template_kwargs": 'use "template_args"',
-    **dict.fromkeys(_UNREADABLE.split(), "bass cannot pass it to the model"),
-    **dict.fromkeys(f"{_UNKNOWN} {_OBJECTS}".split(), "bass has no such setting"),
-    **{name: _instead(name) for name in LINE},
-}
 # Objects that hold the settings in requests to other engines
 _CONTAINERS = (
     "sampling sampling_params sampling_parameters parameters params options speculation "
@@ -256,6 +218,30 @@ _CONTAINERS = (
 HONOURED = ("system", "tools", "template_args")  # fields that set something for their prompt
 OWN = ("id", "messages", "conversations", "token_ids", "reference", "meta", *HONOURED)
 _META = 'to copy it to the results, put it into "meta": {...}'
+
+
+def _instead(option: str) -> str:
+    """Return what to use instead of another name of this option."""
+    field = option.rpartition(".")[2]
+    if field in LINE:
+        return f'bass calls it "{field}"'
+    return f"set it for the whole run with `{option}`"
+
+
+_NAMED_ELSEWHERE = {*OWN, *_CONTAINERS.split(), *_OBJECTS.split()}
+# The reason by reserved name
+RESERVED = {
+    **{name: _instead(option.path) for name, option in JOB.items() if name not in _NAMED_ELSEWHERE},
+    **{name: _instead(option) for option, names in _OTHER_NAMES.items() for name in names.split()},
+    **dict.fromkeys(_AS_MESSAGE.split(), 'use "system"'),
+    **dict.fromkeys(_TOOLS.split(), 'use "tools"'),
+    **dict.fromkeys(_ARGS.split(), 'put it into "template_args": {...}'),
+    **dict.fromkeys(_IDS.split(), 'use "token_ids"'),
+    "chat_template_kwargs": 'use "template_args"',
+    **dict.fromkeys(_UNREADABLE.split(), "bass cannot pass it to the model"),
+    **dict.fromkeys(f"{_UNKNOWN} {_OBJECTS}".split(), "bass has no such setting"),
+    **{name: _instead(name) for name in LINE},
+}
 
 
 def _spelling(name: str) -> str:

@@ -21,6 +21,7 @@ from typing import IO, Any
 from bass_cli.errors import MachineError, UserError
 from bass_cli.io.compressed import (
     BrokenDataError,
+    Chunks,
     Compressor,
     Expanded,
     begun,
@@ -36,6 +37,8 @@ from bass_cli.reading import open_regular, os_errors_as, parse_json
 LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 OUTPUTS = (*LINES, ".parquet")
 _BLOCK = 2**20
+Record = tuple[int, bytes, dict[str, Any]]  # line number from 1, the line, its object
+LINE_BYTES = 1 << 26  # most bytes of a line; a small gzip file can hold a line of any length
 # A run of NUL bytes of this length in compressed data is a block that a power cut left unwritten
 _HOLE = bytes(64)
 
@@ -176,7 +179,7 @@ def result_lines(stream: IO[bytes], name: str) -> IO[bytes]:
     while the stream is read, if the data is broken.
     """
     if is_parquet(stream):
-        return io.BufferedReader(_Joined(lines_of_parquet(stream, name)), _BLOCK)
+        return io.BufferedReader(Chunks(lines_of_parquet(stream, name)), _BLOCK)
     kind = sniffed(stream)
     return stream if kind is None else io.BufferedReader(Expanded(stream, kind, torn=True), _BLOCK)
 
@@ -193,29 +196,6 @@ def seekable_lines(stream: IO[bytes], name: str) -> IO[bytes]:
         raise UserError(f"{name}: {error}") from None
     copy.seek(0)
     return copy
-
-
-class _Joined(io.RawIOBase):
-    """Chunks of bytes as a stream."""
-
-    def __init__(self, chunks: Iterator[bytes]):
-        self._chunks, self._rest = chunks, b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """Fill a buffer; return the number of bytes, 0 at the end."""
-        if not self._rest:
-            self._rest = next(self._chunks, b"")
-        size = min(len(self._rest), len(buffer))
-        buffer[:size] = self._rest[:size]
-        self._rest = self._rest[size:]
-        return size
-
-
-LINE_BYTES = 1 << 26  # most bytes of a line; a small gzip file can hold a line of any length
-Record = tuple[int, bytes, dict[str, Any]]  # line number from 1, the line, its object
 
 
 def read_records(

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import IO, TYPE_CHECKING, Any
 
-from bass_cli.errors import UserError
+from bass_cli.errors import UserError, first_line
 from bass_cli.reading import is_unicode, parse_object
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def lines_of_parquet(stream: IO[bytes], name: str) -> Iterator[bytes]:
             for row in batch.to_pylist():
                 yield _line(_unpacked(row, schema)) + b"\n"
     except (pyarrow.ArrowException, OSError, ValueError, TypeError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise UserError(f"{name}: broken parquet: {reason}") from None
 
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from bass_cli.errors import MachineError, UserError, nearest
+from bass_cli.errors import MachineError, UserError, first_line, nearest
 from bass_cli.io.compressed import BrokenDataError, Expanded, Kind, begun, compression_of
 from bass_cli.reading import RefusedJsonError, broken_json, os_errors_as, shown
 
@@ -420,7 +420,7 @@ def _read_parquet(stream: IO[bytes], name: str) -> Records:
                 yield number, _plain(row)
                 number += 1
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
-        raise UserError(f"{name}:{number}: broken parquet: {_line(error)}") from None
+        raise UserError(f"{name}:{number}: broken parquet: {first_line(error)}") from None
 
 
 _READERS: dict[str, Callable[[IO[bytes], str], Records]] = {
@@ -463,7 +463,7 @@ def _stream_dataset(source: str, name: str, config: str | None, split: str | Non
         FileNotFoundError,
         RuntimeError,
     ) as error:
-        raise UserError(f"{source}: cannot open the dataset: {_line(error)}") from None
+        raise UserError(f"{source}: cannot open the dataset: {first_line(error)}") from None
     except (OSError, ImportError) as error:
         raise refusal(source, error, remedy=_remedy(name)) from None
     if split is not None:
@@ -532,12 +532,11 @@ def refusal(source: str, error: Exception, *, remedy: str) -> UserError:
         cause = "neither a path that exists nor known to the Hugging Face hub"
         remedy = f"check the name, or {login} if it is private; or {remedy}"
     elif _any(chain, errors.LocalEntryNotFoundError, ConnectionError, TimeoutError):
-        kind, reason = MachineError, _line(chain[-1])
+        kind, reason = MachineError, first_line(chain[-1])
         cause = f"it is not on this machine, and the hub cannot be reached ({reason})"
     else:
-        cause = (
-            f"neither a path that exists nor to be had from the Hugging Face hub: {_line(error)}"
-        )
+        reason = first_line(error)
+        cause = f"neither a path that exists nor to be had from the Hugging Face hub: {reason}"
     return kind(f'"{source}": {cause}', remedy)
 
 
@@ -550,7 +549,3 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
-
-
-def _line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 import numpy
@@ -238,12 +237,7 @@ def reported(
 
 
 NAMES = tuple(entry.name for entry in fields(Completion))
-_OPTIONAL = (
-    *("token_ids", "token_logprobs", "top_logprobs", "token_drafted"),
-    *("prompt_token_ids", "prompt_logprobs", "prompt_top_logprobs", "perplexity"),
-    *("reasoning", "reasoning_tokens", "error", "copy_of", "task_id", "completion"),
-    *("prompt", "messages", "rank", "scores"),
-)
+_OPTIONAL = tuple(entry.name for entry in fields(Completion) if entry.default is None)
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=str).encode
 
 
@@ -292,9 +286,7 @@ class Writer:
     def __enter__(self) -> Writer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         self.close(finished=kind is None)
 
     def write(self, completion: Completion) -> None:

@@ -15,7 +15,6 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
-from types import TracebackType
 from typing import Any, TextIO
 
 from bass_cli import __version__
@@ -55,10 +54,7 @@ class RunLog:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, *rest: object
     ) -> None:
         logging.getLogger().removeHandler(self._handler)
         warnings.showwarning = self._show_warning
