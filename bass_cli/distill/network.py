@@ -20,7 +20,7 @@ from bass_cli.distill.recurrence import Paths, delta_layer
 from bass_cli.distill.windows import Windows
 from bass_cli.errors import UserError
 from bass_cli.formats.checkpoint import Checkpoint
-from bass_cli.formats.weights import load
+from bass_cli.formats.weights import load_plain
 from bass_cli.models.decoder import inverse_frequencies
 from bass_cli.models.spec import Experts, Rope, Spec, parameters, stored_dtype
 from bass_kernels import reference
@@ -163,7 +163,7 @@ def student_weights(source: Source, device: torch.device) -> dict[str, Tensor]:
 
     A new mask token starts as the mean of all token embeddings.
     """
-    stored, spec = load(source.checkpoint, dtype=torch.float32, device=device), source.spec
+    stored, spec = load_plain(source.checkpoint, dtype=torch.float32, device=device), source.spec
     weights = {name: stored[name] for name in parameters(spec)}
     if not source.trained:
         head = () if spec.tied else ("head.weight",)

@@ -28,7 +28,7 @@ from bass_cli.distill.settings import PASSES, Training, windows_at_once
 from bass_cli.distill.windows import Batches, Corpus, Windows, split, whole
 from bass_cli.errors import MachineError, UserError
 from bass_cli.formats.tokenizer import Tokenizer
-from bass_cli.formats.weights import load
+from bass_cli.formats.weights import load_plain
 from bass_cli.io.console import Estimate, clock
 from bass_cli.io.saving import replace_file
 from bass_cli.run.plan import Plan
@@ -124,7 +124,7 @@ class TrainingRun:
             torch.backends.cuda.enable_cudnn_sdp(False)
         screen.phase("loading the weights")
         files, dtype = plan.files.target, plan.dtype
-        weights = load(files, dtype=dtype, device=device)
+        weights = load_plain(files, dtype=dtype, device=device)
         self._target = Model(files.spec, weights, source.vocab, dtype)
         self.weights = student_weights(source, device)
         self._student = Model(source.spec, self.weights, source.vocab, dtype, source.mask)

@@ -15,7 +15,7 @@ import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, TypeGuard, TypeVar, overload
+from typing import NamedTuple, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,31 +46,6 @@ _Item = TypeVar("_Item")
 _Found = TypeVar("_Found")
 
 
-@overload
-def load(
-    checkpoint: Checkpoint,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    share: Share | None = None,
-    names: Collection[str] | None = None,
-    on_read: Callable[[int], None] = ...,
-) -> dict[str, Tensor]: ...
-
-
-@overload
-def load(
-    checkpoint: Checkpoint,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    layouts: Layouts,
-    share: Share | None = None,
-    names: Collection[str] | None = None,
-    on_read: Callable[[int], None] = ...,
-) -> dict[str, Weight]: ...
-
-
 def load(
     checkpoint: Checkpoint,
     *,
@@ -80,7 +55,7 @@ def load(
     share: Share | None = None,
     names: Collection[str] | None = None,
     on_read: Callable[[int], None] = lambda size: None,
-) -> dict[str, Tensor] | dict[str, Weight]:
+) -> dict[str, Weight]:
     """Load a checkpoint's tensors to the device in their `stored_dtype`, or quantised. A tied head
     that is not quantised is the embedding itself.
 
@@ -126,6 +101,14 @@ def load(
         else:
             weights["head.weight"] = Quantised.of(embed, layout)
     return weights | grouped
+
+
+def load_plain(
+    checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device
+) -> dict[str, Tensor]:
+    """Load all tensors of a checkpoint without quantisation; see `load`."""
+    loaded = load(checkpoint, dtype=dtype, device=device)
+    return {name: weight for name, weight in loaded.items() if isinstance(weight, Tensor)}
 
 
 def state_of(

@@ -223,7 +223,7 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "bias": (lambda f: edit(f, lora_bias=True), '"lora_bias": True is not supported'),
     "experts": (lambda f: edit(f, target_parameters=["experts"]), '"target_parameters".* is not supported'),
     "rank": (lambda f: edit(f, r=8), r"self_attn\.q_proj. has rank 4, but .*adapter_config\.json says 8"),
-    "no rank": (lambda f: edit(f, r=None), '"r": a whole number from 1 on is needed, not None'),
+    "no rank": (lambda f: edit(f, r=None), 'the key "r" is missing'),
     "alpha": (lambda f: edit(f, lora_alpha="much"), '"lora_alpha": a finite number is needed'),
     "half": (lambda f: change(f, lambda t: t.pop(f"{Q}.lora_B.weight")), r"layers\.0\.self_attn\.q_proj. has no lora_B"),
     "shape": (lambda f: change(f, lambda t: t.update({f"{Q}.lora_A.weight": torch.zeros(4, 7)})),
