@@ -266,8 +266,8 @@ class _Compiler:
         sign, compare = _ORDER[type(op)]
 
         def test(left: Any, right: Any, at: int, column: int) -> bool:
-            _present(left, at)
-            _present(right, column)
+            _needed(left, at, True, "")
+            _needed(right, column, True, "")
             numbers = _is_number(left) and _is_number(right)
             if not numbers and not (isinstance(left, str) and isinstance(right, str)):
                 both = f"{shown(left)} and {shown(right)}"
@@ -419,16 +419,17 @@ def _some(found: Mapping[str, Any]) -> str:
     return named + (" and others" if len(found) > 8 else "")
 
 
-def _present(value: Any, column: int) -> None:
+def _needed(value: Any, column: int, fits: bool, need: str) -> Any:
+    """Return the value; a NoValueError if it is null or does not fit."""
     if value is None:
         raise NoValueError(column, "the value is null", missing=True)
-
-
-def _truth(value: Any, column: int, what: str) -> bool:
-    _present(value, column)
-    if not isinstance(value, bool):
-        raise NoValueError(column, f"{what} must be true or false, not {shown(value)}")
+    if not fits:
+        raise NoValueError(column, f"{need}, not {shown(value)}")
     return value
+
+
+def _truth(value: Any, column: int, what: str) -> Any:
+    return _needed(value, column, isinstance(value, bool), f"{what} must be true or false")
 
 
 def _is_number(value: Any) -> bool:
@@ -436,27 +437,19 @@ def _is_number(value: Any) -> bool:
 
 
 def _number(value: Any, column: int, need: str) -> Any:
-    _present(value, column)
-    if not _is_number(value):
-        raise NoValueError(column, f"{need}, not {shown(value)}")
-    return value
+    return _needed(value, column, _is_number(value), need)
 
 
-def _text(value: Any, column: int, need: str) -> str:
-    _present(value, column)
-    if not isinstance(value, str):
-        raise NoValueError(column, f"{need}, not {shown(value)}")
-    return value
+def _text(value: Any, column: int, need: str) -> Any:
+    return _needed(value, column, isinstance(value, str), need)
 
 
 def _length(value: Any, column: int) -> int:
-    _present(value, column)
-    if not isinstance(value, (str, list, Mapping)):
-        raise NoValueError(column, f"len() needs a text, a list or an object, not {shown(value)}")
-    return len(value)
+    fits = isinstance(value, (str, list, Mapping))
+    return len(_needed(value, column, fits, "len() needs a text, a list or an object"))
 
 
-def _lower(value: Any, column: int) -> str:
+def _lower(value: Any, column: int) -> Any:
     return _text(value, column, "lower() needs a text").lower()
 
 
@@ -479,11 +472,9 @@ def _equal(left: Any, right: Any) -> bool:
 
 
 def _within(left: Any, right: Any, at: int, column: int) -> bool:
-    _present(right, column)
-    if isinstance(right, str):
-        return _text(left, at, "only a text is in a text") in right
-    if isinstance(right, Mapping):
-        return _text(left, at, "only a text is a key") in right
-    if not isinstance(right, list):
-        raise NoValueError(column, f"in needs a list, a text or an object, not {shown(right)}")
-    return any(_equal(left, one) for one in right)
+    fits = isinstance(right, (str, list, Mapping))
+    _needed(right, column, fits, "in needs a list, a text or an object")
+    if isinstance(right, list):
+        return any(_equal(left, one) for one in right)
+    kind = "in a text" if isinstance(right, str) else "a key"
+    return _text(left, at, f"only a text is {kind}") in right

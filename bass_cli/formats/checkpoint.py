@@ -283,7 +283,7 @@ def _open_any(path: Path, config: Mapping[str, Any], adapters: tuple[Adapter, ..
     spec = any_probe.spec_of_model(path, config)
     joined = read_joined(path, config)
     slots = {
-        name: Slot(_ROLES.get(name.split(".")[-2], name), 0, one.shape[0] if one.shape else 1)
+        name: _plain_slot(_ROLES.get(name.split(".")[-2], name), one)
         for name, one in joined.entries.items()
         if "." in name
     }
@@ -294,10 +294,7 @@ def _open_any(path: Path, config: Mapping[str, Any], adapters: tuple[Adapter, ..
             f"own layers and {why}; merge them into a checkpoint first"
         )
     merged = merge(joined.entries, adapters, slots=slots, bare=lambda name: name, tied=spec.tied)
-    pieces = tuple(
-        Piece(one, Slot(name, 0, one.shape[0] if one.shape else 1))
-        for name, one in merged.entries.items()
-    )
+    pieces = tuple(Piece(one, _plain_slot(name, one)) for name, one in merged.entries.items())
     notes = [
         f"{spec.family} runs through transformers' own layers",
         any_probe.context_note(spec, config),
@@ -313,6 +310,10 @@ def _open_any(path: Path, config: Mapping[str, Any], adapters: tuple[Adapter, ..
         notes=tuple(note for note in notes if note is not None),
         adapters=adapters,
     )
+
+
+def _plain_slot(name: str, stored: Stored) -> Slot:
+    return Slot(name, 0, stored.shape[0] if stored.shape else 1)
 
 
 def _eos_ids(path: Path, config: Mapping[str, Any]) -> tuple[int, ...]:

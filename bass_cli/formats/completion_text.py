@@ -8,6 +8,7 @@ tag, or if the sample begins with it. Not here: tokenizers (tokenizer.py), turni
 
 from __future__ import annotations
 
+import copy
 import enum
 import re
 import sys
@@ -196,7 +197,8 @@ class StopTokens:
             stops: the stop texts, at least one.
         """
         self._text, self._stops = text, tuple(stops)
-        self._always = _any_id_completes(stops)
+        # U+FFFD also replaces a run of bytes that is invalid because of what follows it
+        self._always = any(_CUT in stop for stop in stops)
         self._ends = tuple({stop[at:] for stop in stops for at in range(1, len(stop))})
         self._longest = max(map(len, stops))
         # By id: 0 if not computed yet, 1 if it cannot complete a stop text, 2 if it may.
@@ -254,15 +256,6 @@ class StopTokens:
         return text is None or text.startswith(self._ends) or _has_any(text, self._stops)
 
 
-def _any_id_completes(stops: Iterable[str]) -> bool:
-    """Return whether any id may complete a stop text.
-
-    This is so for a stop text with U+FFFD, which also replaces a run of bytes that is invalid
-    because of what follows it.
-    """
-    return any(_CUT in stop for stop in stops)
-
-
 def _has_any(text: str, stops: Iterable[str]) -> bool:
     return any(stop in text for stop in stops)
 
@@ -296,7 +289,7 @@ class StopDetector:
         assert all(stops)
         self._text, self._stops, self._tokens = text, tuple(stops), tokens
         self._skipped = skipped
-        self._always = _any_id_completes(stops)
+        self._always = any(_CUT in stop for stop in stops)  # see StopTokens
         self._needed = max(map(len, stops)) + _MARGIN  # characters that the tail must have
         self._ids: list[int] = []
         self._tail = 0  # index of the tail's first id
@@ -430,19 +423,6 @@ class Thinking:
             are among them. 0 if there is no thinking part.
     """
 
-    __slots__ = (
-        "_forced",
-        "_held",
-        "_limit",
-        "_phase",
-        "_split",
-        "_tags",
-        "_tokenizer",
-        "answer",
-        "count",
-        "end",
-    )
-
     def __init__(self, tags: Tags, tokenizer: Tokenizer, *, opened: bool, limit: int | None = None):
         """Begin before the first generated token.
 
@@ -460,9 +440,8 @@ class Thinking:
 
     def copy(self) -> Thinking:
         """Return a copy that can be fed with drafts."""
-        other = Thinking(self._tags, self._tokenizer, opened=False, limit=self._limit)
-        other._phase, other._held, other._forced = self._phase, list(self._held), self._forced
-        other.count, other.answer, other.end = self.count, self.answer, self.end
+        other = copy.copy(self)
+        other._held = list(self._held)
         return other
 
     @property
