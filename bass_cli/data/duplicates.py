@@ -8,7 +8,6 @@ Massive Datasets, section 3.4. The hashes are fixed, so a run gives the same res
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -164,9 +163,3 @@ _FACTORS, _TERMS = _NUMBERS[:PERMUTATIONS] | numpy.uint64(1), _NUMBERS[PERMUTATI
 
 def _digest(text: str) -> bytes:
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
-
-
-def similarity(one: str, other: str) -> float:
-    """Return the exact Jaccard similarity of two texts' shingles."""
-    a, b = set(shingles(one).tolist()), set(shingles(other).tolist())
-    return len(a & b) / len(a | b) if a or b else math.nan

@@ -326,8 +326,7 @@ class _Gptq(Method):
             given = self._dynamic.inside(pattern).values
             within = f"{self._dynamic.within}{pattern}."
             own = Settings({**own.values, **given}, own.place, within=within)
-        size = own.get("group_size", 128)
-        return own.one_of("bits", _BITS), size if size == -1 else own.size(size, "group_size")
+        return own.one_of("bits", _BITS), own.group("group_size")
 
 
 class _Awq(Method):
@@ -343,9 +342,7 @@ class _Awq(Method):
         settings.one_of("w_bit" if "w_bit" in keys else "bits", (4,))
         for key in ("version", "format", "checkpoint_format"):
             settings.one_of(key, ("gemm", "GEMM"), "gemm")
-        key = "q_group_size" if "q_group_size" in keys else "group_size"
-        size = keys.get(key, 128)
-        self._group = size if size == -1 else settings.size(size, key)
+        self._group = settings.group("q_group_size" if "q_group_size" in keys else "group_size")
 
     def compound(self, parts: Parts) -> Compound:
         values = parts.matrix("qweight", (INT32,))

@@ -50,6 +50,11 @@ class Settings(Values):
         except ValueError as error:
             raise self.error(key, str(error)) from None
 
+    def group(self, key: str) -> int:
+        """Return the number of inputs that share a scale, -1 for all. Default: 128."""
+        size = self.get(key, 128)
+        return -1 if size == -1 else self.size(size, key)
+
     def names(self, key: str) -> tuple[str, ...]:
         value = self.get(key) or []
         found = self.checked(key, [], lambda _: texts([value] if isinstance(value, str) else value))

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bass_cli.errors import UserError
+from bass_cli.formats.config_keys import QUANTISED
 from bass_cli.reading import shown
 
 # The text model's type of each multimodal `model_type`, if its text_config names none.
@@ -90,7 +91,6 @@ IGNORED: tuple[str, ...] = (
     r"|audio_tower|embed_audio)\.",
     r"^image_newline$",
 )
-_QUANTISED = ("quantization_config", "compression_config")
 
 
 def has_text_part(config: Mapping[str, Any]) -> bool:
@@ -137,7 +137,7 @@ def text_config(config: Mapping[str, Any], *, place: str) -> tuple[Mapping[str, 
     tied = [one["tie_word_embeddings"] for one in (config, inner) if "tie_word_embeddings" in one]
     # Without the key the tensors decide: a head that is there and differs is not tied.
     found["tie_word_embeddings"] = not tied or True in tied
-    found |= {key: config[key] for key in _QUANTISED if config.get(key)}
+    found |= {key: config[key] for key in QUANTISED if config.get(key)}
     return found, f"{place}: text_config"
 
 

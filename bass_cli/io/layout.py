@@ -22,22 +22,20 @@ _OF_OTHERS = ("task_id", "completion", "perplexity")  # keys that other commands
 _OF_RANKS = ("rank", "scores")
 # What a job needs for a key: the option, and whether it is set
 _NEEDS: dict[str, tuple[str, Callable[[Job], object]]] = {
-    "token_ids": ("`token_ids`", lambda job: job.token_ids or job.sampling.logprobs is not None),
-    "token_logprobs": ("`sampling.logprobs`", lambda job: job.sampling.logprobs is not None),
-    "top_logprobs": ("`sampling.logprobs`", lambda job: job.sampling.logprobs),
-    "token_drafted": ("`token_drafted`", lambda job: job.token_drafted),
-    "prompt": ("`echo`", lambda job: job.echo),
-    "messages": ("`echo`", lambda job: job.echo),
-    "prompt_token_ids": (
-        "`echo`",
-        lambda job: job.echo or job.sampling.prompt_logprobs is not None,
-    ),
-    "prompt_logprobs": (
-        "`sampling.prompt_logprobs`",
-        lambda job: job.sampling.prompt_logprobs is not None,
-    ),
-    "prompt_top_logprobs": ("`sampling.prompt_logprobs`", lambda job: job.sampling.prompt_logprobs),
+    "token_ids": ("token_ids", lambda job: job.token_ids or job.sampling.logprobs is not None),
+    "token_logprobs": ("sampling.logprobs", lambda job: job.sampling.logprobs is not None),
+    "top_logprobs": ("sampling.logprobs", lambda job: job.sampling.logprobs),
+    "token_drafted": ("token_drafted", lambda job: job.token_drafted),
+    "prompt": ("echo", lambda job: job.echo),
+    "messages": ("echo", lambda job: job.echo),
+    "prompt_token_ids": ("echo", lambda job: job.echo or _scores_prompts(job)),
+    "prompt_logprobs": ("sampling.prompt_logprobs", lambda job: _scores_prompts(job)),
+    "prompt_top_logprobs": ("sampling.prompt_logprobs", lambda job: job.sampling.prompt_logprobs),
 }
+
+
+def _scores_prompts(job: Job) -> bool:
+    return job.sampling.prompt_logprobs is not None
 
 
 def read_columns(text: str | None, job: Job, *, ranked: bool) -> tuple[str, ...] | None:
@@ -58,7 +56,7 @@ def read_columns(text: str | None, job: Job, *, ranked: bool) -> tuple[str, ...]
             raise UserError(f'`columns`: no line has "{name}" without `best_of`')
         option, is_set = _NEEDS.get(name, ("", lambda job: True))
         if not is_set(job):
-            raise UserError(f'`columns`: no line has "{name}" without {option}')
+            raise UserError(f'`columns`: no line has "{name}" without `{option}`')
     if twice := [name for name in names if names.count(name) > 1]:
         raise UserError(f'`columns`: "{twice[0]}" is given twice')
     return tuple(names)

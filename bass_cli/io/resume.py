@@ -315,7 +315,7 @@ def fault_of_line(
     """
     results = {**results, **known.get(row["id"], {})}
     n, most, seed = results.get("n"), results.get("max_new_tokens"), results.get("seed")
-    tokens, ids = row.get("tokens"), row.get("token_ids")
+    tokens = row.get("tokens")
     if row["id"] not in known:
         return f'there is no prompt "{row["id"]}"'
     if row.get("seed") != seed and not results.get("columns"):
@@ -327,14 +327,14 @@ def fault_of_line(
     if most is not None and not (isinstance(tokens, int) and 0 <= tokens <= most):
         return f"{_show(row, 'tokens')} tokens before, `sampling.max_new_tokens` {most} now"
     scored = results.get("logprobs") is not None
-    if (ids is not None) != (bool(results.get("token_ids")) or scored):
-        change = "without before, with" if ids is None else "with before, without"
-        return f"token_ids: {change} now"
-    if (row.get("token_logprobs") is not None) != scored:
-        return f"logprobs: {'without before, with' if scored else 'with before, without'} now"
-    if (row.get("token_drafted") is not None) != bool(results.get("token_drafted")):
-        change = "with before, without" if "token_drafted" in row else "without before, with"
-        return f"token_drafted: {change} now"
+    for option, key, wanted in (
+        ("token_ids", "token_ids", scored or bool(results.get("token_ids"))),
+        ("logprobs", "token_logprobs", scored),
+        ("token_drafted", "token_drafted", bool(results.get("token_drafted"))),
+    ):
+        if (row.get(key) is not None) != wanted:
+            change = "without before, with" if wanted else "with before, without"
+            return f"{option}: {change} now"
     if row["finish_reason"] == "budget" and results.get("budget") is None:
         return "budget: with one before, without one now"
     return None

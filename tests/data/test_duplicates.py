@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import subprocess
 import sys
@@ -15,11 +16,17 @@ from bass_cli.data.duplicates import (
     ExactDuplicates,
     NearDuplicates,
     band_rows,
+    shingles,
     signature,
-    similarity,
 )
 
 WORDS = ["".join(letters) for letters in itertools.permutations("abcdef", 4)]
+
+
+def similarity(one: str, other: str) -> float:
+    """Return the exact Jaccard similarity of two texts' shingles."""
+    a, b = set(shingles(one).tolist()), set(shingles(other).tolist())
+    return len(a & b) / len(a | b) if a or b else math.nan
 
 
 def pairs(count: int, most: float) -> list[tuple[str, str]]:
