@@ -243,7 +243,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no merges": ({"merges": None}, r'"tokenizer.ggml.merges" is missing'),
     "one word": ({"merges": ["a b", "ab"]}, r"entry 0, 'a b', is not two tokens"),
     "twice": ({"tokens": ["a"] * 3}, r"ids 0 and 1 have the same text"),
-    "kinds": ({"token_type": [1]}, r'"tokenizer.ggml.token_type" has 1 entries for'),
+    "kinds": ({"token_type": [1]}, r'"tokenizer.ggml.token_type": it has 1 entries for'),
     "flag": ({"add_bos_token": 1}, r"true or false is needed, not 1"),
     "suppressed": ({"suppress_tokens": [1, 2]}, r"tokens that must not be generated"),
 }  # fmt: skip
