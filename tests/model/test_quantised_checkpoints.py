@@ -309,7 +309,7 @@ FAULTS: dict[str, tuple[str, Callable[[Path], None], str]] = {
         r'"quantization_config\.quant_method": .squeeze. is not supported; known: compressed-tensors, fp8'),
     "no method": (
         "awq", lambda folder: configure(folder, quant_method=None),
-        r'"quantization_config\.quant_method": a text is needed, not None'),
+        r'"quantization_config\.quant_method" is missing'),
     "torchao": (
         "awq", lambda folder: configure(folder, quant_method="torchao"),
         r'"quantization_config\.quant_method": "torchao" is not supported: torchao stores tensors of its own'),
