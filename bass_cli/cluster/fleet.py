@@ -1,22 +1,35 @@
-"""The processes of a job on many devices: messages and interfaces that drawing and training share.
+"""The processes of a job on many devices: messages and interfaces that drawing and training share,
+and processes of this machine, one per GPU or on CPUs.
 
 A driver starts a `Process` at each place of a `Fleet`, and then calls its `exchange` again and
-again. Drivers: worker_pool.py for samples, distill/group.py for training. Fleets: processes of this
-machine in processes.py, Ray's actors in rays.py, or a test's.
+again. A process of this machine is killed when its driver ends, however that ends. Drivers:
+worker_pool.py for samples, distill/group.py for training. Ray's actors: rays.py.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import os
+import pickle
 import platform
+import queue
+import signal
+import subprocess
+import sys
 import threading
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import IO, Any, NamedTuple, Protocol
 
 from bass_cli.config.job import Job
 from bass_cli.errors import MachineError, UserError
+from bass_cli.reading import shown
+from bass_cli.system.host import expect, visible_gpus
+from bass_cli.system.threads import begin, usable_cores
 
 POLL = 2.0  # seconds between two checks for places that appeared or vanished
 WAIT = 0.1  # seconds to wait for events
@@ -164,3 +177,189 @@ class Process(ABC):
         """Return the notes since the last call. `_news` must be held."""
         notes, self._notes = tuple(self._notes), []
         return notes
+
+
+_CODE = (
+    "import sys; results, *sys.path[:] = sys.argv[1:]; "
+    # before heavy modules, whose import takes seconds
+    "from bass_cli.system.signals import end_with_parent; end_with_parent(); "
+    "from bass_cli.cluster.fleet import main; main(int(results))"
+)
+_KEPT = 4096  # bytes of a process's output that are kept, for the last line before it ended
+_LAST = 1.0  # seconds for the rest of that output, which children of the process may hold open
+
+
+class ThisMachine:
+    """The places for a job's processes on this machine.
+
+    Attributes:
+        job: The job with the device that a process uses.
+
+    Raises:
+        MachineError: There are fewer GPUs than processes.
+    """
+
+    def __init__(self, request: Request, job: Job):
+        self._gpus = [] if job.device == "cpu" else visible_gpus()
+        on_gpus, cores = job.device == "cuda" or bool(self._gpus), usable_cores().most
+        count = request.actors or (len(self._gpus) if on_gpus else cores // (job.threads or cores))
+        if on_gpus and len(self._gpus) < max(count, 1):
+            raise MachineError(
+                f"`actors` {max(count, 1)}: this machine has {len(self._gpus)} GPUs, and each "
+                "actor takes one; use fewer actors or `device` cpu"
+            )
+        self._count = max(count, 1)
+        self._threads = job.threads or max(cores // self._count, 1)
+        self.job = job.model_copy(update={"device": "cuda" if on_gpus else "cpu"})
+
+    def places(self) -> set[Place]:
+        """Return the places: the requested number, or one per GPU.
+
+        On CPUs there is one, or as many as fit with --threads.
+        """
+        return {Place(None, number) for number in range(self._count)}
+
+    def environment(self, place: Place) -> dict[str, str]:
+        """Return the environment variables of the process at a place."""
+        own = {"OMP_NUM_THREADS": str(self._threads)}
+        if self._gpus:
+            own["CUDA_VISIBLE_DEVICES"] = self._gpus[place.number]
+        return {**os.environ, **own}
+
+    def fleet(self, kind: type[Process], spec: Any) -> contextlib.closing[ProcessFleet]:
+        """See Cluster.fleet."""
+        return contextlib.closing(ProcessFleet(self, kind, spec))
+
+
+class ProcessFleet:
+    """A Fleet of processes of this machine. For `kind` and `spec` see Cluster.fleet."""
+
+    def __init__(self, machine: ThisMachine, kind: type[Process], spec: Any):
+        self._machine = machine
+        # the first part apart: unpickling the second one imports modules
+        first = pickle.dumps((machine.job.threads, machine.job.device))
+        self._job = first + pickle.dumps((kind, spec))
+        self._running: dict[Place, subprocess.Popen[bytes]] = {}
+        self._events = queue.SimpleQueue[tuple[subprocess.Popen[bytes], Place, Any]]()
+        self.places = machine.places
+
+    def start(self, place: Place) -> None:
+        started: Future[subprocess.Popen[bytes]] = Future()
+        threading.Thread(
+            target=self._start_and_listen, args=(place, started), daemon=True, name="listening"
+        ).start()
+        self._running[place] = process = started.result()
+        _send(process, self._job)
+
+    def ask(self, place: Place, given: Any, beat: float) -> None:
+        _send(self._running[place], pickle.dumps((given, beat)))
+
+    def wait(self, timeout: float) -> list[tuple[Place, Any]]:
+        found = []
+        with contextlib.suppress(queue.Empty):
+            found.append(self._events.get(timeout=timeout))
+            while True:  # and all other events that are there
+                found.append(self._events.get_nowait())
+        return [
+            (place, event) for process, place, event in found if self._running.get(place) is process
+        ]
+
+    def stop(self, place: Place) -> None:
+        process = self._running.pop(place, None)
+        if process is not None:
+            process.kill()
+            process.wait()
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
+
+    def close(self) -> None:
+        """End all processes."""
+        for place in list(self._running):
+            self.stop(place)
+
+    def _start_and_listen(self, place: Place, started: Future[subprocess.Popen[bytes]]) -> None:
+        """Start a process and listen to it in the same thread: the system kills the process when
+        the thread that started it ends (signals.end_with_parent)."""
+        reading, writing = os.pipe()  # results; anything may print to standard output
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-c", _CODE, str(writing), *sys.path],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=(writing,),
+                env=self._machine.environment(place),
+                start_new_session=True,  # Ctrl-C reaches the driver only
+            )
+        except BaseException as error:
+            os.close(reading)
+            started.set_exception(error)
+            return
+        finally:
+            os.close(writing)
+        printed = bytearray()
+        printing = threading.Thread(target=_keep_end, args=(process.stdout, printed), daemon=True)
+        printing.start()
+        started.set_result(process)
+        with (
+            os.fdopen(reading, "rb") as results,
+            contextlib.suppress(EOFError, OSError, pickle.UnpicklingError),
+        ):
+            while True:
+                self._events.put((process, place, pickle.load(results)))
+        code = process.wait()
+        printing.join(_LAST)
+        self._events.put((process, place, Lost(_end_of(code, bytes(printed)))))
+
+
+def _keep_end(stream: IO[bytes], printed: bytearray) -> None:
+    """Read a stream to its end, so that its writer never waits. Keep the last bytes."""
+    with stream, contextlib.suppress(OSError):
+        while chunk := os.read(stream.fileno(), _KEPT):
+            printed += chunk
+            del printed[:-_KEPT]
+
+
+def _send(process: subprocess.Popen[bytes], message: bytes) -> None:
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # the listening thread reports why
+        process.stdin.write(message)
+        process.stdin.flush()
+
+
+def _end_of(code: int, printed: bytes) -> str:
+    """Return how a process ended, and the last line that it printed."""
+    how = f"it ended with exit code {code}"
+    if code < 0:
+        names = {int(one): one.name for one in signal.Signals}
+        how = f"it was killed by {names.get(-code, f'signal {-code}')}"
+    lines = printed.decode(errors="replace").split("\n")
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return f"{how}; it printed last: {shown(last)}" if last else how
+
+
+def main(results: int) -> None:
+    """Run a Process: read its class and argument, then calls, from standard input until it is
+    closed. Write results to the file descriptor `results`."""
+    os.set_inheritable(results, False)
+    channel = os.fdopen(results, "wb")
+
+    def say(call: Callable[[], Any]) -> None:
+        try:
+            event = call()
+        except Exception as error:
+            event = Fault.of(error)
+        pickle.dump(event, channel)
+        channel.flush()
+
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        threads, device = pickle.load(sys.stdin.buffer)
+        begin(threads)
+        expect(device)
+        kind, spec = pickle.load(sys.stdin.buffer)
+        process: Process = kind(spec)
+        say(process.prepare)
+        while True:
+            say(functools.partial(process.exchange, *pickle.load(sys.stdin.buffer)))
+    os._exit(0)  # other threads may run

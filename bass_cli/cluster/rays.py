@@ -1,4 +1,4 @@
-"""Run the processes of a job on this machine (processes.py), or as Ray actors on a cluster: one per
+"""Run the processes of a job on this machine (fleet.py), or as Ray actors on a cluster: one per
 GPU, or on CPUs.
 
 Only this file and bass_cli/ray.py use Ray, and they import it when it is needed. In order: the
@@ -21,8 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from bass_cli.cluster.fleet import Cluster, Fault, Lost, Place, Process, Request
-from bass_cli.cluster.processes import ThisMachine
+from bass_cli.cluster.fleet import Cluster, Fault, Lost, Place, Process, Request, ThisMachine
 from bass_cli.cluster.worker import JobSpec, Worker
 from bass_cli.cluster.worker_pool import WorkerPool
 from bass_cli.config.job import Job

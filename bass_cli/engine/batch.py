@@ -19,8 +19,7 @@ from torch import Tensor
 
 import bass_kernels as ops
 from bass_cli.engine.host_state import LENGTH, LIMIT, NO_REPORT, PROMPT, HostState, Row, covering
-from bass_cli.engine.processors import Processors
-from bass_cli.engine.sampling import Columns, SamplingParams, noise_key, params_of
+from bass_cli.engine.sampling import Columns, Processors, SamplingParams, noise_key, params_of
 from bass_cli.engine.sizes import WIDTHS, cover
 from bass_cli.models.block_allocator import BlockAllocator, BlockCopy, BlockLayout, Change, Sender
 
@@ -93,7 +92,7 @@ class Batch:
     @property
     def version(self) -> tuple[int, int]:
         """Changes when memory that device operations read moves to another address, or when they
-        have more to do (processors.py)."""
+        have more to do (sampling.py)."""
         return self._moves, self.processors.version
 
     @property

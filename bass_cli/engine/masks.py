@@ -2,7 +2,7 @@
 
 The host follows each row's grammar over its drafts, while the device runs the target. A place's
 mask is that after the drafts before it, so that the tokens are those of plain decoding. Not here:
-the grammars (formats/grammars.py), how a mask changes the distribution (processors.py).
+the grammars (formats/grammars.py), how a mask changes the distribution (sampling.py).
 """
 
 from __future__ import annotations

@@ -1,13 +1,15 @@
 """How rows are sampled: the settings of one row, their tensors on the device for all rows, and the
-columns in which the host sends them.
+logits processors: bias, penalties, bad words, allowed tokens and masks.
 
-Only numbers that every row has are here. Settings of any size, such as a bias by token, are in
-processors.py.
+Processors change the target's logits before temperature, top-k, top-p and min-p. There is one hook
+between logits and verdict: `Processors.process`, which Batch.process calls for both couplings, for
+packed rounds, and for drafts. The arithmetic is in bass_kernels/processing.py.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import bass_kernels as ops
+from bass_cli.models.block_allocator import Sender
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,3 +195,205 @@ class Columns:
         for column in (self._alive, self._top_k, self._keys):
             column[targets] = column[sources]
         self._floats[:, targets] = self._floats[:, sources]
+
+
+class Processors:
+    """The processors of up to `rows` rows.
+
+    What rows ask for lies on the device at fixed addresses, so captured graphs serve any values. A
+    table exists only from the first row on that needs it; then `version` changes, and the loop
+    captures its graphs anew.
+
+    A grammar sets which tokens each place of a row allows: it calls `use_masks` once, and writes
+    `masks` for the live rows before each verdict. Bit t % 32 of number t // 32 is token t. Bits of
+    rows without a grammar stay 1. Masks apply to the target's logits, never to those of a draft.
+
+    Attributes:
+        min_p: whether a row has had a min_p.
+        masks: [rows, places, ceil(V / 32)] int32: bits of the tokens that each place allows; -1 if
+            all. Place j comes after j drafts. None before `use_masks`.
+        version: changes when a table is made or moves.
+
+    Args:
+        sizes: the number of ids `vocab`, and of logits V of a place, of which those beyond `vocab`
+            are -inf. 0 if unknown: then no row may ask for a table.
+    """
+
+    def __init__(self, rows: int, sizes: tuple[int, int], device: torch.device):
+        self._rows, self._device = rows, device
+        self.vocab, self._columns = sizes
+        self.version = 0
+        self.min_p = False
+        self.masks: Tensor | None = None
+        self._words_of_bits = 2 * -(-self._columns // (2 * ops.BITS))  # even, for copies as int64
+        self._counts: Tensor | None = None  # [rows + 1, V] int32 (processing.count_prompts)
+        self._allowed: Tensor | None = None  # [rows, numbers] int32
+        self._bias_ids: Tensor | None = None  # [rows, K] int64, and the numbers [rows, K] float32
+        self._bias: Tensor | None = None
+        self._bad_words: Tensor | None = None  # [rows, M, S] int64
+
+    def active(self, *, masked: bool) -> bool:
+        """Whether logits change at all. masked: whether masks apply."""
+        return (
+            (masked and self.masks is not None)
+            or self._counts is not None
+            or bool(self._sent_tables())
+        )
+
+    def use_masks(self, places: int) -> None:
+        """Make room for masks of `places` places of each row, all of which allow everything."""
+        if self.masks is None or self.masks.shape[1] < places:
+            shape = self._rows, places, self._words_of_bits
+            self.masks = torch.full(shape, -1, dtype=torch.int32, device=self._device)
+            self.version += 1
+
+    def make_room(self, samplings: Sequence[RowSampling]) -> None:
+        """Make the tables that rows with these settings need."""
+        if all(one is PLAIN for one in samplings):
+            return
+        if not self.min_p and any(one.min_p > 0 for one in samplings):
+            self.min_p = True
+            self.version += 1
+        if any(one.penalties != PLAIN.penalties for one in samplings) and self._counts is None:
+            self._counts = self._table((self._rows + 1, self._columns), 0, torch.int32)
+        if any(one.allowed_token_ids is not None for one in samplings) and self._allowed is None:
+            self._allowed = self._table((self._rows, self._words_of_bits), -1, torch.int32)
+        if most := max((len(one.logit_bias) for one in samplings), default=0):
+            self._bias_ids = self._grown(self._bias_ids, (most,), 0, torch.int64)
+            self._bias = self._grown(self._bias, (most,), 0, torch.float32)
+        if most := max((len(one.bad_words) for one in samplings), default=0):
+            size = max(len(word) for one in samplings for word in one.bad_words)
+            self._bad_words = self._grown(self._bad_words, (most, size), -1, torch.int64)
+
+    def _table(self, shape: Sequence[int], value: int, dtype: torch.dtype) -> Tensor:
+        assert self.vocab, "the batch was made without the size of the vocabulary"
+        self.version += 1
+        return torch.full(tuple(shape), value, dtype=dtype, device=self._device)
+
+    def _grown(
+        self, table: Tensor | None, sizes: Sequence[int], value: int, dtype: torch.dtype
+    ) -> Tensor:
+        """Return a table [rows, *sizes], or larger, with the content of `table`. Sequences are
+        right-aligned in its last dimension if there are two."""
+        if table is not None and all(map(int.__ge__, table.shape[1:], sizes)):
+            return table
+        old = (0,) * len(sizes) if table is None else table.shape[1:]
+        powers = (1 << (size - 1).bit_length() for size in sizes)
+        sizes = list(map(max, powers, old))
+        new = self._table((self._rows, *sizes), value, dtype)
+        if table is not None and len(sizes) == 1:
+            new[:, : old[0]] = table
+        elif table is not None:
+            new[:, : old[0], sizes[1] - old[1] :] = table
+        return new
+
+    def move(self, old: Tensor, new: Tensor) -> None:
+        """Move rows from the places `old` [R] to `new` [R]."""
+        for table in self._tables():
+            if table is not None:
+                table[new] = table[old]
+
+    def begin(
+        self,
+        places: Tensor,
+        samplings: Sequence[RowSampling],
+        texts: Tensor,
+        lengths: Tensor,
+        sender: Sender,
+    ) -> None:
+        """Set the tables of rows that begin at `places` [R].
+
+        Args:
+            texts: [R, L] int64, their prompts, of which the first lengths [R] tokens are valid.
+        """
+        if self._counts is not None:
+            ops.count_prompts(self._counts, places, texts, lengths)
+        if self.masks is not None:
+            self.masks[places] = -1
+        distinct = {id(one): one for one in samplings}  # the rows of a prompt share theirs
+        lines = [(table, self._lines(table, distinct.values())) for table in self._sent_tables()]
+        if not lines:
+            return
+        order = {key: at for at, key in enumerate(distinct)}
+        parts = [numpy.array([order[id(one)] for one in samplings], dtype=numpy.int64)]
+        parts += [part.view(numpy.int64).ravel() for _, part in lines]
+        which, *sent = sender.send(numpy.concatenate(parts)).split([len(part) for part in parts])
+        for (table, part), flat in zip(lines, sent, strict=True):
+            found = flat.view(_SENT.get(table.dtype, table.dtype)).view(part.shape)
+            table[places] = found[which].to(table.dtype)
+
+    def process(
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        places: Tensor,
+        drafts: Tensor,
+        *,
+        texts: Tensor,
+        lengths: Tensor,
+        penalties: Tensor,
+        masked: bool,
+    ) -> Tensor:
+        """Return the processed logits [N, U] of logits [N, U]: see ops.process_logits.
+
+        Args:
+            texts, lengths: the rows' tokens [B, C] and their number [B].
+            masked: whether `masks` apply.
+        """
+        if self._bias is not None and self._bias_ids is not None:
+            logits = ops.add_bias(logits, self._bias_ids[rows], self._bias[rows])
+        masks = self.masks if masked else None
+        if self._counts is not None or self._allowed is not None or masks is not None:
+            logits = ops.process_logits(
+                logits, rows, places, drafts, self._counts, penalties, self._allowed, masks
+            )
+        if self._bad_words is not None:
+            logits = ops.forbid_words(logits, rows, places, drafts, texts, lengths, self._bad_words)
+        return logits
+
+    def count(self, block: Tensor, accepted: Tensor, alive: Tensor) -> None:
+        """Count the tokens that rows commit: see ops.count_block."""
+        if self._counts is not None:
+            ops.count_block(self._counts, block, accepted, alive)
+
+    def _tables(self) -> tuple[Tensor | None, ...]:
+        return self._counts, self.masks, *self._sent_tables()
+
+    def _sent_tables(self) -> list[Tensor]:
+        """The tables whose lines the host makes."""
+        tables = self._allowed, self._bias_ids, self._bias, self._bad_words
+        return [table for table in tables if table is not None]
+
+    def _lines(self, table: Tensor, samplings: Iterable[RowSampling]) -> NDArray[numpy.generic]:
+        """Return the lines of a table for these settings, 8 bytes a number or pairs of int32."""
+        if table is self._allowed:
+            return numpy.stack([self._allowed_line(one) for one in samplings])
+        if table is self._bad_words:
+            return numpy.stack([self._word_lines(one) for one in samplings])
+        size, number = table.shape[1], int(table is self._bias)
+        return numpy.stack(
+            [_padded([entry[number] for entry in one.logit_bias], size) for one in samplings]
+        ).astype(numpy.float64 if number else numpy.int64)
+
+    def _allowed_line(self, sampling: RowSampling) -> NDArray[numpy.int32]:
+        if sampling.allowed_token_ids is None:
+            return numpy.full(self._words_of_bits, -1, dtype=numpy.int32)
+        bits = numpy.zeros(self._words_of_bits * ops.BITS, dtype=numpy.uint8)
+        bits[[id_ for id_ in sampling.allowed_token_ids if id_ < self.vocab]] = 1
+        return numpy.packbits(bits, bitorder="little").view("<i4").astype(numpy.int32)
+
+    def _word_lines(self, sampling: RowSampling) -> NDArray[numpy.int64]:
+        assert self._bad_words is not None
+        lines = numpy.full(self._bad_words.shape[1:], -1, dtype=numpy.int64)
+        for line, word in zip(lines, sampling.bad_words, strict=False):
+            line[len(line) - len(word) :] = word
+        return lines
+
+
+# the dtype in which the lines of a table are sent, if it differs from the table's
+_SENT = {torch.float32: torch.float64}
+
+
+def _padded(values: list[int | float], size: int) -> NDArray[numpy.generic]:
+    """Return the values as an array of this size, filled up with 0."""
+    return numpy.array([*values, *[0] * (size - len(values))])

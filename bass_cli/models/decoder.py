@@ -17,9 +17,14 @@ from torch import Tensor
 from torch.nn import functional
 
 import bass_kernels as ops
-from bass_cli.models.fused_decode import run_fused, supports_fused, supports_peers
+from bass_cli.models.fused_decode import (
+    run_fused,
+    run_host,
+    supports_fused,
+    supports_host,
+    supports_peers,
+)
 from bass_cli.models.hidden import AuxHiddenLayers, ReadsHidden
-from bass_cli.models.host_decode import run_host, supports_host
 from bass_cli.models.kv_cache import Layers, Pass
 from bass_cli.models.ranks import Ranks
 from bass_cli.models.recurrent import StatePass

@@ -1,6 +1,7 @@
 """The table of architectures: what runs natively, what was tested through transformers' own layers,
 and what is refused with its reason.
 
+Apart from any_probe.py, because the command that prints it loads no torch.
 tests/model/test_any_model.py draws samples of each tested architecture and checks each reason. An
 architecture that is not listed is checked when its files are opened and when it is loaded.
 """

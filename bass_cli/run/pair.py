@@ -22,6 +22,7 @@ from bass_cli.formats.checkpoint import Checkpoint, open_checkpoint
 from bass_cli.formats.completion_text import ending_ids, tags_of
 from bass_cli.formats.draft_heads import NoLayerError, open_head, open_mtp
 from bass_cli.formats.grammars import grammars_of
+from bass_cli.formats.grouped_weights import file_layouts
 from bass_cli.formats.lora import locate_adapters
 from bass_cli.formats.sources import locate
 from bass_cli.formats.tokenizer import Tokenizer, check_same_vocabulary
@@ -29,7 +30,7 @@ from bass_cli.lengths.costs import Surface, load_surface, profile_path
 from bass_cli.models.partition import check_divisible
 from bass_cli.models.spec import AnySpec, HeadSpec, Spec, parameters
 from bass_cli.run.sampling import row_sampling
-from bass_kernels import LAYOUTS
+from bass_kernels import LAYOUTS, grouped_works
 
 _E4M3 = (8, 9)  # the compute capability from which GPUs compute with e4m3 numbers
 # Formats of a draft that reads hidden states
@@ -223,6 +224,18 @@ def check_draft_dtype(job: Job, draft: Checkpoint | None) -> None:
             f"`draft_dtype` {job.draft_dtype}: the draft {job.pair.draft} runs through "
             "transformers' own layers, which have no 8-bit form here; use bf16"
         )
+
+
+def with_stored_dtype(job: Job, target: Checkpoint, device: torch.device) -> Job:
+    """Return the job with the format of the target's files, where `dtype` is auto: on a GPU 8 bits
+    with scales by row, on a CPU the numbers of a GGUF file. Otherwise a CPU computes in float32.
+    In both formats of a CPU drafts change no token."""
+    if job.dtype != "auto":
+        return job
+    kept = target.by_row if device.type == "cuda" else None
+    if device.type == "cpu" and job.tensor_parallel == 1 and grouped_works():
+        kept = file_layouts(target).layers
+    return job if kept is None else job.model_copy(update={"dtype": kept})
 
 
 def with_draft_format(job: Job, head: HeadSpec | None, device: torch.device) -> Job:

@@ -33,7 +33,6 @@ from bass_cli.io.prompts import Wanted
 from bass_cli.lengths.costs import Surface
 from bass_cli.models.block_allocator import BlockLayout
 from bass_cli.models.spec import FILE, PLAIN, Format, Layouts
-from bass_cli.run.defaults import with_model_defaults, with_stored_dtype
 from bass_cli.run.memory import SLACK, Extras, Footprint, Need, footprint, usable
 from bass_cli.run.pair import (
     Files,
@@ -47,7 +46,9 @@ from bass_cli.run.pair import (
     tokens_of,
     with_draft,
     with_draft_format,
+    with_stored_dtype,
 )
+from bass_cli.run.sampling import with_model_defaults
 from bass_cli.system.host import (
     driver_version,
     free_memory,

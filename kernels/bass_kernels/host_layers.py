@@ -4,7 +4,7 @@ With one row a layer has some fifty microseconds of products, and a call of torc
 The residual stream is therefore stored as (x, -x): its RMS norm is one layer norm, because its mean
 is 0. Queries, keys and values are rotated together. What is computed is defined in reference.py.
 The results of a token do not depend on the others of a pass, bit for bit. Not here: attention
-(host.py), the order of the parts (bass_cli/models/host_decode.py).
+(host.py), the order of the parts (bass_cli/models/fused_decode.py).
 """
 
 from __future__ import annotations

@@ -17,9 +17,8 @@ from test_end_to_end import samples
 from test_rays import FLAGS, bass, driver, lines, parent_of, until
 
 from bass_cli import Job, MachineError, Pair
-from bass_cli.cluster import processes
-from bass_cli.cluster.fleet import Fault, Lost, Place, Request
-from bass_cli.cluster.processes import ThisMachine
+from bass_cli.cluster import fleet as fleets
+from bass_cli.cluster.fleet import Fault, Lost, Place, Request, ThisMachine
 from bass_cli.system.host import visible_gpus
 
 
@@ -29,9 +28,9 @@ def job(**fields: Any) -> Job:
 
 def machine(monkeypatch: pytest.MonkeyPatch, gpus: list[str]) -> None:
     """Pretend that this machine has 8 cores and these GPUs."""
-    cores = processes.usable_cores()._replace(most=8)
-    monkeypatch.setattr(processes, "usable_cores", lambda: cores)
-    monkeypatch.setattr(processes, "visible_gpus", lambda: gpus)
+    cores = fleets.usable_cores()._replace(most=8)
+    monkeypatch.setattr(fleets, "usable_cores", lambda: cores)
+    monkeypatch.setattr(fleets, "visible_gpus", lambda: gpus)
 
 
 def local_workers(of: int) -> set[int]:
@@ -39,8 +38,7 @@ def local_workers(of: int) -> set[int]:
     return {
         int(file.parent.name)
         for file in Path("/proc").glob("[0-9]*/cmdline")
-        if b"bass_cli.cluster.processes" in file.read_bytes()
-        and parent_of(int(file.parent.name)) == of
+        if b"bass_cli.cluster.fleet" in file.read_bytes() and parent_of(int(file.parent.name)) == of
     }
 
 
@@ -121,7 +119,7 @@ def test_a_process_takes_a_gpu_if_there_is_one_else_its_share_of_cores(
     on_cpu = ThisMachine(Request("local", 3), job(device="cpu"))
     assert (on_cpu.job.device, len(on_cpu.places())) == ("cpu", 3)
     assert on_cpu.environment(Place(None, 2))["OMP_NUM_THREADS"] == "2"
-    monkeypatch.setattr(processes, "visible_gpus", list)
+    monkeypatch.setattr(fleets, "visible_gpus", list)
     assert len(ThisMachine(Request("local", None), job()).places()) == 1
     three_threads = ThisMachine(Request("local", None), job(threads=3))
     assert len(three_threads.places()) == 2

@@ -20,8 +20,8 @@ from bass_cli.config.sampling import Sampling
 from bass_cli.errors import UserError
 from bass_cli.formats.checkpoint import Checkpoint, open_checkpoint
 from bass_cli.generation import read_job
-from bass_cli.run.defaults import with_model_defaults
 from bass_cli.run.plan import make_plan
+from bass_cli.run.sampling import with_model_defaults
 
 OWN = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "eos_token_id": 2}
 

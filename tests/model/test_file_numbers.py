@@ -27,7 +27,7 @@ from bass_cli.formats.weights import load
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.spec import FILE, MAPS, Format, Layouts
-from bass_cli.run import defaults
+from bass_cli.run import pair as pairs
 from bass_cli.run import plan as plans
 from bass_cli.run.build import Models, load_models
 from bass_cli.run.pair import Files
@@ -267,7 +267,7 @@ def test_auto_keeps_the_numbers_of_a_quantised_file(
 def test_auto_is_float32_on_a_processor_without_the_product(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(defaults, "grouped_works", lambda: False)
+    monkeypatch.setattr(pairs, "grouped_works", lambda: False)
     job = job_of(write_model(tmp_path / "tiny.gguf", "Q4_0")).model_copy(update={"dtype": "auto"})
     assert make_plan(job).identity()["dtype"] == "fp32"
 

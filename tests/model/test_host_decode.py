@@ -17,7 +17,7 @@ from bass_cli.formats.weights import load
 from bass_cli.models import decoder as decoder_file
 from bass_cli.models.block_allocator import Change
 from bass_cli.models.decoder import Decoder
-from bass_cli.models.host_decode import run_host
+from bass_cli.models.fused_decode import run_host
 from bass_cli.models.runner import Runner
 from bass_kernels import GROUP, Grouped, grouped_works
 

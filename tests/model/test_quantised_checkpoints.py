@@ -32,7 +32,7 @@ from bass_cli.models.decoder import Decoder
 from bass_cli.models.partition import Share
 from bass_cli.models.spec import PLAIN, AnySpec, Layouts
 from bass_cli.models.weights import Weights
-from bass_cli.run.defaults import with_stored_dtype
+from bass_cli.run.pair import with_stored_dtype
 from bass_cli.run.plan import make_plan
 from bass_kernels import Quantised
 

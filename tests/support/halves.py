@@ -15,7 +15,7 @@ import bass_kernels as ops
 from bass_cli.formats.checkpoint import open_checkpoint
 from bass_cli.formats.weights import load
 from bass_cli.models import decoder as module
-from bass_cli.models import peer_memory
+from bass_cli.models import ranks as ranks_module
 from bass_cli.models.block_allocator import Change
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.partition import Share, part_of
@@ -64,9 +64,9 @@ def be(what: str, number: str) -> None:
     products.processors = lambda device: 132  # the tiles of few processors would not fit at once
     found: Tensor | bool
     if what == "trial":
-        example = peer_memory._example  # the interpreter has no bfloat16
-        peer_memory._example = lambda *given: example(*given).half()
-        found = peer_memory.try_peers(own)
+        example = ranks_module._example  # the interpreter has no bfloat16
+        ranks_module._example = lambda *given: example(*given).half()
+        found = ranks_module.try_peers(own)
     else:
         found = _split_logits(rank, own)
     torch.save(found, f"{rank}.pt")
