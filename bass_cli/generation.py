@@ -24,7 +24,6 @@ from bass_cli.config.job import Job, chosen_pair, make_job
 from bass_cli.config.sample_commands import GenerateArgs, LogprobsArgs, SampleArgs
 from bass_cli.errors import UserError
 from bass_cli.formats.sources import files_of
-from bass_cli.formats.tokenizer import begin
 from bass_cli.io import terminal
 from bass_cli.io.console import Screen
 from bass_cli.io.layout import LayoutWriter, read_columns
@@ -47,8 +46,8 @@ from bass_cli.rank.best_of import BestWriter, read_best_of
 from bass_cli.reading import whole
 from bass_cli.run.generate import generate
 from bass_cli.run.manifest import Facts, facts_of
-from bass_cli.system.host import read_ahead
-from bass_cli.system.threads import CoreMonitor, configure_threads
+from bass_cli.run.requests import import_for
+from bass_cli.system.threads import CoreMonitor
 
 if TYPE_CHECKING:
     from bass_cli.engine.contracts import RoundResult
@@ -156,10 +155,7 @@ def drawing_of(spec: JobSpec, screen: Screen, request: Request | None) -> Iterat
         ):
             yield workers
         return
-    # both in the background, while torch is imported
-    tokenizer = begin(job.pair)
-    read_ahead(lambda: files_of(job.pair))
-    configure_threads(job.threads, screen.detail)
+    tokenizer = import_for(job, screen.detail)
     from bass_cli.run.plan import make_plan
 
     screen.phase("checking the models", live=False)  # the hub's client shows downloads

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from bass_cli.config.sample_commands import LogprobsArgs
 from bass_cli.errors import UserError
-from bass_cli.formats.tokenizer import begin
 from bass_cli.generation import (
     check_name,
     files_read,
@@ -28,7 +27,7 @@ from bass_cli.io.resume import PromptDigest
 from bass_cli.io.saving import refuse_shared_files
 from bass_cli.run.logprobs import COLUMN, longest_of, score, scoring_job
 from bass_cli.run.manifest import Facts, facts_of
-from bass_cli.system.threads import configure_threads
+from bass_cli.run.requests import import_for
 
 if TYPE_CHECKING:
     from bass_cli.run.plan import Plan
@@ -60,8 +59,6 @@ class _Scoring:
 
 def score_file(args: LogprobsArgs, screen: Screen) -> bool:
     """Run `bass logprobs`; return whether every text was scored."""
-    from bass_cli.run.plan import make_plan
-
     out, column = output_of(args), args.completion_column or COLUMN
     job = scoring_job(read_job(args, logprobs=args.logprobs or 0))
     if column in (job.prompt_column, "messages", "id"):
@@ -82,8 +79,9 @@ def score_file(args: LogprobsArgs, screen: Screen) -> bool:
             yield text
 
     longest = longest_of(added(), job, column)
-    tokenizer = begin(job.pair)
-    configure_threads(job.threads, screen.detail)
+    tokenizer = import_for(job, screen.detail)
+    from bass_cli.run.plan import make_plan
+
     screen.phase("checking the models", live=False)
     plan = make_plan(job, longest_prompt=longest, prompts=digest.count, tokenizer=tokenizer)
     identity = {"prompts": digest.record(), "prompt_column": job.prompt_column}

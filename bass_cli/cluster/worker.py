@@ -18,7 +18,8 @@ from bass_cli.io.prompts import Prompt, Shard, Wanted
 from bass_cli.io.results import Completion
 from bass_cli.io.usage import Usage
 from bass_cli.run.manifest import Facts
-from bass_cli.system.threads import CoreMonitor, configure_threads
+from bass_cli.run.requests import import_for
+from bass_cli.system.threads import CoreMonitor
 
 if TYPE_CHECKING:
     from bass_cli.engine.contracts import RoundResult
@@ -148,12 +149,16 @@ class Worker(Process):
 
     def _check(self) -> Ready:
         spec = self._spec
-        configure_threads(spec.job.threads, self.note)
+        tokenizer = import_for(spec.job, self.note)
         from bass_cli.run.manifest import facts_of
         from bass_cli.run.plan import make_plan
 
         self._plan = make_plan(
-            spec.job, longest_prompt=spec.longest, prompts=spec.prompts, wanted=spec.wanted
+            spec.job,
+            longest_prompt=spec.longest,
+            prompts=spec.prompts,
+            wanted=spec.wanted,
+            tokenizer=tokenizer,
         )
         self._report = Report(rows=self._plan.rows)
         facts = facts_of(self._plan, spec.source, shard=spec.shard)

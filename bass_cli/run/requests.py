@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bass_cli.config.job import Job
 from bass_cli.errors import UserError
+from bass_cli.formats.sources import files_of
+from bass_cli.formats.tokenizer import Tokenizer, begin
 from bass_cli.io.prompts import Checked, Prompt, check, prompts_for
 from bass_cli.io.results import Completion
 from bass_cli.reading import shown
-from bass_cli.system.threads import configure_threads
+from bass_cli.system.host import read_ahead
+from bass_cli.system.threads import Note, configure_threads
 
 if TYPE_CHECKING:
     from bass_cli.run.plan import Plan
@@ -177,6 +180,22 @@ class VisibleText:
         return found
 
 
+def import_for(job: Job, note: Note) -> Callable[[], Tokenizer | None]:
+    """Import torch with the job's threads. Meanwhile, load the tokenizer and read the models' files
+    into the page cache, in threads.
+
+    Args:
+        note: See configure_threads.
+
+    Returns:
+        The argument `tokenizer` of make_plan.
+    """
+    tokenizer = begin(job.pair)
+    read_ahead(lambda: files_of(job.pair))
+    configure_threads(job.threads, note)
+    return tokenizer
+
+
 def plan_of(job: Job | Plan, known: Checked | None = None) -> Plan:
     """Plan a job, and log the notes on it; a plan is returned as it is.
 
@@ -186,11 +205,17 @@ def plan_of(job: Job | Plan, known: Checked | None = None) -> Plan:
         raise UserError(f"job: a Job or its plan is needed, not {shown(job)}")
     if not isinstance(job, Job):
         return job
+    tokenizer = import_for(job, _LOG.info)
     from bass_cli.run.plan import make_plan
 
-    configure_threads(job.threads, _LOG.info)
     known = known or Checked(None, "", plain=False)
-    plan = make_plan(job, longest_prompt=known.longest, prompts=known.count, wanted=known.wanted)
+    plan = make_plan(
+        job,
+        longest_prompt=known.longest,
+        prompts=known.count,
+        wanted=known.wanted,
+        tokenizer=tokenizer,
+    )
     for note in plan.notes:
         _LOG.info(note)
     return plan

@@ -250,12 +250,20 @@ def test_a_requested_number_of_threads_stays(root: Path, monkeypatch: pytest.Mon
 # Where it counts
 
 
-COMMANDS = ["generate p.txt", "eval mbpp --data mbpp.jsonl", "bench", "profile", "doctor"]
+COMMANDS = [
+    "generate p.txt",
+    "eval mbpp --data mbpp.jsonl",
+    "logprobs t.jsonl",
+    "bench",
+    "profile",
+    "doctor",
+]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_threads_are_configured_before_torch_is_loaded(command: str, tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("a\n")
+    (tmp_path / "t.jsonl").write_text('{"id": "a", "prompt": "x", "completion": "y"}\n')
     (tmp_path / "mbpp.jsonl").write_text(
         '{"task_id": 11, "text": "t", "code": "f = 1", "test_list": ["assert 1"]}\n'
     )
