@@ -155,6 +155,7 @@ def drawing_of(spec: JobSpec, screen: Screen, request: Request | None) -> Iterat
         ):
             yield workers
         return
+    screen.phase("importing torch")
     tokenizer = import_for(job, screen.detail)
     from bass_cli.run.plan import make_plan
 

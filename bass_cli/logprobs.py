@@ -79,6 +79,7 @@ def score_file(args: LogprobsArgs, screen: Screen) -> bool:
             yield text
 
     longest = longest_of(added(), job, column)
+    screen.phase("importing torch")
     tokenizer = import_for(job, screen.detail)
     from bass_cli.run.plan import make_plan
 

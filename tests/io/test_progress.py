@@ -188,6 +188,6 @@ def test_phases_before_the_first_round_are_named(
     assert 0 < stored.stat().st_size - read[-1][1] < 10_000  # all but the header
     assert read == sorted(read)
     warming = ["warming up"] if flags else []
-    assert list(dict.fromkeys(phases)) == ["reading the prompts", "checking the "
-                                                                  "models", "loading the weights", *warming,
+    assert list(dict.fromkeys(phases)) == ["reading the prompts", "importing torch",
+                                           "checking the models", "loading the weights", *warming,
                                            "reading the first prompts", "round"]  # fmt: skip

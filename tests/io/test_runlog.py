@@ -67,6 +67,7 @@ def test_a_run_logs_its_phases_rounds_notes_and_summary(place: Path) -> None:
     names = [line["name"] for line in first if line["event"] == "phase"]
     assert names == [
         "reading the prompts",
+        "importing torch",
         "checking the models",
         "loading the weights",
         "reading the first prompts",
