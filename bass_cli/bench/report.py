@@ -12,7 +12,7 @@ from typing import Any
 
 from bass_cli.bench.figures import ENOUGH_TOKENS, FEWEST, NO_VERDICT
 from bass_cli.io import terminal
-from bass_cli.io.saving import save_chart
+from bass_cli.io.saving import two_panels
 
 WIDTH = 80
 _SPEED = ("rows", "method", "ms/token", "tokens/s", "speed-up", "95 %", "length", "accepted")
@@ -199,24 +199,17 @@ def number(value: float | None) -> str:
 
 def draw(document: dict[str, Any], file: str) -> None:
     """Draw both charts and save them."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(12, 4.5))
-    for method, cells in by_method(document).items():
-        batches = [cell["batch"] for cell in cells]
-        lows, highs = zip(*(cell["ms_per_token_spread"]["mean"] for cell in cells), strict=True)
-        drawn = axes[0].plot(
-            batches, [cell["ms_per_token"]["mean"] for cell in cells], marker="o", label=method
-        )
-        axes[0].fill_between(batches, lows, highs, alpha=0.15, color=drawn[0].get_color())
-        axes[1].plot(batches, [cell["speedup"] for cell in cells], marker="o", label=method)
-    _label(axes, document)
-    figure.tight_layout()
-    save_chart(figure, file)
-    pyplot.close(figure)
+    title = f"{document['pair']['label']}; {document['machine']['name']}"
+    with two_panels(file, title, size=(12, 4.5)) as axes:
+        for method, cells in by_method(document).items():
+            batches = [cell["batch"] for cell in cells]
+            lows, highs = zip(*(cell["ms_per_token_spread"]["mean"] for cell in cells), strict=True)
+            drawn = axes[0].plot(
+                batches, [cell["ms_per_token"]["mean"] for cell in cells], marker="o", label=method
+            )
+            axes[0].fill_between(batches, lows, highs, alpha=0.15, color=drawn[0].get_color())
+            axes[1].plot(batches, [cell["speedup"] for cell in cells], marker="o", label=method)
+        _label(axes, document)
 
 
 def by_method(document: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
@@ -239,7 +232,3 @@ def _label(axes: Any, document: dict[str, Any]) -> None:
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
     axes[1].axhline(1.0, color="black", linewidth=0.8)
-    axes[0].legend(fontsize="small")
-    axes[0].figure.suptitle(
-        f"{document['pair']['label']}; {document['machine']['name']}", fontsize="medium"
-    )

@@ -45,11 +45,6 @@ class Estimate(NamedTuple):
     problems: int
     method: Method
 
-    @property
-    def is_clear(self) -> bool:
-        """Whether the interval excludes 0."""
-        return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
-
     def document(self) -> dict[str, Any]:
         """Return the entry of a report: value, standard_error, interval, problems, method."""
         interval = None if self.low is None else [self.low, self.high]
@@ -120,30 +115,6 @@ def bootstrap(values: Iterable[float], *, seed: int = SEED) -> Estimate | None:
     low, high = (float(one) for one in numpy.quantile(everything, (tail, 1 - tail)))
     error = float(everything.std(ddof=1))
     return Estimate(middle, error, low, high, len(found), "bootstrap")
-
-
-def paired(a: Sequence[float], b: Sequence[float], *, most: float = math.inf) -> Estimate | None:
-    """Estimate the mean of a - b, for two runs on the same problems. None without problems.
-
-    The standard error is `over_problems` of the differences (Miller 2024, paired analysis). It is
-    less than that of two independent runs if both find the same problems hard.
-
-    Args:
-        a, b: values by problem, in the same order.
-        most: the largest difference that is possible, to which the interval is limited.
-    """
-    return over_problems(_differences(a, b), least=-most, most=most)
-
-
-def paired_bootstrap(
-    a: Sequence[float], b: Sequence[float], *, seed: int = SEED
-) -> Estimate | None:
-    """Estimate the mean of a - b with the bootstrap over problems: see `bootstrap`, `paired`."""
-    return bootstrap(_differences(a, b), seed=seed)
-
-
-def _differences(a: Sequence[float], b: Sequence[float]) -> list[float]:
-    return [one - other for one, other in zip(a, b, strict=True)]
 
 
 def pass_at_k(samples: int, passed: int, k: int) -> float | None:

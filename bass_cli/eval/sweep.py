@@ -20,7 +20,7 @@ from bass_cli.eval.report import seconds
 from bass_cli.eval.scoring import check_report
 from bass_cli.io.console import Screen
 from bass_cli.io.linefile import name_beside, stem_of
-from bass_cli.io.saving import check_chart, save_chart, write_json
+from bass_cli.io.saving import check_chart, two_panels, write_json
 from bass_cli.reading import parse_duration
 from bass_cli.system.threads import configure_threads
 
@@ -213,37 +213,26 @@ def _show(document: dict[str, Any], screen: Screen) -> None:
 
 def _draw(document: dict[str, Any], file: str) -> None:
     """Draw quality against budget to a PNG: of the sample ranked first, and of the best one."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.2), sharey=True)
     code = "pass_first" in document["reports"][0]
     titles = ("Pass@First", "Pass@All") if code else ("ROUGE-L of the first", "ROUGE-L of the best")
-    for axis, title, which in zip(axes, titles, (0, 1), strict=True):
-        for method, name in METHODS.items():
-            points = sorted(
-                (one["budget"], _quality(one)[which])
-                for one in document["reports"]
-                if one["method"] == method
-            )
-            if points:
-                axis.plot(*zip(*points, strict=True), marker="o", label=name)
-        axis.set_xscale("log")
-        axis.set_xticks(document["budgets"], [f"{budget:g}" for budget in document["budgets"]])
-        axis.minorticks_off()
-        axis.set_xlabel("budget per prompt, seconds")
-        axis.set_title(title)
-        axis.grid(alpha=0.3)
-    axes[0].set_ylim(0, 1.05 * max(max(_quality(one)) for one in document["reports"]) or 1)
-    axes[0].legend(fontsize="small")
-    figure.suptitle(
-        f"{document['task']}, {document['pair']}, n = {document['n']}", fontsize="medium"
-    )
-    figure.tight_layout()
-    save_chart(figure, file)
-    pyplot.close(figure)
+    whole = f"{document['task']}, {document['pair']}, n = {document['n']}"
+    with two_panels(file, whole, size=(11, 4.2)) as axes:
+        for axis, title, which in zip(axes, titles, (0, 1), strict=True):
+            for method, name in METHODS.items():
+                points = sorted(
+                    (one["budget"], _quality(one)[which])
+                    for one in document["reports"]
+                    if one["method"] == method
+                )
+                if points:
+                    axis.plot(*zip(*points, strict=True), marker="o", label=name)
+            axis.set_xscale("log")
+            axis.set_xticks(document["budgets"], [f"{budget:g}" for budget in document["budgets"]])
+            axis.minorticks_off()
+            axis.set_xlabel("budget per prompt, seconds")
+            axis.set_title(title)
+            axis.grid(alpha=0.3)
+            axis.set_ylim(0, 1.05 * max(max(_quality(one)) for one in document["reports"]) or 1)
 
 
 def _quality(report: dict[str, Any]) -> tuple[float, float]:

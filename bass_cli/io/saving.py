@@ -23,7 +23,7 @@ import shutil
 import stat
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -338,6 +338,23 @@ def check_chart(file: str, *, overwrite: bool) -> None:
         raise MachineError(
             "`plot` needs matplotlib, which is not installed here: pip install 'bass-cli[plot]'"
         )
+
+
+@contextlib.contextmanager
+def two_panels(file: str, title: str, *, size: tuple[float, float]) -> Iterator[list[Any]]:
+    """Yield the axes of a chart with two panels, then save it as a PNG. `size`: in inches."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=size)
+    yield list(axes)
+    axes[0].legend(fontsize="small")
+    figure.suptitle(title, fontsize="medium")
+    figure.tight_layout()
+    save_chart(figure, file)
+    pyplot.close(figure)
 
 
 def save_chart(figure: Any, file: str) -> None:

@@ -9,15 +9,7 @@ import statistics
 
 import pytest
 
-from bass_cli.eval.statistics import (
-    FEW,
-    bootstrap,
-    over_problems,
-    paired,
-    paired_bootstrap,
-    pass_at_k,
-    share_of,
-)
+from bass_cli.eval.statistics import FEW, bootstrap, over_problems, pass_at_k, share_of
 
 
 def binomial(n: int, p: float) -> list[float]:
@@ -124,27 +116,25 @@ def test_bootstrap_is_reproducible_and_ignores_the_order_of_problems() -> None:
 
 def test_paired_error_is_of_the_differences() -> None:
     a, b = [1.0, 0.5, 0.0, 0.75, 1.0], [0.75, 0.5, 0.0, 0.25, 1.0]
-    found = paired(a, b)
-    differences = [0.25, 0.0, 0.0, 0.5, 0.0]
+    differences = [x - y for x, y in zip(a, b, strict=True)]
+    found = over_problems(differences, least=-1.0, most=1.0)
     assert found.value == pytest.approx(0.15)
     assert found.standard_error == pytest.approx(
         statistics.stdev(differences) / math.sqrt(5), abs=1e-12
     )
     apart = math.hypot(share_of(a).standard_error, share_of(b).standard_error)
     assert found.standard_error < apart  # both find the same problems hard
-    assert not found.is_clear
-    assert paired(a, a)[:4] == (0.0, 0.0, 0.0, 0.0)
-    assert paired([1.0] * 9 + [0.5], [0.0] * 10).is_clear
-    assert paired_bootstrap(a, b) == bootstrap(differences)
-    assert paired([1.0, 1.0, 1.0], [-1.0, 1.0, 0.0], most=1.0).high == 1.0
+    assert found.low < 0 < found.high
+    assert over_problems([0.0] * 5, least=-1.0, most=1.0)[:4] == (0.0, 0.0, 0.0, 0.0)
+    assert over_problems([1.0] * 9 + [0.5], least=-1.0, most=1.0).low > 0
+    assert over_problems([2.0, 0.0, 1.0], least=-1.0, most=1.0).high == 1.0
 
 
 def test_few_problems_have_no_error_and_bounds_are_kept() -> None:
-    assert (share_of([]), bootstrap([]), paired([], [])) == (None, None, None)
+    assert (share_of([]), bootstrap([])) == (None, None)
     for found in (share_of([0.5]), bootstrap([0.5])):
         assert found[:5] == (0.5, None, None, None, 1)
         assert found.document()["interval"] is None
-        assert not found.is_clear
     assert share_of([1.0, 1.0, 0.9]).high == 1.0
     assert share_of([0.0, 0.0, 0.1]).low == 0.0
     assert over_problems([0.0, 4.0], least=-math.inf, most=math.inf).low < 0.0
