@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from . import elementwise
+from . import reference
 
 # Added to the sum of squares of a query or key, as in the published models' code.
 UNIT_EPS = 1e-6
@@ -189,7 +189,7 @@ def delta_tokens(
     heads = gates.shape[-1] // 2
     values = heads * value_size
     keys = (convolved.shape[-1] - values) // 2
-    q, k, v = elementwise.silu(convolved).split((keys, keys, values), -1)
+    q, k, v = reference.silu(convolved).split((keys, keys, values), -1)
     group = heads * key_size // keys
     q, k = (one.unflatten(-1, (-1, key_size)).repeat_interleave(group, -2) for one in (q, k))
     # Gates are few, so float64 is cheap. In float32 torch's result for an element may differ in the
@@ -220,7 +220,7 @@ def _times(x: Tensor, state: Tensor) -> Tensor:
 def gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return the RMS norm of heads x [..., H, Dv], times silu(z [..., H Dv]): [..., H Dv]."""
     normed = functional.rms_norm(x, weight.shape, weight.float(), eps)
-    return normed.flatten(-2) * elementwise.silu(z.float())
+    return normed.flatten(-2) * reference.silu(z.float())
 
 
 def _chunked(tokens: Sequence[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:

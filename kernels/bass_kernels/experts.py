@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from . import elementwise, grouped, quantised, reference
+from . import grouped, quantised, reference
 from .grouped import Grouped
 from .quantised import Quantised, Weight
 
@@ -100,7 +100,7 @@ def mix_experts(
     parts = parts.view(tokens, chosen, width).float() * weights[..., None]
     total = parts.sum(1)
     if shared is not None:
-        gates = elementwise.sigmoid(_in_tiles(x, shared.gate, None).float())
+        gates = reference.sigmoid(_in_tiles(x, shared.gate, None).float())
         total = total + gates * shared.output.float()
     return (total if residual is None else residual + total).to(x.dtype)
 
@@ -111,7 +111,7 @@ def gate(x: Tensor, activation: str, clamp: Clamp | None) -> Tensor:
         return reference.activation(x, activation, gated=True)
     gates, ups = x.chunk(2, dim=-1)
     gates = gates.clamp(max=clamp.limit)
-    gates = gates * elementwise.sigmoid(gates * clamp.alpha)
+    gates = gates * reference.sigmoid(gates * clamp.alpha)
     return (ups.clamp(-clamp.limit, clamp.limit) + 1) * gates
 
 

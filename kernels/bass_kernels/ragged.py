@@ -18,8 +18,16 @@ from torch import Tensor
 from . import causal, dispatch
 from .eight_bit_kernels import arguments, converts
 from .eight_bits import Store, plain
-from .launch import SPARE, card, fitting, overlap, processors, scratch
-from .prefetch import can_prefetch, prefetch_blocks
+from .launch import (
+    SPARE,
+    can_prefetch,
+    card,
+    fitting,
+    overlap,
+    prefetch_blocks,
+    processors,
+    scratch,
+)
 from .ragged_kernel import attend, merge_rows
 from .segments import Group, Segments, by_row, one_after_other
 

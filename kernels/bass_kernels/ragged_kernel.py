@@ -2,15 +2,14 @@
 
 A program folds blocks of keys into a running softmax. The last program of a row to finish merges
 the splits by log-sum-exp. Rows with shared-prefix groups are merged by a separate launch. Attention
-also prefetches the weights of the next product (prefetch.py).
+also prefetches the weights of the next product (launch.py).
 """
 
 import triton
 import triton.language as tl
 
 from .eight_bit_kernels import decode, in_float16, load_scales
-from .launch import after
-from .prefetch import prefetch_weight
+from .launch import after, prefetch_weight
 
 # a row's counter: arrivals modulo _FIELD, then the number of splits in use
 _FIELD: tl.constexpr = tl.constexpr(1 << 10)

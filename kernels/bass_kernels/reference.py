@@ -4,6 +4,9 @@ the CPU path, and the reference of the kernel tests.
 Reductions and softmax run in float32 for every dtype. Sampling and acceptance are in other files.
 """
 
+from __future__ import annotations
+
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -11,17 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from . import elementwise
 from .eight_bits import Store, plain, write
 from .segments import Group, Segments, by_row, one_after_other
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": elementwise.silu,
-    "gelu": elementwise.gelu,
-    "gelu_tanh": elementwise.gelu_tanh,
-    "relu": functional.relu,
-    "relu2": lambda x: functional.relu(x).square(),
-}
+_VECTORS = 64  # a multiple of the elements that torch computes at once, for all processors
+# torch gives a thread at least so many elements, and divides no tensor of the second size.
+_SHARE, _ALONE = 32768, 16384
 # positions with padding, up to which prompt spans are copied into one padded block
 _GATHERED = 4096
 _MASKED = -1e30  # finite, so that a segment without visible keys gets weight 0 instead of NaN
@@ -93,7 +91,7 @@ def activation(x: Tensor, kind: str, *, gated: bool) -> Tensor:
 
 def gate_outputs(x: Tensor, gate: Tensor) -> Tensor:
     """Multiply the outputs of attention x [..., N] by the sigmoid of their gate [..., N]."""
-    return x * elementwise.sigmoid(gate)
+    return x * sigmoid(gate)
 
 
 def angles(positions: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
@@ -449,3 +447,60 @@ def _log_probs(logits: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
     kept = logits[:, :vocab].float()
     norm = kept.logsumexp(-1)
     return kept - norm[:, None], norm
+
+
+# Functions of single elements follow, with the same bits at every place of a tensor. On a CPU torch
+# computes whole vectors in one way and the elements that are left over in another, which may
+# differ in the last bit. Elements are left over at the end of each thread's part too. So the result
+# for a token could depend on the width of a pass, and a draft could change a sample.
+
+
+def silu(x: Tensor) -> Tensor:
+    """Return x * sigmoid(x)."""
+    return _in_vectors(functional.silu, x)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """Return 1 / (1 + exp(-x))."""
+    return _in_vectors(torch.sigmoid, x)
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """Return the approximation of GELU by tanh (arXiv 1606.08415)."""
+    return _in_vectors(lambda part: functional.gelu(part, approximate="tanh"), x)
+
+
+def gelu(x: Tensor) -> Tensor:
+    """Return x times the normal distribution function of x (GELU, arXiv 1606.08415). torch uses
+    another library on a CPU if x is contiguous; its `erf` has the same bits everywhere."""
+    if x.device.type != "cpu":
+        return functional.gelu(x)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (0.5 * wide * (1.0 + torch.erf(wide * math.sqrt(0.5)))).to(x.dtype)
+
+
+def _in_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Return function(x) for a function of single elements. On a CPU no call has elements beyond
+    whole vectors: all threads get equal shares of the first call, and one thread computes each of
+    the others, of which the last is padded."""
+    if x.device.type != "cpu":
+        return function(x)
+    flat, count = x.reshape(-1), x.numel()
+    if count % _VECTORS:
+        flat = functional.pad(flat, (0, -count % _VECTORS))
+    if len(flat) <= _ALONE:
+        return function(flat)[:count].view(x.shape)
+    every = _SHARE * torch.get_num_threads()
+    shared = len(flat) // every * every
+    found = [function(flat[:shared])] if shared else []
+    found += map(function, flat[shared:].split(_ALONE))
+    return torch.cat(found)[:count].view(x.shape)
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": silu,
+    "gelu": gelu,
+    "gelu_tanh": gelu_tanh,
+    "relu": functional.relu,
+    "relu2": lambda x: functional.relu(x).square(),
+}

@@ -10,7 +10,7 @@ import bass_kernels as ops
 from bass_kernels.segments import Segments
 
 pytest.importorskip("triton")
-from bass_kernels import launch, prefetch
+from bass_kernels import launch
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -37,7 +37,7 @@ def on(monkeypatch):
     """A function that sets the compute capability of the weights' device."""
 
     def card(*capability):
-        monkeypatch.setattr(prefetch, "card", lambda device: launch.Card(capability, 227 * 1024))
+        monkeypatch.setattr(launch, "card", lambda device: launch.Card(capability, 227 * 1024))
 
     return card
 
@@ -45,21 +45,21 @@ def on(monkeypatch):
 @pytest.mark.parametrize("size", [2, 2046, 2048, 5000, 33 << 20, 100 << 20])
 def test_prefetch_stays_within_the_weight_and_the_limit(on, size):
     on(9, 0)
-    found = prefetch.prefetch_blocks(Weight(size), 64) * 2048
+    found = launch.prefetch_blocks(Weight(size), 64) * 2048
     assert found <= min(size, 32 << 20)
     assert found > min(size, 32 << 20) - 2048
 
 
 def test_no_prefetch_where_it_does_not_pay_or_is_not_possible(on):
     on(9, 0)
-    assert prefetch.prefetch_blocks(Weight(1 << 20), 64) > 0
-    assert prefetch.prefetch_blocks(Weight(1 << 20), 65) == 0  # compute-bound
+    assert launch.prefetch_blocks(Weight(1 << 20), 64) > 0
+    assert launch.prefetch_blocks(Weight(1 << 20), 65) == 0  # compute-bound
     # the instruction needs 16-byte alignment
-    assert prefetch.prefetch_blocks(Weight(1 << 20, at=4104), 64) == 0
-    assert prefetch.prefetch_blocks(Weight(1 << 20, device=torch.device("cpu")), 64) == 0
-    assert prefetch.prefetch_blocks(None, 64) == 0
+    assert launch.prefetch_blocks(Weight(1 << 20, at=4104), 64) == 0
+    assert launch.prefetch_blocks(Weight(1 << 20, device=torch.device("cpu")), 64) == 0
+    assert launch.prefetch_blocks(None, 64) == 0
     on(8, 0)
-    assert prefetch.prefetch_blocks(Weight(1 << 20), 64) == 0
+    assert launch.prefetch_blocks(Weight(1 << 20), 64) == 0
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="only a GPU fetches")
