@@ -72,7 +72,7 @@ def profiles(tmp_path_factory):
 def no_profiles(profiles, monkeypatch):
     """Keep profiles of this machine out of tests, and profiles of tests out of other tests."""
     place = next(profiles)
-    monkeypatch.setattr("bass_cli.lengths.costs.profile_folder", lambda: place)
+    monkeypatch.setattr("bass_cli.lengths.surface.profile_folder", lambda: place)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -31,7 +31,8 @@ from bass_cli.engine.loop import Loop
 from bass_cli.engine.verify import Rate
 from bass_cli.io.console import Screen
 from bass_cli.lengths.controllers import Fixed, make_lengths
-from bass_cli.lengths.costs import Surface, arithmetic_of
+from bass_cli.lengths.costs import arithmetic_of
+from bass_cli.lengths.surface import Surface
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.heads import make_head
 from bass_cli.models.runner import Runner

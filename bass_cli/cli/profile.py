@@ -19,7 +19,7 @@ from bass_cli.io.console import Screen
 from bass_cli.system.threads import configure_threads
 
 if TYPE_CHECKING:
-    from bass_cli.lengths.costs import Surface
+    from bass_cli.lengths.surface import Surface
     from bass_cli.run.plan import Plan
 
 BATCH_SIZES = {"cuda": (1, 2, 4, 8, 16, 32, 64), "cpu": (1, 2, 4, 8)}
@@ -75,7 +75,7 @@ def batch_sizes_of(text: str) -> tuple[int, ...]:
 
 
 def _measure(plan: Plan, args: ProfileArgs, screen: Screen) -> dict[str, Any]:
-    from bass_cli.lengths.costs import save_surface
+    from bass_cli.lengths.surface import save_surface
     from bass_cli.run.build import build
     from bass_cli.run.profile import LIMITS, joined, measure
 

@@ -393,7 +393,7 @@ class DraftLength(ABC):
         return True
 
     def learned(self) -> object | None:
-        """Return the cost surface (lengths/costs.py) that later jobs may begin from; None if
+        """Return the cost surface (lengths/surface.py) that later jobs may begin from; None if
         nothing was learnt that is worth storing."""
         return None
 

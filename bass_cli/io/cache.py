@@ -1,7 +1,7 @@
 """The user's cache: its folder, which only this user may write to, and its entries.
 
 Caches are read, and compiled kernels loaded, from such folders only. An entry that another user may
-have written is refused. Entries are made in formats/tokenizer.py and lengths/costs.py.
+have written is refused. Entries are made in formats/tokenizer.py and lengths/surface.py.
 """
 
 from __future__ import annotations

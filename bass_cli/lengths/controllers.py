@@ -20,7 +20,8 @@ from bass_cli.engine.contracts import DEFAULT_INPUT, ControllerInput, DraftLengt
 from bass_cli.engine.graphs import ARITHMETIC
 from bass_cli.engine.sizes import LONGEST, WIDTHS
 from bass_cli.lengths.acceptance import Acceptance
-from bass_cli.lengths.costs import Array, RoundCost, Surface
+from bass_cli.lengths.costs import Array, RoundCost
+from bass_cli.lengths.surface import Surface
 
 
 class LengthParts(NamedTuple):
@@ -242,6 +243,7 @@ class Goodput(DraftLength):
         self._line: Array | None = None  # seconds of a round with each choice, for the live rows
         self._plain = self._pace = 0.0  # seconds of a plain round; fewest seconds a token of a row
         self._last = 0  # index of the last choice made by goodput
+        self._lost = 0.0  # seconds that trials of lengths were expected to lose
         self._unlearnt: tuple[RoundResult, ControllerInput] | None = None
         self._now = self._next = (0, False)  # (length, whether a probe) of this round and the next
         self._decided = False  # whether `_next` is up to date
@@ -328,7 +330,7 @@ class Goodput(DraftLength):
         if self._line is None or not self._pace:
             return 0.0
         before, after = numpy.interp((drafted, drafted + 1), self._choices, self._line)
-        return float((after - before) / (self._pace * self._acceptance.rate))
+        return max(float((after - before) / (self._pace * self._acceptance.rate)), 0.0)
 
     def learned(self) -> Surface | None:
         """Return the learnt costs, from which later jobs may begin; None if there is a measured
@@ -356,17 +358,21 @@ class Goodput(DraftLength):
         probe."""
         paces = line * self._acceptance.rounds(self._rows, inputs.rooms)[[*self._choices]]
         self._pace, unsure = float(paces.min()), self._acceptance.unsure
-        paces += first_use(self._choices, inputs, line, self._affordable, unsure)
+        once = first_use(self._choices, inputs, line, self._affordable, unsure)
+        paces += once
+        hopeful = paces.copy()
         if self._last and not unsure:
             # A length may cost one standard deviation less than estimated. So lengths that may be
             # the best are tried, and each try makes their estimates better.
             rows = inputs.padded or self._rows
             spread = self._costs.spread(rows, self._last, inputs.context) * self._runs
-            paces[1:] *= numpy.exp(-spread[1:])
-        best = int(paces.argmin())
-        stays = paces[self._last] <= paces[best] * (1 + (_STAY if best else _LEAVE))
+            hopeful[1:] *= numpy.exp(-spread[1:])
+        best = int(hopeful.argmin())
+        stays = paces[self._last] <= hopeful[best] * (1 + (_STAY if best else _LEAVE))
         self._last = self._last if stays else best
         length = self._choices[self._last]
+        if length and not unsure and not self._frozen:
+            length = self._choices[self._trial(paces, once, line)]
         if length:
             uncertainty = self._costs.uncertainty(
                 inputs.padded or self._rows, self._last, inputs.context
@@ -378,6 +384,29 @@ class Goodput(DraftLength):
             k for k in self._choices if 1 <= k <= (_PROBE if any(inputs.one_time_costs) else 1)
         ]
         return self._probe(min(short, key=inputs.one_time_cost, default=0), line)
+
+    def _trial(self, paces: Array, once: Array, line: Array) -> int:
+        """Return the choice of this round: the last one, or a longer one that was never measured
+        with so many rows.
+
+        A pass of more tokens may take no longer: products change their tiles with the number of
+        tokens. The longer choice that would then gain most is tried, if drafting has gained what
+        the trial loses by the estimates. Args as in `_choice`.
+        """
+        last, inputs, rows = self._last, self._inputs, self._inputs.padded or self._rows
+        at_best = self._costs.at_best(rows, last, line, inputs.context)
+        gains = 1 - at_best / line * paces / paces[last]
+        losses = line[last] * (paces / paces[last] - 1).clip(0.0)
+        spent = self._budget.spent + min(inputs.left, _AHEAD) * self._pace
+        most = min(_TRIALS * spent - self._lost, self._budget.won)
+        may = (losses <= most) & (self._runs > 0) & (once == 0)
+        may &= ~self._costs.measured(rows)
+        may[: last + 1] = False
+        place = int(numpy.where(may, gains, 0.0).argmax())
+        if not may[place] or gains[place] < _WORTH:
+            return last
+        self._lost += float(losses[place])
+        return place
 
     def _probe(self, length: int, line: Array) -> tuple[int, bool]:
         """Return a short draft length if a probe is due and affordable, else 0."""
@@ -430,6 +459,8 @@ class Goodput(DraftLength):
         )
 
 
+_TRIALS = 0.005  # share of all time that trials of longer lengths may lose
+_WORTH = 0.03  # possible gain from which a trial is worth it
 _CAUTION = 2.0  # a one-time cost must be saved this many times over: estimates may be wrong
 _TRIAL = 0.02  # share of the time left that a first use may take if the acceptance rate is unknown
 
@@ -549,13 +580,13 @@ class Budget:
     """Seconds that drafting has gained or lost against plain decoding of the same tokens."""
 
     def __init__(self) -> None:
-        self._spent = 0.0  # seconds of all rounds
-        self._won = self._most = 0.0  # the total gain (below 0: a loss), and its maximum so far
+        self.spent = 0.0  # seconds of all rounds
+        self.won = self._most = 0.0  # the total gain (below 0: a loss), and its maximum so far
 
     def spend(self, seconds: float, *, won: float = 0.0) -> None:
         """Record a round of `seconds` that gained `won` seconds."""
-        self._spent, self._won = self._spent + seconds, self._won + won
-        self._most = max(self._most, self._won)
+        self.spent, self.won = self.spent + seconds, self.won + won
+        self._most = max(self._most, self.won)
 
     def left(self, *, plain: float, rounds: float) -> float:
         """Return the seconds that may still be lost.
@@ -564,5 +595,5 @@ class Budget:
             plain: seconds of a plain round.
             rounds: plain rounds that may still come.
         """
-        may = _REGRET * (self._spent + min(rounds, _AHEAD) * plain) + _GRACE * plain
-        return may + self._won - _RESERVED * self._most
+        may = _REGRET * (self.spent + min(rounds, _AHEAD) * plain) + _GRACE * plain
+        return may + self.won - _RESERVED * self._most

@@ -29,7 +29,7 @@ from bass_cli.engine.loop import Loop
 from bass_cli.errors import UserError
 from bass_cli.io.prompts import Prompt, check, prompts_for, prompts_of
 from bass_cli.io.results import Completion
-from bass_cli.lengths.costs import keep_learnt
+from bass_cli.lengths.surface import keep_learnt
 from bass_cli.reading import shown
 from bass_cli.run.build import READING, Models, halved, load_models, ready_loop
 from bass_cli.run.logprobs import COLUMN, score_text

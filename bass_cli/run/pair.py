@@ -26,7 +26,7 @@ from bass_cli.formats.grouped_weights import file_layouts
 from bass_cli.formats.lora import locate_adapters
 from bass_cli.formats.sources import locate
 from bass_cli.formats.tokenizer import Tokenizer, check_same_vocabulary
-from bass_cli.lengths.costs import Surface, load_surface, profile_path
+from bass_cli.lengths.surface import Surface, load_surface, profile_path
 from bass_cli.models.partition import check_divisible
 from bass_cli.models.spec import AnySpec, HeadSpec, Spec, parameters
 from bass_cli.run.sampling import row_sampling

@@ -30,7 +30,7 @@ from bass_cli.formats.grouped_weights import file_layouts
 from bass_cli.formats.tokenizer import Tokenizer
 from bass_cli.io.cache import give_kernels_a_cache
 from bass_cli.io.prompts import Wanted
-from bass_cli.lengths.costs import Surface
+from bass_cli.lengths.surface import Surface
 from bass_cli.models.block_allocator import BlockLayout
 from bass_cli.models.spec import FILE, PLAIN, Format, Layouts
 from bass_cli.run.memory import SLACK, Extras, Footprint, Need, footprint, usable

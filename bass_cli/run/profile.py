@@ -1,6 +1,6 @@
 """Time the rounds of a pair on this device, so that --draft-length auto and table choose well.
 
-lengths/costs.py uses the figures; cli/profile.py is the command.
+lengths/surface.py uses the figures; cli/profile.py is the command.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from bass_cli.engine.loop import Loop
 from bass_cli.engine.sampling import RowSampling
 from bass_cli.formats.tokenizer import Tokenizer
 from bass_cli.lengths.controllers import Fixed
-from bass_cli.lengths.costs import Surface, make_surface
+from bass_cli.lengths.surface import Surface, make_surface
 from bass_cli.models.capture import Graphs
 
 _SAMPLING = RowSampling(temperature=0.8, top_p=0.95)  # of the rows that are timed

@@ -15,7 +15,7 @@ from bass_cli.engine.contracts import PendingWork, RoundResult
 from bass_cli.engine.loop import AheadPolicy
 from bass_cli.engine.sampling import RowSampling
 from bass_cli.lengths.controllers import Bass, Fixed, Goodput
-from bass_cli.lengths.costs import make_surface
+from bass_cli.lengths.surface import make_surface
 
 
 class Settled(Tour):

@@ -14,7 +14,7 @@ from bass_cli.drafts.factory import make_drafter
 from bass_cli.engine import loop as loop_module
 from bass_cli.engine.clock import Passes, Prefill
 from bass_cli.lengths.controllers import Bass, Fixed, make_lengths
-from bass_cli.lengths.costs import make_surface
+from bass_cli.lengths.surface import make_surface
 from bass_cli.run.scheduler import Conductor
 
 

@@ -14,7 +14,7 @@ from bass_cli.engine.sizes import LONGEST
 from bass_cli.engine.verify import CHEAP, Cut
 from bass_cli.lengths.acceptance import Acceptance
 from bass_cli.lengths.controllers import Bass, Fixed, Goodput
-from bass_cli.lengths.costs import make_surface
+from bass_cli.lengths.surface import make_surface
 
 CPU = torch.device("cpu")
 MASK = 1

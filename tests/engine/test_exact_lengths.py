@@ -19,7 +19,7 @@ from bass_cli.engine.sizes import WIDTHS, cover
 from bass_cli.formats.checkpoint import open_checkpoint
 from bass_cli.formats.weights import load
 from bass_cli.lengths.controllers import Bass, make_lengths
-from bass_cli.lengths.costs import make_surface
+from bass_cli.lengths.surface import make_surface
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.runner import Runner
 from bass_cli.run.build import warm_up

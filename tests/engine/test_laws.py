@@ -22,7 +22,7 @@ from bass_cli.engine import host_state as host_state
 from bass_cli.engine.batch import Change, Row
 from bass_cli.engine.sampling import Columns, RowSampling, SamplingParams, noise_key, params_of
 from bass_cli.lengths.controllers import Bass, Fixed, make_lengths
-from bass_cli.lengths.costs import make_surface
+from bass_cli.lengths.surface import make_surface
 
 VOCAB, LENGTH, DRAWS = 5, 3, 25_000  # draws of each of the four kinds of row: 100,000 in all
 DRAWS_LOOKUP = 8_000  # a drafter on the host takes its time for so many rows

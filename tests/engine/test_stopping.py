@@ -12,7 +12,7 @@ from bass_cli.engine.batch import Row
 from bass_cli.engine.sampling import RowSampling
 from bass_cli.engine.verify import Stopping
 from bass_cli.lengths.controllers import Fixed, Goodput
-from bass_cli.lengths.costs import make_surface
+from bass_cli.lengths.surface import make_surface
 
 VOCAB = 16
 SURFACE = make_surface((1, 8), (0, 8), verify=[[0.01, 0.012]] * 2, draft=[[0.0, 0.032]] * 2)

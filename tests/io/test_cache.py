@@ -17,7 +17,7 @@ from bass_cli.formats import tokenizer
 from bass_cli.formats.tokenizer import Tokenizer
 from bass_cli.io import cache
 from bass_cli.io.cache import read_cached, write_cached
-from bass_cli.lengths.costs import load_surface
+from bass_cli.lengths.surface import load_surface
 
 OTHER = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="files of other users need root")

@@ -38,7 +38,7 @@ from bass_cli.formats.tensor_files import read_torch
 from bass_cli.formats.tokenizer import Tokenizer
 from bass_cli.io.results import open_output
 from bass_cli.io.resume import manifest_path
-from bass_cli.lengths.costs import load_surface
+from bass_cli.lengths.surface import load_surface
 from bass_cli.models.spec import parameters
 
 # The same examples on every machine and in every run; a test's own folder is used again by all

@@ -10,6 +10,7 @@ from devices import accelerator, run_captured
 from bass_cli.engine.contracts import DraftLength
 from bass_cli.engine.sizes import bucket
 from bass_cli.lengths.controllers import Fixed, Goodput
+from bass_cli.lengths.costs import RoundCost
 
 LATER = 3  # jobs after the first one of a pair
 # The published acceptance of a DSpark on code and on chat, and a poor one.
@@ -122,3 +123,39 @@ def test_drafting_begins_again_when_rows_run_out():
             assert name == "plain" or rounds[end][1] <= 1, "not with half of the rows"
     assert spent["best"] < 0.85 * spent["plain"]
     assert spent["auto"] < 1.06 * spent["best"]
+
+
+def test_auto_finds_a_longer_draft_that_costs_less_than_a_shorter_one():
+    """Products of more tokens may have larger tiles. A job that never tried 8 drafts would stay at
+    5: their measured costs promise that 8 take a third longer."""
+    tokens = (64, 128, 256, 384, 512, 513, 576)
+
+    def cost(rows, width):
+        padded = bucket(rows, 64)
+        verify = numpy.interp(padded * (width + 1), tokens, (21.8, 26.5, 35.5, 40.5, 44, 29, 30.2))
+        return (float(verify) + (0.9 + 0.028 * padded if width else 0.0)) / 1e3
+
+    rates, learnt, losses = (0.93, 0.90, 0.87, 0.84, 0.81, 0.78, 0.75, 0.72), None, []
+    for seed in range(4):
+        best = min(seconds(Fixed(k), cost, rates, 64, seed, tokens=512) for k in (4, 5, 8))
+        auto = Goodput(limit=8, at_once=True, surface=learnt)
+        losses.append(seconds(auto, cost, rates, 64, seed, tokens=512) / best - 1)
+        learnt = auto.learned()
+    assert statistics.fmean(losses[1:]) < 0.05, losses
+
+
+def test_what_a_job_learns_of_plain_rounds_does_not_come_from_other_rounds():
+    """The last row of a mixture takes a fraction of the time of eight. Its rounds must not become
+    what the next job begins with for eight rows, nor must rounds with drafts."""
+    costs = RoundCost((0, 4, 8), None, at_once=True)
+    for rows, width, took in [(8, 0, 10.0)] * 3 + [(8, 8, 22.0)] * 12 + [(1, 0, 3.0), (1, 8, 5.0)]:
+        costs.learn(rows, width, took / 1e3, None, warm=True)
+    found = costs.surface(acceptance=0.8)
+    assert found.seconds(8, 0) == pytest.approx(10e-3, rel=0.05)
+    assert found.seconds(8, 8) == pytest.approx(22e-3, rel=0.05)
+    later = RoundCost((0, 4, 8), found)
+    for _ in range(20):
+        later.learn(8, 8, 24e-3, None)
+    again = later.surface(acceptance=0.8)
+    assert again.seconds(8, 0) == pytest.approx(found.seconds(8, 0))
+    assert again.seconds(8, 8) == pytest.approx(24e-3, rel=0.02)

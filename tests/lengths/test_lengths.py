@@ -15,7 +15,7 @@ from bass_cli.engine.contracts import ControllerInput, Proposal, RoundResult
 from bass_cli.engine.round import HostDrafts
 from bass_cli.io.usage import Gain
 from bass_cli.lengths.controllers import Bass, Budget, Fixed, Goodput, make_lengths
-from bass_cli.lengths.costs import make_surface
+from bass_cli.lengths.surface import make_surface
 
 
 def trace(controller, rounds, accept):

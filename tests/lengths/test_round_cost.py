@@ -7,7 +7,8 @@ import math
 import pytest
 from devices import device, surface_of
 
-from bass_cli.lengths.costs import RoundCost, Surface, make_surface, read_surface
+from bass_cli.lengths.costs import RoundCost
+from bass_cli.lengths.surface import Surface, make_surface, read_surface
 
 
 def surface(**changes):

@@ -14,7 +14,7 @@ from toys import AtOnce, Markov, loop_for
 from typer.testing import CliRunner
 
 from bass_cli.cli.commands import app
-from bass_cli.lengths import costs as store
+from bass_cli.lengths import surface as store
 from bass_cli.lengths.controllers import Fixed, Goodput
 from bass_cli.models.capture import Graphs
 from bass_cli.run.profile import WIDTHS, drafting, filled, measure

@@ -9,7 +9,7 @@ import numpy
 
 from bass_cli.engine.contracts import ControllerInput, RoundResult
 from bass_cli.engine.sizes import bucket
-from bass_cli.lengths.costs import make_surface
+from bass_cli.lengths.surface import make_surface
 
 STEPS = {"qwen2.5-0.5b": 0.77e-3, "wide-310m": 0.40e-3}  # seconds of a draft step
 ROWS, WIDTHS = (1, 2, 4, 8, 16, 32, 64), (0, 1, 2, 4, 8, 16, 32)
