@@ -111,7 +111,7 @@ class RoundCost:
         line: Array = self._scaled(rows, context, free).sum(0) * numpy.exp(offset)
         return numpy.where(self.measured(rows), line, _evened(line, 1 / (variance + _EXACT)))
 
-    def measured(self, rows: int) -> Array:
+    def measured(self, rows: int) -> NDArray[numpy.bool_]:
         """Return which choices but plain decoding were measured with so many rows, [choices]."""
         own = self._offset(rows)[1]
         return (own > 0) & (own < _STEPS**2)
