@@ -18,7 +18,7 @@ import reprlib
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 import yaml
 
@@ -69,6 +69,11 @@ def read_bytes(path: str | Path, most: int) -> bytes:
 
 class RefusedJsonError(ValueError):
     """JSON that Python's decoder accepts and a hook of the caller refuses."""
+
+
+def no_constant(word: str) -> NoReturn:
+    """Refuse NaN and Infinity, which Python's JSON decoder reads and JSON does not have."""
+    raise RefusedJsonError(f"{word} is not JSON")
 
 
 def broken_json(error: ValueError | RecursionError, *, with_line: bool = True) -> str:

@@ -262,8 +262,7 @@ class Job(_Chats, JobOptions, frozen=True):
     @property
     def chats(self) -> bool | None:
         """Whether prompts use the chat template; None if only prompts with messages do."""
-        told = self.system is not None or self.tools is not None
-        return True if told else self.chat
+        return True if self.system is not None or self.tools is not None else self.chat
 
     @property
     def draws_one(self) -> bool:

@@ -16,7 +16,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, NamedTuple, NoReturn
+from typing import IO, Any, NamedTuple
 
 from bass_cli import __version__
 from bass_cli.config.sample_commands import FilterArgs
@@ -42,14 +42,20 @@ from bass_cli.io.resume import (
 )
 from bass_cli.io.saving import check_format, is_stream, refuse_shared_files
 from bass_cli.io.terminal import json_on_a_terminal
-from bass_cli.reading import os_errors_as, parse_json, read_bytes, shown
+from bass_cli.reading import no_constant, os_errors_as, parse_json, read_bytes, shown
 
 _MOST = 1 << 20  # bytes of a schema, as for --json-schema
+_NO_JSON = object()
+_SAMPLES = "samples"
+_MISSING = "a key is missing"  # the reason under --missing drop
+_WHERE = "the expression is false"
+_DEFAULT_KEY = "text"
+_TICK = 256  # lines between two reports of the progress: some milliseconds
 
 
 def holds_json(text: Any) -> bool:
     """Whether a value is a text of one JSON value, with blanks around it at most."""
-    return _parsed(text)[0]
+    return _json_in(text) is not _NO_JSON
 
 
 def schema_check(path: str) -> Callable[[Any], bool]:
@@ -89,9 +95,9 @@ def schema_check(path: str) -> Callable[[Any], bool]:
     validator = kind(schema, registry=referencing.Registry())
 
     def matches(text: Any) -> bool:
-        is_json, value = _parsed(text)
+        value = _json_in(text)
         try:
-            return is_json and bool(validator.is_valid(value))
+            return value is not _NO_JSON and bool(validator.is_valid(value))
         except referencing.exceptions.Unresolvable as error:
             raise UserError(
                 f"`schema` {path}: it refers to {error.ref}, which is not in the file; put it "
@@ -166,27 +172,12 @@ _WITH_REGEX = {
 }
 
 
-def _parsed(text: Any) -> tuple[bool, Any]:
-    """Return whether a value is a text that holds JSON, and what it holds."""
+def _json_in(text: Any) -> Any:
+    """Return the JSON value that a text holds; _NO_JSON if the value is no such text."""
     try:
-        return (True, json.loads(text, parse_constant=_refuse)) if isinstance(text, str) else _NO
+        return json.loads(text, parse_constant=no_constant) if isinstance(text, str) else _NO_JSON
     except (ValueError, RecursionError):
-        return _NO
-
-
-_NO = (False, None)
-
-
-def _refuse(word: str) -> NoReturn:
-    """Refuse NaN and Infinity, which Python reads and JSON does not have."""
-    raise ValueError(word)
-
-
-_SAMPLES = "samples"
-_MISSING = "a key is missing"  # the reason under --missing drop
-_WHERE = "the expression is false"
-_DEFAULT_KEY = "text"
-_TICK = 256  # lines between two reports of the progress: some milliseconds
+        return _NO_JSON
 
 
 class Criterion(NamedTuple):
@@ -352,6 +343,7 @@ class Filtering:
 
     def __init__(self, path: str, criteria: list[Criterion], *, drop_missing: bool):
         self._path, self._criteria, self._drop_missing = path, criteria, drop_missing
+        self._name = "stdin" if path == "-" else path
         self._read = self._kept = 0
         self._dropped = Counter[str]()
         self._past = Past()
@@ -381,7 +373,7 @@ class Filtering:
         for number, line, row in read_records(
             self._path, self.notes, what="the file", on_open=self._opened
         ):
-            kept = self._kept_part(row, f"{_name(self._path)}:{number}")
+            kept = self._kept_part(row, f"{self._name}:{number}")
             if number % _TICK == 0:
                 tick()
             if kept is None:
@@ -430,8 +422,8 @@ class Filtering:
 
     def _error(self, fault: NoValueError, place: str, reason: str) -> UserError:
         remedy = "`missing` drop leaves out such samples; has(KEY) in `where` tests for a key"
-        told = str(fault) if reason == _WHERE else f"{fault.reason} (for: {reason})"
-        return UserError(f"{place}: {told}", *([remedy] if fault.missing else []))
+        text = str(fault) if reason == _WHERE else f"{fault.reason} (for: {reason})"
+        return UserError(f"{place}: {text}", *([remedy] if fault.missing else []))
 
     def counts(self) -> dict[str, Any]:
         """Return the numbers of samples: read, kept, and dropped by reason."""
@@ -452,10 +444,6 @@ class Filtering:
         lines = [f"{self._read} samples: {self._kept} kept in {out}, {lost} dropped"]
         width = len(str(lost))
         return lines + [f"  {count:>{width}}  {reason}" for reason, count in dropped.items()]
-
-
-def _name(path: str) -> str:
-    return "stdin" if path == "-" else path
 
 
 def _check_files(args: FilterArgs, out: str) -> None:

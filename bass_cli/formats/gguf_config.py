@@ -179,6 +179,7 @@ def spec_of_gguf(
     rope, local, attention = None, None, 1.0
     if family.rotary:
         rope, attention = _rope(values, kind, shape, rope_factors)
+    interval = kind.constants.get("no_rope_layer_interval")
     gemma = kind.family == "gemma3_text"
     if gemma and rope:
         local = Rope(values.number("local_theta", _GEMMA_LOCAL_THETA), rope.size)
@@ -199,7 +200,7 @@ def spec_of_gguf(
         logit_scale=_or_one(values, _SCALES["logit"]),
         biases=_biases(fitted(kind, shapes).tensors, shapes, shape["layers"]),
         tied="output.weight" not in shapes,
-        unrotated=_unrotated(kind, shape["layers"]),
+        unrotated=tuple(i for i in range(shape["layers"]) if interval and not (i + 1) % interval),
         experts=experts_of(values, family),
         sinks=family.mixture == "clamped",
         output_gate=family.recurrent,
@@ -350,7 +351,9 @@ def _refuse(values: Values, kind: Architecture) -> None:
     }
     refuse_others(set_here, NEUTRAL, place=values.place, prefix=values.within)
     normalised = values.get(_NORMALISED)
-    if is_mixture(kind) and normalised is not None and normalised is not _is_normalised(kind):
+    # whether llama.cpp divides the weights of chosen experts by their sum
+    divides = FAMILIES[kind.family].mixture != "config" or bool(kind.constants["norm_topk_prob"])
+    if is_mixture(kind) and normalised is not None and normalised is not divides:
         raise values.error(
             _NORMALISED,
             f"{shown(normalised)} is not supported for this architecture, and llama.cpp does not "
@@ -362,11 +365,6 @@ def _refuse(values: Values, kind: Architecture) -> None:
             "attention.value_length",
             f"{shown(other)} differs from key_length, {shown(size)}, which is not supported",
         )
-
-
-def _is_normalised(kind: Architecture) -> bool:
-    """Return whether llama.cpp divides the weights of chosen experts by their sum."""
-    return FAMILIES[kind.family].mixture != "config" or bool(kind.constants["norm_topk_prob"])
 
 
 def _is_zero(value: Any) -> bool:
@@ -451,12 +449,6 @@ def _windows(values: Values, layers: int, kind: Architecture) -> tuple[int, ...]
         return tuple(window if local else 0 for local in stored)
     pattern = values.count(key) if stored else kind.pattern
     return tuple(window if (i + 1) % pattern else 0 for i in range(layers))
-
-
-def _unrotated(kind: Architecture, layers: int) -> tuple[int, ...]:
-    """Return the layers without rotary embedding, which llama.cpp's code says."""
-    interval = kind.constants.get("no_rope_layer_interval")
-    return tuple(i for i in range(layers) if interval and not (i + 1) % interval)
 
 
 def _biases(rows: Rows, shapes: Collection[str], layers: int) -> frozenset[str]:

@@ -114,7 +114,10 @@ def parts(
     """
     stage = stage or Stage()
     rows = range(entry.shape[0]) if rows is None else rows
-    line, inside = bytes_of(entry, range(1), columns), _first_byte(entry, columns)
+    line, inside = bytes_of(entry, range(1), columns), 0
+    if columns is not None:  # the first byte of these columns in a row
+        unit, block = _unit(entry)
+        inside = columns.start // block * unit
     width = max(entry.size // entry.shape[0], 1)
     elements = max(math.prod(entry.shape) // entry.shape[0], 1)
     step = max(min(ELEMENTS[stage.device.type] * width // elements, BYTES) // max(line, 1), 1)
@@ -147,12 +150,6 @@ def bytes_of(entry: Entry, rows: range, columns: range | None) -> int:
     if columns.start % elements or columns.stop % elements:
         return len(rows) * width
     return len(rows) * (len(columns) // elements) * unit
-
-
-def _first_byte(entry: Entry, columns: range | None) -> int:
-    """Return the first byte in a row of these columns, if stored bytes are cut."""
-    unit, elements = _unit(entry)
-    return 0 if columns is None else columns.start // elements * unit
 
 
 def _unit(entry: Entry) -> tuple[int, int]:

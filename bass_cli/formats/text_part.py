@@ -94,7 +94,7 @@ IGNORED: tuple[str, ...] = (
 
 
 def has_text_part(config: Mapping[str, Any]) -> bool:
-    """Return whether a parsed config.json describes a multimodal model that bass knows."""
+    """Return whether a parsed config.json describes a multimodal model that bass supports."""
     kind = config.get("model_type")
     return isinstance(kind, str) and kind in WRAPPERS
 
@@ -127,7 +127,8 @@ def text_config(config: Mapping[str, Any], *, place: str) -> tuple[Mapping[str, 
         return config, place
     wrapper, inner = config["model_type"], config.get("text_config")
     if inner is None and wrapper in ("qwen2_vl", "qwen2_5_vl"):
-        inner = {k: v for k, v in config.items() if not _is_of_images(k) and k != "model_type"}
+        others = ("vision_", "image_", "video_", "model_type")
+        inner = {key: value for key, value in config.items() if not key.startswith(others)}
     if not isinstance(inner, Mapping):
         raise UserError(f'{place}: key "text_config": a mapping is needed, not {shown(inner)}')
     kind = inner.get("model_type") or WRAPPERS[wrapper]
@@ -139,10 +140,6 @@ def text_config(config: Mapping[str, Any], *, place: str) -> tuple[Mapping[str, 
     found["tie_word_embeddings"] = not tied or True in tied
     found |= {key: config[key] for key in QUANTISED if config.get(key)}
     return found, f"{place}: text_config"
-
-
-def _is_of_images(key: str) -> bool:
-    return key.startswith(("vision_", "image_", "video_"))
 
 
 def _plain_ropes(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -481,8 +481,8 @@ def _complete(parts: TokenizerParts, path: Path) -> CachedTokenizer:
         )
     spelled = repr(sorted(texts.items())).encode()
     digest = hashlib.sha256(spelled)
-    told = (part for part in (parts.tool_template,) if part is not None)
-    for part in (parts.template, backend.encode(_PROBE).ids, *told):
+    more = [] if parts.tool_template is None else [parts.tool_template]
+    for part in (parts.template, backend.encode(_PROBE).ids, *more):
         digest.update(repr(part).encode())
     return CachedTokenizer(
         *parts,

@@ -22,11 +22,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any
 
 from bass_cli.errors import MachineError, UserError, first_line, nearest
 from bass_cli.io.compressed import BrokenDataError, Expanded, Kind, begun, compression_of
-from bass_cli.reading import RefusedJsonError, broken_json, os_errors_as, shown
+from bass_cli.reading import RefusedJsonError, broken_json, no_constant, os_errors_as, shown
 
 Records = Iterator[tuple[int, Any]]
 BOM = b"\xef\xbb\xbf"
@@ -334,10 +334,6 @@ def _cell(cell: str, column: str, place: str) -> Any:
         ) from None
 
 
-def _no_constant(word: str) -> NoReturn:
-    raise RefusedJsonError(f"{word} is not JSON")
-
-
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Make an object; refuse a key that is given twice, because one of its values would be lost."""
     found = dict(pairs)
@@ -347,7 +343,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-_DECODER = json.JSONDecoder(parse_constant=_no_constant, object_pairs_hook=_without_duplicates)
+_DECODER = json.JSONDecoder(parse_constant=no_constant, object_pairs_hook=_without_duplicates)
 _PYTHON_DECODER = json.JSONDecoder(object_pairs_hook=_without_duplicates)
 
 

@@ -41,10 +41,6 @@ Key = tuple[str, int]  # prompt id, sample
 Check = Callable[[dict[str, Any]], str | None]  # why a result line is not this run's, or None
 
 
-def _no_totals() -> dict[str, Any]:
-    return {"samples": 0, **dict.fromkeys(COUNTED, 0), "finish_reasons": {}, "seconds": 0.0}
-
-
 @dataclass(slots=True)
 class Past:
     """The content of an output file when it was opened.
@@ -60,7 +56,11 @@ class Past:
     """
 
     done: set[Key] = field(default_factory=set)
-    totals: dict[str, Any] = field(default_factory=_no_totals)
+    totals: dict[str, Any] = field(
+        default_factory=lambda: (
+            dict.fromkeys(("samples", *COUNTED), 0) | {"finish_reasons": {}, "seconds": 0.0}
+        )
+    )
     end: int = 0
     failed: int = 0
     torn: int = 0
