@@ -124,11 +124,11 @@ class _Batch:
 
     def __init__(self, source: Source, job: Job):
         self.source, self._job, self.unlimited = source, job, 0
-        self._sets_none = job.sampling.max_new_tokens == _WHOLE_CONTEXT
+        self._has_no_limit = job.sampling.max_new_tokens == _WHOLE_CONTEXT
         self.digest, self.facts = RequestDigest(source, job.prompt_column), BatchFacts()
 
     def requests(self) -> Iterator[Request]:
-        most = COMPLETION_TOKENS if self._sets_none else None
+        most = COMPLETION_TOKENS if self._has_no_limit else None
         return read_requests(self.source, self._job, completion_tokens=most)
 
     def check(self) -> Checked:
@@ -139,7 +139,7 @@ class _Batch:
                 self.digest.add_request(request)
                 self.facts.add(request)
                 for prompt in request.prompts:
-                    self.unlimited += self._sets_none and "max_new_tokens" not in prompt.settings
+                    self.unlimited += self._has_no_limit and "max_new_tokens" not in prompt.settings
                     yield prompt
 
         return check(prompts(), job=self._job)

@@ -42,7 +42,8 @@ _AWQ = (0, 4, 1, 5, 2, 6, 3, 7)
 _MOST_INT8 = 127  # bitsandbytes scales rows to this
 _BLOCK_OF_SCALES = 256  # scales that share a scale, where bitsandbytes quantises scales too
 
-Sides = Mapping[str, Tensor]
+# The tensors of a compound besides its numbers, by role: scales, zeros, groups, tables
+QuantParams = Mapping[str, Tensor]
 
 
 class Grid(NamedTuple):
@@ -61,8 +62,8 @@ class Layout(NamedTuple):
     name: for users, such as "GPTQ".
     bits: of a number.
     unpack: converts rows of "values", [n, bytes] uint8, to numbers [n * unit, columns or more]
-        float32. The second argument has the other tensors.
-    grid: computes the scales from the other tensors.
+        float32.
+    grid: computes the scales.
     group: the rows and the columns that share a scale.
     unit: rows of the matrix in a row of "values".
     transposed: whether the matrix is stored as [inputs, outputs].
@@ -73,8 +74,8 @@ class Layout(NamedTuple):
 
     name: str
     bits: int
-    unpack: Callable[[Tensor, Sides], Tensor]
-    grid: Callable[[Sides], Grid]
+    unpack: Callable[[Tensor, QuantParams], Tensor]
+    grid: Callable[[QuantParams], Grid]
     group: tuple[int, int]
     unit: int = 1
     transposed: bool = False
@@ -264,7 +265,7 @@ def _changed(
 def stored_rows(stored: Compound, stage: Stage, rows: range) -> Iterator[StoredRows]:
     """Yield rows of a matrix that is stored `by_row`, on the stage's device. They are valid until
     the next step."""
-    scales = stored.layout.grid(_sides(stored, stage)).scales.flatten()
+    scales = stored.layout.grid(_params_of(stored, stage)).scales.flatten()
     scales = scales.expand(stored.shape[0])
     dtype = TYPES[stored.tensors["values"].dtype]
     for lines, raw in _lines_of(stored, stage, rows):
@@ -277,12 +278,12 @@ def _unpacked(
     stored: Compound, stage: Stage, rows: range, columns: range | None
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield rows of a compound, float32."""
-    layout, sides, unit = stored.layout, _sides(stored, stage), stored.layout.unit
-    grid, groups = layout.grid(sides), sides.get("groups")
+    layout, params, unit = stored.layout, _params_of(stored, stage), stored.layout.unit
+    grid, groups = layout.grid(params), params.get("groups")
     for lines, raw in _lines_of(stored, stage, rows):
         first = lines.start * unit
         inside = range(max(first, rows.start), min(lines.stop * unit, rows.stop))
-        numbers = layout.unpack(raw, sides)[:, : stored.shape[1]]
+        numbers = layout.unpack(raw, params)[:, : stored.shape[1]]
         numbers = numbers[inside.start - first : inside.stop - first]
         if grid.zeros is not None:
             numbers = numbers - _spread(grid.zeros, stored, inside, groups)
@@ -292,7 +293,7 @@ def _unpacked(
         yield inside.start - rows.start, part
 
 
-def _sides(stored: Compound, stage: Stage) -> Sides:
+def _params_of(stored: Compound, stage: Stage) -> QuantParams:
     """Return all tensors but the numbers."""
     return {role: content(one, stage) for role, one in stored.tensors.items() if role != "values"}
 
@@ -340,34 +341,34 @@ def _lines(rows: range, unit: int) -> range:
 # Numbers
 
 
-def e4m3(raw: Tensor, sides: Sides) -> Tensor:
+def e4m3(raw: Tensor, params: QuantParams) -> Tensor:
     """Unpack floats of 8 bits."""
     return raw.view(torch.float8_e4m3fn).float()
 
 
-def int8(raw: Tensor, sides: Sides) -> Tensor:
+def int8(raw: Tensor, params: QuantParams) -> Tensor:
     """Unpack signed integers of 8 bits."""
     return raw.view(torch.int8).float()
 
 
-def centred(raw: Tensor, sides: Sides, *, bits: int) -> Tensor:
+def centred(raw: Tensor, params: QuantParams, *, bits: int) -> Tensor:
     """Unpack unsigned fields, the lowest first, minus half of their range (compressed-tensors)."""
     return fields(raw, bits, 1).flatten(1).float().sub_(1 << (bits - 1))
 
 
-def e2m1(raw: Tensor, sides: Sides) -> Tensor:
+def e2m1(raw: Tensor, params: QuantParams) -> Tensor:
     """Unpack floats of 4 bits, the lower first."""
     table = torch.tensor(_E2M1, device=raw.device)
     return table[fields(raw, 4, 1).flatten(1).int()]
 
 
-def table(raw: Tensor, sides: Sides) -> Tensor:
+def table(raw: Tensor, params: QuantParams) -> Tensor:
     """Unpack places in a table of 16 floats, the upper first (bitsandbytes)."""
     places = torch.stack([raw >> 4, raw & 15], 2).flatten(1)
-    return sides["table"].float()[places.int()]
+    return params["table"].float()[places.int()]
 
 
-def down_columns(raw: Tensor, sides: Sides, *, bits: int) -> Tensor:
+def down_columns(raw: Tensor, params: QuantParams, *, bits: int) -> Tensor:
     """Unpack fields of int32 that follow each other down a column, the lowest first (GPTQ)."""
     words = raw.view(torch.int32)
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=raw.device)
@@ -380,7 +381,7 @@ def along_rows(raw: Tensor, *, bits: int) -> Tensor:
     return fields(raw.view(torch.uint8), bits, 1).flatten(1).float()
 
 
-def awq(raw: Tensor, sides: Sides) -> Tensor:
+def awq(raw: Tensor, params: QuantParams) -> Tensor:
     """Unpack fields of 4 bits in AWQ's order of the eight columns of an int32."""
     found = fields(raw.view(torch.uint8), 4, 1).view(len(raw), -1, 8)
     return found[..., torch.tensor(_AWQ, device=raw.device)].flatten(1).float()
@@ -392,66 +393,66 @@ _BY_ROW: dict[object, str] = {e4m3: "fp8", int8: "int8"}
 # Scales
 
 
-def _two(side: Tensor) -> Tensor:
+def _two(param: Tensor) -> Tensor:
     """Return scales as [R, C] float32. A single number is [1, 1], a vector is a number a row."""
-    return (side.reshape(-1, 1) if side.dim() < 2 else side).float()
+    return (param.reshape(-1, 1) if param.dim() < 2 else param).float()
 
 
-def plain(sides: Sides) -> Grid:
+def plain(params: QuantParams) -> Grid:
     """Scales, and perhaps zeros, are stored as they are."""
-    zeros = sides.get("zeros")
-    return Grid(_two(sides["scales"]), None if zeros is None else _two(zeros))
+    zeros = params.get("zeros")
+    return Grid(_two(params["scales"]), None if zeros is None else _two(zeros))
 
 
-def packed_zeros(sides: Sides, *, bits: int) -> Grid:
+def packed_zeros(params: QuantParams, *, bits: int) -> Grid:
     """Zeros are packed down columns, minus half of their range (compressed-tensors)."""
-    scales = _two(sides["scales"])
-    if "zeros" not in sides:
+    scales = _two(params["scales"])
+    if "zeros" not in params:
         return Grid(scales)
-    found = down_columns(sides["zeros"].contiguous().view(torch.uint8), sides, bits=bits)
+    found = down_columns(params["zeros"].contiguous().view(torch.uint8), params, bits=bits)
     return Grid(scales, found[: len(scales)] - (1 << (bits - 1)))
 
 
-def divided(sides: Sides) -> Grid:
+def divided(params: QuantParams) -> Grid:
     """Scales are divided by a scale of the matrix (NVFP4 of compressed-tensors)."""
-    return Grid(_two(sides["scales"]) / sides["whole"].float().reshape(1, 1))
+    return Grid(_two(params["scales"]) / params["whole"].float().reshape(1, 1))
 
 
-def multiplied(sides: Sides) -> Grid:
+def multiplied(params: QuantParams) -> Grid:
     """Scales are multiplied by a scale of the matrix (NVFP4 of modelopt)."""
-    return Grid(_two(sides["scales"]) * sides["whole"].float().reshape(1, 1))
+    return Grid(_two(params["scales"]) * params["whole"].float().reshape(1, 1))
 
 
-def powers(sides: Sides) -> Grid:
+def powers(params: QuantParams) -> Grid:
     """Scales are exponents of two, plus 127: e8m0 of OCP Microscaling Formats 1.0."""
-    exponents = sides["scales"].view(torch.uint8).int()
+    exponents = params["scales"].view(torch.uint8).int()
     bits = torch.where(exponents == 0, 1 << 22, exponents << 23)  # 2^-127 has no normal form
     return Grid(bits.view(torch.float32))
 
 
-def rows_of_int8(sides: Sides) -> Grid:
+def rows_of_int8(params: QuantParams) -> Grid:
     """Scales are the largest magnitudes of rows (bitsandbytes, 8 bits)."""
-    return Grid(_two(sides["scales"]) / _MOST_INT8)
+    return Grid(_two(params["scales"]) / _MOST_INT8)
 
 
-def gptq(sides: Sides, *, bits: int, offset: int) -> Grid:
+def gptq(params: QuantParams, *, bits: int, offset: int) -> Grid:
     """Zeros are packed along rows, minus `offset` (GPTQ; 1 in its first format)."""
-    scales = sides["scales"].float()
-    return Grid(scales, along_rows(sides["zeros"], bits=bits)[:, : scales.shape[1]] + offset)
+    scales = params["scales"].float()
+    return Grid(scales, along_rows(params["zeros"], bits=bits)[:, : scales.shape[1]] + offset)
 
 
-def awq_scales(sides: Sides) -> Grid:
+def awq_scales(params: QuantParams) -> Grid:
     """Zeros are packed as the numbers are (AWQ)."""
-    return Grid(sides["scales"].float(), awq(sides["zeros"], sides))
+    return Grid(params["scales"].float(), awq(params["zeros"], params))
 
 
-def blocks(sides: Sides, *, shape: tuple[int, int], offset: float) -> Grid:
+def blocks(params: QuantParams, *, shape: tuple[int, int], offset: float) -> Grid:
     """Scales of blocks of a flattened matrix (bitsandbytes, 4 bits; arXiv 2305.14314).
 
     They are numbers, or places in a table of numbers that are scaled in blocks in turn.
     """
-    scales = sides["scales"]
-    if "scale_table" in sides:
-        outer = sides["scale_scales"].float().repeat_interleave(_BLOCK_OF_SCALES)
-        scales = sides["scale_table"].float()[scales.int()] * outer[: len(scales)] + offset
+    scales = params["scales"]
+    if "scale_table" in params:
+        outer = params["scale_scales"].float().repeat_interleave(_BLOCK_OF_SCALES)
+        scales = params["scale_table"].float()[scales.int()] * outer[: len(scales)] + offset
     return Grid(scales.float().view(shape))

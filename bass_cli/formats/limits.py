@@ -77,13 +77,13 @@ class Limited:
             kind, value = _answer(self._function, argument, self._memory)
         else:
             with self._lock:
-                kind, value = self._ask(argument)
+                kind, value = self._call_child(argument)
         if kind == _VALUE:
             return value
         reason = value.decode("utf-8", "surrogatepass")
         raise UserError(reason) if kind == _MISTAKE else RefusalError(reason)
 
-    def _ask(self, argument: Any) -> tuple[bytes, bytes]:
+    def _call_child(self, argument: Any) -> tuple[bytes, bytes]:
         if self._child is None:
             pipe, pid = _start(self._function, self._seconds, self._memory)
             # a finalizer is called when the process ends too

@@ -64,7 +64,7 @@ class _CompressedTensors(Method):
     """The formats of the compressed-tensors library (llm-compressor, vLLM)."""
 
     values: ClassVar = {"weight": (E4M3, INT8), "weight_packed": (INT32, BYTE)}
-    sides: ClassVar = (
+    params: ClassVar = (
         "weight_scale",
         "weight_zero_point",
         "weight_g_idx",
@@ -217,7 +217,7 @@ class _Fp8(Method):
     """Floats of 8 bits with a scale a block (DeepSeek, Qwen3), a row (fbgemm) or a matrix."""
 
     values: ClassVar = {"weight": (E4M3,)}
-    sides: ClassVar = ("weight_scale_inv", "weight_scale")
+    params: ClassVar = ("weight_scale_inv", "weight_scale")
     unused: ClassVar = (*Method.unused, "activation_scale", "input_scale_ub")
 
     def compound(self, parts: Parts) -> Compound:
@@ -238,7 +238,7 @@ class _Modelopt(Method):
     """NVIDIA's modelopt: FP8 with a scale a matrix, and NVFP4."""
 
     values: ClassVar = {"weight": (E4M3, BYTE)}
-    sides: ClassVar = ("weight_scale", "weight_scale_2")
+    params: ClassVar = ("weight_scale", "weight_scale_2")
     skips: ClassVar = ("ignore", "exclude_modules")
 
     def compound(self, parts: Parts) -> Compound:
@@ -258,7 +258,7 @@ class _Gptq(Method):
     the order of activations."""
 
     values: ClassVar = {"qweight": (INT32,)}
-    sides: ClassVar = ("qzeros", "scales", "g_idx")
+    params: ClassVar = ("qzeros", "scales", "g_idx")
     unused: ClassVar = ()
 
     def __init__(self, settings: Settings):
@@ -333,7 +333,7 @@ class _Awq(Method):
     """AWQ (arXiv 2306.00978), version "gemm": integers of 4 bits, scales and zeros a group."""
 
     values: ClassVar = {"qweight": (INT32,)}
-    sides: ClassVar = ("qzeros", "scales")
+    params: ClassVar = ("qzeros", "scales")
     unused: ClassVar = ()
 
     def __init__(self, settings: Settings):
@@ -361,7 +361,7 @@ class _BitsAndBytes(Method):
     """bitsandbytes: rows of 8 bits (arXiv 2208.07339), blocks of 4 bits (arXiv 2305.14314)."""
 
     values: ClassVar = {"weight": (INT8, BYTE)}
-    sides: ClassVar = (
+    params: ClassVar = (
         "SCB",
         "weight_format",
         *(f"weight.{one}" for one in ("absmax", "quant_map", "nested_absmax", "nested_quant_map")),
@@ -434,7 +434,7 @@ class _Mxfp4(Method):
     """MXFP4 of gpt-oss: the matrices of all experts of a layer in one tensor, in groups of 32."""
 
     values: ClassVar = {"blocks": (BYTE,)}
-    sides: ClassVar = ("scales",)
+    params: ClassVar = ("scales",)
     unused: ClassVar = ()
 
     def leaves_out(self, module: str) -> bool:

@@ -119,13 +119,13 @@ class Method:
 
     Attributes:
         values: the suffixes of tensors of numbers, each with the types that mark a quantised one.
-        sides: other suffixes that belong to a matrix.
+        params: other suffixes that belong to a matrix.
         unused: suffixes of tensors about activations and the cache, which bass does not use.
         skips: the keys of the configuration with names of modules that are not quantised.
     """
 
     values: ClassVar[dict[str, tuple[str, ...]]] = {"weight": (E4M3, INT8, BYTE)}
-    sides: ClassVar[tuple[str, ...]] = ()
+    params: ClassVar[tuple[str, ...]] = ()
     unused: ClassVar[tuple[str, ...]] = (
         "input_scale",
         "output_scale",
@@ -190,13 +190,14 @@ class Method:
 
     def _joined(self, parts: Parts, found: Mapping[str, Stored]) -> Compound:
         if not any(suffix in parts for suffix in self.values):
-            side = next(iter(parts.entries))
+            param = next(iter(parts.entries))
             plain = found.get(parts.name("weight"))
             if isinstance(plain, Entry):
                 raise parts.error(
-                    side, f"has scales of a weight that is not quantised: it has type {plain.dtype}"
+                    param,
+                    f"has scales of a weight that is not quantised: it has type {plain.dtype}",
                 )
-            raise parts.error(next(iter(self.values)), f"is missing, but there is {shown(side)}")
+            raise parts.error(next(iter(self.values)), f"is missing, but there is {shown(param)}")
         return self.compound(parts)
 
     def _split(self, name: str, entry: Entry) -> tuple[str, str | None]:
@@ -205,7 +206,7 @@ class Method:
         if suffix in self.values:
             marks = [TYPES[one] for one in self.values[suffix]]
             return module, suffix if TYPES.get(entry.dtype) in marks else None
-        return module, suffix if suffix in (*self.sides, *self.unused) else None
+        return module, suffix if suffix in (*self.params, *self.unused) else None
 
     def weight_of(self, module: str) -> str:
         """Return the name of the matrix of a module."""

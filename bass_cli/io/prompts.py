@@ -157,7 +157,7 @@ def parse_shard(text: str, key: str = "`shard`") -> Shard:
 
 
 class Wanted(NamedTuple):
-    """What prompts ask for, of which some have settings of their own.
+    """Totals over prompts, of which some have settings of their own.
 
     Args:
         samples: The number of samples.
@@ -207,7 +207,7 @@ class Checked:
         longest: The longest prompt, as `whole` gives it.
         plain: Whether any prompt is plain text, not messages.
         notes: Notes to the user about a dataset's columns.
-        wanted: What they ask for; None if none has settings of its own, or if unknown.
+        wanted: Totals over them; None if none has settings of its own, or if unknown.
     """
 
     count: int | None

@@ -145,9 +145,9 @@ def refuse_shared_files(outputs: Named, inputs: Named) -> None:
 
 
 def _identity(path: str | Path, stream: IO[str]) -> tuple[int, int] | str | None:
-    """Return what all names of a file have in common; None if it is not a regular file.
+    """Return a value that is equal for all names of a file; None if it is not a regular file.
 
-    For a file that does not exist yet, this is its path without links.
+    It is the device and the inode, or for a file that does not exist yet the path without links.
     """
     try:
         status = os.fstat(stream.fileno()) if path == "-" else os.stat(path)
