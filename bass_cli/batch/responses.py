@@ -20,7 +20,7 @@ from bass_cli.batch.requests import CHAT, Fault, Request
 from bass_cli.errors import UserError
 from bass_cli.io.prompts import Prompt
 from bass_cli.io.results import Completion, Pairs, Writer
-from bass_cli.io.resume import COUNTED, Past, PromptDigest, result_rows
+from bass_cli.io.resume import COUNTED, OutputState, PromptDigest, result_rows
 
 # By the finish reason of a sample. A sample that a budget truncated has not reached its end.
 _REASONS = {"eos": "stop", "stop": "stop", "length": "length", "budget": "length"}
@@ -311,12 +311,12 @@ class Answers:
         self._out.add_run(seconds, usage)
 
 
-def read_answers(lines: Iterable[bytes], name: str) -> Past:
+def read_answers(lines: Iterable[bytes], name: str) -> OutputState:
     """Read the lines of a file of responses or errors; `done` has (custom id, 0).
 
     UserError at a broken line other than the last, and at a request that occurs twice.
     """
-    past = Past()
+    past = OutputState()
     for number, _, row in result_rows(lines, name, past, _check_answer):
         key = (row["custom_id"], 0)
         if key in past.done:

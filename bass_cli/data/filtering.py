@@ -34,7 +34,7 @@ from bass_cli.io.console import Screen
 from bass_cli.io.linefile import OUTPUTS, read_records, write_lines
 from bass_cli.io.results import line_of
 from bass_cli.io.resume import (
-    Past,
+    OutputState,
     check_output_place,
     manifest_path,
     read_manifest,
@@ -346,7 +346,7 @@ class Filtering:
         self._name = "stdin" if path == "-" else path
         self._read = self._kept = 0
         self._dropped = Counter[str]()
-        self._past = Past()
+        self._past = OutputState()
         self._file: IO[bytes] | None = None  # for the progress
         self.notes: list[str] = []
 

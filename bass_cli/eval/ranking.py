@@ -20,7 +20,7 @@ from bass_cli.eval.samples import Generation, GenerationFile, known_problem, rea
 from bass_cli.eval.tasks.task import Problem, Task
 from bass_cli.io.linefile import read_records
 from bass_cli.io.results import line_of
-from bass_cli.io.resume import Past, is_of_prompt, samples_of
+from bass_cli.io.resume import OutputState, is_of_prompt, samples_of
 from bass_cli.rank.ranking import (
     Candidate,
     Group,
@@ -167,7 +167,7 @@ class RankedFile:
         self._copy: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - held with the object
         self._lines = list[_Line]()
         self._of_prompt: dict[str, list[_Line]] = {}
-        self._past = Past()
+        self._past = OutputState()
         self.kept = self.dropped = 0
         self._read(exclusive=exclusive)
 

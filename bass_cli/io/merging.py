@@ -20,7 +20,7 @@ from bass_cli.io.linefile import OUTPUTS, live_path, seekable_lines
 from bass_cli.io.prompts import Shard, open_prompts, parse_shard, read_prompts, shard_of
 from bass_cli.io.results import open_output
 from bass_cli.io.resume import (
-    Past,
+    OutputState,
     PromptDigest,
     check_output_place,
     differences,
@@ -66,7 +66,7 @@ class _Part:
 
     def read(self, note: Callable[[str], None]) -> None:
         """Find its lines; UserError at a broken line, a duplicate or a line of another shard."""
-        past, seen, start, count = Past(), set(), 0, 0
+        past, seen, start, count = OutputState(), set(), 0, 0
         self.stream.seek(0)
         for number, line, row in result_rows(self.stream, self.path, past):
             id_, place = row["id"], f"{self.path}:{number}"

@@ -28,7 +28,7 @@ from bass_cli.io.parquet import write_parquet
 from bass_cli.io.resume import (
     COUNTED,
     DamagedManifestError,
-    Past,
+    OutputState,
     PromptDigest,
     check_manifest,
     check_output_place,
@@ -40,7 +40,7 @@ from bass_cli.io.resume import (
     mark,
     now,
     origin_of,
-    read_past,
+    read_output,
     result_rows,
     write_manifest,
 )
@@ -262,7 +262,7 @@ class Writer:
         file: LineFile,
         *,
         manifest: dict[str, Any] | None,
-        past: Past,
+        past: OutputState,
         created: bool,
         moves: bool = False,
     ) -> None:
@@ -430,7 +430,9 @@ class Writer:
             lines: Iterable[bytes] = self._file.lines()
             if self._moves:
                 lines = result_lines(files.enter_context(open(self.name, "rb")), self.name)
-            for _, line, row in result_rows(lines, self.name, Past(), lambda row, place: None):
+            for _, line, row in result_rows(
+                lines, self.name, OutputState(), lambda row, place: None
+            ):
                 if not is_failed(row):
                     yield line
 
@@ -461,7 +463,7 @@ def open_output(
     overwrite: bool = False,
     prompt_ids: Callable[[], Mapping[str, Mapping[str, Any]]] | None = None,
     prompts: PromptDigest | None = None,
-    read: Callable[[Iterable[bytes], str], Past] = read_past,
+    read: Callable[[Iterable[bytes], str], OutputState] = read_output,
 ) -> Writer:
     """Open, check and lock an output; a UserError leaves the file as it was.
 
@@ -490,7 +492,7 @@ def open_output(
     created = not os.path.exists(place)
     stream = open_locked(place, "the output file", "another process is writing to this file")
     file, before = LineFile(stream, place), live_path(path)
-    past, notes = Past(), list[str]()
+    past, notes = OutputState(), list[str]()
     try:
         if not overwrite and os.path.exists(before) and os.path.getsize(before):
             with contextlib.nullcontext(stream) if before == place else open(before, "rb") as old:
@@ -518,8 +520,8 @@ def _read_before(
     results: dict[str, Any],
     prompt_ids: Callable[[], Mapping[str, Mapping[str, Any]]] | None,
     prompts: PromptDigest | None,
-    read: Callable[[Iterable[bytes], str], Past],
-) -> tuple[Past, list[str]]:
+    read: Callable[[Iterable[bytes], str], OutputState],
+) -> tuple[OutputState, list[str]]:
     """Read the file, with notes for the user; UserError if this run may not continue it."""
     try:
         growth = check_manifest(path, results, prompts)
@@ -533,7 +535,7 @@ def _read_before(
         if prompt_ids is None:
             raise
         ids = prompt_ids()
-        past = read_past(lines, path, lambda row: fault_of_line(row, results, ids))
+        past = read_output(lines, path, lambda row: fault_of_line(row, results, ids))
         if not (marked or past.done or past.failed):  # perhaps another program's file
             raise damaged from None
         checked = (
@@ -560,4 +562,4 @@ def _open_stream(path: str, option: str | None) -> Writer:
         with os_errors_as(UserError, f"{path}: cannot write there"):
             stream = open(os.dup(number), "wb")  # noqa: SIM115 - the writer closes it
     file = LineFile(stream, name)
-    return Writer(name, file, manifest=None, past=Past(), created=False)
+    return Writer(name, file, manifest=None, past=OutputState(), created=False)

@@ -42,7 +42,7 @@ Check = Callable[[dict[str, Any]], str | None]  # why a result line is not this 
 
 
 @dataclass(slots=True)
-class Past:
+class OutputState:
     """The content of an output file when it was opened.
 
     Args:
@@ -426,7 +426,7 @@ def _show(results: dict[str, Any], key: str) -> str:
 def result_rows(
     lines: Iterable[bytes],
     name: str,
-    past: Past,
+    past: OutputState,
     check_row: Callable[[dict[str, Any], str], None] | None = None,
 ) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
     """Yield the whole lines as (number, bytes, row).
@@ -488,13 +488,13 @@ def samples_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def read_past(lines: Iterable[bytes], name: str, check: Check | None = None) -> Past:
+def read_output(lines: Iterable[bytes], name: str, check: Check | None = None) -> OutputState:
     """Read the result lines of a file.
 
     UserError at a broken line other than the last, at a sample that occurs twice, and at a line
     that `check` refuses.
     """
-    past = Past()
+    past = OutputState()
     for number, _, row in result_rows(lines, name, past):
         samples = samples_of(row)
         faults = () if check is None else filter(None, map(check, samples))
