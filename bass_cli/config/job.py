@@ -380,8 +380,7 @@ def _parse_pair(content: bytes, place: str, folder: Path | None) -> Pair:
         Pair,
         place,
         kind='a pair file is a mapping with at least the key "target"',
-        defaults={"name": Path(place).stem},
-        set_by_reader={"folder": folder},
+        folder=folder,
     )
     if pair.fallback is None or _is_installed(pair.target):
         return pair

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_args
 
 import yaml
@@ -98,24 +99,17 @@ class Located(NamedTuple):
 
 
 def parse_model(
-    content: bytes,
-    model: type[M],
-    place: str,
-    *,
-    kind: str,
-    defaults: Mapping[str, Any],
-    set_by_reader: Mapping[str, Any],
+    content: bytes, model: type[M], place: str, *, kind: str, folder: Path | None
 ) -> tuple[M, Located]:
     """Parse and validate a file.
 
     Args:
         content: the file.
-        model: the model of the file's top level.
-        place: the file's name in messages.
+        model: the model of the file's top level. It has the fields `name` and `folder`.
+        place: the file's name in messages. Without suffix it is the default of `name`.
         kind: what the file should be, for the message if it is no mapping.
-        defaults: values of keys that the file may leave out.
-        set_by_reader: values of fields that are not keys of the file. They are the context of the
-            validation too.
+        folder: the folder of relative paths: a field that is not a key of the file, and the context
+            of the validation.
 
     Returns:
         The model, and the lines of its keys.
@@ -129,11 +123,10 @@ def parse_model(
         raise UserError(f"{place}:{error.line}: {error}") from None
     if not isinstance(node, yaml.MappingNode):
         raise UserError(f"{place}:1: {kind}")
-    located = Located(place, _lines_of(node, model, place, (), set(set_by_reader)))
+    located = Located(place, _lines_of(node, model, place, ()))
+    context = {"folder": folder}
     try:
-        found = model.model_validate(
-            {**defaults, **data, **set_by_reader}, context=dict(set_by_reader)
-        )
+        found = model.model_validate({"name": Path(place).stem} | data | context, context=context)
     except ValidationError as error:
         path, reason = located_fault(error, located.lines)
         raise UserError(f"{located.at(*path)}: {reason}") from None
@@ -141,12 +134,12 @@ def parse_model(
 
 
 def _lines_of(
-    node: yaml.MappingNode, model: type[Strict], place: str, path: KeyPath, hidden: set[str]
+    node: yaml.MappingNode, model: type[Strict], place: str, path: KeyPath
 ) -> dict[KeyPath, int]:
     """Return the line of every key, at any depth; UserError at an unknown or duplicate key."""
     lines: dict[KeyPath, int] = {}
     fields = model.model_fields.items()
-    known = {name: field.annotation for name, field in fields if name not in hidden}
+    known = {name: field.annotation for name, field in fields if name != "folder"}
     for key, value in node.value:
         word = str(key.value)
         here, line = (*path, word), key.start_mark.line + 1
@@ -163,13 +156,13 @@ def _lines_of(
         if inner is None:
             continue
         if isinstance(value, yaml.MappingNode):
-            lines |= _lines_of(value, inner, place, here, set())
+            lines |= _lines_of(value, inner, place, here)
         elif isinstance(value, yaml.SequenceNode):
             for number, item in enumerate(value.value):
                 at = (*here, number)
                 lines[at] = item.start_mark.line + 1
                 if isinstance(item, yaml.MappingNode):
-                    lines |= _lines_of(item, inner, place, at, set())
+                    lines |= _lines_of(item, inner, place, at)
     return lines
 
 

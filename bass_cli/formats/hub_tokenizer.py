@@ -80,7 +80,7 @@ class Settings:
     """The settings in the files beside a vocabulary.
 
     Attributes:
-        config: tokenizer_config.json; empty if there is none.
+        config: tokenizer_config.json; empty if there is none. `values` has checks of its keys.
         model: config.json; empty if there is none.
         special: special tokens by name (`bos_token`, ...).
         extra: special tokens without a name.
@@ -90,6 +90,7 @@ class Settings:
         """Read the files; UserError if one is broken."""
         self.folder = folder
         self.config = self.read("tokenizer_config.json")
+        self.values = Values(self.config, str(folder / "tokenizer_config.json"))
         self.model = self.read("config.json")
         older = self.read("special_tokens_map.json")
         both = older | self.config if "added_tokens_decoder" in self.config else self.config | older
@@ -115,8 +116,7 @@ class Settings:
 
     def flag(self, name: str) -> bool | None:
         """Return a flag of tokenizer_config.json; None if it is not set."""
-        given = Values(self.config, str(self.folder / "tokenizer_config.json"))
-        return None if given.get(name) is None else given.flag(name)
+        return None if self.values.get(name) is None else self.values.flag(name)
 
     @property
     def special_texts(self) -> list[str]:
@@ -141,12 +141,11 @@ class Settings:
         names = self.special_texts
         found = []
         table = self.config.get("added_tokens_decoder")
-        place = self.folder / "tokenizer_config.json"
         if isinstance(table, dict):
             for key, token in table.items():
                 if not key.isdecimal() or not (text := _text(token)):
-                    raise UserError(
-                        f'{place}: key "added_tokens_decoder": {key!r} is not the id of a token'
+                    raise self.values.error(
+                        "added_tokens_decoder", f"{key!r} is not the id of a token"
                     )
                 flags = token if isinstance(token, dict) else {}
                 found.append(_added(int(key), text, special=text in names, flags=flags))
@@ -180,8 +179,7 @@ class Settings:
             if (self.folder / file).exists():
                 template = read_bytes(self.folder / file, LARGEST_FILE).decode()
         if template is not None and not isinstance(template, str):
-            place = self.folder / "tokenizer_config.json"
-            raise UserError(f'{place}: key "chat_template": a text is needed')
+            raise self.values.error("chat_template", "a text is needed")
         return template or None
 
 
@@ -243,10 +241,10 @@ def _add(
         size = backend.get_vocab_size()
         fresh = [token for token in missing if backend.token_to_id(token["content"]) is None]
         if [token["id"] for token in fresh] != list(range(size, size + len(fresh))):
-            raise UserError(
-                f'{settings.folder / "tokenizer_config.json"}: key "added_tokens_decoder": token '
-                f"{fresh[0]['content']!r} has id {fresh[0]['id']}, and tokenizer.json has {size} "
-                "tokens; add it to tokenizer.json"
+            raise settings.values.error(
+                "added_tokens_decoder",
+                f"token {fresh[0]['content']!r} has id {fresh[0]['id']}, and tokenizer.json has "
+                f"{size} tokens; add it to tokenizer.json",
             )
     else:
         held = {token.content: id_ for id_, token in backend.get_added_tokens_decoder().items()}
@@ -391,10 +389,9 @@ def _refuse_code(settings: Settings) -> None:
         code = code.get("AutoTokenizer") if isinstance(code, dict) else code
         names = [one for one in (code if isinstance(code, list) else [code]) if one is not None]
         if names:
-            raise UserError(
-                f'{settings.folder / name}: key "auto_map": the tokenizer is code of the model\'s '
-                f"own ({', '.join(map(repr, names))}), which is never run; {_REMEDY}"
-            )
+            code = f"code of the model's own ({', '.join(map(repr, names))})"
+            fault = f"the tokenizer is {code}, which is never run; {_REMEDY}"
+            raise Values(content, str(settings.folder / name)).error("auto_map", fault)
 
 
 def _refuse_class(settings: Settings) -> None:
@@ -412,7 +409,6 @@ def _refuse_class(settings: Settings) -> None:
         if kind is not None and not (
             isinstance(found, type) and issubclass(found, transformers.PreTrainedTokenizerBase)
         ):
-            raise UserError(
-                f'{settings.folder / name}: key "tokenizer_class": transformers '
-                f"{transformers.__version__} has no tokenizer class {kind!r}; {_REMEDY}"
-            )
+            library = f"transformers {transformers.__version__}"
+            fault = f"{library} has no tokenizer class {kind!r}; {_REMEDY}"
+            raise Values(content, str(settings.folder / name)).error("tokenizer_class", fault)

@@ -345,8 +345,7 @@ def _parse(content: bytes, place: str, folder: Path | None) -> Loaded:
         TaskFile,
         place,
         kind="a task file is a mapping with at least the keys data, prompt or question, and check",
-        defaults={"name": Path(place).stem},
-        set_by_reader={"folder": folder},
+        folder=folder,
     )
     source = ""
     if options.check.function is not None:
