@@ -14,7 +14,7 @@ from bass_cli.models.runner import Runner
 
 # Factor on the rows' temperatures for a draft model. The draft's distribution is at best the mean
 # of the target's possible ones; their median, which agrees most often, is sharper. Measured in
-# docs/decisions/09-draft-temperature.md.
+# docs/decisions/05-proposals.md.
 SHARPER = 0.9
 
 

@@ -408,7 +408,7 @@ class Decoder:
 
         On a CPU it is float64 if the next product rounds its input to e4m3. Sums in float32 differ
         in their last bits by the width of a pass, which would move some numbers across a border
-        between two values (docs/decisions/20-eight-bit-weights.md).
+        between two values (docs/decisions/10-eight-bit-weights.md).
         """
         plain_cpu = q.device.type == "cpu" and ops.kind_for(q) == "reference"
         return q.double() if plain_cpu and "fp8" in self._layouts else q

@@ -64,7 +64,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # The least positions of a row's first block. Larger blocks waste memory on short samples; smaller
 # ones are copied more often.
 _PIECE = 256
-# Maximum rows that --batch-size auto takes (docs/decisions/13-batch-size.md). On one CPU thread
+# Maximum rows that --batch-size auto takes (docs/decisions/07-batches.md). On one CPU thread
 # SmolLM2 decodes 135 tokens a second with 64 rows and 138 with 128.
 _MOST = {"cpu": 64, "cuda": 1024}
 
