@@ -35,8 +35,9 @@ from bass_kernels import LAYOUTS, grouped_works
 _E4M3 = (8, 9)  # the compute capability from which GPUs compute with e4m3 numbers
 # Formats of a draft that reads hidden states
 _OF_HEADS = ("auto", "target", "fp8", "int8")
-# Tokens drafted beyond those verified where rows are cut (docs/decisions/06-verified-drafts.md): two
-# gain three quarters of what four gain. A pass takes two places for each, except for a whole block.
+# Tokens drafted beyond those verified where rows are cut (docs/decisions/06-verified-drafts.md):
+# two gain three quarters of what four gain. A pass takes two places for each, except for a whole
+# block.
 _MORE, _WHOLE = 2, 4
 # The longest draft of mtp, if `speculation.max` is not set. Each further token takes a pass of
 # the layer, and 2 MB of every sequence of a 27B with recurrent layers: 80 GB hold 58 sequences of
