@@ -32,18 +32,11 @@ def draw(plan, loop, prompt):
 
     The seconds include the prefill.
     """
-    from bass_cli.run.scheduler import Conductor
+    from bass_cli.run.engine import Engine
 
-    conductor = Conductor(
-        plan.job,
-        plan.files.tokenizer,
-        loop,
-        context=plan.files.target.spec.context,
-        eos_ids=plan.eos_ids,
-        count=1,
-    )
+    engine = Engine(plan, lazy=True, loop=loop)
     began = time.perf_counter()
-    done = list(conductor.run(iter([prompt]), ()))
+    done = list(engine.draw(iter([prompt]), count=1))
     return {(sample.id, sample.sample): sample for sample in done}, time.perf_counter() - began
 
 

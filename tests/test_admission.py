@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from drawing import Conductor
 from fakes import FakeGraphs
 from test_scheduler import EOS, TEXTS, Letters, by_key, job, prompts, run, table
 from toys import Markov, loop_for
@@ -13,7 +14,6 @@ from bass_cli.engine.loop import Loop
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.models.block_allocator import Sender
 from bass_cli.models.kv_cache import KVCache, Layers
-from bass_cli.run.scheduler import Conductor
 
 
 def captured(*, rows):

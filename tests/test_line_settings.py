@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from drawing import Conductor
 from test_scheduler import EOS, VOCAB, Letters, by_key, job, prompts, run, table
 from toys import Markov, loop_for
 
@@ -19,7 +20,6 @@ from bass_cli.errors import UserError
 from bass_cli.io.prompts import check, check_prompts, prompts_of, read_prompts
 from bass_cli.io.readers import open_source
 from bass_cli.lengths.controllers import Bass, Fixed
-from bass_cli.run.scheduler import Conductor
 
 LINES: list[dict[str, Any]] = [
     {"id": "p0", "prompt": "abc", "n": 5, "temperature": 1.4, "seed": 9},

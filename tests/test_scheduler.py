@@ -7,13 +7,13 @@ from collections import Counter
 
 import pytest
 import torch
+from drawing import Conductor
 from toys import Markov, loop_for
 
 from bass_cli.config.job import Job, Pair
 from bass_cli.config.sampling import Sampling
 from bass_cli.io.prompts import Prompt
 from bass_cli.lengths.controllers import Bass, Fixed
-from bass_cli.run.scheduler import Conductor
 
 VOCAB, EOS = 12, 11
 

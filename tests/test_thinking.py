@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import write_tokenizer
+from drawing import Conductor
 from templates import CHATML, OPENED, THINKING
 from test_scheduler import job
 from toys import Guess, Markov, loop_for
@@ -19,7 +20,6 @@ from bass_cli.io.prompts import prompts_of
 from bass_cli.io.results import Completion
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.run.requests import Request
-from bass_cli.run.scheduler import Conductor
 from bass_cli.run.tasks import RequestReader
 
 USER = {"role": "user", "content": "2 + 2?"}

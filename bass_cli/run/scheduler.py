@@ -11,7 +11,7 @@ import itertools
 import math
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Container, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from bass_cli.config.job import Job
@@ -45,14 +45,13 @@ class Conductor:
 
     Requests share the batch, and their prompts are taken in turn. Under maximal coupling samples
     depend on the rows beside them, so there one request runs at a time, each with a fresh
-    controller. After a failure, `stop` and `resume` let the work continue on another loop.
+    controller. `resume` gives it a loop. After a failure, `stop` and `resume` let the work continue
+    on another one.
 
     Args:
-        loop: An empty loop; None if `resume` gives it.
         context: The target's context, in tokens.
         eos_ids: The model's end-of-sequence ids.
         stop_ids: Other ids that end the job's samples (`ending_ids`).
-        count: See `run`.
         limit, tags: See RequestReader.
         on_round: Called after every round; `capacity` of its result is the rows of the batch.
         on_results: Called when requests have got results or ended.
@@ -62,18 +61,16 @@ class Conductor:
         self,
         job: Job,
         tokenizer: Tokenizer,
-        loop: Loop | None = None,
         *,
         context: int,
         eos_ids: Collection[int],
         stop_ids: Collection[int] = (),
-        count: int | None = None,
         limit: int | None = None,
         tags: Tags | None = None,
         on_round: Callable[[RoundResult], None] | None = None,
         on_results: Callable[[], None] | None = None,
     ):
-        self._job, self._on_round, self._count = job, on_round, count
+        self._job, self._on_round = job, on_round
         self._on_results = on_results
         self._limit = job.sampling.max_new_tokens if limit is None else limit
         self._tokenizer, self._eos, self._context = tokenizer, eos_ids, context
@@ -103,35 +100,6 @@ class Conductor:
         # finished, and not delivered yet
         self._finished_queue = deque[FinishedSample | tuple[Request, Completion]]()
         self._forecast = Forecast(0)
-        if loop is not None:
-            self.resume(loop)
-
-    def run(
-        self,
-        prompts: Iterator[Prompt | None],
-        done: Container[tuple[str, int]],
-        *,
-        redraws: bool = False,
-    ) -> Iterator[Completion]:
-        """Yield every sample that is not in `done`, in the order in which they end.
-
-        Completions are taken by the caller while the device runs the next round. An exception or
-        interruption is raised after the finished samples. After `stop` and `resume`, a second call
-        with the same prompts continues.
-
-        Args:
-            prompts, done, redraws: See Request.
-        """
-        admitted = (one for one in self._requests if one.prompts is prompts)
-        request = next(admitted, None)
-        if request is None:
-            request = Request(self._job, prompts, done, redraws=redraws, count=self._count)
-            self.add(request)
-        try:
-            yield from self.results(request, self.step)
-        except GeneratorExit:
-            self.cancel(request)
-            raise
 
     def results(self, request: Request, step: Callable[[], None]) -> Iterator[Any]:
         """Yield the results of an added request; call `step` while there are none.

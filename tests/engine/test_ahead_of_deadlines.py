@@ -2,6 +2,7 @@
 round is lost or late, and a stall costs no more than elsewhere."""
 
 import pytest
+from drawing import Conductor
 from fakes import FakeGraphs, Ticks
 from simulated import Simulated
 from test_ahead import Flights, Settled, ready
@@ -14,7 +15,6 @@ from bass_cli.drafts.factory import NoDrafter
 from bass_cli.engine.batch import Row
 from bass_cli.engine.sampling import RowSampling
 from bass_cli.lengths.controllers import Fixed
-from bass_cli.run.scheduler import Conductor
 
 ROUND = 0.0021  # of plain decoding, on these graphs
 

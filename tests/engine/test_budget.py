@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from drawing import Conductor
 from test_scheduler import EOS, Letters, job, prompts, table
 from toys import Guess, Markov, loop_for
 
@@ -15,7 +16,6 @@ from bass_cli.engine import loop as loop_module
 from bass_cli.engine.clock import Passes, Prefill
 from bass_cli.lengths.controllers import Bass, Fixed, make_lengths
 from bass_cli.lengths.surface import make_surface
-from bass_cli.run.scheduler import Conductor
 
 
 class Work:

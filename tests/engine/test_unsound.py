@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 import torch
 from checkpoints import shallow, write_checkpoint
+from drawing import Conductor
 from test_scheduler import EOS, Letters, by_key, job, prompts, table
 from toys import Markov, loop_for
 
@@ -18,7 +19,6 @@ from bass_cli.formats.checkpoint import open_checkpoint
 from bass_cli.formats.weights import load
 from bass_cli.lengths.controllers import Bass, Fixed, Goodput
 from bass_cli.models.decoder import Decoder
-from bass_cli.run.scheduler import Conductor
 from bass_kernels import noise, sampling
 
 # NaN in numpy: the interpreter's arithmetic

@@ -12,6 +12,7 @@ import numpy
 import pytest
 import torch
 from checkpoints import sentencepiece_metadata, write_gguf, write_sentencepiece, write_tokenizer
+from drawing import Conductor
 from test_scheduler import job, prompts
 from test_stop_texts import by_definition, in_blocks
 from toys import Guess, Markov, loop_for
@@ -23,7 +24,6 @@ from bass_cli.formats.tokenizer import Tokenizer
 from bass_cli.io.results import Completion
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.run.samples import EndRule
-from bass_cli.run.scheduler import Conductor
 
 CODE = "def f(x):\n    return x\n"
 TEXTS = [CODE, "the cat  sat", "the\n\n\n  안녕 🙂é\n if", "é\né 안", "if    x"]

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
+from drawing import Conductor
 from fakes import FakeGraphs, Ticks
 from simulated import Simulated
 from test_scheduler import Letters, job, prompts
@@ -15,7 +16,6 @@ from bass_cli.config.job import Job, Pair, Speculation
 from bass_cli.drafts.factory import NoDrafter
 from bass_cli.lengths.controllers import Fixed, Goodput
 from bass_cli.run.build import warm_up
-from bass_cli.run.scheduler import Conductor
 
 BLOCK = (0.85, 0.79, 0.81, 0.815, 0.83, 0.82, 0.85, 0.80)  # by position: drafts of one pass on code
 CHAIN = (0.93,) * 64  # token by token
