@@ -149,9 +149,20 @@ def test_every_pair_of_family_drafter_and_controller_is_tested():
         assert {*ALONE} & {pair for both, cell in cells.items() if one in both for pair in cell}
 
 
+# In `make test` a family has every second drafter, unless it is one of WIDELY.
 @pytest.mark.parametrize("met", [met_by, pytest.param(all_met_by, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "drafter"),
+    [
+        pytest.param(
+            family,
+            drafter,
+            marks=() if family in WIDELY or at % 2 == turn % 2 else pytest.mark.slow,
+        )
+        for turn, family in enumerate(FAMILIES)
+        for at, drafter in enumerate(DRAFTERS)
+    ],
+)
 def test_shared_coupling_equals_plain_decoding(decoders, plainly, family, drafter, met):
     target, draft = decoders(family)
     accepted = drafted = 0

@@ -10,7 +10,12 @@ from bass_cli.lengths.controllers import Goodput
 @pytest.mark.parametrize(
     ("rows", "text", "due"),
     [
-        (16, {"prompts": 16, "n": 16, "off": 0.2, "copied": 0.5}, (1.05, 1.08)),
+        pytest.param(
+            16,
+            {"prompts": 16, "n": 16, "off": 0.2, "copied": 0.5},
+            (1.05, 1.08),
+            marks=pytest.mark.slow,
+        ),
         (16, {"prompts": 16, "n": 16, "off": 0.05, "copied": 0.9}, (1.5, 1.9)),
         (1, {"prompts": 8, "n": 1, "off": 0.05, "copied": 0.9, "mean": 120}, (1.1, 2.0)),
     ],
@@ -25,7 +30,9 @@ def test_drafts_that_would_have_been_accepted_are_tried(rows, text, due):
 @pytest.mark.parametrize(
     ("rows", "text"),
     [
-        (16, {"prompts": 16, "n": 16, "off": 1.0, "copied": 0.0}),
+        pytest.param(
+            16, {"prompts": 16, "n": 16, "off": 1.0, "copied": 0.0}, marks=pytest.mark.slow
+        ),
         (16, {"prompts": 16, "n": 16, "off": 0.4, "copied": 0.5}),
         (8, {"prompts": 8, "n": 1, "off": 0.4, "copied": 0.5, "mean": 120}),
         (1, {"prompts": 8, "n": 1, "off": 1.0, "copied": 0.0, "mean": 120}),

@@ -1,11 +1,13 @@
 """Mixtures of experts: the definition against plain products token by token, and the Triton form
 against the definition."""
 
+import itertools
 import math
 
 import pytest
 import torch
 from test_triton import DEVICE, DTYPES, close, randn, triton  # noqa: F401 (a fixture)
+from thinned import thinned_if_interpreted
 
 import bass_kernels as ops
 from bass_kernels import Quantised
@@ -131,12 +133,12 @@ def test_router_equals_the_definition(size, normalised, dtype):
     close(weights, due, torch.float32 if dtype is torch.float32 else dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize(("activation", "clamp"), GATES)
-@pytest.mark.parametrize("size", SIZES)
-def test_experts_equal_the_definition(size, activation, clamp, biased, dtype):
-    tokens, experts, chosen, width, inner = size
+@pytest.mark.parametrize(
+    ("size", "gate", "biased", "dtype"),
+    thinned_if_interpreted(itertools.product(SIZES, GATES, [False, True], DTYPES), 5),
+)
+def test_experts_equal_the_definition(size, gate, biased, dtype):
+    (activation, clamp), (tokens, experts, chosen, width, inner) = gate, size
     x, maps = (
         randn(tokens, width, dtype=dtype),
         maps_of(experts, width, inner, dtype, biased=biased),
@@ -268,12 +270,15 @@ def test_expert_of_all_tokens_is_added_times_its_gate(op, dtype):
     close(found, due, dtype, factor=2)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("layout", ops.LAYOUTS)
-@pytest.mark.parametrize(("activation", "clamp"), GATES[::2])
-@pytest.mark.parametrize("size", [*SIZES, (200, 4, 2, 32, 16)])
-def test_experts_in_8_bits_equal_the_definition(size, activation, clamp, layout, dtype):
+@pytest.mark.parametrize(
+    ("size", "gate", "layout", "dtype"),
+    thinned_if_interpreted(
+        itertools.product([*SIZES, (200, 4, 2, 32, 16)], GATES[::2], ops.LAYOUTS, DTYPES), 5
+    ),
+)
+def test_experts_in_8_bits_equal_the_definition(size, gate, layout, dtype):
     """A number at the border of two values of e4m3 may be rounded to the other one."""
+    activation, clamp = gate
     tokens, experts, chosen, width, inner = size
     x = randn(tokens, width, dtype=dtype)
     maps = in_8_bits(maps_of(experts, width, inner, dtype, biased=clamp is not None), layout)

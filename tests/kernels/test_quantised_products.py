@@ -1,12 +1,14 @@
 """Products with 8-bit weights against their definition in plain torch, on a CUDA device or in Triton's
 interpreter. The sizes are no multiples of the tiles'."""
 
+import itertools
 from functools import partial
 
 import pytest
 import torch
 from test_fused_decode import EPS
 from test_triton import BOUND, DEVICE, randn, triton  # noqa: F401 (a fixture)
+from thinned import thinned_if_interpreted
 
 import bass_kernels as ops
 from bass_kernels import reference, residual
@@ -65,10 +67,10 @@ def stream_of(count, width, dtype):
     return stream, norm
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("tiling", TILINGS)
-@pytest.mark.parametrize("count", [1, 9, 37])
+@pytest.mark.parametrize(
+    ("dtype", "layout", "tiling", "count"),
+    thinned_if_interpreted(itertools.product(DTYPES, LAYOUTS, TILINGS, [1, 9, 37]), 4),
+)
 def test_products_of_a_stream_match_the_definition(dtype, layout, tiling, count):
     stream, norm = stream_of(count, 300, dtype)
     scale = torch.rsqrt(stream.residual.double().square().mean(1, keepdim=True) + EPS)
@@ -106,15 +108,22 @@ def test_products_of_a_stream_match_the_definition(dtype, layout, tiling, count)
     assert torch.equal(products.gate_up(alone, both, eps=EPS, activation=kind, tiling=one), inner)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("tiling", TILINGS)
 @pytest.mark.parametrize(
-    ("count", "lines", "depth"), [(1, 150, 300), (3, 150, 300), (40, 150, 300), (130, 160, 304)]
+    ("dtype", "layout", "tiling", "sizes"),
+    thinned_if_interpreted(
+        itertools.product(
+            DTYPES,
+            LAYOUTS,
+            TILINGS,
+            [(1, 150, 300), (3, 150, 300), (40, 150, 300), (130, 160, 304)],
+        ),
+        5,
+    ),
 )
-def test_linear_matches_the_definition(dtype, layout, tiling, count, lines, depth):
+def test_linear_matches_the_definition(dtype, layout, tiling, sizes):
     """The last one is a product of the library on a Hopper GPU: more than 128 tokens, and
     sizes that are multiples of 16."""
+    count, lines, depth = sizes
     x, weight = randn(count, depth, dtype=dtype), weight_of(lines, depth, layout)
     bias, added = randn(lines, dtype=dtype, seed=5), randn(count, lines, dtype=dtype, seed=6)
     expected = due(x, weight) + bias.double() + added.double()

@@ -5,6 +5,7 @@ import torch
 from checkpoints import shallow, write_checkpoint
 from fakes import recorded
 from test_triton import DEVICE, triton  # noqa: F401 (a fixture)
+from thinned import thinned_if_interpreted
 
 import bass_kernels as ops
 from bass_cli.formats.checkpoint import open_checkpoint
@@ -21,21 +22,31 @@ LENGTHS = (1, 3, TILE + 2)  # all but its last token are read: one more than a t
 
 @pytest.mark.parametrize(
     ("family", "padded", "layout"),
-    [
-        pytest.param("llama3", False, None, marks=pytest.mark.slow),
-        pytest.param("qwen2", False, None, marks=pytest.mark.slow),
-        ("qwen3", False, None),
-        ("gptj", False, None),
-        ("gemma3_text", False, None),
-        ("opt", False, None),
-        ("qwen2", True, None),
-        pytest.param("gemma3_text", True, None, marks=pytest.mark.slow),
-        ("qwen2", False, "fp8"),
-        ("qwen3", False, "int8"),
-        ("qwen3_moe", False, None),
-        ("qwen3_moe", False, "fp8"),
-        pytest.param("gemma3_text", False, "fp8", marks=pytest.mark.slow),
-    ],
+    thinned_if_interpreted(
+        [
+            ("llama3", False, None),
+            ("qwen2", False, None),
+            ("qwen3", False, None),
+            ("gptj", False, None),
+            ("gemma3_text", False, None),
+            ("opt", False, None),
+            ("qwen2", True, None),
+            ("gemma3_text", True, None),
+            ("qwen2", False, "fp8"),
+            ("qwen3", False, "int8"),
+            ("qwen3_moe", False, None),
+            ("qwen3_moe", False, "fp8"),
+            ("gemma3_text", False, "fp8"),
+        ],
+        [
+            ("gptj", False, None),
+            ("gemma3_text", False, None),
+            ("opt", False, None),
+            ("qwen2", True, None),
+            ("qwen3", False, "int8"),
+            ("qwen3_moe", False, "fp8"),
+        ],
+    ),
 )
 def test_a_whole_decoder(family, padded, layout, tmp_path, monkeypatch):
     """Prefill, then rows of unequal length and widths 1 and 3, with these kernels and without.

@@ -432,7 +432,7 @@ print(sum(t.numel() * t.element_size() for n, t in weights.items() if n != "head
 @pytest.mark.skipif(
     not Path("/proc/self/status").exists(), reason="only Linux tells a process's peak memory there"
 )
-@pytest.mark.parametrize("kind", ["gguf", "safetensors"])
+@pytest.mark.parametrize("kind", [pytest.param("gguf", marks=pytest.mark.slow), "safetensors"])
 def test_peak_memory_of_loading_is_about_the_model(kind: str, tmp_path: Path) -> None:
     """A large embedding, stored in 32 bits or quantised, never stands in memory whole beside the
     model."""

@@ -112,6 +112,7 @@ def test_hostile_texts_are_shown_as_text_and_run_nothing(tab: Tab) -> None:
     assert tab.requests == [address.partition("#")[0]]
 
 
+@pytest.mark.slow
 def test_keys_move_between_prompts_and_samples(tab: Tab) -> None:
     page = tab.open(page_of(write("f.jsonl", rows(40))))
     heading, pressed = (
@@ -144,6 +145,7 @@ def test_keys_move_between_prompts_and_samples(tab: Tab) -> None:
     assert page.evaluate("document.activeElement.id") == "search"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sample", ["-1", "0.5", "99", "x", "1e999"])
 def test_an_address_with_a_wrong_sample_shows_one_that_exists(tab: Tab, sample: str) -> None:
     page = tab.open(f"{page_of(write('f.jsonl', rows(2)))}#/samples/prompt%201/{sample}")
@@ -181,6 +183,7 @@ def test_search_filters_and_order_choose_the_prompts(tab: Tab) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_file_without_verdicts_has_no_filter_for_failures(tab: Tab) -> None:
     lines = rows(4)
     lines[0]["finish_reason"] = "budget"
@@ -194,6 +197,7 @@ def test_a_file_without_verdicts_has_no_filter_for_failures(tab: Tab) -> None:
     playwright.expect(page.locator("#detail article pre.text")).to_have_text(expected)
 
 
+@pytest.mark.slow
 def test_two_runs_show_the_same_sample_number(tab: Tab) -> None:
     some = [row for row in rows(2, n=3) if row["sample"] != 1]
     page = tab.open(page_of(write("a.jsonl", rows(2, n=3)), write("b.jsonl", some)))
@@ -207,6 +211,7 @@ def test_two_runs_show_the_same_sample_number(tab: Tab) -> None:
             playwright.expect(texts.nth(side)).to_contain_text(f"text {text}")
 
 
+@pytest.mark.slow
 def test_two_runs_are_beside_each_other_with_the_lines_that_differ(tab: Tab) -> None:
     one, other = rows(4), rows(4)
     other[2]["text"] = "text 1.0\nanother line"
@@ -223,6 +228,7 @@ def test_two_runs_are_beside_each_other_with_the_lines_that_differ(tab: Tab) -> 
     playwright.expect(sides).to_have_count(1)
 
 
+@pytest.mark.slow
 def test_a_browser_without_the_newest_decoder_shows_the_texts(tab: Tab) -> None:
     """Uint8Array.fromBase64 is of 2025."""
     tab.context.add_init_script("delete Uint8Array.fromBase64")
@@ -233,6 +239,7 @@ def test_a_browser_without_the_newest_decoder_shows_the_texts(tab: Tab) -> None:
     assert page.locator("#detail article pre.text").text_content() == "text 0.0\n<b>bold</b>"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("logprobs", [False, True])
 def test_drafted_tokens_are_underlined_with_a_legend_and_a_switch(
@@ -272,6 +279,7 @@ def test_drafted_tokens_are_underlined_with_a_legend_and_a_switch(
     tab.context.close()
 
 
+@pytest.mark.slow
 def test_a_phone_shows_the_list_or_a_prompt(
     chromium: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -295,6 +303,7 @@ def test_a_phone_shows_the_list_or_a_prompt(
     tab.context.close()
 
 
+@pytest.mark.slow
 def test_a_page_that_is_served_follows_the_file(tab: Tab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_BUSY", float("inf"))
     monkeypatch.setattr(server, "INTERVAL", 0.05)

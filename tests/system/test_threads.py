@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from thinned import thinned
 from typer.testing import CliRunner
 
 from bass_cli.cli.commands import app
@@ -260,7 +261,7 @@ COMMANDS = [
 ]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", thinned(COMMANDS, COMMANDS[::2]))
 def test_threads_are_configured_before_torch_is_loaded(command: str, tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("a\n")
     (tmp_path / "t.jsonl").write_text('{"id": "a", "prompt": "x", "completion": "y"}\n')
