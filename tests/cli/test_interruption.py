@@ -167,7 +167,7 @@ def test_exit_joins_threads_and_runs_atexit_functions():
     code = (
         "import atexit, sys, threading, time; from bass_cli.__main__ import main\n"
         "atexit.register(print, 'at exit')\n"
-        "threading.Thread(target=lambda: (time.sleep(1.5), print('thread'))).start()\n"
+        "threading.Thread(target=lambda: (time.sleep(0.5), print('thread'))).start()\n"
         "sys.argv[0] = 'bass'; main()"
     )
     for argument, said, status in (("--version", 1, 0), ("--nothing", 0, 2)):
