@@ -1,6 +1,7 @@
 """Shared fixtures. Without a CUDA device, Triton kernels run in its interpreter, which must be
 set before triton is imported."""
 
+import functools
 import gc
 import itertools
 import os
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer.testing
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -20,15 +22,16 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 
-# Files whose tests take longest, 9 to 50 s each. They start first; otherwise one process still runs
+# Files whose tests take longest, 4 to 25 s each. They start first; otherwise one process still runs
 # them when all others are done.
 LONGEST = (
-    "test_rays", "test_exactness", "test_tensor_parallel", "test_parallel", "test_compiling",
-    "test_laws", "test_exact_quantised", "test_eval", "test_any_model", "test_eight_bits",
-    "test_controllers", "test_feature_heads", "test_hybrids", "test_sandbox", "test_processes",
-    "test_pieces", "test_growth", "test_budget", "test_chain_heads", "test_sandbox_parts",
-    "test_bench", "test_document", "test_weights", "test_memory", "test_crashes", "test_systems",
-    "test_actors", "test_exchange",
+    "test_guides", "test_exactness", "test_tensor_parallel", "test_eval", "test_hostile_text",
+    "test_parallel", "test_exact_quantised", "test_laws", "test_tokenizer", "test_compiling",
+    "test_controllers", "test_feature_heads", "test_sandbox", "test_plus", "test_checks",
+    "test_end_to_end", "test_sandbox_parts", "test_prompt_format", "test_command", "test_growth",
+    "test_pieces", "test_ahead", "test_memory", "test_any_model", "test_any_jobs", "test_hybrids",
+    "test_exchange", "test_interruption", "test_eight_bits", "test_task_files", "test_library",
+    "test_parity", "test_bench", "test_updates", "test_signals", "test_crashes",
 )  # fmt: skip
 
 
@@ -80,6 +83,15 @@ def own_cache(tmp_path_factory):
     """Use a cache of converted tokenizers for this session only, also in its child processes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_command_line():
+    """Build the parser of the command line once. It takes 20 ms, and tests use it thousands of
+    times."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.testing, "_get_command", functools.cache(typer.testing._get_command))
         yield
 
 

@@ -13,12 +13,15 @@ from typing import Any
 
 import pytest
 from forked import run_forked
+from thinned import thinned
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("times", [1, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("script", "count"), [("kills", "--kills"), ("power_cuts", "--cuts")])
+@pytest.mark.parametrize(
+    ("script", "count", "times"),
+    thinned([("power_cuts", "--cuts", 1), ("kills", "--kills", 3), ("power_cuts", "--cuts", 3)], 3),
+)
 def test_kills_and_power_cuts_lose_and_duplicate_no_sample(
     tmp_path: Path, script: str, count: str, times: int
 ) -> None:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from test_ahead import Settled, ready
 from test_captured import Tour, rows
 from test_feature_heads import loop_of
-from thinned import thinned
+from thinned import thinned_on_cpu
 from toys import Reactive, drive, plain
 
 import bass_kernels as ops
@@ -106,7 +106,7 @@ class Compared:
 
 @pytest.mark.parametrize(
     ("family", "kind"),
-    thinned(
+    thinned_on_cpu(
         [
             ("llama3", "authors"),
             ("qwen3", "speculators"),
@@ -193,7 +193,7 @@ def test_prompts_are_read_by_target_and_drafter(models, logprobs):
     assert len(compared.seen) == 24
 
 
-@pytest.mark.parametrize("batch", thinned([2, 5], [5]))
+@pytest.mark.parametrize("batch", thinned_on_cpu([2, 5], [5]))
 def test_captured_rounds_and_those_launched_ahead(models, batch):
     """For any captured length and any launch time the tokens equal those of plain decoding, and
     the drafts those of the paper; catching up is never needed."""

@@ -17,7 +17,7 @@ from test_ahead import Settled, ready
 from test_captured import Tour, rows
 from test_cutting import watched
 from test_parallel import bass
-from thinned import thinned
+from thinned import thinned_on_cpu
 from toys import SPAN, Reactive, drive, loop_for, plain
 
 import bass_kernels as ops
@@ -133,7 +133,7 @@ class Compared:
 
 @pytest.mark.parametrize(
     ("family", "kind"),
-    thinned([("qwen3", "dflash"), ("llama3", "dspark"), ("codegen", "dflash-speculators"),
+    thinned_on_cpu([("qwen3", "dflash"), ("llama3", "dspark"), ("codegen", "dflash-speculators"),
              ("opt", "dspark-speculators")], [("llama3", "dspark"), ("codegen", "dflash-speculators")]),
 )  # fmt: skip
 def test_drafts_equal_a_full_forward(models, family, kind):
@@ -179,7 +179,7 @@ def test_prompts_are_read_by_target_and_drafter(models):
     assert len(compared.seen) == 16
 
 
-@pytest.mark.parametrize("batch", thinned([2, 5], [5]))
+@pytest.mark.parametrize("batch", thinned_on_cpu([2, 5], [5]))
 def test_captured_rounds_and_those_launched_ahead(models, batch):
     """For any captured length and any launch time the tokens equal those of plain decoding, and
     the drafts those of the papers."""

@@ -14,7 +14,7 @@ import torch
 from bounds import bounded
 from test_ragged import SPAN, SPANS, STORE, USED, case
 from test_triton import DEVICE, DTYPES, close, randn
-from thinned import thinned_if_interpreted
+from thinned import thinned_on_cpu
 
 import bass_kernels as ops
 from bass_kernels import reference
@@ -169,9 +169,7 @@ def run(given, **options):
 
 @pytest.mark.parametrize(
     ("dtype", "form"),
-    thinned_if_interpreted(
-        itertools.product(DTYPES, [(3, 1, 0), (1, 9, 0), (3, 9, 75), (3, 1, 20)]), 3
-    ),
+    thinned_on_cpu(itertools.product(DTYPES, [(3, 1, 0), (1, 9, 0), (3, 9, 75), (3, 1, 20)]), 3),
 )
 def test_ragged_attention(conversion, dtype, form):
     splits, width, window = form
@@ -193,7 +191,7 @@ def test_head_sizes(heads, kv_heads, size):
 
 @pytest.mark.parametrize(
     ("dtype", "groups"),
-    thinned_if_interpreted(
+    thinned_on_cpu(
         itertools.product(
             DTYPES, [(2, 1, 1, 1, 0), (4, 2, 3, 3, 75), (8, 1, 2, 3, 0), (4, 1, 2, 1, 20)]
         ),

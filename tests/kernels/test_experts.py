@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from test_triton import DEVICE, DTYPES, close, randn, triton  # noqa: F401 (a fixture)
-from thinned import thinned_if_interpreted
+from thinned import thinned_on_cpu
 
 import bass_kernels as ops
 from bass_kernels import Quantised
@@ -135,7 +135,7 @@ def test_router_equals_the_definition(size, normalised, dtype):
 
 @pytest.mark.parametrize(
     ("size", "gate", "biased", "dtype"),
-    thinned_if_interpreted(itertools.product(SIZES, GATES, [False, True], DTYPES), 5),
+    thinned_on_cpu(itertools.product(SIZES, GATES, [False, True], DTYPES), 5),
 )
 def test_experts_equal_the_definition(size, gate, biased, dtype):
     (activation, clamp), (tokens, experts, chosen, width, inner) = gate, size
@@ -272,7 +272,7 @@ def test_expert_of_all_tokens_is_added_times_its_gate(op, dtype):
 
 @pytest.mark.parametrize(
     ("size", "gate", "layout", "dtype"),
-    thinned_if_interpreted(
+    thinned_on_cpu(
         itertools.product([*SIZES, (200, 4, 2, 32, 16)], GATES[::2], ops.LAYOUTS, DTYPES), 5
     ),
 )

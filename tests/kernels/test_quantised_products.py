@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_fused_decode import EPS
 from test_triton import BOUND, DEVICE, randn, triton  # noqa: F401 (a fixture)
-from thinned import thinned_if_interpreted
+from thinned import thinned_on_cpu
 
 import bass_kernels as ops
 from bass_kernels import reference, residual
@@ -69,7 +69,7 @@ def stream_of(count, width, dtype):
 
 @pytest.mark.parametrize(
     ("dtype", "layout", "tiling", "count"),
-    thinned_if_interpreted(itertools.product(DTYPES, LAYOUTS, TILINGS, [1, 9, 37]), 4),
+    thinned_on_cpu(itertools.product(DTYPES, LAYOUTS, TILINGS, [1, 9, 37]), 4),
 )
 def test_products_of_a_stream_match_the_definition(dtype, layout, tiling, count):
     stream, norm = stream_of(count, 300, dtype)
@@ -110,7 +110,7 @@ def test_products_of_a_stream_match_the_definition(dtype, layout, tiling, count)
 
 @pytest.mark.parametrize(
     ("dtype", "layout", "tiling", "sizes"),
-    thinned_if_interpreted(
+    thinned_on_cpu(
         itertools.product(
             DTYPES,
             LAYOUTS,

@@ -5,7 +5,7 @@ import torch
 from checkpoints import shallow, write_checkpoint
 from fakes import recorded
 from test_triton import DEVICE, triton  # noqa: F401 (a fixture)
-from thinned import thinned_if_interpreted
+from thinned import thinned_on_cpu
 
 import bass_kernels as ops
 from bass_cli.formats.checkpoint import open_checkpoint
@@ -22,7 +22,7 @@ LENGTHS = (1, 3, TILE + 2)  # all but its last token are read: one more than a t
 
 @pytest.mark.parametrize(
     ("family", "padded", "layout"),
-    thinned_if_interpreted(
+    thinned_on_cpu(
         [
             ("llama3", False, None),
             ("qwen2", False, None),

@@ -153,6 +153,7 @@ def test_an_address_with_a_wrong_sample_shows_one_that_exists(tab: Tab, sample: 
     playwright.expect(page.locator("#detail article pre.text")).to_contain_text(f"text 1.{number}")
 
 
+@pytest.mark.slow
 def test_search_filters_and_order_choose_the_prompts(tab: Tab) -> None:
     page = tab.open(page_of(write("f.jsonl", rows(40))))
     count = page.locator("#count")

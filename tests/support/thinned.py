@@ -18,6 +18,6 @@ def thinned(cases: Iterable[Any], kept: Collection[Any] | int) -> list[Any]:
     ]
 
 
-def thinned_if_interpreted(cases: Iterable[Any], kept: Collection[Any] | int) -> list[Any]:
-    """Do so where Triton's interpreter runs the kernels; a GPU has all cases."""
+def thinned_on_cpu(cases: Iterable[Any], kept: Collection[Any] | int) -> list[Any]:
+    """Do so without a CUDA device. A GPU, where kernels need no interpreter, has all cases."""
     return list(cases) if torch.cuda.is_available() else thinned(cases, kept)

@@ -104,7 +104,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("code", "variables", "source", "pair"), [
     (NOBODY, {"HOME": None, "XDG_CACHE_HOME": None, "TMPDIR": "/nowhere", "LC_ALL": "C"}, "pröm.txt", "päir.yaml"),
-    ("", ASCII | {"HOME": "/proc/nowhere", "XDG_CACHE_HOME": None, "TMPDIR": "/proc"}, "-", "pair.yaml"),
+    pytest.param(
+        "", ASCII | {"HOME": "/proc/nowhere", "XDG_CACHE_HOME": None, "TMPDIR": "/proc"}, "-", "pair.yaml",
+        marks=pytest.mark.slow),
 ], ids=["no home, no temporary folder", "neither can be written, ASCII"])  # fmt: skip
 def test_a_job_runs_with_any_home_and_locale(
     place: Path, code: str, variables: dict[str, str | None], source: str, pair: str
