@@ -39,6 +39,7 @@ from bass_cli.models.families import Slot
 from bass_cli.models.partition import HeldPart, Share, held_part, part_of, shifted
 from bass_cli.models.spec import FILE, PLAIN, Layouts, Spec, parameters, stored_dtype
 from bass_cli.models.weights import Weights
+from bass_cli.system.host import digest_triton
 from bass_kernels import Grouped, Quantised, Weight, Writable, import_kernels
 
 _WORKERS = 4  # reading threads: they copy from the page cache as fast as a GPU can receive
@@ -85,7 +86,8 @@ def load(
         return _fill(weights[piece.slot.name], piece, spec, stage, share)
 
     with _in_threads(device, fill, pieces) as filled:
-        import_kernels(device)  # while the threads read
+        digest_triton(device)  # while the threads read
+        import_kernels(device)
         for piece, (rows, size) in zip(pieces, filled, strict=True):
             missing[piece.slot.name] -= rows
             on_read(size)

@@ -265,24 +265,31 @@ def gigabytes(count: int) -> str:
 
 
 def wake(device: torch.device) -> None:
-    """Start to create the CUDA context and Triton's digest of itself, in threads.
+    """Start to create the CUDA context in a thread.
 
-    Each takes some tenths of a second, during which Python can do other work. Triton loads no
-    kernel without its digest. Errors are ignored here, because they occur again when the device
-    is used. The context's thread is not a daemon: if the process ended inside CUDA's libraries,
-    they would abort it.
+    It takes some tenths of a second, during which Python can do other work. Errors are ignored
+    here, because they occur again when the device is used. The thread is not a daemon: if the
+    process ended inside CUDA's libraries, they would abort it.
     """
     if device.type == "cuda":
         threading.Thread(target=_make_context, args=(device,), name="waking").start()
+
+
+def digest_triton(device: torch.device) -> None:
+    """Start to import Triton and to make its digest of itself, in a thread.
+
+    Triton loads no kernel without it. Call this when the threads that read weights have begun: it
+    is 0.7 s of Python, which the modules before the weights would have to share.
+    """
+    if device.type == "cuda":
         threading.Thread(target=_digest_triton, name="digesting", daemon=True).start()
 
 
 def expect(device: str | None) -> None:
-    """At the start of a command, create the CUDA context, import Triton and make its digest, in
-    threads.
+    """At the start of a command, create the CUDA context in a thread.
 
     Does so only if there may be an NVIDIA GPU and `device` is not "cpu". Later the job would have
-    to wait for each of them. For the context's thread see `wake`.
+    to wait for it. For the thread see `wake`.
 
     Args:
         device: The value of --device, None if not given.
@@ -291,7 +298,6 @@ def expect(device: str | None) -> None:
         # Before 12.2, CUDA loads all of torch's kernels at once by default. torch sets this too.
         os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")
         threading.Thread(target=_retain_context, name="waking").start()
-        threading.Thread(target=_digest_triton, name="digesting", daemon=True).start()
 
 
 def read_ahead(files: Callable[[], Iterable[Path]]) -> None:

@@ -1,9 +1,9 @@
 """Import torch without the parts that a job does not use.
 
 `import torch` runs the code of 830 modules. A third of its processor time goes to modules for
-compilers, tensors without memory, distributions and quantisation during training. Here these are
-imported when they are first used, as torch itself does with some others. Only commands import torch
-in this way; a program that uses the library has all of torch.
+compilers, tensors without memory, distributions, data sets and quantisation during training. Here
+these are imported when they are first used, as torch itself does with some others. Only commands
+import torch in this way; a program that uses the library has all of torch.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ _POSTPONED = {
     "torch.nn.quantizable",
     "torch.nn.quantized",
     "torch.quantization",
+    "torch.utils.data",
 }
 # Packages whose import completes torch: models of transformers have no memory at first, and torch's
 # compiler cannot be imported before those modules.

@@ -36,6 +36,7 @@ _INTERVAL = 2.0  # seconds between two measurements while a job runs
 # makes a job ten times slower if others use the cores.
 _FREE = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "1"}
 _SHARED = {"OMP_WAIT_POLICY": "PASSIVE"}
+_BLAS = "OPENBLAS_NUM_THREADS"
 # torch searches all packages for other kinds of devices, which takes 30 ms. bass uses none of them.
 _NO_OTHER_DEVICES = ("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
@@ -236,8 +237,8 @@ def begin(wanted: int | None) -> None:
     The thread chooses the number of threads, and loads torch's libraries while the main thread
     imports other modules. Those with machine code are imported here, before that.
     """
-    if "torch" in sys.modules or lacking_address_space() is not None:
-        return
+    if "torch" in sys.modules or (host.unsupported() or lacking_address_space()) is not None:
+        return  # the command ends with the reason
     from concurrent.futures import Future
 
     choice: Future[_Choice] = Future()
@@ -256,11 +257,15 @@ def begin(wanted: int | None) -> None:
 
     threading.Thread(target=run, name="loading torch", daemon=True).start()
     _begun.append((wanted, choice))
-    try:
-        for name in _COMPILED:
-            importlib.import_module(name)
-    finally:
-        imported.set()
+    # numpy's BLAS would start a thread for each core, which takes 2 s of processor time on 16
+    own = _BLAS not in os.environ
+    if own:
+        os.environ[_BLAS] = "1"
+    for name in _COMPILED:
+        importlib.import_module(name)
+    if own:  # no setting for programs that this process starts
+        del os.environ[_BLAS]
+    imported.set()
 
 
 def _load_libraries() -> None:

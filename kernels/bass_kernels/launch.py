@@ -8,7 +8,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -163,13 +163,29 @@ def compile_ahead(works: Iterable[Callable[[], object]]) -> None:
     with contextlib.ExitStack() as stack:
         if not dispatch.compiling():
             threads = min(_COMPILERS, len(os.sched_getaffinity(0)))
-            pool = stack.enter_context(ThreadPoolExecutor(threads))
+            pool = stack.enter_context(_Compilers(threads))
             stack.enter_context(triton.AsyncCompileMode(pool))
             stack.enter_context(_replaced("parse", _parse_alone(triton.JITFunction.parse)))
             stack.enter_context(_replaced("run", _compile_only(triton.JITFunction.run)))
             stack.enter_context(dispatch.compile_only())
         for work in works:
             work()
+
+
+class _Compilers(ThreadPoolExecutor):
+    """Compiles kernels, and the C code that launches them: until Triton 3.6, a C compiler makes a
+    library for each signature, which takes 0.2 s at the kernel's first launch. The cache keeps it.
+    """
+
+    def submit(self, compile_kernel: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]
+        def compile_both() -> Any:
+            kernel = compile_kernel()
+            launcher = getattr(triton.runtime.driver.active, "launcher_cls", None)
+            if launcher is not None:
+                launcher(kernel.src, kernel.metadata)
+            return kernel
+
+        return super().submit(compile_both)
 
 
 @contextlib.contextmanager

@@ -87,11 +87,12 @@ def test_a_job_compiles_its_kernels_together_before_its_first_round(tmp_path):
     assert first["rows"] == 0
     assert first["phases"] == ["compiling kernels"]
     assert not first["notes"]
+    assert first["launchers"] == first["kernels"]
     assert not later["kernels"], "rounds of the job need no other kernels"
     compiled, missing = empty["empty"]
     assert compiled > 20
     assert not missing, "the bench compiles rounds of a batch without rows"
-    assert second == {"kernels": 0, "rows": 0, "phases": [], "notes": []}
+    assert second == {"kernels": 0, "rows": 0, "phases": [], "notes": [], "launchers": 0}
     assert refused["rows"] == 0, "the loop is empty"
     assert len(refused["phases"]) == 2, "what failed is tried again"
     assert all("one by one" in note for note in refused["notes"])

@@ -67,11 +67,15 @@ def main(folder):
 def ready(plan, models, *, times=1):
     """Build loops, print what that compiled, and return the last one."""
     compiled.clear()
+    launchers.clear()
     phases, notes = [], []
     for _ in range(times):
         loop = build.ready_loop(plan, models, phases.append, notes.append)
     kernels, rows = len(compiled), len(loop.batch)
-    print({"kernels": kernels, "rows": rows, "phases": phases, "notes": notes})
+    print(
+        {"kernels": kernels, "rows": rows, "phases": phases, "notes": notes}
+        | {"launchers": len(launchers)}
+    )
     return loop
 
 
@@ -80,7 +84,10 @@ def refuse(*given, **named):
 
 
 if __name__ == "__main__":
-    triton.runtime.driver.set_active(Absent())
+    launchers = []
+    driver = Absent()
+    driver.launcher_cls = lambda source, metadata: launchers.append(source.fn.__name__)
+    triton.runtime.driver.set_active(driver)
     skip_code()
     compiled = noting("_do_compile")
     build.graphs_for = lambda models: Uncapturable()

@@ -182,13 +182,11 @@ def test_no_writable_temporary_folder_is_one_error_line(monkeypatch: pytest.Monk
     ("named", "node", "expected"),
     [(None, "nvidiactl", 1), ("cuda", "dxg", 1), ("cpu", "nvidiactl", 0), (None, "null", 0)],
 )
-def test_triton_digest_is_made_in_a_thread_if_there_may_be_a_gpu(
+def test_a_context_is_created_in_a_thread_if_there_may_be_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str | None, node: str, expected: int
 ) -> None:
-    digested: list[threading.Thread] = []
-    monkeypatch.setattr(
-        "triton.runtime.cache.triton_key", lambda: digested.append(threading.current_thread())
-    )
+    created: list[threading.Thread] = []
+    monkeypatch.setattr(host, "_retain_context", lambda: created.append(threading.current_thread()))
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev" / node).touch()
     before = set(threading.enumerate())
@@ -196,8 +194,8 @@ def test_triton_digest_is_made_in_a_thread_if_there_may_be_a_gpu(
     host.expect(named)
     for one in set(threading.enumerate()) - before:
         one.join(60)
-    assert len(digested) == expected
-    assert threading.main_thread() not in digested
+    assert len(created) == expected
+    assert threading.main_thread() not in created
 
 
 class CudaDriver:
@@ -223,7 +221,6 @@ def test_the_context_of_the_first_gpu_is_created_without_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, expected: list[int]
 ) -> None:
     driver = CudaDriver(code)
-    monkeypatch.setattr("triton.runtime.cache.triton_key", lambda: "digest")
     monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
     monkeypatch.setattr(host, "ROOT", tmp_path)
     monkeypatch.delenv("CUDA_MODULE_LOADING", raising=False)
@@ -292,10 +289,12 @@ def test_waking_a_device_ignores_errors(monkeypatch: pytest.MonkeyPatch, broken:
     monkeypatch.setattr(threading, "excepthook", unseen.append)
     monkeypatch.setattr(torch.cuda, "mem_get_info", ask)
     monkeypatch.setattr("triton.runtime.cache.triton_key", digest)
-    host.wake(torch.device("cpu"))
+    for begin in (host.wake, host.digest_triton):
+        begin(torch.device("cpu"))
     assert asked == digested == []
     cuda = torch.device("cuda")
-    host.wake(cuda)
+    for begin in (host.wake, host.digest_triton):
+        begin(cuda)
     while not (asked and digested):
         time.sleep(0.001)
     ((device, thread),) = asked
