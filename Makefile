@@ -52,7 +52,7 @@ test-gpu: setup
 	$(BIN)/python benchmarks/plain.py
 
 test-sanitize: setup
-	$(BIN)/python tests/kernels/sanitize.py memcheck racecheck initcheck synccheck
+	$(BIN)/python tests/kernels/sanitize.py none memcheck racecheck initcheck synccheck
 
 lint: setup
 	$(BIN)/python -m ruff check .

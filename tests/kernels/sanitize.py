@@ -1,10 +1,10 @@
 """Run tests of the Triton kernels on a GPU under NVIDIA's compute-sanitizer.
 
-    python tests/kernels/sanitize.py [--limit SECONDS] memcheck racecheck initcheck synccheck
+    python tests/kernels/sanitize.py [--limit SECONDS] [--only WORD] memcheck racecheck ...
 
-The tests first run without it, which compiles the kernels and shows that every kernel is launched.
-Then they run once for each named tool. It exits with 1 if a tool finds an error, a test fails, or
-a kernel is not launched.
+The tests run once for each named tool: memcheck, racecheck, initcheck or synccheck; or none, which
+only compiles the kernels. The first run shows that every kernel is launched. It exits with 1 if a
+tool finds an error, a test fails, or a kernel is not launched.
 
 Left out: exchanges with peers, because a kernel that waits for another process's kernel may never
 end when launches are checked one after the other.
@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,39 +34,46 @@ import triton.language as tl
 import bass_kernels
 
 TESTS = Path(__file__).parents[1]
-# What each process runs: files, and an expression that selects small tests, mostly in bfloat16
+# What each process runs: files, and an expression that selects small tests, mostly in bfloat16. Those
+# that take longest to compile come first.
 GROUPS = (
-    ("kernels/test_triton.py", "dtype2 and not gelu and not relu and not 34000 or samples_equal"),
-    ("kernels/test_ragged.py", "without and dtype1 or shared_prefix or caps or tiles or resets"),
-    ("kernels/test_packed_attention.py kernels/test_causal.py",
-     "test_kernels or lines or causal_attention and dtype1 or long_prompts"),
-    ("kernels/test_eight_bits.py",
-     "instructions and (dtype2 or fused) or sizes or packed_rows or rope and dtype2"),
-    ("kernels/test_experts.py",
-     "dtype2 and (router_equals or experts_equal and silu or 8_bits_equal or all_tokens)"),
-    ("kernels/test_quantised_products.py", "dtype1 or padded"),
-    ("kernels/test_delta_kernels.py",
-     "parts and dtype2 or more_tokens or many_rounds or a_round and (dtype2 or dtype5 or dtype8)"),
-    ("model/test_fused_decode.py", "dtype1"),
+    ("kernels/test_eight_bits.py", "instructions and dtype2"),
+    ("kernels/test_eight_bits.py", "instructions and fused"),
+    ("kernels/test_eight_bits.py", "sizes or packed_rows or rope and dtype2"),
+    ("kernels/test_quantised_products.py", "dtype1 and stream_match and fp8"),
+    ("kernels/test_quantised_products.py", "dtype1 and stream_match and int8"),
+    ("kernels/test_quantised_products.py", "dtype1 and linear_matches and fp8"),
+    ("kernels/test_quantised_products.py", "dtype1 and linear_matches and int8"),
+    ("kernels/test_quantised_products.py", "dtype1 and not match or padded or gated_factor"),
+    ("kernels/test_experts.py", "dtype2 and (router_equals or experts_equal and silu)"),
+    ("kernels/test_experts.py", "dtype2 and (8_bits_equal or all_tokens)"),
     ("kernels/test_whole_decoder.py", "moe or gemma"),
     ("kernels/test_whole_decoder.py", "not moe and not gemma"),
+    ("kernels/test_ragged.py", "without and dtype1 or tiles or resets"),
+    ("kernels/test_ragged.py", "shared_prefix or caps"),
     ("kernels/test_likeliest.py kernels/test_hidden_store.py kernels/test_processing.py "
      "kernels/test_fetching.py",
      "triton or rows_without or not_depend"),
-    ("kernels/test_gated.py kernels/test_training_ops.py", "gate_up and dtype1 or layer or dtype2"),
     ("kernels/test_rejection.py kernels/test_block_verification.py kernels/test_truncation.py "
      "kernels/test_rounds.py kernels/test_selection.py",
      "definition or triton or pending or commit or targets_tokens or angles or distinguish"),
+    ("kernels/test_delta_kernels.py",
+     "parts and dtype2 or more_tokens or many_rounds or a_round and (dtype2 or dtype5 or dtype8)"),
+    ("kernels/test_packed_attention.py kernels/test_causal.py",
+     "test_kernels or lines or causal_attention and dtype1 or long_prompts"),
+    ("model/test_fused_decode.py", "dtype1"),
+    ("kernels/test_triton.py", "dtype2 and not gelu and not relu and not 34000 or samples_equal"),
+    ("kernels/test_gated.py kernels/test_training_ops.py", "gate_up and dtype1 or layer or dtype2"),
 )  # fmt: skip
 # Kernels that none of these tests launches: they wait for kernels of other processes.
 LEFT_OUT = {"peers._add"}
-LINES = 40  # of a failed process that are shown
+LINES = 24  # of a tool, and of a failed process, that are shown
 
 
 class Run(NamedTuple):
-    """One group under a tool, or without one (None)."""
+    """One group under a tool."""
 
-    tool: str | None
+    tool: str
     number: int
     code: int
     seconds: float
@@ -79,9 +86,16 @@ class Run(NamedTuple):
         tests = re.findall(r"\d+ (?:passed|failed|error).* in .*", self.output)
         name = GROUPS[self.number][0].replace("kernels/", "")
         parts = [*summary[-1:], *tests[-1:], f"{self.seconds:.0f} s"]
-        return (
-            f"{self.tool or 'tests'} {'FAILED' if self.code else 'ok'} {name}: {'; '.join(parts)}"
-        )
+        result = "FAILED" if self.code else "ok"
+        return f"{self.tool} {result} {name} ({GROUPS[self.number][1]}): {'; '.join(parts)}"
+
+    def show(self) -> None:
+        """Print the line, and after a failure the first lines of the tool and the last others."""
+        print(self.line, flush=True)
+        if self.code:
+            tool = [one for one in self.output.splitlines() if one.startswith("=====")]
+            rest = [one for one in self.output.splitlines() if not one.startswith("=====")]
+            print(*tool[:LINES], *rest[-LINES:], sep="\n", flush=True)
 
 
 @triton.jit
@@ -134,9 +148,9 @@ def run_here(number: int, record: str) -> int:
     return int(code)
 
 
-def command_of(tool: str | None, place: int, names: set[str]) -> list[str]:
+def command_of(tool: str, place: int, names: set[str]) -> list[str]:
     """Return the command before `python`. `place` gives each process ports of its own."""
-    if tool is None:
+    if tool == "none":
         return []
     program = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     command = [program, "--tool", tool, "--error-exitcode", "1", "--print-limit", "20"]
@@ -151,7 +165,7 @@ def command_of(tool: str | None, place: int, names: set[str]) -> list[str]:
     return command
 
 
-def run(tool: str | None, number: int, names: set[str], folder: Path, limit: float) -> Run:
+def run(tool: str, number: int, names: set[str], folder: Path, limit: float) -> Run:
     """Run a group in a process of its own."""
     record, began = folder / f"{number}.json", time.monotonic()
     command = command_of(tool, number, names)
@@ -179,7 +193,8 @@ def is_found(folder: Path, limit: float) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("what", nargs="+", help="tools; or the number of a group")
-    parser.add_argument("--limit", type=float, default=600.0, help="seconds of a group")
+    parser.add_argument("--limit", type=float, default=900.0, help="seconds of a group")
+    parser.add_argument("--only", default="", help="groups whose files contain this")
     parser.add_argument("--record")
     given = parser.parse_args()
     if given.record and given.what == [str(len(GROUPS))]:
@@ -188,31 +203,23 @@ def main() -> int:
         return 0
     if given.record:
         return run_here(int(given.what[0]), given.record)
-    failed, names = False, kernels()
-    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(len(GROUPS)) as pool:
-        folder, numbers = Path(temporary), range(len(GROUPS))
-        for tool in (None, *given.what):
-            work = [
-                pool.submit(run, tool, number, names, folder, given.limit) for number in numbers
-            ]
-            if tool == "memcheck":
-                found = is_found(folder, given.limit)
-                print(f"the planted error is {'found' if found else 'NOT FOUND'}", flush=True)
-                failed |= not found
-            for done in (one.result() for one in work):
-                print(done.line, flush=True)
+    failed, names, cores = False, kernels(), len(os.sched_getaffinity(0))
+    numbers = [number for number, (files, _) in enumerate(GROUPS) if given.only in files]
+    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(cores) as pool:
+        folder = Path(temporary)
+        for tool in given.what:
+            runs = [pool.submit(run, tool, one, names, folder, given.limit) for one in numbers]
+            if tool == "memcheck" and not is_found(folder, given.limit):
+                failed = True
+                print("memcheck does not find the planted error", flush=True)
+            for done in (one.result() for one in as_completed(runs)):
                 failed |= done.code != 0
-                if done.code:
-                    print(*done.output.splitlines()[-LINES:], sep="\n", flush=True)
-            if tool is None:
-                records = (folder / f"{number}.json" for number in numbers)
-                launched = {
-                    name for one in records if one.exists() for name in json.loads(one.read_text())
-                }
-                missing = sorted(names - launched - LEFT_OUT)
-                print(f"{len(names & launched)} kernels; not launched: {missing}", flush=True)
-                failed |= bool(missing)
-    return int(failed)
+                done.show()
+        records = (folder / f"{number}.json" for number in numbers)
+        texts = [one.read_text() for one in records if one.exists()]
+    missing = names - LEFT_OUT - {name for text in texts for name in json.loads(text)}
+    print(f"{len(names - missing)} kernels launched; not launched: {sorted(missing)}", flush=True)
+    return int(failed or (bool(missing) and not given.only))
 
 
 if __name__ == "__main__":
