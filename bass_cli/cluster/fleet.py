@@ -12,22 +12,18 @@ import contextlib
 import functools
 import os
 import pickle
-import platform
 import queue
-import signal
-import subprocess
 import sys
 import threading
-import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import IO, Any, NamedTuple, Protocol
 
 from bass_cli.config.job import Job
-from bass_cli.errors import MachineError, UserError
+from bass_cli.errors import MachineError
 from bass_cli.reading import shown
+from bass_cli.system.children import Child, Fault, end_of, start_child
 from bass_cli.system.host import expect, visible_gpus
 from bass_cli.system.threads import begin, usable_cores
 
@@ -61,33 +57,6 @@ class Lost(NamedTuple):
     """A process has died or cannot be reached."""
 
     why: str
-
-
-class Fault(NamedTuple):
-    """The error that ends a process.
-
-    Attributes:
-        kind: "user" for a UserError, "machine" for a MachineError, "bug" for anything else.
-        text: The message, or the traceback of a bug.
-        node: The name of the node.
-    """
-
-    kind: str
-    text: str
-    node: str = "a node"
-
-    @classmethod
-    def of(cls, error: Exception) -> Fault:
-        """Return an error of this process as a Fault."""
-        if isinstance(error, UserError):
-            kind = "machine" if isinstance(error, MachineError) else "user"
-            return cls(kind, str(error), platform.node())
-        return cls("bug", "".join(traceback.format_exception(error)), platform.node())
-
-    def error(self) -> Exception:
-        """Return the error for the driver to raise, with the name of the node."""
-        kinds = {"user": UserError, "machine": MachineError}
-        return kinds.get(self.kind, RuntimeError)(f"on {self.node}: {self.text}")
 
 
 class Fleet(Protocol):
@@ -179,12 +148,6 @@ class Process(ABC):
         return notes
 
 
-_CODE = (
-    "import sys; results, *sys.path[:] = sys.argv[1:]; "
-    # before heavy modules, whose import takes seconds
-    "from bass_cli.system.signals import end_with_parent; end_with_parent(); "
-    "from bass_cli.cluster.fleet import main; main(int(results))"
-)
 _KEPT = 4096  # bytes of a process's output that are kept, for the last line before it ended
 _LAST = 1.0  # seconds for the rest of that output, which children of the process may hold open
 
@@ -239,16 +202,25 @@ class ProcessFleet:
         # the first part apart: unpickling the second one imports modules
         first = pickle.dumps((machine.job.threads, machine.job.device))
         self._job = first + pickle.dumps((kind, spec))
-        self._running: dict[Place, subprocess.Popen[bytes]] = {}
-        self._events = queue.SimpleQueue[tuple[subprocess.Popen[bytes], Place, Any]]()
+        self._running: dict[Place, Child] = {}
+        self._events = queue.SimpleQueue[tuple[Child, Place, Any]]()
         self.places = machine.places
 
     def start(self, place: Place) -> None:
-        started: Future[subprocess.Popen[bytes]] = Future()
-        threading.Thread(
-            target=self._start_and_listen, args=(place, started), daemon=True, name="listening"
-        ).start()
-        self._running[place] = process = started.result()
+        reading, writing = os.pipe()  # results; anything may print to standard output
+        try:
+            self._running[place] = process = start_child(
+                __name__,
+                writing,
+                functools.partial(self._listen, place, reading),
+                environment=self._machine.environment(place),
+                merged=True,
+            )
+        except BaseException:
+            os.close(reading)
+            raise
+        finally:
+            os.close(writing)
         _send(process, self._job)
 
     def ask(self, place: Place, given: Any, beat: float) -> None:
@@ -278,30 +250,11 @@ class ProcessFleet:
         for place in list(self._running):
             self.stop(place)
 
-    def _start_and_listen(self, place: Place, started: Future[subprocess.Popen[bytes]]) -> None:
-        """Start a process and listen to it in the same thread: the system kills the process when
-        the thread that started it ends (signals.end_with_parent)."""
-        reading, writing = os.pipe()  # results; anything may print to standard output
-        try:
-            process = subprocess.Popen(
-                [sys.executable, "-c", _CODE, str(writing), *sys.path],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                pass_fds=(writing,),
-                env=self._machine.environment(place),
-                start_new_session=True,  # Ctrl-C reaches the driver only
-            )
-        except BaseException as error:
-            os.close(reading)
-            started.set_exception(error)
-            return
-        finally:
-            os.close(writing)
+    def _listen(self, place: Place, reading: int, process: Child) -> None:
+        """Read the results of a process until it ends."""
         printed = bytearray()
         printing = threading.Thread(target=_keep_end, args=(process.stdout, printed), daemon=True)
         printing.start()
-        started.set_result(process)
         with (
             os.fdopen(reading, "rb") as results,
             contextlib.suppress(EOFError, OSError, pickle.UnpicklingError),
@@ -310,7 +263,7 @@ class ProcessFleet:
                 self._events.put((process, place, pickle.load(results)))
         code = process.wait()
         printing.join(_LAST)
-        self._events.put((process, place, Lost(_end_of(code, bytes(printed)))))
+        self._events.put((process, place, Lost(_end_with(code, bytes(printed)))))
 
 
 def _keep_end(stream: IO[bytes], printed: bytearray) -> None:
@@ -321,19 +274,16 @@ def _keep_end(stream: IO[bytes], printed: bytearray) -> None:
             del printed[:-_KEPT]
 
 
-def _send(process: subprocess.Popen[bytes], message: bytes) -> None:
+def _send(process: Child, message: bytes) -> None:
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):  # the listening thread reports why
         process.stdin.write(message)
         process.stdin.flush()
 
 
-def _end_of(code: int, printed: bytes) -> str:
+def _end_with(code: int, printed: bytes) -> str:
     """Return how a process ended, and the last line that it printed."""
-    how = f"it ended with exit code {code}"
-    if code < 0:
-        names = {int(one): one.name for one in signal.Signals}
-        how = f"it was killed by {names.get(-code, f'signal {-code}')}"
+    how = end_of(code)
     lines = printed.decode(errors="replace").split("\n")
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
     return f"{how}; it printed last: {shown(last)}" if last else how

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from bass_cli.cluster.fleet import Cluster, Fault, Lost, Place, Process, Request, ThisMachine
+from bass_cli.cluster.fleet import Cluster, Lost, Place, Process, Request, ThisMachine
 from bass_cli.cluster.worker import JobSpec, Worker
 from bass_cli.cluster.worker_pool import WorkerPool
 from bass_cli.config.job import Job
@@ -30,6 +30,7 @@ from bass_cli.config.sample_commands import BatchArgs, SampleArgs
 from bass_cli.errors import MachineError, UserError, first_line
 from bass_cli.io.console import Screen
 from bass_cli.io.saving import is_stream
+from bass_cli.system.children import Fault
 
 _PATIENCE = 5.0  # seconds to wait for a connection to a port of Ray
 _INTERVAL = 0.5  # seconds between two connection attempts of RayWatch

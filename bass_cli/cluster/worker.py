@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from bass_cli.cluster.fleet import Fault, Process
+from bass_cli.cluster.fleet import Process
 from bass_cli.config.job import Job
 from bass_cli.io.prompts import Prompt, Shard, Wanted
 from bass_cli.io.results import Completion
 from bass_cli.io.usage import Usage
 from bass_cli.run.manifest import Facts
 from bass_cli.run.requests import import_for
+from bass_cli.system.children import Fault
 from bass_cli.system.threads import CoreMonitor
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Container, Hashable, Iterable, Iterator, M
 from dataclasses import dataclass, field
 from typing import Any
 
-from bass_cli.cluster.fleet import BEAT_OF_ALL, POLL, WAIT, Fault, Fleet, Lost, Place
+from bass_cli.cluster.fleet import BEAT_OF_ALL, POLL, WAIT, Fleet, Lost, Place
 from bass_cli.cluster.worker import Part, Ready, Report
 from bass_cli.errors import MachineError
 from bass_cli.io.console import Screen
@@ -20,6 +20,7 @@ from bass_cli.io.prompts import Prompt
 from bass_cli.io.results import Completion
 from bass_cli.io.usage import together
 from bass_cli.run.manifest import Facts
+from bass_cli.system.children import Fault
 
 _BEAT = 0.1  # seconds between two reports of a worker
 _RATED = 5.0  # seconds over which an actor's tokens per second are measured

@@ -18,11 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from bass_cli.cluster.fleet import BEAT_OF_ALL, POLL, WAIT, Fault, Fleet, Lost, Place, Process
+from bass_cli.cluster.fleet import BEAT_OF_ALL, POLL, WAIT, Fleet, Lost, Place, Process
 from bass_cli.config.job import Job, Pair
 from bass_cli.config.machine_commands import DistillArgs
 from bass_cli.errors import MachineError, UserError
 from bass_cli.io.console import Screen, clock
+from bass_cli.system.children import Fault
 from bass_cli.system.threads import configure_threads
 
 if TYPE_CHECKING:

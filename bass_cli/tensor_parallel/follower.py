@@ -12,14 +12,13 @@ import pickle
 import select
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Collection, Hashable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import torch
 
-from bass_cli.errors import MachineError, UserError
+from bass_cli.errors import MachineError
 from bass_cli.formats import weights as formats
 from bass_cli.formats.checkpoint import open_checkpoint
 from bass_cli.formats.lora import Adapter
@@ -33,6 +32,7 @@ from bass_cli.models.ranks import Ranks
 from bass_cli.models.runner import Runner
 from bass_cli.models.spec import PLAIN, Layouts, Spec
 from bass_cli.models.weights import Named
+from bass_cli.system.children import Fault
 from bass_cli.system.host import free_memory, gigabytes, is_refused_memory
 
 # a call as sent: number of a runner, method, arguments; "capture", "replay", "update", "write" and
@@ -95,22 +95,12 @@ class Ready(NamedTuple):
     read: int
 
 
-class Fault(NamedTuple):
-    """Reply: the process failed.
-
-    kind: "user" or "machine" for the message of a UserError or MachineError, "bug" for a
-        traceback.
-    """
-
-    kind: str
-    text: str
-
-
-def main() -> None:
-    """Read a JobSpec and then calls from standard input, until it is closed."""
+def main(replies: int) -> None:
+    """Read a JobSpec and then calls from standard input, until it is closed. Reply on the file
+    descriptor `replies`."""
     threading.Thread(target=_end_with_leader, daemon=True).start()
     terminal.guard()  # it shares the leader's standard error
-    channel = os.fdopen(os.dup(1), "wb")
+    channel = os.fdopen(os.dup(replies), "wb")
     os.dup2(2, 1)  # a stray print must not corrupt the replies
     calls = sys.stdin.buffer
     try:
@@ -118,14 +108,9 @@ def main() -> None:
         os._exit(0)
     except EOFError:
         os._exit(0)
-    except MachineError as error:
-        _say(channel, Fault("machine", str(error)))
-    except UserError as error:
-        _say(channel, Fault("user", str(error)))
     except Exception as error:
-        kind = "machine" if is_refused_memory(error) else "bug"
-        text = f"memory ran out: {error}" if kind == "machine" else traceback.format_exc()
-        _say(channel, Fault(kind, text))
+        refused = is_refused_memory(error)
+        _say(channel, Fault.of(MachineError(f"memory ran out: {error}") if refused else error))
     os._exit(1)  # a normal exit could wait for ever for an exchange with other processes
 
 
@@ -200,18 +185,12 @@ class Follower:
         while True:
             call = self.listen()
             name, given = call[1], call[2:]
-            if name == "capture":
-                self.capture(*given)
-            elif name == "replay":
-                self.replay(*given)
-            elif name == "update":
-                self.update(*given)
-            elif name == "write":
-                self.write(*given)
-            elif name == "leave":
+            if name == "leave":
                 self._graphs.close()
                 self._ranks.leave()
                 return
+            if name in ("capture", "replay", "update", "write"):
+                getattr(self, name)(*given)
             else:
                 self.perform(call)
 
@@ -296,27 +275,21 @@ class Follower:
         number, name, *given = call
         if name == "begin":
             self._begin(number, *given)
-        elif name == "forward":
-            shape, ends, last = given
+            return
+        runner = self._runners[number]
+        if name in ("forward", "feed"):
+            shape, ends, *last = given
             tokens, positions = self._ranks.receive(shape, self._decoder.device)
-            self._runners[number].forward(tokens, positions, ends, last=last)
-        elif name == "feed":
-            shape, ends = given
-            tokens, positions = self._ranks.receive(shape, self._decoder.device)
-            self._runners[number].feed(tokens, positions, ends)
+            if last:
+                runner.forward(tokens, positions, ends, last=last[0])
+            else:
+                runner.feed(tokens, positions, ends)
         elif name == "open":
             key, prompt, timed, logprobs = given
-            in_time = self._in_time if timed else None
-            self._runners[number].open(key, prompt, in_time, logprobs=logprobs)
-        elif name == "read_all":
-            self._runners[number].read_all()
-        elif name == "close":
-            self._runners[number].close(*given)
-        elif name == "step_back":
-            self._runners[number].step_back(*given)
+            runner.open(key, prompt, self._in_time if timed else None, logprobs=logprobs)
         else:
-            assert name == "follow"
-            self._runners[number].follow(*given)
+            assert name in ("read_all", "close", "step_back", "follow")
+            getattr(runner, name)(*given)
 
     def _begin(
         self,

@@ -8,16 +8,13 @@ the other processes (follower.py), the exchanges inside a pass (ranks.py).
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import pickle
-import signal
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -35,7 +32,9 @@ from bass_cli.models.partition import Share
 from bass_cli.models.ranks import Ranks
 from bass_cli.models.runner import Runner
 from bass_cli.models.spec import Spec
-from bass_cli.tensor_parallel.follower import CAPTURED, Fault, JobSpec, Part, Ready
+from bass_cli.system.children import Child, Fault, end_of, start_child
+from bass_cli.system.host import visible_gpus
+from bass_cli.tensor_parallel.follower import CAPTURED, JobSpec, Part, Ready
 
 _NOTICE = 2.0  # seconds within which the death of a process is detected
 # Seconds for a pass to fail after one of its processes has died. Between CPUs it fails at once;
@@ -44,12 +43,6 @@ _GRACE = 15.0
 # Seconds for all processes to leave the group together. A stopped process never leaves, and a
 # command must end within five seconds of a signal.
 _LEAVE = 1.5
-_CODE = (
-    "import sys; sys.path[:] = sys.argv[1:]; "
-    # before the import of torch, which takes seconds
-    "from bass_cli.system.signals import end_with_parent; end_with_parent(); "
-    "from bass_cli.tensor_parallel.follower import main; main()"
-)
 
 
 class Followers:
@@ -69,7 +62,7 @@ class Followers:
         self._fault: UserError | None = None  # of the first process that failed
         self._news, self._over = threading.Condition(), threading.Event()
         self._broken = False
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._processes: dict[int, Child] = {}
         try:
             for rank in range(1, part.ranks):
                 self._begin(rank)
@@ -80,36 +73,16 @@ class Followers:
     def _begin(self, rank: int) -> None:
         part, environment = self._part, dict(os.environ)
         if part.device.type == "cuda":
-            environment["CUDA_VISIBLE_DEVICES"] = _devices()[rank]
-        started: Future[subprocess.Popen[bytes]] = Future()
-        threading.Thread(
-            target=self._begin_and_listen, args=(rank, environment, started), daemon=True
-        ).start()
-        process = started.result()
+            environment["CUDA_VISIBLE_DEVICES"] = visible_gpus()[rank]
+        listen = functools.partial(self._listen, rank)
+        process = self._processes[rank] = start_child(
+            "bass_cli.tensor_parallel.follower", 1, listen, environment=environment
+        )
         # Each process sees its own device only, as the first one.
         part = part._replace(device=torch.device(part.device.type))
         job = JobSpec(part, rank, torch.get_num_threads(), self._port)
         with contextlib.suppress(BrokenPipeError):  # `_listen` reports why
             self._send(process, job)
-
-    def _begin_and_listen(
-        self, rank: int, environment: dict[str, str], started: Future[subprocess.Popen[bytes]]
-    ) -> None:
-        """Start a process and listen to it in the same thread: the system kills the process when
-        the thread that started it ends (signals.end_with_parent)."""
-        try:
-            process = self._processes[rank] = subprocess.Popen(
-                [sys.executable, "-c", _CODE, *sys.path],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env=environment,
-                start_new_session=True,  # Ctrl-C reaches the leader only
-            )
-        except BaseException as error:
-            started.set_exception(error)
-            return
-        started.set_result(process)
-        self._listen(rank, process)
 
     def join(self) -> None:
         """Wait until all parts are loaded, then form the group.
@@ -266,7 +239,7 @@ class Followers:
         leaving.join(limit)
         return not leaving.is_alive()
 
-    def _listen(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+    def _listen(self, rank: int, process: Child) -> None:
         """Read the replies of a process until it ends, and record why if it failed."""
         assert process.stdout is not None
         found: Fault | None = None
@@ -281,7 +254,7 @@ class Followers:
                     self._news.notify_all()
         if self._over.is_set():
             return
-        text, ranks = _end_of(process.wait()) if found is None else found.text, self._part.ranks
+        text, ranks = end_of(process.wait()) if found is None else found.text, self._part.ranks
         kind = UserError if found is not None and found.kind == "user" else MachineError
         text = f"tensor parallel over {ranks} devices: process {rank} of 0 to {ranks - 1}: {text}"
         with self._news:
@@ -295,25 +268,10 @@ class Followers:
             os._exit(3)
 
     @staticmethod
-    def _send(process: subprocess.Popen[bytes], message: Any) -> None:
+    def _send(process: Child, message: Any) -> None:
         assert process.stdin is not None
         pickle.dump(message, process.stdin)
         process.stdin.flush()
-
-
-def _devices() -> list[str]:
-    """For each GPU that this process sees, the value of CUDA_VISIBLE_DEVICES under which a child
-    sees that GPU alone."""
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if given is None:
-        return [str(number) for number in range(torch.cuda.device_count())]
-    return [one.strip() for one in given.split(",")]
-
-
-def _end_of(code: int) -> str:
-    if code >= 0:
-        return f"it has ended, with exit code {code}"
-    return f"it was killed by {signal.Signals(-code).name}"
 
 
 class LedGraph:

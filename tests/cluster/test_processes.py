@@ -18,7 +18,8 @@ from test_rays import FLAGS, bass, driver, lines, parent_of, until
 
 from bass_cli import Job, MachineError, Pair
 from bass_cli.cluster import fleet as fleets
-from bass_cli.cluster.fleet import Fault, Lost, Place, Request, ThisMachine
+from bass_cli.cluster.fleet import Lost, Place, Request, ThisMachine
+from bass_cli.system.children import Fault
 from bass_cli.system.host import visible_gpus
 
 

@@ -11,9 +11,9 @@ import pytest
 from test_library import model, one_thread  # noqa: F401 (fixtures)
 
 from bass_cli import Completion, Job, Pair, Sampling, generate
-from bass_cli.cluster.fleet import Fault
 from bass_cli.cluster.worker import JobSpec, Part, Ready, Report, Worker
 from bass_cli.io.prompts import Prompt
+from bass_cli.system.children import Fault
 
 PROMPTS = [Prompt(f"p{i}", f"the cat {i}", None, {"k": i}, None, f"x:{i}") for i in range(4)]
 LONG = Prompt("long", "cat " * 5000, None, {}, None, "x:9")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from bass_cli.cluster.fleet import Fault, Lost, Place
+from bass_cli.cluster.fleet import Lost, Place
 from bass_cli.cluster.worker import Part, Ready, Report
 from bass_cli.cluster.worker_pool import WorkerPool
 from bass_cli.config.job import Job, Pair
@@ -22,6 +22,7 @@ from bass_cli.io.prompts import Prompt
 from bass_cli.io.results import Completion
 from bass_cli.io.usage import Usage
 from bass_cli.run.manifest import Facts
+from bass_cli.system.children import Fault
 
 Event = Ready | Report | Fault | Lost
 JOB = Job(pair=Pair(name="m", target="x/m"))
