@@ -212,7 +212,7 @@ def generate_samples(args: GenerateArgs, screen: Screen) -> bool:
         ) as writer,
     ):
         job = drawing.facts.job
-        tell(job, drawing.facts, screen, plain=checked.plain, notes=checked.notes)
+        show_notes(job, drawing.facts, screen, plain=checked.plain, notes=checked.notes)
         found = prompts()
         output: SampleWriter = writer
         laid: LayoutWriter | BestWriter
@@ -309,21 +309,21 @@ def files_read(pair: str | None, job: Job) -> list[tuple[str, str | Path]]:
     return own + [("a file of the models", file) for file in files_of(job.pair)]
 
 
-def tell(
+def show_notes(
     job: Job,
     facts: Facts,
     screen: Screen,
     *,
     plain: bool,
-    ask: str = "`chat=True`",
+    for_chat: str = "`chat=True`",
     notes: Iterable[str] = (),
 ) -> None:
-    """Show notes on what may surprise the user.
+    """Show notes on how the job treats its prompts.
 
     Args:
         plain: Whether some prompts are plain text. If the model has a chat template, a note says
             whether they use it, and names the flag for the other way.
-        ask: The flag for the chat template.
+        for_chat: The option that uses the chat template.
         notes: Further notes.
     """
     for note in notes:
@@ -337,7 +337,7 @@ def tell(
             "plain prompts use the model's chat template; with `chat=False` they are continued as "
             "raw text"
             if job.chats
-            else f"plain prompts are continued as raw text; with {ask} they use the model's "
+            else f"plain prompts are continued as raw text; with {for_chat} they use the model's "
             "chat template"
         )
 
@@ -400,7 +400,7 @@ def write_samples(
         writer.add_run(summary["decoding_seconds"], summary["usage"])
     writer.confirm()  # before the summary says that the samples are in the file
     screen.close(None if rest is None else summary)
-    _tell_failed(failed, screen)
+    _show_failed(failed, screen)
     return summary
 
 
@@ -414,7 +414,7 @@ def samples_of_job(count: int | None, job: Job, wanted: Wanted | None) -> int | 
     return None if count is None else count * job.n
 
 
-def _tell_failed(failed: Mapping[str, str | None], screen: Screen) -> None:
+def _show_failed(failed: Mapping[str, str | None], screen: Screen) -> None:
     for first, error in list(failed.items())[:1]:
         many = "1 prompt" if len(failed) == 1 else f"{len(failed)} prompts"
         screen.error(f'{many} could not be run; the first, "{first}": {error}')

@@ -1,6 +1,6 @@
 """The processes of a distributed training: `Group` starts and supervises them, `Rank` is one.
 
-A group starts when all processes are ready. If one of them dies, all end, and a new group resumes
+A group starts when all processes are ready. If one of them ends, all end, and a new group resumes
 from the last checkpoint. A Rank trains in a thread and reports its progress, its errors and, for
 rank 0, the report. training.py trains; exchange.py sums the gradients. Modules that import torch
 are imported when the number of threads is set.

@@ -34,7 +34,7 @@ from bass_cli.generation import (
     files_written,
     read_job,
     read_shard,
-    tell,
+    show_notes,
     with_rows_of,
     write_samples,
 )
@@ -350,8 +350,8 @@ class Evaluation:
             scoring.check_sandbox(self.task, self._screen, consent=self.scoring.consent)
 
     def _show_facts(self, facts: Facts) -> None:
-        plain = self.form != "chat"
-        tell(self.job, facts, self._screen, plain=plain, ask="`prompt_format` chat")
+        plain, for_chat = self.form != "chat", "`prompt_format` chat"
+        show_notes(self.job, facts, self._screen, plain=plain, for_chat=for_chat)
 
     def _facts(self, plan: Plan) -> Facts:
         """Return the manifest of the samples, and other facts about them."""

@@ -178,9 +178,9 @@ def passed_tests(
     found: dict[str, Vector] = {}
     runs = ((text, Program(text, _together(tests), name, modules)) for text in distinct)
     for text, ending in sandbox.run(runs):
-        told = _BITS.search(ending.detail)
-        if told and len(told[1]) == len(tests):
-            found[text] = tuple(one == "1" for one in told[1])
+        reported = _BITS.search(ending.detail)
+        if reported and len(reported[1]) == len(tests):
+            found[text] = tuple(one == "1" for one in reported[1])
     slow = [text for text in distinct if text not in found]
     each = (
         ((text, at), Program(text, f"assert {test}", name, modules))

@@ -145,7 +145,7 @@ def _quality_by_time(runs: Sequence[Run]) -> Chart | None:
     }
 
 
-_FEW = 3  # most runs with two curves each; more lines could not be told apart
+_FEW = 3  # most runs with two curves each; more lines could not be distinguished
 
 
 def _steps(judged: Mapping[str, Sequence[Outcome]], kind: str) -> list[list[float]]:

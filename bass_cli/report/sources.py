@@ -160,7 +160,7 @@ def quality_of(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _short_names(paths: list[str]) -> list[str]:
-    """Return the ends of the paths that tell them apart."""
+    """Return the shortest ends of the paths that differ."""
     parts = [Path(path).parts for path in paths]
     for length in range(1, max(map(len, parts), default=0)):
         names = ["/".join(one[-length:]) for one in parts]
