@@ -201,20 +201,16 @@ def make_ranker(
     """
     if not needs_model(name):
         return ranker_without_model(name)
-    if name.startswith(REWARD):
-        from bass_cli.rank.reward import BATCH, RewardRanker
+    from bass_cli.rank.model_rankers import BATCH, AgreementRanker, ReverseRanker, RewardRanker
 
+    if name.startswith(REWARD):
         batch = BATCH if batch is None else batch
         if batch < 1:
             raise UserError(f"`reward_batch`: a whole number from 1 on is needed, not {batch}")
         return RewardRanker(name, device=device, dtype=dtype, batch=batch, on_phase=screen.phase)
     assert job is not None
     if name == "reverse":
-        from bass_cli.rank.reverse import ReverseRanker
-
         return ReverseRanker(job, on_phase=screen.phase, on_bytes=screen.bytes_read)
-    from bass_cli.rank.agreement import AgreementRanker
-
     return AgreementRanker(
         job, consent=consent, workers=workers, on_phase=screen.phase, on_bytes=screen.bytes_read
     )

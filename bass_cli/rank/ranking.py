@@ -68,6 +68,10 @@ class Group(NamedTuple):
     candidates: Sequence[Candidate]
     entry_point: str | None = None
 
+    def answers(self, candidate: Candidate) -> bool:
+        """Whether a sample is no program, or one that compiles and has the function's body."""
+        return candidate.program is None or is_whole(candidate.program, self.entry_point)
+
 
 class Standing(NamedTuple):
     """The rank of a sample among those of its prompt, from 1, and its scores by ranker."""
@@ -179,12 +183,10 @@ def _static(group: Group) -> Scores:
 
 def _majority(group: Group) -> Scores:
     """Return shares of votes. A program that is invalid or has no body is no answer."""
-
-    def program(one: Candidate) -> str | None:
-        whole = one.program is None or is_whole(one.program, group.entry_point)
-        return one.program if whole else ""
-
-    return votes([(one.answer, program(one), one.text) for one in group.candidates])
+    return votes(
+        (one.answer, one.program if group.answers(one) else "", one.text)
+        for one in group.candidates
+    )
 
 
 _WITHOUT_MODEL: Mapping[str, Callable[[Group], Scores]] = {

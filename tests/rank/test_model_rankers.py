@@ -22,12 +22,18 @@ from bass_cli import Job, Pair, Sampling
 from bass_cli.cli.commands import app
 from bass_cli.errors import UserError
 from bass_cli.eval.stores import ScoreStore, digest_of
-from bass_cli.rank import agreement
-from bass_cli.rank.agreement import AgreementRanker, passed_tests, test_prompt, tests_in
+from bass_cli.rank import model_rankers
 from bass_cli.rank.code import compiled
+from bass_cli.rank.model_rankers import (
+    AgreementRanker,
+    ReverseRanker,
+    RewardRanker,
+    context_of,
+    passed_tests,
+    test_prompt,
+    tests_in,
+)
 from bass_cli.rank.ranking import Candidate, Group, Scores, candidate_of
-from bass_cli.rank.reverse import ReverseRanker, context_of
-from bass_cli.rank.reward import RewardRanker
 from bass_cli.sandbox.programs import Sandbox
 
 test_prompt.__test__ = tests_in.__test__ = False  # type: ignore[attr-defined]
@@ -207,7 +213,7 @@ def test_score_is_passed_tests_times_samples_that_agree(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The model's drawing is replaced; the programs run in the real sandbox."""
-    monkeypatch.setattr(agreement, "_drawn", lambda engine, groups: [DRAWN for _ in groups])
+    monkeypatch.setattr(model_rankers, "_drawn", lambda engine, groups: [DRAWN for _ in groups])
     vectors = [
         tuple(one.program is not None and reference(one.program, test) for test in TESTS)
         for one in programs().candidates
@@ -222,7 +228,7 @@ def test_score_is_passed_tests_times_samples_that_agree(
 def test_a_loop_in_one_test_leaves_the_results_of_the_others() -> None:
     body = "    while x == 3: pass\n    return 2 * x\n"
     one = Group("d", HEAD, [Candidate(0, body, "eos", None, HEAD + body)], "double")
-    limits = agreement.DEFAULT_LIMITS._replace(seconds=0.7, cpu_seconds=1)
+    limits = model_rankers.DEFAULT_LIMITS._replace(seconds=0.7, cpu_seconds=1)
     with Sandbox(workers=2, limits=limits) as sandbox:
         (found,) = passed_tests(one, TESTS[:4], sandbox, sandbox)
     assert found == (True, True, True, False)
