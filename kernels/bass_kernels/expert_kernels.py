@@ -9,6 +9,7 @@ factor, as in quantised_kernels.py; for fp8 a launch more rounds tokens.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -25,16 +26,8 @@ from .quantised import Quantised
 from .quantised_kernels import E4M3, PLAIN, ROUNDED, dot, round_e4m3, token_scale
 from .residual import Stream, magnitude
 
-_FEW = 16  # tokens of a tile, the fewest of a tensor core's product
-_MANY = 64  # tokens of a tile if experts have many
-# Pairs for each expert, on average, up to which tiles have _FEW tokens. An expert with more pairs
-# than a tile has its weights read once more, and not from L2: the programs that run at once read
-# more than it holds. With random choices of 6 on average, 1 expert in 5000 has more than 16.
-_FEW_UP_TO = 6
 _PAIRS = 1024  # pairs that a program of `_sort` reads at once
 _SUMMED = 1024  # columns of a program that sums the outputs of experts
-_LINES = 64  # rows of a tile of weights
-_DEPTH = 64  # inputs of a step; twice as many where `tile` says so
 
 
 class Mixture(NamedTuple):
@@ -64,30 +57,87 @@ class _Factor(NamedTuple):
         """Whether the other factor is rounded to e4m3."""
         return self.how in (E4M3.value, ROUNDED.value)
 
-    def tile(self, x: Tensor, tokens: int, *, pair: bool) -> dict[str, Any]:
+    def launch(self, x: Tensor, tokens: int, tile: _Tile, *, pair: bool) -> dict[str, Any]:
         """Return the launch options of a product with tiles of so many tokens. `pair`: of gate and
         up."""
-        plain, deep, most = self.how == PLAIN.value, 2 * _DEPTH, 4
-        if plain and x.element_size() == 2 and tokens == _FEW:
-            # steps of 64 inputs in four stages take an H100 6 % longer
-            most = 3
-        elif plain:
-            deep = _DEPTH
-        lines = _LINES * (2 if pair else 1) * self.values.element_size()
+        lines = tile.lines * (2 if pair else 1) * self.values.element_size()
         # beside the stages, the factors of a step as tensor cores read them
-        least = 0 if plain else 2 * (_LINES + tokens) * deep
-        size = (lines + tokens * x.element_size()) * deep
+        least = 0 if self.how == PLAIN.value else 2 * (tile.lines + tokens) * tile.deep
+        size = (lines + tokens * x.element_size()) * tile.deep
         return {
             "HOW": self.how,
             "ROUND": self.rounds,
             "TOKENS": tokens,
-            "LINES": _LINES,
-            "BLOCK_K": deep,
+            "LINES": tile.lines,
+            "BLOCK_K": tile.deep,
             "WIDE": input_precision(x),
-            "num_warps": 4,
+            "num_warps": tile.warps,
             **overlap(True, x.device),
-            "num_stages": stages_that_fit(size, x, least, most=most),
+            "num_stages": stages_that_fit(size, x, least, most=tile.stages),
         }
+
+
+class _Tile(NamedTuple):
+    """The tile of a weight: its rows, the inputs of a step, the most pipeline stages, and warps."""
+
+    lines: int
+    deep: int
+    stages: int
+    warps: int
+
+
+class _Tiling(NamedTuple):
+    """How the products of experts are tiled.
+
+    most: pairs of an expert, on average, up to which it is used.
+    tokens: of a tile; 16 are the fewest of a tensor core's product.
+    up, down: tiles of the weights.
+    """
+
+    most: float
+    tokens: int
+    up: _Tile
+    down: _Tile
+
+
+# By the kind of weights. An expert with more pairs than a tile has tokens is read once more, and
+# not from L2: the programs that run at once read more than it holds. Experts of a pass differ, so
+# 16 tokens are left early: if their logits differ by a standard deviation, the first expert has
+# ten times the average. Measured on an H100: docs/decisions/25-experts.md.
+_TILINGS = {
+    "16 bits": (
+        _Tiling(4, 16, _Tile(64, 128, 3, 4), _Tile(64, 128, 3, 4)),
+        _Tiling(48, 64, _Tile(64, 128, 2, 4), _Tile(64, 64, 4, 4)),
+        _Tiling(math.inf, 128, _Tile(64, 64, 3, 4), _Tile(64, 64, 3, 4)),
+    ),
+    "32 bits": (
+        _Tiling(4, 16, _Tile(64, 64, 4, 4), _Tile(64, 64, 4, 4)),
+        _Tiling(math.inf, 64, _Tile(64, 64, 4, 4), _Tile(64, 64, 4, 4)),
+    ),
+    "e4m3": (
+        _Tiling(6, 16, _Tile(64, 128, 4, 4), _Tile(64, 128, 4, 4)),
+        _Tiling(28, 32, _Tile(64, 128, 4, 4), _Tile(128, 128, 4, 8)),
+        _Tiling(48, 64, _Tile(64, 128, 4, 4), _Tile(128, 128, 4, 8)),
+        _Tiling(math.inf, 128, _Tile(64, 128, 3, 4), _Tile(64, 128, 3, 4)),
+    ),
+    "converted": (  # int8, and e4m3 as float16
+        _Tiling(4, 16, _Tile(64, 128, 4, 4), _Tile(64, 128, 4, 4)),
+        _Tiling(24, 32, _Tile(64, 128, 4, 4), _Tile(64, 128, 4, 4)),
+        _Tiling(56, 64, _Tile(64, 128, 3, 4), _Tile(64, 128, 3, 4)),
+        _Tiling(math.inf, 128, _Tile(128, 128, 3, 8), _Tile(64, 128, 3, 4)),
+    ),
+}
+
+
+def _tiling(factor: _Factor, x: Tensor, mean: float) -> _Tiling:
+    """Return how the products of these weights with tokens x are tiled, for a mean number of pairs
+    of an expert."""
+    kind = "converted"
+    if factor.how == PLAIN.value:
+        kind = "16 bits" if x.element_size() == 2 else "32 bits"
+    elif factor.how == E4M3.value:
+        kind = "e4m3"
+    return next(tiling for tiling in _TILINGS[kind] if mean <= tiling.most)
 
 
 def mix_experts(
@@ -149,12 +199,6 @@ def add_experts(
     return out
 
 
-def _tokens_of_tile(pairs: int, experts: int) -> int:
-    """Return the tokens of a product's tile if `pairs` pairs of a token and an expert are chosen
-    among so many experts."""
-    return _FEW if pairs <= _FEW_UP_TO * experts else _MANY
-
-
 def _outputs(x: Tensor, ids: Tensor, maps: Maps, mixture: Mixture) -> Tensor:
     """Return the outputs of the experts of tokens x [T, width], [T * chosen, width]."""
     (tokens, width), chosen = x.shape, ids.shape[1]
@@ -162,7 +206,6 @@ def _outputs(x: Tensor, ids: Tensor, maps: Maps, mixture: Mixture) -> Tensor:
     pairs = tokens * chosen
     peaks = torch.empty(pairs, dtype=torch.int32, device=x.device)
     order = _sorted_pairs(ids, experts, peaks)
-    count = _tokens_of_tile(pairs, experts)
     mixed, parts = x.new_empty(pairs, inner), x.new_empty(pairs, width)
     assert not isinstance(maps.up, Grouped)  # on a CPU only
     assert not isinstance(maps.down, Grouped)
@@ -170,8 +213,8 @@ def _outputs(x: Tensor, ids: Tensor, maps: Maps, mixture: Mixture) -> Tensor:
     rounded, scales = x.contiguous(), None
     if isinstance(maps.up, Quantised):
         rounded, scales = quantised_products.factor(rounded, maps.up, early=True)
-    tile = up.tile(rounded, count, pair=True)
-    _up[(triton.cdiv(inner, tile["LINES"]), experts)](
+    tiling = _tiling(up, x, pairs / experts)
+    _up[(triton.cdiv(inner, tiling.up.lines), experts)](
         rounded,
         x if scales is None else scales,
         up.values,
@@ -189,10 +232,10 @@ def _outputs(x: Tensor, ids: Tensor, maps: Maps, mixture: Mixture) -> Tensor:
         ALPHA=0.0 if clamp is None else clamp.alpha,
         LIMIT=0.0 if clamp is None else clamp.limit,
         PEAKS=down.rounds,
-        **tile,
+        **up.launch(rounded, tiling.tokens, tiling.up, pair=True),
     )
-    tile = down.tile(x, count, pair=False)
-    _down[(triton.cdiv(width, tile["LINES"]), experts)](
+    tiling = _tiling(down, x, pairs / experts)
+    _down[(triton.cdiv(width, tiling.down.lines), experts)](
         mixed,
         peaks,
         down.values,
@@ -203,7 +246,7 @@ def _outputs(x: Tensor, ids: Tensor, maps: Maps, mixture: Mixture) -> Tensor:
         width,
         inner,
         BIAS=maps.down_bias is not None,
-        **tile,
+        **down.launch(x, tiling.tokens, tiling.down, pair=False),
     )
     return parts
 

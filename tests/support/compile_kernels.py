@@ -187,29 +187,13 @@ def compile_experts():
     compile_one(expert_kernels._sort, peaks, BLOCK=512, EARLY=True)
     stored = {"PLAIN": "*bf16", "E4M3": "*fp8e4nv", "ROUNDED": "*u8", "INT8": "*i8"}
     factors = {"E4M3": "*fp8e4nv", "ROUNDED": "*fp16"}
-    for how, tokens, clamped in (
-        ("PLAIN", 16, False),
-        ("PLAIN", 64, True),
-        ("E4M3", 16, True),
-        ("E4M3", 64, False),
-        ("ROUNDED", 16, False),
-        ("INT8", 16, False),
+    for how, kind, places in (
+        ("PLAIN", "16 bits", (0, 1, 2)),
+        ("E4M3", "e4m3", (0, 1, 2, 3)),
+        ("ROUNDED", "converted", (0,)),
+        ("INT8", "converted", (0, 3)),
     ):
-        types = peaks | {"weight_ptr": stored[how], "scale_ptr": "*fp32"}
-        tile = {"HOW": getattr(quantised_kernels, how).value, "ROUND": how in factors}
-        tile |= {
-            "BIAS": clamped,
-            "TOKENS": tokens,
-            "LINES": 64,
-            "BLOCK_K": 64,
-            "EARLY": True,
-            **wide,
-        }
-        gated = {"KIND": 0, "CLAMPED": clamped, "ALPHA": 1.702, "LIMIT": 7.0, "CHOSEN": 8}
-        gated["PEAKS"] = how in factors
-        factor = {"x_ptr": factors.get(how, "*bf16")}
-        compile_one(expert_kernels._up, types | factor, **gated, **tile)
-        compile_one(expert_kernels._down, types, **tile)
+        compile_products_of_experts(how, factors.get(how, "*bf16"), stored[how], kind, places)
     types = {"token_ptr": "*bf16"}
     for shared in (False, True):
         form = {"ADD": True, "SHARED": shared, "CHOSEN": 8, "BLOCK": 1024, "EARLY": True}
@@ -217,6 +201,21 @@ def compile_experts():
     types = {"bound_ptr": "*i32", "next_ptr": "*bf16"}
     form = {"M": 16, "PEAKS": True, "CHOSEN": 8, "BLOCK": 1024, "EARLY": True}
     compile_one(expert_kernels._add_sum, types, **form)
+
+
+def compile_products_of_experts(how, tokens, weights, kind, places):
+    """Compile the tilings at these places, for tokens and weights of these types."""
+    rounds = how in ("E4M3", "ROUNDED")
+    for place in places:
+        tiling, clamped = expert_kernels._TILINGS[kind][place], place % 2 == 1
+        form = {"HOW": getattr(quantised_kernels, how).value, "ROUND": rounds, "BIAS": clamped}
+        form |= {"TOKENS": tiling.tokens, "EARLY": True, "WIDE": "tf32"}
+        types = {"peak_ptr": "*i32", "weight_ptr": weights, "scale_ptr": "*fp32"}
+        gated = {"KIND": 0, "CLAMPED": clamped, "ALPHA": 1.702, "LIMIT": 7.0, "CHOSEN": 8}
+        tile = {"LINES": tiling.up.lines, "BLOCK_K": tiling.up.deep, "PEAKS": rounds}
+        compile_one(expert_kernels._up, types | {"x_ptr": tokens}, **form, **gated, **tile)
+        tile = {"LINES": tiling.down.lines, "BLOCK_K": tiling.down.deep}
+        compile_one(expert_kernels._down, types, **form, **tile)
 
 
 def compile_delta_rule():
