@@ -37,6 +37,7 @@ from bass_cli.io.resume import (
     OutputState,
     check_output_place,
     manifest_path,
+    part_of,
     read_manifest,
     write_manifest,
 )
@@ -469,18 +470,14 @@ def _manifest(args: FilterArgs) -> dict[str, Any]:
     So `bass generate` does not continue a filtered file.
     """
     before: Mapping[str, Any] = {}
-    try:
-        if args.file != "-":
-            before = read_manifest(args.file)
-    except (OSError, ValueError):
-        pass  # a file of another tool has none
-    results = before.get("results")
+    with contextlib.suppress(OSError, ValueError):  # a file of another tool has none
+        before = {} if args.file == "-" else read_manifest(args.file)
+    results = part_of(before, "results")
     options = ("where", "key", "unique", "within", "schema", "valid_json", "missing",
                "min_tokens", "max_tokens", "min_chars", "max_chars")  # fmt: skip
     chosen = {name: value for name in options if (value := getattr(args, name))}
-    earlier = results.get("filter", []) if isinstance(results, dict) else []
     return {
-        "results": {**(results if isinstance(results, dict) else {}), "filter": [*earlier, chosen]},
+        "results": {**results, "filter": [*results.get("filter", []), chosen]},
         **{key: before[key] for key in ("job", "source", "versions") if key in before},
         "filtered_from": args.file,
         "filtered_by": f"bass {__version__}",

@@ -18,7 +18,7 @@ from bass_cli.errors import UserError, spelled
 from bass_cli.io.compressed import BrokenDataError
 from bass_cli.io.console import Screen, clock
 from bass_cli.io.linefile import live_path, result_lines
-from bass_cli.io.resume import manifest_path, read_manifest, samples_of
+from bass_cli.io.resume import manifest_path, part_of, read_manifest, samples_of
 from bass_cli.io.terminal import Display
 from bass_cli.reading import open_regular, parse_object
 
@@ -141,8 +141,7 @@ class WatchedFile:
     @property
     def prompts(self) -> tuple[int, int | None]:
         """The prompts that have all their samples, and the prompts of the job, None if unknown."""
-        results = self._manifest.get("results")
-        results = results if isinstance(results, dict) else {}
+        results = part_of(self._manifest, "results")
         n, prompts = results.get("n"), results.get("prompts")
         n, best = n if type(n) is int else 1, results.get("best_of")
         n = min(n, best) if type(best) is int else n
@@ -157,8 +156,7 @@ class WatchedFile:
     @property
     def _is_filtered(self) -> bool:
         """Whether `bass filter` wrote the file, which lacks samples of its prompts."""
-        results = self._manifest.get("results")
-        return isinstance(results, dict) and bool(results.get("filter"))
+        return bool(part_of(self._manifest, "results").get("filter"))
 
     def rate(self) -> tuple[float, float] | None:
         """Return tokens and samples a second over the last minute; None if not watched for long.
@@ -167,8 +165,7 @@ class WatchedFile:
         begins, with the totals before it.
         """
         if self.state == "finished":
-            totals = self._manifest.get("totals")
-            seconds = totals.get("seconds") if isinstance(totals, dict) else None
+            seconds = part_of(self._manifest, "totals").get("seconds")
             if not isinstance(seconds, (int, float)) or seconds <= 0:
                 return None
             return self.tokens / seconds, self.samples / seconds

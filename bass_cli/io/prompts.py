@@ -298,23 +298,15 @@ def read_prompts(
     `strict`: Refuse unknown fields.
     """
     opened = open_source(source) if isinstance(source, str) else source
-    plain, columns = opened.kind == "txt", opened.kind == "hf"
+    how = _Reading(column, opened.id_column, opened.kind == "hf", strict)
+    plain = opened.kind == "txt"
     by_line = plain and opened.separator is None
 
     def prompts() -> Iterator[Prompt]:
         for index, (line, record) in enumerate(itertools.islice(opened.records(), limit)):
             fields = {column: record} if plain else record
             id_ = str(line - 1 if by_line else index)
-            place = f"{opened.label}:{line}"
-            yield _to_prompt(
-                fields,
-                id_,
-                column,
-                place,
-                id_column=opened.id_column,
-                columns=columns,
-                strict=strict,
-            )
+            yield _to_prompt(fields, id_, f"{opened.label}:{line}", how)
 
     yield from _distinct(opened.label, prompts())
 
@@ -330,25 +322,19 @@ def prompts_of(
 
     A text, or an item without an id, is numbered, from 0.
 
-    Args:
-        column, id_column: The fields of a mapping with the prompt and its id; see `_to_prompt`.
-        strict: Refuse unknown fields.
+    `column`, `id_column`, `strict`: See _Reading.
     """
+    how = _Reading(column, id_column, strict=strict)
 
     def prompts() -> Iterator[Prompt]:
         for number, item in enumerate(items):
             if isinstance(item, Prompt):
                 yield item
+            elif isinstance(item, str):
+                own = how._replace(id_column=None)
+                yield _to_prompt({column: item}, str(number), f"prompts[{number}]", own)
             else:
-                text = isinstance(item, str)
-                yield _to_prompt(
-                    {column: item} if text else item,
-                    str(number),
-                    column,
-                    f"prompts[{number}]",
-                    id_column=None if text else id_column,
-                    strict=strict,
-                )
+                yield _to_prompt(item, str(number), f"prompts[{number}]", how)
 
     yield from _distinct("prompts", prompts())
 
@@ -373,29 +359,30 @@ def _distinct(name: str, prompts: Iterable[Prompt]) -> Iterator[Prompt]:
         raise UserError(f"{name}: it contains no prompts")
 
 
-def _to_prompt(
-    record: Any,
-    default_id: str,
-    column: str,
-    place: str,
-    *,
-    id_column: str | None = None,
-    columns: bool = False,
-    strict: bool = False,
-) -> Prompt:
-    """Make a Prompt of one record.
+class _Reading(NamedTuple):
+    """How records become prompts.
 
     Args:
-        id_column: The field that holds the id of every prompt. Default: "id", if there is one.
-        columns: The fields are a dataset's columns, which its author named. Columns with the names
-            of settings describe the data and become meta.
-        strict: Refuse unknown fields.
+        column: The field with the prompt.
+        id_column: The field with the id of every prompt. None: "id", if there is one.
+        columns: Whether the fields are a dataset's columns, which its author named. Columns with
+            the names of settings describe the data and become meta.
+        strict: Whether unknown fields are refused.
     """
+
+    column: str
+    id_column: str | None = None
+    columns: bool = False
+    strict: bool = False
+
+
+def _to_prompt(record: Any, default_id: str, place: str, how: _Reading) -> Prompt:
+    """Make a Prompt of one record."""
     if not isinstance(record, Mapping):
         wanted = 'an object like {"prompt": "..."}'
         raise UserError(f"{place}: a prompt is {wanted}, not {kind_of(record)}")
     fields = {key: value for key, value in record.items() if value is not None}
-    text, messages, ids = _take_content(fields, column, place, columns=columns)
+    text, messages, ids = _take_content(fields, how, place)
     for name in HONOURED if ids is not None else ():
         if name in fields:
             refuse(place, name, "token ids are a whole prompt; leave it out")
@@ -403,13 +390,13 @@ def _to_prompt(
     reference = fields.pop("reference", None)
     if reference is not None:
         check_text(reference, "reference", place, may_be_empty=True)
-    identity = _take_id(fields, id_column, default_id, place)
-    settings = {} if columns else _take_settings(fields, place)
+    identity = _take_id(fields, how.id_column, default_id, place)
+    settings = {} if how.columns else _take_settings(fields, place)
     for key, value in fields.items():
-        if (refused := refusal_of(key, value, columns=columns)) is not None:
+        if (refused := refusal_of(key, value, columns=how.columns)) is not None:
             refuse(place, *refused)
-    if strict:
-        _refuse_unknown(fields, column, place)
+    if how.strict:
+        _refuse_unknown(fields, how.column, place)
     fields = _with_meta(fields, place)
     fault = None
     if not is_unicode(identity):
@@ -445,16 +432,17 @@ def _take_id(fields: dict[str, Any], column: str | None, default: str, place: st
 
 
 def _take_content(
-    fields: dict[str, Any], column: str, place: str, *, columns: bool
+    fields: dict[str, Any], how: _Reading, place: str
 ) -> tuple[str | None, list[dict[str, Any]] | None, list[int] | None]:
     """Take the prompt out of `fields`: its text, its messages or its token ids.
 
-    `columns`: As in `_to_prompt`. Beside a prompt, such conversations and ids describe the data.
+    Beside a prompt, conversations and ids in a dataset's columns describe the data.
     """
+    column = how.column
     names = dict.fromkeys((column, "messages", "conversations", "token_ids"))
     given = {name: fields.pop(name) for name in names if name in fields}
     for name in ("conversations", "token_ids"):
-        data = columns or isinstance(given.get(name), str)
+        data = how.columns or isinstance(given.get(name), str)
         if data and name != column and given.keys() & {column, "messages"} and name in given:
             fields[name] = given.pop(name)
     if not given:

@@ -105,6 +105,12 @@ def read_manifest(output: str) -> dict[str, Any]:
     return parse_object(read_bytes(manifest_path(output), _MANIFEST_BYTES))
 
 
+def part_of(manifest: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Return a part of a manifest, such as its "results"; empty if it is not an object."""
+    found = manifest.get(key)
+    return found if isinstance(found, dict) else {}
+
+
 def write_manifest(output: str, manifest: dict[str, Any]) -> None:
     """Replace the manifest in one step, so that a reader never sees a part of it."""
     path = manifest_path(output)
