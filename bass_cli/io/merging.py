@@ -233,21 +233,18 @@ def _prompts_of(
         return None
     try:
         source = open_prompts(name, None, results.get("separator"), results.get("id_column"))
-        digest, before = PromptDigest(source, column), results.get("prompts")
+        digest = PromptDigest(source, column)
         ids, own = dict[str, int](), dict[str, int]()
         for prompt in read_prompts(source, column=column, limit=results.get("limit")):
             digest.add(prompt)
             ids[prompt.id] = len(ids)
             if "n" in prompt.settings:
                 own[prompt.id] = prompt.samples(1)
-        count = digest.growth(before)
+        count = digest.growth(results.get("prompts"))
     except (UserError, OSError, ValueError):
         return None
-    if count is None:
-        return ids, own
-    if isinstance(before, str):  # of an older version, which has no number of prompts
-        return None
-    return {id_: place for id_, place in ids.items() if place < int(count)}, own
+    most = len(ids) if count is None else int(count)
+    return {id_: place for id_, place in ids.items() if place < most}, own
 
 
 def _numbers(parts: Sequence[_Part]) -> dict[str, int] | None:

@@ -110,22 +110,6 @@ class Source:
                 summary.update(block)
             return summary.hexdigest()
 
-    def digests(self) -> Iterator[str]:
-        """Yield the digests of every beginning of the content that ends with a line.
-
-        Each line gives two: without its line end and with it. One of them equals the `digest` of
-        the file before lines were added at its end.
-        """
-        if self.kind == "hf":
-            return
-        with self.open() as stream:
-            summary = hashlib.sha256()
-            for line in stream:
-                text = line.rstrip(b"\r\n")
-                for part in (text, line[len(text) :]):
-                    summary.update(part)
-                    yield summary.hexdigest()
-
 
 def open_source(source: str, separator: str | None = None) -> Source:
     """Open "-", "hf:NAME[:CONFIG][:SPLIT]" or a path. Standard input is read to its end.

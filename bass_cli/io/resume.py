@@ -34,7 +34,6 @@ _OPTIONAL = dict.fromkeys((*COUNTED, "copy_of"), whole)
 _MANIFEST_BYTES = 1 << 24  # a manifest has a few thousand bytes
 # PromptDigest: the most marks, hexadecimal digits of a mark, and of the last digest
 _MARKS, _MARK, _WHOLE = 512, 8, 32
-_SOME = "an unknown number"  # of prompts, in a manifest of an older version
 _encode = json.JSONEncoder(default=str).encode
 _REMEDY = "start again with `overwrite`, or give another `out`"
 Key = tuple[str, int]  # prompt id, sample
@@ -260,19 +259,12 @@ class PromptDigest:
         """Return how many prompts a manifest has if this run has more, None if it has the same.
 
         Args:
-            before: The manifest's value: a `record`, or the digest of a whole file in manifests of
-                older versions.
+            before: The manifest's value, a `record`.
 
         Raises:
             ValueError: The manifest's prompts are not the first prompts of this run; the text says
                 what differs.
         """
-        if isinstance(before, str):
-            if before == self.of_file():
-                return None
-            if before in self._source.digests():
-                return _SOME
-            raise ValueError("the prompt file has changed, and not only at its end")
         try:
             count, last = whole(before["count"], least=1), text(before["digest"])
             stride, marks = whole(before["stride"], least=1), text(before["marks"])
@@ -281,10 +273,6 @@ class PromptDigest:
         if count > self.count or self.at(count) != last:
             raise ValueError(self._first_change(count, stride, marks))
         return None if count == self.count else str(count)
-
-    def of_file(self) -> str | None:
-        """Return the digest of the whole file, which manifests of older versions hold."""
-        return self._source.digest()
 
     def _first_change(self, count: int, stride: int, marks: str) -> str:
         """Describe the first difference, as exactly as the marks allow."""
@@ -371,13 +359,9 @@ def is_marked(
         value, *noted = os.getxattr(stream.fileno(), ATTRIBUTE).decode().split()
     except (OSError, AttributeError, ValueError):
         return None
-    if prompts is None:
+    if prompts is None or value != _digest(results):
         return value == _digest(results)
-    if not noted:  # older versions stored the digest of the prompt file
-        return value == _digest(results | {"prompts": prompts.of_file()})
-    if value != _digest(results):
-        return False
-    count = int(noted[0]) if noted[0].isdecimal() else 0
+    count = int(noted[0]) if noted and noted[0].isdecimal() else 0
     return prompts.at(count) == noted[-1] if 0 < count <= prompts.count else None
 
 

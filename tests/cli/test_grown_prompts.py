@@ -4,7 +4,6 @@ A stand-in replaces the engine."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import sys
@@ -127,31 +126,6 @@ def test_prompts_beyond_the_limit_may_change(place: Path) -> None:
     assert "limit grows from 2 to 3" in done.stderr
     assert "prompts grow" not in done.stderr
     assert len(keys()) == 6
-
-
-@pytest.mark.parametrize("ending", ["\n", "\r\n", ""])
-def test_a_manifest_of_an_older_version_is_read(place: Path, ending: str) -> None:
-    """Such a manifest has the SHA-256 of the whole file."""
-    first = "".join(f'{{"prompt": "{word}"}}\n' for word in "abc").encode()
-    first = first.replace(b"\n", ending.encode()) if ending == "\r\n" else first
-    first = first if ending else first.removesuffix(b"\n")
-    Path("p.jsonl").write_bytes(first)
-    run("p.jsonl")
-    path = Path("o.jsonl.manifest.json")
-    manifest = json.loads(path.read_text())
-    manifest["results"]["prompts"] = hashlib.sha256(first).hexdigest()
-    path.write_text(json.dumps(manifest))
-    assert run("p.jsonl").exit_code == 0
-    assert json.loads(path.read_text())["results"]["prompts"]["count"] == 3  # as it is now
-    path.write_text(json.dumps(manifest))
-    Path("p.jsonl").write_bytes(first + b'\n{"prompt": "d"}\n')
-    done = run("p.jsonl")
-    assert done.exit_code == 0
-    assert "prompts grow from an unknown number to 4" in done.stderr
-    assert len(keys()) == 8
-    path.write_text(json.dumps(manifest))
-    Path("p.jsonl").write_bytes(first.replace(b'"b"', b'"x"'))
-    assert "the prompt file has changed" in run("p.jsonl").stderr
 
 
 def test_maximal_coupling_lets_a_complete_file_grow_only(place: Path) -> None:

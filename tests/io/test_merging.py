@@ -14,9 +14,10 @@ from typer.testing import CliRunner
 
 from bass_cli.cli.commands import app
 from bass_cli.errors import UserError
-from bass_cli.io.prompts import Shard, held_by, parse_shard, shard_of
+from bass_cli.io.prompts import Shard, held_by, parse_shard, read_prompts, shard_of
 from bass_cli.io.readers import Source
 from bass_cli.io.results import Completion, open_output
+from bass_cli.io.resume import PromptDigest
 
 IDS = [f"p{number}" for number in range(12)]
 N = 2
@@ -38,7 +39,11 @@ def sample(id_: str, number: int, **given: Any) -> Completion:
 
 
 def manifest(shard: str | None, **given: Any) -> dict[str, Any]:
-    results = {"target": "m", "prompts": Source("p.jsonl", "jsonl").digest(), "limit": None}
+    source = Source("p.jsonl", "jsonl")
+    digest = PromptDigest(source)
+    for prompt in read_prompts(source):
+        digest.add(prompt)
+    results = {"target": "m", "prompts": digest.record(), "limit": None}
     results |= {"prompt_column": "prompt", "n": N, "seed": 0, **given}
     return {"results": results | ({} if shard is None else {"shard": shard}), "source": "p.jsonl"}
 
@@ -122,8 +127,7 @@ def test_without_the_prompt_file_order_is_by_number_or_part(
         monkeypatch.setitem(globals(), "IDS", [f"{id_}x" for id_ in IDS])
     names, lines = three(), write("1.jsonl", "1/3")
     write("one less.jsonl", "1/3", lines[1:])
-    with (place / "p.jsonl").open("a") as file:
-        file.write(' \n{"prompt": "one more"}')
+    (place / "p.jsonl").write_text('{"prompt": "another one"}')
     message = merge("all.jsonl", *reversed(names))
     assert "prompt file is not here or has changed" in message
     assert ("by the numbers in their ids" in message) == numbered
