@@ -7,6 +7,7 @@ Not here: finding it (sources.py), its weight files (tensor_files.py), loading (
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -236,6 +237,10 @@ def open_checkpoint(
             f"{path}: LoRA adapters cannot be merged into a GGUF file; name the folder of the "
             "original checkpoint"
         )
+    return _open_gguf(path)
+
+
+def _open_gguf(path: Path) -> Checkpoint:
     metadata, entries, vocabulary = read_gguf(path)
     factors = None
     if (stored := entries.get(ROPE_FACTORS)) is not None:
@@ -251,14 +256,12 @@ def open_checkpoint(
     entries = split_entries(entries, 0 if spec.experts is None else spec.experts.total)
     slots, ignored = families.slots(spec, kind.tensors), ignored_in(metadata, spec.layers)
     pieces = assign(spec, slots, entries, path, ignored, parameters(spec))
-    eos = [
-        id_ for role in END_ROLES for id_ in _ids(metadata, f"tokenizer.ggml.{role}_token_id", path)
-    ]
+    ends = (_ids(metadata, f"tokenizer.ggml.{role}_token_id", path) for role in END_ROLES)
     return Checkpoint(
         path,
         spec,
         pieces,
-        eos_ids=tuple(dict.fromkeys(eos)),
+        eos_ids=tuple(dict.fromkeys(itertools.chain(*ends))),
         metadata=metadata,
         vocabulary=vocabulary,
         notes=gguf_config.notes_of_gguf(metadata, place=str(path)),
