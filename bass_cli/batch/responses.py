@@ -189,6 +189,8 @@ def _usage(samples: Sequence[Sequence[Completion]]) -> dict[str, Any]:
     return usage
 
 
+# The files
+
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 
 

@@ -92,6 +92,9 @@ def checked_tools(tools: Any) -> Any:
     return tools
 
 
+# Structured output
+
+
 class Structure(NamedTuple):
     """What the text of a sample must match. `text`: a JSON schema, a regex or a grammar."""
 

@@ -181,6 +181,9 @@ def _json_in(text: Any) -> Any:
         return _NO_JSON
 
 
+# The filter
+
+
 class Criterion(NamedTuple):
     """What kept samples meet. `reason`: why others are dropped. `meets` raises NoValueErrors."""
 

@@ -125,6 +125,8 @@ def _size(samples: Any) -> str:
     return next((word for most, word in _SIZES if count < most), _LARGEST)
 
 
+# The upload
+
 _SCHEME = "hf://"
 _ATTEMPTS = 5  # with waits of 1, 2, 4 and 8 s between them: the hub is often back after seconds
 _PATIENCE = 20.0  # seconds to wait for the hub's first answer, as for data sets

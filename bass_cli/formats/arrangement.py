@@ -128,6 +128,8 @@ def columns_of(spec: Spec, slot: Slot) -> Tensor | None:
     return _tiled(spec, spec.recurrent.values).argsort()
 
 
+# Experts
+
 _EXPERTS = re.compile(
     r"(?P<layer>.*layers\.\d+\.mlp\.experts)\.(?P<map>gate_up_proj|down_proj)(?P<kind>|_bias)"
 )

@@ -343,6 +343,8 @@ class StopDetector:
                     return
 
 
+# The thinking part
+
 # The tags of published models
 _TAGS = (
     ("<think>", "</think>"),

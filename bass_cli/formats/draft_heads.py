@@ -304,6 +304,9 @@ def _rank(values: Values, kind: str) -> int:
     return rank
 
 
+# Drafters in folders of their own
+
+
 def open_head(path: Path, target: Spec) -> Checkpoint:
     """Read and check the headers of a folder with a drafter that reads this target's hidden states.
 
@@ -376,6 +379,9 @@ def _draft_ids(
             f'{entry.file}: tensor "d2t" does not give {count} different ids below {vocab}'
         )
     return tuple(ids.tolist())
+
+
+# The multi-token-prediction layer of a target
 
 
 class NoLayerError(UserError):

@@ -473,6 +473,8 @@ def check_places(
             )
 
 
+# Folders
+
 _NAMED = 5  # maximum tensors in an error
 _OTHER_NAMES = "consolidated"  # Mistral's second copy, with other tensor names
 # Weight formats in order of preference: the single file, a pattern of shards, the reader.

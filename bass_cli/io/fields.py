@@ -169,6 +169,8 @@ def _checked_calls(calls: Any, here: str, place: str) -> list[dict[str, Any]]:
     return found
 
 
+# Names of fields
+
 # Settings and parts of a prompt that other tools read, or that hold for a whole run. Ignoring such
 # a field would give wrong samples, so it is refused, with what to use instead.
 _OTHER_NAMES = {  # by option, as messages name it

@@ -198,6 +198,9 @@ def seekable_lines(stream: IO[bytes], name: str) -> IO[bytes]:
     return copy
 
 
+# Files of samples that do not grow
+
+
 def read_records(
     path: str,
     notes: list[str],
