@@ -448,6 +448,8 @@ def _take_content(
     if not given:
         known = [shown(key)[1:-1] for key in itertools.islice(fields, _HINTS)]
         hint = f"; {nearest(column, known)}" if fields else ""
+        if len(known) == 1 and re.search(r"[;\t|]", known[0]):
+            hint = f'; a table with the one column "{known[0]}" needs commas between its cells'
         other = "" if column == "messages" else ', and there is no "messages"'
         refuse(place, column, f"it is missing{other}{hint}")
     if len(given) > 1:

@@ -78,6 +78,9 @@ def test_cells_of_messages_hold_json(tmp_path: Path) -> None:
         ('prompt\nx\n"open\nand so on\n', "p.csv:3: broken table: the end of a quoted cell is missing"),
         ('prompt\n"a"b\n', "p.csv:2: broken table: ',' expected after '\"'"),
         ("text\nx\n", 'p.csv:2: field "prompt": it is missing, and there is no "messages"; known: text'),
+        ("prompt;id\nx;1\n",
+         'p.csv:2: field "prompt": it is missing, and there is no "messages"; a table with the one column '
+         '"prompt;id" needs commas between its cells'),
         ("id,prompt\na,\n", 'p.csv:2: field "prompt": it is missing, and there is no "messages"; known: id'),
         (b"prompt\n\xe9\n", "p.csv:2: the text is not valid UTF-8: byte 0xe9 at byte 1 of the line"),
         ("prompt\nx\n".encode("utf-16"),
