@@ -26,7 +26,7 @@ class TokenizerParts(NamedTuple):
     """The parts of one tokenizer, in the same form for all file formats.
 
     content: the tokenizer in the format of tokenizer.json, as the `tokenizers` library reads it,
-        or a SentencePiece model with its added tokens (pieces_content).
+        or a SentencePiece model with its added tokens (sentencepiece_content).
     template: the chat template, or None.
     special: special tokens by name (`bos_token`, ...), as chat templates use them.
     eos_ids: ids that end a sample, in ascending order; empty if the files name none.
@@ -51,7 +51,7 @@ class Ids(NamedTuple):
 def load_backend(content: bytes) -> Any:
     """Return the tokenizer of TokenizerParts.content; padding and truncation are off."""
     if content.startswith(_MARK):
-        return Pieces(json.loads(content))
+        return SentencePieceBackend(json.loads(content))
     import tokenizers
 
     backend = tokenizers.Tokenizer.from_buffer(content)
@@ -60,7 +60,7 @@ def load_backend(content: bytes) -> Any:
     return backend
 
 
-def pieces_content(
+def sentencepiece_content(
     model: bytes,
     *,
     added: Sequence[dict[str, Any]],
@@ -109,7 +109,7 @@ def saved(content: bytes) -> Saved:
     return Saved("tokenizer.model", base64.b64decode(facts["sentencepiece"]), settings)
 
 
-class Pieces:
+class SentencePieceBackend:
     """A SentencePiece model with added tokens; the methods are those of tokenizers.Tokenizer."""
 
     encode_special_tokens = False

@@ -295,9 +295,9 @@ def _windows(values: Values, layers: int, family: Family) -> tuple[int, ...]:
         there = False
     window = values.count(key) if there else 0
     if types is None and "sliding_window_pattern" not in values.values:
-        return tuple(window if local else 0 for local in _locals(values, layers, family))
+        return tuple(window if local else 0 for local in _have_window(values, layers, family))
     if types is None:
-        types = [_KINDS[local] for local in _locals(values, layers, family)]
+        types = [_KINDS[local] for local in _have_window(values, layers, family)]
     _check_types(types, layers, values, _KINDS)
     if "sliding_attention" in types and not there:
         raise values.error(
@@ -319,7 +319,7 @@ def _check_types(types: Any, layers: int, values: Values, kinds: tuple[str, ...]
         raise values.error("layer_types", f"{len(types)} types for {layers} layers")
 
 
-def _locals(values: Values, layers: int, family: Family) -> tuple[bool, ...]:
+def _have_window(values: Values, layers: int, family: Family) -> tuple[bool, ...]:
     """Return for each layer whether it has a window, by the older keys."""
     if "sliding_window_pattern" in values.values:
         pattern = values.count("sliding_window_pattern")

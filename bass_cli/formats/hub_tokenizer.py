@@ -18,8 +18,8 @@ from bass_cli.formats.backends import (
     TokenizerParts,
     end_ids,
     load_backend,
-    pieces_content,
     post_processor,
+    sentencepiece_content,
 )
 from bass_cli.formats.config_keys import Values
 from bass_cli.formats.limits import check_growth
@@ -55,7 +55,7 @@ def read_folder_tokenizer(folder: Path) -> TokenizerParts:
     if (folder / "tokenizer.json").exists():
         content = _fast(settings, read_bytes(folder / "tokenizer.json", LARGEST_FILE))
     elif (folder / "tokenizer.model").exists():
-        content = _pieces(settings, read_bytes(folder / "tokenizer.model", LARGEST_FILE))
+        content = _sentencepiece(settings, read_bytes(folder / "tokenizer.model", LARGEST_FILE))
     else:
         content = _fast(settings, _built(settings))
     ids = load_backend(content).get_vocab()
@@ -304,7 +304,7 @@ def _surroundings(backend: Any) -> tuple[list[int], list[int]]:
 # tokenizer.model
 
 
-def _pieces(settings: Settings, model: bytes) -> bytes:
+def _sentencepiece(settings: Settings, model: bytes) -> bytes:
     """Return TokenizerParts.content for a SentencePiece model."""
     import sentencepiece
 
@@ -342,7 +342,7 @@ def _pieces(settings: Settings, model: bytes) -> bytes:
         flag = settings.flag(f"add_{name}_token")
         return [id_] if id_ is not None and (usual if flag is None else flag) else []
 
-    return pieces_content(
+    return sentencepiece_content(
         model,
         added=sorted(added.values(), key=lambda token: int(token["id"])),
         before=around("bos", usual=True),
