@@ -6,8 +6,16 @@ from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
 
 from bass_cli.config.command_options import PAIR, PLOT, DocumentArgs, QuietArgs, TargetArgs, of_job
-from bass_cli.config.options import KEPT, MACHINE, OUTPUT, PROMPTS, SCORING, flag, switch
+from bass_cli.config.options import KEPT, MACHINE, OUTPUT, PROMPTS, SCORING, Option, flag, switch
 from bass_cli.config.sample_commands import SampleArgs
+
+_DATA = Option("The task's data set, if it is not packaged", PROMPTS, "FILE|hf:NAME")
+_TASK = Option(
+    "Task of the samples",
+    SCORING,
+    "humaneval|humaneval+|mbpp|mbpp+|gsm8k|xsum|FILE.yaml",
+    shown="from the file",
+)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -21,7 +29,7 @@ class JudgeArgs(DocumentArgs):
         shown="table",
         choices=("table", "md", "latex", "csv", "json"),
     )
-    data: str | None = flag("The task's data set, if it is not packaged", PROMPTS, "FILE|hf:NAME")
+    data: str | None = flag(_DATA)
     k: str | None = flag(
         "Estimate pass@k for these k", SCORING, "K,...", shown="1, 10 and 100, up to --n"
     )
@@ -96,10 +104,7 @@ class ScoreArgs(JudgeArgs, QuietArgs):
         default=MISSING,
     )
     task: str | None = flag(
-        "Task of the samples",
-        SCORING,
-        "humaneval|humaneval+|mbpp|mbpp+|gsm8k|ifeval|xsum|FILE.yaml",
-        shown="from the file",
+        _TASK, takes="humaneval|humaneval+|mbpp|mbpp+|gsm8k|ifeval|xsum|FILE.yaml"
     )
     report: str | None = flag("Write the report to this file as JSON; for one FILE", OUTPUT, "FILE")
     overwrite: bool = switch(
@@ -116,12 +121,7 @@ class CompareArgs(JudgeArgs, QuietArgs):
         default=MISSING,
     )
     b: str = flag("Another one, on the same problems.", "", "B", default=MISSING)
-    task: str | None = flag(
-        "Task of the samples",
-        SCORING,
-        "humaneval|humaneval+|mbpp|mbpp+|gsm8k|xsum|FILE.yaml",
-        shown="from the file",
-    )
+    task: str | None = flag(_TASK)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -138,10 +138,8 @@ class ReportArgs(QuietArgs):
         "Instead of writing a file, serve the page on 127.0.0.1 and follow running jobs", OUTPUT
     )
     port: int | None = flag("Port for --serve", OUTPUT, shown="a free one")
-    task: str | None = flag("Task of the samples", SCORING, "TASK", shown="from the file")
-    data: str | None = flag(
-        "The task's data set, if it is not packaged", SCORING, "FILE|hf:NAME", shown="packaged"
-    )
+    task: str | None = flag(_TASK, takes="TASK")
+    data: str | None = flag(_DATA, group=SCORING, shown="packaged")
     model: str | None = of_job(
         "model",
         text="The target, if it is not where it was: its tokenizer places log-probabilities",
@@ -193,12 +191,11 @@ class RankArgs(TargetArgs, DocumentArgs, QuietArgs):
         "Keep only the K best samples of each prompt", KEPT, "K", shown="all samples"
     )
     task: str | None = flag(
-        "Task of the samples, which says how their text is read",
-        SCORING,
-        "humaneval|humaneval+|mbpp|mbpp+|gsm8k|xsum|FILE.yaml",
+        _TASK,
+        text="Task of the samples, which says how their text is read",
         shown="from the manifest",
     )
-    data: str | None = flag("The task's data set, if it is not packaged", PROMPTS, "FILE|hf:NAME")
+    data: str | None = flag(_DATA)
     prompts: str | None = flag(
         "The prompts of the samples, for samples of no task that were drawn without --echo",
         PROMPTS,

@@ -98,6 +98,10 @@ Name = Annotated[str, MinLen(1)]
 Dtype = Literal["auto", "bf16", "fp16", "fp32", "fp8", "int8", "file"]
 DraftDtype = Literal["auto", "target", "bf16", "fp16", "fp32", "fp8", "int8"]
 KvDtype = Literal["auto", "fp8"]
+_DTYPE = (
+    "Number format of weights and computation; fp8 and int8 store the layers' matrices in 8 bits; "
+    "file keeps the numbers of a GGUF file (CPU only)"
+)
 _DRAFT_DTYPE = (
     "Number format of the draft: that of the target's activations, for mtp fp8 on a GPU that has "
     "it (auto), that of the target (target), or another; fp8 and int8 store its head in 8 bits too"
@@ -188,11 +192,7 @@ class PairOptions(ModelOptions):
         choices=DRAFT_WORDS,
         default="mtp-or-none",
     )
-    dtype: Dtype = flag(
-        "Number format of weights and computation; fp8 and int8 store the layers' matrices in 8 "
-        "bits, quantised while they are loaded; file keeps the numbers of a GGUF file (CPU only)",
-        default="auto",
-    )
+    dtype: Dtype = flag(_DTYPE, default="auto")
     draft_dtype: DraftDtype = flag(_DRAFT_DTYPE, default="auto")
     kv_dtype: KvDtype = flag(_KV_DTYPE, default="auto")
     decoder: Literal["auto", "native", "transformers"] = flag(
@@ -238,14 +238,7 @@ class JobOptions(ModelOptions):
         rare=True,
     )
     device: Literal["auto", "cuda", "cpu"] = flag("Device to compute on", MACHINE, default="auto")
-    dtype: Dtype = flag(
-        "Number format of weights and computation; fp8 and int8 store the layers' matrices in 8 "
-        "bits; file keeps the numbers of a GGUF file (CPU only)",
-        MACHINE,
-        shown="the pair's",
-        rare=True,
-        default="auto",
-    )
+    dtype: Dtype = flag(_DTYPE, MACHINE, shown="the pair's", rare=True, default="auto")
     draft_dtype: DraftDtype = flag(
         _DRAFT_DTYPE, DRAFTING, shown="the pair's", rare=True, default="auto"
     )

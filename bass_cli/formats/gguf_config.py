@@ -195,9 +195,9 @@ def spec_of_gguf(
         gated=family.gated,
         windows=_windows(values, shape["layers"], kind),
         query_scale=_number_or(values, _SCALES["attention"], scalar**-0.5) * attention * attention,
-        embed_scale=shape["width"] ** 0.5 if gemma else _factor(values, _SCALES["embedding"]),
-        residual_scale=_factor(values, _SCALES["residual"]),
-        logit_scale=_factor(values, _SCALES["logit"]),
+        embed_scale=shape["width"] ** 0.5 if gemma else _number_or(values, _SCALES["embedding"]),
+        residual_scale=_number_or(values, _SCALES["residual"]),
+        logit_scale=_number_or(values, _SCALES["logit"]),
         biases=_biases(fitted(kind, shapes).tensors, shapes, shape["layers"]),
         tied="output.weight" not in shapes,
         unrotated=tuple(i for i in range(shape["layers"]) if interval and not (i + 1) % interval),
@@ -392,10 +392,13 @@ def _rope(
             f'{values.place}: the tensor "{ROPE_FACTORS}" has {len(factors)} factors, and '
             f"{size // 2} are needed"
         )
-    theta, attention = values.number("theta", 10000.0), _factor(values, "rope.scaling.attn_factor")
+    theta, attention = (
+        values.number("theta", 10000.0),
+        _number_or(values, "rope.scaling.attn_factor"),
+    )
     names = ("rope.scaling.factor", "rope.scale_linear")
     stored = next((name for name in names if values.get(name) is not None), None)
-    factor = 1.0 if stored is None or scaled == "none" else _factor(values, stored)
+    factor = 1.0 if stored is None or scaled == "none" else _number_or(values, stored)
     scaling: tuple[float, ...] | None = None
     if scaled == "yarn":
         scaling = yarn_factors(
@@ -423,13 +426,9 @@ def _rope(
     )
 
 
-def _number_or(values: Values, suffix: str, default: float) -> float:
+def _number_or(values: Values, word: str, default: float = 1.0) -> float:
     """Return a number; 0 means the default."""
-    return default if values.get(suffix, 0) == 0 else values.number(suffix)
-
-
-def _factor(values: Values, suffix: str) -> float:
-    return _number_or(values, suffix, 1.0)
+    return default if values.get(word, 0) == 0 else values.number(word)
 
 
 def _windows(values: Values, layers: int, kind: Architecture) -> tuple[int, ...]:
