@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass
+from dataclasses import dataclass
 
 from bass_cli.config.command_options import PAIR, PLOT, DocumentArgs, QuietArgs, TargetArgs, of_job
-from bass_cli.config.options import KEPT, MACHINE, OUTPUT, PROMPTS, SCORING, Option, flag, switch
+from bass_cli.config.options import (
+    KEPT,
+    MACHINE,
+    OUTPUT,
+    PROMPTS,
+    SCORING,
+    Option,
+    argument,
+    flag,
+    switch,
+)
 from bass_cli.config.sample_commands import SampleArgs
 
 _DATA = Option("The task's data set, if it is not packaged", PROMPTS, "FILE|hf:NAME")
@@ -58,13 +68,11 @@ class JudgeArgs(DocumentArgs):
 
 @dataclass(kw_only=True, eq=False)
 class EvaluateArgs(SampleArgs, JudgeArgs):
-    task: str = flag(
+    task: str = argument(
         "humaneval, humaneval+, mbpp, mbpp+ (programs), gsm8k (numbers), ifeval (instructions), "
         "xsum (summaries), or a file (.yaml).",
-        "",
         "TASK|FILE",
         choices=("humaneval", "humaneval+", "mbpp", "mbpp+", "gsm8k", "ifeval", "xsum"),
-        default=MISSING,
     )
     lora: Sequence[str] | None = of_job("lora")
     max_new_tokens: int | None = of_job(
@@ -96,12 +104,10 @@ class EvaluateArgs(SampleArgs, JudgeArgs):
 
 @dataclass(kw_only=True, eq=False)
 class ScoreArgs(JudgeArgs, QuietArgs):
-    files: list[str] = flag(
+    files: list[str] = argument(
         "Files of samples (.jsonl, .jsonl.gz, .jsonl.zst, .parquet): from bass, or with the "
         "fields task_id and completion or solution. Several files make one table.",
-        "",
         "FILE...",
-        default=MISSING,
     )
     task: str | None = flag(
         _TASK, takes="humaneval|humaneval+|mbpp|mbpp+|gsm8k|ifeval|xsum|FILE.yaml"
@@ -114,24 +120,17 @@ class ScoreArgs(JudgeArgs, QuietArgs):
 
 @dataclass(kw_only=True, eq=False)
 class CompareArgs(JudgeArgs, QuietArgs):
-    a: str = flag(
-        "A file of samples as bass score takes it, or a report (.json) on one.",
-        "",
-        "A",
-        default=MISSING,
-    )
-    b: str = flag("Another one, on the same problems.", "", "B", default=MISSING)
+    a: str = argument("A file of samples as bass score takes it, or a report (.json) on one.", "A")
+    b: str = argument("Another one, on the same problems.", "B")
     task: str | None = flag(_TASK)
 
 
 @dataclass(kw_only=True, eq=False)
 class ReportArgs(QuietArgs):
-    runs: list[str] = flag(
+    runs: list[str] = argument(
         "Files of samples (.jsonl, .jsonl.gz, .jsonl.zst, .parquet) of any tool, with the fields "
         "id and text, or task_id and completion or solution; also reports (.json) on them.",
-        "",
         "RUN...",
-        default=MISSING,
     )
     out: str | None = flag("Output file for the page", OUTPUT, "FILE.html", shown="beside RUN")
     serve: bool = switch(
@@ -158,11 +157,9 @@ class ReportArgs(QuietArgs):
 
 @dataclass(kw_only=True, eq=False)
 class RankArgs(TargetArgs, DocumentArgs, QuietArgs):
-    file: str = flag(
+    file: str = argument(
         "A file of samples (.jsonl, .jsonl.gz, .jsonl.zst, .parquet) of bass or of another tool.",
-        "",
         "FILE",
-        default=MISSING,
     )
     by: str | None = flag(
         "Rankers: logprob, static, majority; with a model: reverse, tests, reward:MODEL. Ranks "

@@ -251,6 +251,10 @@ class PairsArgs(DocumentArgs):
     )
 
 
+# The options of a Job that bass doctor checks a model with
+_CHECKED: Any = {"group": MODELS, "shown": "the pair's", "variable": False, "rare": False}
+
+
 @dataclass(kw_only=True, eq=False)
 class DoctorArgs(DocumentArgs):
     pair: str | None = flag(
@@ -265,25 +269,15 @@ class DoctorArgs(DocumentArgs):
     tensor_parallel: int | None = flag(
         "Check --pair or --model split over K GPUs", MODELS, "K", variable=False
     )
-    dtype: str | None = flag(
-        "Check --pair or --model in this number format",
-        MODELS,
-        "auto|bf16|fp16|fp32|fp8|int8|file",
-        shown="the pair's",
-        variable=False,
+    dtype: str | None = of_job(
+        "dtype", text="Check --pair or --model in this number format", **_CHECKED
     )
-    kv_dtype: str | None = flag(
-        "Check --pair or --model with stored keys and values in this number format",
-        MODELS,
-        "auto|fp8",
-        shown="the pair's",
-        variable=False,
+    kv_dtype: str | None = of_job(
+        "kv_dtype",
+        text="Check --pair or --model with stored keys and values in this number format",
+        **_CHECKED,
     )
-    decoder: str | None = flag(
-        "Check --pair or --model with these layers",
-        MODELS,
-        "auto|native|transformers",
-        shown="the pair's",
-        variable=False,
+    decoder: str | None = of_job(
+        "decoder", text="Check --pair or --model with these layers", **_CHECKED
     )
     threads: int | None = of_job("threads")

@@ -85,6 +85,11 @@ def flag(text: str | Option, /, *rest: Any, default: Any = None, **more: Any) ->
     return field(default=default, metadata={"option": option})
 
 
+def argument(text: str, takes: str, /, **more: Any) -> Any:
+    """Declare a field as an argument of a command: it has no flag, and must be given."""
+    return flag(text, "", takes, default=MISSING, **more)
+
+
 def switch(text: str, group: str, **more: Any) -> Any:
     """Declare a field as an option without a value, which is False if it is not given."""
     return flag(text, group, default=False, **more)

@@ -4,7 +4,7 @@ those for files of samples (merge, filter, watch, publish). `bass eval` takes Sa
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from bass_cli.config.command_options import (
@@ -20,7 +20,7 @@ from bass_cli.config.command_options import (
     TargetArgs,
     args_of,
 )
-from bass_cli.config.options import KEPT, OUTPUT, PROMPTS, flag, switch
+from bass_cli.config.options import KEPT, OUTPUT, PROMPTS, argument, flag, switch
 
 _Samples: Any = args_of(
     *("n", "max_new_tokens", "stop", "stop_token_ids", "draft_length", "budget", "batch_size"),
@@ -83,13 +83,11 @@ class SampleArgs(_Samples, DistributionArgs, DecoderArgs, PairArgs, _Run):
 
 @dataclass(kw_only=True, eq=False)
 class GenerateArgs(_Chats, _Defaults, _Structure, _Texts, SampleArgs):
-    prompts: str = flag(
+    prompts: str = argument(
         "A .jsonl, .json, .csv, .tsv, .txt or .parquet file, - for standard input, or "
         "hf:NAME[:CONFIG][:SPLIT]. All but .parquet may end in .gz or .zst. A .jsonl line looks "
         'like {"id": "a", "prompt": "a text"}.',
-        "",
         "PROMPTS",
-        default=MISSING,
     )
     separator: str | None = flag(
         "Text between the prompts of a .txt file, such as '\\n---\\n'; escapes as in --stop",
@@ -134,13 +132,10 @@ class GenerateArgs(_Chats, _Defaults, _Structure, _Texts, SampleArgs):
 
 @dataclass(kw_only=True, eq=False)
 class BatchArgs(_Requests, _Chats, _Defaults, DistributionArgs, DecoderArgs, PairArgs, _Run):
-    prompts: str = flag(
-        "A .jsonl file of requests in OpenAI's batch format: custom_id, method, url, body.",
-        "",
-        "IN",
-        default=MISSING,
+    prompts: str = argument(
+        "A .jsonl file of requests in OpenAI's batch format: custom_id, method, url, body.", "IN"
     )
-    out: str = flag("Output file for the responses.", "", "OUT", default=MISSING)
+    out: str = argument("Output file for the responses.", "OUT")
     errors: str | None = flag(
         "Output file for requests that failed", OUTPUT, "FILE", shown="OUT.errors"
     )
@@ -153,12 +148,10 @@ class BatchArgs(_Requests, _Chats, _Defaults, DistributionArgs, DecoderArgs, Pai
 
 @dataclass(kw_only=True, eq=False)
 class LogprobsArgs(_Scored, _Chats, TargetArgs, _Run):
-    prompts: str = flag(
+    prompts: str = argument(
         "A file of prompts with completions, in any format that bass generate reads, such as "
         'lines {"id": "a", "prompt": "a text", "completion": " goes on"}.',
-        "",
         "FILE",
-        default=MISSING,
     )
     completion_column: str | None = flag(
         "Field that holds the completion: a text, or a list of token ids",
@@ -176,19 +169,17 @@ class LogprobsArgs(_Scored, _Chats, TargetArgs, _Run):
 
 @dataclass(kw_only=True, eq=False)
 class MergeArgs(QuietArgs):
-    out: str = flag("Output file for the merged samples.", "", "OUT", default=MISSING)
-    parts: list[str] = flag("Files written with --shard.", "", "PART...", default=MISSING)
+    out: str = argument("Output file for the merged samples.", "OUT")
+    parts: list[str] = argument("Files written with --shard.", "PART...")
     overwrite: bool = switch("Replace OUT if it exists", OUTPUT)
 
 
 @dataclass(kw_only=True, eq=False)
 class FilterArgs(DocumentArgs, QuietArgs):
-    file: str = flag(
+    file: str = argument(
         "A file of samples (.jsonl, .jsonl.gz, .jsonl.zst, .parquet) of bass or of another tool; "
         "- is standard input.",
-        "",
         "FILE",
-        default=MISSING,
     )
     where: str | None = flag(
         """Keep samples for which this is true, such as 'finish_reason == "eos" and tokens > 9'""",
@@ -239,11 +230,8 @@ class FilterArgs(DocumentArgs, QuietArgs):
 
 @dataclass(kw_only=True, eq=False)
 class WatchArgs:
-    names: list[str] = flag(
-        "Files of samples that jobs write (their --out); several files of shards, too.",
-        "",
-        "FILE...",
-        default=MISSING,
+    names: list[str] = argument(
+        "Files of samples that jobs write (their --out); several files of shards, too.", "FILE..."
     )
     once: bool = switch("Show the progress once, instead of until the jobs have ended", OUTPUT)
     json_document: bool = switch(
@@ -253,16 +241,11 @@ class WatchArgs:
 
 @dataclass(kw_only=True, eq=False)
 class PublishArgs(QuietArgs):
-    file: str = flag(
-        "A finished file of samples of bass generate, eval, merge or filter.",
-        "",
-        "FILE",
-        default=MISSING,
+    file: str = argument(
+        "A finished file of samples of bass generate, eval, merge or filter.", "FILE"
     )
-    target: str = flag(
+    target: str = argument(
         "The data set: it is created, or gets the files in place of those of the same names.",
-        "",
         "hf://USER/NAME",
-        default=MISSING,
     )
     public: bool = flag(PUBLIC, rare=False, default=False)
