@@ -5,11 +5,11 @@ import pytest
 import torch
 from test_triton import DEVICE, DTYPES, close, randn, triton  # noqa: F401 (a fixture)
 
-causal = pytest.importorskip("bass_kernels.causal")
+ragged = pytest.importorskip("bass_kernels.ragged")
 from bass_kernels.launch import Card  # noqa: E402
 
 HALF = [dtype for dtype in DTYPES if dtype.itemsize == 2]
-SMALL = causal.Tile(16, 32, 4, 2)
+SMALL = ragged.CausalTile(16, 32, 4, 2)
 
 
 def due(q, keys, values, scale):
@@ -43,7 +43,7 @@ def test_causal_attention(dtype, count, length, size, tile):
     for it in stored:
         it[:, :8] = it[:, length + 8 :] = torch.nan
     keys, values = (it[:, 8 : length + 8] for it in stored)
-    causal.attention(q[:count], keys, values, out[:count], scale=0.3, tile=tile)
+    ragged.causal_attention(q[:count], keys, values, out[:count], scale=0.3, tile=tile)
     close(out[:count], due(q[:count], keys, values, 0.3), dtype)
     assert torch.equal(out[count:], torch.full_like(out[count:], 7.0))
 
@@ -55,21 +55,21 @@ def test_causal_attention_of_long_prompts(size):
     q, dtype = randn(1500, 12, size, dtype=torch.bfloat16, seed=0), torch.bfloat16
     keys, values = (randn(2, 6000, size, dtype=dtype, seed=seed) for seed in (1, 2))
     out = torch.empty_like(q)
-    causal.attention(q, keys, values, out, scale=size**-0.5)
+    ragged.causal_attention(q, keys, values, out, scale=size**-0.5)
     close(out, due(q, keys, values, size**-0.5), dtype)
 
 
 def test_supported_dtypes_sizes_and_devices(monkeypatch):
     def suits(dtype, size):
-        causal.suits.cache_clear()
-        return causal.suits(dtype, size, torch.device("cpu"))
+        ragged.suits_causal.cache_clear()
+        return ragged.suits_causal(dtype, size, torch.device("cpu"))
 
     assert suits(torch.bfloat16, 128)
     assert suits(torch.float16, 80)
     assert not suits(torch.float32, 128)
     assert not suits(torch.bfloat16, 100)
     assert not suits(torch.bfloat16, 256)
-    monkeypatch.setattr(causal, "card", lambda device: Card((8, 0), 163 * 1024))
+    monkeypatch.setattr(ragged, "card", lambda device: Card((8, 0), 163 * 1024))
     assert not suits(torch.bfloat16, 128)
     monkeypatch.undo()
-    causal.suits.cache_clear()
+    ragged.suits_causal.cache_clear()

@@ -17,7 +17,6 @@ from triton.backends.compiler import GPUTarget
 
 from bass_kernels import (
     acceptance_kernels,
-    causal,
     delta_kernels,
     delta_prompt_kernels,
     expert_kernels,
@@ -44,7 +43,6 @@ from bass_kernels.segments import DeviceGroups, Packed, Segments
 LIMITS = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 PROCESSORS = 128
 MODULES = (
-    causal,
     delta_prompt_kernels,
     launch,
     linear_kernels,
@@ -190,9 +188,9 @@ def attend_long(dtype):
     """As in a pass over a long part of one prompt."""
     for size in (64, 128):
         q = empty(8192, 12, size, dtype=dtype)
-        if causal.suits(dtype, size, q.device):
+        if ragged.suits_causal(dtype, size, q.device):
             keys, values = caches(1, 2, size, dtype)[1]
-            causal.attention(q, keys, values, torch.empty_like(q), scale=0.1)
+            ragged.causal_attention(q, keys, values, torch.empty_like(q), scale=0.1)
 
 
 def attend(dtype, *, size, rows, width, members=0, bits=16):
