@@ -35,7 +35,7 @@ from bass_cli.models.spec import (
 from bass_cli.system.host import free_memory, gigabytes, held_memory, is_refused_memory
 from bass_kernels import SPARE_KEYS
 from bass_kernels.eight_bits import SCALE
-from bass_kernels.likeliest import GROUP
+from bass_kernels.processing import GROUP
 
 # the usable share of the free memory; the rest is for other programs and for fragmentation
 _USABLE = 0.95
@@ -45,7 +45,7 @@ _INTEGER = 8  # bytes of a token id
 # vocabulary, 16 for truncation, 38 for maximal coupling with a draft model. GPU kernels write only
 # a few numbers a row.
 _CHOOSING = {"cpu": 36, "cuda": 4}
-# Bytes of finding the likeliest tokens (bass_kernels/likeliest.py), for each group and candidate
+# Bytes of finding the likeliest tokens (bass_kernels/processing.py), for each group and candidate
 _MAXIMUM, _CANDIDATE = 32, 48
 # Bytes a logit of a row whose logits change (bass_kernels/processing.py), and of a token's count.
 _CHANGING, _COUNTED = {"cpu": 20, "cuda": 8}, 4

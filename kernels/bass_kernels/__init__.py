@@ -6,17 +6,7 @@ row, V vocabulary, H query heads, K key/value heads, D head size, S slots of the
 keys (each row's own), T positions of the prompt store.
 """
 
-from . import (
-    acceptance,
-    delta_rule,
-    experts,
-    host,
-    likeliest,
-    processing,
-    reference,
-    rounds,
-    sampling,
-)
+from . import acceptance, delta_rule, experts, host, processing, reference, rounds, sampling
 from .delta_rule import DeltaState, DeltaWeights
 from .dispatch import (
     attention_schedule,
@@ -31,10 +21,17 @@ from .eight_bits import Store
 from .experts import Clamp, Maps, Shared
 from .grouped import GROUP, Grouped, grouped_works
 from .host import SPARE_KEYS
-from .likeliest import processed_entries, report_entries
 from .linear import feed_forward, is_packed, linear, linear_add, norm_up, pack, project, unpack
 from .noise import SHARED, gumbel
-from .processing import BITS, add_bias, count_block, count_prompts, forbid_words
+from .processing import (
+    BITS,
+    add_bias,
+    count_block,
+    count_prompts,
+    forbid_words,
+    processed_entries,
+    report_entries,
+)
 from .quantised import LAYOUTS, Quantised, Weight, Writable
 from .reference import Distances
 from .rounds import BINS, ChosenDrafts, ConfidenceStats
@@ -56,7 +53,7 @@ delta_prompt = by_device(delta_rule.delta_prompt, "bass_kernels.delta_prompt_ker
 attention = by_device(host.attention, "bass_kernels.ragged")
 sample = by_device(sampling.sample, "bass_kernels.sampling_kernels")
 sample_scored = by_device(sampling.sample_scored, "bass_kernels.sampling_kernels")
-likeliest_tokens = by_device(likeliest.likeliest_tokens, "bass_kernels.likeliest_kernels")
+likeliest_tokens = by_device(processing.likeliest_tokens, "bass_kernels.processing_kernels")
 draft_sample = by_device(acceptance.draft_sample, "bass_kernels.acceptance_kernels")
 process_logits = by_device(processing.process_logits, "bass_kernels.processing_kernels")
 log_probability = by_device(sampling.log_probability, "bass_kernels.processing_kernels")

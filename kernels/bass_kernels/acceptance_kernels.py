@@ -15,14 +15,19 @@ from torch import Tensor
 from . import noise
 from .launch import counters
 from .sampling import Distribution
-from .truncation import BLOCK, CHUNK, FIELDS, edges, load_edges, probability
-from .vocabulary import (
+from .truncation import (
+    BLOCK,
+    CHUNK,
+    FIELDS,
     better_candidate,
+    edges,
     gumbel,
+    load_edges,
     merge_best,
     no_candidate,
     noise_address,
     philox,
+    probability,
     read_block,
 )
 

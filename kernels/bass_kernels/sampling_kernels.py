@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import after, counters, leading, let_next, overlap
-from .vocabulary import (
+from .truncation import (
     LOWEST,
     better_candidate,
     gumbel,

@@ -20,7 +20,6 @@ from bass_kernels import (
     delta_prompt_kernels,
     expert_kernels,
     fused_attention,
-    likeliest_kernels,
     linear_kernels,
     peers,
     pointwise,
@@ -247,8 +246,8 @@ if __name__ == "__main__":
     compile_one(round_kernels._commit, TABLE=True, WIDE=16)
     compile_one(pointwise._angles, HALF=64, BLOCK=64)
     for some in (False, True):
-        compile_one(likeliest_kernels._group_maxima, SOME=some)
-        compile_one(likeliest_kernels._select, SOME=some, GROUPS=4096, WIDE=2048)
+        compile_one(processing_kernels._group_maxima, SOME=some)
+        compile_one(processing_kernels._select, SOME=some, GROUPS=4096, WIDE=2048)
     compile_one(processing_kernels._log_probability, BLOCK=8192)
     compile_one(processing_kernels._process, BLOCK=4096)
     nothing = {"count_ptr": None, "allowed_ptr": None}
