@@ -215,7 +215,7 @@ def test_invalid_stop_is_refused_early_from_every_source(
 def test_ordinary_tokens_that_spell_a_special_one_stop_too(model: Path) -> None:
     """Models that were not trained on a template write such text."""
     from bass_cli.formats.completion_text import Continuation
-    from bass_cli.run.samples import EndRule
+    from bass_cli.run.tasks import EndRule
 
     tokenizer = BassTokenizer.load(model)
     spelled = [tokenizer.encode_part(letter)[0] for letter in f"hi{END}"]

@@ -15,6 +15,7 @@ from bass_cli.bench.shapes import AT_ONCE, HEADS, head_of, spec_of
 from bass_cli.config.command_options import job_options
 from bass_cli.config.job import Job, Pair, chosen_pair, make_job
 from bass_cli.config.machine_commands import BenchArgs
+from bass_cli.config.options import MOST_DRAFTS
 from bass_cli.config.speculation import CONTROLLERS, needs_profile
 from bass_cli.engine.verify import Rate
 from bass_cli.errors import UserError, nearest
@@ -43,7 +44,6 @@ _CPU = {"batch_sizes": "4", "methods": "plain,auto", "prompt_tokens": 64}
 _TEXTS = ("chat", "editing")  # default on a CPU: without and with a text to copy from
 _TIME_LIMIT = 80.0  # seconds, on a CPU
 _NUMBER = re.compile("[0-9]{1,9}")
-_LONGEST = 64  # draft length; the same bound as --draft-length
 
 
 RandomSpecs = tuple[Spec, Spec | HeadSpec | None]
@@ -299,9 +299,10 @@ def _methods(args: BenchArgs, default: str, *, has_draft: bool) -> tuple[str, ..
                 f'`methods`: there is no method "{word}"; '
                 f"{nearest(word, (PLAIN, *CONTROLLERS, 'a draft length'))}"
             )
-        if number is not None and not 1 <= number <= _LONGEST:
+        if number is not None and not 1 <= number <= MOST_DRAFTS:
             raise UserError(
-                f"`methods`: a draft length is from 1 to {_LONGEST} (got {word}); for 0 write plain"
+                f"`methods`: a draft length is from 1 to {MOST_DRAFTS} (got {word}); for 0 write "
+                "plain"
             )
         if word != PLAIN and not has_draft:
             raise UserError(f'`methods`: "{word}" needs a draft, but this pair has none')

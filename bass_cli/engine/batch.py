@@ -2,7 +2,7 @@
 host's record of them.
 
 Rows are dense: rows 0 to len(batch) - 1 are live. A row that ends is replaced by a new one or by
-the last one. Not here: keys and values (models/kv_cache.py), when a row ends (run/samples.py).
+the last one. Not here: keys and values (models/kv_cache.py), when a row ends (run/tasks.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The host's record of rows, stored as columns by place, so that a round is recorded by a few array
 operations. Python lists for one row are built only when they are read.
 
-Not here: which rows are live, and the device (batch.py); what ends a row (run/samples.py).
+Not here: which rows are live, and the device (batch.py); what ends a row (run/tasks.py).
 """
 
 from __future__ import annotations

@@ -28,8 +28,7 @@ from bass_cli.engine.contracts import (
     Target,
 )
 from bass_cli.engine.graphs import Captured, Kind, Shape, kind_of
-from bass_cli.engine.masks import make_room
-from bass_cli.engine.round import CatchingUp, NextRound, Round, sizes
+from bass_cli.engine.round import CatchingUp, NextRound, Round, make_room, sizes
 from bass_cli.engine.sizes import cover, step_down
 from bass_cli.engine.verify import ALL, Cut, Rate, Rounds, SimulatedAcceptance
 from bass_cli.models.capture import Graphs, Running, synchronise

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import bisect
 
+from bass_cli.config.options import MOST_DRAFTS
+
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 WIDTHS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32)
-LONGEST = 64  # the longest draft length of a job
+LONGEST = MOST_DRAFTS
 
 
 def bucket(rows: int, capacity: int) -> int:

@@ -19,8 +19,7 @@ from bass_cli.engine.batch import Batch, Change
 from bass_cli.engine.contracts import Drafter, DraftLength, Proposal, Target, Verdict
 from bass_cli.engine.graphs import Shape, Stages
 from bass_cli.engine.host_state import Report
-from bass_cli.engine.masks import TokenMasks
-from bass_cli.engine.round import HostDrafts
+from bass_cli.engine.round import HostDrafts, TokenMasks
 from bass_cli.engine.sampling import SamplingParams, noise_key
 from bass_cli.engine.sizes import LONGEST
 from bass_cli.models.capture import Running

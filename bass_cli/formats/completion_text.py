@@ -3,7 +3,7 @@
 A completion is decoded as the continuation of its prompt. A stop text that is one special token
 becomes an id that ends a sample. A sample has a thinking part if its prompt ends with the opening
 tag, or if the sample begins with it. Not here: tokenizers (tokenizer.py), turning thinking off
-(chat_template.py), the other reasons why a sample ends (run/samples.py).
+(chat_template.py), the other reasons why a sample ends (run/tasks.py).
 """
 
 from __future__ import annotations

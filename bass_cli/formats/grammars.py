@@ -2,7 +2,7 @@
 
 llguidance does the work, for JSON schemas, regexes and grammars alike (config/file_options.py). It
 needs the bytes of every token, which are derived here from the tokenizer. Not here: the masks of
-a batch's rows (engine/masks.py).
+a batch's rows (engine/round.py).
 """
 
 from __future__ import annotations

@@ -118,16 +118,14 @@ class Fixed(DraftLength):
 
 
 class Bass(DraftLength):
-    """Algorithm 1 of BASS (arXiv 2404.15778): one length for the batch. It grows by `step` if a
+    """Algorithm 1 of BASS (arXiv 2404.15778): one length for the batch. It grows by 2 if a
     row accepts all drafts. Otherwise it shrinks, faster the second time in a row, but never
     below the most that a row accepted."""
 
     exact = True
 
-    def __init__(self, *, start: int = 7, step: int = 2, divisor: int = 10, limit: int = 32):
-        self._step, self._divisor, self._limit = step, divisor, limit
-        self._length = min(start, limit)
-        self._shrank = 0
+    def __init__(self, *, start: int = 7, limit: int = 32):
+        self._limit, self._length, self._shrank = limit, min(start, limit), 0
 
     def next(self, rows: int, inputs: ControllerInput = DEFAULT_INPUT) -> int:
         return self._length
@@ -137,10 +135,10 @@ class Bass(DraftLength):
             return
         most = max(done.accepted)
         if most == self._length:
-            self._length = min(self._length + self._step, self._limit)
+            self._length = min(self._length + 2, self._limit)
             self._shrank = 0
         else:
-            shorter = self._length - math.ceil(self._length / self._divisor) - self._shrank
+            shorter = self._length - math.ceil(self._length / 10) - self._shrank
             self._length = max(1, most, shorter)
             self._shrank = 1
 

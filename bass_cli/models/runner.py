@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from bass_cli.config.options import MOST_DRAFTS
 from bass_cli.models.block_allocator import BlockLayout, Change
 from bass_cli.models.capture import Graphs
 from bass_cli.models.decoder import Decoder
@@ -25,7 +26,7 @@ from bass_kernels import Packed
 # tokens of a prefill pass if a deadline may stop it between passes: about as long as a round
 _TIMED_PASS = {"cpu": 64}
 # The most tokens of a row in a pass: the longest draft length of a job, and the pending token
-_WIDEST = 65
+_WIDEST = MOST_DRAFTS + 1
 # Minimum length of a common prefix to copy instead of computing it. A copy takes two launches a
 # layer, in which an H200 reads about 60 tokens of a small model.
 _COPIED = 128
@@ -196,12 +197,12 @@ class Runner:
             return waiting
         read = {one.span for one in self._prompts.values() if not one.left and one not in due}
 
-        def turn(prompt: Prompt) -> int:
+        def order(prompt: Prompt) -> int:
             return 0 if prompt in due else 1 if states.has(prompt.span) else 2
 
         return [
             one
-            for one in sorted(waiting, key=turn)
+            for one in sorted(waiting, key=order)
             if states.take(one.span, read if one in due or not due else ())
         ]
 

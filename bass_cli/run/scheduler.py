@@ -1,6 +1,6 @@
 """Assign rows of the batch to samples of the requests in progress.
 
-tasks.py tokenises prompts, and samples.py finds where samples end. engine/loop.py runs the rounds;
+tasks.py tokenises prompts and finds where samples end. engine/loop.py runs the rounds;
 files are written in io/.
 """
 
@@ -28,8 +28,16 @@ from bass_cli.io.prompts import Prompt
 from bass_cli.io.results import Completion
 from bass_cli.models.prefill import PASS
 from bass_cli.run.requests import Call, Piece, Request, VisibleText
-from bass_cli.run.samples import Ending, EndRule, FinishedSample, Sample, suspects, with_echo
-from bass_cli.run.tasks import RequestReader, Task
+from bass_cli.run.tasks import (
+    Ending,
+    EndRule,
+    FinishedSample,
+    RequestReader,
+    Sample,
+    Task,
+    suspects,
+    with_echo,
+)
 
 
 def _stops_of(job: Job) -> tuple[tuple[str, ...], tuple[int, ...]]:

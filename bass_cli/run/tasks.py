@@ -1,24 +1,39 @@
-"""Make Tasks of prompts: tokenise them, render their chats, and start their clocks.
+"""Tasks and their samples: tokenise prompts, render their chats and start their clocks; find where
+samples end, and make Completions of those that have ended.
 
-scheduler.py gives a task's samples rows of the batch; samples.py finds where they end.
+`suspects` finds the rows that may have ended in a round, with a few operations on its tokens. A
+Sample decides. Not here: which sample has which row of the batch (scheduler.py).
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+import numpy
 
 from bass_cli.config.job import Job
 from bass_cli.config.line import SettingError
 from bass_cli.engine.batch import Row
 from bass_cli.engine.contracts import PromptLogprobs
+from bass_cli.engine.host_state import BROKEN, LENGTH, LIMIT, PROMPT, HostState
 from bass_cli.engine.sampling import RowSampling
 from bass_cli.errors import UserError
-from bass_cli.formats.completion_text import Continuation, Tags, Thinking, is_opened
+from bass_cli.formats.completion_text import (
+    NEWLINES,
+    Continuation,
+    StopDetector,
+    StopTokens,
+    Tags,
+    Thinking,
+    is_opened,
+)
 from bass_cli.formats.tokenizer import Messages, Tokenizer
 from bass_cli.io.prompts import SYSTEM_ROLES, Prompt
+from bass_cli.io.results import Completion, paired, reported, rounded
 from bass_cli.run.requests import Request, VisibleText
 from bass_cli.run.sampling import report_of, row_sampling
 
@@ -260,3 +275,263 @@ def chat_of(prompt: Prompt, job: Job) -> Messages | None:
     if messages and job.system is not None and messages[0]["role"] not in SYSTEM_ROLES:
         messages = [{"role": "system", "content": job.system}, *messages]
     return messages
+
+
+_NO_ENTRIES = numpy.zeros((0, 1), dtype=numpy.int64)
+_NOT_FINITE = (
+    "the target's logits for token {} are not finite: its weights are broken, or its values are "
+    "too large for the dtype (bf16 and fp32 have a larger range than fp16), or with "
+    "`tensor_parallel` on GPUs a process was stopped for minutes (then draw again)"
+)
+
+
+_FORBIDDEN = (
+    "no token is left for token {}: `sampling.allowed_token_ids`, `sampling.bad_words` and the "
+    "grammar together forbid all tokens"
+)
+
+
+class EndRule:
+    """What ends the samples of a prompt, besides its limit.
+
+    Args:
+        eos: The model's end-of-sequence ids.
+        stops: Stop texts.
+        stop_ids: Other ids that end a sample (`ending_ids`).
+    """
+
+    def __init__(self, eos: Collection[int], stops: Sequence[str], stop_ids: Collection[int] = ()):
+        self.eos, self._stops = frozenset(eos), stops
+        self.stop_ids = frozenset(stop_ids) - self.eos
+        self.tokens: StopTokens | None = None  # made for the first prompt
+
+    def detector(self, text: Continuation, *, skipped: str = "") -> StopDetector | None:
+        """Make a stop detector for one sample of a prompt; None if there are no stop texts.
+
+        `skipped`: see StopDetector.
+        """
+        if not self._stops:
+            return None
+        if self.tokens is None:
+            self.tokens = StopTokens(text, self._stops)
+        return StopDetector(text, self._stops, self.tokens, skipped=skipped)
+
+
+def suspects(rules: Iterable[EndRule], host_state: HostState) -> list[int]:
+    """Return the indices of live rows that may have ended in the last round.
+
+    It takes a few operations on the round's tokens. `rules`: those of all live rows.
+    """
+    places, block, counts = host_state.news
+    ends = numpy.zeros(block.shape, dtype=bool)
+    rules = tuple(rules)
+    for id_ in {id_ for rule in rules for id_ in rule.eos | rule.stop_ids}:
+        ends |= block == id_
+    for rule in rules:
+        if rule.tokens is not None:
+            ends |= rule.tokens.among(block)
+    ends &= numpy.arange(block.shape[1]) < counts[:, None]
+    of_row = host_state.numbers[places]
+    full = of_row[:, LENGTH] - of_row[:, PROMPT] >= of_row[:, LIMIT]
+    found: list[int] = places[ends.any(1) | full | (of_row[:, BROKEN] >= 0)].tolist()
+    return found
+
+
+class Ending(NamedTuple):
+    """The finish reason of a sample, the text before a stop text and that stop text, if it ended
+    there, and the error, if there is one, with {} for the number of its token."""
+
+    reason: str
+    text: str | None = None
+    stop: str = ""
+    error: str | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Sample:
+    """The sample of a live row.
+
+    Args:
+        thinking: Its thinking part; None if it is not looked for.
+        visible: Its text that was shown; None if its request wants whole samples.
+        seen: The number of generated tokens already checked for ends.
+        searched: The number of generated tokens that the stop detector has passed.
+    """
+
+    task: Task
+    row: Row
+    rule: EndRule
+    stops: StopDetector | None
+    thinking: Thinking | None = None
+    visible: VisibleText | None = None
+    seen: int = 0
+    searched: int = 0
+
+    def new_text(self) -> str:
+        """Return its text that may be shown and is new."""
+        assert self.visible is not None
+        if self.row.generated == self.visible.tokens:
+            return ""
+        tokens, thinking = self.row.generated_tokens, self.thinking
+        self.visible.tokens = len(tokens)
+        if thinking is not None:
+            thinking.feed(tokens[thinking.count :])
+            if thinking.is_open:
+                return ""
+        ending = Ending("length")
+        so_far = FinishedSample(self.task, 0, self.row, ending, 0.0, self.thinking)
+        return self.visible.new(so_far.parts(list(tokens))[0])
+
+    def check_end(self) -> Ending | None:
+        """Truncate a finished row to its sample and return the ending; None if it has not ended.
+
+        The token that ends the sample is kept: the end-of-sequence token, a special token that is
+        a stop text, or the token that completes a stop text.
+        """
+        row, eos, stop_ids = self.row, self.rule.eos, self.rule.stop_ids
+        numbers, new, matcher = row.numbers(), row.since(self.seen), row.matcher
+        limit, broken = numbers[LIMIT], numbers[BROKEN]
+        sound, fault = len(new), cast("str | None", None)
+        if broken >= 0:
+            sound = broken - self.seen
+            fault = _FORBIDDEN if row.log_probabilities[broken] == -math.inf else _NOT_FINITE
+        # Tokens after the fault follow no grammar. The tokens before it may end the sample: a round
+        # that was launched early has followed them beyond its end.
+        if matcher is not None and matcher.fault is not None and matcher.seen - self.seen <= sound:
+            sound, fault = matcher.seen - self.seen, matcher.fault
+        keep, reason = min(sound, limit - self.seen), None if fault is None else "error"
+        if self.seen + keep == limit:
+            reason = "length"
+        end = next((i for i, token in enumerate(new[:keep]) if token in eos), None)
+        if end is not None:
+            keep, reason = end + 1, "eos"
+        first = self._answer_from(self.seen + keep)
+        places = range(max(first - self.seen, 0), keep)
+        end = next((i for i in places if new[i] in stop_ids and new[i] not in eos), None)
+        if end is not None:
+            keep, reason = end + 1, "stop"
+        if self.stops is not None and first < self.seen + keep:
+            found = self.stops.feed(row.since(self.searched)[: self.seen + keep - self.searched])
+            self.searched = self.seen + keep
+            if found is not None:
+                row.cut(first + found.tokens)
+                return Ending("stop", found.text, found.stop)
+        if keep < len(new):
+            row.cut(self.seen + keep)
+        self.seen += keep
+        error = fault if reason == "error" else None
+        return None if reason is None else Ending(reason, error=error)
+
+    def _answer_from(self, generated: int) -> int:
+        """Return the number of generated tokens before the answer, in which stops count.
+
+        It is `generated`, the number that counts, while the thinking part is open.
+        """
+        thinking = self.thinking
+        if thinking is None:
+            return 0
+        thinking.feed(self.row.since(thinking.count)[: generated - thinking.count])
+        if not thinking.answers:
+            return generated
+        if self.searched < thinking.answer:  # a new text begins there
+            self.searched = thinking.answer
+            before = self.row.generated_tokens[: thinking.answer]
+            self.stops = self.rule.detector(self.task.text.after(before), skipped=NEWLINES)
+        return thinking.answer
+
+
+class FinishedSample(NamedTuple):
+    """A finished sample before its Completion is made.
+
+    `row` is None if it has no tokens; `now` is when it ended, in seconds of the loop's clock.
+    `shown` characters of its text were shown before.
+    """
+
+    task: Task
+    sample: int
+    row: Row | None
+    ending: Ending
+    now: float
+    thinking: Thinking | None = None
+    shown: int = 0
+
+    def parts(self, tokens: list[int]) -> tuple[str, str | None, int]:
+        """Return the text, the thinking part, and the number of its tokens (see Thinking.end)."""
+        thinking, task = self.thinking, self.task
+        if thinking is not None:
+            thinking.feed(tokens[thinking.count :])
+        # some tokenizers do not call their end-of-sequence token special: it would be in the text
+        told = tokens[:-1] if self.ending.reason == "eos" else tokens
+        if thinking is None or not (thinking.end or thinking.is_open):
+            return self._text(told, task.text), None, 0
+        reasoning, after = thinking.split(told, task.text)
+        end = len(tokens) if thinking.end is None else thinking.end
+        answer = self._text(told[end:], task.text.after(tokens[:end])) if thinking.end else ""
+        return (after + answer).lstrip(NEWLINES), reasoning, end
+
+    def _text(self, tokens: list[int], text: Continuation) -> str:
+        """Return the text of the tokens, without or with the stop that ended it."""
+        ending, include_stop = self.ending, self.task.job.sampling.include_stop
+        if ending.text is not None:
+            return ending.text + ending.stop if include_stop else ending.text
+        if ending.reason == "stop":
+            return text.before_last(tokens, include=include_stop)
+        return text.decode(tokens)
+
+    def completions(self) -> list[Completion]:
+        """Make its Completion, or those of the samples that are copies of it."""
+        drawn, copies = self._completion(), self.task.copies
+        found = [drawn]
+        if copies is not None:
+            found = [drawn if sample == 0 else drawn.copied(sample) for sample in copies]
+        return [with_echo(one, self.task.prompt, self.task.job) for one in found]
+
+    def _completion(self) -> Completion:
+        task, row, ending = self.task, self.row, self.ending
+        sampling, ids = task.job.sampling, task.job.token_ids
+        top, scored = sampling.logprobs, task.scores if self.sample == 0 else None
+        tokens, scores = ([], []) if row is None else (row.generated_tokens, row.log_probabilities)
+        text, reasoning, thought = self.parts(list(tokens))
+        answer = scores[thought:]
+        total = math.fsum(answer)
+        entries = _NO_ENTRIES if row is None else row.entries()
+        return Completion(
+            id=task.prompt.id,
+            sample=self.sample,
+            text=text,
+            finish_reason=ending.reason,
+            tokens=len(scores),
+            mean_logprob=total / len(answer) if answer else None,
+            sum_logprob=total if answer else None,
+            seconds=self.now - task.began,
+            rounds=row.rounds if row else 0,
+            drafted=row.drafted if row else 0,
+            accepted=row.accepted if row else 0,
+            seed=sampling.seed,
+            prompt_tokens=len(task.tokens),
+            meta=task.prompt.meta,
+            token_ids=list(tokens) if ids or top is not None else None,
+            token_drafted=self._drafted() if task.job.token_drafted else None,
+            prompt_token_ids=None if scored is None else list(task.tokens),
+            prompt_logprobs=None if scored is None else [None, *rounded(scored[0])],
+            prompt_top_logprobs=[None, *paired(scored[1])]
+            if scored is not None and sampling.prompt_logprobs
+            else None,
+            reasoning=reasoning,
+            reasoning_tokens=None if reasoning is None else thought,
+            error=ending.error and ending.error.replace("{}", str(len(scores) + 1)),
+            **reported(top, scores, entries, processed=sampling.logprobs_of == "processed"),
+        )
+
+    def _drafted(self) -> list[int]:
+        return [] if self.row is None else self.row.from_draft().astype(int).tolist()
+
+
+def with_echo(completion: Completion, prompt: Prompt, job: Job) -> Completion:
+    """Return a Completion with its prompt, if the job has `echo`."""
+    if not job.echo:
+        return completion
+    ids = completion.prompt_token_ids if prompt.token_ids is None else list(prompt.token_ids)
+    messages = chat_of(prompt, job)
+    echoed = None if messages is None else [dict(one) for one in messages]
+    return replace(completion, prompt=prompt.text, messages=echoed, prompt_token_ids=ids)

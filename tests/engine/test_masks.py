@@ -18,12 +18,12 @@ from words import EOS, SPECIAL, WORDS, allowed, matcher
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.loop import Loop
-from bass_cli.engine.masks import TokenMasks
+from bass_cli.engine.round import TokenMasks
 from bass_cli.engine.sampling import RowSampling
 from bass_cli.engine.sizes import LONGEST
 from bass_cli.formats.grammars import DraftMasks, fill
 from bass_cli.lengths.controllers import Bass, Fixed
-from bass_cli.run.samples import EndRule, Sample
+from bass_cli.run.tasks import EndRule, Sample
 
 pytest.importorskip("llguidance")
 V, LENGTH = len(WORDS), 5

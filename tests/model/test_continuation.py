@@ -23,7 +23,7 @@ from bass_cli.formats.sources import locate
 from bass_cli.formats.tokenizer import Tokenizer
 from bass_cli.io.results import Completion
 from bass_cli.lengths.controllers import Fixed
-from bass_cli.run.samples import EndRule
+from bass_cli.run.tasks import EndRule
 
 CODE = "def f(x):\n    return x\n"
 TEXTS = [CODE, "the cat  sat", "the\n\n\n  안녕 🙂é\n if", "é\né 안", "if    x"]
