@@ -280,7 +280,10 @@ def _rows_to_fill(spec: Spec, name: str, weight: Writable, share: Share | None) 
     found = None if share is None else held_part(spec, name, share)
     if found is None or found.dim == 1:
         return len(weight)
-    if isinstance(weight, Tensor):  # no quantised tensor is split by vocabulary
+    missing = len(weight) - found.size
+    if missing and isinstance(weight, Quantised):
+        weight.write_rows(found.size, weight.scales.new_zeros(missing, weight.shape[1]))
+    elif missing and isinstance(weight, Tensor):
         weight[found.size :] = 0
     return found.size
 

@@ -213,7 +213,7 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [..., columns] from the final norm's output [..., width]."""
-        found = ops.linear(hidden, *self._head)
+        found = ops.logits(hidden, *self._head)
         if self.ranks is None and self.columns > self.vocab:
             found[..., self.vocab :] = -torch.inf
         if self.spec.logit_scale != 1.0:

@@ -293,9 +293,10 @@ def make_head(spec: HeadSpec, weights: Named, target: Decoder, layouts: Layouts 
 
     Args:
         layouts: if they have one for heads, a drafter without a head of its own gets a copy of the
-            target's in this layout. Default: it shares the target's.
+            target's in this layout, unless that has 8 bits. Default: it shares the target's.
     """
-    if layouts.head is not None and "head.weight" not in weights:
+    wide = not isinstance(target.head, Quantised)
+    if layouts.head is not None and wide and "head.weight" not in weights:
         copied = Quantised.of(target.weights.whole("head.weight"), layouts.head)
         weights = {**weights, "head.weight": copied}
     kind = FeatureHead if spec.block else PredictionHead if spec.joins else EagleHead

@@ -64,8 +64,8 @@ class Weights(dict[str, Weight]):
 
     def dtype_written(self, name: str) -> torch.dtype:
         """Return the dtype in which new numbers are to be given: quantised tensors are made from
-        float32."""
-        found = self.writable(name)
+        float32. A tied head is written as the embedding."""
+        found = self.writable("embed.weight" if self._is_tied_head(name) else name)
         return torch.float32 if isinstance(found, Quantised) else found.dtype
 
     @property
@@ -133,7 +133,7 @@ class Weights(dict[str, Weight]):
         A tied head is the embedding. After an error in the block, a packed matrix is unchanged, and
         a plain one is as the block left it.
         """
-        if self._tied and name == "head.weight":
+        if self._is_tied_head(name):
             name = "embed.weight"
         names = (name, "head.weight") if self._tied and name == "embed.weight" else (name,)
         with torch.inference_mode():
@@ -150,6 +150,9 @@ class Weights(dict[str, Weight]):
                     copy.copy_(ops.pack(whole[first : first + len(copy)]))
             if name == "embed.weight" and self._copied is not None:
                 self._copied.write_rows(0, whole)
+
+    def _is_tied_head(self, name: str) -> bool:
+        return self._tied and name == "head.weight"
 
     def _unpacked(self, name: str) -> Tensor:
         """Return the plain form of a packed matrix; 0 in rows that are not read."""

@@ -33,7 +33,7 @@ from bass_cli.models.spec import (
     parameters,
 )
 from bass_cli.system.host import free_memory, gigabytes, held_memory, is_refused_memory
-from bass_kernels import SPARE_KEYS
+from bass_kernels import LAYOUTS, SPARE_KEYS
 from bass_kernels.eight_bits import SCALE
 from bass_kernels.processing import GROUP
 
@@ -207,7 +207,7 @@ def footprint(
     work += max(map(operator.mul, fed, wide)) + scored * prompt_tokens + _INTEGER * ARENA[kind]
     return Footprint(
         weights=_weights(target, Format(dtype, layouts), kind)
-        + _draft_weights(draft, head, drafts, kind, split=ranks > 1),
+        + _draft_weights(draft, head, drafts, kind, target=layouts, split=ranks > 1),
         graphs=_LIBRARIES[kind],
         buffers=min(LONG.get(kind, (PASS, PASS))[1], max(prompt_tokens, 1))
         * (max(wide) + max(scores) * prompt_tokens)
@@ -305,11 +305,17 @@ def _weights(spec: Spec, own: Format, kind: str) -> int:
 
 
 def _draft_weights(
-    draft: Spec | None, head: HeadSpec | None, own: Format, kind: str, *, split: bool
+    draft: Spec | None,
+    head: HeadSpec | None,
+    own: Format,
+    kind: str,
+    *,
+    target: Layouts,
+    split: bool,
 ) -> int:
     """Return the bytes of the weights of a draft model or a draft head; 0 without either."""
     if head is not None:
-        return _head_weights(head, own, kind, split=split)
+        return _head_weights(head, own, kind, target=target, split=split)
     return 0 if draft is None else _weights(draft, own, kind)
 
 
@@ -318,19 +324,21 @@ def _packs(own: Format, kind: str) -> bool:
     return kind == "cpu" and own.dtype == torch.float32
 
 
-def _head_weights(head: HeadSpec, own: Format, kind: str, *, split: bool) -> int:
+def _head_weights(head: HeadSpec, own: Format, kind: str, *, target: Layouts, split: bool) -> int:
     """Return the bytes of a draft head's weights.
 
     Packed weights have a copy of the key and value projections. If the target is split, the head
-    cannot share its embedding and output layer. A quantised head is a copy of the target's.
+    cannot share its embedding and output layer. A quantised head is a copy of the target's, unless
+    the target has one in 8 bits.
     """
     body, shapes = head.body, head_parameters(head)
     lent = {"embed.weight": split and not head.embeds}
-    lent["head.weight"] = not head.heads and (split or own.layouts.head is not None)
+    copied = own.layouts.head is not None and target.head not in LAYOUTS
+    lent["head.weight"] = not head.heads and (split or copied)
     shapes |= {name: (body.vocab, body.width) for name, is_own in lent.items() if is_own}
     keys = 2 * body.layers * body.kv_heads * body.head_size * head.inputs * own.dtype.itemsize
-    copied = _packs(own, kind) and own.layouts.layers is None
-    return own.bytes_of(shapes) + keys * copied
+    packed = _packs(own, kind) and own.layouts.layers is None
+    return own.bytes_of(shapes) + keys * packed
 
 
 @dataclass(frozen=True, slots=True)

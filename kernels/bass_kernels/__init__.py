@@ -21,7 +21,17 @@ from .eight_bits import Store
 from .experts import Clamp, Maps, Shared
 from .grouped import GROUP, Grouped, grouped_works
 from .host import SPARE_KEYS
-from .linear import feed_forward, is_packed, linear, linear_add, norm_up, pack, project, unpack
+from .linear import (
+    feed_forward,
+    is_packed,
+    linear,
+    linear_add,
+    logits,
+    norm_up,
+    pack,
+    project,
+    unpack,
+)
 from .noise import SHARED, gumbel
 from .processing import (
     BITS,
@@ -129,6 +139,7 @@ __all__ = [
     "linear",
     "linear_add",
     "log_probability",
+    "logits",
     "mix_experts",
     "norm",
     "norm_up",

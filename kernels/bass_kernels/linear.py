@@ -77,6 +77,15 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     return out[:lines].view(*x.shape[:-1], -1)
 
 
+def logits(x: Tensor, head: Weight, bias: Tensor | None) -> Tensor:
+    """Do `linear` with a head, whose product with int8 weights has a launch of its own."""
+    if isinstance(head, Quantised) and head.layout == "int8" and dispatch.kind_for(x) == "triton":
+        from . import head_kernels
+
+        return head_kernels.logits(x, head, bias)
+    return linear(x, head, bias)
+
+
 def project(
     residual: Tensor,
     norm: Affine | None,

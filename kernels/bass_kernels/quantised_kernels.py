@@ -132,7 +132,7 @@ def linear_kernel(
         weight_scale_ptr + line, mask=line < end, other=0.0, cache_modifier=".cg"
     )
     if PREFETCH:
-        _prefetch(weight_ptr, first, end, low, L, DEPTH)
+        prefetch_rows(weight_ptr, first, end, low, L, DEPTH)
     after(EARLY)
     if TILES > 0:
         squares = load_tiles(square_ptr, TILES, T)
@@ -199,7 +199,7 @@ def add_kernel(
         weight_scale_ptr + line, mask=line < end, other=0.0, cache_modifier=".cg"
     )
     if PREFETCH:
-        _prefetch(weight_ptr, first, end, low, L, DEPTH)
+        prefetch_rows(weight_ptr, first, end, low, L, DEPTH)
     after(EARLY)
     scale = _token_scales(largest_ptr, token, count, 1, T, READY, HOW)
     total, _ = _multiply(
@@ -270,8 +270,8 @@ def gate_up_kernel(
     gate_scale = tl.load(weight_scale_ptr, mask=line < end, other=0.0, cache_modifier=".cg")
     up_scale = tl.load(weight_scale_ptr + LINES, mask=line < end, other=0.0, cache_modifier=".cg")
     if PREFETCH:
-        _prefetch(weight_ptr, first, end, low, L, DEPTH)
-        _prefetch(weight_ptr + LINES * DEPTH, first, end, low, L, DEPTH)
+        prefetch_rows(weight_ptr, first, end, low, L, DEPTH)
+        prefetch_rows(weight_ptr + LINES * DEPTH, first, end, low, L, DEPTH)
     after(EARLY)
     if TILES > 0:
         squares = load_tiles(square_ptr, TILES, T)
@@ -456,7 +456,7 @@ def widen_int8(numbers):
 
 
 @triton.jit
-def _prefetch(weight_ptr, first, end, low, L: tl.constexpr, DEPTH: tl.constexpr):
+def prefetch_rows(weight_ptr, first, end, low, L: tl.constexpr, DEPTH: tl.constexpr):
     """Prefetch the first PREFETCHED bytes of rows first to end, from depth `low` on, to L2, without
     waiting."""
     line = first + tl.arange(0, L)

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from checkpoints import shallow, write_checkpoint
+from checkpoints import shallow, write_checkpoint, write_tokenizer
 from heads import write_head
 from reading import goes_on_and_is_plain, write_pair
 from test_exactness import drafter_of, rows
@@ -15,7 +15,7 @@ from test_quantised_weights import with_rounding
 from thinned import thinned
 from toys import Reactive, drive, loop_for, plain
 
-from bass_cli.config.job import load_pair, make_job
+from bass_cli.config.job import Pair, load_pair, make_job
 from bass_cli.engine.batch import Row
 from bass_cli.engine.sampling import RowSampling
 from bass_cli.errors import UserError
@@ -47,15 +47,15 @@ def quantise_all(weights, layouts):
 
 @pytest.fixture(scope="module")
 def decoders(tmp_path_factory):
-    """A function from a family and a layout to (target, draft). The draft is the target with noise
-    on its weights, with its head in 8 bits too."""
+    """A function from a family and a layout to (target, draft), with heads in 8 bits. The draft is
+    the target with noise on its weights."""
 
     @functools.cache
     def pair(family, layout):
         folder = tmp_path_factory.mktemp(family)
         write_checkpoint(family, folder, **shallow(family))
         checkpoint, both = open_checkpoint(folder), []
-        for noise, layouts in ((0.0, Layouts(layout)), (0.2, Layouts(layout, layout))):
+        for noise, layouts in ((0.0, Layouts(layout, "int8")), (0.2, Layouts(layout, layout))):
             weights = load(checkpoint, dtype=torch.float32, device=CPU)
             generator = torch.Generator().manual_seed(1)
             if checkpoint.spec.tied:  # a random model with a tied head just repeats itself
@@ -200,18 +200,19 @@ def plan_of(**words):
     ("wanted", "layouts"),
     [
         ("auto", Layouts()),
-        ("target", Layouts("fp8")),
+        ("target", Layouts("fp8", "int8")),
         ("int8", Layouts("int8", "int8")),
         ("fp8", Layouts("fp8", "fp8")),
     ],
 )
 def test_draft_head_is_stored_as_draft_dtype_says(here, wanted, layouts):
-    """The memory plan counts its bytes. A quantised head is a copy of the target's."""
+    """The memory plan counts its bytes. The drafter has a head of its own."""
     plan = plan_of(dtype="fp8", draft_dtype=wanted)
     models = load_models(plan)
-    found = {one.layout for one in models.target.weights.values() if isinstance(one, Quantised)}
-    assert found == {"fp8"}
-    assert models.target.format.layouts == Layouts("fp8")
+    for name, one in models.target.weights.items():
+        if isinstance(one, Quantised):
+            assert one.layout == ("int8" if name == "head.weight" else "fp8")
+    assert models.target.format.layouts == Layouts("fp8", "int8")
     assert models.head.body.format.layouts == layouts
     own = models.head.body.weights
     names = {name for name, one in own.items() if isinstance(one, Quantised)}
@@ -246,6 +247,44 @@ def test_copy_of_the_targets_head_follows_new_weights(here):
         assert models.head.body.weights["head.weight"] is own
         assert torch.equal(own.values, expected.values)
         assert torch.equal(own.scales, expected.scales)
+
+
+@pytest.mark.parametrize("wanted", ["auto", "target", "fp8"])
+def test_drafter_without_a_head_shares_the_8_bit_head_of_its_target(here, wanted):
+    """The memory plan counts it once."""
+    write_head(here / "flash", "dflash", seed=1)
+    plan = plan_of(dtype="fp8", draft="heads:flash", draft_dtype=wanted)
+    assert not plan.files.draft.head.heads
+    models = load_models(plan)
+    assert models.head.body.head is models.target.head
+    assert "head.weight" not in models.head.body.weights
+    words = {"dtype": torch.float32, "device": torch.device("cuda"), "longest": 6}
+    words |= {"layouts": plan.layouts}
+    spec, head = plan.files.target.spec, plan.files.draft
+    alone = footprint(spec, None, **words).weights
+    both = footprint(spec, head.spec, head=head.head, draft_format=plan.draft_format, **words)
+    loaded = load(head, dtype=torch.float32, device=CPU, layouts=plan.draft_format.layouts)
+    assert both.weights - alone == sum(one.nbytes for one in loaded.values())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_logits_of_an_8_bit_target_are_those_of_its_rounded_head(here, layout, tied):
+    """Against a product with the head rounded here. Ids of embeddings keep their numbers."""
+    theirs = write_checkpoint(
+        "qwen3", here / "other", seed=3, use_sliding_window=False, tie_word_embeddings=tied
+    )
+    write_tokenizer(here / "other")
+    words = {"target": "other", "draft": "none", "name": "x"}
+    plan = make_plan(make_job(Pair(**words), device="cpu", dtype=layout))
+    target = load_models(plan).target
+    hidden = torch.randn(3, target.spec.width, generator=torch.Generator().manual_seed(4))
+    head = theirs.get_output_embeddings().weight.detach()
+    scales = head.abs().amax(1, keepdim=True) / 127
+    expected = hidden @ ((head / scales).round() * scales).T
+    torch.testing.assert_close(target.logits(hidden), expected[:, : target.vocab])
+    embed = theirs.get_input_embeddings().weight.detach()
+    assert torch.equal(target.weights.plain("embed.weight"), embed)
 
 
 def test_split_target_has_the_samples_of_the_whole_one(here):

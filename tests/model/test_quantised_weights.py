@@ -21,6 +21,7 @@ from bass_cli.formats.weights import load, size_of
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.partition import Share, held_part
 from bass_cli.models.spec import EVERY_MAP, EXPERT_MAPS, MAPS, Layouts
+from bass_cli.models.weights import Weights
 from bass_cli.run.build import Models
 from bass_cli.run.pair import Files
 from bass_cli.run.updates import Updates
@@ -91,6 +92,34 @@ def test_parts_of_a_split_model_have_the_values_of_the_whole(
             index = torch.cat([torch.arange(run.start, run.stop) for run in found.runs])
             expected = whole[name].dequantise().index_select(found.dim, index)
             assert torch.equal(one.dequantise(), expected), name
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_parts_of_a_split_8_bit_head_are_those_of_the_whole_one(
+    family: str, tmp_path: Path
+) -> None:
+    """Untied and tied. The vocabulary is no multiple of the processes; the last part has zeros."""
+    write_checkpoint(family, tmp_path, shards=False, vocab_size=101)
+    checkpoint = open_checkpoint(tmp_path)
+    words: dict[str, Any] = {"dtype": torch.float32, "device": CPU}
+    words["layouts"] = Layouts("int8", "int8")
+    whole = load(checkpoint, **words)["head.weight"].dequantise()
+    parts = [load(checkpoint, share=Share(rank, 2), **words) for rank in range(2)]
+    joined = torch.cat([part["head.weight"].dequantise() for part in parts])
+    assert torch.equal(joined[:101], whole)
+    assert not joined[101:].any()
+    assert len(joined) == 102
+
+
+def test_new_numbers_of_a_tied_8_bit_head_have_the_dtype_of_the_embedding() -> None:
+    """A tensor of either name is then rounded alike, and both may come in one update."""
+    embed = torch.randn(5, 4).bfloat16()
+    weights = Weights(
+        {"embed.weight": embed, "head.weight": Quantised.of(embed, "int8")}, tied=True
+    )
+    assert weights.dtype_written("head.weight") == torch.bfloat16
+    alone = Weights({"head.weight": Quantised.of(embed, "int8")})
+    assert alone.dtype_written("head.weight") == torch.float32
 
 
 def test_gguf_blocks_are_dequantised_and_quantised_by_row(tmp_path: Path) -> None:

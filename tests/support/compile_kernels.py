@@ -20,6 +20,7 @@ from bass_kernels import (
     delta_prompt_kernels,
     expert_kernels,
     fused_attention,
+    head_kernels,
     linear_kernels,
     peers,
     pointwise,
@@ -157,6 +158,15 @@ def compile_8_bits():
         ACTIVATION=0,
         NATIVE=True,
         BLOCK=4096,
+    )
+    head = {"x_ptr": "*i8", "weight_ptr": "*i8", "scale_ptr": "*fp32"}
+    tile = {"LINES": 1152, "DEPTH": 1000, "DEEP": 128, "STAGES": 3, "EARLY": True}
+    for tokens, biased in ((64, True), (16, False)):
+        compile_one(
+            head_kernels.head_kernel, head, BIAS=biased, L=64, T=tokens, PREFETCH=biased, **tile
+        )
+    compile_one(
+        head_kernels.split_kernel, {"out_ptr": "*i8", "scale_ptr": "*fp32"}, BLOCK=1024, EARLY=True
     )
     for norm in (True, False):
         compile_one(

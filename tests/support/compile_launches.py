@@ -21,6 +21,7 @@ from bass_kernels import (
     delta_prompt_kernels,
     expert_kernels,
     fused_attention,
+    head_kernels,
     launch,
     linear_kernels,
     pointwise,
@@ -47,6 +48,7 @@ MODULES = (
     launch,
     linear_kernels,
     fused_attention,
+    head_kernels,
     products,
     quantised_products,
     ragged,
@@ -144,6 +146,12 @@ def mix(dtype, *, heads, kv_heads, size, width, bits=16):
         eps=1e-6,
         scale=0.1,
     )
+
+
+def head_of_8_bits(dtype, *, count):
+    """The logits of a 7B model with an 8-bit head."""
+    head = Quantised.empty((152064, 3584), "int8", torch.device("meta"))
+    head_kernels.logits(empty(count, 3584, dtype=dtype), head, None)
 
 
 def stream(dtype):
@@ -293,6 +301,8 @@ LAUNCHES = {
     "fp8-64": functools.partial(products_of_8_bits, layout="fp8", count=64),
     "int8": functools.partial(products_of_8_bits, layout="int8", count=8),
     "int8-64": functools.partial(products_of_8_bits, layout="int8", count=64),
+    "head": functools.partial(head_of_8_bits, count=8),
+    "head-300": functools.partial(head_of_8_bits, count=300),
     "mix-128": functools.partial(mix, heads=28, kv_heads=4, size=128, width=1),
     "mix-256": functools.partial(mix, heads=8, kv_heads=4, size=256, width=8),
     "stream": stream,
