@@ -29,6 +29,7 @@ from bass_cli.engine.clock import Clock
 from bass_cli.engine.contracts import DraftLength
 from bass_cli.engine.loop import Loop
 from bass_cli.engine.verify import Rate
+from bass_cli.formats.weights import layouts_of
 from bass_cli.io.console import Screen
 from bass_cli.lengths.controllers import Fixed, make_lengths
 from bass_cli.lengths.costs import arithmetic_of
@@ -40,7 +41,7 @@ from bass_cli.models.spec import HeadSpec, head_parameters
 from bass_cli.run.build import Models, graphs_for, load_models, make_loop, make_models
 from bass_cli.run.memory import Extras, Need, footprint, widest
 from bass_cli.run.pair import check_split
-from bass_cli.run.plan import Plan, device_of, draft_format_of, dtype_of, layouts_of, make_plan
+from bass_cli.run.plan import Plan, device_of, draft_format_of, dtype_of, make_plan
 from bass_cli.run.profile import LIMITS
 from bass_cli.run.profile import measure as profile
 from bass_cli.tensor_parallel.follower import Part

@@ -28,6 +28,7 @@ from bass_cli.formats.completion_text import Tags, ending_ids, tags_of
 from bass_cli.formats.gguf_tokenizer import doubts_of
 from bass_cli.formats.grouped_weights import file_layouts
 from bass_cli.formats.tokenizer import Tokenizer
+from bass_cli.formats.weights import layouts_of
 from bass_cli.io.cache import give_kernels_a_cache
 from bass_cli.io.prompts import Wanted
 from bass_cli.lengths.surface import Surface
@@ -61,9 +62,6 @@ from bass_kernels import LAYOUTS, grouped_works
 
 # The formats of all numbers. The others (LAYOUTS of bass_kernels) are of matrices only.
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# The layout of the head of an 8-bit target. It adds 1 to 3 % to the divergence that fp8 layers
-# cause, and e4m3 would add 30 to 50 % (docs/decisions/20-eight-bit-weights.md).
-_HEAD = "int8"
 # The least positions of a row's first block. Larger blocks waste memory on short samples; smaller
 # ones are copied more often.
 _PIECE = 256
@@ -543,21 +541,6 @@ def dtype_of(wanted: str, device: torch.device) -> torch.dtype:
     if wanted in DTYPES:
         return DTYPES[wanted]
     return torch.bfloat16 if device.type == "cuda" else torch.float32
-
-
-def layouts_of(wanted: str, checkpoint: Checkpoint | None) -> Layouts:
-    """Return the layouts of a model's weights for a setting of `dtype`. A checkpoint whose layers
-    are stored in the wanted layout keeps its head too.
-
-    Args:
-        checkpoint: None for random weights, which are in no file.
-    """
-    if wanted == FILE:
-        return PLAIN if checkpoint is None else file_layouts(checkpoint)
-    if wanted not in LAYOUTS:
-        return PLAIN
-    kept = checkpoint is not None and checkpoint.by_row == wanted
-    return Layouts(wanted, None if kept else _HEAD)
 
 
 def draft_format_of(job: Job, dtype: torch.dtype, draft: Checkpoint | None) -> Format:

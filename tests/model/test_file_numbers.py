@@ -23,7 +23,7 @@ from bass_cli.errors import UserError
 from bass_cli.formats.checkpoint import open_checkpoint
 from bass_cli.formats.gguf_blocks import QUANTISED
 from bass_cli.formats.grouped_weights import file_layouts, numbers_of
-from bass_cli.formats.weights import load
+from bass_cli.formats.weights import layouts_of, load
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.spec import FILE, MAPS, Format, Layouts
@@ -31,7 +31,7 @@ from bass_cli.run import pair as pairs
 from bass_cli.run import plan as plans
 from bass_cli.run.build import Models, load_models
 from bass_cli.run.pair import Files
-from bass_cli.run.plan import layouts_of, make_plan
+from bass_cli.run.plan import make_plan
 from bass_cli.run.updates import Updates
 from bass_kernels import GROUP, Grouped, grouped_works
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bass_cli.config.job import Job
 from bass_cli.formats.checkpoint import open_checkpoint
-from bass_cli.formats.weights import load, update
+from bass_cli.formats.weights import layouts_of, load, update
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.partition import Share
 from bass_cli.models.spec import PLAIN, Layouts
@@ -143,9 +143,21 @@ def test_matrices_of_experts_are_dequantised_kept_or_rounded_by_row(
     (note,) = [note for note in plan.notes if "weights are stored in" in note]
     assert "bass rounds them to int8: " in note
     planned = plan.footprint.weights
-    loaded = load(checkpoint, dtype=torch.float32, device=CPU, layouts=Layouts("int8"))
+    loaded = load(checkpoint, dtype=torch.float32, device=CPU, layouts=Layouts("int8", "int8"))
     assert planned == sum(one.nbytes for one in loaded.values())
     assert isinstance(loaded["layers.0.experts_down.weight"], Quantised)
+
+
+@pytest.mark.parametrize(("name", "head"), [("fbgemm", None), ("gptq", "int8")])
+def test_head_is_rounded_unless_the_layers_are_kept(
+    name: str, head: str | None, tmp_path: Path
+) -> None:
+    """`dtype` fp8 of a file with fp8 rows keeps all numbers of the file."""
+    write_quantised(tmp_path, scheme_of(name)[0])
+    checkpoint = open_checkpoint(tmp_path)
+    assert layouts_of("fp8", checkpoint) == Layouts("fp8", head)
+    assert layouts_of("int8", checkpoint) == Layouts("int8", "int8")
+    assert layouts_of("fp8", None) == Layouts("fp8", "int8")
 
 
 def test_checkpoint_with_a_plain_matrix_is_not_kept(tmp_path: Path) -> None:
