@@ -104,8 +104,8 @@ Dtype = Literal["auto", "bf16", "fp16", "fp32", "fp8", "int8", "file"]
 DraftDtype = Literal["auto", "target", "bf16", "fp16", "fp32", "fp8", "int8"]
 KvDtype = Literal["auto", "fp8"]
 _DTYPE = (
-    "Number format of weights and computation; fp8 and int8 store matrices in 8 bits; file keeps the "
-    "numbers of a GGUF file (CPU only)"
+    "Number format of weights and computation; fp8 and int8 store matrices in 8 bits; file keeps "
+    "the numbers of a GGUF file (CPU only)"
 )
 _DRAFT_DTYPE = (
     "Number format of the draft: that of the target's activations, for mtp fp8 on a GPU that has "
