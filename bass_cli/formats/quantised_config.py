@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -28,12 +27,10 @@ from bass_cli.formats.quantised_tensors import (
     Method,
     Parts,
     Settings,
-    block_of,
     grid_shape,
     groups_of,
     kind_of,
     matches,
-    refuse_others,
     scale_shapes,
 )
 from bass_cli.formats.sources import read_json
@@ -138,11 +135,8 @@ class _CompressedTensors(Method):
         if strategy == "channel":
             return 1, shape[1]
         if strategy != "block":
-            return 1, weights.size(size, "group_size")
-        given = weights.get("block_structure")
-        if isinstance(given, str):  # older files: "128x128"
-            given = [int(one) for one in re.findall(r"\d+", given)]
-        return block_of(weights, "block_structure", given)
+            return 1, weights.size("group_size")
+        return weights.block("block_structure")
 
     def _zeros(self, parts: Parts, weights: Settings) -> bool:
         """Return whether the matrix has zero points."""
@@ -159,7 +153,7 @@ class _CompressedTensors(Method):
         tensors = {"scales": parts.get("weight_scale", (BYTE,) if exponents else SCALES, *shapes)}
         if self._zeros(parts, weights):
             tensors["zeros"] = parts.get("weight_zero_point", (INT8, E4M3), *shapes)
-        refuse_others(parts, "weight_packed", "weight_global_scale", "weight_g_idx")
+        parts.refuse("weight_packed", "weight_global_scale", "weight_g_idx")
         name, unpack = kind_of(values)
         grid = compound.powers if exponents else compound.plain
         return Compound(
@@ -188,7 +182,7 @@ class _CompressedTensors(Method):
             tensors["zeros"] = parts.get("weight_zero_point", (INT32,), packed)
         if "weight_g_idx" in parts:
             tensors["groups"] = groups_of(parts, "weight_g_idx", columns, group[1])
-        refuse_others(parts, "weight_global_scale")
+        parts.refuse("weight_global_scale")
         layout = Layout(
             "compressed-tensors int",
             bits,
@@ -202,12 +196,12 @@ class _CompressedTensors(Method):
         values = parts.matrix("weight_packed", (BYTE,))
         shape = (values.shape[0], 2 * values.shape[1])
         nvidia = kind.startswith("nv")
-        group = (1, weights.size(weights.get("group_size", 16 if nvidia else 32), "group_size"))
+        group = (1, weights.size("group_size", 16 if nvidia else 32))
         types = (E4M3,) if nvidia else (BYTE, "F8_E8M0")
         tensors = {"scales": parts.get("weight_scale", types, grid_shape(shape, group))}
         if nvidia:
             tensors["whole"] = parts.get("weight_global_scale", ("F32",), (1,), ())
-        refuse_others(parts, "weight_zero_point", "weight_g_idx")
+        parts.refuse("weight_zero_point", "weight_g_idx")
         grid, name = (compound.divided, "NVFP4") if nvidia else (compound.powers, "MXFP4")
         layout = Layout(name, 4, compound.e2m1, grid, group)
         return Compound(layout, shape, {"values": values, **tensors})
@@ -224,11 +218,11 @@ class _Fp8(Method):
         values = parts.matrix("weight", (E4M3,))
         suffix = "weight_scale" if "weight_scale" in parts else "weight_scale_inv"
         if suffix == "weight_scale":
-            refuse_others(parts, "weight_scale_inv")
+            parts.refuse("weight_scale_inv")
         block = self.settings.get("weight_block_size")
         if block is None:
             return _by_row(parts, values, suffix)
-        group = block_of(self.settings, "weight_block_size", block)
+        group = self.settings.block("weight_block_size")
         scales = parts.get(suffix, (*SCALES, "F8_E8M0"), grid_shape(values.shape, group))
         layout = Layout("block fp8", 8, compound.e4m3, compound.plain, group)
         return Compound(layout, values.shape, {"values": values, "scales": scales})
@@ -244,7 +238,7 @@ class _Modelopt(Method):
     def compound(self, parts: Parts) -> Compound:
         values = parts.matrix("weight", (E4M3, BYTE))
         if TYPES[values.dtype] is TYPES[E4M3]:
-            refuse_others(parts, "weight_scale_2")
+            parts.refuse("weight_scale_2")
             return _by_row(parts, values, "weight_scale")
         shape, group = (values.shape[0], 2 * values.shape[1]), (1, 16)
         scales = parts.get("weight_scale", (E4M3,), grid_shape(shape, group))

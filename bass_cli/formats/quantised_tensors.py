@@ -43,17 +43,24 @@ class Settings(Values):
             raise self.error(key, f"{shown(value)} is not supported, only {listed} is")
         return value
 
-    def size(self, value: Any, key: str) -> int:
-        """Check a number of rows or columns that share a scale."""
-        try:
-            return whole(value, least=1)
-        except ValueError as error:
-            raise self.error(key, str(error)) from None
+    def size(self, key: str, default: int | None = None) -> int:
+        """Return the number of rows or columns that share a scale."""
+        return self.checked(key, default, lambda value: whole(value, least=1))
 
     def group(self, key: str) -> int:
         """Return the number of inputs that share a scale, -1 for all. Default: 128."""
-        size = self.get(key, 128)
-        return -1 if size == -1 else self.size(size, key)
+        return -1 if self.get(key) == -1 else self.size(key, 128)
+
+    def block(self, key: str) -> tuple[int, int]:
+        """Return the rows and the columns of a block. Older files have them as "128x128"."""
+
+        def check(value: Any) -> tuple[int, int]:
+            sizes = list(map(int, re.findall(r"\d+", value))) if isinstance(value, str) else value
+            if not isinstance(sizes, list) or len(sizes) != 2:
+                raise ValueError(f"two sizes are needed, not {shown(value)}")
+            return whole(sizes[0], least=1), whole(sizes[1], least=1)
+
+        return self.checked(key, None, check)
 
     def names(self, key: str) -> tuple[str, ...]:
         value = self.get(key) or []
@@ -112,6 +119,12 @@ class Parts:
         if len(entry.shape) != 2 or not entry.size:
             raise self.error(suffix, f"has shape {list(entry.shape)}; a matrix is needed")
         return entry
+
+    def refuse(self, *suffixes: str) -> None:
+        """Raise a UserError if the format of the module does not have one of these tensors."""
+        for suffix in suffixes:
+            if suffix in self:
+                raise self.error(suffix, "does not belong to the format that config.json names")
 
 
 class Method:
@@ -281,13 +294,6 @@ def kind_of(values: Entry) -> tuple[str, Callable[..., Any]]:
     return "fp8", compound.e4m3
 
 
-def block_of(settings: Settings, key: str, given: Any) -> tuple[int, int]:
-    """Check the size of a block of rows and columns."""
-    if not isinstance(given, list) or len(given) != 2:
-        raise settings.error(key, f"two sizes are needed, not {shown(given)}")
-    return settings.size(given[0], key), settings.size(given[1], key)
-
-
 def groups_of(parts: Parts, suffix: str, inputs: int, size: int) -> Entry:
     """Return the tensor with the group of each input. All groups must exist."""
     entry = parts.get(suffix, (INT32, "I64"), (inputs,))
@@ -295,13 +301,6 @@ def groups_of(parts: Parts, suffix: str, inputs: int, size: int) -> Entry:
     if found.min() < 0 or found.max() >= most:
         raise parts.error(suffix, f"names a group that does not exist; there are {most}")
     return entry
-
-
-def refuse_others(parts: Parts, *suffixes: str) -> None:
-    """Raise a UserError if the format of a module does not have one of these tensors."""
-    for suffix in suffixes:
-        if suffix in parts:
-            raise parts.error(suffix, "does not belong to the format that config.json names")
 
 
 def matches(target: str, module: str) -> bool:
