@@ -201,7 +201,7 @@ class Publication:
 
     def _check(self) -> HfApi:
         """Check the token, the owner and the visibility; return the hub's client."""
-        from huggingface_hub import HfApi, constants, get_token
+        from huggingface_hub import HfApi, constants, errors, get_token
         from huggingface_hub.utils import disable_progress_bars
 
         login = "log in with hf auth login, or set HF_TOKEN to a token with write access"
@@ -225,7 +225,9 @@ class Publication:
             )
         if _role(user) == "read":
             raise UserError(f"hf://{self.name}: the token may only read; {login}")
-        existing = self._existing(api)
+        existing = self._found(
+            lambda: api.dataset_info(self.name, timeout=_PATIENCE), errors.RepositoryNotFoundError
+        )
         if existing is not None and not existing.private and not self._public:
             raise UserError(
                 f"hf://{self.name}: this data set exists and is public; add `public`, or give "
@@ -233,13 +235,12 @@ class Publication:
             )
         return api
 
-    def _existing(self, api: HfApi) -> Any:
-        from huggingface_hub import errors
-
+    def _found(self, work: Callable[[], _T], *missing: type[Exception]) -> _T | None:
+        """Do the work; None if it fails with one of these errors, because nothing is there."""
         try:
-            return self._try(lambda: api.dataset_info(self.name, timeout=_PATIENCE), "")
+            return self._try(work, "")
         except UserError as error:
-            if isinstance(error.__cause__, errors.RepositoryNotFoundError):
+            if isinstance(error.__cause__, missing):
                 return None
             raise
 
@@ -251,13 +252,8 @@ class Publication:
             path = self._api.hf_hub_download(self.name, _CARD, repo_type="dataset")
             return Path(path).read_text(encoding="utf-8", errors="replace")
 
-        try:
-            return MARK not in self._try(content, "")
-        except UserError as error:
-            missing = (errors.RepositoryNotFoundError, errors.EntryNotFoundError)
-            if isinstance(error.__cause__, missing):
-                return False
-            raise
+        card = self._found(content, errors.RepositoryNotFoundError, errors.EntryNotFoundError)
+        return card is not None and MARK not in card
 
     def _licence(self, manifest: dict[str, Any]) -> str | None:
         """Return the licence of the target by its model card; None if it is unknown."""
