@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy
 import torch
@@ -50,6 +51,17 @@ class Prompt:
     @property
     def left(self) -> int:
         return self.span.length - self.read
+
+
+class RunnerSizes(NamedTuple):
+    """What a Runner has room for: its arguments of these names."""
+
+    rows: int
+    span: int
+    pending: int
+    blocks: BlockLayout | None
+    eight_bits: bool
+    width: int
 
 
 class Runner:

@@ -39,7 +39,7 @@ from bass_cli.models.decoder import Decoder
 from bass_cli.models.heads import Head, make_head
 from bass_cli.models.kv_cache import ARENA
 from bass_cli.models.partition import Share
-from bass_cli.models.runner import Runner
+from bass_cli.models.runner import Runner, RunnerSizes
 from bass_cli.models.spec import AnySpec, Layouts, Spec
 from bass_cli.models.weights import Named
 from bass_cli.run.memory import widest
@@ -265,18 +265,11 @@ def make_loop(
     target, drafting, head, mask, followers = models
     if job.pair.draft == "none":
         drafting = head = None
-    size = functools.partial(
-        _runner,
-        followers=followers,
-        rows=rows,
-        span=span,
-        blocks=blocks,
-        eight_bits=job.kv_dtype == "fp8",
-        width=width,
-    )
-    runner = size(target if head is None else target.read_by(head), pending=1)
+    sizes = RunnerSizes(rows, span, 1, blocks, job.kv_dtype == "fp8", width)
+    runner = _runner(target if head is None else target.read_by(head), sizes, followers)
     wide = width if mask is None else 2 * width  # missed tokens, and as many masks
-    drafts = size(drafting, pending=2, width=wide) if drafting else None
+    sizes = sizes._replace(pending=2, width=wide)
+    drafts = _runner(drafting, sizes, followers) if drafting else None
     drafter = make_drafter(
         job.pair.draft,
         runner=drafts if head is None else runner,
@@ -286,9 +279,15 @@ def make_loop(
         temperature=job.speculation.draft_temperature,
         factor=sharper,
     )
-    sizes = {"vocab": target.vocab, "columns": target.columns}
     return Loop(
-        batch=Batch(rows=rows, context=context, device=target.device, blocks=blocks, **sizes),
+        batch=Batch(
+            rows=rows,
+            context=context,
+            device=target.device,
+            blocks=blocks,
+            vocab=target.vocab,
+            columns=target.columns,
+        ),
         target=runner,
         drafter=drafter,
         lengths=lengths,
@@ -314,30 +313,11 @@ def graphs_for(models: Models) -> Graphs:
     )
 
 
-def _runner(
-    decoder: Decoder,
-    *,
-    followers: Followers | None,
-    rows: int,
-    span: int,
-    pending: int,
-    blocks: BlockLayout | None,
-    eight_bits: bool,
-    width: int,
-) -> Runner:
+def _runner(decoder: Decoder, sizes: RunnerSizes, followers: Followers | None) -> Runner:
     """Make a runner of a model; followers run the other parts of a split model."""
-    make: Callable[..., Runner] = Runner
     if followers is not None and decoder.ranks is not None:
-        make = functools.partial(LedRunner, followers=followers, number=pending)
-    return make(
-        decoder,
-        rows=rows,
-        span=span,
-        pending=pending,
-        blocks=blocks,
-        eight_bits=eight_bits,
-        width=width,
-    )
+        return LedRunner(decoder, sizes, followers)
+    return Runner(decoder, **sizes._asdict())
 
 
 def ready_loop(

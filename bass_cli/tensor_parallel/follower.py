@@ -23,13 +23,12 @@ from bass_cli.formats import weights as formats
 from bass_cli.formats.checkpoint import open_checkpoint
 from bass_cli.formats.lora import Adapter
 from bass_cli.io import terminal
-from bass_cli.models.block_allocator import BlockLayout
 from bass_cli.models.capture import Graphs
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.families import Slot
 from bass_cli.models.partition import Share, part_of
 from bass_cli.models.ranks import Ranks
-from bass_cli.models.runner import Runner
+from bass_cli.models.runner import Runner, RunnerSizes
 from bass_cli.models.spec import PLAIN, Layouts, Spec
 from bass_cli.models.weights import Named
 from bass_cli.system.children import Fault
@@ -291,29 +290,10 @@ class Follower:
             assert name in ("read_all", "close", "step_back", "follow")
             getattr(runner, name)(*given)
 
-    def _begin(
-        self,
-        number: int,
-        rows: int,
-        span: int,
-        pending: int,
-        blocks: BlockLayout | None,
-        ahead: int,
-        layers: tuple[int, ...],
-        eight_bits: bool,
-        width: int,
-    ) -> None:
+    def _begin(self, number: int, sizes: RunnerSizes, ahead: int, layers: tuple[int, ...]) -> None:
         self._runners.pop(number, None)  # free its memory before the new one allocates
-        self._runners[number] = Runner(
-            self._decoder.keep_layers(layers),
-            rows=rows,
-            span=span,
-            pending=pending,
-            blocks=blocks,
-            ahead=ahead,
-            eight_bits=eight_bits,
-            width=width,
-        )
+        decoder = self._decoder.keep_layers(layers)
+        self._runners[number] = Runner(decoder, ahead=ahead, **sizes._asdict())
 
     def _in_time(self, count: int) -> bool:
         """Return the leader's answer: only the leader has a clock."""

@@ -24,13 +24,13 @@ from bass_cli.errors import MachineError, UserError
 from bass_cli.formats import weights as formats
 from bass_cli.formats.checkpoint import Checkpoint
 from bass_cli.io import terminal
-from bass_cli.models.block_allocator import BlockLayout, Change
+from bass_cli.models.block_allocator import Change
 from bass_cli.models.capture import Graph, capture
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.families import Slot
 from bass_cli.models.partition import Share
 from bass_cli.models.ranks import Ranks
-from bass_cli.models.runner import Runner
+from bass_cli.models.runner import Runner, RunnerSizes
 from bass_cli.models.spec import Spec
 from bass_cli.system.children import Child, Fault, end_of, start_child
 from bass_cli.system.host import visible_gpus
@@ -330,36 +330,15 @@ class LedRunner(Runner):
     the call itself. A drafter that reads hidden states is not split: its layers are in the
     leader's cache only, and the other processes have no reader.
 
-    Args:
-        number: identifies the runner in calls. A new runner replaces an older one of its number.
+    In calls it has the number of its pending tokens. A new runner replaces an older one of its
+    number.
     """
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        followers: Followers,
-        number: int,
-        *,
-        rows: int,
-        span: int,
-        pending: int,
-        blocks: BlockLayout | None,
-        eight_bits: bool,
-        width: int,
-    ):
-        self._followers, self._number = followers, number
+    def __init__(self, decoder: Decoder, sizes: RunnerSizes, followers: Followers):
+        self._followers, self._number = followers, sizes.pending
         ahead = 0 if decoder.reader is None else decoder.reader.ahead
-        given = rows, span, pending, blocks, ahead, decoder.layers, eight_bits, width
-        with self._led("begin", *given):
-            super().__init__(
-                decoder,
-                rows=rows,
-                span=span,
-                pending=pending,
-                blocks=blocks,
-                eight_bits=eight_bits,
-                width=width,
-            )
+        with self._led("begin", sizes, ahead, decoder.layers):
+            super().__init__(decoder, **sizes._asdict())
 
     @contextlib.contextmanager
     def _led(self, name: str, *given: Any) -> Iterator[None]:
