@@ -25,7 +25,7 @@ from torch import Tensor
 from bass_cli.config.job import Job
 from bass_cli.engine.batch import Change
 from bass_cli.formats.checkpoint import Checkpoint
-from bass_cli.formats.weights import load
+from bass_cli.formats.weights import layouts_of, load
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.runner import Runner
 from bass_cli.models.spec import Layouts
@@ -88,10 +88,10 @@ def main() -> None:
 def models_of(
     checkpoint: Checkpoint, device: torch.device, vocab: int, rows: list[list[int]], *, head: bool
 ) -> Iterator[Model]:
-    """Yield the model in every format. `head`: quantise the head too, as in drafts."""
+    """Yield the model in every format. `head`: in that of drafts, whose head has the layout of
+    its layers."""
     for name in ("plain", *LAYOUTS):
-        layout = None if name == "plain" else name
-        layouts = Layouts(layout, layout if head else None)
+        layouts = Layouts(name, name) if head and name in LAYOUTS else layouts_of(name, None)
         weights = load(checkpoint, dtype=dtype_of("auto", device), device=device, layouts=layouts)
         decoder = Decoder(checkpoint.spec, weights, vocab=vocab)
         runner = Runner(decoder, rows=len(rows), span=len(rows[0]) + 8, pending=1)

@@ -45,6 +45,7 @@ GROUPS = (
     ("kernels/test_quantised_products.py", "dtype1 and linear_matches and fp8"),
     ("kernels/test_quantised_products.py", "dtype1 and linear_matches and int8"),
     ("kernels/test_quantised_products.py", "dtype1 and not match or padded or gated_factor"),
+    ("kernels/test_head.py", "not tilings"),
     ("kernels/test_experts.py", "dtype2 and (router_equals or experts_equal and silu)"),
     ("kernels/test_experts.py", "dtype2 and (8_bits_equal or all_tokens)"),
     ("kernels/test_whole_decoder.py", "moe or gemma"),

@@ -65,10 +65,10 @@ def test_a_whole_decoder(family, padded, layout, tmp_path, monkeypatch):
             self.replay = function
             function()
 
-    logits = {}
+    logits, layouts = {}, Layouts(layout, layout and "int8")
     for kind in ("reference", "triton"):
         ops.use(kind)
-        weights = load(checkpoint, dtype=torch.float32, device=DEVICE, layouts=Layouts(layout))
+        weights = load(checkpoint, dtype=torch.float32, device=DEVICE, layouts=layouts)
         decoder = Decoder(checkpoint.spec, weights)
         runner = Runner(decoder, rows=3, span=40, pending=1, graphs=recorded(Again))
         if kind == "reference":
