@@ -24,6 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+_KERNEL = "kernel compiled or loaded"
 # Functions that are timed, by module, and their names in the time line.
 STEPS = {
     "bass_cli.system.threads": {"choose": "idle cores", "_load_libraries": "torch's libraries"},
@@ -48,7 +49,7 @@ STEPS = {
     "bass_cli.engine.loop": {"Loop.open": "prompt read by the models", "Loop.round": "round"},
     "bass_cli.engine.graphs": {"Graphs.capture": "graph captured"},
     "torch.cuda": {"_lazy_init": "CUDA's context"},
-    "triton.compiler.compiler": {"compile": "kernel compiled or loaded"},
+    "triton.compiler.compiler": {"compile": _KERNEL},
 }
 WHOLE = (
     "numpy",
@@ -112,7 +113,8 @@ class Watch:
         def call(*args, **named):
             depth = self.own.depth = getattr(self.own, "depth", 0) + 1
             found, times = self.timed(lambda: function(*args, **named))
-            self.note(times, label, depth)
+            kernel = getattr(args[0], "name", None) if label == _KERNEL else None
+            self.note(times, label if kernel is None else f"{label}: {kernel}", depth)
             self.own.depth -= 1
             return found
 
@@ -153,8 +155,9 @@ def show(found):
     print("  begins    takes      cpu  imports  step")
     seen: collections.Counter[str] = collections.Counter()
     for *seconds, label in found["steps"]:
-        seen[label] += 1
-        if seen[label] <= _SHOWN:
+        kind = label.partition(":")[0]
+        seen[kind] += 1
+        if seen[kind] <= _SHOWN:
             print("".join(f"{value:8.3f} " for value in seconds) + label)
     parts = sorted(found["imports"].items(), key=lambda item: -item[1])
     print("imports:", ", ".join(f"{name} {seconds:.2f}" for name, seconds in parts[:16]))
