@@ -20,7 +20,8 @@ from bass_cli.io.usage import Usage
 from bass_cli.run.manifest import Facts
 from bass_cli.run.requests import import_for
 from bass_cli.system.children import Fault
-from bass_cli.system.threads import CoreMonitor
+from bass_cli.system.host import expect
+from bass_cli.system.threads import CoreMonitor, begin
 
 if TYPE_CHECKING:
     from bass_cli.engine.contracts import RoundResult
@@ -142,6 +143,8 @@ class Worker(Process):
 
     def __init__(self, spec: JobSpec):
         super().__init__()
+        if begin(spec.job.threads):  # an actor of Ray; other processes do so earlier
+            expect(spec.job.device)
         self._spec, self._feed, self._report = spec, Feed(), Report()
         self._finished: list[Completion] = []
         self._begun = False

@@ -231,14 +231,16 @@ _Choice = tuple[Threads, dict[str, str]]  # see choose
 _begun: list[tuple[int | None, Future[_Choice]]] = []  # choices that a thread makes
 
 
-def begin(wanted: int | None) -> None:
-    """Start `configure_threads` early, in a thread.
+def begin(wanted: int | None) -> bool:
+    """Start `configure_threads` early, in a thread; return whether it was not started before.
 
     The thread chooses the number of threads, and loads torch's libraries while the main thread
     imports other modules. Those with machine code are imported here, before that.
     """
-    if "torch" in sys.modules or (host.unsupported() or lacking_address_space()) is not None:
-        return  # the command ends with the reason
+    if _begun or "torch" in sys.modules:
+        return False
+    if (host.unsupported() or lacking_address_space()) is not None:
+        return False  # the command ends with the reason
     from concurrent.futures import Future
 
     choice: Future[_Choice] = Future()
@@ -266,6 +268,7 @@ def begin(wanted: int | None) -> None:
     if own:  # no setting for programs that this process starts
         del os.environ[_BLAS]
     imported.set()
+    return True
 
 
 def _load_libraries() -> None:
