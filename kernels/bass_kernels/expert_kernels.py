@@ -20,7 +20,7 @@ from torch import Tensor
 from . import quantised_products
 from .experts import Clamp, Maps, Shared
 from .grouped import Grouped
-from .launch import after, input_precision, overlap, stages_that_fit
+from .launch import after, input_precision, overlap, pipeline_that_fits
 from .pointwise import KINDS, activate
 from .quantised import Quantised
 from .quantised_kernels import E4M3, PLAIN, ROUNDED, dot, round_e4m3, token_scale
@@ -62,18 +62,19 @@ class _Factor(NamedTuple):
         up."""
         lines = tile.lines * (2 if pair else 1) * self.values.element_size()
         # beside the stages, the factors of a step as tensor cores read them
-        least = 0 if self.how == PLAIN.value else 2 * (tile.lines + tokens) * tile.deep
-        size = (lines + tokens * x.element_size()) * tile.deep
+        least = 0 if self.how == PLAIN.value else 2 * (tile.lines + tokens)
+        size = lines + tokens * x.element_size()
+        deep, stages = pipeline_that_fits(size, least, x, deep=tile.deep, most=tile.stages)
         return {
             "HOW": self.how,
             "ROUND": self.rounds,
             "TOKENS": tokens,
             "LINES": tile.lines,
-            "BLOCK_K": tile.deep,
+            "BLOCK_K": deep,
             "WIDE": input_precision(x),
             "num_warps": tile.warps,
             **overlap(True, x.device),
-            "num_stages": stages_that_fit(size, x, least, most=tile.stages),
+            "num_stages": stages,
         }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -237,10 +238,22 @@ def input_precision(x: Tensor) -> str:
     return "ieee" if x.dtype == torch.float32 else "tf32"
 
 
-def stages_that_fit(size: int, x: Tensor, least: int = 0, *, most: int = 4) -> int:
-    """Return `most` pipeline stages of `size` bytes beside `least` bytes, or as many as fit."""
-    spare = SPARE + least
-    return fitting(range(most, 0, -1), lambda stages: size * stages + spare, card(x.device).shared)
+def stages_that_fit(size: int, x: Tensor, *, most: int = 4) -> int:
+    """Return `most` pipeline stages of `size` bytes, or as many as fit."""
+    return pipeline_that_fits(size, 0, x, deep=1, most=most)[1]
+
+
+def pipeline_that_fits(
+    size: int, least: int, x: Tensor, *, deep: int, most: int
+) -> tuple[int, int]:
+    """Return the inputs of a step and the pipeline stages: `deep` and `most`, or fewer stages, or
+    half as many inputs, if only that fits. An input takes `size` bytes in each stage, and `least`
+    beside them."""
+    return fitting(
+        itertools.product(sorted({deep, max(1, deep // 2)}, reverse=True), range(most, 0, -1)),
+        lambda option: option[0] * (size * option[1] + least) + SPARE,
+        card(x.device).shared,
+    )
 
 
 _MOST_TOKENS = 64  # in a pass; with more tokens products are compute-bound
