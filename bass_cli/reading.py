@@ -123,6 +123,15 @@ def finite(value: Any, *, least: float = -math.inf) -> float:
     return float(value)
 
 
+def without_nan(value: Any) -> Any:
+    """Replace every NaN and infinity in a value, which JSON cannot hold, by None."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: without_nan(inner) for key, inner in value.items()}
+    return [without_nan(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+
+
 def is_unicode(text: str) -> bool:
     """Whether the text has no lone surrogates, which UTF-8 cannot encode.
 

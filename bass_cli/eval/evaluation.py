@@ -50,6 +50,10 @@ from bass_cli.run.manifest import Facts, facts_of
 if TYPE_CHECKING:
     from bass_cli.engine.loop import Loop
     from bass_cli.run.plan import Plan
+AUTO = "auto"
+_FORMATS: tuple[str, ...] = get_args(PromptFormat)
+# Words of a conversation by which the text between two of its turns is found
+_QUESTION, _ANSWER, _NEXT = "What is one and one?", "It is two.", "And one more?"
 
 
 class Evaluation:
@@ -364,12 +368,6 @@ class Evaluation:
         ]
         digest = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
         return {"task": self.task.name, "prompt_format": self.form, "prompts": digest}
-
-
-AUTO = "auto"
-_FORMATS: tuple[str, ...] = get_args(PromptFormat)
-# Words of a conversation by which the text between two of its turns is found
-_QUESTION, _ANSWER, _NEXT = "What is one and one?", "It is two.", "And one more?"
 
 
 class FormatChoice(NamedTuple):

@@ -37,6 +37,9 @@ from bass_cli.rank.ranking import (
 from bass_cli.reading import finite, parse_object, whole
 
 Problems = Mapping[str, Sequence[Generation]]
+_SAMPLES = "samples"
+_PATIENCE = 1.0  # seconds of one search for the answer, as in bass filter
+Row = dict[str, Any]
 
 
 def read_rankers(text: str | None) -> list[str]:
@@ -113,11 +116,6 @@ def _score(name: str, row: Generation, path: str) -> float | None:
         return None if scores[name] is None else finite(scores[name])
     except ValueError as error:
         raise UserError(f'{place}: field "scores": "{name}": {error}') from None
-
-
-_SAMPLES = "samples"
-_PATIENCE = 1.0  # seconds of one search for the answer, as in bass filter
-Row = dict[str, Any]
 
 
 class _Line(NamedTuple):

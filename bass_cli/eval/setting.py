@@ -17,7 +17,7 @@ from bass_cli.errors import UserError
 from bass_cli.eval.samples import Generation, GenerationFile, bare_id, part_of
 from bass_cli.io.prompts import parse_shard
 from bass_cli.io.resume import manifest_path
-from bass_cli.reading import read_bytes, shown
+from bass_cli.reading import read_bytes, shown, without_nan
 
 # How prompts become a chat: keys of the manifest's "results", left out there at their defaults
 _CHAT = ("chat", "system", "template_args", "tools", "thinking")
@@ -27,6 +27,13 @@ _OUTPUT = {"seed", "logprobs", "logprobs_of", "prompt_logprobs", "include_stop"}
 OF_A_RUN = ("begun", "written", "note")
 # Keys that are null if they do not apply, not because they are unknown
 _OPTIONAL = {"lora", "limit", "chat.chat", "budget", "draft_revision", "machine.driver"}
+# Fields by which tools write a setting into every line
+_NAMED = (
+    *("model", "model_name", "model_id", "revision", "temperature", "top_p", "top_k", "dtype"),
+    *("prompt_format", "prompt_template"),
+)
+_REMEDY = "score the files that were joined one by one"
+_MANIFEST_BYTES = 1 << 24  # a manifest has a few thousand bytes
 
 
 def setting_of(file: GenerationFile) -> dict[str, Any]:
@@ -76,13 +83,8 @@ def setting_of(file: GenerationFile) -> dict[str, Any]:
     missing = [key for key, value in flat(setting).items() if value is None]
     missing = [key for key in missing if key not in optional]
     note = f"not recorded: {', '.join(missing)}" if missing else None
-    return _finite(setting | {"note": note if manifest else "the file has no manifest"})
-
-
-def _finite(setting: dict[str, Any]) -> dict[str, Any]:
-    """Replace NaN and infinity, which a damaged manifest may hold and a report may not, by None."""
-    cleaned: dict[str, Any] = json.loads(json.dumps(setting), parse_constant=lambda name: None)
-    return cleaned
+    found: dict[str, Any] = without_nan(setting)  # a damaged manifest may hold NaN
+    return found | {"note": note if manifest else "the file has no manifest"}
 
 
 def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -102,15 +104,6 @@ def flat(setting: Mapping[str, Any]) -> dict[str, Any]:
         inner = value if isinstance(value, dict) and key != "prompts" else None
         flat |= {key: value} if inner is None else {f"{key}.{k}": v for k, v in inner.items()}
     return flat
-
-
-# Fields by which tools write a setting into every line
-_NAMED = (
-    *("model", "model_name", "model_id", "revision", "temperature", "top_p", "top_k", "dtype"),
-    *("prompt_format", "prompt_template"),
-)
-_REMEDY = "score the files that were joined one by one"
-_MANIFEST_BYTES = 1 << 24  # a manifest has a few thousand bytes
 
 
 class _Line(NamedTuple):

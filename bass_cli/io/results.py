@@ -56,7 +56,7 @@ from bass_cli.io.saving import (
     sync_folder,
 )
 from bass_cli.io.terminal import json_on_a_terminal
-from bass_cli.reading import os_errors_as
+from bass_cli.reading import os_errors_as, without_nan
 
 # seconds between syncs to disk; a sync takes about 10 ms, too long for every line
 SYNC_SECONDS = 5.0
@@ -188,7 +188,7 @@ def line_of(row: dict[str, Any]) -> str:
     try:
         line = _encode(row)
     except ValueError:
-        row = _finite(row)
+        row = without_nan(row)
         line = _encode(row)
     try:
         line.encode("utf-8")
@@ -239,15 +239,6 @@ def reported(
 NAMES = tuple(entry.name for entry in fields(Completion))
 _OPTIONAL = tuple(entry.name for entry in fields(Completion) if entry.default is None)
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=str).encode
-
-
-def _finite(value: Any) -> Any:
-    """Replace every NaN and infinity in the value, which JSON cannot hold, by None."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    return [_finite(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
 class Writer:

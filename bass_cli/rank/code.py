@@ -34,6 +34,14 @@ _SPACES = str.maketrans({"\u00a0": " ", "\u200b": None, "\ufeff": None})
 _THOUGHTS = re.compile(r"\A(?:\s*<think>.*?|.*?\n[ \t]*)</think>", re.DOTALL)
 _PRE = re.compile(r"<pre\b[^>]{0,200}>(.*?)(?:</pre>|\Z)", re.DOTALL | re.IGNORECASE)
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_CUT = ("length", "budget", "error")  # finish reasons of samples that did not end by themselves
+# Names that every module or class body has without binding them
+_IMPLICIT = {
+    *("__name__", "__file__", "__doc__", "__package__", "__spec__", "__loader__"),
+    *("__builtins__", "__annotations__", "__module__", "__qualname__", "__class__"),
+}
+_KNOWN = frozenset(dir(builtins)) | _IMPLICIT
+_FAULTS = (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError)
 
 
 class Block(NamedTuple):
@@ -324,16 +332,6 @@ def _called(tree: ast.AST) -> set[str]:
 def _is_module(name: str, called: set[str]) -> bool:
     """Return whether a name is used as a standard library module: it is one and never called."""
     return name in sys.stdlib_module_names and name not in called
-
-
-_CUT = ("length", "budget", "error")  # finish reasons of samples that did not end by themselves
-# Names that every module or class body has without binding them
-_IMPLICIT = {
-    *("__name__", "__file__", "__doc__", "__package__", "__spec__", "__loader__"),
-    *("__builtins__", "__annotations__", "__module__", "__qualname__", "__class__"),
-}
-_KNOWN = frozenset(dir(builtins)) | _IMPLICIT
-_FAULTS = (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError)
 
 
 def checks_passed(program: str | None, finish_reason: str | None, entry_point: str | None) -> float:

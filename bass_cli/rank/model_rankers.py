@@ -48,6 +48,10 @@ _ALONE_LIMITS = DEFAULT_LIMITS._replace(seconds=2.0, cpu_seconds=1)
 _BITS = re.compile(r"AssertionError: tests ([01]+)$")
 
 Vector = tuple[bool, ...]
+# Between the sample and the prompt. A program's prompt is mostly a docstring.
+_AFTER_CODE = "\n\n# Write a docstring for the above function\n"
+_AFTER_TEXT = "\n\nThe text above is the answer to this request:\n"
+BATCH = 8  # texts at once, by default; the n samples of a prompt are often a multiple of it
 
 
 class AgreementRanker:
@@ -215,11 +219,6 @@ def agreement(vectors: Sequence[Vector]) -> list[float]:
     return [float(sum(one) * counts[one]) for one in vectors]
 
 
-# Between the sample and the prompt. A program's prompt is mostly a docstring.
-_AFTER_CODE = "\n\n# Write a docstring for the above function\n"
-_AFTER_TEXT = "\n\nThe text above is the answer to this request:\n"
-
-
 class ReverseRanker:
     """The ranker "reverse": the target's log-probability of the prompt, given the sample.
 
@@ -313,9 +312,6 @@ def model_identity(job: Job) -> dict[str, Any]:
     pair = job.pair
     named = {"target": pair.target, "lora": [*map(str, job.lora)], "folder": str(pair.folder)}
     return named | {"dtype": job.dtype, "kv_dtype": job.kv_dtype, "seed": job.sampling.seed}
-
-
-BATCH = 8  # texts at once, by default; the n samples of a prompt are often a multiple of it
 
 
 class RewardRanker:

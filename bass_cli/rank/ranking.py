@@ -34,6 +34,15 @@ WORDS: Mapping[str, str] = {
     "tests": "agreement on generated tests",
     f"{REWARD}MODEL": "a reward model",
 }
+_BOXED = "\\boxed{"
+_HASHES = re.compile(r"####[ \t]*([^\n]+)")  # the mark of GSM8K's solutions
+# A number with an optional currency, thousands separators and percent sign. At most 100 digits,
+# because longer ones are no answers and Python refuses thousands of digits.
+_NUMBER = re.compile(
+    r"([-+]?)[$€£]?\s*(\d{1,3}(?:,\d{3}){1,33}|\d{1,100})(?:\.(\d{0,100}))?\s*(%?)", re.ASCII
+)
+_FRACTION = re.compile(r"([-+]?\d{1,100})\s*/\s*(\d{1,100})", re.ASCII)
+Answer = tuple[str | None, str | None, str]  # the answer, the program and the whole text
 
 
 class Candidate(NamedTuple):
@@ -264,18 +273,6 @@ def standings_of(
     for at in best_first(rest, [one.mean_logprob for one in rest]):
         rank += 1
         yield rest[at].sample, Standing(rank, dict.fromkeys(scores))
-
-
-_BOXED = "\\boxed{"
-_HASHES = re.compile(r"####[ \t]*([^\n]+)")  # the mark of GSM8K's solutions
-# A number with an optional currency, thousands separators and percent sign. At most 100 digits,
-# because longer ones are no answers and Python refuses thousands of digits.
-_NUMBER = re.compile(
-    r"([-+]?)[$€£]?\s*(\d{1,3}(?:,\d{3}){1,33}|\d{1,100})(?:\.(\d{0,100}))?\s*(%?)", re.ASCII
-)
-_FRACTION = re.compile(r"([-+]?\d{1,100})\s*/\s*(\d{1,100})", re.ASCII)
-
-Answer = tuple[str | None, str | None, str]  # the answer, the program and the whole text
 
 
 def votes(answers: Iterable[Answer]) -> list[float]:

@@ -34,6 +34,7 @@ from bass_cli.eval.scoring import find_verdict, verdict_digests
 from bass_cli.eval.stores import Verdict, read_verdicts
 from bass_cli.eval.tasks import load_task
 from bass_cli.eval.tasks.task import Task
+from bass_cli.reading import without_nan
 from bass_cli.report.sources import Source, quality_of
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ _WRONG = re.compile(r"input \d+: returned ")  # see eval/tasks/plus_check.py
 _SYNTAX = ("SyntaxError", "IndentationError", "TabError")
 # Keys of a line that the page shows beside the columns
 _SHOWN = ("error", "reasoning", "copy_of", "rank", "score", "scores")
+_BEFORE = 4  # tokens decoded before one whose text depends on them: a character has 4 bytes
 
 
 class Outlines(NamedTuple):
@@ -268,15 +270,7 @@ def packed(value: Any) -> str:
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except ValueError:
-        return packed(_finite(value))
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(key): _finite(inner) for key, inner in value.items()}
-    return [_finite(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+        return packed(without_nan(value))
 
 
 def _rounded(number: Any) -> float | None:
@@ -335,9 +329,6 @@ def failure_kind(status: str, detail: str) -> str:
         return "syntax"
     known = {"AssertionError": "assertion", "MemoryError": "memory"}
     return known.get(found[1], found[1])
-
-
-_BEFORE = 4  # tokens decoded before one whose text depends on them: a character has 4 bytes
 
 
 class Pieces:

@@ -25,6 +25,17 @@ from bass_cli.rank.code import blocks_in, code_in, without_thoughts
 _SECONDS, _MEMORY = 10.0, 1 << 30
 # Languages whose code is chosen by the function that it defines
 _PYTHON = ("python", "py", "python3")
+_ARTICLES = re.compile(r"\b(?:a|an|the)\b", re.IGNORECASE)
+# Digits with commas are matched as one, so that no text takes quadratic time. A sign counts only if
+# no number, word or bracket ends right before it: "10-3" is 10 and 3.
+_NUMBER = re.compile(
+    r"(?P<sign>(?<![\w.)\]])[-+\u2212])?(?:\\?[$\u20ac\u00a3]\s?(?P<second>[-\u2212])?)?"
+    r"(?P<whole>[0-9][0-9,]*|(?=\.[0-9]))(?P<places>\.[0-9]+)?"
+    r"(?P<power>[eE][-+]?[0-9]{1,3}(?![0-9]))?\s?(?P<percent>\\?%)?"
+)
+_GROUPED = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+")
+_MOST_DIGITS = 1000  # of a number; a longer one is no answer, and takes quadratic time
+_AFTER_WORD = r"(?i:answers?|choice|option)\b[^A-Za-z0-9]*(?:(?i:is|would be)\b[^A-Za-z0-9]*)?"
 
 
 class SlowRuleError(ValueError):
@@ -143,19 +154,6 @@ def _values(path: Sequence[str], text: str) -> Iterator[str]:
             if value is not None:
                 yield value if isinstance(value, str) else json.dumps(value)
         at = text.find("{", end)
-
-
-_ARTICLES = re.compile(r"\b(?:a|an|the)\b", re.IGNORECASE)
-# Digits with commas are matched as one, so that no text takes quadratic time. A sign counts only if
-# no number, word or bracket ends right before it: "10-3" is 10 and 3.
-_NUMBER = re.compile(
-    r"(?P<sign>(?<![\w.)\]])[-+\u2212])?(?:\\?[$\u20ac\u00a3]\s?(?P<second>[-\u2212])?)?"
-    r"(?P<whole>[0-9][0-9,]*|(?=\.[0-9]))(?P<places>\.[0-9]+)?"
-    r"(?P<power>[eE][-+]?[0-9]{1,3}(?![0-9]))?\s?(?P<percent>\\?%)?"
-)
-_GROUPED = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+")
-_MOST_DIGITS = 1000  # of a number; a longer one is no answer, and takes quadratic time
-_AFTER_WORD = r"(?i:answers?|choice|option)\b[^A-Za-z0-9]*(?:(?i:is|would be)\b[^A-Za-z0-9]*)?"
 
 
 def normalised(text: str, how: Exact) -> str:

@@ -19,6 +19,17 @@ from bass_cli.eval.tasks.task import Check, Defaults, Fields, Problem, Task, ide
 from bass_cli.rank.code import without_thoughts
 from bass_cli.reading import text, texts, whole
 
+Arguments = Mapping[str, Any]
+RELATIONS = ("less than", "at least")
+OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")  # constrained_response
+# Without the white space before and the text after, which the published ones match too: both may be
+# empty, and white space would take quadratic time.
+_POSTSCRIPTS = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
+_ENDS_WORDS = frozenset(".,?!'\"")  # characters that end a paragraph's first word
+_FENCES = ("```json", "```Json", "```JSON", "```")
+_DETECTION = "langdetect"  # the package that detects languages, as in the published checks
+_SENTENCES = "nltk"  # the package that finds sentences and words, as in the published checks
+
 
 class IfEval(Task):
     """IFEval (Zhou et al., arXiv 2311.07911): prompts with instructions that programs can check.
@@ -138,18 +149,6 @@ def _followed(problem: Problem, response: str) -> dict[str, list[bool]]:
         "strict": [follows(name, response, given) for name, given in pairs],
         "loose": [follows_loosely(name, response, given) for name, given in pairs],
     }
-
-
-Arguments = Mapping[str, Any]
-RELATIONS = ("less than", "at least")
-OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")  # constrained_response
-# Without the white space before and the text after, which the published ones match too: both may be
-# empty, and white space would take quadratic time.
-_POSTSCRIPTS = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
-_ENDS_WORDS = frozenset(".,?!'\"")  # characters that end a paragraph's first word
-_FENCES = ("```json", "```Json", "```JSON", "```")
-_DETECTION = "langdetect"  # the package that detects languages, as in the published checks
-_SENTENCES = "nltk"  # the package that finds sentences and words, as in the published checks
 
 
 class Instruction(NamedTuple):

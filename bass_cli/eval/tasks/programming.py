@@ -20,6 +20,8 @@ from bass_cli.rank.code import as_body, code_in, modules_of, names_of, runnable,
 from bass_cli.reading import finite, text, texts
 from bass_cli.sandbox.programs import DEFAULT_LIMITS, Program
 
+_CHECK = "_bass_check"  # the check's name in the tests, where names of the program are too
+
 
 class HumanEval(Task):
     """HumanEval (Chen et al., arXiv 2107.03374): 164 functions to complete, each with tests.
@@ -139,9 +141,6 @@ def _tests(problem: Problem) -> str:
 
 def _names(problem: Problem) -> tuple[str, ...]:
     return names_of(_tests(problem), solution=problem.fields.get("code") or "")
-
-
-_CHECK = "_bass_check"  # the check's name in the tests, where names of the program are too
 
 
 def calls(value: Any) -> list[list[Any]]:

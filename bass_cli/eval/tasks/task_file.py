@@ -32,6 +32,11 @@ _RULES = ("regex", "after", "code", "json_key")
 
 Text = Annotated[str, Field(min_length=1)]
 Which = Literal["first", "last"]
+# CPU seconds and bytes for the templates of one record; a usual record takes a millisecond
+_SECONDS, _MEMORY = 10.0, 1 << 30
+LARGEST = 1 << 24  # characters of a rendered text; no model's context has room for more
+_UNDEFINED = re.compile(r"'(\w+)' is undefined")
+Key = tuple[str, ...]
 
 
 class Extract(Strict, frozen=True):
@@ -404,14 +409,6 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
             return re.compile(pattern)
     except (re.error, RecursionError, OverflowError) as error:
         raise ValueError(f"{shown(pattern)} is no regular expression: {error}") from None
-
-
-# CPU seconds and bytes for the templates of one record; a usual record takes a millisecond
-_SECONDS, _MEMORY = 10.0, 1 << 30
-LARGEST = 1 << 24  # characters of a rendered text; no model's context has room for more
-_UNDEFINED = re.compile(r"'(\w+)' is undefined")
-
-Key = tuple[str, ...]
 
 
 class TemplateError(ValueError):
