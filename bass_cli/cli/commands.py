@@ -7,11 +7,12 @@ configuration, 3 the machine lacks something, 130 interrupted. Standard output c
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -19,6 +20,7 @@ from bass_cli import __version__
 from bass_cli.cli.help import EPILOG, Command, Group
 from bass_cli.cli.options import takes
 from bass_cli.cli.running import running
+from bass_cli.config.commands import COMMANDS
 from bass_cli.config.evaluation_commands import (
     CompareArgs,
     EvaluateArgs,
@@ -60,6 +62,51 @@ app = typer.Typer(
     epilog=EPILOG,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
+
+
+Args = TypeVar("Args")
+# What a command returns: False if something failed, or a document for --json
+Result = bool | dict[str, Any] | None
+_AGAIN = "interrupted; run the same command again to continue"
+_VERDICTS_KEPT = "interrupted; the verdicts so far are kept; run the same command to continue"
+
+
+def _command(
+    kind: type[Args],
+    interrupted: str | Callable[[Args], str] = "interrupted",
+    *,
+    computes: bool = False,
+    epilog: str | None = EPILOG,
+) -> Callable[[Callable[[Args, Screen], Result]], Callable[[Args, Screen], Result]]:
+    """Return a decorator that makes a function of options and a screen the command of `kind`.
+
+    If the function returns False, the exit code is 1. A document is printed with --json.
+
+    Args:
+        kind: A class of COMMANDS.
+        interrupted: The message after Ctrl-C, or a function of the options that returns it.
+        computes: Prepare torch at once, unless actors compute.
+    """
+    name = next(name for name, options in COMMANDS.items() if options is kind)
+
+    def command_of(body: Callable[[Args, Screen], Result]) -> Callable[[Args, Screen], Result]:
+        @functools.wraps(body)
+        def run(args: Any) -> None:
+            if computes and getattr(args, "ray", None) is None:
+                begin(args.threads)
+                expect(args.device)
+            message = interrupted if isinstance(interrupted, str) else interrupted(args)
+            with running(args, message) as screen:
+                result = body(args, screen)
+                if result is False:
+                    raise typer.Exit(1)
+                if isinstance(result, dict) and args.json_document:
+                    terminal.document(result)
+
+        app.command(name, cls=Command, epilog=epilog)(takes(kind)(run))
+        return body
+
+    return command_of
 
 
 # Why writing to a standard stream can fail. Errors of other files carry a file name.
@@ -113,9 +160,12 @@ def _bass(
     """
 
 
-@app.command(cls=Command, epilog=EPILOG)
-@takes(GenerateArgs)
-def generate(args: GenerateArgs) -> None:
+def _interrupted_drawing(args: GenerateArgs) -> str:
+    return "interrupted" if args.out in (None, "-") else _AGAIN
+
+
+@_command(GenerateArgs, _interrupted_drawing, computes=True)
+def generate(args: GenerateArgs, screen: Screen) -> bool:
     """Draw n samples per prompt and write them as JSON lines.
 
     \b
@@ -125,22 +175,17 @@ def generate(args: GenerateArgs) -> None:
 
     After an interruption, run the same command again: it continues its output file.
     """
-    if args.ray is None:
-        begin(args.threads)
-        expect(args.device)
-    remedy = "" if args.out in (None, "-") else "; run the same command again to continue"
-    with running(args, f"interrupted{remedy}") as screen:
-        upload = _publication(args, screen, args.out or "-")
-        from bass_cli.generation import generate_samples
+    upload = _publication(args, screen, args.out or "-")
+    from bass_cli.generation import generate_samples
 
-        if not generate_samples(args, screen):
-            raise typer.Exit(1)
-        upload(args.out)
+    if not generate_samples(args, screen):
+        return False
+    upload(args.out)
+    return True
 
 
-@app.command(cls=Command, epilog=EPILOG)
-@takes(BatchArgs)
-def batch(args: BatchArgs) -> None:
+@_command(BatchArgs, _AGAIN, computes=True)
+def batch(args: BatchArgs, screen: Screen) -> bool:
     """Answer the requests of a file in OpenAI's batch format.
 
     \b
@@ -149,19 +194,13 @@ def batch(args: BatchArgs) -> None:
 
     After an interruption, run the same command again: it continues its output files.
     """
-    if args.ray is None:
-        begin(args.threads)
-        expect(args.device)
-    with running(args, "interrupted; run the same command again to continue") as screen:
-        from bass_cli.batch.command import run
+    from bass_cli.batch.command import run
 
-        if not run(args, screen):
-            raise typer.Exit(1)
+    return run(args, screen)
 
 
-@app.command(cls=Command, epilog=EPILOG)
-@takes(ProfileArgs)
-def profile(args: ProfileArgs) -> None:
+@_command(ProfileArgs)
+def profile(args: ProfileArgs, screen: Screen) -> dict[str, Any]:
     """Time this pair on this machine so that --draft-length auto and table choose well. Takes less
     than a minute.
 
@@ -169,17 +208,13 @@ def profile(args: ProfileArgs) -> None:
     Example:
       bass profile --pair smollm2
     """
-    with running(args, "interrupted") as screen:
-        from bass_cli.cli.profile import run
+    from bass_cli.cli.profile import run
 
-        document = run(args, screen)
-        if args.json_document:
-            terminal.document(document)
+    return run(args, screen)
 
 
-@app.command(cls=Command, epilog=EPILOG)
-@takes(DistillArgs)
-def distill(args: DistillArgs) -> None:
+@_command(DistillArgs, "interrupted; the same command resumes from here")
+def distill(args: DistillArgs, screen: Screen) -> dict[str, Any]:
     """Train a draft that proposes several tokens in one pass (parallel:MODEL), on the target's own
     samples.
 
@@ -192,19 +227,15 @@ def distill(args: DistillArgs) -> None:
     The folder gets a pair file for bass generate --pair. After an interruption, the same command
     resumes the run.
     """
-    with running(args, "interrupted; the same command resumes from here") as screen:
-        if not args.out:
-            raise UserError("--out (or BASS_OUT): name a folder for the samples and the draft")
-        from bass_cli.distill.command import run
+    if not args.out:
+        raise UserError("--out (or BASS_OUT): name a folder for the samples and the draft")
+    from bass_cli.distill.command import run
 
-        document = run(args, screen)
-        if args.json_document:
-            terminal.line(document, stdout=True)
+    return run(args, screen)
 
 
-@app.command(cls=Command, epilog=EPILOG)
-@takes(BenchArgs)
-def bench(args: BenchArgs) -> None:
+@_command(BenchArgs)
+def bench(args: BenchArgs, screen: Screen) -> bool:
     """Measure speed against plain decoding, by batch size and method, with a pair or with random
     weights.
 
@@ -214,16 +245,13 @@ def bench(args: BenchArgs) -> None:
       bass bench --shape qwen2.5-7b --draft-shape qwen2.5-0.5b --acceptance 0.85
       bass bench --job prompts.jsonl --n 16 --pair smollm2 --rivals transformers
     """
-    with running(args, "interrupted") as screen:
-        from bass_cli.cli.bench import run
+    from bass_cli.cli.bench import run
 
-        if not run(args, screen):
-            raise typer.Exit(1)
+    return run(args, screen)
 
 
-@app.command(cls=Command, epilog=EPILOG)
-@takes(LogprobsArgs)
-def logprobs(args: LogprobsArgs) -> None:
+@_command(LogprobsArgs, _AGAIN, computes=True)
+def logprobs(args: LogprobsArgs, screen: Screen) -> bool:
     """Write the target's log-probabilities of given completions, with their mean and perplexity.
 
     \b
@@ -232,18 +260,13 @@ def logprobs(args: LogprobsArgs) -> None:
 
     After an interruption, run the same command again: it continues its output file.
     """
-    begin(args.threads)
-    expect(args.device)
-    with running(args, "interrupted; run the same command again to continue") as screen:
-        from bass_cli.logprobs import score_file
+    from bass_cli.logprobs import score_file
 
-        if not score_file(args, screen):
-            raise typer.Exit(1)
+    return score_file(args, screen)
 
 
-@app.command(cls=Command, epilog=EPILOG)
-@takes(MergeArgs)
-def merge(args: MergeArgs) -> None:
+@_command(MergeArgs, "interrupted; the parts are unchanged")
+def merge(args: MergeArgs, screen: Screen) -> bool:
     """Merge the parts of a job that were drawn with --shard, and report missing samples.
 
     \b
@@ -252,16 +275,13 @@ def merge(args: MergeArgs) -> None:
 
     To fill the gaps, run the original command with --out OUT and without --shard.
     """
-    with running(args, "interrupted; the parts are unchanged") as screen:
-        from bass_cli.io.merging import merge as merge_parts
+    from bass_cli.io.merging import merge as merge_parts
 
-        if not merge_parts(args.out, args.parts, overwrite=args.overwrite, note=screen.note):
-            raise typer.Exit(1)
+    return merge_parts(args.out, args.parts, overwrite=args.overwrite, note=screen.note)
 
 
-@app.command(cls=Command, epilog=EPILOG)
-@takes(WatchArgs)
-def watch(args: WatchArgs) -> None:
+@_command(WatchArgs, "no longer watching; the jobs go on")
+def watch(args: WatchArgs, screen: Screen) -> bool:
     """Show the progress of jobs from their files, until they have ended: samples, speed, time left,
     the last text.
 
@@ -272,19 +292,16 @@ def watch(args: WatchArgs) -> None:
 
     The jobs are not disturbed. The exit code is 1 if one has stopped before its end.
     """
-    with running(args, "no longer watching; the jobs go on") as screen:
-        from bass_cli.data.watching import watch as watch_files
+    from bass_cli.data.watching import watch as watch_files
 
-        found, whole = watch_files(args.names, screen, once=args.once, document=args.json_document)
-        if args.json_document:
-            terminal.document(found)
-        if not whole:
-            raise typer.Exit(1)
+    found, whole = watch_files(args.names, screen, once=args.once, document=args.json_document)
+    if args.json_document:
+        terminal.document(found)
+    return whole
 
 
-@app.command("filter", cls=Command, epilog=EPILOG)
-@takes(FilterArgs)
-def filter_samples(args: FilterArgs) -> None:
+@_command(FilterArgs, "interrupted; the output file was not written")
+def filter_samples(args: FilterArgs, screen: Screen) -> dict[str, Any]:
     """Copy the samples of a file that meet all criteria, and count what was dropped and why.
 
     \b
@@ -292,17 +309,13 @@ def filter_samples(args: FilterArgs) -> None:
       bass filter samples.jsonl --where 'finish_reason == "eos"' --out good.jsonl
       bass filter samples.jsonl --unique near --min-tokens 20 --out new.parquet
     """
-    with running(args, "interrupted; the output file was not written") as screen:
-        from bass_cli.data.filtering import filter_file
+    from bass_cli.data.filtering import filter_file
 
-        counts = filter_file(args, screen)
-        if args.json_document:
-            terminal.document(counts)
+    return filter_file(args, screen)
 
 
-@app.command(cls=Command, epilog=EPILOG)
-@takes(PublishArgs)
-def publish(args: PublishArgs) -> None:
+@_command(PublishArgs, "interrupted; nothing was published")
+def publish(args: PublishArgs, screen: Screen) -> None:
     """Upload a file of samples with its manifest and a data card to the Hugging Face hub, as a
     private data set.
 
@@ -313,13 +326,12 @@ def publish(args: PublishArgs) -> None:
     The card says which model generated the samples and how. It needs a token with write access
     (hf auth login, or HF_TOKEN).
     """
-    with running(args, "interrupted; nothing was published") as screen:
-        from bass_cli.data.publishing import Publication, check_samples
+    from bass_cli.data.publishing import Publication, check_samples
 
-        check_samples(args.file)
-        screen.phase("publishing")
-        place = Publication(args.target, public=args.public)
-        screen.say(place.upload(args.file, note=screen.note))
+    check_samples(args.file)
+    screen.phase("publishing")
+    place = Publication(args.target, public=args.public)
+    screen.say(place.upload(args.file, note=screen.note))
 
 
 def _publication(args: SampleArgs, screen: Screen, out: str) -> Callable[..., None]:
@@ -348,9 +360,12 @@ def _publication(args: SampleArgs, screen: Screen, out: str) -> Callable[..., No
     return upload
 
 
-@app.command("eval", cls=Command, epilog=EPILOG)
-@takes(EvaluateArgs)
-def evaluate(args: EvaluateArgs) -> None:
+@_command(
+    EvaluateArgs,
+    "interrupted; samples and verdicts so far are kept; run the same command to continue",
+    computes=True,
+)
+def evaluate(args: EvaluateArgs, screen: Screen) -> bool:
     """Draw samples for a task and score them. --budget sets a time limit
     for each prompt.
 
@@ -360,33 +375,25 @@ def evaluate(args: EvaluateArgs) -> None:
 
     Samples and verdicts are kept. Run the same command again to continue.
     """
-    if args.ray is None:
-        begin(args.threads)
-        expect(args.device)
-    with running(
-        args, "interrupted; samples and verdicts so far are kept; run the same command to continue"
-    ) as screen:
-        from bass_cli.eval.evaluation import Evaluation
-        from bass_cli.eval.sweep import sweep
+    from bass_cli.eval.evaluation import Evaluation
+    from bass_cli.eval.sweep import sweep
 
-        if args.budgets is not None:
-            if args.publish is not None:
-                raise UserError("`publish`: a sweep has several files; use bass publish for each")
-            document, complete = sweep(args, screen)
-        else:
-            evaluation = Evaluation(args, screen)
-            upload = _publication(args, screen, evaluation.out)
-            document, complete = evaluation.run()
-        _print_figures(args, document)
-        if not complete:
-            raise typer.Exit(1)
-        if args.budgets is None:
-            upload(evaluation.out, Path(evaluation.report_path(evaluation.out)))
+    if args.budgets is not None:
+        if args.publish is not None:
+            raise UserError("`publish`: a sweep has several files; use bass publish for each")
+        document, complete = sweep(args, screen)
+    else:
+        evaluation = Evaluation(args, screen)
+        upload = _publication(args, screen, evaluation.out)
+        document, complete = evaluation.run()
+    _print_figures(args, document)
+    if complete and args.budgets is None:
+        upload(evaluation.out, Path(evaluation.report_path(evaluation.out)))
+    return complete
 
 
-@app.command(cls=Command, epilog=EPILOG)
-@takes(ScoreArgs)
-def score(args: ScoreArgs) -> None:
+@_command(ScoreArgs, _VERDICTS_KEPT)
+def score(args: ScoreArgs, screen: Screen) -> None:
     """Score a generation file of bass or of another tool: Pass@First, Pass@All, pass@k or ROUGE,
     and times.
 
@@ -394,17 +401,14 @@ def score(args: ScoreArgs) -> None:
     Example:
       bass score samples.jsonl > figures.txt
     """
-    interrupted = "interrupted; the verdicts so far are kept; run the same command to continue"
-    with running(args, interrupted) as screen:
-        from bass_cli.eval.scoring import score_samples
+    from bass_cli.eval.scoring import score_samples
 
-        reports = score_samples(args, screen)
-        _print_figures(args, reports[0] if len(reports) == 1 else {"reports": reports})
+    reports = score_samples(args, screen)
+    _print_figures(args, reports[0] if len(reports) == 1 else {"reports": reports})
 
 
-@app.command(cls=Command, epilog=EPILOG)
-@takes(CompareArgs)
-def compare(args: CompareArgs) -> None:
+@_command(CompareArgs, _VERDICTS_KEPT)
+def compare(args: CompareArgs, screen: Screen) -> None:
     """Compare two runs on the same problems: paired differences with their intervals, and the
     problems that differ.
 
@@ -412,12 +416,10 @@ def compare(args: CompareArgs) -> None:
     Example:
       bass compare a.jsonl b.jsonl
     """
-    interrupted = "interrupted; the verdicts so far are kept; run the same command to continue"
-    with running(args, interrupted) as screen:
-        from bass_cli.eval import comparing
+    from bass_cli.eval import comparing
 
-        document = comparing.compare(args, screen)
-        _print_table(args, document, lambda: comparing.table_of(document))
+    document = comparing.compare(args, screen)
+    _print_table(args, document, lambda: comparing.table_of(document))
 
 
 def _print_figures(args: EvaluateArgs | ScoreArgs, document: dict[str, Any]) -> None:
@@ -443,9 +445,8 @@ def _print_table(
             terminal.line(line, stdout=True)
 
 
-@app.command(cls=Command, epilog=EPILOG)
-@takes(ReportArgs)
-def report(args: ReportArgs) -> None:
+@_command(ReportArgs, lambda args: "the server has ended" if args.serve else "interrupted")
+def report(args: ReportArgs, screen: Screen) -> None:
     """Make one HTML page of samples: figures, charts, and every text with its verdict.
 
     \b
@@ -456,15 +457,13 @@ def report(args: ReportArgs) -> None:
 
     The page needs no network and no server. With --serve it follows a running job.
     """
-    with running(args, "the server has ended" if args.serve else "interrupted") as screen:
-        from bass_cli.report.command import run
+    from bass_cli.report.command import run
 
-        run(args, screen)
+    run(args, screen)
 
 
-@app.command(cls=Command, epilog=EPILOG)
-@takes(RankArgs)
-def rank(args: RankArgs) -> None:
+@_command(RankArgs, "interrupted; the file was not changed")
+def rank(args: RankArgs, screen: Screen) -> dict[str, Any]:
     """Rank the samples of each prompt, and write rank and scores into their lines.
 
     \b
@@ -472,17 +471,13 @@ def rank(args: RankArgs) -> None:
       bass rank samples.jsonl --by static
       bass rank samples.jsonl --by majority --best 1 --out best.jsonl
     """
-    with running(args, "interrupted; the file was not changed") as screen:
-        from bass_cli.eval.rank_command import rank_samples
+    from bass_cli.eval.rank_command import rank_samples
 
-        counts = rank_samples(args, screen)
-        if args.json_document:
-            terminal.document(counts)
+    return rank_samples(args, screen)
 
 
-@app.command(cls=Command)
-@takes(PairsArgs)
-def pairs(args: PairsArgs) -> None:
+@_command(PairsArgs, epilog=None)
+def pairs(args: PairsArgs, screen: Screen) -> None:
     """List the packaged pairs, or the given ones, and whether they can run here.
 
     \b
@@ -491,25 +486,24 @@ def pairs(args: PairsArgs) -> None:
       bass pairs mine.yaml
       bass pairs --schema > pair.schema.json
     """
-    with running(args, "interrupted") as screen:
-        if args.schema:
-            from bass_cli.config.job import pair_schema
+    if args.schema:
+        from bass_cli.config.job import pair_schema
 
-            terminal.document(pair_schema(), indent=2)
-            return
-        if args.models:
-            if args.names:
-                raise UserError("--models prints all architectures; leave out the names of pairs")
-            _print_architectures(args, screen)
-            return
-        from bass_cli.cli.doctor import describe_pairs, pair_lines
+        terminal.document(pair_schema(), indent=2)
+        return
+    if args.models:
+        if args.names:
+            raise UserError("--models prints all architectures; leave out the names of pairs")
+        _print_architectures(args, screen)
+        return
+    from bass_cli.cli.doctor import describe_pairs, pair_lines
 
-        rows = describe_pairs(args.names or ())
-        if args.json_document:
-            terminal.document(rows, indent=2)
-            return
-        for line in pair_lines(rows):
-            screen.say(line)
+    rows = describe_pairs(args.names or ())
+    if args.json_document:
+        terminal.document(rows, indent=2)
+        return
+    for line in pair_lines(rows):
+        screen.say(line)
 
 
 def _print_architectures(args: PairsArgs, screen: Screen) -> None:
@@ -524,9 +518,8 @@ def _print_architectures(args: PairsArgs, screen: Screen) -> None:
         screen.say(f"{one.name:{width}}  {one.how:12}  {one.reason}".rstrip())
 
 
-@app.command(cls=Command)
-@takes(DoctorArgs)
-def doctor(args: DoctorArgs) -> None:
+@_command(DoctorArgs, epilog=None)
+def doctor(args: DoctorArgs, screen: Screen) -> None:
     """Show what this machine offers: device, versions, memory, disk, sandbox, hub access, and
     the pairs that fit.
 
@@ -535,19 +528,18 @@ def doctor(args: DoctorArgs) -> None:
       bass doctor
       bass doctor --model Qwen/Qwen2.5-0.5B-Instruct
     """
-    with running(args, "interrupted") as screen:
-        from bass_cli.cli.doctor import describe_machine
+    from bass_cli.cli.doctor import describe_machine
 
-        facts = describe_machine(args)
-        if args.json_document:
-            terminal.document(facts, indent=2)
-            return
-        shown = [
-            [key.replace("_", " "), ", ".join(value) if isinstance(value, list) else str(value)]
-            for key, value in facts.items()
-            if not key.endswith(("_bytes", "_ready"))
-        ]
-        screen.table(("what", "here"), shown)
+    facts = describe_machine(args)
+    if args.json_document:
+        terminal.document(facts, indent=2)
+        return
+    shown = [
+        [key.replace("_", " "), ", ".join(value) if isinstance(value, list) else str(value)]
+        for key, value in facts.items()
+        if not key.endswith(("_bytes", "_ready"))
+    ]
+    screen.table(("what", "here"), shown)
 
 
 if __name__ == "__main__":

@@ -61,8 +61,8 @@ from bass_cli.system.threads import configure_threads
 _MOST_BYTES = 1 << 24  # largest settings file that is read
 
 
-def run(args: DistillArgs, screen: Screen) -> str:
-    """Do all steps that are not done yet; print the table and return the report as JSON."""
+def run(args: DistillArgs, screen: Screen) -> dict[str, Any]:
+    """Do all steps that are not done yet; print the table and return the report."""
     assert args.out is not None
     pair, job = sampling_job(args, requested_tokens(args, training_of(args)))
     request = read_request(args, job, str(Places.of(Path(args.out)).samples))
@@ -72,7 +72,7 @@ def run(args: DistillArgs, screen: Screen) -> str:
             cluster = stack.enter_context(cluster_of(request, job, screen))
         document = _Distillation(args, pair, job, cluster, screen).run()
     screen.table(*table(document))
-    return json.dumps(document)
+    return document
 
 
 class _Distillation:

@@ -226,8 +226,8 @@ def test_a_file_of_prompts_and_the_first_layers(here):
 def test_mistakes_are_refused_before_weights_are_read(here, monkeypatch, flags, reason):
     for place in (
         "bass_cli.run.build.load",
-        "bass_cli.distill.training.load",
-        "bass_cli.distill.network.load",
+        "bass_cli.distill.training.load_plain",
+        "bass_cli.distill.network.load_plain",
     ):
         monkeypatch.setattr(place, lambda *a, **k: pytest.fail("weights were read"))
     write_checkpoint("qwen3", here / "other", seed=1, shards=False, use_sliding_window=False)
