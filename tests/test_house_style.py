@@ -2,10 +2,10 @@
 imports, and names of files. The order of layers and import cycles: test_imports.py."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
-import pytest
 from conftest import LONGEST
 
 ROOT = Path(__file__).parent.parent
@@ -39,33 +39,51 @@ BANNED_IN_KERNELS = (
 )  # fmt: skip
 
 
-def name_of(path):
-    return str(path.relative_to(ROOT))
+@functools.cache
+def text_of(path):
+    return path.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_module_docstring_is_2_to_8_lines(path):
-    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
-    assert docstring, "a file begins with a docstring of two to eight lines: what it contains"
-    assert len(docstring.splitlines()) <= 8
+@functools.cache
+def syntax_of(path):
+    return ast.parse(text_of(path))
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_functions_have_at_most_60_lines(path):
+def faults(check):
+    """What `check` finds in each file, without files in which it finds nothing."""
+    found = ((str(path.relative_to(ROOT)), check(path)) for path in FILES)
+    return {name: fault for name, fault in found if fault}
+
+
+def test_module_docstring_has_1_to_8_lines():
+    def check(path):
+        lines = (ast.get_docstring(syntax_of(path)) or "").splitlines()
+        return None if 1 <= len(lines) <= 8 else lines or "there is none"
+
+    assert faults(check) == {}
+
+
+def test_functions_have_at_most_60_lines():
     """Triton kernels (jit functions) excepted."""
-    lengths = {
-        node.name: (node.end_lineno or 0) - node.lineno + 1
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-        and not any("jit" in ast.dump(one) for one in node.decorator_list)
-    }
-    assert {name: length for name, length in lengths.items() if length > 60} == {}
+
+    def check(path):
+        lengths = {
+            node.name: (node.end_lineno or 0) - node.lineno + 1
+            for node in ast.walk(syntax_of(path))
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+            and not any("jit" in ast.dump(one) for one in node.decorator_list)
+        }
+        return {name: length for name, length in lengths.items() if length > 60}
+
+    assert faults(check) == {}
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_private_vocabulary_is_not_used(path):
-    words = BANNED + BANNED_IN_KERNELS * ("bass_kernels" in path.parts)
-    assert found_words(path.read_text(encoding="utf-8"), words) == []
+def test_private_vocabulary_is_not_used():
+    def check(path):
+        words = BANNED + BANNED_IN_KERNELS * ("bass_kernels" in path.parts)
+        return found_words(text_of(path), words)
+
+    assert faults(check) == {}
 
 
 def found_words(text, words):
@@ -78,11 +96,8 @@ def found_words(text, words):
     ]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_slow_packages_are_imported_where_they_are_used(path):
-    assert {
-        name for name in at_import(ast.parse(path.read_text(encoding="utf-8"))) if name in SLOW
-    } == set()
+def test_slow_packages_are_imported_where_they_are_used():
+    assert faults(lambda path: {*at_import(syntax_of(path))} & SLOW) == {}
 
 
 def test_lines_have_at_most_100_columns_and_124_in_tests():
