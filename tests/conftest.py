@@ -1,6 +1,7 @@
 """Shared fixtures. Without a CUDA device, Triton kernels run in its interpreter, which must be
 set before triton is imported."""
 
+import atexit
 import functools
 import gc
 import itertools
@@ -42,14 +43,11 @@ def pytest_collection_modifyitems(items):
 
 def pytest_collection_finish():
     """Exclude imported objects from garbage collection. The collector would scan a million of them
-    again and again, a twentieth of the time of all tests."""
+    again and again, a twentieth of the time of all tests, and pytest does so before it ends."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000)
-
-
-def pytest_unconfigure():
-    gc.unfreeze()  # some libraries check for objects that were not freed
+    atexit.register(gc.unfreeze)  # some libraries check for objects that were not freed
 
 
 @pytest.fixture(scope="session", autouse=True)
