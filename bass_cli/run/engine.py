@@ -45,6 +45,7 @@ from bass_cli.run.requests import (
     plan_of,
 )
 from bass_cli.run.scheduler import Conductor
+from bass_cli.run.tasks import EndRule, RequestReader
 from bass_cli.run.updates import NewWeights, Updated, Updates
 from bass_cli.system.host import is_refused_memory
 
@@ -96,13 +97,8 @@ class Engine:
         self.plan = plan = plan_of(job)
         self._on_phase, self._on_bytes, self._on_note = on_phase, on_bytes, on_note
         self._conductor = Conductor(
-            plan.job,
-            plan.files.tokenizer,
-            context=plan.files.target.spec.context,
-            eos_ids=plan.eos_ids,
-            stop_ids=plan.stop_ids,
-            limit=plan.limit,
-            tags=plan.tags,
+            RequestReader.of(plan, limit=plan.limit, tags=plan.tags),
+            EndRule(plan.eos_ids, plan.job.sampling.stop, plan.stop_ids),
             on_round=on_round,
             on_results=self._tell,
         )

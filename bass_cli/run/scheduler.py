@@ -11,7 +11,7 @@ import itertools
 import math
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from bass_cli.config.job import Job
@@ -21,9 +21,8 @@ from bass_cli.engine.clock import Forecast
 from bass_cli.engine.contracts import DraftLength, PendingWork, RoundResult
 from bass_cli.engine.loop import Loop
 from bass_cli.errors import UserError
-from bass_cli.formats.completion_text import Tags, ending_ids
+from bass_cli.formats.completion_text import ending_ids
 from bass_cli.formats.grammars import Matcher, grammars_of
-from bass_cli.formats.tokenizer import Tokenizer
 from bass_cli.io.prompts import Prompt
 from bass_cli.io.results import Completion
 from bass_cli.models.prefill import PASS
@@ -57,34 +56,23 @@ class Conductor:
     on another one.
 
     Args:
-        context: The target's context, in tokens.
-        eos_ids: The model's end-of-sequence ids.
-        stop_ids: Other ids that end the job's samples (`ending_ids`).
-        limit, tags: See RequestReader.
+        reader: Reads the prompts of the job, whose model, limit and batch hold for all requests.
+        rule: What ends the samples of the job.
         on_round: Called after every round; `capacity` of its result is the rows of the batch.
         on_results: Called when requests have got results or ended.
     """
 
     def __init__(
         self,
-        job: Job,
-        tokenizer: Tokenizer,
+        reader: RequestReader,
+        rule: EndRule,
         *,
-        context: int,
-        eos_ids: Collection[int],
-        stop_ids: Collection[int] = (),
-        limit: int | None = None,
-        tags: Tags | None = None,
         on_round: Callable[[RoundResult], None] | None = None,
         on_results: Callable[[], None] | None = None,
     ):
-        self._job, self._on_round = job, on_round
-        self._on_results = on_results
-        self._limit = job.sampling.max_new_tokens if limit is None else limit
-        self._tokenizer, self._eos, self._context = tokenizer, eos_ids, context
-        self._tags = tags
-        rule = EndRule(eos_ids, job.sampling.stop, stop_ids)
-        self._rules = {_stops_of(job): rule}  # by what ends a sample
+        self._reader, self._on_round, self._on_results = reader, on_round, on_results
+        self._job = job = reader.job
+        self._eos, self._rules = rule.eos, {_stops_of(job): rule}  # by what ends a sample
         # With a budget, prompts run one at a time unless a batch size is given. Under maximal
         # coupling they always do, each with a fresh controller. Otherwise the clock would change
         # the draft lengths of later prompts, and with them their samples.
@@ -221,9 +209,7 @@ class Conductor:
         self._used = True
         usual = 1 if request.job.draws_one else request.job.n
         self._forecast.expect(None if request.count is None else request.count * usual)
-        self._requests[request] = RequestReader(
-            request.job, self._tokenizer, context=self._context, limit=self._limit, tags=self._tags
-        )
+        self._requests[request] = self._reader.with_job(request.job)
 
     def _restart(self) -> None:
         """Use a controller that has learnt nothing, and forget what the drafter has learnt."""
@@ -334,7 +320,8 @@ class Conductor:
             if len(self._rules) >= _MOST_RULES:  # other prompts no longer need most of them
                 used = {sample.rule for sample in self._live.values()}
                 self._rules = {key: rule for key, rule in self._rules.items() if rule in used}
-            ids = ending_ids(self._tokenizer, *stops, vocab=self._tokenizer.rows or sys.maxsize)
+            tokenizer = self._reader.tokenizer
+            ids = ending_ids(tokenizer, *stops, vocab=tokenizer.rows or sys.maxsize)
             self._rules[stops] = EndRule(self._eos, stops[0], ids)
         return self._rules[stops]
 
@@ -375,7 +362,7 @@ class Conductor:
 
     def _room(self) -> int:
         """The number of rows that can be admitted; 0 after a preemption until a row has ended."""
-        batch, limit = self.loop.batch, self._limit
+        batch, limit = self.loop.batch, self._reader.limit
         if self._crowded and self._live:
             return 0
         generated = int(batch.generated().sum())
@@ -404,7 +391,7 @@ class Conductor:
         if structure is None and (thinking is None or limit is None):
             return None
         vocab = self.loop.batch.processors.vocab
-        grammars = grammars_of(self._tokenizer, vocab, frozenset(self._eos))
+        grammars = grammars_of(self._reader.tokenizer, vocab, self._eos)
         try:
             return grammars.matcher(structure, None if thinking is None else thinking.copy())
         except SettingError as error:
@@ -419,7 +406,9 @@ class Conductor:
         copied = task.copies is not None and 0 not in task.copies
         visible = None
         if task.owner.streams and not copied:
-            begin = () if thinking is None or self._tags is None else (self._tags.begin,)
+            begin = (
+                () if thinking is None or self._reader.tags is None else (self._reader.tags.begin,)
+            )
             new = VisibleText((*task.job.sampling.stop, *begin))
             visible = task.visible.setdefault(sample, new)  # kept if it is drawn again
             visible.tokens = 0
@@ -433,7 +422,7 @@ class Conductor:
             ended = not self._arrivals and all(one.ended for one in self._requests)
             typical = self._forecast.length(float(self.loop.batch.generated().mean()))
             waiting = self._forecast.waiting(waiting, ended=ended)
-        return PendingWork(waiting * min(typical, self._limit), typical)
+        return PendingWork(waiting * min(typical, self._reader.limit), typical)
 
     def _round(self) -> None:
         done = self.loop.round(self._soonest(), pending_work=self._pending_work(), ahead=True)

@@ -140,29 +140,34 @@ class RequestReader:
         limit: int | None = None,
         tags: Tags | None = None,
     ):
-        self._job, self._tokenizer, self._context = job, tokenizer, context
-        self._limit = job.sampling.max_new_tokens if limit is None else limit
-        self._tags = tags
+        self.job, self.tokenizer, self.context, self.tags = job, tokenizer, context, tags
+        self.limit = job.sampling.max_new_tokens if limit is None else limit
         self._own: dict[str, Job] = {}  # by a prompt's own settings
         self._samplings: dict[int, RowSampling] = {}  # by id of a job, which is kept above
 
     @classmethod
-    def of(cls, plan: Plan, *, tags: Tags | None = None) -> RequestReader:
+    def of(cls, plan: Plan, *, limit: int | None = None, tags: Tags | None = None) -> RequestReader:
         """Return the reader of a plan's prompts."""
         context = plan.files.target.spec.context
-        return cls(plan.job, plan.files.tokenizer, context=context, tags=tags)
+        return cls(plan.job, plan.files.tokenizer, context=context, limit=limit, tags=tags)
+
+    def with_job(self, job: Job) -> RequestReader:
+        """Return a reader of another job for the same model and batch."""
+        return RequestReader(
+            job, self.tokenizer, context=self.context, limit=self.limit, tags=self.tags
+        )
 
     def job_of(self, prompt: Prompt) -> Job:
         """Return the job with a prompt's own settings. UserError if it cannot have them."""
         if not prompt.settings:
-            return self._job
+            return self.job
         key = repr(prompt.settings)
         if key not in self._own:
-            own = prompt.own_job(self._job)
-            if (tokens := own.sampling.max_new_tokens) > self._limit:
+            own = prompt.own_job(self.job)
+            if (tokens := own.sampling.max_new_tokens) > self.limit:
                 raise UserError(
                     f'{prompt.place}: field "max_new_tokens": {tokens} is more than the '
-                    f"{self._limit} that the batch has room for; raise "
+                    f"{self.limit} that the batch has room for; raise "
                     "`sampling.max_new_tokens` of the job"
                 )
             if len(self._own) >= _MOST_OWN:  # prompts may all have their own seed
@@ -175,7 +180,7 @@ class RequestReader:
         """Return how tokens of this job are sampled. UserError if the model has no such tokens."""
         if id(job) not in self._samplings:
             try:
-                found = row_sampling(job.sampling, self._tokenizer)
+                found = row_sampling(job.sampling, self.tokenizer)
             except SettingError as error:
                 raise UserError(f'{prompt.place}: field "{error.field}": {error}') from None
             self._samplings[id(job)] = found
@@ -193,9 +198,9 @@ class RequestReader:
         job = self.job_of(prompt)
         messages = self._messages(prompt)
         tokens, reference = self._encode(prompt, messages), self._reference(prompt)
-        if len(tokens) >= self._context:
+        if len(tokens) >= self.context:
             raise UserError(
-                f"the prompt has {len(tokens)} tokens, and the model's context is {self._context}"
+                f"the prompt has {len(tokens)} tokens, and the model's context is {self.context}"
             )
         return Task(
             prompt,
@@ -203,8 +208,8 @@ class RequestReader:
             tokens,
             self._sampling_of(job, prompt),
             reference,
-            Continuation(self._tokenizer, tokens),
-            min(job.sampling.max_new_tokens, self._context - len(tokens)),
+            Continuation(self.tokenizer, tokens),
+            min(job.sampling.max_new_tokens, self.context - len(tokens)),
             deque((0,) if copies else samples),
             tuple(samples) if copies else None,
             now,
@@ -217,45 +222,45 @@ class RequestReader:
     ) -> Thinking | None:
         """Return the thinking part of a sample before its first token, if it is looked for."""
         limit = job.sampling.max_thinking_tokens
-        if self._tags is None and limit is not None:
+        if self.tags is None and limit is not None:
             raise UserError(
                 f"{prompt.place}: `sampling.max_thinking_tokens`: the model has no thinking part "
                 "that bass knows"
             )
         apart = job.thinking != "keep" or limit is not None or job.sampling.structure is not None
-        if self._tags is None or not apart:
+        if self.tags is None or not apart:
             return None
-        opened = is_opened(self._tags, self._tokenizer, tokens, messages or ())
-        return Thinking(self._tags, self._tokenizer, opened=opened, limit=limit)
+        opened = is_opened(self.tags, self.tokenizer, tokens, messages or ())
+        return Thinking(self.tags, self.tokenizer, opened=opened, limit=limit)
 
     def _reference(self, prompt: Prompt) -> list[int]:
         """Tokenise the reference, up to the context; a longer one could take minutes."""
         if not prompt.reference:
             return []
         try:
-            return self._tokenizer.encode_part(prompt.reference, self._context)
+            return self.tokenizer.encode_part(prompt.reference, self.context)
         except UserError as error:
             raise UserError(f'field "reference": {error}') from None
 
     def _messages(self, prompt: Prompt) -> Messages | None:
         """Return the conversation of a prompt; None if it is plain text."""
-        messages = chat_of(prompt, self._job)
-        if messages is not None and self._job.chat is False:
+        messages = chat_of(prompt, self.job)
+        if messages is not None and self.job.chat is False:
             raise UserError(f"{prompt.place}: the prompt has messages, but `chat=False` was given")
         return messages
 
     def _encode(self, prompt: Prompt, messages: Messages | None) -> list[int]:
-        job, tags = self._job, self._tags
+        job, tags = self.job, self.tags
         if prompt.token_ids is not None:
-            return self._tokenizer.embedded(list(prompt.token_ids))
+            return self.tokenizer.embedded(list(prompt.token_ids))
         if messages is None:
-            tokens = self._tokenizer.encode(prompt.text or "", self._context)
+            tokens = self.tokenizer.encode(prompt.text or "", self.context)
         else:
             off = ("", "") if tags is None else (tags.begin, tags.end)
             try:
-                tokens = self._tokenizer.encode_chat(
+                tokens = self.tokenizer.encode_chat(
                     messages,
-                    self._context,
+                    self.context,
                     tools=job.tools if prompt.tools is None else prompt.tools,
                     args={**(job.template_args or {}), **(prompt.template_args or {})},
                     without_thinking=off if job.thinking == "off" else None,

@@ -2,13 +2,29 @@
 
 from bass_cli.run import scheduler
 from bass_cli.run.requests import Request
+from bass_cli.run.tasks import EndRule, RequestReader
 
 
 class Conductor(scheduler.Conductor):
-    """Draws on `loop`. count: of the prompts; None if unknown. The rest: see scheduler.Conductor."""
+    """Draws on `loop`. count: of the prompts; None if unknown. For the others see RequestReader,
+    EndRule and scheduler.Conductor."""
 
-    def __init__(self, job, tokenizer, loop, *, count=None, **more):
-        super().__init__(job, tokenizer, **more)
+    def __init__(
+        self,
+        job,
+        tokenizer,
+        loop,
+        *,
+        context,
+        eos_ids,
+        stop_ids=(),
+        tags=None,
+        count=None,
+        on_round=None,
+    ):
+        reader = RequestReader(job, tokenizer, context=context, tags=tags)
+        rule = EndRule(eos_ids, job.sampling.stop, stop_ids)
+        super().__init__(reader, rule, on_round=on_round)
         self._count = count
         self.resume(loop)
 
