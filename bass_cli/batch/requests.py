@@ -39,23 +39,21 @@ _RECORDED = (
     "stream_options",
 )
 # The values with which a field changes nothing
+_NEUTRAL_IF_FALSE = (
+    *("stream", "echo", "ignore_eos", "use_beam_search", "continue_final_message"),
+    *("return_token_ids", "return_tokens_as_token_ids"),
+)
+_NEUTRAL_IF_TRUE = (
+    *("skip_special_tokens", "spaces_between_special_tokens", "add_generation_prompt"),
+    *("include_reasoning", "parallel_tool_calls"),
+)
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "stream": (False,),
-    "echo": (False,),
+    **dict.fromkeys(_NEUTRAL_IF_FALSE, (False,)),
+    **dict.fromkeys(_NEUTRAL_IF_TRUE, (True,)),
     "suffix": ("",),
     "best_of": (1,),
     "min_tokens": (0,),
-    "ignore_eos": (False,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "use_beam_search": (False,),
     "length_penalty": (1,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "include_reasoning": (True,),
-    "parallel_tool_calls": (True,),
     "tool_choice": ("auto", "none"),
     "modalities": (["text"],),
 }

@@ -44,31 +44,20 @@ _CLASSES = {
 _KINDS = ("dflash", "dspark", "eagle3")
 # Other keys that change the computation, with the only value that is supported.
 _ONLY: dict[str, tuple[Any, ...]] = {
-    "use_swa": (False,),
-    "attention_sink_bias": (False,),
-    "attn_output_gate": (False,),
-    "logit_scale": (1.0,),
+    **dict.fromkeys(("use_swa", "attention_sink_bias", "attn_output_gate"), (False,)),
+    **dict.fromkeys(("logit_scale", "embedding_scale"), (1.0,)),
     "final_logit_softcapping": (),
-    "embedding_scale": (1.0,),
 }
 _ONLY_OF_BLOCKS: dict[str, tuple[Any, ...]] = _ONLY | {
+    **dict.fromkeys(("causal", "is_causal", "hybrid_context_fusion"), (False,)),
+    **dict.fromkeys(("selector_top_k", "selector_rank", "conv_kernel_size"), (0,)),
     "markov_head_type": ("vanilla",),
-    "causal": (False,),
-    "is_causal": (False,),
-    "hybrid_context_fusion": (False,),
-    "selector_top_k": (0,),
-    "selector_rank": (0,),
-    "conv_kernel_size": (0,),
 }
 _ONLY_OF_CHAINS: dict[str, tuple[Any, ...]] = _ONLY | {
     "num_hidden_layers": (1,),  # keys of a second layer would need the attention of the first
-    "norm_before_fc": (False,),
-    "fc_norm": (False,),
-    "norm_output": (False,),
-    "use_aux_hidden_state": (True,),
-    "use_input_layernorm_in_first_layer": (True,),
-    "use_mtp_layernorm": (False,),
-    "parallel_drafting": (False,),
+    **dict.fromkeys(("norm_before_fc", "fc_norm", "norm_output"), (False,)),
+    **dict.fromkeys(("use_mtp_layernorm", "parallel_drafting"), (False,)),
+    **dict.fromkeys(("use_aux_hidden_state", "use_input_layernorm_in_first_layer"), (True,)),
 }
 # Keys that are used, or that do not change the computation.
 _KEYS = (
