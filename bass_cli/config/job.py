@@ -12,6 +12,7 @@ import dataclasses
 import importlib.util
 import os
 import re
+from collections.abc import Callable
 from dataclasses import InitVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -86,29 +87,34 @@ class Speculation(Strict, SpeculationOptions, frozen=True):
 class _Chats(Strict, frozen=True):
     """Reads the values of ModelOptions. What was read may be validated again."""
 
-    @field_validator("template", "template_args", "tools", mode="before", check_fields=False)
+    @field_validator(
+        *("template", "template_args", "tools", "lora", "thinking"),
+        mode="before",
+        check_fields=False,
+    )
     @classmethod
     def _read(cls, value: Any, info: Any) -> Any:
         return None if value is None else _READ[info.field_name](value)
 
-    @field_validator("lora", mode="before", check_fields=False)
-    @classmethod
-    def _adapters(cls, value: Any) -> Any:
-        listed = [value] if isinstance(value, (str, os.PathLike)) else value
-        if not isinstance(listed, (list, tuple)):
-            raise ValueError(f"an adapter or a list of them is needed, not {shown(value)}")
-        named = [os.fspath(one) if isinstance(one, os.PathLike) else one for one in listed]
-        if not all(isinstance(one, str) and one for one in named):
-            raise ValueError(f"names of folders or hub ids are needed, not {shown(value)}")
-        return tuple(named)
 
-    @field_validator("thinking", mode="before", check_fields=False)
-    @classmethod
-    def _thinking(cls, value: Any) -> Any:
-        return "off" if value is False else value  # YAML reads the word off as false
+def _adapters(value: Any) -> tuple[str, ...]:
+    listed = [value] if isinstance(value, (str, os.PathLike)) else value
+    if not isinstance(listed, (list, tuple)):
+        raise ValueError(f"an adapter or a list of them is needed, not {shown(value)}")
+    named = [os.fspath(one) if isinstance(one, os.PathLike) else one for one in listed]
+    if not all(isinstance(one, str) and one for one in named):
+        raise ValueError(f"names of folders or hub ids are needed, not {shown(value)}")
+    return tuple(named)
 
 
-_READ = {"template": read_template, "template_args": read_template_args, "tools": read_tools}
+_READ: dict[str, Callable[[Any], Any]] = {
+    "template": read_template,
+    "template_args": read_template_args,
+    "tools": read_tools,
+    "lora": _adapters,
+    # YAML reads the word off as false
+    "thinking": lambda value: "off" if value is False else value,
+}
 
 
 class Pair(_Chats, PairOptions, frozen=True):
@@ -153,8 +159,6 @@ if TYPE_CHECKING:
 
         def __get__(self, job: Any, kind: Any = None) -> Pair: ...
         def __set__(self, job: Any, given: Pair | str | os.PathLike[str]) -> None: ...
-else:
-    _PairField = Pair
 
 
 def _over(base: Any, given: Any) -> Any:
@@ -172,13 +176,11 @@ def _set_fields(part: Strict) -> dict[str, Any]:
 def _with_pair(given: Any) -> Any:
     """Make a pair of the fields `model`, `draft` and `tokenizer` of a job."""
     short = ("model", "draft", "tokenizer", "decoder")
-    if not isinstance(given, dict) or not any(given.get(name) is not None for name in short):
+    own = given if isinstance(given, dict) else {}
+    named = {name: own[name] for name in short if own.get(name) is not None}
+    if not named:
         return given
-    model, *others = (given.get(name) for name in short)
-    named = {
-        name: value for name, value in zip(short[1:], others, strict=True) if value is not None
-    }
-    if model is None:
+    if (model := named.pop("model", None)) is None:
         name = next(iter(named))
         raise ValueError(f"`{name}` belongs to `model`; a pair has a {name} of its own")
     if given.get("pair") is not None:
