@@ -53,6 +53,13 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+def first_of(names: Iterable[str], most: int = 5) -> str:
+    """List the first names, and the number of the others."""
+    every = list(names)
+    more = f" and {len(every) - most} more" if len(every) > most else ""
+    return ", ".join(every[:most]) + more
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return a clause for an error message: the nearest known word, or all known words."""
     choices = list(known)

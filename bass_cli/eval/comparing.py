@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from bass_cli.config.evaluation_commands import CompareArgs
-from bass_cli.errors import UserError
+from bass_cli.errors import UserError, first_of
 from bass_cli.eval import scoring, statistics
 from bass_cli.eval.report import NO_WIDTH, SHOWN, TOO_NARROW, value_of
 from bass_cli.eval.samples import GenerationFile, by_problem
@@ -139,10 +139,9 @@ def _refuse_other_runs(a: str, b: str, runs: Mapping[str, _Run]) -> None:
     for path, have, need in ((b, other, one), (a, one, other)):
         known = set(have.problems)
         if lost := [name for name in need.problems if name not in known]:
-            more = f" and {len(lost) - _NAMED} more" if len(lost) > _NAMED else ""
-            named = ", ".join(f'"{name[:80]}"' for name in lost[:_NAMED])
+            named = first_of((f'"{name[:80]}"' for name in lost), _NAMED)
             raise UserError(
-                f"{path}: it has no samples of {named}{more}; draw the same problems for both runs"
+                f"{path}: it has no samples of {named}; draw the same problems for both runs"
             )
     form, prompts = one.setting["prompt_format"], one.setting["prompts"]
     comparable = isinstance(prompts, str) and isinstance(other.setting["prompts"], str)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
-from bass_cli.errors import UserError, nearest
+from bass_cli.errors import UserError, first_of, nearest
 from bass_cli.models.families import FAMILIES, Family
 from bass_cli.reading import finite, shown, text, truth, whole
 
@@ -336,9 +336,8 @@ def name_keys(found: Mapping[str, Any], place: str) -> tuple[str, ...]:
     ]
     if not named:
         return ()
-    more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
     return (
-        f"{place}: bass does not read these keys: {', '.join(named[:_NAMED])}{more}; if one of "
+        f"{place}: bass does not read these keys: {first_of(named, _NAMED)}; if one of "
         "them changes what the model computes, the results are wrong",
     )
 

@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
-from bass_cli.errors import UserError, first_line
+from bass_cli.errors import UserError, first_line, first_of
 from bass_cli.formats.sources import read_json
 from bass_cli.reading import LARGEST, open_regular, os_errors_as, parse_object, shown, text, whole
 from bass_cli.system.postponed import complete_torch
@@ -475,7 +475,6 @@ def check_places(
 
 # Folders
 
-_NAMED = 5  # maximum tensors in an error
 _OTHER_NAMES = "consolidated"  # Mistral's second copy, with other tensor names
 # Weight formats in order of preference: the single file, a pattern of shards, the reader.
 _FORMATS: tuple[tuple[str, str, Callable[[Path], dict[str, Entry]]], ...] = (
@@ -527,6 +526,5 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 def listed(names: list[str]) -> str:
     """Return names of tensors as the subject of a sentence, with its verb."""
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    quoted = ", ".join(f'"{name}"' for name in names[:_NAMED])
-    return f"tensors {quoted}{more} are" if len(names) > 1 else f"tensor {quoted} is"
+    quoted = first_of(f'"{name}"' for name in names)
+    return f"tensors {quoted} are" if len(names) > 1 else f"tensor {quoted} is"

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any, NamedTuple
 
-from bass_cli.errors import UserError
+from bass_cli.errors import UserError, first_of
 from bass_cli.io.linefile import OUTPUTS, live_path, seekable_lines
 from bass_cli.io.prompts import Shard, open_prompts, parse_shard, read_prompts, shard_of
 from bass_cli.io.results import open_output
@@ -34,7 +34,6 @@ from bass_cli.io.resume import (
 from bass_cli.io.saving import check_format, is_stream, refuse_shared_files
 from bass_cli.reading import open_regular, parse_object
 
-_NAMED = 5  # the most prompts that a message names
 _NUMBERED = re.compile(r"(.*?)([0-9]{1,18})", re.DOTALL)  # a prompt's id
 _GREW = "if prompts were added to the file, run the command of each part again"
 # Keys of a manifest that describe one run
@@ -269,7 +268,7 @@ def _missing_shards(parts: Sequence[_Part], ids: Collection[str] | None) -> Iter
     every = (Shard(number, of) for number in range(1, of + 1))
     held = set(every) if ids is None else {shard_of(id_, of) for id_ in ids}
     if lost := sorted(held - given):
-        yield f"missing: {'shard' if len(lost) == 1 else 'shards'} {_some(map(str, lost))}"
+        yield f"missing: {'shard' if len(lost) == 1 else 'shards'} {first_of(map(str, lost))}"
 
 
 def _missing_samples(
@@ -301,15 +300,8 @@ def _missing_samples(
             lost[id_] = gone
     if lost:
         count = sum(map(len, lost.values()))
-        named = _some(f'"{id_}" ({_some(map(str, gone))})' for id_, gone in lost.items())
+        named = first_of(f'"{id_}" ({first_of(map(str, gone))})' for id_, gone in lost.items())
         yield f"missing: {count} samples of {len(lost)} prompts: {named}"
-
-
-def _some(names: Iterator[str]) -> str:
-    """List the first names and the number of the others."""
-    every = list(names)
-    more = f" and {len(every) - _NAMED} more" if len(every) > _NAMED else ""
-    return ", ".join(every[:_NAMED]) + more
 
 
 def _in_order(

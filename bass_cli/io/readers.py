@@ -145,7 +145,7 @@ def _opened(source: str, *, text: bool) -> Source:
                 f"instead: - < {source}"
             )
         path.open("rb").close()
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: no file's name
         raise UserError(f"{source}: there is no such prompt file") from None
     except OSError as error:
         raise UserError(f"{source}: cannot read the prompt file: {error.strerror}") from None

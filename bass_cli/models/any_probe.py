@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bass_cli.errors import UserError
+from bass_cli.errors import UserError, first_of
 from bass_cli.models.spec import AnySpec, AttentionCall, Norm
 from bass_cli.reading import shown
 
@@ -234,9 +234,7 @@ def _check_config(config: Any) -> None:
 
 def _of_layers(found: list[int]) -> str:
     """Return a text such as "layers 0, 1, 2 and 9 more"."""
-    listed = ", ".join(map(str, found[:3]))
-    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-    return f"layer{'s' * (len(found) > 1)} {listed}{more}"
+    return f"layer{'s' * (len(found) > 1)} {first_of(map(str, found), 3)}"
 
 
 def _hollow(config: Any) -> Any:
