@@ -169,6 +169,11 @@ def shown(value: Any) -> str:
         return "a number of thousands of digits"
 
 
+def unquoted(value: Any) -> str:
+    """Format a text for a message that has quotation marks of its own."""
+    return shown(value)[1:-1]
+
+
 class BrokenYamlError(ValueError):
     """A fault of a YAML file, with its line number."""
 
@@ -245,7 +250,7 @@ def parse_duration(text: str, key: str = "duration") -> float:
     )
     if not 0 < seconds <= _LONGEST:
         raise UserError(
-            f'{key}: "{shown(text)[1:-1]}" is not a time above 0 and up to {_LONGEST} s; write it '
+            f'{key}: "{unquoted(text)}" is not a time above 0 and up to {_LONGEST} s; write it '
             "like 2s, 500ms or 1.5m"
         )
     return seconds

@@ -21,7 +21,7 @@ from bass_cli.errors import UserError, near_word
 from bass_cli.io.fields import OWN
 from bass_cli.io.prompts import Prompt, prompts_of
 from bass_cli.io.readers import Source
-from bass_cli.reading import shown
+from bass_cli.reading import shown, unquoted
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 _KEYS = ("custom_id", "method", "url", "body")
@@ -80,7 +80,7 @@ class _RefusedError(Exception):
 
     def __init__(self, param: str, reason: str, code: str = "invalid_value"):
         super().__init__(reason)
-        self.fault = Fault(f'"{shown(param)[1:-1]}": {reason}', param, code)
+        self.fault = Fault(f'"{unquoted(param)}": {reason}', param, code)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ def read_requests(
         name = record.get("custom_id")
         if not isinstance(name, str) or not name:
             near = near_word("custom_id", map(str, record)) if name is None else None
-            hint = "" if near is None else f'; did you mean it by "{shown(near)[1:-1]}"?'
+            hint = "" if near is None else f'; did you mean it by "{unquoted(near)}"?'
             reason = "it is missing" if name is None else f"a text is needed, not {shown(name)}"
             raise UserError(f'{place}: field "custom_id": {reason}{hint}')
         if name in seen:

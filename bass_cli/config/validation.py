@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from bass_cli.config.options import kind_of
 from bass_cli.errors import UserError, nearest
-from bass_cli.reading import BrokenYamlError, parse_yaml, shown
+from bass_cli.reading import BrokenYamlError, parse_yaml, shown, unquoted
 
 
 class Strict(BaseModel, frozen=True):
@@ -144,7 +144,7 @@ def _lines_of(
         word = str(key.value)
         here, line = (*path, word), key.start_mark.line + 1
         if word not in known or not key.tag.endswith(":str"):
-            unknown = shown(".".join(map(str, here)))[1:-1]
+            unknown = unquoted(".".join(map(str, here)))
             raise UserError(f'{place}:{line}: unknown key "{unknown}"; {nearest(word, known)}')
         if here in lines:
             raise UserError(

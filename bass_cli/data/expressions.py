@@ -21,7 +21,7 @@ from typing import Any
 import regex
 
 from bass_cli.errors import UserError, near_word, nearest
-from bass_cli.reading import shown
+from bass_cli.reading import shown, unquoted
 
 Row = Mapping[str, Any]
 Value = Callable[[Row], Any]
@@ -103,7 +103,7 @@ def read_key(text: str, option: str) -> Value:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         path = None
     if path is None:
-        raise UserError(f'`{option}` "{shown(text)[1:-1]}": write a key, like text or meta.answer')
+        raise UserError(f'`{option}` "{unquoted(text)}": write a key, like text or meta.answer')
     return functools.partial(_look_up, path=path, column=1)
 
 
@@ -166,7 +166,7 @@ class _Compiler:
             part = ast.get_source_segment(self._source, node) or type(node).__name__
             raise self.refuse(
                 node,
-                f"{shown(part)[1:-1]} is not allowed; use keys, numbers, texts, == != < <= > >= "
+                f"{unquoted(part)} is not allowed; use keys, numbers, texts, == != < <= > >= "
                 f"in, and or not, + - * / // %, {'(), '.join(self._functions)}()",
             )
         found: Value = make(node)
@@ -287,7 +287,7 @@ class _Compiler:
         if name not in self._functions:
             called = ast.get_source_segment(self._source, node.func) or name
             hint = nearest(called, self._functions)
-            raise self.refuse(node, f"there is no function {shown(called)[1:-1]}; {hint}")
+            raise self.refuse(node, f"there is no function {unquoted(called)}; {hint}")
         if node.keywords or any(isinstance(one, ast.Starred) for one in node.args):
             raise self.refuse(node, f"{name}() takes values only")
         return self._functions[name](node)
@@ -401,9 +401,7 @@ def _look_up(row: Row, *, path: tuple[str | int, ...], column: int) -> Any:
         if step not in value:
             near = near_word(step, map(str, value))
             hint = f'; did you mean "{near}"?' if near else f"; it has {_some(value)}"
-            raise NoValueError(
-                column, f'{where} has no key "{shown(step)[1:-1]}"{hint}', missing=True
-            )
+            raise NoValueError(column, f'{where} has no key "{unquoted(step)}"{hint}', missing=True)
         value = value[step]
     return value
 
@@ -415,7 +413,7 @@ def _spelled(path: tuple[str | int, ...]) -> str:
 
 def _some(found: Mapping[str, Any]) -> str:
     """List the first keys of an object."""
-    named = ", ".join(shown(key)[1:-1] for key in list(found)[:8]) or "no keys"
+    named = ", ".join(unquoted(key) for key in list(found)[:8]) or "no keys"
     return named + (" and others" if len(found) > 8 else "")
 
 

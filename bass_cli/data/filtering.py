@@ -43,7 +43,7 @@ from bass_cli.io.resume import (
 )
 from bass_cli.io.saving import check_format, is_stream, refuse_shared_files
 from bass_cli.io.terminal import json_on_a_terminal
-from bass_cli.reading import no_constant, os_errors_as, parse_json, read_bytes, shown
+from bass_cli.reading import no_constant, os_errors_as, parse_json, read_bytes, shown, unquoted
 
 _MOST = 1 << 20  # bytes of a schema, as for --json-schema
 _NO_JSON = object()
@@ -89,7 +89,7 @@ def schema_check(path: str) -> Callable[[Any], bool]:
     except jsonschema.SchemaError as error:
         place = "/".join(map(str, error.absolute_path))
         raise UserError(
-            f"`schema` {path}: it is no valid schema: {shown(error.message)[1:-1]}"
+            f"`schema` {path}: it is no valid schema: {unquoted(error.message)}"
             + (f" (at {place})" if place else "")
         ) from None
     kind = jsonschema.validators.extend(kind, _WITH_REGEX)
@@ -199,7 +199,7 @@ def filter_file(args: FilterArgs, screen: Screen) -> dict[str, Any]:
             "`json_document` needs `out` FILE, because standard output carries the samples"
         )
     if args.missing not in (None, "error", "drop"):
-        raise UserError(f'`missing` "{shown(args.missing)[1:-1]}": write error or drop')
+        raise UserError(f'`missing` "{unquoted(args.missing)}": write error or drop')
     criteria = read_criteria(args)
     _check_files(args, out)
     filtering = Filtering(args.file, criteria, drop_missing=args.missing == "drop")
@@ -280,7 +280,7 @@ def _limits(
 def _unique(how: str, within: str, text: Callable[[Row], Any]) -> Criterion:
     """Return the criterion of `--unique`. `within`: prompt or file."""
     if within not in ("prompt", "file"):
-        raise UserError(f'`within` "{shown(within)[1:-1]}": write prompt or file')
+        raise UserError(f'`within` "{unquoted(within)}": write prompt or file')
     kind, sign, rest = how.partition(":")
     seen: ExactDuplicates | NearDuplicates
     if kind == "exact" and not sign:
@@ -288,7 +288,7 @@ def _unique(how: str, within: str, text: Callable[[Row], Any]) -> Criterion:
     elif kind == "near":
         seen, reason = NearDuplicates(_threshold(rest) if sign else THRESHOLD), "a near duplicate"
     else:
-        raise UserError(f'`unique` "{shown(how)[1:-1]}": write exact, near or near:THRESHOLD')
+        raise UserError(f'`unique` "{unquoted(how)}": write exact, near or near:THRESHOLD')
     id_of = read_key("id", "within")
 
     def is_new(row: Row) -> bool:
@@ -312,9 +312,7 @@ def _threshold(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value <= 1:
-        raise UserError(
-            f"`unique` near:{shown(text)[1:-1]}: a number above 0 and up to 1 is needed"
-        )
+        raise UserError(f"`unique` near:{unquoted(text)}: a number above 0 and up to 1 is needed")
     return value
 
 

@@ -24,7 +24,7 @@ from bass_cli.errors import MachineError, UserError, first_line
 from bass_cli.io.linefile import live_path
 from bass_cli.io.resume import manifest_path, read_manifest
 from bass_cli.io.saving import is_stream
-from bass_cli.reading import os_errors_as, shown
+from bass_cli.reading import os_errors_as, unquoted
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -331,7 +331,7 @@ def _parsed(target: str) -> str:
     from huggingface_hub.utils import validate_repo_id
 
     name = target.removeprefix(_SCHEME).removeprefix("datasets/")
-    fault = f'"{shown(target)[1:-1]}": write a data set as hf://USER/NAME'
+    fault = f'"{unquoted(target)}": write a data set as hf://USER/NAME'
     if not target.startswith(_SCHEME) or name.count("/") != 1:
         raise UserError(fault)
     try:

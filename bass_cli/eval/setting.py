@@ -17,7 +17,7 @@ from bass_cli.errors import UserError
 from bass_cli.eval.samples import Generation, GenerationFile, bare_id, part_of
 from bass_cli.io.prompts import parse_shard
 from bass_cli.io.resume import manifest_path
-from bass_cli.reading import read_bytes, shown, without_nan
+from bass_cli.reading import read_bytes, shown, unquoted, without_nan
 
 # How prompts become a chat: keys of the manifest's "results", left out there at their defaults
 _CHAT = ("chat", "system", "template_args", "tools", "thinking")
@@ -183,7 +183,7 @@ class SettingCheck:
         manifest = manifest_path(file.path)
         if isinstance(shard, str) and not parse_shard(shard, str(manifest)).holds(str(line.id)):
             raise UserError(
-                f'{place}: "{shown(str(line.id))[1:-1]}" is not in shard {shard}, which '
+                f'{place}: "{unquoted(str(line.id))}" is not in shard {shard}, which '
                 f"{manifest} describes; join the parts of a job with bass merge"
             )
         if not isinstance(file.setting("task"), str):  # prompts may have settings of their own

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from bass_cli.errors import UserError, first_of, nearest
 from bass_cli.models.families import FAMILIES, Family
-from bass_cli.reading import finite, shown, text, truth, whole
+from bass_cli.reading import finite, shown, text, truth, unquoted, whole
 
 # Upper limits, larger than in any model. A corrupt config must not take much memory before its
 # tensors are checked against it.
@@ -330,7 +330,7 @@ def _has_own_code(auto_map: Any) -> bool:
 def name_keys(found: Mapping[str, Any], place: str) -> tuple[str, ...]:
     """Return a note that lists keys and values, without those that are null."""
     named = [
-        f"{_brief(shown(key)[1:-1])} ({_brief(shown(value))})"
+        f"{_brief(unquoted(key))} ({_brief(shown(value))})"
         for key, value in found.items()
         if value is not None
     ]

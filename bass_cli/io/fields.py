@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from bass_cli.config.options import JOB, LINE
 from bass_cli.errors import UserError, nearest
-from bass_cli.reading import parse_json, shown
+from bass_cli.reading import parse_json, shown, unquoted
 
 _KINDS = {
     bool: "true or false",
@@ -75,7 +75,7 @@ def checked_messages(messages: Any, place: str) -> list[dict[str, Any]]:
         for key in message:
             if key not in _MESSAGE:
                 reason = f"it is not a key of a message; {nearest(str(key), _MESSAGE)}"
-                refuse(place, f"{here}.{shown(key)[1:-1]}", reason)
+                refuse(place, f"{here}.{unquoted(key)}", reason)
         if isinstance(message.get("content"), list):
             message["content"] = _text_of_parts(message["content"], f"{here}.content", place)
         if "tool_calls" in message:
@@ -103,7 +103,7 @@ def _text_of_parts(parts: list[Any], field: str, place: str) -> str:
             refuse(place, here, f"bass reads parts of the type text, not {shown(part.get('type'))}")
         check_text(part.get("text"), f"{here}.text", place, may_be_empty=True)
         if others := [key for key in part if key not in ("type", "text")]:
-            refuse(place, f"{here}.{shown(others[0])[1:-1]}", "a part has a type and a text")
+            refuse(place, f"{here}.{unquoted(others[0])}", "a part has a type and a text")
         texts.append(part["text"])
     return "\n".join(texts)
 
@@ -138,7 +138,7 @@ def from_sharegpt(turns: Any, place: str) -> tuple[list[dict[str, Any]], str | N
         content = turn.pop("value", None)
         check_text(content, f"{here}.value", place, may_be_empty=True)
         if turn:
-            refuse(place, f"{here}.{shown(next(iter(turn)))[1:-1]}", "a turn has from and value")
+            refuse(place, f"{here}.{unquoted(next(iter(turn)))}", "a turn has from and value")
         found.append({"role": _SHAREGPT[speaker], "content": content})
     if found[-1]["role"] != "assistant":
         return found, None
@@ -266,7 +266,7 @@ def refusal_of(key: Any, value: Any, *, columns: bool) -> tuple[str, str] | None
     `columns`: the fields are a dataset's columns, of which only tools and system messages are
     refused.
     """
-    field, name = shown(key)[1:-1], _BY_SPELLING.get(_spelling(str(key)), "")
+    field, name = unquoted(key), _BY_SPELLING.get(_spelling(str(key)), "")
     if name in _OBJECTS.split() and not isinstance(value, Mapping):
         return None
     if name in RESERVED and (not columns or name in f"{_TOOLS} {_AS_MESSAGE}".split()):
@@ -281,5 +281,5 @@ def refusal_of(key: Any, value: Any, *, columns: bool) -> tuple[str, str] | None
                 reason = RESERVED[setting]
                 if setting in LINE:
                     reason = f'give "{setting}" as a field beside the prompt'
-                return f"{field}.{shown(inner)[1:-1]}", f"{reason}; {_META}"
+                return f"{field}.{unquoted(inner)}", f"{reason}; {_META}"
     return None

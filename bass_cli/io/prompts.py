@@ -33,7 +33,7 @@ from bass_cli.io.fields import (
     reserved_name,
 )
 from bass_cli.io.readers import Source, open_source
-from bass_cli.reading import is_unicode, parse_json, shown
+from bass_cli.reading import is_unicode, parse_json, shown, unquoted
 
 _MOST_OWN = 1000  # the most different settings of prompts that are kept
 _HINTS = 9  # how many field names an error message lists
@@ -150,7 +150,7 @@ def parse_shard(text: str, key: str = "`shard`") -> Shard:
     shard = Shard(int(found[1]), int(found[2])) if found else Shard(0, 0)
     if not 1 <= shard.number <= shard.of:
         raise UserError(
-            f'{key}: "{shown(text)[1:-1]}" is not a part of a job; write NUMBER/PARTS, from 1/8 to '
+            f'{key}: "{unquoted(text)}" is not a part of a job; write NUMBER/PARTS, from 1/8 to '
             "8/8 for eight parts"
         )
     return shard
@@ -351,7 +351,7 @@ def _distinct(name: str, prompts: Iterable[Prompt]) -> Iterator[Prompt]:
     seen: dict[str, str] = {}
     for prompt in prompts:
         if prompt.id in seen:
-            reason = f'"{shown(prompt.id)[1:-1]}" is also the id of {seen[prompt.id]}'
+            reason = f'"{unquoted(prompt.id)}" is also the id of {seen[prompt.id]}'
             refuse(prompt.place, "id", reason)
         seen[prompt.id] = prompt.place
         yield prompt
@@ -446,7 +446,7 @@ def _take_content(
         if data and name != column and given.keys() & {column, "messages"} and name in given:
             fields[name] = given.pop(name)
     if not given:
-        known = [shown(key)[1:-1] for key in itertools.islice(fields, _HINTS)]
+        known = [unquoted(key) for key in itertools.islice(fields, _HINTS)]
         hint = f"; {nearest(column, known)}" if fields else ""
         if len(known) == 1 and re.search(r"[;\t|]", known[0]):
             hint = f'; a table with the one column "{known[0]}" needs commas between its cells'
@@ -482,7 +482,7 @@ def _refuse_unknown(fields: Mapping[str, Any], column: str, place: str) -> None:
         if key == "meta" and isinstance(value, Mapping):
             continue
         known = nearest(str(key), (column, *OWN, *LINE))
-        refuse(place, shown(key)[1:-1], f"unknown field, and `strict_fields` is on; {known}")
+        refuse(place, unquoted(key), f"unknown field, and `strict_fields` is on; {known}")
 
 
 def _as_chat(
@@ -526,7 +526,7 @@ def _with_meta(fields: dict[str, Any], place: str) -> dict[str, Any]:
     others = {key: value for key, value in fields.items() if key != "meta"}
     for key in given:
         if key in others:
-            refuse(place, "meta", f'"{shown(key)[1:-1]}" is also a field of the prompt')
+            refuse(place, "meta", f'"{unquoted(key)}" is also a field of the prompt')
     return {**others, **given}
 
 

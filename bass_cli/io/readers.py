@@ -26,7 +26,7 @@ from typing import IO, Any
 
 from bass_cli.errors import MachineError, UserError, first_line, nearest
 from bass_cli.io.compressed import BrokenDataError, Expanded, Kind, begun, compression_of
-from bass_cli.reading import RefusedJsonError, broken_json, no_constant, os_errors_as, shown
+from bass_cli.reading import RefusedJsonError, broken_json, no_constant, os_errors_as, unquoted
 
 Records = Iterator[tuple[int, Any]]
 BOM = b"\xef\xbb\xbf"
@@ -290,7 +290,7 @@ def _read_csv(stream: IO[bytes], name: str, *, delimiter: str = ",") -> Records:
         if cells and header is None:
             header = [cell or f"column {place}" for place, cell in enumerate(cells, 1)]
             if (twice := Counter(header).most_common(1)[0])[1] > 1:
-                raise UserError(f'{name}:{start}: two columns are called "{shown(twice[0])[1:-1]}"')
+                raise UserError(f'{name}:{start}: two columns are called "{unquoted(twice[0])}"')
         elif header is not None and cells:
             if len(cells) != len(header):
                 raise UserError(
@@ -323,7 +323,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         (key, _), *_ = (Counter(key for key, _ in pairs)).most_common(1)
-        raise RefusedJsonError(f'the key "{shown(key)[1:-1]}" is given twice in one object')
+        raise RefusedJsonError(f'the key "{unquoted(key)}" is given twice in one object')
     return found
 
 

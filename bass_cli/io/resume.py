@@ -22,7 +22,7 @@ from bass_cli.io.linefile import live_path
 from bass_cli.io.prompts import Prompt, read_prompts
 from bass_cli.io.readers import Source
 from bass_cli.io.saving import check_place, refuse_foreign, write_json
-from bass_cli.reading import finite, parse_object, read_bytes, shown, text, whole
+from bass_cli.reading import finite, parse_object, read_bytes, shown, text, unquoted, whole
 
 GROWING = ("n", "limit")
 # An extended attribute of the output file: a digest of the settings its results depend on
@@ -290,7 +290,7 @@ class PromptDigest:
         """Name a prompt by its number from 1, its id and its place."""
         prompts = read_prompts(self._source, column=self._column)
         prompt = next(itertools.islice(prompts, number - 1, None))
-        return f'number {number} (id "{shown(prompt.id)[1:-1]}", {prompt.place})'
+        return f'number {number} (id "{unquoted(prompt.id)}", {prompt.place})'
 
     def at(self, count: int) -> str:
         """Return the digest after `count` prompts (at least 1), in hexadecimal."""
