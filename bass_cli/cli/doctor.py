@@ -25,7 +25,7 @@ from bass_cli.config.machine_commands import DoctorArgs
 from bass_cli.config.options import packaged_pairs
 from bass_cli.config.speculation import parse_draft
 from bass_cli.errors import MachineError, UserError, first_line, spelled
-from bass_cli.io.cache import cache_folder, give_kernels_a_cache, is_writable, temporary_folder
+from bass_cli.io.cache import cache_folder, is_writable, prepare_kernel_cache, temporary_folder
 from bass_cli.sandbox.programs import available_cores
 from bass_cli.system.host import free_memory, gigabytes, gpu_fault, host_memory, processor_name
 from bass_cli.system.threads import configure_threads
@@ -230,7 +230,7 @@ def _caches(cuda: bool) -> dict[str, str]:
         "temporary": temporary_folder(),
     }
     if cuda:
-        places["kernels_cache"] = give_kernels_a_cache()
+        places["kernels_cache"] = prepare_kernel_cache()
     return {name: f"{place}, {_room(place)}" for name, place in places.items()}
 
 

@@ -50,7 +50,7 @@ def temporary_folder() -> Path:
         return Path(os.environ.get("TMPDIR") or "/tmp")
 
 
-def give_kernels_a_cache() -> Path:
+def prepare_kernel_cache() -> Path:
     """Return the folder for Triton's compiled kernels.
 
     Triton loads libraries from it. So if its own folder is not writable, or other users can write

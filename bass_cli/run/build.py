@@ -29,7 +29,7 @@ from bass_cli.engine.verify import Cut, Rate
 from bass_cli.formats.grammars import grammars_of
 from bass_cli.formats.sources import read_json
 from bass_cli.formats.weights import Checkpoint, load, size_of, state_of
-from bass_cli.io.cache import give_kernels_a_cache
+from bass_cli.io.cache import prepare_kernel_cache
 from bass_cli.lengths.controllers import Fixed, make_lengths
 from bass_cli.lengths.costs import arithmetic_of
 from bass_cli.models.any_model import load_any
@@ -377,7 +377,7 @@ def compile_kernels(
         False if it failed. Then the loop cannot be used, and kernels are compiled when they first
         run.
     """
-    stamp = give_kernels_a_cache() / f"bass-{_digest_of_shapes(plan)}"
+    stamp = prepare_kernel_cache() / f"bass-{_digest_of_shapes(plan)}"
     if os.path.exists(stamp):  # False if the folder cannot be searched
         return True
     longest = min(longest_draft(plan.job), loop.drafter.longest)

@@ -29,7 +29,7 @@ from bass_cli.formats.gguf_tokenizer import doubts_of
 from bass_cli.formats.grouped_weights import file_layouts
 from bass_cli.formats.tokenizer import Tokenizer
 from bass_cli.formats.weights import layouts_of
-from bass_cli.io.cache import give_kernels_a_cache
+from bass_cli.io.cache import prepare_kernel_cache
 from bass_cli.io.prompts import Wanted
 from bass_cli.lengths.surface import Surface
 from bass_cli.models.block_allocator import BlockLayout
@@ -532,7 +532,7 @@ def device_of(wanted: str) -> torch.device:
         raise MachineError(f"`device` cuda: {fault}")
     if wanted == "cpu" or fault is not None:
         return torch.device("cpu")
-    give_kernels_a_cache()
+    prepare_kernel_cache()
     return torch.device("cuda")
 
 

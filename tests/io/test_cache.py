@@ -121,7 +121,7 @@ def test_a_cache_folder_that_others_can_write_to_is_not_used(
     assert load_surface(folder / "entry", notes.append) is None
     assert "this profile is ignored: " in notes[0]
     monkeypatch.setenv("TRITON_CACHE_DIR", str(folder))
-    cache.give_kernels_a_cache()
+    cache.prepare_kernel_cache()
     assert os.environ["TRITON_CACHE_DIR"] == str(found / "triton")
     cache._remove(found, os.getpid())
 

@@ -150,7 +150,7 @@ def test_kernels_are_cached_elsewhere_if_the_home_is_not_writable(
     for name in ("TRITON_CACHE_DIR", "TRITON_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    cache.give_kernels_a_cache()
+    cache.prepare_kernel_cache()
     assert "TRITON_CACHE_DIR" not in os.environ, "Triton's own place is good"
     (tmp_path / "file").touch()
     monkeypatch.setenv("HOME", str(tmp_path / "file" / "below"))
@@ -158,7 +158,7 @@ def test_kernels_are_cached_elsewhere_if_the_home_is_not_writable(
         "TRITON_CACHE_DIR", "to be taken back"
     )  # what the call below sets goes with this test
     monkeypatch.delenv("TRITON_CACHE_DIR")
-    cache.give_kernels_a_cache()
+    cache.prepare_kernel_cache()
     assert cache.is_writable(Path(os.environ["TRITON_CACHE_DIR"]))
 
 
