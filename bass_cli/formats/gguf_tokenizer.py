@@ -112,7 +112,7 @@ def read_gguf_tokenizer(path: Path) -> TokenizerParts:
     )
 
 
-def doubts_of(metadata: Mapping[str, Any]) -> list[str]:
+def notes_of_tokenizer(metadata: Mapping[str, Any]) -> list[str]:
     """Return notes for the user about uncertainties in a GGUF file's tokenizer."""
     if metadata.get(f"{_KEY}model") != "gpt2" or metadata.get(f"{_KEY}pre"):
         return []

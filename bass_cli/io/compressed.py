@@ -26,20 +26,20 @@ class BrokenDataError(ValueError):
     """Compressed data that cannot be expanded, or that ends too early."""
 
 
-def compression_of(path: str | Path) -> Kind | None:
+def compression_by_name(path: str | Path) -> Kind | None:
     """Return the compression that the suffix of a name means; None if it means none."""
     suffix = Path(path).suffix.lower()
     return "gz" if suffix == ".gz" else "zst" if suffix == ".zst" else None
 
 
-def sniffed(stream: IO[bytes]) -> Kind | None:
+def compression_in(stream: IO[bytes]) -> Kind | None:
     """Return the compression of a stream by its first bytes, and go back to its start."""
     start = stream.read(4)
     stream.seek(0)
-    return begun(start)
+    return compression_by_start(start)
 
 
-def begun(start: bytes) -> Kind | None:
+def compression_by_start(start: bytes) -> Kind | None:
     """Return the compression of data that begins like this; None if it is not compressed."""
     return next((kind for magic, kind in _MAGIC.items() if start.startswith(magic)), None)
 

@@ -24,9 +24,9 @@ from bass_cli.io.compressed import (
     Chunks,
     Compressor,
     Expanded,
-    begun,
-    compression_of,
-    sniffed,
+    compression_by_name,
+    compression_by_start,
+    compression_in,
 )
 from bass_cli.io.parquet import MAGIC as PARQUET
 from bass_cli.io.parquet import is_parquet, lines_of_parquet, write_parquet
@@ -86,7 +86,7 @@ class LineFile:
 
     def __init__(self, stream: IO[bytes], name: str):
         self.stream, self.name = stream, name
-        self._kind = compression_of(name)
+        self._kind = compression_by_name(name)
         self._compressor: Compressor | None = None
         self._is_whole = True  # whether the compressed file is one member with an end
         self.end = 0
@@ -180,7 +180,7 @@ def result_lines(stream: IO[bytes], name: str) -> IO[bytes]:
     """
     if is_parquet(stream):
         return io.BufferedReader(Chunks(lines_of_parquet(stream, name)), _BLOCK)
-    kind = sniffed(stream)
+    kind = compression_in(stream)
     return stream if kind is None else io.BufferedReader(Expanded(stream, kind, torn=True), _BLOCK)
 
 
@@ -241,7 +241,7 @@ def _standard_input() -> IO[bytes]:
     start = stream.peek(4)
     if start.startswith(PARQUET):
         raise UserError("stdin: this is a parquet file, which is read by its name only")
-    kind = begun(start)
+    kind = compression_by_start(start)
     return stream if kind is None else io.BufferedReader(Expanded(stream, kind, torn=True))
 
 
@@ -291,7 +291,7 @@ def write_lines(path: str, lines: Iterable[bytes]) -> None:
     """
 
     def write(out: IO[bytes]) -> None:
-        kind = compression_of(path)
+        kind = compression_by_name(path)
         if is_parquet_name(path):
             with tempfile.TemporaryFile() as held:
                 held.writelines(lines)

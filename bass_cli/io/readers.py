@@ -25,7 +25,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from bass_cli.errors import MachineError, UserError, first_line, nearest
-from bass_cli.io.compressed import BrokenDataError, Expanded, Kind, begun, compression_of
+from bass_cli.io.compressed import (
+    BrokenDataError,
+    Expanded,
+    Kind,
+    compression_by_name,
+    compression_by_start,
+)
 from bass_cli.reading import RefusedJsonError, broken_json, no_constant, os_errors_as, unquoted
 
 Records = Iterator[tuple[int, Any]]
@@ -132,7 +138,7 @@ def _opened(source: str, *, text: bool) -> Source:
         return _spool(sys.stdin.buffer, text=text)
     if source.startswith("hf:"):
         return Source(source, "hf")
-    path, packed = Path(source), compression_of(source)
+    path, packed = Path(source), compression_by_name(source)
     suffix = (path.with_suffix("") if packed else path).suffix
     kind = suffix.lower().removeprefix(".")
     try:
@@ -162,7 +168,7 @@ def _spool(stream: IO[bytes], *, text: bool) -> Source:
     spooled = tempfile.SpooledTemporaryFile(max_size=IN_MEMORY)  # noqa: SIM115
     with os_errors_as(UserError, "stdin: cannot read it"):
         start = stream.peek(4) if isinstance(stream, io.BufferedReader) else b""
-    if (packed := begun(start)) is not None:
+    if (packed := compression_by_start(start)) is not None:
         stream = io.BufferedReader(Expanded(stream, packed), _BLOCK)
     try:
         for block in _until_fault(stream):

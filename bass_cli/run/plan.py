@@ -25,7 +25,7 @@ from bass_cli.engine.verify import Cut
 from bass_cli.errors import MachineError, UserError
 from bass_cli.formats.checkpoint import Checkpoint
 from bass_cli.formats.completion_text import Tags, ending_ids, tags_of
-from bass_cli.formats.gguf_tokenizer import doubts_of
+from bass_cli.formats.gguf_tokenizer import notes_of_tokenizer
 from bass_cli.formats.grouped_weights import file_layouts
 from bass_cli.formats.tokenizer import Tokenizer
 from bass_cli.formats.weights import layouts_of
@@ -444,7 +444,7 @@ def _notes(job: Job, files: Files, dtype: torch.dtype) -> Iterator[str]:
             "more than that of other models (docs/guide/budgets-and-memory.md)"
         )
     if files.tokenizer.path == files.target.path:
-        yield from doubts_of(files.target.metadata)
+        yield from notes_of_tokenizer(files.target.metadata)
     if job.thinking == "off" and (switch := files.tokenizer.check_chats()) is not None:
         yield f"`thinking` off: {switch} is false in the chat template"
     elif job.thinking == "off" and tags_of(files.tokenizer) is None:

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from bass_cli.errors import UserError
 from bass_cli.formats.gguf_pretokenizers import PRE_TOKENIZERS
-from bass_cli.formats.gguf_tokenizer import doubts_of, read_gguf_tokenizer
+from bass_cli.formats.gguf_tokenizer import notes_of_tokenizer, read_gguf_tokenizer
 from bass_cli.formats.tensor_files import Texts, read_gguf, read_texts
 from bass_cli.formats.tokenizer import Tokenizer
 
@@ -284,7 +284,9 @@ def test_a_missing_pre_tokenizer_is_llama_cpps_default(tmp_path: Path) -> None:
     write(tmp_path / "m.gguf", fields)
     one, other = (read_gguf_tokenizer(tmp_path / f"{name}.gguf") for name in ("m", "named"))
     assert one.content == other.content
-    notes = [doubts_of(read_gguf(tmp_path / f"{name}.gguf").metadata) for name in ("m", "named")]
+    notes = [
+        notes_of_tokenizer(read_gguf(tmp_path / f"{name}.gguf").metadata) for name in ("m", "named")
+    ]
     assert [len(listed) for listed in notes] == [1, 0]
     assert "tokenizer.ggml.pre" in notes[0][0]
 
