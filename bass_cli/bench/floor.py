@@ -27,7 +27,7 @@ from bass_cli.models.spec import (
     parameters,
 )
 from bass_kernels import Quantised
-from bass_kernels.eight_bits import SCALE
+from bass_kernels.segments import SCALE
 
 _MAPS = tuple(f"{name}.weight" for name in (*EVERY_MAP, "router", "delta_gates", "shared_gate"))
 _EXPERTS = ("experts_up.weight", "experts_down.weight")

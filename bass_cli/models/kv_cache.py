@@ -149,7 +149,7 @@ class KVCache:
     Args:
         dtype: of the model.
         eight_bits: whether keys and values are stored as e4m3 numbers with scales
-            (bass_kernels/eight_bits.py), in place of the model's dtype.
+            (bass_kernels/segments.py), in place of the model's dtype.
         states: of recurrent layers, which this object does not move (see Runner).
     """
 

@@ -34,8 +34,8 @@ from bass_cli.models.spec import (
 )
 from bass_cli.system.host import free_memory, gigabytes, held_memory, is_refused_memory
 from bass_kernels import LAYOUTS, SPARE_KEYS
-from bass_kernels.eight_bits import SCALE
 from bass_kernels.processing import GROUP
+from bass_kernels.segments import SCALE
 
 # the usable share of the free memory; the rest is for other programs and for fragmentation
 _USABLE = 0.95

@@ -17,7 +17,6 @@ from .dispatch import (
     kind_for,
     use,
 )
-from .eight_bits import Store
 from .experts import Clamp, Maps, Shared
 from .grouped import GROUP, Grouped, grouped_works
 from .host import SPARE_KEYS
@@ -46,7 +45,7 @@ from .quantised import LAYOUTS, Quantised, Weight, Writable
 from .reference import Distances
 from .rounds import BINS, ChosenDrafts, ConfidenceStats
 from .sampling import COLDEST, HOTTEST, Distribution
-from .segments import DeviceGroups, Group, Packed, Segments
+from .segments import DeviceGroups, Group, Packed, Segments, Store
 
 embed = by_device(reference.embed, "bass_kernels.pointwise")
 norm = by_device(reference.norm, "bass_kernels.pointwise")

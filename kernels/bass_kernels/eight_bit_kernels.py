@@ -1,5 +1,5 @@
 """Triton: the parts of kernels that write and read keys and values in eight bits. Definition:
-eight_bits.py.
+segments.py.
 
 Numbers are written with integer operations, because Triton has no e4m3 below compute capability
 8.9. They are read as float16, which holds them exactly, and multiplied as float16. So queries of
@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .eight_bits import Store, is_eight_bit
 from .launch import card
+from .segments import Store, is_eight_bit
 
 
 def arguments(*stores: Store) -> tuple[Tensor | int | None, ...]:
@@ -40,7 +40,7 @@ def power(exponent):
 
 @triton.jit
 def encode(x):
-    """Do eight_bits.quantise for x [..., D] float32. Returns bits [..., D] uint8 and scales
+    """Do segments.quantise for x [..., D] float32. Returns bits [..., D] uint8 and scales
     [..., 1] float32."""
     bad = tl.sum(x * 0, -1, keep_dims=True)
     x = tl.where(tl.abs(x) < float("inf"), x, 0.0)

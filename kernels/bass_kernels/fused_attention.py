@@ -13,12 +13,11 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from .eight_bit_kernels import arguments, converts, encode, in_float16, load_scales
-from .eight_bits import Store
 from .launch import SPARE, after, card, fitting, overlap, processors, scratch
 from .pointwise import finite
 from .ragged_kernel import fold
 from .residual import magnitude
-from .segments import Segments
+from .segments import Segments, Store
 
 _NEW = tl.constexpr(16)  # maximum number of new tokens a row
 

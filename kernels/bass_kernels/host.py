@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .eight_bits import Store
-from .eight_bits import plain as dequantised
-from .segments import Segments
+from .segments import Segments, Store
+from .segments import plain as dequantised
 
 SPARE_KEYS = 256
 """Slots that the private store needs behind its last row: `padded_keys` adds fewer."""

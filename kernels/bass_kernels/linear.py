@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from . import dispatch, grouped, host, quantised, reference
-from .eight_bits import Store
 from .grouped import Grouped
 from .quantised import Quantised, Weight
+from .segments import Store
 
 # Elements of a weight from which its packed product is faster. The packed product takes some 45 us
 # to start, in which a plain one reads a weight of this size from a processor's own cache.

@@ -7,9 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .eight_bit_kernels import arguments, encode
-from .eight_bits import Store
 from .launch import leading, let_next
-from .segments import Segments
+from .segments import Segments, Store
 
 KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
 

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from . import dispatch
 from .eight_bit_kernels import arguments, converts
-from .eight_bits import Store, plain
 from .launch import (
     SPARE,
     can_prefetch,
@@ -33,7 +32,7 @@ from .launch import (
     scratch,
 )
 from .ragged_kernel import attend, merge_rows
-from .segments import Group, Segments, by_row, one_after_other
+from .segments import Group, Segments, Store, by_row, one_after_other, plain
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .eight_bits import Store, plain, write
-from .segments import Group, Segments, by_row, one_after_other
+from .segments import Group, Segments, Store, by_row, one_after_other, plain, write
 
 _VECTORS = 64  # a multiple of the elements that torch computes at once, for all processors
 # torch gives a thread at least so many elements, and divides no tensor of the second size.
@@ -119,7 +118,7 @@ def rope_write(
         angles: cos and sin [B, W, R / 2] float32, for the first R of D dimensions, whose halves are
             rotated against each other.
         slots: [B, W], where in `own` to write.
-        own: keys and values, [K, S, D] each; possibly in eight bits (see eight_bits.Store).
+        own: keys and values, [K, S, D] each; possibly in eight bits (see segments.Store).
 
     Returns: q [B, W, H, D].
 

@@ -18,7 +18,7 @@ from thinned import thinned_on_cpu
 
 import bass_kernels as ops
 from bass_kernels import reference
-from bass_kernels.eight_bits import dequantise, quantise
+from bass_kernels.segments import dequantise, quantise
 
 pytest.importorskip("triton")
 
