@@ -4,6 +4,9 @@ and for types only."""
 import ast
 import functools
 import graphlib
+import importlib
+import pkgutil
+import re
 import sys
 from pathlib import Path
 
@@ -102,6 +105,29 @@ def test_packages_have_no_import_cycle():
     for one, other in inner_edges():
         graph.add(package(one), *{package(other)} - {package(one)})
     assert len(list(graph.static_order())) > 20  # otherwise CycleError names the cycle
+
+
+def exists(name):
+    """Whether a dotted name is a module or something in one."""
+    path, _, last = name.rpartition(".")
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError:
+        return bool(path) and exists(path) and hasattr(pkgutil.resolve_name(path), last)
+    return True
+
+
+def test_what_tests_name_as_text_exists():
+    """Tests replace functions by these names: after a move they would fail, or replace nothing."""
+    named = {
+        (path.name, name)
+        for path in (ROOT / "tests").rglob("*.py")
+        for name in re.findall(
+            r"""["'](bass_(?:cli|kernels)(?:\.\w+)+)["']""", path.read_text(encoding="utf-8")
+        )
+    }
+    assert len(named) > 50
+    assert [one for one in sorted(named) if not exists(one[1])] == []
 
 
 def test_jail_modules_need_only_the_standard_library():
