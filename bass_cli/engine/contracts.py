@@ -88,8 +88,7 @@ class RoundResult(NamedTuple):
         needed the tokens of the round before.
     plain: seconds of a plain round of the same rows by the controller's measured costs; 0 if
         unknown.
-    padded: the field of that name in the ControllerInput from which the round was chosen; 0 if not
-        filled in. A later one may have been made before the round ended, for fewer rows.
+    padded: rows of the graph that ran, padding included; 0 if not filled in, or without a graph.
     wanted: the draft length that the controller returned for this round; -1 if not filled in. A
         round has another one if a row has too little room, or if a near graph serves it.
     """

@@ -308,7 +308,8 @@ class GraphPolicy:
             return Step(wanted, "replay")
         near = self._near(wanted, fit)
         if near is not None:
-            if not self._rental.pays(wanted, _CAPTURE * _launches(wanted), left=left):
+            lost = _account(near, wanted)
+            if not self._rental.pays(lost, _CAPTURE * _launches(wanted), left=left):
                 return Step(near, "replay")
         elif fit == "wider":
             usual = min(cover(wanted.width), self._longest)  # the drafter proposes no more
@@ -320,7 +321,9 @@ class GraphPolicy:
     def served(self, wanted: Shape, step: Step) -> None:
         """Note that `step` was run for `wanted`."""
         if step.shape != wanted:
-            self._rental.lose(wanted, _loss(step.shape, wanted))
+            self._rental.lose(_account(step.shape, wanted), _loss(step.shape, wanted))
+        elif step.how == "capture" and (near := self._near(wanted)) is not None:
+            self._rental.restart(_account(near, wanted), 0.0)
 
     def took(self, step: Step, seconds: float) -> None:
         """Note that running or capturing a shape kept the host busy for `seconds`."""
@@ -383,6 +386,15 @@ class GraphPolicy:
             if isinstance(shape, Shape) and _serves(shape, wanted, fit)
         ]
         return min(fitting, key=lambda shape: _loss(shape, wanted), default=None)
+
+
+def _account(serving: Shape, wanted: Shape) -> Shape:
+    """Return the shape to which the loss is charged if another one serves.
+
+    While rows run out, each number of rows is wanted for some rounds only. So what a graph of too
+    many rows loses is added up, and pays for a graph of the rows that are left then.
+    """
+    return serving if serving.rows > wanted.rows else wanted
 
 
 def _serves(shape: Shape, wanted: Shape, fit: Fit) -> bool:

@@ -342,7 +342,7 @@ class Loop:
             if new.drafts is not None:
                 self._next.host_drafts.put(new.drafts)
             wanted, step = self._next.served(new, deadline)
-            shape = step.shape
+            shape, new.padded = step.shape, step.shape.rows
             if not behind:
                 self.catch_up(self._rounds.drafted(shape), deadline)
             self._rounds.limit_drafts(wanted.width if self.exact else ALL)

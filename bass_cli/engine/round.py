@@ -230,6 +230,8 @@ class NextRound:
 
     def _inputs(self, deadline: float | None) -> ControllerInput:
         rooms, work, captured = self._batch.rooms(), self.pending_work, self._captured
+        # A sample that is longer than most ended ones is expected to become twice as long.
+        ahead = numpy.maximum(work.typical, self._batch.generated())
         once: tuple[float, ...] = ()
         warm: tuple[float, ...] = ()
         padded = 0
@@ -240,7 +242,7 @@ class NextRound:
             plain = captured.choose(captured.usual(0), left=self.left(), deadline=deadline)
             padded = plain.shape.rows
         return ControllerInput(
-            (float(numpy.minimum(rooms, work.typical).sum()) + work.tokens) / len(rooms),
+            (float(numpy.minimum(rooms, ahead).sum()) + work.tokens) / len(rooms),
             one_time_costs=once,
             catch_up=self._catching.seconds(),
             context=float(self._batch.known().mean()),

@@ -1,7 +1,7 @@
 """Estimate the acceptance rate: one pooled rate, how rows and positions differ from it, and the
 rounds that a token takes.
 
-Not here: what a round costs (costs.py), choosing a draft length (controllers.py).
+Not here: what a round costs (costs.py), choosing a draft length (goodput.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The cost of a round, learnt while a job runs: a filter that corrects a surface (surface.py) by
 observed rounds.
 
-Not here: what follows from the cost of a round (controllers.py).
+Not here: what follows from the cost of a round (goodput.py).
 """
 
 from __future__ import annotations

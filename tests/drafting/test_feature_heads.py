@@ -32,7 +32,8 @@ from bass_cli.errors import UserError
 from bass_cli.formats.checkpoint import open_checkpoint
 from bass_cli.formats.draft_heads import head_of_config, open_head
 from bass_cli.formats.weights import load
-from bass_cli.lengths.controllers import Fixed, Goodput
+from bass_cli.lengths.controllers import Fixed
+from bass_cli.lengths.goodput import Goodput
 from bass_cli.models import decoder
 from bass_cli.models.block_allocator import Change
 from bass_cli.models.capture import Graphs

@@ -11,7 +11,8 @@ from toys import Markov, Reactive, drive, loop_for, plain, rows_for
 from bass_cli.config.speculation import SOURCES
 from bass_cli.drafts.ngram import SIZES, EstimatedAcceptance, Index, LookupDrafter, follow
 from bass_cli.engine.batch import Batch, Row
-from bass_cli.lengths.controllers import Bass, Fixed, Goodput
+from bass_cli.lengths.controllers import Bass, Fixed
+from bass_cli.lengths.goodput import Goodput
 
 VOCAB = 6
 PROMPTS = ([1], [0, 1, 2, 3], [5, 4, 5, 4, 3, 5, 4])

@@ -14,7 +14,8 @@ from bass_cli.engine.batch import Row
 from bass_cli.engine.contracts import PendingWork, RoundResult
 from bass_cli.engine.loop import AheadPolicy
 from bass_cli.engine.sampling import RowSampling
-from bass_cli.lengths.controllers import Bass, Fixed, Goodput
+from bass_cli.lengths.controllers import Bass, Fixed
+from bass_cli.lengths.goodput import Goodput
 from bass_cli.lengths.surface import make_surface
 
 

@@ -13,7 +13,8 @@ from bass_cli.engine.graphs import Shape
 from bass_cli.engine.sizes import LONGEST
 from bass_cli.engine.verify import CHEAP, Cut
 from bass_cli.lengths.acceptance import Acceptance
-from bass_cli.lengths.controllers import Bass, Fixed, Goodput
+from bass_cli.lengths.controllers import Bass, Fixed
+from bass_cli.lengths.goodput import Goodput
 from bass_cli.lengths.surface import make_surface
 
 CPU = torch.device("cpu")

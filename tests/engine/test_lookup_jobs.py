@@ -4,7 +4,7 @@ have been accepted lead to a first use; others cost almost nothing."""
 import pytest
 from retold import Texts, speeds
 
-from bass_cli.lengths.controllers import Goodput
+from bass_cli.lengths.goodput import Goodput
 
 
 @pytest.mark.parametrize(

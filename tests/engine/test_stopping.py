@@ -11,7 +11,8 @@ from bass_cli.drafts.factory import NoDrafter, make_drafter
 from bass_cli.engine.batch import Row
 from bass_cli.engine.sampling import RowSampling
 from bass_cli.engine.verify import Stopping
-from bass_cli.lengths.controllers import Fixed, Goodput
+from bass_cli.lengths.controllers import Fixed
+from bass_cli.lengths.goodput import Goodput
 from bass_cli.lengths.surface import make_surface
 
 VOCAB = 16

@@ -17,7 +17,8 @@ from bass_cli.engine.batch import Row
 from bass_cli.engine.sampling import RowSampling
 from bass_cli.formats.checkpoint import open_checkpoint
 from bass_cli.formats.weights import load
-from bass_cli.lengths.controllers import Bass, Fixed, Goodput
+from bass_cli.lengths.controllers import Bass, Fixed
+from bass_cli.lengths.goodput import Goodput
 from bass_cli.models.decoder import Decoder
 from bass_kernels import noise, sampling
 

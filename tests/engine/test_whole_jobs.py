@@ -11,7 +11,8 @@ from thinned import thinned
 from bass_cli.drafts.factory import NoDrafter
 from bass_cli.engine.clock import Forecast
 from bass_cli.engine.contracts import ControllerInput, RoundResult
-from bass_cli.lengths.controllers import Bass, Fixed, Goodput, Lookups
+from bass_cli.lengths.controllers import Bass, Fixed
+from bass_cli.lengths.goodput import Goodput, Lookups
 
 
 def auto_seconds(rate, **job):

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.contracts import ControllerInput, RoundResult
 from bass_cli.lengths import surface as store
-from bass_cli.lengths.controllers import Goodput, best_length
+from bass_cli.lengths.controllers import best_length
 from bass_cli.lengths.costs import RoundCost
+from bass_cli.lengths.goodput import Goodput
 from bass_cli.lengths.surface import make_surface, read_surface
 from bass_cli.run.profile import drafting, filled
 

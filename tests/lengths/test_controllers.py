@@ -14,16 +14,8 @@ from thinned import thinned
 
 from bass_cli.engine.contracts import ControllerInput, RoundResult
 from bass_cli.lengths.acceptance import Acceptance
-from bass_cli.lengths.controllers import (
-    Bass,
-    Budget,
-    Capped,
-    Fixed,
-    Goodput,
-    Table,
-    best_length,
-    make_lengths,
-)
+from bass_cli.lengths.controllers import Bass, Capped, Fixed, Table, best_length, make_lengths
+from bass_cli.lengths.goodput import Budget, Goodput
 
 FIXED = (0, 1, 2, 3, 4, 5, 6, 8, 10)
 HALF, WIDE = "qwen2.5-0.5b", "wide-310m"

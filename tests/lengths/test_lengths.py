@@ -14,7 +14,8 @@ from bass_cli.engine.clock import Clock
 from bass_cli.engine.contracts import ControllerInput, Proposal, RoundResult
 from bass_cli.engine.round import HostDrafts
 from bass_cli.io.usage import Gain
-from bass_cli.lengths.controllers import Bass, Budget, Fixed, Goodput, make_lengths
+from bass_cli.lengths.controllers import Bass, Fixed, make_lengths
+from bass_cli.lengths.goodput import Budget, Goodput
 from bass_cli.lengths.surface import make_surface
 
 

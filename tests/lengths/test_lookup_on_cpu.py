@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from bass_cli.engine.contracts import ControllerInput, RoundResult
-from bass_cli.lengths.controllers import Goodput
 from bass_cli.lengths.costs import arithmetic_of
+from bass_cli.lengths.goodput import Goodput
 
 # Milliseconds of a pass by its tokens, on 2 cores with SmolLM2-135M: of a GGUF file's numbers, and
 # of float32. Beyond 40 tokens it is proportional to them.

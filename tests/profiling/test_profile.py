@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 
 from bass_cli.cli.commands import app
 from bass_cli.lengths import surface as store
-from bass_cli.lengths.controllers import Fixed, Goodput
+from bass_cli.lengths.controllers import Fixed
+from bass_cli.lengths.goodput import Goodput
 from bass_cli.models.capture import Graphs
 from bass_cli.run.profile import WIDTHS, drafting, filled, measure
 from bass_kernels import launch

@@ -7,8 +7,10 @@ import statistics
 
 import numpy
 
+from bass_cli.engine.clock import Forecast
 from bass_cli.engine.contracts import ControllerInput, RoundResult
-from bass_cli.engine.sizes import bucket
+from bass_cli.engine.graphs import GraphPolicy
+from bass_cli.engine.sizes import bucket, step_down
 from bass_cli.lengths.surface import make_surface
 
 STEPS = {"qwen2.5-0.5b": 0.77e-3, "wide-310m": 0.40e-3}  # seconds of a draft step
@@ -241,3 +243,80 @@ def run_captured(controller, cost, by_place, *, limits, capacity, seed=0, gap=0.
         while waiting and len(live) < capacity:
             live.append(waiting.pop(0))
     return statistics.fmean(ends), rounds
+
+
+class HeldGraphs:
+    """The graphs of a GraphPolicy: nothing is launched."""
+
+    def __init__(self):
+        self.captured, self.warm = set(), set()
+
+    def holds(self, shape):
+        return shape in self.captured
+
+    def held(self):
+        return self.captured
+
+    def is_warm(self, shape):
+        return shape in self.warm
+
+
+def run_draining(
+    controller, cost, rate, *, lengths, limit, longest=16, seed=0, capture=0.027, launches=0.006
+):
+    """Run one sample a row until each has its own length, which the controller does not know, with
+    graphs that the engine's policy captures when it wants them.
+
+    Args:
+        rate: of acceptance, of each draft if those before are accepted.
+        limit: tokens that a sample may have.
+        capture, launches: seconds to capture a plain pass, and to launch it uncaptured.
+
+    Returns: the rounds, (live rows, seconds).
+    """
+    chance, graphs, forecast = numpy.random.default_rng(seed), HeldGraphs(), Forecast(len(lengths))
+    luck = chance.random((len(lengths), limit + longest))
+    policy = GraphPolicy(graphs, longest=longest, drafts="block")
+    due, place = numpy.array(lengths), numpy.zeros(len(lengths), dtype=int)
+    live, rounds, missed = numpy.arange(len(lengths)), [], 0
+    forecast.begin(len(lengths))
+    while len(live):
+        padded, left = bucket(len(live), len(lengths)), limit - place[live]
+        typical = numpy.maximum(forecast.length(float(place[live].mean())), place[live])
+        most, once = float(left.max()), policy.one_time_costs(padded)
+        inputs = ControllerInput(
+            float(numpy.minimum(left, typical).sum()) / len(live),
+            once,
+            catch_up=1e-6 * len(live) * missed,
+            warmup_costs=policy.warmup_costs(padded) if any(once) else (),
+            samples=tuple(live.tolist()),
+            rooms=tuple(left.tolist()),
+            padded=policy.choose(policy.shape(padded, 0), left=most).shape.rows,
+        )
+        wanted = controller.next(len(live), inputs)
+        shape = policy.shape(padded, step_down(max(0, min(wanted, int(most) - 1))))
+        step = policy.choose(shape, left=most)
+        policy.served(shape, step)
+        rows, width = step.shape.rows, step.shape.width
+        took, once_more = cost(rows, width), 0.0
+        passes = 1.6 if width else 1.0
+        if step.how == "run":
+            took += launches * passes
+            graphs.warm.add(step.shape)
+        elif step.how == "capture":
+            once_more = capture * passes
+            graphs.captured.add(step.shape)
+        if step.how != "replay":
+            policy.took(step, took if step.how == "run" else once_more)
+        once_more += inputs.catch_up if width else 0.0
+        missed = 0 if width else missed + 1
+        accepted = (luck[live[:, None], place[live][:, None] + numpy.arange(width)] < rate).cumprod(1).sum(1)  # fmt: skip
+        place[live] += accepted + 1
+        done = RoundResult(width, tuple(accepted.tolist()), took, step.how != "run", padded=rows, wanted=wanted)  # fmt: skip
+        controller.observe(done._replace(rows=inputs.samples))
+        rounds.append((len(live), took + once_more))
+        over = place[live] >= due[live]
+        for tokens in due[live[over]]:
+            forecast.end(int(tokens))
+        live = live[~over]
+    return rounds

@@ -14,7 +14,8 @@ from test_scheduler import Letters, job, prompts
 
 from bass_cli.config.job import Job, Pair, Speculation
 from bass_cli.drafts.factory import NoDrafter
-from bass_cli.lengths.controllers import Fixed, Goodput
+from bass_cli.lengths.controllers import Fixed
+from bass_cli.lengths.goodput import Goodput
 from bass_cli.run.build import warm_up
 
 BLOCK = (0.85, 0.79, 0.81, 0.815, 0.83, 0.82, 0.85, 0.80)  # by position: drafts of one pass on code

@@ -1,0 +1,439 @@
+"""The draft-length controller of "auto", which chooses by goodput (arXiv 2406.14066).
+
+`Goodput` weighs the cost of a round (costs.py) against the acceptance rate (acceptance.py), within
+a budget of what drafting may lose against plain decoding. Not here: other controllers
+(controllers.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy
+
+from bass_cli.engine.contracts import DEFAULT_INPUT, ControllerInput, DraftLength, RoundResult
+from bass_cli.engine.graphs import ARITHMETIC
+from bass_cli.engine.sizes import LONGEST, WIDTHS
+from bass_cli.lengths.acceptance import Acceptance
+from bass_cli.lengths.costs import Array, RoundCost
+from bass_cli.lengths.surface import Surface
+
+_CHOICES = (*WIDTHS, 48, LONGEST)  # the captured lengths and two more
+_FOUND = 2  # the longest probe of drafts that the host found
+_PROBE = 4  # the longest probe of other drafts, if a captured length beats a shorter one
+_STAY = 0.01  # gain needed to leave the last length; below it noise would choose
+_LEAVE = 0.03  # the same for going to plain decoding, because coming back may cost more
+# A plain round is inserted if the relative uncertainty of the cost exceeds the gain of drafting,
+# bounded by these: below the first, costs drift anyway; above the second, always.
+_UNSURE = 0.04, 0.25
+
+
+class Goodput(DraftLength):
+    """Choose the k with the fewest seconds a round x rounds a token, over the tokens that the rows
+    still need: the length that gives the rows the rest of their tokens soonest. One-time costs of
+    a length, such as a graph capture, count too.
+
+    It returns 0 if drafting does not pay, with a probe now and then, at growing intervals. No round
+    may lose more than is left of one budget. If the device would have to wait, a result is used one
+    round later, unless too little is known yet.
+
+    Args:
+        limit: the largest draft length.
+        surface: the cost of rounds, a profile or a first estimate.
+        frozen: never use measured times (maximal coupling); only acceptance is learnt.
+        at_once: one pass makes all drafts.
+        arithmetic: see RoundCost.
+    """
+
+    stops = True
+
+    def __init__(
+        self,
+        *,
+        limit: int,
+        surface: Surface | None = None,
+        frozen: bool = False,
+        at_once: bool = False,
+        arithmetic: float = ARITHMETIC,
+    ):
+        self._choices = (*(k for k in _CHOICES if k < limit), limit)
+        self._costs = RoundCost(
+            self._choices, surface, frozen=frozen, at_once=at_once, arithmetic=arithmetic
+        )
+        self._acceptance = Acceptance(limit, surface.acceptance if surface is not None else None)
+        self._inputs, self._rows, self._frozen = DEFAULT_INPUT, 0, frozen
+        self._runs = numpy.ones(len(self._choices))  # by choice: 0 if another length ran in place
+        self._line: Array | None = None  # seconds of a round with each choice, for the live rows
+        self._plain = self._pace = 0.0  # seconds of a plain round; fewest seconds a token of a row
+        self._last = 0  # index of the last choice made by goodput
+        self._lost = 0.0  # seconds that trials of lengths were expected to lose
+        self._drafted = 0.0  # seconds of all rounds up to the last one with drafts
+        self._unlearnt: tuple[RoundResult, ControllerInput] | None = None
+        self._now = self._next = (0, False)  # (length, whether a probe) of this round and the next
+        self._decided = False  # whether `_next` is up to date
+        self._probes, self._lookups, self._budget = Backoff(), Lookups(), Budget()
+
+    @property
+    def drafts(self) -> bool:
+        return not self._decided or self._next[0] > 0
+
+    @property
+    def plain(self) -> float:
+        return self._plain
+
+    def needs_result(self, width: int) -> bool:
+        """See DraftLength.needs_result. True at the beginning, after a probe and after catching
+        up; a plain round says nothing about drafts."""
+        informative = self._now[1] or self._inputs.catch_up or self._acceptance.unsure
+        return bool(self._frozen or not self._costs.known or (width and informative))
+
+    def next(self, rows: int, inputs: ControllerInput = DEFAULT_INPUT) -> int:
+        before, self._inputs = self._inputs, inputs
+        if self._frozen:
+            self._inputs = inputs._replace(
+                one_time_costs=(), warmup_costs=(), catch_up=0.0, padded=0
+            )
+        self._acceptance.recall(inputs.skipped)
+        same = rows == self._rows and before.catch_up == self._inputs.catch_up
+        self._rows = rows
+        if not (self._decided and same):
+            self._decide()
+        self._now, self._decided = self._next, False
+        return self._now[0]
+
+    def reflect(self) -> None:
+        self._learn()
+        if not self._frozen:
+            if self._inputs.free and self._next[0]:
+                self._lookups.begin()
+            self._decide()
+            self._decided = True
+
+    def trim(self, num_drafts: Sequence[int]) -> int:
+        """Return the length that pays for these numbers of drafts, or now and then a short
+        probe."""
+        most, inputs = max(num_drafts), self._inputs
+        if self._line is None:
+            return most
+        line = numpy.interp(range(most + 1), self._choices, self._line)
+        tokens, plain = self._acceptance.tokens(num_drafts), self._plain
+        likely = self._lookups.find(float((plain * tokens - line).max()) / plain)
+        once = first_use(range(most + 1), inputs, line, 1.0, self._affordable, self._warmup)
+        # Drafts are not found in every round, so a one-time cost must pay within the expected gain.
+        # That gain is a mean over lookups, so it is not saved twice over.
+        once[once > _CAUTION * max(plain * likely, 0.0)] = numpy.inf
+        paces = line / tokens + once
+        best = int((paces <= paces.min() * (1 + _STAY)).argmax())
+        if best == 0:
+            self._now = self._probe(min(most, _FOUND), self._line)
+        return best or self._now[0]
+
+    def observe(self, done: RoundResult) -> None:
+        self._learn()
+        if done.wanted in self._choices:  # a round of another length shows nothing about this one
+            self._runs[self._choices.index(done.wanted)] = done.width == done.wanted
+        inputs, line = self._inputs, self._line
+        if done.padded not in (0, inputs.padded) and not self._frozen:
+            inputs = inputs._replace(padded=done.padded)  # the next round has fewer rows
+            if line is not None:
+                line = self._costs.line(done.padded, inputs.context, free=inputs.free)
+        self._unlearnt = done, inputs
+        if line is not None:
+            self._account(done, line)
+        # The next length depends on what a lookup found, and on the first known cost.
+        self._decided = self._decided and self._costs.known and not done.lookup_seconds
+        if done.width == 0:
+            self._probes.idle += 1
+            return
+        self._decided = self._decided and not (self._now[1] or self._acceptance.unsure)
+        self._drafted = self._budget.spent
+        self._probes.observe(paid=done.mostly_accepted, probe=self._now[1])
+
+    def least(self, drafted: int) -> float:
+        """One more draft pays if the tokens that it is expected to add would take longer at the
+        current seconds a token."""
+        if self._line is None or not self._pace:
+            return 0.0
+        before, after = numpy.interp((drafted, drafted + 1), self._choices, self._line)
+        return max(float((after - before) / (self._pace * self._acceptance.rate)), 0.0)
+
+    def learned(self) -> Surface | None:
+        """Return the learnt costs, from which later jobs may begin; None if there is a measured
+        profile, or little was learnt."""
+        self._learn()
+        return self._costs.surface(acceptance=self._acceptance.rate)
+
+    def _decide(self) -> None:
+        """Learn from the last round, then choose the next length."""
+        self._learn()
+        inputs = self._inputs
+        self._acceptance.follow(inputs.samples or tuple(range(self._rows)))
+        if self._costs.known:
+            rows = inputs.padded or self._rows
+            self._line = self._costs.line(rows, inputs.context, free=inputs.free)
+            self._plain = float(self._line[0])
+        if self._line is not None and not inputs.free:
+            self._next = self._choice(self._line, inputs)
+        else:  # the cost of plain rounds is unknown, or drafts must be looked up first
+            due = self._lookups.due and self._lookups.cost * self._plain <= self._affordable
+            self._next = self._choices[-1] if self._line is not None and due else 0, False
+
+    def _choice(self, line: Array, inputs: ControllerInput) -> tuple[int, bool]:
+        """Return the length with the fewest seconds a token over the rest, and whether it is a
+        probe."""
+        rounds = self._acceptance.rounds(self._rows, inputs.rooms)[[*self._choices]]
+        paces = line * rounds
+        self._pace, unsure = float(paces.min()), self._acceptance.unsure
+        least = 1 + (0.0 if unsure else _LEAST_ACCEPTED) * (1 / rounds - 1)
+        once = first_use(self._choices, inputs, line, least, self._affordable, self._warmup)
+        paces += once
+        hopeful = paces.copy()
+        if self._last and not unsure:
+            # A length may cost one standard deviation less than estimated. So lengths that may be
+            # the best are tried, and each try makes their estimates better.
+            rows = inputs.padded or self._rows
+            spread = self._costs.spread(rows, self._last, inputs.context) * self._runs
+            hopeful[1:] *= numpy.exp(-spread[1:])
+        best = int(hopeful.argmin())
+        stays = paces[self._last] <= hopeful[best] * (1 + (_STAY if best else _LEAVE))
+        self._last = self._last if stays else best
+        length = self._choices[self._last]
+        if length and not unsure and not self._frozen:
+            length = self._choices[self._trial(paces, once, line)]
+        if length:
+            uncertainty = self._costs.uncertainty(
+                inputs.padded or self._rows, self._last, inputs.context
+            )
+            if self._now[0] and uncertainty > numpy.clip(self._plain / self._pace - 1, *_UNSURE):
+                return 0, False
+            return min(2 * length, self._choices[-1]) if inputs.stops else length, False
+        short = [
+            k for k in self._choices if 1 <= k <= (_PROBE if any(inputs.one_time_costs) else 1)
+        ]
+        return self._probe(min(short, key=inputs.one_time_cost, default=0), line)
+
+    def _trial(self, paces: Array, once: Array, line: Array) -> int:
+        """Return the choice of this round: the last one, or a longer one that was never measured
+        with so many rows.
+
+        A pass of more tokens may take no longer: products change their tiles with the number of
+        tokens. The longer choice that would then gain most is tried, if drafting has gained what
+        the trial loses by the estimates. Args as in `_choice`.
+        """
+        last, inputs, rows = self._last, self._inputs, self._inputs.padded or self._rows
+        at_best = self._costs.at_best(rows, last, line, inputs.context)
+        gains = 1 - at_best / line * paces / paces[last]
+        losses = line[last] * (paces / paces[last] - 1).clip(0.0)
+        spent = self._budget.spent + min(inputs.left, _AHEAD) * self._pace
+        most = min(_TRIALS * spent - self._lost, self._budget.won)
+        may = (losses <= most) & (self._runs > 0) & (once == 0)
+        may &= ~self._costs.measured(rows)
+        may[: last + 1] = False
+        place = int(numpy.where(may, gains, 0.0).argmax())
+        if not may[place] or gains[place] < _WORTH:
+            return last
+        self._lost += float(losses[place])
+        return place
+
+    def _probe(self, length: int, line: Array) -> tuple[int, bool]:
+        """Return a short draft length if a probe is due and affordable, else 0."""
+        inputs, plain, backoff = self._inputs, self._plain, self._probes
+        loss = float(numpy.interp(length, self._choices, line)) + inputs.catch_up - plain
+        due = backoff.ready and backoff.due(loss / plain) and loss <= self._affordable
+        once = inputs.warmup_cost(length) or inputs.one_time_cost(length) - inputs.catch_up
+        due = due and once <= self._first_use(0.0)
+        return length if due else 0, due and length > 0
+
+    @property
+    def _affordable(self) -> float:
+        """Seconds that may still be lost."""
+        return self._budget.left(plain=self._plain, rounds=self._inputs.left)
+
+    def _first_use(self, left: float) -> float:
+        """Return the seconds that a first use may take if the acceptance rate is unknown, with
+        so many plain rounds left besides the time without drafts."""
+        seconds = self._budget.spent - self._drafted + self._plain * left
+        saved = _SAVED * self._acceptance.rate * self._plain * self._inputs.left
+        return min(_TRIAL * seconds, saved)
+
+    @property
+    def _warmup(self) -> float:
+        return self._first_use(self._inputs.left) if self._acceptance.unsure else math.inf
+
+    def _learn(self) -> None:
+        """Learn costs and acceptance from the last round."""
+        if self._unlearnt is None:
+            return
+        (done, inputs), self._unlearnt = self._unlearnt, None
+        rows, took = len(done.accepted), done.seconds - done.lookup_seconds
+        if done.steady:
+            padded = inputs.padded or rows
+            replayed = inputs.padded > 0
+            self._costs.learn(
+                padded, done.width, took, inputs.context, free=inputs.free, warm=replayed
+            )
+        if done.width:
+            self._acceptance.follow(done.rows or inputs.samples or tuple(range(rows)))
+            if done.drafted is not None and not inputs.free:
+                self._acceptance.choose(done.accepted, done.width)
+            self._acceptance.observe(done.accepted, done.num_drafts)
+        else:
+            self._acceptance.idle()
+
+    def _account(self, done: RoundResult, line: Array) -> None:
+        """Record what drafting or a lookup gained in this round against plain decoding."""
+        plain, taken = float(line[0]), done.seconds
+        if not self._frozen:  # a gain counts by measured plain rounds if they are faster
+            plain *= math.exp(-max(self._costs.unchecked, 0.0))
+        looked_up = done.lookup_seconds > 0 and not self._frozen
+        if self._frozen or not done.steady:
+            taken = float(numpy.interp(done.width, self._choices, line))
+        taken += self._inputs.catch_up if done.width else 0.0
+        waited = 0.0 if self._frozen else done.waiting
+        won = plain * (1 + sum(done.accepted) / len(done.accepted)) - taken - waited
+        self._budget.spend(taken, won=won if done.width or looked_up else -waited)
+        self._lookups.observe(
+            cost=done.lookup_seconds / plain if looked_up else 0.0, gain=won / plain
+        )
+
+
+_TRIALS = 0.005  # share of all time that trials of longer lengths may lose
+_WORTH = 0.03  # possible gain from which a trial is worth it
+_LEAST_ACCEPTED = 0.5  # share of the expected drafts that a round surely keeps if the rate is known
+_CAUTION = 2.0  # a one-time cost must be saved this many times over: estimates may be wrong
+_TRIAL = 0.02  # share of all time that a first use may take if the acceptance rate is unknown
+_SAVED = 0.25  # share of the time left that drafts surely save if all are accepted
+
+
+def first_use(
+    lengths: Sequence[int],
+    inputs: ControllerInput,
+    line: Array,
+    tokens: Array | float,
+    most: float,
+    warmup: float,
+) -> Array:
+    """Return the one-time cost of each length, in seconds for each round left; inf if unaffordable.
+
+    Args:
+        line: seconds of a round with each length; the first is plain decoding.
+        tokens: tokens that a row gains in such a round at the least.
+        most: seconds that may still be lost, by catching up and by such a round.
+        warmup: seconds that a first round may take.
+    """
+    one_time_costs, warmup_costs = (
+        numpy.array([of(k) for k in lengths]) for of in (inputs.one_time_cost, inputs.warmup_cost)
+    )
+    once: Array = one_time_costs * (_CAUTION / inputs.left)
+    lost = line - line[0] * tokens + inputs.catch_up
+    once[((lost > most) & (numpy.array(lengths) > 0)) | (warmup_costs > warmup)] = numpy.inf
+    return once
+
+
+_PATIENCE = 4  # rounds before the next try, at the least
+# Share of the time since the last try that a try may lose: at first, and at the least after
+# failures. A smaller share would save almost nothing and miss changes.
+_SHARES = (0.08, 0.005)
+
+
+class Backoff:
+    """Exponential back-off for something that may not pay: each failure halves what further
+    backoff may lose."""
+
+    def __init__(self) -> None:
+        self.idle = 0.0  # rounds since the last use
+        self._share = _SHARES[0]
+
+    @property
+    def ready(self) -> bool:
+        """Whether enough rounds have passed without a try."""
+        return self.idle >= _PATIENCE
+
+    def due(self, loss: float) -> bool:
+        """Return whether a try that would lose `loss` plain rounds is due.
+
+        A try that the budget could pay for in every round is always due.
+        """
+        return loss <= max(_REGRET, self._share * self.idle)
+
+    def observe(self, *, paid: bool, probe: bool = True) -> None:
+        """Record a use and whether it paid. A probe that paid may be repeated at once."""
+        if paid or probe:
+            self._share = _SHARES[0] if paid else max(self._share / 2, _SHARES[1])
+        self.idle = math.inf if paid and probe else 0.0
+
+
+_LOOKUPS = (4, 24)  # prior weight and window, in lookups
+_PRIOR_GAIN = 0.1  # prior gain of a lookup, in plain rounds: a tenth more tokens
+
+
+class Lookups:
+    """The cost and the gain of looking up drafts on the host, in plain rounds."""
+
+    def __init__(self) -> None:
+        self._backoff, self._count = Backoff(), _LOOKUPS[0]
+        self.cost, self._gain, self._expected = 0.0, _PRIOR_GAIN, _PRIOR_GAIN
+        self._found = 0.0  # possible gain of the drafts of the present lookup
+
+    @property
+    def due(self) -> bool:
+        """Whether to look up drafts in this round: it pays on average, or the last try was long
+        enough ago."""
+        return self._gain >= 0 or self._backoff.due(self.cost)
+
+    def begin(self) -> None:
+        """Note that a lookup has begun whose result will not be known when the next round is
+        chosen."""
+        self._backoff.idle = 0.0
+
+    def find(self, win: float) -> float:
+        """Return the expected gain of a lookup once all graphs are captured.
+
+        Args:
+            win: what the drafts found now may gain then.
+        """
+        self._found = win
+        return self._mean(self._expected, win) - self.cost
+
+    def observe(self, *, cost: float, gain: float) -> None:
+        """Record what a lookup cost (0: there was none) and gained."""
+        if not cost:
+            self._backoff.idle += 1
+            return
+        self.cost, self._gain = cost, self._mean(self._gain, gain)
+        self._expected, self._found = self._mean(self._expected, self._found), 0.0
+        self._count = min(self._count + 1, _LOOKUPS[1])
+        self._backoff.observe(paid=self._gain >= 0)
+
+    def _mean(self, before: float, now: float) -> float:
+        return before + (now - before) / (self._count + 1)
+
+
+_REGRET = 0.012  # share of all time that drafting may lose
+_AHEAD = 256.0  # the same share of up to this many future rounds may be lost in advance
+_GRACE = 1.5  # plain rounds that it may lose in addition
+_RESERVED = 0.2  # share of its gains that it may not lose again
+
+
+class Budget:
+    """Seconds that drafting has gained or lost against plain decoding of the same tokens."""
+
+    def __init__(self) -> None:
+        self.spent = 0.0  # seconds of all rounds
+        self.won = self._most = 0.0  # the total gain (below 0: a loss), and its maximum so far
+
+    def spend(self, seconds: float, *, won: float = 0.0) -> None:
+        """Record a round of `seconds` that gained `won` seconds."""
+        self.spent, self.won = self.spent + seconds, self.won + won
+        self._most = max(self._most, self.won)
+
+    def left(self, *, plain: float, rounds: float) -> float:
+        """Return the seconds that may still be lost.
+
+        Args:
+            plain: seconds of a plain round.
+            rounds: plain rounds that may still come.
+        """
+        may = _REGRET * (self.spent + min(rounds, _AHEAD) * plain) + _GRACE * plain
+        return may + self.won - _RESERVED * self._most
