@@ -108,7 +108,7 @@ class _Tiling(NamedTuple):
 _TILINGS = {
     "16 bits": (
         _Tiling(4, 16, _Tile(64, 128, 3, 4), _Tile(64, 128, 3, 4)),
-        _Tiling(48, 64, _Tile(64, 128, 2, 4), _Tile(64, 64, 4, 4)),
+        _Tiling(32, 64, _Tile(64, 64, 4, 4), _Tile(64, 64, 4, 4)),
         _Tiling(math.inf, 128, _Tile(64, 64, 3, 4), _Tile(64, 64, 3, 4)),
     ),
     "32 bits": (

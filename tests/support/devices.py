@@ -310,10 +310,12 @@ def run_draining(
             policy.took(step, took if step.how == "run" else once_more)
         once_more += inputs.catch_up if width else 0.0
         missed = 0 if width else missed + 1
-        accepted = (luck[live[:, None], place[live][:, None] + numpy.arange(width)] < rate).cumprod(1).sum(1)  # fmt: skip
+        at = place[live][:, None] + numpy.arange(width)
+        accepted = (luck[live[:, None], at] < rate).cumprod(1).sum(1)
         place[live] += accepted + 1
-        done = RoundResult(width, tuple(accepted.tolist()), took, step.how != "run", padded=rows, wanted=wanted)  # fmt: skip
-        controller.observe(done._replace(rows=inputs.samples))
+        steady, kept = step.how != "run", tuple(accepted.tolist())
+        done = RoundResult(width, kept, took, steady, rows=inputs.samples, padded=rows)
+        controller.observe(done._replace(wanted=wanted))
         rounds.append((len(live), took + once_more))
         over = place[live] >= due[live]
         for tokens in due[live[over]]:
