@@ -18,7 +18,7 @@ from pathlib import Path
 from bass_cli.config.job import load_pair, make_job
 from bass_cli.io.prompts import read_prompts
 from bass_cli.io.readers import open_source
-from bass_cli.system.threads import configure_threads
+from bass_cli.system.threads import begin, configure_threads
 
 METHODS = {"plain decoding": {"draft": "none"}, "with lookup": {}}
 
@@ -88,6 +88,7 @@ def main(arguments=None):
     parser.add_argument("--temperature", type=float, default=0.2)
     parser.add_argument("--threads", type=int)
     args = parser.parse_args(arguments)
+    begin(args.threads)  # loads torch's libraries in a thread
     configure_threads(args.threads, say)
 
     from bass_cli.run.build import build, load_models
