@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from bass_cli.errors import UserError, near_word
 from bass_cli.eval.tasks import task_names
 from bass_cli.io.linefile import read_records
-from bass_cli.io.resume import read_manifest, samples_of
+from bass_cli.io.resume import part_of, read_manifest, samples_of
 from bass_cli.rank.ranking import UNFINISHED
 from bass_cli.reading import finite, whole
 
@@ -252,13 +252,6 @@ def manifest_of(path: str) -> dict[str, Any]:
         return read_manifest(path)
     except (OSError, ValueError):
         return {}
-
-
-def part_of(manifest: Any, *keys: str) -> dict[str, Any]:
-    """Return a part of a manifest. Empty if it is missing or, in a damaged file, no object."""
-    for key in keys:
-        manifest = manifest.get(key) if isinstance(manifest, dict) else None
-    return manifest if isinstance(manifest, dict) else {}
 
 
 def _number(value: Any) -> float | None:

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 from bass_cli.config.sampling import Sampling
 from bass_cli.errors import UserError
-from bass_cli.eval.samples import Generation, GenerationFile, bare_id, part_of
+from bass_cli.eval.samples import Generation, GenerationFile, bare_id
 from bass_cli.io.prompts import parse_shard
-from bass_cli.io.resume import manifest_path
+from bass_cli.io.resume import manifest_path, part_of
 from bass_cli.reading import read_bytes, shown, unquoted, without_nan
 
 # How prompts become a chat: keys of the manifest's "results", left out there at their defaults

@@ -104,10 +104,11 @@ def read_manifest(output: str) -> dict[str, Any]:
     return parse_object(read_bytes(manifest_path(output), _MANIFEST_BYTES))
 
 
-def part_of(manifest: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Return a part of a manifest, such as its "results"; empty if it is not an object."""
-    found = manifest.get(key)
-    return found if isinstance(found, dict) else {}
+def part_of(manifest: Any, *keys: str) -> dict[str, Any]:
+    """Return a part of a manifest. Empty if it is missing or, in a damaged file, no object."""
+    for key in keys:
+        manifest = manifest.get(key) if isinstance(manifest, dict) else None
+    return manifest if isinstance(manifest, dict) else {}
 
 
 def write_manifest(output: str, manifest: dict[str, Any]) -> None:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bass_cli.eval.report import Outcome, first_ranked
-from bass_cli.eval.samples import part_of
 from bass_cli.eval.statistics import quantile
+from bass_cli.io.resume import part_of
 from bass_cli.report.runs import Run
 
 _POINTS = 120  # most steps of a curve: one for about four pixels of a chart

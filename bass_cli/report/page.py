@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 from bass_cli import __version__
 from bass_cli.eval import report
-from bass_cli.eval.samples import part_of
 from bass_cli.eval.setting import OF_A_RUN, flat, setting_of
+from bass_cli.io.resume import part_of
 from bass_cli.report.charts import charts_of
 from bass_cli.report.runs import Run, packed
 

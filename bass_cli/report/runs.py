@@ -27,13 +27,13 @@ from bass_cli.eval.samples import (
     guess_task,
     known_problem,
     manifest_of,
-    part_of,
     read_generations,
 )
 from bass_cli.eval.scoring import find_verdict, verdict_digests
 from bass_cli.eval.stores import Verdict, read_verdicts
 from bass_cli.eval.tasks import load_task
 from bass_cli.eval.tasks.task import Task
+from bass_cli.io.resume import part_of
 from bass_cli.reading import without_nan
 from bass_cli.report.sources import Source, quality_of
 
