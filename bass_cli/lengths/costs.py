@@ -26,7 +26,9 @@ _LEARNT = ((0.0, 0.2, 0.4), 0.2)
 _GUESSED = ((0.0, 0.5, 1.0), 0.5)
 _ANYTHING = 100.0  # prior variance if nothing was ever measured
 _EXACT = 1e-9  # least variance of a choice's offset where lines are evened out
-_STEPS = 0.05  # prior standard deviation of a choice's cost around the sum of its parts
+# Prior standard deviation of a choice's cost around the sum of its parts; less if an earlier job
+# has learnt it.
+_STEPS, _LEARNT_STEPS = 0.05, 0.025
 _NOISE = 0.03  # relative noise of one round's seconds
 # Process noise: each part, and all of them together, drift by 0.4 % a round.
 _DRIFTED = 0.004**2 * (numpy.eye(3) + 1)
@@ -79,6 +81,7 @@ class RoundCost:
         self._surface = surface or _guess(at_once, arithmetic)
         learnt = _MEASURED if self._surface.measured else _LEARNT
         parts, together = learnt if self.known else _GUESSED
+        self._steps = _LEARNT_STEPS if self.known and learnt is _LEARNT else _STEPS
         self._factors = numpy.ones(3)
         # Covariance of their logarithms. The plain pass varies only together with the others.
         self._covariance: Array = numpy.diag(parts) ** 2 + together**2
@@ -114,7 +117,7 @@ class RoundCost:
     def measured(self, rows: int) -> NDArray[numpy.bool_]:
         """Return which choices but plain decoding were measured with so many rows, [choices]."""
         own = self._offset(rows)[1]
-        return (own > 0) & (own < _STEPS**2)
+        return (own > 0) & (own < self._steps**2)
 
     def at_best(self, rows: int, place: int, line: Array, context: float | None) -> Array:
         """Return the seconds of rounds if verifying more drafts than the choice at `place` took no
@@ -250,7 +253,7 @@ class RoundCost:
 
     def _offset(self, rows: int) -> Array:
         if rows not in self._offsets:
-            spread = numpy.where(self._choices, 0.0 if self._frozen else _STEPS, 0.0)
+            spread = numpy.where(self._choices, 0.0 if self._frozen else self._steps, 0.0)
             self._offsets[rows] = numpy.stack((0 * spread, spread**2))
         return self._offsets[rows]
 
@@ -269,7 +272,7 @@ class RoundCost:
     def _at(self, rows: int, context: float) -> Array:
         widths, surface = self._choices.tolist(), self._surface
         verify = numpy.array([surface.verify_seconds(rows, k, context) for k in widths])
-        draft = numpy.array([surface.draft_seconds(rows, k, context) for k in widths])
+        draft = numpy.array(surface.draft_line(rows, widths, context))
         return numpy.stack((0 * verify + verify[0], (verify - verify[0]).clip(0.0), draft))
 
 

@@ -61,6 +61,7 @@ class Goodput(DraftLength):
         self._costs = RoundCost(
             self._choices, surface, frozen=frozen, at_once=at_once, arithmetic=arithmetic
         )
+        self._first_job = surface is None or surface.acceptance is None
         self._acceptance = Acceptance(limit, surface.acceptance if surface is not None else None)
         self._inputs, self._rows, self._frozen = DEFAULT_INPUT, 0, frozen
         self._runs = numpy.ones(len(self._choices))  # by choice: 0 if another length ran in place
@@ -83,9 +84,10 @@ class Goodput(DraftLength):
         return self._plain
 
     def needs_result(self, width: int) -> bool:
-        """See DraftLength.needs_result. True at the beginning, after a probe and after catching
-        up; a plain round says nothing about drafts."""
-        informative = self._now[1] or self._inputs.catch_up or self._acceptance.unsure
+        """See DraftLength.needs_result. True at the beginning of a pair's first job, after a probe
+        and after catching up; a plain round says nothing about drafts."""
+        unsure = self._acceptance.unsure and self._first_job
+        informative = self._now[1] or self._inputs.catch_up or unsure
         return bool(self._frozen or not self._costs.known or (width and informative))
 
     def next(self, rows: int, inputs: ControllerInput = DEFAULT_INPUT) -> int:
@@ -253,7 +255,7 @@ class Goodput(DraftLength):
     def _first_use(self, left: float) -> float:
         """Return the seconds that a first use may take if the acceptance rate is unknown, with
         so many plain rounds left besides the time without drafts."""
-        seconds = self._budget.spent - self._drafted + self._plain * left
+        seconds = max(self._budget.spent - self._drafted, 0.0) + self._plain * left
         saved = _SAVED * self._acceptance.rate * self._plain * self._inputs.left
         return min(_TRIAL * seconds, saved)
 

@@ -72,16 +72,24 @@ class Surface:
         return self._grown(self._value(self.verify, rows, width), rows, context, self.growth[0])
 
     def draft_seconds(self, rows: int, width: int, context: float | None = None) -> float:
-        """Return the seconds of all draft steps of a round.
+        """Return the seconds of all draft steps of a round."""
+        return self.draft_line(rows, (width,), context)[0]
 
-        A shorter context saves less in a shorter draft, so the result is the largest value of all
-        widths up to this one. The value is linear between grid points, so these are enough.
+    def draft_line(
+        self, rows: int, widths: Sequence[int], context: float | None = None
+    ) -> list[float]:
+        """Return the seconds of all draft steps of rounds of these widths, which rise.
+
+        A shorter context saves less in a shorter draft, so a result is the largest value of all
+        widths up to it. The value is linear between grid points, so these are enough.
         """
-        shorter = (w for w in self.widths if w < width) if context is not None else ()
-        return max(
-            self._grown(self._value(self.draft, rows, w), rows, context, self.growth[1] * w)
-            for w in (*shorter, width)
-        )
+        grid = self.widths if context is not None else ()
+        found, most = dict[int, float](), 0.0
+        for width in sorted({*widths, *(w for w in grid if w < widths[-1])}):
+            value = self._value(self.draft, rows, width)
+            most = max(most, self._grown(value, rows, context, self.growth[1] * width))
+            found[width] = most
+        return [found[width] for width in widths]
 
     def digest(self) -> str:
         """Return a hash that identifies this surface."""

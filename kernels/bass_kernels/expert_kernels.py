@@ -104,7 +104,7 @@ class _Tiling(NamedTuple):
 # By the kind of weights. An expert with more pairs than a tile has tokens is read once more, and
 # not from L2: the programs that run at once read more than it holds. Experts of a pass differ, so
 # 16 tokens are left early: if their logits differ by a standard deviation, the first expert has
-# ten times the average. Measured on an H100: docs/decisions/25-experts.md.
+# ten times the average. Measured on an H100: docs/decisions/04-layers.md.
 _TILINGS = {
     "16 bits": (
         _Tiling(4, 16, _Tile(64, 128, 3, 4), _Tile(64, 128, 3, 4)),
