@@ -92,11 +92,11 @@ def _command(
     def command_of(body: Callable[[Args, Screen], Result]) -> Callable[[Args, Screen], Result]:
         @functools.wraps(body)
         def run(args: Any) -> None:
-            if computes and getattr(args, "ray", None) is None:
-                begin(args.threads)
-                expect(args.device)
             message = interrupted if isinstance(interrupted, str) else interrupted(args)
             with running(args, message) as screen:
+                if computes and getattr(args, "ray", None) is None:
+                    begin(args.threads)
+                    expect(args.device)
                 result = body(args, screen)
                 if result is False:
                     raise typer.Exit(1)
