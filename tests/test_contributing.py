@@ -53,7 +53,7 @@ def test_every_file_and_test_that_it_names_is_there():
 def test_the_drafter_and_the_controller_work(coupling, tmp_path):
     # that repeats itself
     table = 3 * torch.randn(2, 6, 6, generator=torch.Generator().manual_seed(0)) + 3 * torch.eye(6)
-    drafter: Drafter = made_by("RepeatDrafter", DraftParts("", coupling, None), tmp_path)
+    drafter: Drafter = made_by("RepeatDrafter", DraftParts(coupling, None), tmp_path)
     lengths: DraftLength = made_by("Alternate", LengthParts(3, coupling), tmp_path)
     greedy = {"temperature": 0.0} if coupling == "maximal" else {}
 

@@ -31,7 +31,7 @@ from bass_cli.engine.loop import Loop
 from bass_cli.engine.verify import Rate
 from bass_cli.formats.weights import layouts_of
 from bass_cli.io.console import Screen
-from bass_cli.lengths.controllers import Fixed, make_lengths
+from bass_cli.lengths.controllers import Fixed, LengthParts, make_lengths
 from bass_cli.lengths.costs import arithmetic_of
 from bass_cli.lengths.surface import Surface
 from bass_cli.models.decoder import Decoder
@@ -124,11 +124,13 @@ class Bench:
             drafter = self.loops.of(method).drafter
             return make_lengths(
                 method,
-                limit=min(speculation.max, drafter.longest),
-                coupling=speculation.coupling,
-                surface=self.learnt.get(key, self.surface),
-                at_once=drafter.at_once,
-                arithmetic=arithmetic_of(self.loops.of(method).batch.device),
+                LengthParts(
+                    limit=min(speculation.max, drafter.longest),
+                    coupling=speculation.coupling,
+                    surface=self.learnt.get(key, self.surface),
+                    at_once=drafter.at_once,
+                    arithmetic=arithmetic_of(self.loops.of(method).batch.device),
+                ),
             )
         return Fixed(0 if method == PLAIN else int(method))
 

@@ -22,7 +22,6 @@ class DraftParts(NamedTuple):
     """What a drafter may be made of.
 
     Args:
-        argument: What follows the word of `draft`.
         coupling: "shared" or "maximal".
         temperature: Replaces the rows' own temperatures, unless theirs is 0.
         factor: Of the rows' temperatures, for a separate model that drafts token by token. Other
@@ -31,15 +30,16 @@ class DraftParts(NamedTuple):
             pending tokens; or with `head` the target itself, with 1. None if no model drafts.
         mask: The id of the model's mask token, for a model that drafts in one pass.
         head: Layers that read the target's hidden states.
+        argument: What follows the word of `draft`; set by make_drafter.
     """
 
-    argument: str
     coupling: str
     temperature: float | None
     factor: float = 1.0
     runner: Runner | None = None
     mask: int | None = None
     head: Head | None = None
+    argument: str = ""
 
     @property
     def how(self) -> dict[str, Any]:
@@ -61,24 +61,15 @@ def make_none(parts: DraftParts) -> Drafter:
     return NoDrafter()
 
 
-def make_drafter(
-    draft: str,
-    *,
-    runner: Runner | None,
-    coupling: str,
-    temperature: float | None,
-    factor: float = 1.0,
-    mask: int | None = None,
-    head: Head | None = None,
-) -> Drafter:
-    """Make the drafter for a pair's `draft`. For the other arguments see DraftParts."""
+def make_drafter(draft: str, parts: DraftParts) -> Drafter:
+    """Make the drafter for a pair's `draft`."""
     kind, argument, otherwise = parse_draft(draft)
     assert otherwise is None  # it was chosen with the files
-    assert (kind.weights is None) or runner is not None
-    assert kind.reads == (head is not None)
-    assert head is not None or kind.parallel == (mask is not None)
-    factor = factor if kind.weights == "model" else 1.0
-    parts = DraftParts(argument, coupling, temperature, factor, runner, mask, head)
+    assert kind.weights is None or parts.runner is not None
+    assert kind.reads == (parts.head is not None)
+    assert parts.head is not None or kind.parallel == (parts.mask is not None)
+    factor = parts.factor if kind.weights == "model" else 1.0
+    parts = parts._replace(argument=argument, factor=factor)
     drafter = pkgutil.resolve_name(kind.make)(parts)
     assert isinstance(drafter, Drafter)
     return drafter

@@ -37,21 +37,12 @@ class LengthParts(NamedTuple):
     arithmetic: float = ARITHMETIC
 
 
-def make_lengths(
-    length: str | int,
-    *,
-    limit: int,
-    coupling: str,
-    surface: Surface | None = None,
-    at_once: bool = False,
-    arithmetic: float = ARITHMETIC,
-) -> DraftLength:
+def make_lengths(length: str | int, parts: LengthParts) -> DraftLength:
     """Return the controller for a draft length: an integer, or a word of CONTROLLERS
-    (config/speculation.py). For the other arguments see LengthParts."""
+    (config/speculation.py)."""
     if isinstance(length, int):
-        return Fixed(min(length, limit))
+        return Fixed(min(length, parts.limit))
     kind = next(kind for word, kind in CONTROLLERS.items() if word == length)
-    parts = LengthParts(limit, coupling, surface, at_once, arithmetic)
     controller = pkgutil.resolve_name(kind.make)(parts)
     assert isinstance(controller, DraftLength)
     return controller

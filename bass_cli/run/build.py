@@ -19,7 +19,7 @@ import torch
 
 from bass_cli.config.file_options import Structure
 from bass_cli.config.job import Job
-from bass_cli.drafts.factory import SHARPER, make_drafter
+from bass_cli.drafts.factory import SHARPER, DraftParts, make_drafter
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.contracts import DraftLength
@@ -30,7 +30,7 @@ from bass_cli.formats.grammars import grammars_of
 from bass_cli.formats.sources import read_json
 from bass_cli.formats.weights import Checkpoint, load, size_of, state_of
 from bass_cli.io.cache import prepare_kernel_cache
-from bass_cli.lengths.controllers import Fixed, make_lengths
+from bass_cli.lengths.controllers import Fixed, LengthParts, make_lengths
 from bass_cli.lengths.costs import arithmetic_of
 from bass_cli.models.any_model import load_any
 from bass_cli.models.block_allocator import BlockLayout
@@ -259,7 +259,7 @@ def make_loop(
         context: The positions that the batch has at first.
         width: The most tokens of a row in a pass of the target.
         blocks: The blocks of the rows' private KV. Default: one a row.
-        sharper: See `factor` of make_drafter.
+        sharper: See `factor` of DraftParts.
         cut, acceptance: See Loop.
     """
     target, drafting, head, mask, followers = models
@@ -270,14 +270,13 @@ def make_loop(
     wide = width if mask is None else 2 * width  # missed tokens, and as many masks
     sizes = sizes._replace(pending=2, width=wide)
     drafts = _runner(drafting, sizes, followers) if drafting else None
-    drafter = make_drafter(
-        job.pair.draft,
+    parts = DraftParts(
+        job.speculation.coupling,
+        job.speculation.draft_temperature,
+        sharper,
         runner=drafts if head is None else runner,
         mask=mask,
         head=head,
-        coupling=job.speculation.coupling,
-        temperature=job.speculation.draft_temperature,
-        factor=sharper,
     )
     return Loop(
         batch=Batch(
@@ -289,7 +288,7 @@ def make_loop(
             columns=target.columns,
         ),
         target=runner,
-        drafter=drafter,
+        drafter=make_drafter(job.pair.draft, parts),
         lengths=lengths,
         coupling=job.speculation.coupling,
         clock=Clock(),
@@ -351,11 +350,13 @@ def lengths_for(plan: Plan) -> DraftLength:
     speculation = plan.job.speculation
     return make_lengths(
         speculation.length,
-        limit=plan.longest or speculation.max,
-        coupling=speculation.coupling,
-        surface=plan.surface,
-        at_once=plan.files.mask is not None,
-        arithmetic=arithmetic_of(plan.device),
+        LengthParts(
+            limit=plan.longest or speculation.max,
+            coupling=speculation.coupling,
+            surface=plan.surface,
+            at_once=plan.files.mask is not None,
+            arithmetic=arithmetic_of(plan.device),
+        ),
     )
 
 

@@ -22,7 +22,7 @@ from toys import SPAN, Reactive, drive, loop_for, plain
 
 import bass_kernels as ops
 from bass_cli.config.job import load_pair, make_job
-from bass_cli.drafts.factory import make_drafter
+from bass_cli.drafts.factory import DraftParts, make_drafter
 from bass_cli.engine.batch import Batch, Row, beyond
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.loop import Loop
@@ -81,7 +81,9 @@ def loop_of(
 ):
     """Return a loop whose drafter reads its target, on their device."""
     runner = Runner(target.read_by(head), rows=rows, span=SPAN, pending=1)
-    drafter = make_drafter("heads:x", runner=runner, head=head, coupling=coupling, temperature=None)
+    drafter = make_drafter(
+        "heads:x", DraftParts(runner=runner, head=head, coupling=coupling, temperature=None)
+    )
     return Loop(
         batch=Batch(rows=rows, context=128, device=target.device, vocab=target.vocab),
         target=runner,

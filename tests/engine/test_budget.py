@@ -11,10 +11,10 @@ from test_scheduler import EOS, Letters, job, prompts, table
 from toys import Guess, Markov, loop_for
 
 from bass_cli.config.job import Speculation
-from bass_cli.drafts.factory import make_drafter
+from bass_cli.drafts.factory import DraftParts, make_drafter
 from bass_cli.engine import loop as loop_module
 from bass_cli.engine.clock import Passes, Prefill
-from bass_cli.lengths.controllers import Bass, Fixed, make_lengths
+from bass_cli.lengths.controllers import Bass, Fixed, LengthParts, make_lengths
 from bass_cli.lengths.surface import make_surface
 
 
@@ -263,7 +263,7 @@ def test_prefill_of_the_draft_model_is_given_up_too():
     Nothing of the first prompt is left: it may come again."""
     work = Work()
     runner = Timed(work, prefill=0.01, pending=2)
-    draft = make_drafter("model", runner=runner, coupling="shared", temperature=None)
+    draft = make_drafter("model", DraftParts(runner=runner, coupling="shared", temperature=None))
     found = run(work, ["a" * 30, "b", "c" * 30, "d"], budget=0.1, draft=draft)
     assert [c.tokens for c in found if c.id in ("p0", "p2")] == [0] * 6
     assert {c.tokens > 0 for c in found if c.id in ("p1", "p3")} == {True}
@@ -322,16 +322,16 @@ MAXIMAL = {  # draft and controller
     "bass": (lambda: Markov(table(1), 2), lambda: Bass(limit=12)),
     "table": (
         lambda: Markov(table(1), 2),
-        lambda: make_lengths("table", limit=6, coupling="maximal", surface=SURFACE),
+        lambda: make_lengths("table", LengthParts(limit=6, coupling="maximal", surface=SURFACE)),
     ),
     "auto": (
         lambda: Markov(table(1), 2),
-        lambda: make_lengths("auto", limit=6, coupling="maximal", surface=SURFACE),
+        lambda: make_lengths("auto", LengthParts(limit=6, coupling="maximal", surface=SURFACE)),
     ),
     "lookup": (lambda: "lookup", lambda: Bass(limit=12)),
     "lookup, auto": (
         lambda: "lookup",
-        lambda: make_lengths("auto", limit=6, coupling="maximal", surface=SURFACE),
+        lambda: make_lengths("auto", LengthParts(limit=6, coupling="maximal", surface=SURFACE)),
     ),
 }
 SURFACE = make_surface(

@@ -10,7 +10,7 @@ from fakes import FakeGraphs, Ticks
 from toys import Markov, drive, loop_for
 
 from bass_cli.config.job import Job, Pair, Speculation
-from bass_cli.drafts.factory import make_drafter
+from bass_cli.drafts.factory import DraftParts, make_drafter
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.loop import Loop
@@ -18,7 +18,7 @@ from bass_cli.engine.sampling import RowSampling
 from bass_cli.engine.sizes import WIDTHS, cover
 from bass_cli.formats.checkpoint import open_checkpoint
 from bass_cli.formats.weights import load
-from bass_cli.lengths.controllers import Bass, make_lengths
+from bass_cli.lengths.controllers import Bass, LengthParts, make_lengths
 from bass_cli.lengths.surface import make_surface
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.runner import Runner
@@ -60,9 +60,11 @@ def loop_of(distance, lengths, *, coupling, draft="model", batch=4, graphs=True)
     ticks = Ticks()
     drafter = make_drafter(
         draft,
-        runner=Markov(drafting, 2) if draft == "model" else None,
-        coupling=coupling,
-        temperature=None,
+        DraftParts(
+            runner=Markov(drafting, 2) if draft == "model" else None,
+            coupling=coupling,
+            temperature=None,
+        ),
     )
     return Loop(
         batch=Batch(rows=batch, context=256, device=torch.device("cpu")),
@@ -87,17 +89,17 @@ def rounds_of(loop, given):
 
 
 CONTROLLERS = {
-    "bass": lambda coupling: make_lengths("bass", limit=32, coupling=coupling),
-    "bass to 20": lambda coupling: make_lengths("bass", limit=20, coupling=coupling),
+    "bass": lambda coupling: make_lengths("bass", LengthParts(limit=32, coupling=coupling)),
+    "bass to 20": lambda coupling: make_lengths("bass", LengthParts(limit=20, coupling=coupling)),
     "bass+table": lambda coupling: make_lengths(
-        "bass+table", limit=32, coupling=coupling, surface=LINES
+        "bass+table", LengthParts(limit=32, coupling=coupling, surface=LINES)
     ),
-    "auto": lambda coupling: make_lengths("auto", limit=32, coupling=coupling),
+    "auto": lambda coupling: make_lengths("auto", LengthParts(limit=32, coupling=coupling)),
     "auto with a profile": lambda coupling: make_lengths(
-        "auto", limit=32, coupling=coupling, surface=LINES
+        "auto", LengthParts(limit=32, coupling=coupling, surface=LINES)
     ),
-    "9": lambda coupling: make_lengths(9, limit=32, coupling=coupling),
-    "33": lambda coupling: make_lengths(33, limit=64, coupling=coupling),
+    "9": lambda coupling: make_lengths(9, LengthParts(limit=32, coupling=coupling)),
+    "33": lambda coupling: make_lengths(33, LengthParts(limit=64, coupling=coupling)),
 }
 
 
@@ -160,9 +162,9 @@ def test_rounds_fit_into_the_cache_of_a_row(tmp_path):
     span, ticks = limit + cover(longest) + 1, Ticks()
     drafter = make_drafter(
         "model",
-        runner=Runner(model, rows=2, span=span, pending=2),
-        coupling="shared",
-        temperature=None,
+        DraftParts(
+            runner=Runner(model, rows=2, span=span, pending=2), coupling="shared", temperature=None
+        ),
     )
     loop = Loop(
         batch=Batch(rows=2, context=64, device=torch.device("cpu")),
@@ -208,7 +210,7 @@ def given_again(given):
 )
 def test_warm_up_captures_all_graphs_for_rounds_with_a_deadline(coupling, length, widest):
     """Nothing else may be captured then, and an uncaptured round takes too long."""
-    lengths = make_lengths(length, limit=32, coupling=coupling)
+    lengths = make_lengths(length, LengthParts(limit=32, coupling=coupling))
     loop = loop_of(0.0, lengths, coupling=coupling)
     loop.drafter.prepare_prompts = lambda: None
     pair, speculation = (

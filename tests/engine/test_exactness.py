@@ -18,7 +18,7 @@ from bass_cli.engine.batch import Row
 from bass_cli.engine.sampling import RowSampling
 from bass_cli.formats.checkpoint import open_checkpoint
 from bass_cli.formats.weights import load
-from bass_cli.lengths.controllers import Bass, Fixed, make_lengths
+from bass_cli.lengths.controllers import Bass, Fixed, LengthParts, make_lengths
 from bass_cli.models.decoder import Decoder
 
 SURFACE = surface_of(device("wide-310m"), acceptance=0.7)
@@ -26,14 +26,14 @@ SURFACE = surface_of(device("wide-310m"), acceptance=0.7)
 
 def auto(coupling):
     """Return a Goodput with a profile. Under maximal coupling it only sees accepted drafts."""
-    return make_lengths("auto", limit=9, coupling=coupling, surface=SURFACE)
+    return make_lengths("auto", LengthParts(limit=9, coupling=coupling, surface=SURFACE))
 
 
 CONTROLLERS = (
     lambda: auto("shared"),
-    lambda: make_lengths("auto", limit=9, coupling="shared"),
-    lambda: make_lengths("table", limit=9, coupling="shared", surface=SURFACE),
-    lambda: make_lengths("bass+table", limit=9, coupling="shared", surface=SURFACE),
+    lambda: make_lengths("auto", LengthParts(limit=9, coupling="shared")),
+    lambda: make_lengths("table", LengthParts(limit=9, coupling="shared", surface=SURFACE)),
+    lambda: make_lengths("bass+table", LengthParts(limit=9, coupling="shared", surface=SURFACE)),
 )
 # All controllers go with the families that differ most: Llama's biases, Gemma's windows and two
 # ropes, GPT-2's learned positions. What a family may break, caches and positions, shows at any

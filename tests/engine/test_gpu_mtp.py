@@ -11,7 +11,7 @@ from checkpoints import HYBRID
 from test_mtp import rows, write
 from toys import SPAN, drive
 
-from bass_cli.drafts.factory import make_drafter
+from bass_cli.drafts.factory import DraftParts, make_drafter
 from bass_cli.engine.batch import Batch
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.loop import Loop
@@ -38,7 +38,7 @@ def loop_of(target, head, *, batch, lengths):
     return Loop(
         batch=Batch(rows=batch, context=128, device=DEVICE, vocab=target.vocab),
         target=runner,
-        drafter=make_drafter("none" if head is None else "mtp", **words),
+        drafter=make_drafter("none" if head is None else "mtp", DraftParts(**words)),
         lengths=lengths,
         coupling="shared",
         clock=Clock(),

@@ -17,11 +17,11 @@ import torch
 from toys import AtOnce, Guess, Markov, Reactive, drive, loop_for
 
 import bass_kernels as ops
-from bass_cli.drafts.factory import SHARPER, make_drafter
+from bass_cli.drafts.factory import SHARPER, DraftParts, make_drafter
 from bass_cli.engine import host_state as host_state
 from bass_cli.engine.batch import Change, Row
 from bass_cli.engine.sampling import Columns, RowSampling, SamplingParams, noise_key, params_of
-from bass_cli.lengths.controllers import Bass, Fixed, make_lengths
+from bass_cli.lengths.controllers import Bass, Fixed, LengthParts, make_lengths
 from bass_cli.lengths.surface import make_surface
 
 VOCAB, LENGTH, DRAWS = 5, 3, 25_000  # draws of each of the four kinds of row: 100,000 in all
@@ -94,7 +94,9 @@ DRAFTERS = (*TOYS, "lookup")
 
 def colder(model, factor, coupling):
     """Return a drafter with the toy model at this factor of its rows' temperatures."""
-    return make_drafter("model", runner=model, coupling=coupling, temperature=None, factor=factor)
+    return make_drafter(
+        "model", DraftParts(runner=model, coupling=coupling, temperature=None, factor=factor)
+    )
 
 
 @functools.cache
@@ -185,7 +187,7 @@ def admit_all(loop, rows, keys):
 CONTROLLERS = {
     "fixed": lambda: Fixed(2),
     "reactive": Reactive,
-    "auto": lambda: make_lengths("auto", limit=4, coupling="maximal", surface=CHEAP),
+    "auto": lambda: make_lengths("auto", LengthParts(limit=4, coupling="maximal", surface=CHEAP)),
 }
 # Under maximal coupling, where drafts and lengths affect the samples, `make test` has each drafter
 # with one controller and `make test-slow` every pair; under shared coupling, where samples equal

@@ -15,7 +15,7 @@ from test_captured import Tour, pair  # noqa: F401 (a fixture)
 from toys import AtOnce, drafter_for, plain
 
 import bass_kernels as ops
-from bass_cli.drafts.factory import make_drafter
+from bass_cli.drafts.factory import DraftParts, make_drafter
 from bass_cli.engine.batch import Batch, Row, beyond
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.contracts import Drafter
@@ -67,7 +67,7 @@ def loop_of(target, draft, *, lengths, total, batch=5, graphs=True, limit=LIMIT,
     )
     if isinstance(draft, Head):
         drafter = make_drafter(
-            "heads:x", runner=runner, head=draft, coupling="shared", temperature=None
+            "heads:x", DraftParts(runner=runner, head=draft, coupling="shared", temperature=None)
         )
     elif isinstance(draft, (str, Drafter)):
         drafter = drafter_for(draft, rows=batch)
@@ -75,10 +75,12 @@ def loop_of(target, draft, *, lengths, total, batch=5, graphs=True, limit=LIMIT,
         at_once = isinstance(draft, AtOnce)
         drafter = make_drafter(
             "parallel:model" if at_once else "model",
-            runner=Runner(draft.model if at_once else draft, pending=2, **words),
-            mask=draft.mask if at_once else None,
-            coupling="shared",
-            temperature=None,
+            DraftParts(
+                runner=Runner(draft.model if at_once else draft, pending=2, **words),
+                mask=draft.mask if at_once else None,
+                coupling="shared",
+                temperature=None,
+            ),
         )
     loop = Loop(
         batch=Batch(rows=batch, context=128, device=torch.device("cpu"), blocks=blocks),

@@ -7,7 +7,7 @@ from fakes import Ticks
 from test_profile import Timed
 from toys import Markov, drive, loop_for, plain
 
-from bass_cli.drafts.factory import NoDrafter, make_drafter
+from bass_cli.drafts.factory import DraftParts, NoDrafter, make_drafter
 from bass_cli.engine.batch import Row
 from bass_cli.engine.sampling import RowSampling
 from bass_cli.engine.verify import Stopping
@@ -103,7 +103,9 @@ def test_stopping_keeps_tokens_and_the_draft_cache_intact():
 
 def test_stopped_draft_counts_only_tokens_it_has_read():
     target, _ = tables()
-    drafter = make_drafter("model", runner=Markov(target, 2), coupling="shared", temperature=None)
+    drafter = make_drafter(
+        "model", DraftParts(runner=Markov(target, 2), coupling="shared", temperature=None)
+    )
     assert drafter.stops_short
     loop = loop_for(Markov(target, 1), drafter, rows=2, lengths=Fixed(0))
     row = Row("0", 0, 0, [1, 2, 3], 40)
@@ -115,7 +117,7 @@ def test_stopped_draft_counts_only_tokens_it_has_read():
     assert drafter._fed[: len(loop.batch)].tolist() == [3]
     with pytest.raises(AssertionError):
         make_drafter(
-            "model", runner=Markov(target, 2), coupling="maximal", temperature=None
+            "model", DraftParts(runner=Markov(target, 2), coupling="maximal", temperature=None)
         ).propose_while(loop.batch, 2, lambda confidence: True)
 
 

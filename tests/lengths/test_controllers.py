@@ -14,7 +14,15 @@ from thinned import thinned
 
 from bass_cli.engine.contracts import ControllerInput, RoundResult
 from bass_cli.lengths.acceptance import Acceptance
-from bass_cli.lengths.controllers import Bass, Capped, Fixed, Table, best_length, make_lengths
+from bass_cli.lengths.controllers import (
+    Bass,
+    Capped,
+    Fixed,
+    LengthParts,
+    Table,
+    best_length,
+    make_lengths,
+)
 from bass_cli.lengths.goodput import Budget, Goodput
 
 FIXED = (0, 1, 2, 3, 4, 5, 6, 8, 10)
@@ -496,7 +504,8 @@ def test_table_gives_the_best_length_for_each_number_of_rows():
 
 def test_table_caps_algorithm_1():
     controller = make_lengths(
-        "bass+table", limit=32, coupling="maximal", surface=surface_of(device(HALF), acceptance=0.6)
+        "bass+table",
+        LengthParts(limit=32, coupling="maximal", surface=surface_of(device(HALF), acceptance=0.6)),
     )
     assert isinstance(controller, Capped)
     cap = Table(surface_of(device(HALF), acceptance=0.6), limit=32).next(8)
@@ -510,7 +519,9 @@ def test_auto_under_maximal_coupling_uses_acceptance_and_no_time():
     surface = surface_of(device(HALF))
     widths = []
     for slow, captured in ((1.0, False), (5.0, False), (1.0, True)):
-        controller = make_lengths("auto", limit=16, coupling="maximal", surface=surface)
+        controller = make_lengths(
+            "auto", LengthParts(limit=16, coupling="maximal", surface=surface)
+        )
         assert isinstance(controller, Goodput)
         found = []
         for number in range(60):
@@ -531,4 +542,6 @@ def test_auto_under_maximal_coupling_uses_acceptance_and_no_time():
     learnt = type(surface)(
         surface.rows, surface.widths, surface.verify, surface.draft, measured=False
     )
-    assert isinstance(make_lengths("auto", limit=16, coupling="maximal", surface=learnt), Bass)
+    assert isinstance(
+        make_lengths("auto", LengthParts(limit=16, coupling="maximal", surface=learnt)), Bass
+    )

@@ -14,7 +14,7 @@ from bass_cli.engine.clock import Clock
 from bass_cli.engine.contracts import ControllerInput, Proposal, RoundResult
 from bass_cli.engine.round import HostDrafts
 from bass_cli.io.usage import Gain
-from bass_cli.lengths.controllers import Bass, Fixed, make_lengths
+from bass_cli.lengths.controllers import Bass, Fixed, LengthParts, make_lengths
 from bass_cli.lengths.goodput import Budget, Goodput
 from bass_cli.lengths.surface import make_surface
 
@@ -73,14 +73,15 @@ def test_round_without_drafts_teaches_nothing():
 
 @pytest.mark.parametrize(("length", "due"), [(0, 0), (5, 5), (64, 12)])
 def test_fixed_lengths_respect_the_limit(length, due):
-    controller = make_lengths(length, limit=12, coupling="shared")
+    controller = make_lengths(length, LengthParts(limit=12, coupling="shared"))
     assert isinstance(controller, Fixed)
     assert controller.next(3) == due
 
 
 def test_every_name_has_its_own_controller():
     kinds = {
-        type(make_lengths(word, limit=8, coupling="shared", surface=TABLES)) for word in CONTROLLERS
+        type(make_lengths(word, LengthParts(limit=8, coupling="shared", surface=TABLES)))
+        for word in CONTROLLERS
     }
     assert len(kinds) == len(CONTROLLERS)
 
@@ -147,8 +148,8 @@ def test_goodput_goes_plain_when_drafts_fail_and_returns_when_they_are_accepted(
 
 
 def test_auto_under_maximal_coupling_does_not_depend_on_time():
-    assert isinstance(make_lengths("auto", limit=8, coupling="maximal"), Bass)
-    assert isinstance(make_lengths("auto", limit=8, coupling="shared"), Goodput)
+    assert isinstance(make_lengths("auto", LengthParts(limit=8, coupling="maximal")), Bass)
+    assert isinstance(make_lengths("auto", LengthParts(limit=8, coupling="shared")), Goodput)
 
 
 def learnt(rows, rate, *, rounds=60):
@@ -214,7 +215,7 @@ TABLES = make_surface((4,), (0, 8), verify=[[1.0, 1.1]], draft=[[0.0, 0.1]])
         Fixed(7),
         Bass(),
         *(
-            make_lengths(name, limit=8, coupling="shared", surface=TABLES)
+            make_lengths(name, LengthParts(limit=8, coupling="shared", surface=TABLES))
             for name in ("table", "bass+table")
         ),
     ],

@@ -7,7 +7,7 @@ import torch
 from fakes import count_operations
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bass_cli.drafts.factory import make_drafter
+from bass_cli.drafts.factory import DraftParts, make_drafter
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.loop import Loop
@@ -260,7 +260,9 @@ def admitted_together_and_one_by_one(groups):
     loops = []
     for together in (True, False):
         runners = [Runner(_NoLayers(), rows=6, span=30, pending=pending) for pending in (1, 2)]
-        drafter = make_drafter("model", runner=runners[1], coupling="shared", temperature=None)
+        drafter = make_drafter(
+            "model", DraftParts(runner=runners[1], coupling="shared", temperature=None)
+        )
         loop = Loop(
             batch=Batch(rows=6, context=8, device=torch.device("cpu")),
             target=runners[0],

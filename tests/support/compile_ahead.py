@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler
 
 import bass_kernels as ops
-from bass_cli.drafts.factory import make_drafter
+from bass_cli.drafts.factory import DraftParts, make_drafter
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.loop import Loop
@@ -92,7 +92,7 @@ def loop_for(folder, draft, coupling):
     if draft == "model" or mask is not None:
         runner = Runner(target.keep_layers([0]), rows=5, span=64, pending=2)
     words = {"runner": runner, "head": head, "mask": mask, "temperature": None}
-    drafter = make_drafter(draft, coupling=coupling, **words)
+    drafter = make_drafter(draft, DraftParts(coupling=coupling, **words))
     return Loop(
         batch=Batch(rows=5, context=64, device=torch.device("cpu")),
         target=whole,

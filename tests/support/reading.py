@@ -8,7 +8,7 @@ from checkpoints import write_checkpoint, write_tokenizer
 from test_parallel import bass, lines
 from toys import drive
 
-from bass_cli.drafts.factory import make_drafter
+from bass_cli.drafts.factory import DraftParts, make_drafter
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.loop import Loop
@@ -61,7 +61,7 @@ def has_the_targets_law(theirs, target, head):
         batch=Batch(rows=count, context=24, device=device),
         target=runner,
         drafter=make_drafter(
-            "heads:x", runner=runner, head=head, coupling="maximal", temperature=None
+            "heads:x", DraftParts(runner=runner, head=head, coupling="maximal", temperature=None)
         ),
         lengths=Fixed(3),
         coupling="maximal",

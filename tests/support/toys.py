@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from bass_cli.drafts.factory import make_drafter
+from bass_cli.drafts.factory import DraftParts, make_drafter
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.contracts import Drafter, DraftLength, Proposal
@@ -169,7 +169,7 @@ def drafter_for(draft, *, rows, span=SPAN, coupling="shared"):
         words = {"runner": model, "mask": draft.mask if at_once else None}
         draft = "parallel:model" if at_once else "model"
     if isinstance(draft, str):
-        return make_drafter(draft, **words, coupling=coupling, temperature=None)
+        return make_drafter(draft, DraftParts(**words, coupling=coupling, temperature=None))
     return draft
 
 
