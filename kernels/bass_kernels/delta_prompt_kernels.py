@@ -14,11 +14,10 @@ from torch import Tensor
 
 from .delta_kernels import gated_norm, load_filter, log_decay_of, sizes_of
 from .delta_rule import CHUNK, UNIT_EPS, DeltaState, DeltaWeights
-from .launch import card
+from .launch import card, input_precision
 
 _CHUNK = tl.constexpr(CHUNK)
 _UNIT_EPS = tl.constexpr(UNIT_EPS)
-_WIDE = "tf32"  # how products of float32 numbers are computed, unless the model is float32
 # Value columns of a program of `_scan`, by the least shared memory of a program on the GPU. With 32
 # columns and 16 bits it failed on an H100 with an illegal access (Triton 3.6; issue 11366
 # of Triton is alike). With 64 it gave the definition's results.
@@ -53,11 +52,10 @@ def delta_prompt(
         BLOCK=block,
         num_warps=8,
     )
-    precise = qkv.dtype == torch.float32
     _solve[(chunks, heads)](
         *(gates, weights.decay, weights.bias, prepared, factors, inverse, *shared, gates.stride(0)),
         **options,
-        WIDE="ieee" if precise else _WIDE,
+        WIDE=input_precision(qkv),
         num_warps=4,
     )
     out = torch.zeros(tokens, heads * value_size, dtype=qkv.dtype, device=qkv.device)
@@ -67,7 +65,7 @@ def delta_prompt(
         *(qkv, gates, prepared, factors, inverse, out, *shared),
         *(qkv.stride(0), gates.stride(0)),
         **options,
-        WIDE="ieee" if precise else _WIDE,
+        WIDE=input_precision(qkv),
         BLOCK_V=block,
         num_warps=4,
         num_stages=1,

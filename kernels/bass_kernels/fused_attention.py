@@ -6,14 +6,13 @@ new keys from the product's output and writes them to the cache. The last progra
 all splits. Definition: reference.rope_write, then reference.attention.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from .eight_bit_kernels import arguments, converts, encode, in_float16, load_scales
-from .launch import SPARE, after, card, fitting, overlap, processors, scratch
+from .launch import SPARE, after, card, fitting, input_precision, overlap, processors, scratch
 from .pointwise import finite
 from .ragged_kernel import fold
 from .residual import magnitude
@@ -71,7 +70,7 @@ def attend(
         *(wide, rows, window, eps, scale * 1.4426950408889634),
         *own[0].stride()[:2],
         *prompt[0].stride()[:2],
-        WIDE="ieee" if qkv.dtype == torch.float32 else "tf32",
+        WIDE=input_precision(qkv),
         NATIVE=converts(qkv.device),
         **shape,
         num_warps=4,

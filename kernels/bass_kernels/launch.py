@@ -18,6 +18,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
+try:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # before Triton 3.4
+    TensorDescriptor = None
+
 from . import dispatch
 
 _COMPILERS = 16  # maximum number of compiler threads
@@ -132,6 +137,12 @@ def card(device: torch.device) -> Card:
     return Card(torch.cuda.get_device_capability(index), shared)
 
 
+def loads_tiles(device: torch.device) -> bool:
+    """Return whether kernels that load tiles through tensor descriptors run on a device. They were
+    measured on Hopper only."""
+    return TensorDescriptor is not None and card(device).capability[0] == 9
+
+
 def fitting(options: Iterable[Option], needs: Callable[[Option], int], shared: int) -> Option:
     """Return the first option that needs at most `shared` bytes of shared memory. Raises Triton's
     OutOfResources if there is none."""
@@ -235,6 +246,7 @@ def _trait(parameter: Any, argument: Any) -> object:
 
 
 def input_precision(x: Tensor) -> str:
+    """Return how products round float32 inputs: not, if the model is in float32."""
     return "ieee" if x.dtype == torch.float32 else "tf32"
 
 

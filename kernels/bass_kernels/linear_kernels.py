@@ -13,15 +13,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import SPARE, card, fitting, processors, scratch
+from .launch import (
+    SPARE,
+    TensorDescriptor,
+    card,
+    fitting,
+    input_precision,
+    loads_tiles,
+    processors,
+    scratch,
+)
 from .pointwise import KINDS, activate
 from .products import sum_splits
 from .residual import MOST_TOKENS
-
-try:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # before Triton 3.4
-    TensorDescriptor = None
 
 _ROWS = MOST_TOKENS  # maximum rows of `stream`
 _COLUMNS, _DEPTH = 16, 256  # tile of weights
@@ -65,7 +69,7 @@ def stream(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> 
         BIAS=bias is not None,
         SPLITS=splits,
         EVEN=depth % _DEPTH == 0 and columns % _COLUMNS == 0,
-        WIDE="ieee" if x.dtype == torch.float32 else "tf32",
+        WIDE=input_precision(x),
         num_warps=2,
         num_stages=_stream_stages(weight),
     )
@@ -138,9 +142,8 @@ def gates(tokens: int, weight: Tensor) -> bool:
     measured on Hopper in 16 bits only, and its descriptors need rows aligned to 16 bytes."""
     return (
         _ROWS < tokens <= _MOST_TOKENS
-        and TensorDescriptor is not None
         and weight.element_size() == 2
-        and card(weight.device).capability[0] == 9
+        and loads_tiles(weight.device)
         and weight.is_contiguous()
         and weight.data_ptr() % 16 == 0
         and weight.shape[1] % 8 == 0

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from . import quantised_products
-from .launch import SPARE, after, card, fitting, overlap, processors, scratch
+from .launch import SPARE, after, card, fitting, input_precision, overlap, processors, scratch
 from .peers import Peers, add_tile
 from .pointwise import KINDS, activate
 from .quantised import Quantised, Writable
@@ -227,7 +226,7 @@ def _shape(cut: Cut, lines: int, depth: int, like: Tensor, early: bool) -> dict[
         "SPLITS": cut.splits,
         "DEEP": cut.deep,
         "STAGES": cut.stages,
-        "WIDE": "ieee" if like.dtype == torch.float32 else "tf32",
+        "WIDE": input_precision(like),
         "num_warps": cut.warps,
         **overlap(early, like.device),
     }

@@ -23,9 +23,12 @@ from . import dispatch
 from .eight_bit_kernels import arguments, converts
 from .launch import (
     SPARE,
+    TensorDescriptor,
     can_prefetch,
     card,
     fitting,
+    input_precision,
+    loads_tiles,
     overlap,
     prefetch_blocks,
     processors,
@@ -33,11 +36,6 @@ from .launch import (
 )
 from .ragged_kernel import attend, merge_rows
 from .segments import Group, Segments, Store, by_row, one_after_other, plain
-
-try:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # before Triton 3.4
-    TensorDescriptor = None
 
 _KEYS = 256  # keys from which one more split is worth its merge
 # Queries of one prompt from which causal attention is used: blocks of 128 queries of some 28 heads
@@ -228,7 +226,7 @@ def _launch(
         max(1, _KEYS // tiling.keys),
         PACKED=packed is not None,
         PAD=triton.next_power_of_2(rows * width) if _schedule(segments) == "pad" else 0,
-        WIDE="ieee" if q.dtype == torch.float32 else "tf32",
+        WIDE=input_precision(q),
         CAPPED=bool(scores.cap),
         SINKS=scores.sinks is not None,
         NATIVE=converts(q.device),
@@ -397,8 +395,7 @@ def suits_causal(dtype: torch.dtype, size: int, device: torch.device) -> bool:
 
 
 def _has_kernel(size: int, device: torch.device) -> bool:
-    here = card(device).capability[0] == 9 and TensorDescriptor is not None
-    return here and size <= max(_CAUSAL_TILES)
+    return loads_tiles(device) and size <= max(_CAUSAL_TILES)
 
 
 def _has_flash(size: int, device: torch.device) -> bool:

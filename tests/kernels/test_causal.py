@@ -6,7 +6,7 @@ import torch
 from test_triton import DEVICE, DTYPES, close, randn, triton  # noqa: F401 (a fixture)
 
 ragged = pytest.importorskip("bass_kernels.ragged")
-from bass_kernels.launch import Card  # noqa: E402
+from bass_kernels import launch  # noqa: E402
 
 HALF = [dtype for dtype in DTYPES if dtype.itemsize == 2]
 SMALL = ragged.CausalTile(16, 32, 4, 2)
@@ -69,7 +69,7 @@ def test_supported_dtypes_sizes_and_devices(monkeypatch):
     assert not suits(torch.float32, 128)
     assert not suits(torch.bfloat16, 100)
     assert not suits(torch.bfloat16, 256)
-    monkeypatch.setattr(ragged, "card", lambda device: Card((8, 0), 163 * 1024))
+    monkeypatch.setattr(launch, "card", lambda device: launch.Card((8, 0), 163 * 1024))
     assert not suits(torch.bfloat16, 128)
     monkeypatch.undo()
     ragged.suits_causal.cache_clear()

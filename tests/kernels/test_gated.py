@@ -8,7 +8,7 @@ from test_triton import DEVICE, DTYPES, close, randn, triton  # noqa: F401 (a fi
 import bass_kernels as ops
 
 linear_kernels = pytest.importorskip("bass_kernels.linear_kernels")
-from bass_kernels.launch import Card  # noqa: E402
+from bass_kernels import launch  # noqa: E402
 
 HALF = [dtype for dtype in DTYPES if dtype.itemsize == 2]
 
@@ -64,5 +64,5 @@ def test_unsupported_weights_and_devices(monkeypatch):
     assert not linear_kernels.gates(40, weight.float())
     assert not linear_kernels.gates(40, weight[:, :60].contiguous())
     assert not linear_kernels.gates(40, weight[:, :56])
-    monkeypatch.setattr(linear_kernels, "card", lambda device: Card((8, 0), 163 * 1024))
+    monkeypatch.setattr(launch, "card", lambda device: launch.Card((8, 0), 163 * 1024))
     assert not linear_kernels.gates(40, weight)
