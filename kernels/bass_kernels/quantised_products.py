@@ -28,6 +28,7 @@ _LIBRARY_TOKENS = 128  # with more, see `_library`
 # The library multiplies blocks of so many tokens. On an H100 the layers of an 8B take it 20 %
 # longer for 448 tokens than for 512, so tokens are padded to whole blocks.
 _LIBRARY_BLOCK = 128
+_DEEP = 8192  # depth from which a product is split in four; that of down products
 _LINES = 64  # the rows of a tile of the weight, all of them or the first ones
 
 
@@ -86,20 +87,39 @@ def tiles_at_once(weight: Quantised, x: Tensor) -> tuple[int, int]:
 
 
 def _measured(count: int, weight: Quantised, x: Tensor, *, pair: bool) -> Tiling:
-    """Return the fastest tiling on an H100. Up to MOST_TOKENS tokens, programs have equally many
-    rows of the weight, and all are resident at once: three a processor for gate and up, four for
-    others, whose depth is split. Beyond, six stages and two splits were the best of 70 tilings for
-    64 tokens and the layers of a 7B: 112 us a layer, with four and four 119."""
+    """Return the fastest tiling on an H100, by decoding passes over the layers of a 7B. Programs
+    have equally many rows of the weight, and all are resident at once: of gate and up three a
+    processor, of others up to four, whose depth is split."""
     lines, depth = len(weight) // (2 if pair else 1), weight.shape[1]
     if count > MOST_TOKENS:
-        tiles = triton.cdiv(lines, _LINES)
-        splits = 1 if pair else max(1, min(2, 4 * processors(x.device) // tiles, depth // 512))
-        tokens = min(128, room(count))
-        return Tiling(_LINES, tokens, splits, 128, 4, 6 if tokens <= 64 else 4)
+        return _measured_beyond(min(128, room(count)), lines, depth, x, pair=pair)
     programs = processors(x.device) * (3 if pair else 1)
     each = triton.cdiv(lines, programs * triton.cdiv(lines, programs * _LINES))
-    splits = 1 if pair else max(1, min(4, depth // 512))
-    return Tiling(each, room(count), splits, 128, 4, 3 if pair else 4)
+    if pair:
+        return Tiling(each, room(count), 1, 128, 4, 3)
+    if (
+        depth < _DEEP and weight.layout == "fp8"
+    ):  # two splits and seven stages: 94 us a layer, with four and four 96
+        return Tiling(each, room(count), max(1, min(2, depth // 512)), 128, 4, 7)
+    return Tiling(each, room(count), max(1, min(4, depth // 512)), 128, 4)
+
+
+def _measured_beyond(tokens: int, lines: int, depth: int, x: Tensor, *, pair: bool) -> Tiling:
+    """Return the tiling for tiles of more than MOST_TOKENS tokens. With 64 tokens in e4m3, whole
+    tiles of 64 rows and two splits for all took 110 us a layer, the tilings here 97."""
+    programs = processors(x.device)
+    if x.element_size() == 1 and tokens <= 64:
+        if pair:
+            waves = triton.cdiv(lines, programs * _LINES)
+            return Tiling(
+                triton.cdiv(lines, programs * waves), tokens, 1, 128, 4, max(3, 6 - waves)
+            )
+        each = triton.cdiv(4 * lines, 2 * programs)
+        if depth >= _DEEP and each <= _LINES:
+            return Tiling(each, tokens, 4, 128, 4, 6)
+    tiles = triton.cdiv(lines, _LINES)
+    splits = 1 if pair else max(1, min(2, 4 * programs // tiles, depth // 512))
+    return Tiling(_LINES, tokens, splits, 128, 4, 6 if tokens <= 64 else 4)
 
 
 def room(count: int) -> int:
