@@ -293,11 +293,16 @@ def make_head(spec: HeadSpec, weights: Named, target: Decoder, layouts: Layouts 
 
     Args:
         layouts: if they have one for heads, a drafter without a head of its own gets a copy of the
-            target's in this layout, unless that has 8 bits. Default: it shares the target's.
+            target's in this layout, unless that is stored so. Default: it shares the target's.
     """
-    wide = not isinstance(target.head, Quantised)
-    if layouts.head is not None and wide and "head.weight" not in weights:
-        copied = Quantised.of(target.weights.whole("head.weight"), layouts.head)
+    stored = target.format.layouts.head
+    if layouts.head not in (None, stored) and "head.weight" not in weights:
+        held = target.weights["head.weight"]
+        copied = (
+            held.converted(layouts.head)
+            if isinstance(held, Quantised)
+            else Quantised.of(target.weights.whole("head.weight"), layouts.head)
+        )
         weights = {**weights, "head.weight": copied}
     kind = FeatureHead if spec.block else PredictionHead if spec.joins else EagleHead
     return kind(spec, weights, target)

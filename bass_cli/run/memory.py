@@ -33,7 +33,7 @@ from bass_cli.models.spec import (
     parameters,
 )
 from bass_cli.system.host import free_memory, gigabytes, held_memory, is_refused_memory
-from bass_kernels import LAYOUTS, SPARE_KEYS
+from bass_kernels import SPARE_KEYS
 from bass_kernels.processing import GROUP
 from bass_kernels.segments import SCALE
 
@@ -329,11 +329,11 @@ def _head_weights(head: HeadSpec, own: Format, kind: str, *, target: Layouts, sp
 
     Packed weights have a copy of the key and value projections. If the target is split, the head
     cannot share its embedding and output layer. A quantised head is a copy of the target's, unless
-    the target has one in 8 bits.
+    that is stored so.
     """
     body, shapes = head.body, head_parameters(head)
     lent = {"embed.weight": split and not head.embeds}
-    copied = own.layouts.head is not None and target.head not in LAYOUTS
+    copied = own.layouts.head not in (None, target.head)
     lent["head.weight"] = not head.heads and (split or copied)
     shapes |= {name: (body.vocab, body.width) for name, is_own in lent.items() if is_own}
     keys = 2 * body.layers * body.kv_heads * body.head_size * head.inputs * own.dtype.itemsize

@@ -78,6 +78,14 @@ class Quantised:
         """Return the matrix, [N, K] float32."""
         return self.values.float() * self.scales[:, None]
 
+    def converted(self, layout: str) -> Quantised:
+        """Return a copy in another layout. Values are rounded a second time."""
+        found = Quantised.empty(tuple(self.shape), layout, self.device)
+        step = max(_QUANTISED // self.shape[1], 1)
+        for first in range(0, len(self), step):
+            found.write_rows(first, self.rows(first, first + step).dequantise())
+        return found
+
     def rows(self, first: int, last: int | None = None) -> Quantised:
         """Return rows [first, last) as a view. Default: to the end."""
         return Quantised(self.values[first:last], self.scales[first:last], self.layout)

@@ -249,22 +249,30 @@ def test_copy_of_the_targets_head_follows_new_weights(here):
         assert torch.equal(own.scales, expected.scales)
 
 
-@pytest.mark.parametrize("wanted", ["auto", "target", "fp8"])
+@pytest.mark.parametrize("wanted", ["auto", "target", "int8", "fp8"])
 def test_drafter_without_a_head_shares_the_8_bit_head_of_its_target(here, wanted):
-    """The memory plan counts it once."""
+    """Unless it is to have another layout: then it has a copy. The memory plan counts each once."""
     write_head(here / "flash", "dflash", seed=1)
     plan = plan_of(dtype="fp8", draft="heads:flash", draft_dtype=wanted)
     assert not plan.files.draft.head.heads
     models = load_models(plan)
-    assert models.head.body.head is models.target.head
-    assert "head.weight" not in models.head.body.weights
+    copy, expected = models.head.body.weights.get("head.weight"), 0
+    if wanted == "fp8":
+        whole = models.target.weights["head.weight"].dequantise()
+        assert copy.layout == "fp8"
+        assert torch.equal(copy.dequantise(), Quantised.of(whole, "fp8").dequantise())
+        expected = copy.nbytes
+    else:
+        assert copy is None
+        assert models.head.body.head is models.target.head
     words = {"dtype": torch.float32, "device": torch.device("cuda"), "longest": 6}
     words |= {"layouts": plan.layouts}
     spec, head = plan.files.target.spec, plan.files.draft
     alone = footprint(spec, None, **words).weights
     both = footprint(spec, head.spec, head=head.head, draft_format=plan.draft_format, **words)
     loaded = load(head, dtype=torch.float32, device=CPU, layouts=plan.draft_format.layouts)
-    assert both.weights - alone == sum(one.nbytes for one in loaded.values())
+    expected += sum(one.nbytes for one in loaded.values())
+    assert both.weights - alone == expected
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
