@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import gc
 import os
 import sys
 import threading
@@ -20,15 +19,11 @@ from bass_cli.system.host import is_refused_memory
 # its number, and reading or writing fails.
 _CLOSED = (("stdin", "r", os.O_WRONLY), ("stdout", "w", os.O_RDONLY), ("stderr", "w", os.O_WRONLY))
 
-# Thresholds of the garbage collector. With Python's own, collections take 0.1 s while torch is
-# imported, and 0.1 s each later on, for objects that stay.
-_COLLECTED = (100_000, 50, 100)
-
 
 def main() -> None:
     """Run the command line and end the process."""
     signals.at_start()
-    gc.set_threshold(*_COLLECTED)
+    threads.collect_seldom()
     threads.sample_cpus()
     _open_closed_streams()
     try:

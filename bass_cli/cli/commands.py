@@ -48,7 +48,7 @@ from bass_cli.config.sample_commands import (
 from bass_cli.errors import UserError
 from bass_cli.io import terminal
 from bass_cli.io.console import Screen
-from bass_cli.system.host import expect, is_refused_memory
+from bass_cli.system.host import expect, expect_gpus, is_refused_memory
 from bass_cli.system.threads import begin
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def _command(
     Args:
         kind: A class of COMMANDS.
         interrupted: The message after Ctrl-C, or a function of the options that returns it.
-        computes: Prepare torch at once, unless actors compute.
+        computes: Prepare torch at once, or CUDA's driver if actors on this machine compute.
     """
     name = next(name for name, options in COMMANDS.items() if options is kind)
 
@@ -94,9 +94,12 @@ def _command(
         def run(args: Any) -> None:
             message = interrupted if isinstance(interrupted, str) else interrupted(args)
             with running(args, message) as screen:
-                if computes and getattr(args, "ray", None) is None:
+                ray = getattr(args, "ray", None)
+                if computes and ray is None:
                     begin(args.threads)
                     expect(args.device)
+                elif computes and ray == "local":
+                    expect_gpus(args.device)
                 result = body(args, screen)
                 if result is False:
                     raise typer.Exit(1)

@@ -23,6 +23,7 @@ _CODE = (
     "import sys; module, given, *sys.path[:] = sys.argv[1:]; "
     # before heavy modules, whose import takes seconds
     "from bass_cli.system.signals import end_with_parent; end_with_parent(); "
+    "from bass_cli.system.threads import collect_seldom; collect_seldom(); "
     "import importlib; importlib.import_module(module).main(int(given))"
 )
 

@@ -300,6 +300,17 @@ def expect(device: str | None) -> None:
         threading.Thread(target=_retain_context, name="waking").start()
 
 
+def expect_gpus(device: str | None) -> None:
+    """At the start of a command whose processes use the GPUs, start CUDA's driver in a thread, so
+    that `visible_gpus` need not wait for it. For the thread see `wake`.
+
+    Args:
+        device: The value of --device, None if not given.
+    """
+    if device != "cpu" and any((ROOT / "dev" / name).exists() for name in _NVIDIA):
+        threading.Thread(target=visible_gpus, name="waking").start()
+
+
 def read_ahead(files: Callable[[], Iterable[Path]]) -> None:
     """Have the system read files into the page cache, in a thread, while torch is imported.
 

@@ -76,7 +76,7 @@ class Followers:
             environment["CUDA_VISIBLE_DEVICES"] = visible_gpus()[rank]
         listen = functools.partial(self._listen, rank)
         process = self._processes[rank] = start_child(
-            "bass_cli.tensor_parallel.follower", 1, listen, environment=environment
+            "bass_cli.tensor_parallel.entry", 1, listen, environment=environment
         )
         # Each process sees its own device only, as the first one.
         part = part._replace(device=torch.device(part.device.type))

@@ -236,6 +236,25 @@ def test_the_context_of_the_first_gpu_is_created_without_torch(
     assert driver.retained == expected
 
 
+def test_the_driver_is_started_in_a_thread_before_actors_need_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[threading.Thread] = []
+    monkeypatch.setattr(host, "visible_gpus", lambda: started.append(threading.current_thread()))
+    monkeypatch.setattr(host, "ROOT", tmp_path)
+    host.expect_gpus(None)
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "nvidiactl").touch()
+    host.expect_gpus("cpu")
+    assert started == []
+    before = set(threading.enumerate())
+    host.expect_gpus(None)
+    for one in set(threading.enumerate()) - before:
+        one.join(60)
+    assert len(started) == 1
+    assert threading.main_thread() not in started
+
+
 def test_a_machine_without_a_driver_has_no_context(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(name: str) -> None:
         raise OSError(f"{name}: cannot open shared object file")
