@@ -11,7 +11,7 @@ from bass_kernels import Quantised, has_triton
 if not has_triton():
     pytest.skip("Triton is missing", allow_module_level=True)
 
-from bass_kernels import products
+from bass_kernels import products, quantised_products
 from bass_kernels.peers import Peers, add
 from bass_kernels.residual import Stream
 
@@ -136,7 +136,8 @@ def test_products_of_all_processes_are_added_to_the_stream(rank, layout, monkeyp
     own = slice(rank * depth, (rank + 1) * depth)
     stream = Stream(before, torch.empty_like(before), torch.empty(2, 16, device=DEVICE))
     assert products.adds_at_once(weight[:32, own], x, peers)
-    monkeypatch.setattr(products, "processors", lambda device: 2)  # two tiles, and one program more
+    for module in (products, quantised_products):  # two tiles, and one program more
+        monkeypatch.setattr(module, "processors", lambda device: 2)
     assert products.adds_at_once(weight[:, own], x, peers._replace(capacity=16 * lines))
     assert not products.adds_at_once(weight[:, own], x, peers._replace(capacity=15 * lines))
     matrix = weight[:, own].contiguous()
