@@ -20,7 +20,7 @@ from torch import Tensor
 from . import quantised_products
 from .experts import Clamp, Maps, Shared
 from .grouped import Grouped
-from .launch import after, input_precision, overlap, pipeline_that_fits
+from .launch import after, card, input_precision, overlap, pipeline_that_fits
 from .pointwise import KINDS, activate
 from .quantised import Quantised
 from .quantised_kernels import E4M3, PLAIN, ROUNDED, dot, round_e4m3, token_scale
@@ -130,6 +130,11 @@ _TILINGS = {
 }
 
 
+# Bytes of shared memory from which tiles have more than 64 tokens: those of int8 take 131 KB in one
+# stage. Consumer GPUs have 99 KB.
+_WIDE_FROM = 160 * 1024
+
+
 def _tiling(factor: _Factor, x: Tensor, mean: float) -> _Tiling:
     """Return how the products of these weights with tokens x are tiled, for a mean number of pairs
     of an expert."""
@@ -138,7 +143,9 @@ def _tiling(factor: _Factor, x: Tensor, mean: float) -> _Tiling:
         kind = "16 bits" if x.element_size() == 2 else "32 bits"
     elif factor.how == E4M3.value:
         kind = "e4m3"
-    return next(tiling for tiling in _TILINGS[kind] if mean <= tiling.most)
+    wide = card(x.device).shared >= _WIDE_FROM
+    tilings = [tiling for tiling in _TILINGS[kind] if wide or tiling.tokens <= 64]
+    return next((tiling for tiling in tilings if mean <= tiling.most), tilings[-1])
 
 
 def mix_experts(

@@ -288,3 +288,24 @@ def test_experts_in_8_bits_equal_the_definition(size, gate, layout, dtype):
     found = ops.mix_experts(x, ids, weights, maps, x, **words)
     due = definition.mix_experts(x, ids, weights, maps, x, **words)
     close(found, due, dtype, factor=2 if layout == "int8" else 2 if dtype != torch.float32 else 500)
+
+
+@pytest.mark.parametrize("layout", ops.LAYOUTS)
+def test_experts_fit_a_gpu_with_little_shared_memory(layout, monkeypatch):
+    """Experts with 65 tokens have tiles of 128 on a Hopper GPU, which a consumer GPU cannot hold."""
+    kernels = pytest.importorskip("bass_kernels.expert_kernels")
+    launch = pytest.importorskip("bass_kernels.launch")
+    tokens, experts, chosen, width, inner = MANY[2]
+    if DEVICE.type == "cuda":
+        pytest.skip("the limits of the GPU itself count")
+    small = launch.Card((8, 6), 99 * 1024)
+    monkeypatch.setattr(launch, "card", lambda device: small)
+    monkeypatch.setattr(kernels, "card", lambda device: small)
+    x = randn(tokens, width, dtype=torch.float16)
+    maps = in_8_bits(maps_of(experts, width, inner, torch.float16, biased=False), layout)
+    ids, weights = definition.route(
+        x, randn(experts, width, dtype=torch.float16), None, chosen=chosen, normalised=True
+    )
+    words = {"experts": experts, "activation": "silu"}
+    found = ops.mix_experts(x, ids, weights, maps, x, **words)
+    close(found, definition.mix_experts(x, ids, weights, maps, x, **words), torch.float16, factor=2)
