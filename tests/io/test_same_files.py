@@ -159,10 +159,7 @@ def test_manifests_and_verdicts_count_as_outputs(
 def test_redirected_streams_are_recognised_as_files(place: Path, redirection: str) -> None:
     before = contents(place)
     prompts = "- < p.jsonl" if "--out" in redirection else "p.jsonl"
-    command = (
-        f"{sys.executable} -m bass_cli.cli.commands generate --pair pair.yaml {prompts} "
-        f"{redirection}"
-    )
+    command = f"{sys.executable} -m bass_cli generate --pair pair.yaml {prompts} {redirection}"
     done = subprocess.run(
         command,
         shell=True,
