@@ -42,17 +42,14 @@ from bass_cli.models.weights import Weights
 from bass_cli.system.host import digest_triton
 from bass_kernels import LAYOUTS, Grouped, Quantised, Weight, Writable, import_kernels
 
-# The layout of the head of an 8-bit target. It adds 1 to 3 % to the divergence that fp8 layers
-# cause; e4m3 would add 34 to 54 % (docs/decisions/10-eight-bit-weights.md).
-_HEAD = "int8"
 _WORKERS = 4  # reading threads: they copy from the page cache as fast as a GPU can receive
 _Item = TypeVar("_Item")
 _Found = TypeVar("_Found")
 
 
 def layouts_of(wanted: str, checkpoint: Checkpoint | None) -> Layouts:
-    """Return the layouts of a model's weights for a setting of `dtype`. A checkpoint whose layers
-    are stored in the wanted layout keeps its head as it is too.
+    """Return the layouts of a model's weights for a setting of `dtype`: one for layers and head. A
+    checkpoint whose layers are stored in the wanted layout keeps its head as it is too.
 
     Args:
         checkpoint: None for random weights, which are in no file.
@@ -62,7 +59,7 @@ def layouts_of(wanted: str, checkpoint: Checkpoint | None) -> Layouts:
     if wanted not in LAYOUTS:
         return PLAIN
     kept = checkpoint is not None and checkpoint.by_row == wanted
-    return Layouts(wanted, None if kept else _HEAD)
+    return Layouts(wanted, None if kept else wanted)
 
 
 def load(

@@ -65,7 +65,7 @@ def test_a_whole_decoder(family, padded, layout, tmp_path, monkeypatch):
             self.replay = function
             function()
 
-    logits, layouts = {}, Layouts(layout, layout and "int8")
+    logits, layouts = {}, Layouts(layout, layout)
     for kind in ("reference", "triton"):
         ops.use(kind)
         weights = load(checkpoint, dtype=torch.float32, device=DEVICE, layouts=layouts)

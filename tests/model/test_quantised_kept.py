@@ -148,7 +148,7 @@ def test_matrices_of_experts_are_dequantised_kept_or_rounded_by_row(
     assert isinstance(loaded["layers.0.experts_down.weight"], Quantised)
 
 
-@pytest.mark.parametrize(("name", "head"), [("fbgemm", None), ("gptq", "int8")])
+@pytest.mark.parametrize(("name", "head"), [("fbgemm", None), ("gptq", "fp8")])
 def test_head_is_rounded_unless_the_layers_are_kept(
     name: str, head: str | None, tmp_path: Path
 ) -> None:
@@ -157,7 +157,7 @@ def test_head_is_rounded_unless_the_layers_are_kept(
     checkpoint = open_checkpoint(tmp_path)
     assert layouts_of("fp8", checkpoint) == Layouts("fp8", head)
     assert layouts_of("int8", checkpoint) == Layouts("int8", "int8")
-    assert layouts_of("fp8", None) == Layouts("fp8", "int8")
+    assert layouts_of("fp8", None) == Layouts("fp8", "fp8")
 
 
 def test_checkpoint_with_a_plain_matrix_is_not_kept(tmp_path: Path) -> None:
