@@ -295,9 +295,9 @@ def make_head(spec: HeadSpec, weights: Named, target: Decoder, layouts: Layouts 
         layouts: if they have one for heads, a drafter without a head of its own gets a copy of the
             target's in this layout, unless that is stored so. Default: it shares the target's.
     """
-    stored = target.format.layouts.head
+    held = target.weights["head.weight"]
+    stored = None if isinstance(held, Tensor) else held.layout
     if layouts.head not in (None, stored) and "head.weight" not in weights:
-        held = target.weights["head.weight"]
         copied = (
             held.converted(layouts.head)
             if isinstance(held, Quantised)
