@@ -10,6 +10,9 @@ import torch
 def thinned(cases: Iterable[Any], kept: Collection[Any] | int) -> list[Any]:
     """Mark all cases slow but those in `kept`, or but every `kept`-th one. A case is a tuple of
     values, or one value that is no tuple."""
+    cases = list(cases)
+    if not isinstance(kept, int):
+        assert all(case in cases for case in kept), "a kept case is not among the cases"
     return [
         case
         if (at % kept == 0 if isinstance(kept, int) else case in kept)
