@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from bass_cli.cli.commands import app
 from bass_cli.errors import UserError
-from bass_cli.eval.tasks import load_task
+from bass_cli.eval.tasks import load_task, plus_check
 from bass_cli.eval.tasks.plus_check import SHAPES, rebuild
 from bass_cli.sandbox.programs import Ending, Sandbox
 
@@ -45,6 +45,15 @@ def endings(tmp_path_factory: pytest.TempPathFactory, sandbox_folders: Path) -> 
 
 def test_verdicts_are_the_expected_ones(endings: dict[Key, Ending]) -> None:
     assert {key: ending.passed for key, ending in endings.items()} == EXPECTED, endings
+
+
+def test_verdicts_do_not_depend_on_the_docstring_of_the_check(tmp_path: Path) -> None:
+    """A verdict is found again by the program and its set-up, which has the text of the check."""
+    task, case = load_task("humaneval+", write_plus(tmp_path)[0]), HUMANEVAL[0]
+    program = task.program(task.problems[case.record["task_id"]], "", whole=False)
+    assert "class Check" in program.setup
+    assert "arXiv" in str(plus_check.__doc__)
+    assert "arXiv" not in program.setup
 
 
 def test_slow_calls_time_out_and_the_details_name_the_input(endings: dict[Key, Ending]) -> None:
