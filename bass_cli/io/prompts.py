@@ -37,6 +37,8 @@ from bass_cli.reading import is_unicode, parse_json, shown, unquoted
 
 _MOST_OWN = 1000  # the most different settings of prompts that are kept
 _HINTS = 9  # how many field names an error message lists
+# By kind of table: the name of what separates its cells, and the separators of other tables
+_SEPARATORS = {"csv": ("commas", ";\t|"), "tsv": ("tabs", ",;|")}
 # The deepest nesting of a `meta` field. JSON reading and writing take two calls a level, and Python
 # allows 1,000.
 _DEPTH = 100
@@ -298,7 +300,7 @@ def read_prompts(
     `strict`: Refuse unknown fields.
     """
     opened = open_source(source) if isinstance(source, str) else source
-    how = _Reading(column, opened.id_column, opened.kind == "hf", strict)
+    how = _Reading(column, opened.id_column, opened.kind == "hf", strict, opened.kind)
     plain = opened.kind == "txt"
     by_line = plain and opened.separator is None
 
@@ -368,12 +370,14 @@ class _Reading(NamedTuple):
         columns: Whether the fields are a dataset's columns, which its author named. Columns with
             the names of settings describe the data and become meta.
         strict: Whether unknown fields are refused.
+        kind: The kind of the file; "" for records of a library's user.
     """
 
     column: str
     id_column: str | None = None
     columns: bool = False
     strict: bool = False
+    kind: str = ""
 
 
 def _to_prompt(record: Any, default_id: str, place: str, how: _Reading) -> Prompt:
@@ -448,8 +452,9 @@ def _take_content(
     if not given:
         known = [unquoted(key) for key in itertools.islice(fields, _HINTS)]
         hint = f"; {nearest(column, known)}" if fields else ""
-        if len(known) == 1 and re.search(r"[;\t|]", known[0]):
-            hint = f'; a table with the one column "{known[0]}" needs commas between its cells'
+        right, wrong = _SEPARATORS.get(how.kind, ("", ""))
+        if len(fields) == 1 and any(one in next(iter(fields)) for one in wrong):
+            hint = f'; a table with the one column "{known[0]}" needs {right} between its cells'
         other = "" if column == "messages" else ', and there is no "messages"'
         refuse(place, column, f"it is missing{other}{hint}")
     if len(given) > 1:

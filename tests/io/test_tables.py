@@ -93,6 +93,24 @@ def test_faults_of_a_table_name_file_line_and_column(
     assert fault(tmp_path / "p.csv", content).split("; known: id, ")[0] == reason
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "hint"),
+    [
+        ("p.csv", "id\tprompt\na\tx\n",
+         r'a table with the one column "id\tprompt" needs commas between its cells'),
+        ("p.tsv", "id;prompt\na;x\n",
+         'a table with the one column "id;prompt" needs tabs between its cells'),
+        ("p.tsv", "id,prompt\na,x\n",
+         'a table with the one column "id,prompt" needs tabs between its cells'),
+        ("p.jsonl", '{"id|prompt": "x"}\n', 'did you mean "id|prompt"?'),
+    ],
+)  # fmt: skip
+def test_the_separator_that_a_file_needs_is_named(
+    tmp_path: Path, name: str, content: str, hint: str
+) -> None:
+    assert fault(tmp_path / name, content).partition("; ")[2] == hint
+
+
 def test_compressed_files_are_read_through_all_members(tmp_path: Path) -> None:
     lines = [json.dumps({"prompt": str(number)}) + "\n" for number in range(3)]
     zipped = b"".join(gzip.compress(line.encode()) for line in lines)
