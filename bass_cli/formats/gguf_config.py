@@ -169,7 +169,8 @@ def spec_of_gguf(
     """
     kind = architecture_of(metadata, shapes, place=place)
     name, family = str(metadata["general.architecture"]), FAMILIES[kind.family]
-    own = {**kind.constants, **_flatten(without_prefix(metadata, f"{name}."))}
+    # Constants come last: a file has no keys for them.
+    own = {**_flatten(without_prefix(metadata, f"{name}.")), **kind.constants}
     values = Values(own, place, keys=_words(kind), within=f"{name}.")
     _refuse(values, kind)
     if "token_embd.weight" not in shapes:

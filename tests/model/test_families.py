@@ -293,7 +293,10 @@ def test_gguf_slots_cover_the_decoder(name: str) -> None:
     metadata |= {f"{name}.{key}": value for key, value in more.items() if key in reads(name)}
     if name == "gpt2":
         del metadata["gpt2.attention.head_count_kv"]
-    spec = spec_of_gguf(metadata, {**EMBEDDING, "blk.0.attn_q.bias": (32,)}, place="x.gguf")
+    shapes = {**EMBEDDING, "blk.0.attn_q.bias": (32,)}
+    spec = spec_of_gguf(metadata, shapes, place="x.gguf")
+    named = {f"{name}.{word}": False for word in kind.constants}  # no keys of such files
+    assert spec_of_gguf(metadata | named, shapes, place="x.gguf") == spec
     assert {slot.name for slot in slots(spec, kind.tensors).values()} == parameters(spec).keys()
     assert (spec.vocab, spec.context, spec.tied, spec.family) == (77, 64, True, kind.family)
 
