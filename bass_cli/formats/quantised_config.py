@@ -508,6 +508,8 @@ def _with_older_files(config: Mapping[str, Any], folder: Path) -> tuple[Mapping[
     for name, (method, inner) in OLDER_FILES.items():
         if (path := folder / name).exists():
             whole_file = Values(read_json(path), str(path))
+            if inner and not whole_file.get(inner):
+                raise whole_file.error(inner, "it is missing or empty")
             found = whole_file.mapping(inner) if inner else whole_file.values
             return {**config, QUANTISED[0]: {"quant_method": method, **found}}, str(path)
     return config, str(folder / "config.json")

@@ -204,6 +204,10 @@ def test_settings_in_a_file_of_older_tools_are_read(
     (tmp_path / file).write_text(json.dumps({inner: wrong} if inner else wrong))
     with pytest.raises(UserError, match=file):
         open_checkpoint(tmp_path)
+    if inner:
+        (tmp_path / file).write_text(json.dumps({"producer": settings}))
+        with pytest.raises(UserError, match=f'{file}: key "{inner}": it is missing'):
+            open_checkpoint(tmp_path)
 
 
 def test_fp8_without_settings_says_what_is_missing(tmp_path: Path) -> None:
