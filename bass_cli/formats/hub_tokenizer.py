@@ -138,7 +138,7 @@ class Settings:
 
     def added_tokens(self) -> list[dict[str, Any]]:
         """Return the tokens that other files add, as in tokenizer.json's `added_tokens`, by id."""
-        names = self.special_texts
+        names = set(self.special_texts)
         found = []
         table = self.config.get("added_tokens_decoder")
         if isinstance(table, dict):

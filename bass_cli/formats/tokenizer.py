@@ -36,7 +36,7 @@ from bass_cli.formats.limits import Limited, RefusalError, check_growth, most_ch
 from bass_cli.formats.sources import locate
 from bass_cli.formats.tensor_files import read_gguf
 from bass_cli.io.cache import cache_folder, read_cached, write_cached
-from bass_cli.reading import os_errors_as, read_bytes, shown
+from bass_cli.reading import is_unicode, os_errors_as, read_bytes, shown
 
 _CONVERSION = 6  # increase it when the readers return other parts for the same files
 _PADDING = re.compile(r"\[PAD\d+\]")  # GGUF writers' text for embedding rows without a token
@@ -478,6 +478,11 @@ def _complete(parts: TokenizerParts, path: Path) -> CachedTokenizer:
         raise UserError(
             f"{path}: token {texts[largest]!r} of the tokenizer has id {largest}; the largest "
             f"allowed id is {_MOST_IDS - 1}"
+        )
+    if not all(map(is_unicode, filter(None, (parts.template, parts.tool_template)))):
+        raise UserError(
+            f"{path}: the chat template holds half of a surrogate pair, which is not Unicode; "
+            "correct the file"
         )
     spelled = repr(sorted(texts.items())).encode()
     digest = hashlib.sha256(spelled)

@@ -340,6 +340,12 @@ def test_a_broken_file_is_named(tmp_path: Path, name: str, content: str, said: s
         Tokenizer.load(tmp_path)
 
 
+def test_a_chat_template_with_half_of_a_surrogate_pair_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, byte_level(), {"chat_template": "a \ud800"}, {})
+    with pytest.raises(UserError, match="the chat template holds half of a surrogate pair"):
+        Tokenizer.load(tmp_path)
+
+
 # Other formats
 
 
