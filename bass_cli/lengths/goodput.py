@@ -69,7 +69,6 @@ class Goodput(DraftLength):
         self._plain = self._pace = 0.0  # seconds of a plain round; fewest seconds a token of a row
         self._last = 0  # index of the last choice made by goodput
         self._lost = 0.0  # seconds that trials of lengths were expected to lose
-        self._drafted = 0.0  # seconds of all rounds up to the last one with drafts
         self._unlearnt: tuple[RoundResult, ControllerInput] | None = None
         self._now = self._next = (0, False)  # (length, whether a probe) of this round and the next
         self._decided = False  # whether `_next` is up to date
@@ -149,7 +148,7 @@ class Goodput(DraftLength):
             self._probes.idle += 1
             return
         self._decided = self._decided and not (self._now[1] or self._acceptance.unsure)
-        self._drafted = self._budget.spent
+        self._budget.drafted = self._budget.spent
         self._probes.observe(paid=done.mostly_accepted, probe=self._now[1])
 
     def least(self, drafted: int) -> float:
@@ -255,7 +254,7 @@ class Goodput(DraftLength):
     def _first_use(self, left: float) -> float:
         """Return the seconds that a first use may take if the acceptance rate is unknown, with
         so many plain rounds left besides the time without drafts."""
-        seconds = max(self._budget.spent - self._drafted, 0.0) + self._plain * left
+        seconds = self._budget.spent - self._budget.drafted + self._plain * left
         saved = _SAVED * self._acceptance.rate * self._plain * self._inputs.left
         return min(_TRIAL * seconds, saved)
 
@@ -423,6 +422,7 @@ class Budget:
 
     def __init__(self) -> None:
         self.spent = 0.0  # seconds of all rounds
+        self.drafted = 0.0  # the same, up to the last round with drafts
         self.won = self._most = 0.0  # the total gain (below 0: a loss), and its maximum so far
 
     def spend(self, seconds: float, *, won: float = 0.0) -> None:
