@@ -225,13 +225,16 @@ class RoundCost:
         return found
 
     def surface(self, *, acceptance: float) -> Surface | None:
-        """Return what was learnt for row counts that occurred often, and the estimates for fewer
-        rows. None if the surface is a measured one, or no row count occurred often."""
+        """Return what was learnt for row counts that occurred often, the estimates for fewer
+        rows, and what earlier jobs have learnt for more rows. None if the surface is a measured
+        one, or no row count occurred often."""
         often = {rows for rows, times in self._met.items() if times >= _ENOUGH}
         if self._surface.measured or not often:
             return None
         most = max(often)
-        rows = sorted(often | {2**power for power in range(most.bit_length()) if 2**power < most})
+        fewer = {2**power for power in range(most.bit_length()) if 2**power < most}
+        more = set() if self._guessed else {count for count in self._surface.rows if count > most}
+        rows = sorted(often | fewer | more)
         drafts, lines, now = [], [], self._factors
         for count in rows:
             # Other numbers of rows, such as the few at the end of a job, have moved the factors.

@@ -337,9 +337,12 @@ def save_surface(path: Path, surface: Surface, note: Note) -> bool:
 
 def keep_learnt(path: Path | None, lengths: DraftLength) -> None:
     """Store what a controller has learnt in a job, for the next job to begin from. A measured
-    profile stays unchanged."""
+    profile stays unchanged, also one that was made during the job."""
     learnt = lengths.learned()
-    if isinstance(learnt, Surface) and path is not None:
+    if not isinstance(learnt, Surface) or path is None:
+        return
+    stored = load_surface(path, lambda note: None)
+    if stored is None or not stored.measured:
         save_surface(path, learnt, lambda note: None)
 
 

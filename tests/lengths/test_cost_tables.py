@@ -145,6 +145,22 @@ def test_auto_finds_a_longer_draft_that_costs_less_than_a_shorter_one():
     assert statistics.fmean(losses[1:]) < 0.05, losses
 
 
+def test_job_with_few_rows_keeps_what_an_earlier_one_learnt_for_more():
+    costs = RoundCost((0, 8), None, at_once=True)
+    for rows, plain, drafted in ((64, 10e-3, 22e-3), (2, 5e-3, 6e-3)):
+        for _ in range(12):
+            costs.learn(rows, 0, plain, None, warm=True)
+            costs.learn(rows, 8, drafted, None, warm=True)
+    first = costs.surface(acceptance=0.8)
+    assert first.seconds(64, 8) == pytest.approx(22e-3, rel=0.05)
+    later = RoundCost((0, 8), first)
+    for _ in range(12):
+        later.learn(2, 8, first.seconds(2, 8), None)
+    found = later.surface(acceptance=0.8)
+    for width in (0, 8):
+        assert found.seconds(64, width) == pytest.approx(first.seconds(64, width), rel=0.05)
+
+
 def test_what_a_job_learns_of_plain_rounds_does_not_come_from_other_rounds():
     """The last row of a mixture takes a fraction of the time of eight. Its rounds must not become
     what the next job begins with for eight rows, nor must rounds with drafts."""

@@ -14,6 +14,7 @@ from toys import AtOnce, Markov, loop_for
 from typer.testing import CliRunner
 
 from bass_cli.cli.commands import app
+from bass_cli.engine.contracts import RoundResult
 from bass_cli.lengths import surface as store
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.lengths.goodput import Goodput
@@ -210,6 +211,19 @@ def test_profiles_are_stored_and_loaded(file):
     assert store.load_surface(file, notes.append) == surface
     assert [path.name for path in file.parent.iterdir()] == ["profile.json"]
     assert notes == []
+
+
+def test_profile_that_was_measured_during_a_job_is_kept(file):
+    controller = Goodput(limit=4)
+    for _ in range(20):
+        width = controller.next(2) and 4
+        controller.observe(RoundResult(width, (width, width), 0.01 * (1 + width), steady=True))
+    store.keep_learnt(file, controller)
+    assert not store.load_surface(file, print).measured
+    measured = surface_of(device("wide-310m"), acceptance=0.7)
+    store.save_surface(file, measured, print)
+    store.keep_learnt(file, controller)
+    assert store.load_surface(file, print) == measured
 
 
 @pytest.mark.parametrize("text", ['{"format": 7}', "\x00\x01", "{}", ""])
