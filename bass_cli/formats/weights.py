@@ -107,8 +107,6 @@ def load(
             missing[piece.slot.name] -= rows
             on_read(size)
     assert not any(missing.values()), missing
-    for name, weight in weights.items():
-        _check_finite(name, weight, checkpoint)
     if spec.tied and "head.weight" not in grouped:
         embed = weights["embed.weight"]
         assert isinstance(embed, Tensor)
@@ -117,6 +115,8 @@ def load(
             weights["head.weight"] = embed
         else:
             weights["head.weight"] = Quantised.of(embed, layout)
+    for name, weight in weights.items():
+        _check_finite(name, weight, checkpoint)
     return weights | grouped
 
 
@@ -202,10 +202,13 @@ def update(
         groups.setdefault(piece.slot.name, []).append(piece)
 
     def fill(group: list[Piece], stage: Stage) -> None:
-        with weights.writing(group[0].slot.name) as whole:
+        name = group[0].slot.name
+        with weights.writing(name) as whole:
             for piece in group:
                 _fill(whole, piece, checkpoint.spec, stage, share)
-            _check_finite(group[0].slot.name, whole, checkpoint)
+            _check_finite(name, whole, checkpoint)
+        if checkpoint.spec.tied and name == "embed.weight":
+            _check_finite("head.weight", weights["head.weight"], checkpoint)
 
     with _in_threads(device, fill, list(groups.values())) as filled:
         for _ in filled:

@@ -253,6 +253,28 @@ def test_weight_that_is_not_finite_is_refused_by_name(layout: str, tmp_path: Pat
         quantised(open_checkpoint(tmp_path), layout)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tied_head_that_is_not_finite_is_refused_by_loading_and_by_updates(
+    layout: str, tmp_path: Path
+) -> None:
+    words: Any = {"tie_word_embeddings": True, "shards": False}
+    layouts = Layouts(layout, layout)
+    for name in ("old", "new"):
+        write_checkpoint("qwen2", tmp_path / name, **words)
+    tensors = load_file(tmp_path / "new" / "model.safetensors")
+    tensors["model.embed_tokens.weight"][3, 4] = torch.nan
+    save_file(tensors, tmp_path / "new" / "model.safetensors")
+    message = rf"head\.weight has numbers .* {layout}"
+    with pytest.raises(UserError, match=message):
+        load(open_checkpoint(tmp_path / "new"), dtype=torch.float32, device=CPU, layouts=layouts)
+    checkpoint = open_checkpoint(tmp_path / "old")
+    weights = load(checkpoint, dtype=torch.float32, device=CPU, layouts=layouts)
+    unused: Any = None
+    files = Files(checkpoint, unused, None, 0, None, frozenset())
+    with pytest.raises(UserError, match=message):
+        Updates(Models(Decoder(checkpoint.spec, weights)), files).update(tmp_path / "new")
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_head_in_eight_bits_follows_its_embedding(tied: bool, tmp_path: Path) -> None:
     """A tied head is a copy in 8 bits, which new weights of the embedding renew."""
