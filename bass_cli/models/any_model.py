@@ -35,7 +35,7 @@ from bass_cli.models.decoder import Decoder
 from bass_cli.models.hidden import AuxHiddenLayers
 from bass_cli.models.kv_cache import Layers, Pass
 from bass_cli.models.runner import Runner
-from bass_cli.models.spec import AnySpec, AttentionCall
+from bass_cli.models.spec import AnySpec, AttentionCall, Format
 from bass_cli.models.weights import Weights
 
 # The check after loading: tokens of each prompt, and of the passes behind them.
@@ -72,6 +72,11 @@ class AnyModel(Decoder):
         self._calls = spec.calls
         for i, layer in enumerate(layers_of(self._base, model.config)):
             layer.register_forward_hook(functools.partial(_take, i), with_kwargs=True)
+
+    @property
+    def format(self) -> Format:
+        """The number formats of its weights."""
+        return Format(self.dtype)
 
     @property
     def cached(self) -> tuple[Layers, ...]:

@@ -21,6 +21,7 @@ from bass_cli.cli.commands import app
 from bass_cli.distill.settings import find_source
 from bass_cli.engine.loop import Loop
 from bass_cli.formats.tokenizer import Tokenizer
+from bass_cli.models.spec import Format
 from bass_cli.run.build import build
 from bass_cli.run.plan import make_plan
 
@@ -251,6 +252,7 @@ def test_floor_of_bench_counts_the_weights_of_layers(place: Path) -> None:
 
     decoder = build(make_plan(job(place))).target.decoder
     whole = sum(one.numel() for one in decoder.model.parameters())
+    assert decoder.format == Format(torch.float32), "the document of bench has its name"
     sizes = sizes_of(decoder)
     assert sizes.body + 2 * VOCAB * 32 == whole
     assert sizes.keys == 2 * 2 * 8
