@@ -17,7 +17,7 @@ from bass_cli.models.decoder import Decoder, angles_of, inverse_frequencies
 from bass_cli.models.kv_cache import Layers, Pass
 from bass_cli.models.spec import PLAIN, HeadSpec, Layouts
 from bass_cli.models.weights import Named
-from bass_kernels import Quantised
+from bass_kernels import Quantised, Writable
 
 
 class _HiddenStateDrafter:
@@ -298,11 +298,16 @@ def make_head(spec: HeadSpec, weights: Named, target: Decoder, layouts: Layouts 
     held = target.weights["head.weight"]
     stored = None if isinstance(held, Tensor) else held.layout
     if layouts.head not in (None, stored) and "head.weight" not in weights:
-        copied = (
-            held.converted(layouts.head)
-            if isinstance(held, Quantised)
-            else Quantised.of(target.weights.whole("head.weight"), layouts.head)
-        )
+        whole = whole_head(target)
+        copied = Quantised.empty(tuple(whole.shape), layouts.head, target.device)
+        copied.write_from(whole)
         weights = {**weights, "head.weight": copied}
     kind = FeatureHead if spec.block else PredictionHead if spec.joins else EagleHead
     return kind(spec, weights, target)
+
+
+def whole_head(target: Decoder) -> Writable:
+    """Return the head of a target that is not split, 8-bit or plain, of which drafters have
+    quantised copies."""
+    held = target.weights["head.weight"]
+    return held if isinstance(held, Quantised) else target.weights.whole("head.weight")

@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import os
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +29,7 @@ from bass_cli.models.any_model import AnyModel
 from bass_cli.models.capture import synchronise
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.families import Slot
+from bass_cli.models.heads import whole_head
 from bass_cli.models.weights import Weights
 from bass_cli.reading import shown
 from bass_cli.run.build import Models
@@ -170,6 +171,7 @@ class Updates:
         for entry, slot in new.pieces:
             for weights, lent in self._lent(model, slot):
                 formats.write(weights, lent, entry.shape, parts(entry), spec=new.spec)
+        self._renew_copy(model, {slot.name for _, slot in new.pieces})
         self._keep(model, replace(new, eos_ids=old.eos_ids))
 
     def _write_tensor(
@@ -206,6 +208,7 @@ class Updates:
             formats.write(decoder.weights, slot, shape, rows.parts(), spec=spec)
         for weights, lent in self._lent(model, slot):
             formats.write(weights, lent, shape, rows.parts(), spec=spec)
+        self._renew_copy(model, {slot.name})
         self._keep(model, replace(checkpoint, written={**checkpoint.written, key: checksum}))
 
     def _by_expert(self, pair: Any, model: Updated) -> Iterator[tuple[str, Tensor]]:
@@ -223,23 +226,30 @@ class Updates:
             yield own, part.T if part.shape != shape and part.shape[::-1] == shape else part
 
     def _lent(self, model: Updated, slot: Slot) -> Iterator[tuple[Weights, Slot]]:
-        """Yield copies of a target's embedding and head that are to be written too.
+        """Yield copies of a split target's embedding and head that are to be written too.
 
-        A draft head of a split target has a whole copy of what it has not of its own (load_draft).
-        Others share the target's tensors, or have a quantised copy of its head (make_head).
+        Its draft head has a whole copy of what it has not of its own (load_draft).
         """
-        head, followers = self.models.head, self.models.followers
-        if model != "target" or head is None:
+        head = self.models.head
+        if model != "target" or head is None or self.models.followers is None:
             return
-        held = head.body.weights
-        copies: tuple[str, ...] = ("embed.weight", "head.weight", "head.bias")
-        if followers is None:
-            copies = ("head.weight",) if isinstance(held.get("head.weight"), Quantised) else ()
         tied = self.files.target.spec.tied and slot.name in ("embed.weight", "head.weight")
         for name in ("embed.weight", "head.weight") if tied else (slot.name,):
             own = head.spec.embeds if name == "embed.weight" else head.spec.heads
-            if name in copies and not own:
-                yield held, slot._replace(name=name)
+            if name in ("embed.weight", "head.weight", "head.bias") and not own:
+                yield head.body.weights, slot._replace(name=name)
+
+    def _renew_copy(self, model: Updated, written: Set[str]) -> None:
+        """Renew a draft head's quantised copy of the head of a whole target (make_head), if
+        tensors of these names of the target were written."""
+        head, read = self.models.head, {"head.weight"}
+        if model != "target" or head is None or self.models.followers is not None:
+            return
+        if self.files.target.spec.tied:
+            read.add("embed.weight")
+        copied = head.body.weights.get("head.weight")
+        if isinstance(copied, Quantised) and not head.spec.heads and written & read:
+            copied.write_from(whole_head(self.models.target))
 
 
 class _Rows:

@@ -78,13 +78,15 @@ class Quantised:
         """Return the matrix, [N, K] float32."""
         return self.values.float() * self.scales[:, None]
 
-    def converted(self, layout: str) -> Quantised:
-        """Return a copy in another layout. Values are rounded a second time."""
-        found = Quantised.empty(tuple(self.shape), layout, self.device)
+    def write_from(self, other: Writable) -> None:
+        """Write a matrix of this shape in place. Values of another layout are rounded a second
+        time."""
+        if isinstance(other, Tensor):
+            self.write_rows(0, other)
+            return
         step = max(_QUANTISED // self.shape[1], 1)
         for first in range(0, len(self), step):
-            found.write_rows(first, self.rows(first, first + step).dequantise())
-        return found
+            self.write_rows(first, other.rows(first, first + step).dequantise())
 
     def rows(self, first: int, last: int | None = None) -> Quantised:
         """Return rows [first, last) as a view. Default: to the end."""
