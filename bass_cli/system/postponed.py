@@ -29,9 +29,9 @@ _POSTPONED = {
     "torch.quantization",
     "torch.utils.data",
 }
-# Packages whose import completes torch: models of transformers have no memory at first, and torch's
-# compiler cannot be imported before those modules.
-_USERS = {"torch._dynamo", "torch._inductor", "transformers"}
+# Modules whose import completes torch. Models of transformers have no memory at first. The others
+# are in import cycles with `_META`, and torch.distributed.tensor imports torch._decomp.
+_USERS = {"torch._decomp", "torch._dynamo", "torch._inductor", "torch._refs", "transformers"}
 
 
 class _StandIn(ModuleType):
@@ -96,9 +96,29 @@ class _BeforeUsers(importlib.abc.MetaPathFinder):
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> None:
-        if name in _USERS:
-            complete_torch()
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name not in _USERS:
+            return None
+        complete_torch()
+        there = sys.modules.get(name)
+        if there is None:
+            return None
+        # importlib takes the spec of a module that is there now, not the one that is returned
+        there.__spec__ = importlib.machinery.ModuleSpec(name, _Loaded(there))
+        return there.__spec__
+
+
+class _Loaded(importlib.abc.Loader):
+    """Gives a module that was imported while its spec was looked for: no second run of its code."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module, self._spec = module, module.__spec__
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec
 
 
 def _replace(module: ModuleType) -> None:

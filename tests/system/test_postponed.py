@@ -13,6 +13,21 @@ _STEPS = {
 print([n for n in ('torch.export', 'torch.distributions', 'torch._refs', 'torch.masked')
        if n in sys.modules])
 """,
+    # each first of all, in a process of its own; modules that run twice refuse to
+    "cycles": """
+import os
+from importlib import import_module
+for name in ('torch._refs', 'torch.distributed.pipelining'):
+    sys.stdout.flush()
+    child = os.fork()
+    if not child:
+        try:
+            found = import_module(name)
+            print(name, found is sys.modules[name], found.__spec__.has_location, flush=True)
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+""",
     # a module within a postponed one is imported first
     "used": """
 from torch.distributions.kl import kl_divergence
@@ -64,6 +79,13 @@ def test_modules_that_a_job_does_not_use_are_not_imported(printed: dict[str, lis
 
 def test_postponed_modules_are_imported_when_they_are_used(printed: dict[str, list[str]]) -> None:
     assert printed["used"] == ["0.5", "n True"]
+
+
+def test_modules_that_need_a_postponed_one_can_be_imported_first(
+    printed: dict[str, list[str]],
+) -> None:
+    names = ("torch._refs", "torch.distributed.pipelining")
+    assert printed["cycles"] == [f"{name} True True" for name in names]
 
 
 def test_names_that_torch_does_not_have_are_errors(printed: dict[str, list[str]]) -> None:
