@@ -12,6 +12,7 @@ import sys
 import threading
 from typing import NoReturn
 
+from bass_cli.errors import failed_import, spelled
 from bass_cli.system import signals, threads
 from bass_cli.system.host import is_refused_memory
 
@@ -32,10 +33,13 @@ def main() -> None:
         commands.main()
     except SystemExit as end:
         _leave(end.code if isinstance(end.code, int) else 0 if end.code is None else 1)
-    except (MemoryError, ImportError, OSError, RuntimeError) as error:
-        if not is_refused_memory(error):
+    except Exception as error:
+        reason = failed_import(error)
+        if is_refused_memory(error):
+            reason = f"there is not enough memory to start ({error})"
+        if reason is None:
             raise
-        print(f"bass: error: there is not enough memory to start ({error})", file=sys.stderr)
+        print(f"bass: error: {spelled(reason)}", file=sys.stderr)
         _leave(3)
 
 
@@ -44,9 +48,9 @@ def _leave(code: int) -> NoReturn:
 
     Unloading torch's modules and libraries takes 0.6 to 0.9 s. The system frees the memory anyway.
     """
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
+    threading._shutdown()  # type: ignore[attr-defined]  # ends pools, then joins other threads
+    for thread in threading.enumerate():  # of start_awaited in system/host.py
+        atexit.unregister(thread.join)
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # closed, full, or its reader has gone

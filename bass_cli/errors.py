@@ -7,8 +7,11 @@ library only. Errors are printed in io/terminal.py; cli/running.py has their exi
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Iterable
+from types import FrameType
 
+_OWN = ("bass_cli", "bass_kernels", "__main__")  # packages whose faults are ours
 _LEAST = 3  # characters of a word that may be a part of another
 
 
@@ -51,6 +54,38 @@ def spelled(text: str) -> str:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's text, or the name of its type if it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def failed_import(error: BaseException) -> str | None:
+    """Return which other package cannot be imported, with the reason and a remedy.
+
+    None for any other error. A package that is there but broken raises any type of error: torch
+    without one of its libraries an OSError, numpy an ImportError whose cause says more.
+    """
+    foreign: FrameType | None = None  # the first one below this package's frames
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        package = _package_of(frame)
+        if package in _OWN:
+            foreign = None
+        elif foreign is None and "importlib" not in package:
+            foreign = frame
+    if foreign is None:
+        name = getattr(error, "name", None) if isinstance(error, ImportError) else None
+    else:  # the code of a module runs when it is imported
+        name = _package_of(foreign) if foreign.f_code.co_name == "<module>" else None
+    name = (name or "").partition(".")[0]
+    if not name or name in _OWN:
+        return None
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return (
+        f"the package {name} cannot be imported: {first_line(error)}; install bass-cli again in a "
+        f'new environment, or look for the cause with python -c "import {name}"'
+    )
+
+
+def _package_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__") or "").partition(".")[0]
 
 
 def first_of(names: Iterable[str], most: int = 5) -> str:

@@ -13,7 +13,7 @@ import typer
 
 from bass_cli.cli.options import in_flags
 from bass_cli.config.commands import COMMANDS
-from bass_cli.errors import MachineError, UserError
+from bass_cli.errors import MachineError, UserError, failed_import
 from bass_cli.io.console import Screen
 from bass_cli.system import signals
 from bass_cli.system.host import is_refused_memory, unsupported
@@ -120,4 +120,6 @@ def _end_of(error: Exception) -> tuple[int | None, str | UserError]:
             "not enough memory: use a smaller --batch-size, fewer --max-new-tokens or a smaller "
             f"model ({first})",
         )
+    if (reason := failed_import(error)) is not None:
+        return 3, reason
     return None, ""

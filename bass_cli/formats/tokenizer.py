@@ -15,7 +15,6 @@ import hashlib
 import importlib.metadata
 import json
 import re
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,6 +36,7 @@ from bass_cli.formats.sources import locate
 from bass_cli.formats.tensor_files import read_gguf
 from bass_cli.io.cache import cache_folder, read_cached, write_cached
 from bass_cli.reading import is_unicode, os_errors_as, read_bytes, shown
+from bass_cli.system.host import start_awaited
 
 _CONVERSION = 6  # increase it when the readers return other parts for the same files
 _PADDING = re.compile(r"\[PAD\d+\]")  # GGUF writers' text for embedding rows without a token
@@ -336,8 +336,7 @@ def begin(pair: Pair) -> Callable[[], Tokenizer | None]:
         except BaseException:  # panics of the tokenizers library are not Exceptions
             return
 
-    thread = threading.Thread(target=build, name="tokenizer", daemon=True)
-    thread.start()
+    thread = start_awaited(build, "tokenizer")
 
     def wait() -> Tokenizer | None:
         thread.join()

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import NamedTuple
 
-from bass_cli.errors import MachineError, UserError
+from bass_cli.errors import MachineError, UserError, failed_import
 
 Child = subprocess.Popen[bytes]
 _CODE = (
@@ -32,7 +32,8 @@ class Fault(NamedTuple):
     """The error that ends a process.
 
     Attributes:
-        kind: "user" for a UserError, "machine" for a MachineError, "bug" for anything else.
+        kind: "user" for a UserError, "machine" for a MachineError or a package that cannot be
+            imported, "bug" for anything else.
         text: The message, or the traceback of a bug.
         node: The name of the node.
     """
@@ -47,6 +48,8 @@ class Fault(NamedTuple):
         if isinstance(error, UserError):
             kind = "machine" if isinstance(error, MachineError) else "user"
             return cls(kind, str(error), platform.node())
+        if (reason := failed_import(error)) is not None:
+            return cls("machine", reason, platform.node())
         return cls("bug", "".join(traceback.format_exception(error)), platform.node())
 
     def error(self) -> Exception:

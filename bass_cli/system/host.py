@@ -6,6 +6,7 @@ run/memory.py. What `bass doctor` shows: cli/doctor.py.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -282,7 +283,20 @@ def digest_triton(device: torch.device) -> None:
     is 0.7 s of Python, which the modules before the weights would have to share.
     """
     if device.type == "cuda":
-        threading.Thread(target=_digest_triton, name="digesting", daemon=True).start()
+        start_awaited(_digest_triton, "digesting")
+
+
+def start_awaited(load: Callable[[], None], name: str) -> threading.Thread:
+    """Start a thread that loads libraries or runs one. An ordinary end of Python waits for it.
+
+    At that end the system runs the libraries' destructors, and Python ends its threads inside the
+    libraries: both can abort the process. The thread is a daemon, because `_leave` in __main__.py
+    does neither and need not wait.
+    """
+    thread = threading.Thread(target=load, name=name, daemon=True)
+    atexit.register(thread.join)
+    thread.start()
+    return thread
 
 
 def expect(device: str | None) -> None:

@@ -266,17 +266,19 @@ def begin(wanted: int | None) -> bool:
         imported.wait()
         _load_libraries()
 
-    threading.Thread(target=run, name="loading torch", daemon=True).start()
+    host.start_awaited(run, "loading torch")
     _begun.append((wanted, choice))
     # numpy's BLAS would start a thread for each core, which takes 2 s of processor time on 16
     own = _BLAS not in os.environ
     if own:
         os.environ[_BLAS] = "1"
-    for name in _COMPILED:
-        importlib.import_module(name)
-    if own:  # no setting for programs that this process starts
-        del os.environ[_BLAS]
-    imported.set()
+    try:
+        for name in _COMPILED:
+            importlib.import_module(name)
+    finally:
+        if own:  # no setting for programs that this process starts
+            del os.environ[_BLAS]
+        imported.set()
     return True
 
 
