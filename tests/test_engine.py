@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import re
 import threading
 import time
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 from checkpoints import write_checkpoint, write_tokenizer
+from forked import run_forked
 
 from bass_cli import Completion, Engine, Job, Pair, Sampling, Speculation, UserError, generate
 from bass_cli.engine.loop import Loop
@@ -380,3 +382,16 @@ def test_examples_of_the_guide_run_here(model: Path, capsys: pytest.CaptureFixtu
         exec(compile(block.replace(name, str(model)), "library.md", "exec"), {"__name__": "guide"})
     assert len(blocks) == 3
     assert "(length)" in capsys.readouterr().out
+
+
+def test_a_program_may_end_while_its_engine_works(model: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from bass_cli import Engine, Job, Pair, Sampling\n"
+        "pair = Pair(name='tiny', target=sys.argv[1], draft='lookup')\n"
+        "sampling = Sampling(max_new_tokens=200, temperature=1.0)\n"
+        "engine = Engine(Job(pair=pair, n=4, device='cpu', threads=1, sampling=sampling))\n"
+        "next(engine.stream(['the cat'] * 50))\nprint('the end')\n"
+    )
+    done = run_forked(code, str(model), cwd=tmp_path, env=os.environ | {"PYTHONPATH": ""})
+    assert (done.returncode, done.stdout, done.stderr) == (0, "the end\n", "")

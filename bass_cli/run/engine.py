@@ -8,6 +8,7 @@ loops; plan.py and memory.py plan the memory.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import dataclasses
 import functools
@@ -277,8 +278,11 @@ class Engine:
     def close(self) -> None:
         """End the requests in progress, and free the models. Their results raise UserError.
 
-        The round that is running ends first. Calling it again does nothing.
+        The round that is running ends first. Calling it again does nothing. An ordinary end of
+        Python closes an engine too.
         """
+        if threading.main_thread().is_alive():  # otherwise Python is ending, and may call this
+            atexit.unregister(self.close)
         with self._news:
             self._stopping = True
         self._tell()
@@ -328,6 +332,8 @@ class Engine:
                 self._load()
                 self._thread = threading.Thread(target=self._run, daemon=True, name="bass engine")
                 self._thread.start()
+                # Python would end the thread inside torch, which aborts the process
+                atexit.register(self.close)
 
     def _load(self) -> None:
         """Load the models, unless a loop was given."""
