@@ -65,7 +65,8 @@ def test_a_whole_decoder(family, padded, layout, tmp_path, monkeypatch):
             self.replay = function
             function()
 
-    logits, layouts = {}, Layouts(layout, layout)
+    # A head in fp8 would round once more what differs below; test_quantised_products.py has it.
+    logits, layouts = {}, Layouts(layout, "int8" if layout == "int8" else None)
     for kind in ("reference", "triton"):
         ops.use(kind)
         weights = load(checkpoint, dtype=torch.float32, device=DEVICE, layouts=layouts)
