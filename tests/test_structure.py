@@ -169,6 +169,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"json_schema": {"type": "array", "uniqueItems": True}}, 'Unimplemented keys: \\["uniqueItems"\\]'),
     ({"json_schema": '{"type": '}, "broken JSON"),
     ({"json_schema": "none.json"}, "cannot read none.json"),
+    ({"json_schema": "caf\udce9.json"}, r"cannot read caf\\udce9.json: No such file"),
+    ({"grammar": "\ud800"}, r"cannot read \\ud800: "),
     ({"json_schema": 3}, "mapping"),
     ({"regex": "a("}, "unclosed group"),
     ({"regex": ""}, "empty"),
@@ -182,6 +184,14 @@ BAD: list[tuple[dict[str, Any], str]] = [
 def test_mistakes_are_named(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Sampling(**given)
+
+
+def test_a_file_whose_name_is_not_utf8_is_named_in_messages(tmp_path: Path) -> None:
+    path = tmp_path / "caf\udce9.lark"
+    for content, message in ((b"start: b", r"caf\\udce9.lark: .*unknown name"), (b"\xff", "UTF-8")):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            Sampling(grammar=path)  # type: ignore[arg-type]
 
 
 def test_mistakes_of_a_line_name_file_line_and_field(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bass_cli.errors import MachineError, UserError
+from bass_cli.errors import MachineError, UserError, spelled
 from bass_cli.reading import parse_json, parse_object, read_bytes, shown
 
 _MOST_OF_CHATS = 1 << 24  # bytes of a file with a template or tools
@@ -202,7 +202,7 @@ def read_structure(
     is_text = text.lstrip().startswith("{") if field == "json_schema" else ":" in text
     if isinstance(value, os.PathLike) or (files and field != "regex" and not is_text):
         path = Path(folder or "") / os.path.expanduser(value)
-        value, place = _text_of(path, _MOST), f"{path}: "
+        value, place = _text_of(path, _MOST), f"{spelled(str(path))}: "
     try:
         if field == "json_schema":
             value = json.dumps(parse_object(value), ensure_ascii=False)
@@ -217,12 +217,13 @@ def read_structure(
 def _text_of(path: str | os.PathLike[str], most: int) -> str:
     """Return the text of a file of at most `most` bytes; ValueError if it cannot be read."""
     path = Path(os.path.expanduser(path))
+    name = spelled(str(path))  # pydantic cannot hold a message with a name that is not UTF-8
     try:
         return read_bytes(path, most).decode()
     except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+        raise ValueError(f"cannot read {name}: {spelled(str(error.strerror))}") from None
     except UnicodeDecodeError:
-        raise ValueError(f"{path} is not valid UTF-8") from None
+        raise ValueError(f"{name} is not valid UTF-8") from None
 
 
 def _library() -> Any:
