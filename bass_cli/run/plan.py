@@ -261,13 +261,15 @@ class Plan:
 
     def identity(self) -> dict[str, Any]:
         """Return what the results depend on besides the job, and versions, for the manifest."""
-        path = self.files.target.path
+        path, head = self.files.target.path, self.layouts.head
         return {
             "target": self.job.pair.target,
             "target_files": self.files.target.fingerprint(),
             "vocabulary": self.files.tokenizer.fingerprint(),
             "device": self.device.type,
             "dtype": name_of_dtype(self.dtype, self.layouts),
+            # of heads in 8 bits only: older files with that dtype have samples of another head
+            **({"head_dtype": head} if head in LAYOUTS else {}),
             "format": "gguf" if path.suffix == ".gguf" else "safetensors",
             "versions": self.versions,
         }

@@ -8,7 +8,7 @@ import pytest
 import torch
 from checkpoints import shallow, write_checkpoint, write_tokenizer
 from heads import write_head
-from reading import goes_on_and_is_plain, write_pair
+from reading import FLAGS, goes_on_and_is_plain, write_pair
 from test_exactness import drafter_of, rows
 from test_parallel import bass, lines
 from test_quantised_weights import with_rounding
@@ -320,6 +320,22 @@ def test_logits_of_an_8_bit_target_are_those_of_its_rounded_head(here, layout, t
     torch.testing.assert_close(target.logits(hidden), expected[:, : target.vocab])
     embed = theirs.get_input_embeddings().weight.detach()
     assert torch.equal(target.weights.plain("embed.weight"), embed)
+
+
+def test_samples_of_a_16_bit_head_are_not_continued_with_an_8_bit_head(here):
+    """Files of versions before heads had 8 bits have no such key."""
+    flags = (*FLAGS, "--dtype", "int8", "--draft", "none", "--out", "o.jsonl")
+    assert bass(*flags, "--limit", "1").exit_code == 0
+    path = here / "o.jsonl.manifest.json"
+    manifest = json.loads(path.read_text())
+    assert manifest["results"].pop("head_dtype") == "int8"
+    assert bass(*flags).exit_code == 0
+    kept = (here / "o.jsonl").read_bytes()
+    path.write_text(json.dumps(manifest))
+    found = bass(*flags)
+    assert found.exit_code == 2
+    assert 'head_dtype: not given before, "int8" now' in found.stderr
+    assert (here / "o.jsonl").read_bytes() == kept
 
 
 def test_split_target_has_the_samples_of_the_whole_one(here):
