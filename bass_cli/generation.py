@@ -121,6 +121,7 @@ class LocalBackend:
                 drafted=drafted,
                 waiting=done.waiting,
                 plain=done.plain,
+                refills=done.refills,
             )
             if drafted:
                 screen.drafts(done.num_drafts, done.accepted)

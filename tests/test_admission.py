@@ -96,6 +96,20 @@ def test_next_prompts_share_the_prefill_pass():
         assert sorted(set(seen)) == expected
 
 
+def test_rounds_tell_whether_samples_wait_for_a_row():
+    """Six samples of five tokens in four rows: the last two get their rows after five rounds."""
+    loop = loop_for(Markov(table(eos=-50.0), 1), "none", rows=4, lengths=Fixed(0))
+    settings = job(n=2, max_new_tokens=5, batch_size=4)
+    seen = []
+    one = Conductor(
+        settings, Letters(), loop, context=1000, eos_ids={EOS}, on_round=lambda done: seen.append(done)
+    )
+    assert len(list(one.run(iter(prompts("a", "ab", "abc")), ()))) == 6
+    assert [(len(done.accepted), done.refills) for done in seen] == [(4, True)] * 5 + [
+        (2, False)
+    ] * 5
+
+
 def test_changes_between_rounds_are_sent_in_one_copy(monkeypatch):
     """There is one copy for the batch and one for a cache, however many rows change."""
     sent = []

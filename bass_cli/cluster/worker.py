@@ -220,7 +220,9 @@ class Worker(Process):
                     row_rounds=before.row_rounds + busy,
                     accepted=before.accepted + accepted,
                 )
-                self._usage.round(busy, done.seconds, done.capturing, self._report.rows)
+                self._usage.round(
+                    busy, done.seconds, done.capturing, self._report.rows, refills=done.refills
+                )
                 if done.width:
                     self._usage.drafts(done.num_drafts, done.accepted)
 

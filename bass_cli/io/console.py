@@ -126,6 +126,7 @@ class Screen:
         drafted: int = 0,
         waiting: float = 0.0,
         plain: float = 0.0,
+        refills: bool = False,
     ) -> None:
         """Count a finished round.
 
@@ -138,8 +139,9 @@ class Screen:
             drafted: The drafts of all rows.
             waiting: Seconds in which the device waited for the host, not part of `seconds`.
             plain: Seconds of a plain round of these rows; 0 if unknown.
+            refills: Whether samples wait for a row.
         """
-        self._usage.round(rows, seconds, capturing, capacity)
+        self._usage.round(rows, seconds, capturing, capacity, refills=refills)
         self._gain.round(drafted, rows, accepted, seconds + waiting, plain)
         if self.log is not None:
             self.log.round(

@@ -44,7 +44,13 @@ class Usage:
         self._phase = name
 
     def round(
-        self, rows: int, seconds: float, capturing: float = 0.0, capacity: int | None = None
+        self,
+        rows: int,
+        seconds: float,
+        capturing: float = 0.0,
+        capacity: int | None = None,
+        *,
+        refills: bool = False,
     ) -> None:
         """Count a finished round.
 
@@ -53,6 +59,8 @@ class Usage:
             seconds: Its time, without `capturing`.
             capturing: Seconds of capturing graphs for it.
             capacity: The rows of the batch from now on; fewer after memory ran out.
+            refills: Whether samples wait for a row. Rows that have just ended are empty for a
+                round, so fewer live rows alone do not mean that the batch drains.
         """
         if capacity is not None and capacity != self._capacity:
             self._capacity, self._most = capacity, 0
@@ -64,8 +72,8 @@ class Usage:
         self._places += self._capacity
         self._capturing += capturing
         self._draining += seconds
-        if rows >= self._most:  # the batch was not draining until now
-            self._most = rows
+        if refills or rows >= self._most:  # the batch was not draining until now
+            self._most = max(self._most, rows)
             self._full, self._draining = self._full + self._draining, 0.0
 
     def drafts(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:

@@ -86,6 +86,16 @@ def test_batch_with_fewer_samples_than_rows_is_not_draining(now: list[float]) ->
     assert (phases["decoding"], phases["draining"]) == (2.0, 1.0)
 
 
+def test_batch_drains_only_when_no_sample_waits_for_a_row(now: list[float]) -> None:
+    """A row that has just ended is empty for a round, so a busy batch seldom has all rows live."""
+    usage = Usage(8, 20)
+    for rows, refills in ((8, True), (7, True), (6, True), (7, False), (2, False)):
+        now[0] += 1.0
+        usage.round(rows, 1.0, refills=refills)
+    phases = usage.summary()["phases"]
+    assert (phases["decoding"], phases["draining"]) == (3.0, 2.0)
+
+
 def test_busy_rows_are_relative_to_the_capacity(now: list[float]) -> None:
     """After memory ran out, half the rows are used. They are all busy, and the batch does not drain."""
     usage = Usage(8, 20)
