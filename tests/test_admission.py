@@ -102,7 +102,12 @@ def test_rounds_tell_whether_samples_wait_for_a_row():
     settings = job(n=2, max_new_tokens=5, batch_size=4)
     seen = []
     one = Conductor(
-        settings, Letters(), loop, context=1000, eos_ids={EOS}, on_round=lambda done: seen.append(done)
+        settings,
+        Letters(),
+        loop,
+        context=1000,
+        eos_ids={EOS},
+        on_round=lambda done: seen.append(done),
     )
     assert len(list(one.run(iter(prompts("a", "ab", "abc")), ()))) == 6
     assert [(len(done.accepted), done.refills) for done in seen] == [(4, True)] * 5 + [
