@@ -1,30 +1,32 @@
 """Run tests of the Triton kernels on a GPU under NVIDIA's compute-sanitizer.
 
-    python tests/kernels/sanitize.py [--limit SECONDS] [--only WORD] memcheck racecheck ...
+    python tests/kernels/sanitize.py [--limit SECONDS] [--total SECONDS] [--only WORD] TOOL ...
 
 The tests run once for each named tool: memcheck, racecheck, initcheck or synccheck; or none, which
-only compiles the kernels. The first run shows that every kernel is launched. It exits with 1 if a
-tool finds an error, a test fails, or a kernel is not launched.
+only compiles the kernels. It exits with 1 if a tool finds an error, a test fails, a kernel is not
+launched under a tool, or a tool does not find the error that is planted for it.
 
-Left out: exchanges with peers, because a kernel that waits for another process's kernel may never
-end when launches are checked one after the other.
+A failed test ends its process, because memcheck ends the CUDA context, and a tool may crash. The
+tests after it run in a new process.
 """
 
 import argparse
 import ast
 import functools
 import importlib
-import json
+import itertools
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 import pytest
 import torch
@@ -64,11 +66,13 @@ GROUPS = (
      "test_kernels or lines or causal_attention and dtype1 or long_prompts"),
     ("model/test_fused_decode.py", "dtype1"),
     ("kernels/test_triton.py", "dtype2 and not gelu and not relu and not 34000 or samples_equal"),
-    ("kernels/test_gated.py kernels/test_training_ops.py", "gate_up and dtype1 or layer or dtype2"),
+    ("kernels/test_gated.py kernels/test_training_ops.py kernels/test_peers.py",
+     "gate_up and dtype1 or layer or dtype2 or all_parts and dtype0 or added_to_the_stream"),
 )  # fmt: skip
-# Kernels that none of these tests launches: they wait for kernels of other processes.
-LEFT_OUT = {"peers._add"}
-LINES = 24  # of a tool, and of a failed process, that are shown
+LINES = 60  # of a tool, that are shown of a group
+ENDING = 24  # lines of a failed process's other output
+ATTEMPTS = 6  # processes of a group
+LEAST = 8  # seconds in which a process may do anything
 
 
 class Run(NamedTuple):
@@ -79,6 +83,7 @@ class Run(NamedTuple):
     code: int
     seconds: float
     output: str
+    record: list[str]
 
     @property
     def line(self) -> str:
@@ -86,24 +91,97 @@ class Run(NamedTuple):
         summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (.*)", self.output)
         tests = re.findall(r"\d+ (?:passed|failed|error).* in .*", self.output)
         name = GROUPS[self.number][0].replace("kernels/", "")
-        parts = [*summary[-1:], *tests[-1:], f"{self.seconds:.0f} s"]
+        parts = [*summary, *tests, f"{self.seconds:.0f} s"]
         result = "FAILED" if self.code else "ok"
         return f"{self.tool} {result} {name} ({GROUPS[self.number][1]}): {'; '.join(parts)}"
 
     def show(self) -> None:
-        """Print the line, and after a failure the first lines of the tool and the last others."""
+        """Print the line; after a failure what the tool printed, where a process ended early, and
+        the last lines of its other output."""
         print(self.line, flush=True)
         if self.code:
-            tool = [one for one in self.output.splitlines() if one.startswith("=====")]
-            rest = [one for one in self.output.splitlines() if not one.startswith("=====")]
-            print(*tool[:LINES], *rest[-LINES:], sep="\n", flush=True)
+            lines = self.output.splitlines()
+            tool = dict.fromkeys(one for one in lines if one.startswith("====="))
+            rest = [one for one in lines if not one.startswith("=====")]
+            fatal = [one for one in rest if one.startswith("Fatal Python error")]
+            shown = [*tool][:LINES], self.ends(), fatal, rest[-ENDING:]
+            print(*itertools.chain(*shown), sep="\n", flush=True)
+
+    def ends(self) -> list[str]:
+        """Return the test, and the last kernel that it launched, of each process that ended before
+        its last test."""
+        found = []
+        for at, line in enumerate(self.record):
+            if line == "ended early":
+                before = [one for one in self.record[:at] if one.startswith("test ")]
+                found.append(f"ended early: {' '.join(before[-1:])}, {self.record[at - 1]}")
+        return found
+
+    def checked(self) -> set[str]:
+        """Return the kernels that were launched by tests that a process ended."""
+        found, own = set(), set()
+        for line in self.record:
+            word, _, name = line.partition(" ")
+            if word == "kernel":
+                own.add(name)
+            else:
+                found |= set() if word == "ended" else own
+                own = set()
+        return found
 
 
 @triton.jit
 def planted(x_ptr, out_ptr):
-    """Read 32 floats where there are 4: what memcheck must find."""
+    """Copy 32 floats. memcheck must find that there are only 4, initcheck that none is written."""
     at = tl.arange(0, 32)
     tl.store(out_ptr + at, tl.load(x_ptr + at))
+
+
+@triton.jit
+def planted_race(out_ptr):
+    """Read what another warp writes to shared memory, without a barrier: what racecheck must find.
+    Each of 128 threads writes a number, and reads that of the thread 32 after it."""
+    at = tl.arange(0, 128)
+    value = tl.inline_asm_elementwise(
+        """{
+        .shared .align 4 .b8 room[512];
+        .reg .b32 base, write, read;
+        mov.u32 base, room;
+        and.b32 write, $1, 127;
+        shl.b32 write, write, 2;
+        add.u32 write, write, base;
+        st.volatile.shared.b32 [write], $1;
+        add.u32 read, $1, 32;
+        and.b32 read, read, 127;
+        shl.b32 read, read, 2;
+        add.u32 read, read, base;
+        ld.volatile.shared.b32 $0, [read];
+        }""",
+        "=r,r",
+        [at],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    tl.store(out_ptr + at, value)
+
+
+# What each tool says about the error that is planted for it.
+PLANTED = {
+    "memcheck": "Invalid __global__ read of size",
+    "initcheck": "Uninitialized __global__ memory read",
+    "racecheck": "Race reported between",
+}
+
+
+def run_planted(tool: str) -> None:
+    """Launch the kernel with the error that a tool must find."""
+    if tool == "racecheck":
+        planted_race[(1,)](torch.empty(128, dtype=torch.int32, device="cuda"), num_warps=4)
+    else:
+        x = torch.empty(32 if tool == "initcheck" else 4, device="cuda")
+        planted[(1,)](x, torch.zeros(32, device="cuda"))
+    torch.cuda.synchronize()
 
 
 def get(owner: object, name: str) -> object:
@@ -133,94 +211,160 @@ def name_of(kernel: triton.JITFunction) -> str:
     return f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__name__}"
 
 
-def run_here(number: int, record: str) -> int:
-    """Run the tests of a group in this process. Record the kernels that they launch."""
-    launched, run = set(), triton.JITFunction.run
+class Recorder:
+    """Writes which tests begin and which kernels they launch, and leaves out tests that an earlier
+    process began."""
 
-    def noted(kernel, *arguments, **options):
-        launched.add(name_of(kernel))
-        return run(kernel, *arguments, **options)
+    def __init__(self, file: TextIO, begun: set[str]):
+        self.file, self.begun = file, begun
 
-    triton.JITFunction.run = noted
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items[:] = [one for one in items if f"test {one.nodeid}" not in self.begun]
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        print(f"test {nodeid}", file=self.file)
+
+
+def run_here(number: int, record: Path) -> int:
+    """Run the tests of a group in this process, and write what happens into `record`."""
+    run, begun = triton.JITFunction.run, set(lines_of(record))
     files, selected = GROUPS[number]
-    paths = [str(TESTS / name) for name in files.split()]
-    code = pytest.main(["-p", "no:cacheprovider", "-x", "-k", selected, *paths])
-    Path(record).write_text(json.dumps(sorted(launched)))
-    return int(code)
+    with record.open("a", buffering=1) as file:
+
+        def noted(kernel, *arguments, **options):
+            print(f"kernel {name_of(kernel)}", file=file)
+            return run(kernel, *arguments, **options)
+
+        triton.JITFunction.run = noted
+        paths = [str(TESTS / name) for name in files.split()]
+        options = ["-p", "no:cacheprovider", "-x", "-k", selected]
+        code = int(pytest.main([*options, *paths], [Recorder(file, begun)]))
+        if code == pytest.ExitCode.NO_TESTS_COLLECTED and begun:  # the last test ended early
+            code = 0
+        if code == 0:
+            print("end", file=file)
+    return code
 
 
-def command_of(tool: str, place: int, names: set[str]) -> list[str]:
+def lines_of(record: Path) -> list[str]:
+    return record.read_text().splitlines() if record.exists() else []
+
+
+def command_of(tool: str, place: int, names: Iterable[str]) -> list[str]:
     """Return the command before `python`. `place` gives each process ports of its own."""
     if tool == "none":
         return []
     program = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
-    command = [program, "--tool", tool, "--error-exitcode", "1", "--print-limit", "20"]
+    command = [program, "--tool", tool, "--error-exitcode", "1", "--print-limit", "100"]
     command += ["--port", str(49152 + 16 * place), "--target-processes", "application-only"]
     command += ["--kill", "--show-backtrace", "device"]
     if tool == "memcheck":  # torch and Triton try calls that may fail
         command += ["--report-api-errors", "no"]
+    if tool == "racecheck":  # by default each process has a worker for every core
+        command += ["--racecheck-num-workers", "2"]
     if tool == "initcheck":  # it must see who writes memory, so it checks torch's kernels too
         return command
     for name in sorted({name.rpartition(".")[2] for name in names}):
-        command += ["--kernel-name", f"kernel_substring={name}"]
+        command += ["--kernel-name", f"kernel_name={name}"]
     return command
 
 
-def run(tool: str, number: int, names: set[str], folder: Path, limit: float) -> Run:
-    """Run a group in a process of its own."""
-    record, began = folder / f"{number}.json", time.monotonic()
-    command = command_of(tool, number, names)
-    given = [str(number), "--record", str(record)]
-    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
-    try:
-        done = subprocess.run(
-            [*command, sys.executable, __file__, *given], env=environment, timeout=limit,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
-        )  # fmt: skip
-        code, output = done.returncode, done.stdout
-    except subprocess.TimeoutExpired as error:
-        code, output = 124, f"{(error.stdout or b'').decode()}\nended after {limit:.0f} s"
-    return Run(tool, number, code, time.monotonic() - began, output)
+def run_process(command: list[str], tool: str, output: Path, limit: float) -> int:
+    """Run a process, and what it has started, for at most `limit` seconds. Return its exit status,
+    124 after that time."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    if tool in ("memcheck", "initcheck"):  # they see the bounds of torch's tensors then
+        environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    with output.open("ab") as file:
+        process = subprocess.Popen(
+            command, env=environment, stdout=file, stderr=file, start_new_session=True
+        )
+        try:
+            return process.wait(limit)
+        except subprocess.TimeoutExpired:
+            file.write(f"\nended after {limit:.0f} s\n".encode())
+            return 124
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
 
-def is_found(folder: Path, limit: float) -> bool:
-    """Return whether memcheck finds the planted error: it sees Triton's kernels and the bounds of
-    torch's tensors."""
-    number = len(GROUPS)
-    done = run("memcheck", number, {"sanitize.planted"}, folder, limit)
-    return done.code == 1 and "Invalid __global__ read of size" in done.output
+def run(tool: str, number: int, place: int, names: set[str], folder: Path, end: float) -> Run:
+    """Run a group until the time `end`, in as many processes as it takes."""
+    record, output = (folder / f"{tool}-{number}.{word}" for word in ("record", "output"))
+    command = command_of(tool, place, names)
+    command += [sys.executable, __file__, "--group", str(number), str(record)]
+    began, failed, text = time.monotonic(), 0, ""
+    for _ in range(ATTEMPTS):
+        left, before = end - time.monotonic(), lines_of(record)
+        if left < LEAST:
+            failed, text = failed or 124, "no time is left"
+            break
+        failed = run_process(command, tool, output, left) or failed
+        after = lines_of(record)
+        if after[-1:] == ["end"] or len(after) == len(before):
+            break
+        with record.open("a") as file:
+            print("ended early", file=file)
+    text = (output.read_text(errors="replace") if output.exists() else "") + text
+    return Run(tool, number, failed, time.monotonic() - began, text, lines_of(record))
+
+
+def finds(tool: str, place: int, names: set[str], folder: Path, limit: float) -> bool:
+    """Return whether a tool finds the error that is planted for it, and so checks the kernels of
+    Triton, selected by name among others."""
+    output = folder / f"{tool}-planted.output"
+    own = {"sanitize.planted", "sanitize.planted_race"}
+    command = [*command_of(tool, place, names | own), sys.executable, __file__, "--planted", tool]
+    code = run_process(command, tool, output, limit)
+    found = code == 1 and PLANTED[tool] in output.read_text(errors="replace")
+    print(f"{tool} {'finds' if found else 'DOES NOT FIND'} the error planted for it", flush=True)
+    if not found:
+        print(*output.read_text(errors="replace").splitlines()[-ENDING:], sep="\n", flush=True)
+    return found
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", nargs="+", help="tools; or the number of a group")
+    parser.add_argument("tools", nargs="*")
     parser.add_argument("--limit", type=float, default=900.0, help="seconds of a group")
+    parser.add_argument("--total", type=float, default=1e9, help="seconds of all groups")
     parser.add_argument("--only", default="", help="groups whose files contain this")
-    parser.add_argument("--record")
+    parser.add_argument("--group", nargs=2, metavar=("NUMBER", "RECORD"), help=argparse.SUPPRESS)
+    parser.add_argument("--planted", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.record and given.what == [str(len(GROUPS))]:
-        planted[(1,)](*(torch.zeros(count, device="cuda") for count in (4, 32)))
-        torch.cuda.synchronize()
+    if given.planted:
+        run_planted(given.planted)
         return 0
-    if given.record:
-        return run_here(int(given.what[0]), given.record)
+    if given.group:
+        return run_here(int(given.group[0]), Path(given.group[1]))
     failed, names, cores = False, kernels(), len(os.sched_getaffinity(0))
     numbers = [number for number, (files, _) in enumerate(GROUPS) if given.only in files]
+    end = time.monotonic() + given.total
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(cores) as pool:
-        folder = Path(temporary)
-        for tool in given.what:
-            runs = [pool.submit(run, tool, one, names, folder, given.limit) for one in numbers]
-            if tool == "memcheck" and not is_found(folder, given.limit):
-                failed = True
-                print("memcheck does not find the planted error", flush=True)
-            for done in (one.result() for one in as_completed(runs)):
-                failed |= done.code != 0
-                done.show()
-        records = (folder / f"{number}.json" for number in numbers)
-        texts = [one.read_text() for one in records if one.exists()]
-    missing = names - LEFT_OUT - {name for text in texts for name in json.loads(text)}
-    print(f"{len(names - missing)} kernels launched; not launched: {sorted(missing)}", flush=True)
-    return int(failed or (bool(missing) and not given.only))
+        folder, runs, checks = Path(temporary), [], []
+        for first, tool in enumerate(given.tools):
+            place = first * (len(GROUPS) + 1)
+
+            def limited(number, tool=tool, place=place):
+                until = min(end, time.monotonic() + given.limit)
+                return run(tool, number, place + number + 1, names, folder, until)
+
+            if tool in PLANTED:
+                checks.append(pool.submit(finds, tool, place, names, folder, given.limit))
+            runs += [pool.submit(limited, number) for number in numbers]
+        found: dict[str, set[str]] = {tool: set() for tool in given.tools}
+        for done in (one.result() for one in as_completed(runs)):
+            failed |= done.code != 0
+            found[done.tool] |= done.checked()
+            done.show()
+        failed |= not all(one.result() for one in checks)
+    for tool, launched in found.items():
+        missing = sorted(names - launched)
+        print(f"{tool}: {len(names & launched)} kernels; not launched: {missing}", flush=True)
+        failed |= bool(missing) and not given.only
+    return int(failed)
 
 
 if __name__ == "__main__":
