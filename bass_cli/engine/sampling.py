@@ -148,35 +148,41 @@ class SamplingParams(NamedTuple):
 
 
 _FLOATS = 6  # temperature, top_p, min_p and three penalties: float32 numbers of a row
-WHOLE = 4 + _FLOATS // 2  # int64 numbers of a row in `Columns.whole`
+_WHOLE = 4 + _FLOATS // 2  # int64 numbers of a row in `Columns.whole`
+# Each column begins at a multiple of 16 bytes. Otherwise the compiled forms of kernels would depend
+# on the number of rows, and a job with other rows would compile them again.
+_ALIGNED = 4
 
 
 def params_of(whole: Tensor, rows: int) -> tuple[Tensor, SamplingParams, Tensor]:
     """Return views of `Columns.whole` on the device: alive [rows] int64, the parameters, and the
     repetition, presence and frequency penalties [3, rows] float32."""
-    alive, top_k, keys, floats = whole.split([rows, rows, 2 * rows, _FLOATS // 2 * rows])
-    numbers = floats.view(torch.float32).view(_FLOATS, rows)
-    params = SamplingParams(numbers[0], top_k, numbers[1], keys.view(rows, 2), numbers[2])
-    return alive, params, numbers[3:]
+    size = len(whole) // _WHOLE
+    alive, top_k, keys, floats = whole.split([size, size, 2 * size, _FLOATS // 2 * size])
+    numbers = floats.view(torch.float32).view(_FLOATS, size)[:, :rows]
+    keys = keys.view(size, 2)[:rows]
+    params = SamplingParams(numbers[0], top_k[:rows], numbers[1], keys, numbers[2])
+    return alive[:rows], params, numbers[3:]
 
 
 class Columns:
     """The sampling parameters on the host, as parts of one array so that one copy sends all of
     them.
 
-    `whole` [WHOLE x rows] int64 holds: alive (1 for live rows, 0 for padding rows), top_k, keys
-    [rows, 2], and six float32 numbers of each row in half a column each: temperature, top_p, min_p,
-    and the repetition, presence and frequency penalties.
+    `whole` int64 holds, for a multiple of 4 rows: alive (1 for live rows, 0 for padding rows),
+    top_k, keys [rows, 2], and six float32 numbers of each row in half a column each: temperature,
+    top_p, min_p, and the repetition, presence and frequency penalties.
     """
 
     __slots__ = ("_alive", "_floats", "_keys", "_top_k", "whole")
 
     def __init__(self, rows: int):
-        self.whole: NDArray[numpy.int64] = numpy.zeros(WHOLE * rows, dtype=numpy.int64)
-        parts = numpy.split(self.whole, [rows, 2 * rows, 4 * rows])
-        self._alive, self._top_k, self._keys = parts[0], parts[1], parts[2].reshape(rows, 2)
-        self._floats = parts[3].view(numpy.float32).reshape(_FLOATS, rows)
-        self.clear(slice(0, rows))
+        size = -(-rows // _ALIGNED) * _ALIGNED
+        self.whole: NDArray[numpy.int64] = numpy.zeros(_WHOLE * size, dtype=numpy.int64)
+        parts = numpy.split(self.whole, [size, 2 * size, 4 * size])
+        self._alive, self._top_k, self._keys = parts[0], parts[1], parts[2].reshape(size, 2)
+        self._floats = parts[3].view(numpy.float32).reshape(_FLOATS, size)
+        self.clear(slice(0, size))
 
     def set(self, place: int, sampling: RowSampling, key: tuple[int, int]) -> None:
         """Write the parameters of a live row."""

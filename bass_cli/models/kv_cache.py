@@ -26,7 +26,9 @@ from bass_kernels import SPARE_KEYS, DeviceGroups, Group, Packed, Segments, Stor
 # of the free memory suffices, because all graphs are captured again when it moves.
 ARENA = {"cpu": 1024, "cuda": 8192}
 _SMALL_PART = 16  # a growth is small if this many of it would fit
-_UNIT = 16  # Triton recompiles kernels if strides are no multiples of this
+# Triton compiles other forms of kernels if strides are no multiples of this, or addresses are no
+# multiples of this many bytes. So no address may depend on the number of rows in another way.
+_UNIT = 16
 # Minimum length of a prompt whose keys are read once for several rows. The merge of the two parts
 # of attention costs more for shorter ones.
 _SHARED_FROM = 1024
@@ -199,10 +201,12 @@ class KVCache:
         self.prompt_scales = [(*keys[1:], *values[1:]) for keys, values in pairs]
         self.span, self.version, self.states = span, 0, states
         self._sender = Sender(device)
-        # in one tensor, so that one copy sets all three
-        self._places = torch.zeros(3, rows, dtype=torch.int64, device=device)
+        # in one tensor, so that one copy sets all three, with an aligned place for each
+        places = torch.zeros(3, -(-rows // _UNIT) * _UNIT, dtype=torch.int64, device=device)
+        self._whole_places, self._places = places, places[:, :rows]
         self._base, self._start, self._slot = self._places
-        self._host = numpy.zeros((3, rows), dtype=numpy.int64)
+        self._whole_host = numpy.zeros(places.shape, dtype=numpy.int64)
+        self._host = self._whole_host[:, :rows]
         # each row's first block and number of blocks
         self._runs: Integers = numpy.stack((numpy.arange(rows), numpy.ones(rows, numpy.int64)))
         self._live = numpy.zeros(rows, dtype=bool)
@@ -279,7 +283,7 @@ class KVCache:
                 self._of_row[row] = span
             self._host[:2, rows], self._live[list(rows)] = [[span.length], [span.start]], True
         self._host[2] = self._blocks.slot(self._runs[0]) * self._live
-        self._places.copy_(self._sender.send(self._host))
+        self._whole_places.copy_(self._sender.send(self._whole_host))
         self._copy(copied)
         self._regroup()
 
@@ -471,21 +475,23 @@ def most_tiles(rows: int, size: int) -> int:
     return 2 * rows // 3 if size == 2 else rows // 2
 
 
+def _cut(flat: Tensor, sizes: list[int], spaces: list[int]) -> list[Tensor]:
+    """Return the first `sizes` elements of each of the consecutive `spaces` of a tensor."""
+    return [part[:size] for part, size in zip(flat.split(spaces), sizes, strict=True)]
+
+
 class GroupTables:
     """The groups of up to `rows` rows. For each of TILES a table of tiles, filled up with -1."""
 
     def __init__(self, rows: int, device: torch.device):
         self._groups: list[list[int]] = []
         sizes = [rows, *(most_tiles(rows, size) * size for size in TILES)]
-        self._host = torch.cat(
-            [
-                torch.full((count,), -1 if i else 0, dtype=torch.int32)
-                for i, count in enumerate(sizes)
-            ]
-        )
-        self._parts = self._host.split(sizes)
+        spaces = [-(-count // _UNIT) * _UNIT for count in sizes]  # so that each table is aligned
+        self._host = torch.full((sum(spaces),), -1, dtype=torch.int32)
+        self._parts = _cut(self._host, sizes, spaces)
+        self._parts[0].zero_()
         self._flat = self._host.to(device, copy=True)
-        self._views = self._flat.split(sizes)
+        self._views = _cut(self._flat, sizes, spaces)
         self._of: dict[int, DeviceGroups] = {}
 
     def update(self, spans: Iterable[list[int]]) -> None:

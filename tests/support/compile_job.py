@@ -56,6 +56,7 @@ def main(folder):
     models = build.load_models(plan)
     ops.use("triton")
     loop = ready(plan, models)
+    ready(make_plan(job.model_copy(update={"batch_size": 7})), models)
     print({"kernels": rounds_of(loop, (1, 8), (0, 3))})
     print({"empty": empty_of(loop)})
     forget_all()
@@ -66,17 +67,29 @@ def main(folder):
 
 def ready(plan, models, *, times=1):
     """Build loops, print what that compiled, and return the last one."""
-    compiled.clear()
-    launchers.clear()
+    for counted in (compiled, launchers, submitted):
+        counted.clear()
     phases, notes = [], []
     for _ in range(times):
         loop = build.ready_loop(plan, models, phases.append, notes.append)
     kernels, rows = len(compiled), len(loop.batch)
     print(
         {"kernels": kernels, "rows": rows, "phases": phases, "notes": notes}
-        | {"launchers": len(launchers)}
+        | {"launchers": len(launchers), "submitted": len(submitted)}
     )
     return loop
+
+
+def noting_submitted():
+    """Record the kernels given to the compilers, each once: Triton 3.6 requests some again."""
+    submitted, leave = [], triton.AsyncCompileMode.__exit__
+
+    def noted(mode, *error):
+        submitted.extend(mode.future_kernels)
+        return leave(mode, *error)
+
+    triton.AsyncCompileMode.__exit__ = noted
+    return submitted
 
 
 def refuse(*given, **named):
@@ -89,6 +102,6 @@ if __name__ == "__main__":
     driver.launcher_cls = lambda source, metadata: launchers.append(source.fn.__name__)
     triton.runtime.driver.set_active(driver)
     skip_code()
-    compiled = noting("_do_compile")
+    compiled, submitted = noting("_do_compile"), noting_submitted()
     build.graphs_for = lambda models: Uncapturable()
     main(sys.argv[1])
