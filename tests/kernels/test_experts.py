@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from test_triton import DEVICE, DTYPES, close, randn, triton  # noqa: F401 (a fixture)
+from test_triton import BOUND, DEVICE, DTYPES, close, randn, triton  # noqa: F401 (a fixture)
 from thinned import thinned_on_cpu
 
 import bass_kernels as ops
@@ -277,7 +277,10 @@ def test_expert_of_all_tokens_is_added_times_its_gate(op, dtype):
     thinned_on_cpu(itertools.product([*SIZES, *MANY], GATES[::2], ops.LAYOUTS, DTYPES), 5),
 )
 def test_experts_in_8_bits_equal_the_definition(size, gate, layout, dtype):
-    """A number at the border of two values of e4m3 may be rounded to the other one."""
+    """The inner values have an error e before they are rounded to e4m3: on a GPU 4e-4, because its
+    tensor cores sum e4m3 with some 13 bits. At the border of two numbers a value is then rounded to
+    the other one, which is at most 1/8 of it away. This has a probability of 8 e, so the mean of
+    the squares of these errors is e / 8."""
     activation, clamp = gate
     tokens, experts, chosen, width, inner = size
     x = randn(tokens, width, dtype=dtype)
@@ -287,7 +290,11 @@ def test_experts_in_8_bits_equal_the_definition(size, gate, layout, dtype):
     words = {"experts": experts, "activation": activation, "clamp": clamp}
     found = ops.mix_experts(x, ids, weights, maps, x, **words)
     due = definition.mix_experts(x, ids, weights, maps, x, **words)
-    close(found, due, dtype, factor=2 if layout == "int8" else 2 if dtype != torch.float32 else 500)
+    factor = 2.0
+    if layout == "fp8" and dtype == torch.float32:
+        error = 4e-4 if DEVICE.type == "cuda" else BOUND[dtype]
+        factor = math.sqrt(error / 8) / BOUND[dtype]
+    close(found, due, dtype, factor=factor)
 
 
 @pytest.mark.parametrize("layout", ops.LAYOUTS)
