@@ -16,6 +16,8 @@ import typer.testing
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+# Models are tiny, and processes of tests share the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Compiled files are kept in __pycache__, which git ignores, also where the environment says not to
 # write them: every process of the tests would compile the tests, or the package, again.

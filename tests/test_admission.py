@@ -7,10 +7,7 @@ from fakes import FakeGraphs
 from test_scheduler import EOS, TEXTS, Letters, by_key, job, prompts, run, table
 from toys import Markov, loop_for
 
-from bass_cli.drafts.factory import NoDrafter
-from bass_cli.engine.batch import Batch, Row
-from bass_cli.engine.clock import Clock
-from bass_cli.engine.loop import Loop
+from bass_cli.engine.batch import Row
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.models.block_allocator import Sender
 from bass_cli.models.kv_cache import KVCache, Layers
@@ -19,15 +16,7 @@ from bass_cli.models.kv_cache import KVCache, Layers
 def captured(*, rows):
     """A loop with captured rounds, and the device's clock."""
     graphs = FakeGraphs()
-    loop = Loop(
-        batch=Batch(rows=rows, context=64, device=torch.device("cpu")),
-        target=Markov(table(), 1),
-        drafter=NoDrafter(),
-        lengths=Fixed(0),
-        coupling="shared",
-        clock=Clock(graphs.ticks),
-        graphs=graphs,
-    )
+    loop = loop_for(Markov(table(), 1), "none", rows=rows, lengths=Fixed(0), graphs=graphs)
     return loop, graphs
 
 

@@ -33,7 +33,6 @@ def load(name: str) -> Any:
 def demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The demo as a module, and the arguments for a tiny pair whose greedy samples soon repeat
     themselves."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     write_checkpoint("llama", tmp_path / "target", seed=0)
     write_tokenizer(tmp_path / "target")
@@ -99,7 +98,6 @@ def test_examples_are_prompts_and_edits_carry_what_they_edit() -> None:
 def test_roll_outs_learn_and_equal_those_of_a_fresh_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     rewards = load("rollouts").train(tmp_path, steps=6)
     out = capsys.readouterr().out

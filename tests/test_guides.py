@@ -73,7 +73,6 @@ def scratch(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     path = [str(tools), str(Path(sys.executable).parent), os.environ["PATH"]]
     monkeypatch.setenv("PATH", os.pathsep.join(path))
     monkeypatch.setenv("BASS_DEVICE", "cpu")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     return folder
 

@@ -20,11 +20,6 @@ LATE = (
 )
 
 
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
 def model(folder: Path, rows: int = 300, **changes: Any) -> Path:
     write_tokenizer(folder, extra=("<|im_end|>", "<late>"))
     write_checkpoint("llama", folder, shards=False, vocab_size=rows, **changes)

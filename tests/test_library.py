@@ -23,11 +23,6 @@ from bass_cli import Completion, Job, Pair, Sampling, Speculation, UserError, ge
 EXAMPLE = Path(__file__).parent.parent / "examples" / "library.py"
 
 
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")

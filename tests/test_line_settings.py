@@ -168,7 +168,6 @@ def test_the_plan_has_room_for_what_prompts_ask_for(
 
     from bass_cli.run.plan import make_plan
 
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     write_checkpoint("llama", tmp_path)
     write_tokenizer(tmp_path)
     given = Job(pair=Pair(name="t", target=str(tmp_path)), n=2, device="cpu")

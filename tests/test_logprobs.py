@@ -21,11 +21,6 @@ from bass_cli.formats.tokenizer import Tokenizer
 PROMPTS = [{"id": "a", "prompt": "the cat"}, {"id": "b", "prompt": "a dog sat on the"}]
 
 
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")

@@ -33,11 +33,6 @@ REGEX = r"(yes|no), [a-zé]{1,6}\d?"
 GRAMMAR = 'root ::= item ("," item)? ("," item)?\nitem ::= [a-c] | "<" [0-9] ">"\n'
 
 
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")

@@ -20,11 +20,6 @@ PROMPTS = [{"id": "a", "prompt": "the cat"}, {"id": "b", "prompt": "a dog sat on
 FLAGS = ["--device", "cpu", "--n", "3", "--max-new-tokens", "8", "--draft-length", "4", "--quiet"]
 
 
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Return drafts by name: none, lookup, the target itself, and a model that seldom agrees."""

@@ -56,7 +56,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def place(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the working directory of the test, with the model."""
     (tmp_path / "model").symlink_to(model)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -38,7 +38,6 @@ def cluster() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         head = {"num_cpus": 4, "object_store_memory": STORE, "include_dashboard": False}
         found = Cluster(initialize_head=True, head_node_args=head)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_library import model, one_thread  # noqa: F401 (fixtures)
+from test_library import model  # noqa: F401 (fixture)
 
 from bass_cli import Completion, Job, Pair, Sampling, generate
 from bass_cli.cluster.worker import JobSpec, Part, Ready, Report, Worker

@@ -8,14 +8,14 @@ import pytest
 import torch
 from chains import chain_config, write_chain
 from checkpoints import write_checkpoint
+from decoders import load_decoder, load_head
 from fakes import FakeGraphs
 from reading import goes_on_and_is_plain, has_the_targets_law, write_pair
 from safetensors.torch import load_file, save_file
 from test_ahead import Settled, ready
 from test_captured import Tour, rows
-from test_feature_heads import loop_of
 from thinned import thinned_on_cpu
-from toys import Reactive, drive, plain
+from toys import Reactive, drive, loop_for, plain
 
 import bass_kernels as ops
 from bass_cli.engine.batch import Row
@@ -41,11 +41,8 @@ def opened(folder, place, form=None):
     """Return the target and the drafter of a folder, float32."""
     ops.use(form)  # kernels read no packed weights
     try:
-        checkpoint = open_checkpoint(folder / "target")
-        target = Decoder(checkpoint.spec, load(checkpoint, dtype=torch.float32, device=place))
-        head = open_head(folder / "head", checkpoint.spec)
-        weights = load(head, dtype=torch.float32, device=place)
-        return target, make_head(head.head, weights, target)
+        target = load_decoder(folder / "target", device=place)
+        return target, load_head(open_head(folder / "head", target.spec), target)
     finally:
         ops.use(None)
 
@@ -128,7 +125,7 @@ def test_drafts_equal_a_full_forward(models, family, kind):
         (5, Tour(), None),
         (2, Reactive(), None),
     ):
-        loop = loop_of(target, head, rows=batch, lengths=lengths, acceptance=acceptance)
+        loop = loop_for(target, head, rows=batch, lengths=lengths, acceptance=acceptance)
         compared = Compared(loop, theirs, reading)
         found = drive(loop, rows(18) if acceptance else rows())
         assert acceptance or found == due
@@ -141,7 +138,7 @@ def test_drafts_equal_a_full_forward(models, family, kind):
 @pytest.mark.parametrize("keys", [{"model_type": "qwen3"}, {"norm_before_residual": False}])
 def test_speculators_config_variants(models, keys):
     theirs, reading, target, head = models("qwen3", "speculators", **keys)
-    loop = loop_of(target, head, rows=5, lengths=Tour())
+    loop = loop_for(target, head, rows=5, lengths=Tour())
     compared = Compared(loop, theirs, reading)
     assert drive(loop, rows(12)) == plain(target, rows(12))
     assert compared.seen
@@ -154,7 +151,7 @@ def test_default_layers_are_those_of_the_paper(tmp_path):
     reading = write_chain(tmp_path / "head", "authors", eagle_config={})
     target, head = opened(tmp_path, CPU)
     assert head.aux_layers == (1, 3, 4)
-    loop = loop_of(target, head, rows=5, lengths=Tour())
+    loop = loop_for(target, head, rows=5, lengths=Tour())
     compared = Compared(loop, theirs, reading)
     drive(loop, rows(12))
     assert compared.seen
@@ -173,7 +170,7 @@ def test_prompts_are_read_by_target_and_drafter(models, logprobs):
         for p, tokens in enumerate(texts)
         for s in range(2)
     ]
-    loop = loop_of(target, head, rows=12, lengths=Fixed(3))
+    loop = loop_for(target, head, rows=12, lengths=Fixed(3))
     compared = Compared(loop, theirs, reading)
     for p in range(len(texts)):
         timed = loop.clock.now() + 1e6 if p in (2, 4) else None
@@ -201,7 +198,7 @@ def test_captured_rounds_and_those_launched_ahead(models, batch):
     theirs, reading, target, head = models("qwen3", "authors")
     due = plain(target, rows())
     for lengths in (Settled(), Goodput(limit=8)):
-        loop = loop_of(target, head, rows=batch, lengths=lengths, graphs=FakeGraphs())
+        loop = loop_for(target, head, rows=batch, lengths=lengths, graphs=FakeGraphs())
         compared, flights = Compared(loop, theirs, reading), ready(loop)
         assert drive(loop, rows(), ahead=True) == due
         assert {shape.kind for _, shape in loop.graphs.done} <= {"round", "plain"}
@@ -212,8 +209,8 @@ def test_captured_rounds_and_those_launched_ahead(models, batch):
 
 def test_captures_change_no_sample_under_maximal_coupling(models):
     _, _, target, head = models("qwen3", "authors")
-    due = drive(loop_of(target, head, rows=3, lengths=Tour(), coupling="maximal"), rows())
-    loop = loop_of(target, head, rows=3, lengths=Tour(), coupling="maximal", graphs=FakeGraphs())
+    due = drive(loop_for(target, head, rows=3, lengths=Tour(), coupling="maximal"), rows())
+    loop = loop_for(target, head, rows=3, lengths=Tour(), coupling="maximal", graphs=FakeGraphs())
     assert drive(loop, rows()) == due
     assert loop.graphs.count("replay", "round") > 3
 
@@ -221,7 +218,7 @@ def test_captures_change_no_sample_under_maximal_coupling(models):
 def test_chain_drafter_declares_one_pass_a_token(models):
     """For `auto`, graphs and profiles: a longer draft costs more, and it can be stopped early."""
     _, _, target, head = models("qwen3", "authors")
-    loop = loop_of(target, head, rows=6, lengths=Fixed(4))
+    loop = loop_for(target, head, rows=6, lengths=Fixed(4))
     assert not loop.drafter.at_once
     assert loop.drafter.stops_short
     live = rows()
@@ -235,7 +232,7 @@ def test_chain_drafter_declares_one_pass_a_token(models):
         short = loop.drafter.propose_while(loop.batch, 4, lambda p: told.append(p) or len(told) < 3)
     assert torch.equal(short.tokens, whole[:, :3])
     assert all(bool(((p > 0) & (p <= 1)).all()) for p in told)
-    assert drive(loop_of(target, head, rows=4, lengths=Goodput(limit=8)), rows()) == plain(
+    assert drive(loop_for(target, head, rows=4, lengths=Goodput(limit=8)), rows()) == plain(
         target, rows()
     )
 
@@ -251,7 +248,7 @@ def test_maximal_coupling_has_the_targets_distribution(tmp_path):
 @pytest.mark.parametrize("coupling", ["shared", "maximal"])
 def test_tokens_outside_the_drafters_vocabulary_are_never_drafted(models, coupling):
     _, _, target, head = models("qwen3", "authors")
-    loop = loop_of(target, head, rows=5, lengths=Tour(), coupling=coupling)
+    loop = loop_for(target, head, rows=5, lengths=Tour(), coupling=coupling)
     proposed, propose = [], loop.drafter.propose
     loop.drafter.propose = lambda *given: proposed.append(propose(*given)) or proposed[-1]
     drive(loop, rows(18))
@@ -418,19 +415,19 @@ def test_on_a_cuda_device(tmp_path, kind):
     theirs = write_checkpoint("qwen3", tmp_path / "target", num_hidden_layers=4)
     reading = write_chain(tmp_path / "head", kind)
     target, head = opened(tmp_path, torch.device("cuda"))
-    due = drive(loop_of(target, head, rows=1, lengths=Fixed(0)), rows())
+    due = drive(loop_for(target, head, rows=1, lengths=Fixed(0)), rows())
     for batch in (1, 5):
-        loop = loop_of(target, head, rows=batch, lengths=Tour())
+        loop = loop_for(target, head, rows=batch, lengths=Tour())
         compared = Compared(loop, theirs, reading)
         assert drive(loop, rows()) == due
         assert len(compared.seen) > 10
         for lengths in (Settled(), Fixed(4)):
-            loop = loop_of(target, head, rows=batch, lengths=lengths, graphs=Graphs(target.device))
+            loop = loop_for(target, head, rows=batch, lengths=lengths, graphs=Graphs(target.device))
             ready(loop)
             assert drive(loop, rows(), ahead=True) == due
             assert loop.graphs.captures > 0
         once, again = (
-            drive(loop_of(target, head, rows=batch, lengths=Tour(), coupling="maximal", graphs=graphs), rows())
+            drive(loop_for(target, head, rows=batch, lengths=Tour(), coupling="maximal", graphs=graphs), rows())
             for graphs in (None, Graphs(target.device))
         )  # fmt: skip
         assert once == again

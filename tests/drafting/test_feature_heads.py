@@ -9,6 +9,7 @@ import re
 import pytest
 import torch
 from checkpoints import write_checkpoint
+from decoders import load_decoder, load_head
 from fakes import FakeGraphs
 from heads import MASK, config_of, write_head
 from reading import FLAGS, goes_on_and_is_plain, has_the_targets_law, write_pair
@@ -18,14 +19,11 @@ from test_captured import Tour, rows
 from test_cutting import watched
 from test_parallel import bass
 from thinned import thinned_on_cpu
-from toys import SPAN, Reactive, drive, loop_for, plain
+from toys import Reactive, drive, loop_for, plain
 
 import bass_kernels as ops
 from bass_cli.config.job import load_pair, make_job
-from bass_cli.drafts.factory import DraftParts, make_drafter
-from bass_cli.engine.batch import Batch, Row, beyond
-from bass_cli.engine.clock import Clock
-from bass_cli.engine.loop import Loop
+from bass_cli.engine.batch import Row, beyond
 from bass_cli.engine.sampling import RowSampling
 from bass_cli.engine.verify import CHEAP, Cut
 from bass_cli.errors import UserError
@@ -37,8 +35,6 @@ from bass_cli.lengths.goodput import Goodput
 from bass_cli.models import decoder
 from bass_cli.models.block_allocator import Change
 from bass_cli.models.capture import Graphs
-from bass_cli.models.decoder import Decoder
-from bass_cli.models.heads import FeatureHead
 from bass_cli.models.runner import Runner
 from bass_cli.run.memory import footprint
 from bass_cli.run.pair import cut_of
@@ -64,37 +60,13 @@ def models(tmp_path_factory):
         ops.use(form)  # kernels read no packed weights
         place = DEVICE if form == "triton" else CPU
         try:
-            checkpoint = open_checkpoint(folder / "target")
-            target = Decoder(checkpoint.spec, load(checkpoint, dtype=torch.float32, device=place))
-            opened = open_head(folder / "head", checkpoint.spec)
-            weights = load(opened, dtype=torch.float32, device=place)
-            head = FeatureHead(opened.head, weights, target)
+            target = load_decoder(folder / "target", device=place)
+            head = load_head(open_head(folder / "head", target.spec), target)
         finally:
             ops.use(None)
         return theirs, reading, target, head
 
     return made
-
-
-def loop_of(
-    target, head, *, rows, lengths, coupling="shared", acceptance=None, graphs=None, cut=None
-):
-    """Return a loop whose drafter reads its target, on their device."""
-    runner = Runner(target.read_by(head), rows=rows, span=SPAN, pending=1)
-    drafter = make_drafter(
-        "heads:x", DraftParts(runner=runner, head=head, coupling=coupling, temperature=None)
-    )
-    return Loop(
-        batch=Batch(rows=rows, context=128, device=target.device, vocab=target.vocab),
-        target=runner,
-        drafter=drafter,
-        lengths=lengths,
-        coupling=coupling,
-        clock=Clock(graphs.ticks) if isinstance(graphs, FakeGraphs) else Clock(),
-        acceptance=acceptance,
-        graphs=graphs,
-        cut=cut,
-    )
 
 
 class Compared:
@@ -150,7 +122,7 @@ def test_drafts_equal_a_full_forward(models, family, kind):
         (5, Tour(), None),
         (2, Reactive(), None),
     ):
-        loop = loop_of(target, head, rows=batch, lengths=lengths, acceptance=acceptance)
+        loop = loop_for(target, head, rows=batch, lengths=lengths, acceptance=acceptance)
         compared = Compared(loop, theirs, reading)
         found = drive(loop, rows(18) if acceptance else rows())
         assert acceptance or found == due
@@ -170,7 +142,7 @@ def test_prompts_are_read_by_target_and_drafter(models):
         for p, tokens in enumerate((text, [*text[:131], 5, 6, 7], text[:40], [9]))
         for s in range(2)
     ]
-    loop = loop_of(target, head, rows=8, lengths=Fixed(3))
+    loop = loop_for(target, head, rows=8, lengths=Fixed(3))
     compared = Compared(loop, theirs, reading)
     for p in range(4):
         assert loop.open(
@@ -189,7 +161,7 @@ def test_captured_rounds_and_those_launched_ahead(models, batch):
     theirs, reading, target, head = models("qwen3", "dflash")
     due = plain(target, rows())
     for lengths in (Settled(), Goodput(limit=head.spec.drafts, at_once=True)):
-        loop = loop_of(target, head, rows=batch, lengths=lengths, graphs=FakeGraphs())
+        loop = loop_for(target, head, rows=batch, lengths=lengths, graphs=FakeGraphs())
         compared, flights = Compared(loop, theirs, reading), ready(loop)
         assert drive(loop, rows(), ahead=True) == due
         assert not any(shape.kind == "catch up" for _, shape in loop.graphs.done)
@@ -207,7 +179,7 @@ def test_cut_drafts_equal_the_papers(models, kind):
     theirs, reading, target, head = models("qwen3", kind)
     due, cut = plain(target, rows(20)), Cut(head.spec.drafts, 0, 2)
     for batch, graphs in ((1, None), (3, None), (5, FakeGraphs())):
-        loop = loop_of(target, head, rows=batch, lengths=Settled(), graphs=graphs, cut=cut)
+        loop = loop_for(target, head, rows=batch, lengths=Settled(), graphs=graphs, cut=cut)
         compared, seen = Compared(loop, theirs, reading), watched(loop)
         if graphs is not None:
             ready(loop)
@@ -220,8 +192,8 @@ def test_cut_drafts_equal_the_papers(models, kind):
 def test_captures_change_no_sample_under_maximal_coupling(models, kind):
     """A longer graph that serves drafts the same tokens: a block always has all its places."""
     _, _, target, head = models("qwen3", kind)
-    due = drive(loop_of(target, head, rows=3, lengths=Tour(), coupling="maximal"), rows())
-    loop = loop_of(target, head, rows=3, lengths=Tour(), coupling="maximal", graphs=FakeGraphs())
+    due = drive(loop_for(target, head, rows=3, lengths=Tour(), coupling="maximal"), rows())
+    loop = loop_for(target, head, rows=3, lengths=Tour(), coupling="maximal", graphs=FakeGraphs())
     assert drive(loop, rows()) == due
     longer = [shape.width for how, shape in loop.graphs.done if shape.kind == "block"]
     assert longer
@@ -235,10 +207,8 @@ def test_maximal_coupling_has_the_targets_distribution(tmp_path, kind):
     theirs = write_checkpoint("qwen3", tmp_path / "target", vocab_size=12, num_hidden_layers=2)
     mask = {"mask_token_id": 11, "dflash_config": {"mask_token_id": 11, "target_layer_ids": [0]}}
     write_head(tmp_path / "head", kind, vocab=12, aux_layers=(0,), **mask)
-    checkpoint = open_checkpoint(tmp_path / "target")
-    target = Decoder(checkpoint.spec, load(checkpoint, dtype=torch.float32, device=CPU))
-    opened = open_head(tmp_path / "head", checkpoint.spec)
-    head = FeatureHead(opened.head, load(opened, dtype=torch.float32, device=CPU), target)
+    target = load_decoder(tmp_path / "target")
+    head = load_head(open_head(tmp_path / "head", target.spec), target)
     has_the_targets_law(theirs, target, head)
 
 
@@ -255,7 +225,7 @@ def test_target_without_a_reader_records_no_hidden_states(models, monkeypatch):
         assert drive(loop, rows()) == due
         assert len(loop.target.cache.own_keys) == len(target.layers)
     assert tapped == []
-    loop = loop_of(target, head, rows=3, lengths=Fixed(0))
+    loop = loop_for(target, head, rows=3, lengths=Fixed(0))
     assert drive(loop, rows()) == due
     assert tapped
     assert len(loop.target.cache.own_keys) == len(target.layers) + head.spec.body.layers
@@ -421,11 +391,10 @@ def test_deepspec_dflash_drafter_has_no_bias(models, tmp_path):
     """A DSpark of rank 0 drafts at every place, the anchor's too."""
     theirs, _, target, _ = models("qwen3", "dspark")
     reading = write_head(tmp_path, "dspark", markov_rank=0)
-    opened = open_head(tmp_path, target.spec)
-    head = FeatureHead(opened.head, load(opened, dtype=torch.float32, device=CPU), target)
+    head = load_head(open_head(tmp_path, target.spec), target)
     assert (head.spec.drafts, head.spec.rank) == (5, 0)
     reading.bias = lambda token: 0.0
-    loop = loop_of(target, head, rows=5, lengths=Tour())
+    loop = loop_for(target, head, rows=5, lengths=Tour())
     compared = Compared(loop, theirs, reading)
     assert drive(loop, rows()) == plain(target, rows())
     assert compared.seen
@@ -438,9 +407,8 @@ def test_shorter_vocabulary_uses_the_targets_ids(models, tmp_path, kind, couplin
     """Tokens that the drafter does not know are never drafted, under either coupling."""
     theirs, _, target, _ = models("qwen3", "dspark")
     reading = write_head(tmp_path, kind, draft_vocab_size=150)
-    opened = open_head(tmp_path, target.spec)
-    head = FeatureHead(opened.head, load(opened, dtype=torch.float32, device=CPU), target)
-    loop = loop_of(target, head, rows=5, lengths=Tour(), coupling=coupling)
+    head = load_head(open_head(tmp_path, target.spec), target)
+    loop = loop_for(target, head, rows=5, lengths=Tour(), coupling=coupling)
     proposed, propose = [], loop.drafter.propose
     loop.drafter.propose = lambda *given: proposed.append(propose(*given)) or proposed[-1]
     compared = Compared(loop, theirs, reading) if coupling == "shared" else None
@@ -455,7 +423,7 @@ def test_shorter_vocabulary_uses_the_targets_ids(models, tmp_path, kind, couplin
 
 def test_profile_has_no_drafts_longer_than_a_block(models):
     _, _, target, head = models("qwen3", "dspark")
-    loop = loop_of(target, head, rows=2, lengths=Fixed(0))
+    loop = loop_for(target, head, rows=2, lengths=Fixed(0))
     surface = measure(loop, [[3, 1, 4]], rows=[1, 2], limit=2.0, tokens=20)
     assert surface.widths == (0, 1, 2, 3, 4, 5)
 
@@ -485,29 +453,26 @@ def test_on_a_cuda_device(tmp_path, kind):
     change none. Float32."""
     theirs = write_checkpoint("qwen3", tmp_path / "target")
     reading = write_head(tmp_path / "head", kind)
-    checkpoint = open_checkpoint(tmp_path / "target")
-    words = {"dtype": torch.float32, "device": torch.device("cuda")}
-    target = Decoder(checkpoint.spec, load(checkpoint, **words))
-    opened = open_head(tmp_path / "head", checkpoint.spec)
-    head = FeatureHead(opened.head, load(opened, **words), target)
-    due = drive(loop_of(target, head, rows=1, lengths=Fixed(0)), rows())
+    target = load_decoder(tmp_path / "target", device=DEVICE)
+    head = load_head(open_head(tmp_path / "head", target.spec), target)
+    due = drive(loop_for(target, head, rows=1, lengths=Fixed(0)), rows())
     for batch in (1, 5):
-        loop = loop_of(target, head, rows=batch, lengths=Tour())
+        loop = loop_for(target, head, rows=batch, lengths=Tour())
         compared = Compared(loop, theirs, reading)
         assert drive(loop, rows()) == due
         assert len(compared.seen) > 10
         for lengths in (Settled(), Fixed(4)):
-            loop = loop_of(target, head, rows=batch, lengths=lengths, graphs=Graphs(target.device))
+            loop = loop_for(target, head, rows=batch, lengths=lengths, graphs=Graphs(target.device))
             ready(loop)
             assert drive(loop, rows(), ahead=True) == due
             assert loop.graphs.captures > 0
         words = {"rows": batch, "graphs": Graphs(target.device), "cut": Cut(head.spec.drafts, 0, 2)}
-        loop = loop_of(target, head, lengths=Settled(), **words)
+        loop = loop_for(target, head, lengths=Settled(), **words)
         ready(loop)
         assert drive(loop, rows(), ahead=True) == due
         assert any(shape.kind == "cut" for shape in loop.graphs.held())
         once, again = (
-            drive(loop_of(target, head, rows=batch, lengths=Tour(), coupling="maximal", graphs=graphs), rows())
+            drive(loop_for(target, head, rows=batch, lengths=Tour(), coupling="maximal", graphs=graphs), rows())
             for graphs in (None, Graphs(target.device))
         )  # fmt: skip
         assert once == again

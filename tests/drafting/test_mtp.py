@@ -10,28 +10,23 @@ import json
 import pytest
 import torch
 from checkpoints import HYBRID, shallow, write_checkpoint, write_tokenizer
+from decoders import load_decoder, load_head
 from reading import FLAGS, has_the_targets_law
 from safetensors.torch import load_file, save_file
 from test_captured import Tour
 from test_chain_heads import Compared
-from test_feature_heads import loop_of
 from test_hybrids import InTurn
 from test_parallel import bass, lines
-from test_pieces import again, finish
+from test_pieces import finish
 from test_pieces import loop_of as loop_of_blocks
-from toys import drive, plain
+from toys import again, drive, loop_for, plain, rows_for
 
 import bass_kernels as ops
 from bass_cli.config.job import Job, Pair
-from bass_cli.engine.batch import Row
-from bass_cli.engine.sampling import RowSampling
 from bass_cli.errors import UserError
 from bass_cli.formats.checkpoint import open_checkpoint
 from bass_cli.formats.draft_heads import open_mtp
-from bass_cli.formats.weights import load
 from bass_cli.lengths.controllers import Fixed
-from bass_cli.models.decoder import Decoder
-from bass_cli.models.heads import make_head
 from bass_cli.models.runner import Runner
 from bass_cli.run.build import load_models
 from bass_cli.run.memory import footprint
@@ -148,10 +143,8 @@ def write(folder, family, *, near=None, tokenizer=False, layer_seed=1, **keys):
 
 def opened(folder):
     """Return the target and the layer of a folder, float32."""
-    checkpoint = open_checkpoint(folder)
-    target = Decoder(checkpoint.spec, load(checkpoint, dtype=torch.float32, device=CPU))
-    found = open_mtp(checkpoint)
-    return target, make_head(found.head, load(found, dtype=torch.float32, device=CPU), target)
+    target = load_decoder(folder)
+    return target, load_head(open_mtp(open_checkpoint(folder)), target)
 
 
 @pytest.fixture(scope="module")
@@ -168,18 +161,13 @@ def models(tmp_path_factory):
 
 def rows(limit=9):
     """Return two samples of four prompts of unequal lengths, the first of one token."""
-    return [
-        Row(
-            str(p),
-            s,
-            5,
-            [3 + (7 * p + 3 * t) % 290 for t in range(1 + 4 * p)],
-            limit - (s + p) % 3,
-            sampling=RowSampling(temperature=0.9 * min(s, 1), top_p=0.98),
-        )
-        for p in range(4)
-        for s in range(2)
-    ]
+    return rows_for(
+        [[3 + (7 * p + 3 * t) % 290 for t in range(1 + 4 * p)] for p in range(4)],
+        seed=5,
+        limit=limit,
+        temperature=lambda p, s: 0.9 * s,
+        top_p=0.98,
+    )
 
 
 @pytest.mark.parametrize("family", HYBRID)
@@ -187,7 +175,7 @@ def test_drafts_equal_the_definition(models, family):
     """Logits and tokens of every step: of rows that have just begun, of one token, of samples of
     a prompt, and after plain rounds."""
     model, layer, target, head = models(family, near=0.5)
-    loop = loop_of(target, head, rows=5, lengths=InTurn(3, 0, 1, 2))
+    loop = loop_for(target, head, rows=5, lengths=InTurn(3, 0, 1, 2))
     compared = Compared(loop, model, layer)
     assert drive(loop, rows(limit=7)) == plain(target, rows(limit=7))
     assert {1, 2, 3} == {length for length, *_ in compared.seen}
@@ -198,7 +186,7 @@ def test_drafts_equal_the_definition(models, family):
 def test_tokens_equal_plain_decoding_with_ragged_acceptance(models, width):
     _, _, target, head = models(HYBRID[0], near=0.5)
     seen = []
-    loop = loop_of(target, head, rows=6, lengths=Fixed(width))
+    loop = loop_for(target, head, rows=6, lengths=Fixed(width))
     found = drive(loop, rows(), on_round=lambda done, _: seen.append(done))
     assert found == plain(target, rows())
     assert len({kept for done in seen for kept in done.accepted}) > 1
@@ -210,7 +198,7 @@ def test_layer_that_predicts_as_the_target_is_accepted(models):
     another norm, would reject drafts."""
     _, _, target, head = models(HYBRID[0], near=0.0)
     seen = []
-    loop = loop_of(target, head, rows=4, lengths=Fixed(4))
+    loop = loop_for(target, head, rows=4, lengths=Fixed(4))
     assert drive(loop, rows(), on_round=lambda done, _: seen.append(done)) == plain(target, rows())
     assert all(kept == done.width for done in seen for kept in done.accepted)
     assert sum(kept for done in seen for kept in done.accepted) > 40
@@ -236,7 +224,7 @@ def test_gpu_kernels_give_the_same_tokens(models):
     wanted = plain(target, [again(row) for row in given])
     ops.use("triton")
     try:
-        loop = loop_of(target, head, rows=3, lengths=InTurn(2, 3))
+        loop = loop_for(target, head, rows=3, lengths=InTurn(2, 3))
         assert drive(loop, [again(row) for row in given]) == wanted
     finally:
         ops.use(None)

@@ -4,24 +4,18 @@ the tokens equal those of plain decoding."""
 import itertools
 
 import pytest
-import torch
 from checkpoints import FAMILIES, write_checkpoint
+from decoders import load_noisy_pair
 from fakes import FakeGraphs, Ticks
 from simulated import Simulated
-from toys import SPAN, AtOnce, Guess, drafter_for, drive, loop_for, plain
+from toys import AtOnce, Guess, drive, loop_for, plain, rows_for
 
 from bass_cli.engine import round as round_module
-from bass_cli.engine.batch import Batch, Row
-from bass_cli.engine.clock import Clock
+from bass_cli.engine.batch import Row
 from bass_cli.engine.contracts import DraftLength
-from bass_cli.engine.loop import Loop
 from bass_cli.engine.sampling import RowSampling
-from bass_cli.formats.checkpoint import open_checkpoint
-from bass_cli.formats.weights import load
 from bass_cli.lengths.controllers import Bass, Fixed
 from bass_cli.lengths.goodput import Goodput
-from bass_cli.models.decoder import Decoder
-from bass_cli.models.runner import Runner
 
 PROMPTS = ([7], [3, 1, 4, 1, 5, 9], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4, 5, 9, 0, 4, 5, 2])
 
@@ -31,40 +25,19 @@ def pair(tmp_path_factory):
     """Return (target, draft) of one family; the draft is the target with noise on its weights."""
     folder = tmp_path_factory.mktemp(FAMILIES[0])
     write_checkpoint(FAMILIES[0], folder)
-    both = []
-    for noise in (0.0, 0.2):
-        checkpoint = open_checkpoint(folder)
-        weights = load(checkpoint, dtype=torch.float32, device=torch.device("cpu"))
-        generator = torch.Generator().manual_seed(1)
-        both.append(
-            Decoder(
-                checkpoint.spec,
-                {
-                    name: w + noise * w.std() * torch.randn(w.shape, generator=generator)
-                    if w.dim() > 1
-                    else w
-                    for name, w in weights.items()
-                },
-            )
-        )
-    return tuple(both)
+    return load_noisy_pair(folder)
 
 
 def rows(limit=30):
     """Return two samples of each prompt, greedy and sampled, with very unequal limits, so that
     they end at different times."""
-    return [
-        Row(
-            str(p),
-            s,
-            11,
-            list(tokens),
-            limit - 7 * s - 4 * p,
-            sampling=RowSampling(temperature=0.8 * s, top_p=1 - 0.05 * s),
-        )
-        for p, tokens in enumerate(PROMPTS)
-        for s in range(2)
-    ]
+    return rows_for(
+        PROMPTS,
+        seed=11,
+        limit=lambda p, s: limit - 7 * s - 4 * p,
+        temperature=lambda p, s: 0.8 * s,
+        top_p=lambda p, s: 1 - 0.05 * s,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -73,22 +46,9 @@ def plainly(pair):
     return plain(pair[0], rows())
 
 
-def captured(
-    target, draft, *, batch, lengths, coupling="shared", span=SPAN, acceptance=None, cut=None
-):
+def captured(target, draft, *, batch, **words):
     """Return a loop with fake graphs, with their ticks as clock."""
-    ticks = Ticks()
-    return Loop(
-        batch=Batch(rows=batch, context=128, device=torch.device("cpu"), vocab=target.vocab),
-        coupling=coupling,
-        drafter=drafter_for(draft, rows=batch, span=span, coupling=coupling),
-        target=Runner(target, rows=batch, span=span, pending=1),
-        lengths=lengths,
-        clock=Clock(ticks),
-        graphs=FakeGraphs(ticks),
-        acceptance=acceptance,
-        cut=cut,
-    )
+    return loop_for(target, draft, rows=batch, graphs=FakeGraphs(), **words)
 
 
 class Tour(DraftLength):

@@ -12,13 +12,13 @@ import pytest
 import torch
 from chains import write_chain
 from checkpoints import write_checkpoint
+from decoders import load_decoder, load_head
 from heads import write_head
 from reading import FLAGS, bass, goes_on_and_is_plain, write_pair
 from test_captured import Tour
 from test_cutting import ALWAYS, MASK
 from test_eight_bits import numbers, scale_of
 from test_exactness import DRAFTERS, WITH_MODELS, decoders, drafter_of, rows  # noqa: F401 (fixture)
-from test_feature_heads import loop_of as reading_loop
 from test_parity import PROMPTS, SMOLLM, WIDTHS, ragged, texts_of
 from test_pieces import finish
 from test_pieces import loop_of as growing_loop
@@ -37,7 +37,6 @@ from bass_cli.lengths.controllers import Bass, Fixed
 from bass_cli.models import runner as runner_module
 from bass_cli.models.block_allocator import Change
 from bass_cli.models.decoder import Decoder
-from bass_cli.models.heads import make_head
 from bass_cli.models.kv_cache import KVCache, Layers
 from bass_cli.models.runner import Runner
 
@@ -87,8 +86,7 @@ class RoundingCache(DynamicCache):
 def test_logits_equal_transformers_with_a_rounding_cache(family, tmp_path):
     """In passes of unequal rows and widths, after tokens at the same places that are rejected."""
     model = write_checkpoint(family, tmp_path)
-    checkpoint = open_checkpoint(tmp_path)
-    decoder = Decoder(checkpoint.spec, load(checkpoint, dtype=torch.float32, device=CPU))
+    decoder = load_decoder(tmp_path)
     texts = texts_of(decoder.spec.vocab)
     different = 0.0
     for text, size, got in zip(texts, PROMPTS, ragged(decoder, texts), strict=True):
@@ -172,11 +170,9 @@ def test_drafters_that_read_hidden_states_give_the_tokens_of_plain_decoding(tmp_
         write_chain(tmp_path / "head", "authors")
     else:
         write_head(tmp_path / "head", kind, width=model.config.hidden_size)
-    checkpoint = open_checkpoint(tmp_path / "target")
-    target = Decoder(checkpoint.spec, load(checkpoint, dtype=torch.float32, device=CPU))
-    opened = open_head(tmp_path / "head", checkpoint.spec)
-    head = make_head(opened.head, load(opened, dtype=torch.float32, device=CPU), target)
-    loop = reading_loop(target, head, rows=3, lengths=Reactive())
+    target = load_decoder(tmp_path / "target")
+    head = load_head(open_head(tmp_path / "head", target.spec), target)
+    loop = loop_for(target, head, rows=3, lengths=Reactive())
     assert drive(loop, rows()) == plain(target, rows())
     kinds = [layer.dtype for layer in loop.target.cache.own_keys]
     assert kinds[: len(target.layers) + 1] == [torch.uint8] * (len(target.layers) + 1)

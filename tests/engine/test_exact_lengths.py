@@ -6,22 +6,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from checkpoints import FAMILIES, shallow, write_checkpoint
-from fakes import FakeGraphs, Ticks
-from toys import Markov, drive, loop_for
+from decoders import load_decoder
+from fakes import FakeGraphs
+from toys import Markov, again, drive, loop_for, rows_for
 
 from bass_cli.config.job import Job, Pair, Speculation
-from bass_cli.drafts.factory import DraftParts, make_drafter
-from bass_cli.engine.batch import Batch, Row
-from bass_cli.engine.clock import Clock
-from bass_cli.engine.loop import Loop
+from bass_cli.engine.batch import Row
 from bass_cli.engine.sampling import RowSampling
 from bass_cli.engine.sizes import WIDTHS, cover
-from bass_cli.formats.checkpoint import open_checkpoint
-from bass_cli.formats.weights import load
 from bass_cli.lengths.controllers import Bass, LengthParts, make_lengths
 from bass_cli.lengths.surface import make_surface
-from bass_cli.models.decoder import Decoder
-from bass_cli.models.runner import Runner
 from bass_cli.run.build import warm_up
 
 VOCAB = 16
@@ -40,40 +34,26 @@ def tables(distance):
 
 def rows(limit=45, n=3, temperature=1.0):
     """Return samples of two prompts with unequal limits."""
-    return [
-        Row(
-            str(p),
-            s,
-            5,
-            [1, 2, 3, 4, 1, 2, 3][: 7 - 2 * p],
-            limit - 9 * s,
-            sampling=RowSampling(temperature=temperature * (0.3 + 0.3 * s)),
-        )
-        for p in range(2)
-        for s in range(n)
-    ]
+    return rows_for(
+        ([1, 2, 3, 4, 1, 2, 3], [1, 2, 3, 4, 1]),
+        n,
+        seed=5,
+        limit=lambda p, s: limit - 9 * s,
+        temperature=lambda p, s: temperature * (0.3 + 0.3 * s),
+    )
 
 
 def loop_of(distance, lengths, *, coupling, draft="model", batch=4, graphs=True):
     """Return a loop over toy models, captured on fake graphs or uncaptured."""
     target, drafting = tables(distance)
-    ticks = Ticks()
-    drafter = make_drafter(
-        draft,
-        DraftParts(
-            runner=Markov(drafting, 2) if draft == "model" else None,
-            coupling=coupling,
-            temperature=None,
-        ),
-    )
-    return Loop(
-        batch=Batch(rows=batch, context=256, device=torch.device("cpu")),
-        target=Markov(target, 1),
-        drafter=drafter,
+    return loop_for(
+        Markov(target, 1),
+        Markov(drafting, 2) if draft == "model" else draft,
+        rows=batch,
         lengths=lengths,
         coupling=coupling,
-        clock=Clock(ticks),
-        graphs=FakeGraphs(ticks) if graphs else None,
+        graphs=FakeGraphs() if graphs else None,
+        context=256,
     )
 
 
@@ -154,54 +134,19 @@ def test_algorithm_1_grows_beyond_captured_lengths(coupling, name):
 def test_rounds_fit_into_the_cache_of_a_row(tmp_path):
     """Real caches with room for the longest draft: a wider graph still fits at the end of a row."""
     write_checkpoint(FAMILIES[0], tmp_path, **shallow(FAMILIES[0]))
-    checkpoint = open_checkpoint(tmp_path)
-    model = Decoder(
-        checkpoint.spec, load(checkpoint, dtype=torch.float32, device=torch.device("cpu"))
-    )
-    limit, longest = 23, 17
-    span, ticks = limit + cover(longest) + 1, Ticks()
-    drafter = make_drafter(
-        "model",
-        DraftParts(
-            runner=Runner(model, rows=2, span=span, pending=2), coupling="shared", temperature=None
-        ),
-    )
-    loop = Loop(
-        batch=Batch(rows=2, context=64, device=torch.device("cpu")),
-        drafter=drafter,
-        coupling="shared",
-        target=Runner(model, rows=2, span=span, pending=1),
-        lengths=Bass(start=17, limit=longest),
-        clock=Clock(ticks),
-        graphs=FakeGraphs(ticks),
-    )
+    model, limit, longest = load_decoder(tmp_path), 23, 17
     given = [
         Row(str(p), 0, 1, [3, 1, 4], limit, sampling=RowSampling(temperature=0.9)) for p in range(4)
     ]
-    found, seen = rounds_of(loop, given)
-    assert (
-        found
-        == rounds_of(
-            loop_for(model, model, rows=2, lengths=Bass(start=17, limit=longest)),
-            given_again(given),
-        )[0]
-    )
-    assert max(width for width, _, _ in seen) == 17
-    assert max(key.width for _, key in loop.graphs.done) == 24
-
-
-def given_again(given):
-    return [
-        Row(
-            row.key,
-            row.sample,
-            row.seed,
-            row.tokens[: row.prompt_length],
-            row.limit,
-            sampling=row.sampling,
-        )
-        for row in given
+    loops = [
+        loop_for(model, model, rows=2, lengths=Bass(start=17, limit=longest), **words)
+        for words in ({}, {"span": limit + cover(longest) + 1, "graphs": FakeGraphs()})
     ]
+    due, _ = rounds_of(loops[0], [again(row) for row in given])
+    found, seen = rounds_of(loops[1], given)
+    assert found == due
+    assert max(width for width, _, _ in seen) == 17
+    assert max(key.width for _, key in loops[1].graphs.done) == 24
 
 
 @pytest.mark.parametrize(

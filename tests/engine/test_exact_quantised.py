@@ -7,8 +7,9 @@ import json
 import pytest
 import torch
 from checkpoints import shallow, write_checkpoint, write_tokenizer
+from decoders import load_decoder, load_noisy_pair
 from heads import write_head
-from reading import FLAGS, goes_on_and_is_plain, write_pair
+from reading import FLAGS, goes_on_and_is_plain, has_the_targets_law, write_pair
 from test_exactness import drafter_of, rows
 from test_parallel import bass, lines
 from test_quantised_weights import with_rounding
@@ -16,8 +17,6 @@ from thinned import thinned
 from toys import Reactive, drive, loop_for, plain
 
 from bass_cli.config.job import Pair, load_pair, make_job
-from bass_cli.engine.batch import Row
-from bass_cli.engine.sampling import RowSampling
 from bass_cli.errors import UserError
 from bass_cli.formats.checkpoint import open_checkpoint
 from bass_cli.formats.weights import load
@@ -54,21 +53,8 @@ def decoders(tmp_path_factory):
     def pair(family, layout):
         folder = tmp_path_factory.mktemp(family)
         write_checkpoint(family, folder, **shallow(family))
-        checkpoint, both = open_checkpoint(folder), []
-        for noise in (0.0, 0.2):
-            weights = load(checkpoint, dtype=torch.float32, device=CPU)
-            generator = torch.Generator().manual_seed(1)
-            if checkpoint.spec.tied:  # a random model with a tied head just repeats itself
-                weights["head.weight"] = torch.randn(
-                    weights["embed.weight"].shape, generator=generator
-                )
-            for name, one in weights.items():
-                if one.dim() > 1:
-                    weights[name] = one + noise * one.std() * torch.randn(
-                        one.shape, generator=generator
-                    )
-            both.append(Decoder(checkpoint.spec, quantise_all(weights, Layouts(layout, layout))))
-        return tuple(both)
+        layouts = Layouts(layout, layout)
+        return load_noisy_pair(folder, change=lambda weights: quantise_all(weights, layouts))
 
     return pair
 
@@ -121,40 +107,20 @@ def test_maximal_coupling_equals_plain_decoding_if_greedy(decoders, plainly, lay
 def test_fp8_target_differs_from_the_plain_one(decoders, plainly, tmp_path):
     """Else the equalities above would show nothing about 8 bits."""
     write_checkpoint("llama", tmp_path, **shallow("llama"))
-    checkpoint = open_checkpoint(tmp_path)
-    whole = Decoder(checkpoint.spec, load(checkpoint, dtype=torch.float32, device=CPU))
-    assert plain(whole, rows()) != plainly("llama", "fp8")
+    assert plain(load_decoder(tmp_path), rows()) != plainly("llama", "fp8")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_samples_have_the_distribution_of_the_rounded_model(layout, tmp_path):
-    """The first two tokens of 3000 samples under maximal coupling with an 8-bit draft, against
-    transformers' model with the same rounding, by a chi-square test over all pairs of tokens."""
-    ids, count, prompt, warm = 12, 3000, [3, 1, 4], 2.0
-    theirs = with_rounding(write_checkpoint("llama", tmp_path / "a", vocab_size=ids), layout)
-    write_checkpoint("llama", tmp_path / "b", seed=1, vocab_size=ids)
+    """With an 8-bit draft, against transformers' model with the same rounding."""
+    theirs = with_rounding(write_checkpoint("llama", tmp_path / "a", vocab_size=12), layout)
+    write_checkpoint("llama", tmp_path / "b", seed=1, vocab_size=12)
     both = []
     for name, layouts in (("a", Layouts(layout)), ("b", Layouts(layout, layout))):
         checkpoint = open_checkpoint(tmp_path / name)
         weights = load(checkpoint, dtype=torch.float32, device=CPU, layouts=layouts)
         both.append(Decoder(checkpoint.spec, weights))
-    loop = loop_for(*both, rows=count, lengths=Fixed(2), coupling="maximal")
-    kept = []
-    found = drive(
-        loop,
-        [Row("0", s, 5, prompt, 2, sampling=RowSampling(temperature=warm)) for s in range(count)],
-        on_round=lambda done, _: kept.append(sum(done.accepted)),
-    )
-    with torch.inference_mode():
-        logits = theirs(torch.tensor([[*prompt, token] for token in range(ids)])).logits.double()
-    first, second = (logits[0, 2] / warm).softmax(-1), (logits[:, 3] / warm).softmax(-1)
-    law = (first[:, None] * second).flatten()
-    places = torch.tensor([ids * one + other for one, other in found.values()])
-    seen = places.bincount(minlength=ids * ids)
-    square = float(((seen - count * law) ** 2 / (count * law)).sum())
-    degrees = ids * ids - 1
-    assert square < degrees + 4 * (2 * degrees) ** 0.5
-    assert 0.1 * count < kept[0] < 1.9 * count
+    has_the_targets_law(theirs, *both)
 
 
 @pytest.fixture

@@ -11,15 +11,13 @@ import itertools
 import pytest
 import torch
 from checkpoints import FAMILIES, shallow, write_checkpoint
+from decoders import load_noisy_pair
 from devices import device, surface_of
-from toys import AtOnce, Reactive, drive, loop_for, plain
+from toys import AtOnce, Reactive, drive, loop_for, plain, rows_for
 
 from bass_cli.engine.batch import Row
 from bass_cli.engine.sampling import RowSampling
-from bass_cli.formats.checkpoint import open_checkpoint
-from bass_cli.formats.weights import load
 from bass_cli.lengths.controllers import Bass, Fixed, LengthParts, make_lengths
-from bass_cli.models.decoder import Decoder
 
 SURFACE = surface_of(device("wide-310m"), acceptance=0.7)
 
@@ -85,23 +83,7 @@ def decoders(tmp_path_factory):
     def pair(family):
         folder = tmp_path_factory.mktemp(family)
         write_checkpoint(family, folder, **shallow(family))
-        checkpoint = open_checkpoint(folder)
-        both = []
-        for noise in (0.0, 0.2):
-            weights = load(checkpoint, dtype=torch.float32, device=torch.device("cpu"))
-            generator = torch.Generator().manual_seed(1)
-            if checkpoint.spec.tied:  # a random model with a tied head just repeats itself
-                weights["head.weight"] = torch.randn(
-                    weights["embed.weight"].shape, generator=generator
-                )
-            weights = {
-                name: w + noise * w.std() * torch.randn(w.shape, generator=generator)
-                if w.dim() > 1
-                else w
-                for name, w in weights.items()
-            }
-            both.append(Decoder(checkpoint.spec, weights))
-        return tuple(both)
+        return load_noisy_pair(folder)
 
     return pair
 
@@ -114,18 +96,9 @@ def plainly(decoders):
 
 def rows():
     """Return two samples of each prompt: sample 0 greedy, sample 1 at temperature 0.8."""
-    return [
-        Row(
-            str(p),
-            s,
-            11,
-            list(tokens),
-            12 - (s + p) % 3,
-            sampling=RowSampling(temperature=0.8 * s, top_p=1 - 0.05 * s),
-        )
-        for p, tokens in enumerate(PROMPTS)
-        for s in range(2)
-    ]
+    return rows_for(
+        PROMPTS, seed=11, temperature=lambda p, s: 0.8 * s, top_p=lambda p, s: 1 - 0.05 * s
+    )
 
 
 # Those with a model, which reads what the target reads, and the values of a pair's `draft` that

@@ -9,18 +9,18 @@ import gc
 import pytest
 import test_processors
 import torch
+import toys
 import triton
 from checkpoints import FAMILIES, write_checkpoint
+from decoders import load_noisy_pair
 from safetensors.torch import load_file
 from test_exactness import rows
-from toys import SPAN, AtOnce, Reactive, drafter_for, drive, store_in_eight_bits
+from toys import AtOnce, Reactive, drive, store_in_eight_bits
 
 import bass_kernels as ops
 from bass_cli.drafts.factory import NoDrafter
 from bass_cli.engine.batch import Batch, Row
-from bass_cli.engine.clock import Clock
 from bass_cli.engine.contracts import Proposal
-from bass_cli.engine.loop import Loop
 from bass_cli.engine.round import HostDrafts
 from bass_cli.engine.verify import Cut
 from bass_cli.formats.checkpoint import open_checkpoint
@@ -28,7 +28,6 @@ from bass_cli.formats.weights import load
 from bass_cli.lengths.controllers import Bass, Fixed
 from bass_cli.models.capture import Graphs
 from bass_cli.models.decoder import Decoder
-from bass_cli.models.runner import Runner
 from bass_cli.run.build import Models
 from bass_cli.run.pair import Files
 from bass_cli.run.updates import Updates
@@ -60,37 +59,14 @@ def decoders(tmp_path_factory):
     def pair(family):
         folder = tmp_path_factory.mktemp(family)
         write_checkpoint(family, folder)
-        checkpoint = open_checkpoint(folder)
-        both = []
-        for noise in (0.0, 0.2):
-            weights = load(checkpoint, dtype=torch.float32, device=CUDA)
-            generator = torch.Generator(CUDA).manual_seed(1)
-            if checkpoint.spec.tied:
-                weights["head.weight"] = torch.randn(
-                    weights["embed.weight"].shape, generator=generator, device=CUDA
-                )
-            for w in weights.values():
-                if w.dim() > 1:
-                    w += noise * w.std() * torch.randn(w.shape, generator=generator, device=CUDA)
-            both.append(Decoder(checkpoint.spec, weights))
-        return tuple(both)
+        return load_noisy_pair(folder, device=CUDA)
 
     return pair
 
 
-def loop_for(
-    target, draft, *, batch, lengths, graphs, coupling="shared", acceptance=None, cut=None
-):
-    return Loop(
-        batch=Batch(rows=batch, context=128, device=CUDA, vocab=target.vocab),
-        target=Runner(target, rows=batch, span=SPAN, pending=1),
-        drafter=drafter_for(draft, rows=batch, span=SPAN, coupling=coupling),
-        lengths=lengths,
-        coupling=coupling,
-        clock=Clock(),
-        graphs=Graphs(CUDA) if graphs else None,
-        acceptance=acceptance,
-        cut=cut,
+def loop_for(target, draft, *, batch, graphs, **words):
+    return toys.loop_for(
+        target, draft, rows=batch, graphs=Graphs(CUDA) if graphs else None, **words
     )
 
 

@@ -5,22 +5,18 @@ import re
 
 import pytest
 import torch
+import toys
 from checkpoints import write_checkpoint, write_tokenizer
-from toys import SPAN, AtOnce, drafter_for, drive
+from decoders import load_noisy_pair
+from toys import AtOnce, drive
 
 from bass_cli.config.file_options import Structure
-from bass_cli.engine.batch import Batch, Row
-from bass_cli.engine.clock import Clock
-from bass_cli.engine.loop import Loop
+from bass_cli.engine.batch import Row
 from bass_cli.engine.sampling import RowSampling
-from bass_cli.formats.checkpoint import open_checkpoint
 from bass_cli.formats.grammars import Grammars
 from bass_cli.formats.tokenizer import Tokenizer
-from bass_cli.formats.weights import load
 from bass_cli.lengths.controllers import Bass, Fixed
 from bass_cli.models.capture import Graphs
-from bass_cli.models.decoder import Decoder
-from bass_cli.models.runner import Runner
 
 pytest.importorskip("llguidance")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
@@ -34,27 +30,13 @@ def world(tmp_path_factory):
     folder = tmp_path_factory.mktemp("llama")
     write_checkpoint("llama", folder)
     write_tokenizer(folder)
-    checkpoint, tokenizer = open_checkpoint(folder), Tokenizer.load(folder)
-    both = []
-    for noise in (0.0, 0.1):
-        weights = load(checkpoint, dtype=torch.float32, device=CUDA)
-        generator = torch.Generator(CUDA).manual_seed(1)
-        for w in weights.values():
-            if w.dim() > 1:
-                w += noise * w.std() * torch.randn(w.shape, generator=generator, device=CUDA)
-        both.append(Decoder(checkpoint.spec, weights, vocab=tokenizer.size))
-    return *both, tokenizer
+    tokenizer = Tokenizer.load(folder)
+    return *load_noisy_pair(folder, noise=0.1, device=CUDA, vocab=tokenizer.size), tokenizer
 
 
-def loop_for(target, draft, *, batch, lengths, graphs, coupling="shared"):
-    return Loop(
-        batch=Batch(rows=batch, context=128, device=CUDA, vocab=target.vocab),
-        target=Runner(target, rows=batch, span=SPAN, pending=1),
-        drafter=drafter_for(draft, rows=batch, span=SPAN, coupling=coupling),
-        lengths=lengths,
-        coupling=coupling,
-        clock=Clock(),
-        graphs=Graphs(CUDA) if graphs else None,
+def loop_for(target, draft, *, batch, graphs, **words):
+    return toys.loop_for(
+        target, draft, rows=batch, graphs=Graphs(CUDA) if graphs else None, **words
     )
 
 

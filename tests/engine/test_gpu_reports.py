@@ -3,23 +3,17 @@
 import pytest
 import torch
 from checkpoints import shallow, write_checkpoint
+from decoders import load_noisy_pair
 from test_reports import check
-from toys import SPAN, AtOnce, drafter_for, drive
+from toys import AtOnce, drive, loop_for
 from transformers import AutoModelForCausalLM
 
-from bass_cli.engine.batch import Batch, Row
-from bass_cli.engine.clock import Clock
+from bass_cli.engine.batch import Row
 from bass_cli.engine.graphs import Shape
 from bass_cli.engine.host_state import NO_REPORT, Report
-from bass_cli.engine.loop import Loop
 from bass_cli.engine.sampling import RowSampling
 from bass_cli.engine.verify import Cut
-from bass_cli.formats.checkpoint import open_checkpoint
-from bass_cli.formats.weights import load
-from bass_cli.lengths.controllers import Fixed
 from bass_cli.models.capture import Graphs
-from bass_cli.models.decoder import Decoder
-from bass_cli.models.runner import Runner
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 CUDA = torch.device("cuda")
@@ -31,29 +25,8 @@ def models(tmp_path_factory):
     """transformers' model, the target, and a draft: the target with noise on its weights."""
     folder = tmp_path_factory.mktemp("llama")
     write_checkpoint("llama", folder, **shallow("llama"))
-    checkpoint, both = open_checkpoint(folder), []
-    for noise in (0.0, 0.1):
-        weights = load(checkpoint, dtype=torch.float32, device=CUDA)
-        generator = torch.Generator(CUDA).manual_seed(1)
-        for w in weights.values():
-            if w.dim() > 1:
-                w += noise * w.std() * torch.randn(w.shape, generator=generator, device=CUDA)
-        both.append(Decoder(checkpoint.spec, weights))
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    return theirs, *both
-
-
-def loop_of(target, draft, coupling):
-    return Loop(
-        batch=Batch(rows=6, context=128, device=CUDA, vocab=target.vocab),
-        target=Runner(target, rows=6, span=SPAN, pending=1),
-        drafter=drafter_for(draft, rows=6, coupling=coupling),
-        lengths=Fixed(3),
-        coupling=coupling,
-        clock=Clock(),
-        graphs=Graphs(CUDA),
-        cut=Cut(most=6, above=1, more=2) if isinstance(draft, AtOnce) else None,
-    )
+    return theirs, *load_noisy_pair(folder, noise=0.1, device=CUDA)
 
 
 def rows(report, seed):
@@ -71,7 +44,8 @@ def test_captured_reports_equal_log_softmax(models, drafts, coupling):
     """Jobs with and without reports take turns on one loop, and each has graphs of its own."""
     theirs, target, draft = models
     draft = {"model": draft, "parallel": AtOnce(draft, 300)}.get(drafts, drafts)
-    loop = loop_of(target, draft, coupling)
+    cut = Cut(most=6, above=1, more=2) if isinstance(draft, AtOnce) else None
+    loop = loop_for(target, draft, rows=6, coupling=coupling, graphs=Graphs(CUDA), cut=cut)
     for seed, report in enumerate((NO_REPORT, Report(20), Report(processed=5), NO_REPORT)):
         live = rows(report, seed)
         found = drive(loop, live, ahead=True)

@@ -11,13 +11,14 @@ import pytest
 import torch
 from chains import write_chain
 from checkpoints import HYBRID, shallow, write_checkpoint
+from decoders import load_decoder
 from heads import write_head
 from test_captured import Tour
 from test_cutting import watched
 from test_laws import distance
-from test_pieces import again, finish, loop_of
+from test_pieces import finish, loop_of
 from thinned import thinned
-from toys import AtOnce, drive, loop_for, plain
+from toys import AtOnce, again, drive, loop_for, plain, rows_for
 
 import bass_kernels as ops
 from bass_cli.engine.batch import Row, beyond
@@ -74,18 +75,9 @@ class InTurn(DraftLength):
 
 def rows(texts=TEXTS, n=2, limit=14):
     """Return n samples of each prompt with unequal limits: sample 0 greedy, the others sampled."""
-    return [
-        Row(
-            str(p),
-            s,
-            5,
-            list(tokens),
-            limit - (s + p) % 3,
-            sampling=RowSampling(temperature=0.9 * min(s, 1), top_p=0.98),
-        )
-        for p, tokens in enumerate(texts)
-        for s in range(n)
-    ]
+    return rows_for(
+        texts, n, seed=5, limit=limit, temperature=lambda p, s: 0.9 * min(s, 1), top_p=0.98
+    )
 
 
 @pytest.fixture(scope="module")
@@ -97,9 +89,7 @@ def models(tmp_path_factory):
     def both(family, **overrides):
         folder = tmp_path_factory.mktemp(family)
         model = write_checkpoint(family, folder, **shallow(family), **overrides)
-        checkpoint = open_checkpoint(folder)
-        weights = load(checkpoint, dtype=torch.float32, device=torch.device("cpu"))
-        return model, Decoder(checkpoint.spec, weights)
+        return model, load_decoder(folder)
 
     return both
 

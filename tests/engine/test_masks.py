@@ -8,16 +8,14 @@ import re
 import numpy
 import pytest
 import torch
-from fakes import FakeGraphs, Ticks
+from fakes import FakeGraphs
 from test_ahead import Flights, Settled
 from test_captured import Tour
 from test_laws import distance, truncated
-from toys import AtOnce, Guess, Markov, drafter_for, drive, loop_for
+from toys import AtOnce, Guess, Markov, drive, loop_for
 from words import EOS, SPECIAL, WORDS, allowed, matcher
 
 from bass_cli.engine.batch import Batch, Row
-from bass_cli.engine.clock import Clock
-from bass_cli.engine.loop import Loop
 from bass_cli.engine.round import TokenMasks
 from bass_cli.engine.sampling import RowSampling
 from bass_cli.engine.sizes import LONGEST
@@ -74,18 +72,9 @@ def run(loop, rows, **words):
     return drive(loop, rows, on_round=end_at_eos, **words)
 
 
-def captured(draft, *, batch, lengths):
+def captured(draft, **words):
     """Return a loop with fake graphs."""
-    ticks = Ticks()
-    return Loop(
-        batch=Batch(rows=batch, context=64, device=torch.device("cpu"), vocab=V),
-        target=Markov(TARGET, 1),
-        drafter=drafter_for(draft, rows=batch),
-        lengths=lengths,
-        coupling="shared",
-        clock=Clock(ticks),
-        graphs=FakeGraphs(ticks),
-    )
+    return loop_for(Markov(TARGET, 1), draft, graphs=FakeGraphs(), **words)
 
 
 def exact(prompt, pattern, *sampling):
@@ -199,7 +188,7 @@ def test_captured_rounds_give_the_same_tokens(draft, early, plainly):
     """The host makes masks between the graphs of a round, or with `early` while drafts come, as on
     a GPU. Rounds without such rows stay whole, and may be launched ahead."""
     drafter = DRAFTERS[draft]() if draft in DRAFTERS else draft
-    loop = captured(drafter, batch=4, lengths=Tour())
+    loop = captured(drafter, rows=4, lengths=Tour())
     if early:
         loop.batch.early = torch.full((LONGEST, 4), -1)
     rows = rows_of(2, free=True, limit=9)
@@ -212,7 +201,7 @@ def test_captured_rounds_give_the_same_tokens(draft, early, plainly):
 
 def test_rows_may_change_while_the_masks_of_a_round_are_due(plainly):
     """A round that was launched is finished with the rows that it began with."""
-    loop = captured(DRAFTERS["model"](), batch=3, lengths=Fixed(2))
+    loop = captured(DRAFTERS["model"](), rows=3, lengths=Fixed(2))
     rows = [row for row in rows_of(2, limit=9) if row.key != "2"]
     for row in rows[:2]:
         loop.open(row.key, row.tokens)
@@ -234,7 +223,7 @@ def test_rows_may_change_while_the_masks_of_a_round_are_due(plainly):
 
 
 def test_prepared_rounds_with_grammars_capture_nothing_later():
-    loop = captured(DRAFTERS["model"](), batch=2, lengths=Fixed(2))
+    loop = captured(DRAFTERS["model"](), rows=2, lengths=Fixed(2))
     first, second = rows_of(2)[:1], rows_of(2)[3:4]
     run(loop, first)
     loop.prepare((1, 2), (0, 2))
@@ -257,7 +246,7 @@ def test_rounds_with_grammars_are_launched_ahead(draft, lengths, plainly):
     behind = 0
     for batch in (2, 5):
         drafter = DRAFTERS[draft]() if draft in DRAFTERS else draft
-        loop = captured(drafter, batch=batch, lengths=lengths())
+        loop = captured(drafter, rows=batch, lengths=lengths())
         loop._ahead_policy.pays = lambda waiting: True
         flights = Flights(loop)
         assert run(loop, rows_of(2, free=True, limit=9), ahead=True) == plainly

@@ -5,30 +5,21 @@ import collections
 import itertools
 
 import pytest
-import torch
 from bounds import bounded
 from chains import write_chain
 from checkpoints import FAMILIES, shallow, write_checkpoint
-from fakes import FakeGraphs, Ticks
+from decoders import load_decoder, load_head
+from fakes import FakeGraphs
 from heads import write_head
 from test_captured import Tour, pair  # noqa: F401 (a fixture)
-from toys import AtOnce, drafter_for, plain
+from toys import AtOnce, again, loop_for, plain, rows_for
 
 import bass_kernels as ops
-from bass_cli.drafts.factory import DraftParts, make_drafter
-from bass_cli.engine.batch import Batch, Row, beyond
-from bass_cli.engine.clock import Clock
-from bass_cli.engine.contracts import Drafter
-from bass_cli.engine.loop import Loop
+from bass_cli.engine.batch import Row, beyond
 from bass_cli.engine.sampling import RowSampling
-from bass_cli.formats.checkpoint import open_checkpoint
 from bass_cli.formats.draft_heads import open_head
-from bass_cli.formats.weights import load
 from bass_cli.lengths.controllers import Bass, Fixed
 from bass_cli.models.block_allocator import BlockLayout
-from bass_cli.models.decoder import Decoder
-from bass_cli.models.heads import Head, make_head
-from bass_cli.models.runner import Runner
 from bass_kernels import ragged
 
 LIMIT, LONGEST = 60, 7
@@ -40,66 +31,30 @@ MOST = 4
 def rows(n=3):
     """Return rows of very unequal limits."""
     limits = itertools.cycle([LIMIT, 7, 25, 3, 44, 12, LIMIT - 1])
-    return [
-        Row(
-            str(p),
-            s,
-            3,
-            list(tokens),
-            next(limits),
-            sampling=RowSampling(temperature=0.7 * s, top_p=0.95),
-        )
-        for p, tokens in enumerate(PROMPTS)
-        for s in range(n)
-    ]
+    return rows_for(
+        PROMPTS,
+        n,
+        seed=3,
+        limit=lambda p, s: next(limits),
+        temperature=lambda p, s: 0.7 * s,
+        top_p=0.95,
+    )
 
 
 def loop_of(target, draft, *, lengths, total, batch=5, graphs=True, limit=LIMIT, beside=BESIDE):
     """Return a loop whose rows share this many blocks; None: each row has all its blocks from
     the beginning. draft: a model, a draft head, a word, or a drafter."""
-    blocks, ticks = (
-        total and BlockLayout(total, MOST, -(-(limit + beside) // MOST), beside),
-        Ticks(),
-    )
-    words = {"rows": batch, "span": limit + beside - 3, "blocks": blocks}
-    runner = Runner(
-        target.read_by(draft) if isinstance(draft, Head) else target, pending=1, **words
-    )
-    if isinstance(draft, Head):
-        drafter = make_drafter(
-            "heads:x", DraftParts(runner=runner, head=draft, coupling="shared", temperature=None)
-        )
-    elif isinstance(draft, (str, Drafter)):
-        drafter = drafter_for(draft, rows=batch)
-    else:
-        at_once = isinstance(draft, AtOnce)
-        drafter = make_drafter(
-            "parallel:model" if at_once else "model",
-            DraftParts(
-                runner=Runner(draft.model if at_once else draft, pending=2, **words),
-                mask=draft.mask if at_once else None,
-                coupling="shared",
-                temperature=None,
-            ),
-        )
-    loop = Loop(
-        batch=Batch(rows=batch, context=128, device=torch.device("cpu"), blocks=blocks),
-        target=runner,
-        drafter=drafter,
+    loop = loop_for(
+        target,
+        draft,
+        rows=batch,
         lengths=lengths,
-        coupling="shared",
-        clock=Clock(ticks),
-        graphs=FakeGraphs(ticks) if graphs else None,
+        graphs=FakeGraphs() if graphs else None,
+        span=limit + beside - 3,
+        blocks=total and BlockLayout(total, MOST, -(-(limit + beside) // MOST), beside),
     )
     loop._ahead_policy.pays = lambda waiting: True  # every round that may is launched ahead
     return loop
-
-
-def again(row):
-    return Row(
-        row.key, row.sample, row.seed, row.prompt, row.limit,
-        sampling=row.sampling,
-    )  # fmt: skip
 
 
 def finish(loop, rows):
@@ -182,9 +137,7 @@ def test_drafts_of_growing_rows_equal_those_of_fixed_rows(pair, kind, tmp_path):
     if kind != "model":
         write = write_chain if kind == "authors" else write_head
         write(tmp_path, kind, width=target.spec.width, vocab=target.vocab)
-        opened = open_head(tmp_path, target.spec)
-        weights = load(opened, dtype=torch.float32, device=torch.device("cpu"))
-        draft = make_head(opened.head, weights, target)
+        draft = load_head(open_head(tmp_path, target.spec), target)
     found, grown = [], 0
     for total in (None, 5 * MOST):
         loop = loop_of(target, draft, lengths=Tour(), total=total)
@@ -245,14 +198,12 @@ def test_kernels_access_only_the_cache(schedule, tmp_path, monkeypatch):
     padding rows."""
     few = [Row(str(p), 0, 3, PROMPTS[p], 9 - 5 * p) for p in (0, 1)]
     write_checkpoint(FAMILIES[0], tmp_path, **shallow(FAMILIES[0]))
-    checkpoint = open_checkpoint(tmp_path)
-    words = {"dtype": torch.float32, "device": torch.device("cpu")}
-    due = plain(Decoder(checkpoint.spec, load(checkpoint, **words)), [again(row) for row in few])
+    due = plain(load_decoder(tmp_path), [again(row) for row in few])
     ops.use("triton")
     ops.attention_schedule(schedule)
     try:
         with bounded(monkeypatch):
-            target = Decoder(checkpoint.spec, load(checkpoint, **words))
+            target = load_decoder(tmp_path)
             draft = target.keep_layers([0])
             words = {"total": MOST, "batch": 3, "limit": 9, "beside": beyond(1) + 3}
             loop = loop_of(target, draft, lengths=Fixed(1), **words)

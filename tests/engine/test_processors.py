@@ -8,22 +8,18 @@ from collections import Counter
 import pytest
 import torch
 from checkpoints import shallow, write_checkpoint
+from decoders import load_head, load_noisy_pair
 from heads import write_head
 from test_captured import Tour, captured
 from test_cutting import ALWAYS
-from test_feature_heads import loop_of
 from test_laws import distance, tables
 from toys import AtOnce, Guess, Markov, drive, loop_for, plain
 
 from bass_cli.engine.batch import Row
 from bass_cli.engine.host_state import LIMIT
 from bass_cli.engine.sampling import RowSampling
-from bass_cli.formats.checkpoint import open_checkpoint
 from bass_cli.formats.draft_heads import open_head
-from bass_cli.formats.weights import load
 from bass_cli.lengths.controllers import Fixed
-from bass_cli.models.decoder import Decoder
-from bass_cli.models.heads import FeatureHead
 
 VOCAB, LENGTH = 5, 3
 PROMPTS = ([7], [3, 1, 4, 1, 5, 9], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8])
@@ -69,19 +65,7 @@ def theirs(folder):
 @pytest.fixture(scope="module")
 def pair(theirs, folder):
     """Return (target, draft); the draft is the target with noise on its weights."""
-    both = []
-    for noise in (0.0, 0.05):
-        checkpoint = open_checkpoint(folder)
-        weights = load(checkpoint, dtype=torch.float32, device=torch.device("cpu"))
-        generator = torch.Generator().manual_seed(1)
-        noisy = {
-            name: w + noise * w.std() * torch.randn(w.shape, generator=generator)
-            if w.dim() > 1
-            else w
-            for name, w in weights.items()
-        }
-        both.append(Decoder(checkpoint.spec, noisy))
-    return tuple(both)
+    return load_noisy_pair(folder, noise=0.05)
 
 
 @pytest.fixture(scope="module")
@@ -130,10 +114,8 @@ def test_cut_rounds_equal_plain_decoding(pair, plainly):
 def test_drafts_that_read_hidden_states_equal_plain_decoding(pair, plainly, folder):
     target, _ = pair
     write_head(folder / "head", "dspark", width=target.spec.width)
-    opened = open_head(folder / "head", open_checkpoint(folder).spec)
-    weights = load(opened, dtype=torch.float32, device=torch.device("cpu"))
-    head = FeatureHead(opened.head, weights, target)
-    loop = loop_of(target, head, rows=5, lengths=Fixed(3))
+    head = load_head(open_head(folder / "head", target.spec), target)
+    loop = loop_for(target, head, rows=5, lengths=Fixed(3))
     assert drive(loop, rows()) == plainly
 
 

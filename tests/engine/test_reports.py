@@ -5,7 +5,8 @@ import numpy
 import pytest
 import torch
 from checkpoints import shallow, write_checkpoint
-from toys import AtOnce, drive, loop_for
+from decoders import load_noisy_pair
+from toys import AtOnce, drive, loop_for, rows_for
 from transformers import (
     AutoModelForCausalLM,
     LogitsProcessorList,
@@ -16,12 +17,8 @@ from transformers import (
 
 from bass_cli.engine.batch import Row
 from bass_cli.engine.host_state import Report
-from bass_cli.engine.sampling import RowSampling
 from bass_cli.engine.verify import Cut
-from bass_cli.formats.checkpoint import open_checkpoint
-from bass_cli.formats.weights import load
 from bass_cli.lengths.controllers import Bass, Fixed
-from bass_cli.models.decoder import Decoder
 
 PROMPTS = ([7], [3, 1, 4, 1, 5, 9], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4, 5, 9, 0, 4, 5, 2])
 
@@ -31,36 +28,18 @@ def models(tmp_path_factory):
     """transformers' model, the target, and a draft: the target with noise on its weights."""
     folder = tmp_path_factory.mktemp("llama")
     write_checkpoint("llama", folder, **shallow("llama"))
-    checkpoint, generator = open_checkpoint(folder), torch.Generator().manual_seed(1)
-    decoders = []
-    for noise in (0.0, 0.2):
-        weights = load(checkpoint, dtype=torch.float32, device=torch.device("cpu"))
-        weights = {
-            name: w + noise * w.std() * torch.randn(w.shape, generator=generator)
-            if w.dim() > 1
-            else w
-            for name, w in weights.items()
-        }
-        decoders.append(Decoder(checkpoint.spec, weights))
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    return theirs, *decoders
+    return theirs, *load_noisy_pair(folder)
 
 
 def rows(top=7):
     """Two samples of each prompt, with reports of different sizes, one without."""
-    return [
-        Row(
-            str(p),
-            s,
-            11,
-            list(tokens),
-            12 - (s + p) % 3,
-            sampling=RowSampling(temperature=0.9 * s),
-            report=Report((top, 0, 3)[p] if s else top),
-        )
-        for p, tokens in enumerate(PROMPTS)
-        for s in range(2)
-    ]
+    return rows_for(
+        PROMPTS,
+        seed=11,
+        temperature=lambda p, s: 0.9 * s,
+        report=lambda p, s: Report((top, 0, 3)[p] if s else top),
+    )
 
 
 def reported(row):
@@ -127,19 +106,16 @@ def test_processed_reports_equal_the_processed_distribution(models, drafts, coup
     is in the same batch."""
     theirs, target, draft = models
     bias = ((5, 3.0), (9, -100.0))
-    live = [
-        Row(
-            str(p),
-            s,
-            11,
-            list(tokens),
-            9 - p,
-            RowSampling(temperature=0.7 * s, top_k=6, top_p=0.9, logit_bias=bias),
-            Report(processed=4),
-        )
-        for p, tokens in enumerate(PROMPTS)
-        for s in range(2)
-    ]
+    live = rows_for(
+        PROMPTS,
+        seed=11,
+        limit=lambda p, s: 9 - p,
+        report=Report(processed=4),
+        temperature=lambda p, s: 0.7 * s,
+        top_k=6,
+        top_p=0.9,
+        logit_bias=bias,
+    )
     own = Row("own", 0, 1, [4, 5], 8, report=Report(3))
     lengths = Fixed(2) if drafts == "parallel" else Fixed(4)
     loop = loop_for(

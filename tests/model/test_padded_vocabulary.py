@@ -21,11 +21,6 @@ TOKENS, LOGITS = 299, 384
 PROMPT = "the cat sat"
 
 
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
 @pytest.mark.parametrize("multiple", [1, 16])
 @pytest.mark.parametrize("coupling", ["shared", "maximal"])
 @pytest.mark.parametrize("draft", ["none", "lookup", "same"])

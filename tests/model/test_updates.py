@@ -171,7 +171,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         write_chain(folder / f"chain{number}", "authors", seed=seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setenv("OMP_NUM_THREADS", "1")
         yield folder
 
 

@@ -39,11 +39,6 @@ from bass_cli.sandbox.programs import Sandbox
 test_prompt.__test__ = tests_in.__test__ = False  # type: ignore[attr-defined]
 
 
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")

@@ -6,15 +6,11 @@ import json
 import torch
 from checkpoints import write_checkpoint, write_tokenizer
 from test_parallel import bass, lines
-from toys import drive
+from toys import drive, loop_for
 
-from bass_cli.drafts.factory import DraftParts, make_drafter
-from bass_cli.engine.batch import Batch, Row
-from bass_cli.engine.clock import Clock
-from bass_cli.engine.loop import Loop
+from bass_cli.engine.batch import Row
 from bass_cli.engine.sampling import RowSampling
 from bass_cli.lengths.controllers import Fixed
-from bass_cli.models.runner import Runner
 
 FLAGS = ("--pair", "pair.yaml", "--n", "3", "--max-new-tokens", "20")
 _IDS = 12  # the vocabulary whose distribution is enumerated
@@ -51,22 +47,11 @@ def goes_on_and_is_plain(here, other):
         assert sum(row["drafted"] for row in found) > 0
 
 
-def has_the_targets_law(theirs, target, head):
+def has_the_targets_law(theirs, target, draft):
     """Compare the first two tokens of many samples under maximal coupling with the distribution
     of transformers' model, by a chi-square test. Some drafts are accepted, and some are not."""
     count, prompt, warm = 3000, [3, 1, 4], 2.0
-    device = target.device
-    runner = Runner(target.read_by(head), rows=count, span=14, pending=1)
-    loop = Loop(
-        batch=Batch(rows=count, context=24, device=device),
-        target=runner,
-        drafter=make_drafter(
-            "heads:x", DraftParts(runner=runner, head=head, coupling="maximal", temperature=None)
-        ),
-        lengths=Fixed(3),
-        coupling="maximal",
-        clock=Clock(),
-    )
+    loop = loop_for(target, draft, rows=count, lengths=Fixed(3), coupling="maximal", span=14)
     done = []
     found = drive(
         loop,

@@ -1,20 +1,22 @@
 """Toy models whose distribution can be enumerated, and a driver that runs a Loop without files
 or tokenizers. No tests."""
 
-import itertools
 from typing import NamedTuple
 
 import torch
+from fakes import FakeGraphs
 
 from bass_cli.drafts.factory import DraftParts, make_drafter
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.contracts import Drafter, DraftLength, Proposal
+from bass_cli.engine.host_state import NO_REPORT
 from bass_cli.engine.loop import Loop
 from bass_cli.engine.sampling import RowSampling
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.models import runner as runner_module
 from bass_cli.models.decoder import Decoder
+from bass_cli.models.heads import Head
 from bass_cli.models.kv_cache import KVCache
 from bass_cli.models.runner import Runner
 
@@ -123,49 +125,72 @@ def drive(loop, rows, *, on_round=None, ahead=False):
     return out
 
 
-def rows_for(prompts, n, *, limit=12, **sampling):
-    """Return n Rows for each prompt with unequal limits, so that they end one by one."""
-    grid = itertools.product(enumerate(prompts), range(n))
-    return [
-        Row(
-            str(p),
-            s,
-            sampling.get("seed", 0),
-            list(tokens),
-            limit - (s + p) % 3,
-            sampling=RowSampling(**{k: v for k, v in sampling.items() if k != "seed"}),
-        )
-        for (p, tokens), s in grid
-    ]
+def rows_for(prompts, n=2, *, limit=12, seed=0, report=NO_REPORT, **sampling):
+    """Return n Rows for each prompt with unequal limits, so that they end one by one.
+
+    limit, report and values of sampling may be functions of a prompt's and a sample's number.
+    """
+
+    def row(p, s):
+        def own(value):
+            return value(p, s) if callable(value) else value
+
+        room = own(limit) if callable(limit) else limit - (s + p) % 3
+        params = RowSampling(**{name: own(value) for name, value in sampling.items()})
+        return Row(str(p), s, seed, list(prompts[p]), room, params, own(report))
+
+    return [row(p, s) for p in range(len(prompts)) for s in range(n)]
 
 
-def loop_for(target, draft, *, rows, lengths=None, coupling="shared", acceptance=None, cut=None):
-    """Return a Loop on the CPU. target: a Decoder or a toy; draft: a Decoder, a toy runner,
-    either AtOnce, a drafter, or the name of one: "none", "lookup", "lookup:SOURCES"."""
+def again(row):
+    """Return a Row of the same sample that has not begun."""
+    return Row(row.key, row.sample, row.seed, row.prompt, row.limit, row.sampling)
+
+
+def loop_for(
+    target,
+    draft,
+    *,
+    rows,
+    lengths=None,
+    coupling="shared",
+    acceptance=None,
+    cut=None,
+    graphs=None,
+    span=SPAN,
+    context=128,
+    blocks=None,
+):
+    """Return a Loop on the target's device. target: a Decoder or a toy; draft: a Decoder, a toy
+    runner, either AtOnce, a head, a drafter, or the name of one: "none", "lookup:SOURCES"."""
     if isinstance(target, Decoder):
-        target = Runner(target, rows=rows, span=SPAN, pending=1)
-    draft = drafter_for(draft, rows=rows, coupling=coupling)
+        read = target.read_by(draft) if isinstance(draft, Head) else target
+        target = Runner(read, rows=rows, span=span, pending=1, blocks=blocks)
+    if isinstance(draft, Head):
+        parts = DraftParts(runner=target, head=draft, coupling=coupling, temperature=None)
+        draft = make_drafter("heads:x", parts)
     vocab = target.decoder.vocab if isinstance(target, Runner) else target.table.shape[-1]
     return Loop(
-        batch=Batch(rows=rows, context=64, device=torch.device("cpu"), vocab=vocab),
+        batch=Batch(rows=rows, context=context, device=target.device, vocab=vocab, blocks=blocks),
         target=target,
-        drafter=draft,
+        drafter=drafter_for(draft, rows=rows, span=span, coupling=coupling, blocks=blocks),
         lengths=lengths or Fixed(3),
         coupling=coupling,
-        clock=Clock(),
+        clock=Clock(graphs.ticks) if isinstance(graphs, FakeGraphs) else Clock(),
+        graphs=graphs,
         acceptance=acceptance,
         cut=cut,
     )
 
 
-def drafter_for(draft, *, rows, span=SPAN, coupling="shared"):
+def drafter_for(draft, *, rows, span=SPAN, coupling="shared", blocks=None):
     """Return the drafter that `loop_for` makes of its draft."""
     words = {"runner": None}
     if isinstance(draft, (AtOnce, Decoder, Markov, Runner)):
         at_once = isinstance(draft, AtOnce)
         model = draft.model if at_once else draft
         if isinstance(model, Decoder):
-            model = Runner(model, rows=rows, span=span, pending=2)
+            model = Runner(model, rows=rows, span=span, pending=2, blocks=blocks)
         words = {"runner": model, "mask": draft.mask if at_once else None}
         draft = "parallel:model" if at_once else "model"
     if isinstance(draft, str):
