@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from bass_cli.cli.commands import app
 from bass_cli.eval.tasks import packaged_tasks, task_names
+from bass_cli.eval.tasks.task_file import read_packaged
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples" / "tasks"
 LONGEST = "    return max(words, key=len, default=None)\n"
@@ -100,8 +101,16 @@ def test_answers_to_the_examples_get_the_expected_verdicts(name: str) -> None:
 
 def test_every_example_has_a_test() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.yaml")} == set(ANSWERS)
-    assert packaged_tasks() == ["gsm8k"]
     assert {"humaneval", "mbpp", "xsum", "gsm8k"} <= set(task_names())
+
+
+def test_packaged_tasks_are_read_and_have_their_data_beside_them() -> None:
+    assert "gsm8k" in packaged_tasks()
+    for name in packaged_tasks():
+        options = read_packaged(name).options
+        assert options.name == name
+        assert options.folder is not None
+        assert (options.folder / f"{name}.yaml").is_file()
 
 
 def test_examples_are_drawn_scored_resumed_and_scored_again(model: list[str]) -> None:

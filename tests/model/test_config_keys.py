@@ -33,7 +33,12 @@ from bass_cli.formats.hf_config import notes_of_config, spec_of_config
 from bass_cli.models.families import FAMILIES
 from bass_cli.run.plan import make_plan
 
-PLAIN = [name for name in WRITTEN if name != "llama3"]
+# Families of transformers; others are classes of checkpoints.py
+PLAIN = [
+    name
+    for name in WRITTEN
+    if name != "llama3" and type(AutoConfig.for_model(name)).__module__.startswith("transformers.")
+]
 # attributes of a config object that are no keys, and those of other models in the same module
 INTERNAL = {"_attn_implementation", "get_text_config", "image_token_id", "mm_tokens_per_image"}
 

@@ -130,16 +130,19 @@ TRAINED = ("llama", "llama3", "mistral", "qwen2", "qwen3", "gemma3_text", "opt",
            "codegen", "qwen3_5_text")  # fmt: skip
 
 
+def _class(name: str) -> Any:
+    """A class of this file, for families that transformers does not have, or of transformers."""
+    return globals().get(name) or getattr(transformers, name)
+
+
 def build_model(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """A transformers model of the family (or of "llama3": Llama with that scaling), eval, fp32,
     all weights random."""
     kind, sizes = _KINDS[family]
-    config = getattr(transformers, _CONFIGS.get(kind, f"{kind}Config"))(
+    config = _class(_CONFIGS.get(kind, f"{kind}Config"))(
         **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, **sizes, **overrides}
     )
-    model = getattr(transformers, "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")(
-        config
-    )
+    model = _class("GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

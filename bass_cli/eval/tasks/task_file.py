@@ -9,7 +9,6 @@ may loop for ever or fill the memory.
 from __future__ import annotations
 
 import ast
-import importlib.resources
 import json
 import os
 import re
@@ -328,9 +327,9 @@ class Loaded(NamedTuple):
 
 
 def read_packaged(name: str) -> Loaded:
-    """Read a task file that bass has."""
-    resource = importlib.resources.files("bass_cli.eval.tasks") / f"{name}.yaml"
-    return _parse(resource.read_bytes(), f"{name}.yaml", None)
+    """Read a task file that bass has, whose data may lie beside it."""
+    folder = Path(__file__).parent
+    return _parse((folder / f"{name}.yaml").read_bytes(), f"{name}.yaml", folder)
 
 
 def read_task_file(path: str) -> Loaded:
