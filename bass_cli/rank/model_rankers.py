@@ -373,21 +373,29 @@ class _Classifier:
     def __init__(self, source: str, device: str, dtype: str, on_phase: Callable[[str], None]):
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+        from bass_cli.models.any_probe import quiet
         from bass_cli.run.plan import device_of, dtype_of
 
         self._device = device_of(device)
         on_phase("loading the reward model")
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(source)
-            self._model: Any = AutoModelForSequenceClassification.from_pretrained(
-                source, dtype=dtype_of(dtype, self._device)
-            )
+            self._model: Any
+            with quiet():
+                self._model, loaded = AutoModelForSequenceClassification.from_pretrained(
+                    source, dtype=dtype_of(dtype, self._device), output_loading_info=True
+                )
         except (OSError, ValueError, ImportError) as error:
             reason = (
                 str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             )
             kind = MachineError if isinstance(error, ImportError) else UserError
             raise kind(f"reward:{source}: the model cannot be loaded: {reason}") from None
+        if missing := sorted(loaded["missing_keys"]):  # transformers gives them random numbers
+            raise UserError(
+                f'reward:{source}: its weights have no tensor "{missing[0]}"; name a checkpoint '
+                "that was trained as a sequence classifier"
+            )
         labels = self._model.config.num_labels
         if labels not in (1, 2):
             raise UserError(

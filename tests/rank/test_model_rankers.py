@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from checkpoints import write_checkpoint, write_tokenizer
 from transformers import (
     AutoModelForCausalLM,
@@ -147,10 +148,29 @@ def test_wrong_reward_models_are_refused(tmp_path: Path) -> None:
         RewardRanker("reward:x", dtype="fp8")
 
 
-@pytest.mark.parametrize("ranker", ["reverse", "reward:/no/model"])
-def test_unknown_prompts_are_refused(folder: Path, ranker: str) -> None:
-    made: Any = ReverseRanker(job(folder)) if ranker == "reverse" else None
-    made = made or RewardRanker(f"reward:{folder}", device="cpu", dtype="fp32")
+def test_language_models_are_no_reward_models(folder: Path) -> None:
+    ranker = RewardRanker(f"reward:{folder}", device="cpu")  # its classifier would be random
+    with pytest.raises(UserError, match=r'no tensor "score\.weight"; name a checkpoint'):
+        list(ranker.scores([group("a", "x", "y")]))
+
+
+def test_loading_a_reward_model_prints_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    classifier(tmp_path, 1, template=True)
+    transformers.logging.enable_progress_bar()
+    try:
+        list(RewardRanker(f"reward:{tmp_path}", device="cpu").scores([group("a", "x", "y")]))
+    finally:
+        transformers.logging.disable_progress_bar()
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("kind", ["reverse", "reward"])
+def test_unknown_prompts_are_refused(folder: Path, tmp_path: Path, kind: str) -> None:
+    classifier(tmp_path, 1, template=True)
+    reward = RewardRanker(f"reward:{tmp_path}", device="cpu", dtype="fp32")
+    made: Any = ReverseRanker(job(folder)) if kind == "reverse" else reward
     with pytest.raises(UserError, match="unknown"):
         list(made.scores([group("a", None, "y")]))
 
