@@ -24,7 +24,9 @@ from bass_kernels import (
     head_kernels,
     launch,
     linear_kernels,
+    peers,
     pointwise,
+    processing_kernels,
     products,
     quantised_products,
     ragged,
@@ -32,6 +34,7 @@ from bass_kernels import (
     round_kernels,
     router_kernels,
     sampling_kernels,
+    training_kernels,
 )
 from bass_kernels.delta_rule import DeltaState, DeltaWeights, places
 from bass_kernels.experts import Maps
@@ -45,6 +48,7 @@ LIMITS = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 PROCESSORS = 128
 MODULES = (
     delta_prompt_kernels,
+    expert_kernels,
     launch,
     linear_kernels,
     fused_attention,
@@ -277,6 +281,62 @@ def elementwise(dtype, *, bits=16):
     )
 
 
+def mixture_in_stream(dtype):
+    """The residual stream after experts, in a pass of few tokens."""
+    ids, norm = empty(8, dtype=torch.int64), empty(2048, dtype=torch.float32)
+    embed, half = empty(1000, 2048, dtype=dtype), empty(64, dtype=torch.float32)
+    stream, _ = residual.begin(ids, ids, embed, norm, half)
+    x, chosen = empty(8, 2048, dtype=dtype), empty(8, 8, dtype=torch.int64)
+    maps = Maps(
+        empty(2 * 16 * 768, 2048, dtype=dtype), None, empty(16 * 2048, 768, dtype=dtype), None
+    )
+    unit = expert_kernels.Mixture(16, "silu", None)
+    shares = empty(8, 8, dtype=torch.float32)
+    for rounds in (False, True):
+        expert_kernels.add_experts(x, chosen, shares, maps, stream, norm, unit, rounds=rounds)
+
+
+def around(dtype):
+    """What surrounds the layers in a round: pending tokens, logits and their processors, accepted
+    tokens and reports, and the layers of heads."""
+    rows, width, vocab = 8, 4, 152064
+    whole, block = empty(rows, dtype=torch.int64), empty(rows, width + 1, dtype=torch.int64)
+    texts, drafts = empty(rows, 64, dtype=torch.int64), block[:, 1:]
+    round_kernels.pending(texts, whole, drafts)
+    round_kernels.accept_shared(drafts, block, whole)
+    scores = empty(rows, width + 1, dtype=torch.float32)
+    round_kernels.report(texts, whole, whole, whole, block, scores)
+    logits, words = empty(rows, vocab, dtype=dtype), -(-vocab // 32)
+    processing_kernels.process_logits(
+        logits, whole, whole, drafts, empty(rows, vocab, dtype=torch.int32),
+        empty(3, rows, dtype=torch.float32), empty(rows, words, dtype=torch.int32),
+        empty(rows, 2, words, dtype=torch.int32),
+    )  # fmt: skip
+    processing_kernels.log_probability(logits, whole)
+    processing_kernels.likeliest_tokens(logits, 20, empty(rows, dtype=torch.bool))
+    pointwise.angles(block, empty(64, dtype=torch.float32))
+    x = empty(rows, width, 4096, dtype=dtype)
+    pointwise.gate_outputs(x, x)
+    own, prompt = caches(rows, 1, 2048, dtype)
+    pointwise.write_hidden(x, drafts, own)
+    pointwise.read_hidden(drafts, segments(rows, width), own, prompt)
+    quantised_products.gated_factor(empty(300, 2 * 18944, dtype=dtype), "silu")
+    addresses, state = empty(3, dtype=torch.int64), empty(2, dtype=torch.int32)
+    peers.add(x, x, peers.Peers(1, 2, addresses, state, state, x.numel(), 1000))
+
+
+def training(dtype):
+    """Distances of logits, rotations and gates with their gradients."""
+    logits, rows = empty(64, 152064, dtype=dtype), empty(64, dtype=torch.int64)
+    found = training_kernels.distances(logits, logits, rows, rows, 151936)
+    slopes = empty(2, 64, dtype=torch.float32)
+    training_kernels.distance_gradient(logits, logits, rows, found, slopes, 151936)
+    turns = empty(2, 32, 32, dtype=torch.float32)
+    for back in (False, True):
+        training_kernels.rotate(empty(2, 32, 14, 64, dtype=dtype), turns, turns, back=back)
+    training_kernels.gate_gradient(empty(64, 2 * 4864, dtype=dtype), empty(64, 4864, dtype=dtype))
+
+
 def params(dtype):
     """Choose tokens of 152 thousand under both couplings."""
     logits, floats = empty(8, 152064, dtype=dtype), empty(8, dtype=torch.float32)
@@ -310,6 +370,9 @@ LAUNCHES = {
     "mixture": mixture,
     "mixture-fp8": functools.partial(mixture, layout="fp8"),
     "mixture-int8": functools.partial(mixture, layout="int8"),
+    "mixture-in-stream": mixture_in_stream,
+    "around": around,
+    "training": training,
     "attend-long": attend_long,
     "attend-128": functools.partial(attend, size=128, rows=8, width=9),
     "attend-128-in-groups": functools.partial(attend, size=128, rows=16, width=1, members=8),
