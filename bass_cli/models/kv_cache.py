@@ -172,7 +172,10 @@ class KVCache:
             if not eight_bits or layers.hidden:
                 return [torch.zeros(*places, layers.head_size, dtype=dtype, device=device)]
             bits = torch.zeros(*places, layers.head_size, dtype=torch.uint8, device=device)
-            return [bits, torch.zeros(places, dtype=torch.float16, device=device)]
+            *parts, heads, slots = places
+            space = -(-heads * slots // _UNIT) * _UNIT  # so that each part is aligned
+            scales = torch.zeros(*parts, space, dtype=torch.float16, device=device)
+            return [bits, scales[..., : heads * slots].unflatten(-1, (heads, slots))]
 
         blocks = blocks or BlockLayout(rows, 1, span, span)
         assert blocks.most * blocks.size >= span

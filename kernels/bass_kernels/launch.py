@@ -175,9 +175,10 @@ def compile_ahead(works: Iterable[Callable[[], object]]) -> None:
     with contextlib.ExitStack() as stack:
         if not dispatch.compiling():
             threads = min(_COMPILERS, len(os.sched_getaffinity(0)))
+            # the threads parse until the pool has ended
+            stack.enter_context(_replaced("parse", _parse_alone(triton.JITFunction.parse)))
             pool = stack.enter_context(_Compilers(threads))
             stack.enter_context(triton.AsyncCompileMode(pool))
-            stack.enter_context(_replaced("parse", _parse_alone(triton.JITFunction.parse)))
             stack.enter_context(_replaced("run", _compile_only(triton.JITFunction.run)))
             stack.enter_context(dispatch.compile_only())
         for work in works:

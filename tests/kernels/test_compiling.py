@@ -93,7 +93,9 @@ def test_a_job_compiles_its_kernels_together_before_its_first_round(tmp_path):
     compiled, missing = empty["empty"]
     assert compiled > 20
     assert not missing, "the bench compiles rounds of a batch without rows"
+    assert first["alone"]
     assert second.pop("rows") == 0
+    assert second.pop("alone")
     assert not any(second.values()), "nothing is compiled again"
     assert refused["rows"] == 0, "the loop is empty"
     assert len(refused["phases"]) == 2, "what failed is tried again"

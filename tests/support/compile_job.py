@@ -75,7 +75,7 @@ def ready(plan, models, *, times=1):
     kernels, rows = len(compiled), len(loop.batch)
     print(
         {"kernels": kernels, "rows": rows, "phases": phases, "notes": notes}
-        | {"launchers": len(launchers), "submitted": len(submitted)}
+        | {"launchers": len(launchers), "submitted": len(submitted), "alone": all(launchers)}
     )
     return loop
 
@@ -97,9 +97,9 @@ def refuse(*given, **named):
 
 
 if __name__ == "__main__":
-    launchers = []
+    launchers, parse = [], triton.JITFunction.parse  # whether kernels were parsed one at a time
     driver = Absent()
-    driver.launcher_cls = lambda source, metadata: launchers.append(source.fn.__name__)
+    driver.launcher_cls = lambda *given: launchers.append(triton.JITFunction.parse is not parse)
     triton.runtime.driver.set_active(driver)
     skip_code()
     compiled, submitted = noting("_do_compile"), noting_submitted()
