@@ -283,7 +283,7 @@ class Plan:
             device = torch.cuda.get_device_name(self.device) if there else "cuda"
         return {
             "bass": __version__,
-            "torch": torch.__version__,
+            "torch": str(torch.__version__),  # whose type is torch's: to unpickle it imports torch
             "python": platform.python_version(),
             "device": device,
         }

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import pickle
+import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from test_library import model  # noqa: F401 (fixture)
 
 from bass_cli import Completion, Job, Pair, Sampling, generate
@@ -75,6 +79,22 @@ def test_a_failed_prompt_is_one_line_and_others_continue(model: Path) -> None:
     assert failed.is_of_prompt
     assert "context" in (failed.error or "")
     assert len(fetch(worker, [Part(PROMPTS[0], (1, 2))])) == 2
+
+
+def test_a_driver_reads_events_without_importing_torch(model: Path) -> None:
+    """The import takes seconds, during which its workers have nothing to do."""
+    worker = Worker(JobSpec(job(model), {}, None, ""))
+    ready = worker.prepare()
+    events = [ready, worker.exchange([Part(PROMPTS[0], (0,))], 60.0)]
+    assert isinstance(events[1].completions[0], Completion)
+    code = (
+        "import pickle, sys; ready, report = pickle.load(sys.stdin.buffer); "
+        "print('torch' in sys.modules, ready.facts.manifest['versions']['torch'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=pickle.dumps(events), capture_output=True, check=True
+    )
+    assert done.stdout.decode().split() == ["False", str(torch.__version__)]
 
 
 def test_faults_are_data(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
