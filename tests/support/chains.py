@@ -3,14 +3,13 @@ plain torch without a cache. No tests here."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from heads import Drafter, save
 from torch import Tensor
-from torch.nn.functional import embedding, linear, silu
+from torch.nn.functional import embedding, linear
 from transformers import PreTrainedModel
 
 KNOWN = 150  # tokens of the shorter vocabularies: 1, 3, 5, ...
@@ -78,17 +77,7 @@ def write_chain(
         shapes |= {f"{at}self_attn.{one}_norm.weight": (size,) for one in "qk"}
     if kind != "authors":
         shapes["embed_tokens.weight"] = vocab, width
-    generator, tensors = torch.Generator().manual_seed(seed), {}
-    for name, shape in shapes.items():
-        noise = torch.randn(shape, generator=generator)
-        scale = 0.5 if "embed" in name else shape[-1] ** -0.5
-        tensors[name] = 1 + 0.3 * noise if name.endswith("norm.weight") else scale * noise
-    if known < vocab:
-        tensors["d2t"] = torch.arange(known) + 1
-        tensors["t2d"] = torch.arange(vocab) % 2 == 1
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "model.safetensors")
+    save(folder, config, shapes, vocab=vocab, seed=seed)
     return ChainReading(folder)
 
 
@@ -102,20 +91,17 @@ def taps_of(config: dict, layers: int) -> list[int]:
     return config.get(key) or [2, layers // 2, layers - 3]
 
 
-class ChainReading:
-    """The drafter of a folder, read independently: sequences in full, no cache, nothing shared
-    with the code under test."""
+class ChainReading(Drafter):
+    """An EAGLE-3 drafter."""
 
     def __init__(self, folder: Path):
-        self.config = json.loads((folder / "config.json").read_text())
-        self.layer = self.config.get("transformer_layer_config", self.config)
-        self.tensors = load_file(folder / "model.safetensors")
+        super().__init__(folder)
         self._at = "midlayer." if "midlayer.hidden_norm.weight" in self.tensors else "layers.0."
 
     def drafts(self, target: PreTrainedModel, tokens: list[int], chosen: list[int]) -> Tensor:
         """Return logits [k, U] at the places of `chosen` [k] after `tokens`, each given those
         before it."""
-        width, ids = self.layer["hidden_size"], tokens[1:]
+        width, ids = self.layers["hidden_size"], tokens[1:]
         features = torch.zeros(0, width)
         if len(tokens) > 1:
             states = target(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
@@ -127,56 +113,31 @@ class ChainReading:
         found = []
         for following in chosen:
             output = self._layer(target, torch.tensor(ids), features)
-            found.append(self._norm(output, "norm") @ self.tensors["lm_head.weight"].T)
+            found.append(self.norm(output, "norm") @ self.tensors["lm_head.weight"].T)
             if alone:
                 ids, features, alone = [], features[:0], False
             ids, features = [*ids, following], torch.cat((features, output[None]))
         return torch.stack(found)
 
-    def whole(self, line: Tensor) -> Tensor:
-        """Return logits over the target's tokens from those over the drafter's own."""
-        if "d2t" not in self.tensors:
-            return line
-        found = torch.full((self.layer["vocab_size"],), -torch.inf)
-        found[torch.arange(len(line)) + self.tensors["d2t"]] = line
-        return found
-
-    def _norm(self, x: Tensor, name: str) -> Tensor:
-        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.layer["rms_norm_eps"])
-        return x * scale * self.tensors[f"{name}.weight"]
-
     def _layer(self, target: PreTrainedModel, ids: Tensor, features: Tensor) -> Tensor:
         """Return the output [H] at the last of the pairs of ids [N] and features [N, H]."""
         own, at = self.tensors.get("embed_tokens.weight"), self._at
         embedded = target.get_input_embeddings()(ids) if own is None else embedding(ids, own)
-        normed = self._norm(features, at + "hidden_norm")
-        joined = torch.cat((self._norm(embedded, at + "input_layernorm"), normed), -1)
-        heads = self.layer["num_attention_heads"]
+        normed = self.norm(features, at + "hidden_norm")
+        joined = torch.cat((self.norm(embedded, at + "input_layernorm"), normed), -1)
+        heads = self.layers["num_attention_heads"]
         q, k, v = (
             linear(joined, self.tensors[f"{at}self_attn.{one}_proj.weight"]) for one in "qkv"
         )
         size = q.shape[-1] // heads
         q, k, v = (part.view(len(ids), -1, size) for part in (q, k, v))
-        if self.layer["model_type"] == "qwen3":
-            q, k = self._norm(q, at + "self_attn.q_norm"), self._norm(k, at + "self_attn.k_norm")
-        q, k = self._turn(q)[-1], self._turn(k)
+        if self.layers["model_type"] == "qwen3":
+            q, k = self.norm(q, at + "self_attn.q_norm"), self.norm(k, at + "self_attn.k_norm")
+        places = torch.arange(len(ids))
+        q, k = self.turn(q, places)[-1], self.turn(k, places)
         k, v = (part.repeat_interleave(heads // part.shape[1], 1) for part in (k, v))
         weights = torch.einsum("hd,nhd->hn", q, k).div(size**0.5).softmax(-1)
         mixed = torch.einsum("hn,nhd->hd", weights, v).flatten()
         x = (normed if self.config.get("norm_before_residual") else features)[-1]
         x = x + linear(mixed, self.tensors[at + "self_attn.o_proj.weight"])
-        normed = self._norm(x, at + "post_attention_layernorm")
-        gate, up = (
-            linear(normed, self.tensors[f"{at}mlp.{name}_proj.weight"]) for name in ("gate", "up")
-        )
-        return x + linear(silu(gate) * up, self.tensors[at + "mlp.down_proj.weight"])
-
-    def _turn(self, x: Tensor) -> Tensor:
-        """Apply rotary embedding to x [N, heads, D], pairing the halves of a head."""
-        size = x.shape[-1]
-        speeds = self.layer["rope_theta"] ** (-torch.arange(0, size, 2).float() / size)
-        turns = torch.arange(len(x))[:, None, None] * speeds
-        one, other = x.chunk(2, -1)
-        return torch.cat(
-            (one * turns.cos() - other * turns.sin(), other * turns.cos() + one * turns.sin()), -1
-        )
+        return self.feed_forward(x, at)

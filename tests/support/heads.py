@@ -107,22 +107,29 @@ def write_head(
             "confidence_head.proj.weight": (1, width + rank),
             "confidence_head.proj.bias": (1,),
         }
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {}
+    save(folder, config, shapes, vocab=vocab, seed=seed)
+    return Reading(folder)
+
+
+def save(
+    folder: Path, config: dict, shapes: dict[str, tuple[int, ...]], *, vocab: int, seed: int
+) -> None:
+    """Save a config and random tensors of these shapes, with the ids of a shorter vocabulary."""
+    generator, tensors = torch.Generator().manual_seed(seed), {}
     for name, shape in shapes.items():
         noise = torch.randn(shape, generator=generator)
         scale = 0.5 if "embed" in name or "w1" in name else shape[-1] ** -0.5
         tensors[name] = 1 + 0.3 * noise if name.endswith("norm.weight") else scale * noise
+    known = config.get("draft_vocab_size") or vocab
     if known < vocab:
         tensors["d2t"] = torch.arange(known) + 1  # 1, 3, 5, ...
         tensors["t2d"] = torch.arange(vocab) % 2 == 1
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "model.safetensors")
-    return Reading(folder)
 
 
-class Reading:
+class Drafter:
     """The drafter of a folder, read independently: sequences in full, no cache, nothing shared
     with the code under test."""
 
@@ -130,6 +137,43 @@ class Reading:
         self.config = json.loads((folder / "config.json").read_text())
         self.layers = self.config.get("transformer_layer_config", self.config)
         self.tensors = load_file(folder / "model.safetensors")
+
+    def whole(self, line: Tensor) -> Tensor:
+        """Return logits over the target's tokens from those over the drafter's own."""
+        if "d2t" not in self.tensors:
+            return line
+        found = torch.full((self.layers["vocab_size"],), -torch.inf)
+        found[torch.arange(len(line)) + self.tensors["d2t"]] = line
+        return found
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.layers["rms_norm_eps"])
+        return x * scale * self.tensors[f"{name}.weight"]
+
+    def feed_forward(self, x: Tensor, at: str) -> Tensor:
+        """Return x plus its gated feed-forward in the layer with this prefix."""
+        normed = self.norm(x, at + "post_attention_layernorm")
+        gate, up = (
+            linear(normed, self.tensors[f"{at}mlp.{name}_proj.weight"]) for name in ("gate", "up")
+        )
+        return x + linear(silu(gate) * up, self.tensors[at + "mlp.down_proj.weight"])
+
+    def turn(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Apply rotary embedding to x [N, heads, D], pairing the halves of a head."""
+        size = x.shape[-1]
+        speeds = self.layers["rope_theta"] ** (-torch.arange(0, size, 2).float() / size)
+        turns = positions[:, None, None] * speeds
+        one, other = x.chunk(2, -1)
+        return torch.cat(
+            (one * turns.cos() - other * turns.sin(), other * turns.cos() + one * turns.sin()), -1
+        )
+
+
+class Reading(Drafter):
+    """A DFlash or a DSpark."""
+
+    def __init__(self, folder: Path):
+        super().__init__(folder)
         aux = self.config.get("aux_hidden_state_layer_ids")
         ids = self.config.get("dflash_config", self.config).get("target_layer_ids")
         # transformers counts the embedding as the first hidden state
@@ -145,13 +189,13 @@ class Reading:
         if seen:
             states = target(torch.tensor([seen]), output_hidden_states=True).hidden_states
             taken = torch.cat([states[i][0] for i in self.states], -1)
-            context = self._norm(taken @ self.tensors["fc.weight"].T, "hidden_norm")
+            context = self.norm(taken @ self.tensors["fc.weight"].T, "hidden_norm")
         ids = torch.tensor([anchor] + [MASK] * (self.block - 1))
         own = self.tensors.get("embed_tokens.weight")
         x = target.get_input_embeddings()(ids) if own is None else embedding(ids, own)
         for i in range(self.layers["num_hidden_layers"]):
             x = self._layer(f"layers.{i}.", x, context)
-        x = self._norm(x, "norm")
+        x = self.norm(x, "norm")
         own = self.tensors.get("lm_head.weight")
         logits = target.get_output_embeddings()(x) if own is None else linear(x, own)
         return logits if self.dspark else logits[1:]
@@ -165,23 +209,11 @@ class Reading:
             @ self.tensors["markov_head.markov_w1.weight"][token]
         )
 
-    def whole(self, line: Tensor) -> Tensor:
-        """Return logits over the target's tokens from those over the drafter's own."""
-        if "d2t" not in self.tensors:
-            return line
-        found = torch.full((self.layers["vocab_size"],), -torch.inf)
-        found[torch.arange(len(line)) + self.tensors["d2t"]] = line
-        return found
-
-    def _norm(self, x: Tensor, name: str) -> Tensor:
-        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.layers["rms_norm_eps"])
-        return x * scale * self.tensors[f"{name}.weight"]
-
     def _layer(self, at: str, x: Tensor, context: Tensor) -> Tensor:
         """Apply a layer to the block x [N, H] with the context [C, H] before it, without a
         causal mask."""
         count, size = len(context) + len(x), self.layers["head_dim"]
-        normed = self._norm(x, at + "input_layernorm")
+        normed = self.norm(x, at + "input_layernorm")
         q, k, v = (
             linear(source, self.tensors[f"{at}self_attn.{name}_proj.weight"]).view(
                 len(source), -1, size
@@ -192,25 +224,11 @@ class Reading:
                 ("v", torch.cat((context, normed))),
             )
         )
-        q = self._turn(self._norm(q, at + "self_attn.q_norm"), torch.arange(count)[-len(x) :])
-        k = self._turn(self._norm(k, at + "self_attn.k_norm"), torch.arange(count))
+        q = self.turn(self.norm(q, at + "self_attn.q_norm"), torch.arange(count)[-len(x) :])
+        k = self.turn(self.norm(k, at + "self_attn.k_norm"), torch.arange(count))
         each = q.shape[1] // k.shape[1]
         k, v = (part.repeat_interleave(each, 1) for part in (k, v))
         weights = torch.einsum("nhd,mhd->hnm", q, k).div(size**0.5).softmax(-1)
         mixed = torch.einsum("hnm,mhd->nhd", weights, v).flatten(1)
         x = x + linear(mixed, self.tensors[at + "self_attn.o_proj.weight"])
-        normed = self._norm(x, at + "post_attention_layernorm")
-        gate, up = (
-            linear(normed, self.tensors[f"{at}mlp.{name}_proj.weight"]) for name in ("gate", "up")
-        )
-        return x + linear(silu(gate) * up, self.tensors[at + "mlp.down_proj.weight"])
-
-    def _turn(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Apply rotary embedding to x [N, heads, D], pairing the halves of a head."""
-        size = x.shape[-1]
-        speeds = self.layers["rope_theta"] ** (-torch.arange(0, size, 2).float() / size)
-        turns = positions[:, None, None] * speeds
-        one, other = x.chunk(2, -1)
-        return torch.cat(
-            (one * turns.cos() - other * turns.sin(), other * turns.cos() + one * turns.sin()), -1
-        )
+        return self.feed_forward(x, at)
