@@ -4,7 +4,7 @@ Afterwards nothing may be left to compile.
 
 Run as a script, without the interpreter: quick|whole FOLDER DRAFT COUPLING ..., of a target with
 its drafter. It prints the number of kernels of each. `quick` skips turning kernels into machine
-code, which compile_kernels.py and compile_launches.py test.
+code, which compile_launches.py tests.
 """
 
 import gc
@@ -158,7 +158,7 @@ def hold(folder, draft, coupling, compiled, asked):
 
 def main(how, folder, *kinds):
     triton.runtime.driver.set_active(Absent())
-    # machine code of all kernels is made by compile_kernels.py
+    # machine code of all kernels is made by compile_launches.py
     skip_code() if how == "quick" else skip_machine_code()
     compiled, asked = noting("_do_compile"), noting("run")
     for draft, coupling in zip(kinds[::2], kinds[1::2], strict=True):

@@ -1,4 +1,5 @@
-"""Shared memory of kernels as they are launched, by GPU, without one: real launches on tensors
+"""Compile every Triton kernel as it is launched, by GPU, without one: what the interpreter runs may
+still not compile, or need more shared memory than a GPU has. These are real launches on tensors
 without memory, in the shapes of models, compiled for a GPU that is not present.
 
 Run as a script, without the interpreter: quick|whole CAPABILITY,DTYPE[,LAUNCH] ...; one line for
@@ -8,6 +9,7 @@ into machine code.
 
 import functools
 import multiprocessing
+import re
 import sys
 
 import torch
@@ -37,7 +39,7 @@ from bass_kernels import (
     training_kernels,
 )
 from bass_kernels.delta_rule import DeltaState, DeltaWeights, places
-from bass_kernels.experts import Maps
+from bass_kernels.experts import Clamp, Maps, Shared
 from bass_kernels.quantised import Quantised
 from bass_kernels.rounds import BINS, ConfidenceStats
 from bass_kernels.segments import DeviceGroups, Packed, Segments
@@ -53,6 +55,7 @@ MODULES = (
     linear_kernels,
     fused_attention,
     head_kernels,
+    peers,
     products,
     quantised_products,
     ragged,
@@ -83,6 +86,12 @@ def caches(rows, kv_heads, size, dtype, *, bits=16):
     return store(512 * rows), store(8192)
 
 
+def pair_of_processes():
+    """The first of two processes that add their parts in kernels."""
+    addresses, numbers = empty(3, dtype=torch.int64), empty(2, dtype=torch.int32)
+    return peers.Peers(0, 2, addresses, numbers, numbers, 1 << 20, 1000)
+
+
 def few_tokens(dtype, *, width=3584, inner=18944, heads=28, kv_heads=4, size=128, early=True):
     """The matrix products of a layer of a 7B model for 4 tokens."""
     norm, frequencies = empty(width, dtype=torch.float32), empty(size // 2, dtype=torch.float32)
@@ -94,13 +103,9 @@ def few_tokens(dtype, *, width=3584, inner=18944, heads=28, kv_heads=4, size=128
     products.project(
         stream, empty(lines, width, dtype=dtype), empty(lines, dtype=dtype), eps=1e-6, early=early
     )
-    stream = products.add(
-        empty(4, heads * size, dtype=dtype),
-        empty(width, heads * size, dtype=dtype),
-        stream,
-        norm,
-        early=early,
-    )
+    mixed, output = empty(4, heads * size, dtype=dtype), empty(width, heads * size, dtype=dtype)
+    products.add(mixed, output, stream, norm, peers=pair_of_processes(), early=early)
+    stream = products.add(mixed, output, stream, norm, early=early)
     products.gate_up(
         stream, empty(2 * inner, width, dtype=dtype), eps=1e-6, activation="silu", early=early
     )
@@ -128,7 +133,9 @@ def products_of_8_bits(dtype, *, layout, count, width=3584, inner=18944, heads=2
     bias = empty(len(qkv), dtype=dtype)
     products.project(stream, qkv, bias, eps=1e-6, early=True)
     mixed = empty(count, heads * size, dtype=dtype)
-    stream = products.add(mixed, o, stream, norm, peaks=peaks[0], early=True)
+    words = {"peaks": peaks[0], "early": True}
+    products.add(mixed, o, stream, norm, largest=peaks[1], peers=pair_of_processes(), **words)
+    stream = products.add(mixed, o, stream, norm, **words)
     products.gate_up(stream, up, eps=1e-6, activation="silu", peaks=peaks[1], early=True)
     x, words = empty(300, width, dtype=dtype), {"eps": 1e-6, "kind": "rms"}
     quantised_products.norm_linear(x, (norm, None), qkv, bias, **words)
@@ -186,6 +193,11 @@ def mixture(dtype, *, layout=None):
         up, down = matrix(2 * experts * inner, width), matrix(experts * width, inner)
         maps = Maps(up, None, down, empty(experts * width, dtype=dtype))
         expert_kernels.mix_experts(x, ids, shares, maps, x, experts=experts, activation="silu")
+        routed = router_kernels.route(x, router, router[:, 0], chosen=chosen, normalised=False)
+        biased = maps._replace(up_bias=empty(2 * experts * inner, dtype=dtype))
+        shared = Shared(x, empty(1, width, dtype=dtype))
+        clamp = {"activation": "silu", "clamp": Clamp(1.702, 7.0), "experts": experts}
+        expert_kernels.mix_experts(x, *routed, biased, x, shared, **clamp)
 
 
 def gate_up(dtype):
@@ -205,7 +217,7 @@ def attend_long(dtype):
             ragged.causal_attention(q, keys, values, torch.empty_like(q), scale=0.1)
 
 
-def attend(dtype, *, size, rows, width, members=0, bits=16):
+def attend(dtype, *, size, rows, width, members=0, bits=16, **words):
     own, prompt = caches(rows, 4, size, dtype, bits=bits)
     ragged.attention(
         empty(rows, width, 28, size, dtype=dtype),
@@ -213,6 +225,7 @@ def attend(dtype, *, size, rows, width, members=0, bits=16):
         prompt,
         segments(rows, width, members=members),
         scale=0.1,
+        **words,
     )
 
 
@@ -304,16 +317,20 @@ def around(dtype):
     texts, drafts = empty(rows, 64, dtype=torch.int64), block[:, 1:]
     round_kernels.pending(texts, whole, drafts)
     round_kernels.accept_shared(drafts, block, whole)
+    round_kernels.accept_shared(drafts, block)
+    round_kernels.commit(texts, whole, whole, whole, block)
     scores = empty(rows, width + 1, dtype=torch.float32)
     round_kernels.report(texts, whole, whole, whole, block, scores)
     logits, words = empty(rows, vocab, dtype=dtype), -(-vocab // 32)
-    processing_kernels.process_logits(
-        logits, whole, whole, drafts, empty(rows, vocab, dtype=torch.int32),
-        empty(3, rows, dtype=torch.float32), empty(rows, words, dtype=torch.int32),
-        empty(rows, 2, words, dtype=torch.int32),
-    )  # fmt: skip
+    penalties = empty(3, rows, dtype=torch.float32)
+    counts, allowed, masks = (
+        empty(rows, *sizes, dtype=torch.int32) for sizes in ((vocab,), (words,), (2, words))
+    )
+    for counted, *bits in (counts, allowed, masks), (None, None, masks), (counts, allowed, None):
+        processing_kernels.process_logits(logits, whole, whole, drafts, counted, penalties, *bits)
     processing_kernels.log_probability(logits, whole)
-    processing_kernels.likeliest_tokens(logits, 20, empty(rows, dtype=torch.bool))
+    for wanted in (None, empty(rows, dtype=torch.bool)):
+        processing_kernels.likeliest_tokens(logits, 20, wanted)
     pointwise.angles(block, empty(64, dtype=torch.float32))
     x = empty(rows, width, 4096, dtype=dtype)
     pointwise.gate_outputs(x, x)
@@ -321,8 +338,9 @@ def around(dtype):
     pointwise.write_hidden(x, drafts, own)
     pointwise.read_hidden(drafts, segments(rows, width), own, prompt)
     quantised_products.gated_factor(empty(300, 2 * 18944, dtype=dtype), "silu")
-    addresses, state = empty(3, dtype=torch.int64), empty(2, dtype=torch.int32)
-    peers.add(x, x, peers.Peers(1, 2, addresses, state, state, x.numel(), 1000))
+    for one in (x, x.half()):
+        for other in (None, one):
+            peers.add(one, other, pair_of_processes())
 
 
 def training(dtype):
@@ -341,18 +359,23 @@ def params(dtype):
     """Choose tokens of 152 thousand under both couplings."""
     logits, floats = empty(8, 152064, dtype=dtype), empty(8, dtype=torch.float32)
     whole, keys = empty(8, dtype=torch.int64), empty(8, 2, dtype=torch.int64)
-    sampling_kernels.sample_scored(logits, floats, whole, floats, keys, whole)
+    for least in (None, floats):
+        sampling_kernels.sample_scored(logits, floats, whole, floats, keys, whole, least)
     _, law = acceptance_kernels.draft_sample(logits, floats, whole, floats, keys, whole, whole)
-    acceptance_kernels.rejection_sample(
-        empty(8, 2, dtype=torch.int64),
-        type(law)(*(t[:, None].expand(-1, 2, -1) for t in law)),
-        empty(8, 3, 152064, dtype=dtype),
-        floats,
-        whole,
-        floats,
-        keys,
-        whole,
-    )
+    drawn = type(law)(*(t[:, None].expand(-1, 2, -1) for t in law))
+    for law, most, least in (drawn, None, None), (None, whole, floats):
+        acceptance_kernels.rejection_sample(
+            empty(8, 2, dtype=torch.int64),
+            law,
+            empty(8, 3, 152064, dtype=dtype),
+            floats,
+            whole,
+            floats,
+            keys,
+            whole,
+            most,
+            least,
+        )
 
 
 LAUNCHES = {
@@ -380,6 +403,7 @@ LAUNCHES = {
     "attend-256": functools.partial(attend, size=256, rows=4, width=1),
     "attend-256-wide": functools.partial(attend, size=256, rows=4, width=9),
     "attend-256-in-groups": functools.partial(attend, size=256, rows=16, width=1, members=8),
+    "attend-capped": functools.partial(attend, size=128, rows=8, width=1, window=99, cap=30.0),
     "choose": choose,
     "delta": delta,
     "elementwise": elementwise,
@@ -417,6 +441,28 @@ def pretend(capability):
     launch._can_overlap = lambda device: capability >= 90
 
 
+def check_chain(code, *, begins):
+    """Check the rules of launch.overlap: before a kernel waits it writes nothing and reads past
+    its processor's own cache, or prefetches to L2; the kernel that begins a chain waits before it
+    lets the next one begin."""
+    wait, lets = code.index("griddepcontrol.wait"), code.index("griddepcontrol.launch_dependents")
+    assert (wait < lets) == begins
+    early = re.findall(
+        r"\b((?:ld|st|atom|red|cp)\.(?:volatile\.)?(?:global|async)\S*)", code[:wait]
+    )
+    allowed = re.compile(r"ld\.global\.(L\w+::\w+\.)*cg\b|cp\.async\.bulk\.prefetch\.L2\b")
+    assert all(allowed.match(one) for one in early), early
+
+
+def check_overlap(kernel, code, options):
+    """Check the instructions of Hopper GPUs that a launch asks for by these options."""
+    assert ("cp.async.bulk.prefetch.L2" in code) == options.get("PREFETCH", False)
+    lets = options.get("EARLY", False) or options.get("LEADS", False)
+    assert ("griddepcontrol.launch_dependents" in code) == lets
+    if options.get("EARLY"):
+        check_chain(code, begins=kernel is residual._begin)
+
+
 def compiled(task):
     """Return lines about what one entry of LAUNCHES launches."""
     quick, capability, dtype, name = task
@@ -428,6 +474,8 @@ def compiled(task):
     def compile_only(kernel, *arguments, warmup, **options):
         code = run(kernel, *arguments, warmup=True, **options)
         found[kernel.__name__] = max(code.metadata.shared, found.get(kernel.__name__, 0))
+        if capability == 90 and not quick:
+            check_overlap(kernel, code.asm["ptx"], options)
 
     triton.JITFunction.run = compile_only
     LAUNCHES[name](getattr(torch, dtype))
