@@ -73,7 +73,7 @@ class RefusedJsonError(ValueError):
 
 def no_constant(word: str) -> NoReturn:
     """Refuse NaN and Infinity, which Python's JSON decoder reads and JSON does not have."""
-    raise RefusedJsonError(f"{word} is not JSON")
+    raise RefusedJsonError(f"{word} is not JSON; write null")
 
 
 def broken_json(error: ValueError | RecursionError, *, with_line: bool = True) -> str:

@@ -13,7 +13,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from bass_cli.config.file_options import checked_tools, read_template_args
 from bass_cli.config.job import Job
@@ -36,6 +36,7 @@ from bass_cli.io.readers import Source, open_source
 from bass_cli.reading import is_unicode, parse_json, shown, unquoted
 
 _MOST_OWN = 1000  # the most different settings of prompts that are kept
+_CONTENT = ("messages", "conversations", "token_ids")  # fields that stand in place of a prompt
 _HINTS = 9  # how many field names an error message lists
 # By kind of table: the name of what separates its cells, and the separators of other tables
 _SEPARATORS = {"csv": ("commas", ";\t|"), "tsv": ("tabs", ",;|")}
@@ -384,8 +385,12 @@ def _to_prompt(record: Any, default_id: str, place: str, how: _Reading) -> Promp
     """Make a Prompt of one record."""
     if not isinstance(record, Mapping):
         wanted = 'an object like {"prompt": "..."}'
-        raise UserError(f"{place}: a prompt is {wanted}, not {kind_of(record)}")
+        whole = "; rename a file that is one list to .json" if how.kind == "jsonl" else ""
+        listed = whole if isinstance(record, list) else ""
+        raise UserError(f"{place}: a prompt is {wanted}, not {kind_of(record)}{listed}")
     fields = {key: value for key, value in record.items() if value is not None}
+    if record.get(how.column, "") is None and not fields.keys() & set(_CONTENT):
+        refuse(place, how.column, "it is empty")
     text, messages, ids = _take_content(fields, how, place)
     for name in HONOURED if ids is not None else ():
         if name in fields:
@@ -443,20 +448,14 @@ def _take_content(
     Beside a prompt, conversations and ids in a dataset's columns describe the data.
     """
     column = how.column
-    names = dict.fromkeys((column, "messages", "conversations", "token_ids"))
+    names = dict.fromkeys((column, *_CONTENT))
     given = {name: fields.pop(name) for name in names if name in fields}
     for name in ("conversations", "token_ids"):
         data = how.columns or isinstance(given.get(name), str)
         if data and name != column and given.keys() & {column, "messages"} and name in given:
             fields[name] = given.pop(name)
     if not given:
-        known = [unquoted(key) for key in itertools.islice(fields, _HINTS)]
-        hint = f"; {nearest(column, known)}" if fields else ""
-        right, wrong = _SEPARATORS.get(how.kind, ("", ""))
-        if len(fields) == 1 and any(one in next(iter(fields)) for one in wrong):
-            hint = f'; a table with the one column "{known[0]}" needs {right} between its cells'
-        other = "" if column == "messages" else ', and there is no "messages"'
-        refuse(place, column, f"it is missing{other}{hint}")
+        _refuse_missing(fields, how, place)
     if len(given) > 1:
         first, second, *_ = given
         refuse(place, first, f'there is "{second}" too; give one of the two')
@@ -467,10 +466,33 @@ def _take_content(
         value, answer = from_sharegpt(value, place)
         if answer is not None and fields.setdefault("answer", answer) != answer:
             refuse(place, "answer", "the last answer of the conversation is carried by this name")
-    elif name != "messages":
+    elif name != "messages" and not _is_conversation(value):
+        if isinstance(value, list) and value and all(type(one) is int for one in value):
+            refuse(place, column, 'it must be a string, not a list; token ids are "token_ids"')
         check_text(value, column, place)
         return value, None, None
     return None, checked_messages(value, place), None
+
+
+def _is_conversation(value: Any) -> bool:
+    """Whether a prompt is a list of messages, as in conversations of trl's data sets."""
+    listed = isinstance(value, list) and bool(value)
+    return listed and all(isinstance(one, Mapping) and "role" in one for one in value)
+
+
+def _refuse_missing(fields: Mapping[str, Any], how: _Reading, place: str) -> NoReturn:
+    """Raise the error of a record without a prompt. Name a field in its place."""
+    for key, value in fields.items():
+        refused = refusal_of(key, value, columns=how.columns)
+        if key not in LINE and refused is not None:
+            refuse(place, *refused)
+    known = [unquoted(key) for key in itertools.islice(fields, _HINTS)]
+    hint = f"; {nearest(how.column, known)}; `prompt_column` names the field" if fields else ""
+    right, wrong = _SEPARATORS.get(how.kind, ("", ""))
+    if len(fields) == 1 and any(one in next(iter(fields)) for one in wrong):
+        hint = f'; a table with the one column "{known[0]}" needs {right} between its cells'
+    other = "" if how.column == "messages" else ', and there is no "messages"'
+    refuse(place, how.column, f"it is missing{other}{hint}")
 
 
 def _checked_ids(ids: Any, place: str) -> list[int]:

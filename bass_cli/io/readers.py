@@ -19,7 +19,7 @@ import stat
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
@@ -144,7 +144,10 @@ def _opened(source: str, *, text: bool) -> Source:
     try:
         mode = path.stat().st_mode
         if stat.S_ISDIR(mode):
-            raise UserError(f"{source}: this is a folder; name a prompt file")
+            raise UserError(
+                f"{source}: this is a folder; name a prompt file, or write hf:{source} for a data "
+                "set of Hugging Face"
+            )
         if not stat.S_ISREG(mode):  # it is read twice, and a device may have no end
             raise UserError(
                 f"{source}: this is a pipe or a device, not a file; read it from standard input "
@@ -238,8 +241,10 @@ def _text_lines(
         except UnicodeDecodeError as error:
             bad = f"byte 0x{line[error.start]:02x} at byte {error.start + 1} of the line"
             if number == 1 and raw.startswith(_UTF16):
-                bad = "it begins like UTF-16; save the file as UTF-8"
-            raise UserError(f"{name}:{number}: the text is not valid UTF-8: {bad}") from None
+                bad = "it begins like UTF-16"
+            raise UserError(
+                f"{name}:{number}: the text is not valid UTF-8: {bad}; save the file as UTF-8"
+            ) from None
 
 
 def _read_txt(stream: IO[bytes], name: str) -> Records:
@@ -369,7 +374,10 @@ def _read_json(stream: IO[bytes], name: str, decoder: json.JSONDecoder = _DECODE
         return text[end : end + 1]
 
     if sign(0) != "[":
-        raise UserError(f"{name}:{line}: a .json file of prompts is one list: [{{...}}, ...]")
+        lines = "; rename a file of JSON lines to .jsonl" if sign(position) == "{" else ""
+        raise UserError(
+            f"{name}:{line}: a .json file of prompts is one list: [{{...}}, ...]{lines}"
+        )
     following = sign(position + 1)
     while following != "]":
         try:
@@ -437,6 +445,8 @@ def _stream_dataset(source: str, name: str, config: str | None, split: str | Non
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     _reach_hub(source, name)
+    if _was_saved(Path(name)):
+        return _saved_dataset(source, name, config, split)
     try:
         # Versions before 4 would run a dataset's own script after a question on standard input;
         # later versions raise a RuntimeError that names the script.
@@ -452,13 +462,43 @@ def _stream_dataset(source: str, name: str, config: str | None, split: str | Non
         raise UserError(f"{source}: cannot open the dataset: {first_line(error)}") from None
     except (OSError, ImportError) as error:
         raise refusal(source, error, remedy=_remedy(name)) from None
-    if split is not None:
-        return found
+    return found if split is not None else _only_split(source, found)
+
+
+def _only_split(source: str, found: Mapping[str, Any]) -> Any:
     if len(found) > 1:
         raise UserError(
             f"{source}: choose a split, as in {source}:{next(iter(found))}; {nearest('', found)}"
         )
     return next(iter(found.values()))
+
+
+def _was_saved(folder: Path) -> bool:
+    """Whether `save_to_disk` of the package datasets wrote the folder, as that package decides."""
+    one = all((folder / name).is_file() for name in ("state.json", "dataset_info.json"))
+    return one or (folder / "dataset_dict.json").is_file()
+
+
+def _saved_dataset(source: str, name: str, config: str | None, split: str | None) -> Any:
+    """Open a folder that `save_to_disk` of the package datasets wrote: one data set, or splits."""
+    import datasets
+
+    if config is not None and split is not None:
+        raise UserError(f'{source}: a saved data set has no configurations; leave "{config}" out')
+    split = split or config  # hf:FOLDER:NAME
+    try:
+        found = datasets.load_from_disk(name)
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise UserError(f"{source}: cannot open the dataset: {first_line(error)}") from None
+    if not isinstance(found, Mapping):
+        if split not in (None, str(found.split)):
+            raise UserError(f'{source}: the data set was saved without splits; leave "{split}" out')
+        return found
+    if split is None:
+        return _only_split(source, found)
+    if split not in found:
+        raise UserError(f'{source}: there is no split "{split}"; {nearest(split, found)}')
+    return found[split]
 
 
 def _reach_hub(source: str, name: str) -> None:
@@ -468,6 +508,8 @@ def _reach_hub(source: str, name: str) -> None:
     """
     import huggingface_hub
 
+    if Path(name).is_file():
+        raise UserError(f"{source}: {name} is a file; name it without hf:")
     if Path(name).exists():
         return
     try:

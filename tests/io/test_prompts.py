@@ -6,6 +6,7 @@ from __future__ import annotations
 import datetime
 import io
 import json
+import re
 import sys
 import types
 from pathlib import Path
@@ -129,7 +130,28 @@ def test_prompts_stream(tmp_path: Path) -> None:
             'p.jsonl:1: field "prompt": it is missing, and there is no "messages"; did you mean '
             '"promt"?',
         ),
-        ('{"prompt": null}\n', 'p.jsonl:1: field "prompt": it is missing'),
+        ('{"prompt": null, "text": "a"}\n', 'p.jsonl:1: field "prompt": it is empty'),
+        (
+            '{"text": "a"}\n',
+            'p.jsonl:1: field "prompt": it is missing, and there is no "messages"; known: text; '
+            "`prompt_column` names the field",
+        ),
+        ('{"prompt_token_ids": [1]}\n', 'p.jsonl:1: field "prompt_token_ids": use "token_ids"'),
+        ('{"Messages": []}\n', 'p.jsonl:1: field "Messages": did you mean "messages"?'),
+        (
+            '{"prompt": [1, 2]}\n',
+            'p.jsonl:1: field "prompt": it must be a string, not a list; token ids are "token_ids"',
+        ),
+        ('{"prompt": ["a"]}\n', 'p.jsonl:1: field "prompt": it must be a string, not a list'),
+        (
+            '{"prompt": [{"role": "user"}]}\n',
+            'p.jsonl:1: field "messages[0].content": it must be a string, not null',
+        ),
+        (
+            '[{"prompt": "a"}]\n',
+            'p.jsonl:1: a prompt is an object like {"prompt": "..."}, not a list; rename a file '
+            "that is one list to .json",
+        ),
         ('{"prompt": ""}\n', 'p.jsonl:1: field "prompt": it is empty'),
         ('{"prompt": 3}\n', 'p.jsonl:1: field "prompt": it must be a string, not a number'),
         ('{"prompt": "a", "messages": []}\n', 'p.jsonl:1: field "prompt": there is "messages" too'),
@@ -172,7 +194,11 @@ def test_a_fault_is_named(tmp_path: Path, content: str | bytes, expected: str) -
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        ('{"prompt": "a"}', "p.json:1: a .json file of prompts is one list"),
+        (
+            '{"prompt": "a"}\n{"prompt": "b"}\n',
+            "p.json:1: a .json file of prompts is one list: [{...}, ...]; rename a file of JSON "
+            "lines to .jsonl",
+        ),
         ('[{"prompt": "a"},\n {"prompt" "b"}]', "p.json:2: broken JSON"),
         ('[{"prompt": "a"}\n {"prompt": "b"}]', 'p.json:2: broken JSON: a ","'),
         ('[{"prompt": "a"}', 'p.json:1: broken JSON: a ","'),
@@ -194,7 +220,7 @@ def test_parquet_faults_and_values_without_json(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "q.parquet")
     stream = read_prompts(str(tmp_path / "q.parquet"))
     assert next(stream).meta == {"when": "2020-01-02 00:00:00"}
-    with pytest.raises(UserError, match=r'q\.parquet:2: field "prompt": it is missing'):
+    with pytest.raises(UserError, match=r'q\.parquet:2: field "prompt": it is empty'):
         next(stream)
 
 
@@ -231,6 +257,49 @@ def test_a_source_that_cannot_be_read(tmp_path: Path, name: str, expected: str) 
     with pytest.raises(UserError) as caught:
         open_source(str(tmp_path / name))
     assert expected in str(caught.value)
+
+
+def test_saved_datasets_are_read_as_their_library_reads_them(tmp_path: Path) -> None:
+    import datasets
+
+    rows = {"prompt": [f"p{number}" for number in range(9)], "day": list("abcdefghi")}
+    one = datasets.Dataset.from_dict(rows).shuffle(seed=3).filter(lambda row: row["day"] != "b")
+    one.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"mine": one, "test": one.select([2])}).save_to_disk(tmp_path / "two")
+    expected = [tuple(row.values()) for row in datasets.load_from_disk(str(tmp_path / "one"))]
+    assert len(expected) == 8
+
+    def read(name: str) -> list[Any]:
+        prompts = read_prompts(f"hf:{tmp_path / name}")
+        return [(prompt.text, prompt.meta["day"]) for prompt in prompts]
+
+    assert read("one") == read("two:mine") == read("two::mine") == expected
+    assert read("two:test") == expected[2:3]
+    (tmp_path / "p.jsonl").write_text("{}")
+    for name, reason in {
+        "two": "choose a split, as in ",
+        "two:nine": 'there is no split "nine"; did you mean "mine"?',
+        "two:a:test": 'a saved data set has no configurations; leave "a" out',
+        "one:test": 'the data set was saved without splits; leave "test" out',
+        "p.jsonl": f"{tmp_path}/p.jsonl is a file; name it without hf:",
+    }.items():
+        with pytest.raises(UserError, match=re.escape(reason)):
+            read(name)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_prompt_may_be_a_conversation_as_in_data_of_trl(tmp_path: Path, kind: str) -> None:
+    chat = [{"role": "user", "content": "hi", "name": None}, {"role": "user", "content": "you"}]
+    rows = [{"prompt": chat, "completion": [{"role": "assistant", "content": "ho"}]}]
+    path = tmp_path / f"p.{kind}"
+    if kind == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        path.write_text(json.dumps(rows[0]))
+    (prompt,) = read_prompts(str(path))
+    assert prompt.messages == [{"role": "user", "content": text} for text in ("hi", "you")]
+    assert prompt.text is None
+    assert list(prompt.meta) == ["completion"]
 
 
 def hub(monkeypatch: pytest.MonkeyPatch, calls: list[Any], found: Any) -> None:

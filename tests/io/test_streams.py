@@ -43,7 +43,10 @@ def test_pipes_devices_and_folders_are_refused_at_once(tmp_path: Path) -> None:
             f"{name}: this is a pipe or a device, not a file; read it from standard input "
             f"instead: - < {name}"
         )
-    assert refusal(str(tmp_path)) == f"{tmp_path}: this is a folder; name a prompt file"
+    assert refusal(str(tmp_path)) == (
+        f"{tmp_path}: this is a folder; name a prompt file, or write hf:{tmp_path} for a data set of "
+        "Hugging Face"
+    )
     assert refusal(str(tmp_path / "p.jsonl" / "q.jsonl")).endswith("there is no such prompt file")
     assert refusal(f"{'n' * 3000}.jsonl").endswith(
         "cannot read the prompt file: File name too long"

@@ -77,12 +77,14 @@ def test_cells_of_messages_hold_json(tmp_path: Path) -> None:
         ('id,prompt\n1,"a\nb"\n2\n', "p.csv:4: the row has 1 cells, and the header has 2"),
         ('prompt\nx\n"open\nand so on\n', "p.csv:3: broken table: the end of a quoted cell is missing"),
         ('prompt\n"a"b\n', "p.csv:2: broken table: ',' expected after '\"'"),
-        ("text\nx\n", 'p.csv:2: field "prompt": it is missing, and there is no "messages"; known: text'),
+        ("text\nx\n", 'p.csv:2: field "prompt": it is missing, and there is no "messages"; known: text; '
+         "`prompt_column` names the field"),
         ("prompt;id\nx;1\n",
          'p.csv:2: field "prompt": it is missing, and there is no "messages"; a table with the one column '
          '"prompt;id" needs commas between its cells'),
-        ("id,prompt\na,\n", 'p.csv:2: field "prompt": it is missing, and there is no "messages"; known: id'),
-        (b"prompt\n\xe9\n", "p.csv:2: the text is not valid UTF-8: byte 0xe9 at byte 1 of the line"),
+        ("id,prompt\na,\n", 'p.csv:2: field "prompt": it is empty'),
+        (b"prompt\n\xe9\n", "p.csv:2: the text is not valid UTF-8: byte 0xe9 at byte 1 of the line; save the "
+         "file as UTF-8"),
         ("prompt\nx\n".encode("utf-16"),
          "p.csv:1: the text is not valid UTF-8: it begins like UTF-16; save the file as UTF-8"),
     ],
@@ -102,7 +104,7 @@ def test_faults_of_a_table_name_file_line_and_column(
          'a table with the one column "id;prompt" needs tabs between its cells'),
         ("p.tsv", "id,prompt\na,x\n",
          'a table with the one column "id,prompt" needs tabs between its cells'),
-        ("p.jsonl", '{"id|prompt": "x"}\n', 'did you mean "id|prompt"?'),
+        ("p.jsonl", '{"id|prompt": "x"}\n', 'did you mean "id|prompt"?; `prompt_column` names the field'),
     ],
 )  # fmt: skip
 def test_the_separator_that_a_file_needs_is_named(

@@ -15,7 +15,9 @@ import bass_cli.run
 from bass_cli.errors import MachineError, UserError
 from bass_cli.io.results import Completion
 
-RoundResult = namedtuple("Round", "num_drafts accepted seconds capturing capacity waiting plain")
+RoundResult = namedtuple(
+    "Round", "num_drafts accepted seconds capturing capacity waiting plain refills"
+)
 loaded: list[Any] = []
 
 
@@ -68,7 +70,7 @@ def run_stand_in(
             continue
         for number in (number for number in range(plan.job.n) if (prompt.id, number) not in done):
             time.sleep(float(os.environ.get("STAND_IN_DELAY", "0")))
-            on_round(RoundResult((4, 4), (2, 1), 0.01, 0.0, 2, 0.0, 0.0))
+            on_round(RoundResult((4, 4), (2, 1), 0.01, 0.0, 2, 0.0, 0.0, False))
             reason = "budget" if prompt.text == "SLOW" else "eos"
             text = f"{prompt.text}/{number}/{seed}"
             yield Completion(
