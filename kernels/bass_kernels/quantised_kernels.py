@@ -93,6 +93,31 @@ def _gated(both_ptr, at, size, ACTIVATION: tl.constexpr):
     return (activate(gate.to(tl.float32), ACTIVATION) * up).to(gate.dtype)
 
 
+@triton.jit
+def add_product_kernel(
+    sum_ptr,
+    scale_ptr,
+    weight_scale_ptr,
+    bias_ptr,
+    residual_ptr,
+    lines,
+    BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Add a part of a token's product, whose sums have no scales yet, to the residual stream."""
+    after(EARLY)
+    row, at = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    place, inside = row.to(tl.int64) * lines + at, at < lines
+    total = tl.load(sum_ptr + place, mask=inside, other=0.0)
+    total *= tl.load(scale_ptr + row)
+    total *= tl.load(weight_scale_ptr + at, mask=inside, other=0.0)
+    if BIAS:
+        total += tl.load(bias_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    total += tl.load(residual_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(residual_ptr + place, total.to(residual_ptr.dtype.element_ty), mask=inside)
+
+
 @triton.jit(do_not_specialize=["count"])
 def linear_kernel(
     x_ptr,

@@ -15,7 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
-from . import pointwise
+from . import pointwise, wide_products
 from . import quantised_kernels as kernels
 from .launch import SPARE, card, fitting, overlap, processors, scratch
 from .peers import Peers
@@ -24,10 +24,6 @@ from .quantised import Quantised
 from .residual import Stream
 
 MOST_TOKENS = 16  # of `project`, `add` and `gate_up`
-_LIBRARY_TOKENS = 128  # with more, see `_library`
-# The library multiplies blocks of so many tokens. On an H100 the layers of an 8B take it 20 %
-# longer for 448 tokens than for 512, so tokens are padded to whole blocks.
-_LIBRARY_BLOCK = 128
 _DEEP = 8192  # depth from which a product is split in four; that of down products
 _LINES = 64  # the rows of a tile of the weight, all of them or the first ones
 
@@ -323,9 +319,10 @@ def feed_forward(
     the library multiplies, the gated activation is rounded in the launch that computes it."""
     block = _block(residual, up)
     x, scales = factor(residual, up, norm, eps=eps, kind=kind, early=True, block=block)
-    if up.layout == down.layout == "fp8" and _library(residual, up):
-        both = product(x, scales, up, None, None, like=residual)
-        x, scales = gated_factor(both.view(_count(residual), -1), activation, block=block)
+    library = wide_products.supports(residual, up) and not wide_products.gates()
+    if library and down.layout == "fp8":
+        both = wide_products.linear(x, _there(scales), up, None, count=_count(residual))
+        x, scales = gated_factor(both, activation, block=block)
         return product(x, scales, down, bias, residual, like=residual)
     inner = gated(x, scales, up, like=residual, activation=activation)
     return linear(inner, down, bias, residual)
@@ -348,17 +345,12 @@ def product(
         x, scales: [at least M, K] and [at least M], for the M tokens of `like`.
     """
     count, lines = _count(like), len(weight)
-    if tiling is None and scales is not None and _library(like, weight):
-        found = torch._scaled_mm(
-            x,
-            weight.values.t(),
-            scale_a=scales[:, None],
-            scale_b=weight.scales[None],
-            bias=bias,
-            out_dtype=like.dtype,
-        )
-        found = found[:count].view(*like.shape[:-1], lines)
-        return found if residual is None else found.add_(residual)
+    if tiling is None and wide_products.supports(like, weight):
+        scales = _there(scales)
+        if residual is not None:
+            return wide_products.linear_add(x, scales, weight, bias, residual)
+        found = wide_products.linear(x, scales, weight, bias, count=count)
+        return found.view(*like.shape[:-1], lines)
     tiling = tiling or tiling_for(count, weight, x)
     out = like.new_empty(*like.shape[:-1], lines)
     tiles, parts = triton.cdiv(lines, tiling.lines), triton.cdiv(count, tiling.tokens)
@@ -396,9 +388,14 @@ def gated(
     """Return activation(x G^T) * (x U^T) of tokens from `factor`: [..., lines] in the shape and
     dtype of `like` [..., any]. `x`, `scales`: see `product`."""
     count, lines = _count(like), len(weight) // 2
-    if tiling is None and scales is not None and _library(like, weight):
-        both = product(x, scales, weight, None, None, like=like)
-        return pointwise.activation(both, activation, gated=True)
+    if tiling is None and wide_products.supports(like, weight):
+        scales = _there(scales)
+        if wide_products.gates():
+            found = wide_products.gate_up(x, scales, weight, count=count, activation=activation)
+        else:
+            both = wide_products.linear(x, scales, weight, None, count=count)
+            found = pointwise.activation(both, activation, gated=True)
+        return found.view(*like.shape[:-1], lines)
     tiling = tiling or tiling_for(count, weight, x, pair=True)
     out = like.new_empty(*like.shape[:-1], lines)
     tiles, parts = triton.cdiv(lines, tiling.lines), triton.cdiv(count, tiling.tokens)
@@ -422,25 +419,14 @@ def gated(
     return out
 
 
-def _library(x: Tensor, weight: Quantised) -> bool:
-    """Return whether to multiply x [..., K] by torch's product of e4m3 by rows: it takes matrices
-    of whole blocks of 16, and gives bfloat16. On an H100, with sums in float32
-    (use_fast_accum=False), it takes the 28 layers of a 7B 3.8 / 4.2 / 6.1 ms for 64 / 256 / 512
-    tokens, and the kernels here 4.6 / 5.2 / 7.8 ms. It needs more launches around it, so a step
-    with 64 sequences takes 5.84 ms with it and 5.07 ms with the kernels. It was not measured
-    elsewhere."""
-    return (
-        _count(x) > _LIBRARY_TOKENS
-        and x.is_cuda
-        and x.dtype == torch.bfloat16
-        and card(x.device).capability[0] == 9
-        and not any(size % 16 for size in weight.shape)
-    )
-
-
 def _block(x: Tensor, weight: Quantised) -> int:
     """Return the number of tokens whose multiples the product of x takes fastest."""
-    return _LIBRARY_BLOCK if weight.layout == "fp8" and _library(x, weight) else 1
+    return wide_products.BLOCK if wide_products.supports(x, weight) else 1
+
+
+def _there(scales: Tensor | None) -> Tensor:
+    assert scales is not None  # of fp8
+    return scales
 
 
 def _count(x: Tensor) -> int:

@@ -37,6 +37,7 @@ from bass_kernels import (
     router_kernels,
     sampling_kernels,
     training_kernels,
+    wide_products,
 )
 from bass_kernels.delta_rule import DeltaState, DeltaWeights, places
 from bass_kernels.experts import Clamp, Maps, Shared
@@ -59,6 +60,7 @@ MODULES = (
     products,
     quantised_products,
     ragged,
+    wide_products,
 )
 
 
@@ -141,6 +143,20 @@ def products_of_8_bits(dtype, *, layout, count, width=3584, inner=18944, heads=2
     quantised_products.norm_linear(x, (norm, None), qkv, bias, **words)
     quantised_products.norm_up(x, (norm, None), up, activation="silu", **words)
     quantised_products.linear(empty(300, inner, dtype=dtype), down, None, x)
+
+
+def wide_products_of_8_bits(dtype, *, count=300, width=3584, inner=18944):
+    """Products of many tokens, which are measured on Hopper in bfloat16 only."""
+    device = torch.device("meta")
+    if dtype != torch.bfloat16 or wide_products.card(device).capability[0] != 9:
+        return
+    shapes = (2 * inner, width), (width, inner)
+    up, down = (Quantised.empty(shape, "fp8", device) for shape in shapes)
+    scales = empty(count, dtype=torch.float32)
+    x = empty(count, width, dtype=torch.float8_e4m3fn)
+    wide_products.gate_up(x, scales, up, count=count, activation="silu")
+    x, residual = empty(count, inner, dtype=torch.float8_e4m3fn), empty(count, width, dtype=dtype)
+    wide_products.linear_add(x, scales, down, None, residual)
 
 
 def mix(dtype, *, heads, kv_heads, size, width, bits=16):
@@ -382,6 +398,7 @@ LAUNCHES = {
     "few-tokens": few_tokens,
     "fp8": functools.partial(products_of_8_bits, layout="fp8", count=8),
     "fp8-64": functools.partial(products_of_8_bits, layout="fp8", count=64),
+    "fp8-wide": wide_products_of_8_bits,
     "int8": functools.partial(products_of_8_bits, layout="int8", count=8),
     "int8-64": functools.partial(products_of_8_bits, layout="int8", count=64),
     "head": functools.partial(head_of_8_bits, count=8),
