@@ -15,6 +15,13 @@ from .launch import card
 from .segments import Store, is_eight_bit
 
 
+def in_pairs(store: Store) -> Store:
+    """Return a store whose numbers in eight bits are pairs of neighbours, [K, S, D / 2] int16."""
+    if not is_eight_bit(store):
+        return store
+    return *(part.view(torch.int16) for part in store[:2]), *store[2:]
+
+
 def arguments(*stores: Store) -> tuple[Tensor | int | None, ...]:
     """Return the launch arguments for stores of one form: the keys and values of each store, the
     scales of keys and of values of each, and how far the scales of two heads are apart in each.
@@ -73,27 +80,55 @@ def decode(bits, like, NATIVE: tl.constexpr):
 
 
 @triton.jit
+def decode_pairs(pairs, like, NATIVE: tl.constexpr):
+    """Return the numbers at even places and at odd places, each like `decode`. `pairs`: int16, the
+    bits of two neighbours, the first one in the low half."""
+    if NATIVE:
+        even, odd = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 sorted;
+            .reg .b16 even, odd;
+            prmt.b32 sorted, $2, 0, 0x3120;
+            mov.b32 {even, odd}, sorted;
+            cvt.rn.f16x2.e4m3x2 $0, even;
+            cvt.rn.f16x2.e4m3x2 $1, odd;
+            }""",
+            "=r,=r,r",
+            [pairs],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        even = ((pairs & 0x80) << 8) | ((pairs & 0x7F) << 7)
+        odd = (pairs & -0x8000) | ((pairs & 0x7F00) >> 1)
+        even = (even.to(tl.int16).to(tl.float16, bitcast=True) * 256.0).to(tl.float16)
+        odd = (odd.to(tl.int16).to(tl.float16, bitcast=True) * 256.0).to(tl.float16)
+    return even.to(like.dtype), odd.to(like.dtype)
+
+
+@triton.jit
+def split_pairs(x):
+    """Return the even and the odd places of x [M, D], each [M, D / 2]."""
+    return tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+
+
+@triton.jit
+def join_pairs(bits):
+    """Return the bits of numbers [M, D] uint8 as pairs of neighbours [M, D / 2] int16."""
+    even, odd = split_pairs(bits)
+    return even.to(tl.int16) | (odd.to(tl.int16) << 8)
+
+
+@triton.jit
 def in_float16(q):
-    """Return queries [M, D] of 16 bits as float16 times powers of two [M, 1] float32. Queries in
+    """Return queries [M, D] of 16 bits as float16 times powers of two [M] float32. Queries in
     float32 stay as they are."""
     if q.dtype == tl.float32:
-        scales = tl.full([q.shape[0], 1], 1.0, tl.float32)
+        scales = tl.full([q.shape[0]], 1.0, tl.float32)
     else:
         wide = q.to(tl.float32)
         peak = tl.max(tl.abs(wide), 1, keep_dims=True).to(tl.int32, bitcast=True)
         exponent = tl.minimum((peak >> 23) - 127, 126)
-        q, scales = (wide * power(-exponent)).to(tl.float16), power(exponent)
+        q, scales = (wide * power(-exponent)).to(tl.float16), tl.sum(power(exponent), 1)
     return q, scales
-
-
-@triton.jit
-def load_scales(scale_ptr, place, inside):
-    """Load the scales [N] at these places as float32; None without scales. `inside`: mask, None for
-    all."""
-    scales = None
-    if scale_ptr is not None:
-        if inside is None:
-            scales = tl.load(scale_ptr + place).to(tl.float32)
-        else:
-            scales = tl.load(scale_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    return scales

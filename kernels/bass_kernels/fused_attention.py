@@ -6,18 +6,28 @@ new keys from the product's output and writes them to the cache. The last progra
 all splits. Definition: reference.rope_write, then reference.attention.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from .eight_bit_kernels import arguments, converts, encode, in_float16, load_scales
+from .eight_bit_kernels import (
+    arguments,
+    converts,
+    encode,
+    in_float16,
+    in_pairs,
+    join_pairs,
+    split_pairs,
+)
+from .folding_kernels import fold, fold_blocks, fold_pairs
 from .launch import SPARE, after, card, fitting, input_precision, overlap, processors, scratch
-from .pointwise import finite
-from .ragged_kernel import fold
+from .pointwise import finite, rotated_heads
 from .residual import magnitude
-from .segments import Segments, Store
+from .segments import Segments, Store, is_eight_bit
 
+_EACH = 256  # keys from which a long row has one more split
 _NEW = tl.constexpr(16)  # maximum number of new tokens a row
 
 
@@ -46,13 +56,14 @@ def attend(
     rows, wide = segments.positions.shape
     kv_heads, _, size = own[0].shape
     units = rows * kv_heads
-    splits = splits or max(1, min(8, processors(qkv.device) // units))
+    few, splits = (splits, splits) if splits else _splits(units, own, qkv.device)
     block_q, block_d = _block(wide * heads // kv_heads), _block(size)
     lines = units * splits * block_q
     keys, stages = tiling_for(qkv, block_q, block_d) if keys is None else (keys, 3)
     shape = {"H": heads, "K": kv_heads, "D": size, "HALF": angles.shape[2], "SPLITS": splits}
     shape |= {"BLOCK_Q": block_q, "BLOCK_D": block_d, "KEYS": keys}
     shape |= {"NORMS": norms is not None, "LARGEST": peaks is not None}
+    own, prompt = in_pairs(own), in_pairs(prompt)
     out = qkv.new_empty(rows * wide, heads * size)
     assert wide <= _NEW.value
     assert segments.positions.is_contiguous()  # a copy's launch would not be waited for
@@ -70,14 +81,24 @@ def attend(
         *(wide, rows, window, eps, scale * 1.4426950408889634),
         *own[0].stride()[:2],
         *prompt[0].stride()[:2],
+        *(few, max(1, _EACH // keys)),
         WIDE=input_precision(qkv),
         NATIVE=converts(qkv.device),
+        WINDOWED=window > 0,
         **shape,
         num_warps=4,
         num_stages=stages,
         **overlap(early, qkv.device),
     )
     return out
+
+
+def _splits(units: int, own: Store, device: torch.device) -> tuple[int, int]:
+    """Return the splits of a short row and of a long one. Short rows aim at one program a
+    processor. In eight bits long ones aim at two, because a program waits less for memory."""
+    each = processors(device) // units
+    few = max(1, min(8, each))
+    return few, max(1, min(8, 2 * each)) if is_eight_bit(own) else few
 
 
 def fits(like: Tensor, lines: int, size: int) -> bool:
@@ -110,44 +131,7 @@ def tiling_for(like: Tensor, lines: int, size: int) -> tuple[int, int]:
     )
 
 
-@triton.jit
-def _load_rotated(
-    qkv_ptr,
-    token,
-    head,
-    inside,
-    angle_ptr,
-    tokens,
-    norm_ptr,
-    eps,
-    LINES: tl.constexpr,
-    D: tl.constexpr,
-    HALF: tl.constexpr,
-    NORMS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Load heads [lines] of tokens [lines], apply norm (optional) and rope: [lines, BLOCK_D] in the
-    model's dtype."""
-    d = tl.arange(0, BLOCK_D)
-    source = qkv_ptr + token[:, None] * LINES + head[:, None] * D
-    rotated = d < 2 * HALF
-    partner, place = tl.where(d < HALF, d + HALF, d - HALF), tl.where(d < HALF, d, d - HALF)
-    raw = tl.load(source + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0)
-    other = tl.load(source + partner[None, :], mask=inside[:, None] & rotated[None, :], other=0.0)
-    value, far = raw.to(tl.float32), other.to(tl.float32)
-    if NORMS:
-        scale = tl.rsqrt(tl.sum(value * value, 1) / D + eps)[:, None]
-        value *= scale * tl.load(norm_ptr + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
-        far *= scale * tl.load(norm_ptr + partner, mask=rotated, other=0.0).to(tl.float32)[None, :]
-        value, far = value.to(raw.dtype).to(tl.float32), far.to(raw.dtype).to(tl.float32)
-    angle = angle_ptr + token[:, None] * HALF + place[None, :]
-    mask = inside[:, None] & rotated[None, :]
-    cos = tl.load(angle, mask=mask, other=1.0)
-    sin = tl.load(angle + tokens * HALF, mask=mask, other=0.0)
-    return (value * cos + tl.where(d < HALF, -far, far) * sin).to(raw.dtype)
-
-
-@triton.jit(do_not_specialize=["wide", "rows"])
+@triton.jit(do_not_specialize=["wide", "rows", "few", "many"])
 def _attend(
     qkv_ptr,
     angle_ptr,
@@ -181,6 +165,8 @@ def _attend(
     key_step,
     prompt_head,
     prompt_step,
+    few,
+    many,
     H: tl.constexpr,
     K: tl.constexpr,
     D: tl.constexpr,
@@ -193,6 +179,7 @@ def _attend(
     SPLITS: tl.constexpr,
     WIDE: tl.constexpr,
     NATIVE: tl.constexpr,
+    WINDOWED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     cell, split = tl.program_id(0), tl.program_id(1)
@@ -214,8 +201,12 @@ def _attend(
     least = 0
     if window > 0:
         least = tl.maximum(old - window + 1, 0)
-    share = tl.cdiv(tl.cdiv(old - least, KEYS), SPLITS) * KEYS
-    low = least + split * share
+    first, own_first = tl.minimum(least, base) // KEYS, tl.maximum(least - base, 0) // KEYS
+    prompt_blocks = tl.cdiv(base, KEYS) - first
+    blocks = prompt_blocks + tl.cdiv(old - base, KEYS) - own_first
+    # the last split also takes the new keys, which count as a block
+    share = tl.cdiv(blocks + 1, tl.minimum(tl.maximum(blocks // many, few), SPLITS))
+    used = tl.cdiv(blocks + 1, share)
     kv_head = kv.to(tl.int64)
     key_ptr += kv_head * key_head + own * key_step
     value_ptr += kv_head * key_head + own * key_step
@@ -226,83 +217,101 @@ def _attend(
         value_scale_ptr += kv_head * scale_head + own
         prompt_key_scale_ptr += kv_head * prompt_scale_head + start
         prompt_value_scale_ptr += kv_head * prompt_scale_head + start
+    if split >= used:
+        return
     after(EARLY)
-    q = _load_rotated(
-        qkv_ptr,
-        token,
-        head,
-        inside,
-        angle_ptr,
-        rows * wide,
+    query = tl.where(inside, token, row * wide)[:, None]
+    q = rotated_heads(
+        qkv_ptr + query * lines + head[:, None] * D,
+        inside[:, None],
+        angle_ptr + query * HALF,
+        angle_ptr + (rows * wide + query) * HALF,
         q_norm_ptr,
         eps,
-        lines,
         D,
         HALF,
         NORMS,
         BLOCK_D,
-    )
+    ).to(qkv_ptr.dtype.element_ty)
+    q_odd = q
+    columns: tl.constexpr = BLOCK_D if key_scale_ptr is None else BLOCK_D // 2
     if key_scale_ptr is not None:
         q, q_scales = in_float16(q)
+        q, q_odd = split_pairs(q)
         scale = scale * q_scales
     peak, mass = tl.full([BLOCK_Q], -1e30, tl.float32), tl.zeros([BLOCK_Q], tl.float32)
-    total = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-    for first in tl.range(low, tl.minimum(low + share, old), KEYS):
-        at = first + tl.arange(0, KEYS)
-        mask = (at < old)[:, None] & (d < D)[None, :]
-        in_prompt = (at < base)[:, None]
-        far, near = (at * prompt_step)[:, None], ((at - base) * key_step)[:, None]
-        spot = tl.where(in_prompt, prompt_key_ptr + far, key_ptr + near) + d[None, :]
-        keys = tl.load(spot, mask=mask, other=0.0)
-        spot = tl.where(in_prompt, prompt_value_ptr + far, value_ptr + near) + d[None, :]
-        values = tl.load(spot, mask=mask, other=0.0)
-        key_scales, value_scales = None, None
-        if key_scale_ptr is not None:
-            stored, near = at < base, at - base
-            spot = tl.where(stored, prompt_key_scale_ptr + at, key_scale_ptr + near)
-            key_scales = load_scales(spot, 0, at < old)
-            spot = tl.where(stored, prompt_value_scale_ptr + at, value_scale_ptr + near)
-            value_scales = load_scales(spot, 0, at < old)
-        seen = (at < old)[None, :] & inside[:, None]
-        if window > 0:
-            seen = seen & (at[None, :] > position[:, None] - window)
-        peak, mass, total = fold(
-            q, keys, values, key_scales, value_scales, seen, peak, mass, total, scale, WIDE, NATIVE
-        )
-    if split == SPLITS - 1:
+    total = tl.zeros([BLOCK_Q, columns], tl.float32)
+    peak, mass, total, total_odd = fold_blocks(
+        q,
+        q_odd,
+        key_ptr,
+        value_ptr,
+        prompt_key_ptr,
+        prompt_value_ptr,
+        key_scale_ptr,
+        value_scale_ptr,
+        prompt_key_scale_ptr,
+        prompt_value_scale_ptr,
+        key_step,
+        prompt_step,
+        split * share,
+        tl.minimum((split + 1) * share, blocks),
+        prompt_blocks,
+        first,
+        own_first,
+        base,
+        old,
+        base,
+        base,
+        position,
+        window,
+        peak,
+        mass,
+        total,
+        total,
+        scale,
+        0.0,
+        False,
+        WINDOWED,
+        False,
+        D,
+        KEYS,
+        WIDE,
+        NATIVE,
+    )
+    if split == used - 1:
         step = tl.arange(0, _NEW)
         here = position_ptr + row * wide + step
         new = tl.load(here, mask=step < wide, other=-1).to(tl.int32)
         following = tl.load(here + 1, mask=step + 1 < wide, other=-1).to(tl.int32)
         mask = (step < wide)[:, None] & (d < D)[None, :]
-        place = (new - base)[:, None] * key_step + d[None, :]
-        keys = _load_rotated(
-            qkv_ptr,
-            row * wide + step,
-            step * 0 + H + kv,
-            step < wide,
-            angle_ptr,
-            rows * wide,
+        query = row * wide + tl.minimum(step, wide - 1)[:, None]
+        source = qkv_ptr + query * lines + (H + kv) * D
+        keys = rotated_heads(
+            source,
+            (step < wide)[:, None],
+            angle_ptr + query * HALF,
+            angle_ptr + (rows * wide + query) * HALF,
             k_norm_ptr,
             eps,
-            lines,
             D,
             HALF,
             NORMS,
             BLOCK_D,
-        )
-        source = qkv_ptr + (row * wide + step)[:, None] * lines + (H + K + kv) * D
-        values = tl.load(source + d[None, :], mask=mask, other=0.0)
+        ).to(qkv_ptr.dtype.element_ty)
+        values = tl.load(source + K * D + d[None, :], mask=mask, other=0.0)
         keys = (keys + (keys * 0 + values * 0)).to(values.dtype)  # see reference.rope_write
         values = finite(values)
-        key_scales, value_scales = None, None
         if key_scale_ptr is not None:
             keys, key_scales = encode(keys.to(tl.float32))
             values, value_scales = encode(values.to(tl.float32))
             at = (new - base)[:, None]
             tl.store(key_scale_ptr + at, key_scales.to(tl.float16), mask=(step < wide)[:, None])
             tl.store(value_scale_ptr + at, value_scales.to(tl.float16), mask=(step < wide)[:, None])
-            key_scales, value_scales = tl.sum(key_scales, 1), tl.sum(value_scales, 1)
+            keys, values = join_pairs(keys), join_pairs(values)
+        column = tl.arange(0, columns)
+        place = (new - base)[:, None] * key_step + column[None, :]
+        mask = (step < wide)[:, None] & (column < D * columns // BLOCK_D)[None, :]
         tl.store(key_ptr + place, keys, mask=mask)
         tl.store(value_ptr + place, values, mask=mask)
         # A repeated token, which fills a place, counts once.
@@ -312,41 +321,63 @@ def _attend(
             & inside[:, None]
             & (step < wide)[None, :]
         )
-        if window > 0:
+        if WINDOWED:
             seen = seen & (new[None, :] > position[:, None] - window)
-        peak, mass, total = fold(
-            q, keys, values, key_scales, value_scales, seen, peak, mass, total, scale, WIDE, NATIVE
-        )
+        if key_scale_ptr is None:
+            peak, mass, total = fold(q, keys, values, seen, peak, mass, total, scale, WIDE)
+        else:
+            peak, mass, total, total_odd = fold_pairs(
+                q,
+                q_odd,
+                keys,
+                values,
+                tl.sum(key_scales, 1),
+                tl.sum(value_scales, 1),
+                seen,
+                peak,
+                mass,
+                total,
+                total_odd,
+                scale,
+                WIDE,
+                NATIVE,
+            )
     if key_scale_ptr is not None:
-        total *= 0.00390625  # see fold
+        total = tl.interleave(total, total_odd) * 0.00390625  # see fold_pairs
     target = out_ptr + token[:, None] * (H * D) + head[:, None] * D + d[None, :]
     real = inside[:, None] & (d < D)[None, :]
     mass_ptr = peak_ptr + rows * K * SPLITS * BLOCK_Q
     last = True
     if SPLITS > 1:
         at = (cell * SPLITS + split) * BLOCK_Q + line
-        tl.store(peak_ptr + at, peak)
-        tl.store(mass_ptr + at, mass)
-        tl.store(part_ptr + at[:, None] * BLOCK_D + d[None, :], total)
-        tl.debug_barrier()
-        last = tl.atomic_add(arrived_ptr + cell, 1) == SPLITS - 1
-        if last:
+        if used > 1:
+            tl.store(peak_ptr + at, peak)
+            tl.store(mass_ptr + at, mass)
+            tl.store(part_ptr + at[:, None] * BLOCK_D + d[None, :], total)
+            tl.debug_barrier()
+            last = tl.atomic_add(arrived_ptr + cell, 1) == used - 1
+        if last & (used > 1):
             cells = cell * SPLITS * BLOCK_Q + line
             peak, mass = tl.full([BLOCK_Q], -1e30, tl.float32), tl.zeros([BLOCK_Q], tl.float32)
             total = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-            # load the peaks cells, so that the loads of the parts do not wait
+            # load the peaks first, so that the loads of the parts do not wait
             for other in tl.static_range(SPLITS):
-                peak = tl.maximum(
-                    peak, tl.load(peak_ptr + cells + other * BLOCK_Q, cache_modifier=".cg")
+                there = line * 0 + other < used
+                found = tl.load(
+                    peak_ptr + cells + other * BLOCK_Q,
+                    mask=there,
+                    other=-1e30,
+                    cache_modifier=".cg",
                 )
+                peak = tl.maximum(peak, found)
             for other in tl.static_range(SPLITS):
-                at = cells + other * BLOCK_Q
-                gain = tl.exp2(tl.load(peak_ptr + at, cache_modifier=".cg") - peak)
-                total += (
-                    tl.load(part_ptr + at[:, None] * BLOCK_D + d[None, :], cache_modifier=".cg")
-                    * gain[:, None]
-                )
-                mass += tl.load(mass_ptr + at, cache_modifier=".cg") * gain
+                at, there = cells + other * BLOCK_Q, line * 0 + other < used
+                gain = tl.load(peak_ptr + at, mask=there, other=-1e30, cache_modifier=".cg")
+                gain = tl.exp2(gain - peak)
+                part = part_ptr + at[:, None] * BLOCK_D + d[None, :]
+                part = tl.load(part, mask=there[:, None], other=0.0, cache_modifier=".cg")
+                total += part * gain[:, None]
+                mass += tl.load(mass_ptr + at, mask=there, other=0.0, cache_modifier=".cg") * gain
             tl.store(arrived_ptr + cell, 0)
     if last:
         found = (total / mass[:, None]).to(out_ptr.dtype.element_ty)

@@ -8,115 +8,12 @@ also prefetches the weights of the next product (launch.py).
 import triton
 import triton.language as tl
 
-from .eight_bit_kernels import decode, in_float16, load_scales
+from .eight_bit_kernels import in_float16, split_pairs
+from .folding_kernels import fold_blocks
 from .launch import after, prefetch_weight
 
 # a row's counter: arrivals modulo _FIELD, then the number of splits in use
 _FIELD: tl.constexpr = tl.constexpr(1 << 10)
-
-
-@triton.jit
-def _blocks(
-    q,
-    key_ptr,
-    value_ptr,
-    key_scale_ptr,
-    value_scale_ptr,
-    key_step,
-    first,
-    whole,
-    last,
-    position,
-    offset,
-    end,
-    limit,
-    peak,
-    mass,
-    total,
-    scale,
-    cap,
-    window,
-    inside,
-    CAPPED: tl.constexpr,
-    WHOLE: tl.constexpr,
-    PAD: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    WIDE: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
-    """Fold blocks first to last of one segment into the running softmax (peak, mass, total).
-
-    The segment's place 0 is at position `offset`, and it ends before position `end`. WHOLE: all
-    queries see all keys of the blocks before `whole`, which need no mask. PAD: blocks beyond the
-    end are read too, from places modulo `limit`, and get weight 0.
-    """
-    d = tl.arange(0, BLOCK_D)
-    if WHOLE:
-        for block in range(first, tl.minimum(whole, last)):
-            place = block * BLOCK_N + tl.arange(0, BLOCK_N)
-            grid = place[:, None] * key_step + d[None, :]
-            if D == BLOCK_D:
-                keys, values = tl.load(key_ptr + grid), tl.load(value_ptr + grid)
-            else:
-                keys = tl.load(key_ptr + grid, mask=(d < D)[None, :], other=0.0)
-                values = tl.load(value_ptr + grid, mask=(d < D)[None, :], other=0.0)
-            key_scales = load_scales(key_scale_ptr, place, None)
-            value_scales = load_scales(value_scale_ptr, place, None)
-            peak, mass, total = fold(
-                q,
-                keys,
-                values,
-                key_scales,
-                value_scales,
-                None,
-                peak,
-                mass,
-                total,
-                scale,
-                WIDE,
-                NATIVE,
-                cap,
-                CAPPED,
-            )
-        first = tl.maximum(first, whole)
-    for block in range(first, last):
-        place = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        at = offset + place
-        there = at < end
-        if PAD:
-            place = place % limit
-            mask = (d < D)[None, :]
-        else:
-            mask = there[:, None] & (d < D)[None, :]
-        grid = place[:, None] * key_step + d[None, :]
-        keys = tl.load(key_ptr + grid, mask=mask, other=0.0)
-        seen = there[None, :] & (at[None, :] <= position[:, None]) & inside[:, None]
-        if window > 0:
-            seen = seen & (at[None, :] > position[:, None] - window)
-        values = tl.load(value_ptr + grid, mask=mask, other=0.0)
-        if PAD:
-            values = tl.where(there[:, None], values, 0.0).to(values.dtype)
-        key_scales = load_scales(key_scale_ptr, place, there)
-        value_scales = load_scales(value_scale_ptr, place, there)
-        peak, mass, total = fold(
-            q,
-            keys,
-            values,
-            key_scales,
-            value_scales,
-            seen,
-            peak,
-            mass,
-            total,
-            scale,
-            WIDE,
-            NATIVE,
-            cap,
-            CAPPED,
-        )
-    return peak, mass, total
 
 
 @triton.jit(
@@ -196,6 +93,7 @@ def attend(
     CAPPED: tl.constexpr,
     SINKS: tl.constexpr,
     NATIVE: tl.constexpr,
+    WINDOWED: tl.constexpr,
     PREFETCH: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -211,6 +109,7 @@ def attend(
     """
     after(EARLY)
     group: tl.constexpr = H // K
+    columns: tl.constexpr = BLOCK_D if key_scale_ptr is None else BLOCK_D // 2
     lines = width * group
     units = rows * K * tiles
     line = tl.arange(0, BLOCK_M)
@@ -259,7 +158,7 @@ def attend(
         grid = places[:, None] * D + d[None, :]
         real = inside[:, None] & (d < D)[None, :]
         q = tl.load(q_ptr + grid, mask=real, other=0.0)
-        to_score = scale
+        q_odd, to_score = q, scale
         if key_scale_ptr is not None:
             q, to_score = in_float16(q)
             to_score *= scale
@@ -269,11 +168,9 @@ def attend(
             at_own = kv.to(tl.int64) * scale_head + own
             key_scale_ptr += at_own
             value_scale_ptr += at_own
+            q, q_odd = split_pairs(q)
 
         end = tl.max(position, 0) + 1  # the first position that no query of this tile sees
-        common = 0  # every query of this tile sees all keys at earlier positions
-        if (SIZE > 1) & (window == 0):
-            common = tl.min(tl.where(inside, position, 2147483646), 0) + 1
         first_seen = 0
         if (window > 0) & (PAD == 0):
             first_seen = tl.maximum(
@@ -306,7 +203,8 @@ def attend(
             low, high = split * share, tl.minimum((split + 1) * share, blocks)
             peak = tl.full([BLOCK_M], -1e30, tl.float32)
             mass = tl.zeros([BLOCK_M], tl.float32)
-            total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            total = tl.zeros([BLOCK_M, columns], tl.float32)
+            total_odd = total
             if SINKS:
                 first_own = split == 0
                 if SIZE > 1:
@@ -314,70 +212,48 @@ def attend(
                 sink = tl.load(sink_ptr + head, mask=inside, other=0.0).to(tl.float32)
                 peak = tl.where(first_own, sink * 1.4426950408889634, peak)
                 mass = tl.where(first_own, 1.0, mass)
-            offset = kv.to(tl.int64) * prompt_head + start * prompt_step
-            peak, mass, total = _blocks(
+            at_prompt = kv.to(tl.int64) * prompt_head + start * prompt_step
+            at_own = kv.to(tl.int64) * key_head + own * key_step
+            peak, mass, total, total_odd = fold_blocks(
                 q,
-                prompt_key_ptr + offset,
-                prompt_value_ptr + offset,
-                prompt_key_scale_ptr,
-                prompt_value_scale_ptr,
-                prompt_step,
-                first + low,
-                tl.minimum(common, prompt_end) // BLOCK_N,
-                first + tl.minimum(high, prompt_blocks),
-                position,
-                0,
-                prompt_end,
-                base,
-                peak,
-                mass,
-                total,
-                to_score,
-                cap,
-                window,
-                inside,
-                CAPPED,
-                SIZE > 1,
-                PAD > 0,
-                D,
-                BLOCK_N,
-                BLOCK_D,
-                WIDE,
-                NATIVE,
-            )
-            offset = kv.to(tl.int64) * key_head + own * key_step
-            peak, mass, total = _blocks(
-                q,
-                key_ptr + offset,
-                value_ptr + offset,
+                q_odd,
+                key_ptr + at_own,
+                value_ptr + at_own,
+                prompt_key_ptr + at_prompt,
+                prompt_value_ptr + at_prompt,
                 key_scale_ptr,
                 value_scale_ptr,
+                prompt_key_scale_ptr,
+                prompt_value_scale_ptr,
                 key_step,
-                own_first + tl.maximum(low - prompt_blocks, 0),
-                tl.maximum(common - base, 0) // BLOCK_N,
-                own_first + high - prompt_blocks,
-                position,
-                base,
+                prompt_step,
+                low,
+                high,
+                prompt_blocks,
+                first,
+                own_first,
+                prompt_end,
                 end,
+                base,
                 span - own.to(tl.int32),
+                position,
+                window,
                 peak,
                 mass,
                 total,
+                total_odd,
                 to_score,
                 cap,
-                window,
-                inside,
                 CAPPED,
-                SIZE > 1,
+                WINDOWED,
                 PAD > 0,
                 D,
                 BLOCK_N,
-                BLOCK_D,
                 WIDE,
                 NATIVE,
             )
             if key_scale_ptr is not None:
-                total *= 0.00390625  # see fold
+                total = tl.interleave(total, total_odd) * 0.00390625  # see fold_pairs
 
             if PREFETCH:
                 prefetch_weight(next_weight_ptr, prefetched, tl.program_id(0), tl.num_programs(0))
@@ -434,53 +310,6 @@ def attend(
                             BLOCK_M,
                             BLOCK_D,
                         )
-
-
-@triton.jit
-def fold(
-    q,
-    keys,
-    values,
-    key_scales,
-    value_scales,
-    seen,
-    peak,
-    mass,
-    total,
-    scale,
-    WIDE: tl.constexpr,
-    NATIVE: tl.constexpr,
-    cap=0.0,
-    CAPPED: tl.constexpr = False,
-):
-    """Fold more keys and values into the running softmax (peak, mass, total) (online softmax, arXiv
-    1805.02867).
-
-    scale: of scores, for base 2; a number, or [queries, 1]. CAPPED: scores are cap * tanh(scale *
-    score), also for base 2. seen: mask [queries, keys], None if every query sees all keys.
-    key_scales, value_scales: [keys] float32, of keys and values in eight bits, which are multiplied
-    by scores and weights; None for others. Then `total` is 256 times too large, so that small
-    weights are still accurate in float16.
-    """
-    if key_scales is not None:
-        keys, values = decode(keys, q, NATIVE), decode(values, q, NATIVE)
-    scores = tl.dot(q, tl.trans(keys), input_precision=WIDE) * scale
-    if key_scales is not None:
-        scores *= key_scales[None, :]
-    if CAPPED:
-        scores = cap - 2.0 * cap / (tl.exp(2.0 * scores) + 1.0)  # tanh(x) = 1 - 2 / (e^2x + 1)
-    if seen is not None:
-        scores = tl.where(seen, scores, -1e30)
-    high = tl.maximum(peak, tl.max(scores, 1))
-    weights = tl.exp2(scores - high[:, None])
-    if seen is not None:
-        weights = tl.where(seen, weights, 0.0)
-    fade = tl.exp2(peak - high)
-    mass = mass * fade + tl.sum(weights, 1)
-    if value_scales is not None:
-        weights *= (value_scales * 256)[None, :]
-    total = total * fade[:, None] + tl.dot(weights.to(values.dtype), values, input_precision=WIDE)
-    return high, mass, total
 
 
 @triton.jit

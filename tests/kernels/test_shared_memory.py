@@ -96,7 +96,8 @@ def test_hopper_gets_the_measured_launches(monkeypatch, dtype):
         (63, 1, 256),
         (7, 8, 256),
     ):
-        ragged._fitted(lines, members, size, like)
+        for stored in (dtype.itemsize, 1):
+            ragged._fitted(lines, members, size, like, stored)
 
 
 @pytest.mark.parametrize("layout", quantised.LAYOUTS)
@@ -165,7 +166,7 @@ def test_smaller_tiles_give_the_same_attention(monkeypatch, shared):
     due = reference.attention(*given, scale=0.25)
     card(monkeypatch, shared * 1024)
     heads = given[0].shape[2] // given[1][0].shape[0]
-    assert ragged._fitted(3 * heads, 1, given[0].shape[3], given[0]).keys < 64
+    assert ragged._fitted(3 * heads, 1, given[0].shape[3], given[0], 4).keys < 64
     close(attended(3, given[3], given), due, torch.float32)
 
 
