@@ -383,10 +383,22 @@ def _parse_pair(content: bytes, place: str, folder: Path | None) -> Pair:
         place,
         kind='a pair file is a mapping with at least the key "target"',
         folder=folder,
+        elsewhere=_elsewhere,
     )
     if pair.fallback is None or _is_installed(pair.target):
         return pair
     return pair.model_copy(update={"target": pair.fallback})
+
+
+def _elsewhere(name: str) -> str | None:
+    """Return what a pair file has in place of an option by its flag's name."""
+    option = JOB.get(name.replace("-", "_"))
+    if option is None:
+        return None
+    path = option.path.removeprefix("pair.")
+    if "." in option.path or path in Pair.model_fields:
+        return f'in a pair file it is "{path}"'
+    return f"a pair has no such setting; give `{path}` to the command"
 
 
 def _is_installed(target: str) -> bool:

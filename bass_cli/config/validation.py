@@ -8,7 +8,7 @@ lists.
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_args
 
@@ -95,11 +95,18 @@ class Located(NamedTuple):
         """
         ends = range(len(path), 0, -1)
         line = next((self.lines[path[:end]] for end in ends if path[:end] in self.lines), 1)
-        return f'{self.place}:{line}: key "{".".join(map(str, path))}"'
+        key = f': key "{".".join(map(str, path))}"' if path else ""  # a rule about several keys
+        return f"{self.place}:{line}{key}"
 
 
 def parse_model(
-    content: bytes, model: type[M], place: str, *, kind: str, folder: Path | None
+    content: bytes,
+    model: type[M],
+    place: str,
+    *,
+    kind: str,
+    folder: Path | None,
+    elsewhere: Callable[[str], str | None] = lambda word: None,
 ) -> tuple[M, Located]:
     """Parse and validate a file.
 
@@ -110,6 +117,7 @@ def parse_model(
         kind: what the file should be, for the message if it is no mapping.
         folder: the folder of relative paths: a field that is not a key of the file, and the context
             of the validation.
+        elsewhere: returns where a key belongs that the file does not have; None if it is unknown.
 
     Returns:
         The model, and the lines of its keys.
@@ -123,7 +131,7 @@ def parse_model(
         raise UserError(f"{place}:{error.line}: {error}") from None
     if not isinstance(node, yaml.MappingNode):
         raise UserError(f"{place}:1: {kind}")
-    located = Located(place, _lines_of(node, model, place, ()))
+    located = Located(place, _Lines(model, place, elsewhere).of(node, model, ()))
     context = {"folder": folder}
     try:
         found = model.model_validate({"name": Path(place).stem} | data | context, context=context)
@@ -133,37 +141,64 @@ def parse_model(
     return found, located
 
 
-def _lines_of(
-    node: yaml.MappingNode, model: type[Strict], place: str, path: KeyPath
-) -> dict[KeyPath, int]:
-    """Return the line of every key, at any depth; UserError at an unknown or duplicate key."""
-    lines: dict[KeyPath, int] = {}
-    fields = model.model_fields.items()
-    known = {name: field.annotation for name, field in fields if name != "folder"}
-    for key, value in node.value:
-        word = str(key.value)
-        here, line = (*path, word), key.start_mark.line + 1
-        if word not in known or not key.tag.endswith(":str"):
-            unknown = unquoted(".".join(map(str, here)))
-            raise UserError(f'{place}:{line}: unknown key "{unknown}"; {nearest(word, known)}')
-        if here in lines:
-            raise UserError(
-                f'{place}:{line}: key "{".".join(map(str, here))}" is given twice, first in line '
-                f"{lines[here]}"
-            )
-        lines[here] = line
-        inner = next(_models_in(known[word]), None)
-        if inner is None:
-            continue
-        if isinstance(value, yaml.MappingNode):
-            lines |= _lines_of(value, inner, place, here)
-        elif isinstance(value, yaml.SequenceNode):
-            for number, item in enumerate(value.value):
-                at = (*here, number)
-                lines[at] = item.start_mark.line + 1
-                if isinstance(item, yaml.MappingNode):
-                    lines |= _lines_of(item, inner, place, at)
-    return lines
+class _Lines(NamedTuple):
+    """Finds the lines of a file's keys. `top`: the model of its top level."""
+
+    top: type[Strict]
+    place: str
+    elsewhere: Callable[[str], str | None]
+
+    def of(self, node: yaml.MappingNode, model: type[Strict], path: KeyPath) -> dict[KeyPath, int]:
+        """Return the line of every key, at any depth; UserError at an unknown or duplicate key."""
+        lines: dict[KeyPath, int] = {}
+        known = {name: field.annotation for name, field in _keys_of(model)}
+        for key, value in node.value:
+            word = str(key.value)
+            here, line = (*path, word), key.start_mark.line + 1
+            if word not in known or not key.tag.endswith(":str"):
+                unknown = unquoted(".".join(map(str, here)))
+                hint = self._place_of(word) or nearest(word, known)
+                raise UserError(f'{self.place}:{line}: unknown key "{unknown}"; {hint}')
+            if here in lines:
+                raise UserError(
+                    f'{self.place}:{line}: key "{".".join(map(str, here))}" is given twice, first '
+                    f"in line {lines[here]}"
+                )
+            lines[here] = line
+            inner = next(_models_in(known[word]), None)
+            if inner is None:
+                continue
+            if isinstance(value, yaml.MappingNode):
+                lines |= self.of(value, inner, here)
+            elif isinstance(value, yaml.SequenceNode):
+                for number, item in enumerate(value.value):
+                    at = (*here, number)
+                    lines[at] = item.start_mark.line + 1
+                    if isinstance(item, yaml.MappingNode):
+                        lines |= self.of(item, inner, at)
+        return lines
+
+    def _place_of(self, word: str) -> str | None:
+        """Return a clause that says where a key of another level belongs; None if nowhere."""
+        for *outer, _ in _paths_of(word, self.top):
+            if not outer:
+                return f'write "{word}" at the top level of the file'
+            return f'write it under "{".".join(outer)}"'
+        return self.elsewhere(word)
+
+
+def _keys_of(model: type[Strict]) -> Iterator[tuple[str, Any]]:
+    """Yield the keys of a file with this model, and their fields."""
+    return ((name, field) for name, field in model.model_fields.items() if name != "folder")
+
+
+def _paths_of(word: str, model: type[Strict]) -> Iterator[tuple[str, ...]]:
+    """Yield the paths of the keys with this name, in a file with this model."""
+    for name, field in _keys_of(model):
+        if name == word:
+            yield (name,)
+        for inner in _models_in(field.annotation):
+            yield from ((name, *path) for path in _paths_of(word, inner))
 
 
 def _models_in(annotation: Any) -> Iterator[type[Strict]]:

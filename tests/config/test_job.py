@@ -48,6 +48,30 @@ def fault(tmp_path: Path, content: str | bytes) -> str:
             "target: x\nspeculation: {length: auto,\n  mux: 3}\n",
             ['pair.yaml:3: unknown key "speculation.mux"', '"max"'],
         ),
+        (
+            "target: x\ntemperature: 1\n",
+            ['pair.yaml:2: unknown key "temperature"; write it under "sampling"'],
+        ),
+        (
+            "target: x\nspeculation:\n  dtype: fp8\n",
+            ['pair.yaml:3: unknown key "speculation.dtype"; write "dtype" at the top level'],
+        ),
+        (
+            "target: x\ntop-p: 1\n",
+            ['pair.yaml:2: unknown key "top-p"; in a pair file it is "sampling.top_p"'],
+        ),
+        (
+            "target: x\ndraft-dtype: fp8\n",
+            ['pair.yaml:2: unknown key "draft-dtype"; in a pair file it is "draft_dtype"'],
+        ),
+        (
+            "target: x\nmodel: y\n",
+            ['pair.yaml:2: unknown key "model"; in a pair file it is "target"'],
+        ),
+        (
+            "target: x\nbudget: 2\n",
+            ['pair.yaml:2: unknown key "budget"', "no such setting; give `budget` to the command"],
+        ),
         ("target: x\nfolder: /\n", ['pair.yaml:2: unknown key "folder"']),
         ("target: x\n1: 2\n", ['pair.yaml:2: unknown key "1"']),
         ("target: x\ntarget: y\n", ['pair.yaml:2: key "target" is given twice, first in line 1']),
