@@ -47,7 +47,7 @@ def process_logits(
         masks,
         vocab,
         drafts.shape[1],
-        penalties.shape[1],
+        penalties.stride(0),
         vocab if counts is None else counts.shape[1],
         0 if allowed is None else allowed.shape[1],
         *((0, 0) if masks is None else masks.shape[1:]),
@@ -57,7 +57,7 @@ def process_logits(
     return out
 
 
-@triton.jit(do_not_specialize=["width", "most_rows", "most_places"])
+@triton.jit(do_not_specialize=["width", "penalty_stride", "most_places"])
 def _process(
     logits_ptr,
     out_ptr,
@@ -70,7 +70,7 @@ def _process(
     mask_ptr,
     vocab,
     width,
-    most_rows,
+    penalty_stride,
     counted,
     allowed_words,
     most_places,
@@ -84,8 +84,8 @@ def _process(
     x = tl.load(logits_ptr + line * vocab + tokens, mask=inside, other=0.0).to(tl.float32)
     if count_ptr is not None:
         repetition = tl.load(penalty_ptr + row)
-        presence = tl.load(penalty_ptr + most_rows + row)
-        frequency = tl.load(penalty_ptr + 2 * most_rows + row)
+        presence = tl.load(penalty_ptr + penalty_stride + row)
+        frequency = tl.load(penalty_ptr + 2 * penalty_stride + row)
         if (repetition != 1.0) | (presence != 0.0) | (frequency != 0.0):
             count = tl.load(count_ptr + row * counted + tokens, mask=inside, other=0)
             for before in range(tl.minimum(place, width)):
