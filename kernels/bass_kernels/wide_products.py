@@ -74,13 +74,16 @@ def linear_add(
     x: Tensor, scales: Tensor, weight: Quantised, bias: Tensor | None, residual: Tensor
 ) -> Tensor:
     """Return residual + x W^T + bias, in the shape of `residual` [..., N]. The residual may be
-    overwritten. x, scales: see `linear`."""
+    overwritten. x, scales: see `linear`. That form multiplies if its tiles fill all processors
+    twice, because sums in float32 take more memory."""
     residual = residual.contiguous()
-    lines, unit = len(weight), _unit(x.device)
+    count, lines, unit = residual.shape[:-1].numel(), len(weight), _unit(x.device)
+    if triton.cdiv(count, BLOCK) * triton.cdiv(lines, BLOCK) > 2 * processors(x.device):
+        return residual.add_(linear(x, scales, weight, bias, count=count).view(residual.shape))
     sums = torch._scaled_mm(
         x, weight.values.t(), scale_a=unit, scale_b=unit, out_dtype=torch.float32
     )
-    kernels.add_product_kernel[(residual.numel() // lines, triton.cdiv(lines, _COLUMNS))](
+    kernels.add_product_kernel[(count, triton.cdiv(lines, _COLUMNS))](
         sums,
         scales,
         weight.scales,

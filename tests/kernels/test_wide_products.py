@@ -33,6 +33,16 @@ def test_linear_matches_the_definition(count, biased):
 
 
 @on_hopper
+def test_a_product_of_many_tiles_is_added_too(monkeypatch):
+    x, weight = randn(301, 1040, dtype=BF16), weight_of(1168, 1040, "fp8")
+    residual = randn(301, 1168, seed=2, dtype=BF16)
+    few = products.linear(x, weight, None, residual.clone())
+    monkeypatch.setattr(wide, "processors", lambda device: 1)
+    many = products.linear(x, weight, None, residual.clone())
+    close(many, few.double(), BF16, "fp8", factor=3)
+
+
+@on_hopper
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 @pytest.mark.parametrize("count", [65, 130, 384])
 @pytest.mark.parametrize("size", [1000, 1024])
