@@ -286,6 +286,7 @@ def _hub() -> str:
 _OF_PAIR = {
     "draft": "the target that it drafts for",
     "tensor_parallel": "the target that is split",
+    "draft_dtype": "whose draft it is for",
     "kv_dtype": "whose keys and values it is for",
     "dtype": "whose weights it is for",
     "decoder": "whose layers it is for",

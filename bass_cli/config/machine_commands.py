@@ -272,6 +272,9 @@ class DoctorArgs(DocumentArgs):
     dtype: str | None = of_job(
         "dtype", text="Check --pair or --model in this number format", **_CHECKED
     )
+    draft_dtype: str | None = of_job(
+        "draft_dtype", text="Check the draft of --pair or --model in this number format", **_CHECKED
+    )
     kv_dtype: str | None = of_job(
         "kv_dtype",
         text="Check --pair or --model with stored keys and values in this number format",

@@ -21,6 +21,8 @@ from bass_cli.rank.ranking import UNFINISHED
 from bass_cli.reading import finite, whole
 
 COUNTED = ("tokens", "rounds", "drafted", "accepted")
+# Keys of which every sample has one; `bass generate` always writes the number of a sample
+_OF_SAMPLES = {"completion", "solution", "text", "sample"}
 PREFIXES = {"HumanEval/": "humaneval", "Mbpp/": "mbpp"}
 
 
@@ -95,8 +97,8 @@ def read_generations(
 
     Args:
         path: the file.
-        by_id: read files that answer no task too: `id` names the prompt, and a line without a text
-            has an empty one. Such a file may have no samples yet.
+        by_id: read files that answer no task too: `id` names the prompt, and a line with the number
+            of a sample but no text has an empty one. Such a file may have no samples yet.
         see: called with the JSON object of each sample, in the order of `rows`.
     """
     manifest = manifest_of(path)
@@ -110,6 +112,10 @@ def read_generations(
         if not all(isinstance(one, dict) for one in _listed(row)):
             raise UserError(f'{place}: field "samples": it must be a list of JSON objects')
         for sample in samples_of(row) if _is_ours(row) else [row]:
+            if by_id and not sample.keys() & _OF_SAMPLES:
+                raise UserError(
+                    f"{place}: this is no sample: it has no text{_hint(sample, 'text')}"
+                )
             one = read_row(_named(sample) if by_id else sample, place, number, order)
             key = (bare_id(one.task_id), one.sample)
             if key in seen:

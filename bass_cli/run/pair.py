@@ -279,7 +279,7 @@ def _check_settings(job: Job, spec: Spec, skipped: frozenset[int]) -> None:
     if job.pair.draft == "none" and job.speculation.length not in ("auto", 0):
         raise UserError(
             f'pair "{job.pair.name}": there is no draft, so draft length '
-            f"{job.speculation.length} has no meaning"
+            f"{job.speculation.length} has no meaning; leave the length out, or name a `pair.draft`"
         )
     if skipped.issuperset(spec.attention_layers):
         raise UserError(

@@ -64,6 +64,13 @@ def test_doctor_and_pairs_describe_a_pair_file(place: Path) -> None:
     assert "sequences of up to 256 new tokens" in same["pair_rows"]
     small = json.loads(cli("doctor", "--pair", file, "--kv-dtype", "fp8", "--json").stdout)
     assert small["pair_memory_bytes"]["prompts"] < counts["prompts"] / 2
+    drafts = ["--pair", file, "--draft", str(place / "model"), "--dtype", "fp32", "--draft-dtype"]
+    weights = [
+        json.loads(cli("doctor", *drafts, dtype, "--json").stdout)["pair_memory_bytes"]["weights"]
+        for dtype in ("fp32", "int8", "bf16")
+    ]
+    assert weights[0] > weights[2] > weights[1]
+    assert "--draft-dtype needs --pair or --model" in cli("doctor", "--draft-dtype", "fp8").stderr
     (place / "fp8.yaml").write_text("target: model\ndraft: lookup\nkv_dtype: fp8\n")
     in_file = json.loads(cli("doctor", "--pair", str(place / "fp8.yaml"), "--json").stdout)
     assert in_file["pair_memory_bytes"]["cache"] == small["pair_memory_bytes"]["cache"]

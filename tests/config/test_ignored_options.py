@@ -39,7 +39,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize(("arguments", "fault"), [
     (["generate", "p.txt", "--draft", "none", "--draft-length", "4"], "no draft, so draft length "
-                                                                      "4 has no meaning"),
+                                                                      "4 has no meaning; leave the length out, or "
+                                                                      "name a --draft"),
     (["generate", "p.txt", "--draft", "none", "--draft-length", "bass"], "so draft length bass has no meaning"),
     (["generate", "p.txt", "--out", "o.csv.gz"], "--out o.csv.gz: nothing is written as .csv.gz; lines are JSON "
                                                  "or parquet. Use a name that ends in .jsonl, .jsonl.gz, "),

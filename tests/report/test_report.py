@@ -184,6 +184,12 @@ def test_chosen_columns_and_files_of_other_tools_are_read() -> None:
     assert theirs["prompts"][0]["prompt"] == "n = 1 "
 
 
+def test_prompts_are_no_samples() -> None:
+    write("p.jsonl", [{"id": "a", "sample": 0, "text": ""}, {"id": "b", "prompt": "hello"}])
+    with pytest.raises(UserError, match=r"p\.jsonl:2: this is no sample: it has no text$"):
+        reported("p.jsonl")
+
+
 def test_prompts_that_failed_are_shown_with_their_error() -> None:
     write("f.jsonl", [Completion.failed("a", "too long", seed=0, meta={}).row()])
     (data,) = reported("f.jsonl").runs()
