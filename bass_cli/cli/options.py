@@ -123,18 +123,23 @@ def variable_of(flag: str) -> str:
     return f"BASS_{name.replace('-', '_').upper()}"
 
 
-def in_flags(message: str) -> str:
+def in_flags(message: str, kind: type | None = None) -> str:
     """Replace the fields that a message names by flags: `n` by --n.
 
     A message that begins with a field and a colon is about the value, which may come from the
     environment, so it names the variable too.
+
+    `kind`: The options of the command. Without it, every option has a variable.
     """
+    options = {} if kind is None else declared(kind)
+    unset = {flag_of(field, option) for field, option in options.items() if not option.variable}
 
     def shown(found: re.Match[str]) -> str:
         flag = _flags().get(found[1])
         if flag is None:
             return found[0]
         is_subject = found.start() == 0 and found.string.startswith(":", found.end())
+        is_subject = is_subject and flag not in unset
         return f"{flag} (or {variable_of(flag)})" if is_subject else flag
 
     return _NAMED.sub(shown, message)

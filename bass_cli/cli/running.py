@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import sys
 from collections.abc import Iterator
@@ -36,7 +37,8 @@ def running(args: Any, interrupted: str) -> Iterator[Screen]:
         getattr(args, "format", None) not in (None, "table")
     )
     quiet, verbose = getattr(args, "quiet", False), getattr(args, "verbose", False)
-    screen = Screen(quiet, document=document, render=in_flags, verbose=verbose)
+    render = functools.partial(in_flags, kind=type(args))
+    screen = Screen(quiet, document=document, render=render, verbose=verbose)
     if (reason := unsupported()) is not None:
         screen.error(reason)
         raise typer.Exit(3)

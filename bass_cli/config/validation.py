@@ -56,7 +56,9 @@ def reason_of(fault: Mapping[str, Any]) -> str:
     message = fault["msg"].removeprefix("Value error, ").replace("Input should", "it should")
     reason = _NEEDED.get(kind) or message[:1].lower() + message[1:]
     known = kind == "string_too_short" or (kind == "value_error" and isinstance(value, dict))
-    return reason if known or shown(value) in reason else f"{reason} (got {shown(value)})"
+    file = isinstance(value, str) and f" {value}: " in reason
+    named = file or shown(value) in reason
+    return reason if known or named else f"{reason} (got {shown(value)})"
 
 
 def first_fault(error: ValidationError) -> tuple[tuple[str, ...], str]:

@@ -116,6 +116,12 @@ def test_doctor_and_pairs_describe_a_pair_file(place: Path) -> None:
         }.get(command[1], "cannot read") in missing.stderr
 
 
+def test_options_that_no_variable_sets_name_none(place: Path) -> None:
+    refused = cli("doctor", "--pair", str(place / "mine.yaml"), "--dtype", "int4")
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert "--dtype: it should be 'auto'" in refused.stderr
+
+
 def test_doctor_describes_the_machine(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/nowhere")
     facts = json.loads(cli("doctor", "--json").stdout)

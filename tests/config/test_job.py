@@ -390,6 +390,13 @@ def test_a_wrong_flag_is_named(flag: str, value: Any, expected: str) -> None:
     assert in_flags(str(caught.value)).startswith(expected)
 
 
+def test_message_about_a_file_names_it_once() -> None:
+    pytest.importorskip("llguidance")
+    with pytest.raises(UserError) as caught:
+        make_job(PAIR, json_schema="/nowhere.json")
+    assert str(caught.value).endswith("cannot read /nowhere.json: No such file or directory")
+
+
 def test_models_are_frozen_and_strict() -> None:
     job = make_job(PAIR)
     with pytest.raises(ValueError, match="frozen"):
