@@ -14,6 +14,8 @@ import pytest
 import torch
 import typer.testing
 
+import bass_kernels as ops
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 # Models are tiny, and processes of tests share the cores.
@@ -76,6 +78,14 @@ def no_profiles(profiles, monkeypatch):
     """Keep profiles of this machine out of tests, and profiles of tests out of other tests."""
     place = next(profiles)
     monkeypatch.setattr("bass_cli.lengths.surface.profile_folder", lambda: place)
+
+
+@pytest.fixture(autouse=True)
+def default_kernels():
+    """Choose kernels by device again after a test that chose others."""
+    yield
+    ops.use(None)
+    ops.attention_schedule("ragged")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -40,11 +40,10 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # of Trit
 def opened(folder, place, form=None):
     """Return the target and the drafter of a folder, float32."""
     ops.use(form)  # kernels read no packed weights
-    try:
-        target = load_decoder(folder / "target", device=place)
-        return target, load_head(open_head(folder / "head", target.spec), target)
-    finally:
-        ops.use(None)
+    target = load_decoder(folder / "target", device=place)
+    head = load_head(open_head(folder / "head", target.spec), target)
+    ops.use(None)
+    return target, head
 
 
 @pytest.fixture(scope="module")
@@ -265,28 +264,25 @@ def test_gpu_kernels_give_the_same_drafts(models):
     found = []
     for form in ("reference", "triton"):
         ops.use(form)
-        try:
-            runner = Runner(target.read_by(head), rows=3, span=30, pending=1)
-            runner.open("0", [5, 6, 7, 8, 9])
-            runner.open("1", [4])
-            runner.follow(Change((), (), (((0, 1), "0"), ((2,), "1"))))
-            with torch.inference_mode(), DEVICE:
-                ends = torch.tensor([[5], [5], [1]])
-                for width in (1, 3):
-                    tokens = torch.tensor([[9], [9], [4]])
-                    features = None
-                    for step in range(2):
-                        at = ends - 2 + step
-                        seen = runner.cache.decode(at.clamp(min=0), None)
-                        features = head.found(seen, at) if features is None else features
-                        logits, features = head.draft(tokens, features, seen)
-                        found.append(logits.clone())
-                        tokens = torch.tensor([[20 + step], [30], [40]])
-                    fed = 20 + torch.arange(3 * width).view(3, width)
-                    runner.forward(fed, ends - 1 + torch.arange(width), None)
-                    ends = ends + width
-        finally:
-            ops.use(None)
+        runner = Runner(target.read_by(head), rows=3, span=30, pending=1)
+        runner.open("0", [5, 6, 7, 8, 9])
+        runner.open("1", [4])
+        runner.follow(Change((), (), (((0, 1), "0"), ((2,), "1"))))
+        with torch.inference_mode(), DEVICE:
+            ends = torch.tensor([[5], [5], [1]])
+            for width in (1, 3):
+                tokens = torch.tensor([[9], [9], [4]])
+                features = None
+                for step in range(2):
+                    at = ends - 2 + step
+                    seen = runner.cache.decode(at.clamp(min=0), None)
+                    features = head.found(seen, at) if features is None else features
+                    logits, features = head.draft(tokens, features, seen)
+                    found.append(logits.clone())
+                    tokens = torch.tensor([[20 + step], [30], [40]])
+                fed = 20 + torch.arange(3 * width).view(3, width)
+                runner.forward(fed, ends - 1 + torch.arange(width), None)
+                ends = ends + width
     half = len(found) // 2
     for one, other in zip(found[half:], found[:half], strict=True):
         torch.testing.assert_close(one, other, atol=1e-3, rtol=1e-3)

@@ -59,11 +59,9 @@ def models(tmp_path_factory):
         reading = write_head(folder / "head", kind, width=width)
         ops.use(form)  # kernels read no packed weights
         place = DEVICE if form == "triton" else CPU
-        try:
-            target = load_decoder(folder / "target", device=place)
-            head = load_head(open_head(folder / "head", target.spec), target)
-        finally:
-            ops.use(None)
+        target = load_decoder(folder / "target", device=place)
+        head = load_head(open_head(folder / "head", target.spec), target)
+        ops.use(None)
         return theirs, reading, target, head
 
     return made
@@ -250,18 +248,15 @@ def test_gpu_kernels_give_the_same_drafts(models, monkeypatch, width):
     monkeypatch.setattr(decoder, "run_fused", lambda *given: fused.append(1) or run(*given))
     for form in ("reference", "triton"):
         ops.use(form)
-        try:
-            runner = Runner(target.read_by(head), rows=1, span=30, pending=1)
-            runner.open("0", [5, 6, 7, 8, 9])
-            runner.follow(Change((), (), (((0,), "0"),)))
-            with torch.inference_mode(), DEVICE:
-                tokens = torch.arange(20, 20 + width)[None]
-                runner.forward(tokens, torch.arange(4, 4 + width)[None], None)
-                block = torch.tensor([[11] + [MASK] * 4])
-                step = runner.cache.decode(torch.arange(4 + width, 9 + width)[None], None)
-                found.append(head.draft(block, step, 4))
-        finally:
-            ops.use(None)
+        runner = Runner(target.read_by(head), rows=1, span=30, pending=1)
+        runner.open("0", [5, 6, 7, 8, 9])
+        runner.follow(Change((), (), (((0,), "0"),)))
+        with torch.inference_mode(), DEVICE:
+            tokens = torch.arange(20, 20 + width)[None]
+            runner.forward(tokens, torch.arange(4, 4 + width)[None], None)
+            block = torch.tensor([[11] + [MASK] * 4])
+            step = runner.cache.decode(torch.arange(4 + width, 9 + width)[None], None)
+            found.append(head.draft(block, step, 4))
     assert bool(fused) == (width <= 16)
     torch.testing.assert_close(found[1], found[0], atol=1e-3, rtol=1e-3)
 

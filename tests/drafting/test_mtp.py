@@ -223,11 +223,8 @@ def test_gpu_kernels_give_the_same_tokens(models):
     given = rows(limit=6)[2:5]
     wanted = plain(target, [again(row) for row in given])
     ops.use("triton")
-    try:
-        loop = loop_for(target, head, rows=3, lengths=InTurn(2, 3))
-        assert drive(loop, [again(row) for row in given]) == wanted
-    finally:
-        ops.use(None)
+    loop = loop_for(target, head, rows=3, lengths=InTurn(2, 3))
+    assert drive(loop, [again(row) for row in given]) == wanted
 
 
 def test_maximal_coupling_gives_the_targets_distribution(models):

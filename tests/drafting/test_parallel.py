@@ -248,11 +248,9 @@ def test_gpu_kernels_give_the_same_drafts(models, monkeypatch, batch, length):
             logits.clear()
             loop.catch_up(length)
             ops.use(kind)
-            try:
-                with torch.inference_mode():
-                    loop.drafter.propose(loop.batch, length)
-            finally:
-                ops.use(None)
+            with torch.inference_mode():
+                loop.drafter.propose(loop.batch, length)
+            ops.use(None)
             found.append((kind, torch.cat(logits)))
     assert bool(fused) == (2 * batch * length <= 16)
     for plain_torch, kernels in zip(found[:2], found[2:], strict=True):

@@ -238,20 +238,18 @@ def test_captured_maximal_rounds_equal_the_definition(decoders, family):
     for drafter in (draft, target, AtOnce(draft, 300), "lookup", "none"):
         for batch, lengths in ((1, lambda: Fixed(3)), (2, lambda: Fixed(9)), (5, Bass)):
             ops.use("reference")
-            try:
-                due = drive(
-                    loop_for(
-                        target,
-                        drafter,
-                        batch=batch,
-                        lengths=lengths(),
-                        graphs=False,
-                        coupling="maximal",
-                    ),
-                    rows(),
-                )
-            finally:
-                ops.use(None)
+            due = drive(
+                loop_for(
+                    target,
+                    drafter,
+                    batch=batch,
+                    lengths=lengths(),
+                    graphs=False,
+                    coupling="maximal",
+                ),
+                rows(),
+            )
+            ops.use(None)
             loop = loop_for(
                 target, drafter, batch=batch, lengths=lengths(), graphs=True, coupling="maximal"
             )
@@ -281,17 +279,14 @@ def test_captured_rounds_of_shared_prefix_groups_equal_plain_decoding(
     monkeypatch.setattr("bass_cli.models.kv_cache._SHARED_FROM", 1)
     for schedule, batch in (("ragged", 3), ("ragged", 5), ("pad", 5), ("split", 5)):
         ops.attention_schedule(schedule)
-        try:
-            loop = loop_for(target, draft, batch=batch, lengths=Fixed(3), graphs=True)
-            assert drive(loop, rows()) == due, f"{schedule}, batch {batch}"
-            assert (
-                loop.target.cache.decode(
-                    torch.zeros(batch, 1).long().cuda(), None
-                ).segments.device_groups
-                is not None
-            )
-        finally:
-            ops.attention_schedule("ragged")
+        loop = loop_for(target, draft, batch=batch, lengths=Fixed(3), graphs=True)
+        assert drive(loop, rows()) == due, f"{schedule}, batch {batch}"
+        assert (
+            loop.target.cache.decode(
+                torch.zeros(batch, 1).long().cuda(), None
+            ).segments.device_groups
+            is not None
+        )
 
 
 def test_target_accepts_all_of_its_own_drafts(decoders):

@@ -224,12 +224,9 @@ def test_gpu_kernels_give_the_same_tokens(models, family):
     given = rows(TEXTS[1:3], n=2, limit=6)
     wanted = plain(target, [again(row) for row in given])
     ops.use("triton")
-    try:
-        for draft in (Oracle(wanted), noisy(target)):
-            loop = loop_for(target, draft, rows=3, lengths=InTurn(2, 3))
-            assert drive(loop, [again(row) for row in given]) == wanted
-    finally:
-        ops.use(None)
+    for draft in (Oracle(wanted), noisy(target)):
+        loop = loop_for(target, draft, rows=3, lengths=InTurn(2, 3))
+        assert drive(loop, [again(row) for row in given]) == wanted
 
 
 @pytest.mark.parametrize("kind", thinned(["dflash", "dspark", "authors"], ["dflash"]))

@@ -201,16 +201,12 @@ def test_kernels_access_only_the_cache(schedule, tmp_path, monkeypatch):
     due = plain(load_decoder(tmp_path), [again(row) for row in few])
     ops.use("triton")
     ops.attention_schedule(schedule)
-    try:
-        with bounded(monkeypatch):
-            target = load_decoder(tmp_path)
-            draft = target.keep_layers([0])
-            words = {"total": MOST, "batch": 3, "limit": 9, "beside": beyond(1) + 3}
-            loop = loop_of(target, draft, lengths=Fixed(1), **words)
-            found, _, grown, _ = finish(loop, few)
-    finally:
-        ops.use(None)
-        ops.attention_schedule("ragged")
+    with bounded(monkeypatch):
+        target = load_decoder(tmp_path)
+        draft = target.keep_layers([0])
+        words = {"total": MOST, "batch": 3, "limit": 9, "beside": beyond(1) + 3}
+        loop = loop_of(target, draft, lengths=Fixed(1), **words)
+        found, _, grown, _ = finish(loop, few)
     assert grown > 0
     assert found == due
 

@@ -34,8 +34,7 @@ KINDS = ["reference"] + (["triton"] if ops.has_triton() else [])
 @pytest.fixture(params=KINDS)
 def kind(request):
     ops.use(request.param)
-    yield request.param
-    ops.use(None)
+    return request.param
 
 
 def randn(*shape, seed=0):

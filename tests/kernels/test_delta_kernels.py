@@ -21,8 +21,6 @@ EPS = 1e-6
 @pytest.fixture(autouse=True)
 def triton():
     ops.use("triton")
-    yield
-    ops.use(None)
 
 
 def layer_of(shape, tokens, dtype, *, slots, width, kernel_size=4):

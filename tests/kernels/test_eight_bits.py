@@ -36,9 +36,6 @@ def conversion(request, monkeypatch):
 @pytest.fixture(autouse=True)
 def triton():
     ops.use("triton")
-    yield
-    ops.use(None)
-    ops.attention_schedule("ragged")
 
 
 def numbers():

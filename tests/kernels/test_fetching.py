@@ -81,11 +81,8 @@ def test_attention_does_not_depend_on_the_prefetch(width):
     q, own = noise(rows, width, 8, 64), (noise(2, rows * 256, 64), noise(2, rows * 256, 64))
     prompt = (noise(2, 16, 64), noise(2, 16, 64))
     ops.use("triton")
-    try:
-        alone, prefetched = (
-            ops.attention(q, own, prompt, segments, scale=0.1, next_weight=weight)
-            for weight in (None, noise(1030, 515))
-        )
-    finally:
-        ops.use(None)
+    alone, prefetched = (
+        ops.attention(q, own, prompt, segments, scale=0.1, next_weight=weight)
+        for weight in (None, noise(1030, 515))
+    )
     assert torch.equal(alone, prefetched)

@@ -19,8 +19,7 @@ STARTS, OWN = (0, 9, 2, 0), (5, 17, 31, 0)  # the last row is not live
 @pytest.fixture(params=["triton", "reference"])
 def form(request):
     ops.use(request.param)
-    yield request.param
-    ops.use(None)
+    return request.param
 
 
 def states(*shape, seed):

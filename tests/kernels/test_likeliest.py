@@ -15,8 +15,6 @@ DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE.type == "c
 @pytest.fixture(autouse=True, params=["reference", "triton"])
 def kind(request):
     ops.use(request.param)
-    yield
-    ops.use(None)
 
 
 def due(logits, count):

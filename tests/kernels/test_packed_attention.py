@@ -72,9 +72,6 @@ def kernels(monkeypatch):
 
     ops.use("triton")
     monkeypatch.setattr(torch.Tensor, "new_empty", unwritten)
-    yield
-    ops.use(None)
-    ops.attention_schedule("ragged")
 
 
 @pytest.mark.parametrize(

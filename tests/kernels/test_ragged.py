@@ -28,9 +28,6 @@ SPAN, STORE = 150, 250
 @pytest.fixture(autouse=True)
 def triton():
     ops.use("triton")
-    yield
-    ops.use(None)
-    ops.attention_schedule("ragged")
 
 
 def case(

@@ -40,8 +40,6 @@ LAYOUTS = [
 @pytest.fixture(autouse=True)
 def triton():
     ops.use("triton")
-    yield
-    ops.use(None)
 
 
 @pytest.fixture

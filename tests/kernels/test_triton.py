@@ -24,8 +24,6 @@ BOUND = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 @pytest.fixture(autouse=True)
 def triton():
     ops.use("triton")
-    yield
-    ops.use(None)
 
 
 def close(found, due, dtype, factor=1.0):

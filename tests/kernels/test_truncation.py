@@ -20,8 +20,6 @@ def triton(monkeypatch):
     """Use the Triton kernels, with several chunks a row for few tokens."""
     monkeypatch.setattr(truncation, "CHUNK", 1024)
     ops.use("triton")
-    yield
-    ops.use(None)
 
 
 def processed(logits, temperature, top_k, top_p, min_p=None):
