@@ -331,7 +331,7 @@ def rope_write(
     # heads a program, and warps. 64 / 512 tokens of 32 heads, 8 of keys, us on an H100: one head
     # 4.6 / 30.7; 4 heads 2.2 / 7.2; 8 heads in two warps 2.4 / 5.7
     tile, warps = (4, 1) if rows * width <= 256 else (8, 2)
-    tile = min(tile, triton.next_power_of_2(heads))
+    tile = min(tile, triton.next_power_of_2(max(heads, kv_heads)))  # a drafter has keys only
     tiles = triton.cdiv(heads, tile)
     _rope_write[(rows * width, tiles + triton.cdiv(kv_heads, tile))](
         qkv,
