@@ -560,3 +560,9 @@ def _add_sum(
     tl.store(square_ptr + tile * M + token, tl.sum(total * total, 0))
     if PEAKS:
         tl.store(bound_ptr + tile * M + token, tl.max(magnitude(scaled), 0))
+    if token == 0:  # later launches read the places after the last token too
+        place = tl.arange(0, M)
+        unused = place >= tl.num_programs(0)
+        tl.store(square_ptr + tile * M + place, place * 0.0, mask=unused)
+        if PEAKS:
+            tl.store(bound_ptr + tile * M + place, place * 0, mask=unused)

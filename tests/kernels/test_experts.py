@@ -164,6 +164,35 @@ def test_all_tokens_may_choose_the_same_experts():
     close(found, definition.mix_experts(x, ids, weights, maps, **words), torch.float32)
 
 
+@pytest.mark.parametrize("rounds", [False, True])
+def test_experts_are_added_to_the_stream(rounds, monkeypatch):
+    """Sums of squares and magnitudes of places after the last token are 0, because later launches
+    read all places."""
+    kernels = pytest.importorskip("bass_kernels.expert_kernels")
+    residual = pytest.importorskip("bass_kernels.residual")
+    tokens, experts, chosen, width, inner = 5, 6, 2, 1100, 24
+    x, maps = randn(tokens, width), maps_of(experts, width, inner, torch.float32, biased=False)
+    router, norm = randn(experts, width, seed=1), randn(width, seed=5)
+    ids, weights = definition.route(x, router, None, chosen=chosen, normalised=True)
+    before, empty = randn(tokens, width, seed=6), torch.empty
+    stream = residual.Stream(before, x, torch.zeros(2, 16, device=DEVICE))
+    monkeypatch.setattr(torch, "empty", lambda *sizes, **words: empty(*sizes, **words).fill_(-1))
+    unit = kernels.Mixture(experts, "silu", None)
+    found = kernels.add_experts(x, ids, weights, maps, stream, norm, unit, rounds=rounds)
+    words = {"experts": experts, "activation": "silu"}
+    expected = before + definition.mix_experts(x, ids, weights, maps, **words)
+    close(found.residual, expected, torch.float32)
+    close(found.x, expected * norm, torch.float32)
+    close(found.squares.sum(0)[:tokens], expected.square().sum(1), torch.float32)
+    assert not found.squares[:, tokens:].any()
+    if not rounds:
+        assert found.largest is None
+        return
+    largest = found.largest.amax(0)[:tokens].view(torch.float32)
+    assert torch.equal(largest, found.x.abs().amax(1))
+    assert not found.largest[:, tokens:].any()
+
+
 def in_8_bits(maps, layout):
     up, down = (Quantised.of(one, layout) for one in (maps.up, maps.down))
     return maps._replace(up=up, down=down)
