@@ -13,6 +13,7 @@ import torch
 
 import bass_kernels as ops
 from bass_kernels import reference, sampling
+from bass_kernels.noise import bits_all, gumbel
 
 pytest.importorskip("triton")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -258,6 +259,31 @@ def test_samples_equal_the_definition(vocab, spread):
     due, due_scores = sampling.sample_scored(logits, *params)
     assert tokens.tolist() == due.tolist()
     torch.testing.assert_close(scores, due_scores, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.8])
+def test_the_best_of_all_noisy_tokens_is_found(temperature):
+    """For flat and peaked distributions, most tokens forbidden, ties by rounding, and no token."""
+    vocab, rows = 4500, 12
+    logits = torch.zeros(rows, vocab, device=DEVICE)
+    logits[2:] = randn(rows - 2, vocab, seed=3)
+    logits[3:5, 4321] = 30.0
+    logits[5:7] += 10000.0
+    logits[7, 10:] = -torch.inf
+    logits[8, 2100:] = -torch.inf
+    logits[9:, ::2] *= 8.0
+    params = (
+        torch.full((rows,), temperature, device=DEVICE),
+        torch.zeros(rows, dtype=torch.int64, device=DEVICE),
+        torch.ones(rows, device=DEVICE),
+        torch.arange(2 * rows, device=DEVICE).view(rows, 2) + 5,
+        torch.arange(rows, device=DEVICE) * 77,
+    )
+    noise = gumbel(bits_all(params[3], params[4], vocab, stream=0))
+    due = (logits / temperature + noise).argmax(-1)
+    assert ops.sample(logits, *params).tolist() == due.tolist()
+    nothing = torch.full_like(logits, -torch.inf)
+    assert (ops.sample(nothing, *params) < vocab).all()
 
 
 def test_extreme_temperatures_equal_the_definition():
