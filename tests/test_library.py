@@ -19,6 +19,7 @@ from checkpoints import write_checkpoint, write_tokenizer
 
 import bass_cli
 from bass_cli import Completion, Job, Pair, Sampling, Speculation, UserError, generate, load_pair
+from bass_cli.run import requests
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "library.py"
 
@@ -436,3 +437,17 @@ def test_model_is_the_short_form_of_a_pair(tmp_path: Path) -> None:
     ):
         with pytest.raises(error, match=message):
             Job(**given)
+
+
+@pytest.mark.parametrize("missing", ["target", "draft", "tokenizer"])
+def test_a_missing_model_is_refused_before_torch_is_imported(
+    model: Path, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    """The import takes seconds."""
+    there, imports = Pair(name="tiny", target=str(model), draft="lookup"), list[Any]()
+    monkeypatch.setattr(requests, "configure_threads", lambda *given: imports.append(given))
+    with pytest.raises(UserError, match=re.escape('"./no": there is no such file or folder')):
+        requests.import_for(Job(pair=there.model_copy(update={missing: "./no"})), print)
+    assert not imports
+    requests.import_for(Job(pair=there), print)
+    assert imports

@@ -80,6 +80,27 @@ def locate(source: str, *, folder: Path | None, fetch: bool = True, weights: boo
     Raises:
         UserError: the model is not there, or is a folder of GGUF files, which the error lists.
     """
+    path = _local(source, folder, weights=weights)
+    return _from_hub(source, fetch=fetch) if path is None else path
+
+
+def check_sources(pair: Pair) -> None:
+    """Check that a pair's local files and folders are there, without reading them.
+
+    Raises:
+        UserError: see `locate`.
+    """
+    for source, weights in (
+        (pair.target, True),
+        (parse_draft(pair.draft).files, True),
+        (pair.tokenizer, False),
+    ):
+        if source is not None:
+            _local(source, pair.folder, weights=weights)
+
+
+def _local(source: str, folder: Path | None, *, weights: bool) -> Path | None:
+    """Return the path of a model, None for a hub id. See `locate`."""
     if source.startswith("package:"):
         return _in_package(source)
     path = Path(os.path.expanduser(source))
@@ -94,7 +115,7 @@ def locate(source: str, *, folder: Path | None, fetch: bool = True, weights: boo
             else ""
         )
         raise UserError(f'"{source}": there is no such file or folder{near}')
-    return _from_hub(source, fetch=fetch)
+    return None
 
 
 def _refuse_folder_of_gguf(source: str, path: Path, *, weights: bool) -> None:

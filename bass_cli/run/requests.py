@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bass_cli.config.job import Job
 from bass_cli.errors import UserError
-from bass_cli.formats.sources import files_of
+from bass_cli.formats.sources import check_sources, files_of
 from bass_cli.formats.tokenizer import Tokenizer, begin
 from bass_cli.io.prompts import Checked, Prompt, check, prompts_for
 from bass_cli.io.results import Completion
@@ -189,7 +189,11 @@ def import_for(job: Job, note: Note) -> Callable[[], Tokenizer | None]:
 
     Returns:
         The argument `tokenizer` of make_plan.
+
+    Raises:
+        UserError: A local file or folder of a model is missing. The import would take seconds.
     """
+    check_sources(job.pair)
     tokenizer = begin(job.pair)
     read_ahead(lambda: files_of(job.pair))
     configure_threads(job.threads, note)
