@@ -130,6 +130,30 @@ def test_named_python_files_exist():
     assert missing == set()
 
 
+def test_links_of_documents_lead_to_files_and_headings():
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    links = {
+        (page, target)
+        for page in pages
+        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8"))
+        if not target.startswith("http")
+    }
+    assert len(links) > 100
+    assert (
+        sorted(f"{page.name}: {target}" for page, target in links if not leads(page, target)) == []
+    )
+
+
+def leads(page, target):
+    """Return whether the file of a link exists, and has the heading that the link names."""
+    name, _, heading = target.partition("#")
+    path = page.parent / name if name else page
+    if not heading:
+        return path.exists()
+    titles = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return heading in {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
 def at_import(tree):
     """Yield the packages that importing a file imports: not in functions, nor for types only."""
     waiting = list(tree.body)
