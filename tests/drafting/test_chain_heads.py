@@ -10,7 +10,7 @@ from chains import chain_config, write_chain
 from checkpoints import write_checkpoint
 from decoders import load_decoder, load_head
 from fakes import FakeGraphs
-from reading import goes_on_and_is_plain, has_the_targets_law, write_pair
+from reading import Compared, check_on_a_gpu, goes_on_and_is_plain, has_the_targets_law, write_pair
 from safetensors.torch import load_file, save_file
 from test_ahead import Settled, ready
 from test_captured import Tour, rows
@@ -27,7 +27,6 @@ from bass_cli.formats.weights import load
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.lengths.goodput import Goodput
 from bass_cli.models.block_allocator import Change
-from bass_cli.models.capture import Graphs
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.heads import make_head
 from bass_cli.models.runner import Runner
@@ -61,44 +60,6 @@ def models(tmp_path_factory):
         return theirs, reading, *opened(folder, DEVICE if form == "triton" else CPU, form)
 
     return made
-
-
-class Compared:
-    """Compare every proposal of a loop's drafter under shared coupling with the paper's
-    definition: logits and tokens."""
-
-    def __init__(self, loop, theirs, reading):
-        self._theirs, self._reading, self.seen = theirs, reading, []
-        drafter = loop.drafter
-        self._propose, drafter.propose = drafter.propose, self.propose
-        head = drafter.head
-        self._draft = head.draft
-        drafter.head = self
-        self.spec, self.whole, self.found = head.spec, head.whole, head.found
-
-    def draft(self, *given):
-        logits, features = self._draft(*given)
-        self._logits.append(logits)
-        return logits, features
-
-    @torch.inference_mode()
-    def propose(self, batch, length):
-        self._logits = []
-        proposal = self._propose(batch, length)
-        assert proposal.tokens.shape[1] == len(self._logits) == length
-        for row, host in enumerate(batch.hosts if length else ()):
-            end, chosen = int(batch.lengths[row]), proposal.tokens[row].tolist()
-            due = self._reading.drafts(self._theirs, batch.tokens[row, :end].tolist(), chosen)
-            found = torch.stack([step[row] for step in self._logits]).cpu()
-            torch.testing.assert_close(found, due, atol=1e-4, rtol=1e-4)
-            params = batch.params
-            own = tuple(params[:4])
-            own = tuple(part[row : row + 1].cpu() for part in own)
-            for place, draft in enumerate(chosen):
-                line = self._reading.whole(due[place])[None]
-                assert draft == ops.sample(line, *own, torch.tensor([end + place])).item()
-            self.seen.append((length, end - host.prompt_length, end))
-        return proposal
 
 
 @pytest.mark.parametrize(
@@ -242,18 +203,6 @@ def test_maximal_coupling_has_the_targets_distribution(tmp_path):
     write_chain(tmp_path / "head", "deepspec", vocab=12, target_layer_ids=[0, 1])
     target, head = opened(tmp_path, CPU)
     has_the_targets_law(theirs, target, head)
-
-
-@pytest.mark.parametrize("coupling", ["shared", "maximal"])
-def test_tokens_outside_the_drafters_vocabulary_are_never_drafted(models, coupling):
-    _, _, target, head = models("qwen3", "authors")
-    loop = loop_for(target, head, rows=5, lengths=Tour(), coupling=coupling)
-    proposed, propose = [], loop.drafter.propose
-    loop.drafter.propose = lambda *given: proposed.append(propose(*given)) or proposed[-1]
-    drive(loop, rows(18))
-    drafts = torch.cat([one.tokens.flatten() for one in proposed])
-    assert bool((drafts % 2 == 1).all())
-    assert len(drafts.unique()) > 20
 
 
 def test_gpu_kernels_give_the_same_drafts(models):
@@ -406,24 +355,6 @@ def test_memory_of_the_drafter_is_counted(here):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 @pytest.mark.parametrize("kind", ["authors", "speculators"])
 def test_on_a_cuda_device(tmp_path, kind):
-    """The drafts equal the paper's. Captured, launched ahead and uncaptured the tokens equal
-    those of plain decoding; under maximal coupling captures change none. Float32."""
     theirs = write_checkpoint("qwen3", tmp_path / "target", num_hidden_layers=4)
     reading = write_chain(tmp_path / "head", kind)
-    target, head = opened(tmp_path, torch.device("cuda"))
-    due = drive(loop_for(target, head, rows=1, lengths=Fixed(0)), rows())
-    for batch in (1, 5):
-        loop = loop_for(target, head, rows=batch, lengths=Tour())
-        compared = Compared(loop, theirs, reading)
-        assert drive(loop, rows()) == due
-        assert len(compared.seen) > 10
-        for lengths in (Settled(), Fixed(4)):
-            loop = loop_for(target, head, rows=batch, lengths=lengths, graphs=Graphs(target.device))
-            ready(loop)
-            assert drive(loop, rows(), ahead=True) == due
-            assert loop.graphs.captures > 0
-        once, again = (
-            drive(loop_for(target, head, rows=batch, lengths=Tour(), coupling="maximal", graphs=graphs), rows())
-            for graphs in (None, Graphs(target.device))
-        )  # fmt: skip
-        assert once == again
+    check_on_a_gpu(theirs, reading, *opened(tmp_path, torch.device("cuda")), rows)

@@ -12,7 +12,14 @@ from checkpoints import write_checkpoint
 from decoders import load_decoder, load_head
 from fakes import FakeGraphs
 from heads import MASK, config_of, write_head
-from reading import FLAGS, goes_on_and_is_plain, has_the_targets_law, write_pair
+from reading import (
+    FLAGS,
+    Compared,
+    check_on_a_gpu,
+    goes_on_and_is_plain,
+    has_the_targets_law,
+    write_pair,
+)
 from safetensors.torch import load_file, save_file
 from test_ahead import Settled, ready
 from test_captured import Tour, rows
@@ -34,7 +41,6 @@ from bass_cli.lengths.controllers import Fixed
 from bass_cli.lengths.goodput import Goodput
 from bass_cli.models import decoder
 from bass_cli.models.block_allocator import Change
-from bass_cli.models.capture import Graphs
 from bass_cli.models.runner import Runner
 from bass_cli.run.memory import footprint
 from bass_cli.run.pair import cut_of
@@ -67,43 +73,6 @@ def models(tmp_path_factory):
     return made
 
 
-class Compared:
-    """Compare every proposal of a loop's drafter under shared coupling with the papers'
-    definitions: logits and tokens."""
-
-    def __init__(self, loop, theirs, reading):
-        self._loop, self._theirs, self._reading, self.seen = loop, theirs, reading, []
-        self._propose, loop.drafter.propose = loop.drafter.propose, self.propose
-        head = loop.drafter.head
-        self._draft = head.draft
-        loop.drafter.head = self
-        self.spec, self.after, self.whole = head.spec, head.after, head.whole
-
-    def draft(self, *given):
-        logits = self._draft(*given)
-        self._logits = logits.clone()  # the drafter may add to them
-        return logits
-
-    @torch.inference_mode()
-    def propose(self, batch, length):
-        proposal = self._propose(batch, length)
-        assert proposal.tokens.shape[1] == length
-        for row, host in enumerate(batch.hosts if length else ()):
-            end = int(batch.lengths[row])
-            tokens = batch.tokens[row, :end].tolist()
-            due = self._reading.base(self._theirs, tokens)[:length]
-            torch.testing.assert_close(self._logits[row].cpu(), due, atol=1e-4, rtol=1e-4)
-            params, before = batch.params, tokens[-1]
-            own = tuple(params[:4])
-            own = tuple(part[row : row + 1].cpu() for part in own)
-            for place, draft in enumerate(proposal.tokens[row].tolist()):
-                line = self._reading.whole(due[place] + self._reading.bias(before))[None]
-                assert draft == ops.sample(line, *own, torch.tensor([end + place])).item()
-                before = draft
-            self.seen.append((length, end - host.prompt_length))
-        return proposal
-
-
 @pytest.mark.parametrize(
     ("family", "kind"),
     thinned_on_cpu([("qwen3", "dflash"), ("llama3", "dspark"), ("codegen", "dflash-speculators"),
@@ -125,10 +94,10 @@ def test_drafts_equal_a_full_forward(models, family, kind):
         found = drive(loop, rows(18) if acceptance else rows())
         assert acceptance or found == due
         seen |= set(compared.seen)
-    lengths = {length for length, _ in seen}
+    lengths = {length for length, *_ in seen}
     assert {1, 2, 3, head.spec.drafts} <= lengths
     assert max(lengths) == head.spec.drafts == reading.block - kind.startswith("dflash")
-    assert any(generated == 0 for _, generated in seen)
+    assert any(generated == 0 for _, generated, _ in seen)
 
 
 def test_prompts_are_read_by_target_and_drafter(models):
@@ -166,7 +135,7 @@ def test_captured_rounds_and_those_launched_ahead(models, batch):
         assert {shape.width for _, shape in loop.graphs.done} <= {0, 1, 2, 3, 4, 5}
         if isinstance(lengths, Settled):
             assert flights.behind > 5
-            assert len({length for length, _ in compared.seen}) > 4
+            assert len({length for length, *_ in compared.seen}) > 4
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
@@ -183,7 +152,7 @@ def test_cut_drafts_equal_the_papers(models, kind):
             ready(loop)
         assert drive(loop, rows(20), ahead=True) == due
         assert any(counts != accepted for _, _, counts, accepted in seen)
-        assert {length for length, _ in compared.seen} >= {3, 4}
+        assert {length for length, *_ in compared.seen} >= {3, 4}
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
@@ -443,31 +412,8 @@ def test_ids_of_a_shorter_vocabulary_are_checked(here):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
 def test_on_a_cuda_device(tmp_path, kind):
-    """The drafts equal the papers'. Captured, launched ahead and uncaptured, in fused and
-    ordinary layers, the tokens equal those of plain decoding; under maximal coupling captures
-    change none. Float32."""
     theirs = write_checkpoint("qwen3", tmp_path / "target")
     reading = write_head(tmp_path / "head", kind)
     target = load_decoder(tmp_path / "target", device=DEVICE)
     head = load_head(open_head(tmp_path / "head", target.spec), target)
-    due = drive(loop_for(target, head, rows=1, lengths=Fixed(0)), rows())
-    for batch in (1, 5):
-        loop = loop_for(target, head, rows=batch, lengths=Tour())
-        compared = Compared(loop, theirs, reading)
-        assert drive(loop, rows()) == due
-        assert len(compared.seen) > 10
-        for lengths in (Settled(), Fixed(4)):
-            loop = loop_for(target, head, rows=batch, lengths=lengths, graphs=Graphs(target.device))
-            ready(loop)
-            assert drive(loop, rows(), ahead=True) == due
-            assert loop.graphs.captures > 0
-        words = {"rows": batch, "graphs": Graphs(target.device), "cut": Cut(head.spec.drafts, 0, 2)}
-        loop = loop_for(target, head, lengths=Settled(), **words)
-        ready(loop)
-        assert drive(loop, rows(), ahead=True) == due
-        assert any(shape.kind == "cut" for shape in loop.graphs.held())
-        once, again = (
-            drive(loop_for(target, head, rows=batch, lengths=Tour(), coupling="maximal", graphs=graphs), rows())
-            for graphs in (None, Graphs(target.device))
-        )  # fmt: skip
-        assert once == again
+    check_on_a_gpu(theirs, reading, target, head, rows)

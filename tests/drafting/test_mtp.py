@@ -11,10 +11,9 @@ import pytest
 import torch
 from checkpoints import HYBRID, shallow, write_checkpoint, write_tokenizer
 from decoders import load_decoder, load_head
-from reading import FLAGS, has_the_targets_law
+from reading import FLAGS, Compared, has_the_targets_law
 from safetensors.torch import load_file, save_file
 from test_captured import Tour
-from test_chain_heads import Compared
 from test_hybrids import InTurn
 from test_parallel import bass, lines
 from test_pieces import finish
@@ -103,6 +102,9 @@ class Layer:
 
     def whole(self, line):
         return line
+
+    def bias(self, token):
+        return 0.0
 
     def _norm(self, x, name):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * (1 + self.norms[name])

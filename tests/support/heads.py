@@ -138,6 +138,10 @@ class Drafter:
         self.layers = self.config.get("transformer_layer_config", self.config)
         self.tensors = load_file(folder / "model.safetensors")
 
+    def bias(self, token: int) -> Tensor | float:
+        """Return what a token adds to the logits [V] of the next place."""
+        return 0.0
+
     def whole(self, line: Tensor) -> Tensor:
         """Return logits over the target's tokens from those over the drafter's own."""
         if "d2t" not in self.tensors:
@@ -200,8 +204,12 @@ class Reading(Drafter):
         logits = target.get_output_embeddings()(x) if own is None else linear(x, own)
         return logits if self.dspark else logits[1:]
 
+    def drafts(self, target: PreTrainedModel, tokens: list[int], chosen: list[int]) -> Tensor:
+        """Return logits [k, V] at the places of `chosen` [k], before any bias from it."""
+        return self.base(target, tokens)[: len(chosen)]
+
     def bias(self, token: int) -> Tensor | float:
-        """Return what a token adds to the logits [V] of the next place."""
+        """See Drafter."""
         if not self.dspark:
             return 0.0
         return (
