@@ -9,6 +9,7 @@ import re
 import pytest
 import torch
 from checkpoints import FAMILIES, shallow, write_checkpoint, write_gguf, write_tokenizer
+from decoders import load_decoder
 from test_ahead import Settled, ready
 from test_captured import Tour, captured, rows
 from thinned import thinned
@@ -22,10 +23,8 @@ from bass_cli.engine.batch import Row, beyond
 from bass_cli.engine.sampling import RowSampling
 from bass_cli.engine.verify import CHEAP, Cut
 from bass_cli.formats.checkpoint import open_checkpoint
-from bass_cli.formats.weights import load
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.models import decoder
-from bass_cli.models.decoder import Decoder
 from bass_cli.run.plan import make_plan
 
 MASK = 300  # no token of the tokenizer's
@@ -40,12 +39,10 @@ def models(tmp_path_factory):
     def made(family, seed=0, kind=None):
         folder = tmp_path_factory.mktemp(family)
         theirs = write_checkpoint(family, folder, seed=seed, pard_token=MASK, **shallow(family))
-        checkpoint = open_checkpoint(folder)
-        weights = load(checkpoint, dtype=torch.float32, device=torch.device("cpu"))
         ops.use(kind)  # kernels read no packed weights
-        decoder = Decoder(checkpoint.spec, weights)
+        decoder = load_decoder(folder)
         ops.use(None)
-        return theirs, decoder, checkpoint.mask()
+        return theirs, decoder, open_checkpoint(folder).mask()
 
     return made
 

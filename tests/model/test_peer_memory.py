@@ -6,11 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import shallow, write_checkpoint
-from halves import CPU, VOCAB, begin, logits_of
+from decoders import load_decoder
+from halves import VOCAB, begin, logits_of
 
-from bass_cli.formats.checkpoint import open_checkpoint
-from bass_cli.formats.weights import load
-from bass_cli.models.decoder import Decoder
 from bass_kernels import has_triton
 
 if not has_triton():
@@ -29,8 +27,7 @@ def test_split_model_in_few_launches_gives_the_logits_of_the_whole(
     fewer = {"num_attention_heads": 4, "num_key_value_heads": 1} if family == "qwen2" else {}
     write_checkpoint(family, tmp_path / "model", **shallow(family), **fewer)
     first, second = begin(tmp_path, "logits")
-    checkpoint = open_checkpoint(tmp_path / "model")
-    whole = Decoder(checkpoint.spec, load(checkpoint, dtype=torch.float32, device=CPU), vocab=VOCAB)
+    whole = load_decoder(tmp_path / "model", vocab=VOCAB)
     expected = logits_of(whole)
     assert torch.equal(first, second)
     assert (first - expected).abs().max() < 1e-5 * expected.std()

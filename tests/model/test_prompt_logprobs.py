@@ -5,12 +5,10 @@ import numpy
 import pytest
 import torch
 from checkpoints import shallow, write_checkpoint
+from decoders import load_decoder
 from transformers import AutoModelForCausalLM
 
-from bass_cli.formats.checkpoint import open_checkpoint
-from bass_cli.formats.weights import load
 from bass_cli.models import prefill
-from bass_cli.models.decoder import Decoder
 from bass_cli.models.runner import Runner
 
 LENGTHS = (1, 2, 5, 150, 33, 600)
@@ -23,10 +21,8 @@ def models(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     long = {"n_positions": 640} if request.param == "gpt2" else {"max_position_embeddings": 640}
     write_checkpoint(request.param, folder, **shallow(request.param), **long)
-    checkpoint = open_checkpoint(folder)
-    weights = load(checkpoint, dtype=torch.float32, device=DEVICE)
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    return theirs, Decoder(checkpoint.spec, weights)
+    return theirs, load_decoder(folder, device=DEVICE)
 
 
 def prompts(vocab):
