@@ -414,7 +414,7 @@ pair: Pair = job.pair
     message, errors, _ = api.run([*flags, str(tmp_path / "cache"), str(tmp_path / "program.py")])
     assert not errors
     lines = [int(line.split(":")[1]) for line in message.splitlines() if ": error:" in line]
-    assert lines == [7, 8, 9], message
+    assert lines == [8, 9, 10], message
 
 
 def test_model_is_the_short_form_of_a_pair(tmp_path: Path) -> None:

@@ -84,6 +84,16 @@ def import_torch() -> None:
         for module in finder.made:
             _replace(module)
     sys.meta_path.insert(0, _BeforeUsers())
+    _allow_generators()
+
+
+def _allow_generators() -> None:
+    """Do what torch._prims does for torch.Generator since torch 2.13: it cannot be called before.
+    torch._prims may do so again."""
+    native = importlib.import_module("torch._C")
+    if hasattr(native, "_set_generator_metaclass"):
+        base = importlib.import_module("torch._opaque_base")
+        native._set_generator_metaclass(base.OpaqueBaseMeta)
 
 
 def complete_torch() -> None:

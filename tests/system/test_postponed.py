@@ -13,6 +13,9 @@ _STEPS = {
 print([n for n in ('torch.export', 'torch.distributions', 'torch._refs', 'torch.masked')
        if n in sys.modules])
 """,
+    "generators": """
+print(torch.equal(*(torch.rand(3, generator=torch.Generator().manual_seed(3)) for _ in range(2))))
+""",
     # each first of all, in a process of its own; modules that run twice refuse to
     "cycles": """
 import os
@@ -75,6 +78,12 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 
 def test_modules_that_a_job_does_not_use_are_not_imported(printed: dict[str, list[str]]) -> None:
     assert printed["postponed"] == ["[]"]
+
+
+def test_generators_of_random_numbers_need_no_postponed_module(
+    printed: dict[str, list[str]],
+) -> None:
+    assert printed["generators"] == ["True"]
 
 
 def test_postponed_modules_are_imported_when_they_are_used(printed: dict[str, list[str]]) -> None:
