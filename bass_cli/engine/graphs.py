@@ -420,10 +420,10 @@ def _loss(shape: Shape, wanted: Shape) -> float:
     that find no place although they cost next to nothing."""
     cheap = wanted.kind in ("given", "block", "cut")
     dropped = STEP * max(wanted.width - shape.width, 0) if cheap else 0.0
-    return dropped + abs(_price(shape) - _price(wanted))
+    return dropped + abs(price(shape) - price(wanted))
 
 
-def _price(shape: Shape) -> float:
+def price(shape: Shape) -> float:
     """Return the cost on the device, in plain passes."""
     if shape.kind == "catch up":
         return 1 + shape.rows * shape.width / ARITHMETIC

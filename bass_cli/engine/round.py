@@ -28,7 +28,7 @@ from bass_cli.engine.contracts import (
     DraftLength,
     Proposal,
 )
-from bass_cli.engine.graphs import Captured, Fit, Shape, Step
+from bass_cli.engine.graphs import STEP, Captured, Fit, Shape, Step, price
 from bass_cli.engine.host_state import NO_REPORT, Integers, Report
 from bass_cli.engine.sizes import LONGEST, step_down, step_up
 from bass_cli.formats.grammars import DraftMasks, Matcher, fill
@@ -360,7 +360,7 @@ class CatchingUp:
         # Where a pass begins: this many tokens before each row's end.
         self._behind = batch.tokens.new_zeros(())
         self._missed = 0  # the most tokens that a row may have gained without the drafter
-        self._unit = 0.0  # seconds of a pass; 0 if unknown
+        self._unit = 0.0  # seconds of a pass, see `_passes`; 0 if unknown
 
     def missed(self, tokens: int) -> None:
         """Note a round without drafts in which no row gained more than `tokens` tokens."""
@@ -368,11 +368,13 @@ class CatchingUp:
 
     def seconds(self) -> float:
         """Return the predicted seconds of catching up before the next drafts; 0 if nothing is
-        missing or no such pass was timed yet."""
-        if not self._missed or not self._unit:
+        missing or no plain round was timed yet. Until such a pass was timed, one counts as a draft
+        step: many rows that have run without drafts must not seem to catch up for nothing."""
+        if not self._missed or not self._drafter.catches_up:
             return 0.0
         own = int(self._batch.generated().max())  # tokens of prompts are never missing
-        return self._unit * self._passes(min(self._missed, own))
+        unit = self._unit or STEP * self._clock.predict(0) / self._price(1)
+        return unit * self._passes(min(self._missed, own))
 
     def function(self, count: int) -> Callable[[], None]:
         """Return what a graph that reads `count` tokens of each row does."""
@@ -409,12 +411,19 @@ class CatchingUp:
             self._unit = (self._clock.now() - began - captured.capturing) / passes
 
     def _passes(self, missing: int) -> float:
-        """Return the number of passes for `missing` tokens. Without graphs the unit is a pass of
-        few tokens."""
+        """Return the number of passes of few tokens that take as long as those for `missing` tokens
+        of each row."""
         if self._captured is None:
             return max(missing * len(self._batch) / _HOST, 1.0)
-        longest = sizes(self._captured.rows)[-1]
-        return -(-missing // longest)
+        longest = sizes(self._rows)[-1]
+        return -(-missing // longest) * self._price(longest)
+
+    def _price(self, tokens: int) -> float:
+        return price(Shape("catch up", self._rows, tokens))
+
+    @property
+    def _rows(self) -> int:
+        return len(self._batch) if self._captured is None else self._captured.rows
 
     def _step(
         self, captured: Captured, missing: int, left: float, deadline: float | None

@@ -8,6 +8,7 @@ a budget of what drafting may lose against plain decoding. Not here: other contr
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 
 import numpy
@@ -127,7 +128,13 @@ class Goodput(DraftLength):
         paces = line / tokens + once
         best = int((paces <= paces.min() * (1 + _STAY)).argmax())
         if best == 0:
-            self._now = self._probe(min(most, _FOUND), self._line)
+            most = min(most, _FOUND)
+            # With many rows a round may not pay even if all drafts found are accepted. With fewer
+            # rows, later, it costs less.
+            found = statistics.fmean(min(count, most) for count in num_drafts)
+            least = float(line[most]) * math.exp(-self._unsure(most))
+            pays = least < plain * (1 + found)
+            self._now = self._probe(most, self._line) if pays else (0, False)
         return best or self._now[0]
 
     def observe(self, done: RoundResult) -> None:
@@ -245,6 +252,12 @@ class Goodput(DraftLength):
         once = inputs.warmup_cost(length) or inputs.one_time_cost(length) - inputs.catch_up
         due = due and once <= self._first_use(0.0)
         return length if due else 0, due and length > 0
+
+    def _unsure(self, length: int) -> float:
+        """Return the standard deviation of this length's cost relative to a plain round's."""
+        rows = self._inputs.padded or self._rows
+        spread = self._costs.spread(rows, 0, self._inputs.context)
+        return float(numpy.interp(length, self._choices, spread))
 
     @property
     def _affordable(self) -> float:

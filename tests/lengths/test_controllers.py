@@ -9,7 +9,7 @@ import statistics
 
 import devices
 import pytest
-from devices import device, run_batch, surface_of
+from devices import WIDTHS, device, run_batch, surface_of
 from thinned import thinned
 
 from bass_cli.engine.contracts import ControllerInput, RoundResult
@@ -24,6 +24,7 @@ from bass_cli.lengths.controllers import (
     make_lengths,
 )
 from bass_cli.lengths.goodput import Budget, Goodput
+from bass_cli.lengths.surface import make_surface
 
 FIXED = (0, 1, 2, 3, 4, 5, 6, 8, 10)
 HALF, WIDE = "qwen2.5-0.5b", "wide-310m"
@@ -438,6 +439,40 @@ def test_lookups_without_result_cost_little():
             assert seconds < 1.02 * plain
     assert widths[-1] == 4
     assert seconds < 0.5 * plain
+
+
+@pytest.mark.parametrize(("rows", "probed"), [(512, False), (16, True)])
+def test_lookup_drafts_that_cannot_pay_are_not_probed(rows, probed):
+    """A host finds two drafts for a third of the rows. With 512 rows, arithmetic makes a round with
+    them take 3.6 times as long as a plain one, which is known, so it cannot pay even if all are
+    accepted. With 16 rows it takes no longer."""
+
+    def cost(rows, width):
+        return (1.5 + 0.02 * max(rows * (width + 1) - 200, 0)) / 1e3
+
+    known = (1, 16, 64, 512)
+    verify = [[cost(count, width) for width in WIDTHS] for count in known]
+    surface = make_surface(known, WIDTHS, verify=verify, draft=[[0.0] * len(WIDTHS)] * len(known))
+    goodput, tried = Goodput(limit=8, surface=surface), 0
+    for _ in range(300):
+        inputs = ControllerInput(300.0, samples=tuple(range(rows)), rooms=(300,) * rows, free=True)
+        counts = (2, 0, 0) * (rows // 3) + (0,) * (rows % 3)
+        asked = goodput.next(rows, inputs) > 0
+        width = goodput.trim(counts) if asked else 0
+        tried += width > 0
+        looked = 1e-5 if asked else 0.0
+        kept = tuple(min(count, width) for count in counts)
+        goodput.observe(
+            RoundResult(
+                width,
+                kept,
+                cost(rows, width) + looked,
+                drafted=counts if width else None,
+                lookup_seconds=looked,
+            )
+        )
+        goodput.reflect()
+    assert (tried > 0) == probed
 
 
 def test_lookup_requested_twice_counts_once():
