@@ -82,13 +82,16 @@ class _CompressedTensors(Method):
 
     def __init__(self, settings: Settings):
         super().__init__(settings)
-        settings.one_of("format", (*self._FORMATS, "mixed-precision"))
+        groups = settings.inside("config_groups")
+        given = [groups.inside(name) for name in groups.values]
+        self.groups = [one for one in given if one.get("weights") is not None]
+        # Without such groups only the cache or activations are quantised, and weights are plain.
+        plain = () if self.groups else ("dense",)
+        settings.one_of("format", (*self._FORMATS, "mixed-precision", *plain))
         settings.refuse("transform_config")
         sparse = settings.inside("sparsity_config")
         if sparse.values:
             sparse.one_of("format", ("dense",), "dense")
-        groups = settings.inside("config_groups")
-        self.groups = [groups.inside(name) for name in groups.values]
         for group in self.groups:
             self._format(group)
 
