@@ -1,10 +1,11 @@
 """Run tests of the Triton kernels on a GPU under NVIDIA's compute-sanitizer.
 
-    python tests/kernels/sanitize.py [--limit SECONDS] [--total SECONDS] [--only WORD] TOOL ...
+    python tests/kernels/sanitize.py [--limit SECONDS] [--total SECONDS] TOOL[:PATTERN] ...
 
 The tests run once for each named tool: memcheck, racecheck, initcheck or synccheck; or none, which
-only compiles the kernels. It exits with 1 if a tool finds an error, a test fails, a kernel is not
-launched under a tool, or a tool does not find the error that is planted for it.
+only compiles the kernels. With a pattern only the groups run that contain it, in files or tests. It
+exits with 1 if a tool finds an error, a test fails, a kernel is not launched under a tool without a
+pattern, or a tool does not find the error that is planted for it.
 
 A failed test ends its process, because memcheck ends the CUDA context, and a tool may crash. The
 tests after it run in a new process.
@@ -390,7 +391,6 @@ def main() -> int:
     parser.add_argument("tools", nargs="*")
     parser.add_argument("--limit", type=float, default=900.0, help="seconds of a group")
     parser.add_argument("--total", type=float, default=1e9, help="seconds of all groups")
-    parser.add_argument("--only", default="", help="groups whose files contain this")
     parser.add_argument(
         "--group", nargs=3, metavar=("NUMBER", "RECORD", "TOOL"), help=argparse.SUPPRESS
     )
@@ -402,12 +402,13 @@ def main() -> int:
     if given.group:
         return run_here(int(given.group[0]), Path(given.group[1]), given.group[2])
     failed, names, cores = False, kernels(), len(os.sched_getaffinity(0))
-    numbers = [number for number, (files, _) in enumerate(GROUPS) if given.only in files]
     end = time.monotonic() + given.total
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(cores) as pool:
         folder, runs, checks = Path(temporary), [], []
-        for first, tool in enumerate(given.tools):
+        for first, word in enumerate(given.tools):
             place = first * (len(GROUPS) + 1)
+            tool, _, pattern = word.partition(":")
+            numbers = [at for at, one in enumerate(GROUPS) if re.search(pattern, " ".join(one))]
 
             def limited(number, tool=tool, place=place):
                 until = min(end, time.monotonic() + given.limit)
@@ -416,7 +417,7 @@ def main() -> int:
             if tool in PLANTED:
                 checks.append(pool.submit(finds, tool, place, names, folder, given.limit))
             runs += [pool.submit(limited, number) for number in numbers]
-        found: dict[str, set[str]] = {tool: set() for tool in given.tools}
+        found: dict[str, set[str]] = {word.partition(":")[0]: set() for word in given.tools}
         for done in (one.result() for one in as_completed(runs)):
             failed |= done.code != 0
             found[done.tool] |= done.checked()
@@ -425,7 +426,7 @@ def main() -> int:
     for tool, launched in found.items():
         missing = sorted(names - launched)
         print(f"{tool}: {len(names & launched)} kernels; not launched: {missing}", flush=True)
-        failed |= bool(missing) and not given.only
+        failed |= bool(missing) and tool in given.tools
     return int(failed)
 
 
