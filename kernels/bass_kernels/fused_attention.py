@@ -285,13 +285,13 @@ def _attend(
         new = tl.load(here, mask=step < wide, other=-1).to(tl.int32)
         following = tl.load(here + 1, mask=step + 1 < wide, other=-1).to(tl.int32)
         mask = (step < wide)[:, None] & (d < D)[None, :]
-        query = row * wide + tl.minimum(step, wide - 1)[:, None]
-        source = qkv_ptr + query * lines + (H + kv) * D
+        fresh = row * wide + tl.minimum(step, wide - 1)[:, None]
+        source = qkv_ptr + fresh * lines + (H + kv) * D
         keys = rotated_heads(
             source,
             (step < wide)[:, None],
-            angle_ptr + query * HALF,
-            angle_ptr + (rows * wide + query) * HALF,
+            angle_ptr + fresh * HALF,
+            angle_ptr + (rows * wide + fresh) * HALF,
             k_norm_ptr,
             eps,
             D,
