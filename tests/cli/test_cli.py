@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 import types
 from pathlib import Path
@@ -97,8 +98,14 @@ def test_precedence_is_pair_then_variable_then_flag(
     assert chosen("--temperature", "0", "--top-p", "1") == (0.0, 1.0, 4)
 
 
-def test_a_model_needs_no_pair_file(cli: Any, tmp_path: Path) -> None:
-    (tmp_path / "models").mkdir()
+def test_a_model_needs_no_pair_file(
+    cli: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("models", "folder", "a_package"):
+        (tmp_path / name).mkdir()
+    for name in ("models/t.gguf", "models/u.gguf", "a_package/__init__.py", "a_package/m.gguf"):
+        (tmp_path / name).touch()
     assert cli("generate", "p.jsonl", "--model", "models/t.gguf", "--out", "o.jsonl").exit_code == 0
     pair = loaded[-1].pair
     assert (pair.name, pair.target, pair.draft, pair.folder) == (
@@ -121,9 +128,9 @@ def test_a_model_needs_no_pair_file(cli: Any, tmp_path: Path) -> None:
     assert cli("generate", "p.jsonl", "--pair", "same.yaml", "--out", "o.jsonl").exit_code == 0
     names = {
         "Qwen/Qwen2.5-0.5B": "Qwen2.5-0.5B",
-        "models/": "models",
+        "folder/": "folder",
         ".": tmp_path.name,
-        "package:module/m.gguf": "m",
+        "package:a_package/m.gguf": "m",
     }
     for model, name in names.items():
         assert cli("generate", "p.jsonl", "--model", model, "--draft", "none").exit_code == 0
@@ -139,6 +146,8 @@ def test_one_note_tells_how_plain_prompts_are_formatted(cli: Any, tmp_path: Path
     (tmp_path / "both.jsonl").write_text(
         (tmp_path / "chats.jsonl").read_text() + (tmp_path / "p.jsonl").read_text()
     )
+    for model in ("t.gguf", "chatty.gguf"):
+        (tmp_path / model).touch()
     raw = "plain prompts are continued as raw text; with --chat they use the model's chat template"
     chat = (
         "plain prompts use the model's chat template; with --no-chat they are continued as raw text"
@@ -207,7 +216,7 @@ BAD: list[tuple[dict[str, str], list[str], str]] = [
     ({"y.yaml": "target: t\nsampling: {top_q: 1}\n"}, ["p.jsonl", "--pair", "y.yaml"],
      'y.yaml:2: unknown key "sampling.top_q"; did you mean "top_p"?'),
     ({"y.yaml": "target: t\n  x: [\n"}, ["p.jsonl", "--pair", "y.yaml"], "y.yaml:2: broken YAML"),
-    ({"y.yaml": "target: missing.gguf\n"}, ["p.jsonl", "--pair", "y.yaml"], "missing.gguf: there is no such"),
+    ({"y.yaml": "target: missing.gguf\n"}, ["p.jsonl", "--pair", "y.yaml"], '"missing.gguf": there is no such file or folder'),
     ({}, ["p.jsonl", "--pair", "smolm"], 'there is no pair "smolm"; did you mean "smollm2"?'),
     ({}, ["p.jsonl", "--pair", "Qwen/Qwen2.5-0.5B"], "is a model, not a pair; give it with "
                                                      "--model Qwen/Qwen2.5-0.5B"),
@@ -347,16 +356,7 @@ def test_which_options_a_resumed_run_may_change(cli: Any, tmp_path: Path) -> Non
     assert len(rows((tmp_path / "o.jsonl").read_text())) == 2
 
 
-MAXIMAL = [
-    "generate",
-    "p.jsonl",
-    "--pair",
-    "pair.yaml",
-    "--out",
-    "o.jsonl",
-    "--coupling",
-    "maximal",
-]
+MAXIMAL = shlex.split("generate p.jsonl --pair pair.yaml --out o.jsonl --coupling maximal")
 
 
 def test_under_maximal_coupling_the_draft_is_part_of_the_result(cli: Any) -> None:
@@ -420,6 +420,8 @@ def test_tilde_is_expanded_in_options_variables_and_pair_files(
 ) -> None:
     home = tmp_path / "home"
     (home / "models").mkdir(parents=True)
+    for name in ("t.gguf", "d.gguf"):
+        (home / "models" / name).touch()
     (home / "p.jsonl").write_text('{"prompt": "a"}\n')
     (home / "pair.yaml").write_text("target: ~/models/t.gguf\ndraft: parallel:~/models/d.gguf\n")
     monkeypatch.setenv("HOME", str(home))
@@ -431,8 +433,6 @@ def test_tilde_is_expanded_in_options_variables_and_pair_files(
     monkeypatch.setenv("BASS_PAIR", "~/pair.yaml")
     assert cli("generate", "~/p.jsonl").exit_code == 0
     assert sorted(path.name for path in home.glob("*.jsonl")) == ["b.jsonl", "o.jsonl", "p.jsonl"]
-    for name in ("t.gguf", "d.gguf"):
-        (home / "models" / name).write_text("")
     from bass_cli.formats.sources import files_of
 
     assert [str(path) for path in files_of(loaded[-1].pair)] == [
