@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 import json
 import re
+import shlex
 import subprocess
 import sys
 import types
@@ -52,17 +53,7 @@ def test_samples_are_those_of_the_command(model: Path, tmp_path: Path) -> None:
     lines = [{"id": "a", "prompt": "the cat"}, {"id": "b", "prompt": "a dog sat", "kind": "animal"}]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     flags = (
-        "--n",
-        "2",
-        "--max-new-tokens",
-        "8",
-        "--temperature",
-        "1",
-        "--top-p",
-        "0.95",
-        "--seed",
-        "3",
-        "--token-ids",
+        *shlex.split("--n 2 --max-new-tokens 8 --temperature 1 --top-p 0.95 --seed 3 --token-ids"),
     )
     command = [
         "generate",

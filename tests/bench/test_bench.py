@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -262,18 +263,7 @@ def test_a_target_that_cannot_be_split_is_found_before_anything_is_made() -> Non
 @pytest.mark.slow
 def test_two_processes_are_measured_with_half_of_the_target_each() -> None:
     """With a split target, greedy drafts of its first layers give plain decoding's tokens."""
-    words = (
-        "--shape",
-        "tiny",
-        "--depth",
-        "1",
-        "--scale",
-        "0",
-        "--device",
-        "cpu",
-        "--methods",
-        "plain,3",
-    )
+    words = shlex.split("--shape tiny --depth 1 --scale 0 --device cpu --methods plain,3")
     one, two = (
         json.loads(bench(*words, "--batch-sizes", "2", "--tensor-parallel", ranks, *SMALL).stdout)
         for ranks in ("1", "2")
@@ -371,10 +361,7 @@ def test_a_real_pair_with_rivals(tmp_path: Path) -> None:
     common = (
         "--pair",
         str(tmp_path / "pair.yaml"),
-        "--device",
-        "cpu",
-        "--methods",
-        "3",
+        *shlex.split("--device cpu --methods 3"),
         *SMALL[2:],
     )
     result = bench(

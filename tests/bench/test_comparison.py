@@ -1,6 +1,7 @@
 """`bass bench --controllers`: controllers against fixed lengths, and acceptance by row."""
 
 import json
+import shlex
 from typing import Any
 
 import pytest
@@ -49,23 +50,10 @@ def test_all_are_measured_in_one_run_and_shown(monkeypatch: pytest.MonkeyPatch) 
     phases: list[str] = []
     monkeypatch.setattr(Screen, "phase", lambda screen, name, *, live=True: phases.append(name))
     arguments = (
-        "--shape",
-        "tiny",
-        "--draft-shape",
-        "tiny",
-        "--acceptance",
-        "0.9,0.2",
-        "--batch-sizes",
-        "2",
-        "--controllers",
-        "--prompt-tokens",
-        "12",
-        "--new-tokens",
-        "4",
-        "--repeats",
-        "1",
-        "--device",
-        "cpu",
+        *shlex.split(
+            "--shape tiny --draft-shape tiny --acceptance 0.9,0.2 --batch-sizes 2 "
+            "--controllers --prompt-tokens 12 --new-tokens 4 --repeats 1 --device cpu"
+        ),
     )
     result = bench(*arguments)
     assert result.exit_code == 0, result.stderr
@@ -85,23 +73,10 @@ def test_all_are_measured_in_one_run_and_shown(monkeypatch: pytest.MonkeyPatch) 
 def test_each_acceptance_gives_a_document_of_its_own() -> None:
     """The second document equals that of a bench with its acceptance alone."""
     small = (
-        "--shape",
-        "tiny",
-        "--draft-shape",
-        "tiny",
-        "--batch-sizes",
-        "4",
-        "--methods",
-        "3",
-        "--prompt-tokens",
-        "12",
-        "--new-tokens",
-        "12",
-        "--repeats",
-        "2",
-        "--device",
-        "cpu",
-        "--json",
+        *shlex.split(
+            "--shape tiny --draft-shape tiny --batch-sizes 4 --methods 3 --prompt-tokens 12 "
+            "--new-tokens 12 --repeats 2 --device cpu --json"
+        ),
     )
     both = bench(*small, "--acceptance", "1", "--acceptance", "0.6,0.2")
     assert both.exit_code == 0, both.stderr

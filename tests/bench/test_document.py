@@ -7,6 +7,7 @@ import json
 import math
 import random
 import re
+import shlex
 from typing import Any
 
 import pytest
@@ -30,16 +31,10 @@ CELL: dict[str, Any] = {
 
 def test_the_document() -> None:
     result = bench(
-        "--shape",
-        "tiny",
-        "--draft-shape",
-        "tiny",
-        "--acceptance",
-        "0.6",
-        "--batch-sizes",
-        "3,1",
-        "--methods",
-        "2,bass,auto",
+        *shlex.split(
+            "--shape tiny --draft-shape tiny --acceptance 0.6 --batch-sizes 3,1 --methods "
+            "2,bass,auto"
+        ),
         *SMALL,
     )
     assert result.exit_code == 0, result.stderr
@@ -136,16 +131,10 @@ def test_table_and_environment_variables(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_tables_fit_80_columns_and_end_in_one_sentence() -> None:
     result = bench(
-        "--shape",
-        "tiny",
-        "--draft-shape",
-        "tiny",
-        "--acceptance",
-        "0.9",
-        "--batch-sizes",
-        "1,16",
-        "--methods",
-        "4,bass+table,auto",
+        *shlex.split(
+            "--shape tiny --draft-shape tiny --acceptance 0.9 --batch-sizes 1,16 --methods "
+            "4,bass+table,auto"
+        ),
         *SMALL[:2],
         "--new-tokens",
         "5",

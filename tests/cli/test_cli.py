@@ -216,7 +216,8 @@ BAD: list[tuple[dict[str, str], list[str], str]] = [
     ({"y.yaml": "target: t\nsampling: {top_q: 1}\n"}, ["p.jsonl", "--pair", "y.yaml"],
      'y.yaml:2: unknown key "sampling.top_q"; did you mean "top_p"?'),
     ({"y.yaml": "target: t\n  x: [\n"}, ["p.jsonl", "--pair", "y.yaml"], "y.yaml:2: broken YAML"),
-    ({"y.yaml": "target: missing.gguf\n"}, ["p.jsonl", "--pair", "y.yaml"], '"missing.gguf": there is no such file or folder'),
+    ({"y.yaml": "target: missing.gguf\n"}, ["p.jsonl", "--pair", "y.yaml"],
+     '"missing.gguf": there is no such file or folder'),
     ({}, ["p.jsonl", "--pair", "smolm"], 'there is no pair "smolm"; did you mean "smollm2"?'),
     ({}, ["p.jsonl", "--pair", "Qwen/Qwen2.5-0.5B"], "is a model, not a pair; give it with "
                                                      "--model Qwen/Qwen2.5-0.5B"),

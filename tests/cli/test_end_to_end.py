@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import time
 from pathlib import Path
@@ -16,17 +17,7 @@ from typer.testing import CliRunner
 
 from bass_cli.cli.commands import app
 
-FLAGS = (
-    "--pair",
-    "pair.yaml",
-    "--n",
-    "3",
-    "--max-new-tokens",
-    "40",
-    "--token-ids",
-    "--device",
-    "cpu",
-)
+FLAGS = shlex.split("--pair pair.yaml --n 3 --max-new-tokens 40 --token-ids --device cpu")
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,17 +18,9 @@ from bass_cli.engine.loop import Loop
 from bass_cli.io.prompts import read_prompts
 
 FLAGS = (
-    "--pair",
-    "pair.yaml",
-    "--device",
-    "cpu",
-    "--n",
-    "3",
-    "--max-new-tokens",
-    "8",
-    "--token-ids",
-    "--out",
-    "o.jsonl",
+    *shlex.split(
+        "--pair pair.yaml --device cpu --n 3 --max-new-tokens 8 --token-ids --out o.jsonl"
+    ),
 )
 SPOILT = "Z"  # a letter that no prompt has, but those that are to fail
 

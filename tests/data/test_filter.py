@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -137,12 +138,7 @@ def test_counts_name_the_first_reason() -> None:
         "s.jsonl",
         "--where",
         "tokens > 0",
-        "--max-tokens",
-        "8",
-        "--unique",
-        "exact",
-        "--out",
-        "o.jsonl",
+        *shlex.split("--max-tokens 8 --unique exact --out o.jsonl"),
     )
     found = bass(*words, "--json")
     assert json.loads(found.stdout) == {

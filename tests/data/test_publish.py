@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import sys
 import types
@@ -24,18 +25,7 @@ from bass_cli.cli.commands import app
 from bass_cli.data import publishing
 from bass_cli.data.publishing import MARK
 
-RUN = (
-    "generate",
-    "p.jsonl",
-    "--model",
-    "org/model",
-    "--n",
-    "2",
-    "--temperature",
-    "0.5",
-    "--out",
-    "s.jsonl",
-)
+RUN = shlex.split("generate p.jsonl --model org/model --n 2 --temperature 0.5 --out s.jsonl")
 
 
 @pytest.fixture
@@ -203,15 +193,7 @@ def test_a_run_that_failed_publishes_nothing(bass: Any, hub: FakeHub) -> None:
 
 def test_an_evaluation_publishes_its_report_too(bass: Any, hub: FakeHub) -> None:
     words = (
-        "eval",
-        "humaneval",
-        "--model",
-        "org/model",
-        "--limit",
-        "1",
-        "--n",
-        "1",
-        "--allow-code-execution",
+        *shlex.split("eval humaneval --model org/model --limit 1 --n 1 --allow-code-execution"),
         *("--prompt-format", "raw"),
     )
     bass(*words, "--out", "e.jsonl", "--publish", "hf://me/mine")

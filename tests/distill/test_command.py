@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import time
@@ -144,17 +145,7 @@ def used(here):
     assert pair["draft"] == "parallel:./draft"
     assert pair["sampling"] == {"temperature": 0.7}
     assert pair["speculation"] == {"max": 4}, "drafts beyond those of the training hardly stand"
-    flags = (
-        "--n",
-        "3",
-        "--max-new-tokens",
-        "30",
-        "--device",
-        "cpu",
-        "--threads",
-        "1",
-        "--token-ids",
-    )
+    flags = shlex.split("--n 3 --max-new-tokens 30 --device cpu --threads 1 --token-ids")
     for length in ("4", "0"):
         found = bass("generate", "p.txt", "--pair", "out/pair.yaml", *flags, "--draft-length", length,
                      "--out", f"{length}.jsonl")  # fmt: skip
@@ -278,19 +269,7 @@ def test_steps_and_n_bound_the_work_without_tokens(here):
     """One pass of n samples over the file; two steps that use each window once."""
     flags = ("--pair", "pair.yaml", "--device", "cpu", "--threads", "1", "--max-new-tokens", "20",
              "--window-tokens", "48", "--draft-length", "4")  # fmt: skip
-    done = bass(
-        "distill",
-        *flags,
-        "--prompts",
-        "p.txt",
-        "--n",
-        "2",
-        "--steps",
-        "2",
-        "--out",
-        "few",
-        "--json",
-    )
+    done = bass("distill", *flags, *shlex.split("--prompts p.txt --n 2 --steps 2 --out few --json"))
     assert done.exit_code == 0, done.stderr
     found = ids_of(here / "few/samples.jsonl")
     assert sorted({number for _, number in found}) == [0, 1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -51,20 +52,10 @@ def bass(*arguments: str) -> Any:
     return CliRunner().invoke(
         app,
         [
-            "eval",
-            "humaneval",
-            "--pair",
-            "pair.yaml",
-            "--data",
-            "tiny.jsonl",
-            "--n",
-            "3",
-            "--max-new-tokens",
-            "12",
-            "--device",
-            "cpu",
-            "--prompt-format",
-            "raw",
+            *shlex.split(
+                "eval humaneval --pair pair.yaml --data tiny.jsonl --n 3 --max-new-tokens 12 "
+                "--device cpu --prompt-format raw"
+            ),
             *arguments,
         ],
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shlex
 import time
 import warnings
 from datetime import datetime, timezone
@@ -39,18 +40,7 @@ def test_a_run_logs_its_phases_rounds_notes_and_summary(place: Path) -> None:
     write_checkpoint("llama", place / "target", seed=0, shards=False)
     write_tokenizer(place / "target")
     Path("p.jsonl").write_text('{"prompt": "the cat"}\n{"prompt": "sat on"}\n')
-    words = [
-        "generate",
-        "p.jsonl",
-        "--model",
-        "target",
-        "--device",
-        "cpu",
-        "--n",
-        "3",
-        "--max-new-tokens",
-        "9",
-    ]
+    words = shlex.split("generate p.jsonl --model target --device cpu --n 3 --max-new-tokens 9")
     before = datetime.now(timezone.utc)
     for number in (1, 2):  # the log is appended to
         done = CliRunner().invoke(app, [*words, "--out", f"{number}.jsonl", "--log", "run.log"])

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -18,25 +19,9 @@ from bass_cli.cli.commands import app
 ROOT = Path(__file__).parents[2]
 LINK, HARD, BY_ANOTHER_WAY = "link", "hard", "other/../"
 GENERATE = ["generate", "p.jsonl", "--pair", "pair.yaml"]
-EVAL = [
-    "eval",
-    "humaneval",
-    "--pair",
-    "pair.yaml",
-    "--data",
-    "tiny.jsonl",
-    "--allow-code-execution",
-]
+EVAL = shlex.split("eval humaneval --pair pair.yaml --data tiny.jsonl --allow-code-execution")
 SWEEP = [*EVAL, "--out", "o.jsonl", "--budgets", "0.5s"]
-SCORE = [
-    "score",
-    "f.jsonl",
-    "--data",
-    "tiny.jsonl",
-    "--task",
-    "humaneval",
-    "--allow-code-execution",
-]
+SCORE = shlex.split("score f.jsonl --data tiny.jsonl --task humaneval --allow-code-execution")
 BENCH = ["bench", "--pair", "pair.yaml", "--prompts", "p.jsonl"]
 
 

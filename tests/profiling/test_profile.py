@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import shlex
 from pathlib import Path
 
 import pytest
@@ -277,16 +278,7 @@ def bass(*arguments):
 
 
 def test_the_command_measures_and_table_then_works(place: Path):
-    flags = (
-        "generate",
-        "p.txt",
-        "--n",
-        "2",
-        "--max-new-tokens",
-        "20",
-        "--overwrite",
-        "--token-ids",
-    )
+    flags = shlex.split("generate p.txt --n 2 --max-new-tokens 20 --overwrite --token-ids")
     refused = bass(*flags, "--out", "a.jsonl", "--draft-length", "table")
     assert refused.exit_code == 2
     assert "bass profile and the same --pair (or --model) and --draft" in " ".join(
@@ -305,16 +297,7 @@ def test_the_command_measures_and_table_then_works(place: Path):
         assert done.exit_code == 0, done.stderr
         lines = map(json.loads, (place / "a.jsonl").read_text().splitlines())
         found.append(sorted((line["id"], line["sample"], line["token_ids"]) for line in lines))
-    by_model = (
-        "--model",
-        "target",
-        "--draft",
-        "draft",
-        "--draft-length",
-        "table",
-        "--device",
-        "cpu",
-    )
+    by_model = shlex.split("--model target --draft draft --draft-length table --device cpu")
     same = CliRunner().invoke(app, [*flags, "--out", "a.jsonl", *by_model])
     assert same.exit_code == 0, (
         same.stderr
@@ -344,16 +327,9 @@ def test_lookup_has_a_profile_of_its_own(place: Path):
         assert word in header, header
         assert word in " ".join(legend), f"the legend says what {word} means"
     flags = (
-        "generate",
-        "p.txt",
-        "--n",
-        "2",
-        "--max-new-tokens",
-        "20",
-        "--overwrite",
-        "--token-ids",
-        "--out",
-        "a.jsonl",
+        *shlex.split(
+            "generate p.txt --n 2 --max-new-tokens 20 --overwrite --token-ids --out a.jsonl"
+        ),
     )
     found = []
     for length in ("table", "auto", "0"):
@@ -369,16 +345,7 @@ def test_lookup_has_a_profile_of_its_own(place: Path):
 
 def test_under_maximal_coupling_the_manifest_names_the_profile(place: Path):
     flags = (
-        "generate",
-        "p.txt",
-        "--n",
-        "1",
-        "--max-new-tokens",
-        "8",
-        "--coupling",
-        "maximal",
-        "--out",
-        "a.jsonl",
+        *shlex.split("generate p.txt --n 1 --max-new-tokens 8 --coupling maximal --out a.jsonl"),
     )
     assert bass(*flags).exit_code == 0
     assert "profile" not in json.loads((place / "a.jsonl.manifest.json").read_text())["results"]
