@@ -6,8 +6,10 @@ found in run/logprobs.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from bass_cli.config.sample_commands import LogprobsArgs
 from bass_cli.errors import UserError
@@ -57,6 +59,19 @@ class _Scoring:
         return None
 
 
+def _text_of(prompt_column: str, column: str, row: Any) -> Any:
+    """Return the text to score of a sample that `bass generate --echo` wrote, else the row.
+
+    Its id is "ID/SAMPLE". Settings and figures of the sample are left out.
+    """
+    if not isinstance(row, Mapping) or not row.keys() >= {"id", "sample", "finish_reason"}:
+        return row
+    text = {"id": f"{row['id']}/{row['sample']}"}
+    text |= {key: row[key] for key in (prompt_column, "messages", column, "meta") if key in row}
+    ids = row.get("prompt_token_ids")
+    return text if text.keys() & {prompt_column, "messages"} else text | {"token_ids": ids}
+
+
 def score_file(args: LogprobsArgs, screen: Screen) -> bool:
     """Run `bass logprobs`; return whether every text was scored."""
     out, column = output_of(args), args.completion_column or COLUMN
@@ -68,6 +83,7 @@ def score_file(args: LogprobsArgs, screen: Screen) -> bool:
     )
     check_name(out, overwrite=args.overwrite)
     source = source_of(args.prompts, args.prompt_column, screen)
+    source = replace(source, change=partial(_text_of, job.prompt_column, column))
     digest = PromptDigest(source, job.prompt_column)
 
     def texts() -> Iterator[Prompt]:

@@ -55,7 +55,7 @@ def due(folder: Path, text: dict[str, Any]) -> tuple[list[int], torch.Tensor]:
         shown = tokenizer.apply_chat_template(text["messages"], **given)
         prompt = tokenizer(shown, add_special_tokens=False).input_ids
     else:
-        prompt = tokenizer(text["prompt"]).input_ids
+        prompt = text.get("prompt_token_ids") or tokenizer(text["prompt"]).input_ids
     ids = text["completion"]
     if isinstance(ids, str):
         ids = tokenizer(ids, add_special_tokens=False).input_ids
@@ -118,6 +118,31 @@ def test_command_writes_what_the_library_finds_and_goes_on(folder: Path, tmp_pat
     refused = run(*args)
     assert refused.exit_code == 2
     assert "has changed" in refused.output
+
+
+def test_samples_of_generate_are_texts_to_score(folder: Path, tmp_path: Path) -> None:
+    file, out = tmp_path / "s.jsonl", tmp_path / "o.jsonl"
+    prompts: list[Any] = [{"prompt": "the cat"}, {"messages": [{"role": "user", "content": "sat"}]}]
+    prompts.append({"prompt_token_ids": [5, 9]})
+    figures = {"finish_reason": "eos", "seed": 3, "token_ids": [7], "top_logprobs": [[[7, -1.0]]]}
+    rows = [
+        {"id": f"p{at}", "sample": number, "text": text, **figures, "meta": {"k": at}, **prompt}
+        for at, prompt in enumerate(prompts)
+        for number, text in enumerate(("the mat", " on the mat"))
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    args = [str(file), "--model", str(folder), "--device", "cpu", "--quiet", "--out", str(out)]
+    done = run(*args, "--completion-column", "text")
+    assert done.exit_code == 0, done.output
+    found = {line["id"]: line for line in map(json.loads, out.read_text().splitlines())}
+    assert found.keys() == {f"p{at}/{number}" for at in range(3) for number in range(2)}
+    for row in rows:
+        line = found[f"{row['id']}/{row['sample']}"]
+        ids, wanted = due(folder, {**row, "completion": row["text"]})
+        own = [float(place[id_]) for place, id_ in zip(wanted, ids, strict=True)]
+        assert line["token_ids"] == ids
+        assert line["token_logprobs"] == pytest.approx(own, abs=1e-4)
+        assert line["meta"] == row["meta"]
 
 
 @pytest.mark.parametrize(("change", "fault"), [

@@ -58,6 +58,7 @@ class Source:
     between the prompts of a text file; None if each line is one. `compression` is the file's.
     `constants`: JSON may have NaN and Infinity, as Python writes it.
     `id_column` is the field with the id of every prompt; None for "id", where there is one.
+    `change` is applied to each record.
     """
 
     name: str
@@ -67,12 +68,17 @@ class Source:
     compression: Kind | None = None
     id_column: str | None = None
     constants: bool = False
+    change: Callable[[Any], Any] | None = None
 
     def records(self) -> Records:
         """Yield the records in order, one at a time; UserError at a fault of the format.
 
         A record is a JSON value, or the text of a line; its number is that of its line or row.
         """
+        found, change = self._stored(), self.change
+        yield from found if change is None else ((at, change(record)) for at, record in found)
+
+    def _stored(self) -> Records:
         if self.kind == "hf":
             yield from _hub_records(self.name)
             return
