@@ -154,12 +154,14 @@ class WorkerPool:
             member.ready = event
             self._accept(place, member, event)
         else:
-            yield from self._deliver(place, event)
+            # the worker gets new samples before the others are written, which takes time
+            found = self._deliver(place, event)
             self._update(member, event)
+            if event.fault is None:
+                self._ask(place, member)
+            yield from found
             if event.fault is not None:
                 self._refuse(place, member, event.fault)
-            else:
-                self._ask(place, member)
 
     def _accept(self, place: Place, member: _Member, ready: Ready) -> None:
         """Let a ready worker take part, if it would draw the same samples as the others."""
@@ -177,12 +179,13 @@ class WorkerPool:
             self._pool.hire(place)
             self._ask(place, member)
 
-    def _deliver(self, place: Place, report: Report) -> Iterator[Completion]:
-        assert self._pool is not None
-        for completion in report.completions:
+    def _deliver(self, place: Place, report: Report) -> list[Completion]:
+        """Take the samples of a report from the pool; return those that are new."""
+        pool = self._pool
+        assert pool is not None
+        if report.completions:
             self._deaths_in_a_row = 0
-            if self._pool.deliver(place, completion):
-                yield completion
+        return [one for one in report.completions if pool.deliver(place, one)]
 
     def _update(self, member: _Member, report: Report) -> None:
         """Record a worker's report and show its progress."""
@@ -302,12 +305,14 @@ class Pool:
     def chunk(self, worker: Hashable, rows: int) -> list[Part]:
         """Assign samples to a worker and return them.
 
-        They keep its `rows` slots busy until the next call: twice as many samples as ended since
-        the last call, or an eighth of the slots if that is more.
+        They keep its `rows` slots busy until the next call: an eighth of the slots, or twice as
+        many samples as ended between any two of the last three calls. Many that end at once, as
+        samples of one length do, are no reason to take those that other workers will need.
         """
         mine, parts = self._workers[worker], list[Part]()
-        wanted = rows + max(rows // _RESERVE, 2 * mine.ended, 1) - self.held(worker)
-        mine.ended = 0
+        expected = 2 * min(mine.ended, mine.ended_before)
+        wanted = rows + max(rows // _RESERVE, expected, 1) - self.held(worker)
+        mine.ended, mine.ended_before = 0, mine.ended
         while wanted > 0 and (part := self._part(mine)) is not None:
             mine.parts[part.prompt.id] = part.prompt, set(part.samples)
             wanted -= 1 if self._alike else len(part.samples)
@@ -381,7 +386,9 @@ class _Assigned:
     Attributes:
         parts: The prompts with the samples that are not finished.
         ended: The number of samples that ended since the last `chunk`.
+        ended_before: The number of samples that ended between the last two calls of `chunk`.
     """
 
     parts: dict[str, tuple[Prompt, set[int]]] = field(default_factory=dict)
     ended: int = 0
+    ended_before: int = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
@@ -87,8 +88,29 @@ def test_a_chunk_grows_with_the_samples_that_ended() -> None:
     assert pool.chunk("a", rows=16) == []
     for key in keys(first)[:6]:
         pool.deliver("a", sample(*key))
-    assert len(keys(pool.chunk("a", rows=16))) == 16  # back to 16 rows, and twice 6
+    assert len(keys(pool.chunk("a", rows=16))) == 6
+    for key in keys(first)[6:14]:
+        pool.deliver("a", sample(*key))
+    assert len(keys(pool.chunk("a", rows=16))) == 18  # back to 16 rows, and twice 6
     assert pool.held("a") == 28
+
+
+def test_samples_of_one_length_are_shared_equally() -> None:
+    """All slots of a worker end at once. It may not take what the other one needs then."""
+    pool, drawn, hands = pool_of(36, 16), Counter[str](), dict[str, list[Any]]()
+    for worker in ("a", "b"):
+        pool.hire(worker)
+        hands[worker] = []
+    while not pool.over():
+        for worker, hand in hands.items():  # a report after each wave, and others meanwhile
+            running, hand[:] = hand[:96], hand[96:]
+            drawn[worker] += len(running)
+            for key in running:
+                assert pool.deliver(worker, sample(*key))
+            for _ in range(3):
+                hand += keys(pool.chunk(worker, rows=96))
+    assert drawn["a"] + drawn["b"] == 576
+    assert abs(drawn["a"] - drawn["b"]) < 96 // 2, drawn
 
 
 def test_prompts_are_split_only_near_the_end() -> None:
@@ -148,4 +170,4 @@ def test_copies_stay_together_and_need_one_slot() -> None:
     for key in keys(parts[:1]):
         assert pool.deliver("a", sample(*key))
     assert pool.held("a") == 4
-    assert len(pool.chunk("a", rows=4)) == 2  # twice the one that ended
+    assert len(pool.chunk("a", rows=4)) == 1  # back to four rows, and one
