@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -48,6 +49,23 @@ def int8(x: Tensor) -> Tensor:
     return (x / scales).round() * scales
 
 
+def e4m3_best(x: Tensor) -> Tensor:
+    """Round x as `e4m3`, with the one of 12 scales of a line that has the least squared error."""
+    best, least = x, torch.full_like(x[..., :1], torch.inf)
+    for step in range(12):
+        scales = _scales(x, 448) * 2 ** (-step / 8)
+        rounded = (x / scales).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scales
+        error = (rounded - x).square().sum(-1, keepdim=True)
+        best = torch.where(error < least, rounded, best)
+        least = torch.minimum(error, least)
+    return best
+
+
+def int8_groups(x: Tensor) -> Tensor:
+    """Round x to whole numbers of 8 bits with one scale for (usually) 128 entries of a line."""
+    return int8(x.unflatten(-1, (-1, math.gcd(128, x.shape[-1])))).flatten(-2)
+
+
 def _scales(x: Tensor, most: int) -> Tensor:
     scales = x.abs().amax(-1, keepdim=True) / most
     return torch.where(scales == 0, 1.0, scales)
@@ -72,6 +90,9 @@ LAYERS = {
     "int8": Way(every(int8), every(plain)),
     "weights e4m3": Way(every(e4m3), every(plain)),
     "activations e4m3": Way(every(plain), every(e4m3)),
+    "weights e4m3, best scales": Way(every(e4m3_best), every(plain)),
+    "int8, activations too": Way(every(int8), every(int8)),
+    "int8, activations too, in groups": Way(every(int8), every(int8_groups)),
     "fp8, 16-bit activations before down": Way(every(e4m3), every(e4m3, down=plain)),
     "fp8, three layers plain": Way(every(e4m3), every(e4m3), (0, 1, -1)),
 }
@@ -84,6 +105,7 @@ HEADS = {
     "int8 weights": (int8, plain),
     "e4m3 weights": (e4m3, plain),
     "e4m3": (e4m3, e4m3),
+    "int8": (int8, int8),
 }
 
 

@@ -61,10 +61,10 @@ _WARM_KEY = "\0"  # the key of the warm-up prompt
 _WARM_PROMPTS = {"cpu": (33,), "cuda": (33, 128, 500)}
 _WARM_ROUNDS = 3
 # Numbers of rows besides the batch's, and draft lengths if a controller chooses, whose kernels are
-# compiled together. Without the 32 they covered 38 of the 44 forms of rounds of up to 64 or 256 rows
-# and 16 drafts (a 7B shape, compute capability 9.0); passes of 17 to 64 tokens have forms of their
-# own, which took 1.4 s one by one when the last rows of a job of 875 were left (a 1.5B on an H100).
-# The others are compiled when they first run.
+# compiled together. Without the 32 they covered 38 of the 44 forms of rounds of up to 64 or 256
+# rows and 16 drafts (a 7B shape, compute capability 9.0). Passes of 17 to 64 tokens have forms of
+# their own, which took 1.4 s one by one when the last rows of a job of 875 were left (a 1.5B on an
+# H100). The others are compiled when they first run.
 _COMPILED_ROWS, _COMPILED_WIDTHS = (1, 8, 32), (0, 2, 8)
 _CAPTURED = 16  # the longest draft length captured beforehand if the controller may choose
 
