@@ -8,6 +8,7 @@ import itertools
 import os
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,14 @@ def default_kernels():
     yield
     ops.use(None)
     ops.attention_schedule("ragged")
+
+
+@pytest.fixture
+def now(monkeypatch):
+    """Return the time of the clock, which the test sets, as a list of one number."""
+    found = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: found[0])
+    return found
 
 
 @pytest.fixture(scope="session", autouse=True)

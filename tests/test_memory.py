@@ -17,6 +17,7 @@ from checkpoints import write_mask
 from test_kv_cache import store
 from typer.testing import CliRunner
 
+import bass_kernels as ops
 from bass_cli.bench.shapes import random_weights, spec_of
 from bass_cli.cli.commands import app
 from bass_cli.config.job import Job, Speculation, load_pair
@@ -30,7 +31,7 @@ from bass_cli.models.spec import Layouts, Norm, Rope, Spec
 from bass_cli.run.build import build
 from bass_cli.run.generate import generate
 from bass_cli.run.manifest import describe
-from bass_cli.run.memory import Each, Footprint, Need, footprint
+from bass_cli.run.memory import Each, Extras, Footprint, Need, footprint
 from bass_cli.run.plan import make_plan
 from bass_cli.system import host
 from bass_cli.system.host import HostMemory, host_memory, is_refused_memory
@@ -534,3 +535,30 @@ def test_plan_of_a_mixture_in_8_bits_counts_bytes_of_experts(layout: str) -> Non
     assert planned.weights == sum(one.nbytes for one in weights.values())
     plain = footprint(tiny, None, longest=0, **words | {"layouts": Layouts()})
     assert planned.weights < plain.weights / 2
+
+
+@pytest.mark.slow  # starting the profiler takes two seconds
+def test_planned_memory_covers_what_reports_allocate() -> None:
+    """Reports of the likeliest tokens, as torch's profiler sees them."""
+    places, vocab = 5, 151_936
+
+    def planned(top: int) -> int:
+        """Return the bytes of a row's work with reports of this size."""
+        found = footprint(
+            dataclasses.replace(LLAMA_8B, vocab=vocab), None, dtype=torch.float32, device=torch.device("cpu"),
+            longest=places - 1, extras=Extras(top=top),
+        )  # fmt: skip
+        return found.row.buffers
+
+    logits = torch.randn(places, vocab, generator=torch.Generator().manual_seed(1))
+    tokens, scores = torch.zeros(places, dtype=torch.int64), torch.zeros(places)
+    for top in (5, 64):
+        with torch.profiler.profile(profile_memory=True) as profiler:
+            ops.report_entries(logits, tokens, scores, top)
+        live = peak = 0
+        for event in profiler.profiler.kineto_results.events():  # type: ignore[union-attr]
+            if event.name() == "[memory]":
+                live += event.nbytes()
+                peak = max(peak, live)
+        assert peak <= 1.1 * (planned(top) - planned(0))
+    assert planned(64) < 1.6 * planned(0)

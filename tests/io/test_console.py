@@ -6,7 +6,6 @@ import json
 import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -90,14 +89,6 @@ def test_parameters_are_read_from_model_names(
     assert place_of("n.gguf") == "no such file or folder"
     assert place_of("package:json/none.gguf") == "package json has no none.gguf"
     assert place_of("package:no_such_module/x.gguf") == "package no_such_module is not installed"
-
-
-@pytest.fixture
-def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Return the time of the clock, which the test sets."""
-    found = [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: found[0])
-    return found
 
 
 def test_progress_without_a_terminal_prints_lines(

@@ -35,14 +35,6 @@ def seconds_left(line: str) -> int | None:
     return None if found is None else int(found[1] or 0) * 3600 + int(found[2]) * 60 + int(found[3])
 
 
-@pytest.fixture
-def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Return the time of the clock, which the test sets."""
-    found = [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: found[0])
-    return found
-
-
 def test_no_estimate_before_enough_items() -> None:
     estimate = Estimate(1000)
     assert estimate.left(5.0) is None

@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from bass_cli.io.usage import Gain, Usage, describe, together
-
-
-@pytest.fixture
-def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Return the time of the clock, which the test sets."""
-    found = [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: found[0])
-    return found
 
 
 def test_every_second_is_in_one_phase_and_rows_are_counted(now: list[float]) -> None:

@@ -68,6 +68,14 @@ def stored(path: Path) -> dict[str, Any]:
     return load(open_checkpoint(path), dtype=torch.float32, device=CPU, layouts=AS_STORED)
 
 
+@torch.inference_mode()
+def check_logits(decoder: Decoder, model: Any) -> None:
+    """Compare with those of transformers' model, up to rounding to bfloat16."""
+    expected = model(torch.tensor([IDS])).logits[0, 1:]
+    found = logits_of(decoder)[:, : expected.shape[1]]
+    assert (found - expected).norm() < 0.02 * expected.norm()
+
+
 @needs_product
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
@@ -83,10 +91,7 @@ def test_logits_are_those_of_transformers_up_to_bfloat16(
     assert matrices >= {"head.weight"} | {
         f"layers.{i}.{name}.weight" for i in range(spec.layers) for name in maps
     }
-    with torch.inference_mode():
-        expected = model(torch.tensor([IDS])).logits[0, 1:]
-        found = logits_of(Decoder(spec, weights))[:, : expected.shape[1]]
-    assert (found - expected).norm() < 0.02 * expected.norm()
+    check_logits(Decoder(spec, weights), model)
 
 
 @needs_product
@@ -102,10 +107,7 @@ def test_matrix_stored_as_floats_may_follow_one_in_groups(
     weights, spec = stored(tmp_path / "tiny.gguf"), open_checkpoint(tmp_path / "tiny.gguf").spec
     assert isinstance(weights[f"layers.0.{plainly.replace('down', 'up')}.weight"], Grouped)
     assert isinstance(weights[f"layers.0.{plainly}.weight"], Tensor)
-    with torch.inference_mode():
-        expected = model(torch.tensor([IDS])).logits[0, 1:]
-        found = logits_of(Decoder(spec, weights))[:, : expected.shape[1]]
-    assert (found - expected).norm() < 0.02 * expected.norm()
+    check_logits(Decoder(spec, weights), model)
 
 
 @needs_product

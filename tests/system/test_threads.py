@@ -280,6 +280,14 @@ def test_threads_are_configured_before_torch_is_loaded(command: str, tmp_path: P
     assert (found.stderr.splitlines()[-1], found.returncode) == ("bass: error: 3 False", 2)
 
 
+def printed(code: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the lines of a process without variables about waiting threads."""
+    for name in WAITING:
+        monkeypatch.delenv(name, raising=False)
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
 def test_torch_uses_the_chosen_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     code = (
         "import os\nfrom bass_cli.system import threads\nthreads.choose = lambda wanted: ("
@@ -287,11 +295,7 @@ def test_torch_uses_the_chosen_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         "print)\nimport torch\n"
         "print(torch.get_num_threads(), os.environ['GOMP_SPINCOUNT'])"
     )
-    for name in WAITING:
-        monkeypatch.delenv(name, raising=False)
-    found = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout.splitlines()
+    found = printed(code, monkeypatch)
     assert found[0].startswith("using 3 of ")
     assert found[1] == "3 7"
 
@@ -312,11 +316,7 @@ def test_torch_libraries_are_loaded_in_a_thread(monkeypatch: pytest.MonkeyPatch)
         "threads.choose = None\n"
         "threads.configure_threads(3, print)\nprint(sys.modules['torch'].get_num_threads())"
     )
-    for name in WAITING:
-        monkeypatch.delenv(name, raising=False)
-    found = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout.splitlines()
+    found = printed(code, monkeypatch)
     assert found == ["7 False", "True False", "3"]
 
 
