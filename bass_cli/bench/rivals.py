@@ -81,6 +81,7 @@ def _transformers(job: Description) -> Generate:
     import transformers
 
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     path, files = Path(job["model"]), {}
     if path.is_file():
         path, files = path.parent, {"gguf_file": path.name}

@@ -15,6 +15,7 @@ from bass_cli.config.command_options import job_options
 from bass_cli.config.job import Job, chosen_pair, make_job
 from bass_cli.config.machine_commands import ProfileArgs
 from bass_cli.errors import MachineError, UserError
+from bass_cli.io.cache import is_writable
 from bass_cli.io.console import Screen
 from bass_cli.system.threads import configure_threads
 
@@ -47,6 +48,10 @@ def run(args: ProfileArgs, screen: Screen) -> dict[str, Any]:
         raise UserError(
             f'pair "{job.pair.name}" has no draft, so there is no draft length to choose and '
             "nothing to profile; give `pair.draft`"
+        )
+    if not is_writable(folder := plan.profile.parent):
+        raise MachineError(
+            f"{folder}: profiles cannot be saved here; set XDG_CACHE_HOME to a writable folder"
         )
     for note in plan.notes:
         screen.note(note)

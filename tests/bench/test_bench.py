@@ -381,6 +381,7 @@ def test_a_real_pair_with_rivals(tmp_path: Path) -> None:
     assert set(document["cells"][2]) == set(CELL)
     assert document["cells"][2]["ms_per_token"]["mean"] > 0
     assert "vllm is" in result.stderr
+    assert "Loading weights" not in result.stderr  # a progress bar of transformers
     built_in = json.loads(
         bench(*common, *SMALL[:2], "--batch-sizes", "2", "--coupling", "maximal").stdout
     )

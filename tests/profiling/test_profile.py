@@ -394,3 +394,14 @@ def test_mistakes_are_found_before_anything_is_loaded(place: Path, arguments, re
     assert found.exit_code == 2
     assert reason in found.stderr
     assert "loading" not in found.stderr
+
+
+def test_a_folder_that_is_not_writable_is_found_before_anything_is_loaded(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (place / "file").write_text("")
+    monkeypatch.setattr(store, "profile_folder", lambda: place / "file" / "profiles")
+    found = bass("profile", "--batch-sizes", "1")
+    assert found.exit_code == 3
+    assert "set XDG_CACHE_HOME to a writable folder" in " ".join(found.stderr.split())
+    assert "loading" not in found.stderr
