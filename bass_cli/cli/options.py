@@ -10,7 +10,7 @@ import functools
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, fields
 from typing import Annotated, Any, TypeVar
 
@@ -19,6 +19,8 @@ import typer
 from bass_cli.cli.help import show_all
 from bass_cli.config.commands import COMMANDS
 from bass_cli.config.options import HEADINGS, JOB, ModelOptions, Option, declared
+from bass_cli.errors import near_word
+from bass_cli.reading import unquoted
 
 # Fields that come first under their heading, before the other options of a Job
 _FIRST = ("pair", "job", "task", "prompts", "out")
@@ -143,6 +145,17 @@ def in_flags(message: str, kind: type | None = None) -> str:
         return f"{flag} (or {variable_of(flag)})" if is_subject else flag
 
     return _NAMED.sub(shown, message)
+
+
+def unknown_variables(names: Iterable[str]) -> Iterator[str]:
+    """Yield a note on each variable that begins like those of options but is of none."""
+    known = {variable_of(flag).removeprefix("BASS_") for flag in _flags().values()}
+    for name in sorted(names):
+        bare = name.removeprefix("BASS_")
+        if bare not in (name, *known):
+            near = near_word(bare, sorted(known))
+            hint = f"; did you mean BASS_{near}?" if near else ""
+            yield f"{unquoted(name)} sets nothing: no option has this variable{hint}"
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from typing import Any
 
 import typer
 
-from bass_cli.cli.options import in_flags
+from bass_cli.cli.options import in_flags, unknown_variables
 from bass_cli.config.commands import COMMANDS
 from bass_cli.errors import MachineError, UserError, failed_import
 from bass_cli.io.console import Screen
@@ -45,6 +45,8 @@ def running(args: Any, interrupted: str) -> Iterator[Screen]:
     with signals.in_command(lambda: screen.error(interrupted)):
         try:
             with _explained(screen, interrupted), _logged(args, screen):
+                for note in unknown_variables(os.environ):
+                    screen.note(note)
                 yield screen
         except BrokenPipeError:  # the reader of the output has gone
             raise typer.Exit(signals.READER_GONE) from None

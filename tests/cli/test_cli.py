@@ -389,6 +389,15 @@ def test_maximal_coupling_resumes_with_the_same_batch_size(cli: Any, tmp_path: P
     assert "so all are drawn again" in grown.stderr
 
 
+def test_variables_of_no_option_are_noted(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("BASS_DTYP", "BASS_TOP_P", "BASS_JSON", "BASS_XYLOPHONE", "BASSOON"):
+        monkeypatch.setenv(name, "1")
+    notes = cli("pairs").stderr
+    assert "BASS_DTYP sets nothing: no option has this variable; did you mean BASS_DTYPE?" in notes
+    assert "BASS_XYLOPHONE sets nothing: no option has this variable\n" in notes
+    assert notes.count("sets nothing") == 2
+
+
 def test_version_and_wrong_commands(cli: Any) -> None:
     assert cli("--version").stdout == f"bass {bass_cli.__version__}\n"
     assert cli("generat", "p.jsonl").exit_code == 2
