@@ -26,7 +26,6 @@ def cli(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         monkeypatch.setitem(sys.modules, f"bass_cli.run.{name}", types.ModuleType(name))
         monkeypatch.setattr(bass_cli.run, name, None, raising=False)
     install()
-    monkeypatch.setattr("bass_cli.run.requests.check_sources", lambda pair: None)
     for name in [name for name in os.environ if name.startswith("BASS_")]:
         monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
