@@ -205,6 +205,14 @@ def test_mistakes_of_a_line_name_file_line_and_field(tmp_path: Path) -> None:
         assert message in done.output.lower()
 
 
+def test_two_structures_of_a_command_are_named_as_its_flags(tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("a\n")
+    flags = ["--json-object", "--regex", "a", "--model", str(tmp_path)]
+    done = CliRunner().invoke(app, ["generate", str(tmp_path / "p.txt"), *flags])
+    assert done.exit_code == 2
+    assert done.stderr == "bass: error: --json-object and --regex exclude each other\n"
+
+
 def test_two_structures_of_a_line_are_named_as_its_fields(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text(json.dumps({"prompt": "b", "regex": "a", "json_object": True}) + "\n")

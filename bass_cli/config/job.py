@@ -436,7 +436,9 @@ def make_job(pair: Pair, **given: Any) -> Job:
     except ValidationError as error:
         path, reason = first_fault(error)
         field = {"draft": "pair.draft", "speculation": "speculation.length"}.get(".".join(path))
-        name = field or ".".join(path)  # empty for a rule about several fields of the job
+        name = field or ".".join(path)
+        if name in ("pair", "sampling"):  # a rule about several fields, as one about a job's
+            name = ""
         raise UserError(f"`{name}`: {reason}" if name else reason) from None
 
 
