@@ -7,6 +7,12 @@ import triton.language as tl
 from .eight_bit_kernels import decode_pairs
 
 
+def head_block(size: int) -> int:
+    """Return the columns of a tile that holds a head: a power of two, at least 32. Keys in eight
+    bits are multiplied in two halves, and a GPU's product takes at least 16 columns."""
+    return max(32, triton.next_power_of_2(size))
+
+
 @triton.jit
 def _locate(
     block,

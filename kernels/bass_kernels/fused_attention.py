@@ -21,7 +21,7 @@ from .eight_bit_kernels import (
     join_pairs,
     split_pairs,
 )
-from .folding_kernels import fold, fold_blocks, fold_pairs
+from .folding_kernels import fold, fold_blocks, fold_pairs, head_block
 from .launch import SPARE, after, card, fitting, input_precision, overlap, processors, scratch
 from .pointwise import finite, rotated_heads
 from .residual import magnitude
@@ -57,7 +57,7 @@ def attend(
     kv_heads, _, size = own[0].shape
     units = rows * kv_heads
     few, splits = (splits, splits) if splits else _splits(units, own, qkv.device)
-    block_q, block_d = _block(wide * heads // kv_heads), _block(size)
+    block_q, block_d = _block(wide * heads // kv_heads), head_block(size)
     lines = units * splits * block_q
     keys, stages = tiling_for(qkv, block_q, block_d) if keys is None else (keys, 3)
     shape = {"H": heads, "K": kv_heads, "D": size, "HALF": angles.shape[2], "SPLITS": splits}
@@ -116,7 +116,7 @@ def _block(count: int) -> int:
 def tiling_for(like: Tensor, lines: int, size: int) -> tuple[int, int]:
     """Return (keys a step, pipeline stages) for `lines` queries of heads of this size: 64 in 3
     stages, or the largest that fits. Raises Triton's OutOfResources if nothing fits."""
-    lines, size = _block(lines), _block(size)
+    lines, size = _block(lines), head_block(size)
 
     def needs(option: tuple[int, int]) -> int:
         keys, stages = option

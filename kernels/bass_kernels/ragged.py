@@ -21,6 +21,7 @@ from torch import Tensor
 
 from . import dispatch
 from .eight_bit_kernels import arguments, converts, in_pairs
+from .folding_kernels import head_block
 from .launch import (
     SPARE,
     TensorDescriptor,
@@ -282,7 +283,7 @@ def _merge(
 def _constants(heads: int, kv_heads: int, size: int, all_splits: int) -> dict[str, int]:
     """Return the compile-time constants for these heads and this number of splits."""
     names = {"H": heads, "K": kv_heads, "D": size}
-    return {**names, "BLOCK_D": _power(size), "SPLITS": _power(all_splits)}
+    return {**names, "BLOCK_D": head_block(size), "SPLITS": _power(all_splits)}
 
 
 def _power(count: int) -> int:

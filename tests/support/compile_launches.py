@@ -429,6 +429,8 @@ LAUNCHES = {
     "mix-128-in-8-bits": functools.partial(mix, heads=28, kv_heads=4, size=128, width=1, bits=8),
     "mix-256-in-8-bits": functools.partial(mix, heads=8, kv_heads=4, size=256, width=8, bits=8),
     "mix-64-wide-in-8-bits": functools.partial(mix, heads=8, kv_heads=2, size=64, width=8, bits=8),
+    "mix-16-in-8-bits": functools.partial(mix, heads=8, kv_heads=2, size=16, width=8, bits=8),
+    "attend-16-in-8-bits": functools.partial(attend, size=16, rows=8, width=9, bits=8),
     "attend-128-in-8-bits": functools.partial(attend, size=128, rows=8, width=9, bits=8),
     "attend-128-in-groups-in-8-bits": functools.partial(
         attend, size=128, rows=16, width=1, members=8, bits=8
