@@ -100,7 +100,8 @@ def _measured(count: int, weight: Quantised, x: Tensor, *, pair: bool) -> Tiling
         rows, splits = (2 * each, 4) if depth < _DEEP else (triton.cdiv(5 * lines, 3 * programs), 5)
         if _LINES // 2 < rows <= _LINES:
             return Tiling(rows, room(count), splits, 128, 4, 5)
-    if weight.layout == "fp8":  # two splits and seven stages: 94 us a layer, with four and four 96
+    # two splits and seven stages: 94 us a layer, with four and four 96
+    if weight.layout == "fp8" and depth < _DEEP:
         return Tiling(each, room(count), max(1, min(2, depth // 512)), 128, 4, 7)
     return Tiling(each, room(count), max(1, min(4, depth // 512)), 128, 4)
 
