@@ -305,9 +305,16 @@ def test_rope_and_cache_write(dtype, size, rotated, norms):
     given = {"heads": heads, "norms": weights, "eps": 1e-6}
     plain_q = ops.rope_write(qkv, angles, slots, wide, **given)
     q = ops.rope_write(qkv, angles, slots, own, **given)
-    assert torch.equal(q.nan_to_num(), plain_q.nan_to_num())
-    for found, wanted in zip(own, stored(*wide), strict=True):
-        assert torch.equal(found.nan_to_num(9.0), wanted.nan_to_num(9.0))
+    if not norms:
+        assert torch.equal(q.nan_to_num(), plain_q.nan_to_num())
+        for found, wanted in zip(own, stored(*wide), strict=True):
+            assert torch.equal(found.nan_to_num(9.0), wanted.nan_to_num(9.0))
+    else:  # the two kernels may add the squares of a norm in different orders
+        close(q.nan_to_num(), plain_q.nan_to_num(), dtype)
+        for found, wanted in zip(floats(own), floats(stored(*wide)), strict=True):
+            found, wanted = found.nan_to_num(9.0), wanted.nan_to_num(9.0)
+            assert ((found - wanted).abs() <= 0.13 * wanted.abs() + 1e-3).all()
+            assert (found != wanted).float().mean() < 0.02
     assert own[2].isnan().sum() == 2
 
 
