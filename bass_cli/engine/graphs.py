@@ -327,8 +327,9 @@ class GraphPolicy:
 
     def took(self, step: Step, seconds: float) -> None:
         """Note that running or capturing a shape kept the host busy for `seconds`."""
-        key = (step.shape.kind, step.how)
-        self._unit[key] = min(self._unit.get(key, _SECONDS), seconds / _launches(step.shape))
+        key, unit = (step.shape.kind, step.how), seconds / _launches(step.shape)
+        if unit < _SECONDS:  # else it compiled, and shows nothing about the next one
+            self._unit[key] = min(self._unit.get(key, unit), unit)
         self._one_time_costs.clear()
 
     def delay(self, step: Step) -> float:

@@ -264,3 +264,16 @@ def test_memory_that_moves_keeps_the_graph_pool_in_use():
     assert not graphs.renew(4000)
     assert graphs.captures == 3
     assert len(pool.alive) == 1, "what was dropped is let go once something new is there"
+
+
+def test_first_run_of_a_draft_that_compiles_does_not_set_the_cost_of_later_ones():
+    """Until one runs without compiling, a first round with drafts is expected to take as long as a
+    plain one of as many launches."""
+    bench = Bench(drafts="block")
+    drafting = Step(Shape("block", 8, 4), "run")
+    bench.policy.took(Step(Shape("round", 8, 0), "run"), 0.01)
+    before = bench.policy.delay(drafting)
+    bench.policy.took(drafting, 0.9)
+    assert bench.policy.delay(drafting) == before < 0.02
+    bench.policy.took(drafting, 0.03)
+    assert bench.policy.delay(drafting) == pytest.approx(0.03)
