@@ -32,6 +32,7 @@ def main() -> None:
     parser.add_argument("first", type=Path, help="has top_logprobs (--logprobs K)")
     parser.add_argument("second", type=Path, help="has token_ids (--token-ids)")
     args = parser.parse_args()
+    torch.set_num_threads(1)  # all tensors are small
     sampling = json.loads(Path(f"{args.first}.manifest.json").read_text())["results"]
     other = {key_of(line): line["token_ids"] for line in lines_of(args.second)}
     firsts, leads, everywhere, again, samples, tokens = [], [], [], 0, 0, 0
