@@ -37,26 +37,11 @@ def philox(c0, c1, c2, c3, key_0, key_1):
 def gumbel(first, key_0, key_1, position, origin, stream, BLOCK: tl.constexpr):
     """Return Gumbel noise of a stream for tokens first to first + BLOCK; first is a multiple of 4
     (noise.py)."""
-    return _noise(_words(first, key_0, key_1, position, origin, stream, BLOCK))
-
-
-@triton.jit
-def _words(first, key_0, key_1, position, origin, stream, BLOCK: tl.constexpr):
-    """Return the random words [BLOCK] uint32 of `gumbel`."""
     block = (first // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
     zero = block * 0
     c0, c1, c2, c3 = philox(block, zero + position, zero + origin, zero + stream, key_0, key_1)
-    return tl.reshape(tl.join(tl.join(c0, c2), tl.join(c1, c3)), [BLOCK])
-
-
-@triton.jit
-def _uniform(words):
-    return tl.minimum((words.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.999999940395355)
-
-
-@triton.jit
-def _noise(words):
-    v = _uniform(words)
+    words = tl.reshape(tl.join(tl.join(c0, c2), tl.join(c1, c3)), [BLOCK])
+    v = tl.minimum((words.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.999999940395355)
     series = v * (1 + v * (1 / 2 + v * (1 / 3 + v * (1 / 4 + v * (1 / 5 + v / 6)))))
     return -tl.log(tl.where(v < 0.0625, series, -tl.log(1.0 - v)))
 
@@ -123,42 +108,7 @@ def read_block(logits_ptr, row, first, vocab, divisor, BLOCK: tl.constexpr):
     raw = tl.load(
         logits_ptr + row.to(tl.int64) * vocab + tokens, mask=tokens < vocab, other=-float("inf")
     ).to(tl.float32)
-    x = raw
-    if divisor != 1.0:
-        x = raw / divisor
-    return tokens, x, raw
-
-
-@triton.jit
-def _better_noisy(score, token, x, tokens, xs, words, weights, top):
-    """Return the better of a candidate and of a block of tokens with noise; the first on ties.
-
-    words: of the noise. weights: exp(xs - top). Two logarithms a token would take most of the time
-    of a pass. But exp(score - top) is weight / t, where t = -log(1 - v) for uniform v. Series of t
-    give an upper bound, v + v^2 / 2 + v^3 / 3 <= t. Tokens are tried in the order of their bounds,
-    until the next bound is below the best score: mostly one token.
-    """
-    if tl.max(xs, 0) == float("inf"):
-        weights = (xs == float("inf")).to(tl.float32)
-    v = _uniform(words)
-    bounds = weights / (v * (1 + v * (0.5 + v * 0.3333333)))
-    slack = 1e-4 + 1e-6 * tl.abs(top)  # more than rounding of scores and bounds
-    most, least = tl.max(bounds, 0), tl.exp(score - top - slack)
-    while most >= least:
-        first = tl.min(tl.where(bounds == most, tokens, 16777216), 0)
-        here = tokens == first
-        value = tl.max(tl.where(here, xs, -float("inf")), 0)
-        found = value + _noise(tl.sum(tl.where(here, words, 0), 0))
-        wins = (found > score) | ((found == score) & (first < token))
-        score, token, x = (
-            tl.where(wins, found, score),
-            tl.where(wins, first, token),
-            tl.where(wins, value, x),
-        )
-        bounds = tl.where(here, -1.0, bounds)
-        most = tl.max(bounds, 0)
-        least = tl.maximum(tl.exp(score - top - slack), 1e-37)  # not those of -inf
-    return score, token, x
+    return tokens, raw / divisor, raw
 
 
 @triton.jit
@@ -184,24 +134,16 @@ def scan(
         tokens, x, raw = read_block(logits_ptr, row, first, vocab, divisor, BLOCK)
         most = tl.max(x, 0)
         top = tl.maximum(peak, most)
-        weights = tl.exp(x - top)
-        mass = mass * tl.exp(peak - top) + tl.sum(weights, 0)
-        if divisor == 1.0:
-            raw_mass = mass
-        else:
-            # while all logits are -inf the product may exceed float32, and -inf - -inf is NaN
-            raw_top = tl.where(top > LOWEST, top * divisor, 0.0)
-            fade = tl.exp((peak - top) * divisor)
-            raw_mass = raw_mass * fade + tl.sum(tl.exp(raw - raw_top), 0)
+        mass = mass * tl.exp(peak - top) + tl.sum(tl.exp(x - top), 0)
+        # while all logits are -inf the product may exceed float32, and -inf - -inf is NaN
+        raw_top = tl.where(top > LOWEST, top * divisor, 0.0)
+        raw_mass = raw_mass * tl.exp((peak - top) * divisor) + tl.sum(tl.exp(raw - raw_top), 0)
         peak = top
+        scores = x
         if temperature > 0:
             if most + 23.0 > score:  # 23 bounds the noise
-                words = _words(first, key_0, key_1, position, 0, 0, BLOCK)
-                score, token, best_x = _better_noisy(
-                    score, token, best_x, tokens, x, words, weights, top
-                )
-        else:
-            score, token, best_x = better_candidate(score, token, best_x, x, tokens, x)
+                scores = x + gumbel(first, key_0, key_1, position, 0, 0, BLOCK)
+        score, token, best_x = better_candidate(score, token, best_x, scores, tokens, x)
     return score, token, best_x, peak, mass, raw_mass
 
 
