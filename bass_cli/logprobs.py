@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from bass_cli.config.sample_commands import LogprobsArgs
@@ -23,10 +22,12 @@ from bass_cli.generation import (
     write_samples,
 )
 from bass_cli.io.console import Screen
+from bass_cli.io.fields import refuse
 from bass_cli.io.prompts import Prompt, read_prompts
 from bass_cli.io.results import Completion, open_output
-from bass_cli.io.resume import PromptDigest
+from bass_cli.io.resume import PromptDigest, samples_of
 from bass_cli.io.saving import refuse_shared_files
+from bass_cli.reading import unquoted
 from bass_cli.run.logprobs import COLUMN, longest_of, score, scoring_job
 from bass_cli.run.manifest import Facts, facts_of
 from bass_cli.run.requests import import_for
@@ -59,17 +60,58 @@ class _Scoring:
         return None
 
 
-def _text_of(prompt_column: str, column: str, row: Any) -> Any:
-    """Return the text to score of a sample that `bass generate --echo` wrote, else the row.
+class _Texts:
+    """Makes texts to score of samples that `bass generate --echo` wrote. Other records stay.
 
-    Its id is "ID/SAMPLE". Settings and figures of the sample are left out.
+    The id of a text is "ID/SAMPLE". Settings and figures of a sample are left out.
     """
-    if not isinstance(row, Mapping) or not row.keys() >= {"id", "sample", "finish_reason"}:
-        return row
-    text = {"id": f"{row['id']}/{row['sample']}"}
-    text |= {key: row[key] for key in (prompt_column, "messages", column, "meta") if key in row}
-    ids = row.get("prompt_token_ids")
-    return text if text.keys() & {prompt_column, "messages"} else text | {"token_ids": ids}
+
+    def __init__(self, prompt_column: str, column: str):
+        self._prompt_column, self._column = prompt_column, column
+        self._left_out: dict[str, str] = {}  # places of samples with nothing to score, by id
+
+    def of(self, record: Any, place: str) -> Iterator[Any]:
+        """Yield the texts of a stored record: of a sample, or of all samples of a prompt."""
+        if not isinstance(record, Mapping) or not self._is_of_samples(record):
+            yield record
+            return
+        for sample in samples_of(record):
+            id_ = f"{sample['id']}/{sample['sample']}"
+            if sample["finish_reason"] == "error" or sample.get(self._column) in ("", []):
+                self._left_out[id_] = place
+            else:
+                yield {"id": id_} | self._content(sample, place)
+
+    def _is_of_samples(self, record: Mapping[str, Any]) -> bool:
+        """Whether the record is a sample, or has the samples of a prompt (`bass generate --group`)."""
+        listed = record.get("samples")
+        if isinstance(listed, list) and self._column not in record:
+            return "id" in record and all(isinstance(one, dict) for one in listed)
+        return record.keys() >= {"id", "sample", "finish_reason"}
+
+    def _content(self, sample: Mapping[str, Any], place: str) -> dict[str, Any]:
+        """Return the prompt of a sample, and its completion as a part of `meta`."""
+        given = sample.get("meta") or {}
+        meta = given if isinstance(given, Mapping) else {"meta": given}
+        if self._column in meta:
+            refuse(place, "meta", f'"{self._column}" is also a field of the sample; rename it')
+        found = {"meta": {**meta, self._column: sample.get(self._column)}}
+        if sample.get("messages") is not None:  # beside "prompt" they are the whole prompt
+            return found | {"messages": sample["messages"]}
+        if sample.get("prompt") is not None:
+            return found | {self._prompt_column: sample["prompt"]}
+        if sample.get("prompt_token_ids") is None:
+            raise UserError(f"{place}: the sample has no prompt; draw samples with `echo`")
+        return found | {"token_ids": sample["prompt_token_ids"]}
+
+    def notes(self) -> Iterator[str]:
+        """Yield a note on samples that are left out, once the texts were read."""
+        if self._left_out:
+            id_, place = next(iter(self._left_out.items()))
+            yield (
+                f"samples that failed or are empty are not scored: {len(self._left_out)}, the "
+                f'first "{unquoted(id_)}" ({place})'
+            )
 
 
 def score_file(args: LogprobsArgs, screen: Screen) -> bool:
@@ -83,7 +125,8 @@ def score_file(args: LogprobsArgs, screen: Screen) -> bool:
     )
     check_name(out, overwrite=args.overwrite)
     source = source_of(args.prompts, args.prompt_column, screen)
-    source = replace(source, change=partial(_text_of, job.prompt_column, column))
+    samples = _Texts(job.prompt_column, column)
+    source = replace(source, change=samples.of)
     digest = PromptDigest(source, job.prompt_column)
 
     def texts() -> Iterator[Prompt]:
@@ -95,6 +138,8 @@ def score_file(args: LogprobsArgs, screen: Screen) -> bool:
             yield text
 
     longest = longest_of(added(), job, column)
+    for note in samples.notes():
+        screen.note(note)
     screen.phase("importing torch")
     tokenizer = import_for(job, screen.detail)
     from bass_cli.run.plan import make_plan

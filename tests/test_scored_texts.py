@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 from pathlib import Path
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 
 from bass_cli import Engine, Job, Pair, Sampling, UserError, generate, score
 from bass_cli.cli.commands import app
+from bass_cli.io.results import Completion
 from bass_cli.run import logprobs
 
 TEXTS: list[dict[str, Any]] = [
@@ -143,6 +145,56 @@ def test_samples_of_generate_are_texts_to_score(folder: Path, tmp_path: Path) ->
         assert line["token_ids"] == ids
         assert line["token_logprobs"] == pytest.approx(own, abs=1e-4)
         assert line["meta"] == row["meta"]
+
+
+def test_samples_of_every_layout_are_scored_by_text_or_by_ids(folder: Path, tmp_path: Path) -> None:
+    chat = [{"role": "system", "content": "the"}, {"role": "user", "content": "cat"}]
+    prompts = {"a": {"prompt": "cat", "messages": chat}, "b": {"prompt": "the cat"}}
+    texts: list[Any] = [("sat", [4, 9]), ("", [2])]
+    ended = [{"text": text, "finish_reason": "eos", "token_ids": ids} for text, ids in texts]
+    flat = [
+        {"id": id_, "sample": number, "meta": {"k": id_}, **prompt, **one}
+        for id_, prompt in prompts.items()
+        for number, one in enumerate(ended)
+    ]
+    flat.append(Completion.failed("c", "too long", seed=0, meta={}).row() | {"prompt": "x"})
+    grouped: list[dict[str, Any]] = [
+        {"id": id_, "meta": {"k": id_}, **prompt, "samples": ended}
+        for id_, prompt in prompts.items()
+    ]
+    grouped.append({"id": "c", "meta": {}, "prompt": "x", "samples": [], "error": "too long"})
+    file, out = tmp_path / "s.jsonl", tmp_path / "o.jsonl"
+    args = [str(file), "--model", str(folder), "--device", "cpu", "--out", str(out), "--overwrite"]
+    for rows, column in itertools.product((flat, grouped), ("text", "token_ids")):
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        done = run(*args, "--completion-column", column, "--prompt-column", "question")
+        assert done.exit_code == 0, done.output
+        found = {line["id"]: line for line in map(json.loads, out.read_text().splitlines())}
+        scored = [row for row in flat[:-1] if row[column]]
+        assert found.keys() == {f"{row['id']}/{row['sample']}" for row in scored}
+        first = '"a/1" (' if column == "text" else '"c/0" ('
+        assert f"are not scored: {5 - len(scored)}, the first {first}" in done.stderr
+        for row in scored:
+            line = found[f"{row['id']}/{row['sample']}"]
+            ids, wanted = due(folder, {**row, "completion": row[column]})
+            own = [float(place[id_]) for place, id_ in zip(wanted, ids, strict=True)]
+            assert (line["token_ids"], line["meta"]) == (ids, row["meta"])
+            assert line["token_logprobs"] == pytest.approx(own, abs=1e-4)
+
+
+@pytest.mark.parametrize(("change", "fault"), [
+    ({"prompt": None}, "s.jsonl:1: the sample has no prompt; draw samples with --echo"),
+    ({"text": None}, 'field "text": it is missing; --completion-column names the field'),
+    ({"meta": {"text": "x"}}, 'field "meta": "text" is also a field of the sample; rename it'),
+])  # fmt: skip
+def test_samples_without_their_parts_are_refused(
+    folder: Path, tmp_path: Path, change: dict[str, Any], fault: str
+) -> None:
+    row = {"id": "a", "sample": 0, "text": "sat", "finish_reason": "eos", "prompt": "cat"}
+    (tmp_path / "s.jsonl").write_text(json.dumps(row | change))
+    refused = run(str(tmp_path / "s.jsonl"), "--model", str(folder), "--completion-column", "text")
+    assert refused.exit_code == 2
+    assert fault in refused.stderr
 
 
 @pytest.mark.parametrize(("change", "fault"), [

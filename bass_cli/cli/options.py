@@ -149,7 +149,12 @@ def in_flags(message: str, kind: type | None = None) -> str:
 
 def unknown_variables(names: Iterable[str]) -> Iterator[str]:
     """Yield a note on each variable that begins like those of options but is of none."""
-    known = {variable_of(flag).removeprefix("BASS_") for flag in _flags().values()}
+    known = {
+        variable_of(flag_of(field, option)).removeprefix("BASS_")
+        for kind in COMMANDS.values()
+        for field, option in declared(kind).items()
+        if option.group and option.variable  # arguments have no variables
+    }
     for name in sorted(names):
         bare = name.removeprefix("BASS_")
         if bare not in (name, *known):
@@ -190,7 +195,7 @@ def _typer(field: str, option: Option) -> Any:
         help=option.text + default,
         metavar=option.takes,
         rich_help_panel=option.group,
-        envvar=variable_of(flag) if option.variable else None,
+        envvar=variable_of(flag) if option.variable is True else None,
         autocompletion=_completion(option),
     )
 

@@ -55,7 +55,8 @@ class Option(NamedTuple):
         shown: The default on the help page; {} is the field's default.
         choices: Words for shell completion, in addition to those in `takes`.
         flag: The option's name, if it differs from the field's.
-        variable: Whether an environment variable BASS_NAME sets the option too.
+        variable: Whether an environment variable BASS_NAME sets the option too. "own": The command
+            reads the variable itself, because its value has another format.
         kind: The type of its value on the command line. Default: by the field's type.
         path: The field in messages, such as "sampling.seed".
         rare: Whether a help page that would fill more than two screens shows it only under
@@ -71,7 +72,7 @@ class Option(NamedTuple):
     shown: str | None = None
     choices: tuple[str, ...] | Callable[[], Sequence[str]] = ()
     flag: str | None = None
-    variable: bool = True
+    variable: bool | Literal["own"] = True
     kind: Any = None
     path: str = ""
     rare: bool = False
@@ -361,7 +362,7 @@ class SamplingOptions(StructureOptions):
         "one text or a JSON list",
         SAMPLING,
         "TEXT",
-        variable=False,
+        variable="own",
         default=(),
         rare=True,
     )
@@ -375,7 +376,7 @@ class SamplingOptions(StructureOptions):
         "newline, \\t a tab, \\\\ a backslash. BASS_STOP holds one text or a JSON list",
         SAMPLING,
         "TEXT",
-        variable=False,
+        variable="own",
         default=(),
     )
     # a tuple, as stop

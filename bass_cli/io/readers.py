@@ -58,7 +58,8 @@ class Source:
     between the prompts of a text file; None if each line is one. `compression` is the file's.
     `constants`: JSON may have NaN and Infinity, as Python writes it.
     `id_column` is the field with the id of every prompt; None for "id", where there is one.
-    `change` is applied to each record.
+    `change` returns the records to use in place of one that is stored, which may be none or several.
+    Its second argument is the place of the stored record, for messages.
     """
 
     name: str
@@ -68,7 +69,7 @@ class Source:
     compression: Kind | None = None
     id_column: str | None = None
     constants: bool = False
-    change: Callable[[Any], Any] | None = None
+    change: Callable[[Any, str], Iterable[Any]] | None = None
 
     def records(self) -> Records:
         """Yield the records in order, one at a time; UserError at a fault of the format.
@@ -76,7 +77,11 @@ class Source:
         A record is a JSON value, or the text of a line; its number is that of its line or row.
         """
         found, change = self._stored(), self.change
-        yield from found if change is None else ((at, change(record)) for at, record in found)
+        if change is None:
+            yield from found
+            return
+        for at, record in found:
+            yield from ((at, one) for one in change(record, f"{self.label}:{at}"))
 
     def _stored(self) -> Records:
         if self.kind == "hf":

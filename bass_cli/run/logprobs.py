@@ -120,7 +120,8 @@ def _completion_of(text: Prompt, column: str) -> str | list[int]:
         except ValueError:
             pass
     wanted = "a text that is not empty, or a list of token ids, is needed"
-    reason = "it is missing" if given is None else f"{wanted}, not {shown(given)}"
+    missing = "it is missing; `completion_column` names the field"
+    reason = missing if given is None else f"{wanted}, not {shown(given)}"
     raise UserError(f'{text.place}: field "{column}": {reason}')
 
 

@@ -389,12 +389,21 @@ def test_maximal_coupling_resumes_with_the_same_batch_size(cli: Any, tmp_path: P
 
 
 def test_variables_of_no_option_are_noted(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("BASS_DTYP", "BASS_TOP_P", "BASS_JSON", "BASS_XYLOPHONE", "BASSOON"):
+    known = ("BASS_TOP_P", "BASS_JSON", "BASS_STOP", "BASSOON")
+    for name in (*known, "BASS_DTYP", "BASS_XYLOPHONE", "BASS_FILES"):
         monkeypatch.setenv(name, "1")
     notes = cli("pairs").stderr
     assert "BASS_DTYP sets nothing: no option has this variable; did you mean BASS_DTYPE?" in notes
     assert "BASS_XYLOPHONE sets nothing: no option has this variable\n" in notes
-    assert notes.count("sets nothing") == 2
+    assert "BASS_FILES sets nothing" in notes  # an argument
+    assert notes.count("sets nothing") == 3
+
+
+def test_errors_name_variables_that_hold_lists(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BASS_STOP", '["a", 3]')
+    refused = cli("generate", "p.jsonl", "--pair", "pair.yaml")
+    assert refused.exit_code == 2
+    assert "--stop (or BASS_STOP): a text is needed (got 3)" in refused.stderr
 
 
 def test_version_and_wrong_commands(cli: Any) -> None:
