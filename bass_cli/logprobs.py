@@ -83,7 +83,7 @@ class _Texts:
                 yield {"id": id_} | self._content(sample, place)
 
     def _is_of_samples(self, record: Mapping[str, Any]) -> bool:
-        """Whether the record is a sample, or has the samples of a prompt (`bass generate --group`)."""
+        """Whether it is a sample, or has the samples of a prompt (`bass generate --group`)."""
         listed = record.get("samples")
         if isinstance(listed, list) and self._column not in record:
             return "id" in record and all(isinstance(one, dict) for one in listed)

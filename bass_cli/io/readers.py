@@ -58,8 +58,8 @@ class Source:
     between the prompts of a text file; None if each line is one. `compression` is the file's.
     `constants`: JSON may have NaN and Infinity, as Python writes it.
     `id_column` is the field with the id of every prompt; None for "id", where there is one.
-    `change` returns the records to use in place of one that is stored, which may be none or several.
-    Its second argument is the place of the stored record, for messages.
+    `change` returns the records to use in place of a stored one: none, one or several. Its second
+    argument is the place of the stored record, for messages.
     """
 
     name: str
