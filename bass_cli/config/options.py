@@ -323,28 +323,28 @@ class SamplingOptions(StructureOptions):
     min_p: Annotated[float, Ge(0), Le(1)] = flag(
         "Drop tokens with less than this share of the largest probability, after top-k and top-p",
         SAMPLING,
-        shown="the pair's, or {}",
+        shown="the pair's, the model's, or {}",
         default=0.0,
         rare=True,
     )
     repetition_penalty: Annotated[float, Ge(0.001), Le(1000)] = flag(
         "Divide the logits of tokens in the prompt or the sample by this; 1 changes nothing",
         SAMPLING,
-        shown="the pair's, or {}",
+        shown="the pair's, the model's, or {}",
         default=1.0,
         rare=True,
     )
     presence_penalty: Penalty = flag(
         "Subtract this from the logits of tokens in the sample",
         SAMPLING,
-        shown="the pair's, or {}",
+        shown="the pair's, the model's, or {}",
         default=0.0,
         rare=True,
     )
     frequency_penalty: Penalty = flag(
         "Subtract this from the logits of tokens in the sample, for each time they occur",
         SAMPLING,
-        shown="the pair's, or {}",
+        shown="the pair's, the model's, or {}",
         default=0.0,
         rare=True,
     )
@@ -449,9 +449,11 @@ def declared(options: type, part: str | None = None) -> dict[str, Option]:
     """Return the options of a class that have a flag, with all attributes, in the class's order.
 
     `part`: The beginning of their paths in a Job. Then they are listed by the names of their flags,
-    else by the names of the fields.
+    else by the names of the fields. A command without `generation_config` reads no settings of a
+    model's own, so the defaults that it shows do not mention them.
     """
     found, hints = {}, get_type_hints(options, include_extras=True)
+    own = part is not None or "generation_config" in hints
     for one in fields(options):
         option: Option | None = one.metadata.get("option")
         if option is None or option.group is None:
@@ -459,6 +461,8 @@ def declared(options: type, part: str | None = None) -> dict[str, Option]:
         shown = option.shown
         if isinstance(one.default, (int, float, str)) and not isinstance(one.default, bool):
             shown = (shown or "{}").replace("{}", str(one.default))
+        if shown is not None and not own:
+            shown = shown.replace("the model's, ", "")
         words = hints[one.name] if option.kind is None else option.kind
         kind = kind_of(words)
         name = one.name

@@ -18,7 +18,11 @@ from bass_cli.cli.commands import app
 from bass_cli.cli.doctor import parameters_in
 from bass_cli.cli.options import in_flags, reference
 from bass_cli.cli.profile import batch_sizes_of
+from bass_cli.config.evaluation_commands import EvaluateArgs
 from bass_cli.config.job import Job, Pair, load_pair, make_job, packaged_pairs
+from bass_cli.config.machine_commands import BenchArgs
+from bass_cli.config.options import declared
+from bass_cli.config.sample_commands import GenerateArgs
 from bass_cli.config.sampling import Sampling
 from bass_cli.config.speculation import CONTROLLERS, DRAFTS, Controller, parse_draft
 from bass_cli.errors import MachineError, UserError
@@ -526,6 +530,16 @@ def test_the_page_of_options_is_up_to_date() -> None:
     assert page.read_text(encoding="utf-8") == reference(), (
         "its first paragraph says how to make it"
     )
+
+
+def test_only_commands_with_a_models_own_settings_show_them_as_defaults() -> None:
+    """`bass eval` and `bass bench` use bass's own settings, never a model's."""
+    for options, shown in (
+        (GenerateArgs, "the pair's, the model's, or 0.0"),
+        (EvaluateArgs, "the pair's, or 0.0"),
+        (BenchArgs, "the pair's, or 0.0"),
+    ):
+        assert declared(options)["min_p"].shown == shown
 
 
 def test_stop_token_ids_take_a_number_a_list_or_a_text() -> None:
