@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any
 
@@ -383,7 +383,10 @@ class _Classifier:
             self._model: Any
             with quiet():
                 self._model, loaded = AutoModelForSequenceClassification.from_pretrained(
-                    source, dtype=dtype_of(dtype, self._device), output_loading_info=True
+                    source,
+                    dtype=dtype_of(dtype, self._device),
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,  # which are refused below
                 )
         except (OSError, ValueError, ImportError) as error:
             reason = (
@@ -391,11 +394,7 @@ class _Classifier:
             )
             kind = MachineError if isinstance(error, ImportError) else UserError
             raise kind(f"reward:{source}: the model cannot be loaded: {reason}") from None
-        if missing := sorted(loaded["missing_keys"]):  # transformers gives them random numbers
-            raise UserError(
-                f'reward:{source}: its weights have no tensor "{missing[0]}"; name a checkpoint '
-                "that was trained as a sequence classifier"
-            )
+        self._refuse_random(source, loaded)
         labels = self._model.config.num_labels
         if labels not in (1, 2):
             raise UserError(
@@ -409,6 +408,20 @@ class _Classifier:
         )
         self._longest = min(one for one in (*lengths, 2**30) if one)
         on_phase("scoring with the reward model")
+
+    @staticmethod
+    def _refuse_random(source: str, loaded: Mapping[str, Any]) -> None:
+        """Raise UserError if a tensor was not read; transformers gives it random numbers."""
+        if missing := sorted(loaded["missing_keys"]):
+            raise UserError(
+                f'reward:{source}: its weights have no tensor "{missing[0]}"; name a checkpoint '
+                "that was trained as a sequence classifier"
+            )
+        for name, stored, needed in sorted(loaded["mismatched_keys"]):
+            raise UserError(
+                f'reward:{source}: tensor "{name}" has shape {list(stored)}, and by config.json '
+                f"it is {list(needed)}; correct config.json, or name another checkpoint"
+            )
 
     def rate(self, prompt: str, texts: Sequence[str], batch: int) -> list[float | None]:
         """Return a score for each text; None for one that is too long or no valid Unicode."""

@@ -142,6 +142,11 @@ def test_wrong_reward_models_are_refused(tmp_path: Path) -> None:
     classifier(tmp_path, 3, template=True)
     with pytest.raises(UserError, match="3 outputs"):
         list(RewardRanker(f"reward:{tmp_path}", device="cpu").scores([group("a", "x", "y")]))
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"id2label": {"0": "worse", "1": "better"}, "label2id": {"worse": 0, "better": 1}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r'"score\.weight" has shape \[3, 16\], and .* \[2, 16\]'):
+        list(RewardRanker(f"reward:{tmp_path}", device="cpu").scores([group("a", "x", "y")]))
     with pytest.raises(UserError, match="cannot be loaded"):
         list(RewardRanker("reward:/no/model", device="cpu").scores([group("a", "x", "y")]))
     with pytest.raises(UserError, match="runs in auto, bf16"):
