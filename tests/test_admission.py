@@ -1,5 +1,7 @@
 """Test the work between rounds: lines of finished samples, and new prompts."""
 
+import itertools
+
 import pytest
 import torch
 from drawing import Conductor
@@ -85,8 +87,10 @@ def test_next_prompts_share_the_prefill_pass():
         assert sorted(set(seen)) == expected
 
 
-def test_rounds_tell_whether_samples_wait_for_a_row():
-    """Six samples of five tokens in four rows: the last two get their rows after five rounds."""
+@pytest.mark.parametrize("ends", [True, False])
+def test_rounds_tell_whether_samples_wait_for_a_row(ends):
+    """Six samples of five tokens in four rows: the last two get their rows after five rounds. The
+    prompts of an actor have no end: none is ready then."""
     loop = loop_for(Markov(table(eos=-50.0), 1), "none", rows=4, lengths=Fixed(0))
     settings = job(n=2, max_new_tokens=5, batch_size=4)
     seen = []
@@ -98,7 +102,8 @@ def test_rounds_tell_whether_samples_wait_for_a_row():
         eos_ids={EOS},
         on_round=lambda done: seen.append(done),
     )
-    assert len(list(one.run(iter(prompts("a", "ab", "abc")), ()))) == 6
+    source = itertools.chain(prompts("a", "ab", "abc"), () if ends else itertools.repeat(None))
+    assert len(list(itertools.islice(one.run(source, ()), 6))) == 6
     assert [(len(done.accepted), done.refills) for done in seen] == [(4, True)] * 5 + [
         (2, False)
     ] * 5

@@ -91,7 +91,8 @@ class RoundResult(NamedTuple):
     padded: rows of the graph that ran, padding included; 0 if not filled in, or without a graph.
     wanted: the draft length that the controller returned for this round; -1 if not filled in. A
         round has another one if a row has too little room, or if a near graph serves it.
-    refills: whether samples waited for a row when the round began; False if not filled in.
+    refills: whether samples waited for a row when the round began, or more prompts might be there;
+        False if not filled in.
     """
 
     width: int

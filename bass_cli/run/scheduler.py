@@ -425,14 +425,13 @@ class Conductor:
         return PendingWork(waiting * min(typical, self._reader.limit), typical)
 
     def _round(self) -> None:
-        pending = self._pending_work()
-        done = self.loop.round(self._soonest(), pending_work=pending, ahead=True)
+        done = self.loop.round(self._soonest(), pending_work=self._pending_work(), ahead=True)
         if self._job.budget is not None and not all(task.started for task in self._tasks):
             for row, sample in self._live.items():
                 sample.task.started |= row.rounds > 0
         if self._on_round is not None:
-            capacity = self.loop.batch.capacity
-            self._on_round(done._replace(capacity=capacity, refills=pending.tokens > 0))
+            refills = bool(self._waiting or self._stopped or not self._dry)
+            self._on_round(done._replace(capacity=self.loop.batch.capacity, refills=refills))
 
     def _soonest(self) -> float | None:
         """The earliest deadline, before which the next round should end; None without one."""
