@@ -123,12 +123,13 @@ def join_pairs(bits):
 @triton.jit
 def in_float16(q):
     """Return queries [M, D] of 16 bits as float16 times powers of two [M] float32. Queries in
-    float32 stay as they are."""
+    float32 stay as they are. No power is 0, because masked scores of -inf are multiplied by it.
+    With the least one, scores are too small to change a weight."""
     if q.dtype == tl.float32:
         scales = tl.full([q.shape[0]], 1.0, tl.float32)
     else:
         wide = q.to(tl.float32)
         peak = tl.max(tl.abs(wide), 1, keep_dims=True).to(tl.int32, bitcast=True)
-        exponent = tl.minimum((peak >> 23) - 127, 126)
+        exponent = tl.minimum(tl.maximum((peak >> 23) - 127, -64), 126)
         q, scales = (wide * power(-exponent)).to(tl.float16), tl.sum(power(exponent), 1)
     return q, scales

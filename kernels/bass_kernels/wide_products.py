@@ -21,11 +21,13 @@ from .pointwise import KINDS
 from .quantised import Quantised
 
 try:
+    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 6):
+        raise ImportError("Before Triton 3.6 warp_specialize takes other arguments.")
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from . import wide_kernels as wide
-except ImportError:  # before Triton 3.6
+except ImportError:
     wide = None  # type: ignore[assignment]
 
 _TOKENS = 64  # with more, products are faster here

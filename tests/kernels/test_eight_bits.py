@@ -367,3 +367,12 @@ def test_fused_attention(conversion, splits, wide, window, norms, monkeypatch):
         held, wanted = (part[:, slots] for part in (held, wanted))
         assert ((held - wanted).abs() <= 0.13 * wanted.abs() + 1e-3).all()
         assert (held != wanted).float().mean() < 0.02
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-7])
+def test_queries_of_zero_and_tiny_ones_see_all_keys_alike(conversion, size):
+    dtype = DTYPES[-1]
+    q, *rest = in_eight_bits(case(3, dtype, spans=SPANS[:5], used=USED[:5]))
+    q = torch.where(torch.arange(q.shape[2], device=DEVICE)[:, None] % 2 == 0, size, q).to(dtype)
+    given = q, *rest
+    close(run(given, members=1), due(given, 0), dtype)

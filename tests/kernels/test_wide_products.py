@@ -1,6 +1,9 @@
 """Products of many tokens in e4m3 with e4m3 weights against their definition in float64, on a Hopper
 GPU, and the kernel that adds a product to the residual stream, also in Triton's interpreter."""
 
+import runpy
+import sys
+
 import pytest
 import torch
 from test_quantised_products import close, due, weight_of
@@ -63,6 +66,13 @@ def test_feed_forward_without_the_kernel_of_gate_and_up(monkeypatch):
     monkeypatch.setattr(wide, "wide", None)
     other = products.feed_forward(x.clone(), (norm, None), up, down, None, **words)
     close(other - x, found.double() - x.double(), BF16, "fp8", factor=8)
+
+
+@pytest.mark.parametrize(("version", "has"), [("3.5.1", False), ("3.10.0+git1", True)])
+def test_gate_and_up_have_their_kernel_from_triton_3_6_on(version, has, monkeypatch):
+    monkeypatch.setattr("triton.__version__", version)
+    monkeypatch.delitem(sys.modules, wide.__name__)
+    assert runpy.run_module(wide.__name__)["gates"]() == has
 
 
 @pytest.mark.parametrize("biased", [False, True])
