@@ -477,6 +477,8 @@ def _stream_dataset(source: str, name: str, config: str | None, split: str | Non
 
 
 def _only_split(source: str, found: Mapping[str, Any]) -> Any:
+    if not found:
+        raise UserError(f"{source}: the data set has no splits; save it again")
     if len(found) > 1:
         raise UserError(
             f"{source}: choose a split, as in {source}:{next(iter(found))}; {nearest('', found)}"
@@ -502,8 +504,10 @@ def _saved_dataset(source: str, name: str, config: str | None, split: str | None
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise UserError(f"{source}: cannot open the dataset: {first_line(error)}") from None
     if not isinstance(found, Mapping):
-        if split not in (None, str(found.split)):
-            raise UserError(f'{source}: the data set was saved without splits; leave "{split}" out')
+        only = found.split and str(found.split)
+        if split not in (None, only):
+            how = "without splits" if only is None else f'as the split "{only}"'
+            raise UserError(f'{source}: the data set was saved {how}; leave "{split}" out')
         return found
     if split is None:
         return _only_split(source, found)

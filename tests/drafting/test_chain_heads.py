@@ -205,6 +205,18 @@ def test_maximal_coupling_has_the_targets_distribution(tmp_path):
     has_the_targets_law(theirs, target, head)
 
 
+def test_tokens_outside_the_drafters_vocabulary_are_never_drafted(models):
+    """Under maximal coupling; `Compared` checks the drafts of shared coupling."""
+    _, _, target, head = models("qwen3", "authors")
+    loop = loop_for(target, head, rows=5, lengths=Tour(), coupling="maximal")
+    proposed, propose = [], loop.drafter.propose
+    loop.drafter.propose = lambda *given: proposed.append(propose(*given)) or proposed[-1]
+    drive(loop, rows(18))
+    drafts = torch.cat([one.tokens.flatten() for one in proposed])
+    assert bool((drafts % 2 == 1).all())
+    assert len(drafts.unique()) > 20
+
+
 def test_gpu_kernels_give_the_same_drafts(models):
     """Rows that share a prompt and have no tokens of their own yet, and later ones; the target's
     few tokens take the fused layers."""
