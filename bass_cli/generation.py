@@ -235,7 +235,7 @@ def generate_samples(args: GenerateArgs, screen: Screen) -> bool:
 
 def _identity(source: Source, digest: PromptDigest, column: str) -> dict[str, Any]:
     """Return what identifies the prompts, for the manifest."""
-    known = digest.record() if digest.count else source.name  # a dataset is not read before
+    known = digest.record() if digest.count else source.name  # the hub's are not read before
     reading = {"separator": source.separator, "id_column": source.id_column}
     given = {key: value for key, value in reading.items() if value is not None}
     return {"prompts": known, "prompt_column": column, **given}

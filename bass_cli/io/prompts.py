@@ -229,27 +229,28 @@ def check_prompts(
     job: Job | None = None,
     on_prompt: Callable[[Prompt], None] | None = None,
 ) -> Checked:
-    """Check every prompt, but only the first row of a hub dataset.
+    """Check every prompt, but only the first row of a dataset that is on the hub.
 
     Args:
         column: The field with the text.
         limit: The number of prompts to read; None for all.
         shard: If given, the facts are about this shard's prompts only.
         job: As in `check`.
-        on_prompt: Called with each prompt of a file, also with those of other shards.
+        on_prompt: Called with each prompt, also with those of other shards. Not for the hub's.
     """
     strict = job is not None and job.strict_fields
+    notes: tuple[str, ...] = ()
     if source.kind == "hf":
         first = next(read_prompts(source, column=column, limit=1, strict=strict))
-        known = check([first], job=job)
         notes = tuple(
             f'{source.name}: column "{name}" sets nothing; it is copied to the results as meta'
             for name in first.meta
             if reserved_name(name) is not None
         )
-        return Checked(None, "", known.plain, notes)
+        if source.is_remote:
+            return Checked(None, "", check([first], job=job).plain, notes)
     prompts = read_prompts(source, column=column, limit=limit, strict=strict)
-    return check(prompts, job=job, shard=shard, on_prompt=on_prompt)
+    return replace(check(prompts, job=job, shard=shard, on_prompt=on_prompt), notes=notes)
 
 
 def check(

@@ -97,6 +97,12 @@ class Source:
                 yield from _READERS[self.kind](stream, self.label)
 
     @property
+    def is_remote(self) -> bool:
+        """Whether it is a dataset of the hub, not of a folder here."""
+        folder = Path(self.name.removeprefix("hf:").partition(":")[0])
+        return self.kind == "hf" and not folder.is_dir()
+
+    @property
     def label(self) -> str:
         """The name in messages."""
         return self.name if self.spooled is None else "stdin"

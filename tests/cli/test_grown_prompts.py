@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import types
 from pathlib import Path
@@ -40,7 +41,13 @@ def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def write(name: str, lines: list[dict[str, Any]]) -> None:
     path = Path(name)
-    if path.suffix == ".parquet":
+    if name.startswith("hf:"):
+        import datasets
+
+        folder = name.removeprefix("hf:")
+        shutil.rmtree(folder, ignore_errors=True)
+        datasets.Dataset.from_list(lines).save_to_disk(folder)
+    elif path.suffix == ".parquet":
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(lines), path)
     elif path.suffix == ".txt":
         path.write_text("".join(f"{line['prompt']}\n" for line in lines))
@@ -60,7 +67,7 @@ def keys(out: str = "o.jsonl") -> list[tuple[str, int]]:
     return [(row["id"], row["sample"]) for row in rows]
 
 
-@pytest.mark.parametrize("name", ["p.jsonl", "p.txt", "p.json", "p.parquet"])
+@pytest.mark.parametrize("name", ["p.jsonl", "p.txt", "p.json", "p.parquet", "hf:p"])
 def test_added_prompts_are_drawn_and_other_samples_stay(place: Path, name: str) -> None:
     write(name, LINES[:3])
     assert run(name).exit_code == 0
@@ -73,8 +80,7 @@ def test_added_prompts_are_drawn_and_other_samples_stay(place: Path, name: str) 
     loaded.clear()
     again = run(name)
     assert (again.exit_code, loaded, "grows" in again.stderr) == (0, [], False)
-    write("whole" + name, LINES)
-    run("whole" + name, out="w.jsonl")
+    run(name, out="w.jsonl")
     assert sorted(Path("w.jsonl").read_text().split("\n")) == sorted(
         Path("o.jsonl").read_text().split("\n")
     )
@@ -108,6 +114,21 @@ def test_any_other_change_is_refused_where_it_begins(place: Path, now: Any, mess
     assert "begun with other settings" in done.stderr
     assert message in done.stderr
     assert [Path(name).read_bytes() for name in ("o.jsonl", "o.jsonl.manifest.json")] == before
+
+
+def test_folders_of_datasets_are_read_before_a_job(place: Path) -> None:
+    """So changes and faults are found as in files, not only in the first row."""
+    write("hf:d", LINES)
+    run("hf:d")
+    write("hf:d", [*LINES[:3], {"prompt": "other", "level": 3}])
+    done = run("hf:d")
+    assert done.exit_code == 2
+    assert '5 before, 4 now; number 4 (id "3", hf:d:4) has changed' in done.stderr
+    loaded.clear()
+    write("hf:d", [*LINES[:3], {"prompt": "", "level": 3}])
+    done = run("hf:d", "--overwrite")
+    assert (done.exit_code, loaded) == (2, [])
+    assert 'hf:d:4: field "prompt": it is empty' in done.stderr
 
 
 def test_standard_input_may_grow_too(place: Path) -> None:
