@@ -154,12 +154,13 @@ class WorkerPool:
             member.ready = event
             self._accept(place, member, event)
         else:
-            # the worker gets new samples before the others are written, which takes time
             found = self._deliver(place, event)
             self._update(member, event)
-            if event.fault is None:
-                self._ask(place, member)
-            yield from found
+            try:  # the worker gets new samples before the others are written, which takes time
+                if event.fault is None:
+                    self._ask(place, member)
+            finally:  # a mistake in a later prompt loses no finished sample
+                yield from found
             if event.fault is not None:
                 self._refuse(place, member, event.fault)
 

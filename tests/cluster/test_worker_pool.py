@@ -112,6 +112,32 @@ def test_a_thousand_deaths_lose_and_duplicate_no_sample() -> None:
     assert kills > 1000
 
 
+@pytest.mark.parametrize("kind", [UserError, KeyboardInterrupt])
+def test_samples_are_yielded_though_no_more_can_be_assigned(kind: type[BaseException]) -> None:
+    """The worker is to get new samples before those that ended are written, which takes time."""
+    fleet, found = Fleet(places=1), list[Completion]()
+    pool, events, ask = pool_of(fleet), list[str](), fleet.ask
+    pool.gather()
+
+    def source() -> Iterator[Prompt]:
+        yield from prompts(4)
+        raise kind("line 5")
+
+    def asked(*given: Any) -> None:
+        ask(*given)
+        events.append("asked")
+
+    fleet.ask = asked  # type: ignore[method-assign]
+    with pytest.raises(kind):
+        for one in pool.draw(source(), set(), None):
+            found.append(one)
+            events.append("written")
+    assert events[:3] == ["asked", "asked", "written"]
+    assert events[-1] == "written"
+    ended = 12 - len(fleet._held[Place(None, 0)])
+    assert len(found) == ended > 0
+
+
 def test_nodes_may_join_and_leave() -> None:
     fleet = Fleet(places=1, deaths=0.01)
     found, seen = Counter[tuple[str, int]](), set()
