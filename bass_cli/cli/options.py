@@ -20,7 +20,6 @@ from bass_cli.cli.help import show_all
 from bass_cli.config.commands import COMMANDS
 from bass_cli.config.options import HEADINGS, JOB, ModelOptions, Option, declared
 from bass_cli.errors import near_word
-from bass_cli.reading import unquoted
 
 # Fields that come first under their heading, before the other options of a Job
 _FIRST = ("pair", "job", "task", "prompts", "out")
@@ -158,6 +157,8 @@ def unknown_variables(names: Iterable[str]) -> Iterator[str]:
     for name in sorted(names):
         bare = name.removeprefix("BASS_")
         if bare not in (name, *known):
+            from bass_cli.reading import unquoted  # imports yaml, which --help does not need
+
             near = near_word(bare, sorted(known))
             hint = f"; did you mean BASS_{near}?" if near else ""
             yield f"{unquoted(name)} sets nothing: no option has this variable{hint}"
