@@ -127,11 +127,14 @@ def test_samples_are_yielded_though_no_more_can_be_assigned(kind: type[BaseExcep
         ask(*given)
         events.append("asked")
 
-    fleet.ask = asked  # type: ignore[method-assign]
-    with pytest.raises(kind):
+    def write() -> None:
         for one in pool.draw(source(), set(), None):
             found.append(one)
             events.append("written")
+
+    fleet.ask = asked  # type: ignore[method-assign]
+    with pytest.raises(kind):
+        write()
     assert events[:3] == ["asked", "asked", "written"]
     assert events[-1] == "written"
     ended = 12 - len(fleet._held[Place(None, 0)])
