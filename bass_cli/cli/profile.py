@@ -15,6 +15,7 @@ from bass_cli.config.command_options import job_options
 from bass_cli.config.job import Job, chosen_pair, make_job
 from bass_cli.config.machine_commands import ProfileArgs
 from bass_cli.errors import MachineError, UserError
+from bass_cli.formats.sources import check_sources
 from bass_cli.io.cache import is_writable
 from bass_cli.io.console import Screen
 from bass_cli.system.threads import configure_threads
@@ -38,6 +39,7 @@ _CONTEXT = {"cuda": 400, "cpu": 128}  # tokens of a prompt
 def run(args: ProfileArgs, screen: Screen) -> dict[str, Any]:
     """Measure and save the rounds of a pair; return the JSON document."""
     job = make_profile_job(args)
+    check_sources(job.pair)  # importing torch takes seconds
     configure_threads(job.threads, screen.note)
 
     from bass_cli.run.plan import make_plan

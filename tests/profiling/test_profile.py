@@ -396,6 +396,15 @@ def test_mistakes_are_found_before_anything_is_loaded(place: Path, arguments, re
     assert "loading" not in found.stderr
 
 
+def test_a_missing_model_is_refused_before_torch_is_imported(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("bass_cli.cli.profile.configure_threads", pytest.fail)
+    found = bass("profile", "--draft", "./nowhere")
+    assert found.exit_code == 2
+    assert '"./nowhere": there is no such file or folder' in found.stderr
+
+
 def test_a_folder_that_is_not_writable_is_found_before_anything_is_loaded(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ):
