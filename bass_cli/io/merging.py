@@ -18,6 +18,7 @@ from typing import IO, Any, NamedTuple
 from bass_cli.errors import UserError, first_of
 from bass_cli.io.linefile import OUTPUTS, live_path, seekable_lines
 from bass_cli.io.prompts import Shard, open_prompts, parse_shard, read_prompts, shard_of
+from bass_cli.io.readers import Source
 from bass_cli.io.results import open_output
 from bass_cli.io.resume import (
     OutputState,
@@ -111,7 +112,7 @@ def merge(out: str, paths: Sequence[str], *, overwrite: bool, note: Callable[[st
         if ids is None:
             why = (
                 "the prompts of a dataset are not read"
-                if parts[0].manifest.get("source") is None
+                if _is_remote(parts[0].manifest.get("source"))
                 else "the prompt file is not here or has changed"
             )
             how = "part by part" if order is None else "by the numbers in their ids"
@@ -220,6 +221,12 @@ def _dates(parts: Sequence[_Part]) -> dict[str, str | None]:
     return found
 
 
+def _is_remote(name: Any) -> bool:
+    """Whether the source of a manifest is a dataset of the hub. Older manifests have none then."""
+    is_dataset = isinstance(name, str) and name.startswith("hf:")
+    return name is None or (is_dataset and Source(name, "hf").is_remote)
+
+
 def _prompts_of(
     manifest: dict[str, Any], results: dict[str, Any]
 ) -> tuple[dict[str, int], dict[str, int]] | None:
@@ -228,7 +235,9 @@ def _prompts_of(
     None if the prompt file no longer begins with the manifest's prompts.
     """
     name, column = manifest.get("source"), results.get("prompt_column")
-    if not (isinstance(name, str) and isinstance(column, str)) or name.startswith(("-", "hf:")):
+    if not (isinstance(name, str) and isinstance(column, str)) or name.startswith("-"):
+        return None
+    if _is_remote(name):
         return None
     try:
         source = open_prompts(name, None, results.get("separator"), results.get("id_column"))

@@ -116,6 +116,29 @@ def test_any_other_change_is_refused_where_it_begins(place: Path, now: Any, mess
     assert [Path(name).read_bytes() for name in ("o.jsonl", "o.jsonl.manifest.json")] == before
 
 
+@pytest.mark.parametrize("name", ["hf:d", "hf:o/n"])
+def test_shards_of_datasets_are_merged_in_the_order_of_a_folder(
+    place: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    import datasets
+
+    lines = [{"id": id_, "prompt": id_} for id_ in "hgfedcba"]
+    write("hf:d", lines)
+    monkeypatch.setattr("bass_cli.io.readers._reach_hub", lambda source, name: None)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *given, **words: {"train": lines})
+    parts = [f"{number}.jsonl" for number in (1, 2)]
+    for number, part in enumerate(parts, 1):
+        assert run(name, "--shard", f"{number}/2", out=part).exit_code == 0
+    done = CliRunner().invoke(app, ["merge", "all.jsonl", *parts])
+    assert done.exit_code == 0, done.stderr
+    found = [id_ for id_, _ in keys("all.jsonl")]
+    assert sorted(found) == sorted([*"hgfedcba"] * 2)
+    assert (found == [id_ for id_ in "hgfedcba" for _ in (0, 1)]) == (name == "hf:d")
+    reason = "the prompts of a dataset are not read; prompts are ordered part by part"
+    assert (reason in done.stderr) == (name == "hf:o/n")
+    assert "not here or has changed" not in done.stderr
+
+
 def test_folders_of_datasets_are_read_before_a_job(place: Path) -> None:
     """So changes and faults are found as in files, not only in the first row."""
     write("hf:d", LINES)
