@@ -109,6 +109,7 @@ def attend(
     """
     after(EARLY)
     group: tl.constexpr = H // K
+    # Triton 3.5 has no min() of constants
     columns: tl.constexpr = BLOCK_D if key_scale_ptr is None else BLOCK_D // 2
     lines = width * group
     units = rows * K * tiles
@@ -347,7 +348,8 @@ def merge_splits(
     high = tl.max(peaks, 0)
     mass = tl.sum(masses * tl.exp2(peaks - high[None, :]), 0)
     most = tl.max(count, 0)
-    columns: tl.constexpr = min(BLOCK_D, 4096 // BLOCK_M)
+    # Triton 3.5 has no min() of constants
+    columns: tl.constexpr = BLOCK_D if BLOCK_D * BLOCK_M < 4096 else 4096 // BLOCK_M
     for column in range(0, D, columns):
         d = column + tl.arange(0, columns)
         total = tl.zeros([BLOCK_M, columns], tl.float32)

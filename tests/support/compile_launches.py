@@ -154,7 +154,8 @@ def wide_products_of_8_bits(dtype, *, count=300, width=3584, inner=18944):
     up, down = (Quantised.empty(shape, "fp8", device) for shape in shapes)
     scales = empty(count, dtype=torch.float32)
     x = empty(count, width, dtype=torch.float8_e4m3fn)
-    wide_products.gate_up(x, scales, up, count=count, activation="silu")
+    if wide_products.gates():
+        wide_products.gate_up(x, scales, up, count=count, activation="silu")
     x, residual = empty(count, inner, dtype=torch.float8_e4m3fn), empty(count, width, dtype=dtype)
     wide_products.linear_add(x, scales, down, None, residual)
 
@@ -459,7 +460,8 @@ def pretend(capability):
             module.processors = lambda device: PROCESSORS
         if hasattr(module, "converts"):
             module.converts = lambda device: capability >= 89
-    launch._can_overlap = lambda device: capability >= 90
+    has = hasattr(triton.language.extra.cuda, "gdc_wait")  # from Triton 3.5 on
+    launch._can_overlap = lambda device: has and capability >= 90
 
 
 def check_chain(code, *, begins):
