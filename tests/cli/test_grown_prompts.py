@@ -122,7 +122,7 @@ def test_shards_of_datasets_are_merged_in_the_order_of_a_folder(
 ) -> None:
     import datasets
 
-    lines = [{"id": id_, "prompt": id_} for id_ in "hgfedcba"]
+    lines = [{"id": id_, "prompt": id_} for id_ in "agbh"]
     write("hf:d", lines)
     monkeypatch.setattr("bass_cli.io.readers._reach_hub", lambda source, name: None)
     monkeypatch.setattr(datasets, "load_dataset", lambda *given, **words: {"train": lines})
@@ -132,8 +132,8 @@ def test_shards_of_datasets_are_merged_in_the_order_of_a_folder(
     done = CliRunner().invoke(app, ["merge", "all.jsonl", *parts])
     assert done.exit_code == 0, done.stderr
     found = [id_ for id_, _ in keys("all.jsonl")]
-    assert sorted(found) == sorted([*"hgfedcba"] * 2)
-    assert (found == [id_ for id_ in "hgfedcba" for _ in (0, 1)]) == (name == "hf:d")
+    assert sorted(found) == sorted([*"agbh"] * 2)
+    assert (found == [id_ for id_ in "agbh" for _ in (0, 1)]) == (name == "hf:d")
     reason = "the prompts of a dataset are not read; prompts are ordered part by part"
     assert (reason in done.stderr) == (name == "hf:o/n")
     assert "not here or has changed" not in done.stderr
