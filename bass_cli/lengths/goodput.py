@@ -130,11 +130,12 @@ class Goodput(DraftLength):
         if best == 0:
             most = min(most, _FOUND)
             # With many rows a round may not pay even if all drafts found are accepted. With fewer
-            # rows, later, it costs less.
+            # rows, later, it costs less. Its cost is measured only by drafting, so it is tried
+            # now and then: the first rounds may have been slow.
             found = statistics.fmean(min(count, most) for count in num_drafts)
             least = float(line[most]) * math.exp(-self._unsure(most))
             pays = least < plain * (1 + found)
-            self._now = self._probe(most, self._line) if pays else (0, False)
+            self._now = self._probe(most, self._line, hopeful=pays)
         return best or self._now[0]
 
     def observe(self, done: RoundResult) -> None:
@@ -244,11 +245,13 @@ class Goodput(DraftLength):
         self._lost += float(losses[place])
         return place
 
-    def _probe(self, length: int, line: Array) -> tuple[int, bool]:
-        """Return a short draft length if a probe is due and affordable, else 0."""
+    def _probe(self, length: int, line: Array, *, hopeful: bool = True) -> tuple[int, bool]:
+        """Return a short draft length if a probe is due and affordable, else 0. hopeful: whether it
+        may pay by the estimates."""
         inputs, plain, backoff = self._inputs, self._plain, self._probes
         loss = float(numpy.interp(length, self._choices, line)) + inputs.catch_up - plain
-        due = backoff.ready and backoff.due(loss / plain) and loss <= self._affordable
+        due = backoff.ready and backoff.due(loss / plain, hopeful=hopeful)
+        due = due and loss <= self._affordable
         once = inputs.warmup_cost(length) or inputs.one_time_cost(length) - inputs.catch_up
         due = due and once <= self._first_use(0.0)
         return length if due else 0, due and length > 0
@@ -349,6 +352,7 @@ _PATIENCE = 4  # rounds before the next try, at the least
 # Share of the time since the last try that a try may lose: at first, and at the least after
 # failures. A smaller share would save almost nothing and miss changes.
 _SHARES = (0.08, 0.005)
+_HOPELESS = 0.001  # the same for a try that cannot pay by the estimates, which may be wrong
 
 
 class Backoff:
@@ -364,11 +368,13 @@ class Backoff:
         """Whether enough rounds have passed without a try."""
         return self.idle >= _PATIENCE
 
-    def due(self, loss: float) -> bool:
+    def due(self, loss: float, *, hopeful: bool = True) -> bool:
         """Return whether a try that would lose `loss` plain rounds is due.
 
-        A try that the budget could pay for in every round is always due.
+        A try that the budget could pay for in every round is always due, if it may pay at all.
         """
+        if not hopeful:
+            return loss <= _HOPELESS * self.idle
         return loss <= max(_REGRET, self._share * self.idle)
 
     def observe(self, *, paid: bool, probe: bool = True) -> None:

@@ -441,6 +441,28 @@ def test_lookups_without_result_cost_little():
     assert seconds < 0.5 * plain
 
 
+def look_up(goodput, counts, left, cost, *, accepted=True):
+    """Run a round for which a host finds `counts` drafts, and return its width. cost: seconds of a
+    round by its width; accepted: whether drafts are."""
+    rows = len(counts)
+    inputs = ControllerInput(
+        float(left), samples=tuple(range(rows)), rooms=(left,) * rows, free=True
+    )
+    asked = goodput.next(rows, inputs) > 0
+    width, looked = goodput.trim(counts) if asked else 0, 1e-5 if asked else 0.0
+    goodput.observe(
+        RoundResult(
+            width,
+            tuple(min(count, width) * accepted for count in counts),
+            cost(width) + looked,
+            drafted=counts if width else None,
+            lookup_seconds=looked,
+        )
+    )
+    goodput.reflect()
+    return width
+
+
 @pytest.mark.parametrize(("rows", "probed"), [(512, False), (16, True)])
 def test_lookup_drafts_that_cannot_pay_are_not_probed(rows, probed):
     """A host finds two drafts for a third of the rows. With 512 rows, arithmetic makes a round with
@@ -453,26 +475,25 @@ def test_lookup_drafts_that_cannot_pay_are_not_probed(rows, probed):
     known = (1, 16, 64, 512)
     verify = [[cost(count, width) for width in WIDTHS] for count in known]
     surface = make_surface(known, WIDTHS, verify=verify, draft=[[0.0] * len(WIDTHS)] * len(known))
-    goodput, tried = Goodput(limit=8, surface=surface), 0
-    for _ in range(300):
-        inputs = ControllerInput(300.0, samples=tuple(range(rows)), rooms=(300,) * rows, free=True)
-        counts = (2, 0, 0) * (rows // 3) + (0,) * (rows % 3)
-        asked = goodput.next(rows, inputs) > 0
-        width = goodput.trim(counts) if asked else 0
-        tried += width > 0
-        looked = 1e-5 if asked else 0.0
-        kept = tuple(min(count, width) for count in counts)
-        goodput.observe(
-            RoundResult(
-                width,
-                kept,
-                cost(rows, width) + looked,
-                drafted=counts if width else None,
-                lookup_seconds=looked,
-            )
-        )
-        goodput.reflect()
-    assert (tried > 0) == probed
+    goodput = Goodput(limit=8, surface=surface)
+    counts = (2, 0, 0) * (rows // 3) + (0,) * (rows % 3)
+    tried = [look_up(goodput, counts, 300, lambda width: cost(rows, width)) for _ in range(300)]
+    assert any(tried) == probed
+
+
+def test_lookup_drafts_that_seemed_too_slow_are_tried_again():
+    """The first four rounds with drafts take four times as long as later ones, and those before
+    round 100 fail. So by the estimates a round with drafts cannot pay, which is wrong."""
+    goodput, widths = Goodput(limit=8), []
+
+    def cost(width):
+        return 1e-3 * (1 + 0.02 * width) * (4 if width and sum(map(bool, widths)) < 4 else 1)
+
+    for number in range(3000):
+        accepted = number >= 100
+        widths.append(look_up(goodput, (3, 0, 0) * 16, 6000 - number, cost, accepted=accepted))
+    assert not any(widths[720:1600]), "the estimates are wrong"
+    assert sum(map(bool, widths[2500:])) > 250
 
 
 def test_lookup_requested_twice_counts_once():
