@@ -1,6 +1,7 @@
 """Every kernel compiles for all GPUs, and fits those that have less shared memory than the GPUs that
 it was measured on."""
 
+import itertools
 import logging
 from dataclasses import replace
 
@@ -91,14 +92,15 @@ def test_hopper_gets_the_measured_launches(monkeypatch, dtype):
     assert fused_attention.tiling_for(like, 7, 128) == (64, 3)
     for lines, members, size in (
         (7, 1, 128),
+        (32, 1, 128),
         (63, 1, 128),
         (7, 8, 128),
         (7, 1, 256),
         (63, 1, 256),
         (7, 8, 256),
     ):
-        for stored in (dtype.itemsize, 1):
-            ragged._fitted(lines, members, size, like, stored)
+        for stored, crowded in itertools.product((dtype.itemsize, 1), (False, True)):
+            ragged._fitted(lines, members, size, like, stored, crowded)
 
 
 @pytest.mark.parametrize("layout", quantised.LAYOUTS)
@@ -167,7 +169,7 @@ def test_smaller_tiles_give_the_same_attention(monkeypatch, shared):
     due = reference.attention(*given, scale=0.25)
     card(monkeypatch, shared * 1024)
     heads = given[0].shape[2] // given[1][0].shape[0]
-    assert ragged._fitted(3 * heads, 1, given[0].shape[3], given[0], 4).keys < 64
+    assert ragged._fitted(3 * heads, 1, given[0].shape[3], given[0], 4, False).keys < 64
     close(attended(3, given[3], given), due, torch.float32)
 
 
