@@ -445,9 +445,7 @@ def look_up(goodput, counts, left, cost, *, accepted=True):
     """Run a round for which a host finds `counts` drafts, and return its width. cost: seconds of a
     round by its width; accepted: whether drafts are."""
     rows = len(counts)
-    inputs = ControllerInput(
-        float(left), samples=tuple(range(rows)), rooms=(left,) * rows, free=True
-    )
+    inputs = ControllerInput(left, samples=tuple(range(rows)), rooms=(left,) * rows, free=True)
     asked = goodput.next(rows, inputs) > 0
     width, looked = goodput.trim(counts) if asked else 0, 1e-5 if asked else 0.0
     goodput.observe(
@@ -484,14 +482,13 @@ def test_lookup_drafts_that_cannot_pay_are_not_probed(rows, probed):
 def test_lookup_drafts_that_seemed_too_slow_are_tried_again():
     """The first four rounds with drafts take four times as long as later ones, and those before
     round 100 fail. So by the estimates a round with drafts cannot pay, which is wrong."""
-    goodput, widths = Goodput(limit=8), []
+    goodput, widths, counts = Goodput(limit=8), [], (3, 0, 0) * 16
 
     def cost(width):
         return 1e-3 * (1 + 0.02 * width) * (4 if width and sum(map(bool, widths)) < 4 else 1)
 
     for number in range(3000):
-        accepted = number >= 100
-        widths.append(look_up(goodput, (3, 0, 0) * 16, 6000 - number, cost, accepted=accepted))
+        widths.append(look_up(goodput, counts, 6000 - number, cost, accepted=number >= 100))
     assert not any(widths[720:1600]), "the estimates are wrong"
     assert sum(map(bool, widths[2500:])) > 250
 
