@@ -139,6 +139,7 @@ def parse_model(
         found = model.model_validate({"name": Path(place).stem} | data | context, context=context)
     except ValidationError as error:
         path, reason = located_fault(error, located.lines)
+        reason = re.sub(r"`([a-z_.]+)`", r'"\1"', reason)  # keys here, not flags of a command
         raise UserError(f"{located.at(*path)}: {reason}") from None
     return found, located
 

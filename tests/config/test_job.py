@@ -76,6 +76,12 @@ def fault(tmp_path: Path, content: str | bytes) -> str:
             "target: x\nbudget: 2\n",
             ['pair.yaml:2: unknown key "budget"', "no such setting; give `budget` to the command"],
         ),
+        (
+            "target: x\nsampling: {regex: a, json_object: true}\n",
+            [
+                'pair.yaml:2: key "sampling": "sampling.json_object" and "sampling.regex" exclude each other'
+            ],
+        ),
         ("target: x\nfolder: /\n", ['pair.yaml:2: unknown key "folder"']),
         ("target: x\n1: 2\n", ['pair.yaml:2: unknown key "1"']),
         ("target: x\ntarget: y\n", ['pair.yaml:2: key "target" is given twice, first in line 1']),
