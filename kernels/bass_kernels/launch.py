@@ -78,7 +78,8 @@ def leading(device: torch.device) -> dict[str, bool]:
 @functools.cache
 def _can_overlap(device: torch.device) -> bool:
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-    return hopper and hasattr(tl.extra.cuda, "gdc_wait")
+    # Triton 3.4 has the instructions, but cannot compile them
+    return hopper and hasattr(triton, "AsyncCompileMode")
 
 
 @triton.jit

@@ -364,8 +364,9 @@ def _fitted(
     def needs(option: Tiling) -> int:
         block = 2 * option.keys * width
         queries = like.element_size() * option.lines * (width + option.keys)
-        # products of 64 lines and more read dequantised numbers from shared memory
-        plain = 2 * block if stored == 1 and option.lines >= 64 else 0
+        # products of 64 lines and more, or in float32, read dequantised numbers from shared memory
+        copied = option.lines >= 64 or like.element_size() == 4
+        plain = 2 * block if stored == 1 and copied else 0
         return stored * (option.stages - spare) * block + plain + queries + SPARE
 
     return fitting(_tilings(lines, members, size, stored, crowded), needs, here.shared)

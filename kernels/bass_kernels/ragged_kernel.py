@@ -109,7 +109,6 @@ def attend(
     """
     after(EARLY)
     group: tl.constexpr = H // K
-    # Triton 3.5 has no min() of constants
     columns: tl.constexpr = BLOCK_D if key_scale_ptr is None else BLOCK_D // 2
     lines = width * group
     units = rows * K * tiles

@@ -460,7 +460,7 @@ def pretend(capability):
             module.processors = lambda device: PROCESSORS
         if hasattr(module, "converts"):
             module.converts = lambda device: capability >= 89
-    has = hasattr(triton.language.extra.cuda, "gdc_wait")  # from Triton 3.5 on
+    has = hasattr(triton, "AsyncCompileMode")  # see launch._can_overlap
     launch._can_overlap = lambda device: has and capability >= 90
 
 
