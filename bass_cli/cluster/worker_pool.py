@@ -306,9 +306,10 @@ class Pool:
     def chunk(self, worker: Hashable, rows: int) -> list[Part]:
         """Assign samples to a worker and return them.
 
-        They keep its `rows` slots busy until the next call: an eighth of the slots, or twice as
-        many samples as ended between any two of the last three calls. Many that end at once, as
-        samples of one length do, are no reason to take those that other workers will need.
+        They keep its `rows` slots busy until the next call. The reserve is an eighth of the slots,
+        or twice the smaller of two numbers if that is more: the samples that ended since the last
+        call, and those between the two calls before. Many that end at once, as samples of one
+        length do, are no reason to take those that other workers will need.
         """
         mine, parts = self._workers[worker], list[Part]()
         expected = 2 * min(mine.ended, mine.ended_before)
