@@ -82,7 +82,7 @@ def test_a_job_runs_beside_a_rival(place: Path) -> None:
         (("--job", "p.jsonl", "--actors", "2"), "--actors needs --ray"),
         (("--job", "p.jsonl", "--ray", "local", "--coupling", "maximal"), "--coupling shared"),
         (("--job", "p.jsonl", "--methods", "4"), "--methods: a --job runs as bass generate"),
-        (("--job", "p.txt", "--prompt-column", "x"), "--prompt-column (or BASS_PROMPT_COLUMN)"),
+        (("--job", "p.txt", "--prompt-column", "x"), "--prompt-column: a text file has no"),
         (("--job", "none.jsonl"), "none.jsonl: there is no such prompt file"),
         (("--job", "-"), "--job (or BASS_JOB): standard input can be read only once"),
         (("--job", "p.jsonl", "--rivals", "vlm"), 'did you mean "vllm"'),

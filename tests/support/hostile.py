@@ -20,7 +20,7 @@ from bass_cli.sandbox.programs import Limits, Program, Sandbox
 MARK_VARIABLE = "BASS_TEST_MARK"
 MARK = os.environ.get(MARK_VARIABLE) or f"31337.{secrets.randbelow(10**9):09}"
 launcher.START = (*launcher.START[:-1], f"{launcher.START[-1]}  # {MARK}")
-SECRET = "BASS_TEST_SECRET"
+SECRET = "TEST_SECRET"
 REACHES_PROCESSES = ("kills", "traces", "limits", "owns", "slows", "moves")
 LIMITS = Limits(seconds=2.5, cpu_seconds=1, memory_bytes=256 << 20)
 WORKERS = 6  # most attacks that take long sleep
