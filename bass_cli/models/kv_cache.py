@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy
@@ -167,16 +168,7 @@ class KVCache:
         eight_bits: bool = False,
         states: RecurrentStates | None = None,
     ):
-        def zeros(layers: Layers, *places: int) -> list[Tensor]:
-            """Return numbers [*places, D], and in eight bits their scales [places]."""
-            if not eight_bits or layers.hidden:
-                return [torch.zeros(*places, layers.head_size, dtype=dtype, device=device)]
-            bits = torch.zeros(*places, layers.head_size, dtype=torch.uint8, device=device)
-            *parts, heads, slots = places
-            space = -(-heads * slots // _UNIT) * _UNIT  # so that each part is aligned
-            scales = torch.zeros(*parts, space, dtype=torch.float16, device=device)
-            return [bits, scales[..., : heads * slots].unflatten(-1, (heads, slots))]
-
+        zeros = partial(_zeros, dtype=dtype, device=device, eight_bits=eight_bits)
         blocks = blocks or BlockLayout(rows, 1, span, span)
         assert blocks.most * blocks.size >= span
         self._blocks, slots = blocks, blocks.extra + blocks.total * blocks.size
@@ -463,6 +455,19 @@ class KVCache:
                 Group(s.start, s.length, _rows_index(sorted(s.rows), device)) for s in live
             )
         return self._groups
+
+
+def _zeros(
+    layers: Layers, *places: int, dtype: torch.dtype, device: torch.device, eight_bits: bool
+) -> list[Tensor]:
+    """Return numbers [*places, D], and in eight bits their scales [places]."""
+    if not eight_bits or layers.hidden:
+        return [torch.zeros(*places, layers.head_size, dtype=dtype, device=device)]
+    bits = torch.zeros(*places, layers.head_size, dtype=torch.uint8, device=device)
+    *parts, heads, slots = places
+    space = -(-heads * slots // _UNIT) * _UNIT  # so that each part is aligned
+    scales = torch.zeros(*parts, space, dtype=torch.float16, device=device)
+    return [bits, scales[..., : heads * slots].unflatten(-1, (heads, slots))]
 
 
 def _rows_index(rows: list[int], device: torch.device) -> slice | Tensor:
