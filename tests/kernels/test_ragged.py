@@ -106,6 +106,17 @@ def test_rows_without_groups(dtype, splits, width, window):
     close(run(given, window=window, splits=splits, members=1), due(given, window), dtype)
 
 
+@pytest.mark.parametrize("sunk", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [16, 64, 128, 256] if DEVICE.type == "cuda" else [16])
+def test_windows_with_fewer_lines_than_a_tile(size, dtype, sunk):
+    """24 lines of 32. The compiled kernel once saw no keys here, with heads of 256."""
+    given = case(8, dtype, size=size, spans=SPANS[:5], used=USED[:5])
+    sinks = randn(6, dtype=dtype, seed=5) if sunk else None
+    words = {"scale": 0.25, "window": 40, "sinks": sinks}
+    close(run(given, members=1, **words), naive(given, **words).float(), dtype)
+
+
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "size"), [(4, 4, 64), (8, 1, 80), (7, 1, 128), (2, 1, 256)]
 )

@@ -234,7 +234,7 @@ def attend_long(dtype):
             ragged.causal_attention(q, keys, values, torch.empty_like(q), scale=0.1)
 
 
-def attend(dtype, *, size, rows, width, members=0, bits=16, **words):
+def attend(dtype, *, size, rows, width, members=0, bits=16, sinks=False, **words):
     own, prompt = caches(rows, 4, size, dtype, bits=bits)
     ragged.attention(
         empty(rows, width, 28, size, dtype=dtype),
@@ -242,6 +242,7 @@ def attend(dtype, *, size, rows, width, members=0, bits=16, **words):
         prompt,
         segments(rows, width, members=members),
         scale=0.1,
+        sinks=empty(28, dtype=dtype) if sinks else None,
         **words,
     )
 
@@ -423,6 +424,8 @@ LAUNCHES = {
     "attend-256-wide": functools.partial(attend, size=256, rows=4, width=9),
     "attend-256-in-groups": functools.partial(attend, size=256, rows=16, width=1, members=8),
     "attend-capped": functools.partial(attend, size=128, rows=8, width=1, window=99, cap=30.0),
+    "attend-256-windowed": functools.partial(attend, size=256, rows=4, width=3, window=128),
+    "attend-64-sinks": functools.partial(attend, size=64, rows=4, width=3, window=128, sinks=True),
     "choose": choose,
     "delta": delta,
     "elementwise": elementwise,
@@ -486,6 +489,13 @@ def check_overlap(kernel, code, options):
         check_chain(code, begins=kernel is residual._begin)
 
 
+def check_reductions(machine_code):
+    """Check that all threads take part in each reduction. For one under an `if`, ptxas 12.8 may use
+    the condition of another `if`."""
+    found = re.findall(r"@!?U?P\d+ +REDUX\S*", machine_code)
+    assert not found, found
+
+
 def compiled(task):
     """Return lines about what one entry of LAUNCHES launches."""
     quick, capability, dtype, name = task
@@ -499,6 +509,7 @@ def compiled(task):
         found[kernel.__name__] = max(code.metadata.shared, found.get(kernel.__name__, 0))
         if capability == 90 and not quick:
             check_overlap(kernel, code.asm["ptx"], options)
+            check_reductions(code.asm["sass"])
 
     triton.JITFunction.run = compile_only
     LAUNCHES[name](getattr(torch, dtype))
