@@ -17,8 +17,6 @@ import traceback
 from pathlib import Path
 from typing import NamedTuple
 
-from tiny_models import write_model
-
 OUT, VERDICTS, SCORED = "o.jsonl", "o.jsonl.verdicts.jsonl", "scored.jsonl"
 _CONTEXT = 200
 _PROBLEMS = 2
@@ -49,20 +47,43 @@ class Differences(NamedTuple):
         return Differences(*map(sum, zip(self, other, strict=True)))
 
 
+def write_model(folder, seed):
+    """Write a random Llama model in the real format, and a tokenizer of single bytes."""
+    import tokenizers
+    import torch
+    import transformers
+
+    transformers.logging.disable_progress_bar()
+    texts = ["<pad>", "</s>", *sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())]
+    inner = tokenizers.Tokenizer(
+        tokenizers.models.BPE({text: number for number, text in enumerate(texts)}, [])
+    )
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    config = transformers.LlamaConfig(
+        vocab_size=len(texts),
+        eos_token_id=1,
+        pad_token_id=0,
+        bos_token_id=None,
+        hidden_size=16,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_hidden_layers=1,
+        intermediate_size=24,
+        max_position_embeddings=_CONTEXT,
+    )
+    torch.manual_seed(seed)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token="</s>", pad_token="<pad>"
+    ).save_pretrained(folder)
+
+
 def write_inputs(folder):
     """Write two models of 0.1 MB, a pair of them, prompts (two of which cannot be run) and problems
     with their tests."""
     for seed, name in enumerate(("target", "draft")):
-        write_model(
-            folder / name,
-            seed=seed,
-            hidden_size=16,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            num_hidden_layers=1,
-            intermediate_size=24,
-            max_position_embeddings=_CONTEXT,
-        )
+        write_model(folder / name, seed)
     (folder / "pair.yaml").write_text("target: target\ndraft: draft\nspeculation: {length: 3}\n")
     prompts = [
         {"id": f"p{number}", "prompt": f"line {number} says", "far": "é" * (number % 4) * 40}
