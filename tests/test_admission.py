@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from drawing import Conductor
+from drawing import Scheduler
 from fakes import FakeGraphs
 from test_scheduler import EOS, TEXTS, Letters, by_key, job, prompts, run, table
 from toys import Markov, loop_for
@@ -33,7 +33,7 @@ def test_lines_are_written_while_the_device_runs_the_next_round(ahead):
         loop.prepare(range(5), [0])
         loop._ahead_policy.pays = lambda waiting: ahead
         began, found, busy = graphs.ticks.seconds, [], []
-        one = Conductor(settings, Letters(), loop, context=1000, eos_ids={EOS})
+        one = Scheduler(settings, Letters(), loop, context=1000, eos_ids={EOS})
         for completion in one.run(iter(given), ()):
             found.append(completion)
             busy.append(graphs._free > graphs.ticks.seconds)
@@ -53,7 +53,7 @@ def test_interruption_is_raised_after_finished_samples(kind):
     expected = run(settings, given, rows=4, draft="none", lengths=Fixed(0))
     for after in range(1, 6):
         loop = loop_for(Markov(table(), 1), "none", rows=4, lengths=Fixed(0))
-        one = Conductor(settings, Letters(), loop, context=1000, eos_ids={EOS})
+        one = Scheduler(settings, Letters(), loop, context=1000, eos_ids={EOS})
         found, swap_rows, ended = [], loop.swap_rows, []
 
         def exchanged(places, rows, swap_rows=swap_rows, ended=ended, after=after):
@@ -81,7 +81,7 @@ def test_next_prompts_share_the_prefill_pass():
         open_ = loop.open
         loop.open = lambda key, *a, o=open_, to=opened, **b: to.append(key) or o(key, *a, **b)
         settings = job(n=2, max_new_tokens=5, budget=budget, batch_size=4)
-        one = Conductor(settings, Letters(), loop, context=1000, eos_ids={EOS})
+        one = Scheduler(settings, Letters(), loop, context=1000, eos_ids={EOS})
         one._on_round = lambda done, to=opened, at=seen: at.append(len(to))
         assert len(list(one.run(iter(prompts(*["a" * length] * 12)), ()))) == 24
         assert sorted(set(seen)) == expected
@@ -94,7 +94,7 @@ def test_rounds_tell_whether_samples_wait_for_a_row(ends):
     loop = loop_for(Markov(table(eos=-50.0), 1), "none", rows=4, lengths=Fixed(0))
     settings = job(n=2, max_new_tokens=5, batch_size=4)
     seen = []
-    one = Conductor(
+    one = Scheduler(
         settings,
         Letters(),
         loop,

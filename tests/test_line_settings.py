@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from drawing import Conductor
+from drawing import Scheduler
 from test_scheduler import EOS, VOCAB, Letters, by_key, job, prompts, run, table
 from toys import Markov, loop_for
 
@@ -50,8 +50,8 @@ def drawn(given: Any, *, coupling: str = "shared", rows: int = 4, **more: Any) -
     loop = loop_for(
         Markov(table(), 1), Markov(table(1), 2), rows=rows, lengths=Bass(), coupling=coupling
     )
-    conductor = Conductor(job(**BASE), Special(), loop, context=1000, eos_ids={EOS})
-    return by_key(list(conductor.run(iter(given), **{"done": (), **more})))
+    scheduler = Scheduler(job(**BASE), Special(), loop, context=1000, eos_ids={EOS})
+    return by_key(list(scheduler.run(iter(given), **{"done": (), **more})))
 
 
 def expected() -> dict[Any, Any]:
@@ -63,11 +63,11 @@ def expected() -> dict[Any, Any]:
         settings = job(**BASE | own)
         loop = loop_for(Markov(table(), 1), "none", rows=1, lengths=Fixed(0))
         stops = settings.sampling.stop_token_ids
-        conductor = Conductor(
+        scheduler = Scheduler(
             settings, Special(), loop, context=1000, eos_ids={EOS}, stop_ids=stops
         )
         named = next(prompts_of([{"id": line["id"], "prompt": plain.text}]))
-        found |= by_key(list(conductor.run(iter([named]), ())))
+        found |= by_key(list(scheduler.run(iter([named]), ())))
     return found
 
 

@@ -1,4 +1,4 @@
-"""Test the conductor: ends of samples, refilling, budgets, and tokens that do not depend on other
+"""Test the scheduler: ends of samples, refilling, budgets, and tokens that do not depend on other
 rows."""
 
 import dataclasses
@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
-from drawing import Conductor
+from drawing import Scheduler
 from toys import Markov, loop_for
 
 from bass_cli.config.job import Job, Pair
@@ -76,8 +76,8 @@ def run(
     )
     if now is not None:
         loop.clock.now = now
-    conductor = Conductor(settings, Letters(), loop, context=context, eos_ids={EOS})
-    return list(conductor.run(iter(given), done))
+    scheduler = Scheduler(settings, Letters(), loop, context=context, eos_ids={EOS})
+    return list(scheduler.run(iter(given), done))
 
 
 def by_key(completions):
@@ -130,8 +130,8 @@ def test_prompts_may_come_while_rows_are_busy():
                 yield None
 
     loop = loop_for(Markov(table(), 1), Markov(table(1), 2), rows=4, lengths=Bass())
-    conductor = Conductor(settings, Letters(), loop, context=1000, eos_ids={EOS})
-    assert by_key(list(conductor.run(source(), Done()))) == expected
+    scheduler = Scheduler(settings, Letters(), loop, context=1000, eos_ids={EOS})
+    assert by_key(list(scheduler.run(source(), Done()))) == expected
 
 
 @pytest.mark.parametrize("fault", ["open", "swap_rows", "grow", "round"])
@@ -151,15 +151,15 @@ def test_a_job_continues_on_another_loop_with_the_missing_samples(monkeypatch, f
         return work(*args, **named)
 
     monkeypatch.setattr(loops[0], fault, fail, raising=False)
-    conductor = Conductor(settings, Letters(), loops[0], context=1000, eos_ids={EOS})
+    scheduler = Scheduler(settings, Letters(), loops[0], context=1000, eos_ids={EOS})
     source, found = iter(given), []
     if at <= (5 if fault == "open" else 7):
         with pytest.raises(MemoryError):
-            found.extend(conductor.run(source, done))
-        assert not conductor.reading
-        conductor.stop()
-        conductor.resume(loops[1])
-    found += conductor.run(source, done)
+            found.extend(scheduler.run(source, done))
+        assert not scheduler.reading
+        scheduler.stop()
+        scheduler.resume(loops[1])
+    found += scheduler.run(source, done)
     assert by_key(found) == expected
 
 
@@ -289,7 +289,7 @@ def test_prompts_are_taken_as_rows_become_free_not_all_at_once():
 
     settings = job(n=2, max_new_tokens=4)
     loop = loop_for(Markov(table(), 1), "none", rows=4, lengths=Fixed(0))
-    first = next(Conductor(settings, Letters(), loop, context=100, eos_ids={EOS}).run(stream(), ()))
+    first = next(Scheduler(settings, Letters(), loop, context=100, eos_ids={EOS}).run(stream(), ()))
     assert first.id in ("p0", "p1")
     assert len(taken) <= 4
 
@@ -304,8 +304,8 @@ def test_controller_gets_the_pending_work():
 
     loop = loop_for(Markov(table(eos=-50.0), 1), "none", rows=4, lengths=Listener(0))
     settings = job(n=2, max_new_tokens=10)
-    conductor = Conductor(settings, Letters(), loop, context=100, eos_ids={EOS}, count=6)
-    assert len(list(conductor.run(iter(prompts(*TEXTS, "q")), ()))) == 12
+    scheduler = Scheduler(settings, Letters(), loop, context=100, eos_ids={EOS}, count=6)
+    assert len(list(scheduler.run(iter(prompts(*TEXTS, "q")), ()))) == 12
     assert seen[0] == (4, (4 * 1 + 8 * 1) / 4), "nothing is known yet: as much again as there is"
     assert seen[5] == (4, (4 * 5 + 8 * 10) / 4), (
         "samples are taken to become twice as long as they are"

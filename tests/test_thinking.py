@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import write_tokenizer
-from drawing import Conductor
+from drawing import Scheduler
 from templates import CHATML, OPENED, THINKING
 from test_scheduler import job
 from toys import Guess, Markov, loop_for
@@ -67,7 +67,7 @@ def generated(tokenizer: Tokenizer, prompt: Any, text: str, **settings: Any) -> 
     made = job(n=1, temperature=0.0, **settings)
     prompt = {"messages": [USER]} if prompt is None else prompt
     eos = 2 if eos is None else tokenizer.id_of(eos)
-    conductor_of = {"context": 1000, "eos_ids": {eos}, "tags": tags_of(tokenizer),
+    scheduler_of = {"context": 1000, "eos_ids": {eos}, "tags": tags_of(tokenizer),
                     "stop_ids": made.sampling.stop_token_ids}  # fmt: skip
     reader = RequestReader(made, tokenizer, context=1000, tags=tags_of(tokenizer))
     (item,) = prompts_of([prompt])
@@ -78,11 +78,11 @@ def generated(tokenizer: Tokenizer, prompt: Any, text: str, **settings: Any) -> 
         table[at, 0, following] = 50.0
     target = Markov(table.expand(-1, tokenizer.size, -1), 1)
     loop = loop_for(target, Guess(tokenizer.size), rows=2, lengths=Fixed(2))
-    conductor = Conductor(made, tokenizer, loop, **conductor_of)
-    (found,) = conductor.run(iter([item]), ())
+    scheduler = Scheduler(made, tokenizer, loop, **scheduler_of)
+    (found,) = scheduler.run(iter([item]), ())
     streamed = Request(made, iter([item]), streams=True)
-    conductor.add(streamed)
-    assert "".join(one.text for one in conductor.results(streamed, conductor.step)) == found.text
+    scheduler.add(streamed)
+    assert "".join(one.text for one in scheduler.results(streamed, scheduler.step)) == found.text
     return found
 
 

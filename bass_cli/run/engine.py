@@ -45,7 +45,7 @@ from bass_cli.run.requests import (
     first_prompts,
     plan_of,
 )
-from bass_cli.run.scheduler import Conductor
+from bass_cli.run.scheduler import Scheduler
 from bass_cli.run.tasks import EndRule, RequestReader
 from bass_cli.run.updates import NewWeights, Updated, Updates
 from bass_cli.system.host import is_refused_memory
@@ -97,7 +97,7 @@ class Engine:
     ):
         self.plan = plan = plan_of(job)
         self._on_phase, self._on_bytes, self._on_note = on_phase, on_bytes, on_note
-        self._conductor = Conductor(
+        self._scheduler = Scheduler(
             RequestReader.of(plan, limit=plan.limit, tags=plan.tags),
             EndRule(plan.eos_ids, plan.job.sampling.stop, plan.stop_ids),
             on_round=on_round,
@@ -106,7 +106,7 @@ class Engine:
         self._given = loop
         self._models: Models | None = None
         self._keeps = not lazy  # many requests follow; a job draws with a lazy engine
-        self._ready = False  # whether the conductor has a loop
+        self._ready = False  # whether the scheduler has a loop
         self._news = threading.Condition()
         self._calls = deque[Callable[[], None]]()  # for the thread, before its next round
         self._listeners = list[Callable[[], None]]()  # async callers that wait for news
@@ -171,10 +171,10 @@ class Engine:
         request = Request(self.plan.job, prompts, done, redraws=together, count=count)
         try:
             self._load()
-            self._conductor.add(request)
-            step = functools.partial(self._step, self._conductor.step)
+            self._scheduler.add(request)
+            step = functools.partial(self._step, self._scheduler.step)
             with self.plan.need.explained():  # also errors of the caller's prompts
-                for one in self._conductor.results(request, step):
+                for one in self._scheduler.results(request, step):
                     if not together or (one.id, one.sample) not in done:
                         yield one
         finally:
@@ -243,7 +243,7 @@ class Engine:
             call.run()
             self._tell()
 
-        call = Call(lambda: score_text(text, self.plan, self._conductor.loop.target, top=logprobs))
+        call = Call(lambda: score_text(text, self.plan, self._scheduler.loop.target, top=logprobs))
         self._start()
         self._do(run)
         found: Completion = self._outcome(call)
@@ -258,7 +258,7 @@ class Engine:
 
         def run() -> T:
             assert self._models is not None
-            return work(self._models, self._conductor.loop)
+            return work(self._models, self._scheduler.loop)
 
         call = Call(run)
         self._add(call)
@@ -292,11 +292,11 @@ class Engine:
             return
         self._closed = True
         if self._ready:
-            keep_learnt(self.plan.profile, self._conductor.loop.lengths)
+            keep_learnt(self.plan.profile, self._scheduler.loop.lengths)
         if self._models is not None:
             self._models.close()
             self._models = None
-        self._conductor.stop()
+        self._scheduler.stop()
 
     def __enter__(self) -> Engine:
         return self
@@ -323,7 +323,7 @@ class Engine:
     def _add(self, request: Request | Call) -> None:
         """Add a request, for the thread."""
         self._start()
-        self._do(lambda: self._conductor.add(request))
+        self._do(lambda: self._scheduler.add(request))
 
     def _start(self) -> None:
         """Start the thread at the first call."""
@@ -397,7 +397,7 @@ class Engine:
         request.results.clear()
         with self._news:
             if not self._stopping:
-                self._calls.append(lambda: self._conductor.cancel(request))
+                self._calls.append(lambda: self._scheduler.cancel(request))
                 self._news.notify_all()
 
     def _do(self, work: Callable[[], None]) -> None:
@@ -425,23 +425,23 @@ class Engine:
 
     def _run(self) -> None:
         """Run rounds until the engine is closed."""
-        conductor = self._conductor
+        scheduler = self._scheduler
         try:
             while True:
                 with self._news:
-                    if conductor.idle or conductor.waits:
+                    if scheduler.idle or scheduler.waits_for_prompt:
                         self._news.wait_for(lambda: self._calls or self._stopping)
                     if self._stopping:
                         return
                     calls, self._calls = self._calls, deque()
                 for work in calls:
                     work()
-                if not conductor.idle:
-                    self._step(conductor.step)
+                if not scheduler.idle:
+                    self._step(scheduler.step)
         except BaseException as error:  # raised for every caller
             self._error = error
             try:
-                conductor.deliver()
+                scheduler.deliver()
             finally:
                 with self._news:
                     self._stopping = True
@@ -458,12 +458,12 @@ class Engine:
                 except Exception as error:
                     if not is_refused_memory(error) or not self._may_halve():
                         raise
-            self._conductor.stop()
+            self._scheduler.stop()
             self._ready = False
             self.plan = halved(self.plan, self._on_note)
 
     def _prepare(self) -> None:
-        """Give the conductor a loop over the models."""
+        """Give the scheduler a loop over the models."""
         if not self._ready:
             loop = self._given
             if loop is None:
@@ -472,14 +472,14 @@ class Engine:
             if self._keeps:
                 loop.capture_early()
             self._on_phase(READING[self.plan.device.type])  # the first round ends this phase
-            self._conductor.resume(loop)
+            self._scheduler.resume(loop)
             self._ready = True
 
     def _may_halve(self) -> bool:
         """Whether the work can go on with fewer rows and the same samples."""
         shared = self.plan.job.speculation.coupling == "shared"
         whole = self._models is not None and self._models.followers is None
-        return shared and self.plan.rows > 1 and whole and not self._conductor.reading
+        return shared and self.plan.rows > 1 and whole and not self._scheduler.reading
 
 
 class Results(Generic[T]):

@@ -62,9 +62,9 @@ class Request:
     Attributes:
         results: The results that the caller has not taken yet.
         error: Why no further results come, although there are samples left.
-        ended: Whether all prompts were taken.
-        left: Prompts in progress.
-        over: Whether the last result was handed over.
+        exhausted: Whether all prompts were taken.
+        num_in_progress: Prompts in progress.
+        delivered: Whether the last result was handed over.
         cancelled: Whether the caller wants no further results.
     """
 
@@ -82,13 +82,13 @@ class Request:
         self.count, self.streams = count, streams
         self.results: deque[Any] = deque()
         self.error: BaseException | None = None
-        self.left = 0
-        self.ended = self.over = self.cancelled = False
+        self.num_in_progress = 0
+        self.exhausted = self.delivered = self.cancelled = False
 
     @property
     def finished(self) -> bool:
         """Whether no further results come."""
-        return self.over or self.cancelled or self.error is not None
+        return self.delivered or self.cancelled or self.error is not None
 
 
 class Call:

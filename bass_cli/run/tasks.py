@@ -52,12 +52,12 @@ class Task:
         reference: Token ids in which drafts may be looked up.
         text: Decodes the tokens that follow the prompt.
         limit: The most tokens of a sample.
-        waiting: The samples that wait for a row.
+        waiting_samples: The samples that wait for a row.
         copies: The samples that are copies of the one that is drawn; None if each is drawn.
         began: When it began, by the loop's clock.
         deadline: When it must end; None without a budget.
         thinking: The thinking part before the first token; None if it is not looked for.
-        live: The number of samples that have a row.
+        num_live: The number of samples that have a row.
         started: Whether one of them has had a round.
         scores: The log-probabilities of its tokens, once sample 0 has ended, if they are wanted.
         visible: The text of streamed samples that was shown, by sample.
@@ -72,12 +72,12 @@ class Task:
     reference: list[int]
     text: Continuation
     limit: int
-    waiting: deque[int]
+    waiting_samples: deque[int]
     copies: tuple[int, ...] | None
     began: float
     deadline: float | None
     thinking: Thinking | None = None
-    live: int = 0
+    num_live: int = 0
     started: bool = False
     request: Request | None = None
     key: str = ""
@@ -96,7 +96,7 @@ class Task:
 
         Sample 0 carries them.
         """
-        return self.job.sampling.prompt_logprobs if 0 in self.waiting else None
+        return self.job.sampling.prompt_logprobs if 0 in self.waiting_samples else None
 
     def restart(self, now: float) -> None:
         """Start its clock again."""

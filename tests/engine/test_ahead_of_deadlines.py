@@ -2,7 +2,7 @@
 round is lost or late, and a stall costs no more than elsewhere."""
 
 import pytest
-from drawing import Conductor
+from drawing import Scheduler
 from fakes import FakeGraphs, Ticks
 from simulated import Simulated
 from test_ahead import Flights, Settled, ready
@@ -41,8 +41,8 @@ def drawn(count, *, budget, stalls=None, rows=2, batch_size="auto", n=2):
     for _ in range(5):
         loop.clock.observe(0, ROUND)
     settings = job(n=n, max_new_tokens=400, budget=budget, batch_size=batch_size)
-    conductor = Conductor(settings, Letters(), loop, context=1000, eos_ids=(), count=count)
-    found = list(conductor.run(iter(prompts(*["a"] * count)), ()))
+    scheduler = Scheduler(settings, Letters(), loop, context=1000, eos_ids=(), count=count)
+    found = list(scheduler.run(iter(prompts(*["a"] * count)), ()))
     return found, graphs.count("replay"), flights
 
 
@@ -93,8 +93,8 @@ def test_samples_are_prefixes_of_plain_decoding(pair, budget):
     loop = captured(target, draft, batch=3, lengths=Settled())
     flights = ready(loop)
     settings = job(n=3, max_new_tokens=30, budget=budget, temperature=0.8, top_p=1.0, seed=0)
-    conductor = Conductor(settings, Letters(), loop, context=100, eos_ids=())
-    found = list(conductor.run(iter(prompts(*texts)), ()))
+    scheduler = Scheduler(settings, Letters(), loop, context=100, eos_ids=())
+    found = list(scheduler.run(iter(prompts(*texts)), ()))
     assert len(found) == 9
     for one in found:
         assert one.token_ids == whole[one.id, one.sample][: one.tokens]

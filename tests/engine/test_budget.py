@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from drawing import Conductor
+from drawing import Scheduler
 from test_scheduler import EOS, Letters, job, prompts, table
 from toys import Guess, Markov, loop_for
 
@@ -114,8 +114,8 @@ def run(
         batch_size=rows or "auto",
     )
     note = None if seen is None else seen.append
-    conductor = Conductor(settings, Letters(), loop, context=1000, eos_ids={EOS}, on_round=note)
-    return list(conductor.run(iter(prompts(*given)), ()))
+    scheduler = Scheduler(settings, Letters(), loop, context=1000, eos_ids={EOS}, on_round=note)
+    return list(scheduler.run(iter(prompts(*given)), ()))
 
 
 @pytest.mark.parametrize("jitter", [0.0, 0.3])
@@ -164,7 +164,7 @@ def test_late_round_is_shortened():
     loop.clock.now = work
     loop.clock.observe(0, 0.02)
     loop.clock.observe(4, 0.06)
-    conductor = Conductor(
+    scheduler = Scheduler(
         job(n=1, max_new_tokens=400, budget=0.155),
         Letters(),
         loop,
@@ -172,7 +172,7 @@ def test_late_round_is_shortened():
         eos_ids=(),
         on_round=seen.append,
     )
-    (found,) = conductor.run(iter(prompts("a")), ())
+    (found,) = scheduler.run(iter(prompts("a")), ())
     assert [done.width for done in seen] == [4, 4, 1]
     assert (found.finish_reason, found.seconds) == (
         "budget",
@@ -300,10 +300,10 @@ def test_deadline_stops_an_asynchronous_prefill(slow, monkeypatch):
     )
     loop = loop_for(target, runner, rows=3, lengths=Fixed(4))
     loop.clock.now = work
-    conductor = Conductor(
+    scheduler = Scheduler(
         job(n=3, max_new_tokens=40, budget=0.5), Letters(), loop, context=1000, eos_ids={EOS}
     )
-    found = list(conductor.run(iter(prompts("a" * 200, "b" * 200, "c")), ()))
+    found = list(scheduler.run(iter(prompts("a" * 200, "b" * 200, "c")), ()))
     late = [c for c in found if c.id != "p2"]
     assert [c.tokens for c in late] == [0] * 6
     assert max(c.seconds for c in late) <= 0.5 + 1e-3

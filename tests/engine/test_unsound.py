@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 from checkpoints import shallow, write_checkpoint
-from drawing import Conductor
+from drawing import Scheduler
 from test_scheduler import EOS, Letters, by_key, job, prompts, table
 from toys import Markov, loop_for
 
@@ -188,7 +188,7 @@ def conduct(target, draft, settings, given, *, rows, lengths, coupling):
         coupling=coupling,
     )
     return list(
-        Conductor(settings, Letters(), loop, context=1000, eos_ids={EOS}).run(iter(given), ())
+        Scheduler(settings, Letters(), loop, context=1000, eos_ids={EOS}).run(iter(given), ())
     )
 
 

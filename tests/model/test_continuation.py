@@ -12,7 +12,7 @@ import numpy
 import pytest
 import torch
 from checkpoints import sentencepiece_metadata, write_gguf, write_sentencepiece, write_tokenizer
-from drawing import Conductor
+from drawing import Scheduler
 from test_scheduler import job, prompts
 from test_stop_texts import by_definition, in_blocks
 from toys import Guess, Markov, loop_for
@@ -225,10 +225,10 @@ def generated(tokenizer: Tokenizer, prompt: str, text: str, **settings: Any) -> 
         rows=2,
         lengths=Fixed(2),
     )
-    conductor = Conductor(
+    scheduler = Scheduler(
         job(n=2, temperature=0.0, **settings), tokenizer, loop, context=1000, eos_ids={2}
     )
-    return list(conductor.run(iter(prompts(prompt)), ()))
+    return list(scheduler.run(iter(prompts(prompt)), ()))
 
 
 @pytest.mark.parametrize(("stop", "text", "reason"), [

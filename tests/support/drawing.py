@@ -1,13 +1,13 @@
-"""A Conductor with the loop and the prompts of one caller."""
+"""A scheduler with the loop and the prompts of one caller."""
 
 from bass_cli.run import scheduler
 from bass_cli.run.requests import Request
 from bass_cli.run.tasks import EndRule, RequestReader
 
 
-class Conductor(scheduler.Conductor):
+class Scheduler(scheduler.Scheduler):
     """Draws on `loop`. count: of the prompts; None if unknown. For the others see RequestReader,
-    EndRule and scheduler.Conductor."""
+    EndRule and scheduler.Scheduler."""
 
     def __init__(
         self,

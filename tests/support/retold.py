@@ -120,7 +120,7 @@ class Retold(Simulated):
 
 
 def seconds_of_texts(loop, texts):
-    """Run the job as a conductor does and return its seconds."""
+    """Run the job as a scheduler does and return its seconds."""
     began, over, waiting = loop.clock.now(), [], list(texts.texts)
     forecast = Forecast(len(waiting))
     forecast.begin(len(waiting))

@@ -1,5 +1,5 @@
 """A job of prompts with a wall-clock budget on a device with the costs of a 1.5B model: the real
-conductor, loop, graph policy, warm-up and controllers on a fake clock, random acceptance in
+scheduler, loop, graph policy, warm-up and controllers on a fake clock, random acceptance in
 place of tensors. No tests."""
 
 import random
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
-from drawing import Conductor
+from drawing import Scheduler
 from fakes import FakeGraphs, Ticks
 from simulated import Simulated
 from test_scheduler import Letters, job, prompts
@@ -181,8 +181,8 @@ def timed_job(length, *, chances=BLOCK, at_once=True, limit=8, seed=0, spread=0.
     warm_up(loop, plan)
     graphs.done.clear()
     loop.texts.clear()
-    conductor = Conductor(settings, Letters(), loop, context=1000, eos_ids=(END,), count=40)
-    found = list(conductor.run(iter(prompts(*["a" * 20] * 40)), ()))
+    scheduler = Scheduler(settings, Letters(), loop, context=1000, eos_ids=(END,), count=40)
+    found = list(scheduler.run(iter(prompts(*["a" * 20] * 40)), ()))
     return Result(
         sum(one.tokens for one in found),
         sum(one.finish_reason != "budget" for one in found),
