@@ -14,6 +14,7 @@ from bass_cli.config.command_options import DISTRIBUTION, MACHINE_AND_MODELS
 from bass_cli.config.machine_commands import BenchArgs
 from bass_cli.config.options import WHOLE_JOB, declared
 from bass_cli.errors import UserError
+from bass_cli.formats.sources import check_sources
 from bass_cli.generation import escape, files_read, read_job, texts_of_environment
 from bass_cli.io import terminal
 from bass_cli.io.console import Screen
@@ -42,6 +43,8 @@ def run(args: BenchArgs, screen: Screen) -> bool:
     for name in _OF_A_JOB:
         if getattr(args, name) not in (None, []):
             raise UserError(f"{_flag(name)}: this option needs --job FILE")
+    if args.shape is None:
+        check_sources(read_job(args).pair)  # importing torch takes seconds
     configure_threads(args.threads, screen.note)  # before the shapes of models load torch
 
     from bass_cli.bench.settings import make_settings

@@ -232,6 +232,11 @@ def distill(args: DistillArgs, screen: Screen) -> dict[str, Any]:
     """
     if not args.out:
         raise UserError("--out (or BASS_OUT): name a folder for the samples and the draft")
+    from bass_cli.formats.sources import check_sources
+    from bass_cli.generation import read_job
+
+    if args.ray is None:  # importing torch takes seconds
+        check_sources(read_job(args, draft="none").pair)
     from bass_cli.distill.command import run
 
     return run(args, screen)

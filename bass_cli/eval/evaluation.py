@@ -25,6 +25,7 @@ from bass_cli.eval.ranking import lacks_scores
 from bass_cli.eval.stores import check_verdicts, verdicts_path
 from bass_cli.eval.tasks import load_task
 from bass_cli.eval.tasks.task import Problem, PromptFormat, Task, shape_prompt
+from bass_cli.formats.sources import check_sources
 from bass_cli.generation import (
     Drawing,
     LocalBackend,
@@ -292,6 +293,8 @@ class Evaluation:
             Whether the format was chosen now, so that the default name of the file may be another.
         """
         args, known = self._args, self._format is not None
+        if args.ray is None:
+            check_sources(self.job.pair)  # importing torch takes seconds
         if self._format is None:
             self._screen.phase("checking the models", live=False)
             try:

@@ -446,10 +446,16 @@ _READERS: dict[str, Callable[[IO[bytes], str], Records]] = {
 
 def _hub_records(source: str) -> Records:
     """Stream the rows of the dataset hf:NAME[:CONFIG][:SPLIT], numbered from 1."""
+    whole, bracket, _ = source.partition("[")
+    if bracket:
+        raise UserError(
+            f"{source}: a part of a split cannot be named; write {whole}, and `limit` N for its "
+            "first N rows"
+        )
     parts = source.removeprefix("hf:").split(":")
     if not parts[0] or len(parts) > 3:
         raise UserError(f"{source}: write a dataset as hf:NAME[:CONFIG][:SPLIT]")
-    if len(parts) == 2 and (parts[1] in SPLITS or "[" in parts[1]):
+    if len(parts) == 2 and parts[1] in SPLITS:
         parts.insert(1, "")
     name, config, split = (part or None for part in [*parts, "", ""][:3])
     for number, row in enumerate(_stream_dataset(source, str(name), config, split), 1):
@@ -476,7 +482,11 @@ def _stream_dataset(source: str, name: str, config: str | None, split: str | Non
         FileNotFoundError,
         RuntimeError,
     ) as error:
-        raise UserError(f"{source}: cannot open the dataset: {first_line(error)}") from None
+        remedy = f'; if "{config}" is a split, write hf:{name}::{config}'
+        raise UserError(
+            f"{source}: cannot open the dataset: {first_line(error)}"
+            f"{remedy if config is not None and split is None else ''}"
+        ) from None
     except (OSError, ImportError) as error:
         raise refusal(source, error, remedy=_remedy(name)) from None
     return found if split is not None else _only_split(source, found)
@@ -486,9 +496,10 @@ def _only_split(source: str, found: Mapping[str, Any]) -> Any:
     if not found:
         raise UserError(f"{source}: the data set has no splits; save it again")
     if len(found) > 1:
-        raise UserError(
-            f"{source}: choose a split, as in {source}:{next(iter(found))}; {nearest('', found)}"
-        )
+        first = next(iter(found))
+        is_second = first in SPLITS or ":" in source.removeprefix("hf:")
+        example = f"{source}{':' if is_second else '::'}{first}"
+        raise UserError(f"{source}: choose a split, as in {example}; {nearest('', found)}")
     return next(iter(found.values()))
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -270,6 +271,24 @@ def test_bad_input_is_found_before_a_model_is_loaded(
     assert (result.exit_code, result.stdout, loaded) == (2, "", [])
     assert sorted(tmp_path.iterdir()) == before
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("words", [
+    ["bench"], ["distill", "--out", "draft"], ["eval", "humaneval", "--budgets", "1s"],
+])  # fmt: skip
+def test_commands_refuse_a_missing_model_before_torch_is_imported(
+    tmp_path: Path, words: list[str]
+) -> None:
+    start = "import sys; sys.modules['torch'] = None; from bass_cli.__main__ import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", start, *words, "--model", "./no"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert '"./no": there is no such file or folder' in done.stderr
+    assert done.returncode == 2
 
 
 def test_missing_resources_exit_with_code_3(cli: Any, tmp_path: Path) -> None:

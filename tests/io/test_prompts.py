@@ -358,8 +358,35 @@ def test_faults_of_a_hub_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"hf:NAME\[:CONFIG\]\[:SPLIT\]"):
         check_prompts(open_source("hf:a:b:c:d"), column="prompt", limit=None)
     hub(monkeypatch, [], ValueError("no such\nconfig"))
-    with pytest.raises(UserError, match=r"hf:o/n:zz: cannot open the dataset: no such$"):
-        check_prompts(open_source("hf:o/n:zz"), column="prompt", limit=None)
+    for source, remedy in (
+        ("hf:o/n:zz", '; if "zz" is a split, write hf:o/n::zz'),
+        ("hf:o/n:zz:train", ""),
+        ("hf:o/n::zz", ""),
+    ):
+        fault = f"{source}: cannot open the dataset: no such{remedy}"
+        with pytest.raises(UserError, match=f"^{re.escape(fault)}$"):
+            check_prompts(open_source(source), column="prompt", limit=None)
+
+
+@pytest.mark.parametrize("part", ["[:1]", "[2:5]", "[:10%]"])
+@pytest.mark.parametrize("source", ["hf:o/n:test", "hf:o/n::mine", "hf:o/n:c:test"])
+def test_a_part_of_a_split_is_refused_with_the_option_to_use(source: str, part: str) -> None:
+    message = f"{source}{part}: a part of a split cannot be named; write {source}, and `limit` N"
+    with pytest.raises(UserError, match=re.escape(message)):
+        check_prompts(open_source(source + part), column="prompt", limit=None)
+
+
+def test_the_named_split_of_an_error_can_be_read(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text(
+        "---\nconfigs:\n- config_name: default\n  data_files:\n"
+        "  - {split: mine, path: a.jsonl}\n  - {split: other, path: b.jsonl}\n---\n"
+    )
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text('{"prompt": "a"}\n')
+    with pytest.raises(UserError, match="choose a split, as in ") as refused:
+        check_prompts(open_source(f"hf:{tmp_path}"), column="prompt", limit=None)
+    source = str(refused.value).partition(" as in ")[2].partition(";")[0]
+    assert check_prompts(open_source(source), column="prompt", limit=None).count == 1
 
 
 def test_a_script_of_a_dataset_is_never_run(
