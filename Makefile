@@ -41,7 +41,7 @@ test-slow: setup
 
 # Tests that need all of a GPU's memory, or several GPUs, run after the others, one at a time.
 GPU := $(addprefix tests/kernels/test_,triton.py head.py compiling.py whole_decoder.py experts.py rounds.py ragged.py packed_attention.py causal.py rejection.py truncation.py block_verification.py \
-	selection.py training_ops.py gated.py shared_memory.py fetching.py likeliest.py processing.py quantised_products.py wide_products.py eight_bits.py delta_kernels.py hidden_store.py peers.py) tests/model/test_fused_decode.py tests/model/test_prefill.py tests/model/test_prompt_logprobs.py \
+	selection.py training_ops.py gated.py shared_memory.py forms.py fetching.py likeliest.py processing.py quantised_products.py wide_products.py eight_bits.py delta_kernels.py hidden_store.py peers.py) tests/model/test_fused_decode.py tests/model/test_prefill.py tests/model/test_prompt_logprobs.py \
 	tests/model/test_weights.py tests/model/test_quantised_checkpoints.py tests/engine/test_unsound.py tests/engine/test_gpu.py tests/engine/test_gpu_prompts.py tests/engine/test_gpu_memory.py tests/engine/test_gpu_masks.py tests/engine/test_gpu_reports.py tests/engine/test_gpu_engine.py tests/engine/test_gpu_mtp.py tests/engine/test_cutting.py tests/distill/test_training.py \
 	tests/distill/test_exchange.py tests/drafting/test_feature_heads.py tests/drafting/test_chain_heads.py
 ALONE := tests/engine/test_gpu_memory.py::test_job_that_runs_out_of_memory_twice_gives_the_same_lines
