@@ -122,7 +122,7 @@ def test_callers_in_several_threads_get_their_own_samples(engine: Engine) -> Non
 
 def settle(engine: Engine) -> None:
     """Wait until no request is in progress; then all rows must be free."""
-    assert engine.alone(lambda models, loop: len(loop.batch)) == 0
+    assert engine.run_alone(lambda models, loop: len(loop.batch)) == 0
 
 
 @pytest.mark.parametrize("how", ["close", "drop", "break"])
@@ -285,14 +285,14 @@ def test_a_closed_engine_says_so(model: Path) -> None:
     with pytest.raises(UserError, match="the engine is closed"):
         engine.generate(["a"])
     with pytest.raises(UserError, match="the engine is closed"):
-        engine.alone(lambda models, loop: None)
+        engine.run_alone(lambda models, loop: None)
 
 
 def test_functions_run_between_requests(engine: Engine) -> None:
     """A request behind a call begins after it."""
     order: list[str] = []
     first = engine.generate(WORDS)
-    threading.Thread(target=lambda: engine.alone(lambda *_: order.append("call"))).start()
+    threading.Thread(target=lambda: engine.run_alone(lambda *_: order.append("call"))).start()
     assert len(by_key(first)) == 9
     settle(engine)
     assert order == ["call"]
@@ -301,7 +301,7 @@ def test_functions_run_between_requests(engine: Engine) -> None:
         raise ValueError("in the call")
 
     with pytest.raises(ValueError, match="in the call"):
-        engine.alone(fail)
+        engine.run_alone(fail)
     assert len(list(engine.generate(["a"]))) == 3
 
 

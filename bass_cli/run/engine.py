@@ -36,9 +36,9 @@ from bass_cli.run.build import READING, Models, halved, load_models, ready_loop
 from bass_cli.run.logprobs import COLUMN, score_text
 from bass_cli.run.plan import Plan
 from bass_cli.run.requests import (
-    Call,
-    Fed,
+    EngineCall,
     Piece,
+    PromptFeed,
     Request,
     check_prompts_kind,
     checked_list,
@@ -53,7 +53,7 @@ from bass_cli.system.host import is_refused_memory
 T = TypeVar("T")
 Prompts = Iterable[str | Mapping[str, Any] | Prompt]
 _LOG = logging.getLogger("bass")
-_LATER = object()
+_NOT_YET = object()  # of Engine._advance: no result yet
 
 
 class Engine:
@@ -101,23 +101,25 @@ class Engine:
             RequestReader.of(plan, limit=plan.limit, tags=plan.tags),
             EndRule(plan.eos_ids, plan.job.sampling.stop, plan.stop_ids),
             on_round=on_round,
-            on_results=self._tell,
+            on_results=self._wake_callers,
         )
-        self._given = loop
+        self._given_loop = loop
         self._models: Models | None = None
-        self._keeps = not lazy  # many requests follow; a job draws with a lazy engine
-        self._ready = False  # whether the scheduler has a loop
-        self._news = threading.Condition()
-        self._calls = deque[Callable[[], None]]()  # for the thread, before its next round
-        self._listeners = list[Callable[[], None]]()  # async callers that wait for news
+        self._resident = not lazy  # many requests follow; a job draws with a lazy engine
+        self._has_loop = False  # whether the scheduler has a loop
         self._thread: threading.Thread | None = None
-        self._starting = threading.Lock()  # two first calls may come at once
+        self._start_lock = threading.Lock()  # two first calls may come at once
         self._stopping = self._closed = False
         self._error: BaseException | None = None
+        # Notified after every change that a caller or the engine's thread may wait for. It also
+        # guards the fields below.
+        self._changed = threading.Condition()
+        self._thread_calls = deque[Callable[[], None]]()  # for the thread, before its next round
+        self._async_wakers = list[Callable[[], None]]()  # of async callers that wait for a change
         if not lazy:
             try:
                 self._load()
-                self._step(lambda: None)
+                self._step_or_halve(lambda: None)
             except BaseException:
                 self.close()
                 raise
@@ -141,7 +143,7 @@ class Engine:
         Raises:
             UserError: A prompt or setting has a mistake, or the engine is closed.
         """
-        return self._ask(prompts, n, sampling, streams=False)
+        return self._submit(prompts, n, sampling, streams=False)
 
     def stream(
         self, prompts: Prompts, *, n: int | None = None, sampling: Sampling | None = None
@@ -150,7 +152,7 @@ class Engine:
 
         The arguments are those of `generate`; see Piece for what is held back.
         """
-        return self._ask(prompts, n, sampling, streams=True)
+        return self._submit(prompts, n, sampling, streams=True)
 
     def draw(
         self,
@@ -172,7 +174,7 @@ class Engine:
         try:
             self._load()
             self._scheduler.add(request)
-            step = functools.partial(self._step, self._scheduler.step)
+            step = functools.partial(self._step_or_halve, self._scheduler.step)
             with self.plan.need.explained():  # also errors of the caller's prompts
                 for one in self._scheduler.results(request, step):
                     if not together or (one.id, one.sample) not in done:
@@ -192,7 +194,7 @@ class Engine:
         Raises:
             UserError: See Updates.update.
         """
-        if self._given is not None:
+        if self._given_loop is not None:
             raise UserError("an engine that was given a loop has no models to update")
 
         def write(models: Models, loop: Loop) -> None:
@@ -202,7 +204,7 @@ class Engine:
             finally:
                 self.plan = dataclasses.replace(self.plan, files=updates.files)
 
-        self.alone(write)
+        self.run_alone(write)
 
     @property
     def fingerprint(self) -> str:
@@ -225,31 +227,26 @@ class Engine:
         Raises:
             UserError: The text has a mistake or is too long, or the engine is closed.
         """
-        column = self.plan.job.prompt_column
-        given = {column: prompt} if isinstance(prompt, str) else prompt
-        if not isinstance(given, Mapping):
-            raise UserError(f"prompt: a text or a mapping is needed, not {shown(prompt)}")
-        is_list = isinstance(completion, Iterable) and not isinstance(completion, str)
-        listed = list(completion) if is_list else completion
-        (text,) = prompts_of([{**given, COLUMN: listed}], column=column)
-        check([text])
+        text = _text_to_score(prompt, completion, self.plan.job.prompt_column)
         try:
             checked_settings({"logprobs": logprobs})
         except SettingError as error:
             raise UserError(f"`logprobs`: {error}") from None
 
         def run() -> None:
-            self._step(lambda: None)  # the loop may have to be made
+            self._step_or_halve(lambda: None)  # the loop may have to be made
             call.run()
-            self._tell()
+            self._wake_callers()
 
-        call = Call(lambda: score_text(text, self.plan, self._scheduler.loop.target, top=logprobs))
+        call = EngineCall(
+            lambda: score_text(text, self.plan, self._scheduler.loop.target, top=logprobs)
+        )
         self._start()
-        self._do(run)
-        found: Completion = self._outcome(call)
-        return found
+        self._call_in_thread(run)
+        scored: Completion = self._wait_for(call)
+        return scored
 
-    def alone(self, work: Callable[[Models, Loop], T]) -> T:
+    def run_alone(self, work: Callable[[Models, Loop], T]) -> T:
         """Call a function with the models and the loop while no request is in progress.
 
         It waits for the requests before it; those after it wait for it. It runs in the engine's
@@ -260,20 +257,10 @@ class Engine:
             assert self._models is not None
             return work(self._models, self._scheduler.loop)
 
-        call = Call(run)
+        call = EngineCall(run)
         self._add(call)
-        value: T = self._outcome(call)
+        value: T = self._wait_for(call)
         return value
-
-    def _outcome(self, call: Call) -> Any:
-        """Wait for a call, and return its value or raise its exception."""
-        with self._news:
-            self._news.wait_for(lambda: call.done or self._stopping)
-        if call.error is not None:
-            raise call.error
-        if not call.done:
-            raise self._refusal()
-        return call.value
 
     def close(self) -> None:
         """End the requests in progress, and free the models. Their results raise UserError.
@@ -283,15 +270,15 @@ class Engine:
         """
         if threading.main_thread().is_alive():  # otherwise Python is ending, and may call this
             atexit.unregister(self.close)
-        with self._news:
+        with self._changed:
             self._stopping = True
-        self._tell()
+        self._wake_callers()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         if self._closed:
             return
         self._closed = True
-        if self._ready:
+        if self._has_loop:
             keep_learnt(self.plan.profile, self._scheduler.loop.lengths)
         if self._models is not None:
             self._models.close()
@@ -304,80 +291,107 @@ class Engine:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _ask(
+    # Methods before `_run_rounds` run in the callers' threads. `_run_rounds` and those after it run
+    # in the engine's thread; in the caller's for `draw`, which has no such thread.
+
+    def _submit(
         self, prompts: Prompts, n: int | None, sampling: Sampling | None, *, streams: bool
     ) -> Results[Any]:
         check_prompts_kind(prompts)
         job = _job_of_call(self.plan, n, sampling)
-        prompts, source = first_prompts(prompts, job.limit), None
+        prompts, feed = first_prompts(prompts, job.limit), None
         if isinstance(prompts, Sequence):
             every, known = checked_list(prompts, job)
             request = Request(job, iter(every), count=known.count, streams=streams)
         else:
             named = prompts_for(job, prompts)
-            source = Fed(named, -(-self.plan.rows // job.n), self._tell)
-            request = Request(job, source, streams=streams)
+            feed = PromptFeed(named, -(-self.plan.rows // job.n), self._wake_callers)
+            request = Request(job, feed, streams=streams)
         self._add(request)
-        return Results(self, request, source)
+        return Results(self, request, feed)
 
-    def _add(self, request: Request | Call) -> None:
+    def _add(self, request: Request | EngineCall) -> None:
         """Add a request, for the thread."""
         self._start()
-        self._do(lambda: self._scheduler.add(request))
+        self._call_in_thread(lambda: self._scheduler.add(request))
 
     def _start(self) -> None:
         """Start the thread at the first call."""
-        with self._starting:
+        with self._start_lock:
             if self._thread is None and not self._stopping:
                 self._load()
-                self._thread = threading.Thread(target=self._run, daemon=True, name="bass engine")
+                self._thread = threading.Thread(
+                    target=self._run_rounds, daemon=True, name="bass engine"
+                )
                 self._thread.start()
                 # Python would end the thread inside torch, which aborts the process
                 atexit.register(self.close)
 
     def _load(self) -> None:
         """Load the models, unless a loop was given."""
-        if self._models is None and self._given is None:
+        if self._models is None and self._given_loop is None:
             self._on_phase("loading the weights")
             with self.plan.need.explained():
                 self._models = load_models(self.plan, self._on_bytes)
 
-    def _next(self, request: Request, source: Fed | None) -> Any | None:
+    def _call_in_thread(self, work: Callable[[], None]) -> None:
+        """Let the engine's thread call a function before its next round."""
+        with self._changed:
+            if self._stopping:
+                raise self._closed_error()
+            self._thread_calls.append(work)
+            self._changed.notify_all()
+
+    def _wait_for(self, call: EngineCall) -> Any:
+        """Wait for a call, and return its value or raise its exception."""
+        with self._changed:
+            self._changed.wait_for(lambda: call.done or self._stopping)
+        if call.error is not None:
+            raise call.error
+        if not call.done:
+            raise self._closed_error()
+        return call.value
+
+    def _next_result(self, request: Request, feed: PromptFeed | None) -> Any | None:
         """Return the next result of a request; None after the last one."""
         while True:
-            with self._news:
-                self._news.wait_for(lambda: self._has_news(request, source))
-            if (found := self._taken(request, source)) is not _LATER:
-                return found
+            with self._changed:
+                self._changed.wait_for(lambda: self._can_advance(request, feed))
+            if (result := self._advance(request, feed)) is not _NOT_YET:
+                return result
 
-    async def _next_async(self, request: Request, source: Fed | None) -> Any | None:
-        """Do `next` without blocking the event loop."""
+    async def _next_result_async(self, request: Request, feed: PromptFeed | None) -> Any | None:
+        """Do `_next_result` without blocking the event loop."""
         loop = asyncio.get_running_loop()
         while True:
-            told = loop.create_future()
+            woken = loop.create_future()
 
-            def tell(told: asyncio.Future[None] = told) -> None:
-                loop.call_soon_threadsafe(_set, told)
+            def wake(woken: asyncio.Future[None] = woken) -> None:
+                loop.call_soon_threadsafe(_set_result, woken)
 
-            with self._news:
-                if not self._has_news(request, source):
-                    self._listeners.append(tell)
+            with self._changed:
+                if not self._can_advance(request, feed):
+                    self._async_wakers.append(wake)
                 else:
-                    _set(told)
-            await told
-            if (found := self._taken(request, source)) is not _LATER:
-                return found
+                    _set_result(woken)
+            await woken
+            if (result := self._advance(request, feed)) is not _NOT_YET:
+                return result
 
-    def _has_news(self, request: Request, source: Fed | None) -> bool:
-        """Whether `_taken` has something to do."""
-        wanted = source is not None and source.wanted
+    def _can_advance(self, request: Request, feed: PromptFeed | None) -> bool:
+        """Return whether `_advance` need not wait."""
+        wanted = feed is not None and feed.wanted
         return bool(request.results) or request.finished or self._stopping or wanted
 
-    def _taken(self, request: Request, source: Fed | None) -> Any:
-        """Return the next result, None after the last one, or _LATER after reading a prompt."""
-        if source is not None and source.wanted and not request.finished:
-            source.read()
-            self._do(lambda: None)
+    def _advance(self, request: Request, feed: PromptFeed | None) -> Any:
+        """Read a prompt if the engine needs one, then return the next result.
+
+        Returns:
+            None after the last result; _NOT_YET if there is no result yet.
+        """
+        if feed is not None and feed.wanted and not request.finished:
+            feed.read()
+            self._call_in_thread(lambda: None)
         if request.results and not request.cancelled:
             with contextlib.suppress(IndexError):  # another thread took or cancelled it
                 return request.results.popleft()
@@ -386,8 +400,8 @@ class Engine:
         if request.finished:
             return None
         if self._stopping:
-            raise self._refusal()
-        return _LATER
+            raise self._closed_error()
+        return _NOT_YET
 
     def _cancel(self, request: Request) -> None:
         """End a request."""
@@ -395,87 +409,80 @@ class Engine:
             return
         request.cancelled = True
         request.results.clear()
-        with self._news:
+        with self._changed:
             if not self._stopping:
-                self._calls.append(lambda: self._scheduler.cancel(request))
-                self._news.notify_all()
+                self._thread_calls.append(lambda: self._scheduler.cancel(request))
+                self._changed.notify_all()
 
-    def _do(self, work: Callable[[], None]) -> None:
-        """Let the thread do something before its next round."""
-        with self._news:
-            if self._stopping:
-                raise self._refusal()
-            self._calls.append(work)
-            self._news.notify_all()
-
-    def _refusal(self) -> Exception:
+    def _closed_error(self) -> Exception:
         if self._error is None:
             return UserError("the engine is closed; make a new one")
         kind = type(self._error) if isinstance(self._error, UserError) else RuntimeError
         return kind(f"the engine failed: {self._error}")
 
-    def _tell(self) -> None:
+    def _wake_callers(self) -> None:
         """Wake all callers that wait for results."""
-        with self._news:
-            listeners, self._listeners = self._listeners, []
-            self._news.notify_all()
-        for tell in listeners:
+        with self._changed:
+            wakers, self._async_wakers = self._async_wakers, []
+            self._changed.notify_all()
+        for wake in wakers:
             with contextlib.suppress(RuntimeError):  # the event loop is closed
-                tell()
+                wake()
 
-    def _run(self) -> None:
+    def _run_rounds(self) -> None:
         """Run rounds until the engine is closed."""
         scheduler = self._scheduler
         try:
             while True:
-                with self._news:
+                with self._changed:
                     if scheduler.idle or scheduler.waits_for_prompt:
-                        self._news.wait_for(lambda: self._calls or self._stopping)
+                        self._changed.wait_for(lambda: self._thread_calls or self._stopping)
                     if self._stopping:
                         return
-                    calls, self._calls = self._calls, deque()
+                    calls, self._thread_calls = self._thread_calls, deque()
                 for work in calls:
                     work()
                 if not scheduler.idle:
-                    self._step(scheduler.step)
+                    self._step_or_halve(scheduler.step)
         except BaseException as error:  # raised for every caller
             self._error = error
             try:
                 scheduler.deliver()
             finally:
-                with self._news:
+                with self._changed:
                     self._stopping = True
-                self._tell()
+                self._wake_callers()
 
-    def _step(self, step: Callable[[], None]) -> None:
-        """Run a round; with half the rows if memory runs out, as long as that is possible."""
+    def _step_or_halve(self, step: Callable[[], None]) -> None:
+        """Call `step` when the scheduler has a loop. If memory runs out, halve the rows and call it
+        again, as long as that is possible."""
         while True:
             with self.plan.need.explained():
                 try:
-                    self._prepare()
+                    self._ensure_loop()
                     step()
                     return
                 except Exception as error:
-                    if not is_refused_memory(error) or not self._may_halve():
+                    if not is_refused_memory(error) or not self._can_halve():
                         raise
             self._scheduler.stop()
-            self._ready = False
+            self._has_loop = False
             self.plan = halved(self.plan, self._on_note)
 
-    def _prepare(self) -> None:
+    def _ensure_loop(self) -> None:
         """Give the scheduler a loop over the models."""
-        if not self._ready:
-            loop = self._given
+        if not self._has_loop:
+            loop = self._given_loop
             if loop is None:
                 assert self._models is not None
                 loop = ready_loop(self.plan, self._models, self._on_phase, self._on_note)
-            if self._keeps:
+            if self._resident:
                 loop.capture_early()
             self._on_phase(READING[self.plan.device.type])  # the first round ends this phase
             self._scheduler.resume(loop)
-            self._ready = True
+            self._has_loop = True
 
-    def _may_halve(self) -> bool:
+    def _can_halve(self) -> bool:
         """Whether the work can go on with fewer rows and the same samples."""
         shared = self.plan.job.speculation.coupling == "shared"
         whole = self._models is not None and self._models.followers is None
@@ -489,26 +496,26 @@ class Results(Generic[T]):
     raised if the request could not go on.
     """
 
-    def __init__(self, engine: Engine, request: Request, source: Fed | None):
-        self._engine, self._request, self._source = engine, request, source
+    def __init__(self, engine: Engine, request: Request, feed: PromptFeed | None):
+        self._engine, self._request, self._feed = engine, request, feed
 
     def __iter__(self) -> Results[T]:
         return self
 
     def __next__(self) -> T:
-        found: T | None = self._engine._next(self._request, self._source)
-        if found is None:
+        result: T | None = self._engine._next_result(self._request, self._feed)
+        if result is None:
             raise StopIteration
-        return found
+        return result
 
     def __aiter__(self) -> Results[T]:
         return self
 
     async def __anext__(self) -> T:
-        found: T | None = await self._engine._next_async(self._request, self._source)
-        if found is None:
+        result: T | None = await self._engine._next_result_async(self._request, self._feed)
+        if result is None:
             raise StopAsyncIteration
-        return found
+        return result
 
     def close(self) -> None:
         """Cancel the samples that are left."""
@@ -522,9 +529,23 @@ class Results(Generic[T]):
         self.close()
 
 
-def _set(told: asyncio.Future[None]) -> None:
-    if not told.done():  # it may be cancelled
-        told.set_result(None)
+def _set_result(woken: asyncio.Future[None]) -> None:
+    if not woken.done():  # it may be cancelled
+        woken.set_result(None)
+
+
+def _text_to_score(
+    prompt: str | Mapping[str, Any], completion: str | Sequence[int], column: str
+) -> Prompt:
+    """Return the prompt with the completion that is scored. For the arguments see Engine.score."""
+    fields = {column: prompt} if isinstance(prompt, str) else prompt
+    if not isinstance(fields, Mapping):
+        raise UserError(f"prompt: a text or a mapping is needed, not {shown(prompt)}")
+    is_list = isinstance(completion, Iterable) and not isinstance(completion, str)
+    listed = list(completion) if is_list else completion
+    (text,) = prompts_of([{**fields, COLUMN: listed}], column=column)
+    check([text])
+    return text
 
 
 def _job_of_call(plan: Plan, n: int | None, sampling: Sampling | None) -> Job:

@@ -91,8 +91,11 @@ class Request:
         return self.delivered or self.cancelled or self.error is not None
 
 
-class Call:
-    """A function that runs while no request is in progress, with its outcome."""
+class EngineCall:
+    """A function that the engine's thread runs, with its outcome.
+
+    The scheduler runs the ones that it gets while no request is in progress.
+    """
 
     def __init__(self, work: Callable[[], Any]):
         self.work = work
@@ -101,7 +104,7 @@ class Call:
         self.done = False
 
     def run(self) -> None:
-        """Call the function. An interruption is raised; other exceptions are stored."""
+        """EngineCall the function. An interruption is raised; other exceptions are stored."""
         try:
             self.value = self.work()
         except Exception as error:
@@ -109,18 +112,20 @@ class Call:
         self.done = True
 
 
-class Fed:
-    """The prompts of an iterator that the caller of a request reads, not the engine's thread.
+class PromptFeed:
+    """Passes prompts from the caller of a request, who reads them, to the engine's thread.
 
-    For the engine it is an iterator that yields None while there is no prompt.
+    For the engine it is an iterator that yields None while there is no prompt. So an iterable that
+    blocks, or that belongs to the caller's thread, does not stop the rounds of other requests.
 
     Args:
-        most: How many prompts are read ahead at most.
-        tell: Called when a prompt is wanted.
+        prompts: Read by `read`, in the caller's thread.
+        most_ahead: How many prompts are read ahead at most.
+        on_wanted: Called in the engine's thread when a prompt is wanted.
     """
 
-    def __init__(self, prompts: Iterator[Prompt], most: int, tell: Callable[[], None]):
-        self._prompts, self._most, self._tell = prompts, most, tell
+    def __init__(self, prompts: Iterator[Prompt], most_ahead: int, on_wanted: Callable[[], None]):
+        self._prompts, self._most_ahead, self._on_wanted = prompts, most_ahead, on_wanted
         self._read = deque[Prompt]()
         self._ended = False
         self._error: Exception | None = None
@@ -141,7 +146,7 @@ class Fed:
             self._error = error
         self._ended = True
 
-    def __iter__(self) -> Fed:
+    def __iter__(self) -> PromptFeed:
         return self
 
     def __next__(self) -> Prompt | None:
@@ -152,8 +157,8 @@ class Fed:
             raise self._error
         if ended:
             raise StopIteration
-        self._ahead = min(max(2 * self._ahead, 1), self._most)
-        self._tell()
+        self._ahead = min(max(2 * self._ahead, 1), self._most_ahead)
+        self._on_wanted()
         return None
 
 

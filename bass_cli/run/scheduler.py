@@ -26,7 +26,7 @@ from bass_cli.formats.grammars import Matcher, grammars_of
 from bass_cli.io.prompts import Prompt
 from bass_cli.io.results import Completion
 from bass_cli.models.prefill import PASS
-from bass_cli.run.requests import Call, Piece, Request, VisibleText
+from bass_cli.run.requests import EngineCall, Piece, Request, VisibleText
 from bass_cli.run.tasks import (
     Ending,
     EndRule,
@@ -91,7 +91,7 @@ class Scheduler:
         self._initial_lengths: DraftLength | None = None  # a controller that has learnt nothing
         self._lengths_used = False  # whether the controller may have learnt something
         # Requests and calls that are not admitted yet, and requests that are and have not ended.
-        self._arrivals = deque[Request | Call]()
+        self._arrivals = deque[Request | EngineCall]()
         self._requests = dict[Request, RequestReader]()
         # Prompts in progress, oldest first; those in progress when the loop was left; and the keys
         # of both.
@@ -131,7 +131,7 @@ class Scheduler:
         if request.error is not None:
             raise request.error
 
-    def add(self, request: Request | Call) -> None:
+    def add(self, request: Request | EngineCall) -> None:
         """Let a request begin as soon as it can share the batch, or call a function as soon as no
         request is in progress. Later ones do not overtake it."""
         self._arrivals.append(request)
@@ -215,7 +215,7 @@ class Scheduler:
             self._arrivals.popleft()
         while self._arrivals and not self._maximal:
             following = self._arrivals[0]
-            if isinstance(following, Call):
+            if isinstance(following, EngineCall):
                 return
             self._begin_request(following)
             self._arrivals.popleft()

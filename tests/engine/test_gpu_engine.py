@@ -48,7 +48,7 @@ def test_calls_share_captured_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyP
             next(engine.stream(PROMPTS[:1], n=1))
             seconds.append(time.perf_counter() - began)
         assert min(seconds) < 0.1
-        assert engine.alone(lambda models, loop: len(loop.batch)) == 0
+        assert engine.run_alone(lambda models, loop: len(loop.batch)) == 0
 
 
 # windows and soft caps; windows and sinks; keys and values of different sizes
