@@ -144,6 +144,20 @@ def test_links_of_documents_lead_to_files_and_headings():
     )
 
 
+def test_messages_that_the_guide_explains_occur_in_the_code():
+    """Each message in docs/guide/errors.md is a part of one text in bass_cli."""
+    page = (ROOT / "docs" / "guide" / "errors.md").read_text(encoding="utf-8")
+    messages = set(re.findall(r"^\| `(.+?)` \|", page, re.MULTILINE))
+    assert len(messages) > 15
+    texts = {
+        node.value
+        for path in FILES
+        for node in ast.walk(syntax_of(path))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    assert {one for one in messages if not any(one in text for text in texts)} == set()
+
+
 def leads(page, target):
     """Return whether the file of a link exists, and has the heading that the link names."""
     name, _, heading = target.partition("#")
