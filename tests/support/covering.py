@@ -1,6 +1,7 @@
 """Few cases that together contain every combination of a few settings (covering arrays)."""
 
 import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ def covering(axes: Mapping[str, Sequence[Any]], strength: int = 2) -> list[tuple
     are together in some case. Each call returns the same cases.
 
     A case begins with the first combination that no case has. Then each other axis takes the value
-    that adds the most combinations.
+    that adds the most combinations; of several, the one that cases have had least often.
     """
     places = range(len(axes))
     values = list(axes.values())
@@ -19,25 +20,29 @@ def covering(axes: Mapping[str, Sequence[Any]], strength: int = 2) -> list[tuple
         for chosen in itertools.combinations(places, strength)
         for found in itertools.product(*(range(len(values[place])) for place in chosen))
     }
-    cases = []
+    cases, uses = [], Counter()
     while missing:
         case = dict(next(iter(missing)))
         for place in places:
             if place not in case:
-                case[place] = max(
-                    range(len(values[place])),
-                    key=lambda value: len(_new(case | {place: value}, missing, strength, place)),
-                )
+                gains = {
+                    value: (
+                        _gain(case | {place: value}, missing, strength, place),
+                        -uses[place, value],
+                    )
+                    for value in range(len(values[place]))
+                }
+                case[place] = max(gains, key=gains.__getitem__)
         for combination in itertools.combinations(sorted(case.items()), strength):
             missing.pop(combination, None)
+        uses.update(case.items())
         cases.append(tuple(values[place][case[place]] for place in places))
     return cases
 
 
-def _new(case, missing, strength, place):
-    """Return the missing combinations of a case, or of a part of one, that contain this place."""
-    return [
-        combination
+def _gain(case, missing, strength, place):
+    """Return how many missing combinations a case, or a part of one, has with this place."""
+    return sum(
+        combination in missing and any(at == place for at, _ in combination)
         for combination in itertools.combinations(sorted(case.items()), strength)
-        if any(at == place for at, _ in combination) and combination in missing
-    ]
+    )
