@@ -80,8 +80,8 @@ def poisoned(given):
 
 
 def skip_slow_compilation(dtype, size, lines):
-    if dtype == torch.float32 and size == 256 and lines > 32:
-        pytest.skip("takes 40 s to compile, because tensor cores cannot multiply float32 exactly")
+    if dtype == torch.float32 and size * lines > 5000:
+        pytest.skip("takes 10 to 40 s to compile: tensor cores cannot multiply float32 exactly")
 
 
 @pytest.mark.parametrize(tuple(ATTENTION), thinned_on_cpu(covering(ATTENTION, 3), 40))
