@@ -128,7 +128,7 @@ def test_changes_between_rounds_are_sent_in_one_copy(monkeypatch):
     loop.swap_rows([1, 4], rows[6:7])  # one takes a place, one moves
     cache.swap_rows(ended=[0], moved=[(2, 0)])
     assert sent == [loop.batch._sender, cache._sender]
-    assert [row.sample for row in loop.batch.hosts] == [0, 6, 2, 3, 5]
+    assert [row.sample for row in loop.batch.live_rows] == [0, 6, 2, 3, 5]
     assert loop.batch.tokens[:5, :3].tolist() == [[1, 2, 3]] * 5
-    loop.batch.hosts[1].limit = 3
+    loop.batch.live_rows[1].limit = 3
     assert (loop.batch.rooms(), loop.batch.most_room()) == ([9, 3, 9, 9, 9], 9)

@@ -1,10 +1,10 @@
 """Drafters that read the target's hidden states: a whole block in one pass (DFlash), optionally
-with a bias at each place from the token before it (DSpark); or token by token (EAGLE-3).
+with a bias at each position from the token before it (DSpark); or token by token (EAGLE-3).
 
 Every pass of the target writes what they read (models/heads.py). So nothing is missing after plain
 rounds or before a row's first round, and these drafters need not follow prompts and rows. A block
-always has all its places, however few drafts are wanted: its places attend to each other, so a
-draft would otherwise depend on how many others there are, and on which graphs exist.
+always has all its positions, however few drafts are wanted. They attend to each other, so a draft
+would otherwise depend on how many others there are, and on which graphs exist.
 """
 
 from __future__ import annotations
@@ -67,15 +67,17 @@ class HeadDrafter(ReadingDrafter[FeatureHead]):
         if not spec.rank:
             logits = self.head.whole(logits)
             return propose_at_once(logits, params, batch, coupling=self._coupling)
-        # Every place has a bias from the token before it.
+        # Every position has a bias from the token before it.
         lengths = batch.lengths[: batch.rows]
-        places = lengths + batch.steps(0, length)[:, None]
+        targets = lengths + batch.steps(0, length)[:, None]
 
-        def logits_of(place: int, last: Tensor | None) -> Tensor:
+        def logits_of(step: int, last: Tensor | None) -> Tensor:
             last = block[:, 0] if last is None else last
-            return self.head.whole(self.head.after(last, logits[:, place]))
+            return self.head.whole(self.head.after(last, logits[:, step]))
 
-        return propose_chain(logits_of, places, params, batch, coupling=self._coupling, scored=True)
+        return propose_chain(
+            logits_of, targets, params, batch, coupling=self._coupling, scored=True
+        )
 
 
 class ChainDrafter(ReadingDrafter[ChainHead]):
@@ -94,9 +96,9 @@ class ChainDrafter(ReadingDrafter[ChainHead]):
             return Proposal.empty(batch)
         params, lengths = batch.params.at(self._temperature), batch.lengths[: batch.rows]
         # Step by step, so that each line is contiguous.
-        places = lengths + batch.steps(0, length)[:, None]
+        targets = lengths + batch.steps(0, length)[:, None]
         # A row's last token is paired with the feature of the token before it, at that position.
-        positions, ends = places[:, :, None] - 2, batch.ends(length - 1)
+        positions, ends = targets[:, :, None] - 2, batch.ends(length - 1)
         features: Tensor | None = None
 
         def logits_of(step: int, last: Tensor | None) -> Tensor:
@@ -110,7 +112,7 @@ class ChainDrafter(ReadingDrafter[ChainHead]):
             return self.head.whole(logits)
 
         return propose_chain(
-            logits_of, places, params, batch, coupling=self._coupling, goes_on=goes_on
+            logits_of, targets, params, batch, coupling=self._coupling, goes_on=goes_on
         )
 
 

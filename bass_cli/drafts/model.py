@@ -67,8 +67,8 @@ class ModelRows(Drafter):
         self.runner.follow(change)
         for source, target in change.moved:
             self._fed[target] = self._fed[source]
-        for places, _ in change.begun:
-            self._fed[list(places)] = self.runner.cache.base(places[0])
+        for indices, _ in change.begun:
+            self._fed[list(indices)] = self.runner.cache.base(indices[0])
 
     def catch_up(self, batch: Batch, behind: Tensor, count: int) -> None:
         if (states := self._states) is not None:
@@ -143,7 +143,7 @@ class ModelDrafter(ModelRows):
         params = batch.params.at(self._temperature, self._factor)
         lengths = batch.lengths[: batch.rows]
         # Step by step, so that each line is contiguous.
-        places = lengths + batch.steps(0, length)[:, None]
+        positions = lengths + batch.steps(0, length)[:, None]
         first = batch.last(2, self.runner.cache.bases(batch.rows))
         starts = None if self._states is None else self._starts(batch, 2)
         drafts = list[Tensor]()
@@ -152,11 +152,11 @@ class ModelDrafter(ModelRows):
             if starts is not None:
                 drafts.extend(() if last is None else (last,))
                 return self._from_start(batch, starts, drafts)
-            fed = first if last is None else (last[:, None], places[step - 1][:, None])
+            fed = first if last is None else (last[:, None], positions[step - 1][:, None])
             return self.runner.forward(*fed, batch.ends(step), last=1)[:, 0]
 
         found = propose_chain(
-            logits_of, places, params, batch, coupling=self._coupling, goes_on=goes_on
+            logits_of, positions, params, batch, coupling=self._coupling, goes_on=goes_on
         )
         self._fed -= length - found.tokens.shape[1]  # `expect` has counted all of them
         return found
@@ -237,7 +237,7 @@ class ParallelDrafter(ModelRows):
         masks = known.new_full((batch.rows, length - 1), self._mask)
         return (
             torch.cat((known, masks), 1),
-            torch.cat((positions, batch.places(0, length - 1)), 1),
+            torch.cat((positions, batch.positions(0, length - 1)), 1),
             batch.ends(length - 1),
         )
 
@@ -257,7 +257,7 @@ def make_parallel(parts: DraftParts) -> Drafter:
 
 def propose_chain(
     logits_of: Callable[[int, Tensor | None], Tensor],
-    places: Tensor,
+    positions: Tensor,
     params: SamplingParams,
     batch: Batch,
     *,
@@ -265,7 +265,7 @@ def propose_chain(
     scored: bool = False,
     goes_on: Callable[[Tensor], bool] | None = None,
 ) -> Proposal:
-    """Draft one token after the other for `places` [k, B]. The rows' logits processors apply, so
+    """Draft one token after the other at `positions` [k, B]. The rows' logits processors apply, so
     that more drafts are accepted.
 
     Args:
@@ -279,7 +279,7 @@ def propose_chain(
     tokens: list[Tensor] = []
     scores: list[Tensor] = []
     distributions: list[ops.Distribution] = []
-    for step, at in enumerate(places):
+    for step, at in enumerate(positions):
         logits = logits_of(step, tokens[-1] if tokens else None)
         logits = _processed(logits, batch, tokens)
         if coupling == "maximal":
@@ -309,12 +309,12 @@ def _processed(logits: Tensor, batch: Batch, drafts: Sequence[Tensor]) -> Tensor
     rows = torch.arange(batch.rows, device=logits.device)
     rows = rows.repeat_interleave(len(logits) // batch.rows)
     before = torch.stack([*drafts], 1) if drafts else batch.tokens.new_zeros(batch.rows, 0)
-    places = torch.full_like(rows, len(drafts))
-    return batch.process_packed(logits, rows, places, before, masked=False)
+    steps = torch.full_like(rows, len(drafts))
+    return batch.process_packed(logits, rows, steps, before, masked=False)
 
 
 def _stacked(distributions: list[ops.Distribution]) -> ops.Distribution:
-    """Stack the distributions [B, V] of consecutive places to one, [B, k, V]."""
+    """Stack the distributions [B, V] of consecutive positions to one, [B, k, V]."""
     values, edges = zip(*distributions, strict=True)
     return ops.Distribution(
         torch.stack(values, 1), None if edges[0] is None else torch.stack(edges, 1)
@@ -324,16 +324,16 @@ def _stacked(distributions: list[ops.Distribution]) -> ops.Distribution:
 def propose_at_once(
     logits: Tensor, params: SamplingParams, batch: Batch, *, coupling: str
 ) -> Proposal:
-    """Draft from logits [B, k, V] of the places after the rows' ends, each by itself. Under
+    """Draft from logits [B, k, V] of the positions after the rows' ends, each by itself. Under
     shared coupling the proposal has scores."""
     rows, length = logits.shape[:2]
-    places = batch.places(0, length).flatten()
+    positions = batch.positions(0, length).flatten()
     flat = _processed(logits.flatten(0, 1), batch, ())
     if coupling == "shared":
-        found, scores = params.sample(flat, places)
+        found, scores = params.sample(flat, positions)
         return Proposal(found.view(rows, length), None, scores=scores.view(rows, length))
     starts, params = batch.lengths[:rows].repeat_interleave(length), params.repeat(length)
-    tokens, probs = params.draft(flat, places, starts)
+    tokens, probs = params.draft(flat, positions, starts)
     values, edges = (None if part is None else part.unflatten(0, (-1, length)) for part in probs)
     assert values is not None
     return Proposal(tokens.view(rows, length), ops.Distribution(values, edges))

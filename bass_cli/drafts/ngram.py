@@ -39,7 +39,7 @@ class LookupDrafter(Drafter):
     def __init__(self, sources: Sequence[str] = SOURCES) -> None:
         self._sources = frozenset(sources)
         self._prompts: dict[str, Index] = {}
-        self._samples: dict[int, _RowIndexes] = {}  # by place
+        self._samples: dict[int, _RowIndexes] = {}  # by the row's index
         self._acceptance = EstimatedAcceptance()
         self._found: list[tuple[Row, Guess]] = []  # of the last lookup, if worth verifying
         self._skipped: list[tuple[Row, Guess]] = []  # of a lookup that was not verified
@@ -62,14 +62,14 @@ class LookupDrafter(Drafter):
         del self._prompts[key]
 
     def follow(self, change: Change) -> None:
-        for place in change.ended:
-            sample = self._samples.pop(place)
+        for index in change.ended:
+            sample = self._samples.pop(index)
             if sample.row is not None:
                 sample.catch_up(sample.row)
         for source, target in change.moved:
             self._samples[target] = self._samples.pop(source)
-        for places, key in change.begun:
-            self._samples |= {place: self._begin(self._prompts[key]) for place in places}
+        for indices, key in change.begun:
+            self._samples |= {index: self._begin(self._prompts[key]) for index in indices}
 
     def _begin(self, shared: Index) -> _RowIndexes:
         if "siblings" in self._sources:
@@ -87,7 +87,7 @@ class LookupDrafter(Drafter):
         if not any(counts):
             return Proposal.empty(batch)._replace(num_drafts=counts)
         filled: list[int] = []
-        for guess, row in zip(guesses, batch.hosts, strict=True):
+        for guess, row in zip(guesses, batch.live_rows, strict=True):
             filled += guess.tokens
             filled += row.tokens[-1:] * (length - len(guess.tokens))
         tokens = torch.from_numpy(numpy.array(filled, dtype=numpy.int64)).view(len(batch), length)
@@ -99,8 +99,8 @@ class LookupDrafter(Drafter):
     def learn(self, batch: Batch) -> None:
         """Index the new tokens of all rows before any lookup, because samples of a prompt share
         them."""
-        for place, row in enumerate(batch.hosts):
-            sample = self._samples[place]
+        for index, row in enumerate(batch.live_rows):
+            sample = self._samples[index]
             self._judge(sample.guesses, row)
             sample.catch_up(row)
 
@@ -119,15 +119,15 @@ class LookupDrafter(Drafter):
     def look_up(self, batch: Batch, length: int) -> list[Guess]:
         """Return a guess for every live row."""
         found, num_drafts, tail, enough = [], self._acceptance.num_drafts, SIZES[0], self._enough
-        for place, row in enumerate(batch.hosts):
-            sample = self._samples[place]
+        for index, row in enumerate(batch.live_rows):
+            sample = self._samples[index]
             tokens, matched = follow(sample.indexes, row.tokens[-tail:], length, enough=enough)
             count = min(num_drafts(matched), max(row.room - 1, 0)) if tokens else 0
             guess = Guess(len(row.tokens), tokens, matched, count)
             if tokens:
                 sample.guesses.append(guess)
             found.append(guess)
-        rows = zip(batch.hosts, found, strict=True)
+        rows = zip(batch.live_rows, found, strict=True)
         self._found = [(row, guess) for row, guess in rows if guess.count]
         return found
 

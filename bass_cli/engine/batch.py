@@ -27,8 +27,8 @@ __all__ = ["Batch", "Change", "Row", "beyond"]
 
 
 def beyond(longest: int) -> int:
-    """Return how many places beyond its limit a row may use with drafts of up to `longest` tokens.
-    Its last round may go past the limit, and a round launched meanwhile further still."""
+    """Return how many positions beyond its limit a row may use with up to `longest` drafts. Its
+    last round may go past the limit, and a round launched meanwhile further still."""
     return 2 * (cover(longest) + 1)
 
 
@@ -37,7 +37,7 @@ class Batch:
 
     tokens: [rows, context] int64 on the device. Places from a row's length on hold no valid data.
     lengths: [rows] int64 on the device.
-    hosts: the live Rows, in order.
+    live_rows: the live Rows, by index.
     processors: what changes the rows' logits before they are sampled.
     changes: how often the live rows have changed.
     reports: what rounds report; it covers the reports of all live rows (of the last ones if none is
@@ -53,7 +53,7 @@ class Batch:
 
     Args:
         vocab: the number of the target's ids; only rows with logits processors need it.
-        columns: the number of its logits in a place. Default: vocab.
+        columns: the number of its logits at a position. Default: vocab.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Batch:
         self._alive, self._params, self._penalties = params_of(self._fixed, rows)
         self.processors = Processors(rows, (vocab, columns or vocab), device)
         self.host_state = HostState(rows)
-        self.hosts: list[Row] = []
+        self.live_rows: list[Row] = []
         self._moves = 0  # of `tokens` to another address
         self.changes = 0
         self.reports = NO_REPORT
@@ -87,7 +87,7 @@ class Batch:
         self._padded: int | None = None
 
     def __len__(self) -> int:
-        return len(self.hosts)
+        return len(self.live_rows)
 
     @property
     def version(self) -> tuple[int, int]:
@@ -98,7 +98,7 @@ class Batch:
     @property
     def rows(self) -> int:
         """Rows that device operations take: the live ones, or the number set by `pad`."""
-        return len(self.hosts) if self._padded is None else self._padded
+        return len(self.live_rows) if self._padded is None else self._padded
 
     def announce(self, step: int, drafts: Tensor) -> None:
         """Send the drafts [B] of a step to the host before the round's other ones are made, if a
@@ -108,7 +108,7 @@ class Batch:
 
     def pad(self, rows: int | None) -> None:
         """Let device operations take the first `rows` rows; None: the live ones."""
-        assert rows is None or len(self.hosts) <= rows <= self.capacity
+        assert rows is None or len(self.live_rows) <= rows <= self.capacity
         self._padded = rows
 
     @contextlib.contextmanager
@@ -146,7 +146,7 @@ class Batch:
         return self._live(LENGTH)
 
     def _live(self, column: int) -> NDArray[numpy.int64]:
-        return self.host_state.numbers[: len(self.hosts), column]
+        return self.host_state.numbers[: len(self.live_rows), column]
 
     @property
     def alive(self) -> Tensor:
@@ -159,34 +159,34 @@ class Batch:
         return params if self.processors.min_p else params._replace(min_p=None)
 
     def swap_rows(self, ended: Sequence[int], rows: Sequence[Row]) -> Change:
-        """End the rows at the places `ended` and make `rows` live.
+        """End the rows with the indices `ended` and make `rows` live.
 
-        New rows take the places of ended ones; if there are fewer, the last rows move to the free
-        places. It takes one copy to the device, and the host does not wait for it.
+        New rows take the indices of ended ones; if there are fewer, the last rows move to the free
+        ones. It takes one copy to the device, and the host does not wait for it.
         """
-        leaving, old = sorted(ended), len(self.hosts)
+        leaving, old = sorted(ended), len(self.live_rows)
         count = old - len(leaving) + len(rows)
         assert count <= self.capacity
-        places = [*leaving, *range(old, count)][: len(rows)]
-        holes = [place for place in leaving[len(rows) :] if place < count]
+        indices = [*leaving, *range(old, count)][: len(rows)]
+        free = [index for index in leaving[len(rows) :] if index < count]
         gone = set(leaving)
-        sources = [place for place in range(count, old) if place not in gone]
-        for place in leaving:
-            self.hosts[place].leave()
-        self._write(places, rows, sources, holes, count)
-        self._send(places, rows, sources, holes, slice(count, max(count, old)))
+        sources = [index for index in range(count, old) if index not in gone]
+        for index in leaving:
+            self.live_rows[index].leave()
+        self._write(indices, rows, sources, free, count)
+        self._send(indices, rows, sources, free, slice(count, max(count, old)))
         self.changes += 1
-        if self.hosts:
-            self.reports = covering(row.report for row in self.hosts)
-            self.masked = any(row.matcher is not None for row in self.hosts)
+        if self.live_rows:
+            self.reports = covering(row.report for row in self.live_rows)
+            self.masked = any(row.matcher is not None for row in self.live_rows)
         begun = (
-            (tuple(place for place, _ in group), key)
+            (tuple(index for index, _ in group), key)
             for key, group in itertools.groupby(
-                zip(places, rows, strict=True), key=lambda one: one[1].key
+                zip(indices, rows, strict=True), key=lambda pair: pair[1].key
             )
         )
-        moved = tuple(zip(sources, holes, strict=True))
-        self.allocator.swap_rows(leaving, moved, places)
+        moved = tuple(zip(sources, free, strict=True))
+        self.allocator.swap_rows(leaving, moved, indices)
         return Change(tuple(leaving), moved, tuple(begun), self.allocator.runs.copy())
 
     def room(self, tokens: float, *, ended: Sequence[int] = ()) -> int:
@@ -194,11 +194,11 @@ class Batch:
         already). At least 1 if no row is live.
 
         Args:
-            ended: places of rows that have ended and are not counted.
+            ended: indices of rows that have ended and are not counted.
         """
-        live = numpy.ones(len(self.hosts), dtype=bool)
+        live = numpy.ones(len(self.live_rows), dtype=bool)
         live[list(ended)] = False
-        blocks, sizes = self.allocator.blocks, self.allocator.runs[1, : len(self.hosts)][live]
+        blocks, sizes = self.allocator.blocks, self.allocator.runs[1, : len(self.live_rows)][live]
         free = self.capacity - len(sizes)
         if blocks.most == 1:
             return free
@@ -209,7 +209,7 @@ class Batch:
     def grow(self) -> tuple[Change | None, int | None]:
         """Give the rows, longest first, as many cache blocks as two more rounds may need.
 
-        Returns: the change, None if there is none; and the place of the first row that did not get
+        Returns: the change, None if there is none; and the index of the first row that did not get
             enough contiguous blocks, None if all did.
         """
         allocator = self.allocator
@@ -217,66 +217,72 @@ class Batch:
             return None, None
         generated, copied = self.generated(), list[BlockCopy]()
         needed, fails = allocator.blocks.needed(generated), None
-        (places,) = numpy.nonzero(needed > allocator.runs[1, : len(needed)])
-        for place in places[numpy.argsort(-generated[places], kind="stable")].tolist():
-            found = allocator.grow(place, int(needed[place]))
+        (growing,) = numpy.nonzero(needed > allocator.runs[1, : len(needed)])
+        for index in growing[numpy.argsort(-generated[growing], kind="stable")].tolist():
+            found = allocator.grow(index, int(needed[index]))
             if found is None:
-                fails = place
+                fails = index
                 break
             copied.append(found)
         if not copied:
             return None, fails
         return Change((), (), (), allocator.runs.copy(), tuple(copied)), fails
 
-    def surplus(self, place: int) -> list[int]:
-        """Return the rows to put back so that the row at `place` can grow; possibly that row
+    def surplus(self, index: int) -> list[int]:
+        """Return the rows to put back so that the row at `index` can grow; possibly that row
         itself.
 
-        They are the rows with the fewest tokens among those whose blocks lie in the right place,
+        They are the rows with the fewest tokens among those whose blocks lie where it must grow,
         and never the longest row, so that one row always finishes.
         """
         generated = self.generated()
         value = generated.astype(numpy.float64)
         value[longest := int(generated.argmax())] = numpy.inf
-        size = int(self.allocator.blocks.needed(generated[place : place + 1])[0])
-        others = self.allocator.rows_to_evict(size, value, grows=place)
-        return others if place == longest or value[others].sum() <= value[place] else [place]
+        size = int(self.allocator.blocks.needed(generated[index : index + 1])[0])
+        others = self.allocator.rows_to_evict(size, value, grows=index)
+        return others if index == longest or value[others].sum() <= value[index] else [index]
 
     def _write(
         self,
-        places: list[int],
+        indices: list[int],
         rows: Sequence[Row],
         sources: list[int],
-        holes: list[int],
+        free: list[int],
         count: int,
     ) -> None:
-        """Swap rows in the host's record."""
-        hosts, host_state = self.hosts, self.host_state
-        host_state.move(sources, holes)
-        self._host.move(sources, holes)
-        changed = [*zip(holes, (hosts[source] for source in sources), strict=True)]
-        changed += zip(places, rows, strict=True)
-        old = len(hosts)
-        del hosts[count:]
-        hosts += rows[len(rows) - max(count - old, 0) :]
-        for place, row in changed:
-            hosts[place] = row
+        """Swap rows in the host's record.
+
+        Args:
+            indices: of the new `rows`.
+            sources, free: the indices from which rows move, and those to which they move.
+            count: live rows afterwards.
+        """
+        live_rows, host_state = self.live_rows, self.host_state
+        host_state.move(sources, free)
+        self._host.move(sources, free)
+        changed = [*zip(free, (live_rows[source] for source in sources), strict=True)]
+        changed += zip(indices, rows, strict=True)
+        old = len(live_rows)
+        del live_rows[count:]
+        live_rows += rows[len(rows) - max(count - old, 0) :]
+        for index, row in changed:
+            live_rows[index] = row
         host_state.widen(max((row.limit for row in rows), default=0))
-        for place, row in changed:
-            row.write_to(host_state, place)
+        for index, row in changed:
+            row.write_to(host_state, index)
         self._host.clear(slice(count, max(count, old)))
-        for place, row in zip(places, rows, strict=True):
-            self._host.set(place, row.sampling, noise_key(row.seed, row.noise_id, row.sample))
+        for index, row in zip(indices, rows, strict=True):
+            self._host.set(index, row.sampling, noise_key(row.seed, row.noise_id, row.sample))
 
     def _send(
         self,
-        places: list[int],
+        indices: list[int],
         rows: Sequence[Row],
         sources: list[int],
-        holes: list[int],
+        free: list[int],
         padding: slice,
     ) -> None:
-        """Swap rows on the device."""
+        """Swap rows on the device. `padding`: rows that are no longer live; see also `_write`."""
         texts: list[list[int]] = []  # one for all rows of a prompt
         which = []
         for row in rows:
@@ -287,11 +293,11 @@ class Batch:
         for line, text in zip(lines, texts, strict=True):
             line[: len(text)] = text
         if rows:
-            of_rows = self.host_state.numbers[places]
+            of_rows = self.host_state.numbers[indices]
             longest = int((of_rows[:, LENGTH] + of_rows[:, LIMIT]).max())
             self._widen(longest + beyond(WIDTHS[-1]))
-        indexes = [*sources, *holes, *places, *which, *(len(row.prompt) for row in rows)]
-        parts = [self._host.whole, numpy.array(indexes, dtype=numpy.int64), lines.ravel()]
+        sent = [*sources, *free, *indices, *which, *(len(row.prompt) for row in rows)]
+        parts = [self._host.whole, numpy.array(sent, dtype=numpy.int64), lines.ravel()]
         fixed, numbers, flat = self._sender.send(numpy.concatenate(parts)).split(
             [len(part) for part in parts]
         )
@@ -312,7 +318,7 @@ class Batch:
             self.processors.begin(new, samplings, prompts, lengths, self._sender)
 
     def _widen(self, context: int) -> None:
-        """Make place for rows of up to `context` tokens."""
+        """Make room for rows of up to `context` tokens."""
         if context > self.tokens.shape[1]:
             grown = self.tokens.new_zeros(self.capacity, max(context, 2 * self.tokens.shape[1]))
             grown[:, : self.tokens.shape[1]] = self.tokens
@@ -326,7 +332,7 @@ class Batch:
         assert 0 <= start <= start + count <= len(self._steps)
         return self._steps[start : start + count]
 
-    def places(self, first: int, count: int) -> Tensor:
+    def positions(self, first: int, count: int) -> Tensor:
         """Return `count` positions of each row, beginning `first` after its end (before it if
         negative), [B, count]."""
         return self.lengths[: self.rows, None] + self.steps(first, count)
@@ -343,23 +349,23 @@ class Batch:
         return ops.report(*self._texts, self.alive, accepted, block, scores)
 
     def process(self, logits: Tensor, drafts: Tensor) -> Tensor:
-        """Return the target's logits [B, k + 1, V] of the places after each row's end, as the rows'
-        processors change them. drafts: [B, k]. They are the same tensor if none does."""
+        """Return the target's logits [B, k + 1, V] of the positions after each row's end, as the
+        rows' processors change them. drafts: [B, k]. They are the same tensor if none does."""
         if not self.processors.active(masked=self.masked):
             return logits
         (rows, width), device = logits.shape[:2], self.device
         index = torch.arange(rows, device=device).repeat_interleave(width)
-        places = torch.arange(width, device=device).repeat(rows)
-        return self.process_packed(logits.flatten(0, 1), index, places, drafts).view(logits.shape)
+        steps = torch.arange(width, device=device).repeat(rows)
+        return self.process_packed(logits.flatten(0, 1), index, steps, drafts).view(logits.shape)
 
     def process_packed(
-        self, logits: Tensor, rows: Tensor, places: Tensor, drafts: Tensor, *, masked: bool = True
+        self, logits: Tensor, rows: Tensor, steps: Tensor, drafts: Tensor, *, masked: bool = True
     ) -> Tensor:
-        """Do `process` for logits [N, V] of any rows [N] and places [N], which come after `places`
-        of the row's drafts.
+        """Do `process` for logits [N, V] of any rows [N], each after the first steps [N] of the
+        row's drafts.
 
         Args:
-            masked: whether the masks of each place apply, if a row has a grammar; not to a draft's
+            masked: whether the masks of each step apply, if a row has a grammar; not to a draft's
                 logits.
         """
         masked = masked and self.masked
@@ -369,7 +375,7 @@ class Batch:
         return self.processors.process(
             logits,
             rows,
-            places,
+            steps,
             drafts,
             texts=texts,
             lengths=lengths,
@@ -399,7 +405,7 @@ class Batch:
                 end.
         """
         if behind is None:
-            positions = self.places(-count, count)
+            positions = self.positions(-count, count)
         else:
             positions = self.lengths[: self.rows, None] - behind + self.steps(0, count)
         if floor is not None:

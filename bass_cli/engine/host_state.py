@@ -1,4 +1,4 @@
-"""The host's record of rows, stored as columns by place, so that a round is recorded by a few array
+"""The host's record of rows, stored as columns by index, so that a round is recorded by a few array
 operations. Python lists for one row are built only when they are read.
 
 Not here: which rows are live, and the device (batch.py); what ends a row (run/tasks.py).
@@ -20,7 +20,7 @@ Integers = NDArray[numpy.int64]
 # Columns of `numbers`: all tokens, tokens of the prompt, the most that may be generated, rounds,
 # drafted, accepted, and how many were generated when the logits were first non-finite (-1: never).
 LENGTH, PROMPT, LIMIT, ROUNDS, DRAFTED, ACCEPTED, BROKEN = range(7)
-_SLACK = 2 * (LONGEST + 1)  # places beyond a limit, for two rounds of the longest draft length
+_SLACK = 2 * (LONGEST + 1)  # positions beyond a limit, for two rounds of the longest draft length
 
 
 # The numbers of likeliest tokens that rounds report; each has its own graphs.
@@ -30,7 +30,7 @@ _TOPS = (0, 5, 20, 64)
 class Report(NamedTuple):
     """What is reported of each generated token besides its log-probability.
 
-    top: number of likeliest tokens in its place, by the target's own distribution.
+    top: number of likeliest tokens at its position, by the target's own distribution.
     processed: the same by the processed distribution, after the entry of the token itself; None for
         neither.
     """
@@ -68,12 +68,12 @@ def _step_up(most: int) -> int:
 class News(NamedTuple):
     """The tokens of the last round.
 
-    places: [B], the places of its rows that are still live.
+    indices: [B], the present indices of its rows that are still live.
     block: [B, W], their tokens.
     counts: [B], how many tokens of each line of the block are new.
     """
 
-    places: Integers
+    indices: Integers
     block: Integers
     counts: Integers
 
@@ -101,7 +101,7 @@ class HostState:
         self.news = News(*(numpy.zeros(shape, dtype=numpy.int64) for shape in (0, (0, 1), 0)))
 
     def widen(self, limit: int) -> None:
-        """Make place for `limit` generated tokens in each row."""
+        """Make room for `limit` generated tokens in each row."""
         span = self.tokens.shape[1]
         if limit + _SLACK <= span:
             return
@@ -110,7 +110,7 @@ class HostState:
         self.from_draft = numpy.pad(self.from_draft, more)
 
     def move(self, sources: list[int], targets: list[int]) -> None:
-        """Move rows to other places."""
+        """Move rows from the indices `sources` to `targets`."""
         used = int(self._generated(sources).max(initial=0))
         self.numbers[targets] = self.numbers[sources]
         self.tokens[targets, :used] = self.tokens[sources, :used]
@@ -123,7 +123,7 @@ class HostState:
     def take(
         self,
         table: Integers,
-        places: Integers,
+        indices: Integers,
         *,
         width: int,
         num_drafts: Integers | int,
@@ -132,10 +132,10 @@ class HostState:
         """Record the result of a round.
 
         Args:
-            table: the result (ops.report) of the rows at `places` [B], and after it the entries of
-                the report: for each of its parts [B, width + 1, columns], flattened.
-            width: places for drafts in the table.
-            num_drafts: [B], drafts of each row. A token that only filled a place counts as drafted
+            table: the result (ops.report) of the rows with these `indices` [B], and after it the
+                entries of the report: for each of its parts [B, width + 1, columns], flattened.
+            width: drafts of each row that the table has room for.
+            num_drafts: [B], drafts of each row. A padding token counts as drafted
                 if it was accepted.
             report: what the table has entries for.
 
@@ -144,13 +144,13 @@ class HostState:
         accepted, block = table[:, 0], table[:, 1 : width + 2]
         scores = table[:, width + 2 : 2 * width + 3].astype(numpy.int32).view(numpy.float32)
         counts = accepted + 1
-        generated = self._generated(places)
+        generated = self._generated(indices)
         steps = numpy.arange(width + 1)
         columns = generated[:, None] + steps
         columns = columns.clip(
             max=self.tokens.shape[1] - 1
         )  # clips only what lies beyond a limit; it is never read
-        at = places[:, None] * self.tokens.shape[1] + columns  # in the flat views
+        at = indices[:, None] * self.tokens.shape[1] + columns  # in the flat views
         self.tokens.reshape(-1)[at] = block
         self.scores.reshape(-1)[at] = scores
         self.from_draft.reshape(-1)[at] = steps < accepted[:, None]
@@ -158,18 +158,18 @@ class HostState:
         for part, size in enumerate(report.parts):
             if size:
                 entries = table[:, first : first + (width + 1) * size].reshape(*block.shape, size)
-                self._room_for(part, size)[places[:, None], columns, :size] = entries
+                self._room_for(part, size)[indices[:, None], columns, :size] = entries
                 first += (width + 1) * size
-        self._note_broken(places, scores, generated, counts)
-        self.numbers[places, LENGTH] += counts
-        self.numbers[places, ROUNDS] += 1
-        self.numbers[places, DRAFTED] += numpy.maximum(num_drafts, accepted)
-        self.numbers[places, ACCEPTED] += accepted
-        self.news = News(places, block, counts)
+        self._note_broken(indices, scores, generated, counts)
+        self.numbers[indices, LENGTH] += counts
+        self.numbers[indices, ROUNDS] += 1
+        self.numbers[indices, DRAFTED] += numpy.maximum(num_drafts, accepted)
+        self.numbers[indices, ACCEPTED] += accepted
+        self.news = News(indices, block, counts)
         return accepted
 
     def _room_for(self, part: int, columns: int) -> Integers:
-        """Return `entries` of a part, with at least so many columns and a place for each token.
+        """Return `entries` of a part, with at least so many columns and room for each token.
         Memory that was never written to takes no space."""
         old = self.entries[part]
         if old.shape[1] < self.tokens.shape[1] or old.shape[2] < columns:
@@ -180,12 +180,12 @@ class HostState:
             self.entries[part] = new
         return self.entries[part]
 
-    def _generated(self, places: Integers | list[int]) -> Integers:
-        generated: Integers = self.numbers[places, LENGTH] - self.numbers[places, PROMPT]
+    def _generated(self, indices: Integers | list[int]) -> Integers:
+        generated: Integers = self.numbers[indices, LENGTH] - self.numbers[indices, PROMPT]
         return generated
 
     def _note_broken(
-        self, places: Integers, scores: NDArray[numpy.float32], before: Integers, counts: Integers
+        self, indices: Integers, scores: NDArray[numpy.float32], before: Integers, counts: Integers
     ) -> None:
         """Record where logits became non-finite: a committed token's log-probability is finite if
         and only if its logits were. scores: [B, W]."""
@@ -193,8 +193,8 @@ class HostState:
         if finite.all():
             return
         broken = ~finite & (numpy.arange(scores.shape[1]) < counts[:, None])
-        new = broken.any(1) & (self.numbers[places, BROKEN] < 0)
-        self.numbers[places[new], BROKEN] = before[new] + broken[new].argmax(1)
+        new = broken.any(1) & (self.numbers[indices, BROKEN] < 0)
+        self.numbers[indices[new], BROKEN] = before[new] + broken[new].argmax(1)
 
 
 class Row:
@@ -209,12 +209,12 @@ class Row:
     report: what is reported of each of its tokens.
     sampling: how its tokens are sampled.
     matcher: its state in a grammar, or before the end of a thinking part with a limit. None: any
-        token may come at any place.
+        token may come at any position.
     broken: the number of generated tokens when the target's logits were first non-finite
         (bass_kernels/sampling.py); None if they are finite. Later tokens are meaningless and the
         row must be retired.
 
-    While the row is live, its data lies in a HostState at `place`. Its lists are extended when they
+    While the row is live, its data lies in a HostState at `index`. Its lists are extended when they
     are read, and stay the same objects.
     """
 
@@ -226,10 +226,10 @@ class Row:
         "_numbers",
         "_scores",
         "_tokens",
+        "index",
         "key",
         "matcher",
         "noise_id",
-        "place",
         "prompt",
         "report",
         "sample",
@@ -258,14 +258,14 @@ class Row:
         self._generated, self._scores = list[int](), list[float]()
         self._numbers = [len(tokens), len(tokens), limit, 0, 0, 0, -1]  # used while it is not live
         self._host_state: HostState | None = None
-        self.place = -1
+        self.index = -1
 
-    def write_to(self, host_state: HostState, place: int) -> None:
-        """Attach to this place of a HostState. A row that was moved there has its numbers there
+    def write_to(self, host_state: HostState, index: int) -> None:
+        """Attach to this index of a HostState. A row that was moved there has its numbers there
         already."""
-        if self.place < 0:
-            host_state.numbers[place] = self._numbers
-        self.place, self._host_state = place, host_state
+        if self.index < 0:
+            host_state.numbers[index] = self._numbers
+        self.index, self._host_state = index, host_state
 
     def leave(self) -> None:
         """Detach from the batch and copy the final state."""
@@ -275,7 +275,7 @@ class Row:
         if self.report.columns:
             self._entries = self.entries().copy()
         self._from_draft = self.from_draft().copy()
-        self._host_state, self.place = None, -1
+        self._host_state, self.index = None, -1
 
     def cut(self, generated: int) -> None:
         """Drop the tokens after the first `generated` generated ones. All of them are from the last
@@ -294,7 +294,7 @@ class Row:
         """Return the tokens that it generated after the first `seen`."""
         if self._host_state is None:
             return self._generated[seen:]
-        new: list[int] = self._host_state.tokens[self.place, seen : self.generated].tolist()
+        new: list[int] = self._host_state.tokens[self.index, seen : self.generated].tolist()
         return new
 
     def entries(self) -> Integers:
@@ -303,19 +303,19 @@ class Row:
             return self._entries[: self.generated]
         own, processed = self.report.parts
         part, columns = (1, processed) if processed else (0, own)
-        return self._host_state.entries[part][self.place, : self.generated, :columns]
+        return self._host_state.entries[part][self.index, : self.generated, :columns]
 
     def from_draft(self) -> NDArray[numpy.bool_]:
         """Return whether each generated token was an accepted draft, [generated] bool."""
         state = self._host_state
-        marks = self._from_draft if state is None else state.from_draft[self.place]
+        marks = self._from_draft if state is None else state.from_draft[self.index]
         return marks[: self.generated]
 
     def numbers(self) -> list[int]:
         """Return its line of HostState.numbers."""
         if self._host_state is None:
             return self._numbers
-        found: list[int] = self._host_state.numbers[self.place].tolist()
+        found: list[int] = self._host_state.numbers[self.index].tolist()
         return found
 
     @property
@@ -382,18 +382,18 @@ class Row:
     def _number(self, column: int) -> int:
         if self._host_state is None:
             return self._numbers[column]
-        return int(self._host_state.numbers[self.place, column])
+        return int(self._host_state.numbers[self.index, column])
 
     def _set(self, column: int, value: int) -> None:
         if self._host_state is None:
             self._numbers[column] = value
         else:
-            self._host_state.numbers[self.place, column] = value
+            self._host_state.numbers[self.index, column] = value
 
     def _update(self) -> None:
         if self._host_state is None:
             return
-        first, end, place = len(self._scores), self.generated, self.place
+        first, end, index = len(self._scores), self.generated, self.index
         if first < end:
-            self._generated += self._host_state.tokens[place, first:end].tolist()
-            self._scores += self._host_state.scores[place, first:end].tolist()
+            self._generated += self._host_state.tokens[index, first:end].tolist()
+            self._scores += self._host_state.scores[index, first:end].tolist()

@@ -183,7 +183,7 @@ class Loop:
 
     @torch.inference_mode()
     def swap_rows(self, ended: Sequence[int], rows: Sequence[Row]) -> None:
-        """End the rows at the places `ended` and make `rows`, of open prompts, live. It is
+        """End the rows with the indices `ended` and make `rows`, of open prompts, live. It is
         cheapest to make all changes between two rounds in one call, with the rows of a prompt
         side by side."""
         if not len(self.batch):
@@ -210,7 +210,7 @@ class Loop:
             if fails is None:
                 return back
             surplus = self.batch.surplus(fails)
-            back += [self.batch.hosts[place] for place in surplus]
+            back += [self.batch.live_rows[index] for index in surplus]
             self._follow(self.batch.swap_rows(surplus, ()))
 
     def _proceed(self) -> None:
@@ -234,7 +234,7 @@ class Loop:
         self.swap_rows((), rows)
 
     def retire(self, *ended: int) -> None:
-        """End the rows at these places; the last rows move there."""
+        """End the rows with these indices; the last rows move there."""
         self.swap_rows(ended, ())
 
     @property
@@ -295,7 +295,7 @@ class Loop:
             self._launch(following, until, behind=True)
             self._in_flight = following
             done = self._complete(current, late=late)
-            self.catch_up(following.places)  # reads nothing: it only updates the drafter's record
+            self.catch_up(following.capacity)  # reads nothing: it only updates the drafter's record
         else:
             done = self._complete(current, late=late)
             if until is not None:
@@ -357,9 +357,9 @@ class Loop:
                 new.lookup_seconds += waits
             else:
                 new.waiting = waits
-        new.rows, new.changes = tuple(self.batch.hosts), self.batch.changes
+        new.rows, new.changes = tuple(self.batch.live_rows), self.batch.changes
         new.width = min(shape.width, self._rounds.most)
-        new.places, new.cut = self._rounds.drafted(shape), shape.kind == "cut"
+        new.capacity, new.cut = self._rounds.drafted(shape), shape.kind == "cut"
         new.report = shape.report
 
     def _run(self, new: Round) -> Shape:
@@ -383,12 +383,12 @@ class Loop:
         now = self.clock.now()
         seconds = ended.lookup_seconds + now - self._ahead_policy.start(ended) - ended.capturing
         self._ahead_policy.completed(now, seconds, len(ended.rows))
-        rows, places, num_drafts, lines = ended.live(table.numpy(), self.batch.changes)
+        rows, indices, num_drafts, lines = ended.live(table.numpy(), self.batch.changes)
         accepted = tuple(
             self.batch.host_state.take(
                 lines,
-                places,
-                width=ended.places,
+                indices,
+                width=ended.capacity,
                 num_drafts=ended.width if num_drafts is None else numpy.array(num_drafts),
                 report=ended.report,
             ).tolist()
@@ -409,7 +409,7 @@ class Loop:
         )
         if done.steady:
             self.clock.observe(ended.length, seconds)
-        if not ended.places:
+        if not ended.capacity:
             self._catching.missed(1 + max(accepted))
         self._rounds.observe(accepted)
         self.lengths.observe(done)

@@ -49,7 +49,7 @@ class Round:
     padded, wanted: as in RoundResult.
     running: the work on the device, which began at `began`.
     rows: its rows, of the batch after `changes` changes.
-    places: places for drafts in each row of the result, at least `width`.
+    capacity: drafts of each row that its result has room for, at least `width`.
     cut: whether only the likeliest drafts are verified (verify.py).
     report: what its result has besides tokens and their log-probabilities.
     steady: whether everything was replayed, or nothing is captured in this loop.
@@ -66,7 +66,7 @@ class Round:
     began: float = 0.0
     rows: tuple[Row, ...] = ()
     changes: int = 0
-    places: int = 0
+    capacity: int = 0
     cut: bool = False
     report: Report = NO_REPORT
     steady: bool = True
@@ -76,17 +76,17 @@ class Round:
     @property
     def length(self) -> int:
         """The draft length under which the clock records it."""
-        return self.width if self.cut else self.places
+        return self.width if self.cut else self.capacity
 
     @property
     def most(self) -> int:
         """The largest number of drafts of a row that can be accepted."""
-        return self.places if self.cut else self.width
+        return self.capacity if self.cut else self.width
 
     @property
     def under_way(self) -> bool:
         """Whether one of its rows is still live."""
-        return any(row.place >= 0 for row in self.rows)
+        return any(row.index >= 0 for row in self.rows)
 
     def live(
         self, table: Integers, changes: int
@@ -95,7 +95,7 @@ class Round:
 
         table: the result of the round. If it was cut, the last column is the number of verified
             drafts.
-        Returns: those rows, their present places, their numbers of drafts (None if all have
+        Returns: those rows, their present indices, their numbers of drafts (None if all have
             `width`), and their lines of the table.
         """
         num_drafts = None
@@ -106,13 +106,13 @@ class Round:
             num_drafts = tuple(min(count, self.width) for count in counts)
         if changes == self.changes:
             return self.rows, numpy.arange(len(self.rows)), num_drafts, table[: len(self.rows)]
-        places = numpy.fromiter([row.place for row in self.rows], numpy.int64, len(self.rows))
-        alive = places >= 0  # -1: no longer in the batch
+        indices = numpy.fromiter([row.index for row in self.rows], numpy.int64, len(self.rows))
+        alive = indices >= 0  # -1: no longer in the batch
         chosen = alive.tolist()
         rows = tuple(itertools.compress(self.rows, chosen))
         num_drafts = None if num_drafts is None else tuple(itertools.compress(num_drafts, chosen))
         (lines,) = alive.nonzero()
-        return rows, places[lines], num_drafts, table[lines]
+        return rows, indices[lines], num_drafts, table[lines]
 
 
 class NextRound:
@@ -188,7 +188,7 @@ class NextRound:
         """Choose the graph for a round.
 
         Returns: the shape that fits best, and the step that runs. The step may have more padding
-            rows and another draft length. If the length must be exact, it may have more places for
+            rows and another draft length. If the length must be exact, it may have room for more
             drafts than the round verifies.
         """
         captured, drafts, width = self._captured, request.drafts, request.width
@@ -246,7 +246,7 @@ class NextRound:
             one_time_costs=once,
             catch_up=self._catching.seconds(),
             context=float(self._batch.known().mean()),
-            samples=tuple(self._batch.hosts),
+            samples=tuple(self._batch.live_rows),
             rooms=tuple(rooms),
             warmup_costs=warm,
             stops=self._stops,
@@ -458,12 +458,12 @@ _PAUSE = 2e-5  # seconds between looks for a draft; a step of a draft model take
 class TokenMasks:
     """Sends the masks of one loop's rounds to `batch.processors`: the tokens that rows may sample.
 
-    The host follows each row's grammar over its drafts, while the device runs the target. A place's
-    mask is that after the drafts before it, so that the tokens are those of plain decoding.
+    The host follows each row's grammar over its drafts, while the device runs the target. The mask
+    of a step is that after the drafts before it, so that the tokens are those of plain decoding.
 
     Args:
-        defined: whether places after a forbidden draft, or after the end, must allow all tokens.
-            Else their masks are arbitrary. Block verification (maximal coupling) looks one place
+        defined: whether steps after a forbidden draft, or after the end, must allow all tokens.
+            Else their masks are arbitrary. Block verification (maximal coupling) looks one step
             beyond a draft, so there samples would depend on the masks of earlier rounds.
     """
 
@@ -510,17 +510,17 @@ class TokenMasks:
         if self._batch.early is not None:
             self._batch.early.fill_(-1)
 
-    def _lines(self, rows: int, places: int, *, begin: bool = True) -> Tensor:
-        """Return where the host makes masks, [rows, places, words]; defined if that is needed."""
-        make_room(self._batch, places - 1)
+    def _lines(self, rows: int, steps: int, *, begin: bool = True) -> Tensor:
+        """Return where the host makes masks, [rows, steps, words]; defined if that is needed."""
+        make_room(self._batch, steps - 1)
         masks = self._batch.processors.masks
         assert masks is not None
-        size = rows * places * masks.shape[2]
+        size = rows * steps * masks.shape[2]
         if self._host.numel() < size:
             self._host = torch.full((2 * size,), -1, dtype=torch.int32)
             if masks.device.type == "cuda":
                 self._host = self._host.pin_memory()
-        host = self._host[:size].view(rows, places, masks.shape[2])
+        host = self._host[:size].view(rows, steps, masks.shape[2])
         if self._defined and begin:
             host.fill_(-1)
         return host
@@ -546,7 +546,7 @@ def allowed(batch: Batch, drafts: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 def _matchers(batch: Batch) -> list[Matcher | None]:
     """Return the matcher of each live row, after all of its tokens."""
-    for row in batch.hosts:
+    for row in batch.live_rows:
         if row.matcher is not None:
             row.matcher.advance(row.since(row.matcher.seen))
-    return [row.matcher for row in batch.hosts]
+    return [row.matcher for row in batch.live_rows]

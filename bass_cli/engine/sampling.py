@@ -78,25 +78,25 @@ class SamplingParams(NamedTuple):
     keys: Tensor
     min_p: Tensor | None = None
 
-    def sample(self, logits: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Sample under shared coupling, with the noise at `places` [N], from logits [N, V]. Each
+    def sample(self, logits: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Sample under shared coupling, with the noise at `positions` [N], from logits [N, V]. Each
         row may serve several consecutive lines of them.
 
         Returns: the tokens [N], and the log-probability of each at temperature 1, [N] float32.
         """
-        tokens, scores = ops.sample_scored(logits, *self[:4], places, min_p=self.min_p)
+        tokens, scores = ops.sample_scored(logits, *self[:4], positions, min_p=self.min_p)
         return tokens, scores
 
-    def sample_tokens(self, logits: Tensor, places: Tensor) -> Tensor:
+    def sample_tokens(self, logits: Tensor, positions: Tensor) -> Tensor:
         """Return the tokens of `sample` only."""
-        tokens: Tensor = ops.sample(logits, *self[:4], places, min_p=self.min_p)
+        tokens: Tensor = ops.sample(logits, *self[:4], positions, min_p=self.min_p)
         return tokens
 
     def draft(
-        self, logits: Tensor, places: Tensor, origins: Tensor
+        self, logits: Tensor, positions: Tensor, origins: Tensor
     ) -> tuple[Tensor, ops.Distribution]:
         """Sample a draft's tokens under maximal coupling: see ops.draft_sample."""
-        tokens, dist = ops.draft_sample(logits, *self[:4], places, origins, min_p=self.min_p)
+        tokens, dist = ops.draft_sample(logits, *self[:4], positions, origins, min_p=self.min_p)
         return tokens, dist
 
     def verify(
@@ -184,20 +184,20 @@ class Columns:
         self._floats = parts[3].view(numpy.float32).reshape(_FLOATS, size)
         self.clear(slice(0, size))
 
-    def set(self, place: int, sampling: RowSampling, key: tuple[int, int]) -> None:
+    def set(self, index: int, sampling: RowSampling, key: tuple[int, int]) -> None:
         """Write the parameters of a live row."""
-        self._alive[place], self._top_k[place], self._keys[place] = 1, sampling.top_k, key
+        self._alive[index], self._top_k[index], self._keys[index] = 1, sampling.top_k, key
         warm = sampling.temperature >= ops.COLDEST
         temperature = min(sampling.temperature, ops.HOTTEST) if warm else 0.0
-        self._floats[:, place] = temperature, sampling.top_p, sampling.min_p, *sampling.penalties
+        self._floats[:, index] = temperature, sampling.top_p, sampling.min_p, *sampling.penalties
 
-    def clear(self, places: slice) -> None:
-        """Make these places padding rows."""
-        self._alive[places] = self._top_k[places] = self._keys[places] = 0
-        self._floats[:, places] = numpy.array([[0.0], [1.0], [0.0], [1.0], [0.0], [0.0]])
+    def clear(self, indices: slice) -> None:
+        """Make the rows with these indices padding rows."""
+        self._alive[indices] = self._top_k[indices] = self._keys[indices] = 0
+        self._floats[:, indices] = numpy.array([[0.0], [1.0], [0.0], [1.0], [0.0], [0.0]])
 
     def move(self, sources: list[int], targets: list[int]) -> None:
-        """Move rows to other places."""
+        """Move rows from the indices `sources` to `targets`."""
         for column in (self._alive, self._top_k, self._keys):
             column[targets] = column[sources]
         self._floats[:, targets] = self._floats[:, sources]
@@ -210,19 +210,20 @@ class Processors:
     table exists only from the first row on that needs it; then `version` changes, and the loop
     captures its graphs anew.
 
-    A grammar sets which tokens each place of a row allows: it calls `use_masks` once, and writes
-    `masks` for the live rows before each verdict. Bit t % 32 of number t // 32 is token t. Bits of
-    rows without a grammar stay 1. Masks apply to the target's logits, never to those of a draft.
+    A grammar sets which tokens a row allows after each of its drafts. It calls `use_masks` once,
+    and writes `masks` for the live rows before each verdict. Bit t % 32 of number t // 32 is token
+    t. Bits of rows without a grammar stay 1. Masks apply to the target's logits, never to those of
+    a draft.
 
     Attributes:
         min_p: whether a row has had a min_p.
-        masks: [rows, places, ceil(V / 32)] int32: bits of the tokens that each place allows; -1 if
-            all. Place j comes after j drafts. None before `use_masks`.
+        masks: [rows, steps, ceil(V / 32)] int32: bits of the tokens that each step allows; -1 if
+            all. Step j comes after j drafts. None before `use_masks`.
         version: changes when a table is made or moves.
 
     Args:
-        sizes: the number of ids `vocab`, and of logits V of a place, of which those beyond `vocab`
-            are -inf. 0 if unknown: then no row may ask for a table.
+        sizes: the number of ids `vocab`, and of logits V of a position. Logits beyond `vocab` are
+            -inf. 0 if unknown: then no row may ask for a table.
     """
 
     def __init__(self, rows: int, sizes: tuple[int, int], device: torch.device):
@@ -246,10 +247,10 @@ class Processors:
             or bool(self._sent_tables())
         )
 
-    def use_masks(self, places: int) -> None:
-        """Make room for masks of `places` places of each row, all of which allow everything."""
-        if self.masks is None or self.masks.shape[1] < places:
-            shape = self._rows, places, self._words_of_bits
+    def use_masks(self, steps: int) -> None:
+        """Make room for masks of `steps` steps of each row, all of which allow everything."""
+        if self.masks is None or self.masks.shape[1] < steps:
+            shape = self._rows, steps, self._words_of_bits
             self.masks = torch.full(shape, -1, dtype=torch.int32, device=self._device)
             self.version += 1
 
@@ -294,28 +295,28 @@ class Processors:
         return new
 
     def move(self, old: Tensor, new: Tensor) -> None:
-        """Move rows from the places `old` [R] to `new` [R]."""
+        """Move rows from the indices `old` [R] to `new` [R]."""
         for table in self._tables():
             if table is not None:
                 table[new] = table[old]
 
     def begin(
         self,
-        places: Tensor,
+        indices: Tensor,
         samplings: Sequence[RowSampling],
         texts: Tensor,
         lengths: Tensor,
         sender: Sender,
     ) -> None:
-        """Set the tables of rows that begin at `places` [R].
+        """Set the tables of rows that begin at `indices` [R].
 
         Args:
             texts: [R, L] int64, their prompts, of which the first lengths [R] tokens are valid.
         """
         if self._counts is not None:
-            ops.count_prompts(self._counts, places, texts, lengths)
+            ops.count_prompts(self._counts, indices, texts, lengths)
         if self.masks is not None:
-            self.masks[places] = -1
+            self.masks[indices] = -1
         distinct = {id(one): one for one in samplings}  # the rows of a prompt share theirs
         lines = [(table, self._lines(table, distinct.values())) for table in self._sent_tables()]
         if not lines:
@@ -326,13 +327,13 @@ class Processors:
         which, *sent = sender.send(numpy.concatenate(parts)).split([len(part) for part in parts])
         for (table, part), flat in zip(lines, sent, strict=True):
             found = flat.view(_SENT.get(table.dtype, table.dtype)).view(part.shape)
-            table[places] = found[which].to(table.dtype)
+            table[indices] = found[which].to(table.dtype)
 
     def process(
         self,
         logits: Tensor,
         rows: Tensor,
-        places: Tensor,
+        steps: Tensor,
         drafts: Tensor,
         *,
         texts: Tensor,
@@ -351,10 +352,10 @@ class Processors:
         masks = self.masks if masked else None
         if self._counts is not None or self._allowed is not None or masks is not None:
             logits = ops.process_logits(
-                logits, rows, places, drafts, self._counts, penalties, self._allowed, masks
+                logits, rows, steps, drafts, self._counts, penalties, self._allowed, masks
             )
         if self._bad_words is not None:
-            logits = ops.forbid_words(logits, rows, places, drafts, texts, lengths, self._bad_words)
+            logits = ops.forbid_words(logits, rows, steps, drafts, texts, lengths, self._bad_words)
         return logits
 
     def count(self, block: Tensor, accepted: Tensor, alive: Tensor) -> None:

@@ -208,8 +208,8 @@ class Rounds:
         logits = self._target.forward_packed(
             chosen.tokens, chosen.places - 1, chosen.packed, batch.ends(width)
         )
-        row, place = chosen.packed.row, chosen.packed.place
-        processed = batch.process_packed(logits, row, place, drafts)
+        row, step = chosen.packed.row, chosen.packed.place
+        processed = batch.process_packed(logits, row, step, drafts)
         params = batch.params.of(row)
         found = params.sample(processed, chosen.places)
         found = found[0], own_scores(logits, processed, *found)
@@ -217,7 +217,7 @@ class Rounds:
         batch.commit(table[:, 1 : width + 2], accepted)
         if not shape.report.columns:
             return table
-        wanted = place <= accepted[row]
+        wanted = step <= accepted[row]
         entries = entries_of(shape.report, params, logits, processed, *found, wanted)
         by_row = (part[chosen.packed.by_row].flatten(1) for part in entries)
         return torch.cat((table[:, :-1], *by_row, table[:, -1:]), 1)
@@ -236,7 +236,7 @@ def entries_of(
 
     Args:
         logits, processed: [N, V], before and after the rows' processors.
-        tokens, scores: [N], the token in each line's place, and its log-probability by `logits`.
+        tokens, scores: [N], the token at each line's position, and its log-probability by `logits`.
         wanted: [N] bool. The result of other lines is arbitrary.
     """
     found = list[Tensor]()
@@ -318,15 +318,15 @@ def judge(
         accepted, block, scores = params.verify(drafts, proposal.probs, processed, lengths, most)
         scores = own_scores(logits, processed, block, scores)
         return Verdict(accepted, block, scores, processed)
-    places = batch.places(0, width)
-    tokens, scores = params.sample(processed.flatten(0, 1), places.flatten())
-    targets, scores = tokens.view(places.shape), scores.view(places.shape)
+    positions = batch.positions(0, width)
+    tokens, scores = params.sample(processed.flatten(0, 1), positions.flatten())
+    targets, scores = tokens.view(positions.shape), scores.view(positions.shape)
     scores = own_scores(logits, processed, targets, scores)
     accepted = ops.accept_shared(drafts, targets, most)
     if simulated is None:
         return Verdict(accepted, targets, scores, processed)
     # The work of shared coupling, but accept what `simulated` says, whatever the logits are.
-    accepted = simulated.accepted(places[:, :-1])
+    accepted = simulated.accepted(positions[:, :-1])
     accepted = accepted if most is None else torch.minimum(accepted, most)
     is_draft = batch.steps(0, width) < accepted[:, None]
     block = torch.where(is_draft, torch.nn.functional.pad(drafts, (0, 1)), targets)
@@ -356,7 +356,7 @@ CHEAP = {"cpu": 16, "cuda": 64}
 class Cut(NamedTuple):
     """When and how much to cut each row's drafts where the draft's own confidence is low: of all
     tokens that one pass drafts for the batch, the likeliest are verified, as many as a captured
-    pass has places for.
+    pass has room for.
 
     It needs shared coupling, where nothing that it uses affects the output, and a drafter that
     makes all drafts in one pass: drafts made one after the other have cost their time already.
@@ -424,26 +424,25 @@ class SimulatedAcceptance:
         for source, target in change.moved:
             self._luck[target] = self._luck[source]
             self._chances[target] = self._chances[source]
-        begun = [(place, key) for places, key in change.begun for place in places]
+        begun = [(index, key) for indices, key in change.begun for index in indices]
         if len(begun) == len(self._batch):
             self._begun = 0
-        for place, key in begun:
-            host = self._batch.hosts[place]
-            first, second = noise_key(host.seed, key, host.sample)
-            self._luck[place] = torch.rand(
+        for index, key in begun:
+            row = self._batch.live_rows[index]
+            first, second = noise_key(row.seed, key, row.sample)
+            self._luck[index] = torch.rand(
                 self._luck.shape[1],
                 generator=torch.Generator().manual_seed(first << 31 | second >> 1),
             )
-            self._chances[place] = _chances(self.rates[self._begun % len(self.rates)])
+            self._chances[index] = _chances(self.rates[self._begun % len(self.rates)])
             self._begun += 1
 
-    def accepted(self, places: Tensor) -> Tensor:
-        """Return the number of accepted drafts, [B] int64. places: [B, k], the positions of the
-        drafts."""
-        rows, width = places.shape
+    def accepted(self, positions: Tensor) -> Tensor:
+        """Return the number of accepted drafts, [B] int64. positions: [B, k], of the drafts."""
+        rows, width = positions.shape
         # Clamps only positions beyond a row's end.
-        places = places.clamp(max=self._luck.shape[1] - 1)
-        accepted = self._luck[:rows].gather(1, places) < self._chances[:rows, :width]
+        positions = positions.clamp(max=self._luck.shape[1] - 1)
+        accepted = self._luck[:rows].gather(1, positions) < self._chances[:rows, :width]
         return accepted.long().cumprod(-1).sum(-1)
 
     def _widen(self) -> None:

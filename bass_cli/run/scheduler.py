@@ -187,7 +187,7 @@ class Scheduler:
         """Forget a request, with its samples in progress."""
         for row, sample in list(self._live_samples.items()):
             if sample.task.owner is request:
-                self._ended_rows.append(row.place)
+                self._ended_rows.append(row.index)
                 del self._live_samples[row]
                 sample.task.num_live -= 1
         for task in [task for task in self._tasks if task.owner is request]:
@@ -405,7 +405,7 @@ class Scheduler:
 
     def _new_matcher(self, task: Task) -> Matcher | None:
         """Return the state of a new sample in its grammar, which begins after the thinking part.
-        None if any token may come at any place. UserError if the grammar does not fit."""
+        None if any token may come at any position. UserError if the grammar does not fit."""
         sampling, thinking = task.job.sampling, task.thinking
         structure, limit = sampling.structure, sampling.max_thinking_tokens
         if thinking is not None and structure is not None:
@@ -473,7 +473,7 @@ class Scheduler:
         deadlines = [task.deadline for task in self._tasks if task.deadline is not None]
         if not deadlines or self.loop.under_way:
             return
-        now, hosts = self.loop.clock.now(), self.loop.batch.hosts
+        now, live_rows = self.loop.clock.now(), self.loop.batch.live_rows
         soonest = now + (self.loop.shortest(min(deadlines)) if self._live_samples else 0.0)
         for task in [
             t
@@ -481,7 +481,7 @@ class Scheduler:
             if t.deadline is not None
             and (now >= t.deadline or (t.started and soonest > t.deadline))
         ]:
-            for one in [sample for sample in map(self._live_samples.get, hosts) if sample]:
+            for one in [sample for sample in map(self._live_samples.get, live_rows) if sample]:
                 if one.task is task:
                     self._end_sample(one, Ending("budget"))
             if task.waiting_samples:
@@ -496,14 +496,14 @@ class Scheduler:
 
     def _end_finished_samples(self) -> None:
         """Truncate and end the samples that the last round finished."""
-        hosts, rules = self.loop.batch.hosts, set(self._rules.values())
+        live_rows, rules = self.loop.batch.live_rows, set(self._rules.values())
         if len(rules) > 1:
             rules = {sample.rule for sample in self._live_samples.values()}
-        places = suspects(rules, self.loop.batch.host_state)
+        indices = suspects(rules, self.loop.batch.host_state)
         if self.loop.batch.masked:
-            places += [row.place for row in hosts if row.matcher and row.matcher.fault]
-        for place in dict.fromkeys(places):
-            sample = self._live_samples.get(hosts[place])  # None if its request was cancelled
+            indices += [row.index for row in live_rows if row.matcher and row.matcher.fault]
+        for index in dict.fromkeys(indices):
+            sample = self._live_samples.get(live_rows[index])  # None if its request was cancelled
             ending = None if sample is None else sample.check_end()
             if sample is not None and ending is not None:
                 self._end_sample(sample, ending)
@@ -511,7 +511,7 @@ class Scheduler:
     def _end_sample(self, sample: Sample, ending: Ending) -> None:
         """Mark a sample as finished; its row leaves the batch with all that end in this round."""
         row, task = sample.row, sample.task
-        self._ended_rows.append(row.place)
+        self._ended_rows.append(row.index)
         self._preempted = False
         self._forecast.end(row.generated)
         del self._live_samples[row]

@@ -327,7 +327,7 @@ def suspects(rules: Iterable[EndRule], host_state: HostState) -> list[int]:
 
     It takes a few operations on the round's tokens. `rules`: those of all live rows.
     """
-    places, block, counts = host_state.news
+    indices, block, counts = host_state.news
     ends = numpy.zeros(block.shape, dtype=bool)
     rules = tuple(rules)
     for id_ in {id_ for rule in rules for id_ in rule.eos | rule.stop_ids}:
@@ -336,9 +336,9 @@ def suspects(rules: Iterable[EndRule], host_state: HostState) -> list[int]:
         if rule.tokens is not None:
             ends |= rule.tokens.among(block)
     ends &= numpy.arange(block.shape[1]) < counts[:, None]
-    of_row = host_state.numbers[places]
+    of_row = host_state.numbers[indices]
     full = of_row[:, LENGTH] - of_row[:, PROMPT] >= of_row[:, LIMIT]
-    found: list[int] = places[ends.any(1) | full | (of_row[:, BROKEN] >= 0)].tolist()
+    found: list[int] = indices[ends.any(1) | full | (of_row[:, BROKEN] >= 0)].tolist()
     return found
 
 
@@ -411,8 +411,8 @@ class Sample:
         if end is not None:
             keep, reason = end + 1, "eos"
         first = self._answer_from(self.seen + keep)
-        places = range(max(first - self.seen, 0), keep)
-        end = next((i for i in places if new[i] in stop_ids and new[i] not in eos), None)
+        answer = range(max(first - self.seen, 0), keep)
+        end = next((i for i in answer if new[i] in stop_ids and new[i] not in eos), None)
         if end is not None:
             keep, reason = end + 1, "stop"
         if self.stops is not None and first < self.seen + keep:

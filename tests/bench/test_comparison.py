@@ -143,7 +143,7 @@ def test_rows_take_rates_in_turn_and_keep_them_when_they_move() -> None:
         fill(loop, rows)
         assert loop.round().accepted == (3, 0, 3, 0, 3)
         loop.retire(1)
-        assert loop.batch.hosts[1] is rows[4]
+        assert loop.batch.live_rows[1] is rows[4]
         assert loop.round().accepted == (3, 3, 3, 0)
         empty(loop)
 

@@ -64,7 +64,7 @@ def seen_by_drafting(decoder, widest):
 
     def watched(batch, length):
         proposal = propose(batch, length)
-        for row in range(len(batch.hosts) if length == widest else 0):
+        for row in range(len(batch.live_rows) if length == widest else 0):
             end = int(batch.lengths[row])
             found.append((batch.tokens[row, :end].tolist(), logits[-1][row]))
         return proposal

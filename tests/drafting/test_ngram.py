@@ -135,7 +135,7 @@ def test_ended_samples_and_moved_rows_are_still_searched():
     desk.live[0].tokens.extend([7, 8])  # its last round
     desk.live[2].tokens.extend([3, 4, 3])
     desk.retire(0)
-    assert desk.batch.hosts == [desk.live[2], desk.live[1]]
+    assert desk.batch.live_rows == [desk.live[2], desk.live[1]]
     desk.live[1].tokens.extend([6])
     assert desk.found() == [[4, 3], [7, 8]]
     desk.admit(Row("p", 3, 0, [1, 2], 40))
@@ -254,7 +254,7 @@ def test_filler_tokens_do_not_count_as_drafted():
     target = Markov(table(), 1)
     live, seen = rows_for(PROMPTS, 3, limit=30, temperature=0.8), []
     loop = loop_for(target, "lookup", rows=9, lengths=Fixed(5))
-    drive(loop, live, on_round=lambda done, hosts: seen.append(done))
+    drive(loop, live, on_round=lambda done, live_rows: seen.append(done))
     drafting = [done for done in seen if done.width]
     assert any(min(done.drafted) < done.width for done in drafting)
     assert all(max(done.drafted) == done.width for done in drafting), (
@@ -328,7 +328,7 @@ def test_same_job_runs_the_same_twice(coupling):
         out = drive(
             loop_for(Markov(table(), 1), "lookup", rows=5, lengths=Bass(), coupling=coupling),
             live,
-            on_round=lambda done, hosts, seen=seen: seen.append(
+            on_round=lambda done, live_rows, seen=seen: seen.append(
                 (done.width, done.accepted, done.drafted)
             ),
         )

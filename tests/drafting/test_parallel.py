@@ -99,10 +99,10 @@ class Compared:
         return self._logits
 
     def propose(self, batch, length):
-        proposal, hosts = self._propose(batch, length), list(batch.hosts)
-        if not length or not hosts:
+        proposal, live_rows = self._propose(batch, length), list(batch.live_rows)
+        if not length or not live_rows:
             return proposal
-        live = slice(len(hosts))
+        live = slice(len(live_rows))
         ends = batch.lengths[live].tolist()
         texts = [batch.tokens[row, :end].tolist() for row, end in enumerate(ends)]
         due = in_full(self._model, self._mask, texts, length)
@@ -114,7 +114,7 @@ class Compared:
         drafts = ops.sample(due.flatten(0, 1), *own, places.flatten())
         assert proposal.tokens[live].tolist() == drafts.view(-1, length).tolist()
         self.seen += [
-            (length, end - host.prompt_length) for end, host in zip(ends, hosts, strict=True)
+            (length, end - host.prompt_length) for end, host in zip(ends, live_rows, strict=True)
         ]
         return proposal
 

@@ -66,7 +66,7 @@ def test_draft_model_stays_in_step_when_rounds_are_launched_ahead(pair):
     target, _ = pair
     loop = captured(target, target, batch=4, lengths=Settled())
     flights, done = ready(loop), []
-    drive(loop, rows(), ahead=True, on_round=lambda one, hosts: done.append(one))
+    drive(loop, rows(), ahead=True, on_round=lambda one, live_rows: done.append(one))
     assert flights.behind > 5
     assert {one.width - kept for one in done for kept in one.accepted} == {0}
 
@@ -83,7 +83,7 @@ def test_result_names_the_rows_of_its_own_round(pair):
         loop.admit(row)
     assert loop.round(ahead=True).rows == tuple(live[:3])
     loop.swap_rows([0], [live[3]])  # takes a place where the round in flight still has the old row
-    assert loop.batch.hosts == [live[3], live[1], live[2]]
+    assert loop.batch.live_rows == [live[3], live[1], live[2]]
     counts = [row.generated for row in live]
     done = loop.round(ahead=True)
     assert done.rows == (live[1], live[2])
@@ -205,7 +205,7 @@ def test_launching_ahead_does_not_slow_a_job_down(host):
             loop.round(pending_work=PendingWork(len(waiting) * 128), ahead=ahead)
             loop.clock.now.seconds += host
             for index in reversed(range(len(loop.batch))):
-                if loop.batch.hosts[index].room <= 0:
+                if loop.batch.live_rows[index].room <= 0:
                     loop.retire(index)
         return loop.clock.now()
 
@@ -230,7 +230,7 @@ def test_result_names_the_rows_and_the_length_its_own_round_was_chosen_for():
     loop.admit(*(Row("0", s, 0, [1], 20 + 8 * s) for s in range(8)))
     while len(loop.batch):
         loop.round(ahead=True)
-        ended = [i for i, row in enumerate(loop.batch.hosts) if row.room <= 0]
+        ended = [i for i, row in enumerate(loop.batch.live_rows) if row.room <= 0]
         if ended:
             loop.retire(*ended)
     assert flights.behind > 10

@@ -234,7 +234,7 @@ def test_run_needs_only_the_prepared_graphs(pair):
 def test_clock_and_controller_learn_from_steady_rounds_only(pair):
     seen = []
     loop = captured(*pair, batch=5, lengths=Tour())
-    drive(loop, rows(), on_round=lambda done, hosts: seen.append(done))
+    drive(loop, rows(), on_round=lambda done, live_rows: seen.append(done))
     assert {done.steady for done in seen} == {True, False}
     for done in seen:
         assert done.seconds == pytest.approx(0.0021 + 0.00045 * done.width if done.steady else 0.05)

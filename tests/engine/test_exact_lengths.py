@@ -63,7 +63,7 @@ def rounds_of(loop, given):
     found = drive(
         loop,
         given,
-        on_round=lambda done, hosts: seen.append((done.width, done.accepted, done.num_drafts)),
+        on_round=lambda done, live_rows: seen.append((done.width, done.accepted, done.num_drafts)),
     )
     return found, seen
 

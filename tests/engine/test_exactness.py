@@ -212,7 +212,7 @@ def test_target_accepts_all_of_its_own_drafts(decoders, family, coupling, length
     target, _ = decoders(family)
     seen = []
     loop = loop_for(target, target, rows=4, lengths=lengths(), coupling=coupling)
-    drive(loop, rows(), on_round=lambda done, hosts: seen.append(done))
+    drive(loop, rows(), on_round=lambda done, live_rows: seen.append(done))
     assert sum(done.width for done in seen) >= 4
     assert all(kept == done.width for done in seen for kept in done.accepted)
 

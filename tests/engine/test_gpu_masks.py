@@ -54,8 +54,8 @@ def rows_of(tokenizer, samples=3):
 
 
 def run(loop, rows, tokenizer, **words):
-    def end_at_eos(done, hosts):
-        for row in hosts:
+    def end_at_eos(done, live_rows):
+        for row in live_rows:
             ends = [at for at, id_ in enumerate(row.generated_tokens) if id_ in tokenizer.eos_ids]
             if row.matcher is not None and ends:
                 row.limit = min(row.limit, ends[0] + 1)

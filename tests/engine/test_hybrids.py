@@ -51,7 +51,7 @@ class Oracle(Drafter):
     def propose(self, batch, length):
         self._rounds += 1
         lines = torch.zeros(len(batch), length, dtype=torch.int64)
-        for place, row in enumerate(batch.hosts):
+        for place, row in enumerate(batch.live_rows):
             text = self._due[row.key, row.sample][row.generated :][:length]
             lines[place, : len(text)] = torch.tensor(text, dtype=torch.int64)
             wrong = (5 * self._rounds + 3 * place) % (length + 2)

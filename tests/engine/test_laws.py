@@ -160,7 +160,7 @@ def admit_all(loop, rows, keys):
     """Do what Loop.admit does for very many rows at once, of the kinds of the first four in
     turn, with these noise keys."""
     batch, widest = loop.batch, max(len(row.prompt) for row in rows)
-    batch.hosts.extend(rows)
+    batch.live_rows.extend(rows)
     batch.host_state.widen(LENGTH)
     kinds, turns = rows[: len(ROWS)], len(rows) // len(ROWS)
     batch.tokens[:, :widest] = torch.tensor(
@@ -177,7 +177,7 @@ def admit_all(loop, rows, keys):
         if row.sample == 0:
             loop.drafter.open(row.key, row.prompt, [3, 1, 0, 2, 4, 1])
     for index, row in enumerate(rows):
-        row.place = -1  # as if it had never been live
+        row.index = -1  # as if it had never been live
         row.write_to(batch.host_state, index)
     places = (tuple(range(kind, len(rows), len(ROWS))) for kind in range(len(ROWS)))
     begun = tuple((of_kind, row.key) for of_kind, row in zip(places, kinds, strict=True))

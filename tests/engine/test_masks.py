@@ -61,8 +61,8 @@ def rows_of(samples, *, free=False, limit=LENGTH, seed=7):
     return found
 
 
-def end_at_eos(done, hosts):
-    for row in hosts:
+def end_at_eos(done, live_rows):
+    for row in live_rows:
         generated = row.generated_tokens
         if row.matcher is not None and EOS in generated:
             row.limit = min(row.limit, generated.index(EOS) + 1)
@@ -145,7 +145,7 @@ def test_drafts_change_no_token(draft, plainly):
         found = drive(
             loop,
             rows_of(2, free=True, limit=9),
-            on_round=lambda done, hosts, rounds=rounds: (end_at_eos(done, hosts), rounds.append(done)),
+            on_round=lambda done, live_rows, rounds=rounds: (end_at_eos(done, live_rows), rounds.append(done)),
         )  # fmt: skip
         assert found == plainly
         if draft != "point" and rows == 18:
@@ -208,16 +208,16 @@ def test_rows_may_change_while_the_masks_of_a_round_are_due(plainly):
     loop.admit(*rows[:2])
     for _ in range(3):  # the graphs are captured
         loop.round()
-        end_at_eos(None, loop.batch.hosts)
-        loop.retire(*(place for place, row in enumerate(loop.batch.hosts) if row.room <= 0))
+        end_at_eos(None, loop.batch.live_rows)
+        loop.retire(*(place for place, row in enumerate(loop.batch.live_rows) if row.room <= 0))
         if not len(loop.batch):
             break
         loop.launch()
-        loop.swap_rows([], [rows[2]] if rows[2].place < 0 and not rows[2].generated else [])
+        loop.swap_rows([], [rows[2]] if rows[2].index < 0 and not rows[2].generated else [])
     while len(loop.batch):
         loop.round()
-        end_at_eos(None, loop.batch.hosts)
-        loop.retire(*(place for place, row in enumerate(loop.batch.hosts) if row.room <= 0))
+        end_at_eos(None, loop.batch.live_rows)
+        loop.retire(*(place for place, row in enumerate(loop.batch.live_rows) if row.room <= 0))
     for row in rows[:3]:
         assert row.generated_tokens[: row.limit] == plainly[row.key, row.sample]
 

@@ -66,22 +66,22 @@ def finish(loop, rows):
     while waiting or len(loop.batch) > len(ended):
         room = loop.batch.room(0, ended=ended)
         loop.swap_rows(ended, [waiting.popleft() for _ in range(min(room, len(waiting)))])
-        sizes = {id(row): loop.batch.allocator.runs[1, row.place] for row in loop.batch.hosts}
+        sizes = {id(row): loop.batch.allocator.runs[1, row.index] for row in loop.batch.live_rows}
         for row in loop.grow():
             waiting.append(again(row))
             back += 1
         larger = [
             row
-            for row in loop.batch.hosts
-            if loop.batch.allocator.runs[1, row.place] > sizes[id(row)]
+            for row in loop.batch.live_rows
+            if loop.batch.allocator.runs[1, row.index] > sizes[id(row)]
         ]
         grown.append(len(larger))
         loop.launch()
         loop.round(ahead=True)
-        hosts = loop.batch.hosts
-        ended = [place for place, row in enumerate(hosts) if row.room <= 0]
-        last += sum(row in larger for row in (hosts[place] for place in ended))
-        for row in (hosts[place] for place in ended):
+        live_rows = loop.batch.live_rows
+        ended = [place for place, row in enumerate(live_rows) if row.room <= 0]
+        last += sum(row in larger for row in (live_rows[place] for place in ended))
+        for row in (live_rows[place] for place in ended):
             out[row.key, row.sample] = row.tokens[row.prompt_length :][: row.limit]
     loop.swap_rows(ended, [])
     assert loop.batch.allocator.free == loop.batch.allocator.blocks.total

@@ -93,7 +93,7 @@ def test_reports_of_cut_rounds(models):
         target, AtOnce(draft, 300), rows=6, lengths=Fixed(2), cut=Cut(most=6, above=1, more=4)
     )
     cut = []
-    found = drive(loop, live, on_round=lambda done, hosts: cut.append(done.drafted is not None))
+    found = drive(loop, live, on_round=lambda done, live_rows: cut.append(done.drafted is not None))
     assert any(cut)
     for row in live:
         check(theirs, row, found[row.key, row.sample])

@@ -49,7 +49,7 @@ def run(stops, *, lengths=None, rows=1, ticks=None):
         Row("0", sample, 5, [sample % VOCAB], 300, sampling=RowSampling(temperature=0.0))
         for sample in range(rows)
     ]
-    drive(loop, jobs, on_round=lambda done, hosts: seen.append(done))
+    drive(loop, jobs, on_round=lambda done, live_rows: seen.append(done))
     return ticks.seconds, seen
 
 
@@ -97,7 +97,7 @@ def test_stopping_keeps_tokens_and_the_draft_cache_intact():
         Markov(target, 1), Markov(target, 2), rows=4, lengths=Goodput(limit=9, surface=SURFACE)
     )
     seen = []
-    drive(own, fresh(), on_round=lambda done, hosts: seen.append(done))
+    drive(own, fresh(), on_round=lambda done, live_rows: seen.append(done))
     assert all(kept == done.width for done in seen for kept in done.accepted)
 
 
@@ -150,7 +150,7 @@ def test_confidence_is_calibrated_by_earlier_rounds():
                     break
             taken[self._confidence] = steps
 
-    loop.batch.hosts.append(Row("0", 0, 0, [1], 9))
+    loop.batch.live_rows.append(Row("0", 0, 0, [1], 9))
     for _ in range(60):
         for confidence, kept in ((0.95, 0), (0.1, 1)):
             stopping.propose(Told(confidence), loop.batch, 8, Half(8))

@@ -341,7 +341,7 @@ def finish(loop, rows):
             loop.close(row.key)
         loop.round()
         for index in reversed(range(len(loop.batch))):
-            row = loop.batch.hosts[index]
+            row = loop.batch.live_rows[index]
             if row.broken is not None or row.room <= 0:
                 kept = row.tokens[row.prompt_length :][
                     : row.limit if row.broken is None else row.broken

@@ -108,7 +108,7 @@ def test_processors_equal_those_of_transformers(form, dtype):
     logits = (3 * randn(len(batch), WIDTH + 1, VOCAB, seed=3)).to(dtype)
     found = batch.process(logits, drafts).cpu()
     changed = 0
-    for row, host in enumerate(batch.hosts):
+    for row, host in enumerate(batch.live_rows):
         for place in range(WIDTH + 1):
             known = history(batch, row) + drafts[row, :place].tolist()
             expected = due(logits[row, place], known, len(host.prompt), host.sampling)
@@ -149,7 +149,7 @@ def test_prompt_of_a_new_row_replaces_the_counts_of_the_old_one(form):
     batch.swap_rows([1], [Row("new", 0, 0, [9, 9, 11], 9, penalised)])
     logits = torch.ones(3, 1, VOCAB, device=DEVICE)
     found = batch.process(logits, torch.zeros(3, 0, dtype=torch.int64, device=DEVICE))
-    prompts = [sorted(set(row.prompt)) for row in batch.hosts]
+    prompts = [sorted(set(row.prompt)) for row in batch.live_rows]
     assert prompts.count([9, 11]) == 1
     assert [(line[0] == 0.5).nonzero().flatten().tolist() for line in found] == prompts
 

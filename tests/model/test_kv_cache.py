@@ -245,7 +245,7 @@ def test_batch_stays_dense_and_columns_follow_their_rows():
     for row in rows:
         batch.swap_rows([], [row])
     assert batch.swap_rows([0], []).moved == ((2, 0),)
-    assert batch.hosts == [rows[2], rows[1]]
+    assert batch.live_rows == [rows[2], rows[1]]
     assert batch.lengths[:2].tolist() == [3, 2]
     assert batch.params.temperature.tolist() == [1.0, 0.5]
     assert batch.params.top_k.tolist() == [2, 1]
@@ -303,7 +303,7 @@ def test_rows_admitted_together_equal_rows_admitted_one_by_one():
     (one, ours), (other, theirs) = admitted_together_and_one_by_one(groups)
     for name in ("lengths", "_fixed"):
         assert getattr(one.batch, name).equal(getattr(other.batch, name)), name
-    for index, row in enumerate(one.batch.hosts):
+    for index, row in enumerate(one.batch.live_rows):
         assert one.batch.tokens[index, : len(row.tokens)].tolist() == row.tokens
         assert one.batch.params.keys[index].tolist() == list(noise_key(9, row.key, row.sample))
     assert one.batch._params.top_k.tolist() == [3, 0, 0, 7, 0, 0]
@@ -362,15 +362,15 @@ def test_new_rows_fill_freed_places_before_rows_are_moved():
     ):
         change = batch.swap_rows(ended, [rows[i] for i in begun])
         assert change.moved == moved
-        assert batch.hosts == [rows[i] for i in due]
-        assert [row.place for row in batch.hosts] == list(range(len(due)))
+        assert batch.live_rows == [rows[i] for i in due]
+        assert [row.index for row in batch.live_rows] == list(range(len(due)))
         assert batch.lengths.tolist() == [i + 1 for i in due] + [1] * (6 - len(due))
         assert batch.params.temperature.tolist() == [1 + i / 2 for i in due]
         assert batch._alive.tolist() == [1] * len(due) + [0] * (6 - len(due))
-        for place, row in enumerate(batch.hosts):
+        for place, row in enumerate(batch.live_rows):
             assert batch.tokens[place, : row.length].tolist() == row.tokens
             assert batch.params.keys[place].tolist() == list(noise_key(5, row.key, row.sample))
-        assert all(rows[i].place == -1 for i in range(12) if i not in due)
+        assert all(rows[i].index == -1 for i in range(12) if i not in due)
 
 
 def test_moved_row_keeps_its_tokens():
@@ -428,7 +428,7 @@ def test_commit_appends_each_rows_tokens_and_last_reads_them():
     version = batch.version
     batch.swap_rows([1], [Row("long", 0, 0, list(range(1, 41)), 200)])
     assert batch.version > version  # it has moved, and counts as far as it is long now
-    assert batch.places(-2, 3).tolist() == [[2, 3, 4], [38, 39, 40]]
+    assert batch.positions(-2, 3).tolist() == [[2, 3, 4], [38, 39, 40]]
     assert batch.steps(0, 170).tolist() == list(range(170))
     tokens, positions = batch.pending(torch.tensor([[7, 8], [9, 9]]))
     assert tokens.tolist() == [[10, 7, 8], [40, 9, 9]]

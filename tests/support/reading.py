@@ -44,7 +44,7 @@ class Compared:
         self._logits = []
         proposal = self._propose(batch, length)
         assert proposal.tokens.shape[1] == length
-        for row, host in enumerate(batch.hosts if length else ()):
+        for row, host in enumerate(batch.live_rows if length else ()):
             end, chosen = int(batch.lengths[row]), proposal.tokens[row].tolist()
             tokens = batch.tokens[row, :end].tolist()
             due = self._reading.drafts(self._theirs, tokens, chosen)

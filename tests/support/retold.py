@@ -110,7 +110,7 @@ class Retold(Simulated):
     def _result(self, width):
         drafts = self._next.host_drafts.placed(self.batch.rows, width).tokens.tolist()
         table = torch.zeros(self.batch.rows, 2 * width + 3, dtype=torch.int64)
-        for place, row in enumerate(self.batch.hosts):
+        for place, row in enumerate(self.batch.live_rows):
             at, text = self._told.get(row, 0), self._texts[row.key, row.sample]
             pairs = enumerate(zip(drafts[place], text[at:], strict=False))
             kept = next((i for i, (token, due) in pairs if token != due), width)
@@ -141,11 +141,11 @@ def seconds_of_texts(loop, texts):
         loop.clock.now.seconds += COLLECTING
         over = [
             place
-            for place, row in enumerate(loop.batch.hosts)
+            for place, row in enumerate(loop.batch.live_rows)
             if row.generated >= texts.ends[row.key, row.sample]
         ]
         for place in over:
-            row = loop.batch.hosts[place]
+            row = loop.batch.live_rows[place]
             row.cut(texts.ends[row.key, row.sample])
             forecast.end(row.generated)
     loop.swap_rows(over, [])

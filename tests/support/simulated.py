@@ -52,7 +52,7 @@ class Finder(NoDrafter):
             min(self._chance.randint(1, 6), length, max(row.room - 1, 0))
             if self._chance.random() < self._found
             else 0
-            for row in batch.hosts
+            for row in batch.live_rows
         )
         return Proposal(
             batch.tokens.new_zeros(len(batch), max(self.num_drafts)), None, self.num_drafts
@@ -111,7 +111,7 @@ def seconds_of(loop, *, prompts=16, n=8, limit=128):
             loop.admit(waiting.pop(0))
         loop.round(pending_work=PendingWork(len(waiting) * limit))
         for index in reversed(range(len(loop.batch))):
-            if loop.batch.hosts[index].room <= 0:
+            if loop.batch.live_rows[index].room <= 0:
                 loop.retire(index)
     return loop.clock.now()
 

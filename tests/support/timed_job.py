@@ -115,7 +115,7 @@ class Timed(Simulated):
 
     def _result(self, width):
         table = torch.zeros((self.batch.rows, 2 * width + 3), dtype=torch.int64)
-        for place, row in enumerate(self.batch.hosts):
+        for place, row in enumerate(self.batch.live_rows):
             if row not in self.texts:
                 self.texts[row] = self._text(row)
             text = self.texts[row]

@@ -115,11 +115,11 @@ def drive(loop, rows, *, on_round=None, ahead=False):
         for key in {row.key for row in new} - {row.key for row in waiting}:
             loop.close(key)
         done = loop.round(ahead=ahead)
-        hosts = loop.batch.hosts
+        live_rows = loop.batch.live_rows
         if on_round:
-            on_round(done, hosts)
-        ended = [place for place, row in enumerate(hosts) if row.room <= 0]
-        for row in (hosts[place] for place in ended):
+            on_round(done, live_rows)
+        ended = [place for place, row in enumerate(live_rows) if row.room <= 0]
+        for row in (live_rows[place] for place in ended):
             out[row.key, row.sample] = row.tokens[row.prompt_length :][: row.limit]
     loop.swap_rows(ended, [])
     return out
