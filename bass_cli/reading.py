@@ -31,6 +31,7 @@ _BRIEF.maxstring = _BRIEF.maxother = 80
 # bytes; a pair file has a few hundred, and PyYAML parses this size in a second
 MOST_YAML = 1 << 16
 _LONGEST = 1_000_000  # seconds of a time
+_POINTER = b"version https://git-lfs.github.com/spec/"
 _DEEPEST = 20  # levels of nesting in YAML; a pair file has two or three
 
 
@@ -65,6 +66,15 @@ def read_bytes(path: str | Path, most: int) -> bytes:
         if size > most:
             raise OSError(errno.EFBIG, f"it has {size} bytes; such a file may have at most {most}")
         return file.read(size)
+
+
+def refuse_pointer(path: Path, begin: bytes) -> None:
+    """Raise a UserError if a file that begins so is a pointer of Git LFS, not the file itself."""
+    if begin.startswith(_POINTER):
+        raise UserError(
+            f"{path}: this is a pointer of Git LFS in place of the file; run git lfs pull in its "
+            "folder, or download the model again"
+        )
 
 
 class RefusedJsonError(ValueError):

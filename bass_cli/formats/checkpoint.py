@@ -224,7 +224,7 @@ def open_checkpoint(
     if path.is_dir():
         config, place = read_json(path / "config.json"), str(path / "config.json")
         open_ = _open_any if _is_any(config, decoder, place) else _open_folder
-        return open_(path, config, adapters)
+        return _with_note_on_adapter(open_(path, config, adapters))
     if decoder == "transformers":
         raise UserError(
             f"{path}: `pair.decoder` transformers: a .gguf file has a native decoder only; use a "
@@ -238,6 +238,16 @@ def open_checkpoint(
             "original checkpoint"
         )
     return _open_gguf(path)
+
+
+def _with_note_on_adapter(opened: Checkpoint) -> Checkpoint:
+    """Add a note if an adapter is beside the weights and not merged. transformers would merge it
+    into its base, whose weights are elsewhere."""
+    config = opened.path / "adapter_config.json"
+    if not config.exists() or opened.path in [adapter.folder for adapter in opened.adapters]:
+        return opened
+    note = f"{config}: this adapter is not used; `lora` {opened.path} merges it"
+    return replace(opened, notes=(*opened.notes, note))
 
 
 def _open_gguf(path: Path) -> Checkpoint:
@@ -428,7 +438,10 @@ def assign(
         name: slot for name, slot in slots.items() if not (spec.tied and slot.name == "head.weight")
     }
     if missing := [name for name in wanted if name not in entries]:
-        raise UserError(f"{path}: {listed(missing)} missing")
+        ends = tuple(f".{name}" for name in missing)
+        extra = [name for name in entries if name not in slots and name.endswith(ends)]
+        wrapped = [f'; there is "{name}"; save the model without its wrapper' for name in extra[:1]]
+        raise UserError(f"{path}: {listed(missing)} missing{''.join(wrapped)}")
     known = {
         name: entry
         for name, entry in entries.items()
@@ -445,10 +458,15 @@ def assign(
             )
         base = _base(entry)
         if isinstance(base, Entry) and base.dtype not in (*DTYPES, *QUANTISED):
+            others = (
+                "take another file of this model, or convert it: llama-quantize "
+                "--allow-requantize IN.gguf OUT.gguf Q4_K_M"
+                if entry.file.suffix == ".gguf"
+                else "others need a quantization_config in config.json that describes them"
+            )
             raise UserError(
                 f'{entry.file}: tensor "{name}" has the unsupported type {base.dtype}; '
-                f"known: {', '.join((*DTYPES, *QUANTISED))}, and others if config.json has a "
-                "quantization_config that describes them"
+                f"known: {', '.join((*DTYPES, *QUANTISED))}; {others}"
             )
     return tuple(Piece(entries[name], slot) for name, slot in placed.items())
 

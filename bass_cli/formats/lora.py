@@ -8,6 +8,7 @@ Nothing is merged here: compound.py adds the changes while the weights are read.
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -64,6 +65,8 @@ def parse_adapter(text: str) -> tuple[str, float]:
             return source, finite(float(number))
         except ValueError:
             raise UserError(f'`lora` {text}: a finite number is needed after ":"') from None
+    if source and not os.path.exists(text) and os.path.isdir(source):
+        raise UserError(f'`lora` {text}: a number is needed after ":"')
     return text, 1.0
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from bass_cli.config.job import Pair
 from bass_cli.config.speculation import parse_draft
 from bass_cli.errors import UserError
 from bass_cli.io.readers import refusal
-from bass_cli.reading import os_errors_as, parse_object, read_bytes
+from bass_cli.reading import os_errors_as, parse_object, read_bytes, refuse_pointer, unquoted
 
 _WANTED = ["*.safetensors", "*.json", "tokenizer*", "*.txt", "*.model", "*.jinja"]
 _UNWANTED = ["*/*", "consolidated*"]
@@ -78,10 +79,20 @@ def locate(source: str, *, folder: Path | None, fetch: bool = True, weights: boo
         weights: whether weights will be read, so that a folder needs a config.json.
 
     Raises:
-        UserError: the model is not there, or is a folder of GGUF files, which the error lists.
+        UserError: the model is not there, or the path is not a model, such as a LoRA adapter or a
+            folder of GGUF files. The error names what to use instead.
     """
     path = _local(source, folder, weights=weights)
-    return _from_hub(source, fetch=fetch) if path is None else path
+    if path is not None:
+        return path
+    copy = _from_hub(source, fetch=fetch)
+    if weights and fetch and not (copy / "config.json").exists():
+        _refuse_adapter(source, copy)
+        raise UserError(
+            f'"{source}": this repository has no config.json; for a GGUF file of it run hf '
+            f"download {source} FILE.gguf --local-dir FOLDER, and name that file"
+        )
+    return copy
 
 
 def check_sources(pair: Pair) -> None:
@@ -106,7 +117,7 @@ def _local(source: str, folder: Path | None, *, weights: bool) -> Path | None:
     path = Path(os.path.expanduser(source))
     for candidate in ([] if folder is None else [folder / path]) + [path]:
         if os.path.exists(candidate):  # Path.exists raises an error for a name that is too long
-            _refuse_folder_of_gguf(source, candidate, weights=weights)
+            _check_path(source, candidate, weights=weights)
             return candidate.absolute()
     if source.startswith(("./", "../", "/", "~")) or source.endswith(".gguf"):
         near = (
@@ -115,20 +126,60 @@ def _local(source: str, folder: Path | None, *, weights: bool) -> Path | None:
             else ""
         )
         raise UserError(f'"{source}": there is no such file or folder{near}')
+    _check_hub_id(source)
     return None
 
 
-def _refuse_folder_of_gguf(source: str, path: Path, *, weights: bool) -> None:
-    """Raise a UserError for a folder with GGUF files and no other form of a model or tokenizer."""
-    known = ("config.json",) if weights else ("config.json", *TOKENIZER)
-    if not path.is_dir() or any(next(path.glob(one), None) for one in known):
-        return
-    files = sorted(file.name for file in path.glob("*.gguf"))
-    if files:
-        listed = [os.path.join(source, file) for file in files[:_LISTED]]
-        rest = [f"and {len(files) - _LISTED} more"] if len(files) > _LISTED else []
+def _check_hub_id(source: str) -> None:
+    """Raise a UserError for an address, or a name with a part that hub ids do not have."""
+    if address := re.fullmatch(
+        r"(?:https?://|hf:|(?=hf\.co/))(?:[\w.-]+\.co/|//)?([\w.-]+/[\w.-]+).*", source
+    ):
+        raise UserError(f'"{source}": a hub id has no such prefix; write {address[1]}')
+    if part := re.fullmatch(r"([\w.-]+/[\w.-]+)[:@](.+)", source):
         raise UserError(
-            f'"{source}": this is a folder of GGUF files; name one of them:', *listed, *rest
+            f'"{source}": a hub id has no "{part[2]}"; for a file or revision run hf download '
+            f"{part[1]} [FILE] [--revision NAME] --local-dir FOLDER, and name what it saved"
+        )
+
+
+def _check_path(source: str, path: Path, *, weights: bool) -> None:
+    """Raise a UserError that names the model for a path inside or around one: a file of a folder,
+    an adapter, a folder of GGUF files or of other models."""
+    if path.is_file():
+        if weights and path.suffix != ".gguf" and (path.parent / "config.json").exists():
+            inside = os.path.dirname(source) or "."
+            raise UserError(f'"{source}": this is a file of a model; name its folder: {inside}')
+        return
+    known = ("config.json",) if weights else ("config.json", *TOKENIZER)
+    if any(next(path.glob(one), None) for one in known):
+        return
+    _refuse_others(source, path, "this is a folder of GGUF files; name one of them:", "*.gguf")
+    if weights:
+        _refuse_adapter(source, path)
+        # those of a trainer's output, and of a model in the hub's cache
+        for inner in ("*", "snapshots/*"):
+            reason = "it has no config.json; name one of its folders that have one:"
+            _refuse_others(source, path, reason, f"{inner}/config.json")
+
+
+def _refuse_others(source: str, path: Path, reason: str, pattern: str) -> None:
+    """Raise a UserError that lists the models in a folder, if there are any."""
+    files = sorted(str(file.relative_to(path)) for file in path.glob(pattern))
+    names = [os.path.join(source, file.removesuffix("/config.json")) for file in files]
+    if names:
+        rest = [f"and {len(names) - _LISTED} more"] if len(names) > _LISTED else []
+        raise UserError(f'"{source}": {reason}', *names[:_LISTED], *rest)
+
+
+def _refuse_adapter(source: str, path: Path) -> None:
+    """Raise a UserError for the folder of a LoRA adapter."""
+    config = path / "adapter_config.json"
+    if config.exists():
+        base = read_json(config).get("base_model_name_or_path") or "BASE"
+        raise UserError(
+            f'"{source}": this is a LoRA adapter; give its base with `pair.target` '
+            f"{unquoted(base)} and the adapter with `lora` {source}"
         )
 
 
@@ -192,6 +243,8 @@ def read_json(path: Path, *, most: int = _CONFIG_BYTES) -> dict[str, Any]:
     """
     try:
         with os_errors_as(UserError, f"{path}: cannot read the file"):
-            return parse_object(read_bytes(path, most))
+            content = read_bytes(path, most)
+        refuse_pointer(path, content)
+        return parse_object(content)
     except ValueError as error:
         raise UserError(f"{path}: {error}") from None

@@ -27,7 +27,16 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from bass_cli.errors import UserError, first_line, first_of
 from bass_cli.formats.sources import read_json
-from bass_cli.reading import LARGEST, open_regular, os_errors_as, parse_object, shown, text, whole
+from bass_cli.reading import (
+    LARGEST,
+    open_regular,
+    os_errors_as,
+    parse_object,
+    refuse_pointer,
+    shown,
+    text,
+    whole,
+)
 from bass_cli.system.postponed import complete_torch
 
 if TYPE_CHECKING:
@@ -83,7 +92,8 @@ def read_safetensors(path: Path) -> dict[str, Entry]:
         length = int.from_bytes(file.read(8), "little")
         if total < 8 or length > min(total - 8, HEADER_LIMIT):
             raise UserError(
-                f"{path}: truncated or not safetensors: the header does not fit into {total} bytes"
+                f"{path}: truncated or not safetensors: the header does not fit into {total} "
+                "bytes; download or copy it again"
             )
         raw = file.read(length)
     try:
@@ -444,7 +454,10 @@ def opened(path: Path) -> BinaryIO:
         UserError: it cannot be opened.
     """
     with os_errors_as(UserError, f"{path}: cannot read the file"):
-        return open_regular(path)
+        file = open_regular(path)
+        refuse_pointer(path, file.read(64))
+        file.seek(0)
+        return file
 
 
 def check_places(
@@ -461,7 +474,8 @@ def check_places(
     end = max(entry.start + entry.size for entry in entries.values())
     if end > total:
         raise UserError(
-            f"{path}: the file is truncated: it has {total} bytes, its tensors need {end}"
+            f"{path}: the file is truncated: it has {total} bytes, its tensors need {end}; "
+            "download or copy it again"
         )
     placed = sorted(
         (entry.start, entry.size, name) for name, entry in entries.items() if entry.size
@@ -497,6 +511,11 @@ def read_folder(folder: Path) -> dict[str, Entry]:
         elif index.exists():
             named = _weight_map(index)
             files = [folder / name for name in sorted(set(named.values()))]
+            if lost := [file.name for file in files if not file.exists()]:
+                raise UserError(
+                    f"{index}: {len(lost)} of the {len(files)} files that it lists are missing, "
+                    f"such as {lost[0]}; download the model again"
+                )
         else:
             files = [
                 file

@@ -35,7 +35,7 @@ from bass_cli.formats.limits import Limited, RefusalError, check_growth, most_ch
 from bass_cli.formats.sources import locate
 from bass_cli.formats.tensor_files import read_gguf
 from bass_cli.io.cache import cache_folder, read_cached, write_cached
-from bass_cli.reading import is_unicode, os_errors_as, read_bytes, shown
+from bass_cli.reading import is_unicode, os_errors_as, read_bytes, refuse_pointer, shown
 from bass_cli.system.host import start_awaited
 
 _CONVERSION = 6  # increase it when the readers return other parts for the same files
@@ -445,6 +445,7 @@ def _digest_of(folder: Path) -> str:
     for path in sorted({path for one in FILES for path in folder.glob(one) if not path.is_dir()}):
         with os_errors_as(UserError, f"{path}: cannot read the file"):
             content = read_bytes(path, LARGEST_FILE)
+        refuse_pointer(path, content)
         digest.update(f"{path.relative_to(folder)} {len(content)}\n".encode() + content)
     return digest.hexdigest()
 

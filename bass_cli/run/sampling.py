@@ -107,8 +107,9 @@ _OTHERS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("bad_words_ids", "force_words_ids", "suppress_tokens"), ([],)),
     **dict.fromkeys(("begin_suppress_tokens", "sequence_bias", "penalty_alpha"), ([],)),
     **dict.fromkeys(("min_new_tokens", "forced_bos_token_id", "forced_eos_token_id"), (0,)),
-    "num_beams": (1,),
-    "penalty_repeat": (1,),
+    **dict.fromkeys(("num_beams", "penalty_repeat", "top_h"), (1,)),
+    **dict.fromkeys(("exponential_decay_length_penalty", "stop_strings"), ([],)),
+    "watermarking_config": (),
     **dict.fromkeys(("xtc_probability", "mirostat"), (0,)),
 }
 
@@ -177,7 +178,7 @@ def _note(
     parts = []
     if taken:
         values = ", ".join(f"{name} {value:g}" for name, value in taken.items())
-        parts.append(f"{values} are the model's own (`generation_config` none: bass's own)")
+        parts.append(f"the model's own {values} (`generation_config` none: bass's own)")
     if given.get("do_sample") is False and "temperature" not in job.sampling.model_fields_set:
         parts.append(
             f"do_sample false is not followed: the temperature is {job.sampling.temperature:g} "

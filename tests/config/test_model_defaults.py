@@ -51,8 +51,8 @@ def test_fields_that_are_not_set_are_the_models(model: Path) -> None:
     sampling = changed.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.8, 0.5, 20)
     assert len(notes) == 1
-    assert "top_k 20 are the model's own" in notes[0]
-    assert notes[0].startswith(f"{model}/generation_config.json: ")
+    note = "the model's own top_k 20 (`generation_config` none: bass's own)"
+    assert notes[0] == f"{model}/generation_config.json: {note}"
     assert with_model_defaults(changed, target) == (changed, [])  # once is enough
     assert with_model_defaults(job_of(model, generation_config="none"), target)[1] == []
 
@@ -79,12 +79,14 @@ def test_an_invalid_value_names_file_and_key(
 
 
 def test_a_greedy_default_and_other_settings_are_only_noted(model: Path) -> None:
-    settings(model, do_sample=False, num_beams=1, no_repeat_ngram_size=3, typical_p=1.0, top_k=None)
+    others = {"num_beams": 1, "no_repeat_ngram_size": 3, "typical_p": 1.0, "stop_strings": ["x"]}
+    settings(model, do_sample=False, top_k=None, **others)
     job, notes = with_model_defaults(job_of(model), open_checkpoint(model))
     assert job.sampling == Sampling()
     assert notes == [
         f"{model}/generation_config.json: do_sample false is not followed: the temperature is 0.8 "
-        "(`sampling.temperature` 0: greedy decoding); bass does not use no_repeat_ngram_size"
+        "(`sampling.temperature` 0: greedy decoding); bass does not use "
+        "no_repeat_ngram_size, stop_strings"
     ]
 
 
@@ -94,7 +96,7 @@ def test_a_gguf_file_has_its_own_keys(model: Path) -> None:
     gguf = Checkpoint(Path("m.gguf"), target.spec, (), metadata=found)
     job, notes = with_model_defaults(job_of(model), gguf)
     assert job.sampling.temperature == 0.3
-    assert notes[0].startswith("m.gguf: temperature 0.3 are the model's own")
+    assert notes[0].startswith("m.gguf: the model's own temperature 0.3 (")
     assert notes[0].endswith("bass does not use penalty_repeat")
 
 
@@ -121,7 +123,7 @@ def test_flag_environment_and_pair_come_before_the_model(
     given += ["--device", "cpu", "-n", "1", "--max-new-tokens", "4", "--out", str(out)]
     done = CliRunner().invoke(app, given)
     assert done.exit_code == 0, done.stderr
-    assert "temperature 0.6 are the model's own (--generation-config none" in done.stderr
+    assert "the model's own temperature 0.6 (--generation-config none" in done.stderr
     results = json.loads(Path(f"{out}.manifest.json").read_text())["results"]
     assert [results[name] for name in ("temperature", "top_p", "top_k")] == [0.6, 0.7, 7]
     again = CliRunner().invoke(app, [*given, "--generation-config", "none"])

@@ -256,6 +256,23 @@ def test_faults_name_file_and_tensor_or_key(fault: str, tmp_path: Path) -> None:
     assert str(tmp_path) in str(error.value)
 
 
+def test_a_weight_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r'`lora` .*:half: a number is needed after ":"'):
+        parse_adapter(f"{tmp_path}:half")
+    (tmp_path / "a:b").mkdir()
+    assert parse_adapter(f"{tmp_path}/a:b") == (f"{tmp_path}/a:b", 1.0)
+
+
+def test_an_adapter_beside_the_weights_is_noted_unless_it_is_merged(tmp_path: Path) -> None:
+    model = write_checkpoint("llama", tmp_path, shards=False)
+    assert not open_checkpoint(tmp_path).notes
+    write_adapter(tmp_path, model, target_modules=["q_proj"])
+    (note,) = open_checkpoint(tmp_path).notes
+    reason = f"this adapter is not used; `lora` {tmp_path} merges it"
+    assert note == f"{tmp_path}/adapter_config.json: {reason}"
+    assert note not in open_checkpoint(tmp_path, (Adapter(tmp_path),)).notes
+
+
 JUNK = (None, True, -1, 0, 3, 1e9, "x", "(", [], {}, [1], {"(": 1}, {"q_proj": "x"}, {1: 2})
 
 

@@ -230,7 +230,8 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "empty": (lambda f: shard(f, 0).write_bytes(b""), r"model-00001.*: truncated or not safetensors"),
     "not json": (lambda f: shard(f, 0).write_bytes(struct.pack("<Q", 4) + b"{x}}" * 9), r"model-00001.*corrupt"),
     "odd entry": (lambda f: shard(f, 0).write_bytes(struct.pack("<Q", 8) + b'{"a": 1}'), r"model-00001.*corrupt"),
-    "shard gone": (lambda f: shard(f, 2).unlink(), r"model-00003.*: cannot read the file: No such file"),
+    "shard gone": (lambda f: shard(f, 2).unlink(),
+                   r"index\.json: 1 of the \d+ files that it lists are missing, such as model-00003"),
     "no weights": (lambda f: [file.unlink() for file in f.glob("model*")], "no weights found"),
     "no config": (lambda f: (f / "config.json").unlink(), r"config\.json: cannot read the file: No such file"),
     "broken config": (lambda f: truncate(f / "config.json"), r"config\.json: broken JSON"),
@@ -258,6 +259,16 @@ def test_faults_are_found_on_opening(fault: str, tmp_path: Path) -> None:
     assert str(tmp_path) in str(error.value)
 
 
+def test_names_of_a_wrapper_are_named(tmp_path: Path) -> None:
+    write_checkpoint("llama", tmp_path, shards=False)
+    tensors = load_file(tmp_path / "model.safetensors")
+    wrapped = {f"module.{name}": tensor for name, tensor in tensors.items()}
+    save_file(wrapped, tmp_path / "model.safetensors")
+    message = r'are missing; there is "module\.[^ ]*"; save the model without its wrapper'
+    with pytest.raises(UserError, match=message):
+        open_checkpoint(tmp_path)
+
+
 def test_unsupported_types_are_refused(tmp_path: Path) -> None:
     write_checkpoint("llama3", tmp_path, shards=False)
     edit_tensors(
@@ -279,6 +290,8 @@ GGUF_FAULTS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "huge string": (lambda raw: raw[:24] + b"\xff" * 8 + raw[32:], "the header is truncated or corrupt near byte"),
     "type": (lambda raw: raw.replace(NORM + struct.pack("<IQI", 1, 96, 0), NORM + struct.pack("<IQI", 1, 96, 99)),
              "type 99"),
+    "kind": (lambda raw: raw.replace(NORM + struct.pack("<IQI", 1, 96, 0), NORM + struct.pack("<IQI", 1, 96, 24)),
+             "unsupported type I8; known: .*; take another file of this model, or convert it: llama-quantize"),
     "name": (lambda raw: raw.replace(NORM, b"output_form.weight"), '"output_norm.weight" is missing'),
 }  # fmt: skip
 
