@@ -3,6 +3,7 @@ GPU, and the kernel that adds a product to the residual stream, also in Triton's
 
 import runpy
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -55,6 +56,25 @@ def test_gate_up_matches_the_definition(count, activation, size):
     found = products.gated(rounded, scales, weight, like=x, activation=activation)
     expected = reference.activation(due(x, weight), activation, gated=True)
     close(found, expected, BF16, "fp8", factor=3)
+
+
+def test_gate_up_has_one_form_for_all_numbers_of_tokens(monkeypatch):
+    """A small model's tiles may be fewer than the processors; then some programs have none."""
+    forms = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *given, **constants: forms.append((grid, constants))
+
+    made = SimpleNamespace(gate_up_kernel=Kernel(), TOKENS=128, LINES=64)
+    monkeypatch.setattr(wide, "wide", made)
+    monkeypatch.setattr(wide, "_described", lambda matrix, rows: matrix)
+    monkeypatch.setattr(wide, "processors", lambda device: 132)
+    x, weight = randn(512, 16), weight_of(2 * 1536, 16, "fp8")
+    for count in (65, 129, 257, 512):
+        wide.gate_up(x, weight.scales, weight, count=count, activation="silu")
+    assert len(forms) == 4
+    assert all(form == forms[0] for form in forms)
 
 
 @on_hopper
