@@ -18,6 +18,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from bass_cli.config.commands import COMMANDS
 from bass_cli.config.options import declared
+from bass_cli.config.other_names import option_called
 from bass_cli.errors import near_word
 from bass_cli.io import terminal
 
@@ -205,7 +206,10 @@ def _sentence(error: Any, context: Any) -> str:
         name = error.option_name
         options = [] if context is None else context.command.get_params(context)
         known = [form for one in options for form in (*one.opts, *one.secondary_opts)]
-        near = near_word(name, [form for form in known if form.startswith("--")])
+        path = option_called(name) or ""
+        near: str | None = f"--{path.rpartition('.')[2].replace('_', '-')}"
+        if near not in known:
+            near = near_word(name, [form for form in known if form.startswith("--")])
         return f"there is no option {name}" + (f'; did you mean "{near}"?' if near else "")
     if kind == "BadOptionUsage":
         reason = re.sub(r"^Option '.*?' (?=requires|does)", "it ", error.message, flags=re.DOTALL)

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
 
 from bass_cli.config.options import kind_of
+from bass_cli.config.other_names import option_called
 from bass_cli.errors import UserError, nearest
 from bass_cli.reading import BrokenYamlError, parse_yaml, shown, unquoted
 
@@ -24,6 +25,26 @@ class Strict(BaseModel, frozen=True):
     """The base of all parts of a job: frozen, and unknown fields are errors."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_unknown_field(cls, given: Any) -> Any:
+        for name in given if isinstance(given, dict) else ():
+            if name not in cls.model_fields:
+                raise ValueError(
+                    f'there is no field "{unquoted(name)}"; {cls._instead_of(str(name))}'
+                )
+        return given
+
+    @classmethod
+    def _instead_of(cls, name: str) -> str:
+        path = option_called(name)
+        if path is None:
+            return nearest(name, cls.model_fields)
+        field = path.rpartition(".")[2]
+        return (
+            f'bass calls it "{field}"' if field in cls.model_fields else f'Job has it as "{path}"'
+        )
 
     @field_validator("*", mode="before")
     @classmethod

@@ -7,11 +7,11 @@ formats/.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from bass_cli.config.options import JOB, LINE
+from bass_cli.config.other_names import OTHER_NAMES, spelling
 from bass_cli.errors import UserError, nearest
 from bass_cli.reading import parse_json, shown, unquoted
 
@@ -173,24 +173,6 @@ def _checked_calls(calls: Any, here: str, place: str) -> list[dict[str, Any]]:
 
 # Settings and parts of a prompt that other tools read, or that hold for a whole run. Ignoring such
 # a field would give wrong samples, so it is refused, with what to use instead.
-_OTHER_NAMES = {  # by option, as messages name it
-    "sampling.max_new_tokens": "max_tokens max_completion_tokens max_output_tokens "
-    "max_tokens_to_sample n_predict num_predict max_gen_len max_gen_toks",
-    "sampling.stop": "stop_sequences stop_strings stop_words stopping_strings stop_token",
-    "n": "num_return_sequences num_samples num_completions candidate_count",
-    "sampling.temperature": "do_sample greedy",
-    "sampling.seed": "random_seed",
-    "sampling.repetition_penalty": "repeat_penalty",
-    "sampling.include_stop": "include_stop_str_in_output",
-    "sampling.json_schema": "guided_json response_format structured_outputs",
-    "sampling.regex": "guided_regex guided_choice",
-    "sampling.grammar": "guided_grammar",
-    "chat=True": "chat",
-    "pair": "pair",
-    "template": "chat_template",
-    "lora": "lora_request",
-    "kv_dtype": "kv_cache_dtype cache_dtype",
-}
 _AS_MESSAGE = "system_prompt system_message system_instruction"
 _TOOLS = "functions"
 _ARGS = "enable_thinking documents"
@@ -234,7 +216,7 @@ _NAMED_ELSEWHERE = {*OWN, *_CONTAINERS.split(), *_OBJECTS.split()}
 # The reason by reserved name
 RESERVED = {
     **{name: _instead(option.path) for name, option in JOB.items() if name not in _NAMED_ELSEWHERE},
-    **{name: _instead(option) for option, names in _OTHER_NAMES.items() for name in names.split()},
+    **{name: _instead(option) for option, names in OTHER_NAMES.items() for name in names.split()},
     **dict.fromkeys(_AS_MESSAGE.split(), 'use "system"'),
     **dict.fromkeys(_TOOLS.split(), 'use "tools"'),
     **dict.fromkeys(_ARGS.split(), 'put it into "template_args": {...}'),
@@ -246,17 +228,12 @@ RESERVED = {
 }
 
 
-def _spelling(name: str) -> str:
-    """Return the name without what spellings of one name differ by: "maxTokens", "Max-Tokens"."""
-    return re.sub(r"[\W_]", "", name).lower()
-
-
-_BY_SPELLING = {_spelling(name): name for name in (*_CONTAINERS.split(), *OWN, *RESERVED)}
+_BY_SPELLING = {spelling(name): name for name in (*_CONTAINERS.split(), *OWN, *RESERVED)}
 
 
 def reserved_name(key: Any) -> str | None:
     """Return the reserved name that a key spells; None if there is none."""
-    name = _BY_SPELLING.get(_spelling(str(key)))
+    name = _BY_SPELLING.get(spelling(str(key)))
     return name if name in RESERVED else None
 
 
@@ -266,7 +243,7 @@ def refusal_of(key: Any, value: Any, *, columns: bool) -> tuple[str, str] | None
     `columns`: the fields are a dataset's columns, of which only tools and system messages are
     refused.
     """
-    field, name = unquoted(key), _BY_SPELLING.get(_spelling(str(key)), "")
+    field, name = unquoted(key), _BY_SPELLING.get(spelling(str(key)), "")
     if name in _OBJECTS.split() and not isinstance(value, Mapping):
         return None
     if name in RESERVED and (not columns or name in f"{_TOOLS} {_AS_MESSAGE}".split()):

@@ -386,7 +386,8 @@ def _to_prompt(record: Any, default_id: str, place: str, how: _Reading) -> Promp
     """Make a Prompt of one record."""
     if not isinstance(record, Mapping):
         wanted = 'an object like {"prompt": "..."}'
-        whole = "; rename a file that is one list to .json" if how.kind == "jsonl" else ""
+        parts = '; write messages as {"messages": [...]} and token ids as {"token_ids": [...]}'
+        whole = "; rename a file that is one list to .json" if how.kind == "jsonl" else parts
         listed = whole if isinstance(record, list) else ""
         raise UserError(f"{place}: a prompt is {wanted}, not {kind_of(record)}{listed}")
     fields = {key: value for key, value in record.items() if value is not None}

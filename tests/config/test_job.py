@@ -411,9 +411,23 @@ def test_models_are_frozen_and_strict() -> None:
     job = make_job(PAIR)
     with pytest.raises(ValueError, match="frozen"):
         job.n = 3  # type: ignore[misc]
-    with pytest.raises(ValueError, match="Extra inputs"):
+    with pytest.raises(ValueError, match='there is no field "nn"; did you mean "n"'):
         Job.model_validate({"pair": PAIR, "nn": 3})
     assert issubclass(MachineError, UserError)
+
+
+@pytest.mark.parametrize(("kind", "name", "remedy"), [
+    (Sampling, "max_tokens", 'bass calls it "max_new_tokens"'),
+    (Sampling, "maxNewTokens", 'bass calls it "max_new_tokens"'),
+    (Sampling, "temprature", 'did you mean "temperature"?'),
+    (Sampling, "num_return_sequences", 'Job has it as "n"'),
+    (Job, "max_new_tokens", 'Job has it as "sampling.max_new_tokens"'),
+    (Job, "model_name_or_path", 'Job has it as "model"'),
+    (Pair, "drft", 'did you mean "draft"?'),
+])  # fmt: skip
+def test_names_of_other_tools_have_a_remedy(kind: Any, name: str, remedy: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f'there is no field "{name}"; {remedy}')):
+        kind(**{name: 3})
 
 
 @pytest.mark.parametrize(
