@@ -87,6 +87,8 @@ class RoundCost:
         self._covariance: Array = numpy.diag(parts) ** 2 + together**2
         if not self.known:
             self._covariance += _ANYTHING
+        # By rows: choices that earlier jobs have measured.
+        self._tried = dict(zip(self._surface.rows, self._surface.tried, strict=False))
         # By rows: offsets of the logarithms of costs, and their variances, [2, choices].
         self._offsets: dict[int, Array] = {}
         # By rows: seconds at the surface's context, and seconds for one more token of context.
@@ -118,6 +120,10 @@ class RoundCost:
         """Return which choices but plain decoding were measured with so many rows, [choices]."""
         own = self._offset(rows)[1]
         return (own > 0) & (own < self._steps**2)
+
+    def tried(self, rows: int) -> NDArray[numpy.bool_]:
+        """Return the same, [choices], those included that earlier jobs of the pair measured."""
+        return self.measured(rows) | numpy.isin(self._choices, self._tried.get(rows, ()))
 
     def at_best(self, rows: int, place: int, line: Array, context: float | None) -> Array:
         """Return the seconds of rounds if verifying more drafts than the choice at `place` took no
@@ -252,6 +258,7 @@ class RoundCost:
             draft=[draft.tolist() for draft in drafts],
             acceptance=acceptance,
             measured=False,
+            tried=[self._choices[self.tried(count)].tolist() for count in rows],
         )
 
     def _offset(self, rows: int) -> Array:

@@ -223,8 +223,8 @@ class Goodput(DraftLength):
         return self._probe(min(short, key=inputs.one_time_cost, default=0), line)
 
     def _trial(self, paces: Array, once: Array, line: Array) -> int:
-        """Return the choice of this round: the last one, or a longer one that was never measured
-        with so many rows.
+        """Return the choice of this round: the last one, or a longer one that no job of the pair
+        has measured with so many rows.
 
         A pass of more tokens may take no longer: products change their tiles with the number of
         tokens. The longer choice that would then gain most is tried, if drafting has gained what
@@ -234,10 +234,9 @@ class Goodput(DraftLength):
         at_best = self._costs.at_best(rows, last, line, inputs.context)
         gains = 1 - at_best / line * paces / paces[last]
         losses = line[last] * (paces / paces[last] - 1).clip(0.0)
-        spent = self._budget.spent + min(inputs.left, _AHEAD) * self._pace
-        most = min(_TRIALS * spent - self._lost, self._budget.won)
+        most = min(_TRIALS * self._budget.spent - self._lost, self._budget.won)
         may = (losses <= most) & (self._runs > 0) & (once == 0)
-        may &= ~self._costs.measured(rows)
+        may &= ~self._costs.tried(rows)
         may[: last + 1] = False
         place = int(numpy.where(may, gains, 0.0).argmax())
         if not may[place] or gains[place] < _WORTH:

@@ -10,6 +10,7 @@ observed rounds correct them (costs.py).
 from __future__ import annotations
 
 import bisect
+import functools
 import hashlib
 import itertools
 import json
@@ -45,6 +46,7 @@ class Surface:
         each draft step.
     acceptance: the acceptance rate during the measurement; None if unknown.
     measured: whether `bass profile` measured it; False if a job has learnt it.
+    tried: by row count, the widths that jobs have measured; empty if unknown.
     """
 
     rows: tuple[int, ...]
@@ -55,6 +57,7 @@ class Surface:
     growth: tuple[float, float] = (0.0, 0.0)
     acceptance: float | None = None
     measured: bool = True
+    tried: tuple[tuple[int, ...], ...] = ()
 
     def seconds(self, rows: int, width: int, context: float | None = None) -> float:
         """Return the seconds of a round with `width` drafts for each of `rows` rows.
@@ -97,7 +100,10 @@ class Surface:
 
     def to_json(self) -> str:
         """Return the JSON text that `read_surface` reads."""
-        return json.dumps({"format": FORMAT, **asdict(self)}, sort_keys=True)
+        found = {"format": FORMAT, **asdict(self)}
+        if not self.tried:  # a file of an older version keeps its digest
+            del found["tried"]
+        return json.dumps(found, sort_keys=True)
 
     def _grown(self, value: float, rows: int, context: float | None, growth: float) -> float:
         """Add what `rows` rows of another context cost, at `growth` seconds a token."""
@@ -143,6 +149,7 @@ def make_surface(
     growth: tuple[float, float] = (0.0, 0.0),
     acceptance: float | None = None,
     measured: bool = True,
+    tried: Sequence[Sequence[int]] = (),
 ) -> Surface:
     """Make a Surface of what was measured.
 
@@ -161,12 +168,13 @@ def make_surface(
         (min(max(growth[0], 0.0), _MOST_GROWTH), min(max(growth[1], 0.0), _MOST_GROWTH)),
         acceptance,
         measured,
+        tuple(tuple(line) for line in tried),
     )
 
 
 def read_surface(text: str | bytes) -> Surface:
     """Return the Surface that `to_json` wrote. ValueError, with the key, for anything else."""
-    found = parse_object(text)
+    found = {"tried": ()} | parse_object(text)  # files of older versions have none
     if found.pop("format", None) != FORMAT:
         raise ValueError(f"its format is not {FORMAT}")
     surface = _typed(found)
@@ -183,6 +191,8 @@ def read_surface(text: str | bytes) -> Surface:
             raise ValueError(
                 f"{key}: it needs a line for each number in rows, with a number for each width"
             )
+    if surface.tried and len(surface.tried) != len(rows):
+        raise ValueError("tried: it needs a list for each number in rows")
     made = asdict(make_surface(**asdict(surface)))
     for key, value in asdict(surface).items():
         if value != made[key]:
@@ -219,15 +229,17 @@ def _typed(found: Mapping[str, Any]) -> Surface:
             raise ValueError(f"two numbers are needed, not {shown(values)}")
         return numbers[0], numbers[1]
 
+    count = functools.partial(whole, most=_MOST_ROWS)
     return Surface(
-        of("rows", lambda all_: tuple(whole(n, least=1, most=_MOST_ROWS) for n in all_)),
-        of("widths", lambda all_: tuple(whole(n, most=_MOST_ROWS) for n in all_)),
+        of("rows", lambda all_: tuple(count(n, least=1) for n in all_)),
+        of("widths", lambda all_: tuple(map(count, all_))),
         of("verify", grid),
         of("draft", grid),
         of("context", finite),
         of("growth", pair),
         of("acceptance", lambda value: None if value is None else _rate(value)),
         of("measured", truth),
+        of("tried", lambda lines: tuple(tuple(map(count, line)) for line in lines)),
     )
 
 

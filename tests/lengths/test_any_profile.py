@@ -223,6 +223,9 @@ def test_invalid_profile_is_ignored_with_a_note_and_a_valid_one_is_usable(file, 
         {"acceptance": 1.5},
         {"acceptance": -0.5},
         {"measured": 1},
+        {"tried": [[0, 4]]},
+        {"tried": [[0, -4], []]},
+        {"tried": 4},
     ],
 )
 def test_implausible_surfaces_are_refused_with_the_key(changes):

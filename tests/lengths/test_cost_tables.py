@@ -145,6 +145,38 @@ def test_auto_finds_a_longer_draft_that_costs_less_than_a_shorter_one():
     assert statistics.fmean(losses[1:]) < 0.05, losses
 
 
+def test_later_job_tries_no_length_that_an_earlier_one_has_measured():
+    """A 7B in 8 bits with a 0.5B that drafts in one pass, 8 rows on an H100: 8 to 10 drafts are
+    best, and 16 and more never pay. Jobs that tried those once more each lost 1.5 %."""
+    tokens = (8, 16, 32, 64, 128, 256)
+
+    def cost(rows, width):
+        padded = bucket(rows, 8)
+        verify = numpy.interp(padded * (width + 1), tokens, (3.3, 3.5, 3.7, 4.0, 4.8, 6.6))
+        return float(verify + (1.05 + padded * (0.01 + 0.002 * width) if width else 0.0)) / 1e3
+
+    rates, learnt, spent, long = (
+        (0.93, 0.90, 0.87, 0.84, 0.81, 0.78, 0.75, *[0.72] * 25),
+        None,
+        0,
+        0,
+    )
+    jobs = range(7)
+    for seed in jobs:
+        auto = Goodput(limit=32, at_once=True, surface=learnt)
+        took, rounds = run_captured(
+            auto, cost, rates, limits=[128] * 8, capacity=8, seed=seed, gap=0.25e-3
+        )
+        if seed:
+            spent += took
+            long += sum(rows == 8 and width > 12 for rows, width, _ in rounds)
+        learnt = auto.learned()
+        assert 16 in dict(zip(learnt.rows, learnt.tried, strict=True))[8]
+    best = min(sum(seconds(Fixed(k), cost, rates, 8, s) for s in jobs[1:]) for k in (7, 8, 10, 12))
+    assert long <= 4, "a length may still look best for a round"
+    assert spent < 1.012 * best
+
+
 def test_job_with_few_rows_keeps_what_an_earlier_one_learnt_for_more():
     costs = RoundCost((0, 8), None, at_once=True)
     for rows, plain, drafted in ((64, 10e-3, 22e-3), (2, 5e-3, 6e-3)):
