@@ -4,8 +4,10 @@ share the batch, are cancelled, fail and stream on their own."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
+import pickle
 import re
 import threading
 import time
@@ -286,6 +288,44 @@ def test_a_closed_engine_says_so(model: Path) -> None:
         engine.generate(["a"])
     with pytest.raises(UserError, match="the engine is closed"):
         engine.run_alone(lambda models, loop: None)
+
+
+def test_another_process_cannot_use_the_engine(engine: Engine) -> None:
+    """A forked process has no copy of the engine's thread, and would wait for it forever."""
+    results = engine.generate(WORDS[:1])
+    with pytest.raises(TypeError, match="make an Engine of the same Job there"):
+        pickle.dumps(engine)
+    if (child := os.fork()) == 0:
+        refused = 0
+        for use in (
+            lambda: next(results),
+            lambda: engine.generate(["a"]),
+            lambda: engine.score("a", "b"),
+        ):
+            with contextlib.suppress(UserError):
+                use()
+                continue
+            refused += 1
+        results.close()
+        engine.close()
+        os._exit(refused)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    assert len(list(results)) == 3
+
+
+def test_ctrl_c_while_waiting_cancels_the_request(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = engine.generate(WORDS)
+
+    def interrupted(*given: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_next_result", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            next(results)
+    assert list(results) == []
 
 
 def test_functions_run_between_requests(engine: Engine) -> None:

@@ -13,10 +13,11 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 from pydantic import ValidationError
 
@@ -53,6 +54,10 @@ from bass_cli.system.host import is_refused_memory
 T = TypeVar("T")
 Prompts = Iterable[str | Mapping[str, Any] | Prompt]
 _LOG = logging.getLogger("bass")
+_ELSEWHERE = (
+    "cannot go to another process, which has neither its thread nor its models; make an Engine of "
+    "the same Job there"
+)
 _NOT_YET = object()  # of Engine._advance: no result yet
 
 
@@ -108,6 +113,7 @@ class Engine:
         self._resident = not lazy  # many requests follow; a job draws with a lazy engine
         self._has_loop = False  # whether the scheduler has a loop
         self._thread: threading.Thread | None = None
+        self._process: int | None = None  # id of the process that has the thread
         self._start_lock = threading.Lock()  # two first calls may come at once
         self._stopping = self._closed = False
         self._error: BaseException | None = None
@@ -268,6 +274,8 @@ class Engine:
         The round that is running ends first. Calling it again does nothing. An ordinary end of
         Python closes an engine too.
         """
+        if self._is_copy():
+            return
         if threading.main_thread().is_alive():  # otherwise Python is ending, and may call this
             atexit.unregister(self.close)
         with self._changed:
@@ -284,6 +292,9 @@ class Engine:
             self._models.close()
             self._models = None
         self._scheduler.stop()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"an Engine {_ELSEWHERE}")
 
     def __enter__(self) -> Engine:
         return self
@@ -317,15 +328,22 @@ class Engine:
 
     def _start(self) -> None:
         """Start the thread at the first call."""
+        if self._is_copy():
+            raise UserError(f"this engine {_ELSEWHERE}")
         with self._start_lock:
             if self._thread is None and not self._stopping:
                 self._load()
                 self._thread = threading.Thread(
                     target=self._run_rounds, daemon=True, name="bass engine"
                 )
+                self._process = os.getpid()
                 self._thread.start()
                 # Python would end the thread inside torch, which aborts the process
                 atexit.register(self.close)
+
+    def _is_copy(self) -> bool:
+        """Whether this is the copy of an engine in a forked process, which lacks its thread."""
+        return self._process not in (None, os.getpid())
 
     def _load(self) -> None:
         """Load the models, unless a loop was given."""
@@ -354,6 +372,7 @@ class Engine:
 
     def _next_result(self, request: Request, feed: PromptFeed | None) -> Any | None:
         """Return the next result of a request; None after the last one."""
+        self._start()  # refuses a copy
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._can_advance(request, feed))
@@ -362,6 +381,7 @@ class Engine:
 
     async def _next_result_async(self, request: Request, feed: PromptFeed | None) -> Any | None:
         """Do `_next_result` without blocking the event loop."""
+        self._start()  # refuses a copy
         loop = asyncio.get_running_loop()
         while True:
             woken = loop.create_future()
@@ -405,7 +425,7 @@ class Engine:
 
     def _cancel(self, request: Request) -> None:
         """End a request."""
-        if request.finished:
+        if request.finished or self._is_copy():
             return
         request.cancelled = True
         request.results.clear()
@@ -503,7 +523,11 @@ class Results(Generic[T]):
         return self
 
     def __next__(self) -> T:
-        result: T | None = self._engine._next_result(self._request, self._feed)
+        try:
+            result: T | None = self._engine._next_result(self._request, self._feed)
+        except KeyboardInterrupt:  # a notebook would hold the results, and go on in the background
+            self.close()
+            raise
         if result is None:
             raise StopIteration
         return result

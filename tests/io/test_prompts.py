@@ -206,7 +206,11 @@ def test_a_fault_is_named(tmp_path: Path, content: str | bytes, expected: str) -
         ('[{"prompt": "a"},\n]', 'p.json:2: broken JSON: "," before the closing "]"'),
         ('[{"prompt": "a"}]\n\n[]', "p.json:3: broken JSON: something follows"),
         ('[{"prompt": "a"},\n"b"]', "p.json:2: a prompt is an object"),
-        ("[[5, 6]]", 'not a list; write messages as {"messages": [...]} and token ids as {"token'),
+        (
+            "[[5, 6]]",
+            'p.json:1: a prompt is an object like {"prompt": "..."}, not a list; write messages as '
+            '{"messages": [...]} and token ids as {"token_ids": [...]}',
+        ),
         ("[]", "p.json: it contains no prompts"),
     ],
 )
