@@ -165,6 +165,8 @@ def _draw(
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
+    """Programs: rows by chunks of the vocabulary. Each finds the best noisy token of its chunk. The
+    last chunk of a row to finish stores the row's token."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     key_0, key_1, position = noise_address(row, row, key_ptr, position_ptr)
     origin = tl.load(origin_ptr + row).to(tl.uint32)
@@ -446,6 +448,9 @@ def _verify(
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
+    """Programs: rows by chunks of the vocabulary. Each tests all drafts of its row, so all know how
+    many are accepted. Then it finds the best noisy token of its chunk for the place after them. The
+    last chunk of a row to finish stores the row's results."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     key_0, key_1, length = noise_address(row, row, key_ptr, length_ptr)
     ps, qs = _draft_probs(

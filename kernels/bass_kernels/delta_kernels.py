@@ -112,6 +112,7 @@ def _stored(input_ptr, position, places, at, inside, LINES: tl.constexpr):
 
 @triton.jit
 def _convolved(x0, x1, x2, x3, f0, f1, f2, f3):
+    """Return the convolution of four inputs, the oldest first, after SiLU."""
     total = x0 * f0 + x1 * f1 + x2 * f2 + x3 * f3
     return total * tl.sigmoid(total)
 
@@ -175,6 +176,19 @@ def _round(
     BLOCKS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
+    """Programs: rows, by heads, by blocks of BLOCK_V value columns. Each does this in order:
+
+    1. It loads its part of the state, [DK, BLOCK_V]. A row without a slot gives zeros and ends
+       here.
+    2. The state goes through the tokens that the last round accepted, whose inputs are in
+       input_ptr. It is stored.
+    3. It goes on through the `width` tokens of this round. Their inputs and their outputs are
+       stored, but not the state, because the next round may reject tokens.
+    4. The last block of a head to finish norms the outputs of all blocks.
+
+    k0 to k3 are the inputs of a key's convolution, the oldest first, and kf0 to kf3 its weights.
+    Queries and values have the same names with q and v.
+    """
     # the programs of a state run side by side: each reads a part of the same pages of memory
     unit_at, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
     row, head = (unit_at // H).to(tl.int64), unit_at % H
@@ -328,6 +342,7 @@ def _gated_norm(
     DV: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
+    """Programs: tokens by heads. See gated_norm."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     n = tl.arange(0, BLOCK_N)[None, :]
     at = (token * tl.num_programs(1) + head) * DV + n

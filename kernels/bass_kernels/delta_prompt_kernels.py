@@ -252,6 +252,9 @@ def _scan(
     BLOCK_P: tl.constexpr,
     WIDE: tl.constexpr,
 ):
+    """Programs: parts, by heads, by blocks of BLOCK_V value columns. Each carries its part of the
+    state, [DK, BLOCK_V], through the chunks in order, and stores the outputs before their norm.
+    Then it stores the state, and the inputs that the convolution of the next tokens reads."""
     part, head, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = tl.load(parts_ptr + part * 4)
     begin = tl.load(parts_ptr + part * 4 + 1).to(tl.int32)

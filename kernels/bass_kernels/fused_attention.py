@@ -182,6 +182,21 @@ def _attend(
     WINDOWED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
+    """Programs: rows times key/value heads, by splits of the row's keys. A program has BLOCK_Q
+    lines; line i is the query of token i // group and head i % group. Each does this in order:
+
+    1. From the row's position it computes which blocks of cached keys its split has. A row uses at
+       least `few` splits, and one more for every `many` blocks. The other programs end here.
+    2. It loads queries from the product's output, with their norm and rope.
+    3. It folds its blocks of cached keys into the running softmax.
+    4. The last split also takes the new keys: it norms and rotates them, writes them to the cache,
+       and folds them.
+    5. With one split it stores the attention. Otherwise it stores its part, and the last program to
+       finish merges all parts.
+
+    bound_ptr: `peaks` of attend. part_ptr, peak_ptr: sums [B K, SPLITS, BLOCK_Q, BLOCK_D]; peaks
+    and then masses, [B K, SPLITS, BLOCK_Q] each. arrived_ptr: [B K], 0 before and after.
+    """
     cell, split = tl.program_id(0), tl.program_id(1)
     kv, row = cell % K, cell // K
     group: tl.constexpr = H // K

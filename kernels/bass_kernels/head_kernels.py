@@ -147,6 +147,8 @@ def head_kernel(
     PREFETCH: tl.constexpr,
     EARLY: tl.constexpr,
 ):
+    """Programs: tiles of T tokens by tiles of L rows of the weight. Each multiplies the rows by the
+    high and by the low parts of the tokens, and adds both with their scales."""
     first = tl.program_id(1) * L
     token, line = tl.program_id(0) * T + tl.arange(0, T), first + tl.arange(0, L)
     weight_scale = tl.load(

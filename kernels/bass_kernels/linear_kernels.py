@@ -102,6 +102,8 @@ def _stream(
     EVEN: tl.constexpr,
     WIDE: tl.constexpr,
 ):
+    """Programs: tiles of rows of the weight by splits of the depth, `share` each. The last split of
+    a tile to finish adds bias and residual."""
     tile, split = tl.program_id(0), tl.program_id(1)
     row = tl.arange(0, _M)
     line = tile * _N + tl.arange(0, _N)
@@ -192,6 +194,7 @@ def _gate_up(
     TOKENS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    """Programs: tiles of rows of G, with the same rows of U, for all tokens."""
     first = tl.program_id(0) * _L
     gates = tl.zeros([_L, TOKENS], tl.float32)
     ups = tl.zeros([_L, TOKENS], tl.float32)

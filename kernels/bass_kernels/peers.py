@@ -124,6 +124,8 @@ def _add(
     RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Programs: blocks of words. Each sends its block to all peers, waits for the same block of
+    each, and adds them in the order of ranks."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     number = tl.load(state_ptr, volatile=True)

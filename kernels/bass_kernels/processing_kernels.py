@@ -77,6 +77,9 @@ def _process(
     mask_words,
     BLOCK: tl.constexpr,
 ):
+    """Programs: lines of logits by blocks of tokens. Each applies the penalties of the line's row,
+    counting the drafts before the line's place; then the row's allowed tokens; then the mask of the
+    place."""
     line, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
     row, place = tl.load(row_ptr + line), tl.load(place_ptr + line)
     tokens = first + tl.arange(0, BLOCK)
@@ -218,6 +221,8 @@ def _select(
     GROUPS: tl.constexpr,
     WIDE: tl.constexpr,
 ):
+    """Programs: rows. Each takes the `count` best groups one after the other, and then the best of
+    their tokens."""
     row = tl.program_id(0)
     needed = True
     if SOME:

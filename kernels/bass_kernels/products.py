@@ -255,6 +255,8 @@ def _project(
     WIDE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
+    """Programs: tiles of rows of the weight by splits of the depth. The last split of a tile to
+    finish scales the sums by the root of the mean square and adds the bias."""
     tile, first, end, low, high = program_part(LINES, DEPTH, EACH, SPLITS, DEEP)
     row, line = tl.arange(0, _M), first + tl.arange(0, N)
     after(EARLY)
@@ -302,6 +304,8 @@ def _add(
     WIDE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
+    """Programs: tiles of rows of the weight by splits of the depth. The last split of a tile to
+    finish adds the parts of all processes, if RANKS > 1, and the sum to the stream."""
     tile, first, end, low, high = program_part(LINES, DEPTH, EACH, SPLITS, DEEP)
     row, line = tl.arange(0, _M), first + tl.arange(0, N)
     after(EARLY)
@@ -364,6 +368,7 @@ def _gate_up(
     WIDE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
+    """Programs: tiles of rows of G, with the same rows of U. Each has the whole depth."""
     _tile, first, end, low, high = program_part(LINES, DEPTH, EACH, 1, DEEP)
     row, line = tl.arange(0, _M), first + tl.arange(0, N)
     after(EARLY)

@@ -44,6 +44,7 @@ def factor_kernel(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
+    """Programs: tokens. Each norms its token if NORM, and rounds it to e4m3 if ROUND."""
     after(EARLY)
     row, at = tl.program_id(0), tl.arange(0, BLOCK)
     start, inside = row.to(tl.int64) * size, at < size
@@ -151,6 +152,9 @@ def linear_kernel(
     PREFETCH: tl.constexpr,
     EARLY: tl.constexpr,
 ):
+    """Programs: tiles of T tokens, by tiles of EACH rows of the weight, by splits of the depth. The
+    last split of a tile to finish applies scales, the norm of a stream if TILES > 0, bias and
+    residual."""
     first, end, low, high = _part(LINES, DEPTH, EACH, SPLITS, DEEP)
     token, line = tl.program_id(0) * T + tl.arange(0, T), first + tl.arange(0, L)
     weight_scale = tl.load(
@@ -218,6 +222,9 @@ def add_kernel(
     PREFETCH: tl.constexpr,
     EARLY: tl.constexpr,
 ):
+    """Programs: 1, by tiles of EACH rows of the weight, by splits of the depth; all have all
+    tokens. The last split of a tile to finish applies scales, adds the parts of all processes if
+    RANKS > 1, and adds the sum to the stream."""
     first, end, low, high = _part(LINES, DEPTH, EACH, SPLITS, DEEP)
     token, line = tl.arange(0, T), first + tl.arange(0, L)
     weight_scale = tl.load(
@@ -289,6 +296,8 @@ def gate_up_kernel(
     PREFETCH: tl.constexpr,
     EARLY: tl.constexpr,
 ):
+    """Programs: tiles of T tokens by tiles of EACH rows of G, with the same rows of U. Each has the
+    whole depth. PEAKS: raise the largest magnitude of each token."""
     first, end, low, high = _part(LINES, DEPTH, EACH, 1, DEEP)
     token, line = tl.program_id(0) * T + tl.arange(0, T), first + tl.arange(0, L)
     weight_scale_ptr += line

@@ -106,6 +106,19 @@ def attend(
     two that holds all positions of the pass, to find the longest row. PACKED (no groups, no PAD):
     queries of all rows are contiguous. A row's queries go from its begin to the next row's, at most
     `width`.
+
+    Each program does this in order:
+
+    1. It finds its lines: their rows, positions and queries.
+    2. From the positions it computes which blocks of the prompt's keys and of private keys the row
+       sees, and which of them are its split's.
+    3. It folds these blocks into the running softmax.
+    4. If it has all keys of its lines, it stores the attention. Otherwise it stores its part. The
+       last program of a unit to finish merges the parts; with groups merge_rows does.
+
+    part_ptr, peak_ptr, mass_ptr: sums [rows, K, tiles, splits + group_splits, lines of a tile, D];
+    peaks and masses, the same without D. count_ptr: [units], how many splits have finished, 0
+    before and after; with groups [rows, K, 2], as in merge_rows.
     """
     after(EARLY)
     group: tl.constexpr = H // K

@@ -139,6 +139,8 @@ def _begin(
     HALF: tl.constexpr,
     EARLY: tl.constexpr,
 ):
+    """Programs: tiles of _BEGIN columns, for all tokens. They share the angles and the zeros of
+    `peaks` among them."""
     begin_chain(EARLY)
     tile = tl.program_id(0)
     row, line = tl.arange(0, M), tile * _BEGIN + tl.arange(0, _BEGIN)
@@ -190,6 +192,7 @@ def _finish(
     M: tl.constexpr,
     EARLY: tl.constexpr,
 ):
+    """Programs: tokens by tiles of _FINISH columns."""
     after(EARLY)
     row, at = tl.program_id(0), tl.program_id(1) * _FINISH + tl.arange(0, _FINISH)
     tile = tl.arange(0, triton.next_power_of_2(TILES))

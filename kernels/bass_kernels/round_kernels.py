@@ -162,6 +162,8 @@ def _commit(
     TABLE: tl.constexpr,
     WIDE: tl.constexpr,
 ):
+    """Append a row's block to its text and raise its length. TABLE: also write the row's line of
+    the report."""
     row, place = tl.program_id(0), tl.arange(0, WIDE)
     inside = place < width
     length, accepted = tl.load(length_ptr + row), tl.load(accepted_ptr + row * accepted_row)
@@ -263,6 +265,7 @@ def _doubt(score):
 def _prefix_chances(
     score_ptr, hits_ptr, trials_ptr, alive_ptr, out_ptr, width, BLOCK: tl.constexpr
 ):
+    """Compute for each draft of a row the probability that it and all before it are accepted."""
     row, place = tl.program_id(0), tl.arange(0, BLOCK)
     inside, at = place < width, row * width + place
     doubt = _doubt(tl.load(score_ptr + at, mask=inside, other=0.0))
@@ -332,6 +335,8 @@ def _accept_chosen(
     width,
     WIDE: tl.constexpr,
 ):
+    """Find how many of a row's chosen drafts are accepted, write its line of the report, and count
+    accepted and tested drafts by confidence."""
     row, place = tl.program_id(0), tl.arange(0, WIDE)
     begin = tl.load(begin_ptr + row)
     count = (tl.load(begin_ptr + row + 1) - begin - 1).to(tl.int32)

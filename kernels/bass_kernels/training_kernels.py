@@ -53,6 +53,8 @@ def _distances(
     q_ptr, p_ptr, target_row_ptr, token_ptr, found_ptr, count, vocab, width, q_stride,
     p_stride, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Programs: rows. The first pass over the vocabulary finds the normalisers and the divergence,
+    the second one the overlap."""
     row = tl.program_id(0)
     q_ptr += row.to(tl.int64) * q_stride
     p_ptr += tl.load(target_row_ptr + row).to(tl.int64) * p_stride

@@ -88,6 +88,7 @@ def _load(
     STAGES: gl.constexpr,
     PROGRAMS: gl.constexpr,
 ):
+    """Load the tiles of this program, stage after stage, into the ring."""
     tokens, gates, ups, full, free = ring
     tiles, parts = _tiles(count, SIZE)
     stage = 0
@@ -121,6 +122,7 @@ def _multiply(
     ACTIVATION: gl.constexpr,
     GROUP: gl.constexpr,
 ):
+    """Multiply the tokens of a group in all tiles of this program, and store the results."""
     tokens, gates, ups, full, free = ring
     scale_ptr, weight_scale_ptr = factors
     zero = gl.zeros([_HALF, _L], gl.float32, _LAYOUT)
