@@ -16,7 +16,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from bass_cli.config.commands import COMMANDS
+from bass_cli.config.commands import COMMANDS, GROUPS
 from bass_cli.config.options import declared
 from bass_cli.config.other_names import option_called
 from bass_cli.errors import near_word
@@ -131,10 +131,11 @@ class Group(TyperGroup):
         sys.exit(code if isinstance(code, int) else 0)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        commands = [(name, _paragraph(self.commands[name])) for name in self.list_commands(ctx)]
-        with formatter.section("Commands"):
-            formatter.write_dl(commands)
-        text = " ".join([_paragraph(self), *(text for _, text in commands)])
+        texts = {name: _paragraph(command) for name, command in self.commands.items()}
+        for heading, group in GROUPS.items():
+            with formatter.section(heading):
+                formatter.write_dl([(name, texts[name]) for name in group])
+        text = " ".join([_paragraph(self), *texts.values()])
         _write(self.get_params(ctx), formatter, text)
 
 

@@ -12,22 +12,32 @@ from bass_cli.config import evaluation_commands as evaluation
 from bass_cli.config import machine_commands as machine
 from bass_cli.config import sample_commands as samples
 
+# In the order of `bass --help`: by what a user does.
+GROUPS: Mapping[str, Mapping[str, type]] = {
+    "Draw samples": {
+        "generate": samples.GenerateArgs,
+        "batch": samples.BatchArgs,
+        "watch": samples.WatchArgs,
+        "merge": samples.MergeArgs,
+        "logprobs": samples.LogprobsArgs,
+    },
+    "Judge and choose": {
+        "eval": evaluation.EvaluateArgs,
+        "score": evaluation.ScoreArgs,
+        "compare": evaluation.CompareArgs,
+        "report": evaluation.ReportArgs,
+        "rank": evaluation.RankArgs,
+        "filter": samples.FilterArgs,
+        "publish": samples.PublishArgs,
+    },
+    "Models, speed and machine": {
+        "pairs": machine.PairsArgs,
+        "doctor": machine.DoctorArgs,
+        "bench": machine.BenchArgs,
+        "profile": machine.ProfileArgs,
+        "distill": machine.DistillArgs,
+    },
+}
 COMMANDS: Mapping[str, type] = {
-    "generate": samples.GenerateArgs,
-    "batch": samples.BatchArgs,
-    "profile": machine.ProfileArgs,
-    "distill": machine.DistillArgs,
-    "bench": machine.BenchArgs,
-    "logprobs": samples.LogprobsArgs,
-    "merge": samples.MergeArgs,
-    "watch": samples.WatchArgs,
-    "filter": samples.FilterArgs,
-    "publish": samples.PublishArgs,
-    "eval": evaluation.EvaluateArgs,
-    "rank": evaluation.RankArgs,
-    "score": evaluation.ScoreArgs,
-    "compare": evaluation.CompareArgs,
-    "report": evaluation.ReportArgs,
-    "pairs": machine.PairsArgs,
-    "doctor": machine.DoctorArgs,
+    name: kind for group in GROUPS.values() for name, kind in group.items()
 }
