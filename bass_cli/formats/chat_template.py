@@ -7,6 +7,7 @@ templates are found (hub_tokenizer.py, gguf_tokenizer.py), text to ids (tokenize
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ import jinja2.meta
 from bass_cli.errors import nearest
 from bass_cli.formats.limits import RefusalError
 
+_PROBE = "Probe"  # a content that shows whether a template renders it
 LARGEST = 1 << 26  # most characters of a rendered text; more do not fit any model's context
 # Variables that this module sets
 _OWN = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
@@ -77,6 +79,14 @@ def renderer(
         **names,
     )
 
+    def apply(messages: Sequence[Mapping[str, Any]], template: str, **words: Any) -> str:
+        text: str = inner.apply_chat_template(
+            list(messages), chat_template=template, tokenize=False, **words
+        )
+        return text
+
+    takes_parts = functools.cache(functools.partial(_takes_parts, apply))
+
     def render(request: ChatRequest) -> bytes:
         template = for_tools if for_tools and request.tools is not None else default
         if fault := next(_faults(template, request), None):
@@ -87,11 +97,11 @@ def renderer(
         args, closing = dict(request.args), ""
         if request.without_thinking is not None:
             args = args if switch is None else {switch: False} | args
-        text: str = inner.apply_chat_template(
-            list(request.messages),
-            chat_template=template,
+        messages = request.messages
+        text = apply(
+            _in_parts(messages) if takes_parts(template) else messages,
+            template,
             tools=None if request.tools is None else list(request.tools),
-            tokenize=False,
             add_generation_prompt=not request.is_continued,
             continue_final_message=request.is_continued,
             **args,
@@ -103,6 +113,29 @@ def renderer(
         return (text + closing).encode("utf-8", "surrogatepass")
 
     return render
+
+
+def _takes_parts(apply: Callable[..., str], template: str) -> bool:
+    """Return whether a template drops a content that is a text, and takes a list of parts.
+
+    Templates of models that also read images may do so.
+    """
+    messages = [{"role": "user", "content": _PROBE}]
+    with contextlib.suppress(Exception):  # it may need other messages, or variables
+        return _PROBE not in apply(messages, template) and _PROBE in apply(
+            _in_parts(messages), template
+        )
+    return False
+
+
+def _in_parts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages with each text in a list of parts."""
+    return [
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        if isinstance(message.get("content"), str)
+        else dict(message)
+        for message in messages
+    ]
 
 
 def _closing(text: str, begin: str, end: str) -> str:

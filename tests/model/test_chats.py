@@ -74,6 +74,38 @@ def test_a_rendered_chat_is_that_of_transformers(
     assert ours.encode_chat(messages, tools=tools, args=how) == ids
 
 
+# In the styles of LLaVA and SmolVLM: of a text they render nothing.
+PARTS = (
+    "{% for message in messages %}{{ message['role'].upper() + ': ' }}"
+    "{% for part in message['content'] | selectattr('type', 'equalto', 'image') %}<image>{% endfor %}"
+    "{% for part in message['content'] | selectattr('type', 'equalto', 'text') %}"
+    "{{ part['text'] + ' ' }}{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}ASSISTANT:{% endif %}",
+    "{% for message in messages %}{{ message.role | capitalize }}:"
+    "{% for line in message.content %}{% if line.type == 'text' %}{{ line.text }}{% endif %}"
+    "{% endfor %}<end>\n{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}",
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}parts{% endif %}"
+    "{% endfor %}",
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "takes_parts"), list(zip(PARTS, (True, True, False), strict=True))
+)
+def test_a_template_that_takes_parts_only_gets_them(
+    folder: Path, template: str, takes_parts: bool
+) -> None:
+    messages = [SYSTEM, USER, {"role": "assistant", "content": "Yes."}, USER]
+    parts = [{**one, "content": [{"type": "text", "text": one["content"]}]} for one in messages]
+    ours = Tokenizer.load(folder).with_template(template)
+    expected = theirs(folder, template, parts if takes_parts else messages,
+                      add_generation_prompt=True)  # fmt: skip
+    assert USER["content"] in expected
+    assert ours.render(messages) == expected
+    begun = [USER, BEGUN]
+    assert ours.render(begun).rstrip().endswith(BEGUN["content"])
+
+
 @pytest.mark.parametrize(
     ("template", "messages", "args", "reason"),
     [
