@@ -463,6 +463,8 @@ def pretend(capability):
             module.processors = lambda device: PROCESSORS
         if hasattr(module, "converts"):
             module.converts = lambda device: capability >= 89
+        if hasattr(module, "can_prefetch"):
+            module.can_prefetch = lambda device: capability >= 90
     has = hasattr(triton, "AsyncCompileMode")  # see launch._can_overlap
     launch._can_overlap = lambda device: has and capability >= 90
 
@@ -490,9 +492,9 @@ def check_overlap(kernel, code, options):
 
 
 def check_reductions(machine_code):
-    """Check that all threads take part in each reduction. For one under an `if`, ptxas 12.8 may use
-    the condition of another `if`."""
-    found = re.findall(r"@!?U?P\d+ +REDUX\S*", machine_code)
+    """Check that all threads take part in each exchange between threads. For a reduction under an
+    `if`, ptxas 12.8 may use the condition of another `if`."""
+    found = re.findall(r"@!?U?P\d+ +(?:REDUX|SHFL|VOTE|MATCH|BAR)\S*", machine_code)
     assert not found, found
 
 
@@ -507,9 +509,10 @@ def compiled(task):
     def compile_only(kernel, *arguments, warmup, **options):
         code = run(kernel, *arguments, warmup=True, **options)
         found[kernel.__name__] = max(code.metadata.shared, found.get(kernel.__name__, 0))
-        if capability == 90 and not quick:
-            check_overlap(kernel, code.asm["ptx"], options)
+        if not quick:
             check_reductions(code.asm["sass"])
+            if capability == 90:
+                check_overlap(kernel, code.asm["ptx"], options)
 
     triton.JITFunction.run = compile_only
     LAUNCHES[name](getattr(torch, dtype))
