@@ -224,10 +224,12 @@ def _check_path(value: Any) -> Any:
 
 
 def reference() -> str:
-    """Return the page docs/reference/options.md."""
+    """Return the page docs/reference/options.md. It describes a shared option once, with the first
+    command that has it."""
     lines = [
         "# Options",
         "",
+        "`bass COMMAND --help-all` shows the same. "
         "This page is made from the declarations in `bass_cli/config`: "
         '`python -c "from bass_cli.cli.options import reference; print(reference(), end=str())"`.',
         "",
@@ -236,20 +238,33 @@ def reference() -> str:
         "`BASS_TOP_P`. An option of a job that a pair file can set has its key in the second "
         "column.",
     ]
-    of_pair = {one.name for one in fields(ModelOptions)}
+    first: dict[str, str] = {}  # the command that describes an option, by its row
     for command, kind in COMMANDS.items():
-        lines += [
-            "",
-            f"## bass {command}",
-            "",
-            "| option | key | default | meaning |",
-            "|---|---|---|---|",
-        ]
+        table, shared = list[str](), dict[str, list[str]]()
+        heading = None
         for field, option in in_order(kind):
-            name = option.takes if not option.group else flag_of(field, option)
-            in_pair = option.path.startswith(("sampling.", "speculation.")) or field in of_pair
-            key = option.path if in_pair else ""
-            value = "" if option.takes is None or not option.group else f" {option.takes}"
-            cells = (f"`{name}{value}`", key and f"`{key}`", option.shown or "", option.text)
-            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+            row = _row(field, option)
+            if first.setdefault(row, command) != command:
+                shared.setdefault(first[row], []).append(f"`{flag_of(field, option)}`")
+                continue
+            if option.group and option.group != heading:
+                heading = option.group
+                table.append(f"| **{heading}** | | | |")
+            table.append(row)
+        lines += ["", f"## bass {command}"]
+        if table:
+            lines += ["", "| option | key | default | meaning |", "|---|---|---|---|", *table]
+        for other, names in shared.items():
+            lines += ["", f"As for `bass {other}`: {', '.join(names)}"]
     return "\n".join(lines) + "\n"
+
+
+def _row(field: str, option: Option) -> str:
+    """Return an option's line of the table: form, key in a pair file, default, meaning."""
+    of_pair = {one.name for one in fields(ModelOptions)}
+    name = option.takes if not option.group else flag_of(field, option)
+    in_pair = option.path.startswith(("sampling.", "speculation.")) or field in of_pair
+    key = option.path if in_pair else ""
+    value = "" if option.takes is None or not option.group else f" {option.takes}"
+    cells = (f"`{name}{value}`", key and f"`{key}`", option.shown or "", option.text)
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
