@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import write_checkpoint, write_tokenizer
+from checkpoints import write_checkpoint, write_sentencepiece, write_tokenizer
 from forked import run_forked
 
 from bass_cli import Completion, Engine, Job, Pair, Sampling, Speculation, UserError, generate
@@ -288,6 +288,19 @@ def test_a_closed_engine_says_so(model: Path) -> None:
         engine.generate(["a"])
     with pytest.raises(UserError, match="the engine is closed"):
         engine.run_alone(lambda models, loop: None)
+
+
+def test_a_beginning_of_sequence_that_a_prompt_has_twice_is_noted_once(tmp_path: Path) -> None:
+    write_sentencepiece(tmp_path)  # the tokenizer adds <s>
+    write_checkpoint("llama", tmp_path, shards=False, num_hidden_layers=1, vocab_size=400)
+    notes: list[str] = []
+    with Engine(job(tmp_path, n=1), on_note=notes.append) as engine:
+        list(engine.generate(["the cat", "cat cat", {"id": "c", "token_ids": [1, 1, 5]}]))
+        assert not notes
+        for prompt in ("<s>the cat", "<s> a dog"):
+            list(engine.generate([prompt]))
+    assert len(notes) == 1
+    assert 'prompts that begin with "<s>" have it twice' in notes[0]
 
 
 def test_another_process_cannot_use_the_engine(engine: Engine) -> None:

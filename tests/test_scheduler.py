@@ -26,6 +26,9 @@ class Letters:
     def spelled(self, id_):
         return ""
 
+    def special_start(self, text: str) -> None:
+        return None
+
     def encode(self, text, most=None):
         return [ord(c) - ord("a") for c in text]
 

@@ -163,6 +163,10 @@ class Tokenizer:
         """
         return self._ids(text, most, special=True)
 
+    def special_start(self, text: str) -> str | None:
+        """Return the special token that a text begins with, if there is one."""
+        return next((one for one in self.cached.special.values() if text.startswith(one)), None)
+
     def encode_part(
         self, text: str, most: int | None = None, *, embedded: bool = True
     ) -> list[int]:

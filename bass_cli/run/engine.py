@@ -103,7 +103,7 @@ class Engine:
         self.plan = plan = plan_of(job)
         self._on_phase, self._on_bytes, self._on_note = on_phase, on_bytes, on_note
         self._scheduler = Scheduler(
-            RequestReader.of(plan, limit=plan.limit, tags=plan.tags),
+            RequestReader.of(plan, limit=plan.limit, tags=plan.tags, on_note=on_note),
             EndRule(plan.eos_ids, plan.job.sampling.stop, plan.stop_ids),
             on_round=on_round,
             on_results=self._wake_callers,

@@ -7,9 +7,10 @@ Sample decides. Not here: which sample has which row of the batch (scheduler.py)
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -129,6 +130,7 @@ class RequestReader:
         context: The target's context, in tokens.
         limit: The most new tokens of a sample that the batch has room for. Default: the job's.
         tags: The tags of thinking parts; None if they are not looked for.
+        on_note: Called once with each note to the user.
     """
 
     def __init__(
@@ -139,22 +141,42 @@ class RequestReader:
         context: int,
         limit: int | None = None,
         tags: Tags | None = None,
+        on_note: Callable[[str], None] = lambda note: None,
     ):
         self.job, self.tokenizer, self.context, self.tags = job, tokenizer, context, tags
+        self._note = functools.cache(on_note)  # readers of further jobs share it
         self.limit = job.sampling.max_new_tokens if limit is None else limit
         self._own: dict[str, Job] = {}  # by a prompt's own settings
         self._samplings: dict[int, RowSampling] = {}  # by id of a job, which is kept above
 
     @classmethod
-    def of(cls, plan: Plan, *, limit: int | None = None, tags: Tags | None = None) -> RequestReader:
+    def of(
+        cls,
+        plan: Plan,
+        *,
+        limit: int | None = None,
+        tags: Tags | None = None,
+        on_note: Callable[[str], None] = lambda note: None,
+    ) -> RequestReader:
         """Return the reader of a plan's prompts."""
-        context = plan.files.target.spec.context
-        return cls(plan.job, plan.files.tokenizer, context=context, limit=limit, tags=tags)
+        return cls(
+            plan.job,
+            plan.files.tokenizer,
+            context=plan.files.target.spec.context,
+            limit=limit,
+            tags=tags,
+            on_note=on_note,
+        )
 
     def with_job(self, job: Job) -> RequestReader:
         """Return a reader of another job for the same model and batch."""
         return RequestReader(
-            job, self.tokenizer, context=self.context, limit=self.limit, tags=self.tags
+            job,
+            self.tokenizer,
+            context=self.context,
+            limit=self.limit,
+            tags=self.tags,
+            on_note=self._note,
         )
 
     def job_of(self, prompt: Prompt) -> Job:
@@ -254,7 +276,13 @@ class RequestReader:
         if prompt.token_ids is not None:
             return self.tokenizer.embedded(list(prompt.token_ids))
         if messages is None:
-            tokens = self.tokenizer.encode(prompt.text or "", self.context)
+            text = prompt.text or ""
+            tokens = self.tokenizer.encode(text, self.context)
+            if tokens[:1] == tokens[1:2] and (first := self.tokenizer.special_start(text)):
+                self._note(
+                    f'prompts that begin with "{first}" have it twice, because the tokenizer adds '
+                    "it too; leave it out of the text, or give messages or token ids"
+                )
         else:
             off = ("", "") if tags is None else (tags.begin, tags.end)
             try:
