@@ -318,6 +318,7 @@ def _cut(units: int, lines: int, device: torch.device) -> Cut:
     With one split a row there would be `units` programs. Aim at two programs a processor, with at
     most eight splits a row, or four with more than 16 units. Short rows whose tiles have more than
     16 lines aim at one program a processor.
+    More for long rows alone would make short ones slower: docs/decisions/11-eight-bit-keys.md.
     """
     limit, each = 8 if units <= 16 else 4, processors(device) / units
     one, two = (max(1, min(limit, int(count * each))) for count in (1, 2))
