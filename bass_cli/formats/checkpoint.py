@@ -6,6 +6,7 @@ Not here: finding it (sources.py), its weight files (tensor_files.py), loading (
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import re
@@ -34,7 +35,7 @@ from bass_cli.formats.text_part import bare_name, has_names_of_text_part, text_c
 from bass_cli.models import any_probe, families
 from bass_cli.models.families import FAMILIES, Family, Slot
 from bass_cli.models.spec import AnySpec, HeadSpec, Layouts, Spec, head_parameters, parameters
-from bass_cli.reading import shown
+from bass_cli.reading import open_regular, shown
 
 _FACTORS = 1 << 16  # maximum rotary factors, more than any head has dimensions
 _SAMPLE = 4096  # bytes of a tensor that identify it, from its middle
@@ -231,6 +232,9 @@ def open_checkpoint(
             "folder with config.json and safetensors"
         )
     if path.suffix != ".gguf":
+        with contextlib.suppress(OSError), open_regular(path) as file:
+            if file.read(4) == b"GGUF":  # as a cache or another program names it
+                raise UserError(f"{path}: give this GGUF file a name or a link that ends in .gguf")
         raise UserError(f"{path}: a model is a folder with config.json, or a .gguf file")
     if adapters:
         raise UserError(

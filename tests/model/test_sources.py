@@ -13,6 +13,7 @@ from huggingface_hub import constants
 
 from bass_cli.config.job import Pair, load_pair, make_job
 from bass_cli.errors import MachineError, UserError
+from bass_cli.formats.checkpoint import open_checkpoint
 from bass_cli.formats.sources import check_sources, locate, read_json
 from bass_cli.formats.tensor_files import read_gguf, read_safetensors
 from bass_cli.formats.tokenizer import Tokenizer
@@ -88,6 +89,17 @@ def test_a_repository_without_a_model_is_refused_with_a_remedy(
         locate("o/n", folder=None, weights=True)
     (tmp_path / "config.json").write_text("{}")
     assert locate("o/n", folder=None, weights=True) == tmp_path
+
+
+def test_a_gguf_file_of_another_name_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    (path := tmp_path / "sha256-abc").write_bytes(b"GGUF" + bytes(40))
+    with pytest.raises(
+        UserError, match=r"give this GGUF file a name or a link that ends in \.gguf"
+    ):
+        open_checkpoint(path)
+    path.write_bytes(b"")
+    with pytest.raises(UserError, match=r"a model is a folder with config\.json, or a \.gguf file"):
+        open_checkpoint(path)
 
 
 def test_pointers_of_git_lfs_are_named(tmp_path: Path) -> None:
