@@ -27,6 +27,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
+# The settings of who runs the tests are not those of the tests.
+for name in [name for name in os.environ if name.startswith("BASS_")]:
+    del os.environ[name]
+
 
 # Files whose tests take longest, 4 to 25 s each. They start first; otherwise one process still runs
 # them when all others are done.
@@ -106,6 +110,14 @@ def own_cache(tmp_path_factory):
 
 
 @pytest.fixture(scope="session", autouse=True)
+def no_waiting_for_disks():
+    """Do not wait until files are on the disk: no test cuts the power of this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def one_command_line():
     """Build the parser of the command line once. It takes 20 ms, and tests use it thousands of
     times."""
@@ -144,17 +156,63 @@ def sandbox_folders(tmp_path_factory):
 
 
 @pytest.fixture
-def pair_folder(tmp_path, monkeypatch):
+def here(tmp_path, monkeypatch):
+    """An empty folder, which is the working directory."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def stand_in(monkeypatch, here):
+    """Replace the engine by a stand-in, in a folder with prompts and a pair file; returns the jobs
+    that it ran."""
+    import stand_in
+
+    import bass_cli.run
+
+    for name in ("plan", "engine"):
+        monkeypatch.setitem(sys.modules, f"bass_cli.run.{name}", None)
+        monkeypatch.setattr(bass_cli.run, name, None, raising=False)
+    stand_in.install()
+    stand_in.loaded.clear()
+    (here / "p.jsonl").write_text('{"prompt": "a"}\n{"id": "b", "prompt": "B", "level": 1}\n')
+    (here / "pair.yaml").write_text(
+        "target: t\ndraft: d\nsampling: {temperature: 0.3, top_p: 0.5, seed: 9}\n"
+    )
+    return stand_in.loaded
+
+
+@pytest.fixture
+def scored_stand_ins(monkeypatch, tmp_path):
+    """Replace the tasks and the sandbox of scoring by stand-ins, in an empty folder; returns the
+    tasks."""
+    from scored import install, small_tasks
+
+    tasks = small_tasks()
+    install(monkeypatch, tmp_path, *tasks)
+    return tasks
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    """A folder with a tiny random model and its tokenizer, which no test changes."""
+    from checkpoints import write_checkpoint, write_tokenizer
+
+    folder = tmp_path_factory.mktemp("models") / "model"
+    write_checkpoint("llama", folder, shards=False, num_hidden_layers=2)
+    write_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture
+def pair_folder(here):
     """A function that makes a folder with a target, a draft and a pair file (see
-    checkpoints.write_pair). It changes to that folder and unsets all BASS_ variables."""
+    checkpoints.write_pair), which is the working directory."""
 
     def make(**given):
         from checkpoints import write_pair
 
-        write_pair(tmp_path, **given)
-        for name in [name for name in os.environ if name.startswith("BASS_")]:
-            monkeypatch.delenv(name)
-        monkeypatch.chdir(tmp_path)
-        return tmp_path
+        write_pair(here, **given)
+        return here
 
     return make

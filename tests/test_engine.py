@@ -26,14 +26,6 @@ WORDS = ("the cat", "a dog sat", "it ran")
 SECONDS = 60  # the most that a test waits
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    write_checkpoint("llama", folder, seed=0, shards=False, num_hidden_layers=2)
-    write_tokenizer(folder)
-    return folder
-
-
 def job(model: Path, **changes: Any) -> Job:
     sampling = Sampling(seed=3, max_new_tokens=12, temperature=1.0)
     given = {"n": 3, "device": "cpu", "threads": 1, "sampling": sampling, "token_ids": True}

@@ -58,8 +58,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def scratch(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a folder with `prompts.jsonl`, and put a `bass` on the PATH."""
-    for name in [name for name in os.environ if name.startswith("BASS_")]:
-        monkeypatch.delenv(name)
     folder, tools = tmp_path / "scratch", tmp_path / "tools"
     folder.mkdir()
     tools.mkdir()

@@ -17,20 +17,13 @@ from typing import Any
 
 import pytest
 from checkpoints import write_checkpoint, write_tokenizer
+from command_line import cli
 
 import bass_cli
 from bass_cli import Completion, Job, Pair, Sampling, Speculation, UserError, generate, load_pair
 from bass_cli.run import requests
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "library.py"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    write_checkpoint("llama", folder, seed=0)
-    write_tokenizer(folder)
-    return folder
 
 
 def job(model: Path, **changes: Any) -> Job:
@@ -46,26 +39,13 @@ def job(model: Path, **changes: Any) -> Job:
 
 
 def test_samples_are_those_of_the_command(model: Path, tmp_path: Path) -> None:
-    from typer.testing import CliRunner
-
-    from bass_cli.cli.commands import app
-
     lines = [{"id": "a", "prompt": "the cat"}, {"id": "b", "prompt": "a dog sat", "kind": "animal"}]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    flags = (
-        *shlex.split("--n 2 --max-new-tokens 8 --temperature 1 --top-p 0.95 --seed 3 --token-ids"),
+    flags = shlex.split(
+        "--n 2 --max-new-tokens 8 --temperature 1 --top-p 0.95 --seed 3 --token-ids"
     )
-    command = [
-        "generate",
-        str(tmp_path / "p.jsonl"),
-        "--model",
-        str(model),
-        "--device",
-        "cpu",
-        *flags,
-    ]
-    done = CliRunner().invoke(app, command)
-    assert done.exit_code == 0, done.output
+    given = ("--model", model, "--device", "cpu", *flags)
+    done = cli("generate", tmp_path / "p.jsonl", *given, code=0)
     written = {
         (line["id"], line["sample"]): line for line in map(json.loads, done.stdout.splitlines())
     }
@@ -261,12 +241,11 @@ def test_the_example_runs(model: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert sorted(line.split(":")[0] for line in lines) == ["0 0", "0 1", "code 0", "code 1"]
 
 
-def test_a_pair_may_be_named_in_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pair_may_be_named_in_the_job(here: Path) -> None:
     own = Sampling(temperature=0.1)
     assert Job(pair="smollm2", n=2) == Job(pair=load_pair("smollm2"), n=2)
-    (tmp_path / "mine.yaml").write_text("target: x\nsampling: {temperature: 0.1}\n")
-    monkeypatch.chdir(tmp_path)
-    for place in ("mine.yaml", tmp_path / "mine.yaml"):
+    (here / "mine.yaml").write_text("target: x\nsampling: {temperature: 0.1}\n")
+    for place in ("mine.yaml", here / "mine.yaml"):
         job = Job(pair=place, sampling=Sampling(seed=3))
         assert (job.pair, job.sampling) == (load_pair(place), own.model_copy(update={"seed": 3}))
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import rows_in
 from drawing import Scheduler
 from test_scheduler import EOS, VOCAB, Letters, by_key, job, prompts, run, table
 from toys import Markov, loop_for
@@ -194,7 +195,7 @@ def test_command_continues_a_file_with_prompts_of_own_settings(pair_folder: Any)
         (place / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
     def read(name: str) -> dict[Any, Any]:
-        found = map(json.loads, (place / name).read_text().splitlines())
+        found = rows_in(place / name)
         return {(one["id"], one["sample"]): one["token_ids"] for one in found}
 
     write(rows)

@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import write_checkpoint, write_tokenizer
+from command_line import cli
 from pydantic import ValidationError
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from typer.testing import CliRunner
 
 from bass_cli import Completion, Job, Pair, Sampling, Speculation, generate
-from bass_cli.cli.commands import app
 from bass_cli.engine.loop import Loop
 from bass_cli.formats.tokenizer import Tokenizer
 
@@ -22,27 +20,19 @@ PROMPTS = [{"id": "a", "prompt": "the cat"}, {"id": "b", "prompt": "a dog sat on
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    write_checkpoint("llama", folder, seed=0)
-    write_tokenizer(folder)
-    return folder
+def theirs(model: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="module")
-def theirs(folder: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+def tokenizer(model: Path) -> Tokenizer:
+    return Tokenizer.load(model)
 
 
-@pytest.fixture(scope="module")
-def tokenizer(folder: Path) -> Tokenizer:
-    return Tokenizer.load(folder)
-
-
-def job(folder: Path, *, draft: str = "lookup", **sampling: Any) -> Job:
+def job(model: Path, *, draft: str = "lookup", **sampling: Any) -> Job:
     given = {"seed": 3, "max_new_tokens": 10, "temperature": 1.0, "top_p": 1.0} | sampling
     return Job(
-        pair=Pair(name="tiny", target=str(folder), draft=draft),
+        pair=Pair(name="tiny", target=str(model), draft=draft),
         n=2,
         device="cpu",
         sampling=Sampling(**given),
@@ -83,11 +73,11 @@ def check(one: Completion, theirs: PreTrainedModel, tokenizer: Tokenizer, top: i
 
 @pytest.mark.parametrize("top", [0, 6])
 def test_numbers_of_a_job_are_those_of_transformers(
-    folder: Path, theirs: PreTrainedModel, tokenizer: Tokenizer, top: int
+    model: Path, theirs: PreTrainedModel, tokenizer: Tokenizer, top: int
 ) -> None:
     found = {}
     for draft in ("none", "lookup"):
-        for one in generate(PROMPTS, job(folder, draft=draft, logprobs=top)):
+        for one in generate(PROMPTS, job(model, draft=draft, logprobs=top)):
             check(one, theirs, tokenizer, top)
             found[draft, one.id, one.sample] = one.token_ids, one.token_logprobs
     for (_, id_, sample), (ids, numbers) in found.items():
@@ -97,14 +87,14 @@ def test_numbers_of_a_job_are_those_of_transformers(
 
 
 def test_copies_and_stops_carry_their_numbers(
-    folder: Path, theirs: PreTrainedModel, tokenizer: Tokenizer
+    model: Path, theirs: PreTrainedModel, tokenizer: Tokenizer
 ) -> None:
-    greedy = list(generate(PROMPTS, job(folder, temperature=0, logprobs=2)))
+    greedy = list(generate(PROMPTS, job(model, temperature=0, logprobs=2)))
     for one in greedy:
         check(one, theirs, tokenizer, 2)
     assert [one.copy_of for one in greedy if one.sample] == [0, 0]
     stop = next(one.text for one in greedy if len(one.text) > 4)[2:4]
-    stopped = list(generate(PROMPTS, job(folder, temperature=0, logprobs=2, stop=(stop,))))
+    stopped = list(generate(PROMPTS, job(model, temperature=0, logprobs=2, stop=(stop,))))
     assert any(one.finish_reason == "stop" for one in stopped)
     for one in stopped:
         check(one, theirs, tokenizer, 2)
@@ -112,10 +102,10 @@ def test_copies_and_stops_carry_their_numbers(
 
 @pytest.mark.parametrize("top", [0, 4])
 def test_processed_numbers_are_those_of_the_sampled_distribution(
-    folder: Path, theirs: PreTrainedModel, tokenizer: Tokenizer, top: int
+    model: Path, theirs: PreTrainedModel, tokenizer: Tokenizer, top: int
 ) -> None:
     given = {"temperature": 0.7, "top_k": 3, "logprobs": top, "logprobs_of": "processed"}
-    for one in generate(PROMPTS, job(folder, **given)):
+    for one in generate(PROMPTS, job(model, **given)):
         text = next(line["prompt"] for line in PROMPTS if line["id"] == one.id)
         assert one.token_ids is not None
         own = due(theirs, tokenizer.encode(text, 1000), one.token_ids, tokenizer.size)
@@ -136,10 +126,10 @@ def test_processed_numbers_are_those_of_the_sampled_distribution(
 @pytest.mark.parametrize("top", [0, 3])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_sample_0_has_the_numbers_of_the_prompt(
-    folder: Path, theirs: PreTrainedModel, tokenizer: Tokenizer, top: int, temperature: float
+    model: Path, theirs: PreTrainedModel, tokenizer: Tokenizer, top: int, temperature: float
 ) -> None:
     given = {"prompt_logprobs": top, "temperature": temperature}
-    for one in generate(PROMPTS, job(folder, **given)):
+    for one in generate(PROMPTS, job(model, **given)):
         if one.sample:
             assert one.prompt_logprobs is None
             continue
@@ -164,14 +154,14 @@ def test_sample_0_has_the_numbers_of_the_prompt(
             )
 
 
-def test_each_prompt_has_its_own_numbers(folder: Path) -> None:
+def test_each_prompt_has_its_own_numbers(model: Path) -> None:
     """Lines ask for different reports; all are in one batch."""
     lines = [
         {"id": "a", "prompt": "the cat", "logprobs": 2, "prompt_logprobs": 0},
         {"id": "b", "prompt": "a dog"},
         {"id": "c", "prompt": "the dog", "logprobs": 7},
     ]
-    found = {one.id: one for one in generate(lines, job(folder)) if not one.sample}
+    found = {one.id: one for one in generate(lines, job(model)) if not one.sample}
     assert found["a"].prompt_logprobs is not None
     assert (found["b"].token_ids, found["b"].prompt_logprobs) == (None, None)
     for id_, top in (("a", 2), ("c", 7)):
@@ -179,10 +169,10 @@ def test_each_prompt_has_its_own_numbers(folder: Path) -> None:
 
 
 def test_numbers_are_found_again_with_fewer_rows(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory runs out in a round; the samples in progress are drawn again."""
-    asked = job(folder, logprobs=3, prompt_logprobs=1)
+    asked = job(model, logprobs=3, prompt_logprobs=1)
     wanted = {(one.id, one.sample): one for one in generate(PROMPTS, asked)}
     rounds, whole = [], Loop.round
 
@@ -204,23 +194,23 @@ def test_numbers_are_found_again_with_fewer_rows(
         assert (found[key].prompt_logprobs is None) == (one.prompt_logprobs is None)
 
 
-def run(*args: str) -> Any:
-    return CliRunner().invoke(app, ["generate", *args])
+def run(*args: str, **settings: Any) -> Any:
+    return cli("generate", *args, **settings)
 
 
-def test_command_resumes_and_refuses_other_numbers(folder: Path, tmp_path: Path) -> None:
+def test_command_resumes_and_refuses_other_numbers(model: Path, tmp_path: Path) -> None:
     prompts, out = tmp_path / "p.jsonl", tmp_path / "s.jsonl"
     prompts.write_text("".join(json.dumps(line) + "\n" for line in PROMPTS))
-    flags = ["--model", str(folder), "--device", "cpu", "--n", "3", "--max-new-tokens", "6"]
+    flags = ["--model", str(model), "--device", "cpu", "--n", "3", "--max-new-tokens", "6"]
     args = [str(prompts), *flags, "--quiet", "--out", str(out)]
-    assert run(*args, "--logprobs", "2").exit_code == 0
+    run(*args, "--logprobs", "2", code=0)
     whole = out.read_text().splitlines()
     lines = [json.loads(line) for line in whole]
     assert {len(line["token_ids"]) - len(line["token_logprobs"]) for line in lines} == {0}
     keys = ["prompt_tokens", "meta", "token_ids", "token_logprobs", "top_logprobs"]
     assert list(lines[0])[-5:] == keys
     out.write_text("".join(f"{line}\n" for line in whole[:2]) + whole[2][:40])
-    assert run(*args, "--logprobs", "2").exit_code == 0
+    run(*args, "--logprobs", "2", code=0)
 
     def found(texts: list[str]) -> dict[Any, Any]:
         every = (json.loads(text) for text in texts)
@@ -232,15 +222,14 @@ def test_command_resumes_and_refuses_other_numbers(folder: Path, tmp_path: Path)
         for place, other in zip(places, after[key], strict=True):
             assert place == [[id_, pytest.approx(number, abs=1e-5)] for id_, number in other]
     for other in ([], ["--logprobs"]):
-        refused = run(*args, *other)
-        assert refused.exit_code == 2
+        refused = run(*args, *other, code=2)
         assert "logprobs: 2 before" in refused.output
 
 
-def test_flag_stands_alone_and_its_bounds_hold(folder: Path, tmp_path: Path) -> None:
+def test_flag_stands_alone_and_its_bounds_hold(model: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "p.txt"
     prompts.write_text("the cat\n")
-    flags = ["--model", str(folder), "--device", "cpu", "--n", "1", "--max-new-tokens", "3"]
+    flags = ["--model", str(model), "--device", "cpu", "--n", "1", "--max-new-tokens", "3"]
     for args in (["--logprobs", str(prompts), *flags], [str(prompts), *flags, "--logprobs"]):
         done = run(*args, "--quiet")
         line = json.loads(done.stdout)
@@ -248,8 +237,7 @@ def test_flag_stands_alone_and_its_bounds_hold(folder: Path, tmp_path: Path) -> 
         assert "top_logprobs" not in line
     noted = run(str(prompts), *flags, "--logprobs-of", "processed")
     assert "only prompts with --logprobs of their own" in " ".join(noted.stderr.split())
-    refused = run(str(prompts), *flags, "--logprobs", "65")
-    assert refused.exit_code == 2
+    refused = run(str(prompts), *flags, "--logprobs", "65", code=2)
     assert "--logprobs (or BASS_LOGPROBS): " in refused.output
     assert "64" in refused.output
     with pytest.raises(ValidationError, match="logprobs"):

@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import write_mask
+from command_line import cli, rows_in
 from test_kv_cache import store
-from typer.testing import CliRunner
 
 import bass_kernels as ops
 from bass_cli.bench.shapes import random_weights, spec_of
-from bass_cli.cli.commands import app
 from bass_cli.config.job import Job, Speculation, load_pair
 from bass_cli.config.sampling import Sampling
 from bass_cli.engine.batch import beyond
@@ -47,8 +46,8 @@ def place(pair_folder: Any) -> Path:
     return pair_folder(prompts=3, max_position_embeddings=CONTEXT)
 
 
-def bass(*arguments: str) -> Any:
-    return CliRunner().invoke(app, ["generate", *arguments])
+def bass(*arguments: str, **settings: Any) -> Any:
+    return cli("generate", *arguments, **settings)
 
 
 def free(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
@@ -232,8 +231,8 @@ def test_spans_end_with_the_context(place: Path) -> None:
     huge, bounded = make_plan(job(max_new_tokens=10**8)), make_plan(job(max_new_tokens=CONTEXT - 1))
     assert huge.span == bounded.span == CONTEXT - 1 + beyond(4)
     assert huge.footprint == bounded.footprint
-    assert bass(*FLAGS, "--n", "1", "--limit", "2", "--max-new-tokens", "100000000").exit_code == 0
-    rows = [json.loads(line) for line in (place / "o.jsonl").read_bytes().splitlines()]
+    bass(*FLAGS, "--n", "1", "--limit", "2", "--max-new-tokens", "100000000", code=0)
+    rows = rows_in(place / "o.jsonl")
     assert {row["finish_reason"] for row in rows} <= {"length", "eos"}
     assert all(
         row["prompt_tokens"] + row["tokens"] == CONTEXT
@@ -342,7 +341,7 @@ def test_out_of_memory_is_exit_code_3_and_keeps_lines(
     place: Path, monkeypatch: pytest.MonkeyPatch, error: Any
 ) -> None:
     tokens = ("--max-new-tokens", "40")
-    assert bass(*FLAGS, "--n", "4", *tokens).exit_code == 0
+    bass(*FLAGS, "--n", "4", *tokens, code=0)
     due = sorted(_samples(place / "o.jsonl"))
     written, round_, left = place / "o.jsonl", Loop.round, [300]
 
@@ -364,7 +363,7 @@ def test_out_of_memory_is_exit_code_3_and_keeps_lines(
     kept = written.read_bytes()
     assert kept.count(b"\n") >= 2
     monkeypatch.setattr(Loop, "round", round_)
-    assert bass(*FLAGS, "--n", "4", "--batch-size", "2", *tokens).exit_code == 0
+    bass(*FLAGS, "--n", "4", "--batch-size", "2", *tokens, code=0)
     assert written.read_bytes().startswith(kept)
     assert sorted(_samples(written)) == due
 
@@ -389,7 +388,7 @@ def test_a_job_that_runs_out_of_memory_twice_ends_with_the_same_lines(
     place: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], calls: tuple[int, int]
 ) -> None:
     flags = ("--n", "4", "--max-new-tokens", "24", *flags)
-    assert bass(*FLAGS, *flags).exit_code == 0
+    bass(*FLAGS, *flags, code=0)
     due, written = sorted(_samples(place / "o.jsonl")), place / "o.jsonl"
     totals = json.loads((place / "o.jsonl.manifest.json").read_text())["totals"]
     _steal(monkeypatch, *calls)
@@ -445,10 +444,7 @@ def test_unknown_free_memory_halves_the_plan(place: Path, monkeypatch: pytest.Mo
 
 
 def _samples(path: Path) -> list[tuple[str, int, str]]:
-    return [
-        (row["id"], row["sample"], row["text"])
-        for row in map(json.loads, path.read_text().splitlines())
-    ]
+    return [(row["id"], row["sample"], row["text"]) for row in rows_in(path)]
 
 
 def test_prompt_cache_that_cannot_grow_is_refused_first(monkeypatch: pytest.MonkeyPatch) -> None:

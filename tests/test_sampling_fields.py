@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import write_checkpoint, write_tokenizer
+from command_line import cli, rows_in
 from tokenizers import Tokenizer as Reference
-from typer.testing import CliRunner
 
 from bass_cli import Job, Pair, Sampling, Speculation, UserError, generate
-from bass_cli.cli.commands import app
 from bass_cli.run.sampling import row_sampling
 
 VOCAB = 301
@@ -136,11 +135,9 @@ def test_wrong_values_name_field_file_and_line(tmp_path: Path, name: str, bad: A
     file, pair = tmp_path / "p.jsonl", tmp_path / "y.yaml"
     file.write_text(f'{{"prompt": "a"}}\n{json.dumps({"prompt": "b", name: bad})}\n')
     pair.write_text(f"target: x\nsampling:\n  {name}: {json.dumps(bad)}\n")
-    found = CliRunner().invoke(app, ["generate", str(file), "--model", str(tmp_path)])
-    assert found.exit_code == 2
+    found = cli("generate", str(file), "--model", str(tmp_path), code=2)
     assert f'p.jsonl:2: field "{name}": ' in found.output.replace("\n", " ")
-    found = CliRunner().invoke(app, ["generate", str(file), "--pair", str(pair)])
-    assert found.exit_code == 2
+    found = cli("generate", str(file), "--pair", str(pair), code=2)
     assert f'y.yaml:3: key "sampling.{name}": ' in found.output.replace("\n", " ")
 
 
@@ -174,15 +171,13 @@ def test_command_line_variables_and_pair_files_agree(
          (["--model", str(model)], variables)]
     ):  # fmt: skip
         out = tmp_path / f"{number}.jsonl"
-        found = CliRunner().invoke(app, [*common, *more, "--token-ids", "-o", str(out)], env=env)
-        assert found.exit_code == 0, found.output
-        lines = [json.loads(line) for line in out.read_text().splitlines()]
+        cli(*common, *more, "--token-ids", "-o", str(out), code=0, env=env)
+        lines = rows_in(out)
         outs.append(sorted((line["sample"], line["token_ids"]) for line in lines))
         # goes on, with nothing left to do; refused with another penalty
         again = [*common, *more, "--token-ids", "-o", str(out), "--resume"]
-        assert CliRunner().invoke(app, again, env=env).exit_code == 0
-        other = CliRunner().invoke(app, [*again, "--frequency-penalty", "0.5"], env=env)
-        assert other.exit_code == 2
+        cli(*again, code=0, env=env)
+        other = cli(*again, "--frequency-penalty", "0.5", code=2, env=env)
         assert "frequency_penalty: 0.25 before, 0.5 now" in other.output
     assert outs[0] == outs[1] == outs[2]
     assert {id_ for _, ids in outs[0] for id_ in ids} <= {2, 97, 98, 99, 120, 121, 130}

@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import write_checkpoint, write_tokenizer
+from command_line import cli, rows_in
 from templates import CHATML
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner
 
 from bass_cli import Engine, Job, Pair, Sampling, UserError, generate, score
-from bass_cli.cli.commands import app
 from bass_cli.io.results import Completion
 from bass_cli.run import logprobs
 
@@ -32,14 +31,6 @@ TEXTS: list[dict[str, Any]] = [
     {"id": "c", "prompt": "a dog sat", "completion": [5, 6, 7]},
     {"id": "d", "prompt": "the mat " * 20, "completion": "x"},
 ]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    write_checkpoint("llama", folder, seed=0)
-    write_tokenizer(folder)
-    return folder
 
 
 @functools.cache
@@ -65,20 +56,20 @@ def due(folder: Path, text: dict[str, Any]) -> tuple[list[int], torch.Tensor]:
     return ids, logits.double().log_softmax(-1)
 
 
-def job(folder: Path, **sampling: Any) -> Job:
-    pair = Pair(name="tiny", target=str(folder), draft="lookup")
+def job(model: Path, **sampling: Any) -> Job:
+    pair = Pair(name="tiny", target=str(model), draft="lookup")
     return Job(pair=pair, device="cpu", sampling=Sampling(**sampling))
 
 
 @pytest.mark.parametrize(("top", "window"), [(0, 2048), (3, 4)])
 def test_scores_are_those_of_transformers(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, top: int, window: int
+    model: Path, monkeypatch: pytest.MonkeyPatch, top: int, window: int
 ) -> None:
     monkeypatch.setattr(logprobs, "_WINDOW", window)
-    found = list(score(TEXTS, job(folder, logprobs=top)))
+    found = list(score(TEXTS, job(model, logprobs=top)))
     assert [one.id for one in found] == ["a", "b", "c", "d"]
     for one, text in zip(found, TEXTS, strict=True):
-        ids, wanted = due(folder, text)
+        ids, wanted = due(model, text)
         own = [float(line[id_]) for line, id_ in zip(wanted, ids, strict=True)]
         assert one.token_ids == ids
         assert one.token_logprobs == pytest.approx(own, abs=1e-4)
@@ -95,34 +86,32 @@ def test_scores_are_those_of_transformers(
             assert [number for _, number in place] == pytest.approx(values, abs=1e-4)
 
 
-def run(*args: str) -> Any:
-    return CliRunner().invoke(app, ["logprobs", *args])
+def run(*args: str, **settings: Any) -> Any:
+    return cli("logprobs", *args, **settings)
 
 
-def test_command_writes_what_the_library_finds_and_goes_on(folder: Path, tmp_path: Path) -> None:
+def test_command_writes_what_the_library_finds_and_goes_on(model: Path, tmp_path: Path) -> None:
     file, out = tmp_path / "t.jsonl", tmp_path / "o.jsonl"
     file.write_text("".join(json.dumps(text) + "\n" for text in TEXTS))
-    args = [str(file), "--model", str(folder), "--device", "cpu", "--quiet", "--out", str(out)]
-    done = run(*args)
-    assert done.exit_code == 0, done.output
+    args = [str(file), "--model", str(model), "--device", "cpu", "--quiet", "--out", str(out)]
+    run(*args, code=0)
     whole = out.read_text().splitlines()
-    found = {one.id: one for one in score(TEXTS, job(folder))}
+    found = {one.id: one for one in score(TEXTS, job(model))}
     for line in map(json.loads, whole):
         one = found[line["id"]]
         assert line["token_ids"] == one.token_ids
         assert line["token_logprobs"] == pytest.approx(one.token_logprobs, abs=1e-5)
         assert line["perplexity"] == pytest.approx(one.perplexity, rel=1e-4)
     out.write_text("".join(f"{line}\n" for line in whole[:1]) + whole[1][:30])
-    assert run(*args).exit_code == 0
-    after = sorted(line["id"] for line in map(json.loads, out.read_text().splitlines()))
+    run(*args, code=0)
+    after = sorted(line["id"] for line in rows_in(out))
     assert after == ["a", "b", "c", "d"]
     file.write_text("".join(json.dumps(text | {"completion": "y"}) + "\n" for text in TEXTS))
-    refused = run(*args)
-    assert refused.exit_code == 2
+    refused = run(*args, code=2)
     assert "has changed" in refused.output
 
 
-def test_samples_of_generate_are_texts_to_score(folder: Path, tmp_path: Path) -> None:
+def test_samples_of_generate_are_texts_to_score(model: Path, tmp_path: Path) -> None:
     file, out = tmp_path / "s.jsonl", tmp_path / "o.jsonl"
     prompts: list[Any] = [{"prompt": "the cat"}, {"messages": [{"role": "user", "content": "sat"}]}]
     prompts.append({"prompt_token_ids": [5, 9]})
@@ -133,21 +122,20 @@ def test_samples_of_generate_are_texts_to_score(folder: Path, tmp_path: Path) ->
         for number, text in enumerate(("the mat", " on the mat"))
     ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    args = [str(file), "--model", str(folder), "--device", "cpu", "--quiet", "--out", str(out)]
-    done = run(*args, "--completion-column", "text")
-    assert done.exit_code == 0, done.output
-    found = {line["id"]: line for line in map(json.loads, out.read_text().splitlines())}
+    args = [str(file), "--model", str(model), "--device", "cpu", "--quiet", "--out", str(out)]
+    run(*args, "--completion-column", "text", code=0)
+    found = {line["id"]: line for line in rows_in(out)}
     assert found.keys() == {f"p{at}/{number}" for at in range(3) for number in range(2)}
     for row in rows:
         line = found[f"{row['id']}/{row['sample']}"]
-        ids, wanted = due(folder, {**row, "completion": row["text"]})
+        ids, wanted = due(model, {**row, "completion": row["text"]})
         own = [float(place[id_]) for place, id_ in zip(wanted, ids, strict=True)]
         assert line["token_ids"] == ids
         assert line["token_logprobs"] == pytest.approx(own, abs=1e-4)
         assert line["meta"] == row["meta"]
 
 
-def test_samples_of_every_layout_are_scored_by_text_or_by_ids(folder: Path, tmp_path: Path) -> None:
+def test_samples_of_every_layout_are_scored_by_text_or_by_ids(model: Path, tmp_path: Path) -> None:
     chat = [{"role": "system", "content": "the"}, {"role": "user", "content": "cat"}]
     prompts = {"a": {"prompt": "cat", "messages": chat}, "b": {"prompt": "the cat"}}
     texts: list[Any] = [("sat", [4, 9]), ("", [2])]
@@ -164,19 +152,18 @@ def test_samples_of_every_layout_are_scored_by_text_or_by_ids(folder: Path, tmp_
     ]
     grouped.append({"id": "c", "meta": {}, "prompt": "x", "samples": [], "error": "too long"})
     file, out = tmp_path / "s.jsonl", tmp_path / "o.jsonl"
-    args = [str(file), "--model", str(folder), "--device", "cpu", "--out", str(out), "--overwrite"]
+    args = [str(file), "--model", str(model), "--device", "cpu", "--out", str(out), "--overwrite"]
     for rows, column in itertools.product((flat, grouped), ("text", "token_ids")):
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        done = run(*args, "--completion-column", column, "--prompt-column", "question")
-        assert done.exit_code == 0, done.output
-        found = {line["id"]: line for line in map(json.loads, out.read_text().splitlines())}
+        done = run(*args, "--completion-column", column, "--prompt-column", "question", code=0)
+        found = {line["id"]: line for line in rows_in(out)}
         scored = [row for row in flat[:-1] if row[column]]
         assert found.keys() == {f"{row['id']}/{row['sample']}" for row in scored}
         first = '"a/1" (' if column == "text" else '"c/0" ('
         assert f"are not scored: {5 - len(scored)}, the first {first}" in done.stderr
         for row in scored:
             line = found[f"{row['id']}/{row['sample']}"]
-            ids, wanted = due(folder, {**row, "completion": row[column]})
+            ids, wanted = due(model, {**row, "completion": row[column]})
             own = [float(place[id_]) for place, id_ in zip(wanted, ids, strict=True)]
             assert (line["token_ids"], line["meta"]) == (ids, row["meta"])
             assert line["token_logprobs"] == pytest.approx(own, abs=1e-4)
@@ -188,12 +175,13 @@ def test_samples_of_every_layout_are_scored_by_text_or_by_ids(folder: Path, tmp_
     ({"meta": {"text": "x"}}, 'field "meta": "text" is also a field of the sample; rename it'),
 ])  # fmt: skip
 def test_samples_without_their_parts_are_refused(
-    folder: Path, tmp_path: Path, change: dict[str, Any], fault: str
+    model: Path, tmp_path: Path, change: dict[str, Any], fault: str
 ) -> None:
     row = {"id": "a", "sample": 0, "text": "sat", "finish_reason": "eos", "prompt": "cat"}
     (tmp_path / "s.jsonl").write_text(json.dumps(row | change))
-    refused = run(str(tmp_path / "s.jsonl"), "--model", str(folder), "--completion-column", "text")
-    assert refused.exit_code == 2
+    refused = run(
+        str(tmp_path / "s.jsonl"), "--model", str(model), "--completion-column", "text", code=2
+    )
     assert fault in refused.stderr
 
 
@@ -205,41 +193,40 @@ def test_samples_without_their_parts_are_refused(
     ({"temperature": 0.5}, 'field "temperature": here all prompts have the same settings'),
 ])  # fmt: skip
 def test_wrong_texts_are_refused_by_line(
-    folder: Path, tmp_path: Path, change: dict[str, Any], fault: str
+    model: Path, tmp_path: Path, change: dict[str, Any], fault: str
 ) -> None:
     file = tmp_path / "t.jsonl"
     file.write_text("".join(json.dumps(text) + "\n" for text in (TEXTS[0], TEXTS[2] | change)))
-    refused = run(str(file), "--model", str(folder), "--device", "cpu")
-    assert refused.exit_code == 2
+    refused = run(str(file), "--model", str(model), "--device", "cpu", code=2)
     assert f"{file}:2: " in refused.output
     assert fault in refused.output
     with pytest.raises(UserError, match=r"prompts\[1\]"):
-        score([TEXTS[0], TEXTS[2] | change], job(folder))
+        score([TEXTS[0], TEXTS[2] | change], job(model))
 
 
-def test_texts_that_do_not_fit_the_model_get_an_error_each(folder: Path) -> None:
+def test_texts_that_do_not_fit_the_model_get_an_error_each(model: Path) -> None:
     texts = [
         TEXTS[0],
         {"id": "ids", "prompt": "a", "completion": [5, 299]},
         {"id": "long", "prompt": "a", "completion": [5] * 200_000},
     ]
-    found = {one.id: one for one in score(texts, job(folder))}
+    found = {one.id: one for one in score(texts, job(model))}
     assert found["a"].error is None
     assert "id 299: the model has the ids 0 to 298" in (found["ids"].error or "")
     assert "the model's context is" in (found["long"].error or "")
 
 
-def test_engine_scores_between_rounds_of_other_requests(folder: Path) -> None:
+def test_engine_scores_between_rounds_of_other_requests(model: Path) -> None:
     """Samples in progress do not change. Their own log-probabilities are found again."""
     sampling = Sampling(seed=3, max_new_tokens=40, temperature=1.0, logprobs=2)
-    pair = Pair(name="tiny", target=str(folder), draft="lookup")
+    pair = Pair(name="tiny", target=str(model), draft="lookup")
     both = Job(pair=pair, device="cpu", n=3, sampling=sampling, batch_size=4)
     wanted = {one.sample: one for one in generate(["the cat"], both)}
     with Engine(both) as engine:
         results = engine.generate(["the cat"])
         first = next(results)
         scored = engine.score("a dog", " sat", logprobs=3)
-        assert scored.token_ids == due(folder, {"prompt": "a dog", "completion": " sat"})[0]
+        assert scored.token_ids == due(model, {"prompt": "a dog", "completion": " sat"})[0]
         found = {one.sample: one for one in (first, *results)}
         for sample, one in wanted.items():
             assert found[sample].token_ids == one.token_ids
@@ -248,7 +235,7 @@ def test_engine_scores_between_rounds_of_other_requests(folder: Path) -> None:
             assert [[id_ for id_, _ in place] for place in again.top_logprobs or ()] == [
                 [id_ for id_, _ in place] for place in one.top_logprobs or ()
             ]
-        (alone,) = score([{"prompt": "a dog", "completion": " sat"}], job(folder, logprobs=3))
+        (alone,) = score([{"prompt": "a dog", "completion": " sat"}], job(model, logprobs=3))
         assert scored.token_logprobs == pytest.approx(alone.token_logprobs, abs=1e-5)
         for wrong in ("", [5, 299]):
             with pytest.raises(UserError, match="completion"):
@@ -274,8 +261,8 @@ def test_thinking_off_scores_after_the_prompt_that_generate_makes(tmp_path: Path
         assert one.token_logprobs == pytest.approx(drawn.token_logprobs, abs=1e-4)
 
 
-def test_wrong_arguments_of_engine_score_are_named(folder: Path) -> None:
-    with Engine(Job(model=folder, device="cpu")) as engine:
+def test_wrong_arguments_of_engine_score_are_named(model: Path) -> None:
+    with Engine(Job(model=model, device="cpu")) as engine:
         for given, fault in (
             ((None, "b"), "prompt: a text or a mapping is needed, not None"),
             (("a", 5), 'field "completion": a text that is not empty'),

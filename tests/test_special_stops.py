@@ -14,12 +14,11 @@ from typing import Any
 
 import pytest
 from checkpoints import tokenizer_metadata, write_checkpoint, write_gguf, write_tokenizer
+from command_line import cli, rows_in
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from typer.testing import CliRunner
 
 from bass_cli import Job, Pair, Sampling, Speculation, UserError, generate
-from bass_cli.cli.commands import app
 from bass_cli.formats.completion_text import special_stops
 from bass_cli.formats.tokenizer import Tokenizer as BassTokenizer
 
@@ -161,14 +160,14 @@ def test_a_resumed_file_ends_at_the_same_special_tokens(model: Path, tmp_path: P
     wanted = ("id", "sample", "text", "finish_reason", "tokens", "sum_logprob", "token_ids")
 
     def lines() -> list[Any]:
-        rows = map(json.loads, out.read_text().splitlines())
+        rows = rows_in(out)
         return sorted([row[key] for key in wanted] for row in rows)
 
-    assert CliRunner().invoke(app, command).exit_code == 0
+    cli(*command, code=0)
     first = lines()
     assert any(row[3] == "stop" for row in first)
     out.write_text("".join(itertools.islice(out.open(), 3)))
-    assert CliRunner().invoke(app, command).exit_code == 0
+    cli(*command, code=0)
     assert lines() == first
 
 
@@ -207,8 +206,7 @@ def test_invalid_stop_is_refused_early_from_every_source(
     if place == "environment":
         monkeypatch.setenv("BASS_STOP", json.dumps([bad]))
     monkeypatch.setattr("bass_cli.run.engine.load_models", None)  # its call would fail
-    done = CliRunner().invoke(app, command)
-    assert done.exit_code == 2
+    done = cli(*command, code=2)
     assert "<|halt|>" in done.output
 
 

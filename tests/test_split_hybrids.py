@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 from checkpoints import shallow, write_checkpoint, write_tokenizer
+from command_line import cli
 from test_mtp import write
 from thinned import thinned
-from typer.testing import CliRunner
 
-from bass_cli.cli.commands import app
 from bass_cli.config.job import Job, Pair, Speculation
 from bass_cli.config.sampling import Sampling
 from bass_cli.run.build import Models, build, load_draft, load_models
@@ -88,9 +87,7 @@ def test_plan_counts_half_of_the_states(place: Path) -> None:
     assert states[0] > state_bytes(whole.files.target.spec, 1, whole.dtype) > states[0] / 3
     assert 0.5 <= states[1] / states[0] < 0.51
     assert 0.5 < half.footprint.weights / whole.footprint.weights < 0.6
-    shown = CliRunner().invoke(
-        app, ["doctor", "--model", str(place / "target"), "--tensor-parallel", "2"]
-    )
+    shown = cli("doctor", "--model", str(place / "target"), "--tensor-parallel", "2")
     assert "on each of 2 devices" in shown.stdout
 
 
@@ -106,9 +103,6 @@ def test_key_heads_that_cannot_be_split_are_refused_before_loading(tmp_path: Pat
     )
     write_tokenizer(tmp_path / "odd")
     given = ["--model", str(tmp_path / "odd"), "--draft", "none", "--tensor-parallel", "2"]
-    ended = CliRunner().invoke(
-        app, ["generate", str(prompts), *given, "--device", "cpu", "--out", str(out)]
-    )
-    assert ended.exit_code == 2
+    ended = cli("generate", str(prompts), *given, "--device", "cpu", "--out", str(out), code=2)
     assert "has key heads of recurrent layers 3, which 2 does not divide" in ended.stderr
     assert not out.exists()

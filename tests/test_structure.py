@@ -11,10 +11,9 @@ from typing import Any
 import jsonschema
 import pytest
 from checkpoints import write_checkpoint, write_tokenizer
-from typer.testing import CliRunner
+from command_line import cli
 
 from bass_cli import Completion, Job, Pair, Sampling, Speculation, UserError, generate, load_pair
-from bass_cli.cli.commands import app
 from bass_cli.config.file_options import Structure
 
 pytest.importorskip("llguidance")
@@ -125,20 +124,17 @@ def test_resumed_file_equals_an_undisturbed_one(model: Path, tmp_path: Path) -> 
     command = ["generate", str(tmp_path / "p.jsonl"), "--model", str(model), "--device", "cpu"]
     flags = ["--n", "2", "--json-schema", str(tmp_path / "s.json"), "--token-ids", "--seed", "1"]
     out = tmp_path / "o.jsonl"
-    whole = CliRunner().invoke(app, [*command, *flags, "--out", str(out)])
-    assert whole.exit_code == 0, whole.output
+    cli(*command, *flags, "--out", str(out), code=0)
     written = out.read_text().splitlines(keepends=True)
     out.write_text("".join(written[:2]) + written[2][:20])
-    again = CliRunner().invoke(app, [*command, *flags, "--out", str(out)])
-    assert again.exit_code == 0, again.output
+    cli(*command, *flags, "--out", str(out), code=0)
 
     def samples(raw: list[str]) -> list[Any]:
         return sorted((one["id"], one["sample"], one["token_ids"]) for one in map(json.loads, raw))
 
     assert samples(out.read_text().splitlines()) == samples(written)
     (tmp_path / "s.json").write_text(json.dumps(SCHEMA | {"type": "object", "title": "other"}))
-    other = CliRunner().invoke(app, [*command, *flags, "--out", str(out), "--resume"])
-    assert other.exit_code == 2
+    other = cli(*command, *flags, "--out", str(out), "--resume", code=2)
     assert "json_schema" in other.output
 
 
@@ -199,8 +195,7 @@ def test_mistakes_of_a_line_name_file_line_and_field(tmp_path: Path) -> None:
     ):
         path = tmp_path / "p.jsonl"
         path.write_text('{"prompt": "a"}\n' + json.dumps({"prompt": "b", field: value}) + "\n")
-        done = CliRunner().invoke(app, ["generate", str(path), "--model", str(tmp_path / "none")])
-        assert done.exit_code == 2
+        done = cli("generate", str(path), "--model", str(tmp_path / "none"), code=2)
         assert f'p.jsonl:2: field "{field}": ' in done.output
         assert message in done.output.lower()
 
@@ -208,16 +203,14 @@ def test_mistakes_of_a_line_name_file_line_and_field(tmp_path: Path) -> None:
 def test_two_structures_of_a_command_are_named_as_its_flags(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("a\n")
     flags = ["--json-object", "--regex", "a", "--model", str(tmp_path)]
-    done = CliRunner().invoke(app, ["generate", str(tmp_path / "p.txt"), *flags])
-    assert done.exit_code == 2
+    done = cli("generate", str(tmp_path / "p.txt"), *flags, code=2)
     assert done.stderr == "bass: error: --json-object and --regex exclude each other\n"
 
 
 def test_two_structures_of_a_line_are_named_as_its_fields(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text(json.dumps({"prompt": "b", "regex": "a", "json_object": True}) + "\n")
-    done = CliRunner().invoke(app, ["generate", str(path), "--model", str(tmp_path / "none")])
-    assert done.exit_code == 2
+    done = cli("generate", str(path), "--model", str(tmp_path / "none"), code=2)
     assert '"json_object" and "regex" exclude each other' in " ".join(done.output.split())
     assert "--" not in done.output
 

@@ -4,7 +4,6 @@ command ends; if the command dies, they end."""
 from __future__ import annotations
 
 import dataclasses
-import json
 import signal
 import subprocess
 import time
@@ -17,13 +16,12 @@ import pytest
 import torch
 from chains import write_chain
 from checkpoints import write_checkpoint, write_mask, write_pair
+from command_line import cli, rows_in
 from fakes import FakeGraphs
 from heads import write_head
 from killed import follower_of, is_alive, kill_in_two_parts, stop_in_two_parts
 from torch import Tensor
-from typer.testing import CliRunner
 
-from bass_cli.cli.commands import app
 from bass_cli.config.job import Job, Speculation, load_pair
 from bass_cli.config.sampling import Sampling
 from bass_cli.engine.batch import Change, Row
@@ -344,7 +342,7 @@ def bass(whom: str, out: Path) -> subprocess.CompletedProcess[str]:
 
 
 def tokens_in(out: Path) -> dict[tuple[str, int], list[int]]:
-    lines = [json.loads(line) for line in out.read_bytes().splitlines()]
+    lines = rows_in(out)
     return {(line["id"], line["sample"]): line["token_ids"] for line in lines}
 
 
@@ -361,10 +359,7 @@ def test_killed_follower_is_named_and_the_command_resumes(tmp_path: Path) -> Non
     before = tokens_in(out)
     assert 0 < len(before) < 6
     for path in (out, whole):
-        assert (
-            CliRunner().invoke(app, ["generate", "p.txt", *OPTIONS, "--out", str(path)]).exit_code
-            == 0
-        )
+        cli("generate", "p.txt", *OPTIONS, "--out", str(path), code=0)
     assert tokens_in(out) == tokens_in(whole)
     assert before.items() <= tokens_in(whole).items()
 
@@ -396,7 +391,7 @@ def test_ctrl_c_ends_the_command_within_5_s_while_a_follower_is_stopped(tmp_path
     assert 0 < len(before) < 6
     for path in (out, whole):
         command = ["generate", "p.txt", *OPTIONS, "--out", str(path)]
-        assert CliRunner().invoke(app, command).exit_code == 0
+        cli(*command, code=0)
     assert tokens_in(out) == tokens_in(whole)
     assert before.items() <= tokens_in(whole).items()
 
@@ -429,7 +424,7 @@ def test_follower_stopped_for_a_while_gives_the_same_tokens(tmp_path: Path) -> N
     ended, _ = stop_in_two_parts(*OPTIONS, numbers=[signal.SIGCONT], whom="follower", out=out)
     assert ended.returncode == 0, ended.stderr
     command = ["generate", "p.txt", *OPTIONS, "--out", str(whole)]
-    assert CliRunner().invoke(app, command).exit_code == 0
+    cli(*command, code=0)
     assert tokens_in(out) == tokens_in(whole)
 
 
@@ -449,8 +444,7 @@ def test_jobs_that_cannot_be_split_are_refused_before_loading(
     flags: list[str], reason: str, tmp_path: Path
 ) -> None:
     out = tmp_path / "o.jsonl"
-    ended = CliRunner().invoke(app, ["generate", "p.txt", *OPTIONS, *flags, "--out", str(out)])
-    assert ended.exit_code == 2
+    ended = cli("generate", "p.txt", *OPTIONS, *flags, "--out", str(out), code=2)
     assert reason in ended.stderr
     assert not out.exists()
 
@@ -467,7 +461,5 @@ def test_plan_counts_half_of_the_target(place: Path) -> None:
     whole, half = (plan_of("none", length="auto", ranks=ranks).footprint for ranks in (1, 2))
     assert 0.49 < half.weights / whole.weights < 0.53
     assert half.token.cache == whole.token.cache / 2
-    shown = CliRunner().invoke(
-        app, ["doctor", "--pair", str(place / "pair.yaml"), "--tensor-parallel", "2"]
-    )
+    shown = cli("doctor", "--pair", str(place / "pair.yaml"), "--tensor-parallel", "2")
     assert "on each of 2 devices" in shown.stdout

@@ -11,11 +11,10 @@ import pytest
 import torch
 import transformers
 from checkpoints import write_checkpoint, write_tokenizer
+from command_line import cli, rows_in
 from templates import OPENED
-from typer.testing import CliRunner
 
 from bass_cli import Engine, generate
-from bass_cli.cli.commands import app
 from bass_cli.config.job import Job
 from bass_cli.errors import UserError
 from bass_cli.io.results import Completion
@@ -116,22 +115,20 @@ def test_a_line_has_its_own_limit_and_resuming_changes_nothing(model: Path, tmp_
     given += ["--max-new-tokens", "14", "--token-ids", "--device", "cpu", "--out"]
 
     def rows(path: Path) -> dict[Any, Any]:
-        found = [json.loads(line) for line in path.read_text().splitlines()]
+        found = rows_in(path)
         return {
             (row["id"], row["sample"]): (row["token_ids"], row.get("reasoning")) for row in found
         }
 
     whole, part = tmp_path / "o.jsonl", tmp_path / "part.jsonl"
-    assert CliRunner().invoke(app, [*given, str(whole)]).exit_code == 0
-    assert CliRunner().invoke(app, [*given, str(part)]).exit_code == 0
+    cli(*given, str(whole), code=0)
+    cli(*given, str(part), code=0)
     kept = part.read_text().splitlines(keepends=True)[:2]
     part.write_text("".join(kept))
-    done = CliRunner().invoke(app, [*given, str(part), "--draft-length", "0"])
-    assert done.exit_code == 0, done.stderr
+    cli(*given, str(part), "--draft-length", "0", code=0)
     assert rows(part) == rows(whole)
     assert all(ids[0] == CLOSE for (id_, _), (ids, _) in rows(whole).items() if id_ == "0")
-    changed = CliRunner().invoke(app, [*given, str(whole), "--thinking", "keep"])
-    assert changed.exit_code == 2
+    changed = cli(*given, str(whole), "--thinking", "keep", code=2)
     assert "thinking" in changed.stderr
 
 

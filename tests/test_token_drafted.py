@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 from checkpoints import write_checkpoint, write_tokenizer
+from command_line import cli, rows_in
 from pydantic import ValidationError
-from typer.testing import CliRunner
 
 from bass_cli import Completion, Job, Pair, Sampling, Speculation, generate
-from bass_cli.cli.commands import app
 from bass_cli.engine.loop import Loop
 from bass_cli.io.resume import fault_of_line
 
@@ -119,8 +118,8 @@ def test_the_option_needs_token_ids_and_writes_nothing_without_it(folders: dict[
     assert "token_drafted" not in one.row()
 
 
-def run(*args: str) -> Any:
-    return CliRunner().invoke(app, ["generate", *args])
+def run(*args: str, **settings: Any) -> Any:
+    return cli("generate", *args, **settings)
 
 
 def test_command_resumes_and_refuses_other_lines(folders: dict[str, str], tmp_path: Path) -> None:
@@ -128,16 +127,15 @@ def test_command_resumes_and_refuses_other_lines(folders: dict[str, str], tmp_pa
     prompts.write_text("".join(json.dumps(line) + "\n" for line in PROMPTS))
     models = ["--model", folders["itself"], "--draft", folders["itself"]]
     args = [str(prompts), *models, *FLAGS, "--logprobs", "--out", str(out)]
-    assert run(*args, "--token-drafted").exit_code == 0
+    run(*args, "--token-drafted", code=0)
     whole = out.read_text().splitlines()
     keys = ["token_ids", "token_logprobs", "token_drafted"]
     assert [list(json.loads(line))[-3:] for line in whole] == [keys] * 6
     out.write_text("".join(f"{line}\n" for line in whole[:2]) + whole[2][:40])
-    assert run(*args, "--token-drafted").exit_code == 0
-    for line in map(json.loads, out.read_text().splitlines()):
+    run(*args, "--token-drafted", code=0)
+    for line in rows_in(out):
         counted(Completion(**line))
-    refused = run(*args)
-    assert refused.exit_code == 2
+    refused = run(*args, code=2)
     assert "token_drafted: true before, not given now" in refused.output
 
 
@@ -161,13 +159,13 @@ def test_other_layouts_have_the_same_marks(
     prompts.write_text(json.dumps(PROMPTS[0]) + "\n")
     models = ["--model", folders["itself"], "--draft", "lookup", "--token-ids", "--token-drafted"]
     args = [str(prompts), *models, *FLAGS, "--group", "--columns", "tokens,accepted,token_drafted"]
-    assert run(*args, "--out", str(out)).exit_code == 0
+    run(*args, "--out", str(out), code=0)
     if suffix == "parquet":
         import pyarrow.parquet
 
         (row,) = pyarrow.parquet.read_table(out).to_pylist()
     else:
-        (row,) = map(json.loads, out.read_text().splitlines())
+        (row,) = rows_in(out)
     assert len(row["samples"]) == 3
     for one in row["samples"]:
         assert len(one["token_drafted"]) == one["tokens"]

@@ -12,15 +12,14 @@ from typing import Any
 
 import pytest
 from checkpoints import write_checkpoint, write_tokenizer
+from command_line import cli, rows_in
 from forked import Forked
 from openai.types import Completion as TextCompletion
 from openai.types.chat import ChatCompletion
-from typer.testing import CliRunner
 
 from bass_cli import Completion, Engine, Job, Pair, Sampling
 from bass_cli.batch.requests import Request
 from bass_cli.batch.responses import answered
-from bass_cli.cli.commands import app
 from bass_cli.formats.tokenizer import Tokenizer
 from bass_cli.io.prompts import Prompt
 
@@ -44,20 +43,11 @@ main()
 """
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "model"
-    write_checkpoint("llama", folder, shards=False, num_hidden_layers=2)
-    write_tokenizer(folder)
-    return folder
-
-
 @pytest.fixture
-def place(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def place(here: Path, model: Path) -> Path:
     """Return the working directory of the test, with the model."""
-    (tmp_path / "model").symlink_to(model)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+    (here / "model").symlink_to(model)
+    return here
 
 
 def request(name: str, url: str = CHAT, **body: Any) -> dict[str, Any]:
@@ -70,12 +60,12 @@ def write_requests(*requests: Any) -> None:
     Path("in.jsonl").write_text("".join(json.dumps(one) + "\n" for one in requests))
 
 
-def batch(*arguments: str) -> Any:
-    return CliRunner().invoke(app, ["batch", "in.jsonl", "out.jsonl", *FLAGS, *arguments])
+def batch(*arguments: str, **settings: Any) -> Any:
+    return cli("batch", "in.jsonl", "out.jsonl", *FLAGS, *arguments, **settings)
 
 
 def lines(name: str = "out.jsonl") -> dict[str, dict[str, Any]]:
-    rows = [json.loads(line) for line in Path(name).read_bytes().splitlines()]
+    rows = rows_in(name)
     found = {row["custom_id"]: row for row in rows}
     assert len(found) == len(rows)
     return found
@@ -145,8 +135,7 @@ def test_each_field_has_the_effect_of_a_job_setting(place: Path, engine: Engine)
         *(request(f"chat {name}", **body) for name, (body, _) in FIELDS.items()),
         *(request(f"text {name}", COMPLETION, **body) for name, (body, _) in FIELDS.items()),
     )
-    result = batch()
-    assert result.exit_code == 0, result.stderr
+    batch(code=0)
     assert not Path("out.jsonl.errors").exists()
     rows = lines()
     assert len(rows) == 2 * len(FIELDS)
@@ -180,8 +169,7 @@ def test_the_openai_package_parses_every_body(place: Path, model: Path, engine: 
         request("text", COMPLETION, prompt=["the cat", "a dog"], n=2, logprobs=3, max_tokens=None),
         request("plain", COMPLETION, user="me", metadata={"a": "b"}, stream=False, best_of=1),
     )
-    result = batch()
-    assert result.exit_code == 0, result.stderr
+    result = batch(code=0)
     assert "requests name the model 'm'; all are answered by model" in result.stderr
     rows = lines()
     tokenizer = Tokenizer.load(model)
@@ -254,8 +242,7 @@ def test_refused_fields_are_named_in_the_error_file(place: Path) -> None:
         request("more") | {"extra": 1},
         request("long", COMPLETION, prompt="the cat " * 300),
     )
-    result = batch("--errors", "failed.jsonl")
-    assert result.exit_code == 1
+    result = batch("--errors", "failed.jsonl", code=1)
     assert "20 requests could not be answered; the reasons are in failed.jsonl" in result.stderr
     assert set(lines()) == {"fine"}
     rows = lines("failed.jsonl")
@@ -288,8 +275,7 @@ def test_a_file_that_is_no_batch_is_refused_before_a_model_is_loaded(
     place: Path, content: str, reason: str
 ) -> None:
     Path("in.jsonl").write_text(content)
-    result = batch("--model", "missing")
-    assert result.exit_code == 2
+    result = batch("--model", "missing", code=2)
     assert reason in result.stderr
     assert {path.name for path in place.iterdir()} == {"in.jsonl", "model"}
 
@@ -308,8 +294,7 @@ def test_files_that_cannot_be_used_are_refused(
     place: Path, arguments: list[str], reason: str
 ) -> None:
     write_requests(request("a"))
-    result = CliRunner().invoke(app, ["batch", *arguments, *FLAGS])
-    assert result.exit_code == 2
+    result = cli("batch", *arguments, *FLAGS, code=2)
     assert reason in result.stderr
 
 
@@ -323,7 +308,7 @@ def many() -> list[dict[str, Any]]:
 def test_a_killed_run_continues_to_the_same_lines(place: Path) -> None:
     count = 4
     write_requests(*many())
-    assert batch("--batch-size", "3").exit_code == 1
+    batch("--batch-size", "3", code=1)
     due = fixed(lines()), fixed(lines("out.jsonl.errors"))
     assert len(due[0]) == 5
     for path in place.glob("out.*"):
@@ -334,7 +319,7 @@ def test_a_killed_run_continues_to_the_same_lines(place: Path) -> None:
     names = ("out.jsonl", "out.jsonl.errors")
     kept = [Path(name).read_bytes() for name in names]
     assert sum(one.count(b"\n") for one in kept) == count
-    assert batch("--batch-size", "2", "--draft-length", "0", "--resume").exit_code == 1
+    batch("--batch-size", "2", "--draft-length", "0", "--resume", code=1)
     for name, before in zip(names, kept, strict=True):
         assert Path(name).read_bytes().startswith(before)
     assert (fixed(lines()), fixed(lines("out.jsonl.errors"))) == due
@@ -342,7 +327,7 @@ def test_a_killed_run_continues_to_the_same_lines(place: Path) -> None:
 
 def test_torn_lines_are_dropped_and_drawn_again(place: Path) -> None:
     write_requests(*many())
-    assert batch().exit_code == 1
+    batch(code=1)
     due = fixed(lines()), fixed(lines("out.jsonl.errors"))
     for name in ("out.jsonl", "out.jsonl.errors"):
         path = Path(name)
@@ -357,18 +342,17 @@ def test_torn_lines_are_dropped_and_drawn_again(place: Path) -> None:
 
 def test_other_settings_and_changed_requests_are_refused(place: Path) -> None:
     write_requests(*many())
-    assert batch().exit_code == 1
+    batch(code=1)
     result = batch("--seed", "5")
     assert (result.exit_code, "seed: 0 before, 5 now" in result.stderr) == (2, True)
     write_requests(*many()[:3], request("x"), *many()[4:])
-    result = batch()
-    assert result.exit_code == 2
+    result = batch(code=2)
     assert "prompt number 4 has changed" in result.stderr
     write_requests(*many(), request("added"))
-    assert batch().exit_code == 1
+    batch(code=1)
     assert "added" in lines()
     write_requests(request("x"))
-    assert batch("--overwrite").exit_code == 0
+    batch("--overwrite", code=0)
     assert (set(lines()), lines("out.jsonl.errors")) == ({"x"}, {})
 
 
@@ -409,7 +393,7 @@ def test_prompts_may_be_token_ids_and_messages_may_have_parts(
         request("d", COMPLETION, prompt=[ids, "text"]),
         request("e", COMPLETION, prompt=[301]),
     )
-    assert batch().exit_code == 1
+    batch(code=1)
     assert set(lines("out.jsonl.errors")) == {"e"}
     found = {name: row["response"]["body"]["choices"] for name, row in lines().items()}
     ((text,), (of_ids,), (chat,)) = samples(
@@ -430,7 +414,7 @@ def test_echo_puts_the_prompt_before_the_text(place: Path, model: Path, engine: 
         request("a", COMPLETION, echo=True, n=2, logprobs=2, max_tokens=3),
         request("b", COMPLETION, echo=True, prompt=ids),
     )
-    assert batch().exit_code == 0
+    batch(code=0)
     found = {name: row["response"]["body"]["choices"] for name, row in lines().items()}
     (due,) = samples(
         engine,
@@ -459,8 +443,7 @@ def test_structured_requests_are_honoured(place: Path) -> None:
     write_requests(
         *(request(name, max_tokens=40, n=2, **body) for name, (body, _) in STRUCTURED.items())
     )
-    result = batch()
-    assert result.exit_code == 0, result.stderr
+    batch(code=0)
     for name, (_, regex) in STRUCTURED.items():
         body = ChatCompletion.model_validate(lines()[name]["response"]["body"])
         for choice in body.choices:
@@ -476,8 +459,7 @@ def test_defaults_of_the_model_come_before_those_of_the_format(place: Path, engi
         request("a"), request("b", temperature=1), request("c", max_tokens=None, stop="e")
     )
     arguments = ("batch", "in.jsonl", "out.jsonl", *FLAGS, "--model", "own")
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0
+    result = cli(*arguments, code=0)
     assert "chats without max_tokens: 1" in result.stderr
     for name, temperature in (("a", 0.3), ("b", 1.0)):
         ((due,),) = samples(engine, {"id": name, "messages": HELLO}, temperature=temperature)
@@ -506,7 +488,7 @@ def test_a_file_for_vllm_run_batch_is_answered(place: Path) -> None:
             for number in (1, 2)
         )
     )
-    assert batch("--json").exit_code == 0
+    batch("--json", code=0)
     for row in lines().values():
         body = ChatCompletion.model_validate(row["response"]["body"])
         assert body.choices[0].message.role == "assistant"
@@ -521,8 +503,7 @@ def test_a_thinking_part_is_closed_at_its_budget(place: Path) -> None:
     given = {"thinking_token_budget": 3, "guided_regex": "[ab]{2}", "logprobs": True}
     write_requests(request("a", max_tokens=30, n=3, **given))
     arguments = ("batch", "in.jsonl", "out.jsonl", *FLAGS, "--model", "thinker")
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0, result.stderr
+    cli(*arguments, code=0)
     body = ChatCompletion.model_validate(lines()["a"]["response"]["body"])
     for choice in body.choices:
         assert re.fullmatch("[ab]{2}", choice.message.content or "")

@@ -7,12 +7,11 @@ import math
 import pytest
 import torch
 from checkpoints import write_pair
-from typer.testing import CliRunner
+from command_line import cli
 
 from bass_cli.bench.floor import pass_work, sizes_of
 from bass_cli.bench.rivals import describe
 from bass_cli.bench.shapes import SHAPES, random_weights, scale_layers
-from bass_cli.cli.commands import app
 from bass_cli.config.job import load_pair, make_job
 from bass_cli.formats.checkpoint import Checkpoint
 from bass_cli.models.decoder import Decoder
@@ -74,10 +73,9 @@ def test_random_matrices_are_the_rounded_ones_without_quantisation():
 
 
 @pytest.mark.parametrize(("dtype", "given"), [("fp8", {"quantization": "fp8"}), ("int8", None)])
-def test_vllm_quantises_too_where_it_can(dtype, given, tmp_path, monkeypatch):
+def test_vllm_quantises_too_where_it_can(dtype, given, here, monkeypatch):
     """Its activations have the dtype of ours."""
-    write_pair(tmp_path, prompts=1)
-    monkeypatch.chdir(tmp_path)
+    write_pair(here, prompts=1)
     plan = make_plan(make_job(load_pair("pair.yaml"), device="cpu", dtype=dtype))
     job = describe(plan, longest=9, rows=2)
     assert (job.get("vllm"), job["dtype"]) == (given, "float32")
@@ -89,8 +87,7 @@ def test_vllm_quantises_too_where_it_can(dtype, given, tmp_path, monkeypatch):
 def test_bench_of_a_shape_says_its_format():
     flags = ["--shape", "tiny", "--dtype", "int8", "--batch-sizes", "1", "--new-tokens", "4"]
     flags += ["--methods", "plain", "--repeats", "1", "--device", "cpu", "--json"]
-    found = CliRunner().invoke(app, ["bench", *flags])
-    assert found.exit_code == 0, found.stderr
+    found = cli("bench", *flags, code=0)
     assert json.loads(found.stdout)["pair"]["target"]["dtype"] == "int8"
 
 
@@ -106,6 +103,5 @@ def test_bench_of_a_shape_says_its_format():
     ],
 )
 def test_formats_that_random_weights_cannot_have_are_refused(flags, message):
-    found = CliRunner().invoke(app, ["bench", "--shape", "qwen3-8b", "--device", "cpu", *flags])
-    assert found.exit_code == 2, found.output
+    found = cli("bench", "--shape", "qwen3-8b", "--device", "cpu", *flags, code=2)
     assert message in found.stderr

@@ -3,55 +3,59 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import tokenizer_metadata, write_checkpoint, write_gguf, write_tokenizer
+from checkpoints import (
+    tokenizer_metadata,
+    write_checkpoint,
+    write_gguf,
+    write_pair,
+    write_tokenizer,
+)
+from command_line import cli
 from transformers import StopStringCriteria
-from typer.testing import CliRunner
 
 from bass_cli.bench import jobs
 from bass_cli.bench.rivals import _to_end, stop_tokenizer
-from bass_cli.cli.commands import app
 from bass_cli.errors import UserError
 from bass_cli.formats.tokenizer import Tokenizer
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def place(here: Path) -> Path:
     """Make a folder with prompts and a pair of tiny models."""
-    for name in [name for name in os.environ if name.startswith("BASS_")]:
-        monkeypatch.delenv(name)
-    for name, seed in (("target", 0), ("draft", 1)):
-        write_checkpoint("llama", tmp_path / name, seed=seed)
-        write_tokenizer(tmp_path / name)
-    (tmp_path / "pair.yaml").write_text("target: target\ndraft: draft\n")
-    (tmp_path / "p.jsonl").write_text('{"prompt": "the cat sat on"}\n{"prompt": "all"}\n')
-    (tmp_path / "p.txt").write_text("the cat\n")
-    (tmp_path / "long.txt").write_text("the cat\n" + "the cat " * 999)
+    write_pair(here, prompts=1)
+    (here / "p.jsonl").write_text('{"prompt": "the cat sat on"}\n{"prompt": "all"}\n')
+    (here / "long.txt").write_text("the cat\n" + "the cat " * 999)
     chat = {"messages": [{"role": "user", "content": "a"}]}
-    (tmp_path / "chat.jsonl").write_text(json.dumps(chat))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+    (here / "chat.jsonl").write_text(json.dumps(chat))
+    return here
 
 
 RIVALS = ("--rivals", "transformers")
 
 
-def bench(*arguments: str):
+def bench(*arguments: str, **settings):
     options = ("--pair", "pair.yaml", "--device", "cpu", "--threads", "1")
-    return CliRunner().invoke(app, ["bench", *options, *arguments])
+    return cli("bench", *options, *arguments, **settings)
 
 
 @pytest.mark.slow
 def test_a_job_runs_beside_a_rival(place: Path) -> None:
     law = ("--n", "3", "--max-new-tokens", "6", "--draft-length", "2", "--no-chat", "--stop", "zz")
     result = bench(
-        "--job", "p.jsonl", *law, "--rivals", "transformers,vllm", "--repeats", "1", "--json"
+        "--job",
+        "p.jsonl",
+        *law,
+        "--rivals",
+        "transformers,vllm",
+        "--repeats",
+        "1",
+        "--json",
+        code=0,
     )
-    assert result.exit_code == 0, result.stderr
     assert "vllm is" in result.stderr
     document = json.loads(result.stdout)
     assert set(document["engines"]) == {"bass", "transformers"}
@@ -97,8 +101,7 @@ def test_mistakes_are_found_before_a_process_is_started(
     place: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], says: str
 ) -> None:
     monkeypatch.setattr(jobs, "_run", lambda *_: pytest.fail("a process was started"))
-    result = bench(*arguments)
-    assert result.exit_code == 2, result.stderr
+    result = bench(*arguments, code=2)
     assert says in result.stderr
 
 
@@ -113,7 +116,7 @@ def test_stop_texts_of_the_environment_become_options_of_the_job(
 
     monkeypatch.setattr(jobs, "_run", run)
     monkeypatch.setenv("BASS_STOP", json.dumps(["\n", "a\\nb"]))
-    assert bench("--job", "p.jsonl").exit_code == 2
+    bench("--job", "p.jsonl", code=2)
     assert [word for word in commands[0] if word.startswith("--stop")] == [
         "--stop=\n",
         "--stop=a\\\\nb",

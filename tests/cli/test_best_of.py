@@ -7,31 +7,16 @@ best samples itself.
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import write_checkpoint, write_tokenizer
-from typer.testing import CliRunner
-
-from bass_cli.cli.commands import app
-from bass_cli.io.linefile import result_lines
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    write_checkpoint("llama", folder, shards=False)
-    write_tokenizer(folder)
-    return folder
+from command_line import cli, rows_in
 
 
 @pytest.fixture
-def place(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+def place(model: Path, here: Path) -> Path:
     rows: list[dict[str, Any]] = [
         {"id": "a", "prompt": "the cat"},
         {"id": "b", "prompt": "a dog", "n": 2},
@@ -46,14 +31,8 @@ def bass(model: Path, out: str, *more: str, code: int = 1) -> str:
     """Run the command; exit code 1, because prompt d cannot be run. Returns its messages."""
     words = ["generate", "p.jsonl", "--model", str(model), "--draft", "none", "--device", "cpu"]
     words += ["--n", "4", "--max-new-tokens", "5", "--out", out, *more]
-    done = CliRunner().invoke(app, words)
-    assert done.exit_code == code, done.output
+    done = cli(*words, code=code)
     return " ".join(done.stderr.split())
-
-
-def read(out: str) -> list[Any]:
-    with open(out, "rb") as stream:
-        return [json.loads(line) for line in result_lines(stream, out)]
 
 
 def kept(rows: list[Any]) -> dict[tuple[str, int], tuple[str, int | None]]:
@@ -64,7 +43,7 @@ def expected(model: Path, best: int, key: Any) -> dict[tuple[str, int], tuple[st
     """Choose the best samples of a file with all samples."""
     bass(model, "all.jsonl", "--overwrite")
     found: dict[tuple[str, int], tuple[str, int | None]] = {("d", 0): ("", None)}
-    rows = [row for row in read("all.jsonl") if row["id"] != "d"]
+    rows = [row for row in rows_in("all.jsonl") if row["id"] != "d"]
     for id_ in "abc":
         of_prompt = [row for row in rows if row["id"] == id_]
         ordered = sorted(of_prompt, key=lambda row: (*key(row, of_prompt), row["sample"]))
@@ -86,12 +65,12 @@ def by_votes(row: Any, others: list[Any]) -> tuple[float, float]:
 @pytest.mark.parametrize(("ranker", "key"), [("logprob", by_logprob), ("majority", by_votes)])
 def test_the_best_samples_are_kept_with_their_ranks(place: Path, ranker: str, key: Any) -> None:
     said = bass(place, "o.jsonl", "--best-of", "2", "--rank-by", ranker)
-    assert kept(read("o.jsonl")) == expected(place, 2, key)
+    assert kept(rows_in("o.jsonl")) == expected(place, 2, key)
     totals = json.loads(Path("o.jsonl.manifest.json").read_text())["totals"]
     assert (totals["samples"], totals["dropped"]) == (7, 2 + 0 + 4)
     assert f"6 samples were dropped; the 2 best samples of each prompt by {ranker} are kept" in said
     assert "13 samples (1 error, 12 length), 7 of them kept in o.jsonl" in said
-    scores = {row["sample"]: row["scores"] for row in read("o.jsonl") if row["id"] == "a"}
+    scores = {row["sample"]: row["scores"] for row in rows_in("o.jsonl") if row["id"] == "a"}
     assert all(set(one) == {ranker} for one in scores.values())
 
 
@@ -104,10 +83,10 @@ def test_a_killed_run_goes_on_to_the_same_samples(place: Path, options: tuple[st
         Path("cut.jsonl").write_bytes(content)
         Path("cut.jsonl.manifest.json").write_bytes(manifest)
         bass(place, "cut.jsonl", "--best-of", "2", "--batch-size", "3", *options)
-        ids = [row["id"] for row in read("cut.jsonl")]
-        assert sorted(ids) == sorted(row["id"] for row in read("whole.jsonl"))
+        ids = [row["id"] for row in rows_in("cut.jsonl")]
+        assert sorted(ids) == sorted(row["id"] for row in rows_in("whole.jsonl"))
         if not options:
-            assert kept(read("cut.jsonl")) == kept(read("whole.jsonl"))
+            assert kept(rows_in("cut.jsonl")) == kept(rows_in("whole.jsonl"))
         totals = json.loads(Path("cut.jsonl.manifest.json").read_text())["totals"]
         assert totals["dropped"] == 6
     before = Path("cut.jsonl").read_bytes()
@@ -121,11 +100,13 @@ def test_a_run_whose_samples_differ_a_little_keeps_no_more_than_the_best(place: 
     """On a GPU, a sample that is drawn again in another batch may differ and get another rank."""
     bass(place, "all.jsonl")
     bass(place, "o.jsonl", "--best-of", "2")
-    best = {row["sample"] for row in read("o.jsonl") if row["id"] == "a"}
-    other = next(row for row in read("all.jsonl") if row["id"] == "a" and row["sample"] not in best)
+    best = {row["sample"] for row in rows_in("o.jsonl") if row["id"] == "a"}
+    other = next(
+        row for row in rows_in("all.jsonl") if row["id"] == "a" and row["sample"] not in best
+    )
     Path("o.jsonl").write_text(json.dumps(other) + "\n")  # as if it had been among the best
     bass(place, "o.jsonl", "--best-of", "2")
-    found = {row["sample"]: row.get("rank") for row in read("o.jsonl") if row["id"] == "a"}
+    found = {row["sample"]: row.get("rank") for row in rows_in("o.jsonl") if row["id"] == "a"}
     assert len(found) == 2
     assert other["sample"] in found
     assert 1 in found.values()
@@ -134,16 +115,15 @@ def test_a_run_whose_samples_differ_a_little_keeps_no_more_than_the_best(place: 
 def test_ranked_file_equals_a_drawn_one(place: Path) -> None:
     """`bass rank --best` makes the file that `bass generate --best-of` continues."""
     bass(place, "all.jsonl")
-    done = CliRunner().invoke(app, ["rank", "all.jsonl", "--best", "2"])
-    assert done.exit_code == 0, done.output
+    cli("rank", "all.jsonl", "--best", "2", code=0)
     bass(place, "o.jsonl", "--best-of", "2")
-    assert kept(read("all.jsonl")) == kept(read("o.jsonl"))
+    assert kept(rows_in("all.jsonl")) == kept(rows_in("o.jsonl"))
     assert "12 samples are done already" in bass(place, "all.jsonl", "--best-of", "2")
 
 
 def test_groups_and_columns_hold_the_best(place: Path) -> None:
     bass(place, "g.parquet", "--group", "--best-of", "1", "--columns", "id,text,rank")
-    rows = {row["id"]: row["samples"] for row in read("g.parquet")}
+    rows = {row["id"]: row["samples"] for row in rows_in("g.parquet")}
     best = expected(place, 1, by_logprob)
     assert {id_: [one["text"] for one in rows[id_]] for id_ in "abc"} == {
         id_: [text] for (id_, _), (text, rank) in best.items() if rank == 1
@@ -154,16 +134,11 @@ def test_groups_and_columns_hold_the_best(place: Path) -> None:
 def test_shards_of_the_best_are_merged(place: Path) -> None:
     for number in (1, 2):
         words = ["--best-of", "2", "--shard", f"{number}/2"]
-        CliRunner().invoke(
-            app,
-            ["generate", "p.jsonl", "--model", str(place), "--draft", "none", "--device", "cpu",
-             "--n", "4", "--max-new-tokens", "5", "--out", f"{number}.jsonl", *words],
-        )  # fmt: skip
-    done = CliRunner().invoke(app, ["merge", "m.jsonl", "1.jsonl", "2.jsonl"])
-    assert done.exit_code == 1  # prompt d failed
+        cli("generate", "p.jsonl", "--model", str(place), "--draft", "none", "--device", "cpu", "--n", "4", "--max-new-tokens", "5", "--out", f"{number}.jsonl", *words)  # fmt: skip
+    done = cli("merge", "m.jsonl", "1.jsonl", "2.jsonl", code=1)
     assert "missing" not in done.stderr
     bass(place, "o.jsonl", "--best-of", "2")
-    assert kept(read("m.jsonl")) == kept(read("o.jsonl"))
+    assert kept(rows_in("m.jsonl")) == kept(rows_in("o.jsonl"))
 
 
 @pytest.mark.parametrize(

@@ -4,38 +4,19 @@ settings."""
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import subprocess
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
 import pytest
-from stand_in import install, loaded
-from typer.testing import CliRunner
+from command_line import cli
+from stand_in import loaded
 
 import bass_cli.run
-from bass_cli.cli.commands import app
 
-
-@pytest.fixture
-def cli(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Return a function that runs `bass` with the stand-in in an own folder."""
-    for name in ("plan", "engine"):
-        monkeypatch.setitem(sys.modules, f"bass_cli.run.{name}", types.ModuleType(name))
-        monkeypatch.setattr(bass_cli.run, name, None, raising=False)
-    install()
-    for name in [name for name in os.environ if name.startswith("BASS_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.chdir(tmp_path)
-    loaded.clear()
-    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n{"id": "b", "prompt": "B", "level": 1}\n')
-    (tmp_path / "pair.yaml").write_text(
-        "target: t\ndraft: d\nsampling: {temperature: 0.3, top_p: 0.5, seed: 9}\n"
-    )
-    return lambda *arguments, **settings: CliRunner().invoke(app, list(arguments), **settings)
+pytestmark = pytest.mark.usefixtures("stand_in")
 
 
 def rows(text: str) -> list[dict[str, Any]]:
@@ -46,9 +27,8 @@ def result_keys(text: str) -> list[tuple[str, int, str]]:
     return sorted((row["id"], row["sample"], row["text"]) for row in rows(text))
 
 
-def test_only_results_on_stdout(cli: Any) -> None:
-    result = cli("generate", "p.jsonl", "--n", "2")
-    assert result.exit_code == 0
+def test_only_results_on_stdout() -> None:
+    result = cli("generate", "p.jsonl", "--n", "2", code=0)
     assert result_keys(result.stdout) == [
         ("0", 0, "a/0/0"),
         ("0", 1, "a/1/0"),
@@ -67,14 +47,14 @@ def test_only_results_on_stdout(cli: Any) -> None:
     assert (quiet.stdout, quiet.stderr) == (result.stdout, "")
 
 
-def test_stdin_and_text_lines(cli: Any) -> None:
+def test_stdin_and_text_lines() -> None:
     assert result_keys(cli("generate", "-", "--n", "1", input="x\n\ny\n").stdout) == [
         ("0", 0, "x/0/0"),
         ("2", 0, "y/0/0"),
     ]
 
 
-def test_the_summary_as_json(cli: Any) -> None:
+def test_the_summary_as_json() -> None:
     result = cli("generate", "p.jsonl", "--n", "2", "--out", "o.jsonl", "--json")
     summary = json.loads(result.stdout)
     assert (summary["samples"], summary["tokens"], summary["output"]) == (4, 12, "o.jsonl")
@@ -84,11 +64,9 @@ def test_the_summary_as_json(cli: Any) -> None:
     assert (again["samples"], again["file"]["samples"]) == (0, 4)
 
 
-def test_precedence_is_pair_then_variable_then_flag(
-    cli: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_precedence_is_pair_then_variable_then_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     def chosen(*flags: str) -> tuple[float, float, int]:
-        assert cli("generate", "p.jsonl", "--pair", "pair.yaml", "--n", "1", *flags).exit_code == 0
+        cli("generate", "p.jsonl", "--pair", "pair.yaml", "--n", "1", *flags, code=0)
         sampling = loaded[-1].sampling
         return sampling.temperature, sampling.top_p, sampling.seed
 
@@ -99,15 +77,13 @@ def test_precedence_is_pair_then_variable_then_flag(
     assert chosen("--temperature", "0", "--top-p", "1") == (0.0, 1.0, 4)
 
 
-def test_a_model_needs_no_pair_file(
-    cli: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_model_needs_no_pair_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("models", "folder", "a_package"):
         (tmp_path / name).mkdir()
     for name in ("models/t.gguf", "models/u.gguf", "a_package/__init__.py", "a_package/m.gguf"):
         (tmp_path / name).touch()
-    assert cli("generate", "p.jsonl", "--model", "models/t.gguf", "--out", "o.jsonl").exit_code == 0
+    cli("generate", "p.jsonl", "--model", "models/t.gguf", "--out", "o.jsonl", code=0)
     pair = loaded[-1].pair
     assert (pair.name, pair.target, pair.draft, pair.folder) == (
         "t",
@@ -120,13 +96,12 @@ def test_a_model_needs_no_pair_file(
         "models/t.gguf",
         "models/t.gguf",
     )
-    other = cli("generate", "p.jsonl", "--model", "models/u.gguf", "--out", "o.jsonl")
-    assert other.exit_code == 2
+    other = cli("generate", "p.jsonl", "--model", "models/u.gguf", "--out", "o.jsonl", code=2)
     assert '\n  target: "models/t.gguf" before, "models/u.gguf" now' in other.stderr
     (tmp_path / "same.yaml").write_text(
         "target: models/t.gguf\n"
     )  # the same target by another road goes on
-    assert cli("generate", "p.jsonl", "--pair", "same.yaml", "--out", "o.jsonl").exit_code == 0
+    cli("generate", "p.jsonl", "--pair", "same.yaml", "--out", "o.jsonl", code=0)
     names = {
         "Qwen/Qwen2.5-0.5B": "Qwen2.5-0.5B",
         "folder/": "folder",
@@ -134,7 +109,7 @@ def test_a_model_needs_no_pair_file(
         "package:a_package/m.gguf": "m",
     }
     for model, name in names.items():
-        assert cli("generate", "p.jsonl", "--model", model, "--draft", "none").exit_code == 0
+        cli("generate", "p.jsonl", "--model", model, "--draft", "none", code=0)
         assert (loaded[-1].pair.name, loaded[-1].pair.target, loaded[-1].pair.draft) == (
             name,
             model,
@@ -142,7 +117,7 @@ def test_a_model_needs_no_pair_file(
         )
 
 
-def test_one_note_tells_how_plain_prompts_are_formatted(cli: Any, tmp_path: Path) -> None:
+def test_one_note_tells_how_plain_prompts_are_formatted(tmp_path: Path) -> None:
     (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
     (tmp_path / "both.jsonl").write_text(
         (tmp_path / "chats.jsonl").read_text() + (tmp_path / "p.jsonl").read_text()
@@ -165,9 +140,7 @@ def test_one_note_tells_how_plain_prompts_are_formatted(cli: Any, tmp_path: Path
     assert cli("generate", "p.jsonl", "--model", "chatty.gguf", "--quiet").stderr == ""
 
 
-def test_every_option_has_a_variable(
-    cli: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_every_option_has_a_variable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     given = {
         "PAIR": "pair.yaml", "N": "3", "OUT": "o.jsonl", "MAX_NEW_TOKENS": "7", "TOP_K": "5", "STOP": '["a b", "c"]',
         "CHAT": "0", "DRAFT": "lookup", "DRAFT_LENGTH": "6", "COUPLING": "maximal", "BUDGET": "500ms",
@@ -203,7 +176,7 @@ def test_every_option_has_a_variable(
         3,
     )
     monkeypatch.setenv("BASS_STOP", "one text")
-    assert cli("generate", "p.jsonl").exit_code == 0
+    cli("generate", "p.jsonl", code=0)
     assert loaded[-1].sampling.stop == ("one text",)
 
 
@@ -261,7 +234,7 @@ BAD: list[tuple[dict[str, str], list[str], str]] = [
 
 @pytest.mark.parametrize(("files", "arguments", "expected"), BAD)
 def test_bad_input_is_found_before_a_model_is_loaded(
-    cli: Any, tmp_path: Path, files: dict[str, str], arguments: list[str], expected: str
+    tmp_path: Path, files: dict[str, str], arguments: list[str], expected: str
 ) -> None:
     for name, content in files.items():
         (tmp_path / name).write_text(content)
@@ -291,7 +264,7 @@ def test_commands_refuse_a_missing_model_before_torch_is_imported(
     assert done.returncode == 2
 
 
-def test_missing_resources_exit_with_code_3(cli: Any, tmp_path: Path) -> None:
+def test_missing_resources_exit_with_code_3(tmp_path: Path) -> None:
     (tmp_path / "pair.yaml").write_text("target: huge\n")
     result = cli("generate", "p.jsonl", "--pair", "pair.yaml")
     assert (result.exit_code, loaded) == (3, [])
@@ -300,22 +273,21 @@ def test_missing_resources_exit_with_code_3(cli: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("word", "code"), [("FAIL", 1), ("SLOW", 0)])
 def test_failed_prompts_exit_with_code_1_but_budget_truncation_with_0(
-    cli: Any, tmp_path: Path, word: str, code: int
+    tmp_path: Path, word: str, code: int
 ) -> None:
     (tmp_path / "p.txt").write_text(f"a\n{word}\nc\n")
-    result = cli("generate", "p.txt", "--n", "2", "--out", "o.jsonl")
-    assert result.exit_code == code
+    cli("generate", "p.txt", "--n", "2", "--out", "o.jsonl", code=code)
     written = rows((tmp_path / "o.jsonl").read_text())
     assert [row["id"] for row in written if row["finish_reason"] == "eos"] == ["0", "0", "2", "2"]
     assert len(written) == (5 if word == "FAIL" else 6)
-    assert cli("generate", "p.txt", "--n", "2", "--out", "o.jsonl").exit_code == code
+    cli("generate", "p.txt", "--n", "2", "--out", "o.jsonl", code=code)
     again = rows((tmp_path / "o.jsonl").read_text())
     assert sorted(row["id"] for row in again) == sorted(row["id"] for row in written)
 
 
-def test_rerun_on_a_complete_file_says_so_and_loads_no_model(cli: Any, tmp_path: Path) -> None:
+def test_rerun_on_a_complete_file_says_so_and_loads_no_model(tmp_path: Path) -> None:
     base = ["generate", "p.jsonl", "--out", "o.jsonl"]
-    assert cli(*base, "--n", "2").exit_code == 0
+    cli(*base, "--n", "2", code=0)
     before = (tmp_path / "o.jsonl").read_bytes()
     loaded.clear()
     again = cli(*base, "--n", "2", "--json")
@@ -329,11 +301,10 @@ def test_rerun_on_a_complete_file_says_so_and_loads_no_model(cli: Any, tmp_path:
     assert result_keys((tmp_path / "o.jsonl").read_text()) == result_keys(before.decode())
 
 
-def test_prompts_that_cannot_be_run_are_explained_on_stderr_too(cli: Any, tmp_path: Path) -> None:
+def test_prompts_that_cannot_be_run_are_explained_on_stderr_too(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("a\nFAIL\nFAIL\n")
     for quiet in ([], ["--quiet"]):
-        result = cli("generate", "p.txt", "--out", "o.jsonl", *quiet)
-        assert result.exit_code == 1
+        result = cli("generate", "p.txt", "--out", "o.jsonl", *quiet, code=1)
         assert (
             'bass: error: 2 prompts could not be run; the first, "1": too long\n' in result.stderr
         )
@@ -344,9 +315,9 @@ def test_prompts_that_cannot_be_run_are_explained_on_stderr_too(cli: Any, tmp_pa
     )
 
 
-def test_which_options_a_resumed_run_may_change(cli: Any, tmp_path: Path) -> None:
+def test_which_options_a_resumed_run_may_change(tmp_path: Path) -> None:
     base = ["generate", "p.jsonl", "--pair", "pair.yaml", "--out", "o.jsonl"]
-    assert cli(*base, "--n", "1").exit_code == 0
+    cli(*base, "--n", "1", code=0)
     for flags in (
         ["--draft", "none"],
         ["--draft-length", "3"],
@@ -354,9 +325,7 @@ def test_which_options_a_resumed_run_may_change(cli: Any, tmp_path: Path) -> Non
         ["--resume"],
         ["--n", "2"],
     ):
-        assert cli(*base, *(flags if "--n" in flags else ["--n", "1", *flags])).exit_code == 0, (
-            flags
-        )
+        cli(*base, *(flags if "--n" in flags else ["--n", "1", *flags]), code=0)
     before = (tmp_path / "o.jsonl").read_bytes()
     assert len(rows(before.decode())) == 4
     (tmp_path / "other.jsonl").write_text('{"prompt": "a"}\n')
@@ -366,48 +335,44 @@ def test_which_options_a_resumed_run_may_change(cli: Any, tmp_path: Path) -> Non
         "budget": ["--budget", "1s"], "token_ids": ["--token-ids"],
     }  # fmt: skip
     for key, flags in refused.items():
-        result = cli(*base, *(flags if key == "n" else ["--n", "2", *flags]))
-        assert result.exit_code == 2, key
+        result = cli(*base, *(flags if key == "n" else ["--n", "2", *flags]), code=2)
         assert f"\n  {key}: " in result.stderr
     base[1] = "other.jsonl"
     assert "\n  prompts: " in cli(*base, "--n", "2").stderr
     assert (tmp_path / "o.jsonl").read_bytes() == before
-    assert cli(*base, "--n", "2", "--overwrite").exit_code == 0
+    cli(*base, "--n", "2", "--overwrite", code=0)
     assert len(rows((tmp_path / "o.jsonl").read_text())) == 2
 
 
 MAXIMAL = shlex.split("generate p.jsonl --pair pair.yaml --out o.jsonl --coupling maximal")
 
 
-def test_under_maximal_coupling_the_draft_is_part_of_the_result(cli: Any) -> None:
-    assert cli(*MAXIMAL).exit_code == 0
+def test_under_maximal_coupling_the_draft_is_part_of_the_result() -> None:
+    cli(*MAXIMAL, code=0)
     for key, flags in {"draft": ["--draft", "none"], "draft_length": ["--draft-length", "3"],
                        "batch_size": ["--batch-size", "3"]}.items():  # fmt: skip
-        result = cli(*MAXIMAL, *flags)
-        assert result.exit_code == 2
+        result = cli(*MAXIMAL, *flags, code=2)
         assert f"\n  {key}: " in result.stderr
 
 
-def test_maximal_coupling_resumes_with_the_same_batch_size(cli: Any, tmp_path: Path) -> None:
+def test_maximal_coupling_resumes_with_the_same_batch_size(tmp_path: Path) -> None:
     """Even if `--batch-size auto` would give another size now."""
     warm = [*MAXIMAL, "--temperature", "1"]
-    assert cli(*warm, "--n", "2").exit_code == 0
+    cli(*warm, "--n", "2", code=0)
     manifest = tmp_path / "o.jsonl.manifest.json"
     begun = json.loads(manifest.read_text())
     assert begun["results"]["batch_size"] > 1
     begun["results"]["batch_size"] = 1  # as where little memory was free
     manifest.write_text(json.dumps(begun | {"finished": False}))
-    refused = cli(*warm, "--n", "3")
-    assert refused.exit_code == 2
+    refused = cli(*warm, "--n", "3", code=2)
     assert "so complete it with n 2 first" in refused.stderr
     manifest.write_text(json.dumps(begun))
-    grown = cli(*warm, "--n", "3")
-    assert grown.exit_code == 0, grown.stderr
+    grown = cli(*warm, "--n", "3", code=0)
     assert json.loads(manifest.read_text())["results"]["batch_size"] == 1
     assert "so all are drawn again" in grown.stderr
 
 
-def test_variables_of_no_option_are_noted(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_no_option_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     known = ("BASS_TOP_P", "BASS_JSON", "BASS_STOP", "BASSOON")
     for name in (*known, "BASS_DTYP", "BASS_XYLOPHONE", "BASS_FILES"):
         monkeypatch.setenv(name, "1")
@@ -418,22 +383,21 @@ def test_variables_of_no_option_are_noted(cli: Any, monkeypatch: pytest.MonkeyPa
     assert notes.count("sets nothing") == 3
 
 
-def test_errors_name_variables_that_hold_lists(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_name_variables_that_hold_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BASS_STOP", '["a", 3]')
-    refused = cli("generate", "p.jsonl", "--pair", "pair.yaml")
-    assert refused.exit_code == 2
+    refused = cli("generate", "p.jsonl", "--pair", "pair.yaml", code=2)
     assert "--stop (or BASS_STOP): a text is needed (got 3)" in refused.stderr
 
 
-def test_version_and_wrong_commands(cli: Any) -> None:
+def test_version_and_wrong_commands() -> None:
     assert cli("--version").stdout == f"bass {bass_cli.__version__}\n"
-    assert cli("generat", "p.jsonl").exit_code == 2
-    assert cli("generate").exit_code == 2
+    cli("generat", "p.jsonl", code=2)
+    cli("generate", code=2)
 
 
 @pytest.mark.parametrize("after", [1, 4])
 def test_summary_does_not_name_an_output_file_that_was_removed(
-    cli: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, after: int
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, after: int
 ) -> None:
     drawn = sys.modules["bass_cli.run.engine"].Engine.draw
 
@@ -446,15 +410,14 @@ def test_summary_does_not_name_an_output_file_that_was_removed(
             (tmp_path / "o.jsonl").unlink()
 
     monkeypatch.setattr(sys.modules["bass_cli.run.engine"].Engine, "draw", generate)
-    result = cli("generate", "p.jsonl", "--n", "2", "--out", "o.jsonl")
-    assert result.exit_code == 3
+    result = cli("generate", "p.jsonl", "--n", "2", "--out", "o.jsonl", code=3)
     assert "samples (" not in result.stderr
     assert f"the same command with --out {tmp_path / 'o.saved.jsonl'} goes on" in result.stderr
     assert len(rows((tmp_path / "o.saved.jsonl").read_text())) == min(after + 1, 4)
 
 
 def test_tilde_is_expanded_in_options_variables_and_pair_files(
-    cli: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     home = tmp_path / "home"
     (home / "models").mkdir(parents=True)
@@ -463,13 +426,10 @@ def test_tilde_is_expanded_in_options_variables_and_pair_files(
     (home / "p.jsonl").write_text('{"prompt": "a"}\n')
     (home / "pair.yaml").write_text("target: ~/models/t.gguf\ndraft: parallel:~/models/d.gguf\n")
     monkeypatch.setenv("HOME", str(home))
-    assert (
-        cli("generate", "~/p.jsonl", "-n", "1", "--pair=~/pair.yaml", "-o", "~/o.jsonl").exit_code
-        == 0
-    )
+    cli("generate", "~/p.jsonl", "-n", "1", "--pair=~/pair.yaml", "-o", "~/o.jsonl", code=0)
     monkeypatch.setenv("BASS_OUT", "~/b.jsonl")
     monkeypatch.setenv("BASS_PAIR", "~/pair.yaml")
-    assert cli("generate", "~/p.jsonl").exit_code == 0
+    cli("generate", "~/p.jsonl", code=0)
     assert sorted(path.name for path in home.glob("*.jsonl")) == ["b.jsonl", "o.jsonl", "p.jsonl"]
     from bass_cli.formats.sources import files_of
 
@@ -478,9 +438,7 @@ def test_tilde_is_expanded_in_options_variables_and_pair_files(
     ]
 
 
-def test_messages_with_no_chat_are_refused_before_anything_is_loaded(
-    cli: Any, tmp_path: Path
-) -> None:
+def test_messages_with_no_chat_are_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     lines = ['{"prompt": "a"}', '{"messages": [{"role": "user", "content": "b"}]}']
     (tmp_path / "both.jsonl").write_text("\n".join(lines))
     result = cli("generate", "both.jsonl", "--no-chat", "--model", "missing", "--out", "o.jsonl")

@@ -25,8 +25,7 @@ ROOT = Path(__file__).parents[2]
 def test_kills_and_power_cuts_lose_and_duplicate_no_sample(
     tmp_path: Path, script: str, count: str, times: int
 ) -> None:
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("BASS_")}
-    environment["TMPDIR"] = str(tmp_path)
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
     path = str(ROOT / "benchmarks")
     code = (
         f"import runpy, sys; sys.path.insert(0, {path!r}); "

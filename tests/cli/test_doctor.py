@@ -13,20 +13,15 @@ from typing import Any
 import huggingface_hub
 import pytest
 from checkpoints import write_checkpoint, write_tokenizer
+from command_line import cli
 from test_end_to_end import _cut
-from typer.testing import CliRunner
 
 from bass_cli.cli import doctor as machine
-from bass_cli.cli.commands import app
 from bass_cli.config.job import load_pair, make_job
 from bass_cli.errors import MachineError
 from bass_cli.run.plan import make_plan
 from bass_cli.sandbox.isolation import Isolation
 from bass_cli.system.host import host_memory
-
-
-def cli(*arguments: str) -> Any:
-    return CliRunner().invoke(app, list(arguments))
 
 
 @pytest.fixture

@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 from checkpoints import tokenizer_metadata, write_checkpoint, write_gguf
+from command_line import cli, rows_in
 from forked import BASS, Forked
 from test_tokenizer import edited
-from typer.testing import CliRunner
-
-from bass_cli.cli.commands import app
 
 FLAGS = shlex.split("--pair pair.yaml --n 3 --max-new-tokens 40 --token-ids --device cpu")
 
@@ -26,13 +24,13 @@ def place(pair_folder: Any) -> Path:
     return pair_folder(prompts=14)
 
 
-def bass(*arguments: str) -> Any:
-    return CliRunner().invoke(app, ["generate", *arguments])
+def bass(*arguments: str, **settings: Any) -> Any:
+    return cli("generate", *arguments, **settings)
 
 
 def samples(path: Path) -> dict[tuple[str, int], tuple[Any, ...]]:
     """Return the reproducible fields of samples, by (id, sample)."""
-    rows = [json.loads(line) for line in path.read_bytes().splitlines()]
+    rows = rows_in(path)
     found = {
         (row["id"], row["sample"]): (
             row["text"],
@@ -57,14 +55,13 @@ def test_output_does_not_depend_on_draft_batch_or_order(place: Path) -> None:
     }
     few = ("--limit", "6", "--max-new-tokens", "24")
     for name, flags in runs.items():
-        result = bass("p.txt", *FLAGS, *few, *flags, "--out", f"{name}.jsonl")
-        assert result.exit_code == 0, result.stderr
+        bass("p.txt", *FLAGS, *few, *flags, "--out", f"{name}.jsonl", code=0)
     due = samples(place / "plain.jsonl")
     assert len(due) == 18
     assert len({tuple(ids) for _, _, ids, _ in due.values()}) > 12
     for name in runs:
         assert samples(place / f"{name}.jsonl") == due, name
-    rows = [json.loads(line) for line in (place / "model.jsonl").read_bytes().splitlines()]
+    rows = rows_in(place / "model.jsonl")
     assert sum(row["drafted"] for row in rows) > 0
     by_place = json.loads((place / "model.jsonl.manifest.json").read_text())["last_run"]["by_place"]
     assert sum(by_place["drafted"]) == sum(row["drafted"] for row in rows)
@@ -81,25 +78,21 @@ def test_maximal_coupling_refuses_to_resume_with_a_changed_draft(place: Path) ->
     goes on."""
     flags = (*FLAGS, "--limit", "2", "--coupling")
     for coupling in ("shared", "maximal"):
-        assert (
-            bass("p.txt", *flags, coupling, "--n", "1", "--out", f"{coupling}.jsonl").exit_code == 0
-        )
+        bass("p.txt", *flags, coupling, "--n", "1", "--out", f"{coupling}.jsonl", code=0)
     write_checkpoint("llama", place / "draft", seed=2, shards=False)
-    refused = bass("p.txt", *flags, "maximal", "--out", "maximal.jsonl")
-    assert refused.exit_code == 2
+    refused = bass("p.txt", *flags, "maximal", "--out", "maximal.jsonl", code=2)
     assert "\n  draft_files: " in refused.stderr
-    assert bass("p.txt", *flags, "shared", "--out", "shared.jsonl").exit_code == 0
+    bass("p.txt", *flags, "shared", "--out", "shared.jsonl", code=0)
 
 
 def test_at_temperature_0_one_sample_is_drawn_and_copied(place: Path) -> None:
     flags = (*FLAGS, "--temperature", "0", "--limit", "3")
-    whole = bass("p.txt", *flags, "--out", "whole.jsonl")
-    assert whole.exit_code == 0, whole.stderr
+    whole = bass("p.txt", *flags, "--out", "whole.jsonl", code=0)
     assert (
         "temperature 0: the 3 samples of a prompt are equal, so one is drawn and copied"
         in whole.stderr
     )
-    rows = [json.loads(line) for line in (place / "whole.jsonl").read_bytes().splitlines()]
+    rows = rows_in(place / "whole.jsonl")
     assert sorted((int(row["id"]), row["sample"]) for row in rows) == [
         (i, s) for i in range(3) for s in range(3)
     ]
@@ -123,11 +116,11 @@ def test_at_temperature_0_one_sample_is_drawn_and_copied(place: Path) -> None:
         (place / "cut.jsonl.manifest.json").write_text(
             (place / "whole.jsonl.manifest.json").read_text()
         )
-        assert bass("p.txt", *flags, "--out", "cut.jsonl").exit_code == 0
+        bass("p.txt", *flags, "--out", "cut.jsonl", code=0)
         assert work_of(place / "cut.jsonl") == work_of(place / "whole.jsonl")
         again = json.loads((place / "cut.jsonl.manifest.json").read_text())["totals"]
         assert again | {"seconds": 0} == totals | {"seconds": 0}
-    assert bass("p.txt", *flags, "--n", "3", "--out", "alone.jsonl").exit_code == 0  # n grows
+    bass("p.txt", *flags, "--n", "3", "--out", "alone.jsonl", code=0)  # n grows
     assert work_of(place / "alone.jsonl") == work_of(place / "whole.jsonl")
 
 
@@ -135,7 +128,7 @@ def work_of(path: Path) -> list[dict[str, Any]]:
     """All that a file says but times and what depends on which rows share a batch: figures of
     drafts, last digits."""
     left_out = ("seconds", "rounds", "drafted", "accepted", "mean_logprob", "sum_logprob")
-    rows = [json.loads(line) for line in path.read_bytes().splitlines()]
+    rows = rows_in(path)
     return sorted(
         ({key: value for key, value in row.items() if key not in left_out} for row in rows),
         key=lambda row: (row["id"], row["sample"]),
@@ -144,7 +137,7 @@ def work_of(path: Path) -> list[dict[str, Any]]:
 
 def test_resume_after_kill_equals_undisturbed_run(place: Path) -> None:
     few = (*FLAGS, "--limit", "8")
-    assert bass("p.txt", *few, "--out", "whole.jsonl").exit_code == 0
+    bass("p.txt", *few, "--out", "whole.jsonl", code=0)
     flags = (*few, "--batch-size", "4", "--out", "o.jsonl")
     process = Forked(BASS, "generate", "p.txt", *flags, cwd=place)
     output, deadline = place / "o.jsonl", time.monotonic() + 120
@@ -156,16 +149,15 @@ def test_resume_after_kill_equals_undisturbed_run(place: Path) -> None:
     assert process.wait() == -signal.SIGKILL
     kept = output.read_bytes()
     assert 3 <= kept.count(b"\n") < 24
-    assert bass("p.txt", *few, "--out", "o.jsonl").exit_code == 0
+    bass("p.txt", *few, "--out", "o.jsonl", code=0)
     assert output.read_bytes().startswith(kept[: kept.rfind(b"\n") + 1])
     assert samples(output) == samples(place / "whole.jsonl")
 
 
 def test_a_prompt_longer_than_the_context_fails_alone(place: Path) -> None:
     (place / "p.txt").write_text("the cat\na dog\n" + "the cat " * 400 + "\n")
-    result = bass("p.txt", *FLAGS, "--out", "o.jsonl")
-    assert result.exit_code == 1
-    rows = [json.loads(line) for line in (place / "o.jsonl").read_bytes().splitlines()]
+    bass("p.txt", *FLAGS, "--out", "o.jsonl", code=1)
+    rows = rows_in(place / "o.jsonl")
     failed = [row for row in rows if row["finish_reason"] == "error"]
     assert [row["id"] for row in failed] == ["2"]
     assert "tokens, and the model's context is 256" in failed[0]["error"]
@@ -218,7 +210,6 @@ def test_wrong_models_are_refused_before_any_weights_are_read(
     monkeypatch.setattr(
         bass_cli.run.build, "load", lambda *a, **k: pytest.fail("weights were read")
     )
-    result = bass("p.txt", *FLAGS, "--out", "o.jsonl")
-    assert result.exit_code == 2, result.stderr
+    result = bass("p.txt", *FLAGS, "--out", "o.jsonl", code=2)
     assert says in " ".join(result.stderr.split())
     assert not (place / "o.jsonl").exists()

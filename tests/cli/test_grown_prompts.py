@@ -7,19 +7,15 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
-import types
 from pathlib import Path
 from typing import Any
 
 import pyarrow
 import pyarrow.parquet
 import pytest
-from stand_in import install, loaded
-from typer.testing import CliRunner
+from command_line import cli, rows_in
+from stand_in import loaded
 
-import bass_cli.run
-from bass_cli.cli.commands import app
 from bass_cli.io.prompts import prompts_of
 from bass_cli.io.readers import Source
 from bass_cli.io.resume import PromptDigest
@@ -28,13 +24,7 @@ LINES = [{"prompt": f"p{number}", "level": number} for number in range(5)]
 
 
 @pytest.fixture
-def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    for name in ("plan", "engine"):
-        monkeypatch.setitem(sys.modules, f"bass_cli.run.{name}", types.ModuleType(name))
-        monkeypatch.setattr(bass_cli.run, name, None, raising=False)
-    install()
-    monkeypatch.chdir(tmp_path)
-    loaded.clear()
+def place(stand_in: Any, tmp_path: Path) -> Path:
     (tmp_path / "pair.yaml").write_text("target: t\ndraft: none\n")
     return tmp_path
 
@@ -59,11 +49,11 @@ def write(name: str, lines: list[dict[str, Any]]) -> None:
 
 def run(name: str, *flags: str, out: str = "o.jsonl", given: str | None = None) -> Any:
     command = ["generate", name, "--pair", "pair.yaml", "--n", "2", "--out", out, *flags]
-    return CliRunner().invoke(app, command, input=given)
+    return cli(*command, input=given)
 
 
 def keys(out: str = "o.jsonl") -> list[tuple[str, int]]:
-    rows = map(json.loads, Path(out).read_text().splitlines())
+    rows = rows_in(out)
     return [(row["id"], row["sample"]) for row in rows]
 
 
@@ -129,8 +119,7 @@ def test_shards_of_datasets_are_merged_in_the_order_of_a_folder(
     parts = [f"{number}.jsonl" for number in (1, 2)]
     for number, part in enumerate(parts, 1):
         assert run(name, "--shard", f"{number}/2", out=part).exit_code == 0
-    done = CliRunner().invoke(app, ["merge", "all.jsonl", *parts])
-    assert done.exit_code == 0, done.stderr
+    done = cli("merge", "all.jsonl", *parts, code=0)
     found = [id_ for id_, _ in keys("all.jsonl")]
     assert sorted(found) == sorted([*"agbh"] * 2)
     assert (found == [id_ for id_ in "agbh" for _ in (0, 1)]) == (name == "hf:d")
@@ -193,17 +182,15 @@ def test_shards_grow_and_are_merged_with_the_prompts_that_they_had(place: Path) 
     for number in (1, 2):
         run("p.jsonl", "--shard", f"{number}/2", out=f"s{number}.jsonl")
     write("p.jsonl", LINES)  # a later addition does not hide what the parts are made of
-    merged = CliRunner().invoke(app, ["merge", "m.jsonl", "s1.jsonl", "s2.jsonl"])
-    assert merged.exit_code == 0, merged.stderr
+    merged = cli("merge", "m.jsonl", "s1.jsonl", "s2.jsonl", code=0)
     assert keys("m.jsonl") == [(str(number), sample) for number in range(4) for sample in (0, 1)]
     assert run("p.jsonl", out="m.jsonl").exit_code == 0  # continued like a single run's file
     assert len(keys("m.jsonl")) == 10
     assert run("p.jsonl", "--shard", "1/2", out="s1.jsonl").exit_code == 0
-    mixed = CliRunner().invoke(app, ["merge", "x.jsonl", "s1.jsonl", "s2.jsonl"])
-    assert mixed.exit_code == 2
+    mixed = cli("merge", "x.jsonl", "s1.jsonl", "s2.jsonl", code=2)
     assert "prompts:" in mixed.stderr
     assert run("p.jsonl", "--shard", "2/2", out="s2.jsonl").exit_code == 0
-    merged = CliRunner().invoke(app, ["merge", "x.jsonl", "s1.jsonl", "s2.jsonl"])
+    merged = cli("merge", "x.jsonl", "s1.jsonl", "s2.jsonl")
     assert (merged.exit_code, len(keys("x.jsonl"))) == (0, 10)
 
 
@@ -234,8 +221,7 @@ def test_samples_cut_by_a_budget_do_not_fail_a_merge(place: Path) -> None:
     for number in (1, 2):
         done = run("p.jsonl", "--budget", "9s", "--shard", f"{number}/2", out=f"s{number}.jsonl")
         assert done.exit_code == 0
-    merged = CliRunner().invoke(app, ["merge", "m.jsonl", "s1.jsonl", "s2.jsonl"])
-    assert merged.exit_code == 0
+    merged = cli("merge", "m.jsonl", "s1.jsonl", "s2.jsonl", code=0)
     assert "lines that the budget truncated: 2" in merged.stderr
 
 

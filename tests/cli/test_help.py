@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import typer.main
-from typer.testing import CliRunner
+from command_line import cli
 
 from bass_cli.cli.commands import app
 from bass_cli.cli.help import TWO_SCREENS, WORDS
@@ -21,9 +21,7 @@ PAGES = ["", *PROGRAM.commands]
 
 
 def page(command: str, flag: str = "--help", *, columns: int = 80) -> str:
-    result = CliRunner().invoke(
-        app, [*command.split(), flag], prog_name="bass", terminal_width=columns - 2
-    )
+    result = cli(*command.split(), flag, prog_name="bass", terminal_width=columns - 2)
     assert (result.exit_code, result.stderr) == (0, "")
     return result.stdout
 
@@ -134,9 +132,7 @@ def test_the_shell_completes(words: str, expected: str) -> None:
         "COMP_WORDS": f"bass {words}",
         "COMP_CWORD": str(len(words.split())),
     }
-    assert CliRunner().invoke(app, [], prog_name="bass", env=environment).stdout.split() == [
-        expected
-    ]
+    assert cli(prog_name="bass", env=environment).stdout.split() == [expected]
 
 
 def test_n_and_out_have_short_options() -> None:
@@ -153,7 +149,7 @@ def test_n_and_out_have_short_options() -> None:
 
 def test_the_shell_completes_names_of_tasks() -> None:
     environment = {"_BASS_COMPLETE": "complete_bash", "COMP_WORDS": "bass eval ", "COMP_CWORD": "2"}
-    result = CliRunner().invoke(app, [], prog_name="bass", env=environment)
+    result = cli(prog_name="bass", env=environment)
     assert sorted(result.stdout.split()) == sorted(task_names())
 
 
@@ -184,7 +180,7 @@ def test_the_shell_completes_names_of_tasks() -> None:
     ],
 )
 def test_a_command_line_mistake_is_one_error_line(arguments: str, expected: str) -> None:
-    result = CliRunner().invoke(app, shlex.split(arguments), prog_name="bass")
+    result = cli(*shlex.split(arguments), prog_name="bass")
     assert (result.exit_code, result.stdout) == (2, "")
     (line,) = result.stderr.splitlines()
     assert line.startswith("bass: error: ")

@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 from checkpoints import write_pair
+from command_line import cli
 from forked import BASS, STAND_IN
 from hostile_text import FILE, TEXT, both_outputs, check_harmless
-from typer.testing import CliRunner
 
-from bass_cli.cli.commands import app
 from bass_cli.errors import MachineError, UserError
 from bass_cli.io import terminal
 
@@ -167,17 +166,13 @@ screen.error({TEXT!r})
     assert "[red]y[/red]:warning:" in shown  # markup of rich is no markup here
 
 
-def test_an_error_of_a_chat_template_is_escaped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_pair(tmp_path, prompts=1)
-    monkeypatch.chdir(tmp_path)
+def test_an_error_of_a_chat_template_is_escaped(here: Path) -> None:
+    write_pair(here, prompts=1)
     template = "{{ raise_exception(" + json.dumps(TEXT) + ") }}"
-    (tmp_path / "target" / "chat_template.jinja").write_text(template)
-    (tmp_path / "c.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
-    result = CliRunner().invoke(
-        app,
-        ["generate", "c.jsonl", "--pair", "pair.yaml", "--device=cpu", "--n=1", "--out=o.jsonl"],
+    (here / "target" / "chat_template.jinja").write_text(template)
+    (here / "c.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
+    result = cli(
+        "generate", "c.jsonl", "--pair", "pair.yaml", "--device=cpu", "--n=1", "--out=o.jsonl"
     )
     assert "the chat template refuses the messages: x\\x1b]0;title" in result.stderr
     check_harmless(result.stderr)

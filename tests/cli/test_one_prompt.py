@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import cli, rows_in
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
-from bass_cli.cli.commands import app
 from bass_cli.engine.loop import Loop
 from bass_cli.io.prompts import read_prompts
 
@@ -31,12 +30,12 @@ def place(pair_folder: Any) -> Path:
     return pair_folder(prompts=1)
 
 
-def bass(*arguments: str) -> Any:
-    return CliRunner().invoke(app, ["generate", *arguments])
+def bass(*arguments: str, **settings: Any) -> Any:
+    return cli("generate", *arguments, **settings)
 
 
 def rows() -> list[dict[str, Any]]:
-    return [json.loads(line) for line in Path("o.jsonl").read_bytes().splitlines()]
+    return rows_in("o.jsonl")
 
 
 def nested(depth: int, *, opening: str, closing: str) -> str:
@@ -77,8 +76,7 @@ def test_invalid_text_and_too_deep_fields_fail_only_their_prompt(
     Path("p.jsonl").write_text(
         "".join(f'{{"id": "{key}", {text}}}\n' for key, text in texts.items())
     )
-    result = bass("p.jsonl", *FLAGS)
-    assert result.exit_code == 1, result.stderr
+    result = bass("p.jsonl", *FLAGS, code=1)
     assert "6 prompts could not be run" in result.stderr
     failed = {row["id"]: row for row in rows() if row["finish_reason"] == "error"}
     assert {
@@ -154,12 +152,12 @@ def test_non_finite_target_logits_fail_only_their_prompt(place: Path) -> None:
 
     texts = ["the cat", f"a {SPOILT} mat", "on the mat", f"{SPOILT}", "sat"]
     Path("p.txt").write_text("".join(f"{text}\n" for text in texts))
-    assert bass("p.txt", *FLAGS).exit_code == 0
+    bass("p.txt", *FLAGS, code=0)
     due = {(row["id"], row["sample"]): row["token_ids"] for row in rows()}
     (token,) = Tokenizer.load(place / "target").encode(SPOILT)
     spoil("target", token)
     for coupling in ("shared", "maximal"):
-        assert bass("p.txt", *FLAGS, "--coupling", coupling, "--overwrite").exit_code == 1
+        bass("p.txt", *FLAGS, "--coupling", coupling, "--overwrite", code=1)
         found = {(row["id"], row["sample"]): row for row in rows()}
         assert set(found) == set(due)
         for (id_, sample), row in found.items():
@@ -183,12 +181,12 @@ def test_non_finite_target_logits_fail_only_their_prompt(place: Path) -> None:
 def test_non_finite_draft_logits_give_no_draft(place: Path, length: str) -> None:
     Path("p.txt").write_text("the cat\non the mat\nsat\n")
     flags = (*FLAGS, "--n", "1")  # with few rows `auto` tries drafts on a CPU
-    assert bass("p.txt", *flags, "--draft", "none", "--draft-length", "auto").exit_code == 0
+    bass("p.txt", *flags, "--draft", "none", "--draft-length", "auto", code=0)
     due = {(row["id"], row["sample"]): row["token_ids"] for row in rows()}
     shutil.copytree("draft", "broken")
     spoil("broken", None)
     for coupling in ("shared", "maximal"):
-        result = bass(
+        bass(
             "p.txt",
             *flags,
             "--draft",
@@ -198,8 +196,8 @@ def test_non_finite_draft_logits_give_no_draft(place: Path, length: str) -> None
             "--coupling",
             coupling,
             "--overwrite",
+            code=0,
         )
-        assert result.exit_code == 0, result.stderr
         found = {(row["id"], row["sample"]): row for row in rows()}
         assert {row["finish_reason"] for row in found.values()} <= {"length", "eos"}
         assert sum(row["drafted"] for row in found.values()) > 0

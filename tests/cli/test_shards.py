@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import cli
 from test_end_to_end import samples, work_of
-from typer.testing import CliRunner
-
-from bass_cli.cli.commands import app
 
 FLAGS = ("p.txt", "--pair", "pair.yaml", "--n", "2", "--max-new-tokens", "12", "--token-ids")
 
@@ -23,8 +21,7 @@ def place(pair_folder: Any) -> Path:
 
 
 def bass(*arguments: str, code: int = 0) -> str:
-    found = CliRunner().invoke(app, arguments)
-    assert found.exit_code == code, found.stderr
+    found = cli(*arguments, code=code)
     return " ".join(found.stderr.split())
 
 

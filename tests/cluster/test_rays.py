@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import cli
 from test_end_to_end import samples
-from typer.testing import CliRunner
 
 from bass_cli import Job, Pair
-from bass_cli.cli.commands import app
 from bass_cli.cluster.fleet import Place
 from bass_cli.cluster.rays import Placement, Request
 
@@ -46,7 +45,7 @@ def cluster() -> Iterator[Any]:
 
 
 def bass(*arguments: str) -> tuple[int, str]:
-    found = CliRunner().invoke(app, arguments)
+    found = cli(*arguments)
     return found.exit_code, " ".join(found.stderr.split())
 
 
@@ -153,8 +152,7 @@ def test_bench_measures_a_job_by_one_process_and_by_actors(cluster: Any, pair_fo
     pair_folder(prompts=2)
     flags = ("--n", "2", "--max-new-tokens", "4", "--pair", "pair.yaml", "--device", "cpu")
     given = ("--threads", "1", "--ray", cluster.address, "--actors", "1", "--repeats", "1")
-    found = CliRunner().invoke(app, ["bench", "--job", "p.txt", *flags, *given, "--json"])
-    assert found.exit_code == 0, found.stderr
+    found = cli("bench", "--job", "p.txt", *flags, *given, "--json", code=0)
     document = json.loads(found.stdout)
     assert document["job"]["on_ray"] == [f"--ray={cluster.address}", "--actors=1"]
     one, ours = (document["engines"][name] for name in ("bass", "bass --ray"))

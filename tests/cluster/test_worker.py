@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_library import model  # noqa: F401 (fixture)
 
 from bass_cli import Completion, Job, Pair, Sampling, generate
 from bass_cli.cluster.worker import JobSpec, Part, Ready, Report, Worker

@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import write_checkpoint, write_tokenizer
-from test_cli import cli  # noqa: F401 - a fixture
-from typer.testing import CliRunner
+from checkpoints import write_pair
+from command_line import cli
 
-from bass_cli.cli.commands import app
 from bass_cli.config.job import load_pair, make_job
 from bass_cli.generation import unescape
 
@@ -20,21 +18,12 @@ XSUM = ["xsum", "--data", "x.jsonl"]
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def place(here: Path) -> Path:
     """A folder with prompts, a pair of tiny models, and data."""
-    for name in ("target", "draft"):
-        write_checkpoint("llama", tmp_path / name)
-        write_tokenizer(tmp_path / name)
-    (tmp_path / "p.txt").write_text("a\n")
-    (tmp_path / "pair.yaml").write_text(
-        "target: ./target\ndraft: ./draft\nspeculation: {length: 2}\n"
-    )
-    (tmp_path / "x.jsonl").write_text(
-        json.dumps({"id": "1", "document": "a b", "summary": "a"}) + "\n"
-    )
-    (tmp_path / "f.jsonl").write_text(json.dumps({"task_id": "1", "completion": "a"}) + "\n")
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+    write_pair(here, prompts=1)
+    (here / "x.jsonl").write_text(json.dumps({"id": "1", "document": "a b", "summary": "a"}) + "\n")
+    (here / "f.jsonl").write_text(json.dumps({"task_id": "1", "completion": "a"}) + "\n")
+    return here
 
 
 @pytest.mark.parametrize(("arguments", "fault"), [
@@ -73,7 +62,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_option_without_effect_is_refused(place: Path, arguments: list[str], fault: str) -> None:
     before = sorted(place.iterdir())
     pair = [] if arguments[0] == "score" else ["--pair", "pair.yaml"]
-    result = CliRunner().invoke(app, [*arguments, *pair])
+    result = cli(*arguments, *pair)
     assert (result.exit_code, result.stdout) == (2, "")
     assert fault in result.stderr
     assert sorted(place.iterdir()) == before
@@ -81,7 +70,7 @@ def test_option_without_effect_is_refused(place: Path, arguments: list[str], fau
 
 def test_draft_length_flag_overrides_the_pair(place: Path) -> None:
     pair = load_pair("pair.yaml")
-    assert make_job(pair, draft_length="4").speculation.length == 4
+    assert make_job(pair, draft_length="3").speculation.length == 3
     assert (
         make_job(pair, draft="none").speculation.length == "auto"
     )  # the pair's own length was for its draft
@@ -97,10 +86,10 @@ def test_a_stop_string_is_unescaped_as_a_shell_user_expects(given: str, expected
 
 
 def test_the_manifest_has_the_real_stop_strings(
-    cli: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    stand_in: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def stops(*flags: str) -> list[str]:
-        assert cli("generate", "p.jsonl", "--out", "o.jsonl", "--overwrite", *flags).exit_code == 0
+        cli("generate", "p.jsonl", "--out", "o.jsonl", "--overwrite", *flags, code=0)
         return json.loads((tmp_path / "o.jsonl.manifest.json").read_text())["results"]["stop"]
 
     assert stops("--stop", r"\n", "--stop", r"a\tb") == ["\n", "a\tb"]

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from typer.testing import CliRunner
+from command_line import cli
 
-from bass_cli.cli.commands import app
 from bass_cli.cli.doctor import parameters_in
 from bass_cli.cli.options import in_flags, reference
 from bass_cli.cli.profile import batch_sizes_of
@@ -533,7 +532,7 @@ def test_backquotes_of_a_user_are_no_field(text: str) -> None:
 
 
 def test_schema_of_pair_files_knows_every_key_with_its_bounds() -> None:
-    schema = json.loads(CliRunner().invoke(app, ["pairs", "--schema"]).stdout)
+    schema = json.loads(cli("pairs", "--schema").stdout)
     known = schema["properties"]
     assert set(known) == set(Pair.model_fields) - {"folder"}
     assert schema["required"] == ["target"]

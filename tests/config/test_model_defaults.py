@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 from checkpoints import write_checkpoint, write_tokenizer
-from typer.testing import CliRunner
+from command_line import cli
 
 from bass_cli import generate
-from bass_cli.cli.commands import app
 from bass_cli.config.evaluation_commands import EvaluateArgs
 from bass_cli.config.job import Job, load_pair
 from bass_cli.config.machine_commands import ProfileArgs
@@ -121,13 +120,11 @@ def test_flag_environment_and_pair_come_before_the_model(
     out = tmp_path / "o.jsonl"
     given = ["generate", str(tmp_path / "p.txt"), "--pair", str(tmp_path / "pair.yaml")]
     given += ["--device", "cpu", "-n", "1", "--max-new-tokens", "4", "--out", str(out)]
-    done = CliRunner().invoke(app, given)
-    assert done.exit_code == 0, done.stderr
+    done = cli(*given, code=0)
     assert "the model's own temperature 0.6 (--generation-config none" in done.stderr
     results = json.loads(Path(f"{out}.manifest.json").read_text())["results"]
     assert [results[name] for name in ("temperature", "top_p", "top_k")] == [0.6, 0.7, 7]
-    again = CliRunner().invoke(app, [*given, "--generation-config", "none"])
-    assert again.exit_code == 2
+    again = cli(*given, "--generation-config", "none", code=2)
     assert "temperature: 0.6 before, 0.8 now" in again.stderr
 
 

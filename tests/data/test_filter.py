@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -11,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from command_line import cli, rows_in
 
-from bass_cli.cli.commands import app
-from bass_cli.io.linefile import result_lines, write_lines
+from bass_cli.io.linefile import write_lines
 from bass_cli.io.resume import check_manifest
 
 ROWS: list[dict[str, Any]] = [
@@ -68,14 +66,10 @@ MANIFEST = {
 
 
 @pytest.fixture(autouse=True)
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in [name for name in os.environ if name.startswith("BASS_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+def place(here: Path) -> Path:
     write("s.jsonl", ROWS)
     Path("s.jsonl.manifest.json").write_text(json.dumps(MANIFEST))
-    return tmp_path
+    return here
 
 
 def line(row: Any) -> bytes:
@@ -86,21 +80,14 @@ def write(path: str, rows: list[Any]) -> None:
     write_lines(path, map(line, rows))
 
 
-def read(path: str) -> list[Any]:
-    with open(path, "rb") as stream:
-        return [json.loads(one) for one in result_lines(stream, path)]
-
-
 def bass(*words: str, code: int = 0, stdin: bytes | None = None) -> Any:
-    found = CliRunner().invoke(app, ["filter", *words], input=stdin)
-    assert found.exit_code == code, found.output
-    return found
+    return cli("filter", *words, code=code, input=stdin)
 
 
 def kept(*words: str, file: str = "s.jsonl") -> list[str]:
     """Return the kept samples of a run, as "id sample"."""
     bass(file, *words, "--out", "o.jsonl", "--overwrite")
-    return [f"{row['id']}{row['sample']}" for row in read("o.jsonl")]
+    return [f"{row['id']}{row['sample']}" for row in rows_in("o.jsonl")]
 
 
 def test_each_criterion_keeps_what_it_says() -> None:
@@ -175,7 +162,7 @@ def test_all_formats_are_read_and_written(source: str, target: str) -> None:
     rows = [row | {"meta": {"level": row["tokens"]}} for row in ROWS]
     write(source, rows)
     bass(source, "--where", "meta.level != 4", "--out", target)
-    assert [row | {"error": None} for row in read(target)] == [
+    assert [row | {"error": None} for row in rows_in(target)] == [
         row | {"error": None} for row in rows[2:]
     ]
     assert not list(Path().glob(".*.new"))
@@ -205,7 +192,7 @@ def test_a_line_of_a_prompt_keeps_some_of_its_samples(numbers: bool) -> None:
     """They keep their numbers, which place them among the prompt's samples."""
     write("g.jsonl", grouped(numbers=numbers))
     bass("g.jsonl", "--where", 'finish_reason == "eos" and seed == 0', "--out", "o.jsonl")
-    first, second = read("o.jsonl")
+    first, second = rows_in("o.jsonl")
     assert first == grouped(numbers=numbers)[0]  # unchanged
     assert second == {
         "id": "b",
@@ -213,7 +200,7 @@ def test_a_line_of_a_prompt_keeps_some_of_its_samples(numbers: bool) -> None:
         "samples": [{k: v for k, v in ROWS[3].items() if k != "id"}],
     }
     bass("g.jsonl", "--where", 'finish_reason == "error"', "--out", "e.jsonl")
-    assert read("e.jsonl") == [grouped()[2]]
+    assert rows_in("e.jsonl") == [grouped()[2]]
     manifest = json.loads(Path("o.jsonl.manifest.json").read_text())
     assert manifest["totals"]["finish_reasons"] == {"eos": 3}
     assert manifest["filtered"]["samples"] == 5
@@ -244,7 +231,7 @@ def test_a_missing_key_is_an_error_or_drops_the_sample() -> None:
     found = bass("s.jsonl", "--where", "mean_logprob > -1", code=2)
     assert "s.jsonl:5: --where column 1: the value is null" in found.stderr
     bass("s.jsonl", "--where", "mean_logprob > -1", "--missing", "drop", "--out", "o.jsonl")
-    assert len(read("o.jsonl")) == 4
+    assert len(rows_in("o.jsonl")) == 4
     assert json.loads(Path("o.jsonl.manifest.json").read_text())["filtered"]["dropped"] == {
         "a key is missing": 1
     }

@@ -4,24 +4,19 @@ before a model is loaded."""
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import shutil
-import sys
-import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from command_line import cli
 from fake_hub import FakeHub, serve, user
 from huggingface_hub import constants
-from stand_in import install, loaded
-from typer.testing import CliRunner
+from stand_in import loaded
 
-import bass_cli.run
-from bass_cli.cli.commands import app
 from bass_cli.data import publishing
 from bass_cli.data.publishing import MARK
 
@@ -32,8 +27,6 @@ RUN = shlex.split("generate p.jsonl --model org/model --n 2 --temperature 0.5 --
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     """Return a hub that huggingface_hub uses, with the token of the user `me`."""
     found = FakeHub()
-    for name in [name for name in os.environ if name.startswith("BASS_")]:
-        monkeypatch.delenv(name)
     with serve(found) as address:
         for key, value in {"ENDPOINT": address, "HF_HUB_OFFLINE": False, "HF_HUB_CACHE": str(tmp_path / "hub"),
                            "HF_HUB_DISABLE_XET": True,
@@ -46,23 +39,16 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
 
 
 @pytest.fixture
-def bass(hub: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+def bass(hub: FakeHub, stand_in: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Return a function that runs `bass` with a stand-in for the engine."""
-    for name in ("plan", "engine"):
-        monkeypatch.setitem(sys.modules, f"bass_cli.run.{name}", types.ModuleType(name))
-        monkeypatch.setattr(bass_cli.run, name, None, raising=False)
-    install()
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     Path("p.jsonl").write_text(
         '{"prompt": "a", "level": 1}\n{"id": "b", "prompt": "B", "level": 2}\n'
     )
-    loaded.clear()
 
     def run(*words: str, code: int = 0) -> str:
-        found = CliRunner().invoke(app, words)
-        assert found.exit_code == code, found.output
+        found = cli(*words, code=code)
         return " ".join(found.stderr.split())
 
     return run

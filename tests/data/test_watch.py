@@ -11,22 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import cli
 from test_progress import Terminal
-from typer.testing import CliRunner
 
-from bass_cli.cli.commands import app
 from bass_cli.data import watching
 from bass_cli.data.watching import WatchedFile, lines_of, share_of
 from bass_cli.io.results import Completion, Writer, open_output
 
+pytestmark = pytest.mark.usefixtures("here")
 RESULTS = {"n": 2, "prompts": {"count": 3}, "limit": None}
-
-
-@pytest.fixture(autouse=True)
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    return tmp_path
 
 
 def begin(path: str, **more: Any) -> Writer:
@@ -243,9 +236,7 @@ def test_several_files_have_a_line_each_and_one_for_all() -> None:
 
 
 def bass(*words: str, code: int = 0) -> Any:
-    found = CliRunner().invoke(app, ["watch", *words])
-    assert found.exit_code == code, found.output
-    return found
+    return cli("watch", *words, code=code)
 
 
 def test_the_command_shows_the_figures_within_80_columns() -> None:

@@ -12,9 +12,10 @@ import signal
 
 import pytest
 import torch
+from command_line import cli
 from forked import BASS, Forked
 from safetensors.torch import load_file
-from test_command import FLAGS, bass, here, improved, killed  # noqa: F401 (a fixture)
+from test_command import FLAGS, here, improved, killed  # noqa: F401 (a fixture)
 from test_processes import local_workers
 from test_rays import actors, cluster, until  # noqa: F401 (a fixture)
 from test_worker_pool import Fleet
@@ -77,14 +78,12 @@ def samples_from(folder, to):
 @pytest.mark.slow  # Ray under kills
 def test_two_actors_of_which_one_is_killed_train_what_one_process_does(here, cluster, monkeypatch):
     """One actor dies in a step, and a new group repeats the step."""
-    one = bass("distill", *TRAINED, "--out", "one", "--json")
-    assert one.exit_code == 0, one.stderr
+    one = cli("distill", *TRAINED, "--out", "one", "--json", code=0)
     samples_from(here / "one", here / "two")
     monkeypatch.setattr(command, "Rank", dying(1, 7, str(here / "flag")))
     monkeypatch.setattr(command, "SECONDS", 0.0)
     given = ("--ray", cluster.address, "--actors", "2")
-    two = bass("distill", *TRAINED, "--out", "two", *given, "--json")
-    assert two.exit_code == 0, two.stderr
+    two = cli("distill", *TRAINED, "--out", "two", *given, "--json", code=0)
     output = " ".join(two.stderr.split())
     assert re.search(r"2 actors train together .* an actor on \S+ died; .* 2 actors train", output)
     assert "resuming from step 7" in output
@@ -135,8 +134,7 @@ def test_a_killed_command_resumes_with_any_number_of_actors(here, cluster, monke
     killed(here, checkpoint.exists, *flags, *given, "--actors", "3")
     assert samples.read_bytes().startswith(kept[: kept.rindex(b"\n") + 1])
     until(lambda: not actors(os.getpid(), "Rank"))  # Ray ends what has no driver any more
-    done = bass("distill", *flags, *given, "--actors", "1")
-    assert done.exit_code == 0, done.stderr
+    done = cli("distill", *flags, *given, "--actors", "1", code=0)
     assert "resuming from step" in done.stderr
     one_by_one(here)
     found = {}
@@ -146,7 +144,7 @@ def test_a_killed_command_resumes_with_any_number_of_actors(here, cluster, monke
             if kill:
                 patch.setattr(command, "Rank", dying(0, 9, str(here / "flag")))
                 patch.setattr(command, "SECONDS", 0.2)
-            whole = bass("distill", *TRAINED, "--out", name, *given, "--actors", "2")
+            whole = cli("distill", *TRAINED, "--out", name, *given, "--actors", "2")
         assert whole.exit_code == 0, whole.stderr
         assert kill == ("died; the others resume" in whole.stderr)
         found[name] = weights(here / name)
@@ -159,8 +157,7 @@ def one_by_one(here):
     """Check every sample against one that a single process draws for the same prompt id. Later
     prompts depend on the order in which samples end, so neither run has all prompts of the
     other."""
-    alone = bass("distill", *TRAINED, "--out", "alone")
-    assert alone.exit_code == 0, alone.stderr
+    cli("distill", *TRAINED, "--out", "alone", code=0)
     here_, there = ({(one.id, one.sample): (one.text, one.token_ids) for one in lines_of(path)}
                     for path in (here / "out/samples.jsonl", here / "alone/samples.jsonl"))  # fmt: skip
     both = here_.keys() & there.keys()
@@ -194,7 +191,7 @@ def test_processes_of_this_machine_train_and_end_with_ctrl_c(here):
 def test_wrong_options_are_refused_before_models_are_read(here, monkeypatch, flags, fault):
     for place in ("make_plan", "plan_of_others"):
         monkeypatch.setattr(command, place, lambda *_, **__: pytest.fail("models were read"))
-    refused = bass("distill", *TRAINED, "--out", "out", *flags)
+    refused = cli("distill", *TRAINED, "--out", "out", *flags)
     assert (refused.exit_code, fault in " ".join(refused.stderr.split())) == (2, True)
     assert not (here / "out").exists()
 
@@ -213,6 +210,5 @@ def test_a_driver_without_gpus_plans_for_those_of_the_actors(here):
 
 def test_without_ray_the_error_names_the_install_command(here, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    refused = bass("distill", *TRAINED, "--out", "out", "--ray", "auto")
-    assert refused.exit_code == 2
+    refused = cli("distill", *TRAINED, "--out", "out", "--ray", "auto", code=2)
     assert "pip install 'bass-cli[ray]'" in " ".join(refused.stderr.split())

@@ -1,7 +1,6 @@
 """`bass distill` with a tiny pair, from samples to a draft in use: kills, resumption, refusals."""
 
 import json
-import os
 import re
 import shlex
 import shutil
@@ -11,11 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from checkpoints import write_checkpoint, write_tokenizer
+from checkpoints import write_checkpoint, write_pair, write_tokenizer
+from command_line import cli, rows_in
 from forked import BASS, Forked
-from typer.testing import CliRunner
 
-from bass_cli.cli.commands import app
 from bass_cli.config.job import load_pair
 from bass_cli.config.machine_commands import DistillArgs
 from bass_cli.distill.command import _write_pair
@@ -29,35 +27,18 @@ FLAGS = ("--pair", "pair.yaml", "--device", "cpu", "--threads", "1", "--tokens",
 TRAINED = (*FLAGS, "--steps", "16")
 
 
-def write_models(folder):
-    small = {"draft": {"num_hidden_layers": 1}, "target": {}}
-    for seed, (name, sizes) in enumerate(small.items()):
-        write_checkpoint(
-            "qwen3", folder / name, seed=seed, shards=False, use_sliding_window=False, **sizes
-        )
-        write_tokenizer(folder / name)
-    (folder / "pair.yaml").write_text(
-        "target: target\ndraft: draft\nsampling: {temperature: 0.7}\n"
-    )
-    (folder / "p.txt").write_text("".join(f"the cat number {n} sat\n" for n in range(4)))
-
-
 @pytest.fixture
-def here(tmp_path, monkeypatch):
-    write_models(tmp_path)
-    for name in [name for name in os.environ if name.startswith("BASS_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def bass(*arguments):
-    return CliRunner().invoke(app, [str(one) for one in arguments])
+def here(here):
+    words = "draft: draft\nsampling: {temperature: 0.7}\n"
+    sizes = {"num_hidden_layers": 3, "use_sliding_window": False}
+    small = {"num_hidden_layers": 1}
+    write_pair(here, prompts=4, family="qwen3", pair=words, draft=small, **sizes)
+    return here
 
 
 def ids_of(path):
     return {(row["id"], row["sample"]): row["token_ids"]
-            for row in map(json.loads, path.read_text().splitlines())}  # fmt: skip
+            for row in rows_in(path)}  # fmt: skip
 
 
 # a checkpoint after every step, not every five minutes
@@ -91,7 +72,7 @@ def test_from_a_pair_to_a_draft(here, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr("bass_cli.distill.command.generate", interrupted)
-        assert bass("distill", *flags).exit_code == 130
+        cli("distill", *flags, code=130)
     kept = samples.read_bytes()
     assert kept.count(b"\n") == 15
     samples.write_bytes(kept + kept[:40])  # killed within a line
@@ -100,8 +81,7 @@ def test_from_a_pair_to_a_draft(here, monkeypatch):
     lines = list(lines_of(samples))
     assert len({(one.id, one.sample) for one in lines}) == len(lines)
     assert {one.id.partition("/")[0] for one in lines} >= {"turn", "text"}
-    done = bass("distill", *flags, "--json")
-    assert done.exit_code == 0, done.stderr
+    done = cli("distill", *flags, "--json", code=0)
     assert "resuming from step" in done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert report == json.loads((here / "out/report.json").read_text())
@@ -109,8 +89,7 @@ def test_from_a_pair_to_a_draft(here, monkeypatch):
     (here / "undisturbed").mkdir()
     for path in (here / "out").glob("samples.jsonl*"):
         shutil.copy(path, here / "undisturbed")
-    whole = bass("distill", *TRAINED, "--out", "undisturbed", "--json")
-    assert whole.exit_code == 0, whole.stderr
+    whole = cli("distill", *TRAINED, "--out", "undisturbed", "--json", code=0)
     other = json.loads(whole.stdout.splitlines()[-1])
     assert (other["training"], other["after"]) == (report["training"], report["after"])
     weights = "draft/model.safetensors"
@@ -120,8 +99,7 @@ def test_from_a_pair_to_a_draft(here, monkeypatch):
     improved(report, done.stderr)
     used(here)
     checkpoint.write_bytes(b"left by a kill after the report")
-    again = bass("distill", *flags)
-    assert again.exit_code == 0
+    again = cli("distill", *flags, code=0)
     assert "this distillation is complete" in again.stderr
     assert not checkpoint.exists()
     assert "after parallel T=1" in again.stdout
@@ -147,9 +125,7 @@ def used(here):
     assert pair["speculation"] == {"max": 4}, "drafts beyond those of the training hardly stand"
     flags = shlex.split("--n 3 --max-new-tokens 30 --device cpu --threads 1 --token-ids")
     for length in ("4", "0"):
-        found = bass("generate", "p.txt", "--pair", "out/pair.yaml", *flags, "--draft-length", length,
-                     "--out", f"{length}.jsonl")  # fmt: skip
-        assert found.exit_code == 0, found.stderr
+        cli("generate", "p.txt", "--pair", "out/pair.yaml", *flags, "--draft-length", length, "--out", f"{length}.jsonl", code=0)  # fmt: skip
     drafted = ids_of(here / "4.jsonl")
     assert drafted == ids_of(here / "0.jsonl")
     assert max(token for ids in drafted.values() for token in ids) < mask
@@ -158,8 +134,7 @@ def used(here):
 def test_a_file_of_prompts_and_the_first_layers(here):
     """With --minutes the training takes the given time."""
     flags = (*FLAGS, "--layers", "1", "--prompts", "p.txt", "--minutes", "0.01", "--out", "out")
-    done = bass("distill", *flags)
-    assert done.exit_code == 0, done.stderr
+    cli("distill", *flags, code=0)
     report = json.loads((here / "out/report.json").read_text())
     assert report["after"]["parallel T=1"]["kept"] > report["before"]["parallel T=1"]["kept"]
     assert 0.6 <= report["seconds"]["training"] < 15
@@ -171,8 +146,7 @@ def test_a_file_of_prompts_and_the_first_layers(here):
         "2",
         "3",
     }
-    other = bass("distill", *flags[:-2], "--out", "out", "--draft-length", "5")
-    assert other.exit_code == 2
+    other = cli("distill", *flags[:-2], "--out", "out", "--draft-length", "5", code=2)
     assert "begun with other settings (draft_length)" in re.sub(r"\s+", " ", other.stderr)
 
 
@@ -232,8 +206,7 @@ def test_mistakes_are_refused_before_weights_are_read(here, monkeypatch, flags, 
     (here / "full/mine.txt").write_text("mine")
     shutil.copy(here / "pair.yaml", here / "p2.yaml")
     before = set(here.rglob("*"))
-    refused = bass("distill", *TRAINED, "--out", "out", *flags)
-    assert refused.exit_code == 2, refused.stderr
+    refused = cli("distill", *TRAINED, "--out", "out", *flags, code=2)
     assert reason in re.sub(r"\s+", " ", refused.stderr)
     assert not (here / "out").exists()
     assert set(here.rglob("*")) == before
@@ -244,12 +217,9 @@ def test_a_draft_of_the_targets_layers_has_the_pairs_tokenizer(here):
     for path in (here / "target").glob("*token*"):
         path.rename(here / "draft" / path.name)
     (here / "pair.yaml").write_text("target: target\ndraft: none\ntokenizer: draft\n")
-    made = bass("distill", *FLAGS, "--steps", "1", "--out", "out")
-    assert made.exit_code == 0, made.stderr
+    cli("distill", *FLAGS, "--steps", "1", "--out", "out", code=0)
     assert (here / "out/draft/tokenizer.json").exists()
-    text = bass("generate", "p.txt", "--pair", "out/pair.yaml", "--n", "1", "--device", "cpu",
-                "--max-new-tokens", "4", "--out", "o.jsonl")  # fmt: skip
-    assert text.exit_code == 0, text.stderr
+    cli("generate", "p.txt", "--pair", "out/pair.yaml", "--n", "1", "--device", "cpu", "--max-new-tokens", "4", "--out", "o.jsonl", code=0)  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "reason"), [
@@ -260,8 +230,7 @@ def test_too_little_space_is_refused_before_weights_are_read(here, monkeypatch, 
     monkeypatch.setattr("bass_cli.run.build.load", lambda *a, **k: pytest.fail("weights were read"))
     room = type("Usage", (), {"free": 1000})()
     monkeypatch.setattr(name, lambda _: room if name.startswith("shutil") else 1000)
-    refused = bass("distill", *TRAINED, "--out", "out")
-    assert refused.exit_code == 3, refused.stderr
+    refused = cli("distill", *TRAINED, "--out", "out", code=3)
     assert reason in re.sub(r"\s+", " ", refused.stderr)
 
 
@@ -269,8 +238,9 @@ def test_steps_and_n_bound_the_work_without_tokens(here):
     """One pass of n samples over the file; two steps that use each window once."""
     flags = ("--pair", "pair.yaml", "--device", "cpu", "--threads", "1", "--max-new-tokens", "20",
              "--window-tokens", "48", "--draft-length", "4")  # fmt: skip
-    done = bass("distill", *flags, *shlex.split("--prompts p.txt --n 2 --steps 2 --out few --json"))
-    assert done.exit_code == 0, done.stderr
+    done = cli(
+        "distill", *flags, *shlex.split("--prompts p.txt --n 2 --steps 2 --out few --json"), code=0
+    )
     found = ids_of(here / "few/samples.jsonl")
     assert sorted({number for _, number in found}) == [0, 1]
     assert len(found) == 4 * 2
@@ -278,9 +248,7 @@ def test_steps_and_n_bound_the_work_without_tokens(here):
     assert report["training"]["steps"] == 2
     settings = json.loads((here / "few/distill.json").read_text())
     assert settings["samples"]["tokens"] == 4 * 2 * 20
-    again = bass(
-        "distill", *flags, "--prompts", "p.txt", "--n", "2", "--steps", "2", "--out", "few"
-    )
+    again = cli("distill", *flags, "--prompts", "p.txt", "--n", "2", "--steps", "2", "--out", "few")
     assert "this distillation is complete" in again.stderr
 
 
@@ -308,8 +276,7 @@ def test_few_tokens_are_shared_by_several_prompts(here, asked, n, longest):
 
 def test_one_prompt_is_refused_before_weights_are_read(here):
     (here / "one.txt").write_text("the cat sat\n")
-    done = bass("distill", *FLAGS, "--prompts", "one.txt", "--out", "one")
-    assert done.exit_code == 2
+    done = cli("distill", *FLAGS, "--prompts", "one.txt", "--out", "one", code=2)
     assert "at least 2 usable prompts are needed" in done.stderr
     assert "loading" not in done.stderr
 

@@ -6,7 +6,8 @@ import json
 import pytest
 import torch
 from checkpoints import write_checkpoint, write_tokenizer
-from test_command import bass, ids_of
+from command_line import cli, rows_in
+from test_command import ids_of
 from test_windows import windows_of
 
 from bass_cli.distill.folder import stored
@@ -69,32 +70,24 @@ def test_gradients_of_a_hybrid_equal_those_of_transformers(tmp_path):
     ("target", "draft"),
     [("qwen3_5_text", "qwen3_5_text"), pytest.param("qwen3_next", "qwen3", marks=pytest.mark.slow)],
 )
-def test_from_a_hybrid_target_to_a_draft_that_changes_no_sample(
-    tmp_path, monkeypatch, target, draft
-):
+def test_from_a_hybrid_target_to_a_draft_that_changes_no_sample(here, target, draft):
     """The draft of the first pair is a hybrid itself."""
-    monkeypatch.chdir(tmp_path)
     for seed, (name, family) in enumerate({"target": target, "draft": draft}.items()):
-        write_checkpoint(family, tmp_path / name, seed=seed, shards=False)
-        write_tokenizer(tmp_path / name)
-    (tmp_path / "pair.yaml").write_text(
-        "target: target\ndraft: draft\nsampling: {temperature: 0.7}\n"
-    )
-    (tmp_path / "p.txt").write_text("".join(f"the cat number {n} sat\n" for n in range(4)))
+        write_checkpoint(family, here / name, seed=seed, shards=False)
+        write_tokenizer(here / name)
+    (here / "pair.yaml").write_text("target: target\ndraft: draft\nsampling: {temperature: 0.7}\n")
+    (here / "p.txt").write_text("".join(f"the cat number {n} sat\n" for n in range(4)))
     given = ("--pair", "pair.yaml", "--prompts", "p.txt", "--out", "out", "--json")
-    done = bass("distill", *STEPS, *given)
-    assert done.exit_code == 0, done.stderr
+    done = cli("distill", *STEPS, *given, code=0)
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["after"]["parallel T=1"]["kept"] > report["before"]["parallel T=1"]["kept"]
     flags = ("--pair", "out/pair.yaml", "--device", "cpu", "--dtype", "fp32", "--n", "2", "--seed", "3",
              "--max-new-tokens", "16", "--token-ids")  # fmt: skip
-    drafted = bass("generate", "p.txt", *flags, "--draft-length", "3", "--out", "drafted.jsonl")
-    assert drafted.exit_code == 0, drafted.stderr
-    plain = bass("generate", "p.txt", *flags, "--draft", "none", "--out", "plain.jsonl")
-    assert plain.exit_code == 0, plain.stderr
-    rows = [json.loads(line) for line in (tmp_path / "drafted.jsonl").read_text().splitlines()]
+    cli("generate", "p.txt", *flags, "--draft-length", "3", "--out", "drafted.jsonl", code=0)
+    cli("generate", "p.txt", *flags, "--draft", "none", "--out", "plain.jsonl", code=0)
+    rows = rows_in(here / "drafted.jsonl")
     assert sum(row["accepted"] for row in rows) > 8
-    assert ids_of(tmp_path / "drafted.jsonl") == ids_of(tmp_path / "plain.jsonl")
+    assert ids_of(here / "drafted.jsonl") == ids_of(here / "plain.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -109,13 +102,9 @@ def test_from_a_hybrid_target_to_a_draft_that_changes_no_sample(
         ("qwen3_5_moe_text", (), "codegen; give a model of one of them as --from"),
     ],
 )
-def test_what_cannot_be_trained_is_refused_before_sampling(
-    tmp_path, monkeypatch, family, flags, message
-):
-    monkeypatch.chdir(tmp_path)
-    write_checkpoint(family, tmp_path / "target", shards=False)
-    write_tokenizer(tmp_path / "target")
-    found = bass("distill", *STEPS, "--model", "target", "--out", "out", *flags)
-    assert found.exit_code == 2
+def test_what_cannot_be_trained_is_refused_before_sampling(here, family, flags, message):
+    write_checkpoint(family, here / "target", shards=False)
+    write_tokenizer(here / "target")
+    found = cli("distill", *STEPS, "--model", "target", "--out", "out", *flags, code=2)
     assert message in " ".join(found.stderr.split())
-    assert not (tmp_path / "out/samples.jsonl").exists()
+    assert not (here / "out/samples.jsonl").exists()

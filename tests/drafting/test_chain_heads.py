@@ -271,13 +271,12 @@ def test_new_row_writes_to_no_other_row(models):
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
+def here(here):
     """A pair with a drafter in each layout."""
-    monkeypatch.chdir(tmp_path)
-    write_pair(tmp_path)
-    write_chain(tmp_path / "head", "authors")
-    write_chain(tmp_path / "other", "speculators", seed=1)
-    return tmp_path
+    write_pair(here)
+    write_chain(here / "head", "authors")
+    write_chain(here / "other", "speculators", seed=1)
+    return here
 
 
 def test_resumed_run_equals_plain_decoding(here):

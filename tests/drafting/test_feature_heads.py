@@ -231,13 +231,12 @@ def test_gpu_kernels_give_the_same_drafts(models, monkeypatch, width):
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
+def here(here):
     """A pair with a drafter in each layout: `head` is a DSpark, `flash` a DFlash."""
-    monkeypatch.chdir(tmp_path)
-    write_pair(tmp_path)
-    write_head(tmp_path / "head", "dspark")
-    write_head(tmp_path / "flash", "dflash-speculators", seed=1)
-    return tmp_path
+    write_pair(here)
+    write_head(here / "head", "dspark")
+    write_head(here / "flash", "dflash-speculators", seed=1)
+    return here
 
 
 def test_resumed_run_equals_plain_decoding(here):
@@ -265,11 +264,10 @@ def test_job_cuts_drafts_only_with_a_block_drafter(here):
 
 def test_another_drafter_is_a_different_run_under_maximal_coupling(here):
     flags = (*FLAGS, "--limit", "1", "--coupling", "maximal", "--out", "o.jsonl")
-    assert bass(*flags).exit_code == 0
+    bass(*flags, code=0)
     config = json.loads((here / "head" / "config.json").read_text())
     (here / "head" / "config.json").write_text(json.dumps(config | {"target_layer_ids": [0, 2]}))
-    refused = bass(*flags, "--n", "4")
-    assert refused.exit_code == 2
+    refused = bass(*flags, "--n", "4", code=2)
     assert "draft_files" in refused.stderr
 
 
@@ -313,8 +311,7 @@ def test_refusal_comes_before_weights_are_read(here, monkeypatch):
     monkeypatch.setattr("bass_cli.run.build.load", lambda *a, **k: pytest.fail("weights were read"))
     config = config_of("dspark", width=48, vocab=301, aux_layers=(0, 3))
     (here / "head" / "config.json").write_text(json.dumps(config))
-    refused = bass(*FLAGS, "--out", "o.jsonl")
-    assert refused.exit_code == 2, refused.stderr
+    refused = bass(*FLAGS, "--out", "o.jsonl", code=2)
     said = re.sub(r"\s+", " ", refused.stderr)
     assert f'{here / "head" / "config.json"}: key "target_layer_ids": rising' in said
 
@@ -331,8 +328,7 @@ def test_tensors_are_checked_against_the_config(here):
         with pytest.raises(UserError, match=re.escape(reason)):
             open_head(here / "head", open_checkpoint(here / "target").spec)
     for words in ("heads:", "heads:lookup", "heads:parallel:x"):
-        refused = bass(*FLAGS, "--draft", words)
-        assert refused.exit_code == 2
+        refused = bass(*FLAGS, "--draft", words, code=2)
         assert "write it like heads:PATH" in re.sub(r"\s+", " ", refused.stderr)
 
 

@@ -10,6 +10,7 @@ import json
 import pytest
 import torch
 from checkpoints import HYBRID, shallow, write_checkpoint, write_tokenizer
+from command_line import rows_in
 from decoders import load_decoder, load_head
 from reading import FLAGS, Compared, has_the_targets_law
 from safetensors.torch import load_file, save_file
@@ -253,16 +254,14 @@ def test_plan_counts_weights_keys_and_hidden_states(models):
         assert found.weights - without.weights >= 4 * own
 
 
-def test_command_draws_the_tokens_of_plain_decoding(tmp_path, monkeypatch):
-    write(tmp_path / "target", HYBRID[0], near=0.5, tokenizer=True)
-    (tmp_path / "pair.yaml").write_text("target: target\ndraft: mtp\n")
-    (tmp_path / "p.txt").write_text("".join(f"the cat number {n} sat\n" for n in range(5)))
-    monkeypatch.chdir(tmp_path)
+def test_command_draws_the_tokens_of_plain_decoding(here):
+    write(here / "target", HYBRID[0], near=0.5, tokenizer=True)
+    (here / "pair.yaml").write_text("target: target\ndraft: mtp\n")
+    (here / "p.txt").write_text("".join(f"the cat number {n} sat\n" for n in range(5)))
     for out, *flags in (("plain.jsonl", "--draft", "none"), ("mtp.jsonl", "--draft-length", "3")):
-        found = bass(*FLAGS, *flags, "--out", out)
-        assert found.exit_code == 0, found.stderr
-    assert lines(tmp_path / "mtp.jsonl") == lines(tmp_path / "plain.jsonl")
-    found = [json.loads(line) for line in (tmp_path / "mtp.jsonl").read_text().splitlines()]
+        found = bass(*FLAGS, *flags, "--out", out, code=0)
+    assert lines(here / "mtp.jsonl") == lines(here / "plain.jsonl")
+    found = rows_in(here / "mtp.jsonl")
     assert 0 < sum(one["accepted"] for one in found) < sum(one["drafted"] for one in found)
 
 

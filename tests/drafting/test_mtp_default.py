@@ -9,13 +9,12 @@ import json
 import pytest
 import torch
 from checkpoints import HYBRID, shallow, write_checkpoint, write_tokenizer
+from command_line import cli
 from reading import FLAGS, goes_on_and_is_plain
 from test_mtp import write
 from test_parallel import bass, lines
-from typer.testing import CliRunner
 
 from bass_cli.bench.settings import make_settings
-from bass_cli.cli.commands import app
 from bass_cli.config.job import Job, Pair, load_pair
 from bass_cli.config.machine_commands import BenchArgs
 from bass_cli.models.runner import Runner
@@ -25,13 +24,12 @@ SMALL = {"device": "cpu", "batch_size": 2}
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
+def here(here):
     """A target with its layer, a pair file that names no draft, and prompts."""
-    write(tmp_path / "target", HYBRID[0], near=0.5, tokenizer=True)
-    (tmp_path / "pair.yaml").write_text("target: target\n")
-    (tmp_path / "p.txt").write_text("".join(f"the cat number {n} sat\n" for n in range(5)))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+    write(here / "target", HYBRID[0], near=0.5, tokenizer=True)
+    (here / "pair.yaml").write_text("target: target\n")
+    (here / "p.txt").write_text("".join(f"the cat number {n} sat\n" for n in range(5)))
+    return here
 
 
 def taken(**given):
@@ -90,9 +88,7 @@ def test_layer_that_is_not_supported_is_left_out_with_a_note(here):
 
 def test_commands_show_which_draft_is_taken(here):
     def shown(*words):
-        found = CliRunner().invoke(app, [*words, "--json"])
-        assert found.exit_code == 0, found.stderr
-        return json.loads(found.stdout)
+        return json.loads(cli(*words, "--json", code=0).stdout)
 
     found = shown("doctor", "--model", "target")
     assert found["pair_draft"] == "mtp"
@@ -123,15 +119,13 @@ def test_resumed_run_equals_plain_decoding(here):
 
 def test_file_begun_with_another_draft_is_continued(here):
     """Under shared coupling no draft changes a sample. Under maximal coupling it does."""
-    due = bass(*FLAGS, "--out", "due.jsonl")
-    assert due.exit_code == 0, due.stderr
+    due = bass(*FLAGS, "--out", "due.jsonl", code=0)
     assert "the draft is mtp" in due.stderr
     assert "--draft none leaves it out" in due.stderr
     for coupling, code in (("shared", 0), ("maximal", 2)):
         words = (*FLAGS, "--coupling", coupling, "--out", f"{coupling}.jsonl")
-        assert bass(*words, "--draft", "lookup", "--limit", "2").exit_code == 0
-        found = bass(*words, "--limit", "2" if code else "5")
-        assert found.exit_code == code, found.stderr
+        bass(*words, "--draft", "lookup", "--limit", "2", code=0)
+        found = bass(*words, "--limit", "2" if code else "5", code=code)
     assert lines(here / "shared.jsonl") == lines(here / "due.jsonl")
     assert 'draft: "lookup" before, "mtp" now' in found.stderr
 
@@ -139,8 +133,7 @@ def test_file_begun_with_another_draft_is_continued(here):
 def test_file_of_maximal_coupling_with_a_fixed_length_keeps_its_longest_draft(here):
     """Files from before mtp had a limit of its own name 32, which a fixed length does not use."""
     words = (*FLAGS, "--coupling", "maximal", "--draft", "mtp", "--draft-length", "4")
-    found = bass(*words, "--limit", "2", "--out", "fixed.jsonl")
-    assert found.exit_code == 0, found.stderr
+    bass(*words, "--limit", "2", "--out", "fixed.jsonl", code=0)
     manifest = json.loads((here / "fixed.jsonl.manifest.json").read_text())
     assert manifest["results"]["max"] == 32
 
@@ -148,7 +141,7 @@ def test_file_of_maximal_coupling_with_a_fixed_length_keeps_its_longest_draft(he
 def test_run_that_runs_out_of_memory_ends_with_the_same_lines(here, monkeypatch):
     """Half the rows go on, with the layer's keys and hidden states in a smaller store."""
     words = (*FLAGS, "--draft-length", "3", "--batch-size", "8")
-    assert bass(*words, "--draft", "none", "--draft-length", "0", "--out", "due").exit_code == 0
+    bass(*words, "--draft", "none", "--draft-length", "0", "--out", "due", code=0)
     forward, count = Runner.forward, itertools.count(1)
 
     def short(self, *given, **named):

@@ -8,16 +8,15 @@ import re
 
 import pytest
 import torch
-from checkpoints import FAMILIES, shallow, write_checkpoint, write_gguf, write_tokenizer
+from checkpoints import FAMILIES, shallow, write_checkpoint, write_gguf, write_pair
+from command_line import cli, rows_in
 from decoders import load_decoder
 from test_ahead import Settled, ready
 from test_captured import Tour, captured, rows
 from thinned import thinned
 from toys import AtOnce, Reactive, drive, loop_for, plain
-from typer.testing import CliRunner
 
 import bass_kernels as ops
-from bass_cli.cli.commands import app
 from bass_cli.config.job import load_pair, make_job
 from bass_cli.engine.batch import Row, beyond
 from bass_cli.engine.sampling import RowSampling
@@ -287,33 +286,17 @@ CONFIG = "config.json"
 
 def place_with(folder, **keys):
     """Return a pair of a target and a parallel draft whose config has these keys."""
-    for name, seed in (("target", 0), ("draft", 1)):
-        extra = keys if name == "draft" else {}
-        write_checkpoint(
-            "qwen3", folder / name, seed=seed, shards=False, use_sliding_window=False, **extra
-        )
-        write_tokenizer(folder / name)
-    (folder / "pair.yaml").write_text(
-        "target: target\ndraft: 'parallel:draft'\nspeculation: {length: 4}\n"
-    )
-    (folder / "p.txt").write_text("".join(f"the cat number {n} sat\n" for n in range(6)))
+    words = "draft: 'parallel:draft'\nspeculation: {length: 4}\n"
+    sizes = {"use_sliding_window": False}
+    write_pair(folder, prompts=6, family="qwen3", pair=words, draft=keys, **sizes)
 
 
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path
-
-
-def bass(*arguments):
-    return CliRunner().invoke(
-        app, ["generate", "p.txt", "--device", "cpu", "--token-ids", *arguments]
-    )
+def bass(*arguments, **settings):
+    return cli("generate", "p.txt", "--device", "cpu", "--token-ids", *arguments, **settings)
 
 
 def lines(path):
-    rows = [json.loads(line) for line in path.read_bytes().splitlines()]
+    rows = rows_in(path)
     assert len({(row["id"], row["sample"]) for row in rows}) == len(rows)
     return {(row["id"], row["sample"]): (row["token_ids"], row["finish_reason"]) for row in rows}
 
@@ -336,12 +319,10 @@ def test_mask_is_read_by_any_published_name(here, key):
 )
 def test_job_with_a_parallel_draft_equals_plain_decoding(here, key):
     place_with(here, **{key: MASK})
-    found = bass(*FLAGS, "--out", "o.jsonl")
-    assert found.exit_code == 0, found.stderr
-    rows = [json.loads(line) for line in (here / "o.jsonl").read_bytes().splitlines()]
+    bass(*FLAGS, "--out", "o.jsonl", code=0)
+    rows = rows_in(here / "o.jsonl")
     assert sum(row["drafted"] for row in rows) > 0
-    due = bass(*FLAGS, "--draft", "none", "--out", "plain.jsonl")
-    assert due.exit_code == 0, due.stderr
+    bass(*FLAGS, "--draft", "none", "--out", "plain.jsonl", code=0)
     assert lines(here / "o.jsonl") == lines(here / "plain.jsonl")
 
 
@@ -353,7 +334,7 @@ def test_run_resumes_where_it_stopped(here):
         ("parts.jsonl", ("--limit", "2"), ("--batch-size", "4")),
     ):
         for flags in runs:
-            assert bass(*FLAGS, *flags, "--out", out).exit_code == 0
+            bass(*FLAGS, *flags, "--out", out, code=0)
             if flags[:1] == ("--limit",):  # killed within a line
                 (here / out).write_text((here / out).read_text()[:-30])
     assert lines(here / "parts.jsonl") == lines(here / "whole.jsonl")
@@ -362,11 +343,10 @@ def test_run_resumes_where_it_stopped(here):
 def test_another_mask_is_a_different_run_under_maximal_coupling(here):
     place_with(here, pard_token=MASK)
     flags = (*FLAGS, "--limit", "1", "--coupling", "maximal", "--out", "o.jsonl")
-    assert bass(*flags).exit_code == 0
+    bass(*flags, code=0)
     config = json.loads((here / "draft" / CONFIG).read_text())
     (here / "draft" / CONFIG).write_text(json.dumps(config | {"pard_token": 299}))
-    refused = bass(*flags, "--n", "4")
-    assert refused.exit_code == 2
+    refused = bass(*flags, "--n", "4", code=2)
     assert "draft_files" in refused.stderr
 
 
@@ -385,8 +365,7 @@ def test_model_without_a_mask_is_refused_before_weights_are_read(here, monkeypat
     place_with(here)
     config = json.loads((here / "draft" / CONFIG).read_text())
     (here / "draft" / CONFIG).write_text(json.dumps(config | keys))
-    refused = bass(*FLAGS, "--out", "o.jsonl")
-    assert refused.exit_code == 2
+    refused = bass(*FLAGS, "--out", "o.jsonl", code=2)
     said = re.sub(r"\s+", " ", refused.stderr)
     assert reason in said
     assert f"{here / 'draft' / CONFIG}: " in said
@@ -419,8 +398,7 @@ def test_plan_without_masks_uses_the_draft_model(here):
     """The same model drafts token by token if drafting in one pass is not requested."""
     place_with(here, pard_token=MASK)
     for draft in ("draft", "parallel:draft"):
-        found = bass(*FLAGS, "--draft", draft, "--out", f"{draft[:5]}.jsonl")
-        assert found.exit_code == 0, found.stderr
+        bass(*FLAGS, "--draft", draft, "--out", f"{draft[:5]}.jsonl", code=0)
     assert lines(here / "draft.jsonl") == lines(here / "paral.jsonl")
     drafted, at_once = (
         [json.loads(line)["accepted"] for line in (here / name).read_text().splitlines()]

@@ -4,7 +4,6 @@ log-probabilities, processors, and the settings that are refused."""
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,10 @@ import torch
 from any_families import write_any
 from chains import write_chain
 from checkpoints import write_mask, write_tokenizer
+from command_line import cli, rows_in
 from heads import write_head
-from typer.testing import CliRunner
 
 from bass_cli import Completion, Engine, Job, Pair, Sampling, Speculation, UserError, generate
-from bass_cli.cli.commands import app
 from bass_cli.distill.settings import find_source
 from bass_cli.engine.loop import Loop
 from bass_cli.formats.tokenizer import Tokenizer
@@ -153,11 +151,7 @@ def test_run_resumes_where_it_stopped(place: Path, tmp_path: Path) -> None:
         given = ("--model", str(place / "target"), "--draft", str(place / "draft"), "--n", "2")
         given += ("--decoder", "transformers")
         fixed = ("--max-new-tokens", "9", "--device", "cpu", "--token-ids", "--out", out)
-        found = CliRunner().invoke(
-            app, ["generate", str(tmp_path / "p.txt"), *given, *fixed, *flags]
-        )
-        assert found.exit_code == 0, found.stderr
-        return found
+        return cli("generate", str(tmp_path / "p.txt"), *given, *fixed, *flags, code=0)
 
     first = bass(files["whole"])
     assert first.stderr.count("gpt_oss runs through transformers' own layers") == 1
@@ -165,10 +159,7 @@ def test_run_resumes_where_it_stopped(place: Path, tmp_path: Path) -> None:
     Path(files["parts"]).write_text(Path(files["parts"]).read_text()[:-30])  # killed in a line
     bass(files["parts"], "--batch-size", "3")
     lines = [
-        {
-            (line["id"], line["sample"]): line["token_ids"]
-            for line in map(json.loads, Path(file).read_text().splitlines())
-        }
+        {(line["id"], line["sample"]): line["token_ids"] for line in rows_in(file)}
         for file in files.values()
     ]
     assert len(lines[0]) == 8

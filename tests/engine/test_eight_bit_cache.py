@@ -319,15 +319,14 @@ def test_prompt_store_that_grows_keeps_numbers_and_scales():
             assert (part[:, place : place + count] == number + 1).all()
 
 
-def test_whole_jobs_resume_and_equal_plain_decoding(tmp_path, monkeypatch):
+def test_whole_jobs_resume_and_equal_plain_decoding(here, monkeypatch):
     """With an EAGLE-3 drafter and with lookup, by the environment variable; another number format
     is another run."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("BASS_KV_DTYPE", "fp8")
-    write_pair(tmp_path)
-    write_chain(tmp_path / "head", "authors")
-    goes_on_and_is_plain(tmp_path, ("--draft", "lookup", "--draft-length", "4"))
-    manifest = json.loads((tmp_path / "plain.jsonl.manifest.json").read_text())
+    write_pair(here)
+    write_chain(here / "head", "authors")
+    goes_on_and_is_plain(here, ("--draft", "lookup", "--draft-length", "4"))
+    manifest = json.loads((here / "plain.jsonl.manifest.json").read_text())
     assert manifest["results"]["kv_dtype"] == "fp8"
     found = bass(*FLAGS, "--kv-dtype", "auto", "--draft", "none", "--out", "plain.jsonl")
     assert found.exit_code == 2

@@ -124,11 +124,10 @@ def test_samples_have_the_distribution_of_the_rounded_model(layout, tmp_path):
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write_pair(tmp_path)
-    write_head(tmp_path / "head", "dspark")
-    return tmp_path
+def here(here):
+    write_pair(here)
+    write_head(here / "head", "dspark")
+    return here
 
 
 @pytest.mark.parametrize(
@@ -146,13 +145,12 @@ def test_resumed_run_with_a_draft_head_equals_plain_decoding(here, dtype, drafts
 
 def test_result_file_is_not_continued_with_another_dtype(here):
     flags = ("--pair", "pair.yaml", "--n", "2", "--max-new-tokens", "4", "--out", "o.jsonl")
-    assert bass(*flags, "--dtype", "int8", "--limit", "1").exit_code == 0
+    bass(*flags, "--dtype", "int8", "--limit", "1", code=0)
     begun = lines(here / "o.jsonl")
-    refused = bass(*flags, "--dtype", "fp8")
-    assert refused.exit_code == 2
+    refused = bass(*flags, "--dtype", "fp8", code=2)
     assert "dtype" in refused.stderr
     assert lines(here / "o.jsonl") == begun
-    assert bass(*flags, "--dtype", "int8").exit_code == 0
+    bass(*flags, "--dtype", "int8", code=0)
     whole = lines(here / "o.jsonl")
     assert {key: whole[key] for key in begun} == begun
     assert len(whole) > len(begun)
@@ -291,24 +289,22 @@ def test_logits_of_an_8_bit_target_are_those_of_its_rounded_head(here, layout, t
 def test_samples_of_a_16_bit_head_are_not_continued_with_an_8_bit_head(here):
     """Files of versions before heads had 8 bits have no such key."""
     flags = (*FLAGS, "--dtype", "int8", "--draft", "none", "--out", "o.jsonl")
-    assert bass(*flags, "--limit", "1").exit_code == 0
+    bass(*flags, "--limit", "1", code=0)
     path = here / "o.jsonl.manifest.json"
     manifest = json.loads(path.read_text())
     assert manifest["results"].pop("head_dtype") == "int8"
-    assert bass(*flags).exit_code == 0
+    bass(*flags, code=0)
     kept = (here / "o.jsonl").read_bytes()
     path.write_text(json.dumps(manifest))
-    found = bass(*flags)
-    assert found.exit_code == 2
+    found = bass(*flags, code=2)
     assert 'head_dtype: not given before, "int8" now' in found.stderr
     assert (here / "o.jsonl").read_bytes() == kept
 
 
 def test_split_target_has_the_samples_of_the_whole_one(here):
     flags = ("--pair", "pair.yaml", "--n", "2", "--max-new-tokens", "8", "--dtype", "int8")
-    assert bass(*flags, "--draft", "none", "--out", "whole.jsonl").exit_code == 0
-    split = bass(*flags, "--draft", "lookup", "--tensor-parallel", "2", "--out", "split.jsonl")
-    assert split.exit_code == 0, split.stderr
+    bass(*flags, "--draft", "none", "--out", "whole.jsonl", code=0)
+    bass(*flags, "--draft", "lookup", "--tensor-parallel", "2", "--out", "split.jsonl", code=0)
     assert lines(here / "split.jsonl") == lines(here / "whole.jsonl")
 
 

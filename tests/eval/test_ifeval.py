@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from command_line import cli, rows_in
 
-from bass_cli.cli.commands import app
 from bass_cli.errors import MachineError, UserError
 from bass_cli.eval.tasks import ifeval, load_task
 from bass_cli.eval.tasks.ifeval import INSTRUCTIONS, follows, follows_loosely
@@ -312,8 +311,7 @@ def test_report_has_strict_and_loose_accuracy_of_prompts_and_instructions(tmp_pa
         for key, sample, text, score, reason in samples
     ]
     path = write(tmp_path / "samples.jsonl", rows)
-    result = CliRunner().invoke(app, ["score", path, "--task", "ifeval", "--data", data, "--json"])
-    assert result.exit_code == 0, result.stderr
+    result = cli("score", path, "--task", "ifeval", "--data", data, "--json", code=0)
     report = json.loads(result.stdout)
     assert (report["pass_first"], report["statuses"]) == (
         1.0,
@@ -328,9 +326,7 @@ def test_report_has_strict_and_loose_accuracy_of_prompts_and_instructions(tmp_pa
         "punctuation:no_comma": 0.5,
     }
     assert "prompt 50.0 %, instruction 66.7 %" in result.stderr
-    verdicts = [
-        json.loads(line) for line in Path(f"{path}.verdicts.jsonl").read_text().splitlines()
-    ]
+    verdicts = rows_in(f"{path}.verdicts.jsonl")
     assert [row["detail"] for row in verdicts] == [
         "",
         "1 of 2 not followed: punctuation:no_comma",

@@ -7,35 +7,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scored import Programs, adding, install, line, write
-from typer.testing import CliRunner
+from command_line import cli
+from scored import line, write
 
-from bass_cli.cli.commands import app
 from bass_cli.io.prompts import shard_of
 
 ALLOW = "--allow-code-execution"
 EVAL = {"task": "humaneval", "n": 2, "seed": 0}
 
-
-@pytest.fixture(autouse=True)
-def _stand_ins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    install(monkeypatch, tmp_path, Programs({f"HumanEval/{i}": adding(i) for i in range(12)}))
+pytestmark = pytest.mark.usefixtures("scored_stand_ins")
 
 
-def cli(path: str, *more: str) -> Any:
-    return CliRunner().invoke(app, ["score", path, ALLOW, *more])
+def score(path: str, *more: str, **settings: Any) -> Any:
+    return cli("score", path, ALLOW, *more, **settings)
 
 
 def refused(path: str) -> str:
-    result = cli(path)
-    assert result.exit_code == 2, result.stdout
+    result = score(path, code=2)
     assert not Path(f"{path}.verdicts.jsonl").exists(), "nothing is run before"
     return result.stderr
 
 
 def notes(path: str) -> list[str]:
-    result = cli(path, "--json")
-    assert result.exit_code == 0, result.stderr
+    result = score(path, "--json", code=0)
     return json.loads(result.stdout)["notes"]
 
 
@@ -102,7 +96,7 @@ def test_what_only_looks_like_a_mix_is_scored() -> None:
     rows = [line(0, 0, "+ 1", prompt_tokens=9), line(0, 1, "", reason="budget", prompt_tokens=0),
             line(1, 0, "", reason="error", prompt_tokens=0)]  # fmt: skip
     write("h.jsonl", rows, results={**EVAL, "budget": 9.0})
-    assert cli("h.jsonl").exit_code == 0
+    score("h.jsonl", code=0)
     # a group of samples on one line
     group = {
         "id": "0",
@@ -111,7 +105,7 @@ def test_what_only_looks_like_a_mix_is_scored() -> None:
         "samples": [{"text": "+ 1", "finish_reason": "eos"}] * 2,
     }
     write("i.jsonl", [group], results=EVAL)
-    assert cli("i.jsonl").exit_code == 0
+    score("i.jsonl", code=0)
 
 
 def test_samples_that_are_no_objects_are_an_error() -> None:

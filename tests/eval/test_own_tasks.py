@@ -28,11 +28,10 @@ def finder() -> answers.Finder:
 
 
 @pytest.fixture(autouse=True)
-def place(finder: answers.Finder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def place(finder: answers.Finder, here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder. All tasks share a finder, because each has a child process."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(own, "Finder", lambda: finder)
-    return tmp_path
+    return here
 
 
 def task(records: list[dict[str, Any]] | None = None, **keys: Any) -> OwnTask:

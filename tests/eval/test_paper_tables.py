@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import cli
 from markdown_it import MarkdownIt
-from scored import Programs, adding, install, line, write
-from typer.testing import CliRunner
+from scored import line, write
 
-from bass_cli.cli.commands import app
 from bass_cli.eval.tables import Figure, Table, render, table_of
 
 ALLOW = "--allow-code-execution"
@@ -24,14 +23,11 @@ HOSTILE = [
     "![a](b)", "<b>|</b>", "@a &amp; x",
 ]  # fmt: skip
 
-
-@pytest.fixture(autouse=True)
-def _stand_ins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    install(monkeypatch, tmp_path, Programs({f"HumanEval/{i}": adding(i) for i in range(12)}))
+pytestmark = pytest.mark.usefixtures("scored_stand_ins")
 
 
-def cli(*arguments: str) -> Any:
-    return CliRunner().invoke(app, ["score", *arguments, ALLOW])
+def score(*arguments: str, **settings: Any) -> Any:
+    return cli("score", *arguments, ALLOW, **settings)
 
 
 def run(path: str, passed: list[int], **results: Any) -> str:
@@ -51,8 +47,7 @@ def hostile_table() -> Table:
 
 
 def test_one_file_is_one_row_with_errors() -> None:
-    result = cli(run("f.jsonl", [2, 1, 0, 0]), "--format", "md")
-    assert result.exit_code == 0, result.stderr
+    result = score(run("f.jsonl", [2, 1, 0, 0]), "--format", "md", code=0)
     header, rule, row, blank, caption = result.stdout.splitlines()
     assert header == "| model | Pass@First (%) | Pass@All (%) | pass@1 (%) |"
     assert rule == "| --- | ---: | ---: | ---: |"
@@ -70,8 +65,7 @@ def test_several_files_are_one_table_with_the_settings_that_differ() -> None:
         run("b.jsonl", [1, 1], temperature=0.8),
         run("c.jsonl", [0, 0], seed=1),
     ]
-    result = cli(*files)
-    assert result.exit_code == 0, result.stderr
+    result = score(*files, code=0)
     lines = [one.split() for one in result.stdout.splitlines()]
     assert lines[0][:3] == ["model", "T", "seed"]
     assert [one[:3] for one in lines[1:4]] == [
@@ -80,20 +74,20 @@ def test_several_files_are_one_table_with_the_settings_that_differ() -> None:
         ["Model_7B", "0.2", "1"],
     ]
     assert "note: c.jsonl: the file has 2 of the 12 problems" in result.stdout
-    same = cli(run("a.jsonl", [2, 0]), run("d.jsonl", [2, 0]), "--format", "csv")
+    same = score(run("a.jsonl", [2, 0]), run("d.jsonl", [2, 0]), "--format", "csv")
     assert [row["file"] for row in csv.DictReader(same.stdout.splitlines())] == [
         "a.jsonl",
         "d.jsonl",
     ]
-    document = json.loads(cli(*files, "--format", "json").stdout)
+    document = json.loads(score(*files, "--format", "json").stdout)
     assert [one["file"] for one in document["reports"]] == files
-    assert json.loads(cli(files[0], "--json").stdout) == document["reports"][0]
+    assert json.loads(score(files[0], "--json").stdout) == document["reports"][0]
 
 
 def test_csv_has_fractions_errors_and_intervals() -> None:
-    result = cli(run("f.jsonl", [2, 1, 0, 0]), "--format", "csv", "--quiet")
+    result = score(run("f.jsonl", [2, 1, 0, 0]), "--format", "csv", "--quiet")
     (row,) = csv.DictReader(result.stdout.splitlines())
-    report = json.loads(cli("f.jsonl", "--json").stdout)["estimates"]
+    report = json.loads(score("f.jsonl", "--json").stdout)["estimates"]
     for name, key in {
         "Pass@First": "pass_first",
         "Pass@All": "pass_all",
@@ -128,14 +122,14 @@ def test_csv_has_no_formula_for_a_spreadsheet() -> None:
 def test_rows_on_different_numbers_of_problems_show_them() -> None:
     run("a.jsonl", [2, 0])
     run("b.jsonl", [2, 0, 1])
-    shown = list(csv.DictReader(cli("a.jsonl", "b.jsonl", "--format", "csv").stdout.splitlines()))
+    shown = list(csv.DictReader(score("a.jsonl", "b.jsonl", "--format", "csv").stdout.splitlines()))
     assert [row["problems"] for row in shown] == ["2", "3"]
 
 
 def test_unfinished_samples_have_a_column() -> None:
     write("f.jsonl", [line(0, 0, "+ 1"), line(0, 1, "+ 1", reason="budget")])
     (row,) = csv.DictReader(
-        cli("f.jsonl", "--task", "humaneval", "--format", "csv").stdout.splitlines()
+        score("f.jsonl", "--task", "humaneval", "--format", "csv").stdout.splitlines()
     )
     assert (row["model"], row["finished"], row["pass@1"]) == ("f.jsonl", "0.5", "0.5"), (
         "no manifest: its name"
@@ -143,7 +137,7 @@ def test_unfinished_samples_have_a_column() -> None:
 
 
 def test_sweep_has_a_row_for_each_method_and_budget() -> None:
-    report = json.loads(cli(run("f.jsonl", [2, 1]), "--json").stdout)
+    report = json.loads(score(run("f.jsonl", [2, 1]), "--json").stdout)
     del report["by_problem"]
     reports = [report | {"method": method, "setting": report["setting"] | {"draft": draft}}
                for method, draft in (("plain", "none"), ("batched", "lookup"))]  # fmt: skip
@@ -186,7 +180,7 @@ def test_latex_has_no_bare_special_character() -> None:
 def test_latex_compiles(tmp_path: Path) -> None:
     tables = [
         *render(hostile_table(), "latex"),
-        cli(run("f.jsonl", [2, 1]), "--format", "latex").stdout,
+        score(run("f.jsonl", [2, 1]), "--format", "latex").stdout,
     ]
     frame = (r"\documentclass{article}\usepackage{booktabs}\begin{document}", r"\end{document}")
     (tmp_path / "t.tex").write_text("\n".join([frame[0], *tables, frame[1]]))
@@ -206,7 +200,6 @@ def test_wrong_formats_are_refused_before_anything_is_run() -> None:
         (("f.jsonl.verdicts.jsonl",), "it holds verdicts, not samples"),
     ):
         write("g.jsonl", [line(0, 0, "+ 1")])
-        result = cli("f.jsonl", *words)
-        assert result.exit_code == 2, (words, result.stdout)
+        result = score("f.jsonl", *words, code=2)
         assert message in result.stderr
     assert not Path("f.jsonl.verdicts.jsonl").exists()

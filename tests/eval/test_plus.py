@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import cli, rows_in
 from plus_problems import HUMANEVAL, MBPP, Case, write_plus
-from typer.testing import CliRunner
 
-from bass_cli.cli.commands import app
 from bass_cli.errors import UserError
 from bass_cli.eval.tasks import load_task, plus_check
 from bass_cli.eval.tasks.plus_check import SHAPES, rebuild
@@ -349,8 +348,7 @@ def test_report_and_verdict_lines_have_both_sets_of_tests(
         "--json",
         "--allow-code-execution",
     ]
-    first = CliRunner().invoke(app, command)
-    assert first.exit_code == 0, first.stderr
+    first = cli(*command, code=0)
     report = json.loads(first.stdout)
     assert (report["pass_first"], report["pass_all"]) == (0.5, 1.0)
     assert report["pass_at_k"] == {"1": pytest.approx(0.5)}
@@ -365,19 +363,19 @@ def test_report_and_verdict_lines_have_both_sets_of_tests(
     of_base = {"passed": 2, "pass_first": True, "pass_all": True, "pass_at_k": {"1": 2 / 3}}
     assert [row["base"] for row in report["by_problem"]] == [of_base] * 2
     assert report["estimates"]["base.pass@1"]["value"] == pytest.approx(2 / 3)
-    table = CliRunner().invoke(app, [*command[:-2], "--format", "csv", "--allow-code-execution"])
+    table = cli(*command[:-2], "--format", "csv", "--allow-code-execution")
     assert ",pass@1 base," in table.stdout.splitlines()[0]
     assert [row["pass_first"] for row in report["by_problem"]] == [False, True]
     assert "Pass@First 100.0 ± 0.0 %, Pass@All 100.0 ± 0.0 %, pass@1 66.7 ± 0.0 %" in " ".join(
         first.stderr.split("\n")
     )
-    lines = [json.loads(line) for line in Path(f"{path}.verdicts.jsonl").read_text().splitlines()]
+    lines = rows_in(f"{path}.verdicts.jsonl")
     assert sorted((row["task_id"][-1], row["sample"], row["tests"], row["status"]) for row in lines) == [
         ("0", 0, "base", "failed"), ("0", 1, "base", "passed"), ("0", 1, "plus", "failed"),
         ("0", 2, "base", "passed"), ("0", 2, "plus", "passed"),
         ("1", 0, "base", "passed"), ("1", 0, "plus", "passed"), ("1", 1, "base", "passed"),
         ("1", 1, "plus", "passed"), ("1", 2, "base", "failed"),
     ]  # fmt: skip
-    again = CliRunner().invoke(app, command)
+    again = cli(*command)
     assert "10 programs have a verdict already" not in first.stderr
     assert json.loads(again.stdout) == report

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 from checkpoints import write_checkpoint, write_tokenizer
+from command_line import cli
 from templates import CHATML, LLAMA3, MISTRAL, OPENED, THINKING
-from typer.testing import CliRunner
 
-from bass_cli.cli.commands import app
 from bass_cli.config.job import Job, pair_of_model
 from bass_cli.errors import UserError
 from bass_cli.eval import evaluation
@@ -29,11 +28,10 @@ check: exact
 
 
 @pytest.fixture(autouse=True)
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
+def place(here: Path) -> Path:
     Path("t.yaml").write_text(TASK)
     Path("d.jsonl").write_text('{"q": "one"}\n')
-    return tmp_path
+    return here
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +53,9 @@ def choice(folder: Path, task: str = "t.yaml") -> evaluation.FormatChoice:
     return evaluation.choose_by_model(load_task(task), Job(pair=pair_of_model(str(folder))))
 
 
-def bass(model: Path, *arguments: str) -> Any:
+def bass(model: Path, *arguments: str, **settings: Any) -> Any:
     sizes = ("--n", "1", "--max-new-tokens", "2", "--device", "cpu")
-    command = ["eval", "t.yaml", "--model", str(model), *sizes, *arguments]
-    return CliRunner().invoke(app, command)
+    return cli("eval", "t.yaml", "--model", model, *sizes, *arguments, **settings)
 
 
 def test_instruct_models_get_chats_and_base_models_raw_text(models: Path) -> None:
@@ -125,8 +122,7 @@ def test_option_comes_before_the_task_file_and_that_before_the_model() -> None:
 
 def test_choice_and_reason_are_shown_and_written_to_the_manifest(models: Path) -> None:
     for model, form in (("instruct", "chat"), ("base", "raw")):
-        result = bass(models / model)
-        assert result.exit_code == 0, result.stderr
+        result = bass(models / model, code=0)
         name = f"tiny-{model}-{form}-t0.2-n1-s0-max2.jsonl"
         manifest = json.loads(Path(f"{name}.manifest.json").read_text())
         reason = choice(models / model).reason
@@ -143,23 +139,19 @@ def test_file_of_an_earlier_run_is_continued_in_its_format(
     models: Path, out: tuple[str, ...]
 ) -> None:
     """Earlier versions had the default raw."""
-    first = bass(models / "instruct", "--prompt-format", "raw", *out)
-    assert first.exit_code == 0, first.stderr
+    bass(models / "instruct", "--prompt-format", "raw", *out, code=0)
     name = out[-1] if out else "tiny-instruct-raw-t0.2-n1-s0-max2.jsonl"
-    again = bass(models / "instruct", *out)
-    assert again.exit_code == 0, again.stderr
+    again = bass(models / "instruct", *out, code=0)
     assert f"prompt format raw: {name} was begun in it" in again.stderr
     assert f"{name}: complete, 1 samples are there already" in again.stderr
     assert [path.name for path in Path().glob("*.jsonl") if path.name != "d.jsonl"].count(name) == 1
-    other = bass(models / "instruct", "--prompt-format", "chat", *out)
-    assert other.exit_code == (2 if out else 0)
+    bass(models / "instruct", "--prompt-format", "chat", *out, code=2 if out else 0)
     anew = bass(models / "instruct", "--overwrite", *out)
     assert "prompt format chat: " in anew.stderr
 
 
 def test_sweep_of_an_earlier_run_is_continued_in_its_format(models: Path) -> None:
     options = ("--budgets", "20s", "--draft", "none", "--out", "o.jsonl")
-    assert bass(models / "instruct", "--prompt-format", "raw", *options).exit_code == 0
-    again = bass(models / "instruct", *options)
-    assert again.exit_code == 0, again.stderr
+    bass(models / "instruct", "--prompt-format", "raw", *options, code=0)
+    again = bass(models / "instruct", *options, code=0)
     assert "prompt format raw: o.plain-20s.jsonl was begun in it" in again.stderr

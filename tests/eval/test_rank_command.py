@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from command_line import cli, rows_in
 
-from bass_cli.cli.commands import app
-from bass_cli.io.linefile import result_lines, write_lines
+from bass_cli.io.linefile import write_lines
 from bass_cli.io.resume import check_manifest, read_manifest
 
+pytestmark = pytest.mark.usefixtures("here")
 MANIFEST = {
     "results": {"n": 3, "seed": 0},
     "finished": True,
@@ -47,11 +47,6 @@ def rows() -> list[dict[str, Any]]:
 STANDINGS = {("a", 2): 1, ("a", 1): 2, ("a", 0): 3, ("b", 2): 1, ("b", 0): 2, ("b", 1): 3}
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def save(name: str, found: list[dict[str, Any]], manifest: dict[str, Any] | None = MANIFEST) -> str:
     write_lines(name, [json.dumps(row).encode() + b"\n" for row in found])
     if manifest is not None:
@@ -59,14 +54,8 @@ def save(name: str, found: list[dict[str, Any]], manifest: dict[str, Any] | None
     return name
 
 
-def load(name: str) -> list[dict[str, Any]]:
-    with open(name, "rb") as stream:
-        return [json.loads(line) for line in result_lines(stream, name)]
-
-
 def bass(*arguments: str, fails: bool = False) -> Any:
-    result = CliRunner().invoke(app, ["rank", *arguments])
-    assert result.exit_code == (2 if fails else 0), result.output
+    result = cli("rank", *arguments, code=2 if fails else 0)
     return " ".join(result.stderr.split())
 
 
@@ -78,7 +67,7 @@ def ranks(found: list[dict[str, Any]]) -> dict[tuple[str, int], int]:
 def test_ranks_are_written_in_place_in_every_format(name: str) -> None:
     save(name, rows())
     said = bass(name, "--by", "majority,logprob")
-    found = load(name)
+    found = rows_in(name)
     assert ranks(found) == STANDINGS
     assert [
         {key: value for key, value in row.items() if key not in ("rank", "scores")} for row in found
@@ -93,7 +82,7 @@ def test_only_the_best_are_kept_in_another_file() -> None:
     before = Path("f.jsonl").read_bytes()
     bass("f.jsonl", "--by", "majority", "--best", "1", "--out", "best.parquet")
     assert Path("f.jsonl").read_bytes() == before
-    found = load("best.parquet")
+    found = rows_in("best.parquet")
     assert [(row["id"], row["sample"]) for row in found] == [("a", 2), ("b", 2), ("c", 0)]
     assert found[2]["error"] == "too long"
     manifest = read_manifest("best.parquet")
@@ -127,7 +116,7 @@ def test_lines_of_prompts_are_ranked_inside(numbered: bool) -> None:
     grouped.append({"id": "c", "samples": [], "error": "too long"})
     save("f.jsonl", grouped)
     bass("f.jsonl", "--by", "majority", "--best", "2")
-    a, b, c = load("f.jsonl")
+    a, b, c = rows_in("f.jsonl")
     assert [(one["sample"], one["rank"]) for one in a["samples"]] == [(1, 2), (2, 1)]
     assert [(one["sample"], one["rank"]) for one in b["samples"]] == [(0, 2), (2, 1)]
     assert c == grouped[2]
@@ -140,8 +129,8 @@ def test_lines_of_other_tools_need_no_manifest() -> None:
     ]
     save("f.jsonl", found, None)
     bass("f.jsonl", "--task", "humaneval", "--by", "static")
-    assert [row["rank"] for row in load("f.jsonl")] == [2, 1, 3]
-    assert [row["scores"]["static"] for row in load("f.jsonl")] == [3, 4, 1]
+    assert [row["rank"] for row in rows_in("f.jsonl")] == [2, 1, 3]
+    assert [row["scores"]["static"] for row in rows_in("f.jsonl")] == [3, 4, 1]
     assert not Path("f.jsonl.manifest.json").exists()
 
 
@@ -152,10 +141,10 @@ def test_code_of_no_task_continues_its_prompt() -> None:
     found = [sample("a", at, text, -0.1 * at) for at, text in enumerate(texts)]
     save("f.jsonl", found)
     bass("f.jsonl", "--by", "static", "--prompts", "p.jsonl")
-    assert ranks(load("f.jsonl")) == {("a", 1): 1, ("a", 2): 2, ("a", 0): 3}
+    assert ranks(rows_in("f.jsonl")) == {("a", 1): 1, ("a", 2): 2, ("a", 0): 3}
     save("g.jsonl", [row | {"prompt": prompts[0]["prompt"]} for row in found])
     bass("g.jsonl", "--by", "static")
-    assert ranks(load("g.jsonl")) == ranks(load("f.jsonl"))
+    assert ranks(rows_in("g.jsonl")) == ranks(rows_in("f.jsonl"))
 
 
 def test_an_expression_that_backtracks_ends_after_its_time_limit(
@@ -182,15 +171,15 @@ def test_answers_are_those_of_the_expression() -> None:
     texts = ["Answer: 4 (not 5)", "Answer: 5 5", "Answer: 5.0 4", "Answer: none"]
     save("f.jsonl", [sample("a", at, text, None) for at, text in enumerate(texts)])
     bass("f.jsonl", "--by", "majority", "--answer", r"Answer: ([\d.]+)")
-    assert [row["scores"]["majority"] for row in load("f.jsonl")] == [0.25, 0.5, 0.5, 0.0]
+    assert [row["scores"]["majority"] for row in rows_in("f.jsonl")] == [0.25, 0.5, 0.5, 0.0]
 
 
 def test_earlier_scores_stay_beside_new_ones() -> None:
     save("f.jsonl", rows())
     bass("f.jsonl", "--by", "majority")
     bass("f.jsonl", "--by", "logprob")
-    assert load("f.jsonl")[0]["scores"] == {"majority": 2 / 3, "logprob": -0.9}
-    assert ranks(load("f.jsonl"))["a", 0] == 1
+    assert rows_in("f.jsonl")[0]["scores"] == {"majority": 2 / 3, "logprob": -0.9}
+    assert ranks(rows_in("f.jsonl"))["a", 0] == 1
 
 
 @pytest.mark.parametrize(
@@ -250,13 +239,12 @@ def test_failed_write_leaves_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("bass_cli.io.linefile.replace_file", full)
-    result = CliRunner().invoke(app, ["rank", "f.jsonl"])
-    assert result.exit_code == 3
+    cli("rank", "f.jsonl", code=3)
     assert Path("f.jsonl").read_bytes() == before
 
 
 def test_counts_are_printed_as_json() -> None:
     save("f.jsonl", rows())
-    result = CliRunner().invoke(app, ["rank", "f.jsonl", "--best", "1", "--json"])
+    result = cli("rank", "f.jsonl", "--best", "1", "--json")
     counts = {"prompts": 2, "samples": 6, "kept": 2, "dropped": 4, "by": ["logprob"]}
     assert json.loads(result.stdout) == counts

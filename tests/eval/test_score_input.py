@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 from scored import Sandbox, line, write
-from test_score import ALLOW, _stand_ins, cli, scored, verdicts  # noqa: F401
+from test_score import ALLOW, score, scored, verdicts
+
+pytestmark = pytest.mark.usefixtures("scored_stand_ins")
 
 GOOD = '{"task_id": "HumanEval/0", "completion": "+ 1"}\n'
 LINE = '{"task_id": "HumanEval/0", "completion": "x"'
@@ -76,7 +78,7 @@ def test_bad_input_is_refused_before_anything_is_run(
 ) -> None:
     if content is not None:
         Path("f.jsonl").write_text(content)
-    result = cli("f.jsonl", ALLOW, *arguments)
+    result = score("f.jsonl", ALLOW, *arguments)
     assert expected in result.stderr
     assert (
         result.exit_code,
@@ -95,7 +97,7 @@ def test_pipes_devices_and_endless_lines_are_refused(kind: str) -> None:
         "device": lambda: path.symlink_to("/dev/zero"),
         "bomb": lambda: path.write_bytes(gzip.compress(b'{"text": "' + bytes(100 * 2**20), 1)),
     }[kind]()
-    result = cli("f.jsonl", ALLOW)
+    result = score("f.jsonl", ALLOW)
     expected = (
         "f.jsonl:1: the line has more than 64 MB"
         if kind == "bomb"
@@ -130,16 +132,16 @@ def test_verdict_with_wrong_types_is_refused(change: dict[str, Any]) -> None:
     Path("f.jsonl.verdicts.jsonl").write_text(
         f"{json.dumps(first | change)}\n{json.dumps(second)}\n"
     )
-    result = cli("f.jsonl", ALLOW)
+    result = score("f.jsonl", ALLOW)
     assert result.exit_code == 2
     assert "f.jsonl.verdicts.jsonl:1: this line is not a verdict" in result.stderr
 
 
 def test_invalid_utf8_and_damaged_gzip_are_refused() -> None:
     Path("f.jsonl").write_bytes(b'{"task_id": "\xff"}\n' + GOOD.encode())
-    assert "f.jsonl:1: the text is not valid UTF-8" in cli("f.jsonl").stderr
+    assert "f.jsonl:1: the text is not valid UTF-8" in score("f.jsonl").stderr
     Path("f.jsonl").write_bytes(gzip.compress(GOOD.encode() * 9) + b"more")
-    result = cli("f.jsonl")
+    result = score("f.jsonl")
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
     assert "f.jsonl: the gzip data is broken" in result.stderr
     Path("f.jsonl").write_bytes(gzip.compress(GOOD.encode())[:-9])  # as a killed run leaves it

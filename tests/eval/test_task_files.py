@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 from checkpoints import write_checkpoint, write_tokenizer
-from typer.testing import CliRunner
+from command_line import cli
 
-from bass_cli.cli.commands import app
 from bass_cli.eval.tasks import packaged_tasks, task_names
 from bass_cli.eval.tasks.task_file import read_packaged
 
@@ -52,10 +51,9 @@ ANSWERS: dict[str, tuple[str, dict[str, str]]] = {
 
 
 @pytest.fixture(autouse=True)
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
+def place(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("BASS_ALLOW_WEAK_SANDBOX", "1")  # these programs are the tests' own
-    return tmp_path
+    return here
 
 
 @pytest.fixture(scope="module")
@@ -66,10 +64,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     write_tokenizer(folder)
     sizes = ("--n", "2", "--max-new-tokens", "4", "--device", "cpu", "--prompt-format", "chat")
     return ["--model", str(folder), *sizes, "--limit", "2"]
-
-
-def bass(*arguments: str) -> Any:
-    return CliRunner().invoke(app, arguments)
 
 
 def report_of(result: Any) -> dict[str, Any]:
@@ -89,7 +83,7 @@ def test_answers_to_the_examples_get_the_expected_verdicts(name: str) -> None:
     rows = [{"task_id": task_id, "completion": text, "sample": i} for i, text in enumerate(texts)]
     Path("f.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = [] if name == "capitals" else ["--timeout", "1s"]
-    result = bass("score", "f.jsonl", "--task", str(EXAMPLES / f"{name}.yaml"), "--json", *options)
+    result = cli("score", "f.jsonl", "--task", str(EXAMPLES / f"{name}.yaml"), "--json", *options)
     report = report_of(result)
     assert verdicts("f.jsonl") == dict(enumerate(texts.values()))
     passed = sum(status == "passed" for status in texts.values())
@@ -116,22 +110,20 @@ def test_packaged_tasks_are_read_and_have_their_data_beside_them() -> None:
 def test_examples_are_drawn_scored_resumed_and_scored_again(model: list[str]) -> None:
     for name in ANSWERS:
         file = str(EXAMPLES / f"{name}.yaml")
-        first = bass("eval", file, *model, "--json", "--out", f"{name}.jsonl")
+        first = cli("eval", file, *model, "--json", "--out", f"{name}.jsonl")
         report = report_of(first)
         assert (report["task"], report["problems"], report["samples"]) == (name, 2, 4)
         assert len(verdicts(f"{name}.jsonl")) == 2
         content = Path(f"{name}.jsonl").read_bytes()
-        scored = report_of(bass("score", f"{name}.jsonl", "--task", file, "--json"))
+        scored = report_of(cli("score", f"{name}.jsonl", "--task", file, "--json"))
         assert scored["statuses"] == report["statuses"]
-        page = bass("report", f"{name}.jsonl", "--task", file, "--out", f"{name}.html")
-        assert page.exit_code == 0, page.stderr
+        page = cli("report", f"{name}.jsonl", "--task", file, "--out", f"{name}.html", code=0)
         assert "have no verdict" not in page.stderr
-    again = bass("eval", file, *model, "--json", "--out", f"{name}.jsonl")
+    again = cli("eval", file, *model, "--json", "--out", f"{name}.jsonl")
     assert json.loads(again.stdout) == report
     assert Path(f"{name}.jsonl").read_bytes() == content
     for command in (("score", "capitals.jsonl"), ("rank", "capitals.jsonl", "--by", "majority")):
-        refused = bass(*command)
-        assert refused.exit_code == 2
+        refused = cli(*command, code=2)
         assert (
             'capitals.jsonl: its samples are of the task "capitals", which is a task file; name it '
             "with --task FILE.yaml" in refused.stderr
@@ -142,22 +134,21 @@ def test_changed_check_keeps_samples_and_changed_prompt_refuses_them(model: list
     for name in ("capitals.yaml", "capitals.jsonl"):
         shutil.copy(EXAMPLES / name, name)
     text = Path("capitals.yaml").read_text()
-    before = report_of(bass("eval", "capitals.yaml", *model, "--json", "--out", "o.jsonl"))
+    before = report_of(cli("eval", "capitals.yaml", *model, "--json", "--out", "o.jsonl"))
     content = Path("o.jsonl").read_bytes()
     Path("capitals.yaml").write_text(text.replace("'^[^,\\n]+'", "'^.*'"))
-    after = report_of(bass("eval", "capitals.yaml", *model, "--json", "--out", "o.jsonl"))
+    after = report_of(cli("eval", "capitals.yaml", *model, "--json", "--out", "o.jsonl"))
     assert Path("o.jsonl").read_bytes() == content
     assert after["samples"] == before["samples"] == 4
     Path("capitals.yaml").write_text(text.replace("with its name only", "in one word"))
-    refused = bass("eval", "capitals.yaml", *model, "--out", "o.jsonl")
-    assert refused.exit_code == 2
+    refused = cli("eval", "capitals.yaml", *model, "--out", "o.jsonl", code=2)
     assert "o.jsonl: it was begun with other settings" in refused.stderr
     assert "prompts: " in refused.stderr
 
 
 def test_budgets_compare_methods_on_a_task_file(model: list[str]) -> None:
     file = str(EXAMPLES / "capitals.yaml")
-    result = bass("eval", file, *model, "--budgets", "20s", "--json")
+    result = cli("eval", file, *model, "--budgets", "20s", "--json")
     document = report_of(result)
     assert document["task"] == "capitals"
     assert [one["method"] for one in document["reports"]] == ["plain", "single", "batched"]
@@ -169,8 +160,7 @@ def test_output_is_never_the_task_file_or_its_data(model: list[str]) -> None:
     for name in ("capitals.yaml", "capitals.jsonl"):
         shutil.copy(EXAMPLES / name, name)
     before = Path("capitals.jsonl").read_bytes()
-    refused = bass("eval", "capitals.yaml", *model, "--out", "capitals.jsonl", "--overwrite")
-    assert refused.exit_code == 2
+    refused = cli("eval", "capitals.yaml", *model, "--out", "capitals.jsonl", "--overwrite", code=2)
     assert "capitals.jsonl: this is a file of the task, which would be lost" in refused.stderr
     assert Path("capitals.jsonl").read_bytes() == before
 
@@ -179,8 +169,7 @@ def test_check_function_that_cannot_be_loaded_is_refused_before_drawing(model: l
     for name in ("packing.yaml", "packing.jsonl"):
         shutil.copy(EXAMPLES / name, name)
     Path("packing.py").write_text("import nothing_of_this_name\ndef fits(a, b): return True\n")
-    refused = bass("eval", "packing.yaml", *model, "--out", "o.jsonl")
-    assert refused.exit_code == 2
+    refused = cli("eval", "packing.yaml", *model, "--out", "o.jsonl", code=2)
     key = 'packing.yaml:12: key "check.function.file": packing.py: it cannot be loaded in the'
     assert key in refused.stderr
     assert "No module named 'nothing_of_this_name'" in refused.stderr
@@ -199,7 +188,7 @@ def test_faults_of_a_check_function_are_reported(body: str, fault: str) -> None:
         shutil.copy(EXAMPLES / name, name)
     Path("packing.py").write_text(f"def fits(answer, record):\n    {body}\n")
     Path("f.jsonl").write_text('{"task_id": "packing/1", "completion": "x"}\n')
-    result = bass("score", "f.jsonl", "--task", "packing.yaml", "--json")
+    result = cli("score", "f.jsonl", "--task", "packing.yaml", "--json")
     assert report_of(result)["statuses"] == {"failed": 1}
     note = "1 samples failed by a fault of the check, such as: "
     assert note in result.stderr

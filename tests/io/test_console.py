@@ -7,21 +7,15 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from command_line import cli
 
-from bass_cli.cli.commands import app
 from bass_cli.cli.doctor import parameters_in, place_of
 from bass_cli.io.console import Screen
 from bass_cli.io.results import Completion
 
 ROOT = Path(__file__).parents[2]
-
-
-def cli(*arguments: str) -> Any:
-    return CliRunner().invoke(app, list(arguments))
 
 
 def test_help_is_fast_and_loads_nothing_heavy() -> None:
@@ -73,9 +67,7 @@ def test_pairs_and_doctor_show_available_models() -> None:
     assert "transformers" in cli("doctor").stdout
 
 
-def test_parameters_are_read_from_model_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parameters_are_read_from_model_names(here: Path) -> None:
     names = {
         "Qwen/Qwen2.5-Coder-7B-Instruct": 7e9,
         "Qwen/Qwen3-0.6B": 6e8,
@@ -83,8 +75,7 @@ def test_parameters_are_read_from_model_names(
     }
     assert {name: parameters_in(name) for name in names} == names
     assert parameters_in("models/target-v2.bin") is None
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "m.gguf").write_text("")
+    (here / "m.gguf").write_text("")
     assert place_of("m.gguf") == "here"
     assert place_of("n.gguf") == "no such file or folder"
     assert place_of("package:json/none.gguf") == "package json has no none.gguf"

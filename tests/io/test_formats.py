@@ -24,12 +24,13 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
+from command_line import rows_in
 from test_results import MANIFEST, SAMPLE, fill, manifest, sample
 
 from bass_cli.errors import MachineError, UserError
 from bass_cli.eval.samples import read_generations
 from bass_cli.io import results
-from bass_cli.io.linefile import result_lines, stem_of
+from bass_cli.io.linefile import stem_of
 from bass_cli.io.results import Completion, open_output
 from bass_cli.io.resume import manifest_path
 
@@ -53,11 +54,6 @@ RICH = [
 ]  # fmt: skip
 
 
-def lines(path: Path) -> list[Any]:
-    with open(path, "rb") as stream:
-        return [json.loads(line) for line in result_lines(stream, str(path))]
-
-
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
@@ -79,8 +75,8 @@ def test_other_libraries_read_the_lines_of_the_plain_file(tmp_path: Path, name: 
     fill(path, *RICH)
     due = [json.loads(one.to_line()) for one in RICH]
     assert names(tmp_path) == [name, f"{name}.manifest.json"]
-    assert lines(path) == due
-    assert [list(row) for row in lines(path)] == [list(row) for row in due]  # the order of keys
+    assert rows_in(path) == due
+    assert [list(row) for row in rows_in(path)] == [list(row) for row in due]  # the order of keys
     if name == "o.parquet":
         table = pyarrow.parquet.read_table(path)
         assert table.schema.field("token_ids").type == pyarrow.list_(pyarrow.int64())
@@ -104,7 +100,7 @@ def test_a_prompt_of_one_token_does_not_change_the_columns(tmp_path: Path) -> No
     other = replace(SAMPLE, id="b", **two)
     path = tmp_path / "o.parquet"
     fill(path, one, other)
-    assert lines(path) == [json.loads(sample.to_line()) for sample in (one, other)]
+    assert rows_in(path) == [json.loads(sample.to_line()) for sample in (one, other)]
     schema = pyarrow.parquet.read_schema(path)
     number, pair = pyarrow.float64(), schema.field("prompt_top_logprobs").type.value_type.value_type
     assert schema.field("prompt_logprobs").type == pyarrow.list_(number)
@@ -131,25 +127,22 @@ def test_a_line_can_be_read_at_once_and_a_crash_loses_none(tmp_path: Path, name:
     with contextlib.suppress(RuntimeError), open_output(str(path), MANIFEST) as writer:
         for number in range(3):
             writer.write(sample("a", number))
-            assert [row["sample"] for row in lines(live)] == list(range(number + 1))
+            assert [row["sample"] for row in rows_in(live)] == list(range(number + 1))
         raise RuntimeError
     assert names(tmp_path) == sorted([live.name, f"{name}.manifest.json"])
     with open_output(str(path), MANIFEST) as writer:
         assert writer.done == {("a", number) for number in range(3)}
         writer.write(sample("b", 0))
     assert names(tmp_path) == [name, f"{name}.manifest.json"]
-    assert [(row["id"], row["sample"]) for row in lines(path)] == [
+    assert [(row["id"], row["sample"]) for row in rows_in(path)] == [
         *(("a", number) for number in range(3)),
         ("b", 0),
     ]
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_file_cut_at_any_byte_ends_like_the_undisturbed_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_file_cut_at_any_byte_ends_like_the_undisturbed_one(tmp_path: Path, name: str) -> None:
     """As a kill within a write leaves it. Only lines that are not whole are drawn again."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     completions = [sample(prompt, number) for prompt in "ab" for number in range(2)]
     live = name if name in PACKED else f"{name}.jsonl.zst"
     whole, cut = tmp_path / "whole", tmp_path / "cut"
@@ -164,7 +157,7 @@ def test_file_cut_at_any_byte_ends_like_the_undisturbed_one(
         raise RuntimeError
     beside = manifest_path(str(whole / name)).read_bytes()
     fill(whole / name)
-    due = lines(whole / name)
+    due = rows_in(whole / name)
     assert len(due) == 4
     for end in range(0, len(content) + 1, 3 if name == "o.jsonl.gz" else 9):
         (cut / name).unlink(missing_ok=True)
@@ -175,7 +168,7 @@ def test_file_cut_at_any_byte_ends_like_the_undisturbed_one(
             for completion in completions:
                 if (completion.id, completion.sample) not in writer.done:
                     writer.write(completion)
-        assert lines(cut / name) == due, end
+        assert rows_in(cut / name) == due, end
         assert names(cut) == [name, f"{name}.manifest.json"]
     if name in PACKED:  # one member, for readers that stop after the first
         assert (by_gzip if name.endswith("gz") else by_zstandard)(cut / name) == due
@@ -190,7 +183,7 @@ def test_failed_prompts_and_more_samples_extend_a_complete_file(tmp_path: Path, 
         assert writer.totals["samples"] == 1
         for key in (("a", 1), ("b", 0)):
             writer.write(sample(*key))
-    assert [(row["id"], row["sample"]) for row in lines(path)] == [("a", 0), ("a", 1), ("b", 0)]
+    assert [(row["id"], row["sample"]) for row in rows_in(path)] == [("a", 0), ("a", 1), ("b", 0)]
     before = path.read_bytes()
     with open_output(str(path), manifest(n=4)) as writer:
         pass  # nothing to draw: only the manifest changes
@@ -203,7 +196,7 @@ def test_failed_prompts_and_more_samples_extend_a_complete_file(tmp_path: Path, 
     with open_output(str(path), manifest(seed=9), overwrite=True) as writer:
         assert writer.done == set()
         writer.write(sample("z", 0))
-    assert [row["id"] for row in lines(path)] == ["z"]
+    assert [row["id"] for row in rows_in(path)] == ["z"]
     assert names(tmp_path) == [name, f"{name}.manifest.json"]
 
 
@@ -220,7 +213,7 @@ def test_full_disk_at_the_end_of_a_parquet_job_keeps_its_lines(
     assert names(tmp_path) == ["o.parquet.jsonl.zst", "o.parquet.manifest.json"]
     with open_output(str(path), MANIFEST) as writer:
         assert writer.done == {("a", 0)}
-    assert [row["sample"] for row in lines(path)] == [0]
+    assert [row["sample"] for row in rows_in(path)] == [0]
     assert names(tmp_path) == ["o.parquet", "o.parquet.manifest.json"]
 
 
@@ -250,7 +243,7 @@ def test_broken_data_is_refused_and_a_hole_of_a_power_cut_is_not(tmp_path: Path,
         assert 1 <= len(done) < 8
         for number in range(len(done), 8):
             writer.write(sample("a", number))
-    assert [row["sample"] for row in lines(path)] == list(range(8))
+    assert [row["sample"] for row in rows_in(path)] == list(range(8))
     path.write_bytes(content + b"something else")
     with pytest.raises(UserError, match=r"data is broken.*`overwrite`"):
         open_output(str(path), MANIFEST)
@@ -320,6 +313,6 @@ for writer in writers:
         child.wait(timeout=60)
         child.stdout.close()
     for name in FORMATS:
-        assert [row["sample"] for row in lines(tmp_path / name)] == list(range(100)), name
-        assert lines(tmp_path / name)[7] == json.loads(sample("a", 7).to_line())
+        assert [row["sample"] for row in rows_in(tmp_path / name)] == list(range(100)), name
+        assert rows_in(tmp_path / name)[7] == json.loads(sample("a", 7).to_line())
     assert names(tmp_path) == sorted([*FORMATS, *(f"{name}.manifest.json" for name in FORMATS)])

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import write_checkpoint, write_gguf, write_tokenizer
+from command_line import cli
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scored import line
@@ -19,9 +20,7 @@ from test_families import EMBEDDING, GGUF, OLD
 from test_results import MANIFEST, sample
 from test_round_cost import surface
 from test_tasks import MBPP
-from typer.testing import CliRunner
 
-from bass_cli.cli.commands import app
 from bass_cli.cli.doctor import place_of
 from bass_cli.config.job import load_pair
 from bass_cli.errors import UserError
@@ -402,15 +401,12 @@ BAD_COMMANDS = {
 
 
 @pytest.mark.parametrize("kind", BAD_COMMANDS)
-def test_a_command_ends_with_a_sentence(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_ends_with_a_sentence(kind: str, here: Path) -> None:
     arguments, contents, expected = BAD_COMMANDS[kind]
-    monkeypatch.chdir(tmp_path)
     for name, content in contents.items():
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).write_text(content)
-    result = CliRunner().invoke(app, arguments)
+    result = cli(*arguments)
     assert (result.exit_code, result.stdout) == (2, "")
     assert expected in result.stderr
     assert "Traceback" not in result.stderr

@@ -6,7 +6,6 @@ The reference is the file of the same command without these options.
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,9 @@ import pandas
 import pyarrow.parquet
 import pytest
 from checkpoints import write_checkpoint, write_tokenizer
-from typer.testing import CliRunner
+from command_line import cli, rows_in
 
 from bass_cli import Job, Pair, Sampling, generate
-from bass_cli.cli.commands import app
-from bass_cli.io.linefile import result_lines
 
 TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }}\n{% endfor %}"
 
@@ -35,9 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def place(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+def place(model: Path, here: Path) -> Path:
     rows: list[dict[str, Any]] = [
         {"id": "a", "prompt": "the cat", "level": 1},
         {"id": "b", "messages": [{"role": "user", "content": "a dog"}], "n": 2},
@@ -52,14 +47,8 @@ def run(model: Path, out: str, *more: str, code: int = 1) -> list[Any]:
     """Run the command; exit code 1, because one prompt cannot be run."""
     words = ["generate", "p.jsonl", "--model", str(model), "--draft", "none", "--device", "cpu"]
     words += ["--n", "3", "--max-new-tokens", "6", "--out", out, *more]
-    done = CliRunner().invoke(app, words)
-    assert done.exit_code == code, done.output
-    return read(out)
-
-
-def read(out: str) -> list[Any]:
-    with open(out, "rb") as stream:
-        return [json.loads(line) for line in result_lines(stream, out)]
+    cli(*words, code=code)
+    return rows_in(out)
 
 
 def untimed(row: dict[str, Any]) -> dict[str, Any]:
@@ -142,7 +131,7 @@ def test_columns_choose_the_keys_and_their_order(place: Path) -> None:
 def test_invalid_columns_are_refused_before_a_model_is_read(
     place: Path, flags: list[str], reason: str
 ) -> None:
-    done = CliRunner().invoke(app, ["generate", "p.jsonl", "--model", "none/such", *flags])
+    done = cli("generate", "p.jsonl", "--model", "none/such", *flags)
     assert (done.exit_code, done.stdout) == (2, "")
     assert f"--columns (or BASS_COLUMNS): {reason}" in done.stderr
 
@@ -176,8 +165,7 @@ def test_a_killed_group_goes_on_and_n_cannot_grow(place: Path) -> None:
         assert texts(flat(found)) == texts(flat(whole))
     words = ["generate", "p.jsonl", "--model", str(place), "--draft", "none", "--device", "cpu"]
     words += ["--n", "4", "--max-new-tokens", "6", "--out", "cut.jsonl", "--group"]
-    done = CliRunner().invoke(app, words)
-    assert done.exit_code == 2
+    done = cli(*words, code=2)
     assert "n: 3 before, 4 now; with --group a line has all its samples" in done.stderr
 
 
@@ -198,11 +186,10 @@ def test_shards_of_groups_and_columns_are_merged(place: Path) -> None:
         for number, part in enumerate(parts, 1):
             words = ["generate", "p.jsonl", "--model", str(place), "--draft", "none", "--n", "3"]
             words += ["--max-new-tokens", "6", "--device", "cpu", "--shard", f"{number}/2"]
-            CliRunner().invoke(app, [*words, "--out", part, *options, "--overwrite"])
-        done = CliRunner().invoke(app, ["merge", "m.parquet", *parts, "--overwrite"])
-        assert done.exit_code == 1, done.output  # prompt d failed
+            cli(*words, "--out", part, *options, "--overwrite")
+        done = cli("merge", "m.parquet", *parts, "--overwrite", code=1)
         assert not re.search("missing|Traceback", done.stderr), done.stderr
-        merged = read("m.parquet")
+        merged = rows_in("m.parquet")
         if options == ("--group",):
             whole, merged = flat(whole), flat(merged)
         assert by_key(merged) == by_key(whole)

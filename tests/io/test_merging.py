@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from command_line import cli, rows_in
 
-from bass_cli.cli.commands import app
 from bass_cli.errors import UserError
 from bass_cli.io.prompts import Shard, held_by, parse_shard, read_prompts, shard_of
 from bass_cli.io.readers import Source
@@ -24,11 +23,10 @@ N = 2
 
 
 @pytest.fixture(autouse=True)
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
+def place(here: Path) -> Path:
     lines = (json.dumps({"id": id_, "prompt": f"the {id_}"}) for id_ in IDS)
-    (tmp_path / "p.jsonl").write_text("\n".join(lines))
-    return tmp_path
+    (here / "p.jsonl").write_text("\n".join(lines))
+    return here
 
 
 def sample(id_: str, number: int, **given: Any) -> Completion:
@@ -69,7 +67,7 @@ def three() -> list[str]:
 
 
 def merge(*arguments: str, code: int = 0) -> str:
-    found = CliRunner().invoke(app, ["merge", *arguments], catch_exceptions=False)
+    found = cli("merge", *arguments, catch_exceptions=False)
     assert (found.exit_code, found.stdout) == (code, ""), found.stderr
     return " ".join(found.stderr.split())
 
@@ -131,7 +129,7 @@ def test_without_the_prompt_file_order_is_by_number_or_part(
     message = merge("all.jsonl", *reversed(names))
     assert "prompt file is not here or has changed" in message
     assert ("by the numbers in their ids" in message) == numbered
-    rows = [json.loads(line) for line in Path("all.jsonl").read_bytes().splitlines()]
+    rows = rows_in("all.jsonl")
     found = [row["id"] for row in rows]
     if numbered:  # 2 before 10
         assert found == [id_ for id_ in IDS for _ in range(N)]

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import cli
 from scored import Programs, Texts, adding, install, line, write
-from test_cli import cli, rows  # noqa: F401 - a fixture
+from test_cli import rows
 from test_same_files import BENCH, EVAL, GENERATE, SCORE, SWEEP, place  # noqa: F401 - a fixture
-from typer.testing import CliRunner
 
-from bass_cli.cli.commands import app
 from bass_cli.errors import UserError
 from bass_cli.io import saving
 from bass_cli.io.saving import check_chart, check_place, save_chart, write_file, write_json
@@ -58,7 +57,7 @@ def test_output_that_cannot_be_replaced_is_refused_early(
             server.bind("s")
         Path(name).symlink_to("s")
     before = tree(tmp_path)
-    result = CliRunner().invoke(app, command)
+    result = cli(*command)
     says = {"pipe": "this is a pipe", "folder": "this is a folder", "foreign": "it exists and "}
     assert says.get(kind, "this is a socket") in result.stderr
     assert result.exit_code == 2
@@ -95,34 +94,32 @@ def test_unwritable_folders_are_refused(tmp_path: Path, monkeypatch: pytest.Monk
     check_place("--out", tmp_path / "new")
 
 
-def test_names_of_standard_output_write_to_it(cli: Any, tmp_path: Path) -> None:
+def test_names_of_standard_output_write_to_it(stand_in: Any, tmp_path: Path) -> None:
     before = tree(tmp_path)
     for name in ("-", "/dev/stdout", "/dev/fd/1"):
-        result = cli("generate", "p.jsonl", "--n", "2", "--out", name)
-        assert result.exit_code == 0, result.stderr
+        result = cli("generate", "p.jsonl", "--n", "2", "--out", name, code=0)
         assert len(rows(result.stdout)) == 4
         refused = cli("generate", "p.jsonl", "--out", name, "--json")
         assert (refused.exit_code, "--json needs --out FILE" in refused.stderr) == (2, True)
     assert tree(tmp_path) == before
 
 
-def test_foreign_manifest_is_kept(cli: Any, tmp_path: Path) -> None:
+def test_foreign_manifest_is_kept(stand_in: Any, tmp_path: Path) -> None:
     command, beside = (
         ("generate", "p.jsonl", "--n", "2", "--out", "o.jsonl"),
         tmp_path / "o.jsonl.manifest.json",
     )
     beside.write_text('{"name": "a web app"}')
     before = tree(tmp_path)
-    refused = cli(*command)
-    assert refused.exit_code == 2
+    refused = cli(*command, code=2)
     assert (
         "o.jsonl.manifest.json: it exists and is not the manifest of o.jsonl; use --overwrite"
         in refused.stderr
     )
     assert tree(tmp_path) == before
-    assert cli(*command, "--overwrite").exit_code == 0
+    cli(*command, "--overwrite", code=0)
     (tmp_path / "o.jsonl").unlink()
-    assert cli(*command).exit_code == 0, "a manifest of ours may be replaced"
+    cli(*command, code=0)  # a manifest of ours may be replaced
 
 
 @pytest.fixture
@@ -137,7 +134,7 @@ def files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("files")
 def test_report_replaces_only_reports() -> None:
     def score(*arguments: str) -> Any:
-        return CliRunner().invoke(app, ["score", *arguments, ALLOW, "--report", "r.json"])
+        return cli("score", *arguments, ALLOW, "--report", "r.json")
 
     for _ in range(2):
         assert score("f.jsonl").exit_code == 0
@@ -167,7 +164,7 @@ def test_file_created_in_place_of_the_report_is_kept(monkeypatch: pytest.MonkeyP
         return judged(*arguments, **named)
 
     monkeypatch.setattr(scoring, "_judge", judge)
-    result = CliRunner().invoke(app, ["score", "f.jsonl", ALLOW, "--report", "r.json"])
+    result = cli("score", "f.jsonl", ALLOW, "--report", "r.json")
     assert (result.exit_code, Path("r.json").read_text()) == (2, "precious")
     assert "Pass@First" in result.stdout, "what was judged is shown all the same"
 
@@ -176,8 +173,7 @@ def test_file_created_in_place_of_the_report_is_kept(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("flags", [[], ["--rejudge"]])
 def test_foreign_file_in_place_of_verdicts_is_kept(flags: list[str]) -> None:
     Path("f.jsonl.verdicts.jsonl").write_text("precious\n")
-    result = CliRunner().invoke(app, ["score", "f.jsonl", ALLOW, *flags])
-    assert result.exit_code == 2
+    result = cli("score", "f.jsonl", ALLOW, *flags, code=2)
     assert (
         "f.jsonl.verdicts.jsonl: it exists and is not a file of verdicts; move it away"
         in result.stderr
@@ -212,6 +208,5 @@ def test_a_report_to_an_open_stream_adds_to_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", [[*SCORE, "--overwrite"], [*BENCH, "--overwrite"]])
 def test_overwrite_without_a_file_is_an_error(place: Path, command: list[str]) -> None:
-    result = CliRunner().invoke(app, command)
-    assert result.exit_code == 2
+    result = cli(*command, code=2)
     assert "--overwrite (or BASS_OVERWRITE): " in result.stderr

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 from checkpoints import write_checkpoint, write_tokenizer
-from typer.testing import CliRunner
+from command_line import cli
 
-from bass_cli.cli.commands import app
 from bass_cli.io import terminal
 from bass_cli.io.console import Estimate, Screen
 from bass_cli.io.results import Completion
@@ -161,21 +160,19 @@ def test_a_terminal_has_a_live_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("flags", [(), ("--budget", "60s")])
 def test_phases_before_the_first_round_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
+    here: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
 ) -> None:
-    write_checkpoint("llama", tmp_path / "target", seed=0, shards=False)
-    write_tokenizer(tmp_path / "target")
-    (tmp_path / "p.txt").write_text("the cat sat\n")
-    monkeypatch.chdir(tmp_path)
+    write_checkpoint("llama", here / "target", seed=0, shards=False)
+    write_tokenizer(here / "target")
+    (here / "p.txt").write_text("the cat sat\n")
     phases: list[Any] = []
     read: list[tuple[int, int]] = []
     monkeypatch.setattr(Screen, "phase", lambda screen, name, **_: phases.append(name))
     monkeypatch.setattr(Screen, "round", lambda *_, **__: phases.append("round"))
     monkeypatch.setattr(Screen, "bytes_read", lambda screen, *seen: read.append(seen))
     options = ("--model", "target", "--n", "2", "--max-new-tokens", "4", "--device", "cpu")
-    result = CliRunner().invoke(app, ["generate", "p.txt", *options, *flags])
-    assert result.exit_code == 0, result.stderr
-    (stored,) = (tmp_path / "target").glob("*.safetensors")
+    cli("generate", "p.txt", *options, *flags, code=0)
+    (stored,) = (here / "target").glob("*.safetensors")
     assert read[-1][0] == read[-1][1]
     assert 0 < stored.stat().st_size - read[-1][1] < 10_000  # all but the header
     assert read == sorted(read)

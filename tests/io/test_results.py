@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import rows_in
 
 from bass_cli.errors import MachineError, UserError
 from bass_cli.io.results import Completion, open_output
@@ -42,7 +43,7 @@ def fill(path: Path, *completions: Completion) -> None:
 
 
 def keys(path: Path) -> list[tuple[str, int, str]]:
-    rows = [json.loads(line) for line in path.read_bytes().splitlines()]
+    rows = rows_in(path)
     return [(row["id"], row["sample"], row["finish_reason"]) for row in rows]
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import shlex
 import time
 import warnings
@@ -14,37 +12,26 @@ from typing import Any
 
 import pytest
 from checkpoints import write_checkpoint, write_tokenizer
-from typer.testing import CliRunner
+from command_line import cli, rows_in
 
-from bass_cli.cli.commands import app
 from bass_cli.errors import UserError
 from bass_cli.io.console import Screen
 from bass_cli.io.runlog import RunLog
 
 
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in [name for name in os.environ if name.startswith("BASS_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    return tmp_path
-
-
 def events(path: str = "run.log", kind: str | None = None) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    lines = rows_in(path)
     return [line for line in lines if kind in (None, line["event"])]
 
 
-def test_a_run_logs_its_phases_rounds_notes_and_summary(place: Path) -> None:
-    write_checkpoint("llama", place / "target", seed=0, shards=False)
-    write_tokenizer(place / "target")
+def test_a_run_logs_its_phases_rounds_notes_and_summary(here: Path) -> None:
+    write_checkpoint("llama", here / "target", seed=0, shards=False)
+    write_tokenizer(here / "target")
     Path("p.jsonl").write_text('{"prompt": "the cat"}\n{"prompt": "sat on"}\n')
     words = shlex.split("generate p.jsonl --model target --device cpu --n 3 --max-new-tokens 9")
     before = datetime.now(timezone.utc)
     for number in (1, 2):  # the log is appended to
-        done = CliRunner().invoke(app, [*words, "--out", f"{number}.jsonl", "--log", "run.log"])
-        assert done.exit_code == 0, done.output
+        cli(*words, "--out", f"{number}.jsonl", "--log", "run.log", code=0)
     found = events()
     assert [line["event"] for line in found].count("start") == 2
     first = found[: 1 + [line["event"] for line in found].index("end")]
@@ -64,7 +51,7 @@ def test_a_run_logs_its_phases_rounds_notes_and_summary(place: Path) -> None:
     ]
     ended = {line["name"]: line["seconds"] for line in first if line["event"] == "phase ended"}
     assert list(ended) == names
-    rows = [json.loads(line) for line in Path("1.jsonl").read_text().splitlines()]
+    rows = rows_in("1.jsonl")
     rounds = [line for line in first if line["event"] == "rounds"]
     assert sum(line["tokens"] for line in rounds) == sum(row["tokens"] for row in rows)
     assert sum(line["accepted"] for line in rounds) == sum(row["accepted"] for row in rows)
@@ -74,7 +61,7 @@ def test_a_run_logs_its_phases_rounds_notes_and_summary(place: Path) -> None:
     assert any("plain prompts" in line["text"] for line in first if line["event"] == "note")
 
 
-def test_rounds_are_summed_over_a_second(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_are_summed_over_a_second(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     with RunLog("run.log", "generate") as log:
@@ -102,7 +89,7 @@ def test_rounds_are_summed_over_a_second(place: Path, monkeypatch: pytest.Monkey
     assert sum(line["tokens"] for line in rounds) == 2 * 10 + 4 * 5 + 3 * 5
 
 
-def test_rounds_of_other_processes_are_summed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_of_other_processes_are_summed(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     with RunLog("run.log", "generate") as log:
@@ -123,7 +110,7 @@ def test_rounds_of_other_processes_are_summed(place: Path, monkeypatch: pytest.M
 
 
 def test_warnings_and_errors_are_logged_and_shown(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shown = list[str]()
     monkeypatch.setattr(warnings, "showwarning", lambda message, *_: shown.append(str(message)))
@@ -167,13 +154,10 @@ def test_warnings_and_errors_are_logged_and_shown(
         (".", "this is a folder"),
     ],
 )
-def test_a_file_that_is_no_log_is_refused(place: Path, log: str, message: str) -> None:
+def test_a_file_that_is_no_log_is_refused(here: Path, log: str, message: str) -> None:
     Path("p.jsonl").write_text('{"prompt": "a"}\n')
     Path("data.txt").write_text("my data\n")
-    done = CliRunner().invoke(
-        app, ["generate", "p.jsonl", "--model", "none", "--out", "o.jsonl", "--log", log]
-    )
-    assert done.exit_code == 2, done.output
+    done = cli("generate", "p.jsonl", "--model", "none", "--out", "o.jsonl", "--log", log, code=2)
     assert message in done.stderr
     assert Path("data.txt").read_text() == "my data\n"
     assert not Path("o.jsonl").exists()

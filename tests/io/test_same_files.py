@@ -12,9 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
-
-from bass_cli.cli.commands import app
+from command_line import cli
 
 ROOT = Path(__file__).parents[2]
 LINK, HARD, BY_ANOTHER_WAY = "link", "hard", "other/../"
@@ -26,31 +24,28 @@ BENCH = ["bench", "--pair", "pair.yaml", "--prompts", "p.jsonl"]
 
 
 @pytest.fixture(autouse=True)
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def place(here: Path) -> Path:
     """A folder with prompts, fake model files, problems and samples."""
-    for name in [name for name in os.environ if name.startswith("BASS_")]:
-        monkeypatch.delenv(name)
     for folder in ("target", "draft", "other"):
-        (tmp_path / folder).mkdir()
-    (tmp_path / "target" / "config.json").write_text("{}")
-    (tmp_path / "target" / "model.safetensors").write_bytes(b"weights")
-    (tmp_path / "draft" / "model.png").write_bytes(b"no part of a model")
-    (tmp_path / "draft.gguf").write_bytes(b"weights")
-    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n')
-    (tmp_path / "pair.yaml").write_text("target: ./target\ndraft: ./draft.gguf\n")
+        (here / folder).mkdir()
+    (here / "target" / "config.json").write_text("{}")
+    (here / "target" / "model.safetensors").write_bytes(b"weights")
+    (here / "draft" / "model.png").write_bytes(b"no part of a model")
+    (here / "draft.gguf").write_bytes(b"weights")
+    (here / "p.jsonl").write_text('{"prompt": "a"}\n')
+    (here / "pair.yaml").write_text("target: ./target\ndraft: ./draft.gguf\n")
     problem = {
         "task_id": "Tiny/0",
         "prompt": "def f(x):\n",
         "entry_point": "f",
         "test": "def check(f):\n    pass\n",
     }
-    (tmp_path / "tiny.jsonl").write_text(json.dumps(problem) + "\n")
-    (tmp_path / "f.jsonl").write_text(
+    (here / "tiny.jsonl").write_text(json.dumps(problem) + "\n")
+    (here / "f.jsonl").write_text(
         json.dumps({"task_id": "Tiny/0", "completion": "    return x\n"}) + "\n"
     )
-    (tmp_path / "f.jsonl.manifest.json").write_text("{}")
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+    (here / "f.jsonl.manifest.json").write_text("{}")
+    return here
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -85,8 +80,7 @@ def test_an_output_that_is_an_input_is_refused(
     elif way == HARD:
         os.link(read, name)
     before = contents(place)
-    result = CliRunner().invoke(app, [*command, option, name])
-    assert result.exit_code == 2, result.output
+    result = cli(*command, option, name, code=2)
     assert f"{option} {name}: this is {what}, which would be lost" in result.stderr
     assert contents(place) == before
 
@@ -94,8 +88,7 @@ def test_an_output_that_is_an_input_is_refused(
 def test_report_cannot_take_the_place_of_a_manifest(place: Path) -> None:
     Path("f.jsonl.manifest.json").unlink()
     before = contents(place)
-    result = CliRunner().invoke(app, [*SCORE, "--report", "other/../f.jsonl.manifest.json"])
-    assert result.exit_code == 2
+    result = cli(*SCORE, "--report", "other/../f.jsonl.manifest.json", code=2)
     assert "this is its manifest, which would be lost" in result.stderr
     assert contents(place) == before
 
@@ -109,8 +102,7 @@ def test_chart_never_replaces_an_input(place: Path, monkeypatch: pytest.MonkeyPa
     ):
         os.link(read, f"{number}.png")
         before = contents(place)
-        result = CliRunner().invoke(app, [*command, "--plot", f"{number}.png"])
-        assert result.exit_code == 2, result.output
+        result = cli(*command, "--plot", f"{number}.png", code=2)
         assert f"--plot {number}.png: this is the " in result.stderr
         assert contents(place) == before
 
@@ -132,8 +124,7 @@ def test_manifests_and_verdicts_count_as_outputs(
 ) -> None:
     Path("o.jsonl.manifest.json").write_text('[{"prompt": "a"}]')
     before = contents(place)
-    result = CliRunner().invoke(app, command)
-    assert result.exit_code == 2, result.output
+    result = cli(*command, code=2)
     assert fault in result.stderr
     assert contents(place) == before
 
@@ -160,8 +151,7 @@ def test_redirected_streams_are_recognised_as_files(place: Path, redirection: st
 def test_streams_and_devices_may_be_shared(place: Path) -> None:
     """The command fails later, because the model files are fake."""
     for out in ("/dev/stderr", "draft/model.png", "target/o.jsonl", "smollm2"):
-        result = CliRunner().invoke(app, [*GENERATE, "--out", out])
-        assert result.exit_code == 2
+        result = cli(*GENERATE, "--out", out, code=2)
         assert "which would be lost" not in result.stderr
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_cli import cli, result_keys  # noqa: F401 - a fixture
+from command_line import cli
+from test_cli import result_keys
 from test_interruption import start
 from test_results import MANIFEST, fill, keys, manifest, sample
 
@@ -193,7 +194,7 @@ def longest_file(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_run_can_be_resumed_after_a_full_disk(cli: Any, tmp_path: Path) -> None:
+def test_run_can_be_resumed_after_a_full_disk(stand_in: Any, tmp_path: Path) -> None:
     command = ("generate", "p.txt", "--n", "3", "--out", "o.jsonl")
     (tmp_path / "p.txt").write_text("".join(f"prompt {number}\n" for number in range(10)))
     output = tmp_path / "o.jsonl"
@@ -207,7 +208,7 @@ def test_run_can_be_resumed_after_a_full_disk(cli: Any, tmp_path: Path) -> None:
         assert content.startswith(before[: before.rfind(b"\n") + 1])
         before = content
     assert before.count(b"\n") > 5
-    assert cli(*command).exit_code == 0
+    cli(*command, code=0)
     expected = sorted(
         (str(i), number, f"prompt {i}/{number}/0") for i in range(10) for number in range(3)
     )
@@ -223,16 +224,15 @@ DAMAGE = ["", "{", "\0" * 900, "null", "[]", '{"results": null}', '{"results": [
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_the_same_command_rebuilds_a_damaged_manifest(
-    cli: Any, tmp_path: Path, damage: str
+    stand_in: Any, tmp_path: Path, damage: str
 ) -> None:
     command = ("generate", "p.jsonl", "--n", "2", "--out", "o.jsonl")
-    assert cli(*command).exit_code == 0
+    cli(*command, code=0)
     output, beside = tmp_path / "o.jsonl", tmp_path / "o.jsonl.manifest.json"
     whole, settings = output.read_bytes(), json.loads(beside.read_text())["results"]
     output.write_bytes(b"".join(whole.splitlines(keepends=True)[:3]))
     beside.write_text(damage)
-    again = cli(*command)
-    assert again.exit_code == 0, again.stderr
+    again = cli(*command, code=0)
     assert "o.jsonl.manifest.json: it is damaged and is written again" in again.stderr
     assert sorted(output.read_bytes().splitlines()) == sorted(whole.splitlines())
     assert json.loads(beside.read_text())["results"] == settings
@@ -247,24 +247,22 @@ def test_the_same_command_rebuilds_a_damaged_manifest(
                        "now"), (("--model", "other"), None), (("--top-p", "0.5"), None),
 ])  # fmt: skip
 def test_another_command_is_refused_where_the_manifest_is_damaged(
-    cli: Any, tmp_path: Path, change: tuple[str, ...], says: str | None
+    stand_in: Any, tmp_path: Path, change: tuple[str, ...], says: str | None
 ) -> None:
     """Lines show some differences; file attributes, where they exist, show the others."""
     command = ("generate", "p.jsonl", "--n", "2", "--out", "o.jsonl")
-    assert cli(*command).exit_code == 0
+    cli(*command, code=0)
     output, beside = tmp_path / "o.jsonl", tmp_path / "o.jsonl.manifest.json"
     beside.write_text("")
     content = output.read_bytes()
     if ATTRIBUTE in os.listxattr(output):
-        result = cli(*command, *change)
-        assert result.exit_code == 2
+        result = cli(*command, *change, code=2)
         assert (
             says if says and change[0] in ("--n", "--limit") else "it was begun with other settings"
         ) in result.stderr
         os.removexattr(output, ATTRIBUTE)
     if says is not None:
-        result = cli(*command, *change)
-        assert result.exit_code == 2
+        result = cli(*command, *change, code=2)
         assert says in result.stderr
     assert (output.read_bytes(), beside.read_bytes()) == (content, b"")
 

@@ -464,21 +464,20 @@ def test_peak_memory_of_loading_is_about_the_model(kind: str, tmp_path: Path) ->
     assert 0.8 * model < grown < 1.25 * model
 
 
-def test_locate_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "pairs").mkdir()
-    (tmp_path / "pairs" / "model").mkdir()
-    (tmp_path / "x.gguf").touch()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert locate("model", folder=Path("pairs")) == tmp_path / "pairs" / "model"
-    assert locate("x.gguf", folder=tmp_path / "pairs") == tmp_path / "x.gguf"
-    assert locate("../x.gguf", folder=tmp_path / "pairs").resolve() == tmp_path / "x.gguf"
-    assert locate("~/x.gguf", folder=None) == tmp_path / "x.gguf"
+def test_locate_paths(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here / "pairs").mkdir()
+    (here / "pairs" / "model").mkdir()
+    (here / "x.gguf").touch()
+    monkeypatch.setenv("HOME", str(here))
+    assert locate("model", folder=Path("pairs")) == here / "pairs" / "model"
+    assert locate("x.gguf", folder=here / "pairs") == here / "x.gguf"
+    assert locate("../x.gguf", folder=here / "pairs").resolve() == here / "x.gguf"
+    assert locate("~/x.gguf", folder=None) == here / "x.gguf"
     for source in ("./model", "../gone", "/gone/model", "~/gone", "gone.gguf"):
         with pytest.raises(UserError, match=f'"{source}": there is no such file or folder'):
             locate(source, folder=None)
     with pytest.raises(UserError, match=r"looked in .*pairs too"):
-        locate("gone.gguf", folder=tmp_path / "pairs")
+        locate("gone.gguf", folder=here / "pairs")
 
 
 def test_locate_in_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

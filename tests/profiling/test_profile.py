@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import write_checkpoint, write_tokenizer
+from command_line import cli, rows_in
 from devices import device, surface_of
 from fakes import Ticks
 from toys import AtOnce, Markov, loop_for
-from typer.testing import CliRunner
 
-from bass_cli.cli.commands import app
 from bass_cli.engine.contracts import RoundResult
 from bass_cli.lengths import surface as store
 from bass_cli.lengths.controllers import Fixed
@@ -259,49 +258,40 @@ def test_every_device_pair_and_dtype_has_a_file_of_its_own():
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch) -> Path:
+def place(here: Path, monkeypatch) -> Path:
     """A folder with a pair of tiny models; `measure` sees few rows."""
     for name, seed in (("target", 0), ("draft", 1)):
-        write_checkpoint("llama", tmp_path / name, seed=seed, shards=False)
-        write_tokenizer(tmp_path / name)
-    (tmp_path / "pair.yaml").write_text("target: target\ndraft: draft\n")
-    (tmp_path / "p.txt").write_text("the cat sat\na dog\n")
-    monkeypatch.chdir(tmp_path)
+        write_checkpoint("llama", here / name, seed=seed, shards=False)
+        write_tokenizer(here / name)
+    (here / "pair.yaml").write_text("target: target\ndraft: draft\n")
+    (here / "p.txt").write_text("the cat sat\na dog\n")
     monkeypatch.delenv("BASS_DRAFT_LENGTH", raising=False)
-    return tmp_path
+    return here
 
 
-def bass(*arguments):
-    return CliRunner().invoke(
-        app, [arguments[0], *arguments[1:], "--pair", "pair.yaml", "--device", "cpu"]
-    )
+def bass(*arguments, **settings):
+    return cli(*arguments, "--pair", "pair.yaml", "--device", "cpu", **settings)
 
 
 def test_the_command_measures_and_table_then_works(place: Path):
     flags = shlex.split("generate p.txt --n 2 --max-new-tokens 20 --overwrite --token-ids")
-    refused = bass(*flags, "--out", "a.jsonl", "--draft-length", "table")
-    assert refused.exit_code == 2
+    refused = bass(*flags, "--out", "a.jsonl", "--draft-length", "table", code=2)
     assert "bass profile and the same --pair (or --model) and --draft" in " ".join(
         refused.stderr.split()
     )
     assert not (place / "a.jsonl").exists()
-    made = bass("profile", "--batch-sizes", "1,2", "--json")
-    assert made.exit_code == 0, made.stderr
+    made = bass("profile", "--batch-sizes", "1,2", "--json", code=0)
     document = json.loads(made.stdout)
     assert document["surface"]["rows"] == [1, 2]
     assert Path(document["file"]).is_file()
     assert document["file"] in made.stderr
     found = []
     for length in ("table", "bass+table", "auto", "0"):
-        done = bass(*flags, "--out", "a.jsonl", "--draft-length", length)
-        assert done.exit_code == 0, done.stderr
-        lines = map(json.loads, (place / "a.jsonl").read_text().splitlines())
+        bass(*flags, "--out", "a.jsonl", "--draft-length", length, code=0)
+        lines = rows_in(place / "a.jsonl")
         found.append(sorted((line["id"], line["sample"], line["token_ids"]) for line in lines))
     by_model = shlex.split("--model target --draft draft --draft-length table --device cpu")
-    same = CliRunner().invoke(app, [*flags, "--out", "a.jsonl", *by_model])
-    assert same.exit_code == 0, (
-        same.stderr
-    )  # a profile belongs to the model files, not to their names
+    cli(*flags, "--out", "a.jsonl", *by_model, code=0)
     assert found[0] == found[1] == found[2] == found[3], (
         "under shared coupling no controller reaches the output"
     )
@@ -309,16 +299,14 @@ def test_the_command_measures_and_table_then_works(place: Path):
         "a job leaves a measured profile as it is"
     )
     Path(document["file"]).write_text("{}")
-    damaged = bass(*flags, "--draft-length", "table")
-    assert damaged.exit_code == 2
+    damaged = bass(*flags, "--draft-length", "table", code=2)
     assert "this profile is ignored: " in " ".join(damaged.stderr.split("error:")[1].split())
 
 
 def test_lookup_has_a_profile_of_its_own(place: Path):
     """Lookup has other round costs than a model."""
     drafts = ("--draft", "lookup")
-    made = bass("profile", "--batch-sizes", "1,2", *drafts)
-    assert made.exit_code == 0
+    made = bass("profile", "--batch-sizes", "1,2", *drafts, code=0)
     assert [line.split()[0] for line in made.stdout.splitlines()[-3:]] == ["rows", "1", "2"]
     *legend, header, _, _ = made.stdout.splitlines()
     assert header.split("  ")[0] == "rows"
@@ -333,13 +321,11 @@ def test_lookup_has_a_profile_of_its_own(place: Path):
     )
     found = []
     for length in ("table", "auto", "0"):
-        done = bass(*flags, *drafts, "--draft-length", length)
-        assert done.exit_code == 0, done.stderr
-        lines = map(json.loads, (place / "a.jsonl").read_text().splitlines())
+        bass(*flags, *drafts, "--draft-length", length, code=0)
+        lines = rows_in(place / "a.jsonl")
         found.append(sorted((line["id"], line["sample"], line["token_ids"]) for line in lines))
     assert found[0] == found[1] == found[2]
-    alone = bass(*flags, "--draft-length", "table")
-    assert alone.exit_code == 2
+    alone = bass(*flags, "--draft-length", "table", code=2)
     assert "has no profile" in alone.stderr
 
 
@@ -347,13 +333,12 @@ def test_under_maximal_coupling_the_manifest_names_the_profile(place: Path):
     flags = (
         *shlex.split("generate p.txt --n 1 --max-new-tokens 8 --coupling maximal --out a.jsonl"),
     )
-    assert bass(*flags).exit_code == 0
+    bass(*flags, code=0)
     assert "profile" not in json.loads((place / "a.jsonl.manifest.json").read_text())["results"]
     document = json.loads(bass("profile", "--batch-sizes", "1", "--json").stdout)
-    refused = bass(*flags)
-    assert refused.exit_code == 2
+    refused = bass(*flags, code=2)
     assert "profile" in refused.stderr
-    assert bass(*flags, "--overwrite").exit_code == 0
+    bass(*flags, "--overwrite", code=0)
     assert (
         json.loads((place / "a.jsonl.manifest.json").read_text())["results"]["profile"]
         == document["digest"]
@@ -361,12 +346,7 @@ def test_under_maximal_coupling_the_manifest_names_the_profile(place: Path):
 
 
 def test_job_without_a_profile_stores_learnt_costs(place: Path):
-    assert (
-        bass(
-            "generate", "p.txt", "--n", "4", "--max-new-tokens", "60", "--out", "a.jsonl"
-        ).exit_code
-        == 0
-    )
+    bass("generate", "p.txt", "--n", "4", "--max-new-tokens", "60", "--out", "a.jsonl", code=0)
     kept = list(store.profile_folder().iterdir())
     assert len(kept) == 1
     surface = store.load_surface(kept[0], pytest.fail)
@@ -374,8 +354,7 @@ def test_job_without_a_profile_stores_learnt_costs(place: Path):
     assert not surface.measured
     assert Goodput(limit=8).needs_result(0), "costs are learnt from every round at first"
     assert not Goodput(limit=8, surface=surface).needs_result(0), "no opening: costs are known"
-    refused = bass("generate", "p.txt", "--draft-length", "table")
-    assert refused.exit_code == 2, "what was learnt on the side is no profile"
+    refused = bass("generate", "p.txt", "--draft-length", "table", code=2)
     assert "bass profile" in refused.stderr
 
 
@@ -388,10 +367,7 @@ def test_job_without_a_profile_stores_learnt_costs(place: Path):
     ],
 )
 def test_mistakes_are_found_before_anything_is_loaded(place: Path, arguments, reason):
-    found = CliRunner().invoke(
-        app, ["profile", "--pair", "pair.yaml", "--device", "cpu", *arguments]
-    )
-    assert found.exit_code == 2
+    found = cli("profile", "--pair", "pair.yaml", "--device", "cpu", *arguments, code=2)
     assert reason in found.stderr
     assert "loading" not in found.stderr
 
@@ -400,8 +376,7 @@ def test_a_missing_model_is_refused_before_torch_is_imported(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("bass_cli.cli.profile.configure_threads", pytest.fail)
-    found = bass("profile", "--draft", "./nowhere")
-    assert found.exit_code == 2
+    found = bass("profile", "--draft", "./nowhere", code=2)
     assert '"./nowhere": there is no such file or folder' in found.stderr
 
 
@@ -410,7 +385,6 @@ def test_a_folder_that_is_not_writable_is_found_before_anything_is_loaded(
 ):
     (place / "file").write_text("")
     monkeypatch.setattr(store, "profile_folder", lambda: place / "file" / "profiles")
-    found = bass("profile", "--batch-sizes", "1")
-    assert found.exit_code == 3
+    found = bass("profile", "--batch-sizes", "1", code=3)
     assert "set XDG_CACHE_HOME to a writable folder" in " ".join(found.stderr.split())
     assert "loading" not in found.stderr

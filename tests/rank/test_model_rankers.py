@@ -11,16 +11,15 @@ import pytest
 import torch
 import transformers
 from checkpoints import write_checkpoint, write_tokenizer
+from command_line import cli, rows_in
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
     LlamaForSequenceClassification,
 )
-from typer.testing import CliRunner
 
 from bass_cli import Job, Pair, Sampling
-from bass_cli.cli.commands import app
 from bass_cli.errors import UserError
 from bass_cli.eval.stores import ScoreStore, digest_of
 from bass_cli.rank import model_rankers
@@ -270,8 +269,7 @@ class Counting:
             yield [float(len(candidate.text)) for candidate in one.candidates]
 
 
-def test_interrupted_ranking_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_interrupted_ranking_goes_on(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [
         {"id": id_, "sample": at, "text": "x" * (at + 1), "finish_reason": "eos", "prompt": "p"}
         for id_ in "abc"
@@ -284,7 +282,7 @@ def test_interrupted_ranking_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def rank(most: int) -> Any:
         made.append(Counting(most))
         monkeypatch.setattr("bass_cli.eval.rank_command._ranker_of", lambda *args: made[-1])
-        return CliRunner().invoke(app, ["rank", "f.jsonl", "--by", "reverse", "--model", "m"])
+        return cli("rank", "f.jsonl", "--by", "reverse", "--model", "m")
 
     assert rank(2).exit_code == 130
     assert Path("f.jsonl").read_text() == content
@@ -292,7 +290,7 @@ def test_interrupted_ranking_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
         stream.write(b'{"ranker": "reve')  # a line that a kill cut
     assert rank(9).exit_code == 0
     assert [one.scored for one in made] == [["a", "b"], ["c"]]
-    found = [json.loads(line) for line in Path("f.jsonl").read_text().splitlines()]
+    found = rows_in("f.jsonl")
     assert [row["rank"] for row in found] == [2, 1] * 3
     assert not Path("f.jsonl.scores.jsonl").exists()
 
@@ -310,10 +308,7 @@ def test_scores_depend_on_model_prompt_and_samples(tmp_path: Path) -> None:
         ScoreStore(str(path))
 
 
-def test_command_ranks_by_reverse_with_a_model(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_command_ranks_by_reverse_with_a_model(folder: Path, here: Path) -> None:
     texts = ["a mat", "the other cat"]
     rows = [
         {"id": "a", "sample": at, "text": text, "finish_reason": "eos", "prompt": "the cat sat"}
@@ -321,12 +316,10 @@ def test_command_ranks_by_reverse_with_a_model(
     ]
     Path("f.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ["rank", "f.jsonl", "--by", "reverse", "--device", "cpu"]
-    missing = CliRunner().invoke(app, words)
-    assert missing.exit_code == 2
+    missing = cli(*words, code=2)
     assert "name it with --pair or --model" in " ".join(missing.stderr.split())
-    done = CliRunner().invoke(app, [*words, "--model", str(folder), "--dtype", "fp32"])
-    assert done.exit_code == 0, done.output
-    found = [json.loads(line) for line in Path("f.jsonl").read_text().splitlines()]
+    cli(*words, "--model", str(folder), "--dtype", "fp32", code=0)
+    found = rows_in("f.jsonl")
     after = "\n\nThe text above is the answer to this request:\n"
     wanted = [due(folder, text + after, "the cat sat") for text in texts]
     assert [row["scores"]["reverse"] for row in found] == pytest.approx(wanted, abs=1e-4)
@@ -342,9 +335,8 @@ def test_tests_are_drawn_by_the_model(folder: Path) -> None:
 
 
 def test_eval_scores_its_samples_with_the_model(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     heads = ["def f(x):\n", "def g(y):\n"]
     problems = [
         {"task_id": f"Tiny/{head[4]}", "prompt": head, "entry_point": head[4],
@@ -356,10 +348,9 @@ def test_eval_scores_its_samples_with_the_model(
              "--data", "t.jsonl", "--n", "2", "--max-new-tokens", "8", "--prompt-format", "raw",
              "--dtype", "fp32", "--out", "o.jsonl", "--allow-code-execution", "--json",
              "--rank-by", "static,reverse"]  # fmt: skip
-    done = CliRunner().invoke(app, words)
-    assert done.exit_code == 0, done.output
+    done = cli(*words, code=0)
     assert list(json.loads(done.stdout)["pass_first_by"]) == ["static", "reverse"]
-    rows = [json.loads(line) for line in Path("o.jsonl").read_text().splitlines()]
+    rows = rows_in("o.jsonl")
     for row in rows:
         prompt = heads[row["id"] == "Tiny/g"]
         one = Candidate(0, row["completion"], "eos", None, prompt + row["completion"])
@@ -367,9 +358,8 @@ def test_eval_scores_its_samples_with_the_model(
         assert row["scores"]["reverse"] == (wanted and pytest.approx(wanted, abs=1e-4))
         assert row["rank"] in (1, 2)
     monkeypatch.setattr("bass_cli.eval.rank_command.rank_lines", None)  # it is not called again
-    assert CliRunner().invoke(app, words).exit_code == 0
-    several = CliRunner().invoke(app, [*words, "--budgets", "1s,2s"])
-    assert several.exit_code == 2
+    cli(*words, code=0)
+    several = cli(*words, "--budgets", "1s,2s", code=2)
     assert "rankers that run a model cannot be used with several budgets" in " ".join(
         several.stderr.split()
     )

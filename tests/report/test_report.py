@@ -13,15 +13,13 @@ from typing import Any
 import hostile_text
 import pytest
 from checkpoints import write_tokenizer
+from command_line import cli, rows_in
 from pages import Page
-from scored import Programs, Texts, adding, install, line, write
-from typer.testing import CliRunner
+from scored import line, write
 
-from bass_cli.cli.commands import app
 from bass_cli.config.evaluation_commands import ReportArgs
 from bass_cli.config.job import Job
 from bass_cli.errors import UserError
-from bass_cli.eval.tasks.task import Problem
 from bass_cli.formats.tokenizer import Tokenizer
 from bass_cli.io.console import Screen
 from bass_cli.io.layout import LayoutWriter
@@ -42,20 +40,7 @@ HOSTILE = [
     hostile_text.TEXT,
 ]
 
-
-@pytest.fixture(autouse=True)
-def _stand_ins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    problems = Programs({f"HumanEval/{i}": adding(i) for i in range(12)})
-    summaries = Texts({str(number): Problem(str(number), "", {}) for number in range(3)})
-    summaries.rates = True
-    install(monkeypatch, tmp_path, problems, summaries)
-    from bass_cli.eval import scoring
-
-    monkeypatch.setattr("bass_cli.report.runs.load_task", scoring.load_task)
-
-
-def cli(*arguments: str) -> Any:
-    return CliRunner().invoke(app, list(arguments))
+pytestmark = pytest.mark.usefixtures("scored_stand_ins")
 
 
 def reported(*arguments: str, out: str = "page.html", **options: Any) -> Page:
@@ -80,8 +65,7 @@ def judged() -> str:
         line(2, 1, "+", mean_logprob=-0.5, reason="budget"),
     ]
     path = write("f.jsonl", rows, results={"task": "humaneval", "n": 2, "budget": 9.0})
-    result = cli("score", path, ALLOW, "--report", "f.report.json")
-    assert result.exit_code == 0, result.stderr
+    cli("score", path, ALLOW, "--report", "f.report.json", code=0)
     return path
 
 
@@ -127,7 +111,7 @@ def test_charts_equal_counting_by_hand() -> None:
 def test_a_sample_without_a_fitting_verdict_is_not_judged() -> None:
     """A verdict belongs to a program. A later text of the same sample has none."""
     path = judged()
-    rows = [json.loads(one) for one in Path(path).read_text().splitlines()]
+    rows = rows_in(path)
     rows[0]["text"] = rows[0]["completion"] = "+ 3"
     Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
     page = reported(path)
@@ -283,7 +267,7 @@ def test_figures_of_summaries_come_from_the_report_beside_the_file() -> None:
              "finish_reason": "eos"} for number in range(3)]  # fmt: skip
     write("x.jsonl", rows, results={"task": "xsum"})
     assert "ROUGE-L of the first" not in dict(reported("x.jsonl").head["runs"][0]["headline"])
-    assert cli("score", "x.jsonl", "--report", "x.report.json").exit_code == 0
+    cli("score", "x.jsonl", "--report", "x.report.json", code=0)
     shown = dict(reported("x.jsonl").head["runs"][0]["headline"])
     assert shown["ROUGE-L of the first"].startswith("25.0")
     write("x.jsonl", rows[:2], results={"task": "xsum"})  # the report is on another file now
@@ -406,8 +390,7 @@ def test_the_command_shows_flags_in_messages_and_writes_only_to_standard_error()
 def test_an_earlier_page_is_replaced_without_a_flag() -> None:
     write("f.jsonl", [line(0, 0, "+ 1")])
     for _ in range(2):
-        result = cli("report", "f.jsonl")
-        assert result.exit_code == 0, result.stderr
+        cli("report", "f.jsonl", code=0)
     assert Page.read("f.html").runs()[0]["texts"] == ["+ 1"]
 
 
@@ -459,12 +442,7 @@ def test_a_damaged_report_beside_the_file_is_left_out(change: dict[str, Any]) ->
 
 def test_pass_first_by_several_rankers_comes_from_the_report() -> None:
     path = judged()
-    assert (
-        cli(
-            "score", path, ALLOW, "--rank-by", "logprob,static", "--report", "f.report.json"
-        ).exit_code
-        == 0
-    )
+    cli("score", path, ALLOW, "--rank-by", "logprob,static", "--report", "f.report.json", code=0)
     figures = dict(reported(path).head["runs"][0]["figures"])
     assert figures["Pass@First by"].startswith("logprob 33.3")
     assert "static" in figures["Pass@First by"]

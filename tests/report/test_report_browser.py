@@ -65,8 +65,7 @@ class Tab:
 
 
 @pytest.fixture
-def tab(chromium: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tab]:
-    monkeypatch.chdir(tmp_path)
+def tab(chromium: Any, here: Path) -> Iterator[Tab]:
     found = Tab(chromium, viewport={"width": 1200, "height": 800})
     yield found
     found.context.close()
@@ -244,18 +243,17 @@ def test_a_browser_without_the_newest_decoder_shows_the_texts(tab: Tab) -> None:
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("logprobs", [False, True])
 def test_drafted_tokens_are_underlined_with_a_legend_and_a_switch(
-    chromium: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logprobs: bool, theme: str
+    chromium: Any, here: Path, logprobs: bool, theme: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_tokenizer(tmp_path)
-    tokenizer = Tokenizer.load(tmp_path)
+    write_tokenizer(here)
+    tokenizer = Tokenizer.load(here)
     ids = [*tokenizer.encode_part("the cat sat"), 2]
     marks = [place % 2 for place in range(len(ids))]
     marks[-1] = 1  # the end of the sample comes after the text
     row = {"id": "a", "sample": 0, "text": "the cat sat", "finish_reason": "eos",
            "token_ids": ids, "token_drafted": marks}  # fmt: skip
     row |= {"token_logprobs": [-3.0] * len(ids)} if logprobs else {}
-    results = {"target": str(tmp_path), "vocabulary": tokenizer.fingerprint()}
+    results = {"target": str(here), "vocabulary": tokenizer.fingerprint()}
     tab = Tab(chromium, color_scheme=theme, viewport={"width": 900, "height": 700})
     page = tab.open(page_of(write("f.jsonl", [row], results=results)))
     page.keyboard.press("2")
@@ -281,10 +279,7 @@ def test_drafted_tokens_are_underlined_with_a_legend_and_a_switch(
 
 
 @pytest.mark.slow
-def test_a_phone_shows_the_list_or_a_prompt(
-    chromium: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_phone_shows_the_list_or_a_prompt(chromium: Any, here: Path) -> None:
     tab = Tab(chromium, viewport={"width": 390, "height": 800}, color_scheme="dark", has_touch=True)
     page = tab.open(page_of(write("a.jsonl", rows(30)), write("b.jsonl", rows(30))))
     width = "document.documentElement.scrollWidth"

@@ -22,8 +22,7 @@ from bass_cli.report.sources import find_sources
 
 
 @pytest.fixture(autouse=True)
-def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def _place(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_BUSY", float("inf"))  # read at every request
 
 

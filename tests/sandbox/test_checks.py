@@ -140,11 +140,10 @@ TOGETHER: dict[str, tuple[str, str]] = {
 
 @pytest.mark.parametrize("name", TOGETHER)
 def test_programs_pass_as_in_one_process(
-    sandbox: Sandbox, name: str, tmp_path: Path, monkeypatch: Any
+    sandbox: Sandbox, name: str, here: Path, monkeypatch: Any
 ) -> None:
     text, tests = TOGETHER[name]
     names = ("f", "g", "h", "change", "Node", "P", "sum")
-    monkeypatch.chdir(tmp_path)
     exec(f"{text}\n{tests}", {"__name__": "tested"})  # reference: one process
     ((_, verdict),) = sandbox.run([(0, Program(text, tests, names))])
     assert verdict.passed, verdict

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
-import pytest
-from typer.testing import CliRunner
+from command_line import cli
 
 from bass_cli.bench import grid
 from bass_cli.bench.settings import make_settings
-from bass_cli.cli.commands import app
 from bass_cli.config.machine_commands import BenchArgs
 from bass_cli.io.console import Screen
 
 SET = {"shape": "tiny", "draft_shape": "tiny", "acceptance": ["0.7"]}
 SCALED = {"shape": "tiny", "depth": 2, "scale": 0.2}
 SMALL = ("--prompt-tokens", "12", "--new-tokens", "12", "--repeats", "2", "--json")
-
-
-@pytest.fixture(autouse=True)
-def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("BASS_")]:
-        monkeypatch.delenv(name)
 
 
 def settings(**given: Any) -> Any:
@@ -45,4 +36,4 @@ def measured(**given: Any) -> dict[str, dict[str, Any]]:
 
 
 def bench(*arguments: str) -> Any:
-    return CliRunner().invoke(app, ["bench", *arguments], catch_exceptions=False)
+    return cli("bench", *arguments, catch_exceptions=False)

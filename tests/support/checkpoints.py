@@ -211,17 +211,23 @@ def write_tokenizer(folder: Path, *, extra: tuple[str, ...] = (), template: bool
     fast.save_pretrained(folder)
 
 
-def write_pair(folder: Path, *, prompts: int, **overrides: Any) -> None:
+def write_pair(
+    folder: Path,
+    *,
+    prompts: int,
+    family: str = "llama",
+    pair: str = "draft: draft\nspeculation: {length: 4}\n",
+    draft: dict[str, Any] | None = None,
+    **overrides: Any,
+) -> None:
     """A target, a draft, pair.yaml and p.txt with so many prompts. `overrides`: of both models'
-    configuration, of two layers otherwise."""
-    overrides = shallow("llama") | overrides
-    for name, seed in (("target", 0), ("draft", 1)):
-        write_checkpoint("llama", folder / name, seed=seed, shards=False, **overrides)
+    configuration, of two layers otherwise; `draft`: further ones of the draft's."""
+    overrides = shallow(family) | overrides
+    for seed, (name, own) in enumerate({"target": {}, "draft": draft or {}}.items()):
+        write_checkpoint(family, folder / name, seed=seed, shards=False, **overrides | own)
         write_tokenizer(folder / name)
-    (folder / "pair.yaml").write_text("target: target\ndraft: draft\nspeculation: {length: 4}\n")
-    (folder / "p.txt").write_text(
-        "".join(f"the cat number {number} sat\n" for number in range(prompts))
-    )
+    (folder / "pair.yaml").write_text("target: target\n" + pair)
+    (folder / "p.txt").write_text("".join(f"the cat number {n} sat\n" for n in range(prompts)))
 
 
 def write_mask(folder: Path, token: int) -> None:

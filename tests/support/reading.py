@@ -1,10 +1,9 @@
 """Common tests of drafters that read the target's hidden states: their drafts, the target's
 distribution, and resumed runs. No tests here."""
 
-import json
-
 import torch
 from checkpoints import write_checkpoint, write_tokenizer
+from command_line import rows_in
 from test_ahead import Settled, ready
 from test_captured import Tour
 from test_parallel import bass, lines
@@ -106,15 +105,14 @@ def goes_on_and_is_plain(here, other):
         ("parts.jsonl", ("--limit", "2", *fixed), ("--batch-size", "4", *fixed)),
     ):
         for flags in runs:
-            found = bass(*FLAGS, *flags, "--out", out)
-            assert found.exit_code == 0, found.stderr
+            found = bass(*FLAGS, *flags, "--out", out, code=0)
             if flags[:1] == ("--limit",):  # killed within a line
                 (here / out).write_text((here / out).read_text()[:-30])
     due = lines(here / "plain.jsonl")
     assert len(due) == 15
     for out in ("whole.jsonl", "other.jsonl", "parts.jsonl"):
         assert lines(here / out) == due
-        found = [json.loads(line) for line in (here / out).read_bytes().splitlines()]
+        found = rows_in(here / out)
         assert sum(row["drafted"] for row in found) > 0
 
 

@@ -109,6 +109,14 @@ def adding(number: int) -> Problem:
     return Problem(f"HumanEval/{number}", f"n = {number} ", {"tests": f"assert n == {number + 1}"})
 
 
+def small_tasks() -> tuple[Programs, Texts, Programs]:
+    """Return humaneval with 12 problems, xsum with three and mbpp with two."""
+    mbpp = Programs({number: Problem(number, "", {"tests": "assert n"}) for number in ("11", "12")})
+    mbpp.name = "mbpp"
+    summaries = Texts({str(number): Problem(str(number), "", {}) for number in range(3)})
+    return Programs({f"HumanEval/{i}": adding(i) for i in range(12)}), summaries, mbpp
+
+
 def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *tasks: Any) -> None:
     """Put the stand-ins where scoring looks for tasks and sandbox, and go to an empty folder."""
     known = {task.name: task for task in tasks}
@@ -118,7 +126,8 @@ def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *tasks: Any) -> Non
             raise UserError(f'unknown task "{name}"')
         return known[name]
 
-    monkeypatch.setattr("bass_cli.eval.scoring.load_task", load_task)
+    for module in ("eval.scoring", "report.runs"):
+        monkeypatch.setattr(f"bass_cli.{module}.load_task", load_task)
     monkeypatch.setattr("bass_cli.eval.scoring.Sandbox", Sandbox)
     Sandbox.ran, Sandbox.opened, Sandbox.running, Sandbox.patience = [], 0, 0, float("inf")
     monkeypatch.chdir(tmp_path)

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import cli
 from thinned import thinned
-from typer.testing import CliRunner
 
-from bass_cli.cli.commands import app
 from bass_cli.system import host, threads
 from bass_cli.system.threads import CoreMonitor, choose, fitting, most_threads, usable_cores
 
@@ -322,22 +321,21 @@ def test_torch_libraries_are_loaded_in_a_thread(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("command", COMMANDS[:2])
 def test_a_command_starts_loading_torch_before_it_reads_files(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With --ray the actors load torch, so the driver does not."""
     begun: list[Any] = []
     monkeypatch.setattr("bass_cli.cli.commands.begin", begun.append)
     monkeypatch.setattr("bass_cli.cli.commands.expect", begun.append)
-    monkeypatch.chdir(tmp_path)  # where there is no file to read
     for more in (["--threads", "3", "--device", "cpu"], ["--ray", "local", "--out", "o.jsonl"]):
-        assert CliRunner().invoke(app, [*command.split(), *more]).exit_code == 2
+        cli(*command.split(), *more, code=2)
     assert begun == [3, "cpu"]
 
 
 def test_an_invalid_number_of_threads_is_refused(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("a\n")
     for command in (["generate", str(tmp_path / "p.txt")], ["bench"]):
-        found = CliRunner().invoke(app, [*command, "--threads", "0"])
+        found = cli(*command, "--threads", "0")
         assert (found.exit_code, "--threads (or BASS_THREADS): it should be" in found.stderr) == (
             2,
             True,
