@@ -145,12 +145,8 @@ def ratio(part: float | None, whole: float | None) -> float | None:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Return a quantile, linear between neighbours (numpy's default definition)."""
-    ordered = sorted(values)
-    position = share * (len(ordered) - 1)
-    below = math.floor(position)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (position - below) * (ordered[above] - ordered[below])
+    """Return a quantile, linear between neighbours."""
+    return float(numpy.quantile(values, share))
 
 
 def spread(values: Sequence[float]) -> dict[str, float] | None:
