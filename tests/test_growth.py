@@ -195,8 +195,7 @@ def test_a_killed_job_goes_on_with_rows_that_grow(place, ahead, monkeypatch):
     for one, content in files.items():
         one.write_bytes(content[:-20] if one.suffix == ".jsonl" else content)
     assert files[place / "parts.jsonl"].count(b"\n") > 1
-    again = bass(*flags, "--out", "parts.jsonl", code=0)
-    assert "torn" in again.stderr
+    assert "torn" in bass(*flags, "--out", "parts.jsonl", code=0).stderr
     assert lines(place / "parts.jsonl") == lines(place / "whole.jsonl")
     assert all(before)
     assert all((seen.grown > before[0], seen.back > before[1]))

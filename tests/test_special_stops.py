@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import tokenizer_metadata, write_checkpoint, write_gguf, write_tokenizer
+from checkpoints import edit_json, tokenizer_metadata, write_checkpoint, write_gguf, write_tokenizer
 from command_line import cli, rows_in
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -175,8 +175,7 @@ def test_end_of_sequence_given_as_stop_is_still_eos(model: Path, tmp_path: Path)
     for file in model.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     for name in ("config.json", "generation_config.json"):
-        config = json.loads((tmp_path / name).read_text())
-        (tmp_path / name).write_text(json.dumps(config | {"eos_token_id": 299}))
+        edit_json(tmp_path / name, eos_token_id=299)
     plain, stopped = drawn(tmp_path, ()), drawn(tmp_path, (END,))
     reasons = [one.finish_reason for one in stopped.values()]
     assert reasons.count("eos") >= 4
@@ -206,8 +205,7 @@ def test_invalid_stop_is_refused_early_from_every_source(
     if place == "environment":
         monkeypatch.setenv("BASS_STOP", json.dumps([bad]))
     monkeypatch.setattr("bass_cli.run.engine.load_models", None)  # its call would fail
-    done = cli(*command, code=2)
-    assert "<|halt|>" in done.output
+    assert "<|halt|>" in cli(*command, code=2).output
 
 
 def test_ordinary_tokens_that_spell_a_special_one_stop_too(model: Path) -> None:

@@ -134,8 +134,7 @@ def test_resumed_file_equals_an_undisturbed_one(model: Path, tmp_path: Path) -> 
 
     assert samples(out.read_text().splitlines()) == samples(written)
     (tmp_path / "s.json").write_text(json.dumps(SCHEMA | {"type": "object", "title": "other"}))
-    other = cli(*command, *flags, "--out", str(out), "--resume", code=2)
-    assert "json_schema" in other.output
+    assert "json_schema" in cli(*command, *flags, "--out", str(out), "--resume", code=2).output
 
 
 def test_a_text_that_the_model_cannot_write_is_an_error_of_its_samples(tmp_path: Path) -> None:

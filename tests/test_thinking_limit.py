@@ -128,8 +128,7 @@ def test_a_line_has_its_own_limit_and_resuming_changes_nothing(model: Path, tmp_
     cli(*given, str(part), "--draft-length", "0", code=0)
     assert rows(part) == rows(whole)
     assert all(ids[0] == CLOSE for (id_, _), (ids, _) in rows(whole).items() if id_ == "0")
-    changed = cli(*given, str(whole), "--thinking", "keep", code=2)
-    assert "thinking" in changed.stderr
+    assert "thinking" in cli(*given, str(whole), "--thinking", "keep", code=2).stderr
 
 
 def test_a_model_without_tags_refuses_the_limit(tmp_path: Path) -> None:

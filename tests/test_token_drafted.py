@@ -135,8 +135,7 @@ def test_command_resumes_and_refuses_other_lines(folders: dict[str, str], tmp_pa
     run(*args, "--token-drafted", code=0)
     for line in rows_in(out):
         counted(Completion(**line))
-    refused = run(*args, code=2)
-    assert "token_drafted: true before, not given now" in refused.output
+    assert "token_drafted: true before, not given now" in run(*args, code=2).output
 
 
 def test_a_file_without_manifest_is_continued_only_with_the_same_option() -> None:

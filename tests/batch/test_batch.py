@@ -169,8 +169,7 @@ def test_the_openai_package_parses_every_body(place: Path, model: Path, engine: 
         request("text", COMPLETION, prompt=["the cat", "a dog"], n=2, logprobs=3, max_tokens=None),
         request("plain", COMPLETION, user="me", metadata={"a": "b"}, stream=False, best_of=1),
     )
-    result = batch(code=0)
-    assert "requests name the model 'm'; all are answered by model" in result.stderr
+    assert "requests name the model 'm'; all are answered by model" in batch(code=0).stderr
     rows = lines()
     tokenizer = Tokenizer.load(model)
     chat = ChatCompletion.model_validate(rows["chat"]["response"]["body"])
@@ -275,8 +274,7 @@ def test_a_file_that_is_no_batch_is_refused_before_a_model_is_loaded(
     place: Path, content: str, reason: str
 ) -> None:
     Path("in.jsonl").write_text(content)
-    result = batch("--model", "missing", code=2)
-    assert reason in result.stderr
+    assert reason in batch("--model", "missing", code=2).stderr
     assert {path.name for path in place.iterdir()} == {"in.jsonl", "model"}
 
 
@@ -294,8 +292,7 @@ def test_files_that_cannot_be_used_are_refused(
     place: Path, arguments: list[str], reason: str
 ) -> None:
     write_requests(request("a"))
-    result = cli("batch", *arguments, *FLAGS, code=2)
-    assert reason in result.stderr
+    assert reason in cli("batch", *arguments, *FLAGS, code=2).stderr
 
 
 def many() -> list[dict[str, Any]]:
@@ -346,8 +343,7 @@ def test_other_settings_and_changed_requests_are_refused(place: Path) -> None:
     result = batch("--seed", "5")
     assert (result.exit_code, "seed: 0 before, 5 now" in result.stderr) == (2, True)
     write_requests(*many()[:3], request("x"), *many()[4:])
-    result = batch(code=2)
-    assert "prompt number 4 has changed" in result.stderr
+    assert "prompt number 4 has changed" in batch(code=2).stderr
     write_requests(*many(), request("added"))
     batch(code=1)
     assert "added" in lines()
@@ -459,8 +455,7 @@ def test_defaults_of_the_model_come_before_those_of_the_format(place: Path, engi
         request("a"), request("b", temperature=1), request("c", max_tokens=None, stop="e")
     )
     arguments = ("batch", "in.jsonl", "out.jsonl", *FLAGS, "--model", "own")
-    result = cli(*arguments, code=0)
-    assert "chats without max_tokens: 1" in result.stderr
+    assert "chats without max_tokens: 1" in cli(*arguments, code=0).stderr
     for name, temperature in (("a", 0.3), ("b", 1.0)):
         ((due,),) = samples(engine, {"id": name, "messages": HELLO}, temperature=temperature)
         (choice,) = lines()[name]["response"]["body"]["choices"]

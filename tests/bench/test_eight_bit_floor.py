@@ -87,8 +87,7 @@ def test_vllm_quantises_too_where_it_can(dtype, given, here, monkeypatch):
 def test_bench_of_a_shape_says_its_format():
     flags = ["--shape", "tiny", "--dtype", "int8", "--batch-sizes", "1", "--new-tokens", "4"]
     flags += ["--methods", "plain", "--repeats", "1", "--device", "cpu", "--json"]
-    found = cli("bench", *flags, code=0)
-    assert json.loads(found.stdout)["pair"]["target"]["dtype"] == "int8"
+    assert json.loads(cli("bench", *flags, code=0).stdout)["pair"]["target"]["dtype"] == "int8"
 
 
 @pytest.mark.parametrize(
@@ -103,5 +102,4 @@ def test_bench_of_a_shape_says_its_format():
     ],
 )
 def test_formats_that_random_weights_cannot_have_are_refused(flags, message):
-    found = cli("bench", "--shape", "qwen3-8b", "--device", "cpu", *flags, code=2)
-    assert message in found.stderr
+    assert message in cli("bench", "--shape", "qwen3-8b", "--device", "cpu", *flags, code=2).stderr

@@ -101,8 +101,7 @@ def test_mistakes_are_found_before_a_process_is_started(
     place: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], says: str
 ) -> None:
     monkeypatch.setattr(jobs, "_run", lambda *_: pytest.fail("a process was started"))
-    result = bench(*arguments, code=2)
-    assert says in result.stderr
+    assert says in bench(*arguments, code=2).stderr
 
 
 def test_stop_texts_of_the_environment_become_options_of_the_job(

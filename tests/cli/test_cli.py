@@ -351,8 +351,7 @@ def test_under_maximal_coupling_the_draft_is_part_of_the_result() -> None:
     cli(*MAXIMAL, code=0)
     for key, flags in {"draft": ["--draft", "none"], "draft_length": ["--draft-length", "3"],
                        "batch_size": ["--batch-size", "3"]}.items():  # fmt: skip
-        result = cli(*MAXIMAL, *flags, code=2)
-        assert f"\n  {key}: " in result.stderr
+        assert f"\n  {key}: " in cli(*MAXIMAL, *flags, code=2).stderr
 
 
 def test_maximal_coupling_resumes_with_the_same_batch_size(tmp_path: Path) -> None:
@@ -364,8 +363,7 @@ def test_maximal_coupling_resumes_with_the_same_batch_size(tmp_path: Path) -> No
     assert begun["results"]["batch_size"] > 1
     begun["results"]["batch_size"] = 1  # as where little memory was free
     manifest.write_text(json.dumps(begun | {"finished": False}))
-    refused = cli(*warm, "--n", "3", code=2)
-    assert "so complete it with n 2 first" in refused.stderr
+    assert "so complete it with n 2 first" in cli(*warm, "--n", "3", code=2).stderr
     manifest.write_text(json.dumps(begun))
     grown = cli(*warm, "--n", "3", code=0)
     assert json.loads(manifest.read_text())["results"]["batch_size"] == 1

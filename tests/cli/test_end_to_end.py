@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import tokenizer_metadata, write_checkpoint, write_gguf
+from checkpoints import edit_json, tokenizer_metadata, write_checkpoint, write_gguf
 from command_line import cli, rows_in
 from forked import BASS, Forked
 from test_tokenizer import edited
@@ -188,8 +188,7 @@ def _no_draft(place: Path) -> None:
 
 
 def _refused_family(place: Path, name: str = "bloom") -> None:
-    config = place / "target" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": name}))
+    edit_json(place / "target" / "config.json", model_type=name)
 
 
 def _unknown_family(place: Path) -> None:
@@ -210,6 +209,5 @@ def test_wrong_models_are_refused_before_any_weights_are_read(
     monkeypatch.setattr(
         bass_cli.run.build, "load", lambda *a, **k: pytest.fail("weights were read")
     )
-    result = bass("p.txt", *FLAGS, "--out", "o.jsonl", code=2)
-    assert says in " ".join(result.stderr.split())
+    assert says in " ".join(bass("p.txt", *FLAGS, "--out", "o.jsonl", code=2).stderr.split())
     assert not (place / "o.jsonl").exists()

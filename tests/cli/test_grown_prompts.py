@@ -187,8 +187,7 @@ def test_shards_grow_and_are_merged_with_the_prompts_that_they_had(place: Path) 
     assert run("p.jsonl", out="m.jsonl").exit_code == 0  # continued like a single run's file
     assert len(keys("m.jsonl")) == 10
     assert run("p.jsonl", "--shard", "1/2", out="s1.jsonl").exit_code == 0
-    mixed = cli("merge", "x.jsonl", "s1.jsonl", "s2.jsonl", code=2)
-    assert "prompts:" in mixed.stderr
+    assert "prompts:" in cli("merge", "x.jsonl", "s1.jsonl", "s2.jsonl", code=2).stderr
     assert run("p.jsonl", "--shard", "2/2", out="s2.jsonl").exit_code == 0
     merged = cli("merge", "x.jsonl", "s1.jsonl", "s2.jsonl")
     assert (merged.exit_code, len(keys("x.jsonl"))) == (0, 10)

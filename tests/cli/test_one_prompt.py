@@ -76,8 +76,7 @@ def test_invalid_text_and_too_deep_fields_fail_only_their_prompt(
     Path("p.jsonl").write_text(
         "".join(f'{{"id": "{key}", {text}}}\n' for key, text in texts.items())
     )
-    result = bass("p.jsonl", *FLAGS, code=1)
-    assert "6 prompts could not be run" in result.stderr
+    assert "6 prompts could not be run" in bass("p.jsonl", *FLAGS, code=1).stderr
     failed = {row["id"]: row for row in rows() if row["finish_reason"] == "error"}
     assert {
         key: reason in failed[json.loads(f'"{key}"')]["error"] for key, (_, reason) in bad.items()

@@ -120,8 +120,7 @@ def test_flag_environment_and_pair_come_before_the_model(
     out = tmp_path / "o.jsonl"
     given = ["generate", str(tmp_path / "p.txt"), "--pair", str(tmp_path / "pair.yaml")]
     given += ["--device", "cpu", "-n", "1", "--max-new-tokens", "4", "--out", str(out)]
-    done = cli(*given, code=0)
-    assert "the model's own temperature 0.6 (--generation-config none" in done.stderr
+    assert "the model's own temperature 0.6 (--generation-config none" in cli(*given, code=0).stderr
     results = json.loads(Path(f"{out}.manifest.json").read_text())["results"]
     assert [results[name] for name in ("temperature", "top_p", "top_k")] == [0.6, 0.7, 7]
     again = cli(*given, "--generation-config", "none", code=2)

@@ -134,8 +134,7 @@ def test_a_killed_command_resumes_with_any_number_of_actors(here, cluster, monke
     killed(here, checkpoint.exists, *flags, *given, "--actors", "3")
     assert samples.read_bytes().startswith(kept[: kept.rindex(b"\n") + 1])
     until(lambda: not actors(os.getpid(), "Rank"))  # Ray ends what has no driver any more
-    done = cli("distill", *flags, *given, "--actors", "1", code=0)
-    assert "resuming from step" in done.stderr
+    assert "resuming from step" in cli("distill", *flags, *given, "--actors", "1", code=0).stderr
     one_by_one(here)
     found = {}
     for name, kill in (("undisturbed", False), ("killed", True)):

@@ -230,8 +230,7 @@ def test_too_little_space_is_refused_before_weights_are_read(here, monkeypatch, 
     monkeypatch.setattr("bass_cli.run.build.load", lambda *a, **k: pytest.fail("weights were read"))
     room = type("Usage", (), {"free": 1000})()
     monkeypatch.setattr(name, lambda _: room if name.startswith("shutil") else 1000)
-    refused = cli("distill", *TRAINED, "--out", "out", code=3)
-    assert reason in re.sub(r"\s+", " ", refused.stderr)
+    assert reason in re.sub(r"\s+", " ", cli("distill", *TRAINED, "--out", "out", code=3).stderr)
 
 
 def test_steps_and_n_bound_the_work_without_tokens(here):

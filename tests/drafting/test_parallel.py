@@ -346,8 +346,7 @@ def test_another_mask_is_a_different_run_under_maximal_coupling(here):
     bass(*flags, code=0)
     config = json.loads((here / "draft" / CONFIG).read_text())
     (here / "draft" / CONFIG).write_text(json.dumps(config | {"pard_token": 299}))
-    refused = bass(*flags, "--n", "4", code=2)
-    assert "draft_files" in refused.stderr
+    assert "draft_files" in bass(*flags, "--n", "4", code=2).stderr
 
 
 @pytest.mark.parametrize(

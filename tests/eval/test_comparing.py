@@ -227,5 +227,4 @@ def test_table_is_for_papers_too() -> None:
 ])  # fmt: skip
 def test_runs_that_do_not_compare_are_refused(other: Any, message: str) -> None:
     run("a.jsonl", A)
-    result = compare("a.jsonl", other(), code=2)
-    assert message in result.stderr
+    assert message in compare("a.jsonl", other(), code=2).stderr

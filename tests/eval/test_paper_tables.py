@@ -200,6 +200,5 @@ def test_wrong_formats_are_refused_before_anything_is_run() -> None:
         (("f.jsonl.verdicts.jsonl",), "it holds verdicts, not samples"),
     ):
         write("g.jsonl", [line(0, 0, "+ 1")])
-        result = score("f.jsonl", *words, code=2)
-        assert message in result.stderr
+        assert message in score("f.jsonl", *words, code=2).stderr
     assert not Path("f.jsonl.verdicts.jsonl").exists()

@@ -132,8 +132,7 @@ def test_missing_scores_are_refused_before_programs_run(
     task: Coded, scores: Any, said: str
 ) -> None:
     write("f.jsonl", [row | {"scores": scores} for row in rows()])
-    result = score("f.jsonl", "--rank-by", "reverse", code=2)
-    assert said in " ".join(result.stderr.split())
+    assert said in " ".join(score("f.jsonl", "--rank-by", "reverse", code=2).stderr.split())
     assert not Path("f.jsonl.verdicts.jsonl").exists()
 
 

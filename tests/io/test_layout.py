@@ -13,7 +13,7 @@ from typing import Any
 import pandas
 import pyarrow.parquet
 import pytest
-from checkpoints import write_checkpoint, write_tokenizer
+from checkpoints import edit_json, write_checkpoint, write_tokenizer
 from command_line import cli, rows_in
 
 from bass_cli import Job, Pair, Sampling, generate
@@ -26,8 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     write_checkpoint("llama", folder, shards=False)
     write_tokenizer(folder)
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TEMPLATE}))
+    edit_json(folder / "tokenizer_config.json", chat_template=TEMPLATE)
     return folder
 
 

@@ -97,8 +97,7 @@ def test_unwritable_folders_are_refused(tmp_path: Path, monkeypatch: pytest.Monk
 def test_names_of_standard_output_write_to_it(stand_in: Any, tmp_path: Path) -> None:
     before = tree(tmp_path)
     for name in ("-", "/dev/stdout", "/dev/fd/1"):
-        result = cli("generate", "p.jsonl", "--n", "2", "--out", name, code=0)
-        assert len(rows(result.stdout)) == 4
+        assert len(rows(cli("generate", "p.jsonl", "--n", "2", "--out", name, code=0).stdout)) == 4
         refused = cli("generate", "p.jsonl", "--out", name, "--json")
         assert (refused.exit_code, "--json needs --out FILE" in refused.stderr) == (2, True)
     assert tree(tmp_path) == before
@@ -208,5 +207,4 @@ def test_a_report_to_an_open_stream_adds_to_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", [[*SCORE, "--overwrite"], [*BENCH, "--overwrite"]])
 def test_overwrite_without_a_file_is_an_error(place: Path, command: list[str]) -> None:
-    result = cli(*command, code=2)
-    assert "--overwrite (or BASS_OVERWRITE): " in result.stderr
+    assert "--overwrite (or BASS_OVERWRITE): " in cli(*command, code=2).stderr

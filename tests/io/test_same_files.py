@@ -124,8 +124,7 @@ def test_manifests_and_verdicts_count_as_outputs(
 ) -> None:
     Path("o.jsonl.manifest.json").write_text('[{"prompt": "a"}]')
     before = contents(place)
-    result = cli(*command, code=2)
-    assert fault in result.stderr
+    assert fault in cli(*command, code=2).stderr
     assert contents(place) == before
 
 
@@ -151,8 +150,7 @@ def test_redirected_streams_are_recognised_as_files(place: Path, redirection: st
 def test_streams_and_devices_may_be_shared(place: Path) -> None:
     """The command fails later, because the model files are fake."""
     for out in ("/dev/stderr", "draft/model.png", "target/o.jsonl", "smollm2"):
-        result = cli(*GENERATE, "--out", out, code=2)
-        assert "which would be lost" not in result.stderr
+        assert "which would be lost" not in cli(*GENERATE, "--out", out, code=2).stderr
 
 
 def test_a_report_goes_through_links_and_into_streams(place: Path) -> None:

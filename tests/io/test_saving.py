@@ -262,8 +262,7 @@ def test_another_command_is_refused_where_the_manifest_is_damaged(
         ) in result.stderr
         os.removexattr(output, ATTRIBUTE)
     if says is not None:
-        result = cli(*command, *change, code=2)
-        assert says in result.stderr
+        assert says in cli(*command, *change, code=2).stderr
     assert (output.read_bytes(), beside.read_bytes()) == (content, b"")
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from any_families import FAMILIES, REFUSED, build_any, config_of, is_installed, write_any
+from checkpoints import edit_json
 from torch import Tensor
 from toys import AtOnce, Reactive, drive, loop_for, plain
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -224,10 +225,8 @@ def test_remote_code_never_runs(kind: str, tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     write_any("gemma2", tmp_path)
     (tmp_path / "code.py").write_text(CODE.format(mark=mark))
-    file = tmp_path / "config.json"
     maps = {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}
-    config = json.loads(file.read_text()) | {"model_type": kind, "auto_map": maps}
-    file.write_text(json.dumps(config))
+    edit_json(tmp_path / "config.json", model_type=kind, auto_map=maps)
     if kind == "unheard":
         with pytest.raises(UserError, match=r"\(auto_map\), which bass never runs"):
             open_checkpoint(tmp_path)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import transformers
-from checkpoints import tokenizer_metadata, write_checkpoint, write_gguf, write_tokenizer
+from checkpoints import edit_json, tokenizer_metadata, write_checkpoint, write_gguf, write_tokenizer
 from templates import CHATML, LLAMA3, MISTRAL, OPENED, THINKING
 
 from bass_cli.config.job import Job, load_pair, make_job
@@ -264,9 +264,8 @@ def test_a_file_that_is_no_template_is_refused(tmp_path: Path) -> None:
 
 def test_a_template_for_tools_is_used_with_tools(folder: Path, tmp_path: Path) -> None:
     write_tokenizer(tmp_path, template=False)
-    place = tmp_path / "tokenizer_config.json"
     named = [{"name": "default", "template": LLAMA3}, {"name": "tool_use", "template": CHATML}]
-    place.write_text(json.dumps(json.loads(place.read_text()) | {"chat_template": named}))
+    edit_json(tmp_path / "tokenizer_config.json", chat_template=named)
     other = transformers.AutoTokenizer.from_pretrained(tmp_path)
     metadata = tokenizer_metadata(folder) | {"tokenizer.chat_template": LLAMA3}
     metadata |= {"tokenizer.chat_template.tool_use": CHATML}

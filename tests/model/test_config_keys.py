@@ -16,7 +16,7 @@ import pytest
 import torch
 import transformers
 from checkpoints import FAMILIES as WRITTEN
-from checkpoints import write_checkpoint, write_gguf, write_tokenizer
+from checkpoints import edit_json, write_checkpoint, write_gguf, write_tokenizer
 from heads import config_of as block_config
 from transformers import AutoConfig
 
@@ -112,8 +112,7 @@ def test_rope_types_use_the_keys_that_transformers_uses() -> None:
 
 def edited(folder: Path, **changes: Any) -> Path:
     path = folder / "config.json"
-    config = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps(config))
+    edit_json(path, **changes)
     return path
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import build_model, write_checkpoint
+from checkpoints import build_model, edit_json, write_checkpoint
 from safetensors.torch import load_file, save_file
 from test_parity import assert_same, decoder_of
 from torch import Tensor
@@ -57,7 +56,7 @@ def write_mxfp4(folder: Path) -> Any:
             at = f"model.layers.{i}.mlp.experts.{name}"
             stored |= {f"{at}_blocks": blocks, f"{at}_scales": scales}
     model.save_pretrained(folder)
-    file, config = folder / "model.safetensors", folder / "config.json"
+    file = folder / "model.safetensors"
     plain = {
         name: tensor
         for name, tensor in load_file(file).items()
@@ -65,7 +64,7 @@ def write_mxfp4(folder: Path) -> Any:
     }
     save_file({**plain, **stored}, file)
     words = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": words}))
+    edit_json(folder / "config.json", quantization_config=words)
     return model
 
 

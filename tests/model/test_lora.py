@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import quantised
 import torch
-from checkpoints import build_model, write_checkpoint, write_gguf, write_tokenizer
+from checkpoints import build_model, edit_json, write_checkpoint, write_gguf, write_tokenizer
 from safetensors.torch import load_file, save_file
 from test_updates import logits_of, near
 from torch import Tensor
@@ -205,8 +205,7 @@ def test_weight_follows_the_last_colon(text: str, wanted: tuple[str, float]) -> 
 
 
 def edit(folder: Path, **changes: Any) -> None:
-    path = folder / "adapter_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    edit_json(folder / "adapter_config.json", **changes)
 
 
 def change(folder: Path, alter: Callable[[dict[str, Tensor]], None]) -> None:

@@ -15,6 +15,7 @@ import torch
 from checkpoints import (
     FAMILIES,
     GGUF_FAMILIES,
+    edit_json,
     read_with_transformers,
     write_checkpoint,
     write_gguf,
@@ -217,8 +218,7 @@ def test_logits_with_changed_keys_equal_transformers(
 ) -> None:
     """The model that transformers loads from the same folder, after its config was edited."""
     write_checkpoint(family, tmp_path, shards=False, **overrides)
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    edit_json(tmp_path / "config.json", **changes)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     assert_same(decoder_of(tmp_path), theirs)
 

@@ -11,7 +11,7 @@ import pytest
 import quantised
 import torch
 from any_families import build_any
-from checkpoints import build_model
+from checkpoints import build_model, edit_json
 from quantised import save, write_quantised
 from quantised_schemes import (
     BITS_AND_BYTES,
@@ -184,9 +184,8 @@ def test_weights_that_are_not_quantised_are_read_as_stored(tmp_path: Path) -> No
     """A merged model may have kept the `quantization_config` of its base."""
     model = build_model("llama")
     wanted = expected(model, tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    edit_json(tmp_path / "config.json", quantization_config=settings)
     checkpoint = open_checkpoint(tmp_path)
     found = load(checkpoint, dtype=torch.float32, device=CPU)
     assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
@@ -196,14 +195,13 @@ def test_weights_that_are_not_quantised_are_read_as_stored(tmp_path: Path) -> No
 @pytest.mark.parametrize("groups", [{}, {"group_0": {"targets": ["Linear"], "weights": None}}])
 def test_only_the_cache_may_be_quantised(tmp_path: Path, groups: dict[str, Any]) -> None:
     wanted = expected(build_model("llama"), tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = {
+    settings = {
         "quant_method": "compressed-tensors",
         "format": "dense",
         "config_groups": groups,
         "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor"},
     }
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    edit_json(tmp_path / "config.json", quantization_config=settings)
     scales = {f"model.layers.0.self_attn.{one}_scale": torch.ones(1) for one in "kv"}
     change(tmp_path, lambda tensors: tensors.update(scales))
     checkpoint = open_checkpoint(tmp_path)
@@ -211,8 +209,8 @@ def test_only_the_cache_may_be_quantised(tmp_path: Path, groups: dict[str, Any])
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
     assert any("2 tensors" in note and "k_scale, v_scale" in note for note in checkpoint.notes)
-    config["quantization_config"]["config_groups"] = {"group_0": {"weights": {"num_bits": 8}}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings["config_groups"] = {"group_0": {"weights": {"num_bits": 8}}}
+    edit_json(tmp_path / "config.json", quantization_config=settings)
     with pytest.raises(UserError, match=r"config\.json: key .*'dense' is not supported"):
         open_checkpoint(tmp_path)
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import write_checkpoint, write_tokenizer
+from checkpoints import edit_json, write_checkpoint, write_tokenizer
 from quantised import save, write_quantised
 from quantised_schemes import CPU, INT, OWN, UP, change, configure, expected, scheme_of
 from safetensors.torch import load_file
@@ -125,9 +124,7 @@ def test_matrices_of_experts_are_dequantised_kept_or_rounded_by_row(
     save(tmp_path, wanted)
     plain = load(open_checkpoint(tmp_path), dtype=torch.float32, device=CPU)
     save(tmp_path, stored)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = scheme.config
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    edit_json(tmp_path / "config.json", quantization_config=scheme.config)
     checkpoint = open_checkpoint(tmp_path)
     for key, tensor in load(checkpoint, dtype=torch.float32, device=CPU).items():
         torch.testing.assert_close(tensor, plain[key], rtol=1e-6, atol=0, msg=key)

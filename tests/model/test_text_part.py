@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from any_families import write_any
-from checkpoints import write_tokenizer
+from checkpoints import edit_json, write_tokenizer
 from safetensors.torch import load_file, save_file
 from test_parity import assert_same, decoder_of, expected, greedy
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
@@ -110,11 +110,6 @@ def write(wrapper: str, folder: Path, *, spelling: str = "saved") -> PreTrainedM
             {"format": "pt"},
         )
     return model
-
-
-def edited(folder: Path, **changes: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 @pytest.mark.parametrize("spelling", ["saved", "memory"])
@@ -243,7 +238,7 @@ def test_published_names_have_slots_and_those_of_images_none(tmp_path: Path) -> 
 ])  # fmt: skip
 def test_faults_of_the_text_part_name_the_key(changes: dict, message: str, tmp_path: Path) -> None:
     write("llava", tmp_path)
-    edited(tmp_path, **changes)
+    edit_json(tmp_path / "config.json", **changes)
     with pytest.raises(UserError, match=message):
         open_checkpoint(tmp_path)
 

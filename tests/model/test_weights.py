@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import struct
 import threading
 from collections.abc import Callable
@@ -15,7 +14,7 @@ import huggingface_hub
 import numpy as np
 import pytest
 import torch
-from checkpoints import FAMILIES, write_checkpoint, write_gguf
+from checkpoints import FAMILIES, edit_json, write_checkpoint, write_gguf
 from forked import run_forked
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -36,10 +35,6 @@ CPU = torch.device("cpu")
 
 def fp32(path: Path) -> dict[str, Tensor]:
     return load(open_checkpoint(path), dtype=torch.float32, device=CPU)
-
-
-def edit_json(path: Path, **changes: Any) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
 def edit_tensors(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:

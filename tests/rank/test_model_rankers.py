@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from checkpoints import write_checkpoint, write_tokenizer
+from checkpoints import edit_json, write_checkpoint, write_tokenizer
 from command_line import cli, rows_in
 from transformers import (
     AutoModelForCausalLM,
@@ -141,9 +141,8 @@ def test_wrong_reward_models_are_refused(tmp_path: Path) -> None:
     classifier(tmp_path, 3, template=True)
     with pytest.raises(UserError, match="3 outputs"):
         list(RewardRanker(f"reward:{tmp_path}", device="cpu").scores([group("a", "x", "y")]))
-    config = json.loads((tmp_path / "config.json").read_text())
-    config |= {"id2label": {"0": "worse", "1": "better"}, "label2id": {"worse": 0, "better": 1}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = {"id2label": {"0": "worse", "1": "better"}, "label2id": {"worse": 0, "better": 1}}
+    edit_json(tmp_path / "config.json", **words)
     with pytest.raises(UserError, match=r'"score\.weight" has shape \[3, 16\], and .* \[2, 16\]'):
         list(RewardRanker(f"reward:{tmp_path}", device="cpu").scores([group("a", "x", "y")]))
     with pytest.raises(UserError, match="cannot be loaded"):
@@ -316,8 +315,7 @@ def test_command_ranks_by_reverse_with_a_model(folder: Path, here: Path) -> None
     ]
     Path("f.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ["rank", "f.jsonl", "--by", "reverse", "--device", "cpu"]
-    missing = cli(*words, code=2)
-    assert "name it with --pair or --model" in " ".join(missing.stderr.split())
+    assert "name it with --pair or --model" in " ".join(cli(*words, code=2).stderr.split())
     cli(*words, "--model", str(folder), "--dtype", "fp32", code=0)
     found = rows_in("f.jsonl")
     after = "\n\nThe text above is the answer to this request:\n"
@@ -348,8 +346,7 @@ def test_eval_scores_its_samples_with_the_model(
              "--data", "t.jsonl", "--n", "2", "--max-new-tokens", "8", "--prompt-format", "raw",
              "--dtype", "fp32", "--out", "o.jsonl", "--allow-code-execution", "--json",
              "--rank-by", "static,reverse"]  # fmt: skip
-    done = cli(*words, code=0)
-    assert list(json.loads(done.stdout)["pass_first_by"]) == ["static", "reverse"]
+    assert list(json.loads(cli(*words, code=0).stdout)["pass_first_by"]) == ["static", "reverse"]
     rows = rows_in("o.jsonl")
     for row in rows:
         prompt = heads[row["id"] == "Tiny/g"]

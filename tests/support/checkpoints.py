@@ -230,10 +230,14 @@ def write_pair(
     (folder / "p.txt").write_text("".join(f"the cat number {n} sat\n" for n in range(prompts)))
 
 
+def edit_json(path: Path, **changes: Any) -> None:
+    """Set keys of a JSON file."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
 def write_mask(folder: Path, token: int) -> None:
     """Let a checkpoint's configuration say that it drafts in one pass, with this id as mask."""
-    config = folder / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"pard_token": token}))
+    edit_json(folder / "config.json", pard_token=token)
 
 
 def write_sentencepiece(folder: Path) -> None:
