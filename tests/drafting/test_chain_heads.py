@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from test_ahead import Settled, ready
 from test_captured import Tour, rows
 from thinned import thinned_on_cpu
-from toys import Reactive, drive, loop_for, plain
+from toys import Reactive, begin, drive, loop_for, plain
 
 import bass_kernels as ops
 from bass_cli.engine.batch import Row
@@ -182,10 +182,7 @@ def test_chain_drafter_declares_one_pass_a_token(models):
     assert not loop.drafter.at_once
     assert loop.drafter.stops_short
     live = rows()
-    for row in live:
-        if row.sample == 0:
-            loop.open(row.key, row.tokens)
-    loop.swap_rows((), live)
+    begin(loop, *live)
     with torch.inference_mode():
         whole = loop.drafter.propose(loop.batch, 4).tokens
         told = []

@@ -14,7 +14,7 @@ from decoders import load_decoder
 from test_ahead import Settled, ready
 from test_captured import Tour, captured, rows
 from thinned import thinned
-from toys import AtOnce, Reactive, drive, loop_for, plain
+from toys import AtOnce, Reactive, begin, drive, loop_for, plain
 
 import bass_kernels as ops
 from bass_cli.config.job import load_pair, make_job
@@ -230,8 +230,7 @@ def test_gpu_kernels_give_the_same_drafts(models, monkeypatch, batch, length):
             Row("0", s, 0, [5, 6, 7, 8, 9], 40, sampling=RowSampling(temperature=0.8 * s))
             for s in range(batch)
         ]
-        loop.open("0", live[0].tokens)
-        loop.swap_rows((), live)
+        begin(loop, *live)
         logits, forward = [], loop.drafter.runner.forward
         loop.drafter.runner.forward = lambda *given, seen=logits, run=forward, **words: (
             seen.append(run(*given, **words)),
@@ -260,8 +259,7 @@ def test_draft_cache_holds_tokens_only(pair):
     live = [
         Row("0", s, 1, [5, 6, 7, 8], 60, sampling=RowSampling(temperature=1.5)) for s in range(3)
     ]
-    loop.open("0", live[0].tokens)
-    loop.swap_rows((), live)
+    begin(loop, *live)
     for _ in range(11):
         loop.round()
     loop.catch_up(1)
@@ -411,8 +409,7 @@ def test_drafts_of_padding_rows_do_no_harm(pair):
     target, draft = pair
     loop = loop_for(target, draft, rows=4, lengths=Fixed(3))
     row = Row("0", 0, 0, [1, 2, 3], 20)
-    loop.open("0", row.tokens)
-    loop.admit(row)
+    begin(loop, row)
     alone = loop.drafter.propose(loop.batch, 3).tokens
     loop.batch.pad(4)
     padded = loop.drafter.propose(loop.batch, 3).tokens

@@ -7,7 +7,7 @@ from fakes import FakeGraphs, Ticks
 from simulated import Finder, Simulated
 from test_captured import Tour, captured, pair, plainly, rows  # noqa: F401 (a fixture)
 from thinned import thinned
-from toys import Guess, drive, plain
+from toys import Guess, begin, drive, plain
 
 from bass_cli.drafts.factory import NoDrafter
 from bass_cli.engine.batch import Row
@@ -77,10 +77,7 @@ def test_result_names_the_rows_of_its_own_round(pair):
     loop = captured(target, "none", batch=3, lengths=Fixed(0))
     ready(loop)
     live = rows()[:4]
-    for row in live[:3]:
-        if row.sample == 0:
-            loop.open(row.key, row.tokens)
-        loop.admit(row)
+    begin(loop, *live[:3])
     assert loop.round(ahead=True).rows == tuple(live[:3])
     loop.swap_rows([0], [live[3]])  # takes a place where the round in flight still has the old row
     assert loop.batch.live_rows == [live[3], live[1], live[2]]
@@ -109,8 +106,7 @@ def test_no_launch_ahead_if_the_next_length_depends_on_the_result(
     target, draft = pair
     loop = captured(target, drafter or draft, batch=6, lengths=lengths(), coupling=coupling)
     flights = ready(loop)
-    loop.open("0", [7])
-    loop.admit(Row("0", 0, 1, [7], 30))
+    begin(loop, Row("0", 0, 1, [7], 30))
     for _ in range(5):
         loop.round(**{"ahead": True, **given})
     assert flights.all == 5

@@ -8,7 +8,7 @@ from checkpoints import FAMILIES, write_checkpoint
 from decoders import load_noisy_pair
 from fakes import FakeGraphs, Ticks
 from simulated import Simulated
-from toys import AtOnce, Guess, drive, loop_for, plain, rows_for
+from toys import AtOnce, Guess, begin, drive, loop_for, plain, rows_for
 
 from bass_cli.engine import round as round_module
 from bass_cli.engine.batch import Row
@@ -116,9 +116,7 @@ def test_catching_up_by_graphs_fills_the_draft_cache(pair, monkeypatch, missing,
     live = [
         Row("0", s, 1, [5, 6, 7, 8], 200, sampling=RowSampling(temperature=1.0)) for s in range(3)
     ]
-    loop.open("0", live[0].tokens)
-    for row in live[:2]:
-        loop.admit(row)
+    begin(loop, *live[:2])
     for number in range(2 * missing + 4):
         if number == missing + 1:
             loop.admit(live[2])
@@ -147,8 +145,7 @@ def test_time_of_catching_up_is_predicted(pair, missing):
     )[2]
     loop = captured(target, target, batch=2, lengths=lengths, span=300)
     row = Row("0", 0, 1, [5, 6, 7, 8], 250, sampling=RowSampling(temperature=1.0))
-    loop.open("0", row.tokens)
-    loop.admit(row)
+    begin(loop, row)
     for _ in range(1 + 3 * 21 + missing + 1):
         loop.round()
     unknown = [index for index in range(43) if not seen[index]]
@@ -186,10 +183,7 @@ def test_uncaptured_catching_up_is_predicted_by_tokens(pair):
     target, draft = pair
     loop = loop_for(target, draft, rows=2, lengths=Fixed(0))
     seen = loop._catching
-    for row in rows()[:2]:
-        if row.sample == 0:
-            loop.open(row.key, row.tokens)
-        loop.admit(row)
+    begin(loop, *rows()[:2])
     for _ in range(12):
         loop.round()
     guess = 0.2 * loop.clock.predict(0) / (1 + 2 / 300)
@@ -205,10 +199,7 @@ def test_uncaptured_catching_up_is_predicted_by_tokens(pair):
 def test_padding_rows_and_capturing_do_not_change_live_rows(pair):
     loop = captured(*pair, batch=6, lengths=Fixed(3))
     live = [*rows()[:2], Row("long", 0, 1, [1, 2] * 25, 13)]  # almost as long as the context
-    for row in live:
-        if row.sample == 0:
-            loop.open(row.key, row.tokens)
-        loop.admit(row)
+    begin(loop, *live)
     loop.prepare([4, 6], [0, 3])
     before = [list(row.tokens) for row in live], loop.batch.lengths.tolist(), loop.graphs.captures
     assert before[1] == [len(row.tokens) for row in live] + [1, 1, 1]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from test_ahead import Settled, ready
 from test_captured import Tour, captured, pair, plainly, rows  # noqa: F401 (a fixture)
-from toys import AtOnce, Markov, drive, loop_for
+from toys import AtOnce, Markov, begin, drive, loop_for
 
 from bass_cli.engine.contracts import ControllerInput, RoundResult
 from bass_cli.engine.graphs import Shape
@@ -150,10 +150,7 @@ def test_cut_round_may_serve_an_uncut_one(pair):
     loop = captured(target, AtOnce(draft, MASK), batch=4, lengths=Fixed(3), cut=Cut(12, 8, 3))
     loop.prepare([4], [3])
     live = rows()[:4]
-    for row in live:
-        if row.sample == 0:
-            loop.open(row.key, row.tokens)
-    loop.swap_rows((), live)
+    begin(loop, *live)
     loop.round()
     loop.retire(3, 2, 1)
     loop.round()

@@ -23,7 +23,7 @@ from test_parity import PROMPTS, SMOLLM, WIDTHS, ragged, texts_of
 from test_pieces import finish
 from test_pieces import loop_of as growing_loop
 from test_pieces import rows as unequal_rows
-from toys import AtOnce, Reactive, drive, loop_for, plain, store_in_eight_bits
+from toys import AtOnce, Reactive, begin, drive, loop_for, plain, store_in_eight_bits
 from transformers import DynamicCache
 
 import bass_kernels as ops
@@ -249,9 +249,7 @@ def test_rejected_drafts_change_no_stored_number(decoders):
             for s in range(3)
         ]
         loop = loop_for(target, drafter, rows=3, lengths=lengths)
-        loop.open("0", live[0].tokens)
-        for row in live:
-            loop.admit(row)
+        begin(loop, *live)
         rejected = 0
         while min(row.generated for row in live) < 25:
             done = loop.round()

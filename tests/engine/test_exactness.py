@@ -13,7 +13,7 @@ import torch
 from checkpoints import FAMILIES, shallow, write_checkpoint
 from decoders import load_noisy_pair
 from devices import device, surface_of
-from toys import AtOnce, Reactive, drive, loop_for, plain, rows_for
+from toys import AtOnce, Reactive, begin, drive, loop_for, plain, rows_for
 
 from bass_cli.engine.batch import Row
 from bass_cli.engine.sampling import RowSampling
@@ -221,8 +221,7 @@ def test_full_acceptance_commits_one_more_token_than_drafts(decoders):
     target, _ = decoders(FAMILIES[0])
     loop = loop_for(target, target, rows=1, lengths=Fixed(4))
     row = Row("0", 0, 0, [1, 2, 3], 20)
-    loop.open("0", row.tokens)
-    loop.admit(row)
+    begin(loop, row)
     loop.round()
     assert row.generated == 5
 
@@ -242,9 +241,7 @@ def test_drafter_catches_up_after_plain_rounds(decoders):
 
     seen, live = [], [Row("0", s, 1, [5, 6, 7, 8], 60) for s in range(2)]
     loop = loop_for(target, target, rows=2, lengths=Pause())
-    loop.open("0", live[0].tokens)
-    for row in live:
-        loop.admit(row)
+    begin(loop, *live)
     for _ in range(9):
         seen.append(loop.round())
     assert [done.width for done in seen] == [3, 0, 0, 0, 0, 3, 0, 3, 3]
@@ -255,9 +252,7 @@ def test_row_near_its_limit_does_not_shorten_drafts_of_others(decoders):
     target, _ = decoders(FAMILIES[0])
     loop = loop_for(target, target, rows=2, lengths=Fixed(6))
     short, long = Row("0", 0, 0, [1, 2, 3], 1), Row("0", 1, 0, [1, 2, 3], 30)
-    loop.open("0", short.tokens)
-    loop.admit(short)
-    loop.admit(long)
+    begin(loop, short, long)
     assert loop.round().width == 6
     assert long.generated == 7
 
@@ -273,9 +268,7 @@ def test_rounding_between_batch_shapes_is_far_below_decision_margins(decoders):
             Row("0", s, 0, [1, 2, 3, 4], 4, sampling=RowSampling(temperature=0.0))
             for s in range(batch)
         ]
-        loop.open("0", live[0].tokens)
-        for row in live:
-            loop.admit(row)
+        begin(loop, *live)
         loop.round()
         found.append(live[0].log_probabilities[0])
     assert abs(found[0] - found[1]) < 1e-5
@@ -306,9 +299,7 @@ def test_drafts_after_plain_rounds_do_not_read_rejected_drafts(decoders):
         Row("0", s, 1, [5, 6, 7, 8], 60, sampling=RowSampling(temperature=1.5)) for s in range(3)
     ]
     loop = loop_for(target, draft, rows=3, lengths=lengths)
-    loop.open("0", live[0].tokens)
-    for row in live:
-        loop.admit(row)
+    begin(loop, *live)
     wrong = sum(
         done.width - kept for done in (loop.round() for _ in range(7)) for kept in done.accepted
     )

@@ -15,7 +15,7 @@ from checkpoints import FAMILIES, write_checkpoint
 from decoders import load_decoder, load_noisy_pair
 from safetensors.torch import load_file
 from test_exactness import rows
-from toys import AtOnce, Reactive, drive, store_in_eight_bits
+from toys import AtOnce, Reactive, begin, drive, store_in_eight_bits
 
 import bass_kernels as ops
 from bass_cli.drafts.factory import NoDrafter
@@ -333,8 +333,7 @@ def test_rounds_compile_nothing_after_compiling_ahead(decoders, monkeypatch, dra
         cut=Cut(16, 0, 2) if draft == "cut" else None,
     )
     row = Row("alone", 0, 0, [5, 6, 7], 8)
-    loop.open(row.key, row.tokens)
-    loop.admit(row)
+    begin(loop, row)
     loop.prepare(range(1, 6), range(5), only_compile=True)
     assert loop.graphs.captures == 0
     assert loop.batch.lengths.tolist() == [3, 1, 1, 1, 1]

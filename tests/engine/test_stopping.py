@@ -5,7 +5,7 @@ import pytest
 import torch
 from fakes import Ticks
 from test_profile import Timed
-from toys import Markov, drive, loop_for, plain
+from toys import Markov, begin, drive, loop_for, plain
 
 from bass_cli.drafts.factory import DraftParts, NoDrafter, make_drafter
 from bass_cli.engine.batch import Row
@@ -109,8 +109,7 @@ def test_stopped_draft_counts_only_tokens_it_has_read():
     assert drafter.stops_short
     loop = loop_for(Markov(target, 1), drafter, rows=2, lengths=Fixed(0))
     row = Row("0", 0, 0, [1, 2, 3], 40)
-    loop.open("0", row.tokens)
-    loop.admit(row)
+    begin(loop, row)
     drafter.expect(loop.batch, 6)
     proposal = drafter.propose_while(loop.batch, 6, lambda confidence: False)
     assert proposal.tokens.shape == (1, 1)

@@ -10,7 +10,7 @@ import torch
 from checkpoints import shallow, write_checkpoint
 from drawing import Scheduler
 from test_scheduler import EOS, Letters, by_key, job, prompts, table
-from toys import Markov, loop_for
+from toys import Markov, begin, loop_for
 
 import bass_kernels as ops
 from bass_cli.engine.batch import Row
@@ -336,8 +336,7 @@ def finish(loop, rows):
     while waiting or len(loop.batch):
         while waiting and len(loop.batch) < loop.batch.capacity:
             row = waiting.pop(0)
-            loop.open(row.key, row.tokens)
-            loop.admit(row)
+            begin(loop, row)
             loop.close(row.key)
         loop.round()
         for index in reversed(range(len(loop.batch))):

@@ -125,6 +125,14 @@ def drive(loop, rows, *, on_round=None, ahead=False):
     return out
 
 
+def begin(loop, *rows):
+    """Open the prompts of rows, and admit the rows."""
+    for row in rows:
+        if row is next(one for one in rows if one.key == row.key):
+            loop.open(row.key, row.tokens)
+    loop.admit(*rows)
+
+
 def rows_for(prompts, n=2, *, limit=12, seed=0, report=NO_REPORT, **sampling):
     """Return n Rows for each prompt with unequal limits, so that they end one by one.
 
