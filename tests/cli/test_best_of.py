@@ -134,7 +134,8 @@ def test_groups_and_columns_hold_the_best(place: Path) -> None:
 def test_shards_of_the_best_are_merged(place: Path) -> None:
     for number in (1, 2):
         words = ["--best-of", "2", "--shard", f"{number}/2"]
-        cli("generate", "p.jsonl", "--model", str(place), "--draft", "none", "--device", "cpu", "--n", "4", "--max-new-tokens", "5", "--out", f"{number}.jsonl", *words)  # fmt: skip
+        cli("generate", "p.jsonl", "--model", str(place), "--draft", "none", "--device", "cpu",
+            "--n", "4", "--max-new-tokens", "5", "--out", f"{number}.jsonl", *words)  # fmt: skip
     assert "missing" not in cli("merge", "m.jsonl", "1.jsonl", "2.jsonl", code=1).stderr
     bass(place, "o.jsonl", "--best-of", "2")
     assert kept(rows_in("m.jsonl")) == kept(rows_in("o.jsonl"))

@@ -125,7 +125,8 @@ def used(here):
     assert pair["speculation"] == {"max": 4}, "drafts beyond those of the training hardly stand"
     flags = shlex.split("--n 3 --max-new-tokens 30 --device cpu --threads 1 --token-ids")
     for length in ("4", "0"):
-        cli("generate", "p.txt", "--pair", "out/pair.yaml", *flags, "--draft-length", length, "--out", f"{length}.jsonl", code=0)  # fmt: skip
+        cli("generate", "p.txt", "--pair", "out/pair.yaml", *flags, "--draft-length", length,
+            "--out", f"{length}.jsonl", code=0)  # fmt: skip
     drafted = ids_of(here / "4.jsonl")
     assert drafted == ids_of(here / "0.jsonl")
     assert max(token for ids in drafted.values() for token in ids) < mask
@@ -219,7 +220,8 @@ def test_a_draft_of_the_targets_layers_has_the_pairs_tokenizer(here):
     (here / "pair.yaml").write_text("target: target\ndraft: none\ntokenizer: draft\n")
     cli("distill", *FLAGS, "--steps", "1", "--out", "out", code=0)
     assert (here / "out/draft/tokenizer.json").exists()
-    cli("generate", "p.txt", "--pair", "out/pair.yaml", "--n", "1", "--device", "cpu", "--max-new-tokens", "4", "--out", "o.jsonl", code=0)  # fmt: skip
+    cli("generate", "p.txt", "--pair", "out/pair.yaml", "--n", "1", "--device", "cpu",
+        "--max-new-tokens", "4", "--out", "o.jsonl", code=0)  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "reason"), [
