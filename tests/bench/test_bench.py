@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from benches import SCALED, SET, SMALL, _no_variables, bench, measured, settings  # noqa: F401 (a fixture)
+from benches import SCALED, SET, SMALL, bench, measured, settings
 from checkpoints import write_checkpoint, write_tokenizer
 from test_document import CELL
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from benches import SET, _no_variables, bench, measured, settings  # noqa: F401 (a fixture)
+from benches import SET, bench, measured, settings
 
 from bass_cli.bench import grid
 from bass_cli.bench.figures import Run, Step

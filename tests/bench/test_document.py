@@ -11,7 +11,7 @@ import shlex
 from typing import Any
 
 import pytest
-from benches import SET, SMALL, _no_variables, bench, measured  # noqa: F401 (a fixture)
+from benches import SET, SMALL, bench, measured
 
 from bass_cli.bench import document as documents
 from bass_cli.bench import report

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from benches import _no_variables, settings  # noqa: F401 (a fixture)
+from benches import settings
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from bass_cli.bench.floor import pass_work, sizes_of
