@@ -43,12 +43,19 @@ def hold(lines):
     return len(lines)
 
 
-def test_launches_of_few_tokens_compile_for_hopper(tmp_path):
+@pytest.mark.parametrize(
+    ("names", "kernels"),
+    [
+        ("few-tokens,mix-64-wide-in-8-bits,attend-256-windowed", 7),
+        # the same kernels as in the first case, with other tiles
+        pytest.param("mix-16-in-8-bits,attend-16-in-8-bits", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_launches_of_few_tokens_compile_for_hopper(names, kernels, tmp_path):
     """To machine code, with the instructions of Hopper that they ask for. Rows with more lines than
     new keys too, heads of 16 in 8 bits, and windows."""
-    wanted = "90,bfloat16,few-tokens,mix-64-wide-in-8-bits,mix-16-in-8-bits,attend-16-in-8-bits"
-    wanted += ",attend-256-windowed"
-    assert hold(run_compiling("compile_launches.py", "whole", wanted, cache=tmp_path)) == 9
+    wanted = f"90,bfloat16,{names}"
+    assert hold(run_compiling("compile_launches.py", "whole", wanted, cache=tmp_path)) == kernels
 
 
 @pytest.mark.slow  # compiles for other GPUs
