@@ -23,7 +23,7 @@ _DATA = Option("The task's data set, if it is not packaged", PROMPTS, "FILE|hf:N
 _TASK = Option(
     "Task of the samples",
     SCORING,
-    "humaneval|humaneval+|mbpp|mbpp+|gsm8k|xsum|FILE.yaml",
+    "humaneval|humaneval+|mbpp|mbpp+|gsm8k|ifeval|xsum|FILE.yaml",
     shown="from the file",
 )
 
@@ -109,9 +109,7 @@ class ScoreArgs(JudgeArgs, QuietArgs):
         "fields task_id and completion or solution. Several files make one table.",
         "FILE...",
     )
-    task: str | None = flag(
-        _TASK, takes="humaneval|humaneval+|mbpp|mbpp+|gsm8k|ifeval|xsum|FILE.yaml"
-    )
+    task: str | None = flag(_TASK)
     report: str | None = flag("Write the report to this file as JSON; for one FILE", OUTPUT, "FILE")
     overwrite: bool = switch(
         "Let --report replace a file that is not an earlier report on these samples", OUTPUT
