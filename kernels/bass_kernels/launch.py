@@ -18,11 +18,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-try:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # before Triton 3.4
-    TensorDescriptor = None
-
 from . import dispatch
 
 _COMPILERS = 16  # maximum number of compiler threads
@@ -141,7 +136,7 @@ def card(device: torch.device) -> Card:
 def loads_tiles(device: torch.device) -> bool:
     """Return whether kernels that load tiles through tensor descriptors run on a device. They were
     measured on Hopper only."""
-    return TensorDescriptor is not None and card(device).capability[0] == 9
+    return card(device).capability[0] == 9
 
 
 def fitting(options: Iterable[Option], needs: Callable[[Option], int], shared: int) -> Option:

@@ -12,17 +12,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .launch import (
-    SPARE,
-    TensorDescriptor,
-    card,
-    fitting,
-    input_precision,
-    loads_tiles,
-    processors,
-    scratch,
-)
+from .launch import SPARE, card, fitting, input_precision, loads_tiles, processors, scratch
 from .pointwise import KINDS, activate
 from .products import sum_splits
 from .residual import MOST_TOKENS

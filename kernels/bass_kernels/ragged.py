@@ -18,13 +18,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import dispatch
 from .eight_bit_kernels import arguments, converts, in_pairs
 from .folding_kernels import head_block
 from .launch import (
     SPARE,
-    TensorDescriptor,
     can_prefetch,
     card,
     fitting,
