@@ -16,6 +16,7 @@ from torch import Tensor
 from .launch import after, counters, leading, let_next, overlap
 from .truncation import (
     LOWEST,
+    NO_TOKEN,
     better_candidate,
     gumbel,
     load_temperature,
@@ -207,7 +208,7 @@ def _pass(
             now = 0
             if PASS != 1:
                 scores = tl.load(here, mask=inside, other=-float("inf"), cache_modifier=".cg")
-                tokens = tl.load(here + 1, mask=inside, other=16777216.0, cache_modifier=".cg").to(
+                tokens = tl.load(here + 1, mask=inside, other=NO_TOKEN, cache_modifier=".cg").to(
                     tl.int32
                 )
                 xs = tl.load(here + 2, mask=inside, other=-float("inf"), cache_modifier=".cg")

@@ -18,6 +18,9 @@ from .sampling import COLDEST, HOTTEST
 _COLDEST, _HOTTEST = tl.constexpr(COLDEST), tl.constexpr(HOTTEST)
 # the smallest finite float32: the peak before any logit was read
 LOWEST = tl.constexpr(-3.4028234663852886e38)
+# In place of a token if there is none. Chunks store tokens as float32, which holds all whole
+# numbers up to this one.
+NO_TOKEN = tl.constexpr(1 << 24)
 
 
 @triton.jit
@@ -66,14 +69,14 @@ def noise_address(entry, row, key_ptr, position_ptr):
 def no_candidate():
     """Return an empty candidate: score, token and scaled logit."""
     nothing = tl.full([], -float("inf"), tl.float32)
-    return nothing, tl.full([], 16777216, tl.int32), nothing
+    return nothing, tl.full([], NO_TOKEN, tl.int32), nothing
 
 
 @triton.jit
 def better_candidate(score, token, x, scores, tokens, xs):
     """Return the better of a candidate and a block of others; the first token on ties."""
     top = tl.max(scores, 0)
-    first = tl.min(tl.where(scores == top, tokens, 16777216), 0)
+    first = tl.min(tl.where(scores == top, tokens, NO_TOKEN), 0)
     value = tl.max(tl.where(tokens == first, xs, -float("inf")), 0)
     wins = (top > score) | ((top == score) & (first < token))
     return tl.where(wins, top, score), tl.where(wins, first, token), tl.where(wins, value, x)
@@ -84,7 +87,7 @@ def merge_best(at, inside):
     """Return the best score among the candidates that a row's chunks stored, and its token, which
     is stored after it."""
     scores = tl.load(at, mask=inside, other=-float("inf"), cache_modifier=".cg")
-    tokens = tl.load(at + 1, mask=inside, other=16777216.0, cache_modifier=".cg").to(tl.int32)
+    tokens = tl.load(at + 1, mask=inside, other=NO_TOKEN, cache_modifier=".cg").to(tl.int32)
     nothing, no_token, _x = no_candidate()
     score, token, _x = better_candidate(nothing, no_token, nothing, scores, tokens, scores)
     return score, token
