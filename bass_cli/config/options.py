@@ -183,8 +183,8 @@ class PairOptions(ModelOptions):
 
     name: Name = flag("Name of the pair; default: the file's name", default=MISSING)
     target: Name = flag(
-        "The target, instead of --pair: a Hugging Face hub id, a folder with safetensors, or "
-        "a .gguf file. Default draft: mtp if the checkpoint has it, else lookup",
+        "The target, instead of --pair: a hub id, a folder with safetensors, or a .gguf file. "
+        "Default draft: mtp if it has that layer, else lookup",
         MODELS,
         "ID|FOLDER|FILE",
         flag="--model",
