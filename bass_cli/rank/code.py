@@ -78,13 +78,19 @@ def without_thoughts(text: str) -> str:
     return answer if answer.strip() else text
 
 
-def parse(text: str) -> ast.Module | None:
-    """Return the syntax tree. None if the text is not valid Python for this interpreter."""
+def parse(text: str, *, compiles: bool = False) -> ast.Module | None:
+    """Return the syntax tree. None if the text is not valid Python for this interpreter.
+
+    `compiles`: Whether the text must compile too, which finds more faults.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about escapes in strings, for example
-            return ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+            tree = ast.parse(text)
+            if compiles:
+                compile(text, "<program>", "exec", dont_inherit=True)
+            return tree
+    except _FAULTS:
         return None
 
 
@@ -345,7 +351,7 @@ def checks_passed(program: str | None, finish_reason: str | None, entry_point: s
         program: The source with the prompt's part; None if the sample has no code.
     """
     ended = finish_reason not in _CUT
-    tree = None if program is None else compiled(program)
+    tree = None if program is None else parse(program, compiles=True)
     if tree is None:
         return float(ended)
     defines = entry_point is None or _defines(tree, entry_point)
@@ -354,20 +360,8 @@ def checks_passed(program: str | None, finish_reason: str | None, entry_point: s
 
 def is_whole(program: str, entry_point: str | None) -> bool:
     """Return whether a program compiles and defines the entry point with a body."""
-    tree = compiled(program)
+    tree = parse(program, compiles=True)
     return tree is not None and (entry_point is None or _defines(tree, entry_point))
-
-
-def compiled(program: str) -> ast.Module | None:
-    """Return the syntax tree of a program; None if this interpreter would refuse it."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about escapes in strings, for example
-            tree = ast.parse(program)
-            compile(program, "<program>", "exec", dont_inherit=True)
-            return tree
-    except _FAULTS:
-        return None
 
 
 def undefined_names(tree: ast.Module) -> set[str]:
@@ -461,7 +455,7 @@ def _defines(tree: ast.Module, name: str) -> bool:
 
 def bare_program(program: str) -> str | None:
     """Return a program without comments, docstrings and its own layout; None if it is invalid."""
-    tree = compiled(program)
+    tree = parse(program, compiles=True)
     if tree is None:
         return None
     for node in ast.walk(tree):

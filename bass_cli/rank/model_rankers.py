@@ -18,7 +18,7 @@ from bass_cli.config.job import Job
 from bass_cli.config.sampling import Sampling
 from bass_cli.errors import MachineError, UserError
 from bass_cli.io.prompts import prompts_of
-from bass_cli.rank.code import bare_program, compiled, modules_of, parse
+from bass_cli.rank.code import bare_program, modules_of, parse
 from bass_cli.rank.ranking import REWARD, Candidate, Group, Scores, needed_prompt
 from bass_cli.reading import is_unicode
 from bass_cli.run.logprobs import COLUMN, longest_of, score, scoring_job
@@ -180,7 +180,8 @@ def passed_tests(
     programs = [one.program for one in group.candidates]
     if not tests:
         return [nothing] * len(programs)
-    distinct = [one for one in dict.fromkeys(programs) if one is not None and compiled(one)]
+    given = dict.fromkeys(one for one in programs if one is not None)
+    distinct = [one for one in given if parse(one, compiles=True)]
     name = (group.entry_point or "",)
     modules = modules_of("\n".join(tests), name)
     found: dict[str, Vector] = {}

@@ -23,7 +23,7 @@ from bass_cli import Job, Pair, Sampling
 from bass_cli.errors import UserError
 from bass_cli.eval.stores import ScoreStore, digest_of
 from bass_cli.rank import model_rankers
-from bass_cli.rank.code import compiled
+from bass_cli.rank.code import parse
 from bass_cli.rank.model_rankers import (
     AgreementRanker,
     ReverseRanker,
@@ -351,7 +351,7 @@ def test_eval_scores_its_samples_with_the_model(
     for row in rows:
         prompt = heads[row["id"] == "Tiny/g"]
         one = Candidate(0, row["completion"], "eos", None, prompt + row["completion"])
-        wanted = due(folder, context_of(one), prompt) if compiled(one.program or "") else None
+        wanted = due(folder, context_of(one), prompt) if parse(one.program or "") else None
         assert row["scores"]["reverse"] == (wanted and pytest.approx(wanted, abs=1e-4))
         assert row["rank"] in (1, 2)
     monkeypatch.setattr("bass_cli.eval.rank_command.rank_lines", None)  # it is not called again

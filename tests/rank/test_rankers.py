@@ -3,7 +3,7 @@
 import pytest
 
 from bass_cli.errors import UserError
-from bass_cli.rank.code import bare_program, checks_passed, compiled, undefined_names
+from bass_cli.rank.code import bare_program, checks_passed, parse, undefined_names
 from bass_cli.rank.ranking import (
     Candidate,
     Group,
@@ -59,7 +59,7 @@ def code(body, *, reason="eos", sample=0, logprob=None):
     ],
 )
 def test_undefined_names_are_those_of_no_scope(program, names):
-    assert undefined_names(compiled(program)) == names
+    assert undefined_names(parse(program)) == names
 
 
 def test_undefined_names_raise_name_errors_in_python():
@@ -74,7 +74,7 @@ def test_undefined_names_raise_name_errors_in_python():
             fails = False
         except NameError:
             fails = True
-        assert bool(undefined_names(compiled(program))) == fails, body
+        assert bool(undefined_names(parse(program))) == fails, body
 
 
 def test_static_counts_checks():
@@ -110,7 +110,7 @@ def test_entry_point_needs_a_body_at_the_top_level(program, defines):
     "program", ["return 1", "def f(:", "x = '\0'", "(" * 5000, "def f(a, a): pass", "f() = 1"]
 )
 def test_programs_that_python_refuses_do_not_parse(program):
-    assert compiled(program) is None
+    assert parse(program, compiles=True) is None
     assert checks_passed(program, "eos", None) == 1
     assert bare_program(program) is None
 
