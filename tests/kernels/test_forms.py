@@ -447,7 +447,7 @@ DELTA = {
 }
 
 
-@pytest.mark.parametrize(tuple(DELTA), thinned_on_cpu(covering(DELTA, 3), 8))
+@pytest.mark.parametrize(tuple(DELTA), thinned_on_cpu(covering(DELTA), 8))
 def test_rounds_of_the_delta_rule(rows, width, dtype, shape):
     weights, state, given = delta.layer_of(shape, (rows, width), dtype, slots=rows, width=width)
     first = 3 + torch.arange(rows)
