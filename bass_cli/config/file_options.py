@@ -172,8 +172,8 @@ def read_structure(
 ) -> Any:
     """Return the value of one of FIELDS: a schema, a regex or a grammar as text.
 
-    A schema may be a mapping, a text in JSON or a file. A text with a colon is a grammar, because
-    each of its rules has one; else it names a file.
+    A schema may be a mapping, a text in JSON, a file or a class of pydantic. A text with a colon
+    is a grammar, because each of its rules has one; else it names a file.
 
     Args:
         folder: The folder of relative paths.
@@ -189,6 +189,8 @@ def read_structure(
         _library()
         return value
     place = ""
+    if field == "json_schema" and hasattr(value, "model_json_schema"):
+        value = value.model_json_schema()
     if field == "json_schema" and isinstance(value, Mapping):
         try:
             value = json.dumps(value, ensure_ascii=False)
@@ -196,7 +198,9 @@ def read_structure(
             raise ValueError(f"it is not JSON: {error}") from None
     if not isinstance(value, (str, os.PathLike)):
         if field == "json_schema":
-            raise ValueError(f"a schema is needed: a mapping, a text or a file, not {shown(value)}")
+            raise ValueError(
+                f"a mapping, a text, a file or a pydantic class is needed, not {shown(value)}"
+            )
         return value  # of a wrong type, which pydantic refuses
     text = str(value)
     is_text = text.lstrip().startswith("{") if field == "json_schema" else ":" in text

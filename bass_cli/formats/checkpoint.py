@@ -226,6 +226,8 @@ def open_checkpoint(
         config, place = read_json(path / "config.json"), str(path / "config.json")
         open_ = _open_any if _is_any(config, decoder, place) else _open_folder
         return _with_note_on_adapter(open_(path, config, adapters))
+    if not path.exists():
+        raise UserError(f"{path}: there is no such file or folder")
     if decoder == "transformers":
         raise UserError(
             f"{path}: `pair.decoder` transformers: a .gguf file has a native decoder only; use a "

@@ -13,6 +13,7 @@ from typing import Any, get_args
 
 import pytest
 from command_line import cli
+from pydantic import BaseModel
 
 from bass_cli.cli.doctor import parameters_in
 from bass_cli.cli.options import in_flags, reference
@@ -413,6 +414,16 @@ def test_models_are_frozen_and_strict() -> None:
     with pytest.raises(ValueError, match='there is no field "nn"; did you mean "n"'):
         Job.model_validate({"pair": PAIR, "nn": 3})
     assert issubclass(MachineError, UserError)
+
+
+def test_a_pydantic_class_is_its_schema() -> None:
+    pytest.importorskip("llguidance")
+    sampling = Sampling(json_schema=_Answer)  # type: ignore[arg-type]
+    assert json.loads(sampling.json_schema or "") == _Answer.model_json_schema()
+
+
+class _Answer(BaseModel):
+    number: int
 
 
 @pytest.mark.parametrize(("kind", "name", "remedy"), [

@@ -97,6 +97,8 @@ def test_a_gguf_file_of_another_name_is_refused_with_the_remedy(tmp_path: Path) 
         UserError, match=r"give this GGUF file a name or a link that ends in \.gguf"
     ):
         open_checkpoint(path)
+    with pytest.raises(UserError, match="none: there is no such file or folder"):
+        open_checkpoint(tmp_path / "none")
     path.write_bytes(b"")
     with pytest.raises(UserError, match=r"a model is a folder with config\.json, or a \.gguf file"):
         open_checkpoint(path)
