@@ -38,7 +38,7 @@ def plan_of(
     *,
     draft="draft",
     rows=6,
-    kept=None,
+    cached_tokens=None,
     length=4,
     n=4,
     prompts=PROMPTS,
@@ -56,7 +56,7 @@ def plan_of(
         token_ids=True,
     )
     plan = make_plan(job, prompts=len(prompts))
-    return plan if kept is None else dataclasses.replace(plan, kept=kept)
+    return plan if cached_tokens is None else dataclasses.replace(plan, cached_tokens=cached_tokens)
 
 
 class Seen:
@@ -105,7 +105,7 @@ def drawn(plan, prompts=PROMPTS, **given):
 
 
 @pytest.mark.parametrize(
-    ("draft", "length", "kept"),
+    ("draft", "length", "cached_tokens"),
     [
         ("none", "auto", 20),
         pytest.param("draft", 4, 24, marks=pytest.mark.slow),
@@ -118,12 +118,12 @@ def drawn(plan, prompts=PROMPTS, **given):
     ],
 )
 def test_samples_do_not_depend_on_what_their_rows_have_of_the_cache(
-    draft, length, kept, due, monkeypatch
+    draft, length, cached_tokens, due, monkeypatch
 ):
     """Rows grow, are put back, come and go, by every kind of draft. With place for one token each
     there is a single row in the end, which always reaches its limit."""
     assert len({len(ids) for ids, _ in due().values()}) > 4, "samples of many lengths"
-    seen, plan = Seen(monkeypatch), plan_of(draft=draft, length=length, kept=kept)
+    seen, plan = Seen(monkeypatch), plan_of(draft=draft, length=length, cached_tokens=cached_tokens)
     assert plan.blocks.most >= 4
     assert drawn(plan) == due()
     assert seen.grown > 10
@@ -142,7 +142,7 @@ def ahead(monkeypatch):
 def test_rows_are_put_back_that_a_round_under_way_has(draft, length, ahead, due, monkeypatch):
     """What it brings is not the new row's, which may be at the same place."""
     whole, seen = due(), Seen(monkeypatch)
-    assert drawn(plan_of(draft=draft, length=length, kept=20)) == whole
+    assert drawn(plan_of(draft=draft, length=length, cached_tokens=20)) == whole
     assert seen.grown > 10
     assert seen.flown > 0
 
@@ -158,7 +158,10 @@ def test_rows_that_are_put_back_follow_their_grammar_from_the_start(
     whole = drawn(plan_of(draft="none", length=0, regex=regex, top_p=1.0))
     assert len({len(ids) for ids, _ in whole.values()}) > 4
     seen = Seen(monkeypatch)
-    assert drawn(plan_of(draft=draft, length=length, kept=20, regex=regex, top_p=1.0)) == whole
+    assert (
+        drawn(plan_of(draft=draft, length=length, cached_tokens=20, regex=regex, top_p=1.0))
+        == whole
+    )
     assert seen.back > 0
     assert seen.flown > 0
 
@@ -205,16 +208,16 @@ def test_a_plan_counts_rows_by_what_they_are_expected_to_take(monkeypatch):
     """More than fit at their longest, within the memory that there is, which is what is built; not
     where samples depend on the rows, nor where all fit."""
     whole = plan_of(rows=40, n=20)
-    assert (whole.kept, whole.share, whole.blocks.most) == (TOKENS, "", 1)
+    assert (whole.cached_tokens, whole.cache_note, whole.blocks.most) == (TOKENS, "", 1)
     found = whole.footprint
     free = int(found.bytes(6, TOKENS, prompts=6 / 20) / 0.95) + 1000
     for module in ("plan", "memory"):
         monkeypatch.setattr(f"bass_cli.run.{module}.free_memory", lambda device: free)
     plan = plan_of(rows="auto", n=20)
     assert 6 < plan.rows < 40
-    assert TOKENS / 4 <= plan.kept < TOKENS
-    assert sum(plan.parts.values()) <= plan.free
-    assert plan.share in plan.notes
+    assert TOKENS / 4 <= plan.cached_tokens < TOKENS
+    assert sum(plan.memory_parts.values()) <= plan.free
+    assert plan.cache_note in plan.notes
     loop = build(plan)
     caches = [loop.target.cache, loop.drafter.runner.cache]
     own = sum(  # the slots behind all rows are planned with the prompts
@@ -222,8 +225,8 @@ def test_a_plan_counts_rows_by_what_they_are_expected_to_take(monkeypatch):
         for cache in caches
         for layer in (*cache.own_keys, *cache.own_values)
     )
-    assert 0.8 * plan.parts["cache"] < own <= plan.parts["cache"]
-    assert plan_of(rows=6, n=20).kept == TOKENS
+    assert 0.8 * plan.memory_parts["cache"] < own <= plan.memory_parts["cache"]
+    assert plan_of(rows=6, n=20).cached_tokens == TOKENS
     assert plan_of(rows=plan.rows, n=20).blocks == plan.blocks
     with pytest.raises(MachineError, match=r"`batch_size` \d+"):
         plan_of(rows=1000, n=20)

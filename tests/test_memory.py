@@ -30,7 +30,7 @@ from bass_cli.models.spec import Layouts, Norm, Rope, Spec
 from bass_cli.run.build import build
 from bass_cli.run.generate import generate
 from bass_cli.run.manifest import describe
-from bass_cli.run.memory import Each, Extras, Footprint, Need, footprint
+from bass_cli.run.memory import Extras, Footprint, MemoryNeed, UnitBytes, footprint
 from bass_cli.run.plan import make_plan
 from bass_cli.system import host
 from bass_cli.system.host import HostMemory, host_memory, is_refused_memory
@@ -147,8 +147,8 @@ def test_the_largest_settings_fit_and_one_more_does_not() -> None:
         buffers=30,
         prompts=10,
         prompt=50,
-        row=Each(20, 10),
-        token=Each(4, 3),
+        row=UnitBytes(20, 10),
+        token=UnitBytes(4, 3),
         context=64,
     )
     for free in (1100, 1136, 1137, 1200, 5000):
@@ -318,7 +318,7 @@ def test_job_takes_as_few_waves_as_possible(
     free(monkeypatch, 1 << 50)
     plan = make_plan(job(max_new_tokens=20, **fields), prompts=prompts)
     plan = dataclasses.replace(plan, device=torch.device(kind))
-    assert plan.rows == plan.wished == due[kind]
+    assert plan.rows == plan.unlimited_rows == due[kind]
 
 
 def test_under_maximal_coupling_the_manifest_has_the_rows(place: Path) -> None:
@@ -434,7 +434,7 @@ def test_unknown_free_memory_halves_the_plan(place: Path, monkeypatch: pytest.Mo
     def refuse(*_: Any) -> None:
         raise RuntimeError("CUDA error: out of memory")
 
-    need = make_plan(job(batch_size=4, max_new_tokens=40)).need
+    need = make_plan(job(batch_size=4, max_new_tokens=40)).memory_need
     monkeypatch.setattr("bass_cli.run.memory.free_memory", refuse)
     with (
         pytest.raises(MachineError, match=r"`batch_size` 2, or `sampling.max_new_tokens` 20$"),
@@ -487,7 +487,7 @@ def test_plan_of_a_large_model_follows_its_sizes() -> None:
     found = footprint(LLAMA_8B, None, dtype=torch.bfloat16, device=torch.device("cuda"), longest=16)
     assert found.weights == pytest.approx(16.06e9, rel=0.001)
     assert found.token.cache == 131072
-    need = Need(found, 64, 10**9, torch.device("cuda"))
+    need = MemoryNeed(found, 64, 10**9, torch.device("cuda"))
     assert found.bytes(need.rows, need.new_tokens) == pytest.approx(
         64 * 131072 * 131072 + 16.06e9, rel=0.02
     )

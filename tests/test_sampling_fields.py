@@ -220,7 +220,7 @@ def test_plan_counts_the_tables(model: Path) -> None:
     base = Job(pair=pair, device="cpu", batch_size=4)
     penalised = base.model_copy(update={"sampling": Sampling(presence_penalty=1.0)})
     due = 4 * VOCAB * (4 + 20)
-    plain = make_plan(base).parts["buffers"]
-    assert make_plan(penalised).parts["buffers"] - plain >= due
+    plain = make_plan(base).memory_parts["buffers"]
+    assert make_plan(penalised).memory_parts["buffers"] - plain >= due
     of_lines = make_plan(base, wanted=Wanted().with_prompt(penalised))
-    assert of_lines.parts["buffers"] - plain >= due
+    assert of_lines.memory_parts["buffers"] - plain >= due

@@ -288,7 +288,7 @@ def test_rows_grow_and_are_put_back_equally_in_all_processes(
     expected = drawn(plan_of("skip:1", length=3, tokens=40))
     monkeypatch.setattr(Loop, "grow", watched_grow)
     monkeypatch.setattr(Loop, "_follow", watched_follow)
-    plan = dataclasses.replace(plan_of("skip:1", length=3, tokens=40, ranks=2), kept=20)
+    plan = dataclasses.replace(plan_of("skip:1", length=3, tokens=40, ranks=2), cached_tokens=20)
     models = load_draft(plan, halves[0])
     found = drawn(plan, models)
     assert {key: one.token_ids for key, one in found.items()} == {

@@ -39,7 +39,7 @@ from bass_cli.models.heads import make_head
 from bass_cli.models.runner import Runner
 from bass_cli.models.spec import HeadSpec, head_parameters
 from bass_cli.run.build import Models, graphs_for, load_models, make_loop, make_models
-from bass_cli.run.memory import Extras, Need, footprint, widest
+from bass_cli.run.memory import Extras, MemoryNeed, footprint, widest
 from bass_cli.run.pair import check_split
 from bass_cli.run.plan import Plan, device_of, draft_format_of, dtype_of, make_plan
 from bass_cli.run.profile import LIMITS
@@ -142,10 +142,10 @@ def plan_for(settings: Settings) -> Plan | None:
     return make_plan(settings.job, options=_OPTIONS, grows=False)
 
 
-def need_of(settings: Settings, plan: Plan | None, device: torch.device) -> Need:
+def need_of(settings: Settings, plan: Plan | None, device: torch.device) -> MemoryNeed:
     """Return the memory of the largest batch; MachineError if too little is free."""
     if plan is not None:
-        return plan.need  # `make_plan` has checked it
+        return plan.memory_need  # `make_plan` has checked it
     assert settings.specs is not None
     (target, draft), ranks = settings.specs, settings.job.tensor_parallel
     if ranks > 1:
@@ -168,7 +168,7 @@ def need_of(settings: Settings, plan: Plan | None, device: torch.device) -> Need
         layouts=layouts_of(settings.job.dtype, None),
         draft_format=draft_format_of(settings.job, dtype, None),
     )
-    need = Need(found, max(settings.batch_sizes), settings.new_tokens, device, _OPTIONS)
+    need = MemoryNeed(found, max(settings.batch_sizes), settings.new_tokens, device, _OPTIONS)
     need.check()
     return need
 

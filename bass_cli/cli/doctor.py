@@ -335,7 +335,7 @@ def _decoder(plan: Plan) -> str:
 
 def _memory_plan(plan: Plan) -> dict[str, Any]:
     """Return the batch size of a large job, the reason for it, and the memory that it takes."""
-    parts, tokens = plan.parts, plan.job.sampling.max_new_tokens
+    parts, tokens = plan.memory_parts, plan.job.sampling.max_new_tokens
     needed = sum(parts.values())
     listed = ", ".join(f"{part} {gigabytes(count)}" for part, count in parts.items())
     return {
@@ -344,8 +344,9 @@ def _memory_plan(plan: Plan) -> dict[str, Any]:
             filter(
                 None,
                 (
-                    f"{plan.rows} sequences of up to {tokens} new tokens: {in_flags(plan.why)}",
-                    plan.share,
+                    f"{plan.rows} sequences of up to {tokens} new tokens: "
+                    f"{in_flags(plan.rows_reason)}",
+                    plan.cache_note,
                 ),
             )
         ),

@@ -57,7 +57,7 @@ def run(args: ProfileArgs, screen: Screen) -> dict[str, Any]:
         )
     for note in plan.notes:
         screen.note(note)
-    with plan.need.explained():
+    with plan.memory_need.explained():
         return _measure(plan, args, screen)
 
 

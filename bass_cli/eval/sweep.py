@@ -161,7 +161,7 @@ def _loop_of(
         return loop
 
     def loop_for(chosen: Plan) -> Loop:
-        with chosen.need.explained():
+        with chosen.memory_need.explained():
             loop = warm_loop()
         loop.use(lengths_for(chosen))
         return loop

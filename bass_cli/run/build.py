@@ -128,7 +128,7 @@ def load_models(
     add_draft = functools.partial(load_draft, plan, on_read=on_read)
     if isinstance(files.target.spec, AnySpec):
         return add_draft(Models(_load_any(files.target, plan.dtype, plan.device, vocab, on_read)))
-    needed = sum(plan.parts.values())
+    needed = sum(plan.memory_parts.values())
     part = Part(source, ranks, plan.dtype, plan.device, vocab, needed, plan.layouts)
     return make_models(part, add_draft, on_read)
 

@@ -103,7 +103,7 @@ class Engine:
         self.plan = plan = plan_of(job)
         self._on_phase, self._on_bytes, self._on_note = on_phase, on_bytes, on_note
         self._scheduler = Scheduler(
-            RequestReader.of(plan, limit=plan.limit, tags=plan.tags, on_note=on_note),
+            RequestReader.of(plan, limit=plan.max_new_tokens, tags=plan.tags, on_note=on_note),
             EndRule(plan.eos_ids, plan.job.sampling.stop, plan.stop_ids),
             on_round=on_round,
             on_results=self._wake_callers,
@@ -181,7 +181,7 @@ class Engine:
             self._load()
             self._scheduler.add(request)
             step = functools.partial(self._step_or_halve, self._scheduler.step)
-            with self.plan.need.explained():  # also errors of the caller's prompts
+            with self.plan.memory_need.explained():  # also errors of the caller's prompts
                 for one in self._scheduler.results(request, step):
                     if not together or (one.id, one.sample) not in done:
                         yield one
@@ -349,7 +349,7 @@ class Engine:
         """Load the models, unless a loop was given."""
         if self._models is None and self._given_loop is None:
             self._on_phase("loading the weights")
-            with self.plan.need.explained():
+            with self.plan.memory_need.explained():
                 self._models = load_models(self.plan, self._on_bytes)
 
     def _call_in_thread(self, work: Callable[[], None]) -> None:
@@ -477,7 +477,7 @@ class Engine:
         """Call `step` when the scheduler has a loop. If memory runs out, halve the rows and call it
         again, as long as that is possible."""
         while True:
-            with self.plan.need.explained():
+            with self.plan.memory_need.explained():
                 try:
                     self._ensure_loop()
                     step()
@@ -587,9 +587,9 @@ def _job_of_call(plan: Plan, n: int | None, sampling: Sampling | None) -> Job:
     except ValidationError as error:
         path, reason = first_fault(error)
         raise UserError(f"`{'.'.join(path)}`: {reason}") from None
-    if (tokens := job.sampling.max_new_tokens) > plan.limit:
+    if (tokens := job.sampling.max_new_tokens) > plan.max_new_tokens:
         raise UserError(
             f"`sampling.max_new_tokens`: {tokens} is more than the engine's batch has room for, "
-            f"which is the {plan.limit} of its job"
+            f"which is the {plan.max_new_tokens} of its job"
         )
     return job

@@ -144,7 +144,7 @@ def _scored(
     from bass_cli.run.build import build, load_models
 
     on_phase("loading the weights")
-    with plan.need.explained():
+    with plan.memory_need.explained():
         models = load_models(plan, on_bytes)
         try:
             target, reader = build(plan, models).target, _reader_of(plan)

@@ -60,7 +60,7 @@ class Extras(NamedTuple):
 
     Args:
         changes_logits: Whether rows have penalties, a bias, or forbidden tokens.
-        top: How many likeliest tokens are reported of each place.
+        top: How many likeliest tokens are reported at each position.
         scores: Whether prompts are scored.
     """
 
@@ -72,7 +72,7 @@ class Extras(NamedTuple):
 NO_EXTRAS = Extras()
 
 
-class Each(NamedTuple):
+class UnitBytes(NamedTuple):
     """Bytes of one more row, or of one more new token of a row: in the KV cache, and in buffers."""
 
     cache: int
@@ -99,12 +99,12 @@ class Footprint:
     buffers: int
     prompts: int
     prompt: int
-    row: Each
-    token: Each
+    row: UnitBytes
+    token: UnitBytes
     context: int
 
     def parts(
-        self, rows: int, new_tokens: int, *, prompts: float = 1, kept: int | None = None
+        self, rows: int, new_tokens: int, *, prompts: float = 1, cached_tokens: int | None = None
     ) -> dict[str, int]:
         """Return the bytes by purpose.
 
@@ -112,11 +112,11 @@ class Footprint:
             rows: The rows of the batch.
             new_tokens: The most new tokens of a row.
             prompts: The number of prompts in the batch.
-            kept: The new tokens of a row that the cache holds on average; None for all. The cache
-                holds at least all new tokens of one row.
+            cached_tokens: The new tokens of a row that the cache holds on average; None for all.
+                The cache holds at least all new tokens of one row.
         """
         tokens = min(new_tokens, self.context - 1)
-        stored = rows * min(tokens if kept is None else kept, tokens)
+        stored = rows * min(tokens if cached_tokens is None else cached_tokens, tokens)
         buffers = rows * (self.row.buffers + self.token.buffers * tokens)
         # one more row, which padding rows write to
         cache = (rows + 1) * self.row.cache + self.token.cache * max(stored, min(rows, 1) * tokens)
@@ -129,22 +129,31 @@ class Footprint:
         }
 
     def bytes(
-        self, rows: int, new_tokens: int, *, prompts: float = 1, kept: int | None = None
+        self, rows: int, new_tokens: int, *, prompts: float = 1, cached_tokens: int | None = None
     ) -> int:
         """Return the sum of the parts."""
-        return sum(self.parts(rows, new_tokens, prompts=prompts, kept=kept).values())
+        return sum(
+            self.parts(rows, new_tokens, prompts=prompts, cached_tokens=cached_tokens).values()
+        )
 
     def most_rows(
-        self, new_tokens: int, free: int, *, samples: float = math.inf, kept: int | None = None
+        self,
+        new_tokens: int,
+        free: int,
+        *,
+        samples: float = math.inf,
+        cached_tokens: int | None = None,
     ) -> int:
         """Return the most rows that fit into `free` bytes, with `samples` rows to a prompt."""
         tokens, left = min(new_tokens, self.context - 1), free - self.bytes(0, new_tokens)
-        stored = min(tokens if kept is None else kept, tokens)
+        stored = min(tokens if cached_tokens is None else cached_tokens, tokens)
         each = sum(self.row) + self.token.buffers * tokens + math.ceil(self.prompt / samples)
         longest = (left - self.token.cache * tokens) // each
         return max(min(left // (each + self.token.cache * stored), longest), 0)
 
-    def most_kept(self, rows: int, new_tokens: int, free: int, *, samples: float = math.inf) -> int:
+    def most_cached_tokens(
+        self, rows: int, new_tokens: int, free: int, *, samples: float = math.inf
+    ) -> int:
         """Return how many new tokens of each row the cache can hold on average in `free` bytes."""
         prompts = max(rows / samples, 1)
         fixed = self.bytes(rows, new_tokens, prompts=prompts) - rows * self.token.cache * min(
@@ -187,27 +196,30 @@ def footprint(
         ranks: The number of devices that the target is split over.
         layouts, draft_format: Of the target; of the draft. Default: plain numbers of `dtype`.
     """
-    kind, places, drafts = device.type, longest + 1, draft_format or Format(dtype)
+    kind, positions, drafts = device.type, longest + 1, draft_format or Format(dtype)
     vocab = target.vocab * (1 if ranks == 1 else 2)  # parts and joined logits
     target, prompt_tokens = part_of(target, ranks), min(prompt_tokens, target.context)
     models = [spec for spec in (target, draft) if spec is not None]
     # tokens of a row in one pass; a parallel draft takes missed tokens and as many masks
-    fed = (places, 2 * longest if at_once and head is None else places)
+    fed = (positions, 2 * longest if at_once and head is None else positions)
     caches = [(target, target.layers + kept_layers, dtype)]
     caches += [] if draft is None else [(draft, draft.layers, drafts.dtype)]
-    position, copied = _position(caches, head, eight_bits=eight_bits)
+    position, copied = _position_bytes(caches, head, eight_bits=eight_bits)
     scores = [_SCORES[kind] * spec.heads for spec in models]
-    wide = [4 * _wide(spec) for spec in models]  # a layer in float32
+    wide = [4 * _working_values(spec) for spec in models]  # a layer in float32
     if head is not None:  # the hidden states that the head reads
         wide[0] += len(head.aux_layers) * target.width * dtype.itemsize
     scored = max(map(operator.mul, fed, scores))
-    token = Each(position, 2 * _INTEGER + scored + (copied if kind == "cpu" else 0))
-    extra, state = beyond(longest) + SLACK, _states(caches, longest, at_once=at_once)  # a row's
-    work = _logits(vocab, places, dtype, kind, extras)
+    token = UnitBytes(position, 2 * _INTEGER + scored + (copied if kind == "cpu" else 0))
+    extra, state = (
+        beyond(longest) + SLACK,
+        _state_bytes_of_row(caches, longest, at_once=at_once),
+    )  # a row's
+    work = _logit_bytes(vocab, positions, dtype, kind, extras)
     work += max(map(operator.mul, fed, wide)) + scored * prompt_tokens + _INTEGER * ARENA[kind]
     return Footprint(
-        weights=_weights(target, Format(dtype, layouts), kind)
-        + _draft_weights(draft, head, drafts, kind, target=layouts, split=ranks > 1),
+        weights=_weight_bytes(target, Format(dtype, layouts), kind)
+        + _draft_weight_bytes(draft, head, drafts, kind, target=layouts, split=ranks > 1),
         graphs=_LIBRARIES[kind],
         buffers=min(LONG.get(kind, (PASS, PASS))[1], max(prompt_tokens, 1))
         * (max(wide) + max(scores) * prompt_tokens)
@@ -215,7 +227,7 @@ def footprint(
         + copied * prompt_tokens,
         prompts=position * (max(ARENA[kind], prompt_tokens) + _SPARE[kind]) + PROMPTS * state,
         prompt=position * prompt_tokens,
-        row=Each(extra * token.cache + state, work + extra * token.buffers),
+        row=UnitBytes(extra * token.cache + state, work + extra * token.buffers),
         token=token,
         context=target.context,
     )
@@ -226,8 +238,10 @@ def widest(longest: int) -> int:
     return cover(longest) + 1
 
 
-def _states(caches: Sequence[tuple[Spec, int, torch.dtype]], longest: int, *, at_once: bool) -> int:
-    """Return the bytes of a row's recurrent states in all models. See _position."""
+def _state_bytes_of_row(
+    caches: Sequence[tuple[Spec, int, torch.dtype]], longest: int, *, at_once: bool
+) -> int:
+    """Return the bytes of a row's recurrent states in all models. See _position_bytes."""
     widths = widest(longest), widest(longest) * (2 if at_once else 1)
     return sum(
         state_bytes(spec, width, dtype) * layers // spec.layers
@@ -244,7 +258,7 @@ def state_bytes(spec: Spec, width: int, dtype: torch.dtype) -> int:
     return len(spec.recurrent.layers) * (4 * state + inputs * dtype.itemsize)
 
 
-def _wide(spec: Spec) -> int:
+def _working_values(spec: Spec) -> int:
     """Return the numbers of a token that a layer has in work at once."""
     recurrent = spec.recurrent
     # queries and keys by value head, values, and copies of all
@@ -258,16 +272,16 @@ def _wide(spec: Spec) -> int:
     return max(inner, delta) + 8 * spec.width
 
 
-def _logits(vocab: int, places: int, dtype: torch.dtype, kind: str, extras: Extras) -> int:
-    """Return the bytes of a row's logits at `places` places and of sampling from them."""
+def _logit_bytes(vocab: int, positions: int, dtype: torch.dtype, kind: str, extras: Extras) -> int:
+    """Return the bytes of a row's logits at `positions` positions and of sampling from them."""
     changes = extras.changes_logits
     each = dtype.itemsize + _CHOOSING[kind] + (_CHANGING[kind] if changes else 0)
     groups, candidates = vocab // GROUP, GROUP * extras.top
     likeliest = _MAXIMUM * groups + _CANDIDATE * candidates if extras.top else 0
-    return vocab * (places * each + (_COUNTED if changes else 0)) + places * likeliest
+    return vocab * (positions * each + (_COUNTED if changes else 0)) + positions * likeliest
 
 
-def _position(
+def _position_bytes(
     caches: Sequence[tuple[Spec, int, torch.dtype]], head: HeadSpec | None, *, eight_bits: bool
 ) -> tuple[int, int]:
     """Return the bytes of a position in the caches, and of a copy of its largest layer that is made
@@ -279,7 +293,7 @@ def _position(
     """
     found = largest = 0
     for spec, layers, dtype in caches:
-        of_layers = _keys_of(spec)
+        of_layers = _kv_shapes(spec)
         plain = [2 * heads * size * dtype.itemsize for heads, size in of_layers]
         small = [2 * heads * (size + SCALE) for heads, size in of_layers]
         found += sum(small if eight_bits else plain) * layers // spec.layers
@@ -289,14 +303,14 @@ def _position(
     return found, largest * eight_bits
 
 
-def _keys_of(spec: Spec) -> list[tuple[int, int]]:
+def _kv_shapes(spec: Spec) -> list[tuple[int, int]]:
     """Return the key/value heads of each layer of the store, and their size."""
     if isinstance(spec, AnySpec):
         return [(call.kv_heads, call.size) for call in spec.stored]
     return [(spec.kv_heads, spec.head_size)] * len(spec.attention_layers)
 
 
-def _weights(spec: Spec, own: Format, kind: str) -> int:
+def _weight_bytes(spec: Spec, own: Format, kind: str) -> int:
     """Return the bytes of all weights. Packing and quantising copy a tied head."""
     shapes = parameters(spec)
     if spec.tied and not _packs(own, kind) and own.layouts.head is None:
@@ -304,7 +318,7 @@ def _weights(spec: Spec, own: Format, kind: str) -> int:
     return own.bytes_of(shapes)
 
 
-def _draft_weights(
+def _draft_weight_bytes(
     draft: Spec | None,
     head: HeadSpec | None,
     own: Format,
@@ -315,8 +329,8 @@ def _draft_weights(
 ) -> int:
     """Return the bytes of the weights of a draft model or a draft head; 0 without either."""
     if head is not None:
-        return _head_weights(head, own, kind, target=target, split=split)
-    return 0 if draft is None else _weights(draft, own, kind)
+        return _head_weight_bytes(head, own, kind, target=target, split=split)
+    return 0 if draft is None else _weight_bytes(draft, own, kind)
 
 
 def _packs(own: Format, kind: str) -> bool:
@@ -324,7 +338,9 @@ def _packs(own: Format, kind: str) -> bool:
     return kind == "cpu" and own.dtype == torch.float32
 
 
-def _head_weights(head: HeadSpec, own: Format, kind: str, *, target: Layouts, split: bool) -> int:
+def _head_weight_bytes(
+    head: HeadSpec, own: Format, kind: str, *, target: Layouts, split: bool
+) -> int:
     """Return the bytes of a draft head's weights.
 
     Packed weights have a copy of the key and value projections. If the target is split, the head
@@ -342,14 +358,14 @@ def _head_weights(head: HeadSpec, own: Format, kind: str, *, target: Layouts, sp
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class MemoryNeed:
     """The memory that a job needs on a device.
 
     Args:
         rows: The rows of the batch.
         new_tokens: The most new tokens of a row.
         options: The flags that set the two; None if new tokens cannot be set.
-        kept: See Footprint.parts.
+        cached_tokens: See Footprint.parts.
     """
 
     footprint: Footprint
@@ -357,13 +373,13 @@ class Need:
     new_tokens: int
     device: torch.device
     options: tuple[str, str | None] = ("`batch_size`", "`sampling.max_new_tokens`")
-    kept: int | None = None
+    cached_tokens: int | None = None
 
     def check(self) -> None:
         """Raise MachineError, with settings that fit, if there is not enough free memory."""
         free, needed = (
             usable(free_memory(self.device)),
-            self.footprint.bytes(self.rows, self.new_tokens, kept=self.kept),
+            self.footprint.bytes(self.rows, self.new_tokens, cached_tokens=self.cached_tokens),
         )
         if needed > free:
             remedy = self._remedy(free, self.rows, self.new_tokens)
@@ -383,7 +399,9 @@ class Need:
             try:
                 free = usable(free_memory(self.device) + held_memory(self.device))
             except RuntimeError:  # the device may refuse even this; then take the plan's figure
-                free = self.footprint.bytes(self.rows, self.new_tokens, kept=self.kept)
+                free = self.footprint.bytes(
+                    self.rows, self.new_tokens, cached_tokens=self.cached_tokens
+                )
             # The plan expected it to fit, so propose half of it, or less if memory was taken.
             remedy = self._remedy(free, self.rows // 2, self.new_tokens // 2)
             raise MachineError(f"memory ran out with {self._batch()}; {remedy}") from None
@@ -397,7 +415,7 @@ class Need:
         """Suggest one changed setting, up to these values."""
         rows_option, tokens_option = self.options
         found = []
-        fitting = self.footprint.most_rows(self.new_tokens, free, kept=self.kept)
+        fitting = self.footprint.most_rows(self.new_tokens, free, cached_tokens=self.cached_tokens)
         if rows := min(fitting, most_rows):
             found.append(f"{rows_option} {rows}")
         tokens = min(self.footprint.most_tokens(self.rows, free), most_tokens)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from bass_cli.config.job import Job
+from bass_cli.config.job import Job, Pair
 from bass_cli.config.line import SettingError
 from bass_cli.config.speculation import Draft, needs_profile, parse_draft, parse_layers
 from bass_cli.engine.verify import CHEAP, Cut
@@ -58,8 +58,8 @@ class Files(NamedTuple):
         draft_vocab: The number of ids that the draft may propose.
         mask: The mask token of a parallel draft; None for other drafts.
         skipped: The target's layers that a draft of the kind skip:LAYERS skips.
-        taken: The pair's `draft`, chosen if it depends on the target's checkpoint.
-        on_draft: A note to the user on that choice; None if there is nothing to say.
+        chosen_draft: The pair's `draft`, chosen if it depends on the target's checkpoint.
+        draft_note: A note to the user on that choice; None if there is nothing to say.
     """
 
     target: Checkpoint
@@ -68,16 +68,16 @@ class Files(NamedTuple):
     draft_vocab: int
     mask: int | None
     skipped: frozenset[int]
-    taken: str = "none"
-    on_draft: str | None = None
+    chosen_draft: str = "none"
+    draft_note: str | None = None
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes to the user on the models' configurations, without duplicates."""
         opened = (self.target,) if self.draft is None else (self.target, self.draft)
         notes = dict.fromkeys(note for one in opened for note in one.notes)
-        if self.on_draft is not None:
-            notes[self.on_draft] = None
+        if self.draft_note is not None:
+            notes[self.draft_note] = None
         vocab = self.target.spec.vocab
         beyond = [id_ for id_ in self.target.eos_ids or self.tokenizer.eos_ids if id_ >= vocab]
         if beyond:
@@ -101,18 +101,12 @@ def open_files(job: Job, early: Callable[[], Tokenizer | None] = lambda: None) -
     target_path = locate(pair.target, folder=pair.folder, weights=True)
     adapters = locate_adapters(job.lora, pair.folder)
     target = open_checkpoint(target_path, adapters, decoder=pair.decoder)
-    taken, draft, on_draft = _taken(job, target)
-    job = with_draft(job, taken)
-    parsed, mask, draft_path = parse_draft(taken), None, None
-    kind = parsed.kind
+    chosen, draft, note = _choose_draft(job, target)
+    job, parsed = with_draft(job, chosen), parse_draft(chosen)
     if parsed.files is not None:
-        draft_path = locate(parsed.files, folder=pair.folder, weights=True)
-    if draft_path is not None and kind.reads:
-        draft = open_head(draft_path, target.spec)
-    elif draft_path is not None:
-        draft = open_checkpoint(draft_path, decoder=pair.decoder)
-    if draft is not None and (kind.parallel or kind.reads):
-        mask = draft.mask()
+        draft = _open_draft(parsed, job.pair, target.spec)
+    in_one_pass = parsed.kind.parallel or parsed.kind.reads
+    mask = draft.mask() if draft is not None and in_one_pass else None
     skipped = _skipped_layers(parsed, target.spec.layers)
     _check_settings(job, target.spec, skipped)
     tokenizer = early()
@@ -123,31 +117,51 @@ def open_files(job: Job, early: Callable[[], Tokenizer | None] = lambda: None) -
     if job.template is not None:
         tokenizer = tokenizer.with_template(job.template)
     tokenizer.rows = target.spec.vocab
+    _check_sampling(job, target, tokenizer)
+    draft_vocab = min(tokenizer.size, target.spec.vocab)
+    if draft is not None and parsed.kind.weights == "model":
+        draft_tokenizer = Tokenizer.load(draft.path, vocabulary=draft.vocabulary)
+        check_same_vocabulary(tokenizer, draft_tokenizer)
+        draft_vocab = min(draft_vocab, draft_tokenizer.size, draft.spec.vocab)
+    _check_chats(job, tokenizer)
+    return Files(target, tokenizer, draft, draft_vocab, mask, skipped, chosen, note)
+
+
+def _open_draft(parsed: Draft, pair: Pair, target: Spec) -> Checkpoint:
+    """Open the files of a draft model, or of a head that reads the target's hidden states."""
+    assert parsed.files is not None
+    path = locate(parsed.files, folder=pair.folder, weights=True)
+    if parsed.kind.reads:
+        return open_head(path, target)
+    return open_checkpoint(path, decoder=pair.decoder)
+
+
+def _check_sampling(job: Job, target: Checkpoint, tokenizer: Tokenizer) -> None:
+    """Raise UserError for sampling settings that the model's tokens do not allow."""
     sampling = job.sampling
     ending_ids(tokenizer, sampling.stop, sampling.stop_token_ids, vocab=target.spec.vocab)
-    draft_vocab = min(tokenizer.size, target.spec.vocab)
     try:
         row_sampling(sampling, tokenizer)
         if sampling.structure is not None:
             eos_ids = frozenset(target.eos_ids).union(tokenizer.eos_ids)
-            grammars_of(tokenizer, draft_vocab, eos_ids).matcher(sampling.structure)
+            vocab = min(tokenizer.size, target.spec.vocab)
+            grammars_of(tokenizer, vocab, eos_ids).matcher(sampling.structure)
     except SettingError as error:
         raise UserError(f"`sampling.{error.field}`: {error}") from None
-    if draft is not None and kind.weights == "model":
-        assert draft_path is not None
-        other = Tokenizer.load(draft_path, vocabulary=draft.vocabulary)
-        check_same_vocabulary(tokenizer, other)
-        draft_vocab = min(draft_vocab, other.size, draft.spec.vocab)
+
+
+def _check_chats(job: Job, tokenizer: Tokenizer) -> None:
+    """Raise UserError for settings of chats and thinking that the model's template lacks."""
     if job.chats and not tokenizer.has_chat_template:
         wanted = "chat=True" if job.chat else "tools" if job.system is None else "system"
-        raise UserError(f"`{wanted}`: {pair.target} has no chat template")
+        raise UserError(f"`{wanted}`: {job.pair.target} has no chat template")
     if job.template is not None or job.template_args or job.tools is not None:
         tokenizer.check_chats(job.tools, job.template_args or {})
     if job.sampling.max_thinking_tokens is not None and tags_of(tokenizer) is None:
         raise UserError(
-            f"`sampling.max_thinking_tokens`: {pair.target} has no thinking part that bass knows"
+            f"`sampling.max_thinking_tokens`: {job.pair.target} has no thinking part that bass "
+            "knows"
         )
-    return Files(target, tokenizer, draft, draft_vocab, mask, skipped, taken, on_draft)
 
 
 def choose_draft(job: Job) -> Job:
@@ -159,22 +173,22 @@ def choose_draft(job: Job) -> Job:
     if parse_draft(pair.draft).otherwise is None:
         return job
     path = locate(pair.target, folder=pair.folder, weights=True)
-    return with_draft(job, _taken(job, open_checkpoint(path, decoder=pair.decoder))[0])
+    return with_draft(job, _choose_draft(job, open_checkpoint(path, decoder=pair.decoder))[0])
 
 
-def with_draft(job: Job, taken: str) -> Job:
+def with_draft(job: Job, draft: str) -> Job:
     """Return the job with this draft, and for mtp with its longest draft, if that is not set and
     a controller chooses the length."""
-    found = job.model_copy(update={"pair": job.pair.model_copy(update={"draft": taken})})
+    found = job.model_copy(update={"pair": job.pair.model_copy(update={"draft": draft})})
     speculation = job.speculation
     fixed = isinstance(speculation.length, int)
-    if parse_draft(taken).kind.weights != "layer" or fixed or "max" in speculation.model_fields_set:
+    if parse_draft(draft).kind.weights != "layer" or fixed or "max" in speculation.model_fields_set:
         return found
     own = speculation.model_copy(update={"max": _LONGEST_MTP})
     return found.model_copy(update={"speculation": own})
 
 
-def _taken(job: Job, target: Checkpoint) -> tuple[str, Checkpoint | None, str | None]:
+def _choose_draft(job: Job, target: Checkpoint) -> tuple[str, Checkpoint | None, str | None]:
     """Choose the draft of a job for an opened target.
 
     Returns: the draft, the layer of the target's checkpoint if it is mtp, and a note to the user if

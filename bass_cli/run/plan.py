@@ -34,7 +34,7 @@ from bass_cli.io.prompts import Wanted
 from bass_cli.lengths.surface import Surface
 from bass_cli.models.block_allocator import BlockLayout
 from bass_cli.models.spec import FILE, PLAIN, Format, Layouts
-from bass_cli.run.memory import SLACK, Extras, Footprint, Need, footprint, usable
+from bass_cli.run.memory import SLACK, Extras, Footprint, MemoryNeed, footprint, usable
 from bass_cli.run.pair import (
     Files,
     check_draft_dtype,
@@ -78,7 +78,7 @@ class Plan:
         footprint: The memory of the job by its rows and new tokens.
         free: Usable bytes of the device.
         most_rows: The rows that fit, if every prompt is as long as the longest.
-        kept: The new tokens of a row that the cache holds on average.
+        cached_tokens: The new tokens of a row that the cache holds on average.
         profile: The file of round costs; None without a draft.
         surface: The content of that file; None if there is none.
         notes: Notes to the user.
@@ -94,7 +94,7 @@ class Plan:
     footprint: Footprint
     free: int
     most_rows: int
-    kept: int
+    cached_tokens: int
     profile: Path | None = None
     surface: Surface | None = None
     notes: tuple[str, ...] = ()
@@ -139,7 +139,7 @@ class Plan:
     @property
     def samples_per_prompt(self) -> int:
         """The most samples of a prompt that are drawn."""
-        return _per_prompt(self.job, self.wanted)
+        return _samples_per_prompt(self.job, self.wanted)
 
     @property
     def draws_together(self) -> bool:
@@ -153,7 +153,7 @@ class Plan:
         return self._rows(self.most_rows)
 
     @property
-    def wished(self) -> int:
+    def unlimited_rows(self) -> int:
         """The rows of the batch if memory were unlimited."""
         return self._rows(sys.maxsize)
 
@@ -187,22 +187,24 @@ class Plan:
         """
         extra, most = self.span - self.new_tokens + SLACK, 1
         whole = self.new_tokens + extra
-        if self.kept >= self.new_tokens:
+        if self.cached_tokens >= self.new_tokens:
             return BlockLayout(self.rows, 1, whole, extra)
         while whole // (2 * most) >= max(_PIECE, extra):
             most *= 2
         size = math.ceil(whole / most)
-        return BlockLayout(max(self.rows * (self.kept + extra) // size, most), most, size, extra)
+        return BlockLayout(
+            max(self.rows * (self.cached_tokens + extra) // size, most), most, size, extra
+        )
 
     @property
-    def limit(self) -> int:
+    def max_new_tokens(self) -> int:
         """The most new tokens that the prompts' settings allow."""
-        return _limit(self.job, self.wanted)
+        return _max_new_tokens(self.job, self.wanted)
 
     @property
     def new_tokens(self) -> int:
         """The most new tokens of a sample."""
-        return min(self.limit, self.files.target.spec.context - 1)
+        return min(self.max_new_tokens, self.files.target.spec.context - 1)
 
     @property
     def longest(self) -> int:
@@ -216,31 +218,34 @@ class Plan:
         return cut_of(self.job, self.files, self.device)
 
     @property
-    def need(self) -> Need:
+    def memory_need(self) -> MemoryNeed:
         """The memory that its rows and new tokens need."""
-        return Need(
+        return MemoryNeed(
             self.footprint,
             self.rows,
-            _limit(self.job, self.wanted),
+            _max_new_tokens(self.job, self.wanted),
             self.device,
             self.options,
-            self.kept,
+            self.cached_tokens,
         )
 
     @property
-    def parts(self) -> dict[str, int]:
+    def memory_parts(self) -> dict[str, int]:
         """The bytes of memory that it takes, by purpose."""
         prompts = max(self.rows / self.samples_per_prompt, 1)
         return self.footprint.parts(
-            self.rows, _limit(self.job, self.wanted), prompts=prompts, kept=self.kept
+            self.rows,
+            _max_new_tokens(self.job, self.wanted),
+            prompts=prompts,
+            cached_tokens=self.cached_tokens,
         )
 
     @property
-    def why(self) -> str:
+    def rows_reason(self) -> str:
         """The reason for the number of rows."""
         if isinstance(self.job.batch_size, int):
             return "set by `batch_size`"
-        if self.rows < self.wished:
+        if self.rows < self.unlimited_rows:
             return f"more might not fit into the {gigabytes(self.free)} of free memory"
         if self.job.budget is not None:
             return "the samples of one prompt, because there is a budget"
@@ -250,13 +255,13 @@ class Plan:
         return "all samples at once" if waves == 1 else f"{self.samples} samples in {waves} waves"
 
     @property
-    def share(self) -> str:
+    def cache_note(self) -> str:
         """A note if the cache cannot hold all rows at their longest; else an empty text."""
-        if self.kept >= self.new_tokens:
+        if self.cached_tokens >= self.new_tokens:
             return ""
         return (
-            f"the cache holds {self.kept} of up to {self.new_tokens} new tokens of a row on "
-            "average; a row that does not fit is preempted and drawn again"
+            f"the cache holds {self.cached_tokens} of up to {self.new_tokens} new tokens of a row "
+            "on average; a row that does not fit is preempted and drawn again"
         )
 
     def identity(self) -> dict[str, Any]:
@@ -335,7 +340,7 @@ def make_plan(
     wake(device)  # while files are read
     files = open_files(job, tokenizer)
     check_ranks(job, files, device)
-    job, own = _with_what_files_say(job, files, device)
+    job, own = _with_defaults_of_files(job, files, device)
     dtype = dtype_of(job.dtype, device)
     notes = [*_notes(job, files, dtype), *own]
     profile, surface = costs_of(job, files, device, _formats_of(job, dtype, files), notes.append)
@@ -344,8 +349,8 @@ def make_plan(
     free = usable(free_memory(device))
     if device.type == "cpu":
         free //= job.tensor_parallel  # all processes share it
-    limit = _limit(job, wanted)
-    fitting = found.most_rows(limit, free, samples=_per_prompt(job, wanted))
+    limit = _max_new_tokens(job, wanted)
+    fitting = found.most_rows(limit, free, samples=_samples_per_prompt(job, wanted))
     plan = Plan(
         job,
         files,
@@ -354,7 +359,7 @@ def make_plan(
         footprint=found,
         free=free,
         most_rows=fitting,
-        kept=limit,
+        cached_tokens=limit,
         profile=profile,
         surface=surface,
         prompts=prompts,
@@ -362,21 +367,21 @@ def make_plan(
         options=options,
     )
     if grows:
-        plan = _growing(plan)
+        plan = _with_growing_cache(plan)
     least = job.batch_size if isinstance(job.batch_size, int) else 1  # checked below
     plan = replace(plan, most_rows=max(plan.most_rows, least))
-    plan.need.check()
-    if plan.rows < plan.wished:
-        notes.append(f"{plan.rows} rows at a time, not {plan.wished}: {plan.why}")
-    if plan.share:
-        notes.append(plan.share)
+    plan.memory_need.check()
+    if plan.rows < plan.unlimited_rows:
+        notes.append(f"{plan.rows} rows at a time, not {plan.unlimited_rows}: {plan.rows_reason}")
+    if plan.cache_note:
+        notes.append(plan.cache_note)
     return replace(plan, notes=tuple(notes))
 
 
-def _with_what_files_say(job: Job, files: Files, device: torch.device) -> tuple[Job, list[str]]:
+def _with_defaults_of_files(job: Job, files: Files, device: torch.device) -> tuple[Job, list[str]]:
     """Return the job with the draft, the number format and the sampling settings of the models'
     files where it has none of its own, and notes."""
-    job = with_draft(job, files.taken)
+    job = with_draft(job, files.chosen_draft)
     check_draft_dtype(job, files.draft)
     if files.draft is not None:
         job = with_draft_format(job, files.draft.head, device)
@@ -385,12 +390,12 @@ def _with_what_files_say(job: Job, files: Files, device: torch.device) -> tuple[
     return job, [*on_sampling, *on_format]
 
 
-def _limit(job: Job, wanted: Wanted | None) -> int:
+def _max_new_tokens(job: Job, wanted: Wanted | None) -> int:
     """Return the most new tokens of a sample."""
     return job.sampling.max_new_tokens if wanted is None else wanted.new_tokens
 
 
-def _per_prompt(job: Job, wanted: Wanted | None) -> int:
+def _samples_per_prompt(job: Job, wanted: Wanted | None) -> int:
     """Return the most samples of a prompt that are drawn."""
     if wanted is not None:
         return wanted.most
@@ -403,13 +408,13 @@ def plan_of_others(job: Job) -> Plan:
     `job.device` must be "cuda" or "cpu".
     """
     device, files = torch.device(job.device), open_files(job)
-    job, _ = _with_what_files_say(job, files, device)
+    job, _ = _with_defaults_of_files(job, files, device)
     dtype, tokens = dtype_of(job.dtype, device), job.sampling.max_new_tokens
     found = _footprint(job, files, 0, device=device, dtype=dtype)
-    return Plan(job, files, device, dtype, found, free=0, most_rows=1, kept=tokens)
+    return Plan(job, files, device, dtype, found, free=0, most_rows=1, cached_tokens=tokens)
 
 
-def _growing(plan: Plan) -> Plan:
+def _with_growing_cache(plan: Plan) -> Plan:
     """Plan more rows than fit at their longest, with a cache that grows with them.
 
     The batch has as many rows as fit at the expected length. There is no such plan with a budget,
@@ -417,20 +422,20 @@ def _growing(plan: Plan) -> Plan:
     """
     job, found = plan.job, plan.footprint
     if (
-        not 0 < plan.most_rows < plan.wished
+        not 0 < plan.most_rows < plan.unlimited_rows
         or job.budget is not None
         or job.speculation.coupling == "maximal"
     ):
         return plan
     tokens, samples = plan.new_tokens, plan.samples_per_prompt
-    least = replace(plan, kept=0).blocks
-    kept = max(math.ceil(expected(tokens)), least.size - least.extra)
-    most = found.most_rows(tokens, plan.free, samples=samples, kept=kept)
+    least = replace(plan, cached_tokens=0).blocks
+    cached_tokens = max(math.ceil(expected(tokens)), least.size - least.extra)
+    most = found.most_rows(tokens, plan.free, samples=samples, cached_tokens=cached_tokens)
     if least.most == 1 or most <= plan.most_rows:
         return plan
-    fewer = replace(plan, most_rows=most, kept=kept)
-    room = found.most_kept(fewer.rows, tokens, plan.free, samples=samples)
-    return replace(fewer, kept=max(kept, room))
+    fewer = replace(plan, most_rows=most, cached_tokens=cached_tokens)
+    room = found.most_cached_tokens(fewer.rows, tokens, plan.free, samples=samples)
+    return replace(fewer, cached_tokens=max(cached_tokens, room))
 
 
 def _notes(job: Job, files: Files, dtype: torch.dtype) -> Iterator[str]:
