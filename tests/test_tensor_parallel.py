@@ -103,7 +103,7 @@ def test_split_target_scores_texts_as_the_whole(halves: tuple[Models, int]) -> N
         for key, tokens in (("a", [5, 6, 7, 8]), ("b", [9] * 90), ("c", [3, 4])):
             in_time = (lambda count: True) if key == "c" else None
             target.open(key, tokens, in_time, logprobs=3)
-        target.read_all()
+        target.prefill_all()
         found.append([target.prompt_logprobs(key) for key in "abc"])
         for key in "abc":
             target.close(key)

@@ -61,7 +61,7 @@ class HeadDrafter(ReadingDrafter[FeatureHead]):
         spec, further = self.head.spec, self.head.spec.block - 1
         # The rows' last tokens, each with masks after it: [B, block].
         block, positions = batch.pending(self._masks.expand(batch.rows, further))
-        step = self.runner.cache.decode(positions, batch.ends(further))
+        step = self.runner.cache.decode_pass(positions, batch.ends(further))
         logits = self.head.draft(block, step, length)
         params = batch.params.at(self._temperature)
         if not spec.rank:
@@ -105,7 +105,7 @@ class ChainDrafter(ReadingDrafter[ChainHead]):
             nonlocal features
             tokens = batch.last(1)[0] if last is None else last[:, None]
             # A row of one token has none before it: its first draft reads zeros and stores no key.
-            seen = self.runner.cache.decode(positions[step].clamp(min=0), ends)
+            seen = self.runner.cache.decode_pass(positions[step].clamp(min=0), ends)
             if features is None:
                 features = self.head.found(seen, positions[step])
             logits, features = self.head.draft(tokens, features, seen)

@@ -216,7 +216,7 @@ class Target(FollowsRows, Protocol):
     ) -> bool:
         """Read a prompt, as Drafter.open. `logprobs`: see Runner.open."""
 
-    def read_all(self) -> None:
+    def prefill_all(self) -> None:
         """Read all open prompts now, not when a row of theirs begins."""
 
     def prompt_logprobs(self, key: str) -> PromptLogprobs | None:

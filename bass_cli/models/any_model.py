@@ -106,7 +106,7 @@ class AnyModel(Decoder):
         other._base = _with_module(self._base, name, kept)
         return other
 
-    def normed(self, residual: Tensor) -> Tensor:
+    def final_norm(self, residual: Tensor) -> Tensor:
         raise NotImplementedError("the final norm of a model of transformers is a part of a pass")
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ class AnyModel(Decoder):
         found = found[0, :, : self.vocab].to(self.dtype).contiguous()
         return found.view(*hidden.shape[:-1], self.vocab)
 
-    def _normed(
+    def _final_hidden(
         self, tokens: Tensor, step: Pass, last: int | None, aux_layers: AuxHiddenLayers | None
     ) -> Tensor | None:
         """The final norm's output [B, min(last, W), width], or None for last = 0."""

@@ -185,10 +185,10 @@ class Decoder:
         Returns:
             Logits [B, min(last, W), columns] in the weights' dtype; None if `last` is 0.
         """
-        normed = self.read(tokens, step, last=last)
-        return None if normed is None else self.logits(normed)
+        hidden = self.final_hidden(tokens, step, last=last)
+        return None if hidden is None else self.logits(hidden)
 
-    def read(self, tokens: Tensor, step: Pass, *, last: int | None = None) -> Tensor | None:
+    def final_hidden(self, tokens: Tensor, step: Pass, *, last: int | None = None) -> Tensor | None:
         """Do `forward`, but return the final norm's output [B, min(last, W), width] instead of
         logits."""
         aux_layers, reader = None, self.reader
@@ -196,18 +196,12 @@ class Decoder:
             aux_layers = AuxHiddenLayers(
                 reader.aux_layers, tokens, self._weights.plain("embed.weight")
             )
-        normed = self._normed(tokens, step, last, aux_layers)
+        hidden = self._final_hidden(tokens, step, last, aux_layers)
         if reader is not None and aux_layers is not None:
             reader.read(tokens, aux_layers.hidden, step)
-        return normed
+        return hidden
 
-    def hidden(self, tokens: Tensor, step: Pass) -> Tensor:
-        """Run tokens as `forward` does. Return the final norm's output [B, W, width]."""
-        normed = self._normed(tokens, step, None, None)
-        assert normed is not None
-        return normed
-
-    def normed(self, residual: Tensor) -> Tensor:
+    def final_norm(self, residual: Tensor) -> Tensor:
         """Apply the final norm to the residual stream [..., width]."""
         return self._norm("norm", residual)
 
@@ -220,49 +214,76 @@ class Decoder:
             found = found / self.spec.logit_scale
         return found if self.ranks is None else self.ranks.join_logits(found, self.vocab)
 
-    def _normed(
+    def _final_hidden(
         self, tokens: Tensor, step: Pass, last: int | None, aux_layers: AuxHiddenLayers | None
     ) -> Tensor | None:
-        """The final norm's output [B, min(last, W), width], or None for last = 0."""
-        embed = self._weights.plain("embed.weight")
-        embedded = ops.embed if self.ranks is None else self.ranks.embed
-        if (
-            self._frequencies[0] is not None
-            and supports_fused(self.spec, tokens, embed, step, self._layouts)
-            and self._sums_fused(embed)
-        ):
-            parts = None
-            if self.ranks is not None:
-                assert self.ranks.peers is not None
-                parts = self.ranks.peers, embedded(tokens, embed, scale=self.spec.embed_scale)
-            normed = run_fused(
-                self.spec,
-                self._weights,
-                self.layers,
-                self._frequencies[0],
-                tokens,
-                step,
-                aux_layers,
-                parts,
-            )
-            return None if last == 0 else normed[:, -(last or tokens.shape[1]) :].contiguous()
+        """Return the final norm's output [B, min(last, W), width], or None for last = 0.
+
+        The layers run in one of three ways: in a few fused launches on a GPU, by the host's own
+        kernels on a CPU, or op by op. Arguments as in `final_hidden`.
+        """
+        width = tokens.shape[1]
+        hidden = self._run_fused(tokens, step, aux_layers)
+        if hidden is not None:
+            return None if last == 0 else hidden[:, -(last or width) :].contiguous()
         ropes = (self.spec.rope, self.spec.local_rope)
         angles = tuple(
             angles_of(step.positions, frequencies, 1.0 if rope is None else rope.scale)
             for frequencies, rope in zip(self._frequencies, ropes, strict=True)
         )
-        alone = self.ranks is None
-        if alone and angles[0] is not None and supports_host(self.spec, embed, step, self._layouts):
-            found = run_host(
-                self.spec, self._weights, self.layers, angles[0], tokens, step, aux_layers
-            )
-            if found is not None:
-                return None if last == 0 else found[:, -(last or tokens.shape[1]) :]
-        residual = embedded(tokens, embed, scale=self.spec.embed_scale)
+        hidden = self._run_host(tokens, step, aux_layers, angles[0])
+        if hidden is not None:
+            return None if last == 0 else hidden[:, -(last or width) :]
+        residual = self._run_layers(tokens, step, aux_layers, angles)
+        if last == 0:
+            return None
+        return self.final_norm(residual if last is None else residual[:, -last:])
+
+    def _run_fused(
+        self, tokens: Tensor, step: Pass, aux_layers: AuxHiddenLayers | None
+    ) -> Tensor | None:
+        """Run all layers in a few launches each; None if this pass or family does not allow it."""
+        embed, frequencies = self._weights.plain("embed.weight"), self._frequencies[0]
+        if (
+            frequencies is None
+            or not supports_fused(self.spec, tokens, embed, step, self._layouts)
+            or not self._sums_fused(embed)
+        ):
+            return None
+        parts = None
+        if self.ranks is not None:
+            assert self.ranks.peers is not None
+            parts = (self.ranks.peers, self.ranks.embed(tokens, embed, scale=self.spec.embed_scale))
+        return run_fused(
+            self.spec, self._weights, self.layers, frequencies, tokens, step, aux_layers, parts
+        )
+
+    def _run_host(
+        self,
+        tokens: Tensor,
+        step: Pass,
+        aux_layers: AuxHiddenLayers | None,
+        angles: tuple[Tensor, Tensor] | None,
+    ) -> Tensor | None:
+        """Run all layers by the CPU's own kernels; None if they do not support this pass."""
+        embed = self._weights.plain("embed.weight")
+        if self.ranks is not None or angles is None:
+            return None
+        if not supports_host(self.spec, embed, step, self._layouts):
+            return None
+        return run_host(self.spec, self._weights, self.layers, angles, tokens, step, aux_layers)
+
+    def _run_layers(
+        self, tokens: Tensor, step: Pass, aux_layers: AuxHiddenLayers | None, angles: tuple
+    ) -> Tensor:
+        """Run all layers op by op; return the residual stream [B, W, width]."""
+        embed = self._weights.plain("embed.weight")
+        embedded = ops.embed if self.ranks is None else self.ranks.embed
+        residual: Tensor = embedded(tokens, embed, scale=self.spec.embed_scale)
         if self.spec.rope is None:
-            places = step.positions.clamp(0, self.spec.context - 1)
+            positions = step.positions.clamp(0, self.spec.context - 1)
             residual = residual + functional.embedding(
-                places, self._weights.plain("positions.weight")
+                positions, self._weights.plain("positions.weight")
             )
         slots, attending, recurrent = step.slots(), itertools.count(), itertools.count()
         states = None if self.recurrent is None else step.begin_states()
@@ -274,11 +295,7 @@ class Decoder:
                 residual = self._delta_block(i, next(recurrent), residual, states)
             if aux_layers is not None:
                 aux_layers.take(i, residual)
-        if last == 0:
-            return None
-        if last is not None:
-            residual = residual[:, -last:]
-        return self.normed(residual)
+        return residual
 
     def _sums_fused(self, embed: Tensor) -> bool:
         """Return whether the fused launches can add the parts of a split model."""

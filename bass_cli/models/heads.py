@@ -121,15 +121,16 @@ class FeatureHead(_HiddenStateDrafter):
     def draft(self, tokens: Tensor, step: Pass, length: int) -> Tensor:
         """Return logits [B, length, U] of the first drafts of blocks [B, block], over the
         drafter's own tokens, without the bias by the token before (`after`). The logits of one
-        place are contiguous in memory."""
-        hidden = self.body.hidden(tokens, step.block(self._first_layer))
+        position are contiguous in memory."""
+        hidden = self.body.final_hidden(tokens, step.block(self._first_layer))
+        assert hidden is not None
         first = self.spec.first
-        by_place = hidden[:, first : first + length].transpose(0, 1).contiguous()
-        return self.body.logits(by_place).transpose(0, 1)
+        by_position = hidden[:, first : first + length].transpose(0, 1).contiguous()
+        return self.body.logits(by_position).transpose(0, 1)
 
     def after(self, tokens: Tensor, logits: Tensor) -> Tensor:
-        """Add to logits [B, U] of a place the bias by the tokens [B] before it. The logits may be
-        changed in place."""
+        """Add to logits [B, U] at a position the bias by the tokens [B] before it. The logits may
+        be changed in place."""
         assert self._before is not None
         assert self._after is not None
         return ops.linear_add(ops.embed(tokens, self._before), self._after, None, logits)
@@ -237,7 +238,7 @@ class EagleHead(ChainHead):
         )
         residual = normed if self.spec.norms_residual else features
         output = self.body.rest_of_layer(0, 0, q, residual, layer)
-        return self.body.logits(self.body.normed(output))[:, 0], output
+        return self.body.logits(self.body.final_norm(output))[:, 0], output
 
     def _features(self, hidden: Tensor) -> Tensor:
         return ops.linear(hidden, self._fc, None)
@@ -270,11 +271,11 @@ class PredictionHead(ChainHead):
         layer = step._replace(first=self._first_layer)
         residual = self._joined(tokens, features)
         output = self.body.block(0, 0, residual, layer, slots, (angles, None))
-        normed = self.body.normed(output)
+        normed = self.body.final_norm(output)
         return self.body.logits(normed)[:, 0], normed
 
     def _features(self, hidden: Tensor) -> Tensor:
-        return self._target.normed(hidden)
+        return self._target.final_norm(hidden)
 
     def _inputs(self, tokens: Tensor, features: Tensor) -> Tensor:
         return _norm(self._joined(tokens, features), self._input_norm, self.spec)

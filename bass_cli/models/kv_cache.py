@@ -51,7 +51,7 @@ class Span:
     open: bool = True
 
     @property
-    def taken(self) -> bool:
+    def in_use(self) -> bool:
         """Whether its place is in use, so that its content is valid."""
         return self.open or bool(self.rows)
 
@@ -104,7 +104,7 @@ class Pass(NamedTuple):
         if self.states is not None:
             return self.states
         assert self.store.states is not None
-        return self.store.states.decode(self.positions, self.segments.packed)
+        return self.store.states.decode_pass(self.positions, self.segments.packed)
 
     def slots(self) -> Tensor:
         """Return the slots in `own` of the tokens' keys and values, in the shape of `positions`."""
@@ -209,7 +209,7 @@ class KVCache:
         self._spans: list[Span] = []
         self._groups: tuple[Group, ...] | None = None
         # What attention keeps from pass to pass of so many rows, until these change
-        self._kept, self._kept_rows = dict[Hashable, Any](), 0
+        self._attention_data, self._attention_rows = dict[Hashable, Any](), 0
         self._group_tables = GroupTables(rows, device)
         self._sharing = False
 
@@ -306,7 +306,7 @@ class KVCache:
         """Return the positions of private slot 0 of rows 0 to rows - 1, [rows] int64."""
         return self._base[:rows]
 
-    def decode(
+    def decode_pass(
         self, positions: Tensor, ends: Sequence[int] | None, packed: Packed | None = None
     ) -> Pass:
         """Return a pass of rows 0 to B - 1.
@@ -329,15 +329,15 @@ class KVCache:
             groups = self._rows_by_span(rows)
         device_groups = self._group_tables.of(rows) if self._sharing else None
         base, start, own = self._places[:, :rows]
-        if self._kept_rows != rows:
-            self._kept, self._kept_rows = {}, rows
+        if self._attention_rows != rows:
+            self._attention_data, self._attention_rows = {}, rows
         segments = Segments(
-            positions, base, start, own, groups, extent, device_groups, packed, self._kept
+            positions, base, start, own, groups, extent, device_groups, packed, self._attention_data
         )
         # a row may be fed the end of its prompt again: those keys are in the span already
         return Pass(positions, segments, self, None)
 
-    def fill(
+    def prefill_pass(
         self,
         positions: Tensor,
         slots: Tensor,
@@ -360,7 +360,7 @@ class KVCache:
         segments = Segments(positions.view(len(ends), -1), ends, starts, starts, groups, 0)
         states = None
         if self.states is not None:
-            states = self.states.fill(self._parts(groups, len(positions) // len(ends)))
+            states = self.states.prefill_pass(self._parts(groups, len(positions) // len(ends)))
         return Pass(
             positions[None], segments, self, slots[None], following=following[None], states=states
         )
@@ -368,7 +368,7 @@ class KVCache:
     def _parts(
         self, groups: tuple[Group, ...] | None, tile: int
     ) -> list[tuple[Span, int, int, int]]:
-        """Return the parts of a prefill, as RecurrentStates.fill takes them. `tile`: its tokens."""
+        """Return the parts of a prefill for RecurrentStates.prefill_pass. `tile`: tokens of one."""
         assert self.states is not None
         assert groups is not None, "passes with recurrent layers are not captured"
         spans = {span.start: span for span in self._spans if span.length}
@@ -399,7 +399,7 @@ class KVCache:
             yield from scales
 
     def _regroup(self) -> None:
-        self._groups, self._kept = None, {}
+        self._groups, self._attention_data = None, {}
         shared = [
             sorted(span.rows)
             for span in self._spans
@@ -412,7 +412,7 @@ class KVCache:
             self.version += 1
 
     def _collect(self, span: Span) -> None:
-        if not span.taken:
+        if not span.in_use:
             self._spans.remove(span)
 
     def _grow(self, needed: int) -> None:
@@ -435,7 +435,7 @@ class KVCache:
             return new
 
         self.version += 1
-        self._kept = {}
+        self._attention_data = {}
         for store in (self.prompt_keys, self.prompt_values):
             for layer, old in enumerate(store):
                 store[layer] = grown(old)

@@ -52,14 +52,14 @@ def padded(tokens: int) -> int:
     return SIZES[bisect.bisect_left(SIZES, tokens)]
 
 
-def alone(left: int, device: str) -> int:
+def own_pass_tokens(left: int, device: str) -> int:
     """Return the tokens of a prompt's next pass of its own, given how many are left; 0 if it shares
     a pass of PASS tokens with other prompts."""
     least, most = LONG.get(device, (left + 1, 0))
     return min(left, most) if left >= least else 0
 
 
-class Part(NamedTuple):
+class PromptPart(NamedTuple):
     """Some tokens of a prompt, at positions from `first` of its span. `behind`: the token after
     them."""
 
@@ -74,11 +74,11 @@ class Part(NamedTuple):
         return self.first + len(self.tokens)
 
 
-class Scores:
+class PromptScores:
     """The target's log-probabilities of a prompt's tokens, as passes over the prompt find them.
 
     Args:
-        top: how many likeliest tokens to find in each place.
+        top: how many likeliest tokens to find at each position.
     """
 
     def __init__(self, top: int):
@@ -108,7 +108,7 @@ class Scores:
 
     def found(self) -> tuple[NDArray[numpy.float32], NDArray[numpy.int64]]:
         """Return the log-probabilities of all tokens but the first, [T - 1], and the likeliest
-        tokens in the place of each, [T - 1, top] (bass_kernels.report_entries)."""
+        tokens at the position of each, [T - 1, top] (bass_kernels.report_entries)."""
         count = self.count
         scores = torch.cat(self._scores) if count else torch.zeros(0)
         entries = torch.cat(self._entries) if self._entries else torch.zeros(count, self.top).long()
@@ -120,8 +120,8 @@ def tiled(tokens: int, tile: int) -> int:
     return -(-tokens // tile) * tile
 
 
-class Table(NamedTuple):
-    """The inputs of a pass over parts, on the device, int64. See KVCache.fill.
+class PassInput(NamedTuple):
+    """The inputs of a pass over parts, on the device, int64. See KVCache.prefill_pass.
 
     tokens, positions, slots, following: [W].
     starts, ends: [N], by tile.
@@ -135,21 +135,21 @@ class Table(NamedTuple):
     following: Tensor
 
     @classmethod
-    def of(cls, numbers: Tensor, size: int, tile: int) -> Table:
+    def of(cls, numbers: Tensor, size: int, tile: int) -> PassInput:
         """Return views of `numbers`, which holds the fields one after the other."""
         parts = _sizes(size, tile)
         return cls(*numbers[: sum(parts)].split(parts))
 
 
 def _sizes(size: int, tile: int) -> list[int]:
-    """Return the number of integers in each field of a Table of `size` tokens."""
+    """Return the number of integers in each field of a PassInput of `size` tokens."""
     return [size] * 3 + [size // tile] * 2 + [size]
 
 
-def laid_out(
-    parts: Iterable[Part], size: int, tile: int, scrap: int
+def lay_out(
+    parts: Iterable[PromptPart], size: int, tile: int, scrap: int
 ) -> tuple[NDArray[numpy.int64], tuple[Group, ...]]:
-    """Lay parts out as the integers of a Table of `size` tokens.
+    """Lay parts out as the integers of a PassInput of `size` tokens.
 
     Args:
         scrap: slot of the store for the keys of padding tokens; no prompt uses it.
@@ -179,7 +179,7 @@ def laid_out(
     return numbers, tuple(groups)
 
 
-class Passes:
+class PrefillPasses:
     """The passes of one model over prompts, captured by number of tokens in `graphs`; None: no
     captures.
 
@@ -200,7 +200,7 @@ class Passes:
         if graphs is not None or self.tile > 1:
             self._scrap = cache.reserve(1).start
 
-    def run(self, parts: Sequence[Part], *, capture: bool) -> None:
+    def run(self, parts: Sequence[PromptPart], *, capture: bool) -> None:
         """Store the keys and values of these parts: up to PASS tokens in tiles, or one longer part.
 
         Args:
@@ -208,23 +208,25 @@ class Passes:
         """
         size = sum(tiled(len(part.tokens), self.tile) for part in parts)
         if self.graphs is not None and size <= PASS and not compiling():
-            serving = self._serving(self.graphs, padded(size), capture=capture)
+            serving = self._graph_size(self.graphs, padded(size), capture=capture)
             if serving is not None:
-                self._feed(self.graphs, serving, parts)
+                self._run_captured(self.graphs, serving, parts)
                 return
-        numbers, groups = laid_out(parts, size, self.tile, self._scrap)
-        self._run(Table.of(self._sender.send(numbers), size, self.tile), groups)
+        numbers, groups = lay_out(parts, size, self.tile, self._scrap)
+        self._run(PassInput.of(self._sender.send(numbers), size, self.tile), groups)
 
-    def read(self, parts: Sequence[Part]) -> list[Tensor]:
+    def run_with_hidden(self, parts: Sequence[PromptPart]) -> list[Tensor]:
         """Do `run` without a graph. Return the final norm's output for each part's tokens, [W,
         width] each."""
         size = sum(tiled(len(part.tokens), self.tile) for part in parts)
-        numbers, groups = laid_out(parts, size, self.tile, self._scrap)
-        table = Table.of(self._sender.send(numbers), size, self.tile)
-        normed = self._decoder.read(table.tokens[None], self._cache.fill(*table[1:], groups))
-        assert normed is not None
+        numbers, groups = lay_out(parts, size, self.tile, self._scrap)
+        table = PassInput.of(self._sender.send(numbers), size, self.tile)
+        hidden = self._decoder.final_hidden(
+            table.tokens[None], self._cache.prefill_pass(*table[1:], groups)
+        )
+        assert hidden is not None
         sizes = [tiled(len(part.tokens), self.tile) for part in parts]
-        found = normed[0].split(sizes)
+        found = hidden[0].split(sizes)
         return [lines[: len(part.tokens)] for lines, part in zip(found, parts, strict=True)]
 
     def prepare(self) -> None:
@@ -234,9 +236,9 @@ class Passes:
         self.graphs.renew(self._cache.positions)
         for size in SIZES:
             if not self.graphs.holds(size):
-                self._feed(self.graphs, size, ())
+                self._run_captured(self.graphs, size, ())
 
-    def _serving(self, graphs: Graphs, size: int, *, capture: bool) -> int | None:
+    def _graph_size(self, graphs: Graphs, size: int, *, capture: bool) -> int | None:
         """Return the size of the graph for a pass of this size: an existing one, or `size` itself
         if a capture is due and allowed. None if the pass should run uncaptured."""
         graphs.renew(self._cache.positions)  # a store that grows moves
@@ -246,10 +248,10 @@ class Passes:
         self._rental.lose(size, 1.0 if larger is None else _PADDING * (larger - size) / PASS)
         return size if capture and self._rental.pays(size, self.patience) else larger
 
-    def _feed(self, graphs: Graphs, size: int, parts: Sequence[Part]) -> None:
+    def _run_captured(self, graphs: Graphs, size: int, parts: Sequence[PromptPart]) -> None:
         """Run the pass of this size on `parts`. Capture it if there is no graph. The host does not
         wait for the copy."""
-        given = torch.from_numpy(laid_out(parts, size, self.tile, self._scrap)[0])
+        given = torch.from_numpy(lay_out(parts, size, self.tile, self._scrap)[0])
         pinned = self._input.is_cuda
         self._input[: len(given)].copy_(
             given.pin_memory() if pinned else given, non_blocking=pinned
@@ -257,12 +259,12 @@ class Passes:
         if graphs.holds(size):
             graphs.replay(size)
             return
-        function = functools.partial(self._run, Table.of(self._input, size, self.tile))
+        function = functools.partial(self._run, PassInput.of(self._input, size, self.tile))
         graphs.run(size, function)
         graphs.capture(size, function)
         # If the store moves, the next pass that has no graph of any size captures it again.
         self._rental.restart(size, self.patience - 1)
 
-    def _run(self, table: Table, groups: tuple[Group, ...] | None = None) -> None:
-        step = self._cache.fill(*table[1:], groups)
+    def _run(self, table: PassInput, groups: tuple[Group, ...] | None = None) -> None:
+        step = self._cache.prefill_pass(*table[1:], groups)
         self._decoder.forward(table.tokens[None], step, last=0)

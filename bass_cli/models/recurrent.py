@@ -168,7 +168,7 @@ class RecurrentStates:
         if (slot := self._of_prompt.pop(prompt, None)) is not None:
             self._free.append(slot)
 
-    def decode(self, positions: Tensor, packed: Packed | None) -> StatePass:
+    def decode_pass(self, positions: Tensor, packed: Packed | None) -> StatePass:
         """Return a pass of rows 0 to B - 1. Afterwards their states are those before its tokens.
 
         Args:
@@ -202,7 +202,7 @@ class RecurrentStates:
         slots = self._slots[:rows]
         self._counts[slots] = self._counts[slots] - tokens
 
-    def fill(self, parts: Sequence[tuple[Hashable, int, int, int]]) -> StatePass:
+    def prefill_pass(self, parts: Sequence[tuple[Hashable, int, int, int]]) -> StatePass:
         """Return a pass over parts of prompts.
 
         Args:

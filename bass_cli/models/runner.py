@@ -20,7 +20,14 @@ from bass_cli.models.block_allocator import BlockLayout, Change
 from bass_cli.models.capture import Graphs
 from bass_cli.models.decoder import Decoder
 from bass_cli.models.kv_cache import KVCache, Span
-from bass_cli.models.prefill import PASS, Part, Passes, Scores, alone, tiled
+from bass_cli.models.prefill import (
+    PASS,
+    PrefillPasses,
+    PromptPart,
+    PromptScores,
+    own_pass_tokens,
+    tiled,
+)
 from bass_cli.models.recurrent import RecurrentStates
 from bass_kernels import Packed
 
@@ -37,20 +44,20 @@ _COPIED = 128
 class Prompt:
     """A prompt and its span in the store.
 
-    like: an earlier prompt with the same first tokens, from which keys and values are copied.
-    read: positions that are stored already.
+    prefix_source: an earlier prompt with the same first tokens, whose keys and values are copied.
+    stored: positions that are stored already.
     scores: the log-probabilities of its tokens, if they are wanted.
     """
 
     tokens: Sequence[int]
     span: Span
-    like: Prompt | None = None
-    read: int = 0
-    scores: Scores | None = None
+    prefix_source: Prompt | None = None
+    stored: int = 0
+    scores: PromptScores | None = None
 
     @property
-    def left(self) -> int:
-        return self.span.length - self.read
+    def remaining(self) -> int:
+        return self.span.length - self.stored
 
 
 class RunnerSizes(NamedTuple):
@@ -116,13 +123,13 @@ class Runner:
             states=states,
         )
         self._prompts: dict[str, Prompt] = {}
-        self._unread: dict[str, Prompt] = {}  # prompts not fully stored, oldest first
-        self._newest: dict[tuple[int, ...], Prompt] = {}  # by their first tokens
+        self._unprefilled: dict[str, Prompt] = {}  # prompts not fully stored, oldest first
+        self._newest_by_prefix: dict[tuple[int, ...], Prompt] = {}  # by their first tokens
         # Parts of prompts are known to the host only, so passes over states are not captured.
         wanted = decoder.ranks is None and states is None
         graphs = graphs or Graphs(decoder.device, wanted=wanted)
         self.packs = decoder.ranks is None
-        self._passes = Passes(decoder, self.cache, graphs if graphs.enabled else None)
+        self._passes = PrefillPasses(decoder, self.cache, graphs if graphs.enabled else None)
         reader = decoder.reader
         self._ahead = ahead or (0 if reader is None else reader.ahead)
 
@@ -150,86 +157,95 @@ class Runner:
         assert key not in self._prompts
         assert tokens
         span = self.cache.reserve(max(len(tokens) - self.pending, 0))
-        prompt = self._prompts[key] = Prompt(tokens, span, self._like(tokens, span))
+        prompt = self._prompts[key] = Prompt(tokens, span, self._find_same_prefix(tokens, span))
         if logprobs is not None:
             assert self.pending == 1
-            prompt.scores, prompt.like = Scores(logprobs), None  # what is copied has no logits
-        self._remember(prompt)
-        if in_time is None and prompt.left:
-            self._unread[key] = prompt
+            prompt.scores = PromptScores(logprobs)
+            prompt.prefix_source = None  # a copied prefix has no logits
+        self._remember_prefix(prompt)
+        if in_time is None and prompt.remaining:
+            self._unprefilled[key] = prompt
         most = _TIMED_PASS.get(self.device.type, PASS)
         if in_time is not None:
-            self._copy(prompt)
-        while in_time is not None and prompt.left:
-            if not in_time(min(prompt.left, most)):
+            self._copy_prefix(prompt)
+        while in_time is not None and prompt.remaining:
+            if not in_time(min(prompt.remaining, most)):
                 self._close(key)
                 return False
             self._with_slots([prompt], [])
-            self._run([prompt], [self._part(prompt, most)], capture=False)
+            self._run_pass([prompt], [self._part(prompt, most)], capture=False)
         return True
 
-    def read_all(self) -> None:
+    def prefill_all(self) -> None:
         """Prefill all open prompts now, not when a row of theirs begins."""
-        while self.read():
+        while self.prefill():
             pass
 
     def prompt_logprobs(
         self, key: str
     ) -> tuple[NDArray[numpy.float32], NDArray[numpy.int64]] | None:
-        """Return the log-probabilities of a prompt's tokens (Scores.found), if `open` was told to
-        find them. The prompt must have been prefilled."""
+        """Return the log-probabilities of a prompt's tokens (PromptScores.found), if `open` had
+        `logprobs`. The prompt must have been prefilled."""
         prompt = self._prompts[key]
-        assert not prompt.left
+        assert not prompt.remaining
         return None if prompt.scores is None else prompt.scores.found()
 
     @torch.inference_mode()
-    def read(self, due: Sequence[Prompt] = ()) -> bool:
+    def prefill(self, first: Sequence[Prompt] = ()) -> bool:
         """Run one prefill pass over the open prompts, oldest first. Return whether tokens are
         left.
 
         Args:
-            due: prompts with rows that wait for their recurrent states. They are read first.
+            first: prompts with rows that wait for their recurrent states. They are read first.
         """
         # A prompt waits until the prefix that it copies is stored.
-        waiting = [one for one in self._unread.values() if self._copy(one) and one.left]
-        waiting = self._with_slots(waiting, due)
-        if waiting and (most := alone(waiting[0].left, self.device.type)):
-            self._run(waiting[:1], [self._part(waiting[0], most)], capture=False)
+        waiting = [
+            one for one in self._unprefilled.values() if self._copy_prefix(one) and one.remaining
+        ]
+        waiting = self._with_slots(waiting, first)
+        if waiting and (most := own_pass_tokens(waiting[0].remaining, self.device.type)):
+            self._run_pass(waiting[:1], [self._part(waiting[0], most)], capture=False)
         elif waiting:
-            self._run(waiting, list(self._parts(waiting)), capture=True)
-        self._unread = {key: prompt for key, prompt in self._unread.items() if prompt.left}
-        return bool(self._unread)
+            self._run_pass(waiting, list(self._parts(waiting)), capture=True)
+        self._unprefilled = {
+            key: prompt for key, prompt in self._unprefilled.items() if prompt.remaining
+        }
+        return bool(self._unprefilled)
 
-    def _with_slots(self, waiting: list[Prompt], due: Sequence[Prompt]) -> list[Prompt]:
+    def _with_slots(self, waiting: list[Prompt], first: Sequence[Prompt]) -> list[Prompt]:
         """Return the prompts that the next pass may read, in order. With recurrent layers, these
         are the ones with a slot for their state. A prompt that has been read loses its slot to
-        one that is due; if none is due, to any."""
+        one of `first`; if there are none, to any."""
         states = self.cache.states
         if states is None:
             return waiting
-        read = {one.span for one in self._prompts.values() if not one.left and one not in due}
+        finished = {
+            one.span for one in self._prompts.values() if not one.remaining and one not in first
+        }
 
         def order(prompt: Prompt) -> int:
-            return 0 if prompt in due else 1 if states.has(prompt.span) else 2
+            return 0 if prompt in first else 1 if states.has(prompt.span) else 2
 
         return [
             one
             for one in sorted(waiting, key=order)
-            if states.take(one.span, read if one in due or not due else ())
+            if states.take(one.span, finished if one in first or not first else ())
         ]
 
-    def _run(self, prompts: Sequence[Prompt], parts: Sequence[Part], *, capture: bool) -> None:
+    def _run_pass(
+        self, prompts: Sequence[Prompt], parts: Sequence[PromptPart], *, capture: bool
+    ) -> None:
         """Run a pass over parts of the first prompts, and score those that want it."""
         both = list(zip(prompts, parts, strict=False))
         if all(prompt.scores is None for prompt, _ in both):
             self._passes.run(parts, capture=capture)
             return
-        for (prompt, part), hidden in zip(both, self._passes.read(parts), strict=True):
+        for (prompt, part), hidden in zip(both, self._passes.run_with_hidden(parts), strict=True):
             # a prompt that is read again, for its recurrent state, has its scores already
             if prompt.scores is not None and part.first == prompt.scores.count:
                 prompt.scores.add(self.decoder, hidden, [*part.tokens[1:], part.behind])
 
-    def _parts(self, waiting: Iterable[Prompt]) -> Iterator[Part]:
+    def _parts(self, waiting: Iterable[Prompt]) -> Iterator[PromptPart]:
         """Yield the parts of these prompts that fit into one pass."""
         room = PASS
         for prompt in waiting:
@@ -249,7 +265,7 @@ class Runner:
 
     @torch.inference_mode()
     def prepare_prompts(self) -> None:
-        """Capture the prefill passes now. See Passes.prepare."""
+        """Capture the prefill passes now. See PrefillPasses.prepare."""
         self._passes.prepare()
 
     def capture_early(self) -> None:
@@ -262,15 +278,15 @@ class Runner:
 
     def _close(self, key: str) -> None:
         self.cache.close(self._prompts.pop(key).span)
-        self._unread.pop(key, None)
+        self._unprefilled.pop(key, None)
 
     @torch.inference_mode()
     def follow(self, change: Change) -> None:
         """Apply a Change to the rows. Prefill the prompts of rows that begin."""
         if self.cache.states is not None:
             self._begin_states(self.cache.states, change)
-        while any(key in self._unread for _, key in change.begun):
-            self.read()
+        while any(key in self._unprefilled for _, key in change.begun):
+            self.prefill()
         self.cache.swap_rows(
             ended=change.ended,
             moved=change.moved,
@@ -287,15 +303,15 @@ class Runner:
         waiting = [(rows, self._prompts[key]) for rows, key in change.begun]
         for _, key in change.begun:
             prompt = self._prompts[key]
-            if not prompt.left and prompt.span.length and not states.has(prompt.span):
-                prompt.read, self._unread[key] = 0, prompt
+            if not prompt.remaining and prompt.span.length and not states.has(prompt.span):
+                prompt.stored, self._unprefilled[key] = 0, prompt
         while waiting:
             for rows, prompt in waiting:
-                if not prompt.left:
+                if not prompt.remaining:
                     states.begin(rows, prompt.span, prompt.span.length)
-            waiting = [one for one in waiting if one[1].left]
+            waiting = [one for one in waiting if one[1].remaining]
             if waiting:
-                self.read([prompt for _, prompt in waiting])
+                self.prefill([prompt for _, prompt in waiting])
 
     def step_back(self, rows: int, tokens: int) -> None:
         """Let the next pass roll recurrent states forward by `tokens` tokens, for timing. See
@@ -319,10 +335,10 @@ class Runner:
         """Return logits [B, min(last, W), V] of tokens [B, W] int64 at positions [B, W].
 
         Args:
-            ends: each row's last position + 1. None in a captured graph (see KVCache.decode),
+            ends: each row's last position + 1. None in a captured graph (see KVCache.decode_pass),
                 where the last rows may be padding.
         """
-        logits = self.decoder.forward(tokens, self.cache.decode(positions, ends), last=last)
+        logits = self.decoder.forward(tokens, self.cache.decode_pass(positions, ends), last=last)
         assert logits is not None
         return logits
 
@@ -331,7 +347,7 @@ class Runner:
     ) -> Tensor:
         """Return logits [M, V] of tokens [M] int64 at positions [M]. `packed` gives the number of
         tokens of each row; `ends` may be larger than in `forward`."""
-        step = self.cache.decode(positions[None], ends, packed)
+        step = self.cache.decode_pass(positions[None], ends, packed)
         logits = self.decoder.forward(tokens[None], step)
         assert logits is not None
         return logits[0]
@@ -340,50 +356,52 @@ class Runner:
         self, tokens: Tensor, positions: Tensor, ends: Sequence[int] | None, places: Tensor
     ) -> Tensor:
         """Do `forward`, but return logits [B, N, V] of these places [B, N] of each row."""
-        hidden = self.decoder.read(tokens, self.cache.decode(positions, ends))
+        hidden = self.decoder.final_hidden(tokens, self.cache.decode_pass(positions, ends))
         assert hidden is not None
         index = places[..., None].expand(*places.shape, hidden.shape[-1])
         return self.decoder.logits(hidden.gather(1, index))
 
     def feed(self, tokens: Tensor, positions: Tensor, ends: Sequence[int] | None) -> None:
         """Write the keys and values of tokens [B, W] at positions [B, W], without logits."""
-        self.decoder.forward(tokens, self.cache.decode(positions, ends), last=0)
+        self.decoder.forward(tokens, self.cache.decode_pass(positions, ends), last=0)
 
-    def _like(self, tokens: Sequence[int], span: Span) -> Prompt | None:
+    def _find_same_prefix(self, tokens: Sequence[int], span: Span) -> Prompt | None:
         """Return the newest stored prompt with the same first tokens, if there is one."""
         if span.length < _COPIED or self.cache.states is not None:
             return None  # a recurrent state is known after a whole prompt only
-        found = self._newest.get(tuple(tokens[:_COPIED]))
-        return found if found is not None and found.span.taken else None
+        found = self._newest_by_prefix.get(tuple(tokens[:_COPIED]))
+        return found if found is not None and found.span.in_use else None
 
-    def _remember(self, prompt: Prompt) -> None:
+    def _remember_prefix(self, prompt: Prompt) -> None:
         if prompt.span.length < _COPIED:
             return
-        if len(self._newest) > 2 * self.rows:  # drop those that are no longer stored
-            self._newest = {begin: one for begin, one in self._newest.items() if one.span.taken}
-        self._newest[tuple(prompt.tokens[:_COPIED])] = prompt
+        if len(self._newest_by_prefix) > 2 * self.rows:  # drop those that are no longer stored
+            self._newest_by_prefix = {
+                begin: one for begin, one in self._newest_by_prefix.items() if one.span.in_use
+            }
+        self._newest_by_prefix[tuple(prompt.tokens[:_COPIED])] = prompt
 
-    def _copy(self, prompt: Prompt) -> bool:
-        """Copy the prefix that a prompt shares with `like`. Return False if that prefix is not
-        stored yet."""
-        like = prompt.like
-        if like is None:
+    def _copy_prefix(self, prompt: Prompt) -> bool:
+        """Copy the prefix that a prompt shares with its `prefix_source`. Return False if that
+        prefix is not stored yet."""
+        source = prompt.prefix_source
+        if source is None:
             return True
-        if like.span.taken:
-            most = min(like.span.length, prompt.span.length) + self._ahead
-            pairs = zip(like.tokens[:most], prompt.tokens[:most], strict=True)
+        if source.span.in_use:
+            most = min(source.span.length, prompt.span.length) + self._ahead
+            pairs = zip(source.tokens[:most], prompt.tokens[:most], strict=True)
             same = next((i for i, (one, other) in enumerate(pairs) if one != other), most)
             same = max(same - self._ahead, 0)
-            if like.read < same:
+            if source.stored < same:
                 return False
-            self.cache.copy(like.span, prompt.span, same)
-            prompt.read = same
-        prompt.like = None
+            self.cache.copy(source.span, prompt.span, same)
+            prompt.stored = same
+        prompt.prefix_source = None
         return True
 
-    def _part(self, prompt: Prompt, most: int) -> Part:
+    def _part(self, prompt: Prompt, most: int) -> PromptPart:
         """Take the next tokens of a prompt, up to `most`, and count them as read."""
-        first, prompt.read = prompt.read, min(prompt.read + most, prompt.span.length)
+        first, prompt.stored = prompt.stored, min(prompt.stored + most, prompt.span.length)
         # without pending tokens no token follows the last one
-        behind = prompt.tokens[prompt.read] if prompt.read < len(prompt.tokens) else 0
-        return Part(prompt.tokens[first : prompt.read], prompt.span, first, behind)
+        behind = prompt.tokens[prompt.stored] if prompt.stored < len(prompt.tokens) else 0
+        return PromptPart(prompt.tokens[first : prompt.stored], prompt.span, first, behind)

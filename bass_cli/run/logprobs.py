@@ -215,7 +215,7 @@ def _read_together(
             key = f"\0scored {number}"  # not the key of a prompt
             target.open(key, tokens, logprobs=top)
             keys.append(key)
-        target.read_all()
+        target.prefill_all()
         for key in keys:
             found = target.prompt_logprobs(key)
             assert found is not None

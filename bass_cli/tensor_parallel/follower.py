@@ -287,7 +287,7 @@ class Follower:
             key, prompt, timed, logprobs = given
             runner.open(key, prompt, self._in_time if timed else None, logprobs=logprobs)
         else:
-            assert name in ("read_all", "close", "step_back", "follow")
+            assert name in ("prefill_all", "close", "step_back", "follow")
             getattr(runner, name)(*given)
 
     def _begin(self, number: int, sizes: RunnerSizes, ahead: int, layers: tuple[int, ...]) -> None:

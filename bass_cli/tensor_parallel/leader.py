@@ -365,9 +365,9 @@ class LedRunner(Runner):
         with self._led("open", key, list(tokens), in_time is not None, logprobs):
             return super().open(key, tokens, None if in_time is None else decide, logprobs=logprobs)
 
-    def read_all(self) -> None:
-        with self._led("read_all"):
-            super().read_all()
+    def prefill_all(self) -> None:
+        with self._led("prefill_all"):
+            super().prefill_all()
 
     def close(self, key: str) -> None:
         with self._led("close", key):

@@ -68,14 +68,14 @@ def test_timed_passes_of_a_hybrid_roll_its_states_forward(monkeypatch: pytest.Mo
     ).plain
     fill(loop, rows_for([[1, 2, 3], [9, 8, 7, 6]], 2, given))
     loop.round()
-    advanced, decode = list[list[int]](), RecurrentStates.decode
+    advanced, decode = list[list[int]](), RecurrentStates.decode_pass
 
     def noted(self: RecurrentStates, *given: Any) -> Any:
         found = decode(self, *given)
         advanced.append(found.advance.tolist())
         return found
 
-    monkeypatch.setattr(RecurrentStates, "decode", noted)
+    monkeypatch.setattr(RecurrentStates, "decode_pass", noted)
     measure_parts(loop, 0)
     assert len(advanced) > 3
     assert all(one == [1, 1] for one in advanced)

@@ -233,7 +233,7 @@ def test_gpu_kernels_give_the_same_drafts(models):
                 features = None
                 for step in range(2):
                     at = ends - 2 + step
-                    seen = runner.cache.decode(at.clamp(min=0), None)
+                    seen = runner.cache.decode_pass(at.clamp(min=0), None)
                     features = head.found(seen, at) if features is None else features
                     logits, features = head.draft(tokens, features, seen)
                     found.append(logits.clone())
@@ -257,10 +257,10 @@ def test_new_row_writes_to_no_other_row(models):
     prompts = [layer.clone() for layer in runner.cache.prompt_keys]
     positions = torch.full((3, 1), 3)
     with torch.inference_mode():
-        step = runner.cache.decode(positions, [5] * 3)
+        step = runner.cache.decode_pass(positions, [5] * 3)
         head.draft(torch.full((3, 1), 9), head.found(step, positions), step)
         runner.forward(torch.full((3, 1), 9), positions + 1, [5] * 3)
-    places = runner.cache.decode(positions + 1, [5] * 3).slots().flatten().tolist()
+    places = runner.cache.decode_pass(positions + 1, [5] * 3).slots().flatten().tolist()
     for old, new in zip(before, store, strict=True):
         changed = (old != new).any(-1).any(0).nonzero().flatten().tolist()
         assert set(changed) <= {0, *places}

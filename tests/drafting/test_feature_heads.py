@@ -198,7 +198,7 @@ def test_target_without_a_reader_records_no_hidden_states(models, monkeypatch):
     assert len(loop.target.cache.own_keys) == len(target.layers) + head.spec.body.layers
     tapped.clear()
     loop.target = loop.target.without_reader()
-    loop._rounds._target = loop.target
+    loop._executor._target = loop.target
     live = [Row("x", s, 0, [4, 5], 9) for s in range(3)]
     loop.open("x", [4, 5])
     loop.swap_rows((), live)
@@ -224,7 +224,7 @@ def test_gpu_kernels_give_the_same_drafts(models, monkeypatch, width):
             tokens = torch.arange(20, 20 + width)[None]
             runner.forward(tokens, torch.arange(4, 4 + width)[None], None)
             block = torch.tensor([[11] + [MASK] * 4])
-            step = runner.cache.decode(torch.arange(4 + width, 9 + width)[None], None)
+            step = runner.cache.decode_pass(torch.arange(4 + width, 9 + width)[None], None)
             found.append(head.draft(block, step, 4))
     assert bool(fused) == (width <= 16)
     torch.testing.assert_close(found[1], found[0], atol=1e-3, rtol=1e-3)

@@ -215,7 +215,7 @@ def test_chunked_prompts_store_what_whole_ones_store(decoders, tile, monkeypatch
         runner = Runner(target, rows=2, span=60, pending=1)
         for key, tokens in given.items():
             runner.open(key, tokens)
-        while runner.read():
+        while runner.prefill():
             pass
         spans = {key: prompt.span for key, prompt in runner._prompts.items()}
         return {

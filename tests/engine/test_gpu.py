@@ -280,7 +280,7 @@ def test_captured_rounds_of_shared_prefix_groups_equal_plain_decoding(
         loop = loop_for(target, draft, batch=batch, lengths=Fixed(3), graphs=True)
         assert drive(loop, rows()) == due, f"{schedule}, batch {batch}"
         assert (
-            loop.target.cache.decode(
+            loop.target.cache.decode_pass(
                 torch.zeros(batch, 1).long().cuda(), None
             ).segments.device_groups
             is not None

@@ -16,7 +16,7 @@ from test_mtp import write
 
 from bass_cli.config.job import Job
 from bass_cli.models.any_model import AnyModel
-from bass_cli.models.prefill import Passes
+from bass_cli.models.prefill import PrefillPasses
 from bass_cli.run import build
 from bass_cli.run.build import Models, graphs_for
 from bass_cli.run.plan import make_plan
@@ -103,7 +103,7 @@ def test_a_loop_whose_compiling_failed_is_replaced(tmp_path, monkeypatch):
     job = Job(pair=pair, batch_size=2, device="cpu", sampling={"max_new_tokens": 16})
     plan = make_plan(job)
     models = build.load_models(plan)
-    real, notes, failed = Passes.run, [], []
+    real, notes, failed = PrefillPasses.run, [], []
 
     def run(passes, *given, **named):
         if not failed:
@@ -113,7 +113,7 @@ def test_a_loop_whose_compiling_failed_is_replaced(tmp_path, monkeypatch):
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(build, "compiles", lambda loop: True)
-    monkeypatch.setattr(Passes, "run", run)
+    monkeypatch.setattr(PrefillPasses, "run", run)
     loop = build.ready_loop(plan, models, notes.append, notes.append)
     assert "failed: ZeroDivisionError: no pass" in notes[-1]
     assert loop.target._passes is not failed[0]

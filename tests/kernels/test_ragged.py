@@ -316,7 +316,7 @@ def test_captured_segments_after_rows_joined_left_and_moved(monkeypatch):
     for rows in (6, 5):
         positions = places[:rows] + cache.bases(rows)[:, None]
         ends = (positions[:, 0] + 1).tolist()
-        captured, on_host = cache.decode(positions, None), cache.decode(positions, ends)
+        captured, on_host = cache.decode_pass(positions, None), cache.decode_pass(positions, ends)
         wanted = reference.attention(
             q[:rows], on_host.own(0), on_host.prompt(0), on_host.segments, scale=0.25
         )

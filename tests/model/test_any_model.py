@@ -337,7 +337,7 @@ def test_drafters_read_the_outputs_of_layers(tmp_path: Path) -> None:
         cache = Runner(decoder, rows=1, span=8, pending=1).cache
         span = cache.reserve(8)
         places = torch.arange(4)
-        step = cache.fill(
+        step = cache.prefill_pass(
             places,
             places + span.start,
             torch.zeros(4, dtype=torch.int64),
@@ -345,7 +345,7 @@ def test_drafters_read_the_outputs_of_layers(tmp_path: Path) -> None:
             places,
             None,
         )
-        decoder.read(tokens, step)
+        decoder.final_hidden(tokens, step)
     torch.testing.assert_close(
         reader.found[0], torch.cat([outputs[2], outputs[0]], -1), atol=1e-4, rtol=0
     )

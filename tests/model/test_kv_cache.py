@@ -98,7 +98,7 @@ def test_rows_of_a_prompt_are_grouped_and_moved_rows_keep_their_keys():
     cache.own_keys[1][:, 32:34] = 9  # row 3's, behind what is aside
     cache.swap_rows(ended=[1])
     cache.swap_rows(moved=[(3, 1)])
-    step = cache.decode(torch.tensor([[6], [7], [6]]), [7, 8, 7])
+    step = cache.decode_pass(torch.tensor([[6], [7], [6]]), [7, 8, 7])
     assert [(g.start, g.length, g.rows) for g in step.segments.groups] == [(0, 5, slice(0, 3))]
     assert step.segments.base.tolist() == [5, 5, 5]
     assert step.slots().tolist() == [[9], [34], [25]]
@@ -129,7 +129,7 @@ def test_row_moves_without_a_copy_and_layers_are_plain_tensors():
         cache.swap_rows(moved=[(2, 1)])
     assert copies.count == 1  # of the numbers that say where rows are
     positions = torch.tensor([[4], [6]])
-    assert cache.decode(positions, [5, 7]).slots().tolist() == [[6], [18]]
+    assert cache.decode_pass(positions, [5, 7]).slots().tolist() == [[6], [18]]
     assert cache.bytes() == 4 * (4 * 2 * (24 + SPARE_KEYS) * 4 + 4 * 2 * 1024 * 4)
 
 
@@ -174,16 +174,16 @@ def test_rows_that_grow_keep_their_keys(moved, monkeypatch):
         assert all(was.equal(is_) for was, is_ in zip(old[:3], now[:3], strict=True))
         assert layer[:, :5].equal(aside)
     positions = torch.tensor([[3 + 11]] * 3)
-    slots = cache.decode(positions, [15] * 3).slots()[:, 0]
+    slots = cache.decode_pass(positions, [15] * 3).slots()[:, 0]
     assert slots.tolist() == (5 + 6 * allocator.runs[0, :3] + 11).tolist()
     assert not (places[0, :3] == allocator.runs[0, :3]).all()
     with pytest.raises(AssertionError, match="lacks 1 private slots"):
-        cache.decode(positions + 1, [16] * 3)
+        cache.decode_pass(positions + 1, [16] * 3)
 
 
 def groups_of(cache, rows, size=4):
     """The tables as a captured pass reads them: members, and tiles without empty places."""
-    segments = cache.decode(torch.zeros(rows, 1, dtype=torch.int64), None).segments
+    segments = cache.decode_pass(torch.zeros(rows, 1, dtype=torch.int64), None).segments
     tiles = [
         [row for row in tile if row >= 0] for tile in segments.device_groups.tiles[size].tolist()
     ]
@@ -195,12 +195,14 @@ def test_prefix_groups_follow_rows_that_begin_end_and_move(monkeypatch):
     cache = store(rows=8)
     long, other, short = cache.reserve(200), cache.reserve(300), cache.reserve(3)
     cache.swap_rows(begun=[([0], long)])
-    assert cache.decode(torch.zeros(1, 1, dtype=torch.int64), None).segments.device_groups is None
+    assert (
+        cache.decode_pass(torch.zeros(1, 1, dtype=torch.int64), None).segments.device_groups is None
+    )
     version = cache.version
     cache.swap_rows(begun=[([1], other)])
     cache.swap_rows(begun=[([2], long)])
     assert cache.version == version + 1  # from now on passes are launched with groups
-    tables = cache.decode(torch.zeros(8, 1, dtype=torch.int64), None).segments.device_groups
+    tables = cache.decode_pass(torch.zeros(8, 1, dtype=torch.int64), None).segments.device_groups
     for row, span in enumerate((short, short, other, long, long), 3):
         cache.swap_rows(begun=[([row], span)])
     assert groups_of(cache, 8) == ([1, 1, 1, 0, 0, 1, 1, 1], [[0, 2, 6, 7], [1, 5]])
@@ -224,9 +226,9 @@ def test_prefix_groups_follow_rows_that_begin_end_and_move(monkeypatch):
 def test_row_that_outgrows_its_slots_fails_an_assertion():
     cache = store(span=4)
     cache.swap_rows(begun=[([0], cache.reserve(2))])
-    cache.decode(torch.tensor([[5]]), [6])
+    cache.decode_pass(torch.tensor([[5]]), [6])
     with pytest.raises(AssertionError, match="private slots"):
-        cache.decode(torch.tensor([[6]]), [7])
+        cache.decode_pass(torch.tensor([[6]]), [7])
 
 
 def test_batch_stays_dense_and_columns_follow_their_rows():

@@ -33,7 +33,7 @@ from bass_cli.formats.sources import locate
 from bass_cli.formats.tokenizer import Tokenizer
 from bass_cli.models.block_allocator import Change
 from bass_cli.models.decoder import Decoder
-from bass_cli.models.prefill import Part, Table, laid_out
+from bass_cli.models.prefill import PassInput, PromptPart, lay_out
 from bass_cli.models.runner import Runner
 
 CPU = torch.device("cpu")
@@ -107,11 +107,11 @@ def test_prefill_logits_equal_transformers(family: str, tmp_path: Path) -> None:
     text = texts_of(decoder.spec.vocab)[1]
     cache = Runner(decoder, rows=1, span=1, pending=1).cache
     span, found = cache.reserve(len(text)), []
-    for part in (Part(text[:13], span, 0), Part(text[13:], span, 13)):
-        numbers, groups = laid_out([part], len(part.tokens), 1, 0)
-        table = Table.of(torch.from_numpy(numbers), len(part.tokens), 1)
+    for part in (PromptPart(text[:13], span, 0), PromptPart(text[13:], span, 13)):
+        numbers, groups = lay_out([part], len(part.tokens), 1, 0)
+        table = PassInput.of(torch.from_numpy(numbers), len(part.tokens), 1)
         with torch.inference_mode():
-            logits = decoder.forward(table.tokens[None], cache.fill(*table[1:], groups))
+            logits = decoder.forward(table.tokens[None], cache.prefill_pass(*table[1:], groups))
         assert logits is not None
         found.append(logits[0])
     torch.testing.assert_close(torch.cat(found), expected(model, text), atol=1e-4, rtol=0)

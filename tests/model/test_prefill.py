@@ -125,12 +125,12 @@ def test_waiting_prompts_are_prefilled_together(decoders, family, pending, tile,
     alone._passes.tile, together._passes.tile = 1, tile
     for key, tokens in given.items():
         alone.open(key, tokens)
-        assert not alone.read() or len(tokens) > 48
-        while alone.read():
+        assert not alone.prefill() or len(tokens) > 48
+        while alone.prefill():
             pass
         together.open(key, tokens)
     passes = 1
-    while together.read():
+    while together.prefill():
         passes += 1
     padded = [-(-max(n - pending, 0) // tile) * tile for n in lengths]
     assert passes == -(-sum(padded) // 48)
@@ -157,7 +157,7 @@ def test_common_prefix_of_prompts_is_computed_once(decoders, monkeypatch):
     alone, together = (
         Runner(decoders("gemma3_text"), rows=2, span=60, pending=1) for _ in range(2)
     )
-    monkeypatch.setattr(alone, "_like", lambda *_: None)
+    monkeypatch.setattr(alone, "_find_same_prefix", lambda *_: None)
     for key, tokens in given.items():
         for runner in (alone, together):
             runner.open(key, tokens)
@@ -171,7 +171,7 @@ def test_common_prefix_of_prompts_is_computed_once(decoders, monkeypatch):
         ),
     )
     for runner in (alone, together):
-        while runner.read():
+        while runner.prefill():
             pass
     due, found = keys(alone), keys(together)
     for key, value in due.items():
@@ -194,11 +194,11 @@ def test_waiting_prompts_take_fewer_passes(decoders):
     attention in plain torch."""
     alone, together = (Runner(decoders("qwen2"), rows=2, span=60, pending=1) for _ in range(2))
     alone.open("p0", text(30))
-    one = count_operations(alone.read)
+    one = count_operations(alone.prefill)
     for i in range(8):
         together.open(f"p{i}", text(30, seed=i))
-    assert count_operations(together.read) < 4 * one
-    assert not together._unread
+    assert count_operations(together.prefill) < 4 * one
+    assert not together._unprefilled
 
 
 def test_row_begins_after_its_prompt_is_stored(decoders):
@@ -209,7 +209,9 @@ def test_row_begins_after_its_prompt_is_stored(decoders):
         runner.open(key, text(length))
     runner.close("gone")
     runner.follow(Change((), (), (((0,), "b"),)))
-    assert [(key, prompt.read) for key, prompt in runner._unread.items()] == [("c", 512 - 96)]
+    assert [(key, prompt.stored) for key, prompt in runner._unprefilled.items()] == [
+        ("c", 512 - 96)
+    ]
     eager = Runner(decoders("qwen2"), rows=1, span=60, pending=1)
     eager.open("b", text(40))
     eager.follow(Change((), (), (((0,), "b"),)))
@@ -288,7 +290,7 @@ def test_long_prompt_has_its_own_passes(decoders, length, passes, monkeypatch):
         monkeypatch.setattr(prompts, "LONG", given)
         runner.open("x", text(length))
         runner.open("y", text(7, seed=1))
-        while runner.read():
+        while runner.prefill():
             pass
     assert taken == [(counts, sum(counts) <= 48) for counts in passes]
     for key, value in keys(plain).items():
@@ -313,7 +315,7 @@ def test_padding_leaves_neighbouring_slots_unchanged(decoders):
     for length in (17, 33, 18, 20, 2, 19, 34):  # captured, then replayed, in tiles not full
         store.fill_(7.0)
         runner.open("x", text(length, seed=1))
-        runner.read()
+        runner.prefill()
         span = runner._prompts["x"].span
         touched[:] = (store != 7.0).any(0).any(-1)
         touched[runner._passes._scrap] = False
@@ -330,7 +332,7 @@ def test_size_is_captured_after_enough_passes_but_never_under_a_deadline(decoder
 
     def open_(length, in_time=None):
         runner.open("x", text(length), in_time)
-        runner.read()
+        runner.prefill()
         runner.close("x")
         seen.append(captures(runner))
 
@@ -349,7 +351,7 @@ def test_sizes_are_captured_at_once_if_more_requests_follow(decoders, monkeypatc
     seen = []
     for length in (12, 60, 61, 11):
         runner.open("x", text(length))
-        runner.read()
+        runner.prefill()
         runner.close("x")
         seen.append(captures(runner))
     assert seen == [1, 2, 2, 2]
@@ -361,11 +363,11 @@ def test_larger_graph_is_used_until_padding_costs_a_capture(decoders, monkeypatc
     monkeypatch.setattr(prompts, "_PADDING", 8.0)  # half a pass for 32 tokens of padding
     eager, runner = runners(decoders("qwen2"), 1)
     seen, taken = [], []
-    run, feed, sizes = runner._passes._run, runner._passes._feed, []
+    run, feed, sizes = runner._passes._run, runner._passes._run_captured, []
     monkeypatch.setattr(runner._passes, "_run", lambda *a: taken.append(a) or run(*a))
     monkeypatch.setattr(
         runner._passes,
-        "_feed",
+        "_run_captured",
         lambda graphs, size, parts: sizes.append(size) or feed(graphs, size, parts),
     )
     for length in (60, 61, 20, 21, 22, 23, 24, 33, 10):
@@ -392,7 +394,7 @@ def test_size_is_captured_again_after_a_move_only_if_no_larger_graph_serves(deco
         seen = []
         for length in lengths:
             runner.open("x", text(length))
-            runner.read()
+            runner.prefill()
             runner.close("x")
             seen.append(captures(runner))
         return seen

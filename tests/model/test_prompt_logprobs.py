@@ -59,7 +59,7 @@ def test_scores_equal_log_softmax_of_transformers(models, monkeypatch, timed, ti
     for number, tokens in enumerate(every):
         in_time = (lambda count: True) if timed else None
         assert runner.open(str(number), tokens, in_time, logprobs=TOP)
-    runner.read_all()
+    runner.prefill_all()
     assert runner.prompt_logprobs("plain") is None
     for number, tokens in enumerate(every):
         check(theirs, tokens, runner.prompt_logprobs(str(number)))
@@ -69,7 +69,7 @@ def test_scores_equal_log_softmax_of_transformers(models, monkeypatch, timed, ti
 def test_without_likeliest_tokens_there_are_no_entries(models):
     runner = Runner(models[1], rows=1, span=8, pending=1)
     runner.open("a", [5, 6, 7], logprobs=0)
-    runner.read_all()
+    runner.prefill_all()
     scores, entries = runner.prompt_logprobs("a")
     assert scores.shape == (2,)
     assert entries.shape == (2, 0)
