@@ -248,7 +248,7 @@ def build_loops(
     assert isinstance(loop.target, Runner)
     graphs = graphs_for(models)
     target = loop.target.without_reader()
-    return Loops(loop.beside(NoDrafter(), target=target, clock=Clock(), graphs=graphs), loop)
+    return Loops(loop.with_drafter(NoDrafter(), target=target, clock=Clock(), graphs=graphs), loop)
 
 
 def grow(bench: Bench) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import bass_kernels as ops
 from bass_cli.engine.host_state import LENGTH, LIMIT, NO_REPORT, PROMPT, HostState, Row, covering
-from bass_cli.engine.sampling import Columns, Processors, SamplingParams, noise_key, params_of
+from bass_cli.engine.sampling import HostParams, Processors, SamplingParams, noise_key, params_of
 from bass_cli.engine.sizes import WIDTHS, cover
 from bass_cli.models.block_allocator import BlockAllocator, BlockCopy, BlockLayout, Change, Sender
 
@@ -73,7 +73,7 @@ class Batch:
         self.lengths = torch.ones(rows, dtype=torch.int64, device=device)
         self._steps = torch.arange(-context, context, device=device)
         # Everything that only the host changes is sent as one copy, whatever has changed.
-        self._host = Columns(rows)
+        self._host = HostParams(rows)
         self._fixed = torch.from_numpy(self._host.whole.copy()).to(device)
         self._alive, self._params, self._penalties = params_of(self._fixed, rows)
         self.processors = Processors(rows, (vocab, columns or vocab), device)

@@ -1,7 +1,7 @@
 """Captured CUDA graphs of rounds: which shapes are captured, capture, and replay over a padded
 batch.
 
-`Captured` runs the rounds of one loop. `GraphPolicy` decides which shapes are captured and which
+`RoundGraphs` runs the rounds of one loop. `GraphPolicy` decides which shapes are captured and which
 graph serves instead. On other devices nothing is captured. Not here: what a round does (round.py),
 the graphs themselves and the ski-rental rule (models/capture.py).
 """
@@ -25,7 +25,7 @@ from bass_cli.engine.sizes import WIDTHS, bucket, cover, step_down
 from bass_cli.models.capture import Graphs, Running, SkiRental
 
 
-class Captured:
+class RoundGraphs:
     """The graphs of one loop.
 
     policy: decides which of them are captured.

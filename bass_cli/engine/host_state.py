@@ -65,7 +65,7 @@ def _step_up(most: int) -> int:
     return next(top for top in _TOPS if top >= most)
 
 
-class News(NamedTuple):
+class NewTokens(NamedTuple):
     """The tokens of the last round.
 
     indices: [B], the present indices of its rows that are still live.
@@ -87,7 +87,7 @@ class HostState:
     from_draft: [rows, span] bool, whether each was an accepted draft.
     entries: what reports add (bass_kernels.report_entries), for each of Report.parts [rows, span,
         columns] int64; no column if no row has such a report.
-    news: the tokens of the last round.
+    new_tokens: the tokens of the last round.
     """
 
     def __init__(self, rows: int):
@@ -98,7 +98,8 @@ class HostState:
         self.entries: list[Integers] = [
             numpy.zeros((rows, 0, 0), dtype=numpy.int64) for _ in NO_REPORT.parts
         ]
-        self.news = News(*(numpy.zeros(shape, dtype=numpy.int64) for shape in (0, (0, 1), 0)))
+        none = (numpy.zeros(shape, dtype=numpy.int64) for shape in (0, (0, 1), 0))
+        self.new_tokens = NewTokens(*none)
 
     def widen(self, limit: int) -> None:
         """Make room for `limit` generated tokens in each row."""
@@ -165,7 +166,7 @@ class HostState:
         self.numbers[indices, ROUNDS] += 1
         self.numbers[indices, DRAFTED] += numpy.maximum(num_drafts, accepted)
         self.numbers[indices, ACCEPTED] += accepted
-        self.news = News(indices, block, counts)
+        self.new_tokens = NewTokens(indices, block, counts)
         return accepted
 
     def _room_for(self, part: int, columns: int) -> Integers:
@@ -277,7 +278,7 @@ class Row:
         self._from_draft = self.from_draft().copy()
         self._host_state, self.index = None, -1
 
-    def cut(self, generated: int) -> None:
+    def truncate(self, generated: int) -> None:
         """Drop the tokens after the first `generated` generated ones. All of them are from the last
         round: its last token was the target's own, the others accepted drafts."""
         surplus = self.generated - generated
@@ -290,7 +291,7 @@ class Row:
             self._set(LENGTH, self.length - surplus)
             self._set(ACCEPTED, self.accepted - surplus + 1)
 
-    def since(self, seen: int) -> list[int]:
+    def generated_since(self, seen: int) -> list[int]:
         """Return the tokens that it generated after the first `seen`."""
         if self._host_state is None:
             return self._generated[seen:]

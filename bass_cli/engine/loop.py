@@ -27,10 +27,10 @@ from bass_cli.engine.contracts import (
     RoundResult,
     Target,
 )
-from bass_cli.engine.graphs import Captured, Kind, Shape, kind_of
-from bass_cli.engine.round import CatchingUp, NextRound, Round, make_room, sizes
+from bass_cli.engine.graphs import Kind, RoundGraphs, Shape, kind_of
+from bass_cli.engine.round import DrafterCatchUp, Round, RoundPlanner, catch_up_sizes, make_room
 from bass_cli.engine.sizes import cover, step_down
-from bass_cli.engine.verify import ALL, Cut, Rate, Rounds, SimulatedAcceptance
+from bass_cli.engine.verify import ALL, Cut, Rate, RoundExecutor, SimulatedAcceptance
 from bass_cli.models.capture import Graphs, Running, synchronise
 
 
@@ -53,7 +53,7 @@ class Loop:
         batch: Batch,
         target: Target,
         drafter: Drafter,
-        lengths: DraftLength,
+        controller: DraftLength,
         coupling: str,
         clock: Clock,
         acceptance: Sequence[Rate] | None = None,
@@ -68,30 +68,30 @@ class Loop:
         self._followers: tuple[FollowsRows, ...] = (target, drafter)
         if self.simulated is not None:
             self._followers = (target, drafter, self.simulated)
-        self._captured: Captured | None = None
+        self._round_graphs: RoundGraphs | None = None
         if graphs is not None and graphs.enabled:
-            self._captured = Captured(
+            self._round_graphs = RoundGraphs(
                 graphs, batch, clock, self.function, drafter=drafter, cuts=self._cuts
             )
-        self._rounds = Rounds(
+        self._executor = RoundExecutor(
             batch,
             target,
             drafter,
             coupling=coupling,
             simulated=self.simulated,
             cut=cut if coupling == "shared" and acceptance is None else None,
-            may_stop=self._captured is None and coupling == "shared",
+            may_stop=self._round_graphs is None and coupling == "shared",
         )
-        self._catching = CatchingUp(batch, drafter, clock, self._captured)
-        self._next = NextRound(
+        self._drafter_catch_up = DrafterCatchUp(batch, drafter, clock, self._round_graphs)
+        self._planner = RoundPlanner(
             batch,
             drafter,
-            lengths,
+            controller,
             coupling=coupling,
             clock=clock,
-            captured=self._captured,
-            catching=self._catching,
-            stops=self._rounds.stops,
+            graphs=self._round_graphs,
+            catch_up=self._drafter_catch_up,
+            stops=self._executor.stops,
         )
         self._in_flight: Round | None = None  # launched, and not returned by `round` yet
         self._ahead_policy = AheadPolicy()
@@ -99,25 +99,25 @@ class Loop:
         self._needs_result = False  # whether the next round must wait for the last one's tokens
 
     @property
-    def lengths(self) -> DraftLength:
+    def controller(self) -> DraftLength:
         """The present draft-length controller."""
-        return self._next.lengths
+        return self._planner.controller
 
     @property
     def exact(self) -> bool:
         """Whether a round must have exactly the length that the controller returned."""
-        return self._next.exact
+        return self._planner.exact
 
-    def use(self, lengths: DraftLength) -> None:
+    def use(self, controller: DraftLength) -> None:
         """Use this controller from the next round on."""
-        self._next.lengths = lengths
+        self._planner.controller = controller
 
-    def restart(self, lengths: DraftLength) -> None:
+    def restart(self, controller: DraftLength) -> None:
         """Use this controller from the next round on, and forget what the drafter has learnt."""
-        self._next.lengths = lengths
+        self._planner.controller = controller
         self.drafter.forget()
 
-    def beside(
+    def with_drafter(
         self, drafter: Drafter, *, target: Target, clock: Clock, graphs: Graphs | None
     ) -> Loop:
         """Return a loop over the same batch with another drafter, and with this loop's coupling and
@@ -126,15 +126,15 @@ class Loop:
             batch=self.batch,
             target=target,
             drafter=drafter,
-            lengths=self.lengths,
+            controller=self.controller,
             coupling=self.coupling,
             clock=clock,
             graphs=graphs,
         )
 
-    def shortest(self, deadline: float) -> float:
-        """See NextRound.shortest."""
-        return self._next.shortest(deadline)
+    def least_seconds(self, deadline: float) -> float:
+        """See RoundPlanner.least_seconds."""
+        return self._planner.least_seconds(deadline)
 
     @torch.inference_mode()
     def open(
@@ -223,11 +223,11 @@ class Loop:
         for follower in self._followers:
             follower.follow(change)
         if change.ended or change.begun:
-            self._next.changed()
+            self._planner.rows_changed()
 
-    def _renew(self, captured: Captured) -> None:
+    def _renew(self, graphs: RoundGraphs) -> None:
         """Drop the graphs if memory that they read has moved."""
-        captured.renew((self.batch.version, *(one.version for one in self._followers)))
+        graphs.renew((self.batch.version, *(one.version for one in self._followers)))
 
     def admit(self, *rows: Row) -> None:
         """Make rows of open prompts live."""
@@ -238,9 +238,9 @@ class Loop:
         self.swap_rows(ended, ())
 
     @property
-    def under_way(self) -> bool:
+    def in_flight(self) -> bool:
         """Whether a launched round with live rows has not been returned by `round` yet."""
-        return self._in_flight is not None and self._in_flight.under_way
+        return self._in_flight is not None and self._in_flight.has_live_rows
 
     @torch.inference_mode()
     def launch(
@@ -249,8 +249,8 @@ class Loop:
         """Launch the next round unless one is in flight, so that the host can work until
         `round`. Without graphs this does nothing: such rounds keep the host busy, and begin in
         `round`."""
-        self._next.pending_work = pending_work
-        if self._captured is not None and not self.under_way:
+        self._planner.pending_work = pending_work
+        if self._round_graphs is not None and not self.in_flight:
             self._in_flight = self._begin(deadline)
 
     @torch.inference_mode()
@@ -274,23 +274,35 @@ class Loop:
                 be launched before the tokens of this one are known, with the same rows. Before a
                 deadline this is done only if the next round should also end in time.
         """
-        self._next.pending_work = pending_work
-        self._ahead = ahead and self._captured is not None
+        self._planner.pending_work = pending_work
+        self._ahead = ahead and self._round_graphs is not None
         current, late = self._in_flight, False
-        if current is not None and current.under_way:
+        if current is not None and current.has_live_rows:
             late = current.running.over()  # then the host was the slower one
         else:
             current = self._begin(deadline)
         self._in_flight = None
         current.running.proceed()
         until = self._ahead_policy.until(deadline, current, self.clock)
-        if not self._may_launch_ahead(current) or not self._next.in_time(until):
+        if not self._may_launch_ahead(current) or not self._planner.plain_round_fits(until):
             return self._complete(current, late=late)
-        assert self._captured is not None
-        self._renew(self._captured)
-        following = self._take(until)
-        _, step = self._next.served(following, until)
-        reaches = self.drafter.reaches(current.most, self._rounds.drafted(step.shape))
+        return self._complete_and_launch(current, until, late=late)
+
+    def _complete_and_launch(
+        self, current: Round, until: float | None, *, late: bool
+    ) -> RoundResult:
+        """Complete a round, and launch the following one: before the result of `current` is there,
+        if that takes a replay only and the drafter can draft without the result; otherwise after.
+
+        Args:
+            until: the deadline of the following round.
+            late: see `_complete`.
+        """
+        assert self._round_graphs is not None
+        self._renew(self._round_graphs)
+        following = self._next_request(until)
+        _, step = self._planner.choose_step(following, until)
+        reaches = self.drafter.reaches(current.most, self._executor.drafted(step.shape))
         if step.how == "replay" and reaches:
             self._launch(following, until, behind=True)
             self._in_flight = following
@@ -302,64 +314,64 @@ class Loop:
                 return done  # request the next one anew: the time is known now
             self._launch(following, None)
             self._in_flight = following
-        self._next.reflect()
+        self._planner.reflect()
         return done
 
     def _begin(self, deadline: float | None) -> Round:
         """Launch a round with no other one in flight."""
-        if self._captured is not None:
-            self._renew(self._captured)
-        begun = self._take(deadline)
-        looking = begun.lookup_seconds
-        self._launch(begun, deadline)
+        if self._round_graphs is not None:
+            self._renew(self._round_graphs)
+        request = self._next_request(deadline)
+        lookup_seconds = request.lookup_seconds  # launching adds the time that it lost
+        self._launch(request, deadline)
         if self._ahead:
-            self._ahead_policy.begins(begun.began - looking)
-        self._next.reflect()
-        return begun
+            self._ahead_policy.begins(request.began - lookup_seconds)
+        self._planner.reflect()
+        return request
 
-    def _take(self, deadline: float | None) -> Round:
-        """Return the request for the next round, for which there is room."""
-        taken = self._next.take(deadline)
-        if self._captured is not None and self.batch.masked:
-            drafts = 0 if taken.drafts is None else taken.drafts.tokens.shape[1]
-            make_room(self.batch, cover(max(taken.width, drafts)))
-            self._renew(self._captured)
-        return taken
+    def _next_request(self, deadline: float | None) -> Round:
+        """Return the request for the next round, and make room for masks if rows have a grammar."""
+        request = self._planner.next_request(deadline)
+        if self._round_graphs is not None and self.batch.masked:
+            drafts = 0 if request.drafts is None else request.drafts.tokens.shape[1]
+            make_room(self.batch, cover(max(request.width, drafts)))
+            self._renew(self._round_graphs)
+        return request
 
     def _may_launch_ahead(self, current: Round) -> bool:
         """Return whether the next round may, and should, be launched before this one ends."""
-        self._needs_result = not self._next.foreseeable(current.width)
+        self._needs_result = not self._planner.can_choose_early(current.width)
         may = self._ahead and current.steady and not self._needs_result
-        return may and self._ahead_policy.pays(waiting=self._next.pending_work.tokens > 0)
+        return may and self._ahead_policy.pays(waiting=self._planner.pending_work.tokens > 0)
 
     def _launch(self, new: Round, deadline: float | None, *, behind: bool = False) -> None:
         """Launch a round, `behind` another one that is still in flight or not. Without graphs it
         has ended when this returns."""
-        captured = self._captured
-        if captured is None:
+        graphs = self._round_graphs
+        if graphs is None:
             shape = self._run(new)
         else:
             if new.drafts is not None:
-                self._next.host_drafts.put(new.drafts)
-            wanted, step = self._next.served(new, deadline)
+                self._planner.host_drafts.put(new.drafts)
+            wanted, step = self._planner.choose_step(new, deadline)
             shape, new.padded = step.shape, step.shape.rows
             if not behind:
-                self.catch_up(self._rounds.drafted(shape), deadline)
-            self._rounds.limit_drafts(wanted.width if self.exact else ALL)
-            new.began = captured.start()
-            new.running = captured.launch(wanted, step)
-            new.capturing, new.steady = captured.capturing, captured.steady
+                self.catch_up(self._executor.drafted(shape), deadline)
+            self._executor.limit_drafts(wanted.width if self.exact else ALL)
+            new.began = graphs.start()
+            new.running = graphs.launch(wanted, step)
+            new.capturing, new.steady = graphs.capturing, graphs.steady
         # The time in which the device waits for a lookup or for the result of the last round:
         # otherwise this round would have been launched ahead.
         if self._ahead and (new.looked_up or (self._needs_result and not behind)):
-            waits = self._ahead_policy.saves(waiting=self._next.pending_work.tokens > 0)
+            waits = self._ahead_policy.saves(waiting=self._planner.pending_work.tokens > 0)
             if new.looked_up:
                 new.lookup_seconds += waits
             else:
                 new.waiting = waits
         new.rows, new.changes = tuple(self.batch.live_rows), self.batch.changes
-        new.width = min(shape.width, self._rounds.most)
-        new.capacity, new.cut = self._rounds.drafted(shape), shape.kind == "cut"
+        new.width = min(shape.width, self._executor.most)
+        new.capacity, new.cut = self._executor.drafted(shape), shape.kind == "cut"
         new.report = shape.report
 
     def _run(self, new: Round) -> Shape:
@@ -367,9 +379,9 @@ class Loop:
         rows = len(self.batch)
         kind: Kind = "cut" if self._cuts(rows, new.width) else kind_of(self.drafter)
         shape = Shape(kind, rows, new.width, self.batch.reports, self.batch.masked)
-        self.catch_up(self._rounds.drafted(shape))
+        self.catch_up(self._executor.drafted(shape))
         new.began = self.clock.now()
-        table, shape = self._rounds.run(shape, new.drafts, self.lengths)
+        table, shape = self._executor.run(shape, new.drafts, self.controller)
         if self.graphs is not None:
             self.graphs.check()
         new.running = Running(lambda: True, lambda: table)
@@ -403,16 +415,16 @@ class Loop:
             rows=rows,
             capturing=ended.capturing,
             waiting=ended.waiting,
-            plain=self.lengths.plain,
+            plain=self.controller.plain,
             padded=ended.padded,
             wanted=ended.wanted,
         )
         if done.steady:
             self.clock.observe(ended.length, seconds)
         if not ended.capacity:
-            self._catching.missed(1 + max(accepted))
-        self._rounds.observe(accepted)
-        self.lengths.observe(done)
+            self._drafter_catch_up.note_missed(1 + max(accepted))
+        self._executor.observe(accepted)
+        self.controller.observe(done)
         return done
 
     @torch.inference_mode()
@@ -433,26 +445,26 @@ class Loop:
             only_compile: compile the kernels, but capture nothing.
             each: capture one graph for each length, also where one could serve several.
         """
-        captured = self._captured
-        if captured is None:
+        graphs = self._round_graphs
+        if graphs is None:
             return
         longest = self.drafter.longest
         usual: Callable[[int], int] = int if each else cover if self.exact else step_down
         lengths = [min(usual(min(width, longest)), longest) for width in widths]
         if self.batch.masked:
             make_room(self.batch, max(lengths, default=0))
-        self._renew(captured)
-        self._catching.prepare()
-        captured.prepare(
+        self._renew(graphs)
+        self._drafter_catch_up.prepare()
+        graphs.prepare(
             rows,
             lengths,
             only_compile=only_compile,
-            catch_up=sizes if catching_up and self.drafter.catches_up else None,
+            catch_up=catch_up_sizes if catching_up and self.drafter.catches_up else None,
         )
 
     def capture_early(self) -> None:
         """Capture each pass over prompts when its size first comes: more requests follow."""
-        if self._captured is not None:
+        if self._round_graphs is not None:
             self.target.capture_early()
             self.drafter.capture_early()
 
@@ -460,17 +472,17 @@ class Loop:
     def catch_up(self, width: int, deadline: float | None = None) -> None:
         """Feed the drafter what it must read before it can draft `width` tokens. The time is not
         counted as part of a round: plain rounds before it are the cause."""
-        self._catching.run(width, left=self._next.left(), deadline=deadline)
+        self._drafter_catch_up.run(width, left=self._planner.rounds_left(), deadline=deadline)
 
     def _cuts(self, rows: int, width: int) -> bool:
-        """Return Rounds.cuts, but False if rounds must have the exact length."""
-        return not self.exact and self._rounds.cuts(rows, width)
+        """Return RoundExecutor.cuts, but False if rounds must have the exact length."""
+        return not self.exact and self._executor.cuts(rows, width)
 
     def function(self, shape: Shape) -> Callable[[], Tensor | None]:
         """Return what a graph of this shape does."""
         if shape.kind == "catch up":
-            return self._catching.function(shape.width)
-        return self._rounds.function(shape, self._next.host_drafts)
+            return self._drafter_catch_up.function(shape.width)
+        return self._executor.function(shape, self._planner.host_drafts)
 
 
 # The smallest of this many recent gaps counts: longer ones included admitting rows, matching stop

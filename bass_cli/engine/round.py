@@ -1,10 +1,10 @@
 """What the next round is: its draft length, drafts from the host, its graph, catching up, and the
 tokens that rows with a grammar may sample.
 
-`Round` follows a round from the request to its result. `NextRound` makes the request, and
-`HostDrafts` holds drafts that the host made for it. `CatchingUp` feeds a draft model the tokens it
-has missed. `TokenMasks` follows grammars over drafts. Not here: launching rounds (loop.py), their
-work on the device (verify.py), when a graph is captured (graphs.py), the grammars (formats/).
+`Round` follows a round from the request to its result. `RoundPlanner` makes the request, and
+`HostDrafts` holds drafts that the host made for it. `DrafterCatchUp` feeds a draft model the tokens
+it has missed. `TokenMasks` follows grammars over drafts. Not here: launching rounds (loop.py),
+their work on the device (verify.py), when a graph is captured (graphs.py), grammars (formats/).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from bass_cli.engine.contracts import (
     DraftLength,
     Proposal,
 )
-from bass_cli.engine.graphs import STEP, Captured, Fit, Shape, Step, price
+from bass_cli.engine.graphs import STEP, Fit, RoundGraphs, Shape, Step, price
 from bass_cli.engine.host_state import NO_REPORT, Integers, Report
 from bass_cli.engine.sizes import LONGEST, step_down, step_up
 from bass_cli.formats.grammars import DraftMasks, Matcher, fill
@@ -84,7 +84,7 @@ class Round:
         return self.capacity if self.cut else self.width
 
     @property
-    def under_way(self) -> bool:
+    def has_live_rows(self) -> bool:
         """Whether one of its rows is still live."""
         return any(row.index >= 0 for row in self.rows)
 
@@ -115,7 +115,7 @@ class Round:
         return rows, indices[lines], num_drafts, table[lines]
 
 
-class NextRound:
+class RoundPlanner:
     """Choose what the next round of one loop is.
 
     `pending_work` is the rest of the job, set by the loop before each round.
@@ -128,43 +128,41 @@ class NextRound:
         self,
         batch: Batch,
         drafter: Drafter,
-        lengths: DraftLength,
+        controller: DraftLength,
         *,
         coupling: str,
         clock: Clock,
-        captured: Captured | None,
-        catching: CatchingUp,
+        graphs: RoundGraphs | None,
+        catch_up: DrafterCatchUp,
         stops: bool,
     ):
         self._batch, self._drafter, self._maximal = batch, drafter, coupling == "maximal"
-        self._clock, self._captured, self._catching = clock, captured, catching
-        self.lengths, self._stops, self.pending_work = lengths, stops, NO_PENDING_WORK
-        self.host_drafts = HostDrafts(
-            batch, drafter, learns_before=captured is None or self._maximal
-        )
-        self._request: Round | None = None  # prepared before `take`
+        self._clock, self._graphs, self._catch_up = clock, graphs, catch_up
+        self.controller, self._stops, self.pending_work = controller, stops, NO_PENDING_WORK
+        self.host_drafts = HostDrafts(batch, drafter, learns_before=graphs is None or self._maximal)
+        self._request: Round | None = None  # prepared before `next_request`
 
     @property
     def exact(self) -> bool:
         """Whether a round must have exactly the length that the controller returned. Under maximal
         coupling lengths affect the output, so they must not depend on which graphs exist."""
-        return self._maximal or self.lengths.exact
+        return self._maximal or self.controller.exact
 
-    def changed(self) -> None:
+    def rows_changed(self) -> None:
         """Drop the prepared request, because the live rows have changed."""
         self._request = None
 
-    def take(self, deadline: float | None) -> Round:
+    def next_request(self, deadline: float | None) -> Round:
         """Return the request for the next round."""
         request, self._request = self._request or self._make_request(deadline), None
         return request
 
-    def in_time(self, deadline: float | None) -> bool:
+    def plain_round_fits(self, deadline: float | None) -> bool:
         """Return whether a plain round, the shortest one, should end by `deadline` if it begins
         now."""
         return deadline is None or self._clock.now() + self._clock.predict(0) <= deadline
 
-    def foreseeable(self, width: int) -> bool:
+    def can_choose_early(self, width: int) -> bool:
         """Return whether the round after one of `width` drafts can be chosen before that one ends.
 
         Never under maximal coupling: a draft length that was chosen earlier would give another
@@ -172,34 +170,34 @@ class NextRound:
         """
         return (
             not self._maximal
-            and not self.lengths.needs_result(width)
-            and (self._drafter.on_device or not self.lengths.drafts)
+            and not self.controller.needs_result(width)
+            and (self._drafter.on_device or not self.controller.drafts)
             and self._batch.most_room() > 1
         )
 
     def reflect(self) -> None:
         """Let controller and drafter learn while the device is busy."""
-        if self._captured is None:
+        if self._graphs is None:
             return
-        self.lengths.reflect()
+        self.controller.reflect()
         self._drafter.learn(self._batch)
 
-    def served(self, request: Round, deadline: float | None) -> tuple[Shape, Step]:
+    def choose_step(self, request: Round, deadline: float | None) -> tuple[Shape, Step]:
         """Choose the graph for a round.
 
         Returns: the shape that fits best, and the step that runs. The step may have more padding
             rows and another draft length. If the length must be exact, it may have room for more
             drafts than the round verifies.
         """
-        captured, drafts, width = self._captured, request.drafts, request.width
-        assert captured is not None
+        graphs, drafts, width = self._graphs, request.drafts, request.width
+        assert graphs is not None
         if drafts is not None:
             width = drafts.tokens.shape[1] if self.exact else step_up(drafts.tokens.shape[1])
-        wanted = captured.usual(width)
+        wanted = graphs.usual(width)
         fit: Fit = "same" if drafts is not None and not width else self._fit
-        return wanted, captured.choose(wanted, left=self.left(), deadline=deadline, fit=fit)
+        return wanted, graphs.choose(wanted, left=self.rounds_left(), deadline=deadline, fit=fit)
 
-    def shortest(self, deadline: float) -> float:
+    def least_seconds(self, deadline: float) -> float:
         """Return the least seconds that the next round of the live rows is likely to take.
 
         That is a plain round. Under maximal coupling, where no deadline shortens drafts, it is a
@@ -208,43 +206,43 @@ class NextRound:
         if not self._maximal:
             return self._clock.predict(0)
         request = self._request = self._request or self._make_request(deadline)
-        if self._captured is None:
+        if self._graphs is None:
             drafts = request.drafts
             return self._clock.predict(request.width if drafts is None else drafts.tokens.shape[1])
-        _, step = self.served(request, deadline)
-        return self._clock.predict(step.shape.width) + self._captured.policy.delay(step)
+        _, step = self.choose_step(request, deadline)
+        return self._clock.predict(step.shape.width) + self._graphs.policy.delay(step)
 
-    def left(self) -> float:
+    def rounds_left(self) -> float:
         """Return the largest number of rounds that may follow."""
         return self._batch.most_room() + self.pending_work.tokens / self._batch.capacity
 
     def _make_request(self, deadline: float | None) -> Round:
         inputs = self._inputs(deadline)
-        wanted = self.lengths.next(len(inputs.rooms), inputs)
+        wanted = self.controller.next(len(inputs.rooms), inputs)
         width = self._width(wanted, inputs, deadline)
         began = self._clock.now()
-        drafts = self.host_drafts.propose(width, self.lengths)
+        drafts = self.host_drafts.propose(width, self.controller)
         looked_up = not self._drafter.on_device and width > 0
         waited = self._clock.now() - began
         return Round(width, drafts, looked_up, waited, padded=inputs.padded, wanted=wanted)
 
     def _inputs(self, deadline: float | None) -> ControllerInput:
-        rooms, work, captured = self._batch.rooms(), self.pending_work, self._captured
+        rooms, work, graphs = self._batch.rooms(), self.pending_work, self._graphs
         # A sample that is longer than most ended ones is expected to become twice as long.
         ahead = numpy.maximum(work.typical, self._batch.generated())
         once: tuple[float, ...] = ()
         warm: tuple[float, ...] = ()
         padded = 0
-        if captured is not None:
-            once = captured.policy.one_time_costs(captured.rows)
-            warm = captured.policy.warmup_costs(captured.rows) if any(once) else ()
+        if graphs is not None:
+            once = graphs.policy.one_time_costs(graphs.rows)
+            warm = graphs.policy.warmup_costs(graphs.rows) if any(once) else ()
             # The time of a plain round depends on the padding rows of its graph.
-            plain = captured.choose(captured.usual(0), left=self.left(), deadline=deadline)
+            plain = graphs.choose(graphs.usual(0), left=self.rounds_left(), deadline=deadline)
             padded = plain.shape.rows
         return ControllerInput(
             (float(numpy.minimum(rooms, ahead).sum()) + work.tokens) / len(rooms),
             one_time_costs=once,
-            catch_up=self._catching.seconds(),
+            catch_up=self._catch_up.seconds(),
             context=float(self._batch.known().mean()),
             samples=tuple(self._batch.live_rows),
             rooms=tuple(rooms),
@@ -263,19 +261,19 @@ class NextRound:
         the captured lengths unless it must be exact. Under maximal coupling the clock has no
         influence, because the length affects the samples.
         """
-        captured = self._captured
+        graphs = self._graphs
         wanted = max(0, min(wanted, self._drafter.longest, max(inputs.rooms) - 1))
         if self._maximal:
             return wanted
-        if captured is None:
+        if graphs is None:
             return self._clock.longest_in_time(wanted, deadline)
         usual: Callable[[int], int] = int if self.exact else step_down
-        left = self.left()
+        left = self.rounds_left()
 
         def predict(width: int) -> float:
-            shape = captured.usual(usual(width))
-            step = captured.choose(shape, left=left, deadline=deadline, fit=self._fit)
-            late = captured.policy.delay(step) + (inputs.catch_up if step.shape.width else 0.0)
+            shape = graphs.usual(usual(width))
+            step = graphs.choose(shape, left=left, deadline=deadline, fit=self._fit)
+            late = graphs.policy.delay(step) + (inputs.catch_up if step.shape.width else 0.0)
             return self._clock.predict(step.shape.width) + late
 
         return usual(self._clock.longest_in_time(usual(wanted), deadline, predict))
@@ -298,7 +296,7 @@ class HostDrafts:
         self._batch, self._drafter, self._learns_before = batch, drafter, learns_before
         self._tokens = batch.tokens.new_zeros(batch.capacity, LONGEST)
 
-    def propose(self, width: int, lengths: DraftLength) -> Proposal | None:
+    def propose(self, width: int, controller: DraftLength) -> Proposal | None:
         """Return the drafts for the live rows, up to `width` and as many as the controller wants;
         None if the device drafts."""
         if self._learns_before:
@@ -312,7 +310,7 @@ class HostDrafts:
             counts = allowed(self._batch, drafts.by_row())
         best = max(counts)
         if best:
-            best = min(lengths.trim(counts), best)
+            best = min(controller.trim(counts), best)
             if best == 0:
                 self._drafter.skip_last()
         if not best:
@@ -348,21 +346,21 @@ _ALWAYS, _FLAT = 32, 1024
 _HOST = 16  # without graphs (on a CPU), a pass of up to this many tokens takes as long as of one
 
 
-class CatchingUp:
+class DrafterCatchUp:
     """Feed a drafter the tokens of rounds that ran without its drafts. It has nothing to read if
     the drafter does not override `expect`.
 
     Without graphs, one pass reads all missing tokens.
     """
 
-    def __init__(self, batch: Batch, drafter: Drafter, clock: Clock, captured: Captured | None):
-        self._batch, self._drafter, self._clock, self._captured = batch, drafter, clock, captured
+    def __init__(self, batch: Batch, drafter: Drafter, clock: Clock, graphs: RoundGraphs | None):
+        self._batch, self._drafter, self._clock, self._graphs = batch, drafter, clock, graphs
         # Where a pass begins: this many tokens before each row's end.
         self._behind = batch.tokens.new_zeros(())
         self._missed = 0  # the most tokens that a row may have gained without the drafter
         self._unit = 0.0  # seconds of a pass, see `_passes`; 0 if unknown
 
-    def missed(self, tokens: int) -> None:
+    def note_missed(self, tokens: int) -> None:
         """Note a round without drafts in which no row gained more than `tokens` tokens."""
         self._missed += tokens
 
@@ -396,26 +394,26 @@ class CatchingUp:
             self._missed = 0
         if not missing:
             return
-        passes, began, captured = self._passes(missing), self._clock.now(), self._captured
-        if captured is None:
+        passes, began, graphs = self._passes(missing), self._clock.now(), self._graphs
+        if graphs is None:
             self._drafter.catch_up(self._batch, self._behind.fill_(missing + 2), missing)
             self._unit = (self._clock.now() - began) / passes
             return
-        captured.start()
+        graphs.start()
         while missing > 0:
-            wanted, step = self._step(captured, missing, left, deadline)
+            wanted, step = self._step(graphs, missing, left, deadline)
             self._behind.fill_(max(missing, step.shape.width) + 2)
-            captured.launch(wanted, step).wait()
+            graphs.launch(wanted, step).wait()
             missing -= step.shape.width
-        if captured.steady:
-            self._unit = (self._clock.now() - began - captured.capturing) / passes
+        if graphs.steady:
+            self._unit = (self._clock.now() - began - graphs.capturing) / passes
 
     def _passes(self, missing: int) -> float:
         """Return the number of passes of few tokens that take as long as those for `missing` tokens
         of each row."""
-        if self._captured is None:
+        if self._graphs is None:
             return max(missing * len(self._batch) / _HOST, 1.0)
-        longest = sizes(self._rows)[-1]
+        longest = catch_up_sizes(self._rows)[-1]
         return -(-missing // longest) * self._price(longest)
 
     def _price(self, tokens: int) -> float:
@@ -423,19 +421,19 @@ class CatchingUp:
 
     @property
     def _rows(self) -> int:
-        return len(self._batch) if self._captured is None else self._captured.rows
+        return len(self._batch) if self._graphs is None else self._graphs.rows
 
     def _step(
-        self, captured: Captured, missing: int, left: float, deadline: float | None
+        self, graphs: RoundGraphs, missing: int, left: float, deadline: float | None
     ) -> tuple[Shape, Step]:
         """Return the next pass, wanted and run: one that reads all that is missing, or with a
         deadline the longest one that has a graph."""
-        lengths = sizes(captured.rows)
+        lengths = catch_up_sizes(graphs.rows)
         best = next((size for size in lengths if size >= missing), lengths[-1])
 
         def of(size: int) -> tuple[Shape, Step]:
-            wanted = Shape("catch up", captured.rows, size)
-            return wanted, captured.choose(wanted, left=left, deadline=deadline)
+            wanted = Shape("catch up", graphs.rows, size)
+            return wanted, graphs.choose(wanted, left=left, deadline=deadline)
 
         if deadline is not None:
             shorter = (of(size) for size in reversed(lengths) if size <= best)
@@ -445,7 +443,7 @@ class CatchingUp:
         return of(best)
 
 
-def sizes(rows: int) -> tuple[int, ...]:
+def catch_up_sizes(rows: int) -> tuple[int, ...]:
     """Return the numbers of tokens of each row that catch-up graphs for `rows` rows (padding
     included) read at once."""
     return tuple(size for size in _SIZES if size <= max(_ALWAYS, _FLAT // rows))
@@ -548,5 +546,5 @@ def _matchers(batch: Batch) -> list[Matcher | None]:
     """Return the matcher of each live row, after all of its tokens."""
     for row in batch.live_rows:
         if row.matcher is not None:
-            row.matcher.advance(row.since(row.matcher.seen))
+            row.matcher.advance(row.generated_since(row.matcher.seen))
     return [row.matcher for row in batch.live_rows]

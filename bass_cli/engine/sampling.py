@@ -148,14 +148,14 @@ class SamplingParams(NamedTuple):
 
 
 _FLOATS = 6  # temperature, top_p, min_p and three penalties: float32 numbers of a row
-_WHOLE = 4 + _FLOATS // 2  # int64 numbers of a row in `Columns.whole`
+_WHOLE = 4 + _FLOATS // 2  # int64 numbers of a row in `HostParams.whole`
 # Each column begins at a multiple of 16 bytes. Otherwise the compiled forms of kernels would depend
 # on the number of rows, and a job with other rows would compile them again.
 _ALIGNED = 4
 
 
 def params_of(whole: Tensor, rows: int) -> tuple[Tensor, SamplingParams, Tensor]:
-    """Return views of `Columns.whole` on the device: alive [rows] int64, the parameters, and the
+    """Return views of `HostParams.whole` on the device: alive [rows] int64, the parameters, and the
     repetition, presence and frequency penalties [3, rows] float32."""
     size = len(whole) // _WHOLE
     alive, top_k, keys, floats = whole.split([size, size, 2 * size, _FLOATS // 2 * size])
@@ -165,7 +165,7 @@ def params_of(whole: Tensor, rows: int) -> tuple[Tensor, SamplingParams, Tensor]
     return alive[:rows], params, numbers[3:]
 
 
-class Columns:
+class HostParams:
     """The sampling parameters on the host, as parts of one array so that one copy sends all of
     them.
 

@@ -1,9 +1,10 @@
 """The work of a round on the device: drafting, the target's pass, and a Verdict by one function for
 each coupling.
 
-`Rounds` is that work, captured or not. `Stopping` ends drafting early, and `Cut` says when only the
-likeliest drafts of a batch are verified. `SimulatedAcceptance` replaces the verdict in benchmarks
-with random weights. Not here: what the next round is (round.py), the arithmetic (kernels).
+`RoundExecutor` does that work, captured or not. `EarlyStopping` ends drafting early, and `Cut` says
+when only the likeliest drafts of a batch are verified. `SimulatedAcceptance` replaces the verdict
+in benchmarks with random weights. Not here: what the next round is (round.py), the arithmetic
+(kernels).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from bass_cli.models.capture import Running
 ALL = 2**31 - 1  # no bound: more drafts than any round has
 
 
-class Rounds:
+class RoundExecutor:
     """The work of one loop's rounds on the device: drafting, the target's pass over the pending
     tokens and the drafts, the verdict, and its commit.
 
@@ -62,7 +63,7 @@ class Rounds:
         self.most = ALL
         self._bound = batch.tokens.new_full((), ALL)  # the same, where graphs read it
         self.stops = may_stop and drafter.stops_short
-        self._stopping = Stopping() if self.stops else None
+        self._stopping = EarlyStopping() if self.stops else None
         self._cut = cut if cut is not None and drafter.at_once and target.packs else None
         self._confidence = prior_confidence(batch.device)
 
@@ -130,7 +131,7 @@ class Rounds:
         return Stages(draft, target, host, verdict)
 
     def run(
-        self, shape: Shape, drafts: Proposal | None, lengths: DraftLength
+        self, shape: Shape, drafts: Proposal | None, controller: DraftLength
     ) -> tuple[Tensor, Shape]:
         """Run a round without graphs.
 
@@ -145,7 +146,7 @@ class Rounds:
             drafts = (
                 self._drafter.propose(self._batch, shape.width)
                 if self._stopping is None
-                else self._stopping.propose(self._drafter, self._batch, shape.width, lengths)
+                else self._stopping.propose(self._drafter, self._batch, shape.width, controller)
             )
         width = drafts.tokens.shape[1]
         return self._check(drafts, shape, bounded=False).cpu(), shape._replace(width=width)
@@ -252,7 +253,7 @@ _STRENGTH = 6.0  # prior: a confidence bin counts as this many observed drafts
 _MEMORY = 0.995  # factor by which the weight of a round decays in each later round
 
 
-class Stopping:
+class EarlyStopping:
     """Decide inside a round whether one more draft pays.
 
     Estimate the probability that each row accepts all of its drafts so far. It is the product of
@@ -265,13 +266,13 @@ class Stopping:
         self._bins: list[Tensor] = []  # for each draft step, the bin of each row
 
     def propose(
-        self, drafter: Drafter, batch: Batch, length: int, lengths: DraftLength
+        self, drafter: Drafter, batch: Batch, length: int, controller: DraftLength
     ) -> Proposal:
         """Return up to `length` drafts; fewer if drafter and controller can end drafting early and
         one more does not pay."""
-        if not (length and drafter.stops_short and lengths.stops):
+        if not (length and drafter.stops_short and controller.stops):
             return drafter.propose(batch, length)
-        least = lengths.least
+        least = controller.least
         self._bins, chance = [], torch.ones(len(batch))
 
         def goes_on(confidence: Tensor) -> bool:

@@ -291,7 +291,7 @@ def make_loop(
         ),
         target=runner,
         drafter=make_drafter(job.pair.draft, parts),
-        lengths=lengths,
+        controller=lengths,
         coupling=job.speculation.coupling,
         clock=Clock(),
         acceptance=acceptance,
@@ -427,7 +427,7 @@ def warm_up(loop: Loop, plan: Plan) -> None:
     So the first prompts are as fast as later ones. The loop is empty afterwards, and its controller
     has learnt nothing.
     """
-    job, controller, rows = plan.job, loop.lengths, loop.batch.capacity
+    job, controller, rows = plan.job, loop.controller, loop.batch.capacity
     fixed = isinstance(job.speculation.length, int)
     longest = min(longest_draft(job), loop.drafter.longest)
     # a controller that may choose needs fewer lengths

@@ -287,7 +287,7 @@ class Engine:
             return
         self._closed = True
         if self._has_loop:
-            keep_learnt(self.plan.profile, self._scheduler.loop.lengths)
+            keep_learnt(self.plan.profile, self._scheduler.loop.controller)
         if self._models is not None:
             self._models.close()
             self._models = None

@@ -243,7 +243,7 @@ class _Bench:
         if self.now() > self.deadline:
             return None
         self._fill(loop, rows)
-        was = loop.lengths
+        was = loop.controller
         loop.use(Fixed(width))
         try:
             loop.prepare([rows], [width], catching_up=False)
@@ -395,7 +395,7 @@ def measure(
 def _with_made_up_drafts(loop: Loop, now: Callable[[], float]) -> Loop:
     """Make a loop over the same batch and target whose rounds take the target's time only."""
     graphs = Graphs(loop.batch.device)
-    return loop.beside(MadeUp(), target=loop.target, clock=Clock(now), graphs=graphs)
+    return loop.with_drafter(MadeUp(), target=loop.target, clock=Clock(now), graphs=graphs)
 
 
 def _order(

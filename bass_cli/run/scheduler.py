@@ -88,8 +88,8 @@ class Scheduler:
             job.batch_size == "auto" or self._maximal
         )
         self._loop: Loop | None = None
-        self._initial_lengths: DraftLength | None = None  # a controller that has learnt nothing
-        self._lengths_used = False  # whether the controller may have learnt something
+        self._initial_controller: DraftLength | None = None  # a controller that has learnt nothing
+        self._controller_used = False  # whether the controller may have learnt something
         # Requests and calls that are not admitted yet, and requests that are and have not ended.
         self._arrivals = deque[Request | EngineCall]()
         self._requests = dict[Request, RequestReader]()
@@ -223,17 +223,17 @@ class Scheduler:
     def _begin_request(self, request: Request) -> None:
         if not self._requests:
             self._forecast = Forecast(0)
-            if self._maximal and self._lengths_used:
+            if self._maximal and self._controller_used:
                 self._restart()
-        self._lengths_used = True
+        self._controller_used = True
         usual = 1 if request.job.draws_one else request.job.n
         self._forecast.expect(None if request.count is None else request.count * usual)
         self._requests[request] = self._reader.with_job(request.job)
 
     def _restart(self) -> None:
         """Use a controller that has learnt nothing, and forget what the drafter has learnt."""
-        assert self._initial_lengths is not None
-        self.loop.restart(copy.deepcopy(self._initial_lengths))
+        assert self._initial_controller is not None
+        self.loop.restart(copy.deepcopy(self._initial_controller))
 
     def stop(self) -> None:
         """Leave the loop, which may hold much memory. Samples in progress will be drawn again."""
@@ -251,8 +251,8 @@ class Scheduler:
     def resume(self, loop: Loop) -> None:
         """Continue on an empty loop. Prompts in progress are opened again, with new clocks."""
         self._loop = loop
-        if self._maximal and self._initial_lengths is None:
-            self._initial_lengths = copy.deepcopy(loop.lengths)
+        if self._maximal and self._initial_controller is None:
+            self._initial_controller = copy.deepcopy(loop.controller)
 
     def _open_prompts(self) -> None:
         """Open prompts for free rows.
@@ -471,10 +471,10 @@ class Scheduler:
         be corrected. A round in flight is collected first: it was launched to end in time.
         """
         deadlines = [task.deadline for task in self._tasks if task.deadline is not None]
-        if not deadlines or self.loop.under_way:
+        if not deadlines or self.loop.in_flight:
             return
         now, live_rows = self.loop.clock.now(), self.loop.batch.live_rows
-        soonest = now + (self.loop.shortest(min(deadlines)) if self._live_samples else 0.0)
+        soonest = now + (self.loop.least_seconds(min(deadlines)) if self._live_samples else 0.0)
         for task in [
             t
             for t in self._tasks

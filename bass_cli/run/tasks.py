@@ -355,7 +355,7 @@ def suspects(rules: Iterable[EndRule], host_state: HostState) -> list[int]:
 
     It takes a few operations on the round's tokens. `rules`: those of all live rows.
     """
-    indices, block, counts = host_state.news
+    indices, block, counts = host_state.new_tokens
     ends = numpy.zeros(block.shape, dtype=bool)
     rules = tuple(rules)
     for id_ in {id_ for rule in rules for id_ in rule.eos | rule.stop_ids}:
@@ -422,7 +422,7 @@ class Sample:
         a stop text, or the token that completes a stop text.
         """
         row, eos, stop_ids = self.row, self.rule.eos, self.rule.stop_ids
-        numbers, new, matcher = row.numbers(), row.since(self.seen), row.matcher
+        numbers, new, matcher = row.numbers(), row.generated_since(self.seen), row.matcher
         limit, broken = numbers[LIMIT], numbers[BROKEN]
         sound, fault = len(new), cast("str | None", None)
         if broken >= 0:
@@ -444,13 +444,15 @@ class Sample:
         if end is not None:
             keep, reason = end + 1, "stop"
         if self.stops is not None and first < self.seen + keep:
-            found = self.stops.feed(row.since(self.searched)[: self.seen + keep - self.searched])
+            found = self.stops.feed(
+                row.generated_since(self.searched)[: self.seen + keep - self.searched]
+            )
             self.searched = self.seen + keep
             if found is not None:
-                row.cut(first + found.tokens)
+                row.truncate(first + found.tokens)
                 return Ending("stop", found.text, found.stop)
         if keep < len(new):
-            row.cut(self.seen + keep)
+            row.truncate(self.seen + keep)
         self.seen += keep
         error = fault if reason == "error" else None
         return None if reason is None else Ending(reason, error=error)
@@ -463,7 +465,7 @@ class Sample:
         thinking = self.thinking
         if thinking is None:
             return 0
-        thinking.feed(self.row.since(thinking.count)[: generated - thinking.count])
+        thinking.feed(self.row.generated_since(thinking.count)[: generated - thinking.count])
         if not thinking.answers:
             return generated
         if self.searched < thinking.answer:  # a new text begins there

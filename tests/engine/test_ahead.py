@@ -302,8 +302,8 @@ def test_host_drafts_only_from_known_tokens(pair, plainly, lengths):
     loop.drafter.propose = counted
     assert drive(loop, rows(), ahead=True) == plainly
     assert not any(looked), "no round is in flight during a lookup"
-    if isinstance(loop.lengths, Fixed):
-        assert (flights.behind > 5) == (not loop.lengths.drafts)
+    if isinstance(loop.controller, Fixed):
+        assert (flights.behind > 5) == (not loop.controller.drafts)
 
 
 def test_no_launch_ahead_on_a_cpu(pair, plainly):

@@ -182,7 +182,7 @@ def test_new_row_lacks_nothing(pair):
 def test_uncaptured_catching_up_is_predicted_by_tokens(pair):
     target, draft = pair
     loop = loop_for(target, draft, rows=2, lengths=Fixed(0))
-    seen = loop._catching
+    seen = loop._drafter_catch_up
     begin(loop, *rows()[:2])
     for _ in range(12):
         loop.round()

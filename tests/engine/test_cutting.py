@@ -72,7 +72,7 @@ def test_auto_learns_the_gain_of_choosing_drafts():
 def watched(loop):
     """Record what the loop's rounds chose: accepted drafts of each row and their number.
     Confidence and choice are arbitrary."""
-    seen, run, propose = [], loop._rounds._cut_round, loop.drafter.propose
+    seen, run, propose = [], loop._executor._cut_round, loop.drafter.propose
     made = torch.Generator().manual_seed(1)
 
     def proposed(batch, length):
@@ -87,7 +87,7 @@ def watched(loop):
         seen.append((width, shape.width, table[:, -1].tolist(), table[:, 0].tolist()))
         return table
 
-    loop._rounds._cut_round, loop.drafter.propose = noted, proposed
+    loop._executor._cut_round, loop.drafter.propose = noted, proposed
     return seen
 
 

@@ -172,7 +172,7 @@ def test_warm_up_captures_all_graphs_for_rounds_with_a_deadline(coupling, length
         samples_per_prompt=3,
     )
     warm_up(loop, plan)
-    assert loop.lengths is lengths
+    assert loop.controller is lengths
     loop.graphs.done.clear()
     for row in [
         Row("0", s, 5, [1, 2], 330, sampling=RowSampling(temperature=1.0)) for s in range(3)

@@ -20,7 +20,7 @@ import bass_kernels as ops
 from bass_cli.drafts.factory import SHARPER, DraftParts, make_drafter
 from bass_cli.engine import host_state as host_state
 from bass_cli.engine.batch import Change, Row
-from bass_cli.engine.sampling import Columns, RowSampling, SamplingParams, noise_key, params_of
+from bass_cli.engine.sampling import HostParams, RowSampling, SamplingParams, noise_key, params_of
 from bass_cli.lengths.controllers import Bass, Fixed, LengthParts, make_lengths
 from bass_cli.lengths.surface import make_surface
 
@@ -302,8 +302,8 @@ def test_temperature_beyond_float32_is_clamped():
     """Without output on standard error."""
     whole = SamplingParams(torch.tensor([0.0, 0.8]), *(torch.ones(2, dtype=torch.int64),) * 3)
     assert whole.at(1e39).temperature.tolist() == [0.0, torch.tensor(ops.HOTTEST).item()]
-    columns = Columns(1)
+    params = HostParams(1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        columns.set(0, RowSampling(temperature=1e39), (1, 2))
-    assert params_of(torch.from_numpy(columns.whole), 1)[1].temperature.item() >= 1e30
+        params.set(0, RowSampling(temperature=1e39), (1, 2))
+    assert params_of(torch.from_numpy(params.whole), 1)[1].temperature.item() >= 1e30

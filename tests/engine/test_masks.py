@@ -338,7 +338,7 @@ def test_an_ended_sample_has_no_fault_of_its_grammar(tokens, due, reason):
     batch.swap_rows((), [row])
     table = numpy.array([[2, *tokens, 0, 0, 0]])
     batch.host_state.take(table, numpy.array([0]), width=2, num_drafts=2)
-    row.matcher.advance([*row.since(0), 5])
+    row.matcher.advance([*row.generated_since(0), 5])
     row.matcher.seen = 3
     assert row.matcher.fault is not None
     ending = Sample(None, row, EndRule([EOS], ()), None).check_end()

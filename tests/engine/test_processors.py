@@ -286,7 +286,7 @@ def check(drafter, coupling):
         numbers[:, LIMIT] = loop.batch.generated() + LENGTH + 9
         loop.round()
     for row in live:
-        drawn[int(row.key)].append(tuple(row.since(0)[:LENGTH]))
+        drawn[int(row.key)].append(tuple(row.generated_since(0)[:LENGTH]))
     for kind, (prompt, sampling) in enumerate(KINDS):
         due = exact(table, prompt, sampling)
         found, bound = distance(due, drawn[kind])

@@ -10,7 +10,7 @@ from toys import Markov, begin, drive, loop_for, plain
 from bass_cli.drafts.factory import DraftParts, NoDrafter, make_drafter
 from bass_cli.engine.batch import Row
 from bass_cli.engine.sampling import RowSampling
-from bass_cli.engine.verify import Stopping
+from bass_cli.engine.verify import EarlyStopping
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.lengths.goodput import Goodput
 from bass_cli.lengths.surface import make_surface
@@ -43,7 +43,7 @@ def run(stops, *, lengths=None, rows=1, ticks=None):
     )
     loop.clock.now = ticks
     if not stops:
-        loop._rounds._stopping = None
+        loop._executor._stopping = None
     seen = []
     jobs = [
         Row("0", sample, 5, [sample % VOCAB], 300, sampling=RowSampling(temperature=0.0))
@@ -132,7 +132,7 @@ class Half(Fixed):
 def test_confidence_is_calibrated_by_earlier_rounds():
     """Drafts of high confidence that are never accepted, and of low confidence that always are."""
     target, _ = tables()
-    stopping, taken = Stopping(), {}
+    stopping, taken = EarlyStopping(), {}
     loop = loop_for(Markov(target, 1), "none", rows=1)
 
     class Told(NoDrafter):
@@ -155,5 +155,5 @@ def test_confidence_is_calibrated_by_earlier_rounds():
             stopping.propose(Told(confidence), loop.batch, 8, Half(8))
             stopping.observe([min(kept * 8, taken[confidence])])
     assert taken == {0.95: 1, 0.1: 8}
-    Stopping().propose(Told(0.8), loop.batch, 8, Half(8))
+    EarlyStopping().propose(Told(0.8), loop.batch, 8, Half(8))
     assert taken[0.8] == 3, "the chances of all drafts so far: 0.79, 0.63, 0.496"

@@ -269,7 +269,7 @@ def admitted_together_and_one_by_one(groups):
             batch=Batch(rows=6, context=8, device=torch.device("cpu")),
             target=runners[0],
             drafter=drafter,
-            lengths=Fixed(2),
+            controller=Fixed(2),
             coupling="shared",
             clock=Clock(),
         )
@@ -410,7 +410,7 @@ def test_moved_row_keeps_its_tokens():
         (1, 2, 0),
         (1, 2, 2),
     ]
-    rows[4].cut(1)
+    rows[4].truncate(1)
     assert rows[4].tokens == [4, 22]
     assert (rows[4].accepted, rows[4].room, rows[4].log_probabilities) == (1, 8, [-22.0])
 

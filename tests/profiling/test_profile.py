@@ -86,7 +86,7 @@ def test_target_and_draft_are_measured_apart():
             assert surface.draft_seconds(rows, width) == pytest.approx(0.002 * width)
     assert surface.acceptance == 1.0, "the toy drafts for itself"
     assert len(loop.batch) == 0
-    assert loop.lengths.next(1) == 3, "the controller is back"
+    assert loop.controller.next(1) == 3, "the controller is back"
     assert measure(loop, PROMPTS, rows=(2,), limit=1.0, now=ticks).rows == (2,), "again"
 
 

@@ -97,7 +97,7 @@ def loop_for(folder, draft, coupling):
         batch=Batch(rows=5, context=64, device=torch.device("cpu")),
         target=whole,
         drafter=drafter,
-        lengths=Fixed(3),
+        controller=Fixed(3),
         coupling=coupling,
         clock=Clock(),
         graphs=Uncapturable(),

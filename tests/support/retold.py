@@ -108,7 +108,7 @@ class Retold(Simulated):
         self._texts, self._told = texts.texts, {}
 
     def _result(self, width):
-        drafts = self._next.host_drafts.placed(self.batch.rows, width).tokens.tolist()
+        drafts = self._planner.host_drafts.placed(self.batch.rows, width).tokens.tolist()
         table = torch.zeros(self.batch.rows, 2 * width + 3, dtype=torch.int64)
         for place, row in enumerate(self.batch.live_rows):
             at, text = self._told.get(row, 0), self._texts[row.key, row.sample]
@@ -146,7 +146,7 @@ def seconds_of_texts(loop, texts):
         ]
         for place in over:
             row = loop.batch.live_rows[place]
-            row.cut(texts.ends[row.key, row.sample])
+            row.truncate(texts.ends[row.key, row.sample])
             forecast.end(row.generated)
     loop.swap_rows(over, [])
     for key in texts.prompts:

@@ -70,7 +70,7 @@ class Simulated(Loop):
             batch=batch,
             target=NoDrafter(),
             drafter=drafter or Forgetful(),
-            lengths=lengths,
+            controller=lengths,
             coupling="shared",
             clock=Clock(graphs.ticks),
             graphs=graphs,
@@ -80,7 +80,7 @@ class Simulated(Loop):
         return lambda: self._result(shape.width) if shape.kind != "catch up" else None
 
     def _result(self, width):
-        width, places = min(width, self._rounds.most), width
+        width, places = min(width, self._executor.most), width
         most = (
             self.drafter.num_drafts
             if isinstance(self.drafter, Finder)

@@ -182,7 +182,7 @@ def loop_for(
         batch=Batch(rows=rows, context=context, device=target.device, vocab=vocab, blocks=blocks),
         target=target,
         drafter=drafter_for(draft, rows=rows, span=span, coupling=coupling, blocks=blocks),
-        lengths=lengths or Fixed(3),
+        controller=lengths or Fixed(3),
         coupling=coupling,
         clock=Clock(graphs.ticks) if isinstance(graphs, FakeGraphs) else Clock(),
         graphs=graphs,
