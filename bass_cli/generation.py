@@ -352,7 +352,7 @@ def write_samples(
     screen: Screen,
     *,
     wanted: Wanted | None = None,
-    shape: Callable[[Completion], Completion] = lambda completion: completion,
+    transform: Callable[[Completion], Completion] = lambda completion: completion,
 ) -> dict[str, Any]:
     """Generate and write the samples that are missing from the output; return the summary.
 
@@ -362,7 +362,7 @@ def write_samples(
         prompts: All prompts of the job.
         count: The number of prompts; None if unknown.
         wanted: See Checked.
-        shape: Changes a Completion before it is written.
+        transform: Changes a Completion before it is written.
     """
     together = job.draws_together
     samples = samples_of_job(count, job, wanted)
@@ -390,7 +390,7 @@ def write_samples(
             for completion in drawing.draw(rest, writer.done, left):
                 if completion.error is not None:
                     completion = replace(completion, error=screen.render(completion.error))
-                writer.write(shape(completion))
+                writer.write(transform(completion))
                 screen.advance(completion)
                 if completion.finish_reason == "error":
                     failed.setdefault(completion.id, completion.error)

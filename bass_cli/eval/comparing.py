@@ -69,7 +69,7 @@ def _reports(args: CompareArgs, screen: Screen) -> list[dict[str, Any]]:
     _refuse_other_runs(args.a, args.b, runs)
     for file, task in read:
         given[file.path] = scoring.score(
-            file, task, options, report_path=None, screen=screen, alone=False
+            file, task, options, report_path=None, screen=screen, show_figures=False
         )
     return [given[path] for path in paths]
 

@@ -69,20 +69,20 @@ class Evaluation:
             raise UserError("`plot`: a chart shows a sweep; add `budgets`, like 0.5s,1s,2s")
         self._args, self._screen, self.report = args, screen, args.report
         self.failed = False  # whether a prompt could not be run
-        self.scoring = scoring.read_options(args)
+        self.scoring_options = scoring.read_options(args)
         screen.phase("reading the task's data", live=False)
         self.task: Task = load_task(args.task, args.data)
         scoring.refuse_without_programs(self.task, args)
-        self.job = self._job("raw")
+        self.job = self._job_for("raw")
         self.shard = read_shard(args, self.job)
-        self._format = self._known_format()
-        self._use_format()
+        self._format_choice = self._format_without_model()
+        self._apply_format()
         if is_stream(self.out):
             raise UserError(
                 f"`out` {self.out}: give a file name, because the file is scored afterwards"
             )
         self.request = read_request(args, self.job, self.out)
-        if args.budgets is not None and any(map(needs_model, self.scoring.rankers)):
+        if args.budgets is not None and any(map(needs_model, self.scoring_options.rankers)):
             raise UserError(
                 "`rank_by` and `budgets`: rankers that run a model cannot be used with several "
                 "budgets; run bass rank for each file, then bass score"
@@ -101,7 +101,7 @@ class Evaluation:
             raise UserError(
                 f"`shard` {self.shard}: it contains none of the {len(problems)} prompts"
             )
-        for k in self.scoring.ks or ():
+        for k in self.scoring_options.ks or ():
             if k > self.job.n:
                 screen.note(
                     f"pass@{k} will be unknown: it needs {k} samples of every problem, and `n` is "
@@ -185,7 +185,7 @@ class Evaluation:
             out,
             drawing.facts.manifest
             | {
-                "prompt_format_reason": self._format and self._format.recorded,
+                "prompt_format_reason": self._format_choice and self._format_choice.recorded,
                 "expected": len(self.problems) * self.job.n,
             },
             resume=self._args.resume,
@@ -199,7 +199,7 @@ class Evaluation:
                 self.prompts(),
                 len(self.problems),
                 self._screen,
-                shape=self._shape,
+                transform=self._with_completion,
             )
         self.failed |= "error" in writer.totals["finish_reasons"]
 
@@ -209,19 +209,19 @@ class Evaluation:
         found = scoring.score(
             scoring.read_checked(out),
             self.task,
-            self.scoring,
+            self.scoring_options,
             report_path=self.report_path(out),
             screen=self._screen,
             verdicts=verdicts_path(self.out),
-            announced=True,
+            sandbox_announced=True,
         )
         # The other files of a sweep share these verdicts.
-        self.scoring = self.scoring._replace(rejudge=False)
+        self.scoring_options = self.scoring_options._replace(rejudge=False)
         return found
 
     def _rank(self, out: str) -> None:
         """Write ranks and scores into the samples if a ranker runs a model, and they lack some."""
-        names = [name for name in self.scoring.rankers if needs_model(name)]
+        names = [name for name in self.scoring_options.rankers if needs_model(name)]
         if not names or not lacks_scores(names, scoring.read_checked(out)):
             return
         from bass_cli.eval.rank_command import Ranking, make_ranker, rank_lines
@@ -233,10 +233,10 @@ class Evaluation:
                 job=self.job,
                 device=self.job.device,
                 dtype=self.job.dtype,
-                consent=self.scoring.consent,
-                workers=self.scoring.workers,
+                consent=self.scoring_options.consent,
+                workers=self.scoring_options.workers,
             )
-            for name in self.scoring.rankers
+            for name in self.scoring_options.rankers
         ]
         rank_lines(out, out, Ranking(rankers), self.task, read_manifest(out), self._screen)
 
@@ -257,16 +257,16 @@ class Evaluation:
 
     def _content(self, problem: Problem) -> tuple[str | None, list[dict[str, Any]] | None]:
         """Return the prompt's text or its messages."""
-        if self.form == "chat":
+        if self.prompt_format == "chat":
             return None, list(self.task.messages(problem))
-        return shape_prompt(problem.prompt, self.form), None
+        return shape_prompt(problem.prompt, self.prompt_format), None
 
-    def _shape(self, completion: Completion) -> Completion:
+    def _with_completion(self, completion: Completion) -> Completion:
         problem = self.task.problems[completion.id]
-        text = self.task.completion(problem, completion.text, chat=self.form == "chat")
+        text = self.task.completion(problem, completion.text, chat=self.prompt_format == "chat")
         return dataclasses.replace(completion, task_id=completion.id, completion=text)
 
-    def _known_format(self) -> FormatChoice | None:
+    def _format_without_model(self) -> FormatChoice | None:
         """Return the format that the user, the task or a file of an earlier run has.
 
         None if the model decides.
@@ -278,11 +278,13 @@ class Evaluation:
         outs = [args.out] if args.out else [self._default_out("raw"), self._default_out("chat")]
         return None if args.overwrite else format_of_earlier_file(outs)
 
-    def _use_format(self) -> None:
+    def _apply_format(self) -> None:
         """Set what depends on the format. It counts as raw until it is known."""
-        self.form: PromptFormat = "raw" if self._format is None else self._format.form
-        self.job = self._job(self.form)
-        self.out = self._args.out or self._default_out(self.form)
+        self.prompt_format: PromptFormat = (
+            "raw" if self._format_choice is None else self._format_choice.prompt_format
+        )
+        self.job = self._job_for(self.prompt_format)
+        self.out = self._args.out or self._default_out(self.prompt_format)
 
     def choose_format(self) -> bool:
         """Choose the format of prompts by the model, if nothing else has done so, and say why.
@@ -292,13 +294,13 @@ class Evaluation:
         Returns:
             Whether the format was chosen now, so that the default name of the file may be another.
         """
-        args, known = self._args, self._format is not None
+        args, known = self._args, self._format_choice is not None
         if args.ray is None:
             check_sources(self.job.pair)  # importing torch takes seconds
-        if self._format is None:
+        if self._format_choice is None:
             self._screen.phase("checking the models", live=False)
             try:
-                self._format = choose_by_model(self.task, self.job)
+                self._format_choice = choose_by_model(self.task, self.job)
             except UserError as error:
                 if args.ray is None:
                     raise
@@ -306,19 +308,19 @@ class Evaluation:
                     f"`prompt_format` auto: the model cannot be read on this machine: {error}",
                     "name the format: chat for an instruct model, raw for a base model",
                 ) from None
-            self._use_format()
-        if self._format.reason is not None:
-            self._screen.note(f"prompt format {self.form}: {self._format.reason}")
+            self._apply_format()
+        if self._format_choice.reason is not None:
+            self._screen.note(f"prompt format {self.prompt_format}: {self._format_choice.reason}")
         return not known
 
-    def _job(self, form: PromptFormat) -> Job:
+    def _job_for(self, prompt_format: PromptFormat) -> Job:
         defaults: dict[str, Any] = self.task.defaults._asdict()
-        chat = form == "chat"
+        chat = prompt_format == "chat"
         if not chat:
             defaults["stop"] = list(self.task.stops)
         return read_job(self._args, defaults, chat=True if chat else None)
 
-    def _default_out(self, form: PromptFormat) -> str:
+    def _default_out(self, prompt_format: PromptFormat) -> str:
         """Return a file name with the options that determine the samples.
 
         So different evaluations have different files. Options with the task's own value are left
@@ -326,7 +328,7 @@ class Evaluation:
         """
         job, own = self.job, self.task.defaults
         sampling = job.sampling
-        parts = [self.task.name, job.pair.name, form]
+        parts = [self.task.name, job.pair.name, prompt_format]
         if self._args.data:
             parts.append(Path(self._args.data.removeprefix("hf:").split(":")[0]).stem)
         parts += [f"t{sampling.temperature:g}", f"n{job.n}", f"s{sampling.seed}"]
@@ -354,10 +356,10 @@ class Evaluation:
 
     def _check_sandbox(self) -> None:
         if self.task.executes:
-            scoring.check_sandbox(self.task, self._screen, consent=self.scoring.consent)
+            scoring.check_sandbox(self.task, self._screen, consent=self.scoring_options.consent)
 
     def _show_facts(self, facts: Facts) -> None:
-        plain, for_chat = self.form != "chat", "`prompt_format` chat"
+        plain, for_chat = self.prompt_format != "chat", "`prompt_format` chat"
         show_notes(self.job, facts, self._screen, plain=plain, for_chat=for_chat)
 
     def _facts(self, plan: Plan) -> Facts:
@@ -370,7 +372,7 @@ class Evaluation:
             (problem.task_id, self._content(problem)) for problem in self.task.problems.values()
         ]
         digest = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
-        return {"task": self.task.name, "prompt_format": self.form, "prompts": digest}
+        return {"task": self.task.name, "prompt_format": self.prompt_format, "prompts": digest}
 
 
 class FormatChoice(NamedTuple):
@@ -379,7 +381,7 @@ class FormatChoice(NamedTuple):
     Both reasons are None if the user or the task names the format.
     """
 
-    form: PromptFormat
+    prompt_format: PromptFormat
     reason: str | None
     recorded: str | None
 

@@ -47,7 +47,7 @@ def read_rankers(text: str | None) -> list[str]:
     return [] if text is None else parse_rankers(text, "`rank_by`")
 
 
-def firsts_of(
+def first_by_ranker(
     names: Sequence[str], task: Task, file: GenerationFile, problems: Problems
 ) -> dict[str, dict[str, Generation]] | None:
     """Return by ranker, then by task_id, the sample that is ranked first. None without rankers.

@@ -48,7 +48,7 @@ class Outcome(NamedTuple):
 
 
 Outcomes = Sequence[Outcome]
-Firsts = Mapping[str, Mapping[str, Generation]]
+FirstByRanker = Mapping[str, Mapping[str, Generation]]
 
 
 def unjudged(generation: Generation) -> Outcome:
@@ -63,7 +63,7 @@ def build(
     *,
     ks: Sequence[int] | None,
     isolation: Mapping[str, str] | None,
-    firsts: Firsts | None = None,
+    firsts: FirstByRanker | None = None,
 ) -> dict[str, Any]:
     """Return the report on a file.
 
@@ -76,25 +76,28 @@ def build(
         firsts: by ranker, then by task_id, the sample that is ranked first.
     """
     judged = task is not None and not task.rates
-    rows = [_problem(name, one, judged, file.budget) for name, one in problems.items()]
+    rows = [_problem_row(name, one, judged, file.budget) for name, one in problems.items()]
     everything = [outcome for outcomes in problems.values() for outcome in outcomes]
     ranked = any(outcome.generation.mean_logprob is not None for outcome in everything)
-    notes = [*file.notes, *_gaps(file, problems, len(task.problems if task else problems))]
-    notes += _unranked(everything) if ranked else [BY_ORDER]
+    notes = [
+        *file.notes,
+        *_notes_on_missing(file, problems, len(task.problems if task else problems)),
+    ]
+    notes += _notes_on_ranking(everything) if ranked else [BY_ORDER]
     quality: dict[str, Any] = {}
     if task is not None:
-        quality = _passes(problems, rows, ks, notes) if judged else {"rouge": _rouge(rows)}
+        quality = _pass_rates(problems, rows, ks, notes) if judged else {"rouge": _mean_rouge(rows)}
         if task.has_base:
-            quality["base"] = _base(problems, rows, ks)
+            quality["base"] = _base_pass_rates(problems, rows, ks)
         quality |= task.figures(
             {
                 name: [one.generation.text if one.generation.finished else None for one in outcomes]
                 for name, outcomes in problems.items()
             }
         )
-    by = {} if firsts is None else {"pass_first_by": _passes_by(firsts, problems, rows)}
+    by = {} if firsts is None else {"pass_first_by": _pass_first_by_ranker(firsts, problems, rows)}
     estimates = _estimates(rows, {**quality, **by}) if quality else {}
-    notes += _doubts(estimates)
+    notes += _notes_on_intervals(estimates)
     return {
         "task": task.name if task else None,
         "file": file.path,
@@ -115,7 +118,7 @@ def build(
     }
 
 
-def _problem(
+def _problem_row(
     task_id: str, outcomes: Outcomes, judged: bool, budget: float | None
 ) -> dict[str, Any]:
     finished = [outcome for outcome in outcomes if outcome.generation.finished]
@@ -157,7 +160,7 @@ def _mean_rating(ratings: list[Rating]) -> Rating:
     return {name: mean(rating[name] for rating in ratings) or 0.0 for name in MEASURES}
 
 
-def _rouge(rows: list[dict[str, Any]]) -> dict[str, Rating]:
+def _mean_rouge(rows: list[dict[str, Any]]) -> dict[str, Rating]:
     """Return means over all problems. A problem without a finished sample counts 0."""
     nothing = dict.fromkeys(MEASURES, 0.0)
     return {
@@ -166,7 +169,7 @@ def _rouge(rows: list[dict[str, Any]]) -> dict[str, Rating]:
     }
 
 
-def _passes(
+def _pass_rates(
     problems: Mapping[str, Outcomes],
     rows: list[dict[str, Any]],
     ks: Sequence[int] | None,
@@ -195,8 +198,8 @@ def _passes(
     }
 
 
-def _passes_by(
-    firsts: Firsts, problems: Mapping[str, Outcomes], rows: list[dict[str, Any]]
+def _pass_first_by_ranker(
+    firsts: FirstByRanker, problems: Mapping[str, Outcomes], rows: list[dict[str, Any]]
 ) -> dict[str, float | None]:
     """Return Pass@First by ranker, and add that of each problem to its row."""
     for row in rows:
@@ -260,23 +263,23 @@ def value_of(row: Mapping[str, Any], figure: str) -> float | None:
     return None if row[kind] is None else float(row[kind])
 
 
-def _doubts(estimates: Mapping[str, Estimate]) -> list[str]:
+def _notes_on_intervals(estimates: Mapping[str, Estimate]) -> list[str]:
     """Return a note if intervals of quality are too narrow."""
     if max((one.problems for one in estimates.values()), default=FEW) < FEW:
         return [TOO_NARROW]
     return [NO_WIDTH] if any(one.standard_error == 0.0 for one in estimates.values()) else []
 
 
-def _base(
+def _base_pass_rates(
     problems: Mapping[str, Outcomes], rows: list[dict[str, Any]], ks: Sequence[int] | None
 ) -> dict[str, Any]:
-    """Return the figures of `_passes` and the statuses by the base tests. Adds them to the rows."""
+    """Return the figures of `_pass_rates` by the base tests, and the statuses. Add them to rows."""
     based = {
         name: [one._replace(status=one.base or one.status) for one in outcomes]
         for name, outcomes in problems.items()
     }
-    of_base = [_problem(name, outcomes, True, None) for name, outcomes in based.items()]
-    figures = _passes(based, of_base, ks, [])
+    of_base = [_problem_row(name, outcomes, True, None) for name, outcomes in based.items()]
+    figures = _pass_rates(based, of_base, ks, [])
     for row, one in zip(rows, of_base, strict=True):
         row["base"] = {key: one[key] for key in ("passed", "pass_first", "pass_all", "pass_at_k")}
     statuses = Counter(one.status for outcomes in based.values() for one in outcomes)
@@ -339,12 +342,14 @@ def _decoding_seconds(file: GenerationFile, problems: Mapping[str, Outcomes]) ->
     return sum(max(_end_times(outcomes), default=0.0) for outcomes in problems.values())
 
 
-def _unranked(everything: Outcomes) -> list[str]:
+def _notes_on_ranking(everything: Outcomes) -> list[str]:
     few = sum(one.generation.finished and one.generation.mean_logprob is None for one in everything)
     return [f"{few} finished samples have no log-probability; they are ranked last"] if few else []
 
 
-def _gaps(file: GenerationFile, problems: Mapping[str, Outcomes], known: int) -> list[str]:
+def _notes_on_missing(
+    file: GenerationFile, problems: Mapping[str, Outcomes], known: int
+) -> list[str]:
     """Return notes about missing problems, and about numbers of samples that differ."""
     notes = []
     if len(problems) != known:

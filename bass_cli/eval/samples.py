@@ -85,11 +85,11 @@ class GenerationFile:
     @property
     def total_seconds(self) -> float | None:
         """Seconds of the whole generation. None if unknown."""
-        return _number(part_of(self.manifest, "totals").get("seconds"))
+        return _positive_number(part_of(self.manifest, "totals").get("seconds"))
 
 
 def read_generations(
-    path: str, *, by_id: bool = False, see: Callable[[dict[str, Any]], None] | None = None
+    path: str, *, by_id: bool = False, on_sample: Callable[[dict[str, Any]], None] | None = None
 ) -> GenerationFile:
     """Read a file of samples in any format that `bass generate` writes.
 
@@ -99,10 +99,10 @@ def read_generations(
         path: the file.
         by_id: read files that answer no task too: `id` names the prompt, and a line with the number
             of a sample but no text has an empty one. Such a file may have no samples yet.
-        see: called with the JSON object of each sample, in the order of `rows`.
+        on_sample: called with the JSON object of each sample, in the order of `rows`.
     """
     manifest = manifest_of(path)
-    budget = _number(part_of(manifest, "results").get("budget"))
+    budget = _positive_number(part_of(manifest, "results").get("budget"))
     notes: list[str] = []
     rows: list[Generation] = []
     seen: dict[tuple[str, int], int] = {}
@@ -111,12 +111,12 @@ def read_generations(
         place = f"{path}:{number}"
         if not all(isinstance(one, dict) for one in _listed(row)):
             raise UserError(f'{place}: field "samples": it must be a list of JSON objects')
-        for sample in samples_of(row) if _is_ours(row) else [row]:
+        for sample in samples_of(row) if _is_of_bass(row) else [row]:
             if by_id and not sample.keys() & _OF_SAMPLES:
                 raise UserError(
                     f"{place}: this is no sample: it has no text{_hint(sample, 'text')}"
                 )
-            one = read_row(_named(sample) if by_id else sample, place, number, order)
+            one = read_row(_with_task_id(sample) if by_id else sample, place, number, order)
             key = (bare_id(one.task_id), one.sample)
             if key in seen:
                 raise UserError(
@@ -126,8 +126,8 @@ def read_generations(
             seen[key] = number
             late = one.finished and budget is not None and (one.seconds or 0.0) > budget
             rows.append(one._replace(late=late))
-            if see is not None:
-                see(sample)
+            if on_sample is not None:
+                on_sample(sample)
     if not rows and not by_id:
         raise UserError(f"{path}: the file has no samples")
     if manifest.get("finished") is False:
@@ -140,12 +140,12 @@ def _listed(row: dict[str, Any]) -> list[Any]:
     return found if isinstance(found, list) else []
 
 
-def _is_ours(row: dict[str, Any]) -> bool:
+def _is_of_bass(row: dict[str, Any]) -> bool:
     """Whether the line is of bass, in a layout that may leave out the finish reason."""
     return isinstance(row.get("samples"), list) or row.keys() >= {"id", "sample", "text"}
 
 
-def _named(row: dict[str, Any]) -> dict[str, Any]:
+def _with_task_id(row: dict[str, Any]) -> dict[str, Any]:
     """Return a line in which a missing task_id is the id, and a missing text is empty."""
     texts = row.keys() & {"completion", "solution", "text"}
     more: dict[str, Any] = {} if texts else {"completion": ""}
@@ -162,7 +162,7 @@ def read_row(row: dict[str, Any], place: str, number: int, order: Counter[str]) 
     """Check a line. `order` counts the lines without a sample number for each problem."""
     task_id = _task_id(row, place)
     is_whole, text = _text(row, place)
-    sample = _figure(row, "sample", whole, place)
+    sample = _checked_number(row, "sample", whole, place)
     if sample is None:
         sample = order[bare_id(task_id)]
         order[bare_id(task_id)] += 1
@@ -170,9 +170,11 @@ def read_row(row: dict[str, Any], place: str, number: int, order: Counter[str]) 
     if reason is not None and not isinstance(reason, str):
         raise UserError(f'{place}: field "finish_reason": it must be a text')
     is_copy = row.get("copy_of") is not None
-    counts: list[Any] = [0 if is_copy else _figure(row, key, whole, place) for key in COUNTED]
-    logprob = _figure(row, "mean_logprob", finite, place)
-    seconds = _figure(row, "seconds", partial(finite, least=0), place)
+    counts: list[Any] = [
+        0 if is_copy else _checked_number(row, key, whole, place) for key in COUNTED
+    ]
+    logprob = _checked_number(row, "mean_logprob", finite, place)
+    seconds = _checked_number(row, "seconds", partial(finite, least=0), place)
     found = Generation(
         number, task_id, int(sample), text, is_whole, reason, logprob, seconds, *counts
     )
@@ -241,7 +243,7 @@ def _hint(row: dict[str, Any], key: str) -> str:
     return f'; the line has "{near}"' if near else ""
 
 
-def _figure(row: dict[str, Any], key: str, check: Callable[[Any], Any], place: str) -> Any:
+def _checked_number(row: dict[str, Any], key: str, check: Callable[[Any], Any], place: str) -> Any:
     """Return a checked number of a line. None if it is missing, null or not finite."""
     value = row.get(key)
     if value is None or (isinstance(value, float) and check is not whole and not isfinite(value)):
@@ -260,7 +262,7 @@ def manifest_of(path: str) -> dict[str, Any]:
         return {}
 
 
-def _number(value: Any) -> float | None:
+def _positive_number(value: Any) -> float | None:
     try:
         return finite(value) if value > 0 else None
     except (ValueError, TypeError):

@@ -19,7 +19,7 @@ from bass_cli.config.evaluation_commands import CompareArgs, EvaluateArgs, Score
 from bass_cli.errors import UserError
 from bass_cli.eval import report
 from bass_cli.eval.judging import Key, check_answers, content_digest, digest, isolation_of, judge
-from bass_cli.eval.ranking import firsts_of, read_rankers
+from bass_cli.eval.ranking import first_by_ranker, read_rankers
 from bass_cli.eval.report import PASSED, Outcome
 from bass_cli.eval.samples import (
     Generation,
@@ -52,7 +52,7 @@ _MOST_WORKERS = 1024
 Problems = Mapping[str, Sequence[Generation]]
 
 
-class Scoring(NamedTuple):
+class ScoringOptions(NamedTuple):
     """Options of scoring.
 
     Attributes:
@@ -74,7 +74,7 @@ class Scoring(NamedTuple):
     rankers: Sequence[str] = ()
 
 
-def read_options(args: CompareArgs | EvaluateArgs | ScoreArgs) -> Scoring:
+def read_options(args: CompareArgs | EvaluateArgs | ScoreArgs) -> ScoringOptions:
     """Check the options of scoring. UserError if one is invalid."""
     timeout = read_timeout(args.timeout)
     if args.workers is not None and not 1 <= args.workers <= _MOST_WORKERS:
@@ -88,7 +88,7 @@ def read_options(args: CompareArgs | EvaluateArgs | ScoreArgs) -> Scoring:
     if form != "table" and report is not None and descriptor_of(report) == 1:
         option = "`json_document` prints the report" if args.json_document else "`format` prints"
         raise UserError(f"`report` {report}: {option} there too; leave one of the two out")
-    return Scoring(
+    return ScoringOptions(
         ks=None if args.k is None else parse_ks(args.k),
         workers=args.workers,
         timeout=timeout,
@@ -186,7 +186,7 @@ def score_samples(args: ScoreArgs, screen: Screen) -> list[dict[str, Any]]:
     read = read_files(args.files, args, screen, report=args.report)
     check_report(args.report, args.files[0], overwrite=args.overwrite)
     documents = [
-        score(file, task, options, report_path=args.report, screen=screen, alone=not several)
+        score(file, task, options, report_path=args.report, screen=screen, show_figures=not several)
         for file, task in read
     ]
     if several:
@@ -240,20 +240,20 @@ def read_files(
 def read_checked(path: str) -> GenerationFile:
     """Read a file of samples. UserError if it is broken or mixes settings."""
     check = SettingCheck()
-    file = read_generations(path, see=check)
+    file = read_generations(path, on_sample=check)
     return dataclasses.replace(file, notes=(*file.notes, *check.refuse_mix(file)))
 
 
 def score(
     file: GenerationFile,
     task: Task,
-    options: Scoring,
+    options: ScoringOptions,
     *,
     report_path: str | None,
     screen: Screen,
     verdicts: str | None = None,
-    announced: bool = False,
-    alone: bool = True,
+    sandbox_announced: bool = False,
+    show_figures: bool = True,
 ) -> dict[str, Any]:
     """Score the samples of a file and show the figures.
 
@@ -262,12 +262,12 @@ def score(
     Args:
         file: the samples.
         task: the task that the file answers.
-        options: see Scoring.
+        options: see ScoringOptions.
         report_path: write the report there too.
         screen: for progress and figures.
         verdicts: file for the verdicts, which several calls may share. Default: beside `file`.
-        announced: `check_sandbox` has already said how programs are isolated.
-        alone: show the figures; otherwise the caller shows those of several files.
+        sandbox_announced: `check_sandbox` has already said how programs are isolated.
+        show_figures: show the figures; otherwise the caller shows those of several files.
 
     Returns:
         The report (docs/EVAL.md).
@@ -278,14 +278,16 @@ def score(
     """
     check_report(report_path, file.path, overwrite=options.overwrite)
     problems = by_problem(file, task.problems)
-    firsts = firsts_of(options.rankers, task, file, problems)  # before any program is run
+    firsts = first_by_ranker(options.rankers, task, file, problems)  # before any program is run
     if not task.rates:
         path = verdicts or verdicts_path(file.path)
-        outcomes, isolation = _judge(task, problems, options, path, screen, announced=announced)
+        outcomes, isolation = _judge_samples(
+            task, problems, options, path, screen, sandbox_announced=sandbox_announced
+        )
     else:
-        outcomes, isolation = _rate(task, problems, screen), None
+        outcomes, isolation = _rate_samples(task, problems, screen), None
     document = report.build(file, outcomes, task, ks=options.ks, isolation=isolation, firsts=firsts)
-    if alone:
+    if show_figures:
         report.show(document, screen)
     if report_path is not None:
         # Check again, because judging may have taken hours.
@@ -294,8 +296,14 @@ def score(
     return document
 
 
-def _judge(
-    task: Task, problems: Problems, options: Scoring, path: str, screen: Screen, *, announced: bool
+def _judge_samples(
+    task: Task,
+    problems: Problems,
+    options: ScoringOptions,
+    path: str,
+    screen: Screen,
+    *,
+    sandbox_announced: bool,
 ) -> tuple[dict[str, list[Outcome]], dict[str, str] | None]:
     """Get a verdict on every finished sample, from the verdict file or from the sandbox.
 
@@ -305,18 +313,20 @@ def _judge(
         The outcomes by problem, and how the programs were isolated.
     """
 
-    with VerdictStore(path, anew=options.rejudge) as store:
+    with VerdictStore(path, ignore_existing=options.rejudge) as store:
         if store.verdicts:
             screen.note(
                 f"{store.path}: continuing, {len(store.verdicts)} "
                 f"{'programs' if task.executes else 'answers'} have a verdict already"
             )
         if task.executes:
-            verdicts, base = _run(task, problems, options, store, screen, announced=announced)
+            verdicts, base = _judge_programs(
+                task, problems, options, store, screen, sandbox_announced=sandbox_announced
+            )
         else:
             total = sum(row.finished for rows in problems.values() for row in rows)
             with screen.counting("verdicts", total) as progress:
-                cases = _cases(task, problems)
+                cases = _answer_checks(task, problems)
                 verdicts = check_answers(cases, store, progress=progress, total=total)
             base = {}
     for note in task.notes_on(verdict.detail for verdict in verdicts.values()):
@@ -337,14 +347,14 @@ def _judge(
     return outcomes, isolation_of([*verdicts.values(), *base.values()])
 
 
-def _run(
+def _judge_programs(
     task: Task,
     problems: Problems,
-    options: Scoring,
+    options: ScoringOptions,
     store: VerdictStore,
     screen: Screen,
     *,
-    announced: bool,
+    sandbox_announced: bool,
 ) -> tuple[dict[Key, Verdict], dict[Key, Verdict]]:
     """Run the program of every finished sample. Unfinished and late samples are not run.
 
@@ -354,17 +364,17 @@ def _run(
     Returns:
         The verdicts, and those of the base tests, which are empty if the task has none.
     """
+    limits = limits_of(task, options.timeout)
 
     def open_sandbox() -> Sandbox:
-        nonlocal announced
+        nonlocal sandbox_announced
         sandbox = Sandbox(workers=options.workers, limits=limits)
-        if not announced:
+        if not sandbox_announced:
             _announce(sandbox.isolation, options.consent, screen)
             _run_trial(sandbox, task)
-        announced = True
+        sandbox_announced = True
         return sandbox
 
-    limits = limits_of(task, options.timeout)
     waiting = [(name, row) for name, rows in problems.items() for row in rows if row.finished]
     verdicts: dict[Key, Verdict] = {}
     base: dict[Key, Verdict] = {}
@@ -390,7 +400,9 @@ def _run(
     return verdicts, base
 
 
-def _cases(task: Task, problems: Problems) -> Iterator[tuple[Key, str, Callable[[], Check]]]:
+def _answer_checks(
+    task: Task, problems: Problems
+) -> Iterator[tuple[Key, str, Callable[[], Check]]]:
     """Yield the check of every finished sample, and everything that it depends on."""
     for name, rows in problems.items():
         problem = task.problems[name]
@@ -398,7 +410,7 @@ def _cases(task: Task, problems: Problems) -> Iterator[tuple[Key, str, Callable[
         for row in rows:
             if row.finished:
                 check = functools.partial(task.check, problem, row.text)
-                yield (name, row.sample), _checked(key, row), check
+                yield (name, row.sample), _check_content(key, row), check
 
 
 def verdict_digests(
@@ -410,13 +422,13 @@ def verdict_digests(
         task: a task that gives verdicts.
         problem: the sample's problem.
         row: the sample.
-        timeout: see Scoring.
+        timeout: see ScoringOptions.
 
     Returns:
         One digest, or those of the base tests and of the plus tests.
     """
     if not task.executes:
-        return (content_digest(_checked(task.check_key(problem), row)),)
+        return (content_digest(_check_content(task.check_key(problem), row)),)
     limits = limits_of(task, timeout)._asdict()
     makes = [task.base_program, task.program] if task.has_base else [task.program]
     return tuple(digest(make(problem, row.text, whole=row.whole), limits) for make in makes)
@@ -438,7 +450,7 @@ def find_verdict(
     return last, base and base.status
 
 
-def _checked(key: str, row: Generation) -> str:
+def _check_content(key: str, row: Generation) -> str:
     """Return everything that the check of an answer depends on."""
     return f"{key}\0{row.text}"
 
@@ -471,7 +483,7 @@ def _announce(isolation: Isolation, consent: bool, screen: Screen) -> None:
         screen.note(f"warning: {warning}")
 
 
-def _rate(task: Task, problems: Problems, screen: Screen) -> dict[str, list[Outcome]]:
+def _rate_samples(task: Task, problems: Problems, screen: Screen) -> dict[str, list[Outcome]]:
     """Rate every finished sample. Equal texts of one problem are rated once."""
     total = sum(len(rows) for rows in problems.values())
     outcomes: dict[str, list[Outcome]] = {}

@@ -122,16 +122,16 @@ class VerdictStore(_LineStore):
 
     Args:
         path: the file.
-        anew: ignore the verdicts that the file has.
+        ignore_existing: ignore the verdicts that the file has.
 
     Raises:
         UserError: as of any such file, or a line before the last one is broken.
     """
 
-    def __init__(self, path: str, *, anew: bool = False) -> None:
+    def __init__(self, path: str, *, ignore_existing: bool = False) -> None:
         self.verdicts: dict[str, Verdict] = {}
         self._written: set[tuple[str, int, str]] = set()
-        self._anew = anew
+        self._ignore_existing = ignore_existing
         check_verdicts(path)
         super().__init__(path, what="the verdicts", taken="another process is scoring this file")
 
@@ -154,7 +154,7 @@ class VerdictStore(_LineStore):
 
     def _read(self) -> int:
         end, broken = 0, 0
-        for number, line in enumerate([] if self._anew else self._stream, 1):
+        for number, line in enumerate([] if self._ignore_existing else self._stream, 1):
             if b"\0" in line:  # a hole that a power cut left
                 end += len(line) if line.endswith(b"\n") else 0
                 continue

@@ -128,7 +128,7 @@ class Reader:
 
         if self._pieces is None:
             self._pieces = Pieces(manifest_of(self.source.path), self._model)
-        file = read_generations(self.source.path, by_id=True, see=see)
+        file = read_generations(self.source.path, by_id=True, on_sample=see)
         if self._task is None and file.rows:
             self._load_task(file)
         named = dict.fromkeys(row.task_id for row in file.rows)

@@ -59,15 +59,15 @@ def bass(model: Path, *arguments: str, **settings: Any) -> Any:
 
 
 def test_instruct_models_get_chats_and_base_models_raw_text(models: Path) -> None:
-    assert choice(models / "instruct").form == "chat"
+    assert choice(models / "instruct").prompt_format == "chat"
     assert "is an instruct model: its chat template ends answers by </s>" in str(
         choice(models / "instruct").reason
     )
-    assert choice(models / "base").form == "raw"
+    assert choice(models / "base").prompt_format == "raw"
     assert "is no instruct model: its chat template ends answers with a token that" in str(
         choice(models / "base").reason
     )
-    assert choice(models / "plain").form == "raw"
+    assert choice(models / "plain").prompt_format == "raw"
     assert str(choice(models / "plain").reason).endswith("/plain has no chat template")
 
 
@@ -94,7 +94,7 @@ def test_templates_in_the_style_of_published_ones_end_answers_by_their_token(
         config = json.dumps({"eos_token_id": ids.id_of(token)})
         (tmp_path / "model" / "generation_config.json").write_text(config)
         found = evaluation.choose_by_model(load_task("t.yaml"), job)
-        assert found.form == ("chat" if token == end else "raw"), found.reason
+        assert found.prompt_format == ("chat" if token == end else "raw"), found.reason
 
 
 def test_tasks_with_one_text_do_not_depend_on_the_model(models: Path) -> None:

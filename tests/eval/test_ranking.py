@@ -11,7 +11,7 @@ import pytest
 from command_line import cli, rows_in
 from scored import Programs, Texts, adding, install, line, write
 
-from bass_cli.eval.ranking import firsts_of, group_of
+from bass_cli.eval.ranking import first_by_ranker, group_of
 from bass_cli.eval.samples import by_problem, read_generations
 from bass_cli.eval.tasks.programming import HumanEval, Mbpp, MbppPlus
 from bass_cli.eval.tasks.task import Problem
@@ -161,7 +161,7 @@ def test_rankers_never_read_the_tests_of_humaneval(tmp_path: Path) -> None:
     )
     file = read_generations(path)
     problems = by_problem(file, task.problems)
-    firsts = firsts_of(["logprob", "static", "majority"], task, file, problems)
+    firsts = first_by_ranker(["logprob", "static", "majority"], task, file, problems)
     assert firsts is not None
     assert {name: len(found) for name, found in firsts.items()} == dict.fromkeys(firsts, 5)
     assert {row.sample for row in firsts["static"].values()} == {0}

@@ -156,13 +156,13 @@ def test_report_replaces_only_reports() -> None:
 def test_file_created_in_place_of_the_report_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     from bass_cli.eval import scoring
 
-    judged = scoring._judge
+    judged = scoring._judge_samples
 
     def judge(*arguments: Any, **named: Any) -> Any:
         Path("r.json").write_text("precious")
         return judged(*arguments, **named)
 
-    monkeypatch.setattr(scoring, "_judge", judge)
+    monkeypatch.setattr(scoring, "_judge_samples", judge)
     result = cli("score", "f.jsonl", ALLOW, "--report", "r.json")
     assert (result.exit_code, Path("r.json").read_text()) == (2, "precious")
     assert "Pass@First" in result.stdout, "what was judged is shown all the same"
