@@ -54,136 +54,6 @@ _DEFAULT_KEY = "text"
 _TICK = 256  # lines between two reports of the progress: some milliseconds
 
 
-def holds_json(text: Any) -> bool:
-    """Whether a value is a text of one JSON value, with blanks around it at most."""
-    return _json_in(text) is not _NO_JSON
-
-
-def schema_check(path: str) -> Callable[[Any], bool]:
-    """Return a function that tells whether a value is a text of JSON that matches a schema.
-
-    Args:
-        path: The file of the schema; its "$schema" chooses the draft, 2020-12 by default.
-
-    Raises:
-        UserError: The file cannot be read, or is not a valid schema.
-        MachineError: The package jsonschema is not installed.
-    """
-    try:
-        with os_errors_as(UserError, f"`schema` {path}: cannot read the schema"):
-            schema = parse_json(read_bytes(path, _MOST))
-    except ValueError as error:
-        raise UserError(f"`schema` {path}: cannot read the schema: {error}") from None
-    if not isinstance(schema, (dict, bool)):
-        raise UserError(f"`schema` {path}: a schema is an object, not {shown(schema)}")
-    try:
-        import jsonschema
-        import referencing
-    except ImportError:
-        raise MachineError(
-            "`schema` needs jsonschema, which is not installed here: pip install 'bass-cli[filter]'"
-        ) from None
-    kind = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
-    try:
-        kind.check_schema(schema)
-    except jsonschema.SchemaError as error:
-        place = "/".join(map(str, error.absolute_path))
-        raise UserError(
-            f"`schema` {path}: it is no valid schema: {unquoted(error.message)}"
-            + (f" (at {place})" if place else "")
-        ) from None
-    kind = jsonschema.validators.extend(kind, _WITH_REGEX)
-    validator = kind(schema, registry=referencing.Registry())
-
-    def matches(text: Any) -> bool:
-        value = _json_in(text)
-        try:
-            return value is not _NO_JSON and bool(validator.is_valid(value))
-        except referencing.exceptions.Unresolvable as error:
-            raise UserError(
-                f"`schema` {path}: it refers to {error.ref}, which is not in the file; put it "
-                'under "$defs"'
-            ) from None
-        except TimeoutError:
-            raise UserError(
-                f"`schema` {path}: a pattern takes more than {PATIENCE:g} s on this text; write it "
-                "without repetitions inside repetitions"
-            ) from None
-        except _PatternError as error:
-            raise UserError(f"`schema` {path}: a pattern is not valid: {error}") from None
-        except RecursionError:
-            return False  # the value or the schema nests deeper than Python's stack
-
-    return matches
-
-
-class _PatternError(Exception):
-    """A regex of the schema is not valid."""
-
-
-@functools.lru_cache(maxsize=1_000)
-def _compiled(pattern: str) -> Any:
-    try:
-        return compile_regex(pattern)
-    except ValueError as error:
-        raise _PatternError(error) from None
-
-
-def _occurs(pattern: str, text: str) -> bool:
-    """Search for a regex of the schema. TimeoutError if that takes more than PATIENCE."""
-    return _compiled(pattern).search(text, timeout=PATIENCE) is not None
-
-
-def _pattern(validator: Any, pattern: str, value: Any, schema: Any) -> Iterator[Exception]:
-    from jsonschema import ValidationError
-
-    if validator.is_type(value, "string") and not _occurs(pattern, value):
-        yield ValidationError(f"{pattern} does not match")
-
-
-def _pattern_properties(
-    validator: Any, patterns: dict[str, Any], value: Any, schema: Any
-) -> Iterator[Exception]:
-    if not validator.is_type(value, "object"):
-        return
-    for pattern, inner in patterns.items():
-        for key in value:
-            if _occurs(pattern, key):
-                yield from validator.descend(value[key], inner, path=key, schema_path=pattern)
-
-
-def _additional_properties(
-    validator: Any, inner: Any, value: Any, schema: dict[str, Any]
-) -> Iterator[Exception]:
-    if not validator.is_type(value, "object"):
-        return
-    patterns = schema.get("patternProperties", {})
-    for key in value:
-        if key not in schema.get("properties", {}) and not any(
-            _occurs(pattern, key) for pattern in patterns
-        ):
-            yield from validator.descend(value[key], inner, path=key)
-
-
-# The keywords with a regex, which are checked as jsonschema does, but with a time limit
-_WITH_REGEX = {
-    "pattern": _pattern,
-    "patternProperties": _pattern_properties,
-    "additionalProperties": _additional_properties,
-}
-
-
-def _json_in(text: Any) -> Any:
-    """Return the JSON value that a text holds; _NO_JSON if the value is no such text."""
-    try:
-        return json.loads(text, parse_constant=no_constant) if isinstance(text, str) else _NO_JSON
-    except (ValueError, RecursionError):
-        return _NO_JSON
-
-
-# The filter
-
-
 class Criterion(NamedTuple):
     """What kept samples meet. `reason`: why others are dropped. `meets` raises NoValueErrors."""
 
@@ -483,3 +353,133 @@ def _manifest(args: FilterArgs) -> dict[str, Any]:
         "filtered_from": args.file,
         "filtered_by": f"bass {__version__}",
     }
+
+
+# Checks of JSON and of its schema
+
+
+def holds_json(text: Any) -> bool:
+    """Whether a value is a text of one JSON value, with blanks around it at most."""
+    return _json_in(text) is not _NO_JSON
+
+
+def schema_check(path: str) -> Callable[[Any], bool]:
+    """Return a function that tells whether a value is a text of JSON that matches a schema.
+
+    Args:
+        path: The file of the schema; its "$schema" chooses the draft, 2020-12 by default.
+
+    Raises:
+        UserError: The file cannot be read, or is not a valid schema.
+        MachineError: The package jsonschema is not installed.
+    """
+    try:
+        with os_errors_as(UserError, f"`schema` {path}: cannot read the schema"):
+            schema = parse_json(read_bytes(path, _MOST))
+    except ValueError as error:
+        raise UserError(f"`schema` {path}: cannot read the schema: {error}") from None
+    if not isinstance(schema, (dict, bool)):
+        raise UserError(f"`schema` {path}: a schema is an object, not {shown(schema)}")
+    try:
+        import jsonschema
+        import referencing
+    except ImportError:
+        raise MachineError(
+            "`schema` needs jsonschema, which is not installed here: pip install 'bass-cli[filter]'"
+        ) from None
+    kind = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
+    try:
+        kind.check_schema(schema)
+    except jsonschema.SchemaError as error:
+        place = "/".join(map(str, error.absolute_path))
+        raise UserError(
+            f"`schema` {path}: it is no valid schema: {unquoted(error.message)}"
+            + (f" (at {place})" if place else "")
+        ) from None
+    kind = jsonschema.validators.extend(kind, _WITH_REGEX)
+    validator = kind(schema, registry=referencing.Registry())
+
+    def matches(text: Any) -> bool:
+        value = _json_in(text)
+        try:
+            return value is not _NO_JSON and bool(validator.is_valid(value))
+        except referencing.exceptions.Unresolvable as error:
+            raise UserError(
+                f"`schema` {path}: it refers to {error.ref}, which is not in the file; put it "
+                'under "$defs"'
+            ) from None
+        except TimeoutError:
+            raise UserError(
+                f"`schema` {path}: a pattern takes more than {PATIENCE:g} s on this text; write it "
+                "without repetitions inside repetitions"
+            ) from None
+        except _PatternError as error:
+            raise UserError(f"`schema` {path}: a pattern is not valid: {error}") from None
+        except RecursionError:
+            return False  # the value or the schema nests deeper than Python's stack
+
+    return matches
+
+
+class _PatternError(Exception):
+    """A regex of the schema is not valid."""
+
+
+@functools.lru_cache(maxsize=1_000)
+def _compiled(pattern: str) -> Any:
+    try:
+        return compile_regex(pattern)
+    except ValueError as error:
+        raise _PatternError(error) from None
+
+
+def _occurs(pattern: str, text: str) -> bool:
+    """Search for a regex of the schema. TimeoutError if that takes more than PATIENCE."""
+    return _compiled(pattern).search(text, timeout=PATIENCE) is not None
+
+
+def _pattern(validator: Any, pattern: str, value: Any, schema: Any) -> Iterator[Exception]:
+    from jsonschema import ValidationError
+
+    if validator.is_type(value, "string") and not _occurs(pattern, value):
+        yield ValidationError(f"{pattern} does not match")
+
+
+def _pattern_properties(
+    validator: Any, patterns: dict[str, Any], value: Any, schema: Any
+) -> Iterator[Exception]:
+    if not validator.is_type(value, "object"):
+        return
+    for pattern, inner in patterns.items():
+        for key in value:
+            if _occurs(pattern, key):
+                yield from validator.descend(value[key], inner, path=key, schema_path=pattern)
+
+
+def _additional_properties(
+    validator: Any, inner: Any, value: Any, schema: dict[str, Any]
+) -> Iterator[Exception]:
+    if not validator.is_type(value, "object"):
+        return
+    patterns = schema.get("patternProperties", {})
+    for key in value:
+        if key not in schema.get("properties", {}) and not any(
+            _occurs(pattern, key) for pattern in patterns
+        ):
+            yield from validator.descend(value[key], inner, path=key)
+
+
+# The keywords with a regex, which are checked as jsonschema does, but with a time limit
+_WITH_REGEX = {
+    "pattern": _pattern,
+    "patternProperties": _pattern_properties,
+    "additionalProperties": _additional_properties,
+}
+
+
+def _json_in(text: Any) -> Any:
+    """Return the JSON value that a text holds; _NO_JSON if the value is no such text."""
+    try:
+        return json.loads(text, parse_constant=no_constant) if isinstance(text, str) else _NO_JSON
+    except (ValueError, RecursionError):
+        return _NO_JSON
