@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from bass_cli.run.plan import Plan
 
 
-class Drawing(Protocol):
+class Backend(Protocol):
     """A source of samples whose models have been checked: this process, or a WorkerPool."""
 
     @property
@@ -143,7 +143,7 @@ class LocalBackend:
 
 
 @contextlib.contextmanager
-def drawing_of(spec: JobSpec, screen: Screen, request: Request | None) -> Iterator[Drawing]:
+def open_backend(spec: JobSpec, screen: Screen, request: Request | None) -> Iterator[Backend]:
     """Check the job's models and open a source of samples.
 
     `request`: The Ray cluster to use; None for this process.
@@ -180,7 +180,7 @@ def generate_samples(args: GenerateArgs, screen: Screen) -> bool:
     check_name(out, overwrite=args.overwrite)
     best = read_best_of(args.best_of, args.rank_by, job.n)
     columns = read_columns(args.columns, job, ranked=bool(best))
-    job = with_rows_of(job, out, overwrite=args.overwrite)
+    job = with_batch_size_of(job, out, overwrite=args.overwrite)
     shard, request = read_shard(args, job), read_request(args, job, out)
     source = source_of(args.prompts, args.prompt_column, screen, args.separator, args.id_column)
     digest = PromptDigest(source, job.prompt_column)
@@ -202,18 +202,18 @@ def generate_samples(args: GenerateArgs, screen: Screen) -> bool:
     spec = JobSpec(job, identity, checked.count, checked.longest, shard, checked.wanted)
     expected = None if best else samples_of_job(checked.count, job, checked.wanted)
     with (
-        drawing_of(spec, screen, request) as drawing,
+        open_backend(spec, screen, request) as backend,
         open_output(
             out,
-            drawing.facts.manifest | {"source": source.name, "expected": expected},
+            backend.facts.manifest | {"source": source.name, "expected": expected},
             resume=args.resume,
             overwrite=args.overwrite,
             prompt_ids=lambda: {prompt.id: prompt.settings for prompt in prompts()},
             prompts=digest if digest.count else None,
         ) as writer,
     ):
-        job = drawing.facts.job
-        show_notes(job, drawing.facts, screen, plain=checked.plain, notes=checked.notes)
+        job = backend.facts.job
+        show_notes(job, backend.facts, screen, plain=checked.plain, notes=checked.notes)
         found = prompts()
         output: SampleWriter = writer
         laid: LayoutWriter | BestWriter
@@ -223,7 +223,7 @@ def generate_samples(args: GenerateArgs, screen: Screen) -> bool:
                 output = laid = BestWriter(laid, **best, n=job.n, prompts=prompts)
             found = laid.expect(found)
         summary = write_samples(
-            output, drawing, job, found, checked.count, screen, wanted=checked.wanted
+            output, backend, job, found, checked.count, screen, wanted=checked.wanted
         )
         if isinstance(output, BestWriter):
             writer.totals["dropped"] = output.dropped
@@ -345,7 +345,7 @@ def show_notes(
 
 def write_samples(
     writer: SampleWriter,
-    drawing: Drawing,
+    backend: Backend,
     job: Job,
     prompts: Iterator[Prompt],
     count: int | None,
@@ -374,20 +374,20 @@ def write_samples(
             "maximal coupling: samples depend on each other, so all are drawn again, and only the "
             "missing ones are written"
         )
-    for note in (*drawing.facts.notes, *writer.notes, *_progress(writer, complete=rest is None)):
+    for note in (*backend.facts.notes, *writer.notes, *_progress(writer, complete=rest is None)):
         screen.note(note)
     failed: dict[str, str | None] = {}  # by prompt id
 
     screen.start(
         None if samples is None else samples - len(writer.done),
-        rows=drawing.facts.rows,
+        rows=backend.facts.rows,
         live=writer.name != STANDARD_OUTPUT or not sys.stdout.isatty(),
-        beside=drawing.line,
+        beside=backend.line,
     )
     try:
         if rest is not None:
             left = None if count is None else count - complete
-            for completion in drawing.draw(rest, writer.done, left):
+            for completion in backend.draw(rest, writer.done, left):
                 if completion.error is not None:
                     completion = replace(completion, error=screen.render(completion.error))
                 writer.write(transform(completion))
@@ -397,7 +397,7 @@ def write_samples(
     finally:
         kept = {"kept": writer.kept} if isinstance(writer, BestWriter) else {}
         summary = screen.summary(writer.name) | kept
-        summary["usage"] = drawing.usage() or summary["usage"]
+        summary["usage"] = backend.usage() or summary["usage"]
         writer.add_run(summary["decoding_seconds"], summary["usage"])
     writer.confirm()  # before the summary says that the samples are in the file
     screen.close(None if rest is None else summary)
@@ -469,7 +469,7 @@ def read_job(args: PairArgs, defaults: Mapping[str, Any] | None = None, **change
     return make_job(pair, **given, **unsaid)
 
 
-def with_rows_of(job: Job, out: str, *, overwrite: bool) -> Job:
+def with_batch_size_of(job: Job, out: str, *, overwrite: bool) -> Job:
     """Take the batch size from the manifest of `out`, if it is "auto" and samples depend on it.
 
     Otherwise the memory that is free now would decide.

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class _Scoring:
-    """A source of scored completions, in place of one of samples (generation.Drawing)."""
+    """A source of scored completions, in place of one of samples (generation.Backend)."""
 
     line: Callable[[], str] | None = None
 

@@ -20,7 +20,7 @@ from bass_cli.io.prompts import prompts_of
 from bass_cli.io.results import Completion
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.run.requests import Request
-from bass_cli.run.tasks import RequestReader
+from bass_cli.run.tasks import TaskBuilder
 
 USER = {"role": "user", "content": "2 + 2?"}
 # How a vocabulary has the tags: as tokens of text, as special tokens, or not at all
@@ -69,9 +69,9 @@ def generated(tokenizer: Tokenizer, prompt: Any, text: str, **settings: Any) -> 
     eos = 2 if eos is None else tokenizer.id_of(eos)
     scheduler_of = {"context": 1000, "eos_ids": {eos}, "tags": tags_of(tokenizer),
                     "stop_ids": made.sampling.stop_token_ids}  # fmt: skip
-    reader = RequestReader(made, tokenizer, context=1000, tags=tags_of(tokenizer))
+    builder = TaskBuilder(made, tokenizer, context=1000, tags=tags_of(tokenizer))
     (item,) = prompts_of([prompt])
-    first = reader.take(item, [0], now=0.0).tokens
+    first = builder.build(item, [0], now=0.0).tokens
     whole = [*first, *tokenizer.encode_part(spelled(tokenizer, text)), eos]
     table = torch.zeros(len(whole), 1, tokenizer.size)
     for at, following in enumerate(whole[1:]):

@@ -24,10 +24,10 @@ from bass_cli.formats.sources import locate
 from bass_cli.formats.tokenizer import Tokenizer
 from bass_cli.generation import (
     check_name,
-    drawing_of,
     files_read,
+    open_backend,
     read_job,
-    with_rows_of,
+    with_batch_size_of,
     write_samples,
 )
 from bass_cli.io import terminal
@@ -53,15 +53,15 @@ def run(args: BatchArgs, screen: Screen) -> bool:
     _check_files(args, job, out, errors)
     served = args.model or job.pair.name
     stale = args.overwrite and os.path.exists(errors)
-    job = with_rows_of(job, out, overwrite=args.overwrite)
+    job = with_batch_size_of(job, out, overwrite=args.overwrite)
     cluster = read_request(args, job, out)
     screen.phase("reading the requests")
     batch = _Batch(open_source(args.prompts), job)
     checked = batch.check()
     identity = {"prompts": batch.digest.record(), "prompt_column": job.prompt_column}
     spec = JobSpec(job, identity, checked.count, checked.longest, None, checked.wanted)
-    with drawing_of(spec, screen, cluster) as drawing:
-        manifest = drawing.facts.manifest | {"source": batch.source.name}
+    with open_backend(spec, screen, cluster) as backend:
+        manifest = backend.facts.manifest | {"source": batch.source.name}
         opened = functools.partial(
             open_output,
             manifest=manifest,
@@ -82,8 +82,8 @@ def run(args: BatchArgs, screen: Screen) -> bool:
             answers.skip(batch.requests())
             summary = write_samples(
                 answers,
-                drawing,
-                drawing.facts.job,
+                backend,
+                backend.facts.job,
                 answers.prompts(batch.requests()),
                 checked.count,
                 screen,

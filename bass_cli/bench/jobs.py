@@ -27,7 +27,7 @@ from bass_cli.errors import MachineError, UserError
 from bass_cli.io.prompts import Prompt
 from bass_cli.models.spec import Format
 from bass_cli.run.plan import Plan
-from bass_cli.run.tasks import RequestReader, Task
+from bass_cli.run.tasks import Task, TaskBuilder
 
 _POLL = 0.2  # seconds between two readings of a GPU's memory
 _OURS, _ON_RAY = "bass", "bass --ray"
@@ -75,9 +75,9 @@ def measure(
         UserError: a prompt cannot be run.
         MachineError: a process failed; the message ends with its last line of output.
     """
-    reader = RequestReader.of(plan)
+    builder = TaskBuilder.of(plan)
     try:
-        tasks = [task_of(reader, prompt) for prompt in prompts]
+        tasks = [task_of(builder, prompt) for prompt in prompts]
     except UserError as error:
         raise UserError(f"--job: {error}") from None
     with tempfile.TemporaryDirectory() as name:

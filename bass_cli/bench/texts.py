@@ -17,7 +17,7 @@ from bass_cli.io.readers import open_source
 from bass_cli.run.plan import Plan
 from bass_cli.run.profile import PASSAGES, joined
 from bass_cli.run.sampling import row_sampling
-from bass_cli.run.tasks import RequestReader, Task
+from bass_cli.run.tasks import Task, TaskBuilder
 
 CHAT, EDITING = "chat", "editing"  # kinds of text
 QUESTIONS = (
@@ -78,8 +78,8 @@ def texts_for(settings: Settings, plan: Plan | None) -> dict[str, list[Text]]:
     try:
         for kind in settings.texts:
             assert plan is not None
-            reader, chat = RequestReader.of(plan), plan.files.tokenizer.has_chat_template
-            found[kind] = [_text(reader, kind, i, chat=chat) for i in range(count)]
+            builder, chat = TaskBuilder.of(plan), plan.files.tokenizer.has_chat_template
+            found[kind] = [_text(builder, kind, i, chat=chat) for i in range(count)]
             longest = max(len(text.tokens) for text in found[kind])
             _check_room(longest, settings, plan.files.target.spec.context)
     except UserError:
@@ -87,14 +87,14 @@ def texts_for(settings: Settings, plan: Plan | None) -> dict[str, list[Text]]:
     return found or {"": [Text(tokens, []) for tokens in prompts_for(settings, plan)]}
 
 
-def _text(reader: RequestReader, kind: str, number: int, *, chat: bool) -> Text:
+def _text(builder: TaskBuilder, kind: str, number: int, *, chat: bool) -> Text:
     question, reference = QUESTIONS[number % len(QUESTIONS)], None
     if kind == EDITING:
         reference = PASSAGES[number % len(PASSAGES)].strip()
         question = _EDIT + reference
     messages = [{"role": "user", "content": question}] if chat else None
     text = None if chat else f"{question}\n\n"
-    task = task_of(reader, Prompt("", text, messages, {}, reference, kind))
+    task = task_of(builder, Prompt("", text, messages, {}, reference, kind))
     return Text(task.tokens, task.reference)
 
 
@@ -110,8 +110,8 @@ def _check_room(longest: int, settings: Settings, context: int) -> None:
 def _real_prompts(plan: Plan, file: str | None, lengths: list[int]) -> list[list[int]]:
     if file is None:
         return [joined(plan.files.tokenizer, i, length) for i, length in enumerate(lengths)]
-    reader, prompts = RequestReader.of(plan), read_prompts(open_source(file), limit=len(lengths))
-    given = [task_of(reader, prompt).tokens for prompt in prompts]
+    builder, prompts = TaskBuilder.of(plan), read_prompts(open_source(file), limit=len(lengths))
+    given = [task_of(builder, prompt).tokens for prompt in prompts]
     return [given[i % len(given)] for i in range(len(lengths))]
 
 
@@ -159,10 +159,10 @@ def _random_ids(prompt: int, length: int, vocab: int) -> list[int]:
     return out
 
 
-def task_of(reader: RequestReader, prompt: Prompt) -> Task:
+def task_of(builder: TaskBuilder, prompt: Prompt) -> Task:
     """Tokenise a prompt; UserError with its place if it cannot be run."""
     try:
-        return reader.take(prompt, (), now=0.0)
+        return builder.build(prompt, (), now=0.0)
     except UserError as error:
         reason = str(error)
         place = "" if reason.startswith(prompt.place) else f"{prompt.place}: "

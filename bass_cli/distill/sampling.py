@@ -26,7 +26,7 @@ from bass_cli.io.results import Completion, open_output
 from bass_cli.io.resume import read_manifest
 from bass_cli.reading import parse_object
 from bass_cli.run.plan import Plan
-from bass_cli.run.tasks import RequestReader
+from bass_cli.run.tasks import TaskBuilder
 
 TURN, ANSWER, TEXT, FILE = "turn", "answer", "text", "file"  # kinds of prompts; begin their ids
 ENOUGH = 0.98  # share of the wanted tokens; the lengths of samples are only estimated
@@ -327,7 +327,7 @@ def lines_of(path: Path) -> Iterator[Completion]:
 
 def usable(prompts: Iterator[Prompt], plan: Plan, screen: Screen) -> list[Prompt]:
     """Return the prompts that the target can run; UserError if there are none."""
-    reader, found, faults = RequestReader.of(plan), list[Prompt](), list[str]()
+    builder, found, faults = TaskBuilder.of(plan), list[Prompt](), list[str]()
     for prompt in prompts:
         for name in prompt.settings:
             raise UserError(
@@ -335,7 +335,7 @@ def usable(prompts: Iterator[Prompt], plan: Plan, screen: Screen) -> list[Prompt
                 "it out"
             )
         try:
-            reader.take(prompt, (), now=0.0)
+            builder.build(prompt, (), now=0.0)
             found.append(prompt)
         except UserError as error:
             faults.append(f"{prompt.place}: {error}")
@@ -348,7 +348,7 @@ def usable(prompts: Iterator[Prompt], plan: Plan, screen: Screen) -> list[Prompt
 
 def texts_of(path: Path, plan: Plan) -> list[Text]:
     """Return the token ids of every sample behind those of its prompt."""
-    reader = RequestReader.of(plan)
+    builder = TaskBuilder.of(plan)
     prompts: dict[str, list[int]] = {}
     found = []
     for one in lines_of(path):
@@ -357,7 +357,7 @@ def texts_of(path: Path, plan: Plan) -> list[Text]:
         if one.id not in prompts:
             parts = {name: one.meta.get(name) for name in _PARTS}
             prompt = _prompt(one.id, f"{path}: {json.dumps(one.id)}", **parts)
-            prompts[one.id] = reader.take(prompt, (), now=0.0).tokens
+            prompts[one.id] = builder.build(prompt, (), now=0.0).tokens
         begin = prompts[one.id]
         found.append(Text(_origin(one.id), [*begin, *one.token_ids], len(begin)))
     return found

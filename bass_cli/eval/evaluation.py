@@ -27,16 +27,16 @@ from bass_cli.eval.tasks import load_task
 from bass_cli.eval.tasks.task import Problem, PromptFormat, Task, shape_prompt
 from bass_cli.formats.sources import check_sources
 from bass_cli.generation import (
-    Drawing,
+    Backend,
     LocalBackend,
     check_name,
-    drawing_of,
     files_read,
     files_written,
+    open_backend,
     read_job,
     read_shard,
     show_notes,
-    with_rows_of,
+    with_batch_size_of,
     write_samples,
 )
 from bass_cli.io.console import Screen
@@ -118,12 +118,12 @@ class Evaluation:
         self._check_sandbox()
         if self.choose_format():
             self.check_outputs([self.out])
-        self.job = with_rows_of(self.job, self.out, overwrite=self._args.overwrite)
+        self.job = with_batch_size_of(self.job, self.out, overwrite=self._args.overwrite)
         longest, count = self.longest_prompt(), len(self.problems)
         spec = JobSpec(self.job, self._source(), count, longest, self.shard)
-        with drawing_of(spec, self._screen, self.request) as drawing:
-            self._show_facts(drawing.facts)
-            self.generate(drawing, self.out)
+        with open_backend(spec, self._screen, self.request) as backend:
+            self._show_facts(backend.facts)
+            self.generate(backend, self.out)
         return self.score(self.out), not self.failed
 
     def check_outputs(self, samples: Iterable[str], *more: tuple[str, str | Path | None]) -> None:
@@ -175,15 +175,15 @@ class Evaluation:
             self._screen.note(note)
         return dataclasses.replace(plan, notes=())
 
-    def drawing(self, plan: Plan, loop: Callable[[], Loop]) -> Drawing:
-        """Return a drawing of the plan's job in this process, with the loop that `loop` makes."""
+    def local_backend(self, plan: Plan, loop: Callable[[], Loop]) -> Backend:
+        """Return a backend for the plan's job in this process, with the loop that `loop` makes."""
         return LocalBackend(plan, self._facts(plan), self._screen, loop)
 
-    def generate(self, drawing: Drawing, out: str) -> None:
+    def generate(self, backend: Backend, out: str) -> None:
         """Write the missing samples of all prompts to `out`."""
         with open_output(
             out,
-            drawing.facts.manifest
+            backend.facts.manifest
             | {
                 "prompt_format_reason": self._format_choice and self._format_choice.recorded,
                 "expected": len(self.problems) * self.job.n,
@@ -194,7 +194,7 @@ class Evaluation:
         ) as writer:
             write_samples(
                 writer,
-                drawing,
+                backend,
                 self.job,
                 self.prompts(),
                 len(self.problems),

@@ -138,8 +138,8 @@ def _generate(
             chosen = _plan_of(plan, method, budget)
             files[method, budget] = name = _file(evaluation.out, method, budget)
             screen.note(f"{method}, {budget:g} s per prompt")
-            drawing = evaluation.drawing(chosen, functools.partial(loop, chosen))
-            evaluation.generate(drawing, name)
+            backend = evaluation.local_backend(chosen, functools.partial(loop, chosen))
+            evaluation.generate(backend, name)
     return files
 
 

@@ -47,7 +47,7 @@ from bass_cli.run.requests import (
     plan_of,
 )
 from bass_cli.run.scheduler import Scheduler
-from bass_cli.run.tasks import EndRule, RequestReader
+from bass_cli.run.tasks import EndRule, TaskBuilder
 from bass_cli.run.updates import NewWeights, Updated, Updates
 from bass_cli.system.host import is_refused_memory
 
@@ -103,7 +103,9 @@ class Engine:
         self.plan = plan = plan_of(job)
         self._on_phase, self._on_bytes, self._on_note = on_phase, on_bytes, on_note
         self._scheduler = Scheduler(
-            RequestReader.of(plan, limit=plan.max_new_tokens, tags=plan.tags, on_note=on_note),
+            TaskBuilder.of(
+                plan, max_new_tokens=plan.max_new_tokens, tags=plan.tags, on_note=on_note
+            ),
             EndRule(plan.eos_ids, plan.job.sampling.stop, plan.stop_ids),
             on_round=on_round,
             on_results=self._wake_callers,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from bass_cli.engine.contracts import PromptLogprobs, Target
     from bass_cli.formats.tokenizer import Tokenizer
     from bass_cli.run.plan import Plan
-    from bass_cli.run.tasks import RequestReader
+    from bass_cli.run.tasks import TaskBuilder
 
 COLUMN = "completion"  # the field with the completion
 GIVEN = "given"  # finish_reason of a text that was not generated
@@ -147,14 +147,14 @@ def _scored(
     with plan.memory_need.explained():
         models = load_models(plan, on_bytes)
         try:
-            target, reader = build(plan, models).target, _reader_of(plan)
+            target, builder = build(plan, models).target, _builder_of(plan)
             on_phase("scoring")
             waiting, top = list[_Tokens](), plan.job.sampling.logprobs or 0
             for text in texts:
                 if (text.id, 0) in done:
                     continue
                 try:
-                    one = _tokens_of(text, reader, plan, column)
+                    one = _tokens_of(text, builder, plan, column)
                 except UserError as error:
                     yield Completion.failed(text.id, str(error), seed=0, meta=text.meta)
                     continue
@@ -167,10 +167,10 @@ def _scored(
             models.close()
 
 
-def _tokens_of(text: Prompt, reader: RequestReader, plan: Plan, column: str) -> _Tokens:
+def _tokens_of(text: Prompt, builder: TaskBuilder, plan: Plan, column: str) -> _Tokens:
     """Tokenise a text. UserError if it is too long, or has ids that the model lacks."""
     tokenizer, spec = plan.files.tokenizer, plan.files.target.spec
-    prompt, given = reader.take(text, (0,), now=0.0).tokens, _completion_of(text, column)
+    prompt, given = builder.build(text, (0,), now=0.0).tokens, _completion_of(text, column)
     vocab = min(tokenizer.size, spec.vocab)
     ids = tokenizer.encode_part(given, spec.context) if isinstance(given, str) else given
     if not ids:
@@ -194,15 +194,15 @@ def score_text(text: Prompt, plan: Plan, target: Target, *, top: int) -> Complet
         text: Its `meta` has the completion.
         top: How many likeliest tokens are listed for each place.
     """
-    tokens = _tokens_of(text, _reader_of(plan), plan, COLUMN)
+    tokens = _tokens_of(text, _builder_of(plan), plan, COLUMN)
     (found,) = _read([tokens], target, plan, COLUMN, top)
     return found
 
 
-def _reader_of(plan: Plan) -> RequestReader:
-    from bass_cli.run.tasks import RequestReader
+def _builder_of(plan: Plan) -> TaskBuilder:
+    from bass_cli.run.tasks import TaskBuilder
 
-    return RequestReader.of(plan, tags=plan.tags)
+    return TaskBuilder.of(plan, tags=plan.tags)
 
 
 def _read_together(

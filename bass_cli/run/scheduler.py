@@ -31,10 +31,10 @@ from bass_cli.run.tasks import (
     Ending,
     EndRule,
     FinishedSample,
-    RequestReader,
     Sample,
     Task,
-    suspects,
+    TaskBuilder,
+    rows_to_check,
     with_echo,
 )
 
@@ -63,7 +63,7 @@ class Scheduler:
     on another one.
 
     Args:
-        reader: Reads the prompts of the job, whose model, limit and batch hold for all requests.
+        builder: Reads the prompts of the job, whose model, limit and batch hold for all requests.
         rule: What ends the samples of the job.
         on_round: Called after every round; `capacity` of its result is the rows of the batch.
         on_results: Called when requests have got results or ended.
@@ -71,14 +71,14 @@ class Scheduler:
 
     def __init__(
         self,
-        reader: RequestReader,
+        builder: TaskBuilder,
         rule: EndRule,
         *,
         on_round: Callable[[RoundResult], None] | None = None,
         on_results: Callable[[], None] | None = None,
     ):
-        self._reader, self._on_round, self._on_results = reader, on_round, on_results
-        self._job = job = reader.job
+        self._builder, self._on_round, self._on_results = builder, on_round, on_results
+        self._job = job = builder.job
         self._eos, self._rules = rule.eos, {_stops_of(job): rule}  # by what ends a sample
         # With a budget, prompts run one at a time unless a batch size is given. Under maximal
         # coupling they always do, each with a fresh controller. Otherwise the clock would change
@@ -92,7 +92,7 @@ class Scheduler:
         self._controller_used = False  # whether the controller may have learnt something
         # Requests and calls that are not admitted yet, and requests that are and have not ended.
         self._arrivals = deque[Request | EngineCall]()
-        self._requests = dict[Request, RequestReader]()
+        self._requests = dict[Request, TaskBuilder]()
         # Prompts in progress, oldest first; those in progress when the loop was left; and the keys
         # of both.
         self._tasks: dict[Task, None] = {}
@@ -228,7 +228,7 @@ class Scheduler:
         self._controller_used = True
         usual = 1 if request.job.draws_one else request.job.n
         self._forecast.expect(None if request.count is None else request.count * usual)
-        self._requests[request] = self._reader.with_job(request.job)
+        self._requests[request] = self._builder.with_job(request.job)
 
     def _restart(self) -> None:
         """Use a controller that has learnt nothing, and forget what the drafter has learnt."""
@@ -307,16 +307,16 @@ class Scheduler:
 
     def _begin_prompt(self, request: Request, prompt: Prompt) -> int:
         """Tokenise and open a prompt; return its number of tokens, 0 if it cannot be run."""
-        job, reader = request.job, self._requests[request]
+        job, builder = request.job, self._requests[request]
         usual = 1 if job.draws_one else job.n
         try:
-            job = reader.job_of(prompt)
+            job = builder.job_of(prompt)
             waiting = _samples_to_draw(request, prompt, job)
             self._forecast.begin(1 if job.draws_one else job.n, expected=usual)
             if not waiting:
                 return 0
             now, copies = self.loop.clock.now(), job.draws_one
-            task = reader.take(prompt, waiting, now=now, copies=copies)
+            task = builder.build(prompt, waiting, now=now, copies=copies)
             self._end_rule_of(job)
             self._new_matcher(task)
         except UserError as error:
@@ -343,7 +343,7 @@ class Scheduler:
             if len(self._rules) >= _MAX_RULES:  # other prompts no longer need most of them
                 used = {sample.rule for sample in self._live_samples.values()}
                 self._rules = {key: rule for key, rule in self._rules.items() if rule in used}
-            tokenizer = self._reader.tokenizer
+            tokenizer = self._builder.tokenizer
             ids = ending_ids(tokenizer, *stops, vocab=tokenizer.rows or sys.maxsize)
             self._rules[stops] = EndRule(self._eos, stops[0], ids)
         return self._rules[stops]
@@ -385,7 +385,7 @@ class Scheduler:
 
     def _free_rows(self) -> int:
         """The number of rows that can be admitted; 0 after a preemption until a row has ended."""
-        batch, limit = self.loop.batch, self._reader.limit
+        batch, limit = self.loop.batch, self._builder.max_new_tokens
         if self._preempted and self._live_samples:
             return 0
         generated = int(batch.generated().sum())
@@ -414,7 +414,7 @@ class Scheduler:
         if structure is None and (thinking is None or limit is None):
             return None
         vocab = self.loop.batch.processors.vocab
-        grammars = grammars_of(self._reader.tokenizer, vocab, self._eos)
+        grammars = grammars_of(self._builder.tokenizer, vocab, self._eos)
         try:
             return grammars.matcher(structure, None if thinking is None else thinking.copy())
         except SettingError as error:
@@ -429,9 +429,8 @@ class Scheduler:
         copied = task.copies is not None and 0 not in task.copies
         visible = None
         if task.owner.streams and not copied:
-            begin = (
-                () if thinking is None or self._reader.tags is None else (self._reader.tags.begin,)
-            )
+            tags = self._builder.tags
+            begin = () if thinking is None or tags is None else (tags.begin,)
             new = VisibleText((*task.job.sampling.stop, *begin))
             visible = task.visible.setdefault(sample, new)  # kept if it is drawn again
             visible.tokens = 0
@@ -447,7 +446,7 @@ class Scheduler:
             ended = not self._arrivals and all(one.exhausted for one in self._requests)
             typical = self._forecast.length(float(self.loop.batch.generated().mean()))
             waiting = self._forecast.waiting(waiting, ended=ended)
-        return PendingWork(waiting * min(typical, self._reader.limit), typical)
+        return PendingWork(waiting * min(typical, self._builder.max_new_tokens), typical)
 
     def _run_round(self) -> None:
         done = self.loop.round(
@@ -499,7 +498,7 @@ class Scheduler:
         live_rows, rules = self.loop.batch.live_rows, set(self._rules.values())
         if len(rules) > 1:
             rules = {sample.rule for sample in self._live_samples.values()}
-        indices = suspects(rules, self.loop.batch.host_state)
+        indices = rows_to_check(rules, self.loop.batch.host_state)
         if self.loop.batch.masked:
             indices += [row.index for row in live_rows if row.matcher and row.matcher.fault]
         for index in dict.fromkeys(indices):

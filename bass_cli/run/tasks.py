@@ -1,8 +1,8 @@
 """Tasks and their samples: tokenise prompts, render their chats and start their clocks; find where
 samples end, and make Completions of those that have ended.
 
-`suspects` finds the rows that may have ended in a round, with a few operations on its tokens. A
-Sample decides. Not here: which sample has which row of the batch (scheduler.py).
+`rows_to_check` finds the rows that may have ended in a round, with a few operations on its tokens.
+A Sample decides. Not here: which sample has which row of the batch (scheduler.py).
 """
 
 from __future__ import annotations
@@ -120,15 +120,15 @@ class Task:
         )
 
 
-_MOST_OWN = 1000  # the most different settings of prompts that are kept
+_MAX_CACHED_JOBS = 1000  # the most different settings of prompts that are kept
 
 
-class RequestReader:
+class TaskBuilder:
     """Makes Tasks of a job's prompts.
 
     Args:
         context: The target's context, in tokens.
-        limit: The most new tokens of a sample that the batch has room for. Default: the job's.
+        max_new_tokens: The most new tokens of a sample that fit into the batch. Default: the job's.
         tags: The tags of thinking parts; None if they are not looked for.
         on_note: Called once with each note to the user.
     """
@@ -139,14 +139,16 @@ class RequestReader:
         tokenizer: Tokenizer,
         *,
         context: int,
-        limit: int | None = None,
+        max_new_tokens: int | None = None,
         tags: Tags | None = None,
         on_note: Callable[[str], None] = lambda note: None,
     ):
         self.job, self.tokenizer, self.context, self.tags = job, tokenizer, context, tags
-        self._note = functools.cache(on_note)  # readers of further jobs share it
-        self.limit = job.sampling.max_new_tokens if limit is None else limit
-        self._own: dict[str, Job] = {}  # by a prompt's own settings
+        self._note = functools.cache(on_note)  # builders for further jobs share it
+        self.max_new_tokens = (
+            job.sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
+        )
+        self._job_by_settings: dict[str, Job] = {}  # by a prompt's own settings
         self._samplings: dict[int, RowSampling] = {}  # by id of a job, which is kept above
 
     @classmethod
@@ -154,27 +156,27 @@ class RequestReader:
         cls,
         plan: Plan,
         *,
-        limit: int | None = None,
+        max_new_tokens: int | None = None,
         tags: Tags | None = None,
         on_note: Callable[[str], None] = lambda note: None,
-    ) -> RequestReader:
-        """Return the reader of a plan's prompts."""
+    ) -> TaskBuilder:
+        """Return the builder for a plan's prompts."""
         return cls(
             plan.job,
             plan.files.tokenizer,
             context=plan.files.target.spec.context,
-            limit=limit,
+            max_new_tokens=max_new_tokens,
             tags=tags,
             on_note=on_note,
         )
 
-    def with_job(self, job: Job) -> RequestReader:
-        """Return a reader of another job for the same model and batch."""
-        return RequestReader(
+    def with_job(self, job: Job) -> TaskBuilder:
+        """Return a builder for another job for the same model and batch."""
+        return TaskBuilder(
             job,
             self.tokenizer,
             context=self.context,
-            limit=self.limit,
+            max_new_tokens=self.max_new_tokens,
             tags=self.tags,
             on_note=self._note,
         )
@@ -184,19 +186,20 @@ class RequestReader:
         if not prompt.settings:
             return self.job
         key = repr(prompt.settings)
-        if key not in self._own:
+        if key not in self._job_by_settings:
             own = prompt.own_job(self.job)
-            if (tokens := own.sampling.max_new_tokens) > self.limit:
+            if (tokens := own.sampling.max_new_tokens) > self.max_new_tokens:
                 raise UserError(
                     f'{prompt.place}: field "max_new_tokens": {tokens} is more than the '
-                    f"{self.limit} that the batch has room for; raise "
+                    f"{self.max_new_tokens} that the batch has room for; raise "
                     "`sampling.max_new_tokens` of the job"
                 )
-            if len(self._own) >= _MOST_OWN:  # prompts may all have their own seed
-                self._own.clear()
+            # Prompts may all have their own seed.
+            if len(self._job_by_settings) >= _MAX_CACHED_JOBS:
+                self._job_by_settings.clear()
                 self._samplings.clear()
-            self._own[key] = own
-        return self._own[key]
+            self._job_by_settings[key] = own
+        return self._job_by_settings[key]
 
     def _sampling_of(self, job: Job, prompt: Prompt) -> RowSampling:
         """Return how tokens of this job are sampled. UserError if the model has no such tokens."""
@@ -208,7 +211,7 @@ class RequestReader:
             self._samplings[id(job)] = found
         return self._samplings[id(job)]
 
-    def take(
+    def build(
         self, prompt: Prompt, samples: Iterable[int], *, now: float, copies: bool = False
     ) -> Task:
         """Tokenise a prompt and start its clock. UserError if it cannot be run.
@@ -336,7 +339,7 @@ class EndRule:
     def __init__(self, eos: Collection[int], stops: Sequence[str], stop_ids: Collection[int] = ()):
         self.eos, self._stops = frozenset(eos), stops
         self.stop_ids = frozenset(stop_ids) - self.eos
-        self.tokens: StopTokens | None = None  # made for the first prompt
+        self.stop_tokens: StopTokens | None = None  # made for the first prompt
 
     def detector(self, text: Continuation, *, skipped: str = "") -> StopDetector | None:
         """Make a stop detector for one sample of a prompt; None if there are no stop texts.
@@ -345,12 +348,12 @@ class EndRule:
         """
         if not self._stops:
             return None
-        if self.tokens is None:
-            self.tokens = StopTokens(text, self._stops)
-        return StopDetector(text, self._stops, self.tokens, skipped=skipped)
+        if self.stop_tokens is None:
+            self.stop_tokens = StopTokens(text, self._stops)
+        return StopDetector(text, self._stops, self.stop_tokens, skipped=skipped)
 
 
-def suspects(rules: Iterable[EndRule], host_state: HostState) -> list[int]:
+def rows_to_check(rules: Iterable[EndRule], host_state: HostState) -> list[int]:
     """Return the indices of live rows that may have ended in the last round.
 
     It takes a few operations on the round's tokens. `rules`: those of all live rows.
@@ -361,8 +364,8 @@ def suspects(rules: Iterable[EndRule], host_state: HostState) -> list[int]:
     for id_ in {id_ for rule in rules for id_ in rule.eos | rule.stop_ids}:
         ends |= block == id_
     for rule in rules:
-        if rule.tokens is not None:
-            ends |= rule.tokens.among(block)
+        if rule.stop_tokens is not None:
+            ends |= rule.stop_tokens.among(block)
     ends &= numpy.arange(block.shape[1]) < counts[:, None]
     of_row = host_state.numbers[indices]
     full = of_row[:, LENGTH] - of_row[:, PROMPT] >= of_row[:, LIMIT]
@@ -413,7 +416,7 @@ class Sample:
                 return ""
         ending = Ending("length")
         so_far = FinishedSample(self.task, 0, self.row, ending, 0.0, self.thinking)
-        return self.visible.new(so_far.parts(list(tokens))[0])
+        return self.visible.new(so_far.text_and_thinking(list(tokens))[0])
 
     def check_end(self) -> Ending | None:
         """Truncate a finished row to its sample and return the ending; None if it has not ended.
@@ -490,18 +493,20 @@ class FinishedSample(NamedTuple):
     thinking: Thinking | None = None
     shown: int = 0
 
-    def parts(self, tokens: list[int]) -> tuple[str, str | None, int]:
+    def text_and_thinking(self, tokens: list[int]) -> tuple[str, str | None, int]:
         """Return the text, the thinking part, and the number of its tokens (see Thinking.end)."""
         thinking, task = self.thinking, self.task
         if thinking is not None:
             thinking.feed(tokens[thinking.count :])
         # some tokenizers do not call their end-of-sequence token special: it would be in the text
-        told = tokens[:-1] if self.ending.reason == "eos" else tokens
+        shown_tokens = tokens[:-1] if self.ending.reason == "eos" else tokens
         if thinking is None or not (thinking.end or thinking.is_open):
-            return self._text(told, task.text), None, 0
-        reasoning, after = thinking.split(told, task.text)
+            return self._text(shown_tokens, task.text), None, 0
+        reasoning, after = thinking.split(shown_tokens, task.text)
         end = len(tokens) if thinking.end is None else thinking.end
-        answer = self._text(told[end:], task.text.after(tokens[:end])) if thinking.end else ""
+        answer = (
+            self._text(shown_tokens[end:], task.text.after(tokens[:end])) if thinking.end else ""
+        )
         return (after + answer).lstrip(NEWLINES), reasoning, end
 
     def _text(self, tokens: list[int], text: Continuation) -> str:
@@ -526,8 +531,8 @@ class FinishedSample(NamedTuple):
         sampling, ids = task.job.sampling, task.job.token_ids
         top, scored = sampling.logprobs, task.scores if self.sample == 0 else None
         tokens, scores = ([], []) if row is None else (row.generated_tokens, row.log_probabilities)
-        text, reasoning, thought = self.parts(list(tokens))
-        answer = scores[thought:]
+        text, reasoning, num_thinking = self.text_and_thinking(list(tokens))
+        answer = scores[num_thinking:]
         total = math.fsum(answer)
         entries = _NO_ENTRIES if row is None else row.entries()
         return Completion(
@@ -553,7 +558,7 @@ class FinishedSample(NamedTuple):
             if scored is not None and sampling.prompt_logprobs
             else None,
             reasoning=reasoning,
-            reasoning_tokens=None if reasoning is None else thought,
+            reasoning_tokens=None if reasoning is None else num_thinking,
             error=ending.error and ending.error.replace("{}", str(len(scores) + 1)),
             **reported(top, scores, entries, processed=sampling.logprobs_of == "processed"),
         )

@@ -34,7 +34,7 @@ from bass_cli.models.decoder import Decoder
 from bass_cli.models.partition import Share
 from bass_cli.run.build import Models
 from bass_cli.run.profile import PASSAGES
-from bass_cli.run.tasks import RequestReader
+from bass_cli.run.tasks import TaskBuilder
 from bass_kernels.dispatch import SCHEDULES, schedule
 
 # Prompts
@@ -419,7 +419,7 @@ def test_chat_and_editing_are_measured_apart_by_default(tmp_path: Path) -> None:
 def test_editing_prompts_have_their_text_as_a_reference(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     tokenizer = Tokenizer.load(tmp_path)
-    reader = RequestReader(settings(shape="tiny", methods="plain").job, tokenizer, context=10_000)
+    reader = TaskBuilder(settings(shape="tiny", methods="plain").job, tokenizer, context=10_000)
     for number in range(8):
         text = texts._text(reader, "editing", number, chat=True)
         passage = tokenizer.decode(text.reference)

@@ -17,7 +17,7 @@ from bass_cli.errors import UserError
 from bass_cli.formats.tokenizer import Tokenizer
 from bass_cli.io.prompts import prompts_of
 from bass_cli.run.pair import open_files
-from bass_cli.run.tasks import RequestReader
+from bass_cli.run.tasks import TaskBuilder
 
 TAGS = ("<think>", "</think>")
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -184,11 +184,11 @@ def test_the_template_in_a_gguf_file_takes_tools_and_continues(
     )
 
 
-def reader(folder: Path, template: str, **job: Any) -> RequestReader:
+def reader(folder: Path, template: str, **job: Any) -> TaskBuilder:
     pair = {"name": "x", "target": str(folder), "draft": "none"}
     made = Job(pair=pair, template=template, **job)  # type: ignore[arg-type]
     assert made.template is not None
-    return RequestReader(made, Tokenizer.load(folder).with_template(made.template), context=2000)
+    return TaskBuilder(made, Tokenizer.load(folder).with_template(made.template), context=2000)
 
 
 def test_the_jobs_system_tools_and_arguments_hold_where_a_prompt_has_none(folder: Path) -> None:
@@ -206,14 +206,14 @@ def test_the_jobs_system_tools_and_arguments_hold_where_a_prompt_has_none(folder
     for prompt, (messages, tool) in zip(prompts_of(lines), expected, strict=True):
         text = theirs(folder, CHATML, messages, tools=[tool], add_generation_prompt=True)
         ids = Tokenizer.load(folder).encode_part(text)
-        assert read.take(prompt, [0], now=0.0).tokens == ids
+        assert read.build(prompt, [0], now=0.0).tokens == ids
 
 
 def test_a_lines_arguments_come_before_the_jobs(folder: Path) -> None:
     read = reader(folder, LLAMA3, template_args='{"date_string": "1 May"}', chat=True)
     lines = ["a", {"prompt": "a", "template_args": {"date_string": "2 May"}}]
     texts = [
-        Tokenizer.load(folder).decode(read.take(prompt, [0], now=0.0).tokens)
+        Tokenizer.load(folder).decode(read.build(prompt, [0], now=0.0).tokens)
         for prompt in prompts_of(lines)
     ]
     assert ["1 May" in texts[0], "2 May" in texts[1]] == [True, True]
@@ -222,7 +222,7 @@ def test_a_lines_arguments_come_before_the_jobs(folder: Path) -> None:
 def test_a_refused_prompt_is_named_by_its_place(folder: Path) -> None:
     (prompt,) = prompts_of([{"messages": [USER, USER]}])
     with pytest.raises(UserError, match=r"prompts\[0\]: the chat template refuses .*alternate"):
-        reader(folder, MISTRAL).take(prompt, [0], now=0.0)
+        reader(folder, MISTRAL).build(prompt, [0], now=0.0)
 
 
 def test_a_pair_file_names_templates_and_tools_beside_it(tmp_path: Path) -> None:

@@ -196,9 +196,9 @@ def fed_through_the_filter(
 def test_few_ids_pass_the_filter(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("the cat sat there\n    if x return\n")[1:]
     after = Continuation(tokenizer, tokenizer.encode("def f(x):\n"))
-    suspects = StopTokens(after, [" sat"]).among(numpy.array(ids))
-    assert any(suspects)
-    assert suspects.mean() < 0.5
+    marked = StopTokens(after, [" sat"]).among(numpy.array(ids))
+    assert any(marked)
+    assert marked.mean() < 0.5
 
 
 def test_a_stop_text_in_a_long_run_of_bytes(tokenizer: Tokenizer) -> None:

@@ -2,11 +2,11 @@
 
 from bass_cli.run import scheduler
 from bass_cli.run.requests import Request
-from bass_cli.run.tasks import EndRule, RequestReader
+from bass_cli.run.tasks import EndRule, TaskBuilder
 
 
 class Scheduler(scheduler.Scheduler):
-    """Draws on `loop`. count: of the prompts; None if unknown. For the others see RequestReader,
+    """Draws on `loop`. count: of the prompts; None if unknown. For the others see TaskBuilder,
     EndRule and scheduler.Scheduler."""
 
     def __init__(
@@ -22,9 +22,9 @@ class Scheduler(scheduler.Scheduler):
         count=None,
         on_round=None,
     ):
-        reader = RequestReader(job, tokenizer, context=context, tags=tags)
+        builder = TaskBuilder(job, tokenizer, context=context, tags=tags)
         rule = EndRule(eos_ids, job.sampling.stop, stop_ids)
-        super().__init__(reader, rule, on_round=on_round)
+        super().__init__(builder, rule, on_round=on_round)
         self._count = count
         self.resume(loop)
 
