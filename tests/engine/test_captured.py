@@ -128,7 +128,7 @@ def test_catching_up_by_graphs_fills_the_draft_cache(pair, monkeypatch, missing,
 
 
 def test_only_small_batches_catch_up_many_tokens_at_once():
-    assert [round_module.sizes(rows)[-1] for rows in (1, 8, 16, 256)] == [128, 128, 32, 32]
+    assert [round_module.catch_up_sizes(rows)[-1] for rows in (1, 8, 16, 256)] == [128, 128, 32, 32]
 
 
 @pytest.mark.parametrize("missing", [5, 40, 140])

@@ -409,7 +409,7 @@ def test_moved_memory_is_captured_again(decoders):
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.6, 1.0])
-def test_simulated_acceptance(decoders, rate):
+def test_simulated_acceptance_has_the_given_rate(decoders, rate):
     target, draft = decoders("llama")
     loop, live = (
         loop_for(target, draft, batch=5, lengths=Fixed(4), graphs=True, acceptance=(rate,)),

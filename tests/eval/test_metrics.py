@@ -54,7 +54,7 @@ def test_first_ranked_sample_has_the_highest_log_probability_in_any_order() -> N
     assert first_ranked([]) is None
 
 
-def test_statistics_of_times() -> None:
+def test_quantiles_and_spread_of_times() -> None:
     values = [float(value) for value in np.random.default_rng(0).gamma(2.0, size=37)]
     for share in (0.0, 0.25, 0.5, 0.9, 0.99, 1.0):
         assert quantile(values, share) == pytest.approx(

@@ -165,8 +165,8 @@ def test_a_sample_without_a_stop_text_is_not_decoded(monkeypatch: pytest.MonkeyP
     for row in range(4):
         detector = watch.detector(after)
         assert detector is not None
-        assert watch.tokens is not None
-        watch.tokens.among(numpy.array(ids))
+        assert watch.stop_tokens is not None
+        watch.stop_tokens.among(numpy.array(ids))
         decoded.clear()
         assert all(detector.feed([id_]) is None for id_ in ids)
         assert row == 0 or decoded == []

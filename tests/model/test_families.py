@@ -463,7 +463,7 @@ def test_refusals_name_file_key_and_choices(config: dict[str, Any], message: str
     ({"llama.rope.dimension_count": 7}, "from 2 to 8 .the size of a head., not 7"),
     ({"llama.rope.dimension_count": 2**31}, '"llama.rope.dimension_count": a whole number'),
 ])  # fmt: skip
-def test_gguf_refusals(change: dict[str, Any], message: str) -> None:
+def test_gguf_that_cannot_run_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as error:
         spec_of_gguf({**GGUF, **change}, EMBEDDING, place="x.gguf")
     assert str(error.value).startswith("x.gguf")

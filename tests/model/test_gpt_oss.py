@@ -76,7 +76,7 @@ def test_experts_in_mxfp4_give_the_logits_of_transformers(tmp_path: Path) -> Non
     assert checkpoint.notes == ()
 
 
-def test_published_configuration() -> None:
+def test_published_configuration_is_read() -> None:
     spec = spec_of_config(PUBLISHED, place="")
     assert spec.experts == Experts(32, 4, normalised=True, clamp=(1.702, 7.0))
     assert (spec.sinks, spec.windows[:3]) == (True, (128, 0, 128))

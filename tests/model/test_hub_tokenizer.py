@@ -196,7 +196,7 @@ RULES: list[tuple[str, str | None, Any, dict[str, Any], list[int], list[int]]] =
     [row[1:] for row in RULES],
     ids=[row[0] for row in RULES],
 )
-def test_bos_and_eos(
+def test_bos_and_eos_are_added_as_configured(
     tmp_path: Path,
     kind: str | None,
     processor: Any,

