@@ -194,35 +194,32 @@ def footprint(
         kept_layers: The number of the target's own layers that draft (layer skipping), else 0.
         prompt_tokens: The tokens of the longest prompt; 0 if unknown.
         ranks: The number of devices that the target is split over.
-        layouts, draft_format: Of the target; of the draft. Default: plain numbers of `dtype`.
+        layouts, draft_format: Of target and draft. Default: plain numbers of `dtype`.
     """
     kind, positions, drafts = device.type, longest + 1, draft_format or Format(dtype)
     vocab = target.vocab * (1 if ranks == 1 else 2)  # parts and joined logits
     target, prompt_tokens = part_of(target, ranks), min(prompt_tokens, target.context)
-    models = [spec for spec in (target, draft) if spec is not None]
+    models = [target] if draft is None else [target, draft]
     # tokens of a row in one pass; a parallel draft takes missed tokens and as many masks
     fed = (positions, 2 * longest if at_once and head is None else positions)
     caches = [(target, target.layers + kept_layers, dtype)]
-    caches += [] if draft is None else [(draft, draft.layers, drafts.dtype)]
+    caches += [(spec, spec.layers, drafts.dtype) for spec in models[1:]]
     position, copied = _position_bytes(caches, head, eight_bits=eight_bits)
     scores = [_SCORES[kind] * spec.heads for spec in models]
-    wide = [4 * _working_values(spec) for spec in models]  # a layer in float32
-    if head is not None:  # the hidden states that the head reads
-        wide[0] += len(head.aux_layers) * target.width * dtype.itemsize
+    wide = [4 * _working_values(spec) for spec in models]  # float32; hidden states for a head:
+    wide[0] += 0 if head is None else len(head.aux_layers) * target.width * dtype.itemsize
     scored = max(map(operator.mul, fed, scores))
     token = UnitBytes(position, 2 * _INTEGER + scored + (copied if kind == "cpu" else 0))
-    extra, state = (
-        beyond(longest) + SLACK,
-        _state_bytes_of_row(caches, longest, at_once=at_once),
-    )  # a row's
-    work = _logit_bytes(vocab, positions, dtype, kind, extras)
-    work += max(map(operator.mul, fed, wide)) + scored * prompt_tokens + _INTEGER * ARENA[kind]
+    state = _state_bytes_of_row(caches, longest, at_once=at_once)
+    extra = beyond(longest) + SLACK  # positions of a row besides its new tokens
+    work = _logit_bytes(vocab, positions, dtype, kind, extras) + max(map(operator.mul, fed, wide))
+    work += scored * prompt_tokens + _INTEGER * ARENA[kind]
+    pass_tokens = min(LONG.get(kind, (PASS, PASS))[1], max(prompt_tokens, 1))
     return Footprint(
         weights=_weight_bytes(target, Format(dtype, layouts), kind)
         + _draft_weight_bytes(draft, head, drafts, kind, target=layouts, split=ranks > 1),
         graphs=_LIBRARIES[kind],
-        buffers=min(LONG.get(kind, (PASS, PASS))[1], max(prompt_tokens, 1))
-        * (max(wide) + max(scores) * prompt_tokens)
+        buffers=pass_tokens * (max(wide) + max(scores) * prompt_tokens)
         + extras.scores * SCORED_LOGITS * (dtype.itemsize + 8)
         + copied * prompt_tokens,
         prompts=position * (max(ARENA[kind], prompt_tokens) + _SPARE[kind]) + PROMPTS * state,
