@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -84,13 +84,26 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 class _Part(NamedTuple):
     """Views for one product: queries and mixed [n, lines, D], scores and weights [n, lines, keys],
-    and the place of its keys: of a prompt's span (first, number), or of rows' private keys."""
+    and the place of its keys: of a prompt's span (first, number), or of rows' private keys.
+
+    product: [n, lines, keys], contiguous, in the memory of all weights, which are written later.
+        Queries and keys are multiplied there and copied to `scores`: into a view of a larger tensor
+        torch would multiply one matrix at a time.
+    """
 
     place: tuple[int, int]
     queries: Tensor
     scores: Tensor
     weights: Tensor
     mixed: Tensor
+    product: Tensor
+
+    @classmethod
+    def of(cls, place: tuple[int, int], room: Tensor, views: Iterable[Tensor]) -> _Part:
+        """Make a part of the views of queries, scores, weights and mixed. room: all weights."""
+        queries, scores, weights, mixed = views
+        product = room.view(-1)[: scores.numel()].view(scores.shape)
+        return cls(place, queries, scores, weights, mixed, product)
 
 
 # Keys, transposed [n, D, keys], and values [n, keys, D] of a part in the store of one layer.
@@ -204,7 +217,7 @@ def attend(q: Tensor, room: Room, views: _Views, scale: float) -> Tensor:
     torch.mul(by_head, scale, out=room.queries)
     number = len(room.prompts)
     for part, (keys, _) in zip((*room.prompts, *room.privates), views, strict=True):
-        torch.bmm(part.queries, keys, out=part.scores)
+        part.scores.copy_(torch.bmm(part.queries, keys, out=part.product))
     torch.softmax(room.scores.add_(room.mask), -1, out=room.weights)
     if room.alone:
         room.mixed.zero_()
@@ -265,9 +278,10 @@ def _room(segments: Segments, shape: Sequence[int], kv_heads: int) -> Room:
     first = segments.own.tolist()
     step = _distance(first)
     prompts = [
-        _Part(
+        _Part.of(
             (start, length),
-            *(
+            weights,
+            (
                 whole[:, some].view(kv_heads, -1, whole.shape[-1])[..., :kept]
                 for whole, kept in (
                     (queries, size),
@@ -281,9 +295,10 @@ def _room(segments: Segments, shape: Sequence[int], kv_heads: int) -> Room:
     ]
     by_head = step is not None and kv_heads <= rows
     privates = [
-        _Part(
+        _Part.of(
             (first[0], index) if by_head else (first[index], 0),
-            *(
+            weights,
+            (
                 (whole[index] if by_head else whole[:, index])[..., begin:]
                 for whole, begin in ((queries, 0), (scores, prompt), (weights, prompt), (mixed, 0))
             ),
