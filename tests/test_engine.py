@@ -11,7 +11,7 @@ import pickle
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -264,6 +264,12 @@ def test_settings_beyond_the_engine_are_refused_at_the_call(engine: Engine) -> N
         engine.generate(["a"], n=0)
     with pytest.raises(UserError, match="put a single prompt into a list"):
         engine.generate("a")
+
+    async def prompts() -> AsyncIterator[str]:
+        yield "a"
+
+    with pytest.raises(UserError, match="make a call for each of its prompts, or collect them"):
+        engine.generate(prompts())  # type: ignore[arg-type]
     with pytest.raises(UserError, match="a Sampling is needed"):
         engine.generate(["a"], sampling={"seed": 1})  # type: ignore[arg-type]
 

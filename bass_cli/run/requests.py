@@ -8,7 +8,15 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterable,
+    Callable,
+    Container,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bass_cli.config.job import Job
@@ -233,9 +241,13 @@ def plan_of(job: Job | Plan, known: Checked | None = None) -> Plan:
 def check_prompts_kind(prompts: Any) -> None:
     """Raise UserError for a single prompt in place of a list."""
     if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
+        remedy = (
+            "make a call for each of its prompts, or collect them first"
+            if isinstance(prompts, AsyncIterable)
+            else "put a single prompt into a list"
+        )
         raise UserError(
-            f"prompts: a list of texts or mappings is needed, not {shown(prompts)}; put a single "
-            "prompt into a list"
+            f"prompts: a list of texts or mappings is needed, not {shown(prompts)}; {remedy}"
         )
 
 
