@@ -7,6 +7,7 @@ scheduler.py runs the job.
 from __future__ import annotations
 
 import math
+import os
 import platform
 import re
 import sys
@@ -540,6 +541,8 @@ def device_of(wanted: str) -> torch.device:
     if wanted == "cpu" or fault is not None:
         return torch.device("cpu")
     prepare_kernel_cache()
+    # As until Triton 3.8. 3.9 warns without it, and 3.10 is to round products before sums.
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     return torch.device("cuda")
 
 

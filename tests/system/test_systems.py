@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from checkpoints import write_checkpoint, write_tokenizer
 
 from bass_cli.errors import MachineError
 from bass_cli.io import cache, readers
+from bass_cli.run import plan
 from bass_cli.sandbox.programs import work_folder
 from bass_cli.system import host
 
@@ -160,6 +162,24 @@ def test_kernels_are_cached_elsewhere_if_the_home_is_not_writable(
     monkeypatch.delenv("TRITON_CACHE_DIR")
     cache.prepare_kernel_cache()
     assert cache.is_writable(Path(os.environ["TRITON_CACHE_DIR"]))
+
+
+def test_kernels_add_products_without_rounding_unless_the_environment_forbids_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    knobs = pytest.importorskip("triton.knobs")
+    if not hasattr(knobs.language, "fp_fusion_enabled"):
+        pytest.skip("Triton before 3.9")
+    monkeypatch.setattr(plan, "gpu_fault", lambda: None)
+    monkeypatch.setattr(plan, "prepare_kernel_cache", lambda: None)
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "0")
+    plan.device_of("auto")
+    assert not knobs.language.fp_fusion_enabled(None)
+    monkeypatch.delenv("TRITON_DEFAULT_FP_FUSION")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert plan.device_of("auto").type == "cuda"
+        assert knobs.language.fp_fusion_enabled(None)
 
 
 def test_no_writable_temporary_folder_is_one_error_line(monkeypatch: pytest.MonkeyPatch) -> None:
