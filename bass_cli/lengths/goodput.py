@@ -21,8 +21,8 @@ from bass_cli.lengths.costs import Array, RoundCost
 from bass_cli.lengths.surface import Surface
 
 _CHOICES = (*WIDTHS, 48, LONGEST)  # the captured lengths and two more
-_FOUND = 2  # the longest probe of drafts that the host found
-_PROBE = 4  # the longest probe of other drafts, if a captured length beats a shorter one
+_HOST_PROBE = 2  # the longest probe of drafts that the host found
+_DEVICE_PROBE = 4  # the longest probe of other drafts, if a captured length beats a shorter one
 _STAY = 0.01  # gain needed to leave the last length; below it noise would choose
 _LEAVE = 0.03  # the same for going to plain decoding, because coming back may cost more
 # A plain round is inserted if the relative uncertainty of the cost exceeds the gain of drafting,
@@ -65,19 +65,22 @@ class Goodput(DraftLength):
         self._first_job = surface is None or surface.acceptance is None
         self._acceptance = Acceptance(limit, surface.acceptance if surface is not None else None)
         self._inputs, self._rows, self._frozen = DEFAULT_INPUT, 0, frozen
-        self._runs = numpy.ones(len(self._choices))  # by choice: 0 if another length ran in place
-        self._line: Array | None = None  # seconds of a round with each choice, for the live rows
-        self._plain = self._pace = 0.0  # seconds of a plain round; fewest seconds a token of a row
+        # By choice: 0 if another length ran in its place.
+        self._is_served = numpy.ones(len(self._choices))
+        self._round_seconds: Array | None = None  # of a round with each choice, for the live rows
+        self._plain = 0.0  # seconds of a plain round
+        self._token_seconds = 0.0  # the fewest seconds for a token of a row
         self._last = 0  # index of the last choice made by goodput
-        self._lost = 0.0  # seconds that trials of lengths were expected to lose
+        self._trial_losses = 0.0  # seconds that trials of lengths were expected to lose
         self._unlearnt: tuple[RoundResult, ControllerInput] | None = None
-        self._now = self._next = (0, False)  # (length, whether a probe) of this round and the next
-        self._decided = False  # whether `_next` is up to date
+        # (length, whether a probe) of this round and the next.
+        self._this_choice = self._next_choice = (0, False)
+        self._next_is_chosen = False  # whether `_next_choice` is up to date
         self._probes, self._lookups, self._budget = Backoff(), Lookups(), Budget()
 
     @property
     def drafts(self) -> bool:
-        return not self._decided or self._next[0] > 0
+        return not self._next_is_chosen or self._next_choice[0] > 0
 
     @property
     def plain(self) -> float:
@@ -87,7 +90,7 @@ class Goodput(DraftLength):
         """See DraftLength.needs_result. True at the beginning of a pair's first job, after a probe
         and after catching up; a plain round says nothing about drafts."""
         unsure = self._acceptance.unsure and self._first_job
-        informative = self._now[1] or self._inputs.catch_up or unsure
+        informative = self._this_choice[1] or self._inputs.catch_up or unsure
         return bool(self._frozen or not self._costs.known or (width and informative))
 
     def next(self, rows: int, inputs: ControllerInput = DEFAULT_INPUT) -> int:
@@ -99,73 +102,81 @@ class Goodput(DraftLength):
         self._acceptance.recall(inputs.skipped)
         same = rows == self._rows and before.catch_up == self._inputs.catch_up
         self._rows = rows
-        if not (self._decided and same):
-            self._decide()
-        self._now, self._decided = self._next, False
-        return self._now[0]
+        if not (self._next_is_chosen and same):
+            self._choose_next()
+        self._this_choice, self._next_is_chosen = self._next_choice, False
+        return self._this_choice[0]
 
     def reflect(self) -> None:
         self._learn()
         if not self._frozen:
-            if self._inputs.free and self._next[0]:
+            if self._inputs.free and self._next_choice[0]:
                 self._lookups.begin()
-            self._decide()
-            self._decided = True
+            self._choose_next()
+            self._next_is_chosen = True
 
     def trim(self, num_drafts: Sequence[int]) -> int:
         """Return the length that pays for these numbers of drafts, or now and then a short
         probe."""
         most, inputs = max(num_drafts), self._inputs
-        if self._line is None:
+        if self._round_seconds is None:
             return most
-        line = numpy.interp(range(most + 1), self._choices, self._line)
+        round_seconds = numpy.interp(range(most + 1), self._choices, self._round_seconds)
         tokens, plain = self._acceptance.tokens(num_drafts), self._plain
-        likely = self._lookups.find(float((plain * tokens - line).max()) / plain)
-        once = first_use(range(most + 1), inputs, line, 1.0, self._affordable, self._warmup)
+        likely = self._lookups.find(float((plain * tokens - round_seconds).max()) / plain)
+        one_time = first_use(
+            range(most + 1), inputs, round_seconds, 1.0, self._affordable, self._warmup
+        )
         # Drafts are not found in every round, so a one-time cost must pay within the expected gain.
         # That gain is a mean over lookups, so it is not saved twice over.
-        once[once > _CAUTION * max(plain * likely, 0.0)] = numpy.inf
-        paces = line / tokens + once
-        best = int((paces <= paces.min() * (1 + _STAY)).argmax())
+        one_time[one_time > _CAUTION * max(plain * likely, 0.0)] = numpy.inf
+        token_seconds = round_seconds / tokens + one_time
+        best = int((token_seconds <= token_seconds.min() * (1 + _STAY)).argmax())
         if best == 0:
-            most = min(most, _FOUND)
+            most = min(most, _HOST_PROBE)
             # With many rows a round may not pay even if all drafts found are accepted. With fewer
             # rows, later, it costs less. Its cost is measured only by drafting, so it is tried
             # now and then: the first rounds may have been slow.
             found = statistics.fmean(min(count, most) for count in num_drafts)
-            least = float(line[most]) * math.exp(-self._unsure(most))
+            least = float(round_seconds[most]) * math.exp(-self._relative_uncertainty(most))
             pays = least < plain * (1 + found)
-            self._now = self._probe(most, self._line, hopeful=pays)
-        return best or self._now[0]
+            self._this_choice = self._probe(most, self._round_seconds, hopeful=pays)
+        return best or self._this_choice[0]
 
     def observe(self, done: RoundResult) -> None:
         self._learn()
         if done.wanted in self._choices:  # a round of another length shows nothing about this one
-            self._runs[self._choices.index(done.wanted)] = done.width == done.wanted
-        inputs, line = self._inputs, self._line
+            self._is_served[self._choices.index(done.wanted)] = done.width == done.wanted
+        inputs, round_seconds = self._inputs, self._round_seconds
         if done.padded not in (0, inputs.padded) and not self._frozen:
             inputs = inputs._replace(padded=done.padded)  # the next round has fewer rows
-            if line is not None:
-                line = self._costs.line(done.padded, inputs.context, free=inputs.free)
+            if round_seconds is not None:
+                round_seconds = self._costs.round_seconds(
+                    done.padded, inputs.context, free=inputs.free
+                )
         self._unlearnt = done, inputs
-        if line is not None:
-            self._account(done, line)
+        if round_seconds is not None:
+            self._account(done, round_seconds)
         # The next length depends on what a lookup found, and on the first known cost.
-        self._decided = self._decided and self._costs.known and not done.lookup_seconds
+        self._next_is_chosen = (
+            self._next_is_chosen and self._costs.known and not done.lookup_seconds
+        )
         if done.width == 0:
             self._probes.idle += 1
             return
-        self._decided = self._decided and not (self._now[1] or self._acceptance.unsure)
+        self._next_is_chosen = self._next_is_chosen and not (
+            self._this_choice[1] or self._acceptance.unsure
+        )
         self._budget.drafted = self._budget.spent
-        self._probes.observe(paid=done.mostly_accepted, probe=self._now[1])
+        self._probes.observe(paid=done.mostly_accepted, probe=self._this_choice[1])
 
     def least(self, drafted: int) -> float:
         """One more draft pays if the tokens that it is expected to add would take longer at the
         current seconds a token."""
-        if self._line is None or not self._pace:
+        if self._round_seconds is None or not self._token_seconds:
             return 0.0
-        before, after = numpy.interp((drafted, drafted + 1), self._choices, self._line)
-        return max(float((after - before) / (self._pace * self._acceptance.rate)), 0.0)
+        before, after = numpy.interp((drafted, drafted + 1), self._choices, self._round_seconds)
+        return max(float((after - before) / (self._token_seconds * self._acceptance.rate)), 0.0)
 
     def learned(self) -> Surface | None:
         """Return the learnt costs, from which later jobs may begin; None if there is a measured
@@ -173,89 +184,102 @@ class Goodput(DraftLength):
         self._learn()
         return self._costs.surface(acceptance=self._acceptance.rate)
 
-    def _decide(self) -> None:
+    def _choose_next(self) -> None:
         """Learn from the last round, then choose the next length."""
         self._learn()
         inputs = self._inputs
         self._acceptance.follow(inputs.samples or tuple(range(self._rows)))
         if self._costs.known:
             rows = inputs.padded or self._rows
-            self._line = self._costs.line(rows, inputs.context, free=inputs.free)
-            self._plain = float(self._line[0])
-        if self._line is not None and not inputs.free:
-            self._next = self._choice(self._line, inputs)
+            self._round_seconds = self._costs.round_seconds(rows, inputs.context, free=inputs.free)
+            self._plain = float(self._round_seconds[0])
+        if self._round_seconds is not None and not inputs.free:
+            self._next_choice = self._choose(self._round_seconds, inputs)
         else:  # the cost of plain rounds is unknown, or drafts must be looked up first
             due = self._lookups.due and self._lookups.cost * self._plain <= self._affordable
-            self._next = self._choices[-1] if self._line is not None and due else 0, False
+            self._next_choice = (
+                self._choices[-1] if self._round_seconds is not None and due else 0,
+                False,
+            )
 
-    def _choice(self, line: Array, inputs: ControllerInput) -> tuple[int, bool]:
+    def _choose(self, round_seconds: Array, inputs: ControllerInput) -> tuple[int, bool]:
         """Return the length with the fewest seconds a token over the rest, and whether it is a
         probe."""
         rounds = self._acceptance.rounds(self._rows, inputs.rooms)[[*self._choices]]
-        paces = line * rounds
-        self._pace, unsure = float(paces.min()), self._acceptance.unsure
+        token_seconds = round_seconds * rounds
+        self._token_seconds, unsure = float(token_seconds.min()), self._acceptance.unsure
         least = 1 + (0.0 if unsure else _LEAST_ACCEPTED) * (1 / rounds - 1)
-        once = first_use(self._choices, inputs, line, least, self._affordable, self._warmup)
-        paces += once
-        hopeful = paces.copy()
+        one_time = first_use(
+            self._choices, inputs, round_seconds, least, self._affordable, self._warmup
+        )
+        token_seconds += one_time
+        hopeful = token_seconds.copy()
         if self._last and not unsure:
             # A length may cost one standard deviation less than estimated. So lengths that may be
             # the best are tried, and each try makes their estimates better.
             rows = inputs.padded or self._rows
-            spread = self._costs.spread(rows, self._last, inputs.context) * self._runs
+            spread = self._costs.spread(rows, self._last, inputs.context) * self._is_served
             hopeful[1:] *= numpy.exp(-spread[1:])
         best = int(hopeful.argmin())
-        stays = paces[self._last] <= hopeful[best] * (1 + (_STAY if best else _LEAVE))
+        stays = token_seconds[self._last] <= hopeful[best] * (1 + (_STAY if best else _LEAVE))
         self._last = self._last if stays else best
         length = self._choices[self._last]
         if length and not unsure and not self._frozen:
-            length = self._choices[self._trial(paces, once, line)]
+            length = self._choices[self._try_longer(token_seconds, one_time, round_seconds)]
         if length:
             uncertainty = self._costs.uncertainty(
                 inputs.padded or self._rows, self._last, inputs.context
             )
-            if self._now[0] and uncertainty > numpy.clip(self._plain / self._pace - 1, *_UNSURE):
+            if self._this_choice[0] and uncertainty > numpy.clip(
+                self._plain / self._token_seconds - 1, *_UNSURE
+            ):
                 return 0, False
             return min(2 * length, self._choices[-1]) if inputs.stops else length, False
         short = [
-            k for k in self._choices if 1 <= k <= (_PROBE if any(inputs.one_time_costs) else 1)
+            k
+            for k in self._choices
+            if 1 <= k <= (_DEVICE_PROBE if any(inputs.one_time_costs) else 1)
         ]
-        return self._probe(min(short, key=inputs.one_time_cost, default=0), line)
+        return self._probe(min(short, key=inputs.one_time_cost, default=0), round_seconds)
 
-    def _trial(self, paces: Array, once: Array, line: Array) -> int:
+    def _try_longer(self, token_seconds: Array, one_time: Array, round_seconds: Array) -> int:
         """Return the choice of this round: the last one, or a longer one that no job of the pair
         has measured with so many rows.
 
         A pass of more tokens may take no longer: products change their tiles with the number of
         tokens. The longer choice that would then gain most is tried, if drafting has gained what
-        the trial loses by the estimates. Args as in `_choice`.
+        the trial loses by the estimates. Args as in `_choose`.
         """
         last, inputs, rows = self._last, self._inputs, self._inputs.padded or self._rows
-        at_best = self._costs.at_best(rows, last, line, inputs.context)
-        gains = 1 - at_best / line * paces / paces[last]
-        losses = line[last] * (paces / paces[last] - 1).clip(0.0)
-        most = min(_TRIALS * self._budget.spent - self._lost, self._budget.won)
-        may = (losses <= most) & (self._runs > 0) & (once == 0)
+        optimistic_seconds = self._costs.optimistic_seconds(
+            rows, last, round_seconds, inputs.context
+        )
+        gains = 1 - optimistic_seconds / round_seconds * token_seconds / token_seconds[last]
+        losses = round_seconds[last] * (token_seconds / token_seconds[last] - 1).clip(0.0)
+        most = min(_TRIAL_SHARE * self._budget.spent - self._trial_losses, self._budget.won)
+        may = (losses <= most) & (self._is_served > 0) & (one_time == 0)
         may &= ~self._costs.tried(rows)
         may[: last + 1] = False
         place = int(numpy.where(may, gains, 0.0).argmax())
-        if not may[place] or gains[place] < _WORTH:
+        if not may[place] or gains[place] < _TRIAL_GAIN:
             return last
-        self._lost += float(losses[place])
+        self._trial_losses += float(losses[place])
         return place
 
-    def _probe(self, length: int, line: Array, *, hopeful: bool = True) -> tuple[int, bool]:
+    def _probe(
+        self, length: int, round_seconds: Array, *, hopeful: bool = True
+    ) -> tuple[int, bool]:
         """Return a short draft length if a probe is due and affordable, else 0. hopeful: whether it
         may pay by the estimates."""
         inputs, plain, backoff = self._inputs, self._plain, self._probes
-        loss = float(numpy.interp(length, self._choices, line)) + inputs.catch_up - plain
+        loss = float(numpy.interp(length, self._choices, round_seconds)) + inputs.catch_up - plain
         due = backoff.ready and backoff.due(loss / plain, hopeful=hopeful)
         due = due and loss <= self._affordable
-        once = inputs.warmup_cost(length) or inputs.one_time_cost(length) - inputs.catch_up
-        due = due and once <= self._first_use(0.0)
+        one_time = inputs.warmup_cost(length) or inputs.one_time_cost(length) - inputs.catch_up
+        due = due and one_time <= self._first_use(0.0)
         return length if due else 0, due and length > 0
 
-    def _unsure(self, length: int) -> float:
+    def _relative_uncertainty(self, length: int) -> float:
         """Return the standard deviation of this length's cost relative to a plain round's."""
         rows = self._inputs.padded or self._rows
         spread = self._costs.spread(rows, 0, self._inputs.context)
@@ -270,8 +294,8 @@ class Goodput(DraftLength):
         """Return the seconds that a first use may take if the acceptance rate is unknown, with
         so many plain rounds left besides the time without drafts."""
         seconds = self._budget.spent - self._budget.drafted + self._plain * left
-        saved = _SAVED * self._acceptance.rate * self._plain * self._inputs.left
-        return min(_TRIAL * seconds, saved)
+        saved = _SURE_SAVING * self._acceptance.rate * self._plain * self._inputs.left
+        return min(_FIRST_USE_SHARE * seconds, saved)
 
     @property
     def _warmup(self) -> float:
@@ -297,14 +321,14 @@ class Goodput(DraftLength):
         else:
             self._acceptance.idle()
 
-    def _account(self, done: RoundResult, line: Array) -> None:
+    def _account(self, done: RoundResult, round_seconds: Array) -> None:
         """Record what drafting or a lookup gained in this round against plain decoding."""
-        plain, taken = float(line[0]), done.seconds
+        plain, taken = float(round_seconds[0]), done.seconds
         if not self._frozen:  # a gain counts by measured plain rounds if they are faster
             plain *= math.exp(-max(self._costs.unchecked, 0.0))
         looked_up = done.lookup_seconds > 0 and not self._frozen
         if self._frozen or not done.steady:
-            taken = float(numpy.interp(done.width, self._choices, line))
+            taken = float(numpy.interp(done.width, self._choices, round_seconds))
         taken += self._inputs.catch_up if done.width else 0.0
         waited = 0.0 if self._frozen else done.waiting
         won = plain * (1 + sum(done.accepted) / len(done.accepted)) - taken - waited
@@ -314,18 +338,19 @@ class Goodput(DraftLength):
         )
 
 
-_TRIALS = 0.005  # share of all time that trials of longer lengths may lose
-_WORTH = 0.03  # possible gain from which a trial is worth it
+_TRIAL_SHARE = 0.005  # share of all time that trials of longer lengths may lose
+_TRIAL_GAIN = 0.03  # possible gain from which a trial is worth it
 _LEAST_ACCEPTED = 0.5  # share of the expected drafts that a round surely keeps if the rate is known
 _CAUTION = 2.0  # a one-time cost must be saved this many times over: estimates may be wrong
-_TRIAL = 0.02  # share of all time that a first use may take if the acceptance rate is unknown
-_SAVED = 0.25  # share of the time left that drafts surely save if all are accepted
+# Share of all time that a first use may take if the acceptance rate is unknown.
+_FIRST_USE_SHARE = 0.02
+_SURE_SAVING = 0.25  # share of the time left that drafts surely save if all are accepted
 
 
 def first_use(
     lengths: Sequence[int],
     inputs: ControllerInput,
-    line: Array,
+    round_seconds: Array,
     tokens: Array | float,
     most: float,
     warmup: float,
@@ -333,7 +358,7 @@ def first_use(
     """Return the one-time cost of each length, in seconds for each round left; inf if unaffordable.
 
     Args:
-        line: seconds of a round with each length; the first is plain decoding.
+        round_seconds: seconds of a round with each length; the first is plain decoding.
         tokens: tokens that a row gains in such a round at the least.
         most: seconds that may still be lost, by catching up and by such a round.
         warmup: seconds that a first round may take.
@@ -341,10 +366,10 @@ def first_use(
     one_time_costs, warmup_costs = (
         numpy.array([of(k) for k in lengths]) for of in (inputs.one_time_cost, inputs.warmup_cost)
     )
-    once: Array = one_time_costs * (_CAUTION / inputs.left)
-    lost = line - line[0] * tokens + inputs.catch_up
-    once[((lost > most) & (numpy.array(lengths) > 0)) | (warmup_costs > warmup)] = numpy.inf
-    return once
+    one_time: Array = one_time_costs * (_CAUTION / inputs.left)
+    lost = round_seconds - round_seconds[0] * tokens + inputs.catch_up
+    one_time[((lost > most) & (numpy.array(lengths) > 0)) | (warmup_costs > warmup)] = numpy.inf
+    return one_time
 
 
 _PATIENCE = 4  # rounds before the next try, at the least

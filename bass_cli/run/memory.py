@@ -206,8 +206,8 @@ def footprint(
     caches += [(spec, spec.layers, drafts.dtype) for spec in models[1:]]
     position, copied = _position_bytes(caches, head, eight_bits=eight_bits)
     scores = [_SCORES[kind] * spec.heads for spec in models]
-    wide = [4 * _working_values(spec) for spec in models]  # float32; hidden states for a head:
-    wide[0] += 0 if head is None else len(head.aux_layers) * target.width * dtype.itemsize
+    wide = [4 * _working_values(spec) for spec in models]  # a layer in float32
+    wide[0] += _hidden_bytes(head, target.width, dtype)
     scored = max(map(operator.mul, fed, scores))
     token = UnitBytes(position, 2 * _INTEGER + scored + (copied if kind == "cpu" else 0))
     state = _state_bytes_of_row(caches, longest, at_once=at_once)
@@ -228,6 +228,11 @@ def footprint(
         token=token,
         context=target.context,
     )
+
+
+def _hidden_bytes(head: HeadSpec | None, width: int, dtype: torch.dtype) -> int:
+    """Return the bytes of a token's hidden states that a draft head reads; 0 without a head."""
+    return 0 if head is None else len(head.aux_layers) * width * dtype.itemsize
 
 
 def widest(longest: int) -> int:

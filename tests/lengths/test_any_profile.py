@@ -96,7 +96,7 @@ def test_costs_stay_positive_and_finite_and_rise_unless_measured(surface, rounds
     for rows, width, seconds, context in rounds:
         costs.learn(rows, width, seconds, context)
         for free in (False, True):
-            line = costs.line(rows, context, free=free)
+            line = costs.round_seconds(rows, context, free=free)
             assert numpy.isfinite(line).all()
             assert (line > 0).all()
             assert rises(line[~costs.measured(rows)].tolist())
@@ -131,15 +131,15 @@ def test_a_longer_draft_never_costs_less_at_a_shorter_context():
         (1, 8), (0, 1, 16), verify=[[1.0] * 3] * 2, draft=flat, context=1000.0, growth=(0.0, 1e-5)
     )
     assert rises([surface.seconds(8, k, 0.0) for k in range(70)])
-    assert rises(RoundCost(CHOICES, surface).line(8, 0.0).tolist())
+    assert rises(RoundCost(CHOICES, surface).round_seconds(8, 0.0).tolist())
 
 
 def test_changed_system_clock_does_not_change_the_costs():
     costs = RoundCost(CHOICES, read_surface(json.dumps(BUSY)))
-    before = costs.line(8).tolist()
+    before = costs.round_seconds(8).tolist()
     for seconds in (0.0, -5.0, math.inf, math.nan):
         costs.learn(8, 0, seconds, None)
-    assert costs.line(8).tolist() == before
+    assert costs.round_seconds(8).tolist() == before
 
 
 VALUES = st.recursive(
@@ -193,7 +193,7 @@ def test_invalid_profile_is_ignored_with_a_note_and_a_valid_one_is_usable(file, 
     for rows in (1, 300):
         width = auto.next(rows, ControllerInput(100.0, context=1.0))
         auto.observe(RoundResult(width, (0,) * rows, 0.1))
-    line = RoundCost(CHOICES, surface).line(300, 1.0)
+    line = RoundCost(CHOICES, surface).round_seconds(300, 1.0)
     assert numpy.isfinite(line).all()
     assert line[0] > 0
 

@@ -117,15 +117,15 @@ HALF = "qwen2.5-0.5b"
 def test_slower_device_than_its_profile_is_followed():
     surface = surface_of(device(HALF))
     costs = RoundCost((0, 2, 4), surface)
-    before = costs.line(8)
+    before = costs.round_seconds(8)
     for _ in range(100):
         costs.learn(8, 4, 2 * surface.seconds(8, 4), None)
-    after = costs.line(8)
+    after = costs.round_seconds(8)
     assert after[2] == pytest.approx(2 * before[2], rel=0.02)
     assert 1.4 * before[0] < after[0] <= 2 * before[0]
     frozen = RoundCost((0, 2, 4), surface, frozen=True)
     frozen.learn(8, 4, 2 * surface.seconds(8, 4), None)
-    assert frozen.line(8).tolist() == before.tolist()
+    assert frozen.round_seconds(8).tolist() == before.tolist()
 
 
 def test_longer_contexts_raise_the_costs():
@@ -133,7 +133,7 @@ def test_longer_contexts_raise_the_costs():
     surface = type(surface)(
         surface.rows, surface.widths, surface.verify, surface.draft, 100.0, (1e-6, 5e-7)
     )
-    line = RoundCost((0, 4), surface).line(8, 1100.0)
+    line = RoundCost((0, 4), surface).round_seconds(8, 1100.0)
     assert line.tolist() == pytest.approx(
         [surface.seconds(8, 0, 1100.0), surface.seconds(8, 4, 1100.0)]
     )
@@ -145,7 +145,7 @@ def test_earlier_estimates_are_corrected_by_measurements():
     for _ in range(60):
         for width in (0, 4):
             costs.learn(8, width, cost(8, width), None)
-    assert costs.line(8)[0] == pytest.approx(cost(8, 0), rel=0.1)
+    assert costs.round_seconds(8)[0] == pytest.approx(cost(8, 0), rel=0.1)
 
 
 def test_plain_rounds_of_half_the_time_are_accepted_eventually():
@@ -157,7 +157,7 @@ def test_plain_rounds_of_half_the_time_are_accepted_eventually():
     assert costs.uncertainty(8, 2) < 0.05
     for _ in range(30):
         costs.learn(8, 0, surface.seconds(8, 0) / 2, None)
-    assert costs.line(8)[0] == pytest.approx(surface.seconds(8, 0) / 2, rel=0.05)
+    assert costs.round_seconds(8)[0] == pytest.approx(surface.seconds(8, 0) / 2, rel=0.05)
 
 
 @pytest.mark.parametrize("width", [2, 4, 12])
@@ -168,7 +168,7 @@ def test_expensive_draft_does_not_count_as_a_slow_device(width):
     for _ in range(2):
         costs.learn(8, 0, 1.0, None)
     costs.learn(8, width, 2.0, None)
-    line = costs.line(8)
+    line = costs.round_seconds(8)
     assert line[0] == pytest.approx(1.0, abs=0.02)
     assert line[(0, 2, 4, 12).index(width)] == pytest.approx(2.0, abs=0.05)
 
@@ -182,7 +182,7 @@ def test_plain_estimate_that_only_slow_rounds_with_drafts_raise_is_not_certain()
     assert costs.uncertainty(8, 2) < 0.05
     for _ in range(3):
         costs.learn(8, 4, 3.0, None)
-    raised = costs.line(8)[0]
+    raised = costs.round_seconds(8)[0]
     assert raised > 1.2, "else this test shows nothing"
     assert costs.unchecked == pytest.approx(math.log(raised), abs=0.02)
     assert costs.uncertainty(8, 2) >= costs.unchecked
