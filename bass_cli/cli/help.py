@@ -211,6 +211,9 @@ def _sentence(error: Any, context: Any) -> str:
         near: str | None = f"--{path.rpartition('.')[2].replace('_', '-')}"
         if near not in known:
             near = near_word(name, [form for form in known if form.startswith("--")])
+        key = name.strip("-").replace("-", "_")
+        if "--pair" in known and key in ("tokenizer", "lora"):
+            return f"there is no option {name}; write {key} into the file for --pair"
         return f"there is no option {name}" + (f'; did you mean "{near}"?' if near else "")
     if kind == "BadOptionUsage":
         reason = re.sub(r"^Option '.*?' (?=requires|does)", "it ", error.message, flags=re.DOTALL)

@@ -164,6 +164,8 @@ def test_the_shell_completes_names_of_tasks() -> None:
         ),
         ("generate p.txt --samples 9", 'no option --samples; did you mean "--n"?'),
         ("generate p.txt --temp 1", 'no option --temp; did you mean "--temperature"?'),
+        ("generate p.txt --tokenizer x", "write tokenizer into the file for --pair"),
+        ("bench --lora x", "there is no option --lora; write lora into the file for --pair"),
         ("merge a b --temp 1", "there is no option --temp; see bass merge --help"),
         ("genrate p.txt", 'there is no command "genrate"; did you mean "generate"?'),
         ("draw p.txt", 'there is no command "draw"; see bass --help'),
