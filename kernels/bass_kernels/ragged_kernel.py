@@ -185,7 +185,7 @@ def attend(
 
         end = tl.max(position, 0) + 1  # the first position that no query of this tile sees
         first_seen = 0
-        # Not an `if` on a number: ptxas 12.8 puts the minimum under another condition then.
+        # Not an `if` on a number: ptxas 12.8 and 12.9 may put the minimum under another condition.
         if WINDOWED and PAD == 0:
             first_seen = tl.maximum(
                 tl.min(tl.where(inside, position, 2147483647), 0) - window + 1, 0

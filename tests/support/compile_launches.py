@@ -493,7 +493,7 @@ def check_overlap(kernel, code, options):
 
 def check_reductions(machine_code):
     """Check that all threads take part in each exchange between threads. For a reduction under an
-    `if`, ptxas 12.8 may use the condition of another `if`."""
+    `if`, ptxas 12.8 and 12.9 may use another condition."""
     found = re.findall(r"@!?U?P\d+ +(?:REDUX|SHFL|VOTE|MATCH|BAR)\S*", machine_code)
     assert not found, found
 
