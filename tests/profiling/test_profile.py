@@ -4,7 +4,9 @@ import itertools
 import json
 import math
 import shlex
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -224,6 +226,21 @@ def test_profile_that_was_measured_during_a_job_is_kept(file):
     store.save_surface(file, measured, print)
     store.keep_learnt(file, controller)
     assert store.load_surface(file, print) == measured
+
+
+@pytest.mark.parametrize(("seconds", "used"), [(0.06, True), (2.9, False)])
+def test_profile_that_was_learnt_beside_much_other_work_is_not_used(file, seconds, used):
+    """With it drafts would never be tried again: a round with one takes 120 plain rounds."""
+    grid = {"verify": [[0.024, seconds]], "draft": [[0.0, 0.0]]}
+    learnt = store.make_surface((1,), (0, 1), **grid, measured=False)
+    store.save_surface(file, learnt, pytest.fail)
+    assert store.load_surface(file, pytest.fail) == (learnt if used else None)
+    file.unlink()
+    store.keep_learnt(file, SimpleNamespace(learned=lambda: learnt))
+    assert file.exists() == used
+    measured = replace(learnt, measured=True)
+    store.save_surface(file, measured, pytest.fail)
+    assert store.load_surface(file, pytest.fail) == measured
 
 
 @pytest.mark.parametrize("text", ['{"format": 7}', "\x00\x01", "{}", ""])
