@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bass_cli.errors import MachineError, UserError, spelled
+from bass_cli.errors import MachineError, UserError, first_line, spelled
 from bass_cli.reading import parse_json, parse_object, read_bytes, shown
 
 _MOST_OF_CHATS = 1 << 24  # bytes of a file with a template or tools
@@ -190,7 +190,7 @@ def read_structure(
         return value
     place = ""
     if field == "json_schema" and hasattr(value, "model_json_schema"):
-        value = value.model_json_schema()
+        value = _schema_of(value)
     if field == "json_schema" and isinstance(value, Mapping):
         try:
             value = json.dumps(value, ensure_ascii=False)
@@ -216,6 +216,17 @@ def read_structure(
     except ValueError as error:
         raise ValueError(f"{place}{error}") from None
     return value
+
+
+def _schema_of(kind: Any) -> Any:
+    """Return the JSON schema that a class of pydantic makes of itself. ValueError if it fails."""
+    try:
+        return kind.model_json_schema()
+    except Exception as error:  # of pydantic for a type without a schema, or of the class's code
+        raise ValueError(
+            f"pydantic makes no schema of {shown(kind)}: {first_line(error)}; correct the class, "
+            "or give a schema as a mapping"
+        ) from None
 
 
 def _text_of(path: str | os.PathLike[str], most: int) -> str:

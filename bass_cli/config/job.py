@@ -36,6 +36,7 @@ from bass_cli.config.options import (
     SpeculationOptions,
     packaged_pairs,
 )
+from bass_cli.config.other_names import option_called
 from bass_cli.config.sampling import Sampling
 from bass_cli.config.speculation import CONTROLLERS, check_draft, check_target
 from bass_cli.config.validation import Strict, first_fault, parse_model
@@ -391,12 +392,14 @@ def _parse_pair(content: bytes, place: str, folder: Path | None) -> Pair:
 
 
 def _elsewhere(name: str) -> str | None:
-    """Return what a pair file has in place of an option by its flag's name."""
-    option = JOB.get(name.replace("-", "_"))
-    if option is None:
+    """Return what a pair file has in place of an option by the name of its flag, or by another
+    tool's name. None if the option is unknown."""
+    called = option_called(name)
+    if called is None:
         return None
-    path = option.path.removeprefix("pair.")
-    if "." in option.path or path in Pair.model_fields:
+    whole = JOB[called].path if called in JOB else called
+    path = whole.removeprefix("pair.")
+    if "." in whole or path in Pair.model_fields:
         return f'in a pair file it is "{path}"'
     return f"a pair has no such setting; give `{path}` to the command"
 

@@ -133,9 +133,16 @@ def _local(source: str, folder: Path | None, *, weights: bool) -> Path | None:
 def _check_hub_id(source: str) -> None:
     """Raise a UserError for an address, or a name with a part that hub ids do not have."""
     if address := re.fullmatch(
-        r"(?:https?://|hf:|(?=hf\.co/))(?:[\w.-]+\.co/|//)?([\w.-]+/[\w.-]+).*", source
+        r"(?:(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/|hf:(?://)?)"
+        r"(?!datasets/|spaces/)(?:models/)?([\w.-]+(?:/[\w.-]+)?)(?![\w.-]).*",
+        source,
     ):
         raise UserError(f'"{source}": a hub id has no such prefix; write {address[1]}')
+    if "://" in source:
+        raise UserError(
+            f'"{source}": this is no address of a model on the hub; download the model, and name '
+            "its folder or .gguf file"
+        )
     if part := re.fullmatch(r"([\w.-]+/[\w.-]+)[:@](.+)", source):
         raise UserError(
             f'"{source}": a hub id has no "{part[2]}"; for a file or revision run hf download '
@@ -148,7 +155,7 @@ def _check_path(source: str, path: Path, *, weights: bool) -> None:
     an adapter, a folder of GGUF files or of other models."""
     if path.is_file():
         if weights and path.suffix != ".gguf" and (path.parent / "config.json").exists():
-            inside = os.path.dirname(source) or "."
+            inside = Path(source).parent
             raise UserError(f'"{source}": this is a file of a model; name its folder: {inside}')
         return
     known = ("config.json",) if weights else ("config.json", *TOKENIZER)
@@ -176,7 +183,7 @@ def _refuse_adapter(source: str, path: Path) -> None:
     """Raise a UserError for the folder of a LoRA adapter."""
     config = path / "adapter_config.json"
     if config.exists():
-        base = read_json(config).get("base_model_name_or_path") or "BASE"
+        base = str(read_json(config).get("base_model_name_or_path") or "BASE")
         raise UserError(
             f'"{source}": this is a LoRA adapter; give its base with `pair.target` '
             f"{unquoted(base)} and the adapter with `lora` {source}"

@@ -112,7 +112,7 @@ class EngineCall:
         self.done = False
 
     def run(self) -> None:
-        """EngineCall the function. An interruption is raised; other exceptions are stored."""
+        """Call the function. An interruption is raised; other exceptions are stored."""
         try:
             self.value = self.work()
         except Exception as error:

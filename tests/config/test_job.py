@@ -8,6 +8,7 @@ import json
 import os
 import pkgutil
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -59,6 +60,24 @@ def fault(tmp_path: Path, content: str | bytes) -> str:
         (
             "target: x\nspeculation:\n  dtype: fp8\n",
             ['pair.yaml:3: unknown key "speculation.dtype"; write "dtype" at the top level'],
+        ),
+        (
+            "target: x\nsampling:\n  max_tokens: 1\n",
+            [
+                'pair.yaml:3: unknown key "sampling.max_tokens"; in a pair file it is '
+                '"sampling.max_new_tokens"'
+            ],
+        ),
+        (
+            "target: x\nmodel_path: y\n",
+            ['pair.yaml:2: unknown key "model_path"; in a pair file it is "target"'],
+        ),
+        (
+            "target: x\nmax_samples: 2\n",
+            [
+                'pair.yaml:2: unknown key "max_samples"',
+                "no such setting; give `limit` to the command",
+            ],
         ),
         (
             "target: x\ntop-p: 1\n",
@@ -424,6 +443,20 @@ def test_a_pydantic_class_is_its_schema() -> None:
 
 class _Answer(BaseModel):
     number: int
+
+
+class _WithoutSchema(BaseModel):
+    function: Callable[[int], int]
+
+
+class _Undefined(BaseModel):
+    other: _Nowhere  # type: ignore[name-defined]  # noqa: F821
+
+
+@pytest.mark.parametrize("kind", [_WithoutSchema, _Undefined, BaseModel])
+def test_a_pydantic_class_without_a_schema_is_refused_by_name(kind: type[BaseModel]) -> None:
+    with pytest.raises(ValueError, match=rf"no schema of .*{kind.__name__}.*; correct the class"):
+        Sampling(json_schema=kind)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("kind", "name", "remedy"), [

@@ -70,6 +70,12 @@ def test_a_path_near_a_model_is_refused_with_the_path_to_name(
     ("https://huggingface.co/o/n/tree/main", "a hub id has no such prefix; write o/n"),
     ("hf:o/n", "a hub id has no such prefix; write o/n"),
     ("hf.co/o/n", "a hub id has no such prefix; write o/n"),
+    ("huggingface.co/o/n", "a hub id has no such prefix; write o/n"),
+    ("https://huggingface.co/models/o/n", "a hub id has no such prefix; write o/n"),
+    ("https://huggingface.co/gpt2", "a hub id has no such prefix; write gpt2"),
+    ("https://huggingface.co/datasets/o/n", "this is no address of a model on the hub; download "),
+    ("https://else.where/o/n", "this is no address of a model on the hub; download "),
+    ("s3://o/n", "this is no address of a model on the hub; download "),
     ("o/n:Q4_K_M", 'a hub id has no "Q4_K_M"; for a file or revision run hf download o/n '),
     ("o/n@v1", 'a hub id has no "v1"; for a file or revision run hf download o/n '),
 ])  # fmt: skip
