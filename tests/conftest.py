@@ -2,10 +2,12 @@
 set before triton is imported."""
 
 import atexit
+import errno
 import functools
 import gc
 import itertools
 import os
+import stat
 import sys
 import tempfile
 import time
@@ -111,9 +113,16 @@ def own_cache(tmp_path_factory):
 
 @pytest.fixture(scope="session", autouse=True)
 def no_waiting_for_disks():
-    """Do not wait until files are on the disk: no test cuts the power of this process."""
+    """Do not wait until files are on the disk: no test cuts the power of this process. What the
+    system refuses to sync is refused."""
+
+    def fsync(descriptor):
+        mode = os.fstat(descriptor).st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda descriptor: None)
+        patch.setattr(os, "fsync", fsync)
         yield
 
 
