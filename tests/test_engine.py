@@ -324,6 +324,27 @@ def test_another_process_cannot_use_the_engine(engine: Engine) -> None:
     assert len(list(results)) == 3
 
 
+@pytest.mark.parametrize("begun", [False, True])
+def test_another_process_cannot_use_the_models(model: Path, begun: bool) -> None:
+    """A forked process shares the pipes to the other processes of a split model, and would send
+    its own calls there. So not even an engine without a thread is used: one before its first
+    request, or the one of `generate`."""
+    engine = None if begun else Engine(job(model))
+    samples = generate(list(WORDS), job(model, batch_size=1))
+    first = [next(samples)] if begun else []
+    if (child := os.fork()) == 0:
+        try:
+            list(samples if engine is None else engine.generate(["a"]))
+        except UserError as error:
+            os._exit("make an Engine of the same Job there" in str(error))
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    assert len([*first, *samples]) == 9
+    if engine is not None:
+        with engine:
+            assert len(list(engine.generate(["a"]))) == 3
+
+
 def test_ctrl_c_while_waiting_cancels_the_request(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

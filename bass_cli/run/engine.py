@@ -54,10 +54,7 @@ from bass_cli.system.host import is_refused_memory
 T = TypeVar("T")
 Prompts = Iterable[str | Mapping[str, Any] | Prompt]
 _LOG = logging.getLogger("bass")
-_ELSEWHERE = (
-    "cannot go to another process, which has neither its thread nor its models; make an Engine of "
-    "the same Job there"
-)
+_ELSEWHERE = "cannot go to another process; make an Engine of the same Job there"
 _NOT_YET = object()  # of Engine._advance: no result yet
 
 
@@ -115,7 +112,7 @@ class Engine:
         self._resident = not lazy  # many requests follow; a job draws with a lazy engine
         self._has_loop = False  # whether the scheduler has a loop
         self._thread: threading.Thread | None = None
-        self._process: int | None = None  # id of the process that has the thread
+        self._process: int | None = None  # id of the one that has the models and the thread
         self._start_lock = threading.Lock()  # two first calls may come at once
         self._stopping = self._closed = False
         self._error: BaseException | None = None
@@ -330,22 +327,24 @@ class Engine:
 
     def _start(self) -> None:
         """Start the thread at the first call."""
-        if self._is_copy():
-            raise UserError(f"this engine {_ELSEWHERE}")
+        self._refuse_copy()
         with self._start_lock:
             if self._thread is None and not self._stopping:
                 self._load()
                 self._thread = threading.Thread(
                     target=self._run_rounds, daemon=True, name="bass engine"
                 )
-                self._process = os.getpid()
                 self._thread.start()
                 # Python would end the thread inside torch, which aborts the process
                 atexit.register(self.close)
 
     def _is_copy(self) -> bool:
-        """Whether this is the copy of an engine in a forked process, which lacks its thread."""
+        """Whether this is a copy in a forked process, which shares the pipes of a split model."""
         return self._process not in (None, os.getpid())
+
+    def _refuse_copy(self) -> None:
+        if self._is_copy():
+            raise UserError(f"this engine {_ELSEWHERE}")
 
     def _load(self) -> None:
         """Load the models, unless a loop was given."""
@@ -353,6 +352,7 @@ class Engine:
             self._on_phase("loading the weights")
             with self.plan.memory_need.explained():
                 self._models = load_models(self.plan, self._on_bytes)
+        self._process = os.getpid()
 
     def _call_in_thread(self, work: Callable[[], None]) -> None:
         """Let the engine's thread call a function before its next round."""
@@ -478,6 +478,7 @@ class Engine:
     def _step_or_halve(self, step: Callable[[], None]) -> None:
         """Call `step` when the scheduler has a loop. If memory runs out, halve the rows and call it
         again, as long as that is possible."""
+        self._refuse_copy()
         while True:
             with self.plan.memory_need.explained():
                 try:

@@ -224,7 +224,7 @@ class Plan:
         return MemoryNeed(
             self.footprint,
             self.rows,
-            _max_new_tokens(self.job, self.wanted),
+            self.max_new_tokens,
             self.device,
             self.options,
             self.cached_tokens,
@@ -235,10 +235,7 @@ class Plan:
         """The bytes of memory that it takes, by purpose."""
         prompts = max(self.rows / self.samples_per_prompt, 1)
         return self.footprint.parts(
-            self.rows,
-            _max_new_tokens(self.job, self.wanted),
-            prompts=prompts,
-            cached_tokens=self.cached_tokens,
+            self.rows, self.max_new_tokens, prompts=prompts, cached_tokens=self.cached_tokens
         )
 
     @property
