@@ -1,7 +1,7 @@
 # make setup      create .venv with bass, its development tools and the small default model
 # make demo       edit code with a small model, by plain decoding and with lookup drafts, side by side
 # make test-fast  about a minute on 2 cores: files, options, controllers, figures, scheduler
-# make test       what README.md and CI run: at most 6 minutes on 2 cores
+# make test       all tests except those marked slow, as in CI: at most 6 minutes on 2 cores
 # make test-slow  tests marked slow: more cases of the same tests, Ray and processes under kills, browsers, compiling for other GPUs
 # make test-gpu   kernels, captured rounds and training on a CUDA device
 # make test-sanitize   kernels under NVIDIA's compute-sanitizer: memory, shared memory, barriers

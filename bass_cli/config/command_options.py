@@ -62,8 +62,8 @@ RAY = Option(
     "local|ADDRESS",
 )
 ACTORS = Option(
-    "Number of Ray actors; all means one per GPU, or one per node if there are no GPUs, and "
-    "includes nodes that join later",
+    "Number of actors, the processes of --ray; all means one per GPU, or one per node if there are "
+    "no GPUs, and includes nodes that join later",
     MACHINE,
     "N|all",
     "all",
