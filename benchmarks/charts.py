@@ -8,8 +8,8 @@ solved problems against the time limit. The data files hold measured figures; do
 and docs/RESULTS.md have the commands behind them.
 """
 
+import argparse
 import json
-import sys
 
 import matplotlib
 
@@ -66,16 +66,21 @@ def deadlines(data):
     return figure
 
 
-def main(kind, source, target):
-    with open(source, encoding="utf-8") as file:
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("kind", choices=("speed", "deadlines"))
+    parser.add_argument("source", help="the .json file of figures")
+    parser.add_argument("target", help="the .png file to write")
+    args = parser.parse_args()
+    with open(args.source, encoding="utf-8") as file:
         data = json.load(file)
     pyplot.rcParams.update({"font.size": 12, "figure.facecolor": "white"})
-    figure = {"speed": speed, "deadlines": deadlines}[kind](data)
+    figure = {"speed": speed, "deadlines": deadlines}[args.kind](data)
     figure.suptitle(data["title"], fontsize=12)
     figure.text(0.99, 0.005, data["machine"], ha="right", fontsize=8, color="#555555")
     figure.tight_layout()
-    figure.savefig(target, dpi=120)
+    figure.savefig(args.target, dpi=120)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

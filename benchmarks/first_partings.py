@@ -34,6 +34,12 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)  # all tensors are small
     sampling = json.loads(Path(f"{args.first}.manifest.json").read_text())["results"]
+    for path, key, option in (
+        (args.first, "top_logprobs", "--logprobs 8"),
+        (args.second, "token_ids", "--token-ids"),
+    ):
+        if not all(key in line for line in lines_of(path) if line.get("tokens")):
+            parser.error(f"{path}: a line has no {key}; draw the samples with {option}")
     other = {key_of(line): line["token_ids"] for line in lines_of(args.second)}
     firsts, leads, everywhere, again, samples, tokens = [], [], [], 0, 0, 0
     for line in lines_of(args.first):

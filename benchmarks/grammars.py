@@ -6,6 +6,7 @@ The schema has no end within the tokens of the job, so that all rows stay live. 
 or compiled something do not count.
 """
 
+import argparse
 import statistics
 import sys
 import time
@@ -30,11 +31,14 @@ SCHEMA = {"type": "array", "items": PERSON, "minItems": 1000}
 
 def main() -> None:
     """Run the job without, with, and again without the schema, to see the noise."""
-    target, draft = sys.argv[1:3]
-    rows, length, tokens = (
-        int(one) for one in (*sys.argv[3:], *("32", "4", "200")[len(sys.argv) - 3 :])
-    )
-    pair = Pair(name="measured", target=target, draft=draft)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("target")
+    parser.add_argument("draft")
+    for name, default in (("rows", 32), ("draft_length", 4), ("new_tokens", 200)):
+        parser.add_argument(name, type=int, nargs="?", default=default)
+    args = parser.parse_args()
+    rows, length, tokens = args.rows, args.draft_length, args.new_tokens
+    pair = Pair(name="measured", target=args.target, draft=args.draft)
     for name, schema in (("without", None), ("with", SCHEMA), ("without", None)):
         rounds = list[RoundResult]()
         job = Job(
@@ -42,7 +46,7 @@ def main() -> None:
             n=rows,
             batch_size=rows,
             sampling=Sampling(max_new_tokens=tokens, json_schema=schema, seed=1),
-            speculation=Speculation(length=length if draft != "none" else 0),
+            speculation=Speculation(length=length if args.draft != "none" else 0),
         )
         prompt: dict[str, Any] = {"messages": [{"role": "user", "content": PROMPT}]}
         began = time.perf_counter()

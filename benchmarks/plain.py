@@ -7,6 +7,7 @@ These are ratios of one run, so they hold on any machine. Exits with 1 if one is
 then the host delays the device, or kernels have become slower. `make test-gpu` runs it.
 """
 
+import argparse
 import json
 import subprocess
 import sys
@@ -19,7 +20,9 @@ KERNELS = {8: 1.35, 64: 1.55}
 
 
 def main() -> int:
-    shape = sys.argv[1] if len(sys.argv) > 1 else "qwen2.5-7b"
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("shape", nargs="?", default="qwen2.5-7b")
+    shape = parser.parse_args().shape
     command = [
         sys.executable,
         "-c",
