@@ -301,6 +301,14 @@ def test_a_beginning_of_sequence_that_a_prompt_has_twice_is_noted_once(tmp_path:
     assert 'prompts that begin with "<s>" have it twice' in notes[0]
 
 
+def test_special_tokens_that_only_the_text_repeats_are_not_noted(engine: Engine) -> None:
+    """The tokenizer of this model adds none."""
+    notes: list[str] = []
+    with Engine(engine.plan.job, on_note=notes.append) as other:
+        assert len(list(other.generate(["<s><s> a dog"]))) == 3
+    assert not notes
+
+
 def test_another_process_cannot_use_the_engine(engine: Engine) -> None:
     """A forked process has no copy of the engine's thread, and would wait for it forever."""
     results = engine.generate(WORDS[:1])

@@ -281,7 +281,8 @@ class TaskBuilder:
         if messages is None:
             text = prompt.text or ""
             tokens = self.tokenizer.encode(text, self.context)
-            if tokens[:1] == tokens[1:2] and (first := self.tokenizer.special_start(text)):
+            twice = tokens[:1] == tokens[1:2] and (first := self.tokenizer.special_start(text))
+            if twice and tokens != self.tokenizer.encode_part(text, self.context):
                 self._note(
                     f'prompts that begin with "{first}" have it twice, because the tokenizer adds '
                     "it too; leave it out of the text, or give messages or token ids"

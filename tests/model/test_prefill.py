@@ -59,7 +59,7 @@ def small(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def tiles(monkeypatch):
-    """Tiles as on a GPU. Without one `Passes.tile` is 1."""
+    """Tiles as on a GPU. Without one `PrefillPasses.tile` is 1."""
     monkeypatch.setattr(prompts, "TILE", {"cpu": 16})
 
 
