@@ -17,7 +17,7 @@ from typing import Any
 from bass_cli.config.job import Pair
 from bass_cli.config.speculation import parse_draft
 from bass_cli.errors import UserError
-from bass_cli.io.readers import refusal
+from bass_cli.io.hub import refusal
 from bass_cli.reading import os_errors_as, parse_object, read_bytes, refuse_pointer, unquoted
 
 _WANTED = ["*.safetensors", "*.json", "tokenizer*", "*.txt", "*.model", "*.jinja"]

@@ -114,7 +114,7 @@ def test_shards_of_datasets_are_merged_in_the_order_of_a_folder(
 
     lines = [{"id": id_, "prompt": id_} for id_ in "agbh"]
     write("hf:d", lines)
-    monkeypatch.setattr("bass_cli.io.readers._reach_hub", lambda source, name: None)
+    monkeypatch.setattr("bass_cli.io.hub._reach_hub", lambda source, name: None)
     monkeypatch.setattr(datasets, "load_dataset", lambda *given, **words: {"train": lines})
     parts = [f"{number}.jsonl" for number in (1, 2)]
     for number, part in enumerate(parts, 1):

@@ -8,13 +8,11 @@ import json
 import os
 import pkgutil
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 from command_line import cli
-from pydantic import BaseModel
 
 from bass_cli.cli.doctor import parameters_in
 from bass_cli.cli.options import in_flags, reference
@@ -433,30 +431,6 @@ def test_models_are_frozen_and_strict() -> None:
     with pytest.raises(ValueError, match='there is no field "nn"; did you mean "n"'):
         Job.model_validate({"pair": PAIR, "nn": 3})
     assert issubclass(MachineError, UserError)
-
-
-def test_a_pydantic_class_is_its_schema() -> None:
-    pytest.importorskip("llguidance")
-    sampling = Sampling(json_schema=_Answer)  # type: ignore[arg-type]
-    assert json.loads(sampling.json_schema or "") == _Answer.model_json_schema()
-
-
-class _Answer(BaseModel):
-    number: int
-
-
-class _WithoutSchema(BaseModel):
-    function: Callable[[int], int]
-
-
-class _Undefined(BaseModel):
-    other: _Nowhere  # type: ignore[name-defined]  # noqa: F821
-
-
-@pytest.mark.parametrize("kind", [_WithoutSchema, _Undefined, BaseModel])
-def test_a_pydantic_class_without_a_schema_is_refused_by_name(kind: type[BaseModel]) -> None:
-    with pytest.raises(ValueError, match=rf"no schema of .*{kind.__name__}.*; correct the class"):
-        Sampling(json_schema=kind)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("kind", "name", "remedy"), [

@@ -14,8 +14,9 @@ from huggingface_hub import constants, errors
 
 from bass_cli.errors import MachineError, UserError
 from bass_cli.formats.sources import locate
+from bass_cli.io.hub import refusal
 from bass_cli.io.prompts import check_prompts
-from bass_cli.io.readers import open_source, refusal
+from bass_cli.io.readers import open_source
 
 UNREACHABLE = {
     "HF_ENDPOINT": "http://127.0.0.1:9",

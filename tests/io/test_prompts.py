@@ -282,12 +282,19 @@ def test_saved_datasets_are_read_as_their_library_reads_them(tmp_path: Path) -> 
     assert read("two:test") == expected[2:3]
     split = datasets.Dataset.from_dict(rows, split="train")
     split.save_to_disk(tmp_path / "train")
-    assert read("train") == read("train:train") == list(zip(*rows.values(), strict=True))
+    split.save_to_disk(tmp_path / "train[1]")
+    assert (
+        read("train[1]")
+        == read("train")
+        == read("train:train")
+        == list(zip(*rows.values(), strict=True))
+    )
     (tmp_path / "p.jsonl").write_text("{}")
     datasets.DatasetDict().save_to_disk(tmp_path / "none")
     for name, reason in {
         "none": "the data set has no splits; save it again",
         "two": "choose a split, as in ",
+        "train[1]:train[:5]": "train[1]:train, and `limit` N for its first N rows",
         "two:nine": 'there is no split "nine"; did you mean "mine"?',
         "two:a:test": 'a saved data set has no configurations; leave "a" out',
         "one:test": 'the data set was saved without splits; leave "test" out',

@@ -182,7 +182,7 @@ def test_a_datasets_columns_are_its_own_but_not_parts_of_the_prompt(
 ) -> None:
     row: dict[str, Any] = {"prompt": "a", "n": 3, "model": "m", "level": 1}
     monkeypatch.setattr(
-        "bass_cli.io.readers._stream_dataset", lambda *given: iter([row, {**row, "id": "b"}])
+        "bass_cli.io.hub._stream_dataset", lambda *given: iter([row, {**row, "id": "b"}])
     )
     checked = check_prompts(open_source("hf:o/n:test"), column="prompt", limit=None)
     assert [note.partition('column "')[2].partition('"')[0] for note in checked.notes] == [

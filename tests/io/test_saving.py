@@ -310,6 +310,26 @@ def test_a_full_disk_keeps_the_old_chart_and_the_verdicts(tmp_path: Path) -> Non
         assert list(store.verdicts.values()) == [verdict]
 
 
+def test_verdicts_and_saved_copies_reach_the_disk(
+    tmp_path: Path, calls: list[tuple[str, str, int]]
+) -> None:
+    verdicts, path = tmp_path / "v.jsonl", tmp_path / "o.jsonl"
+    with VerdictStore(str(verdicts)) as store:
+        store.add(Verdict("a", 0, "0", "passed", "", 0.1, {}))
+    assert ("fsync", "v.jsonl", verdicts.stat().st_size) in calls
+
+    def lose_name() -> None:
+        with outputs.open_output(str(path), MANIFEST) as writer:
+            writer.write(sample("a", 0))
+            path.unlink()
+
+    with pytest.raises(MachineError, match="saved"):
+        lose_name()
+    saved = tmp_path / "o.saved.jsonl"
+    assert ("fsync", saved.name, saved.stat().st_size) in calls
+    assert calls[-1][:2] == ("fsync", tmp_path.name)
+
+
 def test_hole_in_the_verdicts_loses_only_its_lines(tmp_path: Path) -> None:
     path, verdict = tmp_path / "v.jsonl", Verdict("a", 0, "0", "passed", "", 0.1, {})
     with VerdictStore(str(path)) as store:
