@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jinja2.ext
@@ -85,7 +85,7 @@ def renderer(
         )
         return text
 
-    takes_parts = functools.cache(functools.partial(_takes_parts, apply))
+    roles_in_parts = functools.lru_cache(functools.partial(_roles_in_parts, apply))
 
     def render(request: ChatRequest) -> bytes:
         template = for_tools if for_tools and request.tools is not None else default
@@ -98,8 +98,9 @@ def renderer(
         if request.without_thinking is not None:
             args = args if switch is None else {switch: False} | args
         messages = request.messages
+        roles = tuple(str(message.get("role")) for message in messages)
         text = apply(
-            _in_parts(messages) if takes_parts(template) else messages,
+            _in_parts(messages, roles_in_parts(template, roles)),
             template,
             tools=None if request.tools is None else list(request.tools),
             add_generation_prompt=not request.is_continued,
@@ -115,24 +116,31 @@ def renderer(
     return render
 
 
-def _takes_parts(apply: Callable[..., str], template: str) -> bool:
-    """Return whether a template drops a content that is a text, and takes a list of parts.
+def _roles_in_parts(
+    apply: Callable[..., str], template: str, roles: Sequence[str]
+) -> frozenset[str]:
+    """Return the roles whose content a template drops as a text and takes as a list of parts.
 
     Templates of models that also read images may do so.
+
+    Args:
+        roles: Those of a conversation, in its order, which the template may check.
     """
-    messages = [{"role": "user", "content": _PROBE}]
-    with contextlib.suppress(Exception):  # it may need other messages, or variables
-        return _PROBE not in apply(messages, template) and _PROBE in apply(
-            _in_parts(messages), template
-        )
-    return False
+    probes = [{"role": role, "content": f"{_PROBE}{n}."} for n, role in enumerate(roles)]
+    with contextlib.suppress(Exception):  # it may need variables, or further keys of messages
+        text = apply(probes, template)
+        dropped = {one["role"] for one in probes if one["content"] not in text}
+        if dropped:
+            text = apply(_in_parts(probes, dropped), template)
+        return frozenset(dropped - {one["role"] for one in probes if one["content"] not in text})
+    return frozenset()
 
 
-def _in_parts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages with each text in a list of parts."""
+def _in_parts(messages: Sequence[Mapping[str, Any]], roles: Container[str]) -> list[dict[str, Any]]:
+    """Return the messages with each text of these roles in a list of parts."""
     return [
         {**message, "content": [{"type": "text", "text": message["content"]}]}
-        if isinstance(message.get("content"), str)
+        if message.get("role") in roles and isinstance(message.get("content"), str)
         else dict(message)
         for message in messages
     ]

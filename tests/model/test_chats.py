@@ -106,6 +106,19 @@ def test_a_template_that_takes_parts_only_gets_them(
     assert ours.render(begun).rstrip().endswith(BEGUN["content"])
 
 
+def test_only_roles_whose_text_is_dropped_get_parts(folder: Path) -> None:
+    """The system message is a text here, and must come first."""
+    template = (
+        "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        "{% for m in messages %}{% if m.role == 'system' %}{{ m.content }}{% else %}"
+        "{% for part in m.content %}{% if part.type == 'text' %}|{{ part.text }}{% endif %}"
+        "{% endfor %}{% endif %}{% endfor %}"
+    )
+    ours = Tokenizer.load(folder).with_template(template)
+    expected = f"{SYSTEM['content']}|{USER['content']}"
+    assert ours.render([SYSTEM, USER]) == expected
+
+
 @pytest.mark.parametrize(
     ("template", "messages", "args", "reason"),
     [
