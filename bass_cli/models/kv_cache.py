@@ -199,7 +199,7 @@ class KVCache:
         # in one tensor, so that one copy sets all three, with an aligned place for each
         places = torch.zeros(3, -(-rows // _UNIT) * _UNIT, dtype=torch.int64, device=device)
         self._whole_places, self._places = places, places[:, :rows]
-        self._base, self._start, self._slot = self._places
+        self._base, _, self._slot = self._places
         self._whole_host = numpy.zeros(places.shape, dtype=numpy.int64)
         self._host = self._whole_host[:, :rows]
         # each row's first block and number of blocks

@@ -96,7 +96,7 @@ class RecurrentStates:
         dtype: torch.dtype,
         device: torch.device,
     ):
-        self._rows, self.width = rows, width
+        self.width = width
         state, inputs = (
             torch.zeros(len(recurrent.layers), rows + PROMPTS, *shape, dtype=kind, device=device)
             for shape, kind in zip(
