@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 from bounds import bounded
-from test_ragged import SPAN, SPANS, STORE, USED, case
+from test_ragged import SPAN, SPANS, STORE, USED, case, projected
 from test_triton import DEVICE, DTYPES, close, randn
 from thinned import thinned_on_cpu
 
@@ -334,14 +334,8 @@ def test_fused_attention(conversion, splits, wide, window, norms, monkeypatch):
     given = in_eight_bits(case(wide, dtype))
     q, own, clean, segments = given
     _q, mine, prompt, _segments = poisoned(given)
-    rows, heads, kv_heads, size = len(q), q.shape[2], own[0].shape[0], own[0].shape[2]
-    slots = segments.positions + (segments.own - segments.base)[:, None]
-    qkv = randn(rows * wide, (heads + 2 * kv_heads) * size, dtype=dtype, seed=8)
-    turns = segments.positions[..., None] * (0.3 + torch.arange(size // 2 - 2, device=DEVICE))
-    angles = torch.stack((turns.cos(), turns.sin()))
-    weights = (
-        (randn(size, dtype=dtype, seed=5), randn(size, dtype=dtype, seed=6)) if norms else None
-    )
+    rows, heads = len(q), q.shape[2]
+    qkv, angles, weights, slots = projected(given, norms=norms)
     due_own = tuple(part.clone() for part in own)
     options = {"heads": heads, "eps": 1e-6}
     with bounded(monkeypatch) if DEVICE.type == "cpu" else contextlib.nullcontext():

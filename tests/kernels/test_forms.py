@@ -123,17 +123,13 @@ FUSED = {
 @pytest.mark.parametrize(tuple(FUSED), thinned_on_cpu(covering(FUSED), 20))
 def test_fused_attention(lines, size, dtype, window, norms, rotated, bits, splits, peaks, early):
     width, group = lines
-    heads, kv_heads = 2 * group, 2
+    heads = 2 * group
     skip_slow_compilation(dtype, size * width * group)
     given = plain.case(width, dtype, heads=heads, size=size)
     given = eight.in_eight_bits(given) if bits == 8 else given
     (q, own, clean, segments), (_, mine, prompt, _) = given, poisoned(given)
     rows, scale = len(q), size**-0.5
-    slots = segments.positions + (segments.own - segments.base)[:, None]
-    qkv = randn(rows * width, (heads + 2 * kv_heads) * size, dtype=dtype, seed=8)
-    turns = segments.positions[..., None] * (0.3 + torch.arange(size // 2 - rotated, device=DEVICE))
-    angles = torch.stack((turns.cos(), turns.sin()))
-    weights = tuple(randn(size, dtype=dtype, seed=seed) for seed in (5, 6)) if norms else None
+    qkv, angles, weights, slots = plain.projected(given, norms=norms, rotated=rotated)
     largest = torch.zeros(rows * width, dtype=torch.int32, device=DEVICE) if peaks else None
     found = fused_attention.attend(
         qkv,

@@ -61,6 +61,20 @@ def case(
     return q, own, prompt, segments
 
 
+def projected(given, *, norms, rotated=2):
+    """What fused attention takes in place of queries: queries, keys and values before rope, angles
+    [2, rows, width, places] (`rotated` pairs of a head have none), the weights of two norms or
+    None, and the slots [rows, width] of the new keys."""
+    q, own, _prompt, segments = given
+    (rows, width, heads, size), kv_heads, dtype = q.shape, own[0].shape[0], q.dtype
+    qkv = randn(rows * width, (heads + 2 * kv_heads) * size, dtype=dtype, seed=8)
+    places = torch.arange(size // 2 - rotated, device=DEVICE)
+    turns = segments.positions[..., None] * (0.3 + places)
+    angles = torch.stack((turns.cos(), turns.sin()))
+    weights = tuple(randn(size, dtype=dtype, seed=seed) for seed in (5, 6)) if norms else None
+    return qkv, angles, weights, segments.positions + (segments.own - segments.base)[:, None]
+
+
 def due(given, window, scale=0.25):
     """Compute the expected result. A window that excludes nothing makes the definition mask the
     prompt by position too."""

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_ragged import case, poisoned
+from test_ragged import case, poisoned, projected
 from test_triton import DEVICE, close, randn, triton  # noqa: F401 (a fixture)
 
 import bass_kernels as ops
@@ -97,17 +97,11 @@ def test_fused_attention_matches_the_definition(dtype, splits, wide, window, nor
     given = case(wide, dtype)
     q, own, clean, segments = given
     _q, mine, prompt, _segments = poisoned(given)
-    rows, heads, kv_heads, size = len(q), q.shape[2], own[0].shape[0], own[0].shape[2]
-    slots = segments.positions + (segments.own - segments.base)[:, None]
+    rows, heads = len(q), q.shape[2]
+    qkv, angles, weights, slots = projected(given, norms=norms)
     for tensor in mine:
         for row in range(rows):
             tensor[:, slots[row]] = torch.nan
-    qkv = randn(rows * wide, (heads + 2 * kv_heads) * size, dtype=dtype, seed=8)
-    turns = segments.positions[..., None] * (0.3 + torch.arange(size // 2 - 2, device=DEVICE))
-    angles = torch.stack((turns.cos(), turns.sin()))
-    weights = (
-        (randn(size, dtype=dtype, seed=5), randn(size, dtype=dtype, seed=6)) if norms else None
-    )
     due_own = tuple(t.clone().float() for t in own)
     found = fused_attention.attend(
         qkv,
